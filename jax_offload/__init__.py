@@ -1,0 +1,14 @@
+"""Train in JAX when the optimizer state does not fit on the accelerator."""
+
+from importlib.metadata import version as _version
+
+from jax_offload._offload import offload as offload
+from jax_offload._placement import Leaf as Leaf
+from jax_offload._state import Placement as Placement
+from jax_offload._state import abstract_state as abstract_state
+from jax_offload._state import placement as placement
+from jax_offload._state import state_shardings as state_shardings
+from jax_offload._state import to_device as to_device
+from jax_offload._state import to_host as to_host
+
+__version__ = _version("jax_offload")

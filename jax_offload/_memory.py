@@ -1,0 +1,73 @@
+"""Memory spaces and kinds. The only module that knows how jax names them and asks the machine about them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.extend.core
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+Space = jax.memory.Space
+HOST_KIND = "pinned_host"
+DEVICE_KIND = "device"
+
+
+def is_host_aval(aval: Any) -> bool:
+    """Whether an abstract value (the type of an array, a tracer, a jaxpr's variable) is in host memory."""
+    return getattr(aval, "memory_space", None) == Space.Host
+
+
+def on_host(x: Any) -> bool:
+    """Whether an array or a tracer is in host memory.
+
+    Asks the type: a tracer has no ``sharding``, so a check of that attribute would be silently inert under jit.
+    """
+    return isinstance(x, jax.Array) and is_host_aval(jax.typeof(x))
+
+
+def to_host(x: jax.Array) -> jax.Array:
+    """``x`` in pinned host memory; a no-op where it is already there (moving again is not free, marin#3766)."""
+    return x if on_host(x) else jax.device_put(x, Space.Host)
+
+
+def to_device(x: jax.Array) -> jax.Array:
+    """``x`` in device memory; a no-op where it is already there."""
+    return jax.device_put(x, Space.Device) if on_host(x) else x
+
+
+def under_jit() -> bool:
+    """Whether a program is being traced: then even an init of concrete parameters becomes a part of it."""
+    return jax.extend.core.unsafe_am_i_under_a_jit_DO_NOT_USE()  # pyright: ignore[reportPrivateImportUsage]
+
+
+def mesh_is_set() -> bool:
+    """Whether ``jax.set_mesh`` (or ``use_mesh``) is in force, which gives every array a home."""
+    return not jax.sharding.get_abstract_mesh().empty
+
+
+def ambient_sharding() -> Sharding:
+    """Where jax puts an array that nobody placed: replicated over the mesh that is set, else the default device."""
+    mesh = jax.sharding.get_mesh()
+    if not mesh.empty:
+        return NamedSharding(mesh, PartitionSpec())
+    return jax.numpy.zeros(()).sharding
+
+
+def with_kind(sharding: Sharding, kind: str) -> Sharding:
+    """``sharding`` in memory ``kind``, built anew for one device (a plain sharding may carry no kind at all)."""
+    if isinstance(sharding, SingleDeviceSharding):
+        return SingleDeviceSharding(next(iter(sharding.device_set)), memory_kind=kind)
+    return sharding.with_memory_kind(kind)
+
+
+def check_platform(devices: Iterable[Any]) -> None:
+    """Raises ``ValueError`` where a device has no pinned host memory: nothing falls back silently."""
+    for device in devices:
+        kinds = sorted(m.kind for m in device.addressable_memories())
+        if HOST_KIND not in kinds:
+            raise ValueError(
+                f"offload(): {device} (platform {device.platform!r}) has no {HOST_KIND!r} memory, only {kinds}, "
+                "so the optimizer state cannot be offloaded there. Use fraction=0, or the optimizer unwrapped."
+            )

@@ -1,0 +1,172 @@
+"""The transform: an optax optimizer with its state in pinned host memory."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.core import Tracer
+
+from jax_offload import _memory
+from jax_offload._dataflow import trace
+from jax_offload._placement import Leaf, Policy, Select, note, place
+from jax_offload._state import state_shardings
+from jax_offload._stream import stream
+
+DEFAULT_MIN_BYTES = 2**16  # below this a transfer costs the link its latency (about 10 us) rather than its bytes
+
+
+class Offloaded(optax.GradientTransformationExtraArgs):
+    """What ``offload`` returns, so that wrapping twice can be told."""
+
+
+def offload(
+    inner: optax.GradientTransformation,
+    *,
+    fraction: Any = 1.0,
+    select: Select = None,
+    min_bytes: int = DEFAULT_MIN_BYTES,
+    window: int | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Keeps the state of ``inner`` in pinned host memory and streams it through the device inside ``update``.
+
+    The state's tree, shapes and dtypes are those of ``inner``; only memory kinds differ. The arithmetic is that of
+    ``inner``, on the device. ``init`` and ``update`` have optax's signatures; extra arguments are passed on.
+
+    Args:
+      inner: any optax transformation.
+      fraction: share of the eligible state, in bytes over all devices, that lives on the host: a float in [0, 1],
+        or a pytree prefix of the parameters with a float per subtree. Leaves are taken in the order of the backward
+        pass, up to where the error is smallest. 0 returns ``inner`` itself.
+      select: which parameters' state may move: a pytree prefix of the parameters with bools; regular expressions
+        (one or several) searched in a parameter's path ``a/b/c``; or a callable on that path and the state leaf. A
+        rule that matches no parameter is an error.
+      min_bytes: state leaves of fewer bytes stay on the device, as rank-0 leaves and PRNG keys always do.
+      window: bytes of state on the device at a time while it streams; ``None``: two of the largest piece, so that one
+        loads while another is updated. A piece (the leaves that one update needs together) is never split: one that
+        is larger than the window is loaded whole.
+
+    Returns:
+      A transformation whose ``update`` leaves every state leaf where the options say, wherever it came from: a
+      resident state becomes an offloaded one in its first step.
+
+    Raises:
+      TypeError: ``inner`` is not an optax transformation, or is an ``offload(...)`` already.
+      ValueError: an option is out of range or does not fit the parameters; the platform has no pinned host memory; a
+        state is not this optimizer's.
+    """
+    if isinstance(inner, Offloaded):
+        raise TypeError("inner: is an offload(...) already; wrap an optimizer once.")
+    if not isinstance(inner, optax.GradientTransformation):
+        raise TypeError(f"inner: expected an optax.GradientTransformation, got {inner!r}.")
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window <= 0):
+        raise ValueError(f"window: expected a number of bytes > 0, or None; got {window!r}.")
+    policy = Policy(fraction, select, min_bytes)
+    if isinstance(fraction, (int, float)) and fraction == 0:
+        return inner  # pyright: ignore[reportReturnType]
+    inner = optax.with_extra_args_support(inner)
+
+    def init_fn(params: optax.Params) -> optax.OptState:
+        def create(params: Any) -> Any:
+            state = inner.init(params)
+            return _store(state, place(policy, state, params))
+
+        leaves = jax.tree.leaves(params)
+        if not leaves or not all(_is_concrete(x) for x in leaves) or _memory.under_jit():
+            return create(params)
+        _memory.check_platform({d for x in leaves if isinstance(x, jax.Array) for d in x.devices()})
+        # One compiled program, also in eager use: XLA makes a leaf, sends it to the host and makes the next, and a
+        # sharded leaf is born sharded.
+        shardings = state_shardings(Offloaded(create, update_fn), params)
+        _check_eager(params, shardings)
+        return jax.jit(create, out_shardings=shardings)(params)
+
+    def update_fn(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, optax.OptState]:
+        like = updates if params is None else params
+
+        def recipe(updates: Any, state: Any, params: Any, extra_args: Any) -> Any:
+            """The usual recipe: load everything, update, store everything. Its trace is then cut into slices."""
+            updates, state = inner.update(updates, _load(state), params, **extra_args)
+            return updates, _store(state, place(policy, state, like))
+
+        args = (updates, state, params, extra_args)
+        leaves, treedef = jax.tree.flatten(args)
+        arrays = [i for i, x in enumerate(leaves) if _is_array(x)]  # callables, Python numbers: part of the program
+
+        def on_arrays(*values: Any) -> Any:
+            filled = list(leaves)
+            for i, value in zip(arrays, values, strict=True):
+                filled[i] = value
+            return recipe(*jax.tree.unflatten(treedef, filled))
+
+        try:
+            program, out_tree = trace(on_arrays, *(leaves[i] for i in arrays))
+        except Exception as error:
+            _check_tree(inner, state, like, error)
+            raise
+        if out_tree.children()[1] != jax.tree.structure(state):
+            _check_tree(inner, state, like, None)
+
+        n_updates = len(jax.tree.leaves(updates))
+        ranks = {n_updates + i: leaf.rank for i, leaf in enumerate(place(policy, state, like))}
+        results = stream(
+            program,
+            [leaves[i] for i in arrays],
+            gradients={k for k, i in enumerate(arrays) if i < n_updates},
+            rank=lambda k: ranks.get(arrays[k], -1),
+            window=window,
+        )
+        return jax.tree.unflatten(out_tree, results)
+
+    return Offloaded(init_fn, update_fn)
+
+
+def _load(state: Any) -> Any:
+    return jax.tree.map(lambda x: _memory.to_device(x) if _is_array(x) else x, state)
+
+
+def _store(state: Any, plan: list[Leaf]) -> Any:
+    """``state`` with the leaves that the plan puts on the host there; what is there already stays."""
+    leaves, treedef = jax.tree.flatten(state)
+    stored = [_memory.to_host(x) if leaf.host else x for x, leaf in zip(leaves, plan, strict=True)]
+    note(stored, plan)
+    return jax.tree.unflatten(treedef, stored)
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray, np.generic))
+
+
+def _is_concrete(x: Any) -> bool:
+    return _is_array(x) and not isinstance(x, Tracer)
+
+
+def _check_eager(params: Any, shardings: Any) -> None:
+    """What only concrete parameters can tell: are they committed."""
+    offloads = any(s.memory_kind == _memory.HOST_KIND for s in jax.tree.leaves(shardings))
+    uncommitted = any(isinstance(x, jax.Array) and not x.committed for x in jax.tree.leaves(params))
+    if offloads and uncommitted and not _memory.mesh_is_set():
+        warnings.warn(
+            "offload(): the parameters are not committed to a device. jax commits whatever a step with host memory "
+            "returns, so the second step would compile again. Fix: params = jax.device_put(params, jax.devices()[0]) "
+            "(or a NamedSharding) before init, or jax.set_mesh.",
+            stacklevel=4,
+        )
+
+
+def _check_tree(inner: optax.GradientTransformation, state: Any, like: Any, cause: Exception | None) -> None:
+    """Raises ``ValueError`` where a state has not the tree that ``init`` gives: another optimizer's, say."""
+    try:
+        expected = jax.tree.structure(jax.eval_shape(inner.init, like))
+    except Exception:  # init cannot run on what we have: the original error says more
+        return
+    if expected != jax.tree.structure(state):
+        raise ValueError(
+            "state: its tree is not the one that this optimizer's init gives; was it made by another optimizer, or "
+            f"for other parameters?\n  got      {jax.tree.structure(state)}\n  expected {expected}"
+        ) from cause

@@ -1,0 +1,259 @@
+"""Which state leaves live in host memory. Pure functions of shapes, dtypes and paths.
+
+Nothing here asks for a device, so every process of a multi-host run, and every trace, comes to the same answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import keystr
+
+KeyPath = tuple[Any, ...]
+Select = Any  # None | bool prefix tree | Callable[[str, ShapeDtypeStruct], bool] | str | Sequence[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """Where one state leaf lives, and why.
+
+    Attributes:
+      path: of the leaf in the state, as ``jax.tree_util.keystr`` prints it.
+      shape, dtype: of the leaf (global shape).
+      nbytes: its size in bytes, over all devices.
+      param: path of the parameter that it belongs to, ``a/b/c``; ``None`` where there is none.
+      owner: that parameter's number in the order of flattening.
+      host: whether it lives in pinned host memory.
+      why: the rule that decided.
+      rank: its place in the order in which leaves are taken: that of the backward pass, as far as paths tell.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    nbytes: int
+    param: str | None
+    owner: int | None
+    host: bool
+    why: str
+    rank: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """The placement options of ``offload``, checked."""
+
+    fraction: Any
+    select: Select
+    min_bytes: int
+
+    def __post_init__(self) -> None:
+        for f in jax.tree.leaves(self.fraction):
+            if isinstance(f, bool) or not isinstance(f, (int, float, np.floating)) or not 0 <= f <= 1:
+                raise ValueError(
+                    "fraction: expected a float in [0, 1], or a pytree prefix of the parameters with one per "
+                    f"subtree; got {self.fraction!r}. fraction=0.5 offloads half of the eligible bytes."
+                )
+        if isinstance(self.min_bytes, bool) or not isinstance(self.min_bytes, int) or self.min_bytes < 0:
+            raise ValueError(f"min_bytes: expected a number of bytes >= 0, got {self.min_bytes!r}.")
+
+
+def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
+    """One ``Leaf`` for every leaf of ``state`` (arrays or abstract values), in the order of its flattening."""
+    paths_params = jax.tree_util.tree_flatten_with_path(params)[0]
+    fractions = _per_param("fraction", policy.fraction, params)
+    owner = owners([path for path, _ in paths_params])
+    backward = _backward_ranks([_name(path) for path, _ in paths_params])
+    paths_state = jax.tree_util.tree_flatten_with_path(state)[0]
+    selected = _selector(policy.select, params, [(_name(path), p) for path, p in paths_params])
+    by_params = policy.select is not None or not _is_scalar(policy.fraction)
+
+    leaves: list[Leaf] = []
+    groups: list[float | None] = []  # the fraction that governs a leaf; None: it stays
+    for index, (path, x) in enumerate(paths_state):
+        i = owner(path)
+        why, governing = _stays(x, policy.min_bytes), None
+        if not why and i is None and by_params:
+            why = "belongs to no one parameter"
+        if not why and i is not None and not selected(i, x):
+            why = "not selected"
+        if not why:
+            governing = float(fractions[i] if i is not None else policy.fraction)
+        groups.append(governing)
+        rank = (backward[i] if i is not None else len(backward)) * len(paths_state) + index
+        leaves.append(
+            Leaf(keystr(path), np.shape(x), getattr(x, "dtype", type(x)), nbytes(x),
+                 None if i is None else _name(paths_params[i][0]), i, False, why, rank)
+        )  # fmt: skip
+    return _take(leaves, groups, _subtrees(policy.fraction, params, owner, paths_state))
+
+
+_NOTES: contextvars.ContextVar[dict[int, Leaf] | None] = contextvars.ContextVar("notes", default=None)
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[dict[int, Leaf]]:
+    """Collects, by ``id`` of the state leaf, what every ``offload`` decides while a transformation is traced.
+
+    Chains and wrappers pass leaves on untouched, so the table can say why whatever stands around an ``offload``.
+    """
+    rows: dict[int, Leaf] = {}
+    token = _NOTES.set(rows)
+    try:
+        yield rows
+    finally:
+        _NOTES.reset(token)
+
+
+def note(state_leaves: Sequence[Any], plan: Sequence[Leaf]) -> None:
+    if (rows := _NOTES.get()) is not None:
+        rows.update((id(x), leaf) for x, leaf in zip(state_leaves, plan, strict=True))
+
+
+def unmanaged(x: Any) -> Leaf:
+    """The row of a leaf that no ``offload`` has seen."""
+    dtype = getattr(x, "dtype", type(x))
+    return Leaf("", np.shape(x), dtype, nbytes(x), None, None, False, "outside any offload", 0)
+
+
+def nbytes(x: Any) -> int:
+    """Bytes of an array or abstract value over all devices; 0 for what is not an array."""
+    dtype = getattr(x, "dtype", None)
+    return 0 if dtype is None else math.prod(np.shape(x)) * dtype.itemsize
+
+
+def _stays(x: Any, min_bytes: int) -> str:
+    """Why a leaf stays on the device whatever the options say; empty where it may move."""
+    if getattr(x, "dtype", None) is None:
+        return "not an array"
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return "PRNG key"
+    if np.ndim(x) == 0:
+        return "rank 0"
+    if nbytes(x) == 0:
+        return "empty"
+    return f"< min_bytes={min_bytes}" if nbytes(x) < min_bytes else ""
+
+
+def _take(leaves: list[Leaf], fractions: list[float | None], subtree: list[int]) -> list[Leaf]:
+    """Per subtree with a fraction of its own: leaves in backward order, up to where the error in bytes is smallest.
+
+    The last gradients of the backward pass have the least work left to hide behind, so what stays is theirs.
+    """
+    host: set[int] = set()
+    for group in sorted(set(subtree)):
+        eligible = [i for i, s in enumerate(subtree) if s == group and fractions[i] is not None]
+        eligible.sort(key=lambda i: leaves[i].rank)
+        if not eligible:
+            continue
+        target = fractions[eligible[0]] * sum(leaves[i].nbytes for i in eligible)  # pyright: ignore[reportOptionalOperand]
+        sums = np.cumsum([0] + [leaves[i].nbytes for i in eligible])
+        host.update(eligible[: int(np.argmin(np.abs(sums - target)))])
+    return [
+        leaf if leaf.why else dataclasses.replace(
+            leaf, host=i in host, why="eligible" if i in host else f"beyond fraction={fractions[i]:g}")
+        for i, leaf in enumerate(leaves)
+    ]  # fmt: skip
+
+
+def _is_scalar(fraction: Any) -> bool:
+    return isinstance(fraction, (int, float, np.floating))
+
+
+def _broadcast(name: str, prefix: Any, params: Any) -> list[Any]:
+    """The leaves of a prefix tree, one for every parameter."""
+    try:
+        return jax.tree.leaves(jax.tree.broadcast(prefix, params))
+    except ValueError as error:
+        raise ValueError(
+            f"{name}: expected a single value or a pytree prefix of the parameters.\n"
+            f"  got        {prefix!r}\n  parameters {jax.tree.structure(params)}\n{error}"
+        ) from error
+
+
+def _per_param(name: str, prefix: Any, params: Any) -> list[Any]:
+    n = len(jax.tree.leaves(params))
+    return [prefix] * n if _is_scalar(prefix) or not n else _broadcast(name, prefix, params)
+
+
+def _subtrees(fraction: Any, params: Any, owner: Callable, paths_state: list) -> list[int]:
+    """For every state leaf, the number of the fraction's subtree that governs it."""
+    if _is_scalar(fraction) or not jax.tree.leaves(params):
+        return [0] * len(paths_state)
+    numbered = jax.tree.unflatten(jax.tree.structure(fraction), range(len(jax.tree.leaves(fraction))))
+    groups = _broadcast("fraction", numbered, params)
+    return [-1 if (i := owner(path)) is None else groups[i] for path, _ in paths_state]
+
+
+def _selector(select: Select, params: Any, named: list[tuple[str, Any]]) -> Callable[[int, Any], bool]:
+    """``select`` as a function of (index of the parameter, state leaf)."""
+    if select is None or not named:
+        return lambda i, leaf: True
+    if callable(select):
+        return lambda i, leaf: bool(select(named[i][0], leaf))
+    if isinstance(select, str) or (isinstance(select, Sequence) and all(isinstance(r, str) for r in select)):
+        rules = [select] if isinstance(select, str) else list(select)
+        hits = [{i for i, (name, _) in enumerate(named) if re.search(rule, name)} for rule in rules]
+        if not all(hits):
+            unused = [rule for rule, hit in zip(rules, hits, strict=True) if not hit]
+            raise ValueError(
+                f"select: no parameter's path matches {unused!r}. Rules are searched in these paths: "
+                f"{', '.join(name for name, _ in named)}."
+            )
+        chosen = set().union(*hits)
+        return lambda i, leaf: i in chosen
+    mask = _broadcast("select", select, params)
+    if not all(isinstance(m, (bool, np.bool_)) for m in mask):
+        raise ValueError(
+            "select: expected regular expressions, a callable on (path, leaf), or a pytree prefix of the "
+            f"parameters with a bool per subtree; got {select!r}."
+        )
+    return lambda i, leaf: bool(mask[i])
+
+
+def _name(path: KeyPath) -> str:
+    return keystr(path, simple=True, separator="/")
+
+
+def owners(params: list[KeyPath]) -> Callable[[KeyPath], int | None]:
+    """From a state leaf's path to its parameter: the longest parameter path inside it, the last one if several.
+
+    ``[0].mu['layers']['w']`` belongs to ``['layers']['w']``. Paths are all that works for every optimizer: shapes
+    differ (factored moments), and what init computes from a parameter (zeros) does not depend on it.
+    """
+    index = {path: i for i, path in enumerate(params)}
+    lengths = sorted({len(path) for path in params}, reverse=True)
+
+    def owner(path: KeyPath) -> int | None:
+        for n in lengths:
+            for start in range(len(path) - n, -1, -1):
+                if (i := index.get(path[start : start + n])) is not None:
+                    return i
+        return None
+
+    return owner
+
+
+def _backward_ranks(names: list[str]) -> list[int]:
+    """For every parameter its place in the backward pass, guessed from its path: natural order, reversed.
+
+    ``layers_10`` comes before ``layers_2``: the last layer's gradient appears first.
+    """
+
+    def natural(name: str) -> list[tuple[int, int, str]]:
+        return [(0, int(t), "") if t.isdigit() else (1, 0, t) for t in re.split(r"(\d+)", name)]
+
+    order = sorted(range(len(names)), key=lambda i: natural(names[i]), reverse=True)
+    ranks = [0] * len(names)
+    for rank, i in enumerate(order):
+        ranks[i] = rank
+    return ranks

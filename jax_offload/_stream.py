@@ -1,0 +1,79 @@
+"""The order of the slices, and the gates between them: load → update → store through a bounded window.
+
+XLA's scheduler hoists every host-to-device copy to the start of a program, because nothing holds it back; then every
+loaded leaf lives until its update, and the peak is that of a resident state. A gate holds it back: an
+``optimization_barrier`` over the host leaf and a value that earlier work produced, *whose outputs are used from then
+on in place of both* (a barrier with an unused output is optimised away).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+from jax.core import Tracer
+
+from jax_offload._dataflow import Program, Slice, Var, cut
+from jax_offload._memory import is_host_aval
+from jax_offload._placement import nbytes
+
+
+def stream(
+    program: Program, args: Sequence[Any], *, gradients: set[int], rank: Callable[[int], int], window: int | None
+) -> list[Any]:
+    """Runs a traced update slice by slice; returns its results.
+
+    Args:
+      program: the usual recipe (load all, update, store all) as a program.
+      args: its arguments.
+      gradients: positions in ``args`` of the incoming updates, which gate the loads.
+      rank: position in ``args`` of a host leaf -> its place in the order of the backward pass.
+      window: bytes of host leaves on the device at a time; ``None``: two of the largest slice, the least with
+        which one slice loads while another is updated.
+    """
+    first = len(program.consts)
+    env: dict[Var, Any] = dict(zip(program.inputs, [*program.consts, *args], strict=True))
+    position = {v: i - first for i, v in enumerate(program.inputs)}
+    prelude, slices = cut(program)
+    loads = {id(s): [v for v in s.inputs if is_host_aval(v.aval)] for s in slices}
+    slices.sort(key=lambda s: min((rank(position[v]) for v in loads[id(s)]), default=0))
+    sizes = [sum(nbytes(v.aval) for v in loads[id(s)]) for s in slices]
+    window = window or 2 * max(sizes, default=0)
+
+    _run(prelude, env)
+    done = 0
+    # Without a tracer there is no program to order: each slice runs, and frees what it loaded, before the next.
+    gated = len(slices) if any(isinstance(x, Tracer) for x in env.values()) else 0
+    for k in range(gated):
+        back = _must_be_back(sizes, k, window)
+        for s in slices[done : back + 1]:
+            _run(s, env)
+        done = max(done, back + 1)
+        # slice k loads once the gradient of its predecessor is there, and enough has been stored to make room
+        grads = [v for v in slices[k - 1].inputs if position.get(v) in gradients] if done < k else []
+        stored = [v for v in slices[back].outputs if is_host_aval(v.aval)] if back >= 0 else []
+        _gate(env, loads[id(slices[k])], [*grads, *stored])
+    for s in slices[done:]:
+        _run(s, env)
+    return [v.val if isinstance(v, jex.Literal) else env[v] for v in program.outputs]
+
+
+def _must_be_back(sizes: Sequence[int], k: int, window: int) -> int:
+    """The last slice that must be stored before slice ``k`` is loaded; -1 where none need be."""
+    i, in_flight = k, 0
+    while i >= 0 and (i == k or in_flight + sizes[i] <= window):
+        in_flight += sizes[i]
+        i -= 1
+    return i
+
+
+def _run(s: Slice, env: dict[Var, Any]) -> None:
+    env.update(zip(s.outputs, s.run(*(env[v] for v in s.inputs)), strict=True))
+
+
+def _gate(env: dict[Var, Any], held: Sequence[Var], waits_for: Sequence[Var]) -> None:
+    if waits_for:
+        names = [*held, *waits_for]
+        env.update(zip(names, jax.lax.optimization_barrier([env[v] for v in names]), strict=True))
