@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -71,3 +73,26 @@ def check_platform(devices: Iterable[Any]) -> None:
                 f"offload(): {device} (platform {device.platform!r}) has no {HOST_KIND!r} memory, only {kinds}, "
                 "so the optimizer state cannot be offloaded there. Use fraction=0, or the optimizer unwrapped."
             )
+
+
+def check_host_pool(abstract: Iterable[jax.ShapeDtypeStruct], platform: str) -> None:
+    """Raises ``ValueError`` where this process's share of the host leaves exceeds XLA's pinned pool on a GPU.
+
+    XLA caps the pool, at 64 GB unless told otherwise, and says so only after the whole set-up, as a bare
+    RESOURCE_EXHAUSTED.
+    """
+    if platform not in ("gpu", "cuda", "rocm"):
+        return
+    name = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+    limit = float(os.environ.get(name, 64))
+    needed = 0
+    for x in abstract:
+        if x.sharding is not None and x.sharding.memory_kind == HOST_KIND:
+            shard = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+            needed += shard * len(x.sharding.addressable_devices)
+    if needed > limit * 2**30:
+        raise ValueError(
+            f"offload(): {needed / 2**30:.1f} GiB of optimizer state do not fit XLA's pool of pinned host memory, "
+            f"{limit:g} GiB in this process. Set the environment variable {name} to more than {needed / 2**30:.0f} "
+            "before jax starts, or offload less (fraction, select)."
+        )

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax_offload import _memory
 from jax_offload._dataflow import trace
 from jax_offload._placement import Leaf, Policy, Select, note, place
-from jax_offload._state import state_shardings
+from jax_offload._state import abstract_state
 from jax_offload._stream import stream
 
 DEFAULT_MIN_BYTES = 2**16  # below this a transfer costs the link its latency (about 10 us) rather than its bytes
@@ -72,16 +72,19 @@ def offload(
     def init_fn(params: optax.Params) -> optax.OptState:
         def create(params: Any) -> Any:
             state = inner.init(params)
-            return _store(state, place(policy, state, params))
+            plan = place(policy, state, params)
+            state = _store(state, plan)
+            note(jax.tree.leaves(state), plan)
+            return state
 
         leaves = jax.tree.leaves(params)
         if not leaves or not all(_is_concrete(x) for x in leaves) or _memory.under_jit():
             return create(params)
-        _memory.check_platform({d for x in leaves if isinstance(x, jax.Array) for d in x.devices()})
         # One compiled program, also in eager use: XLA makes a leaf, sends it to the host and makes the next, and a
         # sharded leaf is born sharded.
-        shardings = state_shardings(Offloaded(create, update_fn), params)
-        _check_eager(params, shardings)
+        abstract = abstract_state(Offloaded(create, update_fn), params)
+        _check_eager(params, abstract)
+        shardings = jax.tree.map(lambda x: x.sharding, abstract)
         return jax.jit(create, out_shardings=shardings)(params)
 
     def update_fn(
@@ -134,7 +137,6 @@ def _store(state: Any, plan: list[Leaf]) -> Any:
     """``state`` with the leaves that the plan puts on the host there; what is there already stays."""
     leaves, treedef = jax.tree.flatten(state)
     stored = [_memory.to_host(x) if leaf.host else x for x, leaf in zip(leaves, plan, strict=True)]
-    note(stored, plan)
     return jax.tree.unflatten(treedef, stored)
 
 
@@ -146,16 +148,21 @@ def _is_concrete(x: Any) -> bool:
     return _is_array(x) and not isinstance(x, Tracer)
 
 
-def _check_eager(params: Any, shardings: Any) -> None:
-    """What only concrete parameters can tell: are they committed."""
-    offloads = any(s.memory_kind == _memory.HOST_KIND for s in jax.tree.leaves(shardings))
-    uncommitted = any(isinstance(x, jax.Array) and not x.committed for x in jax.tree.leaves(params))
-    if offloads and uncommitted and not _memory.mesh_is_set():
+def _check_eager(params: Any, abstract: Any) -> None:
+    """What only concrete parameters can tell: whether their platform can hold the state, and if they are committed."""
+    arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
+    state = jax.tree.leaves(abstract)
+    if not any(x.sharding.memory_kind == _memory.HOST_KIND for x in state):
+        return
+    devices = {d for x in arrays for d in x.sharding.addressable_devices}
+    _memory.check_platform(devices)
+    _memory.check_host_pool(state, next(iter(devices)).platform if devices else jax.default_backend())
+    if not all(x.committed for x in arrays) and not _memory.mesh_is_set():
         warnings.warn(
             "offload(): the parameters are not committed to a device. jax commits whatever a step with host memory "
             "returns, so the second step would compile again. Fix: params = jax.device_put(params, jax.devices()[0]) "
             "(or a NamedSharding) before init, or jax.set_mesh.",
-            stacklevel=4,
+            stacklevel=3,
         )
 
 

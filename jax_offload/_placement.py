@@ -10,6 +10,7 @@ import contextvars
 import dataclasses
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -115,8 +116,17 @@ def noting() -> Iterator[dict[int, Leaf]]:
 
 
 def note(state_leaves: Sequence[Any], plan: Sequence[Leaf]) -> None:
+    """Hands the decisions to whoever collects them; where nobody does, says aloud that nothing will be offloaded."""
     if (rows := _NOTES.get()) is not None:
         rows.update((id(x), leaf) for x, leaf in zip(state_leaves, plan, strict=True))
+    elif not any(leaf.host for leaf in plan) and any(leaf.nbytes and leaf.shape for leaf in plan):
+        reasons = sorted({leaf.why for leaf in plan if leaf.nbytes and leaf.shape})
+        largest = max(leaf.nbytes for leaf in plan)
+        warnings.warn(
+            f"offload() leaves the whole optimizer state on the device ({', '.join(reasons)}; the largest leaf has "
+            f"{largest} bytes). See jax_offload.placement(tx, params); lower min_bytes or raise fraction.",
+            stacklevel=2,
+        )
 
 
 def unmanaged(x: Any) -> Leaf:

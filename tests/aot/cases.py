@@ -1,0 +1,70 @@
+"""The step that the peak table is about: checkpointed ``tanh(x @ w)`` layers, whose optimizer state dominates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jax_offload as jo
+from tests.aot.harness import Measured, measure, mesh_for
+
+
+def parameters(n_layers: int, width: int, stacked: bool, sharding: Any, dtype: Any = jnp.float32) -> Any:
+    if stacked:
+        return {"w": jax.ShapeDtypeStruct((n_layers, width, width), dtype, sharding=sharding)}
+    layer = jax.ShapeDtypeStruct((width, width), dtype, sharding=sharding)
+    return {f"w{i:03d}": layer for i in range(n_layers)}
+
+
+def loss(params: Any, x: jax.Array) -> jax.Array:
+    layer = jax.checkpoint(lambda x, w: jnp.tanh(x @ w))
+    if "w" in params:
+        x, _ = jax.lax.scan(lambda x, w: (layer(x, w), None), x, params["w"])
+    else:
+        for name in sorted(params):
+            x = layer(x, params[name])
+    return (x.astype(jnp.float32) ** 2).mean()
+
+
+def usual_recipe(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """What the jax guide, AXLearn and MaxText do: the whole state in, update, the whole state out."""
+    space = jax.memory.Space
+
+    def put(tree: Any, to: Any) -> Any:
+        return jax.tree.map(lambda x: jax.device_put(x, to) if x.ndim else x, tree)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        updates, state = inner.update(updates, put(state, space.Device), params, **extra)
+        return updates, put(state, space.Host)
+
+    return optax.GradientTransformationExtraArgs(lambda p: put(inner.init(p), space.Host), update)  # pyright: ignore
+
+
+def measure_step(
+    target: str,
+    tx: optax.GradientTransformation,
+    *,
+    n_layers: int = 24,
+    width: int = 4096,
+    stacked: bool = False,
+    batch: int = 512,
+    dtype: Any = jnp.float32,
+    options: dict[str, Any] | None = None,
+) -> Measured:
+    """The step of ``tx`` on the toy network, compiled for ``target``: parameters and state donated."""
+    sharding = NamedSharding(mesh_for(target), PartitionSpec(), memory_kind="device")
+    params = parameters(n_layers, width, stacked, sharding, dtype)
+    state = jo.abstract_state(tx, params)
+    x = jax.ShapeDtypeStruct((batch, width), dtype, sharding=sharding)
+
+    def step(params: Any, state: Any, x: jax.Array) -> Any:
+        grads = jax.grad(loss)(params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    out = (jax.tree.map(lambda a: a.sharding, params), jo.state_shardings(tx, params))
+    return measure(target, step, (params, state, x), (0, 1), out, options)

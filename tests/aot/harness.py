@@ -1,0 +1,151 @@
+"""Compiles a step for an H200 or a TPU without either, and measures the executable. All private API is in here.
+
+``measure(target, step, args, donate, out_shardings)`` returns a ``Measured``. For a TPU everything is public API. For
+the H200 the step is traced on CPU devices, because compile-only GPU devices report no memory spaces and drop
+``pinned_host`` without a word; the lowered module goes to the CUDA plugin's compile-only client.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import os
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax._src.lib import xla_client
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+for _name, _value in {
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+MIB = 2**20
+H200 = "h200"
+V5E = "v5e:1x1"
+
+
+def require(target: str) -> None:
+    """Skips, loudly, where the compiler of ``target`` is not installed."""
+    wheel, module = ("jax-cuda13-plugin", "jax_cuda13_plugin") if target == H200 else ("libtpu", "libtpu")
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"cannot compile for {target}: {wheel} is not installed (pip install 'jax_offload[aot]')")
+
+
+@functools.cache
+def mesh_for(target: str, shape: tuple[int, ...] = (1,), axes: tuple[str, ...] = ("x",)) -> Mesh:
+    n = int(np.prod(shape))
+    if target == H200:
+        return Mesh(np.array(jax.devices("cpu")[:n]).reshape(shape), axes)
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=target)
+    return Mesh(np.array(topology.devices)[:n].reshape(shape), axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """Of one executable, in MiB per device; ``hidden``: share of the entry's transferred bytes in flight over a matmul."""
+
+    peak: float
+    arguments: float
+    temp: float
+    host_arguments: float
+    host_temp: float
+    loaded: float
+    stored: float
+    hidden: float
+    text: str
+
+
+def measure(
+    target: str,
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    donate: tuple[int, ...] = (),
+    out_shardings: Any = None,
+    options: dict[str, Any] | None = None,
+    n: int = 1,
+) -> Measured:
+    kwargs = {} if out_shardings is None else {"out_shardings": out_shardings}
+    jitted = jax.jit(step, donate_argnums=donate, **kwargs)
+    if target == H200:
+        module = jitted.trace(*args).lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
+        executable = _compile_gpu(module, n, options or {})
+        m, text = executable.get_compiled_memory_stats(), executable.hlo_modules()[0].to_string()
+    else:
+        compiled = jitted.lower(*args).compile(compiler_options=options)
+        m, text = compiled.memory_analysis(), compiled.as_text()
+    copies = transfers(text)
+    total = sum(size for _, size, _ in copies)
+    return Measured(
+        peak=(m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes) / MIB,
+        arguments=m.argument_size_in_bytes / MIB,
+        temp=m.temp_size_in_bytes / MIB,
+        host_arguments=m.host_argument_size_in_bytes / MIB,
+        host_temp=m.host_temp_size_in_bytes / MIB,
+        loaded=sum(size for way, size, _ in copies if way == "load") / MIB,
+        stored=sum(size for way, size, _ in copies if way == "store") / MIB,
+        hidden=sum(size for _, size, matmuls in copies if matmuls) / total if total else 0.0,
+        text=text,
+    )
+
+
+def _compile_gpu(module: Any, n: int, options: dict[str, Any]) -> Any:
+    spec = (pathlib.Path(__file__).parent / "h200.txtpb").read_text()
+    devices = topologies.get_topology_desc(
+        platform="cuda", topology_name="h200", target_config=spec, topology=f"1x1x{n}"
+    ).devices
+    config = xla_client.CompileOptions()
+    config.num_replicas, config.num_partitions = 1, n
+    build = config.executable_build_options
+    build.num_replicas, build.num_partitions = 1, n
+    build.use_spmd_partitioning = build.use_shardy_partitioner = True
+    build.device_assignment = xla_client.DeviceAssignment.create(np.arange(n).reshape(1, n))
+    # autotuning needs the device
+    config.env_option_overrides = list({"xla_gpu_autotune_level": 0, **options}.items())
+    return devices[0].client.compile(module, xla_client._xla.DeviceList(tuple(devices)), config)
+
+
+_ITEMSIZE = dict(f64=8, s64=8, f32=4, s32=4, u32=4, bf16=2, f16=2, s16=2, s8=1, u8=1, pred=1)
+
+
+def _nbytes(hlo_type: str) -> int:
+    found = re.match(r"\(?(\w+)\[([\d,]*)\]", hlo_type)
+    if not found:
+        return 0
+    return int(np.prod([int(d) for d in found[2].split(",") if d] or [1])) * _ITEMSIZE.get(found[1], 4)
+
+
+def transfers(text: str) -> list[tuple[str, int, int]]:
+    """Host copies of the entry computation as scheduled: (load or store, bytes, matmuls between start and done)."""
+    rows, started, matmuls = [], {}, 0
+    for line in text[text.index("\nENTRY") :].splitlines():
+        line = re.sub(r", metadata=\{[^}]*\}", "", line)
+        found = re.match(r"\s+(?:ROOT )?%([\w.\-]+) = (\(?.*?) ([\w\-]+)\((.*)", line)
+        if not found:
+            continue
+        name, hlo_type, op, rest = found.groups()
+        if op == "copy-start":
+            to, source = hlo_type.split("}, ")[:2]
+            way = ("S(5)" in source) - ("S(5)" in to)  # memory space 5 is the host
+            if way:
+                started[name] = ("load" if way > 0 else "store", _nbytes(hlo_type.lstrip("(")), matmuls)
+        elif op == "copy-done":
+            source = re.search(r"%([\w.\-]+)", rest)
+            if source and source[1] in started:
+                way, size, before = started.pop(source[1])
+                rows.append((way, size, matmuls - before))
+        elif op in ("dot", "convolution", "while") or re.search(r"dot|gemm|conv|cublas", name):
+            matmuls += 1
+    return rows

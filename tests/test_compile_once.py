@@ -1,0 +1,106 @@
+"""One compile for committed inputs, however the state came to be."""
+
+import warnings
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import jax_offload as jo
+
+TX = jo.offload(optax.adamw(1e-3), fraction=0.5, min_bytes=0)
+
+
+def parameters():
+    return {"w": jnp.ones((16, 16)), "v": jnp.ones((16, 4)), "b": jnp.zeros(4)}
+
+
+def committed():
+    return jax.device_put(parameters(), jax.devices()[0])
+
+
+def loss(params, x):
+    return ((jnp.tanh(x @ params["w"]) @ params["v"] + params["b"]) ** 2).mean()
+
+
+def run(step, state, n=3):
+    x = jax.device_put(jnp.ones((2, 16)), jax.devices()[0])
+    for _ in range(n):
+        state = step(state, x)
+    assert step._cache_size() == 1
+    return state
+
+
+@pytest.mark.parametrize("init", [TX.init, jax.jit(TX.init)], ids=["eager init", "jitted init"])
+@pytest.mark.parametrize("donate", [False, True])
+def test_compile_once_params_and_state(init, donate):
+    @jax.jit
+    def plain(carry, x):
+        params, state = carry
+        updates, state = TX.update(jax.grad(loss)(params, x), state, params)
+        return optax.apply_updates(params, updates), state
+
+    step = jax.jit(plain, donate_argnums=0) if donate else plain
+    params = committed()
+    run(step, (params, init(params)))
+
+
+def test_compile_once_train_state():
+    state = TrainState.create(apply_fn=None, params=committed(), tx=TX)
+    state = state.replace(step=jax.device_put(jnp.int32(0), jax.devices()[0]))  # plain optax needs it too
+    step = jax.jit(lambda s, x: s.apply_gradients(grads=jax.grad(loss)(s.params, x)), donate_argnums=0)
+    assert int(run(step, state).step) == 3
+
+
+def test_compile_once_jitted_train_state():
+    create = jax.jit(lambda p: TrainState.create(apply_fn=loss, params=p, tx=TX))
+    step = jax.jit(lambda s, x: s.apply_gradients(grads=jax.grad(loss)(s.params, x)), donate_argnums=0)
+    run(step, create(committed()))
+
+
+def test_compile_once_nnx():
+    model = nnx.Linear(16, 4, rngs=nnx.Rngs(0))
+    nnx.update(model, jax.device_put(nnx.state(model), jax.devices()[0]))
+    optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+    nnx.update(optimizer, jax.tree.map(lambda x: x if x.committed else jax.device_put(x, jax.devices()[0]),
+                                       nnx.state(optimizer)))  # fmt: skip
+    traces = []
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        traces.append(1)
+        grads = nnx.grad(lambda m: (m(x) ** 2).mean())(model)
+        optimizer.update(model, grads)
+
+    x = jax.device_put(jnp.ones((2, 16)), jax.devices()[0])
+    for _ in range(3):
+        step(model, optimizer, x)
+    assert len(traces) == 1
+    memories = [x.sharding.memory_kind for x in jax.tree.leaves(nnx.state(optimizer)) if x.ndim]
+    assert "pinned_host" in memories
+
+
+def test_compile_once_under_a_mesh_without_commitment():
+    with jax.set_mesh(jax.make_mesh((1,), ("x",))), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        params = parameters()
+        step = jax.jit(lambda c, x: _step(c, x))
+        run(step, (params, TX.init(params)))
+
+
+def _step(carry, x):
+    params, state = carry
+    updates, state = TX.update(jax.grad(loss)(params, x), state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def test_eager_init_commits_what_it_keeps_and_warns_of_uncommitted_parameters():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state = TX.init(committed())
+    assert all(x.committed for x in jax.tree.leaves(state))
+    with pytest.warns(UserWarning, match=r"not committed.*device_put\(params"):
+        TX.init(parameters())

@@ -1,0 +1,134 @@
+"""Bad input: an error that names the argument, shows what was given, and says the fix."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jax_offload as jo
+from jax_offload import _memory
+
+ADAM = optax.adam(1e-3)
+
+
+def params():
+    return jax.device_put({"w": jnp.ones((32, 32)), "b": jnp.ones(32)}, jax.devices()[0])
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.5, "half", True, {"w": 2.0, "b": 0.0}, float("nan")])
+def test_fraction_out_of_range(fraction):
+    with pytest.raises(ValueError, match=r"fraction: expected .*\[0, 1\]"):
+        jo.offload(ADAM, fraction=fraction)
+
+
+@pytest.mark.parametrize("fraction", [{"w": 1.0}, {"w": 1.0, "b": 1.0, "c": 1.0}, [1.0, 1.0]])
+def test_fraction_that_does_not_fit_the_tree(fraction):
+    tx = jo.offload(ADAM, fraction=fraction, min_bytes=0)
+    for init in (tx.init, jax.jit(tx.init)):
+        with pytest.raises(ValueError, match=r"fraction: expected .*prefix of the parameters(.|\n)*parameters"):
+            init(params())
+
+
+def test_rule_that_matches_nothing_names_it_and_the_paths():
+    with pytest.raises(ValueError, match=r"select: .*'embedd'.*b, w"):
+        jo.offload(ADAM, select=["w", "embedd"]).init(params())
+
+
+def test_rule_survives_optax_probing_with_placeholders():
+    tx = jo.offload(ADAM, select="w", min_bytes=0)
+    optax.tree.map_params(tx, lambda x: x, tx.init(params()))
+
+
+@pytest.mark.parametrize("select", [{"w": True}, {"w": 1.0, "b": 0.0}])
+def test_select_that_does_not_fit(select):
+    with pytest.raises(ValueError, match=r"select: expected"):
+        jo.offload(ADAM, select=select).init(params())
+
+
+@pytest.mark.parametrize("min_bytes", [-1, 0.5, None, True])
+def test_min_bytes(min_bytes):
+    with pytest.raises(ValueError, match="min_bytes: expected a number of bytes"):
+        jo.offload(ADAM, min_bytes=min_bytes)
+
+
+@pytest.mark.parametrize("window", [0, -1, 1.5, True])
+def test_window(window):
+    with pytest.raises(ValueError, match="window: expected a number of bytes"):
+        jo.offload(ADAM, window=window)
+
+
+def test_missing_params():
+    tx = jo.offload(optax.adamw(1e-3), min_bytes=0)
+    with pytest.raises(ValueError, match="params"):
+        tx.update(params(), tx.init(params()))
+
+
+def test_offload_twice():
+    with pytest.raises(TypeError, match="inner: is an offload"):
+        jo.offload(jo.offload(ADAM))
+
+
+def test_offload_inside_a_chain_inside_offload_is_fine():
+    tx = jo.offload(optax.chain(jo.offload(ADAM, min_bytes=0), optax.scale(2.0)), min_bytes=0)
+    updates, state = jax.jit(tx.update)(params(), tx.init(params()))
+    plain = optax.chain(ADAM, optax.scale(2.0))
+    expected, _ = jax.jit(plain.update)(params(), plain.init(params()))
+    assert jnp.array_equal(updates["w"], expected["w"])
+    assert state[0][0].mu["w"].sharding.memory_kind == "pinned_host"
+
+
+def test_not_an_optimizer():
+    with pytest.raises(TypeError, match=r"inner: expected an optax.GradientTransformation, got .*adam"):
+        jo.offload(optax.adam)
+
+
+def test_platform_without_host_memory():
+    device = types.SimpleNamespace(platform="metal", addressable_memories=lambda: [types.SimpleNamespace(kind="device")])
+    with pytest.raises(ValueError, match=r"metal.*no 'pinned_host' memory.*fraction=0"):
+        _memory.check_platform([device])
+
+
+def test_eager_init_asks_the_parameters_devices(monkeypatch):
+    asked = []
+    monkeypatch.setattr(_memory, "check_platform", asked.extend)
+    jo.offload(ADAM, min_bytes=0).init(jax.device_put(params(), jax.devices()[3]))
+    assert asked == [jax.devices()[3]]
+
+
+@pytest.mark.parametrize("other", [optax.sgd(1.0, momentum=0.9), optax.chain(optax.clip(1.0), ADAM)])
+def test_state_of_another_optimizer(other):
+    tx = jo.offload(ADAM, min_bytes=0)
+    with pytest.raises(ValueError, match=r"state: its tree is not(.|\n)*got(.|\n)*expected"):
+        jax.jit(tx.update)(params(), other.init(params()))
+
+
+def test_state_for_other_parameters():
+    tx = jo.offload(ADAM, min_bytes=0)
+    with pytest.raises(ValueError, match=r"state: its tree is not"):
+        tx.update(params(), tx.init({"w": params()["w"]}))
+
+
+def test_host_pool_too_small_names_the_variable(monkeypatch):
+    pinned = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    leaf = jax.ShapeDtypeStruct((2**30, 20), jnp.float32, sharding=pinned)  # 80 GiB
+    name = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+    monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match=rf"80.0 GiB.*64 GiB.*{name}"):
+        _memory.check_host_pool([leaf], "gpu")
+    monkeypatch.setenv(name, "100")
+    _memory.check_host_pool([leaf], "gpu")
+    _memory.check_host_pool([leaf] * 100, "cpu")  # only the GPU's pool is capped
+
+
+def test_nothing_to_offload_is_said_aloud():
+    with pytest.warns(UserWarning, match=r"leaves the whole optimizer state on the device.*min_bytes"):
+        jo.offload(ADAM).init(params())
+
+
+def test_mixed_memory_outside_update_is_an_error_of_jax():
+    tx = jo.offload(ADAM, min_bytes=0)
+    state = tx.init(params())
+    with pytest.raises(ValueError, match="memory_space"):
+        jax.jit(lambda s, p: s[0].mu["w"] + p["w"])(state, params())

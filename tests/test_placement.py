@@ -1,0 +1,186 @@
+"""Which leaves live where, and that every process and trace agrees."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jax_offload as jo
+
+HOST, DEVICE = "pinned_host", "device"
+
+
+def layers(n=12):
+    params = {f"layers_{i}": {"w": jnp.full((64, 64), i + 1.0, jnp.float32), "b": jnp.zeros(64)} for i in range(n)}
+    return jax.device_put({"embed": jnp.ones((128, 64)), **params, "head": jnp.ones((64, 128))}, jax.devices()[0])
+
+
+def kinds(tree):
+    return jax.tree.map(lambda x: x.sharding.memory_kind, tree)
+
+
+def on_host(tx, params):
+    return [leaf.path for leaf in jo.placement(tx, params).leaves if leaf.host]
+
+
+def test_default_takes_every_large_leaf_and_no_other():
+    tx = jo.offload(optax.adamw(1e-3), min_bytes=1024)
+    state = tx.init(layers())
+    mu = kinds(state[0].mu)
+    assert state[0].count.sharding.memory_kind == DEVICE
+    assert mu["embed"] == mu["layers_3"]["w"] == HOST
+    assert mu["layers_3"]["b"] == DEVICE  # 256 bytes
+    assert kinds(state[0].nu) == mu
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_init_and_update_agree_with_the_table(jitted):
+    tx = jo.offload(optax.adamw(1e-3), fraction=0.4, min_bytes=0)
+    params = layers()
+    wrap = jax.jit if jitted else lambda f: f
+    table = [leaf.host for leaf in jo.placement(tx, params).leaves]
+    state = wrap(tx.init)(params)
+    assert [k == HOST for k in jax.tree.leaves(kinds(state))] == table
+    updates, state = wrap(tx.update)(params, state, params)
+    assert [k == HOST for k in jax.tree.leaves(kinds(state))] == table
+    assert set(jax.tree.leaves(kinds(updates))) == {DEVICE}
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_update_brings_every_leaf_home(jitted):
+    """From a resident state, and from one that is wholly on the host: nothing stays where it must not."""
+    tx, params = jo.offload(optax.adamw(1e-3), fraction=0.5, min_bytes=0), layers()
+    wrap = jax.jit if jitted else lambda f: f
+    expected = kinds(tx.init(params))
+    resident = jo.to_device(tx.init(params))
+    all_host = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host) if x.ndim else x, resident)
+    results = [wrap(tx.update)(params, state, params) for state in (tx.init(params), resident, all_host)]
+    for updates, state in results:
+        assert kinds(state) == expected
+        jax.tree.map(np.testing.assert_array_equal, (updates, state), results[0])
+
+
+def test_fraction_is_of_eligible_bytes_and_last_layers_first():
+    """Late layers' gradients appear first, so their state has the most work to hide behind."""
+    params = layers()
+    for fraction in (0.25, 0.5, 0.75):
+        tx = jo.offload(optax.adamw(1e-3), fraction=fraction, min_bytes=1024)
+        p = jo.placement(tx, params)
+        eligible = [leaf for leaf in p.leaves if leaf.nbytes >= 1024]
+        largest = max(leaf.nbytes for leaf in eligible)
+        assert abs(p.host_bytes - fraction * sum(leaf.nbytes for leaf in eligible)) <= largest / 2
+        ranks = [leaf.rank for leaf in eligible if leaf.host], [leaf.rank for leaf in eligible if not leaf.host]
+        assert max(ranks[0]) < min(ranks[1])
+    names = {leaf.param for leaf in jo.placement(jo.offload(optax.adamw(1), fraction=0.4), params).leaves if leaf.host}
+    assert not names or "layers_2/w" not in names or "layers_10/w" in names
+
+
+def test_backward_order_counts_as_people_do():
+    tx = jo.offload(optax.sgd(1.0, momentum=0.9), min_bytes=1024)
+    by_rank = sorted((leaf for leaf in jo.placement(tx, layers()).leaves if leaf.host), key=lambda leaf: leaf.rank)
+    order = [leaf.param for leaf in by_rank]
+    assert order == [f"layers_{i}/w" for i in range(11, -1, -1)] + ["head", "embed"]
+
+
+def test_fraction_per_subtree():
+    params = layers(2)
+    fraction = {"embed": 1.0, "layers_0": 0.0, "layers_1": 1.0, "head": 0.0}
+    tx = jo.offload(optax.adamw(1e-3), fraction=fraction, min_bytes=0)
+    assert {leaf.param for leaf in jo.placement(tx, params).leaves if leaf.host} == {
+        "embed", "layers_1/w", "layers_1/b"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "select",
+    [
+        r"layers_[01]/w$",
+        [r"layers_0/w", "layers_1/w"],
+        lambda path, leaf: leaf.ndim == 2 and path.startswith("layers"),
+        {"embed": False, "layers_0": {"w": True, "b": False}, "layers_1": {"w": True, "b": False}, "head": False},
+    ],
+)
+def test_select(select):
+    tx = jo.offload(optax.adamw(1e-3), select=select, min_bytes=0)
+    leaves = jo.placement(tx, layers(2)).leaves
+    assert {leaf.param for leaf in leaves if leaf.host} == {"layers_0/w", "layers_1/w"}
+    assert {leaf.why for leaf in leaves if not leaf.host} == {"not selected", "rank 0"}
+
+
+def test_select_prefix_tree_takes_whole_subtrees():
+    params = layers(2)
+    select = {"embed": False, "layers_0": True, "layers_1": False, "head": False}
+    tx = jo.offload(optax.adamw(1e-3), select=select, min_bytes=0)
+    assert {leaf.param for leaf in jo.placement(tx, params).leaves if leaf.host} == {"layers_0/w", "layers_0/b"}
+
+
+def test_keys_and_scalars_stay_whatever_the_options_say():
+    inner = optax.GradientTransformation(
+        lambda p: {"keys": jax.random.split(jax.random.key(0), 512), "count": jnp.zeros(()), "mu": p},
+        lambda u, s, p=None: (u, s),
+    )
+    state = jo.offload(inner, min_bytes=0).init(layers(1))
+    assert kinds({k: state[k] for k in ("keys", "count")}) == {"keys": DEVICE, "count": DEVICE}
+    assert set(jax.tree.leaves(kinds(state["mu"]))) == {HOST}
+
+
+def test_the_table_says_where_and_why():
+    tx = optax.chain(optax.ema(0.9), jo.offload(optax.adamw(1e-3), select="embed", min_bytes=1024))
+    text = str(jo.placement(tx, layers(1)))
+    rows = {line.split()[0]: line for line in text.splitlines()[2:-1]}
+    row = next(line for path, line in rows.items() if "embed" in path and ".mu" in path)
+    assert row.split()[1:] == ["128×64", "float32", "0.03", HOST, "eligible"]
+    assert "outside any offload" in next(line for path, line in rows.items() if ".ema['embed']" in path)
+    assert "not selected" in next(line for path, line in rows.items() if ".mu['head']" in path)
+    assert text.splitlines()[-1].startswith("optimizer state: ")
+
+
+def test_placement_does_not_depend_on_the_process():
+    program = (
+        "import tests.conftest, jax_offload as jo, optax; from tests.test_placement import layers\n"
+        "print(jo.placement(jo.offload(optax.adamw(1e-3), fraction=.37, min_bytes=0), layers()))"
+    )
+    env = dict(__import__("os").environ)
+    prints = {
+        subprocess.run(
+            [sys.executable, "-c", program], env={**env, "PYTHONHASHSEED": seed}, capture_output=True, check=True
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(prints) == 1
+
+
+def test_optax_tree_utilities():
+    tx, params = jo.offload(optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3), min_bytes=0), layers(2)
+    state = tx.init(params)
+    moved = optax.tree.map_params(tx, lambda x: x, state)
+    assert kinds(moved) == kinds(state)
+    assert optax.tree.get(state, "mu")["embed"].sharding.memory_kind == HOST
+    step = jax.jit(tx.update)
+    _, state = step(params, state, params)
+    lr = optax.tree.get(state, "learning_rate")
+    smaller = optax.tree.set(state, learning_rate=lr / 10)
+    a, _ = step(params, state, params)
+    b, _ = step(params, smaller, params)
+    assert step._cache_size() == 1  # a hyperparameter set between steps does not compile again
+    np.testing.assert_allclose(b["embed"], a["embed"] / 10, rtol=1e-5)
+
+
+def test_shardings_follow_the_parameters():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    spec = jax.sharding.PartitionSpec
+    params = jax.device_put(
+        {"w": jnp.ones((64, 64)), "b": jnp.ones(64)},
+        {"w": jax.sharding.NamedSharding(mesh, spec("data", "model")), "b": jax.sharding.NamedSharding(mesh, spec())},
+    )
+    tx = jo.offload(optax.adamw(1e-3), min_bytes=1024)
+    state = tx.init(params)
+    for _ in range(2):
+        assert state[0].mu["w"].sharding == params["w"].sharding.with_memory_kind(HOST)
+        assert state[0].nu["b"].sharding.memory_kind == DEVICE
+        _, state = jax.jit(tx.update)(params, state, params)
+    assert jax.tree.map(lambda x: x.sharding, tx.init(params)) == jo.state_shardings(tx, params)

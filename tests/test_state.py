@@ -1,0 +1,122 @@
+"""Reading and moving the state outside ``update``."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import jax_offload as jo
+
+HOST, DEVICE = "pinned_host", "device"
+
+
+def params():
+    return jax.device_put({"w": jnp.arange(1024.0).reshape(32, 32) / 1024, "b": jnp.ones(32)}, jax.devices()[0])
+
+
+def kinds(tree):
+    return jax.tree.map(lambda x: x.sharding.memory_kind, tree)
+
+
+def trained(tx, p, n=3):
+    state, step = tx.init(p), jax.jit(tx.update)
+    for _ in range(n):
+        updates, state = step(jax.tree.map(jnp.sin, p), state, p)
+        p = optax.apply_updates(p, updates)
+    return p, state
+
+
+def equal(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_to_device_and_back():
+    tx, p = jo.offload(optax.adamw(1e-3), fraction=0.5, min_bytes=0), params()
+    _, state = trained(tx, p)
+    resident = jo.to_device(state)
+    assert set(jax.tree.leaves(kinds(resident))) == {DEVICE}
+    equal(resident, state)
+    for back in (jo.to_host(tx, resident), jo.to_host(tx, resident, p), jax.jit(lambda s: jo.to_host(tx, s))(resident)):
+        assert kinds(back) == kinds(state)
+        equal(back, state)
+
+
+def test_to_host_through_a_chain_and_with_rules():
+    p = params()
+    tx = optax.chain(optax.clip(1.0), jo.offload(optax.adamw(1e-3), select="w", min_bytes=0))
+    state = tx.init(p)
+    assert kinds(jo.to_host(tx, jo.to_device(state))) == kinds(state)
+
+
+def test_to_host_of_a_foreign_state():
+    with pytest.raises(ValueError, match="state: not the tree"):
+        jo.to_host(jo.offload(optax.adam(1.0), min_bytes=0), optax.sgd(1.0, momentum=0.9).init(params()), params())
+
+
+def test_migrating_a_running_resident_job():
+    """A resident run becomes an offloaded one, at once by ``to_host`` or in the next step, and goes on alike."""
+    plain, p = optax.adamw(1e-3), params()
+    tx = jo.offload(plain, min_bytes=0)
+    p, resident = trained(plain, p)
+    grads = jax.tree.map(jnp.cos, p)
+    expected = jax.jit(plain.update)(grads, resident, p)
+    for start in (resident, jo.to_host(tx, resident)):
+        updates, state = jax.jit(tx.update)(grads, start, p)
+        equal((updates, state), expected)
+        assert kinds(state) == kinds(tx.init(p))
+
+
+def test_eval_parameters_of_schedule_free():
+    plain = optax.contrib.schedule_free_adamw(1e-3)
+    tx = jo.offload(plain, min_bytes=0)
+    p, state = trained(tx, params())
+    q, resident = trained(plain, params())
+    evaluated = optax.contrib.schedule_free_eval_params(jo.to_device(state), p)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6),
+        evaluated, optax.contrib.schedule_free_eval_params(resident, q),
+    )  # fmt: skip
+
+
+def test_reading_an_ema_and_norms():
+    tx = jo.offload(optax.chain(optax.ema(0.9), optax.adamw(1e-3)), min_bytes=0)
+    p, state = trained(tx, params())
+    ema = jo.to_device(state[0].ema)
+    assert kinds(ema) == {"w": DEVICE, "b": DEVICE}
+    assert np.isfinite(optax.tree.norm(ema))
+    moments = jo.to_device(optax.tree.get(state, "mu"))
+    assert float(optax.tree.norm(moments)) > 0
+    updates, _ = jax.jit(tx.update)(p, state, p)
+    assert float(jax.jit(optax.tree.norm)(updates)) > 0  # updates and gradients are on the device as ever
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_abstract_state(abstract):
+    p = params()
+    tx = optax.chain(optax.clip(1.0), jo.offload(optax.adamw(1e-3), fraction=0.5, min_bytes=0))
+    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), p) if abstract else p
+    state, like = tx.init(p), jo.abstract_state(tx, given)
+    jax.tree.map(lambda x, a: (_same(x, a), None)[1], state, like)
+    assert jo.state_shardings(tx, given) == jax.tree.map(lambda a: a.sharding, like)
+    out = jax.jit(tx.init, out_shardings=jo.state_shardings(tx, given))(p)
+    assert jax.tree.map(lambda x: x.sharding, out) == jo.state_shardings(tx, given)
+
+
+def _same(x, a):
+    assert (x.shape, x.dtype, x.sharding.memory_kind) == (a.shape, a.dtype, a.sharding.memory_kind)
+    assert x.sharding.is_equivalent_to(a.sharding, x.ndim)
+
+
+@pytest.mark.parametrize("saved", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("restored", [0.0, 0.5, 1.0])
+def test_a_checkpoint_restores_into_any_placement(tmp_path, saved, restored):
+    make = lambda f: jo.offload(optax.adamw(1e-3), fraction=f, min_bytes=0)  # noqa: E731
+    p, state = trained(make(saved), params())
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        back = checkpointer.restore(tmp_path / "state", jo.abstract_state(make(restored), p))
+    equal(back, state)
+    assert kinds(back) == kinds(make(restored).init(p))
