@@ -38,7 +38,18 @@ class Slice:
 
     inputs: list[Var]
     outputs: list[Var]
+    jaxpr: Any
     run: Callable[..., list[Any]]
+
+    @property
+    def loads(self) -> list[Var]:
+        """The host leaves that it needs."""
+        return [v for v in self.inputs if is_host_aval(v.aval)]
+
+    @property
+    def stores(self) -> list[Var]:
+        """The host leaves that it makes."""
+        return [v for v in self.outputs if is_host_aval(v.aval)]
 
 
 def trace(fun: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
@@ -78,7 +89,7 @@ def cut(program: Program) -> tuple[Slice, list[Slice]]:
     """The program as a prelude and slices, each of which can run by itself once the prelude has.
 
     Two results belong to one slice where they need a host leaf in common: then loading it once serves both. What
-    needs no host leaf and serves several slices (a global norm, a learning rate) is the prelude's, computed once.
+    needs no host leaf and serves several slices, or is a number (a global norm, a learning rate), is the prelude's.
     """
     hosts = {v: 1 << i for i, v in enumerate(v for v in program.inputs if is_host_aval(v.aval))}
     needs_host: dict[Var, Mask] = dict(hosts)
@@ -104,7 +115,7 @@ def cut(program: Program) -> tuple[Slice, list[Slice]]:
     for eqn in reversed(program.eqns):
         needs = [0 if isinstance(v, jex.DropVar) else needed_by.get(v, 0) for v in eqn.outvars]
         for k, v in enumerate(eqn.outvars):
-            shared = needs[k] & 1 or needs[k].bit_count() > 1
+            shared = needs[k] & 1 or needs[k].bit_count() > 1 or (needs[k] and v.aval.shape == ())
             if shared and not needs_host.get(v, 0):
                 prelude_vars.add(v)
                 needs[k] = 1
@@ -142,7 +153,7 @@ def _slice(program: Program, eqns: list[Any], outputs: list[Var], available: set
         jaxpr, used = pe.dce_jaxpr(jaxpr, [True] * len(outputs))
         inputs = [v for v, u in zip(inputs, used, strict=True) if u]
     fun = jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))  # pyright: ignore[reportPrivateImportUsage]
-    return Slice(inputs, outputs, fun)
+    return Slice(inputs, outputs, jaxpr, fun)
 
 
 def _renamed(eqn: Any, available: set[Var]) -> Any:

@@ -117,10 +117,13 @@ def offload(
 
         n_updates = len(jax.tree.leaves(updates))
         ranks = {n_updates + i: leaf.rank for i, leaf in enumerate(place(policy, state, like))}
+        # updates and the state, with which the arguments begin, are what the results are the next values of
+        same_trees = out_tree.children() == treedef.children()[:2]
         results = stream(
             program,
             [leaves[i] for i in arrays],
             gradients={k for k, i in enumerate(arrays) if i < n_updates},
+            reuse={i: k for k, i in enumerate(arrays) if same_trees and i < out_tree.num_leaves},
             rank=lambda k: ranks.get(arrays[k], -1),
             window=window,
         )

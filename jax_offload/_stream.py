@@ -8,7 +8,7 @@ on in place of both* (a barrier with an unused output is optimised away).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,12 +16,21 @@ import jax.extend.core as jex
 from jax.core import Tracer
 
 from jax_offload._dataflow import Program, Slice, Var, cut
-from jax_offload._memory import is_host_aval
+from jax_offload._loop import in_chunks
 from jax_offload._placement import nbytes
+
+# Two chunks in flight of 128 MiB each are far beyond what the latency of a copy can be felt in (see docs/window.md).
+DEFAULT_WINDOW = 2**28
 
 
 def stream(
-    program: Program, args: Sequence[Any], *, gradients: set[int], rank: Callable[[int], int], window: int | None
+    program: Program,
+    args: Sequence[Any],
+    *,
+    gradients: set[int],
+    reuse: Mapping[int, int],
+    rank: Callable[[int], int],
+    window: int | None,
 ) -> list[Any]:
     """Runs a traced update slice by slice; returns its results.
 
@@ -29,18 +38,22 @@ def stream(
       program: the usual recipe (load all, update, store all) as a program.
       args: its arguments.
       gradients: positions in ``args`` of the incoming updates, which gate the loads.
+      reuse: position of a result -> position of the argument that it is the next value of.
       rank: position in ``args`` of a host leaf -> its place in the order of the backward pass.
-      window: bytes of host leaves on the device at a time; ``None``: two of the largest slice, the least with
-        which one slice loads while another is updated.
+      window: bytes of host leaves on the device at a time. ``None``: two of the largest slice, the least with which
+        one loads while another is updated, and no more than ``DEFAULT_WINDOW``.
     """
     first = len(program.consts)
     env: dict[Var, Any] = dict(zip(program.inputs, [*program.consts, *args], strict=True))
     position = {v: i - first for i, v in enumerate(program.inputs)}
     prelude, slices = cut(program)
-    loads = {id(s): [v for v in s.inputs if is_host_aval(v.aval)] for s in slices}
-    slices.sort(key=lambda s: min((rank(position[v]) for v in loads[id(s)]), default=0))
-    sizes = [sum(nbytes(v.aval) for v in loads[id(s)]) for s in slices]
-    window = window or 2 * max(sizes, default=0)
+    slices.sort(key=lambda s: min((rank(position[v]) for v in s.loads), default=0))
+    sizes = [sum(nbytes(v.aval) for v in s.loads) for s in slices]
+    window = window or min(DEFAULT_WINDOW, 2 * max(sizes, default=0))
+    next_of = {program.outputs[i]: program.inputs[first + j] for i, j in reuse.items()
+               if not isinstance(program.outputs[i], jex.Literal)}  # fmt: skip
+    slices = [in_chunks(s, next_of, window) or s if size > window else s for s, size in zip(slices, sizes, strict=True)]
+    sizes = [min(size, window) for size in sizes]
 
     _run(prelude, env)
     done = 0
@@ -53,8 +66,7 @@ def stream(
         done = max(done, back + 1)
         # slice k loads once the gradient of its predecessor is there, and enough has been stored to make room
         grads = [v for v in slices[k - 1].inputs if position.get(v) in gradients] if done < k else []
-        stored = [v for v in slices[back].outputs if is_host_aval(v.aval)] if back >= 0 else []
-        _gate(env, loads[id(slices[k])], [*grads, *stored])
+        _gate(env, slices[k].loads, [*grads, *(slices[back].stores if back >= 0 else [])])
     for s in slices[done:]:
         _run(s, env)
     return [v.val if isinstance(v, jex.Literal) else env[v] for v in program.outputs]

@@ -9,3 +9,11 @@ import os
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--subset",
+        action="store_true",
+        help="leave out what is long and does not depend on the jax version much (used for the oldest jax)",
+    )

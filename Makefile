@@ -1,0 +1,59 @@
+# Two commands do everything: `make demo` and `make test`. Both need only Python >= 3.11.
+.DELETE_ON_ERROR:
+SHELL := /bin/sh
+PYTEST := -m pytest -n 2 --dist worksteal
+
+# The oldest supported jax is what Python 3.11 resolves to, the newest what 3.12 and later do.
+OLDEST := 3.11
+NEWEST := $(shell v=$$(scripts/find-python newest) && $$v -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+
+.PHONY: demo test test-oldest test-newest lint conformance peaks clean
+
+demo: .venv/.installed  ## train a small language model on real text, its optimizer state offloaded
+	.venv/bin/python examples/train_lm.py $(ARGS)
+
+# EXTRAS=examples,cuda on a machine with an NVIDIA GPU
+EXTRAS ?= examples
+.venv/.installed: pyproject.toml
+	python=$$(scripts/find-python newest) || { echo "jax_offload needs Python >= 3.11; none found" >&2; exit 1; }; \
+	"$$python" -m venv .venv
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRAS)]'
+	touch $@
+
+test: lint test-newest test-oldest  ## everything that runs without an accelerator, on the newest and the oldest jax
+
+.venvs/%/.installed: pyproject.toml
+	@python=$$(scripts/find-python $*) || { echo "Python $* is not installed" >&2; exit 1; }; \
+	"$$python" -m venv .venvs/$*
+	.venvs/$*/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,aot]'
+	touch $@
+
+lint: .venvs/$(NEWEST)/.installed
+	.venvs/$(NEWEST)/bin/ruff check .
+	.venvs/$(NEWEST)/bin/ruff format --check .
+	.venvs/$(NEWEST)/bin/pyright --pythonpath .venvs/$(NEWEST)/bin/python
+
+test-newest: .venvs/$(NEWEST)/.installed
+	.venvs/$(NEWEST)/bin/python -c 'import jax, sys; print(f"== newest: Python {sys.version.split()[0]}, jax {jax.__version__}")'
+	.venvs/$(NEWEST)/bin/python $(PYTEST)
+
+# The long tables run on the newest jax alone; here a part of each.
+test-oldest:
+	@if [ "$(NEWEST)" = "$(OLDEST)" ]; then \
+	    echo "!! ONLY PYTHON $(OLDEST) IS INSTALLED: jax's newest supported version, which needs 3.12, WAS NOT TESTED"; \
+	elif scripts/find-python $(OLDEST) >/dev/null; then \
+	    $(MAKE) --no-print-directory .venvs/$(OLDEST)/.installed && \
+	    .venvs/$(OLDEST)/bin/python -c 'import jax, sys; print(f"== oldest: Python {sys.version.split()[0]}, jax {jax.__version__}")' && \
+	    .venvs/$(OLDEST)/bin/python $(PYTEST) --subset; \
+	else \
+	    echo "!! PYTHON $(OLDEST) IS NOT INSTALLED: the oldest supported jax WAS NOT TESTED"; \
+	fi
+
+conformance: .venvs/$(NEWEST)/.installed  ## optax's own tests: plain, the usual recipe, offloaded
+	.venvs/$(NEWEST)/bin/python -m tests.conformance.run
+
+peaks: .venvs/$(NEWEST)/.installed  ## the table of the README, compiled for an H200
+	.venvs/$(NEWEST)/bin/python -m tests.aot.table
+
+clean:
+	rm -rf .venv .venvs .pytest_cache .ruff_cache .hypothesis

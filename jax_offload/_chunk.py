@@ -1,0 +1,182 @@
+"""Whether a slice may run in chunks along an axis, and how: decided by its equations, never by an optimizer's name.
+
+Each variable either has the chunked axis, at some dimension, or does not. Every equation must keep rows apart:
+elementwise arithmetic and reductions over other dimensions do, a norm over the leaf or a sort along the axis does
+not. An equation that is not known here means no: then the leaf is loaded whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+
+Dims = dict[Any, int | None]  # variable -> the dimension that is chunked, None: it has no chunked dimension
+
+_ELEMENTWISE = frozenset(
+    """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex
+    conj convert_element_type copy copy_p cos cosh device_put digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
+    imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not optimization_barrier or
+    population_count pow real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic
+    shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor""".split()
+)
+_REDUCE = frozenset(
+    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin".split()
+)
+_CALLS = frozenset(("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call"))
+
+
+class Dependent(Exception):
+    """The rows of the axis depend on each other, or may."""
+
+
+def chunked_dims(jaxpr: Any, dims: Sequence[int | None], size: int, shape: tuple[int, ...], axis: int) -> list:
+    """The chunked dimension of every result of ``jaxpr``, given those of its operands.
+
+    Args:
+      jaxpr: of a slice.
+      dims: chunked dimension of each operand.
+      size: length of the chunked axis.
+      shape, axis: a leaf's whole shape and its chunked axis: what is broadcast to that shape is made chunk by chunk.
+
+    Raises:
+      Dependent: some equation mixes rows.
+    """
+    env: Dims = dict(zip(jaxpr.invars, dims, strict=True))
+    for eqn in jaxpr.eqns:
+        env.update(zip(eqn.outvars, _rule(eqn, _read(env, eqn.invars), size, shape, axis)[0], strict=True))
+    return _read(env, jaxpr.outvars)
+
+
+def run_chunk(jaxpr: Any, dims: Sequence[int | None], where: tuple[int, tuple[int, ...], int], chunk: int, *args: Any):
+    """Evaluates ``jaxpr`` on operands of which the chunked dimension has ``chunk`` rows instead of all."""
+    size, shape, axis = where
+    env: Dims = dict(zip(jaxpr.invars, dims, strict=True))
+    values = dict(zip(jaxpr.invars, args, strict=True))
+    for eqn in jaxpr.eqns:
+        out_dims, bind = _rule(eqn, _read(env, eqn.invars), size, shape, axis)
+        env.update(zip(eqn.outvars, out_dims, strict=True))
+        operands = [v.val if isinstance(v, jex.Literal) else values[v] for v in eqn.invars]
+        with eqn.ctx.manager:
+            results = bind(chunk, *operands)
+        values.update(zip(eqn.outvars, results if eqn.primitive.multiple_results else [results], strict=True))
+    return [v.val if isinstance(v, jex.Literal) else values[v] for v in jaxpr.outvars]
+
+
+def _read(env: Dims, atoms: Sequence[Any]) -> list[int | None]:
+    return [None if isinstance(v, jex.Literal) else env[v] for v in atoms]
+
+
+def _rule(eqn: Any, dims: list[int | None], size: int, shape: tuple[int, ...], axis: int) -> tuple[list, Callable]:
+    """For an equation: the chunked dimensions of its results, and how to run it on a chunk."""
+    name, params = eqn.primitive.name, eqn.params
+    ins, outs = [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
+
+    def bind(**changed: Callable[[int], Any]) -> Callable[..., Any]:
+        def run(chunk: int, *operands: Any) -> Any:
+            new = {**params, **{k: f(chunk) for k, f in changed.items()}}
+            return eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(new))
+
+        return run
+
+    def resized(sizes: Sequence[int], dim: int) -> Callable[[int], tuple[int, ...]]:
+        return lambda chunk: (*sizes[:dim], chunk, *sizes[dim + 1 :])
+
+    if name == "broadcast_in_dim":
+        full, mapped = params["shape"], params["broadcast_dimensions"]
+        if dims[0] is not None:
+            dim = mapped[dims[0]]
+        elif tuple(full) == shape and (axis not in mapped or ins[0].shape[mapped.index(axis)] == 1):
+            dim = axis  # the same for every row
+        else:
+            return [None], bind()
+        return [dim], bind(shape=resized(full, dim))
+    if all(d is None for d in dims):
+        return [None] * len(outs), bind()
+    if eqn.effects:
+        raise Dependent(f"{name} has an effect")
+    if name in _ELEMENTWISE:
+        if name == "optimization_barrier":
+            return dims, bind()
+        wide = {d for d, aval in zip(dims, ins, strict=True) if aval.shape}
+        if len(wide) != 1:
+            raise Dependent(f"{name} of rows and a whole")
+        return [wide.pop()] * len(outs), bind()
+    if name in _CALLS or name == "cond":
+        return _call(eqn, dims, size, shape, axis)
+    if name == "dot_general":
+        return _dot_general(params["dimension_numbers"], dims, ins), bind()
+    (dim,) = {d for d in dims if d is not None} if len({d for d in dims if d is not None}) == 1 else (None,)
+    if dim is None or len(ins) != 1:
+        raise Dependent(name)
+    if name in _REDUCE and dim not in params["axes"]:
+        return [dim - sum(a < dim for a in params["axes"])], bind()
+    if name == "squeeze" and dim not in params["dimensions"]:
+        return [dim - sum(a < dim for a in params["dimensions"])], bind()
+    if name == "transpose":
+        return [params["permutation"].index(dim)], bind()
+    if name == "reshape" and params.get("dimensions") is None:
+        new = params["new_sizes"]
+        before = math.prod(ins[0].shape[:dim])
+        for d in range(len(new)):
+            if new[d] == size and math.prod(new[:d]) == before:
+                return [d], bind(new_sizes=resized(new, d))
+    if name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp") and params["axis"] != dim:
+        return [dim], bind()
+    raise Dependent(name)
+
+
+def _call(eqn: Any, dims: list[int | None], size: int, shape: tuple[int, ...], axis: int) -> tuple[list, Callable]:
+    where = (size, shape, axis)
+
+    def inner(branch: Any, dims: list[int | None]) -> tuple[Any, list]:
+        jaxpr = jex.Jaxpr([], [*branch.jaxpr.constvars, *branch.jaxpr.invars], branch.jaxpr.outvars, branch.jaxpr.eqns,
+                          branch.jaxpr.effects, branch.jaxpr.debug_info._replace(arg_names=None, result_paths=None))  # fmt: skip
+        return jaxpr, [*(None for _ in branch.consts), *dims]
+
+    if eqn.primitive.name != "cond":
+        branch = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr", eqn.params.get("fun_jaxpr")))
+        jaxpr, all_dims = inner(branch, dims)
+        out = chunked_dims(jaxpr, all_dims, *where)
+        return out, lambda chunk, *args: run_chunk(jaxpr, all_dims, where, chunk, *branch.consts, *args)
+    if dims[0] is not None:
+        raise Dependent("cond on a row")
+    branches = [inner(b, dims[1:]) for b in eqn.params["branches"]]
+    outs = [chunked_dims(jaxpr, d, *where) for jaxpr, d in branches]
+    merged = []
+    for results in zip(*outs, strict=True):
+        found = set(results)
+        if len(found) > 1:
+            raise Dependent("cond whose branches differ in what they chunk")
+        merged.append(found.pop())
+
+    def run(chunk: int, index: Any, *args: Any) -> Any:
+        functions = [
+            lambda *a, j=jaxpr, d=d, b=b: run_chunk(j, d, where, chunk, *b.consts, *a)
+            for (jaxpr, d), b in zip(branches, eqn.params["branches"], strict=True)
+        ]
+        return jax.lax.switch(index, functions, *args)
+
+    return merged, run
+
+
+def _dot_general(numbers: Any, dims: list[int | None], ins: list[Any]) -> list[int]:
+    """Rows stay apart along a batch dimension, and along a free dimension of one side."""
+    contracting, batch = numbers
+    lhs, rhs = dims
+    if lhs is not None and rhs is not None:
+        for k, pair in enumerate(zip(*batch, strict=True)):
+            if pair == (lhs, rhs):
+                return [k]
+        raise Dependent("dot_general of rows with rows")
+    side = 0 if lhs is not None else 1
+    dim = dims[side]
+    if dim in contracting[side] or dim in batch[side]:
+        raise Dependent("dot_general over rows")
+    bound = {*contracting[side], *batch[side]}
+    free = [d for d in range(ins[side].ndim) if d not in bound]
+    before = len(batch[0]) + (0 if side == 0 else ins[0].ndim - len(contracting[0]) - len(batch[0]))
+    return [before + free.index(dim)]

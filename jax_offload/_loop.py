@@ -1,0 +1,130 @@
+"""A slice as a loop over chunks of its leaves: what a stacked or a huge leaf needs.
+
+Such a leaf is one buffer, which a copy would load whole. The loop carries the host buffers, and the arrays on the
+device that the update may overwrite: it reads a chunk of each, runs the slice on it, and writes the results into the
+same buffers at the same place. XLA keeps them where they are and aliases them through the loop; as ``xs`` and ``ys``
+of a scan they would stand in host memory twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+
+from jax_offload._chunk import Dependent, chunked_dims, run_chunk
+from jax_offload._dataflow import Slice, Var
+from jax_offload._memory import is_host_aval
+from jax_offload._placement import nbytes
+
+
+def in_chunks(s: Slice, reuse: Mapping[Var, Var], window: int) -> Slice | None:
+    """``s`` as a loop in which at most ``window`` bytes of host leaves are in flight; ``None`` if rows depend.
+
+    Args:
+      s: the slice.
+      reuse: result -> operand of the same type whose buffer it may take, because it is the next value of it.
+      window: bytes.
+    """
+    lead = max((v.aval for v in s.loads), key=nbytes)
+    for axis in range(max(1, lead.ndim - 1)):
+        size = lead.shape[axis]
+        dims = [_chunked_dim(v.aval, lead.shape, axis) for v in s.inputs]
+        if size < 2 or any(d is None for v, d in zip(s.inputs, dims, strict=True) if is_host_aval(v.aval)):
+            continue
+        try:
+            out_dims = chunked_dims(s.jaxpr, dims, size, lead.shape, axis)
+        except Dependent:
+            continue
+        if any(d is None for d in out_dims) or not set(s.stores) <= set(reuse):
+            continue
+        rows = _rows(lead.ndim - 1 - axis, size, sum(nbytes(v.aval) for v in s.loads), window)
+        return _loop(s, dims, out_dims, (size, lead.shape, axis), rows, _buffers(s, reuse))
+    return None
+
+
+def _chunked_dim(aval: Any, lead: tuple[int, ...], axis: int) -> int | None:
+    """A guess that the equations confirm or not: operands of the leaf's shape, or with as many rows in front."""
+    if aval.shape == lead:
+        return axis
+    return 0 if axis == 0 and aval.shape[:1] == lead[:1] else None
+
+
+def _rows(minor_dims: int, size: int, total: int, window: int) -> int:
+    """Rows per chunk, two chunks to a window, chunks about equal, cut where a tile of the accelerator ends."""
+    tile = {0: 1024, 1: 32}.get(minor_dims, 1)  # a TPU tiles the last two dimensions
+    fitting = max(1, window // 2 * size // total)
+    chunks = math.ceil(size / fitting)
+    rows = math.ceil(size / chunks)
+    return min(size, max(1, rows // tile) * tile)
+
+
+def _buffers(s: Slice, reuse: Mapping[Var, Var]) -> list[Var | None]:
+    """For each result the operand whose buffer it overwrites, row by row as they are used; ``None``: a new one."""
+    taken: set[Var] = set()
+    buffers: list[Var | None] = []
+    for v in s.outputs:
+        old = reuse.get(v)
+        free = old in s.inputs and old not in taken and (old.aval.shape, old.aval.dtype) == (v.aval.shape, v.aval.dtype)
+        buffers.append(old if free else None)
+        taken |= {old} if free else set()
+    return buffers
+
+
+def _loop(
+    s: Slice,
+    dims: list[int | None],
+    out_dims: list[int],
+    where: tuple[int, tuple[int, ...], int],
+    rows: int,
+    buffers: list[Var | None],
+) -> Slice:
+    size = where[0]
+    carried = {v: k for k, v in enumerate(buffers) if v is not None}
+
+    def looped(*operands: Any) -> list[Any]:
+        def body(start: Any, n: int, results: tuple[Any, ...]) -> tuple[Any, ...]:
+            chunk = []
+            for v, x, dim in zip(s.inputs, operands, dims, strict=True):
+                x = results[carried[v]] if v in carried else x
+                chunk.append(x if dim is None else jax.lax.dynamic_slice_in_dim(x, start, n, dim))
+            new = run_chunk(s.jaxpr, dims, where, n, *chunk)
+            return tuple(
+                jax.lax.dynamic_update_slice_in_dim(old, x, start, dim)
+                for old, x, dim in zip(results, new, out_dims, strict=True)
+            )
+
+        given = dict(zip(s.inputs, operands, strict=True))
+        results = tuple(
+            jnp.zeros(v.aval.shape, v.aval.dtype) if old is None else given[old]
+            for v, old in zip(s.outputs, buffers, strict=True)
+        )
+        whole, rest = divmod(size, rows)
+        results = jax.lax.fori_loop(0, whole, lambda i, r: body(i * rows, rows, r), results)
+        return list(body(whole * rows, rest, results) if rest else results)
+
+    return dataclasses.replace(s, run=_or_whole(looped, s.run))
+
+
+def _or_whole(looped: Any, whole: Any) -> Any:
+    """``looped``, but ``whole`` under ``vmap`` and differentiation: a batched slice of a host buffer is a gather."""
+    batched = custom_vmap(looped)
+
+    @batched.def_vmap
+    def _(size: int, in_batched: list[bool], *args: Any) -> Any:
+        axes = [0 if b else None for b in in_batched]
+        out = jax.vmap(whole, in_axes=axes, axis_size=size)(*args)
+        return out, [True] * len(out)
+
+    differentiable = jax.custom_jvp(batched)
+
+    @differentiable.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        return jax.jvp(whole, primals, tangents)
+
+    return differentiable

@@ -1,0 +1,133 @@
+"""Slices, gates and loops keep the numbers: tiny windows force chunks, tails, and several leaves in flight."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jax_offload as jo
+from jax_offload import _loop
+
+HOST = "pinned_host"
+
+
+def parameters(dtype=jnp.float32):
+    shapes = {"stacked": (7, 8, 12), "embed": (97, 8), "flat": (2051,), "layers_2": (16, 16), "layers_10": (16, 16)}
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    params = {name: jax.random.normal(k, shape, dtype) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
+    return jax.device_put(params, jax.devices()[0])
+
+
+def gradients(params):
+    return jax.tree.map(lambda p: (jnp.sin(3 * p.astype(jnp.float32)) + 0.1).astype(p.dtype), params)
+
+
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-2),
+    "clip": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
+    "lion": optax.lion(1e-3),
+    "momentum": optax.sgd(1e-2, momentum=0.9),
+    "MultiSteps": optax.MultiSteps(optax.adamw(1e-2), 2).gradient_transformation(),
+    "apply_if_finite": optax.apply_if_finite(optax.adamw(1e-2), 3),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "lamb": optax.lamb(1e-2),
+    "schedule_free": optax.contrib.schedule_free_adamw(1e-2),
+    "muon": optax.contrib.muon(1e-2),
+}
+
+
+def close(a, b, dtype, scale=0.0):
+    """Law 2. ``scale``: of the operands whose difference a result is, where rounding is relative to them."""
+    if dtype == jnp.bfloat16:
+        np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=2**-7, atol=1e-6)
+    else:
+        difference = np.linalg.norm(np.float64(a) - np.float64(b))
+        assert difference <= 1e-6 * max(np.linalg.norm(np.float64(b)), scale)
+
+
+@pytest.mark.parametrize(
+    ("window", "dtype"), [(1, jnp.float32), (500, jnp.bfloat16), (3000, jnp.float32)], ids=["rows", "bf16", "f32"]
+)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_one_update_equals_resident_whatever_the_window(name, window, dtype):
+    inner, params = OPTIMIZERS[name], parameters(dtype)
+    tx = jo.offload(inner, min_bytes=0, window=window)
+    resident = inner.init(params)
+    for _ in range(2):
+        updates, resident = jax.jit(inner.update)(gradients(params), resident, params)
+    expected = jax.jit(inner.update)(gradients(params), resident, params)
+    result = jax.jit(tx.update)(gradients(params), jo.to_host(tx, resident, params), params)
+    for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        close(a, b, dtype, 1.0 if name == "schedule_free" else 0.0)  # its updates are new minus old parameters
+    where = [leaf.host for leaf in jo.placement(tx, params).leaves]
+    assert [x.sharding.memory_kind == HOST for x in jax.tree.leaves(result[1])] == where
+
+
+@pytest.mark.parametrize("name", ["adamw", "clip", "MultiSteps", "apply_if_finite", "lion"])
+def test_fifty_donated_steps_follow_the_resident_run(name):
+    inner = OPTIMIZERS[name]
+
+    def losses(tx):
+        def step(params, state):
+            loss, grads = jax.value_and_grad(lambda p: sum((x**2).mean() for x in jax.tree.leaves(p)))(params)
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, loss
+
+        step = jax.jit(step, donate_argnums=(0, 1))
+        params, seen = parameters(), []
+        state = tx.init(params)
+        for _ in range(50):
+            params, state, loss = step(params, state)
+            seen.append(float(loss))
+        return seen
+
+    np.testing.assert_allclose(losses(jo.offload(inner, min_bytes=0, window=700)), losses(inner), rtol=1e-4)
+
+
+def loops(fun, *args):
+    """How many loops over host buffers the traced function has."""
+    return str(jax.make_jaxpr(fun)(*args)).count("scan[") + str(jax.make_jaxpr(fun)(*args)).count("while[")
+
+
+@pytest.mark.parametrize(
+    ("name", "chunked"),
+    [("adamw", 3), ("lion", 3), ("momentum", 3), ("lamb", 0), ("clip", 3), ("MultiSteps", 5), ("apply_if_finite", 3)],
+)
+def test_which_updates_are_independent_along_an_axis(name, chunked):
+    """LAMB's trust ratio is a norm over the leaf; Adam's arithmetic keeps rows apart."""
+    params = parameters()
+    tx = jo.offload(OPTIMIZERS[name], min_bytes=0, window=2500)
+    assert loops(tx.update, params, tx.init(params), params) == chunked
+
+
+def test_chunks_cut_where_tiles_end():
+    assert _loop._rows(2, size=24, total=24 * 100, window=1000) == 5  # 24 rows in 5 chunks
+    assert _loop._rows(1, size=1000, total=1000 * 100, window=20_000) == 96
+    assert _loop._rows(2, size=24, total=24 * 100, window=1) == 1  # a row is never split
+    assert _loop._rows(0, size=5000, total=5000 * 4, window=16_384) == 1024
+
+
+def test_vmap_falls_back_to_whole_leaves():
+    params = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), parameters())
+    inner = optax.adamw(1e-2)
+    tx = jo.offload(inner, min_bytes=0, window=500)
+    result = jax.jit(jax.vmap(tx.update))(params, jax.vmap(tx.init)(params), params)
+    expected = jax.jit(jax.vmap(inner.update))(params, jax.vmap(inner.init)(params), params)
+    jax.tree.map(lambda a, b: close(a, b, a.dtype), result, expected)
+
+
+@pytest.mark.parametrize("window", [500, None])
+def test_grad_through_update(window):
+    inner, params = optax.adamw(1e-2), parameters()
+    tx = jo.offload(inner, min_bytes=0, window=window)
+
+    def value(tx, state):
+        def f(grads):
+            updates, _ = tx.update(grads, state, params)
+            return sum((u**3).sum() for u in jax.tree.leaves(updates))
+
+        return jax.jit(jax.grad(f))(gradients(params))
+
+    jax.tree.map(lambda a, b: close(a, b, a.dtype), value(tx, tx.init(params)), value(inner, inner.init(params)))
