@@ -51,7 +51,9 @@ def chunked_dims(jaxpr: Any, dims: Sequence[int | None], size: int, shape: tuple
     return _read(env, jaxpr.outvars)
 
 
-def run_chunk(jaxpr: Any, dims: Sequence[int | None], where: tuple[int, tuple[int, ...], int], chunk: int, *args: Any):
+def run_chunk(
+    jaxpr: Any, dims: Sequence[int | None], where: tuple[int, tuple[int, ...], int], chunk: int, *args: Any
+) -> list:
     """Evaluates ``jaxpr`` on operands of which the chunked dimension has ``chunk`` rows instead of all."""
     size, shape, axis = where
     env: Dims = dict(zip(jaxpr.invars, dims, strict=True))
@@ -133,8 +135,9 @@ def _call(eqn: Any, dims: list[int | None], size: int, shape: tuple[int, ...], a
     where = (size, shape, axis)
 
     def inner(branch: Any, dims: list[int | None]) -> tuple[Any, list]:
-        jaxpr = jex.Jaxpr([], [*branch.jaxpr.constvars, *branch.jaxpr.invars], branch.jaxpr.outvars, branch.jaxpr.eqns,
-                          branch.jaxpr.effects, branch.jaxpr.debug_info._replace(arg_names=None, result_paths=None))  # fmt: skip
+        j = branch.jaxpr
+        debug_info = j.debug_info._replace(arg_names=None, result_paths=None)
+        jaxpr = jex.Jaxpr([], [*j.constvars, *j.invars], j.outvars, j.eqns, j.effects, debug_info)
         return jaxpr, [*(None for _ in branch.consts), *dims]
 
     if eqn.primitive.name != "cond":
@@ -174,6 +177,7 @@ def _dot_general(numbers: Any, dims: list[int | None], ins: list[Any]) -> list[i
         raise Dependent("dot_general of rows with rows")
     side = 0 if lhs is not None else 1
     dim = dims[side]
+    assert dim is not None  # one of the two is chunked
     if dim in contracting[side] or dim in batch[side]:
         raise Dependent("dot_general over rows")
     bound = {*contracting[side], *batch[side]}

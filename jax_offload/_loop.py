@@ -18,9 +18,10 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from jax_offload._chunk import Dependent, chunked_dims, run_chunk
-from jax_offload._dataflow import Slice, Var
+from jax_offload._dataflow import Slice
 from jax_offload._memory import is_host_aval
 from jax_offload._placement import nbytes
+from jax_offload._trace import Var
 
 
 def in_chunks(s: Slice, reuse: Mapping[Var, Var], window: int) -> Slice | None:
@@ -43,7 +44,7 @@ def in_chunks(s: Slice, reuse: Mapping[Var, Var], window: int) -> Slice | None:
             continue
         if any(d is None for d in out_dims) or not set(s.stores) <= set(reuse):
             continue
-        rows = _rows(lead.ndim - 1 - axis, size, sum(nbytes(v.aval) for v in s.loads), window)
+        rows = _rows(lead.ndim - 1 - axis, size, s.loaded_bytes, window)
         return _loop(s, dims, out_dims, (size, lead.shape, axis), rows, _buffers(s, reuse))
     return None
 
@@ -70,10 +71,15 @@ def _buffers(s: Slice, reuse: Mapping[Var, Var]) -> list[Var | None]:
     buffers: list[Var | None] = []
     for v in s.outputs:
         old = reuse.get(v)
-        free = old in s.inputs and old not in taken and (old.aval.shape, old.aval.dtype) == (v.aval.shape, v.aval.dtype)
-        buffers.append(old if free else None)
-        taken |= {old} if free else set()
+        if old not in s.inputs or old in taken or old is None or not _same_type(old.aval, v.aval):
+            old = None
+        buffers.append(old)
+        taken.add(old)
     return buffers
+
+
+def _same_type(a: Any, b: Any) -> bool:
+    return (a.shape, a.dtype) == (b.shape, b.dtype)
 
 
 def _loop(

@@ -11,10 +11,10 @@ import optax
 from jax.core import Tracer
 
 from jax_offload import _memory
-from jax_offload._dataflow import trace
 from jax_offload._placement import Leaf, Policy, Select, note, place
 from jax_offload._state import abstract_state
 from jax_offload._stream import stream
+from jax_offload._trace import trace
 
 DEFAULT_MIN_BYTES = 2**16  # below this a transfer costs the link its latency (about 10 us) rather than its bytes
 

@@ -8,16 +8,16 @@ on in place of both* (a barrier with an unused output is optimised away).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
 import jax.extend.core as jex
 from jax.core import Tracer
 
-from jax_offload._dataflow import Program, Slice, Var, cut
+from jax_offload._dataflow import Slice, cut, largest_load
 from jax_offload._loop import in_chunks
-from jax_offload._placement import nbytes
+from jax_offload._trace import Program, Var
 
 # Two chunks in flight of 128 MiB each are far beyond what the latency of a copy can be felt in (see docs/window.md).
 DEFAULT_WINDOW = 2**28
@@ -46,30 +46,48 @@ def stream(
     first = len(program.consts)
     env: dict[Var, Any] = dict(zip(program.inputs, [*program.consts, *args], strict=True))
     position = {v: i - first for i, v in enumerate(program.inputs)}
-    prelude, slices = cut(program)
-    slices.sort(key=lambda s: min((rank(position[v]) for v in s.loads), default=0))
-    sizes = [sum(nbytes(v.aval) for v in s.loads) for s in slices]
-    window = window or min(DEFAULT_WINDOW, 2 * max(sizes, default=0))
-    next_of = {program.outputs[i]: program.inputs[first + j] for i, j in reuse.items()
-               if not isinstance(program.outputs[i], jex.Literal)}  # fmt: skip
-    slices = [in_chunks(s, next_of, window) or s if size > window else s for s, size in zip(slices, sizes, strict=True)]
-    sizes = [min(size, window) for size in sizes]
+    next_of = {
+        program.outputs[i]: program.inputs[first + j]
+        for i, j in reuse.items()
+        if not isinstance(program.outputs[i], jex.Literal)
+    }
+    passes = cut(program, window or DEFAULT_WINDOW)
+    window = window or min(DEFAULT_WINDOW, 2 * largest_load(passes))
+    tracing = any(isinstance(x, Tracer) for x in env.values())
+    before: list[Var] = []  # what the loads of a pass wait for
+    for each in passes:
+        _run(each.prelude, env)
+        slices = sorted(each.slices, key=lambda s: min((rank(position[v]) for v in s.loads), default=0))
+        slices = [(s.loaded_bytes > window and in_chunks(s, next_of, window)) or s for s in slices]
+        if tracing:
+            _run_gated(slices, env, {v for v, i in position.items() if i in gradients}, window, before)
+            before = _made(slices[-1]) if slices else before
+        else:  # no program to order: each slice runs, and frees what it loaded, before the next
+            for s in slices:
+                _run(s, env)
+    return [v.val if isinstance(v, jex.Literal) else env[v] for v in program.outputs]
 
-    _run(prelude, env)
+
+def _run_gated(
+    slices: Sequence[Slice], env: dict[Var, Any], gradients: Set[Var], window: int, before: Sequence[Var]
+) -> None:
+    """Slice ``k`` loads once the gradient of its predecessor is there, and enough has been stored to make room."""
+    sizes = [min(s.loaded_bytes, window) for s in slices]
     done = 0
-    # Without a tracer there is no program to order: each slice runs, and frees what it loaded, before the next.
-    gated = len(slices) if any(isinstance(x, Tracer) for x in env.values()) else 0
-    for k in range(gated):
+    for k in range(len(slices)):
         back = _must_be_back(sizes, k, window)
         for s in slices[done : back + 1]:
             _run(s, env)
         done = max(done, back + 1)
-        # slice k loads once the gradient of its predecessor is there, and enough has been stored to make room
-        grads = [v for v in slices[k - 1].inputs if position.get(v) in gradients] if done < k else []
-        _gate(env, slices[k].loads, [*grads, *(slices[back].stores if back >= 0 else [])])
+        grads = [v for v in slices[k - 1].inputs if v in gradients] if done < k else []
+        _gate(env, slices[k].loads, [*grads, *(_made(slices[back]) if back >= 0 else before)])
     for s in slices[done:]:
         _run(s, env)
-    return [v.val if isinstance(v, jex.Literal) else env[v] for v in program.outputs]
+
+
+def _made(s: Slice) -> list[Var]:
+    """What tells that a slice is through: its stores, or its part of a number where it only computes that."""
+    return s.stores or s.outputs[:1]
 
 
 def _must_be_back(sizes: Sequence[int], k: int, window: int) -> int:

@@ -34,6 +34,10 @@ OPTIMIZERS = {
     "lamb": optax.lamb(1e-2),
     "schedule_free": optax.contrib.schedule_free_adamw(1e-2),
     "muon": optax.contrib.muon(1e-2),
+    "prodigy": optax.contrib.prodigy(1.0),
+    "MultiSteps of clip": optax.MultiSteps(
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)), 2
+    ).gradient_transformation(),
 }
 
 
@@ -55,7 +59,7 @@ def test_one_update_equals_resident_whatever_the_window(name, window, dtype):
     tx = jo.offload(inner, min_bytes=0, window=window)
     resident = inner.init(params)
     for _ in range(2):
-        updates, resident = jax.jit(inner.update)(gradients(params), resident, params)
+        _, resident = jax.jit(inner.update)(gradients(params), resident, params)
     expected = jax.jit(inner.update)(gradients(params), resident, params)
     result = jax.jit(tx.update)(gradients(params), jo.to_host(tx, resident, params), params)
     # schedule_free's updates are new minus old parameters: their rounding is that of the parameters

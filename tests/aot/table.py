@@ -43,7 +43,9 @@ def main(targets: list[str]) -> None:
         peaks = [measure_step(target, tx, stacked=stacked).peak for tx in (inner, usual_recipe(inner), ours)]
         resident, recipe, own = (f"{peak:.0f}" for peak in peaks)
         print(f"| {NAMES[target]} | {model} | {resident} | {recipe} | **{own}** |", flush=True)
-    print(f"\nAdamW, float32, 24 layers of 4096×4096, batch 512; MiB. jax {jax.__version__}, optax {optax.__version__}.")
+    print(
+        f"\nAdamW, float32, 24 layers of 4096×4096, batch 512; MiB. jax {jax.__version__}, optax {optax.__version__}."
+    )
 
 
 if __name__ == "__main__":
