@@ -3,6 +3,7 @@
 from importlib.metadata import version as _version
 
 from jax_offload._offload import offload as offload
+from jax_offload._options import compiler_options as compiler_options
 from jax_offload._placement import Leaf as Leaf
 from jax_offload._state import Placement as Placement
 from jax_offload._state import abstract_state as abstract_state
@@ -10,5 +11,6 @@ from jax_offload._state import placement as placement
 from jax_offload._state import state_shardings as state_shardings
 from jax_offload._state import to_device as to_device
 from jax_offload._state import to_host as to_host
+from jax_offload._update import update_params as update_params
 
 __version__ = _version("jax_offload")

@@ -6,15 +6,13 @@ import warnings
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 from jax.core import Tracer
 
 from jax_offload import _memory
 from jax_offload._placement import Leaf, Policy, Select, note, place
 from jax_offload._state import abstract_state
-from jax_offload._stream import stream
-from jax_offload._trace import trace
+from jax_offload._update import is_array, streamed
 
 DEFAULT_MIN_BYTES = 2**16  # below this a transfer costs the link its latency (about 10 us) rather than its bytes
 
@@ -90,50 +88,25 @@ def offload(
     def update_fn(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, optax.OptState]:
-        like = updates if params is None else params
-
         def recipe(updates: Any, state: Any, params: Any, extra_args: Any) -> Any:
             """The usual recipe: load everything, update, store everything. Its trace is then cut into slices."""
-            updates, state = inner.update(updates, _load(state), params, **extra_args)
-            return updates, _store(state, place(policy, state, like))
+            like = updates if params is None else params
+            try:
+                updates, new_state = inner.update(updates, _load(state), params, **extra_args)
+            except Exception as error:
+                _check_tree(inner, state, like, error)
+                raise
+            if jax.tree.structure(new_state) != jax.tree.structure(state):
+                _check_tree(inner, state, like, None)
+            return updates, _store(new_state, place(policy, new_state, like))
 
-        args = (updates, state, params, extra_args)
-        leaves, treedef = jax.tree.flatten(args)
-        arrays = [i for i, x in enumerate(leaves) if _is_array(x)]  # callables, Python numbers: part of the program
-
-        def on_arrays(*values: Any) -> Any:
-            filled = list(leaves)
-            for i, value in zip(arrays, values, strict=True):
-                filled[i] = value
-            return recipe(*jax.tree.unflatten(treedef, filled))
-
-        try:
-            program, out_tree = trace(on_arrays, *(leaves[i] for i in arrays))
-        except Exception as error:
-            _check_tree(inner, state, like, error)
-            raise
-        if out_tree.children()[1] != jax.tree.structure(state):
-            _check_tree(inner, state, like, None)
-
-        n_updates = len(jax.tree.leaves(updates))
-        ranks = {n_updates + i: leaf.rank for i, leaf in enumerate(place(policy, state, like))}
-        # updates and the state, with which the arguments begin, are what the results are the next values of
-        same_trees = out_tree.children() == treedef.children()[:2]
-        results = stream(
-            program,
-            [leaves[i] for i in arrays],
-            gradients={k for k, i in enumerate(arrays) if i < n_updates},
-            reuse={i: k for k, i in enumerate(arrays) if same_trees and i < out_tree.num_leaves},
-            rank=lambda k: ranks.get(arrays[k], -1),
-            window=window,
-        )
-        return jax.tree.unflatten(out_tree, results)
+        return streamed(recipe, (updates, state, params, extra_args), next_of=(0, 1), window=window)
 
     return Offloaded(init_fn, update_fn)
 
 
 def _load(state: Any) -> Any:
-    return jax.tree.map(lambda x: _memory.to_device(x) if _is_array(x) else x, state)
+    return jax.tree.map(lambda x: _memory.to_device(x) if is_array(x) else x, state)
 
 
 def _store(state: Any, plan: list[Leaf]) -> Any:
@@ -143,12 +116,8 @@ def _store(state: Any, plan: list[Leaf]) -> Any:
     return jax.tree.unflatten(treedef, stored)
 
 
-def _is_array(x: Any) -> bool:
-    return isinstance(x, (jax.Array, np.ndarray, np.generic))
-
-
 def _is_concrete(x: Any) -> bool:
-    return _is_array(x) and not isinstance(x, Tracer)
+    return is_array(x) and not isinstance(x, Tracer)
 
 
 def _check_eager(params: Any, abstract: Any) -> None:

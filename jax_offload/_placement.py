@@ -73,8 +73,8 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
     paths_params = jax.tree_util.tree_flatten_with_path(params)[0]
     fractions = _per_param("fraction", policy.fraction, params)
     owner = owners([path for path, _ in paths_params])
-    backward = _backward_ranks([_name(path) for path, _ in paths_params])
     paths_state = jax.tree_util.tree_flatten_with_path(state)[0]
+    order = ranks(state, params)
     selected = _selector(policy.select, params, [(_name(path), p) for path, p in paths_params])
     by_params = policy.select is not None or not _is_scalar(policy.fraction)
 
@@ -90,10 +90,9 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
         if not why:
             governing = float(fractions[i] if i is not None else policy.fraction)
         groups.append(governing)
-        rank = (backward[i] if i is not None else len(backward)) * len(paths_state) + index
         leaves.append(
             Leaf(keystr(path), np.shape(x), getattr(x, "dtype", type(x)), nbytes(x),
-                 None if i is None else _name(paths_params[i][0]), i, False, why, rank)
+                 None if i is None else _name(paths_params[i][0]), i, False, why, order[index])
         )  # fmt: skip
     return _take(leaves, groups, _subtrees(policy.fraction, params, owner, paths_state))
 
@@ -251,6 +250,15 @@ def owners(params: list[KeyPath]) -> Callable[[KeyPath], int | None]:
         return None
 
     return owner
+
+
+def ranks(state: Any, params: Any) -> list[int]:
+    """For every state leaf its place in the backward pass: its parameter's, then the state's own order."""
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+    backward, owner = _backward_ranks([_name(path) for path in paths]), owners(paths)
+    leaves = jax.tree_util.tree_flatten_with_path(state)[0]
+    places = [len(backward) if (i := owner(path)) is None else backward[i] for path, _ in leaves]
+    return [place * len(leaves) + k for k, place in enumerate(places)]
 
 
 def _backward_ranks(names: list[str]) -> list[int]:

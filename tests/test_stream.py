@@ -116,6 +116,26 @@ def test_chunks_cut_where_tiles_end():
     assert _loop._rows(0, size=5000, total=5000 * 4, window=16_384) == 1024
 
 
+@pytest.mark.parametrize("name", ["adamw", "clip", "MultiSteps", "schedule_free"])
+@pytest.mark.parametrize("outside", [False, True], ids=["offload", "in a chain"])
+def test_update_params_is_update_and_apply_updates(name, outside):
+    params = parameters(jnp.bfloat16)
+    tx = jo.offload(OPTIMIZERS[name], min_bytes=0, window=700)
+    if outside:
+        tx = optax.chain(optax.clip(0.5), tx)
+    state, grads = tx.init(params), gradients(params)
+
+    def two_steps(grads, state, params):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    expected = jax.jit(two_steps)(grads, state, params)
+    result = jax.jit(lambda g, s, p: jo.update_params(tx, g, s, p))(grads, state, params)
+    for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
+        assert (a.shape, a.dtype, a.sharding.memory_kind) == (b.shape, b.dtype, b.sharding.memory_kind)
+        close(a, b, jnp.bfloat16)
+
+
 def test_vmap_falls_back_to_whole_leaves():
     params = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), parameters())
     inner = optax.adamw(1e-2)

@@ -44,6 +44,18 @@ def usual_recipe(inner: optax.GradientTransformation) -> optax.GradientTransform
     return optax.GradientTransformationExtraArgs(lambda p: put(inner.init(p), space.Host), update)  # pyright: ignore
 
 
+def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """``inner`` with float32 moments and arithmetic, whatever the parameters' dtype."""
+
+    def up(tree: Any) -> Any:
+        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return inner.update(up(updates), state, up(params))
+
+    return optax.GradientTransformation(lambda p: inner.init(up(p)), update)
+
+
 def measure_step(
     target: str,
     tx: optax.GradientTransformation,
@@ -54,6 +66,7 @@ def measure_step(
     batch: int = 512,
     dtype: Any = jnp.float32,
     options: dict[str, Any] | None = None,
+    update_params: bool = False,
 ) -> Measured:
     """The step of ``tx`` on the toy network, compiled for ``target``: parameters and state donated."""
     sharding = NamedSharding(mesh_for(target), PartitionSpec(), memory_kind="device")
@@ -63,6 +76,8 @@ def measure_step(
 
     def step(params: Any, state: Any, x: jax.Array) -> Any:
         grads = jax.grad(loss)(params, x)
+        if update_params:
+            return jo.update_params(tx, grads, state, params)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 

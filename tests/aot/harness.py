@@ -55,7 +55,7 @@ def mesh_for(target: str, shape: tuple[int, ...] = (1,), axes: tuple[str, ...] =
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """Of one executable, MiB per device. ``hidden``: share of the entry's host copies, by bytes, in flight over a matmul."""
+    """Of one executable, MiB per device. ``hidden``: share of the copied bytes that are in flight over a matmul."""
 
     peak: float
     arguments: float

@@ -1,0 +1,37 @@
+"""Options of XLA's compiler that let transfers overlap with compute."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+
+# The latency-hiding scheduler counts a host copy as async compute, of which it lets two be in flight. With four, 96 %
+# of the bytes of an unrolled AdamW step compiled for an H200 are in flight across a matmul instead of 50 %, for 64 MiB
+# more at the peak (24 layers of 4096x4096). It helps where gates hold the loads back; without them all are hoisted.
+_GPU = {"xla_gpu_experimental_parallel_async_compute_limit": 4}
+
+
+def compiler_options(platform: str) -> dict[str, Any]:
+    """Options for ``jax.jit(..., compiler_options=)`` that make the streaming overlap. Everything else holds without.
+
+    Args:
+      platform: "cuda" (or "gpu"), "tpu" or "cpu". For the last two there is none that was found to help.
+
+    Returns:
+      A dict; an option that the running jaxlib does not know is left out.
+    """
+    if platform not in ("cuda", "gpu", "tpu", "cpu"):
+        raise ValueError(f"platform: expected 'cuda', 'gpu', 'tpu' or 'cpu', got {platform!r}.")
+    options = _GPU if platform in ("cuda", "gpu") else {}
+    return {name: value for name, value in options.items() if _known(name, value)}
+
+
+@functools.cache
+def _known(name: str, value: Any) -> bool:
+    try:
+        jax.jit(lambda: 0).lower().compile(compiler_options={name: value})
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
