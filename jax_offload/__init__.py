@@ -2,6 +2,7 @@
 
 from importlib.metadata import version as _version
 
+from jax_offload._jit import jit as jit
 from jax_offload._offload import offload as offload
 from jax_offload._options import compiler_options as compiler_options
 from jax_offload._placement import Leaf as Leaf

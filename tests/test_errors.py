@@ -85,7 +85,9 @@ def test_not_an_optimizer():
 
 
 def test_platform_without_host_memory():
-    device = types.SimpleNamespace(platform="metal", addressable_memories=lambda: [types.SimpleNamespace(kind="device")])
+    device = types.SimpleNamespace(
+        platform="metal", addressable_memories=lambda: [types.SimpleNamespace(kind="device")]
+    )
     with pytest.raises(ValueError, match=r"metal.*no 'pinned_host' memory.*fraction=0"):
         _memory.check_platform([device])
 
