@@ -1,0 +1,59 @@
+"""Fine-tune an nnx model, its optimizer's state in host memory: from Python's source to Python's manual."""
+
+from pydoc_data.topics import topics
+
+import _data
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import jax_offload as jo
+
+CONTEXT, BATCH = 16, 256
+
+
+class Model(nnx.Module):
+    def __init__(self, width: int, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(256, 32, rngs=rngs)
+        self.hidden = nnx.Linear(CONTEXT * 32, width, rngs=rngs)
+        self.head = nnx.Linear(width, 256, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(nnx.relu(self.hidden(self.embed(x).reshape(len(x), -1))))
+
+
+@nnx.jit(donate_argnums=(0, 1))  # in the order of the results, as ever with memory kinds
+def train_step(model, optimizer, batch):
+    def loss_fn(model):
+        logits = model(batch[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, -1].astype(jnp.int32)).mean()
+
+    loss, grads = nnx.value_and_grad(loss_fn)(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+def train(model, tx, data, steps):
+    # Under jit, all that the optimizer holds is committed to the model's device: the step compiles once.
+    optimizer = nnx.jit(lambda model: nnx.Optimizer(model, tx, wrt=nnx.Param))(model)
+    losses = [float(train_step(model, optimizer, _data.batch(data, i, BATCH, CONTEXT))) for i in range(steps)]
+    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+    return optimizer, losses
+
+
+def main(steps=200, width=1024):
+    model = Model(width, nnx.Rngs(0))
+    nnx.update(model, jax.device_put(nnx.state(model), jax.devices()[0]))
+    train(model, optax.adamw(3e-3), _data.load(), steps)  # the usual way
+
+    tx = jo.offload(optax.adamw(1e-3))
+    print(jo.placement(tx, nnx.state(model, nnx.Param)))
+    manual = np.frombuffer("".join(topics.values()).encode(), np.uint8)
+    optimizer, losses = train(model, tx, manual, steps)
+    return {"losses": losses, "optimizer": optimizer}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""Train a small GPT on real text, the optimizer's state in host memory.
+
+python examples/train_lm.py                              # Python's own source, minutes on two cores
+python examples/train_lm.py --resident                   # the same losses, the state on the device
+python examples/train_lm.py --model 7b --context 2048    # on an H200, which is too small for --resident
+"""
+
+import argparse
+import time
+from functools import partial
+from pathlib import Path
+
+import _data
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from _gpt import GPT, SIZES, Config, generate
+from flax.training.train_state import TrainState
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+import jax_offload as jo
+
+
+def muon(schedule):
+    # Blocks are stacked: a leaf with three axes is a matrix per layer, which muon would not guess.
+    matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
+
+    def dimensions(params):
+        return jax.tree.map(lambda p: matrix if p.ndim == 3 else None, params)
+
+    return optax.contrib.muon(schedule, consistent_rms=0.2, muon_weight_dimension_numbers=dimensions)
+
+
+OPTIMIZERS = {  # name: peak learning rate at width 128, schedule -> optimizer
+    "adamw": (3e-3, partial(optax.adamw, b2=0.95, weight_decay=0.1)),
+    "adafactor": (3e-3, optax.adafactor),
+    "lion": (3e-4, partial(optax.lion, weight_decay=0.1)),
+    "muon": (3e-3, muon),
+    "schedule_free_adamw": (3e-3, lambda s: optax.contrib.schedule_free(optax.adamw(s, b1=0.0, b2=0.95), s)),
+    "sgd": (1e-1, partial(optax.sgd, momentum=0.9)),
+}
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--model", choices=SIZES, default="tiny")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw")
+    add("--lr", type=float, help="peak learning rate; by default one that suits optimizer and model")
+    add("--fraction", type=float, default=1.0, help="share of the state that is held in host memory")
+    add("--resident", action="store_true", help="plain optax, for comparison")
+    add("--steps", type=int, default=600)
+    add("--stop-at", type=int, metavar="STEP", help="stop early, on the schedule of --steps")
+    add("--batch", type=int, default=16)
+    add("--context", type=int, default=128)
+    add("--data", help="a text file or a folder; by default the sources of Python's standard library")
+    add("--checkpoint-dir", type=Path, help="save here, and resume from what is here")
+    add("--save-every", type=int, default=100)
+    add("--plot", type=Path, default="loss.png")
+    return parser.parse_args(argv)
+
+
+def optimizer(args):
+    peak, build = OPTIMIZERS[args.optimizer]
+    peak = args.lr or peak * 128 / SIZES[args.model][1]  # wider models take smaller steps, about as GPT-3's did
+    warmup = max(1, min(100, args.steps // 10))
+    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, args.steps, end_value=peak / 10)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), build(schedule))
+    return tx if args.resident else jo.offload(tx, fraction=args.fraction)
+
+
+def loss_fn(params, apply_fn, batch):
+    logits = apply_fn({"params": params}, batch[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:].astype(jnp.int32)).mean()
+
+
+# Donated, so that neither parameters nor state exist twice. With memory kinds, results must come in the order
+# of the arguments, as a TrainState's do.
+@partial(jax.jit, donate_argnums=0)
+def train_step(state, batch):
+    loss, grads = jax.value_and_grad(loss_fn)(state.params, state.apply_fn, batch)
+    return state.apply_gradients(grads=grads), loss
+
+
+def eval_params(state):
+    inner = state.opt_state[-1]  # behind the clipping
+    if not isinstance(inner, optax.contrib.ScheduleFreeState):
+        return state.params
+    z = jax.device_put(inner.z, jax.tree.map(lambda p: p.sharding, state.params))
+    return optax.contrib.schedule_free_eval_params(inner._replace(z=z), state.params)
+
+
+def evaluate(state, data, args):
+    loss, params = jax.jit(loss_fn, static_argnums=1), eval_params(state)
+    batches = [_data.batch(data, i, args.batch, args.context) for i in range(16)]
+    return float(np.mean([loss(params, state.apply_fn, batch) for batch in batches]))
+
+
+def plot(path, losses, start, before, after):
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    steps = np.arange(start, start + len(losses))
+    axes.plot(steps, losses, linewidth=0.8, label="training")
+    axes.plot([start, start + len(losses)], [before, after], "ko", label="held out")
+    axes.set(xlabel="step", ylabel="loss (nats per byte)")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def initial_state(args, model, tx, device, manager):
+    def init(key):
+        return model.init(key, jnp.zeros((1, args.context), jnp.int32))["params"]
+
+    # All that the step takes is committed to the device: uncommitted arrays would compile it a second time.
+    on_device = jax.sharding.SingleDeviceSharding(device)
+    key = jax.random.key(0)
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_device), jax.eval_shape(init, key)
+    )
+    count = sum(x.size for x in jax.tree.leaves(shapes))
+    print(f"{args.model}: {count / 1e6:,.1f}M parameters on {device.device_kind}")
+    print("optimizer state resident" if args.resident else jo.placement(tx, shapes))
+
+    step = (manager and manager.latest_step()) or 0
+    if step:
+        # The target says where each leaf belongs; without it the whole state would land on the device.
+        target = {"params": shapes, "opt_state": jo.abstract_state(tx, shapes)}
+        items = manager.restore(step, args=ocp.args.StandardRestore(target))
+        print(f"resumed at step {step}")
+    else:
+        params = jax.jit(init, out_shardings=on_device)(key)
+        opt_state = jax.jit(tx.init, out_shardings=jo.state_shardings(tx, shapes))(params)
+        items = {"params": params, "opt_state": opt_state}
+    return TrainState(step=jax.device_put(np.int32(step), on_device), apply_fn=model.apply, tx=tx, **items)
+
+
+def main(argv=None):
+    args = parse(argv)
+    device = jax.devices()[0]
+    dtype = jnp.float32 if device.platform == "cpu" else jnp.bfloat16
+    model = GPT(Config(*SIZES[args.model], args.context, dtype))
+    train, held_out = _data.split(_data.load(args.data))
+    manager = args.checkpoint_dir and ocp.CheckpointManager(
+        args.checkpoint_dir.absolute(),
+        options=ocp.CheckpointManagerOptions(max_to_keep=2, save_interval_steps=args.save_every),
+    )
+    state = initial_state(args, model, optimizer(args), device, manager)
+
+    start, stop = int(state.step), min(args.stop_at or args.steps, args.steps)
+    before = evaluate(state, held_out, args)
+    print(f"held-out loss {before:.3f} nats per byte")
+    losses, speed = [], 0.0
+    bar = tqdm(range(start, stop), initial=start, total=stop, disable=None, unit="step")
+    for i in bar:
+        state, loss = train_step(state, _data.batch(train, i, args.batch, args.context))
+        losses.append(float(loss))
+        if i == start:  # this one was compiled
+            began = time.perf_counter()
+        else:
+            seconds = (time.perf_counter() - began) / (i - start)
+            speed = args.batch * args.context / seconds
+            report = f"loss {losses[-1]:.3f}, {speed:,.0f} tokens/s, {seconds * 1e3:.0f} ms per step"
+            bar.set_postfix_str(report, refresh=False)
+            if bar.disable and (i + 1) % max(1, args.steps // 10) == 0:  # no terminal, no bar
+                print(f"step {i + 1}: {report}", flush=True)
+        if manager and (i + 1 == stop or manager.should_save(i + 1)):
+            items = {"params": state.params, "opt_state": state.opt_state}
+            manager.save(i + 1, args=ocp.args.StandardSave(items), force=True)
+            # Host memory is written out without a copy, and the next step donates it.
+            manager.wait_until_finished()
+
+    after = evaluate(state, held_out, args)
+    sample = generate(eval_params(state), model.apply, b"\ndef ", jax.random.key(1), args.context)
+    plot(args.plot, losses, start, before, after)
+    print(f"held-out loss {before:.3f} -> {after:.3f} nats per byte, {speed:,.0f} tokens/s")
+    print(f"sample:\n{sample}\nwrote {args.plot}")
+    return {"losses": losses, "held_out": (before, after), "state": state, "sample": sample}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""A pytest plugin under which optax's own tests meet offloaded optimizers. ``run.py`` starts it.
+
+Every optax function that returns a ``GradientTransformation`` is replaced, in every optax module and before
+the test modules are imported, by one whose result is wrapped as the column asks:
+
+    plain    not at all
+    offload  by ``jax_offload.offload``
+    recipe   by the usual recipe: the whole state to the device, update, the whole state back
+
+The outermost transformation that a test makes is the one that is wrapped, as ``offload(chain(...))``. In the
+columns ``offload-inside`` and ``recipe-inside`` it is the innermost, as ``chain(..., offload(...))``.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import inspect
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import optax
+import optax.contrib
+import pytest
+from optax._src import base
+
+import jax_offload
+from jax_offload import _memory
+
+METHOD, _, WHERE = os.environ["CONFORMANCE_COLUMN"].partition("-")
+REPORT = os.environ["CONFORMANCE_REPORT"]
+MESH = os.environ["CONFORMANCE_MESH"] == "1"
+SELECT = os.environ["CONFORMANCE_SELECT"].splitlines()  # regular expressions: labels in which each is found run
+ONLY = os.environ["CONFORMANCE_ONLY"]  # a file with the ids to run, one a line; all where it is empty
+
+_depth = 0  # above 0 while optax itself is running: what it makes then is part of something larger
+_counts: collections.Counter[str] = collections.Counter()
+_plain: dict[base.GradientTransformation, base.GradientTransformation] = {}  # what each wrapped one wraps
+
+
+# Wrapping
+
+
+def usual_recipe(inner: base.GradientTransformation) -> base.GradientTransformationExtraArgs:
+    """The whole state to the device, ``inner.update``, the whole state back: rank-0 leaves and all."""
+    inner = optax.with_extra_args_support(inner)
+
+    def move(space: jax.memory.Space, tree: Any) -> Any:
+        return jax.tree.map(lambda x: jax.device_put(x, space), tree)
+
+    def init(params):
+        return move(jax.memory.Space.Host, inner.init(params))
+
+    def update(updates, state, params=None, **extra_args):
+        state = move(jax.memory.Space.Device, state)
+        updates, state = inner.update(updates, state, params, **extra_args)
+        return updates, move(jax.memory.Space.Host, state)
+
+    return base.GradientTransformationExtraArgs(init, update)
+
+
+def wrap(inner: base.GradientTransformation) -> base.GradientTransformation:
+    """``inner`` wrapped as the column asks, counting the updates that are handed host memory."""
+    # A transformation may make others in its own ``init`` and ``update``.
+    quiet = type(inner)(within_optax(inner.init), within_optax(inner.update))
+    tx = usual_recipe(quiet) if METHOD == "recipe" else jax_offload.offload(quiet, min_bytes=0)
+
+    @functools.wraps(tx.update)
+    def update(updates, state, params=None, **extra_args):
+        _counts["updates with host state"] += any(map(_memory.on_host, jax.tree.leaves(state)))
+        return tx.update(updates, state, params, **extra_args)
+
+    wrapped = tx._replace(update=update)
+    _plain[wrapped] = inner
+    _counts["optimizers wrapped"] += 1
+    return wrapped
+
+
+def is_wrapped(x: object) -> bool:
+    return isinstance(x, base.GradientTransformation) and x in _plain
+
+
+def unwrapped(tree: Any) -> Any:
+    return jax.tree.map(lambda x: _plain[x] if is_wrapped(x) else x, tree, is_leaf=is_wrapped)
+
+
+def within_optax(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        global _depth
+        _depth += 1
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _depth -= 1
+
+    return call
+
+
+def patched(factory: Callable[..., Any]) -> Callable[..., Any]:
+    """``factory``, its result wrapped where the test itself called it and the column wants it wrapped."""
+    plain_factory = within_optax(factory)
+
+    @functools.wraps(factory)
+    def make(*args, **kwargs):
+        holds_wrapped = any(map(is_wrapped, jax.tree.leaves((args, kwargs), is_leaf=is_wrapped)))
+        if WHERE != "inside":
+            args, kwargs = unwrapped((args, kwargs))
+        made = plain_factory(*args, **kwargs)
+        return made if _depth or (WHERE == "inside" and holds_wrapped) else wrap(made)
+
+    return make
+
+
+def patched_inject(inject: Callable[..., Any]) -> Callable[..., Any]:
+    """``inject_hyperparams`` returns a factory, which calls its inner factory in ``init`` and ``update``."""
+
+    @functools.wraps(inject)
+    def make(*args, **kwargs):
+        factory = inject(*args, **kwargs)
+        return factory if WHERE == "inside" else patched(factory)
+
+    return make
+
+
+def patch_multi_steps() -> None:
+    """``MultiSteps`` is a class: wrap the two methods of each instance whose optimizer it can see into."""
+    plain_init = optax.MultiSteps.__init__
+
+    @functools.wraps(plain_init)
+    def __init__(self, opt, *args, **kwargs):
+        outside = is_wrapped(opt) and WHERE != "inside"
+        plain_init(self, _plain[opt] if outside else opt, *args, **kwargs)
+        if outside:
+            tx = wrap(base.GradientTransformationExtraArgs(self.init, self.update))
+            self.init, self.update = tx.init, tx.update
+
+    optax.MultiSteps.__init__ = __init__
+
+
+def patch_optax() -> None:
+    modules = [m for name, m in sys.modules.items() if name.split(".")[0] == "optax"]
+    replaced: dict[Callable[..., Any], Callable[..., Any]] = {}
+    for module in modules:
+        for name, value in vars(module).items():
+            if not inspect.isfunction(value) or name.startswith("_") or value.__module__ == base.__name__:
+                continue  # ``base`` holds converters (``with_extra_args_support``), not optimizers
+            returns = str(inspect.signature(value).return_annotation)
+            if name == "inject_hyperparams":
+                replaced[value] = patched_inject(value)
+            elif "GradientTransformation" in returns and "Callable" not in returns:
+                replaced[value] = patched(value)
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            if inspect.isfunction(value) and value in replaced:
+                setattr(module, name, replaced[value])
+    patch_multi_steps()
+
+
+# The pytest side
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Report(), "conformance-report")
+    jax.config.update("jax_num_cpu_devices", 8)
+    jax.devices()  # before sharding_test.py sets XLA_FLAGS to the same end
+    # sharding_test.py compares version *strings* and would skip most of itself: '0.12' < '0.7.2'.
+    jax.__version__ = "0.99.0"
+    if METHOD != "plain":
+        patch_optax()
+
+
+@pytest.fixture(autouse=True)
+def one_device_mesh(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Commits every array: jax commits the outputs of whatever touches host memory, so inputs that are not
+    would compile a second time, on the second call."""
+    if not MESH or "pmap" in request.node.name:  # pmap brings a mesh of its own and refuses this one
+        yield
+        return
+    kinds = (jax.sharding.AxisType.Auto,)
+    with jax.set_mesh(jax.make_mesh((1,), ("x",), kinds, devices=jax.devices()[:1])):
+        yield
+
+
+def label(item: pytest.Item) -> str:
+    """The test with its parameters instead of absl's running number: a name that says which case it is."""
+    params = getattr(item.cls, "_test_params_reprs", {}).get(item.name, "")
+    params = re.sub(r"<function (\w+) at 0x\w+>|<class '([\w.]+)'>", r"\1\2", params)
+    name = re.sub(r"\d+$", "", item.nodeid) if params else item.nodeid
+    return name.removeprefix("optax/") + params
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    with open(ONLY) as lines:
+        only = set(lines.read().splitlines())
+    for item in list(items):
+        item.user_properties.append(("label", label(item)))
+        if (only and item.nodeid not in only) or not all(re.search(p, label(item)) for p in SELECT):
+            items.remove(item)
+
+
+def pytest_runtest_setup() -> None:
+    _counts.clear()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
+    report = yield
+    report.user_properties.append(("counts", dict(_counts)))
+    return report
+
+
+class Report:
+    """Collects what the workers report and writes it where ``run.py`` looks for it."""
+
+    def __init__(self) -> None:
+        self.tests: dict[str, dict[str, Any]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        properties = dict(report.user_properties)
+        test = self.tests.setdefault(report.nodeid, {"outcome": "passed", "seconds": 0.0})
+        test["label"] = properties.get("label", report.nodeid)
+        test["seconds"] += report.duration
+        test["counts"] = properties.get("counts", {})
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            test.setdefault("cause", crash.message if crash else str(report.longrepr))
+        if report.failed or (report.skipped and test["outcome"] == "passed"):
+            test["outcome"] = report.outcome
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.tests[report.nodeid] = {
+                "outcome": "failed", "seconds": 0.0, "label": report.nodeid, "counts": {},
+                "cause": str(report.longrepr),
+            }  # fmt: skip
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if not hasattr(session.config, "workerinput"):
+            with open(REPORT, "w") as file:
+                json.dump(self.tests, file)

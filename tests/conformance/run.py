@@ -1,0 +1,158 @@
+"""Runs optax's own tests on plain and on offloaded optimizers and prints the columns side by side.
+
+    python -m tests.conformance.run [--columns plain,offload,offload-inside,recipe,recipe-inside]
+
+The columns are described in ``plugin.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from tests.conformance.expected import NAMED
+
+ROOT = Path(__file__).parents[2]
+OPTAX = Path(importlib.util.find_spec("optax").origin).parent
+FILES = ["_src/alias_test.py", "_src/sharding_test.py", "contrib/_common_test.py", "transforms"]
+# For the oldest jax: every optimizer and every wrapper, without most repetitions for other dtypes and problems.
+SUBSET = (
+    r"transforms/(?!.*mixed_precision)|sharding_test|accept_extra_args|AliasTest.*hyperparams|handling_pytrees"
+    r"|gradient_accumulation\(.*'float32'|ContribTest::test_optimizers\(.*(schedule_free|mixed_tensor)"
+)
+# Where a test puts one transformation into another; elsewhere inside and outside are the same.
+NESTED = (
+    r"transforms/(?!.*mixed_precision)|gradient_accumulation\(.*'float32'|AliasTest.*hyperparams\(opt_name='ad"
+    r"|ContribTest::test_optimizers\(.*wrapper_name='.*mixed_tensor|accept_extra_args\(.*wrap=True|linesearch="
+)
+
+Results = dict[str, dict[str, Any]]
+
+
+def run(column: str, *, jobs: int = 2, subset: bool = False, mesh: bool = True, only: Collection[str] = ()) -> Results:
+    """Outcome, cause, label and counts of every test by its pytest id; ``only``: of these ids."""
+    select = [SUBSET] * subset + [NESTED] * column.endswith("inside")
+    with tempfile.TemporaryDirectory() as folder:
+        report, ids = Path(folder, "report.json"), Path(folder, "ids")
+        ids.write_text("\n".join(only))
+        env = os.environ | {
+            "CONFORMANCE_COLUMN": column,
+            "CONFORMANCE_MESH": str(int(mesh)),
+            "CONFORMANCE_ONLY": str(ids),
+            "CONFORMANCE_REPORT": str(report),
+            "CONFORMANCE_SELECT": "\n".join(select),
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        }
+        command = [
+            *(sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=short", "-p", "no:cacheprovider"),
+            *("-c", os.devnull, "--rootdir", str(OPTAX.parent), "--import-mode=importlib"),
+            *("-p", "tests.conformance.plugin", "-n", str(jobs), "--dist", "worksteal"),
+            *(str(OPTAX / file) for file in FILES),
+        ]
+        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode not in (0, 1) or not report.exists():
+            raise RuntimeError(f"{column}: pytest ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
+        results = json.loads(report.read_text())
+    if column != "plain" and not count_on_host(results):
+        raise RuntimeError(f"{column}: no test updated a state in host memory, so this says nothing")
+    return results
+
+
+def failed(results: Results) -> set[str]:
+    return {test for test, result in results.items() if result["outcome"] == "failed"}
+
+
+def total(results: Results, count: str) -> int:
+    return sum(result["counts"].get(count, 0) for result in results.values())
+
+
+def count_on_host(results: Results) -> int:
+    return sum(result["counts"].get("updates with host state", 0) > 0 for result in results.values())
+
+
+def table(columns: dict[str, Results]) -> str:
+    files = sorted({test.split("::")[0] for results in columns.values() for test in results})
+    lines = ["| passed / failed / skipped | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for file in [*files, ""]:
+        cells = []
+        for results in columns.values():
+            outcomes = Counter(r["outcome"] for test, r in results.items() if test.startswith(file))
+            cells.append(" / ".join(str(outcomes[o]) for o in ("passed", "failed", "skipped")))
+        lines.append(f"| {file or 'all'} | " + " | ".join(cells) + " |")
+    for count in ("optimizers wrapped", "updates with host state"):
+        lines.append(f"| {count} | " + " | ".join(str(total(r, count)) for r in columns.values()) + " |")
+    on_host = (str(count_on_host(results)) for results in columns.values())
+    lines.append("| tests with host state | " + " | ".join(on_host) + " |")
+    return "\n".join(lines)
+
+
+def reason(column: str, label: str) -> str | None:
+    """Why this test is named as one that fails in this column."""
+    return next((why for pattern, why in NAMED.get(column, {}).items() if re.search(pattern, label)), None)
+
+
+def differing(column: str, ours: Results, plain: Results) -> dict[str, str]:
+    """What is wrong, by label: tests that fail in ``ours``, not in ``plain``, and are not named in expected.py;
+    and what is named there in vain."""
+    fails = {
+        result["label"]: result["cause"].strip()
+        for test, result in ours.items()
+        if result["outcome"] == "failed" and plain.get(test, {}).get("outcome") != "failed"
+    }
+    labels = {result["label"] for result in ours.values()}
+    wrong = {label: cause for label, cause in fails.items() if not reason(column, label)}
+    wrong |= {label: "named, but does not fail" for label in labels - fails.keys() if reason(column, label)}
+    for pattern in NAMED.get(column, {}):
+        if not any(re.search(pattern, label) for label in labels):
+            wrong[pattern] = "named, but there is no such test"
+    return wrong
+
+
+def described(columns: dict[str, Results]) -> str:
+    """The tests that fail in one column and not in another, and in which with what."""
+    lines = []
+    for test in sorted(set[str]().union(*map(failed, columns.values()))):
+        results = {column: r[test] for column, r in columns.items() if test in r}
+        if len({result["outcome"] for result in results.values()}) == 1:
+            continue
+        lines.append(f"- {next(iter(results.values()))['label']}")
+        for column, result in results.items():
+            cause = [result.get("cause", "").strip().partition("\n")[0][:200]]
+            why = [f"named: {why}"] if (why := reason(column, result["label"])) else []
+            lines.append(f"  - {column}: " + "; ".join([result["outcome"], *filter(None, cause), *why]))
+    return "\n".join(lines) or "No test differs."
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--columns", default="plain,offload")
+    parser.add_argument("--subset", action="store_true", help="without the slow tests")
+    parser.add_argument("--no-mesh", dest="mesh", action="store_false", help="with uncommitted arrays")
+    parser.add_argument("-n", type=int, default=2, help="processes")
+    parser.add_argument("--json", type=Path, help="also write the columns there")
+    args = parser.parse_args()
+    columns = {}
+    for column in args.columns.split(","):
+        start, cpu = time.monotonic(), os.times().children_user
+        columns[column] = run(column, jobs=args.n, subset=args.subset, mesh=args.mesh)
+        seconds, cpu = time.monotonic() - start, os.times().children_user - cpu
+        print(f"{column}: {seconds:.0f} s, {cpu:.0f} s of CPU", file=sys.stderr)
+    if args.json:
+        args.json.write_text(json.dumps(columns))
+    print(table(columns), described(columns), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,18 @@
+"""optax's own tests, run on offloaded optimizers: what passes with plain ones passes with ours."""
+
+import os
+
+import pytest
+
+from tests.conformance.run import count_on_host, differing, failed, run
+
+
+@pytest.mark.parametrize("column", ["offload", "offload-inside"])
+def test_what_passes_with_plain_optax_passes_offloaded(column, request):
+    jobs = os.cpu_count() or 1
+    ours = run(column, jobs=jobs, subset=request.config.getoption("--subset"))
+    assert count_on_host(ours) > 0.5 * len(ours), "most tests should have updated a state in host memory"
+    # Plain optax fails a few of its own; it need only say which of ours those are.
+    plain = run("plain", jobs=jobs, only=failed(ours)) if failed(ours) else {}
+    wrong = differing(column, ours, plain)
+    assert not wrong, "\n".join(f"{label}: {cause}" for label, cause in wrong.items())

@@ -1,0 +1,91 @@
+"""The examples run, and do what they show."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory):
+    """Runs ``train_lm`` on a small text; tells how often its step was compiled, and what was plotted."""
+    folder = tmp_path_factory.mktemp("train_lm")
+    text = folder / "text.txt"
+    text.write_text("".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(1000)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLES)
+        import train_lm
+
+        def train(*args):
+            args = [*"--model test --batch 4 --context 32 --data".split(), text, "--plot", folder / "loss.png", *args]
+            before = train_lm.train_step._cache_size()
+            result = train_lm.main(list(map(str, args)))
+            return {**result, "compiled": train_lm.train_step._cache_size() - before, "folder": folder}
+
+        yield train
+
+
+@pytest.fixture(scope="module")
+def whole(train):
+    return train("--steps", 6)
+
+
+def kinds(state):
+    return {x.sharding.memory_kind for x in jax.tree.leaves(state) if x.nbytes >= 2**16}
+
+
+def test_offloaded_and_resident_losses_agree(train, whole, capsys):
+    resident = train("--steps", 6, "--resident")
+    np.testing.assert_allclose(whole["losses"], resident["losses"], rtol=0, atol=1e-4)
+    for result, kind in ((whole, "pinned_host"), (resident, "device")):
+        assert kinds(result["state"].opt_state) == {kind}
+        assert kinds(result["state"].params) == {"device"}
+        assert result["compiled"] == 1
+        before, after = result["held_out"]
+        assert after < before - 0.5
+    assert (whole["folder"] / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_resumed_run_goes_on_as_if_uninterrupted(train, whole, tmp_path, capsys):
+    options = ("--steps", 6, "--checkpoint-dir", tmp_path, "--save-every", 2)
+    first = train(*options, "--stop-at", 3)
+    capsys.readouterr()
+    rest = train(*options)
+    printed = capsys.readouterr().out
+    order = ["parameters on", "pinned_host", "resumed at step 3", "held-out", "tokens/s", "sample:", "wrote"]
+    assert sorted(order, key=printed.index) == order
+    assert first["losses"] + rest["losses"] == whole["losses"]
+    assert first["held_out"][1] == rest["held_out"][0]
+    assert kinds(rest["state"].opt_state) == {"pinned_host"}
+    assert int(rest["state"].step) == 6
+    assert rest["compiled"] == 1
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "schedule_free_adamw"])
+def test_other_optimizers_partly_offloaded(train, optimizer):
+    result = train("--steps", 3, "--optimizer", optimizer, "--fraction", 0.5)
+    assert kinds(result["state"].opt_state) == {"pinned_host", "device"}
+    assert result["compiled"] == 1
+    assert result["held_out"][1] < result["held_out"][0]
+
+
+def test_model_sizes_are_what_their_names_say(train):
+    import _gpt
+
+    for name, size in (("10m", 10e6), ("125m", 125e6), ("350m", 350e6), ("1.3b", 1.3e9), ("2.7b", 2.7e9), ("7b", 7e9)):
+        model = _gpt.GPT(_gpt.Config(*_gpt.SIZES[name], context=256))
+        params = jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 256), np.int32))
+        assert sum(x.size for x in jax.tree.leaves(params)) == pytest.approx(size, rel=0.1)
+
+
+def test_nnx_finetune(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import nnx_finetune
+
+    result = nnx_finetune.main(steps=20, width=128)
+    assert kinds(result["optimizer"].opt_state) == {"pinned_host"}
+    assert np.mean(result["losses"][-5:]) < np.mean(result["losses"][:5])
+    assert nnx_finetune.train_step.jitted_fn._cache_size() == 2  # once for each of the two optimizers

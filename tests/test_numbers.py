@@ -1,0 +1,575 @@
+"""Law 2: every optimizer of optax and optax.contrib gives the same numbers with its state on the host.
+
+Wrapped whole and in part, inside and outside of optax's wrappers, under jit with donation, eagerly, in scan, cond and
+vmap, and differentiated. CPU tests prove values and placement, never memory or speed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from optax import contrib
+
+import jax_offload as jo
+from tests import _optimizers as table
+from tests._optimizers import TABLE, Entry, assert_same, copied, eligible, kinds
+
+FRACTIONS = (0.3, 0.5, 1.0)  # and 0, which is the resident optimizer itself
+STEPS = 50
+DEVICE = jax.devices()[0]
+# XLA's passes are those of any program; only LLVM does less, and compiles in half the time.
+FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Some donated buffers were not usable"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:optax"),
+]
+
+
+# ---- training several variants of one optimizer side by side -----------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Variants of one optimizer on the same parameters; the first is resident, the measure of the others."""
+
+    label: str
+    params: Any
+    variants: dict[str, optax.GradientTransformation]
+
+
+@functools.cache
+def gradients(loss: Callable, network: Callable, per_example: bool, grads: Callable) -> Callable:
+    """``[params] -> [(value, gradient)]``, jitted once for all optimizers, so that everyone gets the same numbers."""
+
+    def one(params: Any) -> tuple[Any, Any]:
+        if per_example:
+            tokens = jnp.asarray(table.TOKENS)
+            of_example = jax.grad(lambda p, t: table.losses(network(p), t[None])[0])
+            return loss(network(params)), jax.vmap(of_example, (None, 0))(params, tokens)
+        value, gradient = jax.value_and_grad(lambda p: loss(network(p)))(params)
+        return value, grads(gradient)
+
+    return jax.jit(lambda many: [one(params) for params in many])
+
+
+def updated(entry: Entry, tx: Any, params: Any, state: Any, value: Any, grads: Any) -> tuple[Any, Any, Any]:
+    """New parameters, new state, and what ``update`` returned."""
+
+    def of_params(p: Any) -> Any:
+        return entry.loss(entry.network(p))
+
+    extra = {"value": value, "grad": grads, "value_fn": of_params, "obj_fn": of_params}
+    update = optax.with_extra_args_support(tx).update
+    updates, state = update(grads, state, params, **{name: extra[name] for name in entry.extra})
+    scaled = jax.tree.map(lambda u: (entry.scale * u).astype(u.dtype), updates)
+    return optax.apply_updates(params, scaled), state, updates
+
+
+def parameters(entry: Entry, dtype: Any = jnp.float32) -> Any:
+    params = table.network(dtype)
+    if entry.complex:
+        params = jax.tree.map(lambda p: p * (1.0 + 0.5j), params)
+    return jax.device_put(entry.params(params), DEVICE)
+
+
+class Training:
+    """All variants of all runs in one program, which compiles in little more than the time of one of them.
+
+    ``step`` donates parameters and states. Its ``out_shardings`` are given: a jitted function without them pairs what
+    it donates by shape alone, and a program with resident and host states side by side needs better.
+    """
+
+    def __init__(self, entry: Entry, runs: list[Run], nan_at: tuple[int, ...] = ()) -> None:
+        self.entry, self.nan_at = entry, nan_at
+        self.names = [(run, name) for run in runs for name in run.variants]
+        self.txs = [run.variants[name] for run, name in self.names]
+        self.first = [next(k for k, (other, _) in enumerate(self.names) if other is run) for run, _ in self.names]
+        self.params = [copied(run.params) for run, _ in self.names]
+        init = jax.jit(
+            lambda params: [tx.init(p) for tx, p in zip(self.txs, params, strict=True)], compiler_options=FAST
+        )
+        self.states = init(self.params)
+        self.updates: list[Any] = []
+        self.losses: list[list[float]] = []
+        self._compiled: dict[Any, Any] = {}
+
+    def step(self) -> None:
+        gradient = gradients(self.entry.loss, self.entry.network, self.entry.per_example, self.entry.grads)
+        grads = gradient(self.params)
+        if len(self.losses) in self.nan_at:
+            grads = [(value, jax.tree.map(lambda g: g * jnp.nan, g)) for value, g in grads]
+        args = (self.params, self.states, grads)
+        tree = jax.tree.structure(args)
+        if tree not in self._compiled:  # monitor's state grows in its first step
+            self._compiled[tree] = self._compile(args)
+        self.losses.append([float(value) for value, _ in grads])
+        self.params, self.states, self.updates = self._compiled[tree](*args)
+        assert all(p.is_deleted() for p in jax.tree.leaves(args[0])), "parameters were not donated"
+
+    def equalize(self) -> None:
+        """Gives every variant the resident parameters and state, where it keeps them."""
+        for i, k in enumerate(self.first):
+            if i != k:
+                self.params[i] = copied(self.params[k])
+                put = jax.tree.map(
+                    lambda x, own: jax.device_put(x, own.sharding), copied(self.states[k]), self.states[i]
+                )
+                self.states[i] = put
+
+    def compare(self, what: str) -> None:
+        for i, k in enumerate(self.first):
+            if i != k:
+                run, name = self.names[i]
+                where = f"{run.label}, {name}, {what}"
+                assert_same(self.states[i], self.states[k], f"{where}: state")
+                if self.updates:
+                    assert_same(self.updates[i], self.updates[k], f"{where}: updates")
+                    assert_same(self.params[i], self.params[k], f"{where}: parameters")
+
+    def _compile(self, args: Any) -> Any:
+        def step(params: Any, states: Any, grads: Any) -> Any:
+            results = [
+                updated(self.entry, tx, p, s, value, g)
+                for tx, p, s, (value, g) in zip(self.txs, params, states, grads, strict=True)
+            ]
+            return tuple(list(column) for column in zip(*results, strict=True))
+
+        traced = jax.jit(step, donate_argnums=(0, 1)).trace(*args)
+        shardings = [
+            SingleDeviceSharding(
+                DEVICE, memory_kind="pinned_host" if x.memory_space == jax.memory.Space.Host else "device"
+            )
+            for x in traced.jaxpr.out_avals
+        ]
+        out = jax.tree.unflatten(jax.tree.structure(traced.out_info), shardings)
+        return jax.jit(step, donate_argnums=(0, 1), out_shardings=out, compiler_options=FAST)
+
+
+def assert_placed(run: Run, name: str, state: Any) -> None:
+    """Every leaf is on the device, and in the memory, where ``jo.placement`` says."""
+    rows = jo.placement(run.variants[name], run.params).leaves
+    leaves = jax.tree.leaves(state)
+    if len(rows) == len(leaves):  # not for monitor, whose state grows in its first step
+        assert kinds(state) == ["pinned_host" if row.host else "device" for row in rows], f"{run.label}, {name}"
+    assert all(x.sharding.device_set == {DEVICE} for x in leaves), f"{run.label}, {name}"
+    assert all(eligible(x) for x in leaves if x.sharding.memory_kind == "pinned_host"), f"{run.label}, {name}"
+
+
+def assert_same_numbers(entry: Entry, runs: list[Run], nan_at: tuple[int, ...] = ()) -> Training:
+    """Init and single updates from equal states as in law 2, losses of donated steps to 1e-4."""
+    training = Training(entry, runs, nan_at)
+    training.compare("init")
+    training.states = copied(training.states)  # without weak types, which some optimizers lose in their first step
+    for i in range(STEPS):
+        if i in (2, 3):  # "every k steps" of the table is mostly 3: two updates that do something different
+            training.equalize()
+        training.step()
+        if i in (0, 2, 3):
+            training.compare(f"step {i}")
+        if i in (0, STEPS - 1):
+            for (run, name), state in zip(training.names, training.states, strict=True):
+                assert_placed(run, name, state)
+    losses = np.asarray(training.losses)
+    for i, k in enumerate(training.first):
+        run, name = training.names[i]
+        assert np.all(np.isfinite(losses[:, i])), f"{run.label}, {name}: the test's problem diverges"
+        error = np.abs(losses[:, i] - losses[:, k]) / np.maximum(1.0, np.abs(losses[:, k]))
+        assert error.max() <= 1e-4, f"{run.label}, {name}: losses off by {error.max():.1e} at step {error.argmax()}"
+    return training
+
+
+# ---- every optimizer, whole ---------------------------------------------------------------------------------------
+
+
+def test_table_has_every_public_factory():
+    names = {name.partition(":")[0] for name in TABLE}
+    public = table.public_factories()
+    missing = public - names - set(table.NOT_FACTORIES)
+    assert not missing, f"public in optax or optax.contrib: give them an entry in TABLE: {sorted(missing)}"
+    assert not (names | set(table.NOT_FACTORIES)) - public, "no longer in optax"
+    assert len(public) > 100
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_same_numbers(name):
+    entry = TABLE[name]
+    inner = entry.make()
+    assert jo.offload(inner, fraction=0) is inner
+    variants = {"resident": inner} | {f"fraction {f}": jo.offload(inner, fraction=f, min_bytes=0) for f in FRACTIONS}
+    dtypes = [jnp.float32] if entry.complex else [jnp.float32, jnp.bfloat16]
+    runs = [Run(np.dtype(dtype).name, parameters(entry, dtype), variants) for dtype in dtypes]
+    training = assert_same_numbers(entry, runs)
+
+    for (_, variant), state in zip(training.names, training.states, strict=True):
+        may = [eligible(x) for x in jax.tree.leaves(state)]
+        host = [kind == "pinned_host" for kind in kinds(state)]
+        assert any(may) == entry.state
+        if variant == "fraction 1.0":
+            assert host == may
+        elif variant == "resident":
+            assert not any(host)
+        elif sum(may) > 3:
+            assert 0 < sum(host) < sum(may)
+
+
+# ---- optax's wrappers, inside and outside ------------------------------------------------------------------------
+
+
+def _decay(step: Any) -> Any:
+    return 1e-2 / (1.0 + 0.1 * step)
+
+
+def _matrices(params: Any) -> Any:
+    return jax.tree.map(lambda p: jnp.ndim(p) >= 2, params)
+
+
+def _labels(params: Any) -> Any:
+    return jax.tree.map(lambda p: "matrix" if jnp.ndim(p) >= 2 else "rest", params)
+
+
+def _every_third(step: Any) -> Any:
+    return step % 3 != 2
+
+
+def _multi_steps(tx: Any, k: int, **options: Any) -> Any:
+    return optax.MultiSteps(tx, k, **options).gradient_transformation()
+
+
+# A wrapper, given what to do with each optimizer in it: nothing, or offload it.
+WRAPPERS: dict[str, Callable[[Callable], Any]] = {
+    "MultiSteps": lambda o: _multi_steps(o(optax.adam(1e-2)), 3),
+    "MultiSteps, clip": lambda o: _multi_steps(optax.chain(optax.clip_by_global_norm(0.1), o(optax.adamw(1e-2))), 3),
+    "MultiSteps, skip_not_finite": lambda o: _multi_steps(
+        o(optax.adam(1e-2)), 2, should_skip_update_fn=optax.skip_not_finite
+    ),
+    "apply_if_finite": lambda o: optax.apply_if_finite(o(optax.adamw(1e-2)), 3),
+    "apply_every": lambda o: optax.chain(o(optax.adam(1e-2)), o(optax.apply_every(3))),
+    "chain": lambda o: optax.chain(optax.clip_by_global_norm(0.5), o(optax.scale_by_adam()), optax.scale(-1e-2)),
+    "named_chain": lambda o: optax.named_chain(("clip", optax.clip(0.1)), ("adam", o(optax.adam(1e-2)))),
+    "conditionally_mask": lambda o: optax.conditionally_mask(o(optax.adam(1e-2)), _every_third),
+    "conditionally_transform": lambda o: optax.chain(
+        optax.conditionally_transform(o(optax.scale_by_adam()), _every_third), optax.scale(-1e-2)
+    ),
+    "ema": lambda o: optax.chain(o(optax.adam(1e-2)), o(optax.ema(0.9))),
+    "flatten": lambda o: optax.flatten(o(optax.adam(1e-2))),
+    "freeze": lambda o: optax.chain(o(optax.adam(1e-2)), optax.freeze(_layers_2_only(table.network(jnp.float32)))),
+    "inject_hyperparams": lambda o: optax.inject_hyperparams(lambda learning_rate: o(optax.adamw(learning_rate)))(
+        learning_rate=_decay
+    ),
+    "inject_stateful_hyperparams": lambda o: optax.inject_stateful_hyperparams(
+        lambda learning_rate: o(optax.adamw(learning_rate))
+    )(learning_rate=optax.schedules.WrappedSchedule(_decay)),
+    "lookahead": lambda o: optax.lookahead(o(optax.adam(1e-2)), 3, 0.5),
+    "masked": lambda o: optax.masked(o(optax.adam(1e-2)), _matrices),
+    "mechanize": lambda o: contrib.mechanize(o(optax.adamw(1e-2)), s_init=1e-2),
+    "multi_transform": lambda o: optax.multi_transform(
+        {"matrix": o(optax.adam(1e-2)), "rest": optax.set_to_zero()}, _labels
+    ),
+    "partition": lambda o: optax.partition({"matrix": o(optax.adam(1e-2)), "rest": o(optax.sgd(1e-1, 0.9))}, _labels),
+    "reduce_on_plateau": lambda o: optax.chain(o(optax.adam(1e-2)), contrib.reduce_on_plateau(patience=2, rtol=0.1)),
+    "sam": lambda o: contrib.sam(o(optax.adam(1e-2)), optax.chain(contrib.normalize(), o(optax.sgd(1e-2, 0.5)))),
+    "schedule_free": lambda o: contrib.schedule_free(o(optax.adamw(1e-2, b1=0.0)), 1e-2),
+    "selective_transform": lambda o: optax.selective_transform(
+        o(optax.adam(1e-2)), freeze_mask=_layers_2_only(table.network(jnp.float32))
+    ),
+    "split_real_and_imaginary": lambda o: contrib.split_real_and_imaginary(o(optax.adam(1e-2))),
+    "zero_nans": lambda o: optax.chain(optax.zero_nans(), o(optax.adam(1e-2))),
+}
+NOT_FINITE = {"MultiSteps, skip_not_finite", "apply_if_finite", "zero_nans"}  # these see NaN in two steps
+
+
+def _layers_2_only(params: Any) -> Any:
+    return jax.tree.map_with_path(lambda path, _: path[0].key != "layers_2", params)
+
+
+def _offload(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    return jo.offload(tx, min_bytes=0)
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_wrappers_inside_and_outside(name):
+    wrap = WRAPPERS[name]
+    variants = {"resident": wrap(lambda tx: tx), "inside": _offload(wrap(lambda tx: tx)), "outside": wrap(_offload)}
+    entry = dataclasses.replace(TABLE.get(name, TABLE["adam"]), scale=1.0)
+    run = Run("float32", parameters(entry), variants)
+    training = assert_same_numbers(entry, [run], nan_at=(4, 7) if name in NOT_FINITE else ())
+    resident, inside, outside = training.states
+    assert not any(k == "pinned_host" for k in kinds(resident))
+    assert [k == "pinned_host" for k in kinds(inside)] == [eligible(x) for x in jax.tree.leaves(inside)]
+    assert 0 < kinds(outside).count("pinned_host") <= kinds(inside).count("pinned_host")
+    # one's checkpoint is the other's
+    assert jax.tree.structure(inside) == jax.tree.structure(outside) == jax.tree.structure(resident)
+
+
+@pytest.mark.parametrize("place", ["inside", "outside"])
+def test_injected_hyperparameter_can_be_changed(place):
+    if place == "inside":
+        tx = _offload(optax.inject_hyperparams(optax.adam)(learning_rate=1e-2))
+    else:
+        tx = optax.inject_hyperparams(lambda learning_rate: _offload(optax.adam(learning_rate)))(learning_rate=1e-2)
+    params = parameters(TABLE["adam"])
+    update = jax.jit(tx.update, compiler_options=FAST)
+    state = tx.init(params)
+    assert state.hyperparams["learning_rate"].sharding.memory_kind == "device"
+    first, state = update(params, state)
+    state.hyperparams["learning_rate"] = jax.device_put(jnp.float32(0.0), DEVICE)
+    second, state = update(params, state)
+    state.hyperparams["learning_rate"] = state.hyperparams["learning_rate"] + 2e-2
+    third, state = update(params, state)
+    assert all(np.any(np.asarray(u)) for u in jax.tree.leaves(first))
+    assert not any(np.any(np.asarray(u)) for u in jax.tree.leaves(second))
+    np.testing.assert_allclose(third["head"], 2 * first["head"], rtol=1e-4)
+    assert update._cache_size() == 1
+
+
+# ---- whole steps, as users write them ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["adamw", "adafactor:factored", "chain", "MultiSteps", "muon", "schedule_free_adamw"])
+def test_losses_of_whole_steps(name, dtype):
+    """Gradients in the same program, of which XLA may fuse parts with the update: other roundings, same losses."""
+    entry = TABLE[name]
+    losses = {}
+    for variant, tx in {"resident": entry.make(), "offloaded": _offload(entry.make())}.items():
+
+        def step(params: Any, state: Any, tx: Any = tx) -> Any:
+            value, grads = jax.value_and_grad(table.mean_loss)(params)
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, value
+
+        params = parameters(entry, dtype)
+        state = jax.device_put(tx.init(params), DEVICE) if variant == "resident" else tx.init(params)
+        step = jax.jit(step, donate_argnums=(0, 1), compiler_options=FAST)
+        values = []
+        for _ in range(STEPS):
+            old = state
+            params, state, value = step(params, state)
+            values.append(float(value))
+            if variant == "offloaded":
+                assert all(x.is_deleted() for x in jax.tree.leaves(old)), "the state was not donated"
+        losses[variant] = np.asarray(values)
+        assert step._cache_size() == 1
+        if variant == "offloaded":
+            assert_placed(Run(name, params, {variant: tx}), variant, state)
+    assert losses["resident"][-1] < 0.95 * losses["resident"][0]
+    np.testing.assert_allclose(losses["offloaded"], losses["resident"], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor:factored", "chain"])
+def test_sharded_parameters(name):
+    """The state keeps the shardings of the resident one; only its memory differs."""
+    entry = TABLE[name]
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    specs = jax.tree.map(lambda p: PartitionSpec(*("x", "y", None)[: p.ndim]), table.network(jnp.float32))
+    put = functools.partial(jax.tree.map, lambda p, spec: jax.device_put(p, NamedSharding(mesh, spec)))
+    params = put(table.network(jnp.float32), specs)
+    grads = put(jax.tree.map(lambda p: p + 0.1, table.network(jnp.float32)), specs)
+    inner = entry.make()
+    tx = _offload(inner)
+
+    def steps(tx: Any, state: Any) -> Any:
+        update = jax.jit(tx.update, compiler_options=FAST)
+        _, state = update(grads, state, params)
+        return update(grads, state, params)
+
+    resident, offloaded = inner.init(params), tx.init(params)
+    for got, want in (offloaded, resident), (steps(tx, offloaded), steps(inner, resident)):
+        assert_same(got, want, name)
+        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            if isinstance(y.sharding, NamedSharding):
+                assert x.sharding.with_memory_kind("device").is_equivalent_to(y.sharding, x.ndim), name
+    assert [k == "pinned_host" for k in kinds(got[1])] == [eligible(x) for x in jax.tree.leaves(got[1])]
+
+
+# ---- eagerly, and under jax's transformations -----------------------------------------------------------------------
+
+MODES = [
+    "adamw", "adafactor:factored", "MultiSteps", "partition", "muon", "schedule_free_adamw", "prodigy",
+    "inject_hyperparams", "lbfgs:fixed", "dpsgd", "momo",
+]  # fmt: skip
+
+
+def problem(name: str) -> tuple[Entry, Any, Any, Any, Any, Any]:
+    """An entry of the table with a resident and an offloaded optimizer, parameters, a loss and gradients."""
+    entry = TABLE[name]
+    params = parameters(entry)
+    ((value, grads),) = gradients(entry.loss, entry.network, entry.per_example, entry.grads)([params])
+    grads = jax.tree.map(lambda g: g + 0.05, grads)
+    inner = entry.make()
+    return entry, inner, _offload(inner), params, value, grads
+
+
+def assert_on_host(state: Any, resident: Any = None) -> None:
+    """The leaves on the host are those that may be: for a batched ``state``, those of the unbatched resident one."""
+    may = [eligible(x) for x in jax.tree.leaves(state if resident is None else resident)]
+    assert [k == "pinned_host" for k in kinds(state)] == may
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_eagerly(name):
+    entry, inner, tx, params, value, grads = problem(name)
+    state = tx.init(params)
+    resident = jax.device_put(inner.init(params), DEVICE)
+    for _ in range(2):
+        got = updated(entry, tx, params, state, value, grads)
+        want = updated(entry, inner, params, resident, value, grads)
+        assert_same(got, want, name)
+        assert all(k == "device" for k in kinds(got[2]))
+        params, state, _ = got
+        resident = want[1]
+        if name != "monitor":
+            assert_on_host(state)
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_scan(name):
+    entry, inner, tx, params, value, grads = problem(name)
+
+    @functools.partial(jax.jit, compiler_options=FAST)
+    def steps(*states: Any) -> Any:
+        def run(tx: Any, state: Any) -> Any:
+            def body(carry: Any, _: Any) -> Any:
+                new_params, state, updates = updated(entry, tx, *carry, value, grads)
+                return (new_params, state), updates
+
+            return jax.lax.scan(body, (params, state), length=3)
+
+        return [run(t, s) for t, s in zip((inner, tx), states, strict=True)]
+
+    want, got = steps(inner.init(params), tx.init(params))
+    assert_same(got, want, name)
+    assert_on_host(got[0][1])
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_cond(name):
+    entry, inner, tx, params, value, grads = problem(name)
+
+    @functools.partial(jax.jit, compiler_options=FAST)
+    def step(flag: Any, *states: Any) -> Any:
+        def run(tx: Any, state: Any) -> Any:
+            return jax.lax.cond(
+                flag, lambda s: updated(entry, tx, params, s, value, grads)[:2], lambda s: (params, s), state
+            )
+
+        return [run(t, s) for t, s in zip((inner, tx), states, strict=True)]
+
+    states = [inner.init(params), tx.init(params)]
+    for flag in True, False, True:
+        want, got = step(flag, *states)
+        assert_same(got, want, f"{name}, {flag}")
+        assert_on_host(got[1])
+        if not flag:
+            assert_same(got, (params, states[1]), name)
+        states = [want[1], got[1]]
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_vmap(name):
+    """Over stacked parameters, gradients and states; there whole leaves are loaded."""
+    entry, inner, tx, params, value, grads = problem(name)
+
+    def stacked(tree: Any) -> Any:
+        return jax.device_put(jax.tree.map(lambda x: jnp.stack([x, 0.5 * x, 2.0 * x]), tree), DEVICE)
+
+    many = stacked((params, value, grads))
+
+    @functools.partial(jax.jit, compiler_options=FAST)
+    def step(params: Any, value: Any, grads: Any) -> Any:
+        def run(tx: Any) -> Any:
+            state = jax.vmap(tx.init)(params)
+            p, state, _ = jax.vmap(lambda *args: updated(entry, tx, *args))(params, state, value, grads)
+            return jax.vmap(lambda *args: updated(entry, tx, *args))(p, state, value, grads)
+
+        return [run(t) for t in (inner, tx)]
+
+    want, got = step(*many)
+    assert_same(got, want, name)
+    assert_on_host(got[1], inner.init(params))
+
+
+@pytest.mark.parametrize("jitted", [True, False], ids=["jit", "eager"])
+@pytest.mark.parametrize("name", [n for n in MODES if n not in ("dpsgd", "momo")])
+def test_grad(name, jitted):
+    """Through two updates, by parameters, gradients and the state that they start from."""
+    entry, inner, tx, params, value, grads = problem(name)
+    warm = updated(entry, inner, params, inner.init(params), value, grads)[1]
+    floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(warm)]
+
+    def scalar(tx: Any, params: Any, grads: Any, moving: Any, state: Any) -> Any:
+        leaves, treedef = jax.tree.flatten(state)
+        moving = iter(moving)
+        state = jax.tree.unflatten(treedef, [next(moving) if f else x for f, x in zip(floats, leaves, strict=True)])
+        new, state, _ = updated(entry, tx, params, state, value, grads)
+        _, state, updates = updated(entry, tx, new, state, value, grads)
+        parts = jax.tree.leaves((updates, jo.to_device(state)))
+        return sum(jnp.sum(jnp.sin(x) * (k + 1)) for k, x in enumerate(parts) if jnp.issubdtype(x.dtype, jnp.floating))
+
+    def differentiated(tx: Any, state: Any) -> Any:
+        moving = [x for f, x in zip(floats, jax.tree.leaves(state), strict=True) if f]
+        return jax.value_and_grad(functools.partial(scalar, tx), argnums=(0, 1, 2))(params, grads, moving, state)
+
+    state = jo.to_host(tx, warm, params)
+    both = [functools.partial(differentiated, t) for t in (inner, tx)]
+    if jitted:
+        both = [jax.jit(f, compiler_options=FAST) for f in both]
+    want, got = both[0](warm), both[1](state)
+    got = (got[0], (*got[1][:2], jo.to_device(got[1][2])))
+    assert all(np.all(np.isfinite(np.asarray(x))) for x in jax.tree.leaves(want))
+    assert_same(got, want, name)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_traces_where_the_plain_optimizer_does(name):
+    """scan, cond, vmap and grad of every optimizer, traced: the types tell placement; values are for MODES."""
+    entry, inner, tx, params, value, grads = problem(name)
+
+    def step(tx: Any, params: Any, state: Any) -> Any:
+        return updated(entry, tx, params, state, value, grads)
+
+    def scan(tx: Any) -> Any:
+        return jax.lax.scan(lambda c, _: (step(tx, *c)[:2], None), (params, tx.init(params)), length=2)[0]
+
+    def cond(tx: Any) -> Any:
+        state = tx.init(params)
+        return jax.lax.cond(value > 0, lambda s: step(tx, params, s)[:2], lambda s: (params, s), state)
+
+    def vmap(tx: Any) -> Any:
+        batched = jax.tree.map(lambda p: jnp.stack([p, p]), params)
+        return jax.vmap(lambda p: step(tx, p, tx.init(p))[:2])(batched)
+
+    def grad(tx: Any) -> Any:
+        state = tx.init(params)
+
+        def scalar(params: Any) -> Any:
+            new, _, updates = step(tx, params, state)
+            return sum(jnp.sum(jnp.abs(x)).astype(jnp.float32) for x in jax.tree.leaves((new, updates)))
+
+        return jax.grad(scalar)(params), state
+
+    done = []
+    for mode in scan, cond, vmap, grad:
+        try:
+            plain = jax.make_jaxpr(lambda mode=mode: mode(inner))()
+        except Exception:
+            continue
+        done.append(mode.__name__)
+        offloaded = jax.make_jaxpr(lambda mode=mode: mode(tx))()
+        may = [eligible(x) for x in jax.tree.leaves(jax.eval_shape(inner.init, params))]
+        n = len(jax.tree.leaves(params))
+        for k, (a, b) in enumerate(zip(offloaded.out_avals, plain.out_avals, strict=True)):
+            assert (a.shape, a.dtype) == (b.shape, b.dtype), mode.__name__
+            on_host = a.memory_space == jax.memory.Space.Host
+            assert on_host == (k >= n and may[k - n]), (mode.__name__, k)
+    assert "vmap" in done
