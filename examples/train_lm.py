@@ -1,7 +1,7 @@
 """Train a small GPT on real text, the optimizer's state in host memory.
 
 python examples/train_lm.py                              # Python's own source, minutes on two cores
-python examples/train_lm.py --resident                   # the same losses, the state on the device
+python examples/train_lm.py --resident --stop-at 50      # the same losses, the state on the device
 python examples/train_lm.py --model 7b --context 2048    # on an H200, which is too small for --resident
 """
 
@@ -65,7 +65,7 @@ def parse(argv):
 
 def optimizer(args):
     peak, build = OPTIMIZERS[args.optimizer]
-    peak = args.lr or peak * 128 / SIZES[args.model][1]  # wider models take smaller steps, about as GPT-3's did
+    peak = args.lr or peak * 128 / SIZES[args.model][1]  # wider models want smaller steps
     warmup = max(1, min(100, args.steps // 10))
     schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, args.steps, end_value=peak / 10)
     tx = optax.chain(optax.clip_by_global_norm(1.0), build(schedule))

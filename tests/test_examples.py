@@ -20,7 +20,8 @@ def train(tmp_path_factory):
         import train_lm
 
         def train(*args):
-            args = [*"--model test --batch 4 --context 32 --data".split(), text, "--plot", folder / "loss.png", *args]
+            small = "--model test --batch 4 --context 32".split()
+            args = [*small, "--data", text, "--plot", folder / "loss.png", *args]
             before = train_lm.train_step._cache_size()
             result = train_lm.main(list(map(str, args)))
             return {**result, "compiled": train_lm.train_step._cache_size() - before, "folder": folder}
@@ -75,7 +76,8 @@ def test_other_optimizers_partly_offloaded(train, optimizer):
 def test_model_sizes_are_what_their_names_say(train):
     import _gpt
 
-    for name, size in (("10m", 10e6), ("125m", 125e6), ("350m", 350e6), ("1.3b", 1.3e9), ("2.7b", 2.7e9), ("7b", 7e9)):
+    sizes = {"10m": 10e6, "125m": 125e6, "350m": 350e6, "1.3b": 1.3e9, "2.7b": 2.7e9, "7b": 7e9}
+    for name, size in sizes.items():
         model = _gpt.GPT(_gpt.Config(*_gpt.SIZES[name], context=256))
         params = jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 256), np.int32))
         assert sum(x.size for x in jax.tree.leaves(params)) == pytest.approx(size, rel=0.1)
