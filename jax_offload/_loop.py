@@ -32,6 +32,8 @@ def in_chunks(s: Slice, reuse: Mapping[Var, Var], window: int) -> Slice | None:
       reuse: result -> operand of the same type whose buffer it may take, because it is the next value of it.
       window: bytes.
     """
+    if not all(v in reuse and is_host_aval(reuse[v].aval) for v in s.stores):
+        return None  # the leaf comes from the device, once: there is no host buffer yet to write its rows into
     lead = max((v.aval for v in s.loads), key=nbytes)
     for axis in range(max(1, lead.ndim - 1)):
         size = lead.shape[axis]
@@ -42,7 +44,7 @@ def in_chunks(s: Slice, reuse: Mapping[Var, Var], window: int) -> Slice | None:
             out_dims = chunked_dims(s.jaxpr, dims, size, lead.shape, axis)
         except Dependent:
             continue
-        if any(d is None for d in out_dims) or not set(s.stores) <= set(reuse):
+        if any(d is None for d in out_dims):
             continue
         rows = _rows(lead.ndim - 1 - axis, size, s.loaded_bytes, window)
         return _loop(s, dims, out_dims, (size, lead.shape, axis), rows, _buffers(s, reuse))
@@ -79,7 +81,7 @@ def _buffers(s: Slice, reuse: Mapping[Var, Var]) -> list[Var | None]:
 
 
 def _same_type(a: Any, b: Any) -> bool:
-    return (a.shape, a.dtype) == (b.shape, b.dtype)
+    return (a.shape, a.dtype, is_host_aval(a)) == (b.shape, b.dtype, is_host_aval(b))
 
 
 def _loop(

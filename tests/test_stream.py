@@ -72,6 +72,23 @@ def test_one_update_equals_resident_whatever_the_window(name, window, dtype):
     assert [x.sharding.memory_kind == HOST for x in jax.tree.leaves(result[1])] == where
 
 
+@pytest.mark.parametrize("before", [0.0, 0.3, 0.6, 1.0])
+def test_chunks_of_a_state_that_was_placed_otherwise(before):
+    """One step brings every leaf home, also where only a part of a parameter's state has to be streamed for it."""
+    params = parameters()
+    other = jo.offload(OPTIMIZERS["adamw"], min_bytes=0, fraction=before)
+    expected = None
+    for fraction in (0.4, 1.0):
+        tx = jo.offload(OPTIMIZERS["adamw"], min_bytes=0, window=500, fraction=fraction)
+        result = jax.jit(tx.update)(gradients(params), other.init(params), params)
+        where = [leaf.host for leaf in jo.placement(tx, params).leaves]
+        assert [x.sharding.memory_kind == HOST for x in jax.tree.leaves(result[1])] == where
+        expected = expected or jax.jit(OPTIMIZERS["adamw"].update)(
+            gradients(params), OPTIMIZERS["adamw"].init(params), params
+        )
+        jax.tree.map(lambda a, b: close(a, b, a.dtype), result, expected)
+
+
 @pytest.mark.parametrize("name", ["adamw", "clip", "MultiSteps", "apply_if_finite", "lion"])
 def test_fifty_donated_steps_follow_the_resident_run(name):
     inner = OPTIMIZERS[name]
