@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -56,6 +57,30 @@ def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformat
     return optax.GradientTransformation(lambda p: inner.init(up(p)), update)
 
 
+def measure_update(
+    target: str,
+    tx: optax.GradientTransformation,
+    params: Any,
+    loss: Callable[[Any, Any], jax.Array],
+    batch: Any,
+    *,
+    options: dict[str, Any] | None = None,
+    update_params: bool = False,
+) -> Measured:
+    """One training step, compiled for ``target``: abstract ``params`` with shardings; parameters and state donated."""
+    state = jo.abstract_state(tx, params)
+
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        grads = jax.grad(loss)(params, batch)
+        if update_params:
+            return jo.update_params(tx, grads, state, params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    out = jax.tree.map(lambda a: a.sharding, (params, state))
+    return measure(target, step, (params, state, batch), (0, 1), out, options)
+
+
 def measure_step(
     target: str,
     tx: optax.GradientTransformation,
@@ -65,21 +90,14 @@ def measure_step(
     stacked: bool = False,
     batch: int = 512,
     dtype: Any = jnp.float32,
-    options: dict[str, Any] | None = None,
-    update_params: bool = False,
+    **kwargs: Any,
 ) -> Measured:
-    """The step of ``tx`` on the toy network, compiled for ``target``: parameters and state donated."""
-    sharding = NamedSharding(mesh_for(target), PartitionSpec(), memory_kind="device")
+    """The step of ``tx`` on the toy network."""
+    sharding = device_sharding(target)
     params = parameters(n_layers, width, stacked, sharding, dtype)
-    state = jo.abstract_state(tx, params)
     x = jax.ShapeDtypeStruct((batch, width), dtype, sharding=sharding)
+    return measure_update(target, tx, params, loss, x, **kwargs)
 
-    def step(params: Any, state: Any, x: jax.Array) -> Any:
-        grads = jax.grad(loss)(params, x)
-        if update_params:
-            return jo.update_params(tx, grads, state, params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
 
-    out = (jax.tree.map(lambda a: a.sharding, params), jo.state_shardings(tx, params))
-    return measure(target, step, (params, state, x), (0, 1), out, options)
+def device_sharding(target: str) -> NamedSharding:
+    return NamedSharding(mesh_for(target), PartitionSpec(), memory_kind="device")

@@ -1,0 +1,70 @@
+"""Peaks of models whose leaves are not all alike, compiled for an H200 and a TPU (MiB)."""
+
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jax_offload as jo
+from tests.aot.cases import device_sharding, in_float32, measure_update
+from tests.aot.harness import H200, MIB, V5E, measure, require
+
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+
+def mib(tree):
+    return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree)) / MIB
+
+
+@pytest.mark.parametrize("target", [H200, V5E])
+def test_a_huge_embedding_and_four_layers(target):
+    """One leaf that is larger than all others together: 131072x4096, in chunks of rows."""
+    require(target)
+    sharding = device_sharding(target)
+    params = {f"layers_{i}": jax.ShapeDtypeStruct((4096, 4096), jnp.float32, sharding=sharding) for i in range(4)}
+    params["embed"] = jax.ShapeDtypeStruct((131072, 4096), jnp.float32, sharding=sharding)
+
+    def loss(params, tokens):
+        x = params["embed"][tokens]
+        for i in range(4):
+            x = jnp.tanh(x @ params[f"layers_{i}"])
+        return (x**2).mean()
+
+    tokens = jax.ShapeDtypeStruct((512,), jnp.int32, sharding=sharding)
+    m = measure_update(target, jo.offload(optax.adamw(1e-3)), params, loss, tokens)
+    assert m.peak <= 1.1 * 2 * mib(params)
+    assert m.host_temp == 0
+
+
+@pytest.mark.parametrize("moments", ["bfloat16", "float32"])
+def test_a_transformer(moments, monkeypatch):
+    """GPT 1.3B: embeddings, stacked blocks, norms; bfloat16 parameters, 8192 tokens, clipping inside.
+
+    Within 10 % of parameters + gradients + activations: what computing the gradients alone peaks at.
+    """
+    require(H200)
+    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parents[2] / "examples"))
+    gpt = pytest.importorskip("_gpt", reason="needs flax")
+    monkeypatch.setattr(gpt, "VOCAB", 50304)
+    sharding = device_sharding(H200)
+    model = gpt.GPT(gpt.Config(*gpt.SIZES["1.3b"], 2048, jnp.bfloat16))
+    params = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros((1, 2048), jnp.int32))["params"])
+    params = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.bfloat16, sharding=sharding), params)
+    tokens = jax.ShapeDtypeStruct((4, 2048), jnp.int32, sharding=sharding)
+
+    def loss(params, tokens):
+        logits = model.apply({"params": params}, tokens).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+
+    gradients_alone = measure(H200, jax.grad(loss), (params, tokens)).peak
+    if moments == "bfloat16":
+        m = measure_update(H200, jo.offload(CLIPPED), params, loss, tokens)
+    else:
+        m = measure_update(H200, jo.offload(in_float32(CLIPPED)), params, loss, tokens, update_params=True)
+    assert m.host_arguments >= (2 if moments == "bfloat16" else 4) * 0.99 * mib(params)
+    assert m.peak <= 1.1 * gradients_alone
+    assert m.host_temp == 0
+    sys.modules.pop("_gpt", None)
