@@ -83,6 +83,8 @@ def abstract_state(tx: optax.GradientTransformation, params: Any) -> Any:
         kind = _memory.HOST_KIND if leaf.host else _memory.DEVICE_KIND
         same = leaf.owner is not None and np.shape(paths_params[leaf.owner][1]) == aval.shape and aval.shape != ()
         sharding = shardings[leaf.owner] if same else everywhere  # pyright: ignore
+        if isinstance(everywhere, NamedSharding) and not aval.sharding.mesh.empty and aval.sharding.mesh.explicit_axes:
+            sharding = NamedSharding(everywhere.mesh, aval.sharding.spec)  # with Explicit axes the types tell
         weak = getattr(aval, "weak_type", False)
         abstract.append(
             jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=_memory.with_kind(sharding, kind), weak_type=weak)

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 from jax.core import Tracer
 
 from jax_offload._dataflow import Slice, cut, largest_load
@@ -65,7 +66,12 @@ def stream(
         else:  # no program to order: each slice runs, and frees what it loaded, before the next
             for s in slices:
                 _run(s, env)
-    return [v.val if isinstance(v, jex.Literal) else env[v] for v in program.outputs]
+    return [_array(v) if isinstance(v, jex.Literal) else env[v] for v in program.outputs]
+
+
+def _array(literal: Any) -> jax.Array:
+    """A result that the trace found to be a constant, as the array that the optimizer would have returned."""
+    return jnp.asarray(literal.val, None if literal.aval.weak_type else literal.aval.dtype)
 
 
 def _run_gated(

@@ -247,7 +247,7 @@ TABLE: dict[str, Entry] = {
     "MultiSteps:skip": Entry(
         lambda: optax.MultiSteps(
             optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
-            2,
+            3,
             should_skip_update_fn=optax.skip_not_finite,
         ).gradient_transformation()
     ),
@@ -317,7 +317,11 @@ TABLE: dict[str, Entry] = {
     ),
     "scale_by_madgrad": _direction(lambda: contrib.scale_by_madgrad(1e-2), 1.0),
     "scale_by_muon": _direction(
-        lambda: contrib.scale_by_muon(), loss=bowl, params=lambda p: {"embed": p["embed"], "head": p["head"]}
+        lambda: contrib.scale_by_muon(
+            weight_dimension_numbers=lambda tree: jax.tree.map(lambda _: contrib.MuonDimensionNumbers(), tree)
+        ),
+        loss=bowl,
+        params=lambda params: {name: params[name] for name in ("embed", "head")},
     ),
     "scale_by_simplified_ademamix": _direction(lambda: contrib.scale_by_simplified_ademamix(), -1e-4),
     "schedule_free": Entry(lambda: contrib.schedule_free(optax.adamw(1e-2, b1=0.0), 1e-2)),
@@ -374,9 +378,9 @@ def copied(tree: Any) -> Any:
 def assert_same(got: Any, want: Any, what: str, tolerance: float = 1e-6) -> None:
     """Law 2, leaf by leaf: the tree, shapes and types are equal, and so are the numbers.
 
-    Whole numbers, booleans and keys exactly; floats of 32 bits to ``‖a − b‖ ≤ tolerance ‖b‖``; floats of 16 bits to one unit
-    in the last place of the larger of the two, element by element, in the leaf's own dtype. NaN and infinity must stand
-    in the same places.
+    Whole numbers, booleans and keys exactly; floats of 32 bits to ``‖a − b‖ ≤ tolerance ‖b‖``; floats of 16 bits to one
+    unit in the last place of the larger of the two, element by element, in the leaf's own dtype. NaN and infinity must
+    stand in the same places.
     """
     paths, treedef = jax.tree_util.tree_flatten_with_path(got)
     assert treedef == jax.tree.structure(want), what

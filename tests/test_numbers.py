@@ -23,7 +23,6 @@ import jax_offload as jo
 from tests import _optimizers as table
 from tests._optimizers import TABLE, Entry, assert_same, copied, eligible, kinds
 
-FRACTIONS = (0.3, 0.5, 1.0)  # and 0, which is the resident optimizer itself
 STEPS = 50
 DEVICE = jax.devices()[0]
 # XLA's passes are those of any program; only LLVM does less, and compiles in half the time.
@@ -171,14 +170,14 @@ def assert_same_numbers(entry: Entry, runs: list[Run], nan_at: tuple[int, ...] =
     training.compare("init")
     training.states = copied(training.states)  # without weak types, which some optimizers lose in their first step
     for i in range(STEPS):
-        if i in (2, 3):  # "every k steps" of the table is mostly 3: two updates that do something different
+        if i == 2:  # "every k steps" is every 3 in this file: an update that does something
             training.equalize()
         training.step()
-        if i in (0, 2, 3):
+        if i in (0, 2):
             training.compare(f"step {i}")
-        if i in (0, STEPS - 1):
-            for (run, name), state in zip(training.names, training.states, strict=True):
-                assert_placed(run, name, state)
+    for (run, name), state in zip(training.names, training.states, strict=True):
+        if run.variants[name] is not next(iter(run.variants.values())):
+            assert_placed(run, name, state)
     losses = np.asarray(training.losses)
     for i, k in enumerate(training.first):
         run, name = training.names[i]
@@ -205,8 +204,9 @@ def test_same_numbers(name):
     entry = TABLE[name]
     inner = entry.make()
     assert jo.offload(inner, fraction=0) is inner
-    fractions = FRACTIONS if entry.state else (1.0,)
-    variants = {"resident": inner} | {f"fraction {f}": jo.offload(inner, fraction=f, min_bytes=0) for f in fractions}
+    variants = {"resident": inner, "fraction 1": jo.offload(inner, min_bytes=0, window=1)}  # in the smallest chunks
+    if entry.state:
+        variants |= {f"fraction {f}": jo.offload(inner, fraction=f, min_bytes=0) for f in (0.3, 0.5)}
     dtypes = [jnp.float32] if entry.complex else [jnp.float32, jnp.bfloat16]
     runs = [Run(np.dtype(dtype).name, parameters(entry, dtype), variants) for dtype in dtypes]
     training = assert_same_numbers(entry, runs)
@@ -215,7 +215,7 @@ def test_same_numbers(name):
         may = [eligible(x) for x in jax.tree.leaves(state)]
         host = [kind == "pinned_host" for kind in kinds(state)]
         assert any(may) == entry.state
-        if variant == "fraction 1.0":
+        if variant == "fraction 1":
             assert host == may
         elif variant == "resident":
             assert not any(host)
@@ -251,7 +251,7 @@ WRAPPERS: dict[str, Callable[[Callable], Any]] = {
     "MultiSteps": lambda o: _multi_steps(o(optax.adam(1e-2)), 3),
     "MultiSteps, clip": lambda o: _multi_steps(optax.chain(optax.clip_by_global_norm(0.1), o(optax.adamw(1e-2))), 3),
     "MultiSteps, skip_not_finite": lambda o: _multi_steps(
-        o(optax.adam(1e-2)), 2, should_skip_update_fn=optax.skip_not_finite
+        o(optax.adam(1e-2)), 3, should_skip_update_fn=optax.skip_not_finite
     ),
     "apply_if_finite": lambda o: optax.apply_if_finite(o(optax.adamw(1e-2)), 3),
     "apply_every": lambda o: optax.chain(o(optax.adam(1e-2)), o(optax.apply_every(3))),
@@ -395,20 +395,29 @@ def test_sharded_parameters(name):
 
 # ---- eagerly, and under jax's transformations -----------------------------------------------------------------------
 
-MODES = [
-    "adamw", "adafactor:factored", "MultiSteps", "partition", "muon", "schedule_free_adamw", "prodigy",
-    "inject_hyperparams", "lbfgs:fixed", "dpsgd", "momo",
-]  # fmt: skip
+# name in the table, window; 1 byte means the smallest chunks, in loops
+MODES = {
+    **{
+        name: (name, None)
+        for name in (
+            "adamw", "adafactor:factored", "MultiSteps", "partition", "muon", "schedule_free_adamw", "prodigy",
+            "inject_hyperparams", "lbfgs:fixed", "dpsgd", "momo",
+        )
+    },
+    "adamw, chunks": ("adamw", 1),
+    "MultiSteps, chunks": ("MultiSteps", 1),
+    "adafactor:factored, chunks": ("adafactor:factored", 1),
+}  # fmt: skip
 
 
-def problem(name: str) -> tuple[Entry, Any, Any, Any, Any, Any]:
+def problem(name: str, window: int | None = None) -> tuple[Entry, Any, Any, Any, Any, Any]:
     """An entry of the table with a resident and an offloaded optimizer, parameters, a loss and gradients."""
     entry = TABLE[name]
     params = parameters(entry)
     ((value, grads),) = gradients(entry.loss, entry.network, entry.per_example, entry.grads)([params])
     grads = jax.tree.map(lambda g: g + 0.05, grads)
     inner = entry.make()
-    return entry, inner, _offload(inner), params, value, grads
+    return entry, inner, jo.offload(inner, min_bytes=0, window=window), params, value, grads
 
 
 def assert_on_host(state: Any, resident: Any = None) -> None:
@@ -425,7 +434,8 @@ def test_eagerly(name):
     for _ in range(2):
         got = updated(entry, tx, params, state, value, grads)
         want = updated(entry, inner, params, resident, value, grads)
-        assert_same(got, want, name)
+        # optax's jitted helpers run fused here and op by op there, which the iterations of muon amplify
+        assert_same(got, want, name, tolerance=1e-5 if "muon" in name else 1e-6)
         assert all(k == "device" for k in kinds(got[2]))
         params, state, _ = got
         resident = want[1]
@@ -435,7 +445,7 @@ def test_eagerly(name):
 
 @pytest.mark.parametrize("name", MODES)
 def test_scan(name):
-    entry, inner, tx, params, value, grads = problem(name)
+    entry, inner, tx, params, value, grads = problem(*MODES[name])
 
     @functools.partial(jax.jit, compiler_options=FAST)
     def steps(*states: Any) -> Any:
@@ -455,7 +465,7 @@ def test_scan(name):
 
 @pytest.mark.parametrize("name", MODES)
 def test_cond(name):
-    entry, inner, tx, params, value, grads = problem(name)
+    entry, inner, tx, params, value, grads = problem(*MODES[name])
 
     @functools.partial(jax.jit, compiler_options=FAST)
     def step(flag: Any, *states: Any) -> Any:
@@ -479,7 +489,7 @@ def test_cond(name):
 @pytest.mark.parametrize("name", MODES)
 def test_vmap(name):
     """Over stacked parameters, gradients and states; there whole leaves are loaded."""
-    entry, inner, tx, params, value, grads = problem(name)
+    entry, inner, tx, params, value, grads = problem(*MODES[name])
 
     def stacked(tree: Any) -> Any:
         return jax.device_put(jax.tree.map(lambda x: jnp.stack([x, 0.5 * x, 2.0 * x]), tree), DEVICE)
@@ -500,11 +510,14 @@ def test_vmap(name):
     assert_on_host(got[1], inner.init(params))
 
 
-@pytest.mark.parametrize("jitted", [True, False], ids=["jit", "eager"])
-@pytest.mark.parametrize("name", [n for n in MODES if n not in ("dpsgd", "momo")])
+@pytest.mark.parametrize(
+    ("name", "jitted"),
+    [("adamw", False), ("adamw", True), ("adamw, chunks", True), ("adafactor:factored, chunks", True),
+     ("MultiSteps", True), ("partition", True), ("inject_hyperparams", True)],
+)  # fmt: skip
 def test_grad(name, jitted):
     """Through two updates, by parameters, gradients and the state that they start from."""
-    entry, inner, tx, params, value, grads = problem(name)
+    entry, inner, tx, params, value, grads = problem(*MODES[name])
     warm = updated(entry, inner, params, inner.init(params), value, grads)[1]
     floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(warm)]
 
@@ -528,7 +541,7 @@ def test_grad(name, jitted):
     want, got = both[0](warm), both[1](state)
     got = (got[0], (*got[1][:2], jo.to_device(got[1][2])))
     assert all(np.all(np.isfinite(np.asarray(x))) for x in jax.tree.leaves(want))
-    assert_same(got, want, name)
+    assert_same(got, want, name, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("name", TABLE)
