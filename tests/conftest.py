@@ -17,3 +17,16 @@ def pytest_addoption(parser):
         action="store_true",
         help="leave out what is long and does not depend on the jax version much (used for the oldest jax)",
     )
+
+
+_LONG = ("test_numbers.py", "test_trees.py", "test_stream.py", "test_models.py", "test_examples.py")
+
+
+def pytest_collection_modifyitems(config, items):
+    """With ``--subset``, every fourth test of the long files; the conformance suite has a subset of its own."""
+    if not config.getoption("--subset"):
+        return
+    long = [item for item in items if item.path.name in _LONG]
+    left_out = [item for k, item in enumerate(long) if k % 4]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
