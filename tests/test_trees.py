@@ -1,96 +1,260 @@
-"""Random pytrees: whatever the containers, shapes and dtypes, an offloaded update is the resident one."""
+"""Any pytree of parameters: the state's tree, numbers and placement are right whatever the containers are.
+
+Nested containers, scalars, empty trees, leaves of size zero, mixed dtypes, ``None``, dataclasses and Flax nodes, odd
+shapes; and prefix trees of all these for ``fraction`` and ``select``.
+"""
+
+from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import functools
+import itertools
+from typing import Any, NamedTuple
 
+import flax
 import flax.struct
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from hypothesis import HealthCheck, given, settings
+import pytest
+from flax import nnx
+from flax.core import FrozenDict
 from hypothesis import strategies as st
 
 import jax_offload as jo
+from tests._optimizers import assert_same, copied, eligible, kinds
 
-settings.register_profile(
-    "trees", deadline=None, max_examples=25, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+DEVICE = jax.devices()[0]
+FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+hypothesis.settings.register_profile(
+    "trees", deadline=None, max_examples=40, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck)
 )
-settings.load_profile("trees")
+settings = hypothesis.settings(hypothesis.settings.get_profile("trees"))
+few = hypothesis.settings(settings, max_examples=12)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Pair:
-    first: Any
-    second: Any
+# ---- random parameters ---------------------------------------------------------------------------------------------
 
 
-class Node(flax.struct.PyTreeNode):
-    kernel: Any
-    name: str = flax.struct.field(pytree_node=False, default="node")
+class Pair(NamedTuple):
+    left: Any
+    right: Any
 
 
-SHAPES = [(), (0,), (1,), (7,), (3, 5), (1, 9), (2, 0, 3), (13, 2), (5, 3, 4)]
-leaves = st.builds(
-    lambda shape, dtype, seed: jax.device_put(
-        np.random.default_rng(seed).normal(size=shape).astype(np.float32), jax.devices()[0]
-    ).astype(dtype),
-    st.sampled_from(SHAPES),
-    st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16]),
-    st.integers(0, 99),
-)
-trees = st.recursive(
-    leaves | st.none(),
-    lambda children: st.one_of(
-        st.dictionaries(st.sampled_from(["w", "b", "layers_2", "layers_10"]), children, max_size=3),
-        st.lists(children, max_size=3),
-        st.tuples(children, children),
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["w", "b"], meta_fields=["name"])
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    w: Any
+    b: Any
+    name: str = "layer"
+
+
+@flax.struct.dataclass
+class Block:
+    attention: Any
+    mlp: Any
+    heads: int = flax.struct.field(pytree_node=False, default=4)
+
+
+SHAPES = [(), (1,), (3,), (5,), (2, 3), (7, 1), (1, 1, 1), (4, 2, 3), (0,), (3, 0), (0, 2, 1)]
+DTYPES = [jnp.float32, jnp.float32, jnp.bfloat16, jnp.float16]
+KEYS = ["w", "b", "layers_2", "layers_10", "0", "a/b", "mu", "nu", "[0]", ""]  # some look like parts of paths
+
+
+def _array(shape: tuple[int, ...], dtype: Any, seed: int) -> jax.Array:
+    return jax.device_put(jnp.asarray(np.random.default_rng(seed).normal(size=shape) + 0.5, dtype), DEVICE)
+
+
+arrays = st.builds(_array, st.sampled_from(SHAPES), st.sampled_from(DTYPES), st.integers(0, 99))
+numpy_arrays = st.builds(np.asarray, arrays)
+
+
+def _containers(children: st.SearchStrategy) -> st.SearchStrategy:
+    return st.one_of(
+        st.dictionaries(st.sampled_from(KEYS), children, max_size=4),
+        st.dictionaries(st.integers(0, 12), children, max_size=3),
+        st.lists(children, max_size=4),
+        st.lists(children, max_size=3).map(tuple),
         st.builds(Pair, children, children),
-        st.builds(Node, children),
-    ),
-    max_leaves=6,
-)
-INNER = [optax.adamw(1e-2), optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))]
-
-
-def prefixes(params, values):
-    """A prefix tree of the parameters: one value for the whole, or one for every child."""
-    children, treedef = jax.tree.flatten(params, is_leaf=lambda x: x is not params)
-    if jax.tree.structure(params) == jax.tree.structure(0) or not children:
-        return st.just(values[0])
-    return st.tuples(*(st.sampled_from(values) for c in children)).map(
-        lambda v: jax.tree.unflatten(treedef, [x if c is not None else None for x, c in zip(v, children, strict=True)])
+        st.builds(Layer, children, children),
+        st.builds(Block, children, children),
+        st.dictionaries(st.sampled_from(KEYS), children, max_size=3).map(FrozenDict),
+        st.dictionaries(st.sampled_from(["kernel", "bias"]), arrays.map(nnx.Param), max_size=2).map(nnx.State),
     )
 
 
-def check(inner, tx, params):
-    state = inner.init(params)
-    grads = jax.tree.map(lambda p: (p * 2).astype(p.dtype), params)
-    expected = jax.jit(inner.update)(grads, state, params)
-    offloaded = tx.init(params)
-    result = jax.jit(tx.update)(grads, offloaded, params)
-    assert jax.tree.structure(result) == jax.tree.structure(expected)
-    where = [leaf.host for leaf in jo.placement(tx, params).leaves]
-    for got in (offloaded, result[1]):
-        assert [x.sharding.memory_kind == "pinned_host" for x in jax.tree.leaves(got)] == where
-    for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
-        assert (a.shape, a.dtype, a.weak_type) == (b.shape, b.dtype, b.weak_type)
-        ulp = 1e-6 if a.dtype == jnp.float32 else float(jnp.finfo(a.dtype).eps) if a.dtype.kind not in "iub" else 0
-        np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=ulp, atol=1e-8)
-    for leaf in jo.placement(tx, params).leaves:
-        assert not leaf.host or (leaf.shape and leaf.nbytes)  # rank-0 and empty leaves stay
+trees = st.recursive(st.one_of(arrays, arrays, arrays, numpy_arrays, st.none()), _containers, max_leaves=8)
 
 
-@given(trees, st.sampled_from(INNER), st.sampled_from([0.3, 0.5, 1.0]), st.sampled_from([1, 64, None]))
-def test_any_tree(params, inner, fraction, window):
-    check(inner, jo.offload(inner, fraction=fraction, min_bytes=0, window=window), params)
+def prefixes(draw: Any, params: Any, values: st.SearchStrategy) -> Any:
+    """A prefix tree of ``params`` with random ``values`` as leaves."""
+    return jax.tree.map(lambda _: draw(values), params, is_leaf=lambda _: draw(st.integers(0, 2)) == 0)
 
 
-@given(st.data(), trees)
-def test_prefix_trees(data, params):
-    fraction = data.draw(prefixes(params, [1.0, 0.5, 0.0]))
-    select = data.draw(prefixes(params, [True, False]))
-    if isinstance(fraction, float) and fraction == 0.0:
-        return
-    check(INNER[0], jo.offload(INNER[0], fraction=fraction, select=select, min_bytes=0), params)
+@dataclasses.dataclass(frozen=True)
+class Above:
+    """The leaf of a prefix tree that governs a parameter: its number and its value."""
+
+    number: int
+    value: Any
+
+
+def spread(prefix: Any, params: Any) -> list[Above]:
+    """For every parameter the leaf of ``prefix`` above it."""
+    number = itertools.count()
+
+    def below(value: Any, subtree: Any) -> Any:
+        above = Above(next(number), value)
+        return jax.tree.map(lambda _: above, subtree)
+
+    return jax.tree.leaves(jax.tree.map(below, prefix, params))
+
+
+OPTIMIZERS = {
+    "adamw": lambda: optax.adamw(1e-2),
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=2),
+    "clip, momentum": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-2, momentum=0.9)),
+    "MultiSteps": lambda: optax.MultiSteps(optax.adam(1e-2, mu_dtype=jnp.float32), 2).gradient_transformation(),
+    "masked": lambda: optax.masked(optax.lion(1e-2), lambda p: jax.tree.map(lambda x: jnp.ndim(x) > 1, p)),
+}
+
+
+def gradients(params: Any) -> Any:
+    return jax.tree.map(lambda p: jnp.asarray(0.3 * p + 0.1, p.dtype), params)
+
+
+def assert_as_resident(inner: Any, tx: Any, params: Any, *, jitted: bool = False) -> Any:
+    """Two updates from init, compared with the resident optimizer; returns the state, checked to be placed."""
+    grads = gradients(params)
+    resident, state = jax.device_put(inner.init(params), DEVICE), tx.init(params)
+    assert_same(state, resident, "init")
+    host = ["pinned_host" if leaf.host else "device" for leaf in jo.placement(tx, params).leaves]
+    assert kinds(state) == host
+    update, plain = tx.update, inner.update
+    if jitted:
+        update = jax.jit(
+            update, donate_argnums=1, out_shardings=(None, jo.state_shardings(tx, params)), compiler_options=FAST
+        )
+        plain = jax.jit(plain, compiler_options=FAST)
+        state = copied(state)
+    for i in range(2):
+        want, resident = plain(grads, resident, params)
+        got, state = update(grads, state, params)
+        assert_same(got, want, f"updates {i}")
+        assert_same(state, resident, f"state {i}")
+        assert kinds(state) == host
+        assert "pinned_host" not in kinds(got)
+    assert_same(jo.to_host(tx, jo.to_device(state), params), state, "there and back")
+    return state
+
+
+# ---- tests -----------------------------------------------------------------------------------------------------------
+
+
+@settings
+@hypothesis.given(params=trees, name=st.sampled_from(list(OPTIMIZERS)))
+def test_random_trees(params, name):
+    inner = OPTIMIZERS[name]()
+    state = assert_as_resident(inner, jo.offload(inner, min_bytes=0), params)
+    assert [k == "pinned_host" for k in kinds(state)] == [eligible(x) for x in jax.tree.leaves(state)]
+
+
+@few
+@hypothesis.given(params=trees, name=st.sampled_from(list(OPTIMIZERS)), window=st.sampled_from([None, 1, 40]))
+def test_random_trees_jitted(params, name, window):
+    inner = OPTIMIZERS[name]()
+    assert_as_resident(inner, jo.offload(inner, min_bytes=0, window=window), params, jitted=True)
+
+
+@settings
+@hypothesis.given(params=trees, data=st.data())
+def test_fraction_is_any_prefix(params, data):
+    fraction = prefixes(data.draw, params, st.sampled_from([0.0, 0.25, 0.5, 1.0]))
+    state = optax.adam(1e-2).init(params)
+    tx = jo.offload(optax.adam(1e-2), fraction=fraction, min_bytes=0)
+    count, *moments = jo.placement(tx, params).leaves
+    assert not count.host
+    above = spread(fraction, params)
+    groups: dict[Above, list[Any]] = {}
+    for row, x, governing in zip(moments, jax.tree.leaves(state)[1:], [*above, *above], strict=True):
+        if eligible(x):
+            groups.setdefault(governing, []).append(row)
+        else:
+            assert not row.host
+    for governing, rows in groups.items():
+        host, total = sum(r.nbytes for r in rows if r.host), sum(r.nbytes for r in rows)
+        assert abs(host - governing.value * total) <= max(r.nbytes for r in rows) / 2
+    assert_as_resident(optax.adam(1e-2), tx, params)
+
+
+@settings
+@hypothesis.given(params=trees, data=st.data())
+def test_select_is_any_prefix(params, data):
+    select = prefixes(data.draw, params, st.booleans())
+    tx = jo.offload(optax.adam(1e-2), select=select, min_bytes=0)
+    state = assert_as_resident(optax.adam(1e-2), tx, params)
+    chosen = [above.value for above in spread(select, params)]
+    count, *moments = jax.tree.leaves(state)
+    assert kinds(count) == ["device"]
+    want = [c and eligible(x) for c, x in zip([*chosen, *chosen], moments, strict=True)]
+    assert [k == "pinned_host" for k in kinds(moments)] == want
+
+
+@pytest.mark.parametrize("params", [{}, [], (), None, {"a": None, "b": []}, Pair((), {}), Layer(None, None)], ids=repr)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_empty_trees(name, params):
+    inner = OPTIMIZERS[name]()
+    for options in {}, {"fraction": 0.5}, {"select": lambda path, leaf: True}, {"window": 1}:
+        assert_as_resident(inner, jo.offload(inner, min_bytes=0, **options), params)
+
+
+def test_a_single_leaf():
+    """Its path is empty: a state leaf belongs to it all the same."""
+    for options in {}, {"fraction": 1.0}, {"select": True}:
+        state = assert_as_resident(
+            optax.adam(1e-2), jo.offload(optax.adam(1e-2), min_bytes=0, **options), _array((3, 2), jnp.float32, 0)
+        )
+        assert kinds(state) == ["device", "pinned_host", "pinned_host"]
+
+
+def test_python_scalars():
+    params = {"temperature": 0.5, "w": _array((3,), jnp.float32, 0)}
+    inner = optax.adam(1e-2)
+    grads = jax.tree.map(lambda p: 0.3 * p, params)
+    tx = jo.offload(inner, min_bytes=0)
+    state = tx.init(params)
+    assert kinds(state) == ["device", "device", "pinned_host", "device", "pinned_host"]
+    assert_same(tx.update(grads, state, params), inner.update(grads, inner.init(params), params), "python scalars")
+
+
+def test_flax_modules():
+    """The parameters of an nnx and of a linen model, with rules on their paths."""
+
+    class Net(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.embed = nnx.Embed(11, 4, rngs=rngs)
+            self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(3)])
+
+        def __call__(self, tokens: jax.Array) -> jax.Array:
+            x = self.embed(tokens)
+            for layer in self.layers:
+                x = jnp.tanh(layer(x))
+            return x
+
+    model = Net(nnx.Rngs(0))
+    for params in (
+        nnx.state(model, nnx.Param),
+        nnx.to_pure_dict(nnx.state(model, nnx.Param)),
+        flax.linen.Dense(4).init(jax.random.key(0), jnp.ones((2, 3))),
+        FrozenDict(flax.linen.Dense(4).init(jax.random.key(0), jnp.ones((2, 3)))),
+    ):
+        params = jax.device_put(params, DEVICE)
+        kernels = r"kernel|embedding"
+        tx = jo.offload(optax.adamw(1e-2), select=kernels, min_bytes=0)
+        assert_as_resident(optax.adamw(1e-2), tx, params, jitted=True)
+        rows = jo.placement(tx, params).leaves
+        assert all(row.host == ("kernel" in row.path or "embedding" in row.path) for row in rows)
+        assert any(row.host for row in rows)
