@@ -46,8 +46,11 @@ def in_chunks(s: Slice, reuse: Mapping[Var, Var], window: int) -> Slice | None:
             continue
         if any(d is None for d in out_dims):
             continue
+        buffers = _buffers(s, reuse)
+        if any(old is None and is_host_aval(v.aval) for v, old in zip(s.outputs, buffers, strict=True)):
+            return None  # two leaves have become one, or one no longer depends on its old value
         rows = _rows(lead.ndim - 1 - axis, size, s.loaded_bytes, window)
-        return _loop(s, dims, out_dims, (size, lead.shape, axis), rows, _buffers(s, reuse))
+        return _loop(s, dims, out_dims, (size, lead.shape, axis), rows, buffers)
     return None
 
 

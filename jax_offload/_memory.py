@@ -31,12 +31,12 @@ def on_host(x: Any) -> bool:
 
 def to_host(x: jax.Array) -> jax.Array:
     """``x`` in pinned host memory; a no-op where it is already there (moving again is not free, marin#3766)."""
-    return x if on_host(x) else jax.device_put(x, Space.Host)
+    return x if on_host(x) else jax.device_put(x, Space.Host, src=Space.Device)
 
 
 def to_device(x: jax.Array) -> jax.Array:
     """``x`` in device memory; a no-op where it is already there."""
-    return jax.device_put(x, Space.Device) if on_host(x) else x
+    return jax.device_put(x, Space.Device, src=Space.Host) if on_host(x) else x
 
 
 def under_jit() -> bool:

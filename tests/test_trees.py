@@ -24,7 +24,7 @@ from flax.core import FrozenDict
 from hypothesis import strategies as st
 
 import jax_offload as jo
-from tests._optimizers import assert_same, copied, eligible, kinds
+from tests._optimizers import assert_same, eligible, kinds
 
 DEVICE = jax.devices()[0]
 FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -135,11 +135,7 @@ def assert_as_resident(inner: Any, tx: Any, params: Any, *, jitted: bool = False
     assert kinds(state) == host
     update, plain = tx.update, inner.update
     if jitted:
-        update = jax.jit(
-            update, donate_argnums=1, out_shardings=(None, jo.state_shardings(tx, params)), compiler_options=FAST
-        )
-        plain = jax.jit(plain, compiler_options=FAST)
-        state = copied(state)
+        update, plain = (jax.jit(f, compiler_options=FAST) for f in (update, plain))
     for i in range(2):
         want, resident = plain(grads, resident, params)
         got, state = update(grads, state, params)
