@@ -281,7 +281,9 @@ TABLE: dict[str, Entry] = {
     "named_chain": Entry(lambda: optax.named_chain(("clip", optax.clip(0.1)), ("adam", _ADAM()))),
     "partition": Entry(lambda: optax.partition({"matrix": _ADAM(), "rest": optax.sgd(1e-1, 0.9)}, _labels)),
     "selective_transform": Entry(
-        lambda: optax.selective_transform(_ADAM(), freeze_mask=_matrices(network(jnp.float32)))
+        lambda: optax.selective_transform(_ADAM(), freeze_mask=_matrices(_few(network(jnp.float32)))),
+        params=_few,
+        loss=bowl,
     ),
     "with_extra_args_support": Entry(lambda: optax.with_extra_args_support(_ADAM()), ("value",)),
     # ---- optax.contrib

@@ -86,7 +86,9 @@ def _containers(children: st.SearchStrategy) -> st.SearchStrategy:
     )
 
 
-trees = st.recursive(st.one_of(arrays, arrays, arrays, numpy_arrays, st.none()), _containers, max_leaves=8)
+trees = st.recursive(st.one_of(arrays, arrays, arrays, numpy_arrays, st.none()), _containers, max_leaves=8).filter(
+    lambda params: params is not None  # which optax takes for parameters that were forgotten
+)
 
 
 def prefixes(draw: Any, params: Any, values: st.SearchStrategy) -> Any:
@@ -129,6 +131,10 @@ def gradients(params: Any) -> Any:
 def assert_as_resident(inner: Any, tx: Any, params: Any, *, jitted: bool = False) -> Any:
     """Two updates from init, compared with the resident optimizer; returns the state, checked to be placed."""
     grads = gradients(params)
+    arrays = jax.tree.map(jnp.asarray, params)  # where jax is called with numpy's scalars, numpy's types win
+    # eagerly, a 16-bit intermediate is rounded where it is stored and not where XLA fuses over it
+    narrow = any(x.dtype.itemsize < 4 for x in jax.tree.leaves(arrays))
+    tolerance = 4e-3 if narrow and not jitted else 1e-6
     resident, state = jax.device_put(inner.init(params), DEVICE), tx.init(params)
     assert_same(state, resident, "init")
     host = ["pinned_host" if leaf.host else "device" for leaf in jo.placement(tx, params).leaves]
@@ -137,10 +143,10 @@ def assert_as_resident(inner: Any, tx: Any, params: Any, *, jitted: bool = False
     if jitted:
         update, plain = (jax.jit(f, compiler_options=FAST) for f in (update, plain))
     for i in range(2):
-        want, resident = plain(grads, resident, params)
+        want, resident = plain(grads, resident, arrays)
         got, state = update(grads, state, params)
-        assert_same(got, want, f"updates {i}")
-        assert_same(state, resident, f"state {i}")
+        assert_same(got, want, f"updates {i}", tolerance)
+        assert_same(state, resident, f"state {i}", tolerance)
         assert kinds(state) == host
         assert "pinned_host" not in kinds(got)
     assert_same(jo.to_host(tx, jo.to_device(state), params), state, "there and back")
@@ -199,7 +205,7 @@ def test_select_is_any_prefix(params, data):
     assert [k == "pinned_host" for k in kinds(moments)] == want
 
 
-@pytest.mark.parametrize("params", [{}, [], (), None, {"a": None, "b": []}, Pair((), {}), Layer(None, None)], ids=repr)
+@pytest.mark.parametrize("params", [{}, [], (), {"a": None, "b": []}, Pair((), {}), Layer(None, None)], ids=repr)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_empty_trees(name, params):
     inner = OPTIMIZERS[name]()
