@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,9 +19,12 @@ from jax.custom_batching import custom_vmap
 
 from jax_offload._chunk import Dependent, chunked_dims, run_chunk
 from jax_offload._dataflow import Slice
-from jax_offload._memory import is_host_aval
+from jax_offload._edges import Core, core
+from jax_offload._memory import is_host_aval, to_device, to_host
 from jax_offload._placement import nbytes
 from jax_offload._trace import Var
+
+Chunk = tuple[Any, int]  # its first row, which may be traced, and its number of rows
 
 
 def in_chunks(s: Slice, reuse: Mapping[Var, Var], window: int) -> Slice | None:
@@ -34,6 +37,7 @@ def in_chunks(s: Slice, reuse: Mapping[Var, Var], window: int) -> Slice | None:
     """
     if not all(v in reuse and is_host_aval(reuse[v].aval) for v in s.stores):
         return None  # the leaf comes from the device, once: there is no host buffer yet to write its rows into
+    inner = core(s)
     lead = max((v.aval for v in s.loads), key=nbytes)
     for axis in range(max(1, lead.ndim - 1)):
         size = lead.shape[axis]
@@ -41,7 +45,7 @@ def in_chunks(s: Slice, reuse: Mapping[Var, Var], window: int) -> Slice | None:
         if size < 2 or any(d is None for v, d in zip(s.inputs, dims, strict=True) if is_host_aval(v.aval)):
             continue
         try:
-            out_dims = chunked_dims(s.jaxpr, dims, size, lead.shape, axis)
+            out_dims = chunked_dims(inner.jaxpr, dims, size, lead.shape, axis)
         except Dependent:
             continue
         if any(d is None for d in out_dims):
@@ -50,7 +54,9 @@ def in_chunks(s: Slice, reuse: Mapping[Var, Var], window: int) -> Slice | None:
         if any(old is None and is_host_aval(v.aval) for v, old in zip(s.outputs, buffers, strict=True)):
             return None  # two leaves have become one, or one no longer depends on its old value
         rows = _rows(lead.ndim - 1 - axis, size, s.loaded_bytes, window)
-        return _loop(s, dims, out_dims, (size, lead.shape, axis), rows, buffers)
+        if rows == size:
+            continue  # a tile that is larger than the window
+        return _loop(s, inner, dims, out_dims, (size, lead.shape, axis), rows, buffers)
     return None
 
 
@@ -89,35 +95,80 @@ def _same_type(a: Any, b: Any) -> bool:
 
 def _loop(
     s: Slice,
+    inner: Core,
     dims: list[int | None],
     out_dims: list[int],
     where: tuple[int, tuple[int, ...], int],
     rows: int,
     buffers: list[Var | None],
 ) -> Slice:
+    """Loads and updates the first chunk; then, chunk by chunk, stores it while the next is loaded, and updates that.
+
+    A host buffer cannot be read and written at the same time: XLA would copy it. So the buffers take turns: while the
+    first is written, the second is read; while the second is written, once it has been read, the third is read; and
+    while the last is written, the first is read, as it is by then. No chunk is updated after the loop: XLA would merge
+    the writing of its rows with whatever uses the whole, in a buffer of its own.
+    """
     size = where[0]
     carried = {v: k for k, v in enumerate(buffers) if v is not None}
+    turns = [(i, carried.get(v)) for i, v in enumerate(s.inputs) if v in inner.loads]  # operand, its next value
+    stored = [k for k, v in enumerate(s.outputs) if is_host_aval(v.aval)]
 
     def looped(*operands: Any) -> list[Any]:
-        def body(start: Any, n: int, results: tuple[Any, ...]) -> tuple[Any, ...]:
-            chunk = []
-            for v, x, dim in zip(s.inputs, operands, dims, strict=True):
-                x = results[carried[v]] if v in carried else x
-                chunk.append(x if dim is None else jax.lax.dynamic_slice_in_dim(x, start, n, dim))
-            new = run_chunk(s.jaxpr, dims, where, n, *chunk)
-            return tuple(
-                jax.lax.dynamic_update_slice_in_dim(old, x, start, dim)
-                for old, x, dim in zip(results, new, out_dims, strict=True)
-            )
+        def read(results: Sequence[Any], i: int, start: Any, n: int) -> Any:
+            x, dim = results[carried[s.inputs[i]]] if s.inputs[i] in carried else operands[i], dims[i]
+            return x if dim is None else jax.lax.dynamic_slice_in_dim(x, start, n, dim)
+
+        def write(results: list[Any], k: int, x: Any, start: Any) -> None:
+            results[k] = jax.lax.dynamic_update_slice_in_dim(results[k], x, start, out_dims[k])
+
+        def load(results: Sequence[Any], i: int, chunk: Chunk) -> Any:
+            return to_device(read(results, i, *chunk))
+
+        def update(results: Sequence[Any], loaded: dict[int, Any], start: Any, n: int) -> tuple[list, dict[int, Any]]:
+            args = [loaded[i] if i in loaded else read(results, i, start, n) for i in range(len(s.inputs))]
+            new, results = run_chunk(inner.jaxpr, dims, where, n, *args), list(results)
+            for k in set(range(len(new))) - set(stored):
+                write(results, k, new[k], start)
+            return results, {k: new[k] for k in stored}
+
+        def exchange(results: Sequence[Any], new: dict[int, Any], start: Any, then: Chunk | None) -> tuple[list, dict]:
+            """Stores ``new`` in the rows from ``start`` on; loads chunk ``then``."""
+            results, new, loaded = list(results), dict(new), {}
+            for turn, (i, k) in enumerate(turns):
+                if then and turn + 1 < len(turns):
+                    following, _ = turns[turn + 1]
+                    loaded[following] = load(results, following, then)
+                if k is not None:
+                    x = new.pop(k)
+                    if i in loaded:
+                        x, loaded[i] = jax.lax.optimization_barrier((x, loaded[i]))
+                    write(results, k, to_host(x), start)
+            for k, x in new.items():
+                write(results, k, to_host(x), start)
+            if then and turns:
+                loaded[turns[0][0]] = load(results, turns[0][0], then)
+            return results, loaded
+
+        def advance(at: Any, then: Chunk, state: Any) -> tuple[list, dict[int, Any]]:
+            results, new = state
+            return update(*exchange(results, new, at, then), *then)
 
         given = dict(zip(s.inputs, operands, strict=True))
-        results = tuple(
+        results = [
             jnp.zeros(v.aval.shape, v.aval.dtype) if old is None else given[old]
             for v, old in zip(s.outputs, buffers, strict=True)
-        )
+        ]
         whole, rest = divmod(size, rows)
-        results = jax.lax.fori_loop(0, whole, lambda i, r: body(i * rows, rows, r), results)
-        return list(body(whole * rows, rest, results) if rest else results)
+        first = (whole * rows, rest) if rest else (0, rows)
+        state: Any = update(results, {i: load(results, i, first) for i, _ in turns}, *first)
+        if rest:
+            state = advance(first[0], (0, rows), state)
+        if whole > 1:
+            state = jax.lax.fori_loop(
+                1, whole, lambda i, state: advance((i - 1) * rows, (i * rows, rows), state), state
+            )
+        return exchange(*state, (whole - 1) * rows, None)[0]
 
     return dataclasses.replace(s, run=_or_whole(looped, s.run))
 

@@ -85,7 +85,9 @@ def _run_gated(
         for s in slices[done : back + 1]:
             _run(s, env)
         done = max(done, back + 1)
-        grads = [v for v in slices[k - 1].inputs if v in gradients] if done < k else []
+        # the first chunk of a loop would be loaded during the backward pass, and lie there until its gradient comes
+        after = slices[k] if slices[k].loaded_bytes > window else slices[k - 1] if done < k else None
+        grads = [v for v in after.inputs if v in gradients] if after else []
         _gate(env, slices[k].loads, [*grads, *(_made(slices[back]) if back >= 0 else before)])
     for s in slices[done:]:
         _run(s, env)

@@ -281,7 +281,8 @@ WRAPPERS: dict[str, Callable[[Callable], Any]] = {
     "sam": lambda o: contrib.sam(o(optax.adam(1e-2)), optax.chain(contrib.normalize(), o(optax.sgd(1e-2, 0.5)))),
     "schedule_free": lambda o: contrib.schedule_free(o(optax.adamw(1e-2, b1=0.0)), 1e-2),
     "selective_transform": lambda o: optax.selective_transform(
-        o(optax.adam(1e-2)), freeze_mask=_layers_2_only(table.network(jnp.float32))
+        o(optax.adam(1e-2)),
+        freeze_mask=_layers_2_only(TABLE["selective_transform"].params(table.network(jnp.float32))),
     ),
     "split_real_and_imaginary": lambda o: contrib.split_real_and_imaginary(o(optax.adam(1e-2))),
     "zero_nans": lambda o: optax.chain(optax.zero_nans(), o(optax.adam(1e-2))),

@@ -23,6 +23,8 @@ from jax._src.lib import xla_client
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from tests.aot.link import computations, started, traffic
+
 for _name, _value in {
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -55,7 +57,13 @@ def mesh_for(target: str, shape: tuple[int, ...] = (1,), axes: tuple[str, ...] =
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """Of one executable, MiB per device. ``hidden``: share of the copied bytes that are in flight over a matmul."""
+    """Of one executable, MiB per device.
+
+    Attributes:
+      loaded, stored: what one run copies from the host and to it, loops included.
+      duplex: share of these that moves while the other direction moves too, as far as the schedule goes.
+      hidden: of the copies outside loops, the share that is in flight across a matmul.
+    """
 
     peak: float
     arguments: float
@@ -64,6 +72,7 @@ class Measured:
     host_temp: float
     loaded: float
     stored: float
+    duplex: float
     hidden: float
     text: str
 
@@ -86,17 +95,17 @@ def measure(
     else:
         compiled = jitted.lower(*args).compile(compiler_options=options)
         m, text = compiled.memory_analysis(), compiled.as_text()
-    copies = transfers(text)
-    total = sum(size for _, size, _ in copies)
+    moved = traffic(text)
     return Measured(
         peak=(m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes) / MIB,
         arguments=m.argument_size_in_bytes / MIB,
         temp=m.temp_size_in_bytes / MIB,
         host_arguments=m.host_argument_size_in_bytes / MIB,
         host_temp=m.host_temp_size_in_bytes / MIB,
-        loaded=sum(size for way, size, _ in copies if way == "load") / MIB,
-        stored=sum(size for way, size, _ in copies if way == "store") / MIB,
-        hidden=sum(size for _, size, matmuls in copies if matmuls) / total if total else 0.0,
+        loaded=moved.loaded / MIB,
+        stored=moved.stored / MIB,
+        duplex=moved.duplex,
+        hidden=hidden(text),
         text=text,
     )
 
@@ -117,35 +126,17 @@ def _compile_gpu(module: Any, n: int, options: dict[str, Any]) -> Any:
     return devices[0].client.compile(module, xla_client._xla.DeviceList(tuple(devices)), config)
 
 
-_ITEMSIZE = dict(f64=8, s64=8, f32=4, s32=4, u32=4, bf16=2, f16=2, s16=2, s8=1, u8=1, pred=1)
-
-
-def _nbytes(hlo_type: str) -> int:
-    found = re.match(r"\(?(\w+)\[([\d,]*)\]", hlo_type)
-    if not found:
-        return 0
-    return int(np.prod([int(d) for d in found[2].split(",") if d] or [1])) * _ITEMSIZE.get(found[1], 4)
-
-
-def transfers(text: str) -> list[tuple[str, int, int]]:
-    """Host copies of the entry computation as scheduled: (load or store, bytes, matmuls between start and done)."""
-    rows, started, matmuls = [], {}, 0
-    for line in text[text.index("\nENTRY") :].splitlines():
-        line = re.sub(r", metadata=\{[^}]*\}", "", line)
-        found = re.match(r"\s+(?:ROOT )?%([\w.\-]+) = (\(?.*?) ([\w\-]+)\((.*)", line)
-        if not found:
-            continue
-        name, hlo_type, op, rest = found.groups()
-        if op == "copy-start":
-            to, source = hlo_type.split("}, ")[:2]
-            way = ("S(5)" in source) - ("S(5)" in to)  # memory space 5 is the host
-            if way:
-                started[name] = ("load" if way > 0 else "store", _nbytes(hlo_type.lstrip("(")), matmuls)
-        elif op == "copy-done":
-            source = re.search(r"%([\w.\-]+)", rest)
-            if source and source[1] in started:
-                way, size, before = started.pop(source[1])
-                rows.append((way, size, matmuls - before))
-        elif op in ("dot", "convolution", "while") or re.search(r"dot|gemm|conv|cublas", name):
+def hidden(text: str) -> float:
+    """Of the bytes that the entry computation copies, the share that has a matmul between its start and its end."""
+    started_at: dict[str, tuple[int, int]] = {}
+    total = over_matmul = matmuls = 0
+    for op in computations(text)["ENTRY"]:
+        if copy := started(op):
+            started_at[op.name] = copy.nbytes, matmuls
+        elif op.opcode.endswith("-done") and op.operand in started_at:
+            nbytes, before = started_at.pop(op.operand)
+            total += nbytes
+            over_matmul += nbytes if matmuls > before else 0
+        elif op.opcode in ("dot", "convolution", "while") or re.search(r"dot|gemm|conv|cublas", op.name):
             matmuls += 1
-    return rows
+    return over_matmul / total if total else 0.0
