@@ -165,10 +165,9 @@ def _loop(
         if rest:
             state = advance(first[0], (0, rows), state)
         if whole > 1:
-            state = jax.lax.fori_loop(
-                1, whole, lambda i, state: advance((i - 1) * rows, (i * rows, rows), state), state
-            )
-        return exchange(*state, (whole - 1) * rows, None)[0]
+            state = jax.lax.fori_loop(1, whole, lambda i, st: advance((i - 1) * rows, (i * rows, rows), st), state)
+        results, new = state
+        return exchange(results, new, (whole - 1) * rows, None)[0]
 
     return dataclasses.replace(s, run=_or_whole(looped, s.run))
 
