@@ -1,31 +1,55 @@
 """Whether a slice may run in chunks along an axis, and how: decided by its equations, never by an optimizer's name.
 
 Each variable either has the chunked axis, at some dimension, or does not. Every equation must keep rows apart:
-elementwise arithmetic and reductions over other dimensions do, a norm over the leaf or a sort along the axis does
-not. An equation that is not known here means no: then the leaf is loaded whole.
+elementwise arithmetic and reductions over other dimensions do, a sort along the axis does not. A reduction over the
+axis is put together from those of the chunks, if the slice does not use it itself. An equation that is not known here
+means no: then the leaf is loaded whole.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
+from jax import lax
 
-Dims = dict[Any, int | None]  # variable -> the dimension that is chunked, None: it has no chunked dimension
 
-_ELEMENTWISE = frozenset(
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The dimension of a variable along which its rows lie, and how many of its indices make a row: more than one where
+    the dimension is merged with others, as by ``ravel``."""
+
+    dim: int
+    per_row: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Partial:
+    """What a chunk adds to a reduction over all rows: ``combine`` puts the chunks' results together."""
+
+    combine: Callable[[Any, Any], Any]
+
+
+Dim = Rows | Partial | None  # None: a variable without the chunked axis
+Dims = dict[Any, Dim]
+
+ELEMENTWISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex
     conj convert_element_type copy copy_p cos cosh device_put digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
     imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not optimization_barrier or
-    population_count pow real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic
-    shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor""".split()
+    population_count pow real reduce_precision rem reshard round rsqrt select_n shift_left shift_right_arithmetic
+    sharding_constraint shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor""".split()
 )
-_REDUCE = frozenset(
-    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin".split()
-)
+_COMBINE = {
+    "reduce_sum": lax.add, "reduce_max": lax.max, "reduce_min": lax.min, "reduce_and": lax.bitwise_and,
+    "reduce_or": lax.bitwise_or, "reduce_xor": lax.bitwise_xor, "reduce_prod": lax.mul,
+}  # fmt: skip
+_REDUCE = frozenset((*_COMBINE, "argmax", "argmin"))
 _CALLS = frozenset(("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call"))
 
 
@@ -33,7 +57,7 @@ class Dependent(Exception):
     """The rows of the axis depend on each other, or may."""
 
 
-def chunked_dims(jaxpr: Any, dims: Sequence[int | None], size: int, shape: tuple[int, ...], axis: int) -> list:
+def chunked_dims(jaxpr: Any, dims: Sequence[Dim], size: int, shape: tuple[int, ...], axis: int) -> list:
     """The chunked dimension of every result of ``jaxpr``, given those of its operands.
 
     Args:
@@ -51,9 +75,7 @@ def chunked_dims(jaxpr: Any, dims: Sequence[int | None], size: int, shape: tuple
     return _read(env, jaxpr.outvars)
 
 
-def run_chunk(
-    jaxpr: Any, dims: Sequence[int | None], where: tuple[int, tuple[int, ...], int], chunk: int, *args: Any
-) -> list:
+def run_chunk(jaxpr: Any, dims: Sequence[Dim], where: tuple[int, tuple[int, ...], int], chunk: int, *args: Any) -> list:
     """Evaluates ``jaxpr`` on operands of which the chunked dimension has ``chunk`` rows instead of all."""
     size, shape, axis = where
     env: Dims = dict(zip(jaxpr.invars, dims, strict=True))
@@ -68,11 +90,11 @@ def run_chunk(
     return [v.val if isinstance(v, jex.Literal) else values[v] for v in jaxpr.outvars]
 
 
-def _read(env: Dims, atoms: Sequence[Any]) -> list[int | None]:
+def _read(env: Dims, atoms: Sequence[Any]) -> list[Dim]:
     return [None if isinstance(v, jex.Literal) else env[v] for v in atoms]
 
 
-def _rule(eqn: Any, dims: list[int | None], size: int, shape: tuple[int, ...], axis: int) -> tuple[list, Callable]:
+def _rule(eqn: Any, dims: list[Any], size: int, shape: tuple[int, ...], axis: int) -> tuple[list, Callable]:
     """For an equation: the chunked dimensions of its results, and how to run it on a chunk."""
     name, params = eqn.primitive.name, eqn.params
     ins, outs = [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
@@ -84,23 +106,25 @@ def _rule(eqn: Any, dims: list[int | None], size: int, shape: tuple[int, ...], a
 
         return run
 
-    def resized(sizes: Sequence[int], dim: int) -> Callable[[int], tuple[int, ...]]:
-        return lambda chunk: (*sizes[:dim], chunk, *sizes[dim + 1 :])
+    def resized(sizes: Sequence[int], to: Rows) -> Callable[[int], tuple[int, ...]]:
+        return lambda chunk: (*sizes[: to.dim], chunk * to.per_row, *sizes[to.dim + 1 :])
 
+    if any(isinstance(d, Partial) for d in dims):
+        raise Dependent(f"{name} of a reduction over all rows")
     if name == "broadcast_in_dim":
         full, mapped = params["shape"], params["broadcast_dimensions"]
         if dims[0] is not None:
-            dim = mapped[dims[0]]
+            to = Rows(mapped[dims[0].dim], dims[0].per_row)
         elif tuple(full) == shape and (axis not in mapped or ins[0].shape[mapped.index(axis)] == 1):
-            dim = axis  # the same for every row
+            to = Rows(axis)  # the same for every row
         else:
             return [None], bind()
-        return [dim], bind(shape=resized(full, dim))
+        return [to], bind(shape=resized(full, to))
     if all(d is None for d in dims):
         return [None] * len(outs), bind()
     if eqn.effects:
         raise Dependent(f"{name} has an effect")
-    if name in _ELEMENTWISE:
+    if name in ELEMENTWISE:
         if name == "optimization_barrier":
             return dims, bind()
         wide = {d for d, aval in zip(dims, ins, strict=True) if aval.shape}
@@ -111,30 +135,42 @@ def _rule(eqn: Any, dims: list[int | None], size: int, shape: tuple[int, ...], a
         return _call(eqn, dims, size, shape, axis)
     if name == "dot_general":
         return _dot_general(params["dimension_numbers"], dims, ins), bind()
-    (dim,) = {d for d in dims if d is not None} if len({d for d in dims if d is not None}) == 1 else (None,)
-    if dim is None or len(ins) != 1:
+    if len(ins) != 1:
         raise Dependent(name)
+    rows, dim = dims[0], dims[0].dim
+
+    def without(removed: Sequence[int]) -> Rows:
+        return Rows(dim - sum(d < dim for d in removed), rows.per_row)
+
     if name in _REDUCE and dim not in params["axes"]:
-        return [dim - sum(a < dim for a in params["axes"])], bind()
+        return [without(params["axes"])], bind()
+    if name in _COMBINE and _exact(ins[0]):
+        return [Partial(_COMBINE[name])], bind()
     if name == "squeeze" and dim not in params["dimensions"]:
-        return [dim - sum(a < dim for a in params["dimensions"])], bind()
+        return [without(params["dimensions"])], bind()
     if name == "transpose":
-        return [params["permutation"].index(dim)], bind()
+        return [Rows(params["permutation"].index(dim), rows.per_row)], bind()
     if name == "reshape" and params.get("dimensions") is None:
         new = params["new_sizes"]
         before = math.prod(ins[0].shape[:dim])
         for d in range(len(new)):
-            if new[d] == size and math.prod(new[:d]) == before:
-                return [d], bind(new_sizes=resized(new, d))
+            if new[d] % size == 0 and math.prod(new[:d]) == before:
+                to = Rows(d, new[d] // size)
+                return [to], bind(new_sizes=resized(new, to))
     if name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp") and params["axis"] != dim:
-        return [dim], bind()
+        return [rows], bind()
     raise Dependent(name)
 
 
-def _call(eqn: Any, dims: list[int | None], size: int, shape: tuple[int, ...], axis: int) -> tuple[list, Callable]:
+def _exact(aval: Any) -> bool:
+    """Whether partial results may be put together: a sum in 16 bits would be rounded at every chunk."""
+    return not jnp.issubdtype(aval.dtype, jnp.floating) or aval.dtype.itemsize >= 4
+
+
+def _call(eqn: Any, dims: list[Dim], size: int, shape: tuple[int, ...], axis: int) -> tuple[list, Callable]:
     where = (size, shape, axis)
 
-    def inner(branch: Any, dims: list[int | None]) -> tuple[Any, list]:
+    def inner(branch: Any, dims: list[Dim]) -> tuple[Any, list]:
         j = branch.jaxpr
         debug_info = j.debug_info._replace(arg_names=None, result_paths=None)
         jaxpr = jex.Jaxpr([], [*j.constvars, *j.invars], j.outvars, j.eqns, j.effects, debug_info)
@@ -166,21 +202,22 @@ def _call(eqn: Any, dims: list[int | None], size: int, shape: tuple[int, ...], a
     return merged, run
 
 
-def _dot_general(numbers: Any, dims: list[int | None], ins: list[Any]) -> list[int]:
-    """Rows stay apart along a batch dimension, and along a free dimension of one side."""
+def _dot_general(numbers: Any, dims: list[Any], ins: list[Any]) -> list[Dim]:
+    """Rows stay apart along a batch dimension and along a free dimension of one side; contracted ones are summed."""
     contracting, batch = numbers
     lhs, rhs = dims
     if lhs is not None and rhs is not None:
-        for k, pair in enumerate(zip(*batch, strict=True)):
-            if pair == (lhs, rhs):
-                return [k]
+        pair = lhs.dim, rhs.dim
+        if lhs.per_row == rhs.per_row and pair in zip(*batch, strict=True):
+            return [Rows(list(zip(*batch, strict=True)).index(pair), lhs.per_row)]
+        if lhs.per_row == rhs.per_row and pair in zip(*contracting, strict=True) and _exact(ins[0]):
+            return [Partial(lax.add)]
         raise Dependent("dot_general of rows with rows")
     side = 0 if lhs is not None else 1
-    dim = dims[side]
-    assert dim is not None  # one of the two is chunked
-    if dim in contracting[side] or dim in batch[side]:
+    rows = dims[side]
+    if rows.dim in contracting[side] or rows.dim in batch[side]:
         raise Dependent("dot_general over rows")
     bound = {*contracting[side], *batch[side]}
     free = [d for d in range(ins[side].ndim) if d not in bound]
     before = len(batch[0]) + (0 if side == 0 else ins[0].ndim - len(contracting[0]) - len(batch[0]))
-    return [before + free.index(dim)]
+    return [Rows(before + free.index(rows.dim), rows.per_row)]

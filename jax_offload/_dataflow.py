@@ -14,6 +14,7 @@ from typing import Any
 import jax.extend.core as jex
 from jax.interpreters import partial_eval as pe
 
+from jax_offload._chunk import ELEMENTWISE
 from jax_offload._masks import Mask, backward, bits, forward, groups, union
 from jax_offload._memory import is_host_aval
 from jax_offload._placement import nbytes
@@ -22,12 +23,19 @@ from jax_offload._trace import Program, Var
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """A part of a program. ``run(*inputs) -> outputs``, both given as variables of the program."""
+    """A part of a program. ``run(*inputs) -> outputs``, both given as variables of the program.
+
+    Attributes:
+      how: how its host leaves come to the device, in words.
+      in_chunks: whether ``run`` is a loop that loads no more than a window at a time.
+    """
 
     inputs: list[Var]
     outputs: list[Var]
     jaxpr: Any
     run: Callable[..., list[Any]]
+    how: str = "whole"
+    in_chunks: bool = False
 
     @property
     def loads(self) -> list[Var]:
@@ -52,32 +60,22 @@ class Pass:
     slices: list[Slice]
 
 
-def cut(program: Program, window: int) -> list[Pass]:
-    """The program as passes over the host leaves, of slices that load at most ``window`` bytes if that can be.
-
-    One pass is enough where no result needs the leaves of many parameters. Where a number is reduced from them all (a
-    norm over accumulated gradients, prodigy's sums), everything that uses it would need everything at once: then a
-    first pass computes each leaf's part of the number, and a second one, which loads the leaf again, uses it.
-    """
-    single = _cut(program, numbers_apart=False)
-    if largest_load(single) > window:
-        several = _cut(program, numbers_apart=True)
-        if largest_load(several) < largest_load(single):
-            return several
-    return single
-
-
 def largest_load(passes: list[Pass]) -> int:
     """Bytes of host leaves that the largest slice needs together."""
     return max((s.loaded_bytes for p in passes for s in p.slices), default=0)
 
 
-def _cut(program: Program, numbers_apart: bool) -> list[Pass]:
-    """Two results belong to one slice where they need a host leaf in common: then loading it once serves both.
+def cut(program: Program, numbers_apart: bool) -> list[Pass]:
+    """The program as passes over the host leaves, in slices.
 
-    What needs no host leaf and serves several slices, or is a number (a learning rate, the gradients' norm), belongs
-    to the prelude. With ``numbers_apart``, a number that does need host leaves is a result of its own, one pass ahead
-    of whatever uses it.
+    Two results belong to one slice where they need a host leaf in common: then loading it once serves both. What needs
+    no host leaf and serves several slices, or is a number (a learning rate, the gradients' norm), belongs to the
+    prelude, but elementwise arithmetic: each slice does its own.
+
+    Where a number is reduced from the leaves of many parameters (a norm over accumulated gradients, prodigy's sums), or
+    from all rows of one (LAMB's trust ratio), everything that uses it needs all of them at once. ``numbers_apart``
+    makes such a number a result of its own, one pass ahead: each leaf, or chunk of it, is loaded for its part of the
+    number, and once more for what uses that.
     """
     needs_host: dict[Var, Mask] = {v: 1 << i for i, v in enumerate(v for v in program.inputs if is_host_aval(v.aval))}
     stage: dict[Var, int] = {}  # the pass before which a variable cannot be known
@@ -117,8 +115,9 @@ def _cut(program: Program, numbers_apart: bool) -> list[Pass]:
         effect = 1 << parts[id(eqn)] if id(eqn) in parts else 0
         needs = [0 if isinstance(v, jex.DropVar) else needed_by.get(v, 0) for v in eqn.outvars]
         for k, v in enumerate(eqn.outvars):
-            shared = needs[k] & ((2 << last) - 1) or needs[k].bit_count() > 1 or v.aval.shape == ()
-            if needs[k] and not needs_host.get(v, 0) and shared:
+            shared = needs[k] & ((2 << last) - 1) or needs[k].bit_count() > 1
+            again = eqn.primitive.name in ELEMENTWISE  # cheaper made anew than kept, as an array, between its uses
+            if needs[k] and not needs_host.get(v, 0) and (v.aval.shape == () or (shared and not again)):
                 provider[v] = parts[v] if v in numbers else stage[v]
                 needs[k] = 1 << provider[v]
         for part in bits(union(needs) | effect):

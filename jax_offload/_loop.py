@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from jax_offload._chunk import Dependent, chunked_dims, run_chunk
+from jax_offload._chunk import Dependent, Dim, Partial, Rows, chunked_dims, run_chunk
 from jax_offload._dataflow import Slice
 from jax_offload._edges import Core, core
 from jax_offload._memory import is_host_aval, to_device, to_host
@@ -27,8 +27,8 @@ from jax_offload._trace import Var
 Chunk = tuple[Any, int]  # its first row, which may be traced, and its number of rows
 
 
-def in_chunks(s: Slice, reuse: Mapping[Var, Var], window: int) -> Slice | None:
-    """``s`` as a loop in which at most ``window`` bytes of host leaves are in flight; ``None`` if rows depend.
+def in_chunks(s: Slice, reuse: Mapping[Var, Var], window: int) -> Slice:
+    """``s`` as a loop in which at most ``window`` bytes of host leaves are in flight, or as it is, saying why.
 
     Args:
       s: the slice.
@@ -36,35 +36,49 @@ def in_chunks(s: Slice, reuse: Mapping[Var, Var], window: int) -> Slice | None:
       window: bytes.
     """
     if not all(v in reuse and is_host_aval(reuse[v].aval) for v in s.stores):
-        return None  # the leaf comes from the device, once: there is no host buffer yet to write its rows into
-    inner = core(s)
+        return _whole(s, "it moves to the host in this step")  # no host buffer yet to write its rows into
+    buffers = _buffers(s, reuse)
+    if any(old is None and is_host_aval(v.aval) for v, old in zip(s.outputs, buffers, strict=True)):
+        return _whole(s, "its next value does not depend on it alone")
+    inner, why = core(s), "it is smaller than a tile"
     lead = max((v.aval for v in s.loads), key=nbytes)
     for axis in range(max(1, lead.ndim - 1)):
         size = lead.shape[axis]
-        dims = [_chunked_dim(v.aval, lead.shape, axis) for v in s.inputs]
-        if size < 2 or any(d is None for v, d in zip(s.inputs, dims, strict=True) if is_host_aval(v.aval)):
-            continue
-        try:
-            out_dims = chunked_dims(inner.jaxpr, dims, size, lead.shape, axis)
-        except Dependent:
-            continue
-        if any(d is None for d in out_dims):
-            continue
-        buffers = _buffers(s, reuse)
-        if any(old is None and is_host_aval(v.aval) for v, old in zip(s.outputs, buffers, strict=True)):
-            return None  # two leaves have become one, or one no longer depends on its old value
+        dims = [_rows_of(v.aval, lead.shape, axis) for v in s.inputs]
         rows = _rows(lead.ndim - 1 - axis, size, s.loaded_bytes, window)
         if rows == size:
             continue  # a tile that is larger than the window
+        if any(d is None for v, d in zip(s.inputs, dims, strict=True) if is_host_aval(v.aval)):
+            why = "leaves of different shapes depend on each other"
+            continue
+        try:
+            out_dims = chunked_dims(inner.jaxpr, dims, size, lead.shape, axis)
+        except Dependent as dependent:
+            why = str(dependent)
+            continue
+        partial = [isinstance(d, Partial) for d in out_dims]
+        if not all(_writable(d, v in s.stores) for v, d in zip(s.outputs, out_dims, strict=True)):
+            why = "a result has no such axis"
+            continue
+        buffers = [None if p else old for old, p in zip(buffers, partial, strict=True)]
         return _loop(s, inner, dims, out_dims, (size, lead.shape, axis), rows, buffers)
-    return None
+    return _whole(s, why)
 
 
-def _chunked_dim(aval: Any, lead: tuple[int, ...], axis: int) -> int | None:
+def _whole(s: Slice, why: str) -> Slice:
+    return dataclasses.replace(s, how=f"whole: {why}")
+
+
+def _writable(dim: Dim, on_host: bool) -> bool:
+    """Whether a result can be put together from those of the chunks."""
+    return dim == Rows(dim.dim) if isinstance(dim, Rows) else dim is not None and not on_host
+
+
+def _rows_of(aval: Any, lead: tuple[int, ...], axis: int) -> Rows | None:
     """A guess that the equations confirm or not: operands of the leaf's shape, or with as many rows in front."""
     if aval.shape == lead:
-        return axis
-    return 0 if axis == 0 and aval.shape[:1] == lead[:1] else None
+        return Rows(axis)
+    return Rows(0) if axis == 0 and aval.shape[:1] == lead[:1] else None
 
 
 def _rows(minor_dims: int, size: int, total: int, window: int) -> int:
@@ -96,8 +110,8 @@ def _same_type(a: Any, b: Any) -> bool:
 def _loop(
     s: Slice,
     inner: Core,
-    dims: list[int | None],
-    out_dims: list[int],
+    dims: Sequence[Any],
+    out_dims: Sequence[Any],
     where: tuple[int, tuple[int, ...], int],
     rows: int,
     buffers: list[Var | None],
@@ -117,16 +131,23 @@ def _loop(
     def looped(*operands: Any) -> list[Any]:
         def read(results: Sequence[Any], i: int, start: Any, n: int) -> Any:
             x, dim = results[carried[s.inputs[i]]] if s.inputs[i] in carried else operands[i], dims[i]
-            return x if dim is None else jax.lax.dynamic_slice_in_dim(x, start, n, dim)
+            return x if dim is None else jax.lax.dynamic_slice_in_dim(x, start, n, dim.dim)
 
         def write(results: list[Any], k: int, x: Any, start: Any) -> None:
-            results[k] = jax.lax.dynamic_update_slice_in_dim(results[k], x, start, out_dims[k])
+            if isinstance(to := out_dims[k], Partial):
+                results[k] = x if results[k] is None else to.combine(results[k], x)
+            else:
+                results[k] = jax.lax.dynamic_update_slice_in_dim(results[k], x, start, to.dim)
 
         def load(results: Sequence[Any], i: int, chunk: Chunk) -> Any:
             return to_device(read(results, i, *chunk))
 
         def update(results: Sequence[Any], loaded: dict[int, Any], start: Any, n: int) -> tuple[list, dict[int, Any]]:
             args = [loaded[i] if i in loaded else read(results, i, start, n) for i in range(len(s.inputs))]
+            # read once, before the rows are overwritten: XLA copies a buffer that two of its fusions still read
+            held = [i for i, v in enumerate(s.inputs) if v in carried and i not in loaded]
+            for i, x in zip(held, jax.lax.optimization_barrier([args[i] for i in held]), strict=True):
+                args[i] = x
             new, results = run_chunk(inner.jaxpr, dims, where, n, *args), list(results)
             for k in set(range(len(new))) - set(stored):
                 write(results, k, new[k], start)
@@ -156,8 +177,12 @@ def _loop(
 
         given = dict(zip(s.inputs, operands, strict=True))
         results = [
-            jnp.zeros(v.aval.shape, v.aval.dtype) if old is None else given[old]
-            for v, old in zip(s.outputs, buffers, strict=True)
+            given[old]
+            if old is not None
+            else None
+            if isinstance(dim, Partial)
+            else jnp.zeros(v.aval.shape, v.aval.dtype)
+            for v, old, dim in zip(s.outputs, buffers, out_dims, strict=True)
         ]
         whole, rest = divmod(size, rows)
         first = (whole * rows, rest) if rest else (0, rows)
@@ -169,7 +194,8 @@ def _loop(
         results, new = state
         return exchange(results, new, (whole - 1) * rows, None)[0]
 
-    return dataclasses.replace(s, run=_or_whole(looped, s.run))
+    how = f"{math.ceil(size / rows)} chunks of axis {where[2]}"
+    return dataclasses.replace(s, run=_or_whole(looped, s.run), how=how, in_chunks=True)
 
 
 def _or_whole(looped: Any, whole: Any) -> Any:

@@ -10,7 +10,7 @@ import optax
 from jax.core import Tracer
 
 from jax_offload import _memory
-from jax_offload._placement import Leaf, Policy, Select, note, place
+from jax_offload._placement import Leaf, Order, Policy, Select, note, place
 from jax_offload._state import abstract_state
 from jax_offload._update import is_array, streamed
 
@@ -28,6 +28,7 @@ def offload(
     select: Select = None,
     min_bytes: int = DEFAULT_MIN_BYTES,
     window: int | None = None,
+    order: Order = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps the state of ``inner`` in pinned host memory and streams it through the device inside ``update``.
 
@@ -44,8 +45,13 @@ def offload(
         rule that matches no parameter is an error.
       min_bytes: state leaves of fewer bytes stay on the device, as rank-0 leaves and PRNG keys always do.
       window: bytes of state on the device at a time while it streams; ``None``: two of the largest piece, so that one
-        loads while another is updated. A piece (the leaves that one update needs together) is never split: one that
-        is larger than the window is loaded whole.
+        loads while another is updated. A piece (the leaves that one update needs together) that is
+        larger goes through a loop in chunks if its rows can be updated apart, else it is loaded
+        whole (``jax_offload.placement`` says which and why).
+      order: regular expressions searched in a parameter's path, in the order in which the gradients of what they match
+        appear in the backward pass, ``["head", "layers", "embed"]``; what none matches comes last, and within one
+        ``layers_10`` before ``layers_2``. A rule that matches no parameter is an error. ``None``: ``layers_10`` before
+        ``layers_2`` for what a ``fraction`` takes; for streaming the order of the traced gradients, where jax tells it.
 
     Returns:
       A transformation whose ``update`` leaves every state leaf where the options say, wherever it came from: a
@@ -62,7 +68,7 @@ def offload(
         raise TypeError(f"inner: expected an optax.GradientTransformation, got {inner!r}.")
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window <= 0):
         raise ValueError(f"window: expected a number of bytes > 0, or None; got {window!r}.")
-    policy = Policy(fraction, select, min_bytes)
+    policy = Policy(fraction, select, min_bytes, order)
     if isinstance(fraction, (int, float)) and fraction == 0:
         return inner  # pyright: ignore[reportReturnType]
     inner = optax.with_extra_args_support(inner)
@@ -100,7 +106,7 @@ def offload(
                 _check_tree(inner, state, like, None)
             return updates, _store(new_state, place(policy, new_state, like))
 
-        return streamed(recipe, (updates, state, params, extra_args), next_of=(0, 1), window=window)
+        return streamed(recipe, (updates, state, params, extra_args), next_of=(0, 1), window=window, order=order)
 
     return Offloaded(init_fn, update_fn)
 

@@ -21,6 +21,7 @@ from jax.tree_util import keystr
 
 KeyPath = tuple[Any, ...]
 Select = Any  # None | bool prefix tree | Callable[[str, ShapeDtypeStruct], bool] | str | Sequence[str]
+Order = Sequence[str] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,8 @@ class Leaf:
       owner: that parameter's number in the order of flattening.
       host: whether it lives in pinned host memory.
       why: the rule that decided.
-      rank: its place in the order in which leaves are taken: that of the backward pass, as far as paths tell.
+      rank: its place in the order in which leaves are taken: that of the backward pass, as ``order`` or paths tell.
+      streams: how ``update`` brings it to the device: whole or in chunks, how often, and why.
     """
 
     path: str
@@ -47,6 +49,7 @@ class Leaf:
     host: bool
     why: str
     rank: int
+    streams: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +59,7 @@ class Policy:
     fraction: Any
     select: Select
     min_bytes: int
+    order: Order = None
 
     def __post_init__(self) -> None:
         for f in jax.tree.leaves(self.fraction):
@@ -66,6 +70,13 @@ class Policy:
                 )
         if isinstance(self.min_bytes, bool) or not isinstance(self.min_bytes, int) or self.min_bytes < 0:
             raise ValueError(f"min_bytes: expected a number of bytes >= 0, got {self.min_bytes!r}.")
+        if self.order is not None and (
+            isinstance(self.order, str) or not all(isinstance(rule, str) for rule in self.order)
+        ):
+            raise ValueError(
+                "order: expected regular expressions, in the order in which the gradients of what they match appear "
+                f"in the backward pass; got {self.order!r}. For example order=['head', 'layers', 'embed']."
+            )
 
 
 def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
@@ -74,7 +85,7 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
     fractions = _per_param("fraction", policy.fraction, params)
     owner = owners([path for path, _ in paths_params])
     paths_state = jax.tree_util.tree_flatten_with_path(state)[0]
-    order = ranks(state, params)
+    order = ranks(state, params, policy.order)
     selected = _selector(policy.select, params, [(_name(path), p) for path, p in paths_params])
     by_params = policy.select is not None or not _is_scalar(policy.fraction)
 
@@ -211,14 +222,7 @@ def _selector(select: Select, params: Any, named: list[tuple[str, Any]]) -> Call
         return lambda i, leaf: bool(select(named[i][0], leaf))
     if isinstance(select, str) or (isinstance(select, Sequence) and all(isinstance(r, str) for r in select)):
         rules = [select] if isinstance(select, str) else list(select)
-        hits = [{i for i, (name, _) in enumerate(named) if re.search(rule, name)} for rule in rules]
-        if not all(hits):
-            unused = [rule for rule, hit in zip(rules, hits, strict=True) if not hit]
-            raise ValueError(
-                f"select: no parameter's path matches {unused!r}. Rules are searched in these paths: "
-                f"{', '.join(name for name, _ in named)}."
-            )
-        chosen = set().union(*hits)
+        chosen = set().union(*_matches("select", rules, [name for name, _ in named]))
         return lambda i, leaf: i in chosen
     mask = _broadcast("select", select, params)
     if not all(isinstance(m, (bool, np.bool_)) for m in mask):
@@ -227,6 +231,18 @@ def _selector(select: Select, params: Any, named: list[tuple[str, Any]]) -> Call
             f"parameters with a bool per subtree; got {select!r}."
         )
     return lambda i, leaf: bool(mask[i])
+
+
+def _matches(argument: str, rules: Sequence[str], names: Sequence[str]) -> list[set[int]]:
+    """For each rule the numbers of the parameters whose path it is found in."""
+    hits = [{i for i, name in enumerate(names) if re.search(rule, name)} for rule in rules]
+    if not all(hits):
+        unused = [rule for rule, hit in zip(rules, hits, strict=True) if not hit]
+        raise ValueError(
+            f"{argument}: no parameter's path matches {unused!r}. Rules are searched in these paths: "
+            f"{', '.join(names)}."
+        )
+    return hits
 
 
 def _name(path: KeyPath) -> str:
@@ -252,25 +268,35 @@ def owners(params: list[KeyPath]) -> Callable[[KeyPath], int | None]:
     return owner
 
 
-def ranks(state: Any, params: Any) -> list[int]:
-    """For every state leaf its place in the backward pass: its parameter's, then the state's own order."""
+def ranks(state: Any, params: Any, order: Order = None, births: Sequence[int] | None = None) -> list[int]:
+    """For every state leaf its place in the backward pass: its parameter's, then the state's own order.
+
+    Args:
+      state, params: arrays or abstract values.
+      order: the rules of ``offload``.
+      births: for every parameter when its gradient was made, where the trace tells; ``order`` goes before it.
+    """
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
-    backward, owner = _backward_ranks([_name(path) for path in paths]), owners(paths)
+    backward, owner = _backward_ranks([_name(path) for path in paths], order, births), owners(paths)
     leaves = jax.tree_util.tree_flatten_with_path(state)[0]
     places = [len(backward) if (i := owner(path)) is None else backward[i] for path, _ in leaves]
     return [place * len(leaves) + k for k, place in enumerate(places)]
 
 
-def _backward_ranks(names: list[str]) -> list[int]:
-    """For every parameter its place in the backward pass, guessed from its path: natural order, reversed.
+def _backward_ranks(names: list[str], rules: Order, births: Sequence[int] | None) -> list[int]:
+    """For every parameter its place in the backward pass: as the rules say, else as the trace tells, else guessed.
 
-    ``layers_10`` comes before ``layers_2``: the last layer's gradient appears first.
+    The guess is the natural order of the paths, reversed. ``layers_10`` comes before ``layers_2``: the last layer's
+    gradient appears first.
     """
+    hits = _matches("order", rules, names) if rules and names else []
+    by_rule = [next((k for k, hit in enumerate(hits) if i in hit), len(hits)) for i in range(len(names))]
 
     def natural(name: str) -> list[tuple[int, int, str]]:
         return [(0, int(t), "") if t.isdigit() else (1, 0, t) for t in re.split(r"(\d+)", name)]
 
     order = sorted(range(len(names)), key=lambda i: natural(names[i]), reverse=True)
+    order.sort(key=lambda i: (by_rule[i], births[i] if births and len(births) == len(names) and not rules else 0))
     ranks = [0] * len(names)
     for rank, i in enumerate(order):
         ranks[i] = rank

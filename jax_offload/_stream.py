@@ -8,7 +8,10 @@ on in place of both* (a barrier with an unused output is optimised away).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -16,12 +19,34 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from jax_offload._dataflow import Slice, cut, largest_load
+from jax_offload._dataflow import Pass, Slice, cut, largest_load
 from jax_offload._loop import in_chunks
 from jax_offload._trace import Program, Var
 
 # Two chunks in flight of 128 MiB each are far beyond what the latency of a copy can be felt in (see docs/window.md).
 DEFAULT_WINDOW = 2**28
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """That a slice loads some leaves: their ``id`` in the arguments, and how."""
+
+    ids: list[int]
+    how: str
+
+
+_LOADS: contextvars.ContextVar[list[Load] | None] = contextvars.ContextVar("loads", default=None)
+
+
+@contextlib.contextmanager
+def loads_of_updates() -> Iterator[list[Load]]:
+    """Collects what every traced update loads, in the order of loading."""
+    loads: list[Load] = []
+    token = _LOADS.set(loads)
+    try:
+        yield loads
+    finally:
+        _LOADS.reset(token)
 
 
 def stream(
@@ -52,14 +77,14 @@ def stream(
         for i, j in reuse.items()
         if not isinstance(program.outputs[i], jex.Literal)
     }
-    passes = cut(program, window or DEFAULT_WINDOW)
-    window = window or min(DEFAULT_WINDOW, 2 * largest_load(passes))
+    passes, window = plan(program, next_of, window)
+    if (loads := _LOADS.get()) is not None:
+        loads += [Load([id(args[position[v]]) for v in s.loads], s.how) for p in passes for s in p.slices]
     tracing = any(isinstance(x, Tracer) for x in env.values())
     before: list[Var] = []  # what the loads of a pass wait for
     for each in passes:
         _run(each.prelude, env)
         slices = sorted(each.slices, key=lambda s: min((rank(position[v]) for v in s.loads), default=0))
-        slices = [(s.loaded_bytes > window and in_chunks(s, next_of, window)) or s for s in slices]
         if tracing:
             _run_gated(slices, env, {v for v, i in position.items() if i in gradients}, window, before)
             before = _made(slices[-1]) if slices else before
@@ -67,6 +92,31 @@ def stream(
             for s in slices:
                 _run(s, env)
     return [_array(v) if isinstance(v, jex.Literal) else env[v] for v in program.outputs]
+
+
+def plan(program: Program, next_of: Mapping[Var, Var], window: int | None) -> tuple[list[Pass], int]:
+    """The slices, those that are larger than the window in chunks if that can be, and the window.
+
+    One pass if that is enough, and a second one, ahead, for numbers that need the state, if that lowers what is on the
+    device at once.
+    """
+    best: tuple[int, list[Pass], int] | None = None
+    for numbers_apart in False, True:
+        passes = cut(program, numbers_apart)
+        size = window or min(DEFAULT_WINDOW, 2 * largest_load(passes))
+        passes = [
+            dataclasses.replace(
+                p, slices=[in_chunks(s, next_of, size) if s.loaded_bytes > size else s for s in p.slices]
+            )
+            for p in passes
+        ]
+        at_once = max((size if s.in_chunks else s.loaded_bytes for p in passes for s in p.slices), default=0)
+        if best is None or at_once < best[0]:
+            best = at_once, passes, size
+        if at_once <= size:
+            break
+    assert best is not None  # two were tried
+    return best[1], best[2]
 
 
 def _array(literal: Any) -> jax.Array:
@@ -86,7 +136,7 @@ def _run_gated(
             _run(s, env)
         done = max(done, back + 1)
         # the first chunk of a loop would be loaded during the backward pass, and lie there until its gradient comes
-        after = slices[k] if slices[k].loaded_bytes > window else slices[k - 1] if done < k else None
+        after = slices[k] if slices[k].in_chunks else slices[k - 1] if done < k else None
         grads = [v for v in after.inputs if v in gradients] if after else []
         _gate(env, slices[k].loads, [*grads, *(_made(slices[back]) if back >= 0 else before)])
     for s in slices[done:]:

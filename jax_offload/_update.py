@@ -11,17 +11,22 @@ import jax
 import numpy as np
 import optax
 
-from jax_offload._placement import ranks
+from jax_offload._placement import Order, ranks
 from jax_offload._stream import stream
-from jax_offload._trace import trace
+from jax_offload._trace import births, trace
 
-# While a recipe is traced, every offload inside it is a recipe too, and says here which window it was given: the whole
-# is then cut and streamed at once.
-_WINDOWS: contextvars.ContextVar[list[int] | None] = contextvars.ContextVar("windows", default=None)
+# While a recipe is traced, every offload inside it is a recipe too, and says here with which window and order: the
+# whole is then cut and streamed at once.
+_INSIDE: contextvars.ContextVar[list[tuple[int | None, Order]] | None] = contextvars.ContextVar("inside", default=None)
 
 
 def streamed(
-    recipe: Callable[..., tuple[Any, ...]], args: tuple[Any, ...], *, next_of: tuple[int, ...], window: int | None
+    recipe: Callable[..., tuple[Any, ...]],
+    args: tuple[Any, ...],
+    *,
+    next_of: tuple[int, ...],
+    window: int | None = None,
+    order: Order = None,
 ) -> Any:
     """``recipe(*args)``, with host leaves loaded, used and stored slice by slice.
 
@@ -29,10 +34,10 @@ def streamed(
       recipe: a function of (updates, state, params, extra arguments).
       args: its arguments; what is not an array in them becomes part of the program.
       next_of: for each tree that the recipe returns, the number of the argument that it is the next value of.
-      window: bytes, or ``None``.
+      window, order: as in ``offload``.
     """
-    if (outer := _WINDOWS.get()) is not None:
-        outer.append(window or 0)
+    if (outer := _INSIDE.get()) is not None:
+        outer.append((window, order))
         return recipe(*args)
     leaves, treedef = jax.tree.flatten(args)
     arrays = [i for i, x in enumerate(leaves) if is_array(x)]
@@ -43,12 +48,14 @@ def streamed(
             filled[i] = value
         return recipe(*jax.tree.unflatten(treedef, filled))
 
-    windows: list[int] = []
-    token = _WINDOWS.set(windows)
+    inside: list[tuple[int | None, Order]] = []
+    token = _INSIDE.set(inside)
     try:
         program, out_tree = trace(on_arrays, *(leaves[i] for i in arrays))
     finally:
-        _WINDOWS.reset(token)
+        _INSIDE.reset(token)
+    window = window or max((w or 0 for w, _ in inside), default=0) or None
+    order = order or next((rules for _, rules in inside if rules), None)
 
     updates, state, params, *_ = args
     trees = treedef.children()
@@ -60,14 +67,16 @@ def streamed(
             if tree == trees[argument] and starts[argument] + k in position:
                 reuse[result + k] = position[starts[argument] + k]
         result += tree.num_leaves
-    order = {starts[1] + k: rank for k, rank in enumerate(ranks(state, updates if params is None else params))}
+    made = births(jax.tree.leaves(updates))
+    in_order = ranks(state, updates if params is None else params, order, made)
+    rank = {starts[1] + k: place for k, place in enumerate(in_order)}
     results = stream(
         program,
         [leaves[i] for i in arrays],
         gradients={position[i] for i in range(starts[1]) if i in position},
         reuse=reuse,
-        rank=lambda k: order.get(arrays[k], -1),
-        window=window or max(windows, default=0) or None,
+        rank=lambda k: rank.get(arrays[k], -1),
+        window=window,
     )
     return jax.tree.unflatten(out_tree, results)
 
@@ -100,7 +109,7 @@ def update_params(
         updates, state = tx.update(grads, state, params, **extra_args)
         return optax.apply_updates(params, updates), state
 
-    return streamed(recipe, (grads, state, params, extra_args), next_of=(2, 1), window=None)
+    return streamed(recipe, (grads, state, params, extra_args), next_of=(2, 1))
 
 
 def is_array(x: Any) -> bool:
