@@ -60,6 +60,16 @@ class Pass:
     slices: list[Slice]
 
 
+def joined(a: Slice, b: Slice) -> Slice:
+    """Both slices as one."""
+    inputs, outputs = (list(dict.fromkeys([*u, *v])) for u, v in ((a.inputs, b.inputs), (a.outputs, b.outputs)))
+    made = {v for eqn in a.jaxpr.eqns for v in eqn.outvars}
+    eqns = [*a.jaxpr.eqns, *(eqn for eqn in b.jaxpr.eqns if not made.issuperset(eqn.outvars))]  # both may make a scale
+    effects = a.jaxpr.effects | b.jaxpr.effects
+    jaxpr = jex.Jaxpr([], inputs, outputs, eqns, effects, a.jaxpr.debug_info)
+    return Slice(inputs, outputs, jaxpr, jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ())))  # pyright: ignore
+
+
 def largest_load(passes: list[Pass]) -> int:
     """Bytes of host leaves that the largest slice needs together."""
     return max((s.loaded_bytes for p in passes for s in p.slices), default=0)

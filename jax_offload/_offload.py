@@ -44,10 +44,10 @@ def offload(
         (one or several) searched in a parameter's path ``a/b/c``; or a callable on that path and the state leaf. A
         rule that matches no parameter is an error.
       min_bytes: state leaves of fewer bytes stay on the device, as rank-0 leaves and PRNG keys always do.
-      window: bytes of state on the device at a time while it streams; ``None``: two of the largest piece, so that one
-        loads while another is updated. A piece (the leaves that one update needs together) that is
-        larger goes through a loop in chunks if its rows can be updated apart, else it is loaded
-        whole (``jax_offload.placement`` says which and why).
+      window: bytes of state on the device at a time while it streams. A piece, the leaves that one update needs
+        together, that is larger goes through a loop in chunks of half a window, if its rows can be updated apart; else
+        it is loaded whole (``jax_offload.placement`` says which, and why). ``None``: room for two of the largest piece,
+        so that one loads while another is updated; but where that is larger than 256 MiB and a 32nd of the state, that.
       order: regular expressions searched in a parameter's path, in the order in which the gradients of what they match
         appear in the backward pass, ``["head", "layers", "embed"]``; what none matches comes last, and within one
         ``layers_10`` before ``layers_2``. A rule that matches no parameter is an error. ``None``: ``layers_10`` before

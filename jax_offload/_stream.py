@@ -19,12 +19,15 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from jax_offload._dataflow import Pass, Slice, cut, largest_load
+from jax_offload._dataflow import Pass, Slice, cut, joined, largest_load
 from jax_offload._loop import in_chunks
+from jax_offload._memory import is_host_aval
+from jax_offload._placement import nbytes
 from jax_offload._trace import Program, Var
 
-# Two chunks in flight of 128 MiB each are far beyond what the latency of a copy can be felt in (see docs/window.md).
-DEFAULT_WINDOW = 2**28
+# A slice of up to 256 MiB, or a 32nd of the state, is loaded whole, and the window has room for two. Larger ones go
+# through such a window in chunks: far beyond what the latency of a copy can be felt in (see docs/streaming.md).
+DEFAULT_WINDOW, DEFAULT_SHARE = 2**28, 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +70,7 @@ def stream(
       reuse: position of a result -> position of the argument that it is the next value of.
       rank: position in ``args`` of a host leaf -> its place in the order of the backward pass.
       window: bytes of host leaves on the device at a time. ``None``: two of the largest slice, the least with which
-        one loads while another is updated, and no more than ``DEFAULT_WINDOW``.
+        one loads while another is updated; but where a slice is larger than 256 MiB and a 32nd of the state, that.
     """
     first = len(program.consts)
     env: dict[Var, Any] = dict(zip(program.inputs, [*program.consts, *args], strict=True))
@@ -78,13 +81,13 @@ def stream(
         if not isinstance(program.outputs[i], jex.Literal)
     }
     passes, window = plan(program, next_of, window)
-    if (loads := _LOADS.get()) is not None:
-        loads += [Load([id(args[position[v]]) for v in s.loads], s.how) for p in passes for s in p.slices]
     tracing = any(isinstance(x, Tracer) for x in env.values())
     before: list[Var] = []  # what the loads of a pass wait for
     for each in passes:
         _run(each.prelude, env)
         slices = sorted(each.slices, key=lambda s: min((rank(position[v]) for v in s.loads), default=0))
+        if (loads := _LOADS.get()) is not None:
+            loads += [Load([id(args[position[v]]) for v in s.loads], s.how) for s in slices]
         if tracing:
             _run_gated(slices, env, {v for v, i in position.items() if i in gradients}, window, before)
             before = _made(slices[-1]) if slices else before
@@ -100,16 +103,14 @@ def plan(program: Program, next_of: Mapping[Var, Var], window: int | None) -> tu
     One pass if that is enough, and a second one, ahead, for numbers that need the state, if that lowers what is on the
     device at once.
     """
+    state = sum(nbytes(v.aval) for v in program.inputs if is_host_aval(v.aval))
+    default = max(DEFAULT_WINDOW, state // DEFAULT_SHARE)
     best: tuple[int, list[Pass], int] | None = None
     for numbers_apart in False, True:
         passes = cut(program, numbers_apart)
-        size = window or min(DEFAULT_WINDOW, 2 * largest_load(passes))
-        passes = [
-            dataclasses.replace(
-                p, slices=[in_chunks(s, next_of, size) if s.loaded_bytes > size else s for s in p.slices]
-            )
-            for p in passes
-        ]
+        largest = largest_load(passes)
+        size = window or (2 * largest if largest <= default else default)
+        passes = [dataclasses.replace(p, slices=_fitted(p.slices, next_of, size)) for p in passes]
         at_once = max((size if s.in_chunks else s.loaded_bytes for p in passes for s in p.slices), default=0)
         if best is None or at_once < best[0]:
             best = at_once, passes, size
@@ -117,6 +118,30 @@ def plan(program: Program, next_of: Mapping[Var, Var], window: int | None) -> tu
             break
     assert best is not None  # two were tried
     return best[1], best[2]
+
+
+def _fitted(slices: list[Slice], next_of: Mapping[Var, Var], window: int) -> list[Slice]:
+    """The slices, those that are larger than the window in chunks if that can be.
+
+    A loop over one host leaf uses one direction of the link at a time, because nothing can be read from a buffer while
+    it is written. So such leaves share a loop, if they have as many rows and one row of each fits.
+    """
+    fitted: list[Slice] = []
+    shared: dict[int, Slice] = {}  # number of rows -> leaves that share a loop
+    for s in slices:
+        chunked = in_chunks(s, next_of, window) if s.loaded_bytes > window else s
+        if not chunked.in_chunks or (len(s.loads), len(s.stores)) != (1, 1):
+            fitted.append(chunked)
+            continue
+        rows = s.loads[0].aval.shape[0]
+        if (others := shared.get(rows)) is not None:
+            together = joined(others, s)
+            if together.loaded_bytes <= rows * (window // 2) and in_chunks(together, next_of, window).in_chunks:
+                shared[rows] = together
+                continue
+            fitted.append(in_chunks(others, next_of, window))
+        shared[rows] = s
+    return fitted + [in_chunks(s, next_of, window) for s in shared.values()]
 
 
 def _array(literal: Any) -> jax.Array:
@@ -135,8 +160,9 @@ def _run_gated(
         for s in slices[done : back + 1]:
             _run(s, env)
         done = max(done, back + 1)
-        # the first chunk of a loop would be loaded during the backward pass, and lie there until its gradient comes
-        after = slices[k] if slices[k].in_chunks else slices[k - 1] if done < k else None
+        # The larger the window, the earlier a load: when the first of those in flight can be updated. Then no gradient
+        # waits for its state. The first chunk of a loop would lie there through the whole backward pass.
+        after = slices[k] if slices[k].in_chunks else slices[done] if done < k else None
         grads = [v for v in after.inputs if v in gradients] if after else []
         _gate(env, slices[k].loads, [*grads, *(_made(slices[back]) if back >= 0 else before)])
     for s in slices[done:]:

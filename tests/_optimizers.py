@@ -295,8 +295,8 @@ TABLE: dict[str, Entry] = {
     "differentially_private_aggregate": _stateless(
         lambda: contrib.differentially_private_aggregate(1.0, 0.1, key=0), per_example=True
     ),
-    "dog": Entry(lambda: contrib.dog(init_step=("distance", 1e-2))),
-    "dowg": Entry(lambda: contrib.dowg(init_estim_sq_dist=1e-2)),
+    "dog": Entry(lambda: contrib.dog(init_step=("distance", 1e-2)), loss=bowl),
+    "dowg": Entry(lambda: contrib.dowg(init_estim_sq_dist=1e-2), loss=bowl),
     "dpsgd": Entry(lambda: contrib.dpsgd(1e-1, 1.0, 0.1, seed=0, momentum=0.9), per_example=True),
     "galore": Entry(lambda: optax.masked(contrib.galore(1e-2, rank=4, update_proj_gap=20), _matrices)),
     "hutchinson_estimator_diag_hessian": _direction(

@@ -133,7 +133,7 @@ def test_the_table_says_where_and_why():
     text = str(jo.placement(tx, layers(1)))
     rows = {line.split()[0]: line for line in text.splitlines()[2:-1]}
     row = next(line for path, line in rows.items() if "embed" in path and ".mu" in path)
-    assert row.split()[1:] == ["128×64", "float32", "0.03", HOST, "eligible"]
+    assert row.split()[1:] == ["128×64", "float32", "0.03", HOST, "eligible", "whole,", "2", "leaves", "together"]
     assert "outside any offload" in next(line for path, line in rows.items() if ".ema['embed']" in path)
     assert "not selected" in next(line for path, line in rows.items() if ".mu['head']" in path)
     assert text.splitlines()[-1].startswith("optimizer state: ")

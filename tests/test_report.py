@@ -1,0 +1,128 @@
+"""The table says how each leaf streams and why; ``order`` and the trace decide the order."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jax_offload as jo
+from jax_offload._stream import loads_of_updates
+
+S = jax.ShapeDtypeStruct
+PARAMS = {
+    "embed": S((4096, 64), jnp.float32),
+    "layers": {"b": S((6, 64), jnp.float32), "w": S((6, 64, 64), jnp.float32)},
+}
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+
+def streams(inner, params=PARAMS, **extra):
+    table = jo.placement(jo.offload(inner, min_bytes=0, window=2**16), params, **extra)
+    assert not table.unknown
+    return {leaf.path: leaf.streams for leaf in table.leaves}
+
+
+def test_chunks_and_whole_leaves():
+    table = streams(CLIPPED)
+    assert table["[1][0].mu['layers']['w']"] == "6 chunks of axis 0, 2 leaves together"
+    assert table["[1][0].nu['embed']"] == "64 chunks of axis 0, 2 leaves together"
+    assert table["[1][0].nu['layers']['b']"] == "whole, 2 leaves together"  # smaller than the window
+    assert table["[1][0].count"] == ""  # it does not stream
+
+
+def test_reasons_and_repeated_loads():
+    # 2-d matrices are orthogonalised, for which all rows are needed
+    assert streams(optax.contrib.muon(1e-3))[".inner_states['muon'].inner_state[0].mu['embed']"].startswith("whole: ")
+    # the norms of LAMB are taken over all rows, so that they are a pass of their own
+    assert streams(optax.lamb(1e-3))["[0].mu['embed']"] == "64 chunks of axis 0, 2 leaves together (3 times)"
+    assert streams(optax.contrib.prodigy(1.0))[".params0['embed']"] == "32 chunks of axis 0"
+
+
+def test_an_update_that_needs_arguments_says_so():
+    tx = jo.offload(optax.contrib.momo(1e-2), min_bytes=0, window=2**16)
+    table = jo.placement(tx, PARAMS)
+    assert "value" in table.unknown and table.unknown in str(table)
+    assert all(leaf.streams == "" for leaf in table.leaves)
+    assert all(leaf.host for leaf in table.leaves if leaf.shape)
+    assert all(leaf.streams for leaf in jo.placement(tx, PARAMS, value=1.0).leaves if leaf.host)
+
+
+def test_a_sum_in_16_bits_is_not_put_together_from_chunks():
+    """It would be rounded at every chunk."""
+
+    def inner(dtype):
+        def update(updates, state, params=None):
+            new = jax.tree.map(lambda u, m: u + m, updates, state)
+            return jax.tree.map(lambda m: m / jax.lax.reduce_sum(m, axes=(0, 1)), new), new
+
+        return optax.GradientTransformation(lambda p: jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), p), update)
+
+    table = {t: streams(inner(t), {"w": S((4096, 64), t)})["['w']"] for t in (jnp.float32, jnp.bfloat16)}
+    assert table[jnp.float32] == "32 chunks of axis 0 (2 times)"
+    assert table[jnp.bfloat16].startswith("whole: ")
+
+
+NAMES = ["first", "zebra", "apple", "last"]  # in the order of the forward pass
+
+
+def order_of_streaming(tx, between=lambda grads: grads):
+    """The parameters' names in the order in which a step loads their state."""
+    params = {name: S((32, 32), jnp.float32) for name in NAMES}
+    found = []
+
+    def loss(params, x):
+        for name in NAMES:
+            x = jnp.tanh(x @ params[name])
+        return x.sum()
+
+    def step(params, x):
+        state = tx.init(params)
+        with loads_of_updates() as loads:
+            out = tx.update(between(jax.grad(loss)(params, x)), state, params)
+        names = {id(leaf): name for name, leaf in state[0].mu.items()}
+        found.extend(names[i] for load in loads for i in load.ids if i in names)
+        return out
+
+    jax.make_jaxpr(step)(params, S((4, 32), jnp.float32))
+    return found
+
+
+def test_the_trace_tells_the_order_of_the_gradients():
+    tx = jo.offload(optax.adam(1e-3), min_bytes=0)
+    assert order_of_streaming(tx) == NAMES[::-1]
+    scaled = lambda grads: jax.tree.map(lambda g: g.astype(jnp.float32) * 0.5, grads)  # noqa: E731  (in tree order)
+    assert order_of_streaming(tx, scaled) == NAMES[::-1]
+
+
+def test_what_the_trace_does_not_tell_is_guessed_from_the_paths():
+    in_one_equation = jax.jit(lambda grads: jax.tree.map(lambda g: 2 * g, grads))
+    tx = jo.offload(optax.adam(1e-3), min_bytes=0)
+    assert order_of_streaming(tx, in_one_equation) == sorted(NAMES, reverse=True)
+
+
+def test_order_goes_before_the_trace():
+    tx = jo.offload(optax.adam(1e-3), min_bytes=0, order=["zebra", "first|last"])
+    assert order_of_streaming(tx) == ["zebra", "last", "first", "apple"]
+
+
+def test_order_decides_what_a_fraction_takes():
+    params = {name: S((32, 32), jnp.float32) for name in NAMES}
+    tx = jo.offload(optax.adam(1e-3), min_bytes=0, fraction=0.5, order=["apple", "first"])
+    assert {leaf.param for leaf in jo.placement(tx, params).leaves if leaf.host} == {"apple", "first"}
+
+
+@pytest.mark.parametrize("order", ["layers", [1], [None]])
+def test_order_that_is_not_a_list_of_rules(order):
+    with pytest.raises(ValueError, match=r"order: expected regular expressions.*got"):
+        jo.offload(optax.adam(1e-3), order=order)
+
+
+def test_order_that_matches_nothing_names_the_rule_and_the_paths():
+    tx = jo.offload(optax.adam(1e-3), min_bytes=0, order=["embed", "heda"])
+    with pytest.raises(ValueError, match=r"order: .*'heda'.*embed, layers/b, layers/w"):
+        jax.eval_shape(tx.init, PARAMS)
+    optax.tree.map_params(
+        jo.offload(optax.adam(1e-3), min_bytes=0, order=["embed"]),
+        lambda x: x,
+        jax.eval_shape(optax.adam(1e-3).init, PARAMS),
+    )
