@@ -12,38 +12,30 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--all-modes", action="store_true", help="every optimizer also eagerly, in scan, cond and vmap")
-    parser.addoption(
-        "--subset",
-        action="store_true",
-        help="leave out what is long and does not depend on the jax version much (used for the oldest jax)",
-    )
+    parser.addoption("--everything", action="store_true", help="also what takes long and repeats with other dtypes")
+    parser.addoption("--subset", action="store_true", help="a part of the long files (used for the oldest jax)")
 
 
-_LONG = ("test_trees.py", "test_stream.py", "test_models.py", "test_examples.py")
-_MODES = ("test_eagerly", "test_scan", "test_cond", "test_vmap", "test_traces_where", "test_injected", "test_losses_of")
+_LONG = {"test_trees.py": 4, "test_stream.py": 4, "test_examples.py": 4, "test_numbers.py": 12, "test_peak.py": 4}
+_LONG |= {"test_models.py": 2, "test_donation.py": 2}
 
 
 def pytest_collection_modifyitems(config, items):
-    """With ``--subset``, every fourth test of the long files; the conformance suite has a subset of its own.
-
-    The table of optimizers runs eagerly, in scan, cond and vmap only with ``--all-modes``: it is long, and its entry
-    for ``selective_transform`` does not fit the smaller parameters of these tests yet.
-    """
-    subset, modes = config.getoption("--subset"), config.getoption("--all-modes")
-    left_out, long = [], 0
+    """What is marked as long runs with ``--everything`` only; with ``--subset``, every n-th test of the long files."""
+    left_out, seen = [], dict.fromkeys(_LONG, 0)
     for item in items:
-        long += item.path.name in _LONG
-        if item.path.name == "test_numbers.py" and not modes:
-            if subset or item.name.startswith(_MODES):
-                left_out.append(item)
-        elif subset and item.path.name in _LONG and long % 4:
+        name = item.path.name
+        if "long" in item.keywords and not config.getoption("--everything"):
             left_out.append(item)
+        elif name in _LONG and config.getoption("--subset"):
+            seen[name] += 1
+            if seen[name] % _LONG[name]:
+                left_out.append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_report_header(config):
-    if not config.getoption("--all-modes"):
-        return "left out: the optimizers eagerly, in scan, cond and vmap (run with --all-modes; long)"
+    if not config.getoption("--everything"):
+        return "a part: optimizers eagerly, half of the fractions, optax's repetitions for other dtypes (--everything: all)"
     return None

@@ -200,13 +200,14 @@ def test_table_has_every_public_factory():
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_same_numbers(name):
+def test_same_numbers(name, request):
     entry = TABLE[name]
     inner = entry.make()
     assert jo.offload(inner, fraction=0) is inner
     variants = {"resident": inner, "fraction 1": jo.offload(inner, min_bytes=0, window=1)}  # in the smallest chunks
+    halves = (0.3, 0.5) if request.config.getoption("--everything") else (0.3,)
     if entry.state:
-        variants |= {f"fraction {f}": jo.offload(inner, fraction=f, min_bytes=0) for f in (0.3, 0.5)}
+        variants |= {f"fraction {f}": jo.offload(inner, fraction=f, min_bytes=0) for f in halves}
     dtypes = [jnp.float32] if entry.complex else [jnp.float32, jnp.bfloat16]
     runs = [Run(np.dtype(dtype).name, parameters(entry, dtype), variants) for dtype in dtypes]
     training = assert_same_numbers(entry, runs)
@@ -433,7 +434,11 @@ def assert_on_host(state: Any, resident: Any = None) -> None:
     assert [k == "pinned_host" for k in kinds(state)] == may
 
 
-@pytest.mark.parametrize("name", TABLE)
+_WITH_CHUNKS = {name for name, _ in MODES.values()}
+_EAGERLY = [name if name in _WITH_CHUNKS else pytest.param(name, marks=pytest.mark.long) for name in TABLE]
+
+
+@pytest.mark.parametrize("name", _EAGERLY)
 def test_eagerly(name):
     entry, inner, tx, params, value, grads = problem(name)
     state = tx.init(params)

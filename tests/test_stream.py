@@ -1,5 +1,7 @@
 """Slices, gates and loops keep the numbers: tiny windows force chunks, tails, and several leaves in flight."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,10 @@ import jax_offload as jo
 from jax_offload import _loop
 
 HOST = "pinned_host"
+# XLA's passes are those of any program; only LLVM does less, and compiles in half the time.
+jit = functools.partial(
+    jax.jit, compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+)
 
 
 def parameters(dtype=jnp.float32):
@@ -59,9 +65,9 @@ def test_one_update_equals_resident_whatever_the_window(name, window, dtype):
     tx = jo.offload(inner, min_bytes=0, window=window)
     resident = inner.init(params)
     for _ in range(2):
-        _, resident = jax.jit(inner.update)(gradients(params), resident, params)
-    expected = jax.jit(inner.update)(gradients(params), resident, params)
-    result = jax.jit(tx.update)(gradients(params), jo.to_host(tx, resident, params), params)
+        _, resident = jit(inner.update)(gradients(params), resident, params)
+    expected = jit(inner.update)(gradients(params), resident, params)
+    result = jit(tx.update)(gradients(params), jo.to_host(tx, resident, params), params)
     # schedule_free's updates are new minus old parameters: their rounding is that of the parameters
     scales = [float(jnp.linalg.norm(p.ravel())) if name == "schedule_free" else 0.0 for p in jax.tree.leaves(params)]
     scales += [0.0] * len(jax.tree.leaves(resident))
@@ -80,10 +86,10 @@ def test_chunks_of_a_state_that_was_placed_otherwise(before):
     expected = None
     for fraction in (0.4, 1.0):
         tx = jo.offload(OPTIMIZERS["adamw"], min_bytes=0, window=500, fraction=fraction)
-        result = jax.jit(tx.update)(gradients(params), other.init(params), params)
+        result = jit(tx.update)(gradients(params), other.init(params), params)
         where = [leaf.host for leaf in jo.placement(tx, params).leaves]
         assert [x.sharding.memory_kind == HOST for x in jax.tree.leaves(result[1])] == where
-        expected = expected or jax.jit(OPTIMIZERS["adamw"].update)(
+        expected = expected or jit(OPTIMIZERS["adamw"].update)(
             gradients(params), OPTIMIZERS["adamw"].init(params), params
         )
         jax.tree.map(lambda a, b: close(a, b, a.dtype), result, expected)
@@ -99,7 +105,7 @@ def test_fifty_donated_steps_follow_the_resident_run(name):
             updates, state = tx.update(grads, state, params)
             return optax.apply_updates(params, updates), state, loss
 
-        step = jax.jit(step, donate_argnums=(0, 1))
+        step = jit(step, donate_argnums=(0, 1))
         params, seen = parameters(), []
         state = tx.init(params)
         for _ in range(50):
@@ -146,8 +152,8 @@ def test_update_params_is_update_and_apply_updates(name, outside):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    expected = jax.jit(two_steps)(grads, state, params)
-    result = jax.jit(lambda g, s, p: jo.update_params(tx, g, s, p))(grads, state, params)
+    expected = jit(two_steps)(grads, state, params)
+    result = jit(lambda g, s, p: jo.update_params(tx, g, s, p))(grads, state, params)
     for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
         assert (a.shape, a.dtype, a.sharding.memory_kind) == (b.shape, b.dtype, b.sharding.memory_kind)
         close(a, b, jnp.bfloat16)
@@ -157,8 +163,8 @@ def test_vmap_falls_back_to_whole_leaves():
     params = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), parameters())
     inner = optax.adamw(1e-2)
     tx = jo.offload(inner, min_bytes=0, window=500)
-    result = jax.jit(jax.vmap(tx.update))(params, jax.vmap(tx.init)(params), params)
-    expected = jax.jit(jax.vmap(inner.update))(params, jax.vmap(inner.init)(params), params)
+    result = jit(jax.vmap(tx.update))(params, jax.vmap(tx.init)(params), params)
+    expected = jit(jax.vmap(inner.update))(params, jax.vmap(inner.init)(params), params)
     jax.tree.map(lambda a, b: close(a, b, a.dtype), result, expected)
 
 
@@ -172,6 +178,6 @@ def test_grad_through_update(window):
             updates, _ = tx.update(grads, state, params)
             return sum((u**3).sum() for u in jax.tree.leaves(updates))
 
-        return jax.jit(jax.grad(f))(gradients(params))
+        return jit(jax.grad(f))(gradients(params))
 
     jax.tree.map(lambda a, b: close(a, b, a.dtype), value(tx, tx.init(params)), value(inner, inner.init(params)))

@@ -39,7 +39,7 @@ def test_a_huge_embedding_and_four_layers(target):
     assert m.host_temp == 0
 
 
-@pytest.mark.parametrize("moments", ["bfloat16", "float32"])
+@pytest.mark.parametrize("moments", [pytest.param("bfloat16", marks=pytest.mark.long), "float32"])
 def test_a_transformer(moments, monkeypatch):
     """GPT 1.3B: embeddings, stacked blocks, norms; bfloat16 parameters, 8192 tokens, clipping inside.
 
