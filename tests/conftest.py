@@ -37,5 +37,5 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_report_header(config):
     if not config.getoption("--everything"):
-        return "a part: optimizers eagerly, half of the fractions, optax's repetitions for other dtypes (--everything: all)"
+        return "left out: every optimizer eagerly, a fraction, optax's repetitions for other dtypes (--everything: all)"
     return None

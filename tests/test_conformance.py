@@ -7,7 +7,7 @@ import pytest
 from tests.conformance.run import MOST, SUBSET, count_on_host, differing, failed, run
 
 
-@pytest.mark.parametrize("column", ["offload", "offload-inside"])
+@pytest.mark.parametrize("column", ["offload", pytest.param("offload-inside", marks=pytest.mark.long)])
 def test_what_passes_with_plain_optax_passes_offloaded(column, request):
     jobs = os.cpu_count() or 1
     option = request.config.getoption

