@@ -27,6 +27,11 @@ class Program:
 def trace(fun: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
     """``fun``'s program for the types of ``args``, and the structure of its result."""
     closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+    return _without_round_trips(flat(closed)), jax.tree.structure(shapes)
+
+
+def flat(closed: Any) -> Program:
+    """A closed jaxpr as a program."""
     eqns: list[Any] = []
     consts: list[Any] = list(closed.consts)
     const_vars: list[Var] = list(closed.jaxpr.constvars)
@@ -54,8 +59,7 @@ def trace(fun: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
         return [read(v) for v in jaxpr.outvars]
 
     outputs = walk(closed.jaxpr, {}, False)
-    program = Program([*const_vars, *closed.jaxpr.invars], outputs, eqns, consts, closed.jaxpr.debug_info)
-    return _without_round_trips(program), jax.tree.structure(shapes)
+    return Program([*const_vars, *closed.jaxpr.invars], outputs, eqns, consts, closed.jaxpr.debug_info)
 
 
 def births(values: Sequence[Any]) -> list[int] | None:

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import optax
 
+from jax_offload._branches import numbers_ahead
 from jax_offload._placement import Order, ranks
 from jax_offload._stream import stream
 from jax_offload._trace import births, trace
@@ -71,7 +72,7 @@ def streamed(
     in_order = ranks(state, updates if params is None else params, order, made)
     rank = {starts[1] + k: place for k, place in enumerate(in_order)}
     results = stream(
-        program,
+        numbers_ahead(program),
         [leaves[i] for i in arrays],
         gradients={position[i] for i in range(starts[1]) if i in position},
         reuse=reuse,

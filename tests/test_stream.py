@@ -36,6 +36,10 @@ OPTIMIZERS = {
     "momentum": optax.sgd(1e-2, momentum=0.9),
     "MultiSteps": optax.MultiSteps(optax.adamw(1e-2), 2).gradient_transformation(),
     "apply_if_finite": optax.apply_if_finite(optax.adamw(1e-2), 3),
+    "apply_if_finite of clip": optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)), 3),
+    "MultiSteps that skips": optax.MultiSteps(
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)), 2, should_skip_update_fn=optax.skip_not_finite
+    ).gradient_transformation(),
     "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
     "lamb": optax.lamb(1e-2),
     "schedule_free": optax.contrib.schedule_free_adamw(1e-2),
@@ -75,9 +79,7 @@ def test_one_update_equals_resident_whatever_the_window(name, window, dtype):
     result = jit(tx.update)(gradients(params), jo.to_host(tx, resident, params), params)
     # schedule_free's updates are new minus old parameters: their rounding is that of the parameters
     scales = [float(jnp.linalg.norm(p.ravel())) if name == "schedule_free" else 0.0 for p in jax.tree.leaves(params)]
-    if (
-        name == "lamb"
-    ):  # the resident norm, one long sum, is off by 1.4e-6 itself; ours by less than 1e-7
+    if name == "lamb":  # the resident norm, one long sum, is off by 1.4e-6 itself; ours by less than 1e-7
         scales = [3 * float(jnp.linalg.norm(u.ravel())) for u in jax.tree.leaves(expected[0])]
     scales += [0.0] * len(jax.tree.leaves(resident))
     for a, b, scale in zip(jax.tree.leaves(result), jax.tree.leaves(expected), scales, strict=True):
@@ -104,7 +106,7 @@ def test_chunks_of_a_state_that_was_placed_otherwise(before):
         jax.tree.map(lambda a, b: close(a, b, a.dtype), result, expected)
 
 
-@pytest.mark.parametrize("name", ["adamw", "clip", "MultiSteps", "apply_if_finite", "lion"])
+@pytest.mark.parametrize("name", ["adamw", "clip", "MultiSteps", "apply_if_finite of clip", "lion"])
 def test_fifty_donated_steps_follow_the_resident_run(name):
     inner = OPTIMIZERS[name]
 
@@ -132,8 +134,11 @@ def loops(fun, *args):
 
 @pytest.mark.parametrize(
     ("name", "chunked"),
-    [("adamw", 3), ("lion", 3), ("momentum", 3), ("lamb", 9), ("clip", 3), ("MultiSteps", 3), ("apply_if_finite", 3)],
-)
+    [
+        ("adamw", 3), ("lion", 3), ("momentum", 3), ("lamb", 9), ("clip", 3), ("MultiSteps", 3),
+        ("apply_if_finite of clip", 3), ("MultiSteps that skips", 6),
+    ],
+)  # fmt: skip
 def test_which_updates_are_independent_along_an_axis(name, chunked):
     """Adam keeps rows apart; so does LAMB once its norms are known, which take two loops of their own."""
     params = parameters()

@@ -12,6 +12,7 @@ from tests.aot.harness import H200, MIB, V5E, measure, mesh_for, require
 
 ADAMW = optax.adamw(1e-3)
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+SKIPPING = optax.MultiSteps(CLIPPED, 2, should_skip_update_fn=optax.skip_not_finite).gradient_transformation()
 
 
 @pytest.mark.parametrize(
@@ -80,6 +81,8 @@ def test_stacked_step_peaks_near_parameters_and_gradients(target, tx, at_most, o
         pytest.param(
             optax.MultiSteps(CLIPPED, 2).gradient_transformation(), 3700, 2, id="MultiSteps of clipping"
         ),  # 9224
+        pytest.param(optax.apply_if_finite(CLIPPED, 3), 3500, 1, id="apply_if_finite of clip"),  # 6496
+        pytest.param(SKIPPING, 5200, 2, id="MultiSteps that skips"),  # 9224
         pytest.param(optax.contrib.prodigy(1.0), 5000, 2, id="prodigy"),  # 9568
     ],
 )
