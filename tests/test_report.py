@@ -38,6 +38,16 @@ def test_reasons_and_repeated_loads():
     assert streams(optax.contrib.prodigy(1.0))[".params0['embed']"] == "32 chunks of axis 0"
 
 
+def test_a_norm_inside_of_a_branch_keeps_no_leaf_whole():
+    finite = optax.apply_if_finite(CLIPPED, 3)
+    assert streams(finite)[".inner_state[1][0].mu['embed']"] == "64 chunks of axis 0, 2 leaves together"
+    skip = optax.MultiSteps(CLIPPED, 2, should_skip_update_fn=optax.skip_not_finite).gradient_transformation()
+    table = streams(skip)
+    assert table[".inner_opt_state[1][0].mu['embed']"] == "128 chunks of axis 0, 3 leaves together"
+    in_norm, in_update = "32 chunks of axis 0", "128 chunks of axis 0, 3 leaves together"
+    assert table[".acc_grads['embed']"] == f"{in_norm}; then {in_update} (2 times)"
+
+
 def test_an_update_that_needs_arguments_says_so():
     tx = jo.offload(optax.contrib.momo(1e-2), min_bytes=0, window=2**16)
     table = jo.placement(tx, PARAMS)
