@@ -186,9 +186,13 @@ def _call(eqn: Any, dims: list[Dim], size: int, shape: tuple[int, ...], axis: in
     branches = [inner(b, dims[1:]) for b in eqn.params["branches"]]
     outs = [chunked_dims(jaxpr, d, *where) for jaxpr, d in branches]
     merged = []
-    for results in zip(*outs, strict=True):
-        found = set(results)
-        if len(found) > 1:
+    for k, results in enumerate(zip(*outs, strict=True)):
+        # nothing is what a chunk adds in a branch that returns 0
+        nothing = [
+            dim is None and _is_zero(jaxpr.outvars[k]) for dim, (jaxpr, _) in zip(results, branches, strict=True)
+        ]
+        found = {dim for dim, zero in zip(results, nothing, strict=True) if not zero} or {None}
+        if len(found) > 1 or (any(nothing) and found - {Partial(lax.add), None}):
             raise Dependent("cond whose branches differ in what they chunk")
         merged.append(found.pop())
 
@@ -200,6 +204,10 @@ def _call(eqn: Any, dims: list[Dim], size: int, shape: tuple[int, ...], axis: in
         return jax.lax.switch(index, functions, *args)
 
     return merged, run
+
+
+def _is_zero(v: Any) -> bool:
+    return isinstance(v, jex.Literal) and v.aval.shape == () and v.val == 0
 
 
 def _dot_general(numbers: Any, dims: list[Any], ins: list[Any]) -> list[Dim]:

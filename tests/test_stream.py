@@ -136,7 +136,7 @@ def loops(fun, *args):
     ("name", "chunked"),
     [
         ("adamw", 3), ("lion", 3), ("momentum", 3), ("lamb", 9), ("clip", 3), ("MultiSteps", 3),
-        ("apply_if_finite of clip", 3), ("MultiSteps that skips", 3),
+        ("apply_if_finite of clip", 3), ("MultiSteps that skips", 6),
     ],
 )  # fmt: skip
 def test_which_updates_are_independent_along_an_axis(name, chunked):
