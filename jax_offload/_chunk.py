@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 
@@ -188,9 +189,7 @@ def _call(eqn: Any, dims: list[Dim], size: int, shape: tuple[int, ...], axis: in
     merged = []
     for k, results in enumerate(zip(*outs, strict=True)):
         # nothing is what a chunk adds in a branch that returns 0
-        nothing = [
-            dim is None and _is_zero(jaxpr.outvars[k]) for dim, (jaxpr, _) in zip(results, branches, strict=True)
-        ]
+        nothing = [_is_zero(jaxpr.outvars[k]) for jaxpr, _ in branches]
         found = {dim for dim, zero in zip(results, nothing, strict=True) if not zero} or {None}
         if len(found) > 1 or (any(nothing) and found - {Partial(lax.add), None}):
             raise Dependent("cond whose branches differ in what they chunk")
@@ -207,7 +206,7 @@ def _call(eqn: Any, dims: list[Dim], size: int, shape: tuple[int, ...], axis: in
 
 
 def _is_zero(v: Any) -> bool:
-    return isinstance(v, jex.Literal) and v.aval.shape == () and v.val == 0
+    return isinstance(v, jex.Literal) and np.ndim(v.val) == 0 and v.val == 0
 
 
 def _dot_general(numbers: Any, dims: list[Any], ins: list[Any]) -> list[Dim]:
