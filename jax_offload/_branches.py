@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Sequence, Set
 from typing import Any
 
+import jax
 import jax.extend.core as jex
 import numpy as np
 from jax.interpreters import partial_eval as pe
@@ -87,7 +88,7 @@ def _numbers(program: Program, given: Set[Var]) -> list[Var]:
             env.update(zip(eqn.outvars, forward(eqn, env), strict=True))
         operands = [v for v in eqn.invars if not isinstance(v, jex.Literal)]
         (number, *others) = eqn.outvars
-        if others or number.aval.shape != () or (not arrays[number] and not loaded[number]):
+        if others or not _is_number(number.aval) or (not arrays[number] and not loaded[number]):
             used.update(operands)
         elif not loaded[number]:
             made.append(number)
@@ -101,6 +102,10 @@ def _numbers(program: Program, given: Set[Var]) -> list[Var]:
             wholes[number] = 1
             made.append(number)
     return [v for v in made if v in used]
+
+
+def _is_number(aval: Any) -> bool:
+    return aval.shape == () and not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)  # keys are not
 
 
 def _closed(like: Any, inputs: list[Var], eqns: list[Any], outputs: list[Any]) -> Any:
