@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import partial_eval as pe
 
@@ -105,7 +106,7 @@ def _numbers(program: Program, given: Set[Var]) -> list[Var]:
 
 
 def _is_number(aval: Any) -> bool:
-    return aval.shape == () and not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)  # keys are not
+    return aval.shape == () and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)  # keys are not
 
 
 def _closed(like: Any, inputs: list[Var], eqns: list[Any], outputs: list[Any]) -> Any:
