@@ -22,18 +22,20 @@ from jax_offload._dataflow import Slice
 from jax_offload._edges import Core, core
 from jax_offload._memory import is_host_aval, to_device, to_host
 from jax_offload._placement import nbytes
+from jax_offload._sharding import Axes
 from jax_offload._trace import Var
 
 Chunk = tuple[Any, int]  # its first row, which may be traced, and its number of rows
 
 
-def in_chunks(s: Slice, reuse: Mapping[Var, Var], window: int) -> Slice:
+def in_chunks(s: Slice, reuse: Mapping[Var, Var], window: int, fixed: Mapping[Var, Axes]) -> Slice:
     """``s`` as a loop in which at most ``window`` bytes of host leaves are in flight, or as it is, saying why.
 
     Args:
       s: the slice.
       reuse: result -> operand of the same type whose buffer it may take, because it is the next value of it.
       window: bytes.
+      fixed: operand -> axes that are sharded, along which a chunk would have to be gathered.
     """
     if not all(v in reuse and is_host_aval(reuse[v].aval) for v in s.stores):
         return _whole(s, "it moves to the host in this step")  # no host buffer yet to write its rows into
@@ -50,6 +52,9 @@ def in_chunks(s: Slice, reuse: Mapping[Var, Var], window: int) -> Slice:
             continue  # a tile that is larger than the window
         if any(d is None for v, d in zip(s.inputs, dims, strict=True) if is_host_aval(v.aval)):
             why = "leaves of different shapes depend on each other"
+            continue
+        if any(d is not None and d.dim in fixed.get(v, ()) for v, d in zip(s.inputs, dims, strict=True)):
+            why = f"axis {axis} is sharded"
             continue
         try:
             out_dims = chunked_dims(inner.jaxpr, dims, size, lead.shape, axis)

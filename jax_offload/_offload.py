@@ -10,9 +10,10 @@ import optax
 from jax.core import Tracer
 
 from jax_offload import _memory
-from jax_offload._placement import Leaf, Order, Policy, Select, note, place
+from jax_offload._placement import Leaf, Order, Policy, Select, is_whole, note, place
+from jax_offload._sharding import Sharded, sharded_axes
 from jax_offload._state import abstract_state
-from jax_offload._update import is_array, streamed
+from jax_offload._update import Options, is_array, streamed
 
 DEFAULT_MIN_BYTES = 2**16  # below this a transfer costs the link its latency (about 10 us) rather than its bytes
 
@@ -22,7 +23,7 @@ class Offloaded(optax.GradientTransformationExtraArgs):
 
 
 def offload(
-    inner: optax.GradientTransformation,
+    inner: optax.GradientTransformation | optax.MultiSteps,
     *,
     fraction: Any = 1.0,
     select: Select = None,
@@ -36,7 +37,7 @@ def offload(
     ``inner``, on the device. ``init`` and ``update`` have optax's signatures; extra arguments are passed on.
 
     Args:
-      inner: any optax transformation.
+      inner: any optax transformation, or an ``optax.MultiSteps``.
       fraction: share of the eligible state, in bytes over all devices, that lives on the host: a float in [0, 1],
         or a pytree prefix of the parameters with a float per subtree. Leaves are taken in the order of the backward
         pass, up to where the error is smallest. 0 returns ``inner`` itself.
@@ -64,16 +65,21 @@ def offload(
     """
     if isinstance(inner, Offloaded):
         raise TypeError("inner: is an offload(...) already; wrap an optimizer once.")
+    if isinstance(inner, optax.MultiSteps):
+        inner = inner.gradient_transformation()
     if not isinstance(inner, optax.GradientTransformation):
         raise TypeError(f"inner: expected an optax.GradientTransformation, got {inner!r}.")
-    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window <= 0):
-        raise ValueError(f"window: expected a number of bytes > 0, or None; got {window!r}.")
+    if window is not None and (not is_whole(window) or window <= 0):
+        raise ValueError(f"window: expected a number of bytes > 0, an int, or None; got {window!r}.")
     policy = Policy(fraction, select, min_bytes, order)
     if isinstance(fraction, (int, float)) and fraction == 0:
         return inner  # pyright: ignore[reportReturnType]
     inner = optax.with_extra_args_support(inner)
+    sharded: Sharded = {}
 
     def init_fn(params: optax.Params) -> optax.OptState:
+        sharded.update(sharded_axes(params))
+
         def create(params: Any) -> Any:
             state = inner.init(params)
             plan = place(policy, state, params)
@@ -106,7 +112,9 @@ def offload(
                 _check_tree(inner, state, like, None)
             return updates, _store(new_state, place(policy, new_state, like))
 
-        return streamed(recipe, (updates, state, params, extra_args), next_of=(0, 1), window=window, order=order)
+        return streamed(
+            recipe, (updates, state, params, extra_args), next_of=(0, 1), options=Options(window, order, sharded)
+        )
 
     return Offloaded(init_fn, update_fn)
 

@@ -68,10 +68,12 @@ class Policy:
                     "fraction: expected a float in [0, 1], or a pytree prefix of the parameters with one per "
                     f"subtree; got {self.fraction!r}. fraction=0.5 offloads half of the eligible bytes."
                 )
-        if isinstance(self.min_bytes, bool) or not isinstance(self.min_bytes, int) or self.min_bytes < 0:
-            raise ValueError(f"min_bytes: expected a number of bytes >= 0, got {self.min_bytes!r}.")
+        if not is_whole(self.min_bytes) or self.min_bytes < 0:
+            raise ValueError(f"min_bytes: expected a number of bytes >= 0, an int; got {self.min_bytes!r}.")
         if self.order is not None and (
-            isinstance(self.order, str) or not all(isinstance(rule, str) for rule in self.order)
+            not isinstance(self.order, Sequence)
+            or isinstance(self.order, str)
+            or not all(isinstance(rule, str) for rule in self.order)
         ):
             raise ValueError(
                 "order: expected regular expressions, in the order in which the gradients of what they match appear "
@@ -149,6 +151,11 @@ def nbytes(x: Any) -> int:
     """Bytes of an array or abstract value over all devices; 0 for what is not an array."""
     dtype = getattr(x, "dtype", None)
     return 0 if dtype is None else math.prod(np.shape(x)) * dtype.itemsize
+
+
+def is_whole(x: Any) -> bool:
+    """Whether ``x`` is a whole number, numpy's included."""
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
 
 
 def _stays(x: Any, min_bytes: int) -> str:
@@ -235,7 +242,10 @@ def _selector(select: Select, params: Any, named: list[tuple[str, Any]]) -> Call
 
 def _matches(argument: str, rules: Sequence[str], names: Sequence[str]) -> list[set[int]]:
     """For each rule the numbers of the parameters whose path it is found in."""
-    hits = [{i for i, name in enumerate(names) if re.search(rule, name)} for rule in rules]
+    try:
+        hits = [{i for i, name in enumerate(names) if re.search(rule, name)} for rule in rules]
+    except re.error as error:
+        raise ValueError(f"{argument}: {error.pattern!r} is not a regular expression: {error}.") from error
     if not all(hits):
         unused = [rule for rule, hit in zip(rules, hits, strict=True) if not hit]
         raise ValueError(

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jax_offload import _memory
 from jax_offload._placement import Leaf, noting, owners, unmanaged
+from jax_offload._sharding import known
 from jax_offload._stream import Load, loads_of_updates
 
 
@@ -71,7 +72,10 @@ def placement(tx: optax.GradientTransformation, params: Any, **extra_args: Any) 
     """
     leaves, _ = _traced_init(tx, params)
     streams, unknown = _streams(tx, params, extra_args)
-    rows = (dataclasses.replace(leaf, streams=text) for (leaf, _), text in zip(leaves, streams, strict=True))
+    rows = []
+    for (leaf, _), text in zip(leaves, streams, strict=True):
+        hidden = leaf.host and not text and not unknown
+        rows.append(dataclasses.replace(leaf, streams="in a branch or a loop around offload" if hidden else text))
     return Placement(tuple(rows), unknown)
 
 
@@ -90,8 +94,15 @@ def _streams(tx: optax.GradientTransformation, params: Any, extra_args: Any) -> 
                 if x in index:  # not in a cond or a loop of a wrapper around offload
                     index[x].append(load)
 
+    leaves, treedef = jax.tree.flatten(extra_args)
+    arrays = [k for k, x in enumerate(leaves) if hasattr(x, "dtype")]  # the others, functions say, stay as they are
+
+    def with_arrays(params: Any, values: list[Any]) -> None:
+        filled = dict(enumerate(leaves)) | dict(zip(arrays, values, strict=True))
+        update(params, jax.tree.unflatten(treedef, filled.values()))
+
     try:
-        jax.make_jaxpr(update)(params, extra_args)
+        jax.make_jaxpr(with_arrays)(params, [leaves[k] for k in arrays])
     except Exception as error:
         state = jax.eval_shape(tx.init, params)
         return [""] * len(jax.tree.leaves(state)), f"update raises {type(error).__name__}: {str(error).splitlines()[0]}"
@@ -100,7 +111,8 @@ def _streams(tx: optax.GradientTransformation, params: Any, extra_args: Any) -> 
 
 def _in_words(loads: list[Load]) -> str:
     parts = [load.how + (f", {len(load.ids)} leaves together" if len(load.ids) > 1 else "") for load in loads]
-    return "; then ".join(dict.fromkeys(parts)) + (f" ({len(parts)} times)" if len(parts) > 1 else "")
+    repeated = len(parts) > 1 and len(set(parts)) == 1
+    return f"{parts[0]} ({len(parts)} times)" if repeated else "; then ".join(parts)
 
 
 def abstract_state(tx: optax.GradientTransformation, params: Any) -> Any:
@@ -161,6 +173,13 @@ def to_host(tx: optax.GradientTransformation, state: Any, params: Any = None) ->
     params = _params_like(tx, state) if params is None else params
     leaves, treedef = _traced_init(tx, params)
     got, got_tree = jax.tree.flatten(state)
+    types = [(np.shape(x), getattr(x, "dtype", None)) for x in got]
+    if got_tree == treedef and types != [(aval.shape, aval.dtype) for _, aval in leaves]:
+        raise ValueError(
+            "state: its shapes or dtypes are not those that tx.init gives for these parameters. If params were left "
+            "out, the moments are not like the parameters (factored, or of another dtype): pass to_host(tx, state, "
+            "params)."
+        )
     if got_tree != treedef:
         raise ValueError(
             f"state: not the tree that tx.init gives.\n  got      {got_tree}\n  expected {treedef}\n"
@@ -182,7 +201,7 @@ def _traced_init(tx: optax.GradientTransformation, params: Any) -> tuple[list[tu
         found.extend((path, rows.get(id(x))) for path, x in with_paths)
         return state
 
-    with noting() as rows:
+    with noting() as rows, known(params):
         closed, shapes = jax.make_jaxpr(init, return_shape=True)(params)
     owner = owners([path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]])
     leaves = []

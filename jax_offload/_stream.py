@@ -21,8 +21,9 @@ from jax.core import Tracer
 
 from jax_offload._dataflow import Pass, Slice, cut, joined, largest_load
 from jax_offload._loop import in_chunks
-from jax_offload._memory import is_host_aval
+from jax_offload._memory import is_host_aval, on_host, to_host
 from jax_offload._placement import nbytes
+from jax_offload._sharding import Axes, explicit_axes
 from jax_offload._trace import Program, Var
 
 # A slice of up to 256 MiB, or a 32nd of the state, is loaded whole, and the window has room for two. Larger ones go
@@ -60,6 +61,7 @@ def stream(
     reuse: Mapping[int, int],
     rank: Callable[[int], int],
     window: int | None,
+    sharded: Mapping[int, Axes],
 ) -> list[Any]:
     """Runs a traced update slice by slice; returns its results.
 
@@ -69,6 +71,7 @@ def stream(
       gradients: positions in ``args`` of the incoming updates, which gate the loads.
       reuse: position of a result -> position of the argument that it is the next value of.
       rank: position in ``args`` of a host leaf -> its place in the order of the backward pass.
+      sharded: position in ``args`` of a host leaf -> the axes along which it is sharded.
       window: bytes of host leaves on the device at a time. ``None``: two of the largest slice, the least with which
         one loads while another is updated; but where a slice is larger than 256 MiB and a 32nd of the state, that.
     """
@@ -80,7 +83,8 @@ def stream(
         for i, j in reuse.items()
         if not isinstance(program.outputs[i], jex.Literal)
     }
-    passes, window = plan(program, next_of, window)
+    fixed = {v: explicit_axes(v.aval) | sharded.get(i, frozenset()) for v, i in position.items()}
+    passes, window = plan(program, next_of, window, fixed)
     tracing = any(isinstance(x, Tracer) for x in env.values())
     before: list[Var] = []  # what the loads of a pass wait for
     for each in passes:
@@ -97,7 +101,9 @@ def stream(
     return [_array(v) if isinstance(v, jex.Literal) else env[v] for v in program.outputs]
 
 
-def plan(program: Program, next_of: Mapping[Var, Var], window: int | None) -> tuple[list[Pass], int]:
+def plan(
+    program: Program, next_of: Mapping[Var, Var], window: int | None, fixed: Mapping[Var, Axes]
+) -> tuple[list[Pass], int]:
     """The slices, those that are larger than the window in chunks if that can be, and the window.
 
     One pass if that is enough, and a second one, ahead, for numbers that need the state, if that lowers what is on the
@@ -110,7 +116,12 @@ def plan(program: Program, next_of: Mapping[Var, Var], window: int | None) -> tu
         passes = cut(program, numbers_apart)
         largest = largest_load(passes)
         size = window or (2 * largest if largest <= default else default)
-        passes = [dataclasses.replace(p, slices=_fitted(p.slices, next_of, size)) for p in passes]
+        passes = [
+            dataclasses.replace(
+                p, slices=_fitted(p.slices, lambda s, size=size: in_chunks(s, next_of, size, fixed), size)
+            )
+            for p in passes
+        ]
         at_once = max((size if s.in_chunks else s.loaded_bytes for p in passes for s in p.slices), default=0)
         if best is None or at_once < best[0]:
             best = at_once, passes, size
@@ -120,7 +131,7 @@ def plan(program: Program, next_of: Mapping[Var, Var], window: int | None) -> tu
     return best[1], best[2]
 
 
-def _fitted(slices: list[Slice], next_of: Mapping[Var, Var], window: int) -> list[Slice]:
+def _fitted(slices: list[Slice], chunked_by: Callable[[Slice], Slice], window: int) -> list[Slice]:
     """The slices, those that are larger than the window in chunks if that can be.
 
     A loop over one host leaf uses one direction of the link at a time, because nothing can be read from a buffer while
@@ -129,19 +140,19 @@ def _fitted(slices: list[Slice], next_of: Mapping[Var, Var], window: int) -> lis
     fitted: list[Slice] = []
     shared: dict[int, Slice] = {}  # number of rows -> leaves that share a loop
     for s in slices:
-        chunked = in_chunks(s, next_of, window) if s.loaded_bytes > window else s
+        chunked = chunked_by(s) if s.loaded_bytes > window else s
         if not chunked.in_chunks or (len(s.loads), len(s.stores)) != (1, 1):
             fitted.append(chunked)
             continue
         rows = s.loads[0].aval.shape[0]
         if (others := shared.get(rows)) is not None:
             together = joined(others, s)
-            if together.loaded_bytes <= rows * (window // 2) and in_chunks(together, next_of, window).in_chunks:
+            if together.loaded_bytes <= rows * (window // 2) and chunked_by(together).in_chunks:
                 shared[rows] = together
                 continue
-            fitted.append(in_chunks(others, next_of, window))
+            fitted.append(chunked_by(others))
         shared[rows] = s
-    return fitted + [in_chunks(s, next_of, window) for s in shared.values()]
+    return fitted + [chunked_by(s) for s in shared.values()]
 
 
 def _array(literal: Any) -> jax.Array:
@@ -190,4 +201,16 @@ def _run(s: Slice, env: dict[Var, Any]) -> None:
 def _gate(env: dict[Var, Any], held: Sequence[Var], waits_for: Sequence[Var]) -> None:
     if waits_for:
         names = [*held, *waits_for]
-        env.update(zip(names, jax.lax.optimization_barrier([env[v] for v in names]), strict=True))
+        env.update(zip(names, _together([env[v] for v in names]), strict=True))
+
+
+@jax.custom_jvp
+def _together(values: list[Any]) -> list[Any]:
+    """A gate. Tangents pass it one by one: those that are zero are made on the device, also of host leaves."""
+    return jax.lax.optimization_barrier(values)
+
+
+@_together.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    (values,), (tangents,) = primals, tangents
+    return _together(values), [to_host(t) if on_host(x) else t for x, t in zip(values, tangents, strict=True)]

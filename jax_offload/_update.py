@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import dataclasses
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
@@ -10,15 +11,27 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax.tree_util import keystr
 
 from jax_offload._branches import numbers_ahead
-from jax_offload._placement import Order, ranks
+from jax_offload._placement import Order, owners, ranks
+from jax_offload._sharding import Axes, Sharded
 from jax_offload._stream import stream
 from jax_offload._trace import births, trace
 
-# While a recipe is traced, every offload inside it is a recipe too, and says here with which window and order: the
-# whole is then cut and streamed at once.
-_INSIDE: contextvars.ContextVar[list[tuple[int | None, Order]] | None] = contextvars.ContextVar("inside", default=None)
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What ``offload`` was told, and has seen, about streaming."""
+
+    window: int | None = None
+    order: Order = None
+    sharded: Sharded = dataclasses.field(default_factory=dict)
+
+
+# While a recipe is traced, every offload inside it is a recipe too, and leaves its options here: the whole is then cut
+# and streamed at once.
+_INSIDE: contextvars.ContextVar[list[Options] | None] = contextvars.ContextVar("inside", default=None)
 
 
 def streamed(
@@ -26,8 +39,7 @@ def streamed(
     args: tuple[Any, ...],
     *,
     next_of: tuple[int, ...],
-    window: int | None = None,
-    order: Order = None,
+    options: Options,
 ) -> Any:
     """``recipe(*args)``, with host leaves loaded, used and stored slice by slice.
 
@@ -35,10 +47,10 @@ def streamed(
       recipe: a function of (updates, state, params, extra arguments).
       args: its arguments; what is not an array in them becomes part of the program.
       next_of: for each tree that the recipe returns, the number of the argument that it is the next value of.
-      window, order: as in ``offload``.
+      options: of the ``offload`` whose recipe it is.
     """
     if (outer := _INSIDE.get()) is not None:
-        outer.append((window, order))
+        outer.append(options)
         return recipe(*args)
     leaves, treedef = jax.tree.flatten(args)
     arrays = [i for i, x in enumerate(leaves) if is_array(x)]
@@ -49,14 +61,15 @@ def streamed(
             filled[i] = value
         return recipe(*jax.tree.unflatten(treedef, filled))
 
-    inside: list[tuple[int | None, Order]] = []
+    inside: list[Options] = [options]
     token = _INSIDE.set(inside)
     try:
         program, out_tree = trace(on_arrays, *(leaves[i] for i in arrays))
     finally:
         _INSIDE.reset(token)
-    window = window or max((w or 0 for w, _ in inside), default=0) or None
-    order = order or next((rules for _, rules in inside if rules), None)
+    window = max(each.window or 0 for each in inside) or None
+    order = next((each.order for each in inside if each.order), None)
+    sharded = {path: axes for each in inside for path, axes in each.sharded.items()}
 
     updates, state, params, *_ = args
     trees = treedef.children()
@@ -69,7 +82,8 @@ def streamed(
                 reuse[result + k] = position[starts[argument] + k]
         result += tree.num_leaves
     made = births(jax.tree.leaves(updates))
-    in_order = ranks(state, updates if params is None else params, order, made)
+    like = updates if params is None else params
+    in_order = ranks(state, like, order, made)
     rank = {starts[1] + k: place for k, place in enumerate(in_order)}
     results = stream(
         numbers_ahead(program),
@@ -78,8 +92,24 @@ def streamed(
         reuse=reuse,
         rank=lambda k: rank.get(arrays[k], -1),
         window=window,
+        sharded={
+            position[starts[1] + k]: axes for k, axes in _of_leaves(sharded, state, like) if starts[1] + k in position
+        },
     )
     return jax.tree.unflatten(out_tree, results)
+
+
+def _of_leaves(sharded: Sharded, state: Any, params: Any) -> list[tuple[int, Axes]]:
+    """The sharded axes of the state leaves: of those that have their parameter's shape."""
+    if not sharded:
+        return []
+    flat = jax.tree_util.tree_flatten_with_path(params)[0]
+    owner, found = owners([path for path, _ in flat]), []
+    for k, (path, x) in enumerate(jax.tree_util.tree_flatten_with_path(state)[0]):
+        i = owner(path)
+        if i is not None and np.shape(x) == np.shape(flat[i][1]):
+            found.append((k, sharded.get(keystr(flat[i][0]), frozenset())))
+    return found
 
 
 def update_params(
@@ -110,7 +140,7 @@ def update_params(
         updates, state = tx.update(grads, state, params, **extra_args)
         return optax.apply_updates(params, updates), state
 
-    return streamed(recipe, (grads, state, params, extra_args), next_of=(2, 1))
+    return streamed(recipe, (grads, state, params, extra_args), next_of=(2, 1), options=Options())
 
 
 def is_array(x: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -45,7 +46,7 @@ def test_a_norm_inside_of_a_branch_keeps_no_leaf_whole():
     table = streams(skip)
     assert table[".inner_opt_state[1][0].mu['embed']"] == "128 chunks of axis 0, 3 leaves together"
     in_norm, in_update = "32 chunks of axis 0", "128 chunks of axis 0, 3 leaves together"
-    assert table[".acc_grads['embed']"] == f"{in_norm}; then {in_update} (2 times)"
+    assert table[".acc_grads['embed']"] == f"{in_norm}; then {in_update}"
 
 
 def test_an_update_that_needs_arguments_says_so():
@@ -136,3 +137,39 @@ def test_order_that_matches_nothing_names_the_rule_and_the_paths():
         lambda x: x,
         jax.eval_shape(optax.adam(1e-3).init, PARAMS),
     )
+
+
+AXES = jax.sharding.AxisType
+
+
+@pytest.mark.parametrize("axes", [AXES.Auto, AXES.Explicit])
+@pytest.mark.parametrize(("spec", "how"), [(("d",), "chunks of axis 1"), ((None, "d"), "chunks of axis 0")])
+def test_a_leaf_is_not_cut_along_a_sharded_axis(axes, spec, how):
+    """There, every device would gather the whole leaf."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(axes,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+    with jax.set_mesh(mesh):
+        params = jax.device_put({"w": jnp.ones((8, 64, 64))}, sharding)
+        inner = optax.adamw(1e-3)
+        tx = jo.offload(inner, min_bytes=0, window=2**17)
+        state = tx.init(params)
+        assert how in jo.placement(tx, params).leaves[1].streams
+        step = jax.jit(
+            tx.update, out_shardings=(jax.tree.map(lambda p: p.sharding, params), jo.state_shardings(tx, params))
+        )
+        compiled = step.lower(params, state, params).compile()
+        assert "all-gather" not in compiled.as_text() and "all-reduce" not in compiled.as_text()
+        updates, state = compiled(params, state, params)
+        expected, _ = inner.update(params, inner.init(params), params)
+    np.testing.assert_allclose(updates["w"], expected["w"], rtol=1e-6)
+    assert state[0].mu["w"].sharding.memory_kind == "pinned_host"
+    assert state[0].mu["w"].sharding.is_equivalent_to(sharding.with_memory_kind("pinned_host"), 3)
+
+
+def test_a_leaf_without_another_axis_is_loaded_whole():
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AXES.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
+    table = jo.placement(
+        jo.offload(optax.lion(1e-3), window=2**17), {"w": S((4096, 64), jnp.float32, sharding=sharding)}
+    )
+    assert table.leaves[1].streams == "whole: axis 0 is sharded"

@@ -77,7 +77,7 @@ def started(op: Op) -> Copy | None:
     (size, to_host), *_ = arrays(results)
     if not to_host:
         return Copy(True, size)
-    return Copy(False, max(size for size, host in arrays(operands) if not host))
+    return Copy(False, max((size for size, host in arrays(operands) if not host), default=0))
 
 
 def _trips(loop: Op, condition: list[Op]) -> int:
