@@ -200,7 +200,8 @@ def test_table_has_every_public_factory():
 
 
 # What an optimizer of the table is made of, and its variants, are for --everything.
-_DAILY = {n for n in TABLE if not n.startswith("scale_by_") and ":" not in n} | {"adafactor:factored", "MultiSteps:skip"}
+_DAILY = {name for name in TABLE if not name.startswith("scale_by_") and ":" not in name}
+_DAILY |= {"adafactor:factored", "MultiSteps:skip"}
 
 
 @pytest.mark.parametrize("name", [n if n in _DAILY else pytest.param(n, marks=pytest.mark.long) for n in TABLE])
