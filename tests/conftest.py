@@ -16,8 +16,8 @@ def pytest_addoption(parser):
     parser.addoption("--subset", action="store_true", help="a part of the long files (used for the oldest jax)")
 
 
-_LONG = {"test_trees.py": 4, "test_stream.py": 4, "test_examples.py": 4, "test_numbers.py": 12, "test_peak.py": 4}
-_LONG |= {"test_models.py": 2, "test_donation.py": 2}
+_LONG = {"test_trees.py": 6, "test_stream.py": 6, "test_examples.py": 4, "test_numbers.py": 16, "test_peak.py": 6}
+_LONG |= {"test_models.py": 2, "test_donation.py": 4}
 
 
 def pytest_collection_modifyitems(config, items):
