@@ -22,7 +22,7 @@ from jax_offload._dataflow import Slice
 from jax_offload._edges import Core, core
 from jax_offload._memory import is_host_aval, to_device, to_host
 from jax_offload._placement import nbytes
-from jax_offload._sharding import Axes
+from jax_offload._sharding import Axes, explicit_axes, explicit_spec
 from jax_offload._trace import Var
 
 Chunk = tuple[Any, int]  # its first row, which may be traced, and its number of rows
@@ -41,7 +41,7 @@ def in_chunks(s: Slice, reuse: Mapping[Var, Var], window: int, fixed: Mapping[Va
         return _whole(s, "it moves to the host in this step")  # no host buffer yet to write its rows into
     buffers = _buffers(s, reuse)
     if any(old is None and is_host_aval(v.aval) for v, old in zip(s.outputs, buffers, strict=True)):
-        return _whole(s, "its next value does not depend on it alone")
+        return _whole(s, "its next value is of another type, or not its own")
     inner, why = core(s), "it is smaller than a tile"
     lead = max((v.aval for v in s.loads), key=nbytes)
     for axis in range(max(1, lead.ndim - 1)):
@@ -109,6 +109,8 @@ def _buffers(s: Slice, reuse: Mapping[Var, Var]) -> list[Var | None]:
 
 
 def _same_type(a: Any, b: Any) -> bool:
+    if explicit_axes(a) | explicit_axes(b) and explicit_spec(a) != explicit_spec(b):
+        return False
     return (a.shape, a.dtype, is_host_aval(a)) == (b.shape, b.dtype, is_host_aval(b))
 
 
@@ -181,14 +183,10 @@ def _loop(
             return update(*exchange(results, new, at, then), *then)
 
         given = dict(zip(s.inputs, operands, strict=True))
-        results = [
-            given[old]
-            if old is not None
-            else None
-            if isinstance(dim, Partial)
-            else jnp.zeros(v.aval.shape, v.aval.dtype)
-            for v, old, dim in zip(s.outputs, buffers, out_dims, strict=True)
-        ]
+        results = [None if old is None else given[old] for old in buffers]
+        for k, (v, dim) in enumerate(zip(s.outputs, out_dims, strict=True)):
+            if results[k] is None and isinstance(dim, Rows):  # a sum over chunks starts with that of the first
+                results[k] = jnp.zeros(v.aval.shape, v.aval.dtype)
         whole, rest = divmod(size, rows)
         first = (whole * rows, rest) if rest else (0, rows)
         state: Any = update(results, {i: load(results, i, first) for i, _ in turns}, *first)

@@ -29,7 +29,7 @@ def sharded_axes(params: Any) -> Sharded:
     found: Sharded = {}
     for path, x in jax.tree_util.tree_flatten_with_path(params)[0]:
         sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
-        if sharding is not None and len(sharding.device_set) > 1:
+        if sharding is not None:
             shard = sharding.shard_shape(x.shape)
             found[keystr(path)] = frozenset(i for i, (n, m) in enumerate(zip(x.shape, shard, strict=True)) if n != m)
     return found
@@ -45,9 +45,14 @@ def known(params: Any) -> Iterator[None]:
         _SEEN.reset(token)
 
 
-def explicit_axes(aval: Any) -> Axes:
-    """The axes along which a type says that it is sharded."""
+def explicit_spec(aval: Any) -> tuple[Any, ...]:
+    """How a type says that it is sharded, axis by axis; empty where it does not say."""
     sharding = getattr(aval, "sharding", None)
     if sharding is None or sharding.mesh.empty or not sharding.mesh.explicit_axes:
-        return frozenset()
-    return frozenset(i for i, names in enumerate(sharding.spec) if names)
+        return ()
+    return tuple(sharding.spec)
+
+
+def explicit_axes(aval: Any) -> Axes:
+    """The axes along which a type says that it is sharded."""
+    return frozenset(i for i, names in enumerate(explicit_spec(aval)) if names)

@@ -163,7 +163,7 @@ def _array(literal: Any) -> jax.Array:
 def _run_gated(
     slices: Sequence[Slice], env: dict[Var, Any], gradients: Set[Var], window: int, before: Sequence[Var]
 ) -> None:
-    """Slice ``k`` loads once the gradient of its predecessor is there, and enough has been stored to make room."""
+    """A slice loads once there is room, and the gradient of the first slice that is still in the window."""
     sizes = [min(s.loaded_bytes, window) for s in slices]
     done = 0
     for k in range(len(slices)):
