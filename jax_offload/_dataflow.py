@@ -61,13 +61,11 @@ class Pass:
 
 
 def joined(a: Slice, b: Slice) -> Slice:
-    """Both slices as one."""
+    """Both slices as one. They have no effects: what has is not put into a loop."""
     inputs, outputs = (list(dict.fromkeys([*u, *v])) for u, v in ((a.inputs, b.inputs), (a.outputs, b.outputs)))
     made = {v for eqn in a.jaxpr.eqns for v in eqn.outvars}
-    # both may have made the same scale; an effect makes nothing, and must happen
-    eqns = [*a.jaxpr.eqns, *(e for e in b.jaxpr.eqns if not e.outvars or not made.issuperset(e.outvars))]
-    effects = a.jaxpr.effects | b.jaxpr.effects
-    jaxpr = jex.Jaxpr([], inputs, outputs, eqns, effects, a.jaxpr.debug_info)
+    eqns = [*a.jaxpr.eqns, *(eqn for eqn in b.jaxpr.eqns if not made.issuperset(eqn.outvars))]  # both may make a scale
+    jaxpr = jex.Jaxpr([], inputs, outputs, eqns, a.jaxpr.effects, a.jaxpr.debug_info)
     return Slice(inputs, outputs, jaxpr, jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ())))  # pyright: ignore
 
 

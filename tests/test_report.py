@@ -173,3 +173,26 @@ def test_a_leaf_without_another_axis_is_loaded_whole():
         jo.offload(optax.lion(1e-3), window=2**17), {"w": S((4096, 64), jnp.float32, sharding=sharding)}
     )
     assert table.leaves[1].streams == "whole: axis 0 is sharded"
+
+
+def test_explicit_shardings_of_a_state_that_is_about_to_follow_its_gradient():
+    """Without a mesh set, jax 0.12 does not shard what init makes: the new moments' rows do not fit the old buffers."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AXES.Explicit,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
+    params = {"w": S((8, 64, 64), jnp.float32, sharding=sharding)}
+    table = jo.placement(jo.offload(optax.adamw(1e-3), window=2**17), params)
+    assert not table.unknown
+    assert table.leaves[1].streams.startswith(("whole: its next value is of another type", "2 chunks of axis 1"))
+
+
+def test_functions_among_the_extra_arguments():
+    params = {"w": jnp.ones((8, 8))}
+    tx = jo.offload(optax.lbfgs(memory_size=2), min_bytes=0)
+    table = jo.placement(tx, params, value=1.0, grad=params, value_fn=lambda p: (p["w"] ** 2).sum())
+    assert not table.unknown
+    assert all(leaf.streams for leaf in table.leaves if leaf.host)
+
+
+def test_multi_steps_is_taken_as_it_is():
+    wrapper = optax.MultiSteps(CLIPPED, 2)
+    assert streams(wrapper) == streams(wrapper.gradient_transformation())

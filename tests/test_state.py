@@ -120,3 +120,16 @@ def test_a_checkpoint_restores_into_any_placement(tmp_path, saved, restored):
         back = checkpointer.restore(tmp_path / "state", jo.abstract_state(make(restored), p))
     equal(back, state)
     assert kinds(back) == kinds(make(restored).init(p))
+
+
+def test_to_host_without_params_refuses_to_guess():
+    """Moments of another dtype than the parameters tell the parameters' tree, and not their sizes."""
+    params = jax.device_put({"w": jnp.ones((256, 512)), "v": jnp.ones((128, 160))}, jax.devices()[0])
+    inner = optax.adam(1e-3, mu_dtype=jnp.bfloat16)
+    tx, resident = jo.offload(inner), inner.init(params)
+    with pytest.raises(ValueError, match=r"state: its shapes or dtypes .*pass to_host\(tx, state, params\)"):
+        jo.to_host(tx, resident)
+    moved = jo.to_host(tx, resident, params)
+    assert [x.sharding.memory_kind for x in jax.tree.leaves(moved)] == [
+        x.sharding.memory_kind for x in jax.tree.leaves(tx.init(params))
+    ]
