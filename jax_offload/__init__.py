@@ -6,9 +6,9 @@ from jax_offload._jit import jit as jit
 from jax_offload._offload import offload as offload
 from jax_offload._options import compiler_options as compiler_options
 from jax_offload._placement import Leaf as Leaf
-from jax_offload._state import Placement as Placement
+from jax_offload._report import Placement as Placement
+from jax_offload._report import placement as placement
 from jax_offload._state import abstract_state as abstract_state
-from jax_offload._state import placement as placement
 from jax_offload._state import state_shardings as state_shardings
 from jax_offload._state import to_device as to_device
 from jax_offload._state import to_host as to_host

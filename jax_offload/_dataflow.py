@@ -8,16 +8,19 @@ loads and stores of just these. No optimizer is known by name; whatever its equa
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Set
+import math
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import jax.extend.core as jex
 from jax.interpreters import partial_eval as pe
+from jax.sharding import NamedSharding
 
 from jax_offload._chunk import ELEMENTWISE
 from jax_offload._masks import Mask, backward, bits, forward, groups, union
 from jax_offload._memory import is_host_aval
 from jax_offload._placement import nbytes
+from jax_offload._sharding import Shards
 from jax_offload._trace import Program, Var
 
 
@@ -28,6 +31,7 @@ class Slice:
     Attributes:
       how: how its host leaves come to the device, in words.
       in_chunks: whether ``run`` is a loop that loads no more than a window at a time.
+      shards: of the program's inputs, how they are divided between devices.
     """
 
     inputs: list[Var]
@@ -36,6 +40,7 @@ class Slice:
     run: Callable[..., list[Any]]
     how: str = "whole"
     in_chunks: bool = False
+    shards: Mapping[Var, Shards] = dataclasses.field(default_factory=dict)
 
     @property
     def loads(self) -> list[Var]:
@@ -48,8 +53,16 @@ class Slice:
         return [v for v in self.outputs if is_host_aval(v.aval)]
 
     @property
+    def pins(self) -> dict[Var, NamedSharding]:
+        """The shardings that the trace says operands have, and gives results; with Explicit axes the types tell."""
+        eqns = [eqn for eqn in self.jaxpr.eqns if eqn.primitive.name == "sharding_constraint"]
+        operands = {eqn.invars[0]: eqn.params["sharding"] for eqn in reversed(eqns) if eqn.invars[0] in self.inputs}
+        return operands | {eqn.outvars[0]: eqn.params["sharding"] for eqn in eqns}
+
+    @property
     def loaded_bytes(self) -> int:
-        return sum(nbytes(v.aval) for v in self.loads)
+        """Bytes of ``loads`` on one device."""
+        return sum(nbytes(v.aval) // math.prod(self.shards.get(v, ())) for v in self.loads)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +79,11 @@ def joined(a: Slice, b: Slice) -> Slice:
     made = {v for eqn in a.jaxpr.eqns for v in eqn.outvars}
     eqns = [*a.jaxpr.eqns, *(eqn for eqn in b.jaxpr.eqns if not made.issuperset(eqn.outvars))]  # both may make a scale
     jaxpr = jex.Jaxpr([], inputs, outputs, eqns, a.jaxpr.effects, a.jaxpr.debug_info)
-    return Slice(inputs, outputs, jaxpr, jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ())))  # pyright: ignore
+    return Slice(inputs, outputs, jaxpr, jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ())), shards=a.shards)  # pyright: ignore
 
 
 def largest_load(passes: list[Pass]) -> int:
-    """Bytes of host leaves that the largest slice needs together."""
+    """Bytes of host leaves, on one device, that the largest slice needs together."""
     return max((s.loaded_bytes for p in passes for s in p.slices), default=0)
 
 
@@ -169,7 +182,7 @@ def _slice(program: Program, eqns: list[Any], outputs: list[Var], given: Set[Var
         jaxpr, used = pe.dce_jaxpr(jaxpr, [True] * len(outputs))
         inputs = [v for v, u in zip(inputs, used, strict=True) if u]
     fun = jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))  # pyright: ignore[reportPrivateImportUsage]
-    return Slice(inputs, outputs, jaxpr, fun)
+    return Slice(inputs, outputs, jaxpr, fun, shards=program.shards)
 
 
 def _without(eqn: Any, given: Set[Var]) -> Any:

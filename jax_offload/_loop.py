@@ -22,39 +22,44 @@ from jax_offload._dataflow import Slice
 from jax_offload._edges import Core, core
 from jax_offload._memory import is_host_aval, to_device, to_host
 from jax_offload._placement import nbytes
-from jax_offload._sharding import Axes, explicit_axes, explicit_spec
+from jax_offload._rows import read_rows, write_rows
+from jax_offload._sharding import constrained, padded, typed_sharding
 from jax_offload._trace import Var
 
 Chunk = tuple[Any, int]  # its first row, which may be traced, and its number of rows
 
 
-def in_chunks(s: Slice, reuse: Mapping[Var, Var], window: int, fixed: Mapping[Var, Axes]) -> Slice:
+def in_chunks(s: Slice, reuse: Mapping[Var, Var], window: int) -> Slice:
     """``s`` as a loop in which at most ``window`` bytes of host leaves are in flight, or as it is, saying why.
+
+    A chunk of a sharded axis is the same rows of every shard, so that no device needs those of another.
 
     Args:
       s: the slice.
       reuse: result -> operand of the same type whose buffer it may take, because it is the next value of it.
-      window: bytes.
-      fixed: operand -> axes that are sharded, along which a chunk would have to be gathered.
+      window: bytes on one device.
     """
     if not all(v in reuse and is_host_aval(reuse[v].aval) for v in s.stores):
         return _whole(s, "it moves to the host in this step")  # no host buffer yet to write its rows into
     buffers = _buffers(s, reuse)
     if any(old is None and is_host_aval(v.aval) for v, old in zip(s.outputs, buffers, strict=True)):
         return _whole(s, "its next value is of another type, or not its own")
-    inner, why = core(s), "it is smaller than a tile"
+    inner, why, pins = core(s), "it is smaller than a tile", s.pins
+    gathered = sum(nbytes(v.aval) for v in s.outputs if v in pins)
     lead = max((v.aval for v in s.loads), key=nbytes)
     for axis in range(max(1, lead.ndim - 1)):
         size = lead.shape[axis]
         dims = [_rows_of(v.aval, lead.shape, axis) for v in s.inputs]
-        rows = _rows(lead.ndim - 1 - axis, size, s.loaded_bytes, window)
-        if rows == size:
+        parts = [s.shards[v][d.dim] for v, d in zip(s.inputs, dims, strict=True) if d is not None and v in s.shards]
+        shards = max(parts, default=1)
+        rows = _rows(lead.ndim - 1 - axis, size // shards, max(s.loaded_bytes, gathered), window)
+        if rows == size // shards:
             continue  # a tile that is larger than the window
         if any(d is None for v, d in zip(s.inputs, dims, strict=True) if is_host_aval(v.aval)):
             why = "leaves of different shapes depend on each other"
             continue
-        if any(d is not None and d.dim in fixed.get(v, ()) for v, d in zip(s.inputs, dims, strict=True)):
-            why = f"axis {axis} is sharded"
+        if size % shards or any(shards % n for n in parts):
+            why = f"the shards of axis {axis} do not match"
             continue
         try:
             out_dims = chunked_dims(inner.jaxpr, dims, size, lead.shape, axis)
@@ -66,7 +71,7 @@ def in_chunks(s: Slice, reuse: Mapping[Var, Var], window: int, fixed: Mapping[Va
             why = "a result has no such axis"
             continue
         buffers = [None if p else old for old, p in zip(buffers, partial, strict=True)]
-        return _loop(s, inner, dims, out_dims, (size, lead.shape, axis), rows, buffers)
+        return _loop(s, inner, dims, out_dims, (size, lead.shape, axis), shards, rows, buffers)
     return _whole(s, why)
 
 
@@ -109,9 +114,12 @@ def _buffers(s: Slice, reuse: Mapping[Var, Var]) -> list[Var | None]:
 
 
 def _same_type(a: Any, b: Any) -> bool:
-    if explicit_axes(a) | explicit_axes(b) and explicit_spec(a) != explicit_spec(b):
-        return False
-    return (a.shape, a.dtype, is_host_aval(a)) == (b.shape, b.dtype, is_host_aval(b))
+    def type_of(x: Any) -> Any:
+        typed = typed_sharding(x)
+        spec = padded(typed.spec, x.ndim) if typed else []
+        return x.shape, x.dtype, is_host_aval(x), spec if any(spec) else []
+
+    return type_of(a) == type_of(b)
 
 
 def _loop(
@@ -120,6 +128,7 @@ def _loop(
     dims: Sequence[Any],
     out_dims: Sequence[Any],
     where: tuple[int, tuple[int, ...], int],
+    shards: int,
     rows: int,
     buffers: list[Var | None],
 ) -> Slice:
@@ -130,21 +139,23 @@ def _loop(
     while the last is written, the first is read, as it is by then. No chunk is updated after the loop: XLA would merge
     the writing of its rows with whatever uses the whole, in a buffer of its own.
     """
-    size = where[0]
+    size = where[0] // shards
     carried = {v: k for k, v in enumerate(buffers) if v is not None}
     turns = [(i, carried.get(v)) for i, v in enumerate(s.inputs) if v in inner.loads]  # operand, its next value
     stored = [k for k, v in enumerate(s.outputs) if is_host_aval(v.aval)]
+    pins = s.pins
 
     def looped(*operands: Any) -> list[Any]:
         def read(results: Sequence[Any], i: int, start: Any, n: int) -> Any:
-            x, dim = results[carried[s.inputs[i]]] if s.inputs[i] in carried else operands[i], dims[i]
-            return x if dim is None else jax.lax.dynamic_slice_in_dim(x, start, n, dim.dim)
+            k, dim = carried.get(s.inputs[i]), dims[i]
+            x = operands[i] if k is None else results[k]
+            return x if dim is None else read_rows(x, dim.dim, start, n, shards, pins.get(s.inputs[i]))
 
         def write(results: list[Any], k: int, x: Any, start: Any) -> None:
             if isinstance(to := out_dims[k], Partial):
                 results[k] = x if results[k] is None else to.combine(results[k], x)
             else:
-                results[k] = jax.lax.dynamic_update_slice_in_dim(results[k], x, start, to.dim)
+                results[k] = write_rows(results[k], x, to.dim, start, shards, pins.get(s.outputs[k]))
 
         def load(results: Sequence[Any], i: int, chunk: Chunk) -> Any:
             return to_device(read(results, i, *chunk))
@@ -155,7 +166,7 @@ def _loop(
             held = [i for i, v in enumerate(s.inputs) if v in carried and i not in loaded]
             for i, x in zip(held, jax.lax.optimization_barrier([args[i] for i in held]), strict=True):
                 args[i] = x
-            new, results = run_chunk(inner.jaxpr, dims, where, n, *args), list(results)
+            new, results = run_chunk(inner.jaxpr, dims, where, n * shards, *args), list(results)
             for k in set(range(len(new))) - set(stored):
                 write(results, k, new[k], start)
             return results, {k: new[k] for k in stored}
@@ -186,7 +197,7 @@ def _loop(
         results = [None if old is None else given[old] for old in buffers]
         for k, (v, dim) in enumerate(zip(s.outputs, out_dims, strict=True)):
             if results[k] is None and isinstance(dim, Rows):  # a sum over chunks starts with that of the first
-                results[k] = jnp.zeros(v.aval.shape, v.aval.dtype)
+                results[k] = constrained(jnp.zeros(v.aval.shape, v.aval.dtype), typed_sharding(v.aval) or pins.get(v))
         whole, rest = divmod(size, rows)
         first = (whole * rows, rest) if rest else (0, rows)
         state: Any = update(results, {i: load(results, i, first) for i, _ in turns}, *first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,10 +11,12 @@ import optax
 from jax.core import Tracer
 
 from jax_offload import _memory
-from jax_offload._placement import Leaf, Order, Policy, Select, is_whole, note, place
-from jax_offload._sharding import Sharded, sharded_axes
+from jax_offload._order import Order
+from jax_offload._placement import Leaf, Policy, Select, is_whole, note, place
+from jax_offload._sharding import Layouts, Shardings, shardings_of
 from jax_offload._state import abstract_state
-from jax_offload._update import Options, is_array, streamed
+from jax_offload._update import Options, divided_params, gathered, is_array, streamed
+from jax_offload._zero import arranged, arranged_state, axes_of, partitions
 
 DEFAULT_MIN_BYTES = 2**16  # below this a transfer costs the link its latency (about 10 us) rather than its bytes
 
@@ -30,6 +33,7 @@ def offload(
     min_bytes: int = DEFAULT_MIN_BYTES,
     window: int | None = None,
     order: Order = None,
+    shard_over: str | Sequence[str] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps the state of ``inner`` in pinned host memory and streams it through the device inside ``update``.
 
@@ -49,6 +53,12 @@ def offload(
         together, that is larger goes through a loop in chunks of half a window, if its rows can be updated apart; else
         it is loaded whole (``jax_offload.placement`` says which, and why). ``None``: room for two of the largest piece,
         so that one loads while another is updated; but where that is larger than 256 MiB and a 32nd of the state, that.
+      shard_over: axes of the parameters' mesh, ``"data"``, over which the state is divided although parameters are
+        replicated there (ZeRO-1, Rajbhandari et al. 2020): leaves of their parameter's shape and of ``min_bytes`` or
+        more, in host memory or not. It is the first axis of the leaf that divides evenly and is not sharded yet; in
+        leaves with three or more axes the first, which counts the layers of a scanned model, is tried last.
+        Gradients are scattered before the update, and the updates gathered; with ``jax_offload.update_params``
+        it is the new parameters that are gathered. ``jax_offload.placement`` shows what became of each leaf.
       order: regular expressions searched in a parameter's path, in the order in which the gradients of what they match
         appear in the backward pass, ``["head", "layers", "embed"]``; what none matches comes last, and within one
         ``layers_10`` before ``layers_2``. A rule that matches no parameter is an error. ``None``: ``layers_10`` before
@@ -71,19 +81,20 @@ def offload(
         raise TypeError(f"inner: expected an optax.GradientTransformation, got {inner!r}.")
     if window is not None and (not is_whole(window) or window <= 0):
         raise ValueError(f"window: expected a number of bytes > 0, an int, or None; got {window!r}.")
-    policy = Policy(fraction, select, min_bytes, order)
-    if isinstance(fraction, (int, float)) and fraction == 0:
+    policy = Policy(fraction, select, min_bytes, order, axes_of(shard_over))
+    if isinstance(fraction, (int, float)) and fraction == 0 and not policy.shard_over:
         return inner  # pyright: ignore[reportReturnType]
     inner = optax.with_extra_args_support(inner)
-    sharded: Sharded = {}
+    seen: Shardings = {}
 
     def init_fn(params: optax.Params) -> optax.OptState:
-        sharded.update(sharded_axes(params))
+        seen.update(shardings_of(params))
 
         def create(params: Any) -> Any:
             state = inner.init(params)
             plan = place(policy, state, params)
-            state = _store(state, plan)
+            divided = partitions(plan, params, seen, missing_ok=True)  # else out_shardings say so
+            state = _store(state, plan, params, divided)
             note(jax.tree.leaves(state), plan)
             return state
 
@@ -100,9 +111,15 @@ def offload(
     def update_fn(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, optax.OptState]:
+        like = updates if params is None else params
+        shardings = {**seen, **shardings_of(like)}
+        divided = partitions(place(policy, state, like), like, shardings) if policy.shard_over else {}
+        options = Options(window, order, shardings, divided)
+
         def recipe(updates: Any, state: Any, params: Any, extra_args: Any) -> Any:
             """The usual recipe: load everything, update, store everything. Its trace is then cut into slices."""
             like = updates if params is None else params
+            updates, params = arranged(updates, divided), divided_params(params, options)
             try:
                 updates, new_state = inner.update(updates, _load(state), params, **extra_args)
             except Exception as error:
@@ -110,11 +127,10 @@ def offload(
                 raise
             if jax.tree.structure(new_state) != jax.tree.structure(state):
                 _check_tree(inner, state, like, None)
-            return updates, _store(new_state, place(policy, new_state, like))
+            new_state = _store(new_state, place(policy, new_state, like), like, divided)
+            return gathered(updates, options), new_state
 
-        return streamed(
-            recipe, (updates, state, params, extra_args), next_of=(0, 1), options=Options(window, order, sharded)
-        )
+        return streamed(recipe, (updates, state, params, extra_args), next_of=(0, 1), options=options)
 
     return Offloaded(init_fn, update_fn)
 
@@ -123,9 +139,10 @@ def _load(state: Any) -> Any:
     return jax.tree.map(lambda x: _memory.to_device(x) if is_array(x) else x, state)
 
 
-def _store(state: Any, plan: list[Leaf]) -> Any:
+def _store(state: Any, plan: list[Leaf], params: Any, divided: Layouts) -> Any:
     """``state`` with the leaves that the plan puts on the host there; what is there already stays."""
     leaves, treedef = jax.tree.flatten(state)
+    leaves = arranged_state(leaves, plan, params, divided)
     stored = [_memory.to_host(x) if leaf.host else x for x, leaf in zip(leaves, plan, strict=True)]
     return jax.tree.unflatten(treedef, stored)
 

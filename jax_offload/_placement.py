@@ -9,7 +9,6 @@ import contextlib
 import contextvars
 import dataclasses
 import math
-import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
 
-KeyPath = tuple[Any, ...]
+from jax_offload._order import Order, ranks
+from jax_offload._paths import matches, name_of, owners
+
 Select = Any  # None | bool prefix tree | Callable[[str, ShapeDtypeStruct], bool] | str | Sequence[str]
-Order = Sequence[str] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +37,8 @@ class Leaf:
       host: whether it lives in pinned host memory.
       why: the rule that decided.
       rank: its place in the order in which leaves are taken: that of the backward pass, as ``order`` or paths tell.
+      shard_over: further axes of the mesh that it is to be divided over, beyond those of its parameter.
+      sharding: how it is divided between devices.
       streams: how ``update`` brings it to the device: whole or in chunks, how often, and why.
     """
 
@@ -49,6 +51,8 @@ class Leaf:
     host: bool
     why: str
     rank: int
+    shard_over: tuple[str, ...] = ()
+    sharding: str = ""
     streams: str = ""
 
 
@@ -60,6 +64,7 @@ class Policy:
     select: Select
     min_bytes: int
     order: Order = None
+    shard_over: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for f in jax.tree.leaves(self.fraction):
@@ -88,7 +93,7 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
     owner = owners([path for path, _ in paths_params])
     paths_state = jax.tree_util.tree_flatten_with_path(state)[0]
     order = ranks(state, params, policy.order)
-    selected = _selector(policy.select, params, [(_name(path), p) for path, p in paths_params])
+    selected = _selector(policy.select, params, [(name_of(path), p) for path, p in paths_params])
     by_params = policy.select is not None or not _is_scalar(policy.fraction)
 
     leaves: list[Leaf] = []
@@ -96,6 +101,7 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
     for index, (path, x) in enumerate(paths_state):
         i = owner(path)
         why, governing = _stays(x, policy.min_bytes), None
+        like_param = not why and i is not None and np.shape(x) == np.shape(paths_params[i][1])
         if not why and i is None and by_params:
             why = "belongs to no one parameter"
         if not why and i is not None and not selected(i, x):
@@ -105,7 +111,8 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
         groups.append(governing)
         leaves.append(
             Leaf(keystr(path), np.shape(x), getattr(x, "dtype", type(x)), nbytes(x),
-                 None if i is None else _name(paths_params[i][0]), i, False, why, order[index])
+                 None if i is None else name_of(paths_params[i][0]), i, False, why, order[index],
+                 policy.shard_over if like_param else ())
         )  # fmt: skip
     return _take(leaves, groups, _subtrees(policy.fraction, params, owner, paths_state))
 
@@ -131,7 +138,7 @@ def note(state_leaves: Sequence[Any], plan: Sequence[Leaf]) -> None:
     """Hands the decisions to whoever collects them; where nobody does, says aloud that nothing will be offloaded."""
     if (rows := _NOTES.get()) is not None:
         rows.update((id(x), leaf) for x, leaf in zip(state_leaves, plan, strict=True))
-    elif not any(leaf.host for leaf in plan) and any(leaf.nbytes and leaf.shape for leaf in plan):
+    elif not any(leaf.host or leaf.shard_over for leaf in plan) and any(leaf.nbytes and leaf.shape for leaf in plan):
         reasons = sorted({leaf.why for leaf in plan if leaf.nbytes and leaf.shape})
         largest = max(leaf.nbytes for leaf in plan)
         warnings.warn(
@@ -229,7 +236,7 @@ def _selector(select: Select, params: Any, named: list[tuple[str, Any]]) -> Call
         return lambda i, leaf: bool(select(named[i][0], leaf))
     if isinstance(select, str) or (isinstance(select, Sequence) and all(isinstance(r, str) for r in select)):
         rules = [select] if isinstance(select, str) else list(select)
-        chosen = set().union(*_matches("select", rules, [name for name, _ in named]))
+        chosen = set().union(*matches("select", rules, [name for name, _ in named]))
         return lambda i, leaf: i in chosen
     mask = _broadcast("select", select, params)
     if not all(isinstance(m, (bool, np.bool_)) for m in mask):
@@ -238,76 +245,3 @@ def _selector(select: Select, params: Any, named: list[tuple[str, Any]]) -> Call
             f"parameters with a bool per subtree; got {select!r}."
         )
     return lambda i, leaf: bool(mask[i])
-
-
-def _matches(argument: str, rules: Sequence[str], names: Sequence[str]) -> list[set[int]]:
-    """For each rule the numbers of the parameters whose path it is found in."""
-    try:
-        hits = [{i for i, name in enumerate(names) if re.search(rule, name)} for rule in rules]
-    except re.error as error:
-        raise ValueError(f"{argument}: {error.pattern!r} is not a regular expression: {error}.") from error
-    if not all(hits):
-        unused = [rule for rule, hit in zip(rules, hits, strict=True) if not hit]
-        raise ValueError(
-            f"{argument}: no parameter's path matches {unused!r}. Rules are searched in these paths: "
-            f"{', '.join(names)}."
-        )
-    return hits
-
-
-def _name(path: KeyPath) -> str:
-    return keystr(path, simple=True, separator="/")
-
-
-def owners(params: list[KeyPath]) -> Callable[[KeyPath], int | None]:
-    """From a state leaf's path to its parameter: the longest parameter path inside it, the last one if several.
-
-    ``[0].mu['layers']['w']`` belongs to ``['layers']['w']``. Paths are all that works for every optimizer: shapes
-    differ (factored moments), and what init computes from a parameter (zeros) does not depend on it.
-    """
-    index = {path: i for i, path in enumerate(params)}
-    lengths = sorted({len(path) for path in params}, reverse=True)
-
-    def owner(path: KeyPath) -> int | None:
-        for n in lengths:
-            for start in range(len(path) - n, -1, -1):
-                if (i := index.get(path[start : start + n])) is not None:
-                    return i
-        return None
-
-    return owner
-
-
-def ranks(state: Any, params: Any, order: Order = None, births: Sequence[int] | None = None) -> list[int]:
-    """For every state leaf its place in the backward pass: its parameter's, then the state's own order.
-
-    Args:
-      state, params: arrays or abstract values.
-      order: the rules of ``offload``.
-      births: for every parameter when its gradient was made, where the trace tells; ``order`` goes before it.
-    """
-    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
-    backward, owner = _backward_ranks([_name(path) for path in paths], order, births), owners(paths)
-    leaves = jax.tree_util.tree_flatten_with_path(state)[0]
-    places = [len(backward) if (i := owner(path)) is None else backward[i] for path, _ in leaves]
-    return [place * len(leaves) + k for k, place in enumerate(places)]
-
-
-def _backward_ranks(names: list[str], rules: Order, births: Sequence[int] | None) -> list[int]:
-    """For every parameter its place in the backward pass: as the rules say, else as the trace tells, else guessed.
-
-    The guess is the natural order of the paths, reversed. ``layers_10`` comes before ``layers_2``: the last layer's
-    gradient appears first.
-    """
-    hits = _matches("order", rules, names) if rules and names else []
-    by_rule = [next((k for k, hit in enumerate(hits) if i in hit), len(hits)) for i in range(len(names))]
-
-    def natural(name: str) -> list[tuple[int, int, str]]:
-        return [(0, int(t), "") if t.isdigit() else (1, 0, t) for t in re.split(r"(\d+)", name)]
-
-    order = sorted(range(len(names)), key=lambda i: natural(names[i]), reverse=True)
-    order.sort(key=lambda i: (by_rule[i], births[i] if births and len(births) == len(names) and not rules else 0))
-    ranks = [0] * len(names)
-    for rank, i in enumerate(order):
-        ranks[i] = rank
-    return ranks

@@ -1,58 +1,96 @@
-"""Along which axes parameters are sharded, remembered from init: a loop must not cut a leaf there.
+"""How parameters are sharded, and how their state is: like them, or over further axes of the mesh too (ZeRO-1).
 
-Inside a traced program jax tells shardings only where a mesh's axes are Explicit. With Auto axes, a dynamic slice along
-a sharded axis would have every device gather the whole leaf. So ``offload`` remembers what it has seen of a
-parameter's sharding: in eager init, and wherever shardings are asked for (``abstract_state``, ``state_shardings``).
+Inside a traced program jax tells shardings only where a mesh's axes are Explicit. With Auto axes ``offload`` remembers
+what it has seen of its parameters: in eager init, and wherever shardings are asked for (``abstract_state``,
+``state_shardings``). The streaming needs it, for windows count bytes per device and a loop takes the same rows of every
+shard; ``shard_over`` cannot do without.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.core import Tracer
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import keystr
 
-Axes = frozenset[int]
-Sharded = dict[str, Axes]  # path of a parameter -> its sharded axes
+Shardings = dict[str, Sharding]  # path of a parameter -> its sharding
+Layouts = dict[str, NamedSharding]  # the same, on a mesh
+Shards = tuple[int, ...]  # for each axis of an array, into how many parts it is divided between devices
 
-_SEEN: contextvars.ContextVar[Sharded | None] = contextvars.ContextVar("seen", default=None)
+_SEEN: contextvars.ContextVar[Shardings | None] = contextvars.ContextVar("seen", default=None)
 
 
-def sharded_axes(params: Any) -> Sharded:
-    """Of each parameter, by its path: the axes that are divided between devices, as far as it says."""
+def shardings_of(params: Any) -> Shardings:
+    """Of each parameter, by its path, as far as it says."""
     if (seen := _SEEN.get()) is not None:
         return seen
-    found: Sharded = {}
-    for path, x in jax.tree_util.tree_flatten_with_path(params)[0]:
-        sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
-        if sharding is not None:
-            shard = sharding.shard_shape(x.shape)
-            found[keystr(path)] = frozenset(i for i, (n, m) in enumerate(zip(x.shape, shard, strict=True)) if n != m)
-    return found
+    return _told_by(params)
 
 
 @contextlib.contextmanager
 def known(params: Any) -> Iterator[None]:
     """Inside, every traced ``init`` hears of the shardings of ``params``, which its tracers do not tell."""
-    token = _SEEN.set(sharded_axes(params))
+    token = _SEEN.set(_told_by(params))
     try:
         yield
     finally:
         _SEEN.reset(token)
 
 
-def explicit_spec(aval: Any) -> tuple[Any, ...]:
-    """How a type says that it is sharded, axis by axis; empty where it does not say."""
+def _told_by(params: Any) -> Shardings:
+    flat = jax.tree_util.tree_flatten_with_path(params)[0]
+    return {keystr(path): s for path, x in flat if (s := sharding_of(x)) is not None}
+
+
+def sharding_of(x: Any) -> Sharding | None:
+    """The sharding of an array or a ``ShapeDtypeStruct``; of a tracer, where the axes of its mesh are Explicit."""
+    return typed_sharding(jax.typeof(x)) if isinstance(x, Tracer) else getattr(x, "sharding", None)
+
+
+def typed_sharding(aval: Any) -> NamedSharding | None:
+    """What a type tells of its sharding: with Auto axes nothing."""
     sharding = getattr(aval, "sharding", None)
-    if sharding is None or sharding.mesh.empty or not sharding.mesh.explicit_axes:
+    return None if sharding is None or sharding.mesh.empty or not sharding.mesh.explicit_axes else sharding
+
+
+def shards_of(sharding: Sharding | None, shape: Sequence[int]) -> Shards:
+    """Into how many parts each axis is divided; none where the sharding is not known."""
+    if sharding is None:
+        return (1,) * len(shape)
+    if isinstance(sharding, NamedSharding):  # its mesh may be abstract
+        sizes = dict(sharding.mesh.shape)
+        return tuple(math.prod(sizes[name] for name in names_in(entry)) for entry in padded(sharding.spec, len(shape)))
+    shard = sharding.shard_shape(tuple(shape))
+    return tuple(n // m if m else 1 for n, m in zip(shape, shard, strict=True))
+
+
+def padded(spec: PartitionSpec, ndim: int) -> list[Any]:
+    """The entries of a spec, one for every axis."""
+    return [*spec, *(None for _ in range(ndim - len(spec)))]
+
+
+def without_axes(sharding: NamedSharding, axes: Sequence[int | None]) -> NamedSharding:
+    """For an array whose axes are these of the parameter's (``None``: none of them)."""
+    spec = padded(sharding.spec, max((a for a in axes if a is not None), default=-1) + 1)
+    return sharding.update(spec=PartitionSpec(*(None if a is None else spec[a] for a in axes)))
+
+
+def constrained(x: Any, sharding: Sharding | None) -> Any:
+    """``x``, traced or not, in this sharding and in the memory where it is."""
+    if sharding is None:
+        return x
+    if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
+        return jax.sharding.reshard(x, sharding)
+    return jax.lax.with_sharding_constraint(x, sharding)
+
+
+def names_in(entry: Any) -> tuple[str, ...]:
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()
-    return tuple(sharding.spec)
-
-
-def explicit_axes(aval: Any) -> Axes:
-    """The axes along which a type says that it is sharded."""
-    return frozenset(i for i, names in enumerate(explicit_spec(aval)) if names)
+    return (entry,) if isinstance(entry, str) else tuple(entry)

@@ -12,107 +12,15 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jax_offload import _memory
-from jax_offload._placement import Leaf, noting, owners, unmanaged
-from jax_offload._sharding import known
-from jax_offload._stream import Load, loads_of_updates
-
-
-@dataclasses.dataclass(frozen=True)
-class Placement:
-    """The table of what lives where and why, and how it is streamed; ``print`` it.
-
-    Attributes:
-      leaves: a row for every state leaf.
-      unknown: why ``update`` could not be traced; empty where it could.
-    """
-
-    leaves: tuple[Leaf, ...]
-    unknown: str = ""
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of the state in pinned host memory, over all devices."""
-        return sum(leaf.nbytes for leaf in self.leaves if leaf.host)
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes of the state that stay in device memory, over all devices."""
-        return sum(leaf.nbytes for leaf in self.leaves if not leaf.host)
-
-    def __str__(self) -> str:
-        rows = [("state leaf", "shape", "dtype", "MiB", "memory", "why", "streams")]
-        for leaf in self.leaves:
-            memory = _memory.HOST_KIND if leaf.host else _memory.DEVICE_KIND
-            shape = "×".join(map(str, leaf.shape)) or "()"
-            size = f"{leaf.nbytes / 2**20:.2f}"
-            rows.append((leaf.path, shape, str(leaf.dtype), size, memory, leaf.why, leaf.streams))
-        widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-        lines = ["  ".join(cell.rjust(w) if k == 3 else cell.ljust(w) for k, (cell, w) in enumerate(
-            zip(row, widths, strict=True))).rstrip() for row in rows]  # fmt: skip
-        total = self.host_bytes + self.device_bytes
-        share = self.host_bytes / total if total else 0.0
-        summary = (
-            f"optimizer state: {total / 2**20:.2f} MiB, of which {self.host_bytes / 2**20:.2f} MiB ({share:.1%}) in "
-            f"{_memory.HOST_KIND} and {self.device_bytes / 2**20:.2f} MiB on the device"
-        )
-        notes = [f"how it streams is not known: {self.unknown}"] if self.unknown else []
-        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], summary, *notes])
-
-
-def placement(tx: optax.GradientTransformation, params: Any, **extra_args: Any) -> Placement:
-    """Where each leaf of ``tx``'s state lives and why, and how ``update`` brings it to the device.
-
-    Args:
-      tx: a transformation with an ``offload`` anywhere inside it.
-      params: the parameters, concrete or abstract. Nothing is allocated.
-      **extra_args: what ``tx.update`` needs besides gradients, state and parameters, to trace it.
-    """
-    leaves, _ = _traced_init(tx, params)
-    streams, unknown = _streams(tx, params, extra_args)
-    rows = []
-    for (leaf, _), text in zip(leaves, streams, strict=True):
-        hidden = leaf.host and not text and not unknown
-        rows.append(dataclasses.replace(leaf, streams="in a branch or a loop around offload" if hidden else text))
-    return Placement(tuple(rows), unknown)
-
-
-def _streams(tx: optax.GradientTransformation, params: Any, extra_args: Any) -> tuple[list[str], str]:
-    """How a traced ``update`` loads each leaf of the state, in words; and why it could not be traced."""
-    found: list[list[Load]] = []
-
-    def update(params: Any, extra_args: Any) -> None:
-        leaves, treedef = jax.tree.flatten(tx.init(params))
-        found.extend([] for _ in leaves)
-        with loads_of_updates() as loads:
-            optax.with_extra_args_support(tx).update(params, jax.tree.unflatten(treedef, leaves), params, **extra_args)
-        index = {id(x): rows for x, rows in zip(leaves, found, strict=True)}
-        for load in loads:
-            for x in load.ids:
-                if x in index:  # not in a cond or a loop of a wrapper around offload
-                    index[x].append(load)
-
-    leaves, treedef = jax.tree.flatten(extra_args)
-    arrays = [k for k, x in enumerate(leaves) if hasattr(x, "dtype")]  # the others, functions say, stay as they are
-
-    def with_arrays(params: Any, values: list[Any]) -> None:
-        filled = dict(enumerate(leaves)) | dict(zip(arrays, values, strict=True))
-        update(params, jax.tree.unflatten(treedef, filled.values()))
-
-    try:
-        jax.make_jaxpr(with_arrays)(params, [leaves[k] for k in arrays])
-    except Exception as error:
-        state = jax.eval_shape(tx.init, params)
-        return [""] * len(jax.tree.leaves(state)), f"update raises {type(error).__name__}: {str(error).splitlines()[0]}"
-    return [_in_words(loads) for loads in found], ""
-
-
-def _in_words(loads: list[Load]) -> str:
-    parts = [load.how + (f", {len(load.ids)} leaves together" if len(load.ids) > 1 else "") for load in loads]
-    repeated = len(parts) > 1 and len(set(parts)) == 1
-    return f"{parts[0]} ({len(parts)} times)" if repeated else "; then ".join(parts)
+from jax_offload._factored import axes_in_parameter
+from jax_offload._paths import owners
+from jax_offload._placement import Leaf, noting, unmanaged
+from jax_offload._sharding import known, sharding_of, typed_sharding, without_axes
+from jax_offload._zero import partitioned
 
 
 def abstract_state(tx: optax.GradientTransformation, params: Any) -> Any:
@@ -122,26 +30,45 @@ def abstract_state(tx: optax.GradientTransformation, params: Any) -> Any:
 
     Args:
       tx: a transformation with an ``offload`` anywhere inside it.
-      params: the parameters, concrete or abstract. A state leaf of its parameter's shape takes its sharding; others are
+      params: the parameters, concrete or abstract. A state leaf of its parameter's shape takes its sharding, divided
+        further where ``shard_over`` says so; a factored one that of its parameter's axes that are left; others are
         replicated over the same devices. Abstract parameters without a sharding count as unplaced: on the mesh
         that is set, or on the default device.
     """
+    leaves, treedef = arranged_leaves(tx, params)
+    return jax.tree.unflatten(
+        treedef,
+        [
+            jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=getattr(aval, "weak_type", False))
+            for _, aval, sharding in leaves
+        ],
+    )
+
+
+def arranged_leaves(tx: optax.GradientTransformation, params: Any) -> tuple[list[tuple[Leaf, Any, Sharding]], Any]:
+    """For every state leaf its row of the table, its type and its sharding; and the state's tree."""
     leaves, treedef = _traced_init(tx, params)
-    paths_params = jax.tree_util.tree_flatten_with_path(params)[0]
-    shardings = [_sharding(x) for _, x in paths_params]
+    flat = jax.tree.leaves(params)
+    shardings = [_sharding(x) for x in flat]
     everywhere = _replicated(shardings)
-    abstract = []
-    for leaf, aval in leaves:
+    axes = axes_in_parameter(tx.init, params, [(leaf.owner, aval.shape) for leaf, aval in leaves])
+    arranged = []
+    for (leaf, aval), of_param in zip(leaves, axes, strict=True):
+        own = None if leaf.owner is None else shardings[leaf.owner]
+        sharding, note = everywhere, ""
+        if own is not None and leaf.owner is not None and np.shape(flat[leaf.owner]) == aval.shape != ():
+            divided = partitioned(own, aval.shape, leaf.shard_over) if leaf.shard_over else own
+            sharding, note = (own, f" ({divided})") if isinstance(divided, str) else (divided, "")
+        elif of_param is not None and isinstance(own, NamedSharding):
+            sharding = without_axes(own, of_param)
+        typed = typed_sharding(aval)
+        if typed is not None and isinstance(everywhere, NamedSharding):
+            sharding = NamedSharding(everywhere.mesh, typed.spec)  # with Explicit axes the types tell
+        spec = f"P({', '.join(map(repr, sharding.spec))})" if isinstance(sharding, NamedSharding) else ""
+        leaf = dataclasses.replace(leaf, sharding=f"{spec}{note}")
         kind = _memory.HOST_KIND if leaf.host else _memory.DEVICE_KIND
-        same = leaf.owner is not None and np.shape(paths_params[leaf.owner][1]) == aval.shape and aval.shape != ()
-        sharding = shardings[leaf.owner] if same else everywhere  # pyright: ignore
-        if isinstance(everywhere, NamedSharding) and not aval.sharding.mesh.empty and aval.sharding.mesh.explicit_axes:
-            sharding = NamedSharding(everywhere.mesh, aval.sharding.spec)  # with Explicit axes the types tell
-        weak = getattr(aval, "weak_type", False)
-        abstract.append(
-            jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=_memory.with_kind(sharding, kind), weak_type=weak)
-        )
-    return jax.tree.unflatten(treedef, abstract)
+        arranged.append((leaf, aval, _memory.with_kind(sharding, kind)))
+    return arranged, treedef
 
 
 def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
@@ -185,6 +112,9 @@ def to_host(tx: optax.GradientTransformation, state: Any, params: Any = None) ->
             f"state: not the tree that tx.init gives.\n  got      {got_tree}\n  expected {treedef}\n"
             "If the parameters' tree could not be read off the state, pass params."
         )
+    if any(leaf.shard_over for leaf, _ in leaves):
+        shardings = [s if leaf.shard_over else None for leaf, _, s in arranged_leaves(tx, params)[0]]
+        got = [x if s is None else jax.device_put(x, s) for x, s in zip(got, shardings, strict=True)]
     moved = [
         _memory.to_host(x) if leaf.host else _memory.to_device(x) for x, (leaf, _) in zip(got, leaves, strict=True)
     ]
@@ -215,8 +145,9 @@ def _traced_init(tx: optax.GradientTransformation, params: Any) -> tuple[list[tu
 
 
 def _sharding(param: Any) -> Sharding:
-    placed = getattr(param, "sharding", None)
-    loose = isinstance(param, jax.Array) and not param.committed and _memory.mesh_is_set()
+    placed = sharding_of(param)
+    traced = isinstance(param, Tracer)
+    loose = isinstance(param, jax.Array) and not traced and not param.committed and _memory.mesh_is_set()
     return _memory.ambient_sharding() if placed is None or loose else placed
 
 

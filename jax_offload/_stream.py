@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
@@ -23,7 +24,6 @@ from jax_offload._dataflow import Pass, Slice, cut, joined, largest_load
 from jax_offload._loop import in_chunks
 from jax_offload._memory import is_host_aval, on_host, to_host
 from jax_offload._placement import nbytes
-from jax_offload._sharding import Axes, explicit_axes
 from jax_offload._trace import Program, Var
 
 # A slice of up to 256 MiB, or a 32nd of the state, is loaded whole, and the window has room for two. Larger ones go
@@ -61,7 +61,6 @@ def stream(
     reuse: Mapping[int, int],
     rank: Callable[[int], int],
     window: int | None,
-    sharded: Mapping[int, Axes],
 ) -> list[Any]:
     """Runs a traced update slice by slice; returns its results.
 
@@ -71,8 +70,7 @@ def stream(
       gradients: positions in ``args`` of the incoming updates, which gate the loads.
       reuse: position of a result -> position of the argument that it is the next value of.
       rank: position in ``args`` of a host leaf -> its place in the order of the backward pass.
-      sharded: position in ``args`` of a host leaf -> the axes along which it is sharded.
-      window: bytes of host leaves on the device at a time. ``None``: two of the largest slice, the least with which
+      window: bytes of host leaves on one device at a time. ``None``: two of the largest slice, the least with which
         one loads while another is updated; but where a slice is larger than 256 MiB and a 32nd of the state, that.
     """
     first = len(program.consts)
@@ -83,8 +81,7 @@ def stream(
         for i, j in reuse.items()
         if not isinstance(program.outputs[i], jex.Literal)
     }
-    fixed = {v: explicit_axes(v.aval) | sharded.get(i, frozenset()) for v, i in position.items()}
-    passes, window = plan(program, next_of, window, fixed)
+    passes, window = plan(program, next_of, window)
     tracing = any(isinstance(x, Tracer) for x in env.values())
     before: list[Var] = []  # what the loads of a pass wait for
     for each in passes:
@@ -93,23 +90,22 @@ def stream(
         if (loads := _LOADS.get()) is not None:
             loads += [Load([id(args[position[v]]) for v in s.loads], s.how) for s in slices]
         if tracing:
-            _run_gated(slices, env, {v for v, i in position.items() if i in gradients}, window, before)
-            before = _made(slices[-1]) if slices else before
+            made = [_made(s, next_of) for s in slices]
+            _run_gated(slices, made, env, {v for v, i in position.items() if i in gradients}, window, before)
+            before = made[-1] if slices else before
         else:  # no program to order: each slice runs, and frees what it loaded, before the next
             for s in slices:
                 _run(s, env)
     return [_array(v) if isinstance(v, jex.Literal) else env[v] for v in program.outputs]
 
 
-def plan(
-    program: Program, next_of: Mapping[Var, Var], window: int | None, fixed: Mapping[Var, Axes]
-) -> tuple[list[Pass], int]:
+def plan(program: Program, next_of: Mapping[Var, Var], window: int | None) -> tuple[list[Pass], int]:
     """The slices, those that are larger than the window in chunks if that can be, and the window.
 
     One pass if that is enough, and a second one, ahead, for numbers that need the state, if that lowers what is on the
     device at once.
     """
-    state = sum(nbytes(v.aval) for v in program.inputs if is_host_aval(v.aval))
+    state = sum(nbytes(v.aval) // math.prod(program.shards.get(v, ())) for v in program.inputs if is_host_aval(v.aval))
     default = max(DEFAULT_WINDOW, state // DEFAULT_SHARE)
     best: tuple[int, list[Pass], int] | None = None
     for numbers_apart in False, True:
@@ -117,9 +113,7 @@ def plan(
         largest = largest_load(passes)
         size = window or (2 * largest if largest <= default else default)
         passes = [
-            dataclasses.replace(
-                p, slices=_fitted(p.slices, lambda s, size=size: in_chunks(s, next_of, size, fixed), size)
-            )
+            dataclasses.replace(p, slices=_fitted(p.slices, lambda s, size=size: in_chunks(s, next_of, size), size))
             for p in passes
         ]
         at_once = max((size if s.in_chunks else s.loaded_bytes for p in passes for s in p.slices), default=0)
@@ -161,7 +155,12 @@ def _array(literal: Any) -> jax.Array:
 
 
 def _run_gated(
-    slices: Sequence[Slice], env: dict[Var, Any], gradients: Set[Var], window: int, before: Sequence[Var]
+    slices: Sequence[Slice],
+    made: Sequence[Sequence[Var]],
+    env: dict[Var, Any],
+    gradients: Set[Var],
+    window: int,
+    before: Sequence[Var],
 ) -> None:
     """A slice loads once there is room, and the gradient of the first slice that is still in the window."""
     sizes = [min(s.loaded_bytes, window) for s in slices]
@@ -175,14 +174,18 @@ def _run_gated(
         # waits for its state. The first chunk of a loop would lie there through the whole backward pass.
         after = slices[k] if slices[k].in_chunks else slices[done] if done < k else None
         grads = [v for v in after.inputs if v in gradients] if after else []
-        _gate(env, slices[k].loads, [*grads, *(_made(slices[back]) if back >= 0 else before)])
+        _gate(env, slices[k].loads, [*grads, *(made[back] if back >= 0 else before)])
     for s in slices[done:]:
         _run(s, env)
 
 
-def _made(s: Slice) -> list[Var]:
-    """What tells that a slice is through: its stores, or its part of a number where it only computes that."""
-    return s.stores or s.outputs[:1]
+def _made(s: Slice, next_of: Mapping[Var, Var]) -> list[Var]:
+    """What tells that a slice is through: its stores, or its part of a number where it only computes that.
+
+    And parameters that it has gathered: else XLA keeps all of them, whole, until the last is there.
+    """
+    pins = s.pins
+    return [*s.stores, *(v for v in s.outputs if v in pins and v in next_of)] or s.outputs[:1]
 
 
 def _must_be_back(sizes: Sequence[int], k: int, window: int) -> int:

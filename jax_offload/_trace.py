@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.extend.core as jex
+
+from jax_offload._sharding import Shards
 
 Var = Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A traced function with nested ``jit`` inlined: ``outputs`` from ``inputs`` (constants first) by ``eqns``."""
+    """A traced function with nested ``jit`` inlined: ``outputs`` from ``inputs`` (constants first) by ``eqns``.
+
+    ``shards`` says of inputs how they are divided between devices, as far as that is known.
+    """
 
     inputs: list[Var]
     outputs: list[Any]
     eqns: list[Any]
     consts: list[Any]
     debug_info: Any
+    shards: Mapping[Var, Shards] = dataclasses.field(default_factory=dict)
 
 
 def trace(fun: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
@@ -60,33 +65,6 @@ def flat(closed: Any) -> Program:
 
     outputs = walk(closed.jaxpr, {}, False)
     return Program([*const_vars, *closed.jaxpr.invars], outputs, eqns, consts, closed.jaxpr.debug_info)
-
-
-def births(values: Sequence[Any]) -> list[int] | None:
-    """For each traced value the number of the equation that made it; ``None``: jax does not say.
-
-    The backward pass is traced in the order in which gradients appear. What casts or scales a gradient comes later, in
-    the order of the tree, so it is looked through. Reads the tracer's private parts: where they have changed, or a
-    value is an argument, the caller has to guess.
-    """
-    try:
-        numbers: dict[int, int] = {}
-        for k, eqn in enumerate(values[0]._trace.frame.tracing_eqns):
-            numbers[id(eqn() if isinstance(eqn, weakref.ref) else eqn)] = k
-        return [numbers[id(_origin(x).parent)] for x in values]
-    except (AttributeError, IndexError, KeyError, TypeError):
-        return None
-
-
-def _origin(tracer: Any) -> Any:
-    """What ``tracer`` is a cast or a multiple of."""
-    scaling = ("convert_element_type", "mul", "div", "select_n")
-    while tracer.parent is not None and tracer.parent.primitive.name in scaling:
-        alike = [x for x in tracer.parent.in_tracers if x.aval.shape == tracer.aval.shape]
-        if len(alike) != 1:
-            break
-        tracer = alike[0]
-    return tracer
 
 
 def _without_round_trips(program: Program) -> Program:

@@ -9,29 +9,56 @@ from itertools import accumulate
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.tree_util import keystr
 
 from jax_offload._branches import numbers_ahead
-from jax_offload._placement import Order, owners, ranks
-from jax_offload._sharding import Axes, Sharded
+from jax_offload._order import Order, births, ranks
+from jax_offload._paths import owners
+from jax_offload._sharding import Layouts, Shardings, Shards, shards_of, typed_sharding
 from jax_offload._stream import stream
-from jax_offload._trace import births, trace
+from jax_offload._trace import trace
+from jax_offload._zero import arranged
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What ``offload`` was told, and has seen, about streaming."""
+    """What ``offload`` was told, and has seen, about streaming.
+
+    Attributes:
+      window, order: its arguments.
+      shardings: of the parameters, by path, as far as they are known.
+      partitions: of the gradients, by the parameters' paths, where the state is divided further (ZeRO-1).
+    """
 
     window: int | None = None
     order: Order = None
-    sharded: Sharded = dataclasses.field(default_factory=dict)
+    shardings: Shardings = dataclasses.field(default_factory=dict)
+    partitions: Layouts = dataclasses.field(default_factory=dict)
+
+    @property
+    def whole(self) -> Shardings:
+        """Of the parameters whose state is divided further."""
+        return {path: self.shardings[path] for path in self.partitions}
 
 
 # While a recipe is traced, every offload inside it is a recipe too, and leaves its options here: the whole is then cut
 # and streamed at once.
 _INSIDE: contextvars.ContextVar[list[Options] | None] = contextvars.ContextVar("inside", default=None)
+
+# While ``update_params`` is traced, updates stay divided: it is the new parameters that are gathered.
+_DIVIDED: contextvars.ContextVar[bool] = contextvars.ContextVar("divided", default=False)
+
+
+def _merged(inside: list[Options]) -> Options:
+    return Options(
+        window=max(each.window or 0 for each in inside) or None,
+        order=next((each.order for each in inside if each.order), None),
+        shardings={path: s for each in inside for path, s in each.shardings.items()},
+        partitions={path: s for each in inside for path, s in each.partitions.items()},
+    )
 
 
 def streamed(
@@ -52,6 +79,9 @@ def streamed(
     if (outer := _INSIDE.get()) is not None:
         outer.append(options)
         return recipe(*args)
+    updates, state, params, *rest = args
+    # Divided before anything else: then they are scattered as they are reduced, and only parts are alive.
+    args = (arranged(updates, options.partitions), state, params, *rest)
     leaves, treedef = jax.tree.flatten(args)
     arrays = [i for i, x in enumerate(leaves) if is_array(x)]
 
@@ -67,48 +97,83 @@ def streamed(
         program, out_tree = trace(on_arrays, *(leaves[i] for i in arrays))
     finally:
         _INSIDE.reset(token)
-    window = max(each.window or 0 for each in inside) or None
-    order = next((each.order for each in inside if each.order), None)
-    sharded = {path: axes for each in inside for path, axes in each.sharded.items()}
+    given = _merged(inside)
+    if given.partitions and not options.partitions and not _typed(updates):
+        leaves[: len(jax.tree.leaves(updates))] = jax.tree.leaves(arranged(updates, given.partitions))
 
-    updates, state, params, *_ = args
     trees = treedef.children()
     starts = [0, *accumulate(tree.num_leaves for tree in trees)]
     position = {i: k for k, i in enumerate(arrays)}
+    paths = [keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(updates)[0]]
     reuse, result = {}, 0
     for tree, argument in zip(out_tree.children(), next_of, strict=True):
         for k in range(tree.num_leaves):
-            if tree == trees[argument] and starts[argument] + k in position:
+            gathered = argument == 0 and paths[k] in given.partitions  # larger than the gradient
+            if tree == trees[argument] and starts[argument] + k in position and not gathered:
                 reuse[result + k] = position[starts[argument] + k]
         result += tree.num_leaves
     made = births(jax.tree.leaves(updates))
     like = updates if params is None else params
-    in_order = ranks(state, like, order, made)
+    in_order = ranks(state, like, given.order, made)
     rank = {starts[1] + k: place for k, place in enumerate(in_order)}
+    first = len(program.consts)
+    found = enumerate(_shards(given, updates, state, params))
+    shards = {program.inputs[first + position[i]]: n for i, n in found if n is not None and i in position}
     results = stream(
-        numbers_ahead(program),
+        dataclasses.replace(numbers_ahead(program), shards=shards),
         [leaves[i] for i in arrays],
         gradients={position[i] for i in range(starts[1]) if i in position},
         reuse=reuse,
         rank=lambda k: rank.get(arrays[k], -1),
-        window=window,
-        sharded={
-            position[starts[1] + k]: axes for k, axes in _of_leaves(sharded, state, like) if starts[1] + k in position
-        },
+        window=given.window,
     )
     return jax.tree.unflatten(out_tree, results)
 
 
-def _of_leaves(sharded: Sharded, state: Any, params: Any) -> list[tuple[int, Axes]]:
-    """The sharded axes of the state leaves: of those that have their parameter's shape."""
-    if not sharded:
-        return []
-    flat = jax.tree_util.tree_flatten_with_path(params)[0]
+def gathered(updates: Any, options: Options) -> Any:
+    """Updates as their parameters are, but for ``update_params``, which gathers the new parameters instead."""
+    return updates if _DIVIDED.get() and not _typed(updates) else arranged(updates, options.whole)
+
+
+def divided_params(params: Any, options: Options) -> Any:
+    """Parameters divided as their gradients are. What they were is said first, lest XLA divide them before a loop."""
+    return arranged(arranged(params, options.whole), options.partitions)
+
+
+def _gathered_into(params: Any, new: Any, options: Options) -> Any:
+    """The new parameters, whole again, in the memory of the old ones.
+
+    XLA does not gather into a donated buffer: a TPU copied each parameter twice. A choice between both, whose outcome
+    it cannot know, it makes in place.
+    """
+    if not options.partitions:
+        return new
+    true = jax.lax.optimization_barrier(True)
+    chosen = jax.tree.map(lambda new, old: jnp.where(true, new, old), arranged(new, options.whole), params)
+    return arranged(chosen, options.whole)
+
+
+def _typed(tree: Any) -> bool:
+    """Whether types tell shardings, so that arrays of different ones cannot be added."""
+    return any(typed_sharding(jax.typeof(x)) is not None for x in jax.tree.leaves(tree) if is_array(x))
+
+
+def _shards(options: Options, updates: Any, state: Any, params: Any) -> list[Shards | None]:
+    """For every leaf of (updates, state, params) how it is divided, as far as that is known."""
+    like = updates if params is None else params
+    flat = jax.tree_util.tree_flatten_with_path(like)[0]
+    own = {path: shards_of(options.shardings.get(keystr(path)), np.shape(x)) for path, x in flat}
+    shapes = {path: np.shape(x) for path, x in flat}
+    divided = {path: shards_of(s, shapes[path]) for path in own if (s := options.partitions.get(keystr(path)))}
     owner, found = owners([path for path, _ in flat]), []
-    for k, (path, x) in enumerate(jax.tree_util.tree_flatten_with_path(state)[0]):
-        i = owner(path)
-        if i is not None and np.shape(x) == np.shape(flat[i][1]):
-            found.append((k, sharded.get(keystr(flat[i][0]), frozenset())))
+    for tree, known in (updates, own | divided), (state, own | divided), (params, own):
+        for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            i = owner(path)
+            typed = typed_sharding(jax.typeof(x)) if is_array(x) else None
+            if typed is not None:
+                found.append(shards_of(typed, x.shape))
+            else:
+                found.append(known[flat[i][0]] if i is not None and np.shape(x) == np.shape(flat[i][1]) else None)
     return found
 
 
@@ -137,8 +202,14 @@ def update_params(
     tx = optax.with_extra_args_support(tx)
 
     def recipe(grads: Any, state: Any, params: Any, extra_args: Any) -> Any:
-        updates, state = tx.update(grads, state, params, **extra_args)
-        return optax.apply_updates(params, updates), state
+        token = _DIVIDED.set(True)
+        try:
+            updates, state = tx.update(grads, state, params, **extra_args)
+        finally:
+            _DIVIDED.reset(token)
+        given = _merged(_INSIDE.get() or [Options()])
+        new = optax.apply_updates(params if _typed(updates) else divided_params(params, given), updates)
+        return _gathered_into(params, new, given), state
 
     return streamed(recipe, (grads, state, params, extra_args), next_of=(2, 1), options=Options())
 

@@ -1,0 +1,76 @@
+"""The order of the backward pass, in which leaves are taken and streamed."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jax_offload._paths import matches, name_of, owners
+
+Order = Sequence[str] | None
+
+
+def ranks(state: Any, params: Any, order: Order = None, births: Sequence[int] | None = None) -> list[int]:
+    """For every state leaf its place in the backward pass: its parameter's, then the state's own order.
+
+    Args:
+      state, params: arrays or abstract values.
+      order: the rules of ``offload``.
+      births: for every parameter when its gradient was made, where the trace tells; ``order`` goes before it.
+    """
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+    backward, owner = _backward_ranks([name_of(path) for path in paths], order, births), owners(paths)
+    leaves = jax.tree_util.tree_flatten_with_path(state)[0]
+    places = [len(backward) if (i := owner(path)) is None else backward[i] for path, _ in leaves]
+    return [place * len(leaves) + k for k, place in enumerate(places)]
+
+
+def _backward_ranks(names: list[str], rules: Order, births: Sequence[int] | None) -> list[int]:
+    """For every parameter its place in the backward pass: as the rules say, else as the trace tells, else guessed.
+
+    The guess is the natural order of the paths, reversed. ``layers_10`` comes before ``layers_2``: the last layer's
+    gradient appears first.
+    """
+    hits = matches("order", rules, names) if rules and names else []
+    by_rule = [next((k for k, hit in enumerate(hits) if i in hit), len(hits)) for i in range(len(names))]
+
+    def natural(name: str) -> list[tuple[int, int, str]]:
+        return [(0, int(t), "") if t.isdigit() else (1, 0, t) for t in re.split(r"(\d+)", name)]
+
+    order = sorted(range(len(names)), key=lambda i: natural(names[i]), reverse=True)
+    order.sort(key=lambda i: (by_rule[i], births[i] if births and len(births) == len(names) and not rules else 0))
+    ranks = [0] * len(names)
+    for rank, i in enumerate(order):
+        ranks[i] = rank
+    return ranks
+
+
+def births(values: Sequence[Any]) -> list[int] | None:
+    """For each traced value the number of the equation that made it; ``None``: jax does not say.
+
+    The backward pass is traced in the order in which gradients appear. What casts or scales a gradient comes later, in
+    the order of the tree, so it is looked through. Reads the tracer's private parts: where they have changed, or a
+    value is an argument, the caller has to guess.
+    """
+    try:
+        numbers: dict[int, int] = {}
+        for k, eqn in enumerate(values[0]._trace.frame.tracing_eqns):
+            numbers[id(eqn() if isinstance(eqn, weakref.ref) else eqn)] = k
+        return [numbers[id(_origin(x).parent)] for x in values]
+    except (AttributeError, IndexError, KeyError, TypeError):
+        return None
+
+
+def _origin(tracer: Any) -> Any:
+    """What ``tracer`` is a cast or a multiple of."""
+    scaling = ("convert_element_type", "mul", "div", "select_n")
+    while tracer.parent is not None and tracer.parent.primitive.name in scaling:
+        alike = [x for x in tracer.parent.in_tracers if x.aval.shape == tracer.aval.shape]
+        if len(alike) != 1:
+            break
+        tracer = alike[0]
+    return tracer

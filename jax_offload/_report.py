@@ -1,0 +1,111 @@
+"""The table of what lives where and why, and how it is streamed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import optax
+
+from jax_offload import _memory
+from jax_offload._placement import Leaf
+from jax_offload._state import arranged_leaves
+from jax_offload._stream import Load, loads_of_updates
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The table of what lives where and why, and how it is streamed; ``print`` it.
+
+    Attributes:
+      leaves: a row for every state leaf.
+      unknown: why ``update`` could not be traced; empty where it could.
+    """
+
+    leaves: tuple[Leaf, ...]
+    unknown: str = ""
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the state in pinned host memory, over all devices."""
+        return sum(leaf.nbytes for leaf in self.leaves if leaf.host)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the state that stay in device memory, over all devices."""
+        return sum(leaf.nbytes for leaf in self.leaves if not leaf.host)
+
+    def __str__(self) -> str:
+        rows = [("state leaf", "shape", "dtype", "MiB", "sharding", "memory", "why", "streams")]
+        for leaf in self.leaves:
+            memory = _memory.HOST_KIND if leaf.host else _memory.DEVICE_KIND
+            shape = "×".join(map(str, leaf.shape)) or "()"
+            size = f"{leaf.nbytes / 2**20:.2f}"
+            rows.append((leaf.path, shape, str(leaf.dtype), size, leaf.sharding, memory, leaf.why, leaf.streams))
+        if not any(leaf.sharding for leaf in self.leaves):  # no mesh
+            rows = [(*row[:4], *row[5:]) for row in rows]
+        widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+        lines = ["  ".join(cell.rjust(w) if k == 3 else cell.ljust(w) for k, (cell, w) in enumerate(
+            zip(row, widths, strict=True))).rstrip() for row in rows]  # fmt: skip
+        total = self.host_bytes + self.device_bytes
+        share = self.host_bytes / total if total else 0.0
+        summary = (
+            f"optimizer state: {total / 2**20:.2f} MiB, of which {self.host_bytes / 2**20:.2f} MiB ({share:.1%}) in "
+            f"{_memory.HOST_KIND} and {self.device_bytes / 2**20:.2f} MiB on the device"
+        )
+        notes = [f"how it streams is not known: {self.unknown}"] if self.unknown else []
+        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], summary, *notes])
+
+
+def placement(tx: optax.GradientTransformation, params: Any, **extra_args: Any) -> Placement:
+    """Where each leaf of ``tx``'s state lives and why, and how ``update`` brings it to the device.
+
+    Args:
+      tx: a transformation with an ``offload`` anywhere inside it.
+      params: the parameters, concrete or abstract. Nothing is allocated.
+      **extra_args: what ``tx.update`` needs besides gradients, state and parameters, to trace it.
+    """
+    leaves, _ = arranged_leaves(tx, params)
+    streams, unknown = _streams(tx, params, extra_args)
+    rows = []
+    for (leaf, _, _), text in zip(leaves, streams, strict=True):
+        hidden = leaf.host and not text and not unknown
+        rows.append(dataclasses.replace(leaf, streams="in a branch or a loop around offload" if hidden else text))
+    return Placement(tuple(rows), unknown)
+
+
+def _streams(tx: optax.GradientTransformation, params: Any, extra_args: Any) -> tuple[list[str], str]:
+    """How a traced ``update`` loads each leaf of the state, in words; and why it could not be traced."""
+    found: list[list[Load]] = []
+
+    def update(params: Any, extra_args: Any) -> None:
+        leaves, treedef = jax.tree.flatten(tx.init(params))
+        found.extend([] for _ in leaves)
+        with loads_of_updates() as loads:
+            optax.with_extra_args_support(tx).update(params, jax.tree.unflatten(treedef, leaves), params, **extra_args)
+        index = {id(x): rows for x, rows in zip(leaves, found, strict=True)}
+        for load in loads:
+            for x in load.ids:
+                if x in index:  # not in a cond or a loop of a wrapper around offload
+                    index[x].append(load)
+
+    leaves, treedef = jax.tree.flatten(extra_args)
+    arrays = [k for k, x in enumerate(leaves) if hasattr(x, "dtype")]  # the others, functions say, stay as they are
+
+    def with_arrays(params: Any, values: list[Any]) -> None:
+        filled = dict(enumerate(leaves)) | dict(zip(arrays, values, strict=True))
+        update(params, jax.tree.unflatten(treedef, filled.values()))
+
+    try:
+        jax.make_jaxpr(with_arrays)(params, [leaves[k] for k in arrays])
+    except Exception as error:
+        state = jax.eval_shape(tx.init, params)
+        return [""] * len(jax.tree.leaves(state)), f"update raises {type(error).__name__}: {str(error).splitlines()[0]}"
+    return [_in_words(loads) for loads in found], ""
+
+
+def _in_words(loads: list[Load]) -> str:
+    parts = [load.how + (f", {len(load.ids)} leaves together" if len(load.ids) > 1 else "") for load in loads]
+    repeated = len(parts) > 1 and len(set(parts)) == 1
+    return f"{parts[0]} ({len(parts)} times)" if repeated else "; then ".join(parts)

@@ -1,0 +1,108 @@
+"""ZeRO-1: a state divided over mesh axes along which its parameters are replicated (Rajbhandari et al. 2020).
+
+Each device updates its part: gradients are scattered as they are reduced, and what becomes of them is gathered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.tree_util import keystr
+
+from jax_offload._placement import Leaf
+from jax_offload._sharding import Layouts, Shardings, constrained, names_in, padded, shards_of
+
+
+def axes_of(shard_over: Any) -> tuple[str, ...]:
+    """``shard_over`` as a tuple of names."""
+    axes = (shard_over,) if isinstance(shard_over, str) else shard_over
+    if axes is None:
+        return ()
+    if not isinstance(axes, Sequence) or not axes or not all(isinstance(name, str) for name in axes):
+        raise ValueError(f"shard_over: expected the name of a mesh axis, or several; got {shard_over!r}.")
+    return tuple(axes)
+
+
+def partitioned(sharding: Sharding | None, shape: Sequence[int], over: Sequence[str]) -> NamedSharding | str:
+    """``sharding`` divided over further mesh axes too, or why it cannot be.
+
+    It takes the first axis of the array that divides evenly, of those that are not sharded yet if there is one. Of
+    three and more axes the first comes last: in a scanned model it counts the layers, and each layer's gradient, as it
+    appears, can then be scattered to all devices.
+
+    Raises:
+      ValueError: the mesh has no such axis, or there is no mesh.
+    """
+    if not isinstance(sharding, NamedSharding):
+        raise ValueError(
+            f"shard_over: {tuple(over)} are axes of a mesh, but a parameter is on {sharding}. Fix: give the parameters "
+            "a NamedSharding (jax.device_put, or out_shardings of what makes them)."
+        )
+    sizes = dict(sharding.mesh.shape)
+    if unknown := [name for name in over if name not in sizes]:
+        raise ValueError(f"shard_over: the parameters' mesh has no axes {unknown}, only {tuple(sizes)}.")
+    spec, shards = padded(sharding.spec, len(shape)), shards_of(sharding, shape)
+    used = {name for entry in spec for name in names_in(entry)}
+    over = [name for name in over if name not in used]
+    parts = math.prod(sizes[name] for name in over)
+    if parts == 1:
+        return "sharded over these axes already" if used else "the axes have size 1"
+    axes = [*range(1, len(shape)), 0] if len(shape) > 2 else list(range(len(shape)))
+    for axis in sorted(axes, key=lambda axis: shards[axis] > 1):
+        if shape[axis] % (shards[axis] * parts) == 0:
+            spec[axis] = (*names_in(spec[axis]), *over) if spec[axis] is not None or len(over) > 1 else over[0]
+            while spec[-1] is None:
+                spec.pop()  # as XLA spells it: P("x", None) for the same would compile a second time
+            return sharding.update(spec=PartitionSpec(*spec))
+    return f"no axis divides by {parts}"
+
+
+def partitions(plan: Sequence[Leaf], params: Any, shardings: Shardings, *, missing_ok: bool = False) -> Layouts:
+    """By their paths, the parameters whose state is divided further: how, and how their gradients and updates are.
+
+    Args:
+      plan: the table of the state.
+      params: the parameters, or gradients.
+      shardings: of the parameters, as far as they are known.
+      missing_ok: whether some may be unknown.
+
+    Raises:
+      ValueError: some are not known.
+    """
+    flat = jax.tree_util.tree_flatten_with_path(params)[0]
+    found: Layouts = {}
+    for i, over in {leaf.owner: leaf.shard_over for leaf in plan if leaf.owner is not None and leaf.shard_over}.items():
+        path, x = flat[i]
+        if (name := keystr(path)) not in shardings:
+            if missing_ok:
+                continue
+            raise ValueError(
+                f"shard_over: the sharding of parameter {name} is not known: with Auto mesh axes a trace does not tell."
+                " Call tx.init on the parameters, or jax_offload.state_shardings(tx, params), before update is traced."
+            )
+        divided = partitioned(shardings[name], x.shape, over)
+        if isinstance(divided, NamedSharding):
+            found[name] = divided
+    return found
+
+
+def arranged(tree: Any, shardings: Mapping[str, Sharding]) -> Any:
+    """A tree like the parameters, those that have an entry in that sharding."""
+    if not shardings:
+        return tree
+    return jax.tree_util.tree_map_with_path(lambda path, x: constrained(x, shardings.get(keystr(path))), tree)
+
+
+def arranged_state(leaves: Sequence[Any], plan: Sequence[Leaf], params: Any, shardings: Layouts) -> list[Any]:
+    """The leaves of a state, those that are to be divided further like that."""
+    if not shardings:
+        return list(leaves)
+    paths = [keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+    return [
+        constrained(x, shardings.get(paths[leaf.owner])) if leaf.shard_over and leaf.owner is not None else x
+        for x, leaf in zip(leaves, plan, strict=True)
+    ]

@@ -1,0 +1,338 @@
+"""The state of sharded parameters: sharded like them, or over further axes too (ZeRO-1)."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_offload as jo
+
+HOST, DEVICE = "pinned_host", "device"
+FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # to compile
+SPECS = {  # on a mesh of data, fsdp and tensor
+    "embed": P("tensor", "fsdp"),
+    "layers": {"w": P(None, "fsdp", "tensor"), "b": P(None, "tensor")},
+    "head": P("fsdp", "tensor"),
+    "odd": P(),
+}
+SHAPES = {"embed": (32, 16), "layers": {"w": (6, 16, 24), "b": (6, 24)}, "head": (16, 32), "odd": (7, 9)}
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-2),
+    "clip": optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)),
+    "lion": optax.lion(1e-2),
+    "lamb": optax.lamb(1e-2),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),
+    "muon": optax.contrib.muon(1e-2),
+    "MultiSteps": optax.MultiSteps(optax.adamw(1e-2), 2).gradient_transformation(),
+}
+
+
+def mesh_of(axes, shape=(2, 2, 2), names=("data", "fsdp", "tensor")):
+    return jax.make_mesh(shape, names, axis_types=(axes,) * len(names))
+
+
+def is_shape(x):
+    return isinstance(x, tuple)
+
+
+def network(mesh, specs=SPECS, seed=0):
+    """Parameters on the mesh; with ``None`` on one device."""
+    rng = np.random.default_rng(seed)
+    values = jax.tree.map(lambda s: rng.standard_normal(s, np.float32), SHAPES, is_leaf=is_shape)
+    if mesh is None:
+        return jax.device_put(values, jax.devices()[0])
+    return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), values, specs)
+
+
+def step_of(tx, form):
+    def update(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    def update_params(params, state, grads):
+        return jo.update_params(tx, grads, state, params)
+
+    return {"update": update, "update_params": update_params}[form]
+
+
+def run(tx, params, grads, form="update", n=3):
+    """Parameters and state after ``n`` donated steps, in the shardings in which they came; compiled once."""
+    params = jax.tree.map(jnp.copy, params)
+    state = tx.init(params)
+    out = jax.tree.map(lambda x: x.sharding, (params, state))
+    step = jax.jit(step_of(tx, form), donate_argnums=(0, 1), out_shardings=out, compiler_options=FAST)
+    for _ in range(n):
+        params, state = step(params, state, grads)
+    committed = all(x.committed for x in jax.tree.leaves((params, state)))
+    assert step._cache_size() == 1 or not committed
+    return params, state
+
+
+@functools.cache
+def resident(inner, n=3):
+    """The same on one device."""
+    params, grads = network(None), network(None, seed=100)
+    state, step = inner.init(params), jax.jit(step_of(inner, "update"), compiler_options=FAST)
+    for _ in range(n):
+        params, state = step(params, state, grads)
+    return params, state
+
+
+def same(got, want, rtol=2e-5):
+    for (path, x), y in zip(jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(want), strict=True):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        assert np.linalg.norm(x - y) <= rtol * np.linalg.norm(y) + 1e-12, jax.tree_util.keystr(path)
+
+
+def spec_of(x):
+    """Axis by axis, without what is not said at the end."""
+    entries = [(e,) if isinstance(e, str) else e for e in x.sharding.spec]
+    while entries and not entries[-1]:
+        entries.pop()
+    return tuple(entries)
+
+
+def entries(*spec):
+    sharding = NamedSharding(mesh_of(AxisType.Auto), P(*spec))
+    return spec_of(jax.ShapeDtypeStruct((8,) * len(spec), jnp.float32, sharding=sharding))
+
+
+def assert_state(state, expected, tx, params):
+    """Every leaf's memory and sharding, here and as foretold by ``abstract_state``."""
+    for (path, x), want, spec in zip(
+        jax.tree_util.tree_flatten_with_path(state)[0],
+        jax.tree.leaves(jo.abstract_state(tx, params)),
+        jax.tree.leaves(expected, is_leaf=lambda s: isinstance(s, P)),
+        strict=True,
+    ):
+        name = jax.tree_util.keystr(path)
+        assert x.sharding.memory_kind == want.sharding.memory_kind == (HOST if x.ndim else DEVICE), name
+        assert spec_of(x) == spec_of(want) == entries(*spec), name
+
+
+@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    ("name", "window"), [("adamw", None), ("adamw", 1), ("clip", 1), ("lion", 1), ("lamb", 1), ("MultiSteps", 1)]
+)
+def test_state_is_sharded_like_its_parameters(name, window, axes):
+    mesh = mesh_of(axes)
+    with jax.set_mesh(mesh):
+        params, grads = network(mesh), network(mesh, seed=100)
+        tx = jo.offload(OPTIMIZERS[name], min_bytes=0, window=window)
+        state = tx.init(params)
+        specs = optax.tree.map_params(tx, lambda x, spec: spec, state, SPECS, transform_non_params=lambda x: P())
+        assert_state(state, specs, tx, params)
+        params, state = run(tx, params, grads)
+        assert_state(state, specs, tx, params)
+    want = resident(OPTIMIZERS[name])
+    same((params, state), want)
+
+
+def test_factored_leaves_have_the_axes_that_are_left():
+    """Of a square matrix both factors have the same shape; the specs tell them apart."""
+    mesh = mesh_of(AxisType.Auto)
+    params = {"w": jax.device_put(jnp.ones((16, 16)), NamedSharding(mesh, P("fsdp", "tensor")))}
+    params["v"] = jax.device_put(jnp.ones((16, 32)), NamedSharding(mesh, P(("data", "fsdp"), "tensor")))
+    params["stacked"] = jax.device_put(jnp.ones((3, 16, 32)), NamedSharding(mesh, P(None, "fsdp", "tensor")))
+    inner = OPTIMIZERS["adafactor"]
+    tx = jo.offload(inner, min_bytes=0)
+    state = tx.init(params)[0]
+    # optax reduces row factors over the larger of the last two sorted dimensions
+    assert state.v_row["v"].shape == (16,) and spec_of(state.v_row["v"]) == entries(("data", "fsdp"))
+    assert state.v_col["v"].shape == (32,) and spec_of(state.v_col["v"]) == entries("tensor")
+    assert {spec_of(state.v_row["w"]), spec_of(state.v_col["w"])} == {entries("fsdp"), entries("tensor")}
+    assert spec_of(state.v_row["stacked"]) == entries(None, "fsdp")
+    assert spec_of(state.v_col["stacked"]) == entries(None, "tensor")
+    # what XLA finds on its own, for the resident optimizer, is the same
+    grads = jax.tree.map(lambda p: p + 0.5, params)
+    plain = jax.jit(lambda g, p: inner.update(g, inner.init(p), p)[1])(grads, params)[0]
+    for factors, found in (state.v_row, plain.v_row), (state.v_col, plain.v_col):
+        assert all(factors[k].sharding.is_equivalent_to(found[k].sharding.with_memory_kind(HOST), factors[k].ndim)
+                   for k in params)  # fmt: skip
+    after = run(tx, params, grads)[1][0]
+    for k in params:
+        assert spec_of(after.v_row[k]) == spec_of(state.v_row[k]) and spec_of(after.v_col[k]) == spec_of(state.v_col[k])
+
+
+ZERO = {  # what is replicated over data is divided there: the first axis that is free and divides, the layers last
+    "embed": P(("tensor", "data"), "fsdp"),
+    "layers": {"w": P("data", "fsdp", "tensor"), "b": P("data", "tensor")},
+    "head": P(("fsdp", "data"), "tensor"),
+    "odd": P(),
+}
+REPLICATED = jax.tree.map(lambda _: P(), SPECS, is_leaf=lambda s: isinstance(s, P))
+ZERO_REPLICATED = {
+    "embed": P("data"),
+    "layers": {"w": P(None, "data"), "b": P("data")},
+    "head": P("data"),
+    "odd": P(),
+}
+
+
+@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(("form", "window"), [("update", 1), ("update_params", None), ("update_params", 1)])
+@pytest.mark.parametrize(
+    ("specs", "zero"), [(SPECS, ZERO), (REPLICATED, ZERO_REPLICATED)], ids=["sharded", "replicated"]
+)
+def test_zero_1(specs, zero, window, form, axes):
+    mesh = mesh_of(axes)
+    with jax.set_mesh(mesh):
+        params, grads = network(mesh, specs), network(mesh, specs, seed=100)
+        tx = jo.offload(OPTIMIZERS["clip"], min_bytes=0, window=window, shard_over="data")
+        state = tx.init(params)
+        expected = optax.tree.map_params(tx, lambda x, spec: spec, state, zero, transform_non_params=lambda x: P())
+        assert_state(state, expected, tx, params)
+        params, state = run(tx, params, grads, form)
+        assert_state(state, expected, tx, params)
+    assert jax.tree.map(spec_of, params) == jax.tree.map(
+        lambda s: entries(*s), specs, is_leaf=lambda s: isinstance(s, P)
+    )
+    want = resident(OPTIMIZERS["clip"])
+    same((params, state), want)
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_zero_1_for_every_kind_of_optimizer(name):
+    mesh = mesh_of(AxisType.Auto)
+    params, grads = network(mesh, REPLICATED), network(mesh, REPLICATED, seed=100)
+    tx = jo.offload(OPTIMIZERS[name], min_bytes=0, window=1, shard_over="data")
+    got = run(tx, params, grads)
+    want = resident(OPTIMIZERS[name])
+    same(got, want)
+    assert any("data" in str(spec_of(x)) for x in jax.tree.leaves(got[1])) or name == "adafactor"
+
+
+def test_bytes_on_each_device():
+    mesh = mesh_of(AxisType.Auto, (4,), ("data",))
+    params = {"w": jax.device_put(jnp.ones((64, 64)), NamedSharding(mesh, P()))}
+    held = {}
+    for over in None, "data":
+        state = jo.offload(optax.adam(1e-3), min_bytes=0, shard_over=over).init(params)
+        held[over] = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state) if x.ndim)
+    assert held == {None: 2 * 64 * 64 * 4, "data": 2 * 64 * 64}
+
+
+def test_the_table_says_which_axis_and_why_none():
+    mesh = mesh_of(AxisType.Auto)
+    table = jo.placement(jo.offload(optax.adam(1e-3), min_bytes=0, shard_over="data"), network(mesh, REPLICATED))
+    shardings = {leaf.path: leaf.sharding for leaf in table.leaves}
+    assert shardings["[0].mu['layers']['w']"] == "P(None, 'data')"
+    assert shardings["[0].mu['odd']"] == "P() (no axis divides by 2)"
+    assert "P(None, 'data')" in str(table) and "sharding" in str(table).splitlines()[0]
+    assert "sharding" not in str(jo.placement(jo.offload(optax.adam(1e-3)), network(None))).splitlines()[0]
+
+
+def test_a_state_divided_already_stays_as_it_is():
+    mesh = mesh_of(AxisType.Auto, (8,), ("data",))
+    params = {"w": jax.device_put(jnp.ones((64, 64)), NamedSharding(mesh, P(None, "data")))}
+    tx = jo.offload(optax.adam(1e-3), min_bytes=0, shard_over="data")
+    assert spec_of(tx.init(params)[0].mu["w"]) == (None, ("data",))
+    assert jo.placement(tx, params).leaves[1].sharding == "P(None, 'data') (sharded over these axes already)"
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5])
+def test_what_stays_on_the_device_is_divided_too(fraction):
+    mesh = mesh_of(AxisType.Auto)
+    params, grads = network(mesh, REPLICATED), network(mesh, REPLICATED, seed=100)
+    tx = jo.offload(OPTIMIZERS["adamw"], min_bytes=0, fraction=fraction, shard_over="data")
+    got = run(tx, params, grads)
+    want = resident(OPTIMIZERS["adamw"])
+    same(got, want)
+    mu = got[1][0].mu
+    assert jax.tree.map(spec_of, mu) == jax.tree.map(
+        lambda s: entries(*s), ZERO_REPLICATED, is_leaf=lambda s: isinstance(s, P)
+    )
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(got[1]) if x.ndim}
+    assert kinds == ({DEVICE} if fraction == 0 else {DEVICE, HOST})
+
+
+def test_a_resident_state_is_divided_in_its_first_step_or_by_to_host():
+    mesh = mesh_of(AxisType.Auto)
+    params, grads = network(mesh, REPLICATED), network(mesh, REPLICATED, seed=100)
+    tx = jo.offload(OPTIMIZERS["adamw"], min_bytes=0, shard_over="data")
+    shardings = jo.state_shardings(tx, params)
+    plain = OPTIMIZERS["adamw"].init(params)
+    moved = jo.to_host(tx, plain, params)
+    for x, s in zip(jax.tree.leaves(moved), jax.tree.leaves(shardings), strict=True):
+        assert x.sharding == s or x.ndim == 0
+    _, state = jax.jit(tx.update)(grads, plain, params)
+    for x, s in zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True):
+        assert x.sharding.memory_kind == s.memory_kind and (x.ndim == 0 or x.sharding.is_equivalent_to(s, x.ndim))
+    same(state, resident(OPTIMIZERS["adamw"], 1)[1])
+
+
+def test_init_under_jit_and_abstract_parameters():
+    """Nothing is materialised on the way: shapes and shardings are all that it takes."""
+    mesh = mesh_of(AxisType.Auto)
+    abstract = jax.tree.map(
+        lambda s, spec: jax.ShapeDtypeStruct(s, jnp.float32, sharding=NamedSharding(mesh, spec)),
+        SHAPES, REPLICATED, is_leaf=is_shape)  # fmt: skip
+    tx = jo.offload(OPTIMIZERS["adamw"], min_bytes=0, shard_over="data")
+    shardings = jo.state_shardings(tx, abstract)
+    state = jax.jit(tx.init, out_shardings=shardings)(network(mesh, REPLICATED))
+    assert jax.tree.map(lambda x: x.sharding, state) == shardings
+    assert spec_of(state[0].mu["layers"]["w"]) == (None, ("data",))
+
+
+def test_under_shard_map():
+    """Every device updates its own part of everything, inside ``shard_map``: shapes there are local."""
+    mesh = mesh_of(AxisType.Auto, (8,), ("x",))
+    sharding = NamedSharding(mesh, P("x"))
+    params = jax.device_put({"w": jax.random.normal(jax.random.key(0), (64, 32))}, sharding)
+    grads = jax.device_put({"w": jax.random.normal(jax.random.key(1), (64, 32))}, sharding)
+    tx = jo.offload(optax.adamw(1e-2), min_bytes=0, window=1)
+    state = tx.init(params)
+    specs = jax.tree.map(lambda x: P("x") if x.ndim else P(), (grads, state, params))
+    step = jax.jit(
+        jax.shard_map(tx.update, mesh=mesh, in_specs=specs, out_specs=specs[:2]),
+        out_shardings=jax.tree.map(lambda x: x.sharding, (grads, state)),
+    )
+    want = optax.adamw(1e-2).update(jax.device_get(grads), optax.adamw(1e-2).init(params), jax.device_get(params))
+    got = step(grads, state, params)
+    same(got, want)
+    assert got[1][0].mu["w"].sharding.memory_kind == HOST
+
+
+BAD = {
+    "an axis that is not there": (lambda: "model", r"shard_over: the parameters' mesh has no axes \['model'\], only"),
+    "not a name": (lambda: 3, r"shard_over: expected the name of a mesh axis, or several; got 3"),
+    "no names": (lambda: (), r"shard_over: expected the name of a mesh axis, or several; got \(\)"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_shard_over(case):
+    over, message = BAD[case]
+    with pytest.raises(ValueError, match=message):
+        jo.offload(optax.adam(1e-3), min_bytes=0, shard_over=over()).init(network(mesh_of(AxisType.Auto)))
+
+
+def test_shard_over_without_a_mesh():
+    with pytest.raises(ValueError, match=r"shard_over: .* axes of a mesh, but a parameter is on SingleDeviceSharding"):
+        jo.offload(optax.adam(1e-3), min_bytes=0, shard_over="data").init(network(None))
+
+
+def test_an_update_that_cannot_know_the_shardings_says_so():
+    params = network(mesh_of(AxisType.Auto))
+    state = optax.adam(1e-3).init(params)
+    tx = jo.offload(optax.adam(1e-3), min_bytes=0, shard_over="data")
+    with pytest.raises(ValueError, match=r"shard_over: the sharding of parameter \['embed'\] is not known.*tx\.init"):
+        jax.jit(tx.update)(params, state, params)
+    jo.state_shardings(tx, params)
+    jax.jit(tx.update)(params, state, params)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_clipping_is_by_the_global_norm(inside):
+    mesh = mesh_of(AxisType.Auto)
+    clip, adam = optax.clip_by_global_norm(0.1), optax.adam(1e-2)
+    offload = functools.partial(jo.offload, min_bytes=0, window=1, shard_over="data")
+    tx = offload(optax.chain(clip, adam)) if inside else optax.chain(clip, offload(adam))
+    for form in "update", "update_params":
+        got = run(tx, network(mesh), network(mesh, seed=100), form)
+        same(got, resident(optax.chain(clip, adam)))
