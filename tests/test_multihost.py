@@ -50,11 +50,12 @@ def start(folder, processes, launcher, *args):
     """What each of ``processes`` processes reports. All end when one fails, or when the time is up."""
     port = free_port()
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS) and "_proxy" not in k.lower()}
+    flags = f"--xla_force_host_platform_device_count={DEVICES // processes}"
     inherited |= {
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")]),
         # Compiling is most of the time, and every process compiles.
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES // processes} --xla_backend_optimization_level=0",
+        "XLA_FLAGS": f"{flags} --xla_backend_optimization_level=0",
     }
     logs = [folder / f"{i}-of-{processes}.log" for i in range(processes)]
     reports = [log.with_suffix(".json") for log in logs]
@@ -91,7 +92,9 @@ def parts(row, mesh):
 
 @pytest.mark.parametrize("zero1", [False, pytest.param(True, marks=ZERO1)], ids=["", "zero1"])
 def test_processes_train_as_one(tmp_path, zero1):
-    args = ["--data", ROOT / "examples", "--losses", tmp_path / "losses.json"] + ["--zero1"] * zero1
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(1000)))
+    args = ["--data", text, "--losses", tmp_path / "losses.json"] + ["--zero1"] * zero1
     [alone] = start(tmp_path, 1, None, *args)
     assert len(alone["losses"]) == 3 and alone["losses"][-1] < alone["losses"][0] - 0.2
     assert alone["mesh"] == {"data": 2, "fsdp": 2}
