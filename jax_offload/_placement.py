@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
 
+from jax_offload._boxes import names_of
+
 KeyPath = tuple[Any, ...]
 Select = Any  # None | bool prefix tree | Callable[[str, ShapeDtypeStruct], bool] | str | Sequence[str]
 Order = Sequence[str] | None
@@ -88,7 +90,8 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
     owner = owners([path for path, _ in paths_params])
     paths_state = jax.tree_util.tree_flatten_with_path(state)[0]
     order = ranks(state, params, policy.order)
-    selected = _selector(policy.select, params, [(_name(path), p) for path, p in paths_params])
+    names = names_of([path for path, _ in paths_params])
+    selected = _selector(policy.select, params, [(name, p) for name, (_, p) in zip(names, paths_params, strict=True)])
     by_params = policy.select is not None or not _is_scalar(policy.fraction)
 
     leaves: list[Leaf] = []
@@ -105,7 +108,7 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
         groups.append(governing)
         leaves.append(
             Leaf(keystr(path), np.shape(x), getattr(x, "dtype", type(x)), nbytes(x),
-                 None if i is None else _name(paths_params[i][0]), i, False, why, order[index])
+                 None if i is None else names[i], i, False, why, order[index])
         )  # fmt: skip
     return _take(leaves, groups, _subtrees(policy.fraction, params, owner, paths_state))
 
@@ -255,10 +258,6 @@ def _matches(argument: str, rules: Sequence[str], names: Sequence[str]) -> list[
     return hits
 
 
-def _name(path: KeyPath) -> str:
-    return keystr(path, simple=True, separator="/")
-
-
 def owners(params: list[KeyPath]) -> Callable[[KeyPath], int | None]:
     """From a state leaf's path to its parameter: the longest parameter path inside it, the last one if several.
 
@@ -287,7 +286,7 @@ def ranks(state: Any, params: Any, order: Order = None, births: Sequence[int] | 
       births: for every parameter when its gradient was made, where the trace tells; ``order`` goes before it.
     """
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
-    backward, owner = _backward_ranks([_name(path) for path in paths], order, births), owners(paths)
+    backward, owner = _backward_ranks(names_of(paths), order, births), owners(paths)
     leaves = jax.tree_util.tree_flatten_with_path(state)[0]
     places = [len(backward) if (i := owner(path)) is None else backward[i] for path, _ in leaves]
     return [place * len(leaves) + k for k, place in enumerate(places)]

@@ -14,7 +14,8 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.tree_util import keystr
+
+from jax_offload._boxes import key_of
 
 Axes = frozenset[int]
 Sharded = dict[str, Axes]  # path of a parameter -> its sharded axes
@@ -31,7 +32,7 @@ def sharded_axes(params: Any) -> Sharded:
         sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
         if sharding is not None:
             shard = sharding.shard_shape(x.shape)
-            found[keystr(path)] = frozenset(i for i, (n, m) in enumerate(zip(x.shape, shard, strict=True)) if n != m)
+            found[key_of(path)] = frozenset(i for i, (n, m) in enumerate(zip(x.shape, shard, strict=True)) if n != m)
     return found
 
 

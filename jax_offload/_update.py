@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.tree_util import keystr
 
+from jax_offload._boxes import key_of
 from jax_offload._branches import numbers_ahead
 from jax_offload._placement import Order, owners, ranks
 from jax_offload._sharding import Axes, Sharded
@@ -108,7 +108,7 @@ def _of_leaves(sharded: Sharded, state: Any, params: Any) -> list[tuple[int, Axe
     for k, (path, x) in enumerate(jax.tree_util.tree_flatten_with_path(state)[0]):
         i = owner(path)
         if i is not None and np.shape(x) == np.shape(flat[i][1]):
-            found.append((k, sharded.get(keystr(flat[i][0]), frozenset())))
+            found.append((k, sharded.get(key_of(flat[i][0]), frozenset())))
     return found
 
 
