@@ -50,8 +50,10 @@ def parse(argv):
 def connect(args):
     """Before anything that asks jax for devices. On CPUs the processes then talk through Gloo, jax's default there."""
     if args.cluster:
-        method = None if args.cluster == "auto" else args.cluster
-        jax.distributed.initialize(cluster_detection_method=method)
+        try:
+            jax.distributed.initialize(cluster_detection_method=None if args.cluster == "auto" else args.cluster)
+        except ValueError as error:
+            raise SystemExit(f"--cluster {args.cluster}: jax finds none ({error}) Use --coordinator.") from error
     elif args.coordinator:
         jax.distributed.initialize(args.coordinator, args.processes, args.process_id)
 
@@ -73,7 +75,7 @@ def param_sharding(mesh, x):
 
 
 def local_batch(args, sharding, data, step):
-    """The batch of all processes; each reads only the rows that its own devices need."""
+    """The batch of all processes, to which each feeds only the rows that its own devices need."""
     shape = (args.batch, args.context + 1)
     needed = {index[0].indices(args.batch) for index in sharding.addressable_devices_indices_map(shape).values()}
     rows = np.concatenate([np.arange(*index) for index in sorted(needed)])
@@ -87,7 +89,7 @@ def main(argv=None):
     mesh = make_mesh(args)
     say = print if jax.process_index() == 0 else lambda *_: None
     model = GPT(Config(*SIZES[args.model], args.context))
-    schedule = optax.warmup_cosine_decay_schedule(0.0, args.lr, max(1, args.steps // 10), args.steps)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, args.lr, max(1, args.steps // 10), max(2, args.steps))
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1))
     tx = jo.offload(inner, window=args.window, **({"shard_over": "data"} if args.zero1 else {}))
 
