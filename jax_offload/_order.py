@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jax_offload._paths import matches, name_of, owners
+from jax_offload._paths import matches, names_of, owners
 
 Order = Sequence[str] | None
 
@@ -23,7 +23,7 @@ def ranks(state: Any, params: Any, order: Order = None, births: Sequence[int] | 
       births: for every parameter when its gradient was made, where the trace tells; ``order`` goes before it.
     """
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
-    backward, owner = _backward_ranks([name_of(path) for path in paths], order, births), owners(paths)
+    backward, owner = _backward_ranks(names_of(paths), order, births), owners(paths)
     leaves = jax.tree_util.tree_flatten_with_path(state)[0]
     places = [len(backward) if (i := owner(path)) is None else backward[i] for path, _ in leaves]
     return [place * len(leaves) + k for k, place in enumerate(places)]

@@ -1,12 +1,18 @@
-"""Paths of parameters, as users write them, and the parameter that a state leaf belongs to."""
+"""Paths of parameters, as users write them, and the parameter that a state leaf belongs to.
+
+Without the boxes that flax puts around parameters: ``nn.Partitioned``, ``nnx.Param``. A box is a node with one leaf,
+``.value``. ``nnx.Optimizer`` gives ``init`` parameters in boxes and ``update`` bare ones, so what one knows by path the
+other must find, and a rule must mean the same in both.
+"""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax.tree_util import keystr
+from jax.tree_util import GetAttrKey, keystr
 
 KeyPath = tuple[Any, ...]
 
@@ -26,10 +32,6 @@ def matches(argument: str, rules: Sequence[str], names: Sequence[str]) -> list[s
     return hits
 
 
-def name_of(path: KeyPath) -> str:
-    return keystr(path, simple=True, separator="/")
-
-
 def owners(params: list[KeyPath]) -> Callable[[KeyPath], int | None]:
     """From a state leaf's path to its parameter: the longest parameter path inside it, the last one if several.
 
@@ -47,3 +49,19 @@ def owners(params: list[KeyPath]) -> Callable[[KeyPath], int | None]:
         return None
 
     return owner
+
+
+def key_of(path: KeyPath) -> str:
+    """A path as a key, the same in a box and out of it. No two leaves of a tree share one."""
+    return keystr(path[:-1] if _ends_in_value(path) else path)
+
+
+def names_of(paths: Sequence[KeyPath]) -> list[str]:
+    """All parameters' paths as users write them, ``a/b/c``; a ``.value`` that has siblings is no box, and is kept."""
+    under = Counter(path[:n] for path in paths for n in range(len(path)))
+    bare = [path[:-1] if _ends_in_value(path) and under[path[:-1]] == 1 else path for path in paths]
+    return [keystr(path, simple=True, separator="/") for path in bare]
+
+
+def _ends_in_value(path: KeyPath) -> bool:
+    return path[-1:] == (GetAttrKey("value"),)

@@ -19,7 +19,7 @@ import numpy as np
 from jax.tree_util import keystr
 
 from jax_offload._order import Order, ranks
-from jax_offload._paths import matches, name_of, owners
+from jax_offload._paths import matches, names_of, owners
 
 Select = Any  # None | bool prefix tree | Callable[[str, ShapeDtypeStruct], bool] | str | Sequence[str]
 
@@ -93,7 +93,8 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
     owner = owners([path for path, _ in paths_params])
     paths_state = jax.tree_util.tree_flatten_with_path(state)[0]
     order = ranks(state, params, policy.order)
-    selected = _selector(policy.select, params, [(name_of(path), p) for path, p in paths_params])
+    names = names_of([path for path, _ in paths_params])
+    selected = _selector(policy.select, params, [(name, p) for name, (_, p) in zip(names, paths_params, strict=True)])
     by_params = policy.select is not None or not _is_scalar(policy.fraction)
 
     leaves: list[Leaf] = []
@@ -111,7 +112,7 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
         groups.append(governing)
         leaves.append(
             Leaf(keystr(path), np.shape(x), getattr(x, "dtype", type(x)), nbytes(x),
-                 None if i is None else name_of(paths_params[i][0]), i, False, why, order[index],
+                 None if i is None else names[i], i, False, why, order[index],
                  policy.shard_over if like_param else ())
         )  # fmt: skip
     return _take(leaves, groups, _subtrees(policy.fraction, params, owner, paths_state))

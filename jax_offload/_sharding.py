@@ -17,7 +17,8 @@ from typing import Any
 import jax
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
-from jax.tree_util import keystr
+
+from jax_offload._paths import key_of
 
 Shardings = dict[str, Sharding]  # path of a parameter -> its sharding
 Layouts = dict[str, NamedSharding]  # the same, on a mesh
@@ -45,7 +46,7 @@ def known(params: Any) -> Iterator[None]:
 
 def _told_by(params: Any) -> Shardings:
     flat = jax.tree_util.tree_flatten_with_path(params)[0]
-    return {keystr(path): s for path, x in flat if (s := sharding_of(x)) is not None}
+    return {key_of(path): s for path, x in flat if (s := sharding_of(x)) is not None}
 
 
 def sharding_of(x: Any) -> Sharding | None:

@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.tree_util import keystr
 
 from jax_offload._branches import numbers_ahead
 from jax_offload._order import Order, births, ranks
-from jax_offload._paths import owners
+from jax_offload._paths import key_of, owners
 from jax_offload._sharding import Layouts, Shardings, Shards, shards_of, typed_sharding
 from jax_offload._stream import stream
 from jax_offload._trace import trace
@@ -104,7 +103,7 @@ def streamed(
     trees = treedef.children()
     starts = [0, *accumulate(tree.num_leaves for tree in trees)]
     position = {i: k for k, i in enumerate(arrays)}
-    paths = [keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(updates)[0]]
+    paths = [key_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(updates)[0]]
     reuse, result = {}, 0
     for tree, argument in zip(out_tree.children(), next_of, strict=True):
         for k in range(tree.num_leaves):
@@ -162,9 +161,9 @@ def _shards(options: Options, updates: Any, state: Any, params: Any) -> list[Sha
     """For every leaf of (updates, state, params) how it is divided, as far as that is known."""
     like = updates if params is None else params
     flat = jax.tree_util.tree_flatten_with_path(like)[0]
-    own = {path: shards_of(options.shardings.get(keystr(path)), np.shape(x)) for path, x in flat}
+    own = {path: shards_of(options.shardings.get(key_of(path)), np.shape(x)) for path, x in flat}
     shapes = {path: np.shape(x) for path, x in flat}
-    divided = {path: shards_of(s, shapes[path]) for path in own if (s := options.partitions.get(keystr(path)))}
+    divided = {path: shards_of(s, shapes[path]) for path in own if (s := options.partitions.get(key_of(path)))}
     owner, found = owners([path for path, _ in flat]), []
     for tree, known in (updates, own | divided), (state, own | divided), (params, own):
         for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:

@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
-from jax.tree_util import keystr
 
+from jax_offload._paths import key_of
 from jax_offload._placement import Leaf
 from jax_offload._sharding import Layouts, Shardings, constrained, names_in, padded, shards_of
 
@@ -77,7 +77,7 @@ def partitions(plan: Sequence[Leaf], params: Any, shardings: Shardings, *, missi
     found: Layouts = {}
     for i, over in {leaf.owner: leaf.shard_over for leaf in plan if leaf.owner is not None and leaf.shard_over}.items():
         path, x = flat[i]
-        if (name := keystr(path)) not in shardings:
+        if (name := key_of(path)) not in shardings:
             if missing_ok:
                 continue
             raise ValueError(
@@ -94,14 +94,14 @@ def arranged(tree: Any, shardings: Mapping[str, Sharding]) -> Any:
     """A tree like the parameters, those that have an entry in that sharding."""
     if not shardings:
         return tree
-    return jax.tree_util.tree_map_with_path(lambda path, x: constrained(x, shardings.get(keystr(path))), tree)
+    return jax.tree_util.tree_map_with_path(lambda path, x: constrained(x, shardings.get(key_of(path))), tree)
 
 
 def arranged_state(leaves: Sequence[Any], plan: Sequence[Leaf], params: Any, shardings: Layouts) -> list[Any]:
     """The leaves of a state, those that are to be divided further like that."""
     if not shardings:
         return list(leaves)
-    paths = [keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+    paths = [key_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
     return [
         constrained(x, shardings.get(paths[leaf.owner])) if leaf.shard_over and leaf.owner is not None else x
         for x, leaf in zip(leaves, plan, strict=True)

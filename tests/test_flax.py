@@ -1,0 +1,234 @@
+"""Flax's ways to hold parameters and state: ``TrainState``, ``nnx.Optimizer``, boxes that say how to shard."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jax_offload as jo
+from jax_offload._paths import names_of
+from tests._optimizers import assert_same, copied
+
+P = PartitionSpec
+X = jax.random.normal(jax.random.key(1), (16, 128))
+WINDOW = 2**16  # a leaf's moments do not fit: they stream in chunks where they can
+INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+
+
+@pytest.fixture
+def mesh():
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def offloaded(**options):
+    return jo.offload(INNER, window=WINDOW, **options)
+
+
+def assert_like_params(state, params):
+    """Every moment of 64 KiB is on the host and sharded as its parameter; nothing else is on the host."""
+    for moment in (optax.tree.get(state, "mu"), optax.tree.get(state, "nu")):
+        for x, p in zip(jax.tree.leaves(moment), jax.tree.leaves(params), strict=True):
+            assert x.sharding.memory_kind == ("pinned_host" if x.nbytes >= 2**16 else "device")
+            assert x.nbytes < 2**16 or x.sharding.is_equivalent_to(p.sharding.with_memory_kind("pinned_host"), x.ndim)
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(state) if x.ndim == 0} == {"device"}
+
+
+class Linen(nn.Module):
+    """With ``boxed``, kernels are ``nn.Partitioned``."""
+
+    boxed: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        def kernel(*names):
+            init = nn.initializers.lecun_normal()
+            return nn.with_partitioning(init, names) if self.boxed else init
+
+        x = nn.relu(nn.Dense(256, kernel_init=kernel(None, "model"), name="up")(x))
+        return nn.Dense(128, kernel_init=kernel("model", None), name="down")(x)
+
+
+def linen_params(mesh, boxed):
+    """Sharded as the annotations say, in or out of their boxes."""
+    abstract = jax.eval_shape(Linen().init, jax.random.key(0), X)["params"]
+    shardings = nn.get_sharding(abstract, mesh)
+    model = Linen(boxed)
+    params = jax.jit(lambda: model.init(jax.random.key(0), X)["params"], out_shardings=shardings)()
+    return model, params
+
+
+@pytest.mark.parametrize("boxed", [False, True])
+def test_train_state(mesh, boxed):
+    model, params = linen_params(mesh, boxed)
+    replicated = NamedSharding(mesh, P())
+
+    def loss(params):
+        return jnp.mean((model.apply({"params": params}, X) - X) ** 2)
+
+    def step(state):
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), value
+
+    def train(tx):
+        state = TrainState.create(apply_fn=model.apply, params=copied(params), tx=tx)
+        yield state, []
+        # Plain optax leaves its moments on one device.
+        opt_state = jax.device_put(state.opt_state, jo.state_shardings(tx, params))
+        state, losses = state.replace(step=jax.device_put(0, replicated), opt_state=opt_state), []
+        shardings = jax.tree.map(lambda x: x.sharding, state)
+        jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated))
+        while True:
+            state, value = jitted(state)
+            losses.append(float(value))
+            assert jitted._cache_size() == 1
+            yield state, losses
+
+    ours, plain = train(offloaded()), train(INNER)
+    assert_like_params(next(ours)[0].opt_state, params)
+    next(plain)
+    (state, _), (expected, _) = next(ours), next(plain)
+    assert_same(state.opt_state, expected.opt_state, "state after a step")
+    assert_same(state.params, expected.params, "parameters after a step")
+    for _ in range(4):
+        (state, losses), (_, expected_losses) = next(ours), next(plain)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
+    assert losses[-1] < losses[0]
+    assert int(state.step) == 5
+    assert_like_params(state.opt_state, params)
+
+
+def test_linen_boxes_survive(mesh):
+    _, params = linen_params(mesh, boxed=True)
+    tx = offloaded()
+    state, plain = tx.init(params), INNER.init(params)
+    updates, new_state = jax.jit(tx.update)(params, state, params)
+    applied, newer_state = jax.jit(lambda *args: jo.update_params(tx, *args))(params, state, params)
+    for tree in (state, new_state, newer_state):
+        assert jax.tree.structure(tree) == jax.tree.structure(plain)
+        assert nn.get_partition_spec(tree) == nn.get_partition_spec(plain)
+        assert nn.get_sharding(tree, mesh) == nn.get_sharding(plain, mesh)
+        assert_like_params(tree, params)
+    for tree in (updates, applied):
+        assert jax.tree.structure(tree) == jax.tree.structure(params)
+    box = new_state[1][0].mu["up"]["kernel"]
+    assert isinstance(box, nn.Partitioned) and box.names == (None, "model")
+    assert jax.tree.structure(jo.abstract_state(tx, params)) == jax.tree.structure(plain)
+    # What flax's users write: shardings of the state from its annotations, in device memory. Theirs with our memories:
+    annotated, ours = nn.get_sharding(jax.eval_shape(tx.init, params), mesh), jo.state_shardings(tx, params)
+    for a, b in zip(jax.tree.leaves(annotated), jax.tree.leaves(nn.unbox(ours)), strict=True):
+        assert a.with_memory_kind(b.memory_kind).spec == b.spec
+
+
+def boxed_and_bare():
+    """The same parameters in linen's boxes, in nnx's, and bare."""
+    shapes = {"down": (256, 128), "up": (128, 256)}
+    arrays = {name: {"kernel": jnp.ones(shape)} for name, shape in shapes.items()}
+    return {
+        "linen": jax.tree.map(lambda x: nn.Partitioned(x, (None, None)), arrays),
+        "nnx": nnx.State(jax.tree.map(nnx.Param, arrays)),
+        "bare": arrays,
+    }
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx", "bare"])
+def test_rules_mean_the_same_in_a_box(kind):
+    params = jax.device_put(boxed_and_bare()[kind], jax.devices()[0])
+    for select, names in {"down/kernel$": {"down/kernel"}, "^up": {"up/kernel"}}.items():
+        table = jo.placement(jo.offload(optax.adamw(1e-3), select=select), params)
+        assert {leaf.param for leaf in table.leaves if leaf.host} == names
+    table = jo.placement(jo.offload(optax.adamw(1e-3), fraction=0.5, order=["up", "down"]), params)
+    assert {leaf.param for leaf in table.leaves if leaf.host} == {"up/kernel"}
+    with pytest.raises(ValueError, match=r"no parameter's path matches \['value'\].* down/kernel, up/kernel"):
+        jo.placement(jo.offload(optax.adamw(1e-3), select="value"), params)
+
+
+def test_a_value_with_siblings_is_no_box():
+    attention = nnx.State({"query": nnx.Param(1.0), "value": nnx.Param(1.0)})
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(attention)[0]]
+    assert names_of(paths) == ["query", "value"]
+    a, key, value = map(jax.tree_util.GetAttrKey, ("a", "key", "value"))
+    assert names_of([(a, key), (a, value)]) == ["a/key", "a/value"]
+
+
+class NNX(nnx.Module):
+    """Annotated in both of nnx's ways."""
+
+    def __init__(self, rngs):
+        init = nnx.initializers.lecun_normal()
+        self.up = nnx.Linear(128, 256, rngs=rngs, kernel_init=nnx.with_partitioning(init, (None, "model")))
+        self.down = nnx.Param(init(rngs.params(), (256, 128)), out_sharding=("model", None))
+
+    def __call__(self, x):
+        return nnx.relu(self.up(x)) @ self.down
+
+
+def nnx_train(tx, build, steps=1):
+    model = nnx.jit(lambda: NNX(nnx.Rngs(0)))()
+    optimizer = build(lambda model: nnx.Optimizer(model, tx, wrt=nnx.Param))(model)
+
+    @nnx.jit(donate_argnums=(0, 1))
+    def step(model, optimizer, x):
+        loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - x) ** 2))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    born = nnx.state(optimizer)
+    losses = [float(step(model, optimizer, X)) for _ in range(steps)]
+    return model, optimizer, born, losses
+
+
+def test_nnx_annotations_survive(mesh):
+    with jax.set_mesh(mesh):
+        model, optimizer, born, losses = nnx_train(offloaded(), nnx.jit, steps=5)
+        _, plain, plain_born, expected = nnx_train(INNER, nnx.jit, steps=5)
+        params = nnx.state(model, nnx.Param)
+        np.testing.assert_allclose(losses, expected, rtol=1e-5)
+        # The annotations of the state are those of the parameters, as in plain optax.
+        assert nnx.get_partition_spec(born) == nnx.get_partition_spec(plain_born)
+        assert nnx.get_partition_spec(nnx.state(optimizer)) == nnx.get_partition_spec(nnx.state(plain))
+        for state in (born["opt_state"], optimizer.opt_state):
+            mu = nnx.state(state)[1][0]["mu"]
+            assert (mu["up"]["kernel"].out_sharding, mu["down"].out_sharding) == ((None, "model"), ("model", None))
+            assert isinstance(mu["down"], nnx.OptState)
+    hosts = [x for x in jax.tree.leaves(nnx.state(optimizer)) if x.sharding.memory_kind == "pinned_host"]
+    assert len(hosts) == 4
+    for tree in (born, nnx.state(optimizer)):
+        state = nnx.as_pure(tree)["opt_state"][1][0]
+        for moment in (state["mu"], state["nu"]):
+            for x, p in ((moment["up"]["kernel"], params["up"]["kernel"]), (moment["down"], params["down"])):
+                assert x.sharding.is_equivalent_to(p.get_value().sharding.with_memory_kind("pinned_host"), 2)
+
+
+def test_what_nnx_keeps_beside_the_state_stays_on_the_device():
+    """Its step is its own; optax's count has rank 0."""
+    with jax.set_mesh(jax.make_mesh((1, 1), ("data", "model"), axis_types=(AxisType.Auto,) * 2)):
+        _, optimizer, _, _ = nnx_train(offloaded(), nnx.jit, steps=2)
+    assert type(optimizer.step) is nnx.OptState
+    assert int(optimizer.step[...]) == int(optimizer.opt_state[1][0].count[...]) == 2
+    for counter in (optimizer.step, optimizer.opt_state[1][0].count):
+        assert counter.get_value().sharding.memory_kind == "device"
+
+
+def test_a_state_that_flax_moved_is_on_the_host_after_a_step(mesh):
+    """Outside jit flax applies an annotation to the new state's variables, with device memory (docs/flax.md)."""
+    with jax.set_mesh(mesh):
+        _, optimizer, _, _ = nnx_train(offloaded(), lambda build: build)
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(nnx.state(optimizer)) if x.nbytes >= 2**16}
+    assert kinds == {"pinned_host"}
+
+
+def test_nnx_optimizer_does_not_cut_a_leaf_along_a_sharded_axis(mesh):
+    """It gives init parameters in boxes, and update bare ones: what init saw of their shardings must be found."""
+    sharding = NamedSharding(mesh, P("data", "model"))
+    params = nnx.State({"w": nnx.Param(jax.device_put(jnp.ones((256, 256)), sharding))})
+    tx = jo.offload(optax.adamw(1e-3), window=WINDOW)
+    state = tx.init(params)
+    bare, bare_state = nnx.as_pure(params), nnx.as_pure(state)
+    shardings = jax.tree.map(lambda x: x.sharding, (bare, bare_state))
+    compiled = jax.jit(tx.update, out_shardings=shardings).lower(bare, bare_state, bare).compile()
+    assert "all-gather" not in compiled.as_text()

@@ -1,0 +1,137 @@
+"""Several processes on this machine, each with a part of the devices, train as one process with all of them does."""
+
+import inspect
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jax_offload as jo
+
+ROOT = Path(__file__).parent.parent
+DEVICES, SECONDS = 4, 120
+SMALL = "--model test --batch 8 --context 32 --steps 3 --fsdp 2 --window 65536".split()
+ZERO1 = pytest.mark.skipif("shard_over" not in inspect.signature(jo.offload).parameters, reason="offload cannot do it")
+LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "KUBERNETES_", "TPU_", "MEGASCALE_", "JAX_", "XLA_FLAGS")
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return s.getsockname()[1]
+
+
+def by_arguments(port, processes, i):
+    """How to start process ``i`` where jax does not know the cluster: arguments, environment."""
+    return ["--coordinator", f"localhost:{port}", "--processes", str(processes), "--process-id", str(i)], {}
+
+
+def by_slurm(port, processes, i):
+    """How SLURM's ``srun`` does: by variables of the environment, which jax reads."""
+    step = {
+        "JOB_ID": 1,
+        "STEP_NODELIST": "localhost",
+        "STEP_NUM_NODES": 1,
+        "NTASKS": processes,
+        "PROCID": i,
+        "LOCALID": i,
+    }
+    return ["--cluster", "auto"], {f"SLURM_{k}": str(v) for k, v in step.items()} | {"JAX_COORDINATOR_PORT": str(port)}
+
+
+def start(folder, processes, launcher, *args):
+    """What each of ``processes`` processes reports. All end when one fails, or when the time is up."""
+    port = free_port()
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS) and "_proxy" not in k.lower()}
+    flags = f"--xla_force_host_platform_device_count={DEVICES // processes}"
+    inherited |= {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")]),
+        # Compiling is most of the time, and every process compiles.
+        "XLA_FLAGS": f"{flags} --xla_backend_optimization_level=0",
+    }
+    logs = [folder / f"{i}-of-{processes}.log" for i in range(processes)]
+    reports = [log.with_suffix(".json") for log in logs]
+    children = []
+    try:
+        for i in range(processes):
+            joining, env = launcher(port, processes, i) if processes > 1 else ([], {})
+            command = [sys.executable, ROOT / "tests/_multihost.py", reports[i], *SMALL, *joining, *args]
+            with logs[i].open("w") as log:
+                children.append(subprocess.Popen(command, env=inherited | env, stdout=log, stderr=subprocess.STDOUT))
+        deadline = time.monotonic() + SECONDS
+        while any(child.poll() is None for child in children) and time.monotonic() < deadline:
+            if any(child.poll() for child in children):
+                time.sleep(1)  # let the others say why, too
+                break
+            time.sleep(0.05)
+    finally:
+        codes = [child.poll() for child in children]
+        for child in children:
+            child.kill()
+            child.wait()
+    if any(codes) or None in codes:
+        ends = "\n".join(
+            f"--- {log.name}: exit status {c}\n{log.read_text()[-4000:]}" for log, c in zip(logs, codes, strict=True)
+        )
+        pytest.fail(f"{processes} processes (None: not ended after {SECONDS} s)\n{ends}")
+    return [json.loads(report.read_text()) for report in reports]
+
+
+def parts(row, mesh):
+    """Into how many parts a leaf is cut, by its spec."""
+    return math.prod(mesh[name] for names in row["spec"] for name in names)
+
+
+@pytest.mark.parametrize("zero1", [False, pytest.param(True, marks=ZERO1)], ids=["", "zero1"])
+def test_processes_train_as_one(tmp_path, zero1):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(1000)))
+    args = ["--data", text, "--losses", tmp_path / "losses.json"]
+    args += ["--zero1", "--window", "32768"] * zero1  # smaller shards: a smaller window, for them to stream in chunks
+    [alone] = start(tmp_path, 1, None, *args)
+    assert len(alone["losses"]) == 3 and alone["losses"][-1] < alone["losses"][0] - 0.2
+    assert alone["mesh"] == {"data": 2, "fsdp": 2}
+    check_placement(alone, zero1)
+    for processes, launcher in [(2, by_slurm)] if zero1 else [(2, by_slurm), (4, by_arguments)]:
+        reports = start(tmp_path, processes, launcher, *args)
+        assert json.loads((tmp_path / "losses.json").read_text()) == reports[0]["losses"]
+        for i, seen in enumerate(reports):
+            assert (seen["process"], seen["processes"], seen["devices"]) == (i, processes, [4, 4 // processes])
+            np.testing.assert_allclose(seen["losses"], alone["losses"], rtol=1e-6)
+            assert seen["placement"] == alone["placement"]
+            for tree in ("params", "state", "eager init", "back on the host"):
+                assert without_held(seen[tree]) == without_held(alone[tree])
+            check_placement(seen, zero1)
+
+
+def without_held(tree):
+    return {path: {k: v for k, v in row.items() if k != "held"} for path, row in tree.items()}
+
+
+def check_placement(seen, zero1):
+    """What one process sees: every leaf is in its memory, with its parameter's sharding, and is held in full."""
+    assert seen["compiled"] == 1
+    assert "chunks" in seen["placement"]
+    assert seen["eager init"] == seen["back on the host"] == seen["state"]
+    here = seen["devices"][1]
+    hosts = [path for path, row in seen["state"].items() if row["kind"] == "pinned_host"]
+    assert len(hosts) == 10  # mu and nu of the five parameters that have 64 KiB
+    assert {row["kind"] for row in seen["params"].values()} == {"device"}
+    for path, row in [*seen["params"].items(), *seen["state"].items()]:
+        assert (row["kind"] == "pinned_host") == (path in seen["state"] and row["bytes"] >= 2**16)
+        assert row["held"] * parts(row, seen["mesh"]) == row["bytes"] * here
+    for path in hosts:
+        [param] = [p for name, p in seen["params"].items() if path.endswith(name)]
+        assert parts(param, seen["mesh"]) == 2
+        if zero1:
+            assert parts(seen["state"][path], seen["mesh"]) == 4
+        else:
+            assert seen["state"][path]["spec"] == param["spec"]
