@@ -74,8 +74,8 @@ def restore(
     Raises:
       ImportError: orbax is not installed.
       TypeError: ``manager`` is no ``CheckpointManager``.
-      ValueError: there is no such checkpoint; its tree, shapes or dtypes are not the target's; or it is damaged, and
-        ``fallback`` is not set or no earlier one is left.
+      ValueError: there is no such checkpoint; its tree, shapes or dtypes are not the target's; the target lacks a
+        sharding; or the checkpoint is damaged, and ``fallback`` is not set or no earlier one is left.
     """
     ocp = _orbax()
     if not isinstance(manager, ocp.CheckpointManager):
@@ -109,12 +109,12 @@ def _restore_step(ocp: Any, manager: Any, step: int, item: str | None, target: A
     """Raises ``_Damaged`` for what another checkpoint may do better, ``ValueError`` for what none will."""
     folder = _path(manager, step) / (item or "default")
     if item is not None and not folder.exists():
-        raise ValueError(
-            f"item: no {item!r} in {folder.parent}; there are {sorted(p.name for p in folder.parent.iterdir())}."
-        )
+        there = sorted(path.name for path in folder.parent.iterdir())
+        raise ValueError(f"item: no {item!r} in {folder.parent}; there are {there}.")
     metadata = _reading(ocp.StandardCheckpointHandler().metadata, folder)
     stored = dict(zip(*_named(metadata.tree), strict=True))
-    sums = ((metadata.custom_metadata or {}).get(_NAME) or {}).get("sums")
+    entry = (metadata.custom_metadata or {}).get(_NAME)
+    sums = None if entry is None else entry.get("sums", {})
     if sums is not None and sums.keys() != stored.keys():
         raise _Damaged(f"its metadata names other leaves than were saved: {_some(set(sums) ^ stored.keys())}")
     by_default = target is None
@@ -149,7 +149,10 @@ def _reading(read: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _check_target(target: Any, stored: dict[str, Any], folder: Any) -> None:
-    """Raises ``ValueError`` for a target of another tree, shape or dtype; orbax would convert dtypes silently."""
+    """Raises ``ValueError`` for a target of another tree, shape or dtype, or without a place.
+
+    orbax would convert dtypes without a word, and choose the device.
+    """
     wanted = dict(zip(*_named(target), strict=True))
     if wanted.keys() != stored.keys():
         raise ValueError(
@@ -160,6 +163,11 @@ def _check_target(target: Any, stored: dict[str, Any], folder: Any) -> None:
             "tx.init(params) after the restore; parts of what it has: docs/checkpoints.md."
         )
     for name, x in wanted.items():
+        if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is None:
+            raise ValueError(
+                f"target: leaf {name!r} has no sharding; orbax would put it on the device. jo.abstract_state(tx, "
+                "params) has them for a state; for others: jax.ShapeDtypeStruct(shape, dtype, sharding=...)."
+            )
         if is_key(x) or not hasattr(x, "dtype"):
             continue
         got = tuple(stored[name].shape), np.dtype(stored[name].dtype)
@@ -173,9 +181,8 @@ def _check_target(target: Any, stored: dict[str, Any], folder: Any) -> None:
 def _default_target(stored: Any) -> Any:
     """Where a leaf goes that nobody gave a target for."""
     if stored.sharding is None:  # no jax.Array: a NumPy array, or a number
-        return (
-            np.broadcast_to(np.zeros((), stored.dtype), stored.shape) if stored.shape else stored.dtype.type(0).item()
-        )
+        zero = np.zeros((), stored.dtype)
+        return np.broadcast_to(zero, stored.shape) if stored.shape else zero.item()
     sharding = _recorded(stored.sharding) or _memory.ambient_sharding()
     kind = _memory.HOST_KIND if stored.shape else _memory.DEVICE_KIND
     _memory.check_platform(sharding.addressable_devices)

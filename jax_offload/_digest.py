@@ -1,7 +1,7 @@
 """Sums over the bits of arrays: what storage did to a checkpoint shows, however it is sharded when it comes back.
 
 A sum of words does not depend on how an array is cut, so that every process adds up what it holds. One flipped bit
-always changes it; other damage goes unseen once in 2³².
+always changes it; worse damage goes unseen about once in 2³² (2¹⁶ where the elements have 16 bits).
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from orbax.checkpoint._src.serialization import serialization
 
@@ -155,7 +156,9 @@ def writer(monkeypatch):
 
     async def delayed(*args, **kwargs):
         waiting.set()
-        while not go.is_set():
+        for _ in range(2000):  # not for ever: closing a manager, as a failing test does, waits for its writer
+            if go.is_set():
+                break
             await asyncio.sleep(0.005)
         return await write(*args, **kwargs)
 
@@ -263,6 +266,34 @@ def test_training_goes_on_alike_after_a_restore(tmp_path):
         back = step(back, i)
     assert_same(back, tree)
     assert_placed(back, tree)
+
+
+def test_a_flax_train_state(tmp_path, writer):
+    """A whole ``TrainState`` saved while its next steps run in the same memory, and restored onto itself."""
+    tx, tree, _ = small()
+    apply_fn = lambda params, x: x @ params["w"] + params["b"]  # noqa: E731
+    params, step = tree["params"], jax.device_put(jnp.int32(0), jax.devices()[0])
+    state = TrainState(step=step, apply_fn=apply_fn, params=params, tx=tx, opt_state=tx.init(params))
+
+    @partial(jax.jit, donate_argnums=0)
+    def train(state, x):
+        grads = jax.grad(lambda p: jnp.mean((state.apply_fn(p, x) - 1) ** 2))(state.params)
+        return state.apply_gradients(grads=grads)
+
+    state = train(state, jnp.ones((4, 64)))
+    expected, target = as_numpy(state), target_of(state)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=jo.save_args(state))
+        assert writer.waiting.wait(30)
+        for i in range(3):
+            state = train(state, jnp.full((4, 64), i))
+        writer.set()
+        manager.wait_until_finished()
+        back = jo.restore(manager, target)
+    assert isinstance(back, TrainState) and back.tx is tx and int(back.step) == 1
+    assert_placed(back, target)
+    assert HOST in jax.tree.leaves(kinds(back.opt_state))
+    jax.tree.map(np.testing.assert_array_equal, back, expected)
 
 
 # Where a restore lands, and by which way
@@ -469,6 +500,11 @@ def test_falling_back(three_steps):
             back = jo.restore(manager, target, fallback=True)
         jax.tree.map(np.testing.assert_array_equal, back, values[2])
         assert_placed(back, target)
+        manager.delete(3)
+        manager.save(3, args=jo.save_args(back))
+        manager.wait_until_finished()
+        assert_same(jo.restore(manager, target), back)
+        damage_values(folder / "3")
         (folder / "2" / "default" / "_METADATA").write_text("{")
         with pytest.warns(UserWarning, match="Using step 2"), pytest.warns(UserWarning, match="Using step 1"):
             back = jo.restore(manager, target, fallback=True)
@@ -500,6 +536,10 @@ def test_what_is_wrong_with_the_call_is_no_damage(three_steps):
             jo.restore(manager, half, fallback=True)
         with pytest.raises(ValueError, match="only in the checkpoint opt_state"):
             jo.restore(manager, {"params": target["params"]}, fallback=True)
+        placeless = jax.eval_shape(lambda tree: tree, target)
+        assert jax.tree.leaves(placeless)[0].sharding is None
+        with pytest.raises(ValueError, match=r"target: leaf 'opt_state/0/count' has no sharding"):
+            jo.restore(manager, placeless, fallback=True)
         with pytest.raises(ValueError, match=r"no complete checkpoint of step 7 in .*\[1, 2, 3\]"):
             jo.restore(manager, target, step=7, fallback=True)
         with pytest.raises(TypeError, match="manager: expected an orbax"):
