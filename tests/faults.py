@@ -121,7 +121,7 @@ def start(folder: Path, steps: int, slow: float) -> subprocess.Popen[bytes]:
     env["XLA_FLAGS"] = ""  # one device
     command = [sys.executable, "-m", "tests.faults", "--job", str(folder), "--steps", str(steps), "--slow", str(slow)]
     with open(folder / "errors", "ab") as errors:
-        return subprocess.Popen(command, env=env, stderr=errors)
+        return subprocess.Popen(command, env=env, stderr=errors, cwd=Path(__file__).parent.parent)
 
 
 def complete(folder: Path) -> list[int]:

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from orbax.checkpoint._src.serialization import serialization
@@ -294,6 +295,47 @@ def test_a_flax_train_state(tmp_path, writer):
     assert_placed(back, target)
     assert HOST in jax.tree.leaves(kinds(back.opt_state))
     jax.tree.map(np.testing.assert_array_equal, back, expected)
+
+
+@jax.tree_util.register_pytree_node_class
+class Pair:
+    """A node whose children have no names."""
+
+    def __init__(self, *children):
+        self.children = children
+
+    def tree_flatten(self):
+        return self.children, None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+def nnx_state():
+    model = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
+    model = nnx.merge(nnx.graphdef(model), jax.device_put(nnx.state(model), jax.devices()[0]))
+    return nnx.state(nnx.Optimizer(model, jo.offload(optax.adam(1e-3), min_bytes=0), wrt=nnx.Param))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        nnx_state,
+        lambda: {"pair": Pair(jnp.ones(3), jnp.zeros(2)), "none": None, "empty": {}, "nothing": ()},
+        lambda: {1: jnp.ones(3), 10: [jnp.ones(2), (jnp.zeros(3),)]},
+        lambda: {"a/b": jnp.ones(3), "a": {"c": jnp.ones(2)}, "d.e": jnp.zeros(2)},
+    ],
+    ids=["nnx", "unnamed", "numbered", "slashes"],
+)
+def test_trees_of_other_kinds(tmp_path, make):
+    tree = make()
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=jo.save_args(tree))
+        manager.wait_until_finished()
+        back = jo.restore(manager, target_of(tree))
+    assert_same(back, tree)
+    assert_placed(back, tree)
 
 
 # Where a restore lands, and by which way
