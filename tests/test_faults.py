@@ -12,7 +12,7 @@ def check(result, kills):
 
 
 def test_killed_a_few_times(tmp_path):
-    check(faults.run(tmp_path, kills=3, steps=130, longest=0.6), 3)
+    check(faults.run(tmp_path, kills=3, steps=110, longest=0.5), 3)
 
 
 @pytest.mark.long
