@@ -59,6 +59,7 @@ def parse(argv):
     add("--data", help="a text file or a folder; by default the sources of Python's standard library")
     add("--checkpoint-dir", type=Path, help="save here, and resume from what is here")
     add("--save-every", type=int, default=100)
+    add("--blocking-saves", action="store_true", help="no copy of the state in host memory: training waits for saves")
     add("--plot", type=Path, default="loss.png")
     return parser.parse_args(argv)
 
@@ -126,9 +127,8 @@ def initial_state(args, model, tx, device, manager):
 
     step = (manager and manager.latest_step()) or 0
     if step:
-        # The target says where each leaf belongs; without it the whole state would land on the device.
-        target = {"params": shapes, "opt_state": jo.abstract_state(tx, shapes)}
-        items = manager.restore(step, args=ocp.args.StandardRestore(target))
+        # The target says where each leaf belongs; it is read straight into that memory.
+        items = jo.restore(manager, {"params": shapes, "opt_state": jo.abstract_state(tx, shapes)})
         print(f"resumed at step {step}")
     else:
         params = jax.jit(init, out_shardings=on_device)(key)
@@ -168,10 +168,13 @@ def main(argv=None):
                 print(f"step {i + 1}: {report}", flush=True)
         if manager and (i + 1 == stop or manager.should_save(i + 1)):
             items = {"params": state.params, "opt_state": state.opt_state}
-            manager.save(i + 1, args=ocp.args.StandardSave(items), force=True)
-            # Host memory is written out without a copy, and the next step donates it.
-            manager.wait_until_finished()
+            # Written while training goes on: the next step donates this memory, so the writer gets a copy of it.
+            manager.save(i + 1, args=jo.save_args(items, copy=not args.blocking_saves), force=True)
+            if args.blocking_saves:
+                manager.wait_until_finished()
 
+    if manager:
+        manager.close()  # waits for the last save
     after = evaluate(state, held_out, args)
     sample = generate(eval_params(state), model.apply, b"\ndef ", jax.random.key(1), args.context)
     plot(args.plot, losses, start, before, after)

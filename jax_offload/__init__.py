@@ -2,6 +2,8 @@
 
 from importlib.metadata import version as _version
 
+from jax_offload._checkpoint import restore as restore
+from jax_offload._checkpoint import save_args as save_args
 from jax_offload._jit import jit as jit
 from jax_offload._offload import offload as offload
 from jax_offload._options import compiler_options as compiler_options

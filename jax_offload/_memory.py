@@ -39,6 +39,16 @@ def to_device(x: jax.Array) -> jax.Array:
     return jax.device_put(x, Space.Device, src=Space.Host) if on_host(x) else x
 
 
+def copy_on_host(x: jax.Array) -> jax.Array:
+    """A copy of ``x`` in the memory in which ``x`` is. Host memory is copied from host to host.
+
+    Part by part, because jax does not copy arrays that are spread over processes; and not by a compiled identity,
+    which would compile per shape and may forward its argument.
+    """
+    parts = [jax.device_put(part.data, part.data.sharding, may_alias=False) for part in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
+
+
 def under_jit() -> bool:
     """Whether a program is being traced: then even an init of concrete parameters becomes a part of it."""
     return jax.extend.core.unsafe_am_i_under_a_jit_DO_NOT_USE()  # pyright: ignore[reportPrivateImportUsage]
@@ -75,7 +85,12 @@ def check_platform(devices: Iterable[Any]) -> None:
             )
 
 
-def check_host_pool(abstract: Iterable[jax.ShapeDtypeStruct], platform: str) -> None:
+def check_host_pool(
+    leaves: Iterable[Any],
+    platform: str,
+    what: str = "offload(): the optimizer state",
+    otherwise: str = "offload less (fraction, select)",
+) -> None:
     """Raises ``ValueError`` where this process's share of the host leaves exceeds XLA's pinned pool on a GPU.
 
     XLA caps the pool, at 64 GB unless told otherwise, and says so only after the whole set-up, as a bare
@@ -86,13 +101,13 @@ def check_host_pool(abstract: Iterable[jax.ShapeDtypeStruct], platform: str) -> 
     name = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
     limit = float(os.environ.get(name, 64))
     needed = 0
-    for x in abstract:
+    for x in leaves:
         if x.sharding is not None and x.sharding.memory_kind == HOST_KIND:
             shard = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
             needed += shard * len(x.sharding.addressable_devices)
     if needed > limit * 2**30:
         raise ValueError(
-            f"offload(): {needed / 2**30:.1f} GiB of optimizer state do not fit XLA's pool of pinned host memory, "
+            f"{what} of {needed / 2**30:.1f} GiB does not fit XLA's pool of pinned host memory, "
             f"{limit:g} GiB in this process. Set the environment variable {name} to more than {needed / 2**30:.0f} "
-            "before jax starts, or offload less (fraction, select)."
+            f"before jax starts, or {otherwise}."
         )

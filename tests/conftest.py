@@ -37,5 +37,8 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_report_header(config):
     if not config.getoption("--everything"):
-        return "left out: every optimizer eagerly, a fraction, optax's repetitions for other dtypes (--everything: all)"
+        return (
+            "left out: every optimizer eagerly, a fraction, optax's repetitions for other dtypes, killing a job "
+            "50 times (--everything: all)"
+        )
     return None

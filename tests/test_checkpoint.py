@@ -1,0 +1,693 @@
+"""Checkpoints: any placement into any other, saving beside donated steps, damage, and loading the weights alone."""
+
+import asyncio
+import ctypes
+import gc
+import inspect
+import shutil
+import sys
+import threading
+import warnings
+from functools import partial
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from orbax.checkpoint._src.serialization import serialization
+
+import jax_offload as jo
+
+HOST, DEVICE = "pinned_host", "device"
+P = PartitionSpec
+
+ZERO_1 = {"shard_over": "data"}  # the option, where offload() has it
+HAS_ZERO_1 = "shard_over" in inspect.signature(jo.offload).parameters
+PLACEMENTS = [
+    pytest.param(fraction, devices, zero, id=f"fraction {fraction:g}, {devices} devices{', ZeRO-1' * zero}")
+    for zero in (False, True)[: 1 + HAS_ZERO_1]
+    for devices in (1, 4, 8)
+    for fraction in (0.0, 0.5, 1.0)
+]
+
+SHAPES = {"embed": (16, 8), "layers": (2, 8, 8), "bias": (8,), "half": (8, 16)}
+SPECS = {"embed": P("data"), "layers": P(), "bias": P(), "half": P(None, "data")}
+
+
+def mesh(devices):
+    return Mesh(np.array(jax.devices()[:devices]), ("data",), axis_types=(AxisType.Auto,))
+
+
+def abstract_params(devices):
+    return {
+        k: jax.ShapeDtypeStruct(
+            shape, jnp.bfloat16 if k == "half" else jnp.float32, sharding=NamedSharding(mesh(devices), SPECS[k])
+        )
+        for k, shape in SHAPES.items()
+    }
+
+
+def abstract(fraction, devices, zero):
+    """Everything that a run of this placement keeps, as descriptions."""
+    tx = jo.offload(optax.adamw(1e-3, mu_dtype=jnp.float32), fraction=fraction, min_bytes=0, **(ZERO_1 if zero else {}))
+    params = abstract_params(devices)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    everywhere = NamedSharding(mesh(devices), P())
+    return {
+        "params": params,
+        "opt_state": jo.abstract_state(tx, params),
+        "key": jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=everywhere),
+    }
+
+
+def filled(target, seed):
+    """The described arrays with random bits, that no two share."""
+    rng = np.random.default_rng(seed)
+
+    def fill(x):
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.device_put(jax.random.key(seed), x.sharding)
+        return jax.device_put(rng.normal(size=x.shape, scale=100).astype(x.dtype), x.sharding)
+
+    return jax.tree.map(fill, target)
+
+
+def bits(x):
+    return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x).tobytes()
+
+
+def assert_same(got, expected):
+    """The same trees, types and bits."""
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert bits(a) == bits(b)
+
+
+def assert_placed(got, target):
+    """Sharding and memory kind of every leaf are those of the target."""
+    for x, t in zip(jax.tree.leaves(got), jax.tree.leaves(target), strict=True):
+        assert x.sharding == t.sharding
+        assert x.sharding.memory_kind == t.sharding.memory_kind in (HOST, DEVICE)
+
+
+def kinds(tree):
+    return jax.tree.map(lambda x: x.sharding.memory_kind, tree)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A checkpoint of every placement, each with values of its own: its folder and its values."""
+    found = []
+    for seed, placement in enumerate(PLACEMENTS):
+        tree, folder = filled(abstract(*placement.values), seed), tmp_path_factory.mktemp("placement")
+        with ocp.CheckpointManager(folder) as manager:
+            manager.save(seed, args=jo.save_args(tree))
+        found.append((folder, tree))
+    return found
+
+
+@pytest.mark.parametrize(("fraction", "devices", "zero"), PLACEMENTS)
+def test_every_placement_restores_into_every_other(saved, fraction, devices, zero):
+    target = abstract(fraction, devices, zero)
+    assert (HOST in jax.tree.leaves(kinds(target["opt_state"]))) == (fraction > 0)
+    for folder, tree in saved:
+        with ocp.CheckpointManager(folder) as manager:
+            back = jo.restore(manager, target)
+        assert_same(back, tree)
+        assert_placed(back, target)
+
+
+# Steps and saves
+
+
+def small(donated=True, **options):
+    """A step, and what it starts from: parameters on the device, the state of adamw in host memory."""
+    params = jax.device_put({"w": jnp.arange(4096.0).reshape(64, 64) / 4096, "b": jnp.ones(64)}, jax.devices()[0])
+    tx = jo.offload(optax.adamw(1e-2), min_bytes=0, **options)
+
+    @partial(jax.jit, donate_argnums=0 if donated else ())
+    def step(tree, i):
+        grads = jax.tree.map(lambda p: jnp.sin(p * (i + 1)), tree["params"])
+        updates, state = tx.update(grads, tree["opt_state"], tree["params"])
+        return {"params": optax.apply_updates(tree["params"], updates), "opt_state": state}
+
+    return tx, {"params": params, "opt_state": tx.init(params)}, step
+
+
+def target_of(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def as_numpy(tree):
+    return jax.tree.map(np.array, tree)
+
+
+@pytest.fixture
+def writer(monkeypatch):
+    """Lets no array be read for writing before it is set. What orbax does before is what ``save`` waits for."""
+    go, waiting = threading.Event(), threading.Event()
+    write = serialization.async_serialize_from_host
+
+    async def delayed(*args, **kwargs):
+        waiting.set()
+        for _ in range(2000):  # not for ever: closing a manager, as a failing test does, waits for its writer
+            if go.is_set():
+                break
+            await asyncio.sleep(0.005)
+        return await write(*args, **kwargs)
+
+    monkeypatch.setattr(serialization, "async_serialize_from_host", delayed)
+    go.waiting = waiting
+    yield go
+    go.set()
+
+
+def addresses(tree):
+    return [x.addressable_shards[0].data.unsafe_buffer_pointer() for x in jax.tree.leaves(tree)]
+
+
+def host_leaves(tree):
+    return [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind == HOST]
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_saving_beside_donated_steps(tmp_path, writer, fraction):
+    """A save whose writer sleeps while training goes on in the same memory holds the values of its own step."""
+    tx, tree, step = small(fraction=fraction)
+    for i in range(3):
+        tree = step(tree, i)
+    expected = as_numpy(tree)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(3, args=jo.save_args(tree))
+        assert writer.waiting.wait(30)
+        for i in range(3, 6):
+            hosted, before = host_leaves(tree), addresses(host_leaves(tree))
+            tree = step(tree, i)
+            assert all(x.is_deleted() for x in hosted)  # truly donated: no writer holds on to this memory,
+            assert addresses(host_leaves(tree)) == before  # and the new values are written over the old
+        assert manager.is_saving_in_progress()
+        writer.set()
+        manager.wait_until_finished()
+        target = {"params": target_of(tree["params"]), "opt_state": jo.abstract_state(tx, tree["params"])}
+        back = jo.restore(manager, target)
+    assert_placed(back, target)
+    jax.tree.map(np.testing.assert_array_equal, back, expected)
+    assert not np.array_equal(back["opt_state"][0].mu["w"], tree["opt_state"][0].mu["w"])
+
+
+def scribble(tree):
+    """Overwrites memory behind jax's back, as the next step does where a donated buffer is still being written out."""
+    for x in host_leaves(tree):
+        ctypes.memset(x.unsafe_buffer_pointer(), 0x3F, x.nbytes)
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_what_is_written_is_the_copy(tmp_path, writer, copy):
+    """Without the copy orbax writes what the state's own memory holds when the writer comes to it."""
+    _, tree, step = small()
+    tree = step(tree, 0)
+    expected = as_numpy(tree)
+    args = jo.save_args(tree, copy=copy)
+    assert (addresses(host_leaves(args.item)) == addresses(host_leaves(tree))) == (not copy)
+    assert_placed(args.item, tree)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=args)
+        assert writer.waiting.wait(30)
+        scribble(tree)
+        writer.set()
+        manager.wait_until_finished()
+        if copy:
+            jax.tree.map(np.testing.assert_array_equal, jo.restore(manager, target_of(tree)), expected)
+        else:
+            with pytest.raises(ValueError, match="other values than were saved"):
+                jo.restore(manager, target_of(tree))
+
+
+def test_plain_saves_hold_on_to_host_memory(tmp_path, writer):
+    """Why ``save_args`` copies: on a GPU the step below fails, on a CPU it copies. Should orbax copy, we need not."""
+    _, tree, step = small()
+    tree = step(tree, 0)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=ocp.args.StandardSave(tree))
+        assert writer.waiting.wait(30)
+        step(tree, 1)
+        assert not any(x.is_deleted() for x in host_leaves(tree))  # donation was denied
+        writer.set()
+
+
+def test_copies_of_sharded_leaves(tmp_path):
+    for spec in (P("data"), P()):
+        x = jax.device_put(np.arange(64.0, dtype=np.float32), NamedSharding(mesh(4), spec, memory_kind=HOST))
+        y = jo.save_args({"x": x}).item["x"]
+        assert y.sharding == x.sharding and bits(y) == bits(x)
+        for a, b in zip(x.addressable_shards, y.addressable_shards, strict=True):
+            assert a.device == b.device
+            assert a.data.unsafe_buffer_pointer() != b.data.unsafe_buffer_pointer()
+
+
+def test_training_goes_on_alike_after_a_restore(tmp_path):
+    tx, tree, step = small()
+    with ocp.CheckpointManager(tmp_path) as manager:
+        for i in range(6):
+            if i == 3:
+                manager.save(i, args=jo.save_args(tree))
+            tree = step(tree, i)
+        manager.wait_until_finished()
+        back = jo.restore(
+            manager, {"params": target_of(tree["params"]), "opt_state": jo.abstract_state(tx, tree["params"])}
+        )
+    for i in range(3, 6):
+        back = step(back, i)
+    assert_same(back, tree)
+    assert_placed(back, tree)
+
+
+def test_a_flax_train_state(tmp_path, writer):
+    """A whole ``TrainState`` saved while its next steps run in the same memory, and restored onto itself."""
+    tx, tree, _ = small()
+    apply_fn = lambda params, x: x @ params["w"] + params["b"]  # noqa: E731
+    params, step = tree["params"], jax.device_put(jnp.int32(0), jax.devices()[0])
+    state = TrainState(step=step, apply_fn=apply_fn, params=params, tx=tx, opt_state=tx.init(params))
+
+    @partial(jax.jit, donate_argnums=0)
+    def train(state, x):
+        grads = jax.grad(lambda p: jnp.mean((state.apply_fn(p, x) - 1) ** 2))(state.params)
+        return state.apply_gradients(grads=grads)
+
+    state = train(state, jnp.ones((4, 64)))
+    expected, target = as_numpy(state), target_of(state)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=jo.save_args(state))
+        assert writer.waiting.wait(30)
+        for i in range(3):
+            state = train(state, jnp.full((4, 64), i))
+        writer.set()
+        manager.wait_until_finished()
+        back = jo.restore(manager, target)
+    assert isinstance(back, TrainState) and back.tx is tx and int(back.step) == 1
+    assert_placed(back, target)
+    assert HOST in jax.tree.leaves(kinds(back.opt_state))
+    jax.tree.map(np.testing.assert_array_equal, back, expected)
+
+
+@jax.tree_util.register_pytree_node_class
+class Pair:
+    """A node whose children have no names."""
+
+    def __init__(self, *children):
+        self.children = children
+
+    def tree_flatten(self):
+        return self.children, None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+def nnx_state():
+    model = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
+    model = nnx.merge(nnx.graphdef(model), jax.device_put(nnx.state(model), jax.devices()[0]))
+    return nnx.state(nnx.Optimizer(model, jo.offload(optax.adam(1e-3), min_bytes=0), wrt=nnx.Param))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        nnx_state,
+        lambda: {"pair": Pair(jnp.ones(3), jnp.zeros(2)), "none": None, "empty": {}, "nothing": ()},
+        lambda: {1: jnp.ones(3), 10: [jnp.ones(2), (jnp.zeros(3),)]},
+        lambda: {"a/b": jnp.ones(3), "a": {"c": jnp.ones(2)}, "d.e": jnp.zeros(2)},
+    ],
+    ids=["nnx", "unnamed", "numbered", "slashes"],
+)
+def test_trees_of_other_kinds(tmp_path, make):
+    tree = make()
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=jo.save_args(tree))
+        manager.wait_until_finished()
+        back = jo.restore(manager, target_of(tree))
+    assert_same(back, tree)
+    assert_placed(back, tree)
+
+
+# Where a restore lands, and by which way
+
+
+@pytest.fixture
+def puts(monkeypatch):
+    """The shapes and memory kinds of what orbax puts somewhere, having read it."""
+    seen = []
+
+    class Spy:
+        def __getattr__(self, name):
+            return getattr(jax, name)
+
+        def device_put(self, x, where):
+            seen.append((np.shape(x), where.sharding.memory_kind))
+            return jax.device_put(x, where)
+
+    monkeypatch.setattr(serialization, "jax", Spy())
+    return seen
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_restored_host_leaves_never_stand_on_the_device(tmp_path, puts, given):
+    tx, tree, _ = small()
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=jo.save_args(tree))
+        manager.wait_until_finished()
+        target = {"opt_state": jo.abstract_state(tx, tree["params"]), "params": target_of(tree["params"])}
+        back = jo.restore(manager, target if given else None)
+    assert_placed(back["opt_state"], target["opt_state"])
+    expected = [x for x in jax.tree.leaves(target if given else target_of(back))]
+    assert sorted(puts) == sorted((x.shape, x.sharding.memory_kind) for x in expected)
+    assert (((64, 64), DEVICE) in puts) == given  # the parameters, which only a target sends there
+
+
+@pytest.mark.skipif(jax.default_backend() == "cpu", reason="a CPU has no memory of its own to measure")
+def test_peak_of_a_restore_on_an_accelerator(tmp_path):
+    device = jax.devices()[0]
+    sharding = SingleDeviceSharding(device, memory_kind=HOST)
+    tree = {"mu": jax.jit(lambda: jnp.ones((16, 2**20)), out_shardings=sharding)()}
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=jo.save_args(tree))
+        manager.wait_until_finished()
+        start = jax.device_put(jnp.ones(2**25), device)  # the peak so far, which nothing after it may exceed
+        start.block_until_ready()
+        peak = device.memory_stats()["peak_bytes_in_use"]
+        start.delete()
+        held = jax.device_put(jnp.ones((peak - device.memory_stats()["bytes_in_use"]) // 4 - 2**20), device)
+        assert_placed(jo.restore(manager, target_of(tree)), tree)
+        assert device.memory_stats()["peak_bytes_in_use"] <= peak + 2**23, held.nbytes
+
+
+def test_without_a_target_on_the_recorded_mesh(saved):
+    """Ours lands on the host, sharded as it was; plain orbax lands on the device, whatever it was."""
+    folder, tree = saved[[p.values for p in PLACEMENTS].index((1.0, 4, False))]
+    with ocp.CheckpointManager(folder) as manager:
+        back, plain = jo.restore(manager), manager.restore(manager.latest_step())
+    expected, treedef = jax.tree.flatten({k: back[k] for k in ("key", "opt_state", "params")})
+    for x, original in zip(expected, jax.tree.leaves(tree), strict=True):
+        assert bits(x) == bits(original)
+        assert x.sharding == original.sharding.with_memory_kind(HOST if x.ndim else DEVICE)
+    assert set(jax.tree.leaves(kinds(plain))) == {DEVICE}
+    assert treedef == jax.tree.structure(plain)
+
+
+@pytest.mark.parametrize("with_mesh", [False, True])
+def test_without_a_target_on_another_machine(saved, monkeypatch, with_mesh):
+    from orbax.checkpoint._src.metadata import sharding
+
+    def absent(self):
+        raise ValueError("The available devices are different")
+
+    monkeypatch.setattr(sharding.NamedShardingMetadata, "to_jax_sharding", absent)
+    folder, tree = saved[[p.values for p in PLACEMENTS].index((0.5, 8, False))]
+    with ocp.CheckpointManager(folder) as manager:
+        if with_mesh:
+            with jax.set_mesh(mesh(2)):
+                back = jo.restore(manager)
+        else:
+            back = jo.restore(manager)
+    everywhere = NamedSharding(mesh(2), P()) if with_mesh else SingleDeviceSharding(jax.devices()[0])
+    for x, original in zip(jax.tree.leaves(back), jax.tree.leaves(tree), strict=True):
+        assert bits(x) == bits(original)
+        assert x.sharding == type(everywhere)(
+            *((mesh(2), P()) if with_mesh else jax.devices()[:1]), memory_kind=HOST if x.ndim else DEVICE
+        )
+
+
+def test_without_a_target_numbers_and_numpy_arrays_stay_what_they_are(tmp_path):
+    tree = {
+        "step": 7,
+        "rate": 0.5,
+        "table": np.arange(6).reshape(2, 3),
+        "x": jnp.ones((2, 2), jnp.bfloat16),
+        "no": None,
+    }
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=jo.save_args(tree))
+        manager.wait_until_finished()
+        back = jo.restore(manager)
+    assert back["step"] == 7 and back["rate"] == 0.5 and back["no"] is None
+    assert isinstance(back["table"], np.ndarray) and np.array_equal(back["table"], tree["table"])
+    assert back["x"].dtype == jnp.bfloat16 and back["x"].sharding.memory_kind == HOST
+
+
+def test_items_of_a_composite(tmp_path):
+    tx, tree, _ = small()
+    with ocp.CheckpointManager(tmp_path) as manager:
+        args = {k: jo.save_args(v) for k, v in tree.items()}
+        manager.save(1, args=ocp.args.Composite(**args, data=ocp.args.JsonSave({"epoch": 3})))
+        manager.wait_until_finished()
+    with ocp.CheckpointManager(tmp_path) as manager:
+        target = jo.abstract_state(tx, tree["params"])
+        state = jo.restore(manager, target, item="opt_state")
+        assert_same(state, tree["opt_state"])
+        assert_placed(state, target)
+        with pytest.raises(ValueError, match=r"item: no 'state' in .*opt_state"):
+            jo.restore(manager, target, item="state")
+
+
+# Damage
+
+
+@pytest.fixture
+def three_steps(tmp_path):
+    """Checkpoints of steps 1, 2 and 3, their values, and where they should land."""
+    _, tree, step = small()
+    folder, values = tmp_path / "run", {}
+    with ocp.CheckpointManager(folder) as manager:
+        for i in (1, 2, 3):
+            tree = step(tree, i)
+            values[i] = as_numpy(tree)
+            manager.save(i, args=jo.save_args(tree))
+    with mock.patch.object(sys, "unraisablehook"):
+        yield folder, values, target_of(tree)
+        gc.collect()  # where one read fails orbax leaves the others behind, and Python says so
+
+
+def files(folder):
+    return sorted(p for p in folder.rglob("*") if p.is_file())
+
+
+def flip(data, rng):
+    at = rng.integers(len(data))
+    return data[:at] + bytes([data[at] ^ 1 << rng.integers(8)]) + data[at + 1 :]
+
+
+def damages(rng):
+    yield "emptied", lambda data: b""
+    yield "cut in half", lambda data: data[: len(data) // 2]
+    yield "zeroed", lambda data: bytes(len(data))
+    yield "missing", None
+    for _ in range(6):
+        yield "a bit flipped", lambda data: flip(data, rng)
+
+
+def test_damage_to_any_file_is_an_error_or_harmless(three_steps):
+    """Every file in turn: what comes back is what was saved, or an error that says where, and what to do."""
+    folder, values, target = three_steps
+    rng, noticed = np.random.default_rng(0), {}
+    for path in files(folder / "3"):
+        data = path.read_bytes()
+        for what, damage in damages(rng):
+            path.unlink() if damage is None else path.write_bytes(damage(data))
+            with ocp.CheckpointManager(folder) as manager:
+                try:
+                    back = jo.restore(manager, target, step=3)
+                except ValueError as error:
+                    said = str(error)
+                    assert f"checkpoint of step 3 in {folder / '3'} is damaged" in said
+                    assert "fallback=True" in said and "[1, 2, 3]" in said
+                    noticed.setdefault(path.name, []).append(what)
+                else:
+                    jax.tree.map(np.testing.assert_array_equal, back, values[3])
+            path.write_bytes(data)
+    largest = max(files(folder / "3"), key=lambda p: p.stat().st_size).name
+    assert noticed[largest].count("a bit flipped") >= 4  # mostly the values themselves, where orbax notices none
+    assert {"_METADATA", "manifest.ocdbt"} <= noticed.keys()
+
+
+def damage_values(folder):
+    """One bit of the values, which plain orbax restores without a word."""
+    path = max(files(folder), key=lambda p: p.stat().st_size)
+    path.write_bytes(flip(path.read_bytes(), np.random.default_rng(0)))
+
+
+def test_plain_orbax_restores_a_flipped_bit_without_a_word(three_steps):
+    """Why ``save_args`` adds checksums. Should orbax add them, we need not."""
+    folder, values, target = three_steps
+    damage_values(folder / "3")
+    with ocp.CheckpointManager(folder) as manager:
+        back = manager.restore(3, args=ocp.args.StandardRestore(target))
+    assert any(bits(a) != b.tobytes() for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(values[3]), strict=True))
+
+
+def test_falling_back(three_steps):
+    folder, values, target = three_steps
+    damage_values(folder / "3")
+    with ocp.CheckpointManager(folder) as manager:
+        with pytest.raises(ValueError, match="damaged: other values than were saved in 1 of 7 leaves"):
+            jo.restore(manager, target)
+        with pytest.warns(UserWarning, match=r"step 3 .*\n.*Using step 2 instead"):
+            back = jo.restore(manager, target, fallback=True)
+        jax.tree.map(np.testing.assert_array_equal, back, values[2])
+        assert_placed(back, target)
+        manager.delete(3)
+        manager.save(3, args=jo.save_args(back))
+        manager.wait_until_finished()
+        assert_same(jo.restore(manager, target), back)
+        damage_values(folder / "3")
+        (folder / "2" / "default" / "_METADATA").write_text("{")
+        with pytest.warns(UserWarning, match="Using step 2"), pytest.warns(UserWarning, match="Using step 1"):
+            back = jo.restore(manager, target, fallback=True)
+        jax.tree.map(np.testing.assert_array_equal, back, values[1])
+        shutil.rmtree(folder / "1" / "default")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with pytest.raises(ValueError, match=r"step 1 .*damaged.*\nNo earlier checkpoint is left"):
+                jo.restore(manager, target, fallback=True)
+
+
+def test_falling_back_takes_no_later_step(three_steps):
+    folder, values, target = three_steps
+    damage_values(folder / "2")
+    with ocp.CheckpointManager(folder) as manager, pytest.warns(UserWarning, match="Using step 1"):
+        back = jo.restore(manager, target, step=2, fallback=True)
+    jax.tree.map(np.testing.assert_array_equal, back, values[1])
+
+
+def test_what_is_wrong_with_the_call_is_no_damage(three_steps):
+    folder, _, target = three_steps
+    with ocp.CheckpointManager(folder) as manager, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wider = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype, sharding=x.sharding), target)
+        with pytest.raises(ValueError, match=r"target: leaf 'opt_state/0/count' is int32\[2\], and .* has int32\[\]"):
+            jo.restore(manager, wider, fallback=True)
+        half = {**target, "params": jax.tree.map(lambda x: x.update(dtype=jnp.bfloat16), target["params"])}
+        with pytest.raises(ValueError, match=r"'params/b' is bfloat16\[64\], and .* has float32\[64\]. Restore it as"):
+            jo.restore(manager, half, fallback=True)
+        with pytest.raises(ValueError, match="only in the checkpoint opt_state"):
+            jo.restore(manager, {"params": target["params"]}, fallback=True)
+        placeless = jax.eval_shape(lambda tree: tree, target)
+        assert jax.tree.leaves(placeless)[0].sharding is None
+        with pytest.raises(ValueError, match=r"target: leaf 'opt_state/0/count' has no sharding"):
+            jo.restore(manager, placeless, fallback=True)
+        with pytest.raises(ValueError, match=r"no complete checkpoint of step 7 in .*\[1, 2, 3\]"):
+            jo.restore(manager, target, step=7, fallback=True)
+        with pytest.raises(TypeError, match="manager: expected an orbax"):
+            jo.restore(folder, target)
+
+
+def test_an_empty_folder(tmp_path):
+    with ocp.CheckpointManager(tmp_path) as manager, pytest.raises(ValueError, match="no complete checkpoint in"):
+        jo.restore(manager)
+
+
+def test_a_checkpoint_of_plain_orbax(tmp_path):
+    tx, tree, _ = small()
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=ocp.args.StandardSave(jo.to_device(tree)))
+        manager.wait_until_finished()
+        target = {"params": target_of(tree["params"]), "opt_state": jo.abstract_state(tx, tree["params"])}
+        back = jo.restore(manager, target)
+    assert_same(back, tree)
+    assert_placed(back, target)
+
+
+def test_a_pool_that_is_too_small_for_the_copy(monkeypatch):
+    from jax_offload import _memory
+
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "1e-5")
+    _, tree, _ = small()
+    check = _memory.check_host_pool
+    monkeypatch.setattr(_memory, "check_host_pool", lambda x, platform, *words: check(x, "gpu", *words))
+    with pytest.raises(ValueError, match=r"save_args\(\): the state with its copy .*copy=False"):
+        jo.save_args(tree)
+    jo.save_args(tree, copy=False)
+
+
+# Loading only the weights
+
+
+def keeps_an_average(decay=0.9):
+    """A transform whose state starts as a copy of the parameters."""
+
+    def update(updates, average, params):
+        return updates, jax.tree.map(lambda a, p: decay * a + (1 - decay) * p, average, params)
+
+    return optax.GradientTransformation(lambda params: jax.tree.map(jnp.copy, params), update)
+
+
+COPIES = {  # optimizer, and the copy of the parameters that its state holds
+    "schedule_free": (optax.contrib.schedule_free_adamw(1e-2), lambda state: state.z),
+    "average": (optax.chain(optax.adam(1e-2), keeps_an_average()), lambda state: state[1]),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_loading_only_the_weights_makes_the_state_anew(tmp_path, name):
+    inner, copy_in = COPIES[name]
+    tx = jo.offload(inner, min_bytes=0)
+    _, tree, _ = small()
+    old = tx.init(tree["params"])
+    weights = jax.tree.map(lambda p: jnp.cos(p) + 3, tree["params"])
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=jo.save_args({"params": weights}))
+        manager.wait_until_finished()
+        full = {"params": target_of(weights), "opt_state": jo.abstract_state(tx, weights)}
+        for read in (jo.restore, lambda m, t: m.restore(1, args=ocp.args.StandardRestore(t))):
+            with pytest.raises(ValueError, match="opt_state"):
+                read(manager, full)
+        params = jo.restore(manager, {"params": full["params"]})["params"]
+    state = jax.jit(tx.init, out_shardings=jo.state_shardings(tx, params))(params)
+    assert_same(params, weights)
+    assert_placed(state, full["opt_state"])
+    assert_same(copy_in(state), weights)
+    for a, b in zip(jax.tree.leaves(copy_in(old)), jax.tree.leaves(copy_in(state)), strict=True):
+        assert bits(a) != bits(b)
+    assert not set(addresses(copy_in(state))) & set(addresses(params))  # the step may donate both
+    updates, _ = jax.jit(tx.update)(jax.tree.map(jnp.zeros_like, params), state, params)
+    for u in jax.tree.leaves(updates):  # without gradients the weights stay: nothing pulls them to where they were
+        assert np.abs(u).max() < 1e-3
+
+
+def test_loading_only_the_weights_under_lookahead(tmp_path):
+    """Its slow copy is in the parameters' tree: a load without it fails, and the recipe synchronises it."""
+    tx, tree, _ = small()
+    weights = tree["params"]
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=jo.save_args({"params": weights}))
+        manager.wait_until_finished()
+        both = target_of(optax.LookaheadParams.init_synced(weights))
+        with pytest.raises(ValueError, match=r"only in the target .*params/fast/b.*params/slow/"):
+            jo.restore(manager, {"params": both})
+        loaded = jo.restore(manager, {"params": target_of(weights)})["params"]
+    both = optax.LookaheadParams.init_synced(loaded)
+    assert_same(both.slow, weights)
+    wrapped = optax.lookahead(tx, sync_period=2, slow_step_size=0.5)
+    state = jax.jit(wrapped.init, out_shardings=jo.state_shardings(wrapped, both))(both)
+    assert_placed(state, jo.abstract_state(wrapped, both))
+    assert HOST in jax.tree.leaves(kinds(state))
+
+
+def test_the_weights_out_of_a_full_checkpoint(three_steps):
+    """The recipe of docs/checkpoints.md with plain orbax, where they were not saved as an item of their own."""
+    folder, values, target = three_steps
+    only = {"params": target["params"]}
+    with ocp.CheckpointManager(folder) as manager:
+        restore_args = ocp.checkpoint_utils.construct_restore_args(only)
+        args = ocp.args.PyTreeRestore(only, restore_args=restore_args, partial_restore=True)
+        back = manager.restore(3, args=args)
+    assert back.keys() == {"params"}
+    jax.tree.map(np.testing.assert_array_equal, back["params"], values[3]["params"])
+    assert_placed(back["params"], target["params"])
