@@ -91,7 +91,7 @@ def main(argv=None):
     model = GPT(Config(*SIZES[args.model], args.context))
     schedule = optax.warmup_cosine_decay_schedule(0.0, args.lr, max(1, args.steps // 10), max(2, args.steps))
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1))
-    tx = jo.offload(inner, window=args.window, **({"shard_over": "data"} if args.zero1 else {}))
+    tx = jo.offload(inner, window=args.window, shard_over="data" if args.zero1 else None)
 
     def init():
         return model.init(jax.random.key(0), jnp.zeros((1, args.context), jnp.int32))["params"]

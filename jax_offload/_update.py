@@ -148,8 +148,8 @@ def _gathered_into(params: Any, new: Any, options: Options) -> Any:
     if not options.partitions:
         return new
     true = jax.lax.optimization_barrier(True)
-    chosen = jax.tree.map(lambda new, old: jnp.where(true, new, old), arranged(new, options.whole), params)
-    return arranged(chosen, options.whole)
+    new, old = arranged(new, options.whole), arranged(params, options.whole)
+    return arranged(jax.tree.map(lambda new, old: jnp.where(true, new, old), new, old), options.whole)
 
 
 def _typed(tree: Any) -> bool:

@@ -1,6 +1,5 @@
 """Several processes on this machine, each with a part of the devices, train as one process with all of them does."""
 
-import inspect
 import json
 import math
 import os
@@ -13,12 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import jax_offload as jo
-
 ROOT = Path(__file__).parent.parent
 DEVICES, SECONDS = 4, 120
 SMALL = "--model test --batch 8 --context 32 --steps 3 --fsdp 2 --window 65536".split()
-ZERO1 = pytest.mark.skipif("shard_over" not in inspect.signature(jo.offload).parameters, reason="offload cannot do it")
 LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "KUBERNETES_", "TPU_", "MEGASCALE_", "JAX_", "XLA_FLAGS")
 
 
@@ -90,7 +86,7 @@ def parts(row, mesh):
     return math.prod(mesh[name] for names in row["spec"] for name in names)
 
 
-@pytest.mark.parametrize("zero1", [False, pytest.param(True, marks=ZERO1)], ids=["", "zero1"])
+@pytest.mark.parametrize("zero1", [False, True], ids=["fsdp", "zero1"])
 def test_processes_train_as_one(tmp_path, zero1):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(1000)))

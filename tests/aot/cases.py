@@ -66,6 +66,7 @@ def measure_update(
     *,
     options: dict[str, Any] | None = None,
     update_params: bool = False,
+    n: int = 1,
 ) -> Measured:
     """One training step, compiled for ``target``: abstract ``params`` with shardings; parameters and state donated."""
     state = jo.abstract_state(tx, params)
@@ -78,7 +79,7 @@ def measure_update(
         return optax.apply_updates(params, updates), state
 
     out = jax.tree.map(lambda a: a.sharding, (params, state))
-    return measure(target, step, (params, state, batch), (0, 1), out, options)
+    return measure(target, step, (params, state, batch), (0, 1), out, options, n)
 
 
 def measure_step(
@@ -97,6 +98,25 @@ def measure_step(
     params = parameters(n_layers, width, stacked, sharding, dtype)
     x = jax.ShapeDtypeStruct((batch, width), dtype, sharding=sharding)
     return measure_update(target, tx, params, loss, x, **kwargs)
+
+
+def measure_sharded(
+    target: str,
+    tx: optax.GradientTransformation,
+    spec: PartitionSpec,
+    *,
+    n_layers: int = 24,
+    width: int = 4096,
+    stacked: bool = False,
+    batch: int = 512,
+    **kwargs: Any,
+) -> Measured:
+    """The step of ``tx`` on four devices, parameters sharded as ``spec`` says over ``data``; ``batch`` per device."""
+    mesh = mesh_for(target, (4,), ("data",))
+    params = parameters(n_layers, width, stacked, NamedSharding(mesh, spec, memory_kind="device"))
+    rows = NamedSharding(mesh, PartitionSpec("data"), memory_kind="device")
+    x = jax.ShapeDtypeStruct((4 * batch, width), jnp.float32, sharding=rows)
+    return measure_update(target, tx, params, loss, x, n=4, **kwargs)
 
 
 def device_sharding(target: str) -> NamedSharding:

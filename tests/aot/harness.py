@@ -13,6 +13,7 @@ import importlib.util
 import os
 import pathlib
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -35,8 +36,10 @@ for _name, _value in {
     os.environ.setdefault(_name, _value)
 
 MIB = 2**20
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 H200 = "h200"
 V5E = "v5e:1x1"
+V5E_2X2 = "v5e:2x2"
 
 
 def require(target: str) -> None:
@@ -75,6 +78,15 @@ class Measured:
     duplex: float
     hidden: float
     text: str
+
+    @property
+    def collectives(self) -> dict[str, int]:
+        """How often each kind stands in the program; a TPU's reduce-scatter is a fusion around an all-reduce."""
+        found = Counter(re.findall(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\(", self.text))
+        scattered = len(re.findall("calls=%all-reduce-scatter", self.text))
+        found["reduce-scatter"] += scattered
+        found["all-reduce"] -= scattered
+        return {name: times for name, times in found.items() if times > 0}
 
 
 def measure(

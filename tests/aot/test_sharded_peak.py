@@ -1,0 +1,65 @@
+"""Per device, on four of them: peaks (MiB), what crosses the link, and what the devices say to each other."""
+
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jax_offload as jo
+from tests.aot.cases import measure_sharded
+from tests.aot.harness import H200, V5E_2X2, require
+
+ADAMW = optax.adamw(1e-3)
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
+MULTI_STEPS = optax.MultiSteps(ADAMW, 2).gradient_transformation()
+LONG = pytest.mark.long  # a minute each
+
+
+@pytest.mark.parametrize(
+    ("target", "stacked", "spec", "tx", "at_most"),
+    [
+        (H200, False, P("data"), ADAMW, 1750),
+        (H200, True, P(None, "data"), ADAMW, 1200),
+        (H200, True, P(None, "data"), CLIPPED, 1200),
+        (H200, True, P("data"), CLIPPED, 2650),  # XLA gathers the layers ahead of the scan
+        (V5E_2X2, True, P(None, "data"), CLIPPED, 1200),
+        pytest.param(V5E_2X2, False, P("data"), ADAMW, 750, marks=LONG),
+    ],
+)
+def test_parameters_that_are_sharded(target, stacked, spec, tx, at_most):
+    require(target)
+    m = measure_sharded(target, jo.offload(tx), spec, stacked=stacked)
+    assert m.peak <= at_most
+    assert (m.host_arguments, m.loaded, m.stored) == pytest.approx((768, 768, 768), abs=1)  # a quarter, in and out
+    assert m.host_temp == 0
+
+
+@pytest.mark.parametrize(
+    ("target", "stacked", "tx", "update_params", "at_most"),
+    [
+        (H200, False, ADAMW, False, 3000),
+        (H200, False, ADAMW, True, 2000),  # 1536 parameters
+        (H200, False, CLIPPED, True, 2250),  # and 384 gradients
+        (H200, True, ADAMW, False, 3800),
+        (H200, True, ADAMW, True, 2400),
+        (H200, True, CLIPPED, True, 2400),
+        (H200, True, MULTI_STEPS, True, 2450),
+        (V5E_2X2, True, ADAMW, True, 2900),
+        (V5E_2X2, True, CLIPPED, True, 2900),
+        pytest.param(V5E_2X2, False, ADAMW, True, 1950, marks=LONG),
+    ],
+)
+def test_zero_1(target, stacked, tx, update_params, at_most):
+    """Gradients are scattered as they are reduced, each device moves its quarter, and what is new is gathered."""
+    require(target)
+    m = measure_sharded(target, jo.offload(tx, shard_over="data"), P(), stacked=stacked, update_params=update_params)
+    assert m.peak <= at_most
+    quarter = 1152 if tx is MULTI_STEPS else 768
+    assert (m.host_arguments, m.loaded, m.stored) == pytest.approx((quarter,) * 3, abs=1)
+    assert m.host_temp == 0
+    assert m.collectives.get("all-reduce", 0) == (tx is CLIPPED)  # the norm
+    # one for each leaf; or one in the scan that makes a layer's gradient, and one for the first chunk and the others
+    assert m.collectives["reduce-scatter"] == (1 if stacked else 24)
+    assert m.collectives["all-gather"] >= (2 if stacked else 24)
+    if target == H200:
+        assert m.collectives["all-gather"] == (2 if stacked else 24)
+    assert "all-to-all" not in m.collectives
