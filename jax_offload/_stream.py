@@ -204,7 +204,7 @@ def _run(s: Slice, env: dict[Var, Any]) -> None:
 def _gate(env: dict[Var, Any], held: Sequence[Var], waits_for: Sequence[Var]) -> None:
     if waits_for:
         names = [*held, *waits_for]
-        env.update(zip(names, _together([env[v] for v in names]), strict=True))
+        env.update(zip(names, _GATE([env[v] for v in names]), strict=True))
 
 
 @jax.custom_jvp
@@ -217,3 +217,6 @@ def _together(values: list[Any]) -> list[Any]:
 def _(primals: Any, tangents: Any) -> Any:
     (values,), (tangents,) = primals, tangents
     return _together(values), [to_host(t) if on_host(x) else t for x, t in zip(values, tangents, strict=True)]
+
+
+_GATE = jax.jit(_together, inline=True)  # traced once for gates of equal types, and gone from the program

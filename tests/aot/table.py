@@ -1,6 +1,7 @@
-"""Prints the peak table of the README as Markdown: ``python -m tests.aot.table [h200] [v5e]``.
+"""Prints tables of peaks as Markdown. Compiled, not run: the figures are the compiler's for the named chip.
 
-Compiled, not run: the figures are the compiler's for the named chip. Takes a few minutes on two cores.
+``python -m tests.aot.table [h200] [v5e]`` prints the README's, ``python -m tests.aot.table sharded`` that of docs/sharding.md,
+per device, on four of them. Each takes a few minutes on two cores.
 """
 
 import tests.conftest  # noqa: F401, I001  (first: it sets up jax's CPU devices)
@@ -10,12 +11,14 @@ import jax
 import optax
 
 import jax_offload as jo
-from tests.aot.cases import measure_step, usual_recipe
-from tests.aot.harness import H200, V5E
+from jax.sharding import PartitionSpec as P
+
+from tests.aot.cases import measure_sharded, measure_step, usual_recipe
+from tests.aot.harness import H200, V5E, V5E_2X2
 
 ADAMW = optax.adamw(1e-3)
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
-NAMES = {H200: "H200", V5E: "TPU v5e"}
+NAMES = {H200: "H200", V5E: "TPU v5e", V5E_2X2: "v5e 2×2"}
 
 # target, model, stacked, resident optimizer, ours
 ROWS = [
@@ -35,6 +38,44 @@ ROWS = [
 ]
 
 
+# model, stacked, inner optimizer
+SHARDED = [
+    ("unrolled", False, ADAMW),
+    ("unrolled, clipping inside", False, CLIPPED),
+    ("stacked", True, ADAMW),
+    ("stacked, clipping inside", True, CLIPPED),
+    ("stacked, MultiSteps", True, optax.MultiSteps(ADAMW, 2).gradient_transformation()),
+]
+
+
+def sharded() -> None:
+    print(
+        "| compiled for | model | parameters | resident | `update` | `update_params` | in + out | collectives |\n"
+        "|---|---|---|---:|---:|---:|---:|---|"
+    )
+    for target in H200, V5E_2X2:
+        for model, stacked, inner in SHARDED:
+            divided = P(None, "data") if stacked else P("data")
+            for name, spec, tx in [
+                ("replicated", P(), jo.offload(inner)),
+                ("replicated, ZeRO-1", P(), jo.offload(inner, shard_over="data")),
+                ("sharded", divided, jo.offload(inner)),
+            ]:
+                resident, plain, own = (
+                    measure_sharded(target, each, spec, stacked=stacked, update_params=last)
+                    for each, last in ((inner, False), (tx, False), (tx, True))
+                )
+                said = ", ".join(f"{n} {kind}" for kind, n in sorted(own.collectives.items()))
+                moved = f"{own.loaded:.0f} + {own.stored:.0f}"
+                peaks = f"{resident.peak:.0f} | {plain.peak:.0f} | {own.peak:.0f}"
+                host = "4×H200" if target == H200 else NAMES[target]
+                print(f"| {host} | {model} | {name} | {peaks} | {moved} | {said} |", flush=True)
+    print(
+        "\nAdamW, float32, 24 layers of 4096×4096, batch 512 per device; MiB per device. "
+        f"jax {jax.__version__}, optax {optax.__version__}."
+    )
+
+
 def main(targets: list[str]) -> None:
     print("| compiled for | model | resident | usual recipe | `jax_offload` |\n|---|---|---:|---:|---:|")
     for target, model, stacked, inner, ours in ROWS:
@@ -49,4 +90,4 @@ def main(targets: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sharded() if sys.argv[1:] == ["sharded"] else main(sys.argv[1:])
