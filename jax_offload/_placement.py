@@ -39,6 +39,7 @@ class Leaf:
       rank: its place in the order in which leaves are taken: that of the backward pass, as ``order`` or paths tell.
       shard_over: further axes of the mesh that it is to be divided over, beyond those of its parameter.
       sharding: how it is divided between devices.
+      shard_bytes: its size in bytes on each device.
       streams: how ``update`` brings it to the device: whole or in chunks, how often, and why.
     """
 
@@ -53,6 +54,7 @@ class Leaf:
     rank: int
     shard_over: tuple[str, ...] = ()
     sharding: str = ""
+    shard_bytes: int = 0
     streams: str = ""
 
 

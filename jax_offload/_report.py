@@ -36,6 +36,11 @@ class Placement:
         """Bytes of the state that stay in device memory, over all devices."""
         return sum(leaf.nbytes for leaf in self.leaves if not leaf.host)
 
+    @property
+    def host_bytes_per_device(self) -> int:
+        """Bytes of pinned host memory that the state takes for each device."""
+        return sum(leaf.shard_bytes for leaf in self.leaves if leaf.host)
+
     def __str__(self) -> str:
         rows = [("state leaf", "shape", "dtype", "MiB", "sharding", "memory", "why", "streams")]
         for leaf in self.leaves:
@@ -54,6 +59,8 @@ class Placement:
             f"optimizer state: {total / 2**20:.2f} MiB, of which {self.host_bytes / 2**20:.2f} MiB ({share:.1%}) in "
             f"{_memory.HOST_KIND} and {self.device_bytes / 2**20:.2f} MiB on the device"
         )
+        if any(leaf.sharding for leaf in self.leaves):
+            summary += f"; for each device {self.host_bytes_per_device / 2**20:.2f} MiB in {_memory.HOST_KIND}"
         notes = [f"how it streams is not known: {self.unknown}"] if self.unknown else []
         return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], summary, *notes])
 

@@ -7,6 +7,7 @@ counts, and nothing is allocated.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from jax_offload import _memory
 from jax_offload._factored import axes_in_parameter
 from jax_offload._paths import owners
 from jax_offload._placement import Leaf, noting, unmanaged
-from jax_offload._sharding import known, sharding_of, typed_sharding, without_axes
+from jax_offload._sharding import known, sharding_of, shards_of, typed_sharding, without_axes
 from jax_offload._zero import partitioned
 
 
@@ -65,7 +66,8 @@ def arranged_leaves(tx: optax.GradientTransformation, params: Any) -> tuple[list
         if typed is not None and isinstance(everywhere, NamedSharding):
             sharding = NamedSharding(everywhere.mesh, typed.spec)  # with Explicit axes the types tell
         spec = f"P({', '.join(map(repr, sharding.spec))})" if isinstance(sharding, NamedSharding) else ""
-        leaf = dataclasses.replace(leaf, sharding=f"{spec}{note}")
+        shard_bytes = leaf.nbytes // math.prod(shards_of(sharding, aval.shape))
+        leaf = dataclasses.replace(leaf, sharding=f"{spec}{note}", shard_bytes=shard_bytes)
         kind = _memory.HOST_KIND if leaf.host else _memory.DEVICE_KIND
         arranged.append((leaf, aval, _memory.with_kind(sharding, kind)))
     return arranged, treedef

@@ -106,9 +106,9 @@ def streamed(
     paths = [key_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(updates)[0]]
     reuse, result = {}, 0
     for tree, argument in zip(out_tree.children(), next_of, strict=True):
-        for k in range(tree.num_leaves):
+        for k in range(tree.num_leaves if tree == trees[argument] else 0):
             gathered = argument == 0 and paths[k] in given.partitions  # larger than the gradient
-            if tree == trees[argument] and starts[argument] + k in position and not gathered:
+            if starts[argument] + k in position and not gathered:
                 reuse[result + k] = position[starts[argument] + k]
         result += tree.num_leaves
     made = births(jax.tree.leaves(updates))

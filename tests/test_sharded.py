@@ -219,10 +219,15 @@ def test_bytes_on_each_device():
 
 def test_the_table_says_which_axis_and_why_none():
     mesh = mesh_of(AxisType.Auto)
-    table = jo.placement(jo.offload(optax.adam(1e-3), min_bytes=0, shard_over="data"), network(mesh, REPLICATED))
+    params = network(mesh, REPLICATED)
+    table = jo.placement(jo.offload(optax.adam(1e-3), min_bytes=0, shard_over="data"), params)
     shardings = {leaf.path: leaf.sharding for leaf in table.leaves}
     assert shardings["[0].mu['layers']['w']"] == "P(None, 'data')"
     assert shardings["[0].mu['odd']"] == "P() (no axis divides by 2)"
+    state = jo.offload(optax.adam(1e-3), min_bytes=0, shard_over="data").init(params)
+    held = [x for x in jax.tree.leaves(state) if x.ndim]
+    assert table.host_bytes_per_device == sum(x.addressable_shards[0].data.nbytes for x in held) < table.host_bytes
+    assert str(table).endswith(f"for each device {table.host_bytes_per_device / 2**20:.2f} MiB in pinned_host")
     assert "P(None, 'data')" in str(table) and "sharding" in str(table).splitlines()[0]
     assert "sharding" not in str(jo.placement(jo.offload(optax.adam(1e-3)), network(None))).splitlines()[0]
 
