@@ -111,6 +111,10 @@ def _restore_step(ocp: Any, manager: Any, step: int, item: str | None, target: A
     if item is not None and not folder.exists():
         there = sorted(path.name for path in folder.parent.iterdir())
         raise ValueError(f"item: no {item!r} in {folder.parent}; there are {there}.")
+    if item is None and not folder.exists() and (items := _items(folder.parent)):
+        raise ValueError(
+            f"item: the checkpoint in {folder.parent} has the items {items}; say which: item={items[0]!r}."
+        )
     metadata = _reading(ocp.StandardCheckpointHandler().metadata, folder)
     stored = dict(zip(*_named(metadata.tree), strict=True))
     entry = (metadata.custom_metadata or {}).get(_NAME)
@@ -132,6 +136,10 @@ def _restore_step(ocp: Any, manager: Any, step: int, item: str | None, target: A
         if wrong:
             raise _Damaged(f"other values than were saved in {len(wrong)} of {len(names)} leaves: {_some(wrong)}")
     return tree
+
+
+def _items(folder: Any) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.exists() else []
 
 
 def _reading(read: Any, *args: Any, **kwargs: Any) -> Any:

@@ -13,10 +13,10 @@ from jax.core import Tracer
 from jax_offload import _memory
 from jax_offload._order import Order
 from jax_offload._placement import Leaf, Policy, Select, is_whole, note, place
-from jax_offload._sharding import Layouts, Shardings, shardings_of
+from jax_offload._sharding import Layouts, Seen, remember, settled, shardings_of
 from jax_offload._state import abstract_state
 from jax_offload._update import Options, divided_params, gathered, is_array, streamed
-from jax_offload._zero import arranged, arranged_state, axes_of, partitions
+from jax_offload._zero import arranged, arranged_state, axes_of, check_not_manual, check_typed, partitions
 
 DEFAULT_MIN_BYTES = 2**16  # below this a transfer costs the link its latency (about 10 us) rather than its bytes
 
@@ -49,7 +49,7 @@ def offload(
         (one or several) searched in a parameter's path ``a/b/c``; or a callable on that path and the state leaf. A
         rule that matches no parameter is an error.
       min_bytes: state leaves of fewer bytes stay on the device, as rank-0 leaves and PRNG keys always do.
-      window: bytes of state on the device at a time while it streams. A piece, the leaves that one update needs
+      window: bytes of state on a device at a time while it streams. A piece, the leaves that one update needs
         together, that is larger goes through a loop in chunks of half a window, if its rows can be updated apart; else
         it is loaded whole (``jax_offload.placement`` says which, and why). ``None``: room for two of the largest piece,
         so that one loads while another is updated; but where that is larger than 256 MiB and a 32nd of the state, that.
@@ -85,35 +85,40 @@ def offload(
     if isinstance(fraction, (int, float)) and fraction == 0 and not policy.shard_over:
         return inner  # pyright: ignore[reportReturnType]
     inner = optax.with_extra_args_support(inner)
-    seen: Shardings = {}
+    seen: Seen = {}
 
     def init_fn(params: optax.Params) -> optax.OptState:
-        seen.update(shardings_of(params))
+        told = shardings_of(params)
 
         def create(params: Any) -> Any:
             state = inner.init(params)
             plan = place(policy, state, params)
-            divided = partitions(plan, params, seen, missing_ok=True)  # else out_shardings say so
+            divided = partitions(plan, params, {**settled(seen), **told}, missing_ok=True)  # else out_shardings say so
             state = _store(state, plan, params, divided)
             note(jax.tree.leaves(state), plan)
             return state
 
         leaves = jax.tree.leaves(params)
         if not leaves or not all(_is_concrete(x) for x in leaves) or _memory.under_jit():
-            return create(params)
-        # One compiled program, also in eager use: XLA makes a leaf, sends it to the host and makes the next, and a
-        # sharded leaf is born sharded.
-        abstract = abstract_state(Offloaded(create, update_fn), params)
-        _check_eager(params, abstract)
-        shardings = jax.tree.map(lambda x: x.sharding, abstract)
-        return jax.jit(create, out_shardings=shardings)(params)
+            state = create(params)
+        else:
+            # One compiled program, also in eager use: XLA makes a leaf, sends it to the host and makes the next, and a
+            # sharded leaf is born sharded.
+            abstract = abstract_state(Offloaded(create, update_fn), params)
+            _check_eager(params, abstract)
+            state = jax.jit(create, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))(params)
+        remember(seen, told)
+        return state
 
     def update_fn(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, optax.OptState]:
         like = updates if params is None else params
-        shardings = {**seen, **shardings_of(like)}
-        divided = partitions(place(policy, state, like), like, shardings) if policy.shard_over else {}
+        shardings = {**settled(seen), **shardings_of(like)}
+        divided = {}
+        if policy.shard_over:
+            check_not_manual()
+            divided = partitions(place(policy, state, like), like, shardings, seen)
         options = Options(window, order, shardings, divided)
 
         def recipe(updates: Any, state: Any, params: Any, extra_args: Any) -> Any:
@@ -124,6 +129,7 @@ def offload(
                 updates, new_state = inner.update(updates, _load(state), params, **extra_args)
             except Exception as error:
                 _check_tree(inner, state, like, error)
+                check_typed(divided, error)
                 raise
             if jax.tree.structure(new_state) != jax.tree.structure(state):
                 _check_tree(inner, state, like, None)

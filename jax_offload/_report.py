@@ -10,6 +10,7 @@ import optax
 
 from jax_offload import _memory
 from jax_offload._placement import Leaf
+from jax_offload._sharding import known
 from jax_offload._state import arranged_leaves
 from jax_offload._stream import Load, loads_of_updates
 
@@ -73,7 +74,7 @@ def placement(tx: optax.GradientTransformation, params: Any, **extra_args: Any) 
       params: the parameters, concrete or abstract. Nothing is allocated.
       **extra_args: what ``tx.update`` needs besides gradients, state and parameters, to trace it.
     """
-    leaves, _ = arranged_leaves(tx, params)
+    leaves, _ = arranged_leaves(tx, params, only_looking=True)
     streams, unknown = _streams(tx, params, extra_args)
     rows = []
     for (leaf, _, _), text in zip(leaves, streams, strict=True):
@@ -105,7 +106,8 @@ def _streams(tx: optax.GradientTransformation, params: Any, extra_args: Any) -> 
         update(params, jax.tree.unflatten(treedef, filled.values()))
 
     try:
-        jax.make_jaxpr(with_arrays)(params, [leaves[k] for k in arrays])
+        with known(params, only_looking=True):
+            jax.make_jaxpr(with_arrays)(params, [leaves[k] for k in arrays])
     except Exception as error:
         state = jax.eval_shape(tx.init, params)
         return [""] * len(jax.tree.leaves(state)), f"update raises {type(error).__name__}: {str(error).splitlines()[0]}"

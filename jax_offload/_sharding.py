@@ -16,32 +16,59 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, Sharding
 
 from jax_offload._paths import key_of
 
 Shardings = dict[str, Sharding]  # path of a parameter -> its sharding
 Layouts = dict[str, NamedSharding]  # the same, on a mesh
+Seen = dict[str, list[Sharding]]  # all that was seen of each
 Shards = tuple[int, ...]  # for each axis of an array, into how many parts it is divided between devices
 
-_SEEN: contextvars.ContextVar[Shardings | None] = contextvars.ContextVar("seen", default=None)
+_TOLD: contextvars.ContextVar[Shardings | None] = contextvars.ContextVar("told", default=None)
+_LOOKING: contextvars.ContextVar[bool] = contextvars.ContextVar("looking", default=False)
 
 
 def shardings_of(params: Any) -> Shardings:
     """Of each parameter, by its path, as far as it says."""
-    if (seen := _SEEN.get()) is not None:
-        return seen
-    return _told_by(params)
+    told = _TOLD.get()
+    return _told_by(params) if told is None else told
 
 
 @contextlib.contextmanager
-def known(params: Any) -> Iterator[None]:
-    """Inside, every traced ``init`` hears of the shardings of ``params``, which its tracers do not tell."""
-    token = _SEEN.set(_told_by(params))
+def known(params: Any, *, only_looking: bool) -> Iterator[None]:
+    """Inside, every traced ``init`` and ``update`` hears of the shardings of ``params``, which tracers do not tell.
+
+    Where one is ``only_looking``, nothing of that is remembered.
+    """
+    tokens = _TOLD.set(_told_by(params)), _LOOKING.set(only_looking)
     try:
         yield
     finally:
-        _SEEN.reset(token)
+        _TOLD.reset(tokens[0])
+        _LOOKING.reset(tokens[1])
+
+
+def remember(seen: Seen, told: Shardings) -> None:
+    """Adds what an ``init`` was told. Types tell for themselves, at every trace."""
+    for path, sharding in {} if _LOOKING.get() else told.items():
+        typed = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
+        if not typed and not any(_same(sharding, other) for other in seen.setdefault(path, [])):
+            seen[path].append(sharding)
+
+
+def settled(seen: Seen) -> Shardings:
+    """What was seen in one sharding only. Of the others, two models' say, nobody knows which a trace is about."""
+    return {path: shardings[0] for path, shardings in seen.items() if len(shardings) == 1}
+
+
+def _same(a: Sharding, b: Sharding) -> bool:
+    """Whether two shardings say the same, in whatever memory."""
+    if isinstance(a, NamedSharding) and isinstance(b, NamedSharding):
+        n = max(len(a.spec), len(b.spec))
+        entries = ([names_in(e) for e in padded(s.spec, n)] for s in (a, b))
+        return a.mesh == b.mesh and next(entries) == next(entries)
+    return type(a) is type(b) and a.device_set == b.device_set
 
 
 def _told_by(params: Any) -> Shardings:
@@ -58,6 +85,16 @@ def typed_sharding(aval: Any) -> NamedSharding | None:
     """What a type tells of its sharding: with Auto axes nothing."""
     sharding = getattr(aval, "sharding", None)
     return None if sharding is None or sharding.mesh.empty or not sharding.mesh.explicit_axes else sharding
+
+
+def varying_over(x: Any) -> Any:
+    """Over which axes a value differs between devices, inside ``shard_map``; something to compare."""
+    return getattr(jax.typeof(x), "manual_axis_type", None)
+
+
+def is_explicit(mesh: Any) -> bool:
+    """Whether the types tell all about shardings on this mesh."""
+    return set(mesh.axis_types) == {AxisType.Explicit}
 
 
 def shards_of(sharding: Sharding | None, shape: Sequence[int]) -> Shards:
@@ -79,7 +116,10 @@ def padded(spec: PartitionSpec, ndim: int) -> list[Any]:
 def without_axes(sharding: NamedSharding, axes: Sequence[int | None]) -> NamedSharding:
     """For an array whose axes are these of the parameter's (``None``: none of them)."""
     spec = padded(sharding.spec, max((a for a in axes if a is not None), default=-1) + 1)
-    return sharding.update(spec=PartitionSpec(*(None if a is None else spec[a] for a in axes)))
+    entries = [None if a is None else spec[a] for a in axes]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return sharding.update(spec=PartitionSpec(*entries))
 
 
 def constrained(x: Any, sharding: Sharding | None) -> Any:

@@ -20,7 +20,7 @@ from jax_offload import _memory
 from jax_offload._factored import axes_in_parameter
 from jax_offload._paths import owners
 from jax_offload._placement import Leaf, noting, unmanaged
-from jax_offload._sharding import known, sharding_of, shards_of, typed_sharding, without_axes
+from jax_offload._sharding import is_explicit, known, sharding_of, shards_of, typed_sharding, without_axes
 from jax_offload._zero import partitioned
 
 
@@ -46,9 +46,11 @@ def abstract_state(tx: optax.GradientTransformation, params: Any) -> Any:
     )
 
 
-def arranged_leaves(tx: optax.GradientTransformation, params: Any) -> tuple[list[tuple[Leaf, Any, Sharding]], Any]:
+def arranged_leaves(
+    tx: optax.GradientTransformation, params: Any, *, only_looking: bool = False
+) -> tuple[list[tuple[Leaf, Any, Sharding]], Any]:
     """For every state leaf its row of the table, its type and its sharding; and the state's tree."""
-    leaves, treedef = _traced_init(tx, params)
+    leaves, treedef = _traced_init(tx, params, only_looking)
     flat = jax.tree.leaves(params)
     shardings = [_sharding(x) for x in flat]
     everywhere = _replicated(shardings)
@@ -63,7 +65,7 @@ def arranged_leaves(tx: optax.GradientTransformation, params: Any) -> tuple[list
         elif of_param is not None and isinstance(own, NamedSharding):
             sharding = without_axes(own, of_param)
         typed = typed_sharding(aval)
-        if typed is not None and isinstance(everywhere, NamedSharding):
+        if typed is not None and isinstance(everywhere, NamedSharding) and is_explicit(typed.mesh):
             sharding = NamedSharding(everywhere.mesh, typed.spec)  # with Explicit axes the types tell
         spec = f"P({', '.join(map(repr, sharding.spec))})" if isinstance(sharding, NamedSharding) else ""
         shard_bytes = leaf.nbytes // math.prod(shards_of(sharding, aval.shape))
@@ -100,7 +102,7 @@ def to_host(tx: optax.GradientTransformation, state: Any, params: Any = None) ->
       ValueError: the parameters' tree cannot be read off the state, or the state is not ``tx``'s.
     """
     params = _params_like(tx, state) if params is None else params
-    leaves, treedef = _traced_init(tx, params)
+    leaves, treedef = _traced_init(tx, params, only_looking=True)
     got, got_tree = jax.tree.flatten(state)
     types = [(np.shape(x), getattr(x, "dtype", None)) for x in got]
     if got_tree == treedef and types != [(aval.shape, aval.dtype) for _, aval in leaves]:
@@ -114,8 +116,10 @@ def to_host(tx: optax.GradientTransformation, state: Any, params: Any = None) ->
             f"state: not the tree that tx.init gives.\n  got      {got_tree}\n  expected {treedef}\n"
             "If the parameters' tree could not be read off the state, pass params."
         )
-    if any(leaf.shard_over for leaf, _ in leaves):
-        shardings = [s if leaf.shard_over else None for leaf, _, s in arranged_leaves(tx, params)[0]]
+    # Tracers do not tell shardings: under jit the next update divides what is to be divided.
+    traced = any(isinstance(x, Tracer) for x in [*got, *jax.tree.leaves(params)])
+    if any(leaf.shard_over for leaf, _ in leaves) and not traced:
+        shardings = [s if leaf.shard_over else None for leaf, _, s in arranged_leaves(tx, params, only_looking=True)[0]]
         got = [x if s is None else jax.device_put(x, s) for x, s in zip(got, shardings, strict=True)]
     moved = [
         _memory.to_host(x) if leaf.host else _memory.to_device(x) for x, (leaf, _) in zip(got, leaves, strict=True)
@@ -123,7 +127,9 @@ def to_host(tx: optax.GradientTransformation, state: Any, params: Any = None) ->
     return jax.tree.unflatten(treedef, moved)
 
 
-def _traced_init(tx: optax.GradientTransformation, params: Any) -> tuple[list[tuple[Leaf, Any]], Any]:
+def _traced_init(
+    tx: optax.GradientTransformation, params: Any, only_looking: bool
+) -> tuple[list[tuple[Leaf, Any]], Any]:
     """For every state leaf its row of the table and its type; and the state's tree."""
     found: list[Any] = []
 
@@ -133,7 +139,7 @@ def _traced_init(tx: optax.GradientTransformation, params: Any) -> tuple[list[tu
         found.extend((path, rows.get(id(x))) for path, x in with_paths)
         return state
 
-    with noting() as rows, known(params):
+    with noting() as rows, known(params, only_looking=only_looking):
         closed, shapes = jax.make_jaxpr(init, return_shape=True)(params)
     owner = owners([path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]])
     leaves = []

@@ -24,6 +24,7 @@ from jax_offload._dataflow import Pass, Slice, cut, joined, largest_load
 from jax_offload._loop import in_chunks
 from jax_offload._memory import is_host_aval, on_host, to_host
 from jax_offload._placement import nbytes
+from jax_offload._sharding import varying_over
 from jax_offload._trace import Program, Var
 
 # A slice of up to 256 MiB, or a 32nd of the state, is loaded whole, and the window has room for two. Larger ones go
@@ -202,9 +203,12 @@ def _run(s: Slice, env: dict[Var, Any]) -> None:
 
 
 def _gate(env: dict[Var, Any], held: Sequence[Var], waits_for: Sequence[Var]) -> None:
-    if waits_for:
-        names = [*held, *waits_for]
-        env.update(zip(names, _GATE([env[v] for v in names]), strict=True))
+    """Inside ``shard_map`` only among what varies over the same axes: jax 0.10 makes all outputs vary over all."""
+    for varying in {varying_over(env[v]) for v in held}:
+        waiting, first = ([v for v in vs if varying_over(env[v]) == varying] for vs in (held, waits_for))
+        if first:
+            names = [*waiting, *first]
+            env.update(zip(names, _GATE([env[v] for v in names]), strict=True))
 
 
 @jax.custom_jvp

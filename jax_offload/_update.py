@@ -16,7 +16,7 @@ import optax
 from jax_offload._branches import numbers_ahead
 from jax_offload._order import Order, births, ranks
 from jax_offload._paths import key_of, owners
-from jax_offload._sharding import Layouts, Shardings, Shards, shards_of, typed_sharding
+from jax_offload._sharding import Layouts, Shardings, Shards, is_explicit, shards_of, typed_sharding
 from jax_offload._stream import stream
 from jax_offload._trace import trace
 from jax_offload._zero import arranged
@@ -169,7 +169,7 @@ def _shards(options: Options, updates: Any, state: Any, params: Any) -> list[Sha
         for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
             i = owner(path)
             typed = typed_sharding(jax.typeof(x)) if is_array(x) else None
-            if typed is not None:
+            if typed is not None and is_explicit(typed.mesh):
                 found.append(shards_of(typed, x.shape))
             else:
                 found.append(known[flat[i][0]] if i is not None and np.shape(x) == np.shape(flat[i][1]) else None)

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jax_offload._paths import key_of
 from jax_offload._placement import Leaf
-from jax_offload._sharding import Layouts, Shardings, constrained, names_in, padded, shards_of
+from jax_offload._sharding import Layouts, Seen, Shardings, constrained, names_in, padded, shards_of
 
 
 def axes_of(shard_over: Any) -> tuple[str, ...]:
@@ -24,10 +24,14 @@ def axes_of(shard_over: Any) -> tuple[str, ...]:
         return ()
     if not isinstance(axes, Sequence) or not axes or not all(isinstance(name, str) for name in axes):
         raise ValueError(f"shard_over: expected the name of a mesh axis, or several; got {shard_over!r}.")
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"shard_over: names an axis twice: {shard_over!r}.")
     return tuple(axes)
 
 
-def partitioned(sharding: Sharding | None, shape: Sequence[int], over: Sequence[str]) -> NamedSharding | str:
+def partitioned(
+    sharding: Sharding | None, shape: Sequence[int], over: Sequence[str], whose: str = "a parameter"
+) -> NamedSharding | str:
     """``sharding`` divided over further mesh axes too, or why it cannot be.
 
     It takes the first axis of the array that divides evenly, of those that are not sharded yet if there is one. Of
@@ -39,8 +43,13 @@ def partitioned(sharding: Sharding | None, shape: Sequence[int], over: Sequence[
     """
     if not isinstance(sharding, NamedSharding):
         raise ValueError(
-            f"shard_over: {tuple(over)} are axes of a mesh, but a parameter is on {sharding}. Fix: give the parameters "
+            f"shard_over: {tuple(over)} are axes of a mesh, but {whose} is on {sharding}. Fix: give the parameters "
             "a NamedSharding (jax.device_put, or out_shardings of what makes them)."
+        )
+    if len(set(sharding.mesh.axis_types)) > 1:
+        raise ValueError(
+            f"shard_over: the parameters' mesh mixes types of axes, {sharding.mesh.axis_types}. Make all of them Auto, "
+            "or all Explicit."
         )
     sizes = dict(sharding.mesh.shape)
     if unknown := [name for name in over if name not in sizes]:
@@ -61,13 +70,16 @@ def partitioned(sharding: Sharding | None, shape: Sequence[int], over: Sequence[
     return f"no axis divides by {parts}"
 
 
-def partitions(plan: Sequence[Leaf], params: Any, shardings: Shardings, *, missing_ok: bool = False) -> Layouts:
+def partitions(
+    plan: Sequence[Leaf], params: Any, shardings: Shardings, seen: Seen | None = None, *, missing_ok: bool = False
+) -> Layouts:
     """By their paths, the parameters whose state is divided further: how, and how their gradients and updates are.
 
     Args:
       plan: the table of the state.
       params: the parameters, or gradients.
       shardings: of the parameters, as far as they are known.
+      seen: all that was seen of them, for the message.
       missing_ok: whether some may be unknown.
 
     Raises:
@@ -77,17 +89,39 @@ def partitions(plan: Sequence[Leaf], params: Any, shardings: Shardings, *, missi
     found: Layouts = {}
     for i, over in {leaf.owner: leaf.shard_over for leaf in plan if leaf.owner is not None and leaf.shard_over}.items():
         path, x = flat[i]
-        if (name := key_of(path)) not in shardings:
-            if missing_ok:
-                continue
+        if (name := key_of(path)) in shardings:
+            divided = partitioned(shardings[name], x.shape, over, f"parameter {name}")
+            if isinstance(divided, NamedSharding):
+                found[name] = divided
+        elif not missing_ok:
+            several = (seen or {}).get(name, [])
             raise ValueError(
-                f"shard_over: the sharding of parameter {name} is not known: with Auto mesh axes a trace does not tell."
-                " Call tx.init on the parameters, or jax_offload.state_shardings(tx, params), before update is traced."
+                f"shard_over: parameter {name} was seen in several shardings, {several}, and with Auto mesh axes a "
+                "trace does not tell which it is. Make an offload(...) for each model and mesh."
+                if several
+                else f"shard_over: the sharding of parameter {name} is not known: with Auto mesh axes a trace does not "
+                "tell. Call tx.init on the parameters, or jax_offload.state_shardings(tx, params), before update is "
+                "traced; an offload(...) that each step makes anew, as in inject_hyperparams, belongs around that."
             )
-        divided = partitioned(shardings[name], x.shape, over)
-        if isinstance(divided, NamedSharding):
-            found[name] = divided
     return found
+
+
+def check_not_manual() -> None:
+    """Raises ``ValueError`` inside ``shard_map``, where gradients cannot be divided over axes of the mesh."""
+    if manual := jax.sharding.get_abstract_mesh().manual_axes:
+        raise ValueError(
+            f"shard_over: update is traced inside shard_map, manual over {manual}. Take it out of shard_map, or leave "
+            "shard_over out and divide the state yourself."
+        )
+
+
+def check_typed(divided: Layouts, error: Exception) -> None:
+    """Says what to do where an optimizer mixes divided arrays with others, which types forbid."""
+    if divided and type(error).__name__ == "ShardingTypeError":
+        raise ValueError(
+            "shard_over: on a mesh with Explicit axes this optimizer cannot mix gradients that are divided with state "
+            "that is not (factored moments, say). Use Auto axes, or leave shard_over out."
+        ) from error
 
 
 def arranged(tree: Any, shardings: Mapping[str, Sharding]) -> Any:

@@ -17,7 +17,14 @@ def pytest_addoption(parser):
 
 
 _LONG = {"test_trees.py": 6, "test_stream.py": 6, "test_examples.py": 4, "test_numbers.py": 16, "test_peak.py": 6}
-_LONG |= {"test_models.py": 2, "test_donation.py": 4}
+_LONG |= {
+    "test_models.py": 2,
+    "test_donation.py": 4,
+    "test_sharded.py": 3,
+    "test_sharded_peak.py": 4,
+    "test_flax.py": 3,
+}
+_LONG |= {"test_checkpoint.py": 6, "test_multihost.py": 2, "test_faults.py": 2}
 
 
 def pytest_collection_modifyitems(config, items):

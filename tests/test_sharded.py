@@ -303,7 +303,85 @@ def test_under_shard_map():
     assert got[1][0].mu["w"].sharding.memory_kind == HOST
 
 
+def test_under_shard_map_with_two_specs():
+    """What varies over other axes must not be gated with the rest: types say so."""
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    rng = np.random.default_rng(0)
+    specs = {"w": P("a"), "v": P("a", "b")}
+    params = {
+        k: jax.device_put(rng.standard_normal((16, 8), np.float32), NamedSharding(mesh, s)) for k, s in specs.items()
+    }
+    tx = jo.offload(optax.adam(1e-2), min_bytes=0)
+    state = tx.init(params)
+    spec = jax.tree.map(lambda x: x.sharding.spec if x.ndim else P(), state)
+    step = jax.shard_map(tx.update, mesh=mesh, in_specs=(specs, spec, specs), out_specs=(specs, spec))
+    got = jax.jit(step)(params, state, params)
+    plain, host = optax.adam(1e-2), jax.device_get(params)
+    same(got, plain.update(host, plain.init(host), host))
+
+
+def test_looking_is_not_remembered_and_two_layouts_are_an_error():
+    mesh = mesh_of(AxisType.Auto)
+    a, b = (network(mesh, specs) for specs in (REPLICATED, SPECS))
+    tx = jo.offload(OPTIMIZERS["adamw"], min_bytes=0, shard_over="data")
+    state = tx.init(a)
+    jo.placement(tx, b)
+    with pytest.raises(ValueError, match=r"shard_over: .* parameter .*SingleDeviceSharding"):
+        jo.placement(tx, network(None))
+    _, state = jax.jit(tx.update)(a, state, a)
+    assert spec_of(state[0].mu["head"]) == entries("data")
+    tx.init(b)
+    message = r"shard_over: parameter \['\w+'\].* seen in several shardings.* for each model"
+    with pytest.raises(ValueError, match=message):
+        jax.jit(lambda *args: tx.update(*args))(a, state, a)
+
+
+def test_a_mesh_of_mixed_axes():
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Explicit, AxisType.Auto))
+    with jax.set_mesh(mesh):
+        params = {"w": jax.device_put(jnp.ones((16, 8)), NamedSharding(mesh, P("data", "fsdp")))}
+        state = jo.offload(optax.adam(1e-3), min_bytes=0).init(params)
+        assert spec_of(state[0].mu["w"]) == (("data",), ("fsdp",))
+        with pytest.raises(ValueError, match="shard_over: the parameters' mesh mixes types of axes"):
+            jo.offload(optax.adam(1e-3), min_bytes=0, shard_over="data").init(params)
+
+
+def test_what_shard_over_cannot_do_says_so():
+    tx = jo.offload(optax.adafactor(1e-2, min_dim_size_to_factor=4, momentum=0.9), min_bytes=0, shard_over="data")
+    mesh = mesh_of(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        params = {"w": jax.device_put(jnp.ones((16, 8)), NamedSharding(mesh, P("fsdp", "tensor")))}
+        with pytest.raises(ValueError, match="shard_over: on a mesh with Explicit axes this optimizer cannot mix"):
+            jax.jit(tx.update)(params, tx.init(params), params)
+    mesh = mesh_of(AxisType.Auto)
+    params = {"w": jax.device_put(jnp.ones((16, 8)), NamedSharding(mesh, P()))}
+    tx = jo.offload(optax.adam(1e-2), min_bytes=0, shard_over="data")
+    state = tx.init(params)
+    specs = jax.tree.map(lambda x: P(), (params, state, params))
+    with pytest.raises(ValueError, match=r"shard_over: update is traced inside shard_map"):
+        jax.jit(jax.shard_map(tx.update, mesh=mesh, in_specs=specs, out_specs=specs[:2]))(params, state, params)
+
+    @optax.inject_hyperparams
+    def anew(learning_rate):
+        return jo.offload(optax.adam(learning_rate), min_bytes=0, shard_over="data")
+
+    tx = anew(1e-3)
+    with pytest.raises(ValueError, match=r"shard_over: .*inject_hyperparams.*around that"):
+        jax.jit(tx.update)(params, tx.init(params), params)
+
+
+def test_to_host_under_jit():
+    """Tracers tell no shardings: kinds are restored, and the next update divides."""
+    mesh = mesh_of(AxisType.Auto)
+    params = network(mesh, REPLICATED)
+    tx = jo.offload(OPTIMIZERS["adamw"], min_bytes=0, shard_over="data")
+    state = jo.to_device(tx.init(params))
+    moved = jax.jit(lambda s, p: jo.to_host(tx, s, p))(state, params)
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(moved) if x.ndim} == {HOST}
+
+
 BAD = {
+    "twice": (lambda: ("data", "data"), r"shard_over: names an axis twice: \('data', 'data'\)"),
     "an axis that is not there": (lambda: "model", r"shard_over: the parameters' mesh has no axes \['model'\], only"),
     "not a name": (lambda: 3, r"shard_over: expected the name of a mesh axis, or several; got 3"),
     "no names": (lambda: (), r"shard_over: expected the name of a mesh axis, or several; got \(\)"),
@@ -318,7 +396,7 @@ def test_bad_shard_over(case):
 
 
 def test_shard_over_without_a_mesh():
-    with pytest.raises(ValueError, match=r"shard_over: .* axes of a mesh, but a parameter is on SingleDeviceSharding"):
+    with pytest.raises(ValueError, match=r"shard_over: .* axes of a mesh, but parameter .* is on SingleDeviceSharding"):
         jo.offload(optax.adam(1e-3), min_bytes=0, shard_over="data").init(network(None))
 
 
