@@ -96,7 +96,7 @@ def stream(
             before = made[-1] if slices else before
         else:  # no program to order: each slice runs, and frees what it loaded, before the next
             for s in slices:
-                _run(s, env)
+                _run(dataclasses.replace(s, run=jax.jit(s.run)) if s.in_chunks else s, env)
     return [_array(v) if isinstance(v, jex.Literal) else env[v] for v in program.outputs]
 
 

@@ -419,3 +419,15 @@ def test_clipping_is_by_the_global_norm(inside):
     for form in "update", "update_params":
         got = run(tx, network(mesh), network(mesh, seed=100), form)
         same(got, resident(optax.chain(clip, adam)))
+
+
+@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
+def test_eagerly(axes):
+    mesh = mesh_of(axes)
+    params = network(mesh)
+    tx = jo.offload(OPTIMIZERS["adamw"], min_bytes=0, window=1, shard_over="data")
+    updates, state = tx.update(params, tx.init(params), params)
+    plain = OPTIMIZERS["adamw"]
+    same((updates, state), plain.update(network(None), plain.init(network(None)), network(None)))
+    assert jax.tree.map(spec_of, updates) == jax.tree.map(spec_of, params)
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(state) if x.ndim} == {HOST}
