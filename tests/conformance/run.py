@@ -26,17 +26,11 @@ from tests.conformance.expected import NAMED
 ROOT = Path(__file__).parents[2]
 OPTAX = Path(importlib.util.find_spec("optax").origin).parent
 FILES = ["_src/alias_test.py", "_src/sharding_test.py", "contrib/_common_test.py", "transforms"]
-# For the oldest jax: every optimizer and every wrapper, without most repetitions for other dtypes and problems.
+# For every day: every optimizer and every wrapper, without most repetitions for other dtypes and problems.
 SUBSET = (
     r"transforms/(?!_clipping|.*mixed_precision)|sharding_test|AliasTest.*accept_extra_args|accept_extra_args.*wrap=True"
     r"|AliasTest.*hyperparams\(opt_name='ad|gradient_accumulation\(.*'float32'"
     r"|ContribTest::test_optimizers\(.*(schedule_free|mixed_tensor)"
-)
-# For every day: without repetitions for the dtypes that differ in nothing here, and without a second L-BFGS by hand.
-MOST = (
-    r"^(?!.*shard_stability\(.*(float32|float64|complex)|.*AliasTest::test_optimization\(.*complex|.*mixed_precision"
-    r"|.*LBFGSTest::test_against_plain|.*learning_rate_schedule_if|.*preserve_dtype\(.*float32"
-    r"|.*gradient_accumulation\(.*bfloat16|.*ContribTest::test_optimizers_accept_extra)"
 )
 # Where a test puts one transformation into another; elsewhere inside and outside are the same.
 NESTED = (
