@@ -52,14 +52,14 @@ def in_chunks(s: Slice, reuse: Mapping[Var, Var], window: int) -> Slice:
         dims = [_rows_of(v.aval, lead.shape, axis) for v in s.inputs]
         parts = [s.shards[v][d.dim] for v, d in zip(s.inputs, dims, strict=True) if d is not None and v in s.shards]
         shards = max(parts, default=1)
+        if size % shards or any(shards % n for n in parts):
+            why = f"the shards of axis {axis} do not match"
+            continue
         rows = _rows(lead.ndim - 1 - axis, size // shards, max(s.loaded_bytes, gathered), window)
         if rows == size // shards:
             continue  # a tile that is larger than the window
         if any(d is None for v, d in zip(s.inputs, dims, strict=True) if is_host_aval(v.aval)):
             why = "leaves of different shapes depend on each other"
-            continue
-        if size % shards or any(shards % n for n in parts):
-            why = f"the shards of axis {axis} do not match"
             continue
         try:
             out_dims = chunked_dims(inner.jaxpr, dims, size, lead.shape, axis)

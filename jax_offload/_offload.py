@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax_offload import _memory
 from jax_offload._order import Order
 from jax_offload._placement import Leaf, Policy, Select, is_whole, note, place
-from jax_offload._sharding import Layouts, Seen, remember, settled, shardings_of
+from jax_offload._sharding import Layouts, Seen, inside_shard_map, remember, settled, shardings_of
 from jax_offload._state import abstract_state
 from jax_offload._update import Options, divided_params, gathered, is_array, streamed
 from jax_offload._zero import arranged, arranged_state, axes_of, check_not_manual, check_typed, partitions
@@ -114,7 +114,7 @@ def offload(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, optax.OptState]:
         like = updates if params is None else params
-        shardings = {**settled(seen), **shardings_of(like)}
+        shardings = {**inside_shard_map(settled(seen)), **shardings_of(like)}
         divided = {}
         if policy.shard_over:
             check_not_manual()

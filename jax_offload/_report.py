@@ -29,12 +29,12 @@ class Placement:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the state in pinned host memory, over all devices."""
+        """Bytes of the state in pinned host memory; what is replicated counts once."""
         return sum(leaf.nbytes for leaf in self.leaves if leaf.host)
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the state that stay in device memory, over all devices."""
+        """Bytes of the state that stay in device memory; what is replicated counts once."""
         return sum(leaf.nbytes for leaf in self.leaves if not leaf.host)
 
     @property

@@ -62,6 +62,19 @@ def settled(seen: Seen) -> Shardings:
     return {path: shardings[0] for path, shardings in seen.items() if len(shardings) == 1}
 
 
+def inside_shard_map(shardings: Shardings) -> Shardings:
+    """As they are where the trace is: inside ``shard_map`` shapes are local, and manual axes divide nothing more."""
+    manual = set(jax.sharding.get_abstract_mesh().manual_axes)
+
+    def rest(spec: PartitionSpec) -> PartitionSpec:
+        return PartitionSpec(*(tuple(n for n in names_in(entry) if n not in manual) or None for entry in spec))
+
+    return {
+        path: s.update(spec=rest(s.spec)) if manual and isinstance(s, NamedSharding) else s
+        for path, s in shardings.items()
+    }
+
+
 def _same(a: Sharding, b: Sharding) -> bool:
     """Whether two shardings say the same, in whatever memory."""
     if isinstance(a, NamedSharding) and isinstance(b, NamedSharding):

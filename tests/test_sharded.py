@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
+from jax_offload._stream import loads_of_updates
 
 HOST, DEVICE = "pinned_host", "device"
 FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # to compile
@@ -284,12 +285,15 @@ def test_init_under_jit_and_abstract_parameters():
     assert spec_of(state[0].mu["layers"]["w"]) == (None, ("data",))
 
 
-def test_under_shard_map():
-    """Every device updates its own part of everything, inside ``shard_map``: shapes there are local."""
+@pytest.mark.parametrize("rows", [16, 4])
+def test_under_shard_map(rows):
+    """Every device updates its own part of everything, in chunks: shapes there are local, and divided no further."""
     mesh = mesh_of(AxisType.Auto, (8,), ("x",))
     sharding = NamedSharding(mesh, P("x"))
-    params = jax.device_put({"w": jax.random.normal(jax.random.key(0), (64, 32))}, sharding)
-    grads = jax.device_put({"w": jax.random.normal(jax.random.key(1), (64, 32))}, sharding)
+    rng = np.random.default_rng(0)
+    params, grads = (
+        jax.device_put({"w": rng.standard_normal((8 * rows, 32, 16), np.float32)}, sharding) for _ in range(2)
+    )
     tx = jo.offload(optax.adamw(1e-2), min_bytes=0, window=1)
     state = tx.init(params)
     specs = jax.tree.map(lambda x: P("x") if x.ndim else P(), (grads, state, params))
@@ -297,8 +301,10 @@ def test_under_shard_map():
         jax.shard_map(tx.update, mesh=mesh, in_specs=specs, out_specs=specs[:2]),
         out_shardings=jax.tree.map(lambda x: x.sharding, (grads, state)),
     )
+    with loads_of_updates() as loads:
+        got = step(grads, state, params)
+    assert [load.how for load in loads] == [f"{rows} chunks of axis 0"]
     want = optax.adamw(1e-2).update(jax.device_get(grads), optax.adamw(1e-2).init(params), jax.device_get(params))
-    got = step(grads, state, params)
     same(got, want)
     assert got[1][0].mu["w"].sharding.memory_kind == HOST
 
