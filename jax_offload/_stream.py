@@ -20,6 +20,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from jax_offload._alike import traced_once
 from jax_offload._dataflow import Pass, Slice, cut, joined, largest_load
 from jax_offload._loop import in_chunks
 from jax_offload._memory import is_host_aval, on_host, to_host
@@ -84,6 +85,7 @@ def stream(
     }
     passes, window = plan(program, next_of, window)
     tracing = any(isinstance(x, Tracer) for x in env.values())
+    passes = traced_once(passes) if tracing else passes
     before: list[Var] = []  # what the loads of a pass wait for
     for each in passes:
         _run(each.prelude, env)
