@@ -34,6 +34,14 @@ def muon(schedule):
     return optax.contrib.muon(schedule, consistent_rms=0.2, muon_weight_dimension_numbers=dimensions)
 
 
+STORAGE = {  # first and second moment of Adam, by their names in optax
+    "float32": None,
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "float8": {"mu": "float8_e4m3fn", "nu": "float16"},
+    "float8_both": "float8_e4m3fn",
+    "int8": {"mu": "int8", "nu": "uint8"},
+}
 OPTIMIZERS = {  # name: peak learning rate at width 128, schedule -> optimizer
     "adamw": (3e-3, partial(optax.adamw, b2=0.95, weight_decay=0.1)),
     "adafactor": (3e-3, optax.adafactor),
@@ -52,6 +60,10 @@ def parse(argv):
     add("--lr", type=float, help="peak learning rate; by default one that suits optimizer and model")
     add("--fraction", type=float, default=1.0, help="share of the state that is held in host memory")
     add("--resident", action="store_true", help="plain optax, for comparison")
+    add("--storage", choices=STORAGE, default="float32", help="how the moments of adamw are stored on the host")
+    add("--param-dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    add("--master", choices=["none", "float32"], default="none", help="parameters of the optimizer's own")
+    add("--seed", type=int, default=0)
     add("--steps", type=int, default=600)
     add("--stop-at", type=int, metavar="STEP", help="stop early, on the schedule of --steps")
     add("--batch", type=int, default=16)
@@ -70,7 +82,9 @@ def optimizer(args):
     warmup = max(1, min(100, args.steps // 10))
     schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, args.steps, end_value=peak / 10)
     tx = optax.chain(optax.clip_by_global_norm(1.0), build(schedule))
-    return tx if args.resident else jo.offload(tx, fraction=args.fraction)
+    if args.master != "none":
+        tx = jo.with_master_params(tx, args.master)
+    return tx if args.resident else jo.offload(tx, fraction=args.fraction, storage=STORAGE[args.storage])
 
 
 def loss_fn(params, apply_fn, batch):
@@ -113,11 +127,12 @@ def plot(path, losses, start, before, after):
 
 def initial_state(args, model, tx, device, manager):
     def init(key):
-        return model.init(key, jnp.zeros((1, args.context), jnp.int32))["params"]
+        params = model.init(key, jnp.zeros((1, args.context), jnp.int32))["params"]
+        return jax.tree.map(lambda p: p.astype(args.param_dtype), params)
 
     # All that the step takes is committed to the device: uncommitted arrays would compile it a second time.
     on_device = jax.sharding.SingleDeviceSharding(device)
-    key = jax.random.key(0)
+    key = jax.random.key(args.seed)
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_device), jax.eval_shape(init, key)
     )

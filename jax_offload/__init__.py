@@ -4,7 +4,11 @@ from importlib.metadata import version as _version
 
 from jax_offload._checkpoint import restore as restore
 from jax_offload._checkpoint import save_args as save_args
+from jax_offload._convert import from_plain as from_plain
+from jax_offload._convert import to_plain as to_plain
+from jax_offload._formats import Storage as Storage
 from jax_offload._jit import jit as jit
+from jax_offload._master import with_master_params as with_master_params
 from jax_offload._offload import offload as offload
 from jax_offload._options import compiler_options as compiler_options
 from jax_offload._placement import Leaf as Leaf
@@ -14,6 +18,7 @@ from jax_offload._state import abstract_state as abstract_state
 from jax_offload._state import state_shardings as state_shardings
 from jax_offload._state import to_device as to_device
 from jax_offload._state import to_host as to_host
+from jax_offload._storage import StoredState as StoredState
 from jax_offload._update import update_params as update_params
 
 __version__ = _version("jax_offload")

@@ -40,11 +40,12 @@ Dim = Rows | Partial | None  # None: a variable without the chunked axis
 Dims = dict[Any, Dim]
 
 ELEMENTWISE = frozenset(
-    """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex
-    conj convert_element_type copy copy_p cos cosh device_put digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
-    imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not optimization_barrier or
-    population_count pow real reduce_precision rem reshard round rsqrt select_n shift_left shift_right_arithmetic
-    sharding_constraint shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor""".split()
+    """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil
+    clamp clz complex conj convert_element_type copy copy_p cos cosh device_put digamma div eq erf erf_inv erfc exp
+    exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter
+    not optimization_barrier or population_count pow real reduce_precision rem reshard round rsqrt select_n
+    sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
+    stop_gradient sub tan tanh xor""".split()
 )
 _COMBINE = {
     "reduce_sum": lax.add, "reduce_max": lax.max, "reduce_min": lax.min, "reduce_and": lax.bitwise_and,
@@ -76,8 +77,10 @@ def chunked_dims(jaxpr: Any, dims: Sequence[Dim], size: int, shape: tuple[int, .
     return _read(env, jaxpr.outvars)
 
 
-def run_chunk(jaxpr: Any, dims: Sequence[Dim], where: tuple[int, tuple[int, ...], int], chunk: int, *args: Any) -> list:
-    """Evaluates ``jaxpr`` on operands of which the chunked dimension has ``chunk`` rows instead of all."""
+def run_chunk(
+    jaxpr: Any, dims: Sequence[Dim], where: tuple[int, tuple[int, ...], int], chunk: jax.Array, *args: Any
+) -> list:
+    """Evaluates ``jaxpr`` on operands of which the chunked dimension has only the rows with the numbers ``chunk``."""
     size, shape, axis = where
     env: Dims = dict(zip(jaxpr.invars, dims, strict=True))
     values = dict(zip(jaxpr.invars, args, strict=True))
@@ -100,23 +103,33 @@ def _rule(eqn: Any, dims: list[Any], size: int, shape: tuple[int, ...], axis: in
     name, params = eqn.primitive.name, eqn.params
     ins, outs = [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
 
-    def bind(**changed: Callable[[int], Any]) -> Callable[..., Any]:
-        def run(chunk: int, *operands: Any) -> Any:
+    def bind(**changed: Callable[[jax.Array], Any]) -> Callable[..., Any]:
+        def run(chunk: jax.Array, *operands: Any) -> Any:
             new = {**params, **{k: f(chunk) for k, f in changed.items()}}
             return eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(new))
 
         return run
 
-    def resized(sizes: Sequence[int], to: Rows) -> Callable[[int], tuple[int, ...]]:
-        return lambda chunk: (*sizes[: to.dim], chunk * to.per_row, *sizes[to.dim + 1 :])
+    def resized(sizes: Sequence[int], to: Rows) -> Callable[[jax.Array], tuple[int, ...]]:
+        return lambda chunk: (*sizes[: to.dim], chunk.size * to.per_row, *sizes[to.dim + 1 :])
 
     if any(isinstance(d, Partial) for d in dims):
         raise Dependent(f"{name} of a reduction over all rows")
+    if name == "iota" and params["shape"][: axis + 1] == shape[: axis + 1]:
+        to = Rows(axis)
+        if params["dimension"] != axis:
+            return [to], bind(shape=resized(params["shape"], to))
+
+        def numbered(chunk: jax.Array) -> jax.Array:
+            new = resized(params["shape"], to)(chunk)
+            return lax.broadcast_in_dim(chunk.astype(params["dtype"]), new, (axis,), out_sharding=params["sharding"])
+
+        return [to], numbered
     if name == "broadcast_in_dim":
         full, mapped = params["shape"], params["broadcast_dimensions"]
         if dims[0] is not None:
             to = Rows(mapped[dims[0].dim], dims[0].per_row)
-        elif tuple(full) == shape and (axis not in mapped or ins[0].shape[mapped.index(axis)] == 1):
+        elif full[: axis + 1] == shape[: axis + 1] and (axis not in mapped or ins[0].shape[mapped.index(axis)] == 1):
             to = Rows(axis)  # the same for every row
         else:
             return [None], bind()
@@ -136,9 +149,13 @@ def _rule(eqn: Any, dims: list[Any], size: int, shape: tuple[int, ...], axis: in
         return _call(eqn, dims, size, shape, axis)
     if name == "dot_general":
         return _dot_general(params["dimension_numbers"], dims, ins), bind()
-    if len(ins) != 1:
+    if dims[0] is None or any(d is not None for d in dims[1:]):
         raise Dependent(name)
     rows, dim = dims[0], dims[0].dim
+    if name == "pad" and params["padding_config"][dim] == (0, 0, 0):
+        return [rows], bind()
+    if len(ins) != 1:
+        raise Dependent(name)
 
     def without(removed: Sequence[int]) -> Rows:
         return Rows(dim - sum(d < dim for d in removed), rows.per_row)
@@ -149,6 +166,8 @@ def _rule(eqn: Any, dims: list[Any], size: int, shape: tuple[int, ...], axis: in
         return [Partial(_COMBINE[name])], bind()
     if name == "squeeze" and dim not in params["dimensions"]:
         return [without(params["dimensions"])], bind()
+    if name == "slice" and outs[0].shape[dim] == ins[0].shape[dim] and set(params["strides"] or [1]) == {1}:
+        return [rows], bind(limit_indices=resized(params["limit_indices"], rows))
     if name == "transpose":
         return [Rows(params["permutation"].index(dim), rows.per_row)], bind()
     if name == "reshape" and params.get("dimensions") is None:
@@ -195,7 +214,7 @@ def _call(eqn: Any, dims: list[Dim], size: int, shape: tuple[int, ...], axis: in
             raise Dependent("cond whose branches differ in what they chunk")
         merged.append(found.pop())
 
-    def run(chunk: int, index: Any, *args: Any) -> Any:
+    def run(chunk: jax.Array, index: Any, *args: Any) -> Any:
         functions = [
             lambda *a, j=jaxpr, d=d, b=b: run_chunk(j, d, where, chunk, *b.consts, *a)
             for (jaxpr, d), b in zip(branches, eqn.params["branches"], strict=True)

@@ -64,6 +64,14 @@ class Slice:
         """Bytes of ``loads`` on one device."""
         return sum(nbytes(v.aval) // math.prod(self.shards.get(v, ())) for v in self.loads)
 
+    @property
+    def decoded_bytes(self) -> int:
+        """Bytes of ``loads`` on one device once they are float32, as what is stored in fewer bits is for the update."""
+        return sum(
+            math.prod(v.aval.shape) * max(4, v.aval.dtype.itemsize) // math.prod(self.shards.get(v, ()))
+            for v in self.loads
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Pass:

@@ -22,7 +22,7 @@ from jax_offload._dataflow import Slice
 from jax_offload._edges import Core, core
 from jax_offload._memory import is_host_aval, to_device, to_host
 from jax_offload._placement import nbytes
-from jax_offload._rows import read_rows, write_rows
+from jax_offload._rows import read_rows, row_numbers, write_rows
 from jax_offload._sharding import constrained, padded, typed_sharding
 from jax_offload._trace import Var
 
@@ -55,7 +55,7 @@ def in_chunks(s: Slice, reuse: Mapping[Var, Var], window: int) -> Slice:
         if size % shards or any(shards % n for n in parts):
             why = f"the shards of axis {axis} do not match"
             continue
-        rows = _rows(lead.ndim - 1 - axis, size // shards, max(s.loaded_bytes, gathered), window)
+        rows = _rows(lead.ndim - 1 - axis, size // shards, max(s.decoded_bytes, gathered), window)
         if rows == size // shards:
             continue  # a tile that is larger than the window
         if any(d is None for v, d in zip(s.inputs, dims, strict=True) if is_host_aval(v.aval)):
@@ -85,10 +85,8 @@ def _writable(dim: Dim, on_host: bool) -> bool:
 
 
 def _rows_of(aval: Any, lead: tuple[int, ...], axis: int) -> Rows | None:
-    """A guess that the equations confirm or not: operands of the leaf's shape, or with as many rows in front."""
-    if aval.shape == lead:
-        return Rows(axis)
-    return Rows(0) if axis == 0 and aval.shape[:1] == lead[:1] else None
+    """A guess that the equations confirm or not: operands of the leaf's shape, or of that up to the axis."""
+    return Rows(axis) if aval.shape[: axis + 1] == lead[: axis + 1] else None
 
 
 def _rows(minor_dims: int, size: int, total: int, window: int) -> int:
@@ -166,7 +164,10 @@ def _loop(
             held = [i for i, v in enumerate(s.inputs) if v in carried and i not in loaded]
             for i, x in zip(held, jax.lax.optimization_barrier([args[i] for i in held]), strict=True):
                 args[i] = x
-            new, results = run_chunk(inner.jaxpr, dims, where, n * shards, *args), list(results)
+            new, results = (
+                run_chunk(inner.jaxpr, dims, where, row_numbers(where[0], start, n, shards), *args),
+                list(results),
+            )
             for k in set(range(len(new))) - set(stored):
                 write(results, k, new[k], start)
             return results, {k: new[k] for k in stored}

@@ -11,10 +11,13 @@ import optax
 from jax.core import Tracer
 
 from jax_offload import _memory
+from jax_offload._master import check_order
 from jax_offload._order import Order
 from jax_offload._placement import Leaf, Policy, Select, is_whole, note, place
 from jax_offload._sharding import Layouts, Seen, inside_shard_map, remember, settled, shardings_of
+from jax_offload._skip import updated_unless
 from jax_offload._state import abstract_state
+from jax_offload._storage import check_stored, formats, next_stored, plain, rules_of, stored
 from jax_offload._update import Options, divided_params, gathered, is_array, streamed
 from jax_offload._zero import arranged, arranged_state, axes_of, check_not_manual, check_typed, partitions
 
@@ -34,6 +37,7 @@ def offload(
     window: int | None = None,
     order: Order = None,
     shard_over: str | Sequence[str] | None = None,
+    storage: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps the state of ``inner`` in pinned host memory and streams it through the device inside ``update``.
 
@@ -59,6 +63,13 @@ def offload(
         leaves with three or more axes the first, which counts the layers of a scanned model, is tried last.
         Gradients are scattered before the update, and the updates gathered; with ``jax_offload.update_params``
         it is the new parameters that are gathered. ``jax_offload.placement`` shows what became of each leaf.
+      storage: how leaves are stored, in fewer bits than ``inner`` computes with: a mapping from paths in the state to
+        dtypes, ``{"mu": "bfloat16", "nu": "uint8"}``, or one dtype, for all floating leaves but masters. The formats,
+        and what each is for: ``jax_offload.Storage``. A path is a regular expression that matches whole components of
+        ``0/mu/layers/w``; one that matches nothing is an error. Leaves of fewer than ``min_bytes``, and leaves that
+        have no more bits than the format, stay as they are. ``inner`` computes on what it would have; each chunk is
+        decoded and encoded on the device, with stochastic rounding that is a function of the step, the leaf and
+        the place in it. The state becomes a ``StoredState``: ``jax_offload.to_plain`` and ``from_plain`` convert.
       order: regular expressions searched in a parameter's path, in the order in which the gradients of what they match
         appear in the backward pass, ``["head", "layers", "embed"]``; what none matches comes last, and within one
         ``layers_10`` before ``layers_2``. A rule that matches no parameter is an error. ``None``: ``layers_10`` before
@@ -66,7 +77,8 @@ def offload(
 
     Returns:
       A transformation whose ``update`` leaves every state leaf where the options say, wherever it came from: a
-      resident state becomes an offloaded one in its first step.
+      resident state becomes an offloaded one in its first step. ``update(..., skip=)``, a bool, traced or not: where it
+      holds the updates are zero, and not a byte of the state changes or moves; for dynamic loss scaling.
 
     Raises:
       TypeError: ``inner`` is not an optax transformation, or is an ``offload(...)`` already.
@@ -82,16 +94,20 @@ def offload(
     if window is not None and (not is_whole(window) or window <= 0):
         raise ValueError(f"window: expected a number of bytes > 0, an int, or None; got {window!r}.")
     policy = Policy(fraction, select, min_bytes, order, axes_of(shard_over))
-    if isinstance(fraction, (int, float)) and fraction == 0 and not policy.shard_over:
+    rules = rules_of(storage)
+    if isinstance(fraction, (int, float)) and fraction == 0 and not policy.shard_over and not rules:
         return inner  # pyright: ignore[reportReturnType]
     inner = optax.with_extra_args_support(inner)
     seen: Seen = {}
 
     def init_fn(params: optax.Params) -> optax.OptState:
+        check_order()
         told = shardings_of(params)
 
         def create(params: Any) -> Any:
             state = inner.init(params)
+            if rules:
+                state = stored(state, formats(rules, state, params, min_bytes))
             plan = place(policy, state, params)
             divided = partitions(plan, params, {**settled(seen), **told}, missing_ok=True)  # else out_shardings say so
             state = _store(state, plan, params, divided)
@@ -111,9 +127,19 @@ def offload(
         return state
 
     def update_fn(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra_args: Any
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        *,
+        skip: Any = None,
+        **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
+        if skip is not None:
+            return updated_unless(skip, lambda u, s: update_fn(u, s, params, **extra_args), updates, state)
+        check_order()
         like = updates if params is None else params
+        if rules:
+            check_stored(state, rules, like, min_bytes)
         shardings = {**inside_shard_map(settled(seen)), **shardings_of(like)}
         divided = {}
         if policy.shard_over:
@@ -125,14 +151,17 @@ def offload(
             """The usual recipe: load everything, update, store everything. Its trace is then cut into slices."""
             like = updates if params is None else params
             updates, params = arranged(updates, divided), divided_params(params, options)
+            loaded = _load(state)
+            before = plain(loaded) if rules else loaded
             try:
-                updates, new_state = inner.update(updates, _load(state), params, **extra_args)
+                updates, new_state = inner.update(updates, before, params, **extra_args)
             except Exception as error:
-                _check_tree(inner, state, like, error)
+                _check_tree(inner, before, like, error)
                 check_typed(divided, error)
                 raise
-            if jax.tree.structure(new_state) != jax.tree.structure(state):
-                _check_tree(inner, state, like, None)
+            if jax.tree.structure(new_state) != jax.tree.structure(before):
+                _check_tree(inner, before, like, None)
+            new_state = next_stored(loaded, before, new_state) if rules else new_state
             new_state = _store(new_state, place(policy, new_state, like), like, divided)
             return gathered(updates, options), new_state
 

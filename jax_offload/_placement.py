@@ -103,8 +103,8 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
     groups: list[float | None] = []  # the fraction that governs a leaf; None: it stays
     for index, (path, x) in enumerate(paths_state):
         i = owner(path)
-        why, governing = _stays(x, policy.min_bytes), None
-        like_param = not why and i is not None and np.shape(x) == np.shape(paths_params[i][1])
+        why, governing = stays(x, policy.min_bytes), None
+        like_param = not why and i is not None and is_like(keystr(path), np.shape(x), np.shape(paths_params[i][1]))
         if not why and i is None and by_params:
             why = "belongs to no one parameter"
         if not why and i is not None and not selected(i, x):
@@ -157,6 +157,11 @@ def unmanaged(x: Any) -> Leaf:
     return Leaf("", np.shape(x), dtype, nbytes(x), None, None, False, "outside any offload", 0)
 
 
+def is_like(path: str, shape: tuple[int, ...], param: tuple[int, ...]) -> bool:
+    """Whether a state leaf is divided like its parameter: of its shape, or a scale for each block of the last axis."""
+    return shape == param or (path.endswith(".block_scale") and shape[:-1] == param[:-1])
+
+
 def nbytes(x: Any) -> int:
     """Bytes of an array or abstract value over all devices; 0 for what is not an array."""
     dtype = getattr(x, "dtype", None)
@@ -168,7 +173,7 @@ def is_whole(x: Any) -> bool:
     return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
 
 
-def _stays(x: Any, min_bytes: int) -> str:
+def stays(x: Any, min_bytes: int) -> str:
     """Why a leaf stays on the device whatever the options say; empty where it may move."""
     if getattr(x, "dtype", None) is None:
         return "not an array"

@@ -126,6 +126,17 @@ def padded(spec: PartitionSpec, ndim: int) -> list[Any]:
     return [*spec, *(None for _ in range(ndim - len(spec)))]
 
 
+def fitted(sharding: Sharding, shape: Sequence[int]) -> Sharding:
+    """``sharding`` for an array of as many axes; those that it does not divide evenly, blocks say, are not divided."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    spec, shards = padded(sharding.spec, len(shape)), shards_of(sharding, shape)
+    entries = [None if n % k else entry for n, k, entry in zip(shape, shards, spec, strict=True)]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return sharding.update(spec=PartitionSpec(*entries))
+
+
 def without_axes(sharding: NamedSharding, axes: Sequence[int | None]) -> NamedSharding:
     """For an array whose axes are these of the parameter's (``None``: none of them)."""
     spec = padded(sharding.spec, max((a for a in axes if a is not None), default=-1) + 1)

@@ -19,8 +19,9 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax_offload import _memory
 from jax_offload._factored import axes_in_parameter
 from jax_offload._paths import owners
-from jax_offload._placement import Leaf, noting, unmanaged
-from jax_offload._sharding import is_explicit, known, sharding_of, shards_of, typed_sharding, without_axes
+from jax_offload._placement import Leaf, is_like, noting, unmanaged
+from jax_offload._sharding import fitted, is_explicit, known, sharding_of, shards_of, typed_sharding, without_axes
+from jax_offload._storage import StoredState, is_encoded
 from jax_offload._zero import partitioned
 
 
@@ -58,10 +59,12 @@ def arranged_leaves(
     arranged = []
     for (leaf, aval), of_param in zip(leaves, axes, strict=True):
         own = None if leaf.owner is None else shardings[leaf.owner]
+        shape = () if leaf.owner is None else np.shape(flat[leaf.owner])
         sharding, note = everywhere, ""
-        if own is not None and leaf.owner is not None and np.shape(flat[leaf.owner]) == aval.shape != ():
-            divided = partitioned(own, aval.shape, leaf.shard_over) if leaf.shard_over else own
+        if own is not None and aval.shape != () and is_like(leaf.path, aval.shape, shape):
+            divided = partitioned(own, shape, leaf.shard_over) if leaf.shard_over else own
             sharding, note = (own, f" ({divided})") if isinstance(divided, str) else (divided, "")
+            sharding = sharding if aval.shape == shape else fitted(sharding, aval.shape)
         elif of_param is not None and isinstance(own, NamedSharding):
             sharding = without_axes(own, of_param)
         typed = typed_sharding(aval)
@@ -101,7 +104,7 @@ def to_host(tx: optax.GradientTransformation, state: Any, params: Any = None) ->
     Raises:
       ValueError: the parameters' tree cannot be read off the state, or the state is not ``tx``'s.
     """
-    params = _params_like(tx, state) if params is None else params
+    params = params_like(tx, state) if params is None else params
     leaves, treedef = _traced_init(tx, params, only_looking=True)
     got, got_tree = jax.tree.flatten(state)
     types = [(np.shape(x), getattr(x, "dtype", None)) for x in got]
@@ -169,16 +172,30 @@ class _Params:
     """Stands for a whole tree of parameters in the probe of an init, and has no leaves."""
 
 
-def _params_like(tx: optax.GradientTransformation, state: Any) -> Any:
+def params_like(tx: optax.GradientTransformation, state: Any, *, plain: bool = False) -> Any:
+    """The parameters' tree, with a state leaf of each in its place, read off a state of ``tx``: of its largest part.
+
+    ``plain``: whether the state is that of the optimizers inside, without ``storage=``.
+    """
+
     def is_probe(x: Any) -> bool:
         return isinstance(x, _Params)
+
+    def unstored(x: Any) -> Any:
+        return x.inner_state if isinstance(x, StoredState) else x
+
+    def part_of_param(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.values.shape, x.dtype, sharding=x.values.sharding) if is_encoded(x) else x
 
     copies: list[Any] = []
     try:
         probe = tx.init(_Params())  # pyright: ignore[reportArgumentType]
+        if plain:
+            probe = jax.tree.map(unstored, probe, is_leaf=lambda x: isinstance(x, StoredState))
         jax.tree.map(lambda p, part: copies.append(part) if is_probe(p) else None, probe, state, is_leaf=is_probe)
     except Exception as error:
-        raise ValueError("params: this optimizer's init must see them; pass to_host(tx, state, params).") from error
+        raise ValueError("params: this optimizer's init must see them; give them as params=.") from error
     if not copies:
-        raise ValueError("params: the state has no tree of their structure; pass to_host(tx, state, params).")
-    return copies[0]
+        raise ValueError("params: the state has no tree of their structure; give them as params=.")
+    copies = [jax.tree.map(part_of_param, each, is_leaf=is_encoded) for each in copies]
+    return max(copies, key=lambda each: len(jax.tree.leaves(each)))

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
+from jax_offload._memory import Space
 from jax_offload._sharding import Shards
 
 Var = Any
@@ -68,18 +69,28 @@ def flat(closed: Any) -> Program:
 
 
 def _without_round_trips(program: Program) -> Program:
-    """Results that are a host leaf loaded and stored again, untouched, become that leaf: nothing moves."""
-    made_by = {v: eqn for eqn in program.eqns for v in eqn.outvars if eqn.primitive.name == "device_put"}
-    inputs = set(program.inputs)
+    """What is loaded and stored again untouched, or stored and loaded, is what it was: nothing moves."""
+    moved_from: dict[Var, Any] = {}  # result of a move between memories -> what it was
+    same: dict[Var, Any] = {}
 
-    def origin(v: Any) -> Any:
-        source = v
-        while not isinstance(source, jex.Literal) and source in made_by:
-            source = made_by[source].invars[0]
-        untouched = not isinstance(source, jex.Literal) and source in inputs and source.aval == v.aval
-        return source if untouched else v
+    def read(v: Any) -> Any:
+        return v if isinstance(v, jex.Literal) else same.get(v, v)
 
-    return dataclasses.replace(program, outputs=[origin(v) for v in program.outputs])
+    eqns = []
+    for eqn in program.eqns:
+        ins = [read(v) for v in eqn.invars]
+        if _is_move(eqn):
+            (out,) = eqn.outvars
+            moved_from[out] = origin = moved_from.get(ins[0], ins[0])
+            if not isinstance(origin, jex.Literal) and origin.aval == out.aval and origin is not ins[0]:
+                same[out] = origin
+                continue
+        eqns.append(eqn if all(a is b for a, b in zip(ins, eqn.invars, strict=True)) else eqn.replace(invars=ins))
+    return dataclasses.replace(program, eqns=eqns, outputs=[read(v) for v in program.outputs])
+
+
+def _is_move(eqn: Any) -> bool:
+    return eqn.primitive.name == "device_put" and all(isinstance(d, Space) for d in eqn.params["devices"])
 
 
 def _inlinable(eqn: Any, operands: list[Any]) -> Any | None:

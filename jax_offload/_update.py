@@ -12,11 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.tree_util import keystr
 
 from jax_offload._branches import numbers_ahead
+from jax_offload._master import landed
 from jax_offload._order import Order, births, ranks
 from jax_offload._paths import key_of, owners
+from jax_offload._placement import is_like
 from jax_offload._sharding import Layouts, Shardings, Shards, is_explicit, shards_of, typed_sharding
+from jax_offload._skip import carried_unless
 from jax_offload._stream import stream
 from jax_offload._trace import trace
 from jax_offload._zero import arranged
@@ -171,8 +175,11 @@ def _shards(options: Options, updates: Any, state: Any, params: Any) -> list[Sha
             typed = typed_sharding(jax.typeof(x)) if is_array(x) else None
             if typed is not None and is_explicit(typed.mesh):
                 found.append(shards_of(typed, x.shape))
+            elif i is None or not is_like(keystr(path), np.shape(x), np.shape(flat[i][1])):
+                found.append(None)
             else:
-                found.append(known[flat[i][0]] if i is not None and np.shape(x) == np.shape(flat[i][1]) else None)
+                shards = known[flat[i][0]]
+                found.append(tuple(k if n % k == 0 else 1 for n, k in zip(np.shape(x), shards, strict=True)))
     return found
 
 
@@ -181,6 +188,8 @@ def update_params(
     grads: optax.Updates,
     state: optax.OptState,
     params: optax.Params,
+    *,
+    skip: Any = None,
     **extra_args: Any,
 ) -> tuple[optax.Params, optax.OptState]:
     """``tx.update`` and ``optax.apply_updates`` in one, so that no tree of updates ever exists.
@@ -193,11 +202,15 @@ def update_params(
       grads: the gradients, a tree like ``params``.
       state: ``tx``'s state.
       params: the parameters.
+      skip: a bool, traced or not. Where it holds, parameters and state stay as they are, bit for bit, and nothing
+        moves: ``~is_finite`` of flax's ``DynamicScale``. On several devices it must be the same on all.
       **extra_args: passed on to ``tx.update``.
 
     Returns:
       The new parameters, with the dtypes of the old ones, and the new state.
     """
+    if skip is not None:
+        return carried_unless(skip, lambda c: update_params(tx, grads, c[1], c[0], **extra_args), (params, state))
     tx = optax.with_extra_args_support(tx)
 
     def recipe(grads: Any, state: Any, params: Any, extra_args: Any) -> Any:
@@ -207,7 +220,7 @@ def update_params(
         finally:
             _DIVIDED.reset(token)
         given = _merged(_INSIDE.get() or [Options()])
-        new = optax.apply_updates(params if _typed(updates) else divided_params(params, given), updates)
+        new = landed(params if _typed(updates) else divided_params(params, given), updates, state)
         return _gathered_into(params, new, given), state
 
     return streamed(recipe, (grads, state, params, extra_args), next_of=(2, 1), options=Options())

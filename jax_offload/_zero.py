@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jax_offload._paths import key_of
 from jax_offload._placement import Leaf
-from jax_offload._sharding import Layouts, Seen, Shardings, constrained, names_in, padded, shards_of
+from jax_offload._sharding import Layouts, Seen, Shardings, constrained, fitted, names_in, padded, shards_of
 
 
 def axes_of(shard_over: Any) -> tuple[str, ...]:
@@ -136,7 +136,9 @@ def arranged_state(leaves: Sequence[Any], plan: Sequence[Leaf], params: Any, sha
     if not shardings:
         return list(leaves)
     paths = [key_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
-    return [
-        constrained(x, shardings.get(paths[leaf.owner])) if leaf.shard_over and leaf.owner is not None else x
-        for x, leaf in zip(leaves, plan, strict=True)
-    ]
+
+    def divided(x: Any, leaf: Leaf) -> Any:
+        own = shardings.get(paths[leaf.owner]) if leaf.shard_over and leaf.owner is not None else None
+        return x if own is None else constrained(x, fitted(own, x.shape))
+
+    return [divided(x, leaf) for x, leaf in zip(leaves, plan, strict=True)]

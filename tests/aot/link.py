@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import re
 
-_ITEMSIZE = dict(f64=8, s64=8, f32=4, s32=4, u32=4, bf16=2, f16=2, s16=2, s8=1, u8=1, pred=1)
+_ITEMSIZE = dict(f64=8, s64=8, f32=4, s32=4, u32=4, bf16=2, f16=2, s16=2, u16=2, s8=1, u8=1, pred=1)
+_ITEMSIZE |= dict(f8e4m3fn=1, f8e5m2=1)
 _HOST = "S(5)"  # XLA's number for the host's memory space
 _OP = re.compile(r"\s+(?:ROOT )?%([\w.\-]+) = (\(?.*?) ([\w\-]+)\((.*)")
 

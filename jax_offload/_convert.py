@@ -1,0 +1,81 @@
+"""From a stored state to the one of plain optax, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+
+from jax_offload._state import abstract_state, params_like, to_host
+from jax_offload._storage import Encoded, StoredState, decoded_in_place, encoded_in_place, is_encoded
+
+
+def to_plain(tx: optax.GradientTransformation, state: Any) -> Any:
+    """``state`` as the optimizers inside of ``tx`` would have it without ``storage=``: every leaf in its own dtype.
+
+    Each leaf stays in the memory where it is; ``jo.to_device`` brings it to the device. Leaf by leaf, so that the whole
+    need not fit there. A state without ``storage=`` is plain already. Exact: every stored number is one of float32.
+
+    Args:
+      tx: a transformation with an ``offload`` anywhere inside it.
+      state: its state.
+    """
+    del tx  # a stored state tells all; the argument is there for the symmetry with from_plain
+
+    def plain(node: Any) -> Any:
+        if not _is_stored(node):
+            return node
+        return jax.tree.map(lambda x: decoded_in_place(x) if is_encoded(x) else x, node.inner_state, is_leaf=is_encoded)
+
+    return jax.tree.map(plain, state, is_leaf=_is_stored)
+
+
+def from_plain(tx: optax.GradientTransformation, state: Any, params: Any = None) -> Any:
+    """A plain state as ``tx`` keeps it: stored as ``storage=`` says, each leaf where ``tx`` keeps it.
+
+    ``jo.from_plain(new_tx, jo.to_plain(old_tx, state))`` changes how a run stores its state. Rounds to nearest; exact
+    where the format has the number. Leaf by leaf: of what is on the host only one leaf at a time is on the device.
+
+    Args:
+      tx: a transformation with an ``offload`` anywhere inside it.
+      state: the state that plain optax would have: ``to_plain``'s, or a resident run's.
+      params: the parameters, concrete or abstract; where they are left out, their tree is read off the state.
+
+    Raises:
+      ValueError: the state is not one that ``tx``'s optimizers have, or the parameters' tree cannot be read off it.
+    """
+    if any(_is_stored(x) for x in jax.tree.leaves(state, is_leaf=_is_stored)):
+        raise ValueError("state: is stored, not plain; jo.to_plain(tx, state) gives the plain one.")
+    params = params_like(tx, state, plain=True) if params is None else params
+    wanted, treedef = jax.tree.flatten(abstract_state(tx, params), is_leaf=_is_stored)
+    try:
+        parts = treedef.flatten_up_to(state)
+        stored = [_stored(part, like) for part, like in zip(parts, wanted, strict=True)]
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"state: not a plain state of tx for these parameters: {error}") from error
+    return to_host(tx, jax.tree.unflatten(treedef, stored), params)
+
+
+def _stored(state: Any, like: Any) -> Any:
+    if not _is_stored(like):
+        return state
+    wanted, treedef = jax.tree.flatten(like.inner_state, is_leaf=is_encoded)
+    leaves = [_encoded(x, w) if is_encoded(w) else x for x, w in zip(treedef.flatten_up_to(state), wanted, strict=True)]
+    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(leaves))
+    rounds = jnp.zeros((), jnp.int32) if traced else jax.device_put(np.zeros((), np.int32), like.rounds.sharding)
+    return StoredState(rounds, jax.tree.unflatten(treedef, leaves))
+
+
+def _encoded(x: Any, like: Encoded) -> Encoded:
+    got, expected = (np.shape(x), np.dtype(x.dtype).name), (like.values.shape, like.dtype)
+    if got != expected:
+        raise ValueError(f"a leaf is {got[1]}{list(got[0])}, and tx has {expected[1]}{list(expected[0])}")
+    return encoded_in_place(x, like.storage)
+
+
+def _is_stored(x: Any) -> bool:
+    return isinstance(x, StoredState)

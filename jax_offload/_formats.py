@@ -1,0 +1,244 @@
+"""Number formats for a stored state: how float32 becomes 16 or 8 bits, and comes back. Pure functions of arrays.
+
+Encoding happens on the device, elementwise but for one maximum per block, so that it fuses with the update and may run
+in chunks. Three rules hold for every format here:
+
+- What the format has comes back exactly, however often it is encoded: an untouched moment does not drift.
+- Rounding is stochastic where a seed is given, so that increments of less than half a step are not lost: the second
+  moment of Adam, with ``b2=0.999``, moves by 0.1 % at a time, and bfloat16 has steps of 0.4 %.
+- Nothing but zero becomes zero. A second moment that did would divide an update by ``eps`` alone (the "zero-point
+  problem", Li et al. 2023, arXiv:2309.01507); too large a one only makes a step small.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_offload._sharding import typed_sharding
+
+BLOCK = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class _Float:
+    """A binary floating-point format: bits of its mantissa, exponents of its least normal and its largest binade."""
+
+    mantissa: int
+    least: int
+    largest: int
+
+
+# Blocks are scaled by a power of two so that their largest magnitude is at most the least of the last binade: rounding
+# up then neither overflows nor changes the scale.
+_SCALED = {"float16": _Float(10, -14, 15), "float8_e4m3fn": _Float(3, -6, 8), "float8_e5m2": _Float(2, -14, 15)}
+_BITS = {"int8": 7, "uint8": 8}
+NAMES = ("float32", "bfloat16", *_SCALED, *_BITS)
+_SNAP = 1e-4  # of a step: a value this near a point of the map is that point, whatever rounding did on the way
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage:
+    """How a leaf of the state is stored: ``jo.offload(inner, storage={"mu": jo.Storage("int8", block=256)})``.
+
+    Args:
+      dtype: one of
+
+        - ``"float32"``: as it is.
+        - ``"bfloat16"``: the range of float32, 8 bits of precision. 2 bytes per element.
+        - ``"float16"``: 11 bits of precision, each block scaled by a power of two, as second moments do not fit its
+          range (as in FP8-LM, Peng et al. 2023, arXiv:2310.18313). 2 bytes and the scale.
+        - ``"float8_e4m3fn"``, ``"float8_e5m2"``: the same with 4 and 3 bits (FP8-LM; Micikevicius et al. 2022,
+          arXiv:2209.05433). For the first moment. 1 byte and the scale.
+        - ``"int8"``: the dynamic map of Dettmers et al. 2022 (8-bit optimizers, arXiv:2110.02861), blocks scaled by
+          their largest magnitude; seven octades of 8 where the paper has decades of 10, so that every point is exact in
+          binary, and with both ends of each, so that the largest of a block is. 1 byte and the scale.
+        - ``"uint8"``: for second moments: the unsigned map, of the square root; what is negative becomes NaN. 1 byte
+          and the scale.
+      block: elements along the last axis that share a scale, which is a float32.
+
+    Raises:
+      ValueError: the dtype is not one of these, or the block is not positive.
+    """
+
+    dtype: str
+    block: int = BLOCK
+
+    def __post_init__(self) -> None:
+        try:
+            name = self.dtype if self.dtype in NAMES else jnp.dtype(self.dtype).name
+        except TypeError:
+            name = ""
+        if name not in NAMES:
+            raise ValueError(f"storage: expected one of {', '.join(NAMES)}; got {self.dtype!r}.")
+        object.__setattr__(self, "dtype", name)
+        if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block <= 0:
+            raise ValueError(f"storage: block must be a number of elements > 0, an int; got {self.block!r}.")
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element, without the scale."""
+        return jnp.dtype(self.dtype).itemsize
+
+
+def encode(x: jax.Array, storage: Storage, seed: Any = None) -> tuple[jax.Array, jax.Array | None]:
+    """``x`` as values in the storage's dtype, of its shape, and a float32 scale per block, of shape ``(..., blocks)``.
+
+    Args:
+      x: of shape ``(..., n)`` and any floating dtype.
+      storage: the format. bfloat16 has no scale.
+      seed: uint32, of which the rounding is a function, and of the place in ``x``; ``None``: to nearest.
+
+    NaN stays NaN. Infinity stays, or becomes NaN in formats without it. In the two 8-bit integers, which have neither,
+    a whole block becomes NaN with it.
+    """
+    x = x.astype(jnp.float32)
+    if storage.dtype == "float32":
+        return x, None
+    if storage.dtype == "bfloat16":
+        return _to_bfloat16(x, seed), None
+    blocks, noise = _in_blocks(x, storage.block), _noise(x, seed, storage.block)
+    if (form := _SCALED.get(storage.dtype)) is not None:
+        finite = jnp.isfinite(blocks)
+        largest = jnp.max(jnp.where(finite, jnp.abs(blocks), 0), axis=-1, keepdims=True)
+        power = jnp.clip(_ceil_log2(largest) - form.largest, -126, 126)
+        scaled = blocks * _power_of_two(-power)
+        values = jnp.where(finite, _to_grid(scaled, form, noise), scaled).astype(storage.dtype)
+        return _as_rows(values, x.shape), _power_of_two(power)[..., 0]
+    signed = storage.dtype == "int8"
+    valid = jnp.isfinite(blocks) & (signed | (blocks >= 0))
+    largest = jnp.max(jnp.where(valid, jnp.abs(blocks), jnp.inf), axis=-1, keepdims=True)
+    power = _power_of_two(jnp.clip(-_exponent(largest), -126, 126))  # else 1 / largest might be subnormal
+    part = jnp.abs(blocks) * power / jnp.where(largest > 0, largest * power, 1)
+    codes = _to_map(part if signed else jnp.sqrt(part), _BITS[storage.dtype], noise, squared=not signed)
+    codes = jnp.where(blocks < 0, -codes, codes).astype(storage.dtype)
+    return _as_rows(codes, x.shape), jnp.where(largest == jnp.inf, jnp.nan, largest)[..., 0]
+
+
+def decode(values: jax.Array, scale: jax.Array | None, storage: Storage) -> jax.Array:
+    """What ``encode`` was given, as far as the format has it, in float32."""
+    if scale is None:
+        return values.astype(jnp.float32)
+    wide = jnp.broadcast_to(scale[..., None], (*scale.shape, min(storage.block, values.shape[-1])))
+    wide = _as_rows(wide, values.shape)
+    if storage.dtype in _SCALED:
+        return values.astype(jnp.float32) * wide
+    point = _point(jnp.abs(values.astype(jnp.int32)), _BITS[storage.dtype])
+    magnitude = (point if storage.dtype == "int8" else point * point) * wide
+    return jnp.where(values < 0, -magnitude, magnitude) if storage.dtype == "int8" else magnitude
+
+
+def encoded_shapes(shape: tuple[int, ...], storage: Storage) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """The shapes of what ``encode`` returns."""
+    x = jax.ShapeDtypeStruct(shape, jnp.float32)
+    values, scale = jax.eval_shape(lambda x: encode(x, storage), x)
+    return values.shape, None if scale is None else scale.shape
+
+
+def mixed(x: Any) -> Any:
+    """A uint32 whose bits all depend on all bits of ``x`` (the finalizer of MurmurHash3, Appleby 2011)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+def _noise(x: jax.Array, seed: Any, block: int) -> jax.Array | None:
+    """Numbers in [0, 1), in blocks."""
+    if seed is None:
+        return None
+    return _in_blocks((_random_bits(x, seed) >> 8).astype(jnp.float32) * 2.0**-24, block)
+
+
+def _random_bits(x: jax.Array, seed: Any) -> jax.Array:
+    """A uint32 for each place in ``x``. A counter, mixed: the same in chunks, and on however many devices."""
+    sharding = typed_sharding(jax.typeof(x))
+    number = jnp.uint32(0)
+    for axis in range(x.ndim):
+        place = lax.broadcasted_iota(jnp.uint32, x.shape, axis, out_sharding=sharding)
+        number = number + place * jnp.uint32(math.prod(x.shape[axis + 1 :]) % 2**32)
+    return mixed(mixed(number ^ seed) + seed)
+
+
+def _to_bfloat16(x: jax.Array, seed: Any) -> jax.Array:
+    if seed is None:
+        return x.astype(jnp.bfloat16)
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    rounded = (bits + (_random_bits(x, seed) >> 16)) & jnp.uint32(0xFFFF0000)
+    return jnp.where(jnp.isfinite(x), lax.bitcast_convert_type(rounded, jnp.float32), x).astype(jnp.bfloat16)
+
+
+def _to_grid(x: jax.Array, form: _Float, noise: jax.Array | None) -> jax.Array:
+    """``x`` rounded to the numbers of a format, still in float32."""
+    step = jnp.maximum(_exponent(x), form.least) - form.mantissa
+    count = _rounded(jnp.abs(x) * _power_of_two(-step), noise)
+    count = jnp.where(x == 0, 0, jnp.maximum(count, 1))
+    magnitude = count * _power_of_two(step)
+    return jnp.where(x < 0, -magnitude, magnitude)
+
+
+def _rounded(x: jax.Array, noise: jax.Array | None) -> jax.Array:
+    if noise is None:
+        return lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
+    below = jnp.floor(x)
+    return below + (noise < x - below)
+
+
+def _to_map(x: jax.Array, bits: int, noise: jax.Array | None, *, squared: bool) -> jax.Array:
+    """Numbers in [0, 1] as codes of the dynamic map; ``squared``: rounding keeps the mean of their squares.
+
+    A code of n + 1 binary digits lies in the octade (8^-(k+1), 8^-k], k = bits - 1 - n, which has 2^n points, evenly
+    apart.
+    """
+    k = jnp.clip(-_ceil_log2(x) // 3, 0, bits - 1)
+    points = _power_of_two(bits - 1 - k)
+    place = jnp.clip((x * _power_of_two(3 * k) - 0.125) * (8 / 7), 0, 1) * points  # 0: the top of the octade below
+    below = jnp.floor(place)
+    share = place - below
+    if squared:
+        least, at = points / 7, place + points / 7  # as multiples of one step from zero
+        share = share * (at + below + least) / (2 * (below + least) + 1)
+    share = jnp.where(share < _SNAP, 0, jnp.where(share > 1 - _SNAP, 1, share))
+    up = share > 0.5 if noise is None else noise < share
+    codes = (points - 1 + below + up).astype(jnp.int32)
+    return jnp.where(x > 0, jnp.maximum(codes, 1), 0)
+
+
+def _point(code: jax.Array, bits: int) -> jax.Array:
+    """The number that a code of the dynamic map stands for; exact."""
+    n = 31 - lax.clz(jnp.maximum(code, 1))
+    share = (code + 1 - (1 << n)).astype(jnp.float32) * _power_of_two(-n)
+    point = (0.125 + 0.875 * share) * _power_of_two(-3 * (bits - 1 - n))
+    return jnp.where(code > 0, point, 0)
+
+
+def _exponent(x: jax.Array) -> jax.Array:
+    """floor(log2(|x|)) of normal numbers; -127 of zero and subnormal ones."""
+    return ((lax.bitcast_convert_type(x, jnp.int32) >> 23) & 0xFF) - 127
+
+
+def _ceil_log2(x: jax.Array) -> jax.Array:
+    """The exponent of the least power of two that is not less than x > 0."""
+    return ((lax.bitcast_convert_type(x, jnp.int32) - 1) >> 23) - 126
+
+
+def _power_of_two(k: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type((k + 127) << 23, jnp.float32)
+
+
+def _in_blocks(x: jax.Array, block: int) -> jax.Array:
+    """``(..., n)`` as ``(..., blocks, block)``, the last block filled with zeros."""
+    n = x.shape[-1]
+    block = min(block, n)
+    if rest := -n % block:
+        x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * (x.ndim - 1) + [(0, rest, 0)])
+    return x.reshape(*x.shape[:-1], -1, block)
+
+
+def _as_rows(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    flat = blocks.reshape(*shape[:-1], -1)
+    return lax.slice_in_dim(flat, 0, shape[-1], axis=-1) if flat.shape[-1] > shape[-1] else flat

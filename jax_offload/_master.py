@@ -1,0 +1,232 @@
+"""Master parameters: the optimizer's own, more precise copy of the parameters that the model computes with."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jax_offload._memory import to_device
+
+_WRAPPED: contextvars.ContextVar[bool] = contextvars.ContextVar("wrapped", default=False)
+
+
+class MasterState(NamedTuple):
+    """State of ``with_master_params``.
+
+    Attributes:
+      master: a tree like the parameters, in the masters' dtype; ``optax.MaskedNode`` for those that need none. With
+        ``low_bits``: int16, what the parameter lacks of its master.
+      inner_state: of the wrapped transformation.
+    """
+
+    master: Any
+    inner_state: Any
+
+
+class WithMasterParams(optax.GradientTransformationExtraArgs):
+    """What ``with_master_params`` returns, so that a wrong order can be told."""
+
+
+def with_master_params(
+    inner: optax.GradientTransformation, dtype: Any = jnp.float32, *, low_bits: bool = False
+) -> optax.GradientTransformationExtraArgs:
+    """Updates a copy of the parameters in ``dtype``, and makes the parameters follow it (mixed precision training,
+    Micikevicius et al. 2018, arXiv:1710.03740).
+
+    ``jo.offload(jo.with_master_params(optax.adamw(1e-3)))``: the copies, the *masters*, are part of the state, live in
+    host memory and stream within the same window. ``inner`` sees gradients and parameters in ``dtype``. Parameters that
+    are as precise as ``dtype`` already have no master.
+
+    Parameters land exactly on ``master.astype(param.dtype)``: always through ``jo.update_params``; through ``update``
+    and ``optax.apply_updates`` wherever both the old and the new value are zero or normal, the old one is less than
+    2^15 (bfloat16) or 2^12 (float16) times the new one in magnitude unless that is zero, and their difference is
+    finite. The updates are in ``dtype``.
+
+    A parameter that was changed from outside, by loading weights or swapping in an average, is not
+    ``master.astype(param.dtype)`` any more. Its master then follows it: the next update starts from the new value.
+    Element by element, and compared as bits, so that rounding cannot cause it within the bounds above; beyond them
+    the master gives up what the parameter missed, at most 2^-24 of the parameter's old magnitude.
+
+    Args:
+      inner: any optax transformation, its state not offloaded by itself.
+      dtype: of the masters; a floating dtype.
+      low_bits: for bfloat16 parameters, whether to keep only the 16 bits by which a float32 master differs: 2 bytes
+        per parameter instead of 4. The master is read off both, and so follows a changed parameter by itself. The
+        parameter then is the master rounded to nearest with ties away from zero, because with ties to even the bits
+        would not tell the master. Where the parameter would miss that through ``optax.apply_updates``, beyond
+        the bounds above, the master is what the parameter lands on.
+
+    Raises:
+      TypeError: ``inner`` is not an optax transformation, or is an ``offload(...)``: that goes outside.
+      ValueError: ``dtype`` is not a floating dtype; ``low_bits`` is set and ``dtype`` not float32 or a parameter
+        neither bfloat16 nor float32; ``update`` is called without ``params``, or with others than ``init`` was.
+    """
+    from jax_offload._offload import Offloaded  # which knows nothing of masters
+
+    if isinstance(inner, Offloaded):
+        raise TypeError(f"inner: {_ORDER}")
+    if isinstance(inner, optax.MultiSteps):
+        inner = inner.gradient_transformation()
+    if not isinstance(inner, optax.GradientTransformation):
+        raise TypeError(f"inner: expected an optax.GradientTransformation, got {inner!r}.")
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"dtype: expected a floating dtype for master parameters, got {dtype!r}.")
+    dtype = jnp.dtype(dtype)
+    if low_bits and dtype != jnp.float32:
+        raise ValueError(f"low_bits: completes bfloat16 to float32, so dtype must be float32; got {dtype}.")
+    inner = optax.with_extra_args_support(inner)
+
+    def needs(p: Any) -> bool:
+        if not jnp.issubdtype(p.dtype, jnp.floating) or jnp.finfo(p.dtype).nmant >= jnp.finfo(dtype).nmant:
+            return False
+        if p.dtype.itemsize < 2:
+            raise ValueError(f"params: masters are for parameters of 16 bits and more; got one of {p.dtype}.")
+        if low_bits and p.dtype != jnp.bfloat16:
+            raise ValueError(f"low_bits: completes bfloat16 parameters; got one of {p.dtype}. Set low_bits=False.")
+        return True
+
+    def init_fn(params: optax.Params) -> optax.OptState:
+        def stored(p: Any) -> Any:
+            if not needs(p):
+                return optax.MaskedNode()
+            return jnp.zeros(p.shape, jnp.int16) if low_bits else p.astype(dtype)
+
+        with _inside():
+            inner_state = inner.init(jax.tree.map(lambda p: p.astype(dtype) if needs(p) else p, params))
+        return MasterState(jax.tree.map(stored, params), inner_state)
+
+    def update_fn(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, optax.OptState]:
+        if params is None:
+            raise ValueError("params: with_master_params needs them; call tx.update(grads, state, params).")
+        leaves, treedef = jax.tree.flatten(params)
+        masters = _masters_like(state, treedef)
+        own = [None if m is None else (_joined(p, m) if low_bits else _following(m, p))
+               for p, m in zip(leaves, masters, strict=True)]  # fmt: skip
+        seen = jax.tree.unflatten(treedef, [p if m is None else m for p, m in zip(leaves, own, strict=True)])
+        wide = [g if m is None else g.astype(dtype) for g, m in zip(treedef.flatten_up_to(updates), own, strict=True)]
+        with _inside():
+            steps, inner_state = inner.update(jax.tree.unflatten(treedef, wide), state.inner_state, seen, **extra_args)
+        out, kept = [], []
+        for p, m, u in zip(leaves, own, treedef.flatten_up_to(steps), strict=True):
+            if m is None:
+                out.append(u)
+                kept.append(optax.MaskedNode())
+                continue
+            new = m + u.astype(dtype)
+            step, new = _landing(p, new) if low_bits else (rounded(new, p.dtype) - p.astype(dtype), new)
+            out.append(step)
+            kept.append(new)
+        return jax.tree.unflatten(treedef, out), MasterState(jax.tree.unflatten(treedef, kept), inner_state)
+
+    return WithMasterParams(init_fn, update_fn)
+
+
+_ORDER = (
+    "offload(...) goes outside, so that masters and moments stream together: "
+    "jo.offload(jo.with_master_params(inner)), not jo.with_master_params(jo.offload(inner))."
+)
+
+
+@contextlib.contextmanager
+def _inside() -> Iterator[None]:
+    token = _WRAPPED.set(True)
+    try:
+        yield
+    finally:
+        _WRAPPED.reset(token)
+
+
+def check_order() -> None:
+    """Raises ``TypeError`` where an ``offload`` is somewhere inside of a ``with_master_params``."""
+    if _WRAPPED.get():
+        raise TypeError(_ORDER)
+
+
+def masters_of(state: Any, treedef: Any) -> list[Any]:
+    """For every parameter its master in ``state``; ``None`` where it has none, or only the low bits of one."""
+    found: list[Any] = [None] * treedef.num_leaves
+    for node in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, MasterState)):
+        if isinstance(node, MasterState):
+            try:
+                masters = _masters_like(node, treedef)
+            except ValueError:  # of a part of the parameters, or of all in one vector
+                continue
+            found = [old if m is None or m.dtype == jnp.int16 else m for old, m in zip(found, masters, strict=True)]
+    return found
+
+
+def _masters_like(state: MasterState, treedef: Any) -> list[Any]:
+    try:
+        masters = treedef.flatten_up_to(state.master)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"state: its masters are not those of parameters with the tree {treedef}: {error}") from error
+    return [None if isinstance(m, optax.MaskedNode) else m for m in masters]
+
+
+def landed(params: Any, updates: Any, state: Any) -> Any:
+    """``optax.apply_updates``, but exactly on the masters, wherever the updates lead to them.
+
+    They do not where a transformation around ``with_master_params`` has changed them.
+    """
+    leaves, treedef = jax.tree.flatten(params)
+    applied = treedef.flatten_up_to(optax.apply_updates(params, updates))
+    steps = treedef.flatten_up_to(updates)
+
+    def land(p: Any, new: Any, u: Any, master: Any) -> Any:
+        if master is None:
+            return new
+        target = master.astype(p.dtype)
+        to, reached = rounded(master, p.dtype), p.astype(master.dtype) + u.astype(master.dtype)
+        near = jnp.abs(reached - to) <= 2.0**-20 * jnp.maximum(jnp.abs(to), jnp.abs(p.astype(master.dtype)))
+        return jnp.where(near | ~jnp.isfinite(reached), target, new)
+
+    masters = [None if m is None else to_device(m) for m in masters_of(state, treedef)]
+    return jax.tree.unflatten(treedef, [land(*each) for each in zip(leaves, applied, steps, masters, strict=True)])
+
+
+def rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    """``x.astype(dtype).astype(x.dtype)``, which XLA would take for ``x``, as it allows itself more precision."""
+    info = jnp.finfo(dtype)
+    normal = lax.reduce_precision(x, info.nexp, info.nmant)
+    if info.minexp <= jnp.finfo(x.dtype).minexp:
+        return normal
+    # what is subnormal in the narrower dtype; reduce_precision would make it zero
+    steps = lax.round(x * 2.0 ** (info.nmant - info.minexp), lax.RoundingMethod.TO_NEAREST_EVEN)
+    return jnp.where(jnp.abs(x) < 2.0**info.minexp, steps * 2.0 ** (info.minexp - info.nmant), normal)
+
+
+def _following(master: jax.Array, p: jax.Array) -> jax.Array:
+    """The master of ``p``; where ``p`` is not its rounding, that was changed from outside, and the master is ``p``."""
+    unsigned = {2: jnp.uint16, 4: jnp.uint32}[p.dtype.itemsize]
+    bits = [lax.bitcast_convert_type(x, unsigned) for x in (master.astype(p.dtype), p)]  # of which no pass of XLA knows
+    return jnp.where(bits[0] == bits[1], master, p.astype(master.dtype))
+
+
+def _joined(p: jax.Array, low: jax.Array) -> jax.Array:
+    """The float32 master of a bfloat16 parameter and the bits that it lacks."""
+    high = lax.bitcast_convert_type(p, jnp.uint16).astype(jnp.int32) << 16
+    return lax.bitcast_convert_type(high + low.astype(jnp.int32), jnp.float32)
+
+
+def _landing(p: jax.Array, master: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The update that brings ``p`` to the rounded master, and the bits that it lacks there."""
+    bits = lax.bitcast_convert_type(master, jnp.int32)
+    nan = jnp.isnan(master)
+    target = lax.bitcast_convert_type(
+        jnp.where(nan, bits, bits + 0x8000) & -0x10000, jnp.float32
+    )  # ties away from zero
+    target = jnp.where(nan, jnp.nan, target)
+    old = p.astype(jnp.float32)
+    update = target - old
+    reached = lax.bitcast_convert_type(rounded(old + update, jnp.bfloat16), jnp.int32)
+    low = bits - reached
+    return update, jnp.where(nan | (low != low.astype(jnp.int16)), 0, low).astype(jnp.int16)

@@ -1,0 +1,97 @@
+"""A skipped update: not a byte of the state changes, and none moves.
+
+A choice between the old and the new state, outside, would load and store all of it twice over. ``lax.cond`` around the
+update copies host buffers on a GPU, also in the branch that does nothing. A loop that runs once or not at all carries
+them in place, and what stands in it is still streamed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from jax_offload._memory import on_host, to_device, to_host
+
+Types = list[tuple[Any, bool]]  # of each leaf: its dtype, and whether it is on the host
+
+
+def updated_unless(skip: Any, update: Callable[[Any, Any], tuple[Any, Any]], updates: Any, state: Any) -> Any:
+    """``update(updates, state)``; where ``skip`` holds, updates of zero and the same state."""
+    skip = _checked(skip)
+
+    def zeroed(x: jax.Array) -> jax.Array:
+        zero = jax.lax.optimization_barrier(jnp.zeros((), x.dtype))  # a tree of zeros would stand there as such
+        return jnp.where(skip, zero, x)
+
+    if not isinstance(skip, Tracer):
+        new, after = update(updates, state)  # for its types
+        return (jax.tree.map(zeroed, new), _moved(state, _types(after))) if skip else (new, after)
+    found: list[tuple[Any, Types]] = []
+
+    def recorded(updates: Any, state: Any) -> Any:
+        new, state = update(updates, state)
+        found.append((jax.eval_shape(lambda: new), _types(state)))
+        return new, state
+
+    try:  # the gradients' memory becomes the updates'
+        new, after = _unless(skip, lambda c: recorded(*c), (updates, state))
+    except TypeError:
+        if not found:
+            raise
+        like, types = found[-1]
+        blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+        new, after = _unless(skip, lambda c: update(updates, c[1]), (blank, _moved(state, types)))
+    return jax.tree.map(zeroed, new), after
+
+
+def carried_unless(skip: Any, update: Callable[[Any], Any], carry: Any) -> Any:
+    """``update(carry)``; where ``skip`` holds, ``carry``."""
+    skip = _checked(skip)
+    if not isinstance(skip, Tracer):
+        after = update(carry)  # for its types
+        return _moved(carry, _types(after)) if skip else after
+    found: list[Types] = []
+
+    def recorded(carry: Any) -> Any:
+        after = update(carry)
+        found.append(_types(after))
+        return after
+
+    try:
+        return _unless(skip, recorded, carry)
+    except TypeError:
+        if not found:
+            raise
+        return _unless(skip, update, _moved(carry, found[-1]))
+
+
+def _unless(skip: jax.Array, update: Callable[[Any], Any], carry: Any) -> Any:
+    """A loop whose carry says that it is still to run: so XLA sees that it runs once at most, and hoists nothing."""
+    return jax.lax.while_loop(lambda c: c[0], lambda c: (jnp.zeros_like(c[0]), update(c[1])), (~skip, carry))[1]
+
+
+def _checked(skip: Any) -> jax.Array:
+    skip = jnp.asarray(skip)
+    if skip.shape != () or skip.dtype != jnp.bool_:
+        raise ValueError(
+            f"skip: expected a bool, a scalar; got {skip.dtype}{list(skip.shape)}. Reduce it with jnp.any."
+        )
+    return skip
+
+
+def _types(tree: Any) -> Types:
+    return [(x.dtype, on_host(x)) for x in jax.tree.leaves(tree)]
+
+
+def _moved(tree: Any, types: Types) -> Any:
+    """``tree`` as it is after its first update: a resident state moves to the host, a dtype may be wider."""
+    leaves, treedef = jax.tree.flatten(tree)
+    moved = []
+    for x, (dtype, host) in zip(leaves, types, strict=True):
+        x = x if x.dtype == dtype else to_device(x).astype(dtype)
+        moved.append(to_host(x) if host else to_device(x))
+    return jax.tree.unflatten(treedef, moved)

@@ -1,0 +1,201 @@
+"""A state that is stored in fewer bits than its optimizer computes with."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jax_offload import _memory
+from jax_offload._formats import Storage, decode, encode, mixed
+from jax_offload._master import MasterState
+from jax_offload._paths import KeyPath
+from jax_offload._placement import stays
+
+Rules = tuple[tuple[str | None, Storage], ...]  # ``None``: all that can be stored
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["values", "block_scale"], meta_fields=["storage", "dtype"]
+)
+@dataclasses.dataclass(frozen=True)
+class Encoded:
+    """A leaf of the state as it is stored.
+
+    Attributes:
+      values: of the leaf's shape, in the storage's dtype.
+      block_scale: float32, of shape ``(..., blocks)``; ``None`` where the format has none.
+      storage: the format.
+      dtype: of the leaf that the optimizer sees, by name.
+    """
+
+    values: Any
+    block_scale: Any
+    storage: Storage
+    dtype: str
+
+
+class StoredState(NamedTuple):
+    """State of ``offload(..., storage=)``.
+
+    Attributes:
+      rounds: int32, the number of updates; the seed of stochastic rounding.
+      inner_state: of the wrapped transformation, some leaves ``Encoded``.
+    """
+
+    rounds: Any
+    inner_state: Any
+
+
+def rules_of(storage: Any) -> Rules:
+    """``storage`` as ``offload`` takes it, checked."""
+    if storage is None:
+        return ()
+    if not isinstance(storage, Mapping):
+        return ((None, _format(storage)),)
+    for rule in storage:
+        try:
+            re.compile(rule)
+        except (re.error, TypeError) as error:
+            raise ValueError(f"storage: {rule!r} is not a regular expression: {error}.") from error
+    return tuple((rule, _format(value)) for rule, value in storage.items())
+
+
+def _format(value: Any) -> Storage:
+    if isinstance(value, Mapping) or (isinstance(value, Sequence) and not isinstance(value, str)):
+        raise ValueError(f"storage: expected a dtype, or a mapping from paths of the state to dtypes; got {value!r}.")
+    return value if isinstance(value, Storage) else Storage(value)
+
+
+def formats(rules: Rules, state: Any, params: Any, min_bytes: int) -> list[Storage | None]:
+    """For every leaf of a plain state how it is stored; ``None``: as it is.
+
+    A rule is a regular expression that matches whole components of a path in the state, ``0/mu/layers/w``. Where
+    several match, the one that matches furthest left counts; of these the first.
+
+    Raises:
+      ValueError: a rule matches nothing that can be stored otherwise, or an integer leaf, or a master.
+    """
+    found: list[Storage | None] = []
+    used: set[str | None] = set()
+    names = []
+    masters = _master_paths(state)
+    for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        names.append(name)
+        places = [(m.start(), k) for k, (rule, _) in enumerate(rules) if (m := _match(rule, name))]
+        rule, storage = rules[min(places)[1]] if places else (None, None)
+        why = stays(x, 0)
+        if storage is not None and not why:
+            master = any(path[: len(prefix)] == prefix for prefix in masters)
+            floating = jnp.issubdtype(x.dtype, jnp.floating)
+            if rule is not None and (master or not floating):
+                what = "a master parameter; see with_master_params(dtype=, low_bits=)" if master else f"{x.dtype}"
+                raise ValueError(f"storage: {rule!r} matches the state leaf {name}, which is {what}; take it out.")
+            used.add(rule)
+            small = bool(stays(x, min_bytes))
+            if master or not floating or small or jnp.dtype(storage.dtype).itemsize >= x.dtype.itemsize:
+                storage = None
+        else:
+            storage = None
+        found.append(storage)
+    unused = [rule for rule, _ in rules if rule not in used]
+    if unused and jax.tree.leaves(params):  # optax probes with placeholders
+        raise ValueError(
+            f"storage: {unused} match no state leaf of rank 1 or more. Rules match whole components of these paths: "
+            f"{', '.join(names)}."
+        )
+    return found
+
+
+def _match(rule: str | None, name: str) -> re.Match[str] | None:
+    return re.search("" if rule is None else f"(?:^|(?<=/))(?:{rule})(?=/|$)", name)
+
+
+def _master_paths(state: Any) -> list[KeyPath]:
+    nodes = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: isinstance(x, MasterState))[0]
+    return [(*path, jax.tree_util.GetAttrKey("master")) for path, x in nodes if isinstance(x, MasterState)]
+
+
+def is_encoded(x: Any) -> bool:
+    return isinstance(x, Encoded)
+
+
+def stored(state: Any, found: Sequence[Storage | None]) -> StoredState:
+    """A plain state in these formats, rounded to nearest."""
+    leaves, treedef = jax.tree.flatten(state)
+    kept = [x if storage is None else _encoded(x, storage, None) for x, storage in zip(leaves, found, strict=True)]
+    return StoredState(jnp.zeros((), jnp.int32), jax.tree.unflatten(treedef, kept))
+
+
+def plain(state: StoredState) -> Any:
+    """The state that the optimizer sees."""
+    return jax.tree.map(lambda x: _decoded(x) if is_encoded(x) else x, state.inner_state, is_leaf=is_encoded)
+
+
+def next_stored(state: StoredState, before: Any, after: Any) -> StoredState:
+    """``after``, a plain state that follows ``before``, in the formats of ``state``, whose plain state that was."""
+    olds, treedef = jax.tree.flatten(state.inner_state, is_leaf=is_encoded)
+    base = mixed(state.rounds.astype(jnp.uint32))
+    kept = []
+    for k, (old, was, x) in enumerate(zip(olds, jax.tree.leaves(before), jax.tree.leaves(after), strict=True)):
+        if not is_encoded(old):
+            kept.append(x)
+        elif x is was:  # untouched
+            kept.append(old)
+        else:
+            seed = mixed(base + jnp.uint32(0x9E3779B9 * k % 2**32))
+            kept.append(_encoded(x, old.storage, seed, old.dtype))
+    return StoredState(state.rounds + 1, jax.tree.unflatten(treedef, kept))
+
+
+def check_stored(state: Any, rules: Rules, params: Any, min_bytes: int) -> None:
+    """Raises ``ValueError`` for a state that is stored otherwise than the rules say."""
+    fix = "Convert it: jo.from_plain(tx, jo.to_plain(old_tx, state)), params given where their tree is not in it."
+    if not isinstance(state, StoredState):
+        raise ValueError(f"state: is a {type(state).__name__}, not one that offload(..., storage=) keeps. {fix}")
+    leaves, treedef = jax.tree.flatten(state.inner_state, is_leaf=is_encoded)
+    seen = [jax.ShapeDtypeStruct(x.values.shape, x.dtype) if is_encoded(x) else x for x in leaves]
+    wanted = formats(rules, jax.tree.unflatten(treedef, seen), params, min_bytes)
+    for k, (x, storage) in enumerate(zip(leaves, wanted, strict=True)):
+        if (x.storage if is_encoded(x) else None) != storage:
+            path = jax.tree_util.tree_flatten_with_path(state.inner_state, is_leaf=is_encoded)[0][k][0]
+            got = x.storage if is_encoded(x) else x.dtype
+            raise ValueError(
+                f"state: {jax.tree_util.keystr(path)} is stored as {got}, and storage says {storage}. {fix}"
+            )
+
+
+def _encoded(x: jax.Array, storage: Storage, seed: Any, dtype: str | None = None) -> Encoded:
+    return Encoded(*encode(x, storage, seed), storage, dtype or np.dtype(x.dtype).name)
+
+
+def _decoded(x: Encoded) -> jax.Array:
+    return decode(x.values, x.block_scale, x.storage).astype(x.dtype)
+
+
+# Leaf by leaf: as whole trees neither state need fit on the device.
+
+
+def decoded_in_place(x: Encoded) -> jax.Array:
+    """The leaf, in the memory where its values are, sharded as they are."""
+    return _converted(lambda x: _decoded(x), x, x.values)
+
+
+def encoded_in_place(x: jax.Array, storage: Storage) -> Encoded:
+    return _converted(lambda x: _encoded(x, storage, None), x, x)
+
+
+def _converted(fun: Any, x: Any, like: jax.Array) -> Any:
+    def convert(x: Any) -> Any:
+        return fun(jax.tree.map(_memory.to_device, x))
+
+    new = convert(x) if isinstance(like, Tracer) else jax.jit(convert)(x)
+    return jax.tree.map(_memory.to_host, new) if _memory.on_host(like) else new

@@ -1,0 +1,255 @@
+"""Master parameters: the model's parameters are always their rounding, and nothing that was changed is reverted."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jax_offload as jo
+
+HOST = "pinned_host"
+DTYPES = {"bfloat16": (jnp.bfloat16, 15), "float16": (jnp.float16, 12)}  # and how far exponents may be apart
+ADAMW = optax.adamw(1e-2)
+
+
+def bits(x):
+    return np.asarray(x).view({2: np.uint16, 4: np.uint32}[np.asarray(x).dtype.itemsize])
+
+
+def parameters(dtype=jnp.bfloat16):
+    w = jax.random.normal(jax.random.key(0), (6, 16, 32))
+    params = {"layers": w.astype(dtype), "embed": (w[0] * 0.1).astype(dtype), "norm": jnp.ones(32)}
+    return jax.device_put(params, jax.devices()[0])
+
+
+def gradients(params, k=0):
+    return jax.tree.map(lambda p: (jnp.sin(3 * p.astype(jnp.float32) + k) + 0.1).astype(p.dtype), params)
+
+
+def masters(state):
+    (node,) = (x for x in jax.tree.leaves(state, is_leaf=is_master) if is_master(x))
+    return node.master
+
+
+def is_master(x):
+    return type(x).__name__ == "MasterState"
+
+
+def to(master):
+    """An optimizer whose update leads any master to ``master``: the bits decide, not an optimizer's arithmetic."""
+
+    def update(updates, state, params=None):
+        del updates
+        return jax.tree.map(lambda p: jnp.where(p == master, 0, master - p), params), state
+
+    return optax.GradientTransformation(lambda p: optax.EmptyState(), update)
+
+
+@functools.cache
+def landing(dtype, low_bits, through):
+    """One step from a parameter to a master, compiled once for all examples."""
+
+    def step(p, master):
+        tx = jo.with_master_params(to(master), low_bits=low_bits)
+        state = tx.init({"w": p})
+        if through == "update":
+            updates, state = tx.update({"w": p}, state, {"w": p})
+            return optax.apply_updates({"w": p}, updates)["w"], state.master["w"]
+        new, state = jo.update_params(tx, {"w": p}, state, {"w": p})
+        return new["w"], state.master["w"]
+
+    return jax.jit(step)
+
+
+patterns = st.lists(st.tuples(st.integers(0, 2**16 - 1), st.integers(0, 2**32 - 1)), min_size=64, max_size=64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=60, deadline=None)
+@given(patterns)
+def test_update_params_lands_on_the_rounded_master_whatever_the_bits(dtype, examples):
+    name, (dtype, _) = dtype, DTYPES[dtype]
+    p = np.array([a for a, _ in examples], np.uint16).view(dtype)
+    wanted = np.array([b for _, b in examples], np.uint32).view(np.float32)
+    new, master = (np.asarray(x) for x in landing(name, False, "update_params")(p, wanted))
+    # the master that the update made: its own float32 arithmetic has rounded it
+    expected = np.asarray(jnp.asarray(master).astype(dtype))
+    same = (bits(new) == bits(expected)) | (np.isnan(np.float32(new)) & np.isnan(np.float32(expected)))
+    assert same.all(), (p[~same], master[~same], new[~same])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=60, deadline=None)
+@given(patterns)
+def test_update_lands_within_the_bound(dtype, examples):
+    name, (dtype, reach) = dtype, DTYPES[dtype]
+    p = np.array([a for a, _ in examples], np.uint16).view(dtype)
+    wanted = np.array([b for _, b in examples], np.uint32).view(np.float32)
+    new, master = (np.asarray(x) for x in landing(name, False, "update")(p, wanted))
+    with np.errstate(over="ignore"):
+        target = master.astype(dtype)
+    a, b = np.float32(p), np.float32(target)
+    normal = ml_dtypes.finfo(dtype).tiny
+    with np.errstate(over="ignore", invalid="ignore"):
+        within = (np.abs(a) < 2.0**reach * np.abs(b)) | (b == 0)
+        within &= np.isfinite(a) & np.isfinite(b) & np.isfinite(np.float32(b - a))
+        within &= ((np.abs(a) >= normal) | (a == 0)) & ((np.abs(b) >= normal) | (b == 0))
+    # with zero the sign may differ: p + (-p) is +0
+    same = (bits(new) == bits(target)) | ((np.float32(new) == 0) & (b == 0))
+    assert same[within].all(), (p[within & ~same], master[within & ~same], new[within & ~same])
+
+
+@pytest.mark.parametrize("through", ["update", "update_params"])
+@settings(max_examples=60, deadline=None)
+@given(patterns)
+def test_the_low_bits_and_the_parameter_are_the_master(through, examples):
+    p = np.array([a for a, _ in examples], np.uint16).view(jnp.bfloat16)
+    wanted = np.array([b for _, b in examples], np.uint32).view(np.float32)
+    new, low = (np.asarray(x) for x in landing("bfloat16", True, through)(p, wanted))
+    joined = ((bits(new).astype(np.int64) << 16) + low).astype(np.uint32).view(np.float32)
+    a, b = np.float32(p), np.float32(new)
+    with np.errstate(over="ignore", invalid="ignore"):
+        # what the update made: float32(p + float32(wanted - p))
+        made = np.where(a == wanted, a, a + np.float32(wanted - a)).astype(np.float32)
+        reachable = np.isfinite(made) & np.isfinite(np.float32(b - a)) & np.isfinite(a)
+        reachable &= np.abs(a) < 2.0**15 * np.abs(b)
+        for x in made, a, wanted - a, b - a:  # a CPU flushes subnormal numbers
+            reachable &= (np.abs(x) > 1e-37) | (x == 0)
+    assert (bits(joined) == bits(made))[reachable].all()
+    away = ((bits(made).astype(np.int64) + 0x8000) >> 16).astype(np.uint16)  # to nearest, ties away from zero
+    assert (bits(new) == away)[reachable].all()
+
+
+@pytest.mark.parametrize("low_bits", [False, True])
+@pytest.mark.parametrize("window", [None, 6000])
+def test_parameters_follow_their_masters_step_by_step(low_bits, window):
+    tx = jo.offload(jo.with_master_params(ADAMW, low_bits=low_bits), min_bytes=1024, window=window)
+    params = parameters()
+    plain = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    states = tx.init(params), tx.init(params), ADAMW.init(plain)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, k):
+        updates, state = tx.update(gradients(params, k), state, params)
+        return optax.apply_updates(params, updates), state
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def own(params, state, k):
+        return jo.update_params(tx, gradients(params, k), state, params)
+
+    @jax.jit
+    def resident(plain, state, params, k):
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), gradients(params, k))
+        updates, state = ADAMW.update(grads, state, plain)
+        return optax.apply_updates(plain, updates), state
+
+    a, b = jax.tree.map(jnp.copy, params), jax.tree.map(jnp.copy, params)
+    sa, sb, sr = states
+    for k in range(5):
+        before = jax.tree.map(jnp.copy, a)
+        a, sa = step(a, sa, k)
+        b, sb = own(b, sb, k)
+        plain, sr = resident(plain, sr, before, k)
+        for x, y in zip(jax.tree.leaves((a, sa)), jax.tree.leaves((b, sb)), strict=True):
+            np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=0, atol=0 if x.dtype != "float32" else 1e-6)
+        if not low_bits:
+            for name in "layers", "embed":
+                master = np.asarray(masters(sa)[name])
+                np.testing.assert_allclose(master, np.asarray(plain[name]), rtol=1e-6, atol=1e-7)
+                assert (np.asarray(a[name]) == master.astype(jnp.bfloat16)).all()
+    kept = masters(sa)
+    assert kept["layers"].dtype == (jnp.int16 if low_bits else jnp.float32)
+    assert kept["layers"].sharding.memory_kind == HOST
+    assert a["layers"].dtype == jnp.bfloat16 and a["layers"].sharding.memory_kind == "device"
+    assert isinstance(kept["norm"], optax.MaskedNode) and a["norm"].dtype == jnp.float32  # precise enough
+
+
+@pytest.mark.parametrize("low_bits", [False, True])
+def test_a_parameter_that_was_changed_is_followed_and_the_others_keep_their_masters(low_bits):
+    tx = jo.offload(jo.with_master_params(optax.sgd(0.0), low_bits=low_bits), min_bytes=0)
+    params = parameters()
+    state = tx.init(params)
+    tiny = jo.offload(jo.with_master_params(optax.sgd(1.0), low_bits=low_bits), min_bytes=0)
+    nudge = jax.tree.map(lambda p: jnp.full_like(p, 1e-5), params)
+    params, state = jax.jit(lambda p, s: jo.update_params(tiny, nudge, s, p))(params, state)
+    loaded = {**params, "layers": params["layers"].at[2].set(0.5)}  # weights loaded into one layer
+    new, after = jax.jit(lambda p, s: jo.update_params(tx, nudge, s, p))(loaded, state)
+    assert (new["layers"] == loaded["layers"]).all()  # not reverted
+    if not low_bits:
+        before, now = np.asarray(masters(state)["layers"]), np.asarray(masters(after)["layers"])
+        assert (now[2].astype(jnp.bfloat16) == 0.5).all()
+        assert (now[2] == 0.5).mean() > 0.9  # of the others the master was there already
+        untouched = np.arange(6) != 2
+        assert (now[untouched] == before[untouched]).all()
+        assert (now[0] != np.float32(loaded["layers"])[0]).any()  # more precise than the parameter: it was kept
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_rounding_never_looks_like_a_change(dtype, seed):
+    """Many steps of all magnitudes: no master ever loses what the parameter cannot hold."""
+    name, (kind, _) = dtype, DTYPES[dtype]
+    rng = np.random.default_rng(seed)
+    exact = (rng.normal(size=256) * 2.0 ** rng.integers(-12, 3, 256)).astype(np.float32)
+    p, m = np.asarray(jnp.asarray(exact).astype(kind)), None
+    for _ in range(3):
+        wanted = (exact * (1 + 1e-3 * rng.normal(size=256))).astype(np.float32)
+        p, m = (np.asarray(x) for x in landing(name, False, "update")(p, wanted))
+        assert (p == m.astype(kind)).all()
+
+
+def test_an_optimizer_for_some_parameters_only_and_accumulation():
+    labels = {"layers": "a", "embed": "b", "norm": "b"}
+    tx = jo.offload(optax.partition({"a": jo.with_master_params(ADAMW), "b": optax.sgd(1e-2)}, labels), min_bytes=0)
+    params = parameters()
+    new, state = jax.jit(lambda p, s: jo.update_params(tx, gradients(p), s, p))(params, tx.init(params))
+    assert (np.asarray(new["layers"]) == np.asarray(masters(state)["layers"]).astype(jnp.bfloat16)).all()
+    expected = optax.apply_updates(params, jax.tree.map(lambda g: -1e-2 * g, gradients(params)))
+    np.testing.assert_array_equal(np.float32(new["embed"]), np.float32(expected["embed"]))
+
+    tx = jo.offload(optax.MultiSteps(jo.with_master_params(ADAMW), 2), min_bytes=0)
+    state = tx.init(params)
+    for k in range(4):
+        before = params
+        params, state = jax.jit(lambda p, s: jo.update_params(tx, gradients(p), s, p))(params, state)
+        moved = bool((before["layers"] != params["layers"]).any())
+        assert moved == bool(k % 2)
+        assert (np.asarray(params["layers"]) == np.asarray(masters(state)["layers"]).astype(jnp.bfloat16)).all()
+
+
+def test_what_stands_around_masters_may_still_change_the_updates():
+    """A scale outside halves the step: update_params must not land on the master then."""
+    tx = optax.chain(jo.with_master_params(optax.sgd(1.0)), optax.scale(0.5))
+    params = {"w": jnp.ones((4, 4), jnp.bfloat16)}
+    grads = {"w": jnp.full((4, 4), 0.5, jnp.bfloat16)}
+    new, _ = jo.update_params(tx, grads, tx.init(params), params)
+    assert (new["w"] == 0.75).all()
+
+
+def test_bad_input():
+    with pytest.raises(TypeError, match=r"offload\(\.\.\.\) goes outside"):
+        jo.with_master_params(jo.offload(ADAMW))
+    inside = jo.with_master_params(optax.chain(optax.clip_by_global_norm(1.0), jo.offload(ADAMW)))
+    with pytest.raises(TypeError, match=r"jo\.offload\(jo\.with_master_params\(inner\)\)"):
+        inside.init(parameters())
+    with pytest.raises(TypeError, match="inner: expected an optax"):
+        jo.with_master_params(lambda x: x)
+    with pytest.raises(ValueError, match="dtype: expected a floating"):
+        jo.with_master_params(ADAMW, jnp.int32)
+    with pytest.raises(ValueError, match="low_bits: completes bfloat16 to float32"):
+        jo.with_master_params(ADAMW, jnp.bfloat16, low_bits=True)
+    with pytest.raises(ValueError, match="got one of float16"):
+        jo.with_master_params(ADAMW, low_bits=True).init(parameters(jnp.float16))
+    tx = jo.with_master_params(ADAMW)
+    params = parameters()
+    with pytest.raises(ValueError, match="params: with_master_params needs them"):
+        tx.update(params, tx.init(params))
+    with pytest.raises(ValueError, match="its masters are not those of parameters"):
+        tx.update({"w": params["embed"]}, tx.init(params), {"w": params["embed"]})
