@@ -19,8 +19,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
-from jax_offload._sharding import typed_sharding
+from jax_offload._sharding import constrained, padded, shards_of, typed_sharding
 
 BLOCK = 128
 
@@ -109,7 +110,7 @@ def encode(x: jax.Array, storage: Storage, seed: Any = None) -> tuple[jax.Array,
         power = jnp.clip(_ceil_log2(largest) - form.largest, -126, 126)
         scaled = blocks * _power_of_two(-power)
         values = jnp.where(finite, _to_grid(scaled, form, noise), scaled).astype(storage.dtype)
-        return _as_rows(values, x.shape), _power_of_two(power)[..., 0]
+        return _as_rows(values, x), _power_of_two(power)[..., 0]
     signed = storage.dtype == "int8"
     valid = jnp.isfinite(blocks) & (signed | (blocks >= 0))
     largest = jnp.max(jnp.where(valid, jnp.abs(blocks), jnp.inf), axis=-1, keepdims=True)
@@ -117,7 +118,7 @@ def encode(x: jax.Array, storage: Storage, seed: Any = None) -> tuple[jax.Array,
     part = jnp.abs(blocks) * power / jnp.where(largest > 0, largest * power, 1)
     codes = _to_map(part if signed else jnp.sqrt(part), _BITS[storage.dtype], noise, squared=not signed)
     codes = jnp.where(blocks < 0, -codes, codes).astype(storage.dtype)
-    return _as_rows(codes, x.shape), jnp.where(largest == jnp.inf, jnp.nan, largest)[..., 0]
+    return _as_rows(codes, x), jnp.where(largest == jnp.inf, jnp.nan, largest)[..., 0]
 
 
 def decode(values: jax.Array, scale: jax.Array | None, storage: Storage) -> jax.Array:
@@ -125,7 +126,7 @@ def decode(values: jax.Array, scale: jax.Array | None, storage: Storage) -> jax.
     if scale is None:
         return values.astype(jnp.float32)
     wide = jnp.broadcast_to(scale[..., None], (*scale.shape, min(storage.block, values.shape[-1])))
-    wide = _as_rows(wide, values.shape)
+    wide = _as_rows(wide, values)
     if storage.dtype in _SCALED:
         return values.astype(jnp.float32) * wide
     point = _point(jnp.abs(values.astype(jnp.int32)), _BITS[storage.dtype])
@@ -232,13 +233,26 @@ def _power_of_two(k: jax.Array) -> jax.Array:
 
 def _in_blocks(x: jax.Array, block: int) -> jax.Array:
     """``(..., n)`` as ``(..., blocks, block)``, the last block filled with zeros."""
-    n = x.shape[-1]
-    block = min(block, n)
-    if rest := -n % block:
+    block = min(block, x.shape[-1])
+    rest = -x.shape[-1] % block
+    shape = (*x.shape[:-1], (x.shape[-1] + rest) // block, block)
+    typed = typed_sharding(jax.typeof(x))
+    if typed is not None:  # the types want to be told; a device has whole blocks, or all of them
+        spec = padded(typed.spec, x.ndim)
+        last = spec[-1] if not rest and shape[-2] % shards_of(typed, x.shape)[-1] == 0 else None
+        x = constrained(x, typed.update(spec=PartitionSpec(*spec[:-1], last)))
+        typed = typed.update(spec=PartitionSpec(*spec[:-1], last, None))
+    if rest:
         x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * (x.ndim - 1) + [(0, rest, 0)])
-    return x.reshape(*x.shape[:-1], -1, block)
+    return lax.reshape(x, shape, out_sharding=typed)
 
 
-def _as_rows(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    flat = blocks.reshape(*shape[:-1], -1)
-    return lax.slice_in_dim(flat, 0, shape[-1], axis=-1) if flat.shape[-1] > shape[-1] else flat
+def _as_rows(blocks: jax.Array, like: jax.Array) -> jax.Array:
+    """``(..., blocks, block)`` as ``(..., n)``, like ``like``."""
+    typed = typed_sharding(jax.typeof(blocks))
+    if typed is not None:
+        typed = typed.update(spec=PartitionSpec(*padded(typed.spec, blocks.ndim)[:-1]))
+    flat = lax.reshape(blocks, (*blocks.shape[:-2], blocks.shape[-2] * blocks.shape[-1]), out_sharding=typed)
+    if flat.shape != like.shape:
+        flat = lax.slice_in_dim(flat, 0, like.shape[-1], axis=-1)
+    return constrained(flat, typed_sharding(jax.typeof(like)))

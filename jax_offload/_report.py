@@ -66,6 +66,9 @@ class Placement:
         return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], summary, *notes])
 
 
+_UNSEEN = "not loaded, or in a branch or a loop around offload"
+
+
 def placement(tx: optax.GradientTransformation, params: Any, **extra_args: Any) -> Placement:
     """Where each leaf of ``tx``'s state lives and why, and how ``update`` brings it to the device.
 
@@ -79,7 +82,7 @@ def placement(tx: optax.GradientTransformation, params: Any, **extra_args: Any) 
     rows = []
     for (leaf, _, _), text in zip(leaves, streams, strict=True):
         hidden = leaf.host and not text and not unknown
-        rows.append(dataclasses.replace(leaf, streams="in a branch or a loop around offload" if hidden else text))
+        rows.append(dataclasses.replace(leaf, streams=_UNSEEN if hidden else text))
     return Placement(tuple(rows), unknown)
 
 

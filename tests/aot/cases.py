@@ -66,20 +66,38 @@ def measure_update(
     *,
     options: dict[str, Any] | None = None,
     update_params: bool = False,
+    skip: bool | str = False,
     n: int = 1,
 ) -> Measured:
-    """One training step, compiled for ``target``: abstract ``params`` with shardings; parameters and state donated."""
+    """One training step, compiled for ``target``: abstract ``params`` with shardings; parameters and state donated.
+
+    ``skip``: whether it skips the update where a gradient is not finite; ``"outside"``: by a choice around it.
+    """
     state = jo.abstract_state(tx, params)
 
     def step(params: Any, state: Any, batch: Any) -> Any:
         grads = jax.grad(loss)(params, batch)
+        finite = jnp.array([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]).all() if skip else None
+        extra = {"skip": ~finite} if skip and skip != "outside" else {}
         if update_params:
-            return jo.update_params(tx, grads, state, params)
-        updates, state = tx.update(grads, state, params)
+            new = jo.update_params(tx, grads, state, params, **extra)
+            return _chosen(finite, new, (params, state)) if skip == "outside" else new
+        updates, state = tx.update(grads, state, params, **extra)
         return optax.apply_updates(params, updates), state
 
     out = jax.tree.map(lambda a: a.sharding, (params, state))
     return measure(target, step, (params, state, batch), (0, 1), out, options, n)
+
+
+def _chosen(ok: jax.Array, new: Any, old: Any) -> Any:
+    """What flax's example of a DynamicScale does. What is on the host has to be loaded for it."""
+
+    def choose(a: jax.Array, b: jax.Array) -> jax.Array:
+        space = jax.typeof(b).memory_space
+        a, b = (jax.device_put(x, jax.memory.Space.Device) for x in (a, b))
+        return jax.device_put(jnp.where(ok, a, b), space)
+
+    return jax.tree.map(choose, new, old)
 
 
 def measure_step(

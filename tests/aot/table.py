@@ -1,20 +1,22 @@
 """Prints tables of peaks as Markdown. Compiled, not run: the figures are the compiler's for the named chip.
 
 ``python -m tests.aot.table [h200] [v5e]`` prints the README's; ``python -m tests.aot.table sharded`` prints that of
-docs/sharding.md, per device, on four of them. Each takes a few minutes on two cores.
+docs/sharding.md, per device, on four of them; ``python -m tests.aot.table precision`` those of docs/precision.md. Each
+takes a few minutes on two cores.
 """
 
 import tests.conftest  # noqa: F401, I001  (first: it sets up jax's CPU devices)
 import sys
 
 import jax
+import jax.numpy as jnp
 import optax
 
 import jax_offload as jo
 from jax.sharding import PartitionSpec as P
 
 from tests.aot.cases import measure_sharded, measure_step, usual_recipe
-from tests.aot.harness import H200, V5E, V5E_2X2
+from tests.aot.harness import H200, MIB, V5E, V5E_2X2
 
 ADAMW = optax.adamw(1e-3)
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
@@ -78,6 +80,51 @@ def sharded() -> None:
     )
 
 
+# name, parameters' dtype, optimizer
+INT8 = {"mu": "int8", "nu": "uint8"}
+MASTERS = jo.with_master_params(ADAMW)
+PRECISION = [
+    ("float32", jnp.float32, jo.offload(ADAMW)),
+    ("bfloat16", jnp.float32, jo.offload(ADAMW, storage="bfloat16")),
+    ("float16", jnp.float32, jo.offload(ADAMW, storage="float16")),
+    ("float8_e4m3fn, nu float16", jnp.float32, jo.offload(ADAMW, storage={"mu": "float8_e4m3fn", "nu": "float16"})),
+    ("int8, nu uint8", jnp.float32, jo.offload(ADAMW, storage=INT8)),
+    ("masters, resident", jnp.bfloat16, MASTERS),
+    ("masters", jnp.bfloat16, jo.offload(MASTERS)),
+    ("masters, int8, nu uint8", jnp.bfloat16, jo.offload(MASTERS, storage=INT8)),
+    ("low bits", jnp.bfloat16, jo.offload(jo.with_master_params(ADAMW, low_bits=True))),
+    ("low bits, int8, nu uint8", jnp.bfloat16, jo.offload(jo.with_master_params(ADAMW, low_bits=True), storage=INT8)),
+]
+
+
+def precision() -> None:
+    print(
+        "| model | stored | host, B/parameter | in + out | peak | both directions | across a matmul |\n"
+        "|---|---|---:|---:|---:|---:|---:|"
+    )
+    n = 24 * 4096**2 / MIB
+    for stacked in True, False:
+        for name, dtype, tx in PRECISION:
+            options = None if stacked else jo.compiler_options("cuda")
+            m = measure_step(H200, tx, stacked=stacked, dtype=dtype, update_params=True, options=options)
+            moved = f"{m.host_arguments / n:.2f} | {m.loaded / n:.2f} + {m.stored / n:.2f}"
+            shares = f"{m.duplex:.0%} | {m.hidden:.0%}" if m.loaded else "|"
+            model = "stacked" if stacked else "unrolled"
+            print(f"| {model} | {name} | {moved} | {m.peak:.0f} | {shares} |", flush=True)
+    print(
+        "\nAdamW, `update_params`, 24 layers of 4096×4096, batch 512, compiled for an H200; peaks in MiB, bytes per "
+        f"parameter. jax {jax.__version__}, optax {optax.__version__}.\n"
+    )
+    print("| compiled for | model | no skip | `skip=` | chosen outside | moved: no skip, `skip=`, chosen outside |")
+    print("|---|---|---:|---:|---:|---|")
+    for target, stacked in (H200, True), (H200, False), (V5E, True):
+        kinds = [measure_step(target, jo.offload(ADAMW), stacked=stacked, update_params=True, skip=skip)
+                 for skip in (False, True, "outside")]  # fmt: skip
+        peaks = " | ".join(f"{m.peak:.0f}" for m in kinds)
+        moved = ", ".join(f"{m.loaded:.0f} + {m.stored:.0f}" for m in kinds)
+        print(f"| {NAMES[target]} | {'stacked' if stacked else 'unrolled'} | {peaks} | {moved} |", flush=True)
+
+
 def main(targets: list[str]) -> None:
     print("| compiled for | model | resident | usual recipe | `jax_offload` |\n|---|---|---:|---:|---:|")
     for target, model, stacked, inner, ours in ROWS:
@@ -92,4 +139,5 @@ def main(targets: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sharded() if sys.argv[1:] == ["sharded"] else main(sys.argv[1:])
+    tables = {"sharded": sharded, "precision": precision}
+    tables[sys.argv[1]]() if sys.argv[1:2] and sys.argv[1] in tables else main(sys.argv[1:])

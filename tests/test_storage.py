@@ -1,0 +1,353 @@
+"""offload(..., storage=): what is kept in fewer bits, where it lives, and what the optimizer sees of it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_offload as jo
+from jax_offload._formats import mixed
+from jax_offload._storage import Encoded, formats, next_stored, plain, rules_of, stored
+
+HOST = "pinned_host"
+ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+ADAM_STORAGE = {
+    "bfloat16": "bfloat16",
+    "mixed": {"mu": "bfloat16", "nu": "float16"},
+    "int8": {"mu": "int8", "nu": jo.Storage("uint8", block=64)},
+    "float8": {"mu": "float8_e5m2", "nu": "float8_e4m3fn"},
+}
+
+
+def parameters(dtype=jnp.float32):
+    shapes = {"layers": (6, 16, 256), "embed": (96, 300), "flat": (2051,), "norm": (16,)}
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    params = {name: jax.random.normal(k, shape, dtype) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
+    return jax.device_put(params, jax.devices()[0])
+
+
+def gradients(params, k=0):
+    return jax.tree.map(lambda p: (jnp.sin(3 * p.astype(jnp.float32) + k) + 0.1).astype(p.dtype), params)
+
+
+def stepper(tx):
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, k):
+        updates, state = tx.update(gradients(params, k), state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def resident(inner, rules, min_bytes):
+    """The same arithmetic without host memory: decode all, update, encode all."""
+
+    def init(params):
+        state = inner.init(params)
+        return stored(state, formats(rules, state, params, min_bytes))
+
+    def update(updates, state, params):
+        before = plain(state)
+        updates, after = inner.update(updates, before, params)
+        return updates, next_stored(state, before, after)
+
+    return optax.GradientTransformation(init, update)
+
+
+def encoded(state):
+    return [x for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Encoded)) if isinstance(x, Encoded)]
+
+
+@pytest.mark.parametrize("storage", ADAM_STORAGE)
+@pytest.mark.parametrize("window", [None, 40_000])
+def test_steps_equal_those_of_a_resident_state_in_the_same_format(storage, window):
+    rules = ADAM_STORAGE[storage]
+    tx = jo.offload(ADAMW, storage=rules, min_bytes=1024, window=window)
+    plain_tx = resident(ADAMW, rules_of(rules), 1024)
+    params = parameters()
+    a, sa = jax.tree.map(jnp.copy, params), tx.init(params)
+    b, sb = jax.tree.map(jnp.copy, params), plain_tx.init(params)
+    ours, theirs = stepper(tx), stepper(plain_tx)
+    for k in range(4):
+        a, sa = ours(a, sa, k)
+        b, sb = theirs(b, sb, k)
+    assert jax.tree.structure(sa) == jax.tree.structure(sb)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        # fusion may change a last bit, and with it, once in a while, which way a number is rounded
+        assert (np.abs(np.asarray(x) - np.asarray(y)) > 1e-6).mean() < 1e-3
+    for x, y in zip(jax.tree.leaves(sa), jax.tree.leaves(sb), strict=True):
+        x, y = np.float32(x), np.float32(y)
+        assert (np.abs(x - y) > 1e-6 * np.abs(y)).mean() < 1e-3
+    leaves = encoded(sa)
+    assert len(leaves) == 6  # of layers, embed and flat; the norm is smaller than min_bytes
+    for x in leaves:
+        assert x.values.sharding.memory_kind == HOST and x.dtype == "float32"
+        assert x.block_scale is None or x.block_scale.sharding.memory_kind == (
+            HOST if x.block_scale.nbytes >= 1024 else "device"
+        )
+    assert {x.values.dtype.name for x in leaves} == set(
+        {"bfloat16": ["bfloat16"], "mixed": ["bfloat16", "float16"], "int8": ["int8", "uint8"]}.get(
+            storage, ["float8_e5m2", "float8_e4m3fn"]
+        )
+    )
+    if window:
+        how = {row.path: row.streams for row in jo.placement(tx, params).leaves}
+        stacked = [text for path, text in how.items() if "'layers'" in path and "values" in path]
+        assert all("chunks of axis 0" in text for text in stacked), how
+        ragged = [text for path, text in how.items() if "'embed'" in path and "values" in path]
+        assert all("chunks of axis 0" in text or text.startswith("whole, ") for text in ragged), how
+
+
+def test_training_is_near_that_in_float32():
+    params = parameters()
+    base, state = jax.tree.map(jnp.copy, params), ADAMW.init(params)
+    step = stepper(ADAMW)
+    for k in range(8):
+        base, state = step(base, state, k)
+    moved = float(optax.tree.norm(optax.tree.sub(base, params)))
+    for name, rules in ADAM_STORAGE.items():
+        tx = jo.offload(ADAMW, storage=rules, min_bytes=1024)
+        p, s, own = jax.tree.map(jnp.copy, params), tx.init(params), stepper(tx)
+        for k in range(8):
+            p, s = own(p, s, k)
+        apart = float(optax.tree.norm(optax.tree.sub(p, base)))
+        assert 0 < apart < {"bfloat16": 0.02, "mixed": 0.02}.get(name, 0.15) * moved, (name, apart / moved)
+
+
+def test_what_no_gradient_touches_does_not_drift():
+    """Zero gradients and no decay: momentum in the format is read and written again, and stays as it is."""
+    tx = jo.offload(optax.trace(decay=1.0), storage="int8", min_bytes=0)
+    params = parameters()
+    _, state = jax.jit(tx.update)(gradients(params), tx.init(params))
+    first = jax.tree.map(np.asarray, state.inner_state)
+    zeros, update = jax.tree.map(jnp.zeros_like, params), jax.jit(tx.update)
+    for _ in range(5):
+        _, state = update(zeros, state)
+    for x, y in zip(jax.tree.leaves(state.inner_state), jax.tree.leaves(first), strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert state.rounds == 6
+
+
+def test_small_increments_are_not_lost():
+    """A second moment that grows by 0.1 % a step gets there on average; rounded to nearest it would stand still."""
+    inner = optax.GradientTransformation(
+        lambda p: jax.tree.map(jnp.ones_like, p), lambda u, s, p=None: (u, jax.tree.map(lambda x: x * 1.001, s))
+    )
+    params = {"w": jnp.ones((4, 256))}
+    for name in "bfloat16", "float8_e4m3fn", "int8", "uint8":
+        tx = jo.offload(inner, storage=name, min_bytes=0)
+        state = tx.init(params)
+        values = jax.jit(lambda s, tx=tx: jax.lax.fori_loop(0, 300, lambda i, s: tx.update(params, s)[1], s))
+        got = float(np.mean(jo.to_plain(tx, values(state))["w"]))
+        assert abs(got / 1.001**300 - 1) < 0.1, (name, got)
+
+
+def test_leaves_that_pass_through_are_not_encoded_again():
+    frozen = optax.masked(ADAMW, {"layers": True, "embed": False, "flat": False, "norm": False})
+    inner = optax.chain(
+        frozen, optax.GradientTransformation(lambda p: {"kept": p["embed"]}, lambda u, s, p=None: (u, s))
+    )
+    tx = jo.offload(inner, storage="int8", min_bytes=1024)
+    params = parameters()
+    kept = jo.placement(tx, params).leaves
+    assert any("kept" in row.path and row.streams.startswith("not loaded") for row in kept if row.host)
+
+
+def test_accumulation_and_skips_inside():
+    params = parameters()
+    inner = optax.MultiSteps(optax.apply_if_finite(ADAMW, 3), 2)
+    tx = jo.offload(inner, storage={"mu": "int8", "nu": "uint8"}, min_bytes=1024)
+    state, update = tx.init(params), jax.jit(tx.update)
+    _, half = update(gradients(params), state, params)
+    for a, b in zip(encoded(half), encoded(state), strict=True):  # the moments wait
+        np.testing.assert_array_equal(a.values, b.values)
+    _, whole = update(gradients(params), half, params)
+    assert any(
+        (np.asarray(a.values) != np.asarray(b.values)).any() for a, b in zip(encoded(whole), encoded(half), strict=True)
+    )
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_shows(value):
+    tx = jo.offload(optax.trace(0.9), storage="int8", min_bytes=0)
+    params = parameters()
+    grads = gradients(params)
+    grads["embed"] = grads["embed"].at[5, 7].set(value)
+    _, state = jax.jit(tx.update)(grads, tx.init(params))
+    seen = np.asarray(jo.to_plain(tx, state).trace["embed"])
+    assert (
+        np.isnan(seen[5, :128]).all() and np.isfinite(seen[5, 128:]).all() and np.isfinite(np.delete(seen, 5, 0)).all()
+    )
+
+
+@pytest.mark.parametrize("storage", ADAM_STORAGE)
+@pytest.mark.parametrize("given", [True, False])
+def test_to_plain_and_back(storage, given):
+    params = parameters()
+    tx = jo.offload(ADAMW, storage=ADAM_STORAGE[storage], min_bytes=1024)
+    state = jax.jit(tx.update)(gradients(params), tx.init(params), params)[1]
+    bare = jo.to_plain(tx, state)
+    like = ADAMW.init(params)
+    assert jax.tree.structure(bare) == jax.tree.structure(like)
+    for x, y in zip(jax.tree.leaves(bare), jax.tree.leaves(like), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+    assert bare[1][0].mu["layers"].sharding.memory_kind == HOST
+    again = jo.from_plain(tx, bare, params if given else None)
+    assert jax.tree.structure(again) == jax.tree.structure(state)
+    for x, y in zip(jax.tree.leaves(again.inner_state), jax.tree.leaves(state.inner_state), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+        assert x.sharding == y.sharding and x.sharding.memory_kind == y.sharding.memory_kind
+    # and goes on, in plain optax and in another format
+    updates, _ = ADAMW.update(gradients(params), jo.to_device(bare), params)
+    other = jo.offload(ADAMW, storage="bfloat16", min_bytes=1024)
+    new = jo.from_plain(other, bare, params)
+    got, _ = jax.jit(other.update)(gradients(params), new, params)
+    assert float(optax.tree.norm(optax.tree.sub(got, updates))) < 0.01 * float(optax.tree.norm(updates))
+
+
+def test_conversion_through_chains_under_jit_and_of_float32():
+    params = parameters()
+    tx = optax.chain(optax.clip_by_global_norm(1.0), jo.offload(optax.adamw(1e-2), storage="bfloat16", min_bytes=1024))
+    state = tx.init(params)
+    bare = jo.to_plain(tx, state)
+    assert jax.tree.structure(bare) == jax.tree.structure(ADAMW.init(params))
+    under = jax.jit(lambda s: jo.from_plain(tx, jo.to_plain(tx, s), params))(state)
+    assert jax.tree.structure(under) == jax.tree.structure(state)
+    assert all(x.values.sharding.memory_kind == HOST for x in encoded(under))
+    same = jo.offload(ADAMW, min_bytes=1024)
+    s = same.init(params)
+    assert all(a is b for a, b in zip(jax.tree.leaves(jo.to_plain(same, s)), jax.tree.leaves(s), strict=True))
+
+
+def test_a_checkpoint_changes_its_storage(tmp_path):
+    ocp = pytest.importorskip("orbax.checkpoint")
+    params = parameters()
+    old = jo.offload(ADAMW, storage=ADAM_STORAGE["float8"], min_bytes=1024)
+    state = jax.jit(old.update)(gradients(params), old.init(params), params)[1]
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=jo.save_args(state))
+        manager.wait_until_finished()
+        back = jo.restore(manager, jo.abstract_state(old, params))
+    assert jax.tree.structure(back) == jax.tree.structure(state)
+    for x, y in zip(jax.tree.leaves(back), jax.tree.leaves(state), strict=True):
+        assert x.dtype == y.dtype and x.sharding.memory_kind == y.sharding.memory_kind
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+    new = jo.offload(ADAMW, storage=ADAM_STORAGE["int8"], min_bytes=1024)
+    state = jo.from_plain(new, jo.to_plain(old, back), params)
+    jax.jit(new.update)(gradients(params), state, params)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("shard_over", [None, "data"])
+@pytest.mark.parametrize("storage", ["mixed", "int8"])
+def test_sharded(axis_type, shard_over, storage):
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(axis_type,) * 3)
+    specs = {"layers": P(None, "fsdp", "tensor"), "embed": P("fsdp"), "flat": P(), "norm": P()}
+    params = {k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in parameters().items()}
+    tx = jo.offload(ADAMW, storage=ADAM_STORAGE[storage], min_bytes=1024, shard_over=shard_over, window=40_000)
+    single = jo.offload(ADAMW, storage=ADAM_STORAGE[storage], min_bytes=1024)
+    alone = parameters()
+    shardings = jo.state_shardings(tx, params)
+    with jax.set_mesh(mesh):
+        state = jax.jit(tx.init, out_shardings=shardings)(params)
+        out = jax.tree.map(lambda x: x.sharding, params), shardings
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1), out_shardings=out)
+        def step(params, state, k):
+            return jo.update_params(tx, gradients(params, k), state, params)
+
+        got, state = jax.tree.map(jnp.copy, params), state
+        for k in range(3):
+            got, state = step(got, state, k)
+    one, s = jax.tree.map(jnp.copy, alone), single.init(alone)
+    for k in range(3):
+        one, s = stepper(single)(one, s, k)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(one), strict=True):
+        assert (np.abs(np.asarray(x) - np.asarray(y)) > 1e-5).mean() < 5e-3
+    abstract = jo.abstract_state(tx, params)
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True):
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim) and x.sharding.memory_kind == y.sharding.memory_kind
+    mu = state.inner_state[1][0].mu["layers"]
+    over = "data" if shard_over else None
+    assert mu.values.sharding.spec == P(over, "fsdp", "tensor"), mu.values.sharding
+    if storage == "int8":
+        scale = state.inner_state[1][0].nu["layers"].block_scale.sharding.spec
+        assert scale == P(over, "fsdp", "tensor"), scale  # 256 columns are four blocks, over two devices
+
+
+def test_compiles_once_with_storage():
+    tx = jo.offload(jo.with_master_params(ADAMW), storage=ADAM_STORAGE["int8"], min_bytes=1024)
+    params = parameters(jnp.bfloat16)
+    state, step = tx.init(params), stepper(tx)
+    for k in range(3):
+        params, state = step(params, state, np.int32(k))
+    assert step._cache_size() == 1
+
+
+def test_what_a_string_leaves_alone():
+    params = parameters(jnp.bfloat16)
+    tx = jo.offload(jo.with_master_params(ADAMW), storage="int8", min_bytes=1024)
+    rows = {row.path: row.dtype for row in jo.placement(tx, params).leaves}
+    assert rows[".inner_state.master['layers']"] == jnp.float32
+    assert rows[".inner_state.inner_state[1][0].mu['layers'].values"] == jnp.int8
+    assert rows[".inner_state.inner_state[1][0].mu['norm']"] == jnp.float32
+    tx = jo.offload(ADAMW, storage="bfloat16", min_bytes=1024)  # moments are bfloat16 as it is
+    assert all(row.path.endswith("]") for row in jo.placement(tx, params).leaves if "mu" in row.path)
+    tx = jo.offload(ADAMW, storage="bfloat16", min_bytes=1024, fraction=0)
+    leaves = jo.placement(tx, parameters()).leaves
+    assert not any(row.host for row in leaves) and any(row.dtype == jnp.bfloat16 for row in leaves)
+
+
+def test_rules_match_whole_components_and_the_leftmost_wins():
+    params = {"mu": jnp.ones((64, 64)), "numbers": jnp.ones((64, 64))}
+    tx = jo.offload(optax.adam(1e-3), storage={"nu": "uint8", "mu": "int8"}, min_bytes=0)
+    dtypes = {row.path: row.dtype for row in jo.placement(tx, params).leaves if row.path.endswith("values")}
+    assert dtypes[".inner_state[0].nu['mu'].values"] == jnp.uint8
+    assert dtypes[".inner_state[0].mu['numbers'].values"] == jnp.int8
+    some = jo.offload(optax.adam(1e-3), storage={"mu/num.*": "bfloat16"}, min_bytes=0)
+    paths = [row.path for row in jo.placement(some, params).leaves if row.path.endswith("values")]
+    assert paths == [".inner_state[0].mu['numbers'].values"]
+
+
+def test_bad_input():
+    params = parameters()
+    with pytest.raises(ValueError, match=r"storage: expected one of float32, .* got 'int4'"):
+        jo.offload(ADAMW, storage={"mu": "int4"})
+    with pytest.raises(ValueError, match="storage: expected a dtype, or a mapping"):
+        jo.offload(ADAMW, storage=["int8"])
+    with pytest.raises(ValueError, match=r"storage: 'mu\(' is not a regular expression"):
+        jo.offload(ADAMW, storage={"mu(": "int8"})
+    with pytest.raises(ValueError, match=r"storage: \['mo'\] match no state leaf .*1/0/mu/embed"):
+        jo.offload(ADAMW, storage={"mo": "int8", "nu": "int8"}).init(params)
+    with pytest.raises(ValueError, match=r"storage: \['count'\] match no state leaf of rank 1"):
+        jo.offload(ADAMW, storage={"count": "int8"}).init(params)
+    counts = optax.GradientTransformation(lambda p: {"seen": jnp.zeros(4096, jnp.int32)}, lambda u, s, p=None: (u, s))
+    with pytest.raises(ValueError, match="'seen' matches the state leaf seen, which is int32"):
+        jo.offload(counts, storage={"seen": "int8"}).init(params)
+    with pytest.raises(ValueError, match="matches the state leaf master/embed, which is a master"):
+        jo.offload(jo.with_master_params(ADAMW), storage={"master/.*": "int8"}).init(parameters(jnp.bfloat16))
+    tx = jo.offload(ADAMW, storage="int8", min_bytes=1024)
+    with pytest.raises(ValueError, match=r"state: is a tuple, not one that .* keeps.*from_plain"):
+        tx.update(params, ADAMW.init(params), params)
+    other = jo.offload(ADAMW, storage="bfloat16", min_bytes=1024)
+    with pytest.raises(ValueError, match=r"is stored as Storage\(dtype='bfloat16'.* says Storage\(dtype='int8'"):
+        tx.update(params, other.init(params), params)
+    with pytest.raises(ValueError, match="state: its tree is not the one that this optimizer's init gives"):
+        jo.offload(ADAMW).update(params, tx.init(params), params)
+    with pytest.raises(ValueError, match="state: is stored, not plain"):
+        jo.from_plain(tx, tx.init(params), params)
+    with pytest.raises(ValueError, match="state: not a plain state of tx"):
+        jo.from_plain(tx, optax.sgd(1.0).init(params), params)
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.ndim else x, ADAMW.init(params))
+    with pytest.raises(ValueError, match=r"a leaf is bfloat16\[.*tx has float32"):
+        jo.from_plain(tx, half, params)
+
+
+def test_seeds_differ_by_step_and_leaf():
+    seeds = {int(mixed(mixed(np.uint32(r)) + np.uint32(0x9E3779B9 * k % 2**32))) for r in range(50) for k in range(50)}
+    assert len(seeds) == 2500
