@@ -195,6 +195,13 @@ def _check_eager(params: Any, abstract: Any) -> None:
     devices = {d for x in arrays for d in x.sharding.addressable_devices}
     _memory.check_platform(devices)
     _memory.check_host_pool(state, next(iter(devices)).platform if devices else jax.default_backend())
+    in_bytes = any(x.dtype.itemsize == 1 and x.sharding.memory_kind == _memory.HOST_KIND for x in state)
+    if in_bytes and any(d.platform == "tpu" for d in devices):
+        warnings.warn(
+            "storage: on a TPU XLA copies an 8-bit leaf that streams in chunks as a whole at every chunk (docs/precision"
+            ".md). bfloat16 and float16 stream as they should.",
+            stacklevel=3,
+        )
     if not all(x.committed for x in arrays) and not _memory.mesh_is_set():
         warnings.warn(
             "offload(): the parameters are not committed to a device. jax commits whatever a step with host memory "

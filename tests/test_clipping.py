@@ -1,19 +1,24 @@
-"""Clips inside and outside ``offload``: the numbers of the resident run, norms over all chunks and shards, and the peak.
+"""Clips inside and outside ``offload``: numbers of the resident run, norms over all chunks and shards, and the peak.
 
 The tests compare moments too: AdamW hardly feels a constant factor on its gradients, its moments do.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
+from jax_offload._storage import Encoded, rules_of
+from tests.aot.cases import measure_step
+from tests.aot.harness import H200, require
+from tests.test_storage import resident
 
 HOST, DEVICE = "pinned_host", "device"
 FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # to compile
@@ -27,7 +32,6 @@ SPECS = {
 }
 ADAMW = optax.adamw(1e-2)
 STORAGE = {"mu": "bfloat16", "nu": "float16"}
-STEPS = 3
 
 
 def per_example(clip):
@@ -35,27 +39,38 @@ def per_example(clip):
     return optax.stateless(lambda grads, params: clip(grads)[0])
 
 
+def committed_key():
+    """Or the second step would compile again, as in plain optax."""
+    return jax.device_put(jax.random.key(1), jax.devices()[0])
+
+
 # Made anew for each run: what init of differentially_private_aggregate returns is its own key, and steps donate it.
 # Each threshold is such that some units, leaves or examples are clipped, and others not.
 CLIPS = {
     "global_norm": lambda: optax.clip_by_global_norm(3.0),
-    "adaptive": lambda: optax.adaptive_grad_clip(2.0),
+    "adaptive": lambda: optax.adaptive_grad_clip(1.5),
     "block_rms": lambda: optax.clip_by_block_rms(1.0),
     "example_norm": lambda: per_example(lambda g: optax.per_example_global_norm_clip(g, 3.0)),
     "example_layer": lambda: per_example(lambda g: optax.per_example_layer_norm_clip(g, 3.0, uniform=False)),
-    "private": lambda: optax.contrib.differentially_private_aggregate(3.0, 0.1, key=jax.random.key(1)),
+    "private": lambda: optax.contrib.differentially_private_aggregate(3.0, 0.1, key=committed_key()),
 }
 LEAFWISE = ["global_norm", "adaptive", "block_rms"]
 
 
-def has_examples(name):
-    return name not in LEAFWISE
+def put(x, name, mesh, *examples):
+    if mesh is None:
+        return jax.device_put(x, jax.devices()[0])
+    return jax.device_put(x, NamedSharding(mesh, P(*examples, *SPECS[name])))
+
+
+def some(cases, often):
+    """All cases; those for which ``often`` is false run with ``--everything`` only."""
+    return [pytest.param(*case, marks=() if often(k, *case) else pytest.mark.long) for k, case in enumerate(cases)]
 
 
 def parameters(dtype=np.float32, mesh=None):
     rng = np.random.default_rng(0)
-    where = {k: NamedSharding(mesh, spec) if mesh else jax.devices()[0] for k, spec in SPECS.items()}
-    return {k: jax.device_put(rng.standard_normal(s).astype(dtype), where[k]) for k, s in SHAPES.items()}
+    return {k: put(rng.standard_normal(s).astype(dtype), k, mesh) for k, s in SHAPES.items()}
 
 
 def gradients(k, examples, dtype=np.float32, mesh=None):
@@ -65,8 +80,7 @@ def gradients(k, examples, dtype=np.float32, mesh=None):
     for name, shape in SHAPES.items():
         g = rng.standard_normal((4, *shape)) * np.reshape([0.01, 1, 2, 4], (4, *[1] * len(shape)))
         g = (g if examples else g[2] * (0.1 if name == "bias" else 1)).astype(dtype)
-        spec = P(None, *SPECS[name]) if examples else SPECS[name]
-        grads[name] = jax.device_put(g, NamedSharding(mesh, spec) if mesh else jax.devices()[0])
+        grads[name] = put(g, name, mesh, *[None] * examples)
     return grads
 
 
@@ -80,9 +94,9 @@ def wrapped(name, where, inner=ADAMW, **options):
     return optax.chain(CLIPS[name](), jo.offload(inner, **options))
 
 
-def run(tx, examples=False, form="update", dtype=np.float32, mesh=None):
+def run(tx, name, form="update", dtype=np.float32, mesh=None):
     """Parameters and state after donated steps."""
-    params = parameters(dtype, mesh)
+    params, examples = parameters(dtype, mesh), name not in LEAFWISE
     state = tx.init(params)
     out = jax.tree.map(lambda x: x.sharding, (params, state)) if mesh else None
 
@@ -93,14 +107,14 @@ def run(tx, examples=False, form="update", dtype=np.float32, mesh=None):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    for k in range(STEPS):
+    for k in range(3):
         params, state = step(params, state, gradients(k, examples, dtype, mesh))
     return params, state
 
 
 @functools.cache
 def expected(name):
-    return run(wrapped(name, "resident"), has_examples(name))
+    return run(wrapped(name, "resident"), name)
 
 
 def numbers(x):
@@ -122,30 +136,144 @@ def assert_memory(state):
 @pytest.mark.parametrize("name", CLIPS)
 def test_the_clips_do_clip(name):
     """Or what follows would pass without them."""
-    unclipped = ADAMW
-    if has_examples(name):
-        mean = jnp.mean if name == "private" else jnp.sum
-        unclipped = optax.chain(optax.stateless(lambda g, p: jax.tree.map(lambda x: mean(x, 0), g)), ADAMW)
-    mu, free = (optax.tree.get(s, "mu") for s in (expected(name)[1], run(unclipped, has_examples(name))[1]))
+    total = jnp.mean if name == "private" else jnp.sum
+    unclipped = optax.stateless(lambda g, p: g if name in LEAFWISE else jax.tree.map(lambda x: total(x, 0), g))
+    mu, free = (optax.tree.get(s, "mu") for s in (expected(name)[1], run(optax.chain(unclipped, ADAMW), name)[1]))
     ratios = {k: np.linalg.norm(mu[k]) / np.linalg.norm(free[k]) for k in SHAPES}
-    assert all(ratios[k] < 0.95 for k in ("stacked", "embed", "flat", "head")), ratios
+    assert all(ratios[k] < 0.95 for k in ("stacked", "embed", "flat")), ratios
 
 
-@pytest.mark.parametrize("form", ["update", "update_params"])
-@pytest.mark.parametrize("window", [None, 500])
-@pytest.mark.parametrize("where", ["inside", "outside"])
-@pytest.mark.parametrize("name", CLIPS)
-def test_steps_equal_resident(name, where, window, form):
-    params, state = run(wrapped(name, where, window=window), has_examples(name), form)
+FORMS = list(itertools.product(("inside", "outside"), ("update", "update_params"), (None, 500)))
+HALF = FORMS[1], FORMS[2], FORMS[4], FORMS[7]  # each option with each other once
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "form", "window"),
+    some([(name, *form) for name in CLIPS for form in FORMS], lambda k, name, *form: form in HALF),
+)
+def test_steps_equal_resident(name, where, form, window):
+    params, state = run(wrapped(name, where, window=window), name, form)
     same((params, state), expected(name))
     assert_memory(state)
 
 
-@pytest.mark.parametrize("name", LEAFWISE)
-def test_which_chunks_a_clip_leaves(name):
-    """Norms over all rows of a leaf are put together from its chunks; no leaf has to be loaded whole, or twice."""
-    tx = wrapped(name, "inside", window=500)
-    how = {row.path: row.streams for row in jo.placement(tx, parameters()).leaves}
-    for leaf in "stacked", "embed", "flat", "head":
-        assert "chunks of axis" in how[f"[1][0].mu['{leaf}']"], how
-        assert "times" not in how[f"[1][0].mu['{leaf}']"], how
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("global_norm", {"stacked": "7 chunks of axis 0", "embed": "4 chunks of axis 0", "flat": "3 chunks of axis 0"}),
+        ("block_rms", {"stacked": "7 chunks of axis 0", "embed": "4 chunks of axis 0", "flat": "3 chunks of axis 0"}),
+        # of a unit of its rows: axis 0, the layers, is one of them; 8 columns are less than a tile
+        ("adaptive", {"flat": "3 chunks of axis 0", "embed": "whole: broadcast_in_dim of a reduction over all rows"}),
+    ],
+)
+def test_how_the_state_streams_behind_a_clip(name, how):
+    """Each leaf once: the norm is of gradients, and known before any state is loaded."""
+    rows = jo.placement(wrapped(name, "inside", window=500), parameters()).leaves
+    got = {row.path: row.streams for row in rows}
+    for leaf, text in how.items():
+        assert got[f"[1][0].mu['{leaf}']"] == f"{text}, 2 leaves together", got
+
+
+def resident_storage(name, where):
+    """What ``offload(..., storage=)`` does, without host memory."""
+    if where == "inside":
+        return resident(wrapped(name, "resident"), rules_of(STORAGE), 0)
+    return optax.chain(CLIPS[name](), resident(ADAMW, rules_of(STORAGE), 0))
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "form", "window"),
+    some([(n, *f) for n in LEAFWISE for f in FORMS], lambda k, *_: k in (1, 13, 19)),
+)
+def test_with_storage(name, where, form, window):
+    params, state = run(wrapped(name, where, window=window, storage=STORAGE), name, form)
+    for x, y in zip(jax.tree.leaves((params, state)), jax.tree.leaves(stored_run(name, where)), strict=True):
+        x, y = np.float64(x), np.float64(y)
+        # another last bit of a norm is, once in a while, another rounding
+        assert (np.abs(x - y) > 1e-5 * np.abs(y)).mean() < 2e-3
+    kinds = [x.values for x in jax.tree.leaves(state, is_leaf=is_encoded) if is_encoded(x)]
+    assert {(x.dtype.name, x.sharding.memory_kind) for x in kinds} == {("bfloat16", HOST), ("float16", HOST)}
+
+
+def is_encoded(x):
+    return isinstance(x, Encoded)
+
+
+@functools.cache
+def stored_run(name, where):
+    return run(resident_storage(name, where), name)
+
+
+@functools.cache
+def master_run(name):
+    """The clip and AdamW on float32 parameters, with the gradients that bfloat16 ones have."""
+    params = jax.tree.map(lambda p: p.astype(jnp.float32), parameters(jnp.bfloat16))
+    tx = wrapped(name, "resident")
+    step, state = jax.jit(tx.update, compiler_options=FAST), tx.init(params)
+    for k in range(3):
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), gradients(k, False, jnp.bfloat16))
+        updates, state = step(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "form", "window"),
+    some([(n, *f) for n in LEAFWISE for f in FORMS[:4]], lambda k, *_: k in (1, 7, 10)),
+)
+def test_with_master_params(name, where, form, window):
+    """The clip is inside of ``with_master_params``, so that it has float32 gradients and parameters."""
+    tx = jo.offload(jo.with_master_params(wrapped(name, "resident")), min_bytes=0, window=window)
+    params, state = run(tx, name, form, dtype=jnp.bfloat16)
+    assert_memory(state)
+    want_params, want = master_run(name)
+    same((state.master, state.inner_state), (want_params, want))
+    for k, p in params.items():
+        assert p.dtype == jnp.bfloat16 and (np.asarray(p) == np.asarray(state.master[k]).astype(p.dtype)).all()
+
+
+SHARDED = [
+    (name, where, form, axes, over)
+    for name in (*LEAFWISE, "example_norm")
+    for axes in (AxisType.Auto, AxisType.Explicit)
+    for over in (None, "data")
+    for where, form in (("inside", "update"), ("outside", "update_params"))
+    if (name, axes) != ("adaptive", AxisType.Explicit)  # optax's own type error: its norms are of no sharding
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "form", "axes", "over"),
+    some(SHARDED, lambda k, name, *_: name == "global_norm" or k % 4 in (0, 3)),
+)
+def test_norms_of_sharded_gradients_are_global(name, where, form, axes, over):
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(axes,) * 2)
+    with jax.set_mesh(mesh):
+        tx = wrapped(name, where, window=1, shard_over=over)
+        params, state = run(tx, name, form, mesh=mesh)
+    same((params, state), expected(name))
+    assert_memory(state)
+    mu = optax.tree.get(state, "mu")["stacked"].sharding
+    assert mu.is_equivalent_to(NamedSharding(mesh, P(None, "fsdp", over), memory_kind=HOST), 3), mu
+
+
+PEAKS = [
+    (False, "inside", "update", 2300),  # 4950 resident
+    (False, "outside", "update", 2300),
+    (True, "inside", "update", 3500),  # 6496 resident
+    (True, "outside", "update", 4750),  # a second copy of the gradients, and adaptive_grad_clip's norms
+    (True, "outside", "update_params", 3500),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "stacked", "where", "form", "at_most"),
+    some([(name, *p) for name in ("adaptive", "block_rms") for p in PEAKS], lambda k, *_: k in (0, 2, 3, 4, 6, 7)),
+)
+def test_peak(name, stacked, where, form, at_most):
+    """No gradient waits for another's norm: unrolled, these peak lower than ``clip_by_global_norm``."""
+    require(H200)
+    m = measure_step(H200, wrapped(name, where), stacked=stacked, update_params=form == "update_params")
+    assert m.peak <= at_most
+    assert (m.loaded, m.stored) == pytest.approx((3072, 3072), abs=1)
+    assert m.host_temp == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -71,7 +72,8 @@ def measure_update(
 ) -> Measured:
     """One training step, compiled for ``target``: abstract ``params`` with shardings; parameters and state donated.
 
-    ``skip``: whether it skips the update where a gradient is not finite; ``"outside"``: by a choice around it.
+    ``skip``: whether it skips the update where a gradient is not finite; ``"outside"``: by a choice
+    around it, as in flax's example of a DynamicScale.
     """
     state = jo.abstract_state(tx, params)
 
@@ -81,23 +83,12 @@ def measure_update(
         extra = {"skip": ~finite} if skip and skip != "outside" else {}
         if update_params:
             new = jo.update_params(tx, grads, state, params, **extra)
-            return _chosen(finite, new, (params, state)) if skip == "outside" else new
+            return jax.tree.map(partial(jnp.where, finite), new, (params, state)) if skip == "outside" else new
         updates, state = tx.update(grads, state, params, **extra)
         return optax.apply_updates(params, updates), state
 
     out = jax.tree.map(lambda a: a.sharding, (params, state))
     return measure(target, step, (params, state, batch), (0, 1), out, options, n)
-
-
-def _chosen(ok: jax.Array, new: Any, old: Any) -> Any:
-    """What flax's example of a DynamicScale does. What is on the host has to be loaded for it."""
-
-    def choose(a: jax.Array, b: jax.Array) -> jax.Array:
-        space = jax.typeof(b).memory_space
-        a, b = (jax.device_put(x, jax.memory.Space.Device) for x in (a, b))
-        return jax.device_put(jnp.where(ok, a, b), space)
-
-    return jax.tree.map(choose, new, old)
 
 
 def measure_step(

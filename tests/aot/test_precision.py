@@ -40,7 +40,7 @@ def test_fewer_bits_move_fewer_bytes_at_no_higher_a_peak(storage, each_way, stac
     # that of float32: a float32 copy of more than the window would show
     assert m.peak <= (3425 if stacked else 2113)
     if NEW:
-        # a buffer is not read while it is written: of two that differ in width the wider is alone for a part of the time
+        # a buffer is not read while it is written: of two that differ in width the wider is alone for a while
         even = not isinstance(storage, dict) or "float8_e4m3fn" not in storage.values()
         assert m.duplex >= ((0.95 if even else 0.6) if stacked else 0.85)
         assert stacked or m.hidden >= 0.95
