@@ -198,8 +198,8 @@ def _check_eager(params: Any, abstract: Any) -> None:
     in_bytes = any(x.dtype.itemsize == 1 and x.sharding.memory_kind == _memory.HOST_KIND for x in state)
     if in_bytes and any(d.platform == "tpu" for d in devices):
         warnings.warn(
-            "storage: on a TPU XLA copies an 8-bit leaf that streams in chunks as a whole at every chunk (docs/precision"
-            ".md). bfloat16 and float16 stream as they should.",
+            "storage: on a TPU XLA copies an 8-bit leaf that streams in chunks as a whole, at every chunk. "
+            "bfloat16 and float16 stream as they should (docs/precision.md).",
             stacklevel=3,
         )
     if not all(x.committed for x in arrays) and not _memory.mesh_is_set():

@@ -15,21 +15,15 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from jax_offload._storage import Encoded, rules_of
-from tests.aot.cases import measure_step
+from jax_offload._storage import rules_of
+from tests.aot.cases import device_sharding, loss, measure_step, measure_update
+from tests.aot.cases import parameters as network
 from tests.aot.harness import H200, require
 from tests.test_storage import resident
 
-HOST, DEVICE = "pinned_host", "device"
 FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # to compile
-SHAPES = {"stacked": (7, 8, 12), "embed": (97, 8), "flat": (2051,), "head": (16, 24), "bias": (8,)}
-SPECS = {
-    "stacked": P(None, "fsdp"),
-    "embed": P(None, "fsdp"),
-    "flat": P(),
-    "head": P("fsdp", "data"),
-    "bias": P("fsdp"),
-}
+SHAPES = {"stacked": (7, 8, 12), "embed": (97, 8), "flat": (2051,), "bias": (8,)}
+SPECS = {"stacked": P(None, "fsdp"), "embed": P(None, "fsdp"), "flat": P(), "bias": P("fsdp")}
 ADAMW = optax.adamw(1e-2)
 STORAGE = {"mu": "bfloat16", "nu": "float16"}
 
@@ -37,11 +31,6 @@ STORAGE = {"mu": "bfloat16", "nu": "float16"}
 def per_example(clip):
     """optax has these as functions of a tree of gradients, with the examples of the batch along axis 0."""
     return optax.stateless(lambda grads, params: clip(grads)[0])
-
-
-def committed_key():
-    """Or the second step would compile again, as in plain optax."""
-    return jax.device_put(jax.random.key(1), jax.devices()[0])
 
 
 # Made anew for each run: what init of differentially_private_aggregate returns is its own key, and steps donate it.
@@ -52,15 +41,13 @@ CLIPS = {
     "block_rms": lambda: optax.clip_by_block_rms(1.0),
     "example_norm": lambda: per_example(lambda g: optax.per_example_global_norm_clip(g, 3.0)),
     "example_layer": lambda: per_example(lambda g: optax.per_example_layer_norm_clip(g, 3.0, uniform=False)),
-    "private": lambda: optax.contrib.differentially_private_aggregate(3.0, 0.1, key=committed_key()),
+    "private": lambda: optax.contrib.differentially_private_aggregate(3.0, 0.1, key=jax.random.key(1)),
 }
 LEAFWISE = ["global_norm", "adaptive", "block_rms"]
 
 
 def put(x, name, mesh, *examples):
-    if mesh is None:
-        return jax.device_put(x, jax.devices()[0])
-    return jax.device_put(x, NamedSharding(mesh, P(*examples, *SPECS[name])))
+    return jax.device_put(x, NamedSharding(mesh, P(*examples, *SPECS[name])) if mesh else jax.devices()[0])
 
 
 def some(cases, often):
@@ -94,10 +81,13 @@ def wrapped(name, where, inner=ADAMW, **options):
     return optax.chain(CLIPS[name](), jo.offload(inner, **options))
 
 
-def run(tx, name, form="update", dtype=np.float32, mesh=None):
-    """Parameters and state after donated steps."""
-    params, examples = parameters(dtype, mesh), name not in LEAFWISE
+def run(tx, name, form="update", dtype=np.float32, mesh=None, up=False):
+    """Parameters and state after donated steps; ``up``: on float32 parameters and gradients."""
+    wide = functools.partial(jax.tree.map, lambda x: x.astype(np.float32) if up else x)
+    params, examples = wide(parameters(dtype, mesh)), name not in LEAFWISE
     state = tx.init(params)
+    if not mesh:  # committed, or the key makes the second step compile again, as in plain optax
+        state = jax.tree.map(lambda x: jax.device_put(x, x.sharding), state)
     out = jax.tree.map(lambda x: x.sharding, (params, state)) if mesh else None
 
     @functools.partial(jax.jit, donate_argnums=(0, 1), out_shardings=out, compiler_options=FAST)
@@ -108,7 +98,7 @@ def run(tx, name, form="update", dtype=np.float32, mesh=None):
         return optax.apply_updates(params, updates), state
 
     for k in range(3):
-        params, state = step(params, state, gradients(k, examples, dtype, mesh))
+        params, state = step(params, state, wide(gradients(k, examples, dtype, mesh)))
     return params, state
 
 
@@ -117,20 +107,18 @@ def expected(name):
     return run(wrapped(name, "resident"), name)
 
 
-def numbers(x):
-    return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x, np.float64)
-
-
-def same(got, want, rtol=1e-6):
+def same(got, want):
     for (path, x), y in zip(jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(want), strict=True):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
-        difference = np.linalg.norm(numbers(x) - numbers(y))
-        assert difference <= rtol * np.linalg.norm(numbers(y)), jax.tree_util.keystr(path)
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x, y = jax.random.key_data(x), jax.random.key_data(y)
+        x, y = np.float64(x), np.float64(y)
+        assert np.linalg.norm(x - y) <= 1e-6 * np.linalg.norm(y), jax.tree_util.keystr(path)
 
 
 def assert_memory(state):
     for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
-        assert x.sharding.memory_kind == (HOST if x.ndim else DEVICE), jax.tree_util.keystr(path)
+        assert x.sharding.memory_kind == ("pinned_host" if x.ndim else "device"), jax.tree_util.keystr(path)
 
 
 @pytest.mark.parametrize("name", CLIPS)
@@ -157,33 +145,17 @@ def test_steps_equal_resident(name, where, form, window):
     assert_memory(state)
 
 
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [
-        ("global_norm", {"stacked": "7 chunks of axis 0", "embed": "4 chunks of axis 0", "flat": "3 chunks of axis 0"}),
-        ("block_rms", {"stacked": "7 chunks of axis 0", "embed": "4 chunks of axis 0", "flat": "3 chunks of axis 0"}),
-        # of a unit of its rows: axis 0, the layers, is one of them; 8 columns are less than a tile
-        ("adaptive", {"flat": "3 chunks of axis 0", "embed": "whole: broadcast_in_dim of a reduction over all rows"}),
-    ],
-)
-def test_how_the_state_streams_behind_a_clip(name, how):
-    """Each leaf once: the norm is of gradients, and known before any state is loaded."""
-    rows = jo.placement(wrapped(name, "inside", window=500), parameters()).leaves
-    got = {row.path: row.streams for row in rows}
-    for leaf, text in how.items():
-        assert got[f"[1][0].mu['{leaf}']"] == f"{text}, 2 leaves together", got
-
-
-def resident_storage(name, where):
-    """What ``offload(..., storage=)`` does, without host memory."""
-    if where == "inside":
-        return resident(wrapped(name, "resident"), rules_of(STORAGE), 0)
-    return optax.chain(CLIPS[name](), resident(ADAMW, rules_of(STORAGE), 0))
+@pytest.mark.parametrize("name", LEAFWISE)
+def test_how_the_state_streams_behind_a_clip(name):
+    """Each leaf once, in chunks, also where norms are of columns: those of gradients are known before."""
+    got = {row.path: row.streams for row in jo.placement(wrapped(name, "inside", window=500), parameters()).leaves}
+    for leaf, n in ("embed", 4), ("flat", 3), *([("stacked", 7)] if name != "adaptive" else []):  # see test_peak
+        assert got[f"[1][0].mu['{leaf}']"] == f"{n} chunks of axis 0, 2 leaves together", got
 
 
 @pytest.mark.parametrize(
     ("name", "where", "form", "window"),
-    some([(n, *f) for n in LEAFWISE for f in FORMS], lambda k, *_: k in (1, 13, 19)),
+    some([(n, *f) for n in LEAFWISE for f in FORMS], lambda k, *_: k in (1, 15)),
 )
 def test_with_storage(name, where, form, window):
     params, state = run(wrapped(name, where, window=window, storage=STORAGE), name, form)
@@ -191,43 +163,28 @@ def test_with_storage(name, where, form, window):
         x, y = np.float64(x), np.float64(y)
         # another last bit of a norm is, once in a while, another rounding
         assert (np.abs(x - y) > 1e-5 * np.abs(y)).mean() < 2e-3
-    kinds = [x.values for x in jax.tree.leaves(state, is_leaf=is_encoded) if is_encoded(x)]
-    assert {(x.dtype.name, x.sharding.memory_kind) for x in kinds} == {("bfloat16", HOST), ("float16", HOST)}
-
-
-def is_encoded(x):
-    return isinstance(x, Encoded)
+    assert_memory(state)
+    assert {"bfloat16", "float16"} <= {x.dtype.name for x in jax.tree.leaves(state)}
 
 
 @functools.cache
 def stored_run(name, where):
-    return run(resident_storage(name, where), name)
-
-
-@functools.cache
-def master_run(name):
-    """The clip and AdamW on float32 parameters, with the gradients that bfloat16 ones have."""
-    params = jax.tree.map(lambda p: p.astype(jnp.float32), parameters(jnp.bfloat16))
-    tx = wrapped(name, "resident")
-    step, state = jax.jit(tx.update, compiler_options=FAST), tx.init(params)
-    for k in range(3):
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32), gradients(k, False, jnp.bfloat16))
-        updates, state = step(grads, state, params)
-        params = optax.apply_updates(params, updates)
-    return params, state
+    """What ``offload(..., storage=)`` does, without host memory."""
+    rules = rules_of(STORAGE)
+    if where == "inside":
+        return run(resident(wrapped(name, "resident"), rules, 0), name)
+    return run(optax.chain(CLIPS[name](), resident(ADAMW, rules, 0)), name)
 
 
 @pytest.mark.parametrize(
-    ("name", "where", "form", "window"),
-    some([(n, *f) for n in LEAFWISE for f in FORMS[:4]], lambda k, *_: k in (1, 7, 10)),
+    ("name", "form", "window"), some([(n, *f[1:]) for n in LEAFWISE for f in FORMS[:4]], lambda k, *_: k in (1, 7))
 )
-def test_with_master_params(name, where, form, window):
+def test_with_master_params(name, form, window):
     """The clip is inside of ``with_master_params``, so that it has float32 gradients and parameters."""
     tx = jo.offload(jo.with_master_params(wrapped(name, "resident")), min_bytes=0, window=window)
-    params, state = run(tx, name, form, dtype=jnp.bfloat16)
+    params, state = run(tx, name, form, jnp.bfloat16)
     assert_memory(state)
-    want_params, want = master_run(name)
-    same((state.master, state.inner_state), (want_params, want))
+    same((state.master, state.inner_state), run(wrapped(name, "resident"), name, dtype=jnp.bfloat16, up=True))
     for k, p in params.items():
         assert p.dtype == jnp.bfloat16 and (np.asarray(p) == np.asarray(state.master[k]).astype(p.dtype)).all()
 
@@ -244,7 +201,7 @@ SHARDED = [
 
 @pytest.mark.parametrize(
     ("name", "where", "form", "axes", "over"),
-    some(SHARDED, lambda k, name, *_: name == "global_norm" or k % 4 in (0, 3)),
+    some(SHARDED, lambda k, *_: k % 4 in (1, 2)),
 )
 def test_norms_of_sharded_gradients_are_global(name, where, form, axes, over):
     mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(axes,) * 2)
@@ -254,26 +211,39 @@ def test_norms_of_sharded_gradients_are_global(name, where, form, axes, over):
     same((params, state), expected(name))
     assert_memory(state)
     mu = optax.tree.get(state, "mu")["stacked"].sharding
-    assert mu.is_equivalent_to(NamedSharding(mesh, P(None, "fsdp", over), memory_kind=HOST), 3), mu
+    assert mu.is_equivalent_to(NamedSharding(mesh, P(None, "fsdp", over), memory_kind="pinned_host"), 3), mu
 
 
-PEAKS = [
-    (False, "inside", "update", 2300),  # 4950 resident
-    (False, "outside", "update", 2300),
-    (True, "inside", "update", 3500),  # 6496 resident
-    (True, "outside", "update", 4750),  # a second copy of the gradients, and adaptive_grad_clip's norms
-    (True, "outside", "update_params", 3500),
-]
+PEAKS = {  # 4950 resident, unrolled, and 6496 stacked; outside there is a second copy of the gradients
+    (False, "inside", "update"): 2300,
+    (False, "outside", "update"): 2300,
+    (True, "inside", "update"): 3500,
+    (True, "outside", "update"): 4750,  # with adaptive_grad_clip's norms of 4096x4096
+    (True, "outside", "update_params"): 3500,
+}
 
 
 @pytest.mark.parametrize(
-    ("name", "stacked", "where", "form", "at_most"),
-    some([(name, *p) for name in ("adaptive", "block_rms") for p in PEAKS], lambda k, *_: k in (0, 2, 3, 4, 6, 7)),
+    ("name", "stacked", "where", "form"),
+    some([(name, *p) for name in ("adaptive", "block_rms") for p in PEAKS], lambda k, *_: k in (0, 2, 3, 4, 7)),
 )
-def test_peak(name, stacked, where, form, at_most):
+def test_peak(name, stacked, where, form):
     """No gradient waits for another's norm: unrolled, these peak lower than ``clip_by_global_norm``."""
     require(H200)
     m = measure_step(H200, wrapped(name, where), stacked=stacked, update_params=form == "update_params")
-    assert m.peak <= at_most
+    assert m.peak <= PEAKS[stacked, where, form]
     assert (m.loaded, m.stored) == pytest.approx((3072, 3072), abs=1)
     assert m.host_temp == 0
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_peak_with_a_large_embedding(where):
+    """Its columns' norms are known before it streams: in one with them, it was loaded whole. (6912, resident 5252.)"""
+    require(H200)
+    sharding = device_sharding(H200)
+    embed = jax.ShapeDtypeStruct((2**17, 2048), jnp.float32, sharding=sharding)
+    params = network(24, 2048, True, sharding) | {"embed": embed}
+    tokens = jax.ShapeDtypeStruct((512,), jnp.int32, sharding=sharding)
+    tx = wrapped("adaptive", where)
+    m = measure_update(H200, tx, params, lambda p, x: loss({"w": p["w"]}, p["embed"][x]), tokens)
+    assert m.peak <= (3200 if where == "inside" else 3950)

@@ -73,6 +73,21 @@ def test_other_optimizers_partly_offloaded(train, optimizer):
     assert result["held_out"][1] < result["held_out"][0]
 
 
+def test_bfloat16_parameters_with_masters_and_moments_in_8_bits(train):
+    # in the smaller model the moments, once in 8 bits, are below min_bytes
+    run = "--model", "tiny", "--batch", 2, "--context", 64, "--steps", 4
+    result = train(*run, "--param-dtype", "bfloat16", "--master", "float32", "--storage", "int8")
+    state = result["state"]
+    dtypes = {(x.dtype.name, x.sharding.memory_kind) for x in jax.tree.leaves(state.opt_state) if x.nbytes >= 2**16}
+    assert dtypes == {("float32", "pinned_host"), ("int8", "pinned_host"), ("uint8", "pinned_host")}
+    assert {x.dtype.name for x in jax.tree.leaves(state.params)} == {"bfloat16"}
+    masters = state.opt_state.inner_state.master
+    for p, master in zip(jax.tree.leaves(state.params), jax.tree.leaves(masters), strict=True):
+        np.testing.assert_array_equal(np.float32(p), np.float32(np.asarray(master).astype(p.dtype)))
+    assert result["compiled"] == 1
+    assert result["held_out"][1] < result["held_out"][0]
+
+
 def test_model_sizes_are_what_their_names_say(train):
     import _gpt
 
