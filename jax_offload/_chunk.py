@@ -51,7 +51,7 @@ _COMBINE = {
     "reduce_sum": lax.add, "reduce_max": lax.max, "reduce_min": lax.min, "reduce_and": lax.bitwise_and,
     "reduce_or": lax.bitwise_or, "reduce_xor": lax.bitwise_xor, "reduce_prod": lax.mul,
 }  # fmt: skip
-_REDUCE = frozenset((*_COMBINE, "argmax", "argmin"))
+REDUCE = frozenset((*_COMBINE, "argmax", "argmin"))
 _CALLS = frozenset(("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call"))
 
 
@@ -160,7 +160,7 @@ def _rule(eqn: Any, dims: list[Any], size: int, shape: tuple[int, ...], axis: in
     def without(removed: Sequence[int]) -> Rows:
         return Rows(dim - sum(d < dim for d in removed), rows.per_row)
 
-    if name in _REDUCE and dim not in params["axes"]:
+    if name in REDUCE and dim not in params["axes"]:
         return [without(params["axes"])], bind()
     if name in _COMBINE and _exact(ins[0]):
         return [Partial(_COMBINE[name])], bind()

@@ -16,7 +16,7 @@ import jax.extend.core as jex
 from jax.interpreters import partial_eval as pe
 from jax.sharding import NamedSharding
 
-from jax_offload._chunk import ELEMENTWISE
+from jax_offload._chunk import ELEMENTWISE, REDUCE
 from jax_offload._masks import Mask, backward, bits, forward, groups, union
 from jax_offload._memory import is_host_aval
 from jax_offload._placement import nbytes
@@ -99,8 +99,9 @@ def cut(program: Program, numbers_apart: bool) -> list[Pass]:
     """The program as passes over the host leaves, in slices.
 
     Two results belong to one slice where they need a host leaf in common: then loading it once serves both. What needs
-    no host leaf and serves several slices, or is a number (a learning rate, the gradients' norm), belongs to the
-    prelude, but elementwise arithmetic: each slice does its own.
+    no host leaf and serves several slices, or is a number (a learning rate, the gradients' norm), or a few numbers of
+    all rows (``adaptive_grad_clip``'s norm of each column: it would keep the rows together), belongs to the prelude,
+    but elementwise arithmetic: each slice does its own.
 
     Where a number is reduced from the leaves of many parameters (a norm over accumulated gradients, prodigy's sums), or
     from all rows of one (LAMB's trust ratio), everything that uses it needs all of them at once. ``numbers_apart``
@@ -110,7 +111,10 @@ def cut(program: Program, numbers_apart: bool) -> list[Pass]:
     needs_host: dict[Var, Mask] = {v: 1 << i for i, v in enumerate(v for v in program.inputs if is_host_aval(v.aval))}
     stage: dict[Var, int] = {}  # the pass before which a variable cannot be known
     numbers: dict[Var, tuple[Mask, int]] = {}
+    summaries: set[Var] = set()
     for eqn in program.eqns:
+        if _is_summary(eqn, summaries):
+            summaries.update(eqn.outvars)
         stages = forward(eqn, stage, lambda x: max(x, default=0))
         for v, mask, at in zip(eqn.outvars, forward(eqn, needs_host), stages, strict=True):
             apart = numbers_apart and mask and v.aval.shape == ()
@@ -147,7 +151,8 @@ def cut(program: Program, numbers_apart: bool) -> list[Pass]:
         for k, v in enumerate(eqn.outvars):
             shared = needs[k] & ((2 << last) - 1) or needs[k].bit_count() > 1
             again = eqn.primitive.name in ELEMENTWISE  # cheaper made anew than kept, as an array, between its uses
-            if needs[k] and not needs_host.get(v, 0) and (v.aval.shape == () or (shared and not again)):
+            ahead = v.aval.shape == () or v in summaries or (shared and not again)
+            if needs[k] and not needs_host.get(v, 0) and ahead:
                 provider[v] = parts[v] if v in numbers else stage[v]
                 needs[k] = 1 << provider[v]
         for part in bits(union(needs) | effect):
@@ -174,6 +179,21 @@ def cut(program: Program, numbers_apart: bool) -> list[Pass]:
         )
         for at in range(last + 1)
     ]
+
+
+def _is_summary(eqn: Any, summaries: Set[Var]) -> bool:
+    """Whether its result is a reduction over all rows of an array, small beside it, or arithmetic on such."""
+    name = eqn.primitive.name
+    if name not in REDUCE and name not in ELEMENTWISE and name not in ("broadcast_in_dim", "reshape", "squeeze"):
+        return False
+    out = eqn.outvars[0].aval
+    if name in REDUCE:
+        return 0 in eqn.params["axes"] and 32 * math.prod(out.shape) <= math.prod(eqn.invars[0].aval.shape)
+    arrays = [v for v in eqn.invars if v.aval.shape]
+    return bool(arrays) and all(
+        not isinstance(v, jex.Literal) and v in summaries and math.prod(v.aval.shape) == math.prod(out.shape)
+        for v in arrays
+    )
 
 
 def _slice(program: Program, eqns: list[Any], outputs: list[Var], given: Set[Var]) -> Slice:

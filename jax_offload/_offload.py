@@ -150,7 +150,7 @@ def offload(
         def recipe(updates: Any, state: Any, params: Any, extra_args: Any) -> Any:
             """The usual recipe: load everything, update, store everything. Its trace is then cut into slices."""
             like = updates if params is None else params
-            updates, params = arranged(updates, divided), divided_params(params, options)
+            updates, params = arranged(updates, divided, params), divided_params(params, options)
             loaded = _load(state)
             before = plain(loaded) if rules else loaded
             try:

@@ -84,7 +84,7 @@ def streamed(
         return recipe(*args)
     updates, state, params, *rest = args
     # Divided before anything else: then they are scattered as they are reduced, and only parts are alive.
-    args = (arranged(updates, options.partitions), state, params, *rest)
+    args = (arranged(updates, options.partitions, params), state, params, *rest)
     leaves, treedef = jax.tree.flatten(args)
     arrays = [i for i, x in enumerate(leaves) if is_array(x)]
 
@@ -102,7 +102,7 @@ def streamed(
         _INSIDE.reset(token)
     given = _merged(inside)
     if given.partitions and not options.partitions and not _typed(updates):
-        leaves[: len(jax.tree.leaves(updates))] = jax.tree.leaves(arranged(updates, given.partitions))
+        leaves[: len(jax.tree.leaves(updates))] = jax.tree.leaves(arranged(updates, given.partitions, params))
 
     trees = treedef.children()
     starts = [0, *accumulate(tree.num_leaves for tree in trees)]

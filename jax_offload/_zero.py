@@ -10,11 +10,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jax_offload._paths import key_of
 from jax_offload._placement import Leaf
-from jax_offload._sharding import Layouts, Seen, Shardings, constrained, fitted, names_in, padded, shards_of
+from jax_offload._sharding import (
+    Layouts,
+    Seen,
+    Shardings,
+    constrained,
+    fitted,
+    names_in,
+    padded,
+    shards_of,
+    typed_sharding,
+)
 
 
 def axes_of(shard_over: Any) -> tuple[str, ...]:
@@ -124,11 +135,25 @@ def check_typed(divided: Layouts, error: Exception) -> None:
         ) from error
 
 
-def arranged(tree: Any, shardings: Mapping[str, Sharding]) -> Any:
-    """A tree like the parameters, those that have an entry in that sharding."""
+def arranged(tree: Any, shardings: Mapping[str, Sharding], like: Any = None) -> Any:
+    """A tree like the parameters, those that have an entry in that sharding.
+
+    ``like``: the parameters. Gradients of each example have one more axis, the first; where types do not tell
+    shardings they stay as they are.
+    """
     if not shardings:
         return tree
-    return jax.tree_util.tree_map_with_path(lambda path, x: constrained(x, shardings.get(key_of(path))), tree)
+    shapes = {key_of(path): np.shape(x) for path, x in jax.tree_util.tree_flatten_with_path(like)[0]}
+
+    def one(path: Any, x: Any) -> Any:
+        sharding, shape = shardings.get(key_of(path)), shapes.get(key_of(path), np.shape(x))
+        if sharding is None or shape == np.shape(x):
+            return constrained(x, sharding)
+        if shape == np.shape(x)[1:] and isinstance(sharding, NamedSharding) and typed_sharding(jax.typeof(x)):
+            return constrained(x, sharding.update(spec=PartitionSpec(None, *sharding.spec)))
+        return x
+
+    return jax.tree_util.tree_map_with_path(one, tree)
 
 
 def arranged_state(leaves: Sequence[Any], plan: Sequence[Leaf], params: Any, shardings: Layouts) -> list[Any]:

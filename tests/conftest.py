@@ -23,6 +23,10 @@ _LONG |= {
     "test_sharded.py": 3,
     "test_sharded_peak.py": 4,
     "test_flax.py": 3,
+    "test_clipping.py": 3,
+    "test_storage.py": 3,
+    "test_skip.py": 3,
+    "test_precision.py": 4,
 }
 _LONG |= {"test_checkpoint.py": 6, "test_multihost.py": 2, "test_faults.py": 2}
 

@@ -185,63 +185,6 @@ def test_what_is_not_finite_shows(value):
     )
 
 
-@pytest.mark.parametrize("storage", ADAM_STORAGE)
-@pytest.mark.parametrize("given", [True, False])
-def test_to_plain_and_back(storage, given):
-    params = parameters()
-    tx = jo.offload(ADAMW, storage=ADAM_STORAGE[storage], min_bytes=1024)
-    state = jax.jit(tx.update)(gradients(params), tx.init(params), params)[1]
-    bare = jo.to_plain(tx, state)
-    like = ADAMW.init(params)
-    assert jax.tree.structure(bare) == jax.tree.structure(like)
-    for x, y in zip(jax.tree.leaves(bare), jax.tree.leaves(like), strict=True):
-        assert (x.shape, x.dtype) == (y.shape, y.dtype)
-    assert bare[1][0].mu["layers"].sharding.memory_kind == HOST
-    again = jo.from_plain(tx, bare, params if given else None)
-    assert jax.tree.structure(again) == jax.tree.structure(state)
-    for x, y in zip(jax.tree.leaves(again.inner_state), jax.tree.leaves(state.inner_state), strict=True):
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
-        assert x.sharding == y.sharding and x.sharding.memory_kind == y.sharding.memory_kind
-    # and goes on, in plain optax and in another format
-    updates, _ = ADAMW.update(gradients(params), jo.to_device(bare), params)
-    other = jo.offload(ADAMW, storage="bfloat16", min_bytes=1024)
-    new = jo.from_plain(other, bare, params)
-    got, _ = jax.jit(other.update)(gradients(params), new, params)
-    assert float(optax.tree.norm(optax.tree.sub(got, updates))) < 0.01 * float(optax.tree.norm(updates))
-
-
-def test_conversion_through_chains_under_jit_and_of_float32():
-    params = parameters()
-    tx = optax.chain(optax.clip_by_global_norm(1.0), jo.offload(optax.adamw(1e-2), storage="bfloat16", min_bytes=1024))
-    state = tx.init(params)
-    bare = jo.to_plain(tx, state)
-    assert jax.tree.structure(bare) == jax.tree.structure(ADAMW.init(params))
-    under = jax.jit(lambda s: jo.from_plain(tx, jo.to_plain(tx, s), params))(state)
-    assert jax.tree.structure(under) == jax.tree.structure(state)
-    assert all(x.values.sharding.memory_kind == HOST for x in encoded(under))
-    same = jo.offload(ADAMW, min_bytes=1024)
-    s = same.init(params)
-    assert all(a is b for a, b in zip(jax.tree.leaves(jo.to_plain(same, s)), jax.tree.leaves(s), strict=True))
-
-
-def test_a_checkpoint_changes_its_storage(tmp_path):
-    ocp = pytest.importorskip("orbax.checkpoint")
-    params = parameters()
-    old = jo.offload(ADAMW, storage=ADAM_STORAGE["float8"], min_bytes=1024)
-    state = jax.jit(old.update)(gradients(params), old.init(params), params)[1]
-    with ocp.CheckpointManager(tmp_path) as manager:
-        manager.save(1, args=jo.save_args(state))
-        manager.wait_until_finished()
-        back = jo.restore(manager, jo.abstract_state(old, params))
-    assert jax.tree.structure(back) == jax.tree.structure(state)
-    for x, y in zip(jax.tree.leaves(back), jax.tree.leaves(state), strict=True):
-        assert x.dtype == y.dtype and x.sharding.memory_kind == y.sharding.memory_kind
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
-    new = jo.offload(ADAMW, storage=ADAM_STORAGE["int8"], min_bytes=1024)
-    state = jo.from_plain(new, jo.to_plain(old, back), params)
-    jax.jit(new.update)(gradients(params), state, params)
-
-
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("shard_over", [None, "data"])
 @pytest.mark.parametrize("storage", ["mixed", "int8"])
@@ -339,13 +282,6 @@ def test_bad_input():
         tx.update(params, other.init(params), params)
     with pytest.raises(ValueError, match="state: its tree is not the one that this optimizer's init gives"):
         jo.offload(ADAMW).update(params, tx.init(params), params)
-    with pytest.raises(ValueError, match="state: is stored, not plain"):
-        jo.from_plain(tx, tx.init(params), params)
-    with pytest.raises(ValueError, match="state: not a plain state of tx"):
-        jo.from_plain(tx, optax.sgd(1.0).init(params), params)
-    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.ndim else x, ADAMW.init(params))
-    with pytest.raises(ValueError, match=r"a leaf is bfloat16\[.*tx has float32"):
-        jo.from_plain(tx, half, params)
 
 
 def test_seeds_differ_by_step_and_leaf():
