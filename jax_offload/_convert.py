@@ -22,23 +22,24 @@ def to_plain(tx: optax.GradientTransformation, state: Any) -> Any:
 
     Args:
       tx: a transformation with an ``offload`` anywhere inside it.
-      state: its state.
+      state: its state, or a part of that, ``optax.tree.get(state, "mu")`` say.
     """
     del tx  # a stored state tells all; the argument is there for the symmetry with from_plain
 
     def plain(node: Any) -> Any:
-        if not _is_stored(node):
-            return node
-        return jax.tree.map(lambda x: decoded_in_place(x) if is_encoded(x) else x, node.inner_state, is_leaf=is_encoded)
+        if _is_stored(node):
+            return jax.tree.map(plain, node.inner_state, is_leaf=is_encoded)
+        return decoded_in_place(node) if is_encoded(node) else node
 
-    return jax.tree.map(plain, state, is_leaf=_is_stored)
+    return jax.tree.map(plain, state, is_leaf=lambda x: _is_stored(x) or is_encoded(x))
 
 
 def from_plain(tx: optax.GradientTransformation, state: Any, params: Any = None) -> Any:
     """A plain state as ``tx`` keeps it: stored as ``storage=`` says, each leaf where ``tx`` keeps it.
 
     ``jo.from_plain(new_tx, jo.to_plain(old_tx, state))`` changes how a run stores its state. Rounds to nearest; exact
-    where the format has the number. Leaf by leaf: of what is on the host only one leaf at a time is on the device.
+    where the format has the number. Leaf by leaf: of what is on the host only one leaf at a time is on the device. The
+    count of rounds, the seed of stochastic rounding, starts anew.
 
     Args:
       tx: a transformation with an ``offload`` anywhere inside it.
@@ -56,8 +57,13 @@ def from_plain(tx: optax.GradientTransformation, state: Any, params: Any = None)
         parts = treedef.flatten_up_to(state)
         stored = [_stored(part, like) for part, like in zip(parts, wanted, strict=True)]
     except (ValueError, TypeError) as error:
-        raise ValueError(f"state: not a plain state of tx for these parameters: {error}") from error
+        why = str(error) if isinstance(error, _Mismatch) else f"its tree is {jax.tree.structure(state)}"
+        raise ValueError(f"state: not a plain state of tx for these parameters: {why}") from error
     return to_host(tx, jax.tree.unflatten(treedef, stored), params)
+
+
+class _Mismatch(ValueError):
+    """A leaf is not of the type that it should be."""
 
 
 def _stored(state: Any, like: Any) -> Any:
@@ -73,7 +79,7 @@ def _stored(state: Any, like: Any) -> Any:
 def _encoded(x: Any, like: Encoded) -> Encoded:
     got, expected = (np.shape(x), np.dtype(x.dtype).name), (like.values.shape, like.dtype)
     if got != expected:
-        raise ValueError(f"a leaf is {got[1]}{list(got[0])}, and tx has {expected[1]}{list(expected[0])}")
+        raise _Mismatch(f"a leaf is {got[1]}{list(got[0])}, and tx has {expected[1]}{list(expected[0])}")
     return encoded_in_place(x, like.storage)
 
 

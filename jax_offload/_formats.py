@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jax_offload._placement import is_whole
 from jax_offload._sharding import constrained, padded, shards_of, typed_sharding
 
 BLOCK = 128
@@ -63,6 +64,8 @@ class Storage:
           and the scale.
       block: elements along the last axis that share a scale, which is a float32.
 
+    Leaves that would not become smaller (with a last axis of 1, say) stay as they are.
+
     Raises:
       ValueError: the dtype is not one of these, or the block is not positive.
     """
@@ -78,7 +81,7 @@ class Storage:
         if name not in NAMES:
             raise ValueError(f"storage: expected one of {', '.join(NAMES)}; got {self.dtype!r}.")
         object.__setattr__(self, "dtype", name)
-        if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block <= 0:
+        if not is_whole(self.block) or self.block <= 0:
             raise ValueError(f"storage: block must be a number of elements > 0, an int; got {self.block!r}.")
 
     @property
@@ -106,6 +109,8 @@ def encode(x: jax.Array, storage: Storage, seed: Any = None) -> tuple[jax.Array,
     blocks, noise = _in_blocks(x, storage.block), _noise(x, seed, storage.block)
     if (form := _SCALED.get(storage.dtype)) is not None:
         finite = jnp.isfinite(blocks)
+        top = (2 - 2.0**-form.mantissa) * 2.0**127  # what rounds up from there is not in float32
+        blocks = jnp.where(finite, jnp.clip(blocks, -top, top), blocks)
         largest = jnp.max(jnp.where(finite, jnp.abs(blocks), 0), axis=-1, keepdims=True)
         power = jnp.clip(_ceil_log2(largest) - form.largest, -126, 126)
         scaled = blocks * _power_of_two(-power)
@@ -169,7 +174,8 @@ def _to_bfloat16(x: jax.Array, seed: Any) -> jax.Array:
     if seed is None:
         return x.astype(jnp.bfloat16)
     bits = lax.bitcast_convert_type(x, jnp.uint32)
-    rounded = (bits + (_random_bits(x, seed) >> 16)) & jnp.uint32(0xFFFF0000)
+    down, up = (b & jnp.uint32(0xFFFF0000) for b in (bits, bits + (_random_bits(x, seed) >> 16)))
+    rounded = jnp.where((up & 0x7FFFFFFF) < 0x7F800000, up, down)  # of what is finite the last does not overflow
     return jnp.where(jnp.isfinite(x), lax.bitcast_convert_type(rounded, jnp.float32), x).astype(jnp.bfloat16)
 
 

@@ -58,10 +58,10 @@ def with_master_params(
       inner: any optax transformation, its state not offloaded by itself.
       dtype: of the masters; a floating dtype.
       low_bits: for bfloat16 parameters, whether to keep only the 16 bits by which a float32 master differs: 2 bytes
-        per parameter instead of 4. The master is read off both, and so follows a changed parameter by itself. The
-        parameter then is the master rounded to nearest with ties away from zero, because with ties to even the bits
-        would not tell the master. Where the parameter would miss that through ``optax.apply_updates``, beyond
-        the bounds above, the master is what the parameter lands on.
+        per parameter instead of 4. The master is read off both, and so follows a changed parameter by itself, to
+        within half a unit in its last place. The parameter then is the master rounded to nearest with ties away from
+        zero, because with ties to even the bits would not tell the master. Where the parameter would miss that through
+        ``optax.apply_updates``, beyond the bounds above, the master is what the parameter lands on.
 
     Raises:
       TypeError: ``inner`` is not an optax transformation, or is an ``offload(...)``: that goes outside.
@@ -72,13 +72,18 @@ def with_master_params(
 
     if isinstance(inner, Offloaded):
         raise TypeError(f"inner: {_ORDER}")
+    if isinstance(inner, WithMasterParams):
+        raise TypeError("inner: is a with_master_params(...) already; wrap an optimizer once.")
     if isinstance(inner, optax.MultiSteps):
         inner = inner.gradient_transformation()
     if not isinstance(inner, optax.GradientTransformation):
         raise TypeError(f"inner: expected an optax.GradientTransformation, got {inner!r}.")
+    try:
+        given, dtype = dtype, jnp.dtype(dtype)
+    except TypeError:
+        given, dtype = dtype, jnp.dtype(bool)
     if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"dtype: expected a floating dtype for master parameters, got {dtype!r}.")
-    dtype = jnp.dtype(dtype)
+        raise ValueError(f"dtype: expected a floating dtype for master parameters, got {given!r}.")
     if low_bits and dtype != jnp.float32:
         raise ValueError(f"low_bits: completes bfloat16 to float32, so dtype must be float32; got {dtype}.")
     inner = optax.with_extra_args_support(inner)
@@ -86,6 +91,8 @@ def with_master_params(
     def needs(p: Any) -> bool:
         if not jnp.issubdtype(p.dtype, jnp.floating) or jnp.finfo(p.dtype).nmant >= jnp.finfo(dtype).nmant:
             return False
+        if jnp.finfo(p.dtype).maxexp > jnp.finfo(dtype).maxexp:
+            raise ValueError(f"dtype: masters of {dtype} have not the range of a parameter of {p.dtype}. Use float32.")
         if p.dtype.itemsize < 2:
             raise ValueError(f"params: masters are for parameters of 16 bits and more; got one of {p.dtype}.")
         if low_bits and p.dtype != jnp.bfloat16:
@@ -207,14 +214,16 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
 def _following(master: jax.Array, p: jax.Array) -> jax.Array:
     """The master of ``p``; where ``p`` is not its rounding, that was changed from outside, and the master is ``p``."""
     unsigned = {2: jnp.uint16, 4: jnp.uint32}[p.dtype.itemsize]
-    bits = [lax.bitcast_convert_type(x, unsigned) for x in (master.astype(p.dtype), p)]  # of which no pass of XLA knows
-    return jnp.where(bits[0] == bits[1], master, p.astype(master.dtype))
+    was, now = (lax.bitcast_convert_type(x, unsigned) for x in (master.astype(p.dtype), p))  # XLA cannot look through
+    same = (was == now) | (((was | now) << 1) == 0)  # p + -0 is +0
+    return jnp.where(same, master, p.astype(master.dtype))
 
 
 def _joined(p: jax.Array, low: jax.Array) -> jax.Array:
-    """The float32 master of a bfloat16 parameter and the bits that it lacks."""
+    """The float32 master of a bfloat16 parameter and the bits that it lacks; of zero, infinity and NaN themselves."""
     high = lax.bitcast_convert_type(p, jnp.uint16).astype(jnp.int32) << 16
-    return lax.bitcast_convert_type(high + low.astype(jnp.int32), jnp.float32)
+    master = lax.bitcast_convert_type(high + low.astype(jnp.int32), jnp.float32)
+    return jnp.where((p == 0) | ~jnp.isfinite(p), p.astype(jnp.float32), master)
 
 
 def _landing(p: jax.Array, master: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -17,7 +17,7 @@ from jax_offload._placement import Leaf, Policy, Select, is_whole, note, place
 from jax_offload._sharding import Layouts, Seen, inside_shard_map, remember, settled, shardings_of
 from jax_offload._skip import updated_unless
 from jax_offload._state import abstract_state
-from jax_offload._storage import check_stored, formats, next_stored, plain, rules_of, stored
+from jax_offload._storage import as_stored, check_stored, formats, is_encoded, next_stored, plain, rules_of, stored
 from jax_offload._update import Options, divided_params, gathered, is_array, streamed
 from jax_offload._zero import arranged, arranged_state, axes_of, check_not_manual, check_typed, partitions
 
@@ -48,7 +48,7 @@ def offload(
       inner: any optax transformation, or an ``optax.MultiSteps``.
       fraction: share of the eligible state, in bytes over all devices, that lives on the host: a float in [0, 1],
         or a pytree prefix of the parameters with a float per subtree. Leaves are taken in the order of the backward
-        pass, up to where the error is smallest. 0 returns ``inner`` itself.
+        pass, up to where the error is smallest. 0 is ``inner`` itself, which also takes ``skip``.
       select: which parameters' state may move: a pytree prefix of the parameters with bools; regular expressions
         (one or several) searched in a parameter's path ``a/b/c``; or a callable on that path and the state leaf. A
         rule that matches no parameter is an error.
@@ -66,10 +66,12 @@ def offload(
       storage: how leaves are stored, in fewer bits than ``inner`` computes with: a mapping from paths in the state to
         dtypes, ``{"mu": "bfloat16", "nu": "uint8"}``, or one dtype, for all floating leaves but masters. The formats,
         and what each is for: ``jax_offload.Storage``. A path is a regular expression that matches whole components of
-        ``0/mu/layers/w``; one that matches nothing is an error. Leaves of fewer than ``min_bytes``, and leaves that
-        have no more bits than the format, stay as they are. ``inner`` computes on what it would have; each chunk is
-        decoded and encoded on the device, with stochastic rounding that is a function of the step, the leaf and
-        the place in it. The state becomes a ``StoredState``: ``jax_offload.to_plain`` and ``from_plain`` convert.
+        ``0/mu/layers/w``; the first that matches counts, and one that matches nothing is an error. Leaves of fewer than
+        ``min_bytes``, and those that would not become smaller, stay as they are; where a leaf lives is decided by what
+        it takes as it is stored. ``inner`` computes on what it would have; each chunk is decoded and encoded on the
+        device, with stochastic rounding that is a function of the step, the leaf and the place in it. Derivatives do
+        not pass through a state in fewer bits. The state becomes a ``StoredState``: ``jax_offload.to_plain`` and
+        ``from_plain`` convert.
       order: regular expressions searched in a parameter's path, in the order in which the gradients of what they match
         appear in the backward pass, ``["head", "layers", "embed"]``; what none matches comes last, and within one
         ``layers_10`` before ``layers_2``. A rule that matches no parameter is an error. ``None``: ``layers_10`` before
@@ -96,18 +98,20 @@ def offload(
     policy = Policy(fraction, select, min_bytes, order, axes_of(shard_over))
     rules = rules_of(storage)
     if isinstance(fraction, (int, float)) and fraction == 0 and not policy.shard_over and not rules:
-        return inner  # pyright: ignore[reportReturnType]
+        return _skipping(optax.with_extra_args_support(inner))
     inner = optax.with_extra_args_support(inner)
     seen: Seen = {}
+
+    def stored_init(params: Any) -> Any:
+        state = inner.init(params)
+        return stored(state, formats(rules, state, params, min_bytes)) if rules else state
 
     def init_fn(params: optax.Params) -> optax.OptState:
         check_order()
         told = shardings_of(params)
 
         def create(params: Any) -> Any:
-            state = inner.init(params)
-            if rules:
-                state = stored(state, formats(rules, state, params, min_bytes))
+            state = stored_init(params)
             plan = place(policy, state, params)
             divided = partitions(plan, params, {**settled(seen), **told}, missing_ok=True)  # else out_shardings say so
             state = _store(state, plan, params, divided)
@@ -139,6 +143,8 @@ def offload(
         check_order()
         like = updates if params is None else params
         if rules:
+            if not any(map(is_encoded, jax.tree.leaves(state, is_leaf=is_encoded))):
+                state = as_stored(state, jax.eval_shape(stored_init, like))
             check_stored(state, rules, like, min_bytes)
         shardings = {**inside_shard_map(settled(seen)), **shardings_of(like)}
         divided = {}
@@ -168,6 +174,17 @@ def offload(
         return streamed(recipe, (updates, state, params, extra_args), next_of=(0, 1), options=options)
 
     return Offloaded(init_fn, update_fn)
+
+
+def _skipping(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
+    """``inner`` where nothing is offloaded: it too must not lose ``skip``, which a chain would not miss."""
+
+    def update_fn(updates: Any, state: Any, params: Any = None, *, skip: Any = None, **extra_args: Any) -> Any:
+        if skip is None:
+            return inner.update(updates, state, params, **extra_args)
+        return updated_unless(skip, lambda u, s: inner.update(u, s, params, **extra_args), updates, state)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update_fn)
 
 
 def _load(state: Any) -> Any:

@@ -24,7 +24,8 @@ def updated_unless(skip: Any, update: Callable[[Any, Any], tuple[Any, Any]], upd
     skip = _checked(skip)
 
     def zeroed(x: jax.Array) -> jax.Array:
-        zero = jax.lax.optimization_barrier(jnp.zeros((), x.dtype))  # a tree of zeros would stand there as such
+        # -0, as -0 + 0 is +0; behind a barrier, else a whole tree of zeros would stand there
+        zero = jax.lax.optimization_barrier(-jnp.zeros((), x.dtype))
         return jnp.where(skip, zero, x)
 
     if not isinstance(skip, Tracer):

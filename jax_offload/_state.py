@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jax_offload import _memory
 from jax_offload._factored import axes_in_parameter
+from jax_offload._master import MasterState
 from jax_offload._paths import owners
 from jax_offload._placement import Leaf, is_like, noting, unmanaged
 from jax_offload._sharding import fitted, is_explicit, known, sharding_of, shards_of, typed_sharding, without_axes
@@ -184,12 +185,21 @@ def params_like(tx: optax.GradientTransformation, state: Any, *, plain: bool = F
     def unstored(x: Any) -> Any:
         return x.inner_state if isinstance(x, StoredState) else x
 
-    def part_of_param(x: Any) -> Any:
-        return jax.ShapeDtypeStruct(x.values.shape, x.dtype, sharding=x.values.sharding) if is_encoded(x) else x
+    def like_param(x: Any) -> Any:
+        array, dtype = (x.values, x.dtype) if is_encoded(x) else (x, getattr(x, "dtype", None))
+        if dtype is None:
+            return x
+        sharding = sharding_of(array)
+        on_device = None if sharding is None else _memory.with_kind(sharding, _memory.DEVICE_KIND)
+        return jax.ShapeDtypeStruct(np.shape(array), dtype, sharding=on_device)
 
     copies: list[Any] = []
     try:
         probe = tx.init(_Params())  # pyright: ignore[reportArgumentType]
+        if any(
+            isinstance(x, MasterState) for x in jax.tree.leaves(probe, is_leaf=lambda x: isinstance(x, MasterState))
+        ):
+            raise ValueError("masters are of another dtype than the parameters")
         if plain:
             probe = jax.tree.map(unstored, probe, is_leaf=lambda x: isinstance(x, StoredState))
         jax.tree.map(lambda p, part: copies.append(part) if is_probe(p) else None, probe, state, is_leaf=is_probe)
@@ -197,5 +207,5 @@ def params_like(tx: optax.GradientTransformation, state: Any, *, plain: bool = F
         raise ValueError("params: this optimizer's init must see them; give them as params=.") from error
     if not copies:
         raise ValueError("params: the state has no tree of their structure; give them as params=.")
-    copies = [jax.tree.map(part_of_param, each, is_leaf=is_encoded) for each in copies]
+    copies = [jax.tree.map(like_param, each, is_leaf=is_encoded) for each in copies]
     return max(copies, key=lambda each: len(jax.tree.leaves(each)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jax_offload import _memory
-from jax_offload._formats import Storage, decode, encode, mixed
+from jax_offload._formats import Storage, decode, encode, encoded_shapes, mixed
 from jax_offload._master import MasterState
 from jax_offload._paths import KeyPath
 from jax_offload._placement import stays
@@ -23,21 +24,24 @@ Rules = tuple[tuple[str | None, Storage], ...]  # ``None``: all that can be stor
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["values", "block_scale"], meta_fields=["storage", "dtype"]
+    # in the order of their names, so that a dict of both has its leaves in the same order
+    jax.tree_util.register_dataclass,
+    data_fields=["block_scale", "values"],
+    meta_fields=["storage", "dtype"],
 )
 @dataclasses.dataclass(frozen=True)
 class Encoded:
     """A leaf of the state as it is stored.
 
     Attributes:
-      values: of the leaf's shape, in the storage's dtype.
       block_scale: float32, of shape ``(..., blocks)``; ``None`` where the format has none.
+      values: of the leaf's shape, in the storage's dtype.
       storage: the format.
       dtype: of the leaf that the optimizer sees, by name.
     """
 
-    values: Any
     block_scale: Any
+    values: Any
     storage: Storage
     dtype: str
 
@@ -59,7 +63,12 @@ def rules_of(storage: Any) -> Rules:
     if storage is None:
         return ()
     if not isinstance(storage, Mapping):
-        return ((None, _format(storage)),)
+        only = _format(storage)
+        if only.dtype == "uint8":
+            raise ValueError(
+                "storage: uint8 is for what is never negative: storage={'mu': 'int8', 'nu': 'uint8'}, say."
+            )
+        return ((None, only),)
     for rule in storage:
         try:
             re.compile(rule)
@@ -77,35 +86,28 @@ def _format(value: Any) -> Storage:
 def formats(rules: Rules, state: Any, params: Any, min_bytes: int) -> list[Storage | None]:
     """For every leaf of a plain state how it is stored; ``None``: as it is.
 
-    A rule is a regular expression that matches whole components of a path in the state, ``0/mu/layers/w``. Where
-    several match, the one that matches furthest left counts; of these the first.
+    A rule is a regular expression that matches whole components of a path in the state, ``0/mu/layers/w``. The first
+    that matches counts.
 
     Raises:
-      ValueError: a rule matches nothing that can be stored otherwise, or an integer leaf, or a master.
+      ValueError: a rule matches nothing that can be stored otherwise, or a leaf that cannot be.
     """
     found: list[Storage | None] = []
-    used: set[str | None] = set()
+    used: set[str | None] = {None}
     names = []
     masters = _master_paths(state)
     for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         names.append(name)
-        places = [(m.start(), k) for k, (rule, _) in enumerate(rules) if (m := _match(rule, name))]
-        rule, storage = rules[min(places)[1]] if places else (None, None)
-        why = stays(x, 0)
-        if storage is not None and not why:
-            master = any(path[: len(prefix)] == prefix for prefix in masters)
-            floating = jnp.issubdtype(x.dtype, jnp.floating)
-            if rule is not None and (master or not floating):
-                what = "a master parameter; see with_master_params(dtype=, low_bits=)" if master else f"{x.dtype}"
-                raise ValueError(f"storage: {rule!r} matches the state leaf {name}, which is {what}; take it out.")
-            used.add(rule)
-            small = bool(stays(x, min_bytes))
-            if master or not floating or small or jnp.dtype(storage.dtype).itemsize >= x.dtype.itemsize:
-                storage = None
-        else:
-            storage = None
-        found.append(storage)
+        matching = [] if stays(x, 0) else [each for each in rules if _match(each[0], name)]
+        used.update(rule for rule, _ in matching)
+        rule, storage = matching[0] if matching else (None, None)
+        master = any(path[: len(prefix)] == prefix for prefix in masters)
+        why = _unfit(x, storage, master) if storage is not None else ""
+        if why and (rule is not None or (jnp.issubdtype(x.dtype, jnp.floating) and not master)):
+            raise ValueError(f"storage: {rule or rules[0][1].dtype!r}, for the state leaf {name}: {why}")
+        smaller = storage is not None and not why and not stays(x, min_bytes) and _is_smaller(x, storage)
+        found.append(storage if smaller else None)
     unused = [rule for rule, _ in rules if rule not in used]
     if unused and jax.tree.leaves(params):  # optax probes with placeholders
         raise ValueError(
@@ -113,6 +115,28 @@ def formats(rules: Rules, state: Any, params: Any, min_bytes: int) -> list[Stora
             f"{', '.join(names)}."
         )
     return found
+
+
+def _unfit(x: Any, storage: Storage, master: bool) -> str:
+    """Why a leaf cannot be stored so; empty where it can."""
+    if master:
+        return "it is a master parameter. Take it out; with_master_params(dtype=, low_bits=) says how masters are kept."
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return f"it is {x.dtype}, and only floating numbers are stored in fewer bits. Take it out."
+    if x.dtype.itemsize > 4:
+        return f"it is {x.dtype}, of which float32 has not the range. Take it out."
+    if x.dtype.itemsize < 4 and storage.dtype in ("int8", "uint8"):
+        return (
+            f"it is {x.dtype}, which has not the points of {storage.dtype}, so that it would drift. Use float8_e4m3fn, "
+            "or float32 moments: mu_dtype, or jo.with_master_params."
+        )
+    return ""
+
+
+def _is_smaller(x: Any, storage: Storage) -> bool:
+    shapes = encoded_shapes(np.shape(x), storage)
+    sizes = [math.prod(shape) * n for shape, n in zip(shapes, (storage.itemsize, 4), strict=True) if shape is not None]
+    return sum(sizes) < math.prod(np.shape(x)) * x.dtype.itemsize
 
 
 def _match(rule: str | None, name: str) -> re.Match[str] | None:
@@ -156,6 +180,18 @@ def next_stored(state: StoredState, before: Any, after: Any) -> StoredState:
     return StoredState(state.rounds + 1, jax.tree.unflatten(treedef, kept))
 
 
+def as_stored(state: Any, like: Any) -> Any:
+    """``state`` with the nodes of ``like``, where its leaves are the same: ``nnx.update`` makes dicts of them."""
+    leaves, treedef = jax.tree.flatten(like)
+    got = jax.tree.leaves(state)
+    same = len(got) == len(leaves) and all(_type(a) == _type(b) for a, b in zip(got, leaves, strict=True))
+    return jax.tree.unflatten(treedef, got) if same else state
+
+
+def _type(x: Any) -> Any:
+    return np.shape(x), getattr(x, "dtype", None)
+
+
 def check_stored(state: Any, rules: Rules, params: Any, min_bytes: int) -> None:
     """Raises ``ValueError`` for a state that is stored otherwise than the rules say."""
     fix = "Convert it: jo.from_plain(tx, jo.to_plain(old_tx, state)), params given where their tree is not in it."
@@ -174,7 +210,8 @@ def check_stored(state: Any, rules: Rules, params: Any, min_bytes: int) -> None:
 
 
 def _encoded(x: jax.Array, storage: Storage, seed: Any, dtype: str | None = None) -> Encoded:
-    return Encoded(*encode(x, storage, seed), storage, dtype or np.dtype(x.dtype).name)
+    values, scale = encode(x, storage, seed)
+    return Encoded(scale, values, storage, dtype or np.dtype(x.dtype).name)
 
 
 def _decoded(x: Encoded) -> jax.Array:

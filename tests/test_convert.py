@@ -67,6 +67,35 @@ def test_a_checkpoint_changes_its_storage(tmp_path):
     jax.jit(new.update)(gradients(params), state, params)
 
 
+def test_a_part_of_a_state():
+    params = parameters()
+    tx = jo.offload(ADAMW, storage="int8", min_bytes=1024)
+    state = jax.jit(tx.update)(gradients(params), tx.init(params), params)[1]
+    part, whole = jo.to_plain(tx, optax.tree.get(state, "mu")), jo.to_plain(tx, state)[1][0].mu
+    for x, y in zip(jax.tree.leaves(part), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+@pytest.mark.parametrize("inner", [optax.adafactor(1e-2), optax.contrib.schedule_free_adamw(1e-2), optax.lion(1e-3)])
+def test_other_optimizers(inner):
+    params = parameters()
+    tx = jo.offload(inner, storage="bfloat16", min_bytes=1024)
+    state = jax.jit(tx.update)(gradients(params), tx.init(params), params)[1]
+    again = jo.from_plain(tx, jo.to_plain(tx, state), params)
+    for x, y in zip(jax.tree.leaves(again.inner_state), jax.tree.leaves(state.inner_state), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+def test_masters_want_the_parameters():
+    params = parameters(jnp.bfloat16)
+    tx = jo.offload(jo.with_master_params(ADAMW), storage="bfloat16", min_bytes=1024)
+    bare = jo.to_plain(tx, tx.init(params))
+    assert jax.tree.structure(bare) == jax.tree.structure(jo.with_master_params(ADAMW).init(params))
+    with pytest.raises(ValueError, match=r"params: .* give them as params="):
+        jo.from_plain(tx, bare)
+    jo.from_plain(tx, bare, params)
+
+
 def test_bad_input():
     params = parameters()
     tx = jo.offload(ADAMW, storage="int8", min_bytes=1024)

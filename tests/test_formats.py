@@ -126,6 +126,12 @@ def test_shapes(name, shape):
     assert decode(values, scale, storage).shape == shape
 
 
+def test_the_largest_numbers_do_not_overflow():
+    x = np.full((1, 512), 3.3961e38, np.float32)
+    for name in NARROW:
+        assert np.isfinite(there_and_back(name)(x, SEED)).all(), name
+
+
 def test_bad_input():
     for wrong in ("int4", "f32", 3.5, jnp.int32, jnp.float8_e4m3):
         with pytest.raises(ValueError, match="storage: expected one of float32, bfloat16"):

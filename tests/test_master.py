@@ -190,6 +190,29 @@ def test_a_parameter_that_was_changed_is_followed_and_the_others_keep_their_mast
         assert (now[0] != np.float32(loaded["layers"])[0]).any()  # more precise than the parameter: it was kept
 
 
+@pytest.mark.parametrize("value", [0.0, -0.0, np.inf, np.nan])
+@pytest.mark.parametrize("low_bits", [False, True])
+def test_whatever_a_parameter_is_set_to_stays_a_number_or_none(low_bits, value):
+    tx = jo.offload(jo.with_master_params(optax.sgd(1e-3, momentum=0.9), low_bits=low_bits), min_bytes=0)
+    params = parameters()
+    state, step = tx.init(params), jax.jit(lambda p, s, g: jo.update_params(tx, g, s, p))
+    for k in range(3):
+        params, state = step(params, state, gradients(params, k))
+    params, _ = step(jax.tree.map(lambda p: jnp.full_like(p, value), params), state, gradients(params))
+    assert (np.isfinite(np.float32(params["layers"])) == np.isfinite(value)).all()
+
+
+def test_a_zero_of_the_other_sign_is_no_change():
+    """A float16 parameter that stays zero while its master grows from below: 0 + -0 is +0."""
+    tx = jo.offload(jo.with_master_params(optax.sgd(1.0)), min_bytes=0)
+    params = {"w": jnp.zeros((4, 8), jnp.float16)}
+    state, grads = tx.init(params), {"w": jnp.full((4, 8), 1e-8)}
+    for _ in range(20):
+        updates, state = jax.jit(tx.update)(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(masters(state)["w"], -2e-7, rtol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32 - 1))
@@ -241,8 +264,13 @@ def test_bad_input():
         inside.init(parameters())
     with pytest.raises(TypeError, match="inner: expected an optax"):
         jo.with_master_params(lambda x: x)
-    with pytest.raises(ValueError, match="dtype: expected a floating"):
-        jo.with_master_params(ADAMW, jnp.int32)
+    for wrong in jnp.int32, "float33":
+        with pytest.raises(ValueError, match="dtype: expected a floating"):
+            jo.with_master_params(ADAMW, wrong)
+    with pytest.raises(ValueError, match="masters of float16 have not the range of a parameter of bfloat16"):
+        jo.with_master_params(ADAMW, jnp.float16).init(parameters())
+    with pytest.raises(TypeError, match=r"with_master_params.* already"):
+        jo.with_master_params(jo.with_master_params(ADAMW))
     with pytest.raises(ValueError, match="low_bits: completes bfloat16 to float32"):
         jo.with_master_params(ADAMW, jnp.bfloat16, low_bits=True)
     with pytest.raises(ValueError, match="got one of float16"):
