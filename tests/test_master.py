@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jax_offload as jo
+from jax_offload._master import MasterState, landed
 
 HOST = "pinned_host"
 DTYPES = {"bfloat16": (jnp.bfloat16, 15), "float16": (jnp.float16, 12)}  # and how far exponents may be apart
@@ -38,7 +39,7 @@ def masters(state):
 
 
 def is_master(x):
-    return type(x).__name__ == "MasterState"
+    return isinstance(x, MasterState)
 
 
 def to(master):
@@ -103,6 +104,17 @@ def test_update_lands_within_the_bound(dtype, examples):
     # with zero the sign may differ: p + (-p) is +0
     same = (bits(new) == bits(target)) | ((np.float32(new) == 0) & (b == 0))
     assert same[within].all(), (p[within & ~same], master[within & ~same], new[within & ~same])
+
+
+def test_beyond_the_bound_update_params_lands_and_apply_updates_does_not():
+    """p = 1 and a master of 2^-30: no float32 leads from one to the other."""
+    params, master = {"w": jnp.ones(4, jnp.bfloat16)}, {"w": jnp.full(4, 2.0**-30)}
+    updates = {"w": master["w"] - 1}
+    state = MasterState(master, optax.EmptyState())
+    assert (optax.apply_updates(params, updates)["w"] == 0).all()
+    assert (landed(params, updates, state)["w"] == 2.0**-30).all()
+    halved = jax.tree.map(lambda u: u / 2, updates)  # by a transformation around it
+    assert (landed(params, halved, state)["w"] == 0.5).all()
 
 
 @pytest.mark.parametrize("through", ["update", "update_params"])
