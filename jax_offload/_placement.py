@@ -159,7 +159,7 @@ def unmanaged(x: Any) -> Leaf:
 
 def is_like(path: str, shape: tuple[int, ...], param: tuple[int, ...]) -> bool:
     """Whether a state leaf is divided like its parameter: of its shape, or a scale for each block of the last axis."""
-    of_blocks = path.endswith(".block_scale") and len(shape) == len(param)
+    of_blocks = path.endswith(".values_scale") and len(shape) == len(param)
     return shape == param or (of_blocks and shape[:-1] == param[:-1])
 
 

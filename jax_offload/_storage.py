@@ -26,7 +26,7 @@ Rules = tuple[tuple[str | None, Storage], ...]  # ``None``: all that can be stor
 @functools.partial(
     # in the order of their names, so that a dict of both has its leaves in the same order
     jax.tree_util.register_dataclass,
-    data_fields=["block_scale", "values"],
+    data_fields=["values", "values_scale"],
     meta_fields=["storage", "dtype"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -34,14 +34,14 @@ class Encoded:
     """A leaf of the state as it is stored.
 
     Attributes:
-      block_scale: float32, of shape ``(..., blocks)``; ``None`` where the format has none.
       values: of the leaf's shape, in the storage's dtype.
+      values_scale: float32, of shape ``(..., blocks)``; ``None`` where the format has none.
       storage: the format.
       dtype: of the leaf that the optimizer sees, by name.
     """
 
-    block_scale: Any
     values: Any
+    values_scale: Any
     storage: Storage
     dtype: str
 
@@ -211,11 +211,11 @@ def check_stored(state: Any, rules: Rules, params: Any, min_bytes: int) -> None:
 
 def _encoded(x: jax.Array, storage: Storage, seed: Any, dtype: str | None = None) -> Encoded:
     values, scale = encode(x, storage, seed)
-    return Encoded(scale, values, storage, dtype or np.dtype(x.dtype).name)
+    return Encoded(values, scale, storage, dtype or np.dtype(x.dtype).name)
 
 
 def _decoded(x: Encoded) -> jax.Array:
-    return decode(x.values, x.block_scale, x.storage).astype(x.dtype)
+    return decode(x.values, x.values_scale, x.storage).astype(x.dtype)
 
 
 # Leaf by leaf: as whole trees neither state need fit on the device.

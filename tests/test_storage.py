@@ -88,8 +88,8 @@ def test_steps_equal_those_of_a_resident_state_in_the_same_format(storage, windo
     assert len(leaves) == 6  # of layers, embed and flat; the norm is smaller than min_bytes
     for x in leaves:
         assert x.values.sharding.memory_kind == HOST and x.dtype == "float32"
-        assert x.block_scale is None or x.block_scale.sharding.memory_kind == (
-            HOST if x.block_scale.nbytes >= 1024 else "device"
+        assert x.values_scale is None or x.values_scale.sharding.memory_kind == (
+            HOST if x.values_scale.nbytes >= 1024 else "device"
         )
     assert {x.values.dtype.name for x in leaves} == set(
         {"bfloat16": ["bfloat16"], "mixed": ["bfloat16", "float16"], "int8": ["int8", "uint8"]}.get(
@@ -141,7 +141,7 @@ def test_small_increments_are_not_lost():
     )
     params = {"w": jnp.ones((4, 256))}
     for name in "bfloat16", "float8_e4m3fn", "int8", "uint8":
-        tx = jo.offload(inner, storage=name, min_bytes=0)
+        tx = jo.offload(inner, storage={"w": name}, min_bytes=0)
         state = tx.init(params)
         values = jax.jit(lambda s, tx=tx: jax.lax.fori_loop(0, 300, lambda i, s: tx.update(params, s)[1], s))
         got = float(np.mean(jo.to_plain(tx, values(state))["w"]))
@@ -220,7 +220,7 @@ def test_sharded(axis_type, shard_over, storage):
     over = "data" if shard_over else None
     assert mu.values.sharding.spec == P(over, "fsdp", "tensor"), mu.values.sharding
     if storage == "int8":
-        scale = state.inner_state[1][0].nu["layers"].block_scale.sharding.spec
+        scale = state.inner_state[1][0].nu["layers"].values_scale.sharding.spec
         assert scale == P(over, "fsdp", "tensor"), scale  # 256 columns are four blocks, over two devices
 
 
