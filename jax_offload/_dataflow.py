@@ -165,7 +165,13 @@ def cut(program: Program, numbers_apart: bool) -> list[Pass]:
     for v in [*results, *provider]:
         outputs[provider.get(v, parts.get(v, 0))][v] = None
     slices = [
-        _slice(program, members[part][::-1], list(outputs[part]), {v for v, p in provider.items() if p != part})
+        slice_of(
+            members[part][::-1],
+            list(outputs[part]),
+            program.debug_info._replace(arg_names=None, result_paths=None),
+            program.shards,
+            given={v for v, p in provider.items() if p != part},
+        )
         for part in range(len(stages_of))
     ]
     return [
@@ -196,7 +202,9 @@ def _is_summary(eqn: Any, summaries: Set[Var]) -> bool:
     )
 
 
-def _slice(program: Program, eqns: list[Any], outputs: list[Var], given: Set[Var]) -> Slice:
+def slice_of(
+    eqns: list[Any], outputs: list[Var], debug_info: Any, shards: Mapping[Var, Shards], given: Set[Var] = frozenset()
+) -> Slice:
     """The slice of some equations and results; ``given`` are the variables that other parts provide."""
     made = {v for eqn in eqns for v in eqn.outvars} - given
     read = [v for vs in [*(eqn.invars for eqn in eqns), outputs] for v in vs if not isinstance(v, jex.Literal)]
@@ -204,13 +212,12 @@ def _slice(program: Program, eqns: list[Any], outputs: list[Var], given: Set[Var
     # an equation of which only some results are wanted (a cond) may still name the others: let dce cut inside it
     eqns = [_without(eqn, given) for eqn in eqns]
     effects = frozenset().union(*(eqn.effects for eqn in eqns))
-    debug_info = program.debug_info._replace(arg_names=None, result_paths=None)
     jaxpr = jex.Jaxpr([], inputs, outputs, eqns, effects, debug_info)
     if any(True for eqn in eqns for _ in jex.jaxprs_in_params(eqn.params)):
         jaxpr, used = pe.dce_jaxpr(jaxpr, [True] * len(outputs))
         inputs = [v for v, u in zip(inputs, used, strict=True) if u]
     fun = jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))  # pyright: ignore[reportPrivateImportUsage]
-    return Slice(inputs, outputs, jaxpr, fun, shards=program.shards)
+    return Slice(inputs, outputs, jaxpr, fun, shards=shards)
 
 
 def _without(eqn: Any, given: Set[Var]) -> Any:

@@ -27,6 +27,7 @@ from jax_offload._memory import is_host_aval, on_host, to_host
 from jax_offload._placement import nbytes
 from jax_offload._sharding import varying_over
 from jax_offload._trace import Program, Var
+from jax_offload._turns import in_turn, small
 
 # A slice of up to 256 MiB, or a 32nd of the state, is loaded whole, and the window has room for two. Larger ones go
 # through such a window in chunks: far beyond what the latency of a copy can be felt in (see docs/streaming.md).
@@ -59,7 +60,7 @@ def stream(
     program: Program,
     args: Sequence[Any],
     *,
-    gradients: set[int],
+    gradients: Sequence[int],
     reuse: Mapping[int, int],
     rank: Callable[[int], int],
     window: int | None,
@@ -69,7 +70,8 @@ def stream(
     Args:
       program: the usual recipe (load all, update, store all) as a program.
       args: its arguments.
-      gradients: positions in ``args`` of the incoming updates, which gate the loads.
+      gradients: positions in ``args`` of the incoming updates, which gate the loads, in the order of the backward
+        pass.
       reuse: position of a result -> position of the argument that it is the next value of.
       rank: position in ``args`` of a host leaf -> its place in the order of the backward pass.
       window: bytes of host leaves on one device at a time. ``None``: two of the largest slice, the least with which
@@ -78,6 +80,7 @@ def stream(
     first = len(program.consts)
     env: dict[Var, Any] = dict(zip(program.inputs, [*program.consts, *args], strict=True))
     position = {v: i - first for i, v in enumerate(program.inputs)}
+    grads = [program.inputs[first + i] for i in gradients]
     next_of = {
         program.outputs[i]: program.inputs[first + j]
         for i, j in reuse.items()
@@ -88,13 +91,16 @@ def stream(
     passes = traced_once(passes) if tracing else passes
     before: list[Var] = []  # what the loads of a pass wait for
     for each in passes:
-        _run(each.prelude, env)
+        if tracing:
+            _run_in_turn(each.prelude, env, grads)
+        else:
+            _run(each.prelude, env)
         slices = sorted(each.slices, key=lambda s: min((rank(position[v]) for v in s.loads), default=0))
         if (loads := _LOADS.get()) is not None:
             loads += [Load([id(args[position[v]]) for v in s.loads], s.how) for s in slices]
         if tracing:
             made = [_made(s, next_of) for s in slices]
-            _run_gated(slices, made, env, {v for v, i in position.items() if i in gradients}, window, before)
+            _run_gated(slices, made, env, set(grads), window, before)
             before = made[-1] if slices else before
         else:  # no program to order: each slice runs, and frees what it loaded, before the next
             for s in slices:
@@ -198,6 +204,16 @@ def _must_be_back(sizes: Sequence[int], k: int, window: int) -> int:
         in_flight += sizes[i]
         i -= 1
     return i
+
+
+def _run_in_turn(prelude: Slice, env: dict[Var, Any], gradients: Sequence[Var]) -> None:
+    """Of the gradients, in their order, each is used once the one before it has been."""
+    used: list[Var] = []
+    for gradient, part in in_turn(prelude, gradients):
+        if gradient is not None:
+            _gate(env, [gradient], used)
+            used = small(part, gradient) or used
+        _run(part, env)
 
 
 def _run(s: Slice, env: dict[Var, Any]) -> None:

@@ -125,12 +125,18 @@ def streamed(
     results = stream(
         dataclasses.replace(numbers_ahead(program), shards=shards),
         [leaves[i] for i in arrays],
-        gradients={position[i] for i in range(starts[1]) if i in position},
+        gradients=[position[i] for i in _in_order(updates, given.order, made) if i in position],
         reuse=reuse,
         rank=lambda k: rank.get(arrays[k], -1),
         window=given.window,
     )
     return jax.tree.unflatten(out_tree, results)
+
+
+def _in_order(updates: Any, order: Order, births: list[int] | None) -> list[int]:
+    """The gradients' numbers, in the order of the backward pass."""
+    rank = ranks(updates, updates, order, births)
+    return sorted(range(len(rank)), key=rank.__getitem__)
 
 
 def gathered(updates: Any, options: Options) -> Any:

@@ -24,7 +24,7 @@ from jax._src.lib import xla_client
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from tests.aot.link import computations, started, traffic
+from tests.aot.link import hidden, traffic
 
 for _name, _value in {
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
@@ -65,7 +65,7 @@ class Measured:
     Attributes:
       loaded, stored: what one run copies from the host and to it, loops included.
       duplex: share of these that moves while the other direction moves too, as far as the schedule goes.
-      hidden: of the copies outside loops, the share that is in flight across a matmul.
+      hidden: of these, the share that is in flight across a matmul; what a loop copies is not.
     """
 
     peak: float
@@ -117,7 +117,7 @@ def measure(
         loaded=moved.loaded / MIB,
         stored=moved.stored / MIB,
         duplex=moved.duplex,
-        hidden=hidden(text),
+        hidden=hidden(text) / (moved.loaded + moved.stored or 1),
         text=text,
     )
 
@@ -136,19 +136,3 @@ def _compile_gpu(module: Any, n: int, options: dict[str, Any]) -> Any:
     # autotuning needs the device
     config.env_option_overrides = list({"xla_gpu_autotune_level": 0, **options}.items())
     return devices[0].client.compile(module, xla_client._xla.DeviceList(tuple(devices)), config)
-
-
-def hidden(text: str) -> float:
-    """Of the bytes that the entry computation copies, the share that has a matmul between its start and its end."""
-    started_at: dict[str, tuple[int, int]] = {}
-    total = over_matmul = matmuls = 0
-    for op in computations(text)["ENTRY"]:
-        if copy := started(op):
-            started_at[op.name] = copy.nbytes, matmuls
-        elif op.opcode.endswith("-done") and op.operand in started_at:
-            nbytes, before = started_at.pop(op.operand)
-            total += nbytes
-            over_matmul += nbytes if matmuls > before else 0
-        elif op.opcode in ("dot", "convolution", "while") or re.search(r"dot|gemm|conv|cublas", op.name):
-            matmuls += 1
-    return over_matmul / total if total else 0.0

@@ -146,3 +146,27 @@ def _overlap(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> int:
         else:
             j += 1
     return total
+
+
+def _multiplies(op: Op, found: dict[str, list[Op]]) -> bool:
+    """Whether ``op`` is a matmul, or a loop or a call in which there is one."""
+    if op.opcode in ("dot", "convolution") or re.search(r"dot|gemm|conv|cublas", op.name):
+        return True
+    called = (op.called(attribute) for attribute in ("body", "to_apply") if op.opcode in ("while", "call"))
+    return any(_multiplies(inner, found) for name in called for inner in found.get(name, []))
+
+
+def hidden(text: str) -> int:
+    """Bytes that the entry computation copies with a matmul between the copy's start and its end."""
+    found = computations(text)
+    in_flight: dict[str, tuple[int, int]] = {}
+    total = matmuls = 0
+    for op in found["ENTRY"]:
+        if copy := started(op):
+            in_flight[op.name] = copy.nbytes, matmuls
+        elif op.opcode.endswith("-done") and op.operand in in_flight:
+            nbytes, before = in_flight.pop(op.operand)
+            total += nbytes if matmuls > before else 0
+        elif _multiplies(op, found):
+            matmuls += 1
+    return total

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.aot.link import traffic
+from tests.aot.link import hidden, traffic
 
 HEAD = "HloModule m, is_scheduled=true\n\nENTRY %main (a: f32[256]) -> f32[256] {\n"
 LOAD = "  %{0}-start = (f32[256]{{0}}, f32[256]{{0:S(5)}}, u32[]) copy-start(%a)\n"
@@ -44,3 +44,10 @@ def test_slices_of_a_host_buffer_count_as_their_rows():
     ]
     moved = traffic(HEAD + "".join(lines) + "}\n")
     assert (moved.loaded, moved.stored, moved.duplex) == (1024, 1024, 1.0)
+
+
+@pytest.mark.parametrize(("body", "expected"), [("%d = f32[] dot(%a, %a)", 1024), ("%d = f32[] add(%a, %a)", 0)])
+def test_a_copy_is_hidden_by_a_loop_of_matmuls_not_by_any_loop(body, expected):
+    loop = "  %w = (s32[]) while(%t), condition=%c, body=%body\n"
+    text = f"%body (t: (s32[])) -> (s32[]) {{\n  {body}\n}}\n\n" + HEAD + LOAD.format("l") + loop + DONE.format("l")
+    assert hidden(text + "}\n") == expected

@@ -1,0 +1,43 @@
+"""Numbers that need all gradients, a norm say, take them in turn, as the backward pass makes them.
+
+Nothing else asks for a gradient before the last is there, and XLA's latency-hiding scheduler then puts the weights'
+matmuls off to the end of the backward pass: the activations and cotangents that they need are alive for all layers at
+once. (24 layers, 16384 tokens, clipping, compiled for an H200: 12288 MiB; in turn 8192. Resident 11328.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from jax_offload._dataflow import Slice, slice_of
+from jax_offload._masks import Mask, forward, union
+from jax_offload._trace import Var
+
+
+def in_turn(s: Slice, gradients: Sequence[Var]) -> list[tuple[Var | None, Slice]]:
+    """``s`` in parts, to be run one after the other: what needs no gradient, one at a time, and several."""
+    needs: dict[Var, Mask] = {v: 1 << i for i, v in enumerate(gradients)}
+    parts: list[list] = [[] for _ in range(len(gradients) + 2)]
+    for eqn in s.jaxpr.eqns:
+        masks = forward(eqn, needs)
+        needs.update(zip(eqn.outvars, masks, strict=True))
+        mask = union(masks)
+        parts[-1 if mask.bit_count() > 1 else mask.bit_length()].append(eqn)
+    if s.jaxpr.effects or sum(map(bool, parts[1:-1])) < 2:
+        return [(None, s)]
+    found: list[tuple[Var | None, Slice]] = []
+    wanted = dict.fromkeys(s.outputs)
+    for gradient, eqns in reversed([*zip([None, *gradients, None], parts, strict=True)]):
+        if eqns:
+            made = {v for eqn in eqns for v in eqn.outvars}
+            part = slice_of(eqns, [v for v in wanted if v in made], s.jaxpr.debug_info, s.shards)
+            wanted.update(dict.fromkeys(part.inputs))
+            found.append((gradient, part))
+    return found[::-1]
+
+
+def small(s: Slice, gradient: Var) -> list[Var]:
+    """A result that is next to nothing beside the gradient it is made of: a part of a sum, say."""
+    few = [v for v in s.outputs if 32 * math.prod(v.aval.shape) <= max(32, math.prod(gradient.aval.shape))]
+    return few[:1]
