@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import optax
 
 import jax_offload as jo
+from benchmarks.recipe import usual_recipe
 from jax.sharding import PartitionSpec as P
 
-from tests.aot.cases import measure_sharded, measure_step, usual_recipe
+from tests.aot.cases import measure_sharded, measure_step
 from tests.aot.harness import H200, MIB, V5E, V5E_2X2
 
 ADAMW = optax.adamw(1e-3)

@@ -7,7 +7,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_offload as jo
-from tests.aot.cases import device_sharding, in_float32, measure_step, measure_update, usual_recipe
+from benchmarks.recipe import usual_recipe
+from tests.aot.cases import device_sharding, in_float32, measure_step, measure_update
 from tests.aot.harness import H200, MIB, V5E, measure, mesh_for, require
 
 ADAMW = optax.adamw(1e-3)

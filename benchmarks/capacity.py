@@ -1,0 +1,79 @@
+"""How big can it get: the largest model that a system trains in a memory, by bisection over its layers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.cases import Case, Shape
+from benchmarks.systems import System, case
+
+WIDTH, HEADS = 4096, 32
+KEEP = ("error", "device_peak_bytes", "device_limit_bytes", "host_bytes", "host_taken_bytes", "host_state_bytes")
+Probe = Callable[[Case], dict[str, Any]]
+
+
+def shape(layers: int) -> Shape:
+    return Shape(layers, WIDTH, HEADS)
+
+
+def fits(result: dict[str, Any], device_limit: int | None, host_limit: int | None) -> bool:
+    """Whether a run ended well or, if it was only compiled, would by its numbers."""
+    if "error" in result:
+        return False
+    within = device_limit is None or (result["device_peak_bytes"] or 0) <= device_limit
+    return within and (host_limit is None or result.get("host_bytes", 0) <= host_limit)
+
+
+def largest(ok: Callable[[int], bool], guess: int, most: int) -> int:
+    """The largest number up to ``most`` that is ``ok``, by steps that double away from a guess, and bisection."""
+    low, high, step = 0, most + 1, 1  # low is fine, high is not
+    at = min(max(1, guess), most)
+    while low < at < high:
+        if ok(at):
+            low, at = at, at + step
+        else:
+            high, at = at, at - step
+        step *= 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if ok(middle) else (low, middle)
+    return low
+
+
+def search(
+    system: System, probe: Probe, device_limit: int | None, host_limit: int | None, most: int = 256
+) -> dict[str, Any]:
+    """Probes of one system, and the largest number of parameters among those that fit.
+
+    Memory grows with every layer by the same amount, so two small models tell where to look.
+    """
+    probes: dict[int, dict[str, Any]] = {}
+
+    def at(layers: int) -> dict[str, Any]:
+        if layers not in probes:
+            each = case(system, shape(layers), 2048, stacked=True, clip=False, warmup=1, steps=1)
+            result = probe(each)
+            probes[layers] = {key: result[key] for key in KEEP if key in result}
+        return probes[layers]
+
+    small, larger = at(4), at(8)
+    if "error" in small:
+        return {"system": system.name, "error": small["error"]}
+    guess = 16
+    memory = device_limit or small.get("device_limit_bytes")
+    if "error" not in larger and memory and small["device_peak_bytes"] is not None:
+        per_layer = (larger["device_peak_bytes"] - small["device_peak_bytes"]) / 4
+        guess = int(4 + (memory - small["device_peak_bytes"]) / max(per_layer, 1))
+        if host_limit and (per_host := (larger.get("host_bytes", 0) - small.get("host_bytes", 0)) / 4) > 0:
+            guess = min(guess, int(4 + (host_limit - small["host_bytes"]) / per_host))
+    layers = largest(lambda n: fits(at(n), device_limit, host_limit), guess, most)
+    return {
+        "system": system.name,
+        "layers": layers,
+        "parameters": shape(layers).parameters if layers else 0,
+        "at": probes.get(layers, {}),
+        "probes": [{"layers": n, **result} for n, result in sorted(probes.items())],
+        "shape": dataclasses.asdict(shape(layers)),
+    }

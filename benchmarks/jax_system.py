@@ -1,0 +1,200 @@
+"""The worker of the JAX systems: runs one case in this process and prints a line of JSON.
+
+python -m benchmarks.jax_system "$CASE"
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.cases import ADAMW, Case
+from benchmarks.machine import host_memory, peak_rss, report
+
+if __name__ == "__main__":  # before jax starts
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+    # XLA's pool of pinned host memory ends at 64 GB unless told otherwise.
+    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(int(0.9 * host_memory() / 1e9)))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jax_offload as jo
+from benchmarks import gpt, timeline
+from benchmarks.recipe import usual_recipe
+from examples import _data
+from tests.aot.link import traffic
+
+
+def optimizer(case: Case) -> optax.GradientTransformation:
+    options = dict(case.options)
+    tx = optax.adamw(**ADAMW)
+    if case.clip:
+        tx = optax.chain(optax.clip_by_global_norm(1.0), tx)
+    if options.pop("masters", False):
+        tx = jo.with_master_params(tx)
+    if options.pop("recipe", False):
+        return usual_recipe(tx)
+    return jo.offload(tx, **options) if options.pop("offload", False) else tx
+
+
+class Program(NamedTuple):
+    """A training step of a case, and what it takes.
+
+    Attributes:
+      params, tokens: shapes, with shardings.
+      init: () -> params.
+      step: (params, state, tokens) -> (params, state, loss); the first two are donated.
+      shardings: of the step's results.
+    """
+
+    tx: optax.GradientTransformation
+    params: Any
+    tokens: jax.ShapeDtypeStruct
+    init: Callable[[], Any]
+    step: Callable[[Any, Any, Any], Any]
+    shardings: Any
+
+    @property
+    def state(self) -> Any:
+        return jo.abstract_state(self.tx, self.params)
+
+
+def program(case: Case, sharding: jax.sharding.Sharding, dtype: Any, attention: str | None) -> Program:
+    tx = optimizer(case)
+
+    def init() -> Any:
+        params = gpt.init(case.shape, case.stacked)
+        return jax.tree.map(lambda p: p.astype(dtype), params) if case.options.get("masters") else params
+
+    def place(tree: Any) -> Any:
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), tree)
+
+    params = place(jax.eval_shape(init))
+    tokens = place(jax.ShapeDtypeStruct((case.batch, case.shape.context + 1), jnp.int32))
+    loss = partial(gpt.loss, case.shape, attention, dtype)
+
+    def step(params: Any, state: Any, tokens: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, tokens)
+        if case.options.get("masters"):  # they write the parameters themselves
+            params, state = jo.update_params(tx, grads, state, params)
+            return params, state, value
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    shardings = jax.tree.map(lambda a: a.sharding, (params, jo.abstract_state(tx, params))), sharding
+    return Program(tx, params, tokens, init, step, (*shardings[0], sharding))
+
+
+def fused_attention() -> str | None:
+    """cuDNN's attention where it runs: XLA's own keeps all scores. Tried on something small."""
+    x = jnp.ones((1, 128, 2, 64), jnp.bfloat16)
+    try:
+        attend = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+        jax.block_until_ready(jax.jit(jax.grad(lambda q: attend(q, q, q).astype(jnp.float32).sum()))(x))
+    except Exception:  # whatever it lacks, the benchmark can do without and says so
+        return None
+    return "cudnn"
+
+
+def run(case: Case) -> dict[str, Any]:
+    """Trains for some steps. Returns seconds and losses of each, and peaks."""
+    device = jax.devices()[0]
+    on_gpu = device.platform in ("gpu", "cuda")
+    attention = fused_attention() if on_gpu else None
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    dtype = jnp.bfloat16 if on_gpu else jnp.float32
+    it = program(case, sharding, dtype, attention)
+
+    began = time.perf_counter()
+    options = jo.compiler_options("cuda") if on_gpu and case.options.get("offload") else None
+    jitted = jax.jit(it.step, donate_argnums=(0, 1), out_shardings=it.shardings)
+    compiled = jitted.lower(it.params, it.state, it.tokens).compile(compiler_options=options)
+    compile_seconds = time.perf_counter() - began
+
+    params = jax.jit(it.init, out_shardings=it.shardings[0])()
+    state = jax.jit(it.tx.init, out_shardings=it.shardings[1])(params)
+    after_init = peak(device)
+    data = _data.load()
+
+    def batch(i: int) -> Any:
+        tokens = _data.batch(data, i, case.batch, case.shape.context)
+        return jax.device_put(tokens.astype(np.int32), sharding)
+
+    # One step ahead of what is waited for: the time to start a step is no part of it, as in training.
+    clock, losses = [], []
+    pending = None
+    for i in range(case.warmup + case.steps):
+        params, state, loss = compiled(params, state, batch(i))
+        if pending is not None:
+            losses.append(float(pending))
+            clock.append(time.perf_counter())
+        pending = loss
+    losses.append(float(pending))
+    clock.append(time.perf_counter())
+    seconds = np.diff(clock)[case.warmup - 1 :].tolist()
+    peak_bytes = peak(device)
+
+    def two_more_steps() -> None:
+        nonlocal params, state
+        for i in range(2):
+            params, state, loss = compiled(params, state, batch(i))
+        jax.block_until_ready(loss)
+
+    moved = traffic(compiled.as_text())
+    return {
+        "step_seconds": seconds,
+        "losses": losses,
+        "device_peak_bytes": peak_bytes,
+        "device_peak_bytes_after_init": after_init,
+        "device_limit_bytes": (device.memory_stats() or {}).get("bytes_limit"),
+        **({"loaded_bytes": moved.loaded, "stored_bytes": moved.stored} if on_gpu else {}),
+        **(profiled(two_more_steps, 2) if on_gpu else {}),
+        "compiled_peak_bytes": compiled_peak(compiled.memory_analysis()),
+        "state_bytes": nbytes(it.state, host=False),
+        "host_state_bytes": nbytes(it.state, host=True),
+        "host_peak_rss_bytes": peak_rss(),
+        "compile_seconds": compile_seconds,
+        "device": device.device_kind,
+        "versions": {"jax": jax.__version__, "optax": optax.__version__},
+        "notes": [f"attention: {attention or 'xla'}"],
+    }
+
+
+def profiled(run: Callable[[], None], steps: int) -> dict[str, Any]:
+    """What the link did meanwhile, as far as the profiler works here."""
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                run()
+            (trace,) = Path(folder).glob("**/*.trace.json.gz")
+            return timeline.summary(trace, steps)
+    except Exception as error:  # the times that were measured without it stand
+        return {"profiler_error": f"{type(error).__name__}: {error}"[:200]}
+
+
+def peak(device: jax.Device) -> int | None:
+    """The most bytes that the allocator has had in use; a CPU does not say."""
+    return (device.memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def compiled_peak(m: Any) -> int:
+    return m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
+
+
+def nbytes(state: Any, *, host: bool) -> int:
+    """Bytes of a state's leaves; ``host``: of those in host memory."""
+    leaves = jax.tree.leaves(state)
+    return sum(a.size * a.dtype.itemsize for a in leaves if not host or a.sharding.memory_kind == "pinned_host")
+
+
+if __name__ == "__main__":
+    report(run, Case.from_json(sys.argv[1]))

@@ -1,0 +1,120 @@
+"""The link between host and device: each direction alone, both at once, by size of a copy and copies in flight.
+
+    python -m benchmarks.link
+
+The copies are those of a compiled JAX program, as in a training step; where torch is installed, the driver's
+asynchronous copies between pinned and device memory too, as the ceiling. Bytes per second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+MIB = 2**20
+SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+IN_FLIGHT = [1, 2, 4, 16]
+LIMIT = "xla_gpu_experimental_parallel_async_compute_limit"
+DIRECTIONS = {"load": (True, False), "store": (False, True), "both": (True, True)}
+
+
+def copies(size: int, total: int) -> int:
+    """How many copies of ``size`` bytes each: ``total`` bytes, but not more than 256."""
+    return max(4, min(256, total // size))
+
+
+def median_seconds(run: Callable[[], Any], repeats: int) -> float:
+    run()
+    seconds = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
+def in_jax(total: int, sizes: list[int], repeats: int) -> Iterator[dict[str, Any]]:
+    """Copies of whole buffers in one compiled program, which returns them on the other side."""
+    device = jax.devices()[0]
+    here = jax.sharding.SingleDeviceSharding(device, memory_kind="device")
+    there = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+
+    for mib in sizes:
+        n = copies(mib * MIB, total)
+        numbers = np.random.default_rng(0).integers(0, 2**32, (mib * MIB // 4,), np.uint32)
+        for direction, (loads, stores) in DIRECTIONS.items():
+            sources = [(there, here)] * loads + [(here, there)] * stores
+            args = [[jax.device_put(numbers, source) for _ in range(n)] for source, _ in sources]
+            out = [[to] * n for _, to in sources]
+
+            def move(args: Any, sources: Any = sources) -> Any:
+                spaces = [
+                    jax.memory.Space.Host if to.memory_kind == "pinned_host" else jax.memory.Space.Device
+                    for _, to in sources
+                ]
+                return [[jax.device_put(x, space) for x in xs] for xs, space in zip(args, spaces, strict=True)]
+
+            for limit in IN_FLIGHT if device.platform != "cpu" else IN_FLIGHT[:1]:
+                options = {LIMIT: limit} if device.platform in ("gpu", "cuda") else None
+                program = jax.jit(move, out_shardings=out).lower(args).compile(compiler_options=options)
+                seconds = median_seconds(lambda p=program, a=args: jax.block_until_ready(p(a)), repeats)
+                rate = n * mib * MIB / seconds
+                yield row("jax", direction, mib, limit, rate)
+            del args
+
+
+def in_torch(total: int, sizes: list[int], repeats: int) -> Iterator[dict[str, Any]]:
+    """The driver's copies, one stream per direction, all enqueued at once."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    for mib in sizes:
+        n = copies(mib * MIB, total)
+        host = [torch.randint(0, 255, (mib * MIB,), dtype=torch.uint8).pin_memory() for _ in range(2)]
+        device = [h.cuda() for h in host]
+
+        def run(loads: bool, stores: bool, n: int = n, host: Any = host, device: Any = device) -> None:
+            for _ in range(n):
+                if loads:
+                    with torch.cuda.stream(streams[0]):
+                        device[0].copy_(host[0], non_blocking=True)
+                if stores:
+                    with torch.cuda.stream(streams[1]):
+                        host[1].copy_(device[1], non_blocking=True)
+            torch.cuda.synchronize()
+
+        for direction, ways in DIRECTIONS.items():
+            rate = n * mib * MIB / median_seconds(lambda w=ways, r=run: r(*w), repeats)
+            yield row("driver", direction, mib, n, rate)
+
+
+def row(by: str, direction: str, mib: int, in_flight: int, rate: float) -> dict[str, Any]:
+    """``rate``: bytes per second in each direction that is in use."""
+    return {"by": by, "direction": direction, "mib": mib, "in_flight": in_flight, "bytes_per_second": rate}
+
+
+def best(rows: list[dict[str, Any]], direction: str) -> float | None:
+    """Bytes per second in each direction, the most that was measured."""
+    return max((r["bytes_per_second"] for r in rows if r["direction"] == direction), default=None)
+
+
+def run(total: int = 2 << 30, sizes: list[int] = SIZES, repeats: int = 5) -> list[dict[str, Any]]:
+    if jax.devices()[0].platform == "cpu":  # no link: what is left is to see that it runs
+        total, sizes, repeats = 4 * MIB, [1], 1
+    rows = list(in_jax(total, sizes, repeats))
+    with contextlib.suppress(ModuleNotFoundError):
+        rows += in_torch(total, sizes, repeats)
+    return rows
+
+
+if __name__ == "__main__":
+    print(json.dumps(run()))

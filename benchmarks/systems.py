@@ -1,0 +1,105 @@
+"""Every system that is compared: its name, the worker that runs it, and what the worker is told."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.cases import SHAPES, Case, Shape
+
+MIB = 2**20
+INT8 = {"mu": "int8", "nu": "uint8"}
+
+
+@dataclasses.dataclass(frozen=True)
+class System:
+    """
+    Attributes:
+      framework: ``jax`` or ``torch``: which worker runs it.
+      stands_for: what it shows, for the notes under the table.
+      options: for ``Case.options``.
+    """
+
+    name: str
+    framework: str
+    stands_for: str
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def ours(name: str, stands_for: str, **options: Any) -> System:
+    return System(f"jax_offload{name}", "jax", stands_for, {"offload": True, **options})
+
+
+RESIDENT = System("optax", "jax", "plain optax, the state on the device")
+RECIPE = System("usual recipe", "jax", "the JAX guide, MaxText, AXLearn: state in, update, state out", {"recipe": True})
+OURS = ours("", "float32 moments on the host")
+BFLOAT16 = ours(", bfloat16 state", "4 bytes of state per parameter", storage="bfloat16")
+INT8_STATE = ours(", int8 state", "2.06 bytes of state per parameter", storage=INT8)
+MASTERS = ours(", bfloat16 parameters", "float32 masters and moments on the host", masters=True)
+MASTERS_INT8 = ours(", bfloat16 parameters, int8 state", "float32 masters, 8-bit moments", masters=True, storage=INT8)
+FRACTIONS = [ours(f", fraction {f}", "what stays is what could not be hidden", fraction=f) for f in (0.25, 0.5, 0.75)]
+WINDOWS = [ours(f", window {w} MiB", "instead of the default window", window=w * MIB) for w in (64, 256, 1024)]
+
+TORCH_RESIDENT = System("torch resident", "torch", "torch.optim.AdamW, the state on the device")
+TORCH = [
+    System("torchao CPUOffloadOptimizer", "torch", "updates on the host's cores"),
+    System("torchao CPUOffloadOptimizer, bf16 parameters", "torch", "its README's setting"),
+    System("DeepSpeed ZeRO-Offload", "torch", "CPUAdam: masters, moments and update on the host's cores"),
+    System("FSDP2 CPUOffloadPolicy", "torch", "parameters too live on the host, which updates them"),
+    System("bitsandbytes PagedAdamW", "torch", "unified memory, paged by the driver"),
+    System("bitsandbytes PagedAdamW8bit", "torch", "unified memory, 8-bit moments"),
+    System("Megatron HybridDeviceOptimizer", "torch", "updates on the host's cores, copies overlapped"),
+]
+MAIN = [RESIDENT, RECIPE, OURS, BFLOAT16, INT8_STATE]
+VARIANTS = [MASTERS, MASTERS_INT8, *FRACTIONS, *WINDOWS]
+SYSTEMS = {system.name: system for system in (*MAIN, *VARIANTS, TORCH_RESIDENT, *TORCH)}
+# The one that a system's overhead is measured against.
+BASELINE = {"jax": RESIDENT.name, "torch": TORCH_RESIDENT.name}
+
+TOKENS = [2**k for k in range(11, 17)]  # 2K to 64K
+# name, stacked
+MODELS = [("1.3b", True), ("1.3b", False), ("2.7b", True), ("6.7b", True)]
+
+
+def case(system: System, shape: Shape, tokens: int, *, stacked: bool, clip: bool, **steps: int) -> Case:
+    stacked = stacked and system.framework == "jax"  # PyTorch's models have a parameter per layer
+    return Case(system.name, shape, max(1, tokens // shape.context), stacked, clip, options=system.options, **steps)
+
+
+def plan() -> Iterator[Case]:
+    """The whole matrix, what says most first: a run that is cut short leaves the best part of the table."""
+
+    def cases(systems: list[System], models: list[tuple[str, bool]], tokens: list[int]) -> Iterator[Case]:
+        for clip in (False, True):
+            for name, stacked in models:
+                for count in tokens:
+                    for system in systems:
+                        yield case(system, SHAPES[name], count, stacked=stacked, clip=clip)
+
+    stacked, unrolled, *larger = MODELS
+    everyone = [*MAIN, TORCH_RESIDENT, *TORCH, *VARIANTS]
+    stages = [
+        cases(MAIN, [stacked, unrolled], [16384]),
+        cases([TORCH_RESIDENT, *TORCH], [unrolled], [16384]),
+        cases([RESIDENT, OURS, INT8_STATE], [stacked, unrolled], [2048, 8192, 32768]),
+        cases(MAIN, larger, [16384]),
+        cases(VARIANTS, [stacked], [16384]),
+        cases(everyone, MODELS, TOKENS),
+    ]
+    seen = set()
+    for stage in stages:
+        for each in stage:
+            if each.to_json() not in seen:
+                seen.add(each.to_json())
+                yield each
+
+
+def toy() -> Iterator[Case]:
+    """Every system, with and without clipping, on a model that any machine trains in no time."""
+    for clip in (False, True):
+        for stacked in (True, False):
+            for system in SYSTEMS.values():
+                if system.framework == "torch" and stacked:
+                    continue
+                yield case(system, SHAPES["toy"], 64, stacked=stacked, clip=clip, warmup=1, steps=4)

@@ -1,0 +1,160 @@
+"""The benchmarks run, resume and report, on a toy. Speed and memory are for hardware to tell."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks import capacity, compiled, gpt, jax_system, link, run, systems
+from benchmarks.cases import SHAPES, Case
+from tests.aot.harness import H200, require
+
+TOY = SHAPES["toy"]
+
+
+def on_toy(system, stacked=True, clip=True, **kwargs):
+    return systems.case(systems.SYSTEMS[system], TOY, 64, stacked=stacked, clip=clip, warmup=1, steps=3, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def resident():
+    return jax_system.run(on_toy("optax"))
+
+
+@pytest.mark.parametrize(
+    ("system", "tolerance"),
+    [
+        ("usual recipe", 1e-6),
+        ("jax_offload", 1e-6),
+        ("jax_offload, fraction 0.5", 1e-6),
+        ("jax_offload, int8 state", 1e-3),
+        ("jax_offload, bfloat16 parameters", 1e-2),
+    ],
+)
+def test_systems_train_as_resident_does(system, tolerance, resident):
+    result = jax_system.run(on_toy(system))
+    assert result["losses"] == pytest.approx(resident["losses"], rel=tolerance)
+    assert len(result["step_seconds"]) == 3
+    assert result["host_state_bytes"] > 0 == resident["host_state_bytes"]
+
+
+def test_stacked_and_unrolled_are_one_model():
+    stacked, unrolled = (gpt.init(TOY, way) for way in (True, False))
+    for layer in range(TOY.layers):
+        for name, leaf in unrolled[f"block_{layer:03d}"].items():
+            np.testing.assert_array_equal(leaf, stacked["blocks"][name][layer])
+    assert sum(p.size for p in jax.tree.leaves(stacked)) == TOY.parameters
+    tokens = jnp.arange(2 * (TOY.context + 1)).reshape(2, -1) % 256
+    losses = [float(gpt.loss(TOY, None, jnp.float32, params, tokens)) for params in (stacked, unrolled)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_first_parameters_have_the_deviation_that_they_should():
+    leaves = [p for p in jax.tree.leaves(gpt.init(TOY, True)) if p.ndim > 1 and p.shape[-1] > TOY.layers]
+    for p in leaves:
+        if p.min() < 1:  # not a norm's
+            assert float(p.std()) == pytest.approx(0.02, rel=0.05)
+            assert abs(float(p.mean())) < 5 * 0.02 / p.size**0.5
+
+
+def test_the_plan_is_the_whole_matrix_once():
+    plan = [c.to_json() for c in systems.plan()]
+    assert len(plan) == len(set(plan))
+    for system in systems.SYSTEMS.values():
+        for name, stacked in systems.MODELS:
+            for tokens in systems.TOKENS:
+                for clip in (False, True):
+                    each = systems.case(system, SHAPES[name], tokens, stacked=stacked, clip=clip)
+                    assert each.tokens == tokens
+                    assert each.to_json() in plan
+    assert Case.from_json(plan[0]).to_json() == plan[0]
+
+
+def test_the_models_are_as_large_as_they_say():
+    billions = {name: shape.parameters / 1e9 for name, shape in SHAPES.items()}
+    assert billions["1.3b"] == pytest.approx(1.3, abs=0.05)
+    assert billions["2.7b"] == pytest.approx(2.7, abs=0.1)
+    assert billions["6.7b"] == pytest.approx(6.7, abs=0.1)
+
+
+def test_one_command_runs_resumes_and_lists_what_cannot_run(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "results.json"
+    arguments = ["--toy", "--parts", "cases", "--clip", "no", "--layers", "unrolled", "--out", str(out)]
+    only = ["--only", "^optax$", "--only", "^bitsandbytes PagedAdamW$"]
+    run.main([*arguments, *only])
+    entries = json.loads(out.read_text())["cases"]
+    assert [e["case"]["system"] for e in entries] == ["optax", "bitsandbytes PagedAdamW"]
+    assert len(entries[0]["result"]["losses"]) == 5
+    assert entries[0]["result"]["host_taken_bytes"] >= 0
+    assert entries[1]["result"]["error"]
+    text = out.with_suffix(".md").read_text()
+    assert f"did not run: {entries[1]['result']['error']}" in text
+    monkeypatch.setattr(run, "worker", lambda *_, **__: pytest.fail("ran again"))
+    run.main([*arguments, *only])
+    assert json.loads(out.read_text())["cases"] == entries
+
+
+def test_a_worker_that_dies_is_a_reason(tmp_path):
+    assert "exit status" in run.worker("nothing_of_this_name", seconds=60)["error"]
+    assert "not done after" in run.worker("jax_system", on_toy("optax").to_json(), seconds=0.01)["error"]
+
+
+def test_a_case_that_fails_says_why():
+    bad = dataclasses.replace(on_toy("jax_offload"), options={"offload": True, "fraction": 2.0})
+    assert "fraction" in run.worker("jax_system", bad.to_json(), seconds=120)["error"]
+
+
+def test_compiled_figures():
+    require(H200)
+    ours, plain = (compiled.run(H200, on_toy(system)) for system in ("jax_offload", "optax"))
+    assert ours["host_bytes"] >= ours["host_state_bytes"] > 0 == plain["host_bytes"]
+    assert ours["loaded_bytes"] == ours["stored_bytes"] == ours["host_state_bytes"]
+    assert ours["compiled"] and "not run" in ours["device"]
+
+
+def test_the_link_is_measured_each_way():
+    rows = link.run()
+    assert [r["direction"] for r in rows if r["by"] == "jax"] == ["load", "store", "both"]
+    assert all(r["bytes_per_second"] > 0 for r in rows)
+    assert link.best(rows, "both") == max(r["bytes_per_second"] for r in rows if r["direction"] == "both")
+
+
+@given(most=st.integers(1, 300), limit=st.integers(0, 400), guess=st.integers(-10, 500))
+def test_bisection_finds_the_largest(most, limit, guess):
+    tried = []
+
+    def ok(n):
+        tried.append(n)
+        return n <= limit
+
+    assert capacity.largest(ok, guess, most) == min(limit, most)
+    assert all(1 <= n <= most for n in tried)
+    assert len(tried) == len(set(tried))
+
+
+@pytest.mark.parametrize("host_limit", [None, 30 << 30])
+def test_the_largest_model_within_two_memories(host_limit):
+    """16 bytes per parameter on the device; on the host 8."""
+
+    def probe(case):
+        n = case.shape.parameters
+        return {"device_peak_bytes": 16 * n + 2**30, "host_bytes": 8 * n}
+
+    found = capacity.search(systems.OURS, probe, 100 << 30, host_limit)
+
+    def fits(layers):
+        n = capacity.shape(layers).parameters
+        return 16 * n + 2**30 <= 100 << 30 and (host_limit is None or 8 * n <= host_limit)
+
+    assert fits(found["layers"]) and not fits(found["layers"] + 1)
+    assert len(found["probes"]) <= 5
+
+
+def test_a_system_that_cannot_run_has_no_largest_model():
+    found = capacity.search(systems.OURS, lambda _: {"error": "no GPU"}, None, None)
+    assert found == {"system": "jax_offload", "error": "no GPU"}
