@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Set
+from itertools import accumulate
 from typing import Any
 
 import jax.extend.core as jex
@@ -90,9 +91,10 @@ def joined(a: Slice, b: Slice) -> Slice:
     return Slice(inputs, outputs, jaxpr, jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ())), shards=a.shards)  # pyright: ignore
 
 
-def largest_load(passes: list[Pass]) -> int:
-    """Bytes of host leaves, on one device, that the largest slice needs together."""
-    return max((s.loaded_bytes for p in passes for s in p.slices), default=0)
+def usual_load(passes: list[Pass], share: float) -> int:
+    """Bytes of host leaves, on one device, that a slice needs together: slices up to it are ``share`` of them all."""
+    sizes = sorted(s.loaded_bytes for p in passes for s in p.slices)
+    return next((n for n, so_far in zip(sizes, accumulate(sizes), strict=True) if so_far >= share * sum(sizes)), 0)
 
 
 def cut(program: Program, numbers_apart: bool) -> list[Pass]:

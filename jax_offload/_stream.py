@@ -21,17 +21,19 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from jax_offload._alike import traced_once
-from jax_offload._dataflow import Pass, Slice, cut, joined, largest_load
+from jax_offload._dataflow import Pass, Slice, cut, joined, usual_load
 from jax_offload._loop import in_chunks
 from jax_offload._memory import is_host_aval, on_host, to_host
 from jax_offload._placement import nbytes
 from jax_offload._sharding import varying_over
 from jax_offload._trace import Program, Var
-from jax_offload._turns import in_turn, small
+from jax_offload._turns import in_turn, is_large, small, waiting
 
-# A slice of up to 256 MiB, or a 32nd of the state, is loaded whole, and the window has room for two. Larger ones go
+# Slices of up to 256 MiB, or a 32nd of the state, are loaded whole, and the window has room for two. Larger ones go
 # through such a window in chunks: far beyond what the latency of a copy can be felt in (see docs/streaming.md).
 DEFAULT_WINDOW, DEFAULT_SHARE = 2**28, 32
+# The window is made for slices up to the size within which this share of the state is: an embedding does not count.
+USUAL = 0.8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +76,8 @@ def stream(
         pass.
       reuse: position of a result -> position of the argument that it is the next value of.
       rank: position in ``args`` of a host leaf -> its place in the order of the backward pass.
-      window: bytes of host leaves on one device at a time. ``None``: two of the largest slice, the least with which
-        one loads while another is updated; but where a slice is larger than 256 MiB and a 32nd of the state, that.
+      window: bytes of host leaves on one device at a time. ``None``: two of the largest usual slice, the least with
+        which one loads while another is updated; but where that is larger than 256 MiB and a 32nd of the state, that.
     """
     first = len(program.consts)
     env: dict[Var, Any] = dict(zip(program.inputs, [*program.consts, *args], strict=True))
@@ -92,7 +94,7 @@ def stream(
     before: list[Var] = []  # what the loads of a pass wait for
     for each in passes:
         if tracing:
-            _run_in_turn(each.prelude, env, grads)
+            _run_in_turn(each.prelude, env, grads, set(next_of))
         else:
             _run(each.prelude, env)
         slices = sorted(each.slices, key=lambda s: min((rank(position[v]) for v in s.loads), default=0))
@@ -119,8 +121,8 @@ def plan(program: Program, next_of: Mapping[Var, Var], window: int | None) -> tu
     best: tuple[int, list[Pass], int] | None = None
     for numbers_apart in False, True:
         passes = cut(program, numbers_apart)
-        largest = largest_load(passes)
-        size = window or (2 * largest if largest <= default else default)
+        usual = usual_load(passes, USUAL)
+        size = window or (5 * usual // 2 if usual <= default else default)
         passes = [
             dataclasses.replace(p, slices=_fitted(p.slices, lambda s, size=size: in_chunks(s, next_of, size), size))
             for p in passes
@@ -206,10 +208,21 @@ def _must_be_back(sizes: Sequence[int], k: int, window: int) -> int:
     return i
 
 
-def _run_in_turn(prelude: Slice, env: dict[Var, Any], gradients: Sequence[Var]) -> None:
+def _run_in_turn(prelude: Slice, env: dict[Var, Any], gradients: Sequence[Var], results: Set[Var]) -> None:
     """Of the gradients, in their order, each is used once the one before it has been."""
+    parts = in_turn(prelude, gradients)
+    # Leaves that stay on the device are updated here.
+    updated = [v for g, part in parts if g and is_large(g) and not small(part, g) for v in part.outputs if v in results]
+    if updated:
+        large = [v for v in gradients if is_large(v)]
+        held, zero = waiting([env[v] for v in large])
+        env.update(zip(large, held, strict=True))
+        _run(prelude, env)
+        last = min(updated, key=lambda v: nbytes(v.aval))
+        env[last] = jnp.where(zero == 0, env[last], jnp.zeros((), env[last].dtype))
+        return
     used: list[Var] = []
-    for gradient, part in in_turn(prelude, gradients):
+    for gradient, part in parts:
         if gradient is not None:
             _gate(env, [gradient], used)
             used = small(part, gradient) or used

@@ -10,6 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import jax
+import jax.numpy as jnp
+
 from jax_offload._dataflow import Slice, slice_of
 from jax_offload._masks import Mask, forward, union
 from jax_offload._trace import Var
@@ -41,3 +44,24 @@ def small(s: Slice, gradient: Var) -> list[Var]:
     """A result that is next to nothing beside the gradient it is made of: a part of a sum, say."""
     few = [v for v in s.outputs if 32 * math.prod(v.aval.shape) <= max(32, math.prod(gradient.aval.shape))]
     return few[:1]
+
+
+def is_large(gradient: Var) -> bool:
+    """Whether the activations that its matmul keeps are worth a thought: 64 Ki numbers."""
+    return math.prod(gradient.aval.shape) >= 1 << 16
+
+
+def waiting(gradients: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+    """The gradients, each of which waits for the one before, and a zero that waits for all of them.
+
+    Waiting needs a value that is made of a gradient and used: a number of it, masked to nothing by a zero that XLA does
+    not see.
+    """
+    zero = jax.lax.optimization_barrier(jnp.zeros((), jnp.int32))
+    seen, held = zero, []
+    for g in gradients:
+        g, seen = jax.lax.optimization_barrier((g, seen))
+        held.append(g)
+        number = jax.lax.squeeze(jax.lax.slice(g, [0] * g.ndim, [1] * g.ndim), range(g.ndim))
+        seen = seen | (number.astype(jnp.int32) & zero)
+    return held, seen
