@@ -7,14 +7,16 @@ PYTEST := -m pytest -n 2 --dist worksteal
 OLDEST := 3.11
 NEWEST := $(shell v=$$(scripts/find-python newest) && $$v -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
-.PHONY: demo test test-oldest test-newest lint conformance peaks clean
+.PHONY: demo test test-oldest test-newest lint conformance peaks bench clean
 
-demo: .venv/.installed  ## train a small language model on real text, its optimizer state offloaded
+demo: $(INSTALLED)  ## train a small language model on real text, its optimizer state offloaded
 	.venv/bin/python examples/train_lm.py $(ARGS)
 
 # EXTRAS=examples,cuda on a machine with an NVIDIA GPU
 EXTRAS ?= examples
-.venv/.installed: pyproject.toml
+comma := ,
+INSTALLED := .venv/.installed-$(subst $(comma),-,$(EXTRAS))
+$(INSTALLED): pyproject.toml
 	python=$$(scripts/find-python newest) || { echo "jax_offload needs Python >= 3.11; none found" >&2; exit 1; }; \
 	"$$python" -m venv .venv
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRAS)]'
@@ -54,6 +56,11 @@ conformance: .venvs/$(NEWEST)/.installed  ## optax's own tests: plain, the usual
 
 peaks: .venvs/$(NEWEST)/.installed  ## the table of the README, compiled for an H200
 	.venvs/$(NEWEST)/bin/python -m tests.aot.table
+
+# ARGS="--minutes 9" on a GPU, with EXTRAS=examples,cuda (and rivals for PyTorch's); ARGS="--compiled h200" without,
+# with EXTRAS=dev,aot; else a toy
+bench: $(INSTALLED)  ## every system on the same work: see benchmarks/README.md
+	.venv/bin/python -m benchmarks.run $(or $(ARGS),--toy)
 
 clean:
 	rm -rf .venv .venvs .pytest_cache .ruff_cache .hypothesis

@@ -55,8 +55,9 @@ def offload(
       min_bytes: state leaves of fewer bytes stay on the device, as rank-0 leaves and PRNG keys always do.
       window: bytes of state on a device at a time while it streams. A piece, the leaves that one update needs
         together, that is larger goes through a loop in chunks of half a window, if its rows can be updated apart; else
-        it is loaded whole (``jax_offload.placement`` says which, and why). ``None``: room for two of the largest piece,
-        so that one loads while another is updated; but where that is larger than 256 MiB and a 32nd of the state, that.
+        it is loaded whole (``jax_offload.placement`` says which, and why). ``None``: room for two and a half of the
+        largest usual piece (pieces up to it are 80 % of the state), so that one loads while another is updated; but
+        where that piece is larger than 256 MiB and a 32nd of the state, that.
       shard_over: axes of the parameters' mesh, ``"data"``, over which the state is divided although parameters are
         replicated there (ZeRO-1, Rajbhandari et al. 2020): leaves of their parameter's shape and of ``min_bytes`` or
         more, in host memory or not. It is the first axis of the leaf that divides evenly and is not sharded yet; in

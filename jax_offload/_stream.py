@@ -76,8 +76,9 @@ def stream(
         pass.
       reuse: position of a result -> position of the argument that it is the next value of.
       rank: position in ``args`` of a host leaf -> its place in the order of the backward pass.
-      window: bytes of host leaves on one device at a time. ``None``: two of the largest usual slice, the least with
-        which one loads while another is updated; but where that is larger than 256 MiB and a 32nd of the state, that.
+      window: bytes of host leaves on one device at a time. ``None``: two and a half of the largest usual slice (two
+        are the least with which one loads while another is updated, the half is for slices that differ); but where
+        that slice is larger than 256 MiB and a 32nd of the state, that.
     """
     first = len(program.consts)
     env: dict[Var, Any] = dict(zip(program.inputs, [*program.consts, *args], strict=True))

@@ -1,5 +1,6 @@
 """Peaks of models whose leaves are not all alike, compiled for an H200 and a TPU (MiB)."""
 
+import dataclasses
 import pathlib
 import sys
 
@@ -9,6 +10,8 @@ import optax
 import pytest
 
 import jax_offload as jo
+from benchmarks import compiled, systems
+from benchmarks.cases import SHAPES
 from tests.aot.cases import device_sharding, in_float32, measure_update
 from tests.aot.harness import H200, MIB, V5E, measure, require
 
@@ -79,3 +82,22 @@ def test_a_transformer(target, moments, monkeypatch):
     assert m.peak <= 1.1 * gradients_alone
     assert m.host_temp == 0
     sys.modules.pop("_gpt", None)
+
+
+@pytest.mark.parametrize(
+    ("layers", "system", "clip"),
+    [
+        (6, "jax_offload", True),  # peaked above resident before gradients were taken in turn
+        pytest.param(24, "jax_offload, fraction 0.25", False, marks=LONG),  # so did this one
+        pytest.param(24, "jax_offload, int8 state", False, marks=LONG),  # the window was as large as the embedding
+    ],
+)
+def test_an_unrolled_transformer_of_many_tokens(layers, system, clip):
+    """The benchmark's GPT 1.3B, 16384 tokens: what is on the host is off the device."""
+    require(H200)
+    shape = dataclasses.replace(SHAPES["1.3b"], layers=layers)
+    ours, resident = (
+        compiled.run(H200, systems.case(systems.SYSTEMS[name], shape, 16384, stacked=False, clip=clip))
+        for name in (system, "optax")
+    )
+    assert ours["device_peak_bytes"] <= resident["device_peak_bytes"] - 0.95 * ours["host_state_bytes"]

@@ -1,0 +1,92 @@
+"""Gradients that take turns are the same gradients. What it does to the peak: tests/aot."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jax_offload as jo
+from jax_offload._dataflow import slice_of
+from jax_offload._memory import on_host
+from jax_offload._trace import trace
+from jax_offload._turns import in_turn, small
+
+SHAPE = (256, 260)  # large enough to wait for each other
+SPECIAL = [np.nan, np.inf, -np.inf, -0.0, 1e30, 1e-40]
+
+
+@pytest.fixture
+def grads():
+    """The first number of each, by which a gradient shows that it is there, is a special one."""
+    keys = jax.random.split(jax.random.key(0), len(SPECIAL))
+    made = {f"w{i}": jax.random.normal(key, SHAPE) for i, key in enumerate(keys)}
+    made = {name: g.at[0, 0].set(first) for (name, g), first in zip(made.items(), SPECIAL, strict=True)}
+    return jax.device_put(made | {"scale": jnp.ones(3)}, jax.devices()[0])
+
+
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+@pytest.mark.parametrize(
+    "inner",
+    [
+        pytest.param(optax.sgd(0.1, momentum=0.9), id="sgd"),
+        pytest.param(optax.chain(optax.zero_nans(), optax.adam(1e-3)), id="zero_nans"),
+        pytest.param(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), id="clipped"),
+        pytest.param(optax.apply_if_finite(optax.adam(1e-3), 2), id="apply_if_finite"),
+    ],
+)
+def test_special_numbers_change_nothing_else(inner, fraction, grads):
+    params = jax.tree.map(jnp.ones_like, grads)
+    tx = jo.offload(inner, fraction=fraction)
+    state = tx.init(params)
+    assert any(on_host(x) for x in jax.tree.leaves(state))
+    # The gradients are computed inside, as in a training step.
+    updates, state = jax.jit(lambda g, s, p: tx.update(jax.tree.map(lambda x: x * 1.0, g), s, p))(grads, state, params)
+    expected, plain = jax.jit(inner.update)(grads, inner.init(params), params)
+    for ours, theirs in zip(jax.tree.leaves((updates, state)), jax.tree.leaves((expected, plain)), strict=True):
+        a, b = np.asarray(ours), np.asarray(theirs)
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+        np.testing.assert_array_equal(np.signbit(a), np.signbit(b))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.complex64])
+def test_dtypes_of_gradients_that_wait(dtype):
+    grads = jax.device_put({f"w{i}": jnp.full(SHAPE, i + 0.5, dtype) for i in range(4)}, jax.devices()[0])
+    inner = optax.sgd(0.1, momentum=0.9)
+    tx = jo.offload(inner, fraction=0.5)
+    updates, _ = jax.jit(tx.update)(grads, tx.init(grads), grads)
+    expected, _ = jax.jit(inner.update)(grads, inner.init(grads), grads)
+    for ours, theirs in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+
+
+def parts_of(fun, *args):
+    program, _ = trace(fun, *args)
+    whole = slice_of(program.eqns, program.outputs, program.debug_info, {})
+    return program, in_turn(whole, program.inputs)
+
+
+def test_a_norm_falls_into_a_part_for_each_gradient():
+    args = [jnp.full(SHAPE, float(i)) for i in range(3)]
+    program, parts = parts_of(lambda *gs: jnp.sqrt(sum(jnp.sum(g**2) for g in gs)) * jnp.exp(2.0), *args)
+    gradients = [g for g, _ in parts if g is not None]
+    assert gradients == program.inputs
+    env = dict(zip(program.inputs, args, strict=True))
+    for gradient, part in parts:
+        assert [v for v in part.inputs if v in program.inputs] == ([] if gradient is None else [gradient])
+        assert gradient is None or [v.aval.shape for v in small(part, gradient)] == [()]
+        env.update(zip(part.outputs, part.run(*(env[v] for v in part.inputs)), strict=True))
+    expected = np.sqrt(sum(np.sum(np.asarray(a, np.float64) ** 2) for a in args)) * np.exp(2.0)
+    assert float(env[program.outputs[0]]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_what_one_gradient_needs_or_what_has_effects_stays_whole():
+    one = parts_of(lambda g, h: jnp.sum(g) + 1, jnp.ones(SHAPE), jnp.ones(SHAPE))[1]
+    assert [g for g, _ in one] == [None]
+
+    def told(g, h):
+        jax.debug.print("{}", jnp.sum(g))
+        return jnp.sum(g) + jnp.sum(h)
+
+    assert [g for g, _ in parts_of(told, jnp.ones(SHAPE), jnp.ones(SHAPE))[1]] == [None]
