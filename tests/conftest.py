@@ -14,6 +14,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 def pytest_addoption(parser):
     parser.addoption("--everything", action="store_true", help="also what takes long and repeats with other dtypes")
     parser.addoption("--subset", action="store_true", help="a part of the long files (used for the oldest jax)")
+    parser.addoption("--half", action="store_true", help="half of the long files, or of their part")
 
 
 _LONG = {"test_trees.py": 6, "test_stream.py": 6, "test_examples.py": 4, "test_numbers.py": 16, "test_peak.py": 6}
@@ -28,28 +29,34 @@ _LONG |= {
     "test_skip.py": 3,
     "test_precision.py": 4,
 }
-_LONG |= {"test_checkpoint.py": 6, "test_multihost.py": 2, "test_faults.py": 2}
+_LONG |= {"test_run.py": 4, "test_master.py": 3, "test_checkpoint.py": 6, "test_multihost.py": 2, "test_faults.py": 2}
 
 
 def pytest_collection_modifyitems(config, items):
     """What is marked as long runs with ``--everything`` only; with ``--subset``, every n-th test of the long files."""
     left_out, seen = [], dict.fromkeys(_LONG, 0)
+    half = 2 if config.getoption("--half") else 1
     for item in items:
         name = item.path.name
         if "long" in item.keywords and not config.getoption("--everything"):
             left_out.append(item)
-        elif name in _LONG and config.getoption("--subset"):
+        elif name in _LONG:
             seen[name] += 1
-            if seen[name] % _LONG[name]:
+            if seen[name] % (half * (_LONG[name] if config.getoption("--subset") else 1)):
                 left_out.append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
 
 
-def pytest_report_header(config):
+def pytest_terminal_summary(terminalreporter, config):
+    """Not in the header, which ``-q`` leaves out."""
+    said = []
     if not config.getoption("--everything"):
-        return (
+        said.append(
             "left out: every optimizer eagerly, a fraction, optax's repetitions for other dtypes, killing a job "
             "50 times (--everything: all)"
         )
-    return None
+    if config.getoption("--half"):
+        said.append("left out: every other test of the long files (make test FULL=1: none)")
+    for line in said:
+        terminalreporter.write_line(line)
