@@ -214,8 +214,11 @@ def _run_in_turn(prelude: Slice, env: dict[Var, Any], gradients: Sequence[Var], 
     parts = in_turn(prelude, gradients)
     # Leaves that stay on the device are updated here.
     updated = [v for g, part in parts if g and is_large(g) and not small(part, g) for v in part.outputs if v in results]
-    if updated:
-        large = [v for v in gradients if is_large(v)]
+    large = [v for v in gradients if is_large(v)]
+    # A number of an array that is divided between devices would take a collective.
+    everywhere = varying_over(jnp.zeros(()))
+    divided = any(math.prod(prelude.shards.get(v, ())) > 1 or varying_over(env[v]) != everywhere for v in large)
+    if updated and not divided:
         held, zero = waiting([env[v] for v in large])
         env.update(zip(large, held, strict=True))
         _run(prelude, env)

@@ -90,3 +90,20 @@ def test_what_one_gradient_needs_or_what_has_effects_stays_whole():
         return jnp.sum(g) + jnp.sum(h)
 
     assert [g for g, _ in parts_of(told, jnp.ones(SHAPE), jnp.ones(SHAPE))[1]] == [None]
+
+
+def test_divided_gradients_do_not_wait_by_a_collective():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    params = jax.device_put({f"w{i}": jnp.ones(SHAPE) for i in range(4)}, rows)
+    tx = jo.offload(optax.adamw(1e-3), fraction=0.5)
+    state = tx.init(params)
+    text = jax.jit(tx.update).lower(params, state, params).compile().as_text()
+    assert not [kind for kind in ("all-reduce", "all-gather", "collective-permute") if kind in text]
+
+
+def test_gradients_of_leaves_that_stay_wait_on_one_device(grads):
+    params = jax.tree.map(jnp.ones_like, grads)
+    tx = jo.offload(optax.adamw(1e-3), fraction=0.5)
+    text = jax.jit(tx.update).lower(grads, tx.init(params), params).as_text()
+    assert text.count("stablehlo.slice") == len(SPECIAL)  # a number of each
