@@ -8,15 +8,16 @@ PYTEST := -m pytest -n 2 --dist worksteal $(if $(FULL),,--half)
 OLDEST := 3.11
 NEWEST := $(shell v=$$(scripts/find-python newest) && $$v -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
+# EXTRAS=examples,cuda on a machine with an NVIDIA GPU
+EXTRAS ?= examples
+comma := ,
+INSTALLED := .venv/.installed-$(subst $(comma),-,$(EXTRAS))
+
 .PHONY: demo test test-oldest test-newest lint conformance peaks bench clean
 
 demo: $(INSTALLED)  ## train a small language model on real text, its optimizer state offloaded
 	.venv/bin/python examples/train_lm.py $(ARGS)
 
-# EXTRAS=examples,cuda on a machine with an NVIDIA GPU
-EXTRAS ?= examples
-comma := ,
-INSTALLED := .venv/.installed-$(subst $(comma),-,$(EXTRAS))
 $(INSTALLED): pyproject.toml
 	python=$$(scripts/find-python newest) || { echo "jax_offload needs Python >= 3.11; none found" >&2; exit 1; }; \
 	"$$python" -m venv .venv
