@@ -23,9 +23,8 @@ def in_turn(s: Slice, gradients: Sequence[Var]) -> list[tuple[Var | None, Slice]
     needs: dict[Var, Mask] = {v: 1 << i for i, v in enumerate(gradients)}
     parts: list[list] = [[] for _ in range(len(gradients) + 2)]
     for eqn in s.jaxpr.eqns:
-        masks = forward(eqn, needs)
-        needs.update(zip(eqn.outvars, masks, strict=True))
-        mask = union(masks)
+        mask = union(forward(eqn, needs))
+        needs.update(dict.fromkeys(eqn.outvars, mask))  # of an equation that stands in one part: a cond, say
         parts[-1 if mask.bit_count() > 1 else mask.bit_length()].append(eqn)
     if s.jaxpr.effects or sum(map(bool, parts[1:-1])) < 2:
         return [(None, s)]

@@ -107,3 +107,18 @@ def test_gradients_of_leaves_that_stay_wait_on_one_device(grads):
     tx = jo.offload(optax.adamw(1e-3), fraction=0.5)
     text = jax.jit(tx.update).lower(grads, tx.init(params), params).as_text()
     assert text.count("stablehlo.slice") == len(SPECIAL)  # a number of each
+
+
+def test_a_branch_that_serves_several_gradients_comes_before_what_uses_it():
+    args = [jnp.ones(SHAPE), jnp.full(SHAPE, 2.0)]
+    program, parts = parts_of(_split, jnp.int32(1), *args)
+    env = dict(zip(program.inputs, [jnp.int32(1), *args], strict=True))
+    n = args[0].size
+    for _, part in parts:
+        env.update(zip(part.outputs, part.run(*(env[v] for v in part.inputs)), strict=True))
+    assert [float(env[v]) for v in program.outputs] == pytest.approx([2 * n, 7 * n])
+
+
+def _split(n, g, h):
+    a, b = jax.lax.cond(n > 0, lambda: (jnp.sum(g) * 2, jnp.sum(h)), lambda: (jnp.sum(g), jnp.sum(h)))
+    return a + 0.0, b + jnp.sum(h * h) + jnp.sum(g * g)
