@@ -211,26 +211,28 @@ def _must_be_back(sizes: Sequence[int], k: int, window: int) -> int:
 
 def _run_in_turn(prelude: Slice, env: dict[Var, Any], gradients: Sequence[Var], results: Set[Var]) -> None:
     """Of the gradients, in their order, each is used once the one before it has been."""
+    large = [v for v in gradients if is_large(v)]
+    if any(math.prod(prelude.shards.get(v, ())) > 1 for v in large):
+        # Waiting for a number of an array that is divided between devices is a collective; here XLA makes one of all.
+        return _run(prelude, env)
     parts = in_turn(prelude, gradients)
     # Leaves that stay on the device are updated here.
     updated = [v for g, part in parts if g and is_large(g) and not small(part, g) for v in part.outputs if v in results]
-    large = [v for v in gradients if is_large(v)]
-    # A number of an array that is divided between devices would take a collective.
     everywhere = varying_over(jnp.zeros(()))
-    divided = any(math.prod(prelude.shards.get(v, ())) > 1 or varying_over(env[v]) != everywhere for v in large)
-    if updated and not divided:
+    if updated and all(varying_over(env[v]) == everywhere for v in large):
         held, zero = waiting([env[v] for v in large])
         env.update(zip(large, held, strict=True))
         _run(prelude, env)
         last = min(updated, key=lambda v: nbytes(v.aval))
         env[last] = jnp.where(zero == 0, env[last], jnp.zeros((), env[last].dtype))
-        return
+        return None
     used: list[Var] = []
     for gradient, part in parts:
         if gradient is not None:
             _gate(env, [gradient], used)
             used = small(part, gradient) or used
         _run(part, env)
+    return None
 
 
 def _run(s: Slice, env: dict[Var, Any]) -> None:

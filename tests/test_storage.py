@@ -83,7 +83,8 @@ def test_steps_equal_those_of_a_resident_state_in_the_same_format(storage, windo
         assert (np.abs(np.asarray(x) - np.asarray(y)) > 1e-6).mean() < 1e-3
     for x, y in zip(jax.tree.leaves(sa), jax.tree.leaves(sb), strict=True):
         x, y = np.float32(x), np.float32(y)
-        assert (np.abs(x - y) > 1e-6 * np.abs(y)).mean() < 1e-3
+        bound = 1e-6 * np.abs(y) + 1e-7 * np.abs(y).max(initial=0)  # a difference of gradients may be near zero
+        assert (np.abs(x - y) > bound).mean() < 1e-3
     leaves = encoded(sa)
     assert len(leaves) == 6  # of layers, embed and flat; the norm is smaller than min_bytes
     for x in leaves:
