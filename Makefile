@@ -1,8 +1,8 @@
 # Two commands do everything: `make demo` and `make test`. Both need only Python >= 3.11.
 .DELETE_ON_ERROR:
 SHELL := /bin/sh
-# FULL=1: all of the long files, twice the time; CI does
-PYTEST := -m pytest -n 2 --dist worksteal $(if $(FULL),,--half)
+# FULL=1: all of the long files, three times the time; CI does
+PYTEST := -m pytest -n 2 --dist worksteal $(if $(FULL),,--short)
 
 # The oldest supported jax is what Python 3.11 resolves to, the newest what 3.12 and later do.
 OLDEST := 3.11

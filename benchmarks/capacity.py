@@ -53,7 +53,7 @@ def search(
 
     def at(layers: int) -> dict[str, Any]:
         if layers not in probes:
-            each = case(system, shape(layers), 2048, stacked=True, clip=False, warmup=1, steps=1)
+            each = case(system, shape(layers), 2048, scans=1, clip=False, warmup=1, steps=1)
             result = probe(each)
             probes[layers] = {key: result[key] for key in KEEP if key in result}
         return probes[layers]

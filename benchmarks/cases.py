@@ -36,7 +36,7 @@ class Case:
     """One run of one system.
 
     Attributes:
-      stacked: blocks as one array per kind of matrix, scanned; else an array per layer.
+      scans: in how many groups blocks are stacked and scanned, one array per kind of matrix; 0: an array per layer.
       batch: sequences of ``shape.context`` tokens per step.
       clip: the gradients' global norm, to 1.
       warmup, steps: steps before the clock starts, and those that are timed.
@@ -46,7 +46,7 @@ class Case:
     system: str
     shape: Shape
     batch: int
-    stacked: bool = False
+    scans: int = 0
     clip: bool = False
     warmup: int = 3
     steps: int = 10

@@ -1,4 +1,4 @@
-"""A GPT in plain JAX, stacked or unrolled; ``gpt_torch.py`` is the same model with the same first parameters."""
+"""A GPT in plain JAX, scanned or unrolled; ``gpt_torch.py`` is the same model with the same first parameters."""
 
 from __future__ import annotations
 
@@ -30,16 +30,19 @@ def block(shape: Shape, layer: jax.Array | int) -> Any:
     return matrices | {"norm_attention": jnp.ones(d), "norm_mlp": jnp.ones(d)}
 
 
-def init(shape: Shape, stacked: bool) -> Any:
-    """The parameters, float32."""
+def init(shape: Shape, scans: int) -> Any:
+    """The parameters, float32; the blocks stacked in ``scans`` groups, or one by one."""
+    if scans and shape.layers % scans:
+        raise ValueError(f"scans: {shape.layers} layers do not make {scans} equal groups.")
     params = {
         "embed": hashed(shape.vocab, shape.width, EMBED),
         "positions": hashed(shape.context, shape.width, POSITIONS),
         "norm": jnp.ones(shape.width),
     }
-    if stacked:
-        return params | {"blocks": jax.lax.map(partial(block, shape), jnp.arange(shape.layers))}
-    return params | {f"block_{i:03d}": block(shape, i) for i in range(shape.layers)}
+    if not scans:
+        return params | {f"block_{i:03d}": block(shape, i) for i in range(shape.layers)}
+    groups = jnp.arange(shape.layers).reshape(scans, -1)
+    return params | {f"blocks_{i:03d}": jax.lax.map(partial(block, shape), group) for i, group in enumerate(groups)}
 
 
 def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -74,11 +77,11 @@ def loss(shape: Shape, attention: str | None, dtype: Any, params: Any, tokens: j
     embed = params["embed"].astype(dtype)
     x = embed[tokens[:, :-1]] + params["positions"].astype(dtype)
     body = jax.checkpoint(partial(apply_block, shape.heads, attention))
-    if "blocks" in params:
-        x, _ = jax.lax.scan(lambda x, p: (body(x, p), None), x, params["blocks"])
-    else:
-        for i in range(shape.layers):
-            x = body(x, params[f"block_{i:03d}"])
+    for name in sorted(name for name in params if name.startswith("block")):
+        if name.startswith("blocks"):
+            x, _ = jax.lax.scan(lambda x, p: (body(x, p), None), x, params[name])
+        else:
+            x = body(x, params[name])
 
     @jax.checkpoint
     def nats(sequence: tuple[jax.Array, jax.Array]) -> jax.Array:

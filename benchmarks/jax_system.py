@@ -72,7 +72,7 @@ def program(case: Case, sharding: jax.sharding.Sharding, dtype: Any, attention: 
     tx = optimizer(case)
 
     def init() -> Any:
-        params = gpt.init(case.shape, case.stacked)
+        params = gpt.init(case.shape, case.scans)
         return jax.tree.map(lambda p: p.astype(dtype), params) if case.options.get("masters") else params
 
     def place(tree: Any) -> Any:

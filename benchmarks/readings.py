@@ -25,11 +25,11 @@ def model_of(case: dict[str, Any]) -> tuple[str, int]:
 
 def find(entries: list[Entry], like: dict[str, Any], system: str) -> Entry | None:
     """The run of another system on the same model, tokens and clipping; a PyTorch model has no stacked layers."""
-    stacked = like["stacked"] and SYSTEMS[system].framework == "jax"
+    scans = like["scans"] if SYSTEMS[system].framework == "jax" else 0
     same = ("shape", "batch", "clip")
     for entry in entries:
         case = entry["case"]
-        if case["system"] == system and case["stacked"] == stacked and all(case[k] == like[k] for k in same):
+        if case["system"] == system and case["scans"] == scans and all(case[k] == like[k] for k in same):
             return entry
     return None
 

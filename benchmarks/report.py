@@ -9,6 +9,7 @@ from benchmarks.goals import goals
 from benchmarks.readings import Entry, model_of, overhead, rate_while_copying, seconds
 
 GIB = 2**30
+LAYERS = {0: "unrolled", 1: "one scan"}
 COMPILED = (
     "**Compiled, not run.** Peaks, bytes on the link, the share of them that is in flight across a matmul (hidden) "
     "and the share that moves while the other direction does (both ways): all from the compiled program. No time was "
@@ -58,12 +59,10 @@ def cases_tables(entries: list[Entry]) -> str:
         kinds.setdefault((*model_of(entry["case"]), entry["case"]["clip"]), []).append(entry)
     parts = []
     for (name, tokens, clip), group in sorted(kinds.items(), key=lambda item: item[0]):
-        for stacked in (True, False):
-            rows = [row(entries, e) for e in group if e["case"]["stacked"] == stacked]
-            if not rows:
-                continue
+        for scans in sorted({e["case"]["scans"] for e in group}):
+            rows = [row(entries, e) for e in group if e["case"]["scans"] == scans]
             compiled = any(e["result"].get("compiled") for e in group)
-            title = f"{name}, {'stacked' if stacked else 'unrolled'}, {tokens:,} tokens"
+            title = f"{name}, {LAYERS.get(scans, f'{scans} scans')}, {tokens:,} tokens"
             title += ", clipping" if clip else ", no clipping"
             link = "GB in + out; hidden, both ways" if compiled else "GB in + out, rate"
             head = f" system | step, ms | over resident | peak, GiB | host, GiB | tokens/s | {link} | loss | notes "

@@ -110,7 +110,7 @@ def selected(cases: Iterator[Case], args: argparse.Namespace) -> Iterator[Case]:
     def wanted(case: Case) -> bool:
         named = not args.only or any(re.search(pattern, case.system) for pattern in args.only)
         shaped = not args.model or any(case.shape == systems.SHAPES[name] for name in args.model)
-        laid_out = not args.layers or case.stacked == (args.layers == "stacked")
+        laid_out = not args.scans or case.scans in args.scans
         clipped = not args.clip or case.clip == (args.clip == "yes")
         return named and shaped and laid_out and clipped and (not args.tokens or case.tokens in args.tokens)
 
@@ -123,7 +123,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--parts", nargs="+", choices=PARTS, default=PARTS)
     add("--only", action="append", metavar="REGEX", help="systems; may be given again")
     add("--model", action="append", choices=list(systems.SHAPES))
-    add("--layers", choices=["stacked", "unrolled"])
+    add("--scans", type=int, action="append", help="layers in so many scans; 0: unrolled")
     add("--tokens", type=int, action="append")
     add("--clip", choices=["yes", "no"])
     add("--minutes", type=float, default=float("inf"), help="begin nothing after that long")
@@ -173,7 +173,7 @@ def main(argv: list[str] | None = None) -> Path:
             results["cases"] = [e for e in results["cases"] if json.dumps(e["case"], sort_keys=True) != case.to_json()]
             results["cases"].append(entry)
             said = result.get("error") or {k: v for k, v in result.items() if k.endswith(("seconds", "peak_bytes"))}
-            print(f"{case.system}, {case.tokens} tokens, {case.stacked=}, {case.clip=}: {said}", flush=True)
+            print(f"{case.system}, {case.tokens} tokens, {case.scans=}, {case.clip=}: {said}", flush=True)
             save()
     if "capacity" in parts and not args.toy and left():
         limits = COMPILED_LIMITS[args.compiled] if args.compiled else {"device": None, "host": None}

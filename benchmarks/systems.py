@@ -40,6 +40,7 @@ MASTERS = ours(", bfloat16 parameters", "float32 masters and moments on the host
 MASTERS_INT8 = ours(", bfloat16 parameters, int8 state", "float32 masters, 8-bit moments", masters=True, storage=INT8)
 FRACTIONS = [ours(f", fraction {f}", "what stays is what could not be hidden", fraction=f) for f in (0.25, 0.5, 0.75)]
 WINDOWS = [ours(f", window {w} MiB", "instead of the default window", window=w * MIB) for w in (64, 256, 1024)]
+IN_GROUPS = WINDOWS[-1]  # holds two groups of 1.3b in six scans: a group moves while the layers before it run backward
 
 TORCH_RESIDENT = System("torch resident", "torch", "torch.optim.AdamW, the state on the device")
 TORCH = [
@@ -58,33 +59,34 @@ SYSTEMS = {system.name: system for system in (*MAIN, *VARIANTS, TORCH_RESIDENT, 
 BASELINE = {"jax": RESIDENT.name, "torch": TORCH_RESIDENT.name}
 
 TOKENS = [2**k for k in range(11, 17)]  # 2K to 64K
-# name, stacked
-MODELS = [("1.3b", True), ("1.3b", False), ("2.7b", True), ("6.7b", True)]
+# name, scans (0: unrolled)
+MODELS = [("1.3b", 1), ("1.3b", 0), ("1.3b", 6), ("2.7b", 1), ("6.7b", 1)]
 
 
-def case(system: System, shape: Shape, tokens: int, *, stacked: bool, clip: bool, **steps: int) -> Case:
-    stacked = stacked and system.framework == "jax"  # PyTorch's models have a parameter per layer
-    return Case(system.name, shape, max(1, tokens // shape.context), stacked, clip, options=system.options, **steps)
+def case(system: System, shape: Shape, tokens: int, *, scans: int, clip: bool, **steps: int) -> Case:
+    scans = scans if system.framework == "jax" else 0  # PyTorch's models have a parameter per layer
+    return Case(system.name, shape, max(1, tokens // shape.context), scans, clip, options=system.options, **steps)
 
 
 def plan() -> Iterator[Case]:
     """The whole matrix, what says most first: a run that is cut short leaves the best part of the table."""
 
-    def cases(systems: list[System], models: list[tuple[str, bool]], tokens: list[int]) -> Iterator[Case]:
+    def cases(systems: list[System], models: list[tuple[str, int]], tokens: list[int]) -> Iterator[Case]:
         for clip in (False, True):
-            for name, stacked in models:
+            for name, scans in models:
                 for count in tokens:
                     for system in systems:
-                        yield case(system, SHAPES[name], count, stacked=stacked, clip=clip)
+                        yield case(system, SHAPES[name], count, scans=scans, clip=clip)
 
-    stacked, unrolled, *larger = MODELS
+    stacked, unrolled, grouped, *larger = MODELS
     everyone = [*MAIN, TORCH_RESIDENT, *TORCH, *VARIANTS]
     stages = [
         cases(MAIN, [stacked, unrolled], [16384]),
+        cases([*MAIN, *WINDOWS], [grouped], [16384]),
         cases([TORCH_RESIDENT, *TORCH], [unrolled], [16384]),
         cases([RESIDENT, OURS, INT8_STATE], [stacked, unrolled], [2048, 8192, 32768]),
         cases(MAIN, larger, [16384]),
-        cases(VARIANTS, [stacked], [16384]),
+        cases(VARIANTS, [stacked, unrolled], [16384]),
         cases(everyone, MODELS, TOKENS),
     ]
     seen = set()
@@ -98,8 +100,8 @@ def plan() -> Iterator[Case]:
 def toy() -> Iterator[Case]:
     """Every system, with and without clipping, on a model that any machine trains in no time."""
     for clip in (False, True):
-        for stacked in (True, False):
+        for scans in (1, 0):
             for system in SYSTEMS.values():
-                if system.framework == "torch" and stacked:
+                if system.framework == "torch" and scans:
                     continue
-                yield case(system, SHAPES["toy"], 64, stacked=stacked, clip=clip, warmup=1, steps=4)
+                yield case(system, SHAPES["toy"], 64, scans=scans, clip=clip, warmup=1, steps=4)

@@ -14,7 +14,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 def pytest_addoption(parser):
     parser.addoption("--everything", action="store_true", help="also what takes long and repeats with other dtypes")
     parser.addoption("--subset", action="store_true", help="a part of the long files (used for the oldest jax)")
-    parser.addoption("--half", action="store_true", help="half of the long files, or of their part")
+    parser.addoption("--short", action="store_true", help="a third of the long files, or of their part")
 
 
 _LONG = {"test_trees.py": 6, "test_stream.py": 6, "test_examples.py": 4, "test_numbers.py": 16, "test_peak.py": 6}
@@ -29,20 +29,29 @@ _LONG |= {
     "test_skip.py": 3,
     "test_precision.py": 4,
 }
-_LONG |= {"test_run.py": 4, "test_master.py": 3, "test_checkpoint.py": 6, "test_multihost.py": 2, "test_faults.py": 2}
+_LONG |= {
+    "test_convert.py": 2,
+    "test_run.py": 4,
+    "test_master.py": 3,
+    "test_checkpoint.py": 6,
+    "test_multihost.py": 2,
+    "test_faults.py": 2,
+}
 
 
 def pytest_collection_modifyitems(config, items):
     """What is marked as long runs with ``--everything`` only; with ``--subset``, every n-th test of the long files."""
     left_out, seen = [], dict.fromkeys(_LONG, 0)
-    half = 2 if config.getoption("--half") else 1
+    short = 3 if config.getoption("--short") else 1
     for item in items:
         name = item.path.name
-        if "long" in item.keywords and not config.getoption("--everything"):
+        if ("long" in item.keywords and not config.getoption("--everything")) or (
+            name == "test_conformance.py" and short > 1
+        ):
             left_out.append(item)
         elif name in _LONG:
             seen[name] += 1
-            if seen[name] % (half * (_LONG[name] if config.getoption("--subset") else 1)):
+            if seen[name] % (short * (_LONG[name] if config.getoption("--subset") else 1)):
                 left_out.append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
@@ -56,7 +65,7 @@ def pytest_terminal_summary(terminalreporter, config):
             "left out: every optimizer eagerly, a fraction, optax's repetitions for other dtypes, killing a job "
             "50 times (--everything: all)"
         )
-    if config.getoption("--half"):
-        said.append("left out: every other test of the long files (make test FULL=1: none)")
+    if config.getoption("--short"):
+        said.append("left out: optax's own tests, and two in three of the long files (make test FULL=1: none)")
     for line in said:
         terminalreporter.write_line(line)

@@ -97,7 +97,7 @@ def test_an_unrolled_transformer_of_many_tokens(layers, system, clip):
     require(H200)
     shape = dataclasses.replace(SHAPES["1.3b"], layers=layers)
     ours, resident = (
-        compiled.run(H200, systems.case(systems.SYSTEMS[name], shape, 16384, stacked=False, clip=clip))
+        compiled.run(H200, systems.case(systems.SYSTEMS[name], shape, 16384, scans=0, clip=clip))
         for name in (system, "optax")
     )
     assert ours["device_peak_bytes"] <= resident["device_peak_bytes"] - 0.95 * ours["host_state_bytes"]

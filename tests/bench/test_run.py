@@ -17,8 +17,8 @@ from tests.aot.harness import H200, require
 TOY = SHAPES["toy"]
 
 
-def on_toy(system, stacked=True, clip=True, **kwargs):
-    return systems.case(systems.SYSTEMS[system], TOY, 64, stacked=stacked, clip=clip, warmup=1, steps=3, **kwargs)
+def on_toy(system, scans=1, clip=True, **kwargs):
+    return systems.case(systems.SYSTEMS[system], TOY, 64, scans=scans, clip=clip, warmup=1, steps=3, **kwargs)
 
 
 @pytest.fixture(scope="module")
@@ -43,19 +43,26 @@ def test_systems_train_as_resident_does(system, tolerance, resident):
     assert result["host_state_bytes"] > 0 == resident["host_state_bytes"]
 
 
-def test_stacked_and_unrolled_are_one_model():
-    stacked, unrolled = (gpt.init(TOY, way) for way in (True, False))
+@pytest.mark.parametrize("scans", [1, 3])
+def test_scanned_and_unrolled_are_one_model(scans):
+    stacked, unrolled = gpt.init(TOY, scans), gpt.init(TOY, 0)
+    each = TOY.layers // scans
     for layer in range(TOY.layers):
         for name, leaf in unrolled[f"block_{layer:03d}"].items():
-            np.testing.assert_array_equal(leaf, stacked["blocks"][name][layer])
+            np.testing.assert_array_equal(leaf, stacked[f"blocks_{layer // each:03d}"][name][layer % each])
     assert sum(p.size for p in jax.tree.leaves(stacked)) == TOY.parameters
     tokens = jnp.arange(2 * (TOY.context + 1)).reshape(2, -1) % 256
     losses = [float(gpt.loss(TOY, None, jnp.float32, params, tokens)) for params in (stacked, unrolled)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
+def test_groups_are_equal():
+    with pytest.raises(ValueError, match="3 layers do not make 2"):
+        gpt.init(TOY, 2)
+
+
 def test_first_parameters_have_the_deviation_that_they_should():
-    leaves = [p for p in jax.tree.leaves(gpt.init(TOY, True)) if p.ndim > 1 and p.shape[-1] > TOY.layers]
+    leaves = [p for p in jax.tree.leaves(gpt.init(TOY, 1)) if p.ndim > 1 and p.shape[-1] > TOY.layers]
     for p in leaves:
         if p.min() < 1:  # not a norm's
             assert float(p.std()) == pytest.approx(0.02, rel=0.05)
@@ -66,10 +73,10 @@ def test_the_plan_is_the_whole_matrix_once():
     plan = [c.to_json() for c in systems.plan()]
     assert len(plan) == len(set(plan))
     for system in systems.SYSTEMS.values():
-        for name, stacked in systems.MODELS:
+        for name, scans in systems.MODELS:
             for tokens in systems.TOKENS:
                 for clip in (False, True):
-                    each = systems.case(system, SHAPES[name], tokens, stacked=stacked, clip=clip)
+                    each = systems.case(system, SHAPES[name], tokens, scans=scans, clip=clip)
                     assert each.tokens == tokens
                     assert each.to_json() in plan
     assert Case.from_json(plan[0]).to_json() == plan[0]
@@ -84,7 +91,7 @@ def test_the_models_are_as_large_as_they_say():
 
 def test_one_command_runs_resumes_and_lists_what_cannot_run(tmp_path, monkeypatch, capsys):
     out = tmp_path / "results.json"
-    arguments = ["--toy", "--parts", "cases", "--clip", "no", "--layers", "unrolled", "--out", str(out)]
+    arguments = ["--toy", "--parts", "cases", "--clip", "no", "--scans", "0", "--out", str(out)]
     only = ["--only", "^optax$", "--only", "^bitsandbytes PagedAdamW$"]
     run.main([*arguments, *only])
     entries = json.loads(out.read_text())["cases"]

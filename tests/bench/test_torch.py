@@ -46,7 +46,7 @@ def test_first_parameters(monkeypatch):
     """Bit for bit, in pieces that do not divide the rows."""
     monkeypatch.setattr(gpt_torch, "PIECE", 500)
     ours = dict(gpt_torch.build(SHAPE, CPU).named_parameters())
-    theirs = gpt.init(SHAPE, stacked=False)
+    theirs = gpt.init(SHAPE, scans=0)
     assert len(ours) == len(jax.tree.leaves(theirs))
     assert sum(p.numel() for p in ours.values()) == SHAPE.parameters
     for name, parameter in ours.items():
@@ -69,7 +69,7 @@ def losses_of_jax(data, clip):
     tx = optax.adamw(**ADAMW)
     if clip:
         tx = optax.chain(optax.clip_by_global_norm(1.0), tx)
-    params = gpt.init(SHAPE, stacked=False)
+    params = gpt.init(SHAPE, scans=0)
     state = tx.init(params)
     loss = jax.jit(jax.value_and_grad(partial(gpt.loss, SHAPE, None, jnp.float32)))
     update = jax.jit(tx.update)
@@ -91,7 +91,7 @@ def test_first_loss_and_gradients(data, scale):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(scale if parameter.ndim > 1 else 1)
-    params = jax.tree.map(lambda p: p * scale if p.ndim > 1 else p, gpt.init(SHAPE, stacked=False))
+    params = jax.tree.map(lambda p: p * scale if p.ndim > 1 else p, gpt.init(SHAPE, scans=0))
     ours = model.loss(torch.from_numpy(tokens.astype(np.int64)))
     ours.backward()
     theirs, grads = jax.value_and_grad(partial(gpt.loss, SHAPE, None, jnp.float32))(
