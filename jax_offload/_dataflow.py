@@ -170,7 +170,7 @@ def cut(program: Program, numbers_apart: bool) -> list[Pass]:
         slice_of(
             members[part][::-1],
             list(outputs[part]),
-            program.debug_info._replace(arg_names=None, result_paths=None),
+            program.debug_info,
             program.shards,
             given={v for v, p in provider.items() if p != part},
         )
@@ -214,7 +214,10 @@ def slice_of(
     # an equation of which only some results are wanted (a cond) may still name the others: let dce cut inside it
     eqns = [_without(eqn, given) for eqn in eqns]
     effects = frozenset().union(*(eqn.effects for eqn in eqns))
-    jaxpr = jex.Jaxpr([], inputs, outputs, eqns, effects, debug_info)
+    names = debug_info._replace(
+        arg_names=None, result_paths=None
+    )  # there are as many as the program has, not the slice
+    jaxpr = jex.Jaxpr([], inputs, outputs, eqns, effects, names)
     if any(True for eqn in eqns for _ in jex.jaxprs_in_params(eqn.params)):
         jaxpr, used = pe.dce_jaxpr(jaxpr, [True] * len(outputs))
         inputs = [v for v, u in zip(inputs, used, strict=True) if u]
