@@ -18,8 +18,9 @@ _GPU = {"xla_gpu_experimental_parallel_async_compute_limit": 16}
 def compiler_options(platform: str) -> dict[str, Any]:
     """Options for ``jax.jit(..., compiler_options=)`` that make the streaming overlap. Everything else holds without.
 
-    With memory to spare XLA spends it on overlap. ``| {"xla_gpu_memory_limit_slop_factor": percent}`` limits temporaries to
-    that share of what 80 % of the device leaves beside arguments and results (95 by default): a lower peak, less overlap.
+    With memory to spare, XLA spends it on overlap. ``| {"xla_gpu_memory_limit_slop_factor": percent}`` limits
+    temporaries to that share (default 95) of what 80 % of the device leaves beside arguments and results: a lower
+    peak, less overlap.
 
     Args:
       platform: "cuda" (or "gpu"), "tpu" or "cpu". For the last two there is none that was found to help.

@@ -171,7 +171,7 @@ def test_copies_overlap_with_the_backward_pass():
     ],
 )
 def test_near_its_limit_xla_does_not_put_matmuls_off(tx, update_params, at_most):
-    """16384 tokens; resident 11264. The limit is 6 % of what is free, so about 6.5 GiB of temporaries; overlap remains."""
+    """16384 tokens; resident 11264. A limit of 6 % of what is free is some 6.5 GiB of temporaries; overlap remains."""
     require(H200)
     options = jo.compiler_options("cuda") | {"xla_gpu_memory_limit_slop_factor": 6}
     m = measure_step(H200, tx, batch=16384, update_params=update_params, options=options)
