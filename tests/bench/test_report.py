@@ -3,10 +3,11 @@
 import dataclasses
 import gzip
 import json
+from pathlib import Path
 
 import pytest
 
-from benchmarks import systems, timeline
+from benchmarks import digest, systems, timeline
 from benchmarks.cases import SHAPES
 from benchmarks.goals import goals
 from benchmarks.readings import added, overhead
@@ -149,3 +150,8 @@ def test_the_table_of_a_run():
     assert "10.0 + 10.0, 48 + 48 GB/s" in text
     assert "**missed**" not in text
     assert markdown(results(*GOOD, entry("optax", 0.5, clip=True))).count("### ") == text.count("### ")
+
+
+def test_the_readme_shows_the_results():
+    path = sorted(Path(digest.README.parent / "results").glob("*-h200-compiled.json"))[-1]
+    assert digest.text(json.loads(path.read_text()), path.stem) in digest.README.read_text()
