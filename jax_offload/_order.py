@@ -65,6 +65,14 @@ def births(values: Sequence[Any]) -> list[int] | None:
         return None
 
 
+def is_constrained(value: Any) -> bool:
+    """Whether a traced value's sharding was said where it was made; as far as jax tells."""
+    try:
+        return _origin(value).parent.primitive.name == "sharding_constraint"
+    except AttributeError:
+        return False
+
+
 def _origin(tracer: Any) -> Any:
     """What ``tracer`` is a cast or a multiple of."""
     scaling = ("convert_element_type", "mul", "div", "select_n")

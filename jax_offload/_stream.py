@@ -27,7 +27,7 @@ from jax_offload._memory import is_host_aval, on_host, to_host
 from jax_offload._placement import nbytes
 from jax_offload._sharding import varying_over
 from jax_offload._trace import Program, Var
-from jax_offload._turns import in_turn, is_large, small, waiting
+from jax_offload._turns import Turns, in_turn, is_large, small, waiting
 
 # Slices of up to 256 MiB, or a 32nd of the state, are loaded whole, and the window has room for two. Larger ones go
 # through such a window in chunks: far beyond what the latency of a copy can be felt in (see docs/streaming.md).
@@ -63,6 +63,7 @@ def stream(
     args: Sequence[Any],
     *,
     gradients: Sequence[int],
+    turns: Turns,
     reuse: Mapping[int, int],
     rank: Callable[[int], int],
     window: int | None,
@@ -74,6 +75,7 @@ def stream(
       args: its arguments.
       gradients: positions in ``args`` of the incoming updates, which gate the loads, in the order of the backward
         pass.
+      turns: whether they wait for each other.
       reuse: position of a result -> position of the argument that it is the next value of.
       rank: position in ``args`` of a host leaf -> its place in the order of the backward pass.
       window: bytes of host leaves on one device at a time. ``None``: two and a half of the largest usual slice (two
@@ -95,7 +97,7 @@ def stream(
     before: list[Var] = []  # what the loads of a pass wait for
     for each in passes:
         if tracing:
-            _run_in_turn(each.prelude, env, grads, set(next_of))
+            _run_in_turn(each.prelude, env, grads, set(next_of), turns)
         else:
             _run(each.prelude, env)
         slices = sorted(each.slices, key=lambda s: min((rank(position[v]) for v in s.loads), default=0))
@@ -131,7 +133,7 @@ def plan(program: Program, next_of: Mapping[Var, Var], window: int | None) -> tu
         at_once = max((size if s.in_chunks else s.loaded_bytes for p in passes for s in p.slices), default=0)
         if best is None or at_once < best[0]:
             best = at_once, passes, size
-        if at_once <= size:
+        if at_once <= max(size, window or default):  # an embedding may be larger than the window: not worth a pass
             break
     assert best is not None  # two were tried
     return best[1], best[2]
@@ -209,17 +211,19 @@ def _must_be_back(sizes: Sequence[int], k: int, window: int) -> int:
     return i
 
 
-def _run_in_turn(prelude: Slice, env: dict[Var, Any], gradients: Sequence[Var], results: Set[Var]) -> None:
+def _run_in_turn(
+    prelude: Slice, env: dict[Var, Any], gradients: Sequence[Var], results: Set[Var], turns: Turns
+) -> None:
     """Of the gradients, in their order, each is used once the one before it has been."""
     large = [v for v in gradients if is_large(v)]
-    if any(math.prod(prelude.shards.get(v, ())) > 1 for v in large):
-        # Waiting for a number of an array that is divided between devices is a collective; here XLA makes one of all.
+    if turns is Turns.NONE:
         return _run(prelude, env)
     parts = in_turn(prelude, gradients)
-    # Leaves that stay on the device are updated here.
+    # Leaves that stay on the device are updated here. What is only stored, the last gradient say, is on the host.
     updated = [v for g, part in parts if g and is_large(g) and not small(part, g) for v in part.outputs if v in results]
+    updated = [v for v in updated if not is_host_aval(v.aval)]
     everywhere = varying_over(jnp.zeros(()))
-    if updated and all(varying_over(env[v]) == everywhere for v in large):
+    if updated and turns is Turns.ALL and all(varying_over(env[v]) == everywhere for v in large):
         held, zero = waiting([env[v] for v in large])
         env.update(zip(large, held, strict=True))
         _run(prelude, env)

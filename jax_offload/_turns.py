@@ -7,8 +7,10 @@ once. (24 layers, 16384 tokens, clipping, compiled for an H200: 12288 MiB; in tu
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,14 @@ import jax.numpy as jnp
 from jax_offload._dataflow import Slice, slice_of
 from jax_offload._masks import Mask, forward, union
 from jax_offload._trace import Var
+
+
+class Turns(enum.Enum):
+    """Which gradients wait for each other."""
+
+    NONE = "none: waiting for a number of an array that is divided between devices is a collective"
+    SUMS = "those of a norm: where the backward pass is not in the program, none has to be made in time"
+    ALL = "those of leaves that stay on the device too"
 
 
 def in_turn(s: Slice, gradients: Sequence[Var]) -> list[tuple[Var | None, Slice]]:
@@ -45,9 +55,9 @@ def small(s: Slice, gradient: Var) -> list[Var]:
     return few[:1]
 
 
-def is_large(gradient: Var) -> bool:
+def is_large(gradient: Var | Any) -> bool:
     """Whether the activations that its matmul keeps are worth a thought: 64 Ki numbers."""
-    return math.prod(gradient.aval.shape) >= 1 << 16
+    return math.prod(getattr(gradient, "aval", gradient).shape) >= 1 << 16
 
 
 def waiting(gradients: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array]:

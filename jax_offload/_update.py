@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
+import math
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
@@ -16,13 +17,14 @@ from jax.tree_util import keystr
 
 from jax_offload._branches import numbers_ahead
 from jax_offload._master import landed
-from jax_offload._order import Order, births, ranks
+from jax_offload._order import Order, births, is_constrained, ranks
 from jax_offload._paths import key_of, owners
 from jax_offload._placement import is_like
 from jax_offload._sharding import Layouts, Shardings, Shards, is_explicit, shards_of, typed_sharding
 from jax_offload._skip import carried_unless
 from jax_offload._stream import stream
 from jax_offload._trace import trace
+from jax_offload._turns import Turns, is_large
 from jax_offload._zero import arranged
 
 
@@ -126,6 +128,7 @@ def streamed(
         dataclasses.replace(numbers_ahead(program), shards=shards),
         [leaves[i] for i in arrays],
         gradients=[position[i] for i in _in_order(updates, given.order, made) if i in position],
+        turns=_turns(given, updates, made),
         reuse=reuse,
         rank=lambda k: rank.get(arrays[k], -1),
         window=given.window,
@@ -137,6 +140,18 @@ def _in_order(updates: Any, order: Order, births: list[int] | None) -> list[int]
     """The gradients' numbers, in the order of the backward pass."""
     rank = ranks(updates, updates, order, births)
     return sorted(range(len(rank)), key=rank.__getitem__)
+
+
+def _turns(options: Options, updates: Any, births: list[int] | None) -> Turns:
+    for path, x in jax.tree_util.tree_flatten_with_path(updates)[0]:
+        if jax.device_count() == 1 or not is_array(x) or not is_large(x):
+            continue
+        typed, key = typed_sharding(jax.typeof(x)), key_of(path)
+        explicit = typed is not None and is_explicit(typed.mesh)
+        sharding = typed if explicit else options.partitions.get(key) or options.shardings.get(key)
+        if sharding is None or is_constrained(x) or math.prod(shards_of(sharding, x.shape)) > 1:
+            return Turns.NONE  # divided, or not known
+    return Turns.SUMS if births is None else Turns.ALL
 
 
 def gathered(updates: Any, options: Options) -> Any:

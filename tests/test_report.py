@@ -199,3 +199,17 @@ def test_functions_among_the_extra_arguments():
 def test_multi_steps_is_taken_as_it_is():
     wrapper = optax.MultiSteps(CLIPPED, 2)
     assert streams(wrapper) == streams(wrapper.gradient_transformation())
+
+
+@pytest.mark.parametrize(
+    "inner", [optax.lamb(1e-3), optax.chain(optax.scale_by_adam(), optax.clip_by_block_rms(0.1))], ids=["lamb", "rms"]
+)
+def test_an_embedding_larger_than_the_window_takes_no_second_pass(inner):
+    """Its trust ratio needs all rows: loaded whole it is a little more memory, in two passes twice the transfer."""
+    params = {f"w{i:02}": jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for i in range(24)}
+    params |= {"embed": jax.ShapeDtypeStruct((4096, 1024), jnp.float32)}
+    tx = jo.offload(inner)
+    state = jax.eval_shape(tx.init, params)
+    with loads_of_updates() as loads:
+        jax.eval_shape(tx.update, params, state, params)
+    assert sum(len(load.ids) for load in loads) == 2 * len(params)

@@ -16,6 +16,11 @@ SHAPE = (256, 260)  # large enough to wait for each other
 SPECIAL = [np.nan, np.inf, -np.inf, -0.0, 1e30, 1e-40]
 
 
+def made(grads):
+    """The same gradients, but made in the step, as those of a backward pass are: these wait for each other."""
+    return jax.tree.map(lambda x: jnp.flip(jnp.flip(x, -1), -1), grads)
+
+
 @pytest.fixture
 def grads():
     """The first number of each, by which a gradient shows that it is there, is a special one."""
@@ -40,8 +45,7 @@ def test_special_numbers_change_nothing_else(inner, fraction, grads):
     tx = jo.offload(inner, fraction=fraction)
     state = tx.init(params)
     assert any(on_host(x) for x in jax.tree.leaves(state))
-    # The gradients are computed inside, as in a training step.
-    updates, state = jax.jit(lambda g, s, p: tx.update(jax.tree.map(lambda x: x * 1.0, g), s, p))(grads, state, params)
+    updates, state = jax.jit(lambda g, s, p: tx.update(made(g), s, p))(grads, state, params)
     expected, plain = jax.jit(inner.update)(grads, inner.init(params), params)
     for ours, theirs in zip(jax.tree.leaves((updates, state)), jax.tree.leaves((expected, plain)), strict=True):
         a, b = np.asarray(ours), np.asarray(theirs)
@@ -54,7 +58,7 @@ def test_dtypes_of_gradients_that_wait(dtype):
     grads = jax.device_put({f"w{i}": jnp.full(SHAPE, i + 0.5, dtype) for i in range(4)}, jax.devices()[0])
     inner = optax.sgd(0.1, momentum=0.9)
     tx = jo.offload(inner, fraction=0.5)
-    updates, _ = jax.jit(tx.update)(grads, tx.init(grads), grads)
+    updates, _ = jax.jit(lambda g, s, p: tx.update(made(g), s, p))(grads, tx.init(grads), grads)
     expected, _ = jax.jit(inner.update)(grads, inner.init(grads), grads)
     for ours, theirs in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
         assert ours.dtype == theirs.dtype
@@ -92,21 +96,57 @@ def test_what_one_gradient_needs_or_what_has_effects_stays_whole():
     assert [g for g, _ in parts_of(told, jnp.ones(SHAPE), jnp.ones(SHAPE))[1]] == [None]
 
 
-def test_divided_gradients_do_not_wait_by_a_collective():
+COLLECTIVES = ("all-reduce(", "all-reduce-start(", "all-gather", "collective-permute")
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+ROWS, WHOLE = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+
+
+@pytest.mark.parametrize(("inner", "fraction", "expected"), [(optax.adamw(1e-3), 0.5, 0), (CLIPPED, 1.0, 1)])
+@pytest.mark.parametrize(
+    ("spec", "constraint", "known"),
+    [
+        pytest.param(ROWS, None, True, id="divided parameters"),
+        pytest.param(ROWS, None, False, id="parameters that init has not seen"),
+        pytest.param(WHOLE, ROWS, True, id="divided gradients"),
+    ],
+)
+def test_divided_gradients_do_not_wait_by_a_collective_each(spec, constraint, known, inner, fraction, expected):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    params = jax.device_put({f"w{i}": jnp.ones(SHAPE) for i in range(4)}, rows)
-    tx = jo.offload(optax.adamw(1e-3), fraction=0.5)
-    state = tx.init(params)
-    text = jax.jit(tx.update).lower(params, state, params).compile().as_text()
-    assert not [kind for kind in ("all-reduce", "all-gather", "collective-permute") if kind in text]
+    params = jax.device_put({f"w{i}": jnp.ones(SHAPE) for i in range(4)}, jax.sharding.NamedSharding(mesh, spec))
+    state = jo.offload(inner, fraction=fraction).init(params)
+    tx = jo.offload(inner, fraction=fraction)
+    if known:
+        state = tx.init(params)
+
+    def step(grads, state, params):
+        grads = made(grads)
+        if constraint is not None:
+            grads = jax.lax.with_sharding_constraint(grads, jax.sharding.NamedSharding(mesh, constraint))
+        return tx.update(grads, state, params)
+
+    text = jax.jit(step).lower(params, state, params).compile().as_text()
+    found = sum(text.count(f" {kind}") for kind in COLLECTIVES)
+    assert found == expected
 
 
-def test_gradients_of_leaves_that_stay_wait_on_one_device(grads):
+@pytest.mark.parametrize(("how", "expected"), [(made, len(SPECIAL)), (lambda grads: grads, 0)])
+def test_gradients_of_leaves_that_stay_wait_where_they_are_made(how, expected, grads):
     params = jax.tree.map(jnp.ones_like, grads)
     tx = jo.offload(optax.adamw(1e-3), fraction=0.5)
-    text = jax.jit(tx.update).lower(grads, tx.init(params), params).as_text()
-    assert text.count("stablehlo.slice") == len(SPECIAL)  # a number of each
+    text = jax.jit(lambda g, s, p: tx.update(how(g), s, p)).lower(grads, tx.init(params), params).as_text()
+    assert text.count("stablehlo.slice") == expected  # a number of each
+
+
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_a_state_that_is_only_stored(fraction, grads):
+    """The last gradient: nothing of it is loaded, so its store is computed with what serves all slices."""
+    inner = optax.optimistic_gradient_descent(0.1)
+    tx = jo.offload(inner, fraction=fraction)
+    updates, state = jax.jit(lambda g, s: tx.update(made(g), s))(grads, tx.init(grads))
+    expected, plain = jax.jit(inner.update)(grads, inner.init(grads))
+    for ours, theirs in zip(jax.tree.leaves((updates, state)), jax.tree.leaves((expected, plain)), strict=True):
+        np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), rtol=1e-6)
+    assert [on_host(x) for x in jax.tree.leaves(state)] == [on_host(x) for x in jax.tree.leaves(tx.init(grads))]
 
 
 def test_a_branch_that_serves_several_gradients_comes_before_what_uses_it():
