@@ -42,14 +42,24 @@ def largest(ok: Callable[[int], bool], guess: int, most: int) -> int:
     return low
 
 
+class OutOfTime(Exception):
+    """No more probes now; those that there are, are kept."""
+
+
 def search(
-    system: System, probe: Probe, device_limit: int | None, host_limit: int | None, most: int = 256
+    system: System,
+    probe: Probe,
+    device_limit: int | None,
+    host_limit: int | None,
+    most: int = 256,
+    known: dict[int, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Probes of one system, and the largest number of parameters among those that fit.
 
-    Memory grows with every layer by the same amount, so two small models tell where to look.
+    Memory grows with every layer by the same amount, so two small models tell where to look. ``probe`` may raise
+    ``OutOfTime``: what was found by then comes back as ``unfinished``, for ``known`` of the next call.
     """
-    probes: dict[int, dict[str, Any]] = {}
+    probes = dict(known or {})
 
     def at(layers: int) -> dict[str, Any]:
         if layers not in probes:
@@ -58,22 +68,30 @@ def search(
             probes[layers] = {key: result[key] for key in KEEP if key in result}
         return probes[layers]
 
-    small, larger = at(4), at(8)
-    if "error" in small:
-        return {"system": system.name, "error": small["error"]}
-    guess = 16
-    memory = device_limit or small.get("device_limit_bytes")
-    if "error" not in larger and memory and small["device_peak_bytes"] is not None:
-        per_layer = (larger["device_peak_bytes"] - small["device_peak_bytes"]) / 4
-        guess = int(4 + (memory - small["device_peak_bytes"]) / max(per_layer, 1))
-        if host_limit and (per_host := (larger.get("host_bytes", 0) - small.get("host_bytes", 0)) / 4) > 0:
-            guess = min(guess, int(4 + (host_limit - small["host_bytes"]) / per_host))
-    layers = largest(lambda n: fits(at(n), device_limit, host_limit), guess, most)
-    return {
-        "system": system.name,
-        "layers": layers,
-        "parameters": shape(layers).parameters if layers else 0,
-        "at": probes.get(layers, {}),
-        "probes": [{"layers": n, **result} for n, result in sorted(probes.items())],
-        "shape": dataclasses.asdict(shape(layers)),
-    }
+    def found(layers: int, **more: Any) -> dict[str, Any]:
+        above = min((n for n in probes if n > layers and "error" in probes[n]), default=None)
+        return {
+            "system": system.name,
+            "layers": layers,
+            "parameters": shape(layers).parameters if layers else 0,
+            "at": probes.get(layers, {}),
+            "ended_by": probes[above]["error"] if above else "",
+            "probes": [{"layers": n, **result} for n, result in sorted(probes.items())],
+            "shape": dataclasses.asdict(shape(layers)),
+            **more,
+        }
+
+    try:
+        small, larger = at(4), at(8)
+        if "error" in small:
+            return {"system": system.name, "error": small["error"]}
+        guess = 16
+        memory = device_limit or small.get("device_limit_bytes")
+        if "error" not in larger and memory and small["device_peak_bytes"] is not None:
+            per_layer = (larger["device_peak_bytes"] - small["device_peak_bytes"]) / 4
+            guess = int(4 + (memory - small["device_peak_bytes"]) / max(per_layer, 1))
+            if host_limit and (per_host := (larger.get("host_bytes", 0) - small.get("host_bytes", 0)) / 4) > 0:
+                guess = min(guess, int(4 + (host_limit - small["host_bytes"]) / per_host))
+        return found(largest(lambda n: fits(at(n), device_limit, host_limit), guess, most))
+    except OutOfTime:
+        return found(max((n for n in probes if fits(probes[n], device_limit, host_limit)), default=0), unfinished=True)

@@ -69,7 +69,9 @@ def at_least(bound: float, what: str, values: Iterable[float | None]) -> Goal:
 def _worst(
     what: str, values: Iterable[float | None], worst: Callable[[list[float]], float], is_met: Callable[[float], bool]
 ) -> Goal:
-    known = [v for v in values if v is not None]
+    found = list(values)
+    known = [v for v in found if v is not None]
     if not known:
         return what, "", None
-    return what, f"{worst(known):.2f} (the worst of {len(known)})", is_met(worst(known))
+    without = f"; {len(found) - len(known)} could not be compared" if len(known) < len(found) else ""
+    return what, f"{worst(known):.2f} (the worst of {len(known)}{without})", is_met(worst(known))

@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks.cases import Case
 
+MARK = "benchmarks reports "  # begins the lines that are for run.py, among whatever else is printed
 OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "out of memory", "OutOfMemory", "MemoryError")
 
 
@@ -46,8 +47,13 @@ def reason(error: BaseException) -> str:
     return text.splitlines()[0][:240]
 
 
+def say(what: Any) -> None:
+    sys.stdout.flush()
+    print(f"\n{MARK}{json.dumps(what)}", flush=True)
+
+
 def report(run: Callable[[Case], dict[str, Any]], case: Case) -> None:
-    """Runs a case; its result, or why there is none, is the last line of the standard output."""
+    """Runs a case, and says its result, or why there is none."""
     with contextlib.suppress(OSError):  # where the host's memory ends, this process should, not the one that waits
         Path("/proc/self/oom_score_adj").write_text("1000")
     try:
@@ -55,5 +61,4 @@ def report(run: Callable[[Case], dict[str, Any]], case: Case) -> None:
     except BaseException as error:
         traceback.print_exc()
         result = {"error": reason(error)}
-    sys.stdout.flush()
-    print(json.dumps(result), flush=True)
+    say(result)

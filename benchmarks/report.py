@@ -90,7 +90,7 @@ def link_table(rows: list[dict[str, Any]]) -> str:
 def capacity_table(found: list[dict[str, Any]]) -> str:
     def one(c: dict[str, Any]) -> list[str]:
         if "error" in c:
-            return [c["system"], f"did not run: {c['error']}", "", "", ""]
+            return [c["system"], f"did not run: {c['error']}", "", "", "", ""]
         at = c["at"]
         host = at.get("host_taken_bytes", at.get("host_bytes"))
         peak = at.get("device_peak_bytes")
@@ -100,9 +100,10 @@ def capacity_table(found: list[dict[str, Any]]) -> str:
             str(c["layers"]),
             f"{peak / GIB:.1f}" if peak is not None else "",
             f"{host / GIB:.1f}" if host is not None else "",
+            "not finished" if c.get("unfinished") else c.get("ended_by", ""),
         ]
 
-    return table(" system | parameters, 1e9 | layers | peak, GiB | host, GiB ", map(one, found))
+    return table(" system | parameters, 1e9 | layers | peak, GiB | host, GiB | ended by ", map(one, found))
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -110,6 +111,8 @@ def markdown(results: dict[str, Any]) -> str:
     parts = [f"# {about['device']}, {about['date']}", f"`{about['command']}`, {about['machine']}."]
     if results.get("link"):
         parts += ["## The link", link_table(results["link"])]
+    if results.get("link_error"):
+        parts.append(f"Of the link not all was measured: {results['link_error']}")
     if results.get("cases"):
         if any(e["result"].get("compiled") for e in results["cases"]):
             parts.append(COMPILED)

@@ -61,10 +61,16 @@ def summary(trace: Path, steps: int) -> dict[str, float]:
     """Seconds per step in which the device loads, stores, does either, both, and computes; and copies alone.
 
     With the bytes loaded and stored per step where the trace tells them, as PyTorch's does.
+
+    Raises:
+      ValueError: nothing ran on a device, as far as the trace tells.
     """
     ways: dict[str | None, list[Interval]] = {"load": [], "store": [], None: []}
     moved: dict[str | None, int] = {}
-    for e in events(trace):
+    found_events = events(trace)
+    if not found_events:
+        raise ValueError("the trace has nothing of a device: may this user profile it?")
+    for e in found_events:
         way = direction(e["name"])
         ways[way].append((e["ts"], e["ts"] + e["dur"]))
         if way and "bytes" in e.get("args", {}):

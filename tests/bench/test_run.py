@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import shutil
+import time
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import capacity, compiled, gpt, jax_system, link, run, systems
+from benchmarks import capacity, compiled, gpt, jax_system, link, run, systems, workers
 from benchmarks.cases import SHAPES, Case
+from benchmarks.store import Store
 from tests.aot.harness import H200, require
 
 TOY = SHAPES["toy"]
@@ -101,19 +104,64 @@ def test_one_command_runs_resumes_and_lists_what_cannot_run(tmp_path, monkeypatc
     assert entries[1]["result"]["error"]
     text = out.with_suffix(".md").read_text()
     assert f"did not run: {entries[1]['result']['error']}" in text
-    monkeypatch.setattr(run, "worker", lambda *_, **__: pytest.fail("ran again"))
+    ran = []
+    late = {"error": f"{workers.LATE} 1 s"}
+    monkeypatch.setattr(workers, "run_case", lambda case, *_: ran.append(case.system) or late)
     run.main([*arguments, *only])
-    assert json.loads(out.read_text())["cases"] == entries
+    assert json.loads(out.read_text())["cases"] == entries and not ran
+    run.main([*arguments, *only, "--retry"])  # what failed, and now is late
+    run.main([*arguments, *only])  # late: again, without being told
+    assert ran == ["bitsandbytes PagedAdamW"] * 2
 
 
 def test_a_worker_that_dies_is_a_reason(tmp_path):
-    assert "exit status" in run.worker("nothing_of_this_name", seconds=60)["error"]
-    assert "not done after" in run.worker("jax_system", on_toy("optax").to_json(), seconds=0.01)["error"]
+    assert "exit status" in workers.result("nothing_of_this_name", seconds=60)["error"]
+    assert "not done after" in workers.result("jax_system", on_toy("optax").to_json(), seconds=0.01)["error"]
+
+
+def test_a_worker_is_heard_among_what_others_print(tmp_path, monkeypatch):
+    """Also what it said before it was stopped; and its children end with it."""
+    folder, alive = tmp_path / "benchmarks", tmp_path / "alive"
+    folder.mkdir()
+    shutil.copy(workers.ROOT / "benchmarks/machine.py", folder)
+    (folder / "cases.py").write_text("Case = None")
+    (folder / "child.py").write_text(f"import time; time.sleep(8); open({str(alive)!r}, 'w')")
+    (folder / "loud.py").write_text(
+        "import subprocess, sys, time\n"
+        "from benchmarks.machine import say\n"
+        "print('[2026-01-01] [INFO] a log', flush=True)\n"
+        f"subprocess.Popen([sys.executable, {str(folder / 'child.py')!r}])\n"
+        "say({'rate': 1})\n"
+        "print('{not json', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    monkeypatch.setattr(workers, "ROOT", tmp_path)
+    began = time.monotonic()
+    assert workers.lines("loud", seconds=3) == ([{"rate": 1}], "not done after 3 s")
+    assert time.monotonic() - began < 7  # did not wait for the child, which had the pipe open
+    time.sleep(6)
+    assert not alive.exists()
+
+
+def test_a_cpu_is_not_taken_for_an_accelerator(tmp_path):
+    with pytest.raises(SystemExit, match="--toy"):
+        run.main(["--out", str(tmp_path / "x.json")])
+
+
+def test_results_are_whole_whenever_the_run_ends(tmp_path, monkeypatch):
+    store = Store(tmp_path / "x.json", "a device")
+    store.put(on_toy("optax"), {"error": "no"})
+    before = store.path.read_text()
+    monkeypatch.setattr("benchmarks.store.markdown", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        store.put(on_toy("optax"), {"error": "yes"})
+    assert store.path.read_text() == before
+    assert Store(store.path, "a device").entry(on_toy("optax"))["result"] == {"error": "no"}
 
 
 def test_a_case_that_fails_says_why():
     bad = dataclasses.replace(on_toy("jax_offload"), options={"offload": True, "fraction": 2.0})
-    assert "fraction" in run.worker("jax_system", bad.to_json(), seconds=120)["error"]
+    assert "fraction" in workers.result("jax_system", bad.to_json(), seconds=120)["error"]
 
 
 def test_compiled_figures():
@@ -125,7 +173,7 @@ def test_compiled_figures():
 
 
 def test_the_link_is_measured_each_way():
-    rows = link.run()
+    rows = [*link.run()]
     assert [r["direction"] for r in rows if r["by"] == "jax"] == ["load", "store", "both"]
     assert all(r["bytes_per_second"] > 0 for r in rows)
     assert link.best(rows, "both") == max(r["bytes_per_second"] for r in rows if r["direction"] == "both")
@@ -165,3 +213,20 @@ def test_the_largest_model_within_two_memories(host_limit):
 def test_a_system_that_cannot_run_has_no_largest_model():
     found = capacity.search(systems.OURS, lambda _: {"error": "no GPU"}, None, None)
     assert found == {"system": "jax_offload", "error": "no GPU"}
+
+
+def test_a_search_that_is_cut_short_goes_on():
+    def probe(case):
+        if not allowed:
+            raise capacity.OutOfTime
+        allowed.pop()
+        n = case.shape.layers
+        return {"error": "out of memory"} if n > 37 else {"device_peak_bytes": n << 30, "device_limit_bytes": 60 << 30}
+
+    allowed = [()] * 3
+    first = capacity.search(systems.OURS, probe, None, None)
+    assert first["unfinished"] and len(first["probes"]) == 3 and first["layers"] == 8
+    allowed = [()] * 20
+    known = {p["layers"]: p for p in first["probes"]}
+    found = capacity.search(systems.OURS, probe, None, None, known=known)
+    assert found["layers"] == 37 and found["ended_by"] == "out of memory" and "unfinished" not in found
