@@ -208,8 +208,14 @@ def test_an_embedding_larger_than_the_window_takes_no_second_pass(inner):
     """Its trust ratio needs all rows: loaded whole it is a little more memory, in two passes twice the transfer."""
     params = {f"w{i:02}": jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for i in range(24)}
     params |= {"embed": jax.ShapeDtypeStruct((4096, 1024), jnp.float32)}
-    tx = jo.offload(inner)
-    state = jax.eval_shape(tx.init, params)
-    with loads_of_updates() as loads:
-        jax.eval_shape(tx.update, params, state, params)
+    tx, loads = jo.offload(inner), []
+
+    def step(params):
+        state = tx.init(params)
+        with loads_of_updates() as found:
+            out = tx.update(params, state, params)
+        loads.extend(found)
+        return out
+
+    jax.make_jaxpr(step)(params)
     assert sum(len(load.ids) for load in loads) == 2 * len(params)
