@@ -214,10 +214,8 @@ def slice_of(
     # an equation of which only some results are wanted (a cond) may still name the others: let dce cut inside it
     eqns = [_without(eqn, given) for eqn in eqns]
     effects = frozenset().union(*(eqn.effects for eqn in eqns))
-    names = debug_info._replace(
-        arg_names=None, result_paths=None
-    )  # there are as many as the program has, not the slice
-    jaxpr = jex.Jaxpr([], inputs, outputs, eqns, effects, names)
+    nameless = debug_info._replace(arg_names=None, result_paths=None)  # the names are the program's
+    jaxpr = jex.Jaxpr([], inputs, outputs, eqns, effects, nameless)
     if any(True for eqn in eqns for _ in jex.jaxprs_in_params(eqn.params)):
         jaxpr, used = pe.dce_jaxpr(jaxpr, [True] * len(outputs))
         inputs = [v for v, u in zip(inputs, used, strict=True) if u]

@@ -29,8 +29,9 @@ from jax_offload._sharding import varying_over
 from jax_offload._trace import Program, Var
 from jax_offload._turns import Turns, in_turn, is_large, small, waiting
 
-# Slices of up to 256 MiB, or a 32nd of the state, are loaded whole, and the window has room for two. Larger ones go
-# through such a window in chunks: far beyond what the latency of a copy can be felt in (see docs/streaming.md).
+# Slices of up to 256 MiB, or a 32nd of the state, are loaded whole, and the window has room for two and a half.
+# Larger ones go through a window of that size in chunks: far beyond what the latency of a copy can be felt in (see
+# docs/streaming.md).
 DEFAULT_WINDOW, DEFAULT_SHARE = 2**28, 32
 # The window is made for slices up to the size within which this share of the state is: an embedding does not count.
 USUAL = 0.8
@@ -75,7 +76,7 @@ def stream(
       args: its arguments.
       gradients: positions in ``args`` of the incoming updates, which gate the loads, in the order of the backward
         pass.
-      turns: whether they wait for each other.
+      turns: which of them wait for each other.
       reuse: position of a result -> position of the argument that it is the next value of.
       rank: position in ``args`` of a host leaf -> its place in the order of the backward pass.
       window: bytes of host leaves on one device at a time. ``None``: two and a half of the largest usual slice (two
@@ -215,12 +216,12 @@ def _run_in_turn(
     prelude: Slice, env: dict[Var, Any], gradients: Sequence[Var], results: Set[Var], turns: Turns
 ) -> None:
     """Of the gradients, in their order, each is used once the one before it has been."""
-    large = [v for v in gradients if is_large(v)]
     if turns is Turns.NONE:
-        return _run(prelude, env)
-    parts = in_turn(prelude, gradients)
+        _run(prelude, env)
+        return
+    parts, large = in_turn(prelude, gradients), [v for v in gradients if is_large(v.aval)]
     # Leaves that stay on the device are updated here. What is only stored, the last gradient say, is on the host.
-    updated = [v for g, part in parts if g and is_large(g) and not small(part, g) for v in part.outputs if v in results]
+    updated = [v for g, part in parts if g in large and not small(part, g) for v in part.outputs if v in results]
     updated = [v for v in updated if not is_host_aval(v.aval)]
     everywhere = varying_over(jnp.zeros(()))
     if updated and turns is Turns.ALL and all(varying_over(env[v]) == everywhere for v in large):
@@ -229,14 +230,13 @@ def _run_in_turn(
         _run(prelude, env)
         last = min(updated, key=lambda v: nbytes(v.aval))
         env[last] = jnp.where(zero == 0, env[last], jnp.zeros((), env[last].dtype))
-        return None
+        return
     used: list[Var] = []
     for gradient, part in parts:
         if gradient is not None:
             _gate(env, [gradient], used)
             used = small(part, gradient) or used
         _run(part, env)
-    return None
 
 
 def _run(s: Slice, env: dict[Var, Any]) -> None:

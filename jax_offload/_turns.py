@@ -55,9 +55,9 @@ def small(s: Slice, gradient: Var) -> list[Var]:
     return few[:1]
 
 
-def is_large(gradient: Var | Any) -> bool:
+def is_large(gradient: Any) -> bool:
     """Whether the activations that its matmul keeps are worth a thought: 64 Ki numbers."""
-    return math.prod(getattr(gradient, "aval", gradient).shape) >= 1 << 16
+    return math.prod(gradient.shape) >= 1 << 16
 
 
 def waiting(gradients: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array]:

@@ -143,14 +143,15 @@ def _in_order(updates: Any, order: Order, births: list[int] | None) -> list[int]
 
 
 def _turns(options: Options, updates: Any, births: list[int] | None) -> Turns:
-    for path, x in jax.tree_util.tree_flatten_with_path(updates)[0]:
-        if jax.device_count() == 1 or not is_array(x) or not is_large(x):
-            continue
-        typed, key = typed_sharding(jax.typeof(x)), key_of(path)
-        explicit = typed is not None and is_explicit(typed.mesh)
-        sharding = typed if explicit else options.partitions.get(key) or options.shardings.get(key)
-        if sharding is None or is_constrained(x) or math.prod(shards_of(sharding, x.shape)) > 1:
-            return Turns.NONE  # divided, or not known
+    """Which gradients wait for each other: none where one is divided between devices, or might be."""
+    leaves = jax.tree_util.tree_flatten_with_path(updates)[0]
+    for path, x in leaves if jax.device_count() > 1 else []:
+        if is_array(x) and is_large(x):
+            typed, key = typed_sharding(jax.typeof(x)), key_of(path)
+            explicit = typed is not None and is_explicit(typed.mesh)
+            sharding = typed if explicit else options.partitions.get(key) or options.shardings.get(key)
+            if sharding is None or is_constrained(x) or math.prod(shards_of(sharding, x.shape)) > 1:
+                return Turns.NONE
     return Turns.SUMS if births is None else Turns.ALL
 
 
