@@ -46,6 +46,11 @@ class OutOfTime(Exception):
     """No more probes now; those that there are, are kept."""
 
 
+def probes_of(found: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """What an earlier search tried, by layers."""
+    return {p["layers"]: {key: p[key] for key in p if key != "layers"} for p in found.get("probes", [])}
+
+
 def search(
     system: System,
     probe: Probe,

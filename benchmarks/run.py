@@ -12,6 +12,7 @@ Results go to benchmarks/results/<date>-<chip>.json, and as Markdown beside it.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import re
 import time
@@ -23,8 +24,7 @@ from benchmarks import capacity, systems, workers
 from benchmarks.cases import Case
 from benchmarks.machine import host_memory
 from benchmarks.report import markdown
-from benchmarks.store import Store, path_for, was_late
-from benchmarks.workers import LATE
+from benchmarks.store import Store, path_for
 
 PARTS = ["link", "cases", "capacity", "machinery"]
 LEAST_SECONDS = 5  # nothing begins with less time left
@@ -62,82 +62,124 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What the parts share: what was asked for, the file of results, and the time."""
+
+    args: argparse.Namespace
+    store: Store
+    platform: str | None
+    ends: float
+
+    @property
+    def left(self) -> float:
+        return self.ends - time.monotonic()
+
+    @property
+    def over(self) -> bool:
+        return self.left < LEAST_SECONDS
+
+    @property
+    def seconds(self) -> float:
+        """How long what begins now may take."""
+        return max(1.0, min(self.args.case_seconds, self.left))
+
+    def run(self, case: Case) -> dict[str, Any]:
+        return workers.run_case(case, self.args.compiled, self.seconds, self.platform)
+
+
+def run_link(call: Call) -> None:
+    results = call.store.data
+    if not call.args.again and "link" in results and "link_error" not in results:
+        return
+    rows, error = workers.lines("link", seconds=call.seconds, platform=call.platform)
+    results.pop("link_error", None)
+    if len(rows) >= len(results.get("link", [])):
+        results["link"] = rows
+    if error:
+        results["link_error"] = error
+    call.store.save()
+
+
+def run_cases(call: Call) -> None:
+    args, store = call.args, call.store
+    available = call.seconds
+
+    def hopeless(case: Case) -> bool:
+        """Stopped before, with as much time as there is now: after all others."""
+        entry = store.entry(case)
+        return entry is not None and (workers.stopped_after(entry["result"]) or 0) >= 0.9 * available
+
+    for case in sorted(selected(systems.toy() if args.toy else systems.plan(), args), key=hopeless):
+        before = (store.entry(case) or {}).get("result", {})
+        stopped = workers.stopped_after(before) is not None
+        if before and not stopped and not args.again and not (args.retry and "error" in before):
+            continue
+        if call.over:
+            break
+        result = call.run(case)
+        store.put(case, result)
+        said = result.get("error") or {k: v for k, v in result.items() if k.endswith(("seconds", "peak_bytes"))}
+        print(f"{case.system}, {case.tokens} tokens, {case.scans=}, {case.clip=}: {said}", flush=True)
+
+
+def run_capacity(call: Call) -> None:
+    args, results = call.args, call.store.data
+    limits = COMPILED_LIMITS[args.compiled] if args.compiled else {"device": None, "host": None}
+    results["capacity_limits"] = limits if args.compiled else {"device": None, "host": host_memory()}
+
+    def probe(case: Case) -> dict[str, Any]:
+        if call.over:
+            raise capacity.OutOfTime
+        result = call.run(case)
+        if call.over and workers.stopped_after(result) is not None:
+            raise capacity.OutOfTime
+        return result
+
+    found = {c["system"]: c for c in results.get("capacity", [])}
+    everyone = [*systems.MAIN, systems.MASTERS, systems.MASTERS_INT8, systems.TORCH_RESIDENT, *systems.TORCH]
+    for system in everyone:
+        named = not args.only or any(re.search(pattern, system.name) for pattern in args.only)
+        before = {} if args.again else found.get(system.name, {})
+        if call.over or not named or (before and not before.get("unfinished")):
+            continue
+        known = capacity.probes_of(before)
+        found[system.name] = capacity.search(system, probe, limits["device"], limits["host"], known=known)
+        print(f"{system.name}: {found[system.name]}", flush=True)
+        results["capacity"] = list(found.values())
+        call.store.save()
+
+
+def run_machinery(call: Call) -> None:
+    if not call.args.again and "machinery" in call.store.data:
+        return
+    file = call.store.path.with_suffix(".machinery.json")
+    extra = ["--leaves", "20", "--repeats", "1", "--steps", "3"] if call.args.toy else []
+    seconds = max(call.seconds, min(1800, call.left))
+    _, error = workers.lines("machinery", "--json", str(file), *extra, seconds=seconds, platform="cpu")
+    if file.exists():
+        call.store.data["machinery"] = json.loads(file.read_text())["rows"]
+        file.unlink()
+    else:
+        print(f"machinery: {error}", flush=True)
+
+
 def main(argv: list[str] | None = None) -> Path:
     args = parse(argv)
-    began = time.monotonic()
+    ends = time.monotonic() + 60 * args.minutes
     platform, chip = (None, args.compiled) if args.compiled else workers.device()
     if platform == "cpu" and not args.toy:
         raise SystemExit("jax finds a CPU and nothing else. --toy: that everything runs; --compiled h200: peaks.")
-    kind = "compiled" if args.compiled else "toy" if args.toy else ""
-    store = Store(args.out or path_for(chip, kind), f"{chip}, compiled for, not run" if args.compiled else chip)
-    results = store.data
-
-    def left() -> float:
-        return 60 * args.minutes - (time.monotonic() - began)
-
-    def seconds() -> float:
-        """How long what begins now may take."""
-        return max(1.0, min(args.case_seconds, left()))
-
-    def run(case: Case) -> dict[str, Any]:
-        return workers.run_case(case, args.compiled, seconds(), platform)
-
-    parts = [p for p in PARTS if p in args.parts]
-    if args.compiled:
-        parts = [p for p in parts if p in ("cases", "capacity")]  # the others need to run
-    if "link" in parts and (args.again or "link" not in results or "link_error" in results) and left() > 0:
-        rows, error = workers.lines("link", seconds=seconds(), platform=platform)
-        results.pop("link_error", None)
-        if len(rows) >= len(results.get("link", [])):
-            results["link"] = rows
-        if error:
-            results["link_error"] = error
-        store.save()
-    if "cases" in parts:
-        cases = [*selected(systems.toy() if args.toy else systems.plan(), args)]
-        for case in sorted(cases, key=lambda c: was_late(store.entry(c))):  # those that were stopped, again, at the end
-            entry = store.entry(case)
-            if left() < LEAST_SECONDS:
-                break
-            if entry is None or args.again or was_late(entry) or (args.retry and "error" in entry["result"]):
-                result = run(case)
-                store.put(case, result)
-                said = result.get("error") or {k: v for k, v in result.items() if k.endswith(("seconds", "peak_bytes"))}
-                print(f"{case.system}, {case.tokens} tokens, {case.scans=}, {case.clip=}: {said}", flush=True)
-    if "capacity" in parts and not args.toy and left() >= LEAST_SECONDS:
-        limits = COMPILED_LIMITS[args.compiled] if args.compiled else {"device": None, "host": None}
-        results["capacity_limits"] = limits if args.compiled else {"device": None, "host": host_memory()}
-        found = {c["system"]: c for c in results.get("capacity", [])}
-        everyone = [*systems.MAIN, systems.MASTERS, systems.MASTERS_INT8, systems.TORCH_RESIDENT, *systems.TORCH]
-        for system in everyone:
-            named = not args.only or any(re.search(pattern, system.name) for pattern in args.only)
-            old = found.get(system.name, {"unfinished": True})
-            if not named or left() < LEAST_SECONDS or not (old.get("unfinished") or args.again):
-                continue
-            probes = {} if args.again else {p.pop("layers"): p for p in map(dict, old.get("probes", []))}
-
-            def probe(case: Case) -> dict[str, Any]:
-                result = run(case) if left() >= LEAST_SECONDS else {"error": LATE}
-                if result.get("error", "").startswith(LATE) and left() < LEAST_SECONDS:
-                    raise capacity.OutOfTime
-                return result
-
-            found[system.name] = capacity.search(system, probe, limits["device"], limits["host"], known=probes)
-            print(f"{system.name}: {found[system.name]}", flush=True)
-            results["capacity"] = list(found.values())
-            store.save()
-    if "machinery" in parts and (args.again or "machinery" not in results) and left() >= LEAST_SECONDS:
-        extra = ["--leaves", "20", "--repeats", "1", "--steps", "3"] if args.toy else []
-        file = store.path.with_suffix(".machinery.json")
-        longer = min(max(args.case_seconds, 1800), max(1.0, left()))
-        _, error = workers.lines("machinery", "--json", str(file), *extra, seconds=longer, platform="cpu")
-        if file.exists():
-            results["machinery"] = json.loads(file.read_text())["rows"]
-            file.unlink()
-        else:
-            print(f"machinery: {error}", flush=True)
+    path = args.out or path_for(chip, "compiled" if args.compiled else "toy" if args.toy else "")
+    store = Store(path, f"{chip}, compiled for, not run" if args.compiled else chip)
+    call = Call(args, store, platform, ends)
+    parts = {"link": run_link, "cases": run_cases, "capacity": run_capacity, "machinery": run_machinery}
+    for name in PARTS:
+        needs_to_run = args.compiled and name in ("link", "machinery")
+        if name in args.parts and not needs_to_run and not (args.toy and name == "capacity") and not call.over:
+            parts[name](call)
     store.save()
-    print(markdown(results))
+    print(markdown(store.data))
     return store.path
 
 

@@ -16,7 +16,6 @@ from typing import Any
 from benchmarks.cases import Case
 from benchmarks.machine import host_memory
 from benchmarks.report import GIB, markdown
-from benchmarks.workers import LATE
 
 FOLDER = Path(__file__).parent / "results"
 
@@ -61,11 +60,6 @@ class Store:
         made = {"commit": self.commit, "date": self.data["about"]["date"]}
         self.data["cases"] = [*others, {"case": dataclasses.asdict(case), "result": result, **made}]
         self.save()
-
-
-def was_late(entry: dict[str, Any] | None) -> bool:
-    """Whether a case was stopped: it may be done where it is given more time."""
-    return entry is not None and entry["result"].get("error", "").startswith(LATE)
 
 
 def _key(entry: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from benchmarks.machine import MARK, meminfo
 from benchmarks.systems import SYSTEMS
 
 ROOT = Path(__file__).parents[1]
-LATE = "not done after"  # begins the error of a worker that was stopped
+LATE = "not done after"  # begins the error of a worker that was stopped, before the seconds
 
 
 class Watch:
@@ -57,10 +57,16 @@ def lines(module: str, *args: str, seconds: float, platform: str | None = None) 
         out, err = process.communicate(timeout=seconds)
         error = f"exit status {process.returncode}: {_last(err)}" if process.returncode else None
     except subprocess.TimeoutExpired:
-        error = f"{LATE} {seconds:.0f} s"
+        error = f"{LATE} {seconds:.1f} s"
         os.killpg(process.pid, signal.SIGKILL)
         out, _ = process.communicate()
     return [json.loads(line[len(MARK) :]) for line in out.splitlines() if line.startswith(MARK)], error
+
+
+def stopped_after(result: dict[str, Any]) -> float | None:
+    """The seconds after which a worker was stopped, if it was: with more, it may be done."""
+    error = result.get("error", "")
+    return float(error.removeprefix(LATE).split()[0]) if error.startswith(LATE) else None
 
 
 def _last(text: str) -> str:

@@ -137,10 +137,23 @@ def test_a_worker_is_heard_among_what_others_print(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(workers, "ROOT", tmp_path)
     began = time.monotonic()
-    assert workers.lines("loud", seconds=3) == ([{"rate": 1}], "not done after 3 s")
+    assert workers.lines("loud", seconds=3) == ([{"rate": 1}], "not done after 3.0 s")
     assert time.monotonic() - began < 7  # did not wait for the child, which had the pipe open
     time.sleep(6)
     assert not alive.exists()
+
+
+@pytest.mark.parametrize(
+    ("stopped", "expected"), [(5.0, ["optax", "usual recipe"]), (900.0, ["usual recipe", "optax"])]
+)
+def test_what_was_stopped_waits_where_there_is_no_more_time_now(stopped, expected, tmp_path, monkeypatch):
+    toy = {c.system: c for c in systems.toy() if c.scans == 0 and not c.clip}
+    Store(tmp_path / "x.json", "cpu").put(toy["optax"], {"error": f"{workers.LATE} {stopped} s"})
+    ran = []
+    monkeypatch.setattr(workers, "run_case", lambda case, *_: ran.append(case.system) or {"error": "no"})
+    arguments = ["--toy", "--parts", "cases", "--clip", "no", "--scans", "0", "--case-seconds", "600"]
+    run.main([*arguments, "--only", "^optax$", "--only", "^usual", "--out", str(tmp_path / "x.json")])
+    assert ran == expected
 
 
 def test_a_cpu_is_not_taken_for_an_accelerator(tmp_path):
