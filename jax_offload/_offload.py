@@ -11,6 +11,7 @@ import optax
 from jax.core import Tracer
 
 from jax_offload import _memory
+from jax_offload._donation import guarded
 from jax_offload._master import check_order
 from jax_offload._order import Order
 from jax_offload._placement import Leaf, Policy, Select, is_whole, note, place
@@ -115,7 +116,7 @@ def offload(
             state = stored_init(params)
             plan = place(policy, state, params)
             divided = partitions(plan, params, {**settled(seen), **told}, missing_ok=True)  # else out_shardings say so
-            state = _store(state, plan, params, divided)
+            state = guarded(_store(state, plan, params, divided))
             note(jax.tree.leaves(state), plan)
             return state
 

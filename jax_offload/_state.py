@@ -17,6 +17,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jax_offload import _memory
+from jax_offload._donation import guarded
 from jax_offload._factored import axes_in_parameter
 from jax_offload._master import MasterState
 from jax_offload._paths import owners
@@ -90,7 +91,7 @@ def to_device(state: Any) -> Any:
     Arithmetic that mixes memories outside ``update`` is an error of jax. Move a part, not the whole:
     ``jo.to_device(state[0].mu)``. The whole state need not fit on the device.
     """
-    return jax.tree.map(lambda x: _memory.to_device(x) if isinstance(x, jax.Array) else x, state)
+    return guarded(jax.tree.map(lambda x: _memory.to_device(x) if isinstance(x, jax.Array) else x, state), state)
 
 
 def to_host(tx: optax.GradientTransformation, state: Any, params: Any = None) -> Any:
@@ -128,7 +129,7 @@ def to_host(tx: optax.GradientTransformation, state: Any, params: Any = None) ->
     moved = [
         _memory.to_host(x) if leaf.host else _memory.to_device(x) for x, (leaf, _) in zip(got, leaves, strict=True)
     ]
-    return jax.tree.unflatten(treedef, moved)
+    return guarded(jax.tree.unflatten(treedef, moved), state)
 
 
 def _traced_init(

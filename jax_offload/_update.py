@@ -16,6 +16,7 @@ import optax
 from jax.tree_util import keystr
 
 from jax_offload._branches import numbers_ahead
+from jax_offload._donation import guarded
 from jax_offload._master import landed
 from jax_offload._order import Order, births, is_constrained, ranks
 from jax_offload._paths import key_of, owners
@@ -133,7 +134,7 @@ def streamed(
         rank=lambda k: rank.get(arrays[k], -1),
         window=given.window,
     )
-    return jax.tree.unflatten(out_tree, results)
+    return guarded(jax.tree.unflatten(out_tree, results), args)
 
 
 def _in_order(updates: Any, order: Order, births: list[int] | None) -> list[int]:

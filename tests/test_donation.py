@@ -1,13 +1,12 @@
-"""Donated buffers are reused only for results of the same memory kind, whatever is donated, returned, known.
+"""In plain ``jax.jit`` donated buffers are reused only for results of the same memory kind, whatever is donated,
+returned, known.
 
-Parameters and moments share shapes and dtypes, so that every wrong pairing is possible. Pairings are read
-from the program lowered for cuda, which takes no GPU. On CPU a wrong one ends the process.
+Parameters and moments share shapes and dtypes, so that every wrong pairing is possible. Pairings are read from the
+program lowered for cuda and tpu, which takes neither. On CPU a wrong one ends the process.
 """
 
 import itertools
 import os
-import random
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -25,7 +24,7 @@ from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from jax_offload._jit import _order, jit
+from jax_offload import _donation, _jaxprs
 
 pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 
@@ -93,7 +92,35 @@ def train_state(donate, state_first, tx):
     return step, (state, BATCH), donate, lambda args, out: (out[0 if state_first else 1], args[1])
 
 
-# What is donated -> what is returned: the step, and whether plain jax.jit crosses memory kinds
+def with_average(donate, state_first, tx):
+    """An average of the parameters, which has their types, stands between them and the state."""
+
+    def step(params, state, average, x):
+        grads = jax.grad(loss_fn)(params, x)
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        average = optax.incremental_update(params, average, 0.1)
+        return (state, average, params) if state_first else (params, average, state)
+
+    def following(args, out):
+        params, average, state = out[:: -1 if state_first else 1]
+        return params, state, average, args[3]
+
+    params, state = create(tx)
+    return step, (params, state, jax.tree.map(jnp.sin, params), BATCH), donate, following
+
+
+def both_in_one(donate, state_first, tx):
+    """``update_params``, which returns new parameters."""
+
+    def step(params, state, x):
+        new = jo.update_params(tx, jax.grad(loss_fn)(params, x), state, params)
+        return new[::-1] if state_first else new
+
+    return step, (*create(tx), BATCH), donate, lambda args, out: (*out[:: -1 if state_first else 1], args[2])
+
+
+# What is donated -> what is returned: the step, and whether jax by itself pairs buffers of different memory kinds
 # (without out_shardings; with them for every result, but an uncommitted argument).
 CASES = {
     "params -> params, state": (train_step, 0, False, (False, False)),
@@ -106,6 +133,11 @@ CASES = {
     "grads, state and params -> state, params": (apply_gradients, (0, 1, 2), True, (True, False)),
     "grads and params -> params, state": (apply_gradients, (0, 2), False, (True, False)),
     "grads and params -> state, params": (apply_gradients, (0, 2), True, (True, False)),
+    "all -> average between": (with_average, (0, 1, 2), False, (True, True)),
+    "all -> state first": (with_average, (0, 1, 2), True, (True, True)),
+    "state and average -> average between": (with_average, (1, 2), False, (True, True)),
+    "update_params: state -> params, state": (both_in_one, 1, False, (True, True)),
+    "update_params: all -> state, params": (both_in_one, (0, 1), True, (True, True)),
     "TrainState -> TrainState, grads": (train_state, 0, True, (False, False)),
     "TrainState -> grads, TrainState": (train_state, 0, False, (True, True)),
 }
@@ -128,7 +160,7 @@ def make(case, fraction):
 @cache
 def undonated(build, state_first, fraction):
     """The results of each step without donation, and the number of compilations."""
-    step, args, _, following = build(0, state_first, optimizer(fraction))
+    step, args, _, following = build((), state_first, optimizer(fraction))
     step, outs = jax.jit(step, compiler_options=FAST), []
     for _ in range(STEPS):
         outs.append(step(*args))
@@ -140,9 +172,9 @@ def kind(attributes):
     return str(attributes["mhlo.memory_kind"]).strip('"') if "mhlo.memory_kind" in attributes else "device"
 
 
-def pairs(jitted, *args):
+def pairs(jitted, *args, platform="cuda"):
     """Memory kinds of (argument, result) for each alias set up by jax, and of the arguments left to XLA."""
-    module = jitted.trace(*args).lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
+    module = jitted.trace(*args).lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
     main = next(op for op in module.body.operations if str(op.attributes["sym_name"]) == '"main"')
     results = [kind(attributes) for attributes in main.attributes["res_attrs"]]
     aliases, donors = [], []
@@ -193,15 +225,21 @@ def commit(tree):
 # jax_offload.jit: no pair is crossed, and every buffer that can be reused is.
 
 
+def unguarded(monkeypatch):
+    """Lowers as jax does by itself; for functions traced anew."""
+    monkeypatch.setattr(_donation, "take_back_aliases", lambda *_: None)
+
+
 @MATRIX
-def test_donation_pairs_all_buffers_of_equal_kind(case, fraction):
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_donation_crosses_no_memory_kinds(case, fraction, platform):
     step, args, donate, _ = make(case, fraction)
-    aliases, _ = pairs(jit(step, donate_argnums=donate), *args)
-    assert not crossed(aliases)
-    donated = [args[i] for i in np.atleast_1d(donate)]
-    possible = buffers(donated) & buffers(types(step, args))
-    assert Counter(k for _, _, k in possible.elements()) <= Counter(k for k, _ in aliases)
-    assert any(possible.values())
+    for arguments in args, commit(args):
+        aliases, donors = pairs(jax.jit(step, donate_argnums=donate), *arguments, platform=platform)
+        assert not crossed(aliases)
+        possible = buffers([args[i] for i in np.atleast_1d(donate)]) & buffers(types(step, args))
+        assert Counter(k for _, _, k in possible.elements()) <= Counter([k for k, _ in aliases] + donors)
+        assert any(possible.values())
 
 
 @MATRIX
@@ -209,7 +247,7 @@ def test_donation_computes_the_same(case, fraction):
     build, _, state_first, _ = CASES[case]
     references, compilations = undonated(build, state_first, fraction)
     step, args, donate, following = make(case, fraction)
-    step = jit(step, donate_argnums=donate, compiler_options=FAST)
+    step = jax.jit(step, donate_argnums=donate, compiler_options=FAST)
     for reference in references:
         out = step(*args)
         donated = arrays([args[i] for i in np.atleast_1d(donate)])
@@ -220,38 +258,168 @@ def test_donation_computes_the_same(case, fraction):
     assert step._cache_size() == compilations
 
 
-def test_donation_order_pairs_every_class_by_kind():
-    """Against jax's pairing by class in order, on random buffers of few classes."""
-    choose = random.Random(0)
-    for _ in range(2000):
-        donated, results = (
-            [(choose.choice("ab"), choose.random() < 0.5) for _ in range(choose.randrange(7))] for _ in "12"
-        )
-        order = _order(donated, results)
-        assert sorted(i for i in order if i >= 0) == list(range(len(results)))
-        left, kept = list(donated), Counter()
-        for cls, on_host in (results[i] if i >= 0 else donated[~i] for i in order):
-            taken = next((d for d in left if d[0] == cls), None)
-            if taken is not None:
-                assert taken == (cls, on_host), (donated, results, order)
-                left.remove(taken)
-                kept[taken] += 1
-        kept -= Counter(donated[~i] for i in order if i < 0)
-        assert kept == Counter(donated) & Counter(results)
+@MATRIX
+def test_donation_without_the_guard_crosses_kinds(case, fraction, monkeypatch):
+    """So that we notice when jax does not any more, and that the tests above could fail."""
+    unguarded(monkeypatch)
+    step, args, donate, _ = make(case, fraction)
+    without, uncommitted = CASES[case][-1]
+    assert bool(crossed(pairs(jax.jit(step, donate_argnums=donate), *args)[0])) == without
+    assert bool(crossed(pairs(jax.jit(step, donate_argnums=donate), *commit(args))[0])) == without
+    given = jax.jit(step, donate_argnums=donate, out_shardings=one_device(types(step, args)))
+    assert bool(crossed(pairs(given, *args)[0])) == uncommitted
+    aliases, _ = pairs(given, *commit(args))
+    assert aliases and not crossed(aliases)
 
 
-def test_donation_keeps_unused_arguments_in_their_place():
-    """jax drops unused arguments before it pairs: the others would move up."""
-
-    def step(unused, x):
-        return jax.device_put(x, Space.Host), x + 1
-
-    args = jax.device_put(jnp.zeros(8), Space.Host), jax.device_put(jnp.ones(8), DEVICE)
-    assert pairs(jit(step, donate_argnums=(0, 1)), *args) == ([("pinned_host",) * 2, ("device",) * 2], [])
-    assert kinds(jit(step, donate_argnums=(0, 1))(*args)) == ["pinned_host", "device"]
+@MATRIX
+def test_donation_that_crosses_nothing_is_left_as_it_is(case, fraction, monkeypatch):
+    step, args, donate, _ = make(case, fraction)
+    without, _ = CASES[case][-1]
+    guarded = pairs(jax.jit(step, donate_argnums=donate), *args)
+    unguarded(monkeypatch)
+    assert (guarded == pairs(jax.jit(lambda *a: step(*a), donate_argnums=donate), *args)) == (not without)
 
 
-# What people do with jax.jit.
+@pytest.mark.parametrize("case", [case for case, (*_, unsafe) in CASES.items() if any(unsafe)])
+def test_donation_with_out_shardings(case):
+    step, args, donate, _ = make(case, 1.0)
+    out_shardings = one_device(types(step, args))
+    donating = jax.jit(step, donate_argnums=donate, out_shardings=out_shardings, compiler_options=FAST)
+    assert not crossed(pairs(donating, *args)[0])
+    out = donating(*args)
+    assert shardings(out) == out_shardings
+
+
+# Where an update can stand.
+
+
+def update(params, state, scale=1.0):
+    updates, state = optimizer(1.0).update(jax.tree.map(lambda p: scale * jnp.sin(p), params), state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def scanned(params, state):
+    return jax.lax.scan(lambda c, scale: (update(*c, scale), None), (params, state), jnp.arange(1.0, 4.0))[0]
+
+
+def chosen(params, state):
+    return jax.lax.cond(params["v"][0, 0] < 10, update, lambda p, s: (p, s), params, state)
+
+
+def skipped(params, state):
+    tx, grads = optimizer(1.0), jax.tree.map(jnp.sin, params)
+    return jo.update_params(tx, grads, state, params, skip=params["v"][0, 0] > 10)
+
+
+def differentiated(params, state):
+    new = jax.grad(lambda p: sum(x.sum() for x in jax.tree.leaves(update(p, state)[0])))(params)
+    return new, update(params, state)[1]
+
+
+def only_a_gradient(params, state):
+    return jax.grad(lambda p: sum(x.sum() for x in jax.tree.leaves(update(p, state)[0])))(params)
+
+
+PLACES = {
+    "scan": scanned,
+    "cond": chosen,
+    "skip": skipped,
+    "grad": differentiated,
+    "nothing but a gradient": only_a_gradient,
+    "remat": jax.checkpoint(update),
+    "jit": jax.jit(update, donate_argnums=1),
+    "state only": lambda params, state: update(params, state)[1],
+    "params only": lambda params, state: update(params, state)[0],
+    "init after": lambda params, state: (optimizer(1.0).init(update(params, state)[0]), update(params, state)),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_donation_wherever_update_stands(place, monkeypatch):
+    step = PLACES[place]
+    expected = jax.jit(lambda *a: step(*a))(*create(optimizer(1.0)))
+    donating = jax.jit(step, donate_argnums=1)
+    assert not crossed(pairs(donating, *create(optimizer(1.0)))[0])
+    jax.tree.map(np.testing.assert_array_equal, donating(*create(optimizer(1.0))), expected)
+    if place not in ("state only", "init after"):
+        unguarded(monkeypatch)
+        assert crossed(pairs(jax.jit(lambda *a: step(*a), donate_argnums=1), *create(optimizer(1.0)))[0])
+
+
+def test_donation_of_batched_updates():
+    params, state = create(optimizer(1.0))
+    params = jax.device_put(jax.tree.map(lambda p: jnp.stack([p, 2 * p]), params), DEVICE)
+    state = jax.jit(jax.vmap(optimizer(1.0).init))(params)
+    step, expected = jax.jit(jax.vmap(update), donate_argnums=1), jax.jit(jax.vmap(update))(params, state)
+    assert not crossed(pairs(step, params, state)[0])
+    jax.tree.map(np.testing.assert_array_equal, step(params, state), expected)
+
+
+# Other programs that move a state.
+
+
+def test_donation_to_the_first_step_of_a_resident_state():
+    """Migration, as docs/state.md shows it."""
+    params, state = create(optimizer(1.0))
+    expected = jax.jit(update)(params, state)
+    for platform in "cuda", "tpu":
+        aliases, donors = pairs(jax.jit(update, donate_argnums=1), params, jo.to_device(state), platform=platform)
+        assert not crossed(aliases) and "device" in donors
+    out = jax.jit(update, donate_argnums=(0, 1))(params, jo.to_device(state))
+    jax.tree.map(np.testing.assert_array_equal, out, expected)
+    assert shardings(out) == shardings(expected)
+
+
+@pytest.mark.parametrize("move", ["init", "to_host", "to_device", "from_plain"])
+def test_donation_to_what_moves_a_state(move, monkeypatch):
+    tx = optimizer(1.0)
+    params, state = create(tx)
+    fun, arg = {
+        "init": (lambda p: (tx.init(p), jax.tree.map(jnp.sin, p)), params),
+        "to_host": (partial(jo.to_host, tx), jo.to_device(state)),
+        "to_device": (jo.to_device, state),
+        "from_plain": (partial(jo.from_plain, tx, params=params), jo.to_device(state)),
+    }[move]
+    expected = jax.jit(lambda x: fun(x))(arg)
+    assert not crossed(pairs(jax.jit(fun, donate_argnums=0), arg)[0])
+    out = jax.jit(fun, donate_argnums=0)(arg)
+    jax.tree.map(np.testing.assert_array_equal, out, expected)
+    assert shardings(out) == shardings(expected)
+    unguarded(monkeypatch)
+    assert crossed(pairs(jax.jit(lambda x: fun(x), donate_argnums=0), arg)[0])
+
+
+def test_donation_of_what_jax_forwards():
+    """A leaf that no update touches is no result of the program: it would be copied where nobody donates."""
+    params, state = create(optimizer(1.0))
+    jaxpr = jax.make_jaxpr(lambda p, s: jo.jit(lambda p, s: (p, s, p["v"] + 1))(p, s))(params, state)
+    (call,) = jaxpr.eqns
+    (guard,) = (eqn for eqn in call.params["jaxpr"].eqns if eqn.primitive.name == "jax_offload_donation")
+    assert len(guard.invars) == 1
+
+
+def test_donation_adds_nothing_where_there_is_no_host_memory():
+    tx = jo.offload(optax.adam(1e-2))  # no leaf is large enough
+    params = {"w": jnp.ones((4, 4))}
+    with pytest.warns(UserWarning, match="leaves the whole optimizer state on the device"):
+        text = str(jax.make_jaxpr(lambda p: tx.update(p, tx.init(p), p))(params))
+    assert "jax_offload_donation" not in text
+
+
+def test_donation_through_an_exported_step():
+    """Inside of it all is well; whoever calls it sees nothing of ours, and jo.jit helps."""
+    args = create(optimizer(1.0))
+    expected = jax.jit(update)(*args)
+    exported = jax.export.export(jax.jit(update, donate_argnums=1))(*args)
+    jax.tree.map(np.testing.assert_array_equal, exported.call(*args), expected)
+    assert not crossed(pairs(jo.jit(exported.call, donate_argnums=1), *args, platform="cpu")[0])
+    out = jo.jit(exported.call, donate_argnums=1)(*args)
+    jax.tree.map(np.testing.assert_array_equal, out, expected)
+    assert shardings(out) == shardings(expected)
+
+
+# jo.jit: what people do with jax.jit.
 
 
 def host_and_device():
@@ -266,16 +434,14 @@ def swap(h, d):
     ("options", "by_position", "by_name"),
     [
         ({"donate_argnums": 0}, "h", "h"),
-        ({"donate_argnums": -1}, "d", "d"),
         ({"donate_argnums": [1, 0]}, "hd", "hd"),
         ({"donate_argnames": "h"}, "h", "h"),
         ({"donate_argnames": ("d", "h")}, "hd", "hd"),
-        ({"donate_argnums": 0, "donate_argnames": "d"}, "h", "d"),
         ({"donate_argnums": (0, 1), "donate_argnames": ()}, "hd", ""),
     ],
 )
 def test_donation_by_position_and_name(options, by_position, by_name):
-    donating = jit(swap, **options)
+    donating = jo.jit(swap, **options)
     h, d = host_and_device()
     assert kinds(donating(h, d)) == ["device", "pinned_host"]
     assert [h.is_deleted(), d.is_deleted()] == ["h" in by_position, "d" in by_position]
@@ -284,8 +450,14 @@ def test_donation_by_position_and_name(options, by_position, by_name):
     assert [h.is_deleted(), d.is_deleted()] == ["h" in by_name, "d" in by_name]
 
 
+def test_donation_where_nothing_is_new():
+    donating = jo.jit(lambda h, d: (d, h), donate_argnums=(0, 1))
+    assert not crossed(pairs(donating, *host_and_device())[0])
+    assert kinds(donating(*host_and_device())) == ["device", "pinned_host"]
+
+
 def test_donation_of_static_arguments_defaults_and_methods():
-    @partial(jit, donate_argnums=(1, 2), static_argnums=0, static_argnames="keep")
+    @partial(jo.jit, donate_argnums=(1, 2), static_argnums=0, static_argnames="keep")
     def step(n, h, d, keep=True):
         assert isinstance(n, int) and isinstance(keep, bool)
         return (d * n, h) if keep else (h, {"d": d * n})
@@ -297,7 +469,7 @@ def test_donation_of_static_arguments_defaults_and_methods():
     assert step._cache_size() == 0
 
     class Trainer:
-        @jit(static_argnums=0, donate_argnums=(1, 2))
+        @jo.jit(static_argnums=0, donate_argnums=(1, 2))
         def step(self, h, d):
             """Steps."""
             return d + 1, h
@@ -307,57 +479,17 @@ def test_donation_of_static_arguments_defaults_and_methods():
 
 
 def test_donation_ahead_of_time():
-    donating = jit(swap, donate_argnums=(0, 1))
+    donating = jo.jit(swap, donate_argnums=(0, 1))
     shapes = donating.eval_shape(*host_and_device())
     for lowered in (donating.lower(*host_and_device()), donating.trace(*host_and_device()).lower()):
         assert [x.shape for x in lowered.out_info] == [x.shape for x in shapes] == [(4, 4)] * 2
         compiled = lowered.compile()
         assert [s.memory_kind for s in compiled.output_shardings] == ["device", "pinned_host"]
-        assert compiled.memory_analysis() is not None
         d, h = compiled(*host_and_device())
         assert kinds((d, h)) == ["device", "pinned_host"] and float(d.sum()) == 32 and float(h.sum()) == 0
 
 
-def test_donation_nested_in_other_transformations():
-    donating = jit(swap, donate_argnums=(0, 1))
-    h, d = host_and_device()
-    assert kinds(jax.jit(donating)(h, d)) == ["device", "pinned_host"]
-    grads = jax.grad(lambda h, d: donating(h, d)[0].sum(), argnums=1)(h, d)
-    np.testing.assert_array_equal(grads, np.ones((4, 4)))
-    assert jax.vmap(jit(lambda x: x + 1, donate_argnums=0))(d + 0).shape == (4, 4)
-
-
-def test_donation_of_nothing_is_plain_jit():
-    assert type(jit(swap)) is type(jit(swap, donate_argnums=())) is type(jax.jit(swap))
-
-
-# out_shardings, and several devices.
-
-
-@pytest.mark.parametrize("case", [case for case, (*_, unsafe) in CASES.items() if any(unsafe)])
-def test_donation_with_out_shardings(case):
-    step, args, donate, _ = make(case, 0.5)
-    out_shardings = one_device(types(step, args))
-    donating = jit(step, donate_argnums=donate, out_shardings=out_shardings, compiler_options=FAST)
-    aliases, _ = pairs(donating, *args)
-    assert aliases and not crossed(aliases)
-    out = donating(*args)
-    assert shardings(out) == out_shardings
-
-
-def test_donation_with_out_shardings_in_other_memory():
-    host = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-    donating = jit(swap, donate_argnums=(0, 1), out_shardings=host)
-    assert pairs(donating, *host_and_device()) == ([("pinned_host",) * 2, ("device",) * 2], [])
-    assert kinds(donating(*host_and_device())) == ["pinned_host", "pinned_host"]
-    compiled = donating.lower(*host_and_device()).compile()
-    assert [sharding.memory_kind for sharding in compiled.output_shardings] == ["pinned_host", "pinned_host"]
-
-
-def test_donation_with_out_shardings_of_another_tree():
-    with pytest.raises(ValueError, match=r"^out_shardings: .*prefix"):
-        jit(swap, donate_argnums=0, out_shardings=(None, None, None))(*host_and_device())
-
+# Several devices.
 
 MESH = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 
@@ -380,105 +512,78 @@ def mesh_step(axis_type, spec):
 
 
 @MESH
+@pytest.mark.parametrize("donate", [0, 1, (0, 1)], ids=str)
+@pytest.mark.parametrize("given", [False, True], ids=["no out_shardings", "out_shardings"])
 @pytest.mark.parametrize("spec", [P("x", None), P("x", "y"), P(None, "x")], ids=str)
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
-def test_donation_with_out_shardings_on_several_devices(axis_type, spec):
+def test_donation_on_several_devices(axis_type, donate, given, spec):
     step, arguments = mesh_step(axis_type, spec)
     args = arguments()
     out_shardings = (shardings(args[1]), shardings(args[0]), None)
-    donating = jit(step, donate_argnums=(0, 1), out_shardings=out_shardings, compiler_options=FAST)
-    aliases, donors = pairs(donating, *args)
-    assert not crossed(aliases) and len(aliases) + len(donors) >= 6
+    options = {"compiler_options": FAST, **({"out_shardings": out_shardings} if given else {})}
+    donating = jax.jit(step, donate_argnums=donate, **options)
+    assert not crossed(pairs(donating, *args)[0])
     plain = jax.jit(step, compiler_options=FAST)
-    expected = args
-    args = arguments()
+    expected, args = args, arguments()
     for _ in range(3):
         out, reference = donating(*args), plain(*expected)
-        assert all(x.is_deleted() for x in arrays(args) if x.ndim)
+        assert all(x.is_deleted() for i in np.atleast_1d(donate) for x in arrays(args[i]) if x.ndim)
         jax.tree.map(np.testing.assert_array_equal, out, reference)
-        assert shardings(out[:2]) == out_shardings[:2]
+        assert not given or shardings(out[:2]) == out_shardings[:2]
+        assert kinds(out) == kinds(reference)
         args, expected = (out[1], out[0], args[2]), (reference[1], reference[0], args[2])
-    assert donating._cache_size() == 1
+    assert not given or donating._cache_size() == 1
 
 
-@MESH
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
-def test_donation_without_out_shardings_on_several_devices(axis_type):
-    step, arguments = mesh_step(axis_type, P("x", None))
-    aliases, donors = pairs(jit(step, donate_argnums=(0, 1)), *arguments())
-    assert not crossed(aliases) and set(donors) == ({"device", "pinned_host"} if axis_type is AxisType.Auto else set())
-    out = jit(step, donate_argnums=(0, 1), compiler_options=FAST)(*arguments())
-    expected = jax.jit(step, compiler_options=FAST)(*arguments())
+def test_donation_inside_shard_map():
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    params, state = create(optimizer(1.0), NamedSharding(mesh, P("x")))
+    specs = P("x"), jax.tree.map(lambda s: s.spec, jo.state_shardings(optimizer(1.0), params))
+    step = jax.shard_map(update, mesh=mesh, in_specs=specs, out_specs=specs)
+    expected = jax.jit(step)(params, state)
+    donating = jax.jit(step, donate_argnums=1)
+    assert not crossed(pairs(donating, params, state)[0])
+    out = donating(params, state)
     jax.tree.map(np.testing.assert_array_equal, out, expected)
+    assert shardings(out) == shardings(expected)
 
 
-@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
-def test_donation_pairs_by_the_shape_on_one_device():
-    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,))
-    h = jax.device_put(jnp.ones((8, 3)), NamedSharding(mesh, P("x"), memory_kind="pinned_host"))
-    d = jax.device_put(jnp.ones((2, 3)), NamedSharding(mesh, P()))
-
-    def step(h, d, factor):
-        return d * factor[0], h.sum()
-
-    args = h, d, np.ones(3, np.float32)
-    assert crossed(pairs(jax.jit(step, donate_argnums=0), *args)[0])
-    assert pairs(jit(step, donate_argnums=0), *args) == ([("pinned_host", "pinned_host")], [])
+# What it relies on.
 
 
-@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
-def test_donation_left_to_xla_respects_memory_spaces():
-    """jit relies on it, with Auto axes. Here in plain jax, with every result in the wrong order."""
-    step, arguments = mesh_step(AxisType.Auto, P("x"))
-    text = jax.jit(step, donate_argnums=(0, 1)).lower(*arguments()).compile().as_text()
-    aliases, layout = text.splitlines()[0].split("entry_computation_layout=")
-    aliases = re.findall(r"\{(\d+)\}: \((\d+), \{\}", aliases)
-    arguments, results = (re.findall(r"\w+\[[\d,]*\](?:\{[^}]*\})?", part) for part in layout.split("->"))
-    memories = [("S(5)" in arguments[int(j)], "S(5)" in results[int(i)]) for i, j in aliases]
-    assert Counter(memories) == {(True, True): 2, (False, False): 5}
+def test_donation_is_loud_where_jax_has_moved(monkeypatch):
+    def lower_jaxpr_to_fun():
+        return "tf.aliasing_output", "mhlo.memory_kind"
 
-
-@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
-def test_donation_refuses_meshes_it_cannot_see_through():
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit, AxisType.Auto))
-    d = jax.device_put(jnp.ones((4, 4)), NamedSharding(mesh, P("x")))
-    h = jax.device_put(jnp.ones((4, 4)), NamedSharding(mesh, P("x"), memory_kind="pinned_host"))
-    with pytest.raises(NotImplementedError, match="all axes must be Explicit"):
-        jit(swap, donate_argnums=(0, 1))(h, d)
-
-
-# Plain jax.jit: what is unsafe today, so that we notice when it is not any more.
-
-
-@MATRIX
-def test_donation_in_plain_jit_crosses_kinds(case, fraction):
-    step, args, donate, _ = make(case, fraction)
-    without, uncommitted = CASES[case][-1]
-    assert bool(crossed(pairs(jax.jit(step, donate_argnums=donate), *args)[0])) == without
-    assert bool(crossed(pairs(jax.jit(step, donate_argnums=donate), *commit(args))[0])) == without
-    given = jax.jit(step, donate_argnums=donate, out_shardings=one_device(types(step, args)))
-    assert bool(crossed(pairs(given, *args)[0])) == uncommitted
-    aliases, _ = pairs(given, *commit(args))
-    assert aliases and not crossed(aliases)
+    _jaxprs._check_lowering.cache_clear()
+    monkeypatch.setattr(_jaxprs.mlir, "lower_jaxpr_to_fun", lower_jaxpr_to_fun)
+    with pytest.raises(RuntimeError, match=r"jax\.buffer_donor"):
+        pairs(jax.jit(lambda *a: update(*a), donate_argnums=1), *create(optimizer(1.0)))
+    _jaxprs._check_lowering.cache_clear()
 
 
 RUN = """
-import jax
-from jax_offload._jit import jit
-host, device = jax.device_put(jax.numpy.ones((2, 8, 8)), jax.memory.Space.Host), jax.numpy.ones((2, 8, 8)) + 1
-step = {}(lambda h, d: (d + 1, h), donate_argnums=(0, 1))
+import jax, optax, jax_offload as jo
+from jax_offload import _donation
+if {}:
+    _donation.take_back_aliases = lambda *_: None
+tx = jo.offload(optax.adam(1e-2), min_bytes=0)
+params = jax.device_put(jax.numpy.ones((8, 8)), jax.devices()[0])
+state = tx.init(params)
+step = jax.jit(lambda params, state: jo.update_params(tx, params, state, params), donate_argnums=1)
 for _ in range(3):
-    device, host = jax.block_until_ready(step(host, device))
+    params, state = jax.block_until_ready(step(params, state))
 print("finished")
 """
 
 
-def test_donation_in_plain_jit_ends_the_process_on_cpu():
-    plain, donating = (
-        subprocess.Popen([sys.executable, "-c", RUN.format(name)], stdout=-1, stderr=-1, text=True)
-        for name in ("jax.jit", "jit")
+def test_donation_without_the_guard_ends_the_process_on_cpu():
+    without, guarded = (
+        subprocess.Popen([sys.executable, "-c", RUN.format(off)], stdout=-1, stderr=-1, text=True)
+        for off in (True, False)
     )
-    out, err = plain.communicate(timeout=120)
-    assert plain.returncode != 0 and "finished" not in out and "memory kind" in err, err
-    out, err = donating.communicate(timeout=120)
-    assert donating.returncode == 0 and "finished" in out, err
+    out, err = without.communicate(timeout=120)
+    assert without.returncode != 0 and "finished" not in out and "memory kind" in err, err
+    out, err = guarded.communicate(timeout=120)
+    assert guarded.returncode == 0 and "finished" in out, err
