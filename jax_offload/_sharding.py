@@ -100,6 +100,14 @@ def typed_sharding(aval: Any) -> NamedSharding | None:
     return None if sharding is None or sharding.mesh.empty or not sharding.mesh.explicit_axes else sharding
 
 
+def devices_of(x: Any) -> int:
+    """Between how many devices an array or a tracer might be divided: a tracer tells its mesh, though with Auto axes
+    not how it is divided. 1 where nothing tells; manual axes, of ``shard_map``, divide nothing more."""
+    mesh = jax.typeof(x).sharding.mesh
+    sizes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    return math.prod(size for size, kind in sizes if kind != AxisType.Manual)
+
+
 def varying_over(x: Any) -> Any:
     """Over which axes a value differs between devices, inside ``shard_map``; something to compare."""
     return getattr(jax.typeof(x), "manual_axis_type", None)

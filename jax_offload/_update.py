@@ -21,7 +21,7 @@ from jax_offload._master import landed
 from jax_offload._order import Order, births, is_constrained, ranks
 from jax_offload._paths import key_of, owners
 from jax_offload._placement import is_like
-from jax_offload._sharding import Layouts, Shardings, Shards, is_explicit, shards_of, typed_sharding
+from jax_offload._sharding import Layouts, Shardings, Shards, devices_of, is_explicit, shards_of, typed_sharding
 from jax_offload._skip import carried_unless
 from jax_offload._stream import stream
 from jax_offload._trace import trace
@@ -145,13 +145,13 @@ def _in_order(updates: Any, order: Order, births: list[int] | None) -> list[int]
 
 def _turns(options: Options, updates: Any, births: list[int] | None) -> Turns:
     """Which gradients wait for each other: none where one is divided between devices, or might be."""
-    leaves = jax.tree_util.tree_flatten_with_path(updates)[0]
-    for path, x in leaves if jax.device_count() > 1 else []:
+    for path, x in jax.tree_util.tree_flatten_with_path(updates)[0]:
         if is_array(x) and is_large(x):
             typed, key = typed_sharding(jax.typeof(x)), key_of(path)
             explicit = typed is not None and is_explicit(typed.mesh)
             sharding = typed if explicit else options.partitions.get(key) or options.shardings.get(key)
-            if sharding is None or is_constrained(x) or math.prod(shards_of(sharding, x.shape)) > 1:
+            parts = devices_of(x) if sharding is None else math.prod(shards_of(sharding, x.shape))
+            if parts > 1 or (is_constrained(x) and devices_of(x) > 1):
                 return Turns.NONE
     return Turns.SUMS if births is None else Turns.ALL
 

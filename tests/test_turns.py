@@ -1,5 +1,9 @@
 """Gradients that take turns are the same gradients. What it does to the peak: tests/aot."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -162,3 +166,36 @@ def test_a_branch_that_serves_several_gradients_comes_before_what_uses_it():
 def _split(n, g, h):
     a, b = jax.lax.cond(n > 0, lambda: (jnp.sum(g) * 2, jnp.sum(h)), lambda: (jnp.sum(g), jnp.sum(h)))
     return a + 0.0, b + jnp.sum(h * h) + jnp.sum(g * g)
+
+
+TRACED = """
+import jax, jax.numpy as jnp, optax, jax_offload as jo
+params = jax.device_put({f"w{i}": jnp.ones((256, 260)) for i in range(4)}, jax.devices()[0])
+inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+state = jo.offload(inner).init(params)
+tx = jo.offload(inner)
+def step(params, state):
+    return tx.update(jax.tree.map(lambda x: jnp.flip(jnp.flip(x, -1), -1), params), state, params)
+def barriers():
+    return jax.jit(lambda *args: step(*args)).lower(params, state).as_text().count("optimization_barrier")
+before = barriers()
+tx.init(params)
+print(jax.device_count(), before, barriers())
+"""
+
+
+def test_devices_that_the_step_does_not_use_change_nothing():
+    flag = "--xla_force_host_platform_device_count="
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", TRACED],
+            env={**os.environ, "XLA_FLAGS": flag + str(n)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        for n in (1, 8)
+    ]
+    (one, *alone), (eight, *beside) = ([int(x) for x in run.stdout.split()] for run in runs)
+    assert (one, eight) == (1, 8)
+    assert alone == beside and len({*alone}) == 1 and alone[0] > 0
