@@ -12,6 +12,7 @@ from jax.core import Tracer
 
 from jax_offload import _memory
 from jax_offload._donation import guarded
+from jax_offload._eager import compiled_where_eager
 from jax_offload._master import check_order
 from jax_offload._order import Order
 from jax_offload._placement import Leaf, Policy, Select, is_whole, note, place
@@ -132,6 +133,7 @@ def offload(
         remember(seen, told)
         return state
 
+    @compiled_where_eager(like=lambda updates, state, params=None, **_: updates if params is None else params)
     def update_fn(
         updates: optax.Updates,
         state: optax.OptState,

@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
-from jax.core import Tracer
 
 from jax_offload._alike import traced_once
 from jax_offload._dataflow import Pass, Slice, cut, joined, usual_load
@@ -93,24 +92,15 @@ def stream(
         if not isinstance(program.outputs[i], jex.Literal)
     }
     passes, window = plan(program, next_of, window)
-    tracing = any(isinstance(x, Tracer) for x in env.values())
-    passes = traced_once(passes) if tracing else passes
     before: list[Var] = []  # what the loads of a pass wait for
-    for each in passes:
-        if tracing:
-            _run_in_turn(each.prelude, env, grads, set(next_of), turns)
-        else:
-            _run(each.prelude, env)
+    for each in traced_once(passes):
+        _run_in_turn(each.prelude, env, grads, set(next_of), turns)
         slices = sorted(each.slices, key=lambda s: min((rank(position[v]) for v in s.loads), default=0))
         if (loads := _LOADS.get()) is not None:
             loads += [Load([id(args[position[v]]) for v in s.loads], s.how) for s in slices]
-        if tracing:
-            made = [_made(s, next_of) for s in slices]
-            _run_gated(slices, made, env, set(grads), window, before)
-            before = made[-1] if slices else before
-        else:  # no program to order: each slice runs, and frees what it loaded, before the next
-            for s in slices:
-                _run(dataclasses.replace(s, run=jax.jit(s.run)) if s.in_chunks else s, env)
+        made = [_made(s, next_of) for s in slices]
+        _run_gated(slices, made, env, set(grads), window, before)
+        before = made[-1] if slices else before
     return [_array(v) if isinstance(v, jex.Literal) else env[v] for v in program.outputs]
 
 

@@ -17,6 +17,7 @@ from jax.tree_util import keystr
 
 from jax_offload._branches import numbers_ahead
 from jax_offload._donation import guarded
+from jax_offload._eager import compiled_where_eager
 from jax_offload._master import landed
 from jax_offload._order import Order, births, is_constrained, ranks
 from jax_offload._paths import key_of, owners
@@ -206,6 +207,7 @@ def _shards(options: Options, updates: Any, state: Any, params: Any) -> list[Sha
     return found
 
 
+@compiled_where_eager(like=lambda tx, grads, state, params, **_: params)
 def update_params(
     tx: optax.GradientTransformation,
     grads: optax.Updates,
