@@ -130,7 +130,10 @@ def _restore_step(ocp: Any, manager: Any, step: int, item: str | None, target: A
         )
     by_default = target is None
     if by_default:
-        target = jax.tree.map(_default_target, metadata.tree)
+        target = _reading(jax.tree.map, _default_target, metadata.tree)
+        for x in jax.tree.leaves(target):
+            if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is not None:
+                _memory.check_platform(x.sharding.addressable_devices)
     _check_target(target, stored, folder)
     args = ocp.args.StandardRestore(target)
     tree = _reading(manager.restore, step, args=args if item is None else ocp.args.Composite(**{item: args}))
@@ -197,7 +200,7 @@ def _check_target(target: Any, stored: dict[str, Any], folder: Any) -> None:
             )
         if is_key(x) or not hasattr(x, "dtype"):
             continue
-        got = tuple(stored[name].shape), np.dtype(stored[name].dtype)
+        got = _reading(lambda leaf: (tuple(leaf.shape), np.dtype(leaf.dtype)), stored[name])
         if got != (tuple(x.shape), np.dtype(x.dtype)):
             raise ValueError(
                 f"target: leaf {name!r} is {np.dtype(x.dtype).name}{list(x.shape)}, and the checkpoint in {folder} has "
@@ -212,7 +215,6 @@ def _default_target(stored: Any) -> Any:
         return np.broadcast_to(zero, stored.shape) if stored.shape else zero.item()
     sharding = _recorded(stored.sharding) or _memory.ambient_sharding()
     kind = _memory.HOST_KIND if stored.shape else _memory.DEVICE_KIND
-    _memory.check_platform(sharding.addressable_devices)
     return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=_memory.with_kind(sharding, kind))
 
 
