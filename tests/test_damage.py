@@ -3,6 +3,8 @@
 import gc
 import itertools
 import json
+import os
+import subprocess
 import sys
 import zlib
 from collections import Counter
@@ -17,10 +19,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 
 import jax_offload as jo
 from jax_offload import _digest
+from tests.test_multihost import LAUNCHERS, ROOT, free_port
 
 P = PartitionSpec
 HOST = "pinned_host"
-RNG = np.random.default_rng(0)
 
 
 def opened(folder):
@@ -36,8 +38,7 @@ def bits(tree):
 
 
 def random_bits(shape, dtype):
-    n = np.dtype(dtype).itemsize
-    x = RNG.integers(0, 256, (*shape, n), dtype=np.uint8)
+    x = np.random.default_rng(0).integers(0, 256, (*shape, np.dtype(dtype).itemsize), dtype=np.uint8)
     if dtype in (np.bool_, jnp.int4):
         return (x[..., 0] % 2 == 0) if dtype is np.bool_ else (x[..., 0] % 16 - 8).astype(np.int8).astype(dtype)
     return np.ascontiguousarray(x).view(dtype)[..., 0]
@@ -402,3 +403,27 @@ def test_without_checksums_only_where_there_never_were_any(run):
             assert_falls_back(run, run[2])
     finally:
         path.write_bytes(data)
+
+
+# Several processes
+
+
+def test_processes_sum_up_what_each_of_them_holds(tmp_path):
+    """Two processes of two devices: their checksums are those of whole arrays, and both notice damage."""
+    port = free_port()
+    env = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS) and "_proxy" not in k.lower()}
+    env |= {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(ROOT),
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    }
+    command = [sys.executable, ROOT / "tests/_checksums.py", tmp_path / "run", str(port), "2"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    children = [subprocess.Popen([*command, str(i)], env=env, **pipes) for i in range(2)]
+    try:
+        said = [child.communicate(timeout=120)[0] for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    assert [child.returncode for child in children] == [0, 0], "\n---\n".join(text[-4000:] for text in said)
+    assert all("noticed" in text for text in said), said
