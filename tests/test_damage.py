@@ -427,3 +427,18 @@ def test_processes_sum_up_what_each_of_them_holds(tmp_path):
             child.kill()
     assert [child.returncode for child in children] == [0, 0], "\n---\n".join(text[-4000:] for text in said)
     assert all("noticed" in text for text in said), said
+
+
+def test_a_manager_that_orbax_does_not_open(run):
+    """Why docs/checkpoints.md opens it without the metadata of its steps. Should orbax bear it, we need not."""
+    folder, _, target = run
+    path = folder / "2" / "_CHECKPOINT_METADATA"
+    data = path.read_bytes()
+    names = data.replace(b"init_timestamp_nsecs", b"init]timestamp_nsecs").replace(b"commit_times", b"commit]times")
+    path.write_bytes(names)
+    try:
+        with pytest.raises(ValueError, match="unknown key"):
+            ocp.CheckpointManager(folder)
+        assert outcome(run, target) == "same"
+    finally:
+        path.write_bytes(data)
