@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -15,9 +15,10 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jax_offload import _memory
-from jax_offload._digest import digests, is_key
+from jax_offload._digest import checksums, is_key, word_sums
 
 _NAME = "jax_offload"  # of our entry in orbax's custom metadata
+_MARK = "jax_offload.save_args"  # in our entry: where it stands in the file and no entry is found, that was damaged
 
 
 class _Damaged(Exception):
@@ -28,7 +29,7 @@ def save_args(tree: Any, *, copy: bool = True) -> Any:
     """Arguments for saving ``tree`` with orbax, asynchronously too, while the next steps donate its arrays.
 
     ``manager.save(step, args=jo.save_args(tree))``, or one item of an ``ocp.args.Composite``. The arguments are orbax's
-    ``StandardSave``, and so is what is written; with it goes a checksum per leaf, by which ``restore`` knows damage.
+    ``StandardSave``, and so is what is written; with it goes a CRC-32 per leaf, by which ``restore`` knows damage.
 
     orbax writes host leaves out of the memory in which they are, without a copy, while training goes on. A GPU refuses
     to donate memory that is being written out ("Donation requested for buffer with external reference"); a CPU copies
@@ -47,8 +48,8 @@ def save_args(tree: Any, *, copy: bool = True) -> Any:
     if copy:
         tree = _with_host_copies(tree)
     names, leaves = _named(tree)
-    sums = dict(zip(names, digests(leaves), strict=True))
-    return ocp.args.StandardSave(tree, custom_metadata={_NAME: {"sums": sums}})
+    sums = dict(zip(names, checksums(leaves), strict=True))
+    return ocp.args.StandardSave(tree, custom_metadata={_NAME: {"by": _MARK, "crc32": sums}})
 
 
 def restore(
@@ -69,7 +70,8 @@ def restore(
 
     Returns:
       A tree of the target's structure. A checkpoint that was not saved with ``jo.save_args`` carries no checksums:
-      then only damage that orbax notices is noticed.
+      then only damage that orbax notices is noticed. One that was saved when they were sums of words is checked by
+      these, which do not see the order of words, and with a warning.
 
     Raises:
       ImportError: orbax is not installed.
@@ -117,13 +119,21 @@ def _restore_step(ocp: Any, manager: Any, step: int, item: str | None, target: A
         )
     metadata = _reading(ocp.StandardCheckpointHandler().metadata, folder)
     stored = dict(zip(*_named(metadata.tree), strict=True))
-    entry = (metadata.custom_metadata or {}).get(_NAME)
-    sums = None if entry is None else entry.get("sums", {})
+    summed, sums = _stored_sums(metadata.custom_metadata, folder)
     if sums is not None and sums.keys() != stored.keys():
-        raise _Damaged(f"its metadata names other leaves than were saved: {_some(set(sums) ^ stored.keys())}")
+        raise _Damaged(f"its metadata names other leaves than were saved: {_some(sums.keys() ^ stored.keys())}")
+    if sums is not None and summed is word_sums:
+        warnings.warn(
+            f"the checkpoint in {folder} was saved with sums of words, which do not see their order: of damage that "
+            "orbax does not notice, little more than single flipped bits is noticed for certain. Save it again.",
+            stacklevel=3,
+        )
     by_default = target is None
     if by_default:
-        target = jax.tree.map(_default_target, metadata.tree)
+        target = _reading(jax.tree.map, _default_target, metadata.tree)
+        for x in jax.tree.leaves(target):
+            if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is not None:
+                _memory.check_platform(x.sharding.addressable_devices)
     _check_target(target, stored, folder)
     args = ocp.args.StandardRestore(target)
     tree = _reading(manager.restore, step, args=args if item is None else ocp.args.Composite(**{item: args}))
@@ -132,10 +142,22 @@ def _restore_step(ocp: Any, manager: Any, step: int, item: str | None, target: A
         tree = jax.tree.map(lambda x: _on_device(x) if is_key(x) else x, tree)
     names, leaves = _named(tree)
     if sums is not None:
-        wrong = [name for name, got in zip(names, digests(leaves), strict=True) if got != sums[name]]
+        wrong = [name for name, got in zip(names, summed(leaves), strict=True) if got != sums[name]]
         if wrong:
             raise _Damaged(f"other values than were saved in {len(wrong)} of {len(names)} leaves: {_some(wrong)}")
     return tree
+
+
+def _stored_sums(metadata: Any, folder: Any) -> tuple[Callable[[list[Any]], list[int]], dict[str, int] | None]:
+    """How the leaves were summed up, and the sum of each; ``None`` where ``save_args`` did not save them."""
+    entry = metadata.get(_NAME) if isinstance(metadata, dict) else None
+    for key, summed in (("crc32", checksums), ("sums", word_sums)):
+        if isinstance(entry, dict) and isinstance(entry.get(key), dict):
+            return summed, entry[key]
+    file = folder / "_METADATA"
+    if entry is not None or (file.exists() and _MARK.encode() in file.read_bytes()):
+        raise _Damaged("its metadata held checksums, and they are not found")
+    return checksums, None
 
 
 def _items(folder: Any) -> list[str]:
@@ -178,7 +200,7 @@ def _check_target(target: Any, stored: dict[str, Any], folder: Any) -> None:
             )
         if is_key(x) or not hasattr(x, "dtype"):
             continue
-        got = tuple(stored[name].shape), np.dtype(stored[name].dtype)
+        got = _reading(lambda leaf: (tuple(leaf.shape), np.dtype(leaf.dtype)), stored[name])
         if got != (tuple(x.shape), np.dtype(x.dtype)):
             raise ValueError(
                 f"target: leaf {name!r} is {np.dtype(x.dtype).name}{list(x.shape)}, and the checkpoint in {folder} has "
@@ -193,7 +215,6 @@ def _default_target(stored: Any) -> Any:
         return np.broadcast_to(zero, stored.shape) if stored.shape else zero.item()
     sharding = _recorded(stored.sharding) or _memory.ambient_sharding()
     kind = _memory.HOST_KIND if stored.shape else _memory.DEVICE_KIND
-    _memory.check_platform(sharding.addressable_devices)
     return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=_memory.with_kind(sharding, kind))
 
 

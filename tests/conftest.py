@@ -63,7 +63,7 @@ def pytest_terminal_summary(terminalreporter, config):
     if not config.getoption("--everything"):
         said.append(
             "left out: every optimizer eagerly, a fraction, optax's repetitions for other dtypes, killing a job "
-            "50 times (--everything: all)"
+            "50 times, a thousand random damages to a checkpoint (--everything: all)"
         )
     if config.getoption("--short"):
         said.append("left out: optax's own tests, and two in three of the long files (make test FULL=1: none)")

@@ -1,0 +1,444 @@
+"""Damage to a checkpoint: what comes back is what was saved, bit for bit, or an error that says so."""
+
+import gc
+import itertools
+import json
+import os
+import subprocess
+import sys
+import zlib
+from collections import Counter
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+import jax_offload as jo
+from jax_offload import _digest
+from tests.test_multihost import LAUNCHERS, ROOT, free_port
+
+P = PartitionSpec
+HOST = "pinned_host"
+
+
+def opened(folder):
+    """Without orbax's look at ``_CHECKPOINT_METADATA``, which damage there may end (docs/checkpoints.md)."""
+    return ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(lightweight_initialize=True))
+
+
+def bits(tree):
+    return [(np.asarray(x).dtype, np.shape(x), np.asarray(x).tobytes()) for x in jax.tree.leaves(tree)]
+
+
+# The checksums
+
+
+def random_bits(shape, dtype):
+    x = np.random.default_rng(0).integers(0, 256, (*shape, np.dtype(dtype).itemsize), dtype=np.uint8)
+    if dtype in (np.bool_, jnp.int4):
+        return (x[..., 0] % 2 == 0) if dtype is np.bool_ else (x[..., 0] % 16 - 8).astype(np.int8).astype(dtype)
+    return np.ascontiguousarray(x).view(dtype)[..., 0]
+
+
+def specs(shape, sizes):
+    """Every way to cut ``shape`` over the axes of a mesh."""
+    for names in itertools.product((None, "a", "b", ("a", "b")), repeat=len(shape)):
+        used = [name for group in names if group for name in (group if isinstance(group, tuple) else (group,))]
+        parts = [int(np.prod([sizes[n] for n in (g if isinstance(g, tuple) else (g,)) if n])) for g in names]
+        if len(set(used)) == len(used) and not any(n % k for n, k in zip(shape, parts, strict=True)):
+            yield P(*names)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.complex64, np.bool_, jnp.float8_e4m3fn, jnp.int4])
+@pytest.mark.parametrize("shape", [(8,), (8, 3, 8), (8, 8, 24), (0, 8), (3,)], ids=str)
+@pytest.mark.parametrize("piece", [2**23, 480])
+def test_the_checksum_is_zlibs_however_an_array_is_cut(monkeypatch, dtype, shape, piece):
+    monkeypatch.setattr(_digest, "_PIECE", piece)
+    x, sizes = random_bits(shape, dtype), {"a": 2, "b": 4}
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), tuple(sizes), axis_types=(AxisType.Auto,) * 2)
+    cuts = [jax.device_put(x, NamedSharding(mesh, s, memory_kind=HOST)) for s in specs(shape, sizes)]
+    cuts += [jax.device_put(x, NamedSharding(mesh, s)) for s in specs(shape, sizes)]
+    assert len(cuts) >= 2
+    assert _digest.checksums([x, *cuts]) == [zlib.crc32(x.tobytes())] * (1 + len(cuts))
+
+
+def test_checksums_of_numbers_and_keys():
+    key = jax.random.key(5)
+    expected = [np.asarray(7), np.asarray(0.5), np.asarray(jax.random.key_data(key)), np.float32(3)]
+    assert _digest.checksums([7, 0.5, key, jnp.float32(3)]) == [zlib.crc32(x.tobytes()) for x in expected]
+
+
+def test_checksums_see_order_and_pairs_of_flips():
+    """What sums of words did not see."""
+    x = random_bits((64, 64), np.uint32)
+    swapped, flipped = x.copy(), x.copy()
+    swapped[3, 5], swapped[40, 7] = x[40, 7], x[3, 5]
+    flipped[3, 5] ^= 2**31
+    flipped[9, 9] ^= 2**31
+    [whole, *others] = _digest.checksums([x, swapped, flipped])
+    assert whole not in others
+    assert len(set(_digest.word_sums([x, swapped, flipped]))) == 1
+
+
+def test_a_checksum_leaves_no_copy_of_a_device_array_on_the_host():
+    x = jnp.ones((64, 64)) * 3
+    _digest.checksums([x])
+    assert x._npy_value is None and x.addressable_shards[0].data._npy_value is None
+
+
+# A checkpoint, and the damage
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Checkpoints of two steps: values that no compression touches, and some that it does; and their target."""
+    folder, trees = tmp_path_factory.mktemp("damage") / "run", {}
+    host = SingleDeviceSharding(jax.devices()[0], memory_kind=HOST)
+    mesh = Mesh(np.array(jax.devices()[:4]), ("a",), axis_types=(AxisType.Auto,))
+    sharded = NamedSharding(mesh, P("a"), memory_kind=HOST)
+    rng = np.random.default_rng(1)
+    with opened(folder) as manager:
+        for step in (1, 2):
+            trees[step] = {
+                "params": jax.device_put(rng.normal(size=(32, 16)).astype(np.float32), jax.devices()[0]),
+                "state": [{"nu": jax.device_put(np.full((64, 8), step, np.float32), sharded)}, None],
+                "table": jax.device_put(rng.integers(0, 2**32, (32, 64), dtype=np.uint32), host),
+                "count": jax.device_put(jnp.int32(step), jax.devices()[0]),
+            }
+            manager.save(step, args=jo.save_args(trees[step]))
+    target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), trees[1])
+    with mock.patch.object(sys, "unraisablehook"):
+        yield folder, trees, target
+        gc.collect()  # where one read fails orbax leaves the others behind, and Python says so
+
+
+def files(folder):
+    return sorted(p for p in folder.rglob("*") if p.is_file())
+
+
+def largest(folder):
+    return max(files(folder), key=lambda p: p.stat().st_size)
+
+
+def outcome(run, target):
+    """ "same", or "damaged" with an earlier one offered; anything else is an error of the test."""
+    folder, trees, _ = run
+    with opened(folder) as manager:
+        try:
+            back = jo.restore(manager, target, step=2)
+        except ValueError as error:
+            said = str(error)
+            assert f"checkpoint of step 2 in {folder / '2'} is damaged" in said
+            assert "fallback=True" in said and "[1, 2]" in said
+            return "damaged"
+    assert bits(back) == bits(trees[2])
+    return "same"
+
+
+def assert_falls_back(run, target):
+    folder, trees, _ = run
+    with opened(folder) as manager, pytest.warns(UserWarning, match=r"step 2 .*is damaged(.|\n)*Using step 1"):
+        assert bits(jo.restore(manager, target, fallback=True)) == bits(trees[1])
+
+
+def two_flips(data, rng):
+    at = rng.choice(len(data), 2, replace=False)
+    return with_bytes(data, {i: data[i] ^ 1 << rng.integers(8) for i in at})
+
+
+def scattered(data, rng):
+    at = rng.choice(len(data), min(len(data), rng.integers(2, 21)), replace=False)
+    return with_bytes(data, {i: data[i] ^ int(rng.integers(1, 256)) for i in at})
+
+
+def in_a_row(data, rng):
+    n, i = _range(data, rng)
+    return data[:i] + rng.bytes(n) + data[i + n :]
+
+
+def in_letters(data, rng):
+    """Of the kind that leaves a text a text, and a JSON at times a JSON."""
+    n, i = _range(data, rng)
+    letters = np.frombuffer(b'0123456789abcdefghijklmnopqrstuvwxyz"[]{}:, _().', np.uint8)
+    return data[:i] + rng.choice(letters, n).tobytes() + data[i + n :]
+
+
+def zeroed(data, rng):
+    n, i = _range(data, rng)
+    return data[:i] + bytes(n) + data[i + n :]
+
+
+def cut_out(data, rng):
+    n, i = _range(data, rng)
+    return data[:i] + data[i + n :]
+
+
+def swapped(data, rng):
+    """Two neighbourhoods of up to ten bytes in each other's place, at times whole words."""
+    n = min(int(rng.integers(1, 11)), len(data) // 2)
+    i = int(rng.integers(len(data) - 2 * n + 1))
+    j = i + n + int(rng.integers(len(data) - i - 2 * n + 1))
+    return data[:i] + data[j : j + n] + data[i + n : j] + data[i : i + n] + data[j + n :]
+
+
+def _range(data, rng):
+    n = min(int(rng.integers(2, 21)), len(data))
+    return n, int(rng.integers(len(data) - n + 1))
+
+
+def with_bytes(data, changes):
+    return bytes(changes.get(i, byte) for i, byte in enumerate(data))
+
+
+DAMAGES = (two_flips, scattered, in_a_row, in_letters, zeroed, cut_out, swapped)
+
+
+def trial(run, target, times, seed):
+    """How ``times`` random damages end, half of them to any file and half by the files' sizes."""
+    rng, ends = np.random.default_rng(seed), Counter()
+    paths = files(run[0] / "2")
+    sizes = np.array([p.stat().st_size for p in paths])
+    for i in range(times):
+        path = paths[rng.choice(len(paths), p=sizes / sizes.sum() if i % 2 else None)]
+        data = path.read_bytes()
+        path.write_bytes(DAMAGES[i % len(DAMAGES)](data, rng))
+        try:
+            ends[outcome(run, target)] += path.read_bytes() != data
+        finally:
+            path.write_bytes(data)
+    return ends
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_random_damage(run, given):
+    ends = trial(run, run[2] if given else None, times=100, seed=given)
+    assert ends["damaged"] >= 40 and ends["same"] >= 10, ends
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("given", [True, False])
+def test_a_thousand_random_damages(run, given):
+    ends = trial(run, run[2] if given else None, times=1000, seed=2 + given)
+    print(ends)
+    assert ends["damaged"] >= 400 and ends["same"] >= 100, ends
+
+
+def test_two_flips_in_the_values(run):
+    """250 times, of which sums of words let 4 pass: both flips in the same bit of two words."""
+    path, rng, passed = largest(run[0] / "2"), np.random.default_rng(0), 0
+    data, table = path.read_bytes(), bits(run[1][2]["table"])[0][2]
+    start = data.index(table)  # it is stored as it is
+    for i in range(250):
+        damaged = two_flips(table, rng)
+        passed += _digest.word_sums([np.frombuffer(damaged, np.uint32)]) == _digest.word_sums([run[1][2]["table"]])
+        assert _digest.checksums([np.frombuffer(damaged, np.uint32)]) != _digest.checksums([run[1][2]["table"]])
+        if i % 10 == 0:
+            path.write_bytes(data[:start] + damaged + data[start + len(table) :])
+            assert outcome(run, run[2]) == "damaged"
+    path.write_bytes(data)
+    assert passed == 4
+
+
+def test_words_in_each_others_place(run):
+    path = largest(run[0] / "2")
+    data, table = path.read_bytes(), bits(run[1][2]["table"])[0][2]
+    path.write_bytes(data.replace(table, table[4:8] + table[:4] + table[8:]))
+    try:
+        assert outcome(run, run[2]) == outcome(run, None) == "damaged"
+        assert_falls_back(run, run[2])
+    finally:
+        path.write_bytes(data)
+
+
+# orbax's own files
+
+
+def as_json(path):
+    try:
+        return json.loads(path.read_text())
+    except ValueError:
+        return None
+
+
+def metadata_files(folder):
+    """Those of orbax's own files that a restore reads: what describes the arrays, not what holds them."""
+    found = [p for p in files(folder) if as_json(p) or p.name == "manifest.ocdbt"]
+    assert {"_METADATA", "_CHECKPOINT_METADATA", "_sharding", "manifest.ocdbt"} <= {p.name for p in found}
+    return found
+
+
+@pytest.mark.parametrize("damage", ["removed", "emptied", "cut in half", "zeroed", "other text", "a list"])
+def test_damage_to_orbaxs_metadata_offers_the_fallback(run, damage):
+    folder, _, target = run
+    noticed = set()
+    for path in metadata_files(folder / "2"):
+        data = path.read_bytes()
+        changed = {
+            "emptied": b"",
+            "cut in half": data[: len(data) // 2],
+            "zeroed": bytes(len(data)),
+            "other text": b"{",
+            "a list": b"[1]",
+        }
+        path.unlink() if damage == "removed" else path.write_bytes(changed[damage])
+        try:
+            ends = {outcome(run, target), outcome(run, None)}
+            if outcome(run, target) == "damaged":
+                noticed.add(path.name)
+                assert_falls_back(run, target)
+            assert ends <= {"same", "damaged"}
+        finally:
+            path.write_bytes(data)
+    assert {"_METADATA", "manifest.ocdbt"} <= noticed
+    assert outcome(run, target) == "same"
+
+
+def variants(tree, path=()):
+    """Copies of a JSON tree in which one node is another, is gone, or has another name."""
+    others = (None, True, 0, 17, "x", [], {}, [3], {"x": 1})
+    for value in others:
+        if value != tree:
+            yield value
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            rest = {k: v for k, v in tree.items() if k != key}
+            yield rest
+            yield rest | {key + "x": value}
+            yield from (tree | {key: other} for other in variants(value))
+    if isinstance(tree, list):
+        for i, value in enumerate(tree):
+            yield tree[:i] + tree[i + 1 :]
+            yield from ([*tree[:i], other, *tree[i + 1 :]] for other in variants(value))
+
+
+def plausible(run, target, most, seed):
+    """How a restore ends with files of metadata that can be read, and say something else."""
+    rng, ends = np.random.default_rng(seed), Counter()
+    for path in metadata_files(run[0] / "2"):
+        if (tree := as_json(path)) is None:
+            continue
+        data, changed = path.read_bytes(), list(variants(tree))
+        for i in rng.permutation(len(changed))[:most]:
+            path.write_text(json.dumps(changed[i]))
+            try:
+                ends[path.name, outcome(run, target)] += 1
+            finally:
+                path.write_bytes(data)
+    return ends
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_metadata_that_says_something_else(run, given):
+    ends = plausible(run, run[2] if given else None, most=15, seed=given)
+    assert ends["_METADATA", "damaged"] >= 5, ends
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("given", [True, False])
+def test_all_metadata_that_says_something_else(run, given):
+    ends = plausible(run, run[2] if given else None, most=10**6, seed=0)
+    print(ends)
+    assert ends["_METADATA", "damaged"] >= 100, ends
+
+
+# What older versions saved
+
+
+def with_entry(path, change):
+    """What is in ``_METADATA`` when ``change`` was done to our entry."""
+    tree = as_json(path)
+    tree["custom_metadata"] = change(tree["custom_metadata"])
+    return json.dumps(tree)
+
+
+def test_sums_of_words_are_still_checked(run):
+    folder, trees, target = run
+    path, values = folder / "2" / "default" / "_METADATA", largest(folder / "2")
+    before, data = path.read_bytes(), values.read_bytes()
+    tree = as_json(path)
+    names = list(tree["custom_metadata"]["jax_offload"]["crc32"])
+    sums = dict(zip(names, _digest.word_sums(jax.tree.leaves(trees[2])), strict=True))
+    path.write_text(with_entry(path, lambda _: {"jax_offload": {"sums": sums}}))
+    table = bits(trees[2]["table"])[0][2]
+    try:
+        for given in (target, None):
+            with pytest.warns(UserWarning, match="sums of words, which do not see their order"):
+                assert outcome(run, given) == "same"
+        values.write_bytes(data.replace(table, bytes([table[0] ^ 1]) + table[1:]))
+        with pytest.warns(UserWarning, match="sums of words"):
+            assert outcome(run, target) == "damaged"
+    finally:
+        path.write_bytes(before)
+        values.write_bytes(data)
+
+
+def test_what_sums_of_words_were():
+    host = SingleDeviceSharding(jax.devices()[0], memory_kind=HOST)
+    x = np.array([1.5, -2.0, 3e7], np.float32)
+    expected = int(x.view(np.uint32).sum(dtype=np.uint64)) % 2**32
+    halves = int(np.array([0x3F80, 0x4000], np.uint16).sum())
+    leaves = [x, jnp.asarray(x), jax.device_put(x, host), jnp.array([1, 2], jnp.bfloat16), np.int64(2**32 + 5)]
+    assert _digest.word_sums(leaves) == [expected] * 3 + [halves, 6]
+
+
+def test_without_checksums_only_where_there_never_were_any(run):
+    """A checkpoint of plain orbax restores; one whose checksums were lost is damaged."""
+    path = run[0] / "2" / "default" / "_METADATA"
+    data = path.read_bytes()
+    try:
+        path.write_text(with_entry(path, lambda _: None))
+        assert outcome(run, run[2]) == "same"
+        for lost in (
+            data.replace(b'"jax_offload"', b'"jax_ofgload"'),
+            data.replace(b'"crc32"', b'"crc23"'),
+            data.replace(b'"custom_metadata"', b'"custom_metadatb"'),
+        ):
+            assert lost != data
+            path.write_bytes(lost)
+            assert outcome(run, run[2]) == "damaged"
+            assert_falls_back(run, run[2])
+    finally:
+        path.write_bytes(data)
+
+
+# Several processes
+
+
+def test_processes_sum_up_what_each_of_them_holds(tmp_path):
+    """Two processes of two devices: their checksums are those of whole arrays, and both notice damage."""
+    port = free_port()
+    env = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS) and "_proxy" not in k.lower()}
+    env |= {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(ROOT),
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    }
+    command = [sys.executable, ROOT / "tests/_checksums.py", tmp_path / "run", str(port), "2"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    children = [subprocess.Popen([*command, str(i)], env=env, **pipes) for i in range(2)]
+    try:
+        said = [child.communicate(timeout=120)[0] for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    assert [child.returncode for child in children] == [0, 0], "\n---\n".join(text[-4000:] for text in said)
+    assert all("noticed" in text for text in said), said
+
+
+def test_a_manager_that_orbax_does_not_open(run):
+    """Why docs/checkpoints.md opens it without the metadata of its steps. Should orbax bear it, we need not."""
+    folder, _, target = run
+    path = folder / "2" / "_CHECKPOINT_METADATA"
+    data = path.read_bytes()
+    names = data.replace(b"init_timestamp_nsecs", b"init]timestamp_nsecs").replace(b"commit_times", b"commit]times")
+    path.write_bytes(names)
+    try:
+        with pytest.raises(ValueError, match="unknown key"):
+            ocp.CheckpointManager(folder)
+        assert outcome(run, target) == "same"
+    finally:
+        path.write_bytes(data)
