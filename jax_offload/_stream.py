@@ -49,11 +49,13 @@ class Window:
 
     Attributes:
       apart: whether all slices run in a loop of their own, once the backward pass is over.
+      leaf: the path of the first leaf that streams through it, as far as it is known.
     """
 
     nbytes: int
     why: str
     apart: bool = False
+    leaf: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +158,8 @@ def plan(program: Program, next_of: Mapping[Var, Var], window: int | None) -> tu
         at_once = max((size if s.in_chunks else s.loaded_bytes for p in passes for s in p.slices), default=0)
         if best is None or at_once < best[0]:
             best = at_once, passes, chosen
-        if at_once <= max(size, window or default.nbytes):  # an embedding may be larger than the window: not worth a pass
+        # An embedding may be larger than the window: up to twice what a small model's may be, not worth a pass.
+        if at_once <= max(size, window or min(_large(state), 2 * default.nbytes)):
             break
     assert best is not None  # two were tried
     return best[1], best[2]
@@ -164,10 +167,19 @@ def plan(program: Program, next_of: Mapping[Var, Var], window: int | None) -> tu
 
 def default_window(state: int) -> Window:
     """For slices that are larger than it, given the bytes of host leaves on one device."""
-    large, small = max(DEFAULT_WINDOW, state // DEFAULT_SHARE), max(LEAST_WINDOW, state // SMALL_SHARE)
+    large, small = _large(state), max(LEAST_WINDOW, state // SMALL_SHARE)
     if small < large:
-        return Window(small, "an eighth of the state" if small > LEAST_WINDOW else "the least")
-    return Window(large, "a 32nd of the state" if large > DEFAULT_WINDOW else "256 MiB, as its pieces are larger")
+        return Window(small, "an eighth of the state" if small > LEAST_WINDOW else "1 MiB, the least")
+    return Window(
+        large,
+        "a 32nd of the state, less than its usual pieces"
+        if large > DEFAULT_WINDOW
+        else "256 MiB, less than its usual pieces",
+    )
+
+
+def _large(state: int) -> int:
+    return max(DEFAULT_WINDOW, state // DEFAULT_SHARE)
 
 
 def _chosen(given: int | None, default: Window, usual: int, program: Program) -> Window:
