@@ -59,7 +59,10 @@ def offload(
         together, that is larger goes through a loop in chunks of half a window, if its rows can be updated apart; else
         it is loaded whole (``jax_offload.placement`` says which, and why). ``None``: room for two and a half of the
         largest usual piece (pieces up to it are 80 % of the state), so that one loads while another is updated; but
-        where that piece is larger than 256 MiB and a 32nd of the state, that.
+        where that piece is larger than 256 MiB and a 32nd of the state, that, and never more for it than an eighth
+        of the state on one device, or 1 MiB. Where the usual piece is smaller than 8 MiB, all stream after the backward
+        pass, in a loop of their own: copies this small hide little, and cost memory among its matmuls.
+        ``jax_offload.placement`` names the window, and why it is that.
       shard_over: axes of the parameters' mesh, ``"data"``, over which the state is divided although parameters are
         replicated there (ZeRO-1, Rajbhandari et al. 2020): leaves of their parameter's shape and of ``min_bytes`` or
         more, in host memory or not. It is the first axis of the leaf that divides evenly and is not sharded yet; in

@@ -12,7 +12,7 @@ from jax_offload import _memory
 from jax_offload._placement import Leaf
 from jax_offload._sharding import known
 from jax_offload._state import arranged_leaves
-from jax_offload._stream import Load, loads_of_updates
+from jax_offload._stream import Load, Window, loads_of_updates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,10 +22,13 @@ class Placement:
     Attributes:
       leaves: a row for every state leaf.
       unknown: why ``update`` could not be traced; empty where it could.
+      windows: bytes of the state on each device at a time while it streams, and why so many: one for each ``offload``
+        that streams something.
     """
 
     leaves: tuple[Leaf, ...]
     unknown: str = ""
+    windows: tuple[Window, ...] = ()
 
     @property
     def host_bytes(self) -> int:
@@ -62,10 +65,16 @@ class Placement:
         )
         if any(leaf.sharding for leaf in self.leaves):
             summary += f"; for each device {self.host_bytes_per_device / 2**20:.2f} MiB in {_memory.HOST_KIND}"
+        windows = [
+            f"window: {w.nbytes / 2**20:.2f} MiB on each device: {w.why}" + (f"; {_APART}" if w.apart else "")
+            + (f" (from {w.leaf} on)" if len(self.windows) > 1 else "")
+            for w in self.windows
+        ]  # fmt: skip
         notes = [f"how it streams is not known: {self.unknown}"] if self.unknown else []
-        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], summary, *notes])
+        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], summary, *windows, *notes])
 
 
+_APART = "once the backward pass is over, as pieces this small hide little"
 _UNSEEN = "not loaded, or in a branch or a loop around offload"
 
 
@@ -78,16 +87,18 @@ def placement(tx: optax.GradientTransformation, params: Any, **extra_args: Any) 
       **extra_args: what ``tx.update`` needs besides gradients, state and parameters, to trace it.
     """
     leaves, _ = arranged_leaves(tx, params, only_looking=True)
-    streams, unknown = _streams(tx, params, extra_args)
-    rows = []
-    for (leaf, _, _), text in zip(leaves, streams, strict=True):
-        hidden = leaf.host and not text and not unknown
-        rows.append(dataclasses.replace(leaf, streams=_UNSEEN if hidden else text))
-    return Placement(tuple(rows), unknown)
+    loads, unknown = _streams(tx, params, extra_args)
+    rows, windows = [], {}
+    for (leaf, _, _), of_leaf in zip(leaves, loads, strict=True):
+        hidden = leaf.host and not of_leaf and not unknown
+        rows.append(dataclasses.replace(leaf, streams=_UNSEEN if hidden else _in_words(of_leaf)))
+        windows |= {id(load.window): dataclasses.replace(load.window, leaf=leaf.path) for load in of_leaf
+                    if id(load.window) not in windows}  # fmt: skip
+    return Placement(tuple(rows), unknown, tuple(windows.values()))
 
 
-def _streams(tx: optax.GradientTransformation, params: Any, extra_args: Any) -> tuple[list[str], str]:
-    """How a traced ``update`` loads each leaf of the state, in words; and why it could not be traced."""
+def _streams(tx: optax.GradientTransformation, params: Any, extra_args: Any) -> tuple[list[list[Load]], str]:
+    """How a traced ``update`` loads each leaf of the state; and why it could not be traced."""
     found: list[list[Load]] = []
 
     def update(params: Any, extra_args: Any) -> None:
@@ -113,8 +124,10 @@ def _streams(tx: optax.GradientTransformation, params: Any, extra_args: Any) -> 
             jax.make_jaxpr(with_arrays)(params, [leaves[k] for k in arrays])
     except Exception as error:
         state = jax.eval_shape(tx.init, params)
-        return [""] * len(jax.tree.leaves(state)), f"update raises {type(error).__name__}: {str(error).splitlines()[0]}"
-    return [_in_words(loads) for loads in found], ""
+        return [
+            [] for _ in jax.tree.leaves(state)
+        ], f"update raises {type(error).__name__}: {str(error).splitlines()[0]}"
+    return found, ""
 
 
 def _in_words(loads: list[Load]) -> str:

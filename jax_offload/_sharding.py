@@ -113,6 +113,11 @@ def varying_over(x: Any) -> Any:
     return getattr(jax.typeof(x), "manual_axis_type", None)
 
 
+def is_manual() -> bool:
+    """Whether the trace is inside ``shard_map``."""
+    return bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
 def is_explicit(mesh: Any) -> bool:
     """Whether the types tell all about shardings on this mesh."""
     return set(mesh.axis_types) == {AxisType.Explicit}

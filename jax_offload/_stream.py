@@ -21,10 +21,10 @@ import jax.numpy as jnp
 
 from jax_offload._alike import traced_once
 from jax_offload._dataflow import Pass, Slice, cut, joined, usual_load
-from jax_offload._loop import in_chunks
+from jax_offload._loop import buffers, in_chunks, or_whole
 from jax_offload._memory import is_host_aval, on_host, to_host
 from jax_offload._placement import nbytes
-from jax_offload._sharding import varying_over
+from jax_offload._sharding import is_manual, varying_over
 from jax_offload._trace import Program, Var
 from jax_offload._turns import Turns, in_turn, is_large, small, waiting
 
@@ -32,16 +32,38 @@ from jax_offload._turns import Turns, in_turn, is_large, small, waiting
 # Larger ones go through a window of that size in chunks: far beyond what the latency of a copy can be felt in (see
 # docs/streaming.md).
 DEFAULT_WINDOW, DEFAULT_SHARE = 2**28, 32
+# And none of more than an eighth of the state: whole, a stacked leaf of a small model is the state, twice as it is
+# updated (12x1536x1536, compiled for an H200: 651 MiB, resident 501, so 285). Below 1 MiB a copy is only its latency.
+SMALL_SHARE, LEAST_WINDOW = 8, 2**20
 # The window is made for slices up to the size within which this share of the state is: an embedding does not count.
 USUAL = 0.8
+# Copies of smaller slices hide little, and XLA's scheduler puts off what the backward pass should free for them
+# (48 layers of 256x256, 512 tokens: 116 MiB, resident 69). They run in a loop of their own, out of its sight: 39 MiB.
+LEAST_HIDDEN = 2**23
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Bytes of the state on one device at a time while it streams, and why so many.
+
+    Attributes:
+      apart: whether all slices run in a loop of their own, once the backward pass is over.
+      leaf: the path of the first leaf that streams through it, as far as it is known.
+    """
+
+    nbytes: int
+    why: str
+    apart: bool = False
+    leaf: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """That a slice loads some leaves: their ``id`` in the arguments, and how."""
+    """That a slice loads some leaves: their ``id`` in the arguments, how, and through which window."""
 
     ids: list[int]
     how: str
+    window: Window
 
 
 _LOADS: contextvars.ContextVar[list[Load] | None] = contextvars.ContextVar("loads", default=None)
@@ -97,37 +119,67 @@ def stream(
         _run_in_turn(each.prelude, env, grads, set(next_of), turns)
         slices = sorted(each.slices, key=lambda s: min((rank(position[v]) for v in s.loads), default=0))
         if (loads := _LOADS.get()) is not None:
-            loads += [Load([id(args[position[v]]) for v in s.loads], s.how) for s in slices]
+            loads += [Load([id(args[position[v]]) for v in s.loads], s.how, window) for s in slices]
         made = [_made(s, next_of) for s in slices]
-        _run_gated(slices, made, env, set(grads), window, before)
+        run = _run_apart if window.apart and _can_run_apart(slices, next_of) else _run_gated
+        run(slices, made, env, set(grads), window.nbytes, before, next_of)
         before = made[-1] if slices else before
     return [_array(v) if isinstance(v, jex.Literal) else env[v] for v in program.outputs]
 
 
-def plan(program: Program, next_of: Mapping[Var, Var], window: int | None) -> tuple[list[Pass], int]:
+def plan(program: Program, next_of: Mapping[Var, Var], window: int | None) -> tuple[list[Pass], Window]:
     """The slices, those that are larger than the window in chunks if that can be, and the window.
 
     One pass if that is enough, and a second one, ahead, for numbers that need the state, if that lowers what is on the
     device at once.
     """
     state = sum(nbytes(v.aval) // math.prod(program.shards.get(v, ())) for v in program.inputs if is_host_aval(v.aval))
-    default = max(DEFAULT_WINDOW, state // DEFAULT_SHARE)
-    best: tuple[int, list[Pass], int] | None = None
+    default = default_window(state)
+    best: tuple[int, list[Pass], Window] | None = None
     for numbers_apart in False, True:
         passes = cut(program, numbers_apart)
         usual = usual_load(passes, USUAL)
-        size = window or (5 * usual // 2 if usual <= default else default)
+        chosen = _chosen(window, default, usual, program)
+        size = chosen.nbytes
         passes = [
             dataclasses.replace(p, slices=_fitted(p.slices, lambda s, size=size: in_chunks(s, next_of, size), size))
             for p in passes
         ]
         at_once = max((size if s.in_chunks else s.loaded_bytes for p in passes for s in p.slices), default=0)
         if best is None or at_once < best[0]:
-            best = at_once, passes, size
-        if at_once <= max(size, window or default):  # an embedding may be larger than the window: not worth a pass
+            best = at_once, passes, chosen
+        # An embedding may be larger than the window: up to twice what a small model's may be, not worth a pass.
+        if at_once <= max(size, window or min(_large(state), 2 * default.nbytes)):
             break
     assert best is not None  # two were tried
     return best[1], best[2]
+
+
+def default_window(state: int) -> Window:
+    """For slices that are larger than it, given the bytes of host leaves on one device."""
+    large, small = _large(state), max(LEAST_WINDOW, state // SMALL_SHARE)
+    if small < large:
+        return Window(small, "an eighth of the state" if small > LEAST_WINDOW else "1 MiB, the least")
+    return Window(
+        large,
+        "a 32nd of the state, less than its usual pieces"
+        if large > DEFAULT_WINDOW
+        else "256 MiB, less than its usual pieces",
+    )
+
+
+def _large(state: int) -> int:
+    return max(DEFAULT_WINDOW, state // DEFAULT_SHARE)
+
+
+def _chosen(given: int | None, default: Window, usual: int, program: Program) -> Window:
+    if given:
+        return Window(given, "as given")
+    fits = usual <= default.nbytes
+    chosen = Window(5 * usual // 2, "two and a half of its usual pieces") if fits else default
+    # Where something is divided, collectives are in the scheduler's sight anyway.
+    alone = all(math.prod(shards) == 1 for shards in program.shards.values())
+    return dataclasses.replace(chosen, apart=alone and 0 < usual < LEAST_HIDDEN)
 
 
 def _fitted(slices: list[Slice], chunked_by: Callable[[Slice], Slice], window: int) -> list[Slice]:
@@ -166,6 +218,7 @@ def _run_gated(
     gradients: Set[Var],
     window: int,
     before: Sequence[Var],
+    next_of: Mapping[Var, Var],
 ) -> None:
     """A slice loads once there is room, and the gradient of the first slice that is still in the window."""
     sizes = [min(s.loaded_bytes, window) for s in slices]
@@ -182,6 +235,54 @@ def _run_gated(
         _gate(env, slices[k].loads, [*grads, *(made[back] if back >= 0 else before)])
     for s in slices[done:]:
         _run(s, env)
+
+
+def _can_run_apart(slices: Sequence[Slice], next_of: Mapping[Var, Var]) -> bool:
+    """Whether a loop can carry all results: those on the host in the buffers that they are the next values of."""
+    carried = set(_carried(slices, next_of))
+    made = {v for s in slices for v in s.outputs}
+    plain = all(v in carried or not jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in made)
+    stored = carried.issuperset(v for v in made if is_host_aval(v.aval))
+    return plain and stored and not any(s.jaxpr.effects for s in slices) and not is_manual()
+
+
+def _carried(slices: Sequence[Slice], next_of: Mapping[Var, Var]) -> dict[Var, Var]:
+    """Result -> the operand whose buffer it takes."""
+    pairs = [pair for s in slices for pair in zip(s.outputs, buffers(s, next_of), strict=True)]
+    return {v: old for v, old in pairs if old is not None}
+
+
+def _run_apart(
+    slices: Sequence[Slice],
+    made: Sequence[Sequence[Var]],
+    env: dict[Var, Any],
+    gradients: Set[Var],
+    window: int,
+    before: Sequence[Var],
+    next_of: Mapping[Var, Var],
+) -> None:
+    """As ``_run_gated``, in a loop that runs once, which XLA does not see."""
+    outputs = list(dict.fromkeys(v for s in slices for v in s.outputs))
+    inputs = list(dict.fromkeys([*(v for s in slices for v in s.inputs), *before]))
+    carried = _carried(slices, next_of)
+
+    def gated(*operands: Any) -> list[Any]:
+        inner = dict(zip(inputs, operands, strict=True))
+        _run_gated(slices, made, inner, gradients, window, before, next_of)
+        return [inner[v] for v in outputs]
+
+    def looped(*operands: Any) -> list[Any]:
+        given = dict(zip(inputs, operands, strict=True))
+        start = [given[carried[v]] if v in carried else jnp.zeros(v.aval.shape, v.aval.dtype) for v in outputs]
+
+        def once(carry: Any) -> Any:
+            now = given | {carried[v]: x for v, x in zip(outputs, carry[1], strict=True) if v in carried}
+            return jnp.zeros_like(carry[0]), gated(*(now[v] for v in inputs))
+
+        return jax.lax.while_loop(lambda c: c[0], once, (jax.lax.optimization_barrier(jnp.array(True)), start))[1]
+
+    results = or_whole(looped, gated)(*(env[v] for v in inputs)) if outputs else []
+    env.update(zip(outputs, results, strict=True))
 
 
 def _made(s: Slice, next_of: Mapping[Var, Var]) -> list[Var]:

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jax_offload as jo
-from jax_offload._stream import loads_of_updates
+from jax_offload._stream import default_window, loads_of_updates
 
 S = jax.ShapeDtypeStruct
 PARAMS = {
@@ -219,3 +219,29 @@ def test_an_embedding_larger_than_the_window_takes_no_second_pass(inner):
 
     jax.make_jaxpr(step)(params)
     assert sum(len(load.ids) for load in loads) == 2 * len(params)
+
+
+def test_the_window_and_why_it_is_that():
+    def windows(tx, params):
+        table = jo.placement(tx, params)
+        assert all(f"window: {w.nbytes / 2**20:.2f} MiB on each device: {w.why}" in str(table) for w in table.windows)
+        return [(w.nbytes, w.why, w.apart) for w in table.windows]
+
+    stacked, adam = {"w": S((12, 1536, 1536), jnp.float32)}, optax.adam(1e-3)
+    state = 8 * 12 * 1536**2
+    assert windows(jo.offload(adam), stacked) == [(state // 8, "an eighth of the state", False)]
+    assert windows(jo.offload(adam, window=2**20), stacked) == [(2**20, "as given", False)]
+    layers = {f"w{i}": S((256, 256), jnp.float32) for i in range(6)}
+    assert windows(jo.offload(adam), layers) == [(5 * 2**19 // 2, "two and a half of its usual pieces", True)]
+    assert windows(jo.offload(adam, fraction=0), layers) == []
+    each = optax.chain(jo.offload(optax.trace(0.9), window=2**21), jo.offload(adam))
+    assert [w for w, _, _ in windows(each, stacked)] == [2**21, state // 8]
+    assert "from [0].trace['w'] on" in str(jo.placement(each, stacked))
+
+
+def test_a_share_of_the_state_on_one_device():
+    sharding = jax.sharding.NamedSharding(jax.make_mesh((8,), ("d",)), jax.sharding.PartitionSpec(None, "d"))
+    params = {"w": S((12, 1536, 1536), jnp.float32, sharding=sharding)}
+    assert jo.placement(jo.offload(optax.adam(1e-3)), params).windows[0].nbytes == 8 * 12 * 1536**2 // 64
+    mib = [default_window(state * 2**20).nbytes / 2**20 for state in (1, 8, 96, 2048, 4096, 16384)]
+    assert mib == [1, 1, 12, 256, 256, 512]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_offload as jo
-from tests.aot.harness import Measured, measure, mesh_for
+from tests.aot.harness import MIB, Measured, measure, mesh_for
 
 
 def parameters(n_layers: int, width: int, stacked: bool, sharding: Any, dtype: Any = jnp.float32) -> Any:
@@ -104,14 +105,48 @@ def measure_sharded(
     width: int = 4096,
     stacked: bool = False,
     batch: int = 512,
+    n: int = 4,
     **kwargs: Any,
 ) -> Measured:
-    """The step of ``tx`` on four devices, parameters sharded as ``spec`` says over ``data``; ``batch`` per device."""
-    mesh = mesh_for(target, (4,), ("data",))
+    """The step of ``tx`` on ``n`` devices, parameters sharded as ``spec`` says over ``data``; ``batch`` per device."""
+    mesh = mesh_for(target, (n,), ("data",))
     params = parameters(n_layers, width, stacked, NamedSharding(mesh, spec, memory_kind="device"))
     rows = NamedSharding(mesh, PartitionSpec("data"), memory_kind="device")
-    x = jax.ShapeDtypeStruct((4 * batch, width), jnp.float32, sharding=rows)
-    return measure_update(target, tx, params, loss, x, n=4, **kwargs)
+    x = jax.ShapeDtypeStruct((n * batch, width), jnp.float32, sharding=rows)
+    return measure_update(target, tx, params, loss, x, n=n, **kwargs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """Of the grid on which defaults are compared with the resident step: AdamW, 512 tokens per device."""
+
+    n_layers: int
+    width: int
+    stacked: bool = False
+    clip: bool = False
+    update_params: bool = False
+    devices: int = 1
+
+    @property
+    def state(self) -> float:
+        """MiB on each device."""
+        return 8 * self.n_layers * self.width**2 / self.devices / MIB
+
+    def inner(self) -> optax.GradientTransformation:
+        adamw = optax.adamw(1e-3)
+        return optax.chain(optax.clip_by_global_norm(1.0), adamw) if self.clip else adamw
+
+    def measured(self, target: str, tx: optax.GradientTransformation) -> Measured:
+        model = {"n_layers": self.n_layers, "width": self.width, "stacked": self.stacked}
+        if self.devices == 1:
+            return measure_step(target, tx, **model, update_params=self.update_params)
+        spec = PartitionSpec(None, "data") if self.stacked else PartitionSpec("data")
+        return measure_sharded(target, tx, spec, **model, n=self.devices, update_params=self.update_params)
+
+
+def bounded(resident: float) -> float:
+    """The peak, in MiB, that a default may have where the resident step has this one."""
+    return resident + max(resident / 100, 1)
 
 
 def device_sharding(target: str) -> NamedSharding:

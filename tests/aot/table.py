@@ -2,10 +2,12 @@
 
 ``python -m tests.aot.table [h200] [v5e]`` prints the README's; ``python -m tests.aot.table sharded`` prints that of
 docs/sharding.md, per device, on four of them; ``python -m tests.aot.table precision`` those of docs/precision.md. Each
-takes a few minutes on two cores.
+takes a few minutes on two cores. ``python -m tests.aot.table defaults`` prints that of docs/streaming.md, in half an
+hour.
 """
 
 import tests.conftest  # noqa: F401, I001  (first: it sets up jax's CPU devices)
+import itertools
 import sys
 
 import jax
@@ -16,7 +18,7 @@ import jax_offload as jo
 from benchmarks.recipe import usual_recipe
 from jax.sharding import PartitionSpec as P
 
-from tests.aot.cases import measure_sharded, measure_step
+from tests.aot.cases import Point, bounded, measure_sharded, measure_step
 from tests.aot.harness import H200, MIB, V5E, V5E_2X2
 
 ADAMW = optax.adamw(1e-3)
@@ -129,6 +131,35 @@ def precision() -> None:
             print(f"| {model} | {m.peak:.0f} | {m.host_temp:.0f} | {m.loaded:.0f} + {m.stored:.0f} |", flush=True)
 
 
+# layers, width
+GRID = [
+    (8, 128), (2, 256), (16, 256), (4, 512), (12, 512), (3, 1024), (12, 1024), (3, 2048), (48, 512), (32, 768),
+    (12, 1536), (2, 4096), (4, 4096), (48, 1024), (24, 4096), (6, 8192), (48, 8192),
+]  # fmt: skip
+GRID_OF_8 = [(8, 128), (16, 256), (12, 512), (12, 1024), (12, 1536), (2, 4096), (12, 4096), (24, 4096)]
+
+
+def defaults() -> None:
+    print(
+        "| layers | state | model | clipping | resident | `update` | `update_params` |\n"
+        "|---|---:|---|---|---:|---:|---:|"
+    )
+    above = []
+    for devices, sizes in (1, GRID), (8, GRID_OF_8):
+        for (n_layers, width), stacked, clip in itertools.product(sizes, (True, False), (False, True)):
+            forms = [Point(n_layers, width, stacked, clip, form, devices) for form in (False, True)]
+            inner = forms[0].inner()
+            resident = forms[0].measured(H200, inner).peak
+            ours = [at.measured(H200, jo.offload(inner)).peak for at in forms]
+            above += [at for at, peak in zip(forms, ours, strict=True) if peak > bounded(resident)]
+            name = f"{n_layers}×{width}²" + (f", over {devices}" if devices > 1 else "")
+            model = f"{'stacked' if stacked else 'unrolled'} | {'inside' if clip else ''}"
+            peaks = " | ".join(f"{peak:.1f}" for peak in (resident, *ours))
+            print(f"| {name} | {forms[0].state:.1f} | {model} | {peaks} |", flush=True)
+    print(f"\nAdamW, float32, 512 tokens, compiled for an H200; MiB, per device. jax {jax.__version__}.")
+    print(f"Above resident by more than the larger of 1 % and 1 MiB: {above or 'none'}.")
+
+
 def main(targets: list[str]) -> None:
     print("| compiled for | model | resident | usual recipe | `jax_offload` |\n|---|---|---:|---:|---:|")
     for target, model, stacked, inner, ours in ROWS:
@@ -143,5 +174,5 @@ def main(targets: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    tables = {"sharded": sharded, "precision": precision}
+    tables = {"sharded": sharded, "precision": precision, "defaults": defaults}
     tables[sys.argv[1]]() if sys.argv[1:2] and sys.argv[1] in tables else main(sys.argv[1:])
