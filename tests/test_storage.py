@@ -331,6 +331,44 @@ def test_bad_input():
         jo.offload(ADAMW).update(params, tx.init(params), params)
 
 
+def widening():
+    """Momentum that becomes float32 in the first update, whatever the parameters are: as lars does it."""
+    return optax.GradientTransformation(
+        lambda p: {"m": jax.tree.map(jnp.zeros_like, p)},
+        lambda u, s, p=None: (u, {"m": jax.tree.map(lambda m, u: 0.9 * m.astype(jnp.float32) + u, s["m"], u)}),
+    )
+
+
+@pytest.mark.parametrize("through", ["jit", "skip", "eagerly"])
+def test_a_leaf_that_becomes_wider_in_its_first_update(through):
+    params = {"wide": jnp.ones((4, 256)), "narrow": jnp.ones((4, 256), jnp.bfloat16)}
+    params = jax.device_put(params, jax.devices()[0])
+    inner = widening()
+    tx = jo.offload(inner, storage="bfloat16", min_bytes=0)
+
+    def update(grads, state, skip):
+        return tx.update(grads, state, params, **({} if skip is None else {"skip": skip}))
+
+    step = update if through == "eagerly" else jax.jit(update)
+    state, want = tx.init(params), inner.init(params)
+    assert state.inner_state["m"]["narrow"].dtype == jnp.bfloat16  # which would not become smaller
+    for k in range(3):
+        _, state = step(gradients(params, k), state, np.bool_(False) if through == "skip" else None)
+        _, want = inner.update(gradients(params, k), want, params)
+    kept = state.inner_state["m"]
+    assert isinstance(kept["wide"], Encoded) and kept["wide"].values.dtype == jnp.bfloat16
+    assert kept["narrow"].dtype == jnp.float32 and kept["narrow"].sharding.memory_kind == HOST
+    np.testing.assert_allclose(kept["narrow"], want["m"]["narrow"], rtol=1e-6)
+    np.testing.assert_allclose(np.float32(kept["wide"].values), want["m"]["wide"], rtol=2**-6)
+    if through == "skip":
+        _, same = step(gradients(params), state, np.bool_(True))
+        for x, y in zip(jax.tree.leaves(same), jax.tree.leaves(state), strict=True):
+            np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+    other = jo.offload(inner, storage="float8_e4m3fn", min_bytes=0)
+    with pytest.raises(ValueError, match="is stored as .*, and storage says .*float8_e4m3fn"):
+        other.update(params, state, params)
+
+
 def test_seeds_differ_by_step_and_leaf():
     seeds = {int(mixed(mixed(np.uint32(r)) + np.uint32(0x9E3779B9 * k % 2**32))) for r in range(50) for k in range(50)}
     assert len(seeds) == 2500
