@@ -127,8 +127,10 @@ def _unfit(x: Any, storage: Storage, master: bool) -> str:
         return f"it is {x.dtype}, of which float32 has not the range. Take it out."
     if x.dtype.itemsize < 4 and storage.dtype in ("int8", "uint8"):
         return (
-            f"it is {x.dtype}, which has not the points of {storage.dtype}, so that it would drift. Use float8_e4m3fn, "
-            "or float32 moments: mu_dtype, or jo.with_master_params."
+            f"it is {x.dtype}, which has not the points of {storage.dtype}, so that it would drift. optax makes "
+            "moments in the parameters' dtype. Float32 ones: jo.offload(jo.with_master_params(inner), storage=...), or "
+            "for mu alone optax.adamw(..., mu_dtype=jnp.float32). Or a format that fits 16 bits: 'float8_e4m3fn', "
+            "'float8_e5m2'; or give no format for this leaf, which takes 2 bytes as it is."
         )
     return ""
 
