@@ -13,6 +13,7 @@ import optax
 from jax import lax
 
 from jax_offload._memory import to_device
+from jax_offload._sharding import constrained, typed_sharding
 
 _WRAPPED: contextvars.ContextVar[bool] = contextvars.ContextVar("wrapped", default=False)
 
@@ -185,19 +186,23 @@ def landed(params: Any, updates: Any, state: Any) -> Any:
     They do not where a transformation around ``with_master_params`` has changed them.
     """
     leaves, treedef = jax.tree.flatten(params)
-    applied = treedef.flatten_up_to(optax.apply_updates(params, updates))
     steps = treedef.flatten_up_to(updates)
 
-    def land(p: Any, new: Any, u: Any, master: Any) -> Any:
+    def land(p: Any, u: Any, master: Any) -> Any:
         if master is None:
-            return new
+            return optax.apply_updates(p, u)
+        # A master may be divided further than its parameter, where types keep them apart: what is gathered is the new
+        # parameter, not its master, which has twice the bytes.
+        whole, own = (typed_sharding(jax.typeof(x)) for x in (p, master))
+        p, u = constrained(p, own), constrained(u, own)
         target = master.astype(p.dtype)
         to, reached = rounded(master, p.dtype), p.astype(master.dtype) + u.astype(master.dtype)
         near = jnp.abs(reached - to) <= 2.0**-20 * jnp.maximum(jnp.abs(to), jnp.abs(p.astype(master.dtype)))
-        return jnp.where(near | ~jnp.isfinite(reached), target, new)
+        new = jnp.where(near | ~jnp.isfinite(reached), target, optax.apply_updates(p, u))
+        return constrained(new, whole)
 
     masters = [None if m is None else to_device(m) for m in masters_of(state, treedef)]
-    return jax.tree.unflatten(treedef, [land(*each) for each in zip(leaves, applied, steps, masters, strict=True)])
+    return jax.tree.unflatten(treedef, [land(*each) for each in zip(leaves, steps, masters, strict=True)])
 
 
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:

@@ -152,7 +152,7 @@ def offload(
         if rules:
             if not any(map(is_encoded, jax.tree.leaves(state, is_leaf=is_encoded))):
                 state = as_stored(state, jax.eval_shape(stored_init, like))
-            check_stored(state, rules, like, min_bytes)
+            check_stored(state, rules, like, min_bytes, stored_init)
         shardings = {**inside_shard_map(settled(seen)), **shardings_of(like)}
         divided = {}
         if policy.shard_over:

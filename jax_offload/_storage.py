@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -127,8 +127,10 @@ def _unfit(x: Any, storage: Storage, master: bool) -> str:
         return f"it is {x.dtype}, of which float32 has not the range. Take it out."
     if x.dtype.itemsize < 4 and storage.dtype in ("int8", "uint8"):
         return (
-            f"it is {x.dtype}, which has not the points of {storage.dtype}, so that it would drift. Use float8_e4m3fn, "
-            "or float32 moments: mu_dtype, or jo.with_master_params."
+            f"it is {x.dtype}, which has not the points of {storage.dtype}, so that it would drift. optax makes "
+            "moments in the parameters' dtype. Float32 ones: jo.offload(jo.with_master_params(inner), storage=...), or "
+            "for mu alone optax.adamw(..., mu_dtype=jnp.float32). Or a format that fits 16 bits: 'float8_e4m3fn', "
+            "'float8_e5m2'; or give no format for this leaf, which takes 2 bytes as it is."
         )
     return ""
 
@@ -192,21 +194,38 @@ def _type(x: Any) -> Any:
     return np.shape(x), getattr(x, "dtype", None)
 
 
-def check_stored(state: Any, rules: Rules, params: Any, min_bytes: int) -> None:
-    """Raises ``ValueError`` for a state that is stored otherwise than the rules say."""
+def check_stored(state: Any, rules: Rules, params: Any, min_bytes: int, init: Callable[[Any], Any]) -> None:
+    """Raises ``ValueError`` for a state that is stored otherwise than the rules say, and than ``init`` stores it.
+
+    Some optimizers return leaves in other dtypes than they made: momentum of a bfloat16 or integer leaf becomes
+    float32 in the first update. Such a leaf stays in the format that its first dtype asked for: a carry keeps its tree.
+    """
     fix = "Convert it: jo.from_plain(tx, jo.to_plain(old_tx, state)), params given where their tree is not in it."
     if not isinstance(state, StoredState):
         raise ValueError(f"state: is a {type(state).__name__}, not one that offload(..., storage=) keeps. {fix}")
     leaves, treedef = jax.tree.flatten(state.inner_state, is_leaf=is_encoded)
     seen = [jax.ShapeDtypeStruct(x.values.shape, x.dtype) if is_encoded(x) else x for x in leaves]
-    wanted = formats(rules, jax.tree.unflatten(treedef, seen), params, min_bytes)
-    for k, (x, storage) in enumerate(zip(leaves, wanted, strict=True)):
-        if (x.storage if is_encoded(x) else None) != storage:
-            path = jax.tree_util.tree_flatten_with_path(state.inner_state, is_leaf=is_encoded)[0][k][0]
-            got = x.storage if is_encoded(x) else x.dtype
-            raise ValueError(
-                f"state: {jax.tree_util.keystr(path)} is stored as {got}, and storage says {storage}. {fix}"
-            )
+    wanted, got = formats(rules, jax.tree.unflatten(treedef, seen), params, min_bytes), list(map(_format_of, leaves))
+    if got == wanted or got == _formats_at_first(init, params):
+        return
+    k = next(k for k, (a, b) in enumerate(zip(got, wanted, strict=True)) if a != b)
+    path = jax.tree_util.tree_flatten_with_path(state.inner_state, is_leaf=is_encoded)[0][k][0]
+    raise ValueError(
+        f"state: {jax.tree_util.keystr(path)} is stored as {got[k] or leaves[k].dtype}, and storage says {wanted[k]}. "
+        f"{fix}"
+    )
+
+
+def _format_of(x: Any) -> Storage | None:
+    return x.storage if is_encoded(x) else None
+
+
+def _formats_at_first(init: Callable[[Any], Any], params: Any) -> list[Storage | None] | None:
+    try:
+        state = jax.eval_shape(init, params)
+    except Exception:  # init cannot run on what we have
+        return None
+    return [_format_of(x) for x in jax.tree.leaves(state.inner_state, is_leaf=is_encoded)]
 
 
 def _encoded(x: jax.Array, storage: Storage, seed: Any, dtype: str | None = None) -> Encoded:

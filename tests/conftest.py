@@ -26,6 +26,7 @@ _LONG |= {
     "test_flax.py": 3,
     "test_clipping.py": 3,
     "test_storage.py": 3,
+    "test_programs.py": 3,
     "test_skip.py": 3,
     "test_precision.py": 4,
 }

@@ -271,7 +271,7 @@ def test_leaves_that_would_not_become_smaller_stay():
 
 def test_eight_bit_integers_want_float32_leaves():
     """The points of the map, scaled, are no numbers of bfloat16: they would drift. Those of float8 are."""
-    with pytest.raises(ValueError, match=r"0/mu/embed: it is bfloat16, .* Use float8_e4m3fn, or float32 moments"):
+    with pytest.raises(ValueError, match=r"0/mu/embed: it is bfloat16, .* Float32 ones: jo\.offload\("):
         jo.offload(optax.adam(1e-3), storage={"mu": "int8"}, min_bytes=0).init(parameters(jnp.bfloat16))
     tx = jo.offload(optax.trace(decay=1.0), storage="float8_e4m3fn", min_bytes=0)
     params = parameters(jnp.bfloat16)
@@ -281,6 +281,31 @@ def test_eight_bit_integers_want_float32_leaves():
         _, state = jax.jit(tx.update)(zeros, state)
     for x, y in zip(jax.tree.leaves(jo.to_plain(tx, state)), jax.tree.leaves(first), strict=True):
         np.testing.assert_array_equal(np.float32(x), np.float32(y))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_what_the_message_about_eight_bit_integers_says_to_do(dtype):
+    params = parameters(dtype)
+    int8 = {"mu": "int8", "nu": "uint8"}
+    with_masters, mu_alone = jo.with_master_params(ADAMW), optax.adamw(1e-2, mu_dtype=jnp.float32)
+
+    def stored_in(inner, storage):
+        tx = jo.offload(inner, storage=storage, min_bytes=1024)
+        _, state = jax.jit(tx.update)(gradients(params), tx.init(params), params)
+        assert all(x.values.sharding.memory_kind == HOST for x in encoded(state))
+        return {(x.dtype, x.storage.dtype) for x in encoded(state)}
+
+    for inner, storage in (ADAMW, int8), (mu_alone, int8), (mu_alone, {"nu": "uint8"}):
+        with pytest.raises(ValueError, match=rf"storage: .*it is {params['embed'].dtype}, .*mu_dtype=jnp\.float32"):
+            stored_in(inner, storage)
+    name = params["embed"].dtype.name
+    assert stored_in(with_masters, int8) == {("float32", "int8"), ("float32", "uint8")}
+    assert stored_in(mu_alone, {"mu": "int8"}) == {("float32", "int8")}  # nu as it is
+    assert stored_in(ADAMW, {"mu": "float8_e4m3fn"}) == {(name, "float8_e4m3fn")}
+    assert stored_in(ADAMW, {"mu": "float8_e4m3fn", "nu": "float8_e5m2"}) == {
+        (name, "float8_e4m3fn"),
+        (name, "float8_e5m2"),
+    }
 
 
 def test_with_nnx():
@@ -329,6 +354,44 @@ def test_bad_input():
         tx.update(params, other.init(params), params)
     with pytest.raises(ValueError, match="state: its tree is not the one that this optimizer's init gives"):
         jo.offload(ADAMW).update(params, tx.init(params), params)
+
+
+def widening():
+    """Momentum that becomes float32 in the first update, whatever the parameters are: as lars does it."""
+    return optax.GradientTransformation(
+        lambda p: {"m": jax.tree.map(jnp.zeros_like, p)},
+        lambda u, s, p=None: (u, {"m": jax.tree.map(lambda m, u: 0.9 * m.astype(jnp.float32) + u, s["m"], u)}),
+    )
+
+
+@pytest.mark.parametrize("through", ["jit", "skip", "eagerly"])
+def test_a_leaf_that_becomes_wider_in_its_first_update(through):
+    params = {"wide": jnp.ones((4, 256)), "narrow": jnp.ones((4, 256), jnp.bfloat16)}
+    params = jax.device_put(params, jax.devices()[0])
+    inner = widening()
+    tx = jo.offload(inner, storage="bfloat16", min_bytes=0)
+
+    def update(grads, state, skip):
+        return tx.update(grads, state, params, **({} if skip is None else {"skip": skip}))
+
+    step = update if through == "eagerly" else jax.jit(update)
+    state, want = tx.init(params), inner.init(params)
+    assert state.inner_state["m"]["narrow"].dtype == jnp.bfloat16  # which would not become smaller
+    for k in range(3):
+        _, state = step(gradients(params, k), state, np.bool_(False) if through == "skip" else None)
+        _, want = inner.update(gradients(params, k), want, params)
+    kept = state.inner_state["m"]
+    assert isinstance(kept["wide"], Encoded) and kept["wide"].values.dtype == jnp.bfloat16
+    assert kept["narrow"].dtype == jnp.float32 and kept["narrow"].sharding.memory_kind == HOST
+    np.testing.assert_allclose(kept["narrow"], want["m"]["narrow"], rtol=1e-6)
+    np.testing.assert_allclose(np.float32(kept["wide"].values), want["m"]["wide"], rtol=2**-6)
+    if through == "skip":
+        _, same = step(gradients(params), state, np.bool_(True))
+        for x, y in zip(jax.tree.leaves(same), jax.tree.leaves(state), strict=True):
+            np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+    other = jo.offload(inner, storage="float8_e4m3fn", min_bytes=0)
+    with pytest.raises(ValueError, match=r"is stored as .*, and storage says .*float8_e4m3fn"):
+        other.update(params, state, params)
 
 
 def test_seeds_differ_by_step_and_leaf():
