@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Set
-from itertools import accumulate
 from typing import Any
 
 import jax.extend.core as jex
@@ -27,21 +26,21 @@ from jax_offload._trace import Program, Var
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """A part of a program. ``run(*inputs) -> outputs``, both given as variables of the program.
+    """A part of a program: ``outputs`` from ``inputs``, both given as variables of the program.
 
     Attributes:
-      how: how its host leaves come to the device, in words.
-      in_chunks: whether ``run`` is a loop that loads no more than a window at a time.
       shards: of the program's inputs, how they are divided between devices.
     """
 
     inputs: list[Var]
     outputs: list[Var]
     jaxpr: Any
-    run: Callable[..., list[Any]]
-    how: str = "whole"
-    in_chunks: bool = False
     shards: Mapping[Var, Shards] = dataclasses.field(default_factory=dict)
+
+    @property
+    def run(self) -> Callable[..., list[Any]]:
+        """``run(*inputs) -> outputs``, all at once."""
+        return jex.jaxpr_as_fun(jex.ClosedJaxpr(self.jaxpr, ()))  # pyright: ignore[reportPrivateImportUsage]
 
     @property
     def loads(self) -> list[Var]:
@@ -88,13 +87,7 @@ def joined(a: Slice, b: Slice) -> Slice:
     made = {v for eqn in a.jaxpr.eqns for v in eqn.outvars}
     eqns = [*a.jaxpr.eqns, *(eqn for eqn in b.jaxpr.eqns if not made.issuperset(eqn.outvars))]  # both may make a scale
     jaxpr = jex.Jaxpr([], inputs, outputs, eqns, a.jaxpr.effects, a.jaxpr.debug_info)
-    return Slice(inputs, outputs, jaxpr, jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ())), shards=a.shards)  # pyright: ignore
-
-
-def usual_load(passes: list[Pass], share: float) -> int:
-    """Bytes of host leaves, on one device, that a slice needs together: slices up to it are ``share`` of them all."""
-    sizes = sorted(s.loaded_bytes for p in passes for s in p.slices)
-    return next((n for n, so_far in zip(sizes, accumulate(sizes), strict=True) if so_far >= share * sum(sizes)), 0)
+    return Slice(inputs, outputs, jaxpr, a.shards)
 
 
 def cut(program: Program, numbers_apart: bool) -> list[Pass]:
@@ -219,8 +212,7 @@ def slice_of(
     if any(True for eqn in eqns for _ in jex.jaxprs_in_params(eqn.params)):
         jaxpr, used = pe.dce_jaxpr(jaxpr, [True] * len(outputs))
         inputs = [v for v, u in zip(inputs, used, strict=True) if u]
-    fun = jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))  # pyright: ignore[reportPrivateImportUsage]
-    return Slice(inputs, outputs, jaxpr, fun, shards=shards)
+    return Slice(inputs, outputs, jaxpr, shards)
 
 
 def _without(eqn: Any, given: Set[Var]) -> Any:

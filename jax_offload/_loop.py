@@ -8,128 +8,25 @@ of a scan they would stand in host memory twice.
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from jax_offload._chunk import Dependent, Dim, Partial, Rows, chunked_dims, run_chunk
+from jax_offload._chunk import Partial, Rows, run_chunk
 from jax_offload._dataflow import Slice
-from jax_offload._edges import Core, core
+from jax_offload._edges import core
 from jax_offload._memory import is_host_aval, to_device, to_host
-from jax_offload._placement import nbytes
+from jax_offload._plan import Chunked
 from jax_offload._rows import read_rows, row_numbers, write_rows
-from jax_offload._sharding import constrained, padded, typed_sharding
-from jax_offload._trace import Var
+from jax_offload._sharding import constrained, typed_sharding
 
 Chunk = tuple[Any, int]  # its first row, which may be traced, and its number of rows
 
 
-def in_chunks(s: Slice, reuse: Mapping[Var, Var], window: int) -> Slice:
-    """``s`` as a loop in which at most ``window`` bytes of host leaves are in flight, or as it is, saying why.
-
-    A chunk of a sharded axis is the same rows of every shard, so that no device needs those of another.
-
-    Args:
-      s: the slice.
-      reuse: result -> operand of the same type whose buffer it may take, because it is the next value of it.
-      window: bytes on one device.
-    """
-    if not all(v in reuse and is_host_aval(reuse[v].aval) for v in s.stores):
-        return _whole(s, "it moves to the host in this step")  # no host buffer yet to write its rows into
-    old_of = buffers(s, reuse)
-    if any(old is None and is_host_aval(v.aval) for v, old in zip(s.outputs, old_of, strict=True)):
-        return _whole(s, "its next value is of another type, or not its own")
-    inner, why, pins = core(s), "it is smaller than a tile", s.pins
-    gathered = sum(nbytes(v.aval) for v in s.outputs if v in pins)
-    lead = max((v.aval for v in s.loads), key=nbytes)
-    for axis in range(max(1, lead.ndim - 1)):
-        size = lead.shape[axis]
-        dims = [_rows_of(v.aval, lead.shape, axis) for v in s.inputs]
-        parts = [s.shards[v][d.dim] for v, d in zip(s.inputs, dims, strict=True) if d is not None and v in s.shards]
-        shards = max(parts, default=1)
-        if size % shards or any(shards % n for n in parts):
-            why = f"the shards of axis {axis} do not match"
-            continue
-        rows = _rows(lead.ndim - 1 - axis, size // shards, max(s.decoded_bytes, gathered), window)
-        if rows == size // shards:
-            continue  # a tile that is larger than the window
-        if any(d is None for v, d in zip(s.inputs, dims, strict=True) if is_host_aval(v.aval)):
-            why = "leaves of different shapes depend on each other"
-            continue
-        try:
-            out_dims = chunked_dims(inner.jaxpr, dims, size, lead.shape, axis)
-        except Dependent as dependent:
-            why = str(dependent)
-            continue
-        partial = [isinstance(d, Partial) for d in out_dims]
-        if not all(_writable(d, v in s.stores) for v, d in zip(s.outputs, out_dims, strict=True)):
-            why = "a result has no such axis"
-            continue
-        old_of = [None if p else old for old, p in zip(old_of, partial, strict=True)]
-        return _loop(s, inner, dims, out_dims, (size, lead.shape, axis), shards, rows, old_of)
-    return _whole(s, why)
-
-
-def _whole(s: Slice, why: str) -> Slice:
-    return dataclasses.replace(s, how=f"whole: {why}")
-
-
-def _writable(dim: Dim, on_host: bool) -> bool:
-    """Whether a result can be put together from those of the chunks."""
-    return dim == Rows(dim.dim) if isinstance(dim, Rows) else dim is not None and not on_host
-
-
-def _rows_of(aval: Any, lead: tuple[int, ...], axis: int) -> Rows | None:
-    """A guess that the equations confirm or not: operands of the leaf's shape, or of that up to the axis."""
-    return Rows(axis) if aval.shape[: axis + 1] == lead[: axis + 1] else None
-
-
-def _rows(minor_dims: int, size: int, total: int, window: int) -> int:
-    """Rows per chunk, two chunks to a window, chunks about equal, cut where a tile of the accelerator ends."""
-    tile = {0: 1024, 1: 32}.get(minor_dims, 1)  # a TPU tiles the last two dimensions
-    fitting = max(1, window // 2 * size // total)
-    chunks = math.ceil(size / fitting)
-    rows = math.ceil(size / chunks)
-    return min(size, max(1, rows // tile) * tile)
-
-
-def buffers(s: Slice, reuse: Mapping[Var, Var]) -> list[Var | None]:
-    """For each result the operand whose buffer it overwrites, row by row as they are used; ``None``: a new one."""
-    taken: set[Var] = set()
-    found: list[Var | None] = []
-    for v in s.outputs:
-        old = reuse.get(v)
-        if old not in s.inputs or old in taken or old is None or not _same_type(old.aval, v.aval):
-            old = None
-        found.append(old)
-        taken.add(old)
-    return found
-
-
-def _same_type(a: Any, b: Any) -> bool:
-    def type_of(x: Any) -> Any:
-        typed = typed_sharding(x)
-        spec = padded(typed.spec, x.ndim) if typed else []
-        return x.shape, x.dtype, is_host_aval(x), spec if any(spec) else []
-
-    return type_of(a) == type_of(b)
-
-
-def _loop(
-    s: Slice,
-    inner: Core,
-    dims: Sequence[Any],
-    out_dims: Sequence[Any],
-    where: tuple[int, tuple[int, ...], int],
-    shards: int,
-    rows: int,
-    buffers: list[Var | None],
-) -> Slice:
+def looped(s: Slice, how: Chunked) -> Callable[..., list[Any]]:
     """Loads and updates the first chunk; then, chunk by chunk, stores it while the next is loaded, and updates that.
 
     A host buffer cannot be read and written at the same time: XLA would copy it. So the buffers take turns: while the
@@ -137,13 +34,15 @@ def _loop(
     while the last is written, the first is read, as it is by then. No chunk is updated after the loop: XLA would merge
     the writing of its rows with whatever uses the whole, in a buffer of its own.
     """
+    inner, shards, rows, dims, out_dims = core(s), how.shards, how.rows, how.dims, how.out_dims
+    where = how.shape[how.axis], how.shape, how.axis
     size = where[0] // shards
-    carried = {v: k for k, v in enumerate(buffers) if v is not None}
+    carried = {v: k for k, v in enumerate(how.buffers) if v is not None}
     turns = [(i, carried.get(v)) for i, v in enumerate(s.inputs) if v in inner.loads]  # operand, its next value
     stored = [k for k, v in enumerate(s.outputs) if is_host_aval(v.aval)]
     pins = s.pins
 
-    def looped(*operands: Any) -> list[Any]:
+    def run(*operands: Any) -> list[Any]:
         def read(results: Sequence[Any], i: int, start: Any, n: int) -> Any:
             k, dim = carried.get(s.inputs[i]), dims[i]
             x = operands[i] if k is None else results[k]
@@ -195,7 +94,7 @@ def _loop(
             return update(*exchange(results, new, at, then), *then)
 
         given = dict(zip(s.inputs, operands, strict=True))
-        results = [None if old is None else given[old] for old in buffers]
+        results = [None if old is None else given[old] for old in how.buffers]
         for k, (v, dim) in enumerate(zip(s.outputs, out_dims, strict=True)):
             if results[k] is None and isinstance(dim, Rows):  # a sum over chunks starts with that of the first
                 results[k] = constrained(jnp.zeros(v.aval.shape, v.aval.dtype), typed_sharding(v.aval) or pins.get(v))
@@ -211,8 +110,7 @@ def _loop(
         results, new = state
         return exchange(results, new, (whole - 1) * rows, None)[0]
 
-    how = f"{math.ceil(size / rows)} chunks of axis {where[2]}"
-    return dataclasses.replace(s, run=or_whole(looped, s.run), how=how, in_chunks=True)
+    return or_whole(run, s.run)
 
 
 def or_whole(looped: Any, whole: Any) -> Any:

@@ -198,7 +198,8 @@ def landed(params: Any, updates: Any, state: Any) -> Any:
         target = master.astype(p.dtype)
         to, reached = rounded(master, p.dtype), p.astype(master.dtype) + u.astype(master.dtype)
         near = jnp.abs(reached - to) <= 2.0**-20 * jnp.maximum(jnp.abs(to), jnp.abs(p.astype(master.dtype)))
-        new = jnp.where(near | ~jnp.isfinite(reached), target, optax.apply_updates(p, u))
+        applied: Any = optax.apply_updates(p, u)
+        new = jnp.where(near | ~jnp.isfinite(reached), target, applied)
         return constrained(new, whole)
 
     masters = [None if m is None else to_device(m) for m in masters_of(state, treedef)]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import optax
 
 from jax_offload import _memory
-from jax_offload._placement import Leaf
+from jax_offload._placement import Leaf, nbytes, unmanaged
+from jax_offload._plan import Window
 from jax_offload._sharding import known
 from jax_offload._state import arranged_leaves
-from jax_offload._stream import Load, Window, loads_of_updates
+from jax_offload._stream import Load, loads_of_updates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,18 +80,66 @@ _APART = "once the backward pass is over, as pieces this small hide little"
 _UNSEEN = "not loaded, or in a branch or a loop around offload"
 
 
-def placement(tx: optax.GradientTransformation, params: Any, **extra_args: Any) -> Placement:
-    """Where each leaf of ``tx``'s state lives and why, and how ``update`` brings it to the device.
+def placement(tx: optax.GradientTransformation | Callable[..., Any], *args: Any, **extra_args: Any) -> Placement:
+    """Where each leaf of the optimizer state lives and why, and how ``update`` brings it to the device.
+
+    ``placement(tx, params)``: of a transformation with an ``offload`` anywhere inside it, by tracing its ``update``.
+    The order of loading is guessed from the paths.
+
+    ``placement(step, *args)``: of a training step, jitted or not, by tracing that: what it really emits, through
+    ``update`` or ``update_params``, in the order in which its gradients appear. The rows are all arguments in host
+    memory, by their paths in the arguments.
 
     Args:
-      tx: a transformation with an ``offload`` anywhere inside it.
-      params: the parameters, concrete or abstract. Nothing is allocated.
-      **extra_args: what ``tx.update`` needs besides gradients, state and parameters, to trace it.
+      tx: the transformation, or the step.
+      *args: the parameters; or the step's arguments, without static ones. Concrete or abstract: nothing is allocated.
+      **extra_args: what ``tx.update`` needs besides gradients, state and parameters; the step's keyword arguments.
     """
-    leaves, _ = arranged_leaves(tx, params, only_looking=True)
-    loads, unknown = _streams(tx, params, extra_args)
+    if isinstance(tx, optax.GradientTransformation | optax.MultiSteps):
+        return _of_transformation(tx, *args, **extra_args)
+    if not callable(tx):
+        raise TypeError(f"tx: expected an optax.GradientTransformation or a step, a function; got {tx!r}.")
+    return _of_step(tx, args, extra_args)
+
+
+def _of_transformation(tx: Any, params: Any, **extra_args: Any) -> Placement:
+    leaves = [leaf for leaf, _, _ in arranged_leaves(tx, params, only_looking=True)[0]]
+
+    def update(params: Any, extra_args: Any) -> list[Any]:
+        state, treedef = jax.tree.flatten(tx.init(params))
+        optax.with_extra_args_support(tx).update(params, jax.tree.unflatten(treedef, state), params, **extra_args)
+        return state
+
+    with known(params, only_looking=True):
+        loads, unknown = _loads(update, params, extra_args)
+    return _table(leaves, loads or [[] for _ in leaves], unknown)
+
+
+def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
+    if hasattr(step, "lower") and hasattr(step, "__wrapped__"):
+        step = step.__wrapped__  # jax keeps what a jitted function traced to, and would not trace it again
+
+    def call(args: Any, kwargs: Any) -> list[Any]:
+        step(*args, **kwargs)
+        return jax.tree.leaves((args, kwargs))
+
+    rows: list[Leaf] = []
+
+    def names(args: Any, kwargs: Any) -> None:
+        for path, x in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]:
+            host = _memory.on_host(x)
+            path = jax.tree_util.keystr(path[1:])
+            rows.append(dataclasses.replace(unmanaged(x), path=path, host=host, shard_bytes=nbytes(x), why="argument"))
+
+    _traced(names, args, kwargs)
+    loads, unknown = _loads(call, args, kwargs)
+    kept = [(row, of) for row, of in zip(rows, loads or [[] for _ in rows], strict=True) if row.host or of]
+    return _table([row for row, _ in kept], [of for _, of in kept], unknown)
+
+
+def _table(leaves: Sequence[Leaf], loads: Sequence[list[Load]], unknown: str) -> Placement:
     rows, windows = [], {}
-    for (leaf, _, _), of_leaf in zip(leaves, loads, strict=True):
+    for leaf, of_leaf in zip(leaves, loads, strict=True):
         hidden = leaf.host and not of_leaf and not unknown
         rows.append(dataclasses.replace(leaf, streams=_UNSEEN if hidden else _in_words(of_leaf)))
         windows |= {id(load.window): dataclasses.replace(load.window, leaf=leaf.path) for load in of_leaf
@@ -97,37 +147,37 @@ def placement(tx: optax.GradientTransformation, params: Any, **extra_args: Any) 
     return Placement(tuple(rows), unknown, tuple(windows.values()))
 
 
-def _streams(tx: optax.GradientTransformation, params: Any, extra_args: Any) -> tuple[list[list[Load]], str]:
-    """How a traced ``update`` loads each leaf of the state; and why it could not be traced."""
+def _loads(fun: Callable[..., list[Any]], *args: Any) -> tuple[list[list[Load]], str]:
+    """How a traced function loads each of the leaves that it returns; and why it could not be traced."""
     found: list[list[Load]] = []
 
-    def update(params: Any, extra_args: Any) -> None:
-        leaves, treedef = jax.tree.flatten(tx.init(params))
-        found.extend([] for _ in leaves)
+    def traced(*args: Any) -> None:
         with loads_of_updates() as loads:
-            optax.with_extra_args_support(tx).update(params, jax.tree.unflatten(treedef, leaves), params, **extra_args)
-        index = {id(x): rows for x, rows in zip(leaves, found, strict=True)}
+            leaves = fun(*args)
+        index = {id(x): [] for x in leaves}
         for load in loads:
             for x in load.ids:
                 if x in index:  # not in a cond or a loop of a wrapper around offload
                     index[x].append(load)
-
-    leaves, treedef = jax.tree.flatten(extra_args)
-    arrays = [k for k, x in enumerate(leaves) if hasattr(x, "dtype")]  # the others, functions say, stay as they are
-
-    def with_arrays(params: Any, values: list[Any]) -> None:
-        filled = dict(enumerate(leaves)) | dict(zip(arrays, values, strict=True))
-        update(params, jax.tree.unflatten(treedef, filled.values()))
+        found.extend(index[id(x)] for x in leaves)
 
     try:
-        with known(params, only_looking=True):
-            jax.make_jaxpr(with_arrays)(params, [leaves[k] for k in arrays])
+        _traced(traced, *args)
     except Exception as error:
-        state = jax.eval_shape(tx.init, params)
-        return [
-            [] for _ in jax.tree.leaves(state)
-        ], f"update raises {type(error).__name__}: {str(error).splitlines()[0]}"
+        return [], f"it raises {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     return found, ""
+
+
+def _traced(fun: Callable[..., None], *args: Any) -> None:
+    """Traces ``fun`` on the arrays in its arguments; the others, functions say, stay as they are."""
+    leaves, treedef = jax.tree.flatten(args)
+    arrays = [k for k, x in enumerate(leaves) if hasattr(x, "dtype")]
+
+    def with_arrays(*values: Any) -> None:
+        filled = dict(enumerate(leaves)) | dict(zip(arrays, values, strict=True))
+        fun(*jax.tree.unflatten(treedef, filled.values()))
+
+    jax.jit(with_arrays).trace(*(leaves[k] for k in arrays))
 
 
 def _in_words(loads: list[Load]) -> str:

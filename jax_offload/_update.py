@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -19,13 +20,24 @@ from jax_offload._branches import numbers_ahead
 from jax_offload._donation import guarded
 from jax_offload._eager import compiled_where_eager
 from jax_offload._master import landed
+from jax_offload._memory import is_host_aval
 from jax_offload._order import Order, births, is_constrained, ranks
 from jax_offload._paths import key_of, owners
 from jax_offload._placement import is_like
-from jax_offload._sharding import Layouts, Shardings, Shards, devices_of, is_explicit, shards_of, typed_sharding
+from jax_offload._planning import Region, plan_of
+from jax_offload._sharding import (
+    Layouts,
+    Shardings,
+    Shards,
+    devices_of,
+    is_explicit,
+    is_manual,
+    shards_of,
+    typed_sharding,
+)
 from jax_offload._skip import carried_unless
 from jax_offload._stream import stream
-from jax_offload._trace import trace
+from jax_offload._trace import Var, trace
 from jax_offload._turns import Turns, is_large
 from jax_offload._zero import arranged
 
@@ -51,20 +63,27 @@ class Options:
         return {path: self.shardings[path] for path in self.partitions}
 
 
-# While a recipe is traced, every offload inside it is a recipe too, and leaves its options here: the whole is then cut
-# and streamed at once.
-_INSIDE: contextvars.ContextVar[list[Options] | None] = contextvars.ContextVar("inside", default=None)
+@dataclasses.dataclass(frozen=True)
+class _Inside:
+    """An ``offload`` whose recipe is part of the one that is traced, and the state's leaves as it got them."""
+
+    options: Options
+    leaves: list[Any]
+
+
+# While a recipe is traced, every offload inside it is a recipe too, and says here what it was told: the whole is then
+# cut and streamed at once, each leaf as its own offload says.
+_INSIDE: contextvars.ContextVar[list[_Inside] | None] = contextvars.ContextVar("inside", default=None)
 
 # While ``update_params`` is traced, updates stay divided: it is the new parameters that are gathered.
 _DIVIDED: contextvars.ContextVar[bool] = contextvars.ContextVar("divided", default=False)
 
 
-def _merged(inside: list[Options]) -> Options:
+def _merged(inside: list[_Inside]) -> Options:
+    """What is known of the parameters: all that any of them knows."""
     return Options(
-        window=max(each.window or 0 for each in inside) or None,
-        order=next((each.order for each in inside if each.order), None),
-        shardings={path: s for each in inside for path, s in each.shardings.items()},
-        partitions={path: s for each in inside for path, s in each.partitions.items()},
+        shardings={path: s for each in inside for path, s in each.options.shardings.items()},
+        partitions={path: s for each in inside for path, s in each.options.partitions.items()},
     )
 
 
@@ -73,7 +92,7 @@ def streamed(
     args: tuple[Any, ...],
     *,
     next_of: tuple[int, ...],
-    options: Options,
+    options: Options | None = None,
 ) -> Any:
     """``recipe(*args)``, with host leaves loaded, used and stored slice by slice.
 
@@ -81,31 +100,40 @@ def streamed(
       recipe: a function of (updates, state, params, extra arguments).
       args: its arguments; what is not an array in them becomes part of the program.
       next_of: for each tree that the recipe returns, the number of the argument that it is the next value of.
-      options: of the ``offload`` whose recipe it is.
+      options: of the ``offload`` whose recipe it is; ``None``: each ``offload`` inside has its own.
     """
-    if (outer := _INSIDE.get()) is not None:
-        outer.append(options)
-        return recipe(*args)
     updates, state, params, *rest = args
+    own = [] if options is None else [_Inside(options, jax.tree.leaves(state))]
+    if (outer := _INSIDE.get()) is not None:
+        outer += own
+        return recipe(*args)
     # Divided before anything else: then they are scattered as they are reduced, and only parts are alive.
-    args = (arranged(updates, options.partitions, params), state, params, *rest)
+    args = (arranged(updates, _merged(own).partitions, params), state, params, *rest)
     leaves, treedef = jax.tree.flatten(args)
     arrays = [i for i, x in enumerate(leaves) if is_array(x)]
+
+    inside: list[_Inside] = []
+    whose: dict[int, int] = {}  # position of a state leaf -> the offload that it belongs to
 
     def on_arrays(*values: Any) -> Any:
         filled = list(leaves)
         for i, value in zip(arrays, values, strict=True):
             filled[i] = value
-        return recipe(*jax.tree.unflatten(treedef, filled))
+        args = jax.tree.unflatten(treedef, filled)
+        inside[:] = [] if options is None else [_Inside(options, jax.tree.leaves(args[1]))]
+        result = recipe(*args)
+        position = {id(x): k for k, x in enumerate(values)}
+        for r, each in enumerate(inside):
+            whose.update((position[id(x)], r) for x in each.leaves if id(x) in position)
+        return result
 
-    inside: list[Options] = [options]
     token = _INSIDE.set(inside)
     try:
         program, out_tree = trace(on_arrays, *(leaves[i] for i in arrays))
     finally:
         _INSIDE.reset(token)
     given = _merged(inside)
-    if given.partitions and not options.partitions and not _typed(updates):
+    if given.partitions and options is None and not _typed(updates):
         leaves[: len(jax.tree.leaves(updates))] = jax.tree.leaves(arranged(updates, given.partitions, params))
 
     trees = treedef.children()
@@ -121,21 +149,45 @@ def streamed(
         result += tree.num_leaves
     made = births(jax.tree.leaves(updates))
     like = updates if params is None else params
-    in_order = ranks(state, like, given.order, made)
-    rank = {starts[1] + k: place for k, place in enumerate(in_order)}
     first = len(program.consts)
+    inputs = program.inputs[first:]
     found = enumerate(_shards(given, updates, state, params))
-    shards = {program.inputs[first + position[i]]: n for i, n in found if n is not None and i in position}
+    shards = {inputs[position[i]]: n for i, n in found if n is not None and i in position}
+    program = dataclasses.replace(numbers_ahead(program), shards=shards)
+    rank: dict[Var, int] = {}
+    for order in {None, *(_as_key(each.options.order) for each in inside)}:
+        of_order = {k for k, r in whose.items() if _as_key(inside[r].options.order) == order}
+        for k, place in enumerate(ranks(state, like, order, made)):
+            at = position.get(starts[1] + k)
+            if at is not None and (at in of_order or (order is None and at not in whose)):
+                rank[inputs[at]] = place
+    next_value = {
+        program.outputs[i]: inputs[j] for i, j in reuse.items() if not isinstance(program.outputs[i], jex.Literal)
+    }
+    plan = plan_of(program, next_value, _regions(inputs, inside, whose), lambda v: rank.get(v, -1), manual=is_manual())
+    order = next((each.options.order for each in inside if each.options.order), None)
     results = stream(
-        dataclasses.replace(numbers_ahead(program), shards=shards),
+        program,
+        plan,
         [leaves[i] for i in arrays],
-        gradients=[position[i] for i in _in_order(updates, given.order, made) if i in position],
+        gradients=[position[i] for i in _in_order(updates, order, made) if i in position],
         turns=_turns(given, updates, made),
-        reuse=reuse,
-        rank=lambda k: rank.get(arrays[k], -1),
-        window=given.window,
+        results={*next_value},
     )
     return guarded(jax.tree.unflatten(out_tree, results), args)
+
+
+def _regions(inputs: Sequence[Var], inside: Sequence[_Inside], whose: Mapping[int, int]) -> list[Region]:
+    """The host leaves of each ``offload``; last those that a wrapper has changed on the way, and that nobody claims."""
+    hosts = [k for k, v in enumerate(inputs) if is_host_aval(v.aval)]
+    windows = [each.options.window for each in inside]
+    claimed = [frozenset(inputs[k] for k in hosts if whose.get(k) == r) for r in range(len(inside))]
+    rest = frozenset(inputs[k] for k in hosts if k not in whose)
+    return [*map(Region, claimed, windows), Region(rest, max((w for w in windows if w), default=None))]
+
+
+def _as_key(order: Order) -> tuple[str, ...] | None:
+    return None if order is None else tuple(order)
 
 
 def _in_order(updates: Any, order: Order, births: list[int] | None) -> list[int]:
@@ -244,11 +296,11 @@ def update_params(
             updates, state = tx.update(grads, state, params, **extra_args)
         finally:
             _DIVIDED.reset(token)
-        given = _merged(_INSIDE.get() or [Options()])
+        given = _merged(_INSIDE.get() or [])
         new = landed(params if _typed(updates) else divided_params(params, given), updates, state)
         return _gathered_into(params, new, given), state
 
-    return streamed(recipe, (grads, state, params, extra_args), next_of=(2, 1), options=Options())
+    return streamed(recipe, (grads, state, params, extra_args), next_of=(2, 1))
 
 
 def is_array(x: Any) -> bool:

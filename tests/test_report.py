@@ -9,7 +9,8 @@ import optax
 import pytest
 
 import jax_offload as jo
-from jax_offload._stream import default_window, loads_of_updates
+from jax_offload._planning import default_window
+from jax_offload._stream import loads_of_updates
 
 S = jax.ShapeDtypeStruct
 PARAMS = {
@@ -245,3 +246,65 @@ def test_a_share_of_the_state_on_one_device():
     assert jo.placement(jo.offload(optax.adam(1e-3)), params).windows[0].nbytes == 8 * 12 * 1536**2 // 64
     mib = [default_window(state * 2**20).nbytes / 2**20 for state in (1, 8, 96, 2048, 4096, 16384)]
     assert mib == [1, 1, 12, 256, 256, 512]
+
+
+# Each offload keeps its own window and order, whoever emits.
+
+
+def by_group(**options):
+    """Two groups of parameters, each with an offload of its own."""
+    return optax.partition(
+        {name: jo.offload(optax.adam(1e-3), min_bytes=0, **given) for name, given in options.items()},
+        lambda params: {name: name for name in params},
+    )
+
+
+GROUPS = {"small": jnp.zeros((128, 1024)), "large": jnp.zeros((128, 1024))}
+
+
+@pytest.mark.parametrize("through", ["update", "update_params"])
+def test_each_offload_keeps_its_window(through):
+    tx = by_group(small={"window": 2**17}, large={"window": 2**24})
+    params = jax.device_put(GROUPS, jax.devices()[0])
+    state = tx.init(params)
+
+    def step(params, state):
+        grads = jax.tree.map(jnp.cos, params)
+        if through == "update_params":
+            return jo.update_params(tx, grads, state, params)
+        return tx.update(grads, state, params)
+
+    for each in step, jax.jit(step, donate_argnums=1), jo.jit(step):
+        table = jo.placement(each, params, state)
+        found = {leaf.path: leaf.streams for leaf in table.leaves}
+        assert len(found) == 4 and all(leaf.host for leaf in table.leaves)
+        for path, text in found.items():
+            assert ("chunks" in text) == ("small" in path), found
+        assert {w.nbytes for w in table.windows} == {2**17, 2**24}
+    planned = {leaf.param: leaf.streams for leaf in jo.placement(tx, params).leaves if leaf.host}
+    assert sorted(planned.values()) == sorted({*found.values()})
+
+
+def test_each_offload_keeps_its_order():
+    names = ["a", "b", "c", "d"]
+    params = {kind: {name: S((32, 32), jnp.float32) for name in names} for kind in ("one", "two")}
+    tx = by_group(one={"order": [f"one/{name}" for name in "bdac"]}, two={"order": [f"two/{name}" for name in "cadb"]})
+    found = []
+
+    def step(grads, params):
+        state = tx.init(params)
+        with loads_of_updates() as loads:
+            jo.update_params(tx, grads, state, params)
+        paths = {id(x): jax.tree_util.keystr(p) for p, x in jax.tree_util.tree_flatten_with_path(state)[0]}
+        found.extend(paths[load.ids[0]] for load in loads)
+
+    jax.make_jaxpr(step)(params, params)
+    ends = [path[-len("['one']['a']") :] for path in found]
+    for kind, order in ("one", "bdac"), ("two", "cadb"):
+        assert [end for end in ends if kind in end] == [f"['{kind}']['{name}']" for name in order]
+
+
+def test_a_step_that_is_none():
+    with pytest.raises(TypeError, match=r"tx: expected an optax.GradientTransformation or a step"):
+        jo.placement(None, GROUPS)
+    assert "it raises" in jo.placement(lambda params: params.missing, GROUPS).unknown

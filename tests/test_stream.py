@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jax_offload as jo
-from jax_offload import _loop
+from jax_offload import _chunking
 
 HOST = "pinned_host"
 # XLA's passes are those of any program; only LLVM does less, and compiles in half the time.
@@ -147,10 +147,10 @@ def test_which_updates_are_independent_along_an_axis(name, chunked):
 
 
 def test_chunks_cut_where_tiles_end():
-    assert _loop._rows(2, size=24, total=24 * 100, window=1000) == 5  # 24 rows in 5 chunks
-    assert _loop._rows(1, size=1000, total=1000 * 100, window=20_000) == 96
-    assert _loop._rows(2, size=24, total=24 * 100, window=1) == 1  # a row is never split
-    assert _loop._rows(0, size=5000, total=5000 * 4, window=16_384) == 1024
+    assert _chunking._rows(2, size=24, total=24 * 100, window=1000) == 5  # 24 rows in 5 chunks
+    assert _chunking._rows(1, size=1000, total=1000 * 100, window=20_000) == 96
+    assert _chunking._rows(2, size=24, total=24 * 100, window=1) == 1  # a row is never split
+    assert _chunking._rows(0, size=5000, total=5000 * 4, window=16_384) == 1024
 
 
 @pytest.mark.parametrize("name", ["adamw", "clip", "MultiSteps", "schedule_free"])
