@@ -25,7 +25,7 @@ from jax_offload._dataflow import Pass, Slice, cut, joined, usual_load
 from jax_offload._loop import buffers, in_chunks, or_whole
 from jax_offload._memory import is_host_aval, on_host, to_host
 from jax_offload._placement import nbytes
-from jax_offload._sharding import is_manual, varying_over
+from jax_offload._sharding import constrained, is_manual, typed_sharding, varying_over
 from jax_offload._trace import Program, Var
 from jax_offload._turns import Turns, in_turn, is_large, small, waiting
 
@@ -256,6 +256,10 @@ def _can_run_apart(slices: Sequence[Slice], next_of: Mapping[Var, Var]) -> bool:
     return plain and stored and not any(s.jaxpr.effects for s in slices) and not is_manual()
 
 
+def _zeros(aval: Any) -> jax.Array:
+    return constrained(jnp.zeros(aval.shape, aval.dtype), typed_sharding(aval))
+
+
 def _carried(slices: Sequence[Slice], next_of: Mapping[Var, Var]) -> dict[Var, Var]:
     """Result -> the operand whose buffer it takes."""
     pairs = [pair for s in slices for pair in zip(s.outputs, buffers(s, next_of), strict=True)]
@@ -283,7 +287,7 @@ def _run_apart(
 
     def looped(*operands: Any) -> list[Any]:
         given = dict(zip(inputs, operands, strict=True))
-        start = [given[carried[v]] if v in carried else jnp.zeros(v.aval.shape, v.aval.dtype) for v in outputs]
+        start = [given[carried[v]] if v in carried else _zeros(v.aval) for v in outputs]
 
         def once(carry: Any) -> Any:
             now = given | {carried[v]: x for v, x in zip(outputs, carry[1], strict=True) if v in carried}
