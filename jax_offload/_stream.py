@@ -19,7 +19,7 @@ from jax_offload._loop import or_whole
 from jax_offload._memory import is_host_aval
 from jax_offload._placement import nbytes
 from jax_offload._plan import Plan, Planned, PlannedPass, Window
-from jax_offload._sharding import varying_over
+from jax_offload._sharding import constrained, typed_sharding, varying_over
 from jax_offload._trace import Program, Var
 from jax_offload._turns import Turns, in_turn, is_large, small, waiting
 
@@ -117,7 +117,7 @@ def _run_apart(
 
     def looped(*operands: Any) -> list[Any]:
         given = dict(zip(inputs, operands, strict=True))
-        start = [given[carried[v]] if v in carried else jnp.zeros(v.aval.shape, v.aval.dtype) for v in outputs]
+        start = [given[carried[v]] if v in carried else _zeros(v.aval) for v in outputs]
 
         def once(carry: Any) -> Any:
             now = given | {carried[v]: x for v, x in zip(outputs, carry[1], strict=True) if v in carried}
@@ -126,6 +126,10 @@ def _run_apart(
         return jax.lax.while_loop(lambda c: c[0], once, (jax.lax.optimization_barrier(jnp.array(True)), start))[1]
 
     env.update(zip(outputs, or_whole(looped, gated)(*(env[v] for v in inputs)), strict=True))
+
+
+def _zeros(aval: Any) -> jax.Array:
+    return constrained(jnp.zeros(aval.shape, aval.dtype), typed_sharding(aval))
 
 
 def _run_in_turn(

@@ -146,6 +146,41 @@ def test_which_updates_are_independent_along_an_axis(name, chunked):
     assert loops(tx.update, params, tx.init(params), params) == chunked
 
 
+@pytest.mark.parametrize("name", ["adamw", "MultiSteps of clip", "schedule_free", "adafactor"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_small_pieces_run_apart_and_equal_resident(name, dtype):
+    """In a loop that runs once; with ``update`` and ``update_params``, donated, and not where a window is given."""
+    inner, params = OPTIMIZERS[name], parameters(dtype)
+    tx = jo.offload(inner, min_bytes=0)
+    state = tx.init(params)
+    assert " while[" in str(jax.make_jaxpr(tx.update)(params, state, params))
+    given = jo.offload(inner, min_bytes=0, window=2**20)
+    assert " while[" not in str(jax.make_jaxpr(given.update)(params, state, params))
+    expected = jit(inner.update)(gradients(params), inner.init(params), params)
+    applied = optax.apply_updates(params, expected[0])
+    result = jit(tx.update)(gradients(params), tx.init(params), params)
+    step = jit(lambda p, s, g: jo.update_params(tx, g, s, p), donate_argnums=(0, 1))
+    new = step(jax.tree.map(jnp.copy, params), state, gradients(params))
+    where = [leaf.host for leaf in jo.placement(tx, params).leaves]
+    for got, want in (result, expected), (new, (applied, expected[1])):
+        assert [x.sharding.memory_kind == HOST for x in jax.tree.leaves(got[1])] == where
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            close(a, b, dtype, 1.0 if name == "schedule_free" else 0.0)
+
+
+@pytest.mark.parametrize("axes", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_small_pieces_of_replicated_parameters(axes):
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(axes,))
+    with jax.set_mesh(mesh):
+        params = jax.device_put(parameters(), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+        inner, half = OPTIMIZERS["adamw"], jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+        tx = jo.offload(inner, min_bytes=0)
+        for grads in gradients(params), gradients(half):  # of which the updates are of another type
+            got = jit(tx.update)(grads, tx.init(params), params)
+            want = jit(inner.update)(grads, inner.init(params), params)
+            jax.tree.map(lambda a, b: close(a, b, jnp.float32), got, want)
+
+
 def test_chunks_cut_where_tiles_end():
     assert _chunking._rows(2, size=24, total=24 * 100, window=1000) == 5  # 24 rows in 5 chunks
     assert _chunking._rows(1, size=1000, total=1000 * 100, window=20_000) == 96
