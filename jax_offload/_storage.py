@@ -169,17 +169,29 @@ def plain(state: StoredState) -> Any:
 def next_stored(state: StoredState, before: Any, after: Any) -> StoredState:
     """``after``, a plain state that follows ``before``, in the formats of ``state``, whose plain state that was."""
     olds, treedef = jax.tree.flatten(state.inner_state, is_leaf=is_encoded)
-    base = mixed(state.rounds.astype(jnp.uint32))
-    kept = []
-    for k, (old, was, x) in enumerate(zip(olds, jax.tree.leaves(before), jax.tree.leaves(after), strict=True)):
-        if not is_encoded(old):
-            kept.append(x)
-        elif x is was:  # untouched
-            kept.append(old)
+    new = jax.tree.leaves(after)
+    changed = [is_encoded(old) and x is not was for old, was, x in zip(olds, jax.tree.leaves(before), new, strict=True)]
+    seeds, kept = iter(_seeds(state.rounds, sum(changed))), []
+    for old, x, again in zip(olds, new, changed, strict=True):
+        if again:
+            kept.append(_encoded(x, old.storage, next(seeds), old.dtype))
         else:
-            seed = mixed(base + jnp.uint32(0x9E3779B9 * k % 2**32))
-            kept.append(_encoded(x, old.storage, seed, old.dtype))
+            kept.append(old if is_encoded(old) else x)
     return StoredState(state.rounds + 1, jax.tree.unflatten(treedef, kept))
+
+
+def _seeds(rounds: jax.Array, n: int) -> list[jax.Array]:
+    """A seed for each of ``n`` leaves.
+
+    Each counts on from the one before, behind a barrier: so all are made by the same few operations, which XLA compiles
+    once. With a constant for each leaf it compiled as many kernels, 60 ms each.
+    """
+    seeds, number = [], mixed(rounds.astype(jnp.uint32))
+    for _ in range(n):
+        number = jax.lax.optimization_barrier(number)
+        seeds.append(mixed(number))
+        number = number + jnp.uint32(0x9E3779B9)
+    return seeds
 
 
 def as_stored(state: Any, like: Any) -> Any:
@@ -229,12 +241,16 @@ def _formats_at_first(init: Callable[[Any], Any], params: Any) -> list[Storage |
 
 
 def _encoded(x: jax.Array, storage: Storage, seed: Any, dtype: str | None = None) -> Encoded:
-    values, scale = encode(x, storage, seed)
+    values, scale = _ENCODE(x, storage, seed)
     return Encoded(values, scale, storage, dtype or np.dtype(x.dtype).name)
 
 
 def _decoded(x: Encoded) -> jax.Array:
-    return decode(x.values, x.values_scale, x.storage).astype(x.dtype)
+    return _DECODE(x.values, x.values_scale, x.storage).astype(x.dtype)
+
+
+# traced once for leaves of equal types
+_ENCODE, _DECODE = (jax.jit(f, static_argnames="storage") for f in (encode, decode))
 
 
 # Leaf by leaf: as whole trees neither state need fit on the device.

@@ -84,7 +84,7 @@ def test_rounding_is_unbiased_and_near(name):
 @pytest.mark.parametrize("name", EIGHT_BITS)
 def test_points_of_the_dynamic_map(name):
     bits = {"int8": 7, "uint8": 8}[name]
-    points = np.asarray(_point(np.arange(2**bits), bits))
+    points = np.asarray(_point(np.arange(2**bits, dtype=np.float32), bits))
     assert points[0] == 0 and points[-1] == 1 and (np.diff(points) > 0).all()
     assert points[1] == 8.0 ** -(bits - 1)
     x = points if name == "int8" else points * points
