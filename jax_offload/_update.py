@@ -36,12 +36,15 @@ class Options:
       window, order: its arguments.
       shardings: of the parameters, by path, as far as they are known.
       partitions: of the gradients, by the parameters' paths, where the state is divided further (ZeRO-1).
+      in_turn: whether gradients of what stays on the device wait for each other. Not where every one has an accumulator
+        there: all would.
     """
 
     window: int | None = None
     order: Order = None
     shardings: Shardings = dataclasses.field(default_factory=dict)
     partitions: Layouts = dataclasses.field(default_factory=dict)
+    in_turn: bool = True
 
     @property
     def whole(self) -> Shardings:
@@ -63,6 +66,7 @@ def _merged(inside: list[Options]) -> Options:
         order=next((each.order for each in inside if each.order), None),
         shardings={path: s for each in inside for path, s in each.shardings.items()},
         partitions={path: s for each in inside for path, s in each.partitions.items()},
+        in_turn=all(each.in_turn for each in inside),
     )
 
 
@@ -152,7 +156,7 @@ def _turns(options: Options, updates: Any, births: list[int] | None) -> Turns:
             sharding = typed if explicit else options.partitions.get(key) or options.shardings.get(key)
             if sharding is None or is_constrained(x) or math.prod(shards_of(sharding, x.shape)) > 1:
                 return Turns.NONE
-    return Turns.SUMS if births is None else Turns.ALL
+    return Turns.SUMS if births is None or not options.in_turn else Turns.ALL
 
 
 def gathered(updates: Any, options: Options) -> Any:
