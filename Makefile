@@ -13,7 +13,7 @@ EXTRAS ?= examples
 comma := ,
 INSTALLED := .venv/.installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: demo test test-oldest test-newest lint conformance peaks bench clean
+.PHONY: demo test test-oldest test-newest trainers lint conformance peaks bench clean
 
 demo: $(INSTALLED)  ## train a small language model on real text, its optimizer state offloaded
 	.venv/bin/python examples/train_lm.py $(ARGS)
@@ -52,6 +52,25 @@ test-oldest:
 	else \
 	    echo "!! PYTHON $(OLDEST) IS NOT INSTALLED: the oldest supported jax WAS NOT TESTED"; \
 	fi
+
+# One by one: what does not install here is named, and its tests are skipped. TRAINERS_PYTHON=3.11 for the oldest jax.
+TRAINERS_PYTHON ?= $(NEWEST)
+TRAINERS := .venvs/trainers-$(TRAINERS_PYTHON)
+
+$(TRAINERS)/.installed: pyproject.toml
+	@python=$$(scripts/find-python $(TRAINERS_PYTHON)) || { echo "Python $(TRAINERS_PYTHON) is not installed" >&2; exit 1; }; \
+	"$$python" -m venv $(TRAINERS)
+	$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[examples]' 'pytest>=8'
+	@$(TRAINERS)/bin/python -c 'import tomllib; \
+	    print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["trainers"], sep="\n")' | \
+	while read -r package; do \
+	    $(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check --editable . "$$package" || \
+	    echo "!! $$package DOES NOT INSTALL HERE: ITS TESTS ARE SKIPPED"; \
+	done
+	touch $@
+
+trainers: $(TRAINERS)/.installed  ## trainers that people use, unchanged: Tunix, Flax, Equinox, plain loops
+	$(TRAINERS)/bin/python -m pytest --trainers -rs tests/trainers
 
 conformance: .venvs/$(NEWEST)/.installed  ## optax's own tests: plain, the usual recipe, offloaded
 	.venvs/$(NEWEST)/bin/python -m tests.conformance.run

@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jax_offload import _memory
 from jax_offload._donation import guarded
 from jax_offload._eager import compiled_where_eager
+from jax_offload._home import Home, check_not_in_pmap, returned
 from jax_offload._master import check_order
 from jax_offload._order import Order
 from jax_offload._placement import Leaf, Policy, Select, is_whole, note, place
@@ -21,6 +22,7 @@ from jax_offload._skip import updated_unless
 from jax_offload._state import abstract_state
 from jax_offload._storage import as_stored, check_stored, formats, is_encoded, next_stored, plain, rules_of, stored
 from jax_offload._update import Options, divided_params, gathered, is_array, streamed
+from jax_offload._wrappers import adopt_multi_steps, moved_around
 from jax_offload._zero import arranged, arranged_state, axes_of, check_not_manual, check_typed, partitions
 
 DEFAULT_MIN_BYTES = 2**16  # below this a transfer costs the link its latency (about 10 us) rather than its bytes
@@ -107,6 +109,8 @@ def offload(
         return _skipping(optax.with_extra_args_support(inner))
     inner = optax.with_extra_args_support(inner)
     seen: Seen = {}
+    home = Home()
+    adopt_multi_steps()
 
     def stored_init(params: Any) -> Any:
         state = inner.init(params)
@@ -121,6 +125,7 @@ def offload(
             plan = place(policy, state, params)
             divided = partitions(plan, params, {**settled(seen), **told}, missing_ok=True)  # else out_shardings say so
             state = guarded(_store(state, plan, params, divided))
+            home.made(plan)
             note(jax.tree.leaves(state), plan)
             return state
 
@@ -158,6 +163,9 @@ def offload(
         if policy.shard_over:
             check_not_manual()
             divided = partitions(place(policy, state, like), like, shardings, seen)
+        plan = place(policy, state, like)
+        home.arrived(jax.tree.leaves(state), plan, moved_around())
+        state = returned(state, plan) if moved_around() is None else state
         options = Options(window, order, shardings, divided)
 
         def recipe(updates: Any, state: Any, params: Any, extra_args: Any) -> Any:
@@ -200,8 +208,11 @@ def _load(state: Any) -> Any:
 
 def _store(state: Any, plan: list[Leaf], params: Any, divided: Layouts) -> Any:
     """``state`` with the leaves that the plan puts on the host there; what is there already stays."""
+    check_not_in_pmap(plan)
     leaves, treedef = jax.tree.flatten(state)
     leaves = arranged_state(leaves, plan, params, divided)
+    if moved_around() is not None:  # what stands around stores it
+        return jax.tree.unflatten(treedef, leaves)
     stored = [_memory.to_host(x) if leaf.host else x for x, leaf in zip(leaves, plan, strict=True)]
     return jax.tree.unflatten(treedef, stored)
 

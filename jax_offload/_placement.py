@@ -137,6 +137,11 @@ def noting() -> Iterator[dict[int, Leaf]]:
         _NOTES.reset(token)
 
 
+def collecting() -> bool:
+    """Whether an ``init`` is traced for its table alone."""
+    return _NOTES.get() is not None
+
+
 def note(state_leaves: Sequence[Any], plan: Sequence[Leaf]) -> None:
     """Hands the decisions to whoever collects them; where nobody does, says aloud that nothing will be offloaded."""
     if (rows := _NOTES.get()) is not None:

@@ -49,6 +49,11 @@ def known(params: Any, *, only_looking: bool) -> Iterator[None]:
         _LOOKING.reset(tokens[1])
 
 
+def only_looking() -> bool:
+    """Whether what is traced is not going to run."""
+    return _LOOKING.get()
+
+
 def remember(seen: Seen, told: Shardings) -> None:
     """Adds what an ``init`` was told. Types tell for themselves, at every trace."""
     for path, sharding in {} if _LOOKING.get() else told.items():

@@ -53,7 +53,7 @@ def arranged_leaves(
     tx: optax.GradientTransformation, params: Any, *, only_looking: bool = False
 ) -> tuple[list[tuple[Leaf, Any, Sharding]], Any]:
     """For every state leaf its row of the table, its type and its sharding; and the state's tree."""
-    leaves, treedef = _traced_init(tx, params, only_looking)
+    leaves, treedef = traced_init(tx, params, only_looking)
     flat = jax.tree.leaves(params)
     shardings = [_sharding(x) for x in flat]
     everywhere = _replicated(shardings)
@@ -107,7 +107,7 @@ def to_host(tx: optax.GradientTransformation, state: Any, params: Any = None) ->
       ValueError: the parameters' tree cannot be read off the state, or the state is not ``tx``'s.
     """
     params = params_like(tx, state) if params is None else params
-    leaves, treedef = _traced_init(tx, params, only_looking=True)
+    leaves, treedef = traced_init(tx, params, only_looking=True)
     got, got_tree = jax.tree.flatten(state)
     types = [(np.shape(x), getattr(x, "dtype", None)) for x in got]
     if got_tree == treedef and types != [(aval.shape, aval.dtype) for _, aval in leaves]:
@@ -132,7 +132,7 @@ def to_host(tx: optax.GradientTransformation, state: Any, params: Any = None) ->
     return guarded(jax.tree.unflatten(treedef, moved), state)
 
 
-def _traced_init(
+def traced_init(
     tx: optax.GradientTransformation, params: Any, only_looking: bool
 ) -> tuple[list[tuple[Leaf, Any]], Any]:
     """For every state leaf its row of the table and its type; and the state's tree."""

@@ -50,12 +50,15 @@ class Options:
       window, order: its arguments.
       shardings: of the parameters, by path, as far as they are known.
       partitions: of the gradients, by the parameters' paths, where the state is divided further (ZeRO-1).
+      in_turn: whether gradients of what stays on the device wait for each other. Not where every one has an accumulator
+        there: all would.
     """
 
     window: int | None = None
     order: Order = None
     shardings: Shardings = dataclasses.field(default_factory=dict)
     partitions: Layouts = dataclasses.field(default_factory=dict)
+    in_turn: bool = True
 
     @property
     def whole(self) -> Shardings:
@@ -71,12 +74,26 @@ class _Inside:
     leaves: list[Any]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Recipe:
+    """What is said while a recipe is traced: of the offloads in it, and which leaves are others that were loaded."""
+
+    offloads: list[_Inside]
+    loaded: list[tuple[Any, Any]]
+
+
 # While a recipe is traced, every offload inside it is a recipe too, and says here what it was told: the whole is then
 # cut and streamed at once, each leaf as its own offload says.
-_INSIDE: contextvars.ContextVar[list[_Inside] | None] = contextvars.ContextVar("inside", default=None)
+_INSIDE: contextvars.ContextVar[_Recipe | None] = contextvars.ContextVar("inside", default=None)
 
 # While ``update_params`` is traced, updates stay divided: it is the new parameters that are gathered.
 _DIVIDED: contextvars.ContextVar[bool] = contextvars.ContextVar("divided", default=False)
+
+
+def loaded_from(state: Any, original: Any) -> None:
+    """Says that the leaves of ``state`` are those of ``original``, loaded: a wrapper does it for what is inside it."""
+    if (recipe := _INSIDE.get()) is not None:
+        recipe.loaded.extend(zip(jax.tree.leaves(state), jax.tree.leaves(original), strict=True))
 
 
 def _merged(inside: list[_Inside]) -> Options:
@@ -84,6 +101,7 @@ def _merged(inside: list[_Inside]) -> Options:
     return Options(
         shardings={path: s for each in inside for path, s in each.options.shardings.items()},
         partitions={path: s for each in inside for path, s in each.options.partitions.items()},
+        in_turn=all(each.options.in_turn for each in inside),
     )
 
 
@@ -105,14 +123,14 @@ def streamed(
     updates, state, params, *rest = args
     own = [] if options is None else [_Inside(options, jax.tree.leaves(state))]
     if (outer := _INSIDE.get()) is not None:
-        outer += own
+        outer.offloads.extend(own)
         return recipe(*args)
     # Divided before anything else: then they are scattered as they are reduced, and only parts are alive.
     args = (arranged(updates, _merged(own).partitions, params), state, params, *rest)
     leaves, treedef = jax.tree.flatten(args)
     arrays = [i for i, x in enumerate(leaves) if is_array(x)]
 
-    inside: list[_Inside] = []
+    inside, loaded = [], []
     whose: dict[int, int] = {}  # position of a state leaf -> the offload that it belongs to
 
     def on_arrays(*values: Any) -> Any:
@@ -123,11 +141,12 @@ def streamed(
         inside[:] = [] if options is None else [_Inside(options, jax.tree.leaves(args[1]))]
         result = recipe(*args)
         position = {id(x): k for k, x in enumerate(values)}
+        position |= {id(x): position[id(old)] for x, old in loaded if id(old) in position}
         for r, each in enumerate(inside):
             whose.update((position[id(x)], r) for x in each.leaves if id(x) in position)
         return result
 
-    token = _INSIDE.set(inside)
+    token = _INSIDE.set(_Recipe(inside, loaded))
     try:
         program, out_tree = trace(on_arrays, *(leaves[i] for i in arrays))
     finally:
@@ -206,7 +225,7 @@ def _turns(options: Options, updates: Any, births: list[int] | None) -> Turns:
             parts = devices_of(x) if sharding is None else math.prod(shards_of(sharding, x.shape))
             if parts > 1 or (is_constrained(x) and devices_of(x) > 1):
                 return Turns.NONE
-    return Turns.SUMS if births is None else Turns.ALL
+    return Turns.SUMS if births is None or not options.in_turn else Turns.ALL
 
 
 def gathered(updates: Any, options: Options) -> Any:
@@ -296,7 +315,8 @@ def update_params(
             updates, state = tx.update(grads, state, params, **extra_args)
         finally:
             _DIVIDED.reset(token)
-        given = _merged(_INSIDE.get() or [])
+        told = _INSIDE.get()
+        given = _merged(told.offloads if told else [])
         new = landed(params if _typed(updates) else divided_params(params, given), updates, state)
         return _gathered_into(params, new, given), state
 

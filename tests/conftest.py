@@ -14,6 +14,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 def pytest_addoption(parser):
     parser.addoption("--everything", action="store_true", help="also what takes long and repeats with other dtypes")
     parser.addoption("--subset", action="store_true", help="a part of the long files (used for the oldest jax)")
+    parser.addoption("--trainers", action="store_true", help="also tests/trainers (make trainers)")
     parser.addoption("--short", action="store_true", help="a third of the long files, or of their part")
 
 
@@ -38,6 +39,11 @@ _LONG |= {
     "test_multihost.py": 2,
     "test_faults.py": 2,
 }
+
+
+def pytest_ignore_collect(collection_path, config):
+    """The trainers are a test of their own, with packages of their own."""
+    return True if collection_path.name == "trainers" and not config.getoption("--trainers") else None
 
 
 def pytest_collection_modifyitems(config, items):

@@ -1,0 +1,75 @@
+"""Wrappers that choose between the old and the new state of an ``offload`` inside them.
+
+Such a choice needs both in one memory, and jax lets no type change in it: a state that comes from the device would stay
+there. So the whole wrapper is the recipe: everything is loaded before, chosen on the device, and stored after, slice by
+slice. It comes too late for that where only the ``update`` inside is asked, so ``optax.MultiSteps`` is told of it.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from jax_offload._home import returned
+from jax_offload._memory import on_host, to_device, to_host
+from jax_offload._state import traced_init
+from jax_offload._storage import as_stored
+from jax_offload._update import Options, is_array, loaded_from, streamed
+
+# While a wrapper is a recipe: whether its state was moved to the device; every offload inside leaves its state there.
+_MOVED: contextvars.ContextVar[bool | None] = contextvars.ContextVar("moved", default=None)
+
+
+def moved_around() -> bool | None:
+    """``None`` where no wrapper loads and stores for the ``offload`` that asks; else whether its state was moved."""
+    return _MOVED.get()
+
+
+def streamed_around(tx: Any, update: Callable[..., Any], updates: Any, state: Any, params: Any, extra_args: Any) -> Any:
+    """``update`` of ``tx``, an ``offload`` somewhere in it; ``NotImplemented`` where it keeps nothing on the host."""
+    like = updates if params is None else params
+    try:
+        rows, treedef = traced_init(tx, like, only_looking=True)
+    except Exception:  # init cannot run on what we have: the update itself says more
+        return NotImplemented
+    host = [leaf.host for leaf, _ in rows]
+    state = as_stored(state, jax.tree.unflatten(treedef, [aval for _, aval in rows]))
+    if not any(host) or jax.tree.structure(state) != treedef:
+        return NotImplemented
+    moved = not all(on_host(x) for x, h in zip(jax.tree.leaves(state), host, strict=True) if h)
+
+    state = returned(state, [leaf for leaf, _ in rows])
+
+    def recipe(updates: Any, state: Any, params: Any, extra_args: Any) -> Any:
+        loaded = jax.tree.map(lambda x: to_device(x) if is_array(x) else x, state)
+        loaded_from(loaded, state)
+        token = _MOVED.set(moved)
+        try:
+            updates, new = update(updates, loaded, params, **extra_args)
+        finally:
+            _MOVED.reset(token)
+        leaves = [to_host(x) if h else x for x, h in zip(jax.tree.leaves(new), host, strict=True)]
+        return updates, jax.tree.unflatten(treedef, leaves)
+
+    return streamed(recipe, (updates, state, params, extra_args), next_of=(0, 1), options=Options(in_turn=False))
+
+
+def adopt_multi_steps() -> None:
+    """Lets ``optax.MultiSteps`` be wrapped around an ``offload``, as trainers do; others do not notice."""
+    plain = optax.MultiSteps.update
+    if hasattr(plain, "_jax_offload"):
+        return
+
+    @functools.wraps(plain)
+    def update(self: Any, updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        given = functools.partial(plain, self)
+        result = streamed_around(self, given, updates, state, params, extra_args)
+        return given(updates, state, params, **extra_args) if result is NotImplemented else result
+
+    update._jax_offload = True  # pyright: ignore[reportAttributeAccessIssue]
+    optax.MultiSteps.update = update

@@ -1,0 +1,195 @@
+"""What trainers do around an ``offload``: ``optax.MultiSteps``, moving its state, ``pmap``."""
+
+import functools
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+import jax_offload as jo
+from tests._optimizers import assert_same, copied
+
+INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+MOVED = re.compile(r"6 leaves of the optimizer state .* were in host memory and arrive at update in device memory")
+BATCHES = [np.asarray(jax.random.normal(jax.random.key(i), (8, 32))) for i in range(7)]
+
+
+def params():
+    tree = {"up": jnp.full((32, 64), 0.1), "down": jax.random.normal(jax.random.key(0), (64, 32)), "b": jnp.ones(64)}
+    return jax.device_put(tree, jax.devices()[0])
+
+
+def gradients(params, x):
+    return jax.grad(lambda p: jnp.mean((jnp.tanh(x @ p["up"] + p["b"]) @ p["down"] - x) ** 2))(params)
+
+
+def step_of(tx):
+    @jax.jit
+    def step(params, state, x):
+        updates, state = tx.update(gradients(params, x), state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def train(tx, moved=None, step=None):
+    """Parameters and state after the batches. ``moved``: what a trainer does to the state before its first step."""
+    step, trained = step or step_of(tx), params()
+    state = tx.init(trained)
+    state = state if moved is None else moved(state)
+    for x in BATCHES:
+        trained, state = step(trained, state, jax.device_put(x, jax.devices()[0]))
+        assert at_home(state)
+    return trained, state
+
+
+def at_home(state):
+    """Whether the moments are on the host, and nothing else is."""
+    moments = jax.tree.leaves([optax.tree.get(state, "mu"), optax.tree.get(state, "nu")])
+    on_host = [x for x in jax.tree.leaves(state) if x.sharding.memory_kind == "pinned_host"]
+    return len(moments) == len(on_host) and {id(x) for x in moments} == {id(x) for x in on_host}
+
+
+def inside(kind):
+    """An ``offload`` as the optimizer that ``MultiSteps`` is given, and the plain one that it equals."""
+    if kind == "chained":
+        offloaded = jo.offload(optax.scale_by_adam(), min_bytes=0)
+        return [
+            optax.chain(optax.clip_by_global_norm(1.0), tx, optax.scale(-1e-2))
+            for tx in (offloaded, optax.scale_by_adam())
+        ]
+    return jo.offload(INNER, min_bytes=0), INNER
+
+
+@pytest.mark.parametrize("moved", [None, jo.to_device], ids=["host", "device"])
+@pytest.mark.parametrize("kind", ["alone", "chained"])
+def test_multi_steps_around(kind, moved):
+    offloaded, plain = (optax.MultiSteps(tx, 3) for tx in inside(kind))
+    trained, state = train(offloaded, moved)
+    step, expected = step_of(plain), params()
+    expected_state = plain.init(expected)
+    for x in BATCHES:
+        expected, expected_state = step(expected, expected_state, jax.device_put(x, jax.devices()[0]))
+    assert_same(trained, expected, "parameters")
+    assert jax.tree.structure(state) == jax.tree.structure(expected_state)
+    assert_same(state, expected_state, "state")
+
+
+@pytest.mark.parametrize("moved", [None, jo.to_device], ids=["host", "device"])
+def test_multi_steps_that_skips(moved):
+    """A whole mini-step may be skipped: then a ``cond`` chooses, and its branches must agree about memories."""
+
+    def unwanted(updates, *_):
+        return updates["b"][0] > -0.27, {}
+
+    offloaded = optax.MultiSteps(jo.offload(INNER, min_bytes=0), 2, should_skip_update_fn=unwanted)
+    trained, state = train(offloaded, moved)
+    plain = optax.MultiSteps(INNER, 2, should_skip_update_fn=unwanted)
+    step, expected = step_of(plain), params()
+    expected_state = plain.init(expected)
+    for x in BATCHES:
+        expected, expected_state = step(expected, expected_state, jax.device_put(x, jax.devices()[0]))
+    assert 0 < int(state.gradient_step) < 3, "some mini-steps must be skipped, and some not"
+    assert_same(trained, expected, "parameters")
+    assert_same(state, expected_state, "state")
+
+
+def test_multi_steps_streams_what_it_loads():
+    """The choice is made slice by slice on the device: no host buffer is computed with, every leaf moves once."""
+    tx, tree = optax.MultiSteps(jo.offload(INNER, min_bytes=0), 2), params()
+    program = str(jax.make_jaxpr(tx.update)(tree, jo.abstract_state(tx, tree), tree))
+    assert "select_n" in program
+    assert not re.search(r"<host>[^=\n]*= select_n", program)
+    assert program.count("memory_kind=device") + program.count("MemorySpace.Device") >= 6
+    assert not re.search(r"<host>[^=\n]*= cond", program)
+
+
+def test_multi_steps_around_fewer_bits_and_update_params():
+    tx = optax.MultiSteps(jo.offload(INNER, min_bytes=0, storage={"mu": "bfloat16"}), 2)
+    by_update, state = train(tx, jo.to_device)
+    fused = jax.jit(lambda p, s, x: jo.update_params(tx, gradients(p, x), s, p))
+    by_params, other = train(tx, step=fused)
+    assert_same(by_update, by_params, "parameters")
+    assert_same(state, other, "state")
+
+
+def test_plain_multi_steps_does_not_notice():
+    plain = optax.MultiSteps(optax.adam(1e-2), 2)
+    program = str(jax.make_jaxpr(plain.update)(params(), plain.init(params()), params()))
+    assert "host" not in program and "optimization_barrier" not in program
+    jo.offload(optax.adam(1e-2))
+    jo.offload(optax.adam(1e-2))
+    assert not hasattr(optax.MultiSteps.update.__wrapped__, "__wrapped__"), "told once, however many there are"
+
+
+def warnings_of(do):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        do()
+    return [str(w.message) for w in seen if MOVED.search(str(w.message))]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_state_that_was_moved_is_named(wrapped):
+    def made():
+        tx = jo.offload(INNER, min_bytes=0)
+        return optax.MultiSteps(tx, 2) if wrapped else tx
+
+    assert warnings_of(lambda: train(made())) == []
+    text = warnings_of(lambda: train(made(), jo.to_device))
+    assert text and "[1][0].mu['b']" in text[0] and "docs/trainers.md" in text[0]
+    # A resident state that becomes an offloaded one has never been there, whatever tables were printed before.
+    tx = made()
+    jo.placement(tx, params())
+    plain = optax.MultiSteps(INNER, 2) if wrapped else INNER
+    resident = plain.init(params())
+    assert warnings_of(lambda: step_of(tx)(params(), resident, BATCHES[0])) == []
+    # Moved back after a step: a new type, so a new trace.
+    step = step_of(tx)
+    trained, state = step(params(), resident, BATCHES[0])
+    trained, state = step(trained, state, BATCHES[1])
+    assert warnings_of(lambda: step_of(tx)(trained, jo.to_device(state), BATCHES[2]))
+
+
+def test_a_state_that_was_moved_is_named_without_jit():
+    tx, tree = jo.offload(INNER, min_bytes=0), params()
+    state = tx.init(tree)
+    assert warnings_of(lambda: tx.update(tree, state, tree)) == []
+    assert warnings_of(lambda: tx.update(tree, jo.to_device(state), tree))
+    assert at_home(tx.update(tree, jo.to_device(state), tree)[1])
+
+
+def replicated(tree):
+    return jax.tree.map(lambda x: jnp.stack([np.asarray(x)] * 8), tree)
+
+
+def test_pmap_is_refused():
+    tx, tree = jo.offload(INNER, min_bytes=0), replicated(params())
+    with pytest.raises(ValueError, match=r"jax\.pmap returns every array in device memory.*Use jax\.jit"):
+        jax.pmap(tx.init)(tree)
+    state = replicated(INNER.init(params()))
+    step = functools.partial(jax.pmap, axis_name="i")
+    for update in (tx.update, jax.jit(tx.update)):
+        with pytest.raises(ValueError, match=r"jax\.pmap returns every array in device memory"):
+            step(lambda g, s, p, update=update: update(jax.lax.pmean(g, "i"), s, p))(tree, state, tree)
+
+
+def test_pmap_of_what_stays_on_the_device_works():
+    state, tree = replicated(INNER.init(params())), replicated(params())
+    kept = jo.offload(INNER, min_bytes=2**20)
+    results = jax.pmap(kept.update)(tree, state, tree)
+    assert_same(results, jax.pmap(INNER.update)(tree, state, tree), "update")
+
+
+def test_shard_map_is_not_taken_for_pmap():
+    tx, tree = jo.offload(INNER, min_bytes=0), params()
+    mesh = jax.make_mesh((8,), ("i",))
+    specs = {"mesh": mesh, "in_specs": PartitionSpec(), "out_specs": PartitionSpec(), "check_vma": False}
+    tree = jax.device_put(copied(tree), jax.NamedSharding(mesh, PartitionSpec()))
+    _, state = jax.jit(jax.shard_map(tx.update, **specs))(tree, tx.init(tree), tree)
+    assert at_home(state)
