@@ -31,7 +31,7 @@ def compiled_where_eager(like: Callable[..., Any]) -> Callable[[Callable[..., An
         @functools.partial(jax.jit, static_argnums=0)
         def run(call: _Call, arrays: list[Any]) -> Any:
             args, kwargs = call.filled(call.shardings)
-            with known(like(*args, **kwargs), only_looking=True):
+            with known(like(*args, **kwargs), only_looking=False):
                 args, kwargs = call.filled(arrays)
                 return fun(*args, **kwargs)
 
