@@ -198,8 +198,8 @@ def landed(params: Any, updates: Any, state: Any) -> Any:
         target = master.astype(p.dtype)
         to, reached = rounded(master, p.dtype), p.astype(master.dtype) + u.astype(master.dtype)
         near = jnp.abs(reached - to) <= 2.0**-20 * jnp.maximum(jnp.abs(to), jnp.abs(p.astype(master.dtype)))
-        new = jnp.where(near | ~jnp.isfinite(reached), target, optax.apply_updates(p, u))
-        return constrained(new, whole)
+        applied: Any = optax.apply_updates(p, u)
+        return constrained(jnp.where(near | ~jnp.isfinite(reached), target, applied), whole)
 
     masters = [None if m is None else to_device(m) for m in masters_of(state, treedef)]
     return jax.tree.unflatten(treedef, [land(*each) for each in zip(leaves, steps, masters, strict=True)])
