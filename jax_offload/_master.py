@@ -199,8 +199,7 @@ def landed(params: Any, updates: Any, state: Any) -> Any:
         to, reached = rounded(master, p.dtype), p.astype(master.dtype) + u.astype(master.dtype)
         near = jnp.abs(reached - to) <= 2.0**-20 * jnp.maximum(jnp.abs(to), jnp.abs(p.astype(master.dtype)))
         applied: Any = optax.apply_updates(p, u)
-        new = jnp.where(near | ~jnp.isfinite(reached), target, applied)
-        return constrained(new, whole)
+        return constrained(jnp.where(near | ~jnp.isfinite(reached), target, applied), whole)
 
     masters = [None if m is None else to_device(m) for m in masters_of(state, treedef)]
     return jax.tree.unflatten(treedef, [land(*each) for each in zip(leaves, steps, masters, strict=True)])

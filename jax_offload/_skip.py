@@ -31,21 +31,14 @@ def updated_unless(skip: Any, update: Callable[[Any, Any], tuple[Any, Any]], upd
     if not isinstance(skip, Tracer):
         new, after = update(updates, state)  # for its types
         return (jax.tree.map(zeroed, new), _moved(state, _types(after))) if skip else (new, after)
-    found: list[tuple[Any, Types]] = []
 
-    def recorded(updates: Any, state: Any) -> Any:
-        new, state = update(updates, state)
-        found.append((jax.eval_shape(lambda: new), _types(state)))
-        return new, state
+    def fitted(like: Any, types: Types) -> Any:
+        blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like[0])
+        return blank, _moved(state, types[len(jax.tree.leaves(blank)) :])
 
-    try:  # the gradients' memory becomes the updates'
-        new, after = _unless(skip, lambda c: recorded(*c), (updates, state))
-    except TypeError:
-        if not found:
-            raise
-        like, types = found[-1]
-        blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-        new, after = _unless(skip, lambda c: update(updates, c[1]), (blank, _moved(state, types)))
+    # the gradients' memory becomes the updates', if that is possible
+    updated = [lambda c: update(*c), lambda c: update(updates, c[1])]
+    new, after = _settled(skip, updated, (updates, state), fitted)
     return jax.tree.map(zeroed, new), after
 
 
@@ -55,19 +48,33 @@ def carried_unless(skip: Any, update: Callable[[Any], Any], carry: Any) -> Any:
     if not isinstance(skip, Tracer):
         after = update(carry)  # for its types
         return _moved(carry, _types(after)) if skip else after
-    found: list[Types] = []
+    return _settled(skip, [update], carry, lambda like, types: _moved(carry, types))
 
-    def recorded(carry: Any) -> Any:
-        after = update(carry)
-        found.append(_types(after))
-        return after
 
-    try:
-        return _unless(skip, recorded, carry)
-    except TypeError:
-        if not found:
-            raise
-        return _unless(skip, update, _moved(carry, found[-1]))
+def _settled(
+    skip: jax.Array, updates: list[Callable[[Any], Any]], carry: Any, fitted: Callable[[Any, Types], Any]
+) -> Any:
+    """``_unless``, for a carry of the types that the update gives it: dadapt_adamw's take two updates to settle.
+
+    The first of ``updates`` is for ``carry``, the last for what is ``fitted`` to the shapes and types of a result.
+    """
+    seen: list[Types] = []
+    while True:
+        made: list[tuple[Any, Types]] = []
+        update = updates[0] if not seen else updates[-1]
+
+        def recorded(carry: Any, update: Any = update, made: Any = made) -> Any:
+            after = update(carry)
+            made.append((jax.eval_shape(lambda: after), _types(after)))
+            return after
+
+        try:
+            return _unless(skip, recorded, carry)
+        except TypeError:
+            if not made or made[-1][1] in seen:
+                raise
+            seen.append(made[-1][1])
+            carry = fitted(*made[-1])
 
 
 def _unless(skip: jax.Array, update: Callable[[Any], Any], carry: Any) -> Any:
