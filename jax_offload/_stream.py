@@ -114,7 +114,9 @@ def stream(
         for i, j in reuse.items()
         if not isinstance(program.outputs[i], jex.Literal)
     }
-    passes, window = plan(program, next_of, window)
+    passes, chosen = plan(program, next_of, window)
+    if chosen.apart and not all(_can_run_apart(each.slices, next_of) for each in passes):
+        chosen = dataclasses.replace(chosen, apart=False)
     tracing = any(isinstance(x, Tracer) for x in env.values())
     passes = traced_once(passes) if tracing else passes
     before: list[Var] = []  # what the loads of a pass wait for
@@ -125,11 +127,11 @@ def stream(
             _run(each.prelude, env)
         slices = sorted(each.slices, key=lambda s: min((rank(position[v]) for v in s.loads), default=0))
         if (loads := _LOADS.get()) is not None:
-            loads += [Load([id(args[position[v]]) for v in s.loads], s.how, window) for s in slices]
+            loads += [Load([id(args[position[v]]) for v in s.loads], s.how, chosen) for s in slices]
         if tracing:
             made = [_made(s, next_of) for s in slices]
-            run = _run_apart if window.apart and _can_run_apart(slices, next_of) else _run_gated
-            run(slices, made, env, set(grads), window.nbytes, before, next_of)
+            run = _run_apart if chosen.apart else _run_gated
+            run(slices, made, env, set(grads), chosen.nbytes, before, next_of)
             before = made[-1] if slices else before
         else:  # no program to order: each slice runs, and frees what it loaded, before the next
             for s in slices:
