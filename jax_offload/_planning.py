@@ -77,12 +77,23 @@ def plan_of(
         if enough:
             break
     assert best is not None  # two were tried
+    _, passes, found = best
+    carried = [_carried(slices, next_of, manual) for slices in found]
+    if any(slices and loop is None for slices, loop in zip(found, carried, strict=True)):
+        found, carried = _in_sight(found), [None for _ in found]
     return Plan(
         tuple(
-            PlannedPass(each.prelude, _scheduled(slices, rank, next_of), _carried(slices, next_of, manual))
-            for each, slices in zip(*best[1:], strict=True)
+            PlannedPass(each.prelude, _scheduled(slices, rank, next_of), loop)
+            for each, slices, loop in zip(passes, found, carried, strict=True)
         )
     )
+
+
+def _in_sight(found: Sequence[Sequence[Planned]]) -> list[list[Planned]]:
+    """The slices of all passes, none to run in a loop of its own."""
+    windows = {id(p.window): p.window for slices in found for p in slices}
+    windows = {key: dataclasses.replace(window, apart=False) for key, window in windows.items()}
+    return [[dataclasses.replace(p, window=windows[id(p.window)]) for p in slices] for slices in found]
 
 
 def _region(s: Slice, regions: Sequence[Region]) -> Region:
