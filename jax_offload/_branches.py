@@ -63,7 +63,8 @@ def _split(eqn: Any, dependent: Sequence[bool]) -> list[Any]:
         own = [(v, i == k) for i, vs in enumerate(found) for v in vs]
         results = [v if mine else jex.Literal(np.zeros((), v.aval.dtype), v.aval) for v, mine in own]
         names = [v if mine else jex.Var(v.aval) for v, mine in own]
-        others = [e for e in program.eqns if not set(found[k]).intersection(e.outvars)]
+        made = set(found[k])
+        others = [e for e in program.eqns if made.isdisjoint(e.outvars)]
         ahead.append(_closed(branch, program.inputs, program.eqns, results))
         rest.append(_closed(branch, [*program.inputs, *names], others, program.outputs))
     return [
