@@ -30,6 +30,8 @@ def numbers_ahead(program: Program) -> Program:
 
 def _ahead(eqns: Sequence[Any], on_host: Set[Var]) -> list[Any]:
     """``eqns`` with such ``cond``s split; ``on_host``: the inputs that must be loaded."""
+    if not any(eqn.primitive.name == "cond" for eqn in eqns):
+        return list(eqns)
     waiting, result = list(reversed(eqns)), []
     needs = dict.fromkeys(on_host, 1)
     while waiting:

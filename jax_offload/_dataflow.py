@@ -118,7 +118,7 @@ def cut(program: Program, numbers_apart: bool) -> list[Pass]:
     for eqn in program.eqns:
         if _is_summary(eqn, summaries):
             summaries.update(eqn.outvars)
-        stages = forward(eqn, stage, lambda x: max(x, default=0))
+        stages = forward(eqn, stage, lambda x: max(x, default=0)) if numbers_apart else [0] * len(eqn.outvars)
         for v, mask, at in zip(eqn.outvars, forward(eqn, needs_host), stages, strict=True):
             apart = numbers_apart and mask and v.aval.shape == ()
             if apart:
@@ -195,11 +195,14 @@ def cut(program: Program, numbers_apart: bool) -> list[Pass]:
 def _is_summary(eqn: Any, summaries: Set[Var]) -> bool:
     """Whether its result is a reduction over all rows of an array, small beside it, or arithmetic on such."""
     name = eqn.primitive.name
-    if name not in REDUCE and name not in ELEMENTWISE and name not in ("broadcast_in_dim", "reshape", "squeeze"):
+    if name in REDUCE:
+        few = 32 * math.prod(eqn.outvars[0].aval.shape) <= math.prod(eqn.invars[0].aval.shape)
+        return 0 in eqn.params["axes"] and few
+    if not summaries:
+        return False
+    if name not in ELEMENTWISE and name not in ("broadcast_in_dim", "reshape", "squeeze"):
         return False
     out = eqn.outvars[0].aval
-    if name in REDUCE:
-        return 0 in eqn.params["axes"] and 32 * math.prod(out.shape) <= math.prod(eqn.invars[0].aval.shape)
     arrays = [v for v in eqn.invars if v.aval.shape]
     return bool(arrays) and all(
         not isinstance(v, jex.Literal) and v in summaries and math.prod(v.aval.shape) == math.prod(out.shape)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -99,10 +101,7 @@ def groups(masks: Sequence[Mask]) -> list[int]:
 
 
 def union(masks: Iterable[Mask]) -> Mask:
-    total = 0
-    for mask in masks:
-        total |= mask
-    return total
+    return functools.reduce(operator.or_, masks, 0)
 
 
 def bits(mask: Mask) -> Iterator[int]:
