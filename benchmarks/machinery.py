@@ -1,20 +1,22 @@
 """What the machinery itself costs, without an accelerator: tracing, lowering, compiling, and a step on the CPU.
 
-    python benchmarks/machinery.py [--leaves 100 400] [--json benchmarks/results/machinery.json]
+    python benchmarks/machinery.py [--leaves 100 400] [--cases NAME ...] [--json benchmarks/results/machinery.json]
 
-Plain optax and offloaded, in turn, in one process; medians, and ratios of neighbouring runs. On a CPU jax elides the
-copies, so the step time is that of the program that is left: it says what slicing costs, nothing about the link.
+The same optimizer without offload and offloaded, in turn, in one process; medians, and ratios of neighbouring runs. On
+a CPU jax elides the copies, so the step time is that of the program that is left: it says what slicing costs, nothing
+about the link.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import dataclasses
 import json
 import os
 import platform
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,31 +27,75 @@ import optax
 import jax_offload as jo
 
 ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+MASTERS = jo.with_master_params(ADAMW)
 
 
-def parameters(n: int, width: int) -> Any:
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """An optimizer without and with ``offload``, and the dtype of the parameters."""
+
+    plain: optax.GradientTransformation
+    ours: optax.GradientTransformation
+    dtype: Any = jnp.float32
+
+
+def case(tx: optax.GradientTransformation, dtype: Any = jnp.float32, **options: Any) -> Case:
+    return Case(tx, jo.offload(tx, min_bytes=0, **options), dtype)
+
+
+def halves(params: Any) -> Any:
+    """A label for every parameter, in turn."""
+    return {name: ("even", "odd")[i % 2] for i, name in enumerate(params)}
+
+
+PLAIN = "clip, adamw"
+CASES = {
+    PLAIN: case(ADAMW),
+    "apply_if_finite": case(optax.apply_if_finite(ADAMW, 3)),
+    "MultiSteps": case(optax.MultiSteps(ADAMW, 4).gradient_transformation()),
+    "MultiSteps that may skip": case(
+        optax.MultiSteps(ADAMW, 4, should_skip_update_fn=optax.skip_not_finite).gradient_transformation()
+    ),
+    "multi_transform": case(optax.multi_transform({"even": ADAMW, "odd": optax.sgd(1e-3, momentum=0.9)}, halves)),
+    "with_master_params, bfloat16": case(MASTERS, jnp.bfloat16),
+    "moments in 8 bits": case(ADAMW, storage={"mu": "int8", "nu": "uint8"}),
+}
+
+
+def parameters(n: int, width: int, dtype: Any = jnp.float32) -> Any:
     """``n`` matrices of five different shapes."""
-    params = {f"layers_{i}": jnp.ones((width, width + 8 * (i % 5))) for i in range(n)}
+    params = {f"layers_{i}": jnp.ones((width, width + 8 * (i % 5)), dtype) for i in range(n)}
     return jax.device_put(params, jax.devices()[0])
 
 
-def stages(tx: optax.GradientTransformation, params: Any) -> dict[str, float]:
+def stages(tx: optax.GradientTransformation, params: Any, state: Any, and_compile: bool) -> dict[str, float]:
     """Seconds of CPU time for each stage, in a step whose gradients cost next to nothing."""
-    state = tx.init(params)
 
     def step(params: Any, state: Any) -> Any:
         updates, state = tx.update(jax.tree.map(jnp.sin, params), state, params)
         return optax.apply_updates(params, updates), state
 
-    clock = [time.process_time()]
-    traced = jax.jit(step, donate_argnums=(0, 1)).trace(params, state)
-    clock.append(time.process_time())
-    lowered = traced.lower()
-    clock.append(time.process_time())
-    lowered.compile()
-    clock.append(time.process_time())
-    trace, lower, compile = (b - a for a, b in itertools.pairwise(clock))
-    return {"trace and lower": trace + lower, "compile": compile}
+    start = time.process_time()
+    lowered = jax.jit(step, donate_argnums=(0, 1)).trace(params, state).lower()
+    found = {"trace and lower": time.process_time() - start}
+    if and_compile:
+        start = time.process_time()
+        lowered.compile()
+        found["compile"] = time.process_time() - start
+    return found
+
+
+def machinery(name: str, sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+    """What ``offload`` adds to the time of a case's stages."""
+    rows, each = [], CASES[name]
+    for n in sizes:
+        params = parameters(n, 64, each.dtype)
+        given = [(tx, params, tx.init(params), name == PLAIN) for tx in (each.plain, each.ours)]
+        both = [[stages(*of) for of in given] for _ in range(repeats + 1)][1:]  # the first fills jax's own caches
+        for stage in both[0][0]:
+            times = [(a[stage], b[stage]) for a, b in both]
+            rows.append({"what": f"{name}: {stage}, {n} leaves, s", **compare(times)})
+    return rows
 
 
 class Step:
@@ -83,23 +129,20 @@ def compare(pairs: list[Any]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--leaves", type=int, nargs="+", default=[100, 400])
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    offloaded = jo.offload(ADAMW, min_bytes=0)
     rows: list[dict[str, Any]] = []
-    for n in args.leaves:
-        params = parameters(n, 64)
-        stages(ADAMW, params), stages(offloaded, params)  # jax's own caches
-        both = [(stages(ADAMW, params), stages(offloaded, params)) for _ in range(args.repeats)]
-        for stage in both[0][0]:
-            rows.append({"what": f"{stage}, {n} leaves, s", **compare([(a[stage], b[stage]) for a, b in both])})
-    params, batch = parameters(12, 768), jnp.ones((512, 768))
-    steps = [Step(tx, params, batch) for tx in (ADAMW, offloaded)]
-    times = [[step() for step in steps] for _ in range(args.steps + 3)][3:]
-    rows.append({"what": "step on this CPU, 12 leaves of 768×768, s", **compare(times)})
-    print("| | plain optax | offloaded | ratio |\n|---|---:|---:|---:|")
+    for name in args.cases:
+        rows += machinery(name, args.leaves, args.repeats)
+    if args.steps:
+        params, batch = parameters(12, 768), jnp.ones((512, 768))
+        steps = [Step(tx, params, batch) for tx in (CASES[PLAIN].plain, CASES[PLAIN].ours)]
+        times = [[step() for step in steps] for _ in range(args.steps + 3)][3:]
+        rows.append({"what": f"{PLAIN}: step on this CPU, 12 leaves of 768×768, s", **compare(times)})
+    print("| | without offload | offloaded | ratio |\n|---|---:|---:|---:|")
     for row in rows:
         print(f"| {row['what']} | {row['plain']:.3f} | {row['ours']:.3f} | {row['ratio']:.2f} |")
     machine = f"{os.cpu_count()} cores of {platform.processor() or platform.machine()}"

@@ -30,6 +30,8 @@ def numbers_ahead(program: Program) -> Program:
 
 def _ahead(eqns: Sequence[Any], on_host: Set[Var]) -> list[Any]:
     """``eqns`` with such ``cond``s split; ``on_host``: the inputs that must be loaded."""
+    if not any(eqn.primitive.name == "cond" for eqn in eqns):
+        return list(eqns)
     waiting, result = list(reversed(eqns)), []
     needs = dict.fromkeys(on_host, 1)
     while waiting:
@@ -63,7 +65,8 @@ def _split(eqn: Any, dependent: Sequence[bool]) -> list[Any]:
         own = [(v, i == k) for i, vs in enumerate(found) for v in vs]
         results = [v if mine else jex.Literal(np.zeros((), v.aval.dtype), v.aval) for v, mine in own]
         names = [v if mine else jex.Var(v.aval) for v, mine in own]
-        others = [e for e in program.eqns if not set(found[k]).intersection(e.outvars)]
+        made = set(found[k])
+        others = [e for e in program.eqns if made.isdisjoint(e.outvars)]
         ahead.append(_closed(branch, program.inputs, program.eqns, results))
         rest.append(_closed(branch, [*program.inputs, *names], others, program.outputs))
     return [

@@ -17,10 +17,11 @@ from jax.interpreters import partial_eval as pe
 from jax.sharding import NamedSharding
 
 from jax_offload._chunk import ELEMENTWISE, REDUCE
-from jax_offload._masks import Mask, backward, bits, forward, groups, union
+from jax_offload._masks import Mask, backward, forward, groups, union
 from jax_offload._memory import is_host_aval
 from jax_offload._placement import nbytes
 from jax_offload._sharding import Shards
+from jax_offload._shares import Shares, holds_equations
 from jax_offload._trace import Program, Var
 
 
@@ -110,7 +111,7 @@ def cut(program: Program, numbers_apart: bool) -> list[Pass]:
     for eqn in program.eqns:
         if _is_summary(eqn, summaries):
             summaries.update(eqn.outvars)
-        stages = forward(eqn, stage, lambda x: max(x, default=0))
+        stages = forward(eqn, stage, lambda x: max(x, default=0)) if numbers_apart else [0] * len(eqn.outvars)
         for v, mask, at in zip(eqn.outvars, forward(eqn, needs_host), stages, strict=True):
             apart = numbers_apart and mask and v.aval.shape == ()
             if apart:
@@ -140,6 +141,7 @@ def cut(program: Program, numbers_apart: bool) -> list[Pass]:
     needed_by: dict[Var, Mask] = {v: 1 << parts[v] for v in results}
     provider: dict[Var, int] = {}
     members: list[list[Any]] = [[] for _ in stages_of]
+    shares = Shares()
     for eqn in reversed(program.eqns):
         effect = 1 << parts[id(eqn)] if id(eqn) in parts else 0
         needs = [0 if isinstance(v, jex.DropVar) else needed_by.get(v, 0) for v in eqn.outvars]
@@ -150,8 +152,8 @@ def cut(program: Program, numbers_apart: bool) -> list[Pass]:
             if needs[k] and not needs_host.get(v, 0) and ahead:
                 provider[v] = parts[v] if v in numbers else stage[v]
                 needs[k] = 1 << provider[v]
-        for part in bits(union(needs) | effect):
-            members[part].append(eqn)
+        for part, share in shares.of(eqn, needs, effect).items():
+            members[part].append(share)
         for v, mask in zip(eqn.invars, backward(eqn, needs, effect), strict=True):
             if not isinstance(v, jex.Literal):
                 needed_by[v] = needed_by.get(v, 0) | mask
@@ -165,7 +167,8 @@ def cut(program: Program, numbers_apart: bool) -> list[Pass]:
             list(outputs[part]),
             program.debug_info,
             program.shards,
-            given={v for v, p in provider.items() if p != part},
+            given={v for eqn in members[part] for v in eqn.outvars if provider.get(v, part) != part},
+            can_be_cut=shares.can_be_cut,
         )
         for part in range(len(stages_of))
     ]
@@ -185,11 +188,14 @@ def cut(program: Program, numbers_apart: bool) -> list[Pass]:
 def _is_summary(eqn: Any, summaries: Set[Var]) -> bool:
     """Whether its result is a reduction over all rows of an array, small beside it, or arithmetic on such."""
     name = eqn.primitive.name
-    if name not in REDUCE and name not in ELEMENTWISE and name not in ("broadcast_in_dim", "reshape", "squeeze"):
+    if name in REDUCE:
+        few = 32 * math.prod(eqn.outvars[0].aval.shape) <= math.prod(eqn.invars[0].aval.shape)
+        return 0 in eqn.params["axes"] and few
+    if not summaries:
+        return False
+    if name not in ELEMENTWISE and name not in ("broadcast_in_dim", "reshape", "squeeze"):
         return False
     out = eqn.outvars[0].aval
-    if name in REDUCE:
-        return 0 in eqn.params["axes"] and 32 * math.prod(out.shape) <= math.prod(eqn.invars[0].aval.shape)
     arrays = [v for v in eqn.invars if v.aval.shape]
     return bool(arrays) and all(
         not isinstance(v, jex.Literal) and v in summaries and math.prod(v.aval.shape) == math.prod(out.shape)
@@ -198,9 +204,21 @@ def _is_summary(eqn: Any, summaries: Set[Var]) -> bool:
 
 
 def slice_of(
-    eqns: list[Any], outputs: list[Var], debug_info: Any, shards: Mapping[Var, Shards], given: Set[Var] = frozenset()
+    eqns: list[Any],
+    outputs: list[Var],
+    debug_info: Any,
+    shards: Mapping[Var, Shards],
+    given: Set[Var] = frozenset(),
+    can_be_cut: Callable[[Any], bool] = holds_equations,
 ) -> Slice:
-    """The slice of some equations and results; ``given`` are the variables that other parts provide."""
+    """The slice of some equations and results.
+
+    Args:
+      eqns, outputs: they.
+      debug_info, shards: of the program.
+      given: the variables that other parts provide.
+      can_be_cut: whether an equation may hold what its results do not need.
+    """
     made = {v for eqn in eqns for v in eqn.outvars} - given
     read = [v for vs in [*(eqn.invars for eqn in eqns), outputs] for v in vs if not isinstance(v, jex.Literal)]
     inputs = list(dict.fromkeys(v for v in read if v not in made))
@@ -209,7 +227,7 @@ def slice_of(
     effects = frozenset().union(*(eqn.effects for eqn in eqns))
     nameless = debug_info._replace(arg_names=None, result_paths=None)  # the names are the program's
     jaxpr = jex.Jaxpr([], inputs, outputs, eqns, effects, nameless)
-    if any(True for eqn in eqns for _ in jex.jaxprs_in_params(eqn.params)):
+    if any(map(can_be_cut, eqns)):
         jaxpr, used = pe.dce_jaxpr(jaxpr, [True] * len(outputs))
         inputs = [v for v, u in zip(inputs, used, strict=True) if u]
     return Slice(inputs, outputs, jaxpr, shards)

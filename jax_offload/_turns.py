@@ -39,12 +39,18 @@ def in_turn(s: Slice, gradients: Sequence[Var]) -> list[tuple[Var | None, Slice]
     if s.jaxpr.effects or sum(map(bool, parts[1:-1])) < 2:
         return [(None, s)]
     found: list[tuple[Var | None, Slice]] = []
-    wanted = dict.fromkeys(s.outputs)
+    wanted: dict[Var, int] = {}  # in the order in which they are asked for
+
+    def want(variables: Sequence[Var]) -> None:
+        for v in variables:
+            wanted.setdefault(v, len(wanted))
+
+    want(s.outputs)
     for gradient, eqns in reversed([*zip([None, *gradients, None], parts, strict=True)]):
         if eqns:
-            made = {v for eqn in eqns for v in eqn.outvars}
-            part = slice_of(eqns, [v for v in wanted if v in made], s.jaxpr.debug_info, s.shards)
-            wanted.update(dict.fromkeys(part.inputs))
+            made = {v for eqn in eqns for v in eqn.outvars if v in wanted}
+            part = slice_of(eqns, sorted(made, key=wanted.__getitem__), s.jaxpr.debug_info, s.shards)
+            want(part.inputs)
             found.append((gradient, part))
     return found[::-1]
 

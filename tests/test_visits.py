@@ -1,0 +1,109 @@
+"""Tracing an update takes time in proportion to the number of leaves, whatever wraps the optimizer."""
+
+import collections
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.interpreters import partial_eval as pe
+
+import jax_offload as jo
+from jax_offload._shares import Shares
+from jax_offload._trace import flat
+
+PACKAGE = str(pathlib.Path(jo.__file__).parent)
+
+
+def clip_adamw():
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+
+CASES = {
+    "clip, adamw": clip_adamw,
+    "apply_if_finite": lambda: optax.apply_if_finite(clip_adamw(), 3),
+    "apply_if_finite, a jit inside": lambda: optax.apply_if_finite(jitted(clip_adamw()), 3),
+    "MultiSteps": lambda: optax.MultiSteps(clip_adamw(), 4),
+    "MultiSteps that may skip": lambda: optax.MultiSteps(clip_adamw(), 4, should_skip_update_fn=optax.skip_not_finite),
+}
+
+
+def jitted(inner):
+    return optax.GradientTransformation(inner.init, jax.jit(inner.update))
+
+
+def lines(tx, leaves):
+    """How many lines of this package, and of what cuts equations for it, run while an update is traced."""
+    params = {f"layers_{i}": jnp.ones((8, 8)) for i in range(leaves)}
+    params = jax.device_put(params, jax.devices()[0])
+    state, count = tx.init(params), collections.Counter()
+
+    def in_function(frame, event, arg):
+        count[frame.f_code] += event == "line"
+        return in_function
+
+    def calls(frame, event, arg):
+        code = frame.f_code
+        return in_function if code.co_filename.startswith(PACKAGE) or "dce" in code.co_name else None
+
+    before = sys.gettrace()
+    sys.settrace(calls)
+    try:
+        jax.make_jaxpr(tx.update)(params, state, params)
+    finally:
+        sys.settrace(before)
+    return sum(count.values())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_twice_the_leaves_are_twice_the_work(case):
+    tx = jo.offload(CASES[case](), min_bytes=0)
+    lines(tx, 2)  # what runs once
+    assert lines(tx, 80) <= 2.05 * lines(tx, 40)
+
+
+def test_slices_of_a_branch_are_traced_once():
+    tx = jo.offload(optax.apply_if_finite(clip_adamw(), 3), min_bytes=0)
+    params = jax.device_put({f"layers_{i}": jnp.ones((8, 8)) for i in range(6)}, jax.devices()[0])
+    jaxpr = jax.make_jaxpr(tx.update)(params, tx.init(params), params)
+    called = [id(eqn.params["jaxpr"]) for eqn in jaxpr.eqns if eqn.params.get("name") == "update_slice"]
+    assert (len(set(called)), len(called)) == (1, 6)
+
+
+def test_a_share_is_what_cutting_for_one_slice_leaves():
+    def update(flag, scale, a, b, c):
+        def inner(a, b):
+            return jax.lax.cond(a.sum() > 0, lambda: (a * scale, b + a), lambda: (a, jnp.sin(b)))
+
+        def yes():
+            x, y = inner(a, b)
+            return x, y + 1.0, jax.jit(lambda c, x: (c * x, jnp.cos(c)))(c, x)
+
+        return jax.lax.cond(flag, yes, lambda: (a, b, (a, b)))
+
+    args = True, 2.0, jnp.arange(4.0), jnp.arange(4.0) - 1, jnp.arange(4.0) + 3
+    jaxpr = jax.make_jaxpr(update)(*args).jaxpr
+    (cond,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "cond")
+    wanted = jax.tree.leaves(update(*args))
+    needs = [0b0001, 0b0010, 0b0100, 0b1010]  # slice 1 needs two results
+    shares = Shares().of(cond, needs)
+    assert sorted(shares) == [0, 1, 2, 3]
+    for k, share in shares.items():
+        used = [bool(need >> k & 1) for need in needs]
+        cut, _ = pe.dce_jaxpr(jaxpr.replace(outvars=cond.outvars), used)
+        (left,) = (eqn for eqn in cut.eqns if eqn.primitive.name == "cond")
+        assert (share.invars, share.outvars) == (left.invars, left.outvars)
+        assert list(map(size, share.params["branches"])) == list(map(size, left.params["branches"]))
+        eqns = [share if eqn is cond else eqn for eqn in jaxpr.eqns]
+        program = ClosedJaxpr(jaxpr.replace(eqns=eqns, outvars=share.outvars), ())
+        got = jaxpr_as_fun(program)(*args)
+        for x, y in zip(got, [y for y, u in zip(wanted, used, strict=True) if u], strict=True):
+            assert jnp.array_equal(x, y)
+
+
+def size(closed):
+    """The number of equations, with those of calls and branches."""
+    return sum(1 + sum(map(size, eqn.params.get("branches", ()))) for eqn in flat(closed).eqns)
