@@ -13,7 +13,7 @@ EXTRAS ?= examples
 comma := ,
 INSTALLED := .venv/.installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: demo test test-oldest test-newest trainers lint conformance peaks bench clean
+.PHONY: demo test test-oldest test-newest trainers donation lint conformance peaks bench clean
 
 demo: $(INSTALLED)  ## train a small language model on real text, its optimizer state offloaded
 	.venv/bin/python examples/train_lm.py $(ARGS)
@@ -71,6 +71,9 @@ $(TRAINERS)/.installed: pyproject.toml
 
 trainers: $(TRAINERS)/.installed  ## trainers that people use, unchanged: Tunix, Flax, Equinox, plain loops
 	$(TRAINERS)/bin/python -m pytest --trainers -rs tests/trainers
+
+donation: .venvs/$(NEWEST)/.installed  ## all ways of donating and returning: as lowered, as run, as compiled for an H200 and a TPU
+	.venvs/$(NEWEST)/bin/python -m pytest -n 2 tests/test_donation.py tests/aot/test_donation.py
 
 conformance: .venvs/$(NEWEST)/.installed  ## optax's own tests: plain, the usual recipe, offloaded
 	.venvs/$(NEWEST)/bin/python -m tests.conformance.run

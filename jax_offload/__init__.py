@@ -1,6 +1,6 @@
 """Train in JAX when the optimizer state does not fit on the accelerator."""
 
-from importlib.metadata import version as _version
+from importlib import metadata as _metadata
 
 from jax_offload._checkpoint import restore as restore
 from jax_offload._checkpoint import save_args as save_args
@@ -21,4 +21,7 @@ from jax_offload._state import to_host as to_host
 from jax_offload._storage import StoredState as StoredState
 from jax_offload._update import update_params as update_params
 
-__version__ = _version("jax_offload")
+try:
+    __version__ = _metadata.version("jax_offload")
+except _metadata.PackageNotFoundError:  # a checkout that is not installed
+    __version__ = "0+unknown"

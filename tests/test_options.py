@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import pytest
 
 import jax_offload as jo
@@ -15,3 +18,15 @@ def test_an_option_that_jaxlib_does_not_know_is_left_out(monkeypatch):
     monkeypatch.setattr(_options, "_GPU", {**_options._GPU, "xla_gpu_no_such_option": 1})
     assert "xla_gpu_no_such_option" not in jo.compiler_options("cuda")
     assert jo.compiler_options("cuda")
+
+
+def test_a_checkout_that_is_not_installed_can_be_imported():
+    code = (
+        "from importlib import metadata\n"
+        "def version(name): raise metadata.PackageNotFoundError(name)\n"
+        "metadata.version = version\n"
+        "import jax_offload\n"
+        "print(jax_offload.__version__)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "0+unknown"
