@@ -38,6 +38,9 @@ _LONG |= {
     "test_checkpoint.py": 6,
     "test_multihost.py": 2,
     "test_faults.py": 2,
+    "test_damage.py": 4,
+    "test_defaults.py": 3,
+    "test_trainers.py": 2,
 }
 
 
