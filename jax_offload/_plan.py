@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax_offload._dataflow import Slice
+from jax_offload._placement import nbytes
 from jax_offload._trace import Var
 
 
@@ -126,3 +127,14 @@ class Plan:
     """Passes over the host leaves, one after the other."""
 
     passes: tuple[PlannedPass, ...]
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes of host leaves that one update loads, over all devices."""
+        return sum(nbytes(v.aval) for each in self.passes for p in each.slices for v in p.slice.loads)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of host leaves that one update stores, over all devices."""
+        slices = [s for each in self.passes for s in (each.prelude, *(p.slice for p in each.slices))]
+        return sum(nbytes(v.aval) for s in slices for v in s.stores)

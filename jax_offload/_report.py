@@ -11,10 +11,10 @@ import optax
 
 from jax_offload import _memory
 from jax_offload._placement import Leaf, nbytes, unmanaged
-from jax_offload._plan import Window
+from jax_offload._plan import Planned, Window
 from jax_offload._sharding import known
 from jax_offload._state import arranged_leaves
-from jax_offload._stream import Load, loads_of_updates
+from jax_offload._stream import emitted_plans
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,28 +137,28 @@ def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
     return _table([row for row, _ in kept], [of for _, of in kept], unknown)
 
 
-def _table(leaves: Sequence[Leaf], loads: Sequence[list[Load]], unknown: str) -> Placement:
+def _table(leaves: Sequence[Leaf], loads: Sequence[list[Planned]], unknown: str) -> Placement:
     rows, windows = [], {}
     for leaf, of_leaf in zip(leaves, loads, strict=True):
         hidden = leaf.host and not of_leaf and not unknown
         rows.append(dataclasses.replace(leaf, streams=_UNSEEN if hidden else _in_words(of_leaf)))
-        windows |= {id(load.window): dataclasses.replace(load.window, leaf=leaf.path) for load in of_leaf
-                    if id(load.window) not in windows}  # fmt: skip
+        windows |= {id(p.window): dataclasses.replace(p.window, leaf=leaf.path) for p in of_leaf
+                    if id(p.window) not in windows}  # fmt: skip
     return Placement(tuple(rows), unknown, tuple(windows.values()))
 
 
-def _loads(fun: Callable[..., list[Any]], *args: Any) -> tuple[list[list[Load]], str]:
+def _loads(fun: Callable[..., list[Any]], *args: Any) -> tuple[list[list[Planned]], str]:
     """How a traced function loads each of the leaves that it returns; and why it could not be traced."""
-    found: list[list[Load]] = []
+    found: list[list[Planned]] = []
 
     def traced(*args: Any) -> None:
-        with loads_of_updates() as loads:
+        with emitted_plans() as plans:
             leaves = fun(*args)
         index = {id(x): [] for x in leaves}
-        for load in loads:
-            for x in load.ids:
+        for ids, planned in (load for each in plans for load in each.loads):
+            for x in ids:
                 if x in index:  # not in a cond or a loop of a wrapper around offload
-                    index[x].append(load)
+                    index[x].append(planned)
         found.extend(index[id(x)] for x in leaves)
 
     try:
@@ -180,7 +180,10 @@ def _traced(fun: Callable[..., None], *args: Any) -> None:
     jax.jit(with_arrays).trace(*(leaves[k] for k in arrays))
 
 
-def _in_words(loads: list[Load]) -> str:
-    parts = [load.how + (f", {len(load.ids)} leaves together" if len(load.ids) > 1 else "") for load in loads]
+def _in_words(loads: Sequence[Planned]) -> str:
+    leaves = [len(p.slice.loads) for p in loads]
+    parts = [
+        f"{p.transfer}, {n} leaves together" if n > 1 else str(p.transfer) for p, n in zip(loads, leaves, strict=True)
+    ]
     repeated = len(parts) > 1 and len(set(parts)) == 1
     return f"{parts[0]} ({len(parts)} times)" if repeated else "; then ".join(parts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jax_offload._gates import gate
 from jax_offload._loop import or_whole
 from jax_offload._memory import is_host_aval
 from jax_offload._placement import nbytes
-from jax_offload._plan import Plan, Planned, PlannedPass, Window
+from jax_offload._plan import Plan, Planned, PlannedPass
 from jax_offload._sharding import constrained, typed_sharding, varying_over
 from jax_offload._trace import Program, Var
 from jax_offload._turns import Turns, in_turn, is_large, small, waiting
@@ -27,26 +27,31 @@ Env = dict[Var, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Load:
-    """That a slice loads some leaves: their ``id`` in the arguments, how, and through which window."""
+class Emitted:
+    """A plan that was emitted, and the ``id`` of each of the arguments of its program."""
 
-    ids: list[int]
-    how: str
-    window: Window
+    plan: Plan
+    ids: Mapping[Var, int]
+
+    @property
+    def loads(self) -> list[tuple[list[int], Planned]]:
+        """For every slice, in the order of loading, the arguments that it loads, and how."""
+        slices = [p for each in self.plan.passes for p in each.slices]
+        return [([self.ids[v] for v in p.slice.loads], p) for p in slices]
 
 
-_LOADS: contextvars.ContextVar[list[Load] | None] = contextvars.ContextVar("loads", default=None)
+_EMITTED: contextvars.ContextVar[list[Emitted] | None] = contextvars.ContextVar("emitted", default=None)
 
 
 @contextlib.contextmanager
-def loads_of_updates() -> Iterator[list[Load]]:
-    """Collects what every traced update loads, in the order of loading."""
-    loads: list[Load] = []
-    token = _LOADS.set(loads)
+def emitted_plans() -> Iterator[list[Emitted]]:
+    """Collects the plan of every update that is traced."""
+    plans: list[Emitted] = []
+    token = _EMITTED.set(plans)
     try:
-        yield loads
+        yield plans
     finally:
-        _LOADS.reset(token)
+        _EMITTED.reset(token)
 
 
 def stream(
@@ -65,13 +70,9 @@ def stream(
     """
     env: Env = dict(zip(program.inputs, [*program.consts, *args], strict=True))
     grads = [program.inputs[len(program.consts) + i] for i in gradients]
-    if (loads := _LOADS.get()) is not None:
-        given = dict(zip(program.inputs[len(program.consts) :], args, strict=True))
-        loads += [
-            Load([id(given[v]) for v in p.slice.loads], str(p.transfer), p.window)
-            for each in plan.passes
-            for p in each.slices
-        ]
+    if (plans := _EMITTED.get()) is not None:
+        inputs = program.inputs[len(program.consts) :]
+        plans.append(Emitted(plan, {v: id(x) for v, x in zip(inputs, args, strict=True)}))
     run = functions([p for each in plan.passes for p in each.slices])
     before: Sequence[Var] = ()  # what the loads of a pass wait for
     for each in plan.passes:

@@ -10,7 +10,7 @@ import pytest
 
 import jax_offload as jo
 from jax_offload._planning import default_window
-from jax_offload._stream import loads_of_updates
+from jax_offload._stream import emitted_plans
 
 S = jax.ShapeDtypeStruct
 PARAMS = {
@@ -91,10 +91,10 @@ def order_of_streaming(tx, between=lambda grads: grads):
 
     def step(params, x):
         state = tx.init(params)
-        with loads_of_updates() as loads:
+        with emitted_plans() as plans:
             out = tx.update(between(jax.grad(loss)(params, x)), state, params)
         names = {id(leaf): name for name, leaf in state[0].mu.items()}
-        found.extend(names[i] for load in loads for i in load.ids if i in names)
+        found.extend(names[i] for each in plans for ids, _ in each.loads for i in ids if i in names)
         return out
 
     jax.make_jaxpr(step)(params, S((4, 32), jnp.float32))
@@ -209,17 +209,17 @@ def test_an_embedding_larger_than_the_window_takes_no_second_pass(inner):
     """Its trust ratio needs all rows: loaded whole it is a little more memory, in two passes twice the transfer."""
     params = {f"w{i:02}": jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for i in range(24)}
     params |= {"embed": jax.ShapeDtypeStruct((4096, 1024), jnp.float32)}
-    tx, loads = jo.offload(inner), []
+    tx, plans = jo.offload(inner), []
 
     def step(params):
         state = tx.init(params)
-        with loads_of_updates() as found:
+        with emitted_plans() as found:
             out = tx.update(params, state, params)
-        loads.extend(found)
+        plans.extend(found)
         return out
 
     jax.make_jaxpr(step)(params)
-    assert sum(len(load.ids) for load in loads) == 2 * len(params)
+    assert sum(len(ids) for each in plans for ids, _ in each.loads) == 2 * len(params)
 
 
 def test_the_window_and_why_it_is_that():
@@ -293,10 +293,10 @@ def test_each_offload_keeps_its_order():
 
     def step(grads, params):
         state = tx.init(params)
-        with loads_of_updates() as loads:
+        with emitted_plans() as plans:
             jo.update_params(tx, grads, state, params)
         paths = {id(x): jax.tree_util.keystr(p) for p, x in jax.tree_util.tree_flatten_with_path(state)[0]}
-        found.extend(paths[load.ids[0]] for load in loads)
+        found.extend(paths[ids[0]] for each in plans for ids, _ in each.loads)
 
     jax.make_jaxpr(step)(params, params)
     ends = [path[-len("['one']['a']") :] for path in found]

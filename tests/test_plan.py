@@ -1,0 +1,97 @@
+"""The plan is the program: a reader that knows nothing of plans counts what the emitted equations move."""
+
+import dataclasses
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jax_offload as jo
+from jax_offload._plan import Chunked
+from jax_offload._stream import emitted_plans
+from tests._optimizers import TABLE, network
+
+HOST = jax.memory.Space.Host
+
+
+@dataclasses.dataclass
+class Moved:
+    """Copies between the memories that a program makes when it runs, and their bytes."""
+
+    loads: int = 0
+    stores: int = 0
+    loaded: int = 0
+    stored: int = 0
+
+
+def read(jaxpr, times=1, moved=None):
+    """A scan runs as often as it says. A while loop, of which nobody knows, runs once here: ours do."""
+    moved = moved or Moved()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "device_put":
+            for before, after in zip(eqn.invars, eqn.outvars, strict=True):
+                spaces = before.aval.memory_space == HOST, after.aval.memory_space == HOST
+                size = after.aval.size * after.aval.dtype.itemsize
+                if spaces == (True, False):
+                    moved.loads, moved.loaded = moved.loads + times, moved.loaded + times * size
+                elif spaces == (False, True):
+                    moved.stores, moved.stored = moved.stores + times, moved.stored + times * size
+        for inner in jex.jaxprs_in_params(eqn.params):
+            read(getattr(inner, "jaxpr", inner), times * eqn.params.get("length", 1), moved)
+    return moved
+
+
+def planned(plans):
+    found = Moved(
+        loaded=sum(each.plan.loaded_bytes for each in plans), stored=sum(each.plan.stored_bytes for each in plans)
+    )
+    for each in plans:
+        for of_pass in each.plan.passes:
+            found.stores += len(of_pass.prelude.stores)
+            for p in of_pass.slices:
+                times = p.transfer.count if isinstance(p.transfer, Chunked) else 1
+                found.loads += times * len(p.slice.loads)
+                found.stores += times * len(p.slice.stores)
+    return found
+
+
+SIMPLE = [
+    name for name, entry in TABLE.items() if not (entry.extra or entry.per_example or entry.complex) and entry.state
+]
+
+
+@pytest.mark.parametrize("through", ["update", "update_params"])
+@pytest.mark.parametrize("window", [None, 400])
+@pytest.mark.parametrize("name", SIMPLE)
+def test_the_plan_is_what_is_emitted(name, window, through):
+    entry = TABLE[name]
+    tx = jo.offload(entry.make(), min_bytes=0, window=window)
+    params = jax.device_put(entry.params(network(jnp.float32)), jax.devices()[0])
+    state = tx.init(params)
+
+    def step(state, params):
+        grads = entry.grads(jax.tree.map(jnp.cos, entry.network(params)))
+        if through == "update_params":
+            return jo.update_params(tx, grads, state, params)
+        return tx.update(grads, state, params)
+
+    with emitted_plans() as plans:
+        jaxpr = jax.make_jaxpr(step)(state, params)
+    assert len(plans) == 1
+    assert read(jaxpr.jaxpr) == planned(plans)
+    assert planned(plans).stored > 0
+
+
+def test_the_reader_can_tell(monkeypatch):
+    """That it would see a leaf that is loaded twice, and a chunk more."""
+    params = jax.device_put(network(jnp.float32), jax.devices()[0])
+    tx = jo.offload(optax.adam(1e-3), min_bytes=0, window=400)
+    state = tx.init(params)
+    with emitted_plans() as plans:
+        jaxpr = jax.make_jaxpr(tx.update)(params, state, params)
+    twice = jax.make_jaxpr(lambda g, s, p: (tx.update(g, s, p), jo.to_device(s)))(params, state, params)
+    assert read(twice.jaxpr) != planned(plans) == read(jaxpr.jaxpr)
+    monkeypatch.setattr(Chunked, "count", property(lambda self: 1 + self.shape[self.axis] // self.rows))
+    assert read(jaxpr.jaxpr) != planned(plans)
