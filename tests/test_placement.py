@@ -131,12 +131,13 @@ def test_keys_and_scalars_stay_whatever_the_options_say():
 def test_the_table_says_where_and_why():
     tx = optax.chain(optax.ema(0.9), jo.offload(optax.adamw(1e-3), select="embed", min_bytes=1024))
     text = str(jo.placement(tx, layers(1)))
-    rows = {line.split()[0]: line for line in text.splitlines()[2:-1]}
+    rows = {line.split()[0]: line for line in text.splitlines()[2:-2]}
     row = next(line for path, line in rows.items() if "embed" in path and ".mu" in path)
     assert row.split()[1:] == ["128×64", "float32", "0.03", HOST, "eligible", "whole,", "2", "leaves", "together"]
     assert "outside any offload" in next(line for path, line in rows.items() if ".ema['embed']" in path)
     assert "not selected" in next(line for path, line in rows.items() if ".mu['head']" in path)
-    assert text.splitlines()[-1].startswith("optimizer state: ")
+    assert text.splitlines()[-2].startswith("optimizer state: ")
+    assert text.splitlines()[-1].startswith("window: ")
 
 
 def test_placement_does_not_depend_on_the_process():
