@@ -91,8 +91,8 @@ def _numbers(program: Program, given: Set[Var]) -> list[Var]:
         for env in loaded, arrays, parts, wholes:
             env.update(zip(eqn.outvars, forward(eqn, env), strict=True))
         operands = [v for v in eqn.invars if not isinstance(v, jex.Literal)]
-        (number, *others) = eqn.outvars
-        if others or not _is_number(number.aval) or (not arrays[number] and not loaded[number]):
+        number = eqn.outvars[0] if len(eqn.outvars) == 1 else None  # a nested cond may be left with no result
+        if number is None or not _is_number(number.aval) or (not arrays[number] and not loaded[number]):
             used.update(operands)
         elif not loaded[number]:
             made.append(number)

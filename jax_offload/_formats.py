@@ -117,8 +117,10 @@ def encode(x: jax.Array, storage: Storage, seed: Any = None) -> tuple[jax.Array,
         values = jnp.where(finite, values, blocks).astype(storage.dtype)
         return _as_rows(values, x), _power_of_two(power)[..., 0]
     signed = storage.dtype == "int8"
-    magnitude = jnp.abs(blocks) if signed else jnp.where(blocks < 0, jnp.nan, blocks)
-    largest = jnp.max(magnitude, axis=-1, keepdims=True)  # NaN where one is
+    valid = lax.is_finite(blocks) if signed else lax.is_finite(blocks) & (blocks >= 0)
+    # infinity, as the largest of a block is not always NaN where one is: XLA's CPU loses it in vectors
+    magnitude = jnp.where(valid, jnp.abs(blocks), jnp.inf)
+    largest = jnp.max(magnitude, axis=-1, keepdims=True)
     part = magnitude / jnp.where(largest > 0, largest, 1)
     noise = _noise(x, seed, storage.block, _SNAP)
     codes = _to_map(part if signed else jnp.sqrt(part), _BITS[storage.dtype], noise, squared=not signed)

@@ -164,6 +164,12 @@ def test_what_plain_optax_traces_is_traced_offloaded(part):
     assert sum(check(seed) for seed in range(15 * part, 15 * part + 15)) >= 5
 
 
+# what once failed: leaves that become wider, in one update or in two, and a cond inside a cond without results
+@pytest.mark.parametrize("seed", [42, 62, 118, 1141, 1770])
+def test_programs_that_failed(seed):
+    assert check(seed)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(50))
 def test_many_more(part):
