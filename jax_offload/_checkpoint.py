@@ -82,6 +82,7 @@ def restore(
     ocp = _orbax()
     if not isinstance(manager, ocp.CheckpointManager):
         raise TypeError(f"manager: expected an orbax.checkpoint.CheckpointManager, got {manager!r}.")
+    manager.wait_until_finished()  # for what it is still writing itself
     saved = sorted(manager.all_steps(), reverse=True)
     steps = [s for s in saved if step is None or s <= step]
     if not steps or (step is not None and steps[0] != step):
@@ -137,15 +138,21 @@ def _restore_step(ocp: Any, manager: Any, step: int, item: str | None, target: A
     _check_target(target, stored, folder)
     args = ocp.args.StandardRestore(target)
     tree = _reading(manager.restore, step, args=args if item is None else ocp.args.Composite(**{item: args}))
-    tree = tree if item is None else tree[item]
+    tree = jax.tree.map(_memory.well_typed, tree if item is None else tree[item])
     if by_default:
         tree = jax.tree.map(lambda x: _on_device(x) if is_key(x) else x, tree)
     names, leaves = _named(tree)
     if sums is not None:
+        leaves = [_as_stored(x, stored[name]) for name, x in zip(names, leaves, strict=True)]
         wrong = [name for name, got in zip(names, summed(leaves), strict=True) if got != sums[name]]
         if wrong:
             raise _Damaged(f"other values than were saved in {len(wrong)} of {len(names)} leaves: {_some(wrong)}")
     return tree
+
+
+def _as_stored(x: Any, stored: Any) -> Any:
+    """A number that came back as Python's, in the dtype in which it was saved."""
+    return np.asarray(x, stored.dtype) if isinstance(x, (bool, int, float, complex)) else x
 
 
 def _stored_sums(metadata: Any, folder: Any) -> tuple[Callable[[list[Any]], list[int]], dict[str, int] | None]:

@@ -13,7 +13,7 @@ import jax
 from jax.core import Tracer
 
 from jax_offload._memory import on_host, to_host
-from jax_offload._placement import Leaf, collecting
+from jax_offload._placement import Leaf
 from jax_offload._sharding import only_looking
 
 
@@ -26,9 +26,9 @@ class Home:
 
     reached: bool = False
 
-    def made(self, plan: Sequence[Leaf]) -> None:
-        """An ``init`` has put a state where the plan says."""
-        self.reached |= not collecting() and not only_looking() and any(leaf.host for leaf in plan)
+    def made(self, state: Any) -> None:
+        """An ``init`` has made this state; one that is only traced has not."""
+        self.reached |= any(on_host(x) for x in jax.tree.leaves(state))
 
     def arrived(self, leaves: Sequence[Any], plan: Sequence[Leaf], moved: bool | None = None) -> None:
         """A state comes to an ``update``. Warns where it has been in host memory before and is not there now.

@@ -9,7 +9,9 @@ from typing import Any
 
 import jax
 import jax.extend.core
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 Space = jax.memory.Space
 HOST_KIND = "pinned_host"
@@ -24,9 +26,24 @@ def is_host_aval(aval: Any) -> bool:
 def on_host(x: Any) -> bool:
     """Whether an array or a tracer is in host memory.
 
-    Asks the type: a tracer has no ``sharding``, so a check of that attribute would be silently inert under jit.
+    Asks the type of a tracer, which has no ``sharding``: a check of that attribute would be silently inert under jit.
+    And the sharding of an array, whose type may be wrong (``well_typed``).
     """
-    return isinstance(x, jax.Array) and is_host_aval(jax.typeof(x))
+    if not isinstance(x, jax.Array):
+        return False
+    return is_host_aval(jax.typeof(x)) if isinstance(x, Tracer) else x.sharding.memory_kind == HOST_KIND
+
+
+def well_typed(x: Any) -> Any:
+    """``x``, an array whose type says that it is in the memory where it is. Nothing is copied.
+
+    jax takes an array that is put together from parts for one in device memory, wherever its single device has it
+    (0.10 to 0.12; orbax restores so). A program then sees another type than that of what ``init`` made.
+    """
+    if not on_host(x) or is_host_aval(jax.typeof(x)):
+        return x
+    mesh = Mesh(np.array(list(x.sharding.device_set)), ("device",))
+    return jax.device_put(jax.device_put(x, NamedSharding(mesh, PartitionSpec(), memory_kind=HOST_KIND)), x.sharding)
 
 
 def to_host(x: jax.Array) -> jax.Array:
@@ -46,7 +63,17 @@ def copy_on_host(x: jax.Array) -> jax.Array:
     which would compile per shape and may forward its argument.
     """
     parts = [jax.device_put(part.data, part.data.sharding, may_alias=False) for part in x.addressable_shards]
-    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
+    return well_typed(jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts))
+
+
+def on_a_mesh(x: Any) -> Any:
+    """An abstract value on one device, on a mesh of that device: else jax forgets in which memory it is."""
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(x, jax.ShapeDtypeStruct) or not isinstance(sharding, SingleDeviceSharding):
+        return x
+    mesh = Mesh(np.array(list(sharding.device_set)), ("device",))
+    named = NamedSharding(mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=named, weak_type=x.weak_type)
 
 
 def under_jit() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -125,8 +126,7 @@ def offload(
             plan = place(policy, state, params)
             divided = partitions(plan, params, {**settled(seen), **told}, missing_ok=True)  # else out_shardings say so
             state = guarded(_store(state, plan, params, divided))
-            home.made(plan)
-            note(jax.tree.leaves(state), plan)
+            note(jax.tree.leaves(state), [dataclasses.replace(leaf, window=window, order=order) for leaf in plan])
             return state
 
         leaves = jax.tree.leaves(params)
@@ -138,6 +138,7 @@ def offload(
             abstract = abstract_state(Offloaded(create, update_fn), params)
             _check_eager(params, abstract)
             state = jax.jit(create, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))(params)
+            home.made(state)
         remember(seen, told)
         return state
 

@@ -41,6 +41,7 @@ class Leaf:
       sharding: how it is divided between devices.
       shard_bytes: its size in bytes on each device.
       streams: how ``update`` brings it to the device: whole or in chunks, how often, and why.
+      window, order: as its ``offload`` was given them.
     """
 
     path: str
@@ -56,6 +57,8 @@ class Leaf:
     sharding: str = ""
     shard_bytes: int = 0
     streams: str = ""
+    window: int | None = None
+    order: Order = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,11 +138,6 @@ def noting() -> Iterator[dict[int, Leaf]]:
         yield rows
     finally:
         _NOTES.reset(token)
-
-
-def collecting() -> bool:
-    """Whether an ``init`` is traced for its table alone."""
-    return _NOTES.get() is not None
 
 
 def note(state_leaves: Sequence[Any], plan: Sequence[Leaf]) -> None:

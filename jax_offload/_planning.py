@@ -176,9 +176,10 @@ def _scheduled(
     for its state. The first chunk of a loop would lie there through the whole backward pass.
     """
     slices = sorted(planned, key=lambda p: min(map(rank, p.slice.loads), default=0))
+    sizes = [p.bytes_in_flight for p in slices]
     found, done = [], 0
     for k, p in enumerate(slices):
-        stored = _must_be_back([q.bytes_in_flight for q in slices], k, p.window.nbytes)
+        stored = _must_be_back(sizes, k, p.window.nbytes)
         done = max(done, stored + 1)
         made = k if p.in_chunks else done if done < k else None
         found.append(dataclasses.replace(p, token=_token(p.slice, next_of), once_stored=stored, once_made=made))

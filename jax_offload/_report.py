@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import optax
 from jax_offload import _memory
 from jax_offload._placement import Leaf, nbytes, unmanaged
 from jax_offload._plan import Planned, Window
-from jax_offload._sharding import known
+from jax_offload._sharding import known, looking
 from jax_offload._state import arranged_leaves
 from jax_offload._stream import emitted_plans
 
@@ -77,7 +78,7 @@ class Placement:
 
 
 _APART = "once the backward pass is over, as pieces this small hide little"
-_UNSEEN = "not loaded, or in a branch or a loop around offload"
+_UNSEEN = "not seen: not loaded, or in a branch, a loop or a jit inside of what was traced"
 
 
 def placement(tx: optax.GradientTransformation | Callable[..., Any], *args: Any, **extra_args: Any) -> Placement:
@@ -92,7 +93,7 @@ def placement(tx: optax.GradientTransformation | Callable[..., Any], *args: Any,
 
     Args:
       tx: the transformation, or the step.
-      *args: the parameters; or the step's arguments, without static ones. Concrete or abstract: nothing is allocated.
+      *args: the parameters; or the step's arguments, static ones too. Concrete or abstract: nothing is allocated.
       **extra_args: what ``tx.update`` needs besides gradients, state and parameters; the step's keyword arguments.
     """
     if isinstance(tx, optax.GradientTransformation | optax.MultiSteps):
@@ -117,7 +118,9 @@ def _of_transformation(tx: Any, params: Any, **extra_args: Any) -> Placement:
 
 def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
     if hasattr(step, "lower") and hasattr(step, "__wrapped__"):
-        step = step.__wrapped__  # jax keeps what a jitted function traced to, and would not trace it again
+        # jax keeps what a jitted function traced to, and would not trace it again
+        own = getattr(step, "__self__", None)
+        step = step.__wrapped__ if own is None else functools.partial(step.__wrapped__, own)
 
     def call(args: Any, kwargs: Any) -> list[Any]:
         step(*args, **kwargs)
@@ -131,8 +134,9 @@ def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
             path = jax.tree_util.keystr(path[1:])
             rows.append(dataclasses.replace(unmanaged(x), path=path, host=host, shard_bytes=nbytes(x), why="argument"))
 
-    _traced(names, args, kwargs)
-    loads, unknown = _loads(call, args, kwargs)
+    with looking():
+        _traced(names, args, kwargs)
+        loads, unknown = _loads(call, args, kwargs)
     kept = [(row, of) for row, of in zip(rows, loads or [[] for _ in rows], strict=True) if row.host or of]
     return _table([row for row, _ in kept], [of for _, of in kept], unknown)
 
@@ -177,7 +181,7 @@ def _traced(fun: Callable[..., None], *args: Any) -> None:
         filled = dict(enumerate(leaves)) | dict(zip(arrays, values, strict=True))
         fun(*jax.tree.unflatten(treedef, filled.values()))
 
-    jax.jit(with_arrays).trace(*(leaves[k] for k in arrays))
+    jax.jit(with_arrays).trace(*(_memory.on_a_mesh(leaves[k]) for k in arrays))
 
 
 def _in_words(loads: Sequence[Planned]) -> str:

@@ -49,6 +49,16 @@ def known(params: Any, *, only_looking: bool) -> Iterator[None]:
         _LOOKING.reset(tokens[1])
 
 
+@contextlib.contextmanager
+def looking() -> Iterator[None]:
+    """Inside, what is traced is not going to run."""
+    token = _LOOKING.set(True)
+    try:
+        yield
+    finally:
+        _LOOKING.reset(token)
+
+
 def only_looking() -> bool:
     """Whether what is traced is not going to run."""
     return _LOOKING.get()

@@ -96,6 +96,18 @@ def loaded_from(state: Any, original: Any) -> None:
         recipe.loaded.extend(zip(jax.tree.leaves(state), jax.tree.leaves(original), strict=True))
 
 
+def _own(options: Options | None, by_leaf: Sequence[Options] | None, state: Any) -> list[_Inside]:
+    if options is None:
+        return []
+    leaves = jax.tree.leaves(state)
+    groups: dict[Any, _Inside] = {}
+    for x, of_leaf in zip(leaves, by_leaf or [options] * len(leaves), strict=True):
+        key = of_leaf.window, _as_key(of_leaf.order)
+        told = dataclasses.replace(options, window=of_leaf.window, order=of_leaf.order)
+        groups.setdefault(key, _Inside(told, [])).leaves.append(x)
+    return list(groups.values()) or [_Inside(options, [])]
+
+
 def _merged(inside: list[_Inside]) -> Options:
     """What is known of the parameters: all that any of them knows."""
     return Options(
@@ -111,6 +123,7 @@ def streamed(
     *,
     next_of: tuple[int, ...],
     options: Options | None = None,
+    by_leaf: Sequence[Options] | None = None,
 ) -> Any:
     """``recipe(*args)``, with host leaves loaded, used and stored slice by slice.
 
@@ -119,9 +132,10 @@ def streamed(
       args: its arguments; what is not an array in them becomes part of the program.
       next_of: for each tree that the recipe returns, the number of the argument that it is the next value of.
       options: of the ``offload`` whose recipe it is; ``None``: each ``offload`` inside has its own.
+      by_leaf: for every leaf of the state window and order of its ``offload``, where the recipe is a wrapper's.
     """
     updates, state, params, *rest = args
-    own = [] if options is None else [_Inside(options, jax.tree.leaves(state))]
+    own = _own(options, by_leaf, state)
     if (outer := _INSIDE.get()) is not None:
         outer.offloads.extend(own)
         return recipe(*args)
@@ -138,12 +152,14 @@ def streamed(
         for i, value in zip(arrays, values, strict=True):
             filled[i] = value
         args = jax.tree.unflatten(treedef, filled)
-        inside[:] = [] if options is None else [_Inside(options, jax.tree.leaves(args[1]))]
+        inside[:] = _own(options, by_leaf, args[1])
         result = recipe(*args)
         position = {id(x): k for k, x in enumerate(values)}
         position |= {id(x): position[id(old)] for x, old in loaded if id(old) in position}
         for r, each in enumerate(inside):
             whose.update((position[id(x)], r) for x in each.leaves if id(x) in position)
+            each.leaves.clear()  # jax.checking_leaks sees tracers that outlive their trace
+        loaded.clear()
         return result
 
     token = _INSIDE.set(_Recipe(inside, loaded))

@@ -56,7 +56,10 @@ def streamed_around(tx: Any, update: Callable[..., Any], updates: Any, state: An
         leaves = [to_host(x) if h else x for x, h in zip(jax.tree.leaves(new), host, strict=True)]
         return updates, jax.tree.unflatten(treedef, leaves)
 
-    return streamed(recipe, (updates, state, params, extra_args), next_of=(0, 1), options=Options(in_turn=False))
+    by_leaf = [Options(leaf.window, leaf.order) for leaf, _ in rows]
+    return streamed(
+        recipe, (updates, state, params, extra_args), next_of=(0, 1), options=Options(in_turn=False), by_leaf=by_leaf
+    )
 
 
 def adopt_multi_steps() -> None:

@@ -385,7 +385,7 @@ def assert_same(got: Any, want: Any, what: str, tolerance: float = 1e-6) -> None
     """Law 2, leaf by leaf: the tree, shapes and types are equal, and so are the numbers.
 
     Whole numbers, booleans and keys exactly; floats of 32 bits to ``‖a − b‖ ≤ tolerance ‖b‖``; floats of 16 bits to one
-    unit in the last place of the larger of the two, element by element, in the leaf's own dtype. NaN and infinity must
+    unit in the last place of the larger of the two (float16: two), element by element, in the leaf's own dtype. NaN and infinity must
     stand in the same places.
     """
     paths, treedef = jax.tree_util.tree_flatten_with_path(got)
@@ -412,7 +412,9 @@ def assert_same(got: Any, want: Any, what: str, tolerance: float = 1e-6) -> None
             assert error <= tolerance * scale, f"{where}: off by {error / max(scale, tiny):.1e}"
         elif x.size:
             ulp = 2.0 ** (np.floor(np.log2(np.maximum(np.maximum(np.abs(x), np.abs(y)), tiny))) - bits)
-            assert np.all(np.abs(x - y) <= ulp), f"{where}: off by {np.max(np.abs(x - y) / ulp):.1f} ulp"
+            # XLA's CPU computes float16 in float32 and rounds where a fusion ends, which a loop or a barrier can move
+            most = 2 if a.dtype == jnp.float16 else 1
+            assert np.all(np.abs(x - y) <= most * ulp), f"{where}: off by {np.max(np.abs(x - y) / ulp):.1f} ulp"
 
 
 def eligible(x: jax.Array) -> bool:

@@ -264,7 +264,7 @@ def test_the_table_says_which_axis_and_why_none():
     state = jo.offload(optax.adam(1e-3), min_bytes=0, shard_over="data").init(params)
     held = [x for x in jax.tree.leaves(state) if x.ndim]
     assert table.host_bytes_per_device == sum(x.addressable_shards[0].data.nbytes for x in held) < table.host_bytes
-    assert str(table).endswith(f"for each device {table.host_bytes_per_device / 2**20:.2f} MiB in pinned_host")
+    assert f"for each device {table.host_bytes_per_device / 2**20:.2f} MiB in pinned_host\n" in str(table)
     assert "P(None, 'data')" in str(table) and "sharding" in str(table).splitlines()[0]
     assert "sharding" not in str(jo.placement(jo.offload(optax.adam(1e-3)), network(None))).splitlines()[0]
 

@@ -66,7 +66,7 @@ def test_twice_the_leaves_are_twice_the_work(case):
 
 
 def test_slices_of_a_branch_are_traced_once():
-    tx = jo.offload(optax.apply_if_finite(clip_adamw(), 3), min_bytes=0)
+    tx = jo.offload(optax.apply_if_finite(clip_adamw(), 3), min_bytes=0, window=2**20)
     params = jax.device_put({f"layers_{i}": jnp.ones((8, 8)) for i in range(6)}, jax.devices()[0])
     jaxpr = jax.make_jaxpr(tx.update)(params, tx.init(params), params)
     called = [id(eqn.params["jaxpr"]) for eqn in jaxpr.eqns if eqn.params.get("name") == "update_slice"]
