@@ -385,8 +385,8 @@ def assert_same(got: Any, want: Any, what: str, tolerance: float = 1e-6) -> None
     """Law 2, leaf by leaf: the tree, shapes and types are equal, and so are the numbers.
 
     Whole numbers, booleans and keys exactly; floats of 32 bits to ``‖a − b‖ ≤ tolerance ‖b‖``; floats of 16 bits to one
-    unit in the last place of the larger of the two (float16: two), element by element, in the leaf's own dtype. NaN and infinity must
-    stand in the same places.
+    unit in the last place of the larger of the two (float16: two), element by element, in the leaf's own dtype. NaN and
+    infinity must stand in the same places.
     """
     paths, treedef = jax.tree_util.tree_flatten_with_path(got)
     assert treedef == jax.tree.structure(want), what

