@@ -143,16 +143,10 @@ def _restore_step(ocp: Any, manager: Any, step: int, item: str | None, target: A
         tree = jax.tree.map(lambda x: _on_device(x) if is_key(x) else x, tree)
     names, leaves = _named(tree)
     if sums is not None:
-        leaves = [_as_stored(x, stored[name]) for name, x in zip(names, leaves, strict=True)]
         wrong = [name for name, got in zip(names, summed(leaves), strict=True) if got != sums[name]]
         if wrong:
             raise _Damaged(f"other values than were saved in {len(wrong)} of {len(names)} leaves: {_some(wrong)}")
     return tree
-
-
-def _as_stored(x: Any, stored: Any) -> Any:
-    """A number that came back as Python's, in the dtype in which it was saved."""
-    return np.asarray(x, stored.dtype) if isinstance(x, (bool, int, float, complex)) else x
 
 
 def _stored_sums(metadata: Any, folder: Any) -> tuple[Callable[[list[Any]], list[int]], dict[str, int] | None]:
@@ -219,7 +213,9 @@ def _default_target(stored: Any) -> Any:
     """Where a leaf goes that nobody gave a target for."""
     if stored.sharding is None:  # no jax.Array: a NumPy array, or a number
         zero = np.zeros((), stored.dtype)
-        return np.broadcast_to(zero, stored.shape) if stored.shape else zero.item()
+        if stored.shape:
+            return np.broadcast_to(zero, stored.shape)
+        return zero.item() if np.asarray(zero.item()).dtype == zero.dtype else zero  # Python's numbers are of 64 bits
     sharding = _recorded(stored.sharding) or _memory.ambient_sharding()
     kind = _memory.HOST_KIND if stored.shape else _memory.DEVICE_KIND
     return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=_memory.with_kind(sharding, kind))

@@ -89,7 +89,9 @@ def offload(
     Returns:
       A transformation whose ``update`` leaves every state leaf where the options say, wherever it came from: a
       resident state becomes an offloaded one in its first step. ``update(..., skip=)``, a bool, traced or not: where it
-      holds the updates are zero, and not a byte of the state changes or moves; for dynamic loss scaling.
+      holds the updates are zero, and not a byte of the state changes or moves; for dynamic loss scaling. Outside of any
+      ``jit`` an update is compiled as ``jax.jit`` would: what it reads through a closure is that of the first call, and
+      extra arguments that are functions, ints or strings compile anew where they change.
 
     Raises:
       TypeError: ``inner`` is not an optax transformation, or is an ``offload(...)`` already.
