@@ -7,12 +7,10 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jex
-import numpy as np
 
-from jax_offload._dataflow import Slice
 from jax_offload._loop import looped
 from jax_offload._plan import Chunked, Planned
+from jax_offload._shares import structure
 from jax_offload._trace import Var
 
 
@@ -23,7 +21,7 @@ def functions(planned: Sequence[Planned]) -> Callable[[Planned, dict[Var, Any]],
     that takes a quarter off the time of tracing and lowering a step.
     """
     kinds: dict[Hashable, int] = {}
-    kind = {id(p): kinds.setdefault(_key(p.slice), len(kinds)) for p in planned if not p.in_chunks}
+    kind = {id(p): kinds.setdefault(structure(p.slice.jaxpr), len(kinds)) for p in planned if not p.in_chunks}
     times = Counter(kind.values())
     shared: dict[int, Any] = {}
 
@@ -46,29 +44,3 @@ def _named(run: Callable[..., Any]) -> Any:
         return run(*args)
 
     return jax.jit(update_slice)
-
-
-def _key(s: Slice) -> Hashable:
-    """Equal for slices whose equations differ in the names of variables only."""
-    number = {v: k for k, v in enumerate(s.jaxpr.invars)}
-
-    def read(v: Any) -> Hashable:
-        return (v.aval, np.asarray(v.val).tobytes()) if isinstance(v, jex.Literal) else number[v]
-
-    equations = []
-    for eqn in s.jaxpr.eqns:
-        operands = tuple(read(v) for v in eqn.invars)
-        number.update((v, len(number) + k) for k, v in enumerate(eqn.outvars))
-        params = tuple((name, _hashable(value)) for name, value in eqn.params.items())
-        types = tuple(v.aval for v in eqn.outvars)
-        equations.append((eqn.primitive, operands, params, types, _hashable(eqn.ctx)))
-    return tuple(v.aval for v in s.jaxpr.invars), tuple(equations), tuple(read(v) for v in s.jaxpr.outvars)
-
-
-def _hashable(value: Any) -> Hashable:
-    """What is no key, a jaxpr with its arrays say, is only like itself."""
-    try:
-        hash(value)
-    except TypeError:
-        return id(value)
-    return value

@@ -78,7 +78,7 @@ class Shares:
 
     def _one(self, branches: Branches) -> Branches:
         """Branches that do the same as these: those that came first."""
-        one = self._known.setdefault(tuple(_structure(branch.jaxpr) for branch in branches), branches)
+        one = self._known.setdefault(tuple(structure(branch.jaxpr) for branch in branches), branches)
         if one is branches and not any(self.can_be_cut(eqn) for branch in branches for eqn in branch.jaxpr.eqns):
             self._least.add(id(one))
         return one
@@ -102,7 +102,7 @@ def _closed(like: Any, inputs: list[Any], outputs: list[Any], eqns: list[Any]) -
     return jex.ClosedJaxpr(jex.Jaxpr([], inputs, outputs, eqns, like.jaxpr.effects, debug_info), ())  # pyright: ignore
 
 
-def _structure(jaxpr: Any) -> Hashable:
+def structure(jaxpr: Any) -> Hashable:
     """Equal for jaxprs that differ in the names of variables only."""
     number = {v: k for k, v in enumerate(jaxpr.invars)}
 
@@ -119,6 +119,7 @@ def _structure(jaxpr: Any) -> Hashable:
 
 
 def _hashable(value: Any) -> Hashable:
+    """What is no key, a jaxpr with its arrays say, is only like itself."""
     try:
         hash(value)
     except TypeError:
