@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_offload import _elementwise
+
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
@@ -46,7 +48,7 @@ ELEMENTWISE = frozenset(
     not optimization_barrier or population_count pow real reduce_precision rem reshard round rsqrt select_n
     sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
     stop_gradient sub tan tanh xor""".split()
-)
+) | {_elementwise.NAME}
 _COMBINE = {
     "reduce_sum": lax.add, "reduce_max": lax.max, "reduce_min": lax.min, "reduce_and": lax.bitwise_and,
     "reduce_or": lax.bitwise_or, "reduce_xor": lax.bitwise_xor, "reduce_prod": lax.mul,

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jax_offload._elementwise import elementwise
 from jax_offload._placement import is_whole
 from jax_offload._sharding import constrained, padded, shards_of, typed_sharding
 
@@ -105,40 +106,27 @@ def encode(x: jax.Array, storage: Storage, seed: Any = None) -> tuple[jax.Array,
     if storage.dtype == "float32":
         return x, None
     if storage.dtype == "bfloat16":
-        return _to_bfloat16(x, seed), None
-    blocks = _in_blocks(x, storage.block)
-    if (form := _SCALED.get(storage.dtype)) is not None:
-        finite = lax.is_finite(blocks)
-        top = (2 - 2.0**-form.mantissa) * 2.0**127  # what rounds up from there is not in float32
-        held = lax.clamp(-top, blocks, top)
-        largest = jnp.max(jnp.where(finite, jnp.abs(held), 0), axis=-1, keepdims=True)
-        power = jnp.clip(_ceil_log2(largest) - form.largest, -126, 126)
-        values = _to_grid(held * _power_of_two(-power), form, _noise(x, seed, storage.block))
-        values = jnp.where(finite, values, blocks).astype(storage.dtype)
-        return _as_rows(values, x), _power_of_two(power)[..., 0]
-    signed = storage.dtype == "int8"
-    valid = lax.is_finite(blocks) if signed else lax.is_finite(blocks) & (blocks >= 0)
-    # infinity, as the largest of a block is not always NaN where one is: XLA's CPU loses it in vectors
-    magnitude = jnp.where(valid, jnp.abs(blocks), jnp.inf)
-    largest = jnp.max(magnitude, axis=-1, keepdims=True)
-    part = magnitude / jnp.where(largest > 0, largest, 1)
-    noise = _noise(x, seed, storage.block, _SNAP)
-    codes = _to_map(part if signed else jnp.sqrt(part), _BITS[storage.dtype], noise, squared=not signed)
-    codes = (lax.sign(blocks) * codes).astype(storage.dtype)  # what is zero has no sign
-    return _as_rows(codes, x), jnp.where(largest == jnp.inf, jnp.nan, largest)[..., 0]
+        return elementwise(_to_bfloat16, x, *_places(x, seed), strides=_strides(x)), None
+    magnitude = elementwise(_magnitude, _in_blocks(x, storage.block), dtype=storage.dtype)
+    largest = jnp.max(magnitude, axis=-1)
+    scale = elementwise(_scale, largest, dtype=storage.dtype) if storage.dtype in _SCALED else largest
+    values = elementwise(
+        _to_float if storage.dtype in _SCALED else _to_code,
+        *(x, _per_element(scale, x, storage.block), *_places(x, seed)),
+        dtype=storage.dtype,
+        strides=_strides(x),
+    )
+    return values, scale if storage.dtype in _SCALED else elementwise(_or_nan, largest)
 
 
 def decode(values: jax.Array, scale: jax.Array | None, storage: Storage) -> jax.Array:
     """What ``encode`` was given, as far as the format has it, in float32."""
     if scale is None:
         return values.astype(jnp.float32)
-    wide = jnp.broadcast_to(scale[..., None], (*scale.shape, min(storage.block, values.shape[-1])))
-    wide = _as_rows(wide, values)
+    wide = _per_element(scale, values, storage.block)
     if storage.dtype in _SCALED:
         return values.astype(jnp.float32) * wide
-    code = values.astype(jnp.float32)
-    point = _point(jnp.abs(code), _BITS[storage.dtype])
-    return lax.sign(code) * point * wide if storage.dtype == "int8" else point * point * wide
+    return elementwise(_from_code, values, wide, dtype=storage.dtype)
 
 
 def encoded_shapes(shape: tuple[int, ...], storage: Storage) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
@@ -155,46 +143,90 @@ def mixed(x: Any) -> Any:
     return x ^ (x >> 16)
 
 
-def _noise(x: jax.Array, seed: Any, block: int, margin: float = 0.0) -> jax.Array | None:
-    """Numbers in [margin, 1 - margin), in blocks."""
-    if seed is None:
-        return None
-    unit = (_random_bits(x, seed) >> 8).astype(jnp.float32) * (2.0**-24 * (1 - 2 * margin))
-    return _in_blocks(unit + margin if margin else unit, block)
+# Of the element x, for which XLA has one operation (see ``elementwise``):
 
 
-def _random_bits(x: jax.Array, seed: Any) -> jax.Array:
-    """A uint32 for each place in ``x``. A counter, mixed: the same in chunks, and on however many devices.
+def _magnitude(x: jax.Array, *, dtype: str) -> jax.Array:
+    """What counts for the largest of its block. In integers infinity where a whole block becomes NaN, as the largest of
+    a block is not always NaN where one is: XLA's CPU loses it in vectors."""
+    if dtype in _SCALED:
+        return _where(lax.is_finite(x), lax.abs(_held(x, dtype)), 0)
+    valid = lax.is_finite(x) if dtype == "int8" else lax.is_finite(x) & (x >= 0)
+    return _where(valid, lax.abs(x), math.inf)
+
+
+def _scale(largest: jax.Array, *, dtype: str) -> jax.Array:
+    """The power of two that brings the largest of a block to the format's last binade."""
+    power = lax.clamp(-126, _ceil_log2(largest) - _SCALED[dtype].largest, 126)
+    return lax.bitcast_convert_type((power + 127) << 23, jnp.float32)
+
+
+def _or_nan(largest: jax.Array) -> jax.Array:
+    return _where(largest == math.inf, lax.full_like(largest, math.nan), largest)
+
+
+def _to_bfloat16(x: jax.Array, *place: jax.Array, strides: tuple[int, ...]) -> jax.Array:
+    if not place:
+        return x.astype(jnp.bfloat16)
+    largest = float(jnp.finfo(jnp.bfloat16).max)  # so that what is finite does not overflow
+    bits = lax.bitcast_convert_type(lax.clamp(-largest, x, largest), jnp.uint32)
+    bits = (bits + (_random_bits(*place, strides=strides) >> 16)) & jnp.uint32(0xFFFF0000)
+    return _where(lax.is_finite(x), lax.bitcast_convert_type(bits, jnp.float32), x).astype(jnp.bfloat16)
+
+
+def _to_float(x: jax.Array, scale: jax.Array, *place: jax.Array, dtype: str, strides: tuple[int, ...]) -> jax.Array:
+    noise = _noise(*place, strides=strides) if place else None
+    inverse = jnp.uint32(254 << 23) - lax.bitcast_convert_type(scale, jnp.uint32)  # of a power of two
+    values = _to_grid(_held(x, dtype) * lax.bitcast_convert_type(inverse, jnp.float32), _SCALED[dtype], noise)
+    return _where(lax.is_finite(x), values, x).astype(dtype)
+
+
+def _to_code(x: jax.Array, largest: jax.Array, *place: jax.Array, dtype: str, strides: tuple[int, ...]) -> jax.Array:
+    part = _magnitude(x, dtype=dtype) / _where(largest > 0, largest, 1)
+    noise = _noise(*place, strides=strides, margin=_SNAP) if place else None
+    signed = dtype == "int8"
+    code = _to_map(part if signed else lax.sqrt(part), _BITS[dtype], noise, squared=not signed)
+    return (lax.sign(x) * code).astype(dtype)  # what is zero has no sign
+
+
+def _from_code(code: jax.Array, largest: jax.Array, *, dtype: str) -> jax.Array:
+    code = code.astype(jnp.float32)
+    point = _point(lax.abs(code), _BITS[dtype])
+    return lax.sign(code) * point * largest if dtype == "int8" else point * point * largest
+
+
+def _noise(*place: jax.Array, strides: tuple[int, ...], margin: float = 0.0) -> jax.Array:
+    """A number in [margin, 1 - margin)."""
+    unit = (_random_bits(*place, strides=strides) >> 8).astype(jnp.float32) * (2.0**-24 * (1 - 2 * margin))
+    return unit + margin if margin else unit
+
+
+def _random_bits(seed: jax.Array, *place: jax.Array, strides: tuple[int, ...]) -> jax.Array:
+    """A uint32 for each place. A counter, mixed: the same in chunks, and on however many devices.
 
     Only its upper bits are used, which the last line of the finalizer (see ``mixed``) does not make better.
     """
-    sharding = typed_sharding(jax.typeof(x))
-    number = None
-    for axis in range(x.ndim):
-        place = lax.broadcasted_iota(jnp.uint32, x.shape, axis, out_sharding=sharding)
-        if (stride := math.prod(x.shape[axis + 1 :]) % 2**32) != 1:
-            place = place * jnp.uint32(stride)
-        number = place if number is None else number + place
-    number = seed if number is None else number ^ seed
+    number = sum((index * jnp.uint32(stride) for index, stride in zip(place, strides, strict=True)), jnp.uint32(0))
+    number = number ^ seed
     number = (number ^ (number >> 16)) * jnp.uint32(0x85EBCA6B)
     return (number ^ (number >> 13)) * jnp.uint32(0xC2B2AE35)
 
 
-def _to_bfloat16(x: jax.Array, seed: Any) -> jax.Array:
-    if seed is None:
-        return x.astype(jnp.bfloat16)
-    largest = float(jnp.finfo(jnp.bfloat16).max)  # so that what is finite does not overflow
-    bits = lax.bitcast_convert_type(lax.clamp(-largest, x, largest), jnp.uint32)
-    bits = (bits + (_random_bits(x, seed) >> 16)) & jnp.uint32(0xFFFF0000)
-    return jnp.where(jnp.isfinite(x), lax.bitcast_convert_type(bits, jnp.float32), x).astype(jnp.bfloat16)
+def _held(x: jax.Array, dtype: str) -> jax.Array:
+    top = (2 - 2.0 ** -_SCALED[dtype].mantissa) * 2.0**127  # what rounds up from there is not in float32
+    return lax.clamp(-top, x, top)
+
+
+def _where(condition: jax.Array, x: jax.Array, y: Any) -> jax.Array:
+    """``jnp.where`` is a function of its own in the program, which a ``map`` may not call."""
+    return lax.select(condition, x, y if isinstance(y, jax.Array) else lax.full_like(x, y))
 
 
 def _to_grid(x: jax.Array, form: _Float, noise: jax.Array | None) -> jax.Array:
     """``x`` rounded to the numbers of a format, still in float32."""
     binade = jnp.maximum(_power_below(x), 2.0**form.least)
-    steps = jnp.uint32((254 + form.mantissa) << 23) - lax.bitcast_convert_type(
-        binade, jnp.uint32
-    )  # of 1: 2^mantissa / binade
+    # of 1: 2^mantissa / binade
+    steps = jnp.uint32((254 + form.mantissa) << 23) - lax.bitcast_convert_type(binade, jnp.uint32)
     count = jnp.abs(x) * lax.bitcast_convert_type(steps, jnp.float32)
     below = jnp.floor(count) if noise is not None else lax.round(count, lax.RoundingMethod.TO_NEAREST_EVEN)
     count = below if noise is None else below + (noise < count - below)
@@ -237,8 +269,22 @@ def _ceil_log2(x: jax.Array) -> jax.Array:
     return ((lax.bitcast_convert_type(x, jnp.int32) - 1) >> 23) - 126
 
 
-def _power_of_two(k: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type((k + 127) << 23, jnp.float32)
+def _strides(x: jax.Array) -> tuple[int, ...]:
+    return tuple(math.prod(x.shape[axis + 1 :]) % 2**32 for axis in range(x.ndim))
+
+
+def _places(x: jax.Array, seed: Any) -> list[jax.Array]:
+    """For every element of ``x`` the seed and its index along each axis; nothing where there is no seed."""
+    if seed is None:
+        return []
+    sharding = typed_sharding(jax.typeof(x))
+    seeds = lax.broadcast_in_dim(seed, x.shape, (), out_sharding=sharding)
+    return [seeds, *(lax.broadcasted_iota(jnp.uint32, x.shape, axis, out_sharding=sharding) for axis in range(x.ndim))]
+
+
+def _per_element(scale: jax.Array, x: jax.Array, block: int) -> jax.Array:
+    """The scale of its block for every element of ``x``."""
+    return _as_rows(jnp.broadcast_to(scale[..., None], (*scale.shape, min(block, x.shape[-1]))), x)
 
 
 def _in_blocks(x: jax.Array, block: int) -> jax.Array:
