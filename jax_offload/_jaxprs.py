@@ -2,7 +2,9 @@
 
 | needed | for | seen in jax |
 |---|---|---|
-| ``Primitive``, rules for batching, jvp, dce and lowering | ``identity_primitive`` | 0.10 to 0.12 |
+| ``Primitive``, rules for batching, jvp, dce and lowering | ``identity_primitive``, ``call_primitive`` | 0.10 to 0.12 |
+| ``jvp_jaxpr``; the tracers of ``jit`` | ``call_primitive``, ``is_traced`` | 0.10 to 0.12 |
+| where an equation has the jaxprs that it runs | ``sub_jaxprs`` | 0.10 to 0.12 |
 | a module's entry, ``main`` in its symbol table | ``take_back_aliases`` | 0.10 to 0.12 |
 | the attributes of its arguments, set before the body is lowered | ``take_back_aliases`` | 0.10 to 0.12 |
 """
@@ -15,6 +17,8 @@ from types import CodeType
 from typing import Any
 
 import jax
+import jax.extend.core as jex
+from jax._src.interpreters.ad import jvp_jaxpr
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
@@ -44,6 +48,85 @@ def identity_primitive(name: str, lower: Callable[..., list[Any]]) -> Primitive:
     pe.dce_rules[primitive] = _without_unused
     mlir.register_lowering(primitive, lower)
     return primitive
+
+
+def call_primitive(name: str) -> Primitive:
+    """A primitive that runs ``params["jaxpr"]``, without constants, on its operands.
+
+    What other parameters say of the whole becomes ``None`` where a part of it is not used, and is left out.
+    Under ``vmap`` and differentiation the jaxpr's equations take its place, so that nothing needs to know of them.
+    """
+
+    def run(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+        return jax_fun(jaxpr)(*args)
+
+    def batched(axis: Any, xs: Sequence[Any], dims: Sequence[Any], *, jaxpr: Any, **_: Any) -> Any:
+        axes = tuple(None if d is None else int(d) for d in dims)
+        out = jax.vmap(jax_fun(jaxpr), axes, axis_size=axis.size, spmd_axis_name=axis.spmd_name)(*xs)
+        return out, [0] * len(out)
+
+    def derived(xs: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, **_: Any) -> Any:
+        nonzero = [not isinstance(t, ad.Zero) and t.dtype != jax.dtypes.float0 for t in tangents]
+        derivative, out_nonzero = jvp_jaxpr(jaxpr, nonzero, instantiate=False)
+        results = run(derivative, [*xs, *(t for t, used in zip(tangents, nonzero, strict=True) if used)])
+        primals, found = results[: len(out_nonzero)], iter(results[len(out_nonzero) :])
+        zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in primals]
+        return primals, [next(found) if n else zero for n, zero in zip(out_nonzero, zeros, strict=True)]
+
+    def without_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
+        eqn = rest[-1]
+        if not any(used) and not eqn.effects:
+            return [False] * len(eqn.invars), None
+        jaxpr, needed = pe.dce_jaxpr(eqn.params["jaxpr"].jaxpr, list(used))
+        invars = [v for v, n in zip(eqn.invars, needed, strict=True) if n]
+        outvars = [v for v, u in zip(eqn.outvars, used, strict=True) if u]
+        whole = all(used) and all(needed)
+        params = {k: v if whole else None for k, v in eqn.params.items()} | {"jaxpr": closed(jaxpr)}
+        return list(needed), eqn.replace(invars=invars, outvars=outvars, params=params, effects=jaxpr.effects)
+
+    def lower(context: Any, *args: Any, jaxpr: Any, **_: Any) -> Any:
+        # Not as a function of its own: XLA's CPU rounds bfloat16 at its edges, as it inlines it too late.
+        return mlir.lower_fun(jax_fun(jaxpr), multiple_results=True)(context, *args)
+
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(lambda *xs, jaxpr, **_: run(jaxpr, xs))
+    primitive.def_effectful_abstract_eval(lambda *_, jaxpr, **__: (list(jaxpr.out_avals), jaxpr.effects))
+    batching.fancy_primitive_batchers[primitive] = batched
+    ad.primitive_jvps[primitive] = derived
+    pe.dce_rules[primitive] = without_unused
+    mlir.register_lowering(primitive, lower)
+    return primitive
+
+
+def sub_jaxprs(eqn: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
+    """The jaxprs, open, that an equation runs, each with what the equation gives its inputs."""
+    params, name = eqn.params, eqn.primitive.name
+    if name == "cond":
+        found = [(branch, eqn.invars[1:]) for branch in params["branches"]]
+    elif name == "while":
+        found = [(params["body_jaxpr"], eqn.invars[params["cond_nconsts"] :])]
+    else:
+        names = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+        found = [(params[key], eqn.invars) for key in names if key in params][:1]
+    for jaxpr, operands in found:
+        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+        if len(jaxpr.invars) == len(operands):
+            yield jaxpr, operands
+
+
+def jax_fun(jaxpr: Any) -> Callable[..., list[Any]]:
+    """A closed jaxpr as a function."""
+    return jex.jaxpr_as_fun(jaxpr)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def closed(jaxpr: Any, consts: Sequence[Any] = ()) -> Any:
+    return jex.ClosedJaxpr(jaxpr, list(consts))  # pyright: ignore[reportPrivateImportUsage]
+
+
+def is_traced(x: Any) -> bool:
+    """Whether ``x`` is being traced to a jaxpr, and not by ``vmap`` or a derivative."""
+    return isinstance(x, pe.DynamicJaxprTracer)
 
 
 def _without_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:

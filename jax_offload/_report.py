@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import optax
 
 from jax_offload import _memory
 from jax_offload._placement import Leaf, nbytes, unmanaged
 from jax_offload._plan import Planned, Window
+from jax_offload._region import updates_in
 from jax_offload._sharding import known, looking
 from jax_offload._state import arranged_leaves
-from jax_offload._stream import emitted_plans
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Placement:
 
 
 _APART = "once the backward pass is over, as pieces this small hide little"
-_UNSEEN = "not seen: not loaded, or in a branch, a loop or a jit inside of what was traced"
+_UNSEEN = "not loaded by any update in what was traced"
 
 
 def placement(tx: optax.GradientTransformation | Callable[..., Any], *args: Any, **extra_args: Any) -> Placement:
@@ -117,11 +117,6 @@ def _of_transformation(tx: Any, params: Any, **extra_args: Any) -> Placement:
 
 
 def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
-    if hasattr(step, "lower") and hasattr(step, "__wrapped__"):
-        # jax keeps what a jitted function traced to, and would not trace it again
-        own = getattr(step, "__self__", None)
-        step = step.__wrapped__ if own is None else functools.partial(step.__wrapped__, own)
-
     def call(args: Any, kwargs: Any) -> list[Any]:
         step(*args, **kwargs)
         return jax.tree.leaves((args, kwargs))
@@ -153,35 +148,29 @@ def _table(leaves: Sequence[Leaf], loads: Sequence[list[Planned]], unknown: str)
 
 def _loads(fun: Callable[..., list[Any]], *args: Any) -> tuple[list[list[Planned]], str]:
     """How a traced function loads each of the leaves that it returns; and why it could not be traced."""
-    found: list[list[Planned]] = []
-
-    def traced(*args: Any) -> None:
-        with emitted_plans() as plans:
-            leaves = fun(*args)
-        index = {id(x): [] for x in leaves}
-        for ids, planned in (load for each in plans for load in each.loads):
-            for x in ids:
-                if x in index:  # not in a cond or a loop of a wrapper around offload
-                    index[x].append(planned)
-        found.extend(index[id(x)] for x in leaves)
-
     try:
-        _traced(traced, *args)
+        traced = _traced(fun, *args)
     except Exception as error:
         return [], f"it raises {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    return found, ""
+    leaves = traced.jaxpr.outvars
+    index: dict[Any, list[Planned]] = {v: [] for v in leaves if not isinstance(v, jex.Literal)}
+    for of, planned in (load for each in updates_in(traced) for load in each.loads):
+        for v in of:
+            if v in index:
+                index[v].append(planned)
+    return [[] if isinstance(v, jex.Literal) else index[v] for v in leaves], ""
 
 
-def _traced(fun: Callable[..., None], *args: Any) -> None:
-    """Traces ``fun`` on the arrays in its arguments; the others, functions say, stay as they are."""
+def _traced(fun: Callable[..., Any], *args: Any) -> Any:
+    """The closed jaxpr of ``fun`` on the arrays in its arguments; the others, functions say, stay as they are."""
     leaves, treedef = jax.tree.flatten(args)
     arrays = [k for k, x in enumerate(leaves) if hasattr(x, "dtype")]
 
-    def with_arrays(*values: Any) -> None:
+    def with_arrays(*values: Any) -> Any:
         filled = dict(enumerate(leaves)) | dict(zip(arrays, values, strict=True))
-        fun(*jax.tree.unflatten(treedef, filled.values()))
+        return fun(*jax.tree.unflatten(treedef, filled.values()))
 
-    jax.jit(with_arrays).trace(*(_memory.on_a_mesh(leaves[k]) for k in arrays))
+    return jax.jit(with_arrays).trace(*(_memory.on_a_mesh(leaves[k]) for k in arrays)).jaxpr
 
 
 def _in_words(loads: Sequence[Planned]) -> str:

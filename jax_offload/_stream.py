@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import jax
@@ -26,34 +23,6 @@ from jax_offload._turns import Turns, in_turn, is_large, small, waiting
 Env = dict[Var, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Emitted:
-    """A plan that was emitted, and the ``id`` of each of the arguments of its program."""
-
-    plan: Plan
-    ids: Mapping[Var, int]
-
-    @property
-    def loads(self) -> list[tuple[list[int], Planned]]:
-        """For every slice, in the order of loading, the arguments that it loads, and how."""
-        slices = [p for each in self.plan.passes for p in each.slices]
-        return [([self.ids[v] for v in p.slice.loads], p) for p in slices]
-
-
-_EMITTED: contextvars.ContextVar[list[Emitted] | None] = contextvars.ContextVar("emitted", default=None)
-
-
-@contextlib.contextmanager
-def emitted_plans() -> Iterator[list[Emitted]]:
-    """Collects the plan of every update that is traced."""
-    plans: list[Emitted] = []
-    token = _EMITTED.set(plans)
-    try:
-        yield plans
-    finally:
-        _EMITTED.reset(token)
-
-
 def stream(
     program: Program, plan: Plan, args: Sequence[Any], *, gradients: Sequence[int], turns: Turns, results: Set[Var]
 ) -> list[Any]:
@@ -70,9 +39,6 @@ def stream(
     """
     env: Env = dict(zip(program.inputs, [*program.consts, *args], strict=True))
     grads = [program.inputs[len(program.consts) + i] for i in gradients]
-    if (plans := _EMITTED.get()) is not None:
-        inputs = program.inputs[len(program.consts) :]
-        plans.append(Emitted(plan, {v: id(x) for v, x in zip(inputs, args, strict=True)}))
     run = functions([p for each in plan.passes for p in each.slices])
     before: Sequence[Var] = ()  # what the loads of a pass wait for
     for each in plan.passes:
@@ -80,10 +46,10 @@ def stream(
         if each.slices:
             (_run_apart if each.apart else _run_gated)(each, run, env, set(grads), before)
             before = each.slices[-1].token
-    return [_array(v) if isinstance(v, jex.Literal) else env[v] for v in program.outputs]
+    return [as_array(v) if isinstance(v, jex.Literal) else env[v] for v in program.outputs]
 
 
-def _array(literal: Any) -> jax.Array:
+def as_array(literal: Any) -> jax.Array:
     """A result that the trace found to be a constant, as the array that the optimizer would have returned."""
     return jnp.asarray(literal.val, None if literal.aval.weak_type else literal.aval.dtype)
 

@@ -17,7 +17,6 @@ import optax
 from jax.tree_util import keystr
 
 from jax_offload._branches import numbers_ahead
-from jax_offload._donation import guarded
 from jax_offload._eager import compiled_where_eager
 from jax_offload._master import landed
 from jax_offload._memory import is_host_aval
@@ -25,6 +24,7 @@ from jax_offload._order import Order, births, is_constrained, ranks
 from jax_offload._paths import key_of, owners
 from jax_offload._placement import is_like
 from jax_offload._planning import Region, plan_of
+from jax_offload._region import Update, bound
 from jax_offload._sharding import (
     Layouts,
     Shardings,
@@ -36,7 +36,6 @@ from jax_offload._sharding import (
     typed_sharding,
 )
 from jax_offload._skip import carried_unless
-from jax_offload._stream import stream
 from jax_offload._trace import Var, trace
 from jax_offload._turns import Turns, is_large
 from jax_offload._zero import arranged
@@ -201,15 +200,10 @@ def streamed(
     }
     plan = plan_of(program, next_value, _regions(inputs, inside, whose), lambda v: rank.get(v, -1), manual=is_manual())
     order = next((each.options.order for each in inside if each.options.order), None)
-    results = stream(
-        program,
-        plan,
-        [leaves[i] for i in arrays],
-        gradients=[position[i] for i in _in_order(updates, order, made) if i in position],
-        turns=_turns(given, updates, made),
-        results={*next_value},
-    )
-    return guarded(jax.tree.unflatten(out_tree, results), args)
+    gradients = tuple(position[i] for i in _in_order(updates, order, made) if i in position)
+    update = Update(program, plan, gradients, _turns(given, updates, made), {*next_value})
+    results = bound(update, [leaves[i] for i in arrays])
+    return jax.tree.unflatten(out_tree, results)
 
 
 def _regions(inputs: Sequence[Var], inside: Sequence[_Inside], whose: Mapping[int, int]) -> list[Region]:

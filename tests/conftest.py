@@ -6,7 +6,11 @@ an H200 and a TPU that need not be there.
 
 import os
 
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# A CPU that computes in bfloat16 itself rounds where a fusion ends, and so differently in two programs: 2 units in the
+# last place between streamed and resident. With older instructions XLA computes in float32 and rounds once.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8 --xla_cpu_max_isa=AVX512"
+)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 

@@ -10,7 +10,7 @@ import pytest
 
 import jax_offload as jo
 from jax_offload._plan import Chunked
-from jax_offload._stream import emitted_plans
+from jax_offload._region import updates_in
 from tests._optimizers import TABLE, network
 
 HOST = jax.memory.Space.Host
@@ -44,11 +44,9 @@ def read(jaxpr, times=1, moved=None):
 
 
 def planned(plans):
-    found = Moved(
-        loaded=sum(each.plan.loaded_bytes for each in plans), stored=sum(each.plan.stored_bytes for each in plans)
-    )
+    found = Moved(loaded=sum(each.loaded_bytes for each in plans), stored=sum(each.stored_bytes for each in plans))
     for each in plans:
-        for of_pass in each.plan.passes:
+        for of_pass in each.passes:
             found.stores += len(of_pass.prelude.stores)
             for p in of_pass.slices:
                 times = p.transfer.count if isinstance(p.transfer, Chunked) else 1
@@ -80,8 +78,8 @@ def test_the_plan_is_what_is_emitted(name, window, through):
             return jo.update_params(tx, grads, state, params)
         return tx.update(grads, state, params)
 
-    with emitted_plans() as plans:
-        jaxpr = jax.make_jaxpr(step)(state, params)
+    jaxpr = jax.make_jaxpr(step)(state, params)
+    plans = [each.update.plan for each in updates_in(jaxpr)]
     assert len(plans) == 1
     assert read(jaxpr.jaxpr) == planned(plans)
     assert planned(plans).loads + planned(plans).stores > 0
@@ -92,8 +90,8 @@ def test_the_reader_can_tell(monkeypatch):
     params = jax.device_put(network(jnp.float32), jax.devices()[0])
     tx = jo.offload(optax.adam(1e-3), min_bytes=0, window=400)
     state = tx.init(params)
-    with emitted_plans() as plans:
-        jaxpr = jax.make_jaxpr(tx.update)(params, state, params)
+    jaxpr = jax.make_jaxpr(tx.update)(params, state, params)
+    plans = [each.update.plan for each in updates_in(jaxpr)]
     twice = jax.make_jaxpr(lambda g, s, p: (tx.update(g, s, p), jo.to_device(s)))(params, state, params)
     assert read(twice.jaxpr) != planned(plans) == read(jaxpr.jaxpr)
     monkeypatch.setattr(Chunked, "count", property(lambda self: 9))

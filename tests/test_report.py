@@ -10,7 +10,7 @@ import pytest
 
 import jax_offload as jo
 from jax_offload._planning import default_window
-from jax_offload._stream import emitted_plans
+from jax_offload._region import updates_in
 
 S = jax.ShapeDtypeStruct
 PARAMS = {
@@ -82,7 +82,6 @@ NAMES = ["first", "zebra", "apple", "last"]  # in the order of the forward pass
 def order_of_streaming(tx, between=lambda grads: grads):
     """The parameters' names in the order in which a step loads their state."""
     params = {name: S((32, 32), jnp.float32) for name in NAMES}
-    found = []
 
     def loss(params, x):
         for name in NAMES:
@@ -91,14 +90,12 @@ def order_of_streaming(tx, between=lambda grads: grads):
 
     def step(params, x):
         state = tx.init(params)
-        with emitted_plans() as plans:
-            out = tx.update(between(jax.grad(loss)(params, x)), state, params)
-        names = {id(leaf): name for name, leaf in state[0].mu.items()}
-        found.extend(names[i] for each in plans for ids, _ in each.loads for i in ids if i in names)
-        return out
+        tx.update(between(jax.grad(loss)(params, x)), state, params)
+        return state[0].mu
 
-    jax.make_jaxpr(step)(params, S((4, 32), jnp.float32))
-    return found
+    traced = jax.make_jaxpr(step)(params, S((4, 32), jnp.float32))
+    names = dict(zip(traced.jaxpr.outvars, sorted(NAMES), strict=True))
+    return [names[v] for each in updates_in(traced) for of, _ in each.loads for v in of if v in names]
 
 
 def test_the_trace_tells_the_order_of_the_gradients():
@@ -209,17 +206,9 @@ def test_an_embedding_larger_than_the_window_takes_no_second_pass(inner):
     """Its trust ratio needs all rows: loaded whole it is a little more memory, in two passes twice the transfer."""
     params = {f"w{i:02}": jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for i in range(24)}
     params |= {"embed": jax.ShapeDtypeStruct((4096, 1024), jnp.float32)}
-    tx, plans = jo.offload(inner), []
-
-    def step(params):
-        state = tx.init(params)
-        with emitted_plans() as found:
-            out = tx.update(params, state, params)
-        plans.extend(found)
-        return out
-
-    jax.make_jaxpr(step)(params)
-    assert sum(len(ids) for each in plans for ids, _ in each.loads) == 2 * len(params)
+    tx = jo.offload(inner)
+    traced = jax.make_jaxpr(lambda params: tx.update(params, tx.init(params), params))(params)
+    assert sum(len(of) for each in updates_in(traced) for of, _ in each.loads) == 2 * len(params)
 
 
 def test_the_window_and_why_it_is_that():
@@ -289,16 +278,16 @@ def test_each_offload_keeps_its_order():
     names = ["a", "b", "c", "d"]
     params = {kind: {name: S((32, 32), jnp.float32) for name in names} for kind in ("one", "two")}
     tx = by_group(one={"order": [f"one/{name}" for name in "bdac"]}, two={"order": [f"two/{name}" for name in "cadb"]})
-    found = []
 
     def step(grads, params):
         state = tx.init(params)
-        with emitted_plans() as plans:
-            jo.update_params(tx, grads, state, params)
-        paths = {id(x): jax.tree_util.keystr(p) for p, x in jax.tree_util.tree_flatten_with_path(state)[0]}
-        found.extend(paths[ids[0]] for each in plans for ids, _ in each.loads)
+        jo.update_params(tx, grads, state, params)
+        return state
 
-    jax.make_jaxpr(step)(params, params)
+    traced, state = jax.make_jaxpr(step, return_shape=True)(params, params)
+    leaves = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
+    paths = dict(zip(traced.jaxpr.outvars, leaves, strict=True))
+    found = [paths[of[0]] for each in updates_in(traced) for of, _ in each.loads]
     ends = [path[-len("['one']['a']") :] for path in found]
     for kind, order in ("one", "bdac"), ("two", "cadb"):
         assert [end for end in ends if kind in end] == [f"['{kind}']['{name}']" for name in order]

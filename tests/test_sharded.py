@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from jax_offload._stream import emitted_plans
+from jax_offload._region import updates_in
 
 HOST, DEVICE = "pinned_host", "device"
 FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # to compile
@@ -337,8 +337,8 @@ def test_under_shard_map(rows):
         jax.shard_map(tx.update, mesh=mesh, in_specs=specs, out_specs=specs[:2]),
         out_shardings=jax.tree.map(lambda x: x.sharding, (grads, state)),
     )
-    with emitted_plans() as plans:
-        got = step(grads, state, params)
+    plans = updates_in(jax.make_jaxpr(step)(grads, state, params))
+    got = step(grads, state, params)
     assert [str(planned.transfer) for each in plans for _, planned in each.loads] == [f"{rows} chunks of axis 0"]
     want = optax.adamw(1e-2).update(jax.device_get(grads), optax.adamw(1e-2).init(params), jax.device_get(params))
     same(got, want)

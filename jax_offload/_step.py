@@ -1,0 +1,122 @@
+"""A traced training step, cut at its updates: what comes before, the updates, and what comes after.
+
+The step in one piece runs inside one ``jit``. Cut, its updates can run elsewhere than its model: turned around, so that
+they lie beside the next forward pass; on the host; or in groups, while their state comes from files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.extend.core as jex
+
+from jax_offload._dataflow import Slice, slice_of
+from jax_offload._region import holds_update
+from jax_offload._stream import as_array
+from jax_offload._trace import Program, Var, flat
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """A step as three parts that run one after the other.
+
+    Attributes:
+      program: the step.
+      before: the forward and the backward pass, and all else that needs no result of an update: the loss, a metric.
+      update: the updates, and what lies between two of them.
+      after: what needs their results, and no update needs.
+    """
+
+    program: Program
+    before: Slice
+    update: Slice
+    after: Slice
+
+    @property
+    def parts(self) -> tuple[Slice, Slice, Slice]:
+        return self.before, self.update, self.after
+
+    @property
+    def crossing(self) -> tuple[tuple[Var, ...], tuple[Var, ...]]:
+        """What is made before the updates and read in or after them, gradients say; and what they make for after."""
+        before, update, after = self.parts
+        later = {*update.inputs, *after.inputs}
+        return tuple(v for v in before.outputs if v in later), tuple(v for v in update.outputs if v in {*after.inputs})
+
+    def run(self, args: Sequence[Any], jit: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda f: f) -> list:
+        """The step's results, flat, of its flat arguments; each part wrapped in ``jit``."""
+        env = dict(zip(self.program.inputs, [*self.program.consts, *args], strict=True))
+        for part in self.parts:
+            env.update(zip(part.outputs, jit(part.run)(*(env[v] for v in part.inputs)), strict=True))
+        return [as_array(v) if isinstance(v, jex.Literal) else env[v] for v in self.program.outputs]
+
+
+def cut_step(step: Any) -> Cut:
+    """A step's closed jaxpr, cut at its updates.
+
+    An update in a branch or in a loop (``skip=``, gradient accumulation that updates inside) takes all of that with it.
+
+    Raises:
+      ValueError: no ``offload`` updates anything in the step.
+    """
+    program = flat(step)
+    marks = [holds_update(eqn) for eqn in program.eqns]
+    if not any(marks):
+        raise ValueError("step: has no update of an offload(...) in it; call tx.update or jo.update_params.")
+    follows = _reached(program.eqns, marks, lambda eqn: (eqn.invars, eqn.outvars))
+    leads = _reached(program.eqns[::-1], marks[::-1], lambda eqn: (eqn.outvars, eqn.invars))[::-1]
+    places = [
+        1 if mark or (after and ahead) else 2 if after else 0
+        for mark, after, ahead in zip(marks, follows, leads, strict=True)
+    ]
+    parts: list[list[Any]] = [[], [], []]
+    for eqn, place in zip(program.eqns, _constants_where_used(program, places), strict=True):
+        parts[place].append(eqn)
+
+    reads = [{v for eqn in eqns for v in eqn.invars if not isinstance(v, jex.Literal)} for eqns in parts]
+    results = {v for v in program.outputs if not isinstance(v, jex.Literal)}
+    slices = []
+    for k, eqns in enumerate(parts):
+        wanted = results.union(*reads[k + 1 :])
+        outputs = [v for eqn in eqns for v in eqn.outvars if v in wanted]
+        slices.append(slice_of(eqns, outputs, program.debug_info, _NOT_DIVIDED))
+    return Cut(program, *slices)
+
+
+def _constants_where_used(program: Program, places: Sequence[int]) -> list[int]:
+    """The places, but that what is made of no argument is made where it is first read, and does not cross."""
+    made: set[Var] = {*program.inputs}  # of something
+    constant = []
+    for eqn in program.eqns:
+        of_something = any(v in made for v in eqn.invars if not isinstance(v, jex.Literal))
+        constant.append(not of_something and not eqn.effects)
+        if of_something:
+            made.update(eqn.outvars)
+    first: dict[Var, int] = {v: 0 for v in program.outputs if not isinstance(v, jex.Literal)}
+    found = list(places)
+    for k in reversed(range(len(found))):
+        eqn = program.eqns[k]
+        if constant[k] and found[k] == 0:
+            found[k] = min((first[v] for v in eqn.outvars if v in first), default=0)
+        for v in eqn.invars:
+            if not isinstance(v, jex.Literal):
+                first[v] = min(first.get(v, found[k]), found[k])
+    return found
+
+
+_NOT_DIVIDED: Mapping[Var, Any] = {}
+
+
+def _reached(eqns: Sequence[Any], marks: Sequence[bool], ends: Callable[[Any], tuple[Any, Any]]) -> list[bool]:
+    """For every equation whether a marked one lies before it, along the edges that ``ends`` gives."""
+    reached: set[Var] = set()
+    found = []
+    for eqn, mark in zip(eqns, marks, strict=True):
+        start, end = ends(eqn)
+        hit = any(not isinstance(v, jex.Literal) and v in reached for v in start)
+        found.append(hit)
+        if hit or mark:
+            reached.update(v for v in end if not isinstance(v, jex.Literal))
+    return found

@@ -1,0 +1,175 @@
+"""An update is one marked equation of the step around it, and a step can be cut there."""
+
+import functools
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.interpreters import partial_eval as pe
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jax_offload as jo
+from jax_offload._region import NAME, updates_in
+from jax_offload._step import cut_step
+
+HOST = jax.memory.Space.Host
+TX = jo.offload(optax.adamw(1e-2), min_bytes=0)
+X = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+
+
+def model():
+    return jax.device_put(
+        {name: jnp.full((8, 8), 0.1 * k, jnp.float32) for k, name in enumerate("abc", 1)}, jax.devices()[0]
+    )
+
+
+def loss(params, x):
+    for w in params.values():
+        x = jnp.tanh(x @ w)
+    return (x**2).mean()
+
+
+def step(params, state, x, through="update_params"):
+    value, grads = jax.value_and_grad(loss)(params, x)
+    norm = optax.global_norm(grads)
+    if through == "update_params":
+        params, state = jo.update_params(TX, grads, state, params)
+    else:
+        updates, state = TX.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state, {"loss": value, "norm": norm, "size": optax.global_norm(params), "one": 1.0}
+
+
+def names(jaxpr):
+    return [eqn.primitive.name for eqn in jaxpr.eqns]
+
+
+def same(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-6, atol=1e-7)
+        assert getattr(a, "sharding", None) == getattr(b, "sharding", None)  # the kind of memory too
+
+
+@pytest.mark.parametrize("through", ["update", "update_params"])
+def test_an_update_is_one_equation(through):
+    params = model()
+    traced = jax.make_jaxpr(functools.partial(step, through=through))(params, TX.init(params), X)
+    assert names(traced.jaxpr).count(NAME) == 1
+    (found,) = updates_in(traced)
+    host = [v for v in traced.jaxpr.invars if v.aval.memory_space == HOST]
+    assert sorted(map(id, host)) == sorted(id(v) for of, _ in found.loads for v in of)
+    assert not any(v.aval.memory_space == HOST for eqn in traced.jaxpr.eqns[:-1] for v in eqn.outvars
+                   if eqn.primitive.name != NAME)  # fmt: skip
+
+
+def test_what_is_handed_on_is_no_result_of_the_equation():
+    """jax forwards it; as a result it would be copied."""
+    params = model()
+    tx = jo.offload(optax.masked(optax.adamw(1e-2), {"a": True, "b": False, "c": True}), min_bytes=0)
+    traced = jax.make_jaxpr(tx.update)(params, tx.init(params), params)
+    (eqn,) = (eqn for eqn in traced.jaxpr.eqns if eqn.primitive.name == NAME)
+    assert traced.jaxpr.invars[1] in traced.jaxpr.outvars  # the update of b
+    assert len(eqn.outvars) == len(traced.jaxpr.outvars) - 1
+
+
+@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
+def test_a_jitted_update_under_vmap_and_derivatives(axes):
+    """A rule of the equation: inside of ``jit`` it is bound before the transformation is known."""
+    params = model()
+    update = lambda tx: jax.jit(lambda g: tx.update(g, tx.init(params), params)[0])  # noqa: E731
+    grads = jax.tree.map(lambda p: jnp.stack([p, 2 * p, -p]), params)
+    plain = optax.adamw(1e-2)
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(axes,))
+    with jax.set_mesh(mesh):
+        grads = jax.device_put(grads, NamedSharding(mesh, PartitionSpec()))
+        got, want = (jax.jit(jax.vmap(update(tx)))(grads) for tx in (TX, plain))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
+    one = jax.tree.map(lambda g: np.asarray(g[1]), grads)
+    total = lambda tx: lambda g: sum(u.sum() for u in jax.tree.leaves(update(tx)(g)))  # noqa: E731
+    for derive in jax.grad, jax.jacfwd:
+        got, want = (jax.jit(derive(total(tx)))(one) for tx in (TX, plain))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-9), got, want)
+
+
+def test_what_nobody_uses_is_not_run():
+    params = model()
+    traced = jax.make_jaxpr(lambda g, s, p: TX.update(g, s, p)[0]["a"])(params, TX.init(params), params)
+    jaxpr, _ = pe.dce_jaxpr(traced.jaxpr, [True])
+    (eqn,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == NAME)
+    assert len(eqn.outvars) == 1
+    assert eqn.params["update"] is None  # what it says is not what runs
+    assert updates_in(jex.ClosedJaxpr(jaxpr, ())) == []
+
+
+def in_scan(params, state, x):
+    return jax.lax.scan(lambda c, x: (step(*c, x)[:2], None), (params, state), jnp.stack([x, x]))[0]
+
+
+def in_cond(params, state, x):
+    return jax.lax.cond(x[0, 0] > 0, lambda c: step(*c, x)[:2], lambda c: c, (params, state))
+
+
+def skipping(params, state, x):
+    grads = jax.grad(loss)(params, x)
+    return jo.update_params(TX, grads, state, params, skip=jnp.isnan(x).any())
+
+
+@pytest.mark.parametrize("around", [jax.jit(step), in_scan, in_cond, skipping, jax.checkpoint(step)])
+def test_placement_looks_into_what_stands_around(around):
+    params = model()
+    table = jo.placement(around, params, TX.init(params), X)
+    assert len(table.windows) == 1
+    assert [leaf.streams for leaf in table.leaves if leaf.host] == ["whole, 2 leaves together"] * 6
+
+
+@pytest.mark.parametrize("through", ["update", "update_params"])
+def test_a_step_cut_at_its_update_is_the_step(through):
+    params = model()
+    args = params, TX.init(params), X
+    f = functools.partial(step, through=through)
+    traced, shape = jax.make_jaxpr(f, return_shape=True)(*args)
+    cut = cut_step(traced)
+    got = cut.run(jax.tree.leaves(args), jax.jit)
+    same(jax.tree.unflatten(jax.tree.structure(shape), got), jax.jit(f)(*args))
+
+    assert names(cut.update.jaxpr) == [NAME]
+    assert NAME not in names(cut.before.jaxpr) + names(cut.after.jaxpr)
+    assert not cut.before.loads  # the model sees no host memory
+    gradients, made = cut.crossing
+    assert {v.aval.shape for v in gradients} == {(8, 8)}
+    assert len(gradients) == len(params)  # and no loss, no norm
+    assert len(made) == len(params)  # for the norm of the new ones
+    assert all(v in cut.before.outputs for v in cut.program.outputs[-4:-2])
+
+
+def test_between_two_updates_lies_what_the_second_needs():
+    params = model()
+    state = TX.init(params)
+
+    def twice(params, state, x):
+        first, state = jo.update_params(TX, jax.grad(loss)(params, x), state, params)
+        second, state = jo.update_params(TX, jax.grad(loss)(first, x), state, first)
+        return second, state, loss(second, x)
+
+    cut = cut_step(jax.make_jaxpr(twice)(params, state, X))
+    assert names(cut.update.jaxpr).count(NAME) == 2
+    assert "tanh" in names(cut.update.jaxpr)
+    same(cut.run(jax.tree.leaves((params, state, X)), jax.jit), jax.tree.leaves(jax.jit(twice)(params, state, X)))
+
+
+@pytest.mark.parametrize("around", [jax.jit(step), in_scan, in_cond, skipping])
+def test_a_branch_or_a_loop_goes_with_its_update(around):
+    params = model()
+    args = params, TX.init(params), X
+    cut = cut_step(jax.make_jaxpr(around)(*args))
+    same(cut.run(jax.tree.leaves(args), jax.jit), jax.tree.leaves(jax.jit(around)(*args)))
+    assert ("tanh" in names(cut.before.jaxpr)) == (around not in (in_scan, in_cond))
+
+
+def test_a_step_without_an_update():
+    with pytest.raises(ValueError, match="step: has no update"):
+        cut_step(jax.make_jaxpr(loss)(model(), X))
