@@ -343,7 +343,7 @@ def test_a_choice_of_its_own_for_every_row():
     (cond,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "cond")
     alone = jex.Jaxpr([], cond.invars, cond.outvars, [cond], cond.effects, jaxpr.debug_info._replace(arg_names=None))
     assert chunked_dims(alone, [None, ROW], SIZE, LEAF, 0) == [ROW]
-    with pytest.raises(Dependent, match="^cond on a row$"):
+    with pytest.raises(Dependent, match="cond on a row"):
         chunked_dims(alone, [ROW, ROW], SIZE, LEAF, 0)
 
 
