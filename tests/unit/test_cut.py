@@ -174,6 +174,16 @@ def test_a_norm_over_leaves_apart_is_a_pass_ahead():
     assert [s.stores for s in second.slices] == [[program.outputs[0]], [program.outputs[1]]]
 
 
+def test_a_leaf_is_stored_in_the_last_pass():
+    """Though its next value needs no number: until then the old one is read."""
+
+    def update(g, m):
+        return load(m) / (load(m) ** 2).sum(), store(load(m) + g)
+
+    program, passes = passes_of(update, GRAD, LEAF, apart=True)
+    assert [[s.stores for s in each.slices] for each in passes] == [[[]], [[program.outputs[1]]]]
+
+
 def test_a_norm_of_what_a_norm_has_scaled_is_a_third_pass():
     def update(m):
         x = load(m) / jnp.sqrt((load(m) ** 2).sum())
@@ -210,7 +220,18 @@ def test_dead_code_is_gone():
     assert passes[0].prelude.jaxpr.eqns == [] and passes[0].prelude.outputs == []
 
 
-def test_dead_code_inside_of_a_call_is_gone():
+def test_dead_code_inside_of_a_branch_is_gone():
+    """The leaf whose result nobody wants is not loaded."""
+
+    def update(ok, g, m, n):
+        _, n = lax.cond(ok, lambda m, n: (load(m) + g, load(n) - g), lambda m, n: (load(m), load(n)), m, n)
+        return store(n)
+
+    program, passes = passes_of(update, device(dtype=bool), GRAD, LEAF, LEAF)
+    assert loads(passes) == [[{program.inputs[3]}]]
+
+
+def test_a_branch_is_divided_between_slices():
     """A ``cond`` that serves two slices is a ``cond`` for each, with the leaves of that alone."""
 
     def update(ok, g, m, n):
