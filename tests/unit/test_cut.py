@@ -141,6 +141,17 @@ def test_a_few_numbers_of_all_rows_are_made_ahead(rows, ahead):
     assert "div" in primitives(each.slices[0])
 
 
+def test_what_is_made_of_them_otherwise_is_not():
+    """Of arithmetic it is known that it stays small beside the leaf."""
+
+    def update(g, m):
+        return store(load(m) + jnp.sort(jnp.sum(g * g, axis=0, keepdims=True)))
+
+    _, passes = passes_of(update, device(64, 4), host(64, 4))
+    assert "reduce_sum" in primitives(passes[0].prelude)
+    assert [name for name in primitives(passes[0].slices[0]) if name != "device_put"] == ["sort", "add"]
+
+
 def test_numbers_of_each_row_are_not_made_ahead():
     def update(g, m):
         return store(load(m) + g / (jnp.sum(g * g, axis=1, keepdims=True) + 1))
@@ -182,6 +193,26 @@ def test_a_leaf_is_stored_in_the_last_pass():
 
     program, passes = passes_of(update, GRAD, LEAF, apart=True)
     assert [[s.stores for s in each.slices] for each in passes] == [[[]], [[program.outputs[1]]]]
+
+
+def test_a_number_and_an_array_of_one_equation():
+    """The array's slice is given the number, which the equation that makes both does not make once more."""
+
+    scaled = jax.jit(lambda m: m * np.arange(4, dtype=np.float32))  # a branch with constants is not divided
+
+    def update(ok, m):
+        def new(m):
+            return scaled(m), (m * m).sum()
+
+        x, norm = lax.cond(ok, new, lambda m: (m, jnp.float32(1)), load(m))
+        return store(x / norm)
+
+    program, passes = passes_of(update, device(dtype=bool), LEAF, apart=True)
+    assert loads(passes) == [[{program.inputs[1]}]] * 2
+    first, second = (each.slices[0] for each in passes)
+    (cond,) = (eqn for eqn in second.jaxpr.eqns if eqn.primitive.name == "cond")
+    assert first.outputs[0].aval.shape == () and first.outputs[0] in second.inputs
+    assert [v.aval.shape for v in cond.outvars] == [W]
 
 
 def test_a_norm_of_what_a_norm_has_scaled_is_a_third_pass():

@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_offload._order import births, ranks
+from jax_offload._order import births, is_constrained, ranks
 
 X = jax.ShapeDtypeStruct((4, 4), jnp.float32)
 
@@ -99,6 +100,20 @@ def test_gradients_are_born_last_layer_first():
     numbers = found(jax.grad(loss), [X, X, X], X)
     assert numbers is not None
     assert earlier_first(numbers) == [2, 1, 0]
+
+
+def test_a_sharding_that_was_said_is_seen_through_casts_too():
+    sharding = NamedSharding(jax.make_mesh((1,), ("d",)), PartitionSpec())
+    seen = []
+
+    def fun(x):
+        said = jax.lax.with_sharding_constraint(jnp.sin(x), sharding)
+        seen.extend(map(is_constrained, (said, said.astype(jnp.bfloat16) * 2, said + 1, jnp.cos(x), x)))
+        return said
+
+    jax.make_jaxpr(fun)(X)
+    assert seen == [True, True, False, False, False]
+    assert not is_constrained(jnp.ones(3))
 
 
 # ---- ranks
