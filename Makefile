@@ -13,7 +13,7 @@ EXTRAS ?= examples
 comma := ,
 INSTALLED := .venv/.installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: demo test test-oldest test-newest trainers donation lint conformance peaks bench clean
+.PHONY: demo quick test test-oldest test-newest trainers donation lint conformance peaks bench clean
 
 demo: $(INSTALLED)  ## train a small language model on real text, its optimizer state offloaded
 	.venv/bin/python examples/train_lm.py $(ARGS)
@@ -25,6 +25,9 @@ $(INSTALLED): pyproject.toml
 	touch $@
 
 test: lint test-newest test-oldest  ## everything that runs without an accelerator, on the newest and the oldest jax
+
+quick: lint  ## while you work, in less than a minute: lint, and the rules of the core on the newest jax
+	.venvs/$(NEWEST)/bin/python -m pytest tests/unit
 
 .venvs/%/.installed: pyproject.toml
 	@python=$$(scripts/find-python $*) || { echo "Python $* is not installed" >&2; exit 1; }; \

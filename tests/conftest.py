@@ -58,6 +58,8 @@ def pytest_collection_modifyitems(config, items):
     left_out, seen = [], dict.fromkeys(_LONG, 0)
     short = 3 if config.getoption("--short") else 1
     for item in items:
+        if item.path.parent.name == "unit":  # each proves a rule of its own, in milliseconds
+            continue
         name = item.path.name
         if ("long" in item.keywords and not config.getoption("--everything")) or (
             name == "test_conformance.py" and short > 1

@@ -75,8 +75,9 @@ def test_fraction_is_of_eligible_bytes_and_last_layers_first():
         assert abs(p.host_bytes - fraction * sum(leaf.nbytes for leaf in eligible)) <= largest / 2
         ranks = [leaf.rank for leaf in eligible if leaf.host], [leaf.rank for leaf in eligible if not leaf.host]
         assert max(ranks[0]) < min(ranks[1])
-    names = {leaf.param for leaf in jo.placement(jo.offload(optax.adamw(1), fraction=0.4), params).leaves if leaf.host}
-    assert not names or "layers_2/w" not in names or "layers_10/w" in names
+    tx = jo.offload(optax.adamw(1), fraction=0.4, min_bytes=1024)
+    names = {leaf.param for leaf in jo.placement(tx, params).leaves if leaf.host}
+    assert "layers_10/w" in names and "layers_2/w" not in names
 
 
 def test_backward_order_counts_as_people_do():
