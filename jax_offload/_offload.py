@@ -20,7 +20,7 @@ from jax_offload._order import Order
 from jax_offload._placement import Leaf, Policy, Select, is_whole, note, place
 from jax_offload._sharding import Layouts, Seen, inside_shard_map, remember, settled, shardings_of
 from jax_offload._skip import updated_unless
-from jax_offload._state import abstract_state
+from jax_offload._state import placed_state
 from jax_offload._storage import as_stored, check_stored, formats, is_encoded, next_stored, plain, rules_of, stored
 from jax_offload._update import Options, divided_params, gathered, is_array, streamed
 from jax_offload._wrappers import adopt_multi_steps, moved_around
@@ -137,7 +137,7 @@ def offload(
         else:
             # One compiled program, also in eager use: XLA makes a leaf, sends it to the host and makes the next, and a
             # sharded leaf is born sharded.
-            abstract = abstract_state(Offloaded(create, update_fn), params)
+            abstract = placed_state(Offloaded(create, update_fn), params)
             _check_eager(params, abstract)
             state = jax.jit(create, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))(params)
             home.made(state)

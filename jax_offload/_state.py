@@ -30,7 +30,10 @@ from jax_offload._zero import partitioned
 def abstract_state(tx: optax.GradientTransformation, params: Any) -> Any:
     """The state that ``tx.init(params)`` would give, as ``ShapeDtypeStruct``s with shardings and memory kinds.
 
-    An orbax restore target: with it a checkpoint, of a resident run too, lands where the options say.
+    An orbax restore target: with it a checkpoint, of a resident run too, lands where the options say. And an argument
+    to lower a step with: on one device the shardings are on a mesh of that device, because jax forgets the memory of an
+    abstract value in a ``SingleDeviceSharding``. Arrays there, as plain orbax would restore them, make the second call
+    of a step compile again; ``jo.restore`` and ``jo.state_shardings`` give what ``init`` gives.
 
     Args:
       tx: a transformation with an ``offload`` anywhere inside it.
@@ -39,6 +42,11 @@ def abstract_state(tx: optax.GradientTransformation, params: Any) -> Any:
         replicated over the same devices. Abstract parameters without a sharding count as unplaced: on the mesh
         that is set, or on the default device.
     """
+    return jax.tree.map(_memory.on_a_mesh, placed_state(tx, params))
+
+
+def placed_state(tx: optax.GradientTransformation, params: Any) -> Any:
+    """``abstract_state``, with shardings as the arrays that ``init`` gives have them."""
     leaves, treedef = arranged_leaves(tx, params)
     return jax.tree.unflatten(
         treedef,
@@ -81,8 +89,8 @@ def arranged_leaves(
 
 
 def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
-    """The shardings of ``abstract_state``: for the ``out_shardings`` of a step, or of ``jax.jit(tx.init)``."""
-    return jax.tree.map(lambda x: x.sharding, abstract_state(tx, params))
+    """The shardings of ``tx.init(params)``: for the ``out_shardings`` of a step, or of ``jax.jit(tx.init)``."""
+    return jax.tree.map(lambda x: x.sharding, placed_state(tx, params))
 
 
 def to_device(state: Any) -> Any:
