@@ -12,6 +12,7 @@ import optax
 from jax.core import Tracer
 
 from jax_offload import _memory
+from jax_offload._arguments import changes_shapes, check_gradients, check_params, check_places, check_state
 from jax_offload._donation import guarded
 from jax_offload._eager import compiled_where_eager
 from jax_offload._home import Home, check_not_in_pmap, returned
@@ -121,6 +122,7 @@ def offload(
 
     def init_fn(params: optax.Params) -> optax.OptState:
         check_order()
+        check_params(params)
         told = shardings_of(params)
 
         def create(params: Any) -> Any:
@@ -156,6 +158,8 @@ def offload(
         if skip is not None:
             return updated_unless(skip, lambda u, s: update_fn(u, s, params, **extra_args), updates, state)
         check_order()
+        check_places(stored_init, updates, state, params)
+        check_gradients(updates, params)
         like = updates if params is None else params
         if rules:
             if not any(map(is_encoded, jax.tree.leaves(state, is_leaf=is_encoded))):
@@ -180,11 +184,12 @@ def offload(
             try:
                 updates, new_state = inner.update(updates, before, params, **extra_args)
             except Exception as error:
-                _check_tree(inner, before, like, error)
+                check_state(inner.init, before, like, error)
                 check_typed(divided, error)
                 raise
-            if jax.tree.structure(new_state) != jax.tree.structure(before):
-                _check_tree(inner, before, like, None)
+            other_tree = jax.tree.structure(new_state) != jax.tree.structure(before)
+            if other_tree or changes_shapes(before, new_state) or changes_shapes(like, updates):
+                check_state(inner.init, before, like, None)
             new_state = next_stored(loaded, before, new_state) if rules else new_state
             new_state = _store(new_state, place(policy, new_state, like), like, divided)
             return gathered(updates, options), new_state
@@ -247,16 +252,3 @@ def _check_eager(params: Any, abstract: Any) -> None:
             "(or a NamedSharding) before init, or jax.set_mesh.",
             stacklevel=3,
         )
-
-
-def _check_tree(inner: optax.GradientTransformation, state: Any, like: Any, cause: Exception | None) -> None:
-    """Raises ``ValueError`` where a state has not the tree that ``init`` gives: another optimizer's, say."""
-    try:
-        expected = jax.tree.structure(jax.eval_shape(inner.init, like))
-    except Exception:  # init cannot run on what we have: the original error says more
-        return
-    if expected != jax.tree.structure(state):
-        raise ValueError(
-            "state: its tree is not the one that this optimizer's init gives; was it made by another optimizer, or "
-            f"for other parameters?\n  got      {jax.tree.structure(state)}\n  expected {expected}"
-        ) from cause

@@ -17,6 +17,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jax_offload import _memory
+from jax_offload._arguments import check_transformation
 from jax_offload._donation import guarded
 from jax_offload._factored import axes_in_parameter
 from jax_offload._master import MasterState
@@ -144,6 +145,7 @@ def traced_init(
     tx: optax.GradientTransformation, params: Any, only_looking: bool
 ) -> tuple[list[tuple[Leaf, Any]], Any]:
     """For every state leaf its row of the table and its type; and the state's tree."""
+    check_transformation(tx, "(tx, params)")
     found: list[Any] = []
 
     def init(params: Any) -> Any:
@@ -202,6 +204,7 @@ def params_like(tx: optax.GradientTransformation, state: Any, *, plain: bool = F
         on_device = None if sharding is None else _memory.with_kind(sharding, _memory.DEVICE_KIND)
         return jax.ShapeDtypeStruct(np.shape(array), dtype, sharding=on_device)
 
+    check_transformation(tx, "(tx, state)")
     copies: list[Any] = []
     try:
         probe = tx.init(_Params())  # pyright: ignore[reportArgumentType]
