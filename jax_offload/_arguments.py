@@ -18,7 +18,8 @@ def check_transformation(tx: Any, call: str) -> None:
     """Raises ``TypeError`` where what should be a transformation is something else: the parameters, say."""
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(
-            f"tx: expected an optax.GradientTransformation, got a {type(tx).__name__}. The order of arguments is {call}."
+            f"tx: expected an optax.GradientTransformation, got a {type(tx).__name__}. The order of arguments is "
+            f"{call}."
         )
 
 
@@ -29,8 +30,8 @@ def check_params(params: Any) -> None:
         if _is_state(x):
             where = f" in {keystr(path)}" if path else ""
             raise ValueError(
-                f"params: expected the parameters, and there is an optimizer's state{where}, a {type(x).__name__}. Give "
-                "the tree that the model computes with, as in tx.init(params)."
+                f"params: expected the parameters, and there is an optimizer's state{where}, a {type(x).__name__}. "
+                "Give the tree that the model computes with, as in tx.init(params)."
             )
 
 

@@ -19,10 +19,20 @@ from jax_offload._home import Home, check_not_in_pmap, returned
 from jax_offload._master import check_order
 from jax_offload._order import Order
 from jax_offload._placement import Leaf, Policy, Select, is_whole, note, place
-from jax_offload._sharding import Layouts, Seen, inside_shard_map, remember, settled, shardings_of
+from jax_offload._sharding import Layouts, Seen, inside_shard_map, only_looking, remember, settled, shardings_of
 from jax_offload._skip import updated_unless
 from jax_offload._state import placed_state
-from jax_offload._storage import as_stored, check_stored, formats, is_encoded, next_stored, plain, rules_of, stored
+from jax_offload._storage import (
+    as_stored,
+    check_stored,
+    formats,
+    is_encoded,
+    next_stored,
+    plain,
+    rules_of,
+    stored,
+    warn_of_unstored,
+)
 from jax_offload._update import Options, divided_params, gathered, is_array, streamed
 from jax_offload._wrappers import adopt_multi_steps, moved_around
 from jax_offload._zero import arranged, arranged_state, axes_of, check_not_manual, check_typed, partitions
@@ -143,6 +153,8 @@ def offload(
             _check_eager(params, abstract)
             state = jax.jit(create, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))(params)
             home.made(state)
+        if rules and not only_looking():
+            warn_of_unstored(rules, state)
         remember(seen, told)
         return state
 

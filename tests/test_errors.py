@@ -181,7 +181,10 @@ def test_a_state_of_other_shapes_names_the_leaf(how, shape):
 def test_state_and_params_in_each_others_place(how, storage):
     tx = jo.offload(optax.adamw(1e-3), min_bytes=0, storage=storage)
     state = tx.init(params())
-    with warnings.catch_warnings(), pytest.raises(ValueError, match=r"state, params: each is .* tx.update\(updates, sta"):
+    with (
+        warnings.catch_warnings(),
+        pytest.raises(ValueError, match=r"state, params: each is .* tx.update\(updates, sta"),
+    ):
         warnings.simplefilter("error")  # nothing has moved the state
         UPDATES[how](tx, params(), params(), state)
 
@@ -205,5 +208,7 @@ def test_a_state_in_the_place_of_the_parameters(look, storage):
 
 @pytest.mark.parametrize("look", [jo.abstract_state, jo.state_shardings, jo.to_host, jo.from_plain])
 def test_a_transformation_behind_what_it_is_about(look):
-    with pytest.raises(TypeError, match=r"tx: expected an optax.GradientTransformation, got a dict.*\(tx, (params|state)\)"):
+    with pytest.raises(
+        TypeError, match=r"tx: expected an optax.GradientTransformation, got a dict.*\(tx, (params|state)\)"
+    ):
         look(params(), jo.offload(ADAM, min_bytes=0))
