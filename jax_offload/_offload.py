@@ -16,7 +16,7 @@ from jax_offload._arguments import changes_shapes, check_gradients, check_params
 from jax_offload._donation import guarded
 from jax_offload._eager import compiled_where_eager
 from jax_offload._home import Home, check_not_in_pmap, returned
-from jax_offload._master import check_order
+from jax_offload._master import check_order, last_word
 from jax_offload._order import Order
 from jax_offload._placement import Leaf, Policy, Select, is_whole, note, place
 from jax_offload._sharding import Layouts, Seen, inside_shard_map, only_looking, remember, settled, shardings_of
@@ -194,7 +194,9 @@ def offload(
             loaded = _load(state)
             before = plain(loaded) if rules else loaded
             try:
-                updates, new_state = inner.update(updates, before, params, **extra_args)
+                with last_word() as check_last_word:
+                    updates, new_state = inner.update(updates, before, params, **extra_args)
+                    check_last_word(updates, before)
             except Exception as error:
                 check_state(inner.init, before, like, error)
                 check_typed(divided, error)
