@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import optax
 from jax.core import Tracer
+from jax.tree_util import keystr
 
 from jax_offload import _memory
 from jax_offload._arguments import changes_shapes, check_gradients, check_params, check_places, check_state
@@ -259,10 +260,15 @@ def _check_eager(params: Any, abstract: Any) -> None:
             "bfloat16 and float16 stream as they should (docs/precision.md).",
             stacklevel=3,
         )
-    if not all(x.committed for x in arrays) and not _memory.mesh_is_set():
+    flat = jax.tree_util.tree_flatten_with_path(params)[0]
+    loose = [(path, x) for path, x in flat if not getattr(x, "committed", False)]
+    if loose and not _memory.mesh_is_set():
+        path, first = loose[0]
+        what = "" if isinstance(first, jax.Array) else ", a NumPy array"
         warnings.warn(
-            "offload(): the parameters are not committed to a device. jax commits whatever a step with host memory "
-            "returns, so the second step would compile again. Fix: params = jax.device_put(params, jax.devices()[0]) "
-            "(or a NamedSharding) before init, or jax.set_mesh.",
+            "offload(): the parameters are not committed to a device (the first is "
+            f"{keystr(path) or 'params itself'}{what}). jax commits whatever a step with host memory returns, so the "
+            "second step would compile again. Fix: params = jax.device_put(params, jax.devices()[0]) (or a "
+            "NamedSharding) before init, or jax.set_mesh.",
             stacklevel=3,
         )

@@ -11,6 +11,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
@@ -104,7 +105,8 @@ def to_device(state: Any) -> Any:
 
 
 def to_host(tx: optax.GradientTransformation, state: Any, params: Any = None) -> Any:
-    """``state`` with every leaf where ``tx`` keeps it: after ``to_device``, or to migrate a running resident job.
+    """``state`` with every leaf where ``tx`` keeps it: after ``to_device``, to migrate a running resident job, or
+    where pickle or NumPy has taken it through. NumPy arrays go to host memory directly.
 
     Args:
       tx: a transformation with an ``offload`` anywhere inside it.
@@ -132,9 +134,13 @@ def to_host(tx: optax.GradientTransformation, state: Any, params: Any = None) ->
         )
     # Tracers do not tell shardings: under jit the next update divides what is to be divided.
     traced = any(isinstance(x, Tracer) for x in [*got, *jax.tree.leaves(params)])
-    if any(leaf.shard_over for leaf, _ in leaves) and not traced:
-        shardings = [s if leaf.shard_over else None for leaf, _, s in arranged_leaves(tx, params, only_looking=True)[0]]
-        got = [x if s is None else jax.device_put(x, s) for x, s in zip(got, shardings, strict=True)]
+    numpy = [not isinstance(x, jax.Array) for x in got]
+    if traced:
+        got = [jnp.asarray(x) if outside else x for x, outside in zip(got, numpy, strict=True)]
+    elif any(numpy) or any(leaf.shard_over for leaf, _ in leaves):
+        arranged = arranged_leaves(tx, params, only_looking=True)[0]
+        move = [outside or bool(leaf.shard_over) for outside, (leaf, _) in zip(numpy, leaves, strict=True)]
+        got = [jax.device_put(x, s) if m else x for x, m, (_, _, s) in zip(got, move, arranged, strict=True)]
     moved = [
         _memory.to_host(x) if leaf.host else _memory.to_device(x) for x, (leaf, _) in zip(got, leaves, strict=True)
     ]
