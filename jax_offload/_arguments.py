@@ -67,9 +67,9 @@ def check_gradients(updates: Any, params: Any) -> None:
     if params is None or jax.tree.structure(updates) != jax.tree.structure(params):
         return
     given = jax.tree_util.tree_flatten_with_path(params)[0]
-    names = names_of([path for path, _ in given])
-    for name, (_, p), g in zip(names, given, jax.tree.leaves(updates), strict=True):
+    for k, ((_, p), g) in enumerate(zip(given, jax.tree.leaves(updates), strict=True)):
         if np.shape(g) != np.shape(p) and np.ndim(g) <= np.ndim(p):
+            name = names_of([path for path, _ in given])[k] or "params"
             raise ValueError(
                 f"updates: the gradient of {name} has the shape {np.shape(g)}, and the parameter {np.shape(p)}. Give "
                 "gradients of the parameters that are given: jax.grad of a function of params."
