@@ -12,15 +12,20 @@ import json
 from functools import partial
 from pathlib import Path
 
-import _data
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-from _gpt import GPT, SIZES, Config
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+import _extra
 
-import jax_offload as jo
+try:
+    import _data
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from _gpt import GPT, SIZES, Config
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+    import jax_offload as jo
+except ModuleNotFoundError as error:
+    raise _extra.missing(error) from error
 
 
 def parse(argv):

@@ -2,14 +2,19 @@
 
 from pydoc_data.topics import topics
 
-import _data
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-from flax import nnx
+import _extra
 
-import jax_offload as jo
+try:
+    import _data
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from flax import nnx
+
+    import jax_offload as jo
+except ModuleNotFoundError as error:
+    raise _extra.missing(error) from error
 
 CONTEXT, BATCH = 16, 256
 

@@ -10,18 +10,23 @@ import time
 from functools import partial
 from pathlib import Path
 
-import _data
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-import orbax.checkpoint as ocp
-from _gpt import GPT, SIZES, Config, generate
-from flax.training.train_state import TrainState
-from matplotlib.figure import Figure
-from tqdm import tqdm
+import _extra
 
-import jax_offload as jo
+try:
+    import _data
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    import orbax.checkpoint as ocp
+    from _gpt import GPT, SIZES, Config, generate
+    from flax.training.train_state import TrainState
+    from matplotlib.figure import Figure
+    from tqdm import tqdm
+
+    import jax_offload as jo
+except ModuleNotFoundError as error:
+    raise _extra.missing(error) from error
 
 
 def muon(schedule):

@@ -25,3 +25,29 @@ try:
     __version__ = _metadata.version("jax_offload")
 except _metadata.PackageNotFoundError:  # a checkout that is not installed
     __version__ = "0+unknown"
+
+__all__ = [
+    "Leaf",
+    "Placement",
+    "Storage",
+    "StoredState",
+    "abstract_state",
+    "compiler_options",
+    "from_plain",
+    "jit",
+    "offload",
+    "placement",
+    "restore",
+    "save_args",
+    "state_shardings",
+    "to_device",
+    "to_host",
+    "to_plain",
+    "update_params",
+    "with_master_params",
+]
+
+
+def __dir__() -> list[str]:
+    """Without the modules, whose names start with an underscore."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

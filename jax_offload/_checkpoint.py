@@ -135,6 +135,7 @@ def _restore_step(ocp: Any, manager: Any, step: int, item: str | None, target: A
         for x in jax.tree.leaves(target):
             if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is not None:
                 _memory.check_platform(x.sharding.addressable_devices)
+    target = jax.tree.map(_memory.off_our_mesh, target)
     _check_target(target, stored, folder)
     args = ocp.args.StandardRestore(target)
     tree = _reading(manager.restore, step, args=args if item is None else ocp.args.Composite(**{item: args}))

@@ -13,6 +13,7 @@ in chunks. Three rules hold for every format here:
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 from typing import Any
 
@@ -42,6 +43,9 @@ class _Float:
 _SCALED = {"float16": _Float(10, -14, 15), "float8_e4m3fn": _Float(3, -6, 8), "float8_e5m2": _Float(2, -14, 15)}
 _BITS = {"int8": 7, "uint8": 8}
 NAMES = ("float32", "bfloat16", *_SCALED, *_BITS)
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32"}
+_SHORT |= dict.fromkeys(("fp8", "f8", "float8", "fp8_e4m3", "e4m3", "float8_e4m3"), "float8_e4m3fn")
+_SHORT |= dict.fromkeys(("fp8_e5m2", "e5m2"), "float8_e5m2")
 _SNAP = 1e-4  # of a step: a value this near a point of the map is that point: the arithmetic is off by 7e-5 at most
 
 
@@ -80,7 +84,8 @@ class Storage:
         except TypeError:
             name = ""
         if name not in NAMES:
-            raise ValueError(f"storage: expected one of {', '.join(NAMES)}; got {self.dtype!r}.")
+            hint = _meant(self.dtype, name)
+            raise ValueError(f"storage: expected one of {', '.join(NAMES)}; got {self.dtype!r}.{hint}")
         object.__setattr__(self, "dtype", name)
         if not is_whole(self.block) or self.block <= 0:
             raise ValueError(f"storage: block must be a number of elements > 0, an int; got {self.block!r}.")
@@ -89,6 +94,13 @@ class Storage:
     def itemsize(self) -> int:
         """Bytes of one element, without the scale."""
         return jnp.dtype(self.dtype).itemsize
+
+
+def _meant(given: Any, dtype: str) -> str:
+    """The format that was probably meant, in words; empty where it is another dtype's name, or none is near."""
+    name = dtype or str(given).lower().removeprefix("torch.")
+    near = [_SHORT[name]] if name in _SHORT else difflib.get_close_matches(name, NAMES, n=1, cutoff=0.75)
+    return f" Did you mean {near[0]!r}?" if near and (name in _SHORT or not dtype) else ""
 
 
 def encode(x: jax.Array, storage: Storage, seed: Any = None) -> tuple[jax.Array, jax.Array | None]:

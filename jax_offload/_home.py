@@ -47,9 +47,9 @@ class Home:
                 f"offload(): {len(away)} leaves of the optimizer state ({size} bytes, the first is {away[0].path}) "
                 "were in host memory and arrive at update in device memory: something between has moved them. Trainers "
                 "do with jax.lax.with_sharding_constraint or jax.device_put and shardings that name no memory (Tunix's "
-                "PeftTrainer before its first step under `with mesh:`), restores without a target do. This update puts "
-                "them back, but until it has, all of them are on the device; if they are moved after every step, "
-                "nothing is gained. Fix: jax_offload.to_host(tx, state) after the move, or move with "
+                "PeftTrainer before its first step under `with mesh:`), restores without a target do, pickle and NumPy "
+                "do. This update puts them back, but until it has, all of them are on the device; if they are moved "
+                "after every step, nothing is gained. Fix: jax_offload.to_host(tx, state) after the move, or move with "
                 "jax_offload.state_shardings(tx, params). See docs/trainers.md.",
                 stacklevel=2,
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,7 @@ from jax_offload._memory import to_device
 from jax_offload._sharding import constrained, typed_sharding
 
 _WRAPPED: contextvars.ContextVar[bool] = contextvars.ContextVar("wrapped", default=False)
+_STEPS: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("steps", default=None)
 
 
 class MasterState(NamedTuple):
@@ -133,6 +134,8 @@ def with_master_params(
             step, new = _landing(p, new) if low_bits else (rounded(new, p.dtype) - p.astype(dtype), new)
             out.append(step)
             kept.append(new)
+            if (steps_seen := _STEPS.get()) is not None:
+                steps_seen.append(step)
         return jax.tree.unflatten(treedef, out), MasterState(jax.tree.unflatten(treedef, kept), inner_state)
 
     return WithMasterParams(init_fn, update_fn)
@@ -157,6 +160,44 @@ def check_order() -> None:
     """Raises ``TypeError`` where an ``offload`` is somewhere inside of a ``with_master_params``."""
     if _WRAPPED.get():
         raise TypeError(_ORDER)
+
+
+@contextlib.contextmanager
+def last_word() -> Iterator[Callable[[Any, Any], None]]:
+    """Gives a check of what an update has returned: ``ValueError`` where a chain has changed the updates of masters.
+
+    The parameter then lands elsewhere than its master, which follows it, and the bits for which it is kept are lost.
+    Only where the state is a chain's, with something behind the masters: a wrapper may choose between updates.
+    """
+    steps: list[Any] = []
+    token = _STEPS.set(steps)
+
+    def check(updates: Any, state: Any) -> None:
+        passed_on = {id(x) for x in jax.tree.leaves(updates)}
+        if _has_successor(state) and not all(id(x) in passed_on for x in steps):
+            raise ValueError(
+                "inner: a chain changes the updates behind with_master_params, so that the parameters leave their "
+                "masters in every step. Masters come last: not optax.chain(jo.with_master_params(x), y), but "
+                "jo.with_master_params(optax.chain(x, y))."
+            )
+
+    try:
+        yield check
+    finally:
+        _STEPS.reset(token)
+        steps.clear()  # jax.checking_leaks sees tracers that outlive their trace
+
+
+def _has_successor(state: Any) -> bool:
+    """Whether there are masters in a chain's state, a plain tuple, before the last of its parts."""
+
+    def has_masters(x: Any) -> bool:
+        return any(isinstance(n, MasterState) for n in jax.tree.leaves(x, is_leaf=lambda x: isinstance(x, MasterState)))
+
+    def found(x: Any) -> bool:
+        return type(x) is tuple and any(map(has_masters, x[:-1]))
+
+    return any(map(found, jax.tree.leaves(state, is_leaf=found)))
 
 
 def masters_of(state: Any, treedef: Any) -> list[Any]:

@@ -10,18 +10,30 @@ from typing import Any
 import jax
 import optax
 from jax.core import Tracer
+from jax.tree_util import keystr
 
 from jax_offload import _memory
+from jax_offload._arguments import changes_shapes, check_gradients, check_params, check_places, check_state
 from jax_offload._donation import guarded
 from jax_offload._eager import compiled_where_eager
 from jax_offload._home import Home, check_not_in_pmap, returned
-from jax_offload._master import check_order
+from jax_offload._master import check_order, last_word
 from jax_offload._order import Order
 from jax_offload._placement import Leaf, Policy, Select, is_whole, note, place
-from jax_offload._sharding import Layouts, Seen, inside_shard_map, remember, settled, shardings_of
+from jax_offload._sharding import Layouts, Seen, inside_shard_map, only_looking, remember, settled, shardings_of
 from jax_offload._skip import updated_unless
-from jax_offload._state import abstract_state
-from jax_offload._storage import as_stored, check_stored, formats, is_encoded, next_stored, plain, rules_of, stored
+from jax_offload._state import placed_state
+from jax_offload._storage import (
+    as_stored,
+    check_stored,
+    formats,
+    is_encoded,
+    next_stored,
+    plain,
+    rules_of,
+    stored,
+    warn_of_unstored,
+)
 from jax_offload._update import Options, divided_params, gathered, is_array, streamed
 from jax_offload._wrappers import adopt_multi_steps, moved_around
 from jax_offload._zero import arranged, arranged_state, axes_of, check_not_manual, check_typed, partitions
@@ -121,6 +133,7 @@ def offload(
 
     def init_fn(params: optax.Params) -> optax.OptState:
         check_order()
+        check_params(params)
         told = shardings_of(params)
 
         def create(params: Any) -> Any:
@@ -137,10 +150,12 @@ def offload(
         else:
             # One compiled program, also in eager use: XLA makes a leaf, sends it to the host and makes the next, and a
             # sharded leaf is born sharded.
-            abstract = abstract_state(Offloaded(create, update_fn), params)
+            abstract = placed_state(Offloaded(create, update_fn), params)
             _check_eager(params, abstract)
             state = jax.jit(create, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))(params)
             home.made(state)
+        if rules and not only_looking():
+            warn_of_unstored(rules, state)
         remember(seen, told)
         return state
 
@@ -156,6 +171,8 @@ def offload(
         if skip is not None:
             return updated_unless(skip, lambda u, s: update_fn(u, s, params, **extra_args), updates, state)
         check_order()
+        check_places(stored_init, updates, state, params)
+        check_gradients(updates, params)
         like = updates if params is None else params
         if rules:
             if not any(map(is_encoded, jax.tree.leaves(state, is_leaf=is_encoded))):
@@ -178,13 +195,16 @@ def offload(
             loaded = _load(state)
             before = plain(loaded) if rules else loaded
             try:
-                updates, new_state = inner.update(updates, before, params, **extra_args)
+                with last_word() as check_last_word:
+                    updates, new_state = inner.update(updates, before, params, **extra_args)
+                    check_last_word(updates, before)
             except Exception as error:
-                _check_tree(inner, before, like, error)
+                check_state(inner.init, before, like, error)
                 check_typed(divided, error)
                 raise
-            if jax.tree.structure(new_state) != jax.tree.structure(before):
-                _check_tree(inner, before, like, None)
+            other_tree = jax.tree.structure(new_state) != jax.tree.structure(before)
+            if other_tree or changes_shapes(before, new_state) or changes_shapes(like, updates):
+                check_state(inner.init, before, like, None)
             new_state = next_stored(loaded, before, new_state) if rules else new_state
             new_state = _store(new_state, place(policy, new_state, like), like, divided)
             return gathered(updates, options), new_state
@@ -240,23 +260,15 @@ def _check_eager(params: Any, abstract: Any) -> None:
             "bfloat16 and float16 stream as they should (docs/precision.md).",
             stacklevel=3,
         )
-    if not all(x.committed for x in arrays) and not _memory.mesh_is_set():
+    flat = jax.tree_util.tree_flatten_with_path(params)[0]
+    loose = [(path, x) for path, x in flat if not getattr(x, "committed", False)]
+    if loose and not _memory.mesh_is_set():
+        path, first = loose[0]
+        what = "" if isinstance(first, jax.Array) else ", a NumPy array"
         warnings.warn(
-            "offload(): the parameters are not committed to a device. jax commits whatever a step with host memory "
-            "returns, so the second step would compile again. Fix: params = jax.device_put(params, jax.devices()[0]) "
-            "(or a NamedSharding) before init, or jax.set_mesh.",
+            "offload(): the parameters are not committed to a device (the first is "
+            f"{keystr(path) or 'params itself'}{what}). jax commits whatever a step with host memory returns, so the "
+            "second step would compile again. Fix: params = jax.device_put(params, jax.devices()[0]) (or a "
+            "NamedSharding) before init, or jax.set_mesh.",
             stacklevel=3,
         )
-
-
-def _check_tree(inner: optax.GradientTransformation, state: Any, like: Any, cause: Exception | None) -> None:
-    """Raises ``ValueError`` where a state has not the tree that ``init`` gives: another optimizer's, say."""
-    try:
-        expected = jax.tree.structure(jax.eval_shape(inner.init, like))
-    except Exception:  # init cannot run on what we have: the original error says more
-        return
-    if expected != jax.tree.structure(state):
-        raise ValueError(
-            "state: its tree is not the one that this optimizer's init gives; was it made by another optimizer, or "
-            f"for other parameters?\n  got      {jax.tree.structure(state)}\n  expected {expected}"
-        ) from cause

@@ -11,12 +11,14 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jax_offload import _memory
+from jax_offload._arguments import check_transformation
 from jax_offload._donation import guarded
 from jax_offload._factored import axes_in_parameter
 from jax_offload._master import MasterState
@@ -30,7 +32,10 @@ from jax_offload._zero import partitioned
 def abstract_state(tx: optax.GradientTransformation, params: Any) -> Any:
     """The state that ``tx.init(params)`` would give, as ``ShapeDtypeStruct``s with shardings and memory kinds.
 
-    An orbax restore target: with it a checkpoint, of a resident run too, lands where the options say.
+    An orbax restore target: with it a checkpoint, of a resident run too, lands where the options say. And an argument
+    to lower a step with: on one device the shardings are on a mesh of that device, because jax forgets the memory of an
+    abstract value in a ``SingleDeviceSharding``. Arrays there, as plain orbax would restore them, make the second call
+    of a step compile again; ``jo.restore`` and ``jo.state_shardings`` give what ``init`` gives.
 
     Args:
       tx: a transformation with an ``offload`` anywhere inside it.
@@ -39,6 +44,11 @@ def abstract_state(tx: optax.GradientTransformation, params: Any) -> Any:
         replicated over the same devices. Abstract parameters without a sharding count as unplaced: on the mesh
         that is set, or on the default device.
     """
+    return jax.tree.map(_memory.on_a_mesh, placed_state(tx, params))
+
+
+def placed_state(tx: optax.GradientTransformation, params: Any) -> Any:
+    """``abstract_state``, with shardings as the arrays that ``init`` gives have them."""
     leaves, treedef = arranged_leaves(tx, params)
     return jax.tree.unflatten(
         treedef,
@@ -81,8 +91,8 @@ def arranged_leaves(
 
 
 def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
-    """The shardings of ``abstract_state``: for the ``out_shardings`` of a step, or of ``jax.jit(tx.init)``."""
-    return jax.tree.map(lambda x: x.sharding, abstract_state(tx, params))
+    """The shardings of ``tx.init(params)``: for the ``out_shardings`` of a step, or of ``jax.jit(tx.init)``."""
+    return jax.tree.map(lambda x: x.sharding, placed_state(tx, params))
 
 
 def to_device(state: Any) -> Any:
@@ -95,7 +105,8 @@ def to_device(state: Any) -> Any:
 
 
 def to_host(tx: optax.GradientTransformation, state: Any, params: Any = None) -> Any:
-    """``state`` with every leaf where ``tx`` keeps it: after ``to_device``, or to migrate a running resident job.
+    """``state`` with every leaf where ``tx`` keeps it: after ``to_device``, to migrate a running resident job, or
+    where pickle or NumPy has taken it through. NumPy arrays go to host memory directly.
 
     Args:
       tx: a transformation with an ``offload`` anywhere inside it.
@@ -123,9 +134,13 @@ def to_host(tx: optax.GradientTransformation, state: Any, params: Any = None) ->
         )
     # Tracers do not tell shardings: under jit the next update divides what is to be divided.
     traced = any(isinstance(x, Tracer) for x in [*got, *jax.tree.leaves(params)])
-    if any(leaf.shard_over for leaf, _ in leaves) and not traced:
-        shardings = [s if leaf.shard_over else None for leaf, _, s in arranged_leaves(tx, params, only_looking=True)[0]]
-        got = [x if s is None else jax.device_put(x, s) for x, s in zip(got, shardings, strict=True)]
+    numpy = [not isinstance(x, jax.Array) for x in got]
+    if traced:
+        got = [jnp.asarray(x) if outside else x for x, outside in zip(got, numpy, strict=True)]
+    elif any(numpy) or any(leaf.shard_over for leaf, _ in leaves):
+        arranged = arranged_leaves(tx, params, only_looking=True)[0]
+        move = [outside or bool(leaf.shard_over) for outside, (leaf, _) in zip(numpy, leaves, strict=True)]
+        got = [jax.device_put(x, s) if m else x for x, m, (_, _, s) in zip(got, move, arranged, strict=True)]
     moved = [
         _memory.to_host(x) if leaf.host else _memory.to_device(x) for x, (leaf, _) in zip(got, leaves, strict=True)
     ]
@@ -136,6 +151,7 @@ def traced_init(
     tx: optax.GradientTransformation, params: Any, only_looking: bool
 ) -> tuple[list[tuple[Leaf, Any]], Any]:
     """For every state leaf its row of the table and its type; and the state's tree."""
+    check_transformation(tx, "(tx, params)")
     found: list[Any] = []
 
     def init(params: Any) -> Any:
@@ -194,6 +210,7 @@ def params_like(tx: optax.GradientTransformation, state: Any, *, plain: bool = F
         on_device = None if sharding is None else _memory.with_kind(sharding, _memory.DEVICE_KIND)
         return jax.ShapeDtypeStruct(np.shape(array), dtype, sharding=on_device)
 
+    check_transformation(tx, "(tx, state)")
     copies: list[Any] = []
     try:
         probe = tx.init(_Params())  # pyright: ignore[reportArgumentType]

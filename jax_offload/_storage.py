@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.tree_util import keystr
 
 from jax_offload import _memory
 from jax_offload._formats import Storage, decode, encode, encoded_shapes, mixed
@@ -94,11 +96,11 @@ def formats(rules: Rules, state: Any, params: Any, min_bytes: int) -> list[Stora
     """
     found: list[Storage | None] = []
     used: set[str | None] = {None}
-    names = []
+    names = []  # of what a rule may match
     masters = _master_paths(state)
     for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        names.append(name)
+        names.extend([] if stays(x, 0) else [name])
         matching = [] if stays(x, 0) else [each for each in rules if _match(each[0], name)]
         used.update(rule for rule, _ in matching)
         rule, storage = matching[0] if matching else (None, None)
@@ -111,10 +113,28 @@ def formats(rules: Rules, state: Any, params: Any, min_bytes: int) -> list[Stora
     unused = [rule for rule, _ in rules if rule not in used]
     if unused and jax.tree.leaves(params):  # optax probes with placeholders
         raise ValueError(
-            f"storage: {unused} match no state leaf of rank 1 or more. Rules match whole components of these paths: "
-            f"{', '.join(names)}."
+            f"storage: {unused} match no state leaf of rank 1 or more. "
+            + (
+                f"Rules match whole components of these paths: {', '.join(names)}."
+                if names
+                else "This optimizer keeps none, so there is nothing to store in fewer bits: leave storage out."
+            )
         )
     return found
+
+
+def warn_of_unstored(rules: Rules, state: StoredState) -> None:
+    """Says which leaves one dtype for all leaves out although they are numbers of the optimizer: complex ones."""
+    flat = jax.tree_util.tree_flatten_with_path(state.inner_state)[0]
+    left = [keystr(path) for path, x in flat if not stays(x, 0) and jnp.issubdtype(x.dtype, jnp.complexfloating)]
+    if left and rules[0][0] is None:
+        warnings.warn(
+            f"storage: {rules[0][1].dtype!r} leaves {len(left)} complex leaves of the state as they are, the first is "
+            f"{left[0]}: no format stores complex numbers. To say so without this warning, name the others: "
+            "storage={'mu/layers': 'bfloat16'}, say; or train real and imaginary parts apart "
+            "(optax.contrib.split_real_and_imaginary).",
+            stacklevel=4,
+        )
 
 
 def _unfit(x: Any, storage: Storage, master: bool) -> str:

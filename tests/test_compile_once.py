@@ -5,6 +5,7 @@ import warnings
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
@@ -102,5 +103,14 @@ def test_eager_init_commits_what_it_keeps_and_warns_of_uncommitted_parameters():
         warnings.simplefilter("error")
         state = TX.init(committed())
     assert all(x.committed for x in jax.tree.leaves(state))
-    with pytest.warns(UserWarning, match=r"not committed.*device_put\(params"):
+    with pytest.warns(UserWarning, match=r"not committed.*the first is \['b'\]\).*device_put\(params"):
         TX.init(parameters())
+
+
+def test_eager_init_warns_of_numpy_parameters():
+    """They are no more committed than other new arrays: the second step would compile again."""
+    given = jax.tree.map(np.asarray, parameters())
+    with pytest.warns(UserWarning, match=r"not committed.*the first is \['b'\], a NumPy array.*device_put\(params"):
+        TX.init(given)
+    with pytest.warns(UserWarning, match=r"not committed.*the first is \['w'\]\)"):
+        TX.init(committed() | {"w": jnp.ones((16, 16))})

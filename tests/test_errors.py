@@ -1,5 +1,6 @@
 """Bad input: an error that names the argument, shows what was given, and says the fix."""
 
+import re
 import types
 
 import jax
@@ -134,3 +135,76 @@ def test_mixed_memory_outside_update_is_an_error_of_jax():
     state = tx.init(params())
     with pytest.raises(ValueError, match="memory_space"):
         jax.jit(lambda s, p: s[0].mu["w"] + p["w"])(state, params())
+
+
+# Arguments in each other's place, and shapes
+
+
+def other(**shapes):
+    return jax.device_put({"w": jnp.ones((32, 32)), "b": jnp.ones(32)} | {k: jnp.ones(s) for k, s in shapes.items()})
+
+
+UPDATES = {
+    "eager": lambda tx, *args: tx.update(*args),
+    "jitted": lambda tx, *args: jax.jit(tx.update)(*args),
+    "update_params": lambda tx, *args: jo.update_params(tx, *args),
+}
+
+
+@pytest.mark.parametrize("how", UPDATES)
+@pytest.mark.parametrize("shape", [(32, 16), (1, 32), (32,), ()])
+def test_gradients_of_other_shapes_name_the_leaf(how, shape):
+    tx = jo.offload(optax.adamw(1e-3), min_bytes=0)
+    with pytest.raises(ValueError, match=rf"updates: the gradient of w has the shape {re.escape(str(shape))}.*32, 32"):
+        UPDATES[how](tx, other(w=shape), tx.init(params()), params())
+
+
+def test_gradients_of_single_examples_are_not_of_other_shapes():
+    tx = jo.offload(optax.contrib.dpsgd(0.1, 1.0, 0.0, 0, momentum=0.9), min_bytes=0)
+    grads = jax.tree.map(lambda p: jnp.stack([p, p]), params())
+    updates, _ = tx.update(grads, tx.init(params()), params())
+    assert updates["w"].shape == (32, 32)
+
+
+@pytest.mark.parametrize("how", UPDATES)
+@pytest.mark.parametrize("shape", [(32, 16), (1, 32)])
+def test_a_state_of_other_shapes_names_the_leaf(how, shape):
+    tx = jo.offload(optax.adamw(1e-3), min_bytes=0)
+    state = tx.init(jax.device_put(other(w=shape), jax.devices()[0]))
+    with pytest.raises(ValueError, match=rf"state: \[0\].mu\['w'\] has the shape {re.escape(str(shape))}.*32, 32"):
+        UPDATES[how](tx, params(), state, params())
+
+
+@pytest.mark.filterwarnings("error")  # nothing has moved the state
+@pytest.mark.parametrize("how", UPDATES)
+@pytest.mark.parametrize("storage", [None, "bfloat16"])
+def test_state_and_params_in_each_others_place(how, storage):
+    tx = jo.offload(optax.adamw(1e-3), min_bytes=0, storage=storage)
+    state = tx.init(params())
+    with pytest.raises(ValueError, match=r"state, params: each is .* tx.update\(updates, state, params\)"):
+        UPDATES[how](tx, params(), params(), state)
+
+
+def test_state_and_updates_in_each_others_place():
+    tx = jo.offload(optax.adamw(1e-3), min_bytes=0)
+    with pytest.raises(ValueError, match=r"state, updates: each is .* tx.update\(updates, state, params\)"):
+        tx.update(tx.init(params()), params(), params())
+
+
+@pytest.mark.parametrize("look", [jo.placement, jo.abstract_state, jo.state_shardings, lambda tx, s: tx.init(s)])
+@pytest.mark.parametrize("storage", [None, "bfloat16"])
+def test_a_state_in_the_place_of_the_parameters(look, storage):
+    tx = jo.offload(ADAM, min_bytes=0, storage=storage)
+    state = tx.init(params())
+    where = r" in \[0\]" if storage is None else ""
+    for given, words in ((state, where), ({"params": params(), "opt": state}, r" in \['opt'\]")):
+        with pytest.raises(ValueError, match=rf"params: expected the parameters.*an optimizer's state{words}.*State"):
+            look(tx, given)
+
+
+@pytest.mark.parametrize("look", [jo.abstract_state, jo.state_shardings, jo.to_host, jo.from_plain])
+def test_a_transformation_behind_what_it_is_about(look):
+    with pytest.raises(
+        TypeError, match=r"tx: expected an optax.GradientTransformation, got a dict.*\(tx, (params|state)\)"
+    ):
+        look(params(), jo.offload(ADAM, min_bytes=0))

@@ -1,5 +1,7 @@
 """The examples run, and do what they show."""
 
+import runpy
+import sys
 from pathlib import Path
 
 import jax
@@ -107,3 +109,14 @@ def test_nnx_finetune(monkeypatch, capsys):
     assert kinds(result["optimizer"].opt_state) == {"pinned_host"}
     assert np.mean(result["losses"][-5:]) < np.mean(result["losses"][:5])
     assert nnx_finetune.train_step.jitted_fn._cache_size() == 2  # once for each of the two optimizers
+
+
+@pytest.mark.parametrize("example", ["train_lm", "nnx_finetune", "multihost_lm"])
+@pytest.mark.parametrize("package", ["flax", "jax_offload"])
+def test_an_example_says_which_extra_it_needs(monkeypatch, example, package):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    for name in ("_data", "_gpt", "_extra"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit, match=rf"{package} is not installed.*pip install '\.\[examples\]'"):
+        runpy.run_path(str(EXAMPLES / f"{example}.py"))

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -140,3 +141,20 @@ def test_bad_input():
         with pytest.raises(ValueError, match=r"storage: block must be a number of elements > 0"):
             jo.Storage("int8", block=wrong)
     assert jo.Storage(jnp.bfloat16) == jo.Storage("bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("bf16", "bfloat16"), ("BFloat16", "bfloat16"), ("torch.bfloat16", "bfloat16"), ("bfloat", "bfloat16")]
+    + [("fp16", "float16"), ("fp8", "float8_e4m3fn"), ("float8", "float8_e4m3fn"), ("float8_e4m3", "float8_e4m3fn")]
+    + [("e5m2", "float8_e5m2"), ("float8_e5m", "float8_e5m2"), ("fp32", "float32"), ("unit8", "uint8")],
+)
+def test_a_format_by_another_name_is_suggested(given, meant):
+    with pytest.raises(ValueError, match=rf"got '{given}'\. Did you mean '{meant}'\?"):
+        jo.offload(optax.adam(1e-3), storage={"mu": given})
+
+
+@pytest.mark.parametrize("given", ["int4", "float64", "zstd", 5])
+def test_no_format_is_suggested_that_is_another(given):
+    with pytest.raises(ValueError, match=rf"got {given!r}\.$"):
+        jo.Storage(given)

@@ -268,6 +268,42 @@ def test_what_stands_around_masters_may_still_change_the_updates():
     assert (new["w"] == 0.75).all()
 
 
+@pytest.mark.parametrize("storage", [None, "bfloat16"])
+@pytest.mark.parametrize("after", [optax.scale(0.5), optax.add_decayed_weights(0.1)])
+@pytest.mark.filterwarnings("ignore:offload:UserWarning")
+def test_masters_have_the_last_word_in_a_chain(after, storage):
+    params = {"w": jnp.ones((4, 4), jnp.bfloat16), "b": jnp.ones(4)}
+    chains = (
+        optax.chain(jo.with_master_params(ADAMW), after),
+        optax.MultiSteps(optax.chain(optax.clip(1.0), jo.with_master_params(ADAMW, low_bits=True), after), 2),
+    )
+    for inner in chains:
+        tx = jo.offload(inner, min_bytes=0, storage=storage)
+        for update in (tx.update, lambda *args, tx=tx: jo.update_params(tx, *args)):
+            with pytest.raises(
+                ValueError, match=r"inner: a chain changes .* jo.with_master_params\(optax.chain\(x, y\)"
+            ):
+                update(params, tx.init(params), params)
+
+
+@pytest.mark.filterwarnings("ignore:offload:UserWarning")
+def test_what_hands_the_updates_of_masters_on_may_stand_behind_them():
+    params = {"w": jnp.ones((4, 4), jnp.bfloat16), "v": jnp.ones((4, 4), jnp.bfloat16)}
+    both = [
+        optax.masked(jo.with_master_params(optax.sgd(1.0)), mask)
+        for mask in ({"w": True, "v": False}, {"w": False, "v": True})
+    ]
+    seeing = jo.with_master_params(optax.sgd(1.0))
+    for inner in (
+        optax.chain(seeing, optax.identity()),
+        optax.chain(*both),
+        optax.chain(optax.scale(0.5), optax.MultiSteps(seeing, 2).gradient_transformation()),
+        optax.chain(seeing),
+    ):
+        tx = jo.offload(inner, min_bytes=0)
+        jo.update_params(tx, params, tx.init(params), params)
+
+
 def test_bad_input():
     with pytest.raises(TypeError, match=r"offload\(\.\.\.\) goes outside"):
         jo.with_master_params(jo.offload(ADAMW))

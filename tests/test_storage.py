@@ -2,6 +2,7 @@
 
 import functools
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -427,3 +428,27 @@ def test_encoders_are_small(name, there, back):
     values, scale = encode(x, format)
     assert count(lambda x, seed: encode(x, format, seed), x, jnp.uint32(0)) <= there
     assert count(lambda values, scale: decode(values, scale, format), values, scale) <= back
+
+
+def test_rules_for_an_optimizer_without_such_leaves():
+    for inner in (optax.sgd(1.0), optax.sgd(lambda _: 1.0)):
+        with pytest.raises(ValueError, match=r"\['mu'\] match no state leaf .* keeps none.*: leave storage out\."):
+            jo.offload(inner, storage={"mu": "bfloat16"}).init(parameters())
+    with pytest.raises(ValueError, match=r"\['nu'\] match .* these paths: 0/trace/\w+, 0/trace") as error:
+        jo.offload(optax.sgd(lambda _: 1.0, momentum=0.9), storage={"nu": "bfloat16"}).init(parameters())
+    assert "count" not in str(error.value)  # nor could it be matched
+
+
+def test_complex_leaves_are_not_left_out_in_silence():
+    params = jax.device_put({"re": jnp.ones((8, 8)), "im": jnp.ones((8, 8), jnp.complex64)}, jax.devices()[0])
+    tx = jo.offload(optax.adam(1e-3), storage="bfloat16", min_bytes=0)
+    for init in (tx.init, jax.jit(tx.init)):
+        with pytest.warns(
+            UserWarning, match=r"storage: 'bfloat16' leaves 2 complex leaves .* first is \[0\].mu\['im'\]"
+        ):
+            state = init(params)
+    assert [x.dtype.name for x in jax.tree.leaves(plain(state)[0].mu)] == ["complex64", "float32"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jo.offload(optax.adam(1e-3), storage={".*/re": "bfloat16"}, min_bytes=0).init(params)
+        jo.placement(tx, params)

@@ -1,0 +1,104 @@
+"""What is given to ``init`` and ``update``, where it cannot be right: an error that names the leaf and the argument."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.tree_util import keystr
+
+from jax_offload._paths import names_of
+
+_ORDER = "The order is tx.update(updates, state, params), and jo.update_params(tx, grads, state, params)."
+
+
+def check_transformation(tx: Any, call: str) -> None:
+    """Raises ``TypeError`` where what should be a transformation is something else: the parameters, say."""
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise TypeError(
+            f"tx: expected an optax.GradientTransformation, got a {type(tx).__name__}. The order of arguments is "
+            f"{call}."
+        )
+
+
+def check_params(params: Any) -> None:
+    """Raises ``ValueError`` where a state stands in the place of the parameters: a table of it would look plausible."""
+    nodes = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_state)[0]
+    for path, x in nodes:
+        if _is_state(x):
+            where = f" in {keystr(path)}" if path else ""
+            raise ValueError(
+                f"params: expected the parameters, and there is an optimizer's state{where}, a {type(x).__name__}. "
+                "Give the tree that the model computes with, as in tx.init(params)."
+            )
+
+
+def _is_state(x: Any) -> bool:
+    """Whether it is a state of optax's, or one of ours; optax's own trees of parameters have other names."""
+    kind = type(x)
+    known = kind.__module__.partition(".")[0] in ("optax", "jax_offload")
+    return known and isinstance(x, tuple) and kind.__name__.endswith("State")
+
+
+def check_places(init: Callable[[Any], Any], updates: Any, state: Any, params: Any) -> None:
+    """Raises ``ValueError`` where the state is in the place of the updates or of the parameters, and they in its."""
+    trees = [jax.tree.structure(x) for x in (updates, state, params)]
+    for argument, given, k, other in (("params", params, 2, 0), ("updates", updates, 0, 2)):
+        if params is None or trees[1] != trees[other] or trees[k] == trees[other]:
+            continue
+        try:
+            swapped = jax.tree.structure(jax.eval_shape(init, state)) == trees[k]
+        except Exception:  # init cannot run on what we have
+            continue
+        if swapped:
+            raise ValueError(
+                f"state, {argument}: each is in the place of the other: state is a tree like the parameters, and "
+                f"{argument} is a {type(given).__name__} like the state that init gives. {_ORDER}"
+            )
+
+
+def check_gradients(updates: Any, params: Any) -> None:
+    """Raises ``ValueError`` for a gradient of another shape than its parameter.
+
+    Gradients of more axes are those of examples, one by one, which ``optax.contrib.dpsgd`` takes.
+    """
+    if params is None or jax.tree.structure(updates) != jax.tree.structure(params):
+        return
+    given = jax.tree_util.tree_flatten_with_path(params)[0]
+    for k, ((_, p), g) in enumerate(zip(given, jax.tree.leaves(updates), strict=True)):
+        if np.shape(g) != np.shape(p) and np.ndim(g) <= np.ndim(p):
+            name = names_of([path for path, _ in given])[k] or "params"
+            raise ValueError(
+                f"updates: the gradient of {name} has the shape {np.shape(g)}, and the parameter {np.shape(p)}. Give "
+                "gradients of the parameters that are given: jax.grad of a function of params."
+            )
+
+
+def check_state(init: Callable[[Any], Any], state: Any, like: Any, cause: Exception | None) -> None:
+    """Raises ``ValueError`` where a state has not the tree that ``init`` gives, or a leaf not the shape."""
+    try:
+        expected = jax.eval_shape(init, like)
+    except Exception:  # init cannot run on what we have: the original error says more
+        return
+    trees = jax.tree.structure(state), jax.tree.structure(expected)
+    if trees[0] != trees[1]:
+        raise ValueError(
+            "state: its tree is not the one that this optimizer's init gives; was it made by another optimizer, or "
+            f"for other parameters?\n  got      {trees[0]}\n  expected {trees[1]}"
+        ) from cause
+    flat = jax.tree_util.tree_flatten_with_path(state)[0]
+    for (path, x), wanted in zip(flat, jax.tree.leaves(expected), strict=True):
+        if np.shape(x) != wanted.shape:
+            raise ValueError(
+                f"state: {keystr(path)} has the shape {np.shape(x)}, and this optimizer's init gives {wanted.shape}; "
+                "was it made for other parameters? state = tx.init(params) makes one for these."
+            ) from cause
+
+
+def changes_shapes(before: Any, after: Any) -> bool:
+    """Whether the trees are the same, and not the shapes of their leaves."""
+    if jax.tree.structure(before) != jax.tree.structure(after):
+        return False
+    return [np.shape(x) for x in jax.tree.leaves(before)] != [np.shape(x) for x in jax.tree.leaves(after)]
