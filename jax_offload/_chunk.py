@@ -43,7 +43,7 @@ Dims = dict[Any, Dim]
 
 ELEMENTWISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil
-    clamp clz complex conj convert_element_type copy copy_p cos cosh device_put digamma div eq erf erf_inv erfc exp
+    clamp clz complex conj convert_element_type copy cos cosh device_put digamma div eq erf erf_inv erfc exp
     exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter
     not optimization_barrier or population_count pow real reduce_precision rem reshard round rsqrt select_n
     sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
@@ -144,13 +144,13 @@ def _rule(eqn: Any, dims: list[Any], size: int, shape: tuple[int, ...], axis: in
         if name == "optimization_barrier":
             return dims, bind()
         wide = {d for d, aval in zip(dims, ins, strict=True) if aval.shape}
-        if len(wide) != 1:
+        if len(wide) != 1 or outs[0].ndim != max(aval.ndim for aval in ins):  # a cast to wider numbers, say
             raise Dependent(f"{name} of rows and a whole")
         return [wide.pop()] * len(outs), bind()
     if name in _CALLS or name == "cond":
         return _call(eqn, dims, size, shape, axis)
     if name == "dot_general":
-        return _dot_general(params["dimension_numbers"], dims, ins), bind()
+        return _dot_general(params["dimension_numbers"], dims, ins, outs[0]), bind()
     if dims[0] is None or any(d is not None for d in dims[1:]):
         raise Dependent(name)
     rows, dim = dims[0], dims[0].dim
@@ -230,7 +230,7 @@ def _is_zero(v: Any) -> bool:
     return isinstance(v, jex.Literal) and np.ndim(v.val) == 0 and v.val == 0
 
 
-def _dot_general(numbers: Any, dims: list[Any], ins: list[Any]) -> list[Dim]:
+def _dot_general(numbers: Any, dims: list[Any], ins: list[Any], out: Any) -> list[Dim]:
     """Rows stay apart along a batch dimension and along a free dimension of one side; contracted ones are summed."""
     contracting, batch = numbers
     lhs, rhs = dims
@@ -238,7 +238,7 @@ def _dot_general(numbers: Any, dims: list[Any], ins: list[Any]) -> list[Dim]:
         pair = lhs.dim, rhs.dim
         if lhs.per_row == rhs.per_row and pair in zip(*batch, strict=True):
             return [Rows(list(zip(*batch, strict=True)).index(pair), lhs.per_row)]
-        if lhs.per_row == rhs.per_row and pair in zip(*contracting, strict=True) and _exact(ins[0]):
+        if lhs.per_row == rhs.per_row and pair in zip(*contracting, strict=True) and _exact(out):
             return [Partial(lax.add)]
         raise Dependent("dot_general of rows with rows")
     side = 0 if lhs is not None else 1

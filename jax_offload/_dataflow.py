@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import jax.extend.core as jex
@@ -72,6 +72,12 @@ class Slice:
             math.prod(v.aval.shape) * max(4, v.aval.dtype.itemsize) // math.prod(self.shards.get(v, ()))
             for v in self.loads
         )
+
+
+def repeats_effects(program: Program, passes: Sequence[Pass]) -> bool:
+    """Whether what happens once in the program, a callback say, would happen in more than one slice."""
+    slices = [s for each in passes for s in (each.prelude, *each.slices)]
+    return sum(bool(eqn.effects) for s in slices for eqn in s.jaxpr.eqns) > sum(bool(e.effects) for e in program.eqns)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +154,7 @@ def cut(program: Program, numbers_apart: bool) -> list[Pass]:
         for k, v in enumerate(eqn.outvars):
             shared = needs[k] & ((2 << last) - 1) or needs[k].bit_count() > 1
             again = eqn.primitive.name in ELEMENTWISE  # cheaper made anew than kept, as an array, between its uses
-            ahead = v.aval.shape == () or v in summaries or (shared and not again)
+            ahead = v.aval.shape == () or v in summaries or (shared and not again) or eqn.effects
             if needs[k] and not needs_host.get(v, 0) and ahead:
                 provider[v] = parts[v] if v in numbers else stage[v]
                 needs[k] = 1 << provider[v]

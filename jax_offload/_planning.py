@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_offload._chunking import buffers, transfer_of
-from jax_offload._dataflow import Pass, Slice, cut, joined
+from jax_offload._dataflow import Pass, Slice, cut, joined, repeats_effects
 from jax_offload._memory import is_host_aval
 from jax_offload._placement import nbytes
 from jax_offload._plan import Plan, Planned, PlannedPass, Whole, Window
@@ -62,6 +62,8 @@ def plan_of(
     best: tuple[int, list[Pass], list[list[Planned]]] | None = None
     for scalars_apart in False, True:
         passes = cut(program, scalars_apart)
+        if scalars_apart and repeats_effects(program, passes):
+            break
         found: list[list[Planned]] = [[] for _ in passes]
         enough, most = True, 0
         for region in regions:

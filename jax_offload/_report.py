@@ -99,7 +99,10 @@ def placement(tx: optax.GradientTransformation | Callable[..., Any], *args: Any,
     if isinstance(tx, optax.GradientTransformation | optax.MultiSteps):
         return _of_transformation(tx, *args, **extra_args)
     if not callable(tx):
-        raise TypeError(f"tx: expected an optax.GradientTransformation or a step, a function; got {tx!r}.")
+        raise TypeError(
+            f"tx: expected an optax.GradientTransformation or a step, a function; got a "
+            f"{type(tx).__name__}. The order is placement(tx, params) or placement(step, *args)."
+        )
     return _of_step(tx, args, extra_args)
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -96,3 +97,28 @@ def test_the_reader_can_tell(monkeypatch):
     assert read(twice.jaxpr) != planned(plans) == read(jaxpr.jaxpr)
     monkeypatch.setattr(Chunked, "count", property(lambda self: 9))
     assert read(jaxpr.jaxpr) != planned(plans)
+
+
+@pytest.mark.parametrize("window", [None, 2**12])
+@pytest.mark.parametrize("of_host", [True, False])
+def test_an_effect_happens_once(of_host, window):
+    """In a branch that makes an array and a number: it must not stand in two slices, nor in two passes."""
+    seen = []
+
+    def update(updates, state, params=None):
+        def new(m):
+            jax.debug.callback(lambda: seen.append(1))
+            return m * 2, (m * m).sum()
+
+        given = state["w"] + updates["w"] if of_host else updates["w"]
+        x, n = jax.lax.cond(updates["w"][0, 0] > -9, new, lambda m: (m, 1.0), given)
+        return {"w": x / n + state["w"], "v": state["v"] / n}, jax.tree.map(jnp.add, updates, state)
+
+    inner = optax.GradientTransformation(lambda p: jax.tree.map(jnp.ones_like, p), update)
+    params = jax.device_put({"w": jnp.ones((64, 8)), "v": jnp.ones((64, 8, 8))}, jax.devices()[0])
+    tx = jo.offload(inner, min_bytes=0, window=window)
+    got = jax.jit(tx.update)(params, tx.init(params), params)
+    want = jax.jit(inner.update)(params, inner.init(params), params)
+    jax.effects_barrier()
+    assert len(seen) == 2
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)

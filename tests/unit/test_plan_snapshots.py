@@ -8,12 +8,13 @@ import os
 from pathlib import Path
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import optax
 import pytest
 
 import jax_offload as jo
-from jax_offload._stream import emitted_plans
+from jax_offload._region import updates_in
 
 PLANS = Path(__file__).parent / "plans"
 
@@ -80,22 +81,23 @@ def plan_of(tx, params):
 
     def update(grads, params):
         state = tx.init(params)
-        names = {id(x): jax.tree_util.keystr(path) for path, x in jax.tree_util.tree_flatten_with_path(state)[0]}
-        with emitted_plans() as plans:
-            jo.update_params(tx, grads, state, params)
-        for each in plans:
-            names_of = iter([[names[i] for i in ids] for ids, _ in each.loads])
-            for number, of_pass in enumerate(each.plan.passes, 1):
-                lines.append(f"pass {number}{', in a loop of its own' if of_pass.apart else ''}")
-                for k, p in enumerate(of_pass.slices):
-                    lines.append(f"  {k}: {' + '.join(next(names_of))}")
-                    waits = [f"{p.transfer}, window of {p.window.nbytes} bytes ({p.window.why})"]
-                    waits += [f"once {p.once_stored} is stored"] if p.once_stored >= 0 else []
-                    waits += [f"once the gradient of {p.once_made} is made"] if p.once_made is not None else []
-                    lines.append(f"     {', '.join(waits)}; stores {len(p.slice.stores)}")
-            lines.append(f"loads {each.plan.loaded_bytes} bytes, stores {each.plan.stored_bytes}")
+        jo.update_params(tx, grads, state, params)
+        return state
 
-    jax.make_jaxpr(update)(params, params)
+    traced, state = jax.make_jaxpr(update, return_shape=True)(params, params)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
+    names = {v: path for v, path in zip(traced.jaxpr.outvars, paths, strict=True) if not isinstance(v, jex.Literal)}
+    for each in updates_in(traced):
+        names_of = iter([[names[v] for v in of] for of, _ in each.loads])
+        for number, of_pass in enumerate(each.update.plan.passes, 1):
+            lines.append(f"pass {number}{', in a loop of its own' if of_pass.apart else ''}")
+            for k, p in enumerate(of_pass.slices):
+                lines.append(f"  {k}: {' + '.join(next(names_of))}")
+                waits = [f"{p.transfer}, window of {p.window.nbytes} bytes ({p.window.why})"]
+                waits += [f"once {p.once_stored} is stored"] if p.once_stored >= 0 else []
+                waits += [f"once the gradient of {p.once_made} is made"] if p.once_made is not None else []
+                lines.append(f"     {', '.join(waits)}; stores {len(p.slice.stores)}")
+        lines.append(f"loads {each.update.plan.loaded_bytes} bytes, stores {each.update.plan.stored_bytes}")
     return "\n".join(lines) + "\n"
 
 
