@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.tree_util import keystr
 
-from jax_offload._paths import names_of
+from jax_offload._base.paths import names_of
 
 _ORDER = "The order is tx.update(updates, state, params), and jo.update_params(tx, grads, state, params)."
 

@@ -10,8 +10,8 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
+from jax_offload._precision.storage import Encoded, StoredState, decoded_in_place, encoded_in_place, is_encoded
 from jax_offload._state import params_like, placed_state, to_host
-from jax_offload._storage import Encoded, StoredState, decoded_in_place, encoded_in_place, is_encoded
 
 
 def to_plain(tx: optax.GradientTransformation, state: Any) -> Any:

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jax_offload._base.shardings import known
 from jax_offload._placement import noting
-from jax_offload._sharding import known
 
 Axes = tuple[int | None, ...]  # for each axis of a leaf the axis of its parameter; None: none of them
 

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from jax_offload._memory import on_host, to_host
+from jax_offload._base.memory import on_host, to_host
+from jax_offload._base.shardings import only_looking
 from jax_offload._placement import Leaf
-from jax_offload._sharding import only_looking
 
 
 @dataclasses.dataclass

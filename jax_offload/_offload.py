@@ -12,18 +12,18 @@ import optax
 from jax.core import Tracer
 from jax.tree_util import keystr
 
-from jax_offload import _memory
 from jax_offload._arguments import changes_shapes, check_gradients, check_params, check_places, check_state
-from jax_offload._donation import guarded
-from jax_offload._eager import compiled_where_eager
+from jax_offload._base import memory as _memory
+from jax_offload._base.arrays import Offloaded, is_array, is_whole
+from jax_offload._base.donation import guarded
+from jax_offload._base.eager import compiled_where_eager
+from jax_offload._base.shardings import Layouts, Seen, inside_shard_map, only_looking, remember, settled, shardings_of
+from jax_offload._emit.skip import updated_unless
 from jax_offload._home import Home, check_not_in_pmap, returned
-from jax_offload._master import check_order, last_word
-from jax_offload._order import Order
-from jax_offload._placement import Leaf, Policy, Select, is_whole, note, place
-from jax_offload._sharding import Layouts, Seen, inside_shard_map, only_looking, remember, settled, shardings_of
-from jax_offload._skip import updated_unless
-from jax_offload._state import placed_state
-from jax_offload._storage import (
+from jax_offload._placement import Leaf, Policy, Select, note, place
+from jax_offload._plan.order import Order
+from jax_offload._precision.masters import check_order, last_word
+from jax_offload._precision.storage import (
     as_stored,
     check_stored,
     formats,
@@ -34,15 +34,12 @@ from jax_offload._storage import (
     stored,
     warn_of_unstored,
 )
-from jax_offload._update import Options, divided_params, gathered, is_array, streamed
+from jax_offload._state import placed_state
+from jax_offload._update import Options, gathered, sharded_params, streamed
 from jax_offload._wrappers import adopt_multi_steps, moved_around
-from jax_offload._zero import arranged, arranged_state, axes_of, check_not_manual, check_typed, partitions
+from jax_offload._zero import axes_of, check_not_manual, check_typed, partitions, resharded, resharded_state
 
 DEFAULT_MIN_BYTES = 2**16  # below this a transfer costs the link its latency (about 10 us) rather than its bytes
-
-
-class Offloaded(optax.GradientTransformationExtraArgs):
-    """What ``offload`` returns, so that wrapping twice can be told."""
 
 
 def offload(
@@ -191,7 +188,7 @@ def offload(
         def recipe(updates: Any, state: Any, params: Any, extra_args: Any) -> Any:
             """The usual recipe: load everything, update, store everything. Its trace is then cut into slices."""
             like = updates if params is None else params
-            updates, params = arranged(updates, divided, params), divided_params(params, options)
+            updates, params = resharded(updates, divided, params), sharded_params(params, options)
             loaded = _load(state)
             before = plain(loaded) if rules else loaded
             try:
@@ -233,7 +230,7 @@ def _store(state: Any, plan: list[Leaf], params: Any, divided: Layouts) -> Any:
     """``state`` with the leaves that the plan puts on the host there; what is there already stays."""
     check_not_in_pmap(plan)
     leaves, treedef = jax.tree.flatten(state)
-    leaves = arranged_state(leaves, plan, params, divided)
+    leaves = resharded_state(leaves, plan, params, divided)
     if moved_around() is not None:  # what stands around stores it
         return jax.tree.unflatten(treedef, leaves)
     stored = [_memory.to_host(x) if leaf.host else x for x, leaf in zip(leaves, plan, strict=True)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
 
-from jax_offload._order import Order, ranks
-from jax_offload._paths import matches, names_of, owners
+from jax_offload._base.arrays import is_like, is_whole, nbytes
+from jax_offload._base.paths import matches, names_of, owners
+from jax_offload._plan.order import Order, ranks
 
 Select = Any  # None | bool prefix tree | Callable[[str, ShapeDtypeStruct], bool] | str | Sequence[str]
 
@@ -158,23 +158,6 @@ def unmanaged(x: Any) -> Leaf:
     """The row of a leaf that no ``offload`` has seen."""
     dtype = getattr(x, "dtype", type(x))
     return Leaf("", np.shape(x), dtype, nbytes(x), None, None, False, "outside any offload", 0)
-
-
-def is_like(path: str, shape: tuple[int, ...], param: tuple[int, ...]) -> bool:
-    """Whether a state leaf is divided like its parameter: of its shape, or a scale for each block of the last axis."""
-    of_blocks = path.endswith(".values_scale") and len(shape) == len(param)
-    return shape == param or (of_blocks and shape[:-1] == param[:-1])
-
-
-def nbytes(x: Any) -> int:
-    """Bytes of an array or abstract value over all devices; 0 for what is not an array."""
-    dtype = getattr(x, "dtype", None)
-    return 0 if dtype is None else math.prod(np.shape(x)) * dtype.itemsize
-
-
-def is_whole(x: Any) -> bool:
-    """Whether ``x`` is a whole number, numpy's included."""
-    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
 
 
 def stays(x: Any, min_bytes: int) -> str:

@@ -10,12 +10,13 @@ import jax
 import jax.extend.core as jex
 import optax
 
-from jax_offload import _memory
-from jax_offload._placement import Leaf, nbytes, unmanaged
-from jax_offload._plan import Planned, Window
-from jax_offload._region import updates_in
-from jax_offload._sharding import known, looking
-from jax_offload._state import arranged_leaves
+from jax_offload._base import memory as _memory
+from jax_offload._base.arrays import nbytes
+from jax_offload._base.shardings import known, looking
+from jax_offload._emit.region import updates_in
+from jax_offload._placement import Leaf, unmanaged
+from jax_offload._plan.plan import Planned, Window
+from jax_offload._state import placed_leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +108,7 @@ def placement(tx: optax.GradientTransformation | Callable[..., Any], *args: Any,
 
 
 def _of_transformation(tx: Any, params: Any, **extra_args: Any) -> Placement:
-    leaves = [leaf for leaf, _, _ in arranged_leaves(tx, params, only_looking=True)[0]]
+    leaves = [leaf for leaf, _, _ in placed_leaves(tx, params, only_looking=True)[0]]
 
     def update(params: Any, extra_args: Any) -> list[Any]:
         state, treedef = jax.tree.flatten(tx.init(params))

@@ -17,15 +17,16 @@ import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from jax_offload import _memory
 from jax_offload._arguments import check_transformation
-from jax_offload._donation import guarded
+from jax_offload._base import memory
+from jax_offload._base.arrays import is_like
+from jax_offload._base.donation import guarded
+from jax_offload._base.paths import owners
+from jax_offload._base.shardings import fitted, is_explicit, known, sharding_of, shards_of, typed_sharding, without_axes
 from jax_offload._factored import axes_in_parameter
-from jax_offload._master import MasterState
-from jax_offload._paths import owners
-from jax_offload._placement import Leaf, is_like, noting, unmanaged
-from jax_offload._sharding import fitted, is_explicit, known, sharding_of, shards_of, typed_sharding, without_axes
-from jax_offload._storage import StoredState, is_encoded
+from jax_offload._placement import Leaf, noting, unmanaged
+from jax_offload._precision.masters import MasterState
+from jax_offload._precision.storage import StoredState, is_encoded
 from jax_offload._zero import partitioned
 
 
@@ -44,12 +45,12 @@ def abstract_state(tx: optax.GradientTransformation, params: Any) -> Any:
         replicated over the same devices. Abstract parameters without a sharding count as unplaced: on the mesh
         that is set, or on the default device.
     """
-    return jax.tree.map(_memory.on_a_mesh, placed_state(tx, params))
+    return jax.tree.map(memory.on_a_mesh, placed_state(tx, params))
 
 
 def placed_state(tx: optax.GradientTransformation, params: Any) -> Any:
     """``abstract_state``, with shardings as the arrays that ``init`` gives have them."""
-    leaves, treedef = arranged_leaves(tx, params)
+    leaves, treedef = placed_leaves(tx, params)
     return jax.tree.unflatten(
         treedef,
         [
@@ -59,7 +60,7 @@ def placed_state(tx: optax.GradientTransformation, params: Any) -> Any:
     )
 
 
-def arranged_leaves(
+def placed_leaves(
     tx: optax.GradientTransformation, params: Any, *, only_looking: bool = False
 ) -> tuple[list[tuple[Leaf, Any, Sharding]], Any]:
     """For every state leaf its row of the table, its type and its sharding; and the state's tree."""
@@ -68,7 +69,7 @@ def arranged_leaves(
     shardings = [_sharding(x) for x in flat]
     everywhere = _replicated(shardings)
     axes = axes_in_parameter(tx.init, params, [(leaf.owner, aval.shape) for leaf, aval in leaves])
-    arranged = []
+    placed = []
     for (leaf, aval), of_param in zip(leaves, axes, strict=True):
         own = None if leaf.owner is None else shardings[leaf.owner]
         shape = () if leaf.owner is None else np.shape(flat[leaf.owner])
@@ -85,9 +86,9 @@ def arranged_leaves(
         spec = f"P({', '.join(map(repr, sharding.spec))})" if isinstance(sharding, NamedSharding) else ""
         shard_bytes = leaf.nbytes // math.prod(shards_of(sharding, aval.shape))
         leaf = dataclasses.replace(leaf, sharding=f"{spec}{note}", shard_bytes=shard_bytes)
-        kind = _memory.HOST_KIND if leaf.host else _memory.DEVICE_KIND
-        arranged.append((leaf, aval, _memory.with_kind(sharding, kind)))
-    return arranged, treedef
+        kind = memory.HOST_KIND if leaf.host else memory.DEVICE_KIND
+        placed.append((leaf, aval, memory.with_kind(sharding, kind)))
+    return placed, treedef
 
 
 def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
@@ -101,7 +102,7 @@ def to_device(state: Any) -> Any:
     Arithmetic that mixes memories outside ``update`` is an error of jax. Move a part, not the whole:
     ``jo.to_device(state[0].mu)``. The whole state need not fit on the device.
     """
-    return guarded(jax.tree.map(lambda x: _memory.to_device(x) if isinstance(x, jax.Array) else x, state), state)
+    return guarded(jax.tree.map(lambda x: memory.to_device(x) if isinstance(x, jax.Array) else x, state), state)
 
 
 def to_host(tx: optax.GradientTransformation, state: Any, params: Any = None) -> Any:
@@ -138,12 +139,10 @@ def to_host(tx: optax.GradientTransformation, state: Any, params: Any = None) ->
     if traced:
         got = [jnp.asarray(x) if outside else x for x, outside in zip(got, numpy, strict=True)]
     elif any(numpy) or any(leaf.shard_over for leaf, _ in leaves):
-        arranged = arranged_leaves(tx, params, only_looking=True)[0]
+        placed = placed_leaves(tx, params, only_looking=True)[0]
         move = [outside or bool(leaf.shard_over) for outside, (leaf, _) in zip(numpy, leaves, strict=True)]
-        got = [jax.device_put(x, s) if m else x for x, m, (_, _, s) in zip(got, move, arranged, strict=True)]
-    moved = [
-        _memory.to_host(x) if leaf.host else _memory.to_device(x) for x, (leaf, _) in zip(got, leaves, strict=True)
-    ]
+        got = [jax.device_put(x, s) if m else x for x, m, (_, _, s) in zip(got, move, placed, strict=True)]
+    moved = [memory.to_host(x) if leaf.host else memory.to_device(x) for x, (leaf, _) in zip(got, leaves, strict=True)]
     return guarded(jax.tree.unflatten(treedef, moved), state)
 
 
@@ -167,7 +166,7 @@ def traced_init(
     for (path, row), aval in zip(found, closed.out_avals, strict=True):
         row = row or unmanaged(aval)
         leaf = dataclasses.replace(
-            row, path=jax.tree_util.keystr(path), owner=owner(path), host=_memory.is_host_aval(aval)
+            row, path=jax.tree_util.keystr(path), owner=owner(path), host=memory.is_host_aval(aval)
         )
         leaves.append((leaf, aval))
     return leaves, jax.tree.structure(shapes)
@@ -176,12 +175,12 @@ def traced_init(
 def _sharding(param: Any) -> Sharding:
     placed = sharding_of(param)
     traced = isinstance(param, Tracer)
-    loose = isinstance(param, jax.Array) and not traced and not param.committed and _memory.mesh_is_set()
-    return _memory.ambient_sharding() if placed is None or loose else placed
+    loose = isinstance(param, jax.Array) and not traced and not param.committed and memory.mesh_is_set()
+    return memory.ambient_sharding() if placed is None or loose else placed
 
 
 def _replicated(shardings: list[Sharding]) -> Sharding:
-    first = shardings[0] if shardings else _memory.ambient_sharding()
+    first = shardings[0] if shardings else memory.ambient_sharding()
     return NamedSharding(first.mesh, PartitionSpec()) if isinstance(first, NamedSharding) else first
 
 
@@ -207,7 +206,7 @@ def params_like(tx: optax.GradientTransformation, state: Any, *, plain: bool = F
         if dtype is None:
             return x
         sharding = sharding_of(array)
-        on_device = None if sharding is None else _memory.with_kind(sharding, _memory.DEVICE_KIND)
+        on_device = None if sharding is None else memory.with_kind(sharding, memory.DEVICE_KIND)
         return jax.ShapeDtypeStruct(np.shape(array), dtype, sharding=on_device)
 
     check_transformation(tx, "(tx, state)")

@@ -12,10 +12,10 @@ from typing import Any
 
 import jax.extend.core as jex
 
-from jax_offload._dataflow import Slice, slice_of
-from jax_offload._region import holds_update
-from jax_offload._stream import as_array
-from jax_offload._trace import Program, Var, flat
+from jax_offload._emit.region import holds_update
+from jax_offload._emit.run import as_array
+from jax_offload._ir.program import Program, Var, flat
+from jax_offload._ir.slices import Slice, slice_of
 
 
 @dataclasses.dataclass(frozen=True)

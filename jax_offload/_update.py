@@ -16,16 +16,11 @@ import numpy as np
 import optax
 from jax.tree_util import keystr
 
-from jax_offload._branches import numbers_ahead
-from jax_offload._eager import compiled_where_eager
-from jax_offload._master import landed
-from jax_offload._memory import is_host_aval
-from jax_offload._order import Order, births, is_constrained, ranks
-from jax_offload._paths import key_of, owners
-from jax_offload._placement import is_like
-from jax_offload._planning import Region, plan_of
-from jax_offload._region import Update, bound
-from jax_offload._sharding import (
+from jax_offload._base.arrays import is_array, is_like
+from jax_offload._base.eager import compiled_where_eager
+from jax_offload._base.memory import is_host_aval
+from jax_offload._base.paths import key_of, owners
+from jax_offload._base.shardings import (
     Layouts,
     Shardings,
     Shards,
@@ -35,10 +30,15 @@ from jax_offload._sharding import (
     shards_of,
     typed_sharding,
 )
-from jax_offload._skip import carried_unless
-from jax_offload._trace import Var, trace
-from jax_offload._turns import Turns, is_large
-from jax_offload._zero import arranged
+from jax_offload._base.tracers import is_constrained, production_order
+from jax_offload._emit.region import Update, bound
+from jax_offload._emit.serialise import Serialise, is_large
+from jax_offload._emit.skip import carried_unless
+from jax_offload._ir.branches import scalars_hoisted
+from jax_offload._ir.program import Var, trace
+from jax_offload._plan.decide import Region, plan_of
+from jax_offload._plan.order import Order, ranks
+from jax_offload._zero import resharded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,15 +49,15 @@ class Options:
       window, order: its arguments.
       shardings: of the parameters, by path, as far as they are known.
       partitions: of the gradients, by the parameters' paths, where the state is divided further (ZeRO-1).
-      in_turn: whether gradients of what stays on the device wait for each other. Not where every one has an accumulator
-        there: all would.
+      serialise: whether gradients of what stays on the device wait for each other. Not where every one has an
+        accumulator there: all would.
     """
 
     window: int | None = None
     order: Order = None
     shardings: Shardings = dataclasses.field(default_factory=dict)
     partitions: Layouts = dataclasses.field(default_factory=dict)
-    in_turn: bool = True
+    serialise: bool = True
 
     @property
     def whole(self) -> Shardings:
@@ -86,7 +86,7 @@ class _Recipe:
 _INSIDE: contextvars.ContextVar[_Recipe | None] = contextvars.ContextVar("inside", default=None)
 
 # While ``update_params`` is traced, updates stay divided: it is the new parameters that are gathered.
-_DIVIDED: contextvars.ContextVar[bool] = contextvars.ContextVar("divided", default=False)
+_STAY_SHARDED: contextvars.ContextVar[bool] = contextvars.ContextVar("divided", default=False)
 
 
 def loaded_from(state: Any, original: Any) -> None:
@@ -112,7 +112,7 @@ def _merged(inside: list[_Inside]) -> Options:
     return Options(
         shardings={path: s for each in inside for path, s in each.options.shardings.items()},
         partitions={path: s for each in inside for path, s in each.options.partitions.items()},
-        in_turn=all(each.options.in_turn for each in inside),
+        serialise=all(each.options.serialise for each in inside),
     )
 
 
@@ -139,7 +139,7 @@ def streamed(
         outer.offloads.extend(own)
         return recipe(*args)
     # Divided before anything else: then they are scattered as they are reduced, and only parts are alive.
-    args = (arranged(updates, _merged(own).partitions, params), state, params, *rest)
+    args = (resharded(updates, _merged(own).partitions, params), state, params, *rest)
     leaves, treedef = jax.tree.flatten(args)
     arrays = [i for i, x in enumerate(leaves) if is_array(x)]
 
@@ -168,7 +168,7 @@ def streamed(
         _INSIDE.reset(token)
     given = _merged(inside)
     if given.partitions and options is None and not _typed(updates):
-        leaves[: len(jax.tree.leaves(updates))] = jax.tree.leaves(arranged(updates, given.partitions, params))
+        leaves[: len(jax.tree.leaves(updates))] = jax.tree.leaves(resharded(updates, given.partitions, params))
 
     trees = treedef.children()
     starts = [0, *accumulate(tree.num_leaves for tree in trees)]
@@ -181,13 +181,13 @@ def streamed(
             if starts[argument] + k in position and not gathered:
                 reuse[result + k] = position[starts[argument] + k]
         result += tree.num_leaves
-    made = births(jax.tree.leaves(updates))
+    made = production_order(jax.tree.leaves(updates))
     like = updates if params is None else params
     first = len(program.consts)
     inputs = program.inputs[first:]
     found = enumerate(_shards(given, updates, state, params))
     shards = {inputs[position[i]]: n for i, n in found if n is not None and i in position}
-    program = dataclasses.replace(numbers_ahead(program), shards=shards)
+    program = dataclasses.replace(scalars_hoisted(program), shards=shards)
     rank: dict[Var, int] = {}
     for order in {None, *(_as_key(each.options.order) for each in inside)}:
         of_order = {k for k, r in whose.items() if _as_key(inside[r].options.order) == order}
@@ -201,7 +201,7 @@ def streamed(
     plan = plan_of(program, next_value, _regions(inputs, inside, whose), lambda v: rank.get(v, -1), manual=is_manual())
     order = next((each.options.order for each in inside if each.options.order), None)
     gradients = tuple(position[i] for i in _in_order(updates, order, made) if i in position)
-    update = Update(program, plan, gradients, _turns(given, updates, made), {*next_value})
+    update = Update(program, plan, gradients, _serialise(given, updates, made), {*next_value})
     results = bound(update, [leaves[i] for i in arrays])
     return jax.tree.unflatten(out_tree, results)
 
@@ -219,13 +219,13 @@ def _as_key(order: Order) -> tuple[str, ...] | None:
     return None if order is None else tuple(order)
 
 
-def _in_order(updates: Any, order: Order, births: list[int] | None) -> list[int]:
+def _in_order(updates: Any, order: Order, production_order: list[int] | None) -> list[int]:
     """The gradients' numbers, in the order of the backward pass."""
-    rank = ranks(updates, updates, order, births)
+    rank = ranks(updates, updates, order, production_order)
     return sorted(range(len(rank)), key=rank.__getitem__)
 
 
-def _turns(options: Options, updates: Any, births: list[int] | None) -> Turns:
+def _serialise(options: Options, updates: Any, production_order: list[int] | None) -> Serialise:
     """Which gradients wait for each other: none where one is divided between devices, or might be."""
     for path, x in jax.tree_util.tree_flatten_with_path(updates)[0]:
         if is_array(x) and is_large(x):
@@ -234,21 +234,28 @@ def _turns(options: Options, updates: Any, births: list[int] | None) -> Turns:
             sharding = typed if explicit else options.partitions.get(key) or options.shardings.get(key)
             parts = devices_of(x) if sharding is None else math.prod(shards_of(sharding, x.shape))
             if parts > 1 or (is_constrained(x) and devices_of(x) > 1):
-                return Turns.NONE
-    return Turns.SUMS if births is None or not options.in_turn else Turns.ALL
+                return Serialise.NONE
+    return Serialise.SUMS if production_order is None or not options.serialise else Serialise.ALL
 
 
 def gathered(updates: Any, options: Options) -> Any:
     """Updates as their parameters are, but for ``update_params``, which gathers the new parameters instead."""
-    return updates if _DIVIDED.get() and not _typed(updates) else arranged(updates, options.whole)
+    return updates if _STAY_SHARDED.get() and not _typed(updates) else resharded(updates, options.whole)
 
 
-def divided_params(params: Any, options: Options) -> Any:
+def sharded_params(params: Any, options: Options) -> Any:
     """Parameters divided as their gradients are. What they were is said first, lest XLA divide them before a loop."""
-    return arranged(arranged(params, options.whole), options.partitions)
+    return resharded(resharded(params, options.whole), options.partitions)
 
 
-def _gathered_into(params: Any, new: Any, options: Options) -> Any:
+def _applied(params: Any, updates: Any, state: Any) -> Any:
+    """``optax.apply_updates``, or what a node of the state does instead: master parameters say where theirs land."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: hasattr(type(x), "apply_updates"))
+    own = next((x.apply_updates for x in nodes if hasattr(type(x), "apply_updates")), None)
+    return optax.apply_updates(params, updates) if own is None else own(params, updates, state)
+
+
+def _replicated_into(params: Any, new: Any, options: Options) -> Any:
     """The new parameters, whole again, in the memory of the old ones.
 
     XLA does not gather into a donated buffer: a TPU copied each parameter twice. A choice between both, whose outcome
@@ -257,8 +264,8 @@ def _gathered_into(params: Any, new: Any, options: Options) -> Any:
     if not options.partitions:
         return new
     true = jax.lax.optimization_barrier(True)
-    new, old = arranged(new, options.whole), arranged(params, options.whole)
-    return arranged(jax.tree.map(lambda new, old: jnp.where(true, new, old), new, old), options.whole)
+    new, old = resharded(new, options.whole), resharded(params, options.whole)
+    return resharded(jax.tree.map(lambda new, old: jnp.where(true, new, old), new, old), options.whole)
 
 
 def _typed(tree: Any) -> bool:
@@ -320,18 +327,14 @@ def update_params(
     tx = optax.with_extra_args_support(tx)
 
     def recipe(grads: Any, state: Any, params: Any, extra_args: Any) -> Any:
-        token = _DIVIDED.set(True)
+        token = _STAY_SHARDED.set(True)
         try:
             updates, state = tx.update(grads, state, params, **extra_args)
         finally:
-            _DIVIDED.reset(token)
+            _STAY_SHARDED.reset(token)
         told = _INSIDE.get()
         given = _merged(told.offloads if told else [])
-        new = landed(params if _typed(updates) else divided_params(params, given), updates, state)
-        return _gathered_into(params, new, given), state
+        new = _applied(params if _typed(updates) else sharded_params(params, given), updates, state)
+        return _replicated_into(params, new, given), state
 
     return streamed(recipe, (grads, state, params, extra_args), next_of=(2, 1))
-
-
-def is_array(x: Any) -> bool:
-    return isinstance(x, (jax.Array, np.ndarray, np.generic))

@@ -15,11 +15,12 @@ from typing import Any
 import jax
 import optax
 
+from jax_offload._base.arrays import is_array
+from jax_offload._base.memory import on_host, to_device, to_host
 from jax_offload._home import returned
-from jax_offload._memory import on_host, to_device, to_host
+from jax_offload._precision.storage import as_stored
 from jax_offload._state import traced_init
-from jax_offload._storage import as_stored
-from jax_offload._update import Options, is_array, loaded_from, streamed
+from jax_offload._update import Options, loaded_from, streamed
 
 # While a wrapper is a recipe: whether its state was moved to the device; every offload inside leaves its state there.
 _MOVED: contextvars.ContextVar[bool | None] = contextvars.ContextVar("moved", default=None)
@@ -58,7 +59,7 @@ def streamed_around(tx: Any, update: Callable[..., Any], updates: Any, state: An
 
     by_leaf = [Options(leaf.window, leaf.order) for leaf, _ in rows]
     return streamed(
-        recipe, (updates, state, params, extra_args), next_of=(0, 1), options=Options(in_turn=False), by_leaf=by_leaf
+        recipe, (updates, state, params, extra_args), next_of=(0, 1), options=Options(serialise=False), by_leaf=by_leaf
     )
 
 

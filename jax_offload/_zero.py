@@ -13,9 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from jax_offload._paths import key_of
-from jax_offload._placement import Leaf
-from jax_offload._sharding import (
+from jax_offload._base.paths import key_of
+from jax_offload._base.shardings import (
     Layouts,
     Seen,
     Shardings,
@@ -26,6 +25,7 @@ from jax_offload._sharding import (
     shards_of,
     typed_sharding,
 )
+from jax_offload._placement import Leaf
 
 
 def axes_of(shard_over: Any) -> tuple[str, ...]:
@@ -135,7 +135,7 @@ def check_typed(divided: Layouts, error: Exception) -> None:
         ) from error
 
 
-def arranged(tree: Any, shardings: Mapping[str, Sharding], like: Any = None) -> Any:
+def resharded(tree: Any, shardings: Mapping[str, Sharding], like: Any = None) -> Any:
     """A tree like the parameters, those that have an entry in that sharding.
 
     ``like``: the parameters. Gradients of each example have one more axis, the first; where types do not tell
@@ -156,7 +156,7 @@ def arranged(tree: Any, shardings: Mapping[str, Sharding], like: Any = None) -> 
     return jax.tree_util.tree_map_with_path(one, tree)
 
 
-def arranged_state(leaves: Sequence[Any], plan: Sequence[Leaf], params: Any, shardings: Layouts) -> list[Any]:
+def resharded_state(leaves: Sequence[Any], plan: Sequence[Leaf], params: Any, shardings: Layouts) -> list[Any]:
     """The leaves of a state, those that are to be divided further like that."""
     if not shardings:
         return list(leaves)

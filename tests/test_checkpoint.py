@@ -605,7 +605,7 @@ def test_a_checkpoint_of_plain_orbax(tmp_path):
 
 
 def test_a_pool_that_is_too_small_for_the_copy(monkeypatch):
-    from jax_offload import _memory
+    from jax_offload._base import memory as _memory
 
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "1e-5")
     _, tree, _ = small()

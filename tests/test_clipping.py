@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from jax_offload._storage import rules_of
+from jax_offload._precision.storage import rules_of
 from tests.aot.cases import device_sharding, loss, measure_step, measure_update
 from tests.aot.cases import parameters as network
 from tests.aot.harness import H200, require

@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import jax_offload as jo
-from jax_offload import _digest
+from jax_offload._interop import checksums as _digest
 from tests.test_multihost import LAUNCHERS, ROOT, free_port
 
 P = PartitionSpec

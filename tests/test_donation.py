@@ -24,7 +24,8 @@ from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from jax_offload import _donation, _jaxprs
+from jax_offload._base import donation as _donation
+from jax_offload._base import jaxprs as _jaxprs
 
 pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 
@@ -565,7 +566,7 @@ def test_donation_is_loud_where_jax_has_moved(monkeypatch):
 
 RUN = """
 import jax, optax, jax_offload as jo
-from jax_offload import _donation
+from jax_offload._base import donation as _donation
 if {}:
     _donation.take_back_aliases = lambda *_: None
 tx = jo.offload(optax.adam(1e-2), min_bytes=0)

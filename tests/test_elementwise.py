@@ -7,8 +7,8 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_offload._elementwise import elementwise
-from jax_offload._formats import NAMES, Storage, decode, encode
+from jax_offload._base.elementwise import elementwise
+from jax_offload._precision.formats import NAMES, Storage, decode, encode
 
 
 def _grow(x, y, *, factor):

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jax_offload as jo
-from jax_offload import _memory
+from jax_offload._base import memory as _memory
 
 ADAM = optax.adam(1e-3)
 

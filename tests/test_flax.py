@@ -11,7 +11,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_offload as jo
-from jax_offload._paths import names_of
+from jax_offload._base.paths import names_of
 from tests._optimizers import assert_same, copied
 
 P = PartitionSpec

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jax_offload as jo
-from jax_offload._master import MasterState, landed
+from jax_offload._precision.masters import MasterState, applied_to_masters
 
 HOST = "pinned_host"
 DTYPES = {"bfloat16": (jnp.bfloat16, 15), "float16": (jnp.float16, 12)}  # and how far exponents may be apart
@@ -112,9 +112,9 @@ def test_beyond_the_bound_update_params_lands_and_apply_updates_does_not():
     updates = {"w": master["w"] - 1}
     state = MasterState(master, optax.EmptyState())
     assert (optax.apply_updates(params, updates)["w"] == 0).all()
-    assert (landed(params, updates, state)["w"] == 2.0**-30).all()
+    assert (applied_to_masters(params, updates, state)["w"] == 2.0**-30).all()
     halved = jax.tree.map(lambda u: u / 2, updates)  # by a transformation around it
-    assert (landed(params, halved, state)["w"] == 0.5).all()
+    assert (applied_to_masters(params, halved, state)["w"] == 0.5).all()
 
 
 @pytest.mark.parametrize("through", ["update", "update_params"])

@@ -4,7 +4,7 @@ import sys
 import pytest
 
 import jax_offload as jo
-from jax_offload import _options
+from jax_offload._interop import xla_options as _options
 
 
 def test_compiler_options_by_platform(monkeypatch):

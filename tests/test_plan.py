@@ -10,8 +10,8 @@ import optax
 import pytest
 
 import jax_offload as jo
-from jax_offload._plan import Chunked
-from jax_offload._region import updates_in
+from jax_offload._emit.region import updates_in
+from jax_offload._plan.plan import Chunked
 from tests._optimizers import TABLE, network
 
 HOST = jax.memory.Space.Host

@@ -7,8 +7,8 @@ import optax
 import pytest
 
 import jax_offload as jo
-from jax_offload._planning import default_window
-from jax_offload._region import updates_in
+from jax_offload._emit.region import updates_in
+from jax_offload._plan.decide import default_window
 
 S = jax.ShapeDtypeStruct
 PARAMS = {

@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jax_offload as jo
-from jax_offload._memory import is_host_aval, well_typed
+from jax_offload._base.memory import is_host_aval, well_typed
 
 DEVICE = jax.devices()[0]
 

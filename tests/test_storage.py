@@ -14,9 +14,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from jax_offload._formats import decode, encode
-from jax_offload._storage import Encoded, _seeds, formats, next_stored, plain, rules_of, stored
-from jax_offload._trace import flat
+from jax_offload._ir.program import flat
+from jax_offload._precision.formats import decode, encode
+from jax_offload._precision.storage import Encoded, _seeds, formats, next_stored, plain, rules_of, stored
 
 HOST = "pinned_host"
 ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jax_offload as jo
-from jax_offload import _chunking
+from jax_offload._plan import transfers as _chunking
 
 HOST = "pinned_host"
 # XLA's passes are those of any program; only LLVM does less, and compiles in half the time.

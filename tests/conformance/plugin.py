@@ -30,7 +30,7 @@ import pytest
 from optax._src import base
 
 import jax_offload
-from jax_offload import _memory
+from jax_offload._base import memory as _memory
 
 METHOD, _, WHERE = os.environ["CONFORMANCE_COLUMN"].partition("-")
 REPORT = os.environ["CONFORMANCE_REPORT"]

@@ -10,9 +10,9 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
-from jax_offload._dataflow import Pass
-from jax_offload._memory import on_a_mesh, to_device, to_host, with_kind
-from jax_offload._trace import Program, trace
+from jax_offload._base.memory import on_a_mesh, to_device, to_host, with_kind
+from jax_offload._ir.program import Program, trace
+from jax_offload._ir.slices import Pass
 
 load, store = to_device, to_host
 

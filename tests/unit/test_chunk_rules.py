@@ -1,4 +1,4 @@
-"""Which equations keep rows apart: one line of a table for every rule of ``_chunk``.
+"""Which equations keep rows apart: one line of a table for every rule of ``_plan.chunk_rules``.
 
 What is accepted is run in chunks and compared with the whole, bit for bit: the operands of sums are small whole
 numbers, so that no order of summation rounds.
@@ -18,9 +18,10 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_offload import _chunk
-from jax_offload._chunk import ELEMENTWISE, REDUCE, Dependent, Partial, Rows, chunked_dims, run_chunk
-from jax_offload._elementwise import NAME, elementwise
+from jax_offload._base.elementwise import NAME, elementwise
+from jax_offload._ir.primitives import ELEMENTWISE, REDUCE
+from jax_offload._plan import chunk_rules as _chunk
+from jax_offload._plan.chunk_rules import Dependent, Partial, Rows, chunked_dims, run_chunk
 
 SIZE, LEAF = 6, (6, 5)  # of the chunked axis, and the leaf
 CHUNKS = ((0, 4), (4, 6))  # the last one is shorter

@@ -1,4 +1,4 @@
-"""How an update falls into slices and passes: on programs of a few equations, by the rules of ``_dataflow.cut``.
+"""How an update falls into slices and passes: on programs of a few equations, by the rules of ``_ir.slices.cut``.
 
 Whatever the cut, its parts one after the other are the whole: every test that looks at a cut also runs it.
 """
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jax_offload._dataflow import cut, joined
+from jax_offload._ir.slices import cut, joined
 from tests.unit._programs import device, host, inputs_of, load, program_of, run, store, values_of
 
 

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_offload._order import births, is_constrained, ranks
+from jax_offload._base.tracers import is_constrained, production_order
+from jax_offload._plan.order import ranks
 
 X = jax.ShapeDtypeStruct((4, 4), jnp.float32)
 
@@ -22,16 +23,16 @@ def tree(*names):
     return dict.fromkeys(names, X)
 
 
-# ---- births
+# ---- production_order
 
 
 def found(fun, *args):
-    """What ``births`` says of the results of ``fun`` while it is traced."""
+    """What ``production_order`` says of the results of ``fun`` while it is traced."""
     seen = []
 
     def traced(*args):
         values = fun(*args)
-        seen.append(births(values))
+        seen.append(production_order(values))
         return values
 
     jax.make_jaxpr(traced)(*args)
@@ -87,8 +88,8 @@ def test_a_sum_is_not():
 
 def test_arguments_and_arrays_have_no_births():
     assert found(lambda x: [jnp.sin(x), x], X) is None
-    assert births([jnp.ones(3)]) is None
-    assert births([]) is None
+    assert production_order([jnp.ones(3)]) is None
+    assert production_order([]) is None
 
 
 def test_gradients_are_born_last_layer_first():
@@ -126,22 +127,22 @@ def test_without_more_paths_tell_backwards_and_as_people_count():
 
 
 def test_births_go_before_paths():
-    assert order_of(tree("a", "b", "c"), births=[5, 9, 1]) == ["c", "a", "b"]
+    assert order_of(tree("a", "b", "c"), produced=[5, 9, 1]) == ["c", "a", "b"]
 
 
 def test_born_at_once_paths_decide():
-    assert order_of(tree("a", "b", "c"), births=[4, 1, 4]) == ["b", "c", "a"]
+    assert order_of(tree("a", "b", "c"), produced=[4, 1, 4]) == ["b", "c", "a"]
 
 
 def test_births_of_another_tree_are_not_taken():
-    assert order_of(tree("a", "b", "c"), births=[1, 2]) == ["c", "b", "a"]
-    assert order_of(tree("a", "b", "c"), births=None) == ["c", "b", "a"]
+    assert order_of(tree("a", "b", "c"), produced=[1, 2]) == ["c", "b", "a"]
+    assert order_of(tree("a", "b", "c"), produced=None) == ["c", "b", "a"]
 
 
 def test_rules_go_before_births_and_the_rest_comes_last():
     names = tree("head", "layers_1", "layers_2", "embed", "norm")
-    births = [0, 4, 3, 2, 1]
-    assert order_of(names, order=["embed", "layers"], births=births) == [
+    production_order = [0, 4, 3, 2, 1]
+    assert order_of(names, order=["embed", "layers"], produced=production_order) == [
         "embed", "layers_2", "layers_1", "norm", "head"
     ]  # fmt: skip
 

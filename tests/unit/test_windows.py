@@ -1,4 +1,4 @@
-"""How large a window is, what goes through it at once, and what waits for room in it: the rules of ``_planning``."""
+"""How large a window is, what goes through it at once, and what waits for room in it: the rules of ``_plan.decide``."""
 
 import dataclasses
 import math
@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_offload._dataflow import cut
-from jax_offload._plan import Chunked, Whole, Window
-from jax_offload._planning import Region, _fitted, _must_be_back, _usual, _window, default_window, plan_of
+from jax_offload._ir.slices import cut
+from jax_offload._plan.decide import Region, _fitted, _must_be_back, _usual, _window, default_window, plan_of
+from jax_offload._plan.plan import Chunked, Whole, Window
 from tests.unit._programs import device, host, load, program_of, store
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30

@@ -1,0 +1,35 @@
+"""What arrays and abstract values have in common."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+
+class Offloaded(optax.GradientTransformationExtraArgs):
+    """What ``offload`` returns, so that wrapping twice can be told."""
+
+
+def is_like(path: str, shape: tuple[int, ...], param: tuple[int, ...]) -> bool:
+    """Whether a state leaf is divided like its parameter: of its shape, or a scale for each block of the last axis."""
+    of_blocks = path.endswith(".values_scale") and len(shape) == len(param)
+    return shape == param or (of_blocks and shape[:-1] == param[:-1])
+
+
+def nbytes(x: Any) -> int:
+    """Bytes of an array or abstract value over all devices; 0 for what is not an array."""
+    dtype = getattr(x, "dtype", None)
+    return 0 if dtype is None else math.prod(np.shape(x)) * dtype.itemsize
+
+
+def is_whole(x: Any) -> bool:
+    """Whether ``x`` is a whole number, numpy's included."""
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
+
+
+def is_array(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray, np.generic))

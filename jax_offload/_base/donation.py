@@ -1,0 +1,49 @@
+"""Donation that respects memory kinds, in whatever ``jit`` an update is traced.
+
+jax pairs each donated argument with a result of its shape and dtype, and XLA writes the result into the argument's
+buffer. jax means to compare memory kinds as well; but where the kind of a single argument or result is unknown (a
+result without ``out_shardings``, a NumPy batch) it ignores all kinds (``_set_up_aliases`` in
+``jax/_src/interpreters/mlir.py``). New parameters may then be written into a moment in pinned host memory: the process
+aborts on a CPU, and memory is overwritten silently on a GPU.
+
+The pairs are attributes of the arguments of ``main``, set before its body is lowered. A lowering rule runs while the
+body is lowered, so a primitive in the body can take the pairs back: where one crosses memory kinds, all donated
+arguments are left to XLA (``jax.buffer_donor``), which pairs them by what it knows of their memory. Programs in which
+none crosses stay as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from jax_offload._base import memory
+from jax_offload._base.jaxprs import identity_primitive, take_back_aliases
+
+
+def _lower(context: Any, *values: Any) -> list[Any]:
+    take_back_aliases(context, memory.DEVICE_KIND)
+    return list(values)
+
+
+_guard = identity_primitive("jax_offload_donation", _lower)
+
+
+def guarded(results: Any, given: Any = ()) -> Any:
+    """``results``, and with them the rule that no donated buffer of the program crosses memory kinds.
+
+    Args:
+      results: a tree; the rule holds while any array of it that is new is used.
+      given: what the results are made of. Where neither is in host memory, nothing is added to the program.
+    """
+    leaves, treedef = jax.tree.flatten(results)
+    operands = jax.tree.leaves(given)
+    if not any(memory.on_host(x) for x in [*leaves, *operands]):
+        return results
+    arrays = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
+    handed_on = {id(x) for x in operands}  # which jax forwards; made a result it would be copied where nobody donates
+    new = [i for i in arrays if id(leaves[i]) not in handed_on] or arrays
+    for i, x in zip(new, _guard.bind(*(leaves[i] for i in new)), strict=True):
+        leaves[i] = x
+    return jax.tree.unflatten(treedef, leaves)

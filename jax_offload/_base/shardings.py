@@ -1,0 +1,189 @@
+"""How parameters are sharded, and how their state is: like them, or over further axes of the mesh too (ZeRO-1).
+
+Inside a traced program jax tells shardings only where a mesh's axes are Explicit. With Auto axes ``offload`` remembers
+what it has seen of its parameters: in eager init, and wherever shardings are asked for (``abstract_state``,
+``state_shardings``). The streaming needs it, for windows count bytes per device and a loop takes the same rows of every
+shard; ``shard_over`` cannot do without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, Sharding
+
+from jax_offload._base.paths import key_of
+
+Shardings = dict[str, Sharding]  # path of a parameter -> its sharding
+Layouts = dict[str, NamedSharding]  # the same, on a mesh
+Seen = dict[str, list[Sharding]]  # all that was seen of each
+Shards = tuple[int, ...]  # for each axis of an array, into how many parts it is divided between devices
+
+_TOLD: contextvars.ContextVar[Shardings | None] = contextvars.ContextVar("told", default=None)
+_LOOKING: contextvars.ContextVar[bool] = contextvars.ContextVar("looking", default=False)
+
+
+def shardings_of(params: Any) -> Shardings:
+    """Of each parameter, by its path, as far as it says."""
+    told = _TOLD.get()
+    return _told_by(params) if told is None else told
+
+
+@contextlib.contextmanager
+def known(params: Any, *, only_looking: bool) -> Iterator[None]:
+    """Inside, every traced ``init`` and ``update`` hears of the shardings of ``params``, which tracers do not tell.
+
+    Where one is ``only_looking``, nothing of that is remembered.
+    """
+    tokens = _TOLD.set(_told_by(params)), _LOOKING.set(only_looking)
+    try:
+        yield
+    finally:
+        _TOLD.reset(tokens[0])
+        _LOOKING.reset(tokens[1])
+
+
+@contextlib.contextmanager
+def looking() -> Iterator[None]:
+    """Inside, what is traced is not going to run."""
+    token = _LOOKING.set(True)
+    try:
+        yield
+    finally:
+        _LOOKING.reset(token)
+
+
+def only_looking() -> bool:
+    """Whether what is traced is not going to run."""
+    return _LOOKING.get()
+
+
+def remember(seen: Seen, told: Shardings) -> None:
+    """Adds what an ``init`` was told. Types tell for themselves, at every trace."""
+    for path, sharding in {} if _LOOKING.get() else told.items():
+        typed = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
+        if not typed and not any(_same(sharding, other) for other in seen.setdefault(path, [])):
+            seen[path].append(sharding)
+
+
+def settled(seen: Seen) -> Shardings:
+    """What was seen in one sharding only. Of the others, two models' say, nobody knows which a trace is about."""
+    return {path: shardings[0] for path, shardings in seen.items() if len(shardings) == 1}
+
+
+def inside_shard_map(shardings: Shardings) -> Shardings:
+    """As they are where the trace is: inside ``shard_map`` shapes are local, and manual axes divide nothing more."""
+    manual = set(jax.sharding.get_abstract_mesh().manual_axes)
+
+    def rest(spec: PartitionSpec) -> PartitionSpec:
+        return PartitionSpec(*(tuple(n for n in names_in(entry) if n not in manual) or None for entry in spec))
+
+    return {
+        path: s.update(spec=rest(s.spec)) if manual and isinstance(s, NamedSharding) else s
+        for path, s in shardings.items()
+    }
+
+
+def _same(a: Sharding, b: Sharding) -> bool:
+    """Whether two shardings say the same, in whatever memory."""
+    if isinstance(a, NamedSharding) and isinstance(b, NamedSharding):
+        n = max(len(a.spec), len(b.spec))
+        entries = ([names_in(e) for e in padded(s.spec, n)] for s in (a, b))
+        return a.mesh == b.mesh and next(entries) == next(entries)
+    return type(a) is type(b) and a.device_set == b.device_set
+
+
+def _told_by(params: Any) -> Shardings:
+    flat = jax.tree_util.tree_flatten_with_path(params)[0]
+    return {key_of(path): s for path, x in flat if (s := sharding_of(x)) is not None}
+
+
+def sharding_of(x: Any) -> Sharding | None:
+    """The sharding of an array or a ``ShapeDtypeStruct``; of a tracer, where the axes of its mesh are Explicit."""
+    return typed_sharding(jax.typeof(x)) if isinstance(x, Tracer) else getattr(x, "sharding", None)
+
+
+def typed_sharding(aval: Any) -> NamedSharding | None:
+    """What a type tells of its sharding: with Auto axes nothing."""
+    sharding = getattr(aval, "sharding", None)
+    return None if sharding is None or sharding.mesh.empty or not sharding.mesh.explicit_axes else sharding
+
+
+def devices_of(x: Any) -> int:
+    """Between how many devices an array or a tracer might be divided: a tracer tells its mesh, though with Auto axes
+    not how it is divided. 1 where nothing tells; manual axes, of ``shard_map``, divide nothing more."""
+    mesh = jax.typeof(x).sharding.mesh
+    sizes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    return math.prod(size for size, kind in sizes if kind != AxisType.Manual)
+
+
+def varying_over(x: Any) -> Any:
+    """Over which axes a value differs between devices, inside ``shard_map``; something to compare."""
+    return getattr(jax.typeof(x), "manual_axis_type", None)
+
+
+def is_manual() -> bool:
+    """Whether the trace is inside ``shard_map``."""
+    return bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def is_explicit(mesh: Any) -> bool:
+    """Whether the types tell all about shardings on this mesh."""
+    return set(mesh.axis_types) == {AxisType.Explicit}
+
+
+def shards_of(sharding: Sharding | None, shape: Sequence[int]) -> Shards:
+    """Into how many parts each axis is divided; none where the sharding is not known."""
+    if sharding is None:
+        return (1,) * len(shape)
+    if isinstance(sharding, NamedSharding):  # its mesh may be abstract
+        sizes = dict(sharding.mesh.shape)
+        return tuple(math.prod(sizes[name] for name in names_in(entry)) for entry in padded(sharding.spec, len(shape)))
+    shard = sharding.shard_shape(tuple(shape))
+    return tuple(n // m if m else 1 for n, m in zip(shape, shard, strict=True))
+
+
+def padded(spec: PartitionSpec, ndim: int) -> list[Any]:
+    """The entries of a spec, one for every axis."""
+    return [*spec, *(None for _ in range(ndim - len(spec)))]
+
+
+def fitted(sharding: Sharding, shape: Sequence[int]) -> Sharding:
+    """``sharding`` for an array of as many axes; those that it does not divide evenly, blocks say, are not divided."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    spec, shards = padded(sharding.spec, len(shape)), shards_of(sharding, shape)
+    entries = [None if n % k else entry for n, k, entry in zip(shape, shards, spec, strict=True)]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return sharding.update(spec=PartitionSpec(*entries))
+
+
+def without_axes(sharding: NamedSharding, axes: Sequence[int | None]) -> NamedSharding:
+    """For an array whose axes are these of the parameter's (``None``: none of them)."""
+    spec = padded(sharding.spec, max((a for a in axes if a is not None), default=-1) + 1)
+    entries = [None if a is None else spec[a] for a in axes]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return sharding.update(spec=PartitionSpec(*entries))
+
+
+def constrained(x: Any, sharding: Sharding | None) -> Any:
+    """``x``, traced or not, in this sharding and in the memory where it is."""
+    if sharding is None:
+        return x
+    if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
+        return jax.sharding.reshard(x, sharding)
+    return jax.lax.with_sharding_constraint(x, sharding)
+
+
+def names_in(entry: Any) -> tuple[str, ...]:
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)

@@ -1,0 +1,127 @@
+"""An update as one equation of the trace around it.
+
+The equation runs what was emitted for the update, and carries what that was made of: the recipe, not emitted yet, and
+its plan. So whoever sees a traced step (``placement``, the cut of a step) finds its updates, and can emit them anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+from jax.core import Tracer
+
+from jax_offload._base.donation import guarded
+from jax_offload._base.jaxprs import call_primitive, closed, is_traced, sub_jaxprs
+from jax_offload._emit.run import as_array, stream
+from jax_offload._emit.serialise import Serialise
+from jax_offload._ir.program import Program, Var
+from jax_offload._plan.plan import Plan, Planned
+
+NAME = "jax_offload_update"
+_region = call_primitive(NAME)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Update:
+    """A traced update that is not emitted yet.
+
+    Attributes:
+      program: the usual recipe (load all, update, store all).
+      plan: of it.
+      gradients: positions among the program's arguments (its inputs without the constants), in the order of the
+        backward pass, which the trace around it knows.
+      serialise: which gradients wait for each other.
+      results: those that are the next value of an argument.
+    """
+
+    program: Program
+    plan: Plan
+    gradients: tuple[int, ...]
+    serialise: Serialise
+    results: Set[Var]
+
+    def emitted(self, args: Sequence[Any]) -> list[Any]:
+        """Its results, by the plan."""
+        results = stream(
+            self.program, self.plan, args, gradients=self.gradients, serialise=self.serialise, results=self.results
+        )
+        return guarded(results, list(args))
+
+
+def bound(update: Update, args: Sequence[Any]) -> list[Any]:
+    """``update`` of these arguments, as one equation; where ``vmap`` or a derivative traces it, as its equations.
+
+    Arguments that are handed on are no results of the equation: jax would copy them where nobody donates.
+    """
+    if not all(is_traced(x) for x in args if isinstance(x, Tracer)) or not any(map(is_traced, args)):
+        return update.emitted(args)
+    traced = jax.make_jaxpr(lambda *args: update.emitted(args))(*args)
+    jaxpr, operands = traced.jaxpr, [*traced.consts, *args]
+    inputs = [*jaxpr.constvars, *jaxpr.invars]
+    handed_on = dict(zip(inputs, operands, strict=True))
+    made = [v for v in jaxpr.outvars if not isinstance(v, jex.Literal) and v not in handed_on]
+    nameless = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+    called = closed(jex.Jaxpr([], inputs, made, jaxpr.eqns, jaxpr.effects, nameless))
+    results = dict(zip(made, _region.bind(*operands, jaxpr=called, update=update), strict=True)) if made else {}
+    results |= handed_on
+    return [as_array(v) if isinstance(v, jex.Literal) else results[v] for v in jaxpr.outvars]
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """An update in a traced step.
+
+    Attributes:
+      update: it.
+      origins: argument of its program -> variable of the step, where it is one, through branches, loops and moves.
+    """
+
+    update: Update
+    origins: Mapping[Var, Var]
+
+    @property
+    def loads(self) -> list[tuple[list[Var], Planned]]:
+        """For every slice, in the order of loading, the variables of the step that it loads, and how."""
+        slices = [p for each in self.update.plan.passes for p in each.slices]
+        return [([self.origins[v] for v in p.slice.loads if v in self.origins], p) for p in slices]
+
+
+def holds_update(eqn: Any) -> bool:
+    """Whether an equation is an update, or has one in a branch, a loop or a call."""
+    return eqn.primitive is _region or any(holds_update(inner) for jaxpr, _ in sub_jaxprs(eqn) for inner in jaxpr.eqns)
+
+
+def updates_in(step: Any) -> list[Found]:
+    """The updates in a step's closed jaxpr, in its branches and loops too, in the order of the trace."""
+    jaxpr = step.jaxpr
+    own = {*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)}
+    moved = {v for eqn in jaxpr.eqns if eqn.primitive.name in _MOVES for v in eqn.outvars}
+    results = {v for v in jaxpr.outvars if not isinstance(v, jex.Literal)}
+    return list(_found(jaxpr, {v: v for v in own - moved | own & results}))
+
+
+_MOVES = ("device_put", "sharding_constraint", "reshard", "copy", "optimization_barrier", "jax_offload_donation")
+
+
+def _found(jaxpr: Any, origin: dict[Var, Var]) -> Iterator[Found]:
+    """``origin``: variables of the jaxpr -> those of the step that they are. Moves are looked through where it does not
+    tell."""
+
+    def known(inner: Sequence[Var], operands: Sequence[Any]) -> dict[Var, Var]:
+        pairs = zip(inner, operands, strict=True)
+        return {v: origin[x] for v, x in pairs if not isinstance(x, jex.Literal) and x in origin}
+
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in _MOVES:
+            for v, x in known(eqn.outvars, eqn.invars).items():
+                origin.setdefault(v, x)
+        elif eqn.primitive is _region and (update := eqn.params["update"]) is not None:
+            inputs = update.program.inputs[len(update.program.consts) :]
+            yield Found(update, known(inputs, eqn.invars[len(eqn.invars) - len(inputs) :]))
+        else:
+            for inner, operands in sub_jaxprs(eqn):
+                yield from _found(inner, known(inner.invars, operands))

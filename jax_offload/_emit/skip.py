@@ -1,0 +1,105 @@
+"""A skipped update: not a byte of the state changes, and none moves.
+
+A choice between the old and the new state, outside, would load and store all of it twice over. ``lax.cond`` around the
+update copies host buffers on a GPU, also in the branch that does nothing. A loop that runs once or not at all carries
+them in place, and what stands in it is still streamed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from jax_offload._base.memory import on_host, to_device, to_host
+
+Types = list[tuple[Any, bool]]  # of each leaf: its dtype, and whether it is on the host
+
+
+def updated_unless(skip: Any, update: Callable[[Any, Any], tuple[Any, Any]], updates: Any, state: Any) -> Any:
+    """``update(updates, state)``; where ``skip`` holds, updates of zero and the same state."""
+    skip = _checked(skip)
+
+    def zeroed(x: jax.Array) -> jax.Array:
+        # -0, as -0 + 0 is +0; behind a barrier, else a whole tree of zeros would stand there
+        zero = jax.lax.optimization_barrier(-jnp.zeros((), x.dtype))
+        return jnp.where(skip, zero, x)
+
+    if not isinstance(skip, Tracer):
+        new, after = update(updates, state)  # for its types
+        return (jax.tree.map(zeroed, new), _moved(state, _types(after))) if skip else (new, after)
+
+    def fitted(like: Any, types: Types) -> Any:
+        blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like[0])
+        return blank, _moved(state, types[len(jax.tree.leaves(blank)) :])
+
+    # the gradients' memory becomes the updates', if that is possible
+    updated = [lambda c: update(*c), lambda c: update(updates, c[1])]
+    new, after = _settled(skip, updated, (updates, state), fitted)
+    return jax.tree.map(zeroed, new), after
+
+
+def carried_unless(skip: Any, update: Callable[[Any], Any], carry: Any) -> Any:
+    """``update(carry)``; where ``skip`` holds, ``carry``."""
+    skip = _checked(skip)
+    if not isinstance(skip, Tracer):
+        after = update(carry)  # for its types
+        return _moved(carry, _types(after)) if skip else after
+    return _settled(skip, [update], carry, lambda like, types: _moved(carry, types))
+
+
+def _settled(
+    skip: jax.Array, updates: list[Callable[[Any], Any]], carry: Any, fitted: Callable[[Any, Types], Any]
+) -> Any:
+    """``_unless``, for a carry of the types that the update gives it: dadapt_adamw's take two updates to settle.
+
+    The first of ``updates`` is for ``carry``, the last for what is ``fitted`` to the shapes and types of a result.
+    """
+    seen: list[Types] = []
+    while True:
+        made: list[tuple[Any, Types]] = []
+        update = updates[0] if not seen else updates[-1]
+
+        def recorded(carry: Any, update: Any = update, made: Any = made) -> Any:
+            after = update(carry)
+            made.append((jax.eval_shape(lambda: after), _types(after)))
+            return after
+
+        try:
+            return _unless(skip, recorded, carry)
+        except TypeError:
+            if not made or made[-1][1] in seen:
+                raise
+            seen.append(made[-1][1])
+            carry = fitted(*made[-1])
+
+
+def _unless(skip: jax.Array, update: Callable[[Any], Any], carry: Any) -> Any:
+    """A loop whose carry says that it is still to run: so XLA sees that it runs once at most, and hoists nothing."""
+    return jax.lax.while_loop(lambda c: c[0], lambda c: (jnp.zeros_like(c[0]), update(c[1])), (~skip, carry))[1]
+
+
+def _checked(skip: Any) -> jax.Array:
+    skip = jnp.asarray(skip)
+    if skip.shape != () or skip.dtype != jnp.bool_:
+        raise ValueError(
+            f"skip: expected a bool, a scalar; got {skip.dtype}{list(skip.shape)}. Reduce it with jnp.any."
+        )
+    return skip
+
+
+def _types(tree: Any) -> Types:
+    return [(x.dtype, on_host(x)) for x in jax.tree.leaves(tree)]
+
+
+def _moved(tree: Any, types: Types) -> Any:
+    """``tree`` as it is after its first update: a resident state moves to the host, a dtype may be wider."""
+    leaves, treedef = jax.tree.flatten(tree)
+    moved = []
+    for x, (dtype, host) in zip(leaves, types, strict=True):
+        x = x if x.dtype == dtype else to_device(x).astype(dtype)
+        moved.append(to_host(x) if host else to_device(x))
+    return jax.tree.unflatten(treedef, moved)

@@ -1,0 +1,1 @@
+"""Beside the update: checkpoints, jit, options of XLA."""

@@ -1,0 +1,276 @@
+"""Checkpoints with orbax of a state that is partly on the host: saved while training goes on, restored in place.
+
+What orbax does, and what was measured: docs/checkpoints.md. orbax is imported only here, and only when called.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from jax_offload._base import memory
+from jax_offload._interop.checksums import checksums, is_key, word_sums
+
+_NAME = "jax_offload"  # of our entry in orbax's custom metadata
+_MARK = "jax_offload.save_args"  # in our entry: where it stands in the file and no entry is found, that was damaged
+
+
+class _Damaged(Exception):
+    """What is stored cannot be read, or is not what was saved."""
+
+
+def save_args(tree: Any, *, copy: bool = True) -> Any:
+    """Arguments for saving ``tree`` with orbax, asynchronously too, while the next steps donate its arrays.
+
+    ``manager.save(step, args=jo.save_args(tree))``, or one item of an ``ocp.args.Composite``. The arguments are orbax's
+    ``StandardSave``, and so is what is written; with it goes a CRC-32 per leaf, by which ``restore`` knows damage.
+
+    orbax writes host leaves out of the memory in which they are, without a copy, while training goes on. A GPU refuses
+    to donate memory that is being written out ("Donation requested for buffer with external reference"); a CPU copies
+    at every such step. Copies made here, from host to host and never through device memory, leave the originals free.
+
+    Args:
+      tree: arrays and numbers, such as ``{"params": params, "opt_state": state}``.
+      copy: whether to copy the host leaves, which takes as much pinned host memory again until the save has finished.
+        ``False`` takes none; then call ``manager.wait_until_finished()`` before the next step that donates.
+
+    Raises:
+      ImportError: orbax is not installed.
+      ValueError: the copies do not fit XLA's pool of pinned host memory on a GPU.
+    """
+    ocp = _orbax()
+    if copy:
+        tree = _with_host_copies(tree)
+    names, leaves = _named(tree)
+    sums = dict(zip(names, checksums(leaves), strict=True))
+    return ocp.args.StandardSave(tree, custom_metadata={_NAME: {"by": _MARK, "crc32": sums}})
+
+
+def restore(
+    manager: Any, target: Any = None, *, step: int | None = None, item: str | None = None, fallback: bool = False
+) -> Any:
+    """What ``manager`` holds of a step, each leaf read straight into the memory where it belongs, and checked.
+
+    Args:
+      manager: an ``orbax.checkpoint.CheckpointManager``.
+      target: a tree of ``jax.ShapeDtypeStruct``s with shardings, such as ``jo.abstract_state(tx, params)``: every leaf
+        lands with the sharding and in the memory that it says. ``None``: arrays land in pinned host memory, sharded as
+        when they were saved where those devices exist, else as jax places arrays that nobody placed; only rank-0
+        leaves and PRNG keys land on the device. Named tuples come back as dicts and lists then, as in plain orbax.
+      step: which step; ``None``: the latest.
+      item: which item, where the checkpoint was saved as an ``ocp.args.Composite``.
+      fallback: whether a damaged checkpoint gives way, with a warning, to the one before it. That then is what you
+        train on: ``manager.latest_step()`` still tells the damaged one, until ``manager.delete(step)``.
+
+    Returns:
+      A tree of the target's structure. A checkpoint that was not saved with ``jo.save_args`` carries no checksums:
+      then only damage that orbax notices is noticed. One that was saved when they were sums of words is checked by
+      these, which do not see the order of words, and with a warning.
+
+    Raises:
+      ImportError: orbax is not installed.
+      TypeError: ``manager`` is no ``CheckpointManager``.
+      ValueError: there is no such checkpoint; its tree, shapes or dtypes are not the target's; the target lacks a
+        sharding; or the checkpoint is damaged, and ``fallback`` is not set or no earlier one is left.
+    """
+    ocp = _orbax()
+    if not isinstance(manager, ocp.CheckpointManager):
+        raise TypeError(f"manager: expected an orbax.checkpoint.CheckpointManager, got {manager!r}.")
+    manager.wait_until_finished()  # for what it is still writing itself
+    saved = sorted(manager.all_steps(), reverse=True)
+    steps = [s for s in saved if step is None or s <= step]
+    if not steps or (step is not None and steps[0] != step):
+        wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
+        raise ValueError(f"manager: no complete {wanted} in {manager.directory}; complete steps there: {saved[::-1]}.")
+    for k, s in enumerate(steps):
+        try:
+            return _restore_step(ocp, manager, s, item, target)
+        except _Damaged as error:
+            what = f"the checkpoint of step {s} in {_path(manager, s)} is damaged: {error}"
+            if not fallback:
+                raise ValueError(
+                    f"{what}\nRestore an earlier one (complete steps: {saved[::-1]}) with step=..., or pass "
+                    "fallback=True to use the latest that is whole."
+                ) from error.__cause__
+            if k + 1 == len(steps):
+                raise ValueError(f"{what}\nNo earlier checkpoint is left in {manager.directory}.") from error.__cause__
+            warnings.warn(
+                f"{what}\nUsing step {steps[k + 1]} instead. manager.delete({s}) removes the damaged one, so that "
+                "step can be saved again.",
+                stacklevel=2,
+            )
+    raise AssertionError("unreachable")
+
+
+def _restore_step(ocp: Any, manager: Any, step: int, item: str | None, target: Any) -> Any:
+    """Raises ``_Damaged`` for what another checkpoint may do better, ``ValueError`` for what none will."""
+    folder = _path(manager, step) / (item or "default")
+    if item is not None and not folder.exists():
+        there = sorted(path.name for path in folder.parent.iterdir())
+        raise ValueError(f"item: no {item!r} in {folder.parent}; there are {there}.")
+    if item is None and not folder.exists() and (items := _items(folder.parent)):
+        raise ValueError(
+            f"item: the checkpoint in {folder.parent} has the items {items}; say which: item={items[0]!r}."
+        )
+    metadata = _reading(ocp.StandardCheckpointHandler().metadata, folder)
+    stored = dict(zip(*_named(metadata.tree), strict=True))
+    summed, sums = _stored_sums(metadata.custom_metadata, folder)
+    if sums is not None and sums.keys() != stored.keys():
+        raise _Damaged(f"its metadata names other leaves than were saved: {_some(sums.keys() ^ stored.keys())}")
+    if sums is not None and summed is word_sums:
+        warnings.warn(
+            f"the checkpoint in {folder} was saved with sums of words, which do not see their order: of damage that "
+            "orbax does not notice, little more than single flipped bits is noticed for certain. Save it again.",
+            stacklevel=3,
+        )
+    by_default = target is None
+    if by_default:
+        target = _reading(jax.tree.map, _default_target, metadata.tree)
+        for x in jax.tree.leaves(target):
+            if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is not None:
+                memory.check_platform(x.sharding.addressable_devices)
+    target = jax.tree.map(memory.off_our_mesh, target)
+    _check_target(target, stored, folder)
+    args = ocp.args.StandardRestore(target)
+    tree = _reading(manager.restore, step, args=args if item is None else ocp.args.Composite(**{item: args}))
+    tree = jax.tree.map(memory.well_typed, tree if item is None else tree[item])
+    if by_default:
+        tree = jax.tree.map(lambda x: _on_device(x) if is_key(x) else x, tree)
+    names, leaves = _named(tree)
+    if sums is not None:
+        wrong = [name for name, got in zip(names, summed(leaves), strict=True) if got != sums[name]]
+        if wrong:
+            raise _Damaged(f"other values than were saved in {len(wrong)} of {len(names)} leaves: {_some(wrong)}")
+    return tree
+
+
+def _stored_sums(metadata: Any, folder: Any) -> tuple[Callable[[list[Any]], list[int]], dict[str, int] | None]:
+    """How the leaves were summed up, and the sum of each; ``None`` where ``save_args`` did not save them."""
+    entry = metadata.get(_NAME) if isinstance(metadata, dict) else None
+    for key, summed in (("crc32", checksums), ("sums", word_sums)):
+        if isinstance(entry, dict) and isinstance(entry.get(key), dict):
+            return summed, entry[key]
+    file = folder / "_METADATA"
+    if entry is not None or (file.exists() and _MARK.encode() in file.read_bytes()):
+        raise _Damaged("its metadata held checksums, and they are not found")
+    return checksums, None
+
+
+def _items(folder: Any) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.exists() else []
+
+
+def _reading(read: Any, *args: Any, **kwargs: Any) -> Any:
+    """``read(...)``, where any error but one of memory or of the platform means that what is stored is damaged.
+
+    orbax and tensorstore raise whatever the first broken byte leads to: ``ValueError``, ``KeyError``, JSON and Unicode
+    errors, a bare ``Exception``.
+    """
+    try:
+        return read(*args, **kwargs)
+    except (MemoryError, jax.errors.JaxRuntimeError):
+        raise
+    except Exception as error:
+        raise _Damaged(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}") from error
+
+
+def _check_target(target: Any, stored: dict[str, Any], folder: Any) -> None:
+    """Raises ``ValueError`` for a target of another tree, shape or dtype, or without a place.
+
+    orbax would convert dtypes without a word, and choose the device.
+    """
+    wanted = dict(zip(*_named(target), strict=True))
+    if wanted.keys() != stored.keys():
+        raise ValueError(
+            f"target: its leaves are not those of the checkpoint in {folder}.\n"
+            f"  only in the target     {_some(wanted.keys() - stored.keys())}\n"
+            f"  only in the checkpoint {_some(stored.keys() - wanted.keys())}\n"
+            "Give a target for all that was saved. What the checkpoint lacks, an optimizer state say, make anew with "
+            "tx.init(params) after the restore; parts of what it has: docs/checkpoints.md."
+        )
+    for name, x in wanted.items():
+        if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is None:
+            raise ValueError(
+                f"target: leaf {name!r} has no sharding; orbax would put it on the device. jo.abstract_state(tx, "
+                "params) has them for a state; for others: jax.ShapeDtypeStruct(shape, dtype, sharding=...)."
+            )
+        if is_key(x) or not hasattr(x, "dtype"):
+            continue
+        got = _reading(lambda leaf: (tuple(leaf.shape), np.dtype(leaf.dtype)), stored[name])
+        if got != (tuple(x.shape), np.dtype(x.dtype)):
+            raise ValueError(
+                f"target: leaf {name!r} is {np.dtype(x.dtype).name}{list(x.shape)}, and the checkpoint in {folder} has "
+                f"{got[1].name}{list(got[0])}. Restore it as it was saved, and convert afterwards."
+            )
+
+
+def _default_target(stored: Any) -> Any:
+    """Where a leaf goes that nobody gave a target for."""
+    if stored.sharding is None:  # no jax.Array: a NumPy array, or a number
+        zero = np.zeros((), stored.dtype)
+        if stored.shape:
+            return np.broadcast_to(zero, stored.shape)
+        return zero.item() if np.asarray(zero.item()).dtype == zero.dtype else zero  # Python's numbers are of 64 bits
+    sharding = _recorded(stored.sharding) or memory.ambient_sharding()
+    kind = memory.HOST_KIND if stored.shape else memory.DEVICE_KIND
+    return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=memory.with_kind(sharding, kind))
+
+
+def _on_device(key: jax.Array) -> jax.Array:
+    """A PRNG key in device memory; orbax's metadata do not tell keys from other arrays before they are read."""
+    return jax.device_put(key, memory.with_kind(key.sharding, memory.DEVICE_KIND))
+
+
+def _recorded(sharding: Any) -> Sharding | None:
+    """The sharding that orbax recorded, where its devices exist here."""
+    try:
+        return sharding.to_jax_sharding()
+    except Exception:  # another machine's, in one way or another
+        return None
+
+
+def _with_host_copies(tree: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(tree)
+    on_host = [isinstance(x, jax.Array) and memory.on_host(x) for x in leaves]
+    host = [x for x, is_host in zip(leaves, on_host, strict=True) if is_host]
+    for platform in {next(iter(x.sharding.device_set)).platform for x in host}:
+        wait = "pass copy=False and call manager.wait_until_finished() before the next step"
+        memory.check_host_pool(host + host, platform, "save_args(): the state with its copy", wait)
+    copies = iter(jax.block_until_ready([memory.copy_on_host(x) for x in host]))
+    leaves = [next(copies) if is_host else x for x, is_host in zip(leaves, on_host, strict=True)]
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _named(tree: Any) -> tuple[list[str], list[Any]]:
+    """The leaves of a tree and their names, alike for named tuples and for the dicts that orbax keeps of them."""
+    with_paths = jax.tree_util.tree_flatten_with_path(tree)[0]
+    names = ["/".join(jax.tree_util.keystr((key,), simple=True) for key in path) for path, _ in with_paths]
+    return names, [x for _, x in with_paths]
+
+
+def _some(names: Iterable[str]) -> str:
+    names = sorted(names)
+    return ", ".join(names[:5]) + (f", ... ({len(names)} in all)" if len(names) > 5 else "") or "nothing"
+
+
+def _path(manager: Any, step: int) -> Any:
+    """The folder of a step, whatever prefix or padding the manager's options give its name."""
+    for path in manager.directory.iterdir():
+        number = re.fullmatch(r"(?:.*_)?(\d+)", path.name)
+        if number and int(number[1]) == step:
+            return path
+    return manager.directory / str(step)
+
+
+def _orbax() -> Any:
+    try:
+        import orbax.checkpoint as ocp
+    except ImportError as error:
+        raise ImportError("Checkpoints need orbax: pip install orbax-checkpoint.") from error
+    return ocp

@@ -1,0 +1,1 @@
+"""A traced update as a program, and the program in slices."""

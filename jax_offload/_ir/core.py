@@ -1,0 +1,50 @@
+"""A slice's equations without the loads and stores at its edges, so that a loop can load ahead of the update."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.extend.core as jex
+from jax.interpreters import partial_eval as pe
+
+from jax_offload._base.memory import is_host_aval
+from jax_offload._ir.program import Var
+from jax_offload._ir.slices import Slice
+
+
+@dataclasses.dataclass(frozen=True)
+class Core:
+    """What a slice computes, on the device.
+
+    Attributes:
+      jaxpr: takes the slice's operands, those of ``loads`` already loaded, and returns its results, not yet stored.
+      loads: the host leaves among the operands that are loaded once and not used otherwise (by a ``cond`` in which
+        another ``offload`` loads them, say).
+    """
+
+    jaxpr: Any
+    loads: frozenset[Var]
+
+
+def core(s: Slice) -> Core:
+    moves = [eqn for eqn in s.jaxpr.eqns if eqn.primitive.name == "device_put" and len(eqn.invars) == 1]
+    loads = [eqn for eqn in moves if eqn.invars[0] in s.loads and not is_host_aval(eqn.outvars[0].aval)]
+    others = [eqn for eqn in s.jaxpr.eqns if not any(eqn is load for load in loads)]
+    kept = {v for eqn in others for v in eqn.invars if not isinstance(v, jex.Literal)}
+    on_device = {eqn.invars[0]: jex.Var(eqn.outvars[0].aval) for eqn in loads if eqn.invars[0] not in kept}
+    loaded = {eqn.outvars[0]: on_device[eqn.invars[0]] for eqn in loads if eqn.invars[0] in on_device}
+    stored = {eqn.outvars[0]: eqn.invars[0] for eqn in moves if is_host_aval(eqn.outvars[0].aval)}
+
+    def read(v: Any) -> Any:
+        return v if isinstance(v, jex.Literal) else loaded.get(v, v)
+
+    eqns = [
+        eqn.replace(invars=[read(v) for v in eqn.invars])
+        for eqn in s.jaxpr.eqns
+        if not any(v in loaded for v in eqn.outvars)
+    ]
+    inputs = [on_device.get(v, v) for v in s.inputs]
+    outputs = [read(stored.get(v, v)) for v in s.outputs]
+    jaxpr = jex.Jaxpr([], inputs, outputs, eqns, s.jaxpr.effects, s.jaxpr.debug_info)
+    return Core(pe.dce_jaxpr(jaxpr, [True] * len(outputs), instantiate=True)[0], frozenset(on_device))

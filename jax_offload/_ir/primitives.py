@@ -1,0 +1,13 @@
+"""jax's primitives by what they do to the elements of their operands."""
+
+from jax_offload._base import elementwise
+
+ELEMENTWISE = frozenset(
+    """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil
+    clamp clz complex conj convert_element_type copy cos cosh device_put digamma div eq erf erf_inv erfc exp
+    exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter
+    not optimization_barrier or population_count pow real reduce_precision rem reshard round rsqrt select_n
+    sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
+    stop_gradient sub tan tanh xor""".split()
+) | {elementwise.NAME}
+REDUCE = frozenset("reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_xor reduce_prod argmax argmin".split())

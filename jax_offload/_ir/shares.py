@@ -1,0 +1,127 @@
+"""A ``cond`` of which several slices need results, as a ``cond`` for each.
+
+``apply_if_finite`` puts the update of all leaves into one branch. That branch is gone through once, and each equation
+in it goes to the slices that need it; cutting it for each slice, as ``partial_eval.dce_jaxpr`` does, would visit it
+as often as there are leaves.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax.extend.core as jex
+import numpy as np
+
+from jax_offload._ir.masks import Mask, bits, needs_of, union
+from jax_offload._ir.program import Program, flat
+
+Branches = tuple[Any, ...]
+
+
+class Shares:
+    """Divides equations. Shares that do the same get the same branches, so that slices of them can be told alike."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Branches] = {}
+        self._least: set[int] = set()  # of known branches: those from which nothing more can be cut
+
+    def of(self, eqn: Any, needs: Sequence[Mask], effect: Mask = 0) -> dict[int, Any]:
+        """For each slice that needs some of an equation's results, or its effect, what it needs of the equation.
+
+        Args:
+          eqn: an equation; what is not a ``cond``, or has an effect, is needed as a whole.
+          needs: for each result the numbers of the slices that need it.
+          effect: the numbers of those that need its effect.
+        """
+        slices = union(needs) | effect
+        whole = dict.fromkeys(bits(slices), eqn)
+        return whole if len(whole) < 2 else self._divided(eqn, needs) or whole
+
+    def can_be_cut(self, eqn: Any) -> bool:
+        """Whether an equation may hold what its results do not need: a share does not, unless what is in it does."""
+        return holds_equations(eqn) and id(eqn.params.get("branches")) not in self._least
+
+    def _divided(self, eqn: Any, needs: Sequence[Mask]) -> dict[int, Any]:
+        if eqn.primitive.name != "cond" or eqn.effects:
+            return {}
+        programs = [flat(branch) for branch in eqn.params["branches"]]
+        if any(program.consts for program in programs):
+            return {}
+        shared = [self._inside(program, needs) for program in programs]
+        wanted = [union(each) for each in zip(*(operands for _, operands in shared), strict=True)]
+        results, operands = _listed(needs), _listed(wanted)
+        shares = {}
+        for k in bits(union(needs)):
+            own = operands.get(k, [])
+            branches = tuple(
+                _closed(branch, [program.inputs[i] for i in own], [program.outputs[i] for i in results[k]], eqns[k])
+                for branch, program, (eqns, _) in zip(eqn.params["branches"], programs, shared, strict=True)
+            )
+            shares[k] = eqn.replace(
+                invars=[eqn.invars[0], *(eqn.invars[1 + i] for i in own)],
+                outvars=[eqn.outvars[i] for i in results[k]],
+                params={**eqn.params, "branches": self._one(branches)},
+            )
+        return shares
+
+    def _inside(self, program: Program, needs: Sequence[Mask]) -> tuple[dict[int, list[Any]], list[Mask]]:
+        """The equations of a branch that each slice needs, and the slices that need each operand."""
+        inside, wanted = needs_of(program.inputs, program.eqns, program.outputs, needs)
+        eqns: dict[int, list[Any]] = {k: [] for k in bits(union(needs))}
+        for eqn, masks in zip(program.eqns, inside, strict=True):
+            shares = self._divided(eqn, masks) or dict.fromkeys(bits(union(masks)), eqn)
+            for k, share in shares.items():
+                eqns[k].append(share)
+        return eqns, wanted
+
+    def _one(self, branches: Branches) -> Branches:
+        """Branches that do the same as these: those that came first."""
+        one = self._known.setdefault(tuple(structure(branch.jaxpr) for branch in branches), branches)
+        if one is branches and not any(self.can_be_cut(eqn) for branch in branches for eqn in branch.jaxpr.eqns):
+            self._least.add(id(one))
+        return one
+
+
+def holds_equations(eqn: Any) -> bool:
+    return any(True for _ in jex.jaxprs_in_params(eqn.params))
+
+
+def _listed(masks: Sequence[Mask]) -> dict[int, list[int]]:
+    """For each bit the places of the masks that have it."""
+    places: dict[int, list[int]] = {}
+    for i, mask in enumerate(masks):
+        for k in bits(mask):
+            places.setdefault(k, []).append(i)
+    return places
+
+
+def _closed(like: Any, inputs: list[Any], outputs: list[Any], eqns: list[Any]) -> Any:
+    debug_info = like.jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+    return jex.ClosedJaxpr(jex.Jaxpr([], inputs, outputs, eqns, like.jaxpr.effects, debug_info), ())  # pyright: ignore
+
+
+def structure(jaxpr: Any) -> Hashable:
+    """Equal for jaxprs that differ in the names of variables only."""
+    number = {v: k for k, v in enumerate(jaxpr.invars)}
+
+    def read(v: Any) -> Hashable:
+        return (v.aval, np.asarray(v.val).tobytes()) if isinstance(v, jex.Literal) else number[v]
+
+    equations = []
+    for eqn in jaxpr.eqns:
+        operands = tuple(read(v) for v in eqn.invars)
+        number.update(zip(eqn.outvars, itertools.count(len(number))))
+        params = tuple((name, _hashable(value)) for name, value in eqn.params.items())
+        equations.append((eqn.primitive, operands, params, tuple(v.aval for v in eqn.outvars), _hashable(eqn.ctx)))
+    return tuple(v.aval for v in jaxpr.invars), tuple(equations), tuple(read(v) for v in jaxpr.outvars)
+
+
+def _hashable(value: Any) -> Hashable:
+    """What is no key, a jaxpr with its arrays say, is only like itself."""
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return value

@@ -1,0 +1,221 @@
+"""From a traced update to its plan. Only decides: what follows the plan emits."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+
+import jax
+import jax.numpy as jnp
+
+from jax_offload._base.arrays import nbytes
+from jax_offload._base.memory import is_host_aval
+from jax_offload._ir.program import Program, Var
+from jax_offload._ir.slices import Pass, Slice, cut, joined, repeats_effects
+from jax_offload._plan.plan import Plan, Planned, PlannedPass, Whole, Window
+from jax_offload._plan.transfers import buffers, transfer_of
+
+# Slices of up to 256 MiB, or a 32nd of the state, are loaded whole, and the window has room for two and a half.
+# Larger ones go through a window of that size in chunks: far beyond what the latency of a copy can be felt in (see
+# docs/streaming.md).
+DEFAULT_WINDOW, DEFAULT_SHARE = 2**28, 32
+# And none of more than an eighth of the state: whole, a stacked leaf of a small model is the state, twice as it is
+# updated (12x1536x1536, compiled for an H200: 651 MiB, resident 501, so 285). Below 1 MiB a copy is only its latency.
+SMALL_SHARE, LEAST_WINDOW = 8, 2**20
+# The window is made for slices up to the size within which this share of the state is: an embedding does not count.
+USUAL = 0.8
+# Copies of smaller slices hide little, and XLA's scheduler puts off what the backward pass should free for them
+# (48 layers of 256x256, 512 tokens: 116 MiB, resident 69). They run in a loop of their own, out of its sight: 39 MiB.
+LEAST_HIDDEN = 2**23
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """The host leaves of one ``offload``, and the window that it was given."""
+
+    leaves: frozenset[Var]
+    window: int | None
+
+
+def plan_of(
+    program: Program,
+    next_of: Mapping[Var, Var],
+    regions: Sequence[Region],
+    rank: Callable[[Var], int],
+    *,
+    manual: bool,
+) -> Plan:
+    """The slices of a traced update, those that are larger than their window in chunks if that can be.
+
+    One pass if that is enough, and a second one, ahead, for scalars that need the state, if that lowers what is on the
+    device at once.
+
+    Args:
+      program: the usual recipe (load all, update, store all) as a program.
+      next_of: result -> the operand that it is the next value of.
+      regions: every host leaf is in one of them.
+      rank: of a host leaf, its place in the order of the backward pass.
+      manual: whether the update is traced inside ``shard_map``.
+    """
+    best: tuple[int, list[Pass], list[list[Planned]]] | None = None
+    for scalars_apart in False, True:
+        passes = cut(program, scalars_apart)
+        if scalars_apart and repeats_effects(program, passes):
+            break
+        found: list[list[Planned]] = [[] for _ in passes]
+        enough, most = True, 0
+        for region in regions:
+            own = [[s for s in p.slices if _region(s, regions) is region] for p in passes]
+            window, large = _window(region, [s.loaded_bytes for slices in own for s in slices], program)
+            for slices, planned in zip(own, found, strict=True):
+                fitted = _fitted(slices, next_of, window)
+                planned += fitted
+                most = max([most, *(p.bytes_at_once for p in fitted)])
+                enough &= all(p.bytes_at_once <= large for p in fitted)
+        if best is None or most < best[0]:
+            best = most, passes, found
+        if enough:
+            break
+    assert best is not None  # two were tried
+    _, passes, found = best
+    carried = [_carried(slices, next_of, manual) for slices in found]
+    if any(slices and loop is None for slices, loop in zip(found, carried, strict=True)):
+        found, carried = _in_sight(found), [None for _ in found]
+    return Plan(
+        tuple(
+            PlannedPass(each.prelude, _scheduled(slices, rank, next_of), loop)
+            for each, slices, loop in zip(passes, found, carried, strict=True)
+        )
+    )
+
+
+def _in_sight(found: Sequence[Sequence[Planned]]) -> list[list[Planned]]:
+    """The slices of all passes, none to run in a loop of its own."""
+    windows = {id(p.window): p.window for slices in found for p in slices}
+    windows = {key: dataclasses.replace(window, apart=False) for key, window in windows.items()}
+    return [[dataclasses.replace(p, window=windows[id(p.window)]) for p in slices] for slices in found]
+
+
+def _region(s: Slice, regions: Sequence[Region]) -> Region:
+    """Whose a slice is: of those with leaves in it the one with the smallest window."""
+    loads = set(s.loads)
+    return min(
+        (r for r in regions if loads & r.leaves),
+        key=lambda r: math.inf if r.window is None else r.window,
+        default=regions[0],
+    )
+
+
+def _window(region: Region, sizes: Sequence[int], program: Program) -> tuple[Window, int]:
+    """The window for slices of these bytes, and up to how many bytes at once are not worth a pass of their own."""
+    if region.window is not None:
+        return Window(region.window, "as given"), region.window
+    state = sum(nbytes(v.aval) // math.prod(program.shards.get(v, ())) for v in region.leaves)
+    default, usual = default_window(state), _usual(sizes)
+    chosen = Window(5 * usual // 2, "two and a half of its usual pieces") if usual <= default.nbytes else default
+    # Where something is divided, collectives are in the scheduler's sight anyway.
+    alone = all(math.prod(shards) == 1 for shards in program.shards.values())
+    chosen = dataclasses.replace(chosen, apart=alone and 0 < usual < LEAST_HIDDEN)
+    # An embedding may be larger than the window, up to twice what a small model's may be.
+    return chosen, max(chosen.nbytes, min(_large(state), 2 * default.nbytes))
+
+
+def default_window(state: int) -> Window:
+    """For slices that are larger than it, given the bytes of host leaves on one device."""
+    large, small = _large(state), max(LEAST_WINDOW, state // SMALL_SHARE)
+    if small < large:
+        return Window(small, "an eighth of the state" if small > LEAST_WINDOW else "1 MiB, the least")
+    share = "a 32nd of the state" if large > DEFAULT_WINDOW else "256 MiB"
+    return Window(large, f"{share}, less than its usual pieces")
+
+
+def _large(state: int) -> int:
+    return max(DEFAULT_WINDOW, state // DEFAULT_SHARE)
+
+
+def _usual(sizes: Sequence[int]) -> int:
+    """Bytes of host leaves, on one device, that a slice needs together: slices up to it are most of them all."""
+    sizes = sorted(sizes)
+    return next((n for n, so_far in zip(sizes, accumulate(sizes), strict=True) if so_far >= USUAL * sum(sizes)), 0)
+
+
+def _fitted(slices: Sequence[Slice], next_of: Mapping[Var, Var], window: Window) -> list[Planned]:
+    """The slices, those that are larger than the window in chunks if that can be.
+
+    A loop over one host leaf uses one direction of the link at a time, because nothing can be read from a buffer while
+    it is written. So such leaves share a loop, if they have as many rows and one row of each fits.
+    """
+
+    def chunked(s: Slice) -> Planned:
+        return Planned(s, transfer_of(s, next_of, window.nbytes), window)
+
+    fitted: list[Planned] = []
+    shared: dict[int, Slice] = {}  # number of rows -> leaves that share a loop
+    for s in slices:
+        planned = chunked(s) if s.loaded_bytes > window.nbytes else Planned(s, Whole(), window)
+        if not planned.in_chunks or (len(s.loads), len(s.stores)) != (1, 1):
+            fitted.append(planned)
+            continue
+        rows = s.loads[0].aval.shape[0]
+        if (others := shared.get(rows)) is not None:
+            together = joined(others, s)
+            if together.loaded_bytes <= rows * (window.nbytes // 2) and chunked(together).in_chunks:
+                shared[rows] = together
+                continue
+            fitted.append(chunked(others))
+        shared[rows] = s
+    return fitted + [chunked(s) for s in shared.values()]
+
+
+def _scheduled(
+    planned: Sequence[Planned], rank: Callable[[Var], int], next_of: Mapping[Var, Var]
+) -> tuple[Planned, ...]:
+    """The slices of a pass in the order of the backward pass, and what the load of each waits for.
+
+    The larger the window, the earlier a load: when the first of those in flight can be updated. Then no gradient waits
+    for its state. The first chunk of a loop would lie there through the whole backward pass.
+    """
+    slices = sorted(planned, key=lambda p: min(map(rank, p.slice.loads), default=0))
+    sizes = [p.bytes_in_flight for p in slices]
+    found, done = [], 0
+    for k, p in enumerate(slices):
+        stored = _must_be_back(sizes, k, p.window.nbytes)
+        done = max(done, stored + 1)
+        made = k if p.in_chunks else done if done < k else None
+        found.append(dataclasses.replace(p, token=_token(p.slice, next_of), once_stored=stored, once_made=made))
+    return tuple(found)
+
+
+def _must_be_back(sizes: Sequence[int], k: int, window: int) -> int:
+    """The last slice that must be stored before slice ``k`` is loaded; -1 where none need be."""
+    i, in_flight = k, 0
+    while i >= 0 and (i == k or in_flight + sizes[i] <= window):
+        in_flight += sizes[i]
+        i -= 1
+    return i
+
+
+def _token(s: Slice, next_of: Mapping[Var, Var]) -> tuple[Var, ...]:
+    """Its stores, or its part of a scalar where it only computes that.
+
+    And parameters that it has gathered: else XLA keeps all of them, whole, until the last is there.
+    """
+    pins = s.pins
+    return (*s.stores, *(v for v in s.outputs if v in pins and v in next_of)) or tuple(s.outputs[:1])
+
+
+def _carried(slices: Sequence[Planned], next_of: Mapping[Var, Var], manual: bool) -> Mapping[Var, Var] | None:
+    """What a loop around the slices would carry in place; ``None`` where they are not to run apart, or cannot: those on
+    the host must be in the buffers that they are the next values of."""
+    if manual or not slices or not all(p.window.apart for p in slices) or any(p.slice.jaxpr.effects for p in slices):
+        return None
+    # XLA rounds arithmetic in float16 where a fusion ends, and a loop moves that: 3 units in the last place.
+    if any(v.aval.dtype == jnp.float16 for p in slices for v in (*p.slice.inputs, *p.slice.outputs)):
+        return None
+    pairs = [pair for p in slices for pair in zip(p.slice.outputs, buffers(p.slice, next_of), strict=True)]
+    carried = {v: old for v, old in pairs if old is not None}
+    fresh = [v for v, old in pairs if old is None]
+    extended = any(jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in fresh)
+    return None if extended or any(is_host_aval(v.aval) for v in fresh) else carried

@@ -1,0 +1,140 @@
+"""The plan of an update, as a value: what is loaded when, how, and through which window. Deciding makes it
+(``decide``), emitting follows it (``_emit``), and ``placement`` prints it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jax_offload._base.arrays import nbytes
+from jax_offload._ir.program import Var
+from jax_offload._ir.slices import Slice
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """A slice whose host leaves are loaded as they are; ``reason`` says why, where chunks would have been smaller."""
+
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"whole: {self.reason}" if self.reason else "whole"
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunked:
+    """A slice that runs in a loop over chunks of its leaves.
+
+    Attributes:
+      shape: of the leaf that is chunked.
+      axis: along which.
+      shards: into how many parts that axis is divided between devices. A chunk is the same rows of each.
+      rows: of each shard, in a chunk.
+      dims: for every operand of the slice the dimension of the chunks (``chunk_rules.Dim``).
+      out_dims: for every result.
+      buffers: for every result the operand whose buffer it overwrites; ``None``: a new one.
+    """
+
+    shape: tuple[int, ...]
+    axis: int
+    shards: int
+    rows: int
+    dims: tuple[Any, ...]
+    out_dims: tuple[Any, ...]
+    buffers: tuple[Var | None, ...]
+
+    @property
+    def count(self) -> int:
+        """Of chunks."""
+        return math.ceil(self.shape[self.axis] // self.shards / self.rows)
+
+    def __str__(self) -> str:
+        return f"{self.count} chunks of axis {self.axis}"
+
+
+Transfer = Whole | Chunked
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Bytes of the state on one device at a time while it streams, and why so many.
+
+    Attributes:
+      apart: whether all slices run in a loop of their own, once the backward pass is over.
+      leaf: the path of the first leaf that streams through it, as far as it is known.
+    """
+
+    nbytes: int
+    why: str
+    apart: bool = False
+    leaf: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A slice, how its host leaves move, and the window of the ``offload`` that they belong to.
+
+    Attributes:
+      token: its completion token: results that are there once it is through.
+      once_stored: the slice of the pass (by its place) after which there is room to load this one; -1: there is.
+      once_made: the slice whose gradient the load waits for as well; ``None``: for none.
+    """
+
+    slice: Slice
+    transfer: Transfer
+    window: Window
+    token: tuple[Var, ...] = ()
+    once_stored: int = -1
+    once_made: int | None = None
+
+    @property
+    def in_chunks(self) -> bool:
+        return isinstance(self.transfer, Chunked)
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """Of host leaves on one device while it runs, as the window counts them."""
+        return min(self.slice.loaded_bytes, self.window.nbytes)
+
+    @property
+    def bytes_at_once(self) -> int:
+        """Of host leaves on one device while it runs, whatever the window."""
+        return self.window.nbytes if self.in_chunks else self.slice.loaded_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedPass:
+    """Slices that run one after the other, once the prelude, which loads nothing, has run.
+
+    Attributes:
+      carried: where they run in a loop of their own, out of sight of XLA's scheduler: result -> the operand whose
+        buffer it takes in that loop.
+    """
+
+    prelude: Slice
+    slices: tuple[Planned, ...]
+    carried: Mapping[Var, Var] | None = None
+
+    @property
+    def apart(self) -> bool:
+        return self.carried is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Passes over the host leaves, one after the other."""
+
+    passes: tuple[PlannedPass, ...]
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes of host leaves that one update loads, over all devices."""
+        return sum(nbytes(v.aval) for each in self.passes for p in each.slices for v in p.slice.loads)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of host leaves that one update stores, over all devices."""
+        slices = [s for each in self.passes for s in (each.prelude, *(p.slice for p in each.slices))]
+        return sum(nbytes(v.aval) for s in slices for v in s.stores)

@@ -1,0 +1,1 @@
+"""Fewer bits, and more: storage formats and master parameters."""

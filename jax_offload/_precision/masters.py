@@ -1,0 +1,292 @@
+"""Master parameters: the optimizer's own, more precise copy of the parameters that the model computes with."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jax_offload._base.arrays import Offloaded
+from jax_offload._base.memory import to_device
+from jax_offload._base.shardings import constrained, typed_sharding
+
+_WRAPPED: contextvars.ContextVar[bool] = contextvars.ContextVar("wrapped", default=False)
+_STEPS: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("steps", default=None)
+
+
+class MasterState(NamedTuple):
+    """State of ``with_master_params``.
+
+    Attributes:
+      master: a tree like the parameters, in the masters' dtype; ``optax.MaskedNode`` for those that need none. With
+        ``low_bits``: int16, what the parameter lacks of its master.
+      inner_state: of the wrapped transformation.
+    """
+
+    master: Any
+    inner_state: Any
+
+    @staticmethod
+    def apply_updates(params: Any, updates: Any, state: Any) -> Any:
+        """What ``update_params`` does instead of ``optax.apply_updates`` where such a node is in the state."""
+        return applied_to_masters(params, updates, state)
+
+
+class WithMasterParams(optax.GradientTransformationExtraArgs):
+    """What ``with_master_params`` returns, so that a wrong order can be told."""
+
+
+def with_master_params(
+    inner: optax.GradientTransformation, dtype: Any = jnp.float32, *, low_bits: bool = False
+) -> optax.GradientTransformationExtraArgs:
+    """Updates a copy of the parameters in ``dtype``, and makes the parameters follow it (mixed precision training,
+    Micikevicius et al. 2018, arXiv:1710.03740).
+
+    ``jo.offload(jo.with_master_params(optax.adamw(1e-3)))``: the copies, the *masters*, are part of the state, live in
+    host memory and stream within the same window. ``inner`` sees gradients and parameters in ``dtype``. Parameters that
+    are as precise as ``dtype`` already have no master.
+
+    Parameters land exactly on ``master.astype(param.dtype)``: always through ``jo.update_params``; through ``update``
+    and ``optax.apply_updates`` wherever both the old and the new value are zero or normal, the old one is less than
+    2^15 (bfloat16) or 2^12 (float16) times the new one in magnitude unless that is zero, and their difference is
+    finite. The updates are in ``dtype``.
+
+    A parameter that was changed from outside, by loading weights or swapping in an average, is not
+    ``master.astype(param.dtype)`` any more. Its master then follows it: the next update starts from the new value.
+    Element by element, and compared as bits, so that rounding cannot cause it within the bounds above; beyond them
+    the master gives up what the parameter missed, at most 2^-24 of the parameter's old magnitude.
+
+    Args:
+      inner: any optax transformation, its state not offloaded by itself.
+      dtype: of the masters; a floating dtype.
+      low_bits: for bfloat16 parameters, whether to keep only the 16 bits by which a float32 master differs: 2 bytes
+        per parameter instead of 4. The master is read off both, and so follows a changed parameter by itself, to
+        within half a unit in its last place. The parameter then is the master rounded to nearest with ties away from
+        zero, because with ties to even the bits would not tell the master. Where the parameter would miss that through
+        ``optax.apply_updates``, beyond the bounds above, the master is what the parameter lands on.
+
+    Raises:
+      TypeError: ``inner`` is not an optax transformation, or is an ``offload(...)``: that goes outside.
+      ValueError: ``dtype`` is not a floating dtype; ``low_bits`` is set and ``dtype`` not float32 or a parameter
+        neither bfloat16 nor float32; ``update`` is called without ``params``, or with others than ``init`` was.
+    """
+
+    if isinstance(inner, Offloaded):
+        raise TypeError(f"inner: {_ORDER}")
+    if isinstance(inner, WithMasterParams):
+        raise TypeError("inner: is a with_master_params(...) already; wrap an optimizer once.")
+    if isinstance(inner, optax.MultiSteps):
+        inner = inner.gradient_transformation()
+    if not isinstance(inner, optax.GradientTransformation):
+        raise TypeError(f"inner: expected an optax.GradientTransformation, got {inner!r}.")
+    try:
+        given, dtype = dtype, jnp.dtype(dtype)
+    except TypeError:
+        given, dtype = dtype, jnp.dtype(bool)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"dtype: expected a floating dtype for master parameters, got {given!r}.")
+    if low_bits and dtype != jnp.float32:
+        raise ValueError(f"low_bits: completes bfloat16 to float32, so dtype must be float32; got {dtype}.")
+    inner = optax.with_extra_args_support(inner)
+
+    def needs(p: Any) -> bool:
+        if not jnp.issubdtype(p.dtype, jnp.floating) or jnp.finfo(p.dtype).nmant >= jnp.finfo(dtype).nmant:
+            return False
+        if jnp.finfo(p.dtype).maxexp > jnp.finfo(dtype).maxexp:
+            raise ValueError(f"dtype: masters of {dtype} have not the range of a parameter of {p.dtype}. Use float32.")
+        if p.dtype.itemsize < 2:
+            raise ValueError(f"params: masters are for parameters of 16 bits and more; got one of {p.dtype}.")
+        if low_bits and p.dtype != jnp.bfloat16:
+            raise ValueError(f"low_bits: completes bfloat16 parameters; got one of {p.dtype}. Set low_bits=False.")
+        return True
+
+    def init_fn(params: optax.Params) -> optax.OptState:
+        def stored(p: Any) -> Any:
+            if not needs(p):
+                return optax.MaskedNode()
+            return jnp.zeros(p.shape, jnp.int16) if low_bits else p.astype(dtype)
+
+        with _inside():
+            inner_state = inner.init(jax.tree.map(lambda p: p.astype(dtype) if needs(p) else p, params))
+        return MasterState(jax.tree.map(stored, params), inner_state)
+
+    def update_fn(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, optax.OptState]:
+        if params is None:
+            raise ValueError("params: with_master_params needs them; call tx.update(grads, state, params).")
+        leaves, treedef = jax.tree.flatten(params)
+        masters = _masters_like(state, treedef)
+        own = [None if m is None else (_joined(p, m) if low_bits else _following(m, p))
+               for p, m in zip(leaves, masters, strict=True)]  # fmt: skip
+        seen = jax.tree.unflatten(treedef, [p if m is None else m for p, m in zip(leaves, own, strict=True)])
+        wide = [g if m is None else g.astype(dtype) for g, m in zip(treedef.flatten_up_to(updates), own, strict=True)]
+        with _inside():
+            steps, inner_state = inner.update(jax.tree.unflatten(treedef, wide), state.inner_state, seen, **extra_args)
+        out, kept = [], []
+        for p, m, u in zip(leaves, own, treedef.flatten_up_to(steps), strict=True):
+            if m is None:
+                out.append(u)
+                kept.append(optax.MaskedNode())
+                continue
+            new = m + u.astype(dtype)
+            step, new = _landing(p, new) if low_bits else (rounded(new, p.dtype) - p.astype(dtype), new)
+            out.append(step)
+            kept.append(new)
+            if (steps_seen := _STEPS.get()) is not None:
+                steps_seen.append(step)
+        return jax.tree.unflatten(treedef, out), MasterState(jax.tree.unflatten(treedef, kept), inner_state)
+
+    return WithMasterParams(init_fn, update_fn)
+
+
+_ORDER = (
+    "offload(...) goes outside, so that masters and moments stream together: "
+    "jo.offload(jo.with_master_params(inner)), not jo.with_master_params(jo.offload(inner))."
+)
+
+
+@contextlib.contextmanager
+def _inside() -> Iterator[None]:
+    token = _WRAPPED.set(True)
+    try:
+        yield
+    finally:
+        _WRAPPED.reset(token)
+
+
+def check_order() -> None:
+    """Raises ``TypeError`` where an ``offload`` is somewhere inside of a ``with_master_params``."""
+    if _WRAPPED.get():
+        raise TypeError(_ORDER)
+
+
+@contextlib.contextmanager
+def last_word() -> Iterator[Callable[[Any, Any], None]]:
+    """Gives a check of what an update has returned: ``ValueError`` where a chain has changed the updates of masters.
+
+    The parameter then lands elsewhere than its master, which follows it, and the bits for which it is kept are lost.
+    Only where the state is a chain's, with something behind the masters: a wrapper may choose between updates.
+    """
+    steps: list[Any] = []
+    token = _STEPS.set(steps)
+
+    def check(updates: Any, state: Any) -> None:
+        passed_on = {id(x) for x in jax.tree.leaves(updates)}
+        if _has_successor(state) and not all(id(x) in passed_on for x in steps):
+            raise ValueError(
+                "inner: a chain changes the updates behind with_master_params, so that the parameters leave their "
+                "masters in every step. Masters come last: not optax.chain(jo.with_master_params(x), y), but "
+                "jo.with_master_params(optax.chain(x, y))."
+            )
+
+    try:
+        yield check
+    finally:
+        _STEPS.reset(token)
+        steps.clear()  # jax.checking_leaks sees tracers that outlive their trace
+
+
+def _has_successor(state: Any) -> bool:
+    """Whether there are masters in a chain's state, a plain tuple, before the last of its parts."""
+
+    def has_masters(x: Any) -> bool:
+        return any(isinstance(n, MasterState) for n in jax.tree.leaves(x, is_leaf=lambda x: isinstance(x, MasterState)))
+
+    def found(x: Any) -> bool:
+        return type(x) is tuple and any(map(has_masters, x[:-1]))
+
+    return any(map(found, jax.tree.leaves(state, is_leaf=found)))
+
+
+def masters_of(state: Any, treedef: Any) -> list[Any]:
+    """For every parameter its master in ``state``; ``None`` where it has none, or only the low bits of one."""
+    found: list[Any] = [None] * treedef.num_leaves
+    for node in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, MasterState)):
+        if isinstance(node, MasterState):
+            try:
+                masters = _masters_like(node, treedef)
+            except ValueError:  # of a part of the parameters, or of all in one vector
+                continue
+            found = [old if m is None or m.dtype == jnp.int16 else m for old, m in zip(found, masters, strict=True)]
+    return found
+
+
+def _masters_like(state: MasterState, treedef: Any) -> list[Any]:
+    try:
+        masters = treedef.flatten_up_to(state.master)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"state: its masters are not those of parameters with the tree {treedef}: {error}") from error
+    return [None if isinstance(m, optax.MaskedNode) else m for m in masters]
+
+
+def applied_to_masters(params: Any, updates: Any, state: Any) -> Any:
+    """``optax.apply_updates``, but exactly on the masters, wherever the updates lead to them.
+
+    They do not where a transformation around ``with_master_params`` has changed them.
+    """
+    leaves, treedef = jax.tree.flatten(params)
+    steps = treedef.flatten_up_to(updates)
+
+    def land(p: Any, u: Any, master: Any) -> Any:
+        if master is None:
+            return optax.apply_updates(p, u)
+        # A master may be divided further than its parameter, where types keep them apart: what is gathered is the new
+        # parameter, not its master, which has twice the bytes.
+        whole, own = (typed_sharding(jax.typeof(x)) for x in (p, master))
+        p, u = constrained(p, own), constrained(u, own)
+        target = master.astype(p.dtype)
+        to, reached = rounded(master, p.dtype), p.astype(master.dtype) + u.astype(master.dtype)
+        near = jnp.abs(reached - to) <= 2.0**-20 * jnp.maximum(jnp.abs(to), jnp.abs(p.astype(master.dtype)))
+        applied: Any = optax.apply_updates(p, u)
+        return constrained(jnp.where(near | ~jnp.isfinite(reached), target, applied), whole)
+
+    masters = [None if m is None else to_device(m) for m in masters_of(state, treedef)]
+    return jax.tree.unflatten(treedef, [land(*each) for each in zip(leaves, steps, masters, strict=True)])
+
+
+def rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    """``x.astype(dtype).astype(x.dtype)``, which XLA would take for ``x``, as it allows itself more precision."""
+    info = jnp.finfo(dtype)
+    normal = lax.reduce_precision(x, info.nexp, info.nmant)
+    if info.minexp <= jnp.finfo(x.dtype).minexp:
+        return normal
+    # what is subnormal in the narrower dtype; reduce_precision would make it zero
+    steps = lax.round(x * 2.0 ** (info.nmant - info.minexp), lax.RoundingMethod.TO_NEAREST_EVEN)
+    return jnp.where(jnp.abs(x) < 2.0**info.minexp, steps * 2.0 ** (info.minexp - info.nmant), normal)
+
+
+def _following(master: jax.Array, p: jax.Array) -> jax.Array:
+    """The master of ``p``; where ``p`` is not its rounding, that was changed from outside, and the master is ``p``."""
+    unsigned = {2: jnp.uint16, 4: jnp.uint32}[p.dtype.itemsize]
+    was, now = (lax.bitcast_convert_type(x, unsigned) for x in (master.astype(p.dtype), p))  # XLA cannot look through
+    same = (was == now) | (((was | now) << 1) == 0)  # p + -0 is +0
+    return jnp.where(same, master, p.astype(master.dtype))
+
+
+def _joined(p: jax.Array, low: jax.Array) -> jax.Array:
+    """The float32 master of a bfloat16 parameter and the bits that it lacks; of zero, infinity and NaN themselves."""
+    high = lax.bitcast_convert_type(p, jnp.uint16).astype(jnp.int32) << 16
+    master = lax.bitcast_convert_type(high + low.astype(jnp.int32), jnp.float32)
+    return jnp.where((p == 0) | ~jnp.isfinite(p), p.astype(jnp.float32), master)
+
+
+def _landing(p: jax.Array, master: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The update that brings ``p`` to the rounded master, and the bits that it lacks there."""
+    bits = lax.bitcast_convert_type(master, jnp.int32)
+    nan = jnp.isnan(master)
+    target = lax.bitcast_convert_type(
+        jnp.where(nan, bits, bits + 0x8000) & -0x10000, jnp.float32
+    )  # ties away from zero
+    target = jnp.where(nan, jnp.nan, target)
+    old = p.astype(jnp.float32)
+    update = target - old
+    reached = lax.bitcast_convert_type(rounded(old + update, jnp.bfloat16), jnp.int32)
+    low = bits - reached
+    return update, jnp.where(nan | (low != low.astype(jnp.int16)), 0, low).astype(jnp.int16)

@@ -1,0 +1,294 @@
+"""A state that is stored in fewer bits than its optimizer computes with."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.tree_util import keystr
+
+from jax_offload._base import memory
+from jax_offload._base.paths import KeyPath
+from jax_offload._placement import stays
+from jax_offload._precision.formats import Storage, decode, encode, encoded_shapes, mixed
+from jax_offload._precision.masters import MasterState
+
+Rules = tuple[tuple[str | None, Storage], ...]  # ``None``: all that can be stored
+
+
+@functools.partial(
+    # in the order of their names, so that a dict of both has its leaves in the same order
+    jax.tree_util.register_dataclass,
+    data_fields=["values", "values_scale"],
+    meta_fields=["storage", "dtype"],
+)
+@dataclasses.dataclass(frozen=True)
+class Encoded:
+    """A leaf of the state as it is stored.
+
+    Attributes:
+      values: of the leaf's shape, in the storage's dtype.
+      values_scale: float32, of shape ``(..., blocks)``; ``None`` where the format has none.
+      storage: the format.
+      dtype: of the leaf that the optimizer sees, by name.
+    """
+
+    values: Any
+    values_scale: Any
+    storage: Storage
+    dtype: str
+
+
+class StoredState(NamedTuple):
+    """State of ``offload(..., storage=)``.
+
+    Attributes:
+      rounds: int32, the number of updates; the seed of stochastic rounding.
+      inner_state: of the wrapped transformation, some leaves ``Encoded``.
+    """
+
+    rounds: Any
+    inner_state: Any
+
+
+def rules_of(storage: Any) -> Rules:
+    """``storage`` as ``offload`` takes it, checked."""
+    if storage is None:
+        return ()
+    if not isinstance(storage, Mapping):
+        only = _format(storage)
+        if only.dtype == "uint8":
+            raise ValueError(
+                "storage: uint8 is for what is never negative: storage={'mu': 'int8', 'nu': 'uint8'}, say."
+            )
+        return ((None, only),)
+    for rule in storage:
+        try:
+            re.compile(rule)
+        except (re.error, TypeError) as error:
+            raise ValueError(f"storage: {rule!r} is not a regular expression: {error}.") from error
+    return tuple((rule, _format(value)) for rule, value in storage.items())
+
+
+def _format(value: Any) -> Storage:
+    if isinstance(value, Mapping) or (isinstance(value, Sequence) and not isinstance(value, str)):
+        raise ValueError(f"storage: expected a dtype, or a mapping from paths of the state to dtypes; got {value!r}.")
+    return value if isinstance(value, Storage) else Storage(value)
+
+
+def formats(rules: Rules, state: Any, params: Any, min_bytes: int) -> list[Storage | None]:
+    """For every leaf of a plain state how it is stored; ``None``: as it is.
+
+    A rule is a regular expression that matches whole components of a path in the state, ``0/mu/layers/w``. The first
+    that matches counts.
+
+    Raises:
+      ValueError: a rule matches nothing that can be stored otherwise, or a leaf that cannot be.
+    """
+    found: list[Storage | None] = []
+    used: set[str | None] = {None}
+    names = []  # of what a rule may match
+    masters = _master_paths(state)
+    for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        names.extend([] if stays(x, 0) else [name])
+        matching = [] if stays(x, 0) else [each for each in rules if _match(each[0], name)]
+        used.update(rule for rule, _ in matching)
+        rule, storage = matching[0] if matching else (None, None)
+        master = any(path[: len(prefix)] == prefix for prefix in masters)
+        why = _unfit(x, storage, master) if storage is not None else ""
+        if why and (rule is not None or (jnp.issubdtype(x.dtype, jnp.floating) and not master)):
+            raise ValueError(f"storage: {rule or rules[0][1].dtype!r}, for the state leaf {name}: {why}")
+        smaller = storage is not None and not why and not stays(x, min_bytes) and _is_smaller(x, storage)
+        found.append(storage if smaller else None)
+    unused = [rule for rule, _ in rules if rule not in used]
+    if unused and jax.tree.leaves(params):  # optax probes with placeholders
+        raise ValueError(
+            f"storage: {unused} match no state leaf of rank 1 or more. "
+            + (
+                f"Rules match whole components of these paths: {', '.join(names)}."
+                if names
+                else "This optimizer keeps none, so there is nothing to store in fewer bits: leave storage out."
+            )
+        )
+    return found
+
+
+def warn_of_unstored(rules: Rules, state: StoredState) -> None:
+    """Says which leaves one dtype for all leaves out although they are numbers of the optimizer: complex ones."""
+    flat = jax.tree_util.tree_flatten_with_path(state.inner_state)[0]
+    left = [keystr(path) for path, x in flat if not stays(x, 0) and jnp.issubdtype(x.dtype, jnp.complexfloating)]
+    if left and rules[0][0] is None:
+        warnings.warn(
+            f"storage: {rules[0][1].dtype!r} leaves {len(left)} complex leaves of the state as they are, the first is "
+            f"{left[0]}: no format stores complex numbers. To say so without this warning, name the others: "
+            "storage={'mu/layers': 'bfloat16'}, say; or train real and imaginary parts apart "
+            "(optax.contrib.split_real_and_imaginary).",
+            stacklevel=4,
+        )
+
+
+def _unfit(x: Any, storage: Storage, master: bool) -> str:
+    """Why a leaf cannot be stored so; empty where it can."""
+    if master:
+        return "it is a master parameter. Take it out; with_master_params(dtype=, low_bits=) says how masters are kept."
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return f"it is {x.dtype}, and only floating numbers are stored in fewer bits. Take it out."
+    if x.dtype.itemsize > 4:
+        return f"it is {x.dtype}, of which float32 has not the range. Take it out."
+    if x.dtype.itemsize < 4 and storage.dtype in ("int8", "uint8"):
+        return (
+            f"it is {x.dtype}, which has not the points of {storage.dtype}, so that it would drift. optax makes "
+            "moments in the parameters' dtype. Float32 ones: jo.offload(jo.with_master_params(inner), storage=...), or "
+            "for mu alone optax.adamw(..., mu_dtype=jnp.float32). Or a format that fits 16 bits: 'float8_e4m3fn', "
+            "'float8_e5m2'; or give no format for this leaf, which takes 2 bytes as it is."
+        )
+    return ""
+
+
+def _is_smaller(x: Any, storage: Storage) -> bool:
+    shapes = encoded_shapes(np.shape(x), storage)
+    sizes = [math.prod(shape) * n for shape, n in zip(shapes, (storage.itemsize, 4), strict=True) if shape is not None]
+    return sum(sizes) < math.prod(np.shape(x)) * x.dtype.itemsize
+
+
+def _match(rule: str | None, name: str) -> re.Match[str] | None:
+    return re.search("" if rule is None else f"(?:^|(?<=/))(?:{rule})(?=/|$)", name)
+
+
+def _master_paths(state: Any) -> list[KeyPath]:
+    nodes = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: isinstance(x, MasterState))[0]
+    return [(*path, jax.tree_util.GetAttrKey("master")) for path, x in nodes if isinstance(x, MasterState)]
+
+
+def is_encoded(x: Any) -> bool:
+    return isinstance(x, Encoded)
+
+
+def stored(state: Any, found: Sequence[Storage | None]) -> StoredState:
+    """A plain state in these formats, rounded to nearest."""
+    leaves, treedef = jax.tree.flatten(state)
+    kept = [x if storage is None else _encoded(x, storage, None) for x, storage in zip(leaves, found, strict=True)]
+    return StoredState(jnp.zeros((), jnp.int32), jax.tree.unflatten(treedef, kept))
+
+
+def plain(state: StoredState) -> Any:
+    """The state that the optimizer sees."""
+    return jax.tree.map(lambda x: _decoded(x) if is_encoded(x) else x, state.inner_state, is_leaf=is_encoded)
+
+
+def next_stored(state: StoredState, before: Any, after: Any) -> StoredState:
+    """``after``, a plain state that follows ``before``, in the formats of ``state``, whose plain state that was."""
+    olds, treedef = jax.tree.flatten(state.inner_state, is_leaf=is_encoded)
+    new = jax.tree.leaves(after)
+    changed = [is_encoded(old) and x is not was for old, was, x in zip(olds, jax.tree.leaves(before), new, strict=True)]
+    seeds, kept = iter(_seeds(state.rounds, sum(changed))), []
+    for old, x, again in zip(olds, new, changed, strict=True):
+        if again:
+            kept.append(_encoded(x, old.storage, next(seeds), old.dtype))
+        else:
+            kept.append(old if is_encoded(old) else x)
+    return StoredState(state.rounds + 1, jax.tree.unflatten(treedef, kept))
+
+
+def _seeds(rounds: jax.Array, n: int) -> list[jax.Array]:
+    """A seed for each of ``n`` leaves.
+
+    Each counts on from the one before, behind a barrier: so all are made by the same operation, which XLA compiles
+    once. With a constant for each leaf it compiled as many kernels, 60 ms each. What rounds one element in one round
+    has nothing to do with the next, as their number is mixed; between leaves it need not be mixed again.
+    """
+    seeds, number = [], mixed(rounds.astype(jnp.uint32))
+    for _ in range(n):
+        number = jax.lax.optimization_barrier(number)
+        seeds.append(number)
+        number = number + jnp.uint32(0x9E3779B9)
+    return seeds
+
+
+def as_stored(state: Any, like: Any) -> Any:
+    """``state`` with the nodes of ``like``, where its leaves are the same: ``nnx.update`` makes dicts of them."""
+    leaves, treedef = jax.tree.flatten(like)
+    got = jax.tree.leaves(state)
+    same = len(got) == len(leaves) and all(_type(a) == _type(b) for a, b in zip(got, leaves, strict=True))
+    return jax.tree.unflatten(treedef, got) if same else state
+
+
+def _type(x: Any) -> Any:
+    return np.shape(x), getattr(x, "dtype", None)
+
+
+def check_stored(state: Any, rules: Rules, params: Any, min_bytes: int, init: Callable[[Any], Any]) -> None:
+    """Raises ``ValueError`` for a state that is stored otherwise than the rules say, and than ``init`` stores it.
+
+    Some optimizers return leaves in other dtypes than they made: momentum of a bfloat16 or integer leaf becomes
+    float32 in the first update. Such a leaf stays in the format that its first dtype asked for: a carry keeps its tree.
+    """
+    fix = "Convert it: jo.from_plain(tx, jo.to_plain(old_tx, state)), params given where their tree is not in it."
+    if not isinstance(state, StoredState):
+        raise ValueError(f"state: is a {type(state).__name__}, not one that offload(..., storage=) keeps. {fix}")
+    leaves, treedef = jax.tree.flatten(state.inner_state, is_leaf=is_encoded)
+    seen = [jax.ShapeDtypeStruct(x.values.shape, x.dtype) if is_encoded(x) else x for x in leaves]
+    wanted, got = formats(rules, jax.tree.unflatten(treedef, seen), params, min_bytes), list(map(_format_of, leaves))
+    if got == wanted or got == _formats_at_first(init, params):
+        return
+    k = next(k for k, (a, b) in enumerate(zip(got, wanted, strict=True)) if a != b)
+    path = jax.tree_util.tree_flatten_with_path(state.inner_state, is_leaf=is_encoded)[0][k][0]
+    raise ValueError(
+        f"state: {jax.tree_util.keystr(path)} is stored as {got[k] or leaves[k].dtype}, and storage says {wanted[k]}. "
+        f"{fix}"
+    )
+
+
+def _format_of(x: Any) -> Storage | None:
+    return x.storage if is_encoded(x) else None
+
+
+def _formats_at_first(init: Callable[[Any], Any], params: Any) -> list[Storage | None] | None:
+    try:
+        state = jax.eval_shape(init, params)
+    except Exception:  # init cannot run on what we have
+        return None
+    return [_format_of(x) for x in jax.tree.leaves(state.inner_state, is_leaf=is_encoded)]
+
+
+def _encoded(x: jax.Array, storage: Storage, seed: Any, dtype: str | None = None) -> Encoded:
+    values, scale = _ENCODE(x, storage, seed)
+    return Encoded(values, scale, storage, dtype or np.dtype(x.dtype).name)
+
+
+def _decoded(x: Encoded) -> jax.Array:
+    return _DECODE(x.values, x.values_scale, x.storage).astype(x.dtype)
+
+
+# traced once for leaves of equal types
+_ENCODE, _DECODE = (jax.jit(f, static_argnames="storage") for f in (encode, decode))
+
+
+# Leaf by leaf: as whole trees neither state need fit on the device.
+
+
+def decoded_in_place(x: Encoded) -> jax.Array:
+    """The leaf, in the memory where its values are, sharded as they are."""
+    return _converted(lambda x: _decoded(x), x, x.values)
+
+
+def encoded_in_place(x: jax.Array, storage: Storage) -> Encoded:
+    return _converted(lambda x: _encoded(x, storage, None), x, x)
+
+
+def _converted(fun: Any, x: Any, like: jax.Array) -> Any:
+    def convert(x: Any) -> Any:
+        return fun(jax.tree.map(memory.to_device, x))
+
+    new = convert(x) if isinstance(like, Tracer) else jax.jit(convert)(x)
+    return jax.tree.map(memory.to_host, new) if memory.on_host(like) else new

@@ -1,0 +1,67 @@
+"""The folders are layers: a module imports what is below it, and nothing above."""
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "jax_offload"
+# From the bottom up. Modules of the package itself that make or read a state know its formats, and stand above those.
+LAYERS = ["_base", "_ir", "_plan", "_emit", "the update", "_precision", "the state", "the transformation"]
+UPDATE = {"_update", "_step", "_placement", "_zero", "_factored", "_home", "_arguments"}
+STATE = {"_state", "_convert", "_report", "_wrappers"}
+BESIDE = "_interop"  # imports what it likes; nothing but the package's names imports it
+
+
+def name_of(path):
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+MODULES = {name_of(path): path for path in PACKAGE.rglob("*.py")}
+
+
+def layer(module):
+    folder, _, rest = module.partition(".")
+    if rest or folder in (*LAYERS, BESIDE):
+        return folder
+    return "the update" if folder in UPDATE else "the state" if folder in STATE else "the transformation"
+
+
+def imports(module):
+    """The modules of the package that a module imports, also inside of functions."""
+    found = set()
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "jax_offload":
+            base = node.module.removeprefix("jax_offload").removeprefix(".")
+            inside = {f"{base}.{alias.name}".strip(".") for alias in node.names} & MODULES.keys()
+            found |= inside or {base}
+    return found - {""}
+
+
+def test_every_module_is_in_a_layer():
+    assert {layer(module) for module in MODULES} <= {*LAYERS, BESIDE}
+    assert MODULES.keys() >= UPDATE | STATE
+    assert sum(len(imports(module)) for module in MODULES) > 100
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_imports_go_down(module):
+    if layer(module) == BESIDE or module == "":
+        return
+    for imported in imports(module):
+        assert layer(imported) != BESIDE, f"{module} imports {imported}"
+        assert LAYERS.index(layer(imported)) <= LAYERS.index(layer(module)), f"{module} imports {imported}"
+
+
+def test_no_circles():
+    order = TopologicalSorter({module: imports(module) for module in MODULES}).static_order()
+    assert set(order) >= MODULES.keys() - {""}
+
+
+def test_no_private_api_of_jax_outside_its_module():
+    """What jax may move stands in one place, with a table of what it is for; the tracers' equations in another."""
+    for module, path in MODULES.items():
+        text = path.read_text()
+        assert "jax._src" not in text or module == "_base.jaxprs" or "import" not in text.split("jax._src")[0][-20:]
