@@ -7,6 +7,8 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 
 def production_order(values: Sequence[Any]) -> list[int] | None:
     """For each traced value the number of the equation that made it; ``None``: jax does not say.
@@ -32,12 +34,27 @@ def is_constrained(value: Any) -> bool:
         return False
 
 
+_SCALING = frozenset("convert_element_type mul div max min clamp select_n".split())
+_CHOOSING = frozenset("broadcast_in_dim eq ne lt le gt ge is_finite and or not".split())
+
+
 def _origin(tracer: Any) -> Any:
-    """What ``tracer`` is a cast or a multiple of."""
-    scaling = ("convert_element_type", "mul", "div", "select_n")
-    while tracer.parent is not None and tracer.parent.primitive.name in scaling:
-        alike = [x for x in tracer.parent.in_tracers if x.aval.shape == tracer.aval.shape]
+    """What ``tracer`` is a cast, a multiple or a bound of."""
+    while tracer.parent is not None and _scales(tracer.parent):
+        alike = [x for x in tracer.parent.in_tracers if x.aval.shape == tracer.aval.shape and _is_floating(x)]
         if len(alike) != 1:
             break
         tracer = alike[0]
     return tracer
+
+
+def _scales(eqn: Any) -> bool:
+    """Whether an equation, or a function such as ``jnp.where`` or ``jnp.nan_to_num``, does no more than that."""
+    name = eqn.primitive.name
+    if name in ("jit", "pjit"):
+        return all(e.primitive.name in _CHOOSING or _scales(e) for e in eqn.params["jaxpr"].jaxpr.eqns)
+    return name in _SCALING
+
+
+def _is_floating(tracer: Any) -> bool:
+    return jnp.issubdtype(tracer.aval.dtype, jnp.floating)

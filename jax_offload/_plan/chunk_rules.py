@@ -134,10 +134,14 @@ def _rule(eqn: Any, dims: list[Any], size: int, shape: tuple[int, ...], axis: in
     if name in ELEMENTWISE:
         if name == "optimization_barrier":
             return dims, bind()
-        wide = {d for d, aval in zip(dims, ins, strict=True) if aval.shape}
-        if len(wide) != 1 or outs[0].ndim != max(aval.ndim for aval in ins):  # a cast to wider numbers, say
+        rows, *others = {d for d in dims if d is not None}
+        whole = [aval for d, aval in zip(dims, ins, strict=True) if d is None and aval.shape]
+        # one row for all, a scale of each column, goes with every chunk
+        if others or any(aval.shape[rows.dim] != 1 for aval in whole):
             raise Dependent(f"{name} of rows and a whole")
-        return [wide.pop()] * len(outs), bind()
+        if any(out.shape[rows.dim : rows.dim + 1] != (size * rows.per_row,) for out in outs):
+            raise Dependent(f"{name} merges rows")  # a cast to wider numbers
+        return [rows] * len(outs), bind()
     if name in _CALLS or name == "cond":
         return _call(eqn, dims, size, shape, axis)
     if name == "dot_general":
