@@ -201,7 +201,14 @@ def streamed(
     plan = plan_of(program, next_value, _regions(inputs, inside, whose), lambda v: rank.get(v, -1), manual=is_manual())
     order = next((each.options.order for each in inside if each.options.order), None)
     gradients = tuple(position[i] for i in _in_order(updates, order, made) if i in position)
-    update = Update(program, plan, gradients, _serialise(given, updates, made), {*next_value})
+    leaves_of_state = jax.tree_util.tree_flatten_with_path(state)[0]
+    names = {
+        inputs[position[starts[1] + k]]: keystr(path, simple=True, separator="/")
+        for k, (path, _) in enumerate(leaves_of_state)
+        if starts[1] + k in position
+    }
+    names |= {new: names[old] for new, old in next_value.items() if old in names}
+    update = Update(program, plan, gradients, _serialise(given, updates, made), {*next_value}, names)
     results = bound(update, [leaves[i] for i in arrays])
     return jax.tree.unflatten(out_tree, results)
 

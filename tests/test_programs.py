@@ -66,7 +66,7 @@ WRAPPERS = {
     "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
     "clip": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
     "conditionally_mask": lambda tx: optax.conditionally_mask(tx, lambda step: step % 3 != 2),
-    "ema": lambda tx: optax.chain(tx, optax.ema(0.9)),
+    "ema": lambda tx: optax.chain(optax.ema(0.9), tx),
     "flatten": optax.flatten,
     "freeze integers": lambda tx: optax.partition({"train": tx, "keep": optax.set_to_zero()}, labelled_floating),
     "masked": lambda tx: optax.masked(tx, matrices),

@@ -18,6 +18,7 @@ from jax.custom_batching import custom_vmap
 from jax_offload._base.memory import is_host_aval, to_device, to_host
 from jax_offload._base.shardings import constrained, typed_sharding
 from jax_offload._emit.rows import read_rows, row_numbers, write_rows
+from jax_offload._emit.transfers import Names, prefetch, update_of, write_back
 from jax_offload._ir.core import core
 from jax_offload._ir.slices import Slice
 from jax_offload._plan.chunk_rules import Partial, Rows, run_chunk
@@ -26,7 +27,7 @@ from jax_offload._plan.plan import Chunked
 Chunk = tuple[Any, int]  # its first row, which may be traced, and its number of rows
 
 
-def looped(s: Slice, how: Chunked) -> Callable[..., list[Any]]:
+def looped(s: Slice, how: Chunked, names: Names) -> Callable[..., list[Any]]:
     """Loads and updates the first chunk; then, chunk by chunk, stores it while the next is loaded, and updates that.
 
     A host buffer cannot be read and written at the same time: XLA would copy it. So the buffers take turns: while the
@@ -54,8 +55,13 @@ def looped(s: Slice, how: Chunked) -> Callable[..., list[Any]]:
             else:
                 results[k] = write_rows(results[k], x, to.dim, start, shards, pins.get(s.outputs[k]))
 
+        def store(results: list[Any], k: int, x: Any, start: Any) -> None:
+            with write_back(s.outputs[k], names):
+                write(results, k, to_host(x), start)
+
         def load(results: Sequence[Any], i: int, chunk: Chunk) -> Any:
-            return to_device(read(results, i, *chunk))
+            with prefetch(s.inputs[i], names):
+                return to_device(read(results, i, *chunk))
 
         def update(results: Sequence[Any], loaded: dict[int, Any], start: Any, n: int) -> tuple[list, dict[int, Any]]:
             args = [loaded[i] if i in loaded else read(results, i, start, n) for i in range(len(s.inputs))]
@@ -63,10 +69,9 @@ def looped(s: Slice, how: Chunked) -> Callable[..., list[Any]]:
             held = [i for i, v in enumerate(s.inputs) if v in carried and i not in loaded]
             for i, x in zip(held, jax.lax.optimization_barrier([args[i] for i in held]), strict=True):
                 args[i] = x
-            new, results = (
-                run_chunk(inner.jaxpr, dims, where, row_numbers(where[0], start, n, shards), *args),
-                list(results),
-            )
+            with update_of(s.loads, names):
+                new = run_chunk(inner.jaxpr, dims, where, row_numbers(where[0], start, n, shards), *args)
+            results = list(results)
             for k in set(range(len(new))) - set(stored):
                 write(results, k, new[k], start)
             return results, {k: new[k] for k in stored}
@@ -82,9 +87,9 @@ def looped(s: Slice, how: Chunked) -> Callable[..., list[Any]]:
                     x = new.pop(k)
                     if i in loaded:
                         x, loaded[i] = jax.lax.optimization_barrier((x, loaded[i]))
-                    write(results, k, to_host(x), start)
+                    store(results, k, x, start)
             for k, x in new.items():
-                write(results, k, to_host(x), start)
+                store(results, k, x, start)
             if then and swaps:
                 loaded[swaps[0][0]] = load(results, swaps[0][0], then)
             return results, loaded

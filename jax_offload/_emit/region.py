@@ -18,6 +18,7 @@ from jax_offload._base.donation import guarded
 from jax_offload._base.jaxprs import call_primitive, closed, is_traced, sub_jaxprs
 from jax_offload._emit.run import as_array, stream
 from jax_offload._emit.serialise import Serialise
+from jax_offload._emit.transfers import Names
 from jax_offload._ir.program import Program, Var
 from jax_offload._plan.plan import Plan, Planned
 
@@ -36,6 +37,7 @@ class Update:
         backward pass, which the trace around it knows.
       serialise: which gradients wait for each other.
       results: those that are the next value of an argument.
+      names: of the state's leaves, of their next values too.
     """
 
     program: Program
@@ -43,11 +45,18 @@ class Update:
     gradients: tuple[int, ...]
     serialise: Serialise
     results: Set[Var]
+    names: Names
 
     def emitted(self, args: Sequence[Any]) -> list[Any]:
         """Its results, by the plan."""
         results = stream(
-            self.program, self.plan, args, gradients=self.gradients, serialise=self.serialise, results=self.results
+            self.program,
+            self.plan,
+            args,
+            gradients=self.gradients,
+            serialise=self.serialise,
+            results=self.results,
+            names=self.names,
         )
         return guarded(results, list(args))
 

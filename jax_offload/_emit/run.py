@@ -16,6 +16,7 @@ from jax_offload._emit.barriers import gate
 from jax_offload._emit.deduplicate import functions
 from jax_offload._emit.loop import or_whole
 from jax_offload._emit.serialise import Serialise, is_large, serial_parts, small, waiting
+from jax_offload._emit.transfers import Names
 from jax_offload._ir.program import Program, Var
 from jax_offload._ir.slices import Slice
 from jax_offload._plan.plan import Plan, Planned, PlannedPass
@@ -31,6 +32,7 @@ def stream(
     gradients: Sequence[int],
     serialise: Serialise,
     results: Set[Var],
+    names: Names,
 ) -> list[Any]:
     """Runs a traced update by its plan; returns its results.
 
@@ -42,10 +44,11 @@ def stream(
         pass.
       serialise: which of them wait for each other.
       results: those that are the next value of an argument.
+      names: of the state's leaves, of their next values too.
     """
     env: Env = dict(zip(program.inputs, [*program.consts, *args], strict=True))
     grads = [program.inputs[len(program.consts) + i] for i in gradients]
-    run = functions([p for each in plan.passes for p in each.slices])
+    run = functions([p for each in plan.passes for p in each.slices], names)
     before: Sequence[Var] = ()  # what the loads of a pass wait for
     for each in plan.passes:
         _run_prelude(each.prelude, env, grads, results, serialise)

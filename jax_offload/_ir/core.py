@@ -29,8 +29,10 @@ class Core:
 
 def core(s: Slice) -> Core:
     moves = [eqn for eqn in s.jaxpr.eqns if eqn.primitive.name == "device_put" and len(eqn.invars) == 1]
-    loads = [eqn for eqn in moves if eqn.invars[0] in s.loads and not is_host_aval(eqn.outvars[0].aval)]
-    others = [eqn for eqn in s.jaxpr.eqns if not any(eqn is load for load in loads)]
+    hosts = {*s.loads}
+    loads = [eqn for eqn in moves if eqn.invars[0] in hosts and not is_host_aval(eqn.outvars[0].aval)]
+    loaded_by = {id(eqn) for eqn in loads}
+    others = [eqn for eqn in s.jaxpr.eqns if id(eqn) not in loaded_by]
     kept = {v for eqn in others for v in eqn.invars if not isinstance(v, jex.Literal)}
     on_device = {eqn.invars[0]: jex.Var(eqn.outvars[0].aval) for eqn in loads if eqn.invars[0] not in kept}
     loaded = {eqn.outvars[0]: on_device[eqn.invars[0]] for eqn in loads if eqn.invars[0] in on_device}
