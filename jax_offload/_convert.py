@@ -23,6 +23,17 @@ def to_plain(tx: optax.GradientTransformation, state: Any) -> Any:
     Args:
       tx: a transformation with an ``offload`` anywhere inside it.
       state: its state, or a part of that, ``optax.tree.get(state, "mu")`` say.
+
+    Returns:
+      A tree like the state of the optimizers inside, with its shapes and dtypes.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, jax_offload as jo
+      >>> params = jax.device_put({"w": jnp.ones((256, 256))}, jax.devices()[0])
+      >>> tx = jo.offload(optax.adamw(1e-3), storage={"mu": "int8", "nu": "uint8"})
+      >>> plain = jo.to_plain(tx, tx.init(params))
+      >>> plain[0].mu["w"].dtype.name, plain[0].mu["w"].sharding.memory_kind
+      ('float32', 'pinned_host')
     """
     del tx  # a stored state tells all; the argument is there for the symmetry with from_plain
 
@@ -46,8 +57,22 @@ def from_plain(tx: optax.GradientTransformation, state: Any, params: Any = None)
       state: the state that plain optax would have: ``to_plain``'s, or a resident run's.
       params: the parameters, concrete or abstract; where they are left out, their tree is read off the state.
 
+    Returns:
+      The state as ``tx.init`` would give it, with these values.
+
     Raises:
-      ValueError: the state is not one that ``tx``'s optimizers have, or the parameters' tree cannot be read off it.
+      TypeError: ``tx`` is not a transformation.
+      ValueError: the state is stored already, or is not one that ``tx``'s optimizers have, or the parameters' tree
+        cannot be read off it.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, jax_offload as jo
+      >>> params = jax.device_put({"w": jnp.ones((256, 256))}, jax.devices()[0])
+      >>> tx = jo.offload(optax.adamw(1e-3), storage="bfloat16")
+      >>> state = jo.from_plain(tx, optax.adamw(1e-3).init(params))
+      >>> mu = state.inner_state[0].mu["w"].values
+      >>> mu.dtype.name, mu.sharding.memory_kind
+      ('bfloat16', 'pinned_host')
     """
     if any(_is_stored(x) for x in jax.tree.leaves(state, is_leaf=_is_stored)):
         raise ValueError("state: is stored, not plain; jo.to_plain(tx, state) gives the plain one.")

@@ -62,11 +62,13 @@ def offload(
       inner: any optax transformation, or an ``optax.MultiSteps``.
       fraction: share of the eligible state, in bytes over all devices, that lives on the host: a float in [0, 1],
         or a pytree prefix of the parameters with a float per subtree. Leaves are taken in the order of the backward
-        pass, up to where the error is smallest. 0 is ``inner`` itself, which also takes ``skip``.
+        pass, up to where the error is smallest. 0, without ``shard_over`` and ``storage``, is ``inner`` itself, which
+        also takes ``skip``.
       select: which parameters' state may move: a pytree prefix of the parameters with bools; regular expressions
         (one or several) searched in a parameter's path ``a/b/c``; or a callable on that path and the state leaf. A
         rule that matches no parameter is an error.
-      min_bytes: state leaves of fewer bytes stay on the device, as rank-0 leaves and PRNG keys always do.
+      min_bytes: state leaves of fewer bytes, 64 KiB where it is left out, stay on the device, as rank-0 leaves and
+        PRNG keys always do.
       window: bytes of state on a device at a time while it streams. A piece, the leaves that one update needs
         together, that is larger goes through a loop in chunks of half a window, if its rows can be updated apart; else
         it is loaded whole (``jax_offload.placement`` says which, and why). ``None``: room for two and a half of the
@@ -75,6 +77,10 @@ def offload(
         of the state on one device, or 1 MiB. Where the usual piece is smaller than 8 MiB, all stream after the backward
         pass, in a loop of their own: copies this small hide little, and cost memory among its matmuls.
         ``jax_offload.placement`` names the window, and why it is that.
+      order: regular expressions searched in a parameter's path, in the order in which the gradients of what they match
+        appear in the backward pass, ``["head", "layers", "embed"]``; what none matches comes last, and within one
+        ``layers_10`` before ``layers_2``. A rule that matches no parameter is an error. ``None``: ``layers_10`` before
+        ``layers_2`` for what a ``fraction`` takes; for streaming the order of the traced gradients, where jax tells it.
       shard_over: axes of the parameters' mesh, ``"data"``, over which the state is divided although parameters are
         replicated there (ZeRO-1, Rajbhandari et al. 2020): leaves of their parameter's shape and of ``min_bytes`` or
         more, in host memory or not. It is the first axis of the leaf that divides evenly and is not sharded yet; in
@@ -90,10 +96,6 @@ def offload(
         device, with stochastic rounding that is a function of the step, the leaf and the place in it. Derivatives do
         not pass through a state in fewer bits. The state becomes a ``StoredState``: ``jax_offload.to_plain`` and
         ``from_plain`` convert.
-      order: regular expressions searched in a parameter's path, in the order in which the gradients of what they match
-        appear in the backward pass, ``["head", "layers", "embed"]``; what none matches comes last, and within one
-        ``layers_10`` before ``layers_2``. A rule that matches no parameter is an error. ``None``: ``layers_10`` before
-        ``layers_2`` for what a ``fraction`` takes; for streaming the order of the traced gradients, where jax tells it.
 
     Returns:
       A transformation whose ``update`` leaves every state leaf where the options say, wherever it came from: a
@@ -106,6 +108,16 @@ def offload(
       TypeError: ``inner`` is not an optax transformation, or is an ``offload(...)`` already.
       ValueError: an option is out of range or does not fit the parameters; the platform has no pinned host memory; a
         state is not this optimizer's.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, jax_offload as jo
+      >>> params = jax.device_put({"w": jnp.ones((256, 256))}, jax.devices()[0])
+      >>> tx = jo.offload(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
+      >>> state = tx.init(params)
+      >>> grads = jax.tree.map(jnp.ones_like, params)
+      >>> updates, state = jax.jit(tx.update, donate_argnums=(0, 1))(grads, state, params)
+      >>> optax.tree.get(state, "mu")["w"].sharding.memory_kind
+      'pinned_host'
     """
     if isinstance(inner, Offloaded):
         raise TypeError("inner: is an offload(...) already; wrap an optimizer once.")

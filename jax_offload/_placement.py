@@ -28,20 +28,32 @@ Select = Any  # None | bool prefix tree | Callable[[str, ShapeDtypeStruct], bool
 class Leaf:
     """Where one state leaf lives, and why.
 
+    A row of the table that ``jax_offload.placement`` gives.
+
     Attributes:
-      path: of the leaf in the state, as ``jax.tree_util.keystr`` prints it.
-      shape, dtype: of the leaf (global shape).
-      nbytes: its size in bytes, over all devices.
+      path: of the leaf in the state, or in the arguments of a step, as ``jax.tree_util.keystr`` prints it.
+      shape: of the leaf, over all devices.
+      dtype: of the leaf as it is stored; its type where it is no array.
+      nbytes: its size in bytes, over all devices; what is replicated counts once.
       param: path of the parameter that it belongs to, ``a/b/c``; ``None`` where there is none.
       owner: that parameter's number in the order of flattening.
       host: whether it lives in pinned host memory.
-      why: the rule that decided.
+      why: the rule that decided; "argument" in the table of a step.
       rank: its place in the order in which leaves are taken: that of the backward pass, as ``order`` or paths tell.
       shard_over: further axes of the mesh that it is to be divided over, beyond those of its parameter.
-      sharding: how it is divided between devices.
-      shard_bytes: its size in bytes on each device.
+      sharding: how it is divided between devices: its ``PartitionSpec``. Empty where there is no mesh, and in the
+        table of a step.
+      shard_bytes: its size in bytes on each device; in the table of a step that over all devices.
       streams: how ``update`` brings it to the device: whole or in chunks, how often, and why.
-      window, order: as its ``offload`` was given them.
+      window: in bytes, as its ``offload`` was given it.
+      order: as its ``offload`` was given it.
+
+    Example:
+      >>> import jax, optax, jax_offload as jo
+      >>> params = {"w": jax.ShapeDtypeStruct((256, 256), "float32")}
+      >>> leaf = jo.placement(jo.offload(optax.adamw(1e-3)), params).leaves[1]
+      >>> leaf.path, leaf.param, leaf.shape, leaf.nbytes, leaf.host
+      ("[0].mu['w']", 'w', (256, 256), 262144, True)
     """
 
     path: str

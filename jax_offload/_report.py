@@ -23,11 +23,20 @@ from jax_offload._state import placed_leaves
 class Placement:
     """The table of what lives where and why, and how it is streamed; ``print`` it.
 
+    What ``jax_offload.placement`` returns. Sizes are in bytes; the printed table has MiB.
+
     Attributes:
-      leaves: a row for every state leaf.
+      leaves: a row for every state leaf, a ``Leaf``; of a step for every argument in host memory.
       unknown: why ``update`` could not be traced; empty where it could.
-      windows: bytes of the state on each device at a time while it streams, and why so many: one for each ``offload``
-        that streams something.
+      windows: bytes of the state on each device at a time while it streams, ``nbytes``, and ``why`` so many: one for
+        each ``offload`` that streams something.
+
+    Example:
+      >>> import jax, optax, jax_offload as jo
+      >>> params = {"w": jax.ShapeDtypeStruct((256, 256), "float32")}
+      >>> table = jo.placement(jo.offload(optax.adamw(1e-3)), params)
+      >>> table.host_bytes, table.device_bytes  # two moments, and the count of steps
+      (524288, 4)
     """
 
     leaves: tuple[Leaf, ...]
@@ -46,7 +55,7 @@ class Placement:
 
     @property
     def host_bytes_per_device(self) -> int:
-        """Bytes of pinned host memory that the state takes for each device."""
+        """Bytes of pinned host memory that the state takes for each device; of a step those for all devices."""
         return sum(leaf.shard_bytes for leaf in self.leaves if leaf.host)
 
     def __str__(self) -> str:
@@ -96,6 +105,25 @@ def placement(tx: optax.GradientTransformation | Callable[..., Any], *args: Any,
       tx: the transformation, or the step.
       *args: the parameters; or the step's arguments, static ones too. Concrete or abstract: nothing is allocated.
       **extra_args: what ``tx.update`` needs besides gradients, state and parameters; the step's keyword arguments.
+
+    Returns:
+      A ``Placement``, to be printed or read. Where what is to be traced raises, it says so in ``unknown``.
+
+    Raises:
+      TypeError: ``tx`` is neither a transformation nor a function.
+      ValueError: the parameters are a state, or an option of an ``offload`` does not fit them.
+
+    Example:
+      >>> import jax, optax, jax_offload as jo
+      >>> params = {"w": jax.ShapeDtypeStruct((256, 256), "float32")}
+      >>> print(jo.placement(jo.offload(optax.adamw(1e-3)), params))  # doctest: +ELLIPSIS
+      state leaf   shape    dtype     MiB  memory       why       streams
+      -------------------------------------------------------------------
+      [0].count    ()       int32    0.00  device       rank 0
+      [0].mu['w']  256×256  float32  0.25  pinned_host  eligible  whole, 2 leaves together
+      [0].nu['w']  256×256  float32  0.25  pinned_host  eligible  whole, 2 leaves together
+      optimizer state: 0.50 MiB, of which 0.50 MiB (100.0%) in pinned_host and 0.00 MiB on the device
+      window: ...
     """
     if isinstance(tx, optax.GradientTransformation | optax.MultiSteps):
         return _of_transformation(tx, *args, **extra_args)

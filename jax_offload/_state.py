@@ -44,6 +44,20 @@ def abstract_state(tx: optax.GradientTransformation, params: Any) -> Any:
         further where ``shard_over`` says so; a factored one that of its parameter's axes that are left; others are
         replicated over the same devices. Abstract parameters without a sharding count as unplaced: on the mesh
         that is set, or on the default device.
+
+    Returns:
+      A tree like the state's, with the shapes, over all devices, and the dtypes of its leaves. Nothing is allocated.
+
+    Raises:
+      TypeError: ``tx`` is not a transformation.
+      ValueError: the parameters are a state, or an option of an ``offload`` does not fit them.
+
+    Example:
+      >>> import jax, optax, jax_offload as jo
+      >>> params = {"w": jax.ShapeDtypeStruct((256, 256), "float32")}
+      >>> mu = jo.abstract_state(jo.offload(optax.adamw(1e-3)), params)[0].mu["w"]
+      >>> mu.shape, mu.dtype.name, mu.sharding.memory_kind
+      ((256, 256), 'float32', 'pinned_host')
     """
     return jax.tree.map(memory.on_a_mesh, placed_state(tx, params))
 
@@ -92,7 +106,27 @@ def placed_leaves(
 
 
 def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
-    """The shardings of ``tx.init(params)``: for the ``out_shardings`` of a step, or of ``jax.jit(tx.init)``."""
+    """The shardings of ``tx.init(params)``: for the ``out_shardings`` of a step, or of ``jax.jit(tx.init)``.
+
+    Args:
+      tx: a transformation with an ``offload`` anywhere inside it.
+      params: the parameters, concrete or abstract, as for ``jax_offload.abstract_state``.
+
+    Returns:
+      A tree like the state's, of ``jax.sharding.Sharding``s with memory kinds. Nothing is allocated.
+
+    Raises:
+      TypeError: ``tx`` is not a transformation.
+      ValueError: the parameters are a state, or an option of an ``offload`` does not fit them.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, jax_offload as jo
+      >>> params = jax.device_put({"w": jnp.ones((256, 256))}, jax.devices()[0])
+      >>> tx = jo.offload(optax.adamw(1e-3))
+      >>> state = jax.jit(tx.init, out_shardings=jo.state_shardings(tx, params))(params)
+      >>> state[0].mu["w"].sharding.memory_kind
+      'pinned_host'
+    """
     return jax.tree.map(lambda x: x.sharding, placed_state(tx, params))
 
 
@@ -101,13 +135,27 @@ def to_device(state: Any) -> Any:
 
     Arithmetic that mixes memories outside ``update`` is an error of jax. Move a part, not the whole:
     ``jo.to_device(state[0].mu)``. The whole state need not fit on the device.
+
+    Args:
+      state: a state, or a part of one; concrete, or traced under ``jit``. Leaves that are no ``jax.Array`` stay.
+
+    Returns:
+      A tree like ``state``. Shapes, dtypes and shardings stay; only memory kinds change.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, jax_offload as jo
+      >>> params = jax.device_put({"w": jnp.ones((256, 256))}, jax.devices()[0])
+      >>> state = jo.offload(optax.adamw(1e-3)).init(params)
+      >>> mu = jo.to_device(optax.tree.get(state, "mu"))
+      >>> float(optax.tree.norm(mu))
+      0.0
     """
     return guarded(jax.tree.map(lambda x: memory.to_device(x) if isinstance(x, jax.Array) else x, state), state)
 
 
 def to_host(tx: optax.GradientTransformation, state: Any, params: Any = None) -> Any:
     """``state`` with every leaf where ``tx`` keeps it: after ``to_device``, to migrate a running resident job, or
-    where pickle or NumPy has taken it through. NumPy arrays go to host memory directly.
+    where pickle or NumPy has taken it through. NumPy arrays that belong in host memory go there directly.
 
     Args:
       tx: a transformation with an ``offload`` anywhere inside it.
@@ -115,8 +163,20 @@ def to_host(tx: optax.GradientTransformation, state: Any, params: Any = None) ->
       params: the parameters, concrete or abstract. Where they are left out, their tree is read off the state, as
         ``optax.tree.map_params`` does.
 
+    Returns:
+      A tree like ``state``, with its shapes and dtypes, each leaf in the memory that ``tx`` keeps it in.
+
     Raises:
+      TypeError: ``tx`` is not a transformation.
       ValueError: the parameters' tree cannot be read off the state, or the state is not ``tx``'s.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, jax_offload as jo
+      >>> params = jax.device_put({"w": jnp.ones((256, 256))}, jax.devices()[0])
+      >>> resident = optax.adamw(1e-3).init(params)
+      >>> state = jo.to_host(jo.offload(optax.adamw(1e-3)), resident)
+      >>> state[0].mu["w"].sharding.memory_kind
+      'pinned_host'
     """
     params = params_like(tx, state) if params is None else params
     leaves, treedef = traced_init(tx, params, only_looking=True)

@@ -319,7 +319,7 @@ def update_params(
 
     Args:
       tx: a transformation with an ``offload`` anywhere inside it.
-      grads: the gradients, a tree like ``params``.
+      grads: the gradients, a tree like ``params``, of their shapes.
       state: ``tx``'s state.
       params: the parameters.
       skip: a bool, traced or not. Where it holds, parameters and state stay as they are, bit for bit, and nothing
@@ -328,6 +328,19 @@ def update_params(
 
     Returns:
       The new parameters, with the dtypes of the old ones, and the new state.
+
+    Raises:
+      ValueError: gradients, state and parameters do not fit each other or ``tx``, or are in each other's places.
+
+    Example:
+      >>> import functools, jax, jax.numpy as jnp, optax, jax_offload as jo
+      >>> params = jax.device_put({"w": jnp.ones((256, 256))}, jax.devices()[0])
+      >>> tx = jo.offload(optax.adamw(1e-3))
+      >>> step = jax.jit(functools.partial(jo.update_params, tx), donate_argnums=(1, 2))
+      >>> state, grads = tx.init(params), jax.tree.map(jnp.ones_like, params)
+      >>> params, state = step(grads, state, params)
+      >>> optax.tree.get(state, "mu")["w"].sharding.memory_kind
+      'pinned_host'
     """
     if skip is not None:
         return carried_unless(skip, lambda c: update_params(tx, grads, c[1], c[0], **extra_args), (params, state))

@@ -40,9 +40,20 @@ def save_args(tree: Any, *, copy: bool = True) -> Any:
       copy: whether to copy the host leaves, which takes as much pinned host memory again until the save has finished.
         ``False`` takes none; then call ``manager.wait_until_finished()`` before the next step that donates.
 
+    Returns:
+      An ``orbax.checkpoint.args.StandardSave``.
+
     Raises:
       ImportError: orbax is not installed.
       ValueError: the copies do not fit XLA's pool of pinned host memory on a GPU.
+
+    Example:
+      >>> import tempfile, jax, jax.numpy as jnp, optax, orbax.checkpoint as ocp, jax_offload as jo
+      >>> params = jax.device_put({"w": jnp.ones((256, 256))}, jax.devices()[0])
+      >>> state = jo.offload(optax.adamw(1e-3)).init(params)
+      >>> with tempfile.TemporaryDirectory() as folder, ocp.CheckpointManager(folder) as manager:
+      ...     manager.save(0, args=jo.save_args({"params": params, "opt_state": state}))
+      True
     """
     ocp = _orbax()
     if copy:
@@ -78,6 +89,16 @@ def restore(
       TypeError: ``manager`` is no ``CheckpointManager``.
       ValueError: there is no such checkpoint; its tree, shapes or dtypes are not the target's; the target lacks a
         sharding; or the checkpoint is damaged, and ``fallback`` is not set or no earlier one is left.
+
+    Example:
+      >>> import tempfile, jax, jax.numpy as jnp, optax, orbax.checkpoint as ocp, jax_offload as jo
+      >>> params = jax.device_put({"w": jnp.ones((256, 256))}, jax.devices()[0])
+      >>> tx = jo.offload(optax.adamw(1e-3))
+      >>> with tempfile.TemporaryDirectory() as folder, ocp.CheckpointManager(folder) as manager:
+      ...     saved = manager.save(0, args=jo.save_args(tx.init(params)))
+      ...     state = jo.restore(manager, jo.abstract_state(tx, params))
+      >>> state[0].mu["w"].sharding.memory_kind
+      'pinned_host'
     """
     ocp = _orbax()
     if not isinstance(manager, ocp.CheckpointManager):

@@ -26,10 +26,15 @@ def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
       What ``jax.jit`` returns.
 
     Example:
-      >>> import functools, jax, jax_offload as jo
+      >>> import functools, jax, jax.numpy as jnp, optax, jax_offload as jo
+      >>> params = jax.device_put(jnp.ones((256, 256)), jax.devices()[0])
+      >>> state = jo.offload(optax.adamw(1e-3)).init(params)
       >>> @functools.partial(jo.jit, donate_argnames="state")
       ... def reset(params, state):
       ...     return params, jax.tree.map(lambda x: x, state)
+      >>> params, state = reset(params, state)
+      >>> state[0].mu.sharding.memory_kind
+      'pinned_host'
     """
     if fun is None:
         return functools.partial(jit, **options)

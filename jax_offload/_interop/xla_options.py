@@ -27,6 +27,15 @@ def compiler_options(platform: str) -> dict[str, Any]:
 
     Returns:
       A dict; an option that the running jaxlib does not know is left out.
+
+    Raises:
+      ValueError: ``platform`` is another.
+
+    Example:
+      >>> import jax, jax_offload as jo
+      >>> double = jax.jit(lambda x: 2 * x, compiler_options=jo.compiler_options(jax.default_backend()))
+      >>> int(double(21))
+      42
     """
     if platform not in ("cuda", "gpu", "tpu", "cpu"):
         raise ValueError(f"platform: expected 'cuda', 'gpu', 'tpu' or 'cpu', got {platform!r}.")

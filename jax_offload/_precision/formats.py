@@ -67,12 +67,19 @@ class Storage:
           binary, and with both ends of each, so that the largest of a block is. 1 byte and the scale.
         - ``"uint8"``: for second moments: the unsigned map, of the square root; what is negative becomes NaN. 1 byte
           and the scale.
-      block: elements along the last axis that share a scale, which is a float32.
+      block: elements along the last axis that share a scale, which is a float32. ``"float32"`` and ``"bfloat16"``
+        have none.
 
     Leaves that would not become smaller (with a last axis of 1, say) stay as they are.
 
     Raises:
       ValueError: the dtype is not one of these, or the block is not positive.
+
+    Example:
+      >>> import optax, jax_offload as jo
+      >>> jo.Storage("int8", block=256)
+      Storage(dtype='int8', block=256)
+      >>> tx = jo.offload(optax.adamw(1e-3), storage={"mu": jo.Storage("int8", block=256), "nu": "uint8"})
     """
 
     dtype: str

@@ -71,10 +71,26 @@ def with_master_params(
         zero, because with ties to even the bits would not tell the master. Where the parameter would miss that through
         ``optax.apply_updates``, beyond the bounds above, the master is what the parameter lands on.
 
+    Returns:
+      A transformation whose state has the fields ``master``, a tree like the parameters with ``optax.MaskedNode``s for
+      those that have no master, and ``inner_state``. Masters take 4 bytes per parameter in float32, the bits kept by
+      ``low_bits`` 2.
+
     Raises:
       TypeError: ``inner`` is not an optax transformation, or is an ``offload(...)``: that goes outside.
-      ValueError: ``dtype`` is not a floating dtype; ``low_bits`` is set and ``dtype`` not float32 or a parameter
-        neither bfloat16 nor float32; ``update`` is called without ``params``, or with others than ``init`` was.
+      ValueError: ``dtype`` is not a floating dtype, or has not the range of a parameter's; a parameter to be given a
+        master has less than 16 bits; ``low_bits`` is set and ``dtype`` not float32, or a parameter is float16;
+        ``update`` is called without ``params``, or with others than ``init`` was; a chain inside of an ``offload``
+        changes the updates behind the masters.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, jax_offload as jo
+      >>> params = jax.device_put({"w": jnp.ones((256, 256), "bfloat16")}, jax.devices()[0])
+      >>> tx = jo.offload(jo.with_master_params(optax.adamw(1e-3)))
+      >>> state, grads = tx.init(params), jax.tree.map(jnp.ones_like, params)
+      >>> params, state = jo.update_params(tx, grads, state, params)
+      >>> params["w"].dtype.name, state.master["w"].dtype.name, state.master["w"].sharding.memory_kind
+      ('bfloat16', 'float32', 'pinned_host')
     """
 
     if isinstance(inner, Offloaded):

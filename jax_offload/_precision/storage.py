@@ -52,8 +52,17 @@ class StoredState(NamedTuple):
     """State of ``offload(..., storage=)``.
 
     Attributes:
-      rounds: int32, the number of updates; the seed of stochastic rounding.
-      inner_state: of the wrapped transformation, some leaves ``Encoded``.
+      rounds: int32 of shape ``()``, the number of updates; the seed of stochastic rounding.
+      inner_state: of the wrapped transformation, some leaves ``Encoded``: their ``values`` have the leaf's shape and
+        the format's dtype, ``values_scale`` is a float32 per block of the last axis, ``None`` where there are none.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, jax_offload as jo
+      >>> params = jax.device_put({"w": jnp.ones((256, 256))}, jax.devices()[0])
+      >>> state = jo.offload(optax.adamw(1e-3), storage={"mu": "int8"}).init(params)
+      >>> mu = state.inner_state[0].mu["w"]
+      >>> int(state.rounds), mu.values.dtype.name, mu.values.shape, mu.values_scale.shape
+      (0, 'int8', (256, 256), (256, 2))
     """
 
     rounds: Any

@@ -1,0 +1,79 @@
+"""Every public name says what it takes and gives, and shows an example, which runs."""
+
+import doctest
+import inspect
+import os
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+import jax_offload as jo
+
+LINES = 9  # of an example's source: what one takes in at a glance
+
+
+def section(name, title):
+    """A section of a docstring, without the indentation; empty where there is none."""
+    doc = inspect.cleandoc(getattr(jo, name).__doc__ or "")
+    found = re.search(rf"^{title}:\n((?:[ ]+.*\n|\n)+)", doc + "\n", re.MULTILINE)
+    return inspect.cleandoc("\n" + found[1]) if found else ""
+
+
+def documented(text):
+    """The names that a section documents: ``name: ...``, at its margin."""
+    return [line.partition(":")[0].lstrip("*") for line in text.splitlines() if re.match(r"\*{0,2}\w+: ", line)]
+
+
+def examples(name):
+    found = doctest.DocTestFinder(recurse=False).find(getattr(jo, name), name)
+    return [test for test in found if test.examples]
+
+
+def run(name):
+    """By itself, with nothing but what it imports. A warning in an example is a bad example."""
+    said = []
+    (test,) = examples(name)
+    test.globs = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        failed = doctest.DocTestRunner(verbose=False).run(test, out=said.append).failed
+    return "".join(said) if failed else ""
+
+
+@pytest.mark.parametrize("name", jo.__all__)
+def test_says_what_it_takes_and_gives(name):
+    given = getattr(jo, name)
+    parameters = list(inspect.signature(given).parameters)
+    assert len(given.__doc__.splitlines()) > 1
+    # the parameters of a class that only holds values are its attributes
+    sections = [section(name, title) for title in ("Args", "Attributes")]
+    assert [documented(text) for text in sections if text] == [parameters]
+    assert inspect.isclass(given) or (sections[0] and section(name, "Returns"))
+
+
+@pytest.mark.parametrize("name", jo.__all__)
+def test_shows_an_example(name):
+    assert section(name, "Example")
+    (test,) = examples(name)
+    assert sum(each.source.count("\n") for each in test.examples) <= LINES
+    assert "jax_offload as jo" in test.examples[0].source
+    shown = any(re.search(rf"\bjo\.{name}\b", each.source) for each in test.examples)
+    assert shown or inspect.isclass(getattr(jo, name))  # some are only returned
+
+
+@pytest.mark.parametrize("name", jo.__all__)
+def test_example(name):
+    assert not run(name)
+
+
+def test_examples_on_one_device():
+    """As they are copied: into a process of their own, in which nobody has set flags."""
+    code = "from tests import test_docstrings as t; print(*(t.run(name) for name in t.jo.__all__), sep='')"
+    env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    root = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=root, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stdout + done.stderr
