@@ -41,9 +41,8 @@ class Leaf:
       why: the rule that decided; "argument" in the table of a step.
       rank: its place in the order in which leaves are taken: that of the backward pass, as ``order`` or paths tell.
       shard_over: further axes of the mesh that it is to be divided over, beyond those of its parameter.
-      sharding: how it is divided between devices: its ``PartitionSpec``. Empty where there is no mesh, and in the
-        table of a step.
-      shard_bytes: its size in bytes on each device; in the table of a step that over all devices.
+      sharding: how it is divided between devices: its ``PartitionSpec``. Empty where there is no mesh.
+      shard_bytes: its size in bytes on each device.
       streams: how ``update`` brings it to the device: whole or in chunks, how often, and why.
       window: in bytes, as its ``offload`` was given it.
       order: as its ``offload`` was given it.

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex
 import optax
+from jax.sharding import NamedSharding
 
 from jax_offload._base import memory as _memory
-from jax_offload._base.arrays import nbytes
-from jax_offload._base.shardings import known, looking
+from jax_offload._base.shardings import known, looking, shards_of
 from jax_offload._emit.region import updates_in
 from jax_offload._placement import Leaf, unmanaged
 from jax_offload._plan.plan import Planned, Window
@@ -55,7 +56,7 @@ class Placement:
 
     @property
     def host_bytes_per_device(self) -> int:
-        """Bytes of pinned host memory that the state takes for each device; of a step those for all devices."""
+        """Bytes of pinned host memory that the state takes for each device."""
         return sum(leaf.shard_bytes for leaf in self.leaves if leaf.host)
 
     def __str__(self) -> str:
@@ -71,9 +72,11 @@ class Placement:
         lines = ["  ".join(cell.rjust(w) if k == 3 else cell.ljust(w) for k, (cell, w) in enumerate(
             zip(row, widths, strict=True))).rstrip() for row in rows]  # fmt: skip
         total = self.host_bytes + self.device_bytes
+        of_step = all(leaf.why == _ARGUMENT for leaf in self.leaves)
+        what = "arguments that are, or arrive, in host memory" if of_step else "optimizer state"
         share = self.host_bytes / total if total else 0.0
         summary = (
-            f"optimizer state: {total / 2**20:.2f} MiB, of which {self.host_bytes / 2**20:.2f} MiB ({share:.1%}) in "
+            f"{what}: {total / 2**20:.2f} MiB, of which {self.host_bytes / 2**20:.2f} MiB ({share:.1%}) in "
             f"{_memory.HOST_KIND} and {self.device_bytes / 2**20:.2f} MiB on the device"
         )
         if any(leaf.sharding for leaf in self.leaves):
@@ -88,6 +91,7 @@ class Placement:
 
 
 _APART = "once the backward pass is over, as pieces this small hide little"
+_ARGUMENT = "argument"
 _UNSEEN = "not loaded by any update in what was traced"
 
 
@@ -156,11 +160,15 @@ def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
     rows: list[Leaf] = []
 
     def names(args: Any, kwargs: Any) -> None:
-        for path, x in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]:
-            host = _memory.on_host(x)
-            path = jax.tree_util.keystr(path[1:])
-            rows.append(dataclasses.replace(unmanaged(x), path=path, host=host, shard_bytes=nbytes(x), why="argument"))
+        flat = jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
+        for (path, x), sharding in zip(flat, shardings, strict=True):
+            row, path, host = unmanaged(x), jax.tree_util.keystr(path[1:]), _memory.on_host(x)
+            spec = f"P({', '.join(map(repr, sharding.spec))})" if isinstance(sharding, NamedSharding) else ""
+            spec = spec if getattr(sharding, "num_devices", 1) > 1 else ""
+            own = row.nbytes // math.prod(shards_of(sharding, row.shape))
+            rows.append(dataclasses.replace(row, path=path, host=host, sharding=spec, shard_bytes=own, why=_ARGUMENT))
 
+    shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves((args, kwargs))]  # tracers do not tell
     with looking():
         _traced(names, args, kwargs)
         loads, unknown = _loads(call, args, kwargs)

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 from jax.tree_util import keystr
 
+from jax_offload._arguments import check_transformation
 from jax_offload._base.arrays import is_array, is_like
 from jax_offload._base.eager import compiled_where_eager
 from jax_offload._base.memory import is_host_aval
@@ -344,6 +345,7 @@ def update_params(
     """
     if skip is not None:
         return carried_unless(skip, lambda c: update_params(tx, grads, c[1], c[0], **extra_args), (params, state))
+    check_transformation(tx, "(tx, grads, state, params)")
     tx = optax.with_extra_args_support(tx)
 
     def recipe(grads: Any, state: Any, params: Any, extra_args: Any) -> Any:

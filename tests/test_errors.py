@@ -208,3 +208,11 @@ def test_a_transformation_behind_what_it_is_about(look):
         TypeError, match=r"tx: expected an optax.GradientTransformation, got a dict.*\(tx, (params|state)\)"
     ):
         look(params(), jo.offload(ADAM, min_bytes=0))
+
+
+def test_what_is_no_transformation_in_update_params():
+    params = {"w": jnp.ones((4, 4))}
+    with pytest.raises(
+        TypeError, match=r"tx: expected an optax.GradientTransformation, got a dict.*\(tx, grads, state, params\)"
+    ):
+        jo.update_params(params, params, params, params)

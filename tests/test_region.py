@@ -173,3 +173,15 @@ def test_a_branch_or_a_loop_goes_with_its_update(around):
 def test_a_step_without_an_update():
     with pytest.raises(ValueError, match="step: has no update"):
         cut_step(jax.make_jaxpr(loss)(model(), X))
+
+
+def test_transfers_and_updates_have_the_leafs_name():
+    params = model()
+    for window in (None, 100, 10**6):  # apart, in chunks, whole
+        tx = jo.offload(optax.adamw(1e-2), min_bytes=0, window=window)
+        traced = jax.jit(tx.update).trace(params, tx.init(params), params)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text(debug_info=True)
+        for what in "prefetch", "write-back":
+            for leaf in "0/mu/a", "0/nu/b", "0/mu/c":
+                assert f"jax_offload/{what}/{leaf}" in text
+        assert "jax_offload/update/0/mu/a" in text

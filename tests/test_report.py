@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
 from jax_offload._emit.region import updates_in
@@ -297,3 +299,15 @@ def test_a_step_that_is_none():
     with pytest.raises(TypeError, match=r"tx: expected an optax.GradientTransformation or a step"):
         jo.placement(None, GROUPS)
     assert "it raises" in jo.placement(lambda params: params.missing, GROUPS).unknown
+
+
+def test_a_sharded_step_has_its_bytes_on_each_device():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    params = {"w": S((512, 128), jnp.float32, sharding=NamedSharding(mesh, P("x")))}
+    tx = jo.offload(optax.adam(1e-3))
+    state = jo.abstract_state(tx, params)
+    table = jo.placement(lambda s, p: tx.update(p, s, p), state, params)
+    assert (table.host_bytes, table.host_bytes_per_device) == (2 * 4 * 512 * 128, 2 * 4 * 512 * 128 // 8)
+    assert "P('x')" in str(table)
+    assert "arguments that are, or arrive, in host memory: 0.50 MiB" in str(table)
+    assert "optimizer state: 0.50 MiB" in str(jo.placement(tx, params))
