@@ -34,8 +34,10 @@ from jax_offload._precision.storage import (
     stored,
     warn_of_unstored,
 )
+from jax_offload._recipe import Options
 from jax_offload._state import placed_state
-from jax_offload._update import Options, gathered, sharded_params, streamed
+from jax_offload._streamed import streamed
+from jax_offload._update import gathered, sharded_params
 from jax_offload._wrappers import adopt_multi_steps, moved_around
 from jax_offload._zero import axes_of, check_not_manual, check_typed, partitions, resharded, resharded_state
 

@@ -19,8 +19,9 @@ from jax_offload._base.arrays import is_array
 from jax_offload._base.memory import on_host, to_device, to_host
 from jax_offload._home import returned
 from jax_offload._precision.storage import as_stored
+from jax_offload._recipe import Options, loaded_from
 from jax_offload._state import traced_init
-from jax_offload._update import Options, loaded_from, streamed
+from jax_offload._streamed import streamed
 
 # While a wrapper is a recipe: whether its state was moved to the device; every offload inside leaves its state there.
 _MOVED: contextvars.ContextVar[bool | None] = contextvars.ContextVar("moved", default=None)

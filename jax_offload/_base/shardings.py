@@ -18,6 +18,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, Sharding
 
+from jax_offload._base.arrays import is_array
 from jax_offload._base.paths import key_of
 
 Shardings = dict[str, Sharding]  # path of a parameter -> its sharding
@@ -187,3 +188,8 @@ def names_in(entry: Any) -> tuple[str, ...]:
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def types_tell(tree: Any) -> bool:
+    """Whether types tell shardings, so that arrays of different ones cannot be added."""
+    return any(typed_sharding(jax.typeof(x)) is not None for x in jax.tree.leaves(tree) if is_array(x))

@@ -9,7 +9,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "jax_offload"
 # From the bottom up. Modules of the package itself that make or read a state know its formats, and stand above those.
 LAYERS = ["_base", "_ir", "_plan", "_emit", "the update", "_precision", "the state", "the transformation"]
-UPDATE = {"_update", "_step", "_placement", "_zero", "_factored", "_home", "_arguments"}
+UPDATE = {"_update", "_streamed", "_recipe", "_step", "_placement", "_zero", "_factored", "_home", "_arguments"}
 STATE = {"_state", "_convert", "_report", "_wrappers"}
 BESIDE = "_interop"  # imports what it likes; nothing but the package's names imports it
 

@@ -1,0 +1,171 @@
+"""From a recipe that loads everything, updates and stores everything, to the same thing streamed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import numpy as np
+from jax.tree_util import keystr
+
+from jax_offload._base.arrays import is_array, is_like
+from jax_offload._base.memory import is_host_aval
+from jax_offload._base.paths import key_of, owners
+from jax_offload._base.shardings import (
+    Layouts,
+    Shards,
+    devices_of,
+    is_explicit,
+    is_manual,
+    shards_of,
+    typed_sharding,
+    types_tell,
+)
+from jax_offload._base.tracers import is_constrained, production_order
+from jax_offload._emit.region import Update, bound
+from jax_offload._emit.serialise import Serialise, is_large
+from jax_offload._ir.branches import scalars_hoisted
+from jax_offload._ir.program import Var
+from jax_offload._plan.decide import Region, plan_of
+from jax_offload._plan.order import ranks
+from jax_offload._recipe import Options, Traced, joins_outer, merged, own_offloads, traced
+from jax_offload._zero import resharded
+
+
+def streamed(
+    recipe: Callable[..., tuple[Any, ...]],
+    args: tuple[Any, ...],
+    *,
+    next_of: tuple[int, ...],
+    options: Options | None = None,
+    by_leaf: Sequence[Options] | None = None,
+) -> Any:
+    """``recipe(*args)``, with host leaves loaded, used and stored slice by slice.
+
+    Args:
+      recipe: a function of (updates, state, params, extra arguments).
+      args: its arguments; what is not an array in them becomes part of the program.
+      next_of: for each tree that the recipe returns, the number of the argument that it is the next value of.
+      options: of the ``offload`` whose recipe it is; ``None``: each ``offload`` inside has its own.
+      by_leaf: for every leaf of the state window and order of its ``offload``, where the recipe is a wrapper's.
+    """
+    updates, state, params, *rest = args
+    own = own_offloads(options, by_leaf, state)
+    if joins_outer(own):
+        return recipe(*args)
+    # Sharded further before anything else: then they are scattered as they are reduced, and only parts are alive.
+    args = (resharded(updates, merged(own).partitions, params), state, params, *rest)
+    trace = traced(recipe, args, options, by_leaf)
+    given = merged(trace.offloads)
+    if given.partitions and options is None and not types_tell(updates):
+        args = (resharded(updates, given.partitions, params), state, params, *rest)
+    update = _update(trace, given, updates, state, params, next_of)
+    return jax.tree.unflatten(trace.out_tree, bound(update, trace.operands(args)))
+
+
+def _update(traced: Traced, given: Options, updates: Any, state: Any, params: Any, next_of: tuple[int, ...]) -> Update:
+    """What the recipe's trace comes to: sharded, ordered, planned. ``updates`` as they were produced."""
+    shards = traced.of_inputs(_shards(given, updates, state, params))
+    program = dataclasses.replace(scalars_hoisted(traced.program), shards=shards)
+    next_values = _next_values(traced, program.outputs, next_of, updates, given.partitions)
+    produced = production_order(jax.tree.leaves(updates))
+    rank = _rank(traced, state, updates if params is None else params, produced)
+    names = traced.of_inputs([None] * traced.starts[1] + _names(state))
+    return Update(
+        program,
+        plan_of(program, next_values, _regions(traced), lambda v: rank.get(v, -1), manual=is_manual()),
+        _in_order(traced, updates, produced),
+        _serialise(given, updates, produced),
+        {*next_values},
+        names | {new: names[old] for new, old in next_values.items() if old in names},
+    )
+
+
+def _next_values(
+    traced: Traced, outputs: Sequence[Any], next_of: tuple[int, ...], updates: Any, partitions: Layouts
+) -> dict[Var, Var]:
+    """Result -> the input whose next value it is, and whose buffer it may take."""
+    paths = [key_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(updates)[0]]
+    inputs, starts, found, result = traced.inputs, traced.starts, {}, 0
+    for tree, argument in zip(traced.out_tree.children(), next_of, strict=True):
+        for k in range(tree.num_leaves if tree == traced.trees[argument] else 0):
+            out, at = outputs[result + k], traced.position.get(starts[argument] + k)
+            replicated = argument == 0 and paths[k] in partitions  # larger than the gradient
+            if at is not None and not replicated and not isinstance(out, jex.Literal):
+                found[out] = inputs[at]
+        result += tree.num_leaves
+    return found
+
+
+def _rank(traced: Traced, state: Any, like: Any, produced: list[int] | None) -> dict[Var, int]:
+    """Of every leaf of the state its place in the backward pass, as its ``offload`` orders it."""
+    inputs, start, rank = traced.inputs, traced.starts[1], {}
+    orders = [each.options.order_key for each in traced.offloads]
+    for order in {None, *orders}:
+        for k, place in enumerate(ranks(state, like, order, produced)):
+            at = traced.position.get(start + k)
+            if at is not None and (orders[traced.whose[at]] if at in traced.whose else None) == order:
+                rank[inputs[at]] = place
+    return rank
+
+
+def _names(state: Any) -> list[str]:
+    paths = jax.tree_util.tree_flatten_with_path(state)[0]
+    return [keystr(path, simple=True, separator="/") for path, _ in paths]
+
+
+def _regions(traced: Traced) -> list[Region]:
+    """The host leaves of each ``offload``; last those that a wrapper has changed on the way, and that nobody claims."""
+    inputs, whose = traced.inputs, traced.whose
+    hosts = [k for k, v in enumerate(inputs) if is_host_aval(v.aval)]
+    windows = [each.options.window for each in traced.offloads]
+    claimed = [frozenset(inputs[k] for k in hosts if whose.get(k) == r) for r in range(len(windows))]
+    rest = frozenset(inputs[k] for k in hosts if k not in whose)
+    return [*map(Region, claimed, windows), Region(rest, max((w for w in windows if w), default=None))]
+
+
+def _in_order(traced: Traced, updates: Any, produced: list[int] | None) -> tuple[int, ...]:
+    """The gradients' numbers among the arrays, in the order of the backward pass."""
+    order = next((each.options.order for each in traced.offloads if each.options.order), None)
+    rank = ranks(updates, updates, order, produced)
+    in_order = sorted(range(len(rank)), key=rank.__getitem__)
+    return tuple(traced.position[i] for i in in_order if i in traced.position)
+
+
+def _serialise(options: Options, updates: Any, produced: list[int] | None) -> Serialise:
+    """Which gradients wait for each other: none where one is divided between devices, or might be."""
+    for path, x in jax.tree_util.tree_flatten_with_path(updates)[0]:
+        if is_array(x) and is_large(x):
+            typed, key = typed_sharding(jax.typeof(x)), key_of(path)
+            explicit = typed is not None and is_explicit(typed.mesh)
+            sharding = typed if explicit else options.partitions.get(key) or options.shardings.get(key)
+            parts = devices_of(x) if sharding is None else math.prod(shards_of(sharding, x.shape))
+            if parts > 1 or (is_constrained(x) and devices_of(x) > 1):
+                return Serialise.NONE
+    return Serialise.SUMS if produced is None or not options.serialise else Serialise.ALL
+
+
+def _shards(options: Options, updates: Any, state: Any, params: Any) -> list[Shards | None]:
+    """For every leaf of (updates, state, params) how it is divided, as far as that is known."""
+    like = updates if params is None else params
+    flat = jax.tree_util.tree_flatten_with_path(like)[0]
+    own = {path: shards_of(options.shardings.get(key_of(path)), np.shape(x)) for path, x in flat}
+    shapes = {path: np.shape(x) for path, x in flat}
+    divided = {path: shards_of(s, shapes[path]) for path in own if (s := options.partitions.get(key_of(path)))}
+    owner, found = owners([path for path, _ in flat]), []
+    for tree, known in (updates, own | divided), (state, own | divided), (params, own):
+        for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            i = owner(path)
+            typed = typed_sharding(jax.typeof(x)) if is_array(x) else None
+            if typed is not None and is_explicit(typed.mesh):
+                found.append(shards_of(typed, x.shape))
+            elif i is None or not is_like(keystr(path), np.shape(x), np.shape(flat[i][1])):
+                found.append(None)
+            else:
+                shards = known[flat[i][0]]
+                found.append(tuple(k if n % k == 0 else 1 for n, k in zip(np.shape(x), shards, strict=True)))
+    return found
