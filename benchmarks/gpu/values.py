@@ -23,7 +23,7 @@ from benchmarks.systems import INT8
 from examples import _data
 
 ALONE = False
-SHAPE, TOY = Shape(4, 256, 4, vocab=256, context=64), Shape(2, 32, 2, vocab=256, context=16)
+SHAPE, TOY = Shape(3, 256, 4, vocab=256, context=64), Shape(2, 32, 2, vocab=256, context=16)
 SEQUENCES, STEPS, TOY_STEPS = 8, 50, 4
 LOSS = 1e-4  # relative
 # After one step, of a leaf's norm. Where leaves are rounded to few bits, one that lies between two points may fall to

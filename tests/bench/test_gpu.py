@@ -1,5 +1,6 @@
 """``make gpu`` runs, resumes and notices what is wrong, on a toy: what a GPU says is for a GPU."""
 
+import gzip
 import json
 import shutil
 import subprocess
@@ -132,6 +133,31 @@ def test_the_one_that_waits_opens_no_device_and_needs_no_test_tools():
         "from jax._src import xla_bridge; assert not xla_bridge.backends_are_initialized()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=workers.ROOT)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "found"), [(0, 1, "pinned_host"), (0, 2, "device"), (0, 4, None), (1, 2, None)]
+)
+def test_the_driver_is_asked(status, kind, found, monkeypatch):
+    """As far as it can be without one: the types of its arguments, and what becomes of its answers."""
+    given = []
+
+    class Driver:
+        def cuPointerGetAttribute(self, data, attribute, address):
+            given.append((attribute, address.value))
+            data._obj.value = kind
+            return status
+
+    monkeypatch.setattr(where, "driver", Driver)
+    x = jnp.ones(4)
+    assert where.by_driver(x) == found
+    assert given == [(2, x.unsafe_buffer_pointer())]
+
+
+def test_scheduled_programs_are_kept(tmp_path):
+    name = steps.keep("HloModule", tmp_path / "programs", "stacked layers (lax.scan); usual recipe")
+    assert name == "stacked-layers-lax-scan-usual-recipe.hlo.txt.gz"
+    assert gzip.decompress((tmp_path / "programs" / name).read_bytes()) == b"HloModule"
 
 
 def test_rows_differ_only_where_they_say():
