@@ -13,7 +13,7 @@ EXTRAS ?= examples
 comma := ,
 INSTALLED := .venv/.installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: demo quick test test-oldest test-newest trainers donation lint conformance peaks bench clean
+.PHONY: demo quick test test-oldest test-newest trainers donation lint conformance peaks bench gpu clean
 
 demo: $(INSTALLED)  ## train a small language model on real text, its optimizer state offloaded
 	.venv/bin/python examples/train_lm.py $(ARGS)
@@ -88,6 +88,13 @@ peaks: .venvs/$(NEWEST)/.installed  ## the table of the README, compiled for an 
 # with EXTRAS=dev,aot; else a toy
 bench: $(INSTALLED)  ## every system on the same work: see benchmarks/README.md
 	.venv/bin/python -m benchmarks.run $(or $(ARGS),--toy)
+
+# The first thing on a GPU: 9 minutes a part, 40 in all. Without one it says so and exits with 2, which make calls an
+# error; ARGS=--toy runs all of it anywhere.
+gpu: EXTRAS := examples,cuda
+gpu:  ## values, donation, the link and steps on the NVIDIA GPU that is here: see benchmarks/README.md
+	@$(MAKE) --no-print-directory EXTRAS=$(EXTRAS) .venv/.installed-$(subst $(comma),-,$(EXTRAS))
+	@.venv/bin/python -m benchmarks.gpu $(ARGS)
 
 clean:
 	rm -rf .venv .venvs .pytest_cache .ruff_cache .hypothesis

@@ -5,7 +5,6 @@ python -m benchmarks.jax_system "$CASE"
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 import time
@@ -15,12 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.cases import ADAMW, Case
-from benchmarks.machine import host_memory, peak_rss, report
+from benchmarks.clock import clocked
+from benchmarks.machine import peak_rss, report, take_the_device
 
-if __name__ == "__main__":  # before jax starts
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
-    # XLA's pool of pinned host memory ends at 64 GB unless told otherwise.
-    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(int(0.9 * host_memory() / 1e9)))
+if __name__ == "__main__":
+    take_the_device()
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +42,20 @@ def optimizer(case: Case) -> optax.GradientTransformation:
     if options.pop("recipe", False):
         return usual_recipe(tx)
     return jo.offload(tx, **options) if options.pop("offload", False) else tx
+
+
+def training_step(tx: optax.GradientTransformation, loss: Callable[[Any, Any], jax.Array], *, masters: bool) -> Any:
+    """(params, state, batch) -> (params, state, loss)."""
+
+    def step(params: Any, state: Any, batch: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        if masters:  # they write the parameters themselves
+            params, state = jo.update_params(tx, grads, state, params)
+            return params, state, value
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return step
 
 
 class Program(NamedTuple):
@@ -82,14 +94,7 @@ def program(case: Case, sharding: jax.sharding.Sharding, dtype: Any, attention: 
     tokens = place(jax.ShapeDtypeStruct((case.batch, case.shape.context + 1), jnp.int32))
     loss = partial(gpt.loss, case.shape, attention, dtype)
 
-    def step(params: Any, state: Any, tokens: jax.Array) -> Any:
-        value, grads = jax.value_and_grad(loss)(params, tokens)
-        if case.options.get("masters"):  # they write the parameters themselves
-            params, state = jo.update_params(tx, grads, state, params)
-            return params, state, value
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
+    step = training_step(tx, loss, masters=case.options.get("masters", False))
     shardings = jax.tree.map(lambda a: a.sharding, (params, jo.abstract_state(tx, params))), sharding
     return Program(tx, params, tokens, init, step, (*shardings[0], sharding))
 
@@ -129,25 +134,16 @@ def run(case: Case) -> dict[str, Any]:
         tokens = _data.batch(data, i, case.batch, case.shape.context)
         return jax.device_put(tokens.astype(np.int32), sharding)
 
-    # One step ahead of what is waited for: the time to start a step is no part of it, as in training.
-    clock, losses = [], []
-    pending = None
-    for i in range(case.warmup + case.steps):
+    def one_step(i: int) -> jax.Array:
+        nonlocal params, state
         params, state, loss = compiled(params, state, batch(i))
-        if pending is not None:
-            losses.append(float(pending))
-            clock.append(time.perf_counter())
-        pending = loss
-    losses.append(float(pending))
-    clock.append(time.perf_counter())
-    seconds = np.diff(clock)[case.warmup - 1 :].tolist()
+        return loss
+
+    seconds, losses = clocked(one_step, case.warmup, case.steps)
     peak_bytes = peak(device)
 
     def two_more_steps() -> None:
-        nonlocal params, state
-        for i in range(2):
-            params, state, loss = compiled(params, state, batch(i))
-        jax.block_until_ready(loss)
+        jax.block_until_ready([one_step(i) for i in range(2)])
 
     moved = traffic(compiled.as_text())
     return {

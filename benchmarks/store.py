@@ -28,7 +28,13 @@ def path_for(chip: str, kind: str) -> Path:
 
 
 class Store:
-    """A dict of results in a file, with its Markdown beside it."""
+    """A dict of results in a file, with its Markdown beside it.
+
+    Attributes:
+      MODULE: what ``python -m`` runs.
+    """
+
+    MODULE = "benchmarks.run"
 
     def __init__(self, path: Path, device: str):
         self.path = path
@@ -38,15 +44,18 @@ class Store:
         self.data["about"] = {
             "device": device,
             "date": datetime.date.today().isoformat(),
-            "command": " ".join(["python -m benchmarks.run", *sys.argv[1:]]),
+            "command": " ".join([f"python -m {self.MODULE}", *sys.argv[1:]]),
             "machine": f"{os.cpu_count()} cores of {platform.machine()}, {host_memory() / GIB:.0f} GiB of host memory",
             "python": platform.python_version(),
             "commit": self.commit,
         }
 
+    def markdown(self) -> str:
+        return markdown(self.data)
+
     def save(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        texts = {self.path: json.dumps(self.data, indent=1) + "\n", self.path.with_suffix(".md"): markdown(self.data)}
+        texts = {self.path: json.dumps(self.data, indent=1) + "\n", self.path.with_suffix(".md"): self.markdown()}
         for path, text in texts.items():
             new = path.with_name(path.name + ".new")
             new.write_text(text)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -42,25 +46,81 @@ class Watch:
         return self.before - self.least
 
 
-def lines(module: str, *args: str, seconds: float, platform: str | None = None) -> tuple[list[Any], str | None]:
-    """What a worker reports (see ``machine.say``), and why it ended before it was done, if it did.
+class Late(Exception):
+    """The time that a worker had is over."""
+
+
+class Worker:
+    """A process that reports as it goes (see ``machine.say``).
 
     Its whole process group ends with it: a compiler or a child that holds the device would disturb the next one.
     """
-    command = [sys.executable, "-m", f"benchmarks.{module}", *args]
-    environment = dict(os.environ, **({"JAX_PLATFORMS": platform} if platform else {}))
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(
-        command, stdout=pipe, stderr=pipe, text=True, cwd=ROOT, env=environment, start_new_session=True
-    )
-    try:
-        out, err = process.communicate(timeout=seconds)
-        error = f"exit status {process.returncode}: {_last(err)}" if process.returncode else None
-    except subprocess.TimeoutExpired:
-        error = f"{LATE} {seconds:.1f} s"
-        os.killpg(process.pid, signal.SIGKILL)
-        out, _ = process.communicate()
-    return [json.loads(line[len(MARK) :]) for line in out.splitlines() if line.startswith(MARK)], error
+
+    def __init__(self, module: str, *args: str, platform: str | None = None):
+        environment = dict(os.environ, **({"JAX_PLATFORMS": platform} if platform else {}))
+        self.stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  (closed with the worker)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", f"benchmarks.{module}", *args],
+            stdout=subprocess.PIPE,
+            stderr=self.stderr,
+            text=True,
+            cwd=ROOT,
+            env=environment,
+            start_new_session=True,
+        )
+        self.queue: queue.Queue[str | None] = queue.Queue()
+        self.thread = threading.Thread(target=self._listen, daemon=True)
+        self.thread.start()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.queue.put(line)
+        self.queue.put(None)
+
+    def said(self, ends: float) -> Any:
+        """What it reports next; ``None``: it has ended.
+
+        Raises:
+          Late: it said nothing until ``ends``, by ``time.monotonic()``.
+        """
+        while True:
+            try:
+                line = self.queue.get(timeout=max(0.0, ends - time.monotonic()))
+            except queue.Empty:
+                raise Late from None
+            if line is None:
+                return None
+            if line.startswith(MARK):
+                return json.loads(line[len(MARK) :])
+
+    def error(self) -> str | None:
+        """Why it ended before it was done, if it did."""
+        if not self.process.wait():
+            return None
+        self.stderr.seek(0)
+        return f"exit status {self.process.returncode}: {_last(self.stderr.read())}"
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.stderr.close()
+
+
+def lines(module: str, *args: str, seconds: float, platform: str | None = None) -> tuple[list[Any], str | None]:
+    """All that a worker reports, and why it ended before it was done, if it did."""
+    found, ends = [], time.monotonic() + seconds
+    with Worker(module, *args, platform=platform) as worker:
+        try:
+            while (what := worker.said(ends)) is not None:
+                found.append(what)
+            return found, worker.error()
+        except Late:
+            return found, f"{LATE} {seconds:.1f} s"
 
 
 def stopped_after(result: dict[str, Any]) -> float | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -14,23 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_offload as jo
 from tests.aot.harness import MIB, Measured, measure, mesh_for
-
-
-def parameters(n_layers: int, width: int, stacked: bool, sharding: Any, dtype: Any = jnp.float32) -> Any:
-    if stacked:
-        return {"w": jax.ShapeDtypeStruct((n_layers, width, width), dtype, sharding=sharding)}
-    layer = jax.ShapeDtypeStruct((width, width), dtype, sharding=sharding)
-    return {f"w{i:03d}": layer for i in range(n_layers)}
-
-
-def loss(params: Any, x: jax.Array) -> jax.Array:
-    layer = jax.checkpoint(lambda x, w: jnp.tanh(x @ w))
-    if "w" in params:
-        x, _ = jax.lax.scan(lambda x, w: (layer(x, w), None), x, params["w"])
-    else:
-        for name in sorted(params):
-            x = layer(x, params[name])
-    return (x.astype(jnp.float32) ** 2).mean()
+from tests.aot.model import loss, parameters, step_of
 
 
 def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -64,16 +47,7 @@ def measure_update(
     """
     state = jo.abstract_state(tx, params)
 
-    def step(params: Any, state: Any, batch: Any) -> Any:
-        grads = jax.grad(loss)(params, batch)
-        finite = jnp.array([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]).all() if skip else None
-        extra = {"skip": ~finite} if skip and skip != "outside" else {}
-        if update_params:
-            new = jo.update_params(tx, grads, state, params, **extra)
-            return jax.tree.map(partial(jnp.where, finite), new, (params, state)) if skip == "outside" else new
-        updates, state = tx.update(grads, state, params, **extra)
-        return optax.apply_updates(params, updates), state
-
+    step = step_of(tx, loss, update_params=update_params, skip=skip)
     out = jax.tree.map(lambda a: a.sharding, (params, state))
     return measure(target, step, (params, state, batch), (0, 1), out, options, n)
 

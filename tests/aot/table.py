@@ -20,26 +20,17 @@ from jax.sharding import PartitionSpec as P
 
 from tests.aot.cases import Point, bounded, measure_sharded, measure_step
 from tests.aot.harness import H200, MIB, V5E, V5E_2X2
+from tests.aot.model import ADAMW, CLIPPED
+from tests.aot.model import ROWS as ON_A_GPU
 
-ADAMW = optax.adamw(1e-3)
-CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
 NAMES = {H200: "H200", V5E: "TPU v5e", V5E_2X2: "v5e 2×2"}
 
+_, _, STACKED, CLIPPED_INSIDE, _ = ON_A_GPU
 # target, model, stacked, resident optimizer, ours
 ROWS = [
-    (H200, "unrolled layers", False, ADAMW, jo.offload(ADAMW)),
-    (H200, "unrolled, global-norm clipping", False, CLIPPED, jo.offload(CLIPPED)),
-    (H200, "stacked layers (`lax.scan`)", True, ADAMW, jo.offload(ADAMW)),
-    (H200, "stacked, clipping inside `offload`", True, CLIPPED, jo.offload(CLIPPED)),
-    (
-        H200,
-        "stacked, clipping outside `offload`",
-        True,
-        CLIPPED,
-        optax.chain(optax.clip_by_global_norm(1.0), jo.offload(ADAMW)),
-    ),
-    (V5E, "stacked layers", True, ADAMW, jo.offload(ADAMW)),
-    (V5E, "stacked, clipping inside `offload`", True, CLIPPED, jo.offload(CLIPPED)),
+    *((H200, *row) for row in ON_A_GPU),
+    (V5E, "stacked layers", *STACKED[1:]),
+    (V5E, *CLIPPED_INSIDE),
 ]
 
 
