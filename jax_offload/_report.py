@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -92,7 +93,7 @@ class Placement:
 
 _APART = "once the backward pass is over, as pieces this small hide little"
 _ARGUMENT = "argument"
-_UNSEEN = "not loaded by any update in what was traced"
+_UNSEEN = "not loaded by an update in what was traced; under vmap and derivatives none is seen"
 
 
 def placement(tx: optax.GradientTransformation | Callable[..., Any], *args: Any, **extra_args: Any) -> Placement:
@@ -153,6 +154,12 @@ def _of_transformation(tx: Any, params: Any, **extra_args: Any) -> Placement:
 
 
 def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
+    if hasattr(step, "lower") and hasattr(
+        step, "__wrapped__"
+    ):  # jax takes compiler_options in no jit inside of another
+        own = getattr(step, "__self__", None)
+        step = step.__wrapped__ if own is None else functools.partial(step.__wrapped__, own)
+
     def call(args: Any, kwargs: Any) -> list[Any]:
         step(*args, **kwargs)
         return jax.tree.leaves((args, kwargs))

@@ -56,15 +56,26 @@ class Cut:
 def cut_step(step: Any) -> Cut:
     """A step's closed jaxpr, cut at its updates.
 
-    An update in a branch or in a loop (``skip=``, gradient accumulation that updates inside) takes all of that with it.
+    A ``jit`` around all or a part of it is gone through, and what it says of donation, shardings and compiling is not
+    kept. What else an update stands in goes with it as a whole: a branch, a loop (``skip=``, gradient accumulation that
+    updates inside), ``shard_map``, ``jax.checkpoint``.
 
     Raises:
-      ValueError: no ``offload`` updates anything in the step.
+      ValueError: no ``offload`` updates anything in the step, or it has effects whose order a cut would lose.
     """
-    program = flat(step)
+    program = flat(step, any_jit=True)
     marks = [holds_update(eqn) for eqn in program.eqns]
     if not any(marks):
-        raise ValueError("step: has no update of an offload(...) in it; call tx.update or jo.update_params.")
+        raise ValueError(
+            "step: has no update of an offload(...) in it that can be seen; call tx.update or jo.update_params, and "
+            "not under vmap or a derivative."
+        )
+    effects = {type(effect).__name__ for eqn in program.eqns for effect in eqn.effects} - {"DebugEffect", "IOEffect"}
+    if effects:
+        raise ValueError(
+            f"step: has effects whose order a cut would lose: {', '.join(sorted(effects))}. Leave out mutable arrays, "
+            "and set ordered=False."
+        )
     follows = _reached(program.eqns, marks, lambda eqn: (eqn.invars, eqn.outvars))
     leads = _reached(program.eqns[::-1], marks[::-1], lambda eqn: (eqn.outvars, eqn.invars))[::-1]
     places = [

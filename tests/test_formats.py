@@ -158,3 +158,12 @@ def test_a_format_by_another_name_is_suggested(given, meant):
 def test_no_format_is_suggested_that_is_another(given):
     with pytest.raises(ValueError, match=rf"got {given!r}\.$"):
         jo.Storage(given)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_with_float64_enabled(name):
+    x = numbers(name, (4, 256))
+    want = there_and_back(name)(x, SEED)
+    with jax.enable_x64(True):
+        got = jax.jit(lambda x, seed: decode(*encode(x, jo.Storage(name), seed), jo.Storage(name)))(x, SEED)
+    np.testing.assert_array_equal(got, want)

@@ -185,3 +185,87 @@ def test_transfers_and_updates_have_the_leafs_name():
             for leaf in "0/mu/a", "0/nu/b", "0/mu/c":
                 assert f"jax_offload/{what}/{leaf}" in text
         assert "jax_offload/update/0/mu/a" in text
+
+
+def test_a_learning_rate_from_outside_is_no_constant_of_the_equation():
+    params = model()
+    state = TX.init(params)
+
+    def update(make):
+        return jax.jit(lambda lr, g: make(optax.adamw(lr)).update(g, state, params)[0])
+
+    with jax.checking_leaks():
+        got = update(lambda tx: jo.offload(tx, min_bytes=0))(0.1, params)
+    plain = jo.to_device(state)
+    same(got, jax.jit(lambda lr, g: optax.adamw(lr).update(g, plain, params)[0])(0.1, params))
+
+
+@pytest.mark.parametrize("around", [jax.jit, jax.checkpoint])
+def test_an_axis_of_vmap_is_known_inside(around):
+    mean = optax.stateless(lambda updates, params: jax.tree.map(lambda g: jax.lax.pmean(g, "i"), updates))
+    inner, params = optax.chain(mean, optax.adamw(1e-2)), model()
+    grads = jax.tree.map(lambda p: jnp.stack([p, 3 * p]), params)
+
+    def updates(tx):
+        state = tx.init(params)
+        return jax.jit(jax.vmap(around(lambda g: tx.update(g, state, params)[0]), axis_name="i"))(grads)
+
+    got, want = updates(jo.offload(inner, min_bytes=0)), updates(inner)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
+
+
+def test_a_linear_update_is_transposed():
+    """Where it is in no loop: those have a batching rule of their own, and jax transposes none that has."""
+    params = model()
+    inner = optax.trace(0.9)
+    grads = jax.tree.map(jnp.cos, params)
+
+    def transposed(tx):
+        state = tx.init(params)
+        linear = jax.jit(lambda g: tx.update(g, state, params)[0])
+        return jax.linear_transpose(linear, grads)(grads)
+
+    jax.tree.map(
+        np.testing.assert_array_equal, transposed(jo.offload(inner, min_bytes=0, window=10**6)), transposed(inner)
+    )
+
+
+def test_mutable_arrays_in_an_optimizer():
+    params, calls = model(), jax.new_ref(jnp.float32(0.0))
+
+    def update(updates, state, params=None):
+        calls[...] += 1.0
+        return jax.tree.map(lambda g, m: g + m, updates, state), updates
+
+    tx = jo.offload(optax.GradientTransformation(lambda p: jax.tree.map(jnp.ones_like, p), update), min_bytes=0)
+    state = tx.init(params)
+    jax.jit(tx.update)(params, state, params)
+    assert calls[...] == 1.0
+
+
+def test_a_step_jitted_with_options_is_seen_and_cut():
+    params = model()
+    args = params, TX.init(params), X
+    assert len(jo.placement(jax.jit(step, compiler_options=jo.compiler_options("cpu")), *args).windows) == 1
+    out = jax.tree.map(lambda x: x.sharding, jax.eval_shape(step, *args)[2])
+    donated = jax.jit(step, donate_argnums=(0, 1), out_shardings=(None, None, out))
+    cut = cut_step(jax.make_jaxpr(donated)(*args))
+    assert "tanh" in names(cut.before.jaxpr)
+    assert names(cut.update.jaxpr) == [NAME]
+
+
+def test_a_cut_that_would_lose_the_order_of_effects():
+    params = model()
+
+    def ordered(params, state, x):
+        params, state, seen = step(params, state, x)
+        jax.debug.print("{}", seen["size"], ordered=True)
+        return params, state
+
+    with pytest.raises(ValueError, match="step: has effects whose order a cut would lose: OrderedDebugEffect"):
+        cut_step(jax.make_jaxpr(ordered)(params, TX.init(params), X))
+
+
+def test_a_jaxpr_prints_the_update_in_a_word():
+    params = model()
+    assert "update=Update(3 slices)" in str(jax.make_jaxpr(TX.update)(params, TX.init(params), params))

@@ -62,7 +62,8 @@ def call_primitive(name: str) -> Primitive:
 
     def batched(axis: Any, xs: Sequence[Any], dims: Sequence[Any], *, jaxpr: Any, **_: Any) -> Any:
         axes = tuple(None if d is None else int(d) for d in dims)
-        out = jax.vmap(jax_fun(jaxpr), axes, axis_size=axis.size, spmd_axis_name=axis.spmd_name)(*xs)
+        over: dict[str, Any] = dict(axis_name=axis.name, axis_size=axis.size, spmd_axis_name=axis.spmd_name)
+        out = jax.vmap(jax_fun(jaxpr), axes, **over)(*xs)
         return out, [0] * len(out)
 
     def derived(xs: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, **_: Any) -> Any:
@@ -72,6 +73,17 @@ def call_primitive(name: str) -> Primitive:
         primals, found = results[: len(out_nonzero)], iter(results[len(out_nonzero) :])
         zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in primals]
         return primals, [next(found) if n else zero for n, zero in zip(out_nonzero, zeros, strict=True)]
+
+    def transposed(cotangents: Sequence[Any], *args: Any, jaxpr: Any, **_: Any) -> list[Any]:
+        linear = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
+
+        def of_linear(*xs: Any) -> list[Any]:
+            filled = dict(enumerate(args)) | dict(zip(linear, xs, strict=True))
+            return run(jaxpr, list(filled.values()))
+
+        transpose = jax.linear_transpose(of_linear, *(args[i].aval for i in linear))
+        found = dict(zip(linear, transpose([ad.instantiate_zeros(c) for c in cotangents]), strict=True))
+        return [found.get(i) for i in range(len(args))]
 
     def without_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
         eqn = rest[-1]
@@ -94,6 +106,7 @@ def call_primitive(name: str) -> Primitive:
     primitive.def_effectful_abstract_eval(lambda *_, jaxpr, **__: (list(jaxpr.out_avals), jaxpr.effects))
     batching.fancy_primitive_batchers[primitive] = batched
     ad.primitive_jvps[primitive] = derived
+    ad.primitive_transposes[primitive] = transposed
     pe.dce_rules[primitive] = without_unused
     mlir.register_lowering(primitive, lower)
     return primitive

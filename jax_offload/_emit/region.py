@@ -23,10 +23,11 @@ from jax_offload._ir.program import Program, Var
 from jax_offload._plan.plan import Plan, Planned
 
 NAME = "jax_offload_update"
+KEPT_EFFECTS = frozenset(("DebugEffect", "OrderedDebugEffect", "IOEffect", "OrderedIOEffect"))
 _region = call_primitive(NAME)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Update:
     """A traced update that is not emitted yet.
 
@@ -47,6 +48,9 @@ class Update:
     results: Set[Var]
     names: Names
 
+    def __repr__(self) -> str:  # a jaxpr prints its parameters
+        return f"Update({sum(len(each.slices) for each in self.plan.passes)} slices)"
+
     def emitted(self, args: Sequence[Any]) -> list[Any]:
         """Its results, by the plan."""
         results = stream(
@@ -66,9 +70,19 @@ def bound(update: Update, args: Sequence[Any]) -> list[Any]:
 
     Arguments that are handed on are no results of the equation: jax would copy them where nobody donates.
     """
-    if not all(is_traced(x) for x in args if isinstance(x, Tracer)) or not any(map(is_traced, args)):
+    consts = update.program.consts
+    if not all(is_traced(x) for x in (*consts, *args) if isinstance(x, Tracer)) or not any(map(is_traced, args)):
         return update.emitted(args)
+    # what the recipe closes over becomes operands: a tracer among an equation's parameters would outlive its trace
+    update = dataclasses.replace(
+        update,
+        program=dataclasses.replace(update.program, consts=[]),
+        gradients=tuple(len(consts) + i for i in update.gradients),
+    )
+    args = [*consts, *args]
     traced = jax.make_jaxpr(lambda *args: update.emitted(args))(*args)
+    if not all(type(effect).__name__ in KEPT_EFFECTS for effect in traced.effects):
+        return update.emitted(args)  # mutable arrays and checks are known to jax in its own equations only
     jaxpr, operands = traced.jaxpr, [*traced.consts, *args]
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     handed_on = dict(zip(inputs, operands, strict=True))

@@ -41,7 +41,7 @@ def write_rows(
 
 def row_numbers(size: int, start: Any, n: int, shards: int) -> jax.Array:
     """The places, in an axis of ``size``, of the rows that ``read_rows`` gives."""
-    return (jnp.arange(shards)[:, None] * (size // shards) + start + jnp.arange(n)).reshape(-1)
+    return (jnp.arange(shards)[:, None] * (size // shards) + start + jnp.arange(n)[None]).reshape(-1)
 
 
 def _divided(x: jax.Array, dim: int, shards: int, sharding: NamedSharding | None) -> jax.Array:

@@ -36,8 +36,8 @@ def trace(fun: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
     return _without_round_trips(flat(closed)), jax.tree.structure(shapes)
 
 
-def flat(closed: Any) -> Program:
-    """A closed jaxpr as a program."""
+def flat(closed: Any, *, any_jit: bool = False) -> Program:
+    """A closed jaxpr as a program; ``any_jit``: with each ``jit`` inlined, whatever it says of placement."""
     eqns: list[Any] = []
     consts: list[Any] = list(closed.consts)
     const_vars: list[Var] = list(closed.jaxpr.constvars)
@@ -48,7 +48,7 @@ def flat(closed: Any) -> Program:
 
         for eqn in jaxpr.eqns:
             ins = [read(v) for v in eqn.invars]
-            if (inner := _inlinable(eqn, ins)) is not None:
+            if (inner := _inlinable(eqn, ins, any_jit)) is not None:
                 ins = ins[len(ins) - len(inner.jaxpr.invars) :]  # without a cond's index
                 # the same inner jaxpr may be called many times: its constants and variables get new names each time
                 names = [jex.Var(v.aval) for v in inner.jaxpr.constvars]
@@ -93,14 +93,18 @@ def _is_move(eqn: Any) -> bool:
     return eqn.primitive.name == "device_put" and all(isinstance(d, Space) for d in eqn.params["devices"])
 
 
-def _inlinable(eqn: Any, operands: list[Any]) -> Any | None:
+def _inlinable(eqn: Any, operands: list[Any], any_jit: bool) -> Any | None:
     """The jaxpr of a nested ``jit`` that says nothing about placement, or of a ``cond`` whose branch is known.
 
     optax and jnp put the former around helpers; ``MultiSteps`` that never skips is the latter.
     """
     if eqn.primitive.name == "cond" and isinstance(operands[0], jex.Literal):
         return eqn.params["branches"][int(operands[0].val)]
-    if eqn.primitive.name not in ("jit", "pjit") or any(eqn.params["donated_invars"]):
+    if eqn.primitive.name not in ("jit", "pjit"):
+        return None
+    if any_jit:
+        return eqn.params["jaxpr"]
+    if any(eqn.params["donated_invars"]):
         return None
     shardings = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
     layouts = (*eqn.params["in_layouts"], *eqn.params["out_layouts"])

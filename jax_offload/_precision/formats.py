@@ -176,7 +176,7 @@ def _magnitude(x: jax.Array, *, dtype: str) -> jax.Array:
 
 def _scale(largest: jax.Array, *, dtype: str) -> jax.Array:
     """The power of two that brings the largest of a block to the format's last binade."""
-    power = lax.clamp(-126, _ceil_log2(largest) - _SCALED[dtype].largest, 126)
+    power = _clamped(_ceil_log2(largest) - _SCALED[dtype].largest, 126)
     return lax.bitcast_convert_type((power + 127) << 23, jnp.float32)
 
 
@@ -188,7 +188,7 @@ def _to_bfloat16(x: jax.Array, *place: jax.Array, strides: tuple[int, ...]) -> j
     if not place:
         return x.astype(jnp.bfloat16)
     largest = float(jnp.finfo(jnp.bfloat16).max)  # so that what is finite does not overflow
-    bits = lax.bitcast_convert_type(lax.clamp(-largest, x, largest), jnp.uint32)
+    bits = lax.bitcast_convert_type(_clamped(x, largest), jnp.uint32)
     bits = (bits + (_random_bits(*place, strides=strides) >> 16)) & jnp.uint32(0xFFFF0000)
     return _where(lax.is_finite(x), lax.bitcast_convert_type(bits, jnp.float32), x).astype(jnp.bfloat16)
 
@@ -233,7 +233,12 @@ def _random_bits(seed: jax.Array, *place: jax.Array, strides: tuple[int, ...]) -
 
 def _held(x: jax.Array, dtype: str) -> jax.Array:
     top = (2 - 2.0 ** -_SCALED[dtype].mantissa) * 2.0**127  # what rounds up from there is not in float32
-    return lax.clamp(-top, x, top)
+    return _clamped(x, top)
+
+
+def _clamped(x: jax.Array, most: float) -> jax.Array:
+    """In ``x``'s own dtype, whatever that of a Python number is."""
+    return lax.clamp(lax.full_like(x, -most), x, lax.full_like(x, most))
 
 
 def _where(condition: jax.Array, x: jax.Array, y: Any) -> jax.Array:
