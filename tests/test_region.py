@@ -214,22 +214,6 @@ def test_an_axis_of_vmap_is_known_inside(around):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
 
 
-def test_a_linear_update_is_transposed():
-    """Where it is in no loop: those have a batching rule of their own, and jax transposes none that has."""
-    params = model()
-    inner = optax.trace(0.9)
-    grads = jax.tree.map(jnp.cos, params)
-
-    def transposed(tx):
-        state = tx.init(params)
-        linear = jax.jit(lambda g: tx.update(g, state, params)[0])
-        return jax.linear_transpose(linear, grads)(grads)
-
-    jax.tree.map(
-        np.testing.assert_array_equal, transposed(jo.offload(inner, min_bytes=0, window=10**6)), transposed(inner)
-    )
-
-
 def test_mutable_arrays_in_an_optimizer():
     params, calls = model(), jax.new_ref(jnp.float32(0.0))
 

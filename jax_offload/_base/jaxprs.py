@@ -74,17 +74,6 @@ def call_primitive(name: str) -> Primitive:
         zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in primals]
         return primals, [next(found) if n else zero for n, zero in zip(out_nonzero, zeros, strict=True)]
 
-    def transposed(cotangents: Sequence[Any], *args: Any, jaxpr: Any, **_: Any) -> list[Any]:
-        linear = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
-
-        def of_linear(*xs: Any) -> list[Any]:
-            filled = dict(enumerate(args)) | dict(zip(linear, xs, strict=True))
-            return run(jaxpr, list(filled.values()))
-
-        transpose = jax.linear_transpose(of_linear, *(args[i].aval for i in linear))
-        found = dict(zip(linear, transpose([ad.instantiate_zeros(c) for c in cotangents]), strict=True))
-        return [found.get(i) for i in range(len(args))]
-
     def without_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
         eqn = rest[-1]
         if not any(used) and not eqn.effects:
@@ -106,7 +95,6 @@ def call_primitive(name: str) -> Primitive:
     primitive.def_effectful_abstract_eval(lambda *_, jaxpr, **__: (list(jaxpr.out_avals), jaxpr.effects))
     batching.fancy_primitive_batchers[primitive] = batched
     ad.primitive_jvps[primitive] = derived
-    ad.primitive_transposes[primitive] = transposed
     pe.dce_rules[primitive] = without_unused
     mlir.register_lowering(primitive, lower)
     return primitive
