@@ -30,7 +30,7 @@ from jax_offload._emit.region import Update, bound
 from jax_offload._emit.serialise import Serialise, is_large
 from jax_offload._ir.branches import scalars_hoisted
 from jax_offload._ir.program import Var
-from jax_offload._plan.decide import Region, plan_of
+from jax_offload._plan.decide import Planning, Region
 from jax_offload._plan.order import ranks
 from jax_offload._recipe import Options, Traced, joins_outer, merged, own_offloads, traced
 from jax_offload._zero import resharded
@@ -75,13 +75,15 @@ def _update(traced: Traced, given: Options, updates: Any, state: Any, params: An
     produced = production_order(jax.tree.leaves(updates))
     rank = _rank(traced, state, updates if params is None else params, produced)
     names = traced.of_inputs([None] * traced.starts[1] + _names(state))
+    planning = Planning(tuple(_regions(traced)), rank, is_manual())
     return Update(
         program,
-        plan_of(program, next_values, _regions(traced), lambda v: rank.get(v, -1), manual=is_manual()),
+        planning.plan(program, next_values),
         _in_order(traced, updates, produced),
         _serialise(given, updates, produced),
-        {*next_values},
+        next_values,
         names | {new: names[old] for new, old in next_values.items() if old in names},
+        planning,
     )
 
 

@@ -5,19 +5,23 @@
 | ``Primitive``, rules for batching, jvp, dce and lowering | ``identity_primitive``, ``call_primitive`` | 0.10 to 0.12 |
 | ``jvp_jaxpr``; the tracers of ``jit`` | ``call_primitive``, ``is_traced`` | 0.10 to 0.12 |
 | where an equation has the jaxprs that it runs | ``sub_jaxprs`` | 0.10 to 0.12 |
+| how a ``scan`` says which of its operands are what | ``scan_of`` | 0.10 and 0.11, 0.12 |
 | a module's entry, ``main`` in its symbol table | ``take_back_aliases`` | 0.10 to 0.12 |
 | the attributes of its arguments, set before the body is lowered | ``take_back_aliases`` | 0.10 to 0.12 |
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
 import jax
 import jax.extend.core as jex
+import numpy as np
+from jax import lax
 from jax._src.interpreters.ad import jvp_jaxpr
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -116,6 +120,50 @@ def sub_jaxprs(eqn: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
             yield jaxpr, operands
 
 
+@dataclasses.dataclass(frozen=True)
+class Scan:
+    """The parts of a ``scan`` equation.
+
+    Attributes:
+      consts, init, xs: its operands: read whole, carried from one iteration to the next, and read by rows.
+      carry, ys: its results: what is carried out of the last iteration, and the rows of all of them, stacked.
+      body: takes consts, carry and a row of each of xs; returns the carry and a row of each of ys.
+    """
+
+    body: Any
+    consts: list[Any]
+    init: list[Any]
+    xs: list[Any]
+    carry: list[Any]
+    ys: list[Any]
+    length: int
+    reverse: bool
+    unroll: int
+
+
+def scan_of(eqn: Any) -> Scan | None:
+    """``eqn``, if it is a ``scan``."""
+    if eqn.primitive.name != "scan":
+        return None
+    params = eqn.params
+    if "ft_in" in params:  # from jax 0.12 on
+        consts, carry, _ = (len(part) for part in params["ft_in"].unpack())
+    else:
+        consts, carry = params["num_consts"], params["num_carry"]
+    ins, outs = list(eqn.invars), list(eqn.outvars)
+    return Scan(
+        params["jaxpr"],
+        ins[:consts],
+        ins[consts : consts + carry],
+        ins[consts + carry :],
+        outs[:carry],
+        outs[carry:],
+        params["length"],
+        params["reverse"],
+        params["unroll"],
+    )
+
+
 def jax_fun(jaxpr: Any) -> Callable[..., list[Any]]:
     """A closed jaxpr as a function."""
     return jex.jaxpr_as_fun(jaxpr)  # pyright: ignore[reportPrivateImportUsage]
@@ -123,6 +171,13 @@ def jax_fun(jaxpr: Any) -> Callable[..., list[Any]]:
 
 def closed(jaxpr: Any, consts: Sequence[Any] = ()) -> Any:
     return jex.ClosedJaxpr(jaxpr, list(consts))  # pyright: ignore[reportPrivateImportUsage]
+
+
+def barrier(behind: Mapping[Any, Any]) -> Any:
+    """The equation of an ``optimization_barrier``: variables -> those that they are behind it."""
+    avals = [jax.ShapeDtypeStruct((), np.int32) for _ in behind]
+    (eqn,) = jax.make_jaxpr(lambda *xs: lax.optimization_barrier(xs))(*avals).jaxpr.eqns
+    return eqn.replace(invars=list(behind), outvars=list(behind.values()))
 
 
 def is_traced(x: Any) -> bool:

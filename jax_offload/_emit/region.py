@@ -20,6 +20,7 @@ from jax_offload._emit.run import as_array, stream
 from jax_offload._emit.serialise import Serialise
 from jax_offload._emit.transfers import Names
 from jax_offload._ir.program import Program, Var
+from jax_offload._plan.decide import Planning
 from jax_offload._plan.plan import Plan, Planned
 
 NAME = "jax_offload_update"
@@ -37,19 +38,33 @@ class Update:
       gradients: positions among the program's arguments (its inputs without the constants), in the order of the
         backward pass, which the trace around it knows.
       serialise: which gradients wait for each other.
-      results: those that are the next value of an argument.
       names: of the state's leaves, of their next values too.
+      next_of: result -> the argument that it is the next value of.
+      planning: what the plan was made of, beside the program.
+      made: the results that the equation has.
     """
 
     program: Program
     plan: Plan
     gradients: tuple[int, ...]
     serialise: Serialise
-    results: Set[Var]
+    next_of: Mapping[Var, Var]
     names: Names
+    planning: Planning
+    made: tuple[Var, ...] = ()
+
+    @property
+    def results(self) -> Set[Var]:
+        """Those that are the next value of an argument."""
+        return {*self.next_of}
 
     def __repr__(self) -> str:  # a jaxpr prints its parameters
         return f"Update({sum(len(each.slices) for each in self.plan.passes)} slices)"
+
+    def replanned(self, program: Program, gradients: tuple[int, ...]) -> Update:
+        """What is left of it: ``program``, whose equations are some of its own."""
+        plan = self.planning.plan(program, self.next_of)
+        return dataclasses.replace(self, program=program, plan=plan, gradients=gradients, made=())
 
     def emitted(self, args: Sequence[Any]) -> list[Any]:
         """Its results, by the plan."""
@@ -87,6 +102,8 @@ def bound(update: Update, args: Sequence[Any]) -> list[Any]:
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     handed_on = dict(zip(inputs, operands, strict=True))
     made = [v for v in jaxpr.outvars if not isinstance(v, jex.Literal) and v not in handed_on]
+    results_of = dict(zip(jaxpr.outvars, update.program.outputs, strict=True)) if made else {}
+    update = dataclasses.replace(update, made=tuple(results_of[v] for v in made))
     nameless = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
     called = closed(jex.Jaxpr([], inputs, made, jaxpr.eqns, jaxpr.effects, nameless))
     results = dict(zip(made, _region.bind(*operands, jaxpr=called, update=update), strict=True)) if made else {}
@@ -111,6 +128,10 @@ class Found:
         """For every slice, in the order of loading, the variables of the step that it loads, and how."""
         slices = [p for each in self.update.plan.passes for p in each.slices]
         return [([self.origins[v] for v in p.slice.loads if v in self.origins], p) for p in slices]
+
+
+def is_update(eqn: Any) -> bool:
+    return eqn.primitive is _region
 
 
 def holds_update(eqn: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
+from jax_offload._base.jaxprs import barrier, closed as as_closed
 from jax_offload._base.memory import Space
 from jax_offload._base.shardings import Shards
 
@@ -36,8 +37,14 @@ def trace(fun: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
     return _without_round_trips(flat(closed)), jax.tree.structure(shapes)
 
 
-def flat(closed: Any, *, any_jit: bool = False) -> Program:
-    """A closed jaxpr as a program; ``any_jit``: with each ``jit`` inlined, whatever it says of placement."""
+def flat(closed: Any, *, any_jit: bool = False, checkpoints: bool = False) -> Program:
+    """A closed jaxpr as a program.
+
+    Args:
+      closed: it.
+      any_jit: whether each ``jit`` is inlined, whatever it says of placement.
+      checkpoints: whether each ``jax.checkpoint`` is, behind the barrier that keeps what it computes again apart.
+    """
     eqns: list[Any] = []
     consts: list[Any] = list(closed.consts)
     const_vars: list[Var] = list(closed.jaxpr.constvars)
@@ -48,7 +55,14 @@ def flat(closed: Any, *, any_jit: bool = False) -> Program:
 
         for eqn in jaxpr.eqns:
             ins = [read(v) for v in eqn.invars]
-            if (inner := _inlinable(eqn, ins, any_jit)) is not None:
+            inner = _inlinable(eqn, ins, any_jit)
+            if inner is None and checkpoints and eqn.primitive.name in ("remat2", "checkpoint"):
+                inner = as_closed(eqn.params["jaxpr"])
+                if eqn.params["differentiated"] and eqn.params["prevent_cse"]:
+                    behind = {v: jex.Var(v.aval) for v in ins if not isinstance(v, jex.Literal)}
+                    eqns.append(barrier(behind))
+                    ins = [v if isinstance(v, jex.Literal) else behind[v] for v in ins]
+            if inner is not None:
                 ins = ins[len(ins) - len(inner.jaxpr.invars) :]  # without a cond's index
                 # the same inner jaxpr may be called many times: its constants and variables get new names each time
                 names = [jex.Var(v.aval) for v in inner.jaxpr.constvars]

@@ -66,7 +66,7 @@ def chunked_dims(jaxpr: Any, dims: Sequence[Dim], size: int, shape: tuple[int, .
     """
     env: Dims = dict(zip(jaxpr.invars, dims, strict=True))
     for eqn in jaxpr.eqns:
-        env.update(zip(eqn.outvars, _rule(eqn, _read(env, eqn.invars), size, shape, axis)[0], strict=True))
+        env.update(zip(eqn.outvars, rule_of(eqn, _read(env, eqn.invars), size, shape, axis)[0], strict=True))
     return _read(env, jaxpr.outvars)
 
 
@@ -78,7 +78,7 @@ def run_chunk(
     env: Dims = dict(zip(jaxpr.invars, dims, strict=True))
     values = dict(zip(jaxpr.invars, args, strict=True))
     for eqn in jaxpr.eqns:
-        out_dims, bind = _rule(eqn, _read(env, eqn.invars), size, shape, axis)
+        out_dims, bind = rule_of(eqn, _read(env, eqn.invars), size, shape, axis)
         env.update(zip(eqn.outvars, out_dims, strict=True))
         operands = [v.val if isinstance(v, jex.Literal) else values[v] for v in eqn.invars]
         with eqn.ctx.manager:
@@ -91,7 +91,7 @@ def _read(env: Dims, atoms: Sequence[Any]) -> list[Dim]:
     return [None if isinstance(v, jex.Literal) else env[v] for v in atoms]
 
 
-def _rule(eqn: Any, dims: list[Any], size: int, shape: tuple[int, ...], axis: int) -> tuple[list, Callable]:
+def rule_of(eqn: Any, dims: list[Any], size: int, shape: tuple[int, ...], axis: int) -> tuple[list, Callable]:
     """For an equation: the chunked dimensions of its results, and how to run it on a chunk."""
     name, params = eqn.primitive.name, eqn.params
     ins, outs = [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]

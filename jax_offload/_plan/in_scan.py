@@ -1,0 +1,147 @@
+"""The plan of a scan with updates inside."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.extend.core as jex
+from jax.sharding import NamedSharding
+
+from jax_offload._base.arrays import nbytes
+from jax_offload._base.jaxprs import Scan
+from jax_offload._base.memory import is_host_aval
+from jax_offload._ir.program import Program, Var, flat
+from jax_offload._ir.slices import Slice, slice_of
+from jax_offload._plan.chunk_rules import Dim, Partial, Rows
+from jax_offload._plan.halves import Halves, halves
+from jax_offload._plan.moves import Move, Moves, pulled
+
+
+@dataclasses.dataclass(frozen=True)
+class Reread:
+    """An operand of the scan that is made of parameters which the scan overwrites: made of their rows, row by row."""
+
+    slice: Slice
+    shape: tuple[int, ...]
+    axis: int
+    dims: tuple[Dim, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class InScan:
+    """A scan, and what moves into it.
+
+    Attributes:
+      scan, body: it, and its iteration.
+      moves: the updates inside.
+      kept: results that stay stacked.
+      reread: number of one of the scan's ``xs`` -> how its rows are made.
+      rows: of leaves and other operands, along which axis their rows lie.
+      hosts: leaves that are loaded; ``stored``: those that are written back; ``groups``: the two that take turns.
+      in_place, new: on the device: operands that are overwritten by rows, and results with a buffer of their own.
+      sums: results that are summed up.
+      operands: what else the updates read.
+      pins: shardings.
+    """
+
+    scan: Scan
+    body: Halves
+    moves: tuple[Move, ...]
+    kept: tuple[Var, ...]
+    reread: Mapping[int, Reread]
+    rows: Mapping[Var, Rows]
+    hosts: tuple[Var, ...]
+    stored: tuple[Var, ...]
+    groups: tuple[tuple[Var, ...], tuple[Var, ...]]
+    in_place: tuple[Var, ...]
+    new: tuple[Var, ...]
+    sums: tuple[Var, ...]
+    operands: tuple[Var, ...]
+    pins: Mapping[Var, NamedSharding]
+
+    @property
+    def reads(self) -> list[Any]:
+        """What it needs of the rest of the step."""
+        xs = [v for k, v in enumerate(self.scan.xs) if k not in self.reread]
+        return [*self.scan.consts, *self.scan.init, *xs, *self.hosts, *self.in_place, *self.operands]
+
+    @property
+    def makes(self) -> list[Var]:
+        """What the rest of the step may read of it."""
+        return [*self.scan.carry, *self.kept, *(v for move in self.moves for v in move.slice.outputs)]
+
+
+def in_scan(program: Program, scan: Scan, moves: Moves) -> InScan:
+    """The plan of the moves into a scan of a step."""
+    rows: dict[Var, Rows] = {}
+    pairs = [
+        (v, old, d)
+        for move in moves.moves
+        for v, old, d in zip(move.slice.outputs, move.buffers, move.out_dims, strict=True)
+    ]
+    reads = [pair for move in moves.moves for pair in zip(move.slice.inputs, move.dims, strict=True)]
+    rows |= {v: d for v, d in reads if isinstance(d, Rows)}
+    hosts = list(dict.fromkeys(v for v, _ in reads if is_host_aval(v.aval)))
+    overwritten = {old for v, old, _ in pairs if old is not None and is_host_aval(v.aval)}
+    stored = [v for v in hosts if v in overwritten]
+    in_place = [old for v, old, _ in pairs if old is not None and not is_host_aval(v.aval)]
+    new = [v for v, old, d in pairs if old is None and isinstance(d, Rows)]
+    rows |= {v: d for v, _, d in pairs if v in new and isinstance(d, Rows)}
+    reread = {k: how for k, x in enumerate(scan.xs) if (how := _reread(program, x, scan, {*in_place})) is not None}
+    others = [v for v, _ in reads] + [v for each in reread.values() for v in each.slice.inputs]
+    rows |= {
+        v: d
+        for each in reread.values()
+        for v, d in zip(each.slice.inputs, each.dims, strict=True)
+        if isinstance(d, Rows)
+    }
+    own = {*hosts, *in_place, *scan.ys}
+    return InScan(
+        scan,
+        halves(flat(scan.body, checkpoints=True)),
+        moves.moves,
+        tuple(y for y in scan.ys if y in moves.kept),
+        reread,
+        rows,
+        tuple(hosts),
+        tuple(stored),
+        _balanced(hosts),
+        tuple(in_place),
+        tuple(new),
+        tuple(v for v, _, d in pairs if isinstance(d, Partial)),
+        tuple(dict.fromkeys(v for v in others if v not in own)),
+        {v: s for move in moves.moves for v, s in move.slice.pins.items()},
+    )
+
+
+def _reread(program: Program, x: Any, scan: Scan, in_place: set[Var]) -> Reread | None:
+    if isinstance(x, jex.Literal):
+        return None
+    needed: dict[Var, Rows | None] = {x: Rows(0)}
+    taken = []
+    for eqn in reversed(program.eqns):
+        if not any(v in needed for v in eqn.outvars) or any(v in in_place for v in eqn.outvars):
+            continue
+        if (dims := pulled(eqn, needed, scan.length)) is None:
+            continue
+        for v, d in zip(eqn.invars, dims, strict=True):
+            if not isinstance(v, jex.Literal) and needed.setdefault(v, d) != d:
+                return None
+        taken.append(eqn)
+    s = slice_of(taken[::-1], [x], program.debug_info, {})
+    if not any(v in in_place for v in s.inputs) or any(is_host_aval(v.aval) for v in s.inputs):
+        return None
+    lead = next(v for v in s.inputs if v in in_place)
+    rows = needed[lead]
+    return None if rows is None else Reread(s, lead.aval.shape, rows.dim, tuple(needed[v] for v in s.inputs))
+
+
+def _balanced(hosts: Sequence[Var]) -> tuple[tuple[Var, ...], tuple[Var, ...]]:
+    """Two groups of about as many bytes."""
+    one: list[Var] = []
+    other: list[Var] = []
+    for v in sorted(hosts, key=lambda v: -nbytes(v.aval)):
+        min(one, other, key=lambda group: sum(nbytes(u.aval) for u in group)).append(v)
+    return tuple(one), tuple(other)
