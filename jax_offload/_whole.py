@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex
 
 from jax_offload._base.donation import guarded
-from jax_offload._base.jaxprs import scan_of
-from jax_offload._base.memory import is_host_aval
+from jax_offload._base.jaxprs import jax_fun, scan_of
 from jax_offload._emit.in_scan import scanned
-from jax_offload._emit.region import Update, bound, is_update
+from jax_offload._emit.region import Update, bound, is_update, marked
 from jax_offload._emit.run import as_array
+from jax_offload._emit.transfers import Names
 from jax_offload._ir.program import Program, Var, flat
 from jax_offload._ir.slices import slice_of
 from jax_offload._plan.in_scan import InScan, in_scan
@@ -47,6 +47,7 @@ class Inlined:
       own: the equations of the update, by identity, as they are in the update's own program.
       operands: the update's inputs -> what the step gives them.
       next_of: result -> the variable of the step that it is the next value of.
+      stays: why leaves do not move.
     """
 
     program: Program
@@ -54,6 +55,7 @@ class Inlined:
     own: Mapping[int, Any]
     operands: Mapping[Var, Any]
     next_of: Mapping[Var, Var]
+    stays: tuple[str, ...] = ()
 
 
 def inlined(program: Program) -> Inlined | None:
@@ -80,31 +82,46 @@ def inlined(program: Program) -> Inlined | None:
 
 
 def emitted(closed: Any, args: Sequence[Any]) -> list[Any]:
-    program = flat(closed)
-    step = inlined(program)
-    plans: list[tuple[int, InScan]] = []
-    claimed: set[int] = set()
-    if step is not None:
-        program = step.program
-        for at in reversed(range(len(program.eqns))):
-            if (scan := scan_of(program.eqns[at])) is not None:
-                moves, why = moves_of(program, scan, at, step.next_of, claimed)
-                if moves.moves:
-                    plans.append((at, in_scan(program, scan, moves)))
-                    claimed |= moves.eqns
-    if step is None or not plans:
-        return jex.jaxpr_as_fun(closed)(*args)
-    env = dict(zip(program.inputs, [*program.consts, *args], strict=True))
-    names = {v: name for r, name in step.update.names.items() if not isinstance(v := _read(step.operands, r), jex.Literal)}
-    for node in _ordered(step, dict(plans), claimed):
-        if isinstance(node, InScan):
-            env.update(scanned(node, env, names))
-        elif isinstance(node, _Rest):
-            values = bound(node.update, [env[v] if not isinstance(v, jex.Literal) else as_array(v) for v in node.operands])
-            env.update(zip(node.update.program.outputs, values, strict=True))
+    """The step's results, of its flat arguments."""
+    found = None if _is_ordered(closed) else inlined(flat(closed))
+    if found is None:
+        return jax_fun(closed)(*args)
+    step, plans, moved = found, {}, set()
+    for at in reversed(range(len(step.program.eqns))):
+        if (scan := scan_of(step.program.eqns[at])) is not None:
+            moves, why = moves_of(step.program, scan, at, step.next_of, moved)
+            step = dataclasses.replace(step, stays=(*step.stays, *why))
+            if moves.moves:
+                plans[at] = in_scan(step.program, scan, moves)
+                moved |= moves.eqns
+    program = step.program
+    env: dict[Var, Any] = dict(zip(program.inputs, [*program.consts, *args], strict=True))
+    names = {x: name for v, name in step.update.names.items() if not isinstance(x := _read(step.operands, v), jex.Literal)}
+    for part in _parts(step, plans, moved):
+        if isinstance(part, InScan):
+            made = _scan_marked(part, [env[v] for v in part.operands], names)
+        elif isinstance(part, _Rest):
+            operands = [as_array(v) if isinstance(v, jex.Literal) else env[v] for v in part.operands]
+            made = zip(part.update.program.outputs, bound(part.update, operands), strict=True)
         else:
-            env.update(zip(node.outputs, node.run(*(env[v] for v in node.inputs)), strict=True))
+            made = zip(part.outputs, part.run(*(env[v] for v in part.inputs)), strict=True)
+        env.update(made)
     return guarded([as_array(v) if isinstance(v, jex.Literal) else env[v] for v in program.outputs], list(args))
+
+
+def _scan_marked(plan: InScan, operands: Sequence[Any], names: Names) -> Iterable[tuple[Var, Any]]:
+    makes = plan.makes
+
+    def run(operands: Sequence[Any]) -> list[Any]:
+        made = scanned(plan, dict(zip(plan.operands, operands, strict=True)), names)
+        return [made[v] for v in makes]
+
+    return zip(makes, marked(run, plan, operands), strict=True)
+
+
+def _is_ordered(closed: Any) -> bool:
+    """Whether the step has effects whose order would be lost."""
+    return any(type(effect).__name__ not in ("DebugEffect", "IOEffect") for effect in closed.effects)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +132,7 @@ class _Rest:
     operands: list[Any]
 
 
-def _ordered(step: Inlined, plans: Mapping[int, InScan], moved: set[int]) -> list[Any]:
+def _parts(step: Inlined, plans: Mapping[int, InScan], moved: set[int]) -> list[Any]:
     """The parts of the step, each after what it needs: slices, scans with updates inside, the rest of the update."""
     program = step.program
     nodes: list[Any] = [plans.get(k, eqn) for k, eqn in enumerate(program.eqns) if id(eqn) not in moved]
@@ -125,7 +142,7 @@ def _ordered(step: Inlined, plans: Mapping[int, InScan], moved: set[int]) -> lis
 
     def reads(k: int) -> list[Any]:
         node = nodes[k]
-        return [v for v in (node.reads if isinstance(node, InScan) else node.invars) if not isinstance(v, jex.Literal)]
+        return [v for v in (node.operands if isinstance(node, InScan) else node.invars) if not isinstance(v, jex.Literal)]
 
     # what is needed at all, and what a scan with updates inside needs, and so stands before it
     needed: set[int] = set()
@@ -213,7 +230,8 @@ def _rest(step: Inlined, eqns: Sequence[Any], wanted: set[Var]) -> _Rest:
     args = recipe.inputs[len(recipe.consts) :]
     gradients = tuple(position[args[i]] for i in update.gradients if args[i] in position)
     program = dataclasses.replace(recipe, inputs=inputs, outputs=outputs, eqns=list(own), consts=[])
-    return _Rest(update.replanned(program, gradients), [_read(step.operands, v) for v in inputs])
+    rest = dataclasses.replace(update.replanned(program, gradients), stays=step.stays)
+    return _Rest(rest, [_read(step.operands, v) for v in inputs])
 
 
 def _read(env: Mapping[Var, Any], v: Any) -> Any:

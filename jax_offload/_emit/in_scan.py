@@ -50,7 +50,7 @@ def scanned(plan: InScan, env: Env, names: Names) -> dict[Var, Any]:
 
     keys = plan.hosts, (*plan.in_place, *plan.new), plan.stored, plan.hosts  # of what an iteration hands to the next
     consts = [value(v) for v in scan.consts]
-    rest = {v: value(v) for v in plan.operands}
+    rest = {v: value(v) for v in plan.others}
     xs = {k: value(v) for k, v in enumerate(scan.xs) if k not in plan.reread}
 
     def iteration(carry: Any, rows: Any) -> Any:

@@ -7,7 +7,7 @@ its plan. So whoever sees a traced step (``placement``, the cut of a step) finds
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from jax_offload._emit.serialise import Serialise
 from jax_offload._emit.transfers import Names
 from jax_offload._ir.program import Program, Var
 from jax_offload._plan.decide import Planning
+from jax_offload._plan.in_scan import InScan
 from jax_offload._plan.plan import Plan, Planned
 
 NAME = "jax_offload_update"
@@ -42,6 +43,7 @@ class Update:
       next_of: result -> the argument that it is the next value of.
       planning: what the plan was made of, beside the program.
       made: the results that the equation has.
+      stays: why leaves whose gradients a scan makes are not updated in that scan; only ``jax_offload.jit`` asks.
     """
 
     program: Program
@@ -52,6 +54,7 @@ class Update:
     names: Names
     planning: Planning
     made: tuple[Var, ...] = ()
+    stays: tuple[str, ...] = ()
 
     @property
     def results(self) -> Set[Var]:
@@ -60,6 +63,16 @@ class Update:
 
     def __repr__(self) -> str:  # a jaxpr prints its parameters
         return f"Update({sum(len(each.slices) for each in self.plan.passes)} slices)"
+
+    @property
+    def operands(self) -> list[Var]:
+        """The last operands of its equation, as variables of its own."""
+        return self.program.inputs[len(self.program.consts) :]
+
+    @property
+    def planned(self) -> list[Planned]:
+        """Its slices, in the order of loading."""
+        return [p for each in self.plan.passes for p in each.slices]
 
     def replanned(self, program: Program, gradients: tuple[int, ...]) -> Update:
         """What is left of it: ``program``, whose equations are some of its own."""
@@ -94,16 +107,21 @@ def bound(update: Update, args: Sequence[Any]) -> list[Any]:
         program=dataclasses.replace(update.program, consts=[]),
         gradients=tuple(len(consts) + i for i in update.gradients),
     )
-    args = [*consts, *args]
-    traced = jax.make_jaxpr(lambda *args: update.emitted(args))(*args)
+    return marked(update.emitted, update, [*consts, *args])
+
+
+def marked(run: Callable[[Sequence[Any]], list[Any]], update: Any, args: Sequence[Any]) -> list[Any]:
+    """``run(args)`` as one equation, marked by ``update``: an ``Update``, or the plan of a scan with one inside."""
+    traced = jax.make_jaxpr(lambda *args: run(args))(*args)
     if not all(type(effect).__name__ in KEPT_EFFECTS for effect in traced.effects):
-        return update.emitted(args)  # mutable arrays and checks are known to jax in its own equations only
+        return run(args)  # mutable arrays and checks are known to jax in its own equations only
     jaxpr, operands = traced.jaxpr, [*traced.consts, *args]
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     handed_on = dict(zip(inputs, operands, strict=True))
     made = [v for v in jaxpr.outvars if not isinstance(v, jex.Literal) and v not in handed_on]
-    results_of = dict(zip(jaxpr.outvars, update.program.outputs, strict=True)) if made else {}
-    update = dataclasses.replace(update, made=tuple(results_of[v] for v in made))
+    if isinstance(update, Update):
+        results_of = dict(zip(jaxpr.outvars, update.program.outputs, strict=True)) if made else {}
+        update = dataclasses.replace(update, made=tuple(results_of[v] for v in made))
     nameless = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
     called = closed(jex.Jaxpr([], inputs, made, jaxpr.eqns, jaxpr.effects, nameless))
     results = dict(zip(made, _region.bind(*operands, jaxpr=called, update=update), strict=True)) if made else {}
@@ -120,18 +138,19 @@ class Found:
       origins: argument of its program -> variable of the step, where it is one, through branches, loops and moves.
     """
 
-    update: Update
+    update: Update | InScan
     origins: Mapping[Var, Var]
 
     @property
     def loads(self) -> list[tuple[list[Var], Planned]]:
         """For every slice, in the order of loading, the variables of the step that it loads, and how."""
-        slices = [p for each in self.update.plan.passes for p in each.slices]
+        slices = self.update.planned
         return [([self.origins[v] for v in p.slice.loads if v in self.origins], p) for p in slices]
 
 
 def is_update(eqn: Any) -> bool:
-    return eqn.primitive is _region
+    """Whether an equation is an update that can be emitted anew."""
+    return eqn.primitive is _region and isinstance(eqn.params["update"], Update)
 
 
 def holds_update(eqn: Any) -> bool:
@@ -164,7 +183,7 @@ def _found(jaxpr: Any, origin: dict[Var, Var]) -> Iterator[Found]:
             for v, x in known(eqn.outvars, eqn.invars).items():
                 origin.setdefault(v, x)
         elif eqn.primitive is _region and (update := eqn.params["update"]) is not None:
-            inputs = update.program.inputs[len(update.program.consts) :]
+            inputs = update.operands
             yield Found(update, known(inputs, eqn.invars[len(eqn.invars) - len(inputs) :]))
         else:
             for inner, operands in sub_jaxprs(eqn):

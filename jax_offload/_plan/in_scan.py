@@ -17,6 +17,7 @@ from jax_offload._ir.slices import Slice, slice_of
 from jax_offload._plan.chunk_rules import Dim, Partial, Rows
 from jax_offload._plan.halves import Halves, halves
 from jax_offload._plan.moves import Move, Moves, pulled
+from jax_offload._plan.plan import InIterations, Planned, Window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Reread:
     dims: tuple[Dim, ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class InScan:
     """A scan, and what moves into it.
 
@@ -42,7 +43,7 @@ class InScan:
       hosts: leaves that are loaded; ``stored``: those that are written back; ``groups``: the two that take turns.
       in_place, new: on the device: operands that are overwritten by rows, and results with a buffer of their own.
       sums: results that are summed up.
-      operands: what else the updates read.
+      others: what else the updates read.
       pins: shardings.
     """
 
@@ -58,19 +59,35 @@ class InScan:
     in_place: tuple[Var, ...]
     new: tuple[Var, ...]
     sums: tuple[Var, ...]
-    operands: tuple[Var, ...]
+    others: tuple[Var, ...]
     pins: Mapping[Var, NamedSharding]
 
+    def __repr__(self) -> str:  # a jaxpr prints its parameters
+        return f"InScan({len(self.moves)} slices)"
+
     @property
-    def reads(self) -> list[Any]:
+    def operands(self) -> list[Var]:
         """What it needs of the rest of the step."""
+        return list(dict.fromkeys(v for v in self._reads if not isinstance(v, jex.Literal)))
+
+    @property
+    def planned(self) -> list[Planned]:
+        """The updates inside, and what of their state is on the device at a time: three rows of each leaf."""
+        loads = [v for move in self.moves for v in move.slice.loads]
+        nbytes_ = sum(nbytes(v.aval) // self.scan.length for v in loads)
+        window = Window(3 * nbytes_, "the rows of an iteration, of the one before and of the one after it")
+        return [Planned(move.slice, InIterations(self.scan.length), window) for move in self.moves]
+
+    @property
+    def _reads(self) -> list[Any]:
         xs = [v for k, v in enumerate(self.scan.xs) if k not in self.reread]
-        return [*self.scan.consts, *self.scan.init, *xs, *self.hosts, *self.in_place, *self.operands]
+        return [*self.scan.consts, *self.scan.init, *xs, *self.hosts, *self.in_place, *self.others]
 
     @property
     def makes(self) -> list[Var]:
         """What the rest of the step may read of it."""
-        return [*self.scan.carry, *self.kept, *(v for move in self.moves for v in move.slice.outputs)]
+        made = [*self.scan.carry, *self.kept, *(v for move in self.moves for v in move.slice.outputs)]
+        return [v for v in made if not isinstance(v, jex.DropVar)]
 
 
 def in_scan(program: Program, scan: Scan, moves: Moves) -> InScan:

@@ -22,6 +22,8 @@ from jax_offload._ir.program import Program, Var
 from jax_offload._ir.slices import Slice, slice_of
 from jax_offload._plan.chunk_rules import Dependent, Dim, Partial, Rows, chunked_dims, rule_of
 
+NEEDS_ALL = "something that needs all gradients, their norm say, stands between them and their update"
+_HEAVY = frozenset(("scan", "while", "dot_general", "conv_general_dilated"))
 _PULLED = ELEMENTWISE | {"broadcast_in_dim", "iota", "transpose", "reshape", "squeeze", "slice", "pad", "cond"}
 LEAST_ROW = 2**16  # bytes: smaller rows are updated faster together, after the scan
 
@@ -76,6 +78,7 @@ class _Flow:
       known: the arrays made elsewhere: known before the scan, or at least without it.
       eqns: by identity, the equations that keep the rows apart, with the bits of the stacked results they come from.
       bits: of every variable.
+      blocked: why the rows of a variable go no further, of those that lead to no other loop or matmul.
     """
 
     dims: dict[Var, Rows]
@@ -83,6 +86,7 @@ class _Flow:
     known: dict[Var, Rows]
     eqns: dict[int, Mask]
     bits: dict[Var, Mask]
+    blocked: dict[Var, str] = dataclasses.field(default_factory=dict)
 
 
 def moves_of(
@@ -125,6 +129,8 @@ def moves_of(
         moves.append(move)
         moved |= {id(eqn) for eqn in own}
         inside |= {v for v in move.slice.inputs if v in scan.ys}
+    if not moves:
+        why += dict.fromkeys(flow.blocked.values())
     kept = frozenset(y for y in scan.ys if y in whole or y not in inside) - _dropped(scan.ys)
     return Moves(tuple(moves), kept, frozenset(moved)), why
 
@@ -139,17 +145,23 @@ def _flow(eqns: Sequence[Any], scan: Scan, at: int, claimed: Set[int]) -> _Flow:
             continue
         later.update(eqn.outvars)
         rows = [v for v in ins if v in flow.bits and v in flow.dims]
-        others = [v for v in ins if v in later and v not in rows]
-        if not rows or others or id(eqn) in claimed:
+        if not rows or id(eqn) in claimed:
+            continue
+        if any(v in later and v not in rows for v in ins):
+            if eqn.primitive.name not in _HEAVY:
+                flow.blocked.update(dict.fromkeys(rows, NEEDS_ALL))
             continue
         shape, dim = rows[0].aval.shape, flow.dims[rows[0]]
         known = {v: d for v in ins if v not in later and (d := _like(v, shape, dim.dim)) is not None}
         if any(flow.known.get(v, d) != d for v, d in known.items()) or (known and dim.per_row > 1):
+            flow.blocked.update(dict.fromkeys(rows, "its rows are merged"))
             continue
         dims = [None if isinstance(v, jex.Literal) else flow.dims.get(v, known.get(v)) for v in eqn.invars]
         try:
             out, _ = rule_of(eqn, dims, scan.length, shape, dim.dim)
-        except Dependent:
+        except Dependent as why:
+            if eqn.primitive.name not in _HEAVY:
+                flow.blocked.update(dict.fromkeys(rows, f"its update does not keep layers apart: {why}"))
             continue
         if any(d is None for d in out):
             continue

@@ -54,7 +54,17 @@ class Chunked:
         return f"{self.count} chunks of axis {self.axis}"
 
 
-Transfer = Whole | Chunked
+@dataclasses.dataclass(frozen=True)
+class InIterations:
+    """A slice that runs inside the scan that makes its gradients, a row in each iteration."""
+
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.count} rows, in the scan that makes their gradients"
+
+
+Transfer = Whole | Chunked | InIterations
 
 
 @dataclasses.dataclass(frozen=True)
