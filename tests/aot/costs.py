@@ -214,7 +214,7 @@ def _matmul(scope: Scope, op: Op) -> Matmul | None:
     elif op.opcode == "convolution" or target.startswith("__cudnn$conv"):
         flops = _convolution(op, target, lhs, rhs, out)
     elif target.startswith("__cudnn$fmha"):
-        # batch, tokens, heads, width; the backward pass multiplies five times, the forward pass twice
+        # batch, tokens, heads, width; multiplied five times backward, twice forward; masks save nothing
         flops = 2 * lhs.size * rhs.shape[1] * (5 if "Backward" in target else 2)
     else:
         return None

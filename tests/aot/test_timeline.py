@@ -264,3 +264,12 @@ def test_convolutions_multiply_no_padding_and_no_holes(line, products, monkeypat
     monkeypatch.setitem(simulated.CHIPS, "toy", dataclasses.replace(CHIP, hbm=math.inf))
     batch = ("%l = f32[16,256,32]{2,1,0} parameter(6)", "%r = f32[16,32,64]{2,1,0} parameter(7)")
     assert run(*MADE, f"%out = {OUT} parameter(5)", *batch, line).compute == pytest.approx(2 * products / FLOPS)
+
+
+@pytest.mark.parametrize(("target", "matmuls"), [("fmhaSoftmax", 2), ("fmhaSoftmaxBackward", 5)])
+def test_fused_attention(target, matmuls, monkeypatch):
+    """Of 4 heads of width 8, 16 tokens beside 32, twice. A mask saves nothing here."""
+    monkeypatch.setitem(simulated.CHIPS, "toy", dataclasses.replace(CHIP, hbm=math.inf))
+    q, k = (f"%{name} = bf16[2,{tokens},4,8]{{3,2,1,0}} parameter(6)" for name, tokens in (("q", 16), ("k", 32)))
+    out = f'%o = (bf16[2,16,4,8]{{3,1,2,0}}, u8[0]{{0}}) custom-call(%q, %k, %k), custom_call_target="__cudnn${target}"'
+    assert run(q, k, out).compute == pytest.approx(matmuls * 2 * (2 * 4 * 16 * 32 * 8) / (2 * FLOPS))
