@@ -58,14 +58,6 @@ class Moved:
     written: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """Between devices, bytes through each one's interconnect, by the usual rings."""
-
-    opcode: str
-    nbytes: float
-
-
 class Costs:
     def __init__(self, found: dict[str, list[Op]]) -> None:
         self.scopes = {name: Scope(ops) for name, ops in found.items()}
@@ -120,17 +112,13 @@ class Costs:
         return min(nbytes, total)
 
     def _written(self, scope: Scope, op: Op) -> list[Moved]:
-        body = self.body(op)
-        tuple_ = body.root if body and body.root and body.root.opcode == "tuple" else None
-        results = _results(op)
-        if body is None or tuple_ is None:
-            whole = (
-                [self._rows(scope, op, results[0], fused=False), *(a.nbytes for a in results[1:])] if results else []
-            )
+        body, results = self.body(op), _results(op)
+        if body is not None and body.root is not None and body.root.opcode == "tuple":
+            makers = [body.source(name) for name in body.root.operands]
+            rows = [self._rows(body, o, a, fused=True) for o, a in zip(makers, results, strict=False)]
         else:
-            makers = [body.source(name) for name in tuple_.operands]
-            whole = [self._rows(body, o, a, fused=True) for o, a in zip(makers, results, strict=False)]
-        return [Moved(array, n, True) for array, n in zip(results, whole, strict=False)]
+            rows = [self._rows(scope, op, a, fused=False) if a is results[0] else a.nbytes for a in results]
+        return [Moved(array, nbytes, True) for array, nbytes in zip(results, rows, strict=False)]
 
     def _rows(self, scope: Scope, op: Op | None, array: Array, *, fused: bool) -> int:
         """Of ``array``, which ``op`` makes, the bytes that it writes."""
@@ -147,10 +135,11 @@ class Costs:
             return self._rows(body, body.source(body.root.name), array, fused=True)
         return array.nbytes
 
-    def collective(self, scope: Scope, op: Op, devices: int) -> Collective | None:
-        """The collective that ``op`` is, starts or wraps, unless it stands beside a matmul.
+    def collective(self, scope: Scope, op: Op, devices: int) -> float | None:
+        """Bytes through each device's interconnect of the collective that ``op`` is, starts or wraps.
 
-        A TPU carries one on through fusions around matmuls, in which it stands again.
+        None where there is none, or where it stands beside a matmul: a TPU carries one on through fusions around
+        matmuls, in which it stands again.
         """
         opcode = op.opcode.removesuffix("-start")
         if re.fullmatch(_COLLECTIVE, opcode):
@@ -177,7 +166,8 @@ def _results(op: Op) -> list[Array]:
     return arrays(op.type.rpartition("), ")[2])[:1]  # ((operands), result, context)
 
 
-def _ring(scope: Scope, op: Op, opcode: str, devices: int) -> Collective:
+def _ring(scope: Scope, op: Op, opcode: str, devices: int) -> float:
+    """Bytes that each device sends where a collective goes round in a ring."""
     n = group_size(op, devices)
     nbytes = sum(array.nbytes for name in op.operands if (array := scope.array(name)))
     factor = {
@@ -186,7 +176,7 @@ def _ring(scope: Scope, op: Op, opcode: str, devices: int) -> Collective:
         "reduce-scatter": (n - 1) / n,
         "all-to-all": (n - 1) / n,
     }
-    return Collective(opcode, nbytes * factor.get(opcode, 1))
+    return nbytes * factor.get(opcode, 1)
 
 
 def group_size(op: Op, devices: int) -> int:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import jax.numpy as jnp
+import optax
 import pytest
 
+import jax_offload as jo
 from tests.aot import timeline as simulated
+from tests.aot.cases import measure_step
 from tests.aot.costs import group_size
+from tests.aot.harness import H200, MIB, V5E, require
 from tests.aot.hlo import Op
-from tests.aot.timeline import Chip, timeline
+from tests.aot.timeline import CHIPS, Chip, Program, Run, timeline
 
 # A 256×256 float32 is 2**18 bytes, and a matmul of two takes 2 * 256**3 operations.
 MATRIX, FLOPS = 2**18, 2 * 256**3
@@ -273,3 +278,29 @@ def test_fused_attention(target, matmuls, monkeypatch):
     q, k = (f"%{name} = bf16[2,{tokens},4,8]{{3,2,1,0}} parameter(6)" for name, tokens in (("q", 16), ("k", 32)))
     out = f'%o = (bf16[2,16,4,8]{{3,1,2,0}}, u8[0]{{0}}) custom-call(%q, %k, %k), custom_call_target="__cudnn${target}"'
     assert run(q, k, out).compute == pytest.approx(matmuls * 2 * (2 * 4 * 16 * 32 * 8) / (2 * FLOPS))
+
+
+@pytest.mark.parametrize(("target", "chip"), [(H200, "h200"), (V5E, "v5e")])
+def test_what_a_compiler_writes_is_understood(target, chip):
+    """Two matmuls a layer backward and one forward, in bfloat16, and all of the state over the link."""
+    require(target)
+    n, width, tokens = 3, 1024, 2048
+    shape = {"n_layers": n, "width": width, "batch": tokens, "dtype": jnp.bfloat16}
+    m = measure_step(target, jo.offload(optax.adamw(1e-3), min_bytes=0), stacked=True, **shape)
+    t = m.timeline(chip)
+    assert (t.loaded / MIB, t.stored / MIB) == (m.loaded, m.stored) and m.loaded >= n * width**2 * 4 / MIB
+    assert t.step == pytest.approx(t.compute + t.exposed) and t.collectives == 0
+    program = Program(m.text, CHIPS[chip])
+    flops = sum(
+        x.flops for scope in scopes_as_run(program) for op in scope.ops for x in program.costs.matmuls(scope, op)
+    )
+    # the first layer needs no gradient of what goes in, and the forward pass may be run again
+    assert (3 * n - 1) * 2 * tokens * width**2 <= flops <= 4 * n * 2 * tokens * width**2
+
+
+def scopes_as_run(program, name="ENTRY"):
+    """The computations that the program runs, each as often."""
+    yield program.costs.scopes[name]
+    for event in program.events(name):
+        for _ in range(event.times if isinstance(event, Run) else 0):
+            yield from scopes_as_run(program, event.name)

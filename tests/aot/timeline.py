@@ -131,8 +131,9 @@ class Program:
             return [Rename(op.operand, op.name)]
         if copy := started(op):
             return [self._copy(op.name, copy.loads, copy.nbytes)]
-        if collective := self.costs.collective(scope, op, self.devices):
-            return self._collective(op, collective.nbytes / self.chip.interconnect)
+        nbytes = self.costs.collective(scope, op, self.devices)
+        if nbytes is not None:
+            return self._collective(op, nbytes / self.chip.interconnect)
         return self._arithmetic(scope, op)
 
     def _calls(self, op: Op) -> list[Event]:
