@@ -160,6 +160,8 @@ def test_the_other_collectives(opcode, seconds):
     done = [f"%t = (({M}), {M}, u32[]) async-update(%s)", f"%u = {M} async-done(%t)"]
     m = run(start, DOT, *done, before=computation("%wrapped", line))
     assert (m.step, m.collectives, m.exposed_collectives) == pytest.approx((1, seconds, 0))
+    m = run(start, *done, DOT, before=computation("%wrapped", line))
+    assert (m.step, m.exposed_collectives) == pytest.approx((1 + seconds, seconds))
 
 
 def test_a_copy_runs_beside_a_collective():
@@ -203,6 +205,7 @@ STACKED = f"%stack = {STACK} parameter(3)"
         ([f"%n = {ROW} bitcast(%q)", f"ROOT %u = {STACK} dynamic-update-slice(%p, %n, %i, %i, %i)"], STACK, 2 * READ),
         ([f"ROOT %s = {ROW} dynamic-slice(%p, %i, %i, %i), dynamic_slice_sizes={{1,256,256}}"], ROW, 2 * READ),
         ([f"ROOT %s = {ROW} slice(%p), slice={{[0:1], [0:256], [0:256]}}"], ROW, 2 * READ),
+        ([f"%w = {STACK} bitcast(%p)", f"ROOT %s = {ROW} slice(%w), slice={{[0:1], [0:256], [0:256]}}"], ROW, 2 * READ),
         # its rows are read, changed and written back
         ([f"%s = {ROW} dynamic-slice(%p, %i, %i, %i)", f"%n = {ROW} negate(%s)",
           f"ROOT %u = {STACK} dynamic-update-slice(%p, %n, %i, %i, %i)"], STACK, 2 * READ),
