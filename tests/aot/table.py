@@ -165,9 +165,9 @@ def time() -> None:
             t = m.timeline(H200)
             resident = resident or t.step
             model = f"{'scanned' if stacked else 'unrolled'} | {'inside' if inner is CLIPPED else ''} | {way}"
-            exposed = f"{t.exposed_share:.2f}" if t.link else "–"
+            beside, exposed = (f"{t.step / resident - 1:+.0%}", f"{t.exposed_share:.2f}") if t.link else ("–", "–")
             print(
-                f"| {model} | {m.peak:.0f} | {1e3 * t.step:.0f} | {t.step / resident - 1:+.0%} | {exposed} |",
+                f"| {model} | {m.peak:.0f} | {1e3 * t.step:.0f} | {beside} | {exposed} |",
                 flush=True,
             )
     print(
