@@ -18,6 +18,7 @@ from benchmarks.jax_system import compiled_peak, nbytes, peak, profiled
 from benchmarks.recipe import usual_recipe
 from tests.aot import model
 from tests.aot.link import traffic
+from tests.aot.timeline import CHIPS, timeline
 
 ALONE = True  # the allocator's peak is a process's
 WARMUP, STEPS, TOY_STEPS = 3, 10, 2
@@ -39,9 +40,10 @@ def cases(toy: bool) -> list[str]:
     return found
 
 
-def predicted_step_seconds(text: str) -> float | None:
-    """The step's time by the scheduled program: nothing predicts it yet. Here a simulator of it is to be called."""
-    return None
+def predicted_step_seconds(text: str, device_kind: str) -> float | None:
+    """The step's time by the scheduled program, for a chip of which the model has speeds: a GH200 is no H200."""
+    chip = next((chip for chip in CHIPS if re.search(rf"\b{chip}\b", device_kind.lower())), None)
+    return timeline(text, chip).step if chip else None
 
 
 def initial(params: Any) -> Any:
@@ -60,14 +62,14 @@ def initial(params: Any) -> Any:
     return jax.tree.unflatten(treedef, [layers(k, p) for k, p in zip(keys, leaves, strict=True)])
 
 
-def prediction(compiled: Any, text: str, on_gpu: bool) -> dict[str, Any]:
+def prediction(compiled: Any, text: str, device: jax.Device, on_gpu: bool) -> dict[str, Any]:
     m = compiled.memory_analysis()
     fields = ("argument", "output", "alias", "temp", "host_argument", "host_output", "host_alias", "host_temp")
     moved = traffic(text)
     return {
         **{f"{name}_bytes": getattr(m, f"{name}_size_in_bytes") for name in fields},
         "peak_bytes": compiled_peak(m),
-        "step_seconds": predicted_step_seconds(text),
+        "step_seconds": predicted_step_seconds(text, device.device_kind),
         **({"loaded_bytes": moved.loaded, "stored_bytes": moved.stored, "duplex": moved.duplex} if on_gpu else {}),
     }
 
@@ -107,7 +109,7 @@ def run(name: str, toy: bool, programs: Path | None = None) -> dict[str, Any]:
     text = compiled.as_text()
     limit = (device.memory_stats() or {}).get("bytes_limit")
     about = {
-        "predicted": prediction(compiled, text, on_gpu),
+        "predicted": prediction(compiled, text, device, on_gpu),
         "program": keep(text, programs, name),
         "device": device.device_kind,
         "device_limit_bytes": limit,

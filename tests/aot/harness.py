@@ -25,6 +25,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from tests.aot.link import hidden, traffic
+from tests.aot.timeline import Timeline, timeline
 
 for _name, _value in {
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
@@ -87,6 +88,10 @@ class Measured:
         found["reduce-scatter"] += scattered
         found["all-reduce"] -= scattered
         return {name: times for name, times in found.items() if times > 0}
+
+    def timeline(self, chip: str) -> Timeline:
+        """What a model says of the step's time on ``chip``, a name in ``timeline.CHIPS``."""
+        return timeline(self.text, chip)
 
 
 def measure(

@@ -9,84 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-_ITEMSIZE = dict(f64=8, s64=8, f32=4, s32=4, u32=4, bf16=2, f16=2, s16=2, u16=2, s8=1, u8=1, pred=1)
-_ITEMSIZE |= dict(f8e4m3fn=1, f8e5m2=1)
-_HOST = "S(5)"  # XLA's number for the host's memory space
-_OP = re.compile(r"\s+(?:ROOT )?%([\w.\-]+) = (\(?.*?) ([\w\-]+)\((.*)")
-
-
-@dataclasses.dataclass(frozen=True)
-class Op:
-    """A line of scheduled HLO."""
-
-    name: str
-    type: str
-    opcode: str
-    rest: str
-
-    @property
-    def operand(self) -> str:
-        found = re.match(r"%([\w.\-]+)", self.rest)
-        return found[1] if found else ""
-
-    def called(self, attribute: str) -> str:
-        found = re.search(attribute + r"=%([\w.\-]+)", self.rest)
-        return found[1] if found else ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Copy:
-    """A copy between host and device: which way, and bytes."""
-
-    loads: bool
-    nbytes: int
-
-
-def computations(text: str) -> dict[str, list[Op]]:
-    """The computations of a module as lists of operations; the entry is called ``ENTRY``."""
-    found: dict[str, list[Op]] = {}
-    ops: list[Op] = []
-    for line in text.splitlines():
-        if re.match(r"(ENTRY )?%[\w.\-]+ \(", line):
-            name = "ENTRY" if line.startswith("ENTRY") else line[1 : line.index(" ")]
-            ops = found[name] = []
-        elif op := _OP.match(re.sub(r", metadata=\{[^}]*\}", "", line)):
-            ops.append(Op(*op.groups()))
-    return found
-
-
-def arrays(hlo_type: str) -> list[tuple[int, bool]]:
-    """Bytes of the arrays in a type, and whether they are on the host."""
-    found = re.findall(r"(\w+)\[([\d,]*)\](\{[^}]*\})?", hlo_type)
-    sizes = [_ITEMSIZE.get(dtype, 4) for dtype, _, _ in found]
-    for k, (_, dims, _) in enumerate(found):
-        for d in filter(None, dims.split(",")):
-            sizes[k] *= int(d)
-    return [(size, _HOST in layout) for size, (_, _, layout) in zip(sizes, found, strict=True)]
-
-
-def started(op: Op) -> Copy | None:
-    """The copy between host and device that ``op`` starts."""
-    if not op.opcode.endswith("-start"):
-        return None
-    if op.opcode == "copy-start":  # (to, from, context)
-        (size, to_host), (_, from_host), *_ = arrays(op.type)
-        return Copy(from_host, size) if to_host != from_host else None
-    operands, _, results = op.type.rpartition("), ")  # ((operands), result, context)
-    if not any(host for _, host in arrays(op.type)):
-        return None
-    (size, to_host), *_ = arrays(results)
-    if not to_host:
-        return Copy(True, size)
-    return Copy(False, max((size for size, host in arrays(operands) if not host), default=0))
-
-
-def _trips(loop: Op, condition: list[Op]) -> int:
-    """How often a loop runs: as XLA says or, on a TPU, the number that its counter, from 0 on, is compared with."""
-    if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
-        return int(known[1])
-    bounds = [int(op.rest.split(")")[0]) for op in condition if op.opcode == "constant" and op.type.startswith("s32[]")]
-    return max(bounds, default=1)
+from tests.aot.hlo import Copy, Op, computations, started, trips
 
 
 @dataclasses.dataclass
@@ -111,7 +34,7 @@ class Link:
             elif op.opcode.endswith("-done") and op.operand in ends:
                 self.now = max(self.now, ends.pop(op.operand))
             elif op.opcode == "while":
-                for _ in range(_trips(op, found[op.called("condition")])):
+                for _ in range(trips(op, found[op.called("condition")])):
                     self.run(found[op.called("body")], found)
             elif op.opcode == "call":
                 self.run(found[op.called("to_apply")], found)

@@ -10,7 +10,7 @@ import pytest
 import jax_offload as jo
 from tests.aot.cases import measure_step
 from tests.aot.harness import H200, MIB, V5E, require
-from tests.aot.link import computations
+from tests.aot.hlo import computations
 
 ADAMW = optax.adamw(1e-3)
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)

@@ -160,6 +160,13 @@ def test_scheduled_programs_are_kept(tmp_path):
     assert gzip.decompress((tmp_path / "programs" / name).read_bytes()) == b"HloModule"
 
 
+def test_a_steps_time_is_predicted_where_the_model_knows_the_chip():
+    text = "HloModule m\n\nENTRY %main (a: f32[1000,1000]) -> f32[1000,1000] {\n"
+    text += "  %a = f32[1000,1000]{1,0} parameter(0)\n  %b = f32[1000,1000]{1,0} negate(%a)\n}\n"
+    assert steps.predicted_step_seconds(text, "NVIDIA H200") == pytest.approx(2e-6)  # 8 MB at 4 TB/s
+    assert steps.predicted_step_seconds(text, "NVIDIA GH200 480GB") is None
+
+
 def test_rows_differ_only_where_they_say():
     names = steps.cases(False)
     assert len([n for n in names if n.endswith("; offloaded")]) == len(steps.ROWS) == 5
