@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex
 
+from jax_offload._base.arrays import is_array
 from jax_offload._base.donation import guarded
 from jax_offload._base.jaxprs import jax_fun, scan_of
 from jax_offload._emit.in_scan import scanned
@@ -21,19 +23,24 @@ from jax_offload._plan.in_scan import InScan, in_scan
 from jax_offload._plan.moves import moves_of
 
 
-def rewritten(step: Callable[..., Any]) -> Callable[..., Any]:
-    """``step``, its updates inside the scans that make their gradients, where that can be."""
+def whole(step: Callable[..., Any]) -> Callable[..., Any]:
+    """``step``, to be traced by ``jit``, with its updates inside the scans that make their gradients."""
 
+    @functools.wraps(step)
     def run(*args: Any, **kwargs: Any) -> Any:
         leaves, treedef = jax.tree.flatten((args, kwargs))
+        arrays = [k for k, x in enumerate(leaves) if is_array(x)]
+        if len(arrays) < len(leaves) and any(hasattr(x, "dtype") for x in leaves if not is_array(x)):
+            return step(*args, **kwargs)  # mutable arrays
 
-        def on_leaves(*leaves: Any) -> Any:
-            args, kwargs = jax.tree.unflatten(treedef, leaves)
+        def on_arrays(*values: Any) -> Any:
+            filled = dict(enumerate(leaves)) | dict(zip(arrays, values, strict=True))
+            args, kwargs = jax.tree.unflatten(treedef, filled.values())
             return step(*args, **kwargs)
 
-        closed, shapes = jax.make_jaxpr(on_leaves, return_shape=True)(*leaves)
-        results = emitted(closed, leaves)
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+        given = [leaves[k] for k in arrays]
+        closed, shapes = jax.make_jaxpr(on_arrays, return_shape=True)(*given)
+        return jax.tree.unflatten(jax.tree.structure(shapes), emitted(closed, given))
 
     return run
 

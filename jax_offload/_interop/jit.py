@@ -9,38 +9,82 @@ from typing import Any
 import jax
 
 from jax_offload._base.donation import guarded
+from jax_offload._base.memory import under_jit
+from jax_offload._interop.xla_options import compiler_options
+from jax_offload._whole import whole
 
 
 def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """``jax.jit`` for a step with host memory in it, whoever moves it there: no donated buffer crosses memory kinds.
+    """``jax.jit`` for a training step: it sees the whole step, and hides transfers in its scans.
 
-    A step that calls ``update``, ``update_params`` or ``init`` of an ``offload`` is as safe with plain ``jax.jit``.
-    This one also covers functions in which only others move, or that hand a state on: the ``call`` of an exported
-    step, a copy of the parameters beside the state.
+    Where a ``lax.scan`` makes the gradients of stacked layers, their update runs inside that scan, each layer's as soon
+    as its gradient is there, while the state of its neighbours moves. The stacked gradients then never exist. Numbers
+    are those of the plain step. What needs all gradients first (clipping by their norm) is updated after the scan, as
+    under ``jax.jit``; ``jax_offload.placement(step, *args)`` says what is updated where, and why.
+
+    It sets ``jax_offload.compiler_options`` for the default backend, unless ``compiler_options`` are given. And no
+    donated buffer crosses memory kinds, whoever moves something there. A step that calls ``update``,
+    ``update_params`` or ``init`` is as safe with plain ``jax.jit``; this one also covers functions that only hand a
+    state on: the ``call`` of an exported step, a copy of the parameters beside the state.
 
     Args:
       fun: the function; where it is left out, a decorator is returned.
       **options: ``jax.jit``'s.
 
     Returns:
-      What ``jax.jit`` returns.
+      The step, with the methods of what ``jax.jit`` returns.
 
     Example:
-      >>> import functools, jax, jax.numpy as jnp, optax, jax_offload as jo
-      >>> params = jax.device_put(jnp.ones((256, 256)), jax.devices()[0])
-      >>> state = jo.offload(optax.adamw(1e-3)).init(params)
-      >>> @functools.partial(jo.jit, donate_argnames="state")
-      ... def reset(params, state):
-      ...     return params, jax.tree.map(lambda x: x, state)
-      >>> params, state = reset(params, state)
+      >>> import jax, jax.numpy as jnp, optax, jax_offload as jo
+      >>> layers = jax.device_put(jnp.full((4, 256, 256), 0.01), jax.devices()[0])
+      >>> tx = jo.offload(optax.adamw(1e-3))
+      >>> def loss(layers, x):
+      ...     return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, layers)[0].sum()
+      >>> step = jo.jit(lambda p, s, x: jo.update_params(tx, jax.grad(loss)(p, x), s, p), donate_argnums=(0, 1))
+      >>> layers, state = step(layers, tx.init(layers), jnp.ones((8, 256)))
       >>> state[0].mu.sharding.memory_kind
       'pinned_host'
     """
     if fun is None:
         return functools.partial(jit, **options)
+    return Jitted(fun, options)
 
-    @functools.wraps(fun)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        return guarded(fun(*args, **kwargs), (args, kwargs))
 
-    return jax.jit(step, **options)
+class Jitted:
+    """A step under ``jax.jit``, made when it is first needed: before, jax may not ask which backend there is.
+
+    Inside of another ``jit`` it is plain: jax takes ``compiler_options`` from the outermost only.
+    """
+
+    def __init__(self, fun: Callable[..., Any], options: dict[str, Any]):
+        functools.update_wrapper(self, fun)
+        self._options = options
+
+    @functools.cached_property
+    def _step(self) -> Callable[..., Any]:
+        step = whole(self.__wrapped__)
+
+        @functools.wraps(self.__wrapped__)
+        def guarded_step(*args: Any, **kwargs: Any) -> Any:
+            return guarded(step(*args, **kwargs), (args, kwargs))
+
+        return guarded_step
+
+    @functools.cached_property
+    def _inner(self) -> Any:
+        return jax.jit(self._step, **{k: v for k, v in self._options.items() if k != "compiler_options"})
+
+    @functools.cached_property
+    def _jitted(self) -> Any:
+        return jax.jit(self._step, **{"compiler_options": compiler_options(jax.default_backend()) or None} | self._options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (self._inner if under_jit() else self._jitted)(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._jitted, name)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
