@@ -9,17 +9,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence, Set
-from typing import Any
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import partial_eval as pe
 
+from jax_offload._base.jaxprs import (
+    Atom,
+    Aval,
+    ClosedJaxpr,
+    Equation,
+    Literal,
+    Var,
+    branches_of,
+    closed,
+    closed_like,
+    without_dead_code,
+)
 from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.masks import forward
-from jax_offload._ir.program import Program, Var, flat
+from jax_offload._ir.program import Program, flat
 
 
 def scalars_hoisted(program: Program) -> Program:
@@ -28,15 +37,16 @@ def scalars_hoisted(program: Program) -> Program:
     return dataclasses.replace(program, eqns=eqns)
 
 
-def _ahead(eqns: Sequence[Any], on_host: Set[Var]) -> list[Any]:
+def _ahead(eqns: Sequence[Equation], on_host: Set[Var]) -> list[Equation]:
     """``eqns`` with such ``cond``s split; ``on_host``: the inputs that must be loaded."""
     if not any(eqn.primitive.name == "cond" for eqn in eqns):
         return list(eqns)
-    waiting, result = list(reversed(eqns)), []
+    waiting = list(reversed(eqns))
+    result: list[Equation] = []
     needs = dict.fromkeys(on_host, 1)
     while waiting:
         eqn = waiting.pop()
-        dependent = [not isinstance(v, jex.Literal) and bool(needs.get(v, 0)) for v in eqn.invars]
+        dependent = [not isinstance(v, Literal) and bool(needs.get(v, 0)) for v in eqn.invars]
         if eqn.primitive.name == "cond" and any(dependent) and not eqn.effects and not dependent[0]:
             ahead, *rest = _split(eqn, dependent[1:])
             waiting += rest  # which may have more numbers, of those that are ahead now
@@ -46,10 +56,11 @@ def _ahead(eqns: Sequence[Any], on_host: Set[Var]) -> list[Any]:
     return result
 
 
-def _split(eqn: Any, dependent: Sequence[bool]) -> list[Any]:
+def _split(eqn: Equation, dependent: Sequence[bool]) -> list[Equation]:
     """A ``cond`` for the numbers of all branches, if there are any, and one that is given them."""
-    branches, found = [], []
-    for branch in eqn.params["branches"]:
+    branches: list[Program] = []
+    found: list[list[Var]] = []
+    for branch in branches_of(eqn):
         program = flat(branch)
         if program.consts:
             return [eqn]
@@ -59,12 +70,13 @@ def _split(eqn: Any, dependent: Sequence[bool]) -> list[Any]:
         found.append(_numbers(program, given))
     if not any(found):
         return [eqn]
-    numbers = [jex.Var(v.aval) for vs in found for v in vs]
-    ahead, rest = [], []
-    for k, (branch, program) in enumerate(zip(eqn.params["branches"], branches, strict=True)):
+    numbers = [Var(v.aval) for vs in found for v in vs]
+    ahead: list[ClosedJaxpr] = []
+    rest: list[ClosedJaxpr] = []
+    for k, (branch, program) in enumerate(zip(branches_of(eqn), branches, strict=True)):
         own = [(v, i == k) for i, vs in enumerate(found) for v in vs]
-        results = [v if mine else jex.Literal(np.zeros((), v.aval.dtype), v.aval) for v, mine in own]
-        names = [v if mine else jex.Var(v.aval) for v, mine in own]
+        results = [v if mine else Literal(np.zeros((), v.aval.dtype), v.aval) for v, mine in own]
+        names = [v if mine else Var(v.aval) for v, mine in own]
         made = set(found[k])
         others = [e for e in program.eqns if made.isdisjoint(e.outvars)]
         ahead.append(_closed(branch, program.inputs, program.eqns, results))
@@ -86,11 +98,11 @@ def _numbers(program: Program, given: Set[Var]) -> list[Var]:
     parts: dict[Var, int] = {}  # what depends on a part that is made now
     wholes: dict[Var, int] = {}  # what depends on a number made of numbers
     made: list[Var] = []
-    used: set[Var] = {v for v in program.outputs if not isinstance(v, jex.Literal)}
+    used: set[Var] = {v for v in program.outputs if not isinstance(v, Literal)}
     for eqn in program.eqns:
         for env in loaded, arrays, parts, wholes:
             env.update(zip(eqn.outvars, forward(eqn, env), strict=True))
-        operands = [v for v in eqn.invars if not isinstance(v, jex.Literal)]
+        operands = [v for v in eqn.invars if not isinstance(v, Literal)]
         number = eqn.outvars[0] if len(eqn.outvars) == 1 else None  # a nested cond may be left with no result
         if number is None or not _is_number(number.aval) or (not arrays[number] and not loaded[number]):
             used.update(operands)
@@ -108,12 +120,10 @@ def _numbers(program: Program, given: Set[Var]) -> list[Var]:
     return [v for v in made if v in used]
 
 
-def _is_number(aval: Any) -> bool:
+def _is_number(aval: Aval) -> bool:
     return aval.shape == () and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)  # keys are not
 
 
-def _closed(like: Any, inputs: list[Var], eqns: list[Any], outputs: list[Any]) -> Any:
-    debug_info = like.jaxpr.debug_info._replace(arg_names=None, result_paths=None)
-    jaxpr = jex.Jaxpr([], inputs, outputs, eqns, like.jaxpr.effects, debug_info)
-    jaxpr, _ = pe.dce_jaxpr(jaxpr, [True] * len(outputs), instantiate=True)
-    return jex.ClosedJaxpr(jaxpr, ())  # pyright: ignore[reportPrivateImportUsage]
+def _closed(like: ClosedJaxpr, inputs: list[Var], eqns: list[Equation], outputs: Sequence[Atom]) -> ClosedJaxpr:
+    jaxpr, _ = without_dead_code(closed_like(like, inputs, eqns, outputs).jaxpr, keep_inputs=True)
+    return closed(jaxpr)

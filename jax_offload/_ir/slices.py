@@ -12,17 +12,29 @@ import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
-import jax.extend.core as jex
-from jax.interpreters import partial_eval as pe
 from jax.sharding import NamedSharding
 
 from jax_offload._base.arrays import nbytes
+from jax_offload._base.jaxprs import (
+    DebugInfo,
+    DropVar,
+    Effects,
+    Equation,
+    Jaxpr,
+    Literal,
+    Var,
+    closed,
+    holds_equations,
+    jax_fun,
+    nameless,
+    without_dead_code,
+)
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.shardings import Shards
 from jax_offload._ir.masks import Mask, backward, forward, groups, union
 from jax_offload._ir.primitives import ELEMENTWISE, REDUCE
-from jax_offload._ir.program import Program, Var
-from jax_offload._ir.shares import Shares, holds_equations
+from jax_offload._ir.program import Program
+from jax_offload._ir.shares import Shares
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +47,13 @@ class Slice:
 
     inputs: list[Var]
     outputs: list[Var]
-    jaxpr: Any
-    shards: Mapping[Var, Shards] = dataclasses.field(default_factory=dict)
+    jaxpr: Jaxpr
+    shards: Mapping[Var, Shards] = dataclasses.field(default_factory=dict[Var, Shards])
 
     @property
     def run(self) -> Callable[..., list[Any]]:
         """``run(*inputs) -> outputs``, all at once."""
-        return jex.jaxpr_as_fun(jex.ClosedJaxpr(self.jaxpr, ()))  # pyright: ignore[reportPrivateImportUsage]
+        return jax_fun(closed(self.jaxpr))
 
     @property
     def loads(self) -> list[Var]:
@@ -93,7 +105,7 @@ def joined(a: Slice, b: Slice) -> Slice:
     inputs, outputs = (list(dict.fromkeys([*u, *v])) for u, v in ((a.inputs, b.inputs), (a.outputs, b.outputs)))
     made = {v for eqn in a.jaxpr.eqns for v in eqn.outvars}
     eqns = [*a.jaxpr.eqns, *(eqn for eqn in b.jaxpr.eqns if not made.issuperset(eqn.outvars))]  # both may make a scale
-    jaxpr = jex.Jaxpr([], inputs, outputs, eqns, a.jaxpr.effects, a.jaxpr.debug_info)
+    jaxpr = Jaxpr([], inputs, outputs, eqns, a.jaxpr.effects, a.jaxpr.debug_info)
     return Slice(inputs, outputs, jaxpr, a.shards)
 
 
@@ -128,14 +140,14 @@ def cut(program: Program, scalars_apart: bool) -> list[Pass]:
     # leaf is stored in the last pass: until then its old value is needed.
     last = max(stage.values(), default=0)
     inputs = set(program.inputs)
-    results = {v: None for v in program.outputs if not isinstance(v, jex.Literal) and v not in inputs}
-    roots = [(v, mask, at) for v, (mask, at) in numbers.items()]
+    results = {v: None for v in program.outputs if not isinstance(v, Literal) and v not in inputs}
+    roots: list[tuple[Var | int, Mask, int]] = [(v, mask, at) for v, (mask, at) in numbers.items()]
     roots += [(v, needs_host[v], last if needs_host[v] else stage[v]) for v in results if v not in numbers]
     for eqn in (eqn for eqn in program.eqns if eqn.effects):
-        operands = [v for v in eqn.invars if not isinstance(v, jex.Literal)]
+        operands = [v for v in eqn.invars if not isinstance(v, Literal)]
         mask = union(needs_host.get(v, 0) for v in operands)
         roots.append((id(eqn), mask, last if mask else max((stage.get(v, 0) for v in operands), default=0)))
-    parts: dict[Any, int] = {}  # root -> the number of its part: preludes 0..last, then the slices
+    parts: dict[Var | int, int] = {}  # root -> the number of its part: preludes 0..last, then the slices
     stages_of = list(range(last + 1))
     for at in range(last + 1):
         here = [(root, mask) for root, mask, s in roots if s == at]
@@ -146,11 +158,11 @@ def cut(program: Program, scalars_apart: bool) -> list[Pass]:
     # Backward: who needs what. A variable that one part provides to others is that part's result.
     needed_by: dict[Var, Mask] = {v: 1 << parts[v] for v in results}
     provider: dict[Var, int] = {}
-    members: list[list[Any]] = [[] for _ in stages_of]
+    members: list[list[Equation]] = [[] for _ in stages_of]
     shares = Shares()
     for eqn in reversed(program.eqns):
         effect = 1 << parts[id(eqn)] if id(eqn) in parts else 0
-        needs = [0 if isinstance(v, jex.DropVar) else needed_by.get(v, 0) for v in eqn.outvars]
+        needs = [0 if isinstance(v, DropVar) else needed_by.get(v, 0) for v in eqn.outvars]
         for k, v in enumerate(eqn.outvars):
             shared = needs[k] & ((2 << last) - 1) or needs[k].bit_count() > 1
             again = eqn.primitive.name in ELEMENTWISE  # cheaper made anew than kept, as an array, between its uses
@@ -161,7 +173,7 @@ def cut(program: Program, scalars_apart: bool) -> list[Pass]:
         for part, share in shares.of(eqn, needs, effect).items():
             members[part].append(share)
         for v, mask in zip(eqn.invars, backward(eqn, needs, effect), strict=True):
-            if not isinstance(v, jex.Literal):
+            if not isinstance(v, Literal):
                 needed_by[v] = needed_by.get(v, 0) | mask
 
     outputs: list[dict[Var, None]] = [{} for _ in stages_of]
@@ -191,7 +203,7 @@ def cut(program: Program, scalars_apart: bool) -> list[Pass]:
     ]
 
 
-def _is_summary(eqn: Any, summaries: Set[Var]) -> bool:
+def _is_summary(eqn: Equation, summaries: Set[Var]) -> bool:
     """Whether its result is a reduction over all rows of an array, small beside it, or arithmetic on such."""
     name = eqn.primitive.name
     if name in REDUCE:
@@ -204,18 +216,18 @@ def _is_summary(eqn: Any, summaries: Set[Var]) -> bool:
     out = eqn.outvars[0].aval
     arrays = [v for v in eqn.invars if v.aval.shape]
     return bool(arrays) and all(
-        not isinstance(v, jex.Literal) and v in summaries and math.prod(v.aval.shape) == math.prod(out.shape)
+        not isinstance(v, Literal) and v in summaries and math.prod(v.aval.shape) == math.prod(out.shape)
         for v in arrays
     )
 
 
 def slice_of(
-    eqns: list[Any],
+    eqns: list[Equation],
     outputs: list[Var],
-    debug_info: Any,
+    debug_info: DebugInfo,
     shards: Mapping[Var, Shards],
     given: Set[Var] = frozenset(),
-    can_be_cut: Callable[[Any], bool] = holds_equations,
+    can_be_cut: Callable[[Equation], bool] = holds_equations,
 ) -> Slice:
     """The slice of some equations and results.
 
@@ -226,21 +238,20 @@ def slice_of(
       can_be_cut: whether an equation may hold what its results do not need.
     """
     made = {v for eqn in eqns for v in eqn.outvars} - given
-    read = [v for vs in [*(eqn.invars for eqn in eqns), outputs] for v in vs if not isinstance(v, jex.Literal)]
+    read = [v for vs in [*(eqn.invars for eqn in eqns), outputs] for v in vs if not isinstance(v, Literal)]
     inputs = list(dict.fromkeys(v for v in read if v not in made))
     # an equation of which only some results are wanted (a cond) may still name the others: let dce cut inside it
     eqns = [_without(eqn, given) for eqn in eqns]
-    effects = frozenset().union(*(eqn.effects for eqn in eqns))
-    nameless = debug_info._replace(arg_names=None, result_paths=None)  # the names are the program's
-    jaxpr = jex.Jaxpr([], inputs, outputs, eqns, effects, nameless)
+    effects: Effects = frozenset[Any]().union(*(eqn.effects for eqn in eqns))
+    jaxpr = Jaxpr([], inputs, outputs, eqns, effects, nameless(debug_info))  # the names are the program's
     if any(map(can_be_cut, eqns)):
-        jaxpr, used = pe.dce_jaxpr(jaxpr, [True] * len(outputs))
+        jaxpr, used = without_dead_code(jaxpr)
         inputs = [v for v, u in zip(inputs, used, strict=True) if u]
     return Slice(inputs, outputs, jaxpr, shards)
 
 
-def _without(eqn: Any, given: Set[Var]) -> Any:
+def _without(eqn: Equation, given: Set[Var]) -> Equation:
     """``eqn`` without the results that are given already, so that a slice does not define one of its inputs."""
     if not any(v in given for v in eqn.outvars):
         return eqn
-    return eqn.replace(outvars=[jex.Var(v.aval) if v in given else v for v in eqn.outvars])
+    return eqn.replace(outvars=[Var(v.aval) if v in given else v for v in eqn.outvars])

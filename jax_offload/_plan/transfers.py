@@ -87,8 +87,9 @@ def buffers(s: Slice, reuse: Mapping[Var, Var]) -> list[Var | None]:
     found: list[Var | None] = []
     for v in s.outputs:
         old = reuse.get(v)
-        if old not in s.inputs or old in taken or old is None or not _same_type(old.aval, v.aval):
-            old = None
+        if old is None or old not in s.inputs or old in taken or not _same_type(old.aval, v.aval):
+            found.append(None)
+            continue
         found.append(old)
         taken.add(old)
     return found
