@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_offload._base.arrays import nbytes
+from jax_offload._base.jaxprs import Var
 from jax_offload._base.memory import is_host_aval
-from jax_offload._ir.program import Program, Var
+from jax_offload._ir.program import Program
 from jax_offload._ir.slices import Pass, Slice, cut, joined, repeats_effects
 from jax_offload._plan.plan import Plan, Planned, PlannedPass, Whole, Window
 from jax_offload._plan.transfers import buffers, transfer_of
@@ -179,7 +180,8 @@ def _scheduled(
     """
     slices = sorted(planned, key=lambda p: min(map(rank, p.slice.loads), default=0))
     sizes = [p.bytes_in_flight for p in slices]
-    found, done = [], 0
+    found: list[Planned] = []
+    done = 0
     for k, p in enumerate(slices):
         stored = _must_be_back(sizes, k, p.window.nbytes)
         done = max(done, stored + 1)
