@@ -78,7 +78,7 @@ def flat(closed: ClosedJaxpr, *, any_jit: bool = False) -> Program:
 
 def _without_round_trips(program: Program) -> Program:
     """What is loaded and stored again untouched, or stored and loaded, is what it was: nothing moves."""
-    moved_from: dict[Atom, Atom] = {}  # result of a move between memories -> what it was
+    moved_from: dict[Var, Atom] = {}  # result of a move between memories -> what it was
     same: dict[Var, Atom] = {}
 
     def read(v: Atom) -> Atom:
@@ -89,7 +89,7 @@ def _without_round_trips(program: Program) -> Program:
         ins = [read(v) for v in eqn.invars]
         if _is_move(eqn):
             (out,) = eqn.outvars
-            moved_from[out] = origin = moved_from.get(ins[0], ins[0])
+            moved_from[out] = origin = ins[0] if isinstance(ins[0], Literal) else moved_from.get(ins[0], ins[0])
             if not isinstance(origin, Literal) and origin.aval == out.aval and origin is not ins[0]:
                 same[out] = origin
                 continue
