@@ -1,4 +1,4 @@
-"""A slice's equations without the loads and stores at its edges, so that a loop can load ahead of the update."""
+"""A slice's equations without its loads and stores, so that a loop can load ahead of the update."""
 
 from __future__ import annotations
 

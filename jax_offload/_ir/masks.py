@@ -11,7 +11,7 @@ Join = Callable[[Iterable[int]], int]
 
 
 def _nested(eqn: Equation) -> list[Jaxpr]:
-    """The jaxprs of ``cond`` and calls, into which ``partial_eval.dce_jaxpr`` cuts. Loops count as a whole."""
+    """The jaxprs of ``cond`` and calls, into which ``partial_eval.dce_jaxpr`` cuts. A loop counts as one equation."""
     if eqn.primitive.name == "cond":
         return [branch.jaxpr for branch in branches_of(eqn)]
     if eqn.primitive.name in ("jit", "pjit", "closed_call", "custom_jvp_call"):
@@ -25,7 +25,7 @@ def forward(eqn: Equation, env: Mapping[Var, int], join: Join | None = None) -> 
     ins = [0 if isinstance(v, Literal) else env.get(v, 0) for v in eqn.invars]
     if not (nested := _nested(eqn)):
         return [join(ins)] * len(eqn.outvars)
-    # Through the equations inside, not from a set of operands for each result: in a cond around a whole update those
+    # Through the equations inside, not from a set of operands for each result: in a cond around all of an update those
     # sets together grow with the square of the leaves.
     common = len(ins) - len(nested[0].invars)  # a cond's index
     found = [_forward_through(jaxpr, ins[common:], join) for jaxpr in nested]
@@ -78,11 +78,11 @@ def groups(masks: Sequence[Mask]) -> list[int]:
             parent[i] = i = parent[parent[i]]
         return i
 
-    seen = 0
+    known = 0
     for mask in masks:
-        # New bits once, and of those seen before one of each group: many masks may share most of their bits.
-        new, old = mask & ~seen, mask & seen
-        seen |= mask
+        # Each new bit is visited, but of the known ones only one of each group: many masks may share most bits.
+        new, old = mask & ~known, mask & known
+        known |= mask
         roots: list[int] = []
         while old:
             roots.append(find(next(bits(old))))

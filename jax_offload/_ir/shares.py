@@ -30,7 +30,10 @@ Branches = tuple[ClosedJaxpr, ...]
 
 
 class Shares:
-    """Divides equations. Shares that do the same get the same branches, so that slices of them can be told alike."""
+    """The shares that slices have in equations.
+
+    Shares that do the same get the same branches, by which ``_emit/deduplicate`` finds slices that do the same.
+    """
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Branches] = {}
@@ -40,19 +43,19 @@ class Shares:
         """For each slice that needs some of an equation's results, or its effect, what it needs of the equation.
 
         Args:
-          eqn: an equation; what is not a ``cond``, or has an effect, is needed as a whole.
+          eqn: an equation; what is not a ``cond``, or has an effect, is not divided.
           needs: for each result the numbers of the slices that need it.
           effect: the numbers of those that need its effect.
         """
         slices = union(needs) | effect
-        whole = dict.fromkeys(bits(slices), eqn)
-        return whole if len(whole) < 2 else self._divided(eqn, needs) or whole
+        undivided = dict.fromkeys(bits(slices), eqn)
+        return undivided if len(undivided) < 2 else self._of_cond(eqn, needs) or undivided
 
     def can_be_cut(self, eqn: Equation) -> bool:
         """Whether an equation may hold what its results do not need: a share does not, unless what is in it does."""
         return holds_equations(eqn) and id(eqn.params.get("branches")) not in self._least
 
-    def _divided(self, eqn: Equation, needs: Sequence[Mask]) -> dict[int, Equation]:
+    def _of_cond(self, eqn: Equation, needs: Sequence[Mask]) -> dict[int, Equation]:
         if eqn.primitive.name != "cond" or eqn.effects:
             return {}
         programs = [flat(branch) for branch in branches_of(eqn)]
@@ -80,7 +83,7 @@ class Shares:
         inside, wanted = needs_of(program.inputs, program.eqns, program.outputs, needs)
         eqns: dict[int, list[Equation]] = {k: [] for k in bits(union(needs))}
         for eqn, masks in zip(program.eqns, inside, strict=True):
-            shares = self._divided(eqn, masks) or dict.fromkeys(bits(union(masks)), eqn)
+            shares = self._of_cond(eqn, masks) or dict.fromkeys(bits(union(masks)), eqn)
             for k, share in shares.items():
                 eqns[k].append(share)
         return eqns, wanted

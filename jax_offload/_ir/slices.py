@@ -1,6 +1,6 @@
 """What each part of a traced update depends on: the update, cut into slices that need few host leaves each.
 
-The update of an optimizer is traced once, as the *usual recipe*: every host leaf loaded, the whole update, every host
+The update of an optimizer is traced once, as the *usual recipe*: every host leaf loaded, all of the update, every host
 leaf stored. A slice is what remains of it for some results: for AdamW, one parameter's update and moments, with the
 loads and stores of just these. No optimizer is known by name; whatever its equations say holds.
 """
@@ -103,8 +103,9 @@ class Pass:
 def joined(a: Slice, b: Slice) -> Slice:
     """Both slices as one. They have no effects: what has is not put into a loop."""
     inputs, outputs = (list(dict.fromkeys([*u, *v])) for u, v in ((a.inputs, b.inputs), (a.outputs, b.outputs)))
-    made = {v for eqn in a.jaxpr.eqns for v in eqn.outvars}
-    eqns = [*a.jaxpr.eqns, *(eqn for eqn in b.jaxpr.eqns if not made.issuperset(eqn.outvars))]  # both may make a scale
+    defined = {v for eqn in a.jaxpr.eqns for v in eqn.outvars}
+    # Both may compute a scale.
+    eqns = [*a.jaxpr.eqns, *(eqn for eqn in b.jaxpr.eqns if not defined.issuperset(eqn.outvars))]
     jaxpr = Jaxpr([], inputs, outputs, eqns, a.jaxpr.effects, a.jaxpr.debug_info)
     return Slice(inputs, outputs, jaxpr, a.shards)
 
@@ -113,18 +114,18 @@ def cut(program: Program, scalars_apart: bool) -> list[Pass]:
     """The program as passes over the host leaves, in slices.
 
     Two results belong to one slice where they need a host leaf in common: then loading it once serves both. What needs
-    no host leaf and serves several slices, or is a number (a learning rate, the gradients' norm), or a few numbers of
-    all rows (``adaptive_grad_clip``'s norm of each column: it would keep the rows together), belongs to the prelude,
-    but elementwise arithmetic: each slice does its own.
+    no host leaf belongs to the prelude if it serves several slices, is a scalar (a learning rate, the gradients' norm),
+    or summarises all rows (``adaptive_grad_clip``'s norm of each column: it would keep the rows together). Elementwise
+    arithmetic on arrays does not, though several slices need it: each does its own.
 
-    Where a number is reduced from the leaves of many parameters (a norm over accumulated gradients, prodigy's sums), or
+    Where a scalar is reduced from the leaves of many parameters (a norm over accumulated gradients, prodigy's sums), or
     from all rows of one (LAMB's trust ratio), everything that uses it needs all of them at once. ``scalars_apart``
-    makes such a number a result of its own, one pass ahead: each leaf, or chunk of it, is loaded for its part of the
-    number, and once more for what uses that.
+    makes such a scalar a result of its own, one pass ahead: each leaf, or chunk of it, is loaded for its part of the
+    scalar, and once more for what uses that.
     """
     needs_host: dict[Var, Mask] = {v: 1 << i for i, v in enumerate(v for v in program.inputs if is_host_aval(v.aval))}
     stage: dict[Var, int] = {}  # the pass before which a variable cannot be known
-    numbers: dict[Var, tuple[Mask, int]] = {}
+    scalars: dict[Var, tuple[Mask, int]] = {}
     summaries: set[Var] = set()
     for eqn in program.eqns:
         if _is_summary(eqn, summaries):
@@ -133,16 +134,16 @@ def cut(program: Program, scalars_apart: bool) -> list[Pass]:
         for v, mask, at in zip(eqn.outvars, forward(eqn, needs_host), stages, strict=True):
             apart = scalars_apart and mask and v.aval.shape == ()
             if apart:
-                numbers[v] = mask, at
+                scalars[v] = mask, at
             needs_host[v], stage[v] = (0, at + 1) if apart else (mask, at)
 
-    # The roots: numbers, results, and effects (a callback, say), which must happen though nobody reads them. A host
+    # The roots: scalars, results, and effects (a callback, say), which must happen though nobody reads them. A host
     # leaf is stored in the last pass: until then its old value is needed.
     last = max(stage.values(), default=0)
     inputs = set(program.inputs)
     results = {v: None for v in program.outputs if not isinstance(v, Literal) and v not in inputs}
-    roots: list[tuple[Var | int, Mask, int]] = [(v, mask, at) for v, (mask, at) in numbers.items()]
-    roots += [(v, needs_host[v], last if needs_host[v] else stage[v]) for v in results if v not in numbers]
+    roots: list[tuple[Var | int, Mask, int]] = [(v, mask, at) for v, (mask, at) in scalars.items()]
+    roots += [(v, needs_host[v], last if needs_host[v] else stage[v]) for v in results if v not in scalars]
     for eqn in (eqn for eqn in program.eqns if eqn.effects):
         operands = [v for v in eqn.invars if not isinstance(v, Literal)]
         mask = union(needs_host.get(v, 0) for v in operands)
@@ -165,10 +166,10 @@ def cut(program: Program, scalars_apart: bool) -> list[Pass]:
         needs = [0 if isinstance(v, DropVar) else needed_by.get(v, 0) for v in eqn.outvars]
         for k, v in enumerate(eqn.outvars):
             shared = needs[k] & ((2 << last) - 1) or needs[k].bit_count() > 1
-            again = eqn.primitive.name in ELEMENTWISE  # cheaper made anew than kept, as an array, between its uses
+            again = eqn.primitive.name in ELEMENTWISE  # cheaper computed again than kept, as an array, between its uses
             ahead = v.aval.shape == () or v in summaries or (shared and not again) or eqn.effects
             if needs[k] and not needs_host.get(v, 0) and ahead:
-                provider[v] = parts[v] if v in numbers else stage[v]
+                provider[v] = parts[v] if v in scalars else stage[v]
                 needs[k] = 1 << provider[v]
         for part, share in shares.of(eqn, needs, effect).items():
             members[part].append(share)
@@ -237,9 +238,9 @@ def slice_of(
       given: the variables that other parts provide.
       can_be_cut: whether an equation may hold what its results do not need.
     """
-    made = {v for eqn in eqns for v in eqn.outvars} - given
+    defined = {v for eqn in eqns for v in eqn.outvars} - given
     read = [v for vs in [*(eqn.invars for eqn in eqns), outputs] for v in vs if not isinstance(v, Literal)]
-    inputs = list(dict.fromkeys(v for v in read if v not in made))
+    inputs = list(dict.fromkeys(v for v in read if v not in defined))
     # an equation of which only some results are wanted (a cond) may still name the others: let dce cut inside it
     eqns = [_without(eqn, given) for eqn in eqns]
     effects: Effects = frozenset[Any]().union(*(eqn.effects for eqn in eqns))

@@ -75,7 +75,7 @@ def chunked_dims(jaxpr: Jaxpr, dims: Sequence[Dim], size: int, shape: tuple[int,
       jaxpr: of a slice.
       dims: chunked dimension of each operand.
       size: length of the chunked axis.
-      shape, axis: a leaf's whole shape and its chunked axis: what is broadcast to that shape is made chunk by chunk.
+      shape, axis: a leaf's shape and its chunked axis: what is broadcast to that shape is computed chunk by chunk.
 
     Raises:
       Dependent: some equation mixes rows.
@@ -155,9 +155,9 @@ def _rule(
         if name == "optimization_barrier":
             return dims, bind()
         rows, *others = {d for d in dims if d is not None}
-        whole = [aval for d, aval in zip(dims, ins, strict=True) if d is None and aval.shape]
+        without_rows = [aval for d, aval in zip(dims, ins, strict=True) if d is None and aval.shape]
         # one row for all, a scale of each column, goes with every chunk
-        if others or any(aval.shape[rows.dim] != 1 for aval in whole):
+        if others or any(aval.shape[rows.dim] != 1 for aval in without_rows):
             raise Dependent(f"{name} of rows and a whole")
         if any(out.shape[rows.dim : rows.dim + 1] != (size * rows.per_row,) for out in outs):
             raise Dependent(f"{name} merges rows")  # a cast to wider numbers
@@ -251,9 +251,9 @@ def _is_zero(v: Atom) -> bool:
     return isinstance(v, Literal) and np.ndim(v.val) == 0 and v.val == 0
 
 
-def _dot_general(numbers: DotDimensions, dims: list[Rows | None], ins: list[Aval], out: Aval) -> list[Dim]:
+def _dot_general(dimensions: DotDimensions, dims: list[Rows | None], ins: list[Aval], out: Aval) -> list[Dim]:
     """Rows stay apart along a batch dimension and along a free dimension of one side; contracted ones are summed."""
-    contracting, batch = numbers
+    contracting, batch = dimensions
     lhs, rhs = dims
     if lhs is not None and rhs is not None:
         pair = lhs.dim, rhs.dim

@@ -176,7 +176,7 @@ def _scheduled(
     """The slices of a pass in the order of the backward pass, and what the load of each waits for.
 
     The larger the window, the earlier a load: when the first of those in flight can be updated. Then no gradient waits
-    for its state. The first chunk of a loop would lie there through the whole backward pass.
+    for its state. The first chunk of a loop would lie there through all of the backward pass.
     """
     slices = sorted(planned, key=lambda p: min(map(rank, p.slice.loads), default=0))
     sizes = [p.bytes_in_flight for p in slices]
@@ -185,8 +185,8 @@ def _scheduled(
     for k, p in enumerate(slices):
         stored = _must_be_back(sizes, k, p.window.nbytes)
         done = max(done, stored + 1)
-        made = k if p.in_chunks else done if done < k else None
-        found.append(dataclasses.replace(p, token=_token(p.slice, next_of), once_stored=stored, once_made=made))
+        awaited = k if p.in_chunks else done if done < k else None
+        found.append(dataclasses.replace(p, token=_token(p.slice, next_of), once_stored=stored, once_made=awaited))
     return tuple(found)
 
 
