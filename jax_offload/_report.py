@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 
 from jax_offload._base import memory as _memory
 from jax_offload._base.shardings import known, looking, shards_of
-from jax_offload._emit.region import updates_in
+from jax_offload._emit.region import Update, updates_in
 from jax_offload._placement import Leaf, unmanaged
 from jax_offload._plan.plan import Planned, Window
 from jax_offload._state import placed_leaves
@@ -32,6 +32,7 @@ class Placement:
       unknown: why ``update`` could not be traced; empty where it could.
       windows: bytes of the state on each device at a time while it streams, ``nbytes``, and ``why`` so many: one for
         each ``offload`` that streams something.
+      stays: of a step of ``jax_offload.jit``, why leaves whose gradients a scan makes are not updated inside that scan.
 
     Example:
       >>> import jax, optax, jax_offload as jo
@@ -44,6 +45,7 @@ class Placement:
     leaves: tuple[Leaf, ...]
     unknown: str = ""
     windows: tuple[Window, ...] = ()
+    stays: tuple[str, ...] = ()
 
     @property
     def host_bytes(self) -> int:
@@ -87,7 +89,8 @@ class Placement:
             + (f" (from {w.leaf} on)" if len(self.windows) > 1 else "")
             for w in self.windows
         ]  # fmt: skip
-        notes = [f"how it streams is not known: {self.unknown}"] if self.unknown else []
+        notes = [f"not updated in the scan that makes their gradients: {why}" for why in self.stays]
+        notes += [f"how it streams is not known: {self.unknown}"] if self.unknown else []
         return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], summary, *windows, *notes])
 
 
@@ -149,8 +152,8 @@ def _of_transformation(tx: Any, params: Any, **extra_args: Any) -> Placement:
         return state
 
     with known(params, only_looking=True):
-        loads, unknown = _loads(update, params, extra_args)
-    return _table(leaves, loads or [[] for _ in leaves], unknown)
+        loads, unknown, _ = _loads(update, params, extra_args)
+    return _table(leaves, loads or [[] for _ in leaves], unknown, ())
 
 
 def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
@@ -158,7 +161,8 @@ def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
         step, "__wrapped__"
     ):  # jax takes compiler_options in no jit inside of another
         own = getattr(step, "__self__", None)
-        step = step.__wrapped__ if own is None else functools.partial(step.__wrapped__, own)
+        inner = getattr(step, "whole_step", step.__wrapped__)  # of jax_offload.jit: what it makes of the step
+        step = inner if own is None else functools.partial(inner, own)
 
     def call(args: Any, kwargs: Any) -> list[Any]:
         step(*args, **kwargs)
@@ -178,34 +182,36 @@ def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
     shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves((args, kwargs))]  # tracers do not tell
     with looking():
         _traced(names, args, kwargs)
-        loads, unknown = _loads(call, args, kwargs)
+        loads, unknown, stays = _loads(call, args, kwargs)
     kept = [(row, of) for row, of in zip(rows, loads or [[] for _ in rows], strict=True) if row.host or of]
-    return _table([row for row, _ in kept], [of for _, of in kept], unknown)
+    return _table([row for row, _ in kept], [of for _, of in kept], unknown, stays)
 
 
-def _table(leaves: Sequence[Leaf], loads: Sequence[list[Planned]], unknown: str) -> Placement:
+def _table(leaves: Sequence[Leaf], loads: Sequence[list[Planned]], unknown: str, stays: tuple[str, ...]) -> Placement:
     rows, windows = [], {}
     for leaf, of_leaf in zip(leaves, loads, strict=True):
         hidden = leaf.host and not of_leaf and not unknown
         rows.append(dataclasses.replace(leaf, streams=_UNSEEN if hidden else _in_words(of_leaf)))
         windows |= {id(p.window): dataclasses.replace(p.window, leaf=leaf.path) for p in of_leaf
                     if id(p.window) not in windows}  # fmt: skip
-    return Placement(tuple(rows), unknown, tuple(windows.values()))
+    return Placement(tuple(rows), unknown, tuple(windows.values()), stays)
 
 
-def _loads(fun: Callable[..., list[Any]], *args: Any) -> tuple[list[list[Planned]], str]:
-    """How a traced function loads each of the leaves that it returns; and why it could not be traced."""
+def _loads(fun: Callable[..., list[Any]], *args: Any) -> tuple[list[list[Planned]], str, tuple[str, ...]]:
+    """How a traced function loads each of the leaves that it returns; why it could not be traced; and what stays."""
     try:
         traced = _traced(fun, *args)
     except Exception as error:
-        return [], f"it raises {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        return [], f"it raises {type(error).__name__}: {(str(error).splitlines() or [''])[0]}", ()
     leaves = traced.jaxpr.outvars
     index: dict[Any, list[Planned]] = {v: [] for v in leaves if not isinstance(v, jex.Literal)}
-    for of, planned in (load for each in updates_in(traced) for load in each.loads):
+    found = updates_in(traced)
+    stays = tuple(why for each in found if isinstance(each.update, Update) for why in each.update.stays)
+    for of, planned in (load for each in found for load in each.loads):
         for v in of:
             if v in index:
                 index[v].append(planned)
-    return [[] if isinstance(v, jex.Literal) else index[v] for v in leaves], ""
+    return [[] if isinstance(v, jex.Literal) else index[v] for v in leaves], "", stays
 
 
 def _traced(fun: Callable[..., Any], *args: Any) -> Any:

@@ -10,8 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax.extend.core as jex
-
+from jax_offload._base.jaxprs import Atom, ClosedJaxpr, Equation, Literal
 from jax_offload._emit.region import holds_update
 from jax_offload._emit.run import as_array
 from jax_offload._ir.program import Program, Var, flat
@@ -50,10 +49,10 @@ class Cut:
         env = dict(zip(self.program.inputs, [*self.program.consts, *args], strict=True))
         for part in self.parts:
             env.update(zip(part.outputs, jit(part.run)(*(env[v] for v in part.inputs)), strict=True))
-        return [as_array(v) if isinstance(v, jex.Literal) else env[v] for v in self.program.outputs]
+        return [as_array(v) if isinstance(v, Literal) else env[v] for v in self.program.outputs]
 
 
-def cut_step(step: Any) -> Cut:
+def cut_step(step: ClosedJaxpr) -> Cut:
     """A step's closed jaxpr, cut at its updates.
 
     A ``jit`` around all or a part of it is gone through, and what it says of donation, shardings and compiling is not
@@ -82,12 +81,12 @@ def cut_step(step: Any) -> Cut:
         1 if mark or (after and ahead) else 2 if after else 0
         for mark, after, ahead in zip(marks, follows, leads, strict=True)
     ]
-    parts: list[list[Any]] = [[], [], []]
+    parts: list[list[Equation]] = [[], [], []]
     for eqn, place in zip(program.eqns, _constants_where_used(program, places), strict=True):
         parts[place].append(eqn)
 
-    reads = [{v for eqn in eqns for v in eqn.invars if not isinstance(v, jex.Literal)} for eqns in parts]
-    results = {v for v in program.outputs if not isinstance(v, jex.Literal)}
+    reads = [{v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal)} for eqns in parts]
+    results = {v for v in program.outputs if not isinstance(v, Literal)}
     slices = []
     for k, eqns in enumerate(parts):
         wanted = results.union(*reads[k + 1 :])
@@ -101,18 +100,18 @@ def _constants_where_used(program: Program, places: Sequence[int]) -> list[int]:
     made: set[Var] = {*program.inputs}  # of something
     constant = []
     for eqn in program.eqns:
-        of_something = any(v in made for v in eqn.invars if not isinstance(v, jex.Literal))
+        of_something = any(v in made for v in eqn.invars if not isinstance(v, Literal))
         constant.append(not of_something and not eqn.effects)
         if of_something:
             made.update(eqn.outvars)
-    first: dict[Var, int] = {v: 0 for v in program.outputs if not isinstance(v, jex.Literal)}
+    first: dict[Var, int] = {v: 0 for v in program.outputs if not isinstance(v, Literal)}
     found = list(places)
     for k in reversed(range(len(found))):
         eqn = program.eqns[k]
         if constant[k] and found[k] == 0:
             found[k] = min((first[v] for v in eqn.outvars if v in first), default=0)
         for v in eqn.invars:
-            if not isinstance(v, jex.Literal):
+            if not isinstance(v, Literal):
                 first[v] = min(first.get(v, found[k]), found[k])
     return found
 
@@ -120,14 +119,18 @@ def _constants_where_used(program: Program, places: Sequence[int]) -> list[int]:
 _NOT_DIVIDED: Mapping[Var, Any] = {}
 
 
-def _reached(eqns: Sequence[Any], marks: Sequence[bool], ends: Callable[[Any], tuple[Any, Any]]) -> list[bool]:
+def _reached(
+    eqns: Sequence[Equation],
+    marks: Sequence[bool],
+    ends: Callable[[Equation], tuple[Sequence[Atom], Sequence[Atom]]],
+) -> list[bool]:
     """For every equation whether a marked one lies before it, along the edges that ``ends`` gives."""
     reached: set[Var] = set()
     found = []
     for eqn, mark in zip(eqns, marks, strict=True):
         start, end = ends(eqn)
-        hit = any(not isinstance(v, jex.Literal) and v in reached for v in start)
+        hit = any(not isinstance(v, Literal) and v in reached for v in start)
         found.append(hit)
         if hit or mark:
-            reached.update(v for v in end if not isinstance(v, jex.Literal))
+            reached.update(v for v in end if not isinstance(v, Literal))
     return found

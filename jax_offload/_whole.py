@@ -4,21 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 
 from jax_offload._base.arrays import is_array
 from jax_offload._base.donation import guarded
-from jax_offload._base.jaxprs import jax_fun, scan_of
+from jax_offload._base.jaxprs import (
+    Atom,
+    ClosedJaxpr,
+    Equation,
+    Jaxpr,
+    Literal,
+    Var,
+    jax_fun,
+    jaxpr_of,
+    nameless,
+    scan_of,
+)
+from jax_offload._base.jaxprs import (
+    closed as as_closed,
+)
 from jax_offload._emit.in_scan import scanned
 from jax_offload._emit.region import Update, bound, is_update, marked
 from jax_offload._emit.run import as_array
 from jax_offload._emit.transfers import Names
-from jax_offload._ir.program import Program, Var, flat
-from jax_offload._ir.slices import slice_of
+from jax_offload._ir.arrange import Node, arranged, needed
+from jax_offload._ir.program import Program, flat
+from jax_offload._ir.slices import Slice, slice_of
 from jax_offload._plan.in_scan import InScan, in_scan
 from jax_offload._plan.moves import moves_of
 
@@ -39,8 +54,8 @@ def whole(step: Callable[..., Any]) -> Callable[..., Any]:
             return step(*args, **kwargs)
 
         given = [leaves[k] for k in arrays]
-        closed, shapes = jax.make_jaxpr(on_arrays, return_shape=True)(*given)
-        return jax.tree.unflatten(jax.tree.structure(shapes), emitted(closed, given))
+        closed, result = jaxpr_of(on_arrays, *given)
+        return jax.tree.unflatten(result, emitted(closed, given))
 
     return run
 
@@ -59,8 +74,8 @@ class Inlined:
 
     program: Program
     update: Update
-    own: Mapping[int, Any]
-    operands: Mapping[Var, Any]
+    own: Mapping[int, Equation]
+    operands: Mapping[Var, Atom]
     next_of: Mapping[Var, Var]
     stays: tuple[str, ...] = ()
 
@@ -72,8 +87,9 @@ def inlined(program: Program) -> Inlined | None:
         return None
     recipe = update.program
     operands = dict(zip(recipe.inputs, found[0].invars[-len(recipe.inputs) :], strict=True))
-    given: dict[Var, Any] = dict(operands)
-    eqns, own = [], {}
+    given: dict[Var, Atom] = dict(operands)
+    eqns: list[Equation] = []
+    own: dict[int, Equation] = {}
     for eqn in program.eqns:
         if eqn is found[0]:
             for each in recipe.eqns:
@@ -83,17 +99,18 @@ def inlined(program: Program) -> Inlined | None:
             given |= {v: _read(operands, made) for v, made in zip(eqn.outvars, update.made, strict=True)}
         else:
             eqns.append(eqn.replace(invars=[_read(given, v) for v in eqn.invars]))
-    next_of = {v: operands[old] for v, old in update.next_of.items() if not isinstance(operands[old], jex.Literal)}
+    next_of = {v: x for v, old in update.next_of.items() if not isinstance(x := operands[old], Literal)}
     whole = dataclasses.replace(program, eqns=eqns, outputs=[_read(given, v) for v in program.outputs])
     return Inlined(whole, update, own, operands, next_of)
 
 
-def emitted(closed: Any, args: Sequence[Any]) -> list[Any]:
+def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     """The step's results, of its flat arguments."""
-    found = None if _is_ordered(closed) else inlined(flat(closed))
+    plain = flat(closed)
+    found = None if _is_ordered(closed) else inlined(plain)
     if found is None:
         return jax_fun(closed)(*args)
-    step, plans, moved = found, {}, set()
+    step, plans, moved = found, dict[int, InScan](), set[int]()
     for at in reversed(range(len(step.program.eqns))):
         if (scan := scan_of(step.program.eqns[at])) is not None:
             moves, why = moves_of(step.program, scan, at, step.next_of, moved)
@@ -101,19 +118,23 @@ def emitted(closed: Any, args: Sequence[Any]) -> list[Any]:
             if moves.moves:
                 plans[at] = in_scan(step.program, scan, moves)
                 moved |= moves.eqns
+    if not plans:  # as it was, but that it says why
+        noted = [_with_reasons(eqn, step.stays) if is_update(eqn) else eqn for eqn in plain.eqns]
+        jaxpr = Jaxpr([], plain.inputs, plain.outputs, noted, closed.effects, nameless(plain.debug_info))
+        return jax_fun(as_closed(jaxpr))(*plain.consts, *args)
     program = step.program
     env: dict[Var, Any] = dict(zip(program.inputs, [*program.consts, *args], strict=True))
-    names = {x: name for v, name in step.update.names.items() if not isinstance(x := _read(step.operands, v), jex.Literal)}
+    names = {x: name for v, name in step.update.names.items() if not isinstance(x := _read(step.operands, v), Literal)}
     for part in _parts(step, plans, moved):
         if isinstance(part, InScan):
             made = _scan_marked(part, [env[v] for v in part.operands], names)
         elif isinstance(part, _Rest):
-            operands = [as_array(v) if isinstance(v, jex.Literal) else env[v] for v in part.operands]
-            made = zip(part.update.program.outputs, bound(part.update, operands), strict=True)
+            operands = [as_array(v) if isinstance(v, Literal) else env[v] for v in part.operands]
+            made = zip(_vars(part.update.program.outputs), bound(part.update, operands), strict=True)
         else:
             made = zip(part.outputs, part.run(*(env[v] for v in part.inputs)), strict=True)
         env.update(made)
-    return guarded([as_array(v) if isinstance(v, jex.Literal) else env[v] for v in program.outputs], list(args))
+    return guarded([as_array(v) if isinstance(v, Literal) else env[v] for v in program.outputs], list(args))
 
 
 def _scan_marked(plan: InScan, operands: Sequence[Any], names: Names) -> Iterable[tuple[Var, Any]]:
@@ -126,7 +147,11 @@ def _scan_marked(plan: InScan, operands: Sequence[Any], names: Names) -> Iterabl
     return zip(makes, marked(run, plan, operands), strict=True)
 
 
-def _is_ordered(closed: Any) -> bool:
+def _with_reasons(eqn: Equation, why: tuple[str, ...]) -> Equation:
+    return eqn.replace(params=eqn.params | {"update": dataclasses.replace(eqn.params["update"], stays=why)})
+
+
+def _is_ordered(closed: ClosedJaxpr) -> bool:
     """Whether the step has effects whose order would be lost."""
     return any(type(effect).__name__ not in ("DebugEffect", "IOEffect") for effect in closed.effects)
 
@@ -136,110 +161,64 @@ class _Rest:
     """What is left of the update."""
 
     update: Update
-    operands: list[Any]
+    operands: list[Atom]
 
 
-def _parts(step: Inlined, plans: Mapping[int, InScan], moved: set[int]) -> list[Any]:
+def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> list[Slice | InScan | _Rest]:
     """The parts of the step, each after what it needs: slices, scans with updates inside, the rest of the update."""
-    program = step.program
-    nodes: list[Any] = [plans.get(k, eqn) for k, eqn in enumerate(program.eqns) if id(eqn) not in moved]
-    made: dict[Var, int] = {}
-    for k, node in enumerate(nodes):
-        made.update((v, k) for v in (node.makes if isinstance(node, InScan) else node.outvars))
+    program, nodes = step.program, list[Node]()
+    for k, eqn in enumerate(program.eqns):
+        if k in plans:
+            nodes.append(Node(plans[k], plans[k].operands, plans[k].makes))
+        elif id(eqn) not in moved:
+            nodes.append(Node(eqn, _vars(eqn.invars), eqn.outvars, bool(eqn.effects)))
+    wanted = needed(nodes, _vars(program.outputs))
+    # what of the update a scan needs, a learning rate say, stands before it
+    ahead = needed(nodes, [v for node in nodes if isinstance(node.payload, InScan) for v in node.reads], kept=False)
+    inside = {k for k in wanted - ahead if id(nodes[k].payload) in step.own}
+    results = {*_vars(program.outputs)}.union(*(nodes[k].reads for k in wanted - inside))
+    if inside:
+        own = [nodes[k] for k in sorted(inside)]
+        made = {v for node in own for v in node.makes}
+        rest = _rest(step, [node.payload for node in own], results)
+        reads = dict.fromkeys(v for node in own for v in node.reads if v not in made)
+        place = min(inside)
+        wanted = wanted - inside | {place}
+        nodes[place] = Node(rest, list(reads), _vars(rest.update.program.outputs))
+        results |= {*reads}
+    order = arranged([node if k in wanted else Node(None, [], []) for k, node in enumerate(nodes)], wanted)
 
-    def reads(k: int) -> list[Any]:
-        node = nodes[k]
-        return [v for v in (node.operands if isinstance(node, InScan) else node.invars) if not isinstance(v, jex.Literal)]
-
-    # what is needed at all, and what a scan with updates inside needs, and so stands before it
-    needed: set[int] = set()
-    ahead: set[int] = set()
-
-    def want(variables: Sequence[Any], into: set[int]) -> None:
-        todo = [made[v] for v in variables if not isinstance(v, jex.Literal) and v in made]
-        while todo:
-            k = todo.pop()
-            if k not in into:
-                into.add(k)
-                todo += [made[v] for v in reads(k) if v in made]
-
-    want(program.outputs, needed)
-    for k, node in enumerate(nodes):
-        if not isinstance(node, InScan) and node.effects:
-            needed.add(k)
-            want(reads(k), needed)
-    for k, node in enumerate(nodes):
-        if isinstance(node, InScan):
-            want(reads(k), ahead)
-    rest = [k for k in sorted(needed) if not isinstance(nodes[k], InScan) and id(nodes[k]) in step.own and k not in ahead]
-    inside = {*rest}
-    place = rest[0] if rest else None
-
-    order: list[Any] = []
-    done: set[int] = set()
-    state: dict[str, Any] = {"rest": None}
-
-    def visit(k: int) -> None:
-        stack = [(k, False)]
-        while stack:
-            k, ready = stack.pop()
-            if k in inside:
-                k = place
-            if k in done:
-                continue
-            members = rest if k == place else [k]
-            if ready:
-                done.update(members)
-                order.append(k)
-                continue
-            stack.append((k, True))
-            for m in reversed(members):
-                stack += [(made[v], False) for v in reads(m) if v in made and made[v] not in inside and made[v] not in done]
-
-    for k in sorted(needed):
-        visit(k)
-
-    results = {v for v in program.outputs if not isinstance(v, jex.Literal)}
-    wanted = results | {v for k in needed if k not in inside for v in reads(k)} 
-    parts: list[Any] = []
-    run: list[Any] = []
-
-    def flush() -> None:
-        if run:
-            outputs = [v for eqn in run for v in eqn.outvars if v in wanted or v in rest_reads]
-            parts.append(slice_of(run, outputs, program.debug_info, {}))
-            run.clear()
-
-    rest_reads = {v for k in rest for v in reads(k)}
-    for k in order:
-        if k == place:
-            flush()
-            parts.append(_rest(step, [nodes[j] for j in rest], wanted))
-        elif isinstance(nodes[k], InScan):
-            flush()
-            parts.append(nodes[k])
+    parts: list[Slice | InScan | _Rest] = []
+    for is_equations, group in itertools.groupby(order, lambda node: not isinstance(node.payload, InScan | _Rest)):
+        if is_equations:
+            eqns = [node.payload for node in group]
+            outputs = [v for eqn in eqns for v in eqn.outvars if v in results]
+            parts.append(slice_of(eqns, outputs, program.debug_info, program.shards))
         else:
-            run.append(nodes[k])
-    flush()
+            parts += [node.payload for node in group]
     return parts
 
 
-def _rest(step: Inlined, eqns: Sequence[Any], wanted: set[Var]) -> _Rest:
+def _rest(step: Inlined, eqns: Sequence[Equation], wanted: Set[Var]) -> _Rest:
     """The update of what does not move."""
     update, recipe = step.update, step.update.program
     own = [step.own[id(eqn)] for eqn in eqns]
     made = {v for eqn in own for v in eqn.outvars}
-    outputs = [v for eqn in own for v in eqn.outvars if v in wanted]
-    read = {v for eqn in own for v in eqn.invars if not isinstance(v, jex.Literal)} - made
-    inputs = [v for v in recipe.inputs if v in read]
-    inputs += sorted(read - {*inputs}, key=str)
+    outputs: list[Atom] = [v for eqn in own for v in eqn.outvars if v in wanted]
+    read = dict.fromkeys(v for eqn in own for v in _vars(eqn.invars) if v not in made)
+    given = {*recipe.inputs}
+    inputs = [v for v in recipe.inputs if v in read] + [v for v in read if v not in given]
     position = {v: k for k, v in enumerate(inputs)}
     args = recipe.inputs[len(recipe.consts) :]
     gradients = tuple(position[args[i]] for i in update.gradients if args[i] in position)
-    program = dataclasses.replace(recipe, inputs=inputs, outputs=outputs, eqns=list(own), consts=[])
+    program = dataclasses.replace(recipe, inputs=inputs, outputs=outputs, eqns=own, consts=[])
     rest = dataclasses.replace(update.replanned(program, gradients), stays=step.stays)
     return _Rest(rest, [_read(step.operands, v) for v in inputs])
 
 
-def _read(env: Mapping[Var, Any], v: Any) -> Any:
-    return v if isinstance(v, jex.Literal) else env.get(v, v)
+def _vars(atoms: Sequence[Atom]) -> list[Var]:
+    return [v for v in atoms if not isinstance(v, Literal)]
+
+
+def _read(env: Mapping[Var, Atom], v: Atom) -> Atom:
+    return v if isinstance(v, Literal) else env.get(v, v)

@@ -2,10 +2,13 @@
 
 | needed | for | seen in jax |
 |---|---|---|
+| the fields of variables, literals, jaxprs and equations | the types below | 0.10 to 0.12 |
 | ``Primitive``, rules for batching, jvp, dce and lowering | ``identity_primitive``, ``call_primitive`` | 0.10 to 0.12 |
 | ``jvp_jaxpr``; the tracers of ``jit`` | ``call_primitive``, ``is_traced`` | 0.10 to 0.12 |
 | where an equation has the jaxprs that it runs | ``sub_jaxprs`` | 0.10 to 0.12 |
 | how a ``scan`` says which of its operands are what | ``scan_of`` | 0.10 and 0.11, 0.12 |
+| ``dce_jaxpr``; the jaxprs among parameters | ``without_dead_code``, ``holds_equations`` | 0.10 to 0.12 |
+| the names of arguments and results in a ``DebugInfo`` | ``nameless`` | 0.10 to 0.12 |
 | a module's entry, ``main`` in its symbol table | ``take_back_aliases`` | 0.10 to 0.12 |
 | the attributes of its arguments, set before the body is lowered | ``take_back_aliases`` | 0.10 to 0.12 |
 """
@@ -15,17 +18,107 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 import jax
 import jax.extend.core as jex
 import numpy as np
 from jax import lax
 from jax._src.interpreters.ad import jvp_jaxpr
-from jax.extend.core import Primitive
+from jax.extend.core import DebugInfo, Effects, Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
+
+
+class Aval(Protocol):
+    """The type of an array in a jaxpr. jax annotates it as ``AbstractValue``, which tells neither shape nor dtype."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def ndim(self) -> int: ...
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+    @property
+    def weak_type(self) -> bool: ...
+
+
+class EquationContext(Protocol):
+    """The settings of jax under which an equation was traced."""
+
+    @property
+    def manager(self) -> AbstractContextManager[None]: ...
+
+
+if TYPE_CHECKING:
+    # jax's classes, as far as they are the same in every supported version. jax's own annotations say less of values
+    # (see Aval), and in 0.12 they no longer tell an open jaxpr from a closed one, which in 0.10 are two classes.
+    # tests/unit/test_jaxpr_types.py holds what stands here against the classes.
+
+    class Var:
+        aval: Aval
+
+        def __init__(self, aval: Aval) -> None: ...
+
+    class DropVar(Var): ...
+
+    class Literal:
+        val: Any
+        aval: Aval
+        __hash__: ClassVar[None]  # pyright: ignore[reportIncompatibleMethodOverride]
+
+        def __init__(self, val: Any, aval: Aval) -> None: ...
+
+    class Equation:
+        invars: list[Var | Literal]
+        outvars: list[Var]
+        primitive: Primitive
+        params: dict[str, Any]
+        effects: Effects
+        ctx: EquationContext
+
+        def replace(
+            self,
+            *,
+            invars: Sequence[Var | Literal] = ...,
+            outvars: Sequence[Var] = ...,
+            params: dict[str, Any] = ...,
+            effects: Effects = ...,
+        ) -> Equation: ...
+
+    class Jaxpr:
+        constvars: list[Var]
+        invars: list[Var]
+        outvars: list[Var | Literal]
+        eqns: list[Equation]
+        effects: Effects
+        debug_info: DebugInfo
+
+        def __init__(
+            self,
+            constvars: Sequence[Var],
+            invars: Sequence[Var],
+            outvars: Sequence[Var | Literal],
+            eqns: Sequence[Equation],
+            effects: Effects,
+            debug_info: DebugInfo,
+        ) -> None: ...
+
+    class ClosedJaxpr:
+        jaxpr: Jaxpr
+        consts: list[Any]
+        effects: Effects
+        out_avals: list[Aval]
+
+        def __init__(self, jaxpr: Jaxpr, consts: Sequence[Any]) -> None: ...
+
+else:
+    from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, Literal, Var  # noqa: F401
+    from jax.extend.core import JaxprEqn as Equation
+
+Atom = Var | Literal
 
 ALIAS, DONOR, KIND = "tf.aliasing_output", "jax.buffer_donor", "mhlo.memory_kind"
 
@@ -82,7 +175,7 @@ def call_primitive(name: str) -> Primitive:
         eqn = rest[-1]
         if not any(used) and not eqn.effects:
             return [False] * len(eqn.invars), None
-        jaxpr, needed = pe.dce_jaxpr(eqn.params["jaxpr"].jaxpr, list(used))
+        jaxpr, needed = without_dead_code(eqn.params["jaxpr"].jaxpr, used)
         invars = [v for v, n in zip(eqn.invars, needed, strict=True) if n]
         outvars = [v for v, u in zip(eqn.outvars, used, strict=True) if u]
         whole = all(used) and all(needed)
@@ -104,16 +197,16 @@ def call_primitive(name: str) -> Primitive:
     return primitive
 
 
-def sub_jaxprs(eqn: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
+def sub_jaxprs(eqn: Equation) -> Iterator[tuple[Jaxpr, Sequence[Atom]]]:
     """The jaxprs, open, that an equation runs, each with what the equation gives its inputs."""
     params, name = eqn.params, eqn.primitive.name
+    found: list[tuple[Any, list[Atom]]]  # closed jaxprs, and the open one of jax.checkpoint
     if name == "cond":
-        found = [(branch, eqn.invars[1:]) for branch in params["branches"]]
+        found = [(branch, eqn.invars[1:]) for branch in branches_of(eqn)]
     elif name == "while":
         found = [(params["body_jaxpr"], eqn.invars[params["cond_nconsts"] :])]
     else:
-        names = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-        found = [(params[key], eqn.invars) for key in names if key in params][:1]
+        found = [(params[key], eqn.invars) for key in _CALLED if key in params][:1]
     for jaxpr, operands in found:
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
         if len(jaxpr.invars) == len(operands):
@@ -130,18 +223,18 @@ class Scan:
       body: takes consts, carry and a row of each of xs; returns the carry and a row of each of ys.
     """
 
-    body: Any
-    consts: list[Any]
-    init: list[Any]
-    xs: list[Any]
-    carry: list[Any]
-    ys: list[Any]
+    body: ClosedJaxpr
+    consts: list[Atom]
+    init: list[Atom]
+    xs: list[Atom]
+    carry: list[Var]
+    ys: list[Var]
     length: int
     reverse: bool
     unroll: int
 
 
-def scan_of(eqn: Any) -> Scan | None:
+def scan_of(eqn: Equation) -> Scan | None:
     """``eqn``, if it is a ``scan``."""
     if eqn.primitive.name != "scan":
         return None
@@ -164,16 +257,72 @@ def scan_of(eqn: Any) -> Scan | None:
     )
 
 
-def jax_fun(jaxpr: Any) -> Callable[..., list[Any]]:
+_CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+
+
+def called_by(eqn: Equation) -> ClosedJaxpr:
+    """The jaxpr that a call runs: a ``jit``, a function with derivatives of its own."""
+    return next(eqn.params[name] for name in _CALLED if name in eqn.params)
+
+
+def branches_of(eqn: Equation) -> tuple[ClosedJaxpr, ...]:
+    """The branches of a ``cond``."""
+    return eqn.params["branches"]
+
+
+def holds_equations(eqn: Equation) -> bool:
+    """Whether an equation runs a jaxpr: a call, a branch, a loop."""
+    return any(True for _ in jex.jaxprs_in_params(eqn.params))
+
+
+def jaxpr_of(fun: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:
+    """The jaxpr of ``fun`` for the types of ``args``, and the structure of its result."""
+    jaxpr, result = jax.make_jaxpr(fun, return_shape=True)(*args)
+    return cast(ClosedJaxpr, jaxpr), jax.tree.structure(result)
+
+
+def jax_fun(jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
     """A closed jaxpr as a function."""
-    return jex.jaxpr_as_fun(jaxpr)  # pyright: ignore[reportPrivateImportUsage]
+    return jex.jaxpr_as_fun(cast(Any, jaxpr))
 
 
-def closed(jaxpr: Any, consts: Sequence[Any] = ()) -> Any:
-    return jex.ClosedJaxpr(jaxpr, list(consts))  # pyright: ignore[reportPrivateImportUsage]
+def closed(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> ClosedJaxpr:
+    return ClosedJaxpr(jaxpr, list(consts))
 
 
-def barrier(behind: Mapping[Any, Any]) -> Any:
+def closed_like(
+    like: ClosedJaxpr, inputs: Sequence[Var], eqns: Sequence[Equation], outputs: Sequence[Atom]
+) -> ClosedJaxpr:
+    """Some equations in the place of a closed jaxpr, of a branch say, without constants."""
+    return closed(Jaxpr([], inputs, outputs, eqns, like.effects, nameless(like.jaxpr.debug_info)))
+
+
+def nameless(debug_info: DebugInfo) -> DebugInfo:
+    """``debug_info`` for a jaxpr with other arguments and results than the one that it is of."""
+    return debug_info._replace(arg_names=None, result_paths=None)
+
+
+def without_dead_code(
+    jaxpr: Jaxpr, used: Sequence[bool] | None = None, *, keep_inputs: bool = False
+) -> tuple[Jaxpr, list[bool]]:
+    """``jaxpr`` with the equations that its results need and those with effects, and which of its inputs are left.
+
+    Args:
+      jaxpr: an open one.
+      used: for each result whether it is needed; ``None``: all are.
+      keep_inputs: whether inputs stay that nothing needs.
+    """
+    needed = [True] * len(jaxpr.outvars) if used is None else list(used)
+    return cast("tuple[Jaxpr, list[bool]]", pe.dce_jaxpr(cast(Any, jaxpr), needed, instantiate=keep_inputs))
+
+
+def run_equation(eqn: Equation, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+    """The results of an equation's primitive for these operands and parameters: a list, of one too."""
+    results: Any = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
+    return results if eqn.primitive.multiple_results else [results]
+
+
+def barrier(behind: Mapping[Var, Var]) -> Equation:
     """The equation of an ``optimization_barrier``: variables -> those that they are behind it."""
     avals = [jax.ShapeDtypeStruct((), np.int32) for _ in behind]
     (eqn,) = jax.make_jaxpr(lambda *xs: lax.optimization_barrier(xs))(*avals).jaxpr.eqns

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax.tree_util import GetAttrKey, keystr
+from jax.tree_util import GetAttrKey, keystr, tree_leaves_with_path
 
 KeyPath = tuple[Any, ...]
 
@@ -49,6 +49,10 @@ def owners(params: list[KeyPath]) -> Callable[[KeyPath], int | None]:
         return None
 
     return owner
+
+
+def leaves_with_paths(tree: Any) -> list[tuple[KeyPath, Any]]:
+    return tree_leaves_with_path(tree)
 
 
 def key_of(path: KeyPath) -> str:

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 
+from jax_offload._base.jaxprs import Aval, Literal
 from jax_offload._base.memory import is_host_aval, to_device, to_host
 from jax_offload._base.shardings import constrained, typed_sharding
 from jax_offload._emit.rows import read_rows, write_rows
@@ -38,7 +38,7 @@ def scanned(plan: InScan, env: Env, names: Names) -> dict[Var, Any]:
     first_row, last_row = (last, 0) if scan.reverse else (0, last)
 
     def value(v: Any) -> Any:
-        return as_array(v) if isinstance(v, jex.Literal) else env[v]
+        return as_array(v) if isinstance(v, Literal) else env[v]
 
     def load(host: Env, v: Var, i: Any) -> Any:
         with prefetch(v, names):
@@ -92,7 +92,7 @@ def scanned(plan: InScan, env: Env, names: Names) -> dict[Var, Any]:
         then = {v: next(values) for v in other}
         then |= exchange(other, one)
         inner.update(zip(body.second.outputs, body.second.run(*(inner[v] for v in body.second.inputs)), strict=True))
-        results = [as_array(v) if isinstance(v, jex.Literal) else inner[v] for v in program.outputs]
+        results = [as_array(v) if isinstance(v, Literal) else inner[v] for v in program.outputs]
         # the update waits for all of the arithmetic: it overwrites what is still being stored through the last of it
         results = jax.lax.optimization_barrier(results)
         carried, made = results[: len(carried)], dict(zip(scan.ys, results[len(carried) :], strict=True))
@@ -103,7 +103,9 @@ def scanned(plan: InScan, env: Env, names: Names) -> dict[Var, Any]:
             where = move.shape[move.axis], move.shape, move.axis
             given = own | loaded | {y: made[y][None] for y in move.slice.inputs if y in made}
             with update_of(move.slice.loads, names):
-                out = run_chunk(core(move.slice).jaxpr, move.dims, where, i[None], *(given[v] for v in move.slice.inputs))
+                out = run_chunk(
+                    core(move.slice).jaxpr, move.dims, where, i[None], *(given[v] for v in move.slice.inputs)
+                )
             for v, old, dim, x in zip(move.slice.outputs, move.buffers, move.out_dims, out, strict=True):
                 if isinstance(dim, Partial):
                     sums[at] = jnp.where(k == 0, x, dim.combine(sums[at], x))
@@ -136,5 +138,5 @@ def scanned(plan: InScan, env: Env, names: Names) -> dict[Var, Any]:
     return made
 
 
-def _zeros(aval: Any) -> jax.Array:
+def _zeros(aval: Aval) -> jax.Array:
     return constrained(jnp.zeros(aval.shape, aval.dtype), typed_sharding(aval))

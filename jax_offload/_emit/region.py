@@ -10,12 +10,22 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
-import jax
-import jax.extend.core as jex
 from jax.core import Tracer
 
 from jax_offload._base.donation import guarded
-from jax_offload._base.jaxprs import call_primitive, closed, is_traced, sub_jaxprs
+from jax_offload._base.jaxprs import (
+    Atom,
+    ClosedJaxpr,
+    Equation,
+    Jaxpr,
+    Literal,
+    call_primitive,
+    closed,
+    is_traced,
+    jaxpr_of,
+    nameless,
+    sub_jaxprs,
+)
 from jax_offload._emit.run import as_array, stream
 from jax_offload._emit.serialise import Serialise
 from jax_offload._emit.transfers import Names
@@ -112,21 +122,20 @@ def bound(update: Update, args: Sequence[Any]) -> list[Any]:
 
 def marked(run: Callable[[Sequence[Any]], list[Any]], update: Any, args: Sequence[Any]) -> list[Any]:
     """``run(args)`` as one equation, marked by ``update``: an ``Update``, or the plan of a scan with one inside."""
-    traced = jax.make_jaxpr(lambda *args: run(args))(*args)
+    traced, _ = jaxpr_of(lambda *args: run(args), *args)
     if not all(type(effect).__name__ in KEPT_EFFECTS for effect in traced.effects):
         return run(args)  # mutable arrays and checks are known to jax in its own equations only
     jaxpr, operands = traced.jaxpr, [*traced.consts, *args]
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     handed_on = dict(zip(inputs, operands, strict=True))
-    made = [v for v in jaxpr.outvars if not isinstance(v, jex.Literal) and v not in handed_on]
+    made = [v for v in jaxpr.outvars if not isinstance(v, Literal) and v not in handed_on]
     if isinstance(update, Update):
         results_of = dict(zip(jaxpr.outvars, update.program.outputs, strict=True)) if made else {}
         update = dataclasses.replace(update, made=tuple(results_of[v] for v in made))
-    nameless = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
-    called = closed(jex.Jaxpr([], inputs, made, jaxpr.eqns, jaxpr.effects, nameless))
+    called = closed(Jaxpr([], inputs, made, jaxpr.eqns, jaxpr.effects, nameless(jaxpr.debug_info)))
     results = dict(zip(made, _region.bind(*operands, jaxpr=called, update=update), strict=True)) if made else {}
     results |= handed_on
-    return [as_array(v) if isinstance(v, jex.Literal) else results[v] for v in jaxpr.outvars]
+    return [as_array(v) if isinstance(v, Literal) else results[v] for v in jaxpr.outvars]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,35 +157,35 @@ class Found:
         return [([self.origins[v] for v in p.slice.loads if v in self.origins], p) for p in slices]
 
 
-def is_update(eqn: Any) -> bool:
+def is_update(eqn: Equation) -> bool:
     """Whether an equation is an update that can be emitted anew."""
     return eqn.primitive is _region and isinstance(eqn.params["update"], Update)
 
 
-def holds_update(eqn: Any) -> bool:
+def holds_update(eqn: Equation) -> bool:
     """Whether an equation is an update, or has one in a branch, a loop or a call."""
     return eqn.primitive is _region or any(holds_update(inner) for jaxpr, _ in sub_jaxprs(eqn) for inner in jaxpr.eqns)
 
 
-def updates_in(step: Any) -> list[Found]:
+def updates_in(step: ClosedJaxpr) -> list[Found]:
     """The updates in a step's closed jaxpr, in its branches and loops too, in the order of the trace."""
     jaxpr = step.jaxpr
     own = {*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)}
     moved = {v for eqn in jaxpr.eqns if eqn.primitive.name in _MOVES for v in eqn.outvars}
-    results = {v for v in jaxpr.outvars if not isinstance(v, jex.Literal)}
+    results = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     return list(_found(jaxpr, {v: v for v in own - moved | own & results}))
 
 
 _MOVES = ("device_put", "sharding_constraint", "reshard", "copy", "optimization_barrier", "jax_offload_donation")
 
 
-def _found(jaxpr: Any, origin: dict[Var, Var]) -> Iterator[Found]:
+def _found(jaxpr: Jaxpr, origin: dict[Var, Var]) -> Iterator[Found]:
     """``origin``: variables of the jaxpr -> those of the step that they are. Moves are looked through where it does not
     tell."""
 
-    def known(inner: Sequence[Var], operands: Sequence[Any]) -> dict[Var, Var]:
+    def known(inner: Sequence[Var], operands: Sequence[Atom]) -> dict[Var, Var]:
         pairs = zip(inner, operands, strict=True)
-        return {v: origin[x] for v, x in pairs if not isinstance(x, jex.Literal) and x in origin}
+        return {v: origin[x] for v, x in pairs if not isinstance(x, Literal) and x in origin}
 
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in _MOVES:

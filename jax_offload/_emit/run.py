@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 
 from jax_offload._base.arrays import nbytes
+from jax_offload._base.jaxprs import Literal
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.shardings import constrained, typed_sharding, varying_over
 from jax_offload._emit.barriers import gate
@@ -55,10 +55,10 @@ def stream(
         if each.slices:
             (_run_apart if each.apart else _run_gated)(each, run, env, set(grads), before)
             before = each.slices[-1].token
-    return [as_array(v) if isinstance(v, jex.Literal) else env[v] for v in program.outputs]
+    return [as_array(v) if isinstance(v, Literal) else env[v] for v in program.outputs]
 
 
-def as_array(literal: Any) -> jax.Array:
+def as_array(literal: Literal) -> jax.Array:
     """A result that the trace found to be a constant, as the array that the optimizer would have returned."""
     return jnp.asarray(literal.val, None if literal.aval.weak_type else literal.aval.dtype)
 

@@ -56,12 +56,13 @@ class Jitted:
     Inside of another ``jit`` it is plain: jax takes ``compiler_options`` from the outermost only.
     """
 
-    def __init__(self, fun: Callable[..., Any], options: dict[str, Any]):
+    def __init__(self, fun: Callable[..., Any], options: dict[str, Any]) -> None:
         functools.update_wrapper(self, fun)
         self._options = options
 
     @functools.cached_property
-    def _step(self) -> Callable[..., Any]:
+    def whole_step(self) -> Callable[..., Any]:
+        """What is traced."""
         step = whole(self.__wrapped__)
 
         @functools.wraps(self.__wrapped__)
@@ -72,11 +73,13 @@ class Jitted:
 
     @functools.cached_property
     def _inner(self) -> Any:
-        return jax.jit(self._step, **{k: v for k, v in self._options.items() if k != "compiler_options"})
+        return jax.jit(self.whole_step, **{k: v for k, v in self._options.items() if k != "compiler_options"})
 
     @functools.cached_property
     def _jitted(self) -> Any:
-        return jax.jit(self._step, **{"compiler_options": compiler_options(jax.default_backend()) or None} | self._options)
+        return jax.jit(
+            self.whole_step, **{"compiler_options": compiler_options(jax.default_backend()) or None} | self._options
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return (self._inner if under_jit() else self._jitted)(*args, **kwargs)

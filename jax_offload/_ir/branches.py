@@ -1,6 +1,6 @@
-"""Numbers that a branch of a ``cond`` computes, computed ahead of it.
+"""Scalars that a branch of a ``cond`` computes, hoisted out of it.
 
-``apply_if_finite`` puts a whole update into a branch, and with it the global norm of a clip; ``MultiSteps`` that may
+``apply_if_finite`` puts all of an update into a branch, and with it the global norm of a clip; ``MultiSteps`` that may
 skip does so with the norm of its accumulators. Cut leaf by leaf, every part of such a branch would compute the norm of
 everything again, and none could run in chunks.
 """
@@ -9,111 +9,122 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence, Set
-from typing import Any
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import partial_eval as pe
 
+from jax_offload._base.jaxprs import (
+    Atom,
+    Aval,
+    ClosedJaxpr,
+    Equation,
+    Literal,
+    Var,
+    branches_of,
+    closed,
+    closed_like,
+    without_dead_code,
+)
 from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.masks import forward
-from jax_offload._ir.program import Program, Var, flat
+from jax_offload._ir.program import Program, flat
 
 
 def scalars_hoisted(program: Program) -> Program:
-    """``program``, in which the numbers inside of a ``cond`` that needs host leaves are made by one of their own."""
-    eqns = _ahead(program.eqns, {v for v in program.inputs if is_host_aval(v.aval)})
+    """``program`` with a ``cond`` of scalars alone ahead of each ``cond`` that needs host leaves and computes some."""
+    eqns = _hoisted(program.eqns, {v for v in program.inputs if is_host_aval(v.aval)})
     return dataclasses.replace(program, eqns=eqns)
 
 
-def _ahead(eqns: Sequence[Any], on_host: Set[Var]) -> list[Any]:
-    """``eqns`` with such ``cond``s split; ``on_host``: the inputs that must be loaded."""
+def _hoisted(eqns: Sequence[Equation], on_host: Set[Var]) -> list[Equation]:
+    """``eqns``, in which such ``cond``s are split; ``on_host``: the inputs that must be loaded."""
     if not any(eqn.primitive.name == "cond" for eqn in eqns):
         return list(eqns)
-    waiting, result = list(reversed(eqns)), []
+    waiting = list(reversed(eqns))
+    result: list[Equation] = []
     needs = dict.fromkeys(on_host, 1)
     while waiting:
         eqn = waiting.pop()
-        dependent = [not isinstance(v, jex.Literal) and bool(needs.get(v, 0)) for v in eqn.invars]
+        dependent = [not isinstance(v, Literal) and bool(needs.get(v, 0)) for v in eqn.invars]
         if eqn.primitive.name == "cond" and any(dependent) and not eqn.effects and not dependent[0]:
             ahead, *rest = _split(eqn, dependent[1:])
-            waiting += rest  # which may have more numbers, of those that are ahead now
+            waiting += rest  # it may hold more scalars, which need those that are hoisted now
             eqn = ahead
         needs.update(zip(eqn.outvars, forward(eqn, needs), strict=True))
         result.append(eqn)
     return result
 
 
-def _split(eqn: Any, dependent: Sequence[bool]) -> list[Any]:
-    """A ``cond`` for the numbers of all branches, if there are any, and one that is given them."""
-    branches, found = [], []
-    for branch in eqn.params["branches"]:
+def _split(eqn: Equation, dependent: Sequence[bool]) -> list[Equation]:
+    """A ``cond`` for the scalars of all branches, if there are any, and one that takes them as operands."""
+    branches: list[Program] = []
+    found: list[list[Var]] = []
+    for branch in branches_of(eqn):
         program = flat(branch)
         if program.consts:
             return [eqn]
         given = {v for v, d in zip(program.inputs, dependent, strict=True) if d}
-        program = dataclasses.replace(program, eqns=_ahead(program.eqns, given))
+        program = dataclasses.replace(program, eqns=_hoisted(program.eqns, given))
         branches.append(program)
-        found.append(_numbers(program, given))
+        found.append(_scalars_to_hoist(program, given))
     if not any(found):
         return [eqn]
-    numbers = [jex.Var(v.aval) for vs in found for v in vs]
-    ahead, rest = [], []
-    for k, (branch, program) in enumerate(zip(eqn.params["branches"], branches, strict=True)):
+    scalars = [Var(v.aval) for vs in found for v in vs]
+    ahead: list[ClosedJaxpr] = []
+    rest: list[ClosedJaxpr] = []
+    for k, (branch, program) in enumerate(zip(branches_of(eqn), branches, strict=True)):
         own = [(v, i == k) for i, vs in enumerate(found) for v in vs]
-        results = [v if mine else jex.Literal(np.zeros((), v.aval.dtype), v.aval) for v, mine in own]
-        names = [v if mine else jex.Var(v.aval) for v, mine in own]
-        made = set(found[k])
-        others = [e for e in program.eqns if made.isdisjoint(e.outvars)]
+        results = [v if mine else Literal(np.zeros((), v.aval.dtype), v.aval) for v, mine in own]
+        names = [v if mine else Var(v.aval) for v, mine in own]
+        hoisted = set(found[k])
+        others = [e for e in program.eqns if hoisted.isdisjoint(e.outvars)]
         ahead.append(_closed(branch, program.inputs, program.eqns, results))
         rest.append(_closed(branch, [*program.inputs, *names], others, program.outputs))
     return [
-        eqn.replace(outvars=numbers, params={**eqn.params, "branches": tuple(ahead)}),
-        eqn.replace(invars=[*eqn.invars, *numbers], params={**eqn.params, "branches": tuple(rest)}),
+        eqn.replace(outvars=scalars, params={**eqn.params, "branches": tuple(ahead)}),
+        eqn.replace(invars=[*eqn.invars, *scalars], params={**eqn.params, "branches": tuple(rest)}),
     ]
 
 
-def _numbers(program: Program, given: Set[Var]) -> list[Var]:
-    """The numbers that can be made ahead at once, of those that the rest uses.
+def _scalars_to_hoist(program: Program, given: Set[Var]) -> list[Var]:
+    """The scalars that can be hoisted together, of those that the rest uses.
 
-    These are the ones that need nothing ``given``, which is to be loaded; what is reduced from arrays that do, but not
-    with the help of such a number: each leaf's part of a norm; and what is made of numbers that are there: the norm.
+    There are three kinds. A scalar may need nothing ``given``, which is to be loaded. It may be reduced from arrays
+    that do, but not with the help of another such scalar: each leaf's part of a norm. And it may be computed from
+    scalars that are hoisted themselves: the norm.
     """
     loaded = dict.fromkeys(given, 1)
     arrays = {v: int(v.aval.shape != ()) for v in program.inputs}
-    parts: dict[Var, int] = {}  # what depends on a part that is made now
-    wholes: dict[Var, int] = {}  # what depends on a number made of numbers
-    made: list[Var] = []
-    used: set[Var] = {v for v in program.outputs if not isinstance(v, jex.Literal)}
+    reduced: dict[Var, int] = {}  # what depends on a reduction that is hoisted now
+    combined: dict[Var, int] = {}  # what depends on a scalar computed from hoisted ones
+    hoisted: list[Var] = []
+    used: set[Var] = {v for v in program.outputs if not isinstance(v, Literal)}
     for eqn in program.eqns:
-        for env in loaded, arrays, parts, wholes:
+        for env in loaded, arrays, reduced, combined:
             env.update(zip(eqn.outvars, forward(eqn, env), strict=True))
-        operands = [v for v in eqn.invars if not isinstance(v, jex.Literal)]
-        number = eqn.outvars[0] if len(eqn.outvars) == 1 else None  # a nested cond may be left with no result
-        if number is None or not _is_number(number.aval) or (not arrays[number] and not loaded[number]):
+        operands = [v for v in eqn.invars if not isinstance(v, Literal)]
+        scalar = eqn.outvars[0] if len(eqn.outvars) == 1 else None  # a nested cond may be left with no result
+        if scalar is None or not _is_scalar(scalar.aval) or (not arrays[scalar] and not loaded[scalar]):
             used.update(operands)
-        elif not loaded[number]:
-            made.append(number)
-        elif parts[number] or (wholes[number] and any(v.aval.shape for v in operands)):
+        elif not loaded[scalar]:
+            hoisted.append(scalar)
+        elif reduced[scalar] or (combined[scalar] and any(v.aval.shape for v in operands)):
             used.update(operands)
         elif any(v.aval.shape for v in operands):
-            parts[number] = 1
-            made.append(number)
-            used.add(number)
+            reduced[scalar] = 1
+            hoisted.append(scalar)
+            used.add(scalar)
         else:
-            wholes[number] = 1
-            made.append(number)
-    return [v for v in made if v in used]
+            combined[scalar] = 1
+            hoisted.append(scalar)
+    return [v for v in hoisted if v in used]
 
 
-def _is_number(aval: Any) -> bool:
+def _is_scalar(aval: Aval) -> bool:
     return aval.shape == () and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)  # keys are not
 
 
-def _closed(like: Any, inputs: list[Var], eqns: list[Any], outputs: list[Any]) -> Any:
-    debug_info = like.jaxpr.debug_info._replace(arg_names=None, result_paths=None)
-    jaxpr = jex.Jaxpr([], inputs, outputs, eqns, like.jaxpr.effects, debug_info)
-    jaxpr, _ = pe.dce_jaxpr(jaxpr, [True] * len(outputs), instantiate=True)
-    return jex.ClosedJaxpr(jaxpr, ())  # pyright: ignore[reportPrivateImportUsage]
+def _closed(like: ClosedJaxpr, inputs: list[Var], eqns: list[Equation], outputs: Sequence[Atom]) -> ClosedJaxpr:
+    jaxpr, _ = without_dead_code(closed_like(like, inputs, eqns, outputs).jaxpr, keep_inputs=True)
+    return closed(jaxpr)

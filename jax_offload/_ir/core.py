@@ -1,15 +1,11 @@
-"""A slice's equations without the loads and stores at its edges, so that a loop can load ahead of the update."""
+"""A slice's equations without its loads and stores, so that a loop can load ahead of the update."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
-import jax.extend.core as jex
-from jax.interpreters import partial_eval as pe
-
+from jax_offload._base.jaxprs import Atom, Jaxpr, Literal, Var, without_dead_code
 from jax_offload._base.memory import is_host_aval
-from jax_offload._ir.program import Var
 from jax_offload._ir.slices import Slice
 
 
@@ -23,23 +19,27 @@ class Core:
         another ``offload`` loads them, say).
     """
 
-    jaxpr: Any
+    jaxpr: Jaxpr
     loads: frozenset[Var]
 
 
 def core(s: Slice) -> Core:
-    moves = [eqn for eqn in s.jaxpr.eqns if eqn.primitive.name == "device_put" and len(eqn.invars) == 1]
+    moves = [
+        (eqn, v, eqn.outvars[0])
+        for eqn in s.jaxpr.eqns
+        if eqn.primitive.name == "device_put" and len(eqn.invars) == 1 and not isinstance(v := eqn.invars[0], Literal)
+    ]
     hosts = {*s.loads}
-    loads = [eqn for eqn in moves if eqn.invars[0] in hosts and not is_host_aval(eqn.outvars[0].aval)]
-    loaded_by = {id(eqn) for eqn in loads}
+    loads = [(eqn, v, out) for eqn, v, out in moves if v in hosts and not is_host_aval(out.aval)]
+    loaded_by = {id(eqn) for eqn, _, _ in loads}
     others = [eqn for eqn in s.jaxpr.eqns if id(eqn) not in loaded_by]
-    kept = {v for eqn in others for v in eqn.invars if not isinstance(v, jex.Literal)}
-    on_device = {eqn.invars[0]: jex.Var(eqn.outvars[0].aval) for eqn in loads if eqn.invars[0] not in kept}
-    loaded = {eqn.outvars[0]: on_device[eqn.invars[0]] for eqn in loads if eqn.invars[0] in on_device}
-    stored = {eqn.outvars[0]: eqn.invars[0] for eqn in moves if is_host_aval(eqn.outvars[0].aval)}
+    kept = {v for eqn in others for v in eqn.invars if not isinstance(v, Literal)}
+    on_device = {v: Var(out.aval) for _, v, out in loads if v not in kept}
+    loaded = {out: on_device[v] for _, v, out in loads if v in on_device}
+    stored = {out: v for _, v, out in moves if is_host_aval(out.aval)}
 
-    def read(v: Any) -> Any:
-        return v if isinstance(v, jex.Literal) else loaded.get(v, v)
+    def read(v: Atom) -> Atom:
+        return v if isinstance(v, Literal) else loaded.get(v, v)
 
     eqns = [
         eqn.replace(invars=[read(v) for v in eqn.invars])
@@ -48,5 +48,5 @@ def core(s: Slice) -> Core:
     ]
     inputs = [on_device.get(v, v) for v in s.inputs]
     outputs = [read(stored.get(v, v)) for v in s.outputs]
-    jaxpr = jex.Jaxpr([], inputs, outputs, eqns, s.jaxpr.effects, s.jaxpr.debug_info)
-    return Core(pe.dce_jaxpr(jaxpr, [True] * len(outputs), instantiate=True)[0], frozenset(on_device))
+    jaxpr = Jaxpr([], inputs, outputs, eqns, s.jaxpr.effects, s.jaxpr.debug_info)
+    return Core(without_dead_code(jaxpr, keep_inputs=True)[0], frozenset(on_device))

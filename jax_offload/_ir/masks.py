@@ -2,46 +2,44 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
-import jax.extend.core as jex
+from jax_offload._base.jaxprs import Atom, Equation, Jaxpr, Literal, Var, branches_of, called_by
 
 Mask = int
+Join = Callable[[Iterable[int]], int]
 
 
-def _nested(eqn: Any) -> list[Any]:
-    """The jaxprs of ``cond`` and calls, into which ``partial_eval.dce_jaxpr`` cuts. Loops count as a whole."""
+def _nested(eqn: Equation) -> list[Jaxpr]:
+    """The jaxprs of ``cond`` and calls, into which ``partial_eval.dce_jaxpr`` cuts. A loop counts as one equation."""
     if eqn.primitive.name == "cond":
-        return [branch.jaxpr for branch in eqn.params["branches"]]
+        return [branch.jaxpr for branch in branches_of(eqn)]
     if eqn.primitive.name in ("jit", "pjit", "closed_call", "custom_jvp_call"):
-        return [eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")).jaxpr]
+        return [called_by(eqn).jaxpr]
     return []
 
 
-def forward(eqn: Any, env: Mapping[Any, Any], join: Callable[[Iterable[Any]], Any] | None = None) -> list[Any]:
+def forward(eqn: Equation, env: Mapping[Var, int], join: Join | None = None) -> list[int]:
     """For each result, the union (or another ``join``) of what ``env`` says of the operands that it depends on."""
     join = join or union
-    ins = [0 if isinstance(v, jex.Literal) else env.get(v, 0) for v in eqn.invars]
+    ins = [0 if isinstance(v, Literal) else env.get(v, 0) for v in eqn.invars]
     if not (nested := _nested(eqn)):
         return [join(ins)] * len(eqn.outvars)
-    # Through the equations inside, not from a set of operands for each result: in a cond around a whole update those
+    # Through the equations inside, not from a set of operands for each result: in a cond around all of an update those
     # sets together grow with the square of the leaves.
     common = len(ins) - len(nested[0].invars)  # a cond's index
     found = [_forward_through(jaxpr, ins[common:], join) for jaxpr in nested]
     return [join([*ins[:common], *each]) for each in zip(*found, strict=True)]
 
 
-def _forward_through(jaxpr: Any, ins: Sequence[Any], join: Callable[[Iterable[Any]], Any]) -> list[Any]:
+def _forward_through(jaxpr: Jaxpr, ins: Sequence[int], join: Join) -> list[int]:
     env = dict(zip(jaxpr.invars, ins, strict=True))
     for eqn in jaxpr.eqns:
         env.update(zip(eqn.outvars, forward(eqn, env, join), strict=True))
-    return [0 if isinstance(v, jex.Literal) else env.get(v, 0) for v in jaxpr.outvars]
+    return [0 if isinstance(v, Literal) else env.get(v, 0) for v in jaxpr.outvars]
 
 
-def backward(eqn: Any, needs: Sequence[Mask], effect: Mask) -> list[Mask]:
+def backward(eqn: Equation, needs: Sequence[Mask], effect: Mask) -> list[Mask]:
     """For each operand, who needs it: those who need a result that depends on it."""
     total = union(needs)
     if not (nested := _nested(eqn)):
@@ -52,18 +50,18 @@ def backward(eqn: Any, needs: Sequence[Mask], effect: Mask) -> list[Mask]:
 
 
 def needs_of(
-    inputs: Sequence[Any], eqns: Sequence[Any], outputs: Sequence[Any], needs: Sequence[Mask]
+    inputs: Sequence[Var], eqns: Sequence[Equation], outputs: Sequence[Atom], needs: Sequence[Mask]
 ) -> tuple[list[list[Mask]], list[Mask]]:
     """Who needs each result of each equation, and each of the inputs, given who needs the outputs."""
-    env: dict[Any, Mask] = {}
+    env: dict[Var, Mask] = {}
 
-    def add(atoms: Sequence[Any], masks: Sequence[Mask]) -> None:
+    def add(atoms: Sequence[Atom], masks: Sequence[Mask]) -> None:
         for v, mask in zip(atoms, masks, strict=True):
-            if mask and not isinstance(v, jex.Literal):
+            if mask and not isinstance(v, Literal):
                 env[v] = env.get(v, 0) | mask
 
     add(outputs, needs)
-    inside = []
+    inside: list[list[Mask]] = []
     for eqn in reversed(eqns):
         inside.append([env.get(v, 0) for v in eqn.outvars])
         add(eqn.invars, backward(eqn, inside[-1], 0))
@@ -80,12 +78,12 @@ def groups(masks: Sequence[Mask]) -> list[int]:
             parent[i] = i = parent[parent[i]]
         return i
 
-    seen = 0
+    known = 0
     for mask in masks:
-        # New bits once, and of those seen before one of each group: many masks may share most of their bits.
-        new, old = mask & ~seen, mask & seen
-        seen |= mask
-        roots = []
+        # Each new bit is visited, but of the known ones only one of each group: many masks may share most bits.
+        new, old = mask & ~known, mask & known
+        known |= mask
+        roots: list[int] = []
         while old:
             roots.append(find(next(bits(old))))
             old &= ~joined[roots[-1]]
@@ -101,7 +99,10 @@ def groups(masks: Sequence[Mask]) -> list[int]:
 
 
 def union(masks: Iterable[Mask]) -> Mask:
-    return functools.reduce(operator.or_, masks, 0)
+    total = 0
+    for mask in masks:
+        total |= mask
+    return total
 
 
 def bits(mask: Mask) -> Iterator[int]:

@@ -11,53 +11,65 @@ import itertools
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-import jax.extend.core as jex
 import numpy as np
 
+from jax_offload._base.jaxprs import (
+    Atom,
+    ClosedJaxpr,
+    Equation,
+    Jaxpr,
+    Literal,
+    branches_of,
+    closed_like,
+    holds_equations,
+)
 from jax_offload._ir.masks import Mask, bits, needs_of, union
 from jax_offload._ir.program import Program, flat
 
-Branches = tuple[Any, ...]
+Branches = tuple[ClosedJaxpr, ...]
 
 
 class Shares:
-    """Divides equations. Shares that do the same get the same branches, so that slices of them can be told alike."""
+    """The shares that slices have in equations.
+
+    Shares that do the same get the same branches, by which ``_emit/deduplicate`` finds slices that do the same.
+    """
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Branches] = {}
         self._least: set[int] = set()  # of known branches: those from which nothing more can be cut
 
-    def of(self, eqn: Any, needs: Sequence[Mask], effect: Mask = 0) -> dict[int, Any]:
+    def of(self, eqn: Equation, needs: Sequence[Mask], effect: Mask = 0) -> dict[int, Equation]:
         """For each slice that needs some of an equation's results, or its effect, what it needs of the equation.
 
         Args:
-          eqn: an equation; what is not a ``cond``, or has an effect, is needed as a whole.
+          eqn: an equation; what is not a ``cond``, or has an effect, is not divided.
           needs: for each result the numbers of the slices that need it.
           effect: the numbers of those that need its effect.
         """
         slices = union(needs) | effect
-        whole = dict.fromkeys(bits(slices), eqn)
-        return whole if len(whole) < 2 else self._divided(eqn, needs) or whole
+        undivided = dict.fromkeys(bits(slices), eqn)
+        return undivided if len(undivided) < 2 else self._of_cond(eqn, needs) or undivided
 
-    def can_be_cut(self, eqn: Any) -> bool:
+    def can_be_cut(self, eqn: Equation) -> bool:
         """Whether an equation may hold what its results do not need: a share does not, unless what is in it does."""
         return holds_equations(eqn) and id(eqn.params.get("branches")) not in self._least
 
-    def _divided(self, eqn: Any, needs: Sequence[Mask]) -> dict[int, Any]:
+    def _of_cond(self, eqn: Equation, needs: Sequence[Mask]) -> dict[int, Equation]:
         if eqn.primitive.name != "cond" or eqn.effects:
             return {}
-        programs = [flat(branch) for branch in eqn.params["branches"]]
+        programs = [flat(branch) for branch in branches_of(eqn)]
         if any(program.consts for program in programs):
             return {}
         shared = [self._inside(program, needs) for program in programs]
         wanted = [union(each) for each in zip(*(operands for _, operands in shared), strict=True)]
         results, operands = _listed(needs), _listed(wanted)
-        shares = {}
+        shares: dict[int, Equation] = {}
         for k in bits(union(needs)):
             own = operands.get(k, [])
             branches = tuple(
-                _closed(branch, [program.inputs[i] for i in own], [program.outputs[i] for i in results[k]], eqns[k])
-                for branch, program, (eqns, _) in zip(eqn.params["branches"], programs, shared, strict=True)
+                closed_like(branch, [program.inputs[i] for i in own], eqns[k], [program.outputs[i] for i in results[k]])
+                for branch, program, (eqns, _) in zip(branches_of(eqn), programs, shared, strict=True)
             )
             shares[k] = eqn.replace(
                 invars=[eqn.invars[0], *(eqn.invars[1 + i] for i in own)],
@@ -66,12 +78,12 @@ class Shares:
             )
         return shares
 
-    def _inside(self, program: Program, needs: Sequence[Mask]) -> tuple[dict[int, list[Any]], list[Mask]]:
+    def _inside(self, program: Program, needs: Sequence[Mask]) -> tuple[dict[int, list[Equation]], list[Mask]]:
         """The equations of a branch that each slice needs, and the slices that need each operand."""
         inside, wanted = needs_of(program.inputs, program.eqns, program.outputs, needs)
-        eqns: dict[int, list[Any]] = {k: [] for k in bits(union(needs))}
+        eqns: dict[int, list[Equation]] = {k: [] for k in bits(union(needs))}
         for eqn, masks in zip(program.eqns, inside, strict=True):
-            shares = self._divided(eqn, masks) or dict.fromkeys(bits(union(masks)), eqn)
+            shares = self._of_cond(eqn, masks) or dict.fromkeys(bits(union(masks)), eqn)
             for k, share in shares.items():
                 eqns[k].append(share)
         return eqns, wanted
@@ -84,10 +96,6 @@ class Shares:
         return one
 
 
-def holds_equations(eqn: Any) -> bool:
-    return any(True for _ in jex.jaxprs_in_params(eqn.params))
-
-
 def _listed(masks: Sequence[Mask]) -> dict[int, list[int]]:
     """For each bit the places of the masks that have it."""
     places: dict[int, list[int]] = {}
@@ -97,19 +105,14 @@ def _listed(masks: Sequence[Mask]) -> dict[int, list[int]]:
     return places
 
 
-def _closed(like: Any, inputs: list[Any], outputs: list[Any], eqns: list[Any]) -> Any:
-    debug_info = like.jaxpr.debug_info._replace(arg_names=None, result_paths=None)
-    return jex.ClosedJaxpr(jex.Jaxpr([], inputs, outputs, eqns, like.jaxpr.effects, debug_info), ())  # pyright: ignore
-
-
-def structure(jaxpr: Any) -> Hashable:
+def structure(jaxpr: Jaxpr) -> Hashable:
     """Equal for jaxprs that differ in the names of variables only."""
     number = {v: k for k, v in enumerate(jaxpr.invars)}
 
-    def read(v: Any) -> Hashable:
-        return (v.aval, np.asarray(v.val).tobytes()) if isinstance(v, jex.Literal) else number[v]
+    def read(v: Atom) -> Hashable:
+        return (v.aval, np.asarray(v.val).tobytes()) if isinstance(v, Literal) else number[v]
 
-    equations = []
+    equations: list[Hashable] = []
     for eqn in jaxpr.eqns:
         operands = tuple(read(v) for v in eqn.invars)
         number.update(zip(eqn.outvars, itertools.count(len(number))))

@@ -1,6 +1,6 @@
 """What each part of a traced update depends on: the update, cut into slices that need few host leaves each.
 
-The update of an optimizer is traced once, as the *usual recipe*: every host leaf loaded, the whole update, every host
+The update of an optimizer is traced once, as the *usual recipe*: every host leaf loaded, all of the update, every host
 leaf stored. A slice is what remains of it for some results: for AdamW, one parameter's update and moments, with the
 loads and stores of just these. No optimizer is known by name; whatever its equations say holds.
 """
@@ -12,17 +12,29 @@ import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
-import jax.extend.core as jex
-from jax.interpreters import partial_eval as pe
 from jax.sharding import NamedSharding
 
 from jax_offload._base.arrays import nbytes
+from jax_offload._base.jaxprs import (
+    DebugInfo,
+    DropVar,
+    Effects,
+    Equation,
+    Jaxpr,
+    Literal,
+    Var,
+    closed,
+    holds_equations,
+    jax_fun,
+    nameless,
+    without_dead_code,
+)
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.shardings import Shards
 from jax_offload._ir.masks import Mask, backward, forward, groups, union
 from jax_offload._ir.primitives import ELEMENTWISE, REDUCE
-from jax_offload._ir.program import Program, Var
-from jax_offload._ir.shares import Shares, holds_equations
+from jax_offload._ir.program import Program
+from jax_offload._ir.shares import Shares
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +47,13 @@ class Slice:
 
     inputs: list[Var]
     outputs: list[Var]
-    jaxpr: Any
-    shards: Mapping[Var, Shards] = dataclasses.field(default_factory=dict)
+    jaxpr: Jaxpr
+    shards: Mapping[Var, Shards] = dataclasses.field(default_factory=dict[Var, Shards])
 
     @property
     def run(self) -> Callable[..., list[Any]]:
         """``run(*inputs) -> outputs``, all at once."""
-        return jex.jaxpr_as_fun(jex.ClosedJaxpr(self.jaxpr, ()))  # pyright: ignore[reportPrivateImportUsage]
+        return jax_fun(closed(self.jaxpr))
 
     @property
     def loads(self) -> list[Var]:
@@ -91,9 +103,10 @@ class Pass:
 def joined(a: Slice, b: Slice) -> Slice:
     """Both slices as one. They have no effects: what has is not put into a loop."""
     inputs, outputs = (list(dict.fromkeys([*u, *v])) for u, v in ((a.inputs, b.inputs), (a.outputs, b.outputs)))
-    made = {v for eqn in a.jaxpr.eqns for v in eqn.outvars}
-    eqns = [*a.jaxpr.eqns, *(eqn for eqn in b.jaxpr.eqns if not made.issuperset(eqn.outvars))]  # both may make a scale
-    jaxpr = jex.Jaxpr([], inputs, outputs, eqns, a.jaxpr.effects, a.jaxpr.debug_info)
+    defined = {v for eqn in a.jaxpr.eqns for v in eqn.outvars}
+    # Both may compute a scale.
+    eqns = [*a.jaxpr.eqns, *(eqn for eqn in b.jaxpr.eqns if not defined.issuperset(eqn.outvars))]
+    jaxpr = Jaxpr([], inputs, outputs, eqns, a.jaxpr.effects, a.jaxpr.debug_info)
     return Slice(inputs, outputs, jaxpr, a.shards)
 
 
@@ -101,18 +114,18 @@ def cut(program: Program, scalars_apart: bool) -> list[Pass]:
     """The program as passes over the host leaves, in slices.
 
     Two results belong to one slice where they need a host leaf in common: then loading it once serves both. What needs
-    no host leaf and serves several slices, or is a number (a learning rate, the gradients' norm), or a few numbers of
-    all rows (``adaptive_grad_clip``'s norm of each column: it would keep the rows together), belongs to the prelude,
-    but elementwise arithmetic: each slice does its own.
+    no host leaf belongs to the prelude if it serves several slices, is a scalar (a learning rate, the gradients' norm),
+    or summarises all rows (``adaptive_grad_clip``'s norm of each column: it would keep the rows together). Elementwise
+    arithmetic on arrays does not, though several slices need it: each does its own.
 
-    Where a number is reduced from the leaves of many parameters (a norm over accumulated gradients, prodigy's sums), or
+    Where a scalar is reduced from the leaves of many parameters (a norm over accumulated gradients, prodigy's sums), or
     from all rows of one (LAMB's trust ratio), everything that uses it needs all of them at once. ``scalars_apart``
-    makes such a number a result of its own, one pass ahead: each leaf, or chunk of it, is loaded for its part of the
-    number, and once more for what uses that.
+    makes such a scalar a result of its own, one pass ahead: each leaf, or chunk of it, is loaded for its part of the
+    scalar, and once more for what uses that.
     """
     needs_host: dict[Var, Mask] = {v: 1 << i for i, v in enumerate(v for v in program.inputs if is_host_aval(v.aval))}
     stage: dict[Var, int] = {}  # the pass before which a variable cannot be known
-    numbers: dict[Var, tuple[Mask, int]] = {}
+    scalars: dict[Var, tuple[Mask, int]] = {}
     summaries: set[Var] = set()
     for eqn in program.eqns:
         if _is_summary(eqn, summaries):
@@ -121,21 +134,21 @@ def cut(program: Program, scalars_apart: bool) -> list[Pass]:
         for v, mask, at in zip(eqn.outvars, forward(eqn, needs_host), stages, strict=True):
             apart = scalars_apart and mask and v.aval.shape == ()
             if apart:
-                numbers[v] = mask, at
+                scalars[v] = mask, at
             needs_host[v], stage[v] = (0, at + 1) if apart else (mask, at)
 
-    # The roots: numbers, results, and effects (a callback, say), which must happen though nobody reads them. A host
+    # The roots: scalars, results, and effects (a callback, say), which must happen though nobody reads them. A host
     # leaf is stored in the last pass: until then its old value is needed.
     last = max(stage.values(), default=0)
     inputs = set(program.inputs)
-    results = {v: None for v in program.outputs if not isinstance(v, jex.Literal) and v not in inputs}
-    roots = [(v, mask, at) for v, (mask, at) in numbers.items()]
-    roots += [(v, needs_host[v], last if needs_host[v] else stage[v]) for v in results if v not in numbers]
+    results = {v: None for v in program.outputs if not isinstance(v, Literal) and v not in inputs}
+    roots: list[tuple[Var | int, Mask, int]] = [(v, mask, at) for v, (mask, at) in scalars.items()]
+    roots += [(v, needs_host[v], last if needs_host[v] else stage[v]) for v in results if v not in scalars]
     for eqn in (eqn for eqn in program.eqns if eqn.effects):
-        operands = [v for v in eqn.invars if not isinstance(v, jex.Literal)]
+        operands = [v for v in eqn.invars if not isinstance(v, Literal)]
         mask = union(needs_host.get(v, 0) for v in operands)
         roots.append((id(eqn), mask, last if mask else max((stage.get(v, 0) for v in operands), default=0)))
-    parts: dict[Any, int] = {}  # root -> the number of its part: preludes 0..last, then the slices
+    parts: dict[Var | int, int] = {}  # root -> the number of its part: preludes 0..last, then the slices
     stages_of = list(range(last + 1))
     for at in range(last + 1):
         here = [(root, mask) for root, mask, s in roots if s == at]
@@ -146,22 +159,22 @@ def cut(program: Program, scalars_apart: bool) -> list[Pass]:
     # Backward: who needs what. A variable that one part provides to others is that part's result.
     needed_by: dict[Var, Mask] = {v: 1 << parts[v] for v in results}
     provider: dict[Var, int] = {}
-    members: list[list[Any]] = [[] for _ in stages_of]
+    members: list[list[Equation]] = [[] for _ in stages_of]
     shares = Shares()
     for eqn in reversed(program.eqns):
         effect = 1 << parts[id(eqn)] if id(eqn) in parts else 0
-        needs = [0 if isinstance(v, jex.DropVar) else needed_by.get(v, 0) for v in eqn.outvars]
+        needs = [0 if isinstance(v, DropVar) else needed_by.get(v, 0) for v in eqn.outvars]
         for k, v in enumerate(eqn.outvars):
             shared = needs[k] & ((2 << last) - 1) or needs[k].bit_count() > 1
-            again = eqn.primitive.name in ELEMENTWISE  # cheaper made anew than kept, as an array, between its uses
+            again = eqn.primitive.name in ELEMENTWISE  # cheaper computed again than kept, as an array, between its uses
             ahead = v.aval.shape == () or v in summaries or (shared and not again) or eqn.effects
             if needs[k] and not needs_host.get(v, 0) and ahead:
-                provider[v] = parts[v] if v in numbers else stage[v]
+                provider[v] = parts[v] if v in scalars else stage[v]
                 needs[k] = 1 << provider[v]
         for part, share in shares.of(eqn, needs, effect).items():
             members[part].append(share)
         for v, mask in zip(eqn.invars, backward(eqn, needs, effect), strict=True):
-            if not isinstance(v, jex.Literal):
+            if not isinstance(v, Literal):
                 needed_by[v] = needed_by.get(v, 0) | mask
 
     outputs: list[dict[Var, None]] = [{} for _ in stages_of]
@@ -191,7 +204,7 @@ def cut(program: Program, scalars_apart: bool) -> list[Pass]:
     ]
 
 
-def _is_summary(eqn: Any, summaries: Set[Var]) -> bool:
+def _is_summary(eqn: Equation, summaries: Set[Var]) -> bool:
     """Whether its result is a reduction over all rows of an array, small beside it, or arithmetic on such."""
     name = eqn.primitive.name
     if name in REDUCE:
@@ -204,18 +217,18 @@ def _is_summary(eqn: Any, summaries: Set[Var]) -> bool:
     out = eqn.outvars[0].aval
     arrays = [v for v in eqn.invars if v.aval.shape]
     return bool(arrays) and all(
-        not isinstance(v, jex.Literal) and v in summaries and math.prod(v.aval.shape) == math.prod(out.shape)
+        not isinstance(v, Literal) and v in summaries and math.prod(v.aval.shape) == math.prod(out.shape)
         for v in arrays
     )
 
 
 def slice_of(
-    eqns: list[Any],
+    eqns: list[Equation],
     outputs: list[Var],
-    debug_info: Any,
+    debug_info: DebugInfo,
     shards: Mapping[Var, Shards],
     given: Set[Var] = frozenset(),
-    can_be_cut: Callable[[Any], bool] = holds_equations,
+    can_be_cut: Callable[[Equation], bool] = holds_equations,
 ) -> Slice:
     """The slice of some equations and results.
 
@@ -225,22 +238,21 @@ def slice_of(
       given: the variables that other parts provide.
       can_be_cut: whether an equation may hold what its results do not need.
     """
-    made = {v for eqn in eqns for v in eqn.outvars} - given
-    read = [v for vs in [*(eqn.invars for eqn in eqns), outputs] for v in vs if not isinstance(v, jex.Literal)]
-    inputs = list(dict.fromkeys(v for v in read if v not in made))
+    defined = {v for eqn in eqns for v in eqn.outvars} - given
+    read = [v for vs in [*(eqn.invars for eqn in eqns), outputs] for v in vs if not isinstance(v, Literal)]
+    inputs = list(dict.fromkeys(v for v in read if v not in defined))
     # an equation of which only some results are wanted (a cond) may still name the others: let dce cut inside it
     eqns = [_without(eqn, given) for eqn in eqns]
-    effects = frozenset().union(*(eqn.effects for eqn in eqns))
-    nameless = debug_info._replace(arg_names=None, result_paths=None)  # the names are the program's
-    jaxpr = jex.Jaxpr([], inputs, outputs, eqns, effects, nameless)
+    effects: Effects = frozenset[Any]().union(*(eqn.effects for eqn in eqns))
+    jaxpr = Jaxpr([], inputs, outputs, eqns, effects, nameless(debug_info))  # the names are the program's
     if any(map(can_be_cut, eqns)):
-        jaxpr, used = pe.dce_jaxpr(jaxpr, [True] * len(outputs))
+        jaxpr, used = without_dead_code(jaxpr)
         inputs = [v for v, u in zip(inputs, used, strict=True) if u]
     return Slice(inputs, outputs, jaxpr, shards)
 
 
-def _without(eqn: Any, given: Set[Var]) -> Any:
+def _without(eqn: Equation, given: Set[Var]) -> Equation:
     """``eqn`` without the results that are given already, so that a slice does not define one of its inputs."""
     if not any(v in given for v in eqn.outvars):
         return eqn
-    return eqn.replace(outvars=[jex.Var(v.aval) if v in given else v for v in eqn.outvars])
+    return eqn.replace(outvars=[Var(v.aval) if v in given else v for v in eqn.outvars])

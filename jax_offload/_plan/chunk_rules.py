@@ -14,11 +14,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_offload._base.jaxprs import (
+    Atom,
+    Aval,
+    ClosedJaxpr,
+    Equation,
+    Jaxpr,
+    Literal,
+    Var,
+    branches_of,
+    called_by,
+    nameless,
+    run_equation,
+)
 from jax_offload._ir.primitives import ELEMENTWISE, REDUCE
 
 
@@ -39,7 +51,11 @@ class Partial:
 
 
 Dim = Rows | Partial | None  # None: a variable without the chunked axis
-Dims = dict[Any, Dim]
+Dims = dict[Var, Dim]
+Run = Callable[..., list[Any]]  # an equation on a chunk: of the numbers of its rows and the operands
+
+Pair = tuple[tuple[int, ...], tuple[int, ...]]  # dimensions of the left and of the right operand
+DotDimensions = tuple[Pair, Pair]  # contracted ones, and those of a batch
 
 _COMBINE = {
     "reduce_sum": lax.add, "reduce_max": lax.max, "reduce_min": lax.min, "reduce_and": lax.bitwise_and,
@@ -52,14 +68,14 @@ class Dependent(Exception):
     """The rows of the axis depend on each other, or may."""
 
 
-def chunked_dims(jaxpr: Any, dims: Sequence[Dim], size: int, shape: tuple[int, ...], axis: int) -> list:
+def chunked_dims(jaxpr: Jaxpr, dims: Sequence[Dim], size: int, shape: tuple[int, ...], axis: int) -> list[Dim]:
     """The chunked dimension of every result of ``jaxpr``, given those of its operands.
 
     Args:
       jaxpr: of a slice.
       dims: chunked dimension of each operand.
       size: length of the chunked axis.
-      shape, axis: a leaf's whole shape and its chunked axis: what is broadcast to that shape is made chunk by chunk.
+      shape, axis: a leaf's shape and its chunked axis: what is broadcast to that shape is computed chunk by chunk.
 
     Raises:
       Dependent: some equation mixes rows.
@@ -71,51 +87,55 @@ def chunked_dims(jaxpr: Any, dims: Sequence[Dim], size: int, shape: tuple[int, .
 
 
 def run_chunk(
-    jaxpr: Any, dims: Sequence[Dim], where: tuple[int, tuple[int, ...], int], chunk: jax.Array, *args: Any
-) -> list:
+    jaxpr: Jaxpr, dims: Sequence[Dim], where: tuple[int, tuple[int, ...], int], chunk: jax.Array, *args: Any
+) -> list[Any]:
     """Evaluates ``jaxpr`` on operands of which the chunked dimension has only the rows with the numbers ``chunk``."""
     size, shape, axis = where
     env: Dims = dict(zip(jaxpr.invars, dims, strict=True))
-    values = dict(zip(jaxpr.invars, args, strict=True))
+    values: dict[Var, Any] = dict(zip(jaxpr.invars, args, strict=True))
     for eqn in jaxpr.eqns:
-        out_dims, bind = rule_of(eqn, _read(env, eqn.invars), size, shape, axis)
+        out_dims, run = rule_of(eqn, _read(env, eqn.invars), size, shape, axis)
         env.update(zip(eqn.outvars, out_dims, strict=True))
-        operands = [v.val if isinstance(v, jex.Literal) else values[v] for v in eqn.invars]
+        operands = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
         with eqn.ctx.manager:
-            results = bind(chunk, *operands)
-        values.update(zip(eqn.outvars, results if eqn.primitive.multiple_results else [results], strict=True))
-    return [v.val if isinstance(v, jex.Literal) else values[v] for v in jaxpr.outvars]
+            results = run(chunk, *operands)
+        values.update(zip(eqn.outvars, results, strict=True))
+    return [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
 
 
-def _read(env: Dims, atoms: Sequence[Any]) -> list[Dim]:
-    return [None if isinstance(v, jex.Literal) else env[v] for v in atoms]
+def _read(env: Dims, atoms: Sequence[Atom]) -> list[Dim]:
+    return [None if isinstance(v, Literal) else env[v] for v in atoms]
 
 
-def rule_of(eqn: Any, dims: list[Any], size: int, shape: tuple[int, ...], axis: int) -> tuple[list, Callable]:
+def rule_of(
+    eqn: Equation, all_dims: Sequence[Dim], size: int, shape: tuple[int, ...], axis: int
+) -> tuple[Sequence[Dim], Run]:
     """For an equation: the chunked dimensions of its results, and how to run it on a chunk."""
     name, params = eqn.primitive.name, eqn.params
     ins, outs = [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
 
-    def bind(**changed: Callable[[jax.Array], Any]) -> Callable[..., Any]:
-        def run(chunk: jax.Array, *operands: Any) -> Any:
-            new = {**params, **{k: f(chunk) for k, f in changed.items()}}
-            return eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(new))
+    def bind(**changed: Callable[[jax.Array], Any]) -> Run:
+        def run(chunk: jax.Array, *operands: Any) -> list[Any]:
+            return run_equation(eqn, operands, {**params, **{k: f(chunk) for k, f in changed.items()}})
 
         return run
 
     def resized(sizes: Sequence[int], to: Rows) -> Callable[[jax.Array], tuple[int, ...]]:
         return lambda chunk: (*sizes[: to.dim], chunk.size * to.per_row, *sizes[to.dim + 1 :])
 
-    if any(isinstance(d, Partial) for d in dims):
+    dims = [d for d in all_dims if not isinstance(d, Partial)]
+    if len(dims) < len(all_dims):
         raise Dependent(f"{name} of a reduction over all rows")
     if name == "iota" and params["shape"][: axis + 1] == shape[: axis + 1]:
         to = Rows(axis)
         if params["dimension"] != axis:
             return [to], bind(shape=resized(params["shape"], to))
 
-        def numbered(chunk: jax.Array) -> jax.Array:
-            new = resized(params["shape"], to)(chunk)
-            return lax.broadcast_in_dim(chunk.astype(params["dtype"]), new, (axis,), out_sharding=params["sharding"])
+        def numbered(chunk: jax.Array) -> list[Any]:
+            new, rows = resized(params["shape"], to)(chunk), chunk.astype(params["dtype"])
+            # jax annotates out_sharding by a type that it does not export
+            of_rows = lax.broadcast_in_dim(rows, new, (axis,), out_sharding=params["sharding"])  # pyright: ignore[reportUnknownMemberType]
+            return [of_rows]
 
         return [to], numbered
     if name == "broadcast_in_dim":
@@ -135,9 +155,9 @@ def rule_of(eqn: Any, dims: list[Any], size: int, shape: tuple[int, ...], axis: 
         if name == "optimization_barrier":
             return dims, bind()
         rows, *others = {d for d in dims if d is not None}
-        whole = [aval for d, aval in zip(dims, ins, strict=True) if d is None and aval.shape]
+        without_rows = [aval for d, aval in zip(dims, ins, strict=True) if d is None and aval.shape]
         # one row for all, a scale of each column, goes with every chunk
-        if others or any(aval.shape[rows.dim] != 1 for aval in whole):
+        if others or any(aval.shape[rows.dim] != 1 for aval in without_rows):
             raise Dependent(f"{name} of rows and a whole")
         if any(out.shape[rows.dim : rows.dim + 1] != (size * rows.per_row,) for out in outs):
             raise Dependent(f"{name} merges rows")  # a cast to wider numbers
@@ -179,55 +199,61 @@ def rule_of(eqn: Any, dims: list[Any], size: int, shape: tuple[int, ...], axis: 
     raise Dependent(name)
 
 
-def _exact(aval: Any) -> bool:
+def _exact(aval: Aval) -> bool:
     """Whether partial results may be put together: a sum in 16 bits would be rounded at every chunk."""
     return not jnp.issubdtype(aval.dtype, jnp.floating) or aval.dtype.itemsize >= 4
 
 
-def _call(eqn: Any, dims: list[Dim], size: int, shape: tuple[int, ...], axis: int) -> tuple[list, Callable]:
+def _call(
+    eqn: Equation, dims: Sequence[Dim], size: int, shape: tuple[int, ...], axis: int
+) -> tuple[Sequence[Dim], Run]:
     where = (size, shape, axis)
 
-    def inner(branch: Any, dims: list[Dim]) -> tuple[Any, list]:
+    def inner(branch: ClosedJaxpr, dims: Sequence[Dim]) -> tuple[Jaxpr, list[Dim]]:
         j = branch.jaxpr
-        debug_info = j.debug_info._replace(arg_names=None, result_paths=None)
-        jaxpr = jex.Jaxpr([], [*j.constvars, *j.invars], j.outvars, j.eqns, j.effects, debug_info)
+        jaxpr = Jaxpr([], [*j.constvars, *j.invars], j.outvars, j.eqns, j.effects, nameless(j.debug_info))
         return jaxpr, [*(None for _ in branch.consts), *dims]
 
     if eqn.primitive.name != "cond":
-        branch = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr", eqn.params.get("fun_jaxpr")))
-        jaxpr, all_dims = inner(branch, dims)
-        out = chunked_dims(jaxpr, all_dims, *where)
-        return out, lambda chunk, *args: run_chunk(jaxpr, all_dims, where, chunk, *branch.consts, *args)
+        called = called_by(eqn)
+        jaxpr, all_dims = inner(called, dims)
+
+        def run_call(chunk: jax.Array, *args: Any) -> list[Any]:
+            return run_chunk(jaxpr, all_dims, where, chunk, *called.consts, *args)
+
+        return chunked_dims(jaxpr, all_dims, *where), run_call
     if dims[0] is not None:
         raise Dependent("cond on a row")
-    branches = [inner(b, dims[1:]) for b in eqn.params["branches"]]
+    branches = [inner(b, dims[1:]) for b in branches_of(eqn)]
     outs = [chunked_dims(jaxpr, d, *where) for jaxpr, d in branches]
-    merged = []
+    merged: list[Dim] = []
     for k, results in enumerate(zip(*outs, strict=True)):
         # nothing is what a chunk adds in a branch that returns 0
         nothing = [_is_zero(jaxpr.outvars[k]) for jaxpr, _ in branches]
-        found = {dim for dim, zero in zip(results, nothing, strict=True) if not zero} or {None}
+        found: set[Dim] = {dim for dim, zero in zip(results, nothing, strict=True) if not zero} or {None}
         if len(found) > 1 or (any(nothing) and found - {Partial(lax.add), None}):
             raise Dependent("cond whose branches differ in what they chunk")
         merged.append(found.pop())
 
-    def run(chunk: jax.Array, index: Any, *args: Any) -> Any:
-        functions = [
-            lambda *a, j=jaxpr, d=d, b=b: run_chunk(j, d, where, chunk, *b.consts, *a)
-            for (jaxpr, d), b in zip(branches, eqn.params["branches"], strict=True)
-        ]
-        return jax.lax.switch(index, functions, *args)
+    def run(chunk: jax.Array, index: Any, *args: Any) -> list[Any]:
+        def on_chunk(jaxpr: Jaxpr, dims: list[Dim], consts: list[Any]) -> Run:
+            return lambda *operands: run_chunk(jaxpr, dims, where, chunk, *consts, *operands)
+
+        pairs = zip(branches, branches_of(eqn), strict=True)
+        functions = [on_chunk(jaxpr, d, b.consts) for (jaxpr, d), b in pairs]
+        # jax does not annotate the index
+        return lax.switch(index, functions, *args)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
     return merged, run
 
 
-def _is_zero(v: Any) -> bool:
-    return isinstance(v, jex.Literal) and np.ndim(v.val) == 0 and v.val == 0
+def _is_zero(v: Atom) -> bool:
+    return isinstance(v, Literal) and np.ndim(v.val) == 0 and v.val == 0
 
 
-def _dot_general(numbers: Any, dims: list[Any], ins: list[Any], out: Any) -> list[Dim]:
+def _dot_general(dimensions: DotDimensions, dims: list[Rows | None], ins: list[Aval], out: Aval) -> list[Dim]:
     """Rows stay apart along a batch dimension and along a free dimension of one side; contracted ones are summed."""
-    contracting, batch = numbers
+    contracting, batch = dimensions
     lhs, rhs = dims
     if lhs is not None and rhs is not None:
         pair = lhs.dim, rhs.dim
@@ -236,8 +262,8 @@ def _dot_general(numbers: Any, dims: list[Any], ins: list[Any], out: Any) -> lis
         if lhs.per_row == rhs.per_row and pair in zip(*contracting, strict=True) and _exact(out):
             return [Partial(lax.add)]
         raise Dependent("dot_general of rows with rows")
-    side = 0 if lhs is not None else 1
-    rows = dims[side]
+    side, rows = (0, lhs) if lhs is not None else (1, rhs)
+    assert rows is not None  # with rows on neither side nothing is chunked
     if rows.dim in contracting[side] or rows.dim in batch[side]:
         raise Dependent("dot_general over rows")
     bound = {*contracting[side], *batch[side]}

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_offload._base.arrays import nbytes
+from jax_offload._base.jaxprs import Var
 from jax_offload._base.memory import is_host_aval
-from jax_offload._ir.program import Program, Var
+from jax_offload._ir.program import Program
 from jax_offload._ir.slices import Pass, Slice, cut, joined, repeats_effects
 from jax_offload._plan.plan import Plan, Planned, PlannedPass, Whole, Window
 from jax_offload._plan.transfers import buffers, transfer_of
@@ -193,16 +194,17 @@ def _scheduled(
     """The slices of a pass in the order of the backward pass, and what the load of each waits for.
 
     The larger the window, the earlier a load: when the first of those in flight can be updated. Then no gradient waits
-    for its state. The first chunk of a loop would lie there through the whole backward pass.
+    for its state. The first chunk of a loop would lie there through all of the backward pass.
     """
     slices = sorted(planned, key=lambda p: min(map(rank, p.slice.loads), default=0))
     sizes = [p.bytes_in_flight for p in slices]
-    found, done = [], 0
+    found: list[Planned] = []
+    done = 0
     for k, p in enumerate(slices):
         stored = _must_be_back(sizes, k, p.window.nbytes)
         done = max(done, stored + 1)
-        made = k if p.in_chunks else done if done < k else None
-        found.append(dataclasses.replace(p, token=_token(p.slice, next_of), once_stored=stored, once_made=made))
+        awaited = k if p.in_chunks else done if done < k else None
+        found.append(dataclasses.replace(p, token=_token(p.slice, next_of), once_stored=stored, once_made=awaited))
     return tuple(found)
 
 

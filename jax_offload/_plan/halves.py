@@ -5,11 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
-import jax.extend.core as jex
-
-from jax_offload._base.jaxprs import scan_of, sub_jaxprs
+from jax_offload._base.jaxprs import Equation, Literal, scan_of, sub_jaxprs
 from jax_offload._ir.program import Program, Var
 from jax_offload._ir.slices import Slice, slice_of
 
@@ -40,29 +37,31 @@ def halves(program: Program) -> Halves:
             cut = k + 1
             break
     parts = program.eqns[:cut], program.eqns[cut:]
-    results = {v for v in program.outputs if not isinstance(v, jex.Literal)}
-    read = {v for eqn in parts[1] for v in eqn.invars if not isinstance(v, jex.Literal)}
-    outputs = [[v for eqn in eqns for v in eqn.outvars if v in wanted] for eqns, wanted in zip(parts, (results | read, results), strict=True)]
+    results = {v for v in program.outputs if not isinstance(v, Literal)}
+    read = {v for eqn in parts[1] for v in eqn.invars if not isinstance(v, Literal)}
+    wanted = results | read, results
+    outputs = [[v for eqn in eqns for v in eqn.outvars if v in w] for eqns, w in zip(parts, wanted, strict=True)]
     first, second = (slice_of(e, o, program.debug_info, {}) for e, o in zip(parts, outputs, strict=True))
     gate = next((v for v in program.eqns[cut - 1].outvars if v in first.outputs), None) if cut else None
     return Halves(program, first, second, gate)
 
 
-def flops(eqn: Any) -> float:
+def flops(eqn: Equation) -> float:
     """The floating point operations of the matmuls in an equation, loops counted as often as they are known to run."""
     name = eqn.primitive.name
     if name == "dot_general":
-        (lhs, _), _ = eqn.params["dimension_numbers"]
+        lhs: tuple[int, ...] = eqn.params["dimension_numbers"][0][0]
         shape = eqn.invars[0].aval.shape
         return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[d] for d in lhs)
     if name == "conv_general_dilated":
         kernel = eqn.invars[1].aval
-        features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
+        out_features_dim: int = eqn.params["dimension_numbers"].rhs_spec[0]
+        features = kernel.shape[out_features_dim]
         return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel.shape) / features
     times = scan.length if (scan := scan_of(eqn)) is not None else 1
     inner = [_sum(jaxpr.eqns) for jaxpr, _ in sub_jaxprs(eqn)]
     return times * max(inner, default=0.0)
 
 
-def _sum(eqns: Sequence[Any]) -> float:
+def _sum(eqns: Sequence[Equation]) -> float:
     return sum(map(flops, eqns))

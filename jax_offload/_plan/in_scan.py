@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-import jax.extend.core as jex
 from jax.sharding import NamedSharding
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.jaxprs import Scan
+from jax_offload._base.jaxprs import Atom, DropVar, Equation, Literal, Scan
 from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.program import Program, Var, flat
 from jax_offload._ir.slices import Slice, slice_of
@@ -68,7 +66,7 @@ class InScan:
     @property
     def operands(self) -> list[Var]:
         """What it needs of the rest of the step."""
-        return list(dict.fromkeys(v for v in self._reads if not isinstance(v, jex.Literal)))
+        return list(dict.fromkeys(v for v in self._reads if not isinstance(v, Literal)))
 
     @property
     def planned(self) -> list[Planned]:
@@ -79,7 +77,7 @@ class InScan:
         return [Planned(move.slice, InIterations(self.scan.length), window) for move in self.moves]
 
     @property
-    def _reads(self) -> list[Any]:
+    def _reads(self) -> list[Atom]:
         xs = [v for k, v in enumerate(self.scan.xs) if k not in self.reread]
         return [*self.scan.consts, *self.scan.init, *xs, *self.hosts, *self.in_place, *self.others]
 
@@ -87,7 +85,7 @@ class InScan:
     def makes(self) -> list[Var]:
         """What the rest of the step may read of it."""
         made = [*self.scan.carry, *self.kept, *(v for move in self.moves for v in move.slice.outputs)]
-        return [v for v in made if not isinstance(v, jex.DropVar)]
+        return [v for v in made if not isinstance(v, DropVar)]
 
 
 def in_scan(program: Program, scan: Scan, moves: Moves) -> InScan:
@@ -133,18 +131,18 @@ def in_scan(program: Program, scan: Scan, moves: Moves) -> InScan:
     )
 
 
-def _reread(program: Program, x: Any, scan: Scan, in_place: set[Var]) -> Reread | None:
-    if isinstance(x, jex.Literal):
+def _reread(program: Program, x: Atom, scan: Scan, in_place: set[Var]) -> Reread | None:
+    if isinstance(x, Literal):
         return None
     needed: dict[Var, Rows | None] = {x: Rows(0)}
-    taken = []
+    taken: list[Equation] = []
     for eqn in reversed(program.eqns):
         if not any(v in needed for v in eqn.outvars) or any(v in in_place for v in eqn.outvars):
             continue
         if (dims := pulled(eqn, needed, scan.length)) is None:
             continue
         for v, d in zip(eqn.invars, dims, strict=True):
-            if not isinstance(v, jex.Literal) and needed.setdefault(v, d) != d:
+            if not isinstance(v, Literal) and needed.setdefault(v, d) != d:
                 return None
         taken.append(eqn)
     s = slice_of(taken[::-1], [x], program.debug_info, {})

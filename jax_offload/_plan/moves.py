@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence, Set
-from typing import Any
-
-import jax.extend.core as jex
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.jaxprs import Scan
+from jax_offload._base.jaxprs import Atom, DropVar, Equation, Literal, Scan
 from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.core import core
 from jax_offload._ir.masks import Mask, groups, union
@@ -86,7 +83,7 @@ class _Flow:
     known: dict[Var, Rows]
     eqns: dict[int, Mask]
     bits: dict[Var, Mask]
-    blocked: dict[Var, str] = dataclasses.field(default_factory=dict)
+    blocked: dict[Var, str]
 
 
 def moves_of(
@@ -106,11 +103,14 @@ def moves_of(
     """
     eqns = program.eqns
     flow = _flow(eqns, scan, at, claimed)
-    results = {v for v in program.outputs if not isinstance(v, jex.Literal)}
+    results = {v for v in program.outputs if not isinstance(v, Literal)}
     whole = results | {v for eqn in eqns if id(eqn) not in flow.eqns for v in _vars(eqn.invars)}
     used = whole | {v for eqn in eqns for v in _vars(eqn.invars)}
     group = dict(zip(flow.eqns, groups(list(flow.eqns.values())), strict=True))
-    moves, why, moved, inside = [], [], set(), set()
+    moves: list[Move] = []
+    why: list[str] = []
+    moved: set[int] = set()
+    inside: set[Var] = set()
     for number in sorted({*group.values()}):
         own = [eqn for eqn in eqns if group.get(id(eqn)) == number]
         made = [v for eqn in own for v in eqn.outvars]
@@ -135,9 +135,9 @@ def moves_of(
     return Moves(tuple(moves), kept, frozenset(moved)), why
 
 
-def _flow(eqns: Sequence[Any], scan: Scan, at: int, claimed: Set[int]) -> _Flow:
-    ys = [y for y in scan.ys if not isinstance(y, jex.DropVar)]
-    flow = _Flow({y: Rows(0) for y in ys}, {}, {}, {}, {y: 1 << i for i, y in enumerate(ys)})
+def _flow(eqns: Sequence[Equation], scan: Scan, at: int, claimed: Set[int]) -> _Flow:
+    ys = [y for y in scan.ys if not isinstance(y, DropVar)]
+    flow = _Flow({y: Rows(0) for y in ys}, {}, {}, {}, {y: 1 << i for i, y in enumerate(ys)}, {})
     later = {*scan.carry, *scan.ys}  # all that cannot be known before the scan has run
     for eqn in eqns[at + 1 :]:
         ins = _vars(eqn.invars)
@@ -156,7 +156,7 @@ def _flow(eqns: Sequence[Any], scan: Scan, at: int, claimed: Set[int]) -> _Flow:
         if any(flow.known.get(v, d) != d for v, d in known.items()) or (known and dim.per_row > 1):
             flow.blocked.update(dict.fromkeys(rows, "its rows are merged"))
             continue
-        dims = [None if isinstance(v, jex.Literal) else flow.dims.get(v, known.get(v)) for v in eqn.invars]
+        dims = [None if isinstance(v, Literal) else flow.dims.get(v, known.get(v)) for v in eqn.invars]
         try:
             out, _ = rule_of(eqn, dims, scan.length, shape, dim.dim)
         except Dependent as why:
@@ -171,14 +171,14 @@ def _flow(eqns: Sequence[Any], scan: Scan, at: int, claimed: Set[int]) -> _Flow:
             flow.bits[v] = bits
             if isinstance(d, Partial):
                 flow.partial[v] = d
-            else:
+            elif d is not None:
                 flow.dims[v] = d
     return flow
 
 
 def _move(
     program: Program,
-    own: Sequence[Any],
+    own: Sequence[Equation],
     targets: Sequence[Var],
     flow: _Flow,
     next_of: Mapping[Var, Var],
@@ -186,20 +186,20 @@ def _move(
 ) -> Move:
     needed: dict[Var, Rows | None] = {v: flow.dims.get(v) for v in targets}
     inside = {id(eqn) for eqn in own}
-    taken: list[Any] = []
+    taken: list[Equation] = []
     for eqn in reversed(program.eqns):
         wanted = [v for v in eqn.outvars if v in needed]
         if not wanted:
             continue
         if id(eqn) in inside:
-            dims = [None if isinstance(v, jex.Literal) else flow.dims.get(v, flow.known.get(v)) for v in eqn.invars]
+            dims = [None if isinstance(v, Literal) else flow.dims.get(v, flow.known.get(v)) for v in eqn.invars]
         else:
             dims = pulled(eqn, needed, scan.length)
         if dims is None:
             continue
         taken.append(eqn)
         for v, d in zip(eqn.invars, dims, strict=True):
-            if not isinstance(v, jex.Literal) and needed.setdefault(v, d) != d:
+            if not isinstance(v, Literal) and needed.setdefault(v, d) != d:
                 raise Stays("an array is used with its rows in two places")
     s = slice_of(taken[::-1], list(targets), program.debug_info, program.shards)
     dims = tuple(needed[v] for v in s.inputs)
@@ -209,14 +209,13 @@ def _move(
     lead = max(leaves, key=lambda v: nbytes(v.aval))
     shape, axis = lead.aval.shape, rows_of(needed[lead]).dim
     out_dims = tuple(chunked_dims(core(s).jaxpr, list(dims), scan.length, shape, axis))
-    for v, d in zip(targets, out_dims, strict=True):
-        if not isinstance(d, Partial | Rows) or (isinstance(d, Rows) and d.per_row > 1):
-            raise Stays("rows are merged")
+    if any(d is None or (isinstance(d, Rows) and d.per_row > 1) for d in out_dims):
+        raise Stays("its rows are merged")
     buffers = _buffers(s, dict(zip(s.inputs, dims, strict=True)), out_dims, next_of, {*_vars(program.outputs)}, scan)
     return Move(s, shape, axis, dims, out_dims, buffers)
 
 
-def pulled(eqn: Any, needed: Mapping[Var, Rows | None], size: int) -> list[Dim] | None:
+def pulled(eqn: Equation, needed: Mapping[Var, Rows | None], size: int) -> list[Rows | None] | None:
     """Where the rows of its operands are, if an equation can make the rows that are needed of its results, cheaply."""
     wanted = {v: needed[v] for v in eqn.outvars if v in needed}
     dims = {*wanted.values()}
@@ -226,9 +225,9 @@ def pulled(eqn: Any, needed: Mapping[Var, Rows | None], size: int) -> list[Dim] 
     assert dim is not None
     shape = next(iter(wanted)).aval.shape
     if eqn.primitive.name == "transpose":
-        guess: list[Dim] = [Rows(eqn.params["permutation"][dim.dim])]
+        guess: list[Rows | None] = [Rows(eqn.params["permutation"][dim.dim])]
     else:
-        guess = [None if isinstance(v, jex.Literal) else _like(v, shape, dim.dim) for v in eqn.invars]
+        guess = [None if isinstance(v, Literal) else _like(v, shape, dim.dim) for v in eqn.invars]
     try:
         out, _ = rule_of(eqn, guess, size, shape, dim.dim)
     except Dependent:
@@ -242,7 +241,7 @@ def rows_of(dim: Dim) -> Rows:
 
 
 def _is_worth_it(v: Var, size: int) -> bool:
-    """Whether a leaf of the state moves into the scan: any on the host; on the device, one whose gradients are large."""
+    """Whether a leaf of the state moves into the scan: any on the host; on the device one whose rows are large."""
     return is_host_aval(v.aval) or nbytes(v.aval) >= size * LEAST_ROW
 
 
@@ -259,12 +258,12 @@ def _buffers(
     scan: Scan,
 ) -> tuple[Var | None, ...]:
     """Where each result is written: over the operand that it is the next value of."""
-    taken = {*scan.ys, *scan.consts}  # what the scan reads whole is read until its end
+    taken = {*scan.ys, *_vars(scan.consts)}  # what the scan reads whole is read until its end
     free = [v for v in s.inputs if v not in taken and v not in {*next_of.values()}]
     found: list[Var | None] = []
     for v, d in zip(s.outputs, out_dims, strict=True):
         old = next_of.get(v)
-        if old not in dims or old in taken or dims.get(old) != d or not _same_type(old, v):
+        if old is not None and (old in taken or old not in dims or dims[old] != d or not _same_type(old, v)):
             old = None
         if old is None and isinstance(d, Rows) and v in results and not is_host_aval(v.aval):
             # new parameters that are made of an update after it: in place of the operand that is like them
@@ -272,17 +271,17 @@ def _buffers(
         if old is None and is_host_aval(v.aval):
             raise Stays("it moves to the host in this step, or its next value is of another type")
         found.append(old)
-        taken.add(old)
+        taken |= {old} if old is not None else set()
     return tuple(found)
 
 
-def _same_type(a: Any, b: Any) -> bool:
+def _same_type(a: Var, b: Var) -> bool:
     return (a.aval.shape, a.aval.dtype, is_host_aval(a.aval)) == (b.aval.shape, b.aval.dtype, is_host_aval(b.aval))
 
 
-def _vars(atoms: Sequence[Any]) -> list[Var]:
-    return [v for v in atoms if not isinstance(v, jex.Literal)]
+def _vars(atoms: Sequence[Atom]) -> list[Var]:
+    return [v for v in atoms if not isinstance(v, Literal)]
 
 
-def _dropped(variables: Sequence[Any]) -> frozenset[Var]:
-    return frozenset(v for v in variables if isinstance(v, jex.DropVar))
+def _dropped(variables: Sequence[Var]) -> frozenset[Var]:
+    return frozenset(v for v in variables if isinstance(v, DropVar))

@@ -6,9 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
-from jax_offload._base.paths import matches, names_of, owners
+from jax_offload._base.paths import leaves_with_paths, matches, names_of, owners
 
 Order = Sequence[str] | None
 
@@ -21,9 +19,9 @@ def ranks(state: Any, params: Any, order: Order = None, produced: Sequence[int] 
       order: the rules of ``offload``.
       produced: for every parameter when its gradient was made, where the trace tells; ``order`` goes before it.
     """
-    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+    paths = [path for path, _ in leaves_with_paths(params)]
     backward, owner = _backward_ranks(names_of(paths), order, produced), owners(paths)
-    leaves = jax.tree_util.tree_flatten_with_path(state)[0]
+    leaves = leaves_with_paths(state)
     places = [len(backward) if (i := owner(path)) is None else backward[i] for path, _ in leaves]
     return [place * len(leaves) + k for k, place in enumerate(places)]
 

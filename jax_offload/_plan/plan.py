@@ -6,11 +6,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._ir.program import Var
+from jax_offload._base.jaxprs import Var
 from jax_offload._ir.slices import Slice
+from jax_offload._plan.chunk_rules import Partial, Rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Chunked:
       axis: along which.
       shards: into how many parts that axis is divided between devices. A chunk is the same rows of each.
       rows: of each shard, in a chunk.
-      dims: for every operand of the slice the dimension of the chunks (``chunk_rules.Dim``).
+      dims: for every operand of the slice the dimension of the chunks.
       out_dims: for every result.
       buffers: for every result the operand whose buffer it overwrites; ``None``: a new one.
     """
@@ -41,8 +41,8 @@ class Chunked:
     axis: int
     shards: int
     rows: int
-    dims: tuple[Any, ...]
-    out_dims: tuple[Any, ...]
+    dims: tuple[Rows | None, ...]
+    out_dims: tuple[Rows | Partial, ...]
     buffers: tuple[Var | None, ...]
 
     @property

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from jax_offload._base.arrays import nbytes
+from jax_offload._base.jaxprs import Aval, Var
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.shardings import padded, typed_sharding
 from jax_offload._ir.core import core
-from jax_offload._ir.program import Var
 from jax_offload._ir.slices import Slice
 from jax_offload._plan.chunk_rules import Dependent, Dim, Partial, Rows, chunked_dims
 from jax_offload._plan.plan import Chunked, Transfer, Whole
@@ -53,21 +53,21 @@ def transfer_of(s: Slice, reuse: Mapping[Var, Var], window: int) -> Transfer:
         except Dependent as dependent:
             why = str(dependent)
             continue
-        partial = [isinstance(d, Partial) for d in out_dims]
-        if not all(_writable(d, v in s.stores) for v, d in zip(s.outputs, out_dims, strict=True)):
+        written = [d for v, d in zip(s.outputs, out_dims, strict=True) if _writable(d, v in s.stores)]
+        if len(written) < len(out_dims):
             why = "a result has no such axis"
             continue
-        old_of = [None if p else old for old, p in zip(old_of, partial, strict=True)]
-        return Chunked(lead.shape, axis, shards, rows, tuple(dims), tuple(out_dims), tuple(old_of))
+        old_of = [None if isinstance(d, Partial) else old for old, d in zip(old_of, written, strict=True)]
+        return Chunked(lead.shape, axis, shards, rows, tuple(dims), tuple(written), tuple(old_of))
     return Whole(why)
 
 
-def _writable(dim: Dim, on_host: bool) -> bool:
+def _writable(dim: Dim, on_host: bool) -> TypeGuard[Rows | Partial]:
     """Whether a result can be put together from those of the chunks."""
     return dim == Rows(dim.dim) if isinstance(dim, Rows) else dim is not None and not on_host
 
 
-def _rows_of(aval: Any, lead: tuple[int, ...], axis: int) -> Rows | None:
+def _rows_of(aval: Aval, lead: tuple[int, ...], axis: int) -> Rows | None:
     """A guess that the equations confirm or not: operands of the leaf's shape, or of that up to the axis."""
     return Rows(axis) if aval.shape[: axis + 1] == lead[: axis + 1] else None
 
@@ -87,15 +87,16 @@ def buffers(s: Slice, reuse: Mapping[Var, Var]) -> list[Var | None]:
     found: list[Var | None] = []
     for v in s.outputs:
         old = reuse.get(v)
-        if old not in s.inputs or old in taken or old is None or not _same_type(old.aval, v.aval):
-            old = None
+        if old is None or old not in s.inputs or old in taken or not _same_type(old.aval, v.aval):
+            found.append(None)
+            continue
         found.append(old)
         taken.add(old)
     return found
 
 
-def _same_type(a: Any, b: Any) -> bool:
-    def type_of(x: Any) -> Any:
+def _same_type(a: Aval, b: Aval) -> bool:
+    def type_of(x: Aval) -> tuple[Any, ...]:
         typed = typed_sharding(x)
         spec = padded(typed.spec, x.ndim) if typed else []
         return x.shape, x.dtype, is_host_aval(x), spec if any(spec) else []

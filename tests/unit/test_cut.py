@@ -350,3 +350,13 @@ def test_bytes_are_counted_on_one_device_and_as_float32():
     assert (s.loaded_bytes, s.decoded_bytes) == (64 + 128, 128 + 128)
     divided = dataclasses.replace(s, shards={program.inputs[0]: (4, 2)})
     assert (divided.loaded_bytes, divided.decoded_bytes) == (8 + 128, 16 + 128)
+
+
+def test_a_constant_may_be_moved():
+    """A number that the optimizer writes out is a literal, which is no variable and no key."""
+
+    def update(g, m):
+        return store(load(m) + g * jax.device_put(0.5, jax.memory.Space.Device))
+
+    program, passes = passes_of(update, GRAD, LEAF)
+    assert loads(passes) == [[{inputs_of(program, 1)[0]}]]
