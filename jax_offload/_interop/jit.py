@@ -77,9 +77,9 @@ class Jitted:
 
     @functools.cached_property
     def _jitted(self) -> Any:
-        return jax.jit(
-            self.whole_step, **{"compiler_options": compiler_options(jax.default_backend()) or None} | self._options
-        )
+        options: dict[str, Any] = {"compiler_options": compiler_options(jax.default_backend()) or None}
+        options.update(self._options)
+        return jax.jit(self.whole_step, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return (self._inner if under_jit() else self._jitted)(*args, **kwargs)
