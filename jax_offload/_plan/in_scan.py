@@ -78,7 +78,7 @@ class InScan:
         loads = [v for move in self.moves for v in move.slice.loads]
         nbytes_ = sum(nbytes(v.aval) // self.scan.length for v in loads)
         window = Window(3 * nbytes_, "the rows of an iteration, of the one before and of the one after it")
-        return [Planned(move.slice, InIterations(self.scan.length), window) for move in self.moves]
+        return [Planned(move.slice, InIterations(self.scan.length, self.ahead), window) for move in self.moves]
 
     @property
     def _reads(self) -> list[Atom]:
