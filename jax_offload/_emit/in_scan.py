@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from jax_offload._base.jaxprs import Aval, Literal
 from jax_offload._base.memory import is_host_aval, to_device, to_host
@@ -101,7 +102,7 @@ def scanned(plan: InScan, env: Env, names: Names) -> dict[Var, Any]:
         at = 0
         for move in plan.moves:
             where = move.shape[move.axis], move.shape, move.axis
-            given = own | loaded | {y: made[y][None] for y in move.slice.inputs if y in made}
+            given = own | loaded | {y: _row_major(made[y][None]) for y in move.slice.inputs if y in made}
             with update_of(move.slice.loads, names):
                 out = run_chunk(
                     core(move.slice).jaxpr, move.dims, where, i[None], *(given[v] for v in move.slice.inputs)
@@ -136,6 +137,11 @@ def scanned(plan: InScan, env: Env, names: Names) -> dict[Var, Any]:
             if isinstance(dim, Rows):
                 made[v] = host[old] if is_host_aval(v.aval) else device[v if old is None else old]
     return made
+
+
+def _row_major(x: jax.Array) -> jax.Array:
+    """``x``, laid out like the stack: a TPU would make the layout of a matmul's result that of the whole stack."""
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def _zeros(aval: Aval) -> jax.Array:
