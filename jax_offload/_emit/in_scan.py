@@ -94,8 +94,10 @@ def scanned(plan: InScan, env: Env, names: Names) -> dict[Var, Any]:
         then |= exchange(other, one)
         inner.update(zip(body.second.outputs, body.second.run(*(inner[v] for v in body.second.inputs)), strict=True))
         results = [as_array(v) if isinstance(v, Literal) else inner[v] for v in program.outputs]
-        # the update waits for all of the arithmetic: it overwrites what is still being stored through the last of it
-        results = jax.lax.optimization_barrier(results)
+        # the update waits for all of the arithmetic: it overwrites what is still being stored through the last of it;
+        # and for the loads: a TPU would start the last ones after it, into what it has read
+        results, ready = jax.lax.optimization_barrier((results, [*then.values()]))
+        then = dict(zip(then, ready, strict=True))
         carried, made = results[: len(carried)], dict(zip(scan.ys, results[len(carried) :], strict=True))
 
         fresh: dict[Var, Any] = {}
