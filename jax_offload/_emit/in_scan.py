@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from jax_offload._base.jaxprs import Aval, Literal, Var
 from jax_offload._base.memory import is_host_aval, to_device, to_host
@@ -164,11 +165,13 @@ def scanned(plan: InScan, env: Mapping[Var, Any], names: Names) -> Values:
         inner.update(zip(body.second.outputs, body.second.run(*(inner[v] for v in body.second.inputs)), strict=True))
         results = [as_array(v) if isinstance(v, Literal) else inner[v] for v in program.outputs]
         if not plan.ahead:
-            # the update waits for all of the arithmetic: it overwrites what is being stored through the last of it
-            results = jax.lax.optimization_barrier(results)
+            # the update waits for all of the arithmetic: it overwrites what is being stored through the last of it;
+            # and for the loads: a TPU would start the last ones after it, into what it has read
+            results, ready = jax.lax.optimization_barrier((results, [*then.values()]))
+            then = dict(zip(then, ready, strict=True))
         carried, made = results[: len(carried)], dict(zip(scan.ys, results[len(carried) :], strict=True))
         if not plan.ahead:
-            emitter.update(at, own | {y: x[None] for y, x in made.items()}, i, k == 0)
+            emitter.update(at, own | {y: _row_major(x[None]) for y, x in made.items()}, i, k == 0)
         at.loaded = then
         parts = at.host, at.device, at.loaded, at.new, at.sums
         kept = [[x[v] for v in vs] for vs, x in zip(keys, parts, strict=True)]
@@ -192,6 +195,11 @@ def scanned(plan: InScan, env: Mapping[Var, Any], names: Names) -> Values:
             if isinstance(dim, Rows) and v not in move.feeds:
                 made[v] = (end.host if is_host_aval(v.aval) else end.device)[v if old is None else old]
     return made
+
+
+def _row_major(x: jax.Array) -> jax.Array:
+    """``x``, laid out like the stack: a TPU would make the layout of a matmul's result that of the whole stack."""
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def _zeros(aval: Aval) -> jax.Array:

@@ -12,6 +12,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_offload as jo
+from jax_offload._whole import whole as rewritten
 from tests.aot.harness import MIB, Measured, measure, mesh_for
 from tests.aot.model import loss, parameters, step_of
 
@@ -38,6 +39,7 @@ def measure_update(
     options: dict[str, Any] | None = None,
     update_params: bool = False,
     skip: bool | str = False,
+    whole: bool = False,
     n: int = 1,
 ) -> Measured:
     """One training step, compiled for ``target``: abstract ``params`` with shardings; parameters and state donated.
@@ -49,7 +51,7 @@ def measure_update(
 
     step = step_of(tx, loss, update_params=update_params, skip=skip)
     out = jax.tree.map(lambda a: a.sharding, (params, state))
-    return measure(target, step, (params, state, batch), (0, 1), out, options, n)
+    return measure(target, rewritten(step) if whole else step, (params, state, batch), (0, 1), out, options, n)
 
 
 def measure_step(
