@@ -27,16 +27,21 @@ from jax_offload._base.jaxprs import (
 from jax_offload._base.jaxprs import (
     closed as as_closed,
 )
+from jax_offload._emit.barriers import gate
+from jax_offload._emit.deduplicate import functions
 from jax_offload._emit.in_scan import scanned
 from jax_offload._emit.region import Update, bound, is_update, marked
 from jax_offload._emit.run import as_array
+from jax_offload._emit.serialise import Serialise, serial_parts
 from jax_offload._emit.transfers import Names
 from jax_offload._ir.arrange import Node, arranged, needed
 from jax_offload._ir.program import Program, flat
 from jax_offload._ir.slices import Slice, slice_of
 from jax_offload._plan.ahead import moves_ahead
 from jax_offload._plan.in_scan import InScan, in_scan
+from jax_offload._plan.interleave import Gate, Piece, interleaved
 from jax_offload._plan.moves import moves_of
+from jax_offload._plan.plan import Chunked
 
 
 def whole(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,33 +131,46 @@ def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
             if moves.moves:
                 plans[at] = in_scan(step.program, scan, moves, ahead=True)
                 moved |= moves.eqns
-    if not plans:  # as it was, but that it says why
+    parts = _parts(step, plans, moved)
+    if not plans and not any(isinstance(part, Gate) for part in parts):  # as it was, but that it says why
         noted = [_with_reasons(eqn, step.stays) if is_update(eqn) else eqn for eqn in plain.eqns]
         jaxpr = Jaxpr([], plain.inputs, plain.outputs, noted, closed.effects, nameless(plain.debug_info))
         return jax_fun(as_closed(jaxpr))(*plain.consts, *args)
     program = step.program
     env: dict[Var, Any] = dict(zip(program.inputs, [*program.consts, *args], strict=True))
     names = {x: name for v, name in step.update.names.items() if not isinstance(x := _read(step.operands, v), Literal)}
-    for part in _parts(step, plans, moved):
-        if isinstance(part, InScan):
-            made = _scan_marked(part, [env[v] for v in part.operands], names)
-        elif isinstance(part, _Rest):
-            operands = [as_array(v) if isinstance(v, Literal) else env[v] for v in part.operands]
-            made = zip(_vars(part.update.program.outputs), bound(part.update, operands), strict=True)
+    for part in parts:
+        if isinstance(part, Gate):
+            gate(env, part.held, part.waits_for)
         else:
-            made = zip(part.outputs, part.run(*(env[v] for v in part.inputs)), strict=True)
-        env.update(made)
+            env.update(_made(part, env, names))
     return guarded([as_array(v) if isinstance(v, Literal) else env[v] for v in program.outputs], list(args))
 
 
-def _scan_marked(plan: InScan, operands: Sequence[Any], names: Names) -> Iterable[tuple[Var, Any]]:
-    makes = plan.makes
+def _made(part: Slice | InScan | Rest | Piece, env: Mapping[Var, Any], names: Names) -> Iterable[tuple[Var, Any]]:
+    """What a part makes."""
+    if isinstance(part, InScan):
+        makes = part.makes
 
-    def run(operands: Sequence[Any]) -> list[Any]:
-        made = scanned(plan, dict(zip(plan.operands, operands, strict=True)), names)
-        return [made[v] for v in makes]
+        def in_scan(operands: Sequence[Any]) -> list[Any]:
+            made = scanned(part, dict(zip(part.operands, operands, strict=True)), names)
+            return [made[v] for v in makes]
 
-    return zip(makes, marked(run, plan, operands), strict=True)
+        return zip(makes, marked(in_scan, part, [env[v] for v in part.operands]), strict=True)
+    if isinstance(part, Rest):
+        operands = [as_array(v) if isinstance(v, Literal) else env[v] for v in part.operands]
+        return zip(_vars(part.update.program.outputs), bound(part.update, operands), strict=True)
+    if isinstance(part, Piece) and part.how is not None:
+        planned, s = part.how, part.slice
+
+        def piece(operands: Sequence[Any]) -> list[Any]:
+            inner = dict(zip(s.inputs, operands, strict=True))
+            functions([planned], names)(planned, inner)
+            return [inner[v] for v in s.outputs]
+
+        return zip(s.outputs, marked(piece, part, [env[v] for v in s.inputs]), strict=True)
+    s = part.slice if isinstance(part, Piece) else part
+    return zip(s.outputs, s.run(*(env[v] for v in s.inputs)), strict=True)
 
 
 def _with_reasons(eqn: Equation, why: tuple[str, ...]) -> Equation:
@@ -165,19 +183,21 @@ def _is_ordered(closed: ClosedJaxpr) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Rest:
+class Rest:
     """What is left of the update."""
 
     update: Update
     operands: list[Atom]
 
 
-def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> list[Slice | InScan | _Rest]:
-    """The parts of the step, each after what it needs: slices, scans with updates inside, the rest of the update."""
+def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> list[Slice | InScan | Rest | Piece | Gate]:
+    """The parts of the step, each after what it needs: slices, scans with updates inside, what is left of the update,
+    in one piece or in pieces between gates."""
+    order: list[Node] | None = None
     program, nodes = step.program, list[Node]()
     for k, eqn in enumerate(program.eqns):
         if k in plans:
-            nodes.append(Node(plans[k], plans[k].operands, plans[k].makes))
+            nodes.append(Node(plans[k], plans[k].operands, plans[k].makes, kept=True))
         elif id(eqn) not in moved:
             nodes.append(Node(eqn, _vars(eqn.invars), eqn.outvars, bool(eqn.effects)))
     wanted = needed(nodes, _vars(program.outputs))
@@ -192,12 +212,16 @@ def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> list[
         reads = dict.fromkeys(v for node in own for v in node.reads if v not in made)
         place = min(inside)
         wanted = wanted - inside | {place}
-        nodes[place] = Node(rest, list(reads), _vars(rest.update.program.outputs))
         results |= {*reads}
-    order = arranged([node if k in wanted else Node(None, [], []) for k, node in enumerate(nodes)], wanted)
+        if not plans and (pieces := _pieces(step, rest)):
+            apart = [node for k, node in enumerate(nodes) if k in wanted - {place}] + pieces
+            order = interleaved(apart, range(len(apart)), _vars(program.outputs))
+        nodes[place] = Node(rest, list(reads), _vars(rest.update.program.outputs))
+    if order is None:
+        order = arranged([node if k in wanted else Node(None, [], []) for k, node in enumerate(nodes)], sorted(wanted))
 
-    parts: list[Slice | InScan | _Rest] = []
-    for is_equations, group in itertools.groupby(order, lambda node: not isinstance(node.payload, InScan | _Rest)):
+    parts: list[Any] = []
+    for is_equations, group in itertools.groupby(order, lambda node: isinstance(node.payload, Equation)):
         if is_equations:
             eqns = [node.payload for node in group]
             outputs = [v for eqn in eqns for v in eqn.outvars if v in results]
@@ -207,7 +231,34 @@ def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> list[
     return parts
 
 
-def _rest(step: Inlined, eqns: Sequence[Equation], wanted: Set[Var]) -> _Rest:
+def _pieces(step: Inlined, rest: Rest) -> list[Node]:
+    """What is left of an update in pieces; none where they cannot run between the parts of the step."""
+    update, recipe = rest.update, rest.update.program
+    if len(update.plan.passes) != 1 or update.plan.passes[0].apart or update.serialise is Serialise.NONE:
+        return []
+    (only,) = update.plan.passes
+    gradients = [recipe.inputs[i] for i in update.gradients]
+    given = dict(zip(recipe.inputs, rest.operands, strict=True))
+    renamed = {v: x for v, x in given.items() if not isinstance(x, Literal)}
+    if len(renamed) < len(given) or any(eqn.effects for eqn in recipe.eqns):
+        return []
+
+    def in_step(s: Slice) -> Slice:
+        eqns = [eqn.replace(invars=[_read(renamed, v) for v in eqn.invars]) for eqn in s.jaxpr.eqns]
+        return slice_of(eqns, s.outputs, recipe.debug_info, recipe.shards)
+
+    found = [Piece(in_step(part), None, tuple(v for v in part.outputs if v in update.results)[:1])
+             for _, part in serial_parts(only.prelude, gradients)]  # fmt: skip
+    for p in only.slices:
+        s = in_step(p.slice)
+        how = p.transfer
+        if isinstance(how, Chunked):
+            how = dataclasses.replace(how, buffers=tuple(v and renamed.get(v, v) for v in how.buffers))
+        found.append(Piece(s, dataclasses.replace(p, slice=s, transfer=how), p.token))
+    return [Node(piece, piece.slice.inputs, piece.slice.outputs) for piece in found if piece.slice.outputs]
+
+
+def _rest(step: Inlined, eqns: Sequence[Equation], wanted: Set[Var]) -> Rest:
     """The update of what does not move."""
     update, recipe = step.update, step.update.program
     own = [step.own[id(eqn)] for eqn in eqns]
@@ -221,7 +272,7 @@ def _rest(step: Inlined, eqns: Sequence[Equation], wanted: Set[Var]) -> _Rest:
     gradients = tuple(position[args[i]] for i in update.gradients if args[i] in position)
     program = dataclasses.replace(recipe, inputs=inputs, outputs=outputs, eqns=own, consts=[])
     rest = dataclasses.replace(update.replanned(program, gradients), stays=step.stays)
-    return _Rest(rest, [_read(step.operands, v) for v in inputs])
+    return Rest(rest, [_read(step.operands, v) for v in inputs])
 
 
 def _vars(atoms: Sequence[Atom]) -> list[Var]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax_offload._base.jaxprs import Var
@@ -43,11 +43,16 @@ def needed(nodes: Sequence[Node], wanted: Sequence[Var], kept: bool = True) -> s
     return found
 
 
-def arranged(nodes: Sequence[Node], which: Set[int]) -> list[Node]:
-    """Those of ``nodes``, in their order, but that each comes after what it needs."""
+def arranged(nodes: Sequence[Node], which: Iterable[int]) -> list[Node]:
+    """Those of ``nodes``, in the order that ``which`` names, but that each comes after what it needs.
+
+    Raises:
+      ValueError: that cannot be, as some need each other.
+    """
     made, order = makers(nodes), list[Node]()
     done: set[int] = set()
-    for first in sorted(which):
+    waiting: set[int] = set()
+    for first in which:
         stack = [(first, False)]
         while stack:
             k, ready = stack.pop()
@@ -57,6 +62,9 @@ def arranged(nodes: Sequence[Node], which: Set[int]) -> list[Node]:
                 done.add(k)
                 order.append(nodes[k])
                 continue
+            if k in waiting:
+                raise ValueError("nodes: need each other in a circle.")
+            waiting.add(k)
             stack.append((k, True))
             stack += [(made[v], False) for v in reversed(nodes[k].reads) if v in made and made[v] not in done]
     return order
