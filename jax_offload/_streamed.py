@@ -28,9 +28,8 @@ from jax_offload._base.shardings import (
 from jax_offload._base.tracers import is_constrained, production_order
 from jax_offload._emit.region import Update, bound
 from jax_offload._emit.serialise import Serialise, is_large
-from jax_offload._ir.branches import scalars_hoisted
 from jax_offload._ir.program import Var
-from jax_offload._plan.decide import Region, plan_of
+from jax_offload._plan.decide import Region
 from jax_offload._plan.order import ranks
 from jax_offload._recipe import Options, Traced, joins_outer, merged, own_offloads, traced
 from jax_offload._zero import resharded
@@ -68,20 +67,22 @@ def streamed(
 
 
 def _update(traced: Traced, given: Options, updates: Any, state: Any, params: Any, next_of: tuple[int, ...]) -> Update:
-    """What the recipe's trace comes to: sharded, ordered, planned. ``updates`` as they were produced."""
+    """What the recipe's trace comes to: sharded and ordered. ``updates`` as they were produced."""
     shards = traced.of_inputs(_shards(given, updates, state, params))
-    program = dataclasses.replace(scalars_hoisted(traced.program), shards=shards)
+    program = dataclasses.replace(traced.program, shards=shards)
     next_values = _next_values(traced, program.outputs, next_of, updates, given.partitions)
     produced = production_order(jax.tree.leaves(updates))
     rank = _rank(traced, state, updates if params is None else params, produced)
     names = traced.of_inputs([None] * traced.starts[1] + _names(state))
     return Update(
         program,
-        plan_of(program, next_values, _regions(traced), lambda v: rank.get(v, -1), manual=is_manual()),
         _in_order(traced, updates, produced),
         _serialise(given, updates, produced),
-        {*next_values},
         names | {new: names[old] for new, old in next_values.items() if old in names},
+        next_values,
+        _regions(traced),
+        rank,
+        is_manual(),
     )
 
 

@@ -1,25 +1,28 @@
-"""An update as one equation of the trace around it.
+"""An update as one equation of the trace around it, which is not emitted yet.
 
-The equation runs what was emitted for the update, and carries what that was made of: the recipe, not emitted yet, and
-its plan. So whoever sees a traced step (``placement``, the cut of a step) finds its updates, and can emit them anew.
+The equation carries the recipe and all that decides its plan. It is planned where somebody asks for that, and emitted
+where it is lowered, at the latest: so whoever sees a traced step (``placement``, the cut of a step) finds its updates
+and can emit them otherwise. Under ``vmap`` and derivatives what is emitted takes its place.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
-import jax
 import jax.extend.core as jex
 from jax.core import Tracer
 
 from jax_offload._base.donation import guarded
-from jax_offload._base.jaxprs import call_primitive, closed, is_traced, sub_jaxprs
+from jax_offload._base.jaxprs import call_primitive, closed, equations, sub_jaxprs
 from jax_offload._emit.run import as_array, stream
 from jax_offload._emit.serialise import Serialise
 from jax_offload._emit.transfers import Names
-from jax_offload._ir.program import Program, Var
+from jax_offload._ir.branches import scalars_hoisted
+from jax_offload._ir.program import Program, Var, expanded
+from jax_offload._plan.decide import Region, plan_of
 from jax_offload._plan.plan import Plan, Planned
 
 NAME = "jax_offload_update"
@@ -33,23 +36,55 @@ class Update:
 
     Attributes:
       program: the usual recipe (load all, update, store all).
-      plan: of it.
       gradients: positions among the program's arguments (its inputs without the constants), in the order of the
         backward pass, which the trace around it knows.
       serialise: which gradients wait for each other.
-      results: those that are the next value of an argument.
       names: of the state's leaves, of their next values too.
+      next_values: result -> the argument that it is the next value of.
+      regions: the host leaves of each ``offload``; every one is in one of them.
+      rank: of a leaf of the state its place in the order of the backward pass.
+      manual: whether it was traced inside ``shard_map``.
     """
 
     program: Program
-    plan: Plan
     gradients: tuple[int, ...]
     serialise: Serialise
-    results: Set[Var]
     names: Names
+    next_values: Mapping[Var, Var]
+    regions: Sequence[Region]
+    rank: Mapping[Var, int]
+    manual: bool
 
     def __repr__(self) -> str:  # a jaxpr prints its parameters
         return f"Update({sum(len(each.slices) for each in self.plan.passes)} slices)"
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        program = scalars_hoisted(self.program)
+        return plan_of(program, self.next_values, self.regions, lambda v: self.rank.get(v, -1), manual=self.manual)
+
+    @property
+    def results(self) -> Set[Var]:
+        """Those that are the next value of an argument."""
+        return {*self.next_values}
+
+    @property
+    def avals(self) -> tuple[list[Any], list[Any]]:
+        program = self.program
+        return [v.aval for v in program.inputs[len(program.consts) :]], [v.aval for v in program.outputs]
+
+    @property
+    def effects(self) -> frozenset[Any]:
+        return self.program.effects
+
+    def only(self, used: Sequence[bool]) -> tuple[list[bool], Update]:
+        """The update for some of its results: planned anew, as what it does not make it need not load."""
+        needed, program = self.program.only(used)
+        if all(used) and all(needed):
+            return needed, self
+        places = {i: k for k, i in enumerate(i for i, n in enumerate(needed) if n)}
+        gradients = tuple(places[i] for i in self.gradients if i in places)
+        return needed, dataclasses.replace(self, program=program, gradients=gradients)
 
     def emitted(self, args: Sequence[Any]) -> list[Any]:
         """Its results, by the plan."""
@@ -66,32 +101,38 @@ class Update:
 
 
 def bound(update: Update, args: Sequence[Any]) -> list[Any]:
-    """``update`` of these arguments, as one equation; where ``vmap`` or a derivative traces it, as its equations.
+    """``update`` of these arguments, as one equation of the trace; outside of any trace it runs.
 
     Arguments that are handed on are no results of the equation: jax would copy them where nobody donates.
     """
-    consts = update.program.consts
-    if not all(is_traced(x) for x in (*consts, *args) if isinstance(x, Tracer)) or not any(map(is_traced, args)):
-        return update.emitted(args)
+    program = update.program
     # what the recipe closes over becomes operands: a tracer among an equation's parameters would outlive its trace
-    update = dataclasses.replace(
-        update,
-        program=dataclasses.replace(update.program, consts=[]),
-        gradients=tuple(len(consts) + i for i in update.gradients),
-    )
-    args = [*consts, *args]
-    traced = jax.make_jaxpr(lambda *args: update.emitted(args))(*args)
-    if not all(type(effect).__name__ in KEPT_EFFECTS for effect in traced.effects):
+    operands, shift = [*program.consts, *args], len(program.consts)
+    if not any(isinstance(x, Tracer) for x in operands):
+        return update.emitted(args)
+    if not all(type(effect).__name__ in KEPT_EFFECTS for effect in update.effects):
         return update.emitted(args)  # mutable arrays and checks are known to jax in its own equations only
-    jaxpr, operands = traced.jaxpr, [*traced.consts, *args]
-    inputs = [*jaxpr.constvars, *jaxpr.invars]
-    handed_on = dict(zip(inputs, operands, strict=True))
-    made = [v for v in jaxpr.outvars if not isinstance(v, jex.Literal) and v not in handed_on]
-    nameless = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
-    called = closed(jex.Jaxpr([], inputs, made, jaxpr.eqns, jaxpr.effects, nameless))
-    results = dict(zip(made, _region.bind(*operands, jaxpr=called, update=update), strict=True)) if made else {}
+    handed_on = dict(zip(program.inputs, operands, strict=True))
+    results = dict.fromkeys(v for v in program.outputs if not isinstance(v, jex.Literal))
+    made = [v for v in results if v not in handed_on]
+    if made or update.effects:
+        update = dataclasses.replace(
+            update,
+            program=dataclasses.replace(program, consts=[], outputs=made),
+            gradients=tuple(shift + i for i in update.gradients),
+        )
+        results = dict(zip(made, _region.bind(*operands, update=update), strict=True))
     results |= handed_on
-    return [as_array(v) if isinstance(v, jex.Literal) else results[v] for v in jaxpr.outvars]
+    return [as_array(v) if isinstance(v, jex.Literal) else results[v] for v in program.outputs]
+
+
+def emitted(step: Any) -> Any:
+    """A step's closed jaxpr, with what its updates emit in their places: the equations that are lowered."""
+
+    def expand(eqn: Any) -> Any:
+        return equations(eqn.params["update"]) if eqn.primitive is _region else None
+
+    return closed(expanded(step.jaxpr, expand), step.consts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +183,8 @@ def _found(jaxpr: Any, origin: dict[Var, Var]) -> Iterator[Found]:
         if eqn.primitive.name in _MOVES:
             for v, x in known(eqn.outvars, eqn.invars).items():
                 origin.setdefault(v, x)
-        elif eqn.primitive is _region and (update := eqn.params["update"]) is not None:
+        elif eqn.primitive is _region:
+            update = eqn.params["update"]
             inputs = update.program.inputs[len(update.program.consts) :]
             yield Found(update, known(inputs, eqn.invars[len(eqn.invars) - len(inputs) :]))
         else:
