@@ -21,6 +21,7 @@ from jax_offload._base.shardings import Layouts, Seen, inside_shard_map, only_lo
 from jax_offload._emit.skip import updated_unless
 from jax_offload._home import Home, check_not_in_pmap, returned
 from jax_offload._placement import Leaf, Policy, Select, note, place
+from jax_offload._plan.options import Options
 from jax_offload._plan.order import Order
 from jax_offload._precision.masters import check_order, last_word
 from jax_offload._precision.storage import (
@@ -34,7 +35,6 @@ from jax_offload._precision.storage import (
     stored,
     warn_of_unstored,
 )
-from jax_offload._recipe import Options
 from jax_offload._state import placed_state
 from jax_offload._streamed import streamed
 from jax_offload._update import gathered, sharded_params

@@ -13,7 +13,6 @@ import numpy as np
 from jax.tree_util import keystr
 
 from jax_offload._base.arrays import is_array, is_like
-from jax_offload._base.memory import is_host_aval
 from jax_offload._base.paths import key_of, owners
 from jax_offload._base.shardings import (
     Layouts,
@@ -29,9 +28,9 @@ from jax_offload._base.tracers import is_constrained, production_order
 from jax_offload._emit.region import Update, bound
 from jax_offload._emit.serialise import Serialise, is_large
 from jax_offload._ir.program import Var
-from jax_offload._plan.decide import Region
+from jax_offload._plan.options import Options, claimed, merged
 from jax_offload._plan.order import ranks
-from jax_offload._recipe import Options, Traced, joins_outer, merged, own_offloads, traced
+from jax_offload._recipe import Traced, traced
 from jax_offload._zero import resharded
 
 
@@ -41,7 +40,6 @@ def streamed(
     *,
     next_of: tuple[int, ...],
     options: Options | None = None,
-    by_leaf: Sequence[Options] | None = None,
 ) -> Any:
     """``recipe(*args)``, with host leaves loaded, used and stored slice by slice.
 
@@ -50,20 +48,24 @@ def streamed(
       args: its arguments; what is not an array in them becomes part of the program.
       next_of: for each tree that the recipe returns, the number of the argument that it is the next value of.
       options: of the ``offload`` whose recipe it is; ``None``: each ``offload`` inside has its own.
-      by_leaf: for every leaf of the state window and order of its ``offload``, where the recipe is a wrapper's.
     """
     updates, state, params, *rest = args
-    own = own_offloads(options, by_leaf, state)
-    if joins_outer(own):
-        return recipe(*args)
     # Sharded further before anything else: then they are scattered as they are reduced, and only parts are alive.
-    args = (resharded(updates, merged(own).partitions, params), state, params, *rest)
-    trace = traced(recipe, args, options, by_leaf)
-    given = merged(trace.offloads)
+    if options is not None:
+        args = (resharded(updates, options.partitions, params), state, params, *rest)
+    trace = traced(recipe, args, options)
+    given = merged(trace.claims)
     if given.partitions and options is None and not types_tell(updates):
         args = (resharded(updates, given.partitions, params), state, params, *rest)
     update = _update(trace, given, updates, state, params, next_of)
     return jax.tree.unflatten(trace.out_tree, bound(update, trace.operands(args)))
+
+
+def part_of_recipe(fun: Callable[..., Any], *args: Any) -> tuple[Any, Options]:
+    """``fun(*args)`` in a recipe that is being traced, and what the offloads in it know of the parameters."""
+    trace = traced(fun, args)
+    update = Update(trace.program, (), Serialise.NONE, {}, {}, trace.claims, {}, is_manual())
+    return jax.tree.unflatten(trace.out_tree, bound(update, trace.operands(args))), merged(trace.claims)
 
 
 def _update(traced: Traced, given: Options, updates: Any, state: Any, params: Any, next_of: tuple[int, ...]) -> Update:
@@ -80,7 +82,7 @@ def _update(traced: Traced, given: Options, updates: Any, state: Any, params: An
         _serialise(given, updates, produced),
         names | {new: names[old] for new, old in next_values.items() if old in names},
         next_values,
-        _regions(traced),
+        traced.claims,
         rank,
         is_manual(),
     )
@@ -105,11 +107,11 @@ def _next_values(
 def _rank(traced: Traced, state: Any, like: Any, produced: list[int] | None) -> dict[Var, int]:
     """Of every leaf of the state its place in the backward pass, as its ``offload`` orders it."""
     inputs, start, rank = traced.inputs, traced.starts[1], {}
-    orders = [each.options.order_key for each in traced.offloads]
-    for order in {None, *orders}:
+    of = {v: each.options.order_key for v, each in claimed(traced.claims).items()}
+    for order in {None, *of.values()}:
         for k, place in enumerate(ranks(state, like, order, produced)):
             at = traced.position.get(start + k)
-            if at is not None and (orders[traced.whose[at]] if at in traced.whose else None) == order:
+            if at is not None and of.get(inputs[at]) == order:
                 rank[inputs[at]] = place
     return rank
 
@@ -119,19 +121,9 @@ def _names(state: Any) -> list[str]:
     return [keystr(path, simple=True, separator="/") for path, _ in paths]
 
 
-def _regions(traced: Traced) -> list[Region]:
-    """The host leaves of each ``offload``; last those that a wrapper has changed on the way, and that nobody claims."""
-    inputs, whose = traced.inputs, traced.whose
-    hosts = [k for k, v in enumerate(inputs) if is_host_aval(v.aval)]
-    windows = [each.options.window for each in traced.offloads]
-    claimed = [frozenset(inputs[k] for k in hosts if whose.get(k) == r) for r in range(len(windows))]
-    rest = frozenset(inputs[k] for k in hosts if k not in whose)
-    return [*map(Region, claimed, windows), Region(rest, max((w for w in windows if w), default=None))]
-
-
 def _in_order(traced: Traced, updates: Any, produced: list[int] | None) -> tuple[int, ...]:
     """The gradients' numbers among the arrays, in the order of the backward pass."""
-    order = next((each.options.order for each in traced.offloads if each.options.order), None)
+    order = next((each.options.order for each in traced.claims if each.options.order), None)
     rank = ranks(updates, updates, order, produced)
     in_order = sorted(range(len(rank)), key=rank.__getitem__)
     return tuple(traced.position[i] for i in in_order if i in traced.position)

@@ -15,8 +15,8 @@ from jax_offload._base.shardings import (
     types_tell,
 )
 from jax_offload._emit.skip import carried_unless
-from jax_offload._recipe import Options, known_inside
-from jax_offload._streamed import streamed
+from jax_offload._plan.options import Options
+from jax_offload._streamed import part_of_recipe, streamed
 from jax_offload._zero import resharded
 
 # While ``update_params`` is traced, updates stay divided: it is the new parameters that are gathered.
@@ -99,12 +99,14 @@ def update_params(
     tx = optax.with_extra_args_support(tx)
 
     def recipe(grads: Any, state: Any, params: Any, extra_args: Any) -> Any:
+        def update(grads: Any, state: Any, params: Any, extra_args: Any) -> Any:
+            return tx.update(grads, state, params, **extra_args)
+
         token = _STAY_SHARDED.set(True)
         try:
-            updates, state = tx.update(grads, state, params, **extra_args)
+            (updates, state), given = part_of_recipe(update, grads, state, params, extra_args)
         finally:
             _STAY_SHARDED.reset(token)
-        given = known_inside()
         new = _applied(params if types_tell(updates) else sharded_params(params, given), updates, state)
         return _replicated_into(params, new, given), state
 

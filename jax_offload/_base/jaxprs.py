@@ -72,7 +72,7 @@ class Call(Protocol):
 
 def equations(call: Call) -> Any:
     """What a call emits, as a closed jaxpr."""
-    return jax.make_jaxpr(lambda *args: call.emitted(args))(*call.avals[0])
+    return jax.make_jaxpr(call.emitted)(call.avals[0])
 
 
 def call_primitive(name: str) -> Primitive:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax.extend.core as jex
@@ -21,8 +21,9 @@ from jax_offload._emit.run import as_array, stream
 from jax_offload._emit.serialise import Serialise
 from jax_offload._emit.transfers import Names
 from jax_offload._ir.branches import scalars_hoisted
-from jax_offload._ir.program import Program, Var, expanded
-from jax_offload._plan.decide import Region, plan_of
+from jax_offload._ir.program import Program, Var, as_program, expanded, flat, without_round_trips
+from jax_offload._plan.decide import plan_of
+from jax_offload._plan.options import Claim, regions
 from jax_offload._plan.plan import Plan, Planned
 
 NAME = "jax_offload_update"
@@ -41,7 +42,7 @@ class Update:
       serialise: which gradients wait for each other.
       names: of the state's leaves, of their next values too.
       next_values: result -> the argument that it is the next value of.
-      regions: the host leaves of each ``offload``; every one is in one of them.
+      claims: of the offloads in it.
       rank: of a leaf of the state its place in the order of the backward pass.
       manual: whether it was traced inside ``shard_map``.
     """
@@ -51,7 +52,7 @@ class Update:
     serialise: Serialise
     names: Names
     next_values: Mapping[Var, Var]
-    regions: Sequence[Region]
+    claims: Sequence[Claim]
     rank: Mapping[Var, int]
     manual: bool
 
@@ -61,7 +62,8 @@ class Update:
     @functools.cached_property
     def plan(self) -> Plan:
         program = scalars_hoisted(self.program)
-        return plan_of(program, self.next_values, self.regions, lambda v: self.rank.get(v, -1), manual=self.manual)
+        found = regions(self.claims, program.inputs)
+        return plan_of(program, self.next_values, found, lambda v: self.rank.get(v, -1), manual=self.manual)
 
     @property
     def results(self) -> Set[Var]:
@@ -126,11 +128,20 @@ def bound(update: Update, args: Sequence[Any]) -> list[Any]:
     return [as_array(v) if isinstance(v, jex.Literal) else results[v] for v in program.outputs]
 
 
+def without_updates(step: Any) -> Program:
+    """A step's closed jaxpr as a program, with the recipes of its updates in their places."""
+
+    def expand(eqn: Any) -> Program | None:
+        return eqn.params["update"].program if eqn.primitive is _region else None
+
+    return without_round_trips(flat(step, expand=expand if any(map(holds_update, step.jaxpr.eqns)) else None))
+
+
 def emitted(step: Any) -> Any:
     """A step's closed jaxpr, with what its updates emit in their places: the equations that are lowered."""
 
-    def expand(eqn: Any) -> Any:
-        return equations(eqn.params["update"]) if eqn.primitive is _region else None
+    def expand(eqn: Any) -> Program | None:
+        return as_program(equations(eqn.params["update"])) if eqn.primitive is _region else None
 
     return closed(expanded(step.jaxpr, expand), step.consts)
 
@@ -147,11 +158,15 @@ class Found:
     update: Update
     origins: Mapping[Var, Var]
 
+    def inputs_of(self, arguments: Iterable[Var]) -> Iterator[Var]:
+        """Those variables of the step that these arguments of its program are, where they are one."""
+        return (self.origins[v] for v in arguments if v in self.origins)
+
     @property
     def loads(self) -> list[tuple[list[Var], Planned]]:
         """For every slice, in the order of loading, the variables of the step that it loads, and how."""
         slices = [p for each in self.update.plan.passes for p in each.slices]
-        return [([self.origins[v] for v in p.slice.loads if v in self.origins], p) for p in slices]
+        return [(list(self.inputs_of(p.slice.loads)), p) for p in slices]
 
 
 def holds_update(eqn: Any) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.extend.core as jex
 from jax.interpreters import partial_eval as pe
 
@@ -15,7 +16,6 @@ from jax_offload._base.memory import Space
 from jax_offload._base.shardings import Shards
 
 Var = Any
-Expand = Callable[[Any], Any]  # an equation -> the closed jaxpr that takes its place, or None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Program:
     debug_info: Any
     shards: Mapping[Var, Shards] = dataclasses.field(default_factory=dict)
 
-    @property
+    @functools.cached_property
     def effects(self) -> frozenset[Any]:
         return frozenset().union(*(eqn.effects for eqn in self.eqns))
 
@@ -49,10 +49,13 @@ class Program:
         return needed, dataclasses.replace(self, inputs=jaxpr.invars, outputs=jaxpr.outvars, eqns=jaxpr.eqns)
 
 
-def trace(fun: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
-    """``fun``'s program for the types of ``args``, and the structure of its result."""
-    jaxpr, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
-    return _without_round_trips(flat(jaxpr)), jax.tree.structure(shapes)
+def as_program(jaxpr: Any) -> Program:
+    """A closed jaxpr as a program with its equations as they are, nothing inlined."""
+    inputs = [*jaxpr.jaxpr.constvars, *jaxpr.jaxpr.invars]
+    return Program(inputs, jaxpr.jaxpr.outvars, jaxpr.jaxpr.eqns, jaxpr.consts, jaxpr.jaxpr.debug_info)
+
+
+Expand = Callable[[Any], Program | None]  # what takes the place of an equation
 
 
 def flat(step: Any, *, any_jit: bool = False, expand: Expand | None = None) -> Program:
@@ -66,62 +69,90 @@ def flat(step: Any, *, any_jit: bool = False, expand: Expand | None = None) -> P
     eqns: list[Any] = []
     consts: list[Any] = list(step.consts)
     const_vars: list[Var] = list(step.jaxpr.constvars)
+    taken: set[Var] = set()
 
-    def inline(eqn: Any, operands: list[Any]) -> Any | None:
-        inner = None if expand is None else expand(eqn)
-        return _inlinable(eqn, operands, any_jit) if inner is None else inner
+    def walk(jaxpr: Any, env: dict[Var, Any], nested: bool) -> list[Any]:
+        def read(v: Any) -> Any:
+            return v if isinstance(v, jex.Literal) else env.get(v, v)
 
-    def named(inner: Any) -> list[Var]:
-        # the same inner jaxpr may be called many times: its constants and variables get new names each time
-        names = [jex.Var(v.aval) for v in inner.jaxpr.constvars]
-        const_vars.extend(names)
-        consts.extend(inner.consts)
-        return names
+        for eqn in jaxpr.eqns:
+            ins = [read(v) for v in eqn.invars]
+            if (inner := _inlinable(eqn, ins, any_jit)) is not None:
+                ins = ins[len(ins) - len(inner.jaxpr.invars) :]  # without a cond's index
+                # the same inner jaxpr may be called many times: its constants and variables get new names each time
+                names = [jex.Var(v.aval) for v in inner.jaxpr.constvars]
+                const_vars.extend(names)
+                consts.extend(inner.consts)
+                scope = dict(zip([*inner.jaxpr.constvars, *inner.jaxpr.invars], [*names, *ins], strict=True))
+                env.update(zip(eqn.outvars, walk(inner.jaxpr, scope, True), strict=True))
+                continue
+            if expand is not None and (program := expand(eqn)) is not None:
+                env.update(zip(eqn.outvars, _spliced(program, ins, eqns, taken), strict=True))
+                continue
+            outs = eqn.outvars
+            if nested:
+                outs = [v if isinstance(v, jex.DropVar) else jex.Var(v.aval) for v in eqn.outvars]
+                env.update(zip(eqn.outvars, outs, strict=True))
+            params = eqn.params if expand is None else _expanded_in(eqn.params, expand)
+            eqns.append(eqn.replace(invars=ins, outvars=outs, params=params))
+        return [read(v) for v in jaxpr.outvars]
 
-    outputs = _walk(step.jaxpr, {}, eqns, inline, named, expand)
+    outputs = walk(step.jaxpr, {}, False)
     return Program([*const_vars, *step.jaxpr.invars], outputs, eqns, consts, step.jaxpr.debug_info)
 
 
-def _walk(
-    jaxpr: Any,
-    env: dict[Var, Any],
-    eqns: list[Any],
-    inline: Callable[[Any, list[Any]], Any | None],
-    named: Callable[[Any], list[Any]],
-    expand: Expand | None,
-    nested: bool = False,
-) -> list[Any]:
-    """Appends a jaxpr's equations to ``eqns``, with what is inlined in the places of its calls; gives its results."""
+def expanded(jaxpr: Any, expand: Expand) -> Any:
+    """An open jaxpr with equations in it expanded, and nothing inlined; itself where there are none to be."""
+    eqns: list[Any] = []
+    env: dict[Var, Any] = {}
+    taken: set[Var] = set()
 
     def read(v: Any) -> Any:
         return v if isinstance(v, jex.Literal) else env.get(v, v)
 
     for eqn in jaxpr.eqns:
         ins = [read(v) for v in eqn.invars]
-        if (inner := inline(eqn, ins)) is not None:
-            ins = ins[len(ins) - len(inner.jaxpr.invars) :]  # without a cond's index
-            scope = dict(zip([*inner.jaxpr.constvars, *inner.jaxpr.invars], [*named(inner), *ins], strict=True))
-            results = _walk(inner.jaxpr, scope, eqns, inline, named, expand, True)
-            env.update(zip(eqn.outvars, results, strict=True))
+        if (program := expand(eqn)) is not None:
+            env.update(zip(eqn.outvars, _spliced(program, ins, eqns, taken), strict=True))
             continue
-        outs = eqn.outvars
-        if nested:
-            outs = [v if isinstance(v, jex.DropVar) else jex.Var(v.aval) for v in eqn.outvars]
+        params = _expanded_in(eqn.params, expand)
+        same = params is eqn.params and all(map(operator.is_, ins, eqn.invars))
+        eqns.append(eqn if same else eqn.replace(invars=ins, params=params))
+    same = len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns))
+    return jaxpr if same else jaxpr.replace(eqns=eqns, outvars=[read(v) for v in jaxpr.outvars])
+
+
+def _spliced(program: Program, operands: Sequence[Any], eqns: list[Any], taken: set[Var]) -> list[Any]:
+    """Appends a program's equations to ``eqns``, for these operands; gives its results.
+
+    ``taken``: the variables of programs that are there already. A second one that has them too gets new ones.
+    """
+    consts = [jex.Literal(x, v.aval) for x, v in zip(program.consts, program.inputs, strict=False)]
+    env: dict[Var, Any] = dict(zip(program.inputs, [*consts, *operands], strict=True))
+
+    def read(v: Any) -> Any:
+        return v if isinstance(v, jex.Literal) else env.get(v, v)
+
+    for eqn in program.eqns:
+        ins, outs = [read(v) for v in eqn.invars], eqn.outvars
+        if not taken.isdisjoint(outs):
+            outs = [v if isinstance(v, jex.DropVar) else jex.Var(v.aval) for v in outs]
             env.update(zip(eqn.outvars, outs, strict=True))
-        params = eqn.params if expand is None else _expanded(eqn.params, expand)
-        eqns.append(eqn.replace(invars=ins, outvars=outs, params=params))
-    return [read(v) for v in jaxpr.outvars]
+        taken.update(outs)
+        same = outs is eqn.outvars and all(map(operator.is_, ins, eqn.invars))
+        eqns.append(eqn if same else eqn.replace(invars=ins, outvars=outs))
+    return [read(v) for v in program.outputs]
 
 
-def _expanded(params: dict[str, Any], expand: Expand) -> dict[str, Any]:
-    """An equation's parameters, with the equations in their jaxprs expanded; the same where there are none to be."""
+def _expanded_in(params: dict[str, Any], expand: Expand) -> dict[str, Any]:
+    """An equation's parameters, with what is to be expanded in their jaxprs; the same where there is nothing."""
     if not any(True for _ in jex.jaxprs_in_params(params)):
         return params
 
     def one(value: Any) -> Any:
         if type(value) in (tuple, list):
             new = [one(x) for x in value]
-            return value if all(a is b for a, b in zip(new, value, strict=True)) else type(value)(new)
+            return value if all(map(operator.is_, new, value)) else type(value)(new)
         if not isinstance(value, (jex.ClosedJaxpr, jex.Jaxpr)):  # pyright: ignore[reportPrivateImportUsage]
             return value
         jaxpr = getattr(value, "jaxpr", value)
@@ -132,22 +163,11 @@ def _expanded(params: dict[str, Any], expand: Expand) -> dict[str, Any]:
     return params if all(found[name] is value for name, value in params.items()) else found
 
 
-def expanded(jaxpr: Any, expand: Expand) -> Any:
-    """An open jaxpr, with the equations in it expanded; itself where there are none to be."""
-
-    def as_literals(inner: Any) -> list[Any]:
-        pairs = zip(inner.consts, inner.jaxpr.constvars, strict=True)
-        return [jex.Literal(x, v.aval) for x, v in pairs]
-
-    eqns: list[Any] = []
-    outputs = _walk(jaxpr, {}, eqns, lambda eqn, _: expand(eqn), as_literals, expand)
-    same = all(a.primitive is b.primitive and a.params is b.params for a, b in zip(eqns, jaxpr.eqns, strict=False))
-    return jaxpr if same and len(eqns) == len(jaxpr.eqns) else jaxpr.replace(eqns=eqns, outvars=outputs)
-
-
-def _without_round_trips(program: Program) -> Program:
-    """What is loaded and stored again untouched, or stored and loaded, is what it was: nothing moves."""
+def without_round_trips(program: Program) -> Program:
+    """What is loaded and stored again untouched, or stored and loaded, is what it was: nothing moves.
+    Nor where it is put into the sharding that it was just put into: an offload and one inside it both do."""
     moved_from: dict[Var, Any] = {}  # result of a move between memories -> what it was
+    constrained: dict[Var, Any] = {}  # result of a sharding constraint -> what it says
     same: dict[Var, Any] = {}
 
     def read(v: Any) -> Any:
@@ -155,14 +175,20 @@ def _without_round_trips(program: Program) -> Program:
 
     eqns = []
     for eqn in program.eqns:
-        ins = [read(v) for v in eqn.invars]
+        ins = [read(v) for v in eqn.invars] if same else eqn.invars
         if _is_move(eqn):
             (out,) = eqn.outvars
             moved_from[out] = origin = moved_from.get(ins[0], ins[0])
             if not isinstance(origin, jex.Literal) and origin.aval == out.aval and origin is not ins[0]:
                 same[out] = origin
                 continue
-        eqns.append(eqn if all(a is b for a, b in zip(ins, eqn.invars, strict=True)) else eqn.replace(invars=ins))
+        elif eqn.primitive.name == "sharding_constraint":
+            (out,), said = eqn.outvars, eqn.params
+            if not isinstance(ins[0], jex.Literal) and constrained.get(ins[0]) == said:
+                same[out] = ins[0]
+                continue
+            constrained[out] = said
+        eqns.append(eqn if ins is eqn.invars or all(map(operator.is_, ins, eqn.invars)) else eqn.replace(invars=ins))
     return dataclasses.replace(program, eqns=eqns, outputs=[read(v) for v in program.outputs])
 
 
