@@ -37,7 +37,7 @@ from jax_offload._precision.storage import (
 )
 from jax_offload._state import placed_state
 from jax_offload._streamed import streamed
-from jax_offload._update import gathered, sharded_params
+from jax_offload._update import sharded_params
 from jax_offload._wrappers import adopt_multi_steps, moved_around
 from jax_offload._zero import axes_of, check_not_manual, check_typed, partitions, resharded, resharded_state
 
@@ -218,7 +218,7 @@ def offload(
                 check_state(inner.init, before, like, None)
             new_state = next_stored(loaded, before, new_state) if rules else new_state
             new_state = _store(new_state, place(policy, new_state, like), like, divided)
-            return gathered(updates, options), new_state
+            return resharded(updates, options.whole), new_state
 
         return streamed(recipe, (updates, state, params, extra_args), next_of=(0, 1), options=options)
 

@@ -26,13 +26,15 @@ class Traced:
       trees: of its arguments.
       arrays: the numbers of the arguments' leaves that are arrays.
       claims: of the ``offload`` whose recipe it is, and of those in it.
+      divided: the program that leaves updates divided which are gathered in ``program`` (ZeRO-1).
     """
 
     program: Program
     out_tree: Any
     trees: tuple[Any, ...]
     arrays: list[int]
-    claims: tuple[Claim, ...]
+    claims: tuple[Claim, ...] = ()
+    divided: Program | None = None
 
     @property
     def inputs(self) -> list[Var]:
@@ -81,8 +83,8 @@ def traced(recipe: Callable[..., Any], args: tuple[Any, ...], options: Options |
 
     jaxpr = jax.make_jaxpr(on_arrays)([leaves[i] for i in arrays])
     inside = updates_in(jaxpr)
-    program, trees = without_updates(jaxpr), tuple(treedef.children())
-    trace = Traced(program, out_tree[0], trees, arrays, ())
+    divided = without_updates(jaxpr, divided=True) if any(each.update.divided for each in inside) else None
+    trace = Traced(without_updates(jaxpr), out_tree[0], tuple(treedef.children()), arrays, divided=divided)
     claims = []
     if options is not None:
         start, end = trace.starts[1:3]

@@ -27,7 +27,7 @@ from jax_offload._base.shardings import (
 from jax_offload._base.tracers import is_constrained, production_order
 from jax_offload._emit.region import Update, bound
 from jax_offload._emit.serialise import Serialise, is_large
-from jax_offload._ir.program import Var
+from jax_offload._ir.program import Program, Var
 from jax_offload._plan.options import Options, claimed, merged
 from jax_offload._plan.order import ranks
 from jax_offload._recipe import Traced, traced
@@ -54,6 +54,8 @@ def streamed(
     if options is not None:
         args = (resharded(updates, options.partitions, params), state, params, *rest)
     trace = traced(recipe, args, options)
+    if options is not None and options.partitions and not types_tell(updates):
+        trace = dataclasses.replace(trace, divided=_ungathered(trace, updates, options.partitions))
     given = merged(trace.claims)
     if given.partitions and options is None and not types_tell(updates):
         args = (resharded(updates, given.partitions, params), state, params, *rest)
@@ -62,9 +64,12 @@ def streamed(
 
 
 def part_of_recipe(fun: Callable[..., Any], *args: Any) -> tuple[Any, Options]:
-    """``fun(*args)`` in a recipe that is being traced, and what the offloads in it know of the parameters."""
+    """``fun(*args)`` in a recipe that is being traced, and what the offloads in it know of the parameters.
+
+    Updates that are divided further stay so, where types do not tell: it is for the recipe to gather what it makes.
+    """
     trace = traced(fun, args)
-    update = Update(trace.program, (), Serialise.NONE, {}, {}, trace.claims, {}, is_manual())
+    update = Update(trace.divided or trace.program, (), Serialise.NONE, {}, {}, trace.claims, {}, is_manual())
     return jax.tree.unflatten(trace.out_tree, bound(update, trace.operands(args))), merged(trace.claims)
 
 
@@ -85,7 +90,19 @@ def _update(traced: Traced, given: Options, updates: Any, state: Any, params: An
         traced.claims,
         rank,
         is_manual(),
+        traced.divided,
     )
+
+
+def _ungathered(traced: Traced, updates: Any, partitions: Layouts) -> Program:
+    """The program without the last thing that it does with updates: put them into the sharding of their parameters."""
+    program = traced.program
+    gathered = {eqn.outvars[0]: eqn.invars[0] for eqn in program.eqns if eqn.primitive.name == "sharding_constraint"}
+    outputs = list(program.outputs)
+    for k, (path, _) in enumerate(jax.tree_util.tree_flatten_with_path(updates)[0]):
+        if key_of(path) in partitions and not isinstance(outputs[k], jex.Literal):
+            outputs[k] = gathered.get(outputs[k], outputs[k])
+    return dataclasses.replace(program, outputs=outputs)
 
 
 def _next_values(

@@ -45,6 +45,8 @@ class Update:
       claims: of the offloads in it.
       rank: of a leaf of the state its place in the order of the backward pass.
       manual: whether it was traced inside ``shard_map``.
+      divided: where ``program`` gathers updates that are divided (ZeRO-1), the same without that, for a recipe around
+        it that gathers what it makes of them.
     """
 
     program: Program
@@ -55,6 +57,7 @@ class Update:
     claims: Sequence[Claim]
     rank: Mapping[Var, int]
     manual: bool
+    divided: Program | None = None
 
     def __repr__(self) -> str:  # a jaxpr prints its parameters
         return f"Update({sum(len(each.slices) for each in self.plan.passes)} slices)"
@@ -86,7 +89,7 @@ class Update:
             return needed, self
         places = {i: k for k, i in enumerate(i for i, n in enumerate(needed) if n)}
         gradients = tuple(places[i] for i in self.gradients if i in places)
-        return needed, dataclasses.replace(self, program=program, gradients=gradients)
+        return needed, dataclasses.replace(self, program=program, gradients=gradients, divided=None)
 
     def emitted(self, args: Sequence[Any]) -> list[Any]:
         """Its results, by the plan."""
@@ -115,24 +118,34 @@ def bound(update: Update, args: Sequence[Any]) -> list[Any]:
     if not all(type(effect).__name__ in KEPT_EFFECTS for effect in update.effects):
         return update.emitted(args)  # mutable arrays and checks are known to jax in its own equations only
     handed_on = dict(zip(program.inputs, operands, strict=True))
-    results = dict.fromkeys(v for v in program.outputs if not isinstance(v, jex.Literal))
-    made = [v for v in results if v not in handed_on]
+    results = handed_on
+    made = {v: k for k, v in enumerate(program.outputs) if not isinstance(v, jex.Literal) and v not in handed_on}
+
+    def without_the_rest(program: Program) -> Program:
+        return dataclasses.replace(program, consts=[], outputs=[program.outputs[k] for k in made.values()])
+
     if made or update.effects:
         update = dataclasses.replace(
             update,
-            program=dataclasses.replace(program, consts=[], outputs=made),
+            program=without_the_rest(program),
             gradients=tuple(shift + i for i in update.gradients),
+            divided=None if update.divided is None else without_the_rest(update.divided),
         )
-        results = dict(zip(made, _region.bind(*operands, update=update), strict=True))
-    results |= handed_on
+        results = handed_on | dict(zip(made, _region.bind(*operands, update=update), strict=True))
     return [as_array(v) if isinstance(v, jex.Literal) else results[v] for v in program.outputs]
 
 
-def without_updates(step: Any) -> Program:
-    """A step's closed jaxpr as a program, with the recipes of its updates in their places."""
+def without_updates(step: Any, *, divided: bool = False) -> Program:
+    """A step's closed jaxpr as a program, with the recipes of its updates in their places.
+
+    ``divided``: whether updates that these would gather stay divided.
+    """
 
     def expand(eqn: Any) -> Program | None:
-        return eqn.params["update"].program if eqn.primitive is _region else None
+        if eqn.primitive is not _region:
+            return None
+        update = eqn.params["update"]
+        return update.divided if divided and update.divided is not None else update.program
 
     return without_round_trips(flat(step, expand=expand if any(map(holds_update, step.jaxpr.eqns)) else None))
 

@@ -182,8 +182,8 @@ def without_round_trips(program: Program) -> Program:
             if not isinstance(origin, jex.Literal) and origin.aval == out.aval and origin is not ins[0]:
                 same[out] = origin
                 continue
-        elif eqn.primitive.name == "sharding_constraint":
-            (out,), said = eqn.outvars, eqn.params
+        elif eqn.primitive.name in ("sharding_constraint", "reshard"):
+            (out,), said = eqn.outvars, (eqn.params, eqn.outvars[0].aval)
             if not isinstance(ins[0], jex.Literal) and constrained.get(ins[0]) == said:
                 same[out] = ins[0]
                 continue
