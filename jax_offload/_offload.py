@@ -23,7 +23,7 @@ from jax_offload._home import Home, check_not_in_pmap, returned
 from jax_offload._placement import Leaf, Policy, Select, note, place
 from jax_offload._plan.options import Options
 from jax_offload._plan.order import Order
-from jax_offload._precision.masters import check_order, last_word
+from jax_offload._precision.masters import last_word
 from jax_offload._precision.storage import (
     as_stored,
     check_stored,
@@ -143,7 +143,6 @@ def offload(
         return stored(state, formats(rules, state, params, min_bytes)) if rules else state
 
     def init_fn(params: optax.Params) -> optax.OptState:
-        check_order()
         check_params(params)
         told = shardings_of(params)
 
@@ -181,7 +180,6 @@ def offload(
     ) -> tuple[optax.Updates, optax.OptState]:
         if skip is not None:
             return updated_unless(skip, lambda u, s: update_fn(u, s, params, **extra_args), updates, state)
-        check_order()
         check_places(stored_init, updates, state, params)
         check_gradients(updates, params)
         like = updates if params is None else params

@@ -24,6 +24,8 @@ from jax_offload._state import traced_init
 from jax_offload._streamed import streamed
 
 # While a wrapper is a recipe: whether its state was moved to the device; every offload inside leaves its state there.
+# It stays: the types of the new state must be known where the wrapper is traced, which chooses between it and the old
+# one, and the wrapper hands on neither types nor names that would tell.
 _MOVED: contextvars.ContextVar[bool | None] = contextvars.ContextVar("moved", default=None)
 
 
