@@ -359,3 +359,13 @@ def test_mutable_arrays_under_update_params():
     new, _ = jax.jit(functools.partial(jo.update_params, tx))(params, tx.init(params), params)
     assert calls[...] == 1.0
     jax.tree.map(lambda a, p: np.testing.assert_allclose(a, 2 * p + 1, rtol=1e-6), new, params)
+
+
+@pytest.mark.parametrize("window", [None, 2**12])
+def test_64_bits_where_it_is_traced_and_not_where_it_is_lowered(window):
+    tx = jo.offload(optax.adamw(1e-2), min_bytes=0, window=window)
+    with jax.enable_x64(True):
+        params = jax.device_put({"w": jnp.ones((64, 64)), "v": jnp.ones((64, 64), jnp.float32)}, jax.devices()[0])
+        traced = jax.jit(tx.update).trace(params, tx.init(params), params)
+        inside = traced.lower().as_text()
+    assert traced.lower().as_text() == inside

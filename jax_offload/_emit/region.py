@@ -12,6 +12,7 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
+import jax
 import jax.extend.core as jex
 from jax.core import Tracer
 
@@ -47,6 +48,7 @@ class Update:
       manual: whether it was traced inside ``shard_map``.
       divided: where ``program`` gathers updates that are divided (ZeRO-1), the same without that, for a recipe around
         it that gathers what it makes of them.
+      wide: whether it was traced with types of 64 bits; jax may lower it where they are off.
     """
 
     program: Program
@@ -58,6 +60,7 @@ class Update:
     rank: Mapping[Var, int]
     manual: bool
     divided: Program | None = None
+    wide: bool = dataclasses.field(default_factory=lambda: bool(jax.config.jax_enable_x64))  # pyright: ignore
 
     def __repr__(self) -> str:  # a jaxpr prints its parameters
         return f"Update({sum(len(each.slices) for each in self.plan.passes)} slices)"
@@ -93,16 +96,17 @@ class Update:
 
     def emitted(self, args: Sequence[Any]) -> list[Any]:
         """Its results, by the plan."""
-        results = stream(
-            self.program,
-            self.plan,
-            args,
-            gradients=self.gradients,
-            serialise=self.serialise,
-            results=self.results,
-            names=self.names,
-        )
-        return guarded(results, list(args))
+        with jax.enable_x64(self.wide):
+            results = stream(
+                self.program,
+                self.plan,
+                args,
+                gradients=self.gradients,
+                serialise=self.serialise,
+                results=self.results,
+                names=self.names,
+            )
+            return guarded(results, list(args))
 
 
 def bound(update: Update, args: Sequence[Any]) -> list[Any]:
