@@ -11,8 +11,8 @@ from typing import Any
 import jax
 
 from jax_offload._base.arrays import is_array
-from jax_offload._emit.region import updates_in, without_updates
-from jax_offload._ir.program import Program, Var
+from jax_offload._emit.region import holds_update, updates_in, without_updates
+from jax_offload._ir.program import Program, Var, flat, without_round_trips
 from jax_offload._plan.options import Claim, Options
 
 
@@ -82,9 +82,10 @@ def traced(recipe: Callable[..., Any], args: tuple[Any, ...], options: Options |
         return results
 
     jaxpr = jax.make_jaxpr(on_arrays)([leaves[i] for i in arrays])
-    inside = updates_in(jaxpr)
+    inside = updates_in(jaxpr) if any(map(holds_update, jaxpr.jaxpr.eqns)) else []
+    program = without_updates(jaxpr) if inside else without_round_trips(flat(jaxpr))
     divided = without_updates(jaxpr, divided=True) if any(each.update.divided for each in inside) else None
-    trace = Traced(without_updates(jaxpr), out_tree[0], tuple(treedef.children()), arrays, divided=divided)
+    trace = Traced(program, out_tree[0], tuple(treedef.children()), arrays, divided=divided)
     claims = []
     if options is not None:
         start, end = trace.starts[1:3]

@@ -151,7 +151,7 @@ def without_updates(step: Any, *, divided: bool = False) -> Program:
         update = eqn.params["update"]
         return update.divided if divided and update.divided is not None else update.program
 
-    return without_round_trips(flat(step, expand=expand if any(map(holds_update, step.jaxpr.eqns)) else None))
+    return without_round_trips(flat(step, expand=expand))
 
 
 def emitted(step: Any) -> Any:
