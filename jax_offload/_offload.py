@@ -21,8 +21,9 @@ from jax_offload._base.shardings import Layouts, Seen, inside_shard_map, only_lo
 from jax_offload._emit.skip import updated_unless
 from jax_offload._home import Home, check_not_in_pmap, returned
 from jax_offload._placement import Leaf, Policy, Select, note, place
+from jax_offload._plan.options import Options
 from jax_offload._plan.order import Order
-from jax_offload._precision.masters import check_order, last_word
+from jax_offload._precision.masters import last_word
 from jax_offload._precision.storage import (
     as_stored,
     check_stored,
@@ -34,10 +35,9 @@ from jax_offload._precision.storage import (
     stored,
     warn_of_unstored,
 )
-from jax_offload._recipe import Options
 from jax_offload._state import placed_state
 from jax_offload._streamed import streamed
-from jax_offload._update import gathered, sharded_params
+from jax_offload._update import sharded_params
 from jax_offload._wrappers import adopt_multi_steps, moved_around
 from jax_offload._zero import axes_of, check_not_manual, check_typed, partitions, resharded, resharded_state
 
@@ -143,7 +143,6 @@ def offload(
         return stored(state, formats(rules, state, params, min_bytes)) if rules else state
 
     def init_fn(params: optax.Params) -> optax.OptState:
-        check_order()
         check_params(params)
         told = shardings_of(params)
 
@@ -181,7 +180,6 @@ def offload(
     ) -> tuple[optax.Updates, optax.OptState]:
         if skip is not None:
             return updated_unless(skip, lambda u, s: update_fn(u, s, params, **extra_args), updates, state)
-        check_order()
         check_places(stored_init, updates, state, params)
         check_gradients(updates, params)
         like = updates if params is None else params
@@ -218,7 +216,7 @@ def offload(
                 check_state(inner.init, before, like, None)
             new_state = next_stored(loaded, before, new_state) if rules else new_state
             new_state = _store(new_state, place(policy, new_state, like), like, divided)
-            return gathered(updates, options), new_state
+            return resharded(updates, options.whole), new_state
 
         return streamed(recipe, (updates, state, params, extra_args), next_of=(0, 1), options=options)
 

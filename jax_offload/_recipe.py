@@ -1,105 +1,20 @@
-"""The trace of a recipe (load all, update, store all), and of the offloads in it, whose leaves stream as each says."""
+"""The trace of a recipe (load all, update, store all), in which the offloads inside it are recipes too."""
 
 from __future__ import annotations
 
-import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
 import jax
 
 from jax_offload._base.arrays import is_array
-from jax_offload._base.shardings import (
-    Layouts,
-    Shardings,
-)
-from jax_offload._ir.program import Program, Var, trace
-from jax_offload._plan.order import Order
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What ``offload`` was told, and has seen, about streaming.
-
-    Attributes:
-      window, order: its arguments.
-      shardings: of the parameters, by path, as far as they are known.
-      partitions: of the gradients, by the parameters' paths, where the state is divided further (ZeRO-1).
-      serialise: whether gradients of what stays on the device wait for each other. Not where every one has an
-        accumulator there: all would.
-    """
-
-    window: int | None = None
-    order: Order = None
-    shardings: Shardings = dataclasses.field(default_factory=dict)
-    partitions: Layouts = dataclasses.field(default_factory=dict)
-    serialise: bool = True
-
-    @property
-    def order_key(self) -> tuple[str, ...] | None:
-        return None if self.order is None else tuple(self.order)
-
-    @property
-    def whole(self) -> Shardings:
-        """Of the parameters whose state is divided further."""
-        return {path: self.shardings[path] for path in self.partitions}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Inside:
-    """An ``offload`` whose recipe is part of the one that is traced, and the state's leaves as it got them."""
-
-    options: Options
-    leaves: list[Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Recipe:
-    """What is said while a recipe is traced: of the offloads in it, and which leaves are others that were loaded."""
-
-    offloads: list[_Inside]
-    loaded: list[tuple[Any, Any]]
-
-
-# While a recipe is traced, every offload inside it is a recipe too, and says here what it was told: the whole is then
-# cut and streamed at once, each leaf as its own offload says.
-_INSIDE: contextvars.ContextVar[_Recipe | None] = contextvars.ContextVar("inside", default=None)
-
-
-def loaded_from(state: Any, original: Any) -> None:
-    """Says that the leaves of ``state`` are those of ``original``, loaded: a wrapper does it for what is inside it."""
-    if (recipe := _INSIDE.get()) is not None:
-        recipe.loaded.extend(zip(jax.tree.leaves(state), jax.tree.leaves(original), strict=True))
-
-
-def own_offloads(options: Options | None, by_leaf: Sequence[Options] | None, state: Any) -> list[_Inside]:
-    if options is None:
-        return []
-    leaves = jax.tree.leaves(state)
-    groups: dict[Any, _Inside] = {}
-    for x, of_leaf in zip(leaves, by_leaf or [options] * len(leaves), strict=True):
-        key = of_leaf.window, of_leaf.order_key
-        told = dataclasses.replace(options, window=of_leaf.window, order=of_leaf.order)
-        groups.setdefault(key, _Inside(told, [])).leaves.append(x)
-    return list(groups.values()) or [_Inside(options, [])]
-
-
-def known_inside() -> Options:
-    """What the offloads in the recipe that is being traced, so far, know of the parameters."""
-    recipe = _INSIDE.get()
-    return merged(recipe.offloads if recipe else [])
-
-
-def merged(inside: list[_Inside]) -> Options:
-    """What is known of the parameters: all that any of them knows."""
-    return Options(
-        shardings={path: s for each in inside for path, s in each.options.shardings.items()},
-        partitions={path: s for each in inside for path, s in each.options.partitions.items()},
-        serialise=all(each.options.serialise for each in inside),
-    )
+from jax_offload._base.jaxprs import jaxpr_of
+from jax_offload._emit.region import Update, holds_update, updates_in, without_updates
+from jax_offload._ir.program import Program, Var, flat, without_round_trips
+from jax_offload._plan.options import Claim, Options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,16 +26,16 @@ class Traced:
       out_tree: of what the recipe returns.
       trees: of its arguments.
       arrays: the numbers of the arguments' leaves that are arrays.
-      offloads: in the recipe.
-      whose: number of an array -> that of the ``offload`` whose leaf it is.
+      claims: of the ``offload`` whose recipe it is, and of those in it.
+      divided: the program that leaves updates divided which are gathered in ``program`` (ZeRO-1).
     """
 
     program: Program
     out_tree: Any
     trees: tuple[Any, ...]
     arrays: list[int]
-    offloads: list[_Inside]
-    whose: Mapping[int, int]
+    claims: tuple[Claim, ...] = ()
+    divided: Program | None = None
 
     @property
     def inputs(self) -> list[Var]:
@@ -147,44 +62,37 @@ class Traced:
         return {inputs[position[i]]: x for i, x in enumerate(values) if x is not None and i in position}
 
 
-def traced(
-    recipe: Callable[..., tuple[Any, ...]],
-    args: tuple[Any, ...],
-    options: Options | None,
-    by_leaf: Sequence[Options] | None,
-) -> Traced:
+def traced(recipe: Callable[..., Any], args: tuple[Any, ...], options: Options | None = None) -> Traced:
+    """``recipe``'s trace for ``args``, of which the second is the state.
+
+    Every ``offload`` in it is an equation that carries its own recipe and what it was told. These recipes take the
+    places of the equations, also in branches and loops, so that the whole is cut and streamed at once; and each leaf
+    streams as its own ``offload`` says, whose operand it is.
+    """
     leaves, treedef = jax.tree.flatten(args)
     arrays = [i for i, x in enumerate(leaves) if is_array(x)]
-    offloads: list[_Inside] = []
-    loaded: list[tuple[Any, Any]] = []
-    whose: dict[int, int] = {}
 
-    def on_arrays(*values: Any) -> Any:
+    out_tree: list[Any] = []
+
+    def on_arrays(values: list[Any]) -> list[Any]:  # with one argument, jax takes half the time of one for each array
         filled = list(leaves)
         for i, value in zip(arrays, values, strict=True):
             filled[i] = value
-        args = jax.tree.unflatten(treedef, filled)
-        offloads[:] = own_offloads(options, by_leaf, args[1])
-        result = recipe(*args)
-        position = {id(x): k for k, x in enumerate(values)}
-        position |= {id(x): position[id(old)] for x, old in loaded if id(old) in position}
-        for r, each in enumerate(offloads):
-            whose.update((position[id(x)], r) for x in each.leaves if id(x) in position)
-            each.leaves.clear()  # jax.checking_leaks sees tracers that outlive their trace
-        loaded.clear()
-        return result
+        results, tree = jax.tree.flatten(recipe(*jax.tree.unflatten(treedef, filled)))
+        out_tree[:] = [tree]
+        return results
 
-    token = _INSIDE.set(_Recipe(offloads, loaded))
-    try:
-        program, out_tree = trace(on_arrays, *(leaves[i] for i in arrays))
-    finally:
-        _INSIDE.reset(token)
-    return Traced(program, out_tree, tuple(treedef.children()), arrays, offloads, whose)
-
-
-def joins_outer(own: Sequence[_Inside]) -> bool:
-    """Whether another recipe is being traced around this one; then that one streams the leaves of these offloads."""
-    if (outer := _INSIDE.get()) is None:
-        return False
-    outer.offloads.extend(own)
-    return True
+    jaxpr, _ = jaxpr_of(on_arrays, [leaves[i] for i in arrays])
+    found = updates_in(jaxpr) if any(map(holds_update, jaxpr.jaxpr.eqns)) else []
+    inside = [(each, each.update) for each in found if isinstance(each.update, Update)]
+    program = without_updates(jaxpr) if inside else without_round_trips(flat(jaxpr))
+    divided = without_updates(jaxpr, divided=True) if any(update.divided for _, update in inside) else None
+    trace = Traced(program, out_tree[0], tuple(treedef.children()), arrays, divided=divided)
+    claims = []
+    if options is not None:
+        start, end = trace.starts[1:3]
+        own = {v for i, v in zip(arrays, trace.inputs, strict=True) if start <= i < end}
+        claims.append(Claim(options, frozenset(own)))
+    for each, update in inside:
+        claims += (Claim(c.options, frozenset(each.inputs_of(c.leaves))) for c in update.claims)
+    return dataclasses.replace(trace, claims=tuple(claims))

@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 import numpy as np
 from jax.tree_util import keystr
 
 from jax_offload._base.arrays import is_array, is_like
-from jax_offload._base.memory import is_host_aval
+from jax_offload._base.jaxprs import Literal
 from jax_offload._base.paths import key_of, owners
 from jax_offload._base.shardings import (
     Layouts,
@@ -28,11 +27,10 @@ from jax_offload._base.shardings import (
 from jax_offload._base.tracers import is_constrained, production_order
 from jax_offload._emit.region import Update, bound
 from jax_offload._emit.serialise import Serialise, is_large
-from jax_offload._ir.branches import scalars_hoisted
-from jax_offload._ir.program import Var
-from jax_offload._plan.decide import Planning, Region
+from jax_offload._ir.program import Program, Var
+from jax_offload._plan.options import Options, claimed, merged
 from jax_offload._plan.order import ranks
-from jax_offload._recipe import Options, Traced, joins_outer, merged, own_offloads, traced
+from jax_offload._recipe import Traced, traced
 from jax_offload._zero import resharded
 
 
@@ -42,7 +40,6 @@ def streamed(
     *,
     next_of: tuple[int, ...],
     options: Options | None = None,
-    by_leaf: Sequence[Options] | None = None,
 ) -> Any:
     """``recipe(*args)``, with host leaves loaded, used and stored slice by slice.
 
@@ -51,40 +48,62 @@ def streamed(
       args: its arguments; what is not an array in them becomes part of the program.
       next_of: for each tree that the recipe returns, the number of the argument that it is the next value of.
       options: of the ``offload`` whose recipe it is; ``None``: each ``offload`` inside has its own.
-      by_leaf: for every leaf of the state window and order of its ``offload``, where the recipe is a wrapper's.
     """
     updates, state, params, *rest = args
-    own = own_offloads(options, by_leaf, state)
-    if joins_outer(own):
-        return recipe(*args)
     # Sharded further before anything else: then they are scattered as they are reduced, and only parts are alive.
-    args = (resharded(updates, merged(own).partitions, params), state, params, *rest)
-    trace = traced(recipe, args, options, by_leaf)
-    given = merged(trace.offloads)
+    if options is not None:
+        args = (resharded(updates, options.partitions, params), state, params, *rest)
+    trace = traced(recipe, args, options)
+    if options is not None and options.partitions and not types_tell(updates):
+        trace = dataclasses.replace(trace, divided=_ungathered(trace, updates, options.partitions))
+    given = merged(trace.claims)
     if given.partitions and options is None and not types_tell(updates):
         args = (resharded(updates, given.partitions, params), state, params, *rest)
     update = _update(trace, given, updates, state, params, next_of)
     return jax.tree.unflatten(trace.out_tree, bound(update, trace.operands(args)))
 
 
+def part_of_recipe(fun: Callable[..., Any], *args: Any) -> tuple[Any, Options]:
+    """``fun(*args)`` in a recipe that is being traced, and what the offloads in it know of the parameters.
+
+    Updates that are divided further stay so, where types do not tell: it is for the recipe to gather what it makes.
+    """
+    trace = traced(fun, args)
+    update = Update(trace.divided or trace.program, (), Serialise.NONE, {}, {}, trace.claims, {}, is_manual())
+    return jax.tree.unflatten(trace.out_tree, bound(update, trace.operands(args))), merged(trace.claims)
+
+
 def _update(traced: Traced, given: Options, updates: Any, state: Any, params: Any, next_of: tuple[int, ...]) -> Update:
-    """What the recipe's trace comes to: sharded, ordered, planned. ``updates`` as they were produced."""
+    """What the recipe's trace comes to: sharded and ordered. ``updates`` as they were produced."""
     shards = traced.of_inputs(_shards(given, updates, state, params))
-    program = dataclasses.replace(scalars_hoisted(traced.program), shards=shards)
+    program = dataclasses.replace(traced.program, shards=shards)
     next_values = _next_values(traced, program.outputs, next_of, updates, given.partitions)
     produced = production_order(jax.tree.leaves(updates))
     rank = _rank(traced, state, updates if params is None else params, produced)
     names = traced.of_inputs([None] * traced.starts[1] + _names(state))
-    planning = Planning(tuple(_regions(traced)), rank, is_manual())
     return Update(
         program,
-        planning.plan(program, next_values),
         _in_order(traced, updates, produced),
         _serialise(given, updates, produced),
-        next_values,
         names | {new: names[old] for new, old in next_values.items() if old in names},
-        planning,
+        next_values,
+        traced.claims,
+        rank,
+        is_manual(),
+        traced.divided,
     )
+
+
+def _ungathered(traced: Traced, updates: Any, partitions: Layouts) -> Program:
+    """The program without the last thing that it does with updates: put them into the sharding of their parameters."""
+    program = traced.program
+    gathered = {eqn.outvars[0]: eqn.invars[0] for eqn in program.eqns if eqn.primitive.name == "sharding_constraint"}
+    outputs = list(program.outputs)
+    for k, (path, _) in enumerate(jax.tree_util.tree_flatten_with_path(updates)[0]):
+        out = outputs[k]
+        if key_of(path) in partitions and not isinstance(out, Literal):
+            outputs[k] = gathered.get(out, out)
+    return dataclasses.replace(program, outputs=outputs)
 
 
 def _next_values(
@@ -97,7 +116,7 @@ def _next_values(
         for k in range(tree.num_leaves if tree == traced.trees[argument] else 0):
             out, at = outputs[result + k], traced.position.get(starts[argument] + k)
             replicated = argument == 0 and paths[k] in partitions  # larger than the gradient
-            if at is not None and not replicated and not isinstance(out, jex.Literal):
+            if at is not None and not replicated and not isinstance(out, Literal):
                 found[out] = inputs[at]
         result += tree.num_leaves
     return found
@@ -106,11 +125,11 @@ def _next_values(
 def _rank(traced: Traced, state: Any, like: Any, produced: list[int] | None) -> dict[Var, int]:
     """Of every leaf of the state its place in the backward pass, as its ``offload`` orders it."""
     inputs, start, rank = traced.inputs, traced.starts[1], {}
-    orders = [each.options.order_key for each in traced.offloads]
-    for order in {None, *orders}:
+    of = {v: each.options.order_key for v, each in claimed(traced.claims).items()}
+    for order in {None, *of.values()}:
         for k, place in enumerate(ranks(state, like, order, produced)):
             at = traced.position.get(start + k)
-            if at is not None and (orders[traced.whose[at]] if at in traced.whose else None) == order:
+            if at is not None and of.get(inputs[at]) == order:
                 rank[inputs[at]] = place
     return rank
 
@@ -120,19 +139,9 @@ def _names(state: Any) -> list[str]:
     return [keystr(path, simple=True, separator="/") for path, _ in paths]
 
 
-def _regions(traced: Traced) -> list[Region]:
-    """The host leaves of each ``offload``; last those that a wrapper has changed on the way, and that nobody claims."""
-    inputs, whose = traced.inputs, traced.whose
-    hosts = [k for k, v in enumerate(inputs) if is_host_aval(v.aval)]
-    windows = [each.options.window for each in traced.offloads]
-    claimed = [frozenset(inputs[k] for k in hosts if whose.get(k) == r) for r in range(len(windows))]
-    rest = frozenset(inputs[k] for k in hosts if k not in whose)
-    return [*map(Region, claimed, windows), Region(rest, max((w for w in windows if w), default=None))]
-
-
 def _in_order(traced: Traced, updates: Any, produced: list[int] | None) -> tuple[int, ...]:
     """The gradients' numbers among the arrays, in the order of the backward pass."""
-    order = next((each.options.order for each in traced.offloads if each.options.order), None)
+    order = next((each.options.order for each in traced.claims if each.options.order), None)
     rank = ranks(updates, updates, order, produced)
     in_order = sorted(range(len(rank)), key=rank.__getitem__)
     return tuple(traced.position[i] for i in in_order if i in traced.position)

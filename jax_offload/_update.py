@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 from typing import Any
 
 import jax
@@ -15,17 +14,9 @@ from jax_offload._base.shardings import (
     types_tell,
 )
 from jax_offload._emit.skip import carried_unless
-from jax_offload._recipe import Options, known_inside
-from jax_offload._streamed import streamed
+from jax_offload._plan.options import Options
+from jax_offload._streamed import part_of_recipe, streamed
 from jax_offload._zero import resharded
-
-# While ``update_params`` is traced, updates stay divided: it is the new parameters that are gathered.
-_STAY_SHARDED: contextvars.ContextVar[bool] = contextvars.ContextVar("divided", default=False)
-
-
-def gathered(updates: Any, options: Options) -> Any:
-    """Updates as their parameters are, but for ``update_params``, which gathers the new parameters instead."""
-    return updates if _STAY_SHARDED.get() and not types_tell(updates) else resharded(updates, options.whole)
 
 
 def sharded_params(params: Any, options: Options) -> Any:
@@ -99,12 +90,10 @@ def update_params(
     tx = optax.with_extra_args_support(tx)
 
     def recipe(grads: Any, state: Any, params: Any, extra_args: Any) -> Any:
-        token = _STAY_SHARDED.set(True)
-        try:
-            updates, state = tx.update(grads, state, params, **extra_args)
-        finally:
-            _STAY_SHARDED.reset(token)
-        given = known_inside()
+        def update(grads: Any, state: Any, params: Any, extra_args: Any) -> Any:
+            return tx.update(grads, state, params, **extra_args)
+
+        (updates, state), given = part_of_recipe(update, grads, state, params, extra_args)
         new = _applied(params if types_tell(updates) else sharded_params(params, given), updates, state)
         return _replicated_into(params, new, given), state
 

@@ -35,6 +35,7 @@ from jax_offload._emit.run import as_array
 from jax_offload._emit.serialise import Serialise, serial_parts
 from jax_offload._emit.transfers import Names
 from jax_offload._ir.arrange import Node, arranged, needed
+from jax_offload._ir.branches import scalars_hoisted
 from jax_offload._ir.program import Program, flat
 from jax_offload._ir.slices import Slice, slice_of
 from jax_offload._plan.ahead import moves_ahead
@@ -89,10 +90,11 @@ class Inlined:
 def inlined(program: Program) -> Inlined | None:
     """The program with its only update inlined; ``None`` where it has none, or several."""
     found = [eqn for eqn in program.eqns if is_update(eqn)]
-    if len(found) != 1 or (update := found[0].params["update"]) is None:
+    if len(found) != 1:
         return None
-    recipe = update.program
-    operands = dict(zip(recipe.inputs, found[0].invars[-len(recipe.inputs) :], strict=True))
+    update: Update = found[0].params["update"]
+    recipe = scalars_hoisted(update.program)
+    operands = dict(zip(recipe.inputs, found[0].invars, strict=True))
     given: dict[Var, Atom] = dict(operands)
     eqns: list[Equation] = []
     own: dict[int, Equation] = {}
@@ -102,10 +104,10 @@ def inlined(program: Program) -> Inlined | None:
                 new = each.replace(invars=[_read(operands, v) for v in each.invars])
                 own[id(new)] = each
                 eqns.append(new)
-            given |= {v: _read(operands, made) for v, made in zip(eqn.outvars, update.made, strict=True)}
+            given |= {v: _read(operands, made) for v, made in zip(eqn.outvars, recipe.outputs, strict=True)}
         else:
             eqns.append(eqn.replace(invars=[_read(given, v) for v in eqn.invars]))
-    next_of = {v: x for v, old in update.next_of.items() if not isinstance(x := operands[old], Literal)}
+    next_of = {v: x for v, old in update.next_values.items() if not isinstance(x := operands[old], Literal)}
     whole = dataclasses.replace(program, eqns=eqns, outputs=[_read(given, v) for v in program.outputs])
     return Inlined(whole, update, own, operands, next_of)
 
@@ -156,7 +158,7 @@ def _made(part: Slice | InScan | Rest | Piece, env: Mapping[Var, Any], names: Na
             made = scanned(part, dict(zip(part.operands, operands, strict=True)), names)
             return [made[v] for v in makes]
 
-        return zip(makes, marked(in_scan, part, [env[v] for v in part.operands]), strict=True)
+        return zip(makes, marked(in_scan, [env[v] for v in part.operands], part.operands, part.planned), strict=True)
     if isinstance(part, Rest):
         operands = [as_array(v) if isinstance(v, Literal) else env[v] for v in part.operands]
         return zip(_vars(part.update.program.outputs), bound(part.update, operands), strict=True)
@@ -168,7 +170,7 @@ def _made(part: Slice | InScan | Rest | Piece, env: Mapping[Var, Any], names: Na
             functions([planned], names)(planned, inner)
             return [inner[v] for v in s.outputs]
 
-        return zip(s.outputs, marked(piece, part, [env[v] for v in s.inputs]), strict=True)
+        return zip(s.outputs, marked(piece, [env[v] for v in s.inputs], s.inputs, part.planned), strict=True)
     s = part.slice if isinstance(part, Piece) else part
     return zip(s.outputs, s.run(*(env[v] for v in s.inputs)), strict=True)
 

@@ -18,12 +18,14 @@ import optax
 from jax_offload._base.arrays import is_array
 from jax_offload._base.memory import on_host, to_device, to_host
 from jax_offload._home import returned
+from jax_offload._plan.options import Options
 from jax_offload._precision.storage import as_stored
-from jax_offload._recipe import Options, loaded_from
 from jax_offload._state import traced_init
 from jax_offload._streamed import streamed
 
 # While a wrapper is a recipe: whether its state was moved to the device; every offload inside leaves its state there.
+# It stays: the types of the new state must be known where the wrapper is traced, which chooses between it and the old
+# one, and the wrapper hands on neither types nor names that would tell.
 _MOVED: contextvars.ContextVar[bool | None] = contextvars.ContextVar("moved", default=None)
 
 
@@ -49,7 +51,6 @@ def streamed_around(tx: Any, update: Callable[..., Any], updates: Any, state: An
 
     def recipe(updates: Any, state: Any, params: Any, extra_args: Any) -> Any:
         loaded = jax.tree.map(lambda x: to_device(x) if is_array(x) else x, state)
-        loaded_from(loaded, state)
         token = _MOVED.set(moved)
         try:
             updates, new = update(updates, loaded, params, **extra_args)
@@ -58,10 +59,8 @@ def streamed_around(tx: Any, update: Callable[..., Any], updates: Any, state: An
         leaves = [to_host(x) if h else x for x, h in zip(jax.tree.leaves(new), host, strict=True)]
         return updates, jax.tree.unflatten(treedef, leaves)
 
-    by_leaf = [Options(leaf.window, leaf.order) for leaf, _ in rows]
-    return streamed(
-        recipe, (updates, state, params, extra_args), next_of=(0, 1), options=Options(serialise=False), by_leaf=by_leaf
-    )
+    args = (updates, state, params, extra_args)
+    return streamed(recipe, args, next_of=(0, 1), options=Options(serialise=False))
 
 
 def adopt_multi_steps() -> None:

@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import jax_offload as jo
+from jax_offload._emit.region import emitted
 
 WIDTHS = {f"layers_{i}": 8 for i in range(6)} | {"head": 4}
 
@@ -27,7 +28,7 @@ def equations(jaxpr):
 
 def traces(tx, params):
     """How many different functions the trace of an update calls, and how often."""
-    jaxpr = jax.make_jaxpr(tx.update)(params, tx.init(params), params)
+    jaxpr = emitted(jax.make_jaxpr(tx.update)(params, tx.init(params), params))
     called = [eqn.params["jaxpr"] for eqn in equations(jaxpr.jaxpr) if eqn.params.get("name") == "update_slice"]
     return len({id(each) for each in called}), len(called)
 

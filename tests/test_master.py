@@ -307,9 +307,13 @@ def test_what_hands_the_updates_of_masters_on_may_stand_behind_them():
 def test_bad_input():
     with pytest.raises(TypeError, match=r"offload\(\.\.\.\) goes outside"):
         jo.with_master_params(jo.offload(ADAMW))
-    inside = jo.with_master_params(optax.chain(optax.clip_by_global_norm(1.0), jo.offload(ADAMW)))
-    with pytest.raises(TypeError, match=r"jo\.offload\(jo\.with_master_params\(inner\)\)"):
-        inside.init(parameters())
+    around = optax.chain(optax.clip_by_global_norm(1.0), jo.offload(ADAMW, min_bytes=0))
+    inside, params = jo.with_master_params(around), parameters()
+    resident = jo.with_master_params(optax.chain(optax.clip_by_global_norm(1.0), ADAMW)).init(params)
+    for wrong in inside.init, lambda params: inside.update(params, resident, params):
+        for call in wrong, jax.jit(wrong):
+            with pytest.raises(TypeError, match=r"jo\.offload\(jo\.with_master_params\(inner\)\)"):
+                call(params)
     with pytest.raises(TypeError, match="inner: expected an optax"):
         jo.with_master_params(lambda x: x)
     for wrong in jnp.int32, "float33":

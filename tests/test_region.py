@@ -101,8 +101,11 @@ def test_what_nobody_uses_is_not_run():
     jaxpr, _ = pe.dce_jaxpr(traced.jaxpr, [True])
     (eqn,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == NAME)
     assert len(eqn.outvars) == 1
-    assert eqn.params["update"] is None  # what it says is not what runs
-    assert updates_in(jex.ClosedJaxpr(jaxpr, ())) == []
+    (found,) = updates_in(jex.ClosedJaxpr(jaxpr, ()))  # what it says is what runs
+    assert found.update is eqn.params["update"]
+    host = [v for v in traced.jaxpr.invars if v.aval.memory_space == HOST]
+    assert [of for of, _ in found.loads] == [[host[0], host[3]]]  # the moments of a
+    assert not any(p.slice.stores for _, p in found.loads)
 
 
 def in_scan(params, state, x):
@@ -253,3 +256,116 @@ def test_a_cut_that_would_lose_the_order_of_effects():
 def test_a_jaxpr_prints_the_update_in_a_word():
     params = model()
     assert "update=Update(3 slices)" in str(jax.make_jaxpr(TX.update)(params, TX.init(params), params))
+
+
+def windows_of(step, *args):
+    """For every leaf of the state how it streams: where the window is too small for it, that it is less than a tile."""
+    return {leaf.path: leaf.streams for leaf in jo.placement(step, *args).leaves if leaf.host}
+
+
+def both(inner=lambda tx: tx):
+    """Two offloads with windows of their own: of a, less than it takes, and of the others."""
+    made = {"small": jo.offload(optax.adamw(1e-2), min_bytes=0, window=200), "large": TX}
+    labels = {"a": "small", "b": "large", "c": "large"}
+    return inner(optax.partition(made, labels)), inner(optax.partition(dict.fromkeys(made, optax.adamw(1e-2)), labels))
+
+
+AROUND = {
+    "a chain": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+    "a cond inside a cond": lambda tx: optax.conditionally_transform(
+        optax.apply_if_finite(tx, 3), lambda step: step != 1
+    ),
+    "a jit": lambda tx: optax.GradientTransformation(tx.init, jax.jit(tx.update)),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_each_offload_keeps_its_window(around):
+    tx, plain = both(AROUND[around])
+    params, grads = model(), jax.grad(loss)(model(), X)
+    state = tx.init(params)
+    update = functools.partial(jo.update_params, tx)
+    streams = windows_of(update, grads, state, params)
+    assert len(streams) == 6
+    assert all(("tile" in how) == ("'a'" in path) for path, how in streams.items()), streams
+    step = jax.jit(update)
+    want, wanted = params, plain.init(params)
+    for _ in range(3):
+        params, state = step(grads, state, params)
+        updates, wanted = jax.jit(plain.update)(grads, wanted, want)
+        want = optax.apply_updates(want, updates)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-7), (params, jo.to_device(state)),
+                 (want, wanted))  # fmt: skip
+
+
+def test_a_jitted_update_is_the_same_inside_and_outside():
+    """jax traces it once, wherever it is first: then it must not matter what stands around it."""
+    params = model()
+    tx = jo.offload(optax.adamw(1e-2), min_bytes=0, window=200)
+    jitted = optax.GradientTransformation(tx.init, jax.jit(tx.update))
+    state = tx.init(params)
+    for _ in range(2):
+        for call in functools.partial(jo.update_params, jitted), jitted.update:
+            streams = windows_of(lambda g, s, p, call=call: call(g, s, p), params, state, params)
+            assert len(streams) == 6
+            assert all("tile" in how for how in streams.values())
+
+
+def test_one_update_twice_in_a_recipe():
+    """The same equation in two places: neither may take the other's values."""
+    params, inner = model(), optax.sgd(1e-1, momentum=0.9)
+    tx = jo.offload(inner, min_bytes=0)
+    states = tx.init(params), tx.init(jax.tree.map(jnp.ones_like, params))
+
+    def twice(update):
+        def both(updates, states, params=None):
+            first, a = update(updates, states[0], params)
+            second, b = update(jax.tree.map(jnp.negative, first), states[1], params)
+            return second, (a, b)
+
+        return optax.GradientTransformation(lambda p: states, both)
+
+    got = jax.jit(functools.partial(jo.update_params, twice(jax.jit(tx.update))))(params, states, params)
+    updates, wanted = twice(inner.update).update(params, jo.to_device(states), params)
+    want = optax.apply_updates(params, updates), wanted
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), jo.to_device(got), want)
+
+
+def test_a_learning_rate_under_vmap_around_update_params():
+    params = model()
+
+    def new(make, lr):
+        tx = make(optax.adamw(lr))
+        return jo.update_params(tx, params, tx.init(params), params)[0]
+
+    rates = jnp.array([1e-1, 1e-2, 1e-3])
+    got, want = (
+        jax.vmap(functools.partial(new, make))(rates)
+        for make in (functools.partial(jo.offload, min_bytes=0), lambda tx: tx)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
+
+
+def test_mutable_arrays_under_update_params():
+    params, calls = model(), jax.new_ref(jnp.float32(0.0))
+
+    def update(updates, state, params=None):
+        calls[...] += 1.0
+        return jax.tree.map(lambda g, m: g + m, updates, state), updates
+
+    tx = jo.offload(optax.GradientTransformation(lambda p: jax.tree.map(jnp.ones_like, p), update), min_bytes=0)
+    new, _ = jax.jit(functools.partial(jo.update_params, tx))(params, tx.init(params), params)
+    assert calls[...] == 1.0
+    jax.tree.map(lambda a, p: np.testing.assert_allclose(a, 2 * p + 1, rtol=1e-6), new, params)
+
+
+@pytest.mark.parametrize("window", [None, 2**12])
+def test_64_bits_where_it_is_traced_and_not_where_it_is_lowered(window):
+    tx = jo.offload(optax.adamw(1e-2), min_bytes=0, window=window)
+    with jax.enable_x64(True):
+        params = jax.device_put({"w": jnp.ones((64, 64)), "v": jnp.ones((64, 64), jnp.float32)}, jax.devices()[0])
+        traced = jax.jit(tx.update).trace(params, tx.init(params), params)
+        inside = traced.lower().as_text()
+    assert traced.lower().as_text() == inside

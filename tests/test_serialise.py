@@ -13,7 +13,7 @@ import pytest
 import jax_offload as jo
 from jax_offload._base.memory import on_host
 from jax_offload._emit.serialise import serial_parts, small
-from jax_offload._ir.program import trace
+from jax_offload._ir.program import flat, without_round_trips
 from jax_offload._ir.slices import slice_of
 
 SHAPE = (256, 260)  # large enough to wait for each other
@@ -70,7 +70,7 @@ def test_dtypes_of_gradients_that_wait(dtype):
 
 
 def parts_of(fun, *args):
-    program, _ = trace(fun, *args)
+    program = without_round_trips(flat(jax.make_jaxpr(fun)(*args)))
     whole = slice_of(program.eqns, program.outputs, program.debug_info, {})
     return program, serial_parts(whole, program.inputs)
 

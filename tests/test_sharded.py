@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -11,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from jax_offload._emit.region import updates_in
+from jax_offload._emit.region import emitted, updates_in
 
 HOST, DEVICE = "pinned_host", "device"
 FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # to compile
@@ -472,3 +473,34 @@ def test_eagerly(axes):
     same((updates, state), plain.update(network(None), plain.init(network(None)), network(None)))
     assert jax.tree.map(spec_of, updates) == jax.tree.map(spec_of, params)
     assert {x.sharding.memory_kind for x in jax.tree.leaves(state) if x.ndim} == {HOST}
+
+
+@pytest.mark.parametrize("around", ["nothing", "a jit", "MultiSteps", "apply_if_finite"])
+def test_update_params_gathers_no_updates(around):
+    """Whatever stands between, and whether jax has traced the update before, where it was alone."""
+    mesh = mesh_of(AxisType.Auto, (8,), ("data",))
+    params = jax.device_put({"a": jnp.ones((16, 16)), "b": jnp.ones((16, 16))}, NamedSharding(mesh, P()))
+    tx = jo.offload(optax.adamw(1e-2), min_bytes=0, shard_over="data")
+    state = tx.init(params)
+    if around == "a jit":
+        tx = optax.GradientTransformation(tx.init, jax.jit(tx.update))
+        jax.jit(tx.update).lower(params, state, params)
+    elif around != "nothing":
+        wrap = {
+            "MultiSteps": lambda tx: optax.MultiSteps(tx, 2),
+            "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
+        }
+        tx = wrap[around](tx)
+        state = tx.init(params)
+    traced = emitted(jax.make_jaxpr(lambda *args: jo.update_params(tx, *args))(params, state, params))
+    whole = [eqn for eqn in equations(traced.jaxpr)
+             if eqn.primitive.name == "sharding_constraint" and eqn.params["sharding"].spec == P()]  # fmt: skip
+    # each parameter before it is divided, for the update and to be updated, and the choice that makes it in place
+    assert len(whole) == 5 * len(params)
+
+
+def equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jex.jaxprs_in_params(eqn.params):
+            yield from equations(inner)

@@ -12,6 +12,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import partial_eval as pe
 
 import jax_offload as jo
+from jax_offload._emit.region import emitted
 from jax_offload._ir.program import flat
 from jax_offload._ir.shares import Shares
 
@@ -52,7 +53,7 @@ def lines(tx, leaves):
     before = sys.gettrace()
     sys.settrace(calls)
     try:
-        jax.make_jaxpr(tx.update)(params, state, params)
+        emitted(jax.make_jaxpr(tx.update)(params, state, params))
     finally:
         sys.settrace(before)
     return sum(count.values())
@@ -68,10 +69,8 @@ def test_twice_the_leaves_are_twice_the_work(case):
 def test_slices_of_a_branch_are_traced_once():
     tx = jo.offload(optax.apply_if_finite(clip_adamw(), 3), min_bytes=0, window=2**20)
     params = jax.device_put({f"layers_{i}": jnp.ones((8, 8)) for i in range(6)}, jax.devices()[0])
-    (update,) = jax.make_jaxpr(tx.update)(params, tx.init(params), params).eqns
-    called = [
-        id(eqn.params["jaxpr"]) for eqn in update.params["jaxpr"].jaxpr.eqns if eqn.params.get("name") == "update_slice"
-    ]
+    update = emitted(jax.make_jaxpr(tx.update)(params, tx.init(params), params))
+    called = [id(eqn.params["jaxpr"]) for eqn in update.eqns if eqn.params.get("name") == "update_slice"]
     assert (len(set(called)), len(called)) == (1, 6)
 
 

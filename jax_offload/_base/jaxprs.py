@@ -4,7 +4,7 @@
 |---|---|---|
 | the fields of variables, literals, jaxprs and equations | the types below | 0.10 to 0.12 |
 | ``Primitive``, rules for batching, jvp, dce and lowering | ``identity_primitive``, ``call_primitive`` | 0.10 to 0.12 |
-| ``jvp_jaxpr``; the tracers of ``jit`` | ``call_primitive``, ``is_traced`` | 0.10 to 0.12 |
+| ``jvp_jaxpr`` | ``call_primitive`` | 0.10 to 0.12 |
 | where an equation has the jaxprs that it runs | ``sub_jaxprs`` | 0.10 to 0.12 |
 | how a ``scan`` says which of its operands are what | ``scan_of`` | 0.10 and 0.11, 0.12 |
 | ``dce_jaxpr``; the jaxprs among parameters | ``without_dead_code``, ``holds_equations`` | 0.10 to 0.12 |
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import CodeType
@@ -147,26 +148,47 @@ def identity_primitive(name: str, lower: Callable[..., list[Any]]) -> Primitive:
     return primitive
 
 
-def call_primitive(name: str) -> Primitive:
-    """A primitive that runs ``params["jaxpr"]``, without constants, on its operands.
+class Call(Protocol):
+    """What an equation of a ``call_primitive`` does, in its parameter ``update``: no equations yet."""
 
-    What other parameters say of the whole becomes ``None`` where a part of it is not used, and is left out.
-    Under ``vmap`` and differentiation the jaxpr's equations take its place, so that nothing needs to know of them.
+    @property
+    def avals(self) -> tuple[list[Any], list[Any]]:
+        """The types of its operands, and of its results."""
+        ...
+
+    @property
+    def effects(self) -> frozenset[Any]: ...
+
+    def emitted(self, args: Sequence[Any]) -> list[Any]:
+        """Its results, by equations of the trace that is under way."""
+        ...
+
+    def only(self, used: Sequence[bool]) -> tuple[list[bool], Call]:
+        """What is left for some of the results, and which of the operands that needs."""
+        ...
+
+
+def equations(call: Call) -> ClosedJaxpr:
+    """What a call emits, as a closed jaxpr."""
+    return jaxpr_of(call.emitted, call.avals[0])[0]
+
+
+def call_primitive(name: str) -> Primitive:
+    """A primitive that does what its parameter ``update`` says, and says it in equations where it is lowered.
+
+    Under ``vmap`` and differentiation these equations take its place, so that nothing needs to know of them.
     """
 
-    def run(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-        return jax_fun(jaxpr)(*args)
-
-    def batched(axis: Any, xs: Sequence[Any], dims: Sequence[Any], *, jaxpr: Any, **_: Any) -> Any:
+    def batched(axis: Any, xs: Sequence[Any], dims: Sequence[Any], *, update: Call) -> Any:
         axes = tuple(None if d is None else int(d) for d in dims)
         over: dict[str, Any] = dict(axis_name=axis.name, axis_size=axis.size, spmd_axis_name=axis.spmd_name)
-        out = jax.vmap(jax_fun(jaxpr), axes, **over)(*xs)
+        out = jax.vmap(jax_fun(equations(update)), axes, **over)(*xs)
         return out, [0] * len(out)
 
-    def derived(xs: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, **_: Any) -> Any:
+    def derived(xs: Sequence[Any], tangents: Sequence[Any], *, update: Call) -> Any:
         nonzero = [not isinstance(t, ad.Zero) and t.dtype != jax.dtypes.float0 for t in tangents]
-        derivative, out_nonzero = jvp_jaxpr(jaxpr, nonzero, instantiate=False)
-        results = run(derivative, [*xs, *(t for t, used in zip(tangents, nonzero, strict=True) if used)])
+        derivative, out_nonzero = jvp_jaxpr(cast(Any, equations(update)), nonzero, instantiate=False)
+        results = jax_fun(cast(Any, derivative))(*xs, *(t for t, used in zip(tangents, nonzero, strict=True) if used))
         primals, found = results[: len(out_nonzero)], iter(results[len(out_nonzero) :])
         zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in primals]
         return primals, [next(found) if n else zero for n, zero in zip(out_nonzero, zeros, strict=True)]
@@ -175,21 +197,19 @@ def call_primitive(name: str) -> Primitive:
         eqn = rest[-1]
         if not any(used) and not eqn.effects:
             return [False] * len(eqn.invars), None
-        jaxpr, needed = without_dead_code(eqn.params["jaxpr"].jaxpr, used)
+        needed, update = eqn.params["update"].only(list(used))
         invars = [v for v, n in zip(eqn.invars, needed, strict=True) if n]
         outvars = [v for v, u in zip(eqn.outvars, used, strict=True) if u]
-        whole = all(used) and all(needed)
-        params = {k: v if whole else None for k, v in eqn.params.items()} | {"jaxpr": closed(jaxpr)}
-        return list(needed), eqn.replace(invars=invars, outvars=outvars, params=params, effects=jaxpr.effects)
+        return needed, eqn.replace(invars=invars, outvars=outvars, params={"update": update}, effects=update.effects)
 
-    def lower(context: Any, *args: Any, jaxpr: Any, **_: Any) -> Any:
+    def lower(context: Any, *args: Any, update: Call) -> Any:
         # Not as a function of its own: XLA's CPU rounds bfloat16 at its edges, as it inlines it too late.
-        return mlir.lower_fun(jax_fun(jaxpr), multiple_results=True)(context, *args)
+        return mlir.lower_fun(lambda *args: update.emitted(args), multiple_results=True)(context, *args)
 
     primitive = Primitive(name)
     primitive.multiple_results = True
-    primitive.def_impl(lambda *xs, jaxpr, **_: run(jaxpr, xs))
-    primitive.def_effectful_abstract_eval(lambda *_, jaxpr, **__: (list(jaxpr.out_avals), jaxpr.effects))
+    primitive.def_impl(lambda *xs, update: jax_fun(equations(update))(*xs))
+    primitive.def_effectful_abstract_eval(lambda *_, update: (list(update.avals[1]), update.effects))
     batching.fancy_primitive_batchers[primitive] = batched
     ad.primitive_jvps[primitive] = derived
     pe.dce_rules[primitive] = without_unused
@@ -297,6 +317,30 @@ def closed_like(
     return closed(Jaxpr([], inputs, outputs, eqns, like.effects, nameless(like.jaxpr.debug_info)))
 
 
+def jaxpr_like(like: Jaxpr, eqns: Sequence[Equation], outputs: Sequence[Atom]) -> Jaxpr:
+    """Other equations, with the same inputs and effects."""
+    return cast(Any, like).replace(eqns=list(eqns), outvars=list(outputs))
+
+
+def with_jaxprs(params: dict[str, Any], change: Callable[[Jaxpr], Jaxpr]) -> dict[str, Any]:
+    """An equation's parameters, with the open jaxprs in them changed; the same where none is."""
+    if not any(True for _ in jex.jaxprs_in_params(params)):
+        return params
+
+    def one(value: Any) -> Any:
+        if type(value) in (tuple, list):
+            new = [one(x) for x in value]
+            return value if all(map(operator.is_, new, value)) else type(value)(new)
+        if not isinstance(value, (jex.ClosedJaxpr, jex.Jaxpr)):  # pyright: ignore[reportPrivateImportUsage]
+            return value
+        jaxpr: Any = getattr(value, "jaxpr", value)
+        new = change(jaxpr)
+        return value if new is jaxpr else new if value is jaxpr else value.replace(jaxpr=new)
+
+    found = {name: one(value) for name, value in params.items()}
+    return params if all(found[name] is value for name, value in params.items()) else found
+
+
 def nameless(debug_info: DebugInfo) -> DebugInfo:
     """``debug_info`` for a jaxpr with other arguments and results than the one that it is of."""
     return debug_info._replace(arg_names=None, result_paths=None)
@@ -327,11 +371,6 @@ def barrier(behind: Mapping[Var, Var]) -> Equation:
     avals = [jax.ShapeDtypeStruct((), np.int32) for _ in behind]
     (eqn,) = jaxpr_of(lambda *xs: lax.optimization_barrier(xs), *avals)[0].jaxpr.eqns
     return eqn.replace(invars=list(behind), outvars=list(behind.values()))
-
-
-def is_traced(x: Any) -> bool:
-    """Whether ``x`` is being traced to a jaxpr, and not by ``vmap`` or a derivative."""
-    return isinstance(x, pe.DynamicJaxprTracer)
 
 
 def _without_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:

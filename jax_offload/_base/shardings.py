@@ -26,6 +26,8 @@ Layouts = dict[str, NamedSharding]  # the same, on a mesh
 Seen = dict[str, list[Sharding]]  # all that was seen of each
 Shards = tuple[int, ...]  # for each axis of an array, into how many parts it is divided between devices
 
+# What a trace cannot see in its arguments: how parameters with Auto axes are sharded, and whether it is going to run.
+# Both stay, as ``init`` and ``update`` have optax's arguments, and wrappers between us and them hand on no others.
 _TOLD: contextvars.ContextVar[Shardings | None] = contextvars.ContextVar("told", default=None)
 _LOOKING: contextvars.ContextVar[bool] = contextvars.ContextVar("looking", default=False)
 

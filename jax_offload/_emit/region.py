@@ -1,37 +1,42 @@
-"""An update as one equation of the trace around it.
+"""An update as one equation of the trace around it, which is not emitted yet.
 
-The equation runs what was emitted for the update, and carries what that was made of: the recipe, not emitted yet, and
-its plan. So whoever sees a traced step (``placement``, the cut of a step) finds its updates, and can emit them anew.
+The equation carries the recipe and all that decides its plan. It is planned where somebody asks for that, and emitted
+where it is lowered, at the latest: so whoever sees a traced step (``placement``, the cut of a step) finds its updates
+and can emit them otherwise. Under ``vmap`` and derivatives what is emitted takes its place.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
+import jax
 from jax.core import Tracer
 
 from jax_offload._base.donation import guarded
 from jax_offload._base.jaxprs import (
-    Atom,
     ClosedJaxpr,
     Equation,
     Jaxpr,
     Literal,
     call_primitive,
     closed,
-    is_traced,
+    equations,
+    jax_fun,
     jaxpr_of,
     nameless,
     sub_jaxprs,
+    without_dead_code,
 )
 from jax_offload._emit.run import as_array, stream
 from jax_offload._emit.serialise import Serialise
 from jax_offload._emit.transfers import Names
-from jax_offload._ir.program import Program, Var
-from jax_offload._plan.decide import Planning
-from jax_offload._plan.in_scan import InScan
+from jax_offload._ir.branches import scalars_hoisted
+from jax_offload._ir.program import Program, Var, as_program, expanded, flat, without_round_trips
+from jax_offload._plan.decide import plan_of
+from jax_offload._plan.options import Claim, regions
 from jax_offload._plan.plan import Plan, Planned
 
 NAME = "jax_offload_update"
@@ -45,38 +50,44 @@ class Update:
 
     Attributes:
       program: the usual recipe (load all, update, store all).
-      plan: of it.
       gradients: positions among the program's arguments (its inputs without the constants), in the order of the
         backward pass, which the trace around it knows.
       serialise: which gradients wait for each other.
       names: of the state's leaves, of their next values too.
-      next_of: result -> the argument that it is the next value of.
-      planning: what the plan was made of, beside the program.
-      made: the results that the equation has.
+      next_values: result -> the argument that it is the next value of.
+      claims: of the offloads in it.
+      rank: of a leaf of the state its place in the order of the backward pass.
+      manual: whether it was traced inside ``shard_map``.
+      divided: where ``program`` gathers updates that are divided (ZeRO-1), the same without that, for a recipe around
+        it that gathers what it makes of them.
+      wide: whether it was traced with types of 64 bits; jax may lower it where they are off.
       stays: why leaves whose gradients a scan makes are not updated in that scan; only ``jax_offload.jit`` asks.
     """
 
     program: Program
-    plan: Plan
     gradients: tuple[int, ...]
     serialise: Serialise
-    next_of: Mapping[Var, Var]
     names: Names
-    planning: Planning
-    made: tuple[Var, ...] = ()
+    next_values: Mapping[Var, Var]
+    claims: Sequence[Claim]
+    rank: Mapping[Var, int]
+    manual: bool
+    divided: Program | None = None
+    wide: bool = dataclasses.field(default_factory=lambda: bool(jax.config.jax_enable_x64))  # pyright: ignore
     stays: tuple[str, ...] = ()
-
-    @property
-    def results(self) -> Set[Var]:
-        """Those that are the next value of an argument."""
-        return {*self.next_of}
 
     def __repr__(self) -> str:  # a jaxpr prints its parameters
         return f"Update({sum(len(each.slices) for each in self.plan.passes)} slices)"
 
+    @functools.cached_property
+    def plan(self) -> Plan:
+        program = scalars_hoisted(self.program)
+        found = regions(self.claims, program.inputs)
+        return plan_of(program, self.next_values, found, lambda v: self.rank.get(v, -1), manual=self.manual)
+
     @property
     def operands(self) -> list[Var]:
-        """The last operands of its equation, as variables of its own."""
+        """Those of its equation, as variables of its own."""
         return self.program.inputs[len(self.program.consts) :]
 
     @property
@@ -84,58 +95,153 @@ class Update:
         """Its slices, in the order of loading."""
         return [p for each in self.plan.passes for p in each.slices]
 
+    @property
+    def results(self) -> Set[Var]:
+        """Those that are the next value of an argument."""
+        return {*self.next_values}
+
+    @property
+    def avals(self) -> tuple[list[Any], list[Any]]:
+        program = self.program
+        return [v.aval for v in self.operands], [v.aval for v in program.outputs]
+
+    @property
+    def effects(self) -> frozenset[Any]:
+        return self.program.effects
+
+    def only(self, used: Sequence[bool]) -> tuple[list[bool], Update]:
+        """The update for some of its results: planned anew, as what it does not make it need not load."""
+        needed, program = self.program.only(used)
+        if all(used) and all(needed):
+            return needed, self
+        places = {i: k for k, i in enumerate(i for i, n in enumerate(needed) if n)}
+        gradients = tuple(places[i] for i in self.gradients if i in places)
+        return needed, dataclasses.replace(self, program=program, gradients=gradients, divided=None)
+
     def replanned(self, program: Program, gradients: tuple[int, ...]) -> Update:
         """What is left of it: ``program``, whose equations are some of its own."""
-        plan = self.planning.plan(program, self.next_of)
-        return dataclasses.replace(self, program=program, plan=plan, gradients=gradients, made=())
+        return dataclasses.replace(self, program=program, gradients=gradients, divided=None)
 
     def emitted(self, args: Sequence[Any]) -> list[Any]:
         """Its results, by the plan."""
-        results = stream(
-            self.program,
-            self.plan,
-            args,
-            gradients=self.gradients,
-            serialise=self.serialise,
-            results=self.results,
-            names=self.names,
-        )
-        return guarded(results, list(args))
+        with jax.enable_x64(self.wide):
+            results = stream(
+                self.program,
+                self.plan,
+                args,
+                gradients=self.gradients,
+                serialise=self.serialise,
+                results=self.results,
+                names=self.names,
+            )
+            return guarded(results, list(args))
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Part:
+    """A part of an update that runs elsewhere in a step, inside a scan say.
+
+    Attributes:
+      jaxpr: what it does, transfers and all.
+      operands: those of its equation, as variables of the step.
+      planned: its slices, to be printed.
+    """
+
+    jaxpr: ClosedJaxpr
+    operands: list[Var]
+    planned: list[Planned]
+
+    def __repr__(self) -> str:
+        return f"Part({len(self.planned)} slices)"
+
+    @property
+    def avals(self) -> tuple[list[Any], list[Any]]:
+        return [v.aval for v in self.jaxpr.jaxpr.invars], [v.aval for v in self.jaxpr.jaxpr.outvars]
+
+    @property
+    def effects(self) -> frozenset[Any]:
+        return frozenset(self.jaxpr.effects)
+
+    def only(self, used: Sequence[bool]) -> tuple[list[bool], Part]:
+        jaxpr, needed = without_dead_code(self.jaxpr.jaxpr, used)
+        operands = [v for v, n in zip(self.operands, needed, strict=True) if n]
+        return needed, dataclasses.replace(self, jaxpr=closed(jaxpr), operands=operands)
+
+    def emitted(self, args: Sequence[Any]) -> list[Any]:
+        return jax_fun(self.jaxpr)(*args)
+
+
+def marked(
+    run: Callable[[Sequence[Any]], list[Any]], args: Sequence[Any], operands: list[Var], planned: list[Planned]
+) -> list[Any]:
+    """``run(args)`` as one equation, a ``Part`` of an update: its operands are variables of the step."""
+    traced, _ = jaxpr_of(lambda *args: run(args), *args)
+    if traced.consts or not all(type(effect).__name__ in KEPT_EFFECTS for effect in traced.effects):
+        return run(args)
+    inner = traced.jaxpr
+    handed_on = dict(zip(inner.invars, args, strict=True))
+    made = [v for v in inner.outvars if not isinstance(v, Literal) and v not in handed_on]
+    part = Part(
+        closed(Jaxpr([], inner.invars, made, inner.eqns, inner.effects, nameless(inner.debug_info))), operands, planned
+    )
+    results = handed_on | dict(zip(made, _region.bind(*args, update=part), strict=True))
+    return [as_array(v) if isinstance(v, Literal) else results[v] for v in inner.outvars]
 
 
 def bound(update: Update, args: Sequence[Any]) -> list[Any]:
-    """``update`` of these arguments, as one equation; where ``vmap`` or a derivative traces it, as its equations.
+    """``update`` of these arguments, as one equation of the trace; outside of any trace it runs.
 
     Arguments that are handed on are no results of the equation: jax would copy them where nobody donates.
     """
-    consts = update.program.consts
-    if not all(is_traced(x) for x in (*consts, *args) if isinstance(x, Tracer)) or not any(map(is_traced, args)):
-        return update.emitted(args)
+    program = update.program
     # what the recipe closes over becomes operands: a tracer among an equation's parameters would outlive its trace
-    update = dataclasses.replace(
-        update,
-        program=dataclasses.replace(update.program, consts=[]),
-        gradients=tuple(len(consts) + i for i in update.gradients),
-    )
-    return marked(update.emitted, update, [*consts, *args])
+    operands, shift = [*program.consts, *args], len(program.consts)
+    if not any(isinstance(x, Tracer) for x in operands):
+        return update.emitted(args)
+    if not all(type(effect).__name__ in KEPT_EFFECTS for effect in update.effects):
+        return update.emitted(args)  # mutable arrays and checks are known to jax in its own equations only
+    handed_on = dict(zip(program.inputs, operands, strict=True))
+    results = handed_on
+    made = {v: k for k, v in enumerate(program.outputs) if not isinstance(v, Literal) and v not in handed_on}
+
+    def without_the_rest(program: Program) -> Program:
+        return dataclasses.replace(program, consts=[], outputs=[program.outputs[k] for k in made.values()])
+
+    if made or update.effects:
+        update = dataclasses.replace(
+            update,
+            program=without_the_rest(program),
+            gradients=tuple(shift + i for i in update.gradients),
+            divided=None if update.divided is None else without_the_rest(update.divided),
+        )
+        results = handed_on | dict(zip(made, _region.bind(*operands, update=update), strict=True))
+    return [as_array(v) if isinstance(v, Literal) else results[v] for v in program.outputs]
 
 
-def marked(run: Callable[[Sequence[Any]], list[Any]], update: Any, args: Sequence[Any]) -> list[Any]:
-    """``run(args)`` as one equation, marked by ``update``: an ``Update``, or the plan of a scan with one inside."""
-    traced, _ = jaxpr_of(lambda *args: run(args), *args)
-    if not all(type(effect).__name__ in KEPT_EFFECTS for effect in traced.effects):
-        return run(args)  # mutable arrays and checks are known to jax in its own equations only
-    jaxpr, operands = traced.jaxpr, [*traced.consts, *args]
-    inputs = [*jaxpr.constvars, *jaxpr.invars]
-    handed_on = dict(zip(inputs, operands, strict=True))
-    made = [v for v in jaxpr.outvars if not isinstance(v, Literal) and v not in handed_on]
-    if isinstance(update, Update):
-        results_of = dict(zip(jaxpr.outvars, update.program.outputs, strict=True)) if made else {}
-        update = dataclasses.replace(update, made=tuple(results_of[v] for v in made))
-    called = closed(Jaxpr([], inputs, made, jaxpr.eqns, jaxpr.effects, nameless(jaxpr.debug_info)))
-    results = dict(zip(made, _region.bind(*operands, jaxpr=called, update=update), strict=True)) if made else {}
-    results |= handed_on
-    return [as_array(v) if isinstance(v, Literal) else results[v] for v in jaxpr.outvars]
+def without_updates(step: Any, *, divided: bool = False) -> Program:
+    """A step's closed jaxpr as a program, with the recipes of its updates in their places.
+
+    ``divided``: whether updates that these would gather stay divided.
+    """
+
+    def expand(eqn: Any) -> Program | None:
+        if eqn.primitive is not _region:
+            return None
+        update = eqn.params["update"]
+        if not isinstance(update, Update):
+            return as_program(equations(update))
+        return update.divided if divided and update.divided is not None else update.program
+
+    return without_round_trips(flat(step, expand=expand))
+
+
+def emitted(step: Any) -> Any:
+    """A step's closed jaxpr, with what its updates emit in their places: the equations that are lowered."""
+
+    def expand(eqn: Any) -> Program | None:
+        return as_program(equations(eqn.params["update"])) if eqn.primitive is _region else None
+
+    return closed(expanded(step.jaxpr, expand), step.consts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,14 +253,17 @@ class Found:
       origins: argument of its program -> variable of the step, where it is one, through branches, loops and moves.
     """
 
-    update: Update | InScan
+    update: Update | Part
     origins: Mapping[Var, Var]
+
+    def inputs_of(self, arguments: Iterable[Var]) -> Iterator[Var]:
+        """Those variables of the step that these arguments of its program are, where they are one."""
+        return (self.origins[v] for v in arguments if v in self.origins)
 
     @property
     def loads(self) -> list[tuple[list[Var], Planned]]:
         """For every slice, in the order of loading, the variables of the step that it loads, and how."""
-        slices = self.update.planned
-        return [([self.origins[v] for v in p.slice.loads if v in self.origins], p) for p in slices]
+        return [(list(self.inputs_of(p.slice.loads)), p) for p in self.update.planned]
 
 
 def is_update(eqn: Equation) -> bool:
@@ -167,7 +276,7 @@ def holds_update(eqn: Equation) -> bool:
     return eqn.primitive is _region or any(holds_update(inner) for jaxpr, _ in sub_jaxprs(eqn) for inner in jaxpr.eqns)
 
 
-def updates_in(step: ClosedJaxpr) -> list[Found]:
+def updates_in(step: Any) -> list[Found]:
     """The updates in a step's closed jaxpr, in its branches and loops too, in the order of the trace."""
     jaxpr = step.jaxpr
     own = {*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)}
@@ -179,11 +288,11 @@ def updates_in(step: ClosedJaxpr) -> list[Found]:
 _MOVES = ("device_put", "sharding_constraint", "reshard", "copy", "optimization_barrier", "jax_offload_donation")
 
 
-def _found(jaxpr: Jaxpr, origin: dict[Var, Var]) -> Iterator[Found]:
+def _found(jaxpr: Any, origin: dict[Var, Var]) -> Iterator[Found]:
     """``origin``: variables of the jaxpr -> those of the step that they are. Moves are looked through where it does not
     tell."""
 
-    def known(inner: Sequence[Var], operands: Sequence[Atom]) -> dict[Var, Var]:
+    def known(inner: Sequence[Var], operands: Sequence[Any]) -> dict[Var, Var]:
         pairs = zip(inner, operands, strict=True)
         return {v: origin[x] for v, x in pairs if not isinstance(x, Literal) and x in origin}
 
@@ -191,9 +300,9 @@ def _found(jaxpr: Jaxpr, origin: dict[Var, Var]) -> Iterator[Found]:
         if eqn.primitive.name in _MOVES:
             for v, x in known(eqn.outvars, eqn.invars).items():
                 origin.setdefault(v, x)
-        elif eqn.primitive is _region and (update := eqn.params["update"]) is not None:
-            inputs = update.operands
-            yield Found(update, known(inputs, eqn.invars[len(eqn.invars) - len(inputs) :]))
+        elif eqn.primitive is _region:
+            update = eqn.params["update"]
+            yield Found(update, known(update.operands, eqn.invars))
         else:
             for inner, operands in sub_jaxprs(eqn):
                 yield from _found(inner, known(inner.invars, operands))

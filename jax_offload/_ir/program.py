@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax_offload._base.jaxprs import (
@@ -18,7 +20,10 @@ from jax_offload._base.jaxprs import (
     barrier,
     branches_of,
     called_by,
-    jaxpr_of,
+    jaxpr_like,
+    nameless,
+    with_jaxprs,
+    without_dead_code,
 )
 from jax_offload._base.jaxprs import (
     closed as as_closed,
@@ -41,24 +46,50 @@ class Program:
     debug_info: DebugInfo
     shards: Mapping[Var, Shards] = dataclasses.field(default_factory=dict[Var, Shards])
 
+    @functools.cached_property
+    def effects(self) -> frozenset[Any]:
+        return frozenset[Any]().union(*(eqn.effects for eqn in self.eqns))
 
-def trace(fun: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
-    """``fun``'s program for the types of ``args``, and the structure of its result."""
-    closed, result = jaxpr_of(fun, *args)
-    return _without_round_trips(flat(closed)), result
+    @property
+    def closed(self) -> ClosedJaxpr:
+        """As a closed jaxpr."""
+        n = len(self.consts)
+        inputs = self.inputs[:n], self.inputs[n:]
+        jaxpr = Jaxpr(*inputs, self.outputs, self.eqns, self.effects, nameless(self.debug_info))
+        return as_closed(jaxpr, self.consts)
+
+    def only(self, used: Sequence[bool]) -> tuple[list[bool], Program]:
+        """What is left for some of the results, and which of the inputs that needs; for a program without constants."""
+        jaxpr, needed = without_dead_code(self.closed.jaxpr, used)
+        inputs, eqns = list(jaxpr.invars), list(jaxpr.eqns)
+        return needed, dataclasses.replace(self, inputs=inputs, outputs=list(jaxpr.outvars), eqns=eqns)
 
 
-def flat(closed: ClosedJaxpr, *, any_jit: bool = False, checkpoints: bool = False) -> Program:
+def as_program(jaxpr: ClosedJaxpr) -> Program:
+    """A closed jaxpr as a program with its equations as they are, nothing inlined."""
+    inner = jaxpr.jaxpr
+    inputs = [*inner.constvars, *inner.invars]
+    return Program(inputs, list(inner.outvars), list(inner.eqns), list(jaxpr.consts), inner.debug_info)
+
+
+Expand = Callable[[Equation], Program | None]  # what takes the place of an equation
+
+
+def flat(
+    step: ClosedJaxpr, *, any_jit: bool = False, checkpoints: bool = False, expand: Expand | None = None
+) -> Program:
     """A closed jaxpr as a program.
 
     Args:
-      closed: it.
+      step: the jaxpr.
       any_jit: whether each ``jit`` is inlined, whatever it says of placement.
       checkpoints: whether each ``jax.checkpoint`` is, behind the barrier that keeps what it computes again apart.
+      expand: what takes the place of which equations, in branches and loops too.
     """
     eqns: list[Equation] = []
-    consts: list[Any] = list(closed.consts)
-    const_vars: list[Var] = list(closed.jaxpr.constvars)
+    consts: list[Any] = list(step.consts)
+    const_vars: list[Var] = list(step.jaxpr.constvars)
+    taken: set[Var] = set()
 
     def walk(jaxpr: Jaxpr, env: dict[Var, Atom], nested: bool) -> list[Atom]:
         def read(v: Atom) -> Atom:
@@ -82,20 +113,75 @@ def flat(closed: ClosedJaxpr, *, any_jit: bool = False, checkpoints: bool = Fals
                 scope = dict(zip([*inner.jaxpr.constvars, *inner.jaxpr.invars], [*names, *ins], strict=True))
                 env.update(zip(eqn.outvars, walk(inner.jaxpr, scope, True), strict=True))
                 continue
+            if expand is not None and (program := expand(eqn)) is not None:
+                env.update(zip(eqn.outvars, _spliced(program, ins, eqns, taken), strict=True))
+                continue
             outs = eqn.outvars
             if nested:
                 outs = [v if isinstance(v, DropVar) else Var(v.aval) for v in eqn.outvars]
                 env.update(zip(eqn.outvars, outs, strict=True))
-            eqns.append(eqn.replace(invars=ins, outvars=outs))
+            params = eqn.params if expand is None else _expanded_in(eqn.params, expand)
+            eqns.append(eqn.replace(invars=ins, outvars=outs, params=params))
         return [read(v) for v in jaxpr.outvars]
 
-    outputs = walk(closed.jaxpr, {}, False)
-    return Program([*const_vars, *closed.jaxpr.invars], outputs, eqns, consts, closed.jaxpr.debug_info)
+    outputs = walk(step.jaxpr, {}, False)
+    return Program([*const_vars, *step.jaxpr.invars], outputs, eqns, consts, step.jaxpr.debug_info)
 
 
-def _without_round_trips(program: Program) -> Program:
-    """What is loaded and stored again untouched, or stored and loaded, is what it was: nothing moves."""
+def expanded(jaxpr: Jaxpr, expand: Expand) -> Jaxpr:
+    """An open jaxpr with equations in it expanded, and nothing inlined; itself where there are none to be."""
+    eqns: list[Equation] = []
+    env: dict[Var, Atom] = {}
+    taken: set[Var] = set()
+
+    def read(v: Atom) -> Atom:
+        return v if isinstance(v, Literal) else env.get(v, v)
+
+    for eqn in jaxpr.eqns:
+        ins = [read(v) for v in eqn.invars]
+        if (program := expand(eqn)) is not None:
+            env.update(zip(eqn.outvars, _spliced(program, ins, eqns, taken), strict=True))
+            continue
+        params = _expanded_in(eqn.params, expand)
+        same = params is eqn.params and all(map(operator.is_, ins, eqn.invars))
+        eqns.append(eqn if same else eqn.replace(invars=ins, params=params))
+    same = len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns))
+    outputs = [read(v) for v in jaxpr.outvars]
+    return jaxpr if same else jaxpr_like(jaxpr, eqns, outputs)
+
+
+def _spliced(program: Program, operands: Sequence[Atom], eqns: list[Equation], taken: set[Var]) -> list[Atom]:
+    """Appends a program's equations to ``eqns``, for these operands; gives its results.
+
+    ``taken``: the variables of programs that are there already. A second one that has them too gets new ones.
+    """
+    consts = [Literal(x, v.aval) for x, v in zip(program.consts, program.inputs, strict=False)]
+    env: dict[Var, Atom] = dict(zip(program.inputs, [*consts, *operands], strict=True))
+
+    def read(v: Atom) -> Atom:
+        return v if isinstance(v, Literal) else env.get(v, v)
+
+    for eqn in program.eqns:
+        ins, outs = [read(v) for v in eqn.invars], eqn.outvars
+        if not taken.isdisjoint(outs):
+            outs = [v if isinstance(v, DropVar) else Var(v.aval) for v in outs]
+            env.update(zip(eqn.outvars, outs, strict=True))
+        taken.update(outs)
+        same = outs is eqn.outvars and all(map(operator.is_, ins, eqn.invars))
+        eqns.append(eqn if same else eqn.replace(invars=ins, outvars=outs))
+    return [read(v) for v in program.outputs]
+
+
+def _expanded_in(params: dict[str, Any], expand: Expand) -> dict[str, Any]:
+    """An equation's parameters, with what is to be expanded in their jaxprs; the same where there is nothing."""
+    return with_jaxprs(params, lambda jaxpr: expanded(jaxpr, expand))
+
+
+def without_round_trips(program: Program) -> Program:
+    """What is loaded and stored again untouched, or stored and loaded, is what it was: nothing moves.
+    Nor where it is put into the sharding that it was just put into: an offload and one inside it both do."""
     moved_from: dict[Var, Atom] = {}  # result of a move between memories -> what it was
+    constrained: dict[Var, Any] = {}  # result of a sharding constraint -> what it says
     same: dict[Var, Atom] = {}
 
     def read(v: Atom) -> Atom:
@@ -103,14 +189,20 @@ def _without_round_trips(program: Program) -> Program:
 
     eqns: list[Equation] = []
     for eqn in program.eqns:
-        ins = [read(v) for v in eqn.invars]
+        ins = [read(v) for v in eqn.invars] if same else eqn.invars
         if _is_move(eqn):
             (out,) = eqn.outvars
             moved_from[out] = origin = ins[0] if isinstance(ins[0], Literal) else moved_from.get(ins[0], ins[0])
             if not isinstance(origin, Literal) and origin.aval == out.aval and origin is not ins[0]:
                 same[out] = origin
                 continue
-        eqns.append(eqn if all(a is b for a, b in zip(ins, eqn.invars, strict=True)) else eqn.replace(invars=ins))
+        elif eqn.primitive.name in ("sharding_constraint", "reshard"):
+            (out,), said = eqn.outvars, (eqn.params, eqn.outvars[0].aval)
+            if not isinstance(ins[0], Literal) and constrained.get(ins[0]) == said:
+                same[out] = ins[0]
+                continue
+            constrained[out] = said
+        eqns.append(eqn if ins is eqn.invars or all(map(operator.is_, ins, eqn.invars)) else eqn.replace(invars=ins))
     return dataclasses.replace(program, eqns=eqns, outputs=[read(v) for v in program.outputs])
 
 

@@ -40,24 +40,6 @@ class Region:
     window: int | None
 
 
-@dataclasses.dataclass(frozen=True)
-class Planning:
-    """What a plan is made of, beside the program.
-
-    Attributes:
-      regions: every host leaf is in one of them.
-      ranks: of host leaves, the place in the order of the backward pass; of others, before all.
-      manual: whether the update is traced inside ``shard_map``.
-    """
-
-    regions: tuple[Region, ...]
-    ranks: Mapping[Var, int]
-    manual: bool
-
-    def plan(self, program: Program, next_of: Mapping[Var, Var]) -> Plan:
-        return plan_of(program, next_of, self.regions, lambda v: self.ranks.get(v, -1), manual=self.manual)
-
-
 def plan_of(
     program: Program,
     next_of: Mapping[Var, Var],

@@ -13,10 +13,11 @@ import optax
 from jax import lax
 
 from jax_offload._base.arrays import Offloaded
-from jax_offload._base.memory import to_device
+from jax_offload._base.memory import on_host, to_device
 from jax_offload._base.shardings import constrained, typed_sharding
 
-_WRAPPED: contextvars.ContextVar[bool] = contextvars.ContextVar("wrapped", default=False)
+# While an ``offload`` updates: the steps of the masters in it. It stays, as only they know which of a chain's updates
+# are theirs, and optax hands on no more than updates and a state of the structure that it had.
 _STEPS: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("steps", default=None)
 
 
@@ -128,8 +129,8 @@ def with_master_params(
                 return optax.MaskedNode()
             return jnp.zeros(p.shape, jnp.int16) if low_bits else p.astype(dtype)
 
-        with _inside():
-            inner_state = inner.init(jax.tree.map(lambda p: p.astype(dtype) if needs(p) else p, params))
+        inner_state = inner.init(jax.tree.map(lambda p: p.astype(dtype) if needs(p) else p, params))
+        _check_order(inner_state)
         return MasterState(jax.tree.map(stored, params), inner_state)
 
     def update_fn(
@@ -143,8 +144,8 @@ def with_master_params(
                for p, m in zip(leaves, masters, strict=True)]  # fmt: skip
         seen = jax.tree.unflatten(treedef, [p if m is None else m for p, m in zip(leaves, own, strict=True)])
         wide = [g if m is None else g.astype(dtype) for g, m in zip(treedef.flatten_up_to(updates), own, strict=True)]
-        with _inside():
-            steps, inner_state = inner.update(jax.tree.unflatten(treedef, wide), state.inner_state, seen, **extra_args)
+        steps, inner_state = inner.update(jax.tree.unflatten(treedef, wide), state.inner_state, seen, **extra_args)
+        _check_order(inner_state)
         out, kept = [], []
         for p, m, u in zip(leaves, own, treedef.flatten_up_to(steps), strict=True):
             if m is None:
@@ -168,18 +169,9 @@ _ORDER = (
 )
 
 
-@contextlib.contextmanager
-def _inside() -> Iterator[None]:
-    token = _WRAPPED.set(True)
-    try:
-        yield
-    finally:
-        _WRAPPED.reset(token)
-
-
-def check_order() -> None:
-    """Raises ``TypeError`` where an ``offload`` is somewhere inside of a ``with_master_params``."""
-    if _WRAPPED.get():
+def _check_order(inner_state: Any) -> None:
+    """Raises ``TypeError`` where something inside, an ``offload``, keeps leaves on the host."""
+    if any(on_host(x) for x in jax.tree.leaves(inner_state)):
         raise TypeError(_ORDER)
 
 

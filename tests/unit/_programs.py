@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_offload._base.memory import on_a_mesh, to_device, to_host, with_kind
-from jax_offload._ir.program import Program, trace
+from jax_offload._ir.program import Program, flat, without_round_trips
 from jax_offload._ir.slices import Pass
 
 load, store = to_device, to_host
@@ -30,7 +30,7 @@ def host(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
 
 def program_of(fun: Callable[..., Any], *args: jax.ShapeDtypeStruct) -> Program:
     """Of a function whose arguments are not nested."""
-    program, _ = trace(fun, *args)
+    program = without_round_trips(flat(jax.make_jaxpr(fun)(*args)))
     assert not program.consts
     return program
 

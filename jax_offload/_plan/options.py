@@ -1,0 +1,72 @@
+"""What an ``offload`` was told and has seen about streaming, and whose a leaf of the state is."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from jax.sharding import NamedSharding, Sharding
+
+from jax_offload._base.memory import is_host_aval
+from jax_offload._base.shardings import Layouts, Shardings
+from jax_offload._ir.program import Var
+from jax_offload._plan.decide import Region
+from jax_offload._plan.order import Order
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What ``offload`` was told, and has seen, about streaming.
+
+    Attributes:
+      window, order: its arguments.
+      shardings: of the parameters, by path, as far as they are known.
+      partitions: of the gradients, by the parameters' paths, where the state is divided further (ZeRO-1).
+      serialise: whether gradients of what stays on the device wait for each other. Not where every one has an
+        accumulator there: all would.
+    """
+
+    window: int | None = None
+    order: Order = None
+    shardings: Shardings = dataclasses.field(default_factory=dict[str, Sharding])
+    partitions: Layouts = dataclasses.field(default_factory=dict[str, NamedSharding])
+    serialise: bool = True
+
+    @property
+    def order_key(self) -> tuple[str, ...] | None:
+        return None if self.order is None else tuple(self.order)
+
+    @property
+    def whole(self) -> Shardings:
+        """Of the parameters whose state is divided further."""
+        return {path: self.shardings[path] for path in self.partitions}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Claim:
+    """An ``offload`` in a recipe, and the inputs of the recipe's program that are leaves of its state."""
+
+    options: Options
+    leaves: frozenset[Var]
+
+
+def merged(claims: Sequence[Claim]) -> Options:
+    """What is known of the parameters: all that any of them knows."""
+    return Options(
+        shardings={path: s for each in claims for path, s in each.options.shardings.items()},
+        partitions={path: s for each in claims for path, s in each.options.partitions.items()},
+        serialise=all(each.options.serialise for each in claims),
+    )
+
+
+def claimed(claims: Sequence[Claim]) -> Mapping[Var, Claim]:
+    """Whose a leaf is: of several claims the last, of an ``offload`` and not of the wrapper around it."""
+    return {v: each for each in claims for v in each.leaves}
+
+
+def regions(claims: Sequence[Claim], inputs: Sequence[Var]) -> list[Region]:
+    """The host leaves of each ``offload``; last those that a wrapper has changed on the way, and that nobody claims."""
+    of, hosts = claimed(claims), [v for v in inputs if is_host_aval(v.aval)]
+    found = [Region(frozenset(v for v in hosts if of.get(v) is each), each.options.window) for each in claims]
+    windows = [each.options.window for each in claims if each.options.window]
+    return [*found, Region(frozenset(v for v in hosts if v not in of), max(windows, default=None))]
