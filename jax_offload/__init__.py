@@ -7,6 +7,7 @@ from jax_offload._convert import to_plain as to_plain
 from jax_offload._interop.checkpoint import restore as restore
 from jax_offload._interop.checkpoint import save_args as save_args
 from jax_offload._interop.jit import jit as jit
+from jax_offload._interop.pipelined import pipelined as pipelined
 from jax_offload._interop.xla_options import compiler_options as compiler_options
 from jax_offload._offload import offload as offload
 from jax_offload._placement import Leaf as Leaf
@@ -36,6 +37,7 @@ __all__ = [
     "from_plain",
     "jit",
     "offload",
+    "pipelined",
     "placement",
     "restore",
     "save_args",

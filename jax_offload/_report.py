@@ -157,12 +157,12 @@ def _of_transformation(tx: Any, params: Any, **extra_args: Any) -> Placement:
 
 
 def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
-    if hasattr(step, "lower") and hasattr(
-        step, "__wrapped__"
-    ):  # jax takes compiler_options in no jit inside of another
+    if hasattr(step, "whole_step"):  # what jax_offload's own make of a step
+        step = step.whole_step
+    elif hasattr(step, "lower") and hasattr(step, "__wrapped__"):
+        # jax takes compiler_options in no jit inside of another
         own = getattr(step, "__self__", None)
-        inner = getattr(step, "whole_step", step.__wrapped__)  # of jax_offload.jit: what it makes of the step
-        step = inner if own is None else functools.partial(inner, own)
+        step = step.__wrapped__ if own is None else functools.partial(step.__wrapped__, own)
 
     def call(args: Any, kwargs: Any) -> list[Any]:
         step(*args, **kwargs)

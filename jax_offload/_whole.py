@@ -34,6 +34,7 @@ from jax_offload._emit.transfers import Names
 from jax_offload._ir.arrange import Node, arranged, needed
 from jax_offload._ir.program import Program, flat
 from jax_offload._ir.slices import Slice, slice_of
+from jax_offload._plan.ahead import moves_ahead
 from jax_offload._plan.in_scan import InScan, in_scan
 from jax_offload._plan.moves import moves_of
 
@@ -111,12 +112,19 @@ def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     if found is None:
         return jax_fun(closed)(*args)
     step, plans, moved = found, dict[int, InScan](), set[int]()
-    for at in reversed(range(len(step.program.eqns))):
-        if (scan := scan_of(step.program.eqns[at])) is not None:
-            moves, why = moves_of(step.program, scan, at, step.next_of, moved)
+    scans = [(at, scan) for at, eqn in enumerate(step.program.eqns) if (scan := scan_of(eqn)) is not None]
+    for at, scan in reversed(scans):
+        moves, why = moves_of(step.program, scan, at, step.next_of, moved)
+        step = dataclasses.replace(step, stays=(*step.stays, *why))
+        if moves.moves:
+            plans[at] = in_scan(step.program, scan, moves, ahead=False)
+            moved |= moves.eqns
+    for at, scan in scans:
+        if at not in plans and id(step.program.eqns[at]) not in moved:
+            moves, why = moves_ahead(step.program, scan, at, step.next_of, {*step.own}, moved)
             step = dataclasses.replace(step, stays=(*step.stays, *why))
             if moves.moves:
-                plans[at] = in_scan(step.program, scan, moves)
+                plans[at] = in_scan(step.program, scan, moves, ahead=True)
                 moved |= moves.eqns
     if not plans:  # as it was, but that it says why
         noted = [_with_reasons(eqn, step.stays) if is_update(eqn) else eqn for eqn in plain.eqns]

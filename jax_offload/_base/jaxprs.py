@@ -325,7 +325,7 @@ def run_equation(eqn: Equation, operands: Sequence[Any], params: dict[str, Any])
 def barrier(behind: Mapping[Var, Var]) -> Equation:
     """The equation of an ``optimization_barrier``: variables -> those that they are behind it."""
     avals = [jax.ShapeDtypeStruct((), np.int32) for _ in behind]
-    (eqn,) = jax.make_jaxpr(lambda *xs: lax.optimization_barrier(xs))(*avals).jaxpr.eqns
+    (eqn,) = jaxpr_of(lambda *xs: lax.optimization_barrier(xs), *avals)[0].jaxpr.eqns
     return eqn.replace(invars=list(behind), outvars=list(behind.values()))
 
 

@@ -14,7 +14,7 @@ from jax_offload._ir.program import Program, Var, flat
 from jax_offload._ir.slices import Slice, slice_of
 from jax_offload._plan.chunk_rules import Dim, Partial, Rows
 from jax_offload._plan.halves import Halves, halves
-from jax_offload._plan.moves import Move, Moves, pulled
+from jax_offload._plan.moves import Move, Moves, Stays, closure, pulled
 from jax_offload._plan.plan import InIterations, Planned, Window
 
 
@@ -36,7 +36,9 @@ class InScan:
       scan, body: it, and its iteration.
       moves: the updates inside.
       kept: results that stay stacked.
+      ahead: whether the updates come before the iteration's own arithmetic, which reads what they make, or after it.
       reread: number of one of the scan's ``xs`` -> how its rows are made.
+      fed: number of one of the scan's ``xs`` -> the result of an update whose rows it has.
       rows: of leaves and other operands, along which axis their rows lie.
       hosts: leaves that are loaded; ``stored``: those that are written back; ``groups``: the two that take turns.
       in_place, new: on the device: operands that are overwritten by rows, and results with a buffer of their own.
@@ -49,6 +51,8 @@ class InScan:
     body: Halves
     moves: tuple[Move, ...]
     kept: tuple[Var, ...]
+    ahead: bool
+    fed: Mapping[int, Var]
     reread: Mapping[int, Reread]
     rows: Mapping[Var, Rows]
     hosts: tuple[Var, ...]
@@ -74,28 +78,31 @@ class InScan:
         loads = [v for move in self.moves for v in move.slice.loads]
         nbytes_ = sum(nbytes(v.aval) // self.scan.length for v in loads)
         window = Window(3 * nbytes_, "the rows of an iteration, of the one before and of the one after it")
-        return [Planned(move.slice, InIterations(self.scan.length), window) for move in self.moves]
+        return [Planned(move.slice, InIterations(self.scan.length, self.ahead), window) for move in self.moves]
 
     @property
     def _reads(self) -> list[Atom]:
-        xs = [v for k, v in enumerate(self.scan.xs) if k not in self.reread]
+        xs = [v for k, v in enumerate(self.scan.xs) if k not in self.reread and k not in self.fed]
         return [*self.scan.consts, *self.scan.init, *xs, *self.hosts, *self.in_place, *self.others]
 
     @property
     def makes(self) -> list[Var]:
         """What the rest of the step may read of it."""
-        made = [*self.scan.carry, *self.kept, *(v for move in self.moves for v in move.slice.outputs)]
-        return [v for v in made if not isinstance(v, DropVar)]
+        updated = [v for move in self.moves for v in move.slice.outputs if v not in move.feeds]
+        return [v for v in [*self.scan.carry, *self.kept, *updated] if not isinstance(v, DropVar)]
 
 
-def in_scan(program: Program, scan: Scan, moves: Moves) -> InScan:
+def in_scan(program: Program, scan: Scan, moves: Moves, *, ahead: bool) -> InScan:
     """The plan of the moves into a scan of a step."""
     rows: dict[Var, Rows] = {}
     pairs = [
         (v, old, d)
         for move in moves.moves
         for v, old, d in zip(move.slice.outputs, move.buffers, move.out_dims, strict=True)
+        if v not in move.feeds
     ]
+    updated = {v for move in moves.moves for v in move.slice.outputs} if ahead else set[Var]()
+    fed = {k: x for k, x in enumerate(scan.xs) if not isinstance(x, Literal) and x in updated}
     reads = [pair for move in moves.moves for pair in zip(move.slice.inputs, move.dims, strict=True)]
     rows |= {v: d for v, d in reads if isinstance(d, Rows)}
     hosts = list(dict.fromkeys(v for v, _ in reads if is_host_aval(v.aval)))
@@ -104,7 +111,7 @@ def in_scan(program: Program, scan: Scan, moves: Moves) -> InScan:
     in_place = [old for v, old, _ in pairs if old is not None and not is_host_aval(v.aval)]
     new = [v for v, old, d in pairs if old is None and isinstance(d, Rows)]
     rows |= {v: d for v, _, d in pairs if v in new and isinstance(d, Rows)}
-    reread = {k: how for k, x in enumerate(scan.xs) if (how := _reread(program, x, scan, {*in_place})) is not None}
+    reread = {} if ahead else {k: r for k, x in enumerate(scan.xs) if (r := _reread(program, x, scan, {*in_place}))}
     others = [v for v, _ in reads] + [v for each in reread.values() for v in each.slice.inputs]
     rows |= {
         v: d
@@ -118,6 +125,8 @@ def in_scan(program: Program, scan: Scan, moves: Moves) -> InScan:
         halves(flat(scan.body, checkpoints=True)),
         moves.moves,
         tuple(y for y in scan.ys if y in moves.kept),
+        ahead,
+        fed,
         reread,
         rows,
         tuple(hosts),
@@ -134,18 +143,15 @@ def in_scan(program: Program, scan: Scan, moves: Moves) -> InScan:
 def _reread(program: Program, x: Atom, scan: Scan, in_place: set[Var]) -> Reread | None:
     if isinstance(x, Literal):
         return None
-    needed: dict[Var, Rows | None] = {x: Rows(0)}
-    taken: list[Equation] = []
-    for eqn in reversed(program.eqns):
-        if not any(v in needed for v in eqn.outvars) or any(v in in_place for v in eqn.outvars):
-            continue
-        if (dims := pulled(eqn, needed, scan.length)) is None:
-            continue
-        for v, d in zip(eqn.invars, dims, strict=True):
-            if not isinstance(v, Literal) and needed.setdefault(v, d) != d:
-                return None
-        taken.append(eqn)
-    s = slice_of(taken[::-1], [x], program.debug_info, {})
+
+    def dims_of(eqn: Equation, needed: Mapping[Var, Rows | None]) -> list[Rows | None] | None:
+        return None if any(v in in_place for v in eqn.outvars) else pulled(eqn, needed, scan.length)
+
+    try:
+        taken, needed = closure(program.eqns, {x: Rows(0)}, dims_of)
+    except Stays:
+        return None
+    s = slice_of(taken, [x], program.debug_info, {})
     if not any(v in in_place for v in s.inputs) or any(is_host_aval(v.aval) for v in s.inputs):
         return None
     lead = next(v for v in s.inputs if v in in_place)

@@ -7,7 +7,7 @@ gradient than the row of the layer that it updates, so it can run where that row
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Atom, DropVar, Equation, Literal, Scan
@@ -36,6 +36,7 @@ class Move:
       dims: for each operand where its rows are.
       out_dims: for each result; a ``Partial`` is summed up.
       buffers: for each result the operand that it is the next value of, and whose rows it overwrites.
+      feeds: results that are read, by rows, by the scan itself.
     """
 
     slice: Slice
@@ -44,6 +45,7 @@ class Move:
     dims: tuple[Dim, ...]
     out_dims: tuple[Dim, ...]
     buffers: tuple[Var | None, ...]
+    feeds: frozenset[Var] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,24 +186,53 @@ def _move(
     next_of: Mapping[Var, Var],
     scan: Scan,
 ) -> Move:
-    needed: dict[Var, Rows | None] = {v: flow.dims.get(v) for v in targets}
     inside = {id(eqn) for eqn in own}
-    taken: list[Equation] = []
-    for eqn in reversed(program.eqns):
-        wanted = [v for v in eqn.outvars if v in needed]
-        if not wanted:
-            continue
+
+    def dims_of(eqn: Equation, needed: Mapping[Var, Rows | None]) -> list[Rows | None] | None:
         if id(eqn) in inside:
-            dims = [None if isinstance(v, Literal) else flow.dims.get(v, flow.known.get(v)) for v in eqn.invars]
-        else:
-            dims = pulled(eqn, needed, scan.length)
-        if dims is None:
-            continue
-        taken.append(eqn)
-        for v, d in zip(eqn.invars, dims, strict=True):
-            if not isinstance(v, Literal) and needed.setdefault(v, d) != d:
-                raise Stays("an array is used with its rows in two places")
-    s = slice_of(taken[::-1], list(targets), program.debug_info, program.shards)
+            return [None if isinstance(v, Literal) else flow.dims.get(v, flow.known.get(v)) for v in eqn.invars]
+        return pulled(eqn, needed, scan.length)
+
+    taken, needed = closure(program.eqns, {v: flow.dims.get(v) for v in targets}, dims_of)
+    return move_of(program, taken, targets, needed, scan, next_of)
+
+
+def closure(
+    eqns: Sequence[Equation],
+    wanted: Mapping[Var, Rows | None],
+    dims_of: Callable[[Equation, Mapping[Var, Rows | None]], list[Rows | None] | None],
+) -> tuple[list[Equation], dict[Var, Rows | None]]:
+    """The equations that make the rows of some variables, and of each variable that they need where its rows are.
+
+    Args:
+      eqns: of the program.
+      wanted: variables, and where their rows are.
+      dims_of: of an equation and what is needed so far, where the rows of its operands are; ``None``: it is not taken.
+    """
+    needed, taken = dict(wanted), list[Equation]()
+    for eqn in reversed(eqns):
+        if any(v in needed for v in eqn.outvars) and (dims := dims_of(eqn, needed)) is not None:
+            taken.append(eqn)
+            for v, d in zip(eqn.invars, dims, strict=True):
+                if not isinstance(v, Literal) and needed.setdefault(v, d) != d:
+                    raise Stays("an array is used with its rows in two places")
+    return taken[::-1], needed
+
+
+def move_of(
+    program: Program,
+    eqns: list[Equation],
+    targets: Sequence[Var],
+    needed: Mapping[Var, Rows | None],
+    scan: Scan,
+    next_of: Mapping[Var, Var],
+) -> Move:
+    """The move of some equations, which keep rows apart.
+
+    Raises:
+      Stays, Dependent: they do not.
+    """
+    s = slice_of(eqns, list(targets), program.debug_info, program.shards)
     dims = tuple(needed[v] for v in s.inputs)
     if any(needed[v] is None for v in s.loads):
         raise Stays("a leaf on the host that has no such rows is needed")
@@ -215,11 +246,17 @@ def _move(
     return Move(s, shape, axis, dims, out_dims, buffers)
 
 
-def pulled(eqn: Equation, needed: Mapping[Var, Rows | None], size: int) -> list[Rows | None] | None:
-    """Where the rows of its operands are, if an equation can make the rows that are needed of its results, cheaply."""
+def pulled(
+    eqn: Equation, needed: Mapping[Var, Rows | None], size: int, own: Set[int] = frozenset()
+) -> list[Rows | None] | None:
+    """Where the rows of its operands are, if an equation can make the rows that are needed of its results, cheaply.
+
+    Those of ``own`` are not made twice, and may be dear.
+    """
     wanted = {v: needed[v] for v in eqn.outvars if v in needed}
     dims = {*wanted.values()}
-    if len(dims) != 1 or None in dims or eqn.primitive.name not in _PULLED or eqn.effects:
+    cheap = eqn.primitive.name in _PULLED or id(eqn) in own
+    if len(dims) != 1 or None in dims or not cheap or eqn.effects:
         return None
     (dim,) = dims
     assert dim is not None

@@ -56,12 +56,19 @@ class Chunked:
 
 @dataclasses.dataclass(frozen=True)
 class InIterations:
-    """A slice that runs inside the scan that makes its gradients, a row in each iteration."""
+    """A slice that runs inside a scan of the step, a row in each iteration.
+
+    Attributes:
+      count: of iterations.
+      ahead: whether the scan reads the new parameters, or makes the gradients.
+    """
 
     count: int
+    ahead: bool = False
 
     def __str__(self) -> str:
-        return f"{self.count} rows, in the scan that makes their gradients"
+        where = "that reads the parameters" if self.ahead else "that makes their gradients"
+        return f"{self.count} rows, in the scan {where}"
 
 
 Transfer = Whole | Chunked | InIterations

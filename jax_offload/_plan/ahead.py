@@ -1,0 +1,111 @@
+"""Updates that come before a scan which reads the parameters: what of them can run inside it, a row ahead of its use.
+
+In a step that begins with the update for the gradients of the batch before, the forward pass reads new parameters layer
+by layer; so each layer's update can run when its turn comes, while the state of its neighbours moves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Set
+
+from jax_offload._base.jaxprs import Equation, Literal, Scan, Var
+from jax_offload._base.memory import is_host_aval
+from jax_offload._ir.arrange import Node, needed
+from jax_offload._ir.masks import groups
+from jax_offload._ir.program import Program
+from jax_offload._plan.chunk_rules import Dependent, Rows
+from jax_offload._plan.moves import Move, Moves, Stays, closure, move_of, pulled
+
+
+def moves_ahead(
+    program: Program, scan: Scan, at: int, next_of: Mapping[Var, Var], own: Set[int], claimed: Set[int]
+) -> tuple[Moves, list[str]]:
+    """What of an update can move into the scan that is equation ``at`` and comes after it, and why the rest cannot.
+
+    Args:
+      program: the step, with its update inlined.
+      scan: equation ``at``.
+      next_of: result -> the leaf of state or parameters that it is the next value of.
+      own: the equations of the update, by identity.
+      claimed: the equations that move elsewhere.
+    """
+    eqns = [eqn for eqn in program.eqns[:at] if id(eqn) not in claimed]
+
+    def dims_of(eqn: Equation, needed: Mapping[Var, Rows | None]) -> list[Rows | None] | None:
+        return pulled(eqn, needed, scan.length, own)
+
+    made_by_update: dict[Var, set[Var]] = {}  # of the scan's xs -> the host leaves that it is made of
+    for x in dict.fromkeys(x for x in scan.xs if not isinstance(x, Literal)):
+        try:
+            taken, rows = closure(eqns, {x: Rows(0)}, dims_of)
+        except Stays:
+            continue
+        made = {v for eqn in taken for v in eqn.outvars}
+        hosts = {v for v in rows if is_host_aval(v.aval) and v not in made}
+        if hosts and any(id(eqn) in own for eqn in taken):
+            made_by_update[x] = hosts
+    number = {v: k for k, v in enumerate({v for hosts in made_by_update.values() for v in hosts})}
+    group = groups([sum(1 << number[v] for v in hosts) for hosts in made_by_update.values()])
+    moves: list[Move] = []
+    why: list[str] = []
+    moved: set[int] = set()
+    for which in sorted({*group}):
+        xs = [x for x, g in zip(made_by_update, group, strict=True) if g == which]
+        try:
+            move, taken = _move(program, eqns, xs, scan, at, next_of, own)
+        except (Stays, Dependent) as reason:
+            why.append(str(reason))
+            continue
+        moves.append(move)
+        moved |= {id(eqn) for eqn in taken}
+    return Moves(tuple(moves), frozenset(scan.ys), frozenset(moved)), why
+
+
+def _move(
+    program: Program,
+    eqns: list[Equation],
+    xs: list[Var],
+    scan: Scan,
+    at: int,
+    next_of: Mapping[Var, Var],
+    own: Set[int],
+) -> tuple[Move, list[Equation]]:
+    def dims_of(eqn: Equation, needed: Mapping[Var, Rows | None]) -> list[Rows | None] | None:
+        return pulled(eqn, needed, scan.length, own)
+
+    wanted: dict[Var, Rows | None] = dict.fromkeys(xs, Rows(0))
+    while True:  # with every leaf of the state its next value
+        taken, rows = closure(eqns, wanted, dims_of)
+        more = {v: d for v, old in next_of.items() if v not in wanted and (d := rows.get(old)) is not None}
+        if not more:
+            break
+        wanted |= more
+    inside = {id(eqn) for eqn in taken}
+    made = [v for eqn in taken for v in eqn.outvars]
+    read_by_scan = {v for v in [*scan.consts, *scan.init] if not isinstance(v, Literal)}
+    results = {v for v in program.outputs if not isinstance(v, Literal)}
+    others = {
+        v
+        for k, eqn in enumerate(program.eqns)
+        if id(eqn) not in inside and k != at
+        for v in eqn.invars
+        if not isinstance(v, Literal)
+    }
+    targets = [v for v in made if v in results or v in others or v in read_by_scan or v in wanted]
+    if read_by_scan & {*made} or _is_needed_before(program, at, {*targets}, inside):
+        raise Stays("new parameters are needed as a whole before the scan that reads them by layers")
+    move = move_of(program, taken, targets, rows, scan, next_of)
+    stacked = {v for v in targets if v in results or v in others}
+    return dataclasses.replace(move, feeds=frozenset(v for v in xs if v not in stacked)), taken
+
+
+def _is_needed_before(program: Program, at: int, made: set[Var], inside: Set[int]) -> bool:
+    nodes = [
+        Node(eqn, [v for v in eqn.invars if not isinstance(v, Literal)], [] if id(eqn) in inside else eqn.outvars)
+        for eqn in program.eqns
+    ]
+    scan = program.eqns[at]
+    reads = [v for v in scan.invars if not isinstance(v, Literal) and v not in made]
+    before = needed(nodes, reads, kept=False)
+    return any(v in made for k in before for v in nodes[k].reads)
