@@ -81,6 +81,7 @@ class _Emitter:
         own = {v: self.row(x, v, i) for v, x in at.device.items()}
         # read once, before the rows are overwritten: XLA copies a buffer that two of its fusions still read
         own = dict(zip(own, jax.lax.optimization_barrier(list(own.values())), strict=True))
+        own = {v: constrained(x, self.plan.pins.get(v)) for v, x in own.items()}
         own |= {v: self.row(x, v, i) if v in self.plan.rows else x for v, x in others.items()}
         return own
 
