@@ -190,11 +190,9 @@ def gathered(m):
 
 
 @pytest.mark.parametrize("tokens", [512, MANY])
-@pytest.mark.parametrize(
-    ("spec", "update_params", "exposed"),
-    [(FSDP, True, 0.05), (FSDP, False, 0.05), (REPLICATED, True, 0.05), (REPLICATED, False, 0.05)],
-)
-def test_on_four_devices(spec, update_params, exposed, tokens):
+@pytest.mark.parametrize("spec", [FSDP, REPLICATED])
+@pytest.mark.parametrize("update_params", [True, False])
+def test_on_four_devices(spec, update_params, tokens):
     """FSDP, and ZeRO-1 where parameters are replicated: a layer is scattered and gathered in its own iteration."""
     require(H200)
 
@@ -211,7 +209,7 @@ def test_on_four_devices(spec, update_params, exposed, tokens):
     times = m.timeline(H200), resident.timeline(H200)
     assert times[0].collectives <= 1.001 * times[1].collectives
     if tokens == MANY:
-        assert times[0].exposed_share <= exposed and times[0].step <= 1.02 * times[1].step
+        assert times[0].exposed_share <= 0.05 and times[0].step <= 1.02 * times[1].step
 
 
 @pytest.mark.parametrize("spec", [FSDP, REPLICATED])
@@ -222,7 +220,7 @@ def test_on_four_tpus(spec):
         measure_sharded(V5E_2X2, tx, spec, stacked=True, n_layers=8, update_params=True, whole=whole)
         for whole in (False, True)
     )
-    assert m.peak < before.peak and moves_each_byte_once(m, 8) and m.duplex >= 0.85 and gathered(m) <= ROW
+    assert m.peak < before.peak and moves_each_byte_once(m, 8) and m.duplex >= 0.85 and gathered(m) <= 1.1 * ROW
     assert m.timeline("v5e").collectives <= 1.001 * before.timeline("v5e").collectives
 
 
