@@ -108,7 +108,9 @@ def inlined(program: Program) -> Inlined | None:
         else:
             eqns.append(eqn.replace(invars=[_read(given, v) for v in eqn.invars]))
     next_of = {v: x for v, old in update.next_values.items() if not isinstance(x := operands[old], Literal)}
-    whole = dataclasses.replace(program, eqns=eqns, outputs=[_read(given, v) for v in program.outputs])
+    outputs = [_read(given, v) for v in program.outputs]
+    shards = {x: n for v, n in recipe.shards.items() if not isinstance(x := operands[v], Literal)}
+    whole = dataclasses.replace(program, eqns=eqns, outputs=outputs, shards=shards)
     return Inlined(whole, update, own, operands, next_of)
 
 

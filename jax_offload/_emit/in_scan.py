@@ -81,6 +81,7 @@ class _Emitter:
         own = {v: self.row(x, v, i) for v, x in at.device.items()}
         # read once, before the rows are overwritten: XLA copies a buffer that two of its fusions still read
         own = dict(zip(own, jax.lax.optimization_barrier(list(own.values())), strict=True))
+        own = {v: constrained(x, self.plan.pins.get(v)) for v, x in own.items()}
         own |= {v: self.row(x, v, i) if v in self.plan.rows else x for v, x in others.items()}
         return own
 
@@ -166,9 +167,9 @@ def scanned(plan: InScan, env: Mapping[Var, Any], names: Names) -> Values:
         results = [as_array(v) if isinstance(v, Literal) else inner[v] for v in program.outputs]
         if not plan.ahead:
             # the update waits for all of the arithmetic: it overwrites what is being stored through the last of it;
-            # and for the loads: a TPU would start the last ones after it, into what it has read
-            results, ready = jax.lax.optimization_barrier((results, [*then.values()]))
-            then = dict(zip(then, ready, strict=True))
+            # and for the last loads: a TPU would start them after it, into what it has read
+            results, ready = jax.lax.optimization_barrier((results, [then[v] for v in one]))
+            then |= dict(zip(one, ready, strict=True))
         carried, made = results[: len(carried)], dict(zip(scan.ys, results[len(carried) :], strict=True))
         if not plan.ahead:
             emitter.update(at, own | {y: _row_major(x[None]) for y, x in made.items()}, i, k == 0)

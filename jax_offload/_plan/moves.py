@@ -236,6 +236,9 @@ def move_of(
     dims = tuple(needed[v] for v in s.inputs)
     if any(needed[v] is None for v in s.loads):
         raise Stays("a leaf on the host that has no such rows is needed")
+    rows = [(v, d) for v, d in needed.items() if isinstance(d, Rows) and v in program.shards]
+    if any(program.shards[v][d.dim] > 1 for v, d in rows):
+        raise Stays("its layers are divided between devices, each of which has other ones")
     leaves = [v for v in s.inputs if isinstance(needed[v], Rows) and v not in scan.ys] or list(s.inputs)
     lead = max(leaves, key=lambda v: nbytes(v.aval))
     shape, axis = lead.aval.shape, rows_of(needed[lead]).dim

@@ -1,4 +1,4 @@
-"""Steps as ``jo.jit`` makes them, compiled for an H200 (MiB): updates inside the scan that makes the gradients."""
+"""Steps as ``jo.jit`` makes them, compiled (MiB): updates inside the scan that makes the gradients."""
 
 import dataclasses
 import itertools
@@ -7,14 +7,16 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
 from benchmarks import systems
 from benchmarks.cases import SHAPES
 from benchmarks.jax_system import program
 from jax_offload._whole import whole
-from tests.aot.cases import device_sharding, measure_step, measure_update
-from tests.aot.harness import H200, MIB, measure, require
+from tests.aot.cases import device_sharding, measure_sharded, measure_step, measure_update
+from tests.aot.harness import H200, MIB, V5E, V5E_2X2, measure, require
+from tests.aot.hlo import computations
 from tests.aot.model import ADAMW, loss, parameters
 
 LONG = pytest.mark.long
@@ -163,3 +165,70 @@ def test_the_peak_falls_with_the_fraction():
     resident = gpt("optax", 12, rewritten=False)
     peaks = [gpt("jax_offload", 12, fraction=fraction).peak for fraction in (1, 0.75, 0.5, 0.25, 0.1)]
     assert peaks == sorted(peaks) and peaks[-1] < resident.peak
+
+
+@pytest.mark.parametrize(("layers", "tokens", "exposed"), [(8, 2048, 0.95), pytest.param(12, MANY, 0.25, marks=LONG)])
+def test_a_tpu_copies_across_the_matmuls_of_an_iteration(layers, tokens, exposed):
+    """It laid the stacks out like the gradient, and copied them; it put half of the loads off until the update."""
+    require(V5E)
+    before, m = (
+        measure_step(V5E, jo.offload(ADAMW), stacked=True, n_layers=layers, batch=tokens, whole=whole)
+        for whole in (False, True)
+    )
+    assert m.peak <= before.peak - 3.5 * ROW and moves_each_byte_once(m, layers)
+    assert m.duplex >= 0.88 and m.timeline("v5e").exposed_share <= exposed
+
+
+FSDP, REPLICATED = P(None, "data"), P()
+
+
+def gathered(m):
+    """The largest result of a collective, in MiB."""
+    ops = [op for ops in computations(m.text).values() for op in ops]
+    made = [op.arrays for op in ops if op.opcode.removesuffix("-start") in ("all-gather", "all-reduce", "all-to-all")]
+    return max(array.nbytes for arrays in made for array in arrays) / MIB
+
+
+@pytest.mark.parametrize("tokens", [512, MANY])
+@pytest.mark.parametrize("spec", [FSDP, REPLICATED])
+@pytest.mark.parametrize("update_params", [True, False])
+def test_on_four_devices(spec, update_params, tokens):
+    """FSDP, and ZeRO-1 where parameters are replicated: a layer is scattered and gathered in its own iteration."""
+    require(H200)
+
+    def measured(tx, **kwargs):
+        return measure_sharded(H200, tx, spec, stacked=True, batch=tokens, options=OPTIONS, **kwargs)
+
+    def ours(whole):
+        tx = jo.offload(ADAMW, shard_over=None if spec == FSDP else "data")
+        return measured(tx, update_params=update_params, whole=whole)
+
+    resident, before, m = measured(ADAMW), ours(False), ours(True)
+    assert m.peak <= before.peak - 3.5 * ROW < resident.peak and moves_each_byte_once(m, 24)
+    assert m.host_arguments == pytest.approx(768, abs=1) and gathered(m) <= ROW
+    times = m.timeline(H200), resident.timeline(H200)
+    assert times[0].collectives <= 1.001 * times[1].collectives
+    if tokens == MANY:
+        assert times[0].exposed_share <= 0.05 and times[0].step <= 1.02 * times[1].step
+
+
+@pytest.mark.parametrize("spec", [FSDP, REPLICATED])
+def test_on_four_tpus(spec):
+    require(V5E_2X2)
+    tx = jo.offload(ADAMW, shard_over=None if spec == FSDP else "data")
+    before, m = (
+        measure_sharded(V5E_2X2, tx, spec, stacked=True, n_layers=8, update_params=True, whole=whole)
+        for whole in (False, True)
+    )
+    assert m.peak < before.peak and moves_each_byte_once(m, 8) and m.duplex >= 0.85 and gathered(m) <= 1.1 * ROW
+    assert m.timeline("v5e").collectives <= 1.001 * before.timeline("v5e").collectives
+
+
+def test_layers_on_different_devices_are_updated_after_the_scan():
+    """Each iteration's layer is on one device: XLA gathers all of them ahead of the scan, and would the state too."""
+    require(H200)
+    before, m = (
+        measure_sharded(H200, jo.offload(ADAMW), P("data"), stacked=True, n_layers=8, whole=whole)
+        for whole in (False, True)
+    )
+    assert m.peak == before.peak and (m.host_temp, m.collectives) == (0, before.collectives)
