@@ -44,8 +44,13 @@ def needed(nodes: Sequence[Node], wanted: Sequence[Var], kept: bool = True) -> s
 
 
 def arranged(nodes: Sequence[Node], which: Set[int]) -> list[Node]:
-    """Those of ``nodes``, in their order, but that each comes after what it needs."""
+    """Those of ``nodes``, in their order, but that each comes after what it needs.
+
+    Raises:
+      RuntimeError: two of them need each other.
+    """
     made, order = makers(nodes), list[Node]()
+    begun: set[int] = set()
     done: set[int] = set()
     for first in sorted(which):
         stack = [(first, False)]
@@ -57,6 +62,9 @@ def arranged(nodes: Sequence[Node], which: Set[int]) -> list[Node]:
                 done.add(k)
                 order.append(nodes[k])
                 continue
+            if k in begun:
+                raise RuntimeError(f"parts of the step need each other, one of them {nodes[k].payload}; report this.")
+            begun.add(k)
             stack.append((k, True))
             stack += [(made[v], False) for v in reversed(nodes[k].reads) if v in made and made[v] not in done]
     return order

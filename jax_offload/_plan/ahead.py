@@ -101,11 +101,12 @@ def _move(
 
 
 def _is_needed_before(program: Program, at: int, made: set[Var], inside: Set[int]) -> bool:
+    """Whether something that the scan or the moved equations read, a norm say, is made of what they make."""
     nodes = [
         Node(eqn, [v for v in eqn.invars if not isinstance(v, Literal)], [] if id(eqn) in inside else eqn.outvars)
         for eqn in program.eqns
     ]
-    scan = program.eqns[at]
-    reads = [v for v in scan.invars if not isinstance(v, Literal) and v not in made]
+    reading = [eqn for k, eqn in enumerate(program.eqns) if k == at or id(eqn) in inside]
+    reads = [v for eqn in reading for v in eqn.invars if not isinstance(v, Literal)]
     before = needed(nodes, reads, kept=False)
     return any(v in made for k in before for v in nodes[k].reads)
