@@ -47,11 +47,11 @@ def arranged(nodes: Sequence[Node], which: Iterable[int]) -> list[Node]:
     """Those of ``nodes``, in the order that ``which`` names, but that each comes after what it needs.
 
     Raises:
-      ValueError: that cannot be, as some need each other.
+      RuntimeError: two of them need each other.
     """
     made, order = makers(nodes), list[Node]()
+    begun: set[int] = set()
     done: set[int] = set()
-    waiting: set[int] = set()
     for first in which:
         stack = [(first, False)]
         while stack:
@@ -62,9 +62,9 @@ def arranged(nodes: Sequence[Node], which: Iterable[int]) -> list[Node]:
                 done.add(k)
                 order.append(nodes[k])
                 continue
-            if k in waiting:
-                raise ValueError("nodes: need each other in a circle.")
-            waiting.add(k)
+            if k in begun:
+                raise RuntimeError(f"parts of the step need each other, one of them {nodes[k].payload}; report this.")
+            begun.add(k)
             stack.append((k, True))
             stack += [(made[v], False) for v in reversed(nodes[k].reads) if v in made and made[v] not in done]
     return order

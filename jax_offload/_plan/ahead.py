@@ -7,15 +7,15 @@ by layer; so each layer's update can run when its turn comes, while the state of
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 
-from jax_offload._base.jaxprs import Equation, Literal, Scan, Var
+from jax_offload._base.jaxprs import Atom, Equation, Literal, Scan, Var
 from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.arrange import Node, needed
 from jax_offload._ir.masks import groups
 from jax_offload._ir.program import Program
 from jax_offload._plan.chunk_rules import Dependent, Rows
-from jax_offload._plan.moves import Move, Moves, Stays, closure, move_of, pulled
+from jax_offload._plan.moves import Move, Moves, Stays, closure, is_cheap, move_of, pulled
 
 
 def moves_ahead(
@@ -81,8 +81,9 @@ def _move(
         if not more:
             break
         wanted |= more
-    inside = {id(eqn) for eqn in taken}
-    made = [v for eqn in taken for v in eqn.outvars]
+    taken_twice = _also_before(program, at, taken)
+    inside = {id(eqn) for eqn in taken} - taken_twice
+    made = [v for eqn in taken if id(eqn) in inside for v in eqn.outvars]
     read_by_scan = {v for v in [*scan.consts, *scan.init] if not isinstance(v, Literal)}
     results = {v for v in program.outputs if not isinstance(v, Literal)}
     others = {
@@ -93,19 +94,41 @@ def _move(
         if not isinstance(v, Literal)
     }
     targets = [v for v in made if v in results or v in others or v in read_by_scan or v in wanted]
-    if read_by_scan & {*made} or _is_needed_before(program, at, {*targets}, inside):
-        raise Stays("new parameters are needed as a whole before the scan that reads them by layers")
+    if read_by_scan & {*made}:
+        raise Stays(_NEEDED_BEFORE)
     move = move_of(program, taken, targets, rows, scan, next_of)
     stacked = {v for v in targets if v in results or v in others}
-    return dataclasses.replace(move, feeds=frozenset(v for v in xs if v not in stacked)), taken
+    feeds = dataclasses.replace(move, feeds=frozenset(v for v in xs if v not in stacked))
+    return feeds, [eqn for eqn in taken if id(eqn) in inside]
 
 
-def _is_needed_before(program: Program, at: int, made: set[Var], inside: Set[int]) -> bool:
-    nodes = [
-        Node(eqn, [v for v in eqn.invars if not isinstance(v, Literal)], [] if id(eqn) in inside else eqn.outvars)
-        for eqn in program.eqns
-    ]
-    scan = program.eqns[at]
-    reads = [v for v in scan.invars if not isinstance(v, Literal) and v not in made]
-    before = needed(nodes, reads, kept=False)
-    return any(v in made for k in before for v in nodes[k].reads)
+_NEEDED_BEFORE = "new parameters are needed as a whole before the scan that reads them by layers"
+
+
+def _also_before(program: Program, at: int, taken: list[Equation]) -> set[int]:
+    """Which of the equations that move stay where they are as well: a norm that the others wait for is made of them.
+
+    Raises:
+      Stays: they are dear, or load what is on the host.
+    """
+    twice: set[int] = set()
+    while True:
+        inside = {id(eqn) for eqn in taken} - twice
+        nodes = [Node(eqn, _vars(eqn.invars), [] if id(eqn) in inside else eqn.outvars) for eqn in program.eqns]
+        reading = [k for k, eqn in enumerate(program.eqns) if k == at or id(eqn) in inside]
+        before = needed(nodes, [v for k in reading for v in nodes[k].reads], kept=False)
+        wanted = {v for k in before if k != at for v in nodes[k].reads}
+        found: list[Equation] = []
+        for eqn in reversed(taken):
+            if id(eqn) in inside and not wanted.isdisjoint(eqn.outvars):
+                found.append(eqn)
+                wanted.update(_vars(eqn.invars))
+        if not found:
+            return twice
+        if not all(is_cheap(eqn) for eqn in found) or any(is_host_aval(v.aval) for eqn in found for v in eqn.invars):
+            raise Stays(_NEEDED_BEFORE)
+        twice |= {id(eqn) for eqn in found}
+
+
+def _vars(atoms: Sequence[Atom]) -> list[Var]:
+    return [v for v in atoms if not isinstance(v, Literal)]

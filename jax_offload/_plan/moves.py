@@ -258,7 +258,7 @@ def pulled(
     """
     wanted = {v: needed[v] for v in eqn.outvars if v in needed}
     dims = {*wanted.values()}
-    cheap = eqn.primitive.name in _PULLED or id(eqn) in own
+    cheap = is_cheap(eqn) or id(eqn) in own
     if len(dims) != 1 or None in dims or not cheap or eqn.effects:
         return None
     (dim,) = dims
@@ -273,6 +273,11 @@ def pulled(
     except Dependent:
         return None
     return guess if all(d == dim for v, d in zip(eqn.outvars, out, strict=True) if v in wanted) else None
+
+
+def is_cheap(eqn: Equation) -> bool:
+    """Whether an equation may be run twice."""
+    return eqn.primitive.name in _PULLED
 
 
 def rows_of(dim: Dim) -> Rows:

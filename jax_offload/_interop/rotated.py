@@ -1,0 +1,235 @@
+"""A step that is cut at its update and put together the other way round: what ``pipelined`` compiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_offload._base.arrays import is_array
+from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, jaxpr_of, sub_jaxprs
+from jax_offload._base.memory import on_a_mesh
+from jax_offload._emit.run import as_array
+from jax_offload._interop.jit import Jitted
+from jax_offload._step import Cut, cut_step
+
+Values = dict[str, Any]
+Kept = tuple[Values, Values, Values]
+"""What waits for the update: of the carried arguments, of what was made for it, and of the step's other arguments.
+
+The first two are donated. The last are the caller's, a learning rate say, and may be given again.
+"""
+
+_MATMULS = frozenset(("dot_general", "conv_general_dilated"))
+
+
+class Rotated:
+    """A step, traced for arguments of some types.
+
+    Attributes:
+      carried: the carried arguments, as types.
+      now, late: the numbers of the results beside those that are carried on, which need no update, and which do.
+    """
+
+    def __init__(
+        self, step: Callable[[Mapping[str, Any]], Any], carried: Mapping[str, Any], rest: Mapping[str, Any]
+    ) -> None:
+        """``step`` takes its arguments by name: ``carried``, and ``rest``, all of arrays."""
+        leaves, self._treedef = jax.tree.flatten(tuple(carried.values()))
+        arrays, rest_tree = jax.tree.flatten(dict(rest))
+        self.carried = jax.tree.unflatten(self._treedef, [_abstract(x) for x in leaves])
+        structure: list[Any] = []
+
+        def call(leaves: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+            own = dict(zip(carried, jax.tree.unflatten(self._treedef, leaves), strict=True))
+            result = step(own | jax.tree.unflatten(rest_tree, arrays))
+            structure[:] = [result]
+            return jax.tree.leaves(result)
+
+        closed, _ = jaxpr_of(call, [on_a_mesh(x) for x in leaves], arrays)
+        places, self._others = matched(carried, structure.pop())
+        self._cut = cut = cut_step(closed)
+        program = cut.program
+        inputs = program.inputs[len(program.consts) :]
+        own, given = inputs[: len(leaves)], inputs[len(leaves) :]
+        if _models_in_update(cut, own, given):
+            raise ValueError(
+                "step: its update calls the loss again, as a line search does, and would need the batch after its "
+                "turn; use jax_offload.jit."
+            )
+        self._results = [program.outputs[k] for k in places]
+        made_late = {v for part in (cut.update, cut.after) for v in part.outputs}
+        if made_late.isdisjoint(_vars(self._results)):
+            raise ValueError(
+                f"step: returns {', '.join(carried)} as they were, or without the update's results; return new ones."
+            )
+        beside = [k for k in range(len(program.outputs)) if k not in {*places}]
+        self.late = [k for k in beside if {*_vars([program.outputs[k]])} & made_late]
+        self.now = [k for k in beside if k not in self.late]
+
+        read = [v for part in (cut.update, cut.after) for v in part.inputs] + _vars(self._results)
+        known = {*program.inputs[: len(program.consts)]} | made_late
+        kept = {v for v in read if v not in known}
+        self._inputs = own
+        names = _names(carried)
+        made = [v for v in dict.fromkeys(read) if v in kept and v not in {*inputs}]
+        self._keys = (
+            {v: name for v, name in zip(own, names, strict=True) if v in kept},
+            {v: f"{k:04d}" for k, v in enumerate(made)},
+            {v: f"{k:04d}" for k, v in enumerate(given) if v in kept},
+        )
+        self._start = Jitted(self._before, {})
+        self._finish = Jitted(self._after, {"donate_argnums": 0})
+        self._look = jax.jit(self._current, static_argnums=(3, 4))
+        self._trains: dict[int, Jitted] = {}
+
+    def start(self, leaves: Sequence[Any], rest: Mapping[str, Any]) -> tuple[Kept, list[Any]]:
+        """What is kept for the update, and what is known now."""
+        made, given, now = self._start(leaves, jax.tree.leaves(dict(rest)))
+        own = dict(zip(self._inputs, leaves, strict=True))
+        return ({name: own[v] for v, name in self._keys[0].items()}, made, given), now
+
+    def train(self, following: Rotated, kept: Kept, rest: Mapping[str, Any]) -> tuple[Kept, list[Any], list[Any]]:
+        """The late part of this one, then the first part of the one that follows: the same, where types are.
+
+        What is kept for the next update, what is known late of this one, and what is known now of the other.
+        """
+        if id(following) not in self._trains:
+
+            def train(own: Values, made: Values, given: Values, arrays: Sequence[Any]) -> Any:
+                leaves, late = self._after(own, made, given)
+                made, given, now = following._before(leaves, arrays)
+                values = dict(zip(following._inputs, leaves, strict=True))
+                return ({name: values[v] for v, name in following._keys[0].items()}, made, given), late, now
+
+            self._trains[id(following)] = Jitted(train, {"donate_argnums": (0, 1)})
+        return self._trains[id(following)](*kept, jax.tree.leaves(dict(rest)))
+
+    def finish(self, kept: Kept) -> tuple[tuple[Any, ...], list[Any]]:
+        """The carried arguments after the update, and what is known late.
+
+        What was made for the update has no successor whose buffer it could be: it is not donated.
+        """
+        leaves, late = self._finish(*kept)
+        return jax.tree.unflatten(self._treedef, leaves), late
+
+    def look(self, kept: Kept, place: int, attribute: str | None) -> Any:
+        """One of the carried arguments after the update, or an attribute of it. Nothing is donated."""
+        return self._look(*kept, place, attribute)
+
+    def aux(self, values: Sequence[Any], places: Sequence[int]) -> Any:
+        """The results beside those that are carried on, with ``None`` in the place of those not among ``places``."""
+        filled = jax.tree.map(dict(zip(places, values, strict=True)).get, self._others)
+        return filled[0] if len(filled) == 1 else filled
+
+    def _before(self, leaves: Sequence[Any], arrays: Sequence[Any]) -> tuple[Values, Values, list[Any]]:
+        program = self._cut.program
+        env = dict(zip(program.inputs, [*program.consts, *leaves, *arrays], strict=True))
+        _run(self._cut, env, 0)
+        made, given = ({name: env[v] for v, name in keys.items()} for keys in self._keys[1:])
+        return made, given, [_value(env, program.outputs[k]) for k in self.now]
+
+    def _after(self, *kept: Values) -> tuple[list[Any], list[Any]]:
+        program = self._cut.program
+        env = dict(zip(program.inputs[: len(program.consts)], program.consts, strict=True))
+        for keys, values in zip(self._keys, kept, strict=True):
+            env |= {v: values[name] for v, name in keys.items()}
+        _run(self._cut, env, 1)
+        _run(self._cut, env, 2)
+        return [_value(env, v) for v in self._results], [_value(env, program.outputs[k]) for k in self.late]
+
+    def _current(self, own: Values, made: Values, given: Values, place: int, attribute: str | None) -> Any:
+        result = jax.tree.unflatten(self._treedef, self._after(own, made, given)[0])[place]
+        return result if attribute is None else getattr(result, attribute)
+
+
+def matched(carried: Mapping[str, Any], result: Any) -> tuple[list[int], tuple[Any, ...]]:
+    """The numbers of the result's leaves that are the next values of what is carried, and the trees of the others.
+
+    A result is one of several if they are returned as a tuple or list. It is the next value of the argument that is
+    like it; of several that are alike, in their order.
+    """
+    types = {name: types_of(x) for name, x in carried.items()}
+    several = type(result) in (tuple, list) and types_of(result) not in types.values()
+    numbered = jax.tree.unflatten(jax.tree.structure(result), range(len(jax.tree.leaves(result))))
+    results = list(zip(result, numbered, strict=True)) if several else [(result, numbered)]
+    found = [types_of(x) for x, _ in results]
+    places: list[int] = []
+    taken: set[int] = set()
+    for name, want in types.items():
+        like = [k for k, each in enumerate(found) if each == want]
+        free = [k for k in like if k not in taken]
+        if not free or len(like) > sum(each == want for each in types.values()):
+            what = f"{len(like)} results have" if free else "no result has"
+            raise ValueError(
+                f"step: {what} the tree, shapes and dtypes of the carried argument {name!r}; return its next value, "
+                "among the results and once. Another result of that type: in a dict of its own."
+            )
+        taken.add(free[0])
+        places += jax.tree.leaves(numbered[free[0]] if several else numbered)
+    return places, tuple(number for k, (_, number) in enumerate(results) if k not in taken)
+
+
+def types_of(tree: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, [(tuple(x.shape), x.dtype) for x in map(array_of, leaves)]
+
+
+def array_of(x: Any) -> Any:
+    return x if hasattr(x, "dtype") else jnp.asarray(x)
+
+
+def is_traced(x: Any) -> bool:
+    """Whether ``jit`` would trace ``x``: arrays and numbers."""
+    return is_array(x) or isinstance(x, jax.ShapeDtypeStruct | bool | int | float | complex)
+
+
+def _abstract(x: Any) -> Any:
+    sharding, weak = getattr(x, "sharding", None), getattr(x, "weak_type", False)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=weak)
+
+
+def _names(tree: Mapping[str, Any]) -> list[str]:
+    """Of the leaves, each another."""
+    names = [
+        "/".join([name, *([inner] if (inner := jax.tree_util.keystr(path, simple=True, separator="/")) else [])])
+        for name, x in tree.items()
+        for path, _ in jax.tree_util.tree_flatten_with_path(x)[0]
+    ]
+    return [name if names.index(name) == k else f"{name} {k}" for k, name in enumerate(names)]
+
+
+def _models_in_update(cut: Cut, own: Sequence[Var], given: Sequence[Var]) -> bool:
+    """Whether the update multiplies matrices, and with arrays that are made of the batch alone: it runs the model."""
+    batch, others = {*given}, {*own}
+    for eqn in cut.program.eqns:
+        ins = {*_vars(eqn.invars)}
+        (batch if ins & batch and not ins & others else others).update(eqn.outvars)
+    found = {v for v in cut.update.inputs if v in batch and v.aval.ndim}
+    for eqn in cut.update.jaxpr.eqns:
+        if not found.isdisjoint(_vars(eqn.invars)):
+            if _multiplies(eqn):
+                return True
+            found.update(eqn.outvars)
+    return False
+
+
+def _multiplies(eqn: Equation) -> bool:
+    return eqn.primitive.name in _MATMULS or any(
+        _multiplies(inner) for jaxpr, _ in sub_jaxprs(eqn) for inner in jaxpr.eqns
+    )
+
+
+def _run(cut: Cut, env: dict[Var, Any], part: int) -> None:
+    s = cut.parts[part]
+    env.update(zip(s.outputs, s.run(*(env[v] for v in s.inputs)), strict=True))
+
+
+def _value(env: Mapping[Var, Any], v: Atom) -> Any:
+    return as_array(v) if isinstance(v, Literal) else env[v]
+
+
+def _vars(atoms: Sequence[Atom]) -> list[Var]:
+    return [v for v in atoms if not isinstance(v, Literal)]

@@ -1,0 +1,465 @@
+"""``jo.pipelined``: the numbers, placements and programs of the plain loop, for an unchanged step."""
+
+import functools
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.dynamic_scale import DynamicScale
+from flax.training.train_state import TrainState
+
+import jax_offload as jo
+from jax_offload._interop import jit as interop_jit
+from jax_offload._precision.storage import formats, next_stored, plain, rules_of, stored
+
+HOST, DEVICE = "pinned_host", "device"
+FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # to compile
+STEPS, LAYERS, WIDTH = 20, 4, 64
+CLIP = optax.clip_by_global_norm(0.5)
+ADAMW = optax.chain(CLIP, optax.adamw(1e-2))
+
+
+@pytest.fixture(autouse=True)
+def compile_fast(monkeypatch):
+    monkeypatch.setattr(interop_jit, "compiler_options", lambda platform: FAST)
+
+
+def offloaded(tx=ADAMW, **options):
+    return jo.offload(tx, **{"min_bytes": 1024} | options)
+
+
+def parameters(axis=0, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0), 2)
+    layers = jax.random.normal(keys[0], (LAYERS, WIDTH, WIDTH)) / WIDTH**0.5
+    head = jax.random.normal(keys[1], (WIDTH, 8)) / WIDTH**0.5
+    params = {"layers": jnp.moveaxis(layers, 0, axis), "head": head, "bias": jnp.zeros(8)}
+    return jax.device_put(jax.tree.map(lambda p: p.astype(dtype), params), jax.devices()[0])
+
+
+def batch(k, size=8):
+    x = np.random.default_rng(k).standard_normal((size, WIDTH), np.float32)
+    return jax.device_put({"x": x, "y": np.sin(x[:, :8])}, jax.devices()[0])
+
+
+def model(params, x, axis=0, unrolled=False):
+    def layer(h, w):
+        return h + jnp.tanh(h @ w.astype(h.dtype)), None
+
+    layers = jnp.moveaxis(params["layers"], axis, 0)
+    if unrolled:
+        for w in layers:
+            x, _ = layer(x, w)
+    else:
+        x, _ = jax.lax.scan(layer, x, layers)
+    return x @ params["head"].astype(x.dtype) + params["bias"].astype(x.dtype)
+
+
+def loss_of(params, batch, **how):
+    return ((model(params, batch["x"], **how) - batch["y"]) ** 2).mean()
+
+
+def new_params(tx, form, grads, state, params, **extra):
+    if form == "update_params":
+        return jo.update_params(tx, grads, state, params, **extra)
+    updates, state = tx.update(grads, state, params, **extra)
+    return optax.apply_updates(params, updates), state
+
+
+def step_of(tx, form="update_params", loss=loss_of, **how):
+    def step(params, state, batch):
+        value, grads = jax.value_and_grad(functools.partial(loss, **how))(params, batch)
+        params, state = new_params(tx, form, grads, state, params)
+        return params, state, value
+
+    return step
+
+
+def copied(tree):
+    return jax.tree.map(lambda x: jo.to_host(y) if (y := jnp.copy(x)).sharding != x.sharding else y, tree)
+
+
+def loop(step, carried, batches):
+    """The plain loop: what is carried after every step, and the other results of each."""
+    jitted = jax.jit(step, compiler_options=FAST)
+    every, others = [], []
+    for each in batches:
+        *carried, other = jitted(*carried, each)
+        every.append(tuple(carried))
+        others.append(other)
+    return every, others
+
+
+def advance(train, carried, batches):
+    """The same through ``pipelined``, not finished yet: the carry and every ``Aux``."""
+    carry, aux = train.start(*carried, batches[0])
+    seen = [aux]
+    for each in batches[1:]:
+        carry, aux = train(carry, each)
+        seen.append(aux)
+    return carry, seen
+
+
+def now(seen):
+    return [aux.now for aux in seen]
+
+
+def assert_placed(got, like):
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(like), strict=True):
+        assert x.dtype == y.dtype and x.shape == y.shape
+        assert x.sharding.memory_kind == y.sharding.memory_kind
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+
+
+def assert_close(got, want, atol):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x, y = jax.random.key_data(x), jax.random.key_data(y)
+        np.testing.assert_allclose(np.asarray(x, np.float64), np.asarray(y, np.float64), rtol=0, atol=atol)
+
+
+def pipelined(step):
+    return jo.pipelined(step, donate_argnames=("params", "state"))
+
+
+def in_the_scan(train, *args):
+    return "in the scan that reads the parameters" in str(jo.placement(train, *args))
+
+
+def check(ours, plain, init, plain_init, params=None, steps=STEPS, loss_atol=1e-4, one=1e-6, atol=1e-3, scan=True):
+    """The step ``ours`` through ``pipelined``, against ``plain`` in a loop: after one step, and after all."""
+    params = parameters() if params is None else params
+    batches = [batch(k) for k in range(steps)]
+    wanted, losses = loop(plain, (params, plain_init(params)), batches)
+    train, state = pipelined(ours), init(params)
+    for n in (1, steps):
+        carry, seen = advance(train, copied((params, state)), batches[:n])
+        got, after = train.finish(carry)
+        np.testing.assert_allclose(now(seen), losses[:n], rtol=0, atol=loss_atol)
+        assert_close(got, wanted[n - 1][0], one if n == 1 else atol)
+        assert_placed(got, params)
+        assert_placed(after, state)
+    assert HOST in {x.sharding.memory_kind for x in jax.tree.leaves(after)}
+    counts = [[int(x) for x in jax.tree.leaves(s) if x.dtype == jnp.int32 and not x.ndim]
+              for s in (after, wanted[-1][1])]  # fmt: skip
+    assert counts[0] == counts[1] and counts[0]
+    assert in_the_scan(train, params, state, batch(0)) == scan
+    assert float(losses[-1]) < float(losses[0]) / 2
+    return train, seen
+
+
+# Numbers and placement, by optimizer and by step
+
+
+@pytest.mark.parametrize(
+    ("form", "how"),
+    [
+        ("update", {}),
+        ("update_params", {}),
+        ("update_params", {"unrolled": True}),
+        ("update", {"unrolled": True}),
+        ("update_params", {"axis": 1}),
+        ("update", {"axis": 1}),
+    ],
+)
+def test_clipped_adamw(form, how):
+    tx = offloaded()
+    params = parameters(how.get("axis", 0))
+    scan = "unrolled" not in how
+    check(step_of(tx, form, **how), step_of(ADAMW, "update", **how), tx.init, ADAMW.init, params, scan=scan)
+
+
+SCHEDULE = optax.chain(CLIP, optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 3e-2, 5, STEPS)))
+OPTIMIZERS = {  # offloaded, plain, form, whether the update moves into the scan
+    "clipping outside": (optax.chain(CLIP, offloaded(optax.adamw(1e-2))), ADAMW, "update", True),
+    "half": (offloaded(fraction=0.5), ADAMW, "update_params", True),
+    "a schedule": (offloaded(SCHEDULE), SCHEDULE, "update_params", True),
+    "MultiSteps": (offloaded(optax.MultiSteps(ADAMW, 3)), optax.MultiSteps(ADAMW, 3), "update", False),
+    "apply_if_finite": (
+        offloaded(optax.apply_if_finite(ADAMW, 3)), optax.apply_if_finite(ADAMW, 3), "update_params", False),
+    "injected": (
+        offloaded(optax.chain(CLIP, optax.inject_hyperparams(optax.adamw)(1e-2))),
+        optax.chain(CLIP, optax.inject_hyperparams(optax.adamw)(1e-2)), "update_params", True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(name):
+    tx, plain, form, scan = OPTIMIZERS[name]
+    check(step_of(tx, form), step_of(plain, "update"), tx.init, plain.init, scan=scan)
+
+
+def resident(inner, rules):
+    """``storage`` without host memory: decode all, update, encode all."""
+
+    def init(params):
+        state = inner.init(params)
+        return stored(state, formats(rules_of(rules), state, params, 1024))
+
+    def update(updates, state, params):
+        before = plain(state)
+        updates, after = inner.update(updates, before, params)
+        return updates, next_stored(state, before, after)
+
+    return optax.GradientTransformation(init, update)
+
+
+def test_storage():
+    """Fusion may change a last bit of a moment, and with it, once in a while, which way a number is rounded."""
+    tx, plain_tx = offloaded(storage="bfloat16"), resident(ADAMW, "bfloat16")
+    check(step_of(tx), step_of(plain_tx, "update"), tx.init, plain_tx.init, loss_atol=3e-4, atol=1e-2)
+
+
+def test_masters_of_bfloat16_parameters():
+    """bfloat16 keeps 8 bits: where a parameter rounds apart once, losses differ by more than those of float32."""
+    inner = jo.with_master_params(ADAMW)
+    tx, params = offloaded(inner), parameters(dtype=jnp.bfloat16)
+    check(
+        step_of(tx), step_of(inner, "update_params"), tx.init, inner.init, params, loss_atol=5e-3, one=4e-3, atol=2e-2
+    )
+
+
+def test_reduce_on_plateau_and_extra_arguments():
+    """The value that scales a pending update is that of its own batch."""
+
+    def chain(wrap):
+        plateau = optax.contrib.reduce_on_plateau(0.5, patience=1, cooldown=0)
+        return optax.chain(CLIP, wrap(optax.adamw(1e-2)), plateau)
+
+    def step(tx, form="update"):
+        def step(params, state, batch):
+            value, grads = jax.value_and_grad(loss_of)(params, batch)
+            updates, state = tx.update(grads, state, params, value=-value)  # which falls: the rate is reduced
+            return optax.apply_updates(params, updates), state, value
+
+        return step
+
+    tx, plain_tx = chain(offloaded), chain(lambda tx: tx)
+    wanted, losses = loop(step(plain_tx), (parameters(), plain_tx.init(parameters())), map(batch, range(STEPS)))
+    train = pipelined(step(tx))
+    carry, seen = advance(train, (parameters(), tx.init(parameters())), list(map(batch, range(STEPS))))
+    params, state = train.finish(carry)
+    np.testing.assert_allclose(now(seen), losses, rtol=0, atol=1e-4)
+    assert_close(params, wanted[-1][0], 1e-4)
+    assert float(optax.tree.get(state, "scale")) == float(optax.tree.get(wanted[-1][1], "scale")) < 0.5
+
+
+def test_a_hyperparameter_changed_between_finish_and_start():
+    tx, plain_tx = OPTIMIZERS["injected"][:2]
+    batches = list(map(batch, range(6)))
+
+    def changed(state):
+        return optax.tree.set(state, learning_rate=jax.device_put(jnp.float32(1e-4), jax.devices()[0]))
+
+    (*_, (wanted, state)), losses = loop(
+        step_of(plain_tx, "update"), (parameters(), plain_tx.init(parameters())), batches[:3]
+    )
+    (*_, (wanted, _)), more = loop(step_of(plain_tx, "update"), (wanted, changed(state)), batches[3:])
+    train = pipelined(step_of(tx))
+    carry, seen = advance(train, (parameters(), tx.init(parameters())), batches[:3])
+    params, state = train.finish(carry)
+    carry, rest = advance(train, (params, changed(state)), batches[3:])
+    np.testing.assert_allclose(now(seen + rest), losses + more, rtol=0, atol=1e-5)
+    assert_close(train.finish(carry)[0], wanted, 1e-5)
+
+
+# Skipped steps
+
+
+def with_a_bad_one(k):
+    """Batches of which some overflow: the last one, too."""
+    return jax.tree.map(lambda x: x * jnp.where(k in (2, 5), jnp.inf, 1.0), batch(k))
+
+
+def test_skip():
+    def step(tx, form):
+        def step(params, state, batch):
+            value, grads = jax.value_and_grad(loss_of)(params, batch)
+            finite = jnp.isfinite(optax.tree.norm(grads))
+            if form == "update_params":
+                params, state = jo.update_params(tx, grads, state, params, skip=~finite)
+            else:
+                updates, after = tx.update(grads, state, params)
+                new = optax.apply_updates(params, updates)
+                params, state = jax.tree.map(lambda a, b: jnp.where(finite, a, b), (new, after), (params, state))
+            return params, state, (value, finite)
+
+        return step
+
+    tx, batches = offloaded(), [with_a_bad_one(k) for k in range(6)]
+    wanted, others = loop(step(ADAMW, "update"), (parameters(), ADAMW.init(parameters())), batches)
+    train = pipelined(step(tx, "update_params"))
+    carry, seen = advance(train, (parameters(), tx.init(parameters())), batches)
+    assert [bool(f) for _, f in now(seen)] == [bool(f) for _, f in others] == [k not in (2, 5) for k in range(6)]
+    params, state = train.finish(carry)
+    assert_close(params, wanted[-1][0], 1e-5)
+    assert int(optax.tree.get(state, "count")) == 4
+
+
+def test_dynamic_scale_is_carried_beside():
+    def step(tx):
+        def step(params, state, scale, batch):
+            scale, finite, value, grads = scale.value_and_grad(loss_of)(params, batch)
+            params, state = jo.update_params(tx, grads, state, params, skip=~finite)
+            return params, state, scale, {"loss": value, "finite": finite}
+
+        return step
+
+    tx = offloaded()
+    batches = [with_a_bad_one(k) for k in range(6)]
+    scale = jax.device_put(DynamicScale(growth_interval=2, scale=2.0**10), jax.devices()[0])
+    wanted, others = loop(step(tx), (parameters(), tx.init(parameters()), scale), batches)
+    train = jo.pipelined(step(tx), donate_argnames=("params", "state", "scale"))
+    carry, seen = advance(train, copied((parameters(), tx.init(parameters()), scale)), batches)
+    assert [bool(x["finite"]) for x in now(seen)] == [bool(x["finite"]) for x in others]
+    assert False in [bool(x["finite"]) for x in others]
+    got = train.finish(carry)
+    assert float(got[2].scale) == float(wanted[-1][2].scale) == 2.0**8
+    assert_close(got[:2], wanted[-1][:2], 1e-5)
+
+
+# What is carried beside parameters and state, and how
+
+
+class Beside(NamedTuple):
+    mean: Any
+    key: Any
+    count: Any
+
+
+def beside():
+    return jax.device_put(Beside(jnp.zeros(WIDTH), jax.random.key(3), jnp.int32(0)), jax.devices()[0])
+
+
+def step_beside(tx, form):
+    """Statistics of the batch, a random key and a counter; one more result needs the new parameters."""
+
+    def step(params, state, more, batch):
+        key, use = jax.random.split(more.key)
+        x = batch["x"] - more.mean + 0.1 * jax.random.normal(use, batch["x"].shape)
+        value, grads = jax.value_and_grad(loss_of)(params, batch | {"x": x})
+        old = params
+        params, state = new_params(tx, form, grads, state, params)
+        more = Beside(0.9 * more.mean + 0.1 * batch["x"].mean(0), key, more.count + 1)
+        change = optax.tree.norm(jax.tree.map(jnp.subtract, params, old))
+        metrics = {"loss": value, "norms": {"gradient": optax.tree.norm(grads), "update": change}}
+        return params, state, more, (metrics, optax.tree.norm(params))
+
+    return step
+
+
+def test_beside_and_late_results():
+    """Nothing of what the step returns is lost, or of another step than it says."""
+    tx, batches = offloaded(), list(map(batch, range(STEPS)))
+    wanted, others = loop(step_beside(ADAMW, "update"), (parameters(), ADAMW.init(parameters()), beside()), batches)
+    train = jo.pipelined(step_beside(tx, "update_params"), donate_argnames=["params", "state", "more"])
+    carry, seen = advance(train, (parameters(), tx.init(parameters()), beside()), batches)
+    got, last = train.finish(carry, with_late=True)
+    assert_close(got[0], wanted[-1][0], 1e-4)
+    assert_close(got[2], wanted[-1][2], 1e-6)
+    assert [aux.step for aux in seen] == list(range(STEPS))
+    assert seen[0].late is None
+    late = [aux.late for aux in seen[1:]] + [last]
+    for aux, after, (metrics, norm) in zip(seen, late, others, strict=True):
+        known, later = aux.now[0], after[0]
+        assert aux.now[1] is None and known["norms"]["update"] is None
+        assert later["loss"] is None and later["norms"]["gradient"] is None
+        for got, want in (
+            (known["loss"], metrics["loss"]),
+            (known["norms"]["gradient"], metrics["norms"]["gradient"]),
+            (later["norms"]["update"], metrics["norms"]["update"]),
+            (after[1], norm),
+        ):
+            np.testing.assert_allclose(got, want, rtol=1e-4)
+
+
+def train_states(tx):
+    state = TrainState.create(apply_fn=model, params=parameters(), tx=tx)
+    return state.replace(step=jax.device_put(jnp.int32(0), jax.devices()[0]))
+
+
+def step_of_train_state(state, batch):
+    def loss(params):
+        return ((state.apply_fn(params, batch["x"]) - batch["y"]) ** 2).mean()
+
+    value, grads = jax.value_and_grad(loss)(state.params)
+    return state.apply_gradients(grads=grads), {"loss": value, "step": state.step}
+
+
+def test_train_state_params_and_compiles(caplog):
+    """Three programs, each compiled once; a look at the parameters is a fourth, and leaves the carry as it was."""
+    tx, batches = offloaded(), list(map(batch, range(STEPS)))
+    wanted, others = loop(step_of_train_state, (train_states(ADAMW),), batches)
+    train = jo.pipelined(step_of_train_state, donate_argnames="state")
+    state = train_states(tx)
+    home = state.opt_state
+    with jax.log_compiles():
+        carry, seen = advance(train, (copied(state),), batches)
+        got = train.finish(carry)
+        again, _ = advance(train, (got,), batches[:2])
+        now_ = train.finish(again)
+    compiled = re.findall(r"Finished XLA compilation of jit\((\w+)\)", caplog.text)
+    mine = [name for name in compiled if name in ("_before", "train", "_after")]
+    assert sorted(mine) == ["_after", "_before", "train"], compiled
+    assert int(now_.step) == STEPS + 2
+    np.testing.assert_allclose([x["loss"] for x in now(seen)], [x["loss"] for x in others], rtol=0, atol=1e-4)
+    assert [int(x["step"]) for x in now(seen)] == list(range(STEPS))
+    carry, _ = advance(train, (copied(state),), batches)
+    looked, again = train.params(carry), train.params(carry)
+    got = train.finish(carry)
+    assert int(got.step) == STEPS and got.apply_fn is model
+    assert_close(looked, got.params, 1e-6)
+    assert_close(again, looked, 0)
+    assert_close(got.params, wanted[-1][0].params, 1e-4)
+    assert_placed(got.opt_state, home)
+    assert in_the_scan(train, state, batch(0))
+
+
+def test_nnx():
+    """The graph and what is no parameter stay apart; the step carries the parameters' state."""
+    graph, params = nnx.split(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)))
+    params = jax.device_put(params, jax.devices()[0])
+
+    def step_of(tx, form):
+        def step(params, state, x):
+            value, grads = jax.value_and_grad(lambda p: (nnx.merge(graph, p)(x) ** 2).mean())(params)
+            return *new_params(tx, form, grads, state, params), value
+
+        return step
+
+    tx, batches = offloaded(), [batch(k)["x"] for k in range(4)]
+    wanted, losses = loop(step_of(ADAMW, "update"), (params, ADAMW.init(params)), batches)
+    train = pipelined(step_of(tx, "update_params"))
+    carry, seen = advance(train, copied((params, tx.init(params))), batches)
+    np.testing.assert_allclose(now(seen), losses, rtol=1e-5)
+    assert_close(train.finish(carry)[0], wanted[-1][0], 1e-6)
+
+
+class Both(NamedTuple):
+    params: Any
+    state: Any
+
+
+@pytest.mark.parametrize("kind", [Both, lambda p, s: (p, s), lambda p, s: [p, s], lambda p, s: {"params": p, "s": s}])
+@pytest.mark.parametrize("alone", [True, False])
+def test_one_carried_argument_that_holds_both(kind, alone):
+    tx = offloaded()
+
+    def step(both, batch):
+        params, state = both.values() if isinstance(both, dict) else both
+        value, grads = jax.value_and_grad(loss_of)(params, batch)
+        both = kind(*jo.update_params(tx, grads, state, params))
+        return both if alone else [both, value]
+
+    both = kind(parameters(), tx.init(parameters()))
+    train = jo.pipelined(step, donate_argnames="both")
+    carry, aux = train.start(copied(both), batch(0))
+    assert aux.now == () if alone else float(aux.now) > 0
+    got = train.finish(carry)
+    wanted = jax.jit(step, compiler_options=FAST)(both, batch(0))
+    assert_close(got, wanted if alone else wanted[0], 1e-6)
