@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 
-from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Equation, Var
 from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.arrange import Node, arranged
@@ -86,8 +85,9 @@ def interleaved(nodes: Sequence[Node], which: Sequence[int], outputs: Sequence[V
         spots, at = (behind, passes.made_after(nodes[k])) if reader is None else (ahead, reader)
         held = [] if reader is None else [v for v in piece.operands if is_large(v) and not is_host_aval(v.aval)]
         spots.add(at, k, piece.loads, piece.token, held)
-    if sum(nbytes(v.aval) for v in behind.most_loads) > sum(nbytes(v.aval) for v in behind.all_loads) / 2:
-        return None  # most of the state can move only when all gradients are there
+    updates = behind.updates
+    if 2 * max(updates, default=0) > sum(updates):
+        return None  # most can be updated only when all gradients are there
     for place, v in passes.put_off():
         behind.add(place, None, [], [v])
 
@@ -144,12 +144,9 @@ class _Spots:
         return [v for spot in self.at[at] for v in spot.loads]
 
     @property
-    def all_loads(self) -> list[Var]:
-        return [v for at in self.at for v in self.loads(at)]
-
-    @property
-    def most_loads(self) -> list[Var]:
-        return max(map(self.loads, self.at), key=lambda loads: sum(nbytes(v.aval) for v in loads), default=list[Var]())
+    def updates(self) -> list[int]:
+        """How many pieces with something to update there are at each."""
+        return [sum(bool(spot.tokens) for spot in spots) for spots in self.at.values()]
 
     def gates(self, passes: _Passes, ahead: bool) -> dict[int, Gate]:
         """At every spot: the leaves of the next wait for what the pass goes on with, and both for the spot before."""
