@@ -180,7 +180,8 @@ def time() -> None:
         m = measure(H200, step, args, (0, 1), it.shardings, jo.compiler_options("cuda"))
         resident = _timed(f"GPT 1.3B, one scan | | {way}", m, resident)
     print(
-        f'\nAdamW, float32, 24 layers of 4096×4096, {TOKENS} tokens; GPT in bfloat16. `jo.compiler_options("cuda")`. Simulated from the '
+        f'\nAdamW, float32, 24 layers of 4096×4096, {TOKENS} tokens; GPT in bfloat16. `jo.compiler_options("cuda")`. '
+        "Simulated from the "
         "schedule compiled for an H200, not measured. Exposed: what the step takes beyond its arithmetic, divided by "
         f"the time of the link alone. jax {jax.__version__}, optax {optax.__version__}."
     )
