@@ -199,8 +199,12 @@ def scanned(plan: InScan, env: Mapping[Var, Any], names: Names) -> Values:
 
 
 def _row_major(x: jax.Array) -> jax.Array:
-    """``x``, laid out like the stack: a TPU would make the layout of a matmul's result that of the whole stack."""
-    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+    """``x``, laid out like the stack: a TPU would make the layout of a matmul's result that of the whole stack.
+
+    Only there: a GPU does not, and jax 0.10 gathers what is divided between devices to lay it out.
+    """
+    in_order = Layout(tuple(range(x.ndim)))
+    return jax.lax.platform_dependent(x, tpu=lambda x: with_layout_constraint(x, in_order), default=lambda x: x)
 
 
 def _zeros(aval: Aval) -> jax.Array:

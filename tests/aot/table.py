@@ -3,7 +3,7 @@
 ``python -m tests.aot.table [h200] [v5e]`` prints the README's; ``python -m tests.aot.table sharded`` prints that of
 docs/sharding.md, per device, on four of them; ``python -m tests.aot.table precision`` those of docs/precision.md. Each
 takes a few minutes on two cores. ``python -m tests.aot.table defaults`` prints that of docs/streaming.md, in half an
-hour. ``python -m tests.aot.table time`` prints simulated step times, of the model in ``timeline``, in a minute.
+hour. ``python -m tests.aot.table time`` prints simulated step times, of the model in ``timeline``, in two minutes.
 """
 
 import tests.conftest  # noqa: F401, I001  (first: it sets up jax's CPU devices)
@@ -15,11 +15,16 @@ import jax.numpy as jnp
 import optax
 
 import jax_offload as jo
+from benchmarks import systems
+from benchmarks.cases import SHAPES
+from benchmarks.jax_system import program
 from benchmarks.recipe import usual_recipe
+from benchmarks.systems import OURS, RECIPE, RESIDENT
 from jax.sharding import PartitionSpec as P
+from jax_offload._whole import whole as whole_step
 
-from tests.aot.cases import Point, bounded, measure_sharded, measure_step
-from tests.aot.harness import H200, MIB, V5E, V5E_2X2
+from tests.aot.cases import Point, bounded, device_sharding, measure_sharded, measure_step
+from tests.aot.harness import H200, MIB, V5E, V5E_2X2, Measured, measure
 from tests.aot.model import ADAMW, CLIPPED
 from tests.aot.model import ROWS as ON_A_GPU
 
@@ -160,21 +165,35 @@ def time() -> None:
     )
     for stacked, inner in itertools.product((False, True), (ADAMW, CLIPPED)):
         resident = 0.0
-        for way, tx in ("resident", inner), ("usual recipe", usual_recipe(inner)), ("`offload`", jo.offload(inner)):
-            m = measure_step(H200, tx, stacked=stacked, batch=TOKENS, options=jo.compiler_options("cuda"))
-            t = m.timeline(H200)
-            resident = resident or t.step
+        ways = [("resident", inner), ("usual recipe", usual_recipe(inner)), ("`offload`", jo.offload(inner))]
+        for way, tx in [*ways, ("`offload`, `jo.jit`", jo.offload(inner))]:
+            options, whole = jo.compiler_options("cuda"), "jo.jit" in way
+            m = measure_step(H200, tx, stacked=stacked, batch=TOKENS, options=options, whole=whole)
             model = f"{'scanned' if stacked else 'unrolled'} | {'inside' if inner is CLIPPED else ''} | {way}"
-            beside, exposed = (f"{t.step / resident - 1:+.0%}", f"{t.exposed_share:.2f}") if t.link else ("–", "–")
-            print(
-                f"| {model} | {m.peak:.0f} | {1e3 * t.step:.0f} | {beside} | {exposed} |",
-                flush=True,
-            )
+            resident = _timed(model, m, resident)
+    resident = 0.0
+    for way, system in ("resident", RESIDENT), ("usual recipe", RECIPE), ("`offload`", OURS), ("`jo.jit`", OURS):
+        case = systems.case(system, SHAPES["1.3b"], TOKENS, scans=1, clip=False)
+        it = program(case, device_sharding(H200), jnp.bfloat16, "xla")
+        step = whole_step(it.step) if "jo.jit" in way else it.step
+        args = it.params, it.state, it.tokens
+        m = measure(H200, step, args, (0, 1), it.shardings, jo.compiler_options("cuda"))
+        resident = _timed(f"GPT 1.3B, one scan | | {way}", m, resident)
     print(
-        f'\nAdamW, float32, 24 layers of 4096×4096, {TOKENS} tokens, `jo.compiler_options("cuda")`. Simulated from the '
+        f'\nAdamW, float32, 24 layers of 4096×4096, {TOKENS} tokens; GPT in bfloat16. `jo.compiler_options("cuda")`. '
+        "Simulated from the "
         "schedule compiled for an H200, not measured. Exposed: what the step takes beyond its arithmetic, divided by "
         f"the time of the link alone. jax {jax.__version__}, optax {optax.__version__}."
     )
+
+
+def _timed(model: str, m: Measured, resident: float) -> float:
+    """Prints a row of ``time``; returns the resident step's time, which is the first one's."""
+    t = m.timeline(H200)
+    resident = resident or t.step
+    beside, exposed = (f"{t.step / resident - 1:+.0%}", f"{t.exposed_share:.2f}") if t.link else ("–", "–")
+    print(f"| {model} | {m.peak:.0f} | {1e3 * t.step:.0f} | {beside} | {exposed} |", flush=True)
+    return resident
 
 
 def main(targets: list[str]) -> None:

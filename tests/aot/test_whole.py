@@ -209,7 +209,7 @@ def test_on_four_devices(spec, update_params, tokens):
     times = m.timeline(H200), resident.timeline(H200)
     assert times[0].collectives <= 1.001 * times[1].collectives
     if tokens == MANY:
-        assert times[0].exposed_share <= 0.05 and times[0].step <= 1.02 * times[1].step
+        assert times[0].exposed_share <= 0.05 and times[0].step <= 1.03 * times[1].step
 
 
 @pytest.mark.parametrize("spec", [FSDP, REPLICATED])
