@@ -221,8 +221,11 @@ def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> list[
             apart = [node for k, node in enumerate(nodes) if k in wanted - {place}] + pieces
             order = interleaved(apart, range(len(apart)), _vars(program.outputs))
         nodes[place] = Node(rest, list(reads), _vars(rest.update.program.outputs))
+    nodes = [node if k in wanted else Node(None, [], []) for k, node in enumerate(nodes)]
+    if inside and not plans and order is None and step.update.serialise is not Serialise.NONE:
+        order = interleaved(nodes, sorted(wanted), _vars(program.outputs))
     if order is None:
-        order = arranged([node if k in wanted else Node(None, [], []) for k, node in enumerate(nodes)], sorted(wanted))
+        order = arranged(nodes, sorted(wanted))
 
     parts: list[Any] = []
     for is_equations, group in itertools.groupby(order, lambda node: isinstance(node.payload, Equation)):

@@ -218,9 +218,11 @@ class _Passes:
     def put_off(self) -> Iterator[tuple[int, Var]]:
         """The large results of heavy nodes that no heavy node needs, with their places: gradients that are returned, or
         reduced to a norm. XLA would put off making them."""
+        own = {v for node in self.order if not isinstance(node.payload, Equation | Piece) for v in node.reads}
         for k, node in enumerate(self.order):
-            if is_heavy(node):
-                yield from ((k, v) for v in node.makes if v in self.read and v not in self.reach and is_large(v))
+            if is_heavy(node):  # what an update in one piece reads it takes in turn
+                late = (v for v in node.makes if v in self.read and v not in self.reach and v not in own)
+                yield from ((k, v) for v in late if is_large(v))
 
     def front(self, k: int) -> Var | None:
         """What a pass goes on with after node ``k``: the last large value of it that is needed later."""
