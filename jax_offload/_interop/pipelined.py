@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.core import Tracer
 
 from jax_offload._interop.rotated import Kept, Rotated, array_of, is_traced
 
