@@ -678,7 +678,7 @@ def test_bad_names():
     for names in ((), "nothing", ("params", "weights")):
         with pytest.raises(ValueError, match=r"donate_argnames: expected names among \['params', 'state', 'batch'\]"):
             jo.pipelined(step, donate_argnames=names)
-    with pytest.raises(ValueError, match="static_argnames: expected names among .* got 'kind'"):
+    with pytest.raises(ValueError, match=r"static_argnames: expected names among .* got 'kind'"):
         jo.pipelined(step, donate_argnames="params", static_argnames="kind")
     with pytest.raises(ValueError, match="static_argnames: what is carried is not static"):
         jo.pipelined(step, donate_argnames="params", static_argnames="params")

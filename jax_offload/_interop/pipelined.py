@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.core import Tracer
 
 from jax_offload._interop.rotated import Kept, Rotated, array_of, is_traced
 
@@ -36,8 +37,9 @@ class Carry:
     """What one call of a pipelined step hands to the next: parameters and state that wait for an update, and what the
     update needs. A pytree, of arrays and the number of the step; its parameters are not the current ones.
 
-    To be saved: ``jax_offload.save_args(carry)``. To be restored: ``jax_offload.restore(manager, like)``, where ``like``
-    is a carry of the same step, from ``start``. What ``finish`` gives depends on no step, and is the better checkpoint.
+    To be saved: ``jax_offload.save_args(carry)``. To be restored: ``jax_offload.restore(manager, like)``, where
+    ``like`` is a carry of the same step, from ``start``. What ``finish`` gives depends on no step, and is the better
+    checkpoint.
     """
 
     def __init__(self, kept: Kept, step: Any, program: Rotated) -> None:
@@ -197,7 +199,7 @@ class Pipelined:
 
 def _whole(x: Any) -> Any:
     """The number of a step, of an array too: a carry may have been saved and restored."""
-    return x if isinstance(x, jax.core.Tracer) else operator.index(x)
+    return x if isinstance(x, Tracer) else operator.index(x)
 
 
 def _type(x: Any) -> Any:
