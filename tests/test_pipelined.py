@@ -555,9 +555,9 @@ def test_arguments_of_every_kind(numpy):
     rate = np.float32(0.5) if numpy else jax.device_put(jnp.float32(0.5), jax.devices()[0])
     data = jax.tree.map(np.asarray, batch(0)) if numpy else batch(0)
     calls = [
-        (data, rate), (data, rate, 1.0, 2.0), (data, 0.25), (data, rate), (data, rate)
+        (data, rate), (data, rate, 1.0, 2.0), (data, rate), (data, rate), (data, 0.25)
     ]  # fmt: skip
-    named = [{}, {"scaled": True}, {"kind": "abs"}, {"extra": rate}, {}]
+    named = [{}, {"scaled": True}, {"kind": "abs"}, {"kind": "square"}, {"extra": rate}]
     tx, plain_tx = offloaded(), ADAMW
     wanted, state = parameters(), plain_tx.init(parameters())
     losses = []
