@@ -2,6 +2,7 @@
 
 python examples/train_lm.py                              # Python's own source, minutes on two cores
 python examples/train_lm.py --resident --stop-at 50      # the same losses, the state on the device
+python examples/train_lm.py --pipelined                  # the state moves while the next batch's layers compute
 python examples/train_lm.py --model 7b --context 2048    # on an H200, which is too small for --resident
 """
 
@@ -65,6 +66,7 @@ def parse(argv):
     add("--lr", type=float, help="peak learning rate; by default one that suits optimizer and model")
     add("--fraction", type=float, default=1.0, help="share of the state that is held in host memory")
     add("--resident", action="store_true", help="plain optax, for comparison")
+    add("--pipelined", action="store_true", help="each batch's update in the forward pass of the next one")
     add("--storage", choices=STORAGE, default="float32", help="how the moments of adamw are stored on the host")
     add("--param-dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     add("--master", choices=["none", "float32"], default="none", help="parameters of the optimizer's own")
@@ -97,12 +99,35 @@ def loss_fn(params, apply_fn, batch):
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:].astype(jnp.int32)).mean()
 
 
-# Donated, so that neither parameters nor state exist twice. With memory kinds, results must come in the order
-# of the arguments, as a TrainState's do.
-@partial(jax.jit, donate_argnums=0)
-def train_step(state, batch):
+def step(state, batch):
     loss, grads = jax.value_and_grad(loss_fn)(state.params, state.apply_fn, batch)
     return state.apply_gradients(grads=grads), loss
+
+
+# Donated, so that neither parameters nor state exist twice. With memory kinds, results must come in the order
+# of the arguments, as a TrainState's do.
+train_step = jax.jit(step, donate_argnums=0)
+
+
+class Pipelined:
+    """The same steps, but that a batch's update runs with the next batch, or when the state is asked for."""
+
+    def __init__(self, state):
+        self.step, self._state, self._carry = jo.pipelined(step, donate_argnames="state"), state, None
+
+    def __call__(self, batch):
+        if self._carry is None:
+            self._carry, aux = self.step.start(self._state, batch)
+            self._state = None
+        else:
+            self._carry, aux = self.step(self._carry, batch)
+        return aux.now
+
+    @property
+    def state(self):
+        if self._carry is not None:
+            self._state, self._carry = self.step.finish(self._carry), None
+        return self._state
 
 
 def eval_params(state):
@@ -173,9 +198,14 @@ def main(argv=None):
     before = evaluate(state, held_out, args)
     print(f"held-out loss {before:.3f} nats per byte")
     losses, speed = [], 0.0
+    pipelined = Pipelined(state) if args.pipelined else None
     bar = tqdm(range(start, stop), initial=start, total=stop, disable=None, unit="step")
     for i in bar:
-        state, loss = train_step(state, _data.batch(train, i, args.batch, args.context))
+        batch = _data.batch(train, i, args.batch, args.context)
+        if pipelined:
+            loss = pipelined(batch)
+        else:
+            state, loss = train_step(state, batch)
         losses.append(float(loss))
         if i == start:  # this one was compiled
             began = time.perf_counter()
@@ -187,6 +217,7 @@ def main(argv=None):
             if bar.disable and (i + 1) % max(1, args.steps // 10) == 0:  # no terminal, no bar
                 print(f"step {i + 1}: {report}", flush=True)
         if manager and (i + 1 == stop or manager.should_save(i + 1)):
+            state = pipelined.state if pipelined else state
             items = {"params": state.params, "opt_state": state.opt_state}
             # Written while training goes on: the next step donates this memory, so the writer gets a copy of it.
             manager.save(i + 1, args=jo.save_args(items, copy=not args.blocking_saves), force=True)
@@ -195,6 +226,7 @@ def main(argv=None):
 
     if manager:
         manager.close()  # waits for the last save
+    state = pipelined.state if pipelined else state
     after = evaluate(state, held_out, args)
     sample = generate(eval_params(state), model.apply, b"\ndef ", jax.random.key(1), args.context)
     plot(args.plot, losses, start, before, after)

@@ -45,6 +45,7 @@ _LONG |= {
     "test_damage.py": 4,
     "test_defaults.py": 3,
     "test_trainers.py": 2,
+    "test_pipelined.py": 3,
 }
 
 

@@ -67,6 +67,16 @@ def test_a_resumed_run_goes_on_as_if_uninterrupted(train, whole, tmp_path, capsy
     assert rest["compiled"] == 1
 
 
+def test_pipelined_gives_the_same_losses_and_resumes(train, whole, tmp_path, capsys):
+    options = ("--steps", 6, "--pipelined", "--checkpoint-dir", tmp_path, "--save-every", 2)
+    first, rest = train(*options, "--stop-at", 3), train(*options)
+    np.testing.assert_allclose(first["losses"] + rest["losses"], whole["losses"], rtol=0, atol=1e-4)
+    assert rest["held_out"][1] == pytest.approx(whole["held_out"][1], abs=1e-4)
+    assert int(rest["state"].step) == 6
+    assert kinds(rest["state"].opt_state) == {"pinned_host"}
+    assert first["compiled"] == rest["compiled"] == 0  # the plain step
+
+
 @pytest.mark.parametrize("optimizer", ["muon", "schedule_free_adamw"])
 def test_other_optimizers_partly_offloaded(train, optimizer):
     result = train("--steps", 3, "--optimizer", optimizer, "--fraction", 0.5)

@@ -80,7 +80,12 @@ def step_of(tx, form="update_params", loss=loss_of, **how):
 
 
 def copied(tree):
-    return jax.tree.map(lambda x: jo.to_host(y) if (y := jnp.copy(x)).sharding != x.sharding else y, tree)
+    """Each array in the memory in which it is."""
+
+    def copy(x):
+        return x if isinstance(x, int) else jo.to_host(y) if (y := jnp.copy(x)).sharding != x.sharding else y
+
+    return jax.tree.map(copy, tree)
 
 
 def loop(step, carried, batches):
@@ -463,3 +468,317 @@ def test_one_carried_argument_that_holds_both(kind, alone):
     got = train.finish(carry)
     wanted = jax.jit(step, compiler_options=FAST)(both, batch(0))
     assert_close(got, wanted if alone else wanted[0], 1e-6)
+
+
+# Stopping, going on, checkpoints
+
+
+def test_finish_and_start_at_any_step():
+    tx, batches = offloaded(), list(map(batch, range(6)))
+    wanted, losses = loop(step_of(ADAMW, "update"), (parameters(), ADAMW.init(parameters())), batches)
+    train, carried, seen = pipelined(step_of(tx)), (parameters(), tx.init(parameters())), []
+    for part in (batches[:1], batches[1:4], batches[4:]):
+        carry, some = advance(train, carried, part)
+        carried = train.finish(carry)
+        seen += some
+        assert_close(carried[0], wanted[len(seen) - 1][0], 1e-5)  # early stopping
+    np.testing.assert_allclose(now(seen), losses, rtol=0, atol=1e-5)
+    assert [aux.step for aux in seen] == [0, 0, 1, 2, 0, 1]
+
+
+@pytest.mark.parametrize("what", ["the carry", "what finish gives"])
+def test_resume_from_a_checkpoint(what, tmp_path):
+    """In a process of its own the restored carry has a program of that process: here, another ``pipelined``."""
+    tx, batches = offloaded(), list(map(batch, range(6)))
+    start = parameters(), tx.init(parameters())
+    wanted, losses = loop(step_of(ADAMW, "update"), (parameters(), ADAMW.init(parameters())), batches)
+    train = pipelined(step_of(tx))
+    carry, seen = advance(train, copied(start), batches[:3])
+    saved = carry if what == "the carry" else train.finish(carry)
+    with ocp.CheckpointManager(tmp_path / "saved") as manager:
+        manager.save(3, args=jo.save_args(saved))
+    fresh = pipelined(step_of(tx))
+    like = fresh.start(*start, batches[0])[0] if what == "the carry" else start
+    with ocp.CheckpointManager(tmp_path / "saved") as manager:
+        back = jo.restore(manager, like)
+    assert_placed(back.kept if what == "the carry" else back, saved.kept if what == "the carry" else saved)
+    if what == "the carry":
+        carry = back
+        for each in batches[3:]:
+            carry, aux = fresh(carry, each)
+            seen.append(aux)
+        assert [aux.step for aux in seen] == list(range(6))
+        assert type(seen[-1].step) is int
+    else:
+        carry, rest = advance(fresh, back, batches[3:])
+        seen += rest
+    np.testing.assert_allclose(now(seen), losses, rtol=0, atol=1e-5)
+    assert_close(fresh.finish(carry)[0], wanted[-1][0], 1e-5)
+
+
+def test_a_copy_of_a_carry_goes_on_by_itself():
+    tx, batches = offloaded(), list(map(batch, range(3)))
+    train = pipelined(step_of(tx))
+    carry, _ = train.start(parameters(), tx.init(parameters()), batches[0])
+    other = copied(carry)
+    for each in batches[1:]:
+        carry, _ = train(carry, each)
+        other, aux = train(other, each)
+    assert aux.step == 2
+    assert_close(train.finish(carry), train.finish(other), 0)
+
+
+# Arguments
+
+
+def step_of_many(params, state, batch, rate, *more, tx, power=2, kind="square", scaled=False, **rest):
+    """A step with every kind of argument; ``rate`` is read by the update, one call after it was given."""
+
+    def loss(params):
+        error = model(params, batch["x"]) - batch["y"]
+        value = (error**power if kind == "square" else jnp.abs(error)).mean()
+        return value * sum(more) if scaled else value
+
+    value, grads = jax.value_and_grad(loss)(params)
+    updates, state = tx.update(grads, state, params)
+    updates = jax.tree.map(lambda u: u * rate * rest.get("extra", 1.0), updates)
+    return optax.apply_updates(params, updates), state, value
+
+
+@pytest.mark.parametrize("numpy", [False, True])
+def test_arguments_of_every_kind(numpy):
+    """None is donated but what is carried: a rate and a batch are given again and again."""
+    rate = np.float32(0.5) if numpy else jax.device_put(jnp.float32(0.5), jax.devices()[0])
+    data = jax.tree.map(np.asarray, batch(0)) if numpy else batch(0)
+    calls = [
+        (data, rate), (data, rate, 1.0, 2.0), (data, rate), (data, rate), (data, 0.25)
+    ]  # fmt: skip
+    named = [{}, {"scaled": True}, {"kind": "abs"}, {"kind": "square"}, {"extra": rate}]
+    tx, plain_tx = offloaded(), ADAMW
+    wanted, state = parameters(), plain_tx.init(parameters())
+    losses = []
+    static = ("kind", "scaled", "power")
+    jitted = jax.jit(functools.partial(step_of_many, tx=plain_tx), static_argnames=static, compiler_options=FAST)
+    train = jo.pipelined(
+        functools.partial(step_of_many, tx=tx), donate_argnames=("params", "state"), static_argnames=static
+    )
+    carry, seen = None, []
+    for args, kwargs in zip(calls, named, strict=True):
+        wanted, state, value = jitted(wanted, state, *args, **kwargs)
+        losses.append(value)
+        if carry is None:
+            carry, aux = train.start(parameters(), tx.init(parameters()), *args, **kwargs)
+        else:
+            carry, aux = train(carry, *args, **kwargs)
+        seen.append(aux.now)
+    np.testing.assert_allclose(seen, losses, rtol=0, atol=1e-5)
+    assert_close(train.finish(carry)[0], wanted, 1e-5)
+    assert np.isfinite(rate) and np.isfinite(data["x"]).all()
+
+
+def test_another_batch_shape_and_one_compile_of_each(caplog):
+    tx = offloaded()
+    batches = [batch(k, size=8 if k % 3 else 4) for k in range(7)]
+    wanted, losses = loop(step_of(ADAMW, "update"), (parameters(), ADAMW.init(parameters())), batches)
+    train = pipelined(step_of(tx))
+    with jax.log_compiles():
+        carry, seen = advance(train, (parameters(), tx.init(parameters())), batches)
+    compiled = re.findall(r"Finished XLA compilation of jit\((\w+)\)", caplog.text)
+    assert compiled.count("train") == 3  # 4 then 8, 8 then 8, 8 then 4
+    np.testing.assert_allclose(now(seen), losses, rtol=0, atol=1e-5)
+    assert_close(train.finish(carry)[0], wanted[-1][0], 1e-5)
+
+
+# Errors
+
+
+def started(step=None, tx=None, **options):
+    tx = offloaded() if tx is None else tx
+    train = jo.pipelined(step or step_of(tx), **{"donate_argnames": ("params", "state")} | options)
+    return train, train.start(parameters(), tx.init(parameters()), batch(0))[0]
+
+
+def test_a_carry_is_used_once():
+    train, carry = started()
+    following, _ = train(carry, batch(1))
+    with pytest.raises(ValueError, match="carry: was used already"):
+        train(carry, batch(1))
+    with pytest.raises(ValueError, match="carry: was used already"):
+        train.params(carry)
+    train.finish(following)
+    for use in (train.finish, train.params, lambda carry: train(carry, batch(1))):
+        with pytest.raises(ValueError, match="carry: was used already"):
+            use(following)
+        with pytest.raises(TypeError, match="carry: expected what start or a call has returned, got a dict"):
+            use(parameters())
+    with pytest.raises(ValueError, match="carry: is of another pipelined step"):
+        pipelined(step_of(offloaded())).finish(train.start(parameters(), offloaded().init(parameters()), batch(0))[0])
+
+
+def test_a_call_that_fails_leaves_the_carry():
+    train, carry = started()
+    with pytest.raises(TypeError):
+        train(carry)
+    with pytest.raises(TypeError, match="batch: a str is no array; name it in static_argnames"):
+        train(carry, "abc")
+    with pytest.raises(KeyError):
+        train(carry, {"x": jnp.ones((2, WIDTH))})
+    train.finish(train(carry, batch(1))[0])
+
+
+def broken(kind):
+    tx = offloaded()
+    if kind == "line search":
+        tx = offloaded(optax.chain(optax.adamw(1e-2), optax.scale_by_backtracking_linesearch(3)))
+
+    def step(params, state, batch):
+        value, grads = jax.value_and_grad(loss_of)(params, batch)
+        if kind == "line search":
+            again = functools.partial(loss_of, batch=batch)
+            updates, state = tx.update(grads, state, params, value=value, grad=grads, value_fn=again)
+            return optax.apply_updates(params, updates), state, value
+        if kind == "no update":
+            return jax.tree.map(jnp.subtract, params, grads), state, value
+        if kind == "ordered":
+            io_callback(lambda x: None, None, value, ordered=True)
+        new, after = jo.update_params(tx, grads, state, params)
+        return {
+            "state not returned": (new, value),
+            "state twice": (new, after, after, value),
+            "dtype": (jax.tree.map(lambda p: p.astype(jnp.bfloat16), new), after, value),
+            "as they were": (params, state, value),
+        }.get(kind, (new, after, value))
+
+    return step, tx
+
+
+ERRORS = {
+    "line search": "update calls the loss again, as a line search does.*use jax_offload.jit",
+    "no update": "has no update of an offload",
+    "ordered": "effects whose order a cut would lose: OrderedIOEffect",
+    "state not returned": "no result has the tree, shapes and dtypes of the carried argument 'state'",
+    "state twice": "2 results have the tree, shapes and dtypes of the carried argument 'state'",
+    "dtype": "no result has the tree, shapes and dtypes of the carried argument 'params'",
+    "as they were": "returns params, state as they were",
+}
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_steps_that_cannot_be_turned_around(kind):
+    with pytest.raises(ValueError, match=ERRORS[kind]):
+        started(*broken(kind))
+
+
+def test_bad_names():
+    step = step_of(offloaded())
+    for names in ((), "nothing", ("params", "weights")):
+        with pytest.raises(ValueError, match=r"donate_argnames: expected names among \['params', 'state', 'batch'\]"):
+            jo.pipelined(step, donate_argnames=names)
+    with pytest.raises(ValueError, match=r"static_argnames: expected names among .* got 'kind'"):
+        jo.pipelined(step, donate_argnames="params", static_argnames="kind")
+    with pytest.raises(ValueError, match="static_argnames: what is carried is not static"):
+        jo.pipelined(step, donate_argnames="params", static_argnames="params")
+    train = jo.pipelined(lambda w, s, x: step(w, s, x), donate_argnames=("w", "s"))
+    carry, _ = train.start(parameters(), offloaded().init(parameters()), batch(0))
+    with pytest.raises(ValueError, match="params: no carried argument is called 'params'"):
+        train.params(carry)
+
+
+def test_two_updates_and_unordered_effects():
+    """Two optimizers in a step: both wait, and both are right. What is printed is of the batch of the call."""
+    one, two = offloaded(), offloaded(optax.chain(CLIP, optax.lion(1e-3)))
+    printed = []
+
+    def step_of_two(form, ours, other):
+        def step(params, state, batch):
+            value, grads = jax.value_and_grad(loss_of)(params, batch)
+            jax.debug.callback(lambda x: printed.append(float(x)), value)
+            layers, rest = {"layers": params["layers"]}, {k: params[k] for k in ("head", "bias")}
+            pick = lambda like: {k: grads[k] for k in like}  # noqa: E731
+            layers, first = new_params(ours, form, pick(layers), state[0], layers)
+            rest, second = new_params(other, form, pick(rest), state[1], rest)
+            return layers | rest, (first, second), value
+
+        return step
+
+    def init(ours, other):
+        params = parameters()
+        return params, (ours.init({"layers": params.pop("layers")}), other.init(params))
+
+    batches = list(map(batch, range(4)))
+    plain_two = optax.chain(CLIP, optax.lion(1e-3))
+    state = init(ADAMW, plain_two)[1]
+    wanted, losses = loop(step_of_two("update", ADAMW, plain_two), (parameters(), state), batches)
+    train = pipelined(step_of_two("update_params", one, two))
+    del printed[:]
+    carry, seen = advance(train, (parameters(), init(one, two)[1]), batches)
+    jax.effects_barrier()
+    assert sorted(printed) == sorted(map(float, now(seen)))
+    np.testing.assert_allclose(now(seen), losses, rtol=0, atol=1e-5)
+    assert_close(train.finish(carry)[0], wanted[-1][0], 1e-5)
+
+
+def test_nothing_of_start_is_donated_before_the_first_call():
+    tx = offloaded()
+    params, state = parameters(), tx.init(parameters())
+    train = pipelined(step_of(tx))
+    carry, _ = train.start(params, state, batch(0))
+    assert not any(x.is_deleted() for x in jax.tree.leaves((params, state)))
+    pending = jax.tree.leaves(carry.kept[1])
+    following, _ = train(carry, batch(1))
+    assert all(x.is_deleted() for x in jax.tree.leaves((params, pending)))
+    kept = jax.tree.leaves(following.kept[:1])
+    assert not any(x.is_deleted() for x in jax.tree.leaves(following.kept))
+    train.finish(following)
+    assert all(x.is_deleted() for x in kept if x.ndim)
+
+
+# On a mesh
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_fully_sharded(axis_type):
+    """The numbers of one device; every leaf of parameters and state stays divided as it was, over all steps."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+    specs = {"layers": P(None, "data"), "head": P("data"), "bias": P()}
+    params = {k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in parameters().items()}
+    tx = offloaded()
+    plain_tx = ADAMW
+
+    def step_on(tx, form):
+        def step(params, state, batch):
+            def loss(params):
+                whole = jax.tree.map(lambda p: gathered(p, mesh, axis_type), params)
+                return loss_of(whole, batch)
+
+            value, grads = jax.value_and_grad(loss)(params)
+            return *new_params(tx, form, grads, state, params), value
+
+        return step
+
+    batches = [jax.device_put(batch(k), NamedSharding(mesh, P("data"))) for k in range(5)]
+    wanted, losses = loop(step_of(plain_tx, "update"), (parameters(), ADAMW.init(parameters())), map(batch, range(5)))
+    with jax.set_mesh(mesh):
+        state = jax.jit(tx.init, out_shardings=jo.state_shardings(tx, params))(params)
+        train = pipelined(step_on(tx, "update_params"))
+        carry, seen = advance(train, (params, state), batches[:3])
+        for each in batches[3:]:
+            before = jax.tree.map(lambda x: x.sharding, carry.kept)
+            carry, aux = train(carry, each)
+            seen.append(aux)
+            assert jax.tree.map(lambda x: x.sharding, carry.kept) == before
+        got, after = train.finish(carry)
+    np.testing.assert_allclose(now(seen), losses, rtol=0, atol=1e-4)
+    assert_close(jax.tree.map(np.asarray, got), jax.tree.map(np.asarray, wanted[-1][0]), 1e-3)
+    like = {k: NamedSharding(mesh, spec) for k, spec in specs.items()}
+    assert all(got[k].sharding.is_equivalent_to(like[k], got[k].ndim) for k in like)
+    moments = optax.tree.get(after, "mu")
+    for k in ("layers", "head"):
+        assert moments[k].sharding.memory_kind == HOST
+        assert moments[k].sharding.is_equivalent_to(like[k].with_memory_kind(HOST), moments[k].ndim)
+
+
+def gathered(p, mesh, axis_type):
+    if axis_type == AxisType.Explicit:
+        return jax.reshard(p, NamedSharding(mesh, P()))
+    return jax.lax.with_sharding_constraint(p, NamedSharding(mesh, P()))

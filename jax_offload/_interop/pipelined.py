@@ -35,7 +35,7 @@ class Aux(NamedTuple):
 
 class Carry:
     """What one call of a pipelined step hands to the next: parameters and state that wait for an update, and what the
-    update needs. A pytree of arrays; its parameters are not the current ones.
+    update needs. A pytree, of arrays and the number of the step; its parameters are not the current ones.
 
     To be saved: ``jax_offload.save_args(carry)``. To be restored: ``jax_offload.restore(manager, like)``, where
     ``like`` is a carry of the same step, from ``start``. What ``finish`` gives depends on no step, and is the better
@@ -120,7 +120,9 @@ class Pipelined:
 
     def start(self, *args: Any, **kwargs: Any) -> tuple[Carry, Aux]:
         """The gradients of the first batch; ``args`` are the step's."""
-        given = _bound(self._signature, args, kwargs)
+        given = self._signature.bind(*args, **kwargs).arguments
+        if missing := [name for name in self._names if name not in given]:
+            raise TypeError(f"start: {', '.join(missing)}: missing; what is carried has no default.")
         carried = {name: jax.tree.map(array_of, given[name]) for name in self._names}
         program, rest = self._traced(carried, given)
         kept, now = program.start(jax.tree.leaves(tuple(carried.values())), rest)
@@ -129,7 +131,7 @@ class Pipelined:
     def __call__(self, carry: Carry, *args: Any, **kwargs: Any) -> tuple[Carry, Aux]:
         """The pending update, then the gradients of the next batch; ``args`` are the step's without what is carried."""
         old = self._of(carry)
-        given = _bound(self._rest, args, kwargs)
+        given = self._rest.bind(*args, **kwargs).arguments
         program, rest = self._traced(dict(zip(self._names, old.carried, strict=True)), given)
         carry.used = True
         kept, late, now = old.train(program, carry.kept, rest)
@@ -176,7 +178,7 @@ class Pipelined:
 
     def _traced(self, carried: dict[str, Any], given: dict[str, Any]) -> tuple[Rotated, dict[str, Any]]:
         """The program for arguments of these types, and those that are neither carried nor static."""
-        static = {name: given[name] for name in self._static}
+        static = {name: given[name] for name in self._static if name in given}
         rest = {name: x for name, x in given.items() if name not in carried and name not in static}
         for name, x in rest.items():
             if other := [x for x in jax.tree.leaves(x) if not is_traced(x)]:
@@ -187,18 +189,12 @@ class Pipelined:
 
             def step(own: Any) -> Any:
                 every = static | own
-                ordered = {name: every[name] for name in self._signature.parameters}
+                ordered = {name: every[name] for name in self._signature.parameters if name in every}
                 bound = inspect.BoundArguments(self._signature, ordered)  # pyright: ignore[reportArgumentType]
                 return self._step(*bound.args, **bound.kwargs)
 
             self._programs[key] = Rotated(step, carried, rest)
         return self._programs[key], rest
-
-
-def _bound(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    bound = signature.bind(*args, **kwargs)
-    bound.apply_defaults()
-    return dict(bound.arguments)
 
 
 def _whole(x: Any) -> Any:
