@@ -99,7 +99,9 @@ def inlined(program: Program) -> Inlined | None:
             given |= {v: _read(operands, made) for v, made in zip(eqn.outvars, update.made, strict=True)}
         else:
             eqns.append(eqn.replace(invars=[_read(given, v) for v in eqn.invars]))
-    next_of = {v: x for v, old in update.next_of.items() if not isinstance(x := operands[old], Literal)}
+    # of an update that is the rest of one, not all arguments are left
+    left = {v: operands[old] for v, old in update.next_of.items() if old in operands}
+    next_of = {v: x for v, x in left.items() if not isinstance(x, Literal)}
     whole = dataclasses.replace(program, eqns=eqns, outputs=[_read(given, v) for v in program.outputs])
     return Inlined(whole, update, own, operands, next_of)
 
