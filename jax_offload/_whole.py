@@ -27,8 +27,9 @@ from jax_offload._base.jaxprs import (
 from jax_offload._base.jaxprs import (
     closed as as_closed,
 )
-from jax_offload._emit.in_scan import scanned
-from jax_offload._emit.region import Update, bound, is_update, marked
+from jax_offload._emit.in_scan import one_after_the_other, scanned
+from jax_offload._emit.loop import or_whole
+from jax_offload._emit.region import KEPT_EFFECTS, Update, bound, is_update, marked
 from jax_offload._emit.run import as_array
 from jax_offload._emit.transfers import Names
 from jax_offload._ir.arrange import Node, arranged, needed
@@ -111,7 +112,7 @@ def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     plain = flat(closed)
     found = None if _is_ordered(closed) else inlined(plain)
     if found is None:
-        return jax_fun(closed)(*args)
+        return _as_it_is(closed, plain, _why_not(closed, plain), args)
     step, plans, moved = found, dict[int, InScan](), set[int]()
     for at in reversed(range(len(step.program.eqns))):
         if (scan := scan_of(step.program.eqns[at])) is not None:
@@ -120,10 +121,8 @@ def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
             if moves.moves:
                 plans[at] = in_scan(step.program, scan, moves)
                 moved |= moves.eqns
-    if not plans:  # as it was, but that it says why
-        noted = [_with_reasons(eqn, step.stays) if is_update(eqn) else eqn for eqn in plain.eqns]
-        jaxpr = Jaxpr([], plain.inputs, plain.outputs, noted, closed.effects, nameless(plain.debug_info))
-        return jax_fun(as_closed(jaxpr))(*plain.consts, *args)
+    if not plans:
+        return _as_it_is(closed, plain, step.stays, args)
     program = step.program
     env: dict[Var, Any] = dict(zip(program.inputs, [*program.consts, *args], strict=True))
     names = {x: name for v, name in step.update.names.items() if not isinstance(x := _read(step.operands, v), Literal)}
@@ -142,11 +141,37 @@ def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
 def _scan_marked(plan: InScan, operands: Sequence[Any], names: Names) -> Iterable[tuple[Var, Any]]:
     makes = plan.makes
 
-    def run(operands: Sequence[Any]) -> list[Any]:
+    def inside(*operands: Any) -> list[Any]:
         made = scanned(plan, dict(zip(plan.operands, operands, strict=True)), names)
         return [made[v] for v in makes]
 
-    return zip(makes, marked(run, plan, operands), strict=True)
+    def apart(*operands: Any) -> list[Any]:
+        made = one_after_the_other(plan, dict(zip(plan.operands, operands, strict=True)))
+        return [made[v] for v in makes]
+
+    run = or_whole(inside, apart)
+    return zip(makes, marked(lambda operands: run(*operands), plan, operands), strict=True)
+
+
+def _as_it_is(closed: ClosedJaxpr, plain: Program, why: tuple[str, ...], args: Sequence[Any]) -> list[Any]:
+    """The step as it was, but that its updates say why."""
+    if not why:
+        return jax_fun(closed)(*args)
+    noted = [_with_reasons(eqn, why) if is_update(eqn) else eqn for eqn in plain.eqns]
+    jaxpr = Jaxpr([], plain.inputs, plain.outputs, noted, closed.effects, nameless(plain.debug_info))
+    return jax_fun(as_closed(jaxpr))(*plain.consts, *args)
+
+
+def _why_not(closed: ClosedJaxpr, plain: Program) -> tuple[str, ...]:
+    """Why a step that is left as it is has no update that moves."""
+    updates = sum(map(is_update, plain.eqns))
+    if updates and _is_ordered(closed):
+        return ("the step has effects whose order would be lost",) if not _has_refs(closed) else ()
+    return (f"the step has {updates} updates, and only one alone moves",) if updates > 1 else ()
+
+
+def _has_refs(closed: ClosedJaxpr) -> bool:
+    return any(type(effect).__name__ not in KEPT_EFFECTS for effect in closed.effects)
 
 
 def _with_reasons(eqn: Equation, why: tuple[str, ...]) -> Equation:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_offload._base.jaxprs import Aval, Literal
+from jax_offload._base.jaxprs import Aval, Literal, jax_fun
 from jax_offload._base.memory import is_host_aval, to_device, to_host
 from jax_offload._base.shardings import constrained, typed_sharding
 from jax_offload._emit.rows import read_rows, write_rows
@@ -136,6 +136,29 @@ def scanned(plan: InScan, env: Env, names: Names) -> dict[Var, Any]:
             if isinstance(dim, Rows):
                 made[v] = host[old] if is_host_aval(v.aval) else device[v if old is None else old]
     return made
+
+
+def one_after_the_other(plan: InScan, env: Env) -> dict[Var, Any]:
+    """The same as in the step: the scan, and then the updates of whole leaves."""
+    scan = plan.scan
+    xs = {k: each.slice.run(*(env[v] for v in each.slice.inputs))[0] for k, each in plan.reread.items()}
+
+    def value(v: Any) -> Any:
+        return as_array(v) if isinstance(v, Literal) else env[v]
+
+    consts, init = [value(v) for v in scan.consts], [value(v) for v in scan.init]
+    rows = [xs[k] if k in xs else value(v) for k, v in enumerate(scan.xs)]
+
+    def iteration(carry: Any, rows: Any) -> Any:
+        results = jax_fun(scan.body)(*consts, *carry, *rows)
+        return results[: len(carry)], results[len(carry) :]
+
+    carry, ys = jax.lax.scan(iteration, init, rows, length=scan.length, reverse=scan.reverse, unroll=scan.unroll)
+    values = {**env, **dict(zip([*scan.carry, *scan.ys], [*carry, *ys], strict=True))}
+    for move in plan.moves:
+        made = move.slice.run(*(values[v] for v in move.slice.inputs))
+        values.update(zip(move.slice.outputs, made, strict=True))
+    return values
 
 
 def _zeros(aval: Aval) -> jax.Array:
