@@ -115,7 +115,7 @@ def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
         return _as_it_is(closed, plain, _why_not(closed, plain), args)
     step, plans, moved = found, dict[int, InScan](), set[int]()
     for at in reversed(range(len(step.program.eqns))):
-        if (scan := scan_of(step.program.eqns[at])) is not None:
+        if (scan := scan_of(step.program.eqns[at])) is not None and scan.length:
             moves, why = moves_of(step.program, scan, at, step.next_of, moved)
             step = dataclasses.replace(step, stays=(*step.stays, *why))
             if moves.moves:
