@@ -32,6 +32,7 @@ from tests._steps import (
 )
 
 STEPS = 20
+ADAMW = optax.adamw(1e-2)
 
 
 @functools.cache
@@ -190,6 +191,21 @@ def test_small_rows_stay_where_they_were():
     assert [y.aval.shape for y in scan.kept] == [(L, N)]
 
 
+def test_no_layers():
+    """A stack of none, as configurations have it; the other moves."""
+
+    def loss(params, x):
+        for name in ("layers_1", "layers_2"):
+            x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, params[name])
+        return (x**2).mean()
+
+    params = {"layers_1": np.zeros((0, N, N), np.float32), "layers_2": numbers("w", L, N, N)}
+    params, tx = jax.device_put(params, jax.devices()[0]), jo.offload(ADAMW, min_bytes=0)
+    step = jo.jit(training_step(tx, loss), compiler_options=FAST)
+    assert sum(moved(step, params, tx.init(params), batch()).values()) == 2
+    same_steps(step, training_step(ADAMW, loss), tx, ADAMW, params)
+
+
 # Optimizers that need something of all layers at once. What they do before that, moments say, may move.
 TOGETHER = {
     "clip_by_global_norm": (lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)), False),
@@ -241,7 +257,6 @@ def same_steps(step, plain, tx, inner, params, rtol=2e-6, n=3, **kwargs):
 # Steps as people write them: what they do beside, and whether the update moves.
 
 MODEL = "bias, embedding, head"
-ADAMW = optax.adamw(1e-2)
 
 
 def whole_gradients(tx, loss):
