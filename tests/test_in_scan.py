@@ -206,6 +206,48 @@ def test_no_layers():
     same_steps(step, training_step(ADAMW, loss), tx, ADAMW, params)
 
 
+def two_stacks(params, x):
+    def body(x, p):
+        return x + jnp.tanh(x @ p[0]) @ p[1], None
+
+    return (jax.lax.scan(body, x, (params["layers_1"], params["layers_2"]))[0] ** 2).mean()
+
+
+def test_a_leaf_that_two_gradients_meet():
+    """One of them overwrites it; the other, which would read it or be written there too, stays."""
+
+    def log(params, grads, new):
+        return params["layers_1"] + grads["layers_2"]
+
+    params = {name: numbers(name, L, N, N) for name in ("layers_1", "layers_2")}
+    params, tx = jax.device_put(params, jax.devices()[0]), jo.offload(ADAMW, min_bytes=0)
+    step = jo.jit(training_step(tx, two_stacks, log=log, update=True), compiler_options=FAST)
+    args = params, tx.init(params), batch()
+    same_steps(step, training_step(ADAMW, two_stacks, log=log, update=True), tx, ADAMW, params)
+    assert sum(moved(step, *args).values()) == 2 and "two gradients" in " ".join(reasons(step, *args))
+
+
+def test_what_the_scan_reads_whole_is_not_overwritten_in_it():
+    def loss(params, x):
+        w = params["layers"]
+        others = jax.lax.stop_gradient(w)
+
+        @jax.checkpoint
+        def body(x, p):
+            v, i = p
+            return x + jnp.tanh(x @ v) @ others[(i + 1) % L], None
+
+        return (jax.lax.scan(body, x, (w, jnp.arange(L)))[0] ** 2).mean()
+
+    params = jax.device_put({"layers": numbers("w", L, N, N)}, jax.devices()[0])
+    tx = jo.offload(ADAMW, min_bytes=0)
+    step = jo.jit(training_step(tx, loss), compiler_options=FAST)
+    (scan,) = scans(step, params, tx.init(params), batch())
+    read = [v for v in scan.scan.consts if v.aval.shape == (L, N, N)]
+    assert read and not {*scan.in_place} & {*read}
+    same_steps(step, training_step(ADAMW, loss), tx, ADAMW, params)
+
+
 # Optimizers that need something of all layers at once. What they do before that, moments say, may move.
 TOGETHER = {
     "clip_by_global_norm": (lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)), False),
