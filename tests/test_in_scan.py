@@ -431,6 +431,17 @@ def reading_after(tx, loss):
     return step
 
 
+def raveling(tx, loss):
+    """Gradients are returned in another shape, in which a layer is many rows."""
+
+    def step(params, state, x):
+        grads = jax.grad(loss)(params, x)
+        params, state = jo.update_params(tx, grads, state, params)
+        return params, state, jax.tree.map(jnp.ravel, grads)
+
+    return step
+
+
 def through_a_tower(tx, loss):
     """Something that is scanned over is made of the gradients: another loop needs them whole."""
 
@@ -450,6 +461,7 @@ STEPS_OF_PEOPLE = {
     inside_jit: True,
     whole_gradients: True,
     through_a_tower: True,
+    raveling: False,
     without_update: False,
     two_updates: False,
     in_cond: False,
