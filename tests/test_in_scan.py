@@ -485,6 +485,34 @@ def test_steps(step_of):
         assert "the step has 2 updates" in " ".join(reasons(step, *args))
 
 
+def test_prints():
+    """Each is printed as often as in the plain step: before the update, in the layers, after it."""
+
+    def printed(tx, seen):
+        def body(x, w):
+            jax.debug.callback(lambda m: seen.append(float(m)), x.mean())
+            return jnp.tanh(x @ w), None
+
+        def loss(params, x):
+            return (jax.lax.scan(body, x, params["layers"])[0] ** 2).mean()
+
+        def step(params, state, x):
+            value, grads = jax.value_and_grad(loss)(params, x)
+            jax.debug.callback(lambda value: seen.append(float(value)), value)
+            params, state = jo.update_params(tx, grads, state, params)
+            jax.debug.callback(lambda w: seen.append(float(w)), params["layers"][0, 0, 0])
+            return params, state
+
+        params = model_of("scan").init()
+        (jo.jit if tx is not ADAMW else jax.jit)(step)(params, tx.init(params), batch())
+        jax.effects_barrier()
+        return np.sort(seen)
+
+    want = printed(ADAMW, [])
+    assert len(want) == L + 2
+    np.testing.assert_allclose(printed(jo.offload(ADAMW, min_bytes=0), []), want, rtol=1e-5)
+
+
 def test_effects_in_order():
     """jax cannot run these with host memory (0.12: a result too many); the step is left as it is, and says so."""
     model, tx = model_of(MODEL), jo.offload(ADAMW, min_bytes=0)
