@@ -166,7 +166,7 @@ def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
 
     def call(args: Any, kwargs: Any) -> list[Any]:
         step(*args, **kwargs)
-        return jax.tree.leaves((args, kwargs))
+        return [x if hasattr(x, "dtype") else 0 for x in jax.tree.leaves((args, kwargs))]  # static: a function, a name
 
     rows: list[Leaf] = []
 

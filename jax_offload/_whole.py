@@ -29,8 +29,9 @@ from jax_offload._base.jaxprs import (
 )
 from jax_offload._emit.barriers import gate
 from jax_offload._emit.deduplicate import functions
-from jax_offload._emit.in_scan import scanned
-from jax_offload._emit.region import Update, bound, is_update, marked
+from jax_offload._emit.in_scan import one_after_the_other, scanned
+from jax_offload._emit.loop import or_whole
+from jax_offload._emit.region import KEPT_EFFECTS, Update, bound, is_update, marked
 from jax_offload._emit.run import as_array
 from jax_offload._emit.serialise import Serialise, serial_parts
 from jax_offload._emit.transfers import Names
@@ -107,9 +108,11 @@ def inlined(program: Program) -> Inlined | None:
             given |= {v: _read(operands, made) for v, made in zip(eqn.outvars, recipe.outputs, strict=True)}
         else:
             eqns.append(eqn.replace(invars=[_read(given, v) for v in eqn.invars]))
-    next_of = {v: x for v, old in update.next_values.items() if not isinstance(x := operands[old], Literal)}
+    # of an update that is the rest of one, not all arguments are left
+    left = {v: operands[old] for v, old in update.next_values.items() if old in operands}
+    next_of = {v: x for v, x in left.items() if not isinstance(x, Literal)}
     outputs = [_read(given, v) for v in program.outputs]
-    shards = {x: n for v, n in recipe.shards.items() if not isinstance(x := operands[v], Literal)}
+    shards = {x: n for v, n in recipe.shards.items() if v in operands and not isinstance(x := operands[v], Literal)}
     whole = dataclasses.replace(program, eqns=eqns, outputs=outputs, shards=shards)
     return Inlined(whole, update, own, operands, next_of)
 
@@ -119,9 +122,11 @@ def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     plain = flat(closed)
     found = None if _is_ordered(closed) else inlined(plain)
     if found is None:
-        return jax_fun(closed)(*args)
+        return _as_it_is(closed, plain, _why_not(closed, plain), args)
     step, plans, moved = found, dict[int, InScan](), set[int]()
-    scans = [(at, scan) for at, eqn in enumerate(step.program.eqns) if (scan := scan_of(eqn)) is not None]
+    scans = [
+        (at, scan) for at, eqn in enumerate(step.program.eqns) if (scan := scan_of(eqn)) is not None and scan.length
+    ]
     for at, scan in reversed(scans):
         moves, why = moves_of(step.program, scan, at, step.next_of, moved)
         step = dataclasses.replace(step, stays=(*step.stays, *why))
@@ -136,10 +141,8 @@ def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
                 plans[at] = in_scan(step.program, scan, moves, ahead=True)
                 moved |= moves.eqns
     parts = _parts(step, plans, moved)
-    if not plans and not any(isinstance(part, Gate) for part in parts):  # as it was, but that it says why
-        noted = [_with_reasons(eqn, step.stays) if is_update(eqn) else eqn for eqn in plain.eqns]
-        jaxpr = Jaxpr([], plain.inputs, plain.outputs, noted, closed.effects, nameless(plain.debug_info))
-        return jax_fun(as_closed(jaxpr))(*plain.consts, *args)
+    if not plans and not any(isinstance(part, Gate) for part in parts):
+        return _as_it_is(closed, plain, step.stays, args)
     program = step.program
     env: dict[Var, Any] = dict(zip(program.inputs, [*program.consts, *args], strict=True))
     names = {x: name for v, name in step.update.names.items() if not isinstance(x := _read(step.operands, v), Literal)}
@@ -156,11 +159,17 @@ def _made(part: Slice | InScan | Rest | Piece, env: Mapping[Var, Any], names: Na
     if isinstance(part, InScan):
         makes = part.makes
 
-        def in_scan(operands: Sequence[Any]) -> list[Any]:
+        def inside(*operands: Any) -> list[Any]:
             made = scanned(part, dict(zip(part.operands, operands, strict=True)), names)
             return [made[v] for v in makes]
 
-        return zip(makes, marked(in_scan, [env[v] for v in part.operands], part.operands, part.planned), strict=True)
+        def apart(*operands: Any) -> list[Any]:
+            made = one_after_the_other(part, dict(zip(part.operands, operands, strict=True)))
+            return [made[v] for v in makes]
+
+        run = or_whole(inside, apart)
+        given = [env[v] for v in part.operands]
+        return zip(makes, marked(lambda xs: run(*xs), given, part.operands, part.planned), strict=True)
     if isinstance(part, Rest):
         operands = [as_array(v) if isinstance(v, Literal) else env[v] for v in part.operands]
         return zip(_vars(part.update.program.outputs), bound(part.update, operands), strict=True)
@@ -175,6 +184,27 @@ def _made(part: Slice | InScan | Rest | Piece, env: Mapping[Var, Any], names: Na
         return zip(s.outputs, marked(piece, [env[v] for v in s.inputs], s.inputs, part.planned), strict=True)
     s = part.slice if isinstance(part, Piece) else part
     return zip(s.outputs, s.run(*(env[v] for v in s.inputs)), strict=True)
+
+
+def _as_it_is(closed: ClosedJaxpr, plain: Program, why: tuple[str, ...], args: Sequence[Any]) -> list[Any]:
+    """The step as it was, but that its updates say why."""
+    if not why:
+        return jax_fun(closed)(*args)
+    noted = [_with_reasons(eqn, why) if is_update(eqn) else eqn for eqn in plain.eqns]
+    jaxpr = Jaxpr([], plain.inputs, plain.outputs, noted, closed.effects, nameless(plain.debug_info))
+    return jax_fun(as_closed(jaxpr))(*plain.consts, *args)
+
+
+def _why_not(closed: ClosedJaxpr, plain: Program) -> tuple[str, ...]:
+    """Why a step that is left as it is has no update that moves."""
+    updates = sum(map(is_update, plain.eqns))
+    if updates and _is_ordered(closed):
+        return ("the step has effects whose order would be lost",) if not _has_refs(closed) else ()
+    return (f"the step has {updates} updates, and only one alone moves",) if updates > 1 else ()
+
+
+def _has_refs(closed: ClosedJaxpr) -> bool:
+    return any(type(effect).__name__ not in KEPT_EFFECTS for effect in closed.effects)
 
 
 def _with_reasons(eqn: Equation, why: tuple[str, ...]) -> Equation:

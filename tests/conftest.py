@@ -46,6 +46,8 @@ _LONG |= {
     "test_defaults.py": 3,
     "test_trainers.py": 2,
     "test_pipelined.py": 3,
+    "test_in_scan.py": 4,
+    "test_random_steps.py": 4,
 }
 
 
@@ -80,7 +82,7 @@ def pytest_terminal_summary(terminalreporter, config):
     if not config.getoption("--everything"):
         said.append(
             "left out: every optimizer eagerly, a fraction, optax's repetitions for other dtypes, killing a job "
-            "50 times, a thousand random damages to a checkpoint (--everything: all)"
+            "50 times, a thousand random damages to a checkpoint, most of 200 random steps (--everything: all)"
         )
     if config.getoption("--short"):
         said.append("left out: optax's own tests, and two in three of the long files (make test FULL=1: none)")

@@ -8,10 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from flax.training.dynamic_scale import DynamicScale
 from flax.training.train_state import TrainState
+from jax.experimental import io_callback
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
 from jax_offload._interop import jit as interop_jit

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from jax_offload._base.jaxprs import Aval, Literal, Var
+from jax_offload._base.jaxprs import Aval, Literal, Var, jax_fun
 from jax_offload._base.memory import is_host_aval, to_device, to_host
 from jax_offload._base.shardings import constrained, typed_sharding
 from jax_offload._emit.rows import read_rows, write_rows
@@ -205,6 +205,37 @@ def _row_major(x: jax.Array) -> jax.Array:
     """
     in_order = Layout(tuple(range(x.ndim)))
     return jax.lax.platform_dependent(x, tpu=lambda x: with_layout_constraint(x, in_order), default=lambda x: x)
+
+
+def one_after_the_other(plan: InScan, env: Mapping[Var, Any]) -> Values:
+    """The same as in the step: the scan, and before it or after it the updates of whole leaves."""
+    scan, values = plan.scan, dict(env)
+
+    def update() -> None:
+        for move in plan.moves:
+            made = move.slice.run(*(values[v] for v in move.slice.inputs))
+            values.update(zip(move.slice.outputs, made, strict=True))
+
+    if plan.ahead:
+        update()
+    xs = {k: each.slice.run(*(env[v] for v in each.slice.inputs))[0] for k, each in plan.reread.items()}
+    xs |= {k: values[v] for k, v in plan.fed.items()}
+
+    def value(v: Any) -> Any:
+        return as_array(v) if isinstance(v, Literal) else values[v]
+
+    consts, init = [value(v) for v in scan.consts], [value(v) for v in scan.init]
+    rows = [xs[k] if k in xs else value(v) for k, v in enumerate(scan.xs)]
+
+    def iteration(carry: Any, rows: Any) -> Any:
+        results = jax_fun(scan.body)(*consts, *carry, *rows)
+        return results[: len(carry)], results[len(carry) :]
+
+    carry, ys = jax.lax.scan(iteration, init, rows, length=scan.length, reverse=scan.reverse, unroll=scan.unroll)
+    values.update(zip([*scan.carry, *scan.ys], [*carry, *ys], strict=True))
+    if not plan.ahead:
+        update()
+    return values
 
 
 def _zeros(aval: Aval) -> jax.Array:
