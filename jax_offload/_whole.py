@@ -169,7 +169,7 @@ def _made(part: Slice | InScan | Rest | Piece, env: Mapping[Var, Any], names: Na
 
         run = or_whole(inside, apart)
         given = [env[v] for v in part.operands]
-        return zip(makes, marked(lambda xs: run(*xs), given, part.operands, part.planned), strict=True)
+        return zip(makes, marked(lambda xs: run(*xs), given, part), strict=True)
     if isinstance(part, Rest):
         operands = [as_array(v) if isinstance(v, Literal) else env[v] for v in part.operands]
         return zip(_vars(part.update.program.outputs), bound(part.update, operands), strict=True)
@@ -181,7 +181,7 @@ def _made(part: Slice | InScan | Rest | Piece, env: Mapping[Var, Any], names: Na
             functions([planned], names)(planned, inner)
             return [inner[v] for v in s.outputs]
 
-        return zip(s.outputs, marked(piece, [env[v] for v in s.inputs], s.inputs, part.planned), strict=True)
+        return zip(s.outputs, marked(piece, [env[v] for v in s.inputs], part), strict=True)
     s = part.slice if isinstance(part, Piece) else part
     return zip(s.outputs, s.run(*(env[v] for v in s.inputs)), strict=True)
 

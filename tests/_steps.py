@@ -21,7 +21,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jax_offload as jo
-from jax_offload._emit.region import updates_in
+from jax_offload._emit.region import Part, updates_in
 from jax_offload._plan.in_scan import InScan
 
 # To compile fast, and so that what is cast to bfloat16 is rounded there in every program.
@@ -460,7 +460,8 @@ def moved(step: Any, *args: Any, **kwargs: Any) -> dict[str, bool]:
 def scans(step: Any, *args: Any, **kwargs: Any) -> list[InScan]:
     """The scans of a step of ``jo.jit`` with updates inside."""
     found = updates_in(step.trace(*args, **kwargs).jaxpr)
-    return [each.update for each in found if isinstance(each.update, InScan)]
+    plans = [each.update.plan for each in found if isinstance(each.update, Part)]
+    return [plan for plan in plans if isinstance(plan, InScan)]
 
 
 def difference(got: Any, want: Any) -> dict[str, float]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax.core import Tracer
@@ -137,6 +137,18 @@ class Update:
             return guarded(results, list(args))
 
 
+class PartPlan(Protocol):
+    """The plan of a part: of a scan with updates inside, of one piece."""
+
+    @property
+    def operands(self) -> list[Var]:
+        """Those of its equation, as variables of the step."""
+        ...
+
+    @property
+    def planned(self) -> list[Planned]: ...
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Part:
     """A part of an update that runs elsewhere in a step, inside a scan say.
@@ -144,15 +156,19 @@ class Part:
     Attributes:
       jaxpr: what it does, transfers and all.
       operands: those of its equation, as variables of the step.
-      planned: its slices, to be printed.
+      plan: of it, with its slices, to be printed.
     """
 
     jaxpr: ClosedJaxpr
     operands: list[Var]
-    planned: list[Planned]
+    plan: PartPlan
 
     def __repr__(self) -> str:
         return f"Part({len(self.planned)} slices)"
+
+    @property
+    def planned(self) -> list[Planned]:
+        return self.plan.planned
 
     @property
     def avals(self) -> tuple[list[Any], list[Any]]:
@@ -171,19 +187,16 @@ class Part:
         return jax_fun(self.jaxpr)(*args)
 
 
-def marked(
-    run: Callable[[Sequence[Any]], list[Any]], args: Sequence[Any], operands: list[Var], planned: list[Planned]
-) -> list[Any]:
-    """``run(args)`` as one equation, a ``Part`` of an update: its operands are variables of the step."""
+def marked(run: Callable[[Sequence[Any]], list[Any]], args: Sequence[Any], plan: PartPlan) -> list[Any]:
+    """``run(args)`` as one equation, a ``Part`` of an update."""
     traced, _ = jaxpr_of(lambda *args: run(args), *args)
     if traced.consts or not all(type(effect).__name__ in KEPT_EFFECTS for effect in traced.effects):
         return run(args)
     inner = traced.jaxpr
     handed_on = dict(zip(inner.invars, args, strict=True))
     made = [v for v in inner.outvars if not isinstance(v, Literal) and v not in handed_on]
-    part = Part(
-        closed(Jaxpr([], inner.invars, made, inner.eqns, inner.effects, nameless(inner.debug_info))), operands, planned
-    )
+    jaxpr = Jaxpr([], inner.invars, made, inner.eqns, inner.effects, nameless(inner.debug_info))
+    part = Part(closed(jaxpr), plan.operands, plan)
     results = handed_on | dict(zip(made, _region.bind(*args, update=part), strict=True))
     return [as_array(v) if isinstance(v, Literal) else results[v] for v in inner.outvars]
 
