@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.core import Tracer
 
+from jax_offload._interop.jit import Jitted
 from jax_offload._interop.rotated import Kept, Rotated, array_of, is_traced
 
 
@@ -96,6 +97,7 @@ def pipelined(
       >>> carry, aux = train.start(w, tx.init(w), x)
       >>> w, state = train.finish(train(carry, x)[0])
     """
+    step = step.__wrapped__ if isinstance(step, Jitted) else step  # it rewrites the whole, turned round
     parameters = inspect.signature(step).parameters
     names: list[tuple[str, ...]] = []
     for what, given in (("donate_argnames", donate_argnames), ("static_argnames", static_argnames)):

@@ -145,8 +145,10 @@ class _Spots:
 
     @property
     def updates(self) -> list[int]:
-        """How many pieces with something to update there are at each."""
-        return [sum(bool(spot.tokens) for spot in spots) for spots in self.at.values()]
+        """How many pieces with something large to update there are at each."""
+        return [
+            sum(bool(spot.loads) or any(map(is_large, spot.tokens)) for spot in spots) for spots in self.at.values()
+        ]
 
     def gates(self, passes: _Passes, ahead: bool) -> dict[int, Gate]:
         """At every spot: the leaves of the next wait for what the pass goes on with, and both for the spot before."""

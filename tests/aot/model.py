@@ -48,6 +48,13 @@ def loss(params: Any, x: jax.Array) -> jax.Array:
     return (x.astype(jnp.float32) ** 2).mean()
 
 
+def two_by_two(params: Any, x: jax.Array) -> jax.Array:
+    """Checkpointed layers of two matrices each, scanned."""
+    layer = jax.checkpoint(lambda x, w: jnp.tanh(jnp.tanh(x @ w[0]) @ w[1]))
+    x, _ = jax.lax.scan(lambda x, w: (layer(x, w), None), x, params["w"])
+    return (x.astype(jnp.float32) ** 2).mean()
+
+
 def step_of(
     tx: optax.GradientTransformation,
     loss: Callable[[Any, Any], jax.Array],

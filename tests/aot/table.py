@@ -9,6 +9,7 @@ hour. ``python -m tests.aot.table time`` prints simulated step times, of the mod
 import tests.conftest  # noqa: F401, I001  (first: it sets up jax's CPU devices)
 import itertools
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +24,17 @@ from benchmarks.systems import OURS, RECIPE, RESIDENT
 from jax.sharding import PartitionSpec as P
 from jax_offload._whole import whole as whole_step
 
-from tests.aot.cases import Point, bounded, device_sharding, measure_sharded, measure_step
+from tests.aot.cases import (
+    Point,
+    bounded,
+    device_sharding,
+    measure_sharded,
+    measure_step,
+    measure_turned,
+    measure_update,
+)
 from tests.aot.harness import H200, MIB, V5E, V5E_2X2, Measured, measure
-from tests.aot.model import ADAMW, CLIPPED
+from tests.aot.model import ADAMW, CLIPPED, loss, parameters, two_by_two
 from tests.aot.model import ROWS as ON_A_GPU
 
 NAMES = {H200: "H200", V5E: "TPU v5e", V5E_2X2: "v5e 2×2"}
@@ -187,6 +196,32 @@ def time() -> None:
     )
 
 
+def turned() -> None:
+    """The step that ``jo.pipelined`` makes of a clipped one, beside the plain loop."""
+    print(
+        "| model | storage | tokens | peak, MiB | step, ms | beside resident | exposed |\n"
+        "|---|---|---:|---:|---:|---:|---:|"
+    )
+    sharding, options = device_sharding(H200), jo.compiler_options("cuda")
+    stacked = {"w": jax.ShapeDtypeStruct((12, 2, 4096, 4096), jnp.float32, sharding=sharding)}
+    unrolled = parameters(24, 4096, False, sharding)
+    cases = [("12×(2×4096²), scanned", stacked, two_by_two, tokens) for tokens in (TOKENS, 2 * TOKENS)]
+    for model, params, model_loss, tokens in [*cases, ("24×4096², unrolled", unrolled, loss, TOKENS)]:
+        x = jax.ShapeDtypeStruct((tokens, 4096), jnp.float32, sharding=sharding)
+        resident = measure_update(H200, CLIPPED, params, model_loss, x, options=options)
+        time = _timed(f"{model} | resident | {tokens}", resident, 0.0)
+        for storage in (None, "bfloat16", {"mu": "int8", "nu": "uint8"}) if tokens == TOKENS else (None,):
+            tx = jo.offload(CLIPPED, storage=storage)
+            plain = measure_update(H200, tx, params, model_loss, x, options=options)
+            _timed(f"{model} | {_name(storage)}, plain loop | {tokens}", plain, time)
+            m = measure_turned(H200, tx, params, model_loss, x, options=options)
+            _timed(f"{model} | {_name(storage)}, `jo.pipelined` | {tokens}", m, time)
+
+
+def _name(storage: Any) -> str:
+    return "float32" if storage is None else storage if isinstance(storage, str) else "int8"
+
+
 def _timed(model: str, m: Measured, resident: float) -> float:
     """Prints a row of ``time``; returns the resident step's time, which is the first one's."""
     t = m.timeline(H200)
@@ -210,5 +245,5 @@ def main(targets: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    tables = {"sharded": sharded, "precision": precision, "defaults": defaults, "time": time}
+    tables = {"sharded": sharded, "precision": precision, "defaults": defaults, "time": time, "turned": turned}
     tables[sys.argv[1]]() if sys.argv[1:2] and sys.argv[1] in tables else main(sys.argv[1:])
