@@ -44,9 +44,14 @@ def needed(nodes: Sequence[Node], wanted: Sequence[Var], kept: bool = True) -> s
 
 
 def arranged(nodes: Sequence[Node], which: Set[int]) -> list[Node]:
-    """Those of ``nodes``, in their order, but that each comes after what it needs."""
+    """Those of ``nodes``, in their order, but that each comes after what it needs.
+
+    Raises:
+      ValueError: some need each other.
+    """
     made, order = makers(nodes), list[Node]()
     done: set[int] = set()
+    begun: set[int] = set()
     for first in sorted(which):
         stack = [(first, False)]
         while stack:
@@ -57,6 +62,9 @@ def arranged(nodes: Sequence[Node], which: Set[int]) -> list[Node]:
                 done.add(k)
                 order.append(nodes[k])
                 continue
+            if k in begun:
+                raise ValueError("parts of the step need each other")
+            begun.add(k)
             stack.append((k, True))
             stack += [(made[v], False) for v in reversed(nodes[k].reads) if v in made and made[v] not in done]
     return order
