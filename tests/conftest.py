@@ -46,6 +46,7 @@ _LONG |= {
     "test_defaults.py": 3,
     "test_trainers.py": 2,
     "test_pipelined.py": 3,
+    "test_turned.py": 4,
     "test_in_scan.py": 4,
     "test_random_steps.py": 4,
 }

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax_offload._base.arrays import is_array
 from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, jaxpr_of, sub_jaxprs
 from jax_offload._base.memory import on_a_mesh
+from jax_offload._emit.region import is_update
 from jax_offload._emit.run import as_array
 from jax_offload._interop.jit import Jitted
 from jax_offload._step import Cut, cut_step
@@ -217,9 +218,9 @@ def _models_in_update(cut: Cut, own: Sequence[Var], given: Sequence[Var]) -> boo
 
 
 def _multiplies(eqn: Equation) -> bool:
-    return eqn.primitive.name in _MATMULS or any(
-        _multiplies(inner) for jaxpr, _ in sub_jaxprs(eqn) for inner in jaxpr.eqns
-    )
+    inside = [inner for jaxpr, _ in sub_jaxprs(eqn) for inner in jaxpr.eqns]
+    inside += eqn.params["update"].program.eqns if is_update(eqn) else []
+    return eqn.primitive.name in _MATMULS or any(map(_multiplies, inside))
 
 
 def _run(cut: Cut, env: dict[Var, Any], part: int) -> None:

@@ -117,6 +117,11 @@ def test_arranged():
     assert [node.payload for node in arranged(nodes, {1})] == ["x>a", "a>c", "c>b"]
 
 
+def test_arranged_in_a_circle():
+    with pytest.raises(RuntimeError, match="need each other"):
+        arranged(nodes_of("b>a", "a>b"), {0, 1})
+
+
 def test_balanced():
     program = program_of(lambda *xs: xs, *(host(n, 8) for n in (1, 2, 3, 4)))
     one, other = _balanced(program.inputs)
