@@ -7,6 +7,8 @@ hour. ``python -m tests.aot.table time`` prints simulated step times, of the mod
 """
 
 import tests.conftest  # noqa: F401, I001  (first: it sets up jax's CPU devices)
+import dataclasses
+import functools
 import itertools
 import sys
 from typing import Any
@@ -16,7 +18,7 @@ import jax.numpy as jnp
 import optax
 
 import jax_offload as jo
-from benchmarks import systems
+from benchmarks import gpt, systems
 from benchmarks.cases import SHAPES
 from benchmarks.jax_system import program
 from benchmarks.recipe import usual_recipe
@@ -218,6 +220,31 @@ def turned() -> None:
             _timed(f"{model} | {_name(storage)}, `jo.pipelined` | {tokens}", m, time)
 
 
+def unrolled() -> None:
+    """Peaks of unrolled layers of which a share is on the host, or that are clipped outside."""
+    print("| | resident | `jax.jit` | `jo.jit` |\n|---|---:|---:|---:|")
+    sharding, options = device_sharding(H200), jo.compiler_options("cuda")
+
+    def row(name: str, tx: Any, inner: Any, *model: Any, **kwargs: Any) -> None:
+        ways = (inner, False), (tx, False), (tx, True)
+        peaks = [measure_update(H200, t, *model, whole=w, options=options, **kwargs).peak for t, w in ways]
+        print(f"| {name} | {' | '.join(f'{peak:.0f}' for peak in peaks)} |", flush=True)
+
+    x = jax.ShapeDtypeStruct((TOKENS, 4096), jnp.float32, sharding=sharding)
+    toy = parameters(24, 4096, False, sharding), loss, x
+    row("24×4096², `fraction=0.5`", jo.offload(ADAMW, fraction=0.5), ADAMW, *toy, update_params=True)
+    shape = dataclasses.replace(SHAPES["1.3b"], layers=6)
+    params = jax.eval_shape(lambda: gpt.init(shape, 0))
+    params = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.bfloat16, sharding=sharding), params)
+    tokens = jax.ShapeDtypeStruct((TOKENS // shape.context, shape.context + 1), jnp.int32, sharding=sharding)
+    model = params, functools.partial(gpt.loss, shape, None, jnp.bfloat16), tokens
+    for fraction in (0.5, 0.1):
+        tx = jo.offload(ADAMW, fraction=fraction)
+        row(f"GPT 1.3B, 6 layers, bfloat16, `fraction={fraction}`", tx, ADAMW, *model, update_params=True)
+    outside = optax.chain(optax.clip_by_global_norm(1.0), jo.offload(ADAMW))
+    row("the same, clipping outside, `update`", outside, CLIPPED, *model)
+
+
 def _name(storage: Any) -> str:
     return "float32" if storage is None else storage if isinstance(storage, str) else "int8"
 
@@ -245,5 +272,12 @@ def main(targets: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    tables = {"sharded": sharded, "precision": precision, "defaults": defaults, "time": time, "turned": turned}
+    tables = {
+        "sharded": sharded,
+        "precision": precision,
+        "defaults": defaults,
+        "time": time,
+        "turned": turned,
+        "unrolled": unrolled,
+    }
     tables[sys.argv[1]]() if sys.argv[1:2] and sys.argv[1] in tables else main(sys.argv[1:])
