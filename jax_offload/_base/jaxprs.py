@@ -159,6 +159,12 @@ class Call(Protocol):
     @property
     def effects(self) -> frozenset[Any]: ...
 
+    @property
+    def recipe(self) -> Jaxpr:
+        """Equations that need of jax what the emitted ones will: it looks for memories, shardings and callbacks in the
+        jaxprs among an equation's parameters before it lowers any, and drops transfers where it has seen none."""
+        ...
+
     def emitted(self, args: Sequence[Any]) -> list[Any]:
         """Its results, by equations of the trace that is under way."""
         ...
@@ -173,19 +179,25 @@ def equations(call: Call) -> ClosedJaxpr:
     return jaxpr_of(call.emitted, call.avals[0])[0]
 
 
+def params_of(call: Call) -> dict[str, Any]:
+    """The parameters of an equation that does what ``call`` says."""
+    return {"update": call, "recipe": call.recipe}
+
+
 def call_primitive(name: str) -> Primitive:
-    """A primitive that does what its parameter ``update`` says, and says it in equations where it is lowered.
+    """A primitive that does what its parameter ``update`` says, and says it in equations where it is lowered. Bind it
+    with ``params_of``.
 
     Under ``vmap`` and differentiation these equations take its place, so that nothing needs to know of them.
     """
 
-    def batched(axis: Any, xs: Sequence[Any], dims: Sequence[Any], *, update: Call) -> Any:
+    def batched(axis: Any, xs: Sequence[Any], dims: Sequence[Any], *, update: Call, recipe: Jaxpr) -> Any:
         axes = tuple(None if d is None else int(d) for d in dims)
         over: dict[str, Any] = dict(axis_name=axis.name, axis_size=axis.size, spmd_axis_name=axis.spmd_name)
         out = jax.vmap(jax_fun(equations(update)), axes, **over)(*xs)
         return out, [0] * len(out)
 
-    def derived(xs: Sequence[Any], tangents: Sequence[Any], *, update: Call) -> Any:
+    def derived(xs: Sequence[Any], tangents: Sequence[Any], *, update: Call, recipe: Jaxpr) -> Any:
         nonzero = [not isinstance(t, ad.Zero) and t.dtype != jax.dtypes.float0 for t in tangents]
         derivative, out_nonzero = jvp_jaxpr(cast(Any, equations(update)), nonzero, instantiate=False)
         results = jax_fun(cast(Any, derivative))(*xs, *(t for t, used in zip(tangents, nonzero, strict=True) if used))
@@ -200,16 +212,16 @@ def call_primitive(name: str) -> Primitive:
         needed, update = eqn.params["update"].only(list(used))
         invars = [v for v, n in zip(eqn.invars, needed, strict=True) if n]
         outvars = [v for v, u in zip(eqn.outvars, used, strict=True) if u]
-        return needed, eqn.replace(invars=invars, outvars=outvars, params={"update": update}, effects=update.effects)
+        return needed, eqn.replace(invars=invars, outvars=outvars, params=params_of(update), effects=update.effects)
 
-    def lower(context: Any, *args: Any, update: Call) -> Any:
+    def lower(context: Any, *args: Any, update: Call, recipe: Jaxpr) -> Any:
         # Not as a function of its own: XLA's CPU rounds bfloat16 at its edges, as it inlines it too late.
         return mlir.lower_fun(lambda *args: update.emitted(args), multiple_results=True)(context, *args)
 
     primitive = Primitive(name)
     primitive.multiple_results = True
-    primitive.def_impl(lambda *xs, update: jax_fun(equations(update))(*xs))
-    primitive.def_effectful_abstract_eval(lambda *_, update: (list(update.avals[1]), update.effects))
+    primitive.def_impl(lambda *xs, update, recipe: jax_fun(equations(update))(*xs))
+    primitive.def_effectful_abstract_eval(lambda *_, update, recipe: (list(update.avals[1]), update.effects))
     batching.fancy_primitive_batchers[primitive] = batched
     ad.primitive_jvps[primitive] = derived
     pe.dce_rules[primitive] = without_unused

@@ -27,6 +27,7 @@ from jax_offload._base.jaxprs import (
     jax_fun,
     jaxpr_of,
     nameless,
+    params_of,
     sub_jaxprs,
     without_dead_code,
 )
@@ -109,6 +110,10 @@ class Update:
     def effects(self) -> frozenset[Any]:
         return self.program.effects
 
+    @property
+    def recipe(self) -> Jaxpr:
+        return self.program.closed.jaxpr
+
     def only(self, used: Sequence[bool]) -> tuple[list[bool], Update]:
         """The update for some of its results: planned anew, as what it does not make it need not load."""
         needed, program = self.program.only(used)
@@ -178,6 +183,10 @@ class Part:
     def effects(self) -> frozenset[Any]:
         return frozenset(self.jaxpr.effects)
 
+    @property
+    def recipe(self) -> Jaxpr:
+        return self.jaxpr.jaxpr
+
     def only(self, used: Sequence[bool]) -> tuple[list[bool], Part]:
         jaxpr, needed = without_dead_code(self.jaxpr.jaxpr, used)
         operands = [v for v, n in zip(self.operands, needed, strict=True) if n]
@@ -197,7 +206,7 @@ def marked(run: Callable[[Sequence[Any]], list[Any]], args: Sequence[Any], plan:
     made = [v for v in inner.outvars if not isinstance(v, Literal) and v not in handed_on]
     jaxpr = Jaxpr([], inner.invars, made, inner.eqns, inner.effects, nameless(inner.debug_info))
     part = Part(closed(jaxpr), plan.operands, plan)
-    results = handed_on | dict(zip(made, _region.bind(*args, update=part), strict=True))
+    results = handed_on | dict(zip(made, _region.bind(*args, **params_of(part)), strict=True))
     return [as_array(v) if isinstance(v, Literal) else results[v] for v in inner.outvars]
 
 
@@ -227,7 +236,7 @@ def bound(update: Update, args: Sequence[Any]) -> list[Any]:
             gradients=tuple(shift + i for i in update.gradients),
             divided=None if update.divided is None else without_the_rest(update.divided),
         )
-        results = handed_on | dict(zip(made, _region.bind(*operands, update=update), strict=True))
+        results = handed_on | dict(zip(made, _region.bind(*operands, **params_of(update)), strict=True))
     return [as_array(v) if isinstance(v, Literal) else results[v] for v in program.outputs]
 
 
@@ -300,6 +309,8 @@ def updates_in(step: Any) -> list[Found]:
 
 _MOVES = ("device_put", "sharding_constraint", "reshard", "copy", "optimization_barrier", "jax_offload_donation")
 
+_CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call")
+
 
 def _found(jaxpr: Any, origin: dict[Var, Var]) -> Iterator[Found]:
     """``origin``: variables of the jaxpr -> those of the step that they are. Moves are looked through where it does not
@@ -318,4 +329,9 @@ def _found(jaxpr: Any, origin: dict[Var, Var]) -> Iterator[Found]:
             yield Found(update, known(update.operands, eqn.invars))
         else:
             for inner, operands in sub_jaxprs(eqn):
-                yield from _found(inner, known(inner.invars, operands))
+                own = known(inner.invars, operands)
+                yield from _found(inner, own)
+                if eqn.primitive.name in _CALLS:  # a gate, say, hands on what it is given
+                    for v, x in zip(eqn.outvars, inner.outvars, strict=True):
+                        if not isinstance(x, Literal) and x in own:
+                            origin[v] = own[x]
