@@ -1,0 +1,124 @@
+"""Unrolled layers under ``jo.jit`` and ``jo.pipelined``: pieces of the update between the passes, and gates."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jax_offload as jo
+from jax_offload._emit.region import Part, updates_in
+
+LAYERS, WIDTH, ROWS = 6, 128, 64
+ADAMW = optax.adamw(1e-2)
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), ADAMW)
+OPTIONS = {"min_bytes": 1024, "window": 2**20}  # a window that is given: pieces this small would run apart
+
+
+def parameters():
+    keys = jax.random.split(jax.random.key(0), LAYERS)
+    params = {f"layer_{k}": 0.1 * jax.random.normal(key, (WIDTH, WIDTH)) for k, key in enumerate(keys)}
+    return jax.device_put(params | {"bias": jnp.zeros(WIDTH)}, jax.devices()[0])
+
+
+def batch(k):
+    return jax.random.normal(jax.random.key(100 + k), (ROWS, WIDTH))
+
+
+def loss(params, x):
+    for k in range(LAYERS):
+        x = jnp.tanh(x @ params[f"layer_{k}"])
+    return ((x + params["bias"]) ** 2).mean()
+
+
+def checkpointed(params, x):
+    layer = jax.checkpoint(lambda x, w: jnp.tanh(x @ w))
+    for k in range(LAYERS):
+        x = layer(x, params[f"layer_{k}"].astype(jnp.bfloat16).astype(jnp.float32))
+    return ((x + params["bias"]) ** 2).mean()
+
+
+def step_of(tx, loss, update_params):
+    def step(params, state, x):
+        value, grads = jax.value_and_grad(loss)(params, x)
+        if update_params:
+            params, state = jo.update_params(tx, grads, state, params)
+        else:
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        return params, state, value
+
+    return step
+
+
+def offloaded(clip, fraction):
+    tx = jo.offload(CLIPPED if clip == "inside" else ADAMW, fraction=fraction, **OPTIONS)
+    return optax.chain(optax.clip_by_global_norm(0.1), tx) if clip == "outside" else tx
+
+
+def resident(clip, loss, steps):
+    tx = ADAMW if clip == "none" else CLIPPED
+    step, params = jax.jit(step_of(tx, loss, False)), parameters()
+    state = tx.init(params)
+    for k in range(steps):
+        params, state, value = step(params, state, batch(k))
+    return params, state, value
+
+
+def assert_close(got, want, rtol):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = np.float64(a), np.float64(b)
+        assert np.linalg.norm(a - b) <= rtol * np.linalg.norm(b) + 1e-12
+
+
+def barriers(step, *args):
+    """How many there are in the step as it is lowered, and parts of its update."""
+    traced = step.trace(*args)
+    parts = [each for each in updates_in(traced.jaxpr) if isinstance(each.update, Part)]
+    return traced.lower().as_text().count("stablehlo.optimization_barrier"), len(parts)
+
+
+@pytest.mark.parametrize("update_params", [True, False])
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@pytest.mark.parametrize("clip", ["none", "inside", "outside"])
+def test_the_numbers_of_the_plain_step(clip, fraction, update_params):
+    tx = offloaded(clip, fraction)
+    step = jo.jit(step_of(tx, loss, update_params), donate_argnums=(0, 1))
+    params = parameters()
+    state = tx.init(params)
+    placed = jax.tree.map(lambda x: x.sharding, state)
+    gates, parts = barriers(step, params, state, batch(0))
+    plain, _ = barriers(jax.jit(step_of(tx, loss, update_params)), params, state, batch(0))
+    assert gates != plain  # what the passes go on with waits
+    table = jo.placement(step, params, state, batch(0))
+    assert all("whole" in leaf.streams for leaf in table.leaves if "layer" in leaf.path), table
+    assert parts == (0 if clip != "none" else LAYERS if fraction == 1 else LAYERS // 2)
+    for k in range(3):
+        params, state, value = step(params, state, batch(k))
+        if k == 0:
+            assert_close(params, resident(clip, loss, 1)[0], 1e-6)
+    want, _, value_wanted = resident(clip, loss, 3)
+    assert_close((params, value), (want, value_wanted), 1e-4)
+    assert jax.tree.leaves(jax.tree.map(lambda x: x.sharding, state)) == jax.tree.leaves(placed)
+    assert any(x.sharding.memory_kind == "pinned_host" for x in jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize("model", [loss, checkpointed])
+@pytest.mark.parametrize("clip", ["inside", "outside"])
+def test_the_step_turned_round(clip, model):
+    """Each layer's update stands before its forward pass: a part of its own, held back by what enters the layer."""
+    tx = offloaded(clip, 1.0)
+    train = jo.pipelined(step_of(tx, model, True), donate_argnames=("params", "state"))
+    params = parameters()
+    state = tx.init(params)
+    table = str(jo.placement(train, params, state, batch(0)))
+    assert table.count("2 leaves together") == 2 * LAYERS
+    _, parts = barriers(jax.jit(train.whole_step), params, state, batch(0))
+    assert parts >= LAYERS
+    carry, _ = train.start(params, state, batch(0))
+    for k in range(1, 3):
+        carry, _ = train(carry, batch(k))
+    params, state = train.finish(carry)
+    assert_close(params, resident(clip, model, 3)[0], 1e-4)
+    hosts = [x for x in jax.tree.leaves(state) if x.sharding.memory_kind == "pinned_host"]
+    assert len(hosts) == 2 * LAYERS
