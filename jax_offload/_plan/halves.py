@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
+import operator
 from collections.abc import Sequence
 
 from jax_offload._base.jaxprs import Equation, Literal, scan_of, sub_jaxprs
@@ -28,14 +31,18 @@ class Halves:
 
 
 def halves(program: Program) -> Halves:
-    """Cut behind the matmul with which half of the arithmetic is done."""
+    """Cut behind the matmul with the most arithmetic on both sides: what it needs, and what is written behind it.
+
+    What stands above it without being needed, a matmul on the cotangent say, says nothing of when it runs. Half of the
+    transfers take as long as the other half, whatever the arithmetic beside them: behind the first matmul past the
+    half, a clipped GPT 1.3B with bfloat16 moments, turned round, had 0.33 of its transfers exposed (16,384 tokens,
+    simulated); now 0.13.
+    """
     work = [flops(eqn) for eqn in program.eqns]
-    total, done, cut = sum(work), 0.0, 0
-    for k, n in enumerate(work):
-        done += n
-        if n and 2 * done >= total:
-            cut = k + 1
-            break
+    needed = _work_needed(program.eqns, work)
+    left = [sum(work) - done for done in itertools.accumulate(work)]
+    heavy = [k for k, n in enumerate(work) if n]
+    cut = 1 + max(heavy, key=lambda k: (min(needed[k], left[k]), needed[k])) if heavy else 0
     parts = program.eqns[:cut], program.eqns[cut:]
     results = {v for v in program.outputs if not isinstance(v, Literal)}
     read = {v for eqn in parts[1] for v in eqn.invars if not isinstance(v, Literal)}
@@ -44,6 +51,19 @@ def halves(program: Program) -> Halves:
     first, second = (slice_of(e, o, program.debug_info, {}) for e, o in zip(parts, outputs, strict=True))
     gate = next((v for v in program.eqns[cut - 1].outvars if v in first.outputs), None) if cut else None
     return Halves(program, first, second, gate)
+
+
+def _work_needed(eqns: Sequence[Equation], work: Sequence[float]) -> list[float]:
+    """Of each equation, the work of all that it needs, with its own."""
+    of: dict[Var, int] = {}  # what a value is made of, as bits
+    needed: list[float] = []
+    heavy = [k for k, n in enumerate(work) if n]
+    for k, eqn in enumerate(eqns):
+        bits = functools.reduce(operator.or_, (of.get(v, 0) for v in eqn.invars if not isinstance(v, Literal)), 0)
+        bits |= 1 << k if work[k] else 0
+        of.update(dict.fromkeys(eqn.outvars, bits))
+        needed.append(sum(work[h] for h in heavy if bits >> h & 1))
+    return needed
 
 
 def flops(eqn: Equation) -> float:

@@ -84,12 +84,12 @@ def interleaved(nodes: Sequence[Node], which: Sequence[int], outputs: Sequence[V
         piece, reader = nodes[k].payload, passes.next_reader(nodes[k])
         spots, at = (behind, passes.made_after(nodes[k])) if reader is None else (ahead, reader)
         held = [] if reader is None else [v for v in piece.operands if is_large(v) and not is_host_aval(v.aval)]
-        spots.add(at, k, piece.loads, piece.token, held)
+        spots.add(at, _Spot(k, piece.loads, piece.token, held))
     updates = behind.updates
     if 2 * max(updates, default=0) > sum(updates):
         return None  # most can be updated only when all gradients are there
     for place, v in passes.put_off():
-        behind.add(place, None, [], [v])
+        behind.add(place, _Spot(None, [], [v]))
 
     all_nodes = list(nodes)
     gates: dict[tuple[bool, int], int] = {}
@@ -123,7 +123,7 @@ class _Spot:
     piece: int | None
     loads: Sequence[Var]
     tokens: Sequence[Var]
-    held: Sequence[Var]
+    held: Sequence[Var] = ()
 
 
 class _Spots:
@@ -132,16 +132,14 @@ class _Spots:
     def __init__(self) -> None:
         self.at: dict[int, list[_Spot]] = {}
 
-    def add(
-        self, at: int, piece: int | None, loads: Sequence[Var], tokens: Sequence[Var], held: Sequence[Var] = ()
-    ) -> None:
-        self.at.setdefault(at, []).append(_Spot(piece, loads, tokens, held))
+    def add(self, at: int, spot: _Spot) -> None:
+        self.at.setdefault(at, []).append(spot)
 
     def pieces(self, at: int) -> list[int]:
         return [spot.piece for spot in self.at.get(at, []) if spot.piece is not None]
 
     def loads(self, at: int) -> list[Var]:
-        return [v for spot in self.at[at] for v in spot.loads]
+        return [v for spot in self.at.get(at, []) for v in spot.loads]
 
     @property
     def updates(self) -> list[int]:
@@ -155,6 +153,8 @@ class _Spots:
         places = sorted(at for at in self.at if at >= 0)
         if places and not ahead and (first := passes.heavy_before(places[0])) is not None:
             places.insert(0, first)
+        if places and ahead and (last := passes.heavy_after(places[-1])) is not None:
+            places.append(last)  # the last stores are through before the backward pass begins, where the peak is
         found: dict[int, Gate] = {}
         for g, at in enumerate(places):
             front = passes.front(at - 1 if ahead else at)
@@ -185,7 +185,7 @@ class _Passes:
     """Which values a pass goes on with."""
 
     def __init__(self, order: Sequence[Node], outputs: Sequence[Var]) -> None:
-        self.order = order
+        self.order, self.outputs = order, outputs
         self.read = {*outputs}.union(*(node.reads for node in order))
         self.reach: dict[Var, int] = {}  # the last heavy node that needs a value, through cheap ones
         self.first: dict[Var, int] = {}
@@ -217,14 +217,20 @@ class _Passes:
     def heavy_before(self, k: int) -> int | None:
         return next((m for m in reversed(range(k)) if is_heavy(self.order[m])), None)
 
+    def heavy_after(self, k: int) -> int | None:
+        return next((m for m in range(k + 1, len(self.order)) if is_heavy(self.order[m])), None)
+
     def put_off(self) -> Iterator[tuple[int, Var]]:
-        """The large results of heavy nodes that no heavy node needs, with their places: gradients that are returned, or
-        reduced to a norm. XLA would put off making them."""
+        """What XLA would put off, with its place: large results of heavy nodes that no heavy node needs (gradients that
+        are returned, or reduced to a norm), and the small results of the step (a loss keeps what it is a mean of)."""
         own = {v for node in self.order if not isinstance(node.payload, Equation | Piece) for v in node.reads}
         for k, node in enumerate(self.order):
             if is_heavy(node):  # what an update in one piece reads it takes in turn
                 late = (v for v in node.makes if v in self.read and v not in self.reach and v not in own)
                 yield from ((k, v) for v in late if is_large(v))
+        for v in self.outputs:
+            if not is_large(v) and v not in self.reach and (k := self.after.get(v, -1)) >= 0:
+                yield k, v
 
     def front(self, k: int) -> Var | None:
         """What a pass goes on with after node ``k``: the last large value of it that is needed later."""

@@ -208,8 +208,15 @@ def turned() -> None:
     stacked = {"w": jax.ShapeDtypeStruct((12, 2, 4096, 4096), jnp.float32, sharding=sharding)}
     unrolled = parameters(24, 4096, False, sharding)
     cases = [("12×(2×4096²), scanned", stacked, two_by_two, tokens) for tokens in (TOKENS, 2 * TOKENS)]
-    for model, params, model_loss, tokens in [*cases, ("24×4096², unrolled", unrolled, loss, TOKENS)]:
+    cases.append(("24×4096², unrolled", unrolled, loss, TOKENS))
+    shape = SHAPES["1.3b"]
+    gpts = jax.eval_shape(lambda: gpt.init(shape, 1))
+    gpts = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=sharding), gpts)
+    cases.append(("GPT 1.3B, one scan", gpts, functools.partial(gpt.loss, shape, None, jnp.bfloat16), TOKENS))
+    for model, params, model_loss, tokens in cases:
         x = jax.ShapeDtypeStruct((tokens, 4096), jnp.float32, sharding=sharding)
+        if params is gpts:
+            x = jax.ShapeDtypeStruct((tokens // shape.context, shape.context + 1), jnp.int32, sharding=sharding)
         resident = measure_update(H200, CLIPPED, params, model_loss, x, options=options)
         time = _timed(f"{model} | resident | {tokens}", resident, 0.0)
         for storage in (None, "bfloat16", {"mu": "int8", "nu": "uint8"}) if tokens == TOKENS else (None,):

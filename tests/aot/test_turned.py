@@ -12,7 +12,7 @@ import jax_offload as jo
 from benchmarks import gpt
 from benchmarks.cases import SHAPES
 from tests.aot.cases import device_sharding, measure_step, measure_turned, measure_update
-from tests.aot.harness import H200, require
+from tests.aot.harness import H200, V5E, require
 from tests.aot.model import ADAMW, CLIPPED, loss, parameters, two_by_two
 
 LONG = pytest.mark.long
@@ -41,12 +41,41 @@ def test_scanned_and_clipped(tokens, storage, peak, exposed):
 
 
 def test_unrolled_and_clipped():
-    """24 layers; 10112 MiB where 9216 are parameters, gradients and what the backward pass keeps."""
+    """24 layers; 9728 MiB where 9216 are parameters, gradients and what the backward pass keeps."""
     require(H200)
     params = parameters(24, 4096, False, device_sharding(H200))
     m = measure_turned(H200, jo.offload(CLIPPED), params, loss, tokens_of(16384), options=OPTIONS)
-    assert m.peak <= 10120 and m.host_temp == 0
+    assert m.peak <= 9800 and m.host_temp == 0
     assert m.timeline(H200).exposed_share <= 0.42
+
+
+@pytest.mark.parametrize(("storage", "exposed"), [(None, 0.5), ("bfloat16", 0.25)])
+@LONG
+def test_a_transformer_that_is_clipped(storage, exposed):
+    """GPT 1.3B in one scan. Its forward pass takes 120 ms and the link 218; with bfloat16 109."""
+    require(H200)
+    shape, sharding = SHAPES["1.3b"], device_sharding(H200)
+    params = jax.eval_shape(lambda: gpt.init(shape, 1))
+    params = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=sharding), params)
+    batch = jax.ShapeDtypeStruct((16384 // shape.context, shape.context + 1), jnp.int32, sharding=sharding)
+    tx = jo.offload(CLIPPED, storage=storage)
+    m = measure_turned(H200, tx, params, partial(gpt.loss, shape, None, jnp.bfloat16), batch, options=OPTIONS)
+    assert m.peak <= 1.1 * 13780 and m.host_temp == 0  # of the plain loop without clipping, and a tenth
+    assert m.timeline(H200).exposed_share <= exposed
+
+
+@LONG
+def test_a_tpu_copies_across_both_halves():
+    """6 layers of 2×4096². Of the link's 134 ms the forward pass, 55 ms, hides its own time."""
+    require(V5E)
+    sharding = device_sharding(V5E)
+    params = {"w": jax.ShapeDtypeStruct((6, 2, 4096, 4096), jnp.float32, sharding=sharding)}
+    x = jax.ShapeDtypeStruct((16384, 4096), jnp.float32, sharding=sharding)
+    plain = measure_update(V5E, jo.offload(CLIPPED), params, two_by_two, x)
+    m = measure_turned(V5E, jo.offload(CLIPPED), params, two_by_two, x)
+    assert m.peak < plain.peak and m.host_temp == 0
+    turned, in_turn = m.timeline("v5e"), plain.timeline("v5e")
+    assert turned.exposed_share <= 0.7 and turned.step < in_turn.step
 
 
 def clipped_outside(tx):

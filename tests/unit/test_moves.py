@@ -94,6 +94,23 @@ def test_halves(matmuls):
     assert all(np.array_equal(a, b) for a, b in zip(got, fun(x, w), strict=True))
 
 
+def test_halves_of_what_depends():
+    """Matmuls that are written first and need nothing do not tell how far the pass is."""
+
+    def fun(x, g, v, w):
+        dx = g @ w
+        others = g.T @ x, g @ g, x @ g
+        h = jnp.tanh(x @ v)
+        y = h @ v
+        z = (dx * y) @ w
+        return others, z @ w, dx.T @ g
+
+    x, w = jnp.ones((N, N)), jnp.ones((N, N))
+    program = flat(jax.make_jaxpr(fun)(x, x, w, w))
+    matmuls = [eqn.outvars[0] for eqn in program.eqns if eqn.primitive.name == "dot_general"]
+    assert halves(program).gate is matmuls[6]  # z, which needs dx, h, and y
+
+
 def nodes_of(*parts, kept=()):
     """Nodes of letters: ``"ab>c"`` reads a and b and makes c."""
     found = [part.split(">") for part in parts]
