@@ -12,7 +12,8 @@ import jax
 
 from jax_offload._base.arrays import is_array
 from jax_offload._base.jaxprs import jaxpr_of
-from jax_offload._emit.region import Update, holds_update, updates_in, without_updates
+from jax_offload._emit.find import holds_update, updates_in, without_updates
+from jax_offload._emit.region import Update
 from jax_offload._ir.program import Program, Var, flat, without_round_trips
 from jax_offload._plan.options import Claim, Options
 

@@ -15,7 +15,8 @@ from jax.sharding import NamedSharding
 
 from jax_offload._base import memory as _memory
 from jax_offload._base.shardings import known, looking, shards_of
-from jax_offload._emit.region import Update, updates_in
+from jax_offload._emit.find import updates_in
+from jax_offload._emit.region import Update
 from jax_offload._placement import Leaf, unmanaged
 from jax_offload._plan.plan import Planned, Window
 from jax_offload._state import placed_leaves

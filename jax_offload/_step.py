@@ -10,9 +10,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jax_offload._base.jaxprs import Atom, ClosedJaxpr, Equation, Literal
-from jax_offload._emit.region import holds_update
-from jax_offload._emit.run import as_array
+from jax_offload._base.effects import ordered
+from jax_offload._base.jaxprs import Atom, ClosedJaxpr, Equation, values_of, variables
+from jax_offload._emit.find import holds_update
 from jax_offload._ir.program import Program, Var, flat
 from jax_offload._ir.slices import Slice, slice_of
 
@@ -49,7 +49,7 @@ class Cut:
         env = dict(zip(self.program.inputs, [*self.program.consts, *args], strict=True))
         for part in self.parts:
             env.update(zip(part.outputs, jit(part.run)(*(env[v] for v in part.inputs)), strict=True))
-        return [as_array(v) if isinstance(v, Literal) else env[v] for v in self.program.outputs]
+        return values_of(env, self.program.outputs)
 
 
 def cut_step(step: ClosedJaxpr) -> Cut:
@@ -69,10 +69,9 @@ def cut_step(step: ClosedJaxpr) -> Cut:
             "step: has no update of an offload(...) in it that can be seen; call tx.update or jo.update_params, and "
             "not under vmap or a derivative."
         )
-    effects = {type(effect).__name__ for eqn in program.eqns for effect in eqn.effects} - {"DebugEffect", "IOEffect"}
-    if effects:
+    if effects := ordered(program.effects):
         raise ValueError(
-            f"step: has effects whose order a cut would lose: {', '.join(sorted(effects))}. Leave out mutable arrays, "
+            f"step: has effects whose order a cut would lose: {', '.join(effects)}. Leave out mutable arrays, "
             "and set ordered=False."
         )
     follows = _reached(program.eqns, marks, lambda eqn: (eqn.invars, eqn.outvars))
@@ -85,8 +84,8 @@ def cut_step(step: ClosedJaxpr) -> Cut:
     for eqn, place in zip(program.eqns, _constants_where_used(program, places), strict=True):
         parts[place].append(eqn)
 
-    reads = [{v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal)} for eqns in parts]
-    results = {v for v in program.outputs if not isinstance(v, Literal)}
+    reads = [{v for eqn in eqns for v in variables(eqn.invars)} for eqns in parts]
+    results = {*variables(program.outputs)}
     slices = []
     for k, eqns in enumerate(parts):
         wanted = results.union(*reads[k + 1 :])
@@ -100,19 +99,18 @@ def _constants_where_used(program: Program, places: Sequence[int]) -> list[int]:
     made: set[Var] = {*program.inputs}  # of something
     constant = []
     for eqn in program.eqns:
-        of_something = any(v in made for v in eqn.invars if not isinstance(v, Literal))
+        of_something = any(v in made for v in variables(eqn.invars))
         constant.append(not of_something and not eqn.effects)
         if of_something:
             made.update(eqn.outvars)
-    first: dict[Var, int] = {v: 0 for v in program.outputs if not isinstance(v, Literal)}
+    first: dict[Var, int] = dict.fromkeys(variables(program.outputs), 0)
     found = list(places)
     for k in reversed(range(len(found))):
         eqn = program.eqns[k]
         if constant[k] and found[k] == 0:
             found[k] = min((first[v] for v in eqn.outvars if v in first), default=0)
-        for v in eqn.invars:
-            if not isinstance(v, Literal):
-                first[v] = min(first.get(v, found[k]), found[k])
+        for v in variables(eqn.invars):
+            first[v] = min(first.get(v, found[k]), found[k])
     return found
 
 
@@ -129,8 +127,8 @@ def _reached(
     found = []
     for eqn, mark in zip(eqns, marks, strict=True):
         start, end = ends(eqn)
-        hit = any(not isinstance(v, Literal) and v in reached for v in start)
+        hit = any(v in reached for v in variables(start))
         found.append(hit)
         if hit or mark:
-            reached.update(v for v in end if not isinstance(v, Literal))
+            reached.update(variables(end))
     return found

@@ -21,7 +21,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jax_offload as jo
-from jax_offload._emit.region import Part, updates_in
+from jax_offload._emit.find import updates_in
+from jax_offload._emit.region import Part
 from jax_offload._plan.in_scan import InScan
 
 # To compile fast, and so that what is cast to bfloat16 is rounded there in every program.

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import jax_offload as jo
-from jax_offload._emit.region import emitted
+from jax_offload._emit.find import emitted
 
 WIDTHS = {f"layers_{i}": 8 for i in range(6)} | {"head": 4}
 

@@ -24,8 +24,8 @@ from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
 from jax_offload._base import donation as _donation
-from jax_offload._base import jaxprs as _jaxprs
-from jax_offload._emit.region import emitted
+from jax_offload._base import private as _private
+from jax_offload._emit.find import emitted
 from tests._donations import CASES, KIND, STEPS, arrays, buffers, create, kinds, on_device
 
 pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
@@ -433,11 +433,11 @@ def test_donation_is_loud_where_jax_has_moved(monkeypatch):
     def lower_jaxpr_to_fun():
         return "tf.aliasing_output", "mhlo.memory_kind"
 
-    _jaxprs._check_lowering.cache_clear()
-    monkeypatch.setattr(_jaxprs.mlir, "lower_jaxpr_to_fun", lower_jaxpr_to_fun)
+    _private._check_lowering.cache_clear()
+    monkeypatch.setattr(_private.mlir, "lower_jaxpr_to_fun", lower_jaxpr_to_fun)
     with pytest.raises(RuntimeError, match=r"jax\.buffer_donor"):
         pairs(jax.jit(lambda *a: update(*a), donate_argnums=1), *create(optimizer(1.0)))
-    _jaxprs._check_lowering.cache_clear()
+    _private._check_lowering.cache_clear()
 
 
 RUN = """

@@ -7,7 +7,8 @@ import optax
 import pytest
 
 import jax_offload as jo
-from jax_offload._emit.region import Part, updates_in
+from jax_offload._emit.find import updates_in
+from jax_offload._emit.region import Part
 
 LAYERS, WIDTH, ROWS = 6, 128, 64
 ADAMW = optax.adamw(1e-2)

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jax_offload as jo
-from jax_offload._emit.region import emitted, updates_in
+from jax_offload._emit.find import emitted, updates_in
 from jax_offload._plan.plan import Chunked
 from tests._optimizers import TABLE, network
 

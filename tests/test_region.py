@@ -12,7 +12,8 @@ from jax.interpreters import partial_eval as pe
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_offload as jo
-from jax_offload._emit.region import NAME, updates_in
+from jax_offload._emit.find import updates_in
+from jax_offload._emit.region import NAME
 from jax_offload._step import cut_step
 
 HOST = jax.memory.Space.Host

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from jax_offload._emit.region import updates_in
+from jax_offload._emit.find import updates_in
 from jax_offload._plan.decide import default_window
 
 S = jax.ShapeDtypeStruct

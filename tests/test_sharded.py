@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from jax_offload._emit.region import emitted, updates_in
+from jax_offload._emit.find import emitted, updates_in
 
 HOST, DEVICE = "pinned_host", "device"
 FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # to compile

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jax_offload as jo
-from jax_offload._emit.region import emitted
+from jax_offload._emit.find import emitted
 from jax_offload._plan import transfers as _chunking
 
 HOST = "pinned_host"

@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import partial_eval as pe
 
 import jax_offload as jo
-from jax_offload._emit.region import emitted
+from jax_offload._emit.find import emitted
 from jax_offload._ir.program import flat
 from jax_offload._ir.shares import Shares
 

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jax_offload as jo
-from jax_offload._emit.region import emitted
+from jax_offload._emit.find import emitted
 from tests._optimizers import assert_same, copied
 
 INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))

@@ -19,7 +19,8 @@ from typing import Any
 import jax
 
 from jax_offload._base import memory
-from jax_offload._base.jaxprs import identity_primitive, take_back_aliases
+from jax_offload._base.calls import identity_primitive
+from jax_offload._base.private import take_back_aliases
 
 
 def _lower(context: Any, *values: Any) -> list[Any]:

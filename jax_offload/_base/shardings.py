@@ -186,6 +186,11 @@ def constrained(x: Any, sharding: Sharding | None) -> Any:
     return jax.lax.with_sharding_constraint(x, sharding)
 
 
+def zeros(aval: Any) -> jax.Array:
+    """Zeros of a type: its shape and dtype, and its sharding where it tells one."""
+    return constrained(jax.numpy.zeros(aval.shape, aval.dtype), typed_sharding(aval))
+
+
 def names_in(entry: Any) -> tuple[str, ...]:
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()

@@ -22,11 +22,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from jax_offload._base.jaxprs import Aval, Literal, Var, jax_fun
+from jax_offload._base.jaxprs import Literal, Var, as_array, jax_fun
 from jax_offload._base.memory import is_host_aval, to_device, to_host
-from jax_offload._base.shardings import constrained, typed_sharding
+from jax_offload._base.shardings import constrained, zeros
 from jax_offload._emit.rows import read_rows, write_rows
-from jax_offload._emit.run import as_array
 from jax_offload._emit.transfers import Names, prefetch, update_of, write_back
 from jax_offload._ir.core import core
 from jax_offload._plan.chunk_rules import Partial, Rows, run_chunk
@@ -180,8 +179,8 @@ def scanned(plan: InScan, env: Mapping[Var, Any], names: Names) -> Values:
 
     host = {v: env[v] for v in plan.hosts}
     loaded = {v: emitter.load(host, v, first_row) for v in plan.hosts}
-    device = {v: env[v] for v in plan.in_place} | {v: _zeros(v.aval) for v in plan.new}
-    sums = {v: _zeros(v.aval) for v in plan.sums}
+    device = {v: env[v] for v in plan.in_place} | {v: zeros(v.aval) for v in plan.new}
+    sums = {v: zeros(v.aval) for v in plan.sums}
     kept = [[x[v] for v in vs] for vs, x in zip(keys, (host, device, loaded, loaded, sums), strict=True)]
     init = jnp.int32(0), [value(v) for v in scan.init], *kept
     (_, carried, *kept), ys = jax.lax.scan(
@@ -236,7 +235,3 @@ def one_after_the_other(plan: InScan, env: Mapping[Var, Any]) -> Values:
     if not plan.ahead:
         update()
     return values
-
-
-def _zeros(aval: Aval) -> jax.Array:
-    return constrained(jnp.zeros(aval.shape, aval.dtype), typed_sharding(aval))

@@ -9,40 +9,38 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 import jax
 from jax.core import Tracer
 
+from jax_offload._base.calls import call_primitive, params_of
 from jax_offload._base.donation import guarded
+from jax_offload._base.effects import only_callbacks
 from jax_offload._base.jaxprs import (
     ClosedJaxpr,
-    Equation,
     Jaxpr,
     Literal,
-    call_primitive,
     closed,
-    equations,
     jax_fun,
     jaxpr_of,
     nameless,
-    params_of,
-    sub_jaxprs,
+    values_of,
+    variables,
     without_dead_code,
 )
-from jax_offload._emit.run import as_array, stream
+from jax_offload._emit.run import stream
 from jax_offload._emit.serialise import Serialise
 from jax_offload._emit.transfers import Names
 from jax_offload._ir.branches import scalars_hoisted
-from jax_offload._ir.program import Program, Var, as_program, expanded, flat, without_round_trips
+from jax_offload._ir.program import Program, Var
 from jax_offload._plan.decide import plan_of
 from jax_offload._plan.options import Claim, regions
 from jax_offload._plan.plan import Plan, Planned
 
 NAME = "jax_offload_update"
-KEPT_EFFECTS = frozenset(("DebugEffect", "OrderedDebugEffect", "IOEffect", "OrderedIOEffect"))
-_region = call_primitive(NAME)
+REGION = call_primitive(NAME)  # whose equations `find` finds
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -199,15 +197,15 @@ class Part:
 def marked(run: Callable[[Sequence[Any]], list[Any]], args: Sequence[Any], plan: PartPlan) -> list[Any]:
     """``run(args)`` as one equation, a ``Part`` of an update."""
     traced, _ = jaxpr_of(lambda *args: run(args), *args)
-    if traced.consts or not all(type(effect).__name__ in KEPT_EFFECTS for effect in traced.effects):
+    if traced.consts or not only_callbacks(traced.effects):
         return run(args)
     inner = traced.jaxpr
     handed_on = dict(zip(inner.invars, args, strict=True))
-    made = [v for v in inner.outvars if not isinstance(v, Literal) and v not in handed_on]
+    made = [v for v in variables(inner.outvars) if v not in handed_on]
     jaxpr = Jaxpr([], inner.invars, made, inner.eqns, inner.effects, nameless(inner.debug_info))
     part = Part(closed(jaxpr), plan.operands, plan)
-    results = handed_on | dict(zip(made, _region.bind(*args, **params_of(part)), strict=True))
-    return [as_array(v) if isinstance(v, Literal) else results[v] for v in inner.outvars]
+    results = handed_on | dict(zip(made, REGION.bind(*args, **params_of(part)), strict=True))
+    return values_of(results, inner.outvars)
 
 
 def bound(update: Update, args: Sequence[Any]) -> list[Any]:
@@ -220,8 +218,8 @@ def bound(update: Update, args: Sequence[Any]) -> list[Any]:
     operands, shift = [*program.consts, *args], len(program.consts)
     if not any(isinstance(x, Tracer) for x in operands):
         return update.emitted(args)
-    if not all(type(effect).__name__ in KEPT_EFFECTS for effect in update.effects):
-        return update.emitted(args)  # mutable arrays and checks are known to jax in its own equations only
+    if not only_callbacks(update.effects):
+        return update.emitted(args)
     handed_on = dict(zip(program.inputs, operands, strict=True))
     results = handed_on
     made = {v: k for k, v in enumerate(program.outputs) if not isinstance(v, Literal) and v not in handed_on}
@@ -236,102 +234,5 @@ def bound(update: Update, args: Sequence[Any]) -> list[Any]:
             gradients=tuple(shift + i for i in update.gradients),
             divided=None if update.divided is None else without_the_rest(update.divided),
         )
-        results = handed_on | dict(zip(made, _region.bind(*operands, **params_of(update)), strict=True))
-    return [as_array(v) if isinstance(v, Literal) else results[v] for v in program.outputs]
-
-
-def without_updates(step: Any, *, divided: bool = False) -> Program:
-    """A step's closed jaxpr as a program, with the recipes of its updates in their places.
-
-    ``divided``: whether updates that these would gather stay divided.
-    """
-
-    def expand(eqn: Any) -> Program | None:
-        if eqn.primitive is not _region:
-            return None
-        update = eqn.params["update"]
-        if not isinstance(update, Update):
-            return as_program(equations(update))
-        return update.divided if divided and update.divided is not None else update.program
-
-    return without_round_trips(flat(step, expand=expand))
-
-
-def emitted(step: Any) -> Any:
-    """A step's closed jaxpr, with what its updates emit in their places: the equations that are lowered."""
-
-    def expand(eqn: Any) -> Program | None:
-        return as_program(equations(eqn.params["update"])) if eqn.primitive is _region else None
-
-    return closed(expanded(step.jaxpr, expand), step.consts)
-
-
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """An update in a traced step.
-
-    Attributes:
-      update: it.
-      origins: argument of its program -> variable of the step, where it is one, through branches, loops and moves.
-    """
-
-    update: Update | Part
-    origins: Mapping[Var, Var]
-
-    def inputs_of(self, arguments: Iterable[Var]) -> Iterator[Var]:
-        """Those variables of the step that these arguments of its program are, where they are one."""
-        return (self.origins[v] for v in arguments if v in self.origins)
-
-    @property
-    def loads(self) -> list[tuple[list[Var], Planned]]:
-        """For every slice, in the order of loading, the variables of the step that it loads, and how."""
-        return [(list(self.inputs_of(p.slice.loads)), p) for p in self.update.planned]
-
-
-def is_update(eqn: Equation) -> bool:
-    """Whether an equation is an update that can be emitted anew."""
-    return eqn.primitive is _region and isinstance(eqn.params["update"], Update)
-
-
-def holds_update(eqn: Equation) -> bool:
-    """Whether an equation is an update, or has one in a branch, a loop or a call."""
-    return eqn.primitive is _region or any(holds_update(inner) for jaxpr, _ in sub_jaxprs(eqn) for inner in jaxpr.eqns)
-
-
-def updates_in(step: Any) -> list[Found]:
-    """The updates in a step's closed jaxpr, in its branches and loops too, in the order of the trace."""
-    jaxpr = step.jaxpr
-    own = {*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)}
-    moved = {v for eqn in jaxpr.eqns if eqn.primitive.name in _MOVES for v in eqn.outvars}
-    results = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
-    return list(_found(jaxpr, {v: v for v in own - moved | own & results}))
-
-
-_MOVES = ("device_put", "sharding_constraint", "reshard", "copy", "optimization_barrier", "jax_offload_donation")
-
-_CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call")
-
-
-def _found(jaxpr: Any, origin: dict[Var, Var]) -> Iterator[Found]:
-    """``origin``: variables of the jaxpr -> those of the step that they are. Moves are looked through where it does not
-    tell."""
-
-    def known(inner: Sequence[Var], operands: Sequence[Any]) -> dict[Var, Var]:
-        pairs = zip(inner, operands, strict=True)
-        return {v: origin[x] for v, x in pairs if not isinstance(x, Literal) and x in origin}
-
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in _MOVES:
-            for v, x in known(eqn.outvars, eqn.invars).items():
-                origin.setdefault(v, x)
-        elif eqn.primitive is _region:
-            update = eqn.params["update"]
-            yield Found(update, known(update.operands, eqn.invars))
-        else:
-            for inner, operands in sub_jaxprs(eqn):
-                own = known(inner.invars, operands)
-                yield from _found(inner, own)
-                if eqn.primitive.name in _CALLS:  # a gate, say, hands on what it is given
-                    for v, x in zip(eqn.outvars, inner.outvars, strict=True):
-                        if not isinstance(x, Literal) and x in own:
-                            origin[v] = own[x]
+        results = handed_on | dict(zip(made, REGION.bind(*operands, **params_of(update)), strict=True))
+    return values_of(results, program.outputs)

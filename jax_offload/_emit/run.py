@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.jaxprs import Literal
+from jax_offload._base.jaxprs import values_of
 from jax_offload._base.memory import is_host_aval
-from jax_offload._base.shardings import constrained, typed_sharding, varying_over
+from jax_offload._base.shardings import varying_over, zeros
 from jax_offload._emit.barriers import gate
 from jax_offload._emit.deduplicate import functions
 from jax_offload._emit.loop import or_whole
@@ -55,12 +55,7 @@ def stream(
         if each.slices:
             (_run_apart if each.apart else _run_gated)(each, run, env, set(grads), before)
             before = each.slices[-1].token
-    return [as_array(v) if isinstance(v, Literal) else env[v] for v in program.outputs]
-
-
-def as_array(literal: Literal) -> jax.Array:
-    """A result that the trace found to be a constant, as the array that the optimizer would have returned."""
-    return jnp.asarray(literal.val, None if literal.aval.weak_type else literal.aval.dtype)
+    return values_of(env, program.outputs)
 
 
 def _run_gated(
@@ -93,7 +88,7 @@ def _run_apart(
 
     def looped(*operands: Any) -> list[Any]:
         given = dict(zip(inputs, operands, strict=True))
-        start = [given[carried[v]] if v in carried else _zeros(v.aval) for v in outputs]
+        start = [given[carried[v]] if v in carried else zeros(v.aval) for v in outputs]
 
         def once(carry: Any) -> Any:
             now = given | {carried[v]: x for v, x in zip(outputs, carry[1], strict=True) if v in carried}
@@ -102,10 +97,6 @@ def _run_apart(
         return jax.lax.while_loop(lambda c: c[0], once, (jax.lax.optimization_barrier(jnp.array(True)), start))[1]
 
     env.update(zip(outputs, or_whole(looped, gated)(*(env[v] for v in inputs)), strict=True))
-
-
-def _zeros(aval: Any) -> jax.Array:
-    return constrained(jnp.zeros(aval.shape, aval.dtype), typed_sharding(aval))
 
 
 def _run_prelude(

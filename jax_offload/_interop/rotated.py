@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_offload._base.arrays import is_array
-from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, jaxpr_of, sub_jaxprs
+from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, as_array, jaxpr_of, sub_jaxprs, variables
 from jax_offload._base.memory import on_a_mesh
-from jax_offload._emit.region import is_update
-from jax_offload._emit.run import as_array
+from jax_offload._emit.find import is_update
 from jax_offload._interop.jit import Jitted
 from jax_offload._step import Cut, cut_step
 
@@ -62,15 +61,15 @@ class Rotated:
             )
         self._results = [program.outputs[k] for k in places]
         made_late = {v for part in (cut.update, cut.after) for v in part.outputs}
-        if made_late.isdisjoint(_vars(self._results)):
+        if made_late.isdisjoint(variables(self._results)):
             raise ValueError(
                 f"step: returns {', '.join(carried)} as they were, or without the update's results; return new ones."
             )
         beside = [k for k in range(len(program.outputs)) if k not in {*places}]
-        self.late = [k for k in beside if {*_vars([program.outputs[k]])} & made_late]
+        self.late = [k for k in beside if {*variables([program.outputs[k]])} & made_late]
         self.now = [k for k in beside if k not in self.late]
 
-        read = [v for part in (cut.update, cut.after) for v in part.inputs] + _vars(self._results)
+        read = [v for part in (cut.update, cut.after) for v in part.inputs] + variables(self._results)
         known = {*program.inputs[: len(program.consts)]} | made_late
         kept = {v for v in read if v not in known}
         self._inputs = own
@@ -206,11 +205,11 @@ def _models_in_update(cut: Cut, own: Sequence[Var], given: Sequence[Var]) -> boo
     """Whether the update multiplies matrices, and with arrays that are made of the batch alone: it runs the model."""
     batch, others = {*given}, {*own}
     for eqn in cut.program.eqns:
-        ins = {*_vars(eqn.invars)}
+        ins = {*variables(eqn.invars)}
         (batch if ins & batch and not ins & others else others).update(eqn.outvars)
     found = {v for v in cut.update.inputs if v in batch and v.aval.ndim}
     for eqn in cut.update.jaxpr.eqns:
-        if not found.isdisjoint(_vars(eqn.invars)):
+        if not found.isdisjoint(variables(eqn.invars)):
             if _multiplies(eqn):
                 return True
             found.update(eqn.outvars)
@@ -230,7 +229,3 @@ def _run(cut: Cut, env: dict[Var, Any], part: int) -> None:
 
 def _value(env: Mapping[Var, Any], v: Atom) -> Any:
     return as_array(v) if isinstance(v, Literal) else env[v]
-
-
-def _vars(atoms: Sequence[Atom]) -> list[Var]:
-    return [v for v in atoms if not isinstance(v, Literal)]

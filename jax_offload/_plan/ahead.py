@@ -7,9 +7,9 @@ by layer; so each layer's update can run when its turn comes, while the state of
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 
-from jax_offload._base.jaxprs import Atom, Equation, Literal, Scan, Var
+from jax_offload._base.jaxprs import Equation, Literal, Scan, Var, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.arrange import Node, needed
 from jax_offload._ir.masks import groups
@@ -114,7 +114,7 @@ def _also_before(program: Program, at: int, taken: list[Equation]) -> set[int]:
     twice: set[int] = set()
     while True:
         inside = {id(eqn) for eqn in taken} - twice
-        nodes = [Node(eqn, _vars(eqn.invars), [] if id(eqn) in inside else eqn.outvars) for eqn in program.eqns]
+        nodes = [Node(eqn, variables(eqn.invars), [] if id(eqn) in inside else eqn.outvars) for eqn in program.eqns]
         reading = [k for k, eqn in enumerate(program.eqns) if k == at or id(eqn) in inside]
         before = needed(nodes, [v for k in reading for v in nodes[k].reads], kept=False)
         wanted = {v for k in before if k != at for v in nodes[k].reads}
@@ -122,13 +122,9 @@ def _also_before(program: Program, at: int, taken: list[Equation]) -> set[int]:
         for eqn in reversed(taken):
             if id(eqn) in inside and not wanted.isdisjoint(eqn.outvars):
                 found.append(eqn)
-                wanted.update(_vars(eqn.invars))
+                wanted.update(variables(eqn.invars))
         if not found:
             return twice
         if not all(is_cheap(eqn) for eqn in found) or any(is_host_aval(v.aval) for eqn in found for v in eqn.invars):
             raise Stays(_NEEDED_BEFORE)
         twice |= {id(eqn) for eqn in found}
-
-
-def _vars(atoms: Sequence[Atom]) -> list[Var]:
-    return [v for v in atoms if not isinstance(v, Literal)]

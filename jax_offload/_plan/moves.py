@@ -1,7 +1,8 @@
-"""What of a step can run inside the scan that makes its gradients, on one row at a time, as it makes them.
+"""What a move is: equations that keep rows apart, and so can run inside a scan, on one row in each iteration.
 
 The results of a scan are stacked: row i is from iteration i. An update that keeps rows apart needs no more of a stacked
-gradient than the row of the layer that it updates, so it can run where that row is made; then the stack never exists.
+gradient than the row of the layer that it updates, so it can run where that row is made (``behind``); then the stack
+never exists. Or where the new row is first read (``ahead``).
 """
 
 from __future__ import annotations
@@ -10,19 +11,15 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence, Set
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.jaxprs import Atom, DropVar, Equation, Literal, Scan
+from jax_offload._base.jaxprs import Equation, Literal, Scan, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.core import core
-from jax_offload._ir.masks import Mask, groups, union
 from jax_offload._ir.primitives import ELEMENTWISE
 from jax_offload._ir.program import Program, Var
 from jax_offload._ir.slices import Slice, slice_of
-from jax_offload._plan.chunk_rules import Dependent, Dim, Partial, Rows, chunked_dims, rule_of
+from jax_offload._plan.chunk_rules import Dependent, Dim, Rows, chunked_dims, rule_of
 
-NEEDS_ALL = "something that needs all gradients, their norm say, stands between them and their update"
-_HEAVY = frozenset(("scan", "while", "dot_general", "conv_general_dilated"))
 _PULLED = ELEMENTWISE | {"broadcast_in_dim", "iota", "transpose", "reshape", "squeeze", "slice", "pad", "cond"}
-LEAST_ROW = 2**16  # bytes: smaller rows are updated faster together, after the scan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,136 +62,6 @@ class Moves:
 
 class Stays(Exception):
     """Why an update does not move."""
-
-
-@dataclasses.dataclass
-class _Flow:
-    """Where the rows of a scan's stacked results go.
-
-    Attributes:
-      dims: what is made of them, and still has rows; also arrays made elsewhere that it meets on the way.
-      partial: reductions over all rows.
-      known: the arrays made elsewhere: known before the scan, or at least without it.
-      eqns: by identity, the equations that keep the rows apart, with the bits of the stacked results they come from.
-      bits: of every variable.
-      blocked: why the rows of a variable go no further, of those that lead to no other loop or matmul.
-    """
-
-    dims: dict[Var, Rows]
-    partial: dict[Var, Partial]
-    known: dict[Var, Rows]
-    eqns: dict[int, Mask]
-    bits: dict[Var, Mask]
-    blocked: dict[Var, str]
-
-
-def moves_of(
-    program: Program,
-    scan: Scan,
-    at: int,
-    next_of: Mapping[Var, Var],
-    claimed: Set[int],
-) -> tuple[Moves, list[str]]:
-    """What can move into the scan that is equation ``at``, and why the rest of what it makes cannot.
-
-    Args:
-      program: the step, with its update inlined.
-      scan: equation ``at``.
-      next_of: result -> the leaf of state or parameters that it is the next value of.
-      claimed: the equations that move elsewhere.
-    """
-    eqns = program.eqns
-    flow = _flow(eqns, scan, at, claimed)
-    results = {v for v in program.outputs if not isinstance(v, Literal)}
-    whole = results | {v for eqn in eqns if id(eqn) not in flow.eqns for v in _vars(eqn.invars)}
-    used = whole | {v for eqn in eqns for v in _vars(eqn.invars)}
-    group = dict(zip(flow.eqns, groups(list(flow.eqns.values())), strict=True))
-    moves: list[Move] = []
-    why: list[str] = []
-    moved: set[int] = set()
-    inside: set[Var] = set()
-    for number in sorted({*group.values()}):
-        own = [eqn for eqn in eqns if group.get(id(eqn)) == number]
-        made = [v for eqn in own for v in eqn.outvars]
-        targets = [v for v in made if (v in flow.dims and v in whole) or (v in flow.partial and v in used)]
-        if not any(v in next_of and _is_worth_it(v, scan.length) for v in targets):
-            continue
-        try:
-            move = _move(program, own, targets, flow, next_of, scan)
-        except (Stays, Dependent) as reason:
-            why.append(str(reason))
-            continue
-        reads = {*move.slice.inputs}
-        if any(reads & {*other.buffers} or {*other.slice.inputs} & {*move.buffers} for other in moves):
-            why.append("two gradients change the same leaf")
-            continue
-        moves.append(move)
-        moved |= {id(eqn) for eqn in own}
-        inside |= {v for v in move.slice.inputs if v in scan.ys}
-    if not moves:
-        why += dict.fromkeys(flow.blocked.values())
-    kept = frozenset(y for y in scan.ys if y in whole or y not in inside) - _dropped(scan.ys)
-    return Moves(tuple(moves), kept, frozenset(moved)), why
-
-
-def _flow(eqns: Sequence[Equation], scan: Scan, at: int, claimed: Set[int]) -> _Flow:
-    ys = [y for y in scan.ys if not isinstance(y, DropVar)]
-    flow = _Flow({y: Rows(0) for y in ys}, {}, {}, {}, {y: 1 << i for i, y in enumerate(ys)}, {})
-    later = {*scan.carry, *scan.ys}  # all that cannot be known before the scan has run
-    for eqn in eqns[at + 1 :]:
-        ins = _vars(eqn.invars)
-        if not any(v in later for v in ins):
-            continue
-        later.update(eqn.outvars)
-        rows = [v for v in ins if v in flow.bits and v in flow.dims]
-        if not rows or id(eqn) in claimed:
-            continue
-        if any(v in later and v not in rows for v in ins):
-            if eqn.primitive.name not in _HEAVY:
-                flow.blocked.update(dict.fromkeys(rows, NEEDS_ALL))
-            continue
-        shape, dim = rows[0].aval.shape, flow.dims[rows[0]]
-        known = {v: d for v in ins if v not in later and (d := _like(v, shape, dim.dim)) is not None}
-        if any(flow.known.get(v, d) != d for v, d in known.items()) or (known and dim.per_row > 1):
-            flow.blocked.update(dict.fromkeys(rows, "its rows are merged"))
-            continue
-        dims = [None if isinstance(v, Literal) else flow.dims.get(v, known.get(v)) for v in eqn.invars]
-        try:
-            out, _ = rule_of(eqn, dims, scan.length, shape, dim.dim)
-        except Dependent as why:
-            if eqn.primitive.name not in _HEAVY:
-                flow.blocked.update(dict.fromkeys(rows, f"its update does not keep layers apart: {why}"))
-            continue
-        if any(d is None for d in out):
-            continue
-        flow.known.update(known)
-        flow.eqns[id(eqn)] = bits = union(flow.bits[v] for v in rows)
-        for v, d in zip(eqn.outvars, out, strict=True):
-            flow.bits[v] = bits
-            if isinstance(d, Partial):
-                flow.partial[v] = d
-            elif d is not None:
-                flow.dims[v] = d
-    return flow
-
-
-def _move(
-    program: Program,
-    own: Sequence[Equation],
-    targets: Sequence[Var],
-    flow: _Flow,
-    next_of: Mapping[Var, Var],
-    scan: Scan,
-) -> Move:
-    inside = {id(eqn) for eqn in own}
-
-    def dims_of(eqn: Equation, needed: Mapping[Var, Rows | None]) -> list[Rows | None] | None:
-        if id(eqn) in inside:
-            return [None if isinstance(v, Literal) else flow.dims.get(v, flow.known.get(v)) for v in eqn.invars]
-        return pulled(eqn, needed, scan.length)
-
-    taken, needed = closure(program.eqns, {v: flow.dims.get(v) for v in targets}, dims_of)
-    return move_of(program, taken, targets, needed, scan, next_of)
 
 
 def closure(
@@ -245,7 +112,9 @@ def move_of(
     out_dims = tuple(chunked_dims(core(s).jaxpr, list(dims), scan.length, shape, axis))
     if any(d is None or (isinstance(d, Rows) and d.per_row > 1) for d in out_dims):
         raise Stays("its rows are merged")
-    buffers = _buffers(s, dict(zip(s.inputs, dims, strict=True)), out_dims, next_of, {*_vars(program.outputs)}, scan)
+    buffers = _buffers(
+        s, dict(zip(s.inputs, dims, strict=True)), out_dims, next_of, {*variables(program.outputs)}, scan
+    )
     return Move(s, shape, axis, dims, out_dims, buffers)
 
 
@@ -267,7 +136,7 @@ def pulled(
     if eqn.primitive.name == "transpose":
         guess: list[Rows | None] = [Rows(eqn.params["permutation"][dim.dim])]
     else:
-        guess = [None if isinstance(v, Literal) else _like(v, shape, dim.dim) for v in eqn.invars]
+        guess = [None if isinstance(v, Literal) else rows_like(v, shape, dim.dim) for v in eqn.invars]
     try:
         out, _ = rule_of(eqn, guess, size, shape, dim.dim)
     except Dependent:
@@ -285,12 +154,8 @@ def rows_of(dim: Dim) -> Rows:
     return dim
 
 
-def _is_worth_it(v: Var, size: int) -> bool:
-    """Whether a leaf of the state moves into the scan: any on the host; on the device one whose rows are large."""
-    return is_host_aval(v.aval) or nbytes(v.aval) >= size * LEAST_ROW
-
-
-def _like(v: Var, shape: tuple[int, ...], dim: int) -> Rows | None:
+def rows_like(v: Var, shape: tuple[int, ...], dim: int) -> Rows | None:
+    """A guess: that an array which begins like one with rows along ``dim`` has them there too."""
     return Rows(dim) if v.aval.shape[: dim + 1] == shape[: dim + 1] else None
 
 
@@ -303,7 +168,7 @@ def _buffers(
     scan: Scan,
 ) -> tuple[Var | None, ...]:
     """Where each result is written: over the operand that it is the next value of."""
-    taken = {*scan.ys, *_vars(scan.consts)}  # what the scan reads whole is read until its end
+    taken = {*scan.ys, *variables(scan.consts)}  # what the scan reads whole is read until its end
     free = [v for v in s.inputs if v not in taken and v not in {*next_of.values()}]
     found: list[Var | None] = []
     for v, d in zip(s.outputs, out_dims, strict=True):
@@ -322,11 +187,3 @@ def _buffers(
 
 def _same_type(a: Var, b: Var) -> bool:
     return (a.aval.shape, a.aval.dtype, is_host_aval(a.aval)) == (b.aval.shape, b.aval.dtype, is_host_aval(b.aval))
-
-
-def _vars(atoms: Sequence[Atom]) -> list[Var]:
-    return [v for v in atoms if not isinstance(v, Literal)]
-
-
-def _dropped(variables: Sequence[Var]) -> frozenset[Var]:
-    return frozenset(v for v in variables if isinstance(v, DropVar))

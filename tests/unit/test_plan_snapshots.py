@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import jax_offload as jo
-from jax_offload._emit.region import updates_in
+from jax_offload._emit.find import updates_in
 
 PLANS = Path(__file__).parent / "plans"
 

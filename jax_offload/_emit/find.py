@@ -1,0 +1,110 @@
+"""The updates in a traced step: which they are, where their leaves come from, and the step with what they emit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jax_offload._base.calls import equations
+from jax_offload._base.jaxprs import Equation, Literal, closed, sub_jaxprs, variables
+from jax_offload._emit.region import REGION, Part, Update
+from jax_offload._ir.program import Program, Var, as_program, expanded, flat, without_round_trips
+from jax_offload._plan.plan import Planned
+
+
+def without_updates(step: Any, *, divided: bool = False) -> Program:
+    """A step's closed jaxpr as a program, with the recipes of its updates in their places.
+
+    ``divided``: whether updates that these would gather stay divided.
+    """
+
+    def expand(eqn: Any) -> Program | None:
+        if eqn.primitive is not REGION:
+            return None
+        update = eqn.params["update"]
+        if not isinstance(update, Update):
+            return as_program(equations(update))
+        return update.divided if divided and update.divided is not None else update.program
+
+    return without_round_trips(flat(step, expand=expand))
+
+
+def emitted(step: Any) -> Any:
+    """A step's closed jaxpr, with what its updates emit in their places: the equations that are lowered."""
+
+    def expand(eqn: Any) -> Program | None:
+        return as_program(equations(eqn.params["update"])) if eqn.primitive is REGION else None
+
+    return closed(expanded(step.jaxpr, expand), step.consts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """An update in a traced step.
+
+    Attributes:
+      update: it.
+      origins: argument of its program -> variable of the step, where it is one, through branches, loops and moves.
+    """
+
+    update: Update | Part
+    origins: Mapping[Var, Var]
+
+    def inputs_of(self, arguments: Iterable[Var]) -> Iterator[Var]:
+        """Those variables of the step that these arguments of its program are, where they are one."""
+        return (self.origins[v] for v in arguments if v in self.origins)
+
+    @property
+    def loads(self) -> list[tuple[list[Var], Planned]]:
+        """For every slice, in the order of loading, the variables of the step that it loads, and how."""
+        return [(list(self.inputs_of(p.slice.loads)), p) for p in self.update.planned]
+
+
+def is_update(eqn: Equation) -> bool:
+    """Whether an equation is an update that can be emitted anew."""
+    return eqn.primitive is REGION and isinstance(eqn.params["update"], Update)
+
+
+def holds_update(eqn: Equation) -> bool:
+    """Whether an equation is an update, or has one in a branch, a loop or a call."""
+    return eqn.primitive is REGION or any(holds_update(inner) for jaxpr, _ in sub_jaxprs(eqn) for inner in jaxpr.eqns)
+
+
+def updates_in(step: Any) -> list[Found]:
+    """The updates in a step's closed jaxpr, in its branches and loops too, in the order of the trace."""
+    jaxpr = step.jaxpr
+    own = {*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)}
+    moved = {v for eqn in jaxpr.eqns if eqn.primitive.name in _MOVES for v in eqn.outvars}
+    results = {*variables(jaxpr.outvars)}
+    return list(_found(jaxpr, {v: v for v in own - moved | own & results}))
+
+
+_MOVES = ("device_put", "sharding_constraint", "reshard", "copy", "optimization_barrier", "jax_offload_donation")
+
+_CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call")
+
+
+def _found(jaxpr: Any, origin: dict[Var, Var]) -> Iterator[Found]:
+    """``origin``: variables of the jaxpr -> those of the step that they are. Moves are looked through where it does not
+    tell."""
+
+    def known(inner: Sequence[Var], operands: Sequence[Any]) -> dict[Var, Var]:
+        pairs = zip(inner, operands, strict=True)
+        return {v: origin[x] for v, x in pairs if not isinstance(x, Literal) and x in origin}
+
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in _MOVES:
+            for v, x in known(eqn.outvars, eqn.invars).items():
+                origin.setdefault(v, x)
+        elif eqn.primitive is REGION:
+            update = eqn.params["update"]
+            yield Found(update, known(update.operands, eqn.invars))
+        else:
+            for inner, operands in sub_jaxprs(eqn):
+                own = known(inner.invars, operands)
+                yield from _found(inner, own)
+                if eqn.primitive.name in _CALLS:  # a gate, say, hands on what it is given
+                    for v, x in zip(eqn.outvars, inner.outvars, strict=True):
+                        if not isinstance(x, Literal) and x in own:
+                            origin[v] = own[x]

@@ -1,0 +1,209 @@
+"""A whole step in parts: its update inlined, and each part of it where it is to run. Decided here, not emitted."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, renamed, scan_of, variables
+from jax_offload._emit.find import is_update
+from jax_offload._emit.region import Update
+from jax_offload._emit.serialise import Serialise, serial_parts
+from jax_offload._ir.arrange import Node, arranged, needed
+from jax_offload._ir.branches import scalars_hoisted
+from jax_offload._ir.program import Program
+from jax_offload._ir.slices import Slice, slice_of
+from jax_offload._plan.ahead import moves_ahead
+from jax_offload._plan.behind import moves_of
+from jax_offload._plan.in_scan import InScan, in_scan
+from jax_offload._plan.interleave import Gate, Piece, interleaved
+from jax_offload._plan.plan import Chunked
+
+
+@dataclasses.dataclass(frozen=True)
+class Inlined:
+    """A step with its update inlined.
+
+    Attributes:
+      program: it.
+      own: the equations of the update, by identity, as they are in the update's own program.
+      operands: the update's inputs -> what the step gives them.
+      next_of: result -> the variable of the step that it is the next value of.
+      stays: why leaves do not move.
+    """
+
+    program: Program
+    update: Update
+    own: Mapping[int, Equation]
+    operands: Mapping[Var, Atom]
+    next_of: Mapping[Var, Var]
+    stays: tuple[str, ...] = ()
+
+
+def inlined(program: Program) -> Inlined | None:
+    """The program with its only update inlined; ``None`` where it has none, or several."""
+    found = [eqn for eqn in program.eqns if is_update(eqn)]
+    if len(found) != 1:
+        return None
+    update: Update = found[0].params["update"]
+    recipe = scalars_hoisted(update.program)
+    operands = dict(zip(recipe.inputs, found[0].invars, strict=True))
+    given: dict[Var, Atom] = dict(operands)
+    eqns: list[Equation] = []
+    own: dict[int, Equation] = {}
+    for eqn in program.eqns:
+        if eqn is found[0]:
+            for each in recipe.eqns:
+                new = each.replace(invars=[renamed(operands, v) for v in each.invars])
+                own[id(new)] = each
+                eqns.append(new)
+            given |= {v: renamed(operands, made) for v, made in zip(eqn.outvars, recipe.outputs, strict=True)}
+        else:
+            eqns.append(eqn.replace(invars=[renamed(given, v) for v in eqn.invars]))
+    # of an update that is the rest of one, not all arguments are left
+    left = {v: operands[old] for v, old in update.next_values.items() if old in operands}
+    next_of = {v: x for v, x in left.items() if not isinstance(x, Literal)}
+    outputs = [renamed(given, v) for v in program.outputs]
+    shards = {x: n for v, n in recipe.shards.items() if v in operands and not isinstance(x := operands[v], Literal)}
+    whole = dataclasses.replace(program, eqns=eqns, outputs=outputs, shards=shards)
+    return Inlined(whole, update, own, operands, next_of)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rest:
+    """What is left of the update."""
+
+    update: Update
+    operands: list[Atom]
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """A step, taken apart.
+
+    Attributes:
+      step: it, with its update inlined.
+      parts: each after what it needs: slices, scans with updates inside, what is left of the update, in one piece or in
+        pieces between gates.
+      moved: whether anything of the update runs elsewhere than in it.
+    """
+
+    step: Inlined
+    parts: list[Slice | InScan | Rest | Piece | Gate]
+    moved: bool
+
+
+def parts_of(plain: Program) -> Parts | None:
+    """The parts that a step runs in, of the step's program; ``None`` where it has no update, or several."""
+    found = inlined(plain)
+    if found is None:
+        return None
+    step, plans, moved = found, dict[int, InScan](), set[int]()
+    scans = [
+        (at, scan) for at, eqn in enumerate(step.program.eqns) if (scan := scan_of(eqn)) is not None and scan.length
+    ]
+    for at, scan in reversed(scans):
+        moves, why = moves_of(step.program, scan, at, step.next_of, moved)
+        step = dataclasses.replace(step, stays=(*step.stays, *why))
+        if moves.moves:
+            plans[at] = in_scan(step.program, scan, moves, ahead=False)
+            moved |= moves.eqns
+    for at, scan in scans:
+        if at not in plans and id(step.program.eqns[at]) not in moved:
+            moves, why = moves_ahead(step.program, scan, at, step.next_of, {*step.own}, moved)
+            step = dataclasses.replace(step, stays=(*step.stays, *why))
+            if moves.moves:
+                plans[at] = in_scan(step.program, scan, moves, ahead=True)
+                moved |= moves.eqns
+    parts = _parts(step, plans, moved)
+    return Parts(step, parts, bool(plans) or any(isinstance(part, Gate) for part in parts))
+
+
+def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> list[Slice | InScan | Rest | Piece | Gate]:
+    """The parts of the step, each after what it needs: slices, scans with updates inside, what is left of the update,
+    in one piece or in pieces between gates."""
+    order: list[Node] | None = None
+    program, nodes = step.program, list[Node]()
+    for k, eqn in enumerate(program.eqns):
+        if k in plans:
+            nodes.append(Node(plans[k], plans[k].operands, plans[k].makes, kept=True))
+        elif id(eqn) not in moved:
+            nodes.append(Node(eqn, variables(eqn.invars), eqn.outvars, bool(eqn.effects)))
+    wanted = needed(nodes, variables(program.outputs))
+    # what of the update a scan needs, a learning rate say, stands before it
+    ahead = needed(nodes, [v for node in nodes if isinstance(node.payload, InScan) for v in node.reads], kept=False)
+    inside = {k for k in wanted - ahead if id(nodes[k].payload) in step.own}
+    results = {*variables(program.outputs)}.union(*(nodes[k].reads for k in wanted - inside))
+    if inside:
+        own = [nodes[k] for k in sorted(inside)]
+        made = {v for node in own for v in node.makes}
+        rest = _rest(step, [node.payload for node in own], results)
+        reads = dict.fromkeys(v for node in own for v in node.reads if v not in made)
+        place = min(inside)
+        wanted = wanted - inside | {place}
+        results |= {*reads}
+        if not plans and (pieces := _pieces(step, rest)):
+            apart = [node for k, node in enumerate(nodes) if k in wanted - {place}] + pieces
+            order = interleaved(apart, range(len(apart)), variables(program.outputs))
+        nodes[place] = Node(rest, list(reads), variables(rest.update.program.outputs))
+    nodes = [node if k in wanted else Node(None, [], []) for k, node in enumerate(nodes)]
+    if inside and not plans and order is None and step.update.serialise is not Serialise.NONE:
+        order = interleaved(nodes, sorted(wanted), variables(program.outputs))
+    if order is None:
+        order = arranged(nodes, sorted(wanted))
+
+    parts: list[Any] = []
+    for is_equations, group in itertools.groupby(order, lambda node: isinstance(node.payload, Equation)):
+        if is_equations:
+            eqns = [node.payload for node in group]
+            outputs = [v for eqn in eqns for v in eqn.outvars if v in results]
+            parts.append(slice_of(eqns, outputs, program.debug_info, program.shards))
+        else:
+            parts += [node.payload for node in group]
+    return parts
+
+
+def _pieces(step: Inlined, rest: Rest) -> list[Node]:
+    """What is left of an update in pieces; none where they cannot run between the parts of the step."""
+    update, recipe = rest.update, rest.update.program
+    if len(update.plan.passes) != 1 or update.plan.passes[0].apart or update.serialise is Serialise.NONE:
+        return []
+    (only,) = update.plan.passes
+    gradients = [recipe.inputs[i] for i in update.gradients]
+    given = dict(zip(recipe.inputs, rest.operands, strict=True))
+    variable = {v: x for v, x in given.items() if not isinstance(x, Literal)}
+    if len(variable) < len(given) or any(eqn.effects for eqn in recipe.eqns):
+        return []
+
+    def in_step(s: Slice) -> Slice:
+        eqns = [eqn.replace(invars=[renamed(variable, v) for v in eqn.invars]) for eqn in s.jaxpr.eqns]
+        return slice_of(eqns, s.outputs, recipe.debug_info, recipe.shards)
+
+    found = [Piece(in_step(part), None, tuple(v for v in part.outputs if v in update.results)[:1])
+             for _, part in serial_parts(only.prelude, gradients)]  # fmt: skip
+    for p in only.slices:
+        s = in_step(p.slice)
+        how = p.transfer
+        if isinstance(how, Chunked):
+            how = dataclasses.replace(how, buffers=tuple(v and variable.get(v, v) for v in how.buffers))
+        found.append(Piece(s, dataclasses.replace(p, slice=s, transfer=how), p.token))
+    return [Node(piece, piece.slice.inputs, piece.slice.outputs) for piece in found if piece.slice.outputs]
+
+
+def _rest(step: Inlined, eqns: Sequence[Equation], wanted: Set[Var]) -> Rest:
+    """The update of what does not move."""
+    update, recipe = step.update, step.update.program
+    own = [step.own[id(eqn)] for eqn in eqns]
+    made = {v for eqn in own for v in eqn.outvars}
+    outputs: list[Atom] = [v for eqn in own for v in eqn.outvars if v in wanted]
+    read = dict.fromkeys(v for eqn in own for v in variables(eqn.invars) if v not in made)
+    given = {*recipe.inputs}
+    inputs = [v for v in recipe.inputs if v in read] + [v for v in read if v not in given]
+    position = {v: k for k, v in enumerate(inputs)}
+    args = recipe.inputs[len(recipe.consts) :]
+    gradients = tuple(position[args[i]] for i in update.gradients if args[i] in position)
+    program = dataclasses.replace(recipe, inputs=inputs, outputs=outputs, eqns=own, consts=[])
+    rest = dataclasses.replace(update.replanned(program, gradients), stays=step.stays)
+    return Rest(rest, [renamed(step.operands, v) for v in inputs])
