@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
-import operator
 from collections.abc import Sequence
 
 from jax_offload._base.jaxprs import Equation, Literal, scan_of, sub_jaxprs
@@ -59,8 +57,9 @@ def _work_needed(eqns: Sequence[Equation], work: Sequence[float]) -> list[float]
     needed: list[float] = []
     heavy = [k for k, n in enumerate(work) if n]
     for k, eqn in enumerate(eqns):
-        bits = functools.reduce(operator.or_, (of.get(v, 0) for v in eqn.invars if not isinstance(v, Literal)), 0)
-        bits |= 1 << k if work[k] else 0
+        bits = 1 << k if work[k] else 0
+        for v in eqn.invars:
+            bits |= 0 if isinstance(v, Literal) else of.get(v, 0)
         of.update(dict.fromkeys(eqn.outvars, bits))
         needed.append(sum(work[h] for h in heavy if bits >> h & 1))
     return needed
