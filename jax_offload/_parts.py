@@ -16,7 +16,7 @@ from jax_offload._ir.branches import scalars_hoisted
 from jax_offload._ir.program import Program
 from jax_offload._ir.slices import Slice, slice_of
 from jax_offload._plan.ahead import moves_ahead
-from jax_offload._plan.behind import moves_of
+from jax_offload._plan.behind import SUMMED_UP, moves_of, sums_up
 from jax_offload._plan.in_scan import InScan, in_scan
 from jax_offload._plan.interleave import Gate, Piece, interleaved
 from jax_offload._plan.plan import Chunked
@@ -40,6 +40,12 @@ class Inlined:
     operands: Mapping[Var, Atom]
     next_of: Mapping[Var, Var]
     stays: tuple[str, ...] = ()
+
+    @property
+    def gradients(self) -> list[Var]:
+        """As variables of the step."""
+        operands = self.update.operands
+        return variables([renamed(self.operands, operands[i]) for i in self.update.gradients])
 
 
 def inlined(program: Program) -> Inlined | None:
@@ -104,19 +110,24 @@ def parts_of(plain: Program) -> Parts | None:
     scans = [
         (at, scan) for at, eqn in enumerate(step.program.eqns) if (scan := scan_of(eqn)) is not None and scan.length
     ]
+    stay_behind, stay_ahead = list[str](), list[str]()
     for at, scan in reversed(scans):
         moves, why = moves_of(step.program, scan, at, step.next_of, moved)
-        step = dataclasses.replace(step, stays=(*step.stays, *why))
+        stay_behind += why
+        if not moves.moves and sums_up(step.program, scan, at, step.gradients):
+            stay_behind.append(SUMMED_UP)
         if moves.moves:
             plans[at] = in_scan(step.program, scan, moves, ahead=False)
             moved |= moves.eqns
     for at, scan in scans:
         if at not in plans and id(step.program.eqns[at]) not in moved:
             moves, why = moves_ahead(step.program, scan, at, step.next_of, {*step.own}, moved)
-            step = dataclasses.replace(step, stays=(*step.stays, *why))
+            stay_ahead += why
             if moves.moves:
                 plans[at] = in_scan(step.program, scan, moves, ahead=True)
                 moved |= moves.eqns
+                stay_behind.clear()  # a step that is turned round: its gradients are for the next update
+    step = dataclasses.replace(step, stays=tuple(dict.fromkeys(stay_behind + stay_ahead)))
     parts = _parts(step, plans, moved)
     return Parts(step, parts, bool(plans) or any(isinstance(part, Gate) for part in parts))
 

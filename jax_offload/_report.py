@@ -33,7 +33,8 @@ class Placement:
       unknown: why ``update`` could not be traced; empty where it could.
       windows: bytes of the state on each device at a time while it streams, ``nbytes``, and ``why`` so many: one for
         each ``offload`` that streams something.
-      stays: of a step of ``jax_offload.jit``, why leaves whose gradients a scan makes are not updated inside that scan.
+      stays: of a step of ``jax_offload.jit``, why leaves are not updated inside the scan that makes their gradients, or
+        reads them.
 
     Example:
       >>> import jax, optax, jax_offload as jo
@@ -90,7 +91,7 @@ class Placement:
             + (f" (from {w.leaf} on)" if len(self.windows) > 1 else "")
             for w in self.windows
         ]  # fmt: skip
-        notes = [f"not updated in the scan that makes their gradients: {why}" for why in self.stays]
+        notes = [f"not updated inside a scan of the step: {why}" for why in self.stays]
         notes += [f"how it streams is not known: {self.unknown}"] if self.unknown else []
         return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], summary, *windows, *notes])
 

@@ -15,12 +15,10 @@ from jax_offload._base.effects import only_callbacks, ordered
 from jax_offload._base.jaxprs import (
     ClosedJaxpr,
     Equation,
-    Jaxpr,
     Literal,
     Var,
     jax_fun,
     jaxpr_of,
-    nameless,
     renamed,
     values_of,
     variables,
@@ -30,12 +28,12 @@ from jax_offload._base.jaxprs import (
 )
 from jax_offload._emit.barriers import gate
 from jax_offload._emit.deduplicate import functions
-from jax_offload._emit.find import is_update
+from jax_offload._emit.find import holds_update, is_update
 from jax_offload._emit.in_scan import one_after_the_other, scanned
 from jax_offload._emit.loop import or_whole
 from jax_offload._emit.region import bound, marked
 from jax_offload._emit.transfers import Names
-from jax_offload._ir.program import Program, flat
+from jax_offload._ir.program import Program, expanded, flat
 from jax_offload._ir.slices import Slice
 from jax_offload._parts import Rest, parts_of
 from jax_offload._plan.in_scan import InScan
@@ -69,9 +67,9 @@ def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     program = flat(closed)
     found = None if ordered(closed.effects) else parts_of(program)
     if found is None:
-        return _as_it_is(closed, program, _why_not(closed, program), args)
+        return _as_it_is(closed, _why_not(closed, program), args)
     if not found.moved:
-        return _as_it_is(closed, program, found.step.stays, args)
+        return _as_it_is(closed, found.step.stays, args)
     step, program = found.step, found.step.program
     env: dict[Var, Any] = dict(zip(program.inputs, [*program.consts, *args], strict=True))
     operands = ((name, renamed(step.operands, v)) for v, name in step.update.names.items())
@@ -116,22 +114,30 @@ def _made(part: Slice | InScan | Rest | Piece, env: Mapping[Var, Any], names: Na
     return zip(s.outputs, s.run(*(env[v] for v in s.inputs)), strict=True)
 
 
-def _as_it_is(closed: ClosedJaxpr, plain: Program, why: tuple[str, ...], args: Sequence[Any]) -> list[Any]:
+def _as_it_is(closed: ClosedJaxpr, why: tuple[str, ...], args: Sequence[Any]) -> list[Any]:
     """The step as it was, but that its updates say why."""
     if not why:
         return jax_fun(closed)(*args)
-    noted = [_with_reasons(eqn, why) if is_update(eqn) else eqn for eqn in plain.eqns]
-    jaxpr = Jaxpr([], plain.inputs, plain.outputs, noted, closed.effects, nameless(plain.debug_info))
-    return jax_fun(as_closed(jaxpr))(*plain.consts, *args)
+
+    def with_reasons(eqn: Equation) -> Program | None:
+        if not is_update(eqn):
+            return None
+        update = dataclasses.replace(eqn.params["update"], stays=why)
+        noted = eqn.replace(params=eqn.params | {"update": update})
+        ins = [Var(v.aval) if isinstance(v, Literal) else v for v in eqn.invars]
+        return Program(ins, list(eqn.outvars), [noted.replace(invars=ins)], [], closed.jaxpr.debug_info)
+
+    return jax_fun(as_closed(expanded(closed.jaxpr, with_reasons), closed.consts))(*args)
 
 
 def _why_not(closed: ClosedJaxpr, plain: Program) -> tuple[str, ...]:
     """Why a step that is left as it is has no update that moves."""
-    updates = sum(map(is_update, plain.eqns))
+    inside = [eqn.primitive.name for eqn in plain.eqns if not is_update(eqn) and holds_update(eqn)]
+    updates = sum(map(is_update, plain.eqns)) + len(inside)
     if updates and ordered(closed.effects):
         return ("the step has effects whose order would be lost",) if only_callbacks(closed.effects) else ()
-    return (f"the step has {updates} updates, and only one alone moves",) if updates > 1 else ()
-
-
-def _with_reasons(eqn: Equation, why: tuple[str, ...]) -> Equation:
-    return eqn.replace(params=eqn.params | {"update": dataclasses.replace(eqn.params["update"], stays=why)})
+    if updates > 1:
+        return (f"the step has {updates} updates, and only one alone moves",)
+    words = {"while": "a while (skip= is one)"}
+    where = (words.get(name, f"a {name}") for name in inside)
+    return tuple(f"it runs in {each} of the step, and only what each step runs once moves" for each in where)

@@ -9,11 +9,16 @@ from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import DropVar, Equation, Literal, Scan, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.masks import Mask, groups, union
+from jax_offload._ir.primitives import ELEMENTWISE
 from jax_offload._ir.program import Program, Var
 from jax_offload._plan.chunk_rules import Dependent, Partial, Rows, rule_of
 from jax_offload._plan.moves import Move, Moves, Stays, closure, move_of, pulled, rows_like
 
 NEEDS_ALL = "something that needs all gradients, their norm say, stands between them and their update"
+SUMMED_UP = (
+    "its gradient is summed up in the carry of a scan, over microbatches or by the layer's index: scan over stacked "
+    "parameters themselves; of microbatches only the last could host the update"
+)
 LEAST_ROW = 2**16  # bytes: smaller rows are updated faster together, after the scan
 _HEAVY = frozenset(("scan", "while", "dot_general", "conv_general_dilated"))
 
@@ -86,6 +91,15 @@ def moves_of(
         why += dict.fromkeys(flow.blocked.values())
     kept = frozenset(y for y in scan.ys if y in whole or y not in inside) - _dropped(scan.ys)
     return Moves(tuple(moves), kept, frozenset(moved)), why
+
+
+def sums_up(program: Program, scan: Scan, at: int, gradients: Sequence[Var]) -> bool:
+    """Whether gradients are what equation ``at``, a scan, carries out of its last iteration, scaled or cast."""
+    wanted = {*gradients}
+    for eqn in reversed(program.eqns[at + 1 :]):
+        if eqn.primitive.name in ELEMENTWISE and not wanted.isdisjoint(eqn.outvars):
+            wanted.update(variables(eqn.invars))
+    return any(v in wanted and v.aval.ndim for v in scan.carry)
 
 
 def _flow(eqns: Sequence[Equation], scan: Scan, at: int, claimed: Set[int]) -> _Flow:
