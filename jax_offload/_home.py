@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -12,8 +10,9 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
+from jax_offload._base.around import around
 from jax_offload._base.memory import on_host, to_host
-from jax_offload._base.shardings import only_looking
+from jax_offload._base.private import under_pmap
 from jax_offload._placement import Leaf
 
 
@@ -37,7 +36,7 @@ class Home:
         """
         at_home = [(x, leaf) for x, leaf in zip(leaves, plan, strict=True) if leaf.host and isinstance(x, jax.Array)]
         away = [leaf for x, leaf in at_home if (not on_host(x) if moved is None else moved)]
-        if only_looking():
+        if not around().runs:
             return
         if at_home and not away:
             self.reached = True
@@ -73,15 +72,11 @@ def returned(state: Any, plan: Sequence[Leaf]) -> Any:
 def check_not_in_pmap(plan: Sequence[Leaf]) -> None:
     """Raises ``ValueError`` where ``jax.pmap`` would bring to the device what the plan puts on the host.
 
-    It is a ``jit`` with shardings for all results, in device memory. Types do not tell; its function on the stack does.
+    It is a ``jit`` with shardings for all results, in device memory.
     """
-    pmap = inspect.unwrap(jax.pmap).__code__.co_filename
-    frame = sys._getframe()
-    while frame is not None and any(leaf.host for leaf in plan):
-        if frame.f_code.co_filename == pmap:
-            raise ValueError(
-                "offload(): jax.pmap returns every array in device memory, so the optimizer state would come back to "
-                "the device in every step. Use jax.jit with the batch sharded over a mesh (jax.make_mesh, "
-                "NamedSharding; docs/sharding.md) or jax.shard_map inside jax.jit; or fraction=0."
-            )
-        frame = frame.f_back
+    if any(leaf.host for leaf in plan) and under_pmap():
+        raise ValueError(
+            "offload(): jax.pmap returns every array in device memory, so the optimizer state would come back to "
+            "the device in every step. Use jax.jit with the batch sharded over a mesh (jax.make_mesh, "
+            "NamedSharding; docs/sharding.md) or jax.shard_map inside jax.jit; or fraction=0."
+        )

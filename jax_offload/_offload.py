@@ -14,16 +14,17 @@ from jax.tree_util import keystr
 
 from jax_offload._arguments import changes_shapes, check_gradients, check_params, check_places, check_state
 from jax_offload._base import memory as _memory
+from jax_offload._base.around import Remembered, around, remember, shardings_of, unambiguous
 from jax_offload._base.arrays import Offloaded, is_array, is_whole
 from jax_offload._base.donation import guarded
 from jax_offload._base.eager import compiled_where_eager
-from jax_offload._base.shardings import Layouts, Seen, inside_shard_map, only_looking, remember, settled, shardings_of
+from jax_offload._base.shardings import Layouts, Shardings, inside_shard_map
 from jax_offload._emit.skip import updated_unless
 from jax_offload._home import Home, check_not_in_pmap, returned
-from jax_offload._placement import Leaf, Policy, Select, note, place
+from jax_offload._placement import Leaf, Policy, Select, marked, place, warn_of_nothing
 from jax_offload._plan.options import Options
 from jax_offload._plan.order import Order
-from jax_offload._precision.masters import last_word
+from jax_offload._precision.masters import check_last_word
 from jax_offload._precision.storage import (
     as_stored,
     check_stored,
@@ -38,7 +39,7 @@ from jax_offload._precision.storage import (
 from jax_offload._state import placed_state
 from jax_offload._streamed import streamed
 from jax_offload._update import sharded_params
-from jax_offload._wrappers import adopt_multi_steps, moved_around
+from jax_offload._wrappers import adopt_multi_steps
 from jax_offload._zero import axes_of, check_not_manual, check_typed, partitions, resharded, resharded_state
 
 DEFAULT_MIN_BYTES = 2**16  # below this a transfer costs the link its latency (about 10 us) rather than its bytes
@@ -134,7 +135,7 @@ def offload(
     if isinstance(fraction, (int, float)) and fraction == 0 and not policy.shard_over and not rules:
         return _skipping(optax.with_extra_args_support(inner))
     inner = optax.with_extra_args_support(inner)
-    seen: Seen = {}
+    remembered: Remembered = {}
     home = Home()
     adopt_multi_steps()
 
@@ -144,15 +145,17 @@ def offload(
 
     def init_fn(params: optax.Params) -> optax.OptState:
         check_params(params)
-        told = shardings_of(params)
+        own = shardings_of(params)
 
         def create(params: Any) -> Any:
             state = stored_init(params)
             plan = place(policy, state, params)
-            divided = partitions(plan, params, {**settled(seen), **told}, missing_ok=True)  # else out_shardings say so
-            state = guarded(_store(state, plan, params, divided))
-            note(jax.tree.leaves(state), [dataclasses.replace(leaf, window=window, order=order) for leaf in plan])
-            return state
+            known = {**unambiguous(remembered), **own}  # of others out_shardings say how the state is divided
+            state = guarded(_store(state, plan, params, known))
+            if around().runs:
+                warn_of_nothing(plan)
+                return state
+            return marked(state, [dataclasses.replace(leaf, window=window, order=order) for leaf in plan])
 
         leaves = jax.tree.leaves(params)
         if not leaves or not all(_is_concrete(x) for x in leaves) or _memory.under_jit():
@@ -164,9 +167,9 @@ def offload(
             _check_eager(params, abstract)
             state = jax.jit(create, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))(params)
             home.made(state)
-        if rules and not only_looking():
+        if rules and around().remembers:
             warn_of_unstored(rules, state)
-        remember(seen, told)
+        remember(remembered, own)
         return state
 
     @compiled_where_eager(like=lambda updates, state, params=None, **_: updates if params is None else params)
@@ -187,14 +190,14 @@ def offload(
             if not any(map(is_encoded, jax.tree.leaves(state, is_leaf=is_encoded))):
                 state = as_stored(state, jax.eval_shape(stored_init, like))
             check_stored(state, rules, like, min_bytes, stored_init)
-        shardings = {**inside_shard_map(settled(seen)), **shardings_of(like)}
-        divided = {}
+        shardings = {**inside_shard_map(unambiguous(remembered)), **shardings_of(like)}
+        divided: Layouts = {}
         if policy.shard_over:
             check_not_manual()
-            divided = partitions(place(policy, state, like), like, shardings, seen)
+            divided = partitions(place(policy, state, like), like, shardings, remembered)
         plan = place(policy, state, like)
-        home.arrived(jax.tree.leaves(state), plan, moved_around())
-        state = returned(state, plan) if moved_around() is None else state
+        home.arrived(jax.tree.leaves(state), plan, around().moved)
+        state = returned(state, plan) if around().moved is None else state
         options = Options(window, order, shardings, divided)
 
         def recipe(updates: Any, state: Any, params: Any, extra_args: Any) -> Any:
@@ -204,9 +207,8 @@ def offload(
             loaded = _load(state)
             before = plain(loaded) if rules else loaded
             try:
-                with last_word() as check_last_word:
-                    updates, new_state = inner.update(updates, before, params, **extra_args)
-                    check_last_word(updates, before)
+                updates, new_state = inner.update(updates, before, params, **extra_args)
+                check_last_word(updates, before)
             except Exception as error:
                 check_state(inner.init, before, like, error)
                 check_typed(divided, error)
@@ -215,7 +217,7 @@ def offload(
             if other_tree or changes_shapes(before, new_state) or changes_shapes(like, updates):
                 check_state(inner.init, before, like, None)
             new_state = next_stored(loaded, before, new_state) if rules else new_state
-            new_state = _store(new_state, place(policy, new_state, like), like, divided)
+            new_state = _store(new_state, place(policy, new_state, like), like, shardings)
             return resharded(updates, options.whole), new_state
 
         return streamed(recipe, (updates, state, params, extra_args), next_of=(0, 1), options=options)
@@ -238,12 +240,12 @@ def _load(state: Any) -> Any:
     return jax.tree.map(lambda x: _memory.to_device(x) if is_array(x) else x, state)
 
 
-def _store(state: Any, plan: list[Leaf], params: Any, divided: Layouts) -> Any:
+def _store(state: Any, plan: list[Leaf], params: Any, shardings: Shardings) -> Any:
     """``state`` with the leaves that the plan puts on the host there; what is there already stays."""
     check_not_in_pmap(plan)
     leaves, treedef = jax.tree.flatten(state)
-    leaves = resharded_state(leaves, plan, params, divided)
-    if moved_around() is not None:  # what stands around stores it
+    leaves = resharded_state(leaves, plan, params, shardings)
+    if around().moved is not None:  # what stands around stores it
         return jax.tree.unflatten(treedef, leaves)
     stored = [_memory.to_host(x) if leaf.host else x for x, leaf in zip(leaves, plan, strict=True)]
     return jax.tree.unflatten(treedef, stored)

@@ -5,11 +5,9 @@ Nothing here asks for a device, so every process of a multi-host run, and every 
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
 
-from jax_offload._base.arrays import is_like, is_whole, nbytes
+from jax_offload._base.arrays import is_array, is_like, is_whole, nbytes
+from jax_offload._base.marks import mark
 from jax_offload._base.paths import matches, names_of, owners
 from jax_offload._plan.order import Order, ranks
 
@@ -134,28 +133,19 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
     return _take(leaves, groups, _subtrees(policy.fraction, params, owner, paths_state))
 
 
-_NOTES: contextvars.ContextVar[dict[int, Leaf] | None] = contextvars.ContextVar("notes", default=None)
-
-
-@contextlib.contextmanager
-def noting() -> Iterator[dict[int, Leaf]]:
-    """Collects, by ``id`` of the state leaf, what every ``offload`` decides while a transformation is traced.
+def marked(state: Any, plan: Sequence[Leaf]) -> Any:
+    """``state``, whose trace says of each leaf what was decided, where that is going to be read.
 
     Chains and wrappers pass leaves on untouched, so the table can say why whatever stands around an ``offload``.
     """
-    rows: dict[int, Leaf] = {}
-    token = _NOTES.set(rows)
-    try:
-        yield rows
-    finally:
-        _NOTES.reset(token)
+    leaves, treedef = jax.tree.flatten(state)
+    rows = [mark(x, leaf) if is_array(x) else x for x, leaf in zip(leaves, plan, strict=True)]
+    return jax.tree.unflatten(treedef, rows)
 
 
-def note(state_leaves: Sequence[Any], plan: Sequence[Leaf]) -> None:
-    """Hands the decisions to whoever collects them; where nobody does, says aloud that nothing will be offloaded."""
-    if (rows := _NOTES.get()) is not None:
-        rows.update((id(x), leaf) for x, leaf in zip(state_leaves, plan, strict=True))
-    elif not any(leaf.host or leaf.shard_over for leaf in plan) and any(leaf.nbytes and leaf.shape for leaf in plan):
+def warn_of_nothing(plan: Sequence[Leaf]) -> None:
+    """Says aloud that nothing will be offloaded."""
+    if not any(leaf.host or leaf.shard_over for leaf in plan) and any(leaf.nbytes and leaf.shape for leaf in plan):
         reasons = sorted({leaf.why for leaf in plan if leaf.nbytes and leaf.shape})
         largest = max(leaf.nbytes for leaf in plan)
         warnings.warn(

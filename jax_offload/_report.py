@@ -14,7 +14,8 @@ import optax
 from jax.sharding import NamedSharding
 
 from jax_offload._base import memory as _memory
-from jax_offload._base.shardings import known, looking, shards_of
+from jax_offload._base.around import described, step_described
+from jax_offload._base.shardings import shards_of
 from jax_offload._emit.find import updates_in
 from jax_offload._emit.region import Update
 from jax_offload._placement import Leaf, unmanaged
@@ -146,14 +147,14 @@ def placement(tx: optax.GradientTransformation | Callable[..., Any], *args: Any,
 
 
 def _of_transformation(tx: Any, params: Any, **extra_args: Any) -> Placement:
-    leaves = [leaf for leaf, _, _ in placed_leaves(tx, params, only_looking=True)[0]]
+    leaves = [leaf for leaf, _, _ in placed_leaves(tx, params)[0]]
 
     def update(params: Any, extra_args: Any) -> list[Any]:
         state, treedef = jax.tree.flatten(tx.init(params))
         optax.with_extra_args_support(tx).update(params, jax.tree.unflatten(treedef, state), params, **extra_args)
         return state
 
-    with known(params, only_looking=True):
+    with described(params):
         loads, unknown, _ = _loads(update, params, extra_args)
     return _table(leaves, loads or [[] for _ in leaves], unknown, ())
 
@@ -182,7 +183,7 @@ def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
             rows.append(dataclasses.replace(row, path=path, host=host, sharding=spec, shard_bytes=own, why=_ARGUMENT))
 
     shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves((args, kwargs))]  # tracers do not tell
-    with looking():
+    with step_described():
         _traced(names, args, kwargs)
         loads, unknown, stays = _loads(call, args, kwargs)
     kept = [(row, of) for row, of in zip(rows, loads or [[] for _ in rows], strict=True) if row.host or of]

@@ -19,15 +19,18 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jax_offload._arguments import check_transformation
 from jax_offload._base import memory
+from jax_offload._base.around import described
 from jax_offload._base.arrays import is_like
 from jax_offload._base.donation import guarded
+from jax_offload._base.jaxprs import Literal, jaxpr_of
+from jax_offload._base.marks import marks_in
 from jax_offload._base.paths import owners
-from jax_offload._base.shardings import fitted, is_explicit, known, sharding_of, shards_of, typed_sharding, without_axes
+from jax_offload._base.shardings import is_explicit, sharding_of, shards_of, typed_sharding, without_axes
 from jax_offload._factored import axes_in_parameter
-from jax_offload._placement import Leaf, noting, unmanaged
+from jax_offload._placement import Leaf, unmanaged
 from jax_offload._precision.masters import MasterState
 from jax_offload._precision.storage import StoredState, is_encoded
-from jax_offload._zero import partitioned
+from jax_offload._zero import state_sharding
 
 
 def abstract_state(tx: optax.GradientTransformation, params: Any) -> Any:
@@ -64,7 +67,7 @@ def abstract_state(tx: optax.GradientTransformation, params: Any) -> Any:
 
 def placed_state(tx: optax.GradientTransformation, params: Any) -> Any:
     """``abstract_state``, with shardings as the arrays that ``init`` gives have them."""
-    leaves, treedef = placed_leaves(tx, params)
+    leaves, treedef = placed_leaves(tx, params, remember=True)
     return jax.tree.unflatten(
         treedef,
         [
@@ -75,10 +78,10 @@ def placed_state(tx: optax.GradientTransformation, params: Any) -> Any:
 
 
 def placed_leaves(
-    tx: optax.GradientTransformation, params: Any, *, only_looking: bool = False
+    tx: optax.GradientTransformation, params: Any, *, remember: bool = False
 ) -> tuple[list[tuple[Leaf, Any, Sharding]], Any]:
     """For every state leaf its row of the table, its type and its sharding; and the state's tree."""
-    leaves, treedef = traced_init(tx, params, only_looking)
+    leaves, treedef = traced_init(tx, params, remember=remember)
     flat = jax.tree.leaves(params)
     shardings = [_sharding(x) for x in flat]
     everywhere = _replicated(shardings)
@@ -89,9 +92,8 @@ def placed_leaves(
         shape = () if leaf.owner is None else np.shape(flat[leaf.owner])
         sharding, note = everywhere, ""
         if own is not None and aval.shape != () and is_like(leaf.path, aval.shape, shape):
-            divided = partitioned(own, shape, leaf.shard_over) if leaf.shard_over else own
-            sharding, note = (own, f" ({divided})") if isinstance(divided, str) else (divided, "")
-            sharding = sharding if aval.shape == shape else fitted(sharding, aval.shape)
+            sharding, why = state_sharding(leaf, aval.shape, own, shape, f"parameter {leaf.param}")
+            note = f" ({why})" if why else ""
         elif of_param is not None and isinstance(own, NamedSharding):
             sharding = without_axes(own, of_param)
         typed = typed_sharding(aval)
@@ -179,7 +181,7 @@ def to_host(tx: optax.GradientTransformation, state: Any, params: Any = None) ->
       'pinned_host'
     """
     params = params_like(tx, state) if params is None else params
-    leaves, treedef = traced_init(tx, params, only_looking=True)
+    leaves, treedef = traced_init(tx, params)
     got, got_tree = jax.tree.flatten(state)
     types = [(np.shape(x), getattr(x, "dtype", None)) for x in got]
     if got_tree == treedef and types != [(aval.shape, aval.dtype) for _, aval in leaves]:
@@ -199,7 +201,7 @@ def to_host(tx: optax.GradientTransformation, state: Any, params: Any = None) ->
     if traced:
         got = [jnp.asarray(x) if outside else x for x, outside in zip(got, numpy, strict=True)]
     elif any(numpy) or any(leaf.shard_over for leaf, _ in leaves):
-        placed = placed_leaves(tx, params, only_looking=True)[0]
+        placed = placed_leaves(tx, params)[0]
         move = [outside or bool(leaf.shard_over) for outside, (leaf, _) in zip(numpy, leaves, strict=True)]
         got = [jax.device_put(x, s) if m else x for x, m, (_, _, s) in zip(got, move, placed, strict=True)]
     moved = [memory.to_host(x) if leaf.host else memory.to_device(x) for x, (leaf, _) in zip(got, leaves, strict=True)]
@@ -207,7 +209,7 @@ def to_host(tx: optax.GradientTransformation, state: Any, params: Any = None) ->
 
 
 def traced_init(
-    tx: optax.GradientTransformation, params: Any, only_looking: bool
+    tx: optax.GradientTransformation, params: Any, *, remember: bool = False
 ) -> tuple[list[tuple[Leaf, Any]], Any]:
     """For every state leaf its row of the table and its type; and the state's tree."""
     check_transformation(tx, "(tx, params)")
@@ -215,21 +217,21 @@ def traced_init(
 
     def init(params: Any) -> Any:
         state = tx.init(params)
-        with_paths = jax.tree_util.tree_flatten_with_path(state)[0]
-        found.extend((path, rows.get(id(x))) for path, x in with_paths)
+        found.extend(jax.tree_util.tree_flatten_with_path(state)[0])
         return state
 
-    with noting() as rows, known(params, only_looking=only_looking):
-        closed, shapes = jax.make_jaxpr(init, return_shape=True)(params)
+    with described(params, remember=remember):
+        closed, treedef = jaxpr_of(init, params)
+    rows = marks_in(closed)
     owner = owners([path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]])
     leaves = []
-    for (path, row), aval in zip(found, closed.out_avals, strict=True):
-        row = row or unmanaged(aval)
+    for (path, x), v, aval in zip(found, closed.jaxpr.outvars, closed.out_avals, strict=True):
+        row = unmanaged(aval if hasattr(x, "dtype") else x) if isinstance(v, Literal) or v not in rows else rows[v]
         leaf = dataclasses.replace(
             row, path=jax.tree_util.keystr(path), owner=owner(path), host=memory.is_host_aval(aval)
         )
         leaves.append((leaf, aval))
-    return leaves, jax.tree.structure(shapes)
+    return leaves, treedef
 
 
 def _sharding(param: Any) -> Sharding:

@@ -7,7 +7,6 @@ slice. It comes too late for that where only the ``update`` inside is asked, so 
 
 from __future__ import annotations
 
-import contextvars
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import jax
 import optax
 
+from jax_offload._base.around import wrapped
 from jax_offload._base.arrays import is_array
 from jax_offload._base.memory import on_host, to_device, to_host
 from jax_offload._home import returned
@@ -23,22 +23,12 @@ from jax_offload._precision.storage import as_stored
 from jax_offload._state import traced_init
 from jax_offload._streamed import streamed
 
-# While a wrapper is a recipe: whether its state was moved to the device; every offload inside leaves its state there.
-# It stays: the types of the new state must be known where the wrapper is traced, which chooses between it and the old
-# one, and the wrapper hands on neither types nor names that would tell.
-_MOVED: contextvars.ContextVar[bool | None] = contextvars.ContextVar("moved", default=None)
-
-
-def moved_around() -> bool | None:
-    """``None`` where no wrapper loads and stores for the ``offload`` that asks; else whether its state was moved."""
-    return _MOVED.get()
-
 
 def streamed_around(tx: Any, update: Callable[..., Any], updates: Any, state: Any, params: Any, extra_args: Any) -> Any:
     """``update`` of ``tx``, an ``offload`` somewhere in it; ``NotImplemented`` where it keeps nothing on the host."""
     like = updates if params is None else params
     try:
-        rows, treedef = traced_init(tx, like, only_looking=True)
+        rows, treedef = traced_init(tx, like)
     except Exception:  # init cannot run on what we have: the update itself says more
         return NotImplemented
     host = [leaf.host for leaf, _ in rows]
@@ -51,11 +41,8 @@ def streamed_around(tx: Any, update: Callable[..., Any], updates: Any, state: An
 
     def recipe(updates: Any, state: Any, params: Any, extra_args: Any) -> Any:
         loaded = jax.tree.map(lambda x: to_device(x) if is_array(x) else x, state)
-        token = _MOVED.set(moved)
-        try:
+        with wrapped(moved):
             updates, new = update(updates, loaded, params, **extra_args)
-        finally:
-            _MOVED.reset(token)
         leaves = [to_host(x) if h else x for x, h in zip(jax.tree.leaves(new), host, strict=True)]
         return updates, jax.tree.unflatten(treedef, leaves)
 

@@ -13,10 +13,10 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from jax_offload._base.around import Remembered
 from jax_offload._base.paths import key_of
 from jax_offload._base.shardings import (
     Layouts,
-    Seen,
     Shardings,
     constrained,
     fitted,
@@ -41,7 +41,7 @@ def axes_of(shard_over: Any) -> tuple[str, ...]:
 
 
 def partitioned(
-    sharding: Sharding | None, shape: Sequence[int], over: Sequence[str], whose: str = "a parameter"
+    sharding: Sharding | None, shape: Sequence[int], over: Sequence[str], whose: str
 ) -> NamedSharding | str:
     """``sharding`` divided over further mesh axes too, or why it cannot be.
 
@@ -81,17 +81,14 @@ def partitioned(
     return f"no axis divides by {parts}"
 
 
-def partitions(
-    plan: Sequence[Leaf], params: Any, shardings: Shardings, seen: Seen | None = None, *, missing_ok: bool = False
-) -> Layouts:
+def partitions(plan: Sequence[Leaf], params: Any, shardings: Shardings, remembered: Remembered) -> Layouts:
     """By their paths, the parameters whose state is divided further: how, and how their gradients and updates are.
 
     Args:
       plan: the table of the state.
       params: the parameters, or gradients.
       shardings: of the parameters, as far as they are known.
-      seen: all that was seen of them, for the message.
-      missing_ok: whether some may be unknown.
+      remembered: all that they were in, for the message.
 
     Raises:
       ValueError: some are not known.
@@ -101,11 +98,11 @@ def partitions(
     for i, over in {leaf.owner: leaf.shard_over for leaf in plan if leaf.owner is not None and leaf.shard_over}.items():
         path, x = flat[i]
         if (name := key_of(path)) in shardings:
-            divided = partitioned(shardings[name], x.shape, over, f"parameter {name}")
+            divided = partitioned(shardings[name], x.shape, over, _parameter(name))
             if isinstance(divided, NamedSharding):
                 found[name] = divided
-        elif not missing_ok:
-            several = (seen or {}).get(name, [])
+        else:
+            several = remembered.get(name, [])
             raise ValueError(
                 f"shard_over: parameter {name} was seen in several shardings, {several}, and with Auto mesh axes a "
                 "trace does not tell which it is. Make an offload(...) for each model and mesh."
@@ -156,14 +153,38 @@ def resharded(tree: Any, shardings: Mapping[str, Sharding], like: Any = None) ->
     return jax.tree_util.tree_map_with_path(one, tree)
 
 
-def resharded_state(leaves: Sequence[Any], plan: Sequence[Leaf], params: Any, shardings: Layouts) -> list[Any]:
-    """The leaves of a state, those that are to be divided further like that."""
-    if not shardings:
-        return list(leaves)
-    paths = [key_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+def state_sharding(
+    leaf: Leaf, shape: Sequence[int], own: Sharding, param: Sequence[int], whose: str
+) -> tuple[Sharding, str]:
+    """How a state leaf is divided that is like its parameter: as that, and over ``leaf.shard_over``; or why not that.
+
+    Args:
+      leaf: its row of the table.
+      shape: of the leaf; blocks of the last axis may have one scale each.
+      own: the parameter's sharding.
+      param: the parameter's shape.
+      whose: its name, for messages.
+    """
+    divided = partitioned(own, param, leaf.shard_over, whose) if leaf.shard_over else own
+    sharding, why = (own, divided) if isinstance(divided, str) else (divided, "")
+    return sharding if tuple(shape) == tuple(param) else fitted(sharding, shape), why
+
+
+def resharded_state(leaves: Sequence[Any], plan: Sequence[Leaf], params: Any, shardings: Shardings) -> list[Any]:
+    """The leaves of a state, those that are to be divided further like that, as far as the parameters' are known."""
+    flat = jax.tree_util.tree_flatten_with_path(params)[0]
 
     def divided(x: Any, leaf: Leaf) -> Any:
-        own = shardings.get(paths[leaf.owner]) if leaf.shard_over and leaf.owner is not None else None
-        return x if own is None else constrained(x, fitted(own, x.shape))
+        if not leaf.shard_over or leaf.owner is None:
+            return x
+        path, param = flat[leaf.owner]
+        if (name := key_of(path)) not in shardings:
+            return x
+        sharding, why = state_sharding(leaf, np.shape(x), shardings[name], np.shape(param), _parameter(name))
+        return x if why else constrained(x, sharding)
 
     return [divided(x, leaf) for x, leaf in zip(leaves, plan, strict=True)]
+
+
+def _parameter(name: str) -> str:
+    return f"parameter {name}"

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import jax
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
-from jax.interpreters import partial_eval as pe
 
 from jax_offload._base.jaxprs import ClosedJaxpr, Jaxpr, jax_fun, jaxpr_of
-from jax_offload._base.private import jvp_jaxpr
+from jax_offload._base.private import jvp_jaxpr, lowered, nonzero, set_rules, zero_tangent
 
 
 def identity_primitive(name: str, lower: Callable[..., list[Any]]) -> Primitive:
@@ -22,19 +20,22 @@ def identity_primitive(name: str, lower: Callable[..., list[Any]]) -> Primitive:
     """
 
     def bind_all_but_zeros(tangents: Sequence[Any]) -> list[Any]:
-        nonzero = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero) and t.dtype != jax.dtypes.float0]
-        bound = dict(zip(nonzero, primitive.bind(*(tangents[i] for i in nonzero)) if nonzero else (), strict=True))
+        arrays = [i for i, t in enumerate(tangents) if nonzero(t)]
+        bound = dict(zip(arrays, primitive.bind(*(tangents[i] for i in arrays)) if arrays else (), strict=True))
         return [bound.get(i, t) for i, t in enumerate(tangents)]
 
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_impl(lambda *xs: list(xs))
     primitive.def_abstract_eval(lambda *avals: list(avals))
-    batching.primitive_batchers[primitive] = lambda xs, dims: (primitive.bind(*xs), dims)
-    ad.primitive_jvps[primitive] = lambda xs, tangents: (primitive.bind(*xs), bind_all_but_zeros(tangents))
-    ad.primitive_transposes[primitive] = lambda cotangents, *_: bind_all_but_zeros(cotangents)
-    pe.dce_rules[primitive] = _without_unused
-    mlir.register_lowering(primitive, lower)
+    set_rules(
+        primitive,
+        lower=lower,
+        jvp=lambda xs, tangents: (primitive.bind(*xs), bind_all_but_zeros(tangents)),
+        batch=lambda xs, dims: (primitive.bind(*xs), dims),
+        transpose=lambda cotangents, *_: bind_all_but_zeros(cotangents),
+        dce=_without_unused,
+    )
     return primitive
 
 
@@ -88,12 +89,10 @@ def call_primitive(name: str) -> Primitive:
         return out, [0] * len(out)
 
     def derived(xs: Sequence[Any], tangents: Sequence[Any], *, update: Call, recipe: Jaxpr) -> Any:
-        nonzero = [not isinstance(t, ad.Zero) and t.dtype != jax.dtypes.float0 for t in tangents]
-        derivative, out_nonzero = jvp_jaxpr(cast(Any, equations(update)), nonzero, instantiate=False)
-        results = jax_fun(cast(Any, derivative))(*xs, *(t for t, used in zip(tangents, nonzero, strict=True) if used))
+        derivative, out_nonzero = jvp_jaxpr(equations(update), [nonzero(t) for t in tangents])
+        results = jax_fun(derivative)(*xs, *filter(nonzero, tangents))
         primals, found = results[: len(out_nonzero)], iter(results[len(out_nonzero) :])
-        zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in primals]
-        return primals, [next(found) if n else zero for n, zero in zip(out_nonzero, zeros, strict=True)]
+        return primals, [next(found) if n else zero_tangent(x) for n, x in zip(out_nonzero, primals, strict=True)]
 
     def without_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
         eqn = rest[-1]
@@ -106,16 +105,13 @@ def call_primitive(name: str) -> Primitive:
 
     def lower(context: Any, *args: Any, update: Call, recipe: Jaxpr) -> Any:
         # Not as a function of its own: XLA's CPU rounds bfloat16 at its edges, as it inlines it too late.
-        return mlir.lower_fun(lambda *args: update.emitted(args), multiple_results=True)(context, *args)
+        return lowered(lambda *args: update.emitted(args), context, *args, several=True)
 
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_impl(lambda *xs, update, recipe: jax_fun(equations(update))(*xs))
     primitive.def_effectful_abstract_eval(lambda *_, update, recipe: (list(update.avals[1]), update.effects))
-    batching.fancy_primitive_batchers[primitive] = batched
-    ad.primitive_jvps[primitive] = derived
-    pe.dce_rules[primitive] = without_unused
-    mlir.register_lowering(primitive, lower)
+    set_rules(primitive, lower=lower, jvp=derived, batch_over=batched, dce=without_unused)
     return primitive
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jax_offload._base import memory
-from jax_offload._base.shardings import known
+from jax_offload._base.around import running
 
 
 def compiled_where_eager(like: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -31,7 +31,7 @@ def compiled_where_eager(like: Callable[..., Any]) -> Callable[[Callable[..., An
         @functools.partial(jax.jit, static_argnums=0)
         def run(call: _Call, arrays: list[Any]) -> Any:
             args, kwargs = call.filled(call.shardings)
-            with known(like(*args, **kwargs), only_looking=False):
+            with running(like(*args, **kwargs)):
                 args, kwargs = call.filled(arrays)
                 return fun(*args, **kwargs)
 

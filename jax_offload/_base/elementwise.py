@@ -12,11 +12,9 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
-from jax.core import ShapedArray
 from jax.extend.core import Primitive
-from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import stablehlo
-from jax.interpreters import ad, batching, mlir
+
+from jax_offload._base.private import as_arrays, in_front, is_for_one_device, lowered, lowered_as_map, set_rules
 
 NAME = "jax_offload_elementwise"
 
@@ -53,32 +51,22 @@ def _type_of(fun: Any, static: Any, avals: tuple[Any, ...]) -> Any:
 
 def _batched(xs: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any, int]:
     size = next(x.shape[d] for x, d in zip(xs, dims, strict=True) if d is not None)
-    xs = [batching.bdim_at_front(x, d, size) for x, d in zip(xs, dims, strict=True)]
+    xs = [in_front(x, d, size) for x, d in zip(xs, dims, strict=True)]
     return _elementwise.bind(*xs, **params), 0
 
 
 def _derived(xs: Sequence[Any], tangents: Sequence[Any], *, fun: Any, static: Any) -> Any:
-    return jax.jvp(_plain(fun, static), tuple(xs), tuple(map(ad.instantiate_zeros, tangents)))
+    return jax.jvp(_plain(fun, static), tuple(xs), as_arrays(tangents))
 
 
 def _lower(context: Any, *xs: Any, fun: Any, static: Any) -> Any:
-    lower_inside = mlir.lower_fun(_plain(fun, static), multiple_results=False)
     # Shardy has no rule for a map and gathers its operands; given one (sdy.sharding_rule) it crashes in real programs.
-    if getattr(context.module_context.axis_context, "num_devices", None) != 1:
-        return lower_inside(context, *xs)
-    (out,) = context.avals_out
-    element = mlir.dtype_to_ir_type(out.dtype)
-    op = stablehlo.MapOp(ir.RankedTensorType.get(out.shape, element), xs, mlir.dense_int_array(list(range(out.ndim))))
-    block = op.regions[0].blocks.append(*(ir.RankedTensorType.get((), x.type.element_type) for x in xs))
-    scalars, scalar = ([ShapedArray((), a.dtype) for a in avals] for avals in (context.avals_in, context.avals_out))
-    with ir.InsertionPoint(block):
-        stablehlo.return_(lower_inside(context.replace(avals_in=scalars, avals_out=scalar), *block.arguments))
-    return op.results
+    if is_for_one_device(context):
+        return lowered_as_map(_plain(fun, static), context, *xs)
+    return lowered(_plain(fun, static), context, *xs, several=False)
 
 
 _elementwise = Primitive(NAME)
 _elementwise.def_impl(lambda *xs, fun, static: _compiled(fun, static)(*xs))
 _elementwise.def_abstract_eval(_typed)
-batching.primitive_batchers[_elementwise] = _batched
-ad.primitive_jvps[_elementwise] = _derived
-mlir.register_lowering(_elementwise, _lower)
+set_rules(_elementwise, lower=_lower, jvp=_derived, batch=_batched)

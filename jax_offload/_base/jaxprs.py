@@ -270,7 +270,7 @@ def without_dead_code(
       keep_inputs: whether inputs stay that nothing needs.
     """
     needed = [True] * len(jaxpr.outvars) if used is None else list(used)
-    return cast("tuple[Jaxpr, list[bool]]", dce_jaxpr(jaxpr, needed, instantiate=keep_inputs))
+    return dce_jaxpr(jaxpr, needed, keep_inputs=keep_inputs)
 
 
 def run_equation(eqn: Equation, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:

@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
-import jax.extend.core
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from jax_offload._base import private
 
 Space = jax.memory.Space
 HOST_KIND = "pinned_host"
@@ -20,7 +21,7 @@ DEVICE_KIND = "device"
 
 def is_host_aval(aval: Any) -> bool:
     """Whether an abstract value (the type of an array, a tracer, a jaxpr's variable) is in host memory."""
-    return getattr(aval, "memory_space", None) == Space.Host
+    return private.memory_space_of(aval) == Space.Host
 
 
 def on_host(x: Any) -> bool:
@@ -92,7 +93,7 @@ def off_our_mesh(x: Any) -> Any:
 
 def under_jit() -> bool:
     """Whether a program is being traced: then even an init of concrete parameters becomes a part of it."""
-    return jax.extend.core.unsafe_am_i_under_a_jit_DO_NOT_USE()  # pyright: ignore[reportPrivateImportUsage]
+    return private.under_jit()
 
 
 def mesh_is_set() -> bool:

@@ -3,31 +3,148 @@
 | needed | for | seen in jax |
 |---|---|---|
 | the fields of variables, literals, jaxprs and equations | the types of ``jaxprs`` | 0.10 to 0.12 |
-| ``Primitive``; rules for batching, jvp, dce and lowering | the primitives of ``calls`` | 0.10 to 0.12 |
-| ``jvp_jaxpr`` | ``calls.call_primitive`` | 0.10 to 0.12 |
 | where an equation has the jaxprs that it runs | ``jaxprs.sub_jaxprs`` | 0.10 to 0.12 |
 | how a ``scan`` says which of its operands are what | ``jaxprs.scan_of`` | 0.10 and 0.11, 0.12 |
-| ``dce_jaxpr``; the jaxprs among parameters | ``jaxprs.without_dead_code``, ``jaxprs.holds_equations`` | 0.10 to 0.12 |
+| the jaxprs among parameters; ``get_bind_params`` | ``jaxprs.with_jaxprs``, ``jaxprs.run_equation`` | 0.10 to 0.12 |
 | the names of arguments and results in a ``DebugInfo`` | ``jaxprs.nameless`` | 0.10 to 0.12 |
+| ``dce_jaxpr`` | ``jaxprs.without_dead_code`` | 0.10 to 0.12 |
+| ``jvp_jaxpr`` | ``calls.call_primitive`` | 0.10 to 0.12 |
+| the tables of a primitive's rules; symbols for zero | ``set_rules``, ``nonzero``, ``zero_tangent`` | 0.10 to 0.12 |
+| ``lower_fun``; types and operations of MLIR | ``lowered``, ``lowered_as_map`` | 0.10 to 0.12 |
+| for how many devices a lowering is | ``is_for_one_device`` | 0.10 to 0.12 |
 | a module's entry, ``main`` in its symbol table | ``take_back_aliases`` | 0.10 to 0.12 |
 | the attributes of its arguments, set before the body is lowered | ``take_back_aliases`` | 0.10 to 0.12 |
+| the equation that made a tracer, and those of its trace | ``equation_of``, ``equations_of_trace`` | 0.10 to 0.12 |
+| ``memory_space`` and ``manual_axis_type`` of a type | ``memory_space_of``, ``manual_axes_of`` | 0.10 to 0.12 |
+| whether a ``jit`` is being traced | ``under_jit`` | 0.10 to 0.12 |
+| what a ``jit`` says of placement | ``says_nothing_of_placement`` | 0.10 to 0.12 |
+| the file that ``jax.pmap`` is in | ``under_pmap`` | 0.10 to 0.12 |
+| the names of effects | ``effects`` | 0.10 to 0.12 |
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType
-from typing import Any, cast
+from typing import Any
 
 import jax
-from jax._src.interpreters.ad import jvp_jaxpr as jvp_jaxpr
-from jax.interpreters import mlir
+import jax.extend.core as jex
+from jax._src.interpreters import ad as private_ad  # jax.interpreters.ad has not all of it
+from jax.core import ShapedArray
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
+from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
-dce_jaxpr = cast(Callable[..., Any], pe.dce_jaxpr)
-
 ALIAS, DONOR, KIND = "tf.aliasing_output", "jax.buffer_donor", "mhlo.memory_kind"
+
+
+def _has_moved(what: str, so: str = "") -> RuntimeError:
+    return RuntimeError(
+        f"jax {jax.__version__} is made otherwise than jax_offload knows ({what}){so}. Install a jax that jax_offload "
+        "supports (see its pyproject.toml), and report this."
+    )
+
+
+def _part_of(x: Any, *names: str) -> Any:
+    """``x.a.b`` for the names a and b; ``RuntimeError`` where there is none."""
+    for name in names:
+        if not hasattr(x, name):
+            raise _has_moved(f"no {name!r} in {x.__name__ if hasattr(x, '__name__') else type(x).__name__}")
+        x = getattr(x, name)
+    return x
+
+
+def _check_types() -> None:
+    """Raises ``RuntimeError`` where the types of arrays do not tell what ``memory_space_of`` and the like ask for."""
+    scalar = ShapedArray((), jax.numpy.float32)
+    for name in ("memory_space", "manual_axis_type", "sharding", "weak_type"):
+        _part_of(scalar, name)
+
+
+_check_types()
+
+
+def jvp_jaxpr(jaxpr: Any, nonzero: Sequence[bool]) -> tuple[Any, list[bool]]:
+    """The derivative of a closed jaxpr for tangents of some operands, and which results then have one."""
+    return _part_of(private_ad, "jvp_jaxpr")(jaxpr, list(nonzero), instantiate=False)
+
+
+def dce_jaxpr(jaxpr: Any, used: Sequence[bool], *, keep_inputs: bool) -> tuple[Any, list[bool]]:
+    """An open jaxpr without what the results that are used do not need, and which of its inputs are left."""
+    return _part_of(pe, "dce_jaxpr")(jaxpr, list(used), instantiate=keep_inputs)
+
+
+def set_rules(
+    primitive: jex.Primitive,
+    *,
+    lower: Callable[..., Any],
+    jvp: Callable[..., Any],
+    batch: Callable[..., Any] | None = None,
+    batch_over: Callable[..., Any] | None = None,
+    transpose: Callable[..., Any] | None = None,
+    dce: Callable[..., Any] | None = None,
+) -> None:
+    """Gives a primitive its rules. ``batch_over`` is a ``batch`` that is given the axis too."""
+    tables = (
+        (ad, "primitive_jvps", jvp),
+        (batching, "primitive_batchers", batch),
+        (batching, "fancy_primitive_batchers", batch_over),
+        (ad, "primitive_transposes", transpose),
+        (pe, "dce_rules", dce),
+    )
+    for module, name, rule in tables:
+        if rule is not None:
+            _part_of(module, name)[primitive] = rule
+    mlir.register_lowering(primitive, lower)
+
+
+def nonzero(tangent: Any) -> bool:
+    """Whether a tangent is an array, and not a symbol for zero or of a type without tangents."""
+    return not isinstance(tangent, ad.Zero) and tangent.dtype != jax.dtypes.float0
+
+
+def zero_tangent(primal: Any) -> Any:
+    """The symbol for zero that is a tangent of ``primal``."""
+    return ad.Zero(_part_of(jax.typeof(primal), "to_tangent_aval")())
+
+
+def as_arrays(tangents: Sequence[Any]) -> tuple[Any, ...]:
+    """Tangents, those that are symbols for zero as zeros."""
+    return tuple(map(_part_of(ad, "instantiate_zeros"), tangents))
+
+
+def in_front(x: Any, dim: int | None, size: int) -> Any:
+    """A batch with its batched axis in front; ``None``: it has none, and gets one."""
+    return _part_of(batching, "bdim_at_front")(x, dim, size)
+
+
+def lowered(fun: Callable[..., Any], context: Any, *operands: Any, several: bool) -> Any:
+    """What ``fun`` is lowered to in a lowering rule; ``several``: it returns a list."""
+    return _part_of(mlir, "lower_fun")(fun, multiple_results=several)(context, *operands)
+
+
+def lowered_as_map(fun: Callable[..., Any], context: Any, *operands: Any) -> Any:
+    """A function of scalars of one dtype each, as one operation of the program that runs it on every element."""
+    (out,) = context.avals_out
+    element, dims = _part_of(mlir, "dtype_to_ir_type")(out.dtype), _part_of(mlir, "dense_int_array")
+    op = stablehlo.MapOp(ir.RankedTensorType.get(out.shape, element), operands, dims(list(range(out.ndim))))
+    block = op.regions[0].blocks.append(*(ir.RankedTensorType.get((), x.type.element_type) for x in operands))
+    scalars, scalar = ([ShapedArray((), a.dtype) for a in avals] for avals in (context.avals_in, context.avals_out))
+    with ir.InsertionPoint(block):
+        inner = context.replace(avals_in=scalars, avals_out=scalar)
+        stablehlo.return_(lowered(fun, inner, *block.arguments, several=False))
+    return op.results
+
+
+def is_for_one_device(context: Any) -> bool:
+    """Whether a lowering rule is asked for a program that runs on one device."""
+    return getattr(_part_of(context, "module_context", "axis_context"), "num_devices", None) == 1
 
 
 def take_back_aliases(context: Any, default_kind: str) -> None:
@@ -64,11 +181,7 @@ def _check_lowering() -> None:
     lower = getattr(mlir, "lower_jaxpr_to_fun", None)
     missing = {ALIAS, DONOR, KIND} - set(_strings(lower.__code__) if lower is not None else ())
     if missing:
-        raise RuntimeError(
-            f"jax {jax.__version__} sets up donation otherwise than jax_offload knows (no {sorted(missing)} in "
-            "lower_jaxpr_to_fun), so donated host memory could be overwritten. Install a jax that jax_offload supports "
-            "(see its pyproject.toml), and report this."
-        )
+        raise _has_moved(f"no {sorted(missing)} in lower_jaxpr_to_fun", ", so donated host memory could be overwritten")
 
 
 def _strings(code: CodeType) -> Iterator[str]:
@@ -77,3 +190,56 @@ def _strings(code: CodeType) -> Iterator[str]:
             yield constant
         elif isinstance(constant, CodeType):
             yield from _strings(constant)
+
+
+def equation_of(x: Any) -> Any:
+    """The equation that made a traced value, with ``primitive``, ``params`` and ``in_tracers``.
+
+    ``None`` for an argument, and for what is not traced into a jaxpr: an array, the tangent of a derivative.
+    """
+    return _part_of(x, "parent") if isinstance(x, _part_of(pe, "DynamicJaxprTracer")) else None
+
+
+def equations_of_trace(x: Any) -> list[Any]:
+    """All the equations so far of the trace that a traced value is of, as ``equation_of`` gives them."""
+    eqns = _part_of(x, "_trace", "frame", "tracing_eqns")
+    return [eqn() if isinstance(eqn, weakref.ref) else eqn for eqn in eqns]
+
+
+def memory_space_of(aval: Any) -> Any:
+    """The memory space of a type; ``None`` of what is no array."""
+    return getattr(aval, "memory_space", None)
+
+
+def manual_axes_of(x: Any) -> Any:
+    """Over which axes a value differs between devices, inside ``shard_map``; something to compare."""
+    return getattr(jax.typeof(x), "manual_axis_type", None)
+
+
+def under_jit() -> bool:
+    """Whether a program is being traced."""
+    return _part_of(jex, "unsafe_am_i_under_a_jit_DO_NOT_USE")()
+
+
+def says_nothing_of_placement(params: Mapping[str, Any]) -> bool:
+    """Whether a ``jit`` equation, by its parameters, leaves donation, shardings, layouts and compiling to others."""
+    wanted = "donated_invars in_shardings out_shardings in_layouts out_layouts compiler_options_kvs".split()
+    if missing := [name for name in wanted if name not in params]:
+        raise _has_moved(f"no {missing} among the parameters of a jit")
+    shardings = (*params["in_shardings"], *params["out_shardings"])
+    return (
+        not any(params["donated_invars"])
+        and all(type(s).__name__ == "UnspecifiedValue" for s in shardings)
+        and all(x is None for x in (*params["in_layouts"], *params["out_layouts"]))
+        and not params["compiler_options_kvs"]
+    )
+
+
+def under_pmap() -> bool:
+    """Whether ``jax.pmap`` traces this: types do not tell; its function on the stack does."""
+    pmap, frame = _part_of(inspect.unwrap(jax.pmap), "__code__").co_filename, sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename == pmap:
+            return True
+        frame = frame.f_back
+    return False

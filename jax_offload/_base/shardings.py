@@ -8,76 +8,20 @@ shard; ``shard_over`` cannot do without.
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from jax_offload._base.arrays import is_array
-from jax_offload._base.paths import key_of
+from jax_offload._base.private import manual_axes_of
 
 Shardings = dict[str, Sharding]  # path of a parameter -> its sharding
 Layouts = dict[str, NamedSharding]  # the same, on a mesh
-Seen = dict[str, list[Sharding]]  # all that was seen of each
 Shards = tuple[int, ...]  # for each axis of an array, into how many parts it is divided between devices
-
-# What a trace cannot see in its arguments: how parameters with Auto axes are sharded, and whether it is going to run.
-# Both stay, as ``init`` and ``update`` have optax's arguments, and wrappers between us and them hand on no others.
-_TOLD: contextvars.ContextVar[Shardings | None] = contextvars.ContextVar("told", default=None)
-_LOOKING: contextvars.ContextVar[bool] = contextvars.ContextVar("looking", default=False)
-
-
-def shardings_of(params: Any) -> Shardings:
-    """Of each parameter, by its path, as far as it says."""
-    told = _TOLD.get()
-    return _told_by(params) if told is None else told
-
-
-@contextlib.contextmanager
-def known(params: Any, *, only_looking: bool) -> Iterator[None]:
-    """Inside, every traced ``init`` and ``update`` hears of the shardings of ``params``, which tracers do not tell.
-
-    Where one is ``only_looking``, nothing of that is remembered.
-    """
-    tokens = _TOLD.set(_told_by(params)), _LOOKING.set(only_looking)
-    try:
-        yield
-    finally:
-        _TOLD.reset(tokens[0])
-        _LOOKING.reset(tokens[1])
-
-
-@contextlib.contextmanager
-def looking() -> Iterator[None]:
-    """Inside, what is traced is not going to run."""
-    token = _LOOKING.set(True)
-    try:
-        yield
-    finally:
-        _LOOKING.reset(token)
-
-
-def only_looking() -> bool:
-    """Whether what is traced is not going to run."""
-    return _LOOKING.get()
-
-
-def remember(seen: Seen, told: Shardings) -> None:
-    """Adds what an ``init`` was told. Types tell for themselves, at every trace."""
-    for path, sharding in {} if _LOOKING.get() else told.items():
-        typed = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
-        if not typed and not any(_same(sharding, other) for other in seen.setdefault(path, [])):
-            seen[path].append(sharding)
-
-
-def settled(seen: Seen) -> Shardings:
-    """What was seen in one sharding only. Of the others, two models' say, nobody knows which a trace is about."""
-    return {path: shardings[0] for path, shardings in seen.items() if len(shardings) == 1}
 
 
 def inside_shard_map(shardings: Shardings) -> Shardings:
@@ -93,18 +37,13 @@ def inside_shard_map(shardings: Shardings) -> Shardings:
     }
 
 
-def _same(a: Sharding, b: Sharding) -> bool:
+def same_sharding(a: Sharding, b: Sharding) -> bool:
     """Whether two shardings say the same, in whatever memory."""
     if isinstance(a, NamedSharding) and isinstance(b, NamedSharding):
         n = max(len(a.spec), len(b.spec))
         entries = ([names_in(e) for e in padded(s.spec, n)] for s in (a, b))
         return a.mesh == b.mesh and next(entries) == next(entries)
     return type(a) is type(b) and a.device_set == b.device_set
-
-
-def _told_by(params: Any) -> Shardings:
-    flat = jax.tree_util.tree_flatten_with_path(params)[0]
-    return {key_of(path): s for path, x in flat if (s := sharding_of(x)) is not None}
 
 
 def sharding_of(x: Any) -> Sharding | None:
@@ -128,7 +67,7 @@ def devices_of(x: Any) -> int:
 
 def varying_over(x: Any) -> Any:
     """Over which axes a value differs between devices, inside ``shard_map``; something to compare."""
-    return getattr(jax.typeof(x), "manual_axis_type", None)
+    return manual_axes_of(x)
 
 
 def is_manual() -> bool:

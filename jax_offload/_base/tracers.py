@@ -1,37 +1,34 @@
-"""What a tracer tells beyond its type. Reads its private parts; where they have moved, the answer is that it is not
-known."""
+"""What a traced value tells beyond its type: the equation that made it."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
+from jax_offload._base.private import equation_of, equations_of_trace
+
 
 def production_order(values: Sequence[Any]) -> list[int] | None:
-    """For each traced value the number of the equation that made it; ``None``: jax does not say.
+    """For each traced value the number of the equation that made it; ``None``: one is an argument, or not of this
+    trace, and the caller has to guess.
 
     The backward pass is traced in the order in which gradients appear. What casts or scales a gradient comes later, in
-    the order of the tree, so it is looked through. Reads the tracer's private parts: where they have changed, or a
-    value is an argument, the caller has to guess.
+    the order of the tree, so it is looked through.
     """
-    try:
-        numbers: dict[int, int] = {}
-        for k, eqn in enumerate(values[0]._trace.frame.tracing_eqns):
-            numbers[id(eqn() if isinstance(eqn, weakref.ref) else eqn)] = k
-        return [numbers[id(_origin(x).parent)] for x in values]
-    except (AttributeError, IndexError, KeyError, TypeError):
+    made = [equation_of(_origin(x)) for x in values]
+    if not made or any(eqn is None for eqn in made):
         return None
+    numbers = {id(eqn): k for k, eqn in enumerate(equations_of_trace(values[0]))}
+    found = [numbers.get(id(eqn)) for eqn in made]
+    return None if None in found else found  # pyright: ignore[reportReturnType]
 
 
 def is_constrained(value: Any) -> bool:
     """Whether a traced value's sharding was said where it was made; as far as jax tells."""
-    try:
-        return _origin(value).parent.primitive.name == "sharding_constraint"
-    except AttributeError:
-        return False
+    eqn = equation_of(_origin(value))
+    return eqn is not None and eqn.primitive.name == "sharding_constraint"
 
 
 _SCALING = frozenset("convert_element_type mul div max min clamp select_n".split())
@@ -40,11 +37,11 @@ _CHOOSING = frozenset("broadcast_in_dim eq ne lt le gt ge is_finite and or not".
 
 def _origin(tracer: Any) -> Any:
     """What ``tracer`` is a cast, a multiple or a bound of."""
-    while tracer.parent is not None and _scales(tracer.parent):
-        alike = [x for x in tracer.parent.in_tracers if x.aval.shape == tracer.aval.shape and _is_floating(x)]
-        if len(alike) != 1:
+    while (eqn := equation_of(tracer)) is not None and _scales(eqn):
+        like = [x for x in eqn.in_tracers if x.aval.shape == tracer.aval.shape and _is_floating(x)]
+        if len(like) != 1:
             break
-        tracer = alike[0]
+        tracer = like[0]
     return tracer
 
 

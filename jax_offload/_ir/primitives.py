@@ -1,6 +1,6 @@
 """jax's primitives by what they do to the elements of their operands."""
 
-from jax_offload._base import elementwise
+from jax_offload._base import elementwise, marks
 
 ELEMENTWISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil
@@ -9,5 +9,5 @@ ELEMENTWISE = frozenset(
     not optimization_barrier or population_count pow real reduce_precision rem reshard round rsqrt select_n
     sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
     stop_gradient sub tan tanh xor""".split()
-) | {elementwise.NAME}
+) | {elementwise.NAME, marks.NAME}
 REDUCE = frozenset("reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_xor reduce_prod argmax argmin".split())

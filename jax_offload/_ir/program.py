@@ -28,7 +28,9 @@ from jax_offload._base.jaxprs import (
 from jax_offload._base.jaxprs import (
     closed as as_closed,
 )
+from jax_offload._base.marks import is_mark
 from jax_offload._base.memory import Space
+from jax_offload._base.private import says_nothing_of_placement
 from jax_offload._base.shardings import Shards
 
 
@@ -179,7 +181,8 @@ def _expanded_in(params: dict[str, Any], expand: Expand) -> dict[str, Any]:
 
 def without_round_trips(program: Program) -> Program:
     """What is loaded and stored again untouched, or stored and loaded, is what it was: nothing moves.
-    Nor where it is put into the sharding that it was just put into: an offload and one inside it both do."""
+    Nor where it is put into the sharding that it was just put into: an offload and one inside it both do. Nor does a
+    mark do anything."""
     moved_from: dict[Var, Atom] = {}  # result of a move between memories -> what it was
     constrained: dict[Var, Any] = {}  # result of a sharding constraint -> what it says
     same: dict[Var, Atom] = {}
@@ -190,6 +193,9 @@ def without_round_trips(program: Program) -> Program:
     eqns: list[Equation] = []
     for eqn in program.eqns:
         ins = [read(v) for v in eqn.invars] if same else eqn.invars
+        if is_mark(eqn):
+            same[eqn.outvars[0]] = ins[0]
+            continue
         if _is_move(eqn):
             (out,) = eqn.outvars
             moved_from[out] = origin = ins[0] if isinstance(ins[0], Literal) else moved_from.get(ins[0], ins[0])
@@ -221,9 +227,4 @@ def _inlinable(eqn: Equation, operands: list[Atom], any_jit: bool) -> ClosedJaxp
         return None
     if any_jit:
         return called_by(eqn)
-    if any(eqn.params["donated_invars"]):
-        return None
-    shardings = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
-    layouts = (*eqn.params["in_layouts"], *eqn.params["out_layouts"])
-    plain = all(type(s).__name__ == "UnspecifiedValue" for s in shardings) and all(x is None for x in layouts)
-    return called_by(eqn) if plain and not eqn.params["compiler_options_kvs"] else None
+    return called_by(eqn) if says_nothing_of_placement(eqn.params) else None

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
-from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -13,12 +10,11 @@ import optax
 from jax import lax
 
 from jax_offload._base.arrays import Offloaded
+from jax_offload._base.marks import mark, mark_of
 from jax_offload._base.memory import on_host, to_device
 from jax_offload._base.shardings import constrained, typed_sharding
 
-# While an ``offload`` updates: the steps of the masters in it. It stays, as only they know which of a chain's updates
-# are theirs, and optax hands on no more than updates and a state of the structure that it had.
-_STEPS: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("steps", default=None)
+LANDING = "brings a parameter to its master"  # what the trace says of an update
 
 
 class MasterState(NamedTuple):
@@ -154,10 +150,8 @@ def with_master_params(
                 continue
             new = m + u.astype(dtype)
             step, new = _landing(p, new) if low_bits else (rounded(new, p.dtype) - p.astype(dtype), new)
-            out.append(step)
+            out.append(mark(step, LANDING))
             kept.append(new)
-            if (steps_seen := _STEPS.get()) is not None:
-                steps_seen.append(step)
         return jax.tree.unflatten(treedef, out), MasterState(jax.tree.unflatten(treedef, kept), inner_state)
 
     return WithMasterParams(init_fn, update_fn)
@@ -175,37 +169,37 @@ def _check_order(inner_state: Any) -> None:
         raise TypeError(_ORDER)
 
 
-@contextlib.contextmanager
-def last_word() -> Iterator[Callable[[Any, Any], None]]:
-    """Gives a check of what an update has returned: ``ValueError`` where a chain has changed the updates of masters.
+def check_last_word(updates: Any, state: Any) -> None:
+    """Raises ``ValueError`` where a chain, being traced, has changed the updates of masters.
 
     The parameter then lands elsewhere than its master, which follows it, and the bits for which it is kept are lost.
     Only where the state is a chain's, with something behind the masters: a wrapper may choose between updates.
     """
-    steps: list[Any] = []
-    token = _STEPS.set(steps)
-
-    def check(updates: Any, state: Any) -> None:
-        passed_on = {id(x) for x in jax.tree.leaves(updates)}
-        if _has_successor(state) and not all(id(x) in passed_on for x in steps):
+    if not _has_successor(state):
+        return
+    leaves, treedef = jax.tree.flatten(updates)
+    for node in filter(_is_state, jax.tree.leaves(state, is_leaf=_is_state)):
+        try:
+            of_leaves = _masters_like(node, treedef)
+        except ValueError:  # of all parameters in one vector, which was taken apart since
+            of_leaves = leaves
+        if any(m is not None and mark_of(u) != LANDING for m, u in zip(of_leaves, leaves, strict=True)):
             raise ValueError(
                 "inner: a chain changes the updates behind with_master_params, so that the parameters leave their "
                 "masters in every step. Masters come last: not optax.chain(jo.with_master_params(x), y), but "
                 "jo.with_master_params(optax.chain(x, y))."
             )
 
-    try:
-        yield check
-    finally:
-        _STEPS.reset(token)
-        steps.clear()  # jax.checking_leaks sees tracers that outlive their trace
+
+def _is_state(x: Any) -> bool:
+    return isinstance(x, MasterState)
 
 
 def _has_successor(state: Any) -> bool:
     """Whether there are masters in a chain's state, a plain tuple, before the last of its parts."""
 
     def has_masters(x: Any) -> bool:
-        return any(isinstance(n, MasterState) for n in jax.tree.leaves(x, is_leaf=lambda x: isinstance(x, MasterState)))
+        return any(map(_is_state, jax.tree.leaves(x, is_leaf=_is_state)))
 
     def found(x: Any) -> bool:
         return type(x) is tuple and any(map(has_masters, x[:-1]))
@@ -216,8 +210,8 @@ def _has_successor(state: Any) -> bool:
 def masters_of(state: Any, treedef: Any) -> list[Any]:
     """For every parameter its master in ``state``; ``None`` where it has none, or only the low bits of one."""
     found: list[Any] = [None] * treedef.num_leaves
-    for node in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, MasterState)):
-        if isinstance(node, MasterState):
+    for node in jax.tree.leaves(state, is_leaf=_is_state):
+        if _is_state(node):
             try:
                 masters = _masters_like(node, treedef)
             except ValueError:  # of a part of the parameters, or of all in one vector
