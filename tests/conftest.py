@@ -5,6 +5,7 @@ an H200 and a TPU that need not be there.
 """
 
 import os
+from collections import Counter
 
 # A CPU that computes in bfloat16 itself rounds where a fusion ends, and so differently in two programs: 2 units in the
 # last place between streamed and resident. With older instructions XLA computes in float32 and rounds once.
@@ -15,41 +16,27 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
+import pytest
+
+from tests.support import oldest
+
+LEFT_OUT = pytest.StashKey[Counter[tuple[str, str]]]()
+HOW = {
+    "long": "make test FULL=1, or pytest without --daily",
+    "exhaustive": "pytest --everything",
+    "newest": "they run on the newest jax",
+}
+
+
 def pytest_addoption(parser):
-    parser.addoption("--everything", action="store_true", help="also what takes long and repeats with other dtypes")
-    parser.addoption("--subset", action="store_true", help="a part of the long files (used for the oldest jax)")
+    parser.addoption("--daily", action="store_true", help="without what is marked long (make test)")
+    parser.addoption("--oldest", action="store_true", help="only what tests/support/oldest.py names (make test)")
+    parser.addoption("--everything", action="store_true", help="also what is marked exhaustive: hours")
     parser.addoption("--trainers", action="store_true", help="also tests/trainers (make trainers)")
-    parser.addoption("--short", action="store_true", help="a third of the long files, or of their part")
 
 
-_LONG = {"test_trees.py": 6, "test_stream.py": 6, "test_examples.py": 4, "test_numbers.py": 16, "test_peak.py": 6}
-_LONG |= {
-    "test_models.py": 2,
-    "test_donation.py": 4,
-    "test_sharded.py": 3,
-    "test_sharded_peak.py": 4,
-    "test_flax.py": 3,
-    "test_clipping.py": 3,
-    "test_storage.py": 3,
-    "test_programs.py": 3,
-    "test_skip.py": 3,
-    "test_precision.py": 4,
-}
-_LONG |= {
-    "test_convert.py": 2,
-    "test_run.py": 4,
-    "test_master.py": 3,
-    "test_checkpoint.py": 6,
-    "test_multihost.py": 2,
-    "test_faults.py": 2,
-    "test_damage.py": 4,
-    "test_defaults.py": 3,
-    "test_trainers.py": 2,
-    "test_pipelined.py": 3,
-    "test_turned.py": 4,
-    "test_in_scan.py": 4,
-    "test_random_steps.py": 4,
-}
+def pytest_configure(config):
+    config.stash[LEFT_OUT] = Counter()
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -58,34 +45,47 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """What is marked as long runs with ``--everything`` only; with ``--subset``, every n-th test of the long files."""
-    left_out, seen = [], dict.fromkeys(_LONG, 0)
-    short = 3 if config.getoption("--short") else 1
+    """Leaves out what is marked ``long`` or ``exhaustive``, and what the oldest jax need not run."""
+    names = oldest.chosen(items, whole=config.args == ["tests"]) if config.getoption("--oldest") else None
+    kept, left_out = [], []
     for item in items:
-        if item.path.parent.name == "unit":  # each proves a rule of its own, in milliseconds
-            continue
-        name = item.path.name
-        if ("long" in item.keywords and not config.getoption("--everything")) or (
-            name == "test_conformance.py" and short > 1
-        ):
-            left_out.append(item)
-        elif name in _LONG:
-            seen[name] += 1
-            if seen[name] % (short * (_LONG[name] if config.getoption("--subset") else 1)):
-                left_out.append(item)
+        why = _left_out(item, config, names)
+        config.stash[LEFT_OUT].update([why] if why else [])
+        (left_out if why else kept).append(item)
     config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in left_out]
+    items[:] = kept
+
+
+def _left_out(item, config, names):
+    """The mark by which a test is left out, and its reason; ``None``: it runs."""
+    for mark, runs in (("exhaustive", "--everything"), ("long", None)):
+        for each in item.iter_markers(mark):
+            if len(each.args) != 1 or not isinstance(each.args[0], str):
+                raise pytest.UsageError(
+                    f"{item.nodeid}: {mark} wants a reason, @pytest.mark.{mark}('compiles 40 programs')."
+                )
+            if not config.getoption("--everything") if runs else config.getoption("--daily"):
+                return mark, each.args[0]
+    return ("newest", "not among those that tests/support/oldest.py names") if names and item not in names else None
+
+
+def pytest_sessionfinish(session):
+    """Of xdist's workers: what is left out is known where tests are collected."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = [(*k, n) for k, n in session.config.stash[LEFT_OUT].items()]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    found = getattr(node, "workeroutput", {}).get("left_out", ())
+    node.config.stash[LEFT_OUT] = Counter({(mark, why): n for mark, why, n in found})  # each collects all tests
 
 
 def pytest_terminal_summary(terminalreporter, config):
     """Not in the header, which ``-q`` leaves out."""
-    said = []
-    if not config.getoption("--everything"):
-        said.append(
-            "left out: every optimizer eagerly, a fraction, optax's repetitions for other dtypes, killing a job "
-            "50 times, a thousand random damages to a checkpoint, most of 200 random steps (--everything: all)"
-        )
-    if config.getoption("--short"):
-        said.append("left out: optax's own tests, and two in three of the long files (make test FULL=1: none)")
-    for line in said:
-        terminalreporter.write_line(line)
+    found = config.stash[LEFT_OUT]
+    for mark, how in HOW.items():
+        reasons = {why: n for (each, why), n in found.items() if each == mark}
+        if reasons:
+            listed = "; ".join(f"{n} {why}" for why, n in sorted(reasons.items(), key=lambda each: -each[1]))
+            terminalreporter.write_line(f"left out, {sum(reasons.values())} {mark} ({how}): {listed}")

@@ -19,6 +19,7 @@ from jax_offload._precision.storage import rules_of
 from tests.aot.cases import device_sharding, loss, measure_step, measure_update
 from tests.aot.cases import parameters as network
 from tests.aot.harness import H200, require
+from tests.support.rows import rows
 from tests.test_storage import resident
 
 FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # to compile
@@ -48,11 +49,6 @@ LEAFWISE = ["global_norm", "adaptive", "block_rms"]
 
 def put(x, name, mesh, *examples):
     return jax.device_put(x, NamedSharding(mesh, P(*examples, *SPECS[name])) if mesh else jax.devices()[0])
-
-
-def some(cases, often):
-    """All cases; those for which ``often`` is false run with ``--everything`` only."""
-    return [pytest.param(*case, marks=() if often(k, *case) else pytest.mark.long) for k, case in enumerate(cases)]
 
 
 def parameters(dtype=np.float32, mesh=None):
@@ -137,7 +133,12 @@ HALF = FORMS[1], FORMS[2], FORMS[4], FORMS[7]  # each option with each other onc
 
 @pytest.mark.parametrize(
     ("name", "where", "form", "window"),
-    some([(name, *form) for name in CLIPS for form in FORMS], lambda k, name, *form: form in HALF),
+    rows(
+        [(name, *form) for name in CLIPS for form in FORMS],
+        "trains for three steps",
+        daily=lambda name, *form: form == HALF[list(CLIPS).index(name) % 4],
+        never=lambda name, *form: form not in HALF,
+    ),
 )
 def test_steps_equal_resident(name, where, form, window):
     params, state = run(wrapped(name, where, window=window), name, form)
@@ -155,7 +156,12 @@ def test_how_the_state_streams_behind_a_clip(name):
 
 @pytest.mark.parametrize(
     ("name", "where", "form", "window"),
-    some([(n, *f) for n in LEAFWISE for f in FORMS], lambda k, *_: k in (1, 15)),
+    rows(
+        [(n, *f) for n in LEAFWISE for f in FORMS],
+        "trains for three steps, twice",
+        daily=[("adaptive", *FORMS[7])],
+        never=lambda *case: case not in [("global_norm", *FORMS[1]), ("adaptive", *FORMS[7])],
+    ),
 )
 def test_with_storage(name, where, form, window):
     params, state = run(wrapped(name, where, window=window, storage=STORAGE), name, form)
@@ -177,7 +183,13 @@ def stored_run(name, where):
 
 
 @pytest.mark.parametrize(
-    ("name", "form", "window"), some([(n, *f[1:]) for n in LEAFWISE for f in FORMS[:4]], lambda k, *_: k in (1, 7))
+    ("name", "form", "window"),
+    rows(
+        [(n, *f[1:]) for n in LEAFWISE for f in FORMS[:4]],
+        "trains for three steps, twice",
+        daily=[("global_norm", *FORMS[1][1:])],
+        never=lambda *case: case not in [("global_norm", *FORMS[1][1:]), ("adaptive", *FORMS[3][1:])],
+    ),
 )
 def test_with_master_params(name, form, window):
     """The clip is inside of ``with_master_params``, so that it has float32 gradients and parameters."""
@@ -201,7 +213,17 @@ SHARDED = [
 
 @pytest.mark.parametrize(
     ("name", "where", "form", "axes", "over"),
-    some(SHARDED, lambda k, *_: k % 4 in (1, 2)),
+    rows(
+        SHARDED,
+        "trains on eight devices",
+        daily=[
+            ("global_norm", "inside", "update", AxisType.Auto, "data"),
+            ("adaptive", "outside", "update_params", AxisType.Auto, None),
+            ("block_rms", "outside", "update_params", AxisType.Explicit, None),
+            ("example_norm", "inside", "update", AxisType.Explicit, "data"),
+        ],
+        never=lambda name, where, form, axes, over: (form == "update") == (over is None),
+    ),
 )
 def test_norms_of_sharded_gradients_are_global(name, where, form, axes, over):
     mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(axes,) * 2)
@@ -225,7 +247,15 @@ PEAKS = {  # 4950 resident, unrolled, and 6496 stacked; outside there is a secon
 
 @pytest.mark.parametrize(
     ("name", "stacked", "where", "form"),
-    some([(name, *p) for name in ("adaptive", "block_rms") for p in PEAKS], lambda k, *_: k in (0, 2, 3, 4, 7)),
+    rows(
+        [(name, *p) for name in ("adaptive", "block_rms") for p in PEAKS],
+        "compiles a step for an H200",
+        daily=[("adaptive", True, "inside", "update"), ("adaptive", True, "outside", "update_params")],
+        never=lambda name, stacked, where, form: (
+            (name == "block_rms" and (stacked, where) != (True, "inside"))
+            or (name == "adaptive" and (stacked, where) == (False, "outside"))
+        ),
+    ),
 )
 def test_peak(name, stacked, where, form):
     """No gradient waits for another's norm: unrolled, these peak lower than ``clip_by_global_norm``."""

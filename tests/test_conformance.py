@@ -7,7 +7,10 @@ import pytest
 from tests.conformance.run import SUBSET, count_on_host, differing, failed, run
 
 
-@pytest.mark.parametrize("column", ["offload", pytest.param("offload-inside", marks=pytest.mark.long)])
+@pytest.mark.long("optax's own tests: minutes")
+@pytest.mark.parametrize(
+    "column", ["offload", pytest.param("offload-inside", marks=pytest.mark.exhaustive("optax's own tests once more"))]
+)
 def test_what_passes_with_plain_optax_passes_offloaded(column, request):
     jobs = os.cpu_count() or 1
     ours = run(column, jobs=jobs, part="" if request.config.getoption("--everything") else SUBSET)

@@ -219,7 +219,7 @@ def test_random_damage(run, given):
     assert ends["damaged"] >= 40 and ends["same"] >= 10, ends
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive("a thousand damages to a checkpoint")
 @pytest.mark.parametrize("given", [True, False])
 def test_a_thousand_random_damages(run, given):
     ends = trial(run, run[2] if given else None, times=1000, seed=2 + given)
@@ -337,7 +337,7 @@ def test_metadata_that_says_something_else(run, given):
     assert ends["_METADATA", "damaged"] >= 5, ends
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive("every number in the metadata")
 @pytest.mark.parametrize("given", [True, False])
 def test_all_metadata_that_says_something_else(run, given):
     ends = plausible(run, run[2] if given else None, most=10**6, seed=0)
@@ -417,7 +417,7 @@ def test_processes_sum_up_what_each_of_them_holds(tmp_path):
         "PYTHONPATH": str(ROOT),
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
     }
-    command = [sys.executable, ROOT / "tests/_checksums.py", tmp_path / "run", str(port), "2"]
+    command = [sys.executable, ROOT / "tests/support/checksums.py", tmp_path / "run", str(port), "2"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     children = [subprocess.Popen([*command, str(i)], env=env, **pipes) for i in range(2)]
     try:

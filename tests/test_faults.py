@@ -15,7 +15,7 @@ def test_killed_a_few_times(tmp_path):
     check(faults.run(tmp_path, kills=3, steps=110, longest=0.5), 3)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive("kills a job 50 times")
 def test_killed_often(tmp_path):
     result = faults.run(tmp_path, kills=50, steps=1500)
     check(result, 50)

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_offload as jo
 from jax_offload._base.paths import names_of
-from tests._optimizers import assert_same, copied
+from tests.support.optimizers import assert_same, copied
 
 P = PartitionSpec
 X = jax.random.normal(jax.random.key(1), (16, 128))

@@ -14,7 +14,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from tests._steps import (
+from tests.support.rows import rows
+from tests.support.steps import (
     FAST,
     GRADIENTS,
     LOGS,
@@ -108,22 +109,29 @@ def check(case, stays=(), rtol=2e-6, moves=True):
     assert step._cache_size() == 1
 
 
-def each(cases, often=lambda k: True):
-    """All of them; those for which ``often`` is false run with ``--everything`` only."""
-    cases = [case if isinstance(case, tuple) else (case,) for case in cases]
-    return [pytest.param(*case, marks=() if often(k) else pytest.mark.long) for k, case in enumerate(cases)]
+WHY = "trains for 20 steps, plain and rewritten"
+# Daily what differs in where gradients and parameters stand in the scan; in CI every model, by update_params and by
+# update in turns; with --everything each by both, and every policy of jax.checkpoint.
+DAILY = [
+    *("bias, embedding, head", "blocks with norms", "axis 1", "flax axis 0", "unroll 2 of 3", "reverse", "one layer"),
+    *("several scans", "nested", "outputs", "numbered", "custom_vjp", "cast inside", "tied", "checkpoint"),
+]
+POLICIES = ["checkpoint: nothing_saveable", "checkpoint: dots_with_no_batch_dims_saveable", "checkpoint: all but names"]
+SOME = ["lion", "multi_transform", "inject_hyperparams", "MultiSteps", "adafactor"]
+IN_TURN = {name: k % 2 == 0 for table in (MODELS, OPTIMIZERS) for k, name in enumerate(table)}  # whether by update
 
 
-def odd(k):
-    return k % 2
-
-
-# By update_params and by update in turns; --everything: each by both. Of the policies of jax.checkpoint some.
-SELDOM = [name for k, name in enumerate(MODELS) if name.startswith("checkpoint: ") and k % 3]
-BOTH = [(name, update) for k, name in enumerate(MODELS) for update in (k % 2 == 1, k % 2 == 0)]
-
-
-@pytest.mark.parametrize(("model", "update"), each(BOTH, lambda k: k % 2 and BOTH[k][0] not in SELDOM))
+@pytest.mark.parametrize(
+    ("model", "update"),
+    rows(
+        itertools.product(MODELS, (True, False)),
+        WHY,
+        daily=lambda name, update: name in DAILY and update == IN_TURN[name],
+        never=lambda name, update: (
+            update != IN_TURN[name] or (name.startswith("checkpoint: ") and name not in POLICIES)
+        ),
+    ),
+)
 def test_models(model, update):
     check(Case(model, update=update))
 
@@ -139,18 +147,26 @@ def test_parameters_are_read_row_by_row(model):
     assert not any(v is weights for v in scan.scan.consts)
 
 
-@pytest.mark.parametrize("gradients", GRADIENTS)
+@pytest.mark.parametrize(
+    "gradients", rows(GRADIENTS, WHY, daily=["scaled", "to float32", "clipped by layer", "behind a barrier"])
+)
 def test_gradients(gradients):
     check(Case(gradients=gradients, model="bias, embedding, head"))
 
 
-@pytest.mark.parametrize("log", LOGS)
+@pytest.mark.parametrize("log", rows(LOGS, WHY, daily=["norm", "norms of layers", "old parameters"]))
 def test_logs(log):
     check(Case(log=log, model="bias, embedding, head"))
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "update"), each([(o, u) for k, o in enumerate(OPTIMIZERS) for u in (k % 2 == 0, k % 2 == 1)], odd)
+    ("optimizer", "update"),
+    rows(
+        itertools.product(OPTIMIZERS, (True, False)),
+        WHY,
+        daily=lambda name, update: name in SOME and update != IN_TURN[name],
+        never=lambda name, update: update == IN_TURN[name],
+    ),
 )
 def test_optimizers(optimizer, update):
     # what is not factored is a leaf of one element
@@ -159,13 +175,17 @@ def test_optimizers(optimizer, update):
 
 
 @pytest.mark.parametrize(
-    "formats", [("bfloat16", "bfloat16"), ("int8", "uint8"), ("float16", "float16"), ("float8_e4m3fn", "uint8")]
+    "formats",
+    [
+        pytest.param(formats, marks=() if formats == ("int8", "uint8") else pytest.mark.long(WHY))
+        for formats in [("bfloat16", "bfloat16"), ("int8", "uint8"), ("float16", "float16"), ("float8_e4m3fn", "uint8")]
+    ],
 )
 def test_storage(formats):
     check(Case(options=(("storage", tuple(zip(("mu", "nu"), formats, strict=True))),)))
 
 
-@pytest.mark.parametrize("gradients", ["as they are", "to float32"])
+@pytest.mark.parametrize("gradients", rows(["as they are", "to float32"], WHY, daily=["to float32"]))
 @pytest.mark.parametrize("update", [False, True], ids=["update_params", "update"])
 def test_masters(update, gradients):
     """bfloat16 parameters with float32 masters in the state."""
@@ -173,7 +193,7 @@ def test_masters(update, gradients):
 
 
 @pytest.mark.parametrize("update", [False, True], ids=["update_params", "update"])
-@pytest.mark.parametrize("fraction", [0.75, 0.5, 0.25])
+@pytest.mark.parametrize("fraction", rows([0.75, 0.5, 0.25], WHY, daily=[0.5]))
 def test_fraction(fraction, update):
     """What stays on the device is updated in the scan too: no gradient is stacked."""
     case = Case("wide", options=(("fraction", fraction),), update=update)
@@ -265,7 +285,7 @@ def _matrices(params):
     return jax.tree.map(lambda p: optax.contrib.MuonDimensionNumbers(1, 2) if p.ndim == 3 else None, params)
 
 
-@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("name", rows(TOGETHER, WHY, daily=["clip_by_global_norm", "apply_if_finite", "lamb", "muon"]))
 def test_layers_together(name):
     inner, some = TOGETHER[name]
     model = model_of("bias, embedding, head")
@@ -712,7 +732,15 @@ ON_MESHES = [(name, bool(k & 1), axes) for k, (name, axes) in enumerate(itertool
 ON_MESHES += [(name, not update, axes) for name, update, axes in ON_MESHES]
 
 
-@pytest.mark.parametrize(("name", "update", "axes"), each(ON_MESHES, lambda k: k in (0, 3, 4, 7, 9, 12)))
+@pytest.mark.parametrize(
+    ("name", "update", "axes"),
+    rows(
+        ON_MESHES,
+        "trains on eight devices",
+        daily=[("zero", False, AxisType.Auto), ("two axes", True, AxisType.Explicit)],
+        never=[case for k, case in enumerate(ON_MESHES) if k not in (0, 3, 4, 7, 9, 12)],
+    ),
+)
 def test_sharded(name, update, axes):
     specs, options = SHARDED[name]
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(axes,) * 2)

@@ -59,7 +59,7 @@ def start(folder, processes, launcher, *args):
     try:
         for i in range(processes):
             joining, env = launcher(port, processes, i) if processes > 1 else ([], {})
-            command = [sys.executable, ROOT / "tests/_multihost.py", reports[i], *SMALL, *joining, *args]
+            command = [sys.executable, ROOT / "tests/support/multihost.py", reports[i], *SMALL, *joining, *args]
             with logs[i].open("w") as log:
                 children.append(subprocess.Popen(command, env=inherited | env, stdout=log, stderr=subprocess.STDOUT))
         deadline = time.monotonic() + SECONDS

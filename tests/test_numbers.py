@@ -20,8 +20,9 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from optax import contrib
 
 import jax_offload as jo
-from tests import _optimizers as table
-from tests._optimizers import TABLE, Entry, assert_same, copied, eligible, kinds
+from tests.support import optimizers as table
+from tests.support.optimizers import TABLE, Entry, assert_same, copied, eligible, kinds
+from tests.support.rows import rows
 
 STEPS = 50
 DEVICE = jax.devices()[0]
@@ -199,12 +200,15 @@ def test_table_has_every_public_factory():
     assert len(public) > 100
 
 
-# What an optimizer of the table is made of, and its variants, are for --everything.
-_DAILY = {name for name in TABLE if not name.startswith("scale_by_") and ":" not in name}
-_DAILY |= {"adafactor:factored", "MultiSteps:skip"}
+# Daily one of each kind: elementwise, with norms of leaves or of all, factored, with matrices, counters, branches, keys
+# or losses in the state. CI has all of them; what they are made of, and their variants, are for --everything.
+_DAILY = ["adamw", "adafactor:factored", "lamb", "lion", "muon", "prodigy", "schedule_free_adamw", "sgd", "sm3", "adan"]
+_DAILY += ["MultiSteps:skip", "apply_if_finite", "conditionally_mask", "inject_hyperparams", "partition", "lookahead"]
+_DAILY += ["lbfgs", "momo", "dpsgd", "monitor", "ema", "galore", "split_real_and_imaginary"]
+_SELDOM = [n for n in TABLE if n.startswith("scale_by_") or (":" in n and n not in _DAILY)]
 
 
-@pytest.mark.parametrize("name", [n if n in _DAILY else pytest.param(n, marks=pytest.mark.long) for n in TABLE])
+@pytest.mark.parametrize("name", rows(TABLE, "trains for 50 steps, four times", daily=_DAILY, never=_SELDOM))
 def test_same_numbers(name, request):
     entry = TABLE[name]
     inner = entry.make()
@@ -346,8 +350,12 @@ def test_injected_hyperparameter_can_be_changed(place):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("adamw", jnp.float32), ("adamw", jnp.bfloat16), ("adafactor:factored", jnp.float32), ("chain", jnp.float32),
-     ("MultiSteps", jnp.float32), ("muon", jnp.bfloat16), ("schedule_free_adamw", jnp.float32)],
+    rows(
+        [("adamw", jnp.float32), ("adamw", jnp.bfloat16), ("adafactor:factored", jnp.float32), ("chain", jnp.float32),
+         ("MultiSteps", jnp.float32), ("muon", jnp.bfloat16), ("schedule_free_adamw", jnp.float32)],
+        "trains for 50 steps, twice",
+        daily=[("adamw", jnp.bfloat16), ("chain", jnp.float32)],
+    ),
 )  # fmt: skip
 def test_losses_of_whole_steps(name, dtype):
     """Gradients in the same program, of which XLA may fuse parts with the update: other roundings, same losses."""
@@ -379,7 +387,9 @@ def test_losses_of_whole_steps(name, dtype):
     np.testing.assert_allclose(losses["offloaded"], losses["resident"], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adafactor:factored", "chain"])
+@pytest.mark.parametrize(
+    "name", rows(["adamw", "adafactor:factored", "chain"], "on eight devices", daily=["adafactor:factored"])
+)
 def test_sharded_parameters(name):
     """The state keeps the shardings of the resident one; only its memory differs."""
     entry = TABLE[name]
@@ -442,10 +452,17 @@ def assert_on_host(state: Any, resident: Any = None) -> None:
 
 
 _WITH_CHUNKS = {name for name, _ in MODES.values()}
-_EAGERLY = [name if name in _WITH_CHUNKS else pytest.param(name, marks=pytest.mark.long) for name in TABLE]
 
 
-@pytest.mark.parametrize("name", _EAGERLY)
+@pytest.mark.parametrize(
+    "name",
+    rows(
+        TABLE,
+        "an update outside of jit",
+        daily=_WITH_CHUNKS,
+        never=lambda name: name not in _WITH_CHUNKS,
+    ),
+)
 def test_eagerly(name):
     entry, inner, tx, params, value, grads = problem(name)
     state = tx.init(params)
@@ -532,8 +549,12 @@ def test_vmap(name):
 
 @pytest.mark.parametrize(
     ("name", "jitted"),
-    [("adamw", False), ("adamw", True), ("adamw, chunks", True), ("adafactor:factored, chunks", True),
-     ("MultiSteps", True), ("partition", True), ("inject_hyperparams", True)],
+    rows(
+        [("adamw", False), ("adamw", True), ("adamw, chunks", True), ("adafactor:factored, chunks", True),
+         ("MultiSteps", True), ("partition", True), ("inject_hyperparams", True)],
+        "compiles derivatives of two updates",
+        daily=[("adamw", False), ("adamw, chunks", True), ("MultiSteps", True)],
+    ),
 )  # fmt: skip
 def test_grad(name, jitted):
     """Through two updates, by parameters, gradients and the state that they start from."""

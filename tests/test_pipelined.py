@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 import jax_offload as jo
 from jax_offload._interop import jit as interop_jit
 from jax_offload._precision.storage import formats, next_stored, plain, rules_of, stored
+from tests.support.rows import rows
 
 HOST, DEVICE = "pinned_host", "device"
 FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # to compile
@@ -197,7 +198,9 @@ OPTIMIZERS = {  # offloaded, plain, form, whether the update moves into the scan
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", rows(OPTIMIZERS, "trains plain and turned", daily=["clipping outside", "half", "MultiSteps"])
+)
 def test_optimizers(name):
     tx, plain, form, scan = OPTIMIZERS[name]
     check(step_of(tx, form), step_of(plain, "update"), tx.init, plain.init, scan=scan)
@@ -455,7 +458,7 @@ class Both(NamedTuple):
 
 
 @pytest.mark.parametrize("kind", [Both, lambda p, s: (p, s), lambda p, s: [p, s], lambda p, s: {"params": p, "s": s}])
-@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("alone", rows([True, False], "compiles a turned step", daily=[True]))
 def test_one_carried_argument_that_holds_both(kind, alone):
     tx = offloaded()
 

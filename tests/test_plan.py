@@ -12,7 +12,7 @@ import pytest
 import jax_offload as jo
 from jax_offload._emit.find import emitted, updates_in
 from jax_offload._plan.plan import Chunked
-from tests._optimizers import TABLE, network
+from tests.support.optimizers import TABLE, network
 
 HOST = jax.memory.Space.Host
 

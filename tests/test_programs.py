@@ -10,6 +10,7 @@ import pytest
 from optax import contrib
 
 import jax_offload as jo
+from tests.support.rows import rows
 
 SHAPES = [(), (3,), (33,), (7, 5), (40, 8), (8, 8), (6, 4, 8), (5, 1), (0, 3)]
 FLOATS = [jnp.float32, jnp.float32, jnp.bfloat16, jnp.float16]
@@ -159,7 +160,7 @@ def check(seed):
     return True
 
 
-@pytest.mark.parametrize("part", range(10))
+@pytest.mark.parametrize("part", rows(range(10), "15 random programs", daily=[0, 5]))
 def test_what_plain_optax_traces_is_traced_offloaded(part):
     assert sum(check(seed) for seed in range(15 * part, 15 * part + 15)) >= 5
 
@@ -170,7 +171,7 @@ def test_programs_that_failed(seed):
     assert check(seed)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive("2500 random programs")
 @pytest.mark.parametrize("part", range(50))
 def test_many_more(part):
     for seed in range(1000 + 50 * part, 1050 + 50 * part):

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 import jax_offload as jo
-from tests._steps import (
+from tests.support.rows import rows
+from tests.support.steps import (
     FAST,
     GRADIENTS,
     LOGS,
@@ -18,7 +19,7 @@ from tests._steps import (
     training_step,
 )
 
-N_STEPS, DAILY, ALL = 2, 8, 200
+N_STEPS, DAILY, LONG, ALL = 2, 2, 8, 200
 
 
 def close(got, want, features):
@@ -30,7 +31,7 @@ def close(got, want, features):
     assert not errors, (errors, features)
 
 
-@pytest.mark.parametrize("seed", [pytest.param(k, marks=[pytest.mark.long] if k >= DAILY else []) for k in range(ALL)])
+@pytest.mark.parametrize("seed", rows(range(ALL), "random steps", daily=lambda k: k < DAILY, never=lambda k: k >= LONG))
 def test_random_step(seed):
     features = random_features(seed)
     model, inner = random_model(features), OPTIMIZERS[features.optimizer]()

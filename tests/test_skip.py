@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
+from tests.support.rows import rows
 
 HOST = "pinned_host"
 ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
@@ -52,7 +53,7 @@ def host_leaves(state):
 
 
 @pytest.mark.parametrize("name", OFFLOADS)
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("compiled", rows([True, False], "eagerly: compiles each call", daily=[True]))
 def test_a_skipped_update_changes_no_bit_and_the_next_goes_on(name, compiled):
     tx, params = OFFLOADS[name], parameters(jnp.bfloat16 if name == "masters" else jnp.float32)
     jit = jax.jit if compiled else lambda f: f

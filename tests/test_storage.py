@@ -17,6 +17,7 @@ import jax_offload as jo
 from jax_offload._ir.program import flat
 from jax_offload._precision.formats import decode, encode
 from jax_offload._precision.storage import Encoded, _seeds, formats, next_stored, plain, rules_of, stored
+from tests.support.rows import rows
 
 HOST = "pinned_host"
 ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
@@ -68,7 +69,7 @@ def encoded(state):
 
 
 @pytest.mark.parametrize("storage", ADAM_STORAGE)
-@pytest.mark.parametrize("window", [None, 40_000])
+@pytest.mark.parametrize("window", rows([None, 40_000], "trains twice", daily=[40_000]))
 def test_steps_equal_those_of_a_resident_state_in_the_same_format(storage, window):
     rules = ADAM_STORAGE[storage]
     tx = jo.offload(ADAMW, storage=rules, min_bytes=1024, window=window)
@@ -192,7 +193,7 @@ def test_what_is_not_finite_shows(value):
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("shard_over", [None, "data"])
-@pytest.mark.parametrize("storage", ["mixed", "int8"])
+@pytest.mark.parametrize("storage", rows(["mixed", "int8"], "trains on eight devices", daily=["int8"]))
 def test_sharded(axis_type, shard_over, storage):
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(axis_type,) * 3)
     specs = {"layers": P(None, "fsdp", "tensor"), "embed": P("fsdp"), "flat": P(), "norm": P()}

@@ -11,6 +11,7 @@ import pytest
 import jax_offload as jo
 from jax_offload._emit.find import emitted
 from jax_offload._plan import transfers as _chunking
+from tests.support.rows import rows
 
 HOST = "pinned_host"
 # XLA's passes are those of any program; only LLVM does less, and compiles in half the time.
@@ -52,6 +53,10 @@ OPTIMIZERS = {
 }
 
 
+# One for each way in which an update can need other rows, other leaves, or numbers of its own.
+DAILY = ["clip", "lion", "MultiSteps that skips", "apply_if_finite of clip", "adafactor", "lamb", "schedule_free"]
+
+
 def close(a, b, dtype, scale=0.0):
     """Law 2. ``scale``: of the operands whose difference a result is, where rounding is relative to them."""
     if dtype == jnp.bfloat16:
@@ -66,10 +71,10 @@ def close(a, b, dtype, scale=0.0):
     [
         pytest.param(1, jnp.float32, id="rows"),
         pytest.param(500, jnp.bfloat16, id="bf16"),
-        pytest.param(3000, jnp.float32, id="f32", marks=pytest.mark.long),
+        pytest.param(3000, jnp.float32, id="f32", marks=pytest.mark.exhaustive("as rows, in fewer chunks")),
     ],
 )
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", rows(OPTIMIZERS, "compiles three programs", daily=DAILY))
 def test_one_update_equals_resident_whatever_the_window(name, window, dtype):
     inner, params = OPTIMIZERS[name], parameters(dtype)
     tx = jo.offload(inner, min_bytes=0, window=window)
@@ -107,7 +112,10 @@ def test_chunks_of_a_state_that_was_placed_otherwise(before):
         jax.tree.map(lambda a, b: close(a, b, a.dtype), result, expected)
 
 
-@pytest.mark.parametrize("name", ["adamw", "clip", "MultiSteps", "apply_if_finite of clip", "lion"])
+@pytest.mark.parametrize(
+    "name",
+    rows(["adamw", "clip", "MultiSteps", "apply_if_finite of clip", "lion"], "100 steps", daily=["clip", "MultiSteps"]),
+)
 def test_fifty_donated_steps_follow_the_resident_run(name):
     inner = OPTIMIZERS[name]
 
@@ -148,7 +156,14 @@ def test_which_updates_are_independent_along_an_axis(name, chunked):
     assert loops(tx.update, params, tx.init(params), params) == chunked
 
 
-@pytest.mark.parametrize("name", ["adamw", "MultiSteps of clip", "schedule_free", "adafactor"])
+@pytest.mark.parametrize(
+    "name",
+    rows(
+        ["adamw", "MultiSteps of clip", "schedule_free", "adafactor"],
+        "compiles three programs",
+        daily=["MultiSteps of clip"],
+    ),
+)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_small_pieces_run_apart_and_equal_resident(name, dtype):
     """In a loop that runs once; with ``update`` and ``update_params``, donated, and not where a window is given."""
@@ -190,7 +205,10 @@ def test_chunks_cut_where_tiles_end():
     assert _chunking._rows(0, size=5000, total=5000 * 4, window=16_384) == 1024
 
 
-@pytest.mark.parametrize("name", ["adamw", "clip", "MultiSteps", "schedule_free"])
+@pytest.mark.parametrize(
+    "name",
+    rows(["adamw", "clip", "MultiSteps", "schedule_free"], "compiles two programs", daily=["clip", "schedule_free"]),
+)
 @pytest.mark.parametrize("outside", [False, True], ids=["offload", "in a chain"])
 def test_update_params_is_update_and_apply_updates(name, outside):
     params = parameters(jnp.bfloat16)

@@ -24,7 +24,7 @@ from flax.core import FrozenDict
 from hypothesis import strategies as st
 
 import jax_offload as jo
-from tests._optimizers import assert_same, eligible, kinds
+from tests.support.optimizers import assert_same, eligible, kinds
 
 DEVICE = jax.devices()[0]
 FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 import jax_offload as jo
 from jax_offload._emit.find import emitted
-from tests._optimizers import assert_same, copied
+from tests.support.optimizers import assert_same, copied
 
 INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 MOVED = re.compile(r"6 leaves of the optimizer state .* were in host memory and arrive at update in device memory")

@@ -13,7 +13,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 import jax_offload as jo
 from benchmarks.gpu import where
-from tests._donations import CASES, STEPS, arrays, buffers
+from tests.support.donations import CASES, STEPS, arrays, buffers
 
 # A wrong reuse of a buffer may end the process: then a new one runs the rest.
 ALONE = False

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 from typing import Any
 
@@ -148,6 +149,7 @@ def decode(values: jax.Array, scale: jax.Array | None, storage: Storage) -> jax.
     return elementwise(_from_code, values, wide, dtype=storage.dtype)
 
 
+@functools.lru_cache(1024)
 def encoded_shapes(shape: tuple[int, ...], storage: Storage) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
     """The shapes of what ``encode`` returns."""
     x = jax.ShapeDtypeStruct(shape, jnp.float32)

@@ -220,7 +220,7 @@ def _seeds(rounds: jax.Array, n: int) -> list[jax.Array]:
     for _ in range(n):
         number = jax.lax.optimization_barrier(number)
         seeds.append(number)
-        number = number + jnp.uint32(0x9E3779B9)
+        number = jax.lax.add(number, np.uint32(0x9E3779B9))
     return seeds
 
 

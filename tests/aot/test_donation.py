@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
 from tests.aot.harness import H200, V5E, measure, mesh_for, require
+from tests.support.rows import rows
 
 SHAPES = {"embed": (512, 256), "up": (256, 512), "square": (256, 256), "down": (512, 256), "stacked": (3, 256, 256)}
 RETURNED = {
@@ -20,6 +21,7 @@ RETURNED = {
     "grads, params, state": lambda params, state, grads: (grads, params, state),
 }
 DONATED = {"params": (0,), "state": (1,), "both": (0, 1)}
+DAILY = [("params", "grads, params, state"), ("state", "params, state"), ("both", "state, params")]
 HOST_LEAVES = 2 * len(SHAPES)
 
 
@@ -57,7 +59,9 @@ def test_the_order_of_results_costs_nothing(target):
 
 
 @pytest.mark.parametrize("target", [H200, V5E])
-@pytest.mark.parametrize(("donated", "returned"), list(itertools.product(DONATED, RETURNED)))
+@pytest.mark.parametrize(
+    ("donated", "returned"), rows(itertools.product(DONATED, RETURNED), "compiles for two chips", daily=DAILY)
+)
 def test_every_host_leaf_keeps_its_buffer(target, donated, returned):
     found = aliases(compiled(target, donated, returned).text)
     assert all(to == of for _, _, to, of in found)

@@ -14,6 +14,7 @@ from benchmarks import compiled, systems
 from benchmarks.cases import SHAPES
 from tests.aot.cases import device_sharding, in_float32, measure_update
 from tests.aot.harness import H200, MIB, V5E, measure, require
+from tests.support.rows import rows
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
@@ -22,7 +23,7 @@ def mib(tree):
     return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree)) / MIB
 
 
-@pytest.mark.parametrize("target", [H200, V5E])
+@pytest.mark.parametrize("target", rows([H200, V5E], "a TPU's compiler takes its time", daily=[H200]))
 def test_a_huge_embedding_and_four_layers(target):
     """One leaf that is larger than all others together: 131072x4096, in chunks of rows."""
     require(target)
@@ -42,16 +43,16 @@ def test_a_huge_embedding_and_four_layers(target):
     assert m.host_temp == 0
 
 
-LONG = pytest.mark.long
+MINUTES = pytest.mark.exhaustive("minutes to compile")
 
 
 @pytest.mark.parametrize(
     ("target", "moments"),
     [
-        (H200, "float32"),
-        pytest.param(H200, "bfloat16", marks=LONG),
-        pytest.param(V5E, "float32", marks=LONG),  # minutes to compile; 6441, and resident does not fit the 16 GB
-        pytest.param(V5E, "bfloat16", marks=LONG),
+        pytest.param(H200, "float32", marks=pytest.mark.long("half a minute to compile")),
+        pytest.param(H200, "bfloat16", marks=MINUTES),
+        pytest.param(V5E, "float32", marks=MINUTES),  # minutes to compile; 6441, and resident does not fit the 16 GB
+        pytest.param(V5E, "bfloat16", marks=MINUTES),
     ],
 )
 def test_a_transformer(target, moments, monkeypatch):
@@ -87,9 +88,11 @@ def test_a_transformer(target, moments, monkeypatch):
 @pytest.mark.parametrize(
     ("layers", "system", "clip"),
     [
-        (6, "jax_offload", True),  # peaked above resident before gradients were taken in turn
-        pytest.param(24, "jax_offload, fraction 0.25", False, marks=LONG),  # so did this one
-        pytest.param(24, "jax_offload, int8 state", False, marks=LONG),  # the window was as large as the embedding
+        pytest.param(
+            6, "jax_offload", True, marks=pytest.mark.long("half a minute to compile")
+        ),  # peaked above resident before gradients were taken in turn
+        pytest.param(24, "jax_offload, fraction 0.25", False, marks=MINUTES),  # so did this one
+        pytest.param(24, "jax_offload, int8 state", False, marks=MINUTES),  # the window was as large as the embedding
     ],
 )
 def test_an_unrolled_transformer_of_many_tokens(layers, system, clip):

@@ -10,6 +10,7 @@ import jax_offload as jo
 from benchmarks.recipe import usual_recipe
 from tests.aot.cases import device_sharding, in_float32, measure_step, measure_update
 from tests.aot.harness import H200, MIB, V5E, measure, mesh_for, require
+from tests.support.rows import rows
 
 ADAMW = optax.adamw(1e-3)
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
@@ -18,14 +19,20 @@ SKIPPING = optax.MultiSteps(CLIPPED, 2, should_skip_update_fn=optax.skip_not_fin
 
 @pytest.mark.parametrize(
     ("tx", "at_most", "state"),
-    [
-        pytest.param(jo.offload(ADAMW), 2300, 3072, id="adamw"),
-        pytest.param(jo.offload(CLIPPED), 3450, 3072, id="clipping inside"),
-        pytest.param(optax.chain(optax.clip_by_global_norm(1.0), jo.offload(ADAMW)), 3450, 3072, id="clipping outside"),
-        pytest.param(jo.offload(optax.MultiSteps(ADAMW, 2).gradient_transformation()), 2600, 4608, id="MultiSteps"),
-        pytest.param(jo.offload(optax.apply_if_finite(ADAMW, 3)), 3500, 3072, id="apply_if_finite"),
-        pytest.param(jo.offload(optax.lion(1e-3)), 2100, 1536, id="lion"),
-    ],
+    rows(
+        [
+            pytest.param(jo.offload(ADAMW), 2300, 3072, id="adamw"),
+            pytest.param(jo.offload(CLIPPED), 3450, 3072, id="clipping inside"),
+            pytest.param(
+                optax.chain(optax.clip_by_global_norm(1.0), jo.offload(ADAMW)), 3450, 3072, id="clipping outside"
+            ),
+            pytest.param(jo.offload(optax.MultiSteps(ADAMW, 2).gradient_transformation()), 2600, 4608, id="MultiSteps"),
+            pytest.param(jo.offload(optax.apply_if_finite(ADAMW, 3)), 3500, 3072, id="apply_if_finite"),
+            pytest.param(jo.offload(optax.lion(1e-3)), 2100, 1536, id="lion"),
+        ],
+        "compiles a step for an H200",
+        daily=["adamw", "clipping outside", "MultiSteps"],
+    ),
 )
 def test_unrolled_step_peaks_near_its_parameters(tx, at_most, state):
     require(H200)
@@ -38,12 +45,16 @@ def test_unrolled_step_peaks_near_its_parameters(tx, at_most, state):
 
 @pytest.mark.parametrize(
     "tx",
-    [
-        pytest.param(jo.offload(ADAMW), id="adamw"),
-        pytest.param(jo.offload(CLIPPED), id="clipping inside"),
-        pytest.param(jo.offload(optax.apply_if_finite(CLIPPED, 3)), id="apply_if_finite"),
-        pytest.param(optax.chain(optax.clip_by_global_norm(1.0), jo.offload(ADAMW)), id="clipping outside"),
-    ],
+    rows(
+        [
+            pytest.param(jo.offload(ADAMW), id="adamw"),
+            pytest.param(jo.offload(CLIPPED), id="clipping inside"),
+            pytest.param(jo.offload(optax.apply_if_finite(CLIPPED, 3)), id="apply_if_finite"),
+            pytest.param(optax.chain(optax.clip_by_global_norm(1.0), jo.offload(ADAMW)), id="clipping outside"),
+        ],
+        "compiles a step for an H200",
+        daily=["clipping inside"],
+    ),
 )
 def test_activations_of_many_tokens_do_not_pile_up(tx):
     """A norm takes the gradients in turn, or XLA puts the weights' matmuls off: 12288. Resident 11328."""
@@ -55,10 +66,16 @@ def test_activations_of_many_tokens_do_not_pile_up(tx):
 
 @pytest.mark.parametrize(
     ("tx", "at_most", "state"),
-    [
-        pytest.param(optax.MultiSteps(CLIPPED, 2).gradient_transformation(), 3700, 4608, id="MultiSteps of clipping"),
-        pytest.param(optax.contrib.prodigy(1.0), 3700, 6144, id="prodigy"),
-    ],
+    rows(
+        [
+            pytest.param(
+                optax.MultiSteps(CLIPPED, 2).gradient_transformation(), 3700, 4608, id="MultiSteps of clipping"
+            ),
+            pytest.param(optax.contrib.prodigy(1.0), 3700, 6144, id="prodigy"),
+        ],
+        "compiles a step for an H200",
+        daily=["prodigy"],
+    ),
 )
 def test_reductions_over_the_state_take_a_second_pass(tx, at_most, state):
     """A number that needs the state of every leaf is computed first; then each leaf is loaded once more."""
@@ -73,15 +90,21 @@ def test_reductions_over_the_state_take_a_second_pass(tx, at_most, state):
 
 @pytest.mark.parametrize(
     ("tx", "at_most", "on_v5e"),
-    [
-        pytest.param(jo.offload(ADAMW), 3450, 4000, id="adamw"),
-        pytest.param(jo.offload(CLIPPED), 3500, 4100, id="clipping inside"),
-        pytest.param(optax.chain(optax.clip_by_global_norm(1.0), jo.offload(ADAMW)), 4650, 5500, id="clipping outside"),
-        pytest.param(jo.offload(optax.MultiSteps(ADAMW, 2).gradient_transformation()), 3600, 4100, id="MultiSteps"),
-        pytest.param(jo.offload(optax.apply_if_finite(ADAMW, 3)), 3500, 4100, id="apply_if_finite"),
-    ],
+    rows(
+        [
+            pytest.param(jo.offload(ADAMW), 3450, 4000, id="adamw"),
+            pytest.param(jo.offload(CLIPPED), 3500, 4100, id="clipping inside"),
+            pytest.param(
+                optax.chain(optax.clip_by_global_norm(1.0), jo.offload(ADAMW)), 4650, 5500, id="clipping outside"
+            ),
+            pytest.param(jo.offload(optax.MultiSteps(ADAMW, 2).gradient_transformation()), 3600, 4100, id="MultiSteps"),
+            pytest.param(jo.offload(optax.apply_if_finite(ADAMW, 3)), 3500, 4100, id="apply_if_finite"),
+        ],
+        "compiles for two chips",
+        daily=["adamw", "clipping outside", "MultiSteps"],
+    ),
 )
-@pytest.mark.parametrize("target", [H200, V5E])
+@pytest.mark.parametrize("target", rows([H200, V5E], "a TPU's compiler takes its time", daily=[H200]))
 def test_stacked_step_peaks_near_parameters_and_gradients(target, tx, at_most, on_v5e):
     require(target)
     m = measure_step(target, tx, stacked=True)
@@ -94,16 +117,20 @@ def test_stacked_step_peaks_near_parameters_and_gradients(target, tx, at_most, o
 
 @pytest.mark.parametrize(
     ("tx", "at_most", "passes"),
-    [
-        pytest.param(optax.lion(1e-3), 3500, 1, id="lion"),  # 4960 resident
-        pytest.param(optax.lamb(1e-3), 3500, 3, id="lamb"),  # 6496
-        pytest.param(
-            optax.MultiSteps(CLIPPED, 2).gradient_transformation(), 3700, 2, id="MultiSteps of clipping"
-        ),  # 9224
-        pytest.param(optax.apply_if_finite(CLIPPED, 3), 3500, 1, id="apply_if_finite of clip"),  # 6496
-        pytest.param(SKIPPING, 5200, 2, id="MultiSteps that skips"),  # 9224
-        pytest.param(optax.contrib.prodigy(1.0), 5000, 2, id="prodigy"),  # 9568
-    ],
+    rows(
+        [
+            pytest.param(optax.lion(1e-3), 3500, 1, id="lion"),  # 4960 resident
+            pytest.param(optax.lamb(1e-3), 3500, 3, id="lamb"),  # 6496
+            pytest.param(
+                optax.MultiSteps(CLIPPED, 2).gradient_transformation(), 3700, 2, id="MultiSteps of clipping"
+            ),  # 9224
+            pytest.param(optax.apply_if_finite(CLIPPED, 3), 3500, 1, id="apply_if_finite of clip"),  # 6496
+            pytest.param(SKIPPING, 5200, 2, id="MultiSteps that skips"),  # 9224
+            pytest.param(optax.contrib.prodigy(1.0), 5000, 2, id="prodigy"),  # 9568
+        ],
+        "compiles a step for an H200",
+        daily=["lion", "lamb", "MultiSteps that skips"],
+    ),
 )
 def test_reductions_over_a_stacked_leaf_are_put_together_from_its_chunks(tx, at_most, passes):
     require(H200)
@@ -164,11 +191,17 @@ def test_copies_overlap_with_the_backward_pass():
 
 @pytest.mark.parametrize(
     ("tx", "update_params", "at_most"),
-    [
-        pytest.param(jo.offload(ADAMW, fraction=0.5), True, 10100, id="half"),  # 11584 without
-        pytest.param(optax.chain(optax.clip_by_global_norm(1.0), jo.offload(ADAMW)), False, 9100, id="clip"),  # 12224
-        pytest.param(jo.offload(ADAMW), True, 8400, id="all"),
-    ],
+    rows(
+        [
+            pytest.param(jo.offload(ADAMW, fraction=0.5), True, 10100, id="half"),  # 11584 without
+            pytest.param(
+                optax.chain(optax.clip_by_global_norm(1.0), jo.offload(ADAMW)), False, 9100, id="clip"
+            ),  # 12224
+            pytest.param(jo.offload(ADAMW), True, 8400, id="all"),
+        ],
+        "compiles a step for an H200",
+        daily=["half"],
+    ),
 )
 def test_near_its_limit_xla_does_not_put_matmuls_off(tx, update_params, at_most):
     """16384 tokens; resident 11264. A limit of 6 % of what is free is some 6.5 GiB of temporaries; overlap remains."""
@@ -236,6 +269,7 @@ def test_init_peak_is_two_leaves(name, jitted, monkeypatch):
     assert m.temp <= leaves * (4096 + 8 * 23) * 4096 * 4 / MIB
 
 
+@pytest.mark.long("compiles 95 layers for a TPU")
 @pytest.mark.parametrize("tx", [ADAMW, CLIPPED], ids=["no clipping", "clipping inside"])
 def test_ninety_five_layers_fit_a_v5e_of_16_gb(tx):
     """54 do resident, fewer than 50 by the usual recipe. A step over the chip's memory does not compile."""

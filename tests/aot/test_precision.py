@@ -11,6 +11,7 @@ import jax_offload as jo
 from tests.aot.cases import measure_step
 from tests.aot.harness import H200, MIB, V5E, require
 from tests.aot.hlo import computations
+from tests.support.rows import rows
 
 ADAMW = optax.adamw(1e-3)
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
@@ -22,13 +23,17 @@ NEW = jax.__version_info__ >= (0, 11)  # before that XLA overlaps less
 @pytest.mark.parametrize("stacked", [True, False])
 @pytest.mark.parametrize(
     ("storage", "each_way"),
-    [
-        (None, 8),
-        ("bfloat16", 4),
-        ({"mu": "bfloat16", "nu": "float16"}, 4.04),
-        ({"mu": "float8_e4m3fn", "nu": "float16"}, 3.07),
-        (INT8, 2.1),
-    ],
+    rows(
+        [
+            (None, 8),
+            ("bfloat16", 4),
+            ({"mu": "bfloat16", "nu": "float16"}, 4.04),
+            ({"mu": "float8_e4m3fn", "nu": "float16"}, 3.07),
+            (INT8, 2.1),
+        ],
+        "compiles a step for an H200",
+        daily=[("bfloat16", 4), (INT8, 2.1)],
+    ),
 )
 def test_fewer_bits_move_fewer_bytes_at_no_higher_a_peak(storage, each_way, stacked):
     require(H200)
@@ -48,13 +53,17 @@ def test_fewer_bits_move_fewer_bytes_at_no_higher_a_peak(storage, each_way, stac
 
 @pytest.mark.parametrize(
     ("inner", "storage", "each_way", "at_most"),
-    [
-        (jo.with_master_params(ADAMW), None, 12, 2000),
-        (jo.with_master_params(CLIPPED), None, 12, 2000),
-        (jo.with_master_params(ADAMW, low_bits=True), None, 10, 2000),
-        (jo.with_master_params(ADAMW), INT8, 6.1, 1950),
-        (jo.with_master_params(CLIPPED, low_bits=True), INT8, 4.1, 1950),
-    ],
+    rows(
+        [
+            (jo.with_master_params(ADAMW), None, 12, 2000),
+            (jo.with_master_params(CLIPPED), None, 12, 2000),
+            (jo.with_master_params(ADAMW, low_bits=True), None, 10, 2000),
+            (jo.with_master_params(ADAMW), INT8, 6.1, 1950),
+            (jo.with_master_params(CLIPPED, low_bits=True), INT8, 4.1, 1950),
+        ],
+        "compiles a step for an H200",
+        daily=lambda inner, storage, each_way, at_most: each_way in (12, 4.1),
+    ),
 )
 @pytest.mark.parametrize("stacked", [True, False])
 def test_masters_stream_in_the_same_window(inner, storage, each_way, at_most, stacked):
@@ -68,7 +77,14 @@ def test_masters_stream_in_the_same_window(inner, storage, each_way, at_most, st
     assert m.peak <= at_most
 
 
-@pytest.mark.parametrize(("target", "stacked"), [(H200, True), (H200, False), (V5E, True)])
+@pytest.mark.parametrize(
+    ("target", "stacked"),
+    rows(
+        [(H200, True), (H200, False), (V5E, True)],
+        "a TPU's compiler takes its time",
+        daily=[(H200, True), (H200, False)],
+    ),
+)
 @pytest.mark.parametrize("update_params", [True, False])
 def test_a_skipped_step_touches_no_host_buffer(target, stacked, update_params):
     require(target)

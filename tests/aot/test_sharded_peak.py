@@ -7,23 +7,29 @@ from jax.sharding import PartitionSpec as P
 import jax_offload as jo
 from tests.aot.cases import measure_sharded
 from tests.aot.harness import H200, V5E_2X2, require
+from tests.support.rows import rows
 
 ADAMW = optax.adamw(1e-3)
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
 MULTI_STEPS = optax.MultiSteps(ADAMW, 2).gradient_transformation()
-LONG = pytest.mark.long  # a minute each
+A_MINUTE = pytest.mark.exhaustive("a minute each")
+WHY = "compiles for four devices"
 
 
 @pytest.mark.parametrize(
     ("target", "stacked", "spec", "tx", "at_most"),
-    [
-        (H200, False, P("data"), ADAMW, 1750),
-        (H200, True, P(None, "data"), ADAMW, 1200),
-        (H200, True, P(None, "data"), CLIPPED, 1200),
-        (H200, True, P("data"), CLIPPED, 2650),  # XLA gathers the layers ahead of the scan
-        (V5E_2X2, True, P(None, "data"), CLIPPED, 1200),
-        pytest.param(V5E_2X2, False, P("data"), ADAMW, 750, marks=LONG),
-    ],
+    rows(
+        [
+            (H200, False, P("data"), ADAMW, 1750),
+            (H200, True, P(None, "data"), ADAMW, 1200),
+            (H200, True, P(None, "data"), CLIPPED, 1200),
+            (H200, True, P("data"), CLIPPED, 2650),  # XLA gathers the layers ahead of the scan
+            (V5E_2X2, True, P(None, "data"), CLIPPED, 1200),
+            pytest.param(V5E_2X2, False, P("data"), ADAMW, 750, marks=A_MINUTE),
+        ],
+        WHY,
+        daily=lambda target, stacked, spec, tx, _: target == H200 and tx is (CLIPPED if stacked else ADAMW),
+    ),
 )
 def test_parameters_that_are_sharded(target, stacked, spec, tx, at_most):
     require(target)
@@ -35,18 +41,22 @@ def test_parameters_that_are_sharded(target, stacked, spec, tx, at_most):
 
 @pytest.mark.parametrize(
     ("target", "stacked", "tx", "update_params", "at_most"),
-    [
-        (H200, False, ADAMW, False, 3000),
-        (H200, False, ADAMW, True, 2000),  # 1536 parameters
-        (H200, False, CLIPPED, True, 2250),  # and 384 gradients
-        (H200, True, ADAMW, False, 3800),
-        (H200, True, ADAMW, True, 2400),
-        (H200, True, CLIPPED, True, 2400),
-        (H200, True, MULTI_STEPS, True, 2450),
-        (V5E_2X2, True, ADAMW, True, 2900),
-        (V5E_2X2, True, CLIPPED, True, 2900),
-        pytest.param(V5E_2X2, False, ADAMW, True, 1950, marks=LONG),
-    ],
+    rows(
+        [
+            (H200, False, ADAMW, False, 3000),
+            (H200, False, ADAMW, True, 2000),  # 1536 parameters
+            (H200, False, CLIPPED, True, 2250),  # and 384 gradients
+            (H200, True, ADAMW, False, 3800),
+            (H200, True, ADAMW, True, 2400),
+            (H200, True, CLIPPED, True, 2400),
+            (H200, True, MULTI_STEPS, True, 2450),
+            (V5E_2X2, True, ADAMW, True, 2900),
+            (V5E_2X2, True, CLIPPED, True, 2900),
+            pytest.param(V5E_2X2, False, ADAMW, True, 1950, marks=A_MINUTE),
+        ],
+        WHY,
+        daily=lambda target, stacked, tx, update_params, _: target == H200 and update_params and tx is not ADAMW,
+    ),
 )
 def test_zero_1(target, stacked, tx, update_params, at_most):
     """Gradients are scattered as they are reduced, each device moves its quarter, and what is new is gathered."""

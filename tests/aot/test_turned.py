@@ -1,6 +1,7 @@
 """Whole steps, compiled (MiB): the turned one of ``jo.pipelined``, and unrolled layers under ``jo.jit``."""
 
 import dataclasses
+import itertools
 from functools import partial
 
 import jax
@@ -14,8 +15,9 @@ from benchmarks.cases import SHAPES
 from tests.aot.cases import device_sharding, measure_step, measure_turned, measure_update
 from tests.aot.harness import H200, V5E, require
 from tests.aot.model import ADAMW, CLIPPED, loss, parameters, two_by_two
+from tests.support.rows import rows
 
-LONG = pytest.mark.long
+LONG = pytest.mark.exhaustive("compiles the step for each fraction")
 OPTIONS = jo.compiler_options("cuda")
 INT8 = {"mu": "int8", "nu": "uint8"}
 
@@ -85,8 +87,14 @@ def clipped_outside(tx):
 FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.1)
 
 
-@pytest.mark.parametrize("update_params", [True, False])
-@pytest.mark.parametrize("clip", ["none", "inside", "outside"])
+@pytest.mark.parametrize(
+    ("clip", "update_params"),
+    rows(
+        itertools.product(("none", "inside", "outside"), (True, False)),
+        "compiles the step for each fraction",
+        daily=[("inside", False)],
+    ),
+)
 @pytest.mark.parametrize("tokens", [pytest.param(4096, marks=LONG), 16384])
 def test_a_fraction_of_an_unrolled_model_is_never_above_resident(tokens, clip, update_params):
     """And the peak falls with the fraction. Under ``jax.jit`` half of 24 layers peaked at 11584, resident 11328.
@@ -107,7 +115,10 @@ def test_a_fraction_of_an_unrolled_model_is_never_above_resident(tokens, clip, u
 
 @pytest.mark.parametrize(
     ("fraction", "clip"),
-    [(0.1, "none"), *(pytest.param(f, c, marks=LONG) for f, c in [(0.5, "none"), (1, "outside"), (0.5, "inside")])],
+    [
+        pytest.param(0.1, "none", marks=pytest.mark.long("half a minute to compile")),
+        *(pytest.param(f, c, marks=LONG) for f, c in [(0.5, "none"), (1, "outside"), (0.5, "inside")]),
+    ],
 )
 def test_an_unrolled_transformer_is_never_above_resident(fraction, clip):
     """GPT 1.3B, some layers, bfloat16, 16384 tokens. Under ``jax.jit`` 6 layers at 0.1 peak at 7027, resident 5172."""

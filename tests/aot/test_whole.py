@@ -18,8 +18,9 @@ from tests.aot.cases import device_sharding, measure_sharded, measure_step, meas
 from tests.aot.harness import H200, MIB, V5E, V5E_2X2, measure, require
 from tests.aot.hlo import computations
 from tests.aot.model import ADAMW, loss, parameters
+from tests.support.rows import rows
 
-LONG = pytest.mark.long
+LONG = pytest.mark.exhaustive("half a minute to compile")
 MANY = 16384
 INT8 = {"mu": "int8", "nu": "uint8"}
 N, WIDTH = 12, 4096
@@ -142,6 +143,7 @@ def gpt(system, layers, *, rewritten=True, **options):
     return measure(H200, step, (it.params, it.state, it.tokens), (0, 1), it.shardings, OPTIONS)
 
 
+@pytest.mark.long("half a minute to compile")
 def test_a_scanned_transformer():
     """The embedding is updated behind the scan, so that its copies are not hidden: with 24 layers 0.15."""
     require(H200)
@@ -167,7 +169,13 @@ def test_the_peak_falls_with_the_fraction():
     assert peaks == sorted(peaks) and peaks[-1] < resident.peak
 
 
-@pytest.mark.parametrize(("layers", "tokens", "exposed"), [(8, 2048, 0.95), pytest.param(12, MANY, 0.25, marks=LONG)])
+@pytest.mark.parametrize(
+    ("layers", "tokens", "exposed"),
+    [
+        pytest.param(8, 2048, 0.95, marks=pytest.mark.long("a TPU's compiler takes its time")),
+        pytest.param(12, MANY, 0.25, marks=LONG),
+    ],
+)
 def test_a_tpu_copies_across_the_matmuls_of_an_iteration(layers, tokens, exposed):
     """It laid the stacks out like the gradient, and copied them; it put half of the loads off until the update."""
     require(V5E)
@@ -189,7 +197,7 @@ def gathered(m):
     return max(array.nbytes for arrays in made for array in arrays) / MIB
 
 
-@pytest.mark.parametrize("tokens", [512, MANY])
+@pytest.mark.parametrize("tokens", rows([512, MANY], "compiles for four devices", daily=[MANY]))
 @pytest.mark.parametrize("spec", [FSDP, REPLICATED])
 @pytest.mark.parametrize("update_params", [True, False])
 def test_on_four_devices(spec, update_params, tokens):
@@ -212,7 +220,7 @@ def test_on_four_devices(spec, update_params, tokens):
         assert times[0].exposed_share <= 0.05 and times[0].step <= 1.03 * times[1].step
 
 
-@pytest.mark.parametrize("spec", [FSDP, REPLICATED])
+@pytest.mark.parametrize("spec", rows([FSDP, REPLICATED], "a TPU's compiler takes its time", daily=[REPLICATED]))
 def test_on_four_tpus(spec):
     require(V5E_2X2)
     tx = jo.offload(ADAMW, shard_over=None if spec == FSDP else "data")

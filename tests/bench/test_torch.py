@@ -142,7 +142,7 @@ def worker(case):
 ON_CPU = {
     "FSDP2 CPUOffloadPolicy": pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed"),
     # builds its optimizer when it is first used: minutes
-    "DeepSpeed ZeRO-Offload": pytest.mark.long,
+    "DeepSpeed ZeRO-Offload": pytest.mark.exhaustive("compiles its optimizer in C++"),
 }
 
 

@@ -1,0 +1,75 @@
+"""What runs on the oldest supported jax with ``make test``: what rests on jax's moving parts, by name.
+
+The numbers of every optimizer, most of what is compiled, and the benchmarks are the newest jax's in the daily run;
+``make test FULL=1`` runs all daily tests on both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+NAMED = {
+    "unit/": "the stages, on jax's own jaxprs",
+    "test_region.py": "the update's equation: binding, transformations, lowering",
+    "test_plan.py": "the plan that is printed is the one that is emitted, for every optimizer",
+    "test_donation.py": "aliases between memories, of which jax decides",
+    "test_compile_once.py": "committed arguments and weak types",
+    "test_eager.py": "updates outside of jit",
+    "test_elementwise.py": "a primitive with a lowering of its own",
+    "test_formats.py": "arithmetic of few bits",
+    "test_state.py": "shardings and memory kinds of states",
+    "test_placement.py": "types of memory in a trace",
+    "test_report.py": "what is printed of them",
+    "test_errors.py": "messages that quote jax",
+    "test_alike.py": "jits that are called many times",
+    "test_serialise.py": "barriers",
+    "test_restored.py": "arrays as a checkpoint gives them",
+    "test_options.py": "options of XLA by platform",
+    "test_wrappers.py": "wrappers around an offload",
+    "test_docstrings.py": "every example",
+    "test_interleaved.py": "pieces and gates of an unrolled step",
+    "test_sharded.py": "meshes with Auto and Explicit axes, shard_map",
+    "test_flax.py": "boxes and nnx, for which jax's shardings changed",
+    "test_stream.py::test_small_pieces": "a loop that runs once",
+    "test_stream.py::test_vmap": "batching",
+    "test_stream.py::test_grad": "derivatives through an update",
+    "test_numbers.py::test_scan[adamw": "scans and loops",
+    "test_numbers.py::test_cond[MultiSteps": "branches",
+    "test_numbers.py::test_vmap[adafactor": "batching of factored leaves",
+    "test_numbers.py::test_grad": "derivatives by a state",
+    "test_storage.py::test_sharded": "encoders under Shardy",
+    "test_skip.py": "branches over host memory",
+    "test_master.py::test_parameters_follow": "masters, step by step",
+    "test_checkpoint.py::test_every_placement": "restores into every placement",
+    "test_in_scan.py::test_models[flax": "the whole step, with Flax's scans",
+    "test_in_scan.py::test_models[nested": "scans in scans",
+    "test_in_scan.py::test_models[checkpoint": "jax.checkpoint in a scan",
+    "test_in_scan.py::test_sharded": "the whole step on a mesh",
+    "test_in_scan.py::test_steps": "steps as people write them",
+    "test_pipelined.py::test_clipped": "the turned step",
+    "test_pipelined.py::test_fully_sharded": "the turned step on a mesh",
+    "aot/test_timeline.py": "reading what XLA prints",
+    "aot/test_link.py": "reading what XLA prints",
+    "aot/test_donation.py": "aliases in compiled programs",
+    "aot/test_peak.py::test_unrolled_step": "what that jax's XLA makes of gates",
+    "aot/test_peak.py::test_copies_overlap": "what that jax's XLA hides",
+    "aot/test_peak.py::test_reductions_over_a_stacked": "what that jax's XLA makes of loops",
+    "aot/test_whole.py::test_24_scanned_layers": "what that jax's XLA makes of the whole step",
+    "aot/test_whole.py::test_on_four_devices": "and of its collectives",
+}
+
+
+def chosen(items: Sequence[pytest.Item], whole: bool) -> set[pytest.Item]:
+    """Those of the tests that are named.
+
+    Args:
+      items: the collected tests.
+      whole: whether these are all, so that a name that no test begins with is an error.
+    """
+    found = {name: [item for item in items if item.nodeid.startswith(f"tests/{name}")] for name in NAMED}
+    missing = [name for name, tests in found.items() if not tests]
+    if whole and missing:
+        raise pytest.UsageError(f"tests/support/oldest.py: no test's name begins with {missing}.")
+    return {item for tests in found.values() for item in tests}
