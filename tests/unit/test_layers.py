@@ -74,7 +74,12 @@ def test_no_circles():
 
 
 def test_no_private_api_of_jax_outside_its_module():
-    """What jax may move stands in one place, with a table of what it is for; the tracers' equations in another."""
+    """What jax may move stands in one place, with a table of what it is for; compiling for a chip that is not there in
+    another."""
     for module, path in MODULES.items():
         text = path.read_text()
-        assert "jax._src" not in text or module == "_base.jaxprs" or "import" not in text.split("jax._src")[0][-20:]
+        assert (
+            "jax._src" not in text
+            or module in ("_base.jaxprs", "_analysis.targets")
+            or "import" not in text.split("jax._src")[0][-20:]
+        )

@@ -11,34 +11,12 @@ import dataclasses
 import re
 from collections import defaultdict
 
-from tests.aot.costs import Costs, Scope
-from tests.aot.hlo import Op, computations, started, trips
+from jax_offload._analysis.chips import Chip
+from jax_offload._analysis.chips import chip as chip_of
+from jax_offload._analysis.costs import Costs, Scope
+from jax_offload._analysis.hlo import Op, computations, started, trips
 
 LOAD, STORE, COLLECTIVES, WITHIN = "load", "store", "collectives", "within the device"
-
-
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    """Assumed speeds, per second: ``flops`` by dtype, else float32's, and bytes; ``link`` each way.
-
-    Attributes:
-      interconnect: bytes that a device sends to the others, and as many that it receives.
-      cache: the memory space, as XLA writes it, of an on-chip memory, whose traffic takes no time.
-    """
-
-    flops: dict[str, float]
-    hbm: float
-    link: float
-    interconnect: float
-    cache: str = ""
-
-
-# Assumptions, none of them measured: what large matmuls, copies and rings reach of the data sheets' peaks. float32 on
-# an H200 is TF32; NVLink per direction; a v5e's ICI in one ring.
-CHIPS = {
-    "h200": Chip({"bf16": 650e12, "f16": 650e12, "f32": 320e12}, hbm=4.0e12, link=50e9, interconnect=350e9),
-    "v5e": Chip({"bf16": 150e12, "f32": 50e12}, hbm=0.7e12, link=12e9, interconnect=90e9, cache="S(1)"),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +111,7 @@ class Program:
             return [self._copy(op.name, copy.loads, copy.nbytes)]
         nbytes = self.costs.collective(scope, op, self.devices)
         if nbytes is not None:
-            return self._collective(op, nbytes / self.chip.interconnect)
+            return self._collective(op, nbytes / self.chip.reached.interconnect)
         return self._arithmetic(scope, op)
 
     def _calls(self, op: Op) -> list[Event]:
@@ -146,7 +124,7 @@ class Program:
         return [Run(last, 1)]
 
     def _copy(self, key: str, loads: bool, nbytes: int) -> Start:
-        return Start(key, LOAD if loads else STORE, nbytes / self.chip.link, nbytes)
+        return Start(key, LOAD if loads else STORE, 2 * nbytes / self.chip.host_link_both, nbytes)
 
     def _collective(self, op: Op, seconds: float) -> list[Event]:
         # A TPU starts and ends one by a custom call in a fusion; the two have the channel in common.
@@ -166,7 +144,7 @@ class Program:
         moved = self.costs.moved(scope, op)
         matmuls = self.costs.matmuls(scope, op)
         traffic = sum(m.nbytes for m in moved if not m.array.host and not self._cached(m.array.layout))
-        seconds = max(sum(self._multiplied(m.dtypes, m.flops) for m in matmuls), traffic / self.chip.hbm)
+        seconds = max(sum(self._multiplied(m.dtypes, m.flops) for m in matmuls), traffic / self.chip.reached.hbm)
         if op.opcode.endswith("-start") and not matmuls:
             return [Start(op.name, WITHIN, seconds)]
         # What reads or writes the host's memory itself, the arithmetic waits for at once.
@@ -178,11 +156,11 @@ class Program:
         return [*starts, *waits, *([Compute(seconds)] if seconds else [])]
 
     def _cached(self, layout: str) -> bool:
-        return bool(self.chip.cache) and self.chip.cache in layout
+        return self.chip.platform == "tpu" and "S(1)" in layout  # its memory on the chip
 
     def _multiplied(self, dtypes: tuple[str, ...], flops: float) -> float:
-        speeds = self.chip.flops
-        return flops / max(speeds.get(dtype, speeds["f32"]) for dtype in dtypes)
+        narrow = any(dtype in ("bf16", "f16") for dtype in dtypes)
+        return flops / (self.chip.reached.bf16 if narrow else self.chip.reached.f32)
 
 
 class Clock:
@@ -230,9 +208,9 @@ class Clock:
             self.now = end
 
 
-def timeline(text: str, chip: str) -> Timeline:
-    """Of a module's text, on a chip of ``CHIPS``."""
-    clock = Clock(Program(text, CHIPS[chip]))
+def timeline(text: str, chip: str | Chip) -> Timeline:
+    """Of a module's text, on a chip."""
+    clock = Clock(Program(text, chip_of(chip)))
     clock.play("ENTRY")
     return Timeline(
         step=clock.now,
