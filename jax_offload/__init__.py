@@ -27,6 +27,10 @@ from jax_offload._update import update_params as update_params
 if _typing.TYPE_CHECKING:
     from jax_offload._analysis.chips import Chip as Chip
     from jax_offload._analysis.chips import chip as chip
+    from jax_offload._analysis.inspection import Inspection as Inspection
+    from jax_offload._analysis.inspection import inspect as inspect
+    from jax_offload._analysis.inspection import verify as verify
+    from jax_offload._analysis.timeline import Timeline as Timeline
 
 try:
     __version__ = _metadata.version("jax_offload")
@@ -34,18 +38,28 @@ except _metadata.PackageNotFoundError:  # a checkout that is not installed
     __version__ = "0+unknown"
 
 # What only looks at steps is imported when it is asked for: name, and the module in _analysis that has it.
-_LAZY = {"Chip": "chips", "chip": "chips"}
+_LAZY = {
+    "Chip": "chips",
+    "Inspection": "inspection",
+    "Timeline": "timeline",
+    "chip": "chips",
+    "inspect": "inspection",
+    "verify": "inspection",
+}
 
 __all__ = [
     "Chip",
+    "Inspection",
     "Leaf",
     "Placement",
     "Storage",
     "StoredState",
+    "Timeline",
     "abstract_state",
     "chip",
     "compiler_options",
     "from_plain",
+    "inspect",
     "jit",
     "offload",
     "pipelined",
@@ -57,6 +71,7 @@ __all__ = [
     "to_host",
     "to_plain",
     "update_params",
+    "verify",
     "with_master_params",
 ]
 

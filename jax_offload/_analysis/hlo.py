@@ -116,6 +116,11 @@ def leaves(hlo_type: str) -> dict[tuple[int, ...], Array]:
     return found
 
 
+def results(text: str) -> dict[tuple[int, ...], Array]:
+    """What a module returns, as its head has it: where a donated buffer is taken in spite of it, the root differs."""
+    return leaves(text.partition("\n")[0].partition("entry_computation_layout={")[2].partition("->")[2])
+
+
 def aliases(text: str) -> dict[tuple[int, ...], int]:
     """Place of a result -> the argument whose buffer it takes, from the head of a module."""
     head = text.partition("\n")[0].partition("entry_computation_layout")[0]

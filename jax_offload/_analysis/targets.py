@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import importlib.util
 import os
 from pathlib import Path
@@ -83,16 +84,25 @@ def check_installed(target: Target) -> None:
         )
 
 
+def _described(platform: str, name: str, **kwargs: Any) -> Any:
+    """The topology; also where jax had started, and given the plugin up, before the environment was set."""
+    prepare()
+    try:
+        return topologies.get_topology_desc(platform=platform, topology_name=name, **kwargs)
+    except NotImplementedError:
+        if platform != "cuda":
+            raise
+        importlib.import_module("jax_plugins.xla_cuda13").initialize()
+        return topologies.get_topology_desc(platform=platform, topology_name=name, **kwargs)
+
+
 @functools.cache
 def _devices(target: Target, n: int) -> list[Any]:
-    prepare()
     if target.platform == "cuda":
         spec = Path(__file__).with_name(f"{target.name}.txtpb").read_text()
-        described = topologies.get_topology_desc(
-            platform="cuda", topology_name=target.name, target_config=spec, topology=f"1x1x{n}"
-        )
+        described = _described("cuda", target.name, target_config=spec, topology=f"1x1x{n}")
     else:
-        described = topologies.get_topology_desc(platform="tpu", topology_name=target.name)
+        described = _described("tpu", target.name)
     if len(described.devices) < n:
         raise ValueError(f"target: the step is for {n} devices, and {target.name} has {len(described.devices)}.")
     return list(described.devices)[:n]
