@@ -1,5 +1,7 @@
 """Train in JAX when the optimizer state does not fit on the accelerator."""
 
+import typing as _typing
+from importlib import import_module as _import_module
 from importlib import metadata as _metadata
 
 from jax_offload._convert import from_plain as from_plain
@@ -22,19 +24,42 @@ from jax_offload._state import to_device as to_device
 from jax_offload._state import to_host as to_host
 from jax_offload._update import update_params as update_params
 
+if _typing.TYPE_CHECKING:
+    from jax_offload._analysis.chips import Chip as Chip
+    from jax_offload._analysis.chips import chip as chip
+    from jax_offload._analysis.inspection import Inspection as Inspection
+    from jax_offload._analysis.inspection import inspect as inspect
+    from jax_offload._analysis.inspection import verify as verify
+    from jax_offload._analysis.timeline import Timeline as Timeline
+
 try:
     __version__ = _metadata.version("jax_offload")
 except _metadata.PackageNotFoundError:  # a checkout that is not installed
     __version__ = "0+unknown"
 
+# What only looks at steps is imported when it is asked for: name, and the module in _analysis that has it.
+_LAZY = {
+    "Chip": "chips",
+    "Inspection": "inspection",
+    "Timeline": "timeline",
+    "chip": "chips",
+    "inspect": "inspection",
+    "verify": "inspection",
+}
+
 __all__ = [
+    "Chip",
+    "Inspection",
     "Leaf",
     "Placement",
     "Storage",
     "StoredState",
+    "Timeline",
     "abstract_state",
+    "chip",
     "compiler_options",
     "from_plain",
+    "inspect",
     "jit",
     "offload",
     "pipelined",
@@ -46,8 +71,15 @@ __all__ = [
     "to_host",
     "to_plain",
     "update_params",
+    "verify",
     "with_master_params",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals().setdefault(name, getattr(_import_module(f"{__name__}._analysis.{_LAZY[name]}"), name))
 
 
 def __dir__() -> list[str]:

@@ -16,9 +16,10 @@ import jax_offload as jo
 from benchmarks.clock import clocked
 from benchmarks.jax_system import compiled_peak, nbytes, peak, profiled
 from benchmarks.recipe import usual_recipe
+from jax_offload._analysis.chips import known_chips
+from jax_offload._analysis.timeline import timeline
 from tests.aot import model
 from tests.aot.link import traffic
-from tests.aot.timeline import CHIPS, timeline
 
 ALONE = True  # the allocator's peak is a process's
 WARMUP, STEPS, TOY_STEPS = 3, 10, 2
@@ -41,8 +42,8 @@ def cases(toy: bool) -> list[str]:
 
 
 def predicted_step_seconds(text: str, device_kind: str) -> float | None:
-    """The step's time by the scheduled program, for a chip of which the model has speeds: a GH200 is no H200."""
-    chip = next((chip for chip in CHIPS if re.search(rf"\b{chip}\b", device_kind.lower())), None)
+    """The step's time by the scheduled program, for a chip of which there are figures: a GH200 is no H200."""
+    chip = next((chip for chip in known_chips() if re.search(rf"\b{chip}\b", device_kind.lower())), None)
     return timeline(text, chip).step if chip else None
 
 

@@ -1,4 +1,4 @@
-"""Compiles a step for an H200 or a TPU without either, and measures the executable. All private API is in here.
+"""Compiles a step for an H200 or a TPU without either, and measures the executable.
 
 ``measure(target, step, args, donate, out_shardings)`` returns a ``Measured``. For a TPU everything is public API. For
 the H200 the step is traced on CPU devices, because compile-only GPU devices report no memory spaces and drop
@@ -10,8 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
-import os
-import pathlib
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -20,21 +18,14 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax._src.lib import xla_client
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from jax_offload._analysis.targets import compile_for, prepare, target_of
+from jax_offload._analysis.timeline import Timeline, timeline
 from tests.aot.link import hidden, traffic
-from tests.aot.timeline import Timeline, timeline
 
-for _name, _value in {
-    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}.items():
-    os.environ.setdefault(_name, _value)
+prepare()
 
 MIB = 2**20
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
@@ -90,7 +81,7 @@ class Measured:
         return {name: times for name, times in found.items() if times > 0}
 
     def timeline(self, chip: str) -> Timeline:
-        """What a model says of the step's time on ``chip``, a name in ``timeline.CHIPS``."""
+        """What a model says of the step's time on ``chip``, of those that ``jo.chip`` knows."""
         return timeline(self.text, chip)
 
 
@@ -107,7 +98,7 @@ def measure(
     jitted = jax.jit(step, donate_argnums=donate, **kwargs)
     if target == H200:
         module = jitted.trace(*args).lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
-        executable = _compile_gpu(module, n, options or {})
+        executable = compile_for(target_of(H200), module, n, options or {})
         m, text = executable.get_compiled_memory_stats(), executable.hlo_modules()[0].to_string()
     else:
         compiled = jitted.lower(*args).compile(compiler_options=options)
@@ -125,19 +116,3 @@ def measure(
         hidden=hidden(text) / (moved.loaded + moved.stored or 1),
         text=text,
     )
-
-
-def _compile_gpu(module: Any, n: int, options: dict[str, Any]) -> Any:
-    spec = (pathlib.Path(__file__).parent / "h200.txtpb").read_text()
-    devices = topologies.get_topology_desc(
-        platform="cuda", topology_name="h200", target_config=spec, topology=f"1x1x{n}"
-    ).devices
-    config = xla_client.CompileOptions()
-    config.num_replicas, config.num_partitions = 1, n
-    build = config.executable_build_options
-    build.num_replicas, build.num_partitions = 1, n
-    build.use_spmd_partitioning = build.use_shardy_partitioner = True
-    build.device_assignment = xla_client.DeviceAssignment.create(np.arange(n).reshape(1, n))
-    # autotuning needs the device
-    config.env_option_overrides = list({"xla_gpu_autotune_level": 0, **options}.items())
-    return devices[0].client.compile(module, xla_client._xla.DeviceList(tuple(devices)), config)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from tests.aot.hlo import Copy, Op, computations, started, trips
+from jax_offload._analysis.hlo import Copy, Op, computations, started, trips
 
 
 @dataclasses.dataclass

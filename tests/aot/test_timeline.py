@@ -10,18 +10,21 @@ import optax
 import pytest
 
 import jax_offload as jo
-from tests.aot import timeline as simulated
+from jax_offload._analysis.chips import Reached
+from jax_offload._analysis.costs import group_size
+from jax_offload._analysis.hlo import Op
+from jax_offload._analysis.schedule import Program, Run
+from jax_offload._analysis.timeline import timeline
 from tests.aot.cases import measure_step
-from tests.aot.costs import group_size
 from tests.aot.harness import H200, MIB, V5E, require
-from tests.aot.hlo import Op
-from tests.aot.timeline import CHIPS, Chip, Program, Run, timeline
 
 # A 256×256 float32 is 2**18 bytes, and a matmul of two takes 2 * 256**3 operations.
 MATRIX, FLOPS = 2**18, 2 * 256**3
 # With these a matmul takes 1 s, a copy of a matrix over the link 0.5 s, its passage through the interconnect 0.25 s,
 # reading or writing it 0.125 s.
-CHIP = Chip({"f32": FLOPS, "bf16": 2 * FLOPS}, hbm=8 * MATRIX, link=2 * MATRIX, interconnect=4 * MATRIX, cache="S(1)")
+REACHED = Reached(bf16=2 * FLOPS, f32=FLOPS, hbm=8 * MATRIX, interconnect=4 * MATRIX)
+CHIP = dataclasses.replace(jo.chip("v5e"), host_link_both=4 * MATRIX, reached=REACHED)
+NO_MEMORY = dataclasses.replace(CHIP, reached=dataclasses.replace(REACHED, hbm=math.inf))  # it takes no time
 READ = 0.125
 M, ON_HOST = "f32[256,256]{1,0}", "f32[256,256]{1,0:S(5)}"
 DOT = f"%d = {M} dot(%a, %b), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"
@@ -32,17 +35,12 @@ L_DONE, K_DONE, N_DONE, S_DONE = (f"%{name}-done = {M} copy-done(%{name})" for n
 PARAMETERS = (f"%a = {M} parameter(0)", f"%b = {M} parameter(1)", f"%h = {ON_HOST} parameter(2)")
 
 
-@pytest.fixture(autouse=True)
-def chip(monkeypatch):
-    monkeypatch.setitem(simulated.CHIPS, "toy", CHIP)
-
-
 def computation(name, *lines, parameters=PARAMETERS):
     return "\n".join([f"{name} (p: f32[]) -> f32[] {{", *(f"  {line}" for line in (*parameters, *lines)), "}\n\n"])
 
 
-def run(*lines, before="", header="HloModule m, is_scheduled=true"):
-    return timeline(f"{header}\n\n{before}{computation('ENTRY %main', *lines)}", "toy")
+def run(*lines, before="", header="HloModule m, is_scheduled=true", chip=CHIP):
+    return timeline(f"{header}\n\n{before}{computation('ENTRY %main', *lines)}", chip)
 
 
 def test_a_matmul():
@@ -268,19 +266,19 @@ SAME = 8 * 32 * 64 * (3 * 16 - 2) ** 2  # at either edge, two of three rows meet
          "dim_labels=0bf_0io->0bf", 16 * 256 * 32 * 64),
     ],
 )  # fmt: skip
-def test_convolutions_multiply_no_padding_and_no_holes(line, products, monkeypatch):
-    monkeypatch.setitem(simulated.CHIPS, "toy", dataclasses.replace(CHIP, hbm=math.inf))
+def test_convolutions_multiply_no_padding_and_no_holes(line, products):
     batch = ("%l = f32[16,256,32]{2,1,0} parameter(6)", "%r = f32[16,32,64]{2,1,0} parameter(7)")
-    assert run(*MADE, f"%out = {OUT} parameter(5)", *batch, line).compute == pytest.approx(2 * products / FLOPS)
+    assert run(*MADE, f"%out = {OUT} parameter(5)", *batch, line, chip=NO_MEMORY).compute == pytest.approx(
+        2 * products / FLOPS
+    )
 
 
 @pytest.mark.parametrize(("target", "matmuls"), [("fmhaSoftmax", 2), ("fmhaSoftmaxBackward", 5)])
-def test_fused_attention(target, matmuls, monkeypatch):
+def test_fused_attention(target, matmuls):
     """Of 4 heads of width 8, 16 tokens beside 32, twice. A mask saves nothing here."""
-    monkeypatch.setitem(simulated.CHIPS, "toy", dataclasses.replace(CHIP, hbm=math.inf))
     q, k = (f"%{name} = bf16[2,{tokens},4,8]{{3,2,1,0}} parameter(6)" for name, tokens in (("q", 16), ("k", 32)))
     out = f'%o = (bf16[2,16,4,8]{{3,1,2,0}}, u8[0]{{0}}) custom-call(%q, %k, %k), custom_call_target="__cudnn${target}"'
-    assert run(q, k, out).compute == pytest.approx(matmuls * 2 * (2 * 4 * 16 * 32 * 8) / (2 * FLOPS))
+    assert run(q, k, out, chip=NO_MEMORY).compute == pytest.approx(matmuls * 2 * (2 * 4 * 16 * 32 * 8) / (2 * FLOPS))
 
 
 @pytest.mark.parametrize(("target", "chip"), [(H200, "h200"), (V5E, "v5e")])
@@ -293,7 +291,7 @@ def test_what_a_compiler_writes_is_understood(target, chip):
     t = m.timeline(chip)
     assert (t.loaded / MIB, t.stored / MIB) == (m.loaded, m.stored) and m.loaded >= n * width**2 * 4 / MIB
     assert t.step == pytest.approx(t.compute + t.exposed) and t.collectives == 0
-    program = Program(m.text, CHIPS[chip])
+    program = Program(m.text, jo.chip(chip))
     flops = sum(
         x.flops for scope in scopes_as_run(program) for op in scope.ops for x in program.costs.matmuls(scope, op)
     )

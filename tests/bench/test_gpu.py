@@ -164,7 +164,8 @@ def test_a_steps_time_is_predicted_where_the_model_knows_the_chip():
     text = "HloModule m\n\nENTRY %main (a: f32[1000,1000]) -> f32[1000,1000] {\n"
     text += "  %a = f32[1000,1000]{1,0} parameter(0)\n  %b = f32[1000,1000]{1,0} negate(%a)\n}\n"
     assert steps.predicted_step_seconds(text, "NVIDIA H200") == pytest.approx(2e-6)  # 8 MB at 4 TB/s
-    assert steps.predicted_step_seconds(text, "NVIDIA GH200 480GB") is None
+    assert steps.predicted_step_seconds(text, "NVIDIA GH200 480GB") == pytest.approx(8 / 3.3e6)
+    assert steps.predicted_step_seconds(text, "NVIDIA L40S") is None
 
 
 def test_rows_differ_only_where_they_say():

@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -12,7 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "jax_offload"
 LAYERS = ["_base", "_ir", "_plan", "_emit", "the update", "_precision", "the state", "the transformation"]
 UPDATE = set("_update _streamed _recipe _step _parts _whole _placement _zero _factored _home _arguments".split())
 STATE = {"_state", "_convert", "_report", "_wrappers"}
-BESIDE = "_interop"  # imports what it likes; nothing but the package's names imports it
+ABOVE = ("_interop", "_analysis")  # import what they like; nothing but the package's names imports them
 
 
 def name_of(path):
@@ -25,7 +27,7 @@ MODULES = {name_of(path): path for path in PACKAGE.rglob("*.py")}
 
 def layer(module):
     folder, _, rest = module.partition(".")
-    if rest or folder in (*LAYERS, BESIDE):
+    if rest or folder in (*LAYERS, *ABOVE):
         return folder
     return "the update" if folder in UPDATE else "the state" if folder in STATE else "the transformation"
 
@@ -42,18 +44,29 @@ def imports(module):
 
 
 def test_every_module_is_in_a_layer():
-    assert {layer(module) for module in MODULES} <= {*LAYERS, BESIDE}
+    assert {layer(module) for module in MODULES} <= {*LAYERS, *ABOVE}
     assert MODULES.keys() >= UPDATE | STATE
     assert sum(len(imports(module)) for module in MODULES) > 100
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_imports_go_down(module):
-    if layer(module) == BESIDE or module == "":
+    if module == "" or layer(module) == "_analysis":
         return
     for imported in imports(module):
-        assert layer(imported) != BESIDE, f"{module} imports {imported}"
+        assert layer(imported) != "_analysis", f"{module} imports {imported}"
+        if layer(module) == "_interop":
+            continue
+        assert layer(imported) != "_interop", f"{module} imports {imported}"
         assert LAYERS.index(layer(imported)) <= LAYERS.index(layer(module)), f"{module} imports {imported}"
+
+
+def test_what_only_looks_is_imported_when_asked_for():
+    code = (
+        "import sys, jax_offload as jo; before = [m for m in sys.modules if '_analysis' in m]; jo.chip; print(before)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
 
 
 def test_no_circles():
@@ -62,11 +75,12 @@ def test_no_circles():
 
 
 def test_no_private_api_of_jax_outside_its_module():
-    """What jax may move stands in one module, behind named functions, with a table of what it is for."""
+    """What jax may move stands in one module, behind named functions, with a table of what it is for;
+    compiling for a chip that is not there in another."""
     modules = r"^\s*(from|import) jax\.(_src|interpreters|extend\.mlir)"
     private = re.compile(modules + r"|_getframe|unsafe_|\._trace\b", re.MULTILINE)
     found = {module for module, path in MODULES.items() if private.search(path.read_text())}
-    assert found == {"_base.private"}
+    assert found == {"_base.private", "_analysis.targets"}
 
 
 def test_one_context_variable():

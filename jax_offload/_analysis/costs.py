@@ -9,7 +9,7 @@ import dataclasses
 import math
 import re
 
-from tests.aot.hlo import Array, Op, arrays
+from jax_offload._analysis.hlo import Array, Op, arrays
 
 # What names values, and touches none of them. A loop's and a branch's operations are counted one by one.
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota", "after-all", "partition-id"}

@@ -12,6 +12,9 @@ _HEADER = re.compile(r"(ENTRY )?%([\w.\-]+) \(")
 _OP = re.compile(r"\s+(ROOT )?%([\w.\-]+) = (\(?.*?) ([\w\-]+)\((.*)")
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](\{[^}]*\})?")
 _NAME = re.compile(r"%([\w.\-]+)")
+_METADATA = re.compile(r", metadata=\{([^}]*)\}")
+_SCOPE = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_TOKEN = re.compile(rf"\(|\)|{_ARRAY.pattern}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,13 +41,14 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """A line of scheduled HLO."""
+    """A line of scheduled HLO. ``scope``: the names in jax under which it was traced; of an argument its path."""
 
     name: str
     type: str
     opcode: str
     rest: str
     root: bool = False
+    scope: str = ""
 
     @cached_property
     def operands(self) -> list[str]:
@@ -57,6 +61,11 @@ class Op:
     @property
     def arrays(self) -> list[Array]:
         return arrays(self.type)
+
+    @cached_property
+    def leaves(self) -> dict[tuple[int, ...], Array]:
+        """The arrays of its type, by their place in its tuples."""
+        return leaves(self.type)
 
     def called(self, attribute: str) -> str:
         found = re.search(attribute + r"=%([\w.\-]+)", self.rest)
@@ -83,9 +92,40 @@ def computations(text: str) -> dict[str, list[Op]]:
     for line in text.splitlines():
         if header := _HEADER.match(line):
             ops = found["ENTRY" if header[1] else header[2]] = []
-        elif op := _OP.match(re.sub(r", metadata=\{[^}]*\}", "", line)):
-            ops.append(Op(*op.groups()[1:], root=bool(op[1])))
+        elif op := _OP.match(_METADATA.sub("", line)):
+            scope = _SCOPE.search(line) if "op_name=" in line else None
+            ops.append(Op(*op.groups()[1:], root=bool(op[1]), scope=scope[1].replace("\\'", "'") if scope else ""))
     return found
+
+
+def leaves(hlo_type: str) -> dict[tuple[int, ...], Array]:
+    """The arrays in a type, by their place in its tuples."""
+    found: dict[tuple[int, ...], Array] = {}
+    place: list[int] = []
+    for token in _TOKEN.finditer(hlo_type):
+        if token[0] == "(":
+            place.append(0)
+            continue
+        if token[0] == ")":
+            place.pop()
+        else:
+            dims = tuple(int(d) for d in token[2].split(",") if d)
+            found[tuple(place)] = Array(token[1], dims, token[3] or "")
+        if place:
+            place[-1] += 1
+    return found
+
+
+def results(text: str) -> dict[tuple[int, ...], Array]:
+    """What a module returns, as its head has it: where a donated buffer is taken in spite of it, the root differs."""
+    return leaves(text.partition("\n")[0].partition("entry_computation_layout={")[2].partition("->")[2])
+
+
+def aliases(text: str) -> dict[tuple[int, ...], int]:
+    """Place of a result -> the argument whose buffer it takes, from the head of a module."""
+    head = text.partition("\n")[0].partition("entry_computation_layout")[0]
+    found = re.findall(r"\{([\d, ]*)\}: \((\d+), \{\}", head)
+    return {tuple(int(d) for d in place.split(",") if d.strip()): int(number) for place, number in found}
 
 
 def arrays(hlo_type: str) -> list[Array]:

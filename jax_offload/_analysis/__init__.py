@@ -1,0 +1,1 @@
+"""What a step will cost and what it really does: chips, the compiled program, its timeline. Decides nothing."""

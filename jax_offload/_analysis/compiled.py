@@ -1,0 +1,201 @@
+"""A step as the compiler leaves it: the scheduled program, its memory, and what its arguments are."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jax_offload._analysis.buffers import BATCH, PARAMETERS, STATE
+from jax_offload._analysis.chips import Chip, chip, known_chips
+from jax_offload._analysis.hlo import Op, computations
+from jax_offload._analysis.targets import check_installed, compile_for, prepare, target_of
+from jax_offload._base.memory import HOST_KIND
+from jax_offload._interop.xla_options import compiler_options
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """An array that is handed to a step: its path, whether it is in host memory then, and whether it is of a state."""
+
+    path: str
+    host: bool
+    state: bool
+    dtype: str
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A compiled step.
+
+    Attributes:
+      text: the scheduled module.
+      lowered: StableHLO, where it is known.
+      peak, host, host_temp: bytes, as XLA has them.
+      given: the arguments, as handed over, by the number that they have in the program.
+      target: the chip's or the platform's name.
+      chip: of which there are figures, if so.
+    """
+
+    text: str
+    lowered: str
+    peak: int
+    host: int
+    host_temp: int
+    given: Mapping[int, Argument]
+    target: str
+    chip: Chip | None
+    compiled_for: bool
+
+    @property
+    def tells(self) -> bool:
+        """Whether the program says where things are: a CPU's does not."""
+        return self.target != "cpu"
+
+    @property
+    def roles(self) -> dict[int, str]:
+        """What the arguments are: a parameter is of no state, and has the type of a result."""
+        found = computations(self.text)["ENTRY"]
+        root = next((op for op in found if op.root), found[-1])
+        results = {(array.dtype, array.shape) for array in root.leaves.values()}
+        roles: dict[int, str] = {}
+        for number, op in arguments_of(found).items():
+            given = self.given.get(number)
+            array = op.arrays[0] if op.arrays else None
+            floating = array is not None and re.match(r"bf|f\d", array.dtype)
+            if given is not None and given.state:
+                roles[number] = STATE
+            elif floating and array is not None and array.shape and (array.dtype, array.shape) in results:
+                roles[number] = PARAMETERS
+            else:
+                roles[number] = BATCH
+        return roles
+
+
+def arguments_of(entry: Sequence[Op]) -> dict[int, Op]:
+    """The arguments of a program by their number."""
+    return {int(op.rest.partition(")")[0]): op for op in entry if op.opcode == "parameter"}
+
+
+def compiled(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: str | None) -> Compiled:
+    """A step, jitted or not, lowered or compiled, for its own devices or for ``target``."""
+    if isinstance(step, jax.stages.Compiled | jax.stages.Lowered):
+        if args or kwargs or (target and isinstance(step, jax.stages.Compiled)):
+            raise ValueError(
+                "inspect(): a step that is lowered or compiled already takes no arguments and no target; got "
+                f"{len(args) + len(kwargs)} arguments and target={target!r}. Give the step itself."
+            )
+        lowered = step if isinstance(step, jax.stages.Lowered) else None
+        if lowered is not None and target:
+            raise ValueError(f"inspect(): a lowered step has its platform; target={target!r} needs the step itself.")
+        return _of_jax(lowered.compile() if lowered is not None else step, lowered)
+    if not callable(step):
+        raise TypeError(f"step: expected a training step, jitted, lowered or compiled; got a {type(step).__name__}.")
+    jitted: Any = step if hasattr(step, "lower") and hasattr(step, "trace") else jax.jit(step)
+    if target is None:
+        lowered = jitted.lower(*args, **kwargs)
+        return _of_jax(lowered.compile(), lowered)
+    return _for_target(jitted, args, kwargs, target)
+
+
+def _of_jax(executable: Any, lowered: Any) -> Compiled:
+    memory = executable.memory_analysis()
+    leaves = jax.tree.leaves(executable.input_shardings)
+    devices = next((list(s.device_set) for s in leaves if s.device_set), None) or jax.local_devices()
+    kind = devices[0].device_kind
+    known = next((n for n in known_chips() if re.search(rf"\b{n}\b", kind.lower().replace("lite", "e"))), None)
+    info = jax.tree_util.tree_flatten_with_path(executable.args_info)[0]
+    handed = [getattr(getattr(x, "sharding", None), "memory_kind", None) for _, x in info]
+    if len(leaves) == len(info):
+        handed = [s.memory_kind for s in leaves]
+    text = executable.as_text()
+    target, figures = (devices[0].platform, None) if known is None else (kind, chip(known))
+    return _made(text, lowered, memory, _given(executable.args_info, handed), target, figures, compiled_for=False)
+
+
+def _for_target(jitted: Any, args: Any, kwargs: Any, target: str) -> Compiled:
+    to = target_of(target)
+    check_installed(to)
+    prepare()
+    shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves((args, dict(kwargs)))]
+    n = max((len(s.device_set) for s in shardings if s is not None), default=1)
+    if any(d.platform != "cpu" for s in shardings if s is not None for d in s.device_set):
+        raise ValueError(
+            f"target: to compile for {to.name} the arguments must be abstract or on the CPU; some are on "
+            f"{next(d.platform for s in shardings if s is not None for d in s.device_set)}. Start jax with "
+            "JAX_PLATFORMS=cpu, or hand over jax.ShapeDtypeStructs on a mesh of jax.devices('cpu')."
+        )
+    traced = jitted.trace(*args, **kwargs)
+    lowered = traced.lower(lowering_platforms=(to.platform,))
+    own = hasattr(jitted, "whole_step")
+    executable = compile_for(to, lowered.compiler_ir("stablehlo"), n, compiler_options(to.platform) if own else {})
+    handed = [None if s is None else s.memory_kind for s in shardings]
+    tree = (args, dict(kwargs))
+    text = executable.hlo_modules()[0].to_string()
+    return _made(
+        text, lowered, executable.get_compiled_memory_stats(), _given(tree, handed), to.name, to.chip, compiled_for=True
+    )
+
+
+def _made(
+    text: str, lowered: Any, m: Any, given: list[Argument], target: str, figures: Chip | None, *, compiled_for: bool
+) -> Compiled:
+    return Compiled(
+        text=text,
+        lowered=lowered.as_text() if lowered is not None else "",
+        peak=m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes,
+        host=m.host_argument_size_in_bytes
+        + m.host_output_size_in_bytes
+        - m.host_alias_size_in_bytes
+        + m.host_temp_size_in_bytes,
+        host_temp=m.host_temp_size_in_bytes,
+        given=_numbered(text, given),
+        target=target,
+        chip=figures,
+        compiled_for=compiled_for,
+    )
+
+
+def _given(tree: Any, handed: Sequence[str | None]) -> list[Argument]:
+    """The arrays in a step's (args, kwargs), in jax's order."""
+    found: list[Argument] = []
+    states = _states(tree)
+    for (path, x), kind in zip(jax.tree_util.tree_flatten_with_path(tree)[0], handed, strict=True):
+        host = kind == HOST_KIND
+        if hasattr(x, "dtype") and hasattr(x, "shape"):
+            nbytes = jax.numpy.dtype(x.dtype).itemsize if jax.numpy.issubdtype(x.dtype, jax.numpy.number) else 1
+            for d in x.shape:
+                nbytes *= d
+            name = jax.tree_util.keystr(path[2:]) if len(path) > 1 else ""
+            found.append(
+                Argument(
+                    name, host, host or any(path[:k] in states for k in range(len(path) + 1)), str(x.dtype), nbytes
+                )
+            )
+    return found
+
+
+def _states(tree: Any) -> set[tuple[Any, ...]]:
+    """The paths of the subtrees that are of a state: classes of optax and of ours are."""
+
+    def is_state(x: Any) -> bool:
+        module = type(x).__module__ or ""
+        return module.split(".")[0] in ("optax", "jax_offload") and not hasattr(x, "shape")
+
+    return {path for path, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_state)[0] if is_state(x)}
+
+
+def _numbered(text: str, given: Sequence[Argument]) -> dict[int, Argument]:
+    """By the number in the program, which leaves out what the step does not use. jax names arguments by their paths."""
+    found: dict[int, Argument] = {}
+    at = 0
+    for number, op in sorted(arguments_of(computations(text)["ENTRY"]).items()):
+        for k in range(at, len(given)):
+            if op.scope.endswith(given[k].path):
+                found[number], at = given[k], k + 1
+                break
+    return found

@@ -1,0 +1,245 @@
+"""What an executable really does with host memory: ``inspect``, and ``verify`` for a user's own test."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jax_offload._analysis.chips import Chip
+from jax_offload._analysis.chips import chip as chip_of
+from jax_offload._analysis.compiled import Compiled, compiled
+from jax_offload._analysis.found import Loop, Problem, Transfer, loops, problems, transfers
+from jax_offload._analysis.schedule import Program
+from jax_offload._analysis.timeline import Timeline, played
+
+_MIB = 2**20
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Inspection:
+    """What an executable does with device memory, host memory and the link between them; ``print`` it.
+
+    What ``jax_offload.inspect`` returns. Bytes, per device; the printed tables have MiB.
+
+    Attributes:
+      target: the chip it is compiled for, or the platform that it is for.
+      peak: of device memory in the step, as XLA's compiler has it.
+      parts: of it, by what it is: parameters, gradients, activations, window and so on. Worked out from the schedule:
+        what lives when the most is held; ``rest`` is what XLA has beside, or below zero what it saves.
+      host: pinned host memory that the step's arguments, results and temporaries take.
+      host_temp: of it, temporaries. A program that streams in place has none.
+      transfers: between host and device, one for each leaf and direction.
+      loops: those in which transfers are.
+      problems: what is wrong; empty where all is well.
+      timeline: the simulated run; ``None`` where there are no figures of the chip.
+      compiled_for: whether it is compiled for a chip that is not there.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, jax_offload as jo
+      >>> tx, params = jo.offload(optax.adamw(1e-3)), {"w": jnp.ones((256, 256))}
+      >>> step = jax.jit(lambda p, s: jo.update_params(tx, p, s, p), donate_argnums=(0, 1))
+      >>> seen = jo.inspect(step, params, tx.init(params))
+      >>> seen.problems, seen.peak == sum(seen.parts.values())
+      ((), True)
+    """
+
+    target: str
+    peak: int
+    parts: Mapping[str, int]
+    host: int
+    host_temp: int
+    transfers: tuple[Transfer, ...]
+    loops: tuple[Loop, ...]
+    problems: tuple[Problem, ...]
+    timeline: Timeline | None
+    compiled_for: bool
+
+    @property
+    def errors(self) -> tuple[Problem, ...]:
+        """Those problems for which the offload is not real."""
+        return tuple(problem for problem in self.problems if problem.error)
+
+    @property
+    def loaded(self) -> int:
+        """Bytes from the host in one step."""
+        return sum(t.nbytes for t in self.transfers if t.loads)
+
+    @property
+    def stored(self) -> int:
+        """Bytes to the host in one step."""
+        return sum(t.nbytes for t in self.transfers if not t.loads)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as what JSON has, without the timeline's segments."""
+        plain = {"target": self.target, "compiled_for": self.compiled_for, "peak": self.peak, "host": self.host}
+        lists = {
+            name: [dataclasses.asdict(x) for x in getattr(self, name)] for name in ("transfers", "loops", "problems")
+        }
+        return {
+            **plain,
+            "parts": dict(self.parts),
+            "host_temp": self.host_temp,
+            **lists,
+            "timeline": self.timeline and self.timeline.to_dict(),
+        }
+
+    def _tables(self) -> list[tuple[str, list[tuple[str, ...]]]]:
+        how = "compiled, not run" if self.compiled_for else "compiled"
+        parts = [(f"peak of device memory ({how})", _mib(self.peak))]
+        parts += [(f"  {name}", _mib(nbytes)) for name, nbytes in self.parts.items() if abs(nbytes) >= 0.005 * _MIB]
+        parts += [("pinned host memory", _mib(self.host))]
+        parts += [("  temporaries", _mib(self.host_temp))] if self.host_temp else []
+        found: list[tuple[str, list[tuple[str, ...]]]] = [(f"device: {self.target}", [("", "MiB"), *parts])]
+        if t := self.timeline:
+            times = [("step", t.step), ("  compute", t.compute), ("  waits for transfers", t.exposed)]
+            times += [("  waits for collectives", t.exposed_collectives)] if t.collectives else []
+            rows = [(name, f"{1e3 * seconds:.2f}") for name, seconds in [*times, ("link, busier way alone", t.link)]]
+            found.append((f"simulated on {t.chip}, not measured", [("", "ms"), *rows]))
+        if self.transfers:
+            by_bytes = sorted(self.transfers, key=lambda t: (-t.nbytes, t.leaf, not t.loads))
+            rows = [
+                (t.leaf, "load" if t.loads else "store", _mib(t.nbytes), f"{t.hidden:.0%}", t.behind) for t in by_bytes
+            ]
+            rows = rows if len(rows) <= 40 else [*rows[:39], (f"... and {len(rows) - 39} more", "", "", "", "")]
+            found.append(("transfers", [("leaf", "way", "MiB", "hidden", "behind"), *rows]))
+        if self.loops:
+            rows = [(", ".join(x.leaves[:4]) + ("" if len(x.leaves) < 5 else f" and {len(x.leaves) - 4} more"),
+                     str(x.times), _mib(x.nbytes)) for x in self.loops]  # fmt: skip
+            found.append(("loops", [("leaves", "chunks", "MiB each"), *rows]))
+        rows = [("error" if p.error else "warning", f"{p.leaf}: {p.what}" if p.leaf else p.what) for p in self.problems]
+        found.append(("problems", [("", ""), *rows] if rows else [("", ""), ("none", "")]))
+        return found
+
+    def __str__(self) -> str:
+        return "\n\n".join(f"{title}\n{_aligned(rows)}" for title, rows in self._tables())
+
+    def _repr_html_(self) -> str:
+        def row(cells: tuple[str, ...], tag: str) -> str:
+            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+        return "".join(
+            f"<table><caption>{html.escape(title)}</caption>{row(head, 'th')}"
+            + "".join(row(cells, "td") for cells in rows)
+            + "</table>"
+            for title, (head, *rows) in self._tables()
+        )
+
+
+def _mib(nbytes: float) -> str:
+    return f"{nbytes / _MIB:.2f}"
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> str:
+    rows = rows if any(rows[0]) else rows[1:]
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    numeric = [
+        all(row[k].replace(".", "").strip("-%").isdigit() for row in rows[1:] if row[k]) for k in range(len(widths))
+    ]
+    lines = (
+        "  ".join(c.rjust(w) if n else c.ljust(w) for c, w, n in zip(row, widths, numeric, strict=True)) for row in rows
+    )
+    return "\n".join(f"  {line}".rstrip() for line in lines)
+
+
+def inspect(
+    step: Any, *args: Any, target: str | None = None, chip: str | Path | Chip | None = None, **kwargs: Any
+) -> Inspection:
+    """What an executable really does with device memory, host memory and the link between them.
+
+    It compiles the step, for the devices of its arguments or for a chip that is not there, and reads the scheduled
+    program: nothing runs, and nothing is allocated on a device.
+
+    On a CPU jax leaves out the copies between host and device, so there are no transfers to see, and the peak says
+    little: use ``target``.
+
+    Args:
+      step: a training step, jitted with its donation, or by ``jax_offload.jit``; or what ``.lower(...)`` or
+        ``.compile()`` of it returned.
+      *args: the step's arguments, concrete or abstract (``jax.ShapeDtypeStruct`` with a sharding). None where ``step``
+        is lowered or compiled.
+      target: a chip to compile for: ``"h200"``, ``"h100"``, ``"v5e:2x2"``, or ``v5p`` and ``v6e`` with a topology.
+        Needs the extra ``aot``, and arguments that are abstract or on the CPU.
+      chip: whose speeds to simulate with, as ``jax_offload.chip`` takes it. The target's where it is left out.
+      **kwargs: the step's keyword arguments.
+
+    Returns:
+      An ``Inspection``.
+
+    Raises:
+      TypeError: ``step`` is none of these.
+      ValueError: the target or the chip is not known; its compiler is not installed; or it has too few devices.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, jax_offload as jo
+      >>> tx, params = jo.offload(optax.adamw(1e-3)), {"w": jnp.ones((256, 256))}
+      >>> step = jax.jit(lambda p, s: jo.update_params(tx, p, s, p), donate_argnums=(0, 1))
+      >>> print(jo.inspect(step, params, tx.init(params)))  # doctest: +ELLIPSIS
+      device: cpu
+      ...
+      problems
+        none
+    """
+    return _inspected(compiled(step, args, kwargs, target), chip)
+
+
+def _inspected(program: Compiled, chip: str | Path | Chip | None) -> Inspection:
+    speeds = program.chip if chip is None else chip
+    # Without figures the schedule still tells what lives when: the times are then nobody's.
+    schedule = Program(program.text, chip_of("h200" if speeds is None else speeds), program.roles)
+    run = played(schedule)
+    parts = {kind: nbytes for kind, nbytes in run.peak.items() if nbytes}
+    parts["rest"] = program.peak - sum(parts.values())
+    return Inspection(
+        target=program.target,
+        peak=program.peak,
+        parts=parts,
+        host=program.host,
+        host_temp=program.host_temp,
+        transfers=transfers(run),
+        loops=loops(schedule),
+        problems=problems(program, run),
+        timeline=None if speeds is None else run,
+        compiled_for=program.compiled_for,
+    )
+
+
+def verify(
+    step: Any, *args: Any, target: str | None = None, chip: str | Path | Chip | None = None, **kwargs: Any
+) -> Inspection:
+    """Raises where an offload is not real: a line for a test of your own.
+
+    Nothing of the state is in host memory; a leaf is not there that should be; a donated buffer crosses memory kinds;
+    all of the state is on the device at once, as by the usual recipe. The last is seen with a ``target`` or on an
+    accelerator only: on a CPU jax leaves out the copies.
+
+    Args:
+      step: as of ``jax_offload.inspect``.
+      *args: the step's.
+      target: as of ``jax_offload.inspect``.
+      chip: as of ``jax_offload.inspect``.
+      **kwargs: the step's keyword arguments.
+
+    Returns:
+      The ``Inspection``, in which warnings may be left.
+
+    Raises:
+      ValueError: the offload is not real; it says why and what to do. Or as ``jax_offload.inspect``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, jax_offload as jo
+      >>> tx, params = jo.offload(optax.adamw(1e-3)), {"w": jnp.ones((256, 256))}
+      >>> step = jax.jit(lambda p, s: jo.update_params(tx, p, s, p), donate_argnums=(0, 1))
+      >>> jo.verify(step, params, tx.init(params)).errors
+      ()
+    """
+    found = inspect(step, *args, target=target, chip=chip, **kwargs)
+    if found.errors:
+        said = "\n".join(f"- {p.leaf}: {p.what}" if p.leaf else f"- {p.what}" for p in found.errors[:10])
+        more = f"\nand {len(found.errors) - 10} more" if len(found.errors) > 10 else ""
+        raise ValueError(
+            f"verify(): the offload of this step is not real, as compiled for {found.target}:\n{said}{more}"
+        )
+    return found

@@ -1,0 +1,126 @@
+"""Compiling for a chip that is not there. jax's private API for that is here, and nowhere else.
+
+The step is traced for the CPU's devices and lowered for the target's platform, and the module goes to a compile-only
+client of that platform's plugin: compile-only GPU devices report no memory spaces, and drop ``pinned_host`` without a
+word.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
+from jax.experimental import topologies
+
+from jax_offload._analysis.chips import Chip, chip
+
+_GPUS = ("h100", "h200")
+_TPUS = ("v5e", "v5p", "v6e")
+# libtpu asks a machine that is not there, unless told not to.
+_ENVIRONMENT = {
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+def prepare() -> None:
+    """Sets what the plugins read from the environment, where nobody has. Before jax asks for a platform."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A chip to compile for.
+
+    Attributes:
+      name: as it was given: ``h200``, ``v5e:2x2``.
+      platform: ``cuda`` or ``tpu``, for jax's lowering.
+      chip: its figures.
+    """
+
+    name: str
+    platform: str
+    chip: Chip
+
+    @property
+    def missing(self) -> str:
+        """The wheel that is needed to compile for it and is not installed, if so."""
+        wheel, module = ("jax-cuda13-plugin", "jax_cuda13_plugin") if self.platform == "cuda" else ("libtpu", "libtpu")
+        return "" if importlib.util.find_spec(module) else wheel
+
+
+def target_of(name: str) -> Target:
+    """The target of that name.
+
+    Raises:
+      ValueError: it is not known; or a TPU's name has no topology.
+    """
+    kind, _, topology = name.lower().partition(":")
+    if kind in _GPUS and not topology:
+        return Target(kind, "cuda", chip(kind))
+    if kind in _TPUS:
+        return Target(f"{kind}:{topology or '1x1'}", "tpu", chip(kind))
+    known = ", ".join((*_GPUS, *(f"{tpu}:2x2" for tpu in _TPUS)))
+    raise ValueError(f"target: cannot compile for {name!r}. Known: {known} (of a TPU any topology).")
+
+
+def check_installed(target: Target) -> None:
+    """Raises ``ValueError`` where the compiler of ``target`` is not installed."""
+    if target.missing:
+        raise ValueError(
+            f"target: {target.missing}, which compiles for {target.name}, is not installed: "
+            "pip install 'jax_offload[aot]'."
+        )
+
+
+def _described(platform: str, name: str, **kwargs: Any) -> Any:
+    """The topology; also where jax had started, and given the plugin up, before the environment was set."""
+    prepare()
+    try:
+        return topologies.get_topology_desc(platform=platform, topology_name=name, **kwargs)
+    except NotImplementedError:
+        if platform != "cuda":
+            raise
+        importlib.import_module("jax_plugins.xla_cuda13").initialize()
+        return topologies.get_topology_desc(platform=platform, topology_name=name, **kwargs)
+
+
+@functools.cache
+def _devices(target: Target, n: int) -> list[Any]:
+    if target.platform == "cuda":
+        spec = Path(__file__).with_name(f"{target.name}.txtpb").read_text()
+        described = _described("cuda", target.name, target_config=spec, topology=f"1x1x{n}")
+    else:
+        described = _described("tpu", target.name)
+    if len(described.devices) < n:
+        raise ValueError(f"target: the step is for {n} devices, and {target.name} has {len(described.devices)}.")
+    return list(described.devices)[:n]
+
+
+def compile_for(target: Target, module: Any, n: int, options: dict[str, Any]) -> Any:
+    """The executable of a StableHLO module, lowered for ``target.platform``, on ``n`` devices."""
+    check_installed(target)
+    devices = _devices(target, n)
+    config = xla_client.CompileOptions()
+    config.num_replicas, config.num_partitions = 1, n
+    build = config.executable_build_options
+    build.num_replicas, build.num_partitions = 1, n
+    build.use_spmd_partitioning = build.use_shardy_partitioner = True
+    ids = [device.id for device in devices] if target.platform == "tpu" else range(n)
+    build.device_assignment = xla_client.DeviceAssignment.create(np.array(list(ids)).reshape(1, n))
+    # autotuning needs the device
+    tuned = {"xla_gpu_autotune_level": 0} if target.platform == "cuda" else {}
+    config.env_option_overrides = list({**tuned, **options}.items())
+    chosen = xla_client._xla.DeviceList(tuple(devices))  # pyright: ignore[reportPrivateImportUsage]
+    return devices[0].client.compile(module, chosen, config)

@@ -1,0 +1,92 @@
+"""A scheduled program as a timeline: how long a step takes, and how much of its transfers nothing hides."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jax_offload._analysis.chips import Chip
+from jax_offload._analysis.chips import chip as chip_of
+from jax_offload._analysis.schedule import COLLECTIVES, LOAD, STORE, WITHIN, Clock, Program, Segment
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Timeline:
+    """Of one step, seconds and bytes: ``step`` is ``compute + exposed + exposed_collectives``.
+
+    What ``jax_offload.inspect`` and ``jax_offload.profile`` have. Simulated, it is a model, not a measurement: no
+    latency, no launch, no contention.
+
+    Attributes:
+      step: the whole.
+      compute: arithmetic, with waits for copies within the device.
+      link: the busier direction between host and device alone.
+      collectives: all of them, those that are not asynchronous too.
+      exposed: waits for copies between host and device.
+      exposed_collectives: waits for collectives.
+      loaded: bytes from the host.
+      stored: bytes to the host.
+      chip: whose speeds it assumes; empty where it is measured.
+      segments: what took time: ``lane``, ``begin``, ``end``, ``name``, ``nbytes``.
+      memory: (seconds, bytes in device memory), whenever that changes; empty where it is measured.
+      peak: of ``memory``, by kind.
+      window: the most bytes of the state, and of what becomes of it, that are in device memory at a time.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jax_offload as jo
+      >>> t = jo.inspect(jax.jit(lambda x: x @ x), jnp.ones((256, 256)), chip="h200").timeline
+      >>> t.loaded, t.exposed, isinstance(t, jo.Timeline)
+      (0, 0.0, True)
+    """
+
+    step: float
+    compute: float
+    link: float
+    collectives: float
+    exposed: float
+    exposed_collectives: float
+    loaded: int
+    stored: int
+    chip: str = ""
+    segments: tuple[Segment, ...] = dataclasses.field(default=(), repr=False)
+    memory: tuple[tuple[float, int], ...] = dataclasses.field(default=(), repr=False)
+    peak: Mapping[str, int] = dataclasses.field(default_factory=dict, repr=False)
+    window: int = 0
+
+    @property
+    def exposed_share(self) -> float:
+        """0 where all copies are hidden, 1 where arithmetic hides none; more where both directions wait in turn."""
+        return self.exposed / self.link if self.link else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The sums, without what they are sums of."""
+        left_out = ("segments", "memory", "peak")
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in left_out}
+
+
+def timeline(text: str, chip: str | Path | Chip, roles: Mapping[int, str] | None = None) -> Timeline:
+    """Of a module's text, on a chip. ``roles``: what the arguments are, by number, of ``buffers.KINDS``."""
+    return played(Program(text, chip_of(chip), roles))
+
+
+def played(program: Program) -> Timeline:
+    """Of a program with its chip."""
+    clock = Clock(program)
+    clock.play("ENTRY")
+    return Timeline(
+        step=clock.now,
+        compute=clock.compute + clock.waited[WITHIN],
+        link=max(clock.busy[LOAD], clock.busy[STORE]),
+        collectives=clock.busy[COLLECTIVES],
+        exposed=clock.waited[LOAD] + clock.waited[STORE],
+        exposed_collectives=clock.waited[COLLECTIVES],
+        loaded=clock.nbytes[LOAD],
+        stored=clock.nbytes[STORE],
+        chip=program.chip.name,
+        segments=tuple(clock.segments),
+        memory=tuple(clock.memory),
+        peak=clock.at_most,
+        window=clock.window,
+    )

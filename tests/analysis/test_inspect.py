@@ -1,0 +1,181 @@
+"""``inspect`` and ``verify`` on steps that are right, and on steps that are broken on purpose.
+
+On a CPU they see placement and donation; the rest is compiled for an H200.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jax_offload as jo
+from tests.aot.harness import H200, V5E, require
+from tests.aot.model import ADAMW, loss, parameters, step_of
+
+MIB = 2**20
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+
+
+def sharding(kind="device"):
+    return NamedSharding(Mesh(np.array(jax.devices("cpu")[:1]), ("x",)), PartitionSpec(), memory_kind=kind)
+
+
+def arguments(tx, n=4, width=512, tokens=256, stacked=False):
+    params = parameters(n, width, stacked, sharding())
+    return (
+        params,
+        jo.abstract_state(tx, params),
+        jax.ShapeDtypeStruct((tokens, width), jnp.float32, sharding=sharding()),
+    )
+
+
+def moved(tree, kind):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(kind)), tree)
+
+
+def step(tx, **kwargs):
+    return jax.jit(step_of(tx, loss, update_params=True), donate_argnums=(0, 1), **kwargs)
+
+
+OURS = jo.offload(ADAMW, min_bytes=0)
+
+
+def usual_recipe(params, state, batch):
+    big = jax.tree.map(lambda x: jnp.ndim(x) > 0, state)
+    loaded = jax.tree.map(lambda x, b: jax.device_put(x, DEVICE) if b else x, state, big)
+    updates, new = ADAMW.update(jax.grad(loss)(params, batch), loaded, params)
+    new = jax.tree.map(lambda x, b: jax.device_put(x, HOST) if b else x, new, big)
+    return optax.apply_updates(params, updates), new
+
+
+def test_a_good_step_on_a_cpu():
+    params = {"w": jax.device_put(jnp.ones((64, 64)), sharding())}
+
+    def fun(p, s, x):
+        return jo.update_params(OURS, jax.grad(lambda p: (x @ p["w"]).sum())(p), s, p)
+
+    seen = jo.verify(jax.jit(fun, donate_argnums=(0, 1)), params, OURS.init(params), jnp.ones((8, 64)))
+    assert seen.problems == () and seen.target == "cpu" and seen.timeline is None
+    assert set(seen.parts) >= {"parameters", "state on the device", "other arguments"}
+    assert seen.parts["parameters"] == 64 * 64 * 4 and sum(seen.parts.values()) == seen.peak
+
+
+def test_a_resident_state():
+    params = {"w": jnp.ones((64, 64))}
+    fun = jax.jit(lambda p, s: ADAMW.update(p, s, p))
+    with pytest.raises(ValueError, match=r"state has 3 leaves, 0.03 MiB, on the device. Wrap the optimizer"):
+        jo.verify(fun, params, ADAMW.init(params))
+
+
+def test_donation_across_memories_is_seen_before_it_is_compiled_in():
+    """jax pairs the moments with the parameters, as the batch, a NumPy array, has no memory kind."""
+
+    def fun(p, m, x):
+        return jax.device_put(jax.device_put(m, DEVICE) + x.sum(), HOST), p + 1
+
+    a, b = (jax.device_put(jnp.ones((64, 64)), sharding(kind)) for kind in ("device", "pinned_host"))
+    crossed = jax.jit(fun, donate_argnums=(0, 1))
+    with pytest.raises(ValueError, match=r"p: is donated, and its buffer is given to result 0, in another memory"):
+        jo.verify(crossed, a, b, np.ones((4, 4), np.float32))
+    assert jo.verify(jo.jit(fun, donate_argnums=(0, 1)), a, b, np.ones((4, 4), np.float32)).errors == ()
+
+
+@pytest.mark.parametrize("target", [H200, V5E])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_good_step(target, stacked):
+    require(target)
+    fun = jo.jit(step_of(OURS, loss, update_params=True), donate_argnums=(0, 1))
+    params, state, batch = arguments(OURS, stacked=stacked)
+    seen = jo.verify(fun, params, state, batch, target=target)
+    assert seen.problems == () and seen.host_temp == 0 and seen.compiled_for
+    assert seen.host == 2 * 4 * 512**2 * 4 and seen.parts["parameters"] == 4 * 512**2 * 4
+    leaves = ["w"] if stacked else [f"w{i:03d}" for i in range(4)]
+    expected = {(f"state[0].{m}['{leaf}']", way) for m in ("mu", "nu") for leaf in leaves for way in (True, False)}
+    assert {(t.leaf, t.loads) for t in seen.transfers} == expected
+    assert seen.loaded >= seen.host and seen.stored >= seen.host
+    assert (seen.loaded, seen.stored) == (seen.timeline.loaded, seen.timeline.stored)
+    assert target == V5E or abs(seen.parts["rest"]) <= 0.15 * seen.peak
+    if stacked:
+        assert seen.loops and all(set(x.leaves) == {"state[0].mu['w']", "state[0].nu['w']"} for x in seen.loops)
+
+
+def test_of_a_chip_that_is_not_named_by_the_target():
+    require(H200)
+    args = arguments(OURS)
+    fast, slow = (jo.inspect(step(OURS), *args, target=H200, chip=c) for c in ("gh200", "a100"))
+    assert fast.timeline.link < 0.2 * slow.timeline.link and fast.peak == slow.peak
+
+
+BROKEN = {
+    "usual recipe": (usual_recipe, OURS, None, r"MiB of the state are on the device at once, of .*usual recipe"),
+    "state left on the device": (
+        step_of(OURS, loss, update_params=True), OURS, "device",
+        r"state\[0\].mu\['w000'\]: belongs in host memory and arrives on the device",
+    ),
+    "returned on the device": (
+        lambda p, s, x: (p, jax.tree.map(lambda s: jax.device_put(s, DEVICE) * 2, s)), OURS, None,
+        r"8 of 8 leaves f32\[512, 512\] in host memory are not returned there",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:offload\\(\\)")  # of the state that has been moved
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_steps(name):
+    require(H200)
+    fun, tx, kind, says = BROKEN[name]
+    params, state, batch = arguments(tx)
+    state = state if kind is None else moved(state, kind)
+    with pytest.raises(ValueError, match=says):
+        jo.verify(jax.jit(fun, donate_argnums=(0, 1)), params, state, batch, target=H200)
+
+
+@pytest.mark.parametrize("target", [H200, V5E])
+def test_arithmetic_on_the_host_is_named(target):
+    require(target)
+
+    def fun(p, s, x):
+        decayed = jax.tree.map(lambda m: m * 0.5 if m.ndim else m, s)
+        return step_of(OURS, loss, update_params=True)(p, decayed, x)
+
+    seen = jo.inspect(jax.jit(fun, donate_argnums=(0, 1)), *arguments(OURS, n=1), target=target)
+    found = [p for p in seen.problems if not p.error]
+    assert found and "jit(fun)/mul is computed by the host's cores" in found[0].what
+
+
+def test_how_it_prints():
+    require(H200)
+    seen = jo.inspect(step(OURS), *arguments(OURS, n=30, width=128), target=H200)
+    text = str(seen)
+    for words in ("compiled, not run", "simulated on h200, not measured", "... and 81 more", "none"):
+        assert words in text
+    assert max(map(len, text.splitlines())) < 140
+    assert (
+        seen._repr_html_().count("<table>") == text.count("\n\n") + 1 and "state[0].mu[&#x27;w0" in seen._repr_html_()
+    )
+    made = seen.to_dict()
+    assert len(made["transfers"]) == 120 and made["peak"] == seen.peak and made["timeline"]["chip"] == "h200"
+
+
+def test_what_is_lowered_or_compiled_already():
+    params = {"w": jax.device_put(jnp.ones((64, 64)), sharding())}
+    fun = jax.jit(lambda p, s: jo.update_params(OURS, p, s, p), donate_argnums=(0, 1))
+    lowered = fun.lower(params, OURS.init(params))
+    assert (
+        jo.inspect(lowered).peak
+        == jo.inspect(lowered.compile()).peak
+        == jo.inspect(fun, params, OURS.init(params)).peak
+    )
+    with pytest.raises(ValueError, match="takes no arguments and no target"):
+        jo.inspect(lowered, params)
+    with pytest.raises(ValueError, match="a lowered step has its platform"):
+        jo.inspect(lowered, target="h200")
+
+
+def test_bad_input():
+    with pytest.raises(TypeError, match="step: expected a training step, jitted, lowered or compiled; got a dict"):
+        jo.inspect({})
+    with pytest.raises(ValueError, match=r"cannot compile for 'h300'. Known: h100, h200, v5e:2x2"):
+        jo.inspect(jnp.sin, jnp.ones(3), target="h300")
