@@ -8,9 +8,9 @@ import optax
 import pytest
 
 import jax_offload as jo
+from jax_offload._analysis.hlo import computations
 from tests.aot.cases import measure_step
 from tests.aot.harness import H200, MIB, V5E, require
-from tests.aot.hlo import computations
 from tests.support.rows import rows
 
 ADAMW = optax.adamw(1e-3)

@@ -13,10 +13,10 @@ import jax_offload as jo
 from benchmarks import systems
 from benchmarks.cases import SHAPES
 from benchmarks.jax_system import program
+from jax_offload._analysis.hlo import computations
 from jax_offload._whole import whole
 from tests.aot.cases import device_sharding, measure_sharded, measure_step, measure_update
 from tests.aot.harness import H200, MIB, V5E, V5E_2X2, measure, require
-from tests.aot.hlo import computations
 from tests.aot.model import ADAMW, loss, parameters
 from tests.support.rows import rows
 
@@ -133,12 +133,14 @@ def sharding_of_a_scalar(sharding):
     return jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding)
 
 
-def gpt(system, layers, *, rewritten=True, **options):
-    """The benchmark's GPT 1.3B with some of its layers in one scan, 16384 tokens."""
+def gpt(system, layers, *, rewritten=True, tokens=MANY, scans=1, **options):
+    """The benchmark's GPT 1.3B with some of its layers, in one scan or none."""
     system = systems.SYSTEMS[system]
     system = dataclasses.replace(system, options=system.options | options)
     shape = dataclasses.replace(SHAPES["1.3b"], layers=layers)
-    it = program(systems.case(system, shape, MANY, scans=1, clip=False), device_sharding(H200), jnp.bfloat16, "xla")
+    it = program(
+        systems.case(system, shape, tokens, scans=scans, clip=False), device_sharding(H200), jnp.bfloat16, "xla"
+    )
     step = whole(it.step) if rewritten else it.step
     return measure(H200, step, (it.params, it.state, it.tokens), (0, 1), it.shardings, OPTIONS)
 
@@ -156,9 +158,22 @@ def test_a_scanned_transformer():
 def test_a_scanned_transformer_of_24_layers():
     require(H200)
     resident, m = gpt("optax", 24, rewritten=False), gpt("jax_offload", 24)
-    assert moves_each_byte_once(m, 24) and m.peak <= 10100 <= resident.peak
+    assert moves_each_byte_once(m, 24) and m.peak <= 9900 <= resident.peak
     ours, theirs = m.timeline(H200), resident.timeline(H200)
     assert ours.exposed_share <= 0.16 and ours.step <= 1.06 * theirs.step
+
+
+@pytest.mark.exhaustive("minutes to compile")
+def test_an_unrolled_transformer_with_many_tokens():
+    """Under ``jax.jit`` it ends above resident: nothing holds the backward pass back. The embedding's gradient is the
+    last, and its new state, 8 % of all, is stored when nothing is left to hide that.
+    """
+    require(H200)
+    resident = gpt("optax", 24, rewritten=False, tokens=65536, scans=0)
+    m = gpt("jax_offload", 24, tokens=65536, scans=0)
+    assert m.peak <= 0.55 * resident.peak
+    ours, theirs = m.timeline(H200), resident.timeline(H200)
+    assert ours.exposed_share <= 0.22 and ours.step <= 1.025 * theirs.step
 
 
 @LONG
