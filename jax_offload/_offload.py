@@ -15,7 +15,7 @@ from jax.tree_util import keystr
 from jax_offload._arguments import changes_shapes, check_gradients, check_params, check_places, check_state
 from jax_offload._base import memory as _memory
 from jax_offload._base.around import Remembered, around, remember, shardings_of, unambiguous
-from jax_offload._base.arrays import Offloaded, is_array, is_whole
+from jax_offload._base.arrays import Offloaded, is_array, is_integer
 from jax_offload._base.donation import guarded
 from jax_offload._base.eager import compiled_where_eager
 from jax_offload._base.shardings import Layouts, Shardings, inside_shard_map
@@ -128,7 +128,7 @@ def offload(
         inner = inner.gradient_transformation()
     if not isinstance(inner, optax.GradientTransformation):
         raise TypeError(f"inner: expected an optax.GradientTransformation, got {inner!r}.")
-    if window is not None and (not is_whole(window) or window <= 0):
+    if window is not None and (not is_integer(window) or window <= 0):
         raise ValueError(f"window: expected a number of bytes > 0, an int, or None; got {window!r}.")
     policy = Policy(fraction, select, min_bytes, order, axes_of(shard_over))
     rules = rules_of(storage)
@@ -166,7 +166,7 @@ def offload(
             abstract = placed_state(Offloaded(create, update_fn), params)
             _check_eager(params, abstract)
             state = jax.jit(create, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))(params)
-            home.made(state)
+            home.created(state)
         if rules and around().remembers:
             warn_of_unstored(rules, state)
         remember(remembered, own)
@@ -191,19 +191,19 @@ def offload(
                 state = as_stored(state, jax.eval_shape(stored_init, like))
             check_stored(state, rules, like, min_bytes, stored_init)
         shardings = {**inside_shard_map(unambiguous(remembered)), **shardings_of(like)}
-        divided: Layouts = {}
+        sharded: Layouts = {}
         if policy.shard_over:
             check_not_manual()
-            divided = partitions(place(policy, state, like), like, shardings, remembered)
+            sharded = partitions(place(policy, state, like), like, shardings, remembered)
         plan = place(policy, state, like)
         home.arrived(jax.tree.leaves(state), plan, around().moved)
         state = returned(state, plan) if around().moved is None else state
-        options = Options(window, order, shardings, divided)
+        options = Options(window, order, shardings, sharded)
 
         def recipe(updates: Any, state: Any, params: Any, extra_args: Any) -> Any:
             """The usual recipe: load everything, update, store everything. Its trace is then cut into slices."""
             like = updates if params is None else params
-            updates, params = resharded(updates, divided, params), sharded_params(params, options)
+            updates, params = resharded(updates, sharded, params), sharded_params(params, options)
             loaded = _load(state)
             before = plain(loaded) if rules else loaded
             try:
@@ -211,14 +211,14 @@ def offload(
                 check_last_word(updates, before)
             except Exception as error:
                 check_state(inner.init, before, like, error)
-                check_typed(divided, error)
+                check_typed(sharded, error)
                 raise
             other_tree = jax.tree.structure(new_state) != jax.tree.structure(before)
             if other_tree or changes_shapes(before, new_state) or changes_shapes(like, updates):
                 check_state(inner.init, before, like, None)
             new_state = next_stored(loaded, before, new_state) if rules else new_state
             new_state = _store(new_state, place(policy, new_state, like), like, shardings)
-            return resharded(updates, options.whole), new_state
+            return resharded(updates, options.replicated), new_state
 
         return streamed(recipe, (updates, state, params, extra_args), next_of=(0, 1), options=options)
 

@@ -21,7 +21,7 @@ from jax_offload._zero import resharded
 
 def sharded_params(params: Any, options: Options) -> Any:
     """Parameters divided as their gradients are. What they were is said first, lest XLA divide them before a loop."""
-    return resharded(resharded(params, options.whole), options.partitions)
+    return resharded(resharded(params, options.replicated), options.partitions)
 
 
 def _applied(params: Any, updates: Any, state: Any) -> Any:
@@ -40,8 +40,8 @@ def _replicated_into(params: Any, new: Any, options: Options) -> Any:
     if not options.partitions:
         return new
     true = jax.lax.optimization_barrier(True)
-    new, old = resharded(new, options.whole), resharded(params, options.whole)
-    return resharded(jax.tree.map(lambda new, old: jnp.where(true, new, old), new, old), options.whole)
+    new, old = resharded(new, options.replicated), resharded(params, options.replicated)
+    return resharded(jax.tree.map(lambda new, old: jnp.where(true, new, old), new, old), options.replicated)
 
 
 @compiled_where_eager(like=lambda tx, grads, state, params, **_: params)

@@ -26,8 +26,8 @@ def nbytes(x: Any) -> int:
     return 0 if dtype is None else math.prod(np.shape(x)) * dtype.itemsize
 
 
-def is_whole(x: Any) -> bool:
-    """Whether ``x`` is a whole number, numpy's included."""
+def is_integer(x: Any) -> bool:
+    """Whether ``x`` is an integer, numpy's included, and no bool."""
     return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
 
 

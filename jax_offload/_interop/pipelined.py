@@ -137,7 +137,7 @@ class Pipelined:
         program, rest = self._traced(dict(zip(self._names, old.carried, strict=True)), given)
         carry.used = True
         kept, late, now = old.train(program, carry.kept, rest)
-        number = _whole(carry.step) + 1
+        number = _number(carry.step) + 1
         return Carry(kept, number, program), Aux(program.aux(now, program.now), old.aux(late, old.late), number)
 
     def finish(self, carry: Carry, *, with_late: bool = False) -> Any:
@@ -199,7 +199,7 @@ class Pipelined:
         return self._programs[key], rest
 
 
-def _whole(x: Any) -> Any:
+def _number(x: Any) -> Any:
     """The number of a step, of an array too: a carry may have been saved and restored."""
     return x if isinstance(x, Tracer) else operator.index(x)
 

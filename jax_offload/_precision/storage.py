@@ -246,8 +246,8 @@ def check_stored(state: Any, rules: Rules, params: Any, min_bytes: int, init: Ca
     if not isinstance(state, StoredState):
         raise ValueError(f"state: is a {type(state).__name__}, not one that offload(..., storage=) keeps. {fix}")
     leaves, treedef = jax.tree.flatten(state.inner_state, is_leaf=is_encoded)
-    seen = [jax.ShapeDtypeStruct(x.values.shape, x.dtype) if is_encoded(x) else x for x in leaves]
-    wanted, got = formats(rules, jax.tree.unflatten(treedef, seen), params, min_bytes), list(map(_format_of, leaves))
+    decoded = [jax.ShapeDtypeStruct(x.values.shape, x.dtype) if is_encoded(x) else x for x in leaves]
+    wanted, got = formats(rules, jax.tree.unflatten(treedef, decoded), params, min_bytes), list(map(_format_of, leaves))
     if got == wanted or got == _formats_at_first(init, params):
         return
     k = next(k for k, (a, b) in enumerate(zip(got, wanted, strict=True)) if a != b)
