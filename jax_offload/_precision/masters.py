@@ -34,6 +34,11 @@ class MasterState(NamedTuple):
         """What ``update_params`` does instead of ``optax.apply_updates`` where such a node is in the state."""
         return applied_to_masters(params, updates, state)
 
+    @staticmethod
+    def check_updates(updates: Any, state: Any) -> None:
+        """What an ``offload`` asks once it has updated, where such a node is in the state."""
+        check_last_word(updates, state)
+
 
 class WithMasterParams(optax.GradientTransformationExtraArgs):
     """What ``with_master_params`` returns, so that a wrong order can be told."""
