@@ -10,6 +10,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
+from jax_offload._arguments import check_transformation
 from jax_offload._precision.storage import Encoded, StoredState, decoded_in_place, encoded_in_place, is_encoded
 from jax_offload._state import params_like, placed_state, to_host
 
@@ -27,6 +28,9 @@ def to_plain(tx: optax.GradientTransformation, state: Any) -> Any:
     Returns:
       A tree like the state of the optimizers inside, with its shapes and dtypes.
 
+    Raises:
+      TypeError: ``tx`` is not a transformation.
+
     Example:
       >>> import jax, jax.numpy as jnp, optax, jax_offload as jo
       >>> params = jax.device_put({"w": jnp.ones((256, 256))}, jax.devices()[0])
@@ -35,7 +39,7 @@ def to_plain(tx: optax.GradientTransformation, state: Any) -> Any:
       >>> plain[0].mu["w"].dtype.name, plain[0].mu["w"].sharding.memory_kind
       ('float32', 'pinned_host')
     """
-    del tx  # a stored state tells all; the argument is there for the symmetry with from_plain
+    check_transformation(tx, "(tx, state)")  # of which it needs no more: a stored state tells all
 
     def plain(node: Any) -> Any:
         if _is_stored(node):

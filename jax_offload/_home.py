@@ -25,7 +25,7 @@ class Home:
 
     reached: bool = False
 
-    def made(self, state: Any) -> None:
+    def created(self, state: Any) -> None:
         """An ``init`` has made this state; one that is only traced has not."""
         self.reached |= any(on_host(x) for x in jax.tree.leaves(state))
 

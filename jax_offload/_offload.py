@@ -12,30 +12,21 @@ import optax
 from jax.core import Tracer
 from jax.tree_util import keystr
 
-from jax_offload._arguments import changes_shapes, check_gradients, check_params, check_places, check_state
+from jax_offload._arguments import check_gradients, check_params, check_places
 from jax_offload._base import memory as _memory
 from jax_offload._base.around import Remembered, around, remember, shardings_of, unambiguous
-from jax_offload._base.arrays import Offloaded, is_array, is_whole
+from jax_offload._base.arrays import Offloaded, is_array, is_integer
 from jax_offload._base.donation import guarded
 from jax_offload._base.eager import compiled_where_eager
 from jax_offload._base.shardings import Layouts, Shardings, inside_shard_map
 from jax_offload._emit.skip import updated_unless
+from jax_offload._features import adopted, checked_update, look
 from jax_offload._home import Home, check_not_in_pmap, returned
 from jax_offload._placement import Leaf, Policy, Select, marked, place, warn_of_nothing
 from jax_offload._plan.options import Options
 from jax_offload._plan.order import Order
-from jax_offload._precision.masters import check_last_word
-from jax_offload._precision.storage import (
-    as_stored,
-    check_stored,
-    formats,
-    is_encoded,
-    next_stored,
-    plain,
-    rules_of,
-    stored,
-    warn_of_unstored,
-)
+from jax_offload._precision.storage import rules_of
+from jax_offload._precision.with_storage import with_storage
 from jax_offload._state import placed_state
 from jax_offload._streamed import streamed
 from jax_offload._update import sharded_params
@@ -128,27 +119,24 @@ def offload(
         inner = inner.gradient_transformation()
     if not isinstance(inner, optax.GradientTransformation):
         raise TypeError(f"inner: expected an optax.GradientTransformation, got {inner!r}.")
-    if window is not None and (not is_whole(window) or window <= 0):
+    if window is not None and (not is_integer(window) or window <= 0):
         raise ValueError(f"window: expected a number of bytes > 0, an int, or None; got {window!r}.")
     policy = Policy(fraction, select, min_bytes, order, axes_of(shard_over))
     rules = rules_of(storage)
     if isinstance(fraction, (int, float)) and fraction == 0 and not policy.shard_over and not rules:
         return _skipping(optax.with_extra_args_support(inner))
     inner = optax.with_extra_args_support(inner)
+    inner = with_storage(inner, rules, min_bytes) if rules else inner
     remembered: Remembered = {}
     home = Home()
     adopt_multi_steps()
-
-    def stored_init(params: Any) -> Any:
-        state = inner.init(params)
-        return stored(state, formats(rules, state, params, min_bytes)) if rules else state
 
     def init_fn(params: optax.Params) -> optax.OptState:
         check_params(params)
         own = shardings_of(params)
 
         def create(params: Any) -> Any:
-            state = stored_init(params)
+            state = inner.init(params)
             plan = place(policy, state, params)
             known = {**unambiguous(remembered), **own}  # of others out_shardings say how the state is divided
             state = guarded(_store(state, plan, params, known))
@@ -166,9 +154,9 @@ def offload(
             abstract = placed_state(Offloaded(create, update_fn), params)
             _check_eager(params, abstract)
             state = jax.jit(create, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))(params)
-            home.made(state)
-        if rules and around().remembers:
-            warn_of_unstored(rules, state)
+            home.created(state)
+        if around().remembers:
+            look(inner, state)
         remember(remembered, own)
         return state
 
@@ -183,42 +171,31 @@ def offload(
     ) -> tuple[optax.Updates, optax.OptState]:
         if skip is not None:
             return updated_unless(skip, lambda u, s: update_fn(u, s, params, **extra_args), updates, state)
-        check_places(stored_init, updates, state, params)
+        check_places(inner.init, updates, state, params)
         check_gradients(updates, params)
         like = updates if params is None else params
-        if rules:
-            if not any(map(is_encoded, jax.tree.leaves(state, is_leaf=is_encoded))):
-                state = as_stored(state, jax.eval_shape(stored_init, like))
-            check_stored(state, rules, like, min_bytes, stored_init)
+        state = adopted(inner, state, like)
         shardings = {**inside_shard_map(unambiguous(remembered)), **shardings_of(like)}
-        divided: Layouts = {}
+        sharded: Layouts = {}
         if policy.shard_over:
             check_not_manual()
-            divided = partitions(place(policy, state, like), like, shardings, remembered)
+            sharded = partitions(place(policy, state, like), like, shardings, remembered)
         plan = place(policy, state, like)
         home.arrived(jax.tree.leaves(state), plan, around().moved)
         state = returned(state, plan) if around().moved is None else state
-        options = Options(window, order, shardings, divided)
+        options = Options(window, order, shardings, sharded)
 
         def recipe(updates: Any, state: Any, params: Any, extra_args: Any) -> Any:
             """The usual recipe: load everything, update, store everything. Its trace is then cut into slices."""
             like = updates if params is None else params
-            updates, params = resharded(updates, divided, params), sharded_params(params, options)
-            loaded = _load(state)
-            before = plain(loaded) if rules else loaded
+            updates, params = resharded(updates, sharded, params), sharded_params(params, options)
             try:
-                updates, new_state = inner.update(updates, before, params, **extra_args)
-                check_last_word(updates, before)
+                updates, new_state = checked_update(inner, updates, _load(state), params, extra_args)
             except Exception as error:
-                check_state(inner.init, before, like, error)
-                check_typed(divided, error)
+                check_typed(sharded, error)
                 raise
-            other_tree = jax.tree.structure(new_state) != jax.tree.structure(before)
-            if other_tree or changes_shapes(before, new_state) or changes_shapes(like, updates):
-                check_state(inner.init, before, like, None)
-            new_state = next_stored(loaded, before, new_state) if rules else new_state
             new_state = _store(new_state, place(policy, new_state, like), like, shardings)
-            return resharded(updates, options.whole), new_state
+            return resharded(updates, options.replicated), new_state
 
         return streamed(recipe, (updates, state, params, extra_args), next_of=(0, 1), options=options)
 

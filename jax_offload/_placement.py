@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
 
-from jax_offload._base.arrays import is_array, is_like, is_whole, nbytes
+from jax_offload._base.arrays import is_array, is_integer, is_like, nbytes
 from jax_offload._base.marks import mark
 from jax_offload._base.paths import matches, names_of, owners
 from jax_offload._plan.order import Order, ranks
@@ -88,7 +88,7 @@ class Policy:
                     "fraction: expected a float in [0, 1], or a pytree prefix of the parameters with one per "
                     f"subtree; got {self.fraction!r}. fraction=0.5 offloads half of the eligible bytes."
                 )
-        if not is_whole(self.min_bytes) or self.min_bytes < 0:
+        if not is_integer(self.min_bytes) or self.min_bytes < 0:
             raise ValueError(f"min_bytes: expected a number of bytes >= 0, an int; got {self.min_bytes!r}.")
         if self.order is not None and (
             not isinstance(self.order, Sequence)

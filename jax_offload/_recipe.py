@@ -28,7 +28,7 @@ class Traced:
       trees: of its arguments.
       arrays: the numbers of the arguments' leaves that are arrays.
       claims: of the ``offload`` whose recipe it is, and of those in it.
-      divided: the program that leaves updates divided which are gathered in ``program`` (ZeRO-1).
+      sharded: the program that leaves updates divided which are gathered in ``program`` (ZeRO-1).
     """
 
     program: Program
@@ -36,7 +36,7 @@ class Traced:
     trees: tuple[Any, ...]
     arrays: list[int]
     claims: tuple[Claim, ...] = ()
-    divided: Program | None = None
+    sharded: Program | None = None
 
     @property
     def inputs(self) -> list[Var]:
@@ -87,8 +87,8 @@ def traced(recipe: Callable[..., Any], args: tuple[Any, ...], options: Options |
     found = updates_in(jaxpr) if any(map(holds_update, jaxpr.jaxpr.eqns)) else []
     inside = [(each, each.update) for each in found if isinstance(each.update, Update)]
     program = without_updates(jaxpr) if inside else without_round_trips(flat(jaxpr))
-    divided = without_updates(jaxpr, divided=True) if any(update.divided for _, update in inside) else None
-    trace = Traced(program, out_tree[0], tuple(treedef.children()), arrays, divided=divided)
+    sharded = without_updates(jaxpr, sharded=True) if any(update.sharded for _, update in inside) else None
+    trace = Traced(program, out_tree[0], tuple(treedef.children()), arrays, sharded=sharded)
     claims = []
     if options is not None:
         start, end = trace.starts[1:3]

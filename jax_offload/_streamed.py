@@ -55,7 +55,7 @@ def streamed(
         args = (resharded(updates, options.partitions, params), state, params, *rest)
     trace = traced(recipe, args, options)
     if options is not None and options.partitions and not types_tell(updates):
-        trace = dataclasses.replace(trace, divided=_ungathered(trace, updates, options.partitions))
+        trace = dataclasses.replace(trace, sharded=_ungathered(trace, updates, options.partitions))
     given = merged(trace.claims)
     if given.partitions and options is None and not types_tell(updates):
         args = (resharded(updates, given.partitions, params), state, params, *rest)
@@ -69,7 +69,7 @@ def part_of_recipe(fun: Callable[..., Any], *args: Any) -> tuple[Any, Options]:
     Updates that are divided further stay so, where types do not tell: it is for the recipe to gather what it makes.
     """
     trace = traced(fun, args)
-    update = Update(trace.divided or trace.program, (), Serialise.NONE, {}, {}, trace.claims, {}, is_manual())
+    update = Update(trace.sharded or trace.program, (), Serialise.NONE, {}, {}, trace.claims, {}, is_manual())
     return jax.tree.unflatten(trace.out_tree, bound(update, trace.operands(args))), merged(trace.claims)
 
 
@@ -90,7 +90,7 @@ def _update(traced: Traced, given: Options, updates: Any, state: Any, params: An
         traced.claims,
         rank,
         is_manual(),
-        traced.divided,
+        traced.sharded,
     )
 
 
@@ -166,9 +166,9 @@ def _shards(options: Options, updates: Any, state: Any, params: Any) -> list[Sha
     flat = jax.tree_util.tree_flatten_with_path(like)[0]
     own = {path: shards_of(options.shardings.get(key_of(path)), np.shape(x)) for path, x in flat}
     shapes = {path: np.shape(x) for path, x in flat}
-    divided = {path: shards_of(s, shapes[path]) for path in own if (s := options.partitions.get(key_of(path)))}
+    sharded = {path: shards_of(s, shapes[path]) for path in own if (s := options.partitions.get(key_of(path)))}
     owner, found = owners([path for path, _ in flat]), []
-    for tree, known in (updates, own | divided), (state, own | divided), (params, own):
+    for tree, known in (updates, own | sharded), (state, own | sharded), (params, own):
         for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
             i = owner(path)
             typed = typed_sharding(jax.typeof(x)) if is_array(x) else None

@@ -10,10 +10,9 @@ import optax
 
 from jax_offload._arguments import check_transformation
 from jax_offload._base.eager import compiled_where_eager
-from jax_offload._base.shardings import (
-    types_tell,
-)
+from jax_offload._base.shardings import types_tell
 from jax_offload._emit.skip import carried_unless
+from jax_offload._features import applied
 from jax_offload._plan.options import Options
 from jax_offload._streamed import part_of_recipe, streamed
 from jax_offload._zero import resharded
@@ -21,14 +20,7 @@ from jax_offload._zero import resharded
 
 def sharded_params(params: Any, options: Options) -> Any:
     """Parameters divided as their gradients are. What they were is said first, lest XLA divide them before a loop."""
-    return resharded(resharded(params, options.whole), options.partitions)
-
-
-def _applied(params: Any, updates: Any, state: Any) -> Any:
-    """``optax.apply_updates``, or what a node of the state does instead: master parameters say where theirs land."""
-    nodes = jax.tree.leaves(state, is_leaf=lambda x: hasattr(type(x), "apply_updates"))
-    own = next((x.apply_updates for x in nodes if hasattr(type(x), "apply_updates")), None)
-    return optax.apply_updates(params, updates) if own is None else own(params, updates, state)
+    return resharded(resharded(params, options.replicated), options.partitions)
 
 
 def _replicated_into(params: Any, new: Any, options: Options) -> Any:
@@ -40,8 +32,8 @@ def _replicated_into(params: Any, new: Any, options: Options) -> Any:
     if not options.partitions:
         return new
     true = jax.lax.optimization_barrier(True)
-    new, old = resharded(new, options.whole), resharded(params, options.whole)
-    return resharded(jax.tree.map(lambda new, old: jnp.where(true, new, old), new, old), options.whole)
+    new, old = resharded(new, options.replicated), resharded(params, options.replicated)
+    return resharded(jax.tree.map(lambda new, old: jnp.where(true, new, old), new, old), options.replicated)
 
 
 @compiled_where_eager(like=lambda tx, grads, state, params, **_: params)
@@ -94,7 +86,7 @@ def update_params(
             return tx.update(grads, state, params, **extra_args)
 
         (updates, state), given = part_of_recipe(update, grads, state, params, extra_args)
-        new = _applied(params if types_tell(updates) else sharded_params(params, given), updates, state)
+        new = applied(params if types_tell(updates) else sharded_params(params, given), updates, state)
         return _replicated_into(params, new, given), state
 
     return streamed(recipe, (grads, state, params, extra_args), next_of=(2, 1))

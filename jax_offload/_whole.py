@@ -30,7 +30,7 @@ from jax_offload._emit.barriers import gate
 from jax_offload._emit.deduplicate import functions
 from jax_offload._emit.find import holds_update, is_update
 from jax_offload._emit.in_scan import one_after_the_other, scanned
-from jax_offload._emit.loop import or_whole
+from jax_offload._emit.loop import or_batched
 from jax_offload._emit.region import bound, marked
 from jax_offload._emit.transfers import Names
 from jax_offload._ir.program import Program, expanded, flat
@@ -40,7 +40,7 @@ from jax_offload._plan.in_scan import InScan
 from jax_offload._plan.interleave import Gate, Piece
 
 
-def whole(step: Callable[..., Any]) -> Callable[..., Any]:
+def rewritten(step: Callable[..., Any]) -> Callable[..., Any]:
     """``step``, to be traced by ``jit``, with its updates inside the scans that make their gradients."""
 
     @functools.wraps(step)
@@ -78,11 +78,11 @@ def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
         if isinstance(part, Gate):
             gate(env, part.held, part.waits_for)
         else:
-            env.update(_made(part, env, names))
+            env.update(_results_of(part, env, names))
     return guarded(values_of(env, program.outputs), list(args))
 
 
-def _made(part: Slice | InScan | Rest | Piece, env: Mapping[Var, Any], names: Names) -> Iterable[tuple[Var, Any]]:
+def _results_of(part: Slice | InScan | Rest | Piece, env: Mapping[Var, Any], names: Names) -> Iterable[tuple[Var, Any]]:
     """What a part makes."""
     if isinstance(part, InScan):
         makes = part.makes
@@ -95,7 +95,7 @@ def _made(part: Slice | InScan | Rest | Piece, env: Mapping[Var, Any], names: Na
             made = one_after_the_other(part, dict(zip(part.operands, operands, strict=True)))
             return [made[v] for v in makes]
 
-        run = or_whole(inside, apart)
+        run = or_batched(inside, apart)
         given = [env[v] for v in part.operands]
         return zip(makes, marked(lambda xs: run(*xs), given, part), strict=True)
     if isinstance(part, Rest):

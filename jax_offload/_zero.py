@@ -98,9 +98,9 @@ def partitions(plan: Sequence[Leaf], params: Any, shardings: Shardings, remember
     for i, over in {leaf.owner: leaf.shard_over for leaf in plan if leaf.owner is not None and leaf.shard_over}.items():
         path, x = flat[i]
         if (name := key_of(path)) in shardings:
-            divided = partitioned(shardings[name], x.shape, over, _parameter(name))
-            if isinstance(divided, NamedSharding):
-                found[name] = divided
+            sharded = partitioned(shardings[name], x.shape, over, _parameter(name))
+            if isinstance(sharded, NamedSharding):
+                found[name] = sharded
         else:
             several = remembered.get(name, [])
             raise ValueError(
@@ -123,9 +123,9 @@ def check_not_manual() -> None:
         )
 
 
-def check_typed(divided: Layouts, error: Exception) -> None:
+def check_typed(sharded: Layouts, error: Exception) -> None:
     """Says what to do where an optimizer mixes divided arrays with others, which types forbid."""
-    if divided and type(error).__name__ == "ShardingTypeError":
+    if sharded and type(error).__name__ == "ShardingTypeError":
         raise ValueError(
             "shard_over: on a mesh with Explicit axes this optimizer cannot mix gradients that are divided with state "
             "that is not (factored moments, say). Use Auto axes, or leave shard_over out."
@@ -165,8 +165,8 @@ def state_sharding(
       param: the parameter's shape.
       whose: its name, for messages.
     """
-    divided = partitioned(own, param, leaf.shard_over, whose) if leaf.shard_over else own
-    sharding, why = (own, divided) if isinstance(divided, str) else (divided, "")
+    sharded = partitioned(own, param, leaf.shard_over, whose) if leaf.shard_over else own
+    sharding, why = (own, sharded) if isinstance(sharded, str) else (sharded, "")
     return sharding if tuple(shape) == tuple(param) else fitted(sharding, shape), why
 
 
@@ -174,7 +174,7 @@ def resharded_state(leaves: Sequence[Any], plan: Sequence[Leaf], params: Any, sh
     """The leaves of a state, those that are to be divided further like that, as far as the parameters' are known."""
     flat = jax.tree_util.tree_flatten_with_path(params)[0]
 
-    def divided(x: Any, leaf: Leaf) -> Any:
+    def sharded(x: Any, leaf: Leaf) -> Any:
         if not leaf.shard_over or leaf.owner is None:
             return x
         path, param = flat[leaf.owner]
@@ -183,7 +183,7 @@ def resharded_state(leaves: Sequence[Any], plan: Sequence[Leaf], params: Any, sh
         sharding, why = state_sharding(leaf, np.shape(x), shardings[name], np.shape(param), _parameter(name))
         return x if why else constrained(x, sharding)
 
-    return [divided(x, leaf) for x, leaf in zip(leaves, plan, strict=True)]
+    return [sharded(x, leaf) for x, leaf in zip(leaves, plan, strict=True)]
 
 
 def _parameter(name: str) -> str:

@@ -1,5 +1,6 @@
 """Every public name says what it takes and gives, and shows an example, which runs."""
 
+import builtins
 import doctest
 import inspect
 import os
@@ -13,6 +14,7 @@ import pytest
 
 import jax_offload as jo
 
+NEVER_RAISE = {"Leaf", "Placement", "StoredState", "to_device"}  # they hold values, or take whatever they are given
 LINES = 9  # of an example's source: what one takes in at a glance
 
 
@@ -53,6 +55,12 @@ def test_says_what_it_takes_and_gives(name):
     sections = [section(name, title) for title in ("Args", "Attributes")]
     assert [documented(text) for text in sections if text] == [parameters]
     assert inspect.isclass(given) or (sections[0] and section(name, "Returns"))
+
+
+@pytest.mark.parametrize("name", sorted({*jo.__all__} - NEVER_RAISE))
+def test_says_what_it_raises(name):
+    kinds = documented(section(name, "Raises"))
+    assert kinds and all(issubclass(getattr(builtins, kind), Exception) for kind in kinds)
 
 
 @pytest.mark.parametrize("name", jo.__all__)

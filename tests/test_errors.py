@@ -202,7 +202,7 @@ def test_a_state_in_the_place_of_the_parameters(look, storage):
             look(tx, given)
 
 
-@pytest.mark.parametrize("look", [jo.abstract_state, jo.state_shardings, jo.to_host, jo.from_plain])
+@pytest.mark.parametrize("look", [jo.abstract_state, jo.state_shardings, jo.to_host, jo.from_plain, jo.to_plain])
 def test_a_transformation_behind_what_it_is_about(look):
     with pytest.raises(
         TypeError, match=r"tx: expected an optax.GradientTransformation, got a dict.*\(tx, (params|state)\)"
@@ -216,3 +216,8 @@ def test_what_is_no_transformation_in_update_params():
         TypeError, match=r"tx: expected an optax.GradientTransformation, got a dict.*\(tx, grads, state, params\)"
     ):
         jo.update_params(params, params, params, params)
+
+
+def test_what_is_no_step():
+    with pytest.raises(TypeError, match=r"fun: expected a step, a function; got a dict. Fix: jo.jit\(step"):
+        jo.jit(params())

@@ -9,6 +9,8 @@ import jax
 import numpy as np
 import optax
 
+BLOCK_SCALES = ".values_scale"  # how the path of a leaf ends that has a scale for each block of values
+
 
 class Offloaded(optax.GradientTransformationExtraArgs):
     """What ``offload`` returns, so that wrapping twice can be told."""
@@ -16,7 +18,7 @@ class Offloaded(optax.GradientTransformationExtraArgs):
 
 def is_like(path: str, shape: tuple[int, ...], param: tuple[int, ...]) -> bool:
     """Whether a state leaf is divided like its parameter: of its shape, or a scale for each block of the last axis."""
-    of_blocks = path.endswith(".values_scale") and len(shape) == len(param)
+    of_blocks = path.endswith(BLOCK_SCALES) and len(shape) == len(param)
     return shape == param or (of_blocks and shape[:-1] == param[:-1])
 
 
@@ -26,8 +28,8 @@ def nbytes(x: Any) -> int:
     return 0 if dtype is None else math.prod(np.shape(x)) * dtype.itemsize
 
 
-def is_whole(x: Any) -> bool:
-    """Whether ``x`` is a whole number, numpy's included."""
+def is_integer(x: Any) -> bool:
+    """Whether ``x`` is an integer, numpy's included, and no bool."""
     return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
 
 

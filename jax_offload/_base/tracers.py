@@ -20,8 +20,8 @@ def production_order(values: Sequence[Any]) -> list[int] | None:
     made = [equation_of(_origin(x)) for x in values]
     if not made or any(eqn is None for eqn in made):
         return None
-    numbers = {id(eqn): k for k, eqn in enumerate(equations_of_trace(values[0]))}
-    found = [numbers.get(id(eqn)) for eqn in made]
+    number_of = {id(eqn): k for k, eqn in enumerate(equations_of_trace(values[0]))}
+    found = [number_of.get(id(eqn)) for eqn in made]
     return None if None in found else found  # pyright: ignore[reportReturnType]
 
 

@@ -13,10 +13,10 @@ from jax_offload._ir.program import Program, Var, as_program, expanded, flat, wi
 from jax_offload._plan.plan import Planned
 
 
-def without_updates(step: Any, *, divided: bool = False) -> Program:
+def without_updates(step: Any, *, sharded: bool = False) -> Program:
     """A step's closed jaxpr as a program, with the recipes of its updates in their places.
 
-    ``divided``: whether updates that these would gather stay divided.
+    ``sharded``: whether updates that these would gather stay divided.
     """
 
     def expand(eqn: Any) -> Program | None:
@@ -25,7 +25,7 @@ def without_updates(step: Any, *, divided: bool = False) -> Program:
         update = eqn.params["update"]
         if not isinstance(update, Update):
             return as_program(equations(update))
-        return update.divided if divided and update.divided is not None else update.program
+        return update.sharded if sharded and update.sharded is not None else update.program
 
     return without_round_trips(flat(step, expand=expand))
 

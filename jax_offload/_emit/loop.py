@@ -115,23 +115,23 @@ def looped(s: Slice, how: Chunked, names: Names) -> Callable[..., list[Any]]:
         results, new = state
         return exchange(results, new, (whole - 1) * rows, None)[0]
 
-    return or_whole(run, s.run)
+    return or_batched(run, s.run)
 
 
-def or_whole(looped: Any, whole: Any) -> Any:
-    """``looped``, but ``whole`` under ``vmap`` and differentiation: a batched slice of a host buffer is a gather."""
+def or_batched(looped: Any, at_once: Any) -> Any:
+    """``looped``, but ``at_once`` under ``vmap`` and differentiation: a batched slice of a host buffer is a gather."""
     batched = custom_vmap(looped)
 
     @batched.def_vmap
     def _(size: int, in_batched: list[bool], *args: Any) -> Any:
         axes = [0 if b else None for b in in_batched]
-        out = jax.vmap(whole, in_axes=axes, axis_size=size)(*args)
+        out = jax.vmap(at_once, in_axes=axes, axis_size=size)(*args)
         return out, [True] * len(out)
 
     differentiable = jax.custom_jvp(batched)
 
     @differentiable.defjvp
     def _(primals: Any, tangents: Any) -> Any:
-        return jax.jvp(whole, primals, tangents)
+        return jax.jvp(at_once, primals, tangents)
 
     return differentiable

@@ -57,7 +57,7 @@ class Update:
       claims: of the offloads in it.
       rank: of a leaf of the state its place in the order of the backward pass.
       manual: whether it was traced inside ``shard_map``.
-      divided: where ``program`` gathers updates that are divided (ZeRO-1), the same without that, for a recipe around
+      sharded: where ``program`` gathers updates that are divided (ZeRO-1), the same without that, for a recipe around
         it that gathers what it makes of them.
       wide: whether it was traced with types of 64 bits; jax may lower it where they are off.
       stays: why leaves whose gradients a scan makes are not updated in that scan; only ``jax_offload.jit`` asks.
@@ -71,7 +71,7 @@ class Update:
     claims: Sequence[Claim]
     rank: Mapping[Var, int]
     manual: bool
-    divided: Program | None = None
+    sharded: Program | None = None
     wide: bool = dataclasses.field(default_factory=lambda: bool(jax.config.jax_enable_x64))  # pyright: ignore
     stays: tuple[str, ...] = ()
 
@@ -119,11 +119,11 @@ class Update:
             return needed, self
         places = {i: k for k, i in enumerate(i for i, n in enumerate(needed) if n)}
         gradients = tuple(places[i] for i in self.gradients if i in places)
-        return needed, dataclasses.replace(self, program=program, gradients=gradients, divided=None)
+        return needed, dataclasses.replace(self, program=program, gradients=gradients, sharded=None)
 
     def replanned(self, program: Program, gradients: tuple[int, ...]) -> Update:
         """What is left of it: ``program``, whose equations are some of its own."""
-        return dataclasses.replace(self, program=program, gradients=gradients, divided=None)
+        return dataclasses.replace(self, program=program, gradients=gradients, sharded=None)
 
     def emitted(self, args: Sequence[Any]) -> list[Any]:
         """Its results, by the plan."""
@@ -232,7 +232,7 @@ def bound(update: Update, args: Sequence[Any]) -> list[Any]:
             update,
             program=without_the_rest(program),
             gradients=tuple(shift + i for i in update.gradients),
-            divided=None if update.divided is None else without_the_rest(update.divided),
+            sharded=None if update.sharded is None else without_the_rest(update.sharded),
         )
         results = handed_on | dict(zip(made, REGION.bind(*operands, **params_of(update)), strict=True))
     return values_of(results, program.outputs)

@@ -14,7 +14,7 @@ from jax_offload._base.memory import is_host_aval
 from jax_offload._base.shardings import varying_over, zeros
 from jax_offload._emit.barriers import gate
 from jax_offload._emit.deduplicate import functions
-from jax_offload._emit.loop import or_whole
+from jax_offload._emit.loop import or_batched
 from jax_offload._emit.serialise import Serialise, is_large, serial_parts, small, waiting
 from jax_offload._emit.transfers import Names
 from jax_offload._ir.program import Program, Var
@@ -96,7 +96,7 @@ def _run_apart(
 
         return jax.lax.while_loop(lambda c: c[0], once, (jax.lax.optimization_barrier(jnp.array(True)), start))[1]
 
-    env.update(zip(outputs, or_whole(looped, gated)(*(env[v] for v in inputs)), strict=True))
+    env.update(zip(outputs, or_batched(looped, gated)(*(env[v] for v in inputs)), strict=True))
 
 
 def _run_prelude(

@@ -73,10 +73,10 @@ def waiting(gradients: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array]
     not see.
     """
     zero = jax.lax.optimization_barrier(jnp.zeros((), jnp.int32))
-    seen, held = zero, []
+    read, held = zero, []
     for g in gradients:
-        g, seen = jax.lax.optimization_barrier((g, seen))
+        g, read = jax.lax.optimization_barrier((g, read))
         held.append(g)
         number = jax.lax.squeeze(jax.lax.slice(g, [0] * g.ndim, [1] * g.ndim), range(g.ndim))
-        seen = seen | (jnp.real(number).astype(jnp.int32) & zero)
-    return held, seen
+        read = read | (jnp.real(number).astype(jnp.int32) & zero)
+    return held, read

@@ -38,7 +38,7 @@ def updated_unless(skip: Any, update: Callable[[Any, Any], tuple[Any, Any]], upd
 
     # the gradients' memory becomes the updates', if that is possible
     updated = [lambda c: update(*c), lambda c: update(updates, c[1])]
-    new, after = _settled(skip, updated, (updates, state), fitted)
+    new, after = _with_types_that_last(skip, updated, (updates, state), fitted)
     return jax.tree.map(zeroed, new), after
 
 
@@ -48,33 +48,33 @@ def carried_unless(skip: Any, update: Callable[[Any], Any], carry: Any) -> Any:
     if not isinstance(skip, Tracer):
         after = update(carry)  # for its types
         return _moved(carry, _types(after)) if skip else after
-    return _settled(skip, [update], carry, lambda like, types: _moved(carry, types))
+    return _with_types_that_last(skip, [update], carry, lambda like, types: _moved(carry, types))
 
 
-def _settled(
+def _with_types_that_last(
     skip: jax.Array, updates: list[Callable[[Any], Any]], carry: Any, fitted: Callable[[Any, Types], Any]
 ) -> Any:
-    """``_unless``, for a carry of the types that the update gives it: dadapt_adamw's take two updates to settle.
+    """``_unless``, for a carry of the types that the update gives it: dadapt_adamw's take two updates to stay.
 
     The first of ``updates`` is for ``carry``, the last for what is ``fitted`` to the shapes and types of a result.
     """
-    seen: list[Types] = []
+    tried: list[Types] = []
     while True:
-        made: list[tuple[Any, Types]] = []
-        update = updates[0] if not seen else updates[-1]
+        results: list[tuple[Any, Types]] = []
+        update = updates[0] if not tried else updates[-1]
 
-        def recorded(carry: Any, update: Any = update, made: Any = made) -> Any:
+        def recorded(carry: Any, update: Any = update, results: Any = results) -> Any:
             after = update(carry)
-            made.append((jax.eval_shape(lambda: after), _types(after)))
+            results.append((jax.eval_shape(lambda: after), _types(after)))
             return after
 
         try:
             return _unless(skip, recorded, carry)
         except TypeError:
-            if not made or made[-1][1] in seen:
+            if not results or results[-1][1] in tried:
                 raise
-            seen.append(made[-1][1])
-            carry = fitted(*made[-1])
+            tried.append(results[-1][1])
+            carry = fitted(*results[-1])
 
 
 def _unless(skip: jax.Array, update: Callable[[Any], Any], carry: Any) -> Any:

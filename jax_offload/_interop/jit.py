@@ -11,7 +11,7 @@ import jax
 from jax_offload._base.donation import guarded
 from jax_offload._base.memory import under_jit
 from jax_offload._interop.xla_options import compiler_options
-from jax_offload._whole import whole
+from jax_offload._whole import rewritten
 
 
 def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -34,6 +34,9 @@ def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
     Returns:
       The step, with the methods of what ``jax.jit`` returns.
 
+    Raises:
+      TypeError: ``fun`` is not a function; at the first call, an option is none of ``jax.jit``'s.
+
     Example:
       >>> import jax, jax.numpy as jnp, optax, jax_offload as jo
       >>> layers = jax.device_put(jnp.full((4, 256, 256), 0.01), jax.devices()[0])
@@ -47,6 +50,8 @@ def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
     """
     if fun is None:
         return functools.partial(jit, **options)
+    if not callable(fun):
+        raise TypeError(f"fun: expected a step, a function; got a {type(fun).__name__}. Fix: jo.jit(step, ...).")
     return Jitted(fun, options)
 
 
@@ -63,7 +68,7 @@ class Jitted:
     @functools.cached_property
     def whole_step(self) -> Callable[..., Any]:
         """What is traced."""
-        step = whole(self.__wrapped__)
+        step = rewritten(self.__wrapped__)
 
         @functools.wraps(self.__wrapped__)
         def guarded_step(*args: Any, **kwargs: Any) -> Any:

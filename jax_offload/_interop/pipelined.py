@@ -121,7 +121,18 @@ class Pipelined:
         )
 
     def start(self, *args: Any, **kwargs: Any) -> tuple[Carry, Aux]:
-        """The gradients of the first batch; ``args`` are the step's."""
+        """The gradients of the first batch.
+
+        Args:
+          *args, **kwargs: the step's.
+
+        Returns:
+          What the first call or ``finish`` takes, and what the step returns beside that.
+
+        Raises:
+          TypeError: a carried argument is missing, or another is no array and not named in ``static_argnames``.
+          ValueError: the step cannot be turned round, as ``pipelined`` says.
+        """
         given = self._signature.bind(*args, **kwargs).arguments
         if missing := [name for name in self._names if name not in given]:
             raise TypeError(f"start: {', '.join(missing)}: missing; what is carried has no default.")
@@ -131,19 +142,40 @@ class Pipelined:
         return Carry(kept, 0, program), Aux(program.aux(now, program.now), None, 0)
 
     def __call__(self, carry: Carry, *args: Any, **kwargs: Any) -> tuple[Carry, Aux]:
-        """The pending update, then the gradients of the next batch; ``args`` are the step's without what is carried."""
+        """The pending update, then the gradients of the next batch.
+
+        Args:
+          carry: from ``start`` or the call before; it is donated, and good for one call.
+          *args, **kwargs: the step's, without what is carried.
+
+        Returns:
+          The next carry, and what the step returns beside it: ``now`` of this batch, ``late`` of the one before.
+
+        Raises:
+          TypeError: ``carry`` is none, or another argument is no array and not named in ``static_argnames``.
+          ValueError: ``carry`` was used already, or is of another step.
+        """
         old = self._of(carry)
         given = self._rest.bind(*args, **kwargs).arguments
         program, rest = self._traced(dict(zip(self._names, old.carried, strict=True)), given)
         carry.used = True
         kept, late, now = old.train(program, carry.kept, rest)
-        number = _whole(carry.step) + 1
+        number = _number(carry.step) + 1
         return Carry(kept, number, program), Aux(program.aux(now, program.now), old.aux(late, old.late), number)
 
     def finish(self, carry: Carry, *, with_late: bool = False) -> Any:
-        """The carried arguments after the pending update: their tuple, or the only one.
+        """The pending update alone: before an evaluation or a checkpoint, and at the end.
 
-        ``with_late``: with them, what ``aux.late`` of a further call would have.
+        Args:
+          carry: from ``start`` or the last call; it is donated.
+          with_late: whether to return too what ``aux.late`` of a further call would have.
+
+        Returns:
+          The carried arguments, a tuple or the only one; with ``with_late`` a pair of that and the rest.
+
+        Raises:
+          TypeError: ``carry`` is none.
+          ValueError: ``carry`` was used already, or is of another step.
         """
         program = self._of(carry)
         carry.used = True
@@ -152,8 +184,18 @@ class Pipelined:
         return (results, program.aux(late, program.late)) if with_late else results
 
     def params(self, carry: Carry) -> Any:
-        """The current parameters, after the pending update, which stays pending: the argument ``params``, or the
-        attribute of that name of the only argument that has one."""
+        """A look at the current parameters, after the pending update, which stays pending.
+
+        Args:
+          carry: from ``start`` or the last call; it stays good.
+
+        Returns:
+          The carried argument ``params``, or the attribute of that name of the only one that has it.
+
+        Raises:
+          TypeError: ``carry`` is none.
+          ValueError: ``carry`` was used already or is of another step; no carried argument is or has ``params``.
+        """
         program = self._of(carry)
         if "params" in self._names:
             return program.look(carry.kept, self._names.index("params"), None)
@@ -199,7 +241,7 @@ class Pipelined:
         return self._programs[key], rest
 
 
-def _whole(x: Any) -> Any:
+def _number(x: Any) -> Any:
     """The number of a step, of an array too: a carry may have been saved and restored."""
     return x if isinstance(x, Tracer) else operator.index(x)
 

@@ -62,8 +62,8 @@ def moves_of(
     eqns = program.eqns
     flow = _flow(eqns, scan, at, claimed)
     results = {v for v in program.outputs if not isinstance(v, Literal)}
-    whole = results | {v for eqn in eqns if id(eqn) not in flow.eqns for v in variables(eqn.invars)}
-    used = whole | {v for eqn in eqns for v in variables(eqn.invars)}
+    stacked = results | {v for eqn in eqns if id(eqn) not in flow.eqns for v in variables(eqn.invars)}
+    used = stacked | {v for eqn in eqns for v in variables(eqn.invars)}
     group = dict(zip(flow.eqns, groups(list(flow.eqns.values())), strict=True))
     moves: list[Move] = []
     why: list[str] = []
@@ -72,7 +72,7 @@ def moves_of(
     for number in sorted({*group.values()}):
         own = [eqn for eqn in eqns if group.get(id(eqn)) == number]
         made = [v for eqn in own for v in eqn.outvars]
-        targets = [v for v in made if (v in flow.dims and v in whole) or (v in flow.partial and v in used)]
+        targets = [v for v in made if (v in flow.dims and v in stacked) or (v in flow.partial and v in used)]
         if not any(v in next_of and _is_worth_it(v, scan.length) for v in targets):
             continue
         try:
@@ -89,7 +89,7 @@ def moves_of(
         inside |= {v for v in move.slice.inputs if v in scan.ys}
     if not moves:
         why += dict.fromkeys(flow.blocked.values())
-    kept = frozenset(y for y in scan.ys if y in whole or y not in inside) - _dropped(scan.ys)
+    kept = frozenset(y for y in scan.ys if y in stacked or y not in inside) - _dropped(scan.ys)
     return Moves(tuple(moves), kept, frozenset(moved)), why
 
 

@@ -37,8 +37,8 @@ class Options:
         return None if self.order is None else tuple(self.order)
 
     @property
-    def whole(self) -> Shardings:
-        """Of the parameters whose state is divided further."""
+    def replicated(self) -> Shardings:
+        """Of the parameters whose state is sharded further: as they are themselves."""
         return {path: self.shardings[path] for path in self.partitions}
 
 

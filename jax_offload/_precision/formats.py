@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jax_offload._base.arrays import is_whole
+from jax_offload._base.arrays import is_integer
 from jax_offload._base.elementwise import elementwise
 from jax_offload._base.shardings import constrained, padded, shards_of, typed_sharding
 
@@ -95,7 +95,7 @@ class Storage:
             hint = _meant(self.dtype, name)
             raise ValueError(f"storage: expected one of {', '.join(NAMES)}; got {self.dtype!r}.{hint}")
         object.__setattr__(self, "dtype", name)
-        if not is_whole(self.block) or self.block <= 0:
+        if not is_integer(self.block) or self.block <= 0:
             raise ValueError(f"storage: block must be a number of elements > 0, an int; got {self.block!r}.")
 
     @property

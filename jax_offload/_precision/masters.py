@@ -34,6 +34,11 @@ class MasterState(NamedTuple):
         """What ``update_params`` does instead of ``optax.apply_updates`` where such a node is in the state."""
         return applied_to_masters(params, updates, state)
 
+    @staticmethod
+    def check_updates(updates: Any, state: Any) -> None:
+        """What an ``offload`` asks once it has updated, where such a node is in the state."""
+        check_last_word(updates, state)
+
 
 class WithMasterParams(optax.GradientTransformationExtraArgs):
     """What ``with_master_params`` returns, so that a wrong order can be told."""
@@ -138,9 +143,9 @@ def with_master_params(
         masters = _masters_like(state, treedef)
         own = [None if m is None else (_joined(p, m) if low_bits else _following(m, p))
                for p, m in zip(leaves, masters, strict=True)]  # fmt: skip
-        seen = jax.tree.unflatten(treedef, [p if m is None else m for p, m in zip(leaves, own, strict=True)])
+        precise = jax.tree.unflatten(treedef, [p if m is None else m for p, m in zip(leaves, own, strict=True)])
         wide = [g if m is None else g.astype(dtype) for g, m in zip(treedef.flatten_up_to(updates), own, strict=True)]
-        steps, inner_state = inner.update(jax.tree.unflatten(treedef, wide), state.inner_state, seen, **extra_args)
+        steps, inner_state = inner.update(jax.tree.unflatten(treedef, wide), state.inner_state, precise, **extra_args)
         _check_order(inner_state)
         out, kept = [], []
         for p, m, u in zip(leaves, own, treedef.flatten_up_to(steps), strict=True):
@@ -241,13 +246,13 @@ def applied_to_masters(params: Any, updates: Any, state: Any) -> Any:
             return optax.apply_updates(p, u)
         # A master may be divided further than its parameter, where types keep them apart: what is gathered is the new
         # parameter, not its master, which has twice the bytes.
-        whole, own = (typed_sharding(jax.typeof(x)) for x in (p, master))
-        p, u = constrained(p, own), constrained(u, own)
+        of_param, of_master = (typed_sharding(jax.typeof(x)) for x in (p, master))
+        p, u = constrained(p, of_master), constrained(u, of_master)
         target = master.astype(p.dtype)
         to, reached = rounded(master, p.dtype), p.astype(master.dtype) + u.astype(master.dtype)
         near = jnp.abs(reached - to) <= 2.0**-20 * jnp.maximum(jnp.abs(to), jnp.abs(p.astype(master.dtype)))
         applied: Any = optax.apply_updates(p, u)
-        return constrained(jnp.where(near | ~jnp.isfinite(reached), target, applied), whole)
+        return constrained(jnp.where(near | ~jnp.isfinite(reached), target, applied), of_param)
 
     masters = [None if m is None else to_device(m) for m in masters_of(state, treedef)]
     return jax.tree.unflatten(treedef, [land(*each) for each in zip(leaves, steps, masters, strict=True)])

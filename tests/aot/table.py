@@ -24,7 +24,7 @@ from benchmarks.jax_system import program
 from benchmarks.recipe import usual_recipe
 from benchmarks.systems import OURS, RECIPE, RESIDENT
 from jax.sharding import PartitionSpec as P
-from jax_offload._whole import whole as whole_step
+from jax_offload._whole import rewritten as whole_step
 
 from tests.aot.cases import (
     Point,

@@ -14,7 +14,7 @@ from benchmarks import systems
 from benchmarks.cases import SHAPES
 from benchmarks.jax_system import program
 from jax_offload._analysis.hlo import computations
-from jax_offload._whole import whole
+from jax_offload._whole import rewritten as whole
 from tests.aot.cases import device_sharding, measure_sharded, measure_step, measure_update
 from tests.aot.harness import H200, MIB, V5E, V5E_2X2, measure, require
 from tests.aot.model import ADAMW, loss, parameters
