@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec as P
 import jax_offload as jo
 from jax_offload._ir.program import flat
 from jax_offload._precision.formats import decode, encode
-from jax_offload._precision.storage import Encoded, _seeds, formats, next_stored, plain, rules_of, stored
+from jax_offload._precision.storage import Encoded, _seeds, plain, rules_of
 from tests.support.rows import rows
+from tests.support.storage import resident
 
 HOST = "pinned_host"
 ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
@@ -47,21 +48,6 @@ def stepper(tx):
         return optax.apply_updates(params, updates), state
 
     return step
-
-
-def resident(inner, rules, min_bytes):
-    """The same arithmetic without host memory: decode all, update, encode all."""
-
-    def init(params):
-        state = inner.init(params)
-        return stored(state, formats(rules, state, params, min_bytes))
-
-    def update(updates, state, params):
-        before = plain(state)
-        updates, after = inner.update(updates, before, params)
-        return updates, next_stored(state, before, after)
-
-    return optax.GradientTransformation(init, update)
 
 
 def encoded(state):
