@@ -23,6 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 from orbax.checkpoint._src.serialization import serialization
 
 import jax_offload as jo
+from tests.support.rows import rows
 from tests.support.trees import kinds_of
 
 HOST, DEVICE = "pinned_host", "device"
@@ -110,7 +111,19 @@ def saved(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize(("fraction", "devices", "zero"), PLACEMENTS)
+@pytest.mark.parametrize(
+    ("fraction", "devices", "zero"),
+    rows(
+        PLACEMENTS,
+        "restores from 18 placements",
+        daily=[
+            "fraction 1, 1 devices",
+            "fraction 0, 8 devices",
+            "fraction 0.5, 4 devices",
+            "fraction 1, 8 devices, ZeRO-1",
+        ],
+    ),
+)
 def test_every_placement_restores_into_every_other(saved, fraction, devices, zero):
     target = abstract(fraction, devices, zero)
     assert (HOST in jax.tree.leaves(kinds_of(target["opt_state"]))) == (fraction > 0)

@@ -458,7 +458,7 @@ _WITH_CHUNKS = {name for name, _ in MODES.values()}
     rows(
         TABLE,
         "an update outside of jit",
-        daily=_WITH_CHUNKS,
+        daily=["adafactor:factored", "MultiSteps", "dpsgd", "prodigy"],
         never=lambda name: name not in _WITH_CHUNKS,
     ),
 )

@@ -26,6 +26,7 @@ def no_other_device():
         yield
 
 
+@pytest.mark.long("each part of make gpu, on a toy")
 def test_one_command_runs_each_part_and_goes_on(tmp_path, monkeypatch, capsys):
     out = tmp_path / "results.json"
     arguments = ["--toy", "--only", f"{ONE_EACH}|{TWO_WAYS}", "--out", str(out)]
