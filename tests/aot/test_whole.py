@@ -10,9 +10,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from benchmarks import systems
-from benchmarks.cases import SHAPES
-from benchmarks.jax_system import program
+from benchmarks.harness import systems
+from benchmarks.harness.cases import SHAPES
+from benchmarks.in_jax.system import program
 from jax_offload._whole import whole
 from tests.aot.cases import device_sharding, measure_sharded, measure_step, measure_update
 from tests.aot.harness import H200, MIB, V5E, V5E_2X2, measure, require
