@@ -20,15 +20,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import capacity, systems, workers
-from benchmarks.cases import Case
-from benchmarks.machine import host_memory
-from benchmarks.report import markdown
-from benchmarks.store import Store, path_for
+from benchmarks.harness import capacity, systems, workers
+from benchmarks.harness.cases import Case
+from benchmarks.harness.machine import host_memory
+from benchmarks.harness.report import markdown
+from benchmarks.harness.store import Store, path_for
 
 PARTS = ["link", "cases", "capacity", "machinery"]
 LEAST_SECONDS = 5  # nothing begins with less time left
-# What XLA may take of an H200 in jax_system.py, for programs that are only compiled; and a host of the usual size.
+# What XLA may take of an H200 in in_jax/system.py, for programs that are only compiled; and a host of the usual size.
 COMPILED_LIMITS = {"h200": {"device": int(0.95 * 143771 * 2**20), "host": 2**37}}
 
 
@@ -92,7 +92,7 @@ def run_link(call: Call) -> None:
     results = call.store.data
     if not call.args.again and "link" in results and "link_error" not in results:
         return
-    rows, error = workers.lines("link", seconds=call.seconds, platform=call.platform)
+    rows, error = workers.lines("harness.link", seconds=call.seconds, platform=call.platform)
     results.pop("link_error", None)
     if len(rows) >= len(results.get("link", [])):
         results["link"] = rows
@@ -156,7 +156,7 @@ def run_machinery(call: Call) -> None:
     file = call.store.path.with_suffix(".machinery.json")
     extra = ["--leaves", "20", "--repeats", "1", "--steps", "3"] if call.args.toy else []
     seconds = max(call.seconds, min(1800, call.left))
-    _, error = workers.lines("machinery", "--json", str(file), *extra, seconds=seconds, platform="cpu")
+    _, error = workers.lines("in_jax.machinery", "--json", str(file), *extra, seconds=seconds, platform="cpu")
     if file.exists():
         call.store.data["machinery"] = json.loads(file.read_text())["rows"]
         file.unlink()

@@ -1,7 +1,6 @@
 """Slices that do the same share one trace; those that differ anywhere do not."""
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -9,6 +8,7 @@ import pytest
 
 import jax_offload as jo
 from jax_offload._emit.find import emitted
+from tests.support.trees import equations
 
 WIDTHS = {f"layers_{i}": 8 for i in range(6)} | {"head": 4}
 
@@ -16,14 +16,6 @@ WIDTHS = {f"layers_{i}": 8 for i in range(6)} | {"head": 4}
 def parameters():
     params = {name: jnp.linspace(-1, 1, 8 * n).reshape(8, n) for name, n in WIDTHS.items()}
     return jax.device_put(params, jax.devices()[0])
-
-
-def equations(jaxpr):
-    """Of a jaxpr and those inside of it: small leaves stream in a loop of their own."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in jex.jaxprs_in_params(eqn.params):
-            yield from equations(inner)
 
 
 def traces(tx, params):

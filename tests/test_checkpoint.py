@@ -23,6 +23,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 from orbax.checkpoint._src.serialization import serialization
 
 import jax_offload as jo
+from tests.support.rows import rows
+from tests.support.trees import kinds_of
 
 HOST, DEVICE = "pinned_host", "device"
 P = PartitionSpec
@@ -97,10 +99,6 @@ def assert_placed(got, target):
         assert x.sharding.memory_kind == t.sharding.memory_kind in (HOST, DEVICE)
 
 
-def kinds(tree):
-    return jax.tree.map(lambda x: x.sharding.memory_kind, tree)
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A checkpoint of every placement, each with values of its own: its folder and its values."""
@@ -113,10 +111,22 @@ def saved(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize(("fraction", "devices", "zero"), PLACEMENTS)
+@pytest.mark.parametrize(
+    ("fraction", "devices", "zero"),
+    rows(
+        PLACEMENTS,
+        "restores from 18 placements",
+        daily=[
+            "fraction 1, 1 devices",
+            "fraction 0, 8 devices",
+            "fraction 0.5, 4 devices",
+            "fraction 1, 8 devices, ZeRO-1",
+        ],
+    ),
+)
 def test_every_placement_restores_into_every_other(saved, fraction, devices, zero):
     target = abstract(fraction, devices, zero)
-    assert (HOST in jax.tree.leaves(kinds(target["opt_state"]))) == (fraction > 0)
+    assert (HOST in jax.tree.leaves(kinds_of(target["opt_state"]))) == (fraction > 0)
     for folder, tree in saved:
         with ocp.CheckpointManager(folder) as manager:
             back = jo.restore(manager, target)
@@ -293,7 +303,7 @@ def test_a_flax_train_state(tmp_path, writer):
         back = jo.restore(manager, target)
     assert isinstance(back, TrainState) and back.tx is tx and int(back.step) == 1
     assert_placed(back, target)
-    assert HOST in jax.tree.leaves(kinds(back.opt_state))
+    assert HOST in jax.tree.leaves(kinds_of(back.opt_state))
     jax.tree.map(np.testing.assert_array_equal, back, expected)
 
 
@@ -398,7 +408,7 @@ def test_without_a_target_on_the_recorded_mesh(saved):
     for x, original in zip(expected, jax.tree.leaves(tree), strict=True):
         assert bits(x) == bits(original)
         assert x.sharding == original.sharding.with_memory_kind(HOST if x.ndim else DEVICE)
-    assert set(jax.tree.leaves(kinds(plain))) == {DEVICE}
+    assert set(jax.tree.leaves(kinds_of(plain))) == {DEVICE}
     assert treedef == jax.tree.structure(plain)
 
 
@@ -677,7 +687,7 @@ def test_loading_only_the_weights_under_lookahead(tmp_path):
     wrapped = optax.lookahead(tx, sync_period=2, slow_step_size=0.5)
     state = jax.jit(wrapped.init, out_shardings=jo.state_shardings(wrapped, both))(both)
     assert_placed(state, jo.abstract_state(wrapped, both))
-    assert HOST in jax.tree.leaves(kinds(state))
+    assert HOST in jax.tree.leaves(kinds_of(state))
 
 
 def test_the_weights_out_of_a_full_checkpoint(three_steps):

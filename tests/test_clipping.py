@@ -20,9 +20,9 @@ from tests.aot.cases import device_sharding, loss, measure_step, measure_update
 from tests.aot.cases import parameters as network
 from tests.aot.harness import H200, require
 from tests.support.rows import rows
-from tests.test_storage import resident
+from tests.support.storage import resident
+from tests.support.trees import FAST, assert_close
 
-FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # to compile
 SHAPES = {"stacked": (7, 8, 12), "embed": (97, 8), "flat": (2051,), "bias": (8,)}
 SPECS = {"stacked": P(None, "fsdp"), "embed": P(None, "fsdp"), "flat": P(), "bias": P("fsdp")}
 ADAMW = optax.adamw(1e-2)
@@ -103,15 +103,6 @@ def expected(name):
     return run(wrapped(name, "resident"), name)
 
 
-def same(got, want):
-    for (path, x), y in zip(jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(want), strict=True):
-        assert (x.shape, x.dtype) == (y.shape, y.dtype)
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            x, y = jax.random.key_data(x), jax.random.key_data(y)
-        x, y = np.float64(x), np.float64(y)
-        assert np.linalg.norm(x - y) <= 1e-6 * np.linalg.norm(y), jax.tree_util.keystr(path)
-
-
 def assert_memory(state):
     for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
         assert x.sharding.memory_kind == ("pinned_host" if x.ndim else "device"), jax.tree_util.keystr(path)
@@ -142,7 +133,7 @@ HALF = FORMS[1], FORMS[2], FORMS[4], FORMS[7]  # each option with each other onc
 )
 def test_steps_equal_resident(name, where, form, window):
     params, state = run(wrapped(name, where, window=window), name, form)
-    same((params, state), expected(name))
+    assert_close((params, state), expected(name), 1e-6)
     assert_memory(state)
 
 
@@ -196,7 +187,9 @@ def test_with_master_params(name, form, window):
     tx = jo.offload(jo.with_master_params(wrapped(name, "resident")), min_bytes=0, window=window)
     params, state = run(tx, name, form, jnp.bfloat16)
     assert_memory(state)
-    same((state.master, state.inner_state), run(wrapped(name, "resident"), name, dtype=jnp.bfloat16, up=True))
+    assert_close(
+        (state.master, state.inner_state), run(wrapped(name, "resident"), name, dtype=jnp.bfloat16, up=True), 1e-6
+    )
     for k, p in params.items():
         assert p.dtype == jnp.bfloat16 and (np.asarray(p) == np.asarray(state.master[k]).astype(p.dtype)).all()
 
@@ -230,7 +223,7 @@ def test_norms_of_sharded_gradients_are_global(name, where, form, axes, over):
     with jax.set_mesh(mesh):
         tx = wrapped(name, where, window=1, shard_over=over)
         params, state = run(tx, name, form, mesh=mesh)
-    same((params, state), expected(name))
+    assert_close((params, state), expected(name), 1e-6)
     assert_memory(state)
     mu = optax.tree.get(state, "mu")["stacked"].sharding
     assert mu.is_equivalent_to(NamedSharding(mesh, P(None, "fsdp", over), memory_kind="pinned_host"), 3), mu

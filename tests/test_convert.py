@@ -7,10 +7,11 @@ import optax
 import pytest
 
 import jax_offload as jo
+from tests.support.rows import rows
 from tests.test_storage import ADAM_STORAGE, ADAMW, HOST, encoded, gradients, parameters
 
 
-@pytest.mark.parametrize("storage", ADAM_STORAGE)
+@pytest.mark.parametrize("storage", rows(ADAM_STORAGE, "compiles every conversion", daily=["int8"]))
 @pytest.mark.parametrize("given", [True, False])
 def test_to_plain_and_back(storage, given):
     params = parameters()

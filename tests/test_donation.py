@@ -26,7 +26,8 @@ import jax_offload as jo
 from jax_offload._base import donation as _donation
 from jax_offload._base import private as _private
 from jax_offload._emit.find import emitted
-from tests.support.donations import CASES, KIND, STEPS, arrays, buffers, create, kinds, on_device
+from tests.support.donations import CASES, KIND, STEPS, arrays, buffers, create, on_device
+from tests.support.trees import kinds
 
 pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 

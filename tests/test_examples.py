@@ -67,6 +67,7 @@ def test_a_resumed_run_goes_on_as_if_uninterrupted(train, whole, tmp_path, capsy
     assert rest["compiled"] == 1
 
 
+@pytest.mark.long("trains a GPT three times")
 def test_pipelined_gives_the_same_losses_and_resumes(train, whole, tmp_path, capsys):
     options = ("--steps", 6, "--pipelined", "--checkpoint-dir", tmp_path, "--save-every", 2)
     first, rest = train(*options, "--stop-at", 3), train(*options)
@@ -77,6 +78,7 @@ def test_pipelined_gives_the_same_losses_and_resumes(train, whole, tmp_path, cap
     assert first["compiled"] == rest["compiled"] == 0  # the plain step
 
 
+@pytest.mark.long("trains a GPT")
 @pytest.mark.parametrize("optimizer", ["muon", "schedule_free_adamw"])
 def test_other_optimizers_partly_offloaded(train, optimizer):
     result = train("--steps", 3, "--optimizer", optimizer, "--fraction", 0.5)
@@ -85,6 +87,7 @@ def test_other_optimizers_partly_offloaded(train, optimizer):
     assert result["held_out"][1] < result["held_out"][0]
 
 
+@pytest.mark.long("trains a GPT")
 def test_bfloat16_parameters_with_masters_and_moments_in_8_bits(train):
     # in the smaller model the moments, once in 8 bits, are below min_bytes
     run = "--model", "tiny", "--batch", 2, "--context", 64, "--steps", 4

@@ -2,13 +2,13 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
 import jax_offload as jo
 from jax_offload._emit.find import updates_in
 from jax_offload._emit.region import Part
+from tests.support.trees import assert_close
 
 LAYERS, WIDTH, ROWS = 6, 128, 64
 ADAMW = optax.adamw(1e-2)
@@ -64,12 +64,6 @@ def resident(clip, loss, steps):
     for k in range(steps):
         params, state, value = step(params, state, batch(k))
     return params, state, value
-
-
-def assert_close(got, want, rtol):
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        a, b = np.float64(a), np.float64(b)
-        assert np.linalg.norm(a - b) <= rtol * np.linalg.norm(b) + 1e-12
 
 
 def barriers(step, *args):

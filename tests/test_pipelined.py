@@ -19,11 +19,12 @@ from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
 from jax_offload._interop import jit as interop_jit
-from jax_offload._precision.storage import formats, next_stored, plain, rules_of, stored
+from jax_offload._precision.storage import rules_of
 from tests.support.rows import rows
+from tests.support.storage import resident
+from tests.support.trees import FAST
 
 HOST, DEVICE = "pinned_host", "device"
-FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # to compile
 STEPS, LAYERS, WIDTH = 20, 4, 64
 CLIP = optax.clip_by_global_norm(0.5)
 ADAMW = optax.chain(CLIP, optax.adamw(1e-2))
@@ -206,24 +207,9 @@ def test_optimizers(name):
     check(step_of(tx, form), step_of(plain, "update"), tx.init, plain.init, scan=scan)
 
 
-def resident(inner, rules):
-    """``storage`` without host memory: decode all, update, encode all."""
-
-    def init(params):
-        state = inner.init(params)
-        return stored(state, formats(rules_of(rules), state, params, 1024))
-
-    def update(updates, state, params):
-        before = plain(state)
-        updates, after = inner.update(updates, before, params)
-        return updates, next_stored(state, before, after)
-
-    return optax.GradientTransformation(init, update)
-
-
 def test_storage():
     """Fusion may change a last bit of a moment, and with it, once in a while, which way a number is rounded."""
-    tx, plain_tx = offloaded(storage="bfloat16"), resident(ADAMW, "bfloat16")
+    tx, plain_tx = offloaded(storage="bfloat16"), resident(ADAMW, rules_of("bfloat16"), 1024)
     check(step_of(tx), step_of(plain_tx, "update"), tx.init, plain_tx.init, loss_atol=3e-4, atol=1e-2)
 
 

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import jax_offload as jo
+from tests.support.trees import kinds_of
 
 HOST, DEVICE = "pinned_host", "device"
 
@@ -19,10 +20,6 @@ def layers(n=12):
     return jax.device_put({"embed": jnp.ones((128, 64)), **params, "head": jnp.ones((64, 128))}, jax.devices()[0])
 
 
-def kinds(tree):
-    return jax.tree.map(lambda x: x.sharding.memory_kind, tree)
-
-
 def on_host(tx, params):
     return [leaf.path for leaf in jo.placement(tx, params).leaves if leaf.host]
 
@@ -30,11 +27,11 @@ def on_host(tx, params):
 def test_default_takes_every_large_leaf_and_no_other():
     tx = jo.offload(optax.adamw(1e-3), min_bytes=1024)
     state = tx.init(layers())
-    mu = kinds(state[0].mu)
+    mu = kinds_of(state[0].mu)
     assert state[0].count.sharding.memory_kind == DEVICE
     assert mu["embed"] == mu["layers_3"]["w"] == HOST
     assert mu["layers_3"]["b"] == DEVICE  # 256 bytes
-    assert kinds(state[0].nu) == mu
+    assert kinds_of(state[0].nu) == mu
 
 
 @pytest.mark.parametrize("jitted", [False, True])
@@ -44,10 +41,10 @@ def test_init_and_update_agree_with_the_table(jitted):
     wrap = jax.jit if jitted else lambda f: f
     table = [leaf.host for leaf in jo.placement(tx, params).leaves]
     state = wrap(tx.init)(params)
-    assert [k == HOST for k in jax.tree.leaves(kinds(state))] == table
+    assert [k == HOST for k in jax.tree.leaves(kinds_of(state))] == table
     updates, state = wrap(tx.update)(params, state, params)
-    assert [k == HOST for k in jax.tree.leaves(kinds(state))] == table
-    assert set(jax.tree.leaves(kinds(updates))) == {DEVICE}
+    assert [k == HOST for k in jax.tree.leaves(kinds_of(state))] == table
+    assert set(jax.tree.leaves(kinds_of(updates))) == {DEVICE}
 
 
 @pytest.mark.parametrize("jitted", [False, True])
@@ -55,12 +52,12 @@ def test_update_brings_every_leaf_home(jitted):
     """From a resident state, and from one that is wholly on the host: nothing stays where it must not."""
     tx, params = jo.offload(optax.adamw(1e-3), fraction=0.5, min_bytes=0), layers()
     wrap = jax.jit if jitted else lambda f: f
-    expected = kinds(tx.init(params))
+    expected = kinds_of(tx.init(params))
     resident = jo.to_device(tx.init(params))
     all_host = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host) if x.ndim else x, resident)
     results = [wrap(tx.update)(params, state, params) for state in (tx.init(params), resident, all_host)]
     for updates, state in results:
-        assert kinds(state) == expected
+        assert kinds_of(state) == expected
         jax.tree.map(np.testing.assert_array_equal, (updates, state), results[0])
 
 
@@ -125,8 +122,8 @@ def test_keys_and_scalars_stay_whatever_the_options_say():
         lambda u, s, p=None: (u, s),
     )
     state = jo.offload(inner, min_bytes=0).init(layers(1))
-    assert kinds({k: state[k] for k in ("keys", "count")}) == {"keys": DEVICE, "count": DEVICE}
-    assert set(jax.tree.leaves(kinds(state["mu"]))) == {HOST}
+    assert kinds_of({k: state[k] for k in ("keys", "count")}) == {"keys": DEVICE, "count": DEVICE}
+    assert set(jax.tree.leaves(kinds_of(state["mu"]))) == {HOST}
 
 
 def test_the_table_says_where_and_why():
@@ -159,7 +156,7 @@ def test_optax_tree_utilities():
     tx, params = jo.offload(optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3), min_bytes=0), layers(2)
     state = tx.init(params)
     moved = optax.tree.map_params(tx, lambda x: x, state)
-    assert kinds(moved) == kinds(state)
+    assert kinds_of(moved) == kinds_of(state)
     assert optax.tree.get(state, "mu")["embed"].sharding.memory_kind == HOST
     step = jax.jit(tx.update)
     _, state = step(params, state, params)

@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -13,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
 from jax_offload._emit.find import emitted, updates_in
+from tests.support.trees import FAST, assert_close, equations
 
 HOST, DEVICE = "pinned_host", "device"
-FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # to compile
 SPECS = {  # on a mesh of data, fsdp and tensor
     "embed": P("tensor", "fsdp"),
     "layers": {"w": P(None, "fsdp", "tensor"), "b": P(None, "tensor")},
@@ -84,12 +83,6 @@ def resident(inner, n=3):
     return params, state
 
 
-def same(got, want, rtol=2e-5):
-    for (path, x), y in zip(jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(want), strict=True):
-        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-        assert np.linalg.norm(x - y) <= rtol * np.linalg.norm(y) + 1e-12, jax.tree_util.keystr(path)
-
-
 def spec_of(x):
     """Axis by axis, without what is not said at the end."""
     entries = [(e,) if isinstance(e, str) else e for e in x.sharding.spec]
@@ -131,7 +124,7 @@ def test_state_is_sharded_like_its_parameters(name, window, axes):
         params, state = run(tx, params, grads)
         assert_state(state, specs, tx, params)
     want = resident(OPTIMIZERS[name])
-    same((params, state), want)
+    assert_close((params, state), want, 2e-5)
 
 
 def test_factored_leaves_have_the_axes_that_are_left():
@@ -194,7 +187,7 @@ def test_zero_1(specs, zero, window, form, axes):
         lambda s: entries(*s), specs, is_leaf=lambda s: isinstance(s, P)
     )
     want = resident(OPTIMIZERS["clip"])
-    same((params, state), want)
+    assert_close((params, state), want, 2e-5)
 
 
 @pytest.mark.parametrize(
@@ -226,9 +219,9 @@ def test_masters_that_are_divided_further_than_their_parameters(name, low_bits, 
         b, want = step(b, want, grads)
     ulp = jax.tree.map(lambda x, y: np.abs(np.float32(x) - np.float32(y)).max() / np.abs(np.float32(y)).max(), a, b)
     assert max(jax.tree.leaves(ulp)) <= 2**-7  # a last bit of a master decides, once in a while, how it is rounded
-    same(state.inner_state, want.inner_state)
+    assert_close(state.inner_state, want.inner_state, 2e-5)
     if not low_bits:
-        same(state.master, want.master)
+        assert_close(state.master, want.master, 2e-5)
         for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(state.master), strict=True):
             np.testing.assert_array_equal(np.float32(x), np.float32(np.asarray(y).astype(jnp.bfloat16)))
 
@@ -240,7 +233,7 @@ def test_zero_1_for_every_kind_of_optimizer(name):
     tx = jo.offload(OPTIMIZERS[name], min_bytes=0, window=1, shard_over="data")
     got = run(tx, params, grads)
     want = resident(OPTIMIZERS[name])
-    same(got, want)
+    assert_close(got, want, 2e-5)
     assert any("data" in str(spec_of(x)) for x in jax.tree.leaves(got[1])) or name == "adafactor"
 
 
@@ -284,7 +277,7 @@ def test_what_stays_on_the_device_is_divided_too(fraction):
     tx = jo.offload(OPTIMIZERS["adamw"], min_bytes=0, fraction=fraction, shard_over="data")
     got = run(tx, params, grads)
     want = resident(OPTIMIZERS["adamw"])
-    same(got, want)
+    assert_close(got, want, 2e-5)
     mu = got[1][0].mu
     assert jax.tree.map(spec_of, mu) == jax.tree.map(
         lambda s: entries(*s), ZERO_REPLICATED, is_leaf=lambda s: isinstance(s, P)
@@ -305,7 +298,7 @@ def test_a_resident_state_is_divided_in_its_first_step_or_by_to_host():
     _, state = jax.jit(tx.update)(grads, plain, params)
     for x, s in zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True):
         assert x.sharding.memory_kind == s.memory_kind and (x.ndim == 0 or x.sharding.is_equivalent_to(s, x.ndim))
-    same(state, resident(OPTIMIZERS["adamw"], 1)[1])
+    assert_close(state, resident(OPTIMIZERS["adamw"], 1)[1], 2e-5)
 
 
 def test_init_under_jit_and_abstract_parameters():
@@ -341,7 +334,7 @@ def test_under_shard_map(rows):
     got = step(grads, state, params)
     assert [str(planned.transfer) for each in plans for _, planned in each.loads] == [f"{rows} chunks of axis 0"]
     want = optax.adamw(1e-2).update(jax.device_get(grads), optax.adamw(1e-2).init(params), jax.device_get(params))
-    same(got, want)
+    assert_close(got, want, 2e-5)
     assert got[1][0].mu["w"].sharding.memory_kind == HOST
 
 
@@ -359,7 +352,7 @@ def test_under_shard_map_with_two_specs():
     step = jax.shard_map(tx.update, mesh=mesh, in_specs=(specs, spec, specs), out_specs=(specs, spec))
     got = jax.jit(step)(params, state, params)
     plain, host = optax.adam(1e-2), jax.device_get(params)
-    same(got, plain.update(host, plain.init(host), host))
+    assert_close(got, plain.update(host, plain.init(host), host), 2e-5)
 
 
 def test_looking_is_not_remembered_and_two_layouts_are_an_error():
@@ -460,7 +453,7 @@ def test_clipping_is_by_the_global_norm(inside):
     tx = offload(optax.chain(clip, adam)) if inside else optax.chain(clip, offload(adam))
     for form in "update", "update_params":
         got = run(tx, network(mesh), network(mesh, seed=100), form)
-        same(got, resident(optax.chain(clip, adam)))
+        assert_close(got, resident(optax.chain(clip, adam)), 2e-5)
 
 
 @pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
@@ -470,7 +463,7 @@ def test_eagerly(axes):
     tx = jo.offload(OPTIMIZERS["adamw"], min_bytes=0, window=1, shard_over="data")
     updates, state = tx.update(params, tx.init(params), params)
     plain = OPTIMIZERS["adamw"]
-    same((updates, state), plain.update(network(None), plain.init(network(None)), network(None)))
+    assert_close((updates, state), plain.update(network(None), plain.init(network(None)), network(None)), 2e-5)
     assert jax.tree.map(spec_of, updates) == jax.tree.map(spec_of, params)
     assert {x.sharding.memory_kind for x in jax.tree.leaves(state) if x.ndim} == {HOST}
 
@@ -497,10 +490,3 @@ def test_update_params_gathers_no_updates(around):
              if eqn.primitive.name == "sharding_constraint" and eqn.params["sharding"].spec == P()]  # fmt: skip
     # each parameter before it is divided, for the update and to be updated, and the choice that makes it in place
     assert len(whole) == 5 * len(params)
-
-
-def equations(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in jex.jaxprs_in_params(eqn.params):
-            yield from equations(inner)

@@ -13,16 +13,13 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jax_offload as jo
+from tests.support.trees import kinds_of
 
 HOST, DEVICE = "pinned_host", "device"
 
 
 def params():
     return jax.device_put({"w": jnp.arange(1024.0).reshape(32, 32) / 1024, "b": jnp.ones(32)}, jax.devices()[0])
-
-
-def kinds(tree):
-    return jax.tree.map(lambda x: x.sharding.memory_kind, tree)
 
 
 def trained(tx, p, n=3):
@@ -41,10 +38,10 @@ def test_to_device_and_back():
     tx, p = jo.offload(optax.adamw(1e-3), fraction=0.5, min_bytes=0), params()
     _, state = trained(tx, p)
     resident = jo.to_device(state)
-    assert set(jax.tree.leaves(kinds(resident))) == {DEVICE}
+    assert set(jax.tree.leaves(kinds_of(resident))) == {DEVICE}
     equal(resident, state)
     for back in (jo.to_host(tx, resident), jo.to_host(tx, resident, p), jax.jit(lambda s: jo.to_host(tx, s))(resident)):
-        assert kinds(back) == kinds(state)
+        assert kinds_of(back) == kinds_of(state)
         equal(back, state)
 
 
@@ -52,7 +49,7 @@ def test_to_host_through_a_chain_and_with_rules():
     p = params()
     tx = optax.chain(optax.clip(1.0), jo.offload(optax.adamw(1e-3), select="w", min_bytes=0))
     state = tx.init(p)
-    assert kinds(jo.to_host(tx, jo.to_device(state))) == kinds(state)
+    assert kinds_of(jo.to_host(tx, jo.to_device(state))) == kinds_of(state)
 
 
 def test_to_host_of_a_foreign_state():
@@ -70,7 +67,7 @@ def test_migrating_a_running_resident_job():
     for start in (resident, jo.to_host(tx, resident)):
         updates, state = jax.jit(tx.update)(grads, start, p)
         equal((updates, state), expected)
-        assert kinds(state) == kinds(tx.init(p))
+        assert kinds_of(state) == kinds_of(tx.init(p))
 
 
 def test_eval_parameters_of_schedule_free():
@@ -89,7 +86,7 @@ def test_reading_an_ema_and_norms():
     tx = jo.offload(optax.chain(optax.ema(0.9), optax.adamw(1e-3)), min_bytes=0)
     p, state = trained(tx, params())
     ema = jo.to_device(state[0].ema)
-    assert kinds(ema) == {"w": DEVICE, "b": DEVICE}
+    assert kinds_of(ema) == {"w": DEVICE, "b": DEVICE}
     assert np.isfinite(optax.tree.norm(ema))
     moments = jo.to_device(optax.tree.get(state, "mu"))
     assert float(optax.tree.norm(moments)) > 0
@@ -139,7 +136,7 @@ def test_a_step_lowers_with_abstract_state():
         warnings.simplefilter("error")  # "something has moved the state"
         compiled = traced.lower().compile()
     new = compiled(p, tx.init(p), params())[1]
-    assert kinds(new) == kinds(tx.init(p))
+    assert kinds_of(new) == kinds_of(tx.init(p))
 
 
 def test_what_abstract_state_brings_compiles_once(tmp_path):
@@ -164,7 +161,7 @@ def test_a_checkpoint_restores_into_any_placement(tmp_path, saved, restored):
         checkpointer.wait_until_finished()
         back = checkpointer.restore(tmp_path / "state", jo.abstract_state(make(restored), p))
     equal(back, state)
-    assert kinds(back) == kinds(make(restored).init(p))
+    assert kinds_of(back) == kinds_of(make(restored).init(p))
 
 
 def test_to_host_without_params_refuses_to_guess():
@@ -192,10 +189,10 @@ def test_to_host_of_what_pickle_or_numpy_has_brought_to_the_device(through, jitt
         tx.update(p, given, p)
     for args in ((given,), (given, p)):
         back = jax.jit(lambda s, *p: jo.to_host(tx, s, *p))(*args) if jitted else jo.to_host(tx, *args)
-        assert kinds(back) == kinds(state)
+        assert kinds_of(back) == kinds_of(state)
         equal(back, state)
     traced = jax.jit(lambda: jo.to_host(tx, given, jax.tree.map(jnp.ones_like, p)))()
-    assert kinds(traced) == kinds(state)
+    assert kinds_of(traced) == kinds_of(state)
 
 
 def test_numpy_goes_to_host_memory_of_the_parameters_devices():

@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec as P
 import jax_offload as jo
 from jax_offload._ir.program import flat
 from jax_offload._precision.formats import decode, encode
-from jax_offload._precision.storage import Encoded, _seeds, formats, next_stored, plain, rules_of, stored
+from jax_offload._precision.storage import Encoded, _seeds, plain, rules_of
 from tests.support.rows import rows
+from tests.support.storage import resident
 
 HOST = "pinned_host"
 ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
@@ -49,26 +50,11 @@ def stepper(tx):
     return step
 
 
-def resident(inner, rules, min_bytes):
-    """The same arithmetic without host memory: decode all, update, encode all."""
-
-    def init(params):
-        state = inner.init(params)
-        return stored(state, formats(rules, state, params, min_bytes))
-
-    def update(updates, state, params):
-        before = plain(state)
-        updates, after = inner.update(updates, before, params)
-        return updates, next_stored(state, before, after)
-
-    return optax.GradientTransformation(init, update)
-
-
 def encoded(state):
     return [x for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Encoded)) if isinstance(x, Encoded)]
 
 
-@pytest.mark.parametrize("storage", ADAM_STORAGE)
+@pytest.mark.parametrize("storage", rows(ADAM_STORAGE, "trains twice", daily=["mixed", "int8"]))
 @pytest.mark.parametrize("window", rows([None, 40_000], "trains twice", daily=[40_000]))
 def test_steps_equal_those_of_a_resident_state_in_the_same_format(storage, window):
     rules = ADAM_STORAGE[storage]
@@ -109,6 +95,7 @@ def test_steps_equal_those_of_a_resident_state_in_the_same_format(storage, windo
         assert all("chunks of axis 0" in text or text.startswith("whole, ") for text in ragged), how
 
 
+@pytest.mark.long("trains in every format")
 def test_training_is_near_that_in_float32():
     params = parameters()
     base, state = jax.tree.map(jnp.copy, params), ADAMW.init(params)
@@ -192,7 +179,7 @@ def test_what_is_not_finite_shows(value):
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("shard_over", [None, "data"])
+@pytest.mark.parametrize("shard_over", rows([None, "data"], "trains on eight devices", daily=["data"]))
 @pytest.mark.parametrize("storage", rows(["mixed", "int8"], "trains on eight devices", daily=["int8"]))
 def test_sharded(axis_type, shard_over, storage):
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(axis_type,) * 3)
@@ -287,7 +274,9 @@ def test_eight_bit_integers_want_float32_leaves():
         np.testing.assert_array_equal(np.float32(x), np.float32(y))
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    "dtype", rows([jnp.bfloat16, jnp.float16], "compiles all that it says to do", daily=[jnp.bfloat16])
+)
 def test_what_the_message_about_eight_bit_integers_says_to_do(dtype):
     params = parameters(dtype)
     int8 = {"mu": "int8", "nu": "uint8"}

@@ -24,10 +24,10 @@ from flax.core import FrozenDict
 from hypothesis import strategies as st
 
 import jax_offload as jo
-from tests.support.optimizers import assert_same, eligible, kinds
+from tests.support.optimizers import assert_same, eligible
+from tests.support.trees import FAST, kinds
 
 DEVICE = jax.devices()[0]
-FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 hypothesis.settings.register_profile(
     "trees", deadline=None, max_examples=25, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck)

@@ -17,11 +17,11 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks import workers
 from benchmarks.gpu import conduct
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.summary import failed, markdown, wrong
-from benchmarks.store import path_for
+from benchmarks.harness import workers
+from benchmarks.harness.store import path_for
 
 PARTS = ("values", "donation", "link", "steps")
 TOTAL_MINUTES = 40

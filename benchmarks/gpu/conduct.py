@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.workers import LATE, Late, Worker
+from benchmarks.harness.workers import LATE, Late, Worker
 
 LEAST_SECONDS = 5  # nothing begins with less time left
 

@@ -1,11 +1,11 @@
-"""The link alone, by ``benchmarks/link.py``: each direction and both at once, a case for each size of a copy."""
+"""The link alone, by ``harness/link.py``: each direction and both at once, a case for each size of a copy."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from benchmarks import link
+from benchmarks.harness import link
 
 ALONE = False
 # What says most first: the sizes of real leaves.

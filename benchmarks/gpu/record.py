@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.summary import markdown
-from benchmarks.store import Store
+from benchmarks.harness.store import Store
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "optax", "numpy")
 

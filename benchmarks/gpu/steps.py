@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 import jax_offload as jo
-from benchmarks.clock import clocked
-from benchmarks.jax_system import compiled_peak, nbytes, peak, profiled
-from benchmarks.recipe import usual_recipe
+from benchmarks.harness.clock import clocked
+from benchmarks.in_jax.recipe import usual_recipe
+from benchmarks.in_jax.system import compiled_peak, nbytes, peak, profiled
 from jax_offload._analysis.chips import known_chips
 from jax_offload._analysis.timeline import timeline
 from tests.aot import model

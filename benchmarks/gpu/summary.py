@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.report import GIB, link_table, table
+from benchmarks.harness.report import GIB, link_table, table
 
 Found = dict[str, dict[str, Any]]  # case -> result, of one part
 

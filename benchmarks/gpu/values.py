@@ -15,11 +15,11 @@ import optax
 from jax.tree_util import keystr, tree_flatten_with_path
 
 import jax_offload as jo
-from benchmarks import gpt
-from benchmarks.cases import Shape
 from benchmarks.gpu import where
-from benchmarks.jax_system import training_step
-from benchmarks.systems import INT8
+from benchmarks.harness.cases import Shape
+from benchmarks.harness.systems import INT8
+from benchmarks.in_jax import gpt
+from benchmarks.in_jax.system import training_step
 from examples import _data
 
 ALONE = False

@@ -13,7 +13,7 @@ import json
 import traceback
 from pathlib import Path
 
-from benchmarks.machine import reason, say, take_the_device
+from benchmarks.harness.machine import reason, say, take_the_device
 
 
 def main(argv: list[str] | None = None) -> None:

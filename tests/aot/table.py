@@ -18,11 +18,12 @@ import jax.numpy as jnp
 import optax
 
 import jax_offload as jo
-from benchmarks import gpt, systems
-from benchmarks.cases import SHAPES
-from benchmarks.jax_system import program
-from benchmarks.recipe import usual_recipe
-from benchmarks.systems import OURS, RECIPE, RESIDENT
+from benchmarks.in_jax import gpt
+from benchmarks.harness import systems
+from benchmarks.harness.cases import SHAPES
+from benchmarks.in_jax.system import program
+from benchmarks.in_jax.recipe import usual_recipe
+from benchmarks.harness.systems import OURS, RECIPE, RESIDENT
 from jax.sharding import PartitionSpec as P
 from jax_offload._whole import rewritten as whole_step
 

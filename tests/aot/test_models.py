@@ -10,8 +10,9 @@ import optax
 import pytest
 
 import jax_offload as jo
-from benchmarks import compiled, systems
-from benchmarks.cases import SHAPES
+from benchmarks.compiled import figures as compiled
+from benchmarks.harness import systems
+from benchmarks.harness.cases import SHAPES
 from tests.aot.cases import device_sharding, in_float32, measure_update
 from tests.aot.harness import H200, MIB, V5E, measure, require
 from tests.support.rows import rows

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_offload as jo
-from benchmarks.recipe import usual_recipe
+from benchmarks.in_jax.recipe import usual_recipe
 from tests.aot.cases import device_sharding, in_float32, measure_step, measure_update
 from tests.aot.harness import H200, MIB, V5E, measure, mesh_for, require
 from tests.support.rows import rows

@@ -10,8 +10,8 @@ import optax
 import pytest
 
 import jax_offload as jo
-from benchmarks import gpt
-from benchmarks.cases import SHAPES
+from benchmarks.harness.cases import SHAPES
+from benchmarks.in_jax import gpt
 from tests.aot.cases import device_sharding, measure_step, measure_turned, measure_update
 from tests.aot.harness import H200, V5E, require
 from tests.aot.model import ADAMW, CLIPPED, loss, parameters, two_by_two

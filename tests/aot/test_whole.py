@@ -10,9 +10,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from benchmarks import systems
-from benchmarks.cases import SHAPES
-from benchmarks.jax_system import program
+from benchmarks.harness import systems
+from benchmarks.harness.cases import SHAPES
+from benchmarks.in_jax.system import program
 from jax_offload._analysis.hlo import computations
 from jax_offload._whole import rewritten as whole
 from tests.aot.cases import device_sharding, measure_sharded, measure_step, measure_update

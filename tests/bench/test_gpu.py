@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import workers
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import conduct, donation, link, record, steps, summary, values, where
+from benchmarks.harness import workers
 
 ONE_EACH = "^AdamW; unrolled; default$|^TrainState -> grads, TrainState; fraction 0.5$|^1 MiB$"
 TWO_WAYS = r"^stacked layers \(lax.scan\); (offloaded|resident)$"
@@ -26,6 +26,7 @@ def no_other_device():
         yield
 
 
+@pytest.mark.long("each part of make gpu, on a toy")
 def test_one_command_runs_each_part_and_goes_on(tmp_path, monkeypatch, capsys):
     out = tmp_path / "results.json"
     arguments = ["--toy", "--only", f"{ONE_EACH}|{TWO_WAYS}", "--out", str(out)]
@@ -101,9 +102,10 @@ def test_a_wrong_step_and_a_wrong_place_are_noticed(monkeypatch):
 def test_what_ends_a_process_or_hangs_does_not_stop_the_rest(tmp_path, monkeypatch):
     folder = tmp_path / "benchmarks"
     (folder / "gpu").mkdir(parents=True)
-    shutil.copy(workers.ROOT / "benchmarks/machine.py", folder)
+    (folder / "harness").mkdir()
+    shutil.copy(workers.ROOT / "benchmarks/harness/machine.py", folder / "harness")
     shutil.copy(workers.ROOT / "benchmarks/gpu/worker.py", folder / "gpu")
-    (folder / "cases.py").write_text("Case = None")
+    (folder / "harness/cases.py").write_text("Case = None")
     (folder / "gpu/part.py").write_text(
         "import os, time\n"
         "def run(name, toy, programs):\n"

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import digest, systems, timeline
-from benchmarks.cases import SHAPES
-from benchmarks.goals import goals
-from benchmarks.readings import added, overhead
-from benchmarks.report import markdown
-from benchmarks.systems import IN_GROUPS
+from benchmarks.harness import digest, systems, timeline
+from benchmarks.harness.cases import SHAPES
+from benchmarks.harness.goals import goals
+from benchmarks.harness.readings import added, overhead
+from benchmarks.harness.report import markdown
+from benchmarks.harness.systems import IN_GROUPS
 
 GB = 10**9
 

@@ -14,13 +14,15 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks import gpt, torch_system
-from benchmarks.cases import ADAMW, MATRICES, SHAPES, Case
+from benchmarks.harness.cases import ADAMW, MATRICES, SHAPES, Case
+from benchmarks.in_jax import gpt
+from benchmarks.in_torch import system as torch_system
 from examples import _data
 
 torch = pytest.importorskip("torch", reason="the benchmark's rivals: pip install torch")
 
-from benchmarks import gpt_torch, torch_rivals  # noqa: E402
+from benchmarks.in_torch import gpt as gpt_torch  # noqa: E402
+from benchmarks.in_torch import rivals as torch_rivals  # noqa: E402
 
 SHAPE = SHAPES["toy"]
 CPU = torch.device("cpu")
@@ -133,7 +135,7 @@ def test_clipping_changes_the_losses(data):
 
 
 def worker(case):
-    command = [sys.executable, "-m", "benchmarks.torch_system", case.to_json()]
+    command = [sys.executable, "-m", "benchmarks.in_torch.system", case.to_json()]
     root = Path(__file__).parents[2]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])

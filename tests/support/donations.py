@@ -134,9 +134,5 @@ def buffers(tree):
     return Counter((x.shape, x.dtype, KIND[x.memory_space]) for x in leaves)
 
 
-def kinds(tree):
-    return [x.sharding.memory_kind for x in jax.tree.leaves(tree)]
-
-
 def arrays(tree):
     return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]

@@ -418,7 +418,3 @@ def assert_same(got: Any, want: Any, what: str, tolerance: float = 1e-6) -> None
 def eligible(x: jax.Array) -> bool:
     """Whether a leaf may be on the host at all: of rank >= 1, not empty, not a key."""
     return x.ndim > 0 and x.size > 0 and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def kinds(tree: Any) -> list[str]:
-    return [x.sharding.memory_kind for x in jax.tree.leaves(tree)]

@@ -22,10 +22,10 @@ from jax_offload._base.elementwise import NAME, elementwise
 from jax_offload._ir.primitives import ELEMENTWISE, REDUCE
 from jax_offload._plan import chunk_rules as _chunk
 from jax_offload._plan.chunk_rules import Dependent, Partial, Rows, chunked_dims, run_chunk
+from tests.support.trees import FAST
 
 SIZE, LEAF = 6, (6, 5)  # of the chunked axis, and the leaf
 CHUNKS = ((0, 4), (4, 6))  # the last one is shorter
-FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # to compile
 
 
 def numbers(shape, dtype):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import Case
+from benchmarks.harness.cases import Case
 
 MARK = "benchmarks reports "  # begins the lines that are for run.py, among whatever else is printed
 OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "out of memory", "OutOfMemory", "MemoryError")

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.cases import SHAPES, Case, Shape
+from benchmarks.harness.cases import SHAPES, Case, Shape
 
 MIB = 2**20
 INT8 = {"mu": "int8", "nu": "uint8"}

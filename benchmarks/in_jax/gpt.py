@@ -1,4 +1,4 @@
-"""A GPT in plain JAX, scanned or unrolled; ``gpt_torch.py`` is the same model with the same first parameters."""
+"""A GPT in plain JAX, scanned or unrolled; ``in_torch/gpt.py`` is the same model with the same first parameters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.cases import MATRICES, STDDEV, Shape
+from benchmarks.harness.cases import MATRICES, STDDEV, Shape
 
 EMBED, POSITIONS, BLOCKS = 0, 1, 2  # numbers of the leaves, from which their first values are hashed
 

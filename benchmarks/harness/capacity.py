@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.cases import Case, Shape
-from benchmarks.systems import System, case
+from benchmarks.harness.cases import Case, Shape
+from benchmarks.harness.systems import System, case
 
 WIDTH, HEADS = 4096, 32
 KEEP = ("error", "device_peak_bytes", "device_limit_bytes", "host_bytes", "host_taken_bytes", "host_state_bytes")

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.cases import ADAMW, Case
-from benchmarks.gpt_torch import build
+from benchmarks.harness.cases import ADAMW, Case
+from benchmarks.in_torch.gpt import build
 
 
 class Unavailable(Exception):

@@ -1,6 +1,6 @@
 """The worker of the PyTorch systems: runs one case in this process and prints a line of JSON.
 
-python -m benchmarks.torch_system "$CASE"
+python -m benchmarks.in_torch.system "$CASE"
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks import timeline
-from benchmarks.cases import Case
-from benchmarks.machine import peak_rss, report
+from benchmarks.harness import timeline
+from benchmarks.harness.cases import Case
+from benchmarks.harness.machine import peak_rss, report
 from examples import _data
 
 if TYPE_CHECKING:
     import torch
 
-    from benchmarks.torch_rivals import Rival
+    from benchmarks.in_torch.rivals import Rival
 
 # Where the name of a package is not that of the module.
 PIP = {"megatron": "megatron-core", "cpuinfo": "py-cpuinfo"}
@@ -92,7 +92,7 @@ def device_bytes(device: torch.device) -> dict[str, int | None]:
 def measure(case: Case) -> dict[str, Any]:
     import torch
 
-    from benchmarks.torch_rivals import SYSTEMS
+    from benchmarks.in_torch.rivals import SYSTEMS
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     rival = SYSTEMS[case.system](case, device)

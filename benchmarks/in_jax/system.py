@@ -1,6 +1,6 @@
 """The worker of the JAX systems: runs one case in this process and prints a line of JSON.
 
-python -m benchmarks.jax_system "$CASE"
+python -m benchmarks.in_jax.system "$CASE"
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.cases import ADAMW, Case
-from benchmarks.clock import clocked
-from benchmarks.machine import peak_rss, report, take_the_device
+from benchmarks.harness.cases import ADAMW, Case
+from benchmarks.harness.clock import clocked
+from benchmarks.harness.machine import peak_rss, report, take_the_device
 
 if __name__ == "__main__":
     take_the_device()
@@ -26,8 +26,9 @@ import numpy as np
 import optax
 
 import jax_offload as jo
-from benchmarks import gpt, timeline
-from benchmarks.recipe import usual_recipe
+from benchmarks.harness import timeline
+from benchmarks.in_jax import gpt
+from benchmarks.in_jax.recipe import usual_recipe
 from examples import _data
 from tests.aot.link import traffic
 

@@ -13,11 +13,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import Case
-from benchmarks.machine import host_memory
-from benchmarks.report import GIB, markdown
+from benchmarks.harness.cases import Case
+from benchmarks.harness.machine import host_memory
+from benchmarks.harness.report import GIB, markdown
 
-FOLDER = Path(__file__).parent / "results"
+FOLDER = Path(__file__).parents[1] / "results"
 
 
 def path_for(chip: str, kind: str) -> Path:

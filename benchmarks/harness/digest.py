@@ -1,6 +1,6 @@
 """The tables of README.md, from a file of results of compiled programs.
 
-python -m benchmarks.digest benchmarks/results/2026-11-22-h200-compiled.json
+python -m benchmarks.harness.digest benchmarks/results/2026-11-22-h200-compiled.json
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.readings import Entry, model_of
-from benchmarks.report import GIB, table
-from benchmarks.systems import FRACTIONS, IN_GROUPS, MAIN, MASTERS, MASTERS_INT8, OURS, RECIPE, RESIDENT
+from benchmarks.harness.readings import Entry, model_of
+from benchmarks.harness.report import GIB, table
+from benchmarks.harness.systems import FRACTIONS, IN_GROUPS, MAIN, MASTERS, MASTERS_INT8, OURS, RECIPE, RESIDENT
 
-README = Path(__file__).parent / "README.md"
+README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- compiled -->\n", "<!-- /compiled -->"
 Result = dict[str, Any]
 

@@ -1,6 +1,6 @@
 """The worker for a chip that is not there: compiles the step of a JAX case for it, and prints what the compiler says.
 
-    python -m benchmarks.compiled h200 "$CASE"
+    python -m benchmarks.compiled.figures h200 "$CASE"
 
 Attention is XLA's own: cuDNN's is chosen by trying it on the device. So activations are larger than in a run.
 """
@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 
 import jax_offload as jo
-from benchmarks.cases import Case
-from benchmarks.jax_system import nbytes, program
-from benchmarks.machine import report
+from benchmarks.harness.cases import Case
+from benchmarks.harness.machine import report
+from benchmarks.in_jax.system import nbytes, program
 from tests.aot.cases import device_sharding
 from tests.aot.harness import H200, MIB, measure
 

@@ -1,6 +1,6 @@
 """What the machinery itself costs, without an accelerator: tracing, lowering, compiling, and a step on the CPU.
 
-    python -m benchmarks.machinery [--leaves 100 400] [--cases NAME ...] [--json benchmarks/results/machinery.json]
+    python -m benchmarks.in_jax.machinery [--leaves 100 400] [--cases NAME ...] [--json FILE]
 
 The same optimizer without offload and offloaded, in turn, in one process; medians, and ratios of neighbouring runs. On
 a CPU jax elides the copies, so the step time is that of the program that is left: it says what slicing costs, nothing

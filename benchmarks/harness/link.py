@@ -1,6 +1,6 @@
 """The link between host and device: each direction alone, both at once, by size of a copy and copies in flight.
 
-    python -m benchmarks.link
+    python -m benchmarks.harness.link
 
 The copies are those of a compiled JAX program, as in a training step; where torch is installed, the driver's
 asynchronous copies between pinned and device memory too, as the ceiling. Bytes per second.
@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.machine import say
+from benchmarks.harness.machine import say
 
 MIB = 2**20
 SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from benchmarks.cases import SHAPES, Shape
-from benchmarks.systems import BASELINE, SYSTEMS
+from benchmarks.harness.cases import SHAPES, Shape
+from benchmarks.harness.systems import BASELINE, SYSTEMS
 
 Entry = dict[str, Any]
 

@@ -69,6 +69,6 @@ class Case:
 ADAMW = dict(learning_rate=3e-4, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
 
 # name, rows, columns in widths of the model; each number of a leaf is a hash of its place, so that every framework
-# begins with the same ones (gpt.py).
+# begins with the same ones (in_jax/gpt.py).
 MATRICES = {"qkv": (1, 3), "attention": (1, 1), "up": (1, 4), "down": (4, 1)}
 STDDEV = 0.02

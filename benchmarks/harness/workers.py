@@ -15,11 +15,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import Case
-from benchmarks.machine import MARK, meminfo
-from benchmarks.systems import SYSTEMS
+from benchmarks.harness.cases import Case
+from benchmarks.harness.machine import MARK, meminfo
+from benchmarks.harness.systems import SYSTEMS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LATE = "not done after"  # begins the error of a worker that was stopped, before the seconds
 
 
@@ -144,9 +144,9 @@ def run_case(case: Case, compiled: str | None, seconds: float, platform: str | N
     if compiled:
         if framework != "jax":
             return {"error": "needs a GPU: only programs of XLA can be compiled for a chip that is not there"}
-        return result("compiled", compiled, case.to_json(), seconds=seconds)
+        return result("compiled.figures", compiled, case.to_json(), seconds=seconds)
     with Watch() as watch:
-        found = result(f"{framework}_system", case.to_json(), seconds=seconds, platform=platform)
+        found = result(f"in_{framework}.system", case.to_json(), seconds=seconds, platform=platform)
     return found if "error" in found else {**found, "host_taken_bytes": watch.taken}
 
 

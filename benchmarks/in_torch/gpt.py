@@ -1,4 +1,4 @@
-"""The GPT of ``gpt.py`` in PyTorch, with the same first parameters."""
+"""The GPT of ``in_jax/gpt.py`` in PyTorch, with the same first parameters."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.cases import MATRICES, STDDEV, Shape
+from benchmarks.harness.cases import MATRICES, STDDEV, Shape
 
-EMBED, POSITIONS, BLOCKS = 0, 1, 2  # as in gpt.py
+EMBED, POSITIONS, BLOCKS = 0, 1, 2  # as in in_jax/gpt.py
 PIECE = 1 << 22  # numbers hashed at a time: what they need on the way stays small
 MASK = 0xFFFFFFFF
 

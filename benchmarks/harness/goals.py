@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from benchmarks.link import best
-from benchmarks.readings import Entry, added, find, model_of, overhead, rate_while_copying
-from benchmarks.systems import BFLOAT16, IN_GROUPS, INT8_STATE, OURS
+from benchmarks.harness.link import best
+from benchmarks.harness.readings import Entry, added, find, model_of, overhead, rate_while_copying
+from benchmarks.harness.systems import BFLOAT16, IN_GROUPS, INT8_STATE, OURS
 
 FREE_FROM = 16384  # tokens per step
 CPU_STEP = ["torchao CPUOffloadOptimizer", "DeepSpeed ZeRO-Offload", "Megatron HybridDeviceOptimizer"]

@@ -1,6 +1,6 @@
 """How long a step with an unrolled model takes to trace and to compile for an H200, by how its moments are stored.
 
-    python -m benchmarks.compiling [--leaves 48] [--repeats 2]
+    python -m benchmarks.compiled.times [--leaves 48] [--repeats 2]
 
 Needs no GPU: jax's CUDA plugin compiles for one that is not there (``pip install 'jax_offload[aot]'``). Seconds of CPU
 time, of all threads; compare rows of one run only, and only on a machine that does nothing else.

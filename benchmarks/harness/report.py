@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from benchmarks.goals import goals
-from benchmarks.readings import Entry, model_of, overhead, rate_while_copying, seconds
+from benchmarks.harness.goals import goals
+from benchmarks.harness.readings import Entry, model_of, overhead, rate_while_copying, seconds
 
 GIB = 2**30
 LAYERS = {0: "unrolled", 1: "one scan"}

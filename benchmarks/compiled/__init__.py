@@ -1,0 +1,1 @@
+"""Steps compiled for a chip that is not there."""

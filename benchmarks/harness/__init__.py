@@ -1,0 +1,1 @@
+"""What every system shares: cases, workers, results, and the tables of them."""

@@ -1,0 +1,43 @@
+"""What tests ask of trees of arrays: where they are, and whether two are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+
+# XLA's passes are those of any program; only LLVM does less, and compiles in half the time.
+FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+def kinds(tree: Any) -> list[str]:
+    """The kind of memory of each leaf."""
+    return jax.tree.leaves(kinds_of(tree))
+
+
+def kinds_of(tree: Any) -> Any:
+    """The same as a tree."""
+    return jax.tree.map(lambda x: x.sharding.memory_kind, tree)
+
+
+def assert_close(got: Any, want: Any, rtol: float) -> None:
+    """Leaf by leaf ``‖a − b‖ ≤ rtol ‖b‖``, of equal shapes and types; keys bit by bit."""
+    for (path, x), y in zip(jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(want), strict=True):
+        name = jax.tree_util.keystr(path)
+        assert (x.shape, x.dtype) == (y.shape, y.dtype), name
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x, y = jax.random.key_data(x), jax.random.key_data(y)
+        a, b = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        assert np.linalg.norm(a - b) <= rtol * np.linalg.norm(b) + 1e-12, name
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Those of a jaxpr and of the jaxprs in it: small leaves stream in a loop of their own."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jex.jaxprs_in_params(eqn.params):
+            yield from equations(inner)
