@@ -158,7 +158,7 @@ def test_a_scanned_transformer():
 def test_a_scanned_transformer_of_24_layers():
     require(H200)
     resident, m = gpt("optax", 24, rewritten=False), gpt("jax_offload", 24)
-    assert moves_each_byte_once(m, 24) and m.peak <= 9900 <= resident.peak
+    assert moves_each_byte_once(m, 24) and m.peak <= 10100 <= resident.peak
     ours, theirs = m.timeline(H200), resident.timeline(H200)
     assert ours.exposed_share <= 0.16 and ours.step <= 1.06 * theirs.step
 
