@@ -18,6 +18,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jax_offload._base import marks
 from jax_offload._base.elementwise import NAME, elementwise
 from jax_offload._ir.primitives import ELEMENTWISE, REDUCE
 from jax_offload._plan import chunk_rules as _chunk
@@ -395,6 +396,7 @@ EXAMPLES: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "sharding_constraint": (_constrained, FLOATS[:1]),
     "stop_gradient": (lax.stop_gradient, FLOATS[:1]),
     NAME: (lambda x, y: elementwise(lax.atan2, x, y), FLOATS[:2]),
+    marks.NAME: (lambda x: marks.mark(x, "positive"), FLOATS[:1]),
 }  # fmt: skip
 
 
