@@ -182,3 +182,10 @@ def test_shardings_follow_the_parameters():
         assert state[0].nu["b"].sharding.memory_kind == DEVICE
         _, state = jax.jit(tx.update)(params, state, params)
     assert jax.tree.map(lambda x: x.sharding, tx.init(params)) == jo.state_shardings(tx, params)
+
+
+def test_a_leaf_of_min_bytes_moves():
+    params = jax.device_put({"w": jnp.ones((16, 16))}, jax.devices()[0])
+    for min_bytes, kind in (1024, "pinned_host"), (1025, "device"):
+        state = jo.abstract_state(jo.offload(optax.adam(1e-3), min_bytes=min_bytes), params)
+        assert {x.sharding.memory_kind for x in jax.tree.leaves(state) if x.ndim} == {kind}

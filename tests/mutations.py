@@ -1,0 +1,123 @@
+"""Breaks the package in one place after the other, and says whether the daily tests notice.
+
+    python -m tests.mutations [--only WORD] [--seconds 90]
+
+Works on a copy: nothing here is changed. For each mutation the daily tests of the files that it
+names run, then the unit tests, until one fails. Prints a table in Markdown, a row as soon as it is known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    """In ``file`` the one place that is ``old`` becomes ``new``; ``tests`` should notice, beside the unit tests."""
+
+    what: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+STREAM = "test_stream.py -k rows"
+MUTATIONS = [
+    Mutation("host leaves are any in size", "_placement.py", "if np.ndim(x) == 0:", "if np.ndim(x) < 0:", "test_placement.py"),
+    Mutation("PRNG keys move", "_placement.py", "jax.dtypes.prng_key", "jnp.complexfloating", "test_placement.py test_plan.py"),
+    Mutation("min_bytes is off by one", "_placement.py", "if nbytes(x) < min_bytes else", "if nbytes(x) <= min_bytes else", "test_placement.py"),
+    Mutation("a fraction takes the last leaves", "_placement.py", "eligible.sort(key=lambda i: leaves[i].rank)", "eligible.sort(key=lambda i: -leaves[i].rank)", "test_placement.py"),
+    Mutation("a fraction takes one leaf less", "_placement.py", "np.argmin(np.abs(sums - target)))", "np.argmin(np.abs(sums - target)) - 1)", "test_placement.py test_trees.py"),
+    Mutation("names in the order of the forward pass", "_plan/order.py", "reverse=True)", "reverse=False)", "test_placement.py"),
+    Mutation("layers_10 before layers_2", "_plan/order.py", "(0, int(t), \"\") if t.isdigit() else", "(0, 0, t) if t.isdigit() else", "test_placement.py"),
+    Mutation("order= says nothing", "_plan/order.py", "            by_rule[i],\n", "            0,\n", "test_placement.py"),
+    Mutation("chunks are not cut at tiles", "_plan/transfers.py", "max(1, rows // tile) * tile", "max(1, rows)", "test_stream.py -k tiles"),
+    Mutation("a chunk fills the window", "_plan/transfers.py", "window // 2 * size // total", "window * size // total", "test_stream.py -k tiles"),
+    Mutation("two results in one buffer", "_plan/transfers.py", "or old in taken or", "or", STREAM),
+    Mutation("buffers of another memory", "_plan/transfers.py", "return x.shape, x.dtype, is_host_aval(x), spec", "return x.shape, x.dtype, spec", "test_sharded.py"),
+    Mutation("a window of one slice more", "_plan/decide.py", "in_flight + sizes[i] <= window", "in_flight <= window", "test_plan.py -k adamw"),
+    Mutation("no slice waits for a store", "_plan/decide.py", "    return i\n\n\ndef _token", "    return -1\n\n\ndef _token", "test_plan.py -k adamw"),
+    Mutation("slices in any order", "_plan/decide.py", "min(map(rank, p.slice.loads), default=0)", "0", "test_plan.py -k adamw"),
+    Mutation("no gradient is waited for", "_plan/decide.py", "k if p.in_chunks else done if done < k else None", "None", "test_plan.py -k adamw"),
+    Mutation("float16 in a loop", "_plan/decide.py", "jnp.float16 for p", "jnp.float64 for p", "test_stream.py -k small test_trees.py"),
+    Mutation("the largest window counts", "_plan/decide.py", "math.inf if r.window is None else r.window", "-math.inf if r.window is None else -r.window", "test_plan.py -k region test_region.py"),
+    Mutation("leaves share no loop", "_plan/decide.py", "if (others := shared.get(rows)) is not None:", "if (others := shared.get(-rows)) is not None:", "test_stream.py -k independent"),
+    Mutation("the first chunk is stored twice", "_emit/loop.py", "return exchange(results, new, (whole - 1) * rows, None)[0]", "return exchange(results, new, 0, None)[0]", STREAM),
+    Mutation("the tail is left out", "_emit/loop.py", "first = (whole * rows, rest) if rest else (0, rows)", "first = (0, rows)", STREAM),
+    Mutation("a loop of two runs once", "_emit/loop.py", "jnp.int32(2)) if whole == 2", "jnp.int32(1)) if whole == 2", "test_stream.py"),
+    Mutation("rows read after they are overwritten", "_emit/loop.py", "jax.lax.optimization_barrier([args[i] for i in held])", "[args[i] for i in held]", "aot/test_peak.py -k stacked"),
+    Mutation("shards are read from the first one", "_emit/rows.py", "(size // shards) + start", "(size // shards) * 0 + start", "test_sharded.py"),
+    Mutation("no layout on what is written", "_emit/rows.py", "rows = constrained(with_layout_constraint(rows, Layout(tuple(range(rows.ndim)))), sharding)", "pass", "aot/test_whole.py -k four_devices"),
+    Mutation("a skipped update is +0", "_emit/skip.py", "-jnp.zeros((), x.dtype)", "jnp.zeros((), x.dtype)", "test_skip.py"),
+    Mutation("skip is taken the other way", "_emit/skip.py", "(~skip, carry)", "(skip, carry)", "test_skip.py"),
+    Mutation("a skipped state stays resident", "_emit/skip.py", "moved.append(to_host(x) if host else to_device(x))", "moved.append(x)", "test_skip.py"),
+    Mutation("skip takes any shape", "_emit/skip.py", "skip.shape != () or", "", "test_skip.py"),
+    Mutation("donated buffers cross memories", "_base/donation.py", "    take_back_aliases(context, memory.DEVICE_KIND)\n", "", "test_donation.py -k crosses_no"),
+    Mutation("what is handed on is copied", "_base/donation.py", "if id(leaves[i]) not in handed_on] or arrays", "] or arrays", "test_donation.py -k forwards"),
+    Mutation("ZeRO-1 on the layers first", "_zero.py", "[*range(1, len(shape)), 0]", "[0, *range(1, len(shape))]", "test_sharded.py -k zero"),
+    Mutation("ZeRO-1 where nothing divides", "_zero.py", "if shape[axis] % (shards[axis] * parts) == 0:", "if shape[axis] >= shards[axis] * parts:", "test_sharded.py"),
+    Mutation("specs end with None", "_zero.py", "while spec[-1] is None:", "while False:", "test_sharded.py"),
+    Mutation("needs of a cond are dropped", "_ir/masks.py", "return [total | effect] * common +", "return [0] * common +", "test_visits.py test_stream.py -k finite"),
+    Mutation("groups are not joined", "_ir/masks.py", "        for other in roots[1:]:\n            parent[other] = root\n", "", "test_plan.py"),
+    Mutation("all leaves are rounded alike", "_precision/storage.py", "number = jax.lax.add(number, np.uint32(0x9E3779B9))", "number = jax.lax.add(number, np.uint32(0))", "test_storage.py -k seeds"),
+    Mutation("every step is rounded alike", "_precision/storage.py", "return StoredState(state.rounds + 1,", "return StoredState(state.rounds,", "test_storage.py -k 'increments or accumulation or equal'"),
+    Mutation("untouched leaves are encoded again", "_precision/storage.py", "is_encoded(old) and x is not was", "is_encoded(old)", "test_storage.py -k 'again or drift'"),
+    Mutation("nothing but zero becomes zero, but it does", "_precision/formats.py", "return jnp.maximum(jnp.floor(code + (0.5 if noise is None else noise)), 1)", "return jnp.floor(code + (0.5 if noise is None else noise))", "test_formats.py"),
+    Mutation("a scale too small by one binade", "_precision/formats.py", "- _SCALED[dtype].largest, 126)", "- _SCALED[dtype].largest - 1, 126)", "test_formats.py"),
+]  # fmt: skip
+
+
+def noticed(folder: Path, tests: str, seconds: float) -> str:
+    """The test that fails; empty where none does."""
+    env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    places = tests.split(" -k ")
+    files = [f"tests/{name}" for name in places[0].split() if name.endswith(".py")]
+    chosen = ["-k", places[1].split(" test_")[0].strip("'")] if len(places) > 1 else []
+    for what in ([*files, *chosen], ["tests/unit"]):
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "--daily", "-p", "no:cacheprovider", *what]
+        try:
+            done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return "not done in time"
+        if done.returncode:
+            failed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+            return (failed or [f"exit status {done.returncode}"])[0].removeprefix("tests/")
+    return ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", default="", help="of which the description or the file has this")
+    parser.add_argument("--seconds", type=float, default=600, help="for each run of tests")
+    args = parser.parse_args()
+    caught, chosen = 0, [m for m in MUTATIONS if args.only in f"{m.what} {m.file}"]
+    print("| broken | in | noticed by |\n|---|---|---|", flush=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, start = Path(temporary) / "copy", time.monotonic()
+        shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".hypothesis"))
+        for m in chosen:
+            path = folder / "jax_offload" / m.file
+            before = path.read_text()
+            if before.count(m.old) != 1:
+                raise SystemExit(f"{m.what}: {m.file} has {before.count(m.old)} times {m.old!r}; mend the table.")
+            path.write_text(before.replace(m.old, m.new))
+            by = noticed(folder, m.tests, args.seconds)
+            path.write_text(before)
+            caught += bool(by)
+            print(f"| {m.what} | `{m.file}` | {f'`{by}`' if by else '**nothing**'} |", flush=True)
+        print(f"\n{caught} of {len(chosen)} noticed, in {time.monotonic() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
