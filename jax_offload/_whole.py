@@ -228,6 +228,7 @@ def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> list[
     """The parts of the step, each after what it needs: slices, scans with updates inside, what is left of the update,
     in one piece or in pieces between gates."""
     order: list[Node] | None = None
+    apart: dict[int, Rest] = {}  # what is left of the update, for a step without gates
     program, nodes = step.program, list[Node]()
     for k, eqn in enumerate(program.eqns):
         if k in plans:
@@ -247,13 +248,17 @@ def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> list[
         place = min(inside)
         wanted = wanted - inside | {place}
         results |= {*reads}
-        if not plans and (pieces := _pieces(step, rest)):
-            apart = [node for k, node in enumerate(nodes) if k in wanted - {place}] + pieces
-            order = interleaved(apart, range(len(apart)), _vars(program.outputs))
-        nodes[place] = Node(rest, list(reads), _vars(rest.update.program.outputs))
+        gated = dataclasses.replace(rest, update=dataclasses.replace(rest.update, passes=None))
+        if not plans and (pieces := _pieces(step, gated)):
+            among = [node for k, node in enumerate(nodes) if k in wanted - {place}] + pieces
+            order = interleaved(among, range(len(among)), _vars(program.outputs))
+        apart[id(gated)] = rest
+        nodes[place] = Node(gated, list(reads), _vars(rest.update.program.outputs))
     nodes = [node if k in wanted else Node(None, [], []) for k, node in enumerate(nodes)]
     if inside and not plans and order is None and step.update.serialise is not Serialise.NONE:
         order = interleaved(nodes, sorted(wanted), _vars(program.outputs))
+        if order is None:
+            nodes = [dataclasses.replace(node, payload=apart.get(id(node.payload), node.payload)) for node in nodes]
     if order is None:
         order = arranged(nodes, sorted(wanted))
 
