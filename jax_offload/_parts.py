@@ -136,6 +136,7 @@ def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> list[
     """The parts of the step, each after what it needs: slices, scans with updates inside, what is left of the update,
     in one piece or in pieces between gates."""
     order: list[Node] | None = None
+    rest = gated = None
     program, nodes = step.program, list[Node]()
     for k, eqn in enumerate(program.eqns):
         if k in plans:
@@ -155,13 +156,16 @@ def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> list[
         place = min(inside)
         wanted = wanted - inside | {place}
         results |= {*reads}
-        if not plans and (pieces := _pieces(step, rest)):
+        gated = dataclasses.replace(rest, update=dataclasses.replace(rest.update, passes=None))
+        if not plans and (pieces := _pieces(step, gated)):
             apart = [node for k, node in enumerate(nodes) if k in wanted - {place}] + pieces
             order = interleaved(apart, range(len(apart)), variables(program.outputs))
-        nodes[place] = Node(rest, list(reads), variables(rest.update.program.outputs))
+        nodes[place] = Node(gated, list(reads), variables(rest.update.program.outputs))
     nodes = [node if k in wanted else Node(None, [], []) for k, node in enumerate(nodes)]
     if inside and not plans and order is None and step.update.serialise is not Serialise.NONE:
         order = interleaved(nodes, sorted(wanted), variables(program.outputs))
+        if order is None:  # nothing but the update holds the passes back
+            nodes = [dataclasses.replace(node, payload=rest) if node.payload is gated else node for node in nodes]
     if order is None:
         order = arranged(nodes, sorted(wanted))
 

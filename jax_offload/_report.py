@@ -88,7 +88,8 @@ class Placement:
         if any(leaf.sharding for leaf in self.leaves):
             summary += f"; for each device {self.host_bytes_per_device / 2**20:.2f} MiB in {_memory.HOST_KIND}"
         windows = [
-            f"window: {w.nbytes / 2**20:.2f} MiB on each device: {w.why}" + (f"; {_APART}" if w.apart else "")
+            f"window: {w.nbytes / 2**20:.2f} MiB on each device: {w.why}"
+            + (f"; once the backward pass is over, {w.apart}" if w.apart else "")
             + (f" (from {w.leaf} on)" if len(self.windows) > 1 else "")
             for w in self.windows
         ]  # fmt: skip
@@ -97,7 +98,6 @@ class Placement:
         return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], summary, *windows, *notes])
 
 
-_APART = "once the backward pass is over, as pieces this small hide little"
 _ARGUMENT = "argument"
 _UNSEEN = "not loaded by an update in what was traced; under vmap and derivatives none is seen"
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
 from jax_offload._emit.find import updates_in
-from jax_offload._plan.decide import default_window
+from jax_offload._plan.decide import SMALL_PIECES, default_window
 
 S = jax.ShapeDtypeStruct
 PARAMS = {
@@ -222,10 +222,10 @@ def test_the_window_and_why_it_is_that():
 
     stacked, adam = {"w": S((12, 1536, 1536), jnp.float32)}, optax.adam(1e-3)
     state = 8 * 12 * 1536**2
-    assert windows(jo.offload(adam), stacked) == [(state // 8, "an eighth of the state", False)]
-    assert windows(jo.offload(adam, window=2**20), stacked) == [(2**20, "as given", False)]
+    assert windows(jo.offload(adam), stacked) == [(state // 8, "an eighth of the state", "")]
+    assert windows(jo.offload(adam, window=2**20), stacked) == [(2**20, "as given", "")]
     layers = {f"w{i}": S((256, 256), jnp.float32) for i in range(6)}
-    assert windows(jo.offload(adam), layers) == [(5 * 2**19 // 2, "two and a half of its usual pieces", True)]
+    assert windows(jo.offload(adam), layers) == [(5 * 2**19 // 2, "two and a half of its usual pieces", SMALL_PIECES)]
     assert windows(jo.offload(adam, fraction=0), layers) == []
     each = optax.chain(jo.offload(optax.trace(0.9), window=2**21), jo.offload(adam))
     assert [w for w, _, _ in windows(each, stacked)] == [2**21, state // 8]

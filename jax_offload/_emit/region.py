@@ -30,6 +30,7 @@ from jax_offload._base.jaxprs import (
     variables,
     without_dead_code,
 )
+from jax_offload._base.passes import Passes
 from jax_offload._emit.run import stream
 from jax_offload._emit.serialise import Serialise
 from jax_offload._emit.transfers import Names
@@ -60,6 +61,7 @@ class Update:
       sharded: where ``program`` gathers updates that are divided (ZeRO-1), the same without that, for a recipe around
         it that gathers what it makes of them.
       wide: whether it was traced with types of 64 bits; jax may lower it where they are off.
+      passes: those that made its gradients, where only gates in the update hold them back.
       stays: why leaves whose gradients a scan makes are not updated in that scan; only ``jax_offload.jit`` asks.
     """
 
@@ -73,6 +75,7 @@ class Update:
     manual: bool
     sharded: Program | None = None
     wide: bool = dataclasses.field(default_factory=lambda: bool(jax.config.jax_enable_x64))  # pyright: ignore
+    passes: Passes | None = None
     stays: tuple[str, ...] = ()
 
     def __repr__(self) -> str:  # a jaxpr prints its parameters
@@ -82,7 +85,11 @@ class Update:
     def plan(self) -> Plan:
         program = scalars_hoisted(self.program)
         found = regions(self.claims, program.inputs)
-        return plan_of(program, self.next_values, found, lambda v: self.rank.get(v, -1), manual=self.manual)
+        gradients = {self.operands[i] for i in self.gradients}
+        return plan_of(
+            program, self.next_values, found, lambda v: self.rank.get(v, -1), manual=self.manual,
+            passes_before=self.passes, gradients=gradients,
+        )  # fmt: skip
 
     @property
     def operands(self) -> list[Var]:

@@ -79,13 +79,13 @@ class Window:
     """Bytes of the state on one device at a time while it streams, and why so many.
 
     Attributes:
-      apart: whether all slices run in a loop of their own, once the backward pass is over.
+      apart: why all slices run in a loop of their own, once the backward pass is over; empty where they do not.
       leaf: the path of the first leaf that streams through it, as far as it is known.
     """
 
     nbytes: int
     why: str
-    apart: bool = False
+    apart: str = ""
     leaf: str = ""
 
 

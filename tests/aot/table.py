@@ -4,6 +4,7 @@
 docs/sharding.md, per device, on four of them; ``python -m tests.aot.table precision`` those of docs/precision.md. Each
 takes a few minutes on two cores. ``python -m tests.aot.table defaults`` prints that of docs/streaming.md, in half an
 hour. ``python -m tests.aot.table time`` prints simulated step times, of the model in ``timeline``, in two minutes.
+``python -m tests.aot.table matrix axis=value,value sample=number`` prints peaks of whole models (``matrix``).
 """
 
 import tests.conftest  # noqa: F401, I001  (first: it sets up jax's CPU devices)
@@ -37,6 +38,7 @@ from tests.aot.cases import (
     measure_update,
 )
 from tests.aot.harness import H200, MIB, V5E, V5E_2X2, Measured, measure
+from tests.aot.matrix import matrix
 from tests.aot.model import ADAMW, CLIPPED, loss, parameters, two_by_two
 from tests.aot.model import ROWS as ON_A_GPU
 
@@ -288,4 +290,6 @@ if __name__ == "__main__":
         "turned": turned,
         "unrolled": unrolled,
     }
+    if sys.argv[1:2] == ["matrix"]:
+        sys.exit(matrix(sys.argv[2:]))
     tables[sys.argv[1]]() if sys.argv[1:2] and sys.argv[1] in tables else main(sys.argv[1:])

@@ -1,0 +1,41 @@
+"""A sample of the matrix of whole models, compiled for an H200: none above resident by more than 1 %."""
+
+import pytest
+
+from tests.aot.harness import H200, require
+from tests.aot.matrix import SLACK, Cell, cells
+
+LONG = pytest.mark.long
+DAILY = [
+    # before it ran apart: 4008, resident 2503
+    Cell("vit-checkpoint-fused", 16384, 0.1, "none", "parameters'", "update", "jit"),
+    Cell("vit-checkpoint-fused", 16384, 0.5, "inside", "parameters'", "update_params", "jit"),
+    Cell("mlp", 65536, 0.25, "none", "bfloat16", "update", "jit"),
+    Cell("vit-checkpoint-fused", 16384, 0.1, "none", "parameters'", "update", "jo.jit+options"),
+]
+MORE = [
+    Cell("gpt", 16384, 0.25, "none", "parameters'", "update", "jit"),
+    Cell("gpt", 16384, 0.5, "outside", "parameters'", "update", "jit+options"),
+    Cell("gpt", 16384, 0.1, "none", "parameters'", "update", "jo.jit+options"),
+    Cell("mlp", 65536, 1.0, "none", "bfloat16", "update_params", "jit+options"),
+    Cell("vit-checkpoint", 65536, 0.5, "outside", "parameters'", "update", "jit+options"),
+    Cell("vit-checkpoint", 4096, 0.25, "none", "parameters'", "update_params", "jit+options"),
+    Cell("vit", 16384, 0.25, "none", "int8", "update_params", "jit"),
+]
+
+
+@pytest.mark.parametrize("cell", [*DAILY, *(pytest.param(cell, marks=LONG) for cell in MORE)], ids=str)
+def test_no_peak_is_above_resident(cell):
+    require(H200)
+    resident, ours = cell.peaks()
+    assert ours <= SLACK * resident
+
+
+def test_a_part_of_the_matrix():
+    found = cells(["model=gpt,mlp", "fraction=0.5", "clip=none", "way=jit"])
+    assert len(found) == 2 * 3 * 4 * 2 and {cell.model for cell in found} == {"gpt", "mlp"}
+    assert cells(["sample=3"]) == cells(["sample=3"]) and len(cells(["sample=3"])) == 3
+    with pytest.raises(ValueError, match="matrix: 'size' is no axis"):
+        cells(["size=3"])
+    with pytest.raises(ValueError, match="matrix: clip has none, inside, outside; got both"):
+        cells(["clip=both"])
