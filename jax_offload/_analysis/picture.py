@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from jax_offload._analysis.schedule import COLLECTIVES, COMPUTE, LOAD, STORE, WITHIN, Segment
-
-if TYPE_CHECKING:
-    from jax_offload._analysis.timeline import Timeline
 
 _LANES = {
     COMPUTE: "compute",
@@ -21,17 +18,40 @@ _LANES = {
 }
 _COLORS = {COMPUTE: "#4c6a92", LOAD: "#3f8f6b", STORE: "#c9862c", COLLECTIVES: "#7d5ba6", WITHIN: "#8a8a8a"}
 _WAIT = "#c0392b"
-_COLUMNS = 1600  # of the picture: what is finer than one is drawn as the share of it that is busy
+_FINE, _COARSE = 1600, 320  # columns of the picture: what is finer than one is drawn as the share of it that is busy
 _LABELS = 0.03  # of the time a segment needs, to have its name written in it
 
 
-def lanes_of(timeline: Timeline) -> list[str]:
+class Drawn(Protocol):
+    """What a picture shows of a ``Timeline``, which says what these are."""
+
+    @property
+    def step(self) -> float: ...
+    @property
+    def compute(self) -> float: ...
+    @property
+    def collectives(self) -> float: ...
+    @property
+    def exposed(self) -> float: ...
+    @property
+    def exposed_collectives(self) -> float: ...
+    @property
+    def chip(self) -> str: ...
+    @property
+    def segments(self) -> Sequence[Segment]: ...
+    @property
+    def memory(self) -> Sequence[tuple[float, int]]: ...
+    @property
+    def peak(self) -> Mapping[str, int]: ...
+
+
+def lanes_of(timeline: Drawn) -> list[str]:
     """The lanes of a picture, from the top: the first three always."""
     used = {segment.lane for segment in timeline.segments}
     return [lane for lane in _LANES if lane in used or lane in (COMPUTE, LOAD, STORE)]
 
 
-def waits(timeline: Timeline) -> list[tuple[float, float]]:
+def waits(timeline: Drawn) -> list[tuple[float, float]]:
     """When nothing is computed, as arithmetic waits for a copy or a collective."""
     return sorted((s.waited, s.end) for s in timeline.segments if s.lane not in (COMPUTE, WITHIN) and s.waited < s.end)
 
@@ -46,7 +66,7 @@ def busy(spans: Sequence[tuple[float, float]], end: float, columns: int) -> list
     return [min(share, 1.0) for share in found]
 
 
-def draw(timeline: Timeline, path: Path) -> None:
+def draw(timeline: Drawn, path: Path) -> None:
     """Lanes, with the curve of device memory under them, as a ``.png`` or ``.svg``."""
     try:
         from matplotlib.figure import Figure
@@ -61,8 +81,8 @@ def draw(timeline: Timeline, path: Path) -> None:
     axes: Any = figure.subplots(2 if curve else 1, 1, sharex=True, squeeze=False, gridspec_kw=ratios if curve else {})
     top = axes[0][0]
     for row, lane in enumerate(lanes):
-        _lane(top, row, lane, [s for s in timeline.segments if s.lane == lane], end)
-    _columns(top, 0, busy(waits(timeline), end, _COLUMNS), end, _WAIT, 0.9)
+        _lane(top, row, lane, timeline)
+    _columns(top, 0, busy(waits(timeline), end, _number(timeline)), end, _WAIT, 0.9)
     top.set_yticks(range(len(lanes)), [_named(timeline, lane) for lane in lanes])
     top.set_ylim(len(lanes) - 0.4, -0.6)
     top.set_xlim(0, end * unit)
@@ -78,21 +98,30 @@ def draw(timeline: Timeline, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _title(t: Timeline) -> str:
-    how = f"simulated on {t.chip}, not measured" if t.chip else "measured"
+def _title(t: Drawn) -> str:
+    if not t.chip:
+        alone = f"{1e3 * t.exposed:.2f} ms of transfers alone"
+        return f"measured: {1e3 * t.step:.2f} ms, of which {1e3 * t.compute:.2f} ms of compute, {alone}"
+    how = f"simulated on {t.chip}, not measured"
     waits = f"{1e3 * t.exposed:.2f} ms of waits for transfers (red)"
     return f"one step, {how}: {1e3 * t.step:.2f} ms = {1e3 * t.compute:.2f} ms of compute + {waits}" + (
         f" + {1e3 * t.exposed_collectives:.2f} ms for collectives" if t.collectives else ""
     )
 
 
-def _named(timeline: Timeline, lane: str) -> str:
+def _named(timeline: Drawn, lane: str) -> str:
     nbytes = sum(s.nbytes for s in timeline.segments if s.lane == lane)
     return f"{_LANES[lane]}\n{nbytes / 2**20:.0f} MiB" if nbytes else _LANES[lane]
 
 
-def _lane(axes: Any, row: int, lane: str, segments: Sequence[Segment], end: float) -> None:
-    _columns(axes, row, busy([(s.begin, s.end) for s in segments], end, _COLUMNS), end, _COLORS[lane], 0.72)
+def _number(timeline: Drawn) -> int:
+    """Of columns: several pieces to one, where there are too many to be told apart."""
+    return _FINE if len(timeline.segments) < _FINE else _COARSE
+
+
+def _lane(axes: Any, row: int, lane: str, timeline: Drawn) -> None:
+    segments, end = [s for s in timeline.segments if s.lane == lane], timeline.step or 1e-9
+    _columns(axes, row, busy([(s.begin, s.end) for s in segments], end, _number(timeline)), end, _COLORS[lane], 0.72)
     for s in segments:
         width = (s.end - s.begin) / end
         if width >= _LABELS and s.name:
@@ -112,7 +141,7 @@ def _columns(axes: Any, row: int, shares: Sequence[float], end: float, color: st
                 linewidth=0)  # fmt: skip
 
 
-def _memory(axes: Any, timeline: Timeline, end: float) -> None:
+def _memory(axes: Any, timeline: Drawn, end: float) -> None:
     times = [1e3 * seconds for seconds, _ in timeline.memory] + [end]
     gib = 2**30 if max(n for _, n in timeline.memory) > 4 * 2**30 else 2**20
     values = [nbytes / gib for _, nbytes in timeline.memory]
@@ -130,7 +159,7 @@ def _memory(axes: Any, timeline: Timeline, end: float) -> None:
         axes.spines[side].set_visible(False)
 
 
-def trace(timeline: Timeline) -> dict[str, Any]:
+def trace(timeline: Drawn) -> dict[str, Any]:
     """In Chrome's trace format, which Perfetto opens: a thread for each lane, and a counter for device memory."""
     lanes = lanes_of(timeline)
     events: list[Mapping[str, Any]] = [
@@ -150,7 +179,7 @@ def trace(timeline: Timeline) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"what": _title(timeline)}}
 
 
-def save(timeline: Timeline, path: str | Path) -> None:
+def save(timeline: Drawn, path: str | Path) -> None:
     """By what the path ends with."""
     path = Path(path)
     if path.suffix == ".json":
