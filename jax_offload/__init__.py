@@ -30,6 +30,8 @@ if _typing.TYPE_CHECKING:
     from jax_offload._analysis.inspection import Inspection as Inspection
     from jax_offload._analysis.inspection import inspect as inspect
     from jax_offload._analysis.inspection import verify as verify
+    from jax_offload._analysis.profiled import Profile as Profile
+    from jax_offload._analysis.profiled import profile as profile
     from jax_offload._analysis.timeline import Timeline as Timeline
 
 try:
@@ -41,9 +43,11 @@ except _metadata.PackageNotFoundError:  # a checkout that is not installed
 _LAZY = {
     "Chip": "chips",
     "Inspection": "inspection",
+    "Profile": "profiled",
     "Timeline": "timeline",
     "chip": "chips",
     "inspect": "inspection",
+    "profile": "profiled",
     "verify": "inspection",
 }
 
@@ -52,6 +56,7 @@ __all__ = [
     "Inspection",
     "Leaf",
     "Placement",
+    "Profile",
     "Storage",
     "StoredState",
     "Timeline",
@@ -64,6 +69,7 @@ __all__ = [
     "offload",
     "pipelined",
     "placement",
+    "profile",
     "restore",
     "save_args",
     "state_shardings",

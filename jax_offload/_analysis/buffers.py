@@ -193,18 +193,41 @@ class Buffers:
         if scope.root is not None:
             for place in scope.root.leaves:
                 key = self._find((name, scope.root.name, place))
-                if key in begins:
-                    ends[key] = len(ops) - 1
+                if key in begins:  # what the program returns stays
+                    ends[key] = len(ops) - (name != "ENTRY")
+        self._moved_aside(name, begins)
         begin: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
         end: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
         reused = self._reused(ops, name, begins, ends)
         for key, i in begins.items():
             nbytes = self.nbytes.get(key, 0)
-            if nbytes and key not in outside and key not in self.host and key not in self.argument_of:
+            if (
+                nbytes
+                and i <= ends[key]
+                and key not in outside
+                and key not in self.host
+                and key not in self.argument_of
+            ):
                 begin[i].append((self.kind[key], nbytes))
                 # what is written over an operand begins where that ends
                 (begin if key in reused else end)[ends[key]].append((self.kind[key], -nbytes))
         return [Held(tuple(begin[i]), tuple(end[i])) for i in range(len(ops))]
+
+    def _moved_aside(self, name: str, begins: dict[Key, int]) -> None:
+        """A copy of a donated argument that nothing else reads any more stays in its buffer, until that is written."""
+        scope, written, read = self.costs.scopes[name], {}, {}
+        for i, op in enumerate(scope.ops if name == "ENTRY" else ()):
+            for key in self._made(name, op):
+                if key in self.argument_of:
+                    written.setdefault(key, i)
+            for key in self._used(name, scope, op):
+                if key in self.argument_of and key not in written:
+                    read[key] = i
+        for key, i in read.items():
+            op = scope.ops[i]
+            if key in written and op.opcode == "copy":
+                copied = self._find((name, op.name, ()))
+                begins[copied] = max(begins.get(copied, 0), written[key])
 
     def _made(self, name: str, op: Op) -> Iterator[Key]:
         if op.opcode in ("parameter", "tuple", "get-tuple-element", "while", *_FORWARD) or op.opcode.endswith("-done"):

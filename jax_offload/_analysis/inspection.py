@@ -39,7 +39,7 @@ class Inspection:
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, jax_offload as jo
-      >>> tx, params = jo.offload(optax.adamw(1e-3)), {"w": jnp.ones((256, 256))}
+      >>> tx, params = jo.offload(optax.adamw(1e-3)), jax.device_put(jnp.ones((256, 256)), jax.devices()[0])
       >>> step = jax.jit(lambda p, s: jo.update_params(tx, p, s, p), donate_argnums=(0, 1))
       >>> seen = jo.inspect(step, params, tx.init(params))
       >>> seen.problems, seen.peak == sum(seen.parts.values())
@@ -174,7 +174,7 @@ def inspect(
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, jax_offload as jo
-      >>> tx, params = jo.offload(optax.adamw(1e-3)), {"w": jnp.ones((256, 256))}
+      >>> tx, params = jo.offload(optax.adamw(1e-3)), jax.device_put(jnp.ones((256, 256)), jax.devices()[0])
       >>> step = jax.jit(lambda p, s: jo.update_params(tx, p, s, p), donate_argnums=(0, 1))
       >>> print(jo.inspect(step, params, tx.init(params)))  # doctest: +ELLIPSIS
       device: cpu
@@ -230,7 +230,7 @@ def verify(
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, jax_offload as jo
-      >>> tx, params = jo.offload(optax.adamw(1e-3)), {"w": jnp.ones((256, 256))}
+      >>> tx, params = jo.offload(optax.adamw(1e-3)), jax.device_put(jnp.ones((256, 256)), jax.devices()[0])
       >>> step = jax.jit(lambda p, s: jo.update_params(tx, p, s, p), donate_argnums=(0, 1))
       >>> jo.verify(step, params, tx.init(params)).errors
       ()

@@ -9,6 +9,7 @@ from typing import Any
 
 from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.chips import chip as chip_of
+from jax_offload._analysis.picture import save
 from jax_offload._analysis.schedule import COLLECTIVES, LOAD, STORE, WITHIN, Clock, Program, Segment
 
 
@@ -59,6 +60,20 @@ class Timeline:
     def exposed_share(self) -> float:
         """0 where all copies are hidden, 1 where arithmetic hides none; more where both directions wait in turn."""
         return self.exposed / self.link if self.link else 0.0
+
+    def save(self, path: str | Path) -> None:
+        """Writes a picture, ``.png`` or ``.svg``, or with ``.json`` a trace that https://ui.perfetto.dev opens.
+
+        The picture has a lane for compute and one for each direction of the link, waits in red, and under them the
+        device memory that is held. It needs matplotlib (the extra ``plot``).
+
+        Args:
+          path: of the file.
+
+        Raises:
+          ValueError: the path ends otherwise, or matplotlib is not installed.
+        """
+        save(self, path)
 
     def to_dict(self) -> dict[str, Any]:
         """The sums, without what they are sums of."""

@@ -1,0 +1,234 @@
+"""A step as it ran: the profiler's trace as a timeline, beside the simulated one."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jax_offload._analysis.chips import Chip
+from jax_offload._analysis.inspection import inspect
+from jax_offload._analysis.schedule import COMPUTE, LOAD, STORE, Segment
+from jax_offload._analysis.timeline import Timeline
+
+Interval = tuple[float, float]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Profile:
+    """Where the time of a step went, measured, in seconds per step; ``print`` it.
+
+    What ``jax_offload.profile`` returns. ``step`` is ``compute + exposed + idle``.
+
+    Attributes:
+      step: from the beginning of the first operation to the end of the last, over the number of steps.
+      compute: while something is computed.
+      loading: while something is copied from the host.
+      storing: while something is copied to the host.
+      overlap: while something is copied, either way, and something is computed.
+      exposed: while something is copied and nothing is computed.
+      idle: neither.
+      steps: how many were measured.
+      simulated: what the model says; ``None`` where there are no figures of the chip.
+      timeline: all measured steps, to be saved as a picture or a trace.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jax_offload as jo
+      >>> seen = jo.profile(jax.jit(lambda x: jnp.tanh(x @ x)), jnp.ones((256, 256)))
+      >>> isinstance(seen, jo.Profile), seen.exposed  # a CPU has no link
+      (True, 0.0)
+    """
+
+    step: float
+    compute: float
+    loading: float
+    storing: float
+    overlap: float
+    exposed: float
+    idle: float
+    steps: int
+    simulated: Timeline | None
+    timeline: Timeline = dataclasses.field(repr=False)
+
+    @property
+    def off(self) -> float | None:
+        """How far the simulation is off: 0.1 where it says 10 % more than was measured."""
+        return None if self.simulated is None or not self.step else self.simulated.step / self.step - 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as what JSON has, without the timeline's segments."""
+        numbers = {
+            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("simulated", "timeline")
+        }
+        return numbers | {"simulated": self.simulated and self.simulated.to_dict(), "off": self.off}
+
+    def __str__(self) -> str:
+        names = ("step", "compute", "loading", "storing", "overlap", "exposed", "idle")
+        model = dict.fromkeys(names, "")
+        if t := self.simulated:
+            model |= {
+                "step": f"{1e3 * t.step:.3f}",
+                "compute": f"{1e3 * t.compute:.3f}",
+                "exposed": f"{1e3 * t.exposed:.3f}",
+            }
+        lines = [
+            f"ms per step, of {self.steps}  measured  simulated" if self.simulated else f"ms per step, of {self.steps}"
+        ]
+        width = lines[0].index("measured") - 2 if self.simulated else len(lines[0])
+        lines += [f"{n:<{width}}{1e3 * getattr(self, n):>10.3f}{model[n]:>11}".rstrip() for n in names]
+        return "\n".join(lines + ([f"the simulation is off by {self.off:+.0%}"] if self.off is not None else []))
+
+
+def segments_of(data: Any) -> list[Segment]:
+    """What ran on the first GPU of a ``jax.profiler.ProfileData``, or on a CPU's threads where there is none; seconds.
+
+    Raises:
+      ValueError: it is of a TPU, whose trace does not say which way its copies go.
+    """
+    planes = sorted(data.planes, key=lambda plane: plane.name)
+    if any(plane.name.startswith("/device:TPU") for plane in planes):
+        raise ValueError(
+            "profile(): a TPU's trace does not say which way its copies go, so this is for GPUs. Look at the trace "
+            "itself (jax.profiler.trace; transfers have their leaves' names), and at jax_offload.inspect."
+        )
+    devices = [plane for plane in planes if plane.name.startswith("/device:GPU")]
+    found: list[Segment] = []
+    for plane in devices[:1] or [plane for plane in planes if plane.name == "/host:CPU"]:
+        for line in plane.lines:
+            if devices and not line.name.startswith("Stream"):
+                continue  # the same again, as modules, steps, scopes
+            for event in line.events:
+                if event.duration_ns and (devices or any(key == "hlo_op" for key, _ in event.stats)):
+                    begin, lane = event.start_ns / 1e9, _lane(event.name)
+                    if lane:
+                        end = begin + event.duration_ns / 1e9
+                        found.append(Segment(lane, begin, end, event.name, _bytes(event), end))
+    return sorted(found, key=lambda s: s.begin)
+
+
+def _lane(name: str) -> str:
+    plain = name.replace(" ", "").lower()
+    if plain.startswith("memcpy"):
+        return LOAD if "h2d" in plain or "htod" in plain else STORE if "d2h" in plain or "dtoh" in plain else ""
+    return COMPUTE
+
+
+def _bytes(event: Any) -> int:
+    """What a GPU's trace says of a copy: kind_src:... size:1048576 ..."""
+    details = next((str(value) for key, value in event.stats if key == "memcpy_details"), "")
+    size = next((word.removeprefix("size:") for word in details.split() if word.startswith("size:")), "0")
+    return int(size) if size.isdigit() else 0
+
+
+def measured(segments: Sequence[Segment], steps: int, simulated: Timeline | None = None) -> Profile:
+    """The sums, per step, of what ran in so many steps.
+
+    Raises:
+      ValueError: nothing ran.
+    """
+    if not segments:
+        raise ValueError("profile(): the trace has nothing of a device or of XLA: may this user profile it?")
+    first = min(s.begin for s in segments)
+    moved = [dataclasses.replace(s, begin=s.begin - first, end=s.end - first, waited=s.end - first) for s in segments]
+    spans = {lane: [(s.begin, s.end) for s in moved if s.lane == lane] for lane in (COMPUTE, LOAD, STORE)}
+    copies, span = [*spans[LOAD], *spans[STORE]], max(s.end for s in moved)
+    busy, compute, copying = _length([*copies, *spans[COMPUTE]]), _length(spans[COMPUTE]), _length(copies)
+    loading, storing = _length(spans[LOAD]), _length(spans[STORE])
+    timeline = Timeline(
+        step=span,
+        compute=compute,
+        link=max(loading, storing),
+        collectives=0.0,
+        exposed=busy - compute,
+        exposed_collectives=0.0,
+        loaded=sum(s.nbytes for s in moved if s.lane == LOAD),
+        stored=sum(s.nbytes for s in moved if s.lane == STORE),
+        segments=tuple(moved),
+    )
+    return Profile(
+        step=span / steps,
+        compute=compute / steps,
+        loading=loading / steps,
+        storing=storing / steps,
+        overlap=(copying + compute - busy) / steps,
+        exposed=(busy - compute) / steps,
+        idle=(span - busy) / steps,
+        steps=steps,
+        simulated=simulated,
+        timeline=timeline,
+    )
+
+
+def _length(intervals: Iterable[Interval]) -> float:
+    """Of the times in any of them."""
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(intervals):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
+
+
+def profile(step: Any, *args: Any, steps: int = 3, chip: str | Path | Chip | None = None) -> Profile:
+    """Runs a step some times under jax's profiler, and says where its time went and how far the simulation is off.
+
+    What the step donates it must return: a result with the structure, shapes and dtypes of an argument takes its place
+    in the next step. Runs once before measuring, to compile. The arguments are gone afterwards, where they are donated.
+
+    The reading of a GPU's trace is tested on traces made by hand only, and on a CPU's.
+
+    Args:
+      step: a training step, jitted.
+      *args: its arguments, on the devices.
+      steps: how many to measure.
+      chip: whose speeds to simulate with, as ``jax_offload.chip`` takes it; found by the device's name where it is left
+        out.
+
+    Returns:
+      A ``Profile``.
+
+    Raises:
+      ValueError: ``steps`` is below 1; a donated argument is not returned; the trace is empty, or of a TPU.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jax_offload as jo
+      >>> step = jax.jit(lambda w, x: w - 0.1 * x.T @ (x @ w), donate_argnums=0)
+      >>> seen = jo.profile(step, jnp.ones((256, 256)), jnp.ones((64, 256)), steps=2)
+      >>> seen.steps, seen.step > 0, abs(seen.step - seen.compute - seen.exposed - seen.idle) < 1e-9
+      (2, True, True)
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"profile(): steps={steps!r}; expected a whole number from 1 on.")
+    step = step if hasattr(step, "lower") else jax.jit(step)
+    simulated = inspect(step, *args, chip=chip).timeline
+    args = _following(args, jax.block_until_ready(step(*args)))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(steps):
+                args = _following(args, jax.block_until_ready(step(*args)))
+        files = sorted(Path(folder).rglob("*.xplane.pb"))
+        data = jax.profiler.ProfileData.from_file(str(files[0])) if files else None
+        return measured([] if data is None else segments_of(data), steps, simulated)
+
+
+def _following(args: tuple[Any, ...], results: Any) -> tuple[Any, ...]:
+    """The arguments of the next step: results of the same structure and types, in their order, else the same again."""
+    given = list(results) if type(results) in (tuple, list) else [results]
+    found = []
+    for k, arg in enumerate(args):
+        alike = next((i for i, x in enumerate(given) if _types(x) == _types(arg)), None)
+        gone = any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(arg))
+        if gone and alike is None:
+            raise ValueError(
+                f"profile(): argument {k} is donated, and no result has its structure and types. Return it."
+            )
+        found.append(given.pop(alike) if alike is not None and gone else arg)
+    return tuple(found)
+
+
+def _types(tree: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, [(getattr(x, "shape", None), getattr(x, "dtype", type(x))) for x in leaves]

@@ -1,0 +1,118 @@
+"""The curve of device memory and the lanes, of schedules small enough to know them; pictures and traces of them."""
+
+import dataclasses
+import json
+
+import pytest
+
+from jax_offload._analysis.picture import busy, lanes_of, trace, waits
+from jax_offload._analysis.schedule import Segment
+from jax_offload._analysis.timeline import Timeline, timeline
+from tests.aot.test_timeline import CHIP, DOT, L_DONE, MATRIX, L, M, computation
+
+ARGUMENTS = {0: "parameters", 1: "other arguments"}  # the third is in host memory
+
+
+def played(*lines, head="", before=""):
+    text = f"HloModule m, is_scheduled=true{head}\n\n{before}{computation('ENTRY %main', *lines)}"
+    return timeline(text, CHIP, ARGUMENTS)
+
+
+def held(t):
+    """The curve in matrices."""
+    return [(seconds, nbytes / MATRIX) for seconds, nbytes in t.memory]
+
+
+def test_what_is_held_when():
+    """Two arguments throughout; what is loaded from its start, a product from its operation, to their last uses."""
+    t = played(L, DOT, L_DONE, f"%e = {M} add(%d, %l-done)", f"%f = {M} negate(%e)", f"ROOT %g = {M} negate(%a)")
+    assert held(t) == [(0, 4), (1, 5), (1.375, 4), (1.625, 3)]  # the result is as large as what it ends
+    assert t.peak == {"parameters": MATRIX, "other arguments": MATRIX, "window": MATRIX, "activations": 2 * MATRIX}
+    assert t.window == MATRIX
+    assert [(s.lane, s.begin, s.end, s.waited) for s in t.segments[:2]] == [("load", 0, 0.5, 0.5), ("compute", 0, 1, 0)]
+
+
+def test_the_result_takes_the_buffer_of_a_donated_argument():
+    new = f"ROOT %d = {M} dot(%a, %b), lhs_contracting_dims={{1}}"
+    assert held(played(new)) == [(0, 3)]
+    assert held(played(new, head=", input_output_alias={ {}: (0, {}, may-alias) }, entry_computation_layout={}")) == [
+        (0, 2)
+    ]
+
+
+def test_an_elementwise_fusion_writes_over_what_ends_there():
+    body = computation("%f", f"ROOT %t = {M} tanh(%a)")
+    made = f"%e = {M} fusion(%d), kind=kLoop, calls=%f"
+    assert max(n for _, n in held(played(DOT, made, before=body))) == 3
+    still = f"%g = {M} add(%d, %e)"
+    assert max(n for _, n in held(played(DOT, made, still, before=body))) == 5
+
+
+def test_what_a_loop_carries_has_one_buffer():
+    """And what it makes in an iteration is held in that only."""
+    carried = f"({M}, {M})"
+    body = (
+        f"%body (t: {carried}) -> {carried} {{\n  %t = {carried} parameter(0)\n"
+        f"  %x = {M} get-tuple-element(%t), index=0\n"
+        f"  %y = {M} get-tuple-element(%t), index=1\n  %z = {M} add(%x, %y)\n  %n = {M} dot(%z, %y), "
+        f"lhs_contracting_dims={{1}}\n  ROOT %r = {carried} tuple(%n, %y)\n}}\n\n"
+        "%c (t: s32[]) -> pred[] {\n  %k = s32[] constant(3)\n}\n\n"
+    )
+    lines = [DOT, f"%i = {carried} tuple(%d, %b)", f"%w = {carried} while(%i), condition=%c, body=%body"]
+    t = played(*lines, f"ROOT %o = {M} get-tuple-element(%w), index=0", before=body)
+    assert max(n for _, n in held(t)) == 4  # two arguments, the carried product, the sum
+    assert t.memory[-1][1] == 3 * MATRIX and t.step == pytest.approx(1 + 3 * (1 + 3 / 8))
+
+
+def some(leaves):
+    """A step with so many leaves: each loaded for 1 ms, of which half is hidden, updated in 1 ms, and stored."""
+    segments, now = [], 0.0
+    for k in range(leaves):
+        segments.append(Segment("load", now, now + 1e-3, f"state[0].mu['w{k}']", 10**7, now + 0.5e-3))
+        segments.append(Segment("compute", now, now + 0.5e-3, f"update of 0/mu/w{k}"))
+        segments.append(Segment("compute", now + 1e-3, now + 2e-3, "transpose(jvp())/dot_general"))
+        segments.append(Segment("store", now + 1e-3, now + 2e-3, f"state[0].mu['w{k}']", 10**7, now + 2e-3))
+        now += 2e-3
+    memory = tuple((k * 1e-3, 10**9 + 10**7 * (k % 2)) for k in range(2 * leaves))
+    n = leaves * 1e-3
+    return Timeline(2 * n, 1.5 * n, n, 0, n / 2, 0, leaves * 10**7, leaves * 10**7, "h200", tuple(segments), memory,
+                    {"parameters": 10**9, "window": 10**7}, 10**7)  # fmt: skip
+
+
+def test_lanes():
+    t = some(2)
+    assert lanes_of(t) == ["compute", "load", "store"]
+    assert waits(t) == [(0.5e-3, 1e-3), (2.5e-3, 3e-3)]
+    assert busy([(0, 1), (1.5, 3)], 4, 4) == pytest.approx([1, 0.5, 1, 0])
+
+
+@pytest.mark.parametrize("leaves", [30, 1000])
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_pictures(tmp_path, leaves, suffix):
+    """As heavy with a thousand leaves as with thirty: what is finer than a column is drawn as a share of it."""
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"timeline{suffix}"
+    some(leaves).save(path)
+    assert 10_000 < path.stat().st_size < 1_500_000
+    if suffix == ".svg":
+        assert path.read_text().count("<path") < 200
+
+
+def test_a_trace_for_perfetto(tmp_path):
+    path = tmp_path / "timeline.json"
+    some(3).save(path)
+    found = json.loads(path.read_text())
+    events = found["traceEvents"]
+    assert found == json.loads(json.dumps(trace(some(3))))
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert names == {0: "compute", 1: "host to device", 2: "device to host"}
+    copies = [e for e in events if e["ph"] == "X" and e["tid"] == 1]
+    assert copies[1] | {"args": 0} == {"ph": "X", "pid": 1, "tid": 1, "name": "state[0].mu['w1']", "args": 0,
+                                       "ts": pytest.approx(2000), "dur": pytest.approx(1000)}  # fmt: skip
+    assert copies[1]["args"] == {"bytes": 10**7, "waited_us": pytest.approx(500)}
+    assert sum(e["ph"] == "C" for e in events) == 6
+
+
+def test_another_ending(tmp_path):
+    with pytest.raises(ValueError, match=r"ends with '.pdf'; expected .png, .svg or .json"):
+        dataclasses.replace(some(1)).save(tmp_path / "a.pdf")
