@@ -74,7 +74,7 @@ def test_the_numbers_of_the_resident_step(inner, tx, update_params):
     assert "once the backward pass is over" in table(tx, 2048, update_params=update_params)
     for each in inner, tx:
         step, params = jax.jit(step_of(each, loss, update_params and each is tx), donate_argnums=(0, 1)), parameters()
-        state = each.init(params)
+        state, value = each.init(params), None
         for _ in range(3):
             params, state, value = step(params, state, x)
         found.append((params, value))
