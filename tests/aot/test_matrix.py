@@ -5,7 +5,7 @@ import pytest
 from tests.aot.harness import H200, require
 from tests.aot.matrix import SLACK, Cell, cells
 
-LONG = pytest.mark.long
+LONG = pytest.mark.long("minutes to compile")
 DAILY = [
     # before it ran apart: 4008, resident 2503
     Cell("vit-checkpoint-fused", 16384, 0.1, "none", "parameters'", "update", "jit"),
