@@ -178,6 +178,7 @@ def profile(step: Any, *args: Any, steps: int = 3, chip: str | Path | Chip | Non
     What the step donates it must return: a result with the structure, shapes and dtypes of an argument takes its place
     in the next step. Runs once before measuring, to compile. The arguments are gone afterwards, where they are donated.
 
+    On jax 0.10 its profiler crashes in a process that has compiled for a ``target``.
     The reading of a GPU's trace is tested on traces made by hand only, and on a CPU's.
 
     Args:

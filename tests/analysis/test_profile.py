@@ -70,6 +70,11 @@ def test_an_empty_trace():
         measured(segments_of(made("/host:metadata")), 1)
 
 
+# In a process that has compiled for a chip that is not there the profiler of jax 0.10 crashes as it starts.
+profiles = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="jax 0.10's profiler crashes after a target=")
+
+
+@profiles
 def test_on_a_cpu(tmp_path):
     """A step that donates its state, real on real hardware: a CPU, whose copies jax leaves out."""
     tx = jo.offload(optax.adamw(1e-3), min_bytes=0)
@@ -87,6 +92,7 @@ def test_on_a_cpu(tmp_path):
     p.timeline.save(tmp_path / "measured.json")
 
 
+@profiles
 def test_what_is_donated_has_to_come_back():
     with pytest.raises(ValueError, match="argument 0 is donated, and no result has its structure"):
         jo.profile(jax.jit(lambda x: {"y": x + 1}, donate_argnums=0), jnp.ones(8))
