@@ -27,9 +27,14 @@ from jax_offload._update import update_params as update_params
 if _typing.TYPE_CHECKING:
     from jax_offload._analysis.chips import Chip as Chip
     from jax_offload._analysis.chips import chip as chip
+    from jax_offload._analysis.exposure import Link as Link
+    from jax_offload._analysis.forecast import Forecast as Forecast
     from jax_offload._analysis.inspection import Inspection as Inspection
     from jax_offload._analysis.inspection import inspect as inspect
     from jax_offload._analysis.inspection import verify as verify
+    from jax_offload._analysis.link import measure_link as measure_link
+    from jax_offload._analysis.option import Option as Option
+    from jax_offload._analysis.plan import plan as plan
     from jax_offload._analysis.profiled import Profile as Profile
     from jax_offload._analysis.profiled import profile as profile
     from jax_offload._analysis.timeline import Timeline as Timeline
@@ -42,19 +47,27 @@ except _metadata.PackageNotFoundError:  # a checkout that is not installed
 # What only looks at steps is imported when it is asked for: name, and the module in _analysis that has it.
 _LAZY = {
     "Chip": "chips",
+    "Forecast": "forecast",
     "Inspection": "inspection",
+    "Link": "exposure",
+    "Option": "option",
     "Profile": "profiled",
     "Timeline": "timeline",
     "chip": "chips",
     "inspect": "inspection",
+    "measure_link": "link",
+    "plan": "plan",
     "profile": "profiled",
     "verify": "inspection",
 }
 
 __all__ = [
     "Chip",
+    "Forecast",
     "Inspection",
     "Leaf",
+    "Link",
+    "Option",
     "Placement",
     "Profile",
     "Storage",
@@ -66,9 +79,11 @@ __all__ = [
     "from_plain",
     "inspect",
     "jit",
+    "measure_link",
     "offload",
     "pipelined",
     "placement",
+    "plan",
     "profile",
     "restore",
     "save_args",

@@ -199,7 +199,16 @@ def offload(
 
         return streamed(recipe, (updates, state, params, extra_args), next_of=(0, 1), options=options)
 
-    return Offloaded(init_fn, update_fn)
+    return Offloaded(init_fn, update_fn).wrapping(
+        inner,
+        fraction=fraction,
+        select=select,
+        min_bytes=min_bytes,
+        window=window,
+        order=order,
+        shard_over=shard_over,
+        storage=storage,
+    )
 
 
 def _skipping(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:

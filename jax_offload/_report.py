@@ -147,6 +147,11 @@ def placement(tx: optax.GradientTransformation | Callable[..., Any], *args: Any,
 
 
 def _of_transformation(tx: Any, params: Any, **extra_args: Any) -> Placement:
+    return table_and_trace(tx, params, **extra_args)[0]
+
+
+def table_and_trace(tx: Any, params: Any, **extra_args: Any) -> tuple[Placement, Any]:
+    """The table of a transformation, and its traced update, a closed jaxpr; ``None`` where that raises."""
     leaves = [leaf for leaf, _, _ in placed_leaves(tx, params)[0]]
 
     def update(params: Any, extra_args: Any) -> list[Any]:
@@ -155,17 +160,24 @@ def _of_transformation(tx: Any, params: Any, **extra_args: Any) -> Placement:
         return state
 
     with described(params):
-        loads, unknown, _ = _loads(update, params, extra_args)
-    return _table(leaves, loads or [[] for _ in leaves], unknown, ())
+        trace, unknown = _trace(update, params, extra_args)
+    loads, _ = _loads(trace)
+    return _table(leaves, loads or [[] for _ in leaves], unknown, ()), trace
 
 
-def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
+def unwrapped(step: Any) -> Callable[..., Any]:
+    """A step as it is traced, without the ``jit`` around it."""
     if hasattr(step, "whole_step"):  # what jax_offload's own make of a step
         step = step.whole_step
     elif hasattr(step, "lower") and hasattr(step, "__wrapped__"):
         # jax takes compiler_options in no jit inside of another
         own = getattr(step, "__self__", None)
         step = step.__wrapped__ if own is None else functools.partial(step.__wrapped__, own)
+    return step
+
+
+def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
+    step = unwrapped(step)
 
     def call(args: Any, kwargs: Any) -> list[Any]:
         step(*args, **kwargs)
@@ -184,8 +196,9 @@ def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
 
     shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves((args, kwargs))]  # tracers do not tell
     with step_described():
-        _traced(names, args, kwargs)
-        loads, unknown, stays = _loads(call, args, kwargs)
+        traced(names, args, kwargs)
+        trace, unknown = _trace(call, args, kwargs)
+    loads, stays = _loads(trace)
     kept = [(row, of) for row, of in zip(rows, loads or [[] for _ in rows], strict=True) if row.host or of]
     return _table([row for row, _ in kept], [of for _, of in kept], unknown, stays)
 
@@ -200,12 +213,18 @@ def _table(leaves: Sequence[Leaf], loads: Sequence[list[Planned]], unknown: str,
     return Placement(tuple(rows), unknown, tuple(windows.values()), stays)
 
 
-def _loads(fun: Callable[..., list[Any]], *args: Any) -> tuple[list[list[Planned]], str, tuple[str, ...]]:
-    """How a traced function loads each of the leaves that it returns; why it could not be traced; and what stays."""
+def _trace(fun: Callable[..., list[Any]], *args: Any) -> tuple[Any, str]:
+    """A function's closed jaxpr; or ``None``, and why it cannot be traced."""
     try:
-        traced = _traced(fun, *args)
+        return traced(fun, *args), ""
     except Exception as error:
-        return [], f"it raises {type(error).__name__}: {(str(error).splitlines() or [''])[0]}", ()
+        return None, f"it raises {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _loads(traced: Any) -> tuple[list[list[Planned]], tuple[str, ...]]:
+    """How a traced function loads each of the leaves that it returns; and what stays."""
+    if traced is None:
+        return [], ()
     leaves = traced.jaxpr.outvars
     index: dict[Any, list[Planned]] = {v: [] for v in leaves if not isinstance(v, jex.Literal)}
     found = updates_in(traced)
@@ -214,10 +233,10 @@ def _loads(fun: Callable[..., list[Any]], *args: Any) -> tuple[list[list[Planned
         for v in of:
             if v in index:
                 index[v].append(planned)
-    return [[] if isinstance(v, jex.Literal) else index[v] for v in leaves], "", stays
+    return [[] if isinstance(v, jex.Literal) else index[v] for v in leaves], stays
 
 
-def _traced(fun: Callable[..., Any], *args: Any) -> Any:
+def traced(fun: Callable[..., Any], *args: Any) -> Any:
     """The closed jaxpr of ``fun`` on the arrays in its arguments; the others, functions say, stay as they are."""
     leaves, treedef = jax.tree.flatten(args)
     arrays = [k for k, x in enumerate(leaves) if hasattr(x, "dtype")]

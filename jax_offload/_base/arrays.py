@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -13,7 +15,20 @@ BLOCK_SCALES = ".values_scale"  # how the path of a leaf ends that has a scale f
 
 
 class Offloaded(optax.GradientTransformationExtraArgs):
-    """What ``offload`` returns, so that wrapping twice can be told."""
+    """What ``offload`` returns, so that wrapping twice can be told.
+
+    Attributes:
+      inner: what it wraps; ``None`` where it is not an optimizer of its own.
+      options: that it was given.
+    """
+
+    inner: optax.GradientTransformation | None = None
+    options: Mapping[str, Any] = MappingProxyType({})
+
+    def wrapping(self, inner: optax.GradientTransformation, **options: Any) -> Offloaded:
+        """Itself, which remembers what it wraps."""
+        self.inner, self.options = inner, options
+        return self
 
 
 def is_like(path: str, shape: tuple[int, ...], param: tuple[int, ...]) -> bool:

@@ -3,7 +3,8 @@
 ``python -m tests.aot.table [h200] [v5e]`` prints the README's; ``python -m tests.aot.table sharded`` prints that of
 docs/sharding.md, per device, on four of them; ``python -m tests.aot.table precision`` those of docs/precision.md. Each
 takes a few minutes on two cores. ``python -m tests.aot.table defaults`` prints that of docs/streaming.md, in half an
-hour. ``python -m tests.aot.table time`` prints simulated step times, of the model in ``timeline``, in two minutes.
+hour. ``python -m tests.aot.table plan`` prints what ``jo.plan`` estimates beside what is compiled, in ten
+minutes. ``python -m tests.aot.table time`` prints simulated step times, of the model in ``timeline``, in two minutes.
 ``python -m tests.aot.table matrix axis=value,value sample=number`` prints peaks of whole models (``matrix``).
 """
 
@@ -37,6 +38,8 @@ from tests.aot.cases import (
     measure_turned,
     measure_update,
 )
+from tests.aot.forecasts import HEADER, PARTS
+from tests.aot.forecasts import rows as forecast_rows
 from tests.aot.harness import H200, MIB, V5E, V5E_2X2, Measured, measure
 from tests.aot.matrix import matrix
 from tests.aot.model import ADAMW, CLIPPED, loss, parameters, two_by_two
@@ -255,6 +258,19 @@ def unrolled() -> None:
     row("the same, clipping outside, `update`", outside, CLIPPED, *model)
 
 
+def forecasts() -> None:
+    """What ``jo.plan`` says of steps, beside what is compiled. ``python -m tests.aot.table plan [toys|gpts|after]``."""
+    chosen = [name for name in sys.argv[2:] if name in PARTS] or list(PARTS)
+    print(HEADER)
+    for name in chosen:
+        for row in forecast_rows(PARTS[name]()):
+            print(row, flush=True)
+    print(
+        "\nAdamW, float32 state on the host. Estimated from the trace; compiled for an H200, and simulated from the "
+        f"schedule, not run. Added: exposed transfers as a share of the simulated step. jax {jax.__version__}."
+    )
+
+
 def _name(storage: Any) -> str:
     return "float32" if storage is None else storage if isinstance(storage, str) else "int8"
 
@@ -289,6 +305,7 @@ if __name__ == "__main__":
         "time": time,
         "turned": turned,
         "unrolled": unrolled,
+        "plan": forecasts,
     }
     if sys.argv[1:2] == ["matrix"]:
         sys.exit(matrix(sys.argv[2:]))

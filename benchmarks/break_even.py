@@ -1,0 +1,72 @@
+"""From how many tokens per step on offloading is hidden: the chart of docs/should_i_offload.md, and its table.
+
+    python -m benchmarks.break_even docs/break_even.svg
+
+By the model of ``jo.plan``, with the figures of ``jo.chip``: nothing here is measured. Of a dense model its size drops
+out: both the bytes and the operations of a step grow with the number of parameters.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import jax_offload as jo
+from jax_offload._analysis.exposure import BACKWARD, FORWARD, exposed, link_of, speed, tokens_to_hide
+
+# bytes that a parameter's state takes each way, at each step
+STORAGES = {"float32 moments, masters": 12.0, "float32 moments": 8.0, "bfloat16": 4.0, "int8": 2.0625}
+CHIPS = ("a100", "h100", "gh200", "v5e")
+FLOPS = 6.0  # for each parameter and token
+
+
+def overhead(chip: jo.Chip, nbytes: float, tokens: float, share: float) -> float:
+    """Of a step in bfloat16, for each parameter on a device."""
+    compute = FLOPS * tokens / speed(chip, "bfloat16")
+    return exposed(nbytes / link_of(chip).both, compute, share) / compute
+
+
+def rows() -> Iterator[str]:
+    """Tokens per step and device from which nothing is added."""
+    yield "| | " + " | ".join(STORAGES) + " |\n|---|" + "---:|" * len(STORAGES)
+    for way, share in ("`jo.jit`", BACKWARD), ("`jo.pipelined`", FORWARD):
+        for name in CHIPS:
+            chip = jo.chip(name)
+            each = FLOPS / speed(chip, "bfloat16")
+            found = [tokens_to_hide(nbytes / link_of(chip).both, share, each) for nbytes in STORAGES.values()]
+            yield f"| {name}, {way} | " + " | ".join(f"{n:,}" for n in found) + " |"
+
+
+def draw(path: str) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "break-even"  # the same file every time
+    from matplotlib import pyplot
+
+    tokens = [2 ** (10 + k / 16) for k in range(16 * 8 + 1)]
+    figure, axes = pyplot.subplots(1, len(CHIPS), figsize=(12, 3.4), sharey=True, layout="constrained")
+    for axis, name in zip(axes, CHIPS, strict=True):
+        chip = jo.chip(name)
+        for k, (storage, nbytes) in enumerate(STORAGES.items()):
+            for share, style in (BACKWARD, "-"), (0.0, ":"):
+                ys = [100 * overhead(chip, nbytes, n, share) for n in tokens]
+                axis.plot(tokens, ys, style, color=f"C{k}", label=storage if share else None)
+        axis.set(
+            xscale="log",
+            ylim=(0, 100),
+            xlabel="tokens per step and device",
+            title=f"{name}, {chip.host_link / 1e9:.0f} GB/s",
+        )
+        axis.set_xticks([2**k for k in (10, 12, 14, 16, 18)], ["1K", "4K", "16K", "64K", "256K"])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("added to the step, %")
+    axes[2].legend(fontsize=8, title="solid: jo.jit; dotted: nothing hidden", title_fontsize=8)
+    figure.savefig(path, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    print(*rows(), sep="\n")
+    if sys.argv[1:]:
+        draw(sys.argv[1])

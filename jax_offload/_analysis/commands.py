@@ -1,0 +1,196 @@
+"""The commands of ``jax-offload``."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import click  # pyright: ignore[reportMissingImports]  (an extra)
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from jax_offload._analysis.doctor import examine
+from jax_offload._analysis.forecast import Forecast
+from jax_offload._analysis.inspection import inspect as inspect_of
+from jax_offload._analysis.optimizer import of_optimizer
+from jax_offload._analysis.plan import plan as plan_of
+from jax_offload._analysis.plan import setting_of
+from jax_offload._analysis.synthetic import described
+from jax_offload._analysis.table import HEADER, rows, sentences
+from jax_offload._analysis.targets import prepare
+
+EXIT_CODES = """\b
+Exit codes:
+  0  it fits; all is well
+  2  an option is wrong
+  3  nothing fits the device memory
+  4  the chip is not known
+  5  parameters are not on the mesh
+  6  the step offloads nothing, or not really: inspect says why
+  7  this machine cannot offload: the doctor says why
+  8  what the commands need is not installed"""
+_BY_ARGUMENT = {"chip": 4, "params": 5, "step": 6}
+NOTHING_FITS, NOT_REAL, SELF_TEST_FAILED = 3, 6, 7
+
+
+@contextlib.contextmanager
+def errors() -> Iterator[None]:
+    """What the library says of its arguments, as a line and an exit code."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        click.echo(f"jax-offload: {error}", err=True)
+        raise SystemExit(_BY_ARGUMENT.get(str(error).partition(":")[0], 2)) from error
+
+
+@click.command(epilog=EXIT_CODES)
+@click.argument("target", required=False)
+@click.option("--params", type=float, help="How many parameters: 7e9.")
+@click.option("--optimizer", default="adamw", show_default=True, help="A name in optax or optax.contrib.")
+@click.option("--param-dtype", default="bfloat16", show_default=True)
+@click.option("--master", help="Dtype of master parameters: float32.")
+@click.option("--storage", help="How moments are stored: bfloat16, int8, ...")
+@click.option("--clip", is_flag=True, help="Clip gradients by their global norm.")
+@click.option("--chip", help="The accelerator: h100, v5e, ..., or a .toml of yours.")
+@click.option("--tokens", type=float, help="Tokens per step, over all devices.")
+@click.option("--layers", type=int, help="With --width: activations too, a checkpoint around each layer.")
+@click.option("--width", type=int)
+@click.option("--devices", type=int, default=1, show_default=True)
+@click.option("--shard-over", help="Divide the state over these devices, an axis of that name (ZeRO-1).")
+@click.option("--device-memory", help="What a step may use of one device: 80GiB.")
+@click.option("--json", "as_json", is_flag=True, help="All figures, as JSON.")
+def plan(target: str | None, as_json: bool, **options: Any) -> None:
+    """Whether a model fits, how much slower offloading makes it, and the line of code to write.
+
+    Of a model that the options describe, or of TARGET, "module:function": a function without arguments that returns
+    (optimizer, parameters) or (step, *arguments), abstract ones best: jax.eval_shape(init).
+    """
+    _on_the_cpu()
+    with errors():
+        forecast = _of_target(target, options) if target else _of_description(options)
+    if as_json:
+        click.echo(json.dumps(forecast.to_dict(), indent=1))
+    else:
+        show(forecast)
+    if forecast.recommended is None:
+        raise SystemExit(NOTHING_FITS)
+
+
+@click.command(epilog=EXIT_CODES)
+@click.option("--json", "as_json", is_flag=True, help="The report as JSON.")
+def doctor(as_json: bool) -> None:
+    """What this machine has for offloading, a measured link, and a self-test that streams and compares."""
+    report = examine()
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(report) | {"ok": report.ok, "verdict": report.verdict}, indent=1))
+    else:
+        table = Table(box=None, show_header=False, pad_edge=False)
+        for check in report.checks:
+            table.add_row({"ok": "✓", "note": "!", "bad": "✗"}[check.kind], check.name, check.says)
+        console = Console(highlight=False)
+        console.print(table)
+        console.print(f"verdict: {report.verdict}\nnext: {report.next_step}", markup=False)
+    if not report.ok:
+        raise SystemExit(SELF_TEST_FAILED)
+
+
+@click.command(epilog=EXIT_CODES)
+@click.argument("step")
+@click.option("--target", help="A chip to compile for that need not be there: h200, v5e:2x2 (pip install '.[aot]').")
+@click.option("--timeline", help="Where to save its simulated run: .png, .svg, or .json for Perfetto.")
+@click.option("--json", "as_json", is_flag=True, help="The report as JSON.")
+def inspect(step: str, target: str | None, timeline: str | None, as_json: bool) -> None:
+    """What a compiled step really does with device memory, host memory and the link.
+
+    STEP is "module:function": a function without arguments that returns (step, *arguments), the step jitted with its
+    donation.
+    """
+    if target is not None:
+        _on_the_cpu()
+        prepare()
+    with errors():
+        seen = inspect_of(*_pair(step, load(step), "(step, *arguments)"), target=target)
+        if timeline and seen.timeline is None:
+            raise ValueError("timeline: the chip's figures are not known; give --target.")
+        if timeline and seen.timeline is not None:
+            seen.timeline.save(timeline)
+    click.echo(json.dumps(seen.to_dict(), indent=1) if as_json else str(seen))
+    if seen.errors:
+        raise SystemExit(NOT_REAL)
+
+
+def _on_the_cpu() -> None:
+    """Nothing runs: no accelerator is to be started, or asked for."""
+    with contextlib.suppress(RuntimeError):  # it is up already
+        jax.config.update("jax_platforms", "cpu")
+
+
+def _of_description(given: dict[str, Any]) -> Forecast:
+    if not given["params"] or given["params"] < 1:
+        raise ValueError("--params: say how many parameters the model has, 7e9; or give module:function.")
+    tokens, layers, width = given["tokens"], given["layers"], given["width"]
+    setting = setting_of(given["chip"], tokens, None, given["device_memory"])
+    model = described(
+        int(given["params"]), given["optimizer"], given["param_dtype"], master=given["master"],
+        storage=given["storage"], clip=given["clip"], layers=layers, width=width, devices=given["devices"],
+        shard_over=given["shard_over"],
+    )  # fmt: skip
+    activations = None
+    if tokens and layers and width:  # what a checkpoint around each layer keeps: its input
+        itemsize = model.params["mlp"].dtype.itemsize
+        activations = int(tokens) // given["devices"] * layers * width * itemsize
+    return of_optimizer(model.tx, model.params, setting, None, activations, model.called)
+
+
+def _of_target(target: str, given: dict[str, Any]) -> Forecast:
+    made = _pair(target, load(target), "(optimizer, parameters) or (step, *arguments)")
+    keywords = {key: given[key] for key in ("chip", "device_memory")} | {"tokens_per_step": given["tokens"]}
+    return plan_of(*made, **keywords)
+
+
+def _pair(target: str, made: Any, wanted: str) -> Any:
+    if not isinstance(made, tuple | list) or len(made) < 2:
+        raise ValueError(f"{target}: expected {wanted}; got a {type(made).__name__}.")
+    return made
+
+
+def load(target: str) -> Any:
+    """What the function ``module:function`` returns; modules of the working directory are found too."""
+    module, _, name = target.partition(":")
+    if not module or not name:
+        raise ValueError(f"{target}: expected module:function.")
+    sys.path.insert(0, "")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{target}: {error}") from error
+    return function()
+
+
+def show(forecast: Forecast) -> None:
+    table = Table(*HEADER, box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for option, cells in zip(forecast.options, rows(forecast), strict=True):
+        table.add_row(*cells, style="bold" if option is forecast.recommended else None)
+    console = Console(highlight=False)
+    console.print(table)
+    for sentence in sentences(forecast):
+        console.print(sentence, markup=False)
+    if forecast.recommended is not None:
+        console.print("recommended:", *forecast.recommended.code.split("; "), sep="\n  ", markup=False)
+
+
+commands = click.Group(
+    "jax-offload",
+    commands=[plan, inspect, doctor],
+    help="Know before a run whether it fits, and see whether this machine can offload.",
+    epilog=EXIT_CODES,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)

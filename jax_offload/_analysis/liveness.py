@@ -1,0 +1,280 @@
+"""How much device memory a traced program needs at once: an estimate, by the lifetimes of its buffers.
+
+Nothing is compiled. What XLA does with equations is approximated by a few rules:
+
+- Elementwise operations, broadcasts, slices and gathers are fused: their results exist only where a matmul, a loop or
+  another operation that fuses with nothing reads them, and from then on. Until then what they read is alive.
+- A buffer is free after its last use. A result takes the buffer of an operand of its size that is not read again; a
+  slice written into a buffer that is not read again is written in place.
+- A loop holds what it stacks from its beginning on, and beside it what one iteration needs at most: its carry, the rows
+  that its matmuls read.
+- Donated arguments are written over by the results of their type.
+- Operations run in the order of the trace; or each as soon as it can, which is the least that a scheduler might need.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jax_offload._analysis.flattened import Flattened, Loop, Node, bodies, flattened, loop_of
+from jax_offload._base.jaxprs import Jaxpr
+from jax_offload._ir.primitives import ELEMENTWISE, REDUCE
+
+GATE = "optimization_barrier"
+_MOVES = frozenset(("device_put",))
+FUSED = (ELEMENTWISE - _MOVES - {GATE}) | frozenset(
+    "broadcast_in_dim iota slice dynamic_slice pad rev gather concatenate random_bits random_wrap random_unwrap "
+    "threefry2x32 random_seed split".split()
+)
+_IN_PLACE = frozenset(
+    ("dynamic_update_slice", "scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter-min", "scatter-max")
+)
+
+
+@dataclasses.dataclass
+class Event:
+    """Something that runs: what it reads, what it makes, and bytes that it needs meanwhile.
+
+    Attributes:
+      node: what it does; ``None`` for what is only fused with what reads it.
+      fused: whether it is made element by element, so that it may be written over what it reads.
+      in_place: whether it changes a part of what it reads.
+      over: a buffer that it reads and writes over, if it is not read again -> what it makes there.
+      taken: buffers that become a loop's own, if they are not read again.
+    """
+
+    reads: list[int]
+    makes: list[int]
+    meanwhile: int = 0
+    node: Node | None = None
+    fused: bool = False
+    in_place: bool = False
+    over: dict[int, int] = dataclasses.field(default_factory=dict[int, int])
+    taken: list[int] = dataclasses.field(default_factory=list[int])
+
+
+def peak(jaxpr: Jaxpr, donated: Sequence[bool], *, early: bool = False) -> int:
+    """Bytes on the device at the worst moment, arguments and results included.
+
+    Args:
+      jaxpr: an open one, of a whole step.
+      donated: for each of its inputs; its constants are not.
+      early: whether operations run as soon as they can.
+    """
+    program = flattened(jaxpr)
+    given = [False] * (len(program.inputs) - len(donated)) + list(donated)
+    return Lives(program, early).peak(
+        owned=program.inputs,
+        kept=[k for k, d in zip(program.inputs, given, strict=True) if not d],
+        results=program.outputs,
+        paired=_paired(program, given),
+    )
+
+
+def donations(jaxpr: Jaxpr, count: int) -> list[bool]:
+    """Which of the last ``count`` inputs a result is like: what a training step donates."""
+    program = flattened(jaxpr)
+    given = [False] * (len(program.inputs) - count) + [True] * count
+    taken = {*_paired(program, given).values()}
+    return [k in taken for k in program.inputs[len(program.inputs) - count :]]
+
+
+def _paired(program: Flattened, donated: Sequence[bool]) -> dict[int, int]:
+    """Result -> the donated argument of its type whose buffer it takes."""
+    free: defaultdict[Any, list[int]] = defaultdict(list)
+    for k, d in zip(program.inputs, donated, strict=True):
+        if d:
+            free[program.types[k]].append(k)
+    inputs, found = {*program.inputs}, dict[int, int]()
+    for k in program.outputs:
+        if k >= 0 and k not in inputs and k not in found and free[program.types[k]]:
+            found[k] = free[program.types[k]].pop(0)
+    return found
+
+
+class Lives:
+    """Of a program's buffers."""
+
+    def __init__(self, program: Flattened, early: bool) -> None:
+        self.program, self.early, self.sizes = program, early, program.sizes
+        self.roots: dict[int, tuple[int, ...]] = {}  # of what is fused: the buffers that it is made of
+        self.events: list[Event] = []
+        self.later: dict[int, int] = {}  # the last operation that names an array
+        self.inside: dict[tuple[int, bool], int] = {}
+
+    def peak(
+        self, owned: Iterable[int], kept: Iterable[int], results: Sequence[int], paired: dict[int, int],
+        rows: Iterable[int] = (), stacked: Sequence[int] = (),
+    ) -> int:  # fmt: skip
+        """Bytes at the worst moment.
+
+        Args:
+          owned: buffers that are there from the beginning, and count.
+          kept: those of them that stay, whatever reads them.
+          results: that are there at the end.
+          paired: result -> the buffer that it is written over.
+          rows: inputs that are slices of what is outside, and exist only where something reads them as a whole.
+          stacked: results that are written into buffers outside as they are made.
+        """
+        wanted = {k for k in results if k >= 0}
+        self.run(rows, wanted, {k for k in stacked if k >= 0})
+        last: dict[int, int] = {}
+        for at, event in enumerate(self.events):
+            for k in event.reads:
+                last[k] = at
+        forever = {*kept} | wanted
+        return self._worst({*owned}, forever, last, {new: old for new, old in paired.items()})
+
+    def run(self, rows: Iterable[int], wanted: set[int], stacked: set[int]) -> None:
+        """Makes the events."""
+        for k in rows:
+            self.roots[k] = ()
+        nodes = self._ordered()
+        self.later = {k: at for at, node in enumerate(nodes) for k in node.reads}
+        for at, node in enumerate(nodes):
+            self._run(at, node, wanted)
+        for k in stacked - wanted:  # fused with the write, or copied and freed
+            if k in self.roots:
+                self.events.append(Event(list(self.roots[k]), []))
+
+    def _worst(self, owned: set[int], forever: set[int], last: dict[int, int], paired: dict[int, int]) -> int:
+        """``owned``: buffers that nothing but their next values may be written over."""
+        sizes, present, own = self.sizes, set(owned), set(owned)
+        alive = worst = sum(sizes[k] for k in owned)
+        for at, event in enumerate(self.events):
+            dying = {k for k in event.reads if last[k] == at and k in present and k not in forever}
+            for k in dying & {*event.taken}:
+                present.discard(k)
+                alive -= sizes[k]
+            written = {made: old for old, made in event.over.items() if old in dying and old in present}
+            for k in event.makes:
+                old = paired.get(k)
+                if old not in present or not (event.fused or last.get(old, -1) < at):
+                    old = written.get(k)
+                    old = None if old in own and not event.in_place else old
+                if old is not None:
+                    present.discard(old)
+                    alive -= sizes[old]
+                    if old in own:
+                        own.add(k)
+                        paired = {new: k if o == old else o for new, o in paired.items()}
+                present.add(k)
+                alive += sizes[k]
+            worst = max(worst, alive + event.meanwhile)
+            unread = (k for k in event.makes if k not in last and k not in forever)
+            for k in {*dying, *unread} - own:
+                if k in present:
+                    present.discard(k)
+                    alive -= sizes[k]
+        return worst
+
+    def _ordered(self) -> list[Node]:
+        """As in the trace; or each as soon as it can: what is fused first, then stores, loads and loops, and a matmul
+        only where nothing else can run."""
+        nodes = self.program.nodes
+        if not self.early:
+            return nodes
+        maker = {k: at for at, node in enumerate(nodes) for k in node.makes}
+        needs = [{maker[k] for k in (*node.reads, *node.waits) if k in maker} for node in nodes]
+        readers: defaultdict[int, list[int]] = defaultdict(list)
+        for at, of in enumerate(needs):
+            for k in of:
+                readers[k].append(at)
+        left = [len(of) for of in needs]
+        ready = [(self._turn(node), at) for at, node in enumerate(nodes) if not left[at]]
+        heapq.heapify(ready)
+        found: list[Node] = []
+        while ready:
+            _, at = heapq.heappop(ready)
+            found.append(nodes[at])
+            for k in readers[at]:
+                left[k] -= 1
+                if not left[k]:
+                    heapq.heappush(ready, (self._turn(nodes[k]), k))
+        return found
+
+    def _turn(self, node: Node) -> int:
+        if node.name in FUSED | REDUCE | _IN_PLACE | {GATE}:
+            return 0
+        if node.name in _MOVES:
+            return 1 if not any(self.sizes[k] for k in node.makes) else 2
+        return 2 if node.name in ("scan", "while", "cond") else 3
+
+    def _run(self, at: int, node: Node, wanted: set[int]) -> None:
+        if node.name == GATE:
+            return
+        if node.name in FUSED and not (wanted & {*node.makes}):
+            roots = tuple(dict.fromkeys(r for k in node.reads for r in self.roots.get(k, (k,))))
+            self.roots.update(dict.fromkeys(node.makes, roots))
+            return
+        if node.name in FUSED or node.name in REDUCE:  # reads through what is fused with it
+            reads = list(dict.fromkeys(r for k in node.reads for r in self.roots.get(k, (k,))))
+            over = self._same_size(reads, node.makes)
+            self.events.append(Event(reads, list(node.makes), over=over, node=node, fused=node.name in FUSED))
+            return
+        if node.name in _IN_PLACE:
+            target, *rest = node.reads
+            # what is made of the old values, and is smaller, is made first
+            pending = [k for k, roots in self.roots.items() if target in roots and self.later.get(k, 0) > at]
+            self._exist([target, *(k for k in pending if 2 * self.sizes[k] <= self.sizes[target])])
+            reads = [target, *(r for k in rest for r in self.roots.get(k, (k,)))]
+            self.events.append(Event(reads, list(node.makes), over={target: node.makes[0]}, node=node, in_place=True))
+            return
+        self._exist(node.reads)
+        loop = loop_of(node.eqn)
+        if loop is not None:
+            first = len(node.operands) - len(loop.body.invars) + loop.consts
+            carried = [k for k in node.operands[first : first + loop.carry] if k >= 0]
+            stacked, carry = list(node.makes[loop.carry :]), list(node.makes[: loop.carry])
+            self.events.append(Event(list(node.reads), stacked, self._of_loop(loop), node=node, taken=carried))
+            self.events.append(Event([], carry))
+        elif inner := bodies(node.eqn):
+            most = max(self._of_branch(body) for body in inner)
+            self.events.append(Event(list(node.reads), list(node.makes), most, node=node))
+        else:
+            self.events.append(Event(list(node.reads), list(node.makes), node=node))
+
+    def _same_size(self, reads: Sequence[int], makes: Sequence[int]) -> dict[int, int]:
+        over: dict[int, int] = {}
+        for k in makes:
+            for r in reads:
+                if r not in over and self.sizes[r] == self.sizes[k]:
+                    over[r] = k
+                    break
+        return over
+
+    def _exist(self, numbers: Iterable[int]) -> None:
+        """From here on what is fused is a buffer of its own: something reads it that fuses with nothing."""
+        for k in dict.fromkeys(numbers):
+            if (roots := self.roots.pop(k, None)) is not None and self.sizes[k]:
+                self.events.append(Event(list(roots), [k], over=self._same_size(roots, [k])))
+
+    def _of_loop(self, loop: Loop) -> int:
+        key = id(loop.body), self.early
+        if key not in self.inside:
+            program = flattened(loop.body)
+            start = len(program.inputs) - len(loop.body.invars)
+            inputs = program.inputs[start:]
+            carry, rows = inputs[loop.consts : loop.consts + loop.carry], inputs[loop.consts + loop.carry :]
+            lives = Lives(program, False)
+            lives.inside = self.inside
+            consts = program.inputs[:start] + inputs[: loop.consts]
+            outside = dict.fromkeys(consts, 0)
+            lives.sizes = {**program.sizes, **outside}
+            self.inside[key] = lives.peak(
+                owned=carry, kept=(), results=program.outputs[: loop.carry],
+                paired=dict(zip(program.outputs[: loop.carry], carry, strict=True)),
+                rows=rows, stacked=program.outputs[loop.carry :],
+            )  # fmt: skip
+        return self.inside[key]
+
+    def _of_branch(self, body: Jaxpr) -> int:
+        program = flattened(body)
+        lives = Lives(program, False)
+        lives.inside = self.inside
+        lives.sizes = {**program.sizes, **dict.fromkeys(program.inputs, 0), **{k: 0 for k in program.outputs if k >= 0}}
+        return lives.peak(owned=(), kept=(), results=program.outputs, paired={})

@@ -1,0 +1,68 @@
+"""One way to run a step, as a row."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One way to run a step, and what it costs: a row of a ``Forecast``. Bytes are those of one device.
+
+    Attributes:
+      name: of the way.
+      code: the line that makes it.
+      parameters: bytes on the device. Exact.
+      gradients: bytes of all of them, in the parameters' dtype. Exact.
+      state: bytes of the optimizer's state that stay on the device. Exact.
+      window: bytes of state on the device at a time while the rest streams. Exact.
+      activations: bytes of what else the step needs, estimated; ``None`` where no step was given.
+      peak: bytes on the device at the step's peak, the sum of these.
+      peak_range: the least and the most that the peak can be, where it is estimated of a step; else both are ``peak``.
+      host: bytes of state in pinned host memory. Exact.
+      loaded: bytes that a step copies from the host. Exact.
+      stored: bytes that it copies to the host. Exact.
+      link: seconds that the link needs for them, both ways at once; ``None`` without a chip.
+      link_serial: the same, one way after the other.
+      exposed: seconds of that which the step's own arithmetic does not hide; ``None`` where the tokens are not known.
+      overhead: ``exposed`` beside the step without transfers: 0.05 is 5 % longer.
+      hidden: share of ``link`` that is hidden.
+      hidden_from: tokens per step from which all of it is hidden; ``None`` where nothing is, or no chip is known.
+      fits: whether ``peak`` fits the device, and ``host`` the host; ``None`` where neither is known.
+      why_not: what is missing; empty where it fits.
+      same_numbers: whether the numbers are those of the optimizer that was given: False for a lower precision.
+
+    Example:
+      >>> import jax, optax, jax_offload as jo
+      >>> params = {"w": jax.ShapeDtypeStruct((1024, 1024), "float32")}
+      >>> resident, offload, *_ = jo.plan(optax.adamw(1e-3), params).options
+      >>> resident.name, resident.host, offload.host, offload.loaded
+      ('resident', 0, 8388608, 8388608)
+    """
+
+    name: str
+    code: str
+    parameters: int
+    gradients: int
+    state: int
+    window: int
+    activations: int | None
+    peak: int
+    peak_range: tuple[int, int]
+    host: int
+    loaded: int
+    stored: int
+    link: float | None = None
+    link_serial: float | None = None
+    exposed: float | None = None
+    overhead: float | None = None
+    hidden: float | None = None
+    hidden_from: int | None = None
+    fits: bool | None = None
+    why_not: str = ""
+    same_numbers: bool = True
+
+
+def smallest(options: Sequence[Option]) -> Option:
+    return min(options, key=lambda option: option.peak)

@@ -1,0 +1,92 @@
+"""``plan``: what a model and its optimizer will need and cost, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import optax
+from jax.sharding import AbstractMesh, Mesh
+
+from jax_offload._analysis.chips import Chip
+from jax_offload._analysis.chips import chip as chip_of
+from jax_offload._analysis.forecast import Forecast
+from jax_offload._analysis.host import host_memory
+from jax_offload._analysis.optimizer import of_optimizer
+from jax_offload._analysis.setting import Setting
+from jax_offload._analysis.units import bytes_of
+from jax_offload._analysis.whole_step import of_step
+
+
+def plan(
+    tx: optax.GradientTransformation | optax.MultiSteps | Callable[..., Any],
+    *args: Any,
+    chip: str | Chip | None = None,
+    tokens_per_step: int | None = None,
+    flops_per_token: float | None = None,
+    device_memory: int | str | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+) -> Forecast:
+    """Whether a model fits, how much slower offloading makes it, and which line of code to write.
+
+    ``plan(tx, params)``: of an optimizer, offloaded already or not. A row for every way: resident, offloaded, the
+    smallest ``fraction`` that fits, moments in bfloat16 and in 8 bits, ZeRO-1 where parameters are replicated over a
+    mesh, ``jax_offload.pipelined`` where gradients are clipped by their norm. Activations are not in these peaks.
+
+    ``plan(step, *args)``: of a training step that offloads, under ``jax.jit``, ``jax_offload.jit`` and, where gradients
+    are clipped by their norm, ``jax_offload.pipelined``; its activations and arithmetic are estimated from the trace.
+
+    Nothing is allocated, compiled or decided here: the placements and plans are those that would run. The model of
+    time: transfers are hidden behind the backward pass, two thirds of a step's arithmetic; in ``pipelined`` behind the
+    forward pass; not at all where an update waits for a norm of all gradients. What is not hidden is added.
+
+    Args:
+      tx: the transformation; or the step, jitted or not.
+      *args: the parameters; or the step's arguments. Concrete or abstract.
+      chip: the accelerator, a name that ``jax_offload.chip`` takes or a ``Chip``; without it no seconds.
+      tokens_per_step: over all devices.
+      flops_per_token: operations of the forward and the backward pass for each token; where it is left out 6 for each
+        parameter of two and more axes. A step's are counted.
+      device_memory: bytes of one device that the step may use, or text, ``"80GiB"``; where it is left out the chip's.
+      mesh: that of the parameters, where they are to have one: it is an error if they are not on it.
+
+    Returns:
+      A ``Forecast``. Where nothing fits, its ``recommended`` is ``None``, and it says what is missing.
+
+    Raises:
+      TypeError: ``tx`` is neither a transformation nor a function.
+      ValueError: the chip is not known, a number is out of range, parameters are not on the mesh, or the step
+        offloads nothing.
+
+    Example:
+      >>> import jax, optax, jax_offload as jo
+      >>> params = {f"w{i}": jax.ShapeDtypeStruct((4096, 4096), "float32") for i in range(8)}
+      >>> forecast = jo.plan(optax.adamw(1e-3), params, device_memory="1.5GiB")
+      >>> forecast["resident"].peak >> 20, forecast["offload"].host >> 20
+      (2048, 1024)
+      >>> forecast.recommended.code
+      'tx = jo.offload(inner, fraction=0.63); step = jo.jit(step, donate_argnums=(0, 1))'
+    """
+    setting = setting_of(chip, tokens_per_step, flops_per_token, device_memory)
+    if isinstance(tx, optax.GradientTransformation | optax.MultiSteps):
+        if len(args) != 1:
+            raise TypeError(f"plan(tx, params): expected the parameters alone; got {len(args)} arguments.")
+        return of_optimizer(tx, args[0], setting, mesh)
+    if not callable(tx):
+        raise TypeError(
+            f"tx: expected an optax.GradientTransformation or a step, a function; got a {type(tx).__name__}. The order "
+            "is plan(tx, params) or plan(step, *args)."
+        )
+    return of_step(tx, args, setting)
+
+
+def setting_of(given: Any, tokens: Any, flops: Any, memory: Any) -> Setting:
+    """Checked."""
+    for name, value in ("tokens_per_step", tokens), ("flops_per_token", flops):
+        number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+        if value is not None and not (number and value > 0):
+            raise ValueError(f"{name}: expected a number > 0; got {value!r}.")
+    known = None if given is None else chip_of(given)
+    budget = bytes_of("device_memory", memory) if memory is not None else known.hbm_bytes if known else None
+    return Setting(known, None if tokens is None else int(tokens), flops, budget, host_memory())

@@ -1,0 +1,140 @@
+"""Where a step runs, and what a way to run it costs there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jax_offload._analysis import exposure
+from jax_offload._analysis.chips import Chip
+from jax_offload._analysis.forecast import Forecast
+from jax_offload._analysis.host import HostMemory
+from jax_offload._analysis.option import Option, smallest
+from jax_offload._analysis.units import in_bytes
+
+# A lossy way is recommended where it spares more of a step than this, and nothing exact fits as well.
+WORTH_ROUNDING = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What is known of the machine and of the work.
+
+    Attributes:
+      memory: bytes of one device.
+      devices: how many, and how many on a host.
+      dtype: in which the matmuls compute.
+      seconds: of a step's arithmetic where it is known otherwise than by tokens.
+    """
+
+    chip: Chip | None
+    tokens: int | None
+    flops_per_token: float | None
+    memory: int | None
+    host: HostMemory
+    devices: tuple[int, int] = (1, 1)
+    dtype: str = "bfloat16"
+    seconds: float | None = None
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """Of arithmetic, with all devices at work."""
+        if self.chip is None or self.flops_per_token is None:
+            return None
+        return self.flops_per_token / self.devices[0] / exposure.speed(self.chip, self.dtype)
+
+    @property
+    def compute(self) -> float | None:
+        """Seconds of a step's arithmetic."""
+        if self.seconds is not None:
+            return self.seconds
+        each = self.seconds_per_token
+        return None if each is None or self.tokens is None else each * self.tokens
+
+    def forecast(self, options: Sequence[Option], **rest: Any) -> Forecast:
+        best = chosen(options)
+        return Forecast(
+            options=tuple(options),
+            recommended=best,
+            device_memory=self.memory,
+            devices=self.devices,
+            host=self.host,
+            chip=self.chip.name if self.chip else "",
+            platform=self.chip.platform if self.chip else "",
+            tokens_per_step=self.tokens,
+            flops_per_token=self.flops_per_token,
+            compute=self.compute,
+            changes=changes(options, best or smallest(options), self.compute),
+            **rest,
+        )
+
+
+def priced(option: Option, setting: Setting, share: float) -> Option:
+    """With what it costs. ``share``: of the step's arithmetic, beside which it streams."""
+    why, fits = "", None
+    if setting.memory is not None:
+        fits = option.peak_range[1] <= setting.memory
+        if not fits:
+            short = in_bytes(option.peak_range[1] - setting.memory)
+            why = f"{option.name} is {short} short of memory on each device."
+    if fits is not False and option.host and (said := setting.host.why_not(option.host * setting.devices[1])):
+        why = f"{option.name}: {said}."  # said, not decided: the host on which this runs may be another
+    option = dataclasses.replace(option, fits=fits, why_not=why)
+    if setting.chip is None:
+        return option
+    link = exposure.link_of(setting.chip)
+    both = link.seconds(option.loaded, option.stored)
+    exposed = None if setting.compute is None else exposure.exposed(both, setting.compute, share)
+    each = setting.seconds_per_token
+    return dataclasses.replace(
+        option,
+        link=both,
+        link_serial=link.one_after_the_other(option.loaded, option.stored),
+        exposed=exposed,
+        overhead=None if exposed is None or not setting.compute else exposed / setting.compute,
+        hidden=None if exposed is None or not both else 1 - exposed / both,
+        hidden_from=None if each is None else exposure.tokens_to_hide(both, share, each),
+    )
+
+
+def chosen(options: Sequence[Option]) -> Option | None:
+    """The way to take: of those that fit the one that adds least, a lossy one only for a good deal.
+
+    Where nothing is known of the memory the question is not whether it fits: the first that offloads.
+    """
+    fitting = [option for option in options if option.fits]
+    if all(option.fits is None for option in options):
+        fitting = [option for option in options if option.host][:1] or list(options[:1])
+    if not fitting:
+        return None
+
+    def rank(option: Option) -> tuple[float, int, int]:
+        moved = option.loaded + option.stored
+        added = option.overhead if option.overhead is not None else 0.0
+        return added + (0 if option.same_numbers else WORTH_ROUNDING), moved, option.peak
+
+    return min(fitting, key=rank)
+
+
+def changes(options: Sequence[Option], base: Option, compute: float | None) -> tuple[str, ...]:
+    """What would change the cost of ``base`` most, best first: seconds that a step would be shorter by, then bytes."""
+    found: list[tuple[float, str]] = []
+    if base.overhead:
+        for other in options:
+            if other.overhead is not None and other.overhead < base.overhead and other.fits is not False:
+                gain = base.overhead - other.overhead
+                found.append((gain, f"{other.name}: +{base.overhead:.1%} becomes +{other.overhead:.1%}"))
+        if compute:
+            half = base.overhead / 2
+            found.append((half, f"accumulating 2 micro-batches: +{base.overhead:.1%} becomes +{half:.1%}"))
+    elif base.fits is False or not base.host:
+        least = smallest(options)
+        if least.peak < base.peak:
+            found.append((0.0, f"{least.name}: a peak of {in_bytes(least.peak)} instead of {in_bytes(base.peak)}"))
+    else:
+        for other in options:
+            if 0 < other.host < base.host and other.fits is not False:
+                text = f"{other.name}: {in_bytes(other.host)} of host memory instead of {in_bytes(base.host)}"
+                found.append((-other.host / base.host, text))
+    return tuple(text for _, text in sorted(found, key=lambda each: -each[0]))

@@ -1,0 +1,102 @@
+"""What a traced update moves, read off its plan: exact, in bytes on one device."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jax_offload._base.arrays import nbytes
+from jax_offload._base.jaxprs import Var
+from jax_offload._base.memory import is_host_aval
+from jax_offload._emit.find import updates_in
+from jax_offload._emit.region import Part, Update
+from jax_offload._ir.masks import forward
+from jax_offload._plan.plan import InIterations, Planned
+
+
+@dataclasses.dataclass(frozen=True)
+class Streams:
+    """Of one step.
+
+    Attributes:
+      loaded, stored: bytes of state that come from the host, and go to it.
+      window: bytes of state on the device at a time while it streams.
+      inside: of ``loaded`` those that a scan of the step loads beside its own arithmetic.
+      looped: of ``loaded`` those that go through a loop of their own, beside which nothing else runs.
+      norm: whether the update waits for a number that is made of gradients: it can begin when all are there.
+    """
+
+    loaded: int = 0
+    stored: int = 0
+    window: int = 0
+    inside: int = 0
+    looped: int = 0
+    norm: bool = False
+
+
+def streams(trace: Any) -> Streams:
+    """Of a traced update, or of a traced step, a closed jaxpr."""
+    updates = [each.update for each in updates_in(trace)]
+    planned = [p for update in updates for p in update.planned]
+    return Streams(
+        loaded=sum(map(_loaded, planned)),
+        stored=sum(_stored(update) for update in updates),
+        window=windows_of(planned),
+        inside=sum(_loaded(p) for p in planned if isinstance(p.transfer, InIterations)),
+        looped=sum(p.slice.loaded_bytes for p in planned if p.in_chunks or p.window.apart),
+        norm=any(isinstance(update, Update) and _waits_for_all(update) for update in updates),
+    )
+
+
+def windows_of(planned: Iterable[Planned]) -> int:
+    """Bytes of host leaves on the device at a time: each window, or all that streams through it if that is less."""
+    through: dict[int, list[Planned]] = {}
+    for p in planned:
+        through.setdefault(id(p.window), []).append(p)
+    return sum(min(sum(p.slice.loaded_bytes for p in ps), max(map(_at_once, ps))) for ps in through.values())
+
+
+def _at_once(p: Planned) -> int:
+    whole = 0 if isinstance(p.transfer, InIterations) else p.bytes_at_once
+    return max(p.window.nbytes, whole)
+
+
+def _stored(update: Update | Part) -> int:
+    old = update.next_values if isinstance(update, Update) else {}
+    slices = [(p.slice, _repeated(p)) for p in update.planned]
+    if isinstance(update, Update):
+        slices += [(each.prelude, 0) for each in update.plan.passes]
+    own = [(sum(_own(v, s.shards, old) for v in s.stores), rows) for s, rows in slices]
+    return sum(n + (n // rows if rows else 0) for n, rows in own)
+
+
+def _loaded(p: Planned) -> int:
+    n, rows = p.slice.loaded_bytes, _repeated(p)
+    return n + (n // rows if rows else 0)
+
+
+def _repeated(p: Planned) -> int:
+    """Inside a scan one row moves twice: of so many; 0 where none does."""
+    return p.transfer.count if isinstance(p.transfer, InIterations) else 0
+
+
+def _own(v: Var, shards: Mapping[Var, Sequence[int]], old: Mapping[Var, Var]) -> int:
+    """Bytes on one device of a stored leaf, which is divided as the leaf that it is the next value of."""
+    return nbytes(v.aval) // math.prod(shards.get(old.get(v, v), ()))
+
+
+def _waits_for_all(update: Update) -> bool:
+    """Whether a number made of gradients goes into a slice: a norm, or whether all are finite."""
+    if len(update.plan.passes) > 1:
+        return True
+    gradients = {update.operands[i] for i in update.gradients}
+    (only,) = update.plan.passes or (None,)
+    if only is None:
+        return False
+    made: dict[Var, int] = {v: int(v in gradients) for v in only.prelude.inputs}
+    for eqn in only.prelude.jaxpr.eqns:
+        made.update(zip(eqn.outvars, forward(eqn, made), strict=True))
+    read = {v for p in only.slices for v in p.slice.inputs if not is_host_aval(v.aval)}
+    return any(made.get(v) and not v.aval.shape for v in only.prelude.outputs if v in read)

@@ -1,0 +1,150 @@
+"""A forecast as text of 80 columns, and as HTML."""
+
+from __future__ import annotations
+
+import html as _html
+import textwrap
+from collections.abc import Sequence
+
+from jax_offload._analysis.host import POOL_VARIABLE, HostMemory
+from jax_offload._analysis.option import Option, smallest
+from jax_offload._analysis.units import in_bytes, in_seconds
+
+WIDTH = 80
+HEADER = ("", "peak", "host", "each way", "hidden", "added", "fits")
+
+
+class Printed:
+    """A forecast, as far as it is printed."""
+
+    options: tuple[Option, ...]
+    recommended: Option | None
+    device_memory: int | None
+    devices: tuple[int, int]
+    host: HostMemory
+    platform: str
+    compute: float | None
+    changes: tuple[str, ...]
+    notes: tuple[str, ...]
+    labels: tuple[tuple[str, str], ...]
+
+    @property
+    def missing(self) -> int:
+        """Bytes of device memory that the smallest way lacks; 0 where one fits or the memory is not known."""
+        if self.recommended is not None or self.device_memory is None:
+            return 0
+        return max(0, smallest(self.options).peak - self.device_memory)
+
+    def per_host(self, option: Option) -> int:
+        """Bytes of pinned memory on one host, for all of its devices."""
+        return option.host * self.devices[1]
+
+    def summary(self) -> str:
+        """One line: what to do."""
+        if self.recommended is None:
+            lacking = f": short of {in_bytes(self.missing)} on each device" if self.missing else ""
+            return f"nothing fits{lacking}"
+        return f"{self.recommended.name}: {self.recommended.code}"
+
+    def __repr__(self) -> str:
+        return text(self)
+
+    def _repr_html_(self) -> str:
+        return html(self)
+
+
+def rows(forecast: Printed) -> list[tuple[str, ...]]:
+    return [_row(option) for option in forecast.options]
+
+
+def _row(option: Option) -> tuple[str, ...]:
+    low, high = option.peak_range
+    peak = in_bytes(option.peak) if low == high else f"{in_bytes(low).split()[0]}–{in_bytes(high)}"
+    moved = in_bytes(max(option.loaded, option.stored)) if option.loaded or option.stored else "–"
+    hidden = "–" if option.hidden is None or not option.link else f"{option.hidden:.0%}"
+    return (
+        option.name, peak, in_bytes(option.host) if option.host else "–", moved, hidden, _added(option),
+        "?" if option.fits is None else "yes" if option.fits else "no",
+    )  # fmt: skip
+
+
+def _added(option: Option) -> str:
+    if option.overhead is not None:
+        return f"+{option.overhead:.1%}" if option.overhead else "0"
+    return "0" if not option.loaded and not option.stored else "?" if option.link is None else in_seconds(option.link)
+
+
+def text(forecast: Printed) -> str:
+    table = [HEADER, *rows(forecast)]
+    widths = [max(len(row[k]) for row in table) for k in range(len(HEADER))]
+    lines = ["  ".join(cell.ljust(w) if k == 0 else cell.rjust(w) for k, (cell, w) in enumerate(
+        zip(row, widths, strict=True))).rstrip() for row in table]  # fmt: skip
+    lines.insert(1, "-" * max(map(len, lines)))
+    for sentence in sentences(forecast):
+        lines += textwrap.wrap(sentence, WIDTH, subsequent_indent="  ", break_long_words=False)
+    if forecast.recommended is not None:
+        lines += ["recommended:", *(f"  {line}" for line in forecast.recommended.code.split("; "))]
+    return "\n".join(lines)
+
+
+def sentences(forecast: Printed) -> list[str]:
+    """What stands under the table."""
+    chosen = forecast.recommended or smallest(forecast.options)
+    found = [_device(forecast, chosen), *_host(forecast, chosen), *_time(forecast, chosen)]
+    if forecast.recommended is None:
+        found.append(f"{forecast.summary()}. {chosen.why_not}".rstrip())
+    found += [f"would change it: {change}" for change in forecast.changes]
+    return [each for each in [*found, *forecast.notes, *_labels(forecast.labels)] if each]
+
+
+def _device(forecast: Printed, option: Option) -> str:
+    parts = [("parameters", option.parameters), ("gradients", option.gradients), ("state", option.state),
+             ("window", option.window), ("activations", option.activations)]  # fmt: skip
+    said = " + ".join(f"{name} {in_bytes(n)}" for name, n in parts if n)
+    of = "" if forecast.device_memory is None else f" of {in_bytes(forecast.device_memory)}"
+    return f"{option.name}, on each of {forecast.devices[0]} device(s){of}: {said}"
+
+
+def _host(forecast: Printed, option: Option) -> list[str]:
+    if not option.host:
+        return []
+    total, host = forecast.per_host(option), forecast.host
+    named = ("available", host.available), ("left by the cgroup", host.cgroup)
+    limits = [f"{in_bytes(n)} {what}" for what, n in named if n is not None]
+    found = [f"pinned on a host of {forecast.devices[1]} device(s): {in_bytes(total)}; this host: {', '.join(limits)}"]
+    if why := host.why_not(total):
+        found.append(f"not on this host: {why}")
+    if advice := host.pool_advice(total, forecast.platform):
+        found.append(
+            f"set {advice} before jax starts: XLA's pool of pinned memory on a GPU is {in_bytes(host.pool)} unless "
+            f"{POOL_VARIABLE} says otherwise, and fragments (a third of headroom)"
+        )
+    return found
+
+
+def _time(forecast: Printed, option: Option) -> list[str]:
+    if option.link is None or option.link_serial is None or not option.link:
+        return []
+    found = [f"link: {in_seconds(option.link_serial)} one way after the other, {in_seconds(option.link)} both at once"]
+    if option.hidden_from is not None:
+        found[0] += f"; hidden from {option.hidden_from:,} tokens per step on"
+    if forecast.compute is not None and option.exposed is not None:
+        found[0] += f"; of a step of {in_seconds(forecast.compute)} it adds {in_seconds(option.exposed)}"
+    return found
+
+
+def _labels(labels: Sequence[tuple[str, str]]) -> list[str]:
+    kinds: dict[str, list[str]] = {}
+    for name, kind in labels:
+        kinds.setdefault(kind, []).append(name)
+    return [f"{kind}: {', '.join(names)}" for kind, names in kinds.items()]
+
+
+def html(forecast: Printed) -> str:
+    def row(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{_html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    body = "".join(row(cells, "td") for cells in rows(forecast))
+    under = "".join(f"<p>{_html.escape(each)}</p>" for each in sentences(forecast))
+    code = "" if forecast.recommended is None else f"<pre>{_html.escape(forecast.recommended.code)}</pre>"
+    return f"<table>{row(HEADER, 'th')}{body}</table>{under}{code}"

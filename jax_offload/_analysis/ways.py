@@ -1,0 +1,106 @@
+"""The ways to run an optimizer that a forecast compares."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+from jax.tree_util import keystr
+
+from jax_offload._base.arrays import Offloaded
+from jax_offload._base.shardings import names_in, sharding_of
+from jax_offload._offload import DEFAULT_MIN_BYTES, offload
+
+_DEFAULTS: Mapping[str, Any] = {
+    "fraction": 1.0, "select": None, "min_bytes": DEFAULT_MIN_BYTES, "window": None, "order": None,
+    "shard_over": None, "storage": None,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """An optimizer, and how its step runs.
+
+    Attributes:
+      name, code: as an ``Option`` has them.
+      tx: the transformation.
+      ahead: whether the update runs in the forward pass of the next batch (``jo.pipelined``).
+      same_numbers: whether it computes what was given.
+    """
+
+    name: str
+    code: str
+    tx: Any
+    ahead: bool = False
+    same_numbers: bool = True
+
+
+def inner_of(tx: Any) -> tuple[Any, dict[str, Any]]:
+    """What an ``offload`` wraps, with the options that it was given beyond the defaults; else ``tx`` itself."""
+    if isinstance(tx, Offloaded) and tx.inner is not None:
+        return tx.inner, {k: v for k, v in tx.options.items() if v is not _DEFAULTS[k] and v != _DEFAULTS[k]}
+    return tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx, {}
+
+
+def way(name: str, inner: Any, called: str, options: Mapping[str, Any], **kwargs: Any) -> Way:
+    said = "".join(f", {key}={value!r}" for key, value in options.items())
+    step = 'jo.pipelined(step, donate_argnames=("params", "state"))' if kwargs.get("ahead") else _JIT
+    return Way(name, f"tx = jo.offload({called}{said}); step = {step}", offload(inner, **options), **kwargs)
+
+
+_JIT = "jo.jit(step, donate_argnums=(0, 1))"
+
+
+def resident(inner: Any, called: str) -> Way:
+    return Way("resident", f"tx = {called}; step = jax.jit(step, donate_argnums=(0, 1))", inner)
+
+
+def eight_bits(inner: Any, params: Any) -> dict[str, str] | None:
+    """Rules for float32 moments in 8 bits, by the names of optax's states; ``None`` where there are none."""
+    state = jax.eval_shape(inner.init, params)
+    found: dict[str, str] = {}
+    for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
+        parts = keystr(path, simple=True, separator="/").split("/")
+        if getattr(x, "ndim", 0) and x.dtype == jnp.float32:
+            found |= {name: dtype for name, dtype in (("mu", "int8"), ("nu", "uint8")) if name in parts}
+    return found or None
+
+
+def replicated_axes(params: Any) -> tuple[str, ...]:
+    """The axes of the parameters' mesh along which none of them is divided."""
+    shardings = [s for x in jax.tree.leaves(params) if isinstance(s := sharding_of(x), NamedSharding)]
+    if not shardings:
+        return ()
+    used = {name for s in shardings for entry in s.spec for name in names_in(entry)}
+    return tuple(name for name, size in shardings[0].mesh.shape.items() if size > 1 and name not in used)
+
+
+def ways(inner: Any, given: Mapping[str, Any], params: Any, called: str, norm: bool) -> Sequence[Way]:
+    """Besides the resident one and the one that is given.
+
+    ``norm``: whether the update waits for all gradients, so that only the next forward pass can hide it.
+    """
+    found: list[Way] = []
+    if norm:
+        found.append(way("pipelined", inner, called, given, ahead=True))
+    if "storage" not in given:
+        smaller: list[tuple[str, Any]] = [("bfloat16", "bfloat16")] if _has_wide(inner, params) else []
+        if rules := eight_bits(inner, params):
+            smaller.append(("int8", rules))
+        found += [way(name, inner, called, {**given, "storage": storage}, ahead=norm, same_numbers=False)
+                  for name, storage in smaller]  # fmt: skip
+    if "shard_over" not in given and (axes := replicated_axes(params)):
+        over = axes[0] if len(axes) == 1 else axes
+        found.append(way("ZeRO-1", inner, called, {**given, "shard_over": over}, ahead=norm))
+    return found
+
+
+def _has_wide(inner: Any, params: Any) -> bool:
+    """Whether bfloat16 would make a moment smaller; masters stay as they are."""
+    state = jax.tree_util.tree_flatten_with_path(jax.eval_shape(inner.init, params))[0]
+    return any(getattr(x, "ndim", 0) and x.dtype == jnp.float32 and "master" not in keystr(path) for path, x in state)

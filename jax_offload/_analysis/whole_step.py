@@ -1,0 +1,181 @@
+"""The forecast of a training step, from its trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_offload._analysis import exposure
+from jax_offload._analysis.chips import Chip
+from jax_offload._analysis.exposure import BACKWARD, FORWARD
+from jax_offload._analysis.flattened import flattened, loop_of
+from jax_offload._analysis.forecast import Forecast
+from jax_offload._analysis.liveness import donations, peak
+from jax_offload._analysis.optimizer import devices_of, dtype_of
+from jax_offload._analysis.option import Option
+from jax_offload._analysis.setting import Setting, priced
+from jax_offload._analysis.streams import Streams, streams
+from jax_offload._analysis.work import all_flops, seconds
+from jax_offload._base.around import step_described
+from jax_offload._base.arrays import nbytes
+from jax_offload._base.memory import HOST_KIND, on_host
+from jax_offload._base.shardings import sharding_of, shards_of
+from jax_offload._emit.find import emitted, updates_in
+from jax_offload._emit.region import Part, Update
+from jax_offload._report import traced, unwrapped
+from jax_offload._whole import rewritten
+
+LABELS = (("host, each way, window", "exact"), ("peak, activations, hidden, added", "estimated, from the trace"))
+# What XLA's scheduler puts off where the layers are not in one scan: the most that was seen above the estimate
+# (docs/should_i_offload.md has the table).
+UNROLLED = 1.35
+SCANNED = 0.5  # of a step's operations in its two largest scans: one forward, one backward
+
+
+def of_step(step: Callable[..., Any], args: Sequence[Any], setting: Setting) -> Forecast:
+    """As it is under ``jax.jit``, under ``jo.jit`` and, where gradients are clipped by their norm, pipelined."""
+    base = step.__wrapped__ if hasattr(step, "whole_step") else unwrapped(step)  # pyright: ignore
+    leaves = [x for x in jax.tree.leaves(args) if hasattr(x, "dtype")]
+    setting = dataclasses.replace(setting, devices=devices_of(leaves), dtype=dtype_of(leaves))
+    with step_described():
+        plain, own = traced(base, *args), traced(rewritten(base), *args)
+    found = updates_in(plain)
+    if not any(p for each in found for p in each.update.planned):
+        raise ValueError(
+            "step: no update of an offload(...) in it loads anything from the host. Give a step that calls tx.update "
+            "or jo.update_params of tx = jo.offload(inner), with a state from jo.abstract_state(tx, params)."
+        )
+    divided = setting.devices[0]
+    if setting.chip is not None:
+        work = seconds(emitted(plain).jaxpr, setting.chip) / divided
+        setting = dataclasses.replace(setting, seconds=work)
+    flops = all_flops(emitted(plain).jaxpr)
+    if setting.tokens:
+        setting = dataclasses.replace(setting, flops_per_token=flops / setting.tokens)
+    seen = _Seen(leaves, _gradients(found), setting, divided, _rematerialises(plain.jaxpr))
+    options = [
+        seen.option("jax.jit", "step = jax.jit(step, donate_argnums=...)", plain),
+        seen.option("jo.jit", "step = jo.jit(step, donate_argnums=...)", own),
+    ]
+    if streams(plain).norm:
+        code = "step = jo.pipelined(step, donate_argnames=...)"
+        options.append(seen.option("jo.pipelined", code, plain, ahead=True))
+    notes = ["every argument that a result is like counts as donated"]
+    if options[0].peak_range[0] < options[0].peak_range[1]:
+        notes.append("layers that are not in one scan: XLA may put off what would free memory, so the peak is a range")
+    if divided > 1:
+        notes.append(f"on {divided} devices what lies between arguments and results counts as divided evenly")
+    return setting.forecast(options, notes=tuple(notes), labels=LABELS)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Seen:
+    """A step's arguments, and the types of its gradients."""
+
+    leaves: Sequence[Any]
+    gradients: Sequence[Any]
+    setting: Setting
+    divided: int
+    rematerialised: bool
+
+    def option(self, name: str, code: str, trace: Any, *, ahead: bool = False) -> Option:
+        moved, program = streams(trace), emitted(trace).jaxpr
+        given = donations(program, len(program.invars))
+        parameters, state, host = self._arguments(given)
+        on_device = [x for x in self.leaves if not is_hosted(x)]
+        own, over_all = sum(map(_own, on_device)), sum(map(nbytes, on_device))
+        estimated, in_order = (
+            own + (peak(program, given, early=early) - over_all) // self.divided for early in (True, False)
+        )
+        most = estimated if in_one_scan(program) else max(in_order, int(UNROLLED * estimated))
+        gradients = sum(map(nbytes, self.gradients)) // self.divided
+        if moved.inside:
+            gradients = max(0, gradients - moved.inside)  # those that are made and used in a scan never exist together
+        rest = estimated - parameters - state - moved.window - gradients
+        gradients, rest = max(0, gradients + min(0, rest)), max(0, rest)
+        option = Option(
+            name, code, parameters, gradients, state, moved.window, rest, estimated, (estimated, most), host,
+            moved.loaded, moved.stored,
+        )  # fmt: skip
+        option = priced(option, self.setting, 0.0)
+        chip, compute = self.setting.chip, self.setting.compute
+        if chip is None or compute is None or not option.link:
+            return option
+        exposed = min(option.link, self._exposed(trace, program, moved, chip, compute, ahead))
+        return dataclasses.replace(
+            option, exposed=exposed, overhead=exposed / compute, hidden=1 - exposed / option.link, hidden_from=None
+        )
+
+    def _exposed(
+        self, trace: Any, program: Any, moved: Streams, chip: Chip, compute: float, ahead: bool
+    ) -> float:  # fmt: skip
+        """What moves inside a scan is hidden behind that; the rest behind a part of the step, or nothing."""
+        link = exposure.link_of(chip)
+        inside = link.seconds(moved.inside, moved.inside)
+        looped = 0 if ahead else moved.looped
+        alone = link.seconds(looped, looped)
+        rest = moved.inside + looped
+        outside = link.seconds(moved.loaded - rest, max(0, moved.stored - rest))
+        parts = [each.update for each in updates_in(trace) if isinstance(each.update, Part)]
+        cover = sum(seconds(part.jaxpr.jaxpr, chip) for part in parts) / self.divided if moved.inside else 0.0
+        scanned = in_one_scan(program)
+        share = forward_share(program, self.rematerialised) if ahead else 0.0 if moved.norm or scanned else BACKWARD
+        return alone + max(0.0, inside - cover) + exposure.exposed(outside, compute, share)
+
+    def _arguments(self, donated: Sequence[bool]) -> tuple[int, int, int]:
+        """Bytes on one device of parameters, of what else is handed from step to step, and of state on the host."""
+        wanted = Counter((tuple(x.shape), str(x.dtype)) for x in self.gradients)
+        parameters = state = host = 0
+        for x, handed_on in zip(self.leaves, donated, strict=True):
+            kind, own = (tuple(np.shape(x)), str(x.dtype)), _own(x)
+            if is_hosted(x):
+                host += own
+            elif wanted[kind] > 0:
+                wanted[kind] -= 1
+                parameters += own
+            elif handed_on:
+                state += own
+        return parameters, state, host
+
+
+def _own(x: Any) -> int:
+    return nbytes(x) // math.prod(shards_of(sharding_of(x), np.shape(x)))
+
+
+def is_hosted(x: Any) -> bool:
+    """Whether an argument is in host memory, or will be."""
+    return on_host(x) or getattr(sharding_of(x), "memory_kind", None) == HOST_KIND
+
+
+def _gradients(found: Sequence[Any]) -> list[Any]:
+    updates = [each.update for each in found if isinstance(each.update, Update)]
+    return [update.operands[i].aval for update in updates for i in update.gradients]
+
+
+def in_one_scan(jaxpr: Any) -> bool:
+    """Whether a step's layers are in one scan: one loop forward, one backward, with half of its operations."""
+    return sum(_two_scans(jaxpr)) >= max(1.0, SCANNED * all_flops(jaxpr))
+
+
+def forward_share(jaxpr: Any, rematerialised: bool) -> float:
+    """Of a step's operations, that of its forward pass: the smaller one of its scans; or, unrolled, a third, or a
+    fourth where the backward pass makes activations anew."""
+    if in_one_scan(jaxpr):
+        return min(_two_scans(jaxpr)) / all_flops(jaxpr)
+    return FORWARD * 3 / 4 if rematerialised else FORWARD
+
+
+def _two_scans(jaxpr: Any) -> list[float]:
+    """Operations of the two largest."""
+    loops = (loop_of(node.eqn) for node in flattened(jaxpr).nodes)
+    return sorted((all_flops(loop.body) * (loop.length or 1) for loop in loops if loop is not None), reverse=True)[:2]
+
+
+def _rematerialises(jaxpr: Any) -> bool:
+    return any(eqn.primitive.name in ("checkpoint", "remat2", "remat") for eqn in jaxpr.eqns)

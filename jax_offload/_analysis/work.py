@@ -1,0 +1,69 @@
+"""How long a traced program's own arithmetic takes on a chip: a roofline, without transfers."""
+
+from __future__ import annotations
+
+import math
+
+from jax_offload._analysis.chips import Chip
+from jax_offload._analysis.exposure import speed
+from jax_offload._analysis.flattened import bodies, flattened, loop_of
+from jax_offload._analysis.liveness import Event, Lives
+from jax_offload._base.jaxprs import Equation, Jaxpr
+
+
+def seconds(jaxpr: Jaxpr, chip: Chip) -> float:
+    """Of all that it runs: matmuls at their speed, or at that of device memory if that is slower; what is fused at that
+    of what it reads and writes."""
+    program = flattened(jaxpr)
+    lives = Lives(program, False)
+    lives.run((), {k for k in program.outputs if k >= 0}, set())
+    return sum(_of(event, lives, chip) for event in lives.events)
+
+
+def _of(event: Event, lives: Lives, chip: Chip) -> float:
+    sizes = lives.sizes
+    made = sum(sizes[k] for k in event.makes)
+    node = event.node
+    if node is None:
+        moved = made + sum(min(sizes[k], made) for k in {*event.reads})
+        return moved / chip.reached.hbm
+    if (loop := loop_of(node.eqn)) is not None:
+        length = loop.length
+        return (1 if length is None else length) * seconds(loop.body, chip)
+    if inner := bodies(node.eqn):
+        return max(seconds(body, chip) for body in inner)
+    if node.name == "device_put":
+        return 0.0
+    if event.in_place:
+        rest = [k for k in node.operands[1:] if k >= 0]
+        return 2 * max((sizes[k] for k in rest), default=0) / chip.reached.hbm
+    reads = sum(min(sizes[k], made) if event.fused else sizes[k] for k in {*event.reads})
+    moved = (made + reads) / chip.reached.hbm
+    return max(moved, flops(node.eqn) / speed(chip, _dtype(node.eqn)))
+
+
+def flops(eqn: Equation) -> float:
+    """Operations of a matmul or a convolution; 0 of all else."""
+    out = math.prod(eqn.outvars[0].aval.shape) if eqn.outvars else 0
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        return 2.0 * out * math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
+    if eqn.primitive.name == "conv_general_dilated":
+        kernel, numbers = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"]
+        return 2.0 * out * math.prod(kernel) / kernel[numbers.rhs_spec[0]]
+    return 0.0
+
+
+def all_flops(jaxpr: Jaxpr) -> float:
+    """Of all that a program runs."""
+    total = 0.0
+    for node in flattened(jaxpr).nodes:
+        loop = loop_of(node.eqn)
+        times = 1 if loop is None or loop.length is None else loop.length
+        inner = [all_flops(body) for body in bodies(node.eqn)]
+        total += times * max(inner) if inner else flops(node.eqn)
+    return total
+
+
+def _dtype(eqn: Equation) -> str:
+    return str(eqn.invars[0].aval.dtype) if eqn.invars else "float32"

@@ -1,0 +1,168 @@
+"""The command: what it prints, and its exit codes."""
+
+import json
+import textwrap
+
+import pytest
+
+pytest.importorskip("click", reason="needs click: pip install 'jax_offload[cli]'")
+pytest.importorskip("rich", reason="needs rich: pip install 'jax_offload[cli]'")
+
+import jax
+import optax
+from click.testing import CliRunner
+
+import jax_offload as jo
+from jax_offload._analysis import cli, doctor
+from jax_offload._analysis.commands import commands
+from jax_offload._analysis.synthetic import described, shape_of
+
+SEVEN = "plan --params 7e9 --param-dtype bfloat16 --master float32".split()
+
+
+def run(*args):
+    return CliRunner().invoke(commands, [str(a) for a in args])
+
+
+def test_a_model_of_7e9():
+    """12 bytes of state for each parameter, in the recommended line of code."""
+    done = run(*SEVEN, "--chip", "h100", "--tokens", 65536, "--layers", 32, "--width", 4096, "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    options = {option["name"]: option for option in found["options"]}
+    n = 7 * 10**9 // 4096 * 4096
+    assert options["resident"]["parameters"] == options["resident"]["gradients"] == 2 * n
+    assert options["resident"]["state"] == pytest.approx(12 * n, rel=1e-6)
+    assert options["offload"]["host"] == 12 * n
+    assert options["offload"]["activations"] == 65536 * 32 * 4096 * 2
+    assert found["recommended"] == "fraction" and options["resident"]["fits"] is False
+    assert "jo.offload(jo.with_master_params(optax.adamw(1e-3)), fraction=" in options["fraction"]["code"]
+
+
+def test_it_prints_a_table():
+    done = run(*SEVEN, "--chip", "h100", "--tokens", 65536)
+    assert "resident" in done.stdout and "recommended:" in done.stdout and "fits" in done.stdout
+
+
+def test_a_model_of_70e9_on_eight_devices():
+    done = run("plan", "--params", "70e9", "--storage", "int8", "--master", "float32", "--chip", "h100", "--devices", 8,
+               "--shard-over", "data", "--tokens", 65536, "--json")  # fmt: skip
+    assert done.exit_code == 3  # parameters and gradients alone are 280 GB
+    found = json.loads(done.stdout)
+    given = next(option for option in found["options"] if option["name"] == "as given")
+    # a master of 4 bytes, two moments of one byte with a scale of 4 for every 128; an eighth on each device
+    assert given["host"] == pytest.approx((6 + 2 * 4 / 128) * 70e9 / 8, rel=1e-3)
+    assert found["missing"] > 150 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "words"),
+    [
+        (["plan"], 2, "--params: say how many"),
+        ([*SEVEN, "--chip", "h900"], 4, "Known: a100"),
+        ([*SEVEN, "--device-memory", "1GiB"], 3, ""),
+        ([*SEVEN, "--device-memory", "much"], 2, "device_memory: expected"),
+        ([*SEVEN, "--optimizer", "adamwww"], 2, "optax has no 'adamwww'"),
+        ([*SEVEN, "--shard-over", "data"], 2, "give --devices"),
+        ([*SEVEN, "--param-dtype", "bf17"], 2, "param-dtype: expected"),
+        (["plan", "no_such_module:f"], 2, "No module named"),
+        (["plan", "nonsense"], 2, "expected module:function"),
+        (["plan", "--no-such-option"], 2, "No such option"),
+    ],
+)
+def test_exit_codes(args, code, words):
+    done = run(*args)
+    assert done.exit_code == code and words in done.output
+
+
+def test_a_function_of_yours(tmp_path, monkeypatch):
+    (tmp_path / "mine_for_test.py").write_text(
+        textwrap.dedent("""
+            import jax, optax
+            def make_state():
+                return optax.lion(1e-4), {"w": jax.ShapeDtypeStruct((4, 1024, 1024), "float32")}
+            def wrong():
+                return 3
+            def resident():
+                tx, params = make_state()
+                def step(params, state):
+                    updates, state = tx.update(params, state, params)
+                    return optax.apply_updates(params, updates), state
+                return step, params, jax.eval_shape(tx.init, params)
+        """)
+    )
+    monkeypatch.chdir(tmp_path)
+    done = run("plan", "mine_for_test:make_state", "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["options"][1]["host"] == 16 * 2**20
+    assert run("plan", "mine_for_test:wrong").exit_code == 2
+    assert run("plan", "mine_for_test:resident").exit_code == 6  # a step that offloads nothing
+
+
+STEPS = """
+import jax, jax.numpy as jnp, optax, jax_offload as jo
+x = jnp.ones((8, 256))
+def made(tx, state):
+    params = jax.device_put(jnp.ones((256, 256)), jax.devices()[0])
+    def loss(p, x):
+        return jnp.tanh(x @ p).sum()
+    step = jax.jit(lambda p, s, x: jo.update_params(tx, jax.grad(loss)(p, x), s, p), donate_argnums=(0, 1))
+    return step, params, state(params), x
+def offloaded():
+    tx = jo.offload(optax.adamw(1e-3))
+    return made(tx, tx.init)
+def resident():
+    tx = optax.adamw(1e-3)
+    return made(tx, tx.init)
+"""
+
+
+def test_inspect(tmp_path, monkeypatch):
+    (tmp_path / "steps_for_test.py").write_text(STEPS)
+    monkeypatch.chdir(tmp_path)
+    done = run("inspect", "steps_for_test:offloaded")
+    assert done.exit_code == 0 and "problems" in done.stdout, done.output
+    assert json.loads(run("inspect", "steps_for_test:offloaded", "--json").stdout)["problems"] == []
+    assert run("inspect", "steps_for_test:resident").exit_code == 6  # nothing is in host memory
+    assert run("inspect", "steps_for_test:offloaded", "--timeline", "x.png").exit_code == 2
+    assert run("inspect", "steps_for_test:offloaded", "--target", "h900").exit_code == 2
+
+
+def test_the_shape_of_a_model():
+    assert shape_of(7 * 10**9, None, None) == (34, 4096)
+    assert shape_of(70 * 10**9, 80, 8192) == (80, 8192)
+    model = described(10**9, "sgd", "float32")
+    assert sum(x.size for x in jax.tree.leaves(model.params)) == pytest.approx(10**9, abs=model.width)
+
+
+def test_the_doctor():
+    done = run("doctor", "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["ok"] and [check["name"] for check in found["checks"]][-1] == "self-test"
+    assert "no accelerator" in found["checks"][1]["says"]
+    assert "verdict: this machine can offload; mind: devices" in run("doctor").stdout
+
+
+def test_the_doctor_tells_what_does_not_work(monkeypatch):
+    """A state that stays on the device; numbers that differ; an error."""
+    monkeypatch.setattr(doctor, "offload", lambda inner: inner)
+    assert "the state ended in" in doctor.examine().checks[-1].says
+    monkeypatch.setattr(doctor, "offload", lambda inner: jo.offload(optax.adamw(2e-3)))
+    assert "differ from the resident ones" in doctor.examine().checks[-1].says
+    monkeypatch.setattr(doctor, "offload", lambda inner: 1 / 0)
+    assert "ZeroDivisionError" in doctor.examine().checks[-1].says
+    assert run("doctor").exit_code == 7
+
+
+def test_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as exited:
+        cli.main()
+    assert exited.value.code == 8
+    assert "pip install 'jax_offload[cli]'" in capsys.readouterr().err
+
+
+def test_the_command_s_help():
+    assert "Exit codes" in run("plan", "--help").stdout
+    assert "doctor" in run("-h").stdout

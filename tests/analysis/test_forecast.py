@@ -1,0 +1,212 @@
+"""``jo.plan`` of an optimizer: numbers worked out by hand, and what cannot be."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_offload as jo
+from jax_offload._analysis.host import POOL_DEFAULT, HostMemory, host_memory
+from jax_offload._analysis.units import bytes_of, in_bytes
+
+MIB, GIB = 2**20, 2**30
+ADAMW = optax.adamw(1e-3)
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
+STACKED = {"w": jax.ShapeDtypeStruct((24, 4096, 4096), jnp.float32)}  # 1536 MiB, and its state 3072
+
+
+def test_the_readme_s_stacked_model():
+    """Parameters and gradients 1536 each, state 3072, a window of 256, in MiB."""
+    forecast = jo.plan(ADAMW, STACKED)
+    resident, offload = forecast["resident"], forecast["offload"]
+    assert (resident.parameters, resident.gradients, resident.window) == (1536 * MIB, 1536 * MIB, 0)
+    assert (resident.state, resident.host, resident.loaded, resident.stored) == (3072 * MIB + 4, 0, 0, 0)
+    assert resident.peak == 6144 * MIB + 4
+    assert (offload.state, offload.host, offload.loaded, offload.stored) == (4, *[3072 * MIB] * 3)
+    assert (offload.window, offload.peak) == (256 * MIB, (3072 + 256) * MIB + 4)
+    assert forecast["bfloat16"].host == forecast["bfloat16"].loaded == 1536 * MIB
+    # a byte each, and a float32 scale for every 128
+    assert forecast["int8"].host == 768 * MIB + 2 * 4 * 24 * 4096 * 4096 // 128
+    assert "pipelined" not in [option.name for option in forecast.options]
+
+
+def test_time():
+    """100 GB/s both ways at once: 3 GiB each way in 64 ms; 6 operations for each of 403 million parameters."""
+    forecast = jo.plan(ADAMW, STACKED, chip="h100", tokens_per_step=16384)
+    n, offload = 24 * 4096**2, forecast["offload"]
+    link, compute = 8 * n / 50e9, 16384 * 6 * n / 320e12
+    assert offload.link == pytest.approx(link)
+    assert offload.link_serial == pytest.approx(16 * n / 55e9)
+    assert forecast.compute == pytest.approx(compute)
+    assert offload.exposed == 0 and offload.hidden == 1  # the backward pass takes 83 ms
+    assert offload.hidden_from == pytest.approx(link / (2 / 3 * 6 * n / 320e12), abs=1)
+    few = jo.plan(ADAMW, STACKED, chip="h100", tokens_per_step=8192)["offload"]
+    assert few.exposed == pytest.approx(link - compute / 2 * 2 / 3)
+    assert few.overhead == pytest.approx(few.exposed / (compute / 2))
+
+
+def test_a_norm_of_all_gradients_hides_nothing_but_in_the_next_forward_pass():
+    forecast = jo.plan(CLIPPED, STACKED, chip="h100", tokens_per_step=65536)
+    assert forecast["offload"].exposed == forecast["offload"].link
+    assert forecast["pipelined"].exposed == 0
+    assert "jo.pipelined" in forecast["pipelined"].code
+    assert not jo.plan(optax.adamw(optax.linear_schedule(1e-3, 0, 10)), STACKED)["offload"].name.startswith("pipe")
+
+
+def test_the_smallest_fraction_that_fits():
+    """Eight leaves of 64 MiB: parameters and gradients 1024, state 1024. 1536 leave room for 512 and the window."""
+    params = {f"w{i}": jax.ShapeDtypeStruct((4096, 4096), jnp.float32) for i in range(8)}
+    forecast = jo.plan(ADAMW, params, device_memory="1.5GiB")
+    assert forecast["resident"].fits is False
+    found = forecast["fraction"]
+    assert forecast.recommended is found and found.fits
+    assert found.peak <= 1536 * MIB < found.peak + 128 * MIB  # one more leaf would not stay
+    tx = eval(found.code.split("; ")[0].removeprefix("tx = "), {"jo": jo, "inner": ADAMW})
+    assert jo.placement(tx, params).host_bytes == found.host
+
+
+def test_the_largest_window_where_nothing_else_fits():
+    """1536 + 1536 and a window of 256 are too much for 3200 MiB; 128 is not."""
+    forecast = jo.plan(ADAMW, STACKED, device_memory=3201 * MIB)
+    assert forecast["offload"].fits is False
+    assert forecast["window"].window == 128 * MIB and forecast["window"].fits
+    assert "window=134217728" in forecast["window"].code
+
+
+def test_an_impossible_budget_says_what_is_missing():
+    forecast = jo.plan(ADAMW, STACKED, device_memory="3GB")
+    assert forecast.recommended is None
+    assert forecast.missing == min(option.peak for option in forecast.options) - 3 * 10**9
+    assert "short of" in repr(forecast) and "nothing fits" in forecast.summary()
+
+
+def test_resident_is_recommended_where_it_fits():
+    assert jo.plan(ADAMW, STACKED, chip="h200").recommended.name == "resident"
+
+
+def test_on_a_mesh_bytes_are_per_device_and_the_state_can_be_divided():
+    mesh = AbstractMesh((8, 2), ("data", "model"))
+    sharding = NamedSharding(mesh, P(None, None, "model"))
+    params = {"w": jax.ShapeDtypeStruct((24, 4096, 4096), jnp.float32, sharding=sharding)}
+    forecast = jo.plan(ADAMW, params, mesh=mesh, chip="h100", tokens_per_step=2**20)
+    assert forecast.devices == (16, 8)
+    assert forecast["offload"].parameters == 768 * MIB and forecast["offload"].host == 1536 * MIB
+    assert forecast["ZeRO-1"].host == forecast["ZeRO-1"].loaded == 192 * MIB
+    assert "shard_over='data'" in forecast["ZeRO-1"].code
+    assert forecast.per_host(forecast["ZeRO-1"]) == 8 * 192 * MIB
+    assert forecast.compute == pytest.approx(2**20 * 6 * 24 * 4096**2 / 16 / 320e12)
+
+
+def test_what_is_given_already():
+    given = jo.offload(ADAMW, select="w", storage="bfloat16")
+    assert [option.name for option in jo.plan(given, STACKED).options] == ["resident", "as given"]
+    chained = optax.chain(optax.clip_by_global_norm(1.0), jo.offload(ADAMW))
+    forecast = jo.plan(chained, STACKED)
+    assert [option.name for option in forecast.options] == ["as given"]
+    assert forecast["as given"].host == 3072 * MIB and "jo.offload(chain)" in repr(forecast)
+    assert [option.name for option in jo.plan(jo.offload(ADAMW), STACKED).options][:2] == ["resident", "offload"]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"chip": "h900"}, "'h900' is not known. Known: a100"),
+        ({"tokens_per_step": 0}, "tokens_per_step: expected a number > 0; got 0"),
+        ({"flops_per_token": -1.0}, "flops_per_token"),
+        ({"device_memory": "80 apples"}, "device_memory: expected a number of bytes"),
+        ({"mesh": AbstractMesh((8,), ("data",))}, r"\['w'\] is not on the mesh {'data': 8}"),
+    ],
+)
+def test_bad_input(kwargs, words):
+    with pytest.raises(ValueError, match=words):
+        jo.plan(ADAMW, STACKED, **kwargs)
+
+
+def test_the_state_in_place_of_the_parameters():
+    with pytest.raises(ValueError, match="there is an optimizer's state"):
+        jo.plan(ADAMW, jax.eval_shape(ADAMW.init, STACKED))
+    with pytest.raises(TypeError, match="plan"):
+        jo.plan(STACKED, ADAMW)
+
+
+def test_it_prints():
+    forecast = jo.plan(CLIPPED, STACKED, chip="h100", tokens_per_step=65536, device_memory="5GiB")
+    lines = repr(forecast).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "exact: parameters" in repr(forecast) and "estimated: hidden" in repr(forecast)
+    assert forecast._repr_html_().startswith("<table>") and "jo.pipelined" in forecast._repr_html_()
+    found = json.loads(json.dumps(forecast.to_dict()))
+    assert found["recommended"] == forecast.recommended.name
+    assert found["host"]["per_host_bytes"]["offload"] == 3072 * MIB
+
+
+def test_bytes_as_people_write_them():
+    assert [bytes_of("x", text) for text in ("80GiB", "16e9", "1.5 kb", 3)] == [80 * GIB, 16 * 10**9, 1500, 3]
+    assert [in_bytes(n) for n in (0, 999, 1536, 80 * GIB)] == ["0 B", "999 B", "1.50 KiB", "80.0 GiB"]
+
+
+def tree(root, files):
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+MEMINFO = {"proc/meminfo": "MemTotal: 100 kB\nMemAvailable:    2097152 kB\n"}
+
+
+def test_the_cgroup_of_version_2(tmp_path):
+    """The least of all groups on the way up; files that can be given back do not count as used."""
+    files = {
+        "proc/self/cgroup": "0::/a/b\n",
+        "sys/fs/cgroup/a/b/memory.max": "max\n",
+        "sys/fs/cgroup/a/memory.max": f"{GIB}\n",
+        "sys/fs/cgroup/a/memory.current": f"{GIB // 2}\n",
+        "sys/fs/cgroup/a/memory.stat": f"anon 1\ninactive_file {GIB // 4}\n",
+    }
+    found = host_memory(tree(tmp_path, MEMINFO | files))
+    assert (found.available, found.cgroup, found.usable) == (2 * GIB, 3 * GIB // 4, 3 * GIB // 4)
+    assert "cgroup leaves 0.8 GiB" in found.why_not(GIB) and not found.why_not(GIB // 2)
+
+
+def test_the_cgroup_of_version_1(tmp_path):
+    """In a container the group's own path is not there."""
+    files = {
+        "proc/self/cgroup": "5:cpu,memory:/docker/123\n2:pids:/docker/123\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{GIB}\n",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": "0\n",
+    }
+    assert host_memory(tree(tmp_path, MEMINFO | files)).cgroup == GIB
+    (tmp_path / "sys/fs/cgroup/memory/memory.limit_in_bytes").write_text("9223372036854771712\n")
+    assert host_memory(tmp_path).cgroup is None
+
+
+def test_the_pinned_pool(monkeypatch, tmp_path):
+    monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", raising=False)
+    found = host_memory(tmp_path)
+    assert found == HostMemory(None, None, POOL_DEFAULT)
+    assert found.pool_advice(40 * GIB, "cuda") == "" and found.pool_advice(100 * GIB, "tpu") == ""
+    assert found.pool_advice(50 * GIB, "cuda") == "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=69"  # 46.8 of 64 could be used
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "200")
+    assert host_memory(tmp_path).pool == 200 * GIB
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "much")
+    with pytest.raises(ValueError, match="expected a number of GiB"):
+        host_memory(tmp_path)
+
+
+def test_a_model_of_70e9_unrolled():
+    """1,445 state leaves: one way is traced, in seconds; the others follow by their bytes, which are exact."""
+    width, layers = 8192, 80
+    shapes = {"qo": (width, 2 * width), "kv": (width, 2048), "up": (width, 57344), "down": (28672, width)}
+    layer = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    params = {f"layer_{i}": dict(layer) for i in range(layers)}
+    n = layers * sum(a * b for a, b in shapes.values())
+    forecast = jo.plan(ADAMW, params, chip="h200")
+    assert forecast["offload"].host == forecast["offload"].loaded == 8 * n
+    assert forecast["bfloat16"].host == forecast["bfloat16"].loaded == 4 * n
+    assert "641 leaves" in repr(forecast)

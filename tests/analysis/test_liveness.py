@@ -1,0 +1,167 @@
+"""Lifetimes of buffers in traced programs, worked out by hand; and the forecast of a step."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_offload as jo
+from jax_offload._analysis.chips import chip
+from jax_offload._analysis.liveness import donations, peak
+from jax_offload._analysis.whole_step import forward_share, in_one_scan
+from jax_offload._analysis.work import all_flops, seconds
+from tests.aot.model import ADAMW, CLIPPED, loss, parameters, step_of
+
+MIB = 2**20
+N = 512  # a matrix of 512×512 in float32 takes a MiB
+
+
+def matrix(*lead):
+    return jax.ShapeDtypeStruct((*lead, N, N), jnp.float32)
+
+
+def at_peak(fun, *args, donate=(), early=False):
+    """In MiB."""
+    jaxpr = jax.make_jaxpr(fun)(*args).jaxpr
+    return peak(jaxpr, [k in donate for k in range(len(args))], early=early) / MIB
+
+
+def test_what_is_fused_has_no_buffer():
+    """The argument and the result."""
+    assert at_peak(lambda x: jnp.tanh(2 * x) + 1, matrix()) == 2
+    assert at_peak(lambda x: jnp.tanh(2 * x) + 1, matrix(), donate=[0]) == 1
+
+
+def test_a_matmul_reads_and_makes_buffers():
+    """x, the tanh that the matmul reads, the result."""
+    assert at_peak(lambda x: jnp.tanh(x) @ x, matrix()) == 3
+    assert at_peak(lambda x: x @ x, matrix()) == 2
+
+
+def test_a_buffer_is_free_after_its_last_use():
+    """x and two of the products at a time."""
+    assert at_peak(lambda x: x @ x @ x @ x, matrix()) == 3
+    assert at_peak(lambda x: ((x @ x).sum(), (x @ x.T).sum()), matrix()) == pytest.approx(2, abs=1e-3)
+
+
+def test_a_reduction_does_not_make_what_it_reads():
+    assert at_peak(lambda x: (jnp.exp(x) * x).sum(), matrix()) == pytest.approx(1, abs=1e-3)
+
+
+def test_a_loop_holds_what_it_stacks_and_one_iteration():
+    """8 matrices, 8 stacked, the row that is read, the carry and what becomes of it."""
+
+    def scanned(x, ws):
+        return jax.lax.scan(lambda x, w: ((y := x @ w), y), x, ws)
+
+    assert at_peak(scanned, matrix(), matrix(8)) == 1 + 8 + 8 + (1 + 1 + 1)
+
+
+def test_a_slice_is_written_in_place():
+    def write(x, row):
+        return jax.lax.dynamic_update_slice(x, row, (0, 0, 0))
+
+    assert at_peak(write, matrix(8), matrix(1), donate=[0]) == 9
+    assert at_peak(write, matrix(8), matrix(1)) == 17  # a copy: the argument is not donated
+
+
+def test_gradients_go_as_soon_as_they_can():
+    """Four layers, w - g: all gradients in the order of the trace, one at a time early."""
+
+    def step(ws, x):
+        def out(ws):
+            h = x
+            for w in ws:
+                h = jnp.tanh(h @ w)
+            return h.sum()
+
+        grads = jax.grad(out)(ws)
+        return [w - 0.1 * g for w, g in zip(ws, grads, strict=True)]
+
+    x = jax.ShapeDtypeStruct((1, N), jnp.float32)
+    jaxpr = jax.make_jaxpr(step)([matrix()] * 4, x).jaxpr
+    given = donations(jaxpr, 5)
+    assert given == [True] * 4 + [False]
+    in_order, early = (peak(jaxpr, given, early=each) / MIB for each in (False, True))
+    assert in_order == pytest.approx(8, abs=0.1) and early == pytest.approx(5, abs=0.1)
+
+
+def test_operations_and_seconds():
+    """Two matmuls of 2·512³ operations, in a loop of three."""
+
+    def fun(x):
+        return jax.lax.scan(lambda x, _: (x @ x @ x, None), x, None, length=3)[0]
+
+    jaxpr = jax.make_jaxpr(fun)(matrix()).jaxpr
+    assert all_flops(jaxpr) == 3 * 2 * 2 * N**3
+    h200 = chip("h200")
+    by_operations, by_memory = 2 * N**3 / h200.reached.f32, 3 * MIB / h200.reached.hbm
+    assert seconds(jaxpr, h200) == pytest.approx(6 * max(by_operations, by_memory), rel=0.5)
+
+
+def step_and_args(tx, stacked, tokens=512):
+    params = parameters(24, 4096, stacked, None)
+    x = jax.ShapeDtypeStruct((tokens, 4096), jnp.float32)
+    return step_of(tx, loss), (params, jo.abstract_state(tx, params), x)
+
+
+# What XLA compiles for an H200, in MiB: the README's table and docs/overlap.md. Held to less than the 10 % that are
+# promised, as they are what the rules were made on.
+COMPILED = [
+    (False, ADAMW, "jax.jit", 2048),
+    (False, CLIPPED, "jax.jit", 3272),
+    (True, ADAMW, "jax.jit", 3424),
+    (True, CLIPPED, "jax.jit", 3424),
+    (True, ADAMW, "jo.jit", 2264),
+]
+
+
+@pytest.mark.parametrize(("stacked", "inner", "way", "compiled"), COMPILED)
+def test_the_estimated_peak_is_near_the_compiled_one(stacked, inner, way, compiled):
+    step, args = step_and_args(jo.offload(inner), stacked)
+    option = jo.plan(step, *args)[way]
+    assert option.peak / MIB == pytest.approx(compiled, rel=0.05)
+    low, high = option.peak_range
+    assert low <= compiled * MIB * 1.05 and (low == high) is stacked
+
+
+def test_a_step_s_forecast():
+    """3 GiB each way; nothing hidden under jax.jit, all of it under jo.jit; docs/overlap.md has +36 % and +3 %."""
+    step, args = step_and_args(jo.offload(ADAMW), True, 16384)
+    forecast = jo.plan(step, *args, chip="h200", tokens_per_step=16384)
+    plain, own = forecast["jax.jit"], forecast["jo.jit"]
+    assert (plain.loaded, plain.stored, plain.host, plain.parameters, plain.gradients) == (
+        *[3072 * MIB] * 3,
+        *[1536 * MIB] * 2,
+    )
+    assert plain.overhead == pytest.approx(0.36, abs=0.05) and own.overhead == pytest.approx(0.03, abs=0.05)
+    assert own.window == 384 * MIB  # three rows of two moments
+    assert own.loaded == own.stored == 3200 * MIB  # compiled too: one of 24 rows moves twice
+    assert forecast.recommended is own
+    assert own.peak == own.parameters + own.gradients + own.state + own.window + own.activations
+
+
+def test_a_clipped_step_is_recommended_pipelined():
+    step, args = step_and_args(jo.offload(CLIPPED), True, 65536)
+    forecast = jo.plan(jo.jit(step), *args, chip="h200", tokens_per_step=65536)
+    assert forecast.recommended.name == "jo.pipelined"
+    assert forecast["jo.jit"].exposed == forecast["jo.jit"].link
+
+
+def test_layers_in_one_scan_or_not():
+    for stacked in True, False:
+        step, args = step_and_args(ADAMW, stacked)
+        jaxpr = jax.make_jaxpr(step)(*args).jaxpr
+        assert in_one_scan(jaxpr) is stacked
+        assert forward_share(jaxpr, True) == pytest.approx(1 / 4, abs=0.01)
+
+
+def test_a_step_that_offloads_nothing():
+    step, args = step_and_args(ADAMW, True)
+    with pytest.raises(ValueError, match=r"step: no update of an offload"):
+        jo.plan(step, *args)
+
+
+def test_it_says_what_does_not_fit():
+    step, args = step_and_args(jo.offload(ADAMW), True)
+    forecast = jo.plan(step, *args, device_memory="2GiB")
+    assert forecast.recommended is None and forecast.missing > 0
