@@ -126,7 +126,7 @@ def offload(
     if isinstance(fraction, (int, float)) and fraction == 0 and not policy.shard_over and not rules:
         return _skipping(optax.with_extra_args_support(inner))
     inner = optax.with_extra_args_support(inner)
-    inner = with_storage(inner, rules, min_bytes) if rules else inner
+    optimizer, inner = inner, with_storage(inner, rules, min_bytes) if rules else inner
     remembered: Remembered = {}
     home = Home()
     adopt_multi_steps()
@@ -200,7 +200,7 @@ def offload(
         return streamed(recipe, (updates, state, params, extra_args), next_of=(0, 1), options=options)
 
     return Offloaded(init_fn, update_fn).wrapping(
-        inner,
+        optimizer,
         fraction=fraction,
         select=select,
         min_bytes=min_bytes,
