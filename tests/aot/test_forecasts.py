@@ -11,9 +11,9 @@ from tests.aot.harness import H200, MIB, require
     ("make", "way"),
     [
         (mixture, "jo.jit"),
-        pytest.param(mixture, "jax.jit", marks=pytest.mark.long),
-        pytest.param(vit, "jax.jit", marks=pytest.mark.long),
-        pytest.param(vit, "jo.jit", marks=pytest.mark.long),
+        pytest.param(mixture, "jax.jit", marks=pytest.mark.exhaustive("minutes to compile")),
+        pytest.param(vit, "jax.jit", marks=pytest.mark.exhaustive("minutes to compile")),
+        pytest.param(vit, "jo.jit", marks=pytest.mark.exhaustive("minutes to compile")),
     ],
 )
 def test_models_that_the_rules_were_not_made_on(make, way):
