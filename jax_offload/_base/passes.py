@@ -192,7 +192,3 @@ def _jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
             if hasattr(jaxpr, "eqns"):
                 yield jaxpr
                 break  # of the branches of a cond, one
-
-
-def _floating(v: Any) -> bool:
-    return jnp.issubdtype(v.aval.dtype, jnp.floating)
