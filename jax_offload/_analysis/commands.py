@@ -12,6 +12,7 @@ from typing import Any
 
 import click  # pyright: ignore[reportMissingImports]  (an extra)
 import jax
+from click.core import ParameterSource  # pyright: ignore[reportMissingImports]
 from rich.console import Console
 from rich.table import Table
 
@@ -61,7 +62,7 @@ def errors() -> Iterator[None]:
 @click.option("--tokens", type=float, help="Tokens per step, over all devices.")
 @click.option("--layers", type=int, help="With --width: activations too, a checkpoint around each layer.")
 @click.option("--width", type=int)
-@click.option("--devices", type=int, default=1, show_default=True)
+@click.option("--devices", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--shard-over", help="Divide the state over these devices, an axis of that name (ZeRO-1).")
 @click.option("--device-memory", help="What a step may use of one device: 80GiB.")
 @click.option("--json", "as_json", is_flag=True, help="All figures, as JSON.")
@@ -149,6 +150,12 @@ def _of_description(given: dict[str, Any]) -> Forecast:
 
 
 def _of_target(target: str, given: dict[str, Any]) -> Forecast:
+    source = click.get_current_context().get_parameter_source
+    taken = ("chip", "tokens", "device_memory")
+    other = [key for key in given if key not in taken and source(key) is not ParameterSource.DEFAULT]
+    if other:
+        names = ", ".join(f"--{key.replace('_', '-')}" for key in other)
+        raise ValueError(f"{names}: describes a model, and {target} has its own; leave out the one or the other.")
     made = _pair(target, load(target), "(optimizer, parameters) or (step, *arguments)")
     keywords = {key: given[key] for key in ("chip", "device_memory")} | {"tokens_per_step": given["tokens"]}
     return plan_of(*made, **keywords)

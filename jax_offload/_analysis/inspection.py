@@ -90,7 +90,9 @@ class Inspection:
         how = "compiled, not run" if self.compiled_for else "compiled"
         parts = [(f"peak of device memory ({how})", _mib(self.peak))]
         parts += [(f"  {name}", _mib(nbytes)) for name, nbytes in self.parts.items() if abs(nbytes) >= 0.005 * _MIB]
-        parts += [("pinned host memory", _mib(self.host))]
+        # XLA's analysis counts all of a CPU's memory as the device's
+        host = ("pinned host memory: a CPU counts it above", "") if self.target == "cpu" else None
+        parts += [host or ("pinned host memory", _mib(self.host))]
         parts += [("  temporaries", _mib(self.host_temp))] if self.host_temp else []
         found: list[tuple[str, list[tuple[str, ...]]]] = [(f"device: {self.target}", [("", "MiB"), *parts])]
         if t := self.timeline:

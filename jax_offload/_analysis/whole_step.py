@@ -28,6 +28,8 @@ from jax_offload._base.memory import HOST_KIND, on_host
 from jax_offload._base.shardings import sharding_of, shards_of
 from jax_offload._emit.find import emitted, updates_in
 from jax_offload._emit.region import Part, Update
+from jax_offload._interop.jit import Jitted
+from jax_offload._interop.pipelined import Pipelined
 from jax_offload._report import traced, unwrapped
 from jax_offload._whole import rewritten
 
@@ -40,7 +42,8 @@ SCANNED = 0.5  # of a step's operations in its two largest scans: one forward, o
 
 def of_step(step: Callable[..., Any], args: Sequence[Any], setting: Setting) -> Forecast:
     """As it is under ``jax.jit``, under ``jo.jit`` and, where gradients are clipped by their norm, pipelined."""
-    base = step.__wrapped__ if hasattr(step, "whole_step") else unwrapped(step)  # pyright: ignore
+    given = step.step if isinstance(step, Pipelined) else step
+    base = given.__wrapped__ if isinstance(given, Jitted) else unwrapped(given)
     leaves = [x for x in jax.tree.leaves(args) if hasattr(x, "dtype")]
     setting = dataclasses.replace(setting, devices=devices_of(leaves), dtype=dtype_of(leaves))
     with step_described():

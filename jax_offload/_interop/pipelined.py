@@ -120,6 +120,11 @@ class Pipelined:
             parameters=[p for name, p in self._signature.parameters.items() if name not in names]
         )
 
+    @property
+    def step(self) -> Callable[..., Any]:
+        """The step that is turned round, as it was written."""
+        return self._step
+
     def start(self, *args: Any, **kwargs: Any) -> tuple[Carry, Aux]:
         """The gradients of the first batch.
 

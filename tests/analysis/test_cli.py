@@ -67,6 +67,8 @@ def test_a_model_of_70e9_on_eight_devices():
         ([*SEVEN, "--param-dtype", "bf17"], 2, "param-dtype: expected"),
         (["plan", "no_such_module:f"], 2, "No module named"),
         (["plan", "nonsense"], 2, "expected module:function"),
+        (["plan", "a:f", "--params", "7e9", "--shard-over", "data"], 2, "--params, --shard-over: describes a model"),
+        ([*SEVEN, "--devices", "0"], 2, "--devices"),
         (["plan", "--no-such-option"], 2, "No such option"),
     ],
 )

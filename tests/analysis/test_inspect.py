@@ -62,6 +62,13 @@ def test_a_good_step_on_a_cpu():
     assert seen.parts["parameters"] == 64 * 64 * 4 and sum(seen.parts.values()) == seen.peak
 
 
+def test_a_cpu_s_table_does_not_say_that_nothing_is_in_host_memory():
+    """XLA's analysis for a CPU has 0 there, with the state pinned."""
+    printed = str(jo.inspect(step(OURS), *arguments(OURS)))
+    assert "pinned host memory: a CPU counts it above" in printed
+    assert "0.00" not in printed.split("pinned host memory")[1]
+
+
 def test_a_resident_state():
     params = {"w": jnp.ones((64, 64))}
     fun = jax.jit(lambda p, s: ADAMW.update(p, s, p))

@@ -147,6 +147,14 @@ def test_a_clipped_step_is_recommended_pipelined():
     assert forecast["jo.jit"].exposed == forecast["jo.jit"].link
 
 
+def test_a_pipelined_step_is_planned_as_the_step_that_it_turns_round():
+    step, args = step_and_args(jo.offload(CLIPPED), True)
+    expected = jo.plan(step, *args, chip="h200")
+    for given in step, jax.jit(step), jo.jit(step):
+        train = jo.pipelined(given, donate_argnames=("params", "state"))
+        assert jo.plan(train, *args, chip="h200").options == expected.options
+
+
 def test_layers_in_one_scan_or_not():
     for stacked in True, False:
         step, args = step_and_args(ADAMW, stacked)
