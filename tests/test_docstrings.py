@@ -14,7 +14,8 @@ import pytest
 
 import jax_offload as jo
 
-NEVER_RAISE = {"Leaf", "Placement", "StoredState", "to_device"}  # they hold values, or take whatever they are given
+VALUES = {name for name in jo.__all__ if isinstance(getattr(jo, name), type)}
+NEVER_RAISE = {*VALUES, "to_device"}  # they hold values, or take whatever they are given
 LINES = 9  # of an example's source: what one takes in at a glance
 
 
