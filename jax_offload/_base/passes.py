@@ -167,7 +167,9 @@ def _inner(eqn: Any) -> Any:
     for key in "jaxpr", "call_jaxpr":
         if (found := eqn.params.get(key)) is not None:
             jaxpr = getattr(found, "jaxpr", found)
-            return jaxpr if hasattr(jaxpr, "eqns") else None
+            operands = getattr(eqn, "in_tracers", None) or getattr(eqn, "invars", ())
+            sizes = len(operands), len(eqn.outvars)  # a kernel's jaxpr has its results among its inputs
+            return jaxpr if hasattr(jaxpr, "eqns") and (len(jaxpr.invars), len(jaxpr.outvars)) == sizes else None
     return None
 
 
@@ -182,7 +184,8 @@ def _flops(eqn: Any) -> float:
         kernel = params["dimension_numbers"].rhs_spec
         return 2.0 * out * math.prod(right) / right[kernel[0]]
     times = params["length"] if name == "scan" else 1
-    return times * sum(_flops(each) for jaxpr in _jaxprs(params) for each in jaxpr.eqns)
+    inner = [sum(map(_flops, jaxpr.eqns)) for jaxpr in _jaxprs(params)]
+    return times * (max(inner, default=0.0) if name == "cond" else sum(inner))
 
 
 def _jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
@@ -191,4 +194,3 @@ def _jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
             jaxpr = getattr(each, "jaxpr", each)
             if hasattr(jaxpr, "eqns"):
                 yield jaxpr
-                break  # of the branches of a cond, one
