@@ -10,6 +10,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import jax
 import pytest
 
 import jax_offload as jo
@@ -76,6 +77,8 @@ def test_shows_an_example(name):
 
 @pytest.mark.parametrize("name", jo.__all__)
 def test_example(name):
+    if name in ("profile", "Profile") and jax.__version_info__ < (0, 11):
+        pytest.skip("jax 0.10's profiler crashes in a process that has compiled for a chip that is not there")
     assert not run(name)
 
 
