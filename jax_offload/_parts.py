@@ -202,7 +202,10 @@ def _pieces(step: Inlined, rest: Rest) -> list[Node]:
         s = in_step(p.slice)
         how = p.transfer
         if isinstance(how, Chunked):
-            how = dataclasses.replace(how, buffers=tuple(v and variable.get(v, v) for v in how.buffers))
+            # an update may be given one variable of the step twice, as gradient and as parameter say: one operand then
+            dims = {variable.get(v, v): dim for v, dim in zip(p.slice.inputs, how.dims, strict=True)}
+            overwritten = tuple(v and variable.get(v, v) for v in how.buffers)
+            how = dataclasses.replace(how, dims=tuple(dims[v] for v in s.inputs), buffers=overwritten)
         found.append(Piece(s, dataclasses.replace(p, slice=s, transfer=how), p.token))
     return [Node(piece, piece.slice.inputs, piece.slice.outputs) for piece in found if piece.slice.outputs]
 

@@ -118,3 +118,30 @@ def test_the_step_turned_round(clip, model):
     assert_close(params, resident(clip, model, 3)[0], 1e-4)
     hosts = [x for x in jax.tree.leaves(state) if x.sharding.memory_kind == "pinned_host"]
     assert len(hosts) == 2 * LAYERS
+
+
+@pytest.mark.parametrize("given", ["new parameters", "gradients"])
+def test_one_array_as_gradient_and_as_parameter(given):
+    """An average of the parameters is updated with them twice: its pieces, in chunks, have an operand less."""
+    tx = jo.offload(ADAMW, min_bytes=1024, window=2**16)
+
+    def step_of(tx):
+        def step(params, state, x):
+            grads = jax.grad(loss)(params, x)
+            params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+            twice = params if given == "new parameters" else grads
+            updates, state = tx.update(twice, state, twice)
+            return params, updates, state
+
+        return step
+
+    params, step = parameters(), jo.jit(step_of(tx))
+    state, plain = tx.init(params), ADAMW.init(params)
+    table = jo.placement(step, params, state, batch(0))
+    assert sum("chunks of axis 0, 2 leaves together" in leaf.streams for leaf in table.leaves) == 2 * LAYERS
+    assert barriers(step, params, state, batch(0))[1] == LAYERS
+    for k in range(2):
+        got, want = step(params, state, batch(k)), jax.jit(step_of(ADAMW))(params, plain, batch(k))
+        assert_close(got, want, 1e-6)
+        (params, _, state), (_, _, plain) = got, want
+    assert sum(x.sharding.memory_kind == "pinned_host" for x in jax.tree.leaves(state)) == 2 * LAYERS
