@@ -4,8 +4,11 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
+from jax_offload._analysis.streams import streams
 from jax_offload._emit.find import updates_in
 from jax_offload._emit.region import Part
 from tests.support.trees import assert_close
@@ -145,3 +148,27 @@ def test_one_array_as_gradient_and_as_parameter(given):
         assert_close(got, want, 1e-6)
         (params, _, state), (_, _, plain) = got, want
     assert sum(x.sharding.memory_kind == "pinned_host" for x in jax.tree.leaves(state)) == 2 * LAYERS
+
+
+def stacked(params, x):
+    return (jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["layers"])[0] ** 2).mean()
+
+
+@pytest.mark.parametrize("model", [loss, stacked])
+def test_bytes_on_one_device(model):
+    """A part of the update names its leaves as the step does, and knows by these names how they are divided."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    params = {k: v for k, v in parameters().items() if v.ndim == 2}
+    params = {"layers": jnp.stack([*params.values()])} if model is stacked else params | {"bias": jnp.zeros(WIDTH)}
+    divided = {1: P(), 2: P("data"), 3: P(None, "data")}
+    params = {k: jax.device_put(v, NamedSharding(mesh, divided[v.ndim])) for k, v in params.items()}
+    tx = jo.offload(ADAMW, **OPTIONS)
+    state, x = tx.init(params), jax.device_put(batch(0), NamedSharding(mesh, P("data")))
+    trace = jo.jit(step_of(tx, model, True)).trace(params, state, x).jaxpr
+    parts = [each.update for each in updates_in(trace) if isinstance(each.update, Part)]
+    moments = 2 * LAYERS * WIDTH * WIDTH * 4
+    assert sum(p.slice.loaded_bytes for part in parts for p in part.planned) == moments // 4
+    moved, row = streams(trace), moments // 4 // LAYERS
+    once_more = row if model is stacked else 0  # inside a scan one row moves twice
+    assert (moved.loaded, moved.stored) == (moments // 4 + once_more,) * 2
+    assert moved.window == (3 * row if model is stacked else moments // 4)
