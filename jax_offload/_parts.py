@@ -73,6 +73,7 @@ def inlined(program: Program) -> Inlined | None:
     next_of = {v: x for v, x in left.items() if not isinstance(x, Literal)}
     outputs = [renamed(given, v) for v in program.outputs]
     shards = {x: n for v, n in recipe.shards.items() if v in operands and not isinstance(x := operands[v], Literal)}
+    shards |= {v: shards[x] for v, x in next_of.items() if x in shards and v.aval.shape == x.aval.shape}
     whole = dataclasses.replace(program, eqns=eqns, outputs=outputs, shards=shards)
     return Inlined(whole, update, own, operands, next_of)
 
@@ -194,7 +195,7 @@ def _pieces(step: Inlined, rest: Rest) -> list[Node]:
 
     def in_step(s: Slice) -> Slice:
         eqns = [eqn.replace(invars=[renamed(variable, v) for v in eqn.invars]) for eqn in s.jaxpr.eqns]
-        return slice_of(eqns, s.outputs, recipe.debug_info, recipe.shards)
+        return slice_of(eqns, s.outputs, recipe.debug_info, step.program.shards)
 
     found = [Piece(in_step(part), None, tuple(v for v in part.outputs if v in update.results)[:1])
              for _, part in serial_parts(only.prelude, gradients)]  # fmt: skip
@@ -202,7 +203,10 @@ def _pieces(step: Inlined, rest: Rest) -> list[Node]:
         s = in_step(p.slice)
         how = p.transfer
         if isinstance(how, Chunked):
-            how = dataclasses.replace(how, buffers=tuple(v and variable.get(v, v) for v in how.buffers))
+            # an update may be given one variable of the step twice, as gradient and as parameter say: one operand then
+            dims = {variable.get(v, v): dim for v, dim in zip(p.slice.inputs, how.dims, strict=True)}
+            overwritten = tuple(v and variable.get(v, v) for v in how.buffers)
+            how = dataclasses.replace(how, dims=tuple(dims[v] for v in s.inputs), buffers=overwritten)
         found.append(Piece(s, dataclasses.replace(p, slice=s, transfer=how), p.token))
     return [Node(piece, piece.slice.inputs, piece.slice.outputs) for piece in found if piece.slice.outputs]
 
