@@ -19,7 +19,7 @@ from rich.table import Table
 from jax_offload._analysis.doctor import examine
 from jax_offload._analysis.forecast import Forecast
 from jax_offload._analysis.inspection import inspect as inspect_of
-from jax_offload._analysis.optimizer import of_optimizer
+from jax_offload._analysis.optimizer import NO_ACTIVATIONS, of_optimizer
 from jax_offload._analysis.plan import plan as plan_of
 from jax_offload._analysis.plan import setting_of
 from jax_offload._analysis.synthetic import described
@@ -60,8 +60,8 @@ def errors() -> Iterator[None]:
 @click.option("--clip", is_flag=True, help="Clip gradients by their global norm.")
 @click.option("--chip", help="The accelerator: h100, v5e, ..., or a .toml of yours.")
 @click.option("--tokens", type=float, help="Tokens per step, over all devices.")
-@click.option("--layers", type=int, help="With --width: activations too, a checkpoint around each layer.")
-@click.option("--width", type=int)
+@click.option("--layers", type=int, help="With --tokens: activations too, a checkpoint around each layer.")
+@click.option("--width", type=int, help="Of a layer; where one of these two is left out it follows from --params.")
 @click.option("--devices", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--shard-over", help="Divide the state over these devices, an axis of that name (ZeRO-1).")
 @click.option("--device-memory", help="What a step may use of one device: 80GiB.")
@@ -142,11 +142,15 @@ def _of_description(given: dict[str, Any]) -> Forecast:
         storage=given["storage"], clip=given["clip"], layers=layers, width=width, devices=given["devices"],
         shard_over=given["shard_over"],
     )  # fmt: skip
-    activations = None
-    if tokens and layers and width:  # what a checkpoint around each layer keeps: its input
+    missing = [option for option, value in (("--layers", layers or width), ("--tokens", tokens)) if not value]
+    activations, said = None, f"{NO_ACTIVATIONS}; {' and '.join(missing)} would tell"
+    if tokens and not missing:  # what a checkpoint around each layer keeps: its input
         itemsize = model.params["mlp"].dtype.itemsize
-        activations = int(tokens) // given["devices"] * layers * width * itemsize
-    return of_optimizer(model.tx, model.params, setting, None, activations, model.called)
+        activations = int(tokens) // given["devices"] * model.layers * model.width * itemsize
+        said = f"activations: a checkpoint around each of {model.layers} layers of width {model.width}"
+    forecast = of_optimizer(model.tx, model.params, setting, None, activations, model.called)
+    notes = (said, *(note for note in forecast.notes if note != NO_ACTIVATIONS))
+    return dataclasses.replace(forecast, notes=notes)
 
 
 def _of_target(target: str, given: dict[str, Any]) -> Forecast:

@@ -52,11 +52,6 @@ class Compiled:
     compiled_for: bool
 
     @property
-    def tells(self) -> bool:
-        """Whether the program says where things are: a CPU's does not."""
-        return self.target != "cpu"
-
-    @property
     def roles(self) -> dict[int, str]:
         """What the arguments are: a parameter is of no state, and has the type of a result."""
         found = computations(self.text)["ENTRY"]

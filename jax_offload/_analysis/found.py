@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 
 from jax_offload._analysis.buffers import SCOPE
 from jax_offload._analysis.compiled import Compiled, arguments_of
-from jax_offload._analysis.hlo import aliases, computations, results, started, trips
+from jax_offload._analysis.hlo import aliases, computations, handed, results, started, trips
 from jax_offload._analysis.schedule import COMPUTE, LOAD, STORE, UNKNOWN, Program, Segment, leaf_of
 from jax_offload._analysis.timeline import Timeline
 
@@ -83,12 +83,12 @@ def transfers(played: Timeline) -> tuple[Transfer, ...]:
 def loops(program: Program) -> tuple[Loop, ...]:
     """Those with transfers in them, in the order of the text."""
     found = []
-    for name in program.buffers.reached:
+    for name in program.buffers.sharing.reached:
         for op in program.buffers.ops(name):
             body = op.called("body") if op.opcode == "while" else ""
             if body in program.costs.scopes:
                 copies = [(o, copy) for o in program.buffers.ops(body) if (copy := started(o))]
-                leaves = dict.fromkeys(leaf_of(program.buffers, body, o, copy.loads) for o, copy in copies)
+                leaves = dict.fromkeys(leaf_of(program.buffers.sharing, body, o, copy.loads) for o, copy in copies)
                 if copies:
                     times = trips(op, program.buffers.ops(op.called("condition")))
                     found.append(Loop(tuple(leaves), times, sum(copy.nbytes for _, copy in copies)))
@@ -127,33 +127,32 @@ def _simple(path: str) -> str:
 
 
 def _not_where_they_should_be(program: Compiled) -> list[Problem]:
-    if not program.tells:
-        return []
-    arguments = arguments_of(computations(program.text)["ENTRY"])
+    entry = arguments_of(computations(program.text)["ENTRY"])
+    arrays = {number: array for (number, *_), array in handed(program.text).items() if number in entry}
     streamed = {m[2] for m in re.finditer(SCOPE.pattern + r'([^"]*?)/[\w.-]+"', program.text)}
     # by type, as nothing says which result is the next value of which argument
-    taken = Counter((x.dtype, x.shape) for op in arguments.values() for x in op.arrays if x.host)
+    taken = Counter((x.dtype, x.shape) for x in arrays.values() if x.host)
     given_back = Counter((x.dtype, x.shape) for x in results(program.text).values() if x.host)
     found = []
-    for number, op in arguments.items():
-        given, path = program.given.get(number), _simple(op.scope)
-        if given is None or not op.arrays:
+    for number, array in arrays.items():
+        given, scope = program.given.get(number), entry[number].scope
+        if given is None:
             continue
-        kind = op.arrays[0].dtype, op.arrays[0].shape
+        path, kind = _simple(scope), (array.dtype, array.shape)
         streams = given_back[kind] > taken[kind] or any(path == x or path.endswith("/" + x) for x in streamed)
-        if given.host and not op.arrays[0].host:
-            found.append(Problem("is handed over in host memory, and the program takes it on the device", op.scope))
+        if given.host and not array.host:
+            found.append(Problem("is handed over in host memory, and the program takes it on the device", scope))
         elif given.state and not given.host and streams:
             found.append(
                 Problem(
                     "belongs in host memory and arrives on the device: all of the state then is there at once. Move it "
                     "before the step, jax_offload.to_host(tx, state), or restore into "
                     "jax_offload.abstract_state(tx, params)",
-                    op.scope,
+                    scope,
                 )
             )
     for (dtype, shape), times in taken.items():
-        leaves = [op.scope for op in arguments.values() for x in op.arrays if (x.dtype, x.shape) == (dtype, shape)]
+        leaves = [entry[number].scope for number, x in arrays.items() if (x.dtype, x.shape) == (dtype, shape)]
         if times > given_back[dtype, shape]:
             found.append(
                 Problem(

@@ -116,6 +116,11 @@ def leaves(hlo_type: str) -> dict[tuple[int, ...], Array]:
     return found
 
 
+def handed(text: str) -> dict[tuple[int, ...], Array]:
+    """What a module is given, by number, as its head has it: a CPU's says nowhere else what is in host memory."""
+    return leaves(text.partition("\n")[0].partition("entry_computation_layout={")[2].partition("->")[0])
+
+
 def results(text: str) -> dict[tuple[int, ...], Array]:
     """What a module returns, as its head has it: where a donated buffer is taken in spite of it, the root differs."""
     return leaves(text.partition("\n")[0].partition("entry_computation_layout={")[2].partition("->")[2])

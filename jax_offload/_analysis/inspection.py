@@ -14,8 +14,13 @@ from jax_offload._analysis.compiled import Compiled, compiled
 from jax_offload._analysis.found import Loop, Problem, Transfer, loops, problems, transfers
 from jax_offload._analysis.schedule import Program
 from jax_offload._analysis.timeline import Timeline, played
+from jax_offload._analysis.units import in_seconds
 
 _MIB = 2**20
+_UNSEEN_ON_A_CPU = (
+    "whether the state streams or is on the device all at once, and arithmetic on the host: jax on a CPU leaves out "
+    'the copies. Compile for a chip that need not be there: target="h200"'
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -72,6 +77,11 @@ class Inspection:
         """Bytes to the host in one step."""
         return sum(t.nbytes for t in self.transfers if not t.loads)
 
+    @property
+    def unseen(self) -> str:
+        """What could be wrong and cannot be told from this program; empty where all can."""
+        return _UNSEEN_ON_A_CPU if self.target == "cpu" else ""
+
     def to_dict(self) -> dict[str, Any]:
         """All of it as what JSON has, without the timeline's segments."""
         plain = {"target": self.target, "compiled_for": self.compiled_for, "peak": self.peak, "host": self.host}
@@ -83,13 +93,18 @@ class Inspection:
             "parts": dict(self.parts),
             "host_temp": self.host_temp,
             **lists,
+            "unseen": self.unseen,
             "timeline": self.timeline and self.timeline.to_dict(),
         }
 
     def _tables(self) -> list[tuple[str, list[tuple[str, ...]]]]:
         how = "compiled, not run" if self.compiled_for else "compiled"
         parts = [(f"peak of device memory ({how})", _mib(self.peak))]
-        parts += [(f"  {name}", _mib(nbytes)) for name, nbytes in self.parts.items() if abs(nbytes) >= 0.005 * _MIB]
+        parts += [
+            (f"  {name}" if nbytes > 0 else "  less what XLA packs closer", _mib(nbytes))
+            for name, nbytes in self.parts.items()
+            if abs(nbytes) >= 0.005 * _MIB
+        ]
         # XLA's analysis counts all of a CPU's memory as the device's
         host = ("pinned host memory: a CPU counts it above", "") if self.target == "cpu" else None
         parts += [host or ("pinned host memory", _mib(self.host))]
@@ -98,8 +113,8 @@ class Inspection:
         if t := self.timeline:
             times = [("step", t.step), ("  compute", t.compute), ("  waits for transfers", t.exposed)]
             times += [("  waits for collectives", t.exposed_collectives)] if t.collectives else []
-            rows = [(name, f"{1e3 * seconds:.2f}") for name, seconds in [*times, ("link, busier way alone", t.link)]]
-            found.append((f"simulated on {t.chip}, not measured", [("", "ms"), *rows]))
+            rows = [(name, in_seconds(seconds)) for name, seconds in [*times, ("link, busier way alone", t.link)]]
+            found.append((f"simulated on {t.chip}, not measured", [("", "time"), *rows]))
         if self.transfers:
             by_bytes = sorted(self.transfers, key=lambda t: (-t.nbytes, t.leaf, not t.loads))
             rows = [
@@ -112,7 +127,9 @@ class Inspection:
                      str(x.times), _mib(x.nbytes)) for x in self.loops]  # fmt: skip
             found.append(("loops", [("leaves", "chunks", "MiB each"), *rows]))
         rows = [("error" if p.error else "warning", f"{p.leaf}: {p.what}" if p.leaf else p.what) for p in self.problems]
-        found.append(("problems", [("", ""), *rows] if rows else [("", ""), ("none", "")]))
+        rows = rows or [("none", "")]
+        rows += [("not seen", self.unseen)] if self.unseen else []
+        found.append(("problems", [("", ""), *rows]))
         return found
 
     def __str__(self) -> str:
@@ -155,7 +172,7 @@ def inspect(
     program: nothing runs, and nothing is allocated on a device.
 
     On a CPU jax leaves out the copies between host and device, so there are no transfers to see, and the peak says
-    little: use ``target``.
+    little: use ``target``. What then cannot be told is in ``unseen``.
 
     Args:
       step: a training step, jitted with its donation, or by ``jax_offload.jit``; or what ``.lower(...)`` or
@@ -182,7 +199,7 @@ def inspect(
       device: cpu
       ...
       problems
-        none
+        none...
     """
     return _inspected(compiled(step, args, kwargs, target), chip)
 
@@ -213,9 +230,9 @@ def verify(
 ) -> Inspection:
     """Raises where an offload is not real: a line for a test of your own.
 
-    Nothing of the state is in host memory; a leaf is not there that should be; a donated buffer crosses memory kinds;
-    all of the state is on the device at once, as by the usual recipe. The last is seen with a ``target`` or on an
-    accelerator only: on a CPU jax leaves out the copies.
+    Nothing of the state is in host memory; a leaf is handed over on the device that should not be, or does not go back;
+    a donated buffer crosses memory kinds; all of the state is on the device at once, as by the usual recipe. The last
+    is seen with a ``target`` or on an accelerator only: on a CPU jax leaves out the copies, and ``unseen`` says so.
 
     Args:
       step: as of ``jax_offload.inspect``.

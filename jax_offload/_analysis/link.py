@@ -31,6 +31,7 @@ def measure_link(device: Any = None) -> Link:
       A ``Link``, in bytes per second: the best of three. On a CPU jax copies nothing, and its figures are no link's.
 
     Raises:
+      TypeError: ``device`` is none.
       ValueError: the device has no pinned host memory.
 
     Example:
@@ -39,6 +40,11 @@ def measure_link(device: Any = None) -> Link:
       >>> mine = dataclasses.replace(jo.chip("h100"), host_link=link.load, host_link_both=2 * link.both)
     """
     device = jax.local_devices()[0] if device is None else device
+    if not isinstance(device, jax.Device):
+        raise TypeError(
+            f"device: expected a jax.Device, of jax.local_devices(); got {device!r}. jax_offload.chip(name) has the "
+            "figures of a chip that is not there."
+        )
     check_platform([device])
     piece = ON_CPU if device.platform == "cpu" else PIECE
     there, here = (SingleDeviceSharding(device, memory_kind=kind) for kind in (HOST_KIND, DEVICE_KIND))

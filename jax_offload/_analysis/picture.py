@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jax_offload._analysis.schedule import COLLECTIVES, COMPUTE, LOAD, STORE, WITHIN, Segment
+from jax_offload._analysis.units import in_seconds
 
 _LANES = {
     COMPUTE: "compute",
@@ -99,13 +100,12 @@ def draw(timeline: Drawn, path: Path) -> None:
 
 
 def _title(t: Drawn) -> str:
+    step, compute, exposed = map(in_seconds, (t.step, t.compute, t.exposed))
     if not t.chip:
-        alone = f"{1e3 * t.exposed:.2f} ms of transfers alone"
-        return f"measured: {1e3 * t.step:.2f} ms, of which {1e3 * t.compute:.2f} ms of compute, {alone}"
+        return f"measured: {step}, of which {compute} of compute, {exposed} of transfers alone"
     how = f"simulated on {t.chip}, not measured"
-    waits = f"{1e3 * t.exposed:.2f} ms of waits for transfers (red)"
-    return f"one step, {how}: {1e3 * t.step:.2f} ms = {1e3 * t.compute:.2f} ms of compute + {waits}" + (
-        f" + {1e3 * t.exposed_collectives:.2f} ms for collectives" if t.collectives else ""
+    return f"one step, {how}: {step} = {compute} of compute + {exposed} of waits for transfers (red)" + (
+        f" + {in_seconds(t.exposed_collectives)} for collectives" if t.collectives else ""
     )
 
 

@@ -16,6 +16,7 @@ from jax_offload._analysis.buffers import WINDOW, Buffers
 from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.costs import Costs, Scope
 from jax_offload._analysis.hlo import Op, computations, started, trips
+from jax_offload._analysis.sharing import Sharing
 
 COMPUTE, LOAD, STORE = "compute", "load", "store"
 COLLECTIVES, WITHIN = "collectives", "within the device"
@@ -118,7 +119,7 @@ class Program:
         if op.opcode.endswith("-update"):
             return [Rename(op.operand, op.name)]
         if copy := started(op):
-            return [self._copy(op.name, copy.loads, copy.nbytes, leaf_of(self.buffers, at, op, copy.loads))]
+            return [self._copy(op.name, copy.loads, copy.nbytes, leaf_of(self.buffers.sharing, at, op, copy.loads))]
         nbytes = self.costs.collective(scope, op, self.devices)
         if nbytes is not None:
             return self._collective(op, nbytes / self.chip.reached.interconnect)
@@ -161,7 +162,9 @@ class Program:
         starts: list[Event] = []
         for loads in (True, False):
             if nbytes := sum(m.nbytes for m in moved if m.array.host and m.written is not loads):
-                starts.append(self._copy(f"{op.name} {loads}", loads, nbytes, leaf_of(self.buffers, at, op, loads)))
+                starts.append(
+                    self._copy(f"{op.name} {loads}", loads, nbytes, leaf_of(self.buffers.sharing, at, op, loads))
+                )
         waits = [Wait(start.key) for start in starts if isinstance(start, Start)]
         return [*starts, *waits, *([Compute(seconds, label(op))] if seconds else [])]
 
@@ -257,12 +260,12 @@ def label(op: Op) -> str:
     return "/".join(words[-4:]) or op.name
 
 
-def leaf_of(buffers: Buffers, at: str, op: Op, loads: bool) -> str:
+def leaf_of(sharing: Sharing, at: str, op: Op, loads: bool) -> str:
     """Whose copy it is: the argument that is read or written, else what its names in jax say."""
     places = [(operand, ()) for operand in op.operands]
     places = places if loads else [(op.name, place) for place, array in op.leaves.items() if array.host] + places
     for value, place in places:
-        argument = buffers.argument(at, value, place)
+        argument = sharing.argument(at, value, place)
         if argument is not None and argument.arrays and argument.arrays[0].host:
             return argument.scope or argument.name
     named = re.search(r"jax_offload/(?:prefetch|write-back)/(.*)/", op.scope)

@@ -41,6 +41,8 @@ def in_bytes(n: float) -> str:
 
 
 def in_seconds(seconds: float) -> str:
+    """In s, ms or µs, with two significant digits at least."""
     if seconds >= 1:
         return f"{seconds:.2f} s"
-    return f"{1e3 * seconds:.1f} ms" if seconds else "0"
+    unit, n = ("ms", 1e3 * seconds) if seconds >= 1e-3 else ("µs", 1e6 * seconds)
+    return f"{n:.{1 if n < 99.95 else 0}f} {unit}" if n >= 0.95 else f"{n:.2g} {unit}" if n else "0"

@@ -39,6 +39,18 @@ def test_a_model_of_7e9():
     assert "jo.offload(jo.with_master_params(optax.adamw(1e-3)), fraction=" in options["fraction"]["code"]
 
 
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ([], "activations; --layers and --tokens would tell"),
+        (["--layers", 32], "activations; --tokens would tell"),
+        (["--layers", 32, "--tokens", 65536], "activations: a checkpoint around each of 32 layers of width 4224"),
+    ],
+)
+def test_what_is_said_of_activations(args, says):
+    assert says in run(*SEVEN, *args, "--json").stdout
+
+
 def test_it_prints_a_table():
     done = run(*SEVEN, "--chip", "h100", "--tokens", 65536)
     assert "resident" in done.stdout and "recommended:" in done.stdout and "fits" in done.stdout

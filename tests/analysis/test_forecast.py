@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
 from jax_offload._analysis.host import POOL_DEFAULT, HostMemory, host_memory
-from jax_offload._analysis.units import bytes_of, in_bytes
+from jax_offload._analysis.units import bytes_of, in_bytes, in_seconds
 
 MIB, GIB = 2**20, 2**30
 ADAMW = optax.adamw(1e-3)
@@ -147,6 +147,16 @@ def test_it_prints():
 def test_bytes_as_people_write_them():
     assert [bytes_of("x", text) for text in ("80GiB", "16e9", "1.5 kb", 3)] == [80 * GIB, 16 * 10**9, 1500, 3]
     assert [in_bytes(n) for n in (0, 999, 1536, 80 * GIB)] == ["0 B", "999 B", "1.50 KiB", "80.0 GiB"]
+
+
+def test_seconds_as_people_read_them():
+    said = [in_seconds(t) for t in (0, 3.24e-9, 1e-6, 0.00004567, 0.0019, 0.0999, 0.12345, 12.345)]
+    assert said == ["0", "0.0032 µs", "1.0 µs", "45.7 µs", "1.9 ms", "99.9 ms", "123 ms", "12.35 s"]
+
+
+def test_the_link_of_what_is_no_device():
+    with pytest.raises(TypeError, match=r"device: expected a jax.Device, of jax.local_devices.*got 'foo'"):
+        jo.measure_link("foo")
 
 
 def tree(root, files):
