@@ -11,6 +11,10 @@ import jax_offload as jo
 from jax_offload._analysis.streams import streams
 from jax_offload._emit.find import updates_in
 from jax_offload._emit.region import Part
+from jax_offload._ir.program import Var, flat
+from jax_offload._ir.slices import Slice
+from jax_offload._parts import parts_of
+from jax_offload._plan.interleave import Gate
 from tests.support.trees import assert_close
 
 LAYERS, WIDTH, ROWS = 6, 128, 64
@@ -74,6 +78,26 @@ def barriers(step, *args):
     traced = step.trace(*args)
     parts = [each for each in updates_in(traced.jaxpr) if isinstance(each.update, Part)]
     return traced.lower().as_text().count("stablehlo.optimization_barrier"), len(parts)
+
+
+def read_by(part):
+    if isinstance(part, Gate):
+        return {*part.held, *part.waits_for}
+    return {*part.inputs} if isinstance(part, Slice) else {v for v in part.operands if isinstance(v, Var)}
+
+
+@pytest.mark.parametrize("loss", [loss, checkpointed])
+@pytest.mark.parametrize("fraction", [1.0, 0.1])
+def test_what_a_gate_holds_is_read_behind_it(loss, fraction):
+    """The loss is one of the results: made of the last activation, which the backward pass needs no more."""
+    tx, params = offloaded("none", fraction), parameters()
+    step = step_of(tx, loss, True)
+    parts = parts_of(flat(jax.make_jaxpr(step)(params, tx.init(params), batch(0)))).parts
+    gates = [k for k, part in enumerate(parts) if isinstance(part, Gate)]
+    assert len(gates) >= LAYERS - 1
+    for k in gates:
+        later = set().union(*map(read_by, parts[k + 1 :]))
+        assert [v.aval for v in parts[k].held if v not in later] == []
 
 
 @pytest.mark.parametrize("update_params", [True, False])
