@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 
 from jax_offload._base import memory as _memory
 from jax_offload._base.around import described, step_described
+from jax_offload._base.arrays import is_traced
 from jax_offload._base.shardings import shards_of
 from jax_offload._emit.find import updates_in
 from jax_offload._emit.region import Update
@@ -34,8 +35,8 @@ class Placement:
       unknown: why ``update`` could not be traced; empty where it could.
       windows: bytes of the state on each device at a time while it streams, ``nbytes``, and ``why`` so many: one for
         each ``offload`` that streams something.
-      stays: of a step of ``jax_offload.jit``, why leaves are not updated inside the scan that makes their gradients, or
-        reads them.
+      stays: of a step of ``jax_offload.jit``, why leaves are not updated within its passes, forward and backward:
+        inside the scan that makes their gradients, or reads them, or between layers that are unrolled.
 
     Example:
       >>> import jax, optax, jax_offload as jo
@@ -93,7 +94,7 @@ class Placement:
             + (f" (from {w.leaf} on)" if len(self.windows) > 1 else "")
             for w in self.windows
         ]  # fmt: skip
-        notes = [f"not updated inside a scan of the step: {why}" for why in self.stays]
+        notes = [f"not updated within the passes of the step: {why}" for why in self.stays]
         notes += [f"how it streams is not known: {self.unknown}"] if self.unknown else []
         return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], summary, *windows, *notes])
 
@@ -181,7 +182,7 @@ def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
 
     def call(args: Any, kwargs: Any) -> list[Any]:
         step(*args, **kwargs)
-        return [x if hasattr(x, "dtype") else 0 for x in jax.tree.leaves((args, kwargs))]  # static: a function, a name
+        return [x if isinstance(x, jax.Array) else 0 for x in jax.tree.leaves((args, kwargs))]  # static, or mutable
 
     rows: list[Leaf] = []
 
@@ -239,7 +240,7 @@ def _loads(traced: Any) -> tuple[list[list[Planned]], tuple[str, ...]]:
 def traced(fun: Callable[..., Any], *args: Any) -> Any:
     """The closed jaxpr of ``fun`` on the arrays in its arguments; the others, functions say, stay as they are."""
     leaves, treedef = jax.tree.flatten(args)
-    arrays = [k for k, x in enumerate(leaves) if hasattr(x, "dtype")]
+    arrays = [k for k, x in enumerate(leaves) if is_traced(x)]
 
     def with_arrays(*values: Any) -> Any:
         filled = dict(enumerate(leaves)) | dict(zip(arrays, values, strict=True))
