@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from jax_offload._base.arrays import is_array
 from jax_offload._base.donation import guarded
@@ -46,9 +47,7 @@ def rewritten(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def run(*args: Any, **kwargs: Any) -> Any:
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        arrays = [k for k, x in enumerate(leaves) if is_array(x)]
-        if len(arrays) < len(leaves) and any(hasattr(x, "dtype") for x in leaves if not is_array(x)):
-            return step(*args, **kwargs)  # mutable arrays
+        arrays = [k for k, x in enumerate(leaves) if is_array(x) or isinstance(x, Tracer)]  # of mutable arrays too
 
         def on_arrays(*values: Any) -> Any:
             filled = dict(enumerate(leaves)) | dict(zip(arrays, values, strict=True))
@@ -134,8 +133,9 @@ def _why_not(closed: ClosedJaxpr, plain: Program) -> tuple[str, ...]:
     """Why a step that is left as it is has no update that moves."""
     inside = [eqn.primitive.name for eqn in plain.eqns if not is_update(eqn) and holds_update(eqn)]
     updates = sum(map(is_update, plain.eqns)) + len(inside)
-    if updates and ordered(closed.effects):
-        return ("the step has effects whose order would be lost",) if only_callbacks(closed.effects) else ()
+    if updates and (names := ordered(closed.effects)):
+        whose = "" if only_callbacks(closed.effects) else f"of mutable arrays or checks ({', '.join(names)}) "
+        return (f"the step has effects {whose}whose order would be lost",)
     if updates > 1:
         return (f"the step has {updates} updates, and only one alone moves",)
     words = {"while": "a while (skip= is one)"}

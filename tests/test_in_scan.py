@@ -530,6 +530,7 @@ SAID = {
     in_a_loop: "it runs in a scan",
     raveling: "its rows are merged",
     accumulating: "summed up",
+    with_a_ref: "effects of mutable arrays",
 }
 
 
@@ -582,6 +583,45 @@ def test_effects_in_order():
     args = params, tx.init(params), batch()
     assert not any(moved(step, *args).values())
     assert "effects whose order" in " ".join(reasons(step, *args))
+
+
+def test_a_mutable_array_among_the_arguments():
+    """What reads and writes it keeps its order: the step is left as it is, and says so."""
+    model, tx = model_of(MODEL), jo.offload(ADAMW, min_bytes=0)
+    params = model.init()
+
+    def step_of(tx):
+        def step(params, state, x, total):
+            value, grads = jax.value_and_grad(model.loss)(params, x)
+            total[...] += value
+            return jo.update_params(tx, grads, state, params)
+
+        return step
+
+    step, total = jo.jit(step_of(tx), compiler_options=FAST), jax.new_ref(jnp.zeros(()))
+    args = params, tx.init(params), batch()
+    assert "effects of mutable arrays" in " ".join(reasons(step, *args, total))
+    got = step(*args, total)
+    want = jax.jit(step_of(ADAMW), compiler_options=FAST)(
+        params, ADAMW.init(params), batch(), jax.new_ref(jnp.zeros(()))
+    )
+    assert_close(got, want, 2e-6)
+    np.testing.assert_allclose(total[...], model.loss(params, batch()), rtol=1e-5)
+
+
+def test_a_dtype_among_the_arguments():
+    """It is static, and no mutable array: the update moves."""
+    model, tx = model_of("scan"), jo.offload(ADAMW, min_bytes=0)
+    params = model.init()
+
+    def step(params, state, x, dtype):
+        grads = jax.grad(model.loss)(params, x.astype(dtype))
+        return jo.update_params(tx, grads, state, params)
+
+    step = jo.jit(step, static_argnums=3, compiler_options=FAST)
+    args = params, tx.init(params), batch(), jnp.float32
+    assert scans(step, *args)
+    assert all(moved(step, *args).values())
 
 
 # Ways to call a step.

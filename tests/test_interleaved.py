@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.extend.core import Literal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -196,3 +197,94 @@ def test_bytes_on_one_device(model):
     once_more = row if model is stacked else 0  # inside a scan one row moves twice
     assert (moved.loaded, moved.stored) == (moments // 4 + once_more,) * 2
     assert moved.window == (3 * row if model is stacked else moments // 4)
+
+
+def printing(tx):
+    def update(grads, state, params=None):
+        jax.debug.callback(lambda g: None, grads["bias"][0])
+        return tx.update(grads, state, params)
+
+    return optax.GradientTransformation(tx.init, update)
+
+
+def on_a_mesh(params):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    return jax.device_put(params, NamedSharding(mesh, P("data")))
+
+
+def wide(params):
+    """Gradients that are large enough to wait for each other, where they are not divided."""
+    return jax.tree.map(lambda x: jnp.tile(x, (2,) * x.ndim), params)
+
+
+STAYS = {
+    "there only at once: a number needs all": (CLIPPED, OPTIONS, parameters),
+    "fewer than 4 places": (
+        ADAMW,
+        OPTIONS,
+        lambda: {k: v for k, v in parameters().items() if k in ("layer_0", "bias")},
+    ),
+    "takes a pass of its own": (optax.lamb(1e-2), OPTIONS | {"window": 2**15}, parameters),
+    "in a loop of its own, as pieces this small": (ADAMW, {"min_bytes": 1024}, parameters),
+    "divided between devices": (ADAMW, OPTIONS, lambda: on_a_mesh(wide(parameters()))),
+    "it has effects": (printing(ADAMW), OPTIONS, parameters),
+}
+
+
+@pytest.mark.parametrize("said", STAYS)
+def test_why_an_update_is_left_in_one_piece(said):
+    inner, options, make = STAYS[said]
+    params, tx = make(), jo.offload(inner, **options)
+    step = jo.jit(step_of(tx, layers, True))
+    args = params, tx.init(params), batch(0) if said != "divided between devices" else jnp.ones((ROWS, 2 * WIDTH))
+    table = jo.placement(step, *args)
+    assert len(table.stays) == 1 and said in table.stays[0], table.stays
+    assert f"not updated within the passes of the step: {table.stays[0]}" in str(table)
+    assert any(leaf.host for leaf in table.leaves) and barriers(step, *args)[1] == 0
+    got, want = step(*args), jax.jit(step_of(inner, layers, False))(params, inner.init(params), args[2])
+    assert_close((got[0], got[2]), (want[0], want[2]), 1e-6)
+
+
+def layers(params, x):
+    for name in sorted(params.keys() - {"bias"}):
+        x = jnp.tanh(x @ params[name])
+    return ((x + params["bias"]) ** 2).mean()
+
+
+def test_nothing_is_said_of_what_moves():
+    params, tx = parameters(), jo.offload(ADAMW, **OPTIONS)
+    assert jo.placement(jo.jit(step_of(tx, layers, True)), params, tx.init(params), batch(0)).stays == ()
+
+
+def test_nothing_is_said_of_a_state_on_the_device():
+    params, tx = parameters(), jo.offload(CLIPPED, select=lambda path, leaf: False, min_bytes=0)
+    with pytest.warns(UserWarning, match="leaves the whole optimizer state on the device"):
+        state = tx.init(params)
+    assert jo.placement(jo.jit(step_of(tx, layers, True)), params, state, batch(0)).stays == ()
+
+
+def test_pieces_with_a_number_that_the_trace_knows():
+    """A constant among the arguments of an update is no variable of the step."""
+
+    def scaled(inner):
+        def update(grads, state, params=None, *, scale):
+            grads = jax.tree.map(lambda g: g * scale, grads)
+            return inner.update(grads, state, params)
+
+        return optax.GradientTransformationExtraArgs(inner.init, update)
+
+    def step_of(tx):
+        def step(params, state, x):
+            updates, state = tx.update(jax.grad(loss)(params, x), state, params, scale=jnp.float32(0.5))
+            return optax.apply_updates(params, updates), state
+
+        return step
+
+    tx, params = jo.offload(scaled(optax.sgd(0.1, momentum=0.9)), **OPTIONS), parameters()
+    step = jo.jit(step_of(tx))
+    args = params, tx.init(params), batch(0)
+    update = next(eqn for eqn in jax.make_jaxpr(step_of(tx))(*args).jaxpr.eqns if "update" in eqn.params)
+    assert any(isinstance(v, Literal) for v in update.invars)
+    assert barriers(step, *args)[1] == LAYERS
+    plain = scaled(optax.sgd(0.1, momentum=0.9))
+    assert_close(step(*args), jax.jit(step_of(plain))(params, plain.init(params), batch(0)), 1e-6)

@@ -62,7 +62,7 @@ class Update:
         it that gathers what it makes of them.
       wide: whether it was traced with types of 64 bits; jax may lower it where they are off.
       passes: those that made its gradients, where only gates in the update hold them back.
-      stays: why leaves whose gradients a scan makes are not updated in that scan; only ``jax_offload.jit`` asks.
+      stays: why leaves are not updated within the passes, forward and backward; only ``jax_offload.jit`` asks.
     """
 
     program: Program

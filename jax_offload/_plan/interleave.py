@@ -21,6 +21,7 @@ from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.arrange import Node, arranged
 from jax_offload._ir.primitives import ELEMENTWISE, REDUCE
 from jax_offload._ir.slices import Slice
+from jax_offload._plan.moves import Stays
 from jax_offload._plan.plan import Planned
 
 _CHEAP = (
@@ -28,6 +29,10 @@ _CHEAP = (
 )
 LEAST_FRONT = 2**12  # elements: what a pass goes on with is at least as large
 LEAST_GATES = 4  # with fewer there is nothing to hold back
+AT_ONCE = "most of its gradients are there only at once: a number needs all, their norm say, or one call makes them"
+FEW_PLACES = (
+    f"its passes, forward and backward, have fewer than {LEAST_GATES} places where parts of an update could wait"
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,13 +73,16 @@ class Gate:
     waits_for: tuple[Var, ...]
 
 
-def interleaved(nodes: Sequence[Node], which: Sequence[int], outputs: Sequence[Var]) -> list[Node] | None:
-    """The nodes, pieces where they belong, and gates between them; ``None`` where there are not enough places.
+def interleaved(nodes: Sequence[Node], which: Sequence[int], outputs: Sequence[Var]) -> list[Node]:
+    """The nodes, pieces where they belong, and gates between them.
 
     Args:
       nodes: parts of a step; the payloads of some are pieces.
       which: the numbers of those that are needed.
       outputs: of the step.
+
+    Raises:
+      Stays: there are not enough places.
     """
     pieces = [k for k in which if isinstance(nodes[k].payload, Piece)]
     outer = [k for k in which if not isinstance(nodes[k].payload, Piece)]
@@ -89,7 +97,7 @@ def interleaved(nodes: Sequence[Node], which: Sequence[int], outputs: Sequence[V
         spots.add(at, _Spot(k, piece.loads, piece.token, held))
     updates = behind.updates
     if 2 * max(updates, default=0) > sum(updates):
-        return None  # most can be updated only when all gradients are there
+        raise Stays(AT_ONCE if sum(updates) >= LEAST_GATES else FEW_PLACES)
     for place, v in passes.put_off():
         behind.add(place, _Spot(None, [], [v]))
 
@@ -100,7 +108,7 @@ def interleaved(nodes: Sequence[Node], which: Sequence[int], outputs: Sequence[V
             gates[is_ahead, at] = len(all_nodes)
             all_nodes.append(Node(gate, [*gate.held, *gate.waits_for], []))
     if len(gates) < LEAST_GATES:
-        return None
+        raise Stays(FEW_PLACES)
     sequence = behind.pieces(-1)
     for place, node in enumerate(order):
         if is_heavy(node):
