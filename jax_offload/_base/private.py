@@ -10,7 +10,7 @@
 | ``dce_jaxpr`` | ``jaxprs.without_dead_code`` | 0.10 to 0.12 |
 | ``jvp_jaxpr`` | ``calls.call_primitive`` | 0.10 to 0.12 |
 | the tables of a primitive's rules; symbols for zero | ``set_rules``, ``nonzero``, ``zero_tangent`` | 0.10 to 0.12 |
-| ``lower_fun``; types and operations of MLIR | ``lowered``, ``lowered_as_map`` | 0.10 to 0.12 |
+| ``lower_fun``; types and operations of MLIR | ``lowered``, ``lowered_as_map``, ``lowered_as_barrier`` | 0.10 to 0.12 |
 | for how many devices a lowering is | ``is_for_one_device`` | 0.10 to 0.12 |
 | a module's entry, ``main`` in its symbol table | ``take_back_aliases`` | 0.10 to 0.12 |
 | the attributes of its arguments, set before the body is lowered | ``take_back_aliases`` | 0.10 to 0.12 |
@@ -140,6 +140,11 @@ def lowered_as_map(fun: Callable[..., Any], context: Any, *operands: Any) -> Any
         inner = context.replace(avals_in=scalars, avals_out=scalar)
         stablehlo.return_(lowered(fun, inner, *block.arguments, several=False))
     return op.results
+
+
+def lowered_as_barrier(values: Sequence[Any]) -> Sequence[Any]:
+    """The values, none of which is there before all are."""
+    return stablehlo.OptimizationBarrierOp(list(values)).results
 
 
 def is_for_one_device(context: Any) -> bool:
