@@ -163,21 +163,18 @@ def take_back_aliases(context: Any, default_kind: str) -> None:
     ir, main = mlir.ir, context.module_context.symbol_table["main"]
     if "arg_attrs" not in main.attributes:  # no arguments
         return
-    arguments, results = (
-        [{named.name: named.attr for named in each} for each in main.attributes[name]]
-        for name in ("arg_attrs", "res_attrs")
-    )
+    arguments, results = ([ir.DictAttr(a) for a in main.attributes[name]] for name in ("arg_attrs", "res_attrs"))
 
-    def kind(attributes: dict[str, Any]) -> str:
+    def kind(attributes: Any) -> str:
         return attributes[KIND].value if KIND in attributes else default_kind
 
-    paired = [a for a in arguments if ALIAS in a]
-    if all(kind(a) == kind(results[a[ALIAS].value]) for a in paired):
+    if all(kind(a) == kind(results[a[ALIAS].value]) for a in arguments if ALIAS in a):
         return
-    for a in paired:
+    changed = [{named.name: named.attr for named in a} for a in arguments]
+    for a in (a for a in changed if ALIAS in a):
         del a[ALIAS]
         a[DONOR] = ir.BoolAttr.get(True)
-    main.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(a) for a in arguments])
+    main.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(a) for a in changed])
 
 
 @functools.cache
