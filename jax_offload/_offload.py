@@ -22,7 +22,7 @@ from jax_offload._base.shardings import Layouts, Shardings, inside_shard_map
 from jax_offload._emit.skip import updated_unless
 from jax_offload._features import adopted, checked_update, look
 from jax_offload._home import Home, check_not_in_pmap, returned
-from jax_offload._placement import Leaf, Policy, Select, marked, place, warn_of_nothing
+from jax_offload._placement import Leaf, Policy, Select, marked, place, place_next, warn_of_nothing
 from jax_offload._plan.options import Options
 from jax_offload._plan.order import Order
 from jax_offload._precision.storage import rules_of
@@ -194,7 +194,7 @@ def offload(
             except Exception as error:
                 check_typed(sharded, error)
                 raise
-            new_state = _store(new_state, place(policy, new_state, like), like, shardings)
+            new_state = _store(new_state, place_next(policy, state, plan, new_state, like), like, shardings)
             return resharded(updates, options.replicated), new_state
 
         return streamed(recipe, (updates, state, params, extra_args), next_of=(0, 1), options=options)

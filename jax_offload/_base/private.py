@@ -10,7 +10,7 @@
 | ``dce_jaxpr`` | ``jaxprs.without_dead_code`` | 0.10 to 0.12 |
 | ``jvp_jaxpr`` | ``calls.call_primitive`` | 0.10 to 0.12 |
 | the tables of a primitive's rules; symbols for zero | ``set_rules``, ``nonzero``, ``zero_tangent`` | 0.10 to 0.12 |
-| ``lower_fun``; types and operations of MLIR | ``lowered``, ``lowered_as_map`` | 0.10 to 0.12 |
+| ``lower_fun``; types and operations of MLIR | ``lowered``, ``lowered_as_map``, ``lowered_as_barrier`` | 0.10 to 0.12 |
 | for how many devices a lowering is | ``is_for_one_device`` | 0.10 to 0.12 |
 | a module's entry, ``main`` in its symbol table | ``take_back_aliases`` | 0.10 to 0.12 |
 | the attributes of its arguments, set before the body is lowered | ``take_back_aliases`` | 0.10 to 0.12 |
@@ -144,6 +144,11 @@ def lowered_as_map(fun: Callable[..., Any], context: Any, *operands: Any) -> Any
     return op.results
 
 
+def lowered_as_barrier(values: Sequence[Any]) -> Sequence[Any]:
+    """The values, none of which is there before all are."""
+    return stablehlo.OptimizationBarrierOp(list(values)).results
+
+
 def is_for_one_device(context: Any) -> bool:
     """Whether a lowering rule is asked for a program that runs on one device."""
     return getattr(_part_of(context, "module_context", "axis_context"), "num_devices", None) == 1
@@ -160,21 +165,18 @@ def take_back_aliases(context: Any, default_kind: str) -> None:
     ir, main = mlir.ir, context.module_context.symbol_table["main"]
     if "arg_attrs" not in main.attributes:  # no arguments
         return
-    arguments, results = (
-        [{named.name: named.attr for named in each} for each in main.attributes[name]]
-        for name in ("arg_attrs", "res_attrs")
-    )
+    arguments, results = ([ir.DictAttr(a) for a in main.attributes[name]] for name in ("arg_attrs", "res_attrs"))
 
-    def kind(attributes: dict[str, Any]) -> str:
+    def kind(attributes: Any) -> str:
         return attributes[KIND].value if KIND in attributes else default_kind
 
-    paired = [a for a in arguments if ALIAS in a]
-    if all(kind(a) == kind(results[a[ALIAS].value]) for a in paired):
+    if all(kind(a) == kind(results[a[ALIAS].value]) for a in arguments if ALIAS in a):
         return
-    for a in paired:
+    changed = [{named.name: named.attr for named in a} for a in arguments]
+    for a in (a for a in changed if ALIAS in a):
         del a[ALIAS]
         a[DONOR] = ir.BoolAttr.get(True)
-    main.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(a) for a in arguments])
+    main.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(a) for a in changed])
 
 
 @functools.cache
