@@ -16,7 +16,7 @@ from jax_offload._placement import Leaf as Leaf
 from jax_offload._precision.formats import Storage as Storage
 from jax_offload._precision.masters import with_master_params as with_master_params
 from jax_offload._precision.storage import StoredState as StoredState
-from jax_offload._report import Placement as Placement
+from jax_offload._printed import Placement as Placement
 from jax_offload._report import placement as placement
 from jax_offload._state import abstract_state as abstract_state
 from jax_offload._state import state_shardings as state_shardings

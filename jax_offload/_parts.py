@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, renamed, scan_of, variables
@@ -13,6 +13,7 @@ from jax_offload._emit.region import Update
 from jax_offload._emit.serialise import Serialise, serial_parts
 from jax_offload._ir.arrange import Node, arranged, needed
 from jax_offload._ir.branches import scalars_hoisted
+from jax_offload._ir.masks import Mask, forward, union
 from jax_offload._ir.program import Program
 from jax_offload._ir.slices import Slice, slice_of
 from jax_offload._plan.ahead import moves_ahead
@@ -73,6 +74,7 @@ def inlined(program: Program) -> Inlined | None:
     next_of = {v: x for v, x in left.items() if not isinstance(x, Literal)}
     outputs = [renamed(given, v) for v in program.outputs]
     shards = {x: n for v, n in recipe.shards.items() if v in operands and not isinstance(x := operands[v], Literal)}
+    shards |= {v: shards[x] for v, x in next_of.items() if x in shards and v.aval.shape == x.aval.shape}
     whole = dataclasses.replace(program, eqns=eqns, outputs=outputs, shards=shards)
     return Inlined(whole, update, own, operands, next_of)
 
@@ -110,12 +112,12 @@ def parts_of(plain: Program) -> Parts | None:
     scans = [
         (at, scan) for at, eqn in enumerate(step.program.eqns) if (scan := scan_of(eqn)) is not None and scan.length
     ]
-    stay_behind, stay_ahead = list[str](), list[str]()
+    stay_behind, stay_ahead = dict[int, list[str]](), list[str]()
     for at, scan in reversed(scans):
         moves, why = moves_of(step.program, scan, at, step.next_of, moved)
-        stay_behind += why
+        stay_behind[at] = why
         if not moves.moves and sums_up(step.program, scan, at, step.gradients):
-            stay_behind.append(SUMMED_UP)
+            why.append(SUMMED_UP)
         if moves.moves:
             plans[at] = in_scan(step.program, scan, moves, ahead=False)
             moved |= moves.eqns
@@ -126,10 +128,24 @@ def parts_of(plain: Program) -> Parts | None:
             if moves.moves:
                 plans[at] = in_scan(step.program, scan, moves, ahead=True)
                 moved |= moves.eqns
-                stay_behind.clear()  # a step that is turned round: its gradients are for the next update
-    step = dataclasses.replace(step, stays=tuple(dict.fromkeys(stay_behind + stay_ahead)))
+    awaited = _awaited(step, stay_behind, moved)
+    stays = [*(why for at in stay_behind if at in awaited for why in stay_behind[at]), *stay_ahead]
+    step = dataclasses.replace(step, stays=tuple(dict.fromkeys(stays)))
     parts = _parts(step, plans, moved)
     return Parts(step, parts, bool(plans) or any(isinstance(part, Gate) for part in parts))
+
+
+def _awaited(step: Inlined, scans: Iterable[int], moved: Set[int]) -> set[int]:
+    """Those of the scans (by their places) whose results something needs that is updated outside of any scan. What the
+    others make, the gradients of a step that is turned round say, is for a later update."""
+    bits = {at: 1 << k for k, at in enumerate(scans)}
+    needs, found = dict[Var, Mask](), 0
+    for at, eqn in enumerate(step.program.eqns):
+        masks = forward(eqn, needs)
+        needs.update((v, mask | bits.get(at, 0)) for v, mask in zip(eqn.outvars, masks, strict=True))
+        if id(eqn) not in moved:
+            found |= union(needs[v] for v in eqn.outvars if v in step.next_of and v.aval.shape)
+    return {at for at, bit in bits.items() if bit & found}
 
 
 def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> list[Slice | InScan | Rest | Piece | Gate]:
@@ -194,7 +210,7 @@ def _pieces(step: Inlined, rest: Rest) -> list[Node]:
 
     def in_step(s: Slice) -> Slice:
         eqns = [eqn.replace(invars=[renamed(variable, v) for v in eqn.invars]) for eqn in s.jaxpr.eqns]
-        return slice_of(eqns, s.outputs, recipe.debug_info, recipe.shards)
+        return slice_of(eqns, s.outputs, recipe.debug_info, step.program.shards)
 
     found = [Piece(in_step(part), None, tuple(v for v in part.outputs if v in update.results)[:1])
              for _, part in serial_parts(only.prelude, gradients)]  # fmt: skip
@@ -202,7 +218,10 @@ def _pieces(step: Inlined, rest: Rest) -> list[Node]:
         s = in_step(p.slice)
         how = p.transfer
         if isinstance(how, Chunked):
-            how = dataclasses.replace(how, buffers=tuple(v and variable.get(v, v) for v in how.buffers))
+            # an update may be given one variable of the step twice, as gradient and as parameter say: one operand then
+            dims = {variable.get(v, v): dim for v, dim in zip(p.slice.inputs, how.dims, strict=True)}
+            overwritten = tuple(v and variable.get(v, v) for v in how.buffers)
+            how = dataclasses.replace(how, dims=tuple(dims[v] for v in s.inputs), buffers=overwritten)
         found.append(Piece(s, dataclasses.replace(p, slice=s, transfer=how), p.token))
     return [Node(piece, piece.slice.inputs, piece.slice.outputs) for piece in found if piece.slice.outputs]
 

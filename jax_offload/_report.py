@@ -1,4 +1,4 @@
-"""The table of what lives where and why, and how it is streamed."""
+"""placement(): traces an update or a step, and reads from it where each leaf lives and how it is streamed."""
 
 from __future__ import annotations
 
@@ -19,86 +19,10 @@ from jax_offload._base.shardings import shards_of
 from jax_offload._emit.find import updates_in
 from jax_offload._emit.region import Update
 from jax_offload._placement import Leaf, unmanaged
-from jax_offload._plan.plan import Planned, Window
+from jax_offload._plan.plan import Planned
+from jax_offload._printed import ARGUMENT, Placement
 from jax_offload._state import placed_leaves
 
-
-@dataclasses.dataclass(frozen=True)
-class Placement:
-    """The table of what lives where and why, and how it is streamed; ``print`` it.
-
-    What ``jax_offload.placement`` returns. Sizes are in bytes; the printed table has MiB.
-
-    Attributes:
-      leaves: a row for every state leaf, a ``Leaf``; of a step for every argument in host memory.
-      unknown: why ``update`` could not be traced; empty where it could.
-      windows: bytes of the state on each device at a time while it streams, ``nbytes``, and ``why`` so many: one for
-        each ``offload`` that streams something.
-      stays: of a step of ``jax_offload.jit``, why leaves are not updated inside the scan that makes their gradients, or
-        reads them.
-
-    Example:
-      >>> import jax, optax, jax_offload as jo
-      >>> params = {"w": jax.ShapeDtypeStruct((256, 256), "float32")}
-      >>> table = jo.placement(jo.offload(optax.adamw(1e-3)), params)
-      >>> table.host_bytes, table.device_bytes  # two moments, and the count of steps
-      (524288, 4)
-    """
-
-    leaves: tuple[Leaf, ...]
-    unknown: str = ""
-    windows: tuple[Window, ...] = ()
-    stays: tuple[str, ...] = ()
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of the state in pinned host memory; what is replicated counts once."""
-        return sum(leaf.nbytes for leaf in self.leaves if leaf.host)
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes of the state that stay in device memory; what is replicated counts once."""
-        return sum(leaf.nbytes for leaf in self.leaves if not leaf.host)
-
-    @property
-    def host_bytes_per_device(self) -> int:
-        """Bytes of pinned host memory that the state takes for each device."""
-        return sum(leaf.shard_bytes for leaf in self.leaves if leaf.host)
-
-    def __str__(self) -> str:
-        rows = [("state leaf", "shape", "dtype", "MiB", "sharding", "memory", "why", "streams")]
-        for leaf in self.leaves:
-            memory = _memory.HOST_KIND if leaf.host else _memory.DEVICE_KIND
-            shape = "×".join(map(str, leaf.shape)) or "()"
-            size = f"{leaf.nbytes / 2**20:.2f}"
-            rows.append((leaf.path, shape, str(leaf.dtype), size, leaf.sharding, memory, leaf.why, leaf.streams))
-        if not any(leaf.sharding for leaf in self.leaves):  # no mesh
-            rows = [(*row[:4], *row[5:]) for row in rows]
-        widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-        lines = ["  ".join(cell.rjust(w) if k == 3 else cell.ljust(w) for k, (cell, w) in enumerate(
-            zip(row, widths, strict=True))).rstrip() for row in rows]  # fmt: skip
-        total = self.host_bytes + self.device_bytes
-        of_step = all(leaf.why == _ARGUMENT for leaf in self.leaves)
-        what = "arguments that are, or arrive, in host memory" if of_step else "optimizer state"
-        share = self.host_bytes / total if total else 0.0
-        summary = (
-            f"{what}: {total / 2**20:.2f} MiB, of which {self.host_bytes / 2**20:.2f} MiB ({share:.1%}) in "
-            f"{_memory.HOST_KIND} and {self.device_bytes / 2**20:.2f} MiB on the device"
-        )
-        if any(leaf.sharding for leaf in self.leaves):
-            summary += f"; for each device {self.host_bytes_per_device / 2**20:.2f} MiB in {_memory.HOST_KIND}"
-        windows = [
-            f"window: {w.nbytes / 2**20:.2f} MiB on each device: {w.why}"
-            + (f"; once the backward pass is over, {w.apart}" if w.apart else "")
-            + (f" (from {w.leaf} on)" if len(self.windows) > 1 else "")
-            for w in self.windows
-        ]  # fmt: skip
-        notes = [f"not updated inside a scan of the step: {why}" for why in self.stays]
-        notes += [f"how it streams is not known: {self.unknown}"] if self.unknown else []
-        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], summary, *windows, *notes])
-
-
-_ARGUMENT = "argument"
 _UNSEEN = "not loaded by an update in what was traced; under vmap and derivatives none is seen"
 
 
@@ -127,14 +51,15 @@ def placement(tx: optax.GradientTransformation | Callable[..., Any], *args: Any,
     Example:
       >>> import jax, optax, jax_offload as jo
       >>> params = {"w": jax.ShapeDtypeStruct((256, 256), "float32")}
-      >>> print(jo.placement(jo.offload(optax.adamw(1e-3)), params))  # doctest: +ELLIPSIS
-      state leaf   shape    dtype     MiB  memory       why       streams
-      -------------------------------------------------------------------
-      [0].count    ()       int32    0.00  device       rank 0
-      [0].mu['w']  256×256  float32  0.25  pinned_host  eligible  whole, 2 leaves together
-      [0].nu['w']  256×256  float32  0.25  pinned_host  eligible  whole, 2 leaves together
+      >>> print(jo.placement(jo.offload(optax.adamw(1e-3)), params))  # doctest: +ELLIPSIS +NORMALIZE_WHITESPACE
+         MiB  leaves  shape    dtype    state leaf
+      ---------------------------------------------------------
+      pinned_host, 0.50 MiB: eligible; whole, 2 leaves together
+        0.50       2  256×256  float32  [0].{mu,nu}['w']
+      device, 0.00 MiB: rank 0
+        0.00       1  ()       int32    [0].count
       optimizer state: 0.50 MiB, of which 0.50 MiB (100.0%) in pinned_host and 0.00 MiB on the device
-      window: ...
+      window: 1.25 MiB on each device: ...
     """
     if isinstance(tx, optax.GradientTransformation | optax.MultiSteps):
         return _of_transformation(tx, *args, **extra_args)
@@ -192,7 +117,7 @@ def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
             spec = f"P({', '.join(map(repr, sharding.spec))})" if isinstance(sharding, NamedSharding) else ""
             spec = spec if getattr(sharding, "num_devices", 1) > 1 else ""
             own = row.nbytes // math.prod(shards_of(sharding, row.shape))
-            rows.append(dataclasses.replace(row, path=path, host=host, sharding=spec, shard_bytes=own, why=_ARGUMENT))
+            rows.append(dataclasses.replace(row, path=path, host=host, sharding=spec, shard_bytes=own, why=ARGUMENT))
 
     shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves((args, kwargs))]  # tracers do not tell
     with step_described():

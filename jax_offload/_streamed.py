@@ -97,7 +97,10 @@ def _update(traced: Traced, given: Options, updates: Any, state: Any, params: An
 
 
 def _ungathered(traced: Traced, updates: Any, partitions: Layouts) -> Program:
-    """The program without the last thing that it does with updates: put them into the sharding of their parameters."""
+    """The program without the last thing that it does with updates: put them into the sharding of their parameters.
+
+    Its first results are the updates, leaf for leaf as they came: an optimizer keeps their tree.
+    """
     program = traced.program
     gathered = {eqn.outvars[0]: eqn.invars[0] for eqn in program.eqns if eqn.primitive.name == "sharding_constraint"}
     outputs = list(program.outputs)

@@ -268,6 +268,37 @@ def test_what_the_scan_reads_whole_is_not_overwritten_in_it():
     same_steps(step, training_step(ADAMW, loss), tx, ADAMW, params)
 
 
+def tower(layers, x):
+    return (jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, layers)[0] ** 2).mean()
+
+
+@pytest.mark.parametrize("clipped", [True, False])
+def test_a_scan_that_reads_parameters_silences_no_other(clipped):
+    """What the clipped gradients of one tower wait for is no reason any more once it is updated where its parameters
+    are read again; that of the other tower still is."""
+    clip = optax.chain(optax.clip_by_global_norm(0.1), ADAMW)
+    labels = {"layers_read": "clipped", "layers_other": "clipped too" if clipped else "as they are"}
+    inner = optax.partition({"clipped": clip, "clipped too": clip, "as they are": ADAMW}, labels)
+    params = {"layers_read": numbers("read", L, N, N), "layers_other": numbers("other", L + 1, N, N)}
+    params, tx = jax.device_put(params, jax.devices()[0]), jo.offload(inner, min_bytes=0)
+
+    def step_of(tx):
+        def step(params, state, x):
+            grads = jax.grad(lambda p: tower(p["layers_read"], x) + tower(p["layers_other"], x))(params)
+            params, state = jo.update_params(tx, grads, state, params)
+            return params, state, tower(params["layers_read"], x)
+
+        return step
+
+    step = jo.jit(step_of(tx), compiler_options=FAST)
+    table = jo.placement(step, params, tx.init(params), batch())
+    where = {leaf.path.split("layers_")[1]: leaf.streams for leaf in table.leaves}
+    assert "in the scan that reads the parameters" in where["read']"]
+    assert ("in the scan that makes" in where["other']"]) == (not clipped)
+    assert any("needs all gradients" in why for why in table.stays) == clipped and len(table.stays) == clipped
+    same_steps(step, step_of(inner), tx, inner, params)
+
+
 # Optimizers that need something of all layers at once. What they do before that, moments say, may move.
 TOGETHER = {
     "clip_by_global_norm": (lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)), False),

@@ -4,8 +4,11 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
+from jax_offload._analysis.streams import streams
 from jax_offload._emit.find import updates_in
 from jax_offload._emit.region import Part
 from tests.support.trees import assert_close
@@ -107,8 +110,8 @@ def test_the_step_turned_round(clip, model):
     train = jo.pipelined(step_of(tx, model, True), donate_argnames=("params", "state"))
     params = parameters()
     state = tx.init(params)
-    table = str(jo.placement(train, params, state, batch(0)))
-    assert table.count("2 leaves together") == 2 * LAYERS
+    table = jo.placement(train, params, state, batch(0))
+    assert sum("2 leaves together" in leaf.streams for leaf in table.leaves) == 2 * LAYERS
     _, parts = barriers(jax.jit(train.whole_step), params, state, batch(0))
     assert parts >= LAYERS
     carry, _ = train.start(params, state, batch(0))
@@ -118,3 +121,54 @@ def test_the_step_turned_round(clip, model):
     assert_close(params, resident(clip, model, 3)[0], 1e-4)
     hosts = [x for x in jax.tree.leaves(state) if x.sharding.memory_kind == "pinned_host"]
     assert len(hosts) == 2 * LAYERS
+
+
+@pytest.mark.parametrize("given", ["new parameters", "gradients"])
+def test_one_array_as_gradient_and_as_parameter(given):
+    """An average of the parameters is updated with them twice: its pieces, in chunks, have an operand less."""
+    tx = jo.offload(ADAMW, min_bytes=1024, window=2**16)
+
+    def step_of(tx):
+        def step(params, state, x):
+            grads = jax.grad(loss)(params, x)
+            params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+            twice = params if given == "new parameters" else grads
+            updates, state = tx.update(twice, state, twice)
+            return params, updates, state
+
+        return step
+
+    params, step = parameters(), jo.jit(step_of(tx))
+    state, plain = tx.init(params), ADAMW.init(params)
+    table = jo.placement(step, params, state, batch(0))
+    assert sum("chunks of axis 0, 2 leaves together" in leaf.streams for leaf in table.leaves) == 2 * LAYERS
+    assert barriers(step, params, state, batch(0))[1] == LAYERS
+    for k in range(2):
+        got, want = step(params, state, batch(k)), jax.jit(step_of(ADAMW))(params, plain, batch(k))
+        assert_close(got, want, 1e-6)
+        (params, _, state), (_, _, plain) = got, want
+    assert sum(x.sharding.memory_kind == "pinned_host" for x in jax.tree.leaves(state)) == 2 * LAYERS
+
+
+def stacked(params, x):
+    return (jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["layers"])[0] ** 2).mean()
+
+
+@pytest.mark.parametrize("model", [loss, stacked])
+def test_bytes_on_one_device(model):
+    """A part of the update names its leaves as the step does, and knows by these names how they are divided."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    params = {k: v for k, v in parameters().items() if v.ndim == 2}
+    params = {"layers": jnp.stack([*params.values()])} if model is stacked else params | {"bias": jnp.zeros(WIDTH)}
+    divided = {1: P(), 2: P("data"), 3: P(None, "data")}
+    params = {k: jax.device_put(v, NamedSharding(mesh, divided[v.ndim])) for k, v in params.items()}
+    tx = jo.offload(ADAMW, **OPTIONS)
+    state, x = tx.init(params), jax.device_put(batch(0), NamedSharding(mesh, P("data")))
+    trace = jo.jit(step_of(tx, model, True)).trace(params, state, x).jaxpr
+    parts = [each.update for each in updates_in(trace) if isinstance(each.update, Part)]
+    moments = 2 * LAYERS * WIDTH * WIDTH * 4
+    assert sum(p.slice.loaded_bytes for part in parts for p in part.planned) == moments // 4
+    moved, row = streams(trace), moments // 4 // LAYERS
+    once_more = row if model is stacked else 0  # inside a scan one row moves twice
+    assert (moved.loaded, moved.stored) == (moments // 4 + once_more,) * 2
+    assert moved.window == (3 * row if model is stacked else moments // 4)

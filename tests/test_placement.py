@@ -1,5 +1,6 @@
 """Which leaves live where, and that every process and trace agrees."""
 
+import re
 import subprocess
 import sys
 
@@ -129,12 +130,14 @@ def test_keys_and_scalars_stay_whatever_the_options_say():
 def test_the_table_says_where_and_why():
     tx = optax.chain(optax.ema(0.9), jo.offload(optax.adamw(1e-3), select="embed", min_bytes=1024))
     text = str(jo.placement(tx, layers(1)))
-    rows = {line.split()[0]: line for line in text.splitlines()[2:-2]}
-    row = next(line for path, line in rows.items() if "embed" in path and ".mu" in path)
-    assert row.split()[1:] == ["128×64", "float32", "0.03", HOST, "eligible", "whole,", "2", "leaves", "together"]
-    assert "outside any offload" in next(line for path, line in rows.items() if ".ema['embed']" in path)
-    assert "not selected" in next(line for path, line in rows.items() if ".mu['head']" in path)
-    assert [line.split(":")[0] for line in text.splitlines()[-2:]] == ["optimizer state", "window"]
+    groups = re.split(r"\n(?=\w)", text)[1:]  # each begins at the margin, its rows do not
+    group = {why: [g.splitlines()[1:] for g in groups if why in g.splitlines()[0]] for why in (
+        f"{HOST}, 0.06 MiB: eligible; whole, 2 leaves together", "outside any offload", "not selected")}  # fmt: skip
+    ((row,),) = group[f"{HOST}, 0.06 MiB: eligible; whole, 2 leaves together"]
+    assert row.split() == ["0.06", "2", "128×64", "float32", "[1][0].{mu,nu}['embed']"]
+    assert any(".ema['embed']" in row for g in group["outside any offload"] for row in g)
+    assert any(".{mu,nu}['head']" in row for g in group["not selected"] for row in g)
+    assert [g.split(":")[0] for g in groups[-2:]] == ["optimizer state", "window"]
 
 
 def test_placement_does_not_depend_on_the_process():

@@ -6,6 +6,7 @@ import optax
 import pytest
 
 import jax_offload as jo
+from tests.support.words import words
 from tests.test_interleaved import assert_close, step_of
 
 LAYERS, WIDTH = 6, 256
@@ -32,7 +33,7 @@ def batch(rows):
 
 def table(tx, rows, jit=jax.jit, update_params=True):
     params = parameters()
-    return str(jo.placement(jit(step_of(tx, loss, update_params)), params, tx.init(params), batch(rows)))
+    return words(jo.placement(jit(step_of(tx, loss, update_params)), params, tx.init(params), batch(rows)))
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,15 @@ def test_donated_and_compiled_once():
     assert step._cache_size() == 1
 
 
+def test_a_zero_keeps_its_sign():
+    """-0 + 0 is +0: the updates of a skipped step are -0."""
+    tx, params = OFFLOADS["adamw"], jax.tree.map(lambda x: x.at[0].set(-0.0), parameters())
+    state = tx.init(params)
+    for call in (tx.update, jax.jit(tx.update)):
+        updates, _ = call(gradients(params), state, params, skip=True)
+        assert_same(optax.apply_updates(params, updates), params)
+
+
 def test_a_resident_state_moves_even_in_a_skipped_step():
     tx, params = OFFLOADS["adamw"], parameters()
     resident = jo.to_device(tx.init(params))

@@ -38,7 +38,8 @@ from jax_offload._base.shardings import Shards
 class Program:
     """A traced function with nested ``jit`` inlined: ``outputs`` from ``inputs`` (constants first) by ``eqns``.
 
-    ``shards`` says of inputs how they are divided between devices, as far as that is known.
+    ``shards`` says of inputs how they are divided between devices, as far as that is known; of a whole step also of
+    the next values of leaves.
     """
 
     inputs: list[Var]

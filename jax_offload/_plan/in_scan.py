@@ -75,9 +75,8 @@ class InScan:
     @property
     def planned(self) -> list[Planned]:
         """The updates inside, and what of their state is on the device at a time: three rows of each leaf."""
-        loads = [v for move in self.moves for v in move.slice.loads]
-        nbytes_ = sum(nbytes(v.aval) // self.scan.length for v in loads)
-        window = Window(3 * nbytes_, "the rows of an iteration, of the one before and of the one after it")
+        row = sum(move.slice.loaded_bytes for move in self.moves) // self.scan.length
+        window = Window(3 * row, "the rows of an iteration, of the one before and of the one after it")
         return [Planned(move.slice, InIterations(self.scan.length, self.ahead), window) for move in self.moves]
 
     @property

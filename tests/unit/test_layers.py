@@ -15,7 +15,7 @@ LAYERS = ["_base", "_ir", "_plan", "_emit", "the update", "_precision", "the sta
 UPDATE = set(
     "_update _streamed _recipe _step _parts _whole _placement _zero _factored _home _arguments _features".split()
 )
-STATE = {"_state", "_convert", "_report", "_wrappers"}
+STATE = {"_state", "_convert", "_report", "_printed", "_folded", "_wrappers"}
 ABOVE = ("_interop", "_analysis")  # import what they like; nothing but the package's names imports them
 
 

@@ -1,0 +1,176 @@
+"""The table of what lives where and why, and how it is streamed: a value, and its printed forms."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+import textwrap
+from typing import Any
+
+from jax_offload._base import memory as _memory
+from jax_offload._base.text import aligned, html_table, terminal_width
+from jax_offload._folded import Row, folded
+from jax_offload._placement import Leaf
+from jax_offload._plan.plan import Window
+
+ARGUMENT = "argument"  # why a row of a step's table is there
+_HEADER = ("MiB", "leaves", "shape", "dtype", "sharding", "state leaf")
+_RIGHT = (0, 1)
+_SHARDING = 4
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Placement:
+    """The table of what lives where and why, and how it is streamed; ``print`` it.
+
+    What ``jax_offload.placement`` returns. Sizes are in bytes; the printed table has MiB, a group for every memory,
+    reason and way of streaming, the largest first, and a row for leaves that are alike (``['layers_{00..23}']``,
+    ``.{mu,nu}``). It is as wide as the terminal, or 80 columns; a notebook shows it as HTML.
+
+    Attributes:
+      leaves: a row for every state leaf, a ``Leaf``; of a step for every argument in host memory.
+      unknown: why ``update`` could not be traced; empty where it could.
+      windows: bytes of the state on each device at a time while it streams, ``nbytes``, and ``why`` so many: one for
+        each ``offload`` that streams something.
+      stays: of a step of ``jax_offload.jit``, why leaves are not updated inside the scan that makes their gradients, or
+        reads them.
+
+    Example:
+      >>> import jax, optax, jax_offload as jo
+      >>> params = {"w": jax.ShapeDtypeStruct((256, 256), "float32")}
+      >>> table = jo.placement(jo.offload(optax.adamw(1e-3)), params)
+      >>> table.host_bytes, table.device_bytes  # two moments, and the count of steps
+      (524288, 4)
+      >>> table
+      Placement(3 leaves: 0.50 MiB in pinned_host, 0.00 MiB on the device)
+    """
+
+    leaves: tuple[Leaf, ...]
+    unknown: str = ""
+    windows: tuple[Window, ...] = ()
+    stays: tuple[str, ...] = ()
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the state in pinned host memory; what is replicated counts once."""
+        return sum(leaf.nbytes for leaf in self.leaves if leaf.host)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the state that stay in device memory; what is replicated counts once."""
+        return sum(leaf.nbytes for leaf in self.leaves if not leaf.host)
+
+    @property
+    def host_bytes_per_device(self) -> int:
+        """Bytes of pinned host memory that the state takes for each device."""
+        return sum(leaf.shard_bytes for leaf in self.leaves if leaf.host)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as what JSON has: bytes, shapes as lists, a dictionary for every leaf."""
+        shown = ("path", "param", "nbytes", "shard_bytes", "host", "sharding", "why", "streams")
+        leaves = [
+            {name: getattr(leaf, name) for name in shown} | {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
+            for leaf in self.leaves
+        ]
+        totals = ("host_bytes", "device_bytes", "host_bytes_per_device")
+        windows = [{"nbytes": w.nbytes, "why": w.why, "apart": w.apart, "leaf": w.leaf} for w in self.windows]
+        return {
+            **{name: getattr(self, name) for name in totals},
+            "leaves": leaves,
+            "windows": windows,
+            "unknown": self.unknown,
+            "stays": list(self.stays),
+        }
+
+    def to_json(self) -> str:
+        """``to_dict()`` as a line of JSON."""
+        return json.dumps(self.to_dict())
+
+    def __repr__(self) -> str:
+        return (
+            f"Placement({len(self.leaves)} leaves: {_mib(self.host_bytes)} MiB in {_memory.HOST_KIND}, "
+            f"{_mib(self.device_bytes)} MiB on the device)"
+        )
+
+    def __str__(self) -> str:
+        width = terminal_width()
+        lines = _text(_groups(self.leaves), width)
+        lines.insert(1, "-" * min(width, max(map(len, lines))))
+        for sentence in _sentences(self):
+            lines += textwrap.wrap(sentence, width, subsequent_indent="  ", break_on_hyphens=False)
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        tables = [html_table(rows[0], rows[1:], heading) for heading, rows in _groups(self.leaves)]
+        return "".join([*tables, *(f"<p>{html.escape(each)}</p>" for each in _sentences(self))])
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.2f}"
+
+
+def _groups(leaves: tuple[Leaf, ...]) -> list[tuple[str, list[tuple[str, ...]]]]:
+    """For each memory, reason and way of streaming what it is, and a header and rows; the largest first."""
+    groups: dict[tuple[bool, str, str], list[Row]] = {}
+    for row in folded(leaves):
+        leaf = row.leaves[0]
+        groups.setdefault((leaf.host, leaf.why, leaf.streams), []).append(row)
+    by_size = sorted(groups.items(), key=lambda group: -sum(row.nbytes for row in group[1]))
+    on_a_mesh = any(leaf.sharding for leaf in leaves)
+    return [(_heading(*what, rows), [_HEADER if on_a_mesh else _unsharded(_HEADER), *(
+        _cells(row) if on_a_mesh else _unsharded(_cells(row)) for row in rows)]) for what, rows in by_size]  # fmt: skip
+
+
+def _heading(host: bool, why: str, streams: str, rows: list[Row]) -> str:
+    memory = _memory.HOST_KIND if host else _memory.DEVICE_KIND
+    return f"{memory}, {_mib(sum(row.nbytes for row in rows))} MiB: {'; '.join(filter(None, (why, streams)))}"
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    leaf = row.leaves[0]
+    shape = "×".join(map(str, leaf.shape)) or "()"
+    return _mib(row.nbytes), str(len(row.leaves)), shape, str(leaf.dtype), leaf.sharding, row.path
+
+
+def _unsharded(cells: tuple[str, ...]) -> tuple[str, ...]:
+    return (*cells[:_SHARDING], *cells[_SHARDING + 1 :])
+
+
+def _text(groups: list[tuple[str, list[tuple[str, ...]]]], width: int) -> list[str]:
+    """The header; then each group's heading, and its rows below it. A path that is too long has a line of its own."""
+    header = groups[0][1][0] if groups else _unsharded(_HEADER)
+    rows = [header, *(row for _, (_, *of_group) in groups for row in of_group)]
+    facts = aligned([row[:-1] for row in rows], _RIGHT)
+    margin = 2 + max(map(len, facts)) + 2
+    lines = iter([
+        [f"  {fact}".ljust(margin) + path] if margin + len(path) <= width
+        else [f"  {fact}", *textwrap.wrap(path, width, initial_indent=" " * 6, subsequent_indent=" " * 6)]
+        for fact, (*_, path) in zip(facts, rows, strict=True)
+    ])  # fmt: skip
+    found = next(lines)
+    for heading, (_, *of_group) in groups:
+        found += textwrap.wrap(heading, width, subsequent_indent="    ", break_on_hyphens=False)
+        found += [line for _ in of_group for line in next(lines)]
+    return found
+
+
+def _sentences(table: Placement) -> list[str]:
+    """What stands under the table."""
+    host, total = table.host_bytes, table.host_bytes + table.device_bytes
+    of_step = all(leaf.why == ARGUMENT for leaf in table.leaves)
+    what = "arguments that are, or arrive, in host memory" if of_step else "optimizer state"
+    summary = (
+        f"{what}: {_mib(total)} MiB, of which {_mib(host)} MiB ({host / total if total else 0.0:.1%}) in "
+        f"{_memory.HOST_KIND} and {_mib(table.device_bytes)} MiB on the device"
+    )
+    if any(leaf.sharding for leaf in table.leaves):
+        summary += f"; for each device {_mib(table.host_bytes_per_device)} MiB in {_memory.HOST_KIND}"
+    windows = [
+        f"window: {_mib(w.nbytes)} MiB on each device: {w.why}"
+        + (f"; once the backward pass is over, {w.apart}" if w.apart else "")
+        + (f" (from {w.leaf} on)" if len(table.windows) > 1 else "")
+        for w in table.windows
+    ]
+    stays = [f"not updated inside a scan of the step: {why}" for why in table.stays]
+    return [summary, *windows, *stays, *([f"how it streams is not known: {table.unknown}"] if table.unknown else [])]
