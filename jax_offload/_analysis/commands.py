@@ -65,6 +65,7 @@ def errors() -> Iterator[None]:
 @click.option("--devices", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--shard-over", help="Divide the state over these devices, an axis of that name (ZeRO-1).")
 @click.option("--device-memory", help="What a step may use of one device: 80GiB.")
+@click.option("--target", "compile_for", help="Compile a step of TARGET for this chip: h200, v5e:2x2 (minutes).")
 @click.option("--json", "as_json", is_flag=True, help="All figures, as JSON.")
 def plan(target: str | None, as_json: bool, **options: Any) -> None:
     """Whether a model fits, how much slower offloading makes it, and the line of code to write.
@@ -73,6 +74,8 @@ def plan(target: str | None, as_json: bool, **options: Any) -> None:
     (optimizer, parameters) or (step, *arguments), abstract ones best: jax.eval_shape(init).
     """
     _on_the_cpu()
+    if options["compile_for"]:
+        prepare()
     with errors():
         forecast = _of_target(target, options) if target else _of_description(options)
     if as_json:
@@ -133,6 +136,8 @@ def _on_the_cpu() -> None:
 
 
 def _of_description(given: dict[str, Any]) -> Forecast:
+    if given["compile_for"]:
+        raise ValueError("--target: compiles a step, module:function; a model that options describe has --chip.")
     if not given["params"] or given["params"] < 1:
         raise ValueError("--params: say how many parameters the model has, 7e9; or give module:function.")
     tokens, layers, width = given["tokens"], given["layers"], given["width"]
@@ -155,14 +160,14 @@ def _of_description(given: dict[str, Any]) -> Forecast:
 
 def _of_target(target: str, given: dict[str, Any]) -> Forecast:
     source = click.get_current_context().get_parameter_source
-    taken = ("chip", "tokens", "device_memory")
+    taken = ("chip", "tokens", "device_memory", "compile_for")
     other = [key for key in given if key not in taken and source(key) is not ParameterSource.DEFAULT]
     if other:
         names = ", ".join(f"--{key.replace('_', '-')}" for key in other)
         raise ValueError(f"{names}: describes a model, and {target} has its own; leave out the one or the other.")
     made = _pair(target, load(target), "(optimizer, parameters) or (step, *arguments)")
     keywords = {key: given[key] for key in ("chip", "device_memory")} | {"tokens_per_step": given["tokens"]}
-    return plan_of(*made, **keywords)
+    return plan_of(*made, **keywords, target=given["compile_for"])
 
 
 def _pair(target: str, made: Any, wanted: str) -> Any:

@@ -9,23 +9,29 @@ from typing import Any
 
 import jax
 
-from jax_offload._analysis.buffers import BATCH, PARAMETERS, STATE
+from jax_offload._analysis.buffers import BATCH, GRADIENTS, PARAMETERS, STATE
 from jax_offload._analysis.chips import Chip, chip, known_chips
 from jax_offload._analysis.hlo import Op, computations
 from jax_offload._analysis.targets import check_installed, compile_for, prepare, target_of
 from jax_offload._base.memory import HOST_KIND
+from jax_offload._interop.pipelined import Pipelined
+from jax_offload._interop.rotated import names_of
 from jax_offload._interop.xla_options import compiler_options
 
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """An array that is handed to a step: its path, whether it is in host memory then, and whether it is of a state."""
+    """An array that is handed to a step: its path, whether it is in host memory then, and whether it is of a state.
+
+    ``gradient``: whether it waits for the update, between two calls of a pipelined step.
+    """
 
     path: str
     host: bool
     state: bool
     dtype: str
     nbytes: int
+    gradient: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +70,8 @@ class Compiled:
             floating = array is not None and re.match(r"bf|f\d", array.dtype)
             if given is not None and given.state:
                 roles[number] = STATE
+            elif given is not None and given.gradient and floating:
+                roles[number] = GRADIENTS
             elif floating and array is not None and array.shape and (array.dtype, array.shape) in results:
                 roles[number] = PARAMETERS
             else:
@@ -87,17 +95,21 @@ def compiled(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], target
         lowered = step if isinstance(step, jax.stages.Lowered) else None
         if lowered is not None and target:
             raise ValueError(f"inspect(): a lowered step has its platform; target={target!r} needs the step itself.")
-        return _of_jax(lowered.compile() if lowered is not None else step, lowered)
+        return _of_jax(lowered.compile() if lowered is not None else step, lowered, {})
     if not callable(step):
         raise TypeError(f"step: expected a training step, jitted, lowered or compiled; got a {type(step).__name__}.")
+    carried: dict[str, Any] = {}
+    if isinstance(step, Pipelined):
+        step, args, carried = step.turned(*args, **kwargs)
+        kwargs = {}
     jitted: Any = step if hasattr(step, "lower") and hasattr(step, "trace") else jax.jit(step)
     if target is None:
         lowered = jitted.lower(*args, **kwargs)
-        return _of_jax(lowered.compile(), lowered)
-    return _for_target(jitted, args, kwargs, target)
+        return _of_jax(lowered.compile(), lowered, carried)
+    return _for_target(jitted, args, kwargs, target, carried)
 
 
-def _of_jax(executable: Any, lowered: Any) -> Compiled:
+def _of_jax(executable: Any, lowered: Any, carried: Mapping[str, Any]) -> Compiled:
     memory = executable.memory_analysis()
     leaves = jax.tree.leaves(executable.input_shardings)
     devices = next((list(s.device_set) for s in leaves if s.device_set), None) or jax.local_devices()
@@ -109,10 +121,12 @@ def _of_jax(executable: Any, lowered: Any) -> Compiled:
         handed = [s.memory_kind for s in leaves]
     text = executable.as_text()
     target, figures = (devices[0].platform, None) if known is None else (kind, chip(known))
-    return _made(text, lowered, memory, _given(executable.args_info, handed), target, figures, compiled_for=False)
+    return _made(
+        text, lowered, memory, _given(executable.args_info, handed, carried), target, figures, compiled_for=False
+    )
 
 
-def _for_target(jitted: Any, args: Any, kwargs: Any, target: str) -> Compiled:
+def _for_target(jitted: Any, args: Any, kwargs: Any, target: str, carried: Mapping[str, Any]) -> Compiled:
     to = target_of(target)
     check_installed(to)
     prepare()
@@ -132,7 +146,13 @@ def _for_target(jitted: Any, args: Any, kwargs: Any, target: str) -> Compiled:
     tree = (args, dict(kwargs))
     text = executable.hlo_modules()[0].to_string()
     return _made(
-        text, lowered, executable.get_compiled_memory_stats(), _given(tree, handed), to.name, to.chip, compiled_for=True
+        text,
+        lowered,
+        executable.get_compiled_memory_stats(),
+        _given(tree, handed, carried),
+        to.name,
+        to.chip,
+        compiled_for=True,
     )
 
 
@@ -155,10 +175,13 @@ def _made(
     )
 
 
-def _given(tree: Any, handed: Sequence[str | None]) -> list[Argument]:
-    """The arrays in a step's (args, kwargs), in jax's order."""
+def _given(tree: Any, handed: Sequence[str | None], carried: Mapping[str, Any]) -> list[Argument]:
+    """The arrays in a step's (args, kwargs), in jax's order.
+
+    ``carried``: what a pipelined step carries, which it has in dicts, by names.
+    """
     found: list[Argument] = []
-    states = _states(tree)
+    states, named = _states(tree), _states_by_name(carried)
     for (path, x), kind in zip(jax.tree_util.tree_flatten_with_path(tree)[0], handed, strict=True):
         host = kind == HOST_KIND
         if hasattr(x, "dtype") and hasattr(x, "shape"):
@@ -166,12 +189,19 @@ def _given(tree: Any, handed: Sequence[str | None]) -> list[Argument]:
             for d in x.shape:
                 nbytes *= d
             name = jax.tree_util.keystr(path[2:]) if len(path) > 1 else ""
-            found.append(
-                Argument(
-                    name, host, host or any(path[:k] in states for k in range(len(path) + 1)), str(x.dtype), nbytes
-                )
-            )
+            state = host or _below(path, states) or getattr(path[-1] if path else None, "key", None) in named
+            waits = bool(carried) and len(path) > 1 and getattr(path[1], "idx", None) == 1
+            found.append(Argument(name, host, state, str(x.dtype), nbytes, waits))
     return found
+
+
+def _below(path: tuple[Any, ...], states: set[tuple[Any, ...]]) -> bool:
+    return any(path[:k] in states for k in range(len(path) + 1))
+
+
+def _states_by_name(carried: Mapping[str, Any]) -> set[str]:
+    states, paths = _states(carried), jax.tree_util.tree_flatten_with_path(carried)[0]
+    return {name for name, (path, _) in zip(names_of(carried), paths, strict=True) if _below(path, states)}
 
 
 def _states(tree: Any) -> set[tuple[Any, ...]]:

@@ -175,10 +175,11 @@ def inspect(
     little: use ``target``. What then cannot be told is in ``unseen``.
 
     Args:
-      step: a training step, jitted with its donation, or by ``jax_offload.jit``; or what ``.lower(...)`` or
-        ``.compile()`` of it returned.
+      step: a training step, jitted with its donation, or by ``jax_offload.jit``; or what ``jax_offload.pipelined``
+        returned, of which the call between ``start`` and ``finish`` is looked at; or what ``.lower(...)`` or
+        ``.compile()`` of one returned.
       *args: the step's arguments, concrete or abstract (``jax.ShapeDtypeStruct`` with a sharding). None where ``step``
-        is lowered or compiled.
+        is lowered or compiled. A pipelined step's are those of ``start``, or of the call.
       target: a chip to compile for: ``"h200"``, ``"h100"``, ``"v5e:2x2"``, or ``v5p`` and ``v6e`` with a topology.
         Needs the extra ``aot``, and arguments that are abstract or on the CPU.
       chip: whose speeds to simulate with, as ``jax_offload.chip`` takes it. The target's where it is left out.

@@ -77,10 +77,18 @@ def peak(jaxpr: Jaxpr, donated: Sequence[bool], *, early: bool = False) -> int:
 
 def donations(jaxpr: Jaxpr, count: int) -> list[bool]:
     """Which of the last ``count`` inputs a result is like: what a training step donates."""
+    taken = {*successors(jaxpr, count).values()}
+    return [k in taken for k in range(count)]
+
+
+def successors(jaxpr: Jaxpr, count: int) -> dict[int, int]:
+    """Number of a result -> that among the last ``count`` inputs of the one that it is like, its next value."""
     program = flattened(jaxpr)
-    given = [False] * (len(program.inputs) - count) + [True] * count
-    taken = {*_paired(program, given).values()}
-    return [k in taken for k in program.inputs[len(program.inputs) - count :]]
+    first = len(program.inputs) - count
+    place = {k: at - first for at, k in enumerate(program.inputs)}
+    pairs = _paired(program, [False] * first + [True] * count)
+    numbers = {k: at for at, k in reversed([*enumerate(program.outputs)])}
+    return {numbers[result]: place[k] for result, k in pairs.items()}
 
 
 def _paired(program: Flattened, donated: Sequence[bool]) -> dict[int, int]:

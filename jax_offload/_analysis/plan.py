@@ -15,6 +15,7 @@ from jax_offload._analysis.forecast import Forecast
 from jax_offload._analysis.host import host_memory
 from jax_offload._analysis.optimizer import of_optimizer
 from jax_offload._analysis.setting import Setting
+from jax_offload._analysis.targets import target_of
 from jax_offload._analysis.units import bytes_of
 from jax_offload._analysis.whole_step import of_step
 
@@ -27,6 +28,7 @@ def plan(
     flops_per_token: float | None = None,
     device_memory: int | str | None = None,
     mesh: Mesh | AbstractMesh | None = None,
+    target: str | None = None,
 ) -> Forecast:
     """Whether a model fits, how much slower offloading makes it, and which line of code to write.
 
@@ -34,10 +36,12 @@ def plan(
     smallest ``fraction`` that fits, moments in bfloat16 and in 8 bits, ZeRO-1 where parameters are replicated over a
     mesh, ``jax_offload.pipelined`` where gradients are clipped by their norm. Activations are not in these peaks.
 
-    ``plan(step, *args)``: of a training step that offloads, under ``jax.jit``, ``jax_offload.jit`` and, where gradients
-    are clipped by their norm, ``jax_offload.pipelined``; its activations and arithmetic are estimated from the trace.
+    ``plan(step, *args)``: of a training step that offloads, with its state on the device, under ``jax.jit``,
+    ``jax_offload.jit`` and, where gradients are clipped by their norm, ``jax_offload.pipelined``; its activations and
+    arithmetic are estimated from the trace. With ``target`` each is compiled for that chip, which need not be there:
+    peak and host memory are then XLA's, and time is that of the schedule, simulated. It takes seconds to minutes.
 
-    Nothing is allocated, compiled or decided here: the placements and plans are those that would run. The model of
+    Nothing is allocated or decided here: the placements and plans are those that would run. The estimate's model of
     time: transfers are hidden behind the backward pass, two thirds of a step's arithmetic; in ``pipelined`` behind the
     forward pass; not at all where an update waits for a norm of all gradients. What is not hidden is added.
 
@@ -50,14 +54,16 @@ def plan(
         parameter of two and more axes. A step's are counted.
       device_memory: bytes of one device that the step may use, or text, ``"80GiB"``; where it is left out the chip's.
       mesh: that of the parameters, where they are to have one: it is an error if they are not on it.
+      target: of a step, a chip to compile it for, as ``jax_offload.inspect`` takes it (extra ``aot``); ``chip`` is then
+        that one, unless it is given.
 
     Returns:
       A ``Forecast``. Where nothing fits, its ``recommended`` is ``None``, and it says what is missing.
 
     Raises:
       TypeError: ``tx`` is neither a transformation nor a function.
-      ValueError: the chip is not known, a number is out of range, parameters are not on the mesh, or the step
-        offloads nothing.
+      ValueError: the chip or the target is not known, a number is out of range, parameters are not on the mesh, the
+        step offloads nothing, or the target's compiler is not installed.
 
     Example:
       >>> import jax, optax, jax_offload as jo
@@ -68,17 +74,24 @@ def plan(
       >>> forecast.recommended.code
       'tx = jo.offload(inner, fraction=0.63); step = jo.jit(step, donate_argnums=(0, 1))'
     """
+    if target is not None and chip is None:
+        chip = target_of(target).chip
     setting = setting_of(chip, tokens_per_step, flops_per_token, device_memory)
     if isinstance(tx, optax.GradientTransformation | optax.MultiSteps):
         if len(args) != 1:
             raise TypeError(f"plan(tx, params): expected the parameters alone; got {len(args)} arguments.")
+        if target is not None:
+            raise ValueError(
+                f"target: compiles a step, plan(step, *args, target={target!r}); an optimizer alone is none. Give "
+                f"chip={target!r} for figures that need no compiler."
+            )
         return of_optimizer(tx, args[0], setting, mesh)
     if not callable(tx):
         raise TypeError(
             f"tx: expected an optax.GradientTransformation or a step, a function; got a {type(tx).__name__}. The order "
             "is plan(tx, params) or plan(step, *args)."
         )
-    return of_step(tx, args, setting)
+    return of_step(tx, args, setting, target)
 
 
 def setting_of(given: Any, tokens: Any, flops: Any, memory: Any) -> Setting:

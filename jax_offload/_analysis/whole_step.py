@@ -13,12 +13,14 @@ import numpy as np
 
 from jax_offload._analysis import exposure
 from jax_offload._analysis.chips import Chip
+from jax_offload._analysis.compiled_ways import GIVES_UP, compiled_for, compiled_labels
 from jax_offload._analysis.exposure import BACKWARD, FORWARD
 from jax_offload._analysis.flattened import flattened, loop_of
 from jax_offload._analysis.forecast import Forecast
 from jax_offload._analysis.liveness import donations, peak
 from jax_offload._analysis.optimizer import devices_of, dtype_of
 from jax_offload._analysis.option import Option
+from jax_offload._analysis.resident import on_device, resident
 from jax_offload._analysis.setting import Setting, priced
 from jax_offload._analysis.streams import Streams, streams
 from jax_offload._analysis.work import all_flops, seconds
@@ -37,11 +39,16 @@ LABELS = (("host, each way, window", "exact"), ("peak, activations, hidden, adde
 # What XLA's scheduler puts off where the layers are not in one scan: the most that was seen above the estimate
 # (docs/should_i_offload.md has the table).
 UNROLLED = 1.35
+RESIDENT = "the inner optimizer, without offload; step = jax.jit(step, donate_argnums=...)"
 SCANNED = 0.5  # of a step's operations in its two largest scans: one forward, one backward
 
 
-def of_step(step: Callable[..., Any], args: Sequence[Any], setting: Setting) -> Forecast:
-    """As it is under ``jax.jit``, under ``jo.jit`` and, where gradients are clipped by their norm, pipelined."""
+def of_step(step: Callable[..., Any], args: Sequence[Any], setting: Setting, target: str | None = None) -> Forecast:
+    """With its state on the device, under ``jax.jit``, under ``jo.jit`` and, where gradients are clipped by their norm,
+    pipelined.
+
+    ``target``: a chip to compile these for.
+    """
     given = step.step if isinstance(step, Pipelined) else step
     base = given.__wrapped__ if isinstance(given, Jitted) else unwrapped(given)
     leaves = [x for x in jax.tree.leaves(args) if hasattr(x, "dtype")]
@@ -63,6 +70,7 @@ def of_step(step: Callable[..., Any], args: Sequence[Any], setting: Setting) -> 
         setting = dataclasses.replace(setting, flops_per_token=flops / setting.tokens)
     seen = _Seen(leaves, _gradients(found), setting, divided, _rematerialises(plain.jaxpr))
     options = [
+        seen.option("resident", RESIDENT, traced(resident(plain), *map(on_device, leaves)), resident=True),
         seen.option("jax.jit", "step = jax.jit(step, donate_argnums=...)", plain),
         seen.option("jo.jit", "step = jo.jit(step, donate_argnums=...)", own),
     ]
@@ -70,7 +78,16 @@ def of_step(step: Callable[..., Any], args: Sequence[Any], setting: Setting) -> 
         code = "step = jo.pipelined(step, donate_argnames=...)"
         options.append(seen.option("jo.pipelined", code, plain, ahead=True))
     notes = ["every argument that a result is like counts as donated"]
-    if options[0].peak_range[0] < options[0].peak_range[1]:
+    if target is not None:
+        turned = step if isinstance(step, Pipelined) else None
+        made = [compiled_for(target, option, plain, leaves, setting, turned, args) for option in options]
+        if turned is None and len(options) > 3:
+            notes.append(
+                f"{options[-1].name} is compiled where what jo.pipelined returned is given; here it is estimated"
+            )
+        notes += [option.why_not for option in made if GIVES_UP in option.why_not]
+        return setting.forecast(made, notes=tuple(notes), labels=compiled_labels(target))
+    if options[1].peak_range[0] < options[1].peak_range[1]:
         notes.append("layers that are not in one scan: XLA may put off what would free memory, so the peak is a range")
     if divided > 1:
         notes.append(f"on {divided} devices what lies between arguments and results counts as divided evenly")
@@ -87,12 +104,14 @@ class _Seen:
     divided: int
     rematerialised: bool
 
-    def option(self, name: str, code: str, trace: Any, *, ahead: bool = False) -> Option:
+    def option(self, name: str, code: str, trace: Any, *, ahead: bool = False, resident: bool = False) -> Option:
         moved, program = streams(trace), emitted(trace).jaxpr
         given = donations(program, len(program.invars))
         parameters, state, host = self._arguments(given)
-        on_device = [x for x in self.leaves if not is_hosted(x)]
-        own, over_all = sum(map(_own, on_device)), sum(map(nbytes, on_device))
+        if resident:
+            state, host = state + host, 0
+        there = [x for x in self.leaves if resident or not is_hosted(x)]
+        own, over_all = sum(map(_own, there)), sum(map(nbytes, there))
         estimated, in_order = (
             own + (peak(program, given, early=early) - over_all) // self.divided for early in (True, False)
         )

@@ -138,9 +138,7 @@ class Pipelined:
           TypeError: a carried argument is missing, or another is no array and not named in ``static_argnames``.
           ValueError: the step cannot be turned round, as ``pipelined`` says.
         """
-        given = self._signature.bind(*args, **kwargs).arguments
-        if missing := [name for name in self._names if name not in given]:
-            raise TypeError(f"start: {', '.join(missing)}: missing; what is carried has no default.")
+        given = self._given(args, kwargs)
         carried = {name: jax.tree.map(array_of, given[name]) for name in self._names}
         program, rest = self._traced(carried, given)
         kept, now = program.start(jax.tree.leaves(tuple(carried.values())), rest)
@@ -215,6 +213,40 @@ class Pipelined:
         given = self._signature.bind(*args, **kwargs).arguments
         rest = inspect.BoundArguments(self._rest, {k: x for k, x in given.items() if k not in self._names})  # pyright: ignore[reportArgumentType]
         return self(carry, *rest.args, **rest.kwargs)
+
+    def turned(self, *args: Any, **kwargs: Any) -> tuple[Jitted, tuple[Any, ...], dict[str, Any]]:
+        """The call as jax compiles it, its arguments, and the types of what is carried: what ``inspect`` looks at.
+
+        Args:
+          *args, **kwargs: those of a call, or the step's as ``start`` takes them, which may be abstract.
+
+        Raises:
+          TypeError: they are neither.
+        """
+        if args and isinstance(args[0], Carry):
+            carry, old = args[0], self._of(args[0])
+            given = self._rest.bind(*args[1:], **kwargs).arguments
+            program, rest = self._traced(dict(zip(self._names, old.carried, strict=True)), given)
+            kept = carry.kept
+        else:
+            given = self._given(args, kwargs)
+            carried = {name: jax.tree.map(array_of, given[name]) for name in self._names}
+            old = program = (found := self._traced(carried, given))[0]
+            rest = found[1]
+            kept = program.kept(jax.tree.leaves(tuple(carried.values())), rest)
+        return old.turned(program), (*kept, jax.tree.leaves(rest)), dict(zip(self._names, old.carried, strict=True))
+
+    def _given(self, args: Any, kwargs: Any) -> dict[str, Any]:
+        try:
+            given = self._signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(
+                f"{error}: a pipelined step takes {', '.join(self._signature.parameters)}, as its start does, or the "
+                "carry that start returned, and the rest."
+            ) from error
+        if missing := [name for name in self._names if name not in given]:
+            raise TypeError(f"start: {', '.join(missing)}: missing; what is carried has no default.")
+        return given
 
     def _of(self, carry: Carry) -> Rotated:
         if not isinstance(carry, Carry):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jax_offload._base.arrays import is_array
 from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, as_array, jaxpr_of, sub_jaxprs, variables
-from jax_offload._base.memory import on_a_mesh
+from jax_offload._base.memory import HOST_KIND, on_a_mesh
 from jax_offload._emit.find import is_update
 from jax_offload._interop.jit import Jitted
 from jax_offload._step import Cut, cut_step
@@ -73,7 +73,7 @@ class Rotated:
         known = {*program.inputs[: len(program.consts)]} | made_late
         kept = {v for v in read if v not in known}
         self._inputs = own
-        names = _names(carried)
+        names = names_of(carried)
         made = [v for v in dict.fromkeys(read) if v in kept and v not in {*inputs}]
         self._keys = (
             {v: name for v, name in zip(own, names, strict=True) if v in kept},
@@ -96,6 +96,10 @@ class Rotated:
 
         What is kept for the next update, what is known late of this one, and what is known now of the other.
         """
+        return self.turned(following)(*kept, jax.tree.leaves(dict(rest)))
+
+    def turned(self, following: Rotated) -> Jitted:
+        """What ``train`` calls, a step of what is kept and of the leaves of the other arguments."""
         if id(following) not in self._trains:
 
             def train(own: Values, made: Values, given: Values, arrays: Sequence[Any]) -> Any:
@@ -105,7 +109,21 @@ class Rotated:
                 return ({name: values[v] for v, name in following._keys[0].items()}, made, given), late, now
 
             self._trains[id(following)] = Jitted(train, {"donate_argnums": (0, 1)})
-        return self._trains[id(following)](*kept, jax.tree.leaves(dict(rest)))
+        return self._trains[id(following)]
+
+    def kept(self, leaves: Sequence[Any], rest: Mapping[str, Any]) -> Kept:
+        """The types of what ``start`` keeps: a gradient lies where what it is the gradient of does."""
+        arrays = jax.tree.leaves(dict(rest))
+        values = dict(zip(self._cut.program.inputs[len(self._cut.program.consts) :], [*leaves, *arrays], strict=True))
+        made, _, _ = jax.eval_shape(self._before, leaves, arrays)
+        found = [(x, x.sharding) for x in reversed(leaves) if getattr(x, "sharding", None) is not None]
+        places = {(x.shape, x.dtype): s for x, s in found if s.memory_kind != HOST_KIND}
+        placed = {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=places.get((x.shape, x.dtype)), weak_type=x.weak_type)
+            for name, x in made.items()
+        }
+        own, given = ({name: values[v] for v, name in keys.items()} for keys in (self._keys[0], self._keys[2]))
+        return own, placed, given
 
     def finish(self, kept: Kept) -> tuple[tuple[Any, ...], list[Any]]:
         """The carried arguments after the update, and what is known late.
@@ -191,7 +209,7 @@ def _abstract(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=weak)
 
 
-def _names(tree: Mapping[str, Any]) -> list[str]:
+def names_of(tree: Mapping[str, Any]) -> list[str]:
     """Of the leaves, each another."""
     names = [
         "/".join([name, *([inner] if (inner := jax.tree_util.keystr(path, simple=True, separator="/")) else [])])

@@ -81,6 +81,7 @@ def test_a_model_of_70e9_on_eight_devices():
         (["plan", "nonsense"], 2, "expected module:function"),
         (["plan", "a:f", "--params", "7e9", "--shard-over", "data"], 2, "--params, --shard-over: describes a model"),
         ([*SEVEN, "--devices", "0"], 2, "--devices"),
+        ([*SEVEN, "--target", "h200"], 2, "--target: compiles a step, module:function"),
         (["plan", "--no-such-option"], 2, "No such option"),
     ],
 )

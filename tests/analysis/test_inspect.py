@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_offload as jo
 from tests.aot.harness import H200, V5E, require
-from tests.aot.model import ADAMW, loss, parameters, step_of
+from tests.aot.model import ADAMW, CLIPPED, loss, parameters, step_of
 
 MIB = 2**20
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -216,3 +216,33 @@ def test_bad_input():
         jo.inspect({})
     with pytest.raises(ValueError, match=r"cannot compile for 'h300'. Known: h100, h200, v5e:2x2"):
         jo.inspect(jnp.sin, jnp.ones(3), target="h300")
+
+
+@pytest.mark.parametrize("target", [None, H200])
+def test_a_pipelined_step(target):
+    """Of the arguments that its start takes: the call in between, with the gradients that wait for their update."""
+    require(target or H200)
+    tx = jo.offload(CLIPPED, min_bytes=0)
+    train = jo.pipelined(step_of(tx, loss, update_params=True), donate_argnames=("params", "state"))
+    seen = jo.verify(train, *arguments(tx, stacked=True), target=target)
+    assert seen.problems == () and abs(seen.parts["rest"]) <= 0.05 * seen.peak
+    if target:
+        assert (seen.parts["parameters"], seen.host, seen.host_temp) == (4 * MIB, 8 * MIB, 0)
+        assert {t.leaf for t in seen.transfers} == {f"own['state/1/0/{m}/w']" for m in ("mu", "nu")}
+
+
+@pytest.mark.filterwarnings("ignore:offload\\(\\)")  # of the state that has been moved
+def test_a_pipelined_step_of_a_carry():
+    """Concrete, and on a CPU; a state that is there already is seen by the names of what is carried."""
+    tx = jo.offload(CLIPPED, min_bytes=0)
+    train = jo.pipelined(step_of(tx, loss, update_params=True), donate_argnames=("params", "state"))
+    params = jax.tree.map(lambda x: jax.device_put(jnp.ones(x.shape), x.sharding), arguments(tx, width=64)[0])
+    batch, state = jnp.ones((8, 64)), tx.init(params)
+    carry, _ = train.start(params, state, batch)
+    seen = jo.verify(train, carry, batch)
+    assert seen.peak == jo.inspect(train, params, state, batch).peak
+    params, state = train.finish(train(carry, batch)[0])  # it was not used
+    with pytest.raises(ValueError, match=r"mu/w000'.: belongs in host memory and arrives on the device"):
+        jo.verify(train, params, jo.to_device(state), batch)
+    with pytest.raises(TypeError, match="a pipelined step takes params, state, batch, as its start does, or the carry"):
+        jo.inspect(train, params)

@@ -1,0 +1,98 @@
+"""The rows of a step's forecast as a compiler has them, for a chip that need not be there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jax_offload._analysis.compiled import Compiled, compiled
+from jax_offload._analysis.liveness import successors
+from jax_offload._analysis.option import Option
+from jax_offload._analysis.resident import on_device, resident
+from jax_offload._analysis.schedule import Program
+from jax_offload._analysis.setting import Setting, priced
+from jax_offload._analysis.timeline import played
+from jax_offload._base.jaxprs import ClosedJaxpr, jax_fun
+from jax_offload._base.memory import on_a_mesh
+from jax_offload._base.shardings import sharding_of
+from jax_offload._emit.find import emitted
+from jax_offload._interop.jit import Jitted
+from jax_offload._interop.pipelined import Pipelined
+
+GIVES_UP = "the compiler gives up, as"
+
+
+def compiled_labels(target: str) -> tuple[tuple[str, str], ...]:
+    return (
+        ("each way, window", "exact"),
+        ("peak, host", f"compiled for {target}, not run"),
+        ("hidden, added", "simulated from the schedule"),
+    )
+
+
+def compiled_for(
+    target: str,
+    option: Option,
+    plain: ClosedJaxpr,
+    leaves: Sequence[Any],
+    setting: Setting,
+    turned: Pipelined | None,
+    args: Sequence[Any],
+) -> Option:
+    """An estimated row with the compiler's figures.
+
+    Args:
+      target: the chip.
+      option: the row; that of a pipelined step stays where ``turned`` is ``None``.
+      plain: the step, traced; ``leaves`` are its flat arguments, abstract.
+      setting: where it runs.
+      turned: the pipelined step, with its ``args``.
+    """
+    if option.name == "jo.pipelined" and turned is None:
+        return option
+    try:
+        program = _compiled(target, option.name, plain, leaves, turned, args)
+    except jax.errors.JaxRuntimeError as error:  # a TPU's compiler gives up where memory does not suffice
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        said = f"{option.name}: {GIVES_UP} {target} has too little memory; its figures here are estimates"
+        return dataclasses.replace(option, fits=False, why_not=said)
+    return _with(option, program, setting)
+
+
+def _compiled(
+    target: str, name: str, plain: ClosedJaxpr, leaves: Sequence[Any], turned: Pipelined | None, args: Sequence[Any]
+) -> Compiled:
+    if name == "jo.pipelined":
+        return compiled(turned, tuple(args), {}, target)
+    step: Any = jax_fun(plain)
+    given = [on_a_mesh(x) for x in leaves]
+    if name == "resident":
+        step, given = resident(plain), [on_a_mesh(on_device(x)) for x in leaves]
+    nexts = successors(emitted(plain).jaxpr, len(leaves))
+    # what is returned in the place of an argument lies where that does; of the others XLA decides
+    out = [sharding_of(given[nexts[k]]) if k in nexts else None for k in range(len(plain.jaxpr.outvars))]
+    how = {"donate_argnums": tuple(sorted(nexts.values())), "out_shardings": out}
+    return compiled(Jitted(step, how) if name == "jo.jit" else jax.jit(step, **how), tuple(given), {}, target)
+
+
+def _with(option: Option, program: Compiled, setting: Setting) -> Option:
+    known = option.parameters + option.state + option.window
+    gradients = min(option.gradients, max(0, program.peak - known))
+    rest = max(0, program.peak - known - gradients)
+    option = dataclasses.replace(
+        option, peak=program.peak, peak_range=(program.peak, program.peak), host=program.host, gradients=gradients,
+        activations=rest,
+    )  # fmt: skip
+    option, chip = priced(option, setting, 0.0), setting.chip or program.chip
+    if chip is None:
+        return option
+    run = played(Program(program.text, chip, program.roles))
+    hidden = max(0.0, 1 - run.exposed / run.link) if run.link else None
+    exposed = run.exposed if option.link else 0.0
+    return dataclasses.replace(
+        option, exposed=exposed, overhead=exposed / (run.step - run.exposed), hidden=hidden, hidden_from=None
+    )
