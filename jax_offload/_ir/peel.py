@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,10 +32,25 @@ def last_apart(program: Program, at: int) -> Program | None:
             made = body(*consts, *carry, *x)
             return made[:m], made[m:]
 
-        carry, ys = jax.lax.scan(one, list(init), [x[others] for x in xs], scan.length - 1, scan.reverse, scan.unroll)
+        before = [x[others] for x in xs]
+        if scan.length == 2:
+            carry, ys = _once(one, list(init), before)
+        else:
+            carry, ys = jax.lax.scan(one, list(init), before, scan.length - 1, scan.reverse, scan.unroll)
         carry, y = one(carry, [x[last] for x in xs])
         pairs = ([row[None], rows] if scan.reverse else [rows, row[None]] for rows, row in zip(ys, y, strict=True))
         return [*carry, *map(jnp.concatenate, pairs)]
 
     closed, _ = jaxpr_of(run, *(v.aval for v in eqn.invars))
     return replaced(program, at, flat(closed))
+
+
+def _once(one: Callable[[list[Any], list[Any]], Any], init: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+    """A scan of one iteration as a loop all the same: XLA inlines what surely runs once, and jax 0.10's then makes the
+    zeros that both stacks of activations begin with in one operation (12x4096x4096, 16384 tokens: 9408 MiB, resident
+    8256; so 7360)."""
+    x = [rows[0] for rows in xs]
+    ys = [jnp.zeros(y.shape, y.dtype) for y in jax.eval_shape(one, init, x)[1]]
+    state = jax.lax.optimization_barrier(True), init, ys
+    _, carry, ys = jax.lax.while_loop(lambda s: s[0], lambda s: (jnp.zeros_like(s[0]), *one(s[1], x)), state)
+    return carry, [y[None] for y in ys]
