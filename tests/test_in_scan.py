@@ -409,6 +409,22 @@ def accumulating(tx, loss):
     return step
 
 
+def accumulating_backwards(tx, loss):
+    """The mean of the losses comes along, and each of them."""
+
+    def step(params, state, x):
+        def micro(carry, x):
+            total, mean = carry
+            value, grads = jax.value_and_grad(loss)(params, x[None])
+            return (jax.tree.map(lambda t, g: t + g / 4, total, grads), mean + value / 4), value
+
+        grads, mean = jax.tree.map(jnp.zeros_like, params), 0.0
+        (grads, mean), values = jax.lax.scan(micro, (grads, mean), x, reverse=True)
+        return (*jo.update_params(tx, grads, state, params), mean, values)
+
+    return step
+
+
 def in_a_loop(tx, loss):
     """Several steps in one."""
 
@@ -517,7 +533,8 @@ STEPS_OF_PEOPLE = {
     two_updates: False,
     in_cond: False,
     skipping: False,
-    accumulating: False,
+    accumulating: True,
+    accumulating_backwards: True,
     in_a_loop: False,
     with_a_ref: False,
 }
@@ -529,7 +546,6 @@ SAID = {
     skipping: "it runs in a while (skip= is one)",
     in_a_loop: "it runs in a scan",
     raveling: "its rows are merged",
-    accumulating: "summed up",
     with_a_ref: "effects of mutable arrays",
 }
 
@@ -545,6 +561,20 @@ def test_steps(step_of):
     assert any(moved(step, *args).values()) == STEPS_OF_PEOPLE[step_of]
     if step_of in SAID:
         assert SAID[step_of] in " ".join(reasons(step, *args))
+
+
+def test_layers_by_their_number_say_why():
+    """Their gradients are summed up in a whole stack, also in the last iteration."""
+    tx, params = jo.offload(ADAMW, min_bytes=0), model_of("scan").init()
+
+    def loss(params, x):
+        layer = lambda x, i: (jnp.tanh(x @ params["layers"][i]), None)  # noqa: E731
+        return (jax.lax.scan(layer, x, jnp.arange(L))[0] ** 2).mean()
+
+    step = jo.jit(training_step(tx, loss))
+    args = params, tx.init(params), batch()
+    assert not any(moved(step, *args).values())
+    assert "summed up in the carry of a scan" in " ".join(reasons(step, *args))
 
 
 def test_prints():

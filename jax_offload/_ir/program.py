@@ -22,6 +22,7 @@ from jax_offload._base.jaxprs import (
     called_by,
     jaxpr_like,
     nameless,
+    renamed,
     with_jaxprs,
     without_dead_code,
 )
@@ -173,6 +174,15 @@ def _spliced(program: Program, operands: Sequence[Atom], eqns: list[Equation], t
         same = outs is eqn.outvars and all(map(operator.is_, ins, eqn.invars))
         eqns.append(eqn if same else eqn.replace(invars=ins, outvars=outs))
     return [read(v) for v in program.outputs]
+
+
+def replaced(program: Program, at: int, by: Program) -> Program:
+    """``program`` with another in the place of its equation ``at``, of the same operands and results."""
+    eqns = program.eqns[:at]
+    made = _spliced(by, program.eqns[at].invars, eqns, set())
+    env = dict(zip(program.eqns[at].outvars, made, strict=True))
+    eqns += [eqn.replace(invars=[renamed(env, v) for v in eqn.invars]) for eqn in program.eqns[at + 1 :]]
+    return dataclasses.replace(program, eqns=eqns, outputs=[renamed(env, v) for v in program.outputs])
 
 
 def _expanded_in(params: dict[str, Any], expand: Expand) -> dict[str, Any]:
