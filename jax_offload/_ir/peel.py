@@ -36,7 +36,7 @@ def last_apart(program: Program, at: int) -> Program | None:
         if scan.length == 2:
             # Inlined, the activations of both iterations begin with zeros that jax 0.10's XLA makes in one operation
             # (12x4096x4096, 16384 tokens, H200: 9408 MiB, resident 8256; so 7360).
-            carry, ys = once(one, list(init), before, [y.aval.update(shape=y.aval.shape[1:]) for y in scan.ys])
+            carry, ys = once(one, list(init), before, [y.aval for y in scan.ys])
         else:
             carry, ys = jax.lax.scan(one, list(init), before, scan.length - 1, scan.reverse, scan.unroll)
         carry, y = one(carry, [x[last] for x in xs])
