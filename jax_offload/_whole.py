@@ -33,6 +33,7 @@ from jax_offload._emit.find import holds_update, is_update
 from jax_offload._emit.in_scan import one_after_the_other, scanned
 from jax_offload._emit.loop import or_batched
 from jax_offload._emit.region import bound, marked
+from jax_offload._emit.results import Known, in_time
 from jax_offload._emit.transfers import Names
 from jax_offload._ir.program import Program, expanded, flat
 from jax_offload._ir.slices import Slice
@@ -73,10 +74,13 @@ def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     env: dict[Var, Any] = dict(zip(program.inputs, [*program.consts, *args], strict=True))
     operands = ((name, renamed(step.operands, v)) for v, name in step.update.names.items())
     names = {x: name for name, x in operands if not isinstance(x, Literal)}
+    gated, loops = any(isinstance(part, Gate) for part in found.parts), Known()
     for part in found.parts:
         if isinstance(part, Gate):
             gate(env, part.held, part.waits_for)
         else:
+            if gated and isinstance(part, Slice):
+                part = dataclasses.replace(part, jaxpr=in_time(part.jaxpr, loops))
             env.update(_results_of(part, env, names))
     return guarded(values_of(env, program.outputs), list(args))
 
