@@ -38,9 +38,12 @@ def passes_of(gradients: Sequence[Any]) -> Passes | None:
     large = [x for x in gradients if math.prod(np.shape(x)) >= LARGE and equation_of(x) is not None]
     if not large:
         return None
-    eqns = equations_of_trace(large[0])
-    trace = _Scope({}, _makers(eqns))
-    walk = _Walk()
+    eqns, made = list[Any](), dict[Any, Any]()
+    for x in large:
+        if variable_of(x) not in made:  # in a branch, say, some are from the trace around it
+            more = equations_of_trace(x)
+            eqns, made = eqns + more, made | _makers(more)
+    trace, walk = _Scope({}, made), _Walk()
     for x in large:
         walk.back_from(_value(variable_of(x), trace))
     return Passes(sum(nbytes(v.aval) for v in walk.held), sum(map(_flops, eqns)), walk.scales_by_them())

@@ -113,6 +113,25 @@ def test_one_call_for_two_gradients():
     assert seen[0].held == 4 * ACTIVATION and not seen[0].scaled
 
 
+def test_gradients_of_two_traces():
+    """In a branch some are made there, and others around it."""
+    seen = []
+
+    def step(params, x):
+        grads = jax.grad(loss)(params, x)
+
+        def branch():
+            more = jax.grad(loss)({"w0": params["w0"]}, x)
+            seen.append(passes_of([*grads.values(), *more.values()]))
+            return 0
+
+        return jax.lax.cond(x[0, 0] > 0, branch, lambda: 1)
+
+    jax.jit(step).trace(PARAMS, jnp.ones((ROWS, WIDTH)))
+    assert seen[0].held == 2 * (LAYERS + 1) * ACTIVATION
+    assert seen[0].flops == (3 * LAYERS - 1 + 2) * MATMUL
+
+
 def test_large_gradients_beside_arrays():
     """What is known, an array, was made by no equation of the trace; the others still tell."""
     seen = []
