@@ -6,7 +6,8 @@ import pytest
 
 import jax_offload as jo
 from jax_offload._analysis.chips import chip
-from jax_offload._analysis.liveness import donations, peak
+from jax_offload._analysis.donated import donations
+from jax_offload._analysis.liveness import peak
 from jax_offload._analysis.whole_step import forward_share, in_one_scan
 from jax_offload._analysis.work import all_flops, seconds
 from tests.aot.cases import device_sharding
