@@ -17,8 +17,8 @@ from jax_offload._analysis.hlo import Op, started
 from jax_offload._analysis.sharing import NAMES, Key, Sharing, in_place, result_place
 
 PARAMETERS, STATE, BATCH = "parameters", "state on the device", "other arguments"
-GRADIENTS, ACTIVATIONS, WINDOW = "gradients", "activations", "window"
-KINDS = (PARAMETERS, STATE, BATCH, GRADIENTS, ACTIVATIONS, WINDOW)
+GRADIENTS, ACTIVATIONS, WINDOW, GATHERED = "gradients", "activations", "window", "gathered from devices"
+KINDS = (PARAMETERS, STATE, BATCH, GRADIENTS, ACTIVATIONS, WINDOW, GATHERED)
 SCOPE = re.compile(r"jax_offload/(prefetch|update|write-back)/")
 
 _CALLS = ("while", "call", "conditional")
@@ -53,6 +53,15 @@ class Buffers:
         shapes |= {shape[1:] for shape in shapes if len(shape) > 2} | {(1, *s[1:]) for s in shapes if len(s) > 2}
         backward: set[Key] = set()
         window: set[Key] = set()
+        gathered = {
+            self._of((name, op.name, place)): op.leaves[place].shape
+            for name in self.sharing.reached
+            for op in self.ops(name)
+            if _gathers(self.costs, op)
+            for place in op.leaves  # of several arrays at once, a tuple; a start names its operands first
+            if not op.opcode.endswith("-start") or place[0] == 1
+        }
+        shapes |= {*gathered.values()}  # and such gradients are to be scattered
         for name in self.sharing.reached:
             for op in self.ops(name):
                 for place, array in op.leaves.items():
@@ -71,6 +80,7 @@ class Buffers:
                         self._of((name, operand, ())) for operand in op.operands[:2]}  # fmt: skip
         self.kind = dict.fromkeys(self.nbytes, ACTIVATIONS)
         self.kind |= dict.fromkeys(window & self.nbytes.keys(), WINDOW)
+        self.kind |= dict.fromkeys(gathered.keys() & self.nbytes.keys(), GATHERED)
         self.kind |= dict.fromkeys(backward & self.nbytes.keys(), GRADIENTS)
         for key, number in self.sharing.argument_of.items():
             self.kind[key] = self.roles.get(number, BATCH)
@@ -177,3 +187,8 @@ class Buffers:
                     made.remove(self.nbytes[key])
                     found.add(key)
         return found
+
+
+def _gathers(costs: Costs, op: Op) -> bool:
+    inside = [o.opcode for _, o in costs.inside(op)] if op.opcode == "async-start" else []
+    return "all-gather" in (op.opcode.removesuffix("-start"), *inside)

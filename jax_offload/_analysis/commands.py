@@ -64,6 +64,7 @@ def errors() -> Iterator[None]:
 @click.option("--width", type=int, help="Of a layer; where one of these two is left out it follows from --params.")
 @click.option("--devices", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--shard-over", help="Divide the state over these devices, an axis of that name (ZeRO-1).")
+@click.option("--fsdp", is_flag=True, help="Divide parameters, gradients and state over these devices.")
 @click.option("--device-memory", help="What a step may use of one device: 80GiB.")
 @click.option("--target", "compile_for", help="Compile a step of TARGET for this chip: h200, v5e:2x2 (minutes).")
 @click.option("--json", "as_json", is_flag=True, help="All figures, as JSON.")
@@ -145,7 +146,7 @@ def _of_description(given: dict[str, Any]) -> Forecast:
     model = described(
         int(given["params"]), given["optimizer"], given["param_dtype"], master=given["master"],
         storage=given["storage"], clip=given["clip"], layers=layers, width=width, devices=given["devices"],
-        shard_over=given["shard_over"],
+        shard_over=given["shard_over"], fsdp=given["fsdp"],
     )  # fmt: skip
     missing = [option for option, value in (("--layers", layers or width), ("--tokens", tokens)) if not value]
     activations, said = None, f"{NO_ACTIVATIONS}; {' and '.join(missing)} would tell"
@@ -153,6 +154,7 @@ def _of_description(given: dict[str, Any]) -> Forecast:
         itemsize = model.params["mlp"].dtype.itemsize
         activations = int(tokens) // given["devices"] * model.layers * model.width * itemsize
         said = f"activations: a checkpoint around each of {model.layers} layers of width {model.width}"
+    said += "; the layers that FSDP gathers are not in these peaks" if given["fsdp"] else ""
     forecast = of_optimizer(model.tx, model.params, setting, None, activations, model.called)
     notes = (said, *(note for note in forecast.notes if note != NO_ACTIVATIONS))
     return dataclasses.replace(forecast, notes=notes)

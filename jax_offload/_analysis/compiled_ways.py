@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from jax_offload._analysis.compiled import Compiled, compiled
-from jax_offload._analysis.liveness import successors
+from jax_offload._analysis.donated import successors
 from jax_offload._analysis.option import Option
-from jax_offload._analysis.resident import on_device, resident
 from jax_offload._analysis.schedule import Program
 from jax_offload._analysis.setting import Setting, priced
 from jax_offload._analysis.timeline import played
@@ -33,50 +32,51 @@ def compiled_labels(target: str) -> tuple[tuple[str, str], ...]:
     )
 
 
-def compiled_for(
-    target: str,
-    option: Option,
-    plain: ClosedJaxpr,
-    leaves: Sequence[Any],
-    setting: Setting,
-    turned: Pipelined | None,
-    args: Sequence[Any],
-) -> Option:
-    """An estimated row with the compiler's figures.
+@dataclasses.dataclass(frozen=True)
+class Compiler:
+    """What compiles a step's rows.
 
-    Args:
+    Attributes:
       target: the chip.
-      option: the row; that of a pipelined step stays where ``turned`` is ``None``.
       plain: the step, traced; ``leaves`` are its flat arguments, abstract.
+      resident: the step with its state on the device, of ``there``.
       setting: where it runs.
-      turned: the pipelined step, with its ``args``.
+      turned: what ``jo.pipelined`` made of the step, with its ``args``; without it that row stays estimated.
     """
-    if option.name == "jo.pipelined" and turned is None:
-        return option
-    try:
-        program = _compiled(target, option.name, plain, leaves, turned, args)
-    except jax.errors.JaxRuntimeError as error:  # a TPU's compiler gives up where memory does not suffice
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        said = f"{option.name}: {GIVES_UP} {target} has too little memory; its figures here are estimates"
-        return dataclasses.replace(option, fits=False, why_not=said)
-    return _with(option, program, setting)
 
+    target: str
+    plain: ClosedJaxpr
+    leaves: Sequence[Any]
+    resident: Callable[..., Any]
+    there: Sequence[Any]
+    setting: Setting
+    turned: Pipelined | None
+    args: Sequence[Any]
 
-def _compiled(
-    target: str, name: str, plain: ClosedJaxpr, leaves: Sequence[Any], turned: Pipelined | None, args: Sequence[Any]
-) -> Compiled:
-    if name == "jo.pipelined":
-        return compiled(turned, tuple(args), {}, target)
-    step: Any = jax_fun(plain)
-    given = [on_a_mesh(x) for x in leaves]
-    if name == "resident":
-        step, given = resident(plain), [on_a_mesh(on_device(x)) for x in leaves]
-    nexts = successors(emitted(plain).jaxpr, len(leaves))
-    # what is returned in the place of an argument lies where that does; of the others XLA decides
-    out = [sharding_of(given[nexts[k]]) if k in nexts else None for k in range(len(plain.jaxpr.outvars))]
-    how = {"donate_argnums": tuple(sorted(nexts.values())), "out_shardings": out}
-    return compiled(Jitted(step, how) if name == "jo.jit" else jax.jit(step, **how), tuple(given), {}, target)
+    def row(self, option: Option) -> Option:
+        """An estimated row with the compiler's figures."""
+        if option.name == "jo.pipelined" and self.turned is None:
+            return option
+        try:
+            return _with(option, self._compiled(option.name), self.setting)
+        except jax.errors.JaxRuntimeError as error:  # a TPU's compiler gives up where memory does not suffice
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            said = f"{option.name}: {GIVES_UP} {self.target} has too little memory; its figures here are estimates"
+            return dataclasses.replace(option, fits=False, why_not=said)
+
+    def _compiled(self, name: str) -> Compiled:
+        if name == "jo.pipelined":
+            return compiled(self.turned, tuple(self.args), {}, self.target)
+        at_home = name == "resident"
+        step: Any = self.resident if at_home else jax_fun(self.plain)
+        given = [on_a_mesh(x) for x in (self.there if at_home else self.leaves)]
+        nexts = successors(emitted(self.plain).jaxpr, len(given))
+        # what is returned in the place of an argument lies where that does; of the others XLA decides
+        out = [sharding_of(given[nexts[k]]) if k in nexts else None for k in range(len(self.plain.jaxpr.outvars))]
+        how = {"donate_argnums": tuple(sorted(nexts.values())), "out_shardings": out}
+        jitted = Jitted(step, how) if name == "jo.jit" else jax.jit(step, **how)
+        return compiled(jitted, tuple(given), {}, self.target)
 
 
 def _with(option: Option, program: Compiled, setting: Setting) -> Option:

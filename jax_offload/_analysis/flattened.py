@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jax_offload._base.arrays import nbytes
+from jax_offload._analysis.divided import ALONE, Division
 from jax_offload._base.jaxprs import Equation, Jaxpr, Literal, branches_of, scan_of, sub_jaxprs
 from jax_offload._base.memory import is_host_aval
 
@@ -46,7 +46,7 @@ class Flattened:
 
     Attributes:
       inputs, outputs: numbers; an output that is a constant has -1.
-      sizes: bytes of device memory of each array; what is in host memory takes none.
+      sizes: bytes of each array in the memory of one device; what is in host memory takes none.
       types: shape and dtype, and whether it is on the host.
     """
 
@@ -101,15 +101,15 @@ def _called(eqn: Equation) -> Jaxpr | None:
     return next((jaxpr for jaxpr, _ in sub_jaxprs(eqn)), None)
 
 
-def flattened(jaxpr: Jaxpr) -> Flattened:
-    """Of an open jaxpr; its constants are inputs too."""
+def flattened(jaxpr: Jaxpr, division: Division = ALONE) -> Flattened:
+    """Of an open jaxpr; its constants are inputs too. ``division``: how its arrays are divided between devices."""
     sizes: dict[int, int] = {}
     types: dict[int, tuple[Any, ...]] = {}
     nodes: list[Node] = []
 
     def new(v: Any) -> int:
         k, host = len(types), is_host_aval(v.aval)
-        sizes[k] = 0 if host or not hasattr(v.aval, "dtype") else nbytes(v.aval)
+        sizes[k] = 0 if host else division.own(v.aval)
         types[k] = getattr(v.aval, "shape", ()), str(getattr(v.aval, "dtype", "")), host
         return k
 

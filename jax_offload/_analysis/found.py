@@ -110,11 +110,12 @@ def problems(program: Compiled, played: Timeline) -> tuple[Problem, ...]:
 def _nothing_there(program: Compiled) -> list[Problem]:
     if any(given.host for given in program.given.values()) or "S(5)" in program.text:
         return []
-    state = [given for given in program.given.values() if given.state]
+    arrays = handed(program.text)
+    state = [arrays[number,].nbytes for number, given in program.given.items() if given.state]
     return [
         Problem(
             f"nothing that this step is given is in host memory; its optimizer state has {len(state)} leaves, "
-            f"{sum(x.nbytes for x in state) / _MIB:.2f} MiB, on the device. Wrap the optimizer, "
+            f"{sum(state) / _MIB:.2f} MiB, on the device. Wrap the optimizer, "
             "jax_offload.offload(...), and make the state with its init; or move one that is there: "
             "jax_offload.to_host(tx, state)"
         )

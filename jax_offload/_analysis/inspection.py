@@ -32,8 +32,9 @@ class Inspection:
     Attributes:
       target: the chip it is compiled for, or the platform that it is for.
       peak: of device memory in the step, as XLA's compiler has it.
-      parts: of it, by what it is: parameters, gradients, activations, window and so on. Worked out from the schedule:
-        what lives when the most is held; ``rest`` is what XLA has beside, or below zero what it saves.
+      parts: of it, by what it is: parameters, gradients, activations, window, what other devices hand over and
+        so on. Worked out from the schedule: what lives when the most is held; ``rest`` is what XLA has beside, or below
+        zero what it saves.
       host: pinned host memory that the step's arguments, results and temporaries take.
       host_temp: of it, temporaries. A program that streams in place has none.
       transfers: between host and device, one for each leaf and direction.

@@ -20,6 +20,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from jax_offload._analysis.divided import ALONE, Division
+from jax_offload._analysis.donated import paired_with
 from jax_offload._analysis.flattened import Flattened, Loop, Node, bodies, flattened, loop_of
 from jax_offload._base.jaxprs import Jaxpr
 from jax_offload._ir.primitives import ELEMENTWISE, REDUCE
@@ -30,6 +32,7 @@ FUSED = (ELEMENTWISE - _MOVES - {GATE}) | frozenset(
     "broadcast_in_dim iota slice dynamic_slice pad rev gather concatenate random_bits random_wrap random_unwrap "
     "threefry2x32 random_seed split".split()
 )
+MATMULS = ("dot_general", "conv_general_dilated")
 _IN_PLACE = frozenset(
     ("dynamic_update_slice", "scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter-min", "scatter-max")
 )
@@ -57,58 +60,36 @@ class Event:
     taken: list[int] = dataclasses.field(default_factory=list[int])
 
 
-def peak(jaxpr: Jaxpr, donated: Sequence[bool], *, early: bool = False) -> int:
-    """Bytes on the device at the worst moment, arguments and results included.
+def peak(
+    jaxpr: Jaxpr, donated: Sequence[bool], *, early: bool = False, division: Division = ALONE,
+    own: Sequence[int] | None = None,
+) -> int:  # fmt: skip
+    """Bytes on a device at the worst moment, arguments and results included.
 
     Args:
       jaxpr: an open one, of a whole step.
       donated: for each of its inputs; its constants are not.
       early: whether operations run as soon as they can.
+      division: how arrays are divided between devices.
+      own: bytes of each input on one device, where that does not tell.
     """
-    program = flattened(jaxpr)
+    program = flattened(jaxpr, division)
     given = [False] * (len(program.inputs) - len(donated)) + list(donated)
-    return Lives(program, early).peak(
-        owned=program.inputs,
-        kept=[k for k, d in zip(program.inputs, given, strict=True) if not d],
-        results=program.outputs,
-        paired=_paired(program, given),
-    )
-
-
-def donations(jaxpr: Jaxpr, count: int) -> list[bool]:
-    """Which of the last ``count`` inputs a result is like: what a training step donates."""
-    taken = {*successors(jaxpr, count).values()}
-    return [k in taken for k in range(count)]
-
-
-def successors(jaxpr: Jaxpr, count: int) -> dict[int, int]:
-    """Number of a result -> that among the last ``count`` inputs of the one that it is like, its next value."""
-    program = flattened(jaxpr)
-    first = len(program.inputs) - count
-    place = {k: at - first for at, k in enumerate(program.inputs)}
-    pairs = _paired(program, [False] * first + [True] * count)
-    numbers = {k: at for at, k in reversed([*enumerate(program.outputs)])}
-    return {numbers[result]: place[k] for result, k in pairs.items()}
-
-
-def _paired(program: Flattened, donated: Sequence[bool]) -> dict[int, int]:
-    """Result -> the donated argument of its type whose buffer it takes."""
-    free: defaultdict[Any, list[int]] = defaultdict(list)
-    for k, d in zip(program.inputs, donated, strict=True):
-        if d:
-            free[program.types[k]].append(k)
-    inputs, found = {*program.inputs}, dict[int, int]()
-    for k in program.outputs:
-        if k >= 0 and k not in inputs and k not in found and free[program.types[k]]:
-            found[k] = free[program.types[k]].pop(0)
-    return found
+    lives = Lives(program, early, division)
+    lives.sizes.update(zip(program.inputs[len(program.inputs) - len(own or ()) :], own or (), strict=True))
+    paired = paired_with(program, given)
+    lives.sizes.update((new, lives.sizes[old]) for new, old in paired.items())
+    kept = [k for k, d in zip(program.inputs, given, strict=True) if not d]
+    return lives.peak(owned=program.inputs, kept=kept, results=program.outputs, paired=paired)
 
 
 class Lives:
     """Of a program's buffers."""
 
-    def __init__(self, program: Flattened, early: bool) -> None:
-        self.program, self.early, self.sizes = program, early, program.sizes
+    def __init__(self, program: Flattened, early: bool, division: Division = ALONE) -> None:
+        self.program, self.early, self.division = program, early, division
+        self.sizes = dict(program.sizes)
+        self.whole: dict[int, int] = {}  # a parameter that is divided -> the whole one, gathered for matmuls
         self.roots: dict[int, tuple[int, ...]] = {}  # of what is fused: the buffers that it is made of
         self.events: list[Event] = []
         self.later: dict[int, int] = {}  # the last operation that names an array
@@ -236,15 +217,37 @@ class Lives:
         loop = loop_of(node.eqn)
         if loop is not None:
             first = len(node.operands) - len(loop.body.invars) + loop.consts
-            carried = [k for k in node.operands[first : first + loop.carry] if k >= 0]
+            begun = node.operands[first : first + loop.carry]
+            carried = [k for k in begun if k >= 0]
             stacked, carry = list(node.makes[loop.carry :]), list(node.makes[: loop.carry])
-            self.events.append(Event(list(node.reads), stacked, self._of_loop(loop), node=node, taken=carried))
+            self.sizes.update((new, self.sizes[old]) for old, new in zip(begun, carry, strict=True) if old >= 0)
+            most = self._of_loop(loop, [self.sizes[k] for k in carry])
+            self.events.append(Event(list(node.reads), stacked, most, node=node, taken=carried))
             self.events.append(Event([], carry))
         elif inner := bodies(node.eqn):
             most = max(self._of_branch(body) for body in inner)
             self.events.append(Event(list(node.reads), list(node.makes), most, node=node))
+        elif node.name in MATMULS and self.division.weights:
+            gathered = [self._gathered(k, v.aval) for k, v in zip(node.operands, node.eqn.invars, strict=True)]
+            made = zip(node.eqn.outvars, node.makes, strict=True)
+            scattered = sum(self.division.gathered(v.aval, self.sizes[k]) for v, k in made)
+            if scattered:  # XLA runs the backward matmuls of a layer side by side
+                gathered += [self.whole[k] for k in [*self.whole][-1:] if self.sizes[self.whole[k]] == scattered]
+            reads = [*node.reads, *(k for k in gathered if k != -1)]
+            self.events.append(Event(reads, list(node.makes), scattered, node=node))
         else:
             self.events.append(Event(list(node.reads), list(node.makes), node=node))
+
+    def _gathered(self, k: int, aval: Any) -> int:
+        """The number of the whole one of a parameter; -1 where nothing is gathered."""
+        beyond = self.division.gathered(aval, self.sizes[k]) if k >= 0 else 0
+        if not beyond:
+            return -1
+        if k not in self.whole:
+            self.whole[k] = new = -2 - len(self.whole)
+            self.sizes[new] = beyond
+            self.events.append(Event([k], [new]))
+        return self.whole[k]
 
     def _same_size(self, reads: Sequence[int], makes: Sequence[int]) -> dict[int, int]:
         over: dict[int, int] = {}
@@ -261,28 +264,28 @@ class Lives:
             if (roots := self.roots.pop(k, None)) is not None and self.sizes[k]:
                 self.events.append(Event(list(roots), [k], over=self._same_size(roots, [k])))
 
-    def _of_loop(self, loop: Loop) -> int:
+    def _of_loop(self, loop: Loop, carried: Sequence[int]) -> int:
+        """``carried``: bytes of what it carries on one device, as outside."""
         key = id(loop.body), self.early
         if key not in self.inside:
-            program = flattened(loop.body)
+            program = flattened(loop.body, self.division)
             start = len(program.inputs) - len(loop.body.invars)
             inputs = program.inputs[start:]
             carry, rows = inputs[loop.consts : loop.consts + loop.carry], inputs[loop.consts + loop.carry :]
-            lives = Lives(program, False)
+            lives = Lives(program, False, self.division)
             lives.inside = self.inside
-            consts = program.inputs[:start] + inputs[: loop.consts]
-            outside = dict.fromkeys(consts, 0)
-            lives.sizes = {**program.sizes, **outside}
+            lives.sizes.update(dict.fromkeys(program.inputs[:start] + inputs[: loop.consts], 0))
+            nexts = program.outputs[: loop.carry]
+            lives.sizes.update(zip((*nexts, *carry), (*carried, *carried), strict=True))
             self.inside[key] = lives.peak(
-                owned=carry, kept=(), results=program.outputs[: loop.carry],
-                paired=dict(zip(program.outputs[: loop.carry], carry, strict=True)),
-                rows=rows, stacked=program.outputs[loop.carry :],
+                owned=carry, kept=(), results=nexts, paired=dict(zip(nexts, carry, strict=True)), rows=rows,
+                stacked=program.outputs[loop.carry :],
             )  # fmt: skip
         return self.inside[key]
 
     def _of_branch(self, body: Jaxpr) -> int:
-        program = flattened(body)
-        lives = Lives(program, False)
+        program = flattened(body, self.division)
+        lives = Lives(program, False, self.division)
         lives.inside = self.inside
         lives.sizes = {**program.sizes, **dict.fromkeys(program.inputs, 0), **{k: 0 for k in program.outputs if k >= 0}}
         return lives.peak(owned=(), kept=(), results=program.outputs, paired={})

@@ -36,20 +36,28 @@ class Described:
 def described(
     n: int, optimizer: str, dtype: str, *, master: str | None = None, storage: str | None = None, clip: bool = False,
     layers: int | None = None, width: int | None = None, devices: int = 1, shard_over: str | None = None,
+    fsdp: bool = False,
 ) -> Described:  # fmt: skip
     """A transformer of ``n`` parameters, and its optimizer.
 
     Raises:
       ValueError: an option does not fit.
     """
-    sharding = None
+    axis, mesh = shard_over or "data", None
     if devices > 1:
-        mesh = AbstractMesh((devices,), (shard_over or "data",))
-        sharding = NamedSharding(mesh, PartitionSpec())
-    elif shard_over is not None:
-        raise ValueError("shard-over: is an axis of several devices; give --devices too.")
+        mesh = AbstractMesh((devices,), (axis,))
+    elif shard_over is not None or fsdp:
+        option = "fsdp: divides parameters over" if fsdp else "shard-over: is an axis of"
+        raise ValueError(f"{option} several devices; give --devices too.")
+    if fsdp and shard_over is not None:
+        raise ValueError(
+            "shard-over: with --fsdp the state is divided as the parameters; leave out the one or the other."
+        )
     layers, width = shape_of(n, layers, width)
-    params = _parameters(n, layers, width, _dtype("param-dtype", dtype), sharding)
+    if fsdp and width % devices:
+        raise ValueError(f"devices: {devices} do not divide the width, {width}, as --fsdp would.")
+    place = None if mesh is None else NamedSharding(mesh, PartitionSpec(None, axis) if fsdp else PartitionSpec())
+    params = _parameters(n, layers, width, _dtype("param-dtype", dtype), place)
     inner, called = _optimizer(optimizer)
     if clip:
         inner = optax.chain(optax.clip_by_global_norm(1.0), inner)

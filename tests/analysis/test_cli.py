@@ -67,6 +67,16 @@ def test_a_model_of_70e9_on_eight_devices():
     assert found["missing"] > 150 * 2**30
 
 
+def test_fsdp_divides_parameters_too():
+    """Width 8192 over eight devices: an eighth of everything on each."""
+    model = "plan --params 70e9 --master float32 --layers 80 --width 8192 --tokens 65536 --chip h100".split()
+    done = run(*model, "--devices", 8, "--fsdp", "--json")
+    options = {option["name"]: option for option in json.loads(done.stdout)["options"]}
+    n, offload = 70e9 // 8192 * 8192, options["offload"]
+    assert offload["parameters"] == offload["gradients"] == n * 2 / 8
+    assert offload["host"] == pytest.approx(12 * n / 8) and "ZeRO-1" not in options
+
+
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [
@@ -76,6 +86,9 @@ def test_a_model_of_70e9_on_eight_devices():
         ([*SEVEN, "--device-memory", "much"], 2, "device_memory: expected"),
         ([*SEVEN, "--optimizer", "adamwww"], 2, "optax has no 'adamwww'"),
         ([*SEVEN, "--shard-over", "data"], 2, "give --devices"),
+        ([*SEVEN, "--fsdp"], 2, "fsdp: divides parameters over several devices; give --devices"),
+        ([*SEVEN, "--fsdp", "--devices", "8", "--shard-over", "data"], 2, "leave out the one or the other"),
+        ([*SEVEN, "--fsdp", "--devices", "7", "--width", "4096"], 2, "devices: 7 do not divide the width, 4096"),
         ([*SEVEN, "--param-dtype", "bf17"], 2, "param-dtype: expected"),
         (["plan", "no_such_module:f"], 2, "No module named"),
         (["plan", "nonsense"], 2, "expected module:function"),

@@ -6,7 +6,9 @@ import pytest
 
 import jax_offload as jo
 from jax_offload._analysis.chips import chip
-from jax_offload._analysis.liveness import donations, peak
+from jax_offload._analysis.divided import Division
+from jax_offload._analysis.donated import donations
+from jax_offload._analysis.liveness import peak
 from jax_offload._analysis.whole_step import forward_share, in_one_scan
 from jax_offload._analysis.work import all_flops, seconds
 from tests.aot.cases import device_sharding
@@ -215,3 +217,20 @@ def test_it_says_what_does_not_fit():
     step, args = step_and_args(jo.offload(ADAMW), True)
     forecast = jo.plan(step, *args, device_memory="2GiB")
     assert forecast.recommended is None and forecast.missing > 0
+
+
+def test_a_divided_parameter_is_gathered_for_its_matmuls():
+    """On four devices, a weight of 1 MiB in quarters: x 0.5 (of 2), w 0.25, with the whole one until the second matmul.
+
+    At the second one: x, w and the 0.75 that is missing of it, its operand 0.5, its result 0.5. A whole gradient, as
+    it is made, has 0.75 more than its quarter.
+    """
+    w, x = matrix(), jax.ShapeDtypeStruct((2 * N, N), jnp.float32)
+    division = Division(4, {(N, N): 4})
+
+    def at_most(fun):
+        jaxpr = jax.make_jaxpr(fun)(x, w).jaxpr
+        return peak(jaxpr, [False, False], division=division) / MIB
+
+    assert at_most(lambda x, w: x @ w @ w) == 0.5 + 0.25 + 0.75 + 0.5 + 0.5
+    assert at_most(lambda x, w: x.T @ x + w) == 0.5 + 0.25 + 1

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_offload as jo
 from benchmarks.harness import systems
@@ -20,7 +21,7 @@ from benchmarks.harness.systems import OURS
 from benchmarks.in_jax.system import program
 from jax_offload._whole import rewritten as whole
 from tests.aot.cases import device_sharding
-from tests.aot.harness import H200, MIB, Measured, measure
+from tests.aot.harness import H200, MIB, Measured, measure, mesh_for
 from tests.aot.model import ADAMW, CLIPPED, loss, parameters, step_of
 
 
@@ -33,13 +34,14 @@ class Model:
     args: tuple[Any, ...]
     tokens: int
     ways: tuple[str, ...] = ("jax.jit", "jo.jit")
+    devices: int = 1
 
     def compiled(self, way: str) -> Measured:
         out = jax.tree.map(lambda a: a.sharding, self.args[:2])
         returned = jax.eval_shape(self.step, *self.args)
         out = (*out, *([device_sharding(H200)] * (len(returned) - 2)))
         step = whole(self.step) if way == "jo.jit" else self.step
-        return measure(H200, step, self.args, (0, 1), out, jo.compiler_options("cuda"))
+        return measure(H200, step, self.args, (0, 1), out, jo.compiler_options("cuda"), self.devices)
 
 
 def toys() -> Iterator[Model]:
@@ -66,6 +68,27 @@ def after() -> Iterator[Model]:
     yield _gpt("GPT 2.7B, 1 scan", SHAPES["2.7b"], 8192, 1, False)
     yield mixture()
     yield vit()
+
+
+def sharded(layers: int = 24, width: int = 4096, tokens: int = 512) -> Iterator[Model]:
+    """On four devices, so many tokens on each: parameters divided (FSDP), and the state alone (ZeRO-1)."""
+    mesh = mesh_for(H200, (4,), ("data",))
+
+    def placed(*spec: str | None) -> Any:
+        return NamedSharding(mesh, PartitionSpec(*spec), memory_kind="device")
+
+    for name, stacked, spec, over in (
+        ("FSDP, stacked", True, (None, "data"), None),
+        ("FSDP, unrolled", False, ("data",), None),
+        ("ZeRO-1, stacked", True, (), "data"),
+        ("ZeRO-1, unrolled", False, (), "data"),
+        ("replicated, stacked", True, (), None),
+    ):
+        params, tx = parameters(layers, width, stacked, placed(*spec)), jo.offload(ADAMW, shard_over=over)
+        x = jax.ShapeDtypeStruct((4 * tokens, width), jnp.float32, sharding=placed("data"))
+        step = step_of(tx, loss, update_params=True)
+        args = params, jo.abstract_state(tx, params), x
+        yield Model(f"4 devices, {layers}×{width}², {name}", step, args, 4 * tokens, devices=4)
 
 
 def mixture(layers: int = 12, width: int = 2048, experts: int = 8, tokens: int = 4096, capacity: int = 1024) -> Model:
@@ -179,4 +202,4 @@ HEADER = (
     "| model | | estimated peak, MiB | compiled | miss | predicted added | simulated |\n"
     "|---|---|---:|---:|---:|---:|---:|"
 )
-PARTS: dict[str, Callable[[], Iterator[Model]]] = {"toys": toys, "gpts": gpts, "after": after}
+PARTS: dict[str, Callable[[], Iterator[Model]]] = {"toys": toys, "gpts": gpts, "after": after, "sharded": sharded}

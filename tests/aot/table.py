@@ -259,7 +259,7 @@ def unrolled() -> None:
 
 
 def forecasts() -> None:
-    """What ``jo.plan`` says of steps, beside what is compiled. ``python -m tests.aot.table plan [toys|gpts|after]``."""
+    """What ``jo.plan`` says of steps, beside what is compiled. ``python -m tests.aot.table plan [toys|...]``."""
     chosen = [name for name in sys.argv[2:] if name in PARTS] or list(PARTS)
     print(HEADER)
     for name in chosen:

@@ -3,7 +3,7 @@
 import pytest
 
 import jax_offload as jo
-from tests.aot.forecasts import mixture, vit
+from tests.aot.forecasts import mixture, sharded, vit
 from tests.aot.harness import H200, MIB, require
 
 
@@ -25,3 +25,16 @@ def test_models_that_the_rules_were_not_made_on(make, way):
     assert option.loaded / MIB == pytest.approx(compiled.loaded, rel=0.01)
     assert option.stored / MIB == pytest.approx(compiled.stored, rel=0.01)
     assert option.host / MIB == pytest.approx(compiled.host_arguments, rel=0.01)
+
+
+@pytest.mark.parametrize("way", [pytest.param("jax.jit", marks=pytest.mark.long("as jo.jit's")), "jo.jit"])
+def test_on_four_devices(way):
+    """Per device. Layers in one scan within 10 %; others within the range, as XLA gathers ahead what it wants to."""
+    require(H200)
+    for model in sharded(8, 2048, 256):
+        row, compiled = jo.plan(model.step, *model.args)[way], model.compiled(way)
+        low, high = (n / MIB for n in row.peak_range)
+        assert 0.9 * low <= compiled.peak <= 1.1 * high, model.name
+        assert (low == high) is ("stacked" in model.name)
+        assert (row.loaded / MIB, row.stored / MIB) == pytest.approx((compiled.loaded, compiled.stored), rel=0.01)
+        assert row.host / MIB == pytest.approx(compiled.host_arguments, rel=0.01)

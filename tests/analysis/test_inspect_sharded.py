@@ -1,0 +1,59 @@
+"""``inspect`` and ``verify`` of steps on four devices: bytes are those of one."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jax_offload as jo
+from tests.aot.forecasts import sharded
+from tests.aot.harness import H200, mesh_for, require
+from tests.aot.model import ADAMW, CLIPPED, loss, parameters, step_of
+
+MIB = 2**20
+MODELS = ("FSDP, stacked", "FSDP, unrolled", "ZeRO-1, stacked", "ZeRO-1, unrolled", "replicated, stacked")
+
+
+@pytest.mark.parametrize("name", MODELS[:4])
+def test_per_device(name):
+    """Six layers of 4 MiB: 24 of parameters, 48 of state; a quarter of the state, and under FSDP of all, on each."""
+    require(H200)
+    model = list(sharded(6, 1024, 256))[MODELS.index(name)]
+    out = jax.tree.map(lambda a: a.sharding, model.args[:2])
+    seen = jo.verify(jo.jit(model.step, donate_argnums=(0, 1), out_shardings=out), *model.args, target=H200)
+    assert seen.problems == () and (seen.host, seen.host_temp) == (12 * MIB, 0)
+    own = 6 if "FSDP" in name else 24
+    assert own * MIB <= seen.parts["parameters"] <= (own + 1) * MIB  # a layer's new ones, unrolled
+    again = 2 * MIB if "stacked" in name else 0  # a row of each moment moves twice
+    assert seen.loaded == seen.stored == 12 * MIB + again
+    assert abs(seen.parts["rest"]) <= 0.1 * seen.peak
+    assert seen.timeline.collectives > 0
+    if name == "FSDP, stacked":  # a layer for its matmuls; unrolled, whole gradients wait for one scatter
+        assert seen.parts["gathered from devices"] == 4 * MIB
+    elif "unrolled" in name:
+        assert seen.parts["gradients"] >= 24 * MIB
+
+
+def placed(*spec, kind="device"):
+    return NamedSharding(mesh_for(H200, (4,), ("data",)), PartitionSpec(*spec), memory_kind=kind)
+
+
+def test_a_pipelined_step():
+    """Gradients wait where their parameters lie."""
+    require(H200)
+    params, tx = parameters(6, 1024, True, placed(None, "data")), jo.offload(CLIPPED)
+    batch = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=placed("data"))
+    train = jo.pipelined(step_of(tx, loss, update_params=True), donate_argnames=("params", "state"))
+    seen = jo.verify(train, params, jo.abstract_state(tx, params), batch, target=H200)
+    assert (seen.parts["parameters"], seen.host, seen.host_temp) == (6 * MIB, 12 * MIB, 0)
+
+
+def test_a_resident_state():
+    """48 MiB of moments, a quarter on each device."""
+    require(H200)
+    params = parameters(6, 1024, True, placed(None, "data"))
+    leaf = jax.ShapeDtypeStruct((6, 1024, 1024), jnp.float32, sharding=placed(None, "data"))
+    state = jax.tree.map(lambda x: leaf if x.ndim else x, jax.eval_shape(ADAMW.init, params))
+    fun = jax.jit(lambda p, s: ADAMW.update(p, s, p), donate_argnums=1)
+    with pytest.raises(ValueError, match=r"state has 3 leaves, 12.00 MiB, on the device"):
+        jo.verify(fun, params, state, target=H200)
