@@ -22,7 +22,7 @@ from jax_offload._base.shardings import Layouts, Shardings, inside_shard_map
 from jax_offload._emit.skip import updated_unless
 from jax_offload._features import adopted, checked_update, look
 from jax_offload._home import Home, check_not_in_pmap, returned
-from jax_offload._placement import Leaf, Policy, Select, marked, place, warn_of_nothing
+from jax_offload._placement import Leaf, Policy, Select, marked, place, place_next, warn_of_nothing
 from jax_offload._plan.options import Options
 from jax_offload._plan.order import Order
 from jax_offload._precision.storage import rules_of
@@ -57,7 +57,7 @@ def offload(
       fraction: share of the eligible state, in bytes over all devices, that lives on the host: a float in [0, 1],
         or a pytree prefix of the parameters with a float per subtree. Leaves are taken in the order of the backward
         pass, up to where the error is smallest. 0, without ``shard_over`` and ``storage``, is ``inner`` itself, which
-        also takes ``skip``.
+        also takes ``skip``; the other options are checked all the same.
       select: which parameters' state may move: a pytree prefix of the parameters with bools; regular expressions
         (one or several) searched in a parameter's path ``a/b/c``; or a callable on that path and the state leaf. A
         rule that matches no parameter is an error.
@@ -124,7 +124,7 @@ def offload(
     policy = Policy(fraction, select, min_bytes, order, axes_of(shard_over))
     rules = rules_of(storage)
     if isinstance(fraction, (int, float)) and fraction == 0 and not policy.shard_over and not rules:
-        return _skipping(optax.with_extra_args_support(inner))
+        return _skipping(optax.with_extra_args_support(inner), policy)
     inner = optax.with_extra_args_support(inner)
     optimizer, inner = inner, with_storage(inner, rules, min_bytes) if rules else inner
     remembered: Remembered = {}
@@ -194,7 +194,7 @@ def offload(
             except Exception as error:
                 check_typed(sharded, error)
                 raise
-            new_state = _store(new_state, place(policy, new_state, like), like, shardings)
+            new_state = _store(new_state, place_next(policy, state, plan, new_state, like), like, shardings)
             return resharded(updates, options.replicated), new_state
 
         return streamed(recipe, (updates, state, params, extra_args), next_of=(0, 1), options=options)
@@ -211,15 +211,22 @@ def offload(
     )
 
 
-def _skipping(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
-    """``inner`` where nothing is offloaded: it too must not lose ``skip``, which a chain would not miss."""
+def _skipping(inner: optax.GradientTransformationExtraArgs, policy: Policy) -> optax.GradientTransformationExtraArgs:
+    """``inner`` where nothing is offloaded: it too must not lose ``skip``, which a chain would not miss. And a rule
+    that fits no parameter is found before the fraction is more than 0."""
+
+    def init_fn(params: optax.Params) -> optax.OptState:
+        state = inner.init(params)
+        place(policy, state, params)
+        return state
 
     def update_fn(updates: Any, state: Any, params: Any = None, *, skip: Any = None, **extra_args: Any) -> Any:
         if skip is None:
             return inner.update(updates, state, params, **extra_args)
         return updated_unless(skip, lambda u, s: inner.update(u, s, params, **extra_args), updates, state)
 
-    return optax.GradientTransformationExtraArgs(inner.init, update_fn)
+    has_rules = policy.select is not None or policy.order is not None
+    return optax.GradientTransformationExtraArgs(init_fn if has_rules else inner.init, update_fn)
 
 
 def _load(state: Any) -> Any:

@@ -14,12 +14,15 @@ from jax_offload._emit.serialise import Serialise, serial_parts
 from jax_offload._ir.arrange import Node, arranged, needed
 from jax_offload._ir.branches import scalars_hoisted
 from jax_offload._ir.masks import Mask, forward, union
+from jax_offload._ir.peel import last_apart
 from jax_offload._ir.program import Program
 from jax_offload._ir.slices import Slice, slice_of
 from jax_offload._plan.ahead import moves_ahead
 from jax_offload._plan.behind import SUMMED_UP, moves_of, sums_up
 from jax_offload._plan.in_scan import InScan, in_scan
+from jax_offload._plan.in_turn import in_turn
 from jax_offload._plan.interleave import Gate, Piece, interleaved
+from jax_offload._plan.moves import Stays
 from jax_offload._plan.plan import Chunked
 
 
@@ -86,6 +89,13 @@ class Rest:
     update: Update
     operands: list[Atom]
 
+    def saying(self, why: tuple[str, ...]) -> Rest:
+        """The same, which says why it is left."""
+        return dataclasses.replace(self, update=dataclasses.replace(self.update, stays=why))
+
+
+Part = Slice | InScan | Rest | Piece | Gate
+
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
@@ -96,28 +106,46 @@ class Parts:
       parts: each after what it needs: slices, scans with updates inside, what is left of the update, in one piece or in
         pieces between gates.
       moved: whether anything of the update runs elsewhere than in it.
+      sums_up: the places of scans that carry sums of its gradients.
     """
 
     step: Inlined
-    parts: list[Slice | InScan | Rest | Piece | Gate]
+    parts: list[Part]
     moved: bool
+    sums_up: tuple[int, ...] = ()
 
 
 def parts_of(plain: Program) -> Parts | None:
-    """The parts that a step runs in, of the step's program; ``None`` where it has no update, or several."""
+    """The parts that a step runs in, of the step's program; ``None`` where it has no update, or several.
+
+    Where gradients are summed up over microbatches, the last one runs apart if its backward pass can host the update.
+    12x4096x4096, microbatches of 16384 tokens, compiled for an H200: 0.07 of the transfers exposed, and not 1.05.
+    """
     found = inlined(plain)
     if found is None:
         return None
+    parts = _decided(found)
+    for at in parts.sums_up if not parts.moved else ():
+        if (peeled := last_apart(plain, at)) is not None and (again := inlined(peeled)) is not None:
+            other = _decided(again)
+            if other.moved:
+                return other
+    return parts
+
+
+def _decided(found: Inlined) -> Parts:
+    """Where the update runs."""
     step, plans, moved = found, dict[int, InScan](), set[int]()
     scans = [
         (at, scan) for at, eqn in enumerate(step.program.eqns) if (scan := scan_of(eqn)) is not None and scan.length
     ]
-    stay_behind, stay_ahead = dict[int, list[str]](), list[str]()
+    stay_behind, stay_ahead, summing = dict[int, list[str]](), list[str](), list[int]()
     for at, scan in reversed(scans):
         moves, why = moves_of(step.program, scan, at, step.next_of, moved)
         stay_behind[at] = why
         if not moves.moves and sums_up(step.program, scan, at, step.gradients):
             why.append(SUMMED_UP)
+            summing.append(at)
         if moves.moves:
             plans[at] = in_scan(step.program, scan, moves, ahead=False)
             moved |= moves.eqns
@@ -131,8 +159,12 @@ def parts_of(plain: Program) -> Parts | None:
     awaited = _awaited(step, stay_behind, moved)
     stays = [*(why for at in stay_behind if at in awaited for why in stay_behind[at]), *stay_ahead]
     step = dataclasses.replace(step, stays=tuple(dict.fromkeys(stays)))
-    parts = _parts(step, plans, moved)
-    return Parts(step, parts, bool(plans) or any(isinstance(part, Gate) for part in parts))
+    parts, why = _parts(step, plans, moved)
+    if why and not step.stays:
+        step = dataclasses.replace(step, stays=(why,))
+        parts = [part.saying(step.stays) if isinstance(part, Rest) else part for part in parts]
+    moved_any = bool(plans) or any(isinstance(part, Gate) for part in parts)
+    return Parts(step, parts, moved_any, tuple(at for at in summing if at in awaited))
 
 
 def _awaited(step: Inlined, scans: Iterable[int], moved: Set[int]) -> set[int]:
@@ -148,11 +180,11 @@ def _awaited(step: Inlined, scans: Iterable[int], moved: Set[int]) -> set[int]:
     return {at for at, bit in bits.items() if bit & found}
 
 
-def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> list[Slice | InScan | Rest | Piece | Gate]:
+def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> tuple[list[Part], str]:
     """The parts of the step, each after what it needs: slices, scans with updates inside, what is left of the update,
-    in one piece or in pieces between gates."""
+    in one piece or in pieces between gates; and why in one piece."""
     order: list[Node] | None = None
-    rest = gated = None
+    why = ""
     program, nodes = step.program, list[Node]()
     for k, eqn in enumerate(program.eqns):
         if k in plans:
@@ -173,17 +205,14 @@ def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> list[
         wanted = wanted - inside | {place}
         results |= {*reads}
         gated = dataclasses.replace(rest, update=dataclasses.replace(rest.update, passes=None))
-        if not plans and (pieces := _pieces(step, gated)):
-            apart = [node for k, node in enumerate(nodes) if k in wanted - {place}] + pieces
-            order = interleaved(apart, range(len(apart)), variables(program.outputs))
         nodes[place] = Node(gated, list(reads), variables(rest.update.program.outputs))
-    nodes = [node if k in wanted else Node(None, [], []) for k, node in enumerate(nodes)]
-    if inside and not plans and order is None and step.update.serialise is not Serialise.NONE:
-        order = interleaved(nodes, sorted(wanted), variables(program.outputs))
-        if order is None:  # nothing but the update holds the passes back
-            nodes = [dataclasses.replace(node, payload=rest) if node.payload is gated else node for node in nodes]
+        nodes = [node if k in wanted else Node(None, [], []) for k, node in enumerate(nodes)]
+        if not plans:
+            order, why = _between_passes(step, gated, nodes, sorted(wanted), place)
+            if order is None:  # nothing but the update holds the passes back
+                nodes[place] = dataclasses.replace(nodes[place], payload=rest)
     if order is None:
-        order = arranged(nodes, sorted(wanted))
+        order = in_turn(arranged(nodes, sorted(wanted))) if plans else arranged(nodes, sorted(wanted))
 
     parts: list[Any] = []
     for is_equations, group in itertools.groupby(order, lambda node: isinstance(node.payload, Equation)):
@@ -193,23 +222,50 @@ def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> list[
             parts.append(slice_of(eqns, outputs, program.debug_info, program.shards))
         else:
             parts += [node.payload for node in group]
-    return parts
+    return parts, why
+
+
+def _between_passes(
+    step: Inlined, rest: Rest, nodes: Sequence[Node], which: Sequence[int], place: int
+) -> tuple[list[Node] | None, str]:
+    """The order with what is left of the update, node ``place``, between the passes: in pieces, or else in one,
+    and why; ``None`` where gates have no place."""
+    outputs = variables(step.program.outputs)
+    try:
+        apart = [nodes[k] for k in which if k != place] + _pieces(step, rest)
+        return interleaved(apart, range(len(apart)), outputs), ""
+    except Stays as stays:
+        why = str(stays) if rest.update.planned else ""  # nothing is on the host
+    if step.update.serialise is Serialise.NONE:
+        return None, why
+    try:
+        return interleaved(nodes, which, outputs), why
+    except Stays:
+        return None, why
 
 
 def _pieces(step: Inlined, rest: Rest) -> list[Node]:
-    """What is left of an update in pieces; none where they cannot run between the parts of the step."""
+    """What is left of an update in pieces.
+
+    Raises:
+      Stays: they cannot run between the parts of the step.
+    """
     update, recipe = rest.update, rest.update.program
-    if len(update.plan.passes) != 1 or update.plan.passes[0].apart or update.serialise is Serialise.NONE:
-        return []
+    if update.serialise is Serialise.NONE:
+        raise Stays("gradients are divided between devices, and waiting for one would be a collective")
+    if len(update.plan.passes) != 1:
+        raise Stays("a number made of all of its state, or of all rows of a leaf, takes a pass of its own, ahead")
     (only,) = update.plan.passes
+    if only.apart:
+        raise Stays(f"it runs in a loop of its own, {only.slices[0].window.apart}")
+    if any(eqn.effects for eqn in recipe.eqns):
+        raise Stays("it has effects, a callback say")
     gradients = [recipe.inputs[i] for i in update.gradients]
     given = dict(zip(recipe.inputs, rest.operands, strict=True))
     variable = {v: x for v, x in given.items() if not isinstance(x, Literal)}
-    if len(variable) < len(given) or any(eqn.effects for eqn in recipe.eqns):
-        return []
 
     def in_step(s: Slice) -> Slice:
-        eqns = [eqn.replace(invars=[renamed(variable, v) for v in eqn.invars]) for eqn in s.jaxpr.eqns]
+        eqns = [eqn.replace(invars=[renamed(given, v) for v in eqn.invars]) for eqn in s.jaxpr.eqns]
         return slice_of(eqns, s.outputs, recipe.debug_info, step.program.shards)
 
     found = [Piece(in_step(part), None, tuple(v for v in part.outputs if v in update.results)[:1])

@@ -133,6 +133,16 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
     return _take(leaves, groups, _subtrees(policy.fraction, params, owner, paths_state))
 
 
+def place_next(policy: Policy, state: Any, plan: list[Leaf], after: Any, params: Any) -> list[Leaf]:
+    """``place`` for the state that follows ``state``, of which ``plan`` is: the same where no leaf changes its type."""
+
+    def types(tree: Any) -> list[Any]:
+        return [(np.shape(x), getattr(x, "dtype", type(x))) for x in jax.tree.leaves(tree)]
+
+    same = jax.tree.structure(after) == jax.tree.structure(state) and types(after) == types(state)
+    return plan if same else place(policy, after, params)
+
+
 def marked(state: Any, plan: Sequence[Leaf]) -> Any:
     """``state``, whose trace says of each leaf what was decided, where that is going to be read.
 

@@ -33,8 +33,8 @@ class Placement:
       unknown: why ``update`` could not be traced; empty where it could.
       windows: bytes of the state on each device at a time while it streams, ``nbytes``, and ``why`` so many: one for
         each ``offload`` that streams something.
-      stays: of a step of ``jax_offload.jit``, why leaves are not updated inside the scan that makes their gradients, or
-        reads them.
+      stays: of a step of ``jax_offload.jit``, why leaves are not updated within its passes, forward and backward:
+        inside the scan that makes their gradients, or reads them, or between layers that are unrolled.
 
     Example:
       >>> import jax, optax, jax_offload as jo
@@ -172,5 +172,5 @@ def _sentences(table: Placement) -> list[str]:
         + (f" (from {w.leaf} on)" if len(table.windows) > 1 else "")
         for w in table.windows
     ]
-    stays = [f"not updated inside a scan of the step: {why}" for why in table.stays]
+    stays = [f"not updated within the passes of the step: {why}" for why in table.stays]
     return [summary, *windows, *stays, *([f"how it streams is not known: {table.unknown}"] if table.unknown else [])]

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 
 from jax_offload._base import memory as _memory
 from jax_offload._base.around import described, step_described
+from jax_offload._base.arrays import is_traced
 from jax_offload._base.shardings import shards_of
 from jax_offload._emit.find import updates_in
 from jax_offload._emit.region import Update
@@ -106,7 +107,7 @@ def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
 
     def call(args: Any, kwargs: Any) -> list[Any]:
         step(*args, **kwargs)
-        return [x if hasattr(x, "dtype") else 0 for x in jax.tree.leaves((args, kwargs))]  # static: a function, a name
+        return [x if isinstance(x, jax.Array) else 0 for x in jax.tree.leaves((args, kwargs))]  # static, or mutable
 
     rows: list[Leaf] = []
 
@@ -164,7 +165,7 @@ def _loads(traced: Any) -> tuple[list[list[Planned]], tuple[str, ...]]:
 def traced(fun: Callable[..., Any], *args: Any) -> Any:
     """The closed jaxpr of ``fun`` on the arrays in its arguments; the others, functions say, stay as they are."""
     leaves, treedef = jax.tree.flatten(args)
-    arrays = [k for k, x in enumerate(leaves) if hasattr(x, "dtype")]
+    arrays = [k for k, x in enumerate(leaves) if is_traced(x)]
 
     def with_arrays(*values: Any) -> Any:
         filled = dict(enumerate(leaves)) | dict(zip(arrays, values, strict=True))

@@ -14,7 +14,7 @@ from jax.tree_util import keystr
 from jax_offload._base.arrays import is_array, is_like
 from jax_offload._base.jaxprs import Literal
 from jax_offload._base.passes import passes_of
-from jax_offload._base.paths import key_of, owners
+from jax_offload._base.paths import key_of, leaves_with_paths, owners
 from jax_offload._base.shardings import (
     Layouts,
     Shards,
@@ -84,7 +84,7 @@ def _update(traced: Traced, given: Options, updates: Any, state: Any, params: An
     names = traced.of_inputs([None] * traced.starts[1] + _names(state))
     return Update(
         program,
-        _in_order(traced, updates, produced),
+        _in_order(traced, updates, state, produced),
         _serialise(given, updates, produced),
         names | {new: names[old] for new, old in next_values.items() if old in names},
         next_values,
@@ -118,13 +118,22 @@ def _next_values(
     paths = [key_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(updates)[0]]
     inputs, starts, found, result = traced.inputs, traced.starts, {}, 0
     for tree, argument in zip(traced.out_tree.children(), next_of, strict=True):
-        for k in range(tree.num_leaves if tree == traced.trees[argument] else 0):
-            out, at = outputs[result + k], traced.position.get(starts[argument] + k)
-            replicated = argument == 0 and paths[k] in partitions  # larger than the gradient
+        for k, place in _same_places(tree, traced.trees[argument]):
+            out, at = outputs[result + k], traced.position.get(starts[argument] + place)
+            replicated = argument == 0 and paths[place] in partitions  # larger than the gradient
             if at is not None and not replicated and not isinstance(out, Literal):
                 found[out] = inputs[at]
         result += tree.num_leaves
     return found
+
+
+def _same_places(new: Any, old: Any) -> list[tuple[int, int]]:
+    """The numbers of leaves of two tree structures that are in the same place: an update may add to a state."""
+    if new == old:
+        return [(k, k) for k in range(new.num_leaves)]
+    paths = [jax.tree_util.tree_flatten_with_path(tree.unflatten(range(tree.num_leaves)))[0] for tree in (old, new)]
+    places = {path: k for path, k in paths[0]}
+    return [(k, places[path]) for path, k in paths[1] if path in places]
 
 
 def _rank(traced: Traced, state: Any, like: Any, produced: list[int] | None) -> dict[Var, int]:
@@ -144,11 +153,26 @@ def _names(state: Any) -> list[str]:
     return [keystr(path, simple=True, separator="/") for path, _ in paths]
 
 
-def _in_order(traced: Traced, updates: Any, produced: list[int] | None) -> tuple[int, ...]:
-    """The gradients' numbers among the arrays, in the order of the backward pass."""
-    order = next((each.options.order for each in traced.claims if each.options.order), None)
-    rank = ranks(updates, updates, order, produced)
+def _in_order(traced: Traced, updates: Any, state: Any, produced: list[int] | None) -> tuple[int, ...]:
+    """The gradients' numbers among the arrays, in the order of the backward pass.
+
+    An ``offload`` with an ``order`` says it of the gradients of its own leaves, and the only one also of those whose
+    state nobody has; the others keep their places.
+    """
+    of, start = claimed(traced.claims), traced.starts[1]
+    owner, said = owners([path for path, _ in leaves_with_paths(updates)]), dict[int, tuple[str, ...] | None]()
+    for k, (path, _) in enumerate(leaves_with_paths(state)):
+        at, i = traced.position.get(start + k), owner(path)
+        if at is not None and i is not None and (claim := of.get(traced.inputs[at])) is not None:
+            said.setdefault(i, claim.options.order_key)
+    rank = ranks(updates, updates, None, produced)
     in_order = sorted(range(len(rank)), key=rank.__getitem__)
+    orders = dict.fromkeys(order for order in said.values() if order)
+    for order in orders:
+        rank, one = ranks(updates, updates, order), len(orders) == 1
+        places = [at for at, i in enumerate(in_order) if said.get(i, order if one else None) == order]
+        for at, i in zip(places, sorted((in_order[at] for at in places), key=rank.__getitem__), strict=True):
+            in_order[at] = i
     return tuple(traced.position[i] for i in in_order if i in traced.position)
 
 
@@ -183,5 +207,6 @@ def _shards(options: Options, updates: Any, state: Any, params: Any) -> list[Sha
                 found.append(None)
             else:
                 shards = known[flat[i][0]]
+                # what does not divide evenly, scales of blocks, is not divided: see `fitted`
                 found.append(tuple(k if n % k == 0 else 1 for n, k in zip(np.shape(x), shards, strict=True)))
     return found

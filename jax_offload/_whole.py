@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from jax_offload._base.arrays import is_array
 from jax_offload._base.donation import guarded
@@ -32,6 +33,7 @@ from jax_offload._emit.find import holds_update, is_update
 from jax_offload._emit.in_scan import one_after_the_other, scanned
 from jax_offload._emit.loop import or_batched
 from jax_offload._emit.region import bound, marked
+from jax_offload._emit.results import Known, in_time
 from jax_offload._emit.transfers import Names
 from jax_offload._ir.program import Program, expanded, flat
 from jax_offload._ir.slices import Slice
@@ -46,9 +48,7 @@ def rewritten(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def run(*args: Any, **kwargs: Any) -> Any:
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        arrays = [k for k, x in enumerate(leaves) if is_array(x)]
-        if len(arrays) < len(leaves) and any(hasattr(x, "dtype") for x in leaves if not is_array(x)):
-            return step(*args, **kwargs)  # mutable arrays
+        arrays = [k for k, x in enumerate(leaves) if is_array(x) or isinstance(x, Tracer)]  # of mutable arrays too
 
         def on_arrays(*values: Any) -> Any:
             filled = dict(enumerate(leaves)) | dict(zip(arrays, values, strict=True))
@@ -74,10 +74,13 @@ def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     env: dict[Var, Any] = dict(zip(program.inputs, [*program.consts, *args], strict=True))
     operands = ((name, renamed(step.operands, v)) for v, name in step.update.names.items())
     names = {x: name for name, x in operands if not isinstance(x, Literal)}
+    gated, loops = any(isinstance(part, Gate) for part in found.parts), Known()
     for part in found.parts:
         if isinstance(part, Gate):
             gate(env, part.held, part.waits_for)
         else:
+            if gated and isinstance(part, Slice):
+                part = dataclasses.replace(part, jaxpr=in_time(part.jaxpr, loops))
             env.update(_results_of(part, env, names))
     return guarded(values_of(env, program.outputs), list(args))
 
@@ -134,8 +137,9 @@ def _why_not(closed: ClosedJaxpr, plain: Program) -> tuple[str, ...]:
     """Why a step that is left as it is has no update that moves."""
     inside = [eqn.primitive.name for eqn in plain.eqns if not is_update(eqn) and holds_update(eqn)]
     updates = sum(map(is_update, plain.eqns)) + len(inside)
-    if updates and ordered(closed.effects):
-        return ("the step has effects whose order would be lost",) if only_callbacks(closed.effects) else ()
+    if updates and (names := ordered(closed.effects)):
+        whose = "" if only_callbacks(closed.effects) else f"of mutable arrays or checks ({', '.join(names)}) "
+        return (f"the step has effects {whose}whose order would be lost",)
     if updates > 1:
         return (f"the step has {updates} updates, and only one alone moves",)
     words = {"while": "a while (skip= is one)"}

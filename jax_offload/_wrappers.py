@@ -8,6 +8,8 @@ slice. It comes too late for that where only the ``update`` inside is asked, so 
 from __future__ import annotations
 
 import functools
+import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -51,9 +53,23 @@ def streamed_around(tx: Any, update: Callable[..., Any], updates: Any, state: An
 
 
 def adopt_multi_steps() -> None:
-    """Lets ``optax.MultiSteps`` be wrapped around an ``offload``, as trainers do; others do not notice."""
+    """Lets ``optax.MultiSteps`` be wrapped around an ``offload``, as trainers do; others do not notice.
+
+    It changes a class of optax, as there is no other place: ``MultiSteps`` calls the ``update`` inside it in a
+    ``lax.cond``, with a state that the branches have been given already, and chooses between old and new state by
+    itself; the transformation that it is given has no say in either. Where optax has changed what this relies on,
+    nothing is changed, and a warning says so.
+    """
     plain = optax.MultiSteps.update
     if hasattr(plain, "_jax_offload"):
+        return
+
+    if moved := _moved_in_optax(plain):
+        warnings.warn(
+            f"optax {optax.__version__} is made otherwise than jax_offload knows ({moved}): optax.MultiSteps around an "
+            "offload(...) would not stream its state. Fix: offload(optax.MultiSteps(...)), and report this.",
+            stacklevel=3,
+        )
         return
 
     @functools.wraps(plain)
@@ -64,3 +80,12 @@ def adopt_multi_steps() -> None:
 
     update._jax_offload = True  # pyright: ignore[reportAttributeAccessIssue]
     optax.MultiSteps.update = update
+
+
+def _moved_in_optax(update: Callable[..., Any]) -> str:
+    """What of ``optax.MultiSteps`` is not as ``adopt_multi_steps`` knows it; empty where all is."""
+    names = list(inspect.signature(update).parameters)
+    if names != ["self", "updates", "state", "params", "extra_args"]:
+        return f"MultiSteps.update takes {', '.join(names)}"
+    bound = optax.MultiSteps(optax.identity(), 1).gradient_transformation().update
+    return "" if getattr(bound, "__func__", None) is update else "MultiSteps has another update than its own"

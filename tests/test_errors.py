@@ -60,6 +60,26 @@ def test_window(window):
         jo.offload(ADAM, window=window)
 
 
+@pytest.mark.parametrize("fraction", [0, 0.0, 1.0])
+@pytest.mark.parametrize(
+    "options",
+    [{"window": 0}, {"window": True}, {"min_bytes": -1}, {"order": "w"}, {"order": [1]}, {"order": ["v"]},
+     {"select": "v"}, {"select": 3}, {"select": {"w": True}}, {"select": ["w", "["]}, {"order": ["("]}],
+)  # fmt: skip
+def test_options_are_checked_whatever_the_fraction(options, fraction):
+    """A fraction of 0 keeps all on the device, and does not hide what is wrong until it is more."""
+    (name,) = options
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        jo.offload(ADAM, fraction=fraction, **options).init(params())
+
+
+def test_options_that_are_right_with_a_fraction_of_nothing():
+    tx = jo.offload(ADAM, fraction=0, select="w", order=["b", "w"], window=1)
+    for init in (tx.init, jax.jit(tx.init)):
+        assert jax.tree.map(jnp.shape, init(params())) == jax.tree.map(jnp.shape, ADAM.init(params()))
+    optax.tree.map_params(tx, lambda x: x, tx.init(params()))
+
+
 def test_missing_params():
     tx = jo.offload(optax.adamw(1e-3), min_bytes=0)
     with pytest.raises(ValueError, match="params"):

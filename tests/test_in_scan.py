@@ -409,6 +409,22 @@ def accumulating(tx, loss):
     return step
 
 
+def accumulating_backwards(tx, loss):
+    """The mean of the losses comes along, and each of them."""
+
+    def step(params, state, x):
+        def micro(carry, x):
+            total, mean = carry
+            value, grads = jax.value_and_grad(loss)(params, x[None])
+            return (jax.tree.map(lambda t, g: t + g / 4, total, grads), mean + value / 4), value
+
+        grads, mean = jax.tree.map(jnp.zeros_like, params), 0.0
+        (grads, mean), values = jax.lax.scan(micro, (grads, mean), x, reverse=True)
+        return (*jo.update_params(tx, grads, state, params), mean, values)
+
+    return step
+
+
 def in_a_loop(tx, loss):
     """Several steps in one."""
 
@@ -517,7 +533,8 @@ STEPS_OF_PEOPLE = {
     two_updates: False,
     in_cond: False,
     skipping: False,
-    accumulating: False,
+    accumulating: True,
+    accumulating_backwards: True,
     in_a_loop: False,
     with_a_ref: False,
 }
@@ -529,7 +546,7 @@ SAID = {
     skipping: "it runs in a while (skip= is one)",
     in_a_loop: "it runs in a scan",
     raveling: "its rows are merged",
-    accumulating: "summed up",
+    with_a_ref: "effects of mutable arrays",
 }
 
 
@@ -544,6 +561,20 @@ def test_steps(step_of):
     assert any(moved(step, *args).values()) == STEPS_OF_PEOPLE[step_of]
     if step_of in SAID:
         assert SAID[step_of] in " ".join(reasons(step, *args))
+
+
+def test_layers_by_their_number_say_why():
+    """Their gradients are summed up in a whole stack, also in the last iteration."""
+    tx, params = jo.offload(ADAMW, min_bytes=0), model_of("scan").init()
+
+    def loss(params, x):
+        layer = lambda x, i: (jnp.tanh(x @ params["layers"][i]), None)  # noqa: E731
+        return (jax.lax.scan(layer, x, jnp.arange(L))[0] ** 2).mean()
+
+    step = jo.jit(training_step(tx, loss))
+    args = params, tx.init(params), batch()
+    assert not any(moved(step, *args).values())
+    assert "summed up in the carry of a scan" in " ".join(reasons(step, *args))
 
 
 def test_prints():
@@ -582,6 +613,45 @@ def test_effects_in_order():
     args = params, tx.init(params), batch()
     assert not any(moved(step, *args).values())
     assert "effects whose order" in " ".join(reasons(step, *args))
+
+
+def test_a_mutable_array_among_the_arguments():
+    """What reads and writes it keeps its order: the step is left as it is, and says so."""
+    model, tx = model_of(MODEL), jo.offload(ADAMW, min_bytes=0)
+    params = model.init()
+
+    def step_of(tx):
+        def step(params, state, x, total):
+            value, grads = jax.value_and_grad(model.loss)(params, x)
+            total[...] += value
+            return jo.update_params(tx, grads, state, params)
+
+        return step
+
+    step, total = jo.jit(step_of(tx), compiler_options=FAST), jax.new_ref(jnp.zeros(()))
+    args = params, tx.init(params), batch()
+    assert "effects of mutable arrays" in " ".join(reasons(step, *args, total))
+    got = step(*args, total)
+    want = jax.jit(step_of(ADAMW), compiler_options=FAST)(
+        params, ADAMW.init(params), batch(), jax.new_ref(jnp.zeros(()))
+    )
+    assert_close(got, want, 2e-6)
+    np.testing.assert_allclose(total[...], model.loss(params, batch()), rtol=1e-5)
+
+
+def test_a_dtype_among_the_arguments():
+    """It is static, and no mutable array: the update moves."""
+    model, tx = model_of("scan"), jo.offload(ADAMW, min_bytes=0)
+    params = model.init()
+
+    def step(params, state, x, dtype):
+        grads = jax.grad(model.loss)(params, x.astype(dtype))
+        return jo.update_params(tx, grads, state, params)
+
+    step = jo.jit(step, static_argnums=3, compiler_options=FAST)
+    args = params, tx.init(params), batch(), jnp.float32
+    assert scans(step, *args)
+    assert all(moved(step, *args).values())
 
 
 # Ways to call a step.

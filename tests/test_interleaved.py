@@ -4,14 +4,22 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.extend.core import Literal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
 from jax_offload._analysis.streams import streams
+from jax_offload._base.jaxprs import scan_of
+from jax_offload._emit import results
 from jax_offload._emit.find import updates_in
 from jax_offload._emit.region import Part
-from tests.support.trees import assert_close
+from jax_offload._ir.program import Var, flat
+from jax_offload._ir.slices import Slice
+from jax_offload._parts import parts_of
+from jax_offload._plan.interleave import Gate
+from tests.support.trees import assert_close, equations
+from tests.support.words import words
 
 LAYERS, WIDTH, ROWS = 6, 128, 64
 ADAMW = optax.adamw(1e-2)
@@ -39,6 +47,14 @@ def checkpointed(params, x):
     layer = jax.checkpoint(lambda x, w: jnp.tanh(x @ w))
     for k in range(LAYERS):
         x = layer(x, params[f"layer_{k}"].astype(jnp.bfloat16).astype(jnp.float32))
+    return ((x + params["bias"]) ** 2).mean()
+
+
+def in_rows(params, x):
+    """A loop in each layer, as attention has one over sequences."""
+    for k in range(LAYERS):
+        row = jax.checkpoint(lambda x, w=params[f"layer_{k}"]: jnp.tanh(x @ w))
+        x = jax.lax.map(row, x.reshape(4, -1, WIDTH)).reshape(x.shape)
     return ((x + params["bias"]) ** 2).mean()
 
 
@@ -76,6 +92,26 @@ def barriers(step, *args):
     return traced.lower().as_text().count("stablehlo.optimization_barrier"), len(parts)
 
 
+def read_by(part):
+    if isinstance(part, Gate):
+        return {*part.held, *part.waits_for}
+    return {*part.inputs} if isinstance(part, Slice) else {v for v in part.operands if isinstance(v, Var)}
+
+
+@pytest.mark.parametrize("loss", [loss, checkpointed])
+@pytest.mark.parametrize("fraction", [1.0, 0.1])
+def test_what_a_gate_holds_is_read_behind_it(loss, fraction):
+    """The loss is one of the results: made of the last activation, which the backward pass needs no more."""
+    tx, params = offloaded("none", fraction), parameters()
+    step = step_of(tx, loss, True)
+    parts = parts_of(flat(jax.make_jaxpr(step)(params, tx.init(params), batch(0)))).parts
+    gates = [k for k, part in enumerate(parts) if isinstance(part, Gate)]
+    assert len(gates) >= LAYERS - 1
+    for k in gates:
+        later = set().union(*map(read_by, parts[k + 1 :]))
+        assert [v.aval for v in parts[k].held if v not in later] == []
+
+
 @pytest.mark.parametrize("update_params", [True, False])
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 @pytest.mark.parametrize("clip", ["none", "inside", "outside"])
@@ -100,6 +136,20 @@ def test_the_numbers_of_the_plain_step(clip, fraction, update_params):
     assert_close((params, value), (want, value_wanted), 1e-4)
     assert jax.tree.leaves(jax.tree.map(lambda x: x.sharding, state)) == jax.tree.leaves(placed)
     assert any(x.sharding.memory_kind == "pinned_host" for x in jax.tree.leaves(state))
+
+
+def test_loops_begin_with_their_results(monkeypatch):
+    monkeypatch.setattr(results, "LARGE", 1)
+    tx, params = offloaded("none", 0.5), parameters()
+    step = jo.jit(step_of(tx, in_rows, True))
+    scans = [eqn for eqn in equations(step.trace(params, tx.init(params), batch(0)).jaxpr.jaxpr) if scan_of(eqn)]
+    # their rows are carried, beside the number of the row; the first layer's loop backward makes none
+    assert [any(v.aval.shape == () for v in eqn.outvars) for eqn in scans].count(True) == 2 * LAYERS - 1
+    assert not any(scan_of(eqn).ys for eqn in scans)
+    state = tx.init(params)
+    for k in range(3):
+        params, state, _ = step(params, state, batch(k))
+    assert_close(params, resident("none", in_rows, 3)[0], 1e-4)
 
 
 @pytest.mark.parametrize("model", [loss, checkpointed])
@@ -172,3 +222,94 @@ def test_bytes_on_one_device(model):
     once_more = row if model is stacked else 0  # inside a scan one row moves twice
     assert (moved.loaded, moved.stored) == (moments // 4 + once_more,) * 2
     assert moved.window == (3 * row if model is stacked else moments // 4)
+
+
+def printing(tx):
+    def update(grads, state, params=None):
+        jax.debug.callback(lambda g: None, grads["bias"][0])
+        return tx.update(grads, state, params)
+
+    return optax.GradientTransformation(tx.init, update)
+
+
+def on_a_mesh(params):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    return jax.device_put(params, NamedSharding(mesh, P("data")))
+
+
+def wide(params):
+    """Gradients that are large enough to wait for each other, where they are not divided."""
+    return jax.tree.map(lambda x: jnp.tile(x, (2,) * x.ndim), params)
+
+
+STAYS = {
+    "there only at once: a number needs all": (CLIPPED, OPTIONS, parameters),
+    "fewer than 4 places": (
+        ADAMW,
+        OPTIONS,
+        lambda: {k: v for k, v in parameters().items() if k in ("layer_0", "bias")},
+    ),
+    "takes a pass of its own": (optax.lamb(1e-2), OPTIONS | {"window": 2**15}, parameters),
+    "in a loop of its own, as pieces this small": (ADAMW, {"min_bytes": 1024}, parameters),
+    "divided between devices": (ADAMW, OPTIONS, lambda: on_a_mesh(wide(parameters()))),
+    "it has effects": (printing(ADAMW), OPTIONS, parameters),
+}
+
+
+@pytest.mark.parametrize("said", STAYS)
+def test_why_an_update_is_left_in_one_piece(said):
+    inner, options, make = STAYS[said]
+    params, tx = make(), jo.offload(inner, **options)
+    step = jo.jit(step_of(tx, layers, True))
+    args = params, tx.init(params), batch(0) if said != "divided between devices" else jnp.ones((ROWS, 2 * WIDTH))
+    table = jo.placement(step, *args)
+    assert len(table.stays) == 1 and said in table.stays[0], table.stays
+    assert f"not updated within the passes of the step: {table.stays[0]}" in words(table)
+    assert any(leaf.host for leaf in table.leaves) and barriers(step, *args)[1] == 0
+    got, want = step(*args), jax.jit(step_of(inner, layers, False))(params, inner.init(params), args[2])
+    assert_close((got[0], got[2]), (want[0], want[2]), 1e-6)
+
+
+def layers(params, x):
+    for name in sorted(params.keys() - {"bias"}):
+        x = jnp.tanh(x @ params[name])
+    return ((x + params["bias"]) ** 2).mean()
+
+
+def test_nothing_is_said_of_what_moves():
+    params, tx = parameters(), jo.offload(ADAMW, **OPTIONS)
+    assert jo.placement(jo.jit(step_of(tx, layers, True)), params, tx.init(params), batch(0)).stays == ()
+
+
+def test_nothing_is_said_of_a_state_on_the_device():
+    params, tx = parameters(), jo.offload(CLIPPED, select=lambda path, leaf: False, min_bytes=0)
+    with pytest.warns(UserWarning, match="leaves the whole optimizer state on the device"):
+        state = tx.init(params)
+    assert jo.placement(jo.jit(step_of(tx, layers, True)), params, state, batch(0)).stays == ()
+
+
+def test_pieces_with_a_number_that_the_trace_knows():
+    """A constant among the arguments of an update is no variable of the step."""
+
+    def scaled(inner):
+        def update(grads, state, params=None, *, scale):
+            grads = jax.tree.map(lambda g: g * scale, grads)
+            return inner.update(grads, state, params)
+
+        return optax.GradientTransformationExtraArgs(inner.init, update)
+
+    def step_of(tx):
+        def step(params, state, x):
+            updates, state = tx.update(jax.grad(loss)(params, x), state, params, scale=jnp.float32(0.5))
+            return optax.apply_updates(params, updates), state
+
+        return step
+
+    tx, params = jo.offload(scaled(optax.sgd(0.1, momentum=0.9)), **OPTIONS), parameters()
+    step = jo.jit(step_of(tx))
+    args = params, tx.init(params), batch(0)
+    update = next(eqn for eqn in jax.make_jaxpr(step_of(tx))(*args).jaxpr.eqns if "update" in eqn.params)
+    assert any(isinstance(v, Literal) for v in update.invars)
+    assert barriers(step, *args)[1] == LAYERS
+    plain = scaled(optax.sgd(0.1, momentum=0.9))
+    assert_close(step(*args), jax.jit(step_of(plain))(params, plain.init(params), batch(0)), 1e-6)

@@ -1,6 +1,7 @@
 """Tracing an update takes time in proportion to the number of leaves, whatever wraps the optimizer."""
 
 import collections
+import dataclasses
 import pathlib
 import sys
 
@@ -12,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import partial_eval as pe
 
 import jax_offload as jo
-from jax_offload._emit.find import emitted
+from jax_offload._emit.find import emitted, updates_in
 from jax_offload._ir.program import flat
 from jax_offload._ir.shares import Shares
 
@@ -29,17 +30,27 @@ CASES = {
     "apply_if_finite, a jit inside": lambda: optax.apply_if_finite(jitted(clip_adamw()), 3),
     "MultiSteps": lambda: optax.MultiSteps(clip_adamw(), 4),
     "MultiSteps that may skip": lambda: optax.MultiSteps(clip_adamw(), 4, should_skip_update_fn=optax.skip_not_finite),
+    "multi_transform": lambda: optax.multi_transform({"even": clip_adamw(), "odd": optax.sgd(0.1, 0.9)}, in_turn),
+    "masters, bfloat16": lambda: jo.with_master_params(clip_adamw()),
+    "8 bits": clip_adamw,
 }
+OPTIONS = {"8 bits": {"storage": {"mu": "int8", "nu": "uint8"}}}
+
+
+def in_turn(params):
+    return {name: ("even", "odd")[i % 2] for i, name in enumerate(params)}
 
 
 def jitted(inner):
     return optax.GradientTransformation(inner.init, jax.jit(inner.update))
 
 
-def lines(tx, leaves):
+def model(leaves, dtype=jnp.float32):
+    return jax.device_put({f"layers_{i}": jnp.ones((8, 8), dtype) for i in range(leaves)}, jax.devices()[0])
+
+
+def lines(tx, params):
     """How many lines of this package, and of what cuts equations for it, run while an update is traced."""
-    params = {f"layers_{i}": jnp.ones((8, 8)) for i in range(leaves)}
-    params = jax.device_put(params, jax.devices()[0])
     state, count = tx.init(params), collections.Counter()
 
     def in_function(frame, event, arg):
@@ -61,14 +72,38 @@ def lines(tx, leaves):
 
 @pytest.mark.parametrize("case", CASES)
 def test_twice_the_leaves_are_twice_the_work(case):
-    tx = jo.offload(CASES[case](), min_bytes=0)
-    lines(tx, 2)  # what runs once
-    assert lines(tx, 80) <= 2.05 * lines(tx, 40)
+    tx = jo.offload(CASES[case](), min_bytes=0, **OPTIONS.get(case, {}))
+    few, once, twice = (model(n, jnp.bfloat16 if "bfloat16" in case else jnp.float32) for n in (2, 20, 40))
+    lines(tx, few)  # what runs once
+    assert lines(tx, twice) <= 2.05 * lines(tx, once)
+
+
+class Gone(list):
+    """Counts how often it is gone through."""
+
+    times = 0
+
+    def __iter__(self):
+        self.times += 1
+        return super().__iter__()
+
+
+def test_a_plan_goes_through_the_inputs_as_often_for_more_leaves():
+    tx = jo.offload(clip_adamw(), min_bytes=0)
+
+    def times(leaves):
+        params = model(leaves)
+        (found,) = updates_in(jax.make_jaxpr(tx.update)(params, tx.init(params), params))
+        inputs = Gone(found.update.program.inputs)
+        dataclasses.replace(found.update, program=dataclasses.replace(found.update.program, inputs=inputs)).plan  # noqa: B018
+        return inputs.times
+
+    assert times(4) == times(16)
 
 
 def test_slices_of_a_branch_are_traced_once():
     tx = jo.offload(optax.apply_if_finite(clip_adamw(), 3), min_bytes=0, window=2**20)
-    params = jax.device_put({f"layers_{i}": jnp.ones((8, 8)) for i in range(6)}, jax.devices()[0])
+    params = model(6)
     update = emitted(jax.make_jaxpr(tx.update)(params, tx.init(params), params))
     called = [id(eqn.params["jaxpr"]) for eqn in update.eqns if eqn.params.get("name") == "update_slice"]
     assert (len(set(called)), len(called)) == (1, 6)

@@ -230,3 +230,30 @@ def test_nothing_outlives_its_trace():
     with jax.checking_leaks():
         jax.jit(tx.update)(tree, state, tree)
         jax.jit(lambda g, s, p: jo.update_params(tx, g, s, p))(tree, state, tree)
+
+
+def _other_arguments(self, updates, state, params=None, *, step=None, **extra_args):
+    raise NotImplementedError
+
+
+def _other_transformation(self):
+    return optax.GradientTransformation(self.init, lambda *args: args[:2])
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"), [("update", _other_arguments), ("gradient_transformation", _other_transformation)]
+)
+def test_an_optax_whose_multi_steps_is_another(name, changed, monkeypatch):
+    """What we cannot stream through is not touched, and we say so."""
+    ours = optax.MultiSteps.update
+    monkeypatch.setattr(optax.MultiSteps, "update", getattr(ours, "__wrapped__", ours))
+    monkeypatch.setattr(optax.MultiSteps, name, changed)
+    before = optax.MultiSteps.update
+    with pytest.warns(UserWarning, match=r"optax .* made otherwise .*MultiSteps.*Fix: offload\(optax.MultiSteps"):
+        jo.offload(INNER)
+    assert optax.MultiSteps.update is before
+    monkeypatch.undo()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jo.offload(INNER)
+    assert hasattr(optax.MultiSteps.update, "_jax_offload")

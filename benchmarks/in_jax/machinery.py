@@ -29,12 +29,15 @@ import jax.numpy as jnp
 import optax
 
 import jax_offload as jo
+from jax_offload._precision.storage import rules_of
+from jax_offload._precision.with_storage import with_storage
 
 SMALL_LOOPS = "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=0"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {SMALL_LOOPS}"  # read when the first program compiles
 
 ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 MASTERS = jo.with_master_params(ADAMW)
+IN_8_BITS = {"mu": "int8", "nu": "uint8"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +68,10 @@ CASES = {
     ),
     "multi_transform": case(optax.multi_transform({"even": ADAMW, "odd": optax.sgd(1e-3, momentum=0.9)}, halves)),
     "with_master_params, bfloat16": case(MASTERS, jnp.bfloat16),
-    "moments in 8 bits": case(ADAMW, storage={"mu": "int8", "nu": "uint8"}),
+    "moments in 8 bits": case(ADAMW, storage=IN_8_BITS),
+    "moments in 8 bits, beside the same on the device": dataclasses.replace(
+        case(ADAMW, storage=IN_8_BITS), plain=with_storage(optax.with_extra_args_support(ADAMW), rules_of(IN_8_BITS), 0)
+    ),
 }
 
 

@@ -15,6 +15,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax.experimental import topologies
@@ -23,6 +24,7 @@ from jax_offload._analysis.chips import Chip, chip
 
 _GPUS = ("h100", "h200")
 _TPUS = ("v5e", "v5p", "v6e")
+_CUDA_PLUGIN = "jax_plugins.xla_cuda13"
 # libtpu asks a machine that is not there, unless told not to.
 _ENVIRONMENT = {
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
@@ -84,25 +86,39 @@ def check_installed(target: Target) -> None:
         )
 
 
-def _described(platform: str, name: str, **kwargs: Any) -> Any:
-    """The topology; also where jax had started, and given the plugin up, before the environment was set."""
+def _described(target: Target, name: str, **kwargs: Any) -> Any:
+    """The topology of that name.
+
+    jax that had started before the environment was set has given a plugin for GPUs up, and then says that it knows no
+    topologies of cuda: the plugin is asked once more. One that cannot describe a chip at all says the same.
+    """
     prepare()
     try:
-        return topologies.get_topology_desc(platform=platform, topology_name=name, **kwargs)
-    except NotImplementedError:
-        if platform != "cuda":
-            raise
-        importlib.import_module("jax_plugins.xla_cuda13").initialize()
-        return topologies.get_topology_desc(platform=platform, topology_name=name, **kwargs)
+        return topologies.get_topology_desc(platform=target.platform, topology_name=name, **kwargs)
+    except NotImplementedError as error:
+        if target.platform != "cuda":
+            raise _cannot_describe(target, error) from error
+    try:
+        importlib.import_module(_CUDA_PLUGIN).initialize()
+        return topologies.get_topology_desc(platform=target.platform, topology_name=name, **kwargs)
+    except (NotImplementedError, ImportError) as error:
+        raise _cannot_describe(target, error) from error
+
+
+def _cannot_describe(target: Target, error: Exception) -> ValueError:
+    return ValueError(
+        f"target: jax's plugin that compiles for {target.name} cannot describe a chip that is not there ({error}). "
+        f"Its version has to be jax's own: pip install --upgrade 'jax_offload[aot]' 'jax=={jax.__version__}'."
+    )
 
 
 @functools.cache
 def _devices(target: Target, n: int) -> list[Any]:
     if target.platform == "cuda":
         spec = Path(__file__).with_name(f"{target.name}.txtpb").read_text()
-        described = _described("cuda", target.name, target_config=spec, topology=f"1x1x{n}")
+        described = _described(target, target.name, target_config=spec, topology=f"1x1x{n}")
     else:
-        described = _described("tpu", target.name)
+        described = _described(target, target.name)
     if len(described.devices) < n:
         raise ValueError(f"target: the step is for {n} devices, and {target.name} has {len(described.devices)}.")
     return list(described.devices)[:n]

@@ -48,5 +48,11 @@ def is_integer(x: Any) -> bool:
     return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
 
 
+def is_traced(x: Any) -> bool:
+    """Whether jax traces ``x`` among the arguments of a step: an array, abstract or mutable too. ``jnp.float32``, which
+    has a dtype as well, is static."""
+    return hasattr(x, "dtype") and not isinstance(x, type)
+
+
 def is_array(x: Any) -> bool:
     return isinstance(x, (jax.Array, np.ndarray, np.generic))

@@ -56,8 +56,11 @@ class Call(Protocol):
         jaxprs among an equation's parameters before it lowers any, and drops transfers where it has seen none."""
         ...
 
-    def emitted(self, args: Sequence[Any]) -> list[Any]:
-        """Its results, by equations of the trace that is under way."""
+    def emitted(self, args: Sequence[Any], *, lowered: bool = False) -> list[Any]:
+        """Its results, by equations of the trace that is under way.
+
+        ``lowered``: whether these are lowered as they are; neither ``vmap`` nor a derivative will see them.
+        """
         ...
 
     def only(self, used: Sequence[bool]) -> tuple[list[bool], Call]:
@@ -105,7 +108,7 @@ def call_primitive(name: str) -> Primitive:
 
     def lower(context: Any, *args: Any, update: Call, recipe: Jaxpr) -> Any:
         # Not as a function of its own: XLA's CPU rounds bfloat16 at its edges, as it inlines it too late.
-        return lowered(lambda *args: update.emitted(args), context, *args, several=True)
+        return lowered(lambda *args: update.emitted(args, lowered=True), context, *args, several=True)
 
     primitive = Primitive(name)
     primitive.multiple_results = True

@@ -35,8 +35,9 @@ def _plain(fun: Callable[..., jax.Array], static: tuple[tuple[str, Hashable], ..
 
 
 @functools.cache
-def _compiled(fun: Any, static: Any) -> Callable[..., jax.Array]:
-    return jax.jit(_plain(fun, static))
+def _traced_once(fun: Any, static: Any) -> Callable[..., jax.Array]:
+    """The function, traced once for arrays of equal types, however many equations of a program need it."""
+    return jax.jit(_plain(fun, static), inline=True)  # a map may call no function of the program
 
 
 def _typed(*avals: Any, fun: Any, static: Any) -> Any:
@@ -62,11 +63,11 @@ def _derived(xs: Sequence[Any], tangents: Sequence[Any], *, fun: Any, static: An
 def _lower(context: Any, *xs: Any, fun: Any, static: Any) -> Any:
     # Shardy has no rule for a map and gathers its operands; given one (sdy.sharding_rule) it crashes in real programs.
     if is_for_one_device(context):
-        return lowered_as_map(_plain(fun, static), context, *xs)
-    return lowered(_plain(fun, static), context, *xs, several=False)
+        return lowered_as_map(_traced_once(fun, static), context, *xs)
+    return lowered(_traced_once(fun, static), context, *xs, several=False)
 
 
 _elementwise = Primitive(NAME)
-_elementwise.def_impl(lambda *xs, fun, static: _compiled(fun, static)(*xs))
+_elementwise.def_impl(lambda *xs, fun, static: _traced_once(fun, static)(*xs))
 _elementwise.def_abstract_eval(_typed)
 set_rules(_elementwise, lower=_lower, jvp=_derived, batch=_batched)

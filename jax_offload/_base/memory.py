@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Iterable
@@ -13,6 +14,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jax_offload._base import private
+from jax_offload._base.jaxprs import Equation, jaxpr_of, run_equation
 
 Space = jax.memory.Space
 HOST_KIND = "pinned_host"
@@ -49,12 +51,28 @@ def well_typed(x: Any) -> Any:
 
 def to_host(x: jax.Array) -> jax.Array:
     """``x`` in pinned host memory; a no-op where it is already there (moving again is not free, marin#3766)."""
-    return x if on_host(x) else jax.device_put(x, Space.Host, src=Space.Device)
+    return x if on_host(x) else _moved(x, Space.Device, Space.Host)
 
 
 def to_device(x: jax.Array) -> jax.Array:
     """``x`` in device memory; a no-op where it is already there."""
-    return jax.device_put(x, Space.Device, src=Space.Host) if on_host(x) else x
+    return _moved(x, Space.Host, Space.Device) if on_host(x) else x
+
+
+def _moved(x: jax.Array, src: Any, to: Any) -> jax.Array:
+    if not isinstance(x, Tracer):
+        return jax.device_put(x, to, src=src)
+    eqn = _move(src, to)  # a step moves hundreds of leaves: jax's function takes as long as three equations
+    (moved,) = run_equation(eqn, [x], eqn.params)
+    return moved
+
+
+@functools.cache
+def _move(src: Any, to: Any) -> Equation:
+    """The equation of a move between memories."""
+    scalar = jax.ShapeDtypeStruct((), np.float32)
+    (eqn,) = jaxpr_of(lambda x: jax.device_put(x, to, src=src), scalar)[0].jaxpr.eqns
+    return eqn
 
 
 def copy_on_host(x: jax.Array) -> jax.Array:

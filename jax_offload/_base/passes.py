@@ -7,10 +7,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax.extend.core as jex
 import jax.numpy as jnp
+import numpy as np
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.private import equations_of_trace
+from jax_offload._base.private import equation_of, equations_of_trace, operands_of, variable_of
 
 LARGE = 1 << 16  # elements: of smaller gradients the activations are not worth a thought
 
@@ -31,20 +33,20 @@ class Passes:
 
 
 def passes_of(gradients: Sequence[Any]) -> Passes | None:
-    """Of traced gradients; ``None`` where they are arguments of the trace, or jax does not say."""
-    try:
-        large = [_Value(x) for x in gradients if math.prod(x.aval.shape) >= LARGE]
-        if not any(x.made for x in large):
-            return None
-        eqns = equations_of_trace(gradients[0])
-        held: dict[int, int] = {}
-        numbers: list[_Value] = []
-        ends, scopes = set[int](), dict[tuple[int, int], _Scope]()
-        for x in large:
-            _walk(x, held, numbers, ends, scopes)
-        return Passes(sum(held.values()), sum(map(_flops, filter(None, eqns))), _needs(numbers, ends))
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+    """Of traced gradients; ``None`` where no large one is made in a trace: arguments, or what ``vmap`` or a derivative
+    around the update traces."""
+    large = [x for x in gradients if math.prod(np.shape(x)) >= LARGE and equation_of(x) is not None]
+    if not large:
         return None
+    eqns, made = list[Any](), dict[Any, Any]()
+    for x in large:
+        if variable_of(x) not in made:  # in a branch, say, some are from the trace around it
+            more = equations_of_trace(x)
+            eqns, made = eqns + more, made | _makers(more)
+    trace, walk = _Scope({}, made), _Walk()
+    for x in large:
+        walk.back_from(_value(variable_of(x), trace))
+    return Passes(sum(nbytes(v.aval) for v in walk.held), sum(map(_flops, eqns)), walk.scales_by_them())
 
 
 _VIEWS = frozenset(
@@ -54,112 +56,115 @@ _VIEWS = frozenset(
 _LOOPS = frozenset(("scan", "while", "cond"))
 
 
-class _Value:
-    """A tracer, or a variable of a call that the trace has in one equation, with what makes it."""
-
-    def __init__(self, value: Any, scope: _Scope | None = None) -> None:
-        if scope is not None and value in scope.given:  # an operand of the call
-            outer = scope.given[value]
-            self.value, self.scope = outer.value, outer.scope
-        else:
-            self.value, self.scope = value, scope
-
-    @property
-    def made(self) -> Any:
-        """The equation that makes it."""
-        return self.value.parent if self.scope is None else self.scope.made.get(self.value)
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.value.aval.shape)
-
-    @property
-    def is_floating(self) -> bool:
-        return bool(jnp.issubdtype(self.value.aval.dtype, jnp.floating))
-
-    @property
-    def key(self) -> int:
-        return hash((id(self.value), id(self.scope.call) if self.scope else 0))
-
-    @property
-    def inputs(self) -> list[_Value]:
-        """The operands of the equation that makes it, but for literals and constants."""
-        eqn = self.made
-        found = eqn.in_tracers if self.scope is None else [v for v in eqn.invars if not hasattr(v, "val")]
-        return [_Value(v, self.scope) for v in found if self.scope is not None or hasattr(v, "parent")]
-
-    def inside(self, scopes: dict[tuple[int, int], _Scope]) -> _Value | None:
-        """The same as a result of the jaxpr that its equation runs once; ``scopes`` are those seen before."""
-        eqn = self.made
-        jaxpr = None if eqn.primitive.name in _LOOPS else _inner(eqn)
-        if jaxpr is None:
-            return None
-        place = eqn.outvars.index(self.value.val if self.scope is None else self.value)
-        key = id(eqn), id(self.scope and self.scope.call)
-        if key in scopes:
-            return _Value(jaxpr.outvars[place], scopes[key])
-        operands = eqn.in_tracers if self.scope is None else eqn.invars
-        given = {
-            v: _Value(x, self.scope)
-            for v, x in zip(jaxpr.invars, operands, strict=True)
-            if hasattr(x, "parent" if self.scope is None else "count") or not hasattr(x, "val")
-        }
-        scopes[key] = _Scope(eqn, given, {v: each for each in jaxpr.eqns for v in each.outvars})
-        return _Value(jaxpr.outvars[place], scopes[key])
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Scope:
-    """Of a call: its equation, its operands by the variables of its jaxpr, and what makes the others."""
+    """The trace, or a call in it: what the variables of its jaxpr are that are operands of the call, and the equations
+    that make the others."""
 
-    call: Any
     given: Mapping[Any, _Value]
     made: Mapping[Any, Any]
 
 
-def _walk(
-    gradient: _Value,
-    held: dict[int, int],
-    numbers: list[_Value],
-    ends: set[int],
-    scopes: dict[tuple[int, int], _Scope],
-) -> None:
-    """Back to the operations that make a gradient, through scaling and the like.
+@dataclasses.dataclass(frozen=True)
+class _Value:
+    """A variable, where it is."""
 
-    What these read goes to ``held``, what the gradient is scaled by to ``numbers``, they themselves to ``ends``.
+    variable: Any
+    scope: _Scope
+
+    @property
+    def aval(self) -> Any:
+        return self.variable.aval
+
+    @property
+    def made(self) -> Any:
+        """The equation that makes it; ``None`` for an argument, or a constant."""
+        return self.scope.made.get(self.variable)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.aval.shape)
+
+    @property
+    def is_floating(self) -> bool:
+        return bool(jnp.issubdtype(self.aval.dtype, jnp.floating))
+
+    @property
+    def inputs(self) -> list[_Value]:
+        """The operands of the equation that makes it, but for literals."""
+        return [_value(v, self.scope) for v in operands_of(self.made) if not isinstance(v, jex.Literal)]
+
+
+def _value(variable: Any, scope: _Scope) -> _Value:
+    """A variable, in a call that it is handed to where it comes from."""
+    return scope.given.get(variable) or _Value(variable, scope)
+
+
+def _makers(eqns: Sequence[Any]) -> dict[Any, Any]:
+    return {v: eqn for eqn in eqns for v in eqn.outvars}
+
+
+class _Walk:
+    """Back from gradients to the operations that make them, through scaling and the like, and into calls.
+
+    Attributes:
+      held: what these operations read.
+      numbers: what the gradients are scaled by.
+      ends: the operations themselves, by identity, in the call that they are in.
     """
-    seen, todo = set[int](), [gradient]
-    while todo:
-        x = todo.pop()
-        if x.key in seen or x.made is None:
-            continue
-        seen.add(x.key)
-        name, inputs = x.made.primitive.name, x.inputs
-        if (inside := x.inside(scopes)) is not None:
-            ends.add(id(x.made))
-            todo.append(inside)
-        elif name in _VIEWS or (name == "reduce_sum" and inputs and inputs[0].size == x.size):
-            arrays = [v for v in inputs if v.size >= x.size and v.is_floating]
-            todo += arrays
-            numbers += [v for v in inputs if v not in arrays]
-        else:
-            ends.add(id(x.made))
-            if name not in _LOOPS:  # a loop gives all that it makes at once
-                held.update({v.key: nbytes(v.value.aval) for v in inputs if v.is_floating})
 
+    def __init__(self) -> None:
+        self.held: dict[_Value, None] = {}
+        self.numbers: list[_Value] = []
+        self.ends: set[tuple[int, _Scope]] = set()
+        self._scopes: dict[tuple[int, _Scope], _Scope] = {}
 
-def _needs(numbers: Sequence[_Value], ends: set[int]) -> bool:
-    """Whether numbers are made of what these equations make."""
-    seen, todo = set[int](), list(numbers)
-    while todo:
-        x = todo.pop()
-        if x.made is None or id(x.made) in seen:
-            continue
-        seen.add(id(x.made))
-        if id(x.made) in ends:
-            return True
-        todo += x.inputs if x.scope is None else [*x.inputs, *x.scope.given.values()]
-    return False
+    def back_from(self, gradient: _Value) -> None:
+        seen, todo = set[_Value](), [gradient]
+        while todo:
+            x = todo.pop()
+            if x in seen or x.made is None:
+                continue
+            seen.add(x)
+            name, inputs = x.made.primitive.name, x.inputs
+            if (inside := self._inside(x)) is not None:
+                todo.append(inside)
+            elif name in _VIEWS or (name == "reduce_sum" and inputs and inputs[0].size == x.size):
+                arrays = [v for v in inputs if v.size >= x.size and v.is_floating]
+                todo += arrays
+                self.numbers += [v for v in inputs if v not in arrays]
+            else:
+                self.ends.add((id(x.made), x.scope))
+                if name not in _LOOPS:  # a loop gives all that it makes at once
+                    self.held |= dict.fromkeys(v for v in inputs if v.is_floating)
+
+    def scales_by_them(self) -> bool:
+        """Whether a number that a gradient is scaled by is made of what these operations make."""
+        seen, todo = set[_Value](), list(self.numbers)
+        while todo:
+            x = todo.pop()
+            if x in seen or x.made is None:
+                continue
+            seen.add(x)
+            if (id(x.made), x.scope) in self.ends:
+                return True
+            inside = self._inside(x)  # a call beside the number may make gradients that it does not need
+            todo += x.inputs if inside is None else [inside]
+        return False
+
+    def _inside(self, x: _Value) -> _Value | None:
+        """The same as a result of the jaxpr that its equation runs once."""
+        eqn = x.made
+        jaxpr = None if eqn.primitive.name in _LOOPS else _inner(eqn)
+        if jaxpr is None:
+            return None
+        key = id(eqn), x.scope
+        if key not in self._scopes:
+            pairs = zip(jaxpr.invars, operands_of(eqn), strict=True)
+            given = {v: _value(outer, x.scope) for v, outer in pairs if not isinstance(outer, jex.Literal)}
+            self._scopes[key] = _Scope(given, _makers(jaxpr.eqns))
+        made = jaxpr.outvars[eqn.outvars.index(x.variable)]
+        return None if isinstance(made, jex.Literal) else _value(made, self._scopes[key])
 
 
 def _inner(eqn: Any) -> Any:
@@ -167,8 +172,7 @@ def _inner(eqn: Any) -> Any:
     for key in "jaxpr", "call_jaxpr":
         if (found := eqn.params.get(key)) is not None:
             jaxpr = getattr(found, "jaxpr", found)
-            operands = getattr(eqn, "in_tracers", None) or getattr(eqn, "invars", ())
-            sizes = len(operands), len(eqn.outvars)  # a kernel's jaxpr has its results among its inputs
+            sizes = len(operands_of(eqn)), len(eqn.outvars)  # a kernel's jaxpr has its results among its inputs
             return jaxpr if hasattr(jaxpr, "eqns") and (len(jaxpr.invars), len(jaxpr.outvars)) == sizes else None
     return None
 
@@ -176,7 +180,7 @@ def _inner(eqn: Any) -> Any:
 def _flops(eqn: Any) -> float:
     name, params = eqn.primitive.name, eqn.params
     if name in ("dot_general", "conv_general_dilated"):
-        left, right = (v.aval.shape for v in list(getattr(eqn, "in_tracers", None) or eqn.invars)[:2])
+        left, right = (v.aval.shape for v in operands_of(eqn)[:2])
         out = math.prod(eqn.outvars[0].aval.shape)
         if name == "dot_general":
             (contracted, _), _ = params["dimension_numbers"]

@@ -10,11 +10,13 @@
 | ``dce_jaxpr`` | ``jaxprs.without_dead_code`` | 0.10 to 0.12 |
 | ``jvp_jaxpr`` | ``calls.call_primitive`` | 0.10 to 0.12 |
 | the tables of a primitive's rules; symbols for zero | ``set_rules``, ``nonzero``, ``zero_tangent`` | 0.10 to 0.12 |
-| ``lower_fun``; types and operations of MLIR | ``lowered``, ``lowered_as_map`` | 0.10 to 0.12 |
+| ``lower_fun``; types and operations of MLIR | ``lowered``, ``lowered_as_map``, ``lowered_as_barrier`` | 0.10 to 0.12 |
 | for how many devices a lowering is | ``is_for_one_device`` | 0.10 to 0.12 |
 | a module's entry, ``main`` in its symbol table | ``take_back_aliases`` | 0.10 to 0.12 |
 | the attributes of its arguments, set before the body is lowered | ``take_back_aliases`` | 0.10 to 0.12 |
 | the equation that made a tracer, and those of its trace | ``equation_of``, ``equations_of_trace`` | 0.10 to 0.12 |
+| the variable that a tracer is | ``variable_of`` | 0.10 to 0.12 |
+| the tracers that an equation of a trace reads | ``traced_operands``, ``operands_of`` | 0.10 to 0.12 |
 | ``memory_space`` and ``manual_axis_type`` of a type | ``memory_space_of``, ``manual_axes_of`` | 0.10 to 0.12 |
 | whether a ``jit`` is being traced | ``under_jit`` | 0.10 to 0.12 |
 | what a ``jit`` says of placement | ``says_nothing_of_placement`` | 0.10 to 0.12 |
@@ -142,6 +144,11 @@ def lowered_as_map(fun: Callable[..., Any], context: Any, *operands: Any) -> Any
     return op.results
 
 
+def lowered_as_barrier(values: Sequence[Any]) -> Sequence[Any]:
+    """The values, none of which is there before all are."""
+    return stablehlo.OptimizationBarrierOp(list(values)).results
+
+
 def is_for_one_device(context: Any) -> bool:
     """Whether a lowering rule is asked for a program that runs on one device."""
     return getattr(_part_of(context, "module_context", "axis_context"), "num_devices", None) == 1
@@ -158,21 +165,18 @@ def take_back_aliases(context: Any, default_kind: str) -> None:
     ir, main = mlir.ir, context.module_context.symbol_table["main"]
     if "arg_attrs" not in main.attributes:  # no arguments
         return
-    arguments, results = (
-        [{named.name: named.attr for named in each} for each in main.attributes[name]]
-        for name in ("arg_attrs", "res_attrs")
-    )
+    arguments, results = ([ir.DictAttr(a) for a in main.attributes[name]] for name in ("arg_attrs", "res_attrs"))
 
-    def kind(attributes: dict[str, Any]) -> str:
+    def kind(attributes: Any) -> str:
         return attributes[KIND].value if KIND in attributes else default_kind
 
-    paired = [a for a in arguments if ALIAS in a]
-    if all(kind(a) == kind(results[a[ALIAS].value]) for a in paired):
+    if all(kind(a) == kind(results[a[ALIAS].value]) for a in arguments if ALIAS in a):
         return
-    for a in paired:
+    changed = [{named.name: named.attr for named in a} for a in arguments]
+    for a in (a for a in changed if ALIAS in a):
         del a[ALIAS]
         a[DONOR] = ir.BoolAttr.get(True)
-    main.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(a) for a in arguments])
+    main.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(a) for a in changed])
 
 
 @functools.cache
@@ -193,17 +197,43 @@ def _strings(code: CodeType) -> Iterator[str]:
 
 
 def equation_of(x: Any) -> Any:
-    """The equation that made a traced value, with ``primitive``, ``params`` and ``in_tracers``.
+    """The equation that made a traced value, with ``primitive``, ``params`` and ``outvars``.
 
     ``None`` for an argument, and for what is not traced into a jaxpr: an array, the tangent of a derivative.
     """
+    _check_tracers()
     return _part_of(x, "parent") if isinstance(x, _part_of(pe, "DynamicJaxprTracer")) else None
+
+
+@functools.cache
+def _check_tracers() -> None:
+    """Raises ``RuntimeError`` where ``equation_of`` would tell nothing of what a ``jit`` traces."""
+    seen: list[Any] = []
+    jax.make_jaxpr(lambda x: seen.append(jax.lax.neg(x)))(jax.ShapeDtypeStruct((), jax.numpy.float32))
+    if not isinstance(seen[0], _part_of(pe, "DynamicJaxprTracer")):
+        raise _has_moved(f"a jit traces with {type(seen[0]).__name__}")
 
 
 def equations_of_trace(x: Any) -> list[Any]:
     """All the equations so far of the trace that a traced value is of, as ``equation_of`` gives them."""
     eqns = _part_of(x, "_trace", "frame", "tracing_eqns")
-    return [eqn() if isinstance(eqn, weakref.ref) else eqn for eqn in eqns]
+    found = [eqn() if isinstance(eqn, weakref.ref) else eqn for eqn in eqns]
+    return [eqn for eqn in found if eqn is not None]  # jax keeps no equation that nothing is left of
+
+
+def variable_of(x: Any) -> Any:
+    """The variable, or the literal, that a traced value is in the jaxpr of its trace."""
+    return _part_of(x, "val")
+
+
+def traced_operands(eqn: Any) -> list[Any]:
+    """The traced values that an equation of ``equation_of`` reads."""
+    return list(_part_of(eqn, "in_tracers"))
+
+
+def operands_of(eqn: Any) -> list[Any]:
+    """The variables and literals that an equation reads: one of a jaxpr, or one of a trace, of ``equation_of``."""
+    return list(eqn.invars) if isinstance(eqn, jex.JaxprEqn) else [variable_of(x) for x in traced_operands(eqn)]
 
 
 def memory_space_of(aval: Any) -> Any:

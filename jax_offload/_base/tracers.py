@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jax_offload._base.private import equation_of, equations_of_trace
+from jax_offload._base.private import equation_of, equations_of_trace, traced_operands
 
 
 def production_order(values: Sequence[Any]) -> list[int] | None:
@@ -38,7 +38,7 @@ _CHOOSING = frozenset("broadcast_in_dim eq ne lt le gt ge is_finite and or not".
 def _origin(tracer: Any) -> Any:
     """What ``tracer`` is a cast, a multiple or a bound of."""
     while (eqn := equation_of(tracer)) is not None and _scales(eqn):
-        like = [x for x in eqn.in_tracers if x.aval.shape == tracer.aval.shape and _is_floating(x)]
+        like = [x for x in traced_operands(eqn) if x.aval.shape == tracer.aval.shape and _is_floating(x)]
         if len(like) != 1:
             break
         tracer = like[0]

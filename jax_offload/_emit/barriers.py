@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
+from jax.extend.core import Primitive
 
 from jax_offload._base.memory import on_host, to_host
+from jax_offload._base.private import lowered_as_barrier, nonzero, set_rules
 from jax_offload._base.shardings import varying_over
 from jax_offload._ir.program import Var
 
@@ -24,19 +25,23 @@ def gate(env: dict[Var, Any], held: Sequence[Var], waits_for: Sequence[Var]) -> 
         waiting, first = ([v for v in vs if varying_over(env[v]) == varying] for vs in (held, waits_for))
         if first:
             names = [*waiting, *first]
-            env.update(zip(names, _GATE([env[v] for v in names]), strict=True))
+            env.update(zip(names, _GATE.bind(*(env[v] for v in names)), strict=True))
 
 
-@jax.custom_jvp
-def _together(values: list[Any]) -> list[Any]:
-    """A gate. Tangents pass it one by one: those that are zero are made on the device, also of host leaves."""
-    return jax.lax.optimization_barrier(values)
+def _derived(values: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Tangents pass it one by one; jax may have those of host leaves on the device."""
+    passed = [to_host(t) if nonzero(t) and on_host(x) else t for x, t in zip(values, tangents, strict=True)]
+    return _GATE.bind(*values), passed
 
 
-@_together.defjvp
-def _(primals: Any, tangents: Any) -> Any:
-    (values,), (tangents,) = primals, tangents
-    return _together(values), [to_host(t) if on_host(x) else t for x, t in zip(values, tangents, strict=True)]
-
-
-_GATE = jax.jit(_together, inline=True)  # traced once for gates of equal types, and gone from the program
+# What jax.lax.optimization_barrier is, by name too, for those who read equations; but for its derivatives.
+_GATE = Primitive("optimization_barrier")
+_GATE.multiple_results = True
+_GATE.def_impl(lambda *values: list(values))
+_GATE.def_abstract_eval(lambda *avals: list(avals))
+set_rules(
+    _GATE,
+    lower=lambda context, *values: lowered_as_barrier(values),
+    jvp=_derived,
+    batch=lambda values, dims: (_GATE.bind(*values), dims),
+)

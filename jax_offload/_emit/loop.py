@@ -115,7 +115,7 @@ def looped(s: Slice, how: Chunked, names: Names) -> Callable[..., list[Any]]:
         results, new = state
         return exchange(results, new, (whole - 1) * rows, None)[0]
 
-    return or_batched(run, s.run)
+    return run
 
 
 def or_batched(looped: Any, at_once: Any) -> Any:

@@ -62,7 +62,7 @@ class Update:
         it that gathers what it makes of them.
       wide: whether it was traced with types of 64 bits; jax may lower it where they are off.
       passes: those that made its gradients, where only gates in the update hold them back.
-      stays: why leaves whose gradients a scan makes are not updated in that scan; only ``jax_offload.jit`` asks.
+      stays: why leaves are not updated within the passes, forward and backward; only ``jax_offload.jit`` asks.
     """
 
     program: Program
@@ -132,7 +132,7 @@ class Update:
         """What is left of it: ``program``, whose equations are some of its own."""
         return dataclasses.replace(self, program=program, gradients=gradients, sharded=None)
 
-    def emitted(self, args: Sequence[Any]) -> list[Any]:
+    def emitted(self, args: Sequence[Any], *, lowered: bool = False) -> list[Any]:
         """Its results, by the plan."""
         with jax.enable_x64(self.wide):
             results = stream(
@@ -143,6 +143,7 @@ class Update:
                 serialise=self.serialise,
                 results=self.results,
                 names=self.names,
+                lowered=lowered,
             )
             return guarded(results, list(args))
 
@@ -197,7 +198,7 @@ class Part:
         operands = [v for v, n in zip(self.operands, needed, strict=True) if n]
         return needed, dataclasses.replace(self, jaxpr=closed(jaxpr), operands=operands)
 
-    def emitted(self, args: Sequence[Any]) -> list[Any]:
+    def emitted(self, args: Sequence[Any], *, lowered: bool = False) -> list[Any]:
         return jax_fun(self.jaxpr)(*args)
 
 

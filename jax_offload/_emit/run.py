@@ -33,6 +33,7 @@ def stream(
     serialise: Serialise,
     results: Set[Var],
     names: Names,
+    lowered: bool,
 ) -> list[Any]:
     """Runs a traced update by its plan; returns its results.
 
@@ -45,15 +46,19 @@ def stream(
       serialise: which of them wait for each other.
       results: those that are the next value of an argument.
       names: of the state's leaves, of their next values too.
+      lowered: whether this is how the update is lowered: neither ``vmap`` nor a derivative comes to its loops.
     """
     env: Env = dict(zip(program.inputs, [*program.consts, *args], strict=True))
     grads = [program.inputs[len(program.consts) + i] for i in gradients]
-    run = functions([p for each in plan.passes for p in each.slices], names)
+    run = functions([p for each in plan.passes for p in each.slices], names, lowered=lowered)
     before: Sequence[Var] = ()  # what the loads of a pass wait for
     for each in plan.passes:
         _run_prelude(each.prelude, env, grads, results, serialise)
         if each.slices:
-            (_run_apart if each.apart else _run_gated)(each, run, env, set(grads), before)
+            if each.apart:
+                _run_apart(each, run, env, set(grads), before, lowered=lowered)
+            else:
+                _run_gated(each, run, env, set(grads), before)
             before = each.slices[-1].token
     return values_of(env, program.outputs)
 
@@ -74,7 +79,13 @@ def _run_gated(
 
 
 def _run_apart(
-    each: PlannedPass, run: Callable[[Planned, Env], None], env: Env, gradients: Set[Var], before: Sequence[Var]
+    each: PlannedPass,
+    run: Callable[[Planned, Env], None],
+    env: Env,
+    gradients: Set[Var],
+    before: Sequence[Var],
+    *,
+    lowered: bool,
 ) -> None:
     """As ``_run_gated``, in a loop that runs once, which XLA does not see."""
     outputs = list(dict.fromkeys(v for p in each.slices for v in p.slice.outputs))
@@ -96,7 +107,8 @@ def _run_apart(
 
         return jax.lax.while_loop(lambda c: c[0], once, (jax.lax.optimization_barrier(jnp.array(True)), start))[1]
 
-    env.update(zip(outputs, or_batched(looped, gated)(*(env[v] for v in inputs)), strict=True))
+    all_of_it = looped if lowered else or_batched(looped, gated)
+    env.update(zip(outputs, all_of_it(*(env[v] for v in inputs)), strict=True))
 
 
 def _run_prelude(

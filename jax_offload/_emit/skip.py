@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from jax_offload._base.loops import at_most_once
 from jax_offload._base.memory import on_host, to_device, to_host
 
 Types = list[tuple[Any, bool]]  # of each leaf: its dtype, and whether it is on the host
@@ -54,7 +55,7 @@ def carried_unless(skip: Any, update: Callable[[Any], Any], carry: Any) -> Any:
 def _with_types_that_last(
     skip: jax.Array, updates: list[Callable[[Any], Any]], carry: Any, fitted: Callable[[Any, Types], Any]
 ) -> Any:
-    """``_unless``, for a carry of the types that the update gives it: dadapt_adamw's take two updates to stay.
+    """``at_most_once``, for a carry of the types that the update gives it: dadapt_adamw's take two updates to stay.
 
     The first of ``updates`` is for ``carry``, the last for what is ``fitted`` to the shapes and types of a result.
     """
@@ -69,17 +70,12 @@ def _with_types_that_last(
             return after
 
         try:
-            return _unless(skip, recorded, carry)
+            return at_most_once(~skip, recorded, carry)
         except TypeError:
             if not results or results[-1][1] in tried:
                 raise
             tried.append(results[-1][1])
             carry = fitted(*results[-1])
-
-
-def _unless(skip: jax.Array, update: Callable[[Any], Any], carry: Any) -> Any:
-    """A loop whose carry says that it is still to run: so XLA sees that it runs once at most, and hoists nothing."""
-    return jax.lax.while_loop(lambda c: c[0], lambda c: (jnp.zeros_like(c[0]), update(c[1])), (~skip, carry))[1]
 
 
 def _checked(skip: Any) -> jax.Array:

@@ -94,29 +94,26 @@ def _scalars_to_hoist(program: Program, given: Set[Var]) -> list[Var]:
     that do, but not with the help of another such scalar: each leaf's part of a norm. And it may be computed from
     scalars that are hoisted themselves: the norm.
     """
-    loaded = dict.fromkeys(given, 1)
-    arrays = {v: int(v.aval.shape != ()) for v in program.inputs}
-    reduced: dict[Var, int] = {}  # what depends on a reduction that is hoisted now
-    combined: dict[Var, int] = {}  # what depends on a scalar computed from hoisted ones
+    array, loaded, reduced, combined = 1, 2, 4, 8  # what a variable depends on: the latter two are hoisted now
+    depends = {v: array * (v.aval.shape != ()) | loaded * (v in given) for v in program.inputs}
     hoisted: list[Var] = []
     used: set[Var] = {v for v in program.outputs if not isinstance(v, Literal)}
     for eqn in program.eqns:
-        for env in loaded, arrays, reduced, combined:
-            env.update(zip(eqn.outvars, forward(eqn, env), strict=True))
+        depends.update(zip(eqn.outvars, forward(eqn, depends), strict=True))
         operands = [v for v in eqn.invars if not isinstance(v, Literal)]
         scalar = eqn.outvars[0] if len(eqn.outvars) == 1 else None  # a nested cond may be left with no result
-        if scalar is None or not _is_scalar(scalar.aval) or (not arrays[scalar] and not loaded[scalar]):
+        if scalar is None or not _is_scalar(scalar.aval) or not depends[scalar] & (array | loaded):
             used.update(operands)
-        elif not loaded[scalar]:
+        elif not depends[scalar] & loaded:
             hoisted.append(scalar)
-        elif reduced[scalar] or (combined[scalar] and any(v.aval.shape for v in operands)):
+        elif depends[scalar] & reduced or (depends[scalar] & combined and any(v.aval.shape for v in operands)):
             used.update(operands)
         elif any(v.aval.shape for v in operands):
-            reduced[scalar] = 1
+            depends[scalar] |= reduced
             hoisted.append(scalar)
             used.add(scalar)
         else:
-            combined[scalar] = 1
+            depends[scalar] |= combined
             hoisted.append(scalar)
     return [v for v in hoisted if v in used]
 

@@ -22,6 +22,7 @@ from jax_offload._base.jaxprs import (
     called_by,
     jaxpr_like,
     nameless,
+    renamed,
     with_jaxprs,
     without_dead_code,
 )
@@ -131,8 +132,11 @@ def flat(
     return Program([*const_vars, *step.jaxpr.invars], outputs, eqns, consts, step.jaxpr.debug_info)
 
 
-def expanded(jaxpr: Jaxpr, expand: Expand) -> Jaxpr:
-    """An open jaxpr with equations in it expanded, and nothing inlined; itself where there are none to be."""
+def expanded(jaxpr: Jaxpr, expand: Expand, enters: Callable[[Equation], bool] = lambda _: True) -> Jaxpr:
+    """An open jaxpr with equations in it expanded, and nothing inlined; itself where there are none to be.
+
+    ``enters``: the equations whose jaxprs are looked into.
+    """
     eqns: list[Equation] = []
     env: dict[Var, Atom] = {}
     taken: set[Var] = set()
@@ -145,7 +149,7 @@ def expanded(jaxpr: Jaxpr, expand: Expand) -> Jaxpr:
         if (program := expand(eqn)) is not None:
             env.update(zip(eqn.outvars, _spliced(program, ins, eqns, taken), strict=True))
             continue
-        params = _expanded_in(eqn.params, expand)
+        params = _expanded_in(eqn.params, expand, enters) if enters(eqn) else eqn.params
         same = params is eqn.params and all(map(operator.is_, ins, eqn.invars))
         eqns.append(eqn if same else eqn.replace(invars=ins, params=params))
     same = len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns))
@@ -175,9 +179,20 @@ def _spliced(program: Program, operands: Sequence[Atom], eqns: list[Equation], t
     return [read(v) for v in program.outputs]
 
 
-def _expanded_in(params: dict[str, Any], expand: Expand) -> dict[str, Any]:
+def replaced(program: Program, at: int, by: Program) -> Program:
+    """``program`` with another in the place of its equation ``at``, of the same operands and results."""
+    eqns = program.eqns[:at]
+    made = _spliced(by, program.eqns[at].invars, eqns, set())
+    env = dict(zip(program.eqns[at].outvars, made, strict=True))
+    eqns += [eqn.replace(invars=[renamed(env, v) for v in eqn.invars]) for eqn in program.eqns[at + 1 :]]
+    return dataclasses.replace(program, eqns=eqns, outputs=[renamed(env, v) for v in program.outputs])
+
+
+def _expanded_in(
+    params: dict[str, Any], expand: Expand, enters: Callable[[Equation], bool] = lambda _: True
+) -> dict[str, Any]:
     """An equation's parameters, with what is to be expanded in their jaxprs; the same where there is nothing."""
-    return with_jaxprs(params, lambda jaxpr: expanded(jaxpr, expand))
+    return with_jaxprs(params, lambda jaxpr: expanded(jaxpr, expand, enters))
 
 
 def without_round_trips(program: Program) -> Program:

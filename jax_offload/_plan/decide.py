@@ -129,7 +129,7 @@ def _put_off(passes: Passes | None, program: Program, hosts: Set[Var], ungated: 
     than the state that is away, and it is late by little where every gradient is awaited by a load that is not much
     shorter than the layer's arithmetic: not the ``ungated``, which stay on the device, or which only a norm needs.
     """
-    moved = sum(nbytes(v.aval) for v in hosts if v in {*program.inputs})
+    moved = sum(nbytes(v.aval) for v in program.inputs if v in hosts)
     if passes is None or 2 * passes.held <= moved:
         return ""
     late = passes.scaled or any(math.prod(v.aval.shape) >= LARGE for v in ungated)

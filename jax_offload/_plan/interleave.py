@@ -8,9 +8,10 @@ next layer is loaded once that value is there.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 
 import jax.numpy as jnp
 
@@ -20,6 +21,7 @@ from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.arrange import Node, arranged
 from jax_offload._ir.primitives import ELEMENTWISE, REDUCE
 from jax_offload._ir.slices import Slice
+from jax_offload._plan.moves import Stays
 from jax_offload._plan.plan import Planned
 
 _CHEAP = (
@@ -27,6 +29,10 @@ _CHEAP = (
 )
 LEAST_FRONT = 2**12  # elements: what a pass goes on with is at least as large
 LEAST_GATES = 4  # with fewer there is nothing to hold back
+AT_ONCE = "most of its gradients are there only at once: a number needs all, their norm say, or one call makes them"
+FEW_PLACES = (
+    f"its passes, forward and backward, have fewer than {LEAST_GATES} places where parts of an update could wait"
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,13 +73,16 @@ class Gate:
     waits_for: tuple[Var, ...]
 
 
-def interleaved(nodes: Sequence[Node], which: Sequence[int], outputs: Sequence[Var]) -> list[Node] | None:
-    """The nodes, pieces where they belong, and gates between them; ``None`` where there are not enough places.
+def interleaved(nodes: Sequence[Node], which: Sequence[int], outputs: Sequence[Var]) -> list[Node]:
+    """The nodes, pieces where they belong, and gates between them.
 
     Args:
       nodes: parts of a step; the payloads of some are pieces.
       which: the numbers of those that are needed.
       outputs: of the step.
+
+    Raises:
+      Stays: there are not enough places.
     """
     pieces = [k for k in which if isinstance(nodes[k].payload, Piece)]
     outer = [k for k in which if not isinstance(nodes[k].payload, Piece)]
@@ -88,7 +97,7 @@ def interleaved(nodes: Sequence[Node], which: Sequence[int], outputs: Sequence[V
         spots.add(at, _Spot(k, piece.loads, piece.token, held))
     updates = behind.updates
     if 2 * max(updates, default=0) > sum(updates):
-        return None  # most can be updated only when all gradients are there
+        raise Stays(AT_ONCE if sum(updates) >= LEAST_GATES else FEW_PLACES)
     for place, v in passes.put_off():
         behind.add(place, _Spot(None, [], [v]))
 
@@ -99,7 +108,7 @@ def interleaved(nodes: Sequence[Node], which: Sequence[int], outputs: Sequence[V
             gates[is_ahead, at] = len(all_nodes)
             all_nodes.append(Node(gate, [*gate.held, *gate.waits_for], []))
     if len(gates) < LEAST_GATES:
-        return None
+        raise Stays(FEW_PLACES)
     sequence = behind.pieces(-1)
     for place, node in enumerate(order):
         if is_heavy(node):
@@ -157,14 +166,16 @@ class _Spots:
         if places and ahead and (last := passes.heavy_after(places[-1])) is not None:
             places.append(last)  # the last stores are through before the backward pass begins, where the peak is
         found: dict[int, Gate] = {}
+        done = _Done(passes.order)
         for g, at in enumerate(places):
-            front = passes.front(at - 1 if ahead else at)
             loads = self.loads(places[g + 1]) if g + 1 < len(places) else []
             before = self.at.get(places[g - 1], []) if g else []
             # what moves nothing is through at once; a store has until the next spot
             tokens = [v for spot in before if spot.loads for v in spot.tokens]
             tokens += [v for spot in self.at.get(at, []) if not (ahead or spot.loads) for v in spot.tokens]
             held = [v for spot in self.at.get(at, []) for v in spot.held]
+            last = at - 1 if ahead else at
+            front = passes.front(last, done.through([*tokens, *passes.made_until(last)]))
             if front is not None and (loads or tokens):
                 both = dict.fromkeys([*loads, front, *held])
                 found[at] = Gate(tuple(both), tuple(v for v in dict.fromkeys(tokens) if v not in both))
@@ -190,6 +201,7 @@ class _Passes:
         self.read = {*outputs}.union(*(node.reads for node in order))
         self.reach: dict[Var, int] = {}  # the last heavy node that needs a value, through cheap ones
         self.first: dict[Var, int] = {}
+        self.readers = collections.defaultdict[Var, set[int]](set)
         for k in reversed(range(len(order))):
             node = order[k]
             if isinstance(node.payload, Piece):
@@ -198,6 +210,7 @@ class _Passes:
             last = k if here else max((self.reach.get(v, -1) for v in node.makes), default=-1)
             first = k if here else min((self.first[v] for v in node.makes if v in self.first), default=None)
             for v in node.reads:
+                self.readers[v].add(k)
                 if last >= 0:
                     self.reach[v] = max(self.reach.get(v, -1), last)
                 if first is not None:
@@ -233,17 +246,43 @@ class _Passes:
             if not is_large(v) and v not in self.reach and (k := self.after.get(v, -1)) >= 0:
                 yield k, v
 
-    def front(self, k: int) -> Var | None:
-        """What a pass goes on with after node ``k``: the last large value of it that is needed later. Of several made
-        of the same heavy node the smallest: a gate keeps XLA from fusing what makes a value with what reads it (an MLP
-        in bfloat16 with norms in float32, 65,536 tokens: 19651 MiB, now 19142, resident 19267)."""
+    def made_until(self, k: int) -> list[Var]:
+        """What the heavy nodes up to ``k`` make."""
+        return [v for node in self.order[: k + 1] if is_heavy(node) for v in node.makes]
+
+    def front(self, k: int, done: Set[int]) -> Var | None:
+        """What a pass goes on with after node ``k``: the last large value of it that is needed later, and by a node
+        that is not ``done`` in front of the gate; else it would live until there for nothing (the last activation, of
+        which a returned loss is made: jax 0.10 kept it through the backward pass, 9984 MiB instead of 9728). Of several
+        made of the same heavy node the smallest: a gate keeps XLA from fusing what makes a value with what reads it (an
+        MLP in bfloat16 with norms in float32, 65,536 tokens: 19651 MiB, now 19142, resident 19267)."""
         made_after = None
-        same: list[Var] = []
-        for m in range(k, -1, -1):
+        same: list[tuple[bool, Var]] = []
+        end = self.heavy_after(k)
+        for m in reversed(range(len(self.order) if end is None else end)):
             if made_after is not None and m < made_after:
                 break
             for v in self.order[m].makes:
-                if is_large(v) and self.after.get(v, -1) >= 0 and self.reach.get(v, -1) > k:
+                if is_large(v) and self.after.get(v, -1) >= 0 and self.reach.get(v, -1) > k and self.readers[v] - done:
                     made_after = self.after[v] if made_after is None else made_after
-                    same += [v] if self.after[v] == made_after else []
-        return min(same, key=lambda v: nbytes(v.aval), default=None)
+                    same += [(m > k, v)] if self.after[v] == made_after else []
+        return min(same, key=lambda it: (it[0], nbytes(it[1].aval)), default=(False, None))[1]
+
+
+class _Done:
+    """The nodes that are in front of a gate; those in front of one are in front of the next."""
+
+    def __init__(self, order: Sequence[Node]) -> None:
+        self.order = order
+        self.maker = {v: k for k, node in enumerate(order) for v in node.makes}
+        self.nodes = set[int]()
+
+    def through(self, values: Iterable[Var]) -> Set[int]:
+        """Those that are once these values are made too."""
+        todo = [*values]
+        while todo:
+            k = self.maker.get(todo.pop())
+            if k is not None and k not in self.nodes:
+                self.nodes.add(k)
+                todo += self.order[k].reads
+        return self.nodes

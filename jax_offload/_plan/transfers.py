@@ -26,7 +26,9 @@ def transfer_of(s: Slice, reuse: Mapping[Var, Var], window: int) -> Transfer:
       reuse: result -> operand of the same type whose buffer it may take, because it is the next value of it.
       window: bytes on one device.
     """
-    if not all(v in reuse and is_host_aval(reuse[v].aval) for v in s.stores):
+    if not all(v in reuse for v in s.stores):
+        return Whole("it makes a leaf that was not in the state before")
+    if not all(is_host_aval(reuse[v].aval) for v in s.stores):
         return Whole("it moves to the host in this step")  # no host buffer yet to write its rows into
     old_of = buffers(s, reuse)
     if any(old is None and is_host_aval(v.aval) for v, old in zip(s.outputs, old_of, strict=True)):

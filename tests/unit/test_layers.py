@@ -79,10 +79,30 @@ def test_no_circles():
 def test_no_private_api_of_jax_outside_its_module():
     """What jax may move stands in one module, behind named functions, with a table of what it is for;
     compiling for a chip that is not there in another."""
-    modules = r"^\s*(from|import) jax\.(_src|interpreters|extend\.mlir)"
-    private = re.compile(modules + r"|_getframe|unsafe_|\._trace\b", re.MULTILINE)
-    found = {module for module, path in MODULES.items() if private.search(path.read_text())}
+    found = {module for module, path in MODULES.items() if PRIVATE.search(path.read_text())}
     assert found == {"_base.private", "_analysis.targets"}
+
+
+_MODULES = r"^\s*(from|import) jax\.(_src|interpreters|extend\.mlir)"
+# attributes of tracers, of their trace and of its equations; buffers have a parent too, which is their own
+_TRACERS = (
+    r"|\b(in_tracers|tracing_eqns|DynamicJaxprTracer|constvar_to_val)\b|(?<!self|lder)\.parent\b|[\"'](parent|val)[\"']"
+)
+PRIVATE = re.compile(_MODULES + r"|_getframe|unsafe_|\._trace\b" + _TRACERS, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x._trace.frame",
+        "eqn.in_tracers",
+        "self.value.parent if x else 0",
+        'hasattr(x, "val")',
+        "    from jax._src import core",
+    ],
+)
+def test_private_use_is_found(line):
+    assert PRIVATE.search(line)
 
 
 def test_one_context_variable():

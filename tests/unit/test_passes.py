@@ -2,9 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
+from jax_offload._base import private
 from jax_offload._base.passes import passes_of
 
 LAYERS, WIDTH, ROWS = 3, 256, 64
@@ -70,3 +72,99 @@ def test_arguments_tell_nothing():
     seen = []
     jax.jit(lambda grads: seen.append(passes_of(jax.tree.leaves(grads)))).trace(PARAMS)
     assert seen == [None]
+
+
+def test_a_scale_made_in_a_call_beside_the_gradients():
+    """The call makes both, and the scale needs no gradient: nothing is clipped."""
+
+    @jax.jit
+    def scaled_grads(params, x):
+        grads = jax.grad(loss)(params, x)
+        return grads, 1.0 / jnp.sqrt(1.0 + jnp.abs(x).max())
+
+    @jax.jit
+    def norms(params, x):
+        grads = jax.grad(loss)(params, x)
+        return grads, 1.0 / jnp.sqrt(sum((g**2).sum() for g in grads.values()))
+
+    def passes(grads_and_scale):
+        seen = []
+
+        def step(params, x):
+            grads, scale = grads_and_scale(params, x)
+            seen.append(passes_of([g * scale for g in grads.values()]))
+
+        jax.jit(step).trace(PARAMS, jnp.ones((ROWS, WIDTH)))
+        return seen[0]
+
+    assert not passes(scaled_grads).scaled and passes(norms).scaled
+    assert passes(scaled_grads).held == passes(norms).held == 2 * LAYERS * ACTIVATION
+
+
+def test_one_call_for_two_gradients():
+    """The same jaxpr is there twice: what one call makes is told from what the other does."""
+    one = jax.jit(lambda w, x: jax.grad(lambda w: jnp.tanh(x @ w).sum())(w))
+
+    def both(params, x):
+        return {"w0": one(params["w0"], x), "w1": one(params["w1"], 2.0 * x)}
+
+    seen = []
+    jax.jit(lambda p, x: seen.append(passes_of(list(both(p, x).values())))).trace(PARAMS, jnp.ones((ROWS, WIDTH)))
+    assert seen[0].held == 4 * ACTIVATION and not seen[0].scaled
+
+
+def test_gradients_of_two_traces():
+    """In a branch some are made there, and others around it."""
+    seen = []
+
+    def step(params, x):
+        grads = jax.grad(loss)(params, x)
+
+        def branch():
+            more = jax.grad(loss)({"w0": params["w0"]}, x)
+            seen.append(passes_of([*grads.values(), *more.values()]))
+            return 0
+
+        return jax.lax.cond(x[0, 0] > 0, branch, lambda: 1)
+
+    jax.jit(step).trace(PARAMS, jnp.ones((ROWS, WIDTH)))
+    assert seen[0].held == 2 * (LAYERS + 1) * ACTIVATION
+    assert seen[0].flops == (3 * LAYERS - 1 + 2) * MATMUL
+
+
+def test_large_gradients_beside_arrays():
+    """What is known, an array, was made by no equation of the trace; the others still tell."""
+    seen = []
+
+    def step(params, x):
+        grads = jax.grad(loss)(params, x)
+        seen.append(passes_of([np.ones((WIDTH, WIDTH), np.float32), jnp.ones(3), *grads.values()]))
+
+    jax.jit(step).trace(PARAMS, jnp.ones((ROWS, WIDTH)))
+    assert seen[0].held == 2 * LAYERS * ACTIVATION
+    assert passes_of([np.ones((WIDTH, WIDTH))]) is None
+
+
+@pytest.mark.parametrize("moved", ["parent", "in_tracers", "val"])
+def test_loud_where_jax_has_moved(moved, monkeypatch):
+    """Without this an update under plain ``jit`` would run among the matmuls again, and nobody would know."""
+    part_of = private._part_of
+
+    def without(x, *names):
+        return part_of(x, *(f"{name} of another jax" if name == moved else name for name in names))
+
+    monkeypatch.setattr(private, "_part_of", without)
+    with pytest.raises(RuntimeError, match=f"no '{moved} of another jax' in"):
+        found(loss, clipped)
+
+
+def test_loud_where_jax_traces_with_something_else(monkeypatch):
+    private._check_tracers.cache_clear()
+    part_of = private._part_of
+
+    def other(x, *names):
+        return str if names == ("DynamicJaxprTracer",) else part_of(x, *names)
+
+    monkeypatch.setattr(private, "_part_of", other)
+    with pytest.raises(RuntimeError, match="a jit traces with"):
+        found(loss)

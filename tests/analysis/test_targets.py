@@ -1,0 +1,62 @@
+"""The plugin that compiles for a GPU that is not there: also where jax has given it up, and where it cannot."""
+
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+
+from jax_offload._analysis import targets
+
+H200, V5E = targets.target_of("h200"), targets.target_of("v5e:2x2")
+
+
+def plugin(monkeypatch, *, works):
+    """A jax that knows no topologies of cuda until the plugin has been asked for once more, if then."""
+    calls = []
+
+    def describe(**kwargs):
+        calls.append(kwargs["platform"])
+        if "initialized" in calls and works:
+            return "topology"
+        raise NotImplementedError(f"topology not implemented for {kwargs['platform']}")
+
+    monkeypatch.setattr(targets.topologies, "get_topology_desc", describe)
+    module = types.SimpleNamespace(initialize=lambda: calls.append("initialized"))
+    monkeypatch.setitem(sys.modules, targets._CUDA_PLUGIN, module)
+    return calls
+
+
+def test_a_plugin_that_jax_has_given_up_is_asked_once_more(monkeypatch):
+    calls = plugin(monkeypatch, works=True)
+    assert targets._described(H200, "h200") == "topology"
+    assert calls == ["cuda", "initialized", "cuda"]
+
+
+@pytest.mark.parametrize("target", [H200, V5E])
+def test_a_plugin_that_cannot_says_what_to_do(target, monkeypatch):
+    calls = plugin(monkeypatch, works=False)
+    with pytest.raises(ValueError, match=rf"target: .* for {target.name} .*not implemented for .*pip install .*jax=="):
+        targets._described(target, target.name)
+    assert ("initialized" in calls) == (target is H200)
+
+
+def test_half_of_a_plugin_says_what_to_do(monkeypatch):
+    """jax's CUDA plugin is two wheels."""
+    plugin(monkeypatch, works=True)
+    monkeypatch.setitem(sys.modules, targets._CUDA_PLUGIN, None)
+    with pytest.raises(ValueError, match=r"target: .*xla_cuda13.*pip install"):
+        targets._described(H200, "h200")
+
+
+@pytest.mark.skipif(bool(H200.missing), reason=f"{H200.missing} is not installed: pip install 'jax_offload[aot]'")
+def test_a_process_in_which_jax_had_started():
+    """Without CUDA's libraries jax gives the plugin up at its start, loudly, and takes the CPU."""
+    code = (
+        "import jax; jax.devices(); from jax_offload._analysis.targets import _devices, target_of;"
+        "print(len(_devices(target_of('h200'), 1)))"
+    )
+    env = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", *targets._ENVIRONMENT)}
+    ran = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert ran.stdout.strip() == "1", ran.stderr[-2000:]

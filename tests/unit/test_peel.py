@@ -1,0 +1,60 @@
+"""A scan and its last iteration apart are the scan."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_offload._base.jaxprs import jax_fun, scan_of
+from jax_offload._ir.peel import last_apart
+from jax_offload._ir.program import flat
+
+
+def summing(length, reverse, w, xs):
+    def body(carry, x):
+        total, key = carry
+        made = jnp.tanh(x @ w) + key
+        return (total + made.sum(), key + 1), (made, made.mean(), key)
+
+    return jax.lax.scan(body, (jnp.zeros(()), jnp.int32(3)), xs, length=length, reverse=reverse)
+
+
+def apart(fun, *args):
+    program = flat(jax.make_jaxpr(fun)(*args))
+    (at,) = (k for k, eqn in enumerate(program.eqns) if eqn.primitive.name == "scan")
+    return last_apart(program, at)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("length", [2, 5])
+def test_values_and_their_order(length, reverse):
+    w, xs = jnp.arange(16.0).reshape(4, 4) / 16, jnp.arange(length * 8.0).reshape(length, 2, 4)
+    found = apart(lambda w, xs: summing(length, reverse, w, xs), w, xs)
+    scans = [scan.length for eqn in found.eqns if (scan := scan_of(eqn))]
+    assert scans == [length - 1] or (length == 2 and "while" in {eqn.primitive.name for eqn in found.eqns})
+    assert "tanh" in {eqn.primitive.name for eqn in found.eqns}  # the last one's, inlined
+    want = jax.tree.leaves(summing(length, reverse, w, xs))
+    for x, y in zip(jax_fun(found.closed)(w, xs), want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6)
+
+
+def test_without_rows():
+    def powers(x):
+        return jax.lax.scan(lambda x, _: (x * x, None), x, None, length=3)[0]
+
+    found = apart(powers, jnp.float32(2))
+    assert jax_fun(found.closed)(jnp.float32(2)) == [256]
+
+
+def test_what_stays_whole():
+    def printed(xs):
+        def body(total, x):
+            jax.debug.print("{}", x)
+            return total + x, None
+
+        return jax.lax.scan(body, 0.0, xs)[0]
+
+    assert apart(printed, jnp.ones(3)) is None
+    assert apart(lambda xs: jax.lax.scan(lambda c, x: (c + x, x), 0.0, xs), jnp.ones(1)) is None
+    program = flat(jax.make_jaxpr(jnp.sin)(1.0))
+    assert last_apart(program, 0) is None
