@@ -89,8 +89,7 @@ def draw(timeline: Drawn, path: Path) -> None:
     top.set_xlim(0, end * unit)
     top.tick_params(axis="y", length=0)
     top.set_title(_title(timeline), loc="left", fontsize=10)
-    for side in ("top", "right", "left"):
-        top.spines[side].set_visible(False)
+    _without_frame(top, "top", "right", "left")
     last = top
     if curve:
         last = axes[1][0]
@@ -155,7 +154,11 @@ def _memory(axes: Any, timeline: Drawn, end: float) -> None:
     axes.text(0.005 * end, most, f"{most:.4g} {unit}: {parts}", va="bottom", fontsize=8)
     axes.set_ylim(0, 1.18 * most)
     axes.set_ylabel(f"device memory, {unit}")
-    for side in ("top", "right"):
+    _without_frame(axes, "top", "right")
+
+
+def _without_frame(axes: Any, *sides: str) -> None:
+    for side in sides:
         axes.spines[side].set_visible(False)
 
 
@@ -163,12 +166,9 @@ def trace(timeline: Drawn) -> dict[str, Any]:
     """In Chrome's trace format, which Perfetto opens: a thread for each lane, and a counter for device memory."""
     lanes = lanes_of(timeline)
     events: list[Mapping[str, Any]] = [
-        {"ph": "M", "pid": 1, "tid": k, "name": "thread_name", "args": {"name": _LANES[lane]}}
+        {"ph": "M", "pid": 1, "tid": k, "name": name, "args": args}
         for k, lane in enumerate(lanes)
-    ]
-    events += [
-        {"ph": "M", "pid": 1, "tid": k, "name": "thread_sort_index", "args": {"sort_index": k}}
-        for k in range(len(lanes))
+        for name, args in (("thread_name", {"name": _LANES[lane]}), ("thread_sort_index", {"sort_index": k}))
     ]
     for s in timeline.segments:
         args = {"bytes": s.nbytes, "waited_us": 1e6 * max(s.end - s.waited, 0)} if s.lane != COMPUTE else {}

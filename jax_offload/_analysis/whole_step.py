@@ -34,6 +34,7 @@ from jax_offload._emit.find import emitted, updates_in
 from jax_offload._emit.region import Part, Update
 from jax_offload._interop.jit import Jitted
 from jax_offload._interop.pipelined import Pipelined
+from jax_offload._plan.plan import InIterations
 from jax_offload._report import traced, unwrapped
 from jax_offload._whole import rewritten
 
@@ -147,18 +148,26 @@ class _Seen:
     def _exposed(
         self, trace: Any, program: Any, moved: Streams, chip: Chip, compute: float, ahead: bool
     ) -> float:  # fmt: skip
-        """What moves inside a scan is hidden behind that; the rest behind a part of the step, or nothing."""
+        """What moves inside a scan is hidden behind that; the rest behind a part of the step, or nothing.
+
+        Behind the updates themselves nothing is: they read what has come, and make what is to go.
+        """
         link = exposure.link_of(chip)
         inside = link.seconds(moved.inside, moved.inside)
         looped = 0 if ahead else moved.looped
         alone = link.seconds(looped, looped)
         rest = moved.inside + looped
         outside = link.seconds(moved.loaded - rest, max(0, moved.stored - rest))
-        parts = [each.update for each in updates_in(trace) if isinstance(each.update, Part)]
-        cover = sum(seconds(part.jaxpr.jaxpr, chip) for part in parts) / self.divided if moved.inside else 0.0
+        found = [each.update for each in updates_in(trace)]
+        parts = [update for update in found if isinstance(update, Part)]
+        slices = [p for update in found for p in update.planned]
+        scans = [p for p in slices if isinstance(p.transfer, InIterations)]
+        own, there = (sum(seconds(p.slice.jaxpr, chip) for p in ps) / self.divided for ps in (slices, scans))
+        cover = sum(seconds(part.jaxpr.jaxpr, chip) for part in parts) / self.divided - there if moved.inside else 0.0
         scanned = in_one_scan(program)
         share = forward_share(program, self.rematerialised) if ahead else 0.0 if moved.norm or scanned else BACKWARD
-        return alone + max(0.0, inside - cover) + exposure.exposed(outside, compute, share)
+        left = exposure.exposed(outside, max(0.0, compute - own), share)
+        return alone + max(0.0, inside - max(0.0, cover)) + left
 
     def _arguments(self, donated: Sequence[bool]) -> tuple[int, int, int]:
         """Bytes on one device of parameters, of what else is handed from step to step, and of state on the host."""

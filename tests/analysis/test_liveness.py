@@ -149,6 +149,15 @@ def test_a_step_s_forecast():
     assert own.peak == own.parameters + own.gradients + own.state + own.window + own.activations
 
 
+@pytest.mark.parametrize(("stacked", "way", "simulated"), [(True, "jo.jit", 0.0625), (False, "jax.jit", 0.0623)])
+def test_an_update_s_own_arithmetic_hides_nothing(stacked, way, simulated):
+    """Of 64 ms of link at 512 tokens, where the step computes for 9 to 13 ms: it reads what has come. Seconds simulated
+    from the schedule that is compiled for an H200; without that rule 5 ms less were predicted."""
+    step, args = step_and_args(jo.offload(ADAMW), stacked)
+    option = jo.plan(step, *args, chip="h200", tokens_per_step=512)[way]
+    assert option.exposed == pytest.approx(simulated, rel=0.03)
+
+
 def test_the_resident_row():
     """The state beside the rest, none of it on the host, and nothing that moves."""
     step, args = step_and_args(jo.offload(CLIPPED), True)
