@@ -108,7 +108,7 @@ def step_and_args(tx, stacked, tokens=512):
     return step_of(tx, loss), (params, jo.abstract_state(tx, params), x)
 
 
-# What XLA compiles for an H200, in MiB: the README's table and docs/overlap.md. Held to less than the 10 % that are
+# What XLA compiles for an H200, in MiB: docs/peaks.md and docs/overlap.md. Held to less than the 10 % that are
 # promised, as they are what the rules were made on.
 COMPILED = [
     (False, ADAMW, "resident", 5048),

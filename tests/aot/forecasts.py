@@ -45,7 +45,7 @@ class Model:
 
 
 def toys() -> Iterator[Model]:
-    """The rows of the README's table, and its times at 16,384 tokens."""
+    """The rows of docs/peaks.md, and its times at 16,384 tokens."""
     for stacked in True, False:
         for inner, tokens in (ADAMW, 512), (CLIPPED, 512), (ADAMW, 16384), (CLIPPED, 16384):
             params = parameters(24, 4096, stacked, device_sharding(H200))

@@ -1,6 +1,6 @@
 """Prints tables of peaks as Markdown. Compiled, not run: the figures are the compiler's for the named chip.
 
-``python -m tests.aot.table [h200] [v5e]`` prints the README's; ``python -m tests.aot.table sharded`` prints that of
+``python -m tests.aot.table [h200] [v5e]`` prints that of docs/peaks.md; ``python -m tests.aot.table sharded`` that of
 docs/sharding.md, per device, on four of them; ``python -m tests.aot.table precision`` those of docs/precision.md. Each
 takes a few minutes on two cores. ``python -m tests.aot.table defaults`` prints that of docs/streaming.md, in half an
 hour. ``python -m tests.aot.table plan`` prints what ``jo.plan`` estimates beside what is compiled, in ten
