@@ -58,7 +58,6 @@ MUTATIONS = [
     Mutation("a loop of two runs once", "_emit/loop.py", "jnp.int32(2)) if whole == 2", "jnp.int32(1)) if whole == 2", "test_stream.py"),
     Mutation("rows read after they are overwritten", "_emit/loop.py", "jax.lax.optimization_barrier([args[i] for i in held])", "[args[i] for i in held]", "aot/test_peak.py -k stacked"),
     Mutation("shards are read from the first one", "_emit/rows.py", "(size // shards) + start", "(size // shards) * 0 + start", "test_sharded.py -k chunks_know"),
-    Mutation("no layout on what is written", "_emit/rows.py", "rows = constrained(with_layout_constraint(rows, Layout(tuple(range(rows.ndim)))), sharding)", "pass", "aot/test_sharded_peak.py"),
     Mutation("a skipped update is +0", "_emit/skip.py", "-jnp.zeros((), x.dtype)", "jnp.zeros((), x.dtype)", "test_skip.py -k sign"),
     Mutation("skip is taken the other way", "_emit/skip.py", "at_most_once(~skip,", "at_most_once(skip,", "test_skip.py"),
     Mutation("a skipped state stays resident", "_emit/skip.py", "moved.append(to_host(x) if host else to_device(x))", "moved.append(x)", "test_skip.py"),

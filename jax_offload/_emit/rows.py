@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_offload._base.shardings import constrained, padded, typed_sharding
@@ -29,9 +28,7 @@ def write_rows(
 ) -> jax.Array:
     """``x`` with ``rows``, as ``read_rows`` gives them, in their places."""
     x = constrained(x, sharding)
-    if sharding is not None:  # gathered along another axis than the first, the whole array would be laid out like that
-        rows = constrained(rows, sharding)
-        rows = constrained(with_layout_constraint(rows, Layout(tuple(range(rows.ndim)))), sharding)
+    rows = constrained(rows, sharding)
     if shards == 1:
         return constrained(jax.lax.dynamic_update_slice_in_dim(x, rows, start, dim), sharding)
     into, rows = (_divided(array, dim, shards, sharding) for array in (x, rows))
