@@ -65,8 +65,8 @@ def looped(s: Slice, how: Chunked, names: Names) -> Callable[..., list[Any]]:
 
         def update(results: Sequence[Any], loaded: dict[int, Any], start: Any, n: int) -> tuple[list, dict[int, Any]]:
             args = [loaded[i] if i in loaded else read(results, i, start, n) for i in range(len(s.inputs))]
-            # Read once, before the rows are overwritten: XLA copies a buffer that two of its fusions still read. A v5e's
-            # peak is 3952 MiB so, else 5488; an H200's the same on jax 0.12, and 56 MiB higher on 0.10.
+            # Read once, before the rows are overwritten: XLA copies a buffer that two of its fusions still read. A
+            # v5e's peak is 3952 MiB so, else 5488; an H200's the same on jax 0.12, and 56 MiB higher on 0.10.
             held = [i for i, v in enumerate(s.inputs) if v in carried and i not in loaded]
             for i, x in zip(held, jax.lax.optimization_barrier([args[i] for i in held]), strict=True):
                 args[i] = x
