@@ -127,14 +127,14 @@ def parts_of(plain: Program) -> Parts | None:
     parts = _decided(found)
     for at in parts.sums_up if not parts.moved else ():
         if (peeled := last_apart(plain, at)) is not None and (again := inlined(peeled)) is not None:
-            other = _decided(again)
+            other = _decided(again, peeled=True)
             if other.moved:
                 return other
     return parts
 
 
-def _decided(found: Inlined) -> Parts:
-    """Where the update runs."""
+def _decided(found: Inlined, peeled: bool = False) -> Parts:
+    """Where the update runs. ``peeled``: what is summed up goes on in the iteration apart."""
     step, plans, moved = found, dict[int, InScan](), set[int]()
     scans = [
         (at, scan) for at, eqn in enumerate(step.program.eqns) if (scan := scan_of(eqn)) is not None and scan.length
@@ -143,7 +143,7 @@ def _decided(found: Inlined) -> Parts:
     for at, scan in reversed(scans):
         moves, why = moves_of(step.program, scan, at, step.next_of, moved)
         stay_behind[at] = why
-        if not moves.moves and sums_up(step.program, scan, at, step.gradients):
+        if not moves.moves and not peeled and sums_up(step.program, scan, at, step.gradients):
             why.append(SUMMED_UP)
             summing.append(at)
         if moves.moves:

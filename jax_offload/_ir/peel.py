@@ -9,18 +9,24 @@ import jax.numpy as jnp
 
 from jax_offload._base.jaxprs import jax_fun, jaxpr_of, scan_of
 from jax_offload._base.loops import once
+from jax_offload._base.memory import is_host_aval
+from jax_offload._base.shardings import typed_sharding
 from jax_offload._ir.program import Program, flat, replaced
 
 
 def last_apart(program: Program, at: int) -> Program | None:
     """``program``, its equation ``at`` a scan of one iteration less, followed by what that one computes, inlined.
 
-    ``None`` where it is no scan of several iterations, or has effects, whose order is not to change.
+    ``None`` where it is no scan of several iterations; or has effects, whose order is not to change; or reads or makes
+    rows in host memory, which would be copied there.
     """
     eqn = program.eqns[at]
     scan = scan_of(eqn)
     if scan is None or scan.length < 2 or eqn.effects:
         return None
+    if any(is_host_aval(v.aval) for v in (*scan.xs, *scan.ys)):
+        return None
+    typed = any(typed_sharding(y.aval) is not None for y in scan.ys)
     body = jax_fun(scan.body)
     others, last = (slice(1, None), 0) if scan.reverse else (slice(-1), -1)
     n, m = len(scan.consts), len(scan.init)
@@ -33,7 +39,7 @@ def last_apart(program: Program, at: int) -> Program | None:
             return made[:m], made[m:]
 
         before = [x[others] for x in xs]
-        if scan.length == 2:
+        if scan.length == 2 and not typed:
             # Inlined, the activations of both iterations begin with zeros that jax 0.10's XLA makes in one operation
             # (12x4096x4096, 16384 tokens, H200: 9408 MiB, resident 8256; so 7360).
             carry, ys = once(one, list(init), before, [y.aval for y in scan.ys])

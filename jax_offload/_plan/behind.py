@@ -16,8 +16,8 @@ from jax_offload._plan.moves import Move, Moves, Stays, closure, move_of, pulled
 
 NEEDS_ALL = "something that needs all gradients, their norm say, stands between them and their update"
 SUMMED_UP = (
-    "its gradient is summed up in the carry of a scan, by the layer's index say, or over microbatches whose last "
-    "cannot host the update: scan over stacked parameters themselves"
+    "its gradient is summed up in the carry of a scan: by the layer's index (scan over stacked parameters instead), or "
+    "over microbatches the last of which cannot host the update"
 )
 LEAST_ROW = 2**16  # bytes: smaller rows are updated faster together, after the scan
 _HEAVY = frozenset(("scan", "while", "dot_general", "conv_general_dilated"))

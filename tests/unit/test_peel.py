@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jax_offload._base.jaxprs import jax_fun, scan_of
 from jax_offload._ir.peel import last_apart
@@ -56,5 +58,17 @@ def test_what_stays_whole():
 
     assert apart(printed, jnp.ones(3)) is None
     assert apart(lambda xs: jax.lax.scan(lambda c, x: (c + x, x), 0.0, xs), jnp.ones(1)) is None
+    there = jax.memory.Space.Host
+    assert apart(lambda xs: jax.lax.scan(lambda c, x: (c + x, jax.device_put(x, there)), 0.0, xs), jnp.ones(2)) is None
     program = flat(jax.make_jaxpr(jnp.sin)(1.0))
     assert last_apart(program, 0) is None
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="an Explicit mesh of jax 0.10 needs a context of its own")
+def test_rows_whose_type_says_how_they_are_divided():
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
+    xs = jax.device_put(jnp.arange(16.0).reshape(2, 8), NamedSharding(mesh, P(None, "x")))
+    found = apart(lambda xs: jax.lax.scan(lambda c, x: (c + x.sum(), 2 * x), 0.0, xs), xs)
+    total, rows = jax_fun(found.closed)(xs)
+    assert total == xs.sum() and jax.typeof(rows).sharding.spec == P(None, "x")
+    np.testing.assert_array_equal(rows, 2 * xs)
