@@ -18,6 +18,7 @@ NAMED = {
     "test_compile_once.py": "committed arguments and weak types",
     "test_eager.py": "updates outside of jit",
     "test_elementwise.py": "a primitive with a lowering of its own",
+    "test_composite.py": "the same",
     "test_formats.py": "arithmetic of few bits",
     "test_state.py": "shardings and memory kinds of states",
     "test_placement.py": "types of memory in a trace",
