@@ -74,7 +74,7 @@ class Placement:
             for leaf in self.leaves
         ]
         totals = ("host_bytes", "device_bytes", "host_bytes_per_device")
-        windows = [{"nbytes": w.nbytes, "why": w.why, "apart": w.apart, "leaf": w.leaf} for w in self.windows]
+        windows = [{"nbytes": w.nbytes, "why": w.why, "own_loop": w.own_loop, "leaf": w.leaf} for w in self.windows]
         return {
             **{name: getattr(self, name) for name in totals},
             "leaves": leaves,
@@ -168,7 +168,7 @@ def _sentences(table: Placement) -> list[str]:
         summary += f"; for each device {_mib(table.host_bytes_per_device)} MiB in {_memory.HOST_KIND}"
     windows = [
         f"window: {_mib(w.nbytes)} MiB on each device: {w.why}"
-        + (f"; once the backward pass is over, {w.apart}" if w.apart else "")
+        + (f"; once the backward pass is over, {w.own_loop}" if w.own_loop else "")
         + (f" (from {w.leaf} on)" if len(table.windows) > 1 else "")
         for w in table.windows
     ]

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax_offload._base.calls import equations
 from jax_offload._base.jaxprs import Equation, Literal, closed, sub_jaxprs, variables
-from jax_offload._emit.region import REGION, Part, Update
+from jax_offload._emit.region import REGION, Moved, Update
 from jax_offload._ir.program import Program, Var, as_program, expanded, flat, without_round_trips
 from jax_offload._plan.plan import Planned
 
@@ -48,7 +48,7 @@ class Found:
       origins: argument of its program -> variable of the step, where it is one, through branches, loops and moves.
     """
 
-    update: Update | Part
+    update: Update | Moved
     origins: Mapping[Var, Var]
 
     def inputs_of(self, arguments: Iterable[Var]) -> Iterator[Var]:

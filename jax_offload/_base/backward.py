@@ -18,8 +18,8 @@ LARGE = 1 << 16  # elements: of smaller gradients the activations are not worth 
 
 
 @dataclasses.dataclass(frozen=True)
-class Passes:
-    """The forward and the backward pass, so far as a trace shows them.
+class Backward:
+    """The passes through the network that made gradients, forward and backward, so far as a trace shows them.
 
     Attributes:
       held: bytes that the last operations before the gradients read: what is alive if all of these are put off.
@@ -32,7 +32,7 @@ class Passes:
     scaled: bool
 
 
-def passes_of(gradients: Sequence[Any]) -> Passes | None:
+def backward_of(gradients: Sequence[Any]) -> Backward | None:
     """Of traced gradients; ``None`` where no large one is made in a trace: arguments, or what ``vmap`` or a derivative
     around the update traces."""
     large = [x for x in gradients if math.prod(np.shape(x)) >= LARGE and equation_of(x) is not None]
@@ -46,7 +46,7 @@ def passes_of(gradients: Sequence[Any]) -> Passes | None:
     trace, walk = _Scope({}, made), _Walk()
     for x in large:
         walk.back_from(_value(variable_of(x), trace))
-    return Passes(sum(nbytes(v.aval) for v in walk.held), sum(map(_flops, eqns)), walk.scales_by_them())
+    return Backward(sum(nbytes(v.aval) for v in walk.held), sum(map(_flops, eqns)), walk.scales_by_them())
 
 
 _VIEWS = frozenset(
