@@ -18,7 +18,8 @@ from jax_offload._base import memory
 from jax_offload._base.composite import composite
 from jax_offload._base.paths import KeyPath
 from jax_offload._placement import stays
-from jax_offload._precision.formats import Storage, decode, encode, encoded_shapes, mixed
+from jax_offload._precision.elements import mixed
+from jax_offload._precision.formats import Storage, decode, encode, encoded_shapes
 from jax_offload._precision.masters import MasterState
 
 Rules = tuple[tuple[str | None, Storage], ...]  # ``None``: all that can be stored
