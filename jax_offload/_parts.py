@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
+from jax_offload._base.composite import decomposed
 from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, renamed, scan_of, variables
 from jax_offload._emit.find import is_update
 from jax_offload._emit.region import Update
@@ -59,6 +60,7 @@ def inlined(program: Program) -> Inlined | None:
         return None
     update: Update = found[0].params["update"]
     recipe = scalars_hoisted(update.program)
+    recipe = dataclasses.replace(recipe, eqns=decomposed(recipe.eqns))
     operands = dict(zip(recipe.inputs, found[0].invars, strict=True))
     given: dict[Var, Atom] = dict(operands)
     eqns: list[Equation] = []

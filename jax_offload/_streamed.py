@@ -12,8 +12,8 @@ import numpy as np
 from jax.tree_util import keystr
 
 from jax_offload._base.arrays import is_array, is_like
-from jax_offload._base.jaxprs import Literal
 from jax_offload._base.backward import backward_of
+from jax_offload._base.jaxprs import Literal
 from jax_offload._base.paths import key_of, leaves_with_paths, owners
 from jax_offload._base.shardings import (
     Layouts,

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import jax
 from jax.core import Tracer
 
+from jax_offload._base.backward import Backward
 from jax_offload._base.calls import call_primitive, params_of
 from jax_offload._base.donation import guarded
 from jax_offload._base.effects import only_callbacks
@@ -30,7 +31,6 @@ from jax_offload._base.jaxprs import (
     variables,
     without_dead_code,
 )
-from jax_offload._base.backward import Backward
 from jax_offload._emit.run import stream
 from jax_offload._emit.serialise import Serialise
 from jax_offload._emit.transfers import Names
