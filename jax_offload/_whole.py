@@ -29,7 +29,7 @@ from jax_offload._base.jaxprs import (
 )
 from jax_offload._emit.barriers import gate
 from jax_offload._emit.deduplicate import functions
-from jax_offload._emit.find import holds_update, is_update
+from jax_offload._emit.find import holds_update, holds_update_on_cores, is_update
 from jax_offload._emit.in_scan import one_after_the_other, scanned
 from jax_offload._emit.loop import or_batched
 from jax_offload._emit.region import bound, marked
@@ -65,6 +65,8 @@ def rewritten(step: Callable[..., Any]) -> Callable[..., Any]:
 def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     """The step's results, of its flat arguments."""
     program = flat(closed)
+    if any(map(holds_update_on_cores, program.eqns)):
+        return _as_it_is(closed, ("the step is cut at it, as the host's cores update a part",), args)
     found = None if ordered(closed.effects) else parts_of(program)
     if found is None:
         return _as_it_is(closed, _why_not(closed, program), args)

@@ -85,6 +85,13 @@ def test_which_option_when(tmp_path):
     assert found["state"][1][0].mu["layers"].sharding.memory_kind == "pinned_host"
 
 
+def test_host_or_device(tmp_path):
+    found = run("docs/host_or_device.md", Reader(tmp_path).namespace)
+    state = found["tx"].init(found["params"])
+    _, state = found["step"](found["params"], state, found["batch"])
+    assert state[0].mu["layers"].sharding.memory_kind == "pinned_host"
+
+
 def test_checkpoints(tmp_path):
     namespace = Reader(tmp_path / "checkpoints").namespace
     *others, weights, part = blocks("docs/checkpoints.md")

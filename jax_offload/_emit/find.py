@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax_offload._base.calls import equations
@@ -66,9 +66,16 @@ def is_update(eqn: Equation) -> bool:
     return eqn.primitive is REGION and isinstance(eqn.params["update"], Update)
 
 
-def holds_update(eqn: Equation) -> bool:
-    """Whether an equation is an update, or has one in a branch, a loop or a call."""
-    return eqn.primitive is REGION or any(holds_update(inner) for jaxpr, _ in sub_jaxprs(eqn) for inner in jaxpr.eqns)
+def holds_update(eqn: Equation, which: Callable[[Update | Moved], bool] = lambda _: True) -> bool:
+    """Whether an equation is an update, ``which`` says of what kind, or has one in a branch, a loop or a call."""
+    if eqn.primitive is REGION:
+        return which(eqn.params["update"])
+    return any(holds_update(inner, which) for jaxpr, _ in sub_jaxprs(eqn) for inner in jaxpr.eqns)
+
+
+def holds_update_on_cores(eqn: Equation) -> bool:
+    """Whether the host's cores have a part in an update in an equation."""
+    return holds_update(eqn, lambda update: isinstance(update, Update) and bool(update.on_cores))
 
 
 def updates_in(step: Any) -> list[Found]:

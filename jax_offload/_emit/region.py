@@ -44,6 +44,17 @@ NAME = "jax_offload_update"
 REGION = call_primitive(NAME)  # whose equations `find` finds
 
 
+class UpdatedOnCores(ValueError):
+    """A program for the device is made of an update by the host's cores."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "update_on: an update by the host's cores is no part of a program for the device. Fix: jo.jit(step), "
+            "called and not lowered, outside of any other jit, vmap or derivative: it cuts the step there; or "
+            "update_on='device'."
+        )
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Update:
     """A traced update that is not emitted yet.
@@ -88,7 +99,7 @@ class Update:
         gradients = {self.operands[i] for i in self.gradients}
         return plan_of(
             program, self.next_values, found, lambda v: self.rank.get(v, -1), manual=self.manual,
-            backward=self.backward, gradients=gradients,
+            backward=self.backward, gradients=gradients, on_cores=self.on_cores,
         )  # fmt: skip
 
     @property
@@ -100,6 +111,11 @@ class Update:
     def planned(self) -> list[Planned]:
         """Its slices, in the order of loading."""
         return [p for each in self.plan.passes for p in each.slices]
+
+    @property
+    def on_cores(self) -> Set[Var]:
+        """The leaves that the host's cores update."""
+        return frozenset[Var]().union(*(each.on_cores for each in self.claims)) & {*self.program.inputs}
 
     @property
     def results(self) -> Set[Var]:
@@ -132,8 +148,19 @@ class Update:
         """What is left of it: ``program``, whose equations are some of its own."""
         return dataclasses.replace(self, program=program, gradients=gradients, sharded=None)
 
+    def updated_by(self, cores: bool) -> Update:
+        """The same, with all of its leaves updated by the host's cores, or none of them."""
+        claims = [dataclasses.replace(c, on_cores=c.leaves if cores else frozenset[Var]()) for c in self.claims]
+        return dataclasses.replace(self, claims=claims)
+
     def emitted(self, args: Sequence[Any], *, lowered: bool = False) -> list[Any]:
-        """Its results, by the plan."""
+        """Its results, by the plan.
+
+        Raises:
+          UpdatedOnCores: part of it is not for the device; whoever drives the step from Python has cut it there.
+        """
+        if self.on_cores:
+            raise UpdatedOnCores
         with jax.enable_x64(self.wide):
             results = stream(
                 self.program,

@@ -16,7 +16,7 @@ from jax_offload._base.jaxprs import Var
 from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.program import Program
 from jax_offload._ir.slices import Pass, Slice, cut, joined, repeats_effects
-from jax_offload._plan.plan import Plan, Planned, PlannedPass, Whole, Window
+from jax_offload._plan.plan import OnCores, Plan, Planned, PlannedPass, Whole, Window
 from jax_offload._plan.transfers import buffers, transfer_of
 
 # Slices of up to 256 MiB, or a 32nd of the state, are loaded whole, and the window has room for two and a half.
@@ -56,6 +56,7 @@ def plan_of(
     manual: bool,
     backward: Backward | None = None,
     gradients: Set[Var] = frozenset(),
+    on_cores: Set[Var] = frozenset(),
 ) -> Plan:
     """The slices of a traced update, those that are larger than their window in chunks if that can be.
 
@@ -70,9 +71,10 @@ def plan_of(
       manual: whether the update is traced inside ``shard_map``.
       backward: the passes through the network, where gates in the update are all that holds these back.
       gradients: operands of the program.
+      on_cores: the host leaves that the host's cores update, and with them all of their slices.
     """
     best: tuple[int, list[Pass], list[list[Planned]]] | None = None
-    hosts = frozenset[Var]().union(*(region.leaves for region in regions))
+    hosts = frozenset[Var]().union(*(region.leaves for region in regions)) - on_cores
     for scalars_ahead in False, True:
         passes = cut(program, scalars_ahead)
         if scalars_ahead and repeats_effects(program, passes):
@@ -82,8 +84,11 @@ def plan_of(
         own_loop = _put_off(backward, program, hosts, gradients & {*passes[0].prelude.inputs})
         for region in regions:
             own = [[s for s in p.slices if _region(s, regions) is region] for p in passes]
+            stay = [[s for s in slices if not on_cores.isdisjoint(s.loads)] for slices in own]
+            own = [[s for s in slices if on_cores.isdisjoint(s.loads)] for slices in own]
             window, large = _window(region, [s.loaded_bytes for slices in own for s in slices], program, own_loop)
-            for slices, planned in zip(own, found, strict=True):
+            for slices, here, planned in zip(own, stay, found, strict=True):
+                planned += (Planned(s, OnCores(), window) for s in here)
                 fitted = _fitted(slices, next_of, window)
                 planned += fitted
                 most = max([most, *(p.bytes_at_once for p in fitted)])

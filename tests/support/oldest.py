@@ -17,6 +17,7 @@ NAMED = {
     "test_donation.py": "aliases between memories, of which jax decides",
     "test_compile_once.py": "committed arguments and weak types",
     "test_eager.py": "updates outside of jit",
+    "test_update_on.py": "views of host memory, and what jax says of donation",
     "test_elementwise.py": "a primitive with a lowering of its own",
     "test_composite.py": "the same",
     "test_formats.py": "arithmetic of few bits",
