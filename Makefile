@@ -105,7 +105,7 @@ gpu:  ## values, donation, the link and steps on the NVIDIA GPU that is here: se
 # Links that lead nowhere and docstrings that do not parse are errors.
 docs:  ## the site, as site/index.html; ARGS=serve shows it while you write
 	@$(MAKE) --no-print-directory EXTRAS=docs .venv/.installed-docs
-	.venv/bin/python -m mkdocs $(or $(ARGS),build --strict)
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs $(or $(ARGS),build --strict)
 
 clean:
 	rm -rf site .venv .venvs .pytest_cache .ruff_cache .hypothesis

@@ -149,7 +149,9 @@ def lines(shown):
     times = ", ".join(f"{name} {way.compute + way.waits:.2f}" for name, way in by_name.items())
     here = ", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in shown.seconds.items())
     kinds, ours, capacity = shown.state["offloaded"], by_name["jax_offload"], shown.capacity / _picture.GIB
-    both = f"resident and offloaded differ by {max(apart):.1e} at most in {len(apart)} steps" if apart else "not compared"
+    both = (
+        f"resident and offloaded differ by {max(apart):.1e} at most in {len(apart)} steps" if apart else "not compared"
+    )
     return [
         f"losses   {both}",
         f"state    {kinds.get('pinned_host', 0) / sum(kinds.values()):.1%} of {sum(kinds.values()) / 2**20:.1f} MiB in "
