@@ -9,7 +9,6 @@ import optax
 import pytest
 
 import jax_offload as jo
-
 from tests.trainers._common import INNER, STEPS, assert_same_losses, kinds, offloaded
 
 eqx = pytest.importorskip("equinox")
@@ -49,4 +48,4 @@ def test_what_the_documentation_shows():
     page = (Path(__file__).parents[2] / "docs/trainers.md").read_text()
     names = {"jax": jax, "optax": optax, "jo": jo, "batch": jnp.ones((4, 128))}
     exec(re.search(r"## Equinox\n+```python\n(.*?)```", page, re.DOTALL)[1], names)
-    assert kinds(names["state"]) == {"pinned_host"}
+    assert kinds([x for x in jax.tree.leaves(names["state"]) if x.nbytes >= 2**16]) == {"pinned_host"}
