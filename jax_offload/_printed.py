@@ -102,8 +102,9 @@ class Placement:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        tables = [html_table(rows[0], rows[1:], heading) for heading, rows in _groups(self.leaves)]
-        return "".join([*tables, *(f"<p>{html.escape(each)}</p>" for each in _sentences(self))])
+        groups = _groups(self.leaves)
+        table = [html_table(groups[0][1][0], [(name, rows[1:]) for name, rows in groups], _RIGHT)] if groups else []
+        return "".join([*table, *(f"<p>{html.escape(each)}</p>" for each in _sentences(self))])
 
 
 def _mib(nbytes: int) -> str:
