@@ -96,11 +96,11 @@ def _results_of(part: Slice | InScan | Rest | Piece, env: Mapping[Var, Any], nam
             made = scanned(part, dict(zip(part.operands, operands, strict=True)), names)
             return [made[v] for v in makes]
 
-        def apart(*operands: Any) -> list[Any]:
+        def one_by_one(*operands: Any) -> list[Any]:
             made = one_after_the_other(part, dict(zip(part.operands, operands, strict=True)))
             return [made[v] for v in makes]
 
-        run = or_batched(inside, apart)
+        run = or_batched(inside, one_by_one)
         given = [env[v] for v in part.operands]
         return zip(makes, marked(lambda xs: run(*xs), given, part), strict=True)
     if isinstance(part, Rest):

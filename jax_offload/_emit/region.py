@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import jax
 from jax.core import Tracer
 
+from jax_offload._base.backward import Backward
 from jax_offload._base.calls import call_primitive, params_of
 from jax_offload._base.donation import guarded
 from jax_offload._base.effects import only_callbacks
@@ -30,7 +31,6 @@ from jax_offload._base.jaxprs import (
     variables,
     without_dead_code,
 )
-from jax_offload._base.passes import Passes
 from jax_offload._emit.run import stream
 from jax_offload._emit.serialise import Serialise
 from jax_offload._emit.transfers import Names
@@ -72,7 +72,7 @@ class Update:
       sharded: where ``program`` gathers updates that are divided (ZeRO-1), the same without that, for a recipe around
         it that gathers what it makes of them.
       wide: whether it was traced with types of 64 bits; jax may lower it where they are off.
-      passes: those that made its gradients, where only gates in the update hold them back.
+      backward: the passes that made its gradients, where only gates in the update hold them back.
       stays: why leaves are not updated within the passes, forward and backward; only ``jax_offload.jit`` asks.
     """
 
@@ -86,7 +86,7 @@ class Update:
     manual: bool
     sharded: Program | None = None
     wide: bool = dataclasses.field(default_factory=lambda: bool(jax.config.jax_enable_x64))  # pyright: ignore
-    passes: Passes | None = None
+    backward: Backward | None = None
     stays: tuple[str, ...] = ()
 
     def __repr__(self) -> str:  # a jaxpr prints its parameters
@@ -99,7 +99,7 @@ class Update:
         gradients = {self.operands[i] for i in self.gradients}
         return plan_of(
             program, self.next_values, found, lambda v: self.rank.get(v, -1), manual=self.manual,
-            passes_before=self.passes, gradients=gradients, on_cores=self.on_cores,
+            backward=self.backward, gradients=gradients, on_cores=self.on_cores,
         )  # fmt: skip
 
     @property
@@ -175,7 +175,7 @@ class Update:
             return guarded(results, list(args))
 
 
-class PartPlan(Protocol):
+class MovedPlan(Protocol):
     """The plan of a part: of a scan with updates inside, of one piece."""
 
     @property
@@ -188,7 +188,7 @@ class PartPlan(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Part:
+class Moved:
     """A part of an update that runs elsewhere in a step, inside a scan say.
 
     Attributes:
@@ -199,10 +199,10 @@ class Part:
 
     jaxpr: ClosedJaxpr
     operands: list[Var]
-    plan: PartPlan
+    plan: MovedPlan
 
     def __repr__(self) -> str:
-        return f"Part({len(self.planned)} slices)"
+        return f"Moved({len(self.planned)} slices)"
 
     @property
     def planned(self) -> list[Planned]:
@@ -220,7 +220,7 @@ class Part:
     def recipe(self) -> Jaxpr:
         return self.jaxpr.jaxpr
 
-    def only(self, used: Sequence[bool]) -> tuple[list[bool], Part]:
+    def only(self, used: Sequence[bool]) -> tuple[list[bool], Moved]:
         jaxpr, needed = without_dead_code(self.jaxpr.jaxpr, used)
         operands = [v for v, n in zip(self.operands, needed, strict=True) if n]
         return needed, dataclasses.replace(self, jaxpr=closed(jaxpr), operands=operands)
@@ -229,8 +229,8 @@ class Part:
         return jax_fun(self.jaxpr)(*args)
 
 
-def marked(run: Callable[[Sequence[Any]], list[Any]], args: Sequence[Any], plan: PartPlan) -> list[Any]:
-    """``run(args)`` as one equation, a ``Part`` of an update."""
+def marked(run: Callable[[Sequence[Any]], list[Any]], args: Sequence[Any], plan: MovedPlan) -> list[Any]:
+    """``run(args)`` as one equation, a ``Moved`` of an update."""
     traced, _ = jaxpr_of(lambda *args: run(args), *args)
     if traced.consts or not only_callbacks(traced.effects):
         return run(args)
@@ -238,8 +238,8 @@ def marked(run: Callable[[Sequence[Any]], list[Any]], args: Sequence[Any], plan:
     handed_on = dict(zip(inner.invars, args, strict=True))
     made = [v for v in variables(inner.outvars) if v not in handed_on]
     jaxpr = Jaxpr([], inner.invars, made, inner.eqns, inner.effects, nameless(inner.debug_info))
-    part = Part(closed(jaxpr), plan.operands, plan)
-    results = handed_on | dict(zip(made, REGION.bind(*args, **params_of(part)), strict=True))
+    moved = Moved(closed(jaxpr), plan.operands, plan)
+    results = handed_on | dict(zip(made, REGION.bind(*args, **params_of(moved)), strict=True))
     return values_of(results, inner.outvars)
 
 

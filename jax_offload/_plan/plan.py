@@ -87,13 +87,13 @@ class Window:
     """Bytes of the state on one device at a time while it streams, and why so many.
 
     Attributes:
-      apart: why all slices run in a loop of their own, once the backward pass is over; empty where they do not.
+      own_loop: why all slices run in a loop of their own, once the backward pass is over; empty where they do not.
       leaf: the path of the first leaf that streams through it, as far as it is known.
     """
 
     nbytes: int
     why: str
-    apart: str = ""
+    own_loop: str = ""
     leaf: str = ""
 
 
@@ -147,7 +147,7 @@ class PlannedPass:
     carried: Mapping[Var, Var] | None = None
 
     @property
-    def apart(self) -> bool:
+    def in_own_loop(self) -> bool:
         return self.carried is not None
 
 

@@ -19,6 +19,7 @@ NAMED = {
     "test_eager.py": "updates outside of jit",
     "test_update_on.py": "views of host memory, and what jax says of donation",
     "test_elementwise.py": "a primitive with a lowering of its own",
+    "test_composite.py": "the same",
     "test_formats.py": "arithmetic of few bits",
     "test_state.py": "shardings and memory kinds of states",
     "test_placement.py": "types of memory in a trace",
