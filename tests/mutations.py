@@ -74,6 +74,12 @@ MUTATIONS = [
     Mutation("untouched leaves are encoded again", "_precision/storage.py", "is_encoded(old) and x is not was", "is_encoded(old)", "test_storage.py -k 'again or drift'"),
     Mutation("nothing but zero becomes zero, but it does", "_precision/elements.py", "return jnp.maximum(jnp.floor(code + (0.5 if noise is None else noise)), 1)", "return jnp.floor(code + (0.5 if noise is None else noise))", "test_formats.py -k only_zero"),
     Mutation("a scale too small by one binade", "_precision/elements.py", "- SCALED[dtype].largest, 126)", "- SCALED[dtype].largest - 1, 126)", "test_formats.py"),
+    Mutation("the cores take the last gradients", "_cores.py", "key=ranks.__getitem__", "key=lambda k: -ranks[k]", "test_update_on.py"),
+    Mutation("donated moments in each other's buffers", "_drive/tasks.py", "inputs, made = _side_by_side(stage.reads, made, step.next_of)", "inputs = stage.reads", "test_update_on.py -k donated"),
+    Mutation("what a skipped step hands on is freed", "_drive/run.py", "if id(x) not in live:", "if True:", "test_update_on.py -k skipped"),
+    Mutation("what was not donated is taken", "_drive/tasks.py", "others = {*step.inputs} - donated | {", "others = {", "test_update_on.py -k stays"),
+    Mutation("the next group is not sent ahead", "_drive/run.py", "self._tasks[k + 1 : k + 2]", "self._tasks[k + 1 : k + 1]", "test_update_on.py -k next_group"),
+    Mutation("an update by the cores runs on the device", "_emit/region.py", "if self.on_cores:\n            raise UpdatedOnCores", "if False:\n            raise UpdatedOnCores", "test_update_on.py -k stages"),
 ]  # fmt: skip
 
 

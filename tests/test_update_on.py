@@ -5,6 +5,7 @@ with another CPU device in the place of that backend.
 """
 
 import functools
+import time
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
@@ -78,7 +79,7 @@ def from_the_same(step, plain, tx, params, xs=(X, X), donate=True):
 def stages_in(step):
     """The names of the stages of a driven step that has run with arguments of one kind."""
     ((driven, _),) = step._driven._programs.values()
-    return [task.stage.name for task in driven._tasks]
+    return [task.stage.name for task, _ in driven._tasks]
 
 
 @pytest.fixture
@@ -90,6 +91,13 @@ def small_groups(monkeypatch):
 def other_backend(monkeypatch):
     """Another CPU device in the place of the CPU backend beside an accelerator."""
     monkeypatch.setattr(run, "cores_beside", lambda devices: Cores(jax.devices()[1]))
+
+
+@pytest.fixture(params=["here", "beside"])
+def either(request):
+    """The step's own device is the host, or it is beside an accelerator."""
+    if request.param == "beside":
+        request.getfixturevalue("other_backend")
 
 
 # ---- the executor ------------------------------------------------------------------------------------------------
@@ -122,7 +130,7 @@ def test_its_stages(small_groups):
         step(params, tx.init(params), X)
         assert stages_in(step) == want
     (driven, _), = step._driven._programs.values()  # fmt: skip
-    assert len([t for t in driven._tasks if t.down]) == 1  # gradients come out of the first program in host memory
+    assert len([t for t, _ in driven._tasks if t.down]) == 1  # gradients come out of the first program in host memory
 
 
 def test_groups_that_are_alike_share_a_program(small_groups):
@@ -130,7 +138,7 @@ def test_groups_that_are_alike_share_a_program(small_groups):
     step, params = jo.jit(step_of(tx)), model()
     step(params, tx.init(params), X)
     ((driven, _),) = step._driven._programs.values()
-    assert len({id(task.run) for task in driven._tasks if task.stage.on_cores}) == 1
+    assert len({id(program) for task, program in driven._tasks if task.stage.on_cores}) == 1
 
 
 def test_compiled_once_and_anew_for_other_types():
@@ -141,7 +149,7 @@ def test_compiled_once_and_anew_for_other_types():
         params, state, _ = step(params, state, X)
     assert len(step._driven._programs) == 1
     ((driven, _),) = step._driven._programs.values()
-    assert {task.run._cache_size() for task in driven._tasks} == {1}
+    assert {program._cache_size() for _, program in driven._tasks} == {1}
     step(params, state, X[:4])
     assert len(step._driven._programs) == 2
 
@@ -166,6 +174,50 @@ def test_what_is_not_donated_stays(small_groups):
     first, second = step(params, state, X), step(params, state, X)
     jax.tree.map(np.testing.assert_array_equal, before, (params, state))
     jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+class SlowLink(Cores):
+    """A link that carries a parameter in 60 ms, one after the other, and cores that take as long to update it.
+
+    ``log``: what it did, when it began, and when it was through.
+    """
+
+    def __init__(self, cpu):
+        vars(self).update(cpu=cpu, log=[], ready={}, busy=0.0)
+
+    def sent(self, x):
+        there = super().sent(x)
+        if x.ndim == 2 and x.sharding.memory_kind == "device":
+            vars(self)["busy"] = self.ready[id(there)] = max(time.monotonic(), self.busy) + 0.06
+            self.log.append(("sent", time.monotonic(), self.busy))
+        return there
+
+    def lent(self, x):
+        time.sleep(max(0.0, self.ready.get(id(x), 0.0) - time.monotonic()))
+        return super().lent(x)
+
+    def brought_back(self, x, sharding):
+        if x.ndim == 2 and x.sharding.memory_kind == "device":
+            begun = time.monotonic()
+            time.sleep(0.06)
+            self.log.append(("updated", begun, time.monotonic()))
+        return super().brought_back(x, sharding)
+
+
+def test_the_next_group_is_on_its_way_while_one_is_updated(small_groups, monkeypatch):
+    link = SlowLink(jax.devices()[1])
+    monkeypatch.setattr(run, "cores_beside", lambda devices: link)
+    tx, params = offload(), model()
+    state, step = tx.init(params), jo.jit(step_of(tx))
+    for _ in range(2):  # the first one compiles
+        link.log.clear()
+        link.ready.clear()
+        step(params, state, X)
+    sent, updated = ([each[1:] for each in link.log if each[0] == what] for what in ("sent", "updated"))
+    assert len(sent) == len(updated) == 3
+    for (begun, _), (update, _) in zip(sent[1:], updated, strict=False):
+        assert begun < update
+    assert updated[-1][1] - sent[0][0] < 0.85 * 6 * 0.06  # one after the other it would be 6; in turn it is 4
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
@@ -217,7 +269,7 @@ INSIDE = {
 
 @pytest.mark.parametrize("name", INSIDE)
 @pytest.mark.parametrize("share", ["host", 0.5])
-def test_inside(name, share, small_groups):
+def test_inside(name, share, small_groups, either):
     inner = INSIDE[name]
     plain = inner.gradient_transformation() if isinstance(inner, optax.MultiSteps) else inner
     params = model(jnp.bfloat16 if name == "masters" else jnp.float32)
@@ -237,7 +289,7 @@ def test_around(share):
 
 
 @pytest.mark.parametrize("through", ["update", "update_params"])
-def test_a_skipped_step_changes_no_bit(through, small_groups):
+def test_a_skipped_step_changes_no_bit(through, small_groups, either):
     def step_with(tx, skipping):
         def step(params, state, x):
             grads = jax.grad(loss)(params, x)
@@ -265,7 +317,7 @@ def test_a_skipped_step_changes_no_bit(through, small_groups):
 
 
 @pytest.mark.parametrize("storage", ["bfloat16", {"mu": "int8", "nu": "uint8"}])
-def test_stored_in_fewer_bits(storage):
+def test_stored_in_fewer_bits(storage, either):
     """As on the device, whose rounding is the same function of the step and the place."""
     txs = [offload(optax.adamw(1e-2), on, storage=storage) for on in ("host", "device")]
     results = []
@@ -301,11 +353,12 @@ def test_a_train_state():
 
 @pytest.mark.parametrize("share", ["host", 0.5])
 @pytest.mark.parametrize("inner", [optax.adamw(1e-2), CLIPPED])
-def test_sharded(inner, share, small_groups):
+@pytest.mark.parametrize("how", ["as the parameters", "ZeRO-1"])
+def test_sharded(inner, share, how, small_groups):
     mesh = jax.make_mesh((4, 2), ("data", "model"))
     where = NamedSharding(mesh, P(None, "model"))
     params = jax.tree.map(lambda p: jax.device_put(p, where if p.ndim == 2 else NamedSharding(mesh, P())), model())
-    tx = offload(inner, share)
+    tx = offload(inner, share, **({"shard_over": "data"} if how == "ZeRO-1" else {}))
     state = tx.init(params)
     x = jax.device_put(X, NamedSharding(mesh, P("data")))
     step, plain = jo.jit(step_of(tx), donate_argnums=(0, 1)), jax.jit(step_of(inner))
@@ -318,6 +371,17 @@ def test_sharded(inner, share, small_groups):
         assert leaf.sharding.memory_kind == place.memory_kind
     step(*got[:2], x)
     assert len(step._driven._programs) == 1
+
+
+def test_axes_that_the_types_tell():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        params = jax.device_put(model(), NamedSharding(mesh, P()))
+        x = jax.device_put(X, NamedSharding(mesh, P("data", None)))
+        tx = offload(update_on=0.5)
+        state = tx.init(params)
+        want = jax.jit(step_of(CLIPPED))(params, jo.to_device(state), x)
+        assert_same(jo.to_device(jo.jit(step_of(tx))(params, state, x)), want, "explicit")
 
 
 # their state in host memory is never read, and the device stores the new one

@@ -19,15 +19,21 @@ class DrivenJit:
       fun: the step.
       options: those of ``jax.jit``.
       compiler_options: for the programs of the device.
+      for_sending: for those that send something to the host.
     """
 
     def __init__(
-        self, jitted: Any, fun: Callable[..., Any], options: Mapping[str, Any], compiler_options: dict[str, Any] | None
+        self,
+        jitted: Any,
+        fun: Callable[..., Any],
+        options: Mapping[str, Any],
+        compiler_options: Mapping[str, Any],
+        for_sending: Mapping[str, Any],
     ) -> None:
         self._jitted, self._options = jitted, options
         self._static = _static(fun, options)
         self._programs: dict[Hashable, tuple[Driven, Any]] = {}
-        self._compiler_options = {"compiler_options": compiler_options or None}
+        self._compiler_options = compiler_options, for_sending
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The step's results; its arguments as for ``jax.jit``."""
@@ -45,7 +51,7 @@ class DrivenJit:
         if key not in self._programs:
             traced = self._jitted.trace(*args, **kwargs)
             donated = [info.donated for info in jax.tree.leaves(traced.args_info)]
-            self._programs[key] = Driven(traced.jaxpr, leaves, donated, self._compiler_options), traced.out_tree
+            self._programs[key] = Driven(traced.jaxpr, leaves, donated, *self._compiler_options), traced.out_tree
         driven, out_tree = self._programs[key]
         result = jax.tree.unflatten(out_tree, driven(leaves))
         places = self._options.get("out_shardings")

@@ -6,11 +6,15 @@ import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Atom, DropVar, Equation, Literal, Var, renamed, values_of, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._emit.find import holds_update_on_cores, is_update
 from jax_offload._emit.region import Update, bound
+from jax_offload._emit.serialise import Serialise, is_large, waiting
 from jax_offload._ir.shares import structure
 from jax_offload._ir.slices import Slice, slice_of
 from jax_offload._step import Cut
@@ -122,10 +126,13 @@ def staged(cut: Cut) -> Staged:
             if id(update) in seen:
                 raise ValueError("step: runs one jitted update twice, which update_on cannot drive yet; unjit it.")
             seen.add(id(update))
+            device, cores = _shares(update)
+            if len(stages) == 1 and (turns := _in_turn(update, device, eqn, cut.before.outputs)) is not None:
+                on_device("before", turns)
+                names.update(zip(variables(turns.inputs), turns.outputs, strict=True))
             names.update(zip(update.operands, (renamed(names, v) for v in eqn.invars), strict=True))
             names.update(zip(eqn.outvars, update.program.outputs, strict=True))
             next_of.update((v, x) for v, old in update.next_values.items() if isinstance(x := names.get(old), Var))
-            device, cores = _shares(update)
             first, *later = cores.plan.passes
             on_device("before", piece_of(first.prelude))
             if device.planned:
@@ -165,6 +172,33 @@ def _all_of(update: Update, names: Mapping[Var, Atom]) -> Piece:
     """An update in one piece, which streams as in any program of the device."""
     inputs, outputs = [renamed(names, v) for v in update.operands], variables(update.program.outputs)
     return Piece(inputs, outputs, lambda *args: bound(update, args))
+
+
+def _in_turn(update: Update, device: Update, eqn: Equation, made: Sequence[Var]) -> Piece | None:
+    """Where some gradients stay on the device: all, each of which waits for the one before.
+
+    As results of a program nothing else asks for them, and XLA would put their matmuls off to its end: 14400 MiB
+    instead of 9344 (24 unrolled layers, 16384 tokens, 0.3 on the cores, compiled for an H200; resident
+    11328). Copies to the host alone hold them in time by themselves.
+    """
+    pairs = zip(eqn.invars, update.operands, strict=True)
+    stay = {*variables(v for v, own in pairs if own in {*device.operands})} & {*made}
+    large = [v for i in update.gradients if (v := eqn.invars[i]) in {*made} and is_large(v.aval)]
+    others = [v for v in made if v not in {*large} and not jnp.issubdtype(v.aval.dtype, jax.dtypes.extended)]
+    if update.serialise is Serialise.NONE or len(large) < 2 or stay.isdisjoint(large):
+        return None
+    last = min(others or large, key=lambda v: nbytes(v.aval))
+
+    def wait(*values: Any) -> list[Any]:
+        held, zero = waiting(values[: len(large)])
+        found = dict(zip(large, held, strict=True)) | dict(
+            zip(operands[len(large) :], values[len(large) :], strict=True)
+        )
+        found[last] = jnp.where(zero == 0, found[last], jnp.zeros((), last.aval.dtype))
+        return [found[v] for v in operands]
+
+    operands = [*large, *(v for v in [last] if v not in large)]
+    return Piece([*operands], [Var(v.aval) for v in operands], wait)
 
 
 def _grouped(name: str, pieces: Sequence[Piece]) -> Iterator[Stage]:

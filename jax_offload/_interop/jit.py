@@ -12,7 +12,7 @@ from jax_offload._base.donation import guarded
 from jax_offload._base.memory import under_jit
 from jax_offload._drive.jitted import DrivenJit
 from jax_offload._emit.region import UpdatedOnCores
-from jax_offload._interop.xla_options import compiler_options
+from jax_offload._interop.xla_options import compiler_options, options_for_sending
 from jax_offload._whole import rewritten
 
 
@@ -96,8 +96,10 @@ class Jitted:
             try:
                 return self._jitted(*args, **kwargs)
             except UpdatedOnCores:  # that it is, its first trace tells
-                options = self._options.get("compiler_options", compiler_options(jax.default_backend()))
-                self._driven = DrivenJit(self._jitted, self.__wrapped__, self._options, options)
+                platform, given = jax.default_backend(), self._options.get("compiler_options")
+                for_all = compiler_options(platform) if given is None else given
+                for_sending = options_for_sending(platform) if given is None else given
+                self._driven = DrivenJit(self._jitted, self.__wrapped__, self._options, for_all, for_sending)
         return self._driven(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -1,0 +1,114 @@
+"""What the host's cores reach, update and memory: a driven step on a CPU beside a loop of one pass, and a triad.
+
+    JAX_PLATFORMS=cpu python -m benchmarks.in_jax.on_cores [--parameters 16777216] [--repeats 15] [--json FILE]
+
+The optimizer's update alone, donated, in turn with a loop that reads and writes each number once (AdamW by hand, numba,
+``pip install numba``; left out where it is missing) and ``a = b + 2 c`` over arrays as large. Medians of the
+neighbouring runs, with the quartiles. Bytes: a triad moves 16 for each element as STREAM counts, and its own line more,
+which it reads before it writes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jax_offload as jo
+
+OPTIMIZERS = {
+    "AdamW": optax.adamw(1e-3),
+    "Adam": optax.adam(1e-3),
+    "SGD with momentum": optax.sgd(1e-3, momentum=0.9),
+    "Lion": optax.lion(1e-4),
+}
+WIDTH, LEAVES = 4096, 4
+
+
+def driven(inner: optax.GradientTransformation, n: int) -> Callable[[], None]:
+    """An update of ``n`` parameters by ``update_on="host"``, again and again."""
+    leaf = jnp.full((n // LEAVES // WIDTH, WIDTH), 0.1)
+    params = jax.device_put({str(k): jnp.copy(leaf) for k in range(LEAVES)}, jax.devices()[0])
+    tx = jo.offload(inner, update_on="host")
+    state, grads = tx.init(params), jax.tree.map(lambda p: 0.5 * p, params)
+    step = jo.jit(lambda p, s, g: jo.update_params(tx, g, s, p), donate_argnums=(0, 1))
+    held: list[Any] = [params, state]
+
+    def run() -> None:
+        held[:] = step(*held, grads)
+        jax.block_until_ready(held)
+
+    return run
+
+
+def loops(n: int) -> dict[str, Callable[[], None]]:
+    """What the machine can do, by numba; nothing where it is missing."""
+    try:
+        import numba
+    except ImportError:
+        return {}
+    f32 = np.float32
+
+    @numba.njit(parallel=True)
+    def adamw(m: Any, v: Any, p: Any, g: Any, c1: Any, c2: Any, lr: Any, decay: Any) -> None:
+        for i in numba.prange(m.size):
+            m[i] = f32(0.9) * m[i] + f32(0.1) * g[i]
+            v[i] = f32(0.999) * v[i] + f32(0.001) * g[i] * g[i]
+            p[i] -= lr * ((m[i] / c1) / (math.sqrt(v[i] / c2) + f32(1e-8)) + decay * p[i])
+
+    @numba.njit(parallel=True)
+    def triad(a: Any, b: Any, c: Any) -> None:
+        for i in numba.prange(a.size):
+            a[i] = b[i] + f32(2) * c[i]
+
+    arrays = [np.full(n, 0.1, np.float32) for _ in range(4)]
+    scalars = f32(0.5), f32(0.5), f32(1e-3), f32(1e-4)
+    return {"AdamW, one pass": lambda: adamw(*arrays, *scalars), "triad": lambda: triad(*arrays[:3])}
+
+
+def timed(runs: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each, in turn; the first two rounds compile and fill caches."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for k in range(repeats + 2):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            if k > 1:
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--parameters", type=int, default=2**24)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    n = args.parameters
+    times = timed({name: driven(tx, n) for name, tx in OPTIMIZERS.items()} | loops(n), args.repeats)
+    rows = []
+    print("| | 1e9 elements/s | quartiles |\n|---|---:|---:|")
+    for name, seconds in times.items():
+        slow, middle, fast = (n / s / 1e9 for s in reversed(statistics.quantiles(seconds, n=4)))
+        rows.append({"what": name, "rate": middle, "quartiles": [slow, fast], "seconds": seconds})
+        print(f"| {name} | {middle:.2f} | {slow:.2f} to {fast:.2f} |")
+    about = f"{os.cpu_count()} cores of {platform.processor() or platform.machine()}, jax {jax.__version__}"
+    print(f"\n{about}, {n} parameters")
+    if args.json:
+        args.json.write_text(json.dumps({"about": about, "parameters": n, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""What each stage of a step takes and leaves, and which buffers it may have. Decided here, not run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence, Set
+
+from jax_offload._base.jaxprs import Var, variables
+from jax_offload._base.memory import is_host_aval
+from jax_offload._drive.cores import is_sent
+from jax_offload._drive.stages import Stage, Staged
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A stage among others.
+
+    Attributes:
+      inputs: what it reads.
+      outputs: what others read of it, on the device or, of the cores, where they left it.
+      down: what the cores read of a program of the device, which it leaves in host memory.
+      up: what is read on the device of what the cores have made.
+      over: what nobody reads after it.
+      free: of that, what is the step's own or was donated: its buffers may be taken.
+      reused: the places of inputs whose buffers results take.
+    """
+
+    stage: Stage
+    inputs: list[Var]
+    outputs: list[Var]
+    down: list[Var]
+    up: list[Var]
+    over: list[Var]
+    free: frozenset[Var]
+    reused: tuple[int, ...]
+
+    @property
+    def kind(self) -> Hashable:
+        """Equal for tasks that one program serves; ``None`` where that is not known."""
+        kind = self.stage.kind([*self.inputs, *self.outputs, *self.down])
+        return None if kind is None else (kind, len(self.inputs), len(self.down), self.reused, self.stage.on_cores)
+
+
+def tasks_of(step: Staged, donated: Set[Var]) -> list[Task]:
+    """The stages of a step, with what each leaves for which."""
+    stages, results = step.stages, {*variables(step.outputs)}
+    last = {v: k for k, stage in enumerate(stages) for v in stage.reads}
+    by_cores = {v for stage in stages if stage.on_cores for v in stage.reads}
+    by_device = {v for stage in stages if not stage.on_cores for v in stage.reads} | results
+    # not ours: what was not donated, and what a loop that does not run hands on
+    others = {*step.inputs} - donated | {v for stage in stages if stage.loop is not None for v in stage.makes}
+    tasks: list[Task] = []
+    sent: set[Var] = set()
+    for k, stage in enumerate(stages):
+        made = [v for v in stage.makes if v in results or last.get(v, -1) > k]
+        inputs, made = _side_by_side(stage.reads, made, step.next_of)
+        over = [v for v in inputs if last[v] == k and v not in results]
+        sends = not stage.on_cores and stage.loop is None
+        down = [v for v in made if v in by_cores and is_sent(v.aval) and not is_host_aval(v.aval)] if sends else []
+        sent.update(down)
+        outputs = [v for v in made if v in by_device or v not in down]
+        up = [v for v in made if v in by_device] if stage.on_cores else []
+        free = frozenset(over) - others
+        reused = _reusable(inputs, free, outputs, sent if stage.on_cores else set())
+        tasks.append(Task(stage, inputs, outputs, down, up, over, free, reused))
+    return tasks
+
+
+def _side_by_side(
+    inputs: Sequence[Var], results: Sequence[Var], next_of: Mapping[Var, Var]
+) -> tuple[list[Var], list[Var]]:
+    """Both, first the inputs whose next values are among the results, in the same order as these.
+
+    jax pairs what is donated with results in their order: of two moments, neither is then written into the other's
+    buffer, which XLA would have to copy first.
+    """
+    next_values = {next_of[v]: v for v in results if v in next_of}
+    old = [v for v in inputs if v in next_values]
+    new = [next_values[v] for v in old]
+    rest, others = {*old}, {*new}
+    return [*old, *(v for v in inputs if v not in rest)], [*new, *(v for v in results if v not in others)]
+
+
+def _reusable(inputs: Sequence[Var], free: Set[Var], outputs: Sequence[Var], sent: Set[Var]) -> tuple[int, ...]:
+    """The places of the inputs whose buffers results may take: as many as there are results of their type and memory.
+
+    ``sent``: those that are in host memory whatever their types say.
+    """
+
+    def kind(v: Var) -> Hashable:
+        return v.aval.shape, v.aval.dtype, is_host_aval(v.aval) or v in sent
+
+    wanted: Counter[Hashable] = Counter((v.aval.shape, v.aval.dtype, is_host_aval(v.aval)) for v in outputs)
+    found = []
+    for k, v in enumerate(inputs):
+        if v in free and wanted[kind(v)] > 0:
+            wanted[kind(v)] -= 1
+            found.append(k)
+    return tuple(found)
