@@ -73,7 +73,7 @@ class _Emitter:
         for v in stored:
             if v in at.new:
                 self.store(at.host, v, at.new[v], i)
-        return {v: self.load(at.host, v, then) for v in fetched}
+        return {v: self.load(at.host, v, then) for v in fetched if v in self.plan.loaded}
 
     def own_rows(self, at: _Iteration, others: Values, i: Any) -> Values:
         """What iteration ``i`` reads of operands on the device."""
@@ -111,12 +111,13 @@ class _Emitter:
 def scanned(plan: InScan, env: Mapping[Var, Any], names: Names) -> Values:
     """What the scan and the moved equations make, of the values of their operands.
 
-    Behind, the first iteration has nothing to store yet. It stores what was loaded for it, where that came from.
+    Behind, the first iteration has nothing to store yet. It stores what was loaded for it, where that came from; or
+    zeros, which the second one overwrites.
     """
     scan, body, emitter = plan.scan, plan.body, _Emitter(plan, names)
     last = scan.length - 1
     first_row, last_row = (last, 0) if scan.reverse else (0, last)
-    keys = plan.hosts, (*plan.in_place, *plan.new), plan.hosts, () if plan.ahead else plan.stored, plan.sums
+    keys = plan.hosts, (*plan.in_place, *plan.new), plan.loaded, () if plan.ahead else plan.stored, plan.sums
     one, other = plan.groups
 
     def value(v: Any) -> Any:
@@ -129,9 +130,12 @@ def scanned(plan: InScan, env: Mapping[Var, Any], names: Names) -> Values:
     def gated(at: _Iteration, then: Values, gates: Sequence[Any]) -> list[Any]:
         """What follows waits for the first half of the iteration, and for the first transfers."""
         held = [v for v in other if v in at.new]
-        values = iter(jax.lax.optimization_barrier([*gates, *(at.new[v] for v in held), *then.values()]))
+        back = [] if then else [v for v in one if v in at.new]  # else XLA stores and loads in the second half
+        operands = [*gates, *(at.new[v] for v in held), *(at.host[v] for v in back), *then.values()]
+        values = iter(jax.lax.optimization_barrier(operands))
         passed = [next(values) for _ in gates]
         at.new = at.new | {v: next(values) for v in held}
+        at.host |= {v: next(values) for v in back}
         then.update({v: next(values) for v in then})
         return passed
 
@@ -167,8 +171,9 @@ def scanned(plan: InScan, env: Mapping[Var, Any], names: Names) -> Values:
         if not plan.ahead:
             # the update waits for all of the arithmetic: it overwrites what is being stored through the last of it;
             # and for the last loads: a TPU would start them after it, into what it has read
-            results, ready = jax.lax.optimization_barrier((results, [then[v] for v in one]))
-            then |= dict(zip(one, ready, strict=True))
+            late = [v for v in one if v in then]
+            results, ready = jax.lax.optimization_barrier((results, [then[v] for v in late]))
+            then |= dict(zip(late, ready, strict=True))
         carried, made = results[: len(carried)], dict(zip(scan.ys, results[len(carried) :], strict=True))
         if not plan.ahead:
             emitter.update(at, own | {y: _row_major(x[None]) for y, x in made.items()}, i, k == 0)
@@ -178,10 +183,12 @@ def scanned(plan: InScan, env: Mapping[Var, Any], names: Names) -> Values:
         return (k + 1, carried, *kept), [made[y] for y in plan.kept]
 
     host = {v: env[v] for v in plan.hosts}
-    loaded = {v: emitter.load(host, v, first_row) for v in plan.hosts}
+    loaded = {v: emitter.load(host, v, first_row) for v in plan.loaded}
+    blank = {v: zeros(jax.eval_shape(lambda v=v: emitter.load(host, v, 0))) for v in plan.stored if v not in loaded}
     device = {v: env[v] for v in plan.in_place} | {v: zeros(v.aval) for v in plan.new}
     sums = {v: zeros(v.aval) for v in plan.sums}
-    kept = [[x[v] for v in vs] for vs, x in zip(keys, (host, device, loaded, loaded, sums), strict=True)]
+    parts = host, device, loaded, loaded | blank, sums
+    kept = [[x[v] for v in vs] for vs, x in zip(keys, parts, strict=True)]
     init = jnp.int32(0), [value(v) for v in scan.init], *kept
     (_, carried, *kept), ys = jax.lax.scan(
         iteration, init, xs, length=scan.length, reverse=scan.reverse, unroll=scan.unroll
