@@ -134,6 +134,28 @@ def test_the_last_of_several_microbatches_hosts_the_update(microbatches, at_most
     assert ours.exposed_share <= 0.08 and ours.step <= 1.02 * theirs.step
 
 
+@pytest.mark.long("half a minute to compile")
+def test_several_steps_in_a_scan():
+    """Each is rewritten as a step of its own; before, nothing was hidden (1.12), and the stacked gradients existed."""
+    require(H200)
+    sharding, tx = device_sharding(H200), jo.offload(ADAMW)
+    params = parameters(8, WIDTH, True, sharding)
+    xs = jax.ShapeDtypeStruct((3, MANY, WIDTH), jnp.float32, sharding=sharding)
+
+    def steps(params, state, xs):
+        def one(carry, x):
+            params, state = carry
+            return jo.update_params(tx, jax.grad(loss)(params, x), state, params), None
+
+        return jax.lax.scan(one, (params, state), xs)[0]
+
+    args = params, jo.abstract_state(tx, params), xs
+    m, plain = (measure(H200, step, args, (0, 1), options=OPTIONS) for step in (whole(steps), steps))
+    assert m.peak < plain.peak and m.host_temp == 0
+    assert m.timeline(H200).exposed_share <= 0.2 < 1 < plain.timeline(H200).exposed_share
+    assert m.loaded <= 3 * m.host_arguments * 9 / 8 + 0.1
+
+
 @pytest.mark.parametrize("update_params", [True, False])
 def test_a_gradient_norm_that_is_logged_is_summed_up_in_the_scan(update_params):
     require(H200)
