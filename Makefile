@@ -13,10 +13,16 @@ EXTRAS ?= examples
 comma := ,
 INSTALLED := .venv/.installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: demo quick test test-oldest test-newest trainers donation lint conformance peaks bench gpu clean
+.PHONY: demo docs quick test test-oldest test-newest trainers donation lint conformance peaks bench gpu clean
 
-demo: $(INSTALLED)  ## train a small language model on real text, its optimizer state offloaded
-	.venv/bin/python examples/train_lm.py $(ARGS)
+demo: $(INSTALLED) .venv/.compiler  ## a small GPT, its optimizer state offloaded; and one picture of what that does
+	.venv/bin/python examples/demo.py $(ARGS)
+
+# XLA's compiler for NVIDIA GPUs, without CUDA's libraries
+.venv/.compiler: $(INSTALLED)
+	@.venv/bin/python -m pip install --quiet --disable-pip-version-check jax-cuda13-plugin || \
+	    echo "!! jax-cuda13-plugin DOES NOT INSTALL HERE: the demo estimates peaks and times instead of compiling"
+	@touch $@
 
 $(INSTALLED): pyproject.toml
 	python=$$(scripts/find-python newest) || { echo "jax_offload needs Python >= 3.11; none found" >&2; exit 1; }; \
@@ -96,5 +102,10 @@ gpu:  ## values, donation, the link and steps on the NVIDIA GPU that is here: se
 	@$(MAKE) --no-print-directory EXTRAS=$(EXTRAS) .venv/.installed-$(subst $(comma),-,$(EXTRAS))
 	@.venv/bin/python -m benchmarks.gpu $(ARGS)
 
+# Links that lead nowhere and docstrings that do not parse are errors.
+docs:  ## the site, as site/index.html; ARGS=serve shows it while you write
+	@$(MAKE) --no-print-directory EXTRAS=docs .venv/.installed-docs
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs $(or $(ARGS),build --strict)
+
 clean:
-	rm -rf .venv .venvs .pytest_cache .ruff_cache .hypothesis
+	rm -rf site .venv .venvs .pytest_cache .ruff_cache .hypothesis

@@ -22,7 +22,6 @@ try:
     import orbax.checkpoint as ocp
     from _gpt import GPT, SIZES, Config, generate
     from flax.training.train_state import TrainState
-    from matplotlib.figure import Figure
     from tqdm import tqdm
 
     import jax_offload as jo
@@ -78,8 +77,8 @@ def parse(argv):
     add("--data", help="a text file or a folder; by default the sources of Python's standard library")
     add("--checkpoint-dir", type=Path, help="save here, and resume from what is here")
     add("--save-every", type=int, default=100)
+    add("--sample", type=int, default=400, metavar="BYTES", help="of text that the trained model writes")
     add("--blocking-saves", action="store_true", help="no copy of the state in host memory: training waits for saves")
-    add("--plot", type=Path, default="loss.png")
     return parser.parse_args(argv)
 
 
@@ -144,28 +143,22 @@ def evaluate(state, data, args):
     return float(np.mean([loss(params, state.apply_fn, batch) for batch in batches]))
 
 
-def plot(path, losses, start, before, after):
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    steps = np.arange(start, start + len(losses))
-    axes.plot(steps, losses, linewidth=0.8, label="training")
-    axes.plot([start, start + len(losses)], [before, after], "ko", label="held out")
-    axes.set(xlabel="step", ylabel="loss (nats per byte)")
-    axes.legend()
-    figure.savefig(path, dpi=150)
+def shapes_of(args, model, device):
+    """A function of a key that makes the parameters, and their shapes, committed to the device."""
 
-
-def initial_state(args, model, tx, device, manager):
     def init(key):
         params = model.init(key, jnp.zeros((1, args.context), jnp.int32))["params"]
         return jax.tree.map(lambda p: p.astype(args.param_dtype), params)
 
     # All that the step takes is committed to the device: uncommitted arrays would compile it a second time.
     on_device = jax.sharding.SingleDeviceSharding(device)
-    key = jax.random.key(args.seed)
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_device), jax.eval_shape(init, key)
-    )
+    shapes = jax.eval_shape(init, jax.random.key(args.seed))
+    return init, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_device), shapes)
+
+
+def initial_state(args, model, tx, device, manager):
+    init, shapes = shapes_of(args, model, device)
+    on_device = jax.sharding.SingleDeviceSharding(device)
     count = sum(x.size for x in jax.tree.leaves(shapes))
     print(f"{args.model}: {count / 1e6:,.1f}M parameters on {device.device_kind}")
     print("optimizer state resident" if args.resident else jo.placement(tx, shapes))
@@ -176,7 +169,7 @@ def initial_state(args, model, tx, device, manager):
         items = jo.restore(manager, {"params": shapes, "opt_state": jo.abstract_state(tx, shapes)})
         print(f"resumed at step {step}")
     else:
-        params = jax.jit(init, out_shardings=on_device)(key)
+        params = jax.jit(init, out_shardings=on_device)(jax.random.key(args.seed))
         opt_state = jax.jit(tx.init, out_shardings=jo.state_shardings(tx, shapes))(params)
         items = {"params": params, "opt_state": opt_state}
     return TrainState(step=jax.device_put(np.int32(step), on_device), apply_fn=model.apply, tx=tx, **items)
@@ -197,25 +190,24 @@ def main(argv=None):
     start, stop = int(state.step), min(args.stop_at or args.steps, args.steps)
     before = evaluate(state, held_out, args)
     print(f"held-out loss {before:.3f} nats per byte")
-    losses, speed = [], 0.0
+    losses, times, seconds, speed = [], [], 0.0, 0.0
     pipelined = Pipelined(state) if args.pipelined else None
     bar = tqdm(range(start, stop), initial=start, total=stop, disable=None, unit="step")
     for i in bar:
-        batch = _data.batch(train, i, args.batch, args.context)
+        batch, began = _data.batch(train, i, args.batch, args.context), time.perf_counter()
         if pipelined:
             loss = pipelined(batch)
         else:
             state, loss = train_step(state, batch)
         losses.append(float(loss))
-        if i == start:  # this one was compiled
-            began = time.perf_counter()
-        else:
-            seconds = (time.perf_counter() - began) / (i - start)
+        if i > start + args.pipelined:  # those before were compiled
+            times.append(time.perf_counter() - began)
+            seconds = float(np.median(times))
             speed = args.batch * args.context / seconds
             report = f"loss {losses[-1]:.3f}, {speed:,.0f} tokens/s, {seconds * 1e3:.0f} ms per step"
             bar.set_postfix_str(report, refresh=False)
-            if bar.disable and (i + 1) % max(1, args.steps // 10) == 0:  # no terminal, no bar
-                print(f"step {i + 1}: {report}", flush=True)
+            if bar.disable and (i + 1) % max(1, args.steps // 20) == 0:  # no terminal, no bar
+                print(f"step {i + 1} of {stop}: {report}, {seconds * (stop - i - 1):.0f} s left", flush=True)
         if manager and (i + 1 == stop or manager.should_save(i + 1)):
             state = pipelined.state if pipelined else state
             items = {"params": state.params, "opt_state": state.opt_state}
@@ -228,11 +220,12 @@ def main(argv=None):
         manager.close()  # waits for the last save
     state = pipelined.state if pipelined else state
     after = evaluate(state, held_out, args)
-    sample = generate(eval_params(state), model.apply, b"\ndef ", jax.random.key(1), args.context)
-    plot(args.plot, losses, start, before, after)
     print(f"held-out loss {before:.3f} -> {after:.3f} nats per byte, {speed:,.0f} tokens/s")
-    print(f"sample:\n{sample}\nwrote {args.plot}")
-    return {"losses": losses, "held_out": (before, after), "state": state, "sample": sample}
+    prompt, sample = b"\ndef ", ""
+    if args.sample > len(prompt):
+        sample = generate(eval_params(state), model.apply, prompt, jax.random.key(1), args.context, args.sample)
+        print(f"sample:\n{sample}")
+    return {"losses": losses, "held_out": (before, after), "state": state, "seconds": seconds, "sample": sample}
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from jax_offload._base.composite import decomposed
 from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, renamed, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._emit.find import is_update
@@ -49,6 +50,7 @@ def inlined(program: Program) -> Inlined | None:
         return None
     update: Update = found[0].params["update"]
     recipe = scalars_hoisted(update.program)
+    recipe = dataclasses.replace(recipe, eqns=decomposed(recipe.eqns))
     operands = dict(zip(recipe.inputs, found[0].invars, strict=True))
     given: dict[Var, Atom] = dict(operands)
     eqns: list[Equation] = []

@@ -19,6 +19,7 @@ from jax_offload._base.arrays import Offloaded, is_array, is_integer
 from jax_offload._base.donation import guarded
 from jax_offload._base.eager import compiled_where_eager
 from jax_offload._base.shardings import Layouts, Shardings, inside_shard_map
+from jax_offload._cores import share_of_cores
 from jax_offload._emit.skip import updated_unless
 from jax_offload._features import adopted, checked_update, look
 from jax_offload._home import Home, check_not_in_pmap, returned
@@ -46,6 +47,7 @@ def offload(
     order: Order = None,
     shard_over: str | Sequence[str] | None = None,
     storage: Any = None,
+    update_on: Any = "device",
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps the state of ``inner`` in pinned host memory and streams it through the device inside ``update``.
 
@@ -90,6 +92,12 @@ def offload(
         device, with stochastic rounding that is a function of the step, the leaf and the place in it. Derivatives do
         not pass through a state in fewer bits. The state becomes a ``StoredState``: ``jax_offload.to_plain`` and
         ``from_plain`` convert.
+      update_on: who updates what is in host memory: ``"device"``, or ``"host"``, whose cores do it where it is, so that
+        gradients go down, parameters come up, and the state never moves (ZeRO-Offload, Ren et al. 2021); or both at
+        once: the share of those bytes that the host's cores update, a float in [0, 1]. They take the leaves whose
+        gradients are there first, whole parameters at a time. Or a pytree prefix of the parameters with one of these
+        per subtree. What is on the host stays as ``init`` gives it, in pinned host memory. Only a step of
+        ``jax_offload.jit`` can do this, which is then several programs (docs/host_or_device.md).
 
     Returns:
       A transformation whose ``update`` leaves every state leaf where the options say, wherever it came from: a
@@ -121,8 +129,13 @@ def offload(
         raise TypeError(f"inner: expected an optax.GradientTransformation, got {inner!r}.")
     if window is not None and (not is_integer(window) or window <= 0):
         raise ValueError(f"window: expected a number of bytes > 0, an int, or None; got {window!r}.")
-    policy = Policy(fraction, select, min_bytes, order, axes_of(shard_over))
+    policy = Policy(fraction, select, min_bytes, order, axes_of(shard_over), share_of_cores(update_on))
     rules = rules_of(storage)
+    if policy.update_on != 0 and isinstance(fraction, (int, float)) and fraction == 0:
+        raise ValueError(
+            f"update_on: with fraction=0 nothing is in host memory to be updated there; got {update_on!r}. Fix: leave "
+            "one of both out."
+        )
     if isinstance(fraction, (int, float)) and fraction == 0 and not policy.shard_over and not rules:
         return _skipping(optax.with_extra_args_support(inner), policy)
     inner = optax.with_extra_args_support(inner)
@@ -183,7 +196,8 @@ def offload(
         plan = place(policy, state, like)
         home.arrived(jax.tree.leaves(state), plan, around().moved)
         state = returned(state, plan) if around().moved is None else state
-        options = Options(window, order, shardings, sharded)
+        on_cores = frozenset(k for k, leaf in enumerate(plan) if leaf.on_cores)
+        options = Options(window, order, shardings, sharded, on_cores=on_cores)
 
         def recipe(updates: Any, state: Any, params: Any, extra_args: Any) -> Any:
             """The usual recipe: load everything, update, store everything. Its trace is then cut into slices."""
@@ -208,6 +222,7 @@ def offload(
         order=order,
         shard_over=shard_over,
         storage=storage,
+        update_on=update_on,
     )
 
 

@@ -13,7 +13,7 @@ from jax_offload._emit.serialise import Serialise, serial_parts
 from jax_offload._inlined import Inlined, inlined
 from jax_offload._ir.arrange import Node, arranged, needed
 from jax_offload._ir.masks import Mask, forward, union
-from jax_offload._ir.peel import last_apart
+from jax_offload._ir.peel import last_peeled
 from jax_offload._ir.program import Program
 from jax_offload._ir.slices import Slice, slice_of
 from jax_offload._plan.ahead import moves_ahead
@@ -69,7 +69,7 @@ def parts_of(plain: Program) -> Parts | None:
         return None
     parts = _decided(found)
     for at in parts.sums_up if not parts.moved else ():
-        if (peeled := last_apart(plain, at)) is not None and (again := inlined(peeled)) is not None:
+        if (peeled := last_peeled(plain, at)) is not None and (again := inlined(peeled)) is not None:
             other = _decided(again, peeled=True)
             if other.moved:
                 return other
@@ -147,7 +147,7 @@ def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> tuple
         place = min(inside)
         wanted = wanted - inside | {place}
         results |= {*reads}
-        gated = dataclasses.replace(rest, update=dataclasses.replace(rest.update, passes=None))
+        gated = dataclasses.replace(rest, update=dataclasses.replace(rest.update, backward=None))
         nodes[place] = Node(gated, list(reads), variables(rest.update.program.outputs))
         nodes = [node if k in wanted else Node(None, [], []) for k, node in enumerate(nodes)]
         if not plans:
@@ -175,8 +175,8 @@ def _between_passes(
     and why; ``None`` where gates have no place."""
     outputs = variables(step.program.outputs)
     try:
-        apart = [nodes[k] for k in which if k != place] + _pieces(step, rest)
-        return interleaved(apart, range(len(apart)), outputs), ""
+        pieces = [nodes[k] for k in which if k != place] + _pieces(step, rest)
+        return interleaved(pieces, range(len(pieces)), outputs), ""
     except Stays as stays:
         why = str(stays) if rest.update.planned else ""  # nothing is on the host
     if step.update.serialise is Serialise.NONE:
@@ -199,8 +199,8 @@ def _pieces(step: Inlined, rest: Rest) -> list[Node]:
     if len(update.plan.passes) != 1:
         raise Stays("a number made of all of its state, or of all rows of a leaf, takes a pass of its own, ahead")
     (only,) = update.plan.passes
-    if only.apart:
-        raise Stays(f"it runs in a loop of its own, {only.slices[0].window.apart}")
+    if only.in_own_loop:
+        raise Stays(f"it runs in a loop of its own, {only.slices[0].window.own_loop}")
     if any(eqn.effects for eqn in recipe.eqns):
         raise Stays("it has effects, a callback say")
     gradients = [recipe.inputs[i] for i in update.gradients]

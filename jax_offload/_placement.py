@@ -18,6 +18,7 @@ from jax.tree_util import keystr
 from jax_offload._base.arrays import is_array, is_integer, is_like, nbytes
 from jax_offload._base.marks import mark
 from jax_offload._base.paths import matches, names_of, owners
+from jax_offload._cores import first_up_to
 from jax_offload._plan.order import Order, ranks
 
 Select = Any  # None | bool prefix tree | Callable[[str, ShapeDtypeStruct], bool] | str | Sequence[str]
@@ -45,6 +46,7 @@ class Leaf:
       streams: how ``update`` brings it to the device: whole or in chunks, how often, and why.
       window: in bytes, as its ``offload`` was given it.
       order: as its ``offload`` was given it.
+      on_cores: whether the host's cores update it, where it is.
 
     Example:
       >>> import jax, optax, jax_offload as jo
@@ -69,6 +71,7 @@ class Leaf:
     streams: str = ""
     window: int | None = None
     order: Order = None
+    on_cores: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +83,7 @@ class Policy:
     min_bytes: int
     order: Order = None
     shard_over: tuple[str, ...] = ()
+    update_on: Any = 0.0
 
     def __post_init__(self) -> None:
         for f in jax.tree.leaves(self.fraction):
@@ -130,7 +134,9 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
                  None if i is None else names[i], i, False, why, order[index],
                  policy.shard_over if like_param else ())
         )  # fmt: skip
-    return _take(leaves, groups, _subtrees(policy.fraction, params, owner, paths_state))
+    placed = _take(leaves, groups, _subtrees(policy.fraction, params, owner, paths_state))
+    shares = _per_param("update_on", policy.update_on, params)
+    return _with_cores(placed, shares, _subtrees(policy.update_on, params, owner, paths_state))
 
 
 def place_next(policy: Policy, state: Any, plan: list[Leaf], after: Any, params: Any) -> list[Leaf]:
@@ -203,6 +209,19 @@ def _take(leaves: list[Leaf], fractions: list[float | None], subtree: list[int])
             leaf, host=i in host, why="eligible" if i in host else f"beyond fraction={fractions[i]:g}")
         for i, leaf in enumerate(leaves)
     ]  # fmt: skip
+
+
+def _with_cores(leaves: list[Leaf], shares: Sequence[float], subtree: list[int]) -> list[Leaf]:
+    """The leaves, those marked that the host's cores update: of what is in host memory, per subtree, the share that is
+    said for its parameters."""
+    found = set[int]()
+    for group in sorted(set(subtree) - {-1}) if any(shares) else ():
+        own = [i for i, s in enumerate(subtree) if s == group and leaves[i].host]
+        whose = [leaves[i].owner for i in own]
+        share = next((shares[i] for i in whose if i is not None), max(shares))
+        sizes, ranks = [leaves[i].nbytes for i in own], [leaves[i].rank for i in own]
+        found |= {own[k] for k in first_up_to(share, sizes, ranks, whose)}
+    return [dataclasses.replace(leaf, on_cores=True) if i in found else leaf for i, leaf in enumerate(leaves)]
 
 
 def _is_scalar(fraction: Any) -> bool:

@@ -74,7 +74,7 @@ class Placement:
             for leaf in self.leaves
         ]
         totals = ("host_bytes", "device_bytes", "host_bytes_per_device")
-        windows = [{"nbytes": w.nbytes, "why": w.why, "apart": w.apart, "leaf": w.leaf} for w in self.windows]
+        windows = [{"nbytes": w.nbytes, "why": w.why, "own_loop": w.own_loop, "leaf": w.leaf} for w in self.windows]
         return {
             **{name: getattr(self, name) for name in totals},
             "leaves": leaves,
@@ -102,8 +102,9 @@ class Placement:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        tables = [html_table(rows[0], rows[1:], heading) for heading, rows in _groups(self.leaves)]
-        return "".join([*tables, *(f"<p>{html.escape(each)}</p>" for each in _sentences(self))])
+        groups = _groups(self.leaves)
+        table = [html_table(groups[0][1][0], [(name, rows[1:]) for name, rows in groups], _RIGHT)] if groups else []
+        return "".join([*table, *(f"<p>{html.escape(each)}</p>" for each in _sentences(self))])
 
 
 def _mib(nbytes: int) -> str:
@@ -168,7 +169,7 @@ def _sentences(table: Placement) -> list[str]:
         summary += f"; for each device {_mib(table.host_bytes_per_device)} MiB in {_memory.HOST_KIND}"
     windows = [
         f"window: {_mib(w.nbytes)} MiB on each device: {w.why}"
-        + (f"; once the backward pass is over, {w.apart}" if w.apart else "")
+        + (f"; once the backward pass is over, {w.own_loop}" if w.own_loop else "")
         + (f" (from {w.leaf} on)" if len(table.windows) > 1 else "")
         for w in table.windows
     ]

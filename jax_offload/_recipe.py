@@ -92,8 +92,12 @@ def traced(recipe: Callable[..., Any], args: tuple[Any, ...], options: Options |
     claims = []
     if options is not None:
         start, end = trace.starts[1:3]
-        own = {v for i, v in zip(arrays, trace.inputs, strict=True) if start <= i < end}
-        claims.append(Claim(options, frozenset(own)))
+        own = {i - start: v for i, v in zip(arrays, trace.inputs, strict=True) if start <= i < end}
+        on_cores = frozenset(v for k, v in own.items() if k in options.on_cores)
+        claims.append(Claim(options, frozenset(own.values()), on_cores))
     for each, update in inside:
-        claims += (Claim(c.options, frozenset(each.inputs_of(c.leaves))) for c in update.claims)
+        claims += (
+            Claim(c.options, *(frozenset(each.inputs_of(leaves)) for leaves in (c.leaves, c.on_cores)))
+            for c in update.claims
+        )
     return dataclasses.replace(trace, claims=tuple(claims))

@@ -135,7 +135,7 @@ def _table(leaves: Sequence[Leaf], loads: Sequence[list[Planned]], unknown: str,
         hidden = leaf.host and not of_leaf and not unknown
         rows.append(dataclasses.replace(leaf, streams=_UNSEEN if hidden else _in_words(of_leaf)))
         windows |= {id(p.window): dataclasses.replace(p.window, leaf=leaf.path) for p in of_leaf
-                    if id(p.window) not in windows}  # fmt: skip
+                    if id(p.window) not in windows and not p.on_cores}  # fmt: skip
     return Placement(tuple(rows), unknown, tuple(windows.values()), stays)
 
 

@@ -10,8 +10,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jax_offload._base.donation import is_guard
 from jax_offload._base.effects import ordered
-from jax_offload._base.jaxprs import Atom, ClosedJaxpr, Equation, values_of, variables
+from jax_offload._base.jaxprs import Atom, ClosedJaxpr, Equation, renamed, values_of, variables
 from jax_offload._emit.find import holds_update
 from jax_offload._ir.program import Program, Var, flat
 from jax_offload._ir.slices import Slice, slice_of
@@ -62,7 +63,7 @@ def cut_step(step: ClosedJaxpr | Program) -> Cut:
     Raises:
       ValueError: no ``offload`` updates anything in the step, or it has effects whose order a cut would lose.
     """
-    program = step if isinstance(step, Program) else flat(step, any_jit=True)
+    program = _unguarded(step if isinstance(step, Program) else flat(step, any_jit=True))
     marks = [holds_update(eqn) for eqn in program.eqns]
     if not any(marks):
         raise ValueError(
@@ -92,6 +93,19 @@ def cut_step(step: ClosedJaxpr | Program) -> Cut:
         outputs = [v for eqn in eqns for v in eqn.outvars if v in wanted]
         slices.append(slice_of(eqns, outputs, program.debug_info, _NOT_DIVIDED))
     return Cut(program, *slices)
+
+
+def _unguarded(program: Program) -> Program:
+    """The program without what keeps donation safe, which whoever jits its parts does."""
+    names: dict[Var, Atom] = {}
+    eqns: list[Equation] = []
+    for eqn in program.eqns:
+        ins = [renamed(names, v) for v in eqn.invars]
+        if is_guard(eqn):
+            names.update(zip(eqn.outvars, ins, strict=True))
+        else:
+            eqns.append(eqn.replace(invars=ins))
+    return dataclasses.replace(program, eqns=eqns, outputs=[renamed(names, v) for v in program.outputs])
 
 
 def _constants_where_used(program: Program, places: Sequence[int]) -> list[int]:

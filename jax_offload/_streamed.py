@@ -12,8 +12,8 @@ import numpy as np
 from jax.tree_util import keystr
 
 from jax_offload._base.arrays import is_array, is_like
+from jax_offload._base.backward import backward_of
 from jax_offload._base.jaxprs import Literal
-from jax_offload._base.passes import passes_of
 from jax_offload._base.paths import key_of, leaves_with_paths, owners
 from jax_offload._base.shardings import (
     Layouts,
@@ -92,7 +92,7 @@ def _update(traced: Traced, given: Options, updates: Any, state: Any, params: An
         rank,
         is_manual(),
         traced.sharded,
-        passes=passes_of(jax.tree.leaves(updates)),
+        backward=backward_of(jax.tree.leaves(updates)),
     )
 
 

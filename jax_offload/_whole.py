@@ -30,7 +30,7 @@ from jax_offload._base.jaxprs import (
 )
 from jax_offload._emit.barriers import gate
 from jax_offload._emit.deduplicate import functions
-from jax_offload._emit.find import holds_update, is_update
+from jax_offload._emit.find import holds_update, holds_update_on_cores, is_update
 from jax_offload._emit.in_scan import one_after_the_other, scanned
 from jax_offload._emit.loop import or_batched
 from jax_offload._emit.region import bound, marked
@@ -66,6 +66,8 @@ def rewritten(step: Callable[..., Any]) -> Callable[..., Any]:
 def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     """The step's results, of its flat arguments."""
     program = flat(closed)
+    if any(map(holds_update_on_cores, program.eqns)):
+        return _as_it_is(closed, ("the step is cut at it, as the host's cores update a part",), args)
     found = None if ordered(closed.effects) else parts_of(program)
     if found is None:
         if (by_step := _by_step(closed, program)) is not None:
@@ -97,11 +99,11 @@ def _results_of(part: Slice | InScan | Rest | Piece, env: Mapping[Var, Any], nam
             made = scanned(part, dict(zip(part.operands, operands, strict=True)), names)
             return [made[v] for v in makes]
 
-        def apart(*operands: Any) -> list[Any]:
+        def one_by_one(*operands: Any) -> list[Any]:
             made = one_after_the_other(part, dict(zip(part.operands, operands, strict=True)))
             return [made[v] for v in makes]
 
-        run = or_batched(inside, apart)
+        run = or_batched(inside, one_by_one)
         given = [env[v] for v in part.operands]
         return zip(makes, marked(lambda xs: run(*xs), given, part), strict=True)
     if isinstance(part, Rest):

@@ -72,8 +72,8 @@ MUTATIONS = [
     Mutation("all leaves are rounded alike", "_precision/storage.py", "number = jax.lax.add(number, np.uint32(0x9E3779B9))", "number = jax.lax.add(number, np.uint32(0))", "test_storage.py -k seeds"),
     Mutation("every step is rounded alike", "_precision/storage.py", "return StoredState(state.rounds + 1,", "return StoredState(state.rounds,", "test_storage.py -k 'increments or accumulation or equal'"),
     Mutation("untouched leaves are encoded again", "_precision/storage.py", "is_encoded(old) and x is not was", "is_encoded(old)", "test_storage.py -k 'again or drift'"),
-    Mutation("nothing but zero becomes zero, but it does", "_precision/formats.py", "return jnp.maximum(jnp.floor(code + (0.5 if noise is None else noise)), 1)", "return jnp.floor(code + (0.5 if noise is None else noise))", "test_formats.py -k only_zero"),
-    Mutation("a scale too small by one binade", "_precision/formats.py", "- _SCALED[dtype].largest, 126)", "- _SCALED[dtype].largest - 1, 126)", "test_formats.py"),
+    Mutation("nothing but zero becomes zero, but it does", "_precision/elements.py", "return jnp.maximum(jnp.floor(code + (0.5 if noise is None else noise)), 1)", "return jnp.floor(code + (0.5 if noise is None else noise))", "test_formats.py -k only_zero"),
+    Mutation("a scale too small by one binade", "_precision/elements.py", "- SCALED[dtype].largest, 126)", "- SCALED[dtype].largest - 1, 126)", "test_formats.py"),
 ]  # fmt: skip
 
 

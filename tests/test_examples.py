@@ -13,7 +13,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory):
-    """Runs ``train_lm`` on a small text; tells how often its step was compiled, and what was plotted."""
+    """Runs ``train_lm`` on a small text; tells how often its step was compiled."""
     folder = tmp_path_factory.mktemp("train_lm")
     text = folder / "text.txt"
     text.write_text("".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(1000)))
@@ -23,10 +23,10 @@ def train(tmp_path_factory):
 
         def train(*args):
             small = "--model test --batch 4 --context 32".split()
-            args = [*small, "--data", text, "--plot", folder / "loss.png", *args]
+            args = [*small, "--data", text, *args]
             before = train_lm.train_step._cache_size()
             result = train_lm.main(list(map(str, args)))
-            return {**result, "compiled": train_lm.train_step._cache_size() - before, "folder": folder}
+            return {**result, "compiled": train_lm.train_step._cache_size() - before}
 
         yield train
 
@@ -49,7 +49,6 @@ def test_offloaded_and_resident_losses_agree(train, whole, capsys):
         assert result["compiled"] == 1
         before, after = result["held_out"]
         assert after < before - 0.5
-    assert (whole["folder"] / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_resumed_run_goes_on_as_if_uninterrupted(train, whole, tmp_path, capsys):
@@ -58,7 +57,7 @@ def test_a_resumed_run_goes_on_as_if_uninterrupted(train, whole, tmp_path, capsy
     capsys.readouterr()
     rest = train(*options)
     printed = capsys.readouterr().out
-    order = ["parameters on", "pinned_host", "resumed at step 3", "held-out", "tokens/s", "sample:", "wrote"]
+    order = ["parameters on", "pinned_host", "resumed at step 3", "held-out", "tokens/s", "left", "sample:"]
     assert sorted(order, key=printed.index) == order
     assert first["losses"] + rest["losses"] == whole["losses"]
     assert first["held_out"][1] == rest["held_out"][0]
@@ -124,11 +123,57 @@ def test_nnx_finetune(monkeypatch, capsys):
     assert nnx_finetune.train_step.jitted_fn._cache_size() == 2  # once for each of the two optimizers
 
 
-@pytest.mark.parametrize("example", ["train_lm", "nnx_finetune", "multihost_lm"])
+@pytest.fixture
+def demo(monkeypatch, tmp_path, capsys):
+    """The demo at the size of a toy: what it shows, its picture and what it printed."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import demo
+
+    def run(*args):
+        text, picture = tmp_path / "text.txt", tmp_path / "demo.png"
+        text.write_text("".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(1000)))
+        toy = "--compiled test --tokens 2 32 --model test --batch 2 --context 16 --steps 6 --sample 8".split()
+        shown = demo.main([*toy, "--data", str(text), "--picture", str(picture), *args])
+        return shown, picture, capsys.readouterr().out
+
+    return run
+
+
+@pytest.mark.long("compiles a GPT three times for an H200")
+def test_the_demo_says_what_offloading_did(demo):
+    shown, picture, printed = demo("--beside", "4")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert [line.split()[0] for line in printed.splitlines()[-5:]] == ["losses", "state", "memory", "time", "picture"]
+    assert [len(losses) for losses in shown.losses.values()] == [4, 6]
+    np.testing.assert_allclose(*(losses[:4] for losses in shown.losses.values()), rtol=0, atol=1e-4)
+    assert shown.state["resident"].keys() == {"device"}
+    assert shown.state["offloaded"]["pinned_host"] > shown.state["offloaded"]["device"]
+    assert all(seconds > 0 for seconds in shown.seconds.values())
+    assert shown.how == "compiled for an H200, not run"
+    resident, usual, ours = shown.ways
+    assert resident.host == 0 < ours.host <= usual.host
+    assert 0 < ours.peak < resident.peak and ours.timeline.segments
+    assert ours.parts["optimizer state"] < usual.parts["optimizer state"] <= resident.parts["optimizer state"]
+
+
+def test_the_demo_estimates_where_it_cannot_compile(demo, monkeypatch):
+    def inspect(*_, **__):
+        raise ValueError("target: jax-cuda13-plugin, which compiles for h200, is not installed.")
+
+    monkeypatch.setattr("jax_offload.inspect", inspect)
+    shown, picture, printed = demo("--beside", "0")
+    assert shown.how == "estimated for an H200, not compiled, not run"
+    assert "not compiled, but estimated from the trace: target: jax-cuda13-plugin" in printed
+    resident, *_, ours = shown.ways
+    assert resident.host == 0 < ours.host and resident.peak > ours.peak
+    assert shown.losses.keys() == {"offloaded"} and picture.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("example", ["demo", "train_lm", "nnx_finetune", "multihost_lm"])
 @pytest.mark.parametrize("package", ["flax", "jax_offload"])
 def test_an_example_says_which_extra_it_needs(monkeypatch, example, package):
     monkeypatch.syspath_prepend(EXAMPLES)
-    for name in ("_data", "_gpt", "_extra"):
+    for name in ("_data", "_gpt", "_extra", "_picture", "train_lm"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(SystemExit, match=rf"{package} is not installed.*pip install '\.\[examples\]'"):

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jax_offload as jo
-from jax_offload._precision.formats import NAMES, _point, decode, encode, encoded_shapes, mixed
+from jax_offload._precision.elements import _point, mixed
+from jax_offload._precision.formats import NAMES, decode, encode, encoded_shapes
 
 NARROW = [name for name in NAMES if name != "float32"]
 BLOCKS = [name for name in NARROW if name != "bfloat16"]

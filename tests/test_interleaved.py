@@ -13,7 +13,7 @@ from jax_offload._analysis.streams import streams
 from jax_offload._base.jaxprs import scan_of
 from jax_offload._emit import results
 from jax_offload._emit.find import updates_in
-from jax_offload._emit.region import Part
+from jax_offload._emit.region import Moved
 from jax_offload._ir.program import Var, flat
 from jax_offload._ir.slices import Slice
 from jax_offload._parts import parts_of
@@ -88,7 +88,7 @@ def resident(clip, loss, steps):
 def barriers(step, *args):
     """How many there are in the step as it is lowered, and parts of its update."""
     traced = step.trace(*args)
-    parts = [each for each in updates_in(traced.jaxpr) if isinstance(each.update, Part)]
+    parts = [each for each in updates_in(traced.jaxpr) if isinstance(each.update, Moved)]
     return traced.lower().as_text().count("stablehlo.optimization_barrier"), len(parts)
 
 
@@ -215,7 +215,7 @@ def test_bytes_on_one_device(model):
     tx = jo.offload(ADAMW, **OPTIONS)
     state, x = tx.init(params), jax.device_put(batch(0), NamedSharding(mesh, P("data")))
     trace = jo.jit(step_of(tx, model, True)).trace(params, state, x).jaxpr
-    parts = [each.update for each in updates_in(trace) if isinstance(each.update, Part)]
+    parts = [each.update for each in updates_in(trace) if isinstance(each.update, Moved)]
     moments = 2 * LAYERS * WIDTH * WIDTH * 4
     assert sum(p.slice.loaded_bytes for part in parts for p in part.planned) == moments // 4
     moved, row = streams(trace), moments // 4 // LAYERS

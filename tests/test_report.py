@@ -219,7 +219,7 @@ def test_the_window_and_why_it_is_that():
     def windows(tx, params):
         table = jo.placement(tx, params)
         assert all(f"window: {w.nbytes / 2**20:.2f} MiB on each device: {w.why}" in words(table) for w in table.windows)
-        return [(w.nbytes, w.why, w.apart) for w in table.windows]
+        return [(w.nbytes, w.why, w.own_loop) for w in table.windows]
 
     stacked, adam = {"w": S((12, 1536, 1536), jnp.float32)}, optax.adam(1e-3)
     state = 8 * 12 * 1536**2

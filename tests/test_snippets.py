@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jax_offload as jo
 
@@ -80,9 +81,24 @@ def test_the_readme():
     assert float(found["value"]) >= 0 and int(found["state"][0].count) == 3
 
 
+def test_recipes(tmp_path):
+    found = run("docs/recipes.md", Reader(tmp_path).namespace)
+    for state in (found["train_state"].opt_state, nnx.state(found["optimizer"])["opt_state"]):
+        kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state) if x.nbytes >= 2**16}
+        assert kinds == {"pinned_host"}
+    assert jax.tree.leaves(found["average"])[0].sharding.memory_kind == "device"
+
+
 def test_which_option_when(tmp_path):
     found = run("docs/options.md", Reader(tmp_path).namespace)
     assert found["state"][1][0].mu["layers"].sharding.memory_kind == "pinned_host"
+
+
+def test_host_or_device(tmp_path):
+    found = run("docs/host_or_device.md", Reader(tmp_path).namespace)
+    state = found["tx"].init(found["params"])
+    _, state = found["step"](found["params"], state, found["batch"])
+    assert state[0].mu["layers"].sharding.memory_kind == "pinned_host"
 
 
 def test_checkpoints(tmp_path):
@@ -138,6 +154,28 @@ def test_state(tmp_path):
     with (tmp_path / "state.pickle").open("rb") as file:
         found = run("docs/state.md", given.namespace | {"file": file})
     assert found["state"][0].mu["layers"].sharding.memory_kind == "pinned_host"
+
+
+def test_the_front_page(capsys):
+    found = run("docs/index.md", {})
+    assert found["state"][0].mu["layers"].sharding.memory_kind == "pinned_host"
+    assert "resident" in capsys.readouterr().out
+
+
+def test_what_is_searched_for_in_troubleshooting_is_what_is_said(tmp_path):
+    """The headings are parts of messages: of ours as the code has them, of jax's and XLA's where a test quotes them."""
+    page = (ROOT / "docs/troubleshooting.md").read_text().split("## No message")[0]
+    code = [path.read_text() for folder in ("jax_offload", "tests") for path in sorted((ROOT / folder).rglob("*.py"))]
+    literals = "".join("".join(re.findall(r'"((?:[^"\\]|\\.)*)"', text)) for text in code)
+    said = re.sub(r"\{[^{}]*\}", "", literals) + (ROOT / "docs/state.md").read_text()
+    headings = re.findall(r"^### (.*)$", page, re.MULTILINE)
+    others = "E1200", "Donation requested", "RESOURCE_EXHAUSTED", "PjRtBuffer's"  # XLA's, which no CPU says
+    for heading in headings:
+        parts = [part.strip(" `") for part in re.split(r"\.\.\.|`add`|'pinned_host'", heading)]
+        assert heading.startswith(others) or all(part in said for part in parts), heading
+    assert len(headings) > 15
+    namespace = Reader(tmp_path).namespace
+    run("docs/troubleshooting.md", namespace | {"step": jax.jit(namespace["step"])})
 
 
 def test_no_page_is_left_out():

@@ -3,6 +3,7 @@
 import pickle
 import re
 import warnings
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -224,3 +225,30 @@ def test_what_jax_says_of_host_leaves_is_what_is_documented(row):
     for code in instead:
         part = state[0].mu["w"] if "* params" in code else state[0].mu
         eval(code, names | {"part": part})
+
+
+@pytest.mark.parametrize("min_bytes", [0, 2**16])
+def test_a_step_whose_shardings_put_all_of_the_state_on_the_host(min_bytes):
+    """As MaxText's do (docs/migrate.md): counts and small leaves too, in the results and so in the next arguments."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    at = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    p = jax.device_put({"w": jnp.ones((256, 256)), "b": jnp.ones(4)}, at)
+    inner = optax.adamw(1e-3)
+    tx = jo.offload(inner, min_bytes=min_bytes)
+    all_host = jax.tree.map(lambda _: at.with_memory_kind("pinned_host"), jax.eval_shape(tx.init, p))
+    shardings = jax.tree.map(lambda _: at, p), all_host
+
+    @partial(jax.jit, donate_argnums=(0, 1), in_shardings=shardings, out_shardings=shardings)
+    def step(params, state):
+        updates, state = tx.update(params, state, params)
+        return optax.apply_updates(params, updates), state
+
+    ours, state = jax.tree.map(jnp.copy, p), jax.jit(tx.init, out_shardings=all_host)(p)
+    plain, plain_state = p, inner.init(p)
+    for _ in range(3):
+        ours, state = step(ours, state)
+        updates, plain_state = inner.update(plain, plain_state, plain)
+        plain = optax.apply_updates(plain, updates)
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(state)} == {"pinned_host"}
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), ours, plain)
+    assert step._cache_size() == 1

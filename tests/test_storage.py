@@ -389,7 +389,7 @@ def test_a_leaf_that_becomes_wider_in_its_first_update(through):
 
 
 def test_seeds_differ_by_step_and_leaf():
-    assert len({int(seed) for r in range(50) for seed in _seeds(jnp.int32(r), 50)}) == 2500
+    assert len({int(seed) for r in range(50) for seed in _seeds(jnp.int32(r), n=50)}) == 2500
 
 
 @pytest.mark.parametrize("storage", ADAM_STORAGE)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax_offload._analysis.divided import ALONE, Division
+from jax_offload._base import composite
 from jax_offload._base.jaxprs import Equation, Jaxpr, Literal, branches_of, scan_of, sub_jaxprs
 from jax_offload._base.memory import is_host_aval
 
@@ -98,6 +99,8 @@ def _called(eqn: Equation) -> Jaxpr | None:
         return None
     if eqn.primitive.name == "custom_vmap_call":
         return eqn.params["call"].jaxpr
+    if eqn.primitive.name == composite.NAME:
+        return composite.decomposition(eqn).jaxpr
     return next((jaxpr for jaxpr, _ in sub_jaxprs(eqn)), None)
 
 

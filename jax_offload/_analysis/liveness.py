@@ -23,6 +23,7 @@ from typing import Any
 from jax_offload._analysis.divided import ALONE, Division
 from jax_offload._analysis.donated import paired_with
 from jax_offload._analysis.flattened import Flattened, Loop, Node, bodies, flattened, loop_of
+from jax_offload._base.flops import MATMULS
 from jax_offload._base.jaxprs import Jaxpr
 from jax_offload._ir.primitives import ELEMENTWISE, REDUCE
 
@@ -32,7 +33,6 @@ FUSED = (ELEMENTWISE - _MOVES - {GATE}) | frozenset(
     "broadcast_in_dim iota slice dynamic_slice pad rev gather concatenate random_bits random_wrap random_unwrap "
     "threefry2x32 random_seed split".split()
 )
-MATMULS = ("dot_general", "conv_general_dilated")
 _IN_PLACE = frozenset(
     ("dynamic_update_slice", "scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter-min", "scatter-max")
 )

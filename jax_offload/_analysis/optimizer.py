@@ -53,6 +53,11 @@ def of_optimizer(
     own = sum(nbytes(x) // math.prod(shards_of(sharding_of(x), np.shape(x))) for x in leaves)
 
     inner, given = inner_of(tx)
+    if "update_on" in given:
+        raise ValueError(
+            f"plan: does not know yet what the host's cores take; got update_on={given['update_on']!r}. Fix: plan "
+            "without it, and compare by the rule of docs/host_or_device.md."
+        )
     inside = not isinstance(tx, Offloaded) and _offloads_inside(inner, params)
     name = "as given" if inside or given else "offload"
     first = Way(name, "tx as it is; step = jo.jit(step, donate_argnums=(0, 1))", tx) if inside else way(

@@ -11,7 +11,7 @@ from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Var
 from jax_offload._base.memory import is_host_aval
 from jax_offload._emit.find import updates_in
-from jax_offload._emit.region import Part, Update
+from jax_offload._emit.region import Moved, Update
 from jax_offload._ir.masks import forward
 from jax_offload._plan.plan import InIterations, Planned
 
@@ -45,7 +45,7 @@ def streams(trace: Any) -> Streams:
         stored=sum(_stored(update) for update in updates),
         window=windows_of(planned),
         inside=sum(_loaded(p) for p in planned if isinstance(p.transfer, InIterations)),
-        looped=sum(p.slice.loaded_bytes for p in planned if p.in_chunks or p.window.apart),
+        looped=sum(p.slice.loaded_bytes for p in planned if p.in_chunks or p.window.own_loop),
         norm=any(isinstance(update, Update) and _waits_for_all(update) for update in updates),
     )
 
@@ -63,7 +63,7 @@ def _at_once(p: Planned) -> int:
     return max(p.window.nbytes, whole)
 
 
-def _stored(update: Update | Part) -> int:
+def _stored(update: Update | Moved) -> int:
     old = update.next_values if isinstance(update, Update) else {}
     slices = [(p.slice, _repeated(p)) for p in update.planned]
     if isinstance(update, Update):

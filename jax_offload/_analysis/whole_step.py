@@ -31,7 +31,7 @@ from jax_offload._base.arrays import nbytes
 from jax_offload._base.memory import HOST_KIND, on_host
 from jax_offload._base.shardings import sharding_of, shards_of
 from jax_offload._emit.find import emitted, updates_in
-from jax_offload._emit.region import Part, Update
+from jax_offload._emit.region import Moved, Update
 from jax_offload._interop.jit import Jitted
 from jax_offload._interop.pipelined import Pipelined
 from jax_offload._plan.plan import InIterations
@@ -161,7 +161,7 @@ class _Seen:
         rest = moved.inside + looped
         outside = link.seconds(moved.loaded - rest, max(0, moved.stored - rest))
         found = [each.update for each in updates_in(trace)]
-        parts = [update for update in found if isinstance(update, Part)]
+        parts = [update for update in found if isinstance(update, Moved)]
         slices = [p for update in found for p in update.planned]
         scans = [p for p in slices if isinstance(p.transfer, InIterations)]
         own, there = (sum(seconds(p.slice.jaxpr, chip) for p in ps) / self.divided for ps in (slices, scans))

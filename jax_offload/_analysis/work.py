@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.exposure import speed
 from jax_offload._analysis.flattened import bodies, flattened, loop_of
 from jax_offload._analysis.liveness import Event, Lives
+from jax_offload._base.flops import own_flops
 from jax_offload._base.jaxprs import Equation, Jaxpr
 
 
@@ -39,19 +38,7 @@ def _of(event: Event, lives: Lives, chip: Chip) -> float:
         return 2 * max((sizes[k] for k in rest), default=0) / chip.reached.hbm
     reads = sum(min(sizes[k], made) if event.fused else sizes[k] for k in {*event.reads})
     moved = (made + reads) / chip.reached.hbm
-    return max(moved, flops(node.eqn) / speed(chip, _dtype(node.eqn)))
-
-
-def flops(eqn: Equation) -> float:
-    """Operations of a matmul or a convolution; 0 of all else."""
-    out = math.prod(eqn.outvars[0].aval.shape) if eqn.outvars else 0
-    if eqn.primitive.name == "dot_general":
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        return 2.0 * out * math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
-    if eqn.primitive.name == "conv_general_dilated":
-        kernel, numbers = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"]
-        return 2.0 * out * math.prod(kernel) / kernel[numbers.rhs_spec[0]]
-    return 0.0
+    return max(moved, own_flops(node.eqn) / speed(chip, _dtype(node.eqn)))
 
 
 def all_flops(jaxpr: Jaxpr) -> float:
@@ -61,7 +48,7 @@ def all_flops(jaxpr: Jaxpr) -> float:
         loop = loop_of(node.eqn)
         times = 1 if loop is None or loop.length is None else loop.length
         inner = [all_flops(body) for body in bodies(node.eqn)]
-        total += times * max(inner) if inner else flops(node.eqn)
+        total += times * max(inner) if inner else own_flops(node.eqn)
     return total
 
 

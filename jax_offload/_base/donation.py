@@ -20,6 +20,7 @@ import jax
 
 from jax_offload._base import memory
 from jax_offload._base.calls import identity_primitive
+from jax_offload._base.jaxprs import Equation
 from jax_offload._base.private import take_back_aliases
 
 
@@ -29,6 +30,10 @@ def _lower(context: Any, *values: Any) -> list[Any]:
 
 
 _guard = identity_primitive("jax_offload_donation", _lower)
+
+
+def is_guard(eqn: Equation) -> bool:
+    return eqn.primitive is _guard
 
 
 def guarded(results: Any, given: Any = ()) -> Any:

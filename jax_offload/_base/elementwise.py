@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax.extend.core import Primitive
 
+from jax_offload._base.composite import plain
 from jax_offload._base.private import as_arrays, in_front, is_for_one_device, lowered, lowered_as_map, set_rules
 
 NAME = "jax_offload_elementwise"
@@ -30,14 +31,10 @@ def elementwise(fun: Callable[..., jax.Array], *xs: jax.Array, **static: Hashabl
     return _elementwise.bind(*xs, fun=fun, static=tuple(sorted(static.items())))
 
 
-def _plain(fun: Callable[..., jax.Array], static: tuple[tuple[str, Hashable], ...]) -> Callable[..., jax.Array]:
-    return functools.partial(fun, **dict(static))
-
-
 @functools.cache
 def _traced_once(fun: Any, static: Any) -> Callable[..., jax.Array]:
     """The function, traced once for arrays of equal types, however many equations of a program need it."""
-    return jax.jit(_plain(fun, static), inline=True)  # a map may call no function of the program
+    return jax.jit(plain(fun, static), inline=True)  # a map may call no function of the program
 
 
 def _typed(*avals: Any, fun: Any, static: Any) -> Any:
@@ -47,7 +44,7 @@ def _typed(*avals: Any, fun: Any, static: Any) -> Any:
 @functools.lru_cache(1024)
 def _type_of(fun: Any, static: Any, avals: tuple[Any, ...]) -> Any:
     like = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=None) for a in avals]
-    return avals[0].update(dtype=jax.eval_shape(_plain(fun, static), *like).dtype, weak_type=False)
+    return avals[0].update(dtype=jax.eval_shape(plain(fun, static), *like).dtype, weak_type=False)
 
 
 def _batched(xs: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any, int]:
@@ -57,7 +54,7 @@ def _batched(xs: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any
 
 
 def _derived(xs: Sequence[Any], tangents: Sequence[Any], *, fun: Any, static: Any) -> Any:
-    return jax.jvp(_plain(fun, static), tuple(xs), as_arrays(tangents))
+    return jax.jvp(plain(fun, static), tuple(xs), as_arrays(tangents))
 
 
 def _lower(context: Any, *xs: Any, fun: Any, static: Any) -> Any:

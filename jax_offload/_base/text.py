@@ -25,11 +25,19 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
     return [line(row) for row in rows]
 
 
-def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> str:
-    """A table, its cells escaped."""
+def html_table(
+    header: Sequence[str], groups: Sequence[tuple[str, Sequence[Sequence[str]]]], right: Collection[int] = ()
+) -> str:
+    """A table with a line over the rows of each group, its cells escaped; columns of ``right`` end flush."""
 
     def row(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+        sides = (f' style="text-align: {"right" if k in right else "left"}"' for k in range(len(cells)))
+        filled = (f"<{tag}{side}>{html.escape(cell)}</{tag}>" for cell, side in zip(cells, sides, strict=True))
+        return f"<tr>{''.join(filled)}</tr>"
 
-    said = f"<caption>{html.escape(caption)}</caption>" if caption else ""
-    return f"<table>{said}{row(header, 'th')}{''.join(row(cells, 'td') for cells in rows)}</table>"
+    body = (
+        f'<tr><th colspan="{len(header)}" style="text-align: left; padding-top: 0.8em">{html.escape(name)}</th></tr>'
+        + "".join(row(cells, "td") for cells in rows)
+        for name, rows in groups
+    )
+    return f"<table>{row(header, 'th')}{''.join(body)}</table>"

@@ -83,7 +83,7 @@ def absorbed(eqn: Equation, eqns: Sequence[Equation]) -> Equation:
     last = 1 + max(update.rank.values(), default=0)
     new = dataclasses.replace(
         update.replanned(rest, tuple(gradients)),
-        passes=None,  # they are no longer in front of it
+        backward=None,  # they are no longer in front of it
         names={**update.names, **{v: f"gradients/{k}" for k, v in enumerate(hosts)}},
         rank={**update.rank, **{v: last + k for k, v in enumerate(hosts)}},  # the state beside them decides
         next_values={new: old for new, old in update.next_values.items() if old in places},

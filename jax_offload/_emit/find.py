@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax_offload._base.calls import equations
 from jax_offload._base.jaxprs import Equation, Literal, closed, sub_jaxprs, variables
-from jax_offload._emit.region import REGION, Part, Update
+from jax_offload._emit.region import REGION, Moved, Update
 from jax_offload._ir.program import Program, Var, as_program, expanded, flat, without_round_trips
 from jax_offload._plan.plan import Planned
 
@@ -48,7 +48,7 @@ class Found:
       origins: argument of its program -> variable of the step, where it is one, through branches, loops and moves.
     """
 
-    update: Update | Part
+    update: Update | Moved
     origins: Mapping[Var, Var]
 
     def inputs_of(self, arguments: Iterable[Var]) -> Iterator[Var]:
@@ -66,9 +66,16 @@ def is_update(eqn: Equation) -> bool:
     return eqn.primitive is REGION and isinstance(eqn.params["update"], Update)
 
 
-def holds_update(eqn: Equation) -> bool:
-    """Whether an equation is an update, or has one in a branch, a loop or a call."""
-    return eqn.primitive is REGION or any(holds_update(inner) for jaxpr, _ in sub_jaxprs(eqn) for inner in jaxpr.eqns)
+def holds_update(eqn: Equation, which: Callable[[Update | Moved], bool] = lambda _: True) -> bool:
+    """Whether an equation is an update, ``which`` says of what kind, or has one in a branch, a loop or a call."""
+    if eqn.primitive is REGION:
+        return which(eqn.params["update"])
+    return any(holds_update(inner, which) for jaxpr, _ in sub_jaxprs(eqn) for inner in jaxpr.eqns)
+
+
+def holds_update_on_cores(eqn: Equation) -> bool:
+    """Whether the host's cores have a part in an update in an equation."""
+    return holds_update(eqn, lambda update: isinstance(update, Update) and bool(update.on_cores))
 
 
 def updates_in(step: Any) -> list[Found]:

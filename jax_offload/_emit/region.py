@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import jax
 from jax.core import Tracer
 
+from jax_offload._base.backward import Backward
 from jax_offload._base.calls import call_primitive, params_of
 from jax_offload._base.donation import guarded
 from jax_offload._base.effects import only_callbacks
@@ -30,7 +31,6 @@ from jax_offload._base.jaxprs import (
     variables,
     without_dead_code,
 )
-from jax_offload._base.passes import Passes
 from jax_offload._emit.run import stream
 from jax_offload._emit.serialise import Serialise
 from jax_offload._emit.transfers import Names
@@ -42,6 +42,17 @@ from jax_offload._plan.plan import Plan, Planned
 
 NAME = "jax_offload_update"
 REGION = call_primitive(NAME)  # whose equations `find` finds
+
+
+class UpdatedOnCores(ValueError):
+    """A program for the device is made of an update by the host's cores."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "update_on: an update by the host's cores is no part of a program for the device. Fix: jo.jit(step), "
+            "called and not lowered, outside of any other jit, vmap or derivative: it cuts the step there; or "
+            "update_on='device'."
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -61,7 +72,7 @@ class Update:
       sharded: where ``program`` gathers updates that are divided (ZeRO-1), the same without that, for a recipe around
         it that gathers what it makes of them.
       wide: whether it was traced with types of 64 bits; jax may lower it where they are off.
-      passes: those that made its gradients, where only gates in the update hold them back.
+      backward: the passes that made its gradients, where only gates in the update hold them back.
       stays: why leaves are not updated within the passes, forward and backward; only ``jax_offload.jit`` asks.
     """
 
@@ -75,7 +86,7 @@ class Update:
     manual: bool
     sharded: Program | None = None
     wide: bool = dataclasses.field(default_factory=lambda: bool(jax.config.jax_enable_x64))  # pyright: ignore
-    passes: Passes | None = None
+    backward: Backward | None = None
     stays: tuple[str, ...] = ()
 
     def __repr__(self) -> str:  # a jaxpr prints its parameters
@@ -88,7 +99,7 @@ class Update:
         gradients = {self.operands[i] for i in self.gradients}
         return plan_of(
             program, self.next_values, found, lambda v: self.rank.get(v, -1), manual=self.manual,
-            passes_before=self.passes, gradients=gradients,
+            backward=self.backward, gradients=gradients, on_cores=self.on_cores,
         )  # fmt: skip
 
     @property
@@ -100,6 +111,11 @@ class Update:
     def planned(self) -> list[Planned]:
         """Its slices, in the order of loading."""
         return [p for each in self.plan.passes for p in each.slices]
+
+    @property
+    def on_cores(self) -> Set[Var]:
+        """The leaves that the host's cores update."""
+        return frozenset[Var]().union(*(each.on_cores for each in self.claims)) & {*self.program.inputs}
 
     @property
     def results(self) -> Set[Var]:
@@ -132,8 +148,19 @@ class Update:
         """What is left of it: ``program``, whose equations are some of its own."""
         return dataclasses.replace(self, program=program, gradients=gradients, sharded=None)
 
+    def updated_by(self, cores: bool) -> Update:
+        """The same, with all of its leaves updated by the host's cores, or none of them."""
+        claims = [dataclasses.replace(c, on_cores=c.leaves if cores else frozenset[Var]()) for c in self.claims]
+        return dataclasses.replace(self, claims=claims)
+
     def emitted(self, args: Sequence[Any], *, lowered: bool = False) -> list[Any]:
-        """Its results, by the plan."""
+        """Its results, by the plan.
+
+        Raises:
+          UpdatedOnCores: part of it is not for the device; whoever drives the step from Python has cut it there.
+        """
+        if self.on_cores:
+            raise UpdatedOnCores
         with jax.enable_x64(self.wide):
             results = stream(
                 self.program,
@@ -148,7 +175,7 @@ class Update:
             return guarded(results, list(args))
 
 
-class PartPlan(Protocol):
+class MovedPlan(Protocol):
     """The plan of a part: of a scan with updates inside, of one piece."""
 
     @property
@@ -161,7 +188,7 @@ class PartPlan(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Part:
+class Moved:
     """A part of an update that runs elsewhere in a step, inside a scan say.
 
     Attributes:
@@ -172,10 +199,10 @@ class Part:
 
     jaxpr: ClosedJaxpr
     operands: list[Var]
-    plan: PartPlan
+    plan: MovedPlan
 
     def __repr__(self) -> str:
-        return f"Part({len(self.planned)} slices)"
+        return f"Moved({len(self.planned)} slices)"
 
     @property
     def planned(self) -> list[Planned]:
@@ -193,7 +220,7 @@ class Part:
     def recipe(self) -> Jaxpr:
         return self.jaxpr.jaxpr
 
-    def only(self, used: Sequence[bool]) -> tuple[list[bool], Part]:
+    def only(self, used: Sequence[bool]) -> tuple[list[bool], Moved]:
         jaxpr, needed = without_dead_code(self.jaxpr.jaxpr, used)
         operands = [v for v, n in zip(self.operands, needed, strict=True) if n]
         return needed, dataclasses.replace(self, jaxpr=closed(jaxpr), operands=operands)
@@ -202,8 +229,8 @@ class Part:
         return jax_fun(self.jaxpr)(*args)
 
 
-def marked(run: Callable[[Sequence[Any]], list[Any]], args: Sequence[Any], plan: PartPlan) -> list[Any]:
-    """``run(args)`` as one equation, a ``Part`` of an update."""
+def marked(run: Callable[[Sequence[Any]], list[Any]], args: Sequence[Any], plan: MovedPlan) -> list[Any]:
+    """``run(args)`` as one equation, a ``Moved`` of an update."""
     traced, _ = jaxpr_of(lambda *args: run(args), *args)
     if traced.consts or not only_callbacks(traced.effects):
         return run(args)
@@ -211,8 +238,8 @@ def marked(run: Callable[[Sequence[Any]], list[Any]], args: Sequence[Any], plan:
     handed_on = dict(zip(inner.invars, args, strict=True))
     made = [v for v in variables(inner.outvars) if v not in handed_on]
     jaxpr = Jaxpr([], inner.invars, made, inner.eqns, inner.effects, nameless(inner.debug_info))
-    part = Part(closed(jaxpr), plan.operands, plan)
-    results = handed_on | dict(zip(made, REGION.bind(*args, **params_of(part)), strict=True))
+    moved = Moved(closed(jaxpr), plan.operands, plan)
+    results = handed_on | dict(zip(made, REGION.bind(*args, **params_of(moved)), strict=True))
     return values_of(results, inner.outvars)
 
 

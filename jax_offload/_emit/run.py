@@ -55,8 +55,8 @@ def stream(
     for each in plan.passes:
         _run_prelude(each.prelude, env, grads, results, serialise)
         if each.slices:
-            if each.apart:
-                _run_apart(each, run, env, set(grads), before, lowered=lowered)
+            if each.in_own_loop:
+                _run_in_own_loop(each, run, env, set(grads), before, lowered=lowered)
             else:
                 _run_gated(each, run, env, set(grads), before)
             before = each.slices[-1].token
@@ -78,7 +78,7 @@ def _run_gated(
         run(p, env)
 
 
-def _run_apart(
+def _run_in_own_loop(
     each: PlannedPass,
     run: Callable[[Planned, Env], None],
     env: Env,

@@ -10,6 +10,8 @@ import jax
 
 from jax_offload._base.donation import guarded
 from jax_offload._base.memory import under_jit
+from jax_offload._drive.jitted import DrivenJit
+from jax_offload._emit.region import UpdatedOnCores
 from jax_offload._interop.xla_options import compiler_options
 from jax_offload._whole import rewritten
 
@@ -64,6 +66,7 @@ class Jitted:
     def __init__(self, fun: Callable[..., Any], options: dict[str, Any]) -> None:
         functools.update_wrapper(self, fun)
         self._options = options
+        self._driven: DrivenJit | None = None
 
     @functools.cached_property
     def whole_step(self) -> Callable[..., Any]:
@@ -87,7 +90,15 @@ class Jitted:
         return jax.jit(self.whole_step, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return (self._inner if under_jit() else self._jitted)(*args, **kwargs)
+        if under_jit():
+            return self._inner(*args, **kwargs)
+        if self._driven is None:
+            try:
+                return self._jitted(*args, **kwargs)
+            except UpdatedOnCores:  # that it is, its first trace tells
+                options = self._options.get("compiler_options", compiler_options(jax.default_backend()))
+                self._driven = DrivenJit(self._jitted, self.__wrapped__, self._options, options)
+        return self._driven(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

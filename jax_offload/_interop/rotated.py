@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_offload._base.arrays import is_array
+from jax_offload._base.flops import MATMULS
 from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, as_array, jaxpr_of, sub_jaxprs, variables
 from jax_offload._base.memory import HOST_KIND, is_host_aval, on_a_mesh, with_kind
 from jax_offload._base.shardings import constrained
@@ -24,8 +25,6 @@ Kept = tuple[Values, Values, Values]
 
 The first two are donated. The last are the caller's, a learning rate say, and may be given again.
 """
-
-_MATMULS = frozenset(("dot_general", "conv_general_dilated"))
 
 
 class Rotated:
@@ -257,7 +256,7 @@ def _models_in_update(cut: Cut, own: Sequence[Var], given: Sequence[Var]) -> boo
 def _multiplies(eqn: Equation) -> bool:
     inside = [inner for jaxpr, _ in sub_jaxprs(eqn) for inner in jaxpr.eqns]
     inside += eqn.params["update"].program.eqns if is_update(eqn) else []
-    return eqn.primitive.name in _MATMULS or any(map(_multiplies, inside))
+    return eqn.primitive.name in MATMULS or any(map(_multiplies, inside))
 
 
 def _run(cut: Cut, env: dict[Var, Any], part: int) -> None:

@@ -14,7 +14,7 @@ from jax_offload._base.shardings import typed_sharding
 from jax_offload._ir.program import Program, flat, replaced
 
 
-def last_apart(program: Program, at: int) -> Program | None:
+def last_peeled(program: Program, at: int) -> Program | None:
     """``program``, its equation ``at`` a scan of one iteration less, followed by what that one computes, inlined.
 
     ``None`` where it is no scan of several iterations; or has effects, whose order is not to change; or reads or makes

@@ -110,7 +110,7 @@ def joined(a: Slice, b: Slice) -> Slice:
     return Slice(inputs, outputs, jaxpr, a.shards)
 
 
-def cut(program: Program, scalars_apart: bool) -> list[Pass]:
+def cut(program: Program, scalars_ahead: bool) -> list[Pass]:
     """The program as passes over the host leaves, in slices.
 
     Two results belong to one slice where they need a host leaf in common: then loading it once serves both. What needs
@@ -119,7 +119,7 @@ def cut(program: Program, scalars_apart: bool) -> list[Pass]:
     arithmetic on arrays does not, though several slices need it: each does its own.
 
     Where a scalar is reduced from the leaves of many parameters (a norm over accumulated gradients, prodigy's sums), or
-    from all rows of one (LAMB's trust ratio), everything that uses it needs all of them at once. ``scalars_apart``
+    from all rows of one (LAMB's trust ratio), everything that uses it needs all of them at once. ``scalars_ahead``
     makes such a scalar a result of its own, one pass ahead: each leaf, or chunk of it, is loaded for its part of the
     scalar, and once more for what uses that.
     """
@@ -130,12 +130,12 @@ def cut(program: Program, scalars_apart: bool) -> list[Pass]:
     for eqn in program.eqns:
         if is_summary(eqn, summaries):
             summaries.update(eqn.outvars)
-        stages = forward(eqn, stage, lambda x: max(x, default=0)) if scalars_apart else [0] * len(eqn.outvars)
+        stages = forward(eqn, stage, lambda x: max(x, default=0)) if scalars_ahead else [0] * len(eqn.outvars)
         for v, mask, at in zip(eqn.outvars, forward(eqn, needs_host), stages, strict=True):
-            apart = scalars_apart and mask and v.aval.shape == ()
-            if apart:
+            ahead = scalars_ahead and mask and v.aval.shape == ()
+            if ahead:
                 scalars[v] = mask, at
-            needs_host[v], stage[v] = (0, at + 1) if apart else (mask, at)
+            needs_host[v], stage[v] = (0, at + 1) if ahead else (mask, at)
 
     # The roots: scalars, results, and effects (a callback, say), which must happen though nobody reads them. A host
     # leaf is stored in the last pass: until then its old value is needed.

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_offload._base import composite
 from jax_offload._base.jaxprs import (
     Atom,
     Aval,
@@ -61,7 +62,7 @@ _COMBINE = {
     "reduce_sum": lax.add, "reduce_max": lax.max, "reduce_min": lax.min, "reduce_and": lax.bitwise_and,
     "reduce_or": lax.bitwise_or, "reduce_xor": lax.bitwise_xor, "reduce_prod": lax.mul,
 }  # fmt: skip
-_CALLS = frozenset(("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call"))
+_CALLS = frozenset(("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", composite.NAME))
 
 
 class Dependent(Exception):
@@ -215,7 +216,7 @@ def _call(
         return jaxpr, [*(None for _ in branch.consts), *dims]
 
     if eqn.primitive.name != "cond":
-        called = called_by(eqn)
+        called = composite.decomposition(eqn) if eqn.primitive.name == composite.NAME else called_by(eqn)
         jaxpr, all_dims = inner(called, dims)
 
         def run_call(chunk: jax.Array, *args: Any) -> list[Any]:

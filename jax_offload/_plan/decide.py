@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from jax_offload._base.arrays import nbytes
+from jax_offload._base.backward import LARGE, Backward
 from jax_offload._base.jaxprs import Var
 from jax_offload._base.memory import is_host_aval
-from jax_offload._base.passes import LARGE, Passes
 from jax_offload._ir.program import Program
 from jax_offload._ir.slices import Pass, Slice, cut, joined, repeats_effects
-from jax_offload._plan.plan import Plan, Planned, PlannedPass, Whole, Window
+from jax_offload._plan.plan import OnCores, Plan, Planned, PlannedPass, Whole, Window
 from jax_offload._plan.transfers import buffers, transfer_of
 
 # Slices of up to 256 MiB, or a 32nd of the state, are loaded whole, and the window has room for two and a half.
@@ -54,8 +54,9 @@ def plan_of(
     rank: Callable[[Var], int],
     *,
     manual: bool,
-    passes_before: Passes | None = None,
+    backward: Backward | None = None,
     gradients: Set[Var] = frozenset(),
+    on_cores: Set[Var] = frozenset(),
 ) -> Plan:
     """The slices of a traced update, those that are larger than their window in chunks if that can be.
 
@@ -68,22 +69,26 @@ def plan_of(
       regions: every host leaf is in one of them.
       rank: of a host leaf, its place in the order of the backward pass.
       manual: whether the update is traced inside ``shard_map``.
-      passes_before: through the network, where gates in the update are all that holds these back.
+      backward: the passes through the network, where gates in the update are all that holds these back.
       gradients: operands of the program.
+      on_cores: the host leaves that the host's cores update, and with them all of their slices.
     """
     best: tuple[int, list[Pass], list[list[Planned]]] | None = None
-    hosts = frozenset[Var]().union(*(region.leaves for region in regions))
-    for scalars_apart in False, True:
-        passes = cut(program, scalars_apart)
-        if scalars_apart and repeats_effects(program, passes):
+    hosts = frozenset[Var]().union(*(region.leaves for region in regions)) - on_cores
+    for scalars_ahead in False, True:
+        passes = cut(program, scalars_ahead)
+        if scalars_ahead and repeats_effects(program, passes):
             break
         found: list[list[Planned]] = [[] for _ in passes]
         enough, most = True, 0
-        apart = _put_off(passes_before, program, hosts, gradients & {*passes[0].prelude.inputs})
+        own_loop = _put_off(backward, program, hosts, gradients & {*passes[0].prelude.inputs})
         for region in regions:
             own = [[s for s in p.slices if _region(s, regions) is region] for p in passes]
-            window, large = _window(region, [s.loaded_bytes for slices in own for s in slices], program, apart)
-            for slices, planned in zip(own, found, strict=True):
+            stay = [[s for s in slices if not on_cores.isdisjoint(s.loads)] for slices in own]
+            own = [[s for s in slices if on_cores.isdisjoint(s.loads)] for slices in own]
+            window, large = _window(region, [s.loaded_bytes for slices in own for s in slices], program, own_loop)
+            for slices, here, planned in zip(own, stay, found, strict=True):
+                planned += (Planned(s, OnCores(), window) for s in here)
                 fitted = _fitted(slices, next_of, window)
                 planned += fitted
                 most = max([most, *(p.bytes_at_once for p in fitted)])
@@ -108,7 +113,7 @@ def plan_of(
 def _in_sight(found: Sequence[Sequence[Planned]]) -> list[list[Planned]]:
     """The slices of all passes, none to run in a loop of its own."""
     windows = {id(p.window): p.window for slices in found for p in slices}
-    windows = {key: dataclasses.replace(window, apart="") for key, window in windows.items()}
+    windows = {key: dataclasses.replace(window, own_loop="") for key, window in windows.items()}
     return [[dataclasses.replace(p, window=windows[id(p.window)]) for p in slices] for slices in found]
 
 
@@ -122,7 +127,7 @@ def _region(s: Slice, regions: Sequence[Region]) -> Region:
     )
 
 
-def _put_off(passes: Passes | None, program: Program, hosts: Set[Var], ungated: Set[Var]) -> str:
+def _put_off(backward: Backward | None, program: Program, hosts: Set[Var], ungated: Set[Var]) -> str:
     """Why no slice can run among the matmuls of the backward pass; empty where they can.
 
     XLA's scheduler does all as late as the copies allow. That is bounded where putting off every gradient takes less
@@ -130,23 +135,23 @@ def _put_off(passes: Passes | None, program: Program, hosts: Set[Var], ungated: 
     shorter than the layer's arithmetic: not the ``ungated``, which stay on the device, or which only a norm needs.
     """
     moved = sum(nbytes(v.aval) for v in program.inputs if v in hosts)
-    if passes is None or 2 * passes.held <= moved:
+    if backward is None or 2 * backward.held <= moved:
         return ""
-    late = passes.scaled or any(math.prod(v.aval.shape) >= LARGE for v in ungated)
-    return PUT_OFF if late or passes.flops > FLOPS_PER_BYTE * moved else ""
+    late = backward.scaled or any(math.prod(v.aval.shape) >= LARGE for v in ungated)
+    return PUT_OFF if late or backward.flops > FLOPS_PER_BYTE * moved else ""
 
 
-def _window(region: Region, sizes: Sequence[int], program: Program, apart: str = "") -> tuple[Window, int]:
+def _window(region: Region, sizes: Sequence[int], program: Program, own_loop: str = "") -> tuple[Window, int]:
     """The window for slices of these bytes, and up to how many bytes at once are not worth a pass of their own."""
     # Where something is divided, collectives are in the scheduler's sight anyway.
     alone = all(math.prod(shards) == 1 for shards in program.shards.values())
     if region.window is not None:
-        return Window(region.window, "as given", apart=apart if alone else ""), region.window
+        return Window(region.window, "as given", own_loop=own_loop if alone else ""), region.window
     state = sum(nbytes(v.aval) // math.prod(program.shards.get(v, ())) for v in region.leaves)
     default, usual = default_window(state), _usual(sizes)
     chosen = Window(5 * usual // 2, "two and a half of its usual pieces") if usual <= default.nbytes else default
-    apart = apart or (SMALL_PIECES if 0 < usual < LEAST_HIDDEN else "")
-    chosen = dataclasses.replace(chosen, apart=apart if alone else "")
+    own_loop = own_loop or (SMALL_PIECES if 0 < usual < LEAST_HIDDEN else "")
+    chosen = dataclasses.replace(chosen, own_loop=own_loop if alone else "")
     # An embedding may be larger than the window, up to twice what a small model's may be.
     return chosen, max(chosen.nbytes, min(_large(state), 2 * default.nbytes))
 
@@ -239,7 +244,7 @@ def _token(s: Slice, next_of: Mapping[Var, Var]) -> tuple[Var, ...]:
 def _carried(slices: Sequence[Planned], next_of: Mapping[Var, Var], manual: bool) -> Mapping[Var, Var] | None:
     """What a loop around the slices would carry in place; ``None`` where they are not to run apart, or cannot: those on
     the host must be in the buffers that they are the next values of."""
-    if manual or not slices or not all(p.window.apart for p in slices) or any(p.slice.jaxpr.effects for p in slices):
+    if manual or not slices or not all(p.window.own_loop for p in slices) or any(p.slice.jaxpr.effects for p in slices):
         return None
     # XLA rounds arithmetic in float16 where a fusion ends, and a loop moves that: 3 units in the last place.
     if any(v.aval.dtype == jnp.float16 for p in slices for v in (*p.slice.inputs, *p.slice.outputs)):

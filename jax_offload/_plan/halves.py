@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Sequence
 
-from jax_offload._base.jaxprs import Equation, Literal, scan_of, sub_jaxprs
+from jax_offload._base.flops import flops
+from jax_offload._base.jaxprs import Equation, Literal
 from jax_offload._ir.program import Program, Var
 from jax_offload._ir.slices import Slice, slice_of
 
@@ -63,24 +63,3 @@ def _work_needed(eqns: Sequence[Equation], work: Sequence[float]) -> list[float]
         of.update(dict.fromkeys(eqn.outvars, bits))
         needed.append(sum(work[h] for h in heavy if bits >> h & 1))
     return needed
-
-
-def flops(eqn: Equation) -> float:
-    """The floating point operations of the matmuls in an equation, loops counted as often as they are known to run."""
-    name = eqn.primitive.name
-    if name == "dot_general":
-        lhs: tuple[int, ...] = eqn.params["dimension_numbers"][0][0]
-        shape = eqn.invars[0].aval.shape
-        return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[d] for d in lhs)
-    if name == "conv_general_dilated":
-        kernel = eqn.invars[1].aval
-        out_features_dim: int = eqn.params["dimension_numbers"].rhs_spec[0]
-        features = kernel.shape[out_features_dim]
-        return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel.shape) / features
-    times = scan.length if (scan := scan_of(eqn)) is not None else 1
-    inner = [_sum(jaxpr.eqns) for jaxpr, _ in sub_jaxprs(eqn)]
-    return times * max(inner, default=0.0)
-
-
-def _sum(eqns: Sequence[Equation]) -> float:
-    return sum(map(flops, eqns))

@@ -88,7 +88,7 @@ def interleaved(nodes: Sequence[Node], which: Sequence[int], outputs: Sequence[V
     outer = [k for k in which if not isinstance(nodes[k].payload, Piece)]
     heavy = [k for k in outer if is_heavy(nodes[k])]
     order = arranged(nodes, [*heavy, *outer, *pieces])
-    passes, number = _Passes(order, outputs), {id(node): k for k, node in enumerate(nodes)}
+    passes, number = _Network(order, outputs), {id(node): k for k, node in enumerate(nodes)}
     ahead, behind = _Spots(), _Spots()
     for k in pieces:
         piece, reader = nodes[k].payload, passes.next_reader(nodes[k])
@@ -166,7 +166,7 @@ class _Spots:
             sum(bool(spot.loads) or any(map(is_large, spot.tokens)) for spot in spots) for spots in self.at.values()
         ]
 
-    def gates(self, passes: _Passes, ahead: bool) -> dict[int, Gate]:
+    def gates(self, passes: _Network, ahead: bool) -> dict[int, Gate]:
         """At every spot: the leaves of the next wait for what the pass goes on with, and both for the spot before."""
         places = sorted(at for at in self.at if at >= 0)
         if places and not ahead and (first := passes.heavy_before(places[0])) is not None:
@@ -201,7 +201,7 @@ def is_large(v: Var) -> bool:
     return math.prod(v.aval.shape) >= LEAST_FRONT and jnp.issubdtype(v.aval.dtype, jnp.floating)
 
 
-class _Passes:
+class _Network:
     """Which values a pass goes on with."""
 
     def __init__(self, order: Sequence[Node], outputs: Sequence[Var]) -> None:

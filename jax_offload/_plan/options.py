@@ -24,6 +24,7 @@ class Options:
       partitions: of the gradients, by the parameters' paths, where the state is divided further (ZeRO-1).
       serialise: whether gradients of what stays on the device wait for each other. Not where every one has an
         accumulator there: all would.
+      on_cores: the numbers of the state's leaves that are updated where they are, by the host's cores.
     """
 
     window: int | None = None
@@ -31,6 +32,7 @@ class Options:
     shardings: Shardings = dataclasses.field(default_factory=dict[str, Sharding])
     partitions: Layouts = dataclasses.field(default_factory=dict[str, NamedSharding])
     serialise: bool = True
+    on_cores: frozenset[int] = frozenset()
 
     @property
     def order_key(self) -> tuple[str, ...] | None:
@@ -44,10 +46,14 @@ class Options:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Claim:
-    """An ``offload`` in a recipe, and the inputs of the recipe's program that are leaves of its state."""
+    """An ``offload`` in a recipe, and the inputs of the recipe's program that are leaves of its state.
+
+    ``on_cores``: those of them that are updated by the host's cores.
+    """
 
     options: Options
     leaves: frozenset[Var]
+    on_cores: frozenset[Var] = frozenset()
 
 
 def merged(claims: Sequence[Claim]) -> Options:

@@ -71,7 +71,15 @@ class InIterations:
         return f"{self.count} rows, in the scan {where}"
 
 
-Transfer = Whole | Chunked | InIterations
+@dataclasses.dataclass(frozen=True)
+class OnCores:
+    """A slice whose host leaves stay where they are: the host's cores update them."""
+
+    def __str__(self) -> str:
+        return "updated on the host's cores"
+
+
+Transfer = Whole | Chunked | InIterations | OnCores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,13 +87,13 @@ class Window:
     """Bytes of the state on one device at a time while it streams, and why so many.
 
     Attributes:
-      apart: why all slices run in a loop of their own, once the backward pass is over; empty where they do not.
+      own_loop: why all slices run in a loop of their own, once the backward pass is over; empty where they do not.
       leaf: the path of the first leaf that streams through it, as far as it is known.
     """
 
     nbytes: int
     why: str
-    apart: str = ""
+    own_loop: str = ""
     leaf: str = ""
 
 
@@ -111,14 +119,18 @@ class Planned:
         return isinstance(self.transfer, Chunked)
 
     @property
+    def on_cores(self) -> bool:
+        return isinstance(self.transfer, OnCores)
+
+    @property
     def bytes_in_flight(self) -> int:
         """Of host leaves on one device while it runs, as the window counts them."""
-        return min(self.slice.loaded_bytes, self.window.nbytes)
+        return 0 if self.on_cores else min(self.slice.loaded_bytes, self.window.nbytes)
 
     @property
     def bytes_at_once(self) -> int:
         """Of host leaves on one device while it runs, whatever the window."""
-        return self.window.nbytes if self.in_chunks else self.slice.loaded_bytes
+        return self.window.nbytes if self.in_chunks else 0 if self.on_cores else self.slice.loaded_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +147,7 @@ class PlannedPass:
     carried: Mapping[Var, Var] | None = None
 
     @property
-    def apart(self) -> bool:
+    def in_own_loop(self) -> bool:
         return self.carried is not None
 
 
@@ -148,10 +160,12 @@ class Plan:
     @property
     def loaded_bytes(self) -> int:
         """Bytes of host leaves that one update loads, over all devices."""
-        return sum(nbytes(v.aval) for each in self.passes for p in each.slices for v in p.slice.loads)
+        slices = [p.slice for each in self.passes for p in each.slices if not p.on_cores]
+        return sum(nbytes(v.aval) for s in slices for v in s.loads)
 
     @property
     def stored_bytes(self) -> int:
         """Bytes of host leaves that one update stores, over all devices."""
-        slices = [s for each in self.passes for s in (each.prelude, *(p.slice for p in each.slices))]
+        slices = [p.slice for each in self.passes for p in each.slices if not p.on_cores]
+        slices += [each.prelude for each in self.passes]
         return sum(nbytes(v.aval) for s in slices for v in s.stores)

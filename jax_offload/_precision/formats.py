@@ -26,28 +26,23 @@ from jax.sharding import PartitionSpec
 from jax_offload._base.arrays import is_integer
 from jax_offload._base.elementwise import elementwise
 from jax_offload._base.shardings import constrained, padded, shards_of, typed_sharding
+from jax_offload._precision.elements import (
+    BITS,
+    SCALED,
+    from_code,
+    magnitude,
+    or_nan,
+    scale_of,
+    to_bfloat16,
+    to_code,
+    to_float,
+)
 
 BLOCK = 128
-
-
-@dataclasses.dataclass(frozen=True)
-class _Float:
-    """A binary floating-point format: bits of its mantissa, exponents of its least normal and its largest binade."""
-
-    mantissa: int
-    least: int
-    largest: int
-
-
-# Blocks are scaled by a power of two so that their largest magnitude is at most the least of the last binade: rounding
-# up then neither overflows nor changes the scale.
-_SCALED = {"float16": _Float(10, -14, 15), "float8_e4m3fn": _Float(3, -6, 8), "float8_e5m2": _Float(2, -14, 15)}
-_BITS = {"int8": 7, "uint8": 8}
-NAMES = ("float32", "bfloat16", *_SCALED, *_BITS)
+NAMES = ("float32", "bfloat16", *SCALED, *BITS)
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32"}
 _SHORT |= dict.fromkeys(("fp8", "f8", "float8", "fp8_e4m3", "e4m3", "float8_e4m3"), "float8_e4m3fn")
 _SHORT |= dict.fromkeys(("fp8_e5m2", "e5m2"), "float8_e5m2")
-_SNAP = 1e-4  # of a step: a value this near a point of the map is that point: the arithmetic is off by 7e-5 at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,17 +121,16 @@ def encode(x: jax.Array, storage: Storage, seed: Any = None) -> tuple[jax.Array,
     if storage.dtype == "float32":
         return x, None
     if storage.dtype == "bfloat16":
-        return elementwise(_to_bfloat16, x, *_places(x, seed), strides=_strides(x)), None
-    magnitude = elementwise(_magnitude, _in_blocks(x, storage.block), dtype=storage.dtype)
-    largest = jnp.max(magnitude, axis=-1)
-    scale = elementwise(_scale, largest, dtype=storage.dtype) if storage.dtype in _SCALED else largest
+        return elementwise(to_bfloat16, x, *_places(x, seed), strides=_strides(x)), None
+    largest = jnp.max(elementwise(magnitude, _in_blocks(x, storage.block), dtype=storage.dtype), axis=-1)
+    scale = elementwise(scale_of, largest, dtype=storage.dtype) if storage.dtype in SCALED else largest
     values = elementwise(
-        _to_float if storage.dtype in _SCALED else _to_code,
+        to_float if storage.dtype in SCALED else to_code,
         *(x, _per_element(scale, x, storage.block), *_places(x, seed)),
         dtype=storage.dtype,
         strides=_strides(x),
     )
-    return values, scale if storage.dtype in _SCALED else elementwise(_or_nan, largest)
+    return values, scale if storage.dtype in SCALED else elementwise(or_nan, largest)
 
 
 def decode(values: jax.Array, scale: jax.Array | None, storage: Storage) -> jax.Array:
@@ -144,9 +138,9 @@ def decode(values: jax.Array, scale: jax.Array | None, storage: Storage) -> jax.
     if scale is None:
         return values.astype(jnp.float32)
     wide = _per_element(scale, values, storage.block)
-    if storage.dtype in _SCALED:
+    if storage.dtype in SCALED:
         return values.astype(jnp.float32) * wide
-    return elementwise(_from_code, values, wide, dtype=storage.dtype)
+    return elementwise(from_code, values, wide, dtype=storage.dtype)
 
 
 @functools.lru_cache(1024)
@@ -155,144 +149,6 @@ def encoded_shapes(shape: tuple[int, ...], storage: Storage) -> tuple[tuple[int,
     x = jax.ShapeDtypeStruct(shape, jnp.float32)
     values, scale = jax.eval_shape(lambda x: encode(x, storage), x)
     return values.shape, None if scale is None else scale.shape
-
-
-def mixed(x: Any) -> Any:
-    """A uint32 whose bits all depend on all bits of ``x`` (the finalizer of MurmurHash3, Appleby 2011)."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
-
-
-# Of the element x, for which XLA has one operation (see ``elementwise``):
-
-
-def _magnitude(x: jax.Array, *, dtype: str) -> jax.Array:
-    """What counts for the largest of its block. In integers infinity where a whole block becomes NaN, as the largest of
-    a block is not always NaN where one is: XLA's CPU loses it in vectors."""
-    if dtype in _SCALED:
-        return _where(lax.is_finite(x), lax.abs(_held(x, dtype)), 0)
-    valid = lax.is_finite(x) if dtype == "int8" else lax.is_finite(x) & (x >= 0)
-    return _where(valid, lax.abs(x), math.inf)
-
-
-def _scale(largest: jax.Array, *, dtype: str) -> jax.Array:
-    """The power of two that brings the largest of a block to the format's last binade."""
-    power = _clamped(_ceil_log2(largest) - _SCALED[dtype].largest, 126)
-    return lax.bitcast_convert_type((power + 127) << 23, jnp.float32)
-
-
-def _or_nan(largest: jax.Array) -> jax.Array:
-    return _where(largest == math.inf, lax.full_like(largest, math.nan), largest)
-
-
-def _to_bfloat16(x: jax.Array, *place: jax.Array, strides: tuple[int, ...]) -> jax.Array:
-    if not place:
-        return x.astype(jnp.bfloat16)
-    largest = float(jnp.finfo(jnp.bfloat16).max)  # so that what is finite does not overflow
-    bits = lax.bitcast_convert_type(_clamped(x, largest), jnp.uint32)
-    bits = (bits + (_random_bits(*place, strides=strides) >> 16)) & jnp.uint32(0xFFFF0000)
-    return _where(lax.is_finite(x), lax.bitcast_convert_type(bits, jnp.float32), x).astype(jnp.bfloat16)
-
-
-def _to_float(x: jax.Array, scale: jax.Array, *place: jax.Array, dtype: str, strides: tuple[int, ...]) -> jax.Array:
-    noise = _noise(*place, strides=strides) if place else None
-    inverse = jnp.uint32(254 << 23) - lax.bitcast_convert_type(scale, jnp.uint32)  # of a power of two
-    values = _to_grid(_held(x, dtype) * lax.bitcast_convert_type(inverse, jnp.float32), _SCALED[dtype], noise)
-    return _where(lax.is_finite(x), values, x).astype(dtype)
-
-
-def _to_code(x: jax.Array, largest: jax.Array, *place: jax.Array, dtype: str, strides: tuple[int, ...]) -> jax.Array:
-    part = _magnitude(x, dtype=dtype) / _where(largest > 0, largest, 1)
-    noise = _noise(*place, strides=strides, margin=_SNAP) if place else None
-    signed = dtype == "int8"
-    code = _to_map(part if signed else lax.sqrt(part), _BITS[dtype], noise, squared=not signed)
-    return (lax.sign(x) * code).astype(dtype)  # what is zero has no sign
-
-
-def _from_code(code: jax.Array, largest: jax.Array, *, dtype: str) -> jax.Array:
-    code = code.astype(jnp.float32)
-    point = _point(lax.abs(code), _BITS[dtype])
-    return lax.sign(code) * point * largest if dtype == "int8" else point * point * largest
-
-
-def _noise(*place: jax.Array, strides: tuple[int, ...], margin: float = 0.0) -> jax.Array:
-    """A number in [margin, 1 - margin)."""
-    unit = (_random_bits(*place, strides=strides) >> 8).astype(jnp.float32) * (2.0**-24 * (1 - 2 * margin))
-    return unit + margin if margin else unit
-
-
-def _random_bits(seed: jax.Array, *place: jax.Array, strides: tuple[int, ...]) -> jax.Array:
-    """A uint32 for each place. A counter, mixed: the same in chunks, and on however many devices.
-
-    Only its upper bits are used, which the last line of the finalizer (see ``mixed``) does not make better.
-    """
-    number = sum((index * jnp.uint32(stride) for index, stride in zip(place, strides, strict=True)), jnp.uint32(0))
-    number = number ^ seed
-    number = (number ^ (number >> 16)) * jnp.uint32(0x85EBCA6B)
-    return (number ^ (number >> 13)) * jnp.uint32(0xC2B2AE35)
-
-
-def _held(x: jax.Array, dtype: str) -> jax.Array:
-    top = (2 - 2.0 ** -_SCALED[dtype].mantissa) * 2.0**127  # what rounds up from there is not in float32
-    return _clamped(x, top)
-
-
-def _clamped(x: jax.Array, most: float) -> jax.Array:
-    """In ``x``'s own dtype, whatever that of a Python number is."""
-    return lax.clamp(lax.full_like(x, -most), x, lax.full_like(x, most))
-
-
-def _where(condition: jax.Array, x: jax.Array, y: Any) -> jax.Array:
-    """``jnp.where`` is a function of its own in the program, which a ``map`` may not call."""
-    return lax.select(condition, x, y if isinstance(y, jax.Array) else lax.full_like(x, y))
-
-
-def _to_grid(x: jax.Array, form: _Float, noise: jax.Array | None) -> jax.Array:
-    """``x`` rounded to the numbers of a format, still in float32."""
-    binade = jnp.maximum(_power_below(x), 2.0**form.least)
-    # of 1: 2^mantissa / binade
-    steps = jnp.uint32((254 + form.mantissa) << 23) - lax.bitcast_convert_type(binade, jnp.uint32)
-    count = jnp.abs(x) * lax.bitcast_convert_type(steps, jnp.float32)
-    below = jnp.floor(count) if noise is not None else lax.round(count, lax.RoundingMethod.TO_NEAREST_EVEN)
-    count = below if noise is None else below + (noise < count - below)
-    return lax.sign(x) * jnp.maximum(count, 1) * (binade * 2.0**-form.mantissa)
-
-
-def _to_map(x: jax.Array, bits: int, noise: jax.Array | None, *, squared: bool) -> jax.Array:
-    """Numbers in [0, 1] as codes of the dynamic map, at least 1; ``squared``: rounding keeps the mean of their squares.
-
-    A code of n + 1 binary digits lies in the octade (8^-(k+1), 8^-k], k = bits - 1 - n, which has 2^n points, evenly
-    apart. So codes are a linear function of x in each octade, and a continuous one in all.
-    """
-    thirds = (lax.bitcast_convert_type(x, jnp.int32) - 1 >> 23) + (3 * bits - 127)  # ceil(log2(x)) + 3 bits - 1
-    n = (jnp.maximum(thirds, 0) * (11 << 18)) & 0x7F800000  # a third of it, where a float has its exponent
-    points = lax.bitcast_convert_type(n + (127 << 23), jnp.float32)
-    steps = lax.bitcast_convert_type(((124 + 3 * bits) << 23) - (n + n), jnp.float32)  # 8^(bits - 1) / points^2
-    place = x * steps * (8 / 7)  # from zero, in steps of the octade
-    code = place + (points * (6 / 7) - 1)
-    if squared:
-        below = jnp.floor(code)
-        share = code - below
-        both = place + place - share
-        code = below + share * both / (both - share + 1)
-    return jnp.maximum(jnp.floor(code + (0.5 if noise is None else noise)), 1)
-
-
-def _point(code: jax.Array, bits: int) -> jax.Array:
-    """The number that a code of the dynamic map, a float, stands for; exact."""
-    n = _power_below(code)
-    return n * n * (7 * code - 6 * n + 7) * 2.0 ** (-3 * bits)
-
-
-def _power_below(x: jax.Array) -> jax.Array:
-    """The largest power of two that is not above a normal number; 0 of zero and subnormal ones."""
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint32) & 0x7F800000, jnp.float32)
-
-
-def _ceil_log2(x: jax.Array) -> jax.Array:
-    """The exponent of the least power of two that is not less than x > 0."""
-    return ((lax.bitcast_convert_type(x, jnp.int32) - 1) >> 23) - 126
 
 
 def _strides(x: jax.Array) -> tuple[int, ...]:

@@ -15,9 +15,11 @@ import numpy as np
 from jax.core import Tracer
 
 from jax_offload._base import memory
+from jax_offload._base.composite import composite
 from jax_offload._base.paths import KeyPath
 from jax_offload._placement import stays
-from jax_offload._precision.formats import Storage, decode, encode, encoded_shapes, mixed
+from jax_offload._precision.elements import mixed
+from jax_offload._precision.formats import Storage, decode, encode, encoded_shapes
 from jax_offload._precision.masters import MasterState
 
 Rules = tuple[tuple[str | None, Storage], ...]  # ``None``: all that can be stored
@@ -184,7 +186,7 @@ def next_stored(state: StoredState, before: Any, after: Any) -> StoredState:
     olds, treedef = jax.tree.flatten(state.inner_state, is_leaf=is_encoded)
     new = jax.tree.leaves(after)
     changed = [is_encoded(old) and x is not was for old, was, x in zip(olds, jax.tree.leaves(before), new, strict=True)]
-    seeds, kept = iter(_seeds(state.rounds, sum(changed))), []
+    seeds, kept = iter(composite(_seeds, state.rounds, n=sum(changed)) if any(changed) else []), []
     for old, x, again in zip(olds, new, changed, strict=True):
         if again:
             kept.append(_encoded(x, old.storage, next(seeds), old.dtype))
@@ -193,7 +195,7 @@ def next_stored(state: StoredState, before: Any, after: Any) -> StoredState:
     return StoredState(state.rounds + 1, jax.tree.unflatten(treedef, kept))
 
 
-def _seeds(rounds: jax.Array, n: int) -> list[jax.Array]:
+def _seeds(rounds: jax.Array, *, n: int) -> list[jax.Array]:
     """A seed for each of ``n`` leaves.
 
     Each counts on from the one before, behind a barrier: so all are made by the same operation, which XLA compiles
@@ -221,16 +223,22 @@ def _type(x: Any) -> Any:
 
 
 def _encoded(x: jax.Array, storage: Storage, seed: Any, dtype: str | None = None) -> Encoded:
-    values, scale = _ENCODE(x, storage, seed)
-    return Encoded(values, scale, storage, dtype or np.dtype(x.dtype).name)
+    values, *scale = composite(_encode, x, *([] if seed is None else [seed]), storage=storage)
+    return Encoded(values, scale[0] if scale else None, storage, dtype or np.dtype(x.dtype).name)
 
 
 def _decoded(x: Encoded) -> jax.Array:
-    return _DECODE(x.values, x.values_scale, x.storage).astype(x.dtype)
+    scale = [] if x.values_scale is None else [x.values_scale]
+    return composite(_decode, x.values, *scale, storage=x.storage)[0].astype(x.dtype)
 
 
-# traced once for leaves of equal types
-_ENCODE, _DECODE = (jax.jit(f, static_argnames="storage") for f in (encode, decode))
+def _encode(x: jax.Array, seed: Any = None, *, storage: Storage) -> list[jax.Array]:
+    values, scale = encode(x, storage, seed)
+    return [values] if scale is None else [values, scale]
+
+
+def _decode(values: jax.Array, scale: Any = None, *, storage: Storage) -> list[jax.Array]:
+    return [decode(values, scale, storage)]
 
 
 # Leaf by leaf: as whole trees neither state need fit on the device.

@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jax_offload as jo
 from jax_offload._emit.find import updates_in
-from jax_offload._emit.region import Part
+from jax_offload._emit.region import Moved
 from jax_offload._plan.in_scan import InScan
 
 # To compile fast, and so that what is cast to bfloat16 is rounded there in every program.
@@ -461,7 +461,7 @@ def moved(step: Any, *args: Any, **kwargs: Any) -> dict[str, bool]:
 def scans(step: Any, *args: Any, **kwargs: Any) -> list[InScan]:
     """The scans of a step of ``jo.jit`` with updates inside."""
     found = updates_in(step.trace(*args, **kwargs).jaxpr)
-    plans = [each.update.plan for each in found if isinstance(each.update, Part)]
+    plans = [each.update.plan for each in found if isinstance(each.update, Moved)]
     return [plan for plan in plans if isinstance(plan, InScan)]
 
 

@@ -1,9 +1,14 @@
 """Equinox: ``filter_jit`` with every value of ``donate``."""
 
+import re
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
+import jax_offload as jo
 from tests.trainers._common import INNER, STEPS, assert_same_losses, kinds, offloaded
 
 eqx = pytest.importorskip("equinox")
@@ -37,3 +42,10 @@ def test_filter_jit(donate):
     losses, memories = train(offloaded(), donate)
     assert_same_losses(losses, train(INNER, "none")[0])
     assert memories == [{"pinned_host"}] * STEPS
+
+
+def test_what_the_documentation_shows():
+    page = (Path(__file__).parents[2] / "docs/trainers.md").read_text()
+    names = {"jax": jax, "optax": optax, "jo": jo, "batch": jnp.ones((4, 128))}
+    exec(re.search(r"## Equinox\n+```python\n(.*?)```", page, re.DOTALL)[1], names)
+    assert kinds([x for x in jax.tree.leaves(names["state"]) if x.nbytes >= 2**16]) == {"pinned_host"}

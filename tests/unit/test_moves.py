@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jax_offload._base.flops import flops
 from jax_offload._base.jaxprs import Literal, scan_of
 from jax_offload._ir.arrange import Node, arranged, makers, needed
 from jax_offload._ir.program import flat
 from jax_offload._plan.behind import NEEDS_ALL, moves_of
 from jax_offload._plan.chunk_rules import Rows
-from jax_offload._plan.halves import flops, halves
+from jax_offload._plan.halves import halves
 from jax_offload._plan.in_scan import _balanced
 from jax_offload._plan.moves import pulled
 from tests.unit._programs import device, host, load, program_of, store

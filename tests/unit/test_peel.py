@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_offload._base.jaxprs import jax_fun, scan_of
-from jax_offload._ir.peel import last_apart
+from jax_offload._ir.peel import last_peeled
 from jax_offload._ir.program import flat
 
 
@@ -24,7 +24,7 @@ def summing(length, reverse, w, xs):
 def apart(fun, *args):
     program = flat(jax.make_jaxpr(fun)(*args))
     (at,) = (k for k, eqn in enumerate(program.eqns) if eqn.primitive.name == "scan")
-    return last_apart(program, at)
+    return last_peeled(program, at)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -61,7 +61,7 @@ def test_what_stays_whole():
     there = jax.memory.Space.Host
     assert apart(lambda xs: jax.lax.scan(lambda c, x: (c + x, jax.device_put(x, there)), 0.0, xs), jnp.ones(2)) is None
     program = flat(jax.make_jaxpr(jnp.sin)(1.0))
-    assert last_apart(program, 0) is None
+    assert last_peeled(program, 0) is None
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="an Explicit mesh of jax 0.10 needs a context of its own")

@@ -90,7 +90,7 @@ def plan_of(tx, params):
     for each in updates_in(traced):
         names_of = iter([[names[v] for v in of] for of, _ in each.loads])
         for number, of_pass in enumerate(each.update.plan.passes, 1):
-            lines.append(f"pass {number}{', in a loop of its own' if of_pass.apart else ''}")
+            lines.append(f"pass {number}{', in a loop of its own' if of_pass.in_own_loop else ''}")
             for k, p in enumerate(of_pass.slices):
                 lines.append(f"  {k}: {' + '.join(next(names_of))}")
                 waits = [f"{p.transfer}, window of {p.window.nbytes} bytes ({p.window.why})"]

@@ -123,7 +123,7 @@ def test_a_given_window_is_taken_whatever_the_state():
 def test_the_default_has_room_for_two_and_a_half_usual_slices():
     program, next_of = adam(*[SQUARE] * 4, (8, 8))
     chosen, large = window_of(program, next_of)
-    assert chosen == Window(5 * 512 * KIB // 2, "two and a half of its usual pieces", apart=SMALL_PIECES)
+    assert chosen == Window(5 * 512 * KIB // 2, "two and a half of its usual pieces", own_loop=SMALL_PIECES)
     # of this state the default for larger slices is 1 MiB: up to twice that no pass is made for an embedding
     assert large == 2 * MIB
 
@@ -149,9 +149,9 @@ def test_slices_of_a_divided_state_do_not_run_apart_and_count_on_one_device():
     program, next_of = momentum(*[SQUARE] * 4)
     shards = dict.fromkeys(hosts(next_of), (4, 2))
     chosen, _ = window_of(program, next_of, shards=shards)
-    assert chosen == Window(5 * 32 * KIB // 2, "two and a half of its usual pieces", apart="")
+    assert chosen == Window(5 * 32 * KIB // 2, "two and a half of its usual pieces", own_loop="")
     whole, _ = window_of(program, next_of, shards=dict.fromkeys(hosts(next_of), (1, 1)))
-    assert whole.apart
+    assert whole.own_loop
 
 
 def fitted(program, next_of, nbytes):
@@ -276,7 +276,7 @@ def test_slices_are_loaded_in_the_order_of_the_backward_pass_once_there_is_room(
     # the gradient of the first slice that is still in the window; none where that is its own
     assert [p.once_made for p in only.slices] == [None, 0, 1, 2, 3]
     assert [p.token for p in only.slices] == [tuple(p.slice.stores) for p in only.slices]
-    assert not only.apart  # the window is given
+    assert not only.in_own_loop  # the window is given
 
 
 def test_the_first_chunk_of_a_loop_waits_for_its_own_gradient():
@@ -292,18 +292,18 @@ def test_small_slices_run_in_a_loop_of_their_own_and_carry_their_buffers(dtype, 
     """But in float16, where XLA rounds as a fusion ends."""
     program, next_of = momentum(SQUARE, SQUARE, dtype=dtype)
     (only,) = planned(program, next_of, Region(hosts(next_of), None)).passes
-    assert only.apart == apart
+    assert only.in_own_loop == apart
     assert (only.carried or next_of) == next_of
-    assert all(bool(p.window.apart) == apart for p in only.slices)
+    assert all(bool(p.window.own_loop) == apart for p in only.slices)
 
 
 def test_a_new_leaf_on_the_host_has_no_buffer_to_carry():
     program, next_of = momentum(SQUARE, SQUARE)
     first = dict([next(iter(next_of.items()))])
     (only,) = plan_of(program, first, [Region(hosts(next_of), None)], lambda v: 0, manual=False).passes
-    assert not only.apart and not any(p.window.apart for p in only.slices)
+    assert not only.in_own_loop and not any(p.window.own_loop for p in only.slices)
     (only,) = plan_of(program, next_of, [Region(hosts(next_of), None)], lambda v: 0, manual=True).passes
-    assert not only.apart  # nor inside shard_map
+    assert not only.in_own_loop  # nor inside shard_map
 
 
 def test_a_plan_counts_what_moves():

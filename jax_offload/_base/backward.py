@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.extend.core as jex
@@ -12,14 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_offload._base.arrays import nbytes
+from jax_offload._base.flops import flops
 from jax_offload._base.private import equation_of, equations_of_trace, operands_of, variable_of
 
 LARGE = 1 << 16  # elements: of smaller gradients the activations are not worth a thought
 
 
 @dataclasses.dataclass(frozen=True)
-class Passes:
-    """The forward and the backward pass, so far as a trace shows them.
+class Backward:
+    """The passes through the network that made gradients, forward and backward, so far as a trace shows them.
 
     Attributes:
       held: bytes that the last operations before the gradients read: what is alive if all of these are put off.
@@ -32,7 +33,7 @@ class Passes:
     scaled: bool
 
 
-def passes_of(gradients: Sequence[Any]) -> Passes | None:
+def backward_of(gradients: Sequence[Any]) -> Backward | None:
     """Of traced gradients; ``None`` where no large one is made in a trace: arguments, or what ``vmap`` or a derivative
     around the update traces."""
     large = [x for x in gradients if math.prod(np.shape(x)) >= LARGE and equation_of(x) is not None]
@@ -46,7 +47,7 @@ def passes_of(gradients: Sequence[Any]) -> Passes | None:
     trace, walk = _Scope({}, made), _Walk()
     for x in large:
         walk.back_from(_value(variable_of(x), trace))
-    return Passes(sum(nbytes(v.aval) for v in walk.held), sum(map(_flops, eqns)), walk.scales_by_them())
+    return Backward(sum(nbytes(v.aval) for v in walk.held), sum(map(flops, eqns)), walk.scales_by_them())
 
 
 _VIEWS = frozenset(
@@ -175,26 +176,3 @@ def _inner(eqn: Any) -> Any:
             sizes = len(operands_of(eqn)), len(eqn.outvars)  # a kernel's jaxpr has its results among its inputs
             return jaxpr if hasattr(jaxpr, "eqns") and (len(jaxpr.invars), len(jaxpr.outvars)) == sizes else None
     return None
-
-
-def _flops(eqn: Any) -> float:
-    name, params = eqn.primitive.name, eqn.params
-    if name in ("dot_general", "conv_general_dilated"):
-        left, right = (v.aval.shape for v in operands_of(eqn)[:2])
-        out = math.prod(eqn.outvars[0].aval.shape)
-        if name == "dot_general":
-            (contracted, _), _ = params["dimension_numbers"]
-            return 2.0 * out * math.prod(left[i] for i in contracted)
-        kernel = params["dimension_numbers"].rhs_spec
-        return 2.0 * out * math.prod(right) / right[kernel[0]]
-    times = params["length"] if name == "scan" else 1
-    inner = [sum(map(_flops, jaxpr.eqns)) for jaxpr in _jaxprs(params)]
-    return times * (max(inner, default=0.0) if name == "cond" else sum(inner))
-
-
-def _jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
-    for value in params.values():
-        for each in value if isinstance(value, tuple | list) else (value,):
-            jaxpr = getattr(each, "jaxpr", each)
-            if hasattr(jaxpr, "eqns"):
-                yield jaxpr

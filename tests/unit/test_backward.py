@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from jax_offload._base import private
-from jax_offload._base.passes import passes_of
+from jax_offload._base.backward import backward_of
 
 LAYERS, WIDTH, ROWS = 3, 256, 64
 PARAMS = {f"w{k}": jnp.ones((WIDTH, WIDTH)) for k in range(LAYERS)}
@@ -33,7 +33,7 @@ def found(loss, change=lambda grads: grads, params=PARAMS):
 
     def step(params, x):
         grads = change(jax.grad(loss)(params, x))
-        seen.append(passes_of(jax.tree.leaves(grads)))
+        seen.append(backward_of(jax.tree.leaves(grads)))
         return grads
 
     jax.jit(step).trace(params, jnp.ones((ROWS, WIDTH)))
@@ -70,7 +70,7 @@ def test_a_scale_that_needs_no_gradient_is_none():
 
 def test_arguments_tell_nothing():
     seen = []
-    jax.jit(lambda grads: seen.append(passes_of(jax.tree.leaves(grads)))).trace(PARAMS)
+    jax.jit(lambda grads: seen.append(backward_of(jax.tree.leaves(grads)))).trace(PARAMS)
     assert seen == [None]
 
 
@@ -92,7 +92,7 @@ def test_a_scale_made_in_a_call_beside_the_gradients():
 
         def step(params, x):
             grads, scale = grads_and_scale(params, x)
-            seen.append(passes_of([g * scale for g in grads.values()]))
+            seen.append(backward_of([g * scale for g in grads.values()]))
 
         jax.jit(step).trace(PARAMS, jnp.ones((ROWS, WIDTH)))
         return seen[0]
@@ -109,7 +109,7 @@ def test_one_call_for_two_gradients():
         return {"w0": one(params["w0"], x), "w1": one(params["w1"], 2.0 * x)}
 
     seen = []
-    jax.jit(lambda p, x: seen.append(passes_of(list(both(p, x).values())))).trace(PARAMS, jnp.ones((ROWS, WIDTH)))
+    jax.jit(lambda p, x: seen.append(backward_of(list(both(p, x).values())))).trace(PARAMS, jnp.ones((ROWS, WIDTH)))
     assert seen[0].held == 4 * ACTIVATION and not seen[0].scaled
 
 
@@ -122,7 +122,7 @@ def test_gradients_of_two_traces():
 
         def branch():
             more = jax.grad(loss)({"w0": params["w0"]}, x)
-            seen.append(passes_of([*grads.values(), *more.values()]))
+            seen.append(backward_of([*grads.values(), *more.values()]))
             return 0
 
         return jax.lax.cond(x[0, 0] > 0, branch, lambda: 1)
@@ -138,11 +138,11 @@ def test_large_gradients_beside_arrays():
 
     def step(params, x):
         grads = jax.grad(loss)(params, x)
-        seen.append(passes_of([np.ones((WIDTH, WIDTH), np.float32), jnp.ones(3), *grads.values()]))
+        seen.append(backward_of([np.ones((WIDTH, WIDTH), np.float32), jnp.ones(3), *grads.values()]))
 
     jax.jit(step).trace(PARAMS, jnp.ones((ROWS, WIDTH)))
     assert seen[0].held == 2 * LAYERS * ACTIVATION
-    assert passes_of([np.ones((WIDTH, WIDTH))]) is None
+    assert backward_of([np.ones((WIDTH, WIDTH))]) is None
 
 
 @pytest.mark.parametrize("moved", ["parent", "in_tracers", "val"])

@@ -1,0 +1,189 @@
+"""What offloading does, in one picture: the same losses, less device memory, and where the time goes.
+
+It trains a small GPT with its state in host memory, and for a while beside it with plain optax. Then it compiles the
+same step, with a model of 7e9 parameters, for a GPU that need not be here, and looks at it with ``jo.inspect``.
+
+python examples/demo.py                                  # make demo
+python examples/demo.py --model 1.3b --steps 200         # options that it does not know are those of train_lm.py
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+import _extra
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's remarks on a step that does not fit are not news here
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # nor that its compiler for GPUs is here without CUDA
+
+try:
+    import _picture
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    import train_lm
+    from _gpt import GPT, SIZES, Config
+    from flax.training.train_state import TrainState
+
+    import jax_offload as jo
+except ModuleNotFoundError as error:
+    raise _extra.missing(error) from error
+
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+# Parts of jo.inspect's peak: those of the picture. All others are "the rest".
+NAMES = {"state on the device": "optimizer state", "window": "optimizer state", "state": "optimizer state"}
+NAMES |= {"parameters": "parameters", "gradients": "gradients"}
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--picture", type=Path, default="demo.png")
+    add("--beside", type=int, default=100, metavar="STEPS", help="of the resident run, which is for comparison")
+    add("--chip", choices=["h100", "h200"], default="h200", help="to compile for")
+    add("--compiled", choices=SIZES, default="7b", metavar="MODEL", help="that is compiled for it")
+    add("--tokens", type=int, nargs=2, default=(16, 2048), metavar=("BATCH", "CONTEXT"), help="of that model's step")
+    return parser.parse_known_args(argv)
+
+
+def trained(args, rest):
+    """Both runs, by name."""
+    print("== the state in host memory", flush=True)
+    runs = {"offloaded": train_lm.main(["--pipelined", *rest])}
+    if args.beside > 1:
+        print("\n== for comparison: plain optax, the state on the device", flush=True)
+        beside = ["--resident", "--stop-at", str(args.beside), "--sample", "0"]
+        runs = {"resident": train_lm.main([*rest, *beside]), **runs}
+    return runs
+
+
+def memories(tree):
+    """Bytes of its arrays, by memory kind. Counts, a few bytes, are left out."""
+    found = {}
+    for x in jax.tree.leaves(tree):
+        if x.ndim:
+            found[x.sharding.memory_kind] = found.get(x.sharding.memory_kind, 0) + x.nbytes
+    return {"device" if kind != "pinned_host" else kind: nbytes for kind, nbytes in found.items()}
+
+
+def usual_recipe(inner):
+    """What the documentation of jax shows: the state to the device, update, the state to the host."""
+
+    def moved(state, memory):
+        return jax.tree.map(lambda x: jax.device_put(x, memory) if x.ndim else x, state)
+
+    def update(updates, state, params=None):
+        updates, state = inner.update(updates, moved(state, DEVICE), params)
+        return updates, moved(state, HOST)
+
+    return optax.GradientTransformation(inner.init, update)
+
+
+def steps(args):
+    """Every way of the step with the large model: name, jitted step, and its arguments, of which none is allocated."""
+    (batch, context), device = args.tokens, jax.devices("cpu")[0]
+    options = train_lm.parse(["--model", args.compiled, "--context", str(context), "--batch", str(batch)])
+    model = GPT(Config(*SIZES[args.compiled], context, jnp.bfloat16))
+    _, params = train_lm.shapes_of(options, model, device)
+    tx = train_lm.optimizer(options)
+    options.resident = True
+    inner = train_lm.optimizer(options)
+    on_device = jax.sharding.SingleDeviceSharding(device)
+    tokens = jax.ShapeDtypeStruct((batch, context + 1), jnp.uint8, sharding=on_device)
+    ways = {
+        "resident": (train_lm.train_step, inner, inner),
+        "usual\nrecipe": (train_lm.train_step, usual_recipe(inner), tx),
+        "jax_offload": (jo.pipelined(train_lm.step, donate_argnames="state"), tx, tx),
+    }
+    for name, (step, of, at) in ways.items():
+        count = jax.ShapeDtypeStruct((), np.int32, sharding=on_device)
+        opt_state = jo.abstract_state(at, params)
+        state = TrainState(step=count, apply_fn=model.apply, params=params, tx=of, opt_state=opt_state)
+        yield name, step, state, tokens
+
+
+def compiled(args):
+    """The ways as XLA's compiler for the chip leaves them."""
+    for name, step, state, tokens in steps(args):
+        print(f"compiling for an {args.chip.upper()}: {args.compiled}, {' '.join(name.split())}", flush=True)
+        seen = jo.inspect(step, state, tokens, target=args.chip)
+        parts = dict.fromkeys(_picture.PARTS, 0.0)
+        for part, nbytes in seen.parts.items():
+            parts[NAMES.get(part, "activations and the rest")] += nbytes
+        yield _picture.Way(name, parts, seen.host, seen.timeline.compute, seen.timeline.exposed, seen.timeline)
+
+
+def estimated(args):
+    """The ways as ``jo.plan`` works them out from the trace, where that compiler is not installed."""
+    *_, (_, step, state, tokens) = steps(args)
+    forecast = jo.plan(step, state, tokens, chip=args.chip)
+    rows = {"resident": "resident", "jax.jit": "offload,\njax.jit", "jo.pipelined": "jax_offload"}
+    for option in (option for option in forecast.options if option.name in rows):
+        parts = {
+            "parameters": option.parameters,
+            "gradients": option.gradients,
+            "optimizer state": option.state + option.window,
+            "activations and the rest": option.activations or 0,
+        }
+        yield _picture.Way(rows[option.name], parts, option.host, forecast.compute or 0.0, option.exposed or 0.0)
+
+
+def ways(args):
+    """``(how they are known, the ways)``."""
+    try:
+        found = list(compiled(args))
+    except ValueError as error:
+        if "target" not in str(error):
+            raise
+        print(f"not compiled, but estimated from the trace: {error}")
+        return f"estimated for an {args.chip.upper()}, not compiled, not run", list(estimated(args))
+    return f"compiled for an {args.chip.upper()}, not run", found
+
+
+def lines(shown):
+    """What the picture says, in four lines."""
+    apart = _picture.difference(shown.losses)
+    by_name = {" ".join(way.name.split()): way for way in shown.ways}
+    peaks = ", ".join(f"{name} {way.peak / _picture.GIB:.1f}" for name, way in by_name.items())
+    times = ", ".join(f"{name} {way.compute + way.waits:.2f}" for name, way in by_name.items())
+    here = ", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in shown.seconds.items())
+    kinds, ours, capacity = shown.state["offloaded"], by_name["jax_offload"], shown.capacity / _picture.GIB
+    both = (
+        f"resident and offloaded differ by {max(apart):.1e} at most in {len(apart)} steps" if apart else "not compared"
+    )
+    return [
+        f"losses   {both}",
+        f"state    {kinds.get('pinned_host', 0) / sum(kinds.values()):.1%} of {sum(kinds.values()) / 2**20:.1f} MiB in "
+        f"pinned host memory; of {shown.large}: {ours.host / _picture.GIB:.1f} GiB",
+        f"memory   that one's peak in a step, GiB: {peaks}; an {shown.chip} has {capacity:.0f} ({shown.how})",
+        f"time     of such a step, s: {times}, {ours.waits:.2f} of it waits (simulated); measured here: {here}",
+    ]
+
+
+def main(argv=None):
+    args, rest = parse(argv)
+    rest = ["--steps", "400", *rest]
+    runs = trained(args, rest)
+    print("\n== the same step with a large model", flush=True)
+    how, found = ways(args)
+    chip, device = jo.chip(args.chip), jax.devices()[0]
+    shown = _picture.Shown(
+        model=f"a GPT ({train_lm.parse(rest).model})",
+        losses={name: run["losses"] for name, run in runs.items()},
+        seconds={name: run["seconds"] for name, run in runs.items()},
+        state={name: memories(run["state"].opt_state) for name, run in runs.items()},
+        device={"cpu": "this machine's CPU"}.get(device.platform, device.device_kind),
+        large=f"a GPT of {args.compiled} parameters, {args.tokens[0]} × {args.tokens[1]} tokens",
+        chip=args.chip.upper(),
+        capacity=chip.hbm_bytes,
+        how=how,
+        ways=found,
+    )
+    _picture.draw(shown, args.picture)
+    print("\n" + "\n".join(lines(shown)) + f"\npicture  {args.picture}")
+    return shown
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""The host's cores: where the programs run that update what is in host memory, and how arrays come to them.
+
+On a CPU the step's own device is the host, so nothing moves, and donated state is updated in its buffers. With an
+accelerator the programs run on jax's CPU backend, and see pinned host memory as arrays of it, without a copy. XLA
+copies what such a view is donated for (0.10 to 0.12, tried on a CPU), so new leaves are new buffers, and are pinned
+again by a copy where the platform does not take them as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from jax_offload._base.memory import on_host, to_host, with_kind
+
+
+@dataclasses.dataclass(frozen=True)
+class Cores:
+    """Where host leaves are updated.
+
+    Attributes:
+      cpu: the device of jax's CPU backend; ``None`` where the step's own device is one.
+    """
+
+    cpu: Any = None
+
+    def sent(self, x: Any) -> Any:
+        """A value of the device on its way to host memory; scalars are read where they are. Waits for nothing."""
+        return x if self.cpu is None or not is_sent(x) else to_host(x)
+
+    def lent(self, x: Any) -> Any:
+        """What has been sent, as an operand of a program of the cores. Waits until it is there."""
+        if self.cpu is None:
+            return x
+        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+            return jax.device_put(x, self.cpu)
+        here = with_kind(SingleDeviceSharding(self.cpu), x.sharding.memory_kind)
+        return jax.device_put(np.asarray(x), here, may_alias=True)
+
+    def brought_back(self, x: Any, sharding: Sharding) -> Any:
+        """A result of such a program in the step's own memory; its copy is under way."""
+        if self.cpu is None:
+            return x
+        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+            return jax.device_put(x, sharding)
+        return jax.device_put(np.asarray(x), with_kind(sharding, x.sharding.memory_kind), may_alias=on_host(x))
+
+
+def is_sent(x: Any) -> bool:
+    """Whether an array, or a type, comes to the cores through host memory: no scalar, no PRNG keys."""
+    return len(x.shape) > 0 and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+
+
+def cores_beside(devices: Iterable[Any]) -> Cores:
+    """The cores of the host of the devices that a step runs on.
+
+    Raises:
+      ValueError: there are several accelerators, or jax was told to do without its CPU backend.
+    """
+    used = set(devices)
+    if all(device.platform == "cpu" for device in used):
+        return Cores()
+    if len(used) > 1:
+        raise ValueError(
+            f"update_on: the host's cores update the state of one accelerator, not yet one that is divided over "
+            f"{len(used)}. Fix: update_on='device'; shard_over= leaves less of the state to each."
+        )
+    try:
+        return Cores(jax.local_devices(backend="cpu")[0])
+    except RuntimeError as error:
+        raise ValueError(
+            "update_on: jax runs without its CPU backend, which updates what is on the host. Fix: add ',cpu' to "
+            "JAX_PLATFORMS, or update_on='device'."
+        ) from error

@@ -1,0 +1,179 @@
+"""A cut step as stages, one program each: before, the device's share of the update, groups of the cores', after."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jax_offload._base.arrays import nbytes
+from jax_offload._base.jaxprs import Atom, DropVar, Equation, Literal, Var, renamed, values_of, variables
+from jax_offload._base.memory import is_host_aval
+from jax_offload._emit.find import holds_update_on_cores, is_update
+from jax_offload._emit.region import Update, bound
+from jax_offload._ir.shares import structure
+from jax_offload._ir.slices import Slice, slice_of
+from jax_offload._step import Cut
+
+# Bytes of the state in a group: a program of the cores takes about 10 ms for them, a hundred times what it takes to
+# start one, and the parameters of the last group are all that is brought back while nothing is updated.
+GROUP_BYTES = 2**26
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A part of a stage: ``outputs`` from ``inputs`` by ``run``; pieces of one ``kind`` do the same."""
+
+    inputs: list[Atom]
+    outputs: list[Var]
+    run: Callable[..., Sequence[Any]]
+    kind: Hashable = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """One program of a step: its pieces, one after the other.
+
+    Attributes:
+      on_cores: whether the host's cores run it.
+      loop: a ``while`` of the step, which is driven from Python too, in the place of pieces.
+    """
+
+    name: str
+    pieces: tuple[Piece, ...] = ()
+    on_cores: bool = False
+    loop: Equation | None = None
+
+    @property
+    def makes(self) -> list[Var]:
+        if self.loop is not None:
+            return _made(self.loop)
+        return [v for piece in self.pieces for v in piece.outputs]
+
+    @property
+    def reads(self) -> list[Var]:
+        if self.loop is not None:
+            return list(dict.fromkeys(variables(self.loop.invars)))
+        made = {*self.makes}
+        return list(dict.fromkeys(v for piece in self.pieces for v in variables(piece.inputs) if v not in made))
+
+    def run(self, env: dict[Var, Any]) -> None:
+        for piece in self.pieces:
+            env.update(zip(piece.outputs, piece.run(*values_of(env, piece.inputs)), strict=True))
+
+    def kind(self, order: Sequence[Var]) -> Hashable:
+        """Equal for stages that compute the same, with inputs and results in this order; ``None``: not known."""
+        if any(piece.kind is None for piece in self.pieces):
+            return None
+        number: dict[Var, int] = {}
+        atoms = [v for piece in self.pieces for v in (*piece.inputs, *piece.outputs)]
+        if any(isinstance(v, Literal) for v in atoms):
+            return None
+        wiring = tuple(number.setdefault(v, len(number)) for v in variables(atoms))
+        return tuple(piece.kind for piece in self.pieces), wiring, tuple(number[v] for v in order)
+
+
+@dataclasses.dataclass(frozen=True)
+class Staged:
+    """A step as stages.
+
+    Attributes:
+      outputs: its results.
+      next_of: result of an update -> the variable of the step that it is the next value of.
+    """
+
+    inputs: list[Var]
+    consts: list[Any]
+    stages: list[Stage]
+    outputs: list[Atom]
+    next_of: Mapping[Var, Var]
+
+
+def staged(cut: Cut) -> Staged:
+    """The stages of a step.
+
+    Raises:
+      ValueError: a part of the update that the cores run stands in a branch, a scan or the like.
+    """
+    stages: list[Stage] = []
+    names: dict[Var, Atom] = {}  # of an update's own variables, and of its results in the step: those that stand here
+    next_of: dict[Var, Var] = {}
+    seen: set[int] = set()
+
+    def on_device(name: str, *pieces: Piece) -> None:
+        """Adds to the last program of the device, or another."""
+        if stages and not stages[-1].on_cores and stages[-1].loop is None:
+            last = stages.pop()
+            stages.append(dataclasses.replace(last, pieces=(*last.pieces, *pieces)))
+        else:
+            stages.append(Stage(name, pieces))
+
+    def piece_of(s: Slice) -> Piece:
+        return Piece([renamed(names, v) for v in s.inputs], s.outputs, s.run, structure(s.jaxpr))
+
+    on_device("before", piece_of(cut.before))
+    for eqn in cut.update.jaxpr.eqns:
+        if not holds_update_on_cores(eqn):
+            on_device("between", piece_of(slice_of([eqn], _made(eqn), cut.program.debug_info, {})))
+        elif eqn.primitive.name == "while":
+            stages.append(Stage("loop", loop=eqn.replace(invars=[renamed(names, v) for v in eqn.invars])))
+        elif is_update(eqn):
+            update: Update = eqn.params["update"]
+            if id(update) in seen:
+                raise ValueError("step: runs one jitted update twice, which update_on cannot drive yet; unjit it.")
+            seen.add(id(update))
+            names.update(zip(update.operands, (renamed(names, v) for v in eqn.invars), strict=True))
+            names.update(zip(eqn.outvars, update.program.outputs, strict=True))
+            next_of.update((v, x) for v, old in update.next_values.items() if isinstance(x := names.get(old), Var))
+            device, cores = _shares(update)
+            first, *later = cores.plan.passes
+            on_device("before", piece_of(first.prelude))
+            if device.planned:
+                stages.append(Stage("device", (_all_of(device, names),)))
+            elif device.program.outputs:
+                on_device("before", _all_of(device, names))
+            stages += _grouped("cores", [piece_of(p.slice) for p in first.slices])
+            for each in later:
+                stages.append(Stage("scalars", (piece_of(each.prelude),), on_cores=True))
+                stages += _grouped("cores", [piece_of(p.slice) for p in each.slices])
+        else:
+            raise ValueError(
+                f"update_on: the update stands in a {eqn.primitive.name} of the step, which cannot be cut there. Fix: "
+                "update once a step, outside of branches, scans and shard_map; skip= may skip it."
+            )
+    if cut.after.outputs:
+        on_device("after", piece_of(cut.after))
+    outputs = [renamed(names, v) for v in cut.program.outputs]
+    program = cut.program
+    return Staged(program.inputs, program.consts, stages, outputs, next_of)
+
+
+def _made(eqn: Equation) -> list[Var]:
+    return [v for v in eqn.outvars if not isinstance(v, DropVar)]
+
+
+def _shares(update: Update) -> tuple[Update, Update]:
+    """The device's part of an update and the cores', by its plan."""
+    cores = {v for p in update.planned if p.on_cores for v in p.slice.outputs}
+    of_cores = [v in cores for v in update.program.outputs]
+    _, device = update.only([not own for own in of_cores])
+    _, host = update.only(of_cores)
+    return device.updated_by(cores=False), host.updated_by(cores=True)
+
+
+def _all_of(update: Update, names: Mapping[Var, Atom]) -> Piece:
+    """An update in one piece, which streams as in any program of the device."""
+    inputs, outputs = [renamed(names, v) for v in update.operands], variables(update.program.outputs)
+    return Piece(inputs, outputs, lambda *args: bound(update, args))
+
+
+def _grouped(name: str, pieces: Sequence[Piece]) -> Iterator[Stage]:
+    """Stages of the cores for pieces that follow each other, of about ``GROUP_BYTES`` each."""
+    group: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        group.append(piece)
+        size += sum(nbytes(v.aval) for v in variables(piece.inputs) if is_host_aval(v.aval))
+        if size >= GROUP_BYTES or piece is pieces[-1]:
+            yield Stage(name, tuple(group), on_cores=True)
+            group, size = [], 0

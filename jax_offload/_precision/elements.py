@@ -1,0 +1,162 @@
+"""Single numbers in few bits: what each format makes of an element, in one operation of XLA (``elementwise``)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@dataclasses.dataclass(frozen=True)
+class _Float:
+    """A binary floating-point format: bits of its mantissa, exponents of its least normal and its largest binade."""
+
+    mantissa: int
+    least: int
+    largest: int
+
+
+# Blocks are scaled by a power of two so that their largest magnitude is at most the least of the last binade: rounding
+# up then neither overflows nor changes the scale.
+SCALED = {"float16": _Float(10, -14, 15), "float8_e4m3fn": _Float(3, -6, 8), "float8_e5m2": _Float(2, -14, 15)}
+BITS = {"int8": 7, "uint8": 8}
+_SNAP = 1e-4  # of a step: a value this near a point of the map is that point: the arithmetic is off by 7e-5 at most
+
+
+def mixed(x: Any) -> Any:
+    """A uint32 whose bits all depend on all bits of ``x`` (the finalizer of MurmurHash3, Appleby 2011)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+def magnitude(x: jax.Array, *, dtype: str) -> jax.Array:
+    """What counts for the largest of its block. In integers infinity where a whole block becomes NaN, as the largest of
+    a block is not always NaN where one is: XLA's CPU loses it in vectors."""
+    if dtype in SCALED:
+        return _where(lax.is_finite(x), lax.abs(_held(x, dtype)), 0)
+    valid = lax.is_finite(x) if dtype == "int8" else lax.is_finite(x) & (x >= 0)
+    return _where(valid, lax.abs(x), math.inf)
+
+
+def scale_of(largest: jax.Array, *, dtype: str) -> jax.Array:
+    """The power of two that brings the largest of a block to the format's last binade."""
+    power = _clamped(_ceil_log2(largest) - SCALED[dtype].largest, 126)
+    return lax.bitcast_convert_type((power + 127) << 23, jnp.float32)
+
+
+def or_nan(largest: jax.Array) -> jax.Array:
+    return _where(largest == math.inf, lax.full_like(largest, math.nan), largest)
+
+
+def to_bfloat16(x: jax.Array, *place: jax.Array, strides: tuple[int, ...]) -> jax.Array:
+    if not place:
+        return x.astype(jnp.bfloat16)
+    largest = float(jnp.finfo(jnp.bfloat16).max)  # so that what is finite does not overflow
+    bits = lax.bitcast_convert_type(_clamped(x, largest), jnp.uint32)
+    bits = (bits + (_random_bits(*place, strides=strides) >> 16)) & jnp.uint32(0xFFFF0000)
+    return _where(lax.is_finite(x), lax.bitcast_convert_type(bits, jnp.float32), x).astype(jnp.bfloat16)
+
+
+def to_float(x: jax.Array, scale: jax.Array, *place: jax.Array, dtype: str, strides: tuple[int, ...]) -> jax.Array:
+    noise = _noise(*place, strides=strides) if place else None
+    inverse = jnp.uint32(254 << 23) - lax.bitcast_convert_type(scale, jnp.uint32)  # of a power of two
+    values = _to_grid(_held(x, dtype) * lax.bitcast_convert_type(inverse, jnp.float32), SCALED[dtype], noise)
+    return _where(lax.is_finite(x), values, x).astype(dtype)
+
+
+def to_code(x: jax.Array, largest: jax.Array, *place: jax.Array, dtype: str, strides: tuple[int, ...]) -> jax.Array:
+    part = magnitude(x, dtype=dtype) / _where(largest > 0, largest, 1)
+    noise = _noise(*place, strides=strides, margin=_SNAP) if place else None
+    signed = dtype == "int8"
+    code = _to_map(part if signed else lax.sqrt(part), BITS[dtype], noise, squared=not signed)
+    return (lax.sign(x) * code).astype(dtype)  # what is zero has no sign
+
+
+def from_code(code: jax.Array, largest: jax.Array, *, dtype: str) -> jax.Array:
+    code = code.astype(jnp.float32)
+    point = _point(lax.abs(code), BITS[dtype])
+    return lax.sign(code) * point * largest if dtype == "int8" else point * point * largest
+
+
+def _noise(*place: jax.Array, strides: tuple[int, ...], margin: float = 0.0) -> jax.Array:
+    """A number in [margin, 1 - margin)."""
+    unit = (_random_bits(*place, strides=strides) >> 8).astype(jnp.float32) * (2.0**-24 * (1 - 2 * margin))
+    return unit + margin if margin else unit
+
+
+def _random_bits(seed: jax.Array, *place: jax.Array, strides: tuple[int, ...]) -> jax.Array:
+    """A uint32 for each place. A counter, mixed: the same in chunks, and on however many devices.
+
+    Only its upper bits are used, which the last line of the finalizer (see ``mixed``) does not make better.
+    """
+    number = sum((index * jnp.uint32(stride) for index, stride in zip(place, strides, strict=True)), jnp.uint32(0))
+    number = number ^ seed
+    number = (number ^ (number >> 16)) * jnp.uint32(0x85EBCA6B)
+    return (number ^ (number >> 13)) * jnp.uint32(0xC2B2AE35)
+
+
+def _held(x: jax.Array, dtype: str) -> jax.Array:
+    top = (2 - 2.0 ** -SCALED[dtype].mantissa) * 2.0**127  # what rounds up from there is not in float32
+    return _clamped(x, top)
+
+
+def _clamped(x: jax.Array, most: float) -> jax.Array:
+    """In ``x``'s own dtype, whatever that of a Python number is."""
+    return lax.clamp(lax.full_like(x, -most), x, lax.full_like(x, most))
+
+
+def _where(condition: jax.Array, x: jax.Array, y: Any) -> jax.Array:
+    """``jnp.where`` is a function of its own in the program, which a ``map`` may not call."""
+    return lax.select(condition, x, y if isinstance(y, jax.Array) else lax.full_like(x, y))
+
+
+def _to_grid(x: jax.Array, form: _Float, noise: jax.Array | None) -> jax.Array:
+    """``x`` rounded to the numbers of a format, still in float32."""
+    binade = jnp.maximum(_power_below(x), 2.0**form.least)
+    # of 1: 2^mantissa / binade
+    steps = jnp.uint32((254 + form.mantissa) << 23) - lax.bitcast_convert_type(binade, jnp.uint32)
+    count = jnp.abs(x) * lax.bitcast_convert_type(steps, jnp.float32)
+    below = jnp.floor(count) if noise is not None else lax.round(count, lax.RoundingMethod.TO_NEAREST_EVEN)
+    count = below if noise is None else below + (noise < count - below)
+    return lax.sign(x) * jnp.maximum(count, 1) * (binade * 2.0**-form.mantissa)
+
+
+def _to_map(x: jax.Array, bits: int, noise: jax.Array | None, *, squared: bool) -> jax.Array:
+    """Numbers in [0, 1] as codes of the dynamic map, at least 1; ``squared``: rounding keeps the mean of their squares.
+
+    A code of n + 1 binary digits lies in the octade (8^-(k+1), 8^-k], k = bits - 1 - n, which has 2^n points, evenly
+    apart. So codes are a linear function of x in each octade, and a continuous one in all.
+    """
+    thirds = (lax.bitcast_convert_type(x, jnp.int32) - 1 >> 23) + (3 * bits - 127)  # ceil(log2(x)) + 3 bits - 1
+    n = (jnp.maximum(thirds, 0) * (11 << 18)) & 0x7F800000  # a third of it, where a float has its exponent
+    points = lax.bitcast_convert_type(n + (127 << 23), jnp.float32)
+    steps = lax.bitcast_convert_type(((124 + 3 * bits) << 23) - (n + n), jnp.float32)  # 8^(bits - 1) / points^2
+    place = x * steps * (8 / 7)  # from zero, in steps of the octade
+    code = place + (points * (6 / 7) - 1)
+    if squared:
+        below = jnp.floor(code)
+        share = code - below
+        both = place + place - share
+        code = below + share * both / (both - share + 1)
+    return jnp.maximum(jnp.floor(code + (0.5 if noise is None else noise)), 1)
+
+
+def _point(code: jax.Array, bits: int) -> jax.Array:
+    """The number that a code of the dynamic map, a float, stands for; exact."""
+    n = _power_below(code)
+    return n * n * (7 * code - 6 * n + 7) * 2.0 ** (-3 * bits)
+
+
+def _power_below(x: jax.Array) -> jax.Array:
+    """The largest power of two that is not above a normal number; 0 of zero and subnormal ones."""
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint32) & 0x7F800000, jnp.float32)
+
+
+def _ceil_log2(x: jax.Array) -> jax.Array:
+    """The exponent of the least power of two that is not less than x > 0."""
+    return ((lax.bitcast_convert_type(x, jnp.int32) - 1) >> 23) - 126

@@ -1,0 +1,453 @@
+"""The host's cores update a share of the state, in a step that is driven from Python: values, placement, donation.
+
+On a CPU the step's own device is the host. The way of an accelerator, whose pinned memory another backend sees, is run
+with another CPU device in the place of that backend.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_offload as jo
+from jax_offload._cores import first_up_to, share_of_cores
+from jax_offload._drive import run, stages
+from jax_offload._drive.cores import Cores, cores_beside
+from tests.support import optimizers as table
+from tests.support.optimizers import TABLE, assert_same, copied
+from tests.support.rows import rows
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Some donated buffers were not usable"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:optax"),
+    pytest.mark.filterwarnings("ignore:offload.. leaves the whole optimizer state"),
+]
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
+X = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
+NAMES = ["layer_1", "layer_2", "layer_3"]
+
+
+def model(dtype=jnp.float32, device=None):
+    w = {name: jax.random.normal(jax.random.key(k), (64, 64)) / 8 for k, name in enumerate(NAMES)}
+    tree = {name: {"w": x.astype(dtype), "b": jnp.full(64, 0.1, dtype)} for name, x in w.items()}
+    return jax.device_put(tree, device or jax.devices()[0])
+
+
+def loss(params, x):
+    for name in NAMES:
+        x = jnp.tanh(x @ params[name]["w"] + params[name]["b"])
+    return (x.astype(jnp.float32) ** 2).mean()
+
+
+def step_of(tx, **extra):
+    def step(params, state, x):
+        value, grads = jax.value_and_grad(loss)(params, x)
+        params, state = jo.update_params(tx, grads, state, params, **extra)
+        return params, state, {"loss": value, "size": optax.global_norm(params)}
+
+    return step
+
+
+def offload(inner=CLIPPED, update_on="host", **options):
+    return jo.offload(inner, min_bytes=1024, update_on=update_on, **options)
+
+
+def from_the_same(step, plain, tx, params, xs=(X, X), donate=True):
+    """Updates one after the other, each compared with the plain one of the same state, and the last results."""
+    donated = {"donate_argnums": (0, 1)} if donate else {}
+    step, plain = jo.jit(step, **donated), jax.jit(plain)
+    state = tx.init(params)
+    for x in xs:
+        want = plain(params, jo.to_device(state), x)
+        before = params, state
+        got = step(copied(params) if donate else params, copied(state) if donate else state, x)
+        kinds = [[x.sharding.memory_kind for x in jax.tree.leaves(s)] for s in (got[1], state)]
+        assert kinds[0] == kinds[1]
+        assert_same(jo.to_device(got), want, "one update")
+        assert not donate or not any(x.is_deleted() for x in jax.tree.leaves(before))
+        params, state = got[:2]
+    return got
+
+
+def stages_in(step):
+    """The names of the stages of a driven step that has run with arguments of one kind."""
+    ((driven, _),) = step._driven._programs.values()
+    return [task.stage.name for task in driven._tasks]
+
+
+@pytest.fixture
+def small_groups(monkeypatch):
+    monkeypatch.setattr(stages, "GROUP_BYTES", 1)
+
+
+@pytest.fixture
+def other_backend(monkeypatch):
+    """Another CPU device in the place of the CPU backend beside an accelerator."""
+    monkeypatch.setattr(run, "cores_beside", lambda devices: Cores(jax.devices()[1]))
+
+
+# ---- the executor ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", ["host", 0.3, 0.7, {"layer_1": "device", "layer_2": 0.5, "layer_3": "host"}])
+def test_a_driven_step_is_the_step(share, small_groups):
+    tx = offload(update_on=share)
+    from_the_same(step_of(tx), step_of(CLIPPED), tx, model())
+
+
+@pytest.mark.usefixtures("other_backend", "small_groups")
+@pytest.mark.parametrize("share", ["host", 0.3])
+@pytest.mark.parametrize("donate", [True, False])
+def test_as_beside_an_accelerator(share, donate):
+    tx = offload(update_on=share)
+    got = from_the_same(step_of(tx), step_of(CLIPPED), tx, model(), donate=donate)
+    assert {x.sharding for x in jax.tree.leaves(got)} == {
+        SingleDeviceSharding(jax.devices()[0], memory_kind=kind) for kind in ("device", "pinned_host")
+    }
+
+
+def test_its_stages(small_groups):
+    for share, want in [
+        ("host", ["before", "cores", "cores", "cores", "after"]),
+        (0.4, ["before", "device", "cores", "after"]),
+    ]:
+        tx = offload(update_on=share)
+        step, params = jo.jit(step_of(tx)), model()
+        step(params, tx.init(params), X)
+        assert stages_in(step) == want
+    (driven, _), = step._driven._programs.values()  # fmt: skip
+    assert len([t for t in driven._tasks if t.down]) == 1  # gradients come out of the first program in host memory
+
+
+def test_groups_that_are_alike_share_a_program(small_groups):
+    tx = offload()
+    step, params = jo.jit(step_of(tx)), model()
+    step(params, tx.init(params), X)
+    ((driven, _),) = step._driven._programs.values()
+    assert len({id(task.run) for task in driven._tasks if task.stage.on_cores}) == 1
+
+
+def test_compiled_once_and_anew_for_other_types():
+    tx = offload()
+    step, params = jo.jit(step_of(tx), donate_argnums=(0, 1)), model()
+    state = tx.init(params)
+    for _ in range(3):
+        params, state, _ = step(params, state, X)
+    assert len(step._driven._programs) == 1
+    ((driven, _),) = step._driven._programs.values()
+    assert {task.run._cache_size() for task in driven._tasks} == {1}
+    step(params, state, X[:4])
+    assert len(step._driven._programs) == 2
+
+
+def test_what_is_donated_is_updated_in_its_buffers():
+    tx = offload()
+    step, params = jo.jit(step_of(tx), donate_argnums=(0, 1)), model()
+    state = tx.init(params)
+    params, state, _ = step(params, state, X)
+    given = params, state
+    where = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state) if x.ndim == 2]
+    params, state, _ = step(params, state, X)
+    assert all(x.is_deleted() for x in jax.tree.leaves(given))
+    assert where == [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state) if x.ndim == 2]
+
+
+def test_what_is_not_donated_stays(small_groups):
+    tx, params = offload(), model()
+    state = tx.init(params)
+    before = jax.tree.map(np.array, (params, state))
+    step = jo.jit(step_of(tx))
+    first, second = step(params, state, X), step(params, state, X)
+    jax.tree.map(np.testing.assert_array_equal, before, (params, state))
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_a_split_is_deterministic(share, small_groups):
+    tx = offload(optax.adamw(1e-2), update_on=share)
+
+    def train():
+        step, params = jo.jit(step_of(tx), donate_argnums=(0, 1)), model()
+        state = tx.init(params)
+        for _ in range(5):
+            params, state, _ = step(params, state, X)
+        return jax.tree.leaves((params, state))
+
+    assert [np.asarray(x).tobytes() for x in train()] == [np.asarray(x).tobytes() for x in train()]
+
+
+def test_static_arguments_shardings_and_keywords():
+    tx, params = offload(), model()
+    state = tx.init(params)
+    where = SingleDeviceSharding(jax.devices()[0])
+
+    @functools.partial(
+        jo.jit, static_argnames="times", donate_argnums=1, in_shardings=(where, None, None), out_shardings=None
+    )
+    def step(params, state, x, times):
+        grads = jax.grad(loss)(params, x)
+        grads = jax.tree.map(lambda g: times * g, grads)
+        return jo.update_params(tx, grads, state, params)
+
+    def plain(params, state, x, times):
+        grads = jax.tree.map(lambda g: times * g, jax.grad(loss)(params, x))
+        return jo.update_params(CLIPPED, grads, state, params)
+
+    for times in 1, 2:
+        got = step(params, copied(state), X, times)
+        assert_same(jo.to_device(got), jax.jit(plain, static_argnums=3)(params, jo.to_device(state), X, times), "")
+    assert len(step._driven._programs) == 2
+
+
+# ---- what stands around, and inside --------------------------------------------------------------------------------
+
+INSIDE = {
+    "a schedule": optax.adam(optax.linear_schedule(1e-2, 0.0, 10)),
+    "MultiSteps": optax.MultiSteps(CLIPPED, 2),
+    "a norm over the state": optax.lamb(1e-2),
+    "masters": jo.with_master_params(CLIPPED),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+@pytest.mark.parametrize("share", ["host", 0.5])
+def test_inside(name, share, small_groups):
+    inner = INSIDE[name]
+    plain = inner.gradient_transformation() if isinstance(inner, optax.MultiSteps) else inner
+    params = model(jnp.bfloat16 if name == "masters" else jnp.float32)
+    tx = offload(inner, share)
+    from_the_same(step_of(tx), step_of(plain), tx, params, xs=(X, 2 * X, X))
+
+
+@pytest.mark.parametrize("share", ["host", 0.5])
+def test_around(share):
+    inner = offload(optax.adamw(1e-2), share)
+    for tx, plain in [
+        (optax.chain(optax.clip_by_global_norm(0.1), inner), CLIPPED),
+        (optax.MultiSteps(inner, 2).gradient_transformation(),
+         optax.MultiSteps(optax.adamw(1e-2), 2).gradient_transformation()),
+    ]:  # fmt: skip
+        from_the_same(step_of(tx), step_of(plain), tx, model(), xs=(X, 2 * X, X))
+
+
+@pytest.mark.parametrize("through", ["update", "update_params"])
+def test_a_skipped_step_changes_no_bit(through, small_groups):
+    def step_with(tx, skipping):
+        def step(params, state, x):
+            grads = jax.grad(loss)(params, x)
+            skip = {"skip": ~jnp.isfinite(optax.global_norm(grads))} if skipping else {}
+            if through == "update_params":
+                return jo.update_params(tx, grads, state, params, **skip)
+            updates, state = tx.update(grads, state, params, **skip)
+            return optax.apply_updates(params, updates), state
+
+        return step
+
+    tx = offload()
+    got = from_the_same(step_with(tx, True), step_with(CLIPPED, False), tx, model())
+    step = jo.jit(step_with(tx, True))
+    after = step(*got, X * np.nan)
+    assert [np.asarray(x).tobytes() for x in jax.tree.leaves(after)] == [
+        np.asarray(x).tobytes() for x in jax.tree.leaves(got)
+    ]
+    assert not any(x.is_deleted() for x in jax.tree.leaves(got))
+    donated = jo.jit(step_with(tx, True), donate_argnums=(0, 1))
+    given = copied(got)
+    after = donated(*given, X * np.nan)
+    assert_same(jo.to_device(after), jo.to_device(got), "skipped and donated")
+    assert_same(jo.to_device(donated(*after, X)), jo.to_device(step(*got, X)), "the next one")
+
+
+@pytest.mark.parametrize("storage", ["bfloat16", {"mu": "int8", "nu": "uint8"}])
+def test_stored_in_fewer_bits(storage):
+    """As on the device, whose rounding is the same function of the step and the place."""
+    txs = [offload(optax.adamw(1e-2), on, storage=storage) for on in ("host", "device")]
+    results = []
+    for tx in txs:
+        params = model()
+        step, state = jo.jit(step_of(tx)), tx.init(params)
+        for _ in range(3):
+            params, state, _ = step(params, state, X)
+        results.append(jo.to_device(params))
+    assert_same(*results, "three steps", tolerance=1e-5)
+
+
+def test_a_train_state():
+    params = model()
+
+    def trained(tx, jit):
+        state = TrainState.create(apply_fn=loss, params=copied(params), tx=tx)
+
+        def step(state, x):
+            value, grads = jax.value_and_grad(state.apply_fn)(state.params, x)
+            return state.apply_gradients(grads=grads), value
+
+        step = jit(step, donate_argnums=0)
+        for _ in range(3):
+            state, _ = step(state, X)
+        return state
+
+    got = trained(offload(optax.adamw(1e-2)), jo.jit)
+    want = trained(optax.adamw(1e-2), jax.jit)
+    assert_same(jo.to_device(got.params), want.params, "parameters", tolerance=1e-5)
+    assert got.opt_state[0].mu["layer_1"]["w"].sharding.memory_kind == "pinned_host"
+
+
+@pytest.mark.parametrize("share", ["host", 0.5])
+@pytest.mark.parametrize("inner", [optax.adamw(1e-2), CLIPPED])
+def test_sharded(inner, share, small_groups):
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    where = NamedSharding(mesh, P(None, "model"))
+    params = jax.tree.map(lambda p: jax.device_put(p, where if p.ndim == 2 else NamedSharding(mesh, P())), model())
+    tx = offload(inner, share)
+    state = tx.init(params)
+    x = jax.device_put(X, NamedSharding(mesh, P("data")))
+    step, plain = jo.jit(step_of(tx), donate_argnums=(0, 1)), jax.jit(step_of(inner))
+    want = plain(params, jo.to_device(state), x)
+    places = [leaf.sharding for leaf in jax.tree.leaves((params, state))]
+    got = step(params, state, x)
+    assert_same(jo.to_device(got), want, "sharded")
+    for leaf, place in zip(jax.tree.leaves(got[:2]), places, strict=True):
+        assert leaf.sharding.is_equivalent_to(place, leaf.ndim)
+        assert leaf.sharding.memory_kind == place.memory_kind
+    step(*got[:2], x)
+    assert len(step._driven._programs) == 1
+
+
+# their state in host memory is never read, and the device stores the new one
+WRITTEN_ONLY = {"scale_by_backtracking_linesearch:store", "scale_by_zoom_linesearch", "snapshot"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    rows(sorted(TABLE), "all of them take minutes", daily=["adamw", "lamb", "MultiSteps:skip", "prodigy", "muon"]),
+)
+def test_every_optimizer(name):
+    """One update from the same state, the second after a first: as plain optax, whoever updates."""
+    entry = TABLE[name]
+    params = table.network(jnp.float32)
+    if entry.complex:
+        params = jax.tree.map(lambda p: p * (1.0 + 0.5j), params)
+    params = jax.device_put(entry.params(params), jax.devices()[0])
+
+    def step_with(tx):
+        def step(params, state, value, grads):
+            def of_params(p):
+                return entry.loss(entry.network(p))
+
+            extra = {"value": value, "grad": grads, "value_fn": of_params, "obj_fn": of_params}
+            update = optax.with_extra_args_support(tx).update
+            updates, state = update(grads, state, params, **{k: extra[k] for k in entry.extra})
+            scaled = jax.tree.map(lambda u: (entry.scale * u).astype(u.dtype), updates)
+            return optax.apply_updates(params, scaled), state, updates
+
+        return step
+
+    @jax.jit
+    def gradients(params):
+        if entry.per_example:
+            one = jax.grad(lambda p, t: table.losses(entry.network(p), t[None])[0])
+            return entry.loss(entry.network(params)), jax.vmap(one, (None, 0))(params, jnp.asarray(table.TOKENS))
+        value, grads = jax.value_and_grad(lambda p: entry.loss(entry.network(p)))(params)
+        return value, entry.grads(grads)
+
+    plain_tx = entry.make()
+    tx = jo.offload(entry.make(), min_bytes=0, update_on="host")
+    step, plain = jo.jit(step_with(tx), donate_argnums=(0, 1)), jax.jit(step_with(plain_tx))
+    state = tx.init(params)
+    for k in range(2):
+        value, grads = gradients(params)
+        want = plain(params, jo.to_device(state), value, grads)
+        params, state, updates = step(copied(params), copied(state), value, grads)
+        assert_same((params, jo.to_device(state)), want[:2], f"step {k}")
+        assert_same(updates, want[2], f"step {k}: updates", entry.tolerance)
+    has_state = any(table.eligible(x) for x in jax.tree.leaves(state))
+    assert (step._driven is not None) == (has_state and name not in WRITTEN_ONLY)
+
+
+# ---- which leaves, and what is said ---------------------------------------------------------------------------------
+
+
+def test_the_first_gradients_go_to_the_cores():
+    params = model()
+    table = jo.placement(offload(update_on=0.4), params)
+    cores = {leaf.param for leaf in table.leaves if leaf.on_cores}
+    assert cores == {"layer_3/w"}
+    assert "updated on the host's cores" in str(table)
+    streams = {leaf.param: leaf.streams for leaf in table.leaves if leaf.host}
+    assert streams["layer_3/w"] == "updated on the host's cores, 2 leaves together"
+    assert "cores" not in streams["layer_1/w"]
+    shown = jo.placement(jo.jit(step_of(offload())), params, offload().init(params), X)
+    assert {leaf.streams for leaf in shown.leaves if leaf.host} == {"updated on the host's cores, 2 leaves together"}
+    assert shown.stays == ("the step is cut at it, as the host's cores update a part",)
+
+
+def test_shares_go_by_whole_parameters():
+    assert first_up_to(0.5, [1, 1, 1, 1], [0, 0, 1, 1], "aabb") == {0, 1}
+    assert first_up_to(0.4, [1, 1, 1, 1], [1, 1, 0, 0], "aabb") == {2, 3}
+    assert first_up_to(0.2, [1, 1, 1, 1], [0, 0, 1, 1], "aabb") == set()
+    assert first_up_to(1.0, [3, 1], [0, 1], "ab") == {0, 1}
+    assert first_up_to(0.5, [], [], []) == set()
+    assert share_of_cores({"a": "host", "b": [0.5, "device"]}) == {"a": 1.0, "b": [0.5, 0.0]}
+
+
+@pytest.mark.parametrize("value", ["cpu", True, -0.1, 1.5, None, {"a": "gpu"}])
+def test_bad_values(value):
+    with pytest.raises(ValueError, match=r"update_on: expected 'device', 'host', the share in \[0, 1\]"):
+        jo.offload(optax.adamw(1e-2), update_on=value)
+
+
+def test_a_prefix_that_does_not_fit():
+    tx = jo.offload(optax.adamw(1e-2), update_on={"other": "host"})
+    with pytest.raises(ValueError, match="update_on: expected a single value or a pytree prefix"):
+        tx.init(model())
+
+
+def test_nothing_in_host_memory_to_update():
+    with pytest.raises(ValueError, match=r"update_on: with fraction=0"):
+        jo.offload(optax.adamw(1e-2), fraction=0, update_on="host")
+
+
+def test_a_plan_says_that_it_does_not_know():
+    with pytest.raises(ValueError, match=r"plan: does not know yet what the host's cores take; got update_on=0.3"):
+        jo.plan(offload(update_on=0.3), model())
+
+
+def test_somebody_elses_program():
+    tx, params = offload(), model()
+    state, step = tx.init(params), step_of(tx)
+    for other in (
+        lambda: jax.jit(step)(params, state, X),
+        lambda: jax.jit(jo.jit(step))(params, state, X),
+        lambda: jo.jit(step).lower(params, state, X),
+        lambda: tx.update(params, state, params),
+        lambda: jax.jit(jax.vmap(lambda g: tx.update(g, state, params)[0]))(jax.tree.map(lambda p: p[None], params)),
+    ):
+        with pytest.raises(ValueError, match=r"update_on: .* Fix: jo\.jit\(step\)"):
+            other()
+
+
+def test_in_a_scan_of_the_step():
+    tx, params = offload(), model()
+
+    def scanned(params, state, xs):
+        return jax.lax.scan(lambda c, x: (step_of(tx)(*c, x)[:2], None), (params, state), xs)[0]
+
+    with pytest.raises(ValueError, match="update_on: the update stands in a scan of the step"):
+        jo.jit(scanned)(params, tx.init(params), jnp.stack([X, X]))
+
+
+def test_several_accelerators_are_an_error():
+    class Device:
+        platform = "gpu"
+
+    with pytest.raises(ValueError, match="update_on: the host's cores update the state of one accelerator"):
+        cores_beside([Device(), Device()])
+    assert cores_beside([Device()]).cpu in jax.devices("cpu")
+    assert cores_beside(jax.devices()).cpu is None
