@@ -7,13 +7,11 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from jax_offload._base.composite import decomposed
 from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, renamed, scan_of, variables
-from jax_offload._emit.find import is_update
 from jax_offload._emit.region import Update
 from jax_offload._emit.serialise import Serialise, serial_parts
+from jax_offload._inlined import Inlined, inlined
 from jax_offload._ir.arrange import Node, arranged, needed
-from jax_offload._ir.branches import scalars_hoisted
 from jax_offload._ir.masks import Mask, forward, union
 from jax_offload._ir.peel import last_peeled
 from jax_offload._ir.program import Program
@@ -25,63 +23,6 @@ from jax_offload._plan.in_turn import in_turn
 from jax_offload._plan.interleave import Gate, Piece, interleaved
 from jax_offload._plan.moves import Stays
 from jax_offload._plan.plan import Chunked
-
-
-@dataclasses.dataclass(frozen=True)
-class Inlined:
-    """A step with its update inlined.
-
-    Attributes:
-      program: it.
-      own: the equations of the update, by identity, as they are in the update's own program.
-      operands: the update's inputs -> what the step gives them.
-      next_of: result -> the variable of the step that it is the next value of.
-      stays: why leaves do not move.
-    """
-
-    program: Program
-    update: Update
-    own: Mapping[int, Equation]
-    operands: Mapping[Var, Atom]
-    next_of: Mapping[Var, Var]
-    stays: tuple[str, ...] = ()
-
-    @property
-    def gradients(self) -> list[Var]:
-        """As variables of the step."""
-        operands = self.update.operands
-        return variables([renamed(self.operands, operands[i]) for i in self.update.gradients])
-
-
-def inlined(program: Program) -> Inlined | None:
-    """The program with its only update inlined; ``None`` where it has none, or several."""
-    found = [eqn for eqn in program.eqns if is_update(eqn)]
-    if len(found) != 1:
-        return None
-    update: Update = found[0].params["update"]
-    recipe = scalars_hoisted(update.program)
-    recipe = dataclasses.replace(recipe, eqns=decomposed(recipe.eqns))
-    operands = dict(zip(recipe.inputs, found[0].invars, strict=True))
-    given: dict[Var, Atom] = dict(operands)
-    eqns: list[Equation] = []
-    own: dict[int, Equation] = {}
-    for eqn in program.eqns:
-        if eqn is found[0]:
-            for each in recipe.eqns:
-                new = each.replace(invars=[renamed(operands, v) for v in each.invars])
-                own[id(new)] = each
-                eqns.append(new)
-            given |= {v: renamed(operands, made) for v, made in zip(eqn.outvars, recipe.outputs, strict=True)}
-        else:
-            eqns.append(eqn.replace(invars=[renamed(given, v) for v in eqn.invars]))
-    # of an update that is the rest of one, not all arguments are left
-    left = {v: operands[old] for v, old in update.next_values.items() if old in operands}
-    next_of = {v: x for v, x in left.items() if not isinstance(x, Literal)}
-    outputs = [renamed(given, v) for v in program.outputs]
-    shards = {x: n for v, n in recipe.shards.items() if v in operands and not isinstance(x := operands[v], Literal)}
-    shards |= {v: shards[x] for v, x in next_of.items() if x in shards and v.aval.shape == x.aval.shape}
-    whole = dataclasses.replace(program, eqns=eqns, outputs=outputs, shards=shards)
-    return Inlined(whole, update, own, operands, next_of)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +84,7 @@ def _decided(found: Inlined, peeled: bool = False) -> Parts:
     ]
     stay_behind, stay_ahead, summing = dict[int, list[str]](), list[str](), list[int]()
     for at, scan in reversed(scans):
-        moves, why = moves_of(step.program, scan, at, step.next_of, moved)
+        moves, why = moves_of(step.program, scan, at, step.next_of, moved, step.waiting)
         stay_behind[at] = why
         if not moves.moves and not peeled and sums_up(step.program, scan, at, step.gradients):
             why.append(SUMMED_UP)

@@ -53,8 +53,8 @@ class Cut:
         return values_of(env, self.program.outputs)
 
 
-def cut_step(step: ClosedJaxpr) -> Cut:
-    """A step's closed jaxpr, cut at its updates.
+def cut_step(step: ClosedJaxpr | Program) -> Cut:
+    """A step's closed jaxpr, or its program, cut at its updates.
 
     A ``jit`` around all or a part of it is gone through, and what it says of donation, shardings and compiling is not
     kept. What else an update stands in goes with it as a whole: a branch, a loop (``skip=``, gradient accumulation that
@@ -63,7 +63,7 @@ def cut_step(step: ClosedJaxpr) -> Cut:
     Raises:
       ValueError: no ``offload`` updates anything in the step, or it has effects whose order a cut would lose.
     """
-    program = _unguarded(flat(step, any_jit=True))
+    program = _unguarded(step if isinstance(step, Program) else flat(step, any_jit=True))
     marks = [holds_update(eqn) for eqn in program.eqns]
     if not any(marks):
         raise ValueError(

@@ -21,6 +21,7 @@ from jax_offload._base.jaxprs import (
     jax_fun,
     jaxpr_of,
     renamed,
+    scan_of,
     values_of,
     variables,
 )
@@ -35,7 +36,7 @@ from jax_offload._emit.loop import or_batched
 from jax_offload._emit.region import bound, marked
 from jax_offload._emit.results import Known, in_time
 from jax_offload._emit.transfers import Names
-from jax_offload._ir.program import Program, expanded, flat
+from jax_offload._ir.program import Program, as_program, expanded, flat, replaced
 from jax_offload._ir.slices import Slice
 from jax_offload._parts import Rest, parts_of
 from jax_offload._plan.in_scan import InScan
@@ -69,6 +70,8 @@ def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
         return _as_it_is(closed, ("the step is cut at it, as the host's cores update a part",), args)
     found = None if ordered(closed.effects) else parts_of(program)
     if found is None:
+        if (by_step := _by_step(closed, program)) is not None:
+            return jax_fun(by_step)(*args)
         return _as_it_is(closed, _why_not(closed, program), args)
     if not found.moved:
         return _as_it_is(closed, found.step.stays, args)
@@ -133,6 +136,26 @@ def _as_it_is(closed: ClosedJaxpr, why: tuple[str, ...], args: Sequence[Any]) ->
         return Program(ins, list(eqn.outvars), [noted.replace(invars=ins)], [], closed.jaxpr.debug_info)
 
     return jax_fun(as_closed(expanded(closed.jaxpr, with_reasons), closed.consts))(*args)
+
+
+def _by_step(closed: ClosedJaxpr, program: Program) -> ClosedJaxpr | None:
+    """A loop over steps, a ``scan`` that holds the only update, with each of its iterations as a step of its own."""
+    holding = [eqn for eqn in program.eqns if holds_update(eqn)]
+    if len(holding) != 1 or (scan := scan_of(holding[0])) is None or closed.effects:
+        return None
+    n, m = len(scan.consts), len(scan.init)
+
+    def run(*operands: Any) -> list[Any]:
+        def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+            made = emitted(scan.body, [*operands[:n], *carry, *x])
+            return made[:m], made[m:]
+
+        init, xs = list(operands[n : n + m]), list(operands[n + m :])
+        carry, ys = jax.lax.scan(step, init, xs, scan.length, scan.reverse, scan.unroll)
+        return [*carry, *ys]
+
+    traced, _ = jaxpr_of(run, *(v.aval for v in holding[0].invars))
+    return replaced(program, program.eqns.index(holding[0]), as_program(traced)).closed
 
 
 def _why_not(closed: ClosedJaxpr, plain: Program) -> tuple[str, ...]:

@@ -535,7 +535,7 @@ STEPS_OF_PEOPLE = {
     skipping: False,
     accumulating: True,
     accumulating_backwards: True,
-    in_a_loop: False,
+    in_a_loop: True,
     with_a_ref: False,
 }
 
@@ -544,7 +544,6 @@ SAID = {
     two_updates: "the step has 2 updates",
     in_cond: "it runs in a cond",
     skipping: "it runs in a while (skip= is one)",
-    in_a_loop: "it runs in a scan",
     raveling: "its rows are merged",
     with_a_ref: "effects of mutable arrays",
 }

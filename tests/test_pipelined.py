@@ -135,20 +135,22 @@ def assert_close(got, want, atol):
         np.testing.assert_allclose(np.asarray(x, np.float64), np.asarray(y, np.float64), rtol=0, atol=atol)
 
 
-def pipelined(step):
-    return jo.pipelined(step, donate_argnames=("params", "state"))
+def pipelined(step, **options):
+    return jo.pipelined(step, donate_argnames=("params", "state"), **options)
 
 
 def in_the_scan(train, *args):
     return "in the scan that reads the parameters" in words(jo.placement(train, *args))
 
 
-def check(ours, plain, init, plain_init, params=None, steps=STEPS, loss_atol=1e-4, one=1e-6, atol=1e-3, scan=True):
+def check(
+    ours, plain, init, plain_init, params=None, steps=STEPS, loss_atol=1e-4, one=1e-6, atol=1e-3, scan=True, **options
+):
     """The step ``ours`` through ``pipelined``, against ``plain`` in a loop: after one step, and after all."""
     params = parameters() if params is None else params
     batches = [batch(k) for k in range(steps)]
     wanted, losses = loop(plain, (params, plain_init(params)), batches)
-    train, state = pipelined(ours), init(params)
+    train, state = pipelined(ours, **options), init(params)
     for n in (1, steps):
         carry, seen = advance(train, copied((params, state)), batches[:n])
         got, after = train.finish(carry)

@@ -21,6 +21,7 @@ from jax_offload._emit.find import emitted
 from jax_offload._interop.jit import Jitted
 from jax_offload._interop.pipelined import Pipelined
 
+_TURNED = ("jo.pipelined", "gradients too")
 GIVES_UP = "the compiler gives up, as"
 
 
@@ -55,7 +56,7 @@ class Compiler:
 
     def row(self, option: Option) -> Option:
         """An estimated row with the compiler's figures."""
-        if option.name == "jo.pipelined" and self.turned is None:
+        if not self.compiles(option.name):
             return option
         try:
             return _with(option, self._compiled(option.name), self.setting)
@@ -65,8 +66,14 @@ class Compiler:
             said = f"{option.name}: {GIVES_UP} {self.target} has too little memory; its figures here are estimates"
             return dataclasses.replace(option, fits=False, why_not=said)
 
+    def compiles(self, name: str) -> bool:
+        """Whether that row can be compiled: what ``jo.pipelined`` makes, where that was given."""
+        if name not in _TURNED:
+            return True
+        return self.turned is not None and self.turned.on_host == (name == _TURNED[1])
+
     def _compiled(self, name: str) -> Compiled:
-        if name == "jo.pipelined":
+        if name in _TURNED:
             return compiled(self.turned, tuple(self.args), {}, self.target)
         at_home = name == "resident"
         step: Any = self.resident if at_home else jax_fun(self.plain)

@@ -129,10 +129,12 @@ class Parts:
 
     def option(self, way: Way, found: Measured) -> Option:
         moved = found.streams or Streams(found.host, found.host, 0)
-        peak = 2 * self.own + found.device + moved.window + (self.activations or 0)
+        away = self.own if way.pending else 0  # gradients that wait on the host; in the window beside their state
+        window = moved.window * (found.host + away) // max(1, found.host)
+        peak = 2 * self.own - away + found.device + window + (self.activations or 0)
         option = Option(
-            way.name, way.code, self.own, self.own, found.device, moved.window, self.activations, peak, (peak, peak),
-            found.host, moved.loaded, moved.stored, same_numbers=way.same_numbers,
+            way.name, way.code, self.own, self.own - away, found.device, window, self.activations, peak, (peak, peak),
+            found.host + away, moved.loaded + away, moved.stored + away, same_numbers=way.same_numbers,
         )  # fmt: skip
         return priced(option, self.setting, FORWARD if way.ahead else 0.0 if moved.norm else BACKWARD)
 

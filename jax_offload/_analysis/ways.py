@@ -30,6 +30,7 @@ class Way:
       name, code: as an ``Option`` has them.
       tx: the transformation.
       ahead: whether the update runs in the forward pass of the next batch (``jo.pipelined``).
+      pending: whether the gradients wait for it on the host.
       same_numbers: whether it computes what was given.
     """
 
@@ -37,6 +38,7 @@ class Way:
     code: str
     tx: Any
     ahead: bool = False
+    pending: bool = False
     same_numbers: bool = True
 
 
@@ -49,7 +51,8 @@ def inner_of(tx: Any) -> tuple[Any, dict[str, Any]]:
 
 def way(name: str, inner: Any, called: str, options: Mapping[str, Any], **kwargs: Any) -> Way:
     said = "".join(f", {key}={value!r}" for key, value in options.items())
-    step = 'jo.pipelined(step, donate_argnames=("params", "state"))' if kwargs.get("ahead") else _JIT
+    more = ', gradients="host"' if kwargs.get("pending") else ""
+    step = f'jo.pipelined(step, donate_argnames=("params", "state"){more})' if kwargs.get("ahead") else _JIT
     return Way(name, f"tx = jo.offload({called}{said}); step = {step}", offload(inner, **options), **kwargs)
 
 
@@ -88,6 +91,7 @@ def ways(inner: Any, given: Mapping[str, Any], params: Any, called: str, norm: b
     found: list[Way] = []
     if norm:
         found.append(way("pipelined", inner, called, given, ahead=True))
+        found.append(way("gradients too", inner, called, given, ahead=True, pending=True))
     if "storage" not in given:
         smaller: list[tuple[str, Any]] = [("bfloat16", "bfloat16")] if _has_wide(inner, params) else []
         if rules := eight_bits(inner, params):

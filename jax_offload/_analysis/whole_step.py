@@ -84,15 +84,15 @@ def of_step(step: Callable[..., Any], args: Sequence[Any], setting: Setting, tar
     if streams(plain).norm:
         code = "step = jo.pipelined(step, donate_argnames=...)"
         options.append(seen.option("jo.pipelined", code, plain, ahead=True))
+        code = 'step = jo.pipelined(step, donate_argnames=..., gradients="host")'
+        options.append(seen.option("gradients too", code, plain, ahead=True, pending=True))
     notes = ["every argument that a result is like counts as donated"]
     if target is not None:
         turned = step if isinstance(step, Pipelined) else None
         compiler = Compiler(target, plain, leaves, at_home, there, setting, turned, args)
         made = [compiler.row(option) for option in options]
-        if turned is None and len(options) > 3:
-            notes.append(
-                f"{options[-1].name} is compiled where what jo.pipelined returned is given; here it is estimated"
-            )
+        if left := [each.name for each in options[3:] if not compiler.compiles(each.name)]:
+            notes.append(f"{' and '.join(left)}: compiled where what jo.pipelined returned is given; here estimated")
         notes += [option.why_not for option in made if GIVES_UP in option.why_not]
         return setting.forecast(made, notes=tuple(notes), labels=compiled_labels(target))
     if options[1].peak_range[0] < options[1].peak_range[1]:
@@ -116,7 +116,7 @@ class _Seen:
     division: Division
     rematerialised: bool
 
-    def option(self, name: str, code: str, trace: Any, *, ahead: bool = False) -> Option:
+    def option(self, name: str, code: str, trace: Any, *, ahead: bool = False, pending: bool = False) -> Option:
         moved, program = streams(trace), emitted(trace).jaxpr
         given = donations(program, len(program.invars))
         parameters, state, host = self._arguments(given)
@@ -132,14 +132,16 @@ class _Seen:
             gradients = max(0, gradients - moved.inside)  # those that are made and used in a scan never exist together
         rest = estimated - parameters - state - moved.window - gradients
         gradients, rest = max(0, gradients + min(0, rest)), max(0, rest)
+        away = gradients if pending else 0  # they wait on the host
         option = Option(
-            name, code, parameters, gradients, state, moved.window, rest, estimated, (estimated, most), host,
-            moved.loaded, moved.stored,
+            name, code, parameters, gradients - away, state, moved.window, rest, estimated - away,
+            (estimated - away, most - away), host + away, moved.loaded + away, moved.stored + away,
         )  # fmt: skip
         option = priced(option, self.setting, 0.0)
         chip, compute = self.setting.chip, self.setting.compute
         if chip is None or compute is None or not option.link:
             return option
+        moved = dataclasses.replace(moved, loaded=option.loaded, stored=option.stored)
         exposed = min(option.link, self._exposed(trace, program, moved, chip, compute, ahead))
         return dataclasses.replace(
             option, exposed=exposed, overhead=exposed / compute, hidden=1 - exposed / option.link, hidden_from=None

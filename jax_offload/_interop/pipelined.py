@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax.core import Tracer
@@ -56,7 +56,11 @@ jax.tree_util.register_pytree_with_keys(
 
 
 def pipelined(
-    step: Callable[..., Any], *, donate_argnames: str | Sequence[str], static_argnames: str | Sequence[str] = ()
+    step: Callable[..., Any],
+    *,
+    donate_argnames: str | Sequence[str],
+    static_argnames: str | Sequence[str] = (),
+    gradients: Literal["device", "host"] = "device",
 ) -> Pipelined:
     """A training step that runs each batch's update in the forward pass of the next batch, where transfers hide.
 
@@ -78,6 +82,9 @@ def pipelined(
       donate_argnames: the names of the arguments that are carried from call to call. They are donated: those of
         ``start`` by the first call or ``finish``.
       static_argnames: the names of arguments that are no arrays, as ``jax.jit``'s.
+      gradients: where they wait. ``"host"``: those of 64 KiB and more in pinned host memory, where the backward pass
+        stores them as it makes them. The peak is lower by about their bytes, which the link carries once more each way:
+        for where a device is too small, or the forward pass long enough to hide them (docs/overlap.md).
 
     Returns:
       A ``Pipelined``: ``start``, the call itself, ``finish``, and ``params`` for a look at the current parameters.
@@ -106,14 +113,18 @@ def pipelined(
             raise ValueError(f"{what}: expected names among {list(parameters)}, got {given!r}.")
     if both := {*names[0]} & {*names[1]}:
         raise ValueError(f"static_argnames: what is carried is not static, got {sorted(both)} in both.")
-    return Pipelined(step, *names)
+    if gradients not in ("device", "host"):
+        raise ValueError(f"gradients: expected 'device' or 'host', got {gradients!r}.")
+    return Pipelined(step, *names, on_host=gradients == "host")
 
 
 class Pipelined:
     """What ``pipelined`` returns."""
 
-    def __init__(self, step: Callable[..., Any], names: tuple[str, ...], static: tuple[str, ...]) -> None:
-        self._step, self._names, self._static = step, names, static
+    def __init__(
+        self, step: Callable[..., Any], names: tuple[str, ...], static: tuple[str, ...], *, on_host: bool = False
+    ) -> None:
+        self._step, self._names, self._static, self.on_host = step, names, static, on_host
         self._programs: dict[Any, Rotated] = {}
         self._signature = inspect.signature(step)
         self._rest = self._signature.replace(
@@ -274,7 +285,7 @@ class Pipelined:
                 bound = inspect.BoundArguments(self._signature, ordered)  # pyright: ignore[reportArgumentType]
                 return self._step(*bound.args, **bound.kwargs)
 
-            self._programs[key] = Rotated(step, carried, rest)
+            self._programs[key] = Rotated(step, carried, rest, on_host=self.on_host)
         return self._programs[key], rest
 
 

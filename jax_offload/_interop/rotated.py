@@ -11,9 +11,12 @@ import jax.numpy as jnp
 from jax_offload._base.arrays import is_array
 from jax_offload._base.flops import MATMULS
 from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, as_array, jaxpr_of, sub_jaxprs, variables
-from jax_offload._base.memory import HOST_KIND, on_a_mesh
+from jax_offload._base.memory import HOST_KIND, is_host_aval, on_a_mesh, with_kind
+from jax_offload._base.shardings import constrained
 from jax_offload._emit.find import is_update
+from jax_offload._interop import pending
 from jax_offload._interop.jit import Jitted
+from jax_offload._ir.program import flat
 from jax_offload._step import Cut, cut_step
 
 Values = dict[str, Any]
@@ -33,9 +36,17 @@ class Rotated:
     """
 
     def __init__(
-        self, step: Callable[[Mapping[str, Any]], Any], carried: Mapping[str, Any], rest: Mapping[str, Any]
+        self,
+        step: Callable[[Mapping[str, Any]], Any],
+        carried: Mapping[str, Any],
+        rest: Mapping[str, Any],
+        *,
+        on_host: bool = False,
     ) -> None:
-        """``step`` takes its arguments by name: ``carried``, and ``rest``, all of arrays."""
+        """``step`` takes its arguments by name: ``carried``, and ``rest``, all of arrays.
+
+        ``on_host``: whether its gradients wait for the update in host memory.
+        """
         leaves, self._treedef = jax.tree.flatten(tuple(carried.values()))
         arrays, rest_tree = jax.tree.flatten(dict(rest))
         self.carried = jax.tree.unflatten(self._treedef, [_abstract(x) for x in leaves])
@@ -49,10 +60,11 @@ class Rotated:
 
         closed, _ = jaxpr_of(call, [on_a_mesh(x) for x in leaves], arrays)
         places, self._others = matched(carried, structure.pop())
-        self._cut = cut = cut_step(closed)
-        program = cut.program
+        program = flat(closed, any_jit=True)
         inputs = program.inputs[len(program.consts) :]
         own, given = inputs[: len(leaves)], inputs[len(leaves) :]
+        program = pending.on_host(program, dict(zip(own, leaves, strict=True))) if on_host else program
+        self._cut = cut = cut_step(program)
         if _models_in_update(cut, own, given):
             raise ValueError(
                 "step: its update calls the loss again, as a line search does, and would need the batch after its "
@@ -79,6 +91,8 @@ class Rotated:
             {v: f"{k:04d}" for k, v in enumerate(made)},
             {v: f"{k:04d}" for k, v in enumerate(given) if v in kept},
         )
+        homes = {v: pending.home_of(v, dict(zip(own, leaves, strict=True))) for v in made}
+        self._homes = {v: home for v, home in homes.items() if home is not None}
         self._start = Jitted(self._before, {})
         self._finish = Jitted(self._after, {"donate_argnums": 0})
         self._look = jax.jit(self._current, static_argnums=(3, 4))
@@ -117,12 +131,17 @@ class Rotated:
         made, _, _ = jax.eval_shape(self._before, leaves, arrays)
         found = [(x, x.sharding) for x in reversed(leaves) if getattr(x, "sharding", None) is not None]
         places = {(x.shape, x.dtype): s for x, s in found if s.memory_kind != HOST_KIND}
-        placed = {
-            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=places.get((x.shape, x.dtype)), weak_type=x.weak_type)
-            for name, x in made.items()
-        }
+        # where it is not said, as what is on the host, if that is on one device
+        alone = next((s for _, s in found if s.memory_kind == HOST_KIND and s.num_devices == 1), None)
+        hosts = {name for v, name in self._keys[1].items() if is_host_aval(v.aval)}
+
+        def placed(name: str, x: Any) -> Any:
+            sharding = places.get((x.shape, x.dtype), alone if name in hosts else None)
+            sharding = with_kind(sharding, HOST_KIND) if sharding is not None and name in hosts else sharding
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type)
+
         own, given = ({name: values[v] for v, name in keys.items()} for keys in (self._keys[0], self._keys[2]))
-        return own, placed, given
+        return own, {name: placed(name, x) for name, x in made.items()}, given
 
     def finish(self, kept: Kept) -> tuple[tuple[Any, ...], list[Any]]:
         """The carried arguments after the update, and what is known late.
@@ -145,6 +164,7 @@ class Rotated:
         program = self._cut.program
         env = dict(zip(program.inputs, [*program.consts, *leaves, *arrays], strict=True))
         _run(self._cut, env, 0)
+        env |= {v: constrained(env[v], home) for v, home in self._homes.items()}
         made, given = ({name: env[v] for v, name in keys.items()} for keys in self._keys[1:])
         return made, given, [_value(env, program.outputs[k]) for k in self.now]
 

@@ -128,7 +128,7 @@ def cut(program: Program, scalars_ahead: bool) -> list[Pass]:
     scalars: dict[Var, tuple[Mask, int]] = {}
     summaries: set[Var] = set()
     for eqn in program.eqns:
-        if _is_summary(eqn, summaries):
+        if is_summary(eqn, summaries):
             summaries.update(eqn.outvars)
         stages = forward(eqn, stage, lambda x: max(x, default=0)) if scalars_ahead else [0] * len(eqn.outvars)
         for v, mask, at in zip(eqn.outvars, forward(eqn, needs_host), stages, strict=True):
@@ -204,7 +204,7 @@ def cut(program: Program, scalars_ahead: bool) -> list[Pass]:
     ]
 
 
-def _is_summary(eqn: Equation, summaries: Set[Var]) -> bool:
+def is_summary(eqn: Equation, summaries: Set[Var]) -> bool:
     """Whether its result is a reduction over all rows of an array, small beside it, or arithmetic on such."""
     name = eqn.primitive.name
     if name in REDUCE:

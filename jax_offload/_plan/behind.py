@@ -19,6 +19,7 @@ SUMMED_UP = (
     "its gradient is summed up in the carry of a scan: by the layer's index (scan over stacked parameters instead), or "
     "over microbatches the last of which cannot host the update"
 )
+_NONE: Mapping[Var, Var] = {}
 LEAST_ROW = 2**16  # bytes: smaller rows are updated faster together, after the scan
 _HEAVY = frozenset(("scan", "while", "dot_general", "conv_general_dilated"))
 
@@ -50,6 +51,7 @@ def moves_of(
     at: int,
     next_of: Mapping[Var, Var],
     claimed: Set[int],
+    waiting: Mapping[Var, Var] = _NONE,
 ) -> tuple[Moves, list[str]]:
     """What can move into the scan that is equation ``at``, and why the rest of what it makes cannot.
 
@@ -58,6 +60,7 @@ def moves_of(
       scan: equation ``at``.
       next_of: result -> the leaf of state or parameters that it is the next value of.
       claimed: the equations that move elsewhere.
+      waiting: gradient that goes to the host for the next step -> the array there that nothing reads any more.
     """
     eqns = program.eqns
     flow = _flow(eqns, scan, at, claimed)
@@ -73,10 +76,10 @@ def moves_of(
         own = [eqn for eqn in eqns if group.get(id(eqn)) == number]
         made = [v for eqn in own for v in eqn.outvars]
         targets = [v for v in made if (v in flow.dims and v in stacked) or (v in flow.partial and v in used)]
-        if not any(v in next_of and _is_worth_it(v, scan.length) for v in targets):
+        if not any((v in next_of or v in waiting) and _is_worth_it(v, scan.length) for v in targets):
             continue
         try:
-            move = _move(program, own, targets, flow, next_of, scan)
+            move = _move(program, own, targets, flow, next_of, scan, waiting)
         except (Stays, Dependent) as reason:
             why.append(str(reason))
             continue
@@ -150,6 +153,7 @@ def _move(
     flow: _Flow,
     next_of: Mapping[Var, Var],
     scan: Scan,
+    waiting: Mapping[Var, Var],
 ) -> Move:
     inside = {id(eqn) for eqn in own}
 
@@ -159,7 +163,7 @@ def _move(
         return pulled(eqn, needed, scan.length)
 
     taken, needed = closure(program.eqns, {v: flow.dims.get(v) for v in targets}, dims_of)
-    return move_of(program, taken, targets, needed, scan, next_of)
+    return move_of(program, taken, targets, needed, scan, next_of, waiting)
 
 
 def _is_worth_it(v: Var, size: int) -> bool:

@@ -40,7 +40,8 @@ class InScan:
       reread: number of one of the scan's ``xs`` -> how its rows are made.
       fed: number of one of the scan's ``xs`` -> the result of an update whose rows it has.
       rows: of leaves and other operands, along which axis their rows lie.
-      hosts: leaves that are loaded; ``stored``: those that are written back; ``groups``: the two that take turns.
+      hosts: leaves that move: ``loaded``, those that are read, and ``stored``, those that are written back;
+        ``groups``: the two that take turns.
       in_place, new: on the device: operands that are overwritten by rows, and results with a buffer of their own.
       sums: results that are summed up.
       others: what else the updates read.
@@ -56,6 +57,7 @@ class InScan:
     reread: Mapping[int, Reread]
     rows: Mapping[Var, Rows]
     hosts: tuple[Var, ...]
+    loaded: tuple[Var, ...]
     stored: tuple[Var, ...]
     groups: tuple[tuple[Var, ...], tuple[Var, ...]]
     in_place: tuple[Var, ...]
@@ -104,8 +106,10 @@ def in_scan(program: Program, scan: Scan, moves: Moves, *, ahead: bool) -> InSca
     fed = {k: x for k, x in enumerate(scan.xs) if not isinstance(x, Literal) and x in updated}
     reads = [pair for move in moves.moves for pair in zip(move.slice.inputs, move.dims, strict=True)]
     rows |= {v: d for v, d in reads if isinstance(d, Rows)}
-    hosts = list(dict.fromkeys(v for v, _ in reads if is_host_aval(v.aval)))
-    overwritten = {old for v, old, _ in pairs if old is not None and is_host_aval(v.aval)}
+    loaded = list(dict.fromkeys(v for v, _ in reads if is_host_aval(v.aval)))
+    overwritten = {old: d for v, old, d in pairs if old is not None and is_host_aval(v.aval) and isinstance(d, Rows)}
+    rows |= overwritten
+    hosts = list(dict.fromkeys([*loaded, *overwritten]))
     stored = [v for v in hosts if v in overwritten]
     in_place = [old for v, old, _ in pairs if old is not None and not is_host_aval(v.aval)]
     new = [v for v, old, d in pairs if old is None and isinstance(d, Rows)]
@@ -129,6 +133,7 @@ def in_scan(program: Program, scan: Scan, moves: Moves, *, ahead: bool) -> InSca
         reread,
         rows,
         tuple(hosts),
+        tuple(loaded),
         tuple(stored),
         _balanced(hosts),
         tuple(in_place),

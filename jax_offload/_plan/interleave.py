@@ -100,6 +100,8 @@ def interleaved(nodes: Sequence[Node], which: Sequence[int], outputs: Sequence[V
         raise Stays(AT_ONCE if sum(updates) >= LEAST_GATES else FEW_PLACES)
     for place, v in passes.put_off():
         behind.add(place, _Spot(None, [], [v]))
+    for place, v in passes.stores():
+        behind.add(place, _Spot(None, [], [v], stored=True))
 
     all_nodes = list(nodes)
     gates: dict[tuple[bool, int], int] = {}
@@ -126,6 +128,7 @@ class _Spot:
       piece: its number.
       loads: its host leaves.
       tokens: what is there once it is through.
+      stored: whether it only is stored, for the next step.
       held: its operands on the device: ahead of a pass XLA would update as soon as it can, and the loads of the piece
         would hide behind nothing (24x4096x4096, clipping, 16384 tokens: 0.65 of the transfers exposed).
     """
@@ -134,6 +137,11 @@ class _Spot:
     loads: Sequence[Var]
     tokens: Sequence[Var]
     held: Sequence[Var] = ()
+    stored: bool = False
+
+    @property
+    def moves(self) -> bool:
+        return self.stored or bool(self.loads)
 
 
 class _Spots:
@@ -171,8 +179,8 @@ class _Spots:
             loads = self.loads(places[g + 1]) if g + 1 < len(places) else []
             before = self.at.get(places[g - 1], []) if g else []
             # what moves nothing is through at once; a store has until the next spot
-            tokens = [v for spot in before if spot.loads for v in spot.tokens]
-            tokens += [v for spot in self.at.get(at, []) if not (ahead or spot.loads) for v in spot.tokens]
+            tokens = [v for spot in before if spot.moves for v in spot.tokens]
+            tokens += [v for spot in self.at.get(at, []) if not (ahead or spot.moves) for v in spot.tokens]
             held = [v for spot in self.at.get(at, []) for v in spot.held]
             last = at - 1 if ahead else at
             front = passes.front(last, done.through([*tokens, *passes.made_until(last)]))
@@ -245,6 +253,11 @@ class _Network:
         for v in self.outputs:
             if not is_large(v) and v not in self.reach and (k := self.after.get(v, -1)) >= 0:
                 yield k, v
+
+    def stores(self) -> Iterator[tuple[int, Var]]:
+        """What the passes send to the host, gradients that wait there, with its place."""
+        made = [v for node in self.order if isinstance(node.payload, Equation) for v in node.makes]
+        return ((self.after[v], v) for v in made if is_host_aval(v.aval) and self.after[v] >= 0)
 
     def made_until(self, k: int) -> list[Var]:
         """What the heavy nodes up to ``k`` make."""

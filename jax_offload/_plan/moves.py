@@ -19,6 +19,7 @@ from jax_offload._ir.program import Program, Var
 from jax_offload._ir.slices import Slice, slice_of
 from jax_offload._plan.chunk_rules import Dependent, Dim, Rows, chunked_dims, rule_of
 
+_NONE: Mapping[Var, Var] = {}
 _PULLED = ELEMENTWISE | {"broadcast_in_dim", "iota", "transpose", "reshape", "squeeze", "slice", "pad", "cond"}
 
 
@@ -93,8 +94,9 @@ def move_of(
     needed: Mapping[Var, Rows | None],
     scan: Scan,
     next_of: Mapping[Var, Var],
+    waiting: Mapping[Var, Var] = _NONE,
 ) -> Move:
-    """The move of some equations, which keep rows apart.
+    """The move of some equations, which keep rows apart. ``waiting``: as ``moves_of`` has it.
 
     Raises:
       Stays, Dependent: they do not.
@@ -112,9 +114,8 @@ def move_of(
     out_dims = tuple(chunked_dims(core(s).jaxpr, list(dims), scan.length, shape, axis))
     if any(d is None or (isinstance(d, Rows) and d.per_row > 1) for d in out_dims):
         raise Stays("its rows are merged")
-    buffers = _buffers(
-        s, dict(zip(s.inputs, dims, strict=True)), out_dims, next_of, {*variables(program.outputs)}, scan
-    )
+    results, of = {*variables(program.outputs)}, dict(zip(s.inputs, dims, strict=True))
+    buffers = _buffers(s, of, out_dims, next_of, results, scan, waiting)
     return Move(s, shape, axis, dims, out_dims, buffers)
 
 
@@ -166,14 +167,17 @@ def _buffers(
     next_of: Mapping[Var, Var],
     results: Set[Var],
     scan: Scan,
+    waiting: Mapping[Var, Var],
 ) -> tuple[Var | None, ...]:
-    """Where each result is written: over the operand that it is the next value of."""
+    """Where each result is written: over the operand that it is the next value of, or what waited in its place."""
     taken = {*scan.ys, *variables(scan.consts)}  # what the scan reads whole is read until its end
     free = [v for v in s.inputs if v not in taken and v not in {*next_of.values()}]
     found: list[Var | None] = []
     for v, d in zip(s.outputs, out_dims, strict=True):
-        old = next_of.get(v)
-        if old is not None and (old in taken or old not in dims or dims[old] != d or not _same_type(old, v)):
+        old = next_of.get(v, waiting.get(v))
+        if old is not None and v not in waiting and (old not in dims or dims[old] != d):
+            old = None
+        if old is not None and (old in taken or not _same_type(old, v)):
             old = None
         if old is None and isinstance(d, Rows) and v in results and not is_host_aval(v.aval):
             # new parameters that are made of an update after it: in place of the operand that is like them

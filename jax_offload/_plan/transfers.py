@@ -89,7 +89,7 @@ def buffers(s: Slice, reuse: Mapping[Var, Var]) -> list[Var | None]:
     found: list[Var | None] = []
     for v in s.outputs:
         old = reuse.get(v)
-        if old is None or old not in s.inputs or old in taken or not _same_type(old.aval, v.aval):
+        if old is None or old not in s.inputs or old in taken or not same_type(old.aval, v.aval):
             found.append(None)
             continue
         found.append(old)
@@ -97,7 +97,9 @@ def buffers(s: Slice, reuse: Mapping[Var, Var]) -> list[Var | None]:
     return found
 
 
-def _same_type(a: Aval, b: Aval) -> bool:
+def same_type(a: Aval, b: Aval) -> bool:
+    """Whether a result of one type can take the buffer of an operand of the other."""
+
     def type_of(x: Aval) -> tuple[Any, ...]:
         typed = typed_sharding(x)
         spec = padded(typed.spec, x.ndim) if typed else []

@@ -57,6 +57,18 @@ def test_a_norm_of_all_gradients_hides_nothing_but_in_the_next_forward_pass():
     assert not jo.plan(optax.adamw(optax.linear_schedule(1e-3, 0, 10)), STACKED)["offload"].name.startswith("pipe")
 
 
+def test_gradients_that_wait_on_the_host():
+    """Another 1.5 GiB of them there, and once more over the link each way; a third of a step hides it."""
+    forecast = jo.plan(CLIPPED, STACKED, chip="h100", tokens_per_step=16384)
+    row, turned, bytes_ = forecast["gradients too"], forecast["pipelined"], 4 * 24 * 4096**2
+    assert row.gradients == 0 and row.host == turned.host + bytes_ == 3 * bytes_
+    assert (row.loaded, row.stored) == (turned.loaded + bytes_, turned.stored + bytes_)
+    assert row.peak == turned.peak - bytes_ + row.window - turned.window
+    assert row.exposed == pytest.approx(3 * bytes_ / 50e9 - forecast.compute / 3)
+    assert row.exposed > turned.exposed
+    assert 'gradients="host"' in row.code and "gradients too" not in [o.name for o in jo.plan(ADAMW, STACKED).options]
+
+
 def test_the_smallest_fraction_that_fits():
     """Eight leaves of 64 MiB: parameters and gradients 1024, state 1024. 1536 leave room for 512 and the window."""
     params = {f"w{i}": jax.ShapeDtypeStruct((4096, 4096), jnp.float32) for i in range(8)}

@@ -183,7 +183,21 @@ def test_compiled_rows(train):
         assert (row.peak, row.host, row.exposed) == (seen.peak, seen.host, pytest.approx(seen.timeline.exposed))
         assert row.peak == row.parameters + row.gradients + row.state + row.window + row.activations
     assert forecast["resident"].peak > forecast["jax.jit"].peak and forecast["resident"].host == 0
-    assert any("jo.pipelined is compiled where" in note for note in forecast.notes) is not train
+    assert any(note.startswith("jo.pipelined and gradients too: comp") for note in forecast.notes) is not train
+    assert any(note.startswith("gradients too: compiled where") for note in forecast.notes) is train
+
+
+def test_gradients_on_the_host_are_estimated_and_compiled():
+    """The estimate is within a tenth of what is compiled; it needs a chip, which need not be there."""
+    require(H200)
+    step, args = step_and_args(jo.offload(CLIPPED), True, 16384)
+    estimated = jo.plan(step, *args, chip=H200)
+    train = jo.pipelined(step, donate_argnames=("params", "state"), gradients="host")
+    row = jo.plan(train, *args, target=H200)["gradients too"]
+    guess, gradients = estimated["gradients too"], estimated["jo.pipelined"].gradients
+    assert guess.peak == estimated["jo.pipelined"].peak - gradients
+    assert guess.host == row.host == estimated["jo.pipelined"].host + gradients
+    assert row.peak == pytest.approx(guess.peak, rel=0.1)
 
 
 def test_an_optimizer_is_not_compiled():

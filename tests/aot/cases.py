@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -90,6 +90,27 @@ def measure_turned(
 
     out = jax.tree.map(lambda a: a.sharding, (params, state, params)) + (jax.tree.leaves(params)[0].sharding,)
     return measure(target, rewritten(step), (params, state, params, batch), (0, 1, 2), out, **kwargs)
+
+
+def measure_pipelined(
+    target: str,
+    tx: optax.GradientTransformation,
+    params: Any,
+    loss: Callable[[Any, Any], jax.Array],
+    batch: Any,
+    *,
+    gradients: Literal["device", "host"] = "device",
+    n: int = 1,
+) -> Measured:
+    """The step that ``jo.pipelined`` itself makes, with nothing said of where its results go."""
+
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        return *jo.update_params(tx, grads, state, params), value
+
+    train = jo.pipelined(step, donate_argnames=("params", "state"), gradients=gradients)
+    turned, args, _ = train.turned(params, jo.abstract_state(tx, params), batch)
+    return measure(target, turned.whole_step, args, (0, 1), None, jo.compiler_options("cuda"), n)
 
 
 def measure_sharded(

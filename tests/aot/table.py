@@ -33,6 +33,7 @@ from tests.aot.cases import (
     Point,
     bounded,
     device_sharding,
+    measure_pipelined,
     measure_sharded,
     measure_step,
     measure_turned,
@@ -231,6 +232,8 @@ def turned() -> None:
             _timed(f"{model} | {_name(storage)}, plain loop | {tokens}", plain, time)
             m = measure_turned(H200, tx, params, model_loss, x, options=options)
             _timed(f"{model} | {_name(storage)}, `jo.pipelined` | {tokens}", m, time)
+            m = measure_pipelined(H200, tx, params, model_loss, x, gradients="host")
+            _timed(f"{model} | {_name(storage)}, gradients on the host | {tokens}", m, time)
 
 
 def unrolled() -> None:

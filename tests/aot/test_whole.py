@@ -63,6 +63,7 @@ ROWS = [
     ("float32", ADAMW, None, loss, jnp.float32, 2, 0.09),
     ("bfloat16 storage", ADAMW, "bfloat16", loss, jnp.float32, 2, 0.09),
     ("int8 storage", ADAMW, INT8, loss, jnp.float32, 2, 0.09),
+    ("one moment", optax.lion(1e-3), None, loss, jnp.float32, 1, 0.1),  # is stored in one half and loaded in the other
     ("layers on axis 1", ADAMW, None, axis_1, jnp.float32, 2, 0.09),
     ("cast before the scan", ADAMW, None, cast, jnp.float32, 2, 0.27),  # matmuls as short as the copies
     ("masters", MASTERS, None, loss, jnp.bfloat16, 3, 0.7),  # more bytes than half of the matmuls hide
@@ -131,6 +132,28 @@ def test_the_last_of_several_microbatches_hosts_the_update(microbatches, at_most
     assert m.peak <= at_most < resident.peak and moves_each_byte_once(m)  # 8320, 8832
     ours, theirs = m.timeline(H200), resident.timeline(H200)
     assert ours.exposed_share <= 0.08 and ours.step <= 1.02 * theirs.step
+
+
+@pytest.mark.long("half a minute to compile")
+def test_several_steps_in_a_scan():
+    """Each is rewritten as a step of its own; before, nothing was hidden (1.12), and the stacked gradients existed."""
+    require(H200)
+    sharding, tx = device_sharding(H200), jo.offload(ADAMW)
+    params = parameters(8, WIDTH, True, sharding)
+    xs = jax.ShapeDtypeStruct((3, MANY, WIDTH), jnp.float32, sharding=sharding)
+
+    def steps(params, state, xs):
+        def one(carry, x):
+            params, state = carry
+            return jo.update_params(tx, jax.grad(loss)(params, x), state, params), None
+
+        return jax.lax.scan(one, (params, state), xs)[0]
+
+    args = params, jo.abstract_state(tx, params), xs
+    m, plain = (measure(H200, step, args, (0, 1), options=OPTIONS) for step in (whole(steps), steps))
+    assert m.peak < plain.peak and m.host_temp == 0
+    assert m.timeline(H200).exposed_share <= 0.2 < 1 < plain.timeline(H200).exposed_share
+    assert m.loaded <= 3 * m.host_arguments * 9 / 8 + 0.1
 
 
 @pytest.mark.parametrize("update_params", [True, False])

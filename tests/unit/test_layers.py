@@ -13,7 +13,8 @@ PACKAGE = Path(__file__).parents[2] / "jax_offload"
 # From the bottom up. Modules of the package itself that make or read a state know its formats, and stand above those.
 LAYERS = ["_base", "_ir", "_plan", "_emit", "the update", "_drive", "_precision", "the state", "the transformation"]
 UPDATE = set(
-    "_update _streamed _recipe _step _parts _whole _placement _cores _zero _factored _home _arguments _features".split()
+    """_update _streamed _recipe _step _inlined _parts _whole _placement _cores _zero _factored _home _arguments
+    _features""".split()
 )
 STATE = {"_state", "_convert", "_report", "_printed", "_folded", "_wrappers"}
 ABOVE = ("_interop", "_analysis")  # import what they like; nothing but the package's names imports them

@@ -1,0 +1,150 @@
+"""Gradients that wait for their update in host memory: what ``pipelined(..., gradients="host")`` makes of a step.
+
+The gradients of a step that is turned round live from one call to the next. On the host they take nothing of the device
+meanwhile: the backward pass stores them as it makes them, and the update loads each beside its state. For that, numbers
+that need all of them (their norm) are taken before they leave, and arithmetic with such numbers (clipping) is left for
+the update.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding
+
+from jax_offload._base.arrays import nbytes
+from jax_offload._base.jaxprs import Atom, Equation, Var, jaxpr_of, renamed, variables
+from jax_offload._base.memory import DEVICE_KIND, is_host_aval, to_device, to_host
+from jax_offload._base.shardings import constrained, same_sharding, shards_of, typed_sharding
+from jax_offload._emit.border import absorbed, copy_of, without_numbers
+from jax_offload._emit.find import holds_update, is_update
+from jax_offload._emit.region import Update
+from jax_offload._emit.transfers import prefetch, write_back
+from jax_offload._ir.primitives import ELEMENTWISE
+from jax_offload._ir.program import Program
+
+LEAST = 2**16  # bytes, as of a leaf of the state
+_LATE = (ELEMENTWISE | {"broadcast_in_dim"}) - {"sharding_constraint", "reshard", "optimization_barrier", "device_put"}
+
+
+def home_of(v: Var, carried: Mapping[Var, Any]) -> NamedSharding | None:
+    """How what waits is divided between devices: as its state, the carried array of that shape in the most parts.
+
+    Left to XLA, the gradients of parameters that are divided wait whole on every device (jax 0.12, CPU). ``None`` where
+    the type tells, where nothing is divided, and where two arrays of that shape are divided in different ways.
+    """
+    if not _is_large(v) or typed_sharding(v.aval) is not None:
+        return None
+    like = [x.sharding for x in carried.values() if x.shape == v.aval.shape and hasattr(x, "sharding")]
+    like = [s for s in like if isinstance(s, NamedSharding) and {*s.mesh.axis_types} == {AxisType.Auto}]
+    parts = [math.prod(shards_of(s, v.aval.shape)) for s in like]
+    most = [s for s, n in zip(like, parts, strict=True) if n == max(parts)]
+    if not most or max(parts) == 1 or not all(same_sharding(s, most[0]) for s in most):
+        return None
+    return most[0].with_memory_kind(DEVICE_KIND)
+
+
+def on_host(program: Program, carried: Mapping[Var, Any]) -> Program:
+    """A step's program whose gradients of 64 KiB and more wait for their update in host memory.
+
+    Args:
+      program: of a step, with every ``jit`` inlined.
+      carried: those of its inputs that wait anyway -> the arrays, or types, that they are.
+
+    Raises:
+      ValueError: the step's update cannot load them.
+    """
+    updates = [k for k, eqn in enumerate(program.eqns) if is_update(eqn)]
+    inside = [eqn.primitive.name for eqn in program.eqns if not is_update(eqn) and holds_update(eqn)]
+    if inside or len(updates) > 1:
+        where = f"runs in a {inside[0]} (skip= is one)" if inside else f"is one of {len(updates)}"
+        raise ValueError(
+            f"gradients='host': the step's update {where}, and only one by itself loads them. Use gradients='device'."
+        )
+    if not updates:
+        return program
+    before, after = program.eqns[: updates[0]], program.eqns[updates[0] + 1 :]
+    eqn, numbers = without_numbers(program.eqns[updates[0]])
+    update: Update = eqn.params["update"]
+    given = dict(zip(update.operands, eqn.invars, strict=True))
+    gradients = [given[update.operands[i]] for i in update.gradients]
+    made = [v for each in before for v in each.outvars]
+    late, sources = _left_late(before, {*variables(gradients)} & {*filter(_is_large, made)}, {*carried})
+    moved = [v for v in made if v in sources and _is_large(v)]
+    if not moved:
+        raise ValueError(
+            f"gradients='host': none that the update reads is a float array of {LEAST >> 10} KiB or more. "
+            "Use gradients='device'."
+        )
+    stores = {v: _store(v, f"gradients/{k}", home_of(v, carried)) for k, v in enumerate(moved)}
+    stored = {v: eqns[-1].outvars[0] for v, eqns in stores.items()}
+    loaded = {v: _load(x, f"gradients/{k}") for k, (v, x) in enumerate(stored.items())}
+    behind: dict[Var, Atom] = {v: each.outvars[0] for v, each in loaded.items()}
+    inside_update = [*loaded.values(), *(copy_of(each, behind) for each in late)]
+    eqn = absorbed(eqn.replace(invars=[renamed(behind, v) for v in eqn.invars]), inside_update)
+    after = _reading_again(eqn, after, stored)
+    storing = [each for eqns in stores.values() for each in eqns]
+    return dataclasses.replace(program, eqns=[*before, *numbers, *storing, eqn, *after])
+
+
+def _left_late(eqns: Sequence[Equation], gradients: Set[Var], carried: Set[Var]) -> tuple[list[Equation], Set[Var]]:
+    """The last arithmetic on gradients (a scale, a cast to more bytes), and what it is made of, in no more bytes."""
+    made_of: dict[Var, frozenset[Var]] = {}
+    for eqn in eqns:
+        if eqn.primitive.name in _LATE and len(eqn.outvars) == 1 and not eqn.effects and eqn.outvars[0].aval.shape:
+            (out,) = eqn.outvars
+            of = frozenset[Var]().union(*(made_of.get(v, {v}) for v in variables(eqn.invars)))
+            if sum(nbytes(v.aval) for v in of - carried if v.aval.shape) <= nbytes(out.aval):
+                made_of[out] = of
+    sources = {source for v in gradients for source in made_of.get(v, {v})}
+    late, wanted = list[Equation](), gradients - sources
+    for eqn in reversed(eqns):
+        if not wanted.isdisjoint(eqn.outvars):
+            late.append(eqn)
+            wanted |= {*variables(eqn.invars)} - sources
+    return late[::-1], sources
+
+
+def _reading_again(update: Equation, eqns: Sequence[Equation], stored: Mapping[Var, Var]) -> list[Equation]:
+    """What follows an update; what of it needs a gradient after the update, loads it once more."""
+    late, loads, found = {*update.outvars}, dict[Var, Atom](), list[Equation]()
+    for eqn in eqns:
+        reads = variables(eqn.invars)
+        if not late.isdisjoint(reads):
+            late.update(eqn.outvars)
+            for v in reads:
+                if v in stored and v not in loads:
+                    found.append(load := _load(stored[v], "gradients"))
+                    loads[v] = load.outvars[0]
+            eqn = eqn.replace(invars=[renamed(loads, v) for v in eqn.invars])
+        found.append(eqn)
+    return found
+
+
+def _store(v: Var, name: str, home: NamedSharding | None) -> list[Equation]:
+    pins = [] if home is None else [_equation(lambda x: constrained(x, home), v)]
+    return [*pins, _equation(to_host, pins[0].outvars[0] if pins else v, write_back(v, {v: name}))]
+
+
+def _load(v: Var, name: str) -> Equation:
+    return _equation(to_device, v, prefetch(v, {v: name}))
+
+
+def _equation(
+    run: Callable[[jax.Array], jax.Array], v: Var, scope: AbstractContextManager[Any] | None = None
+) -> Equation:
+    """The only equation of ``run`` of a variable."""
+    with scope or contextlib.nullcontext():
+        (eqn,) = jaxpr_of(run, v.aval)[0].jaxpr.eqns
+    return eqn.replace(invars=[v], outvars=[Var(eqn.outvars[0].aval)])
+
+
+def _is_large(v: Var) -> bool:
+    return nbytes(v.aval) >= LEAST and jnp.issubdtype(v.aval.dtype, jnp.floating) and not is_host_aval(v.aval)

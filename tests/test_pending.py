@@ -1,0 +1,268 @@
+"""``jo.pipelined(..., gradients="host")``: pending gradients in host memory, and the numbers of the plain loop."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_offload as jo
+from jax_offload._base.memory import on_a_mesh
+from jax_offload._emit.find import holds_update
+from jax_offload._plan.in_scan import InScan
+from jax_offload._precision.storage import rules_of
+from tests.support.rows import rows
+from tests.support.storage import resident
+from tests.test_pipelined import (
+    ADAMW,
+    CLIP,
+    DEVICE,
+    HOST,
+    LAYERS,
+    OPTIMIZERS,
+    WIDTH,
+    advance,
+    assert_close,
+    assert_placed,
+    batch,
+    broken,
+    check,
+    compile_fast,  # noqa: F401  (a fixture)
+    copied,
+    gathered,
+    in_the_scan,
+    loop,
+    loss_of,
+    new_params,
+    now,
+    offloaded,
+    parameters,
+    pipelined,
+    step_of,
+)
+
+ON_HOST = {"gradients": "host"}
+
+
+def kinds(carry):
+    """Of what waits, by shape: where it is."""
+    return {x.shape: x.sharding.memory_kind for x in carry.kept[1].values() if x.ndim > 1}
+
+
+def assert_waits_on_host(train, params, state, shape=(LAYERS, WIDTH, WIDTH), dtype=jnp.float32):
+    """The large gradients do, after ``start`` and after a call, in their own dtype; the head's stays."""
+    carry, _ = train.start(copied(params), copied(state), batch(0))
+    for _ in range(2):
+        own = [x for x in carry.kept[1].values() if x.shape == shape]
+        assert [x.dtype for x in own] == [dtype] * len(own)
+        assert kinds(carry) == {shape: HOST, (WIDTH, 8): DEVICE}
+        carry, _ = train(carry, batch(1))
+    return train.finish(carry)
+
+
+# Numbers and placement
+
+
+@pytest.mark.parametrize(
+    ("form", "how"),
+    rows(
+        [
+            ("update_params", {}),
+            ("update", {}),
+            ("update_params", {"unrolled": True}),
+            ("update", {"unrolled": True}),
+            ("update_params", {"axis": 1}),
+        ],
+        "trains plain and turned",
+        daily=[("update_params", {}), ("update", {"unrolled": True})],
+    ),
+)
+def test_clipped_adamw(form, how):
+    tx, params = offloaded(), parameters(how.get("axis", 0))
+    scan = "unrolled" not in how
+    train, _ = check(
+        step_of(tx, form, **how), step_of(ADAMW, "update", **how), tx.init, ADAMW.init, params, scan=scan, **ON_HOST
+    )
+    shape = (WIDTH, LAYERS, WIDTH) if how.get("axis") else (LAYERS, WIDTH, WIDTH)
+    assert_waits_on_host(train, params, tx.init(params), shape)
+
+
+LION = optax.chain(CLIP, optax.lion(5e-3))
+MORE = {
+    "one moment": (offloaded(LION), LION, "update", True),
+    "no clipping": (offloaded(optax.adamw(1e-2)), optax.adamw(1e-2), "update_params", True),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    rows(
+        {**OPTIMIZERS, **MORE},
+        "trains plain and turned",
+        daily=["clipping outside", "half", "apply_if_finite", "one moment"],
+    ),
+)
+def test_optimizers(name):
+    """With clipping outside, the scale is put off until the update: what waits is what the backward pass makes."""
+    tx, plain, form, scan = {**OPTIMIZERS, **MORE}[name]
+    train, _ = check(step_of(tx, form), step_of(plain, "update"), tx.init, plain.init, scan=scan, atol=2e-3, **ON_HOST)
+    assert_waits_on_host(train, parameters(), tx.init(parameters()))
+
+
+def test_storage():
+    tx, plain_tx = offloaded(storage="bfloat16"), resident(ADAMW, rules_of("bfloat16"), 1024)
+    check(step_of(tx), step_of(plain_tx, "update"), tx.init, plain_tx.init, loss_atol=3e-4, atol=1e-2, **ON_HOST)
+
+
+def test_bfloat16_gradients_wait_as_they_are():
+    """They are made of bfloat16 parameters, 64 KiB of them, and cast to float32 by the update alone."""
+    inner, wide = jo.with_master_params(ADAMW), 2 * WIDTH
+    tx = offloaded(inner)
+
+    def params():
+        layers = jax.random.normal(jax.random.key(0), (LAYERS, wide, wide)) / wide**0.5
+        return jax.device_put({"layers": layers.astype(jnp.bfloat16)}, jax.devices()[0])
+
+    def step_on(tx):
+        def step(params, state, x):
+            def loss(params):
+                h, _ = jax.lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), x, params["layers"])
+                return (h.astype(jnp.float32) ** 2).mean()
+
+            value, grads = jax.value_and_grad(loss)(params)
+            grads = jax.tree.map(lambda g: g.astype(jnp.float32) * 0.5, grads)
+            return *jo.update_params(tx, grads, state, params), value
+
+        return step
+
+    batches = [jax.random.normal(jax.random.key(k), (8, wide)).astype(jnp.bfloat16) for k in range(5)]
+    batches = jax.device_put(batches, jax.devices()[0])
+    wanted, losses = loop(step_on(inner), (params(), inner.init(params())), batches)
+    train = pipelined(step_on(tx), **ON_HOST)
+    carry, seen = advance(train, (params(), tx.init(params())), batches)
+    assert [(x.dtype, x.sharding.memory_kind) for x in carry.kept[1].values() if x.ndim] == [(jnp.bfloat16, HOST)]
+    np.testing.assert_allclose(now(seen), losses, rtol=2e-2)
+    assert_close(train.finish(carry)[0], wanted[-1][0], 2e-2)
+
+
+def test_a_result_that_needs_gradients_and_new_parameters():
+    """The gradients' norm is known at once; the angle between them and the update loads them once more."""
+
+    def step_on(tx):
+        def step(params, state, batch):
+            value, grads = jax.value_and_grad(loss_of)(params, batch)
+            old = params
+            params, state = jo.update_params(tx, grads, state, params)
+            change = jax.tree.map(jnp.subtract, params, old)
+            return params, state, {"loss": value, "norm": optax.tree.norm(grads), "dot": optax.tree.vdot(grads, change)}
+
+        return step
+
+    tx, batches = offloaded(), list(map(batch, range(4)))
+    _, others = loop(step_on(ADAMW), (parameters(), ADAMW.init(parameters())), batches)
+    train = pipelined(step_on(tx), **ON_HOST)
+    carry, seen = advance(train, (parameters(), tx.init(parameters())), batches)
+    assert HOST in kinds(carry).values()
+    _, last = train.finish(carry, with_late=True)
+    for aux, after, other in zip(seen, [aux.late for aux in seen[1:]] + [last], others, strict=True):
+        np.testing.assert_allclose([aux.now["loss"], aux.now["norm"]], [other["loss"], other["norm"]], rtol=1e-4)
+        np.testing.assert_allclose(after["dot"], other["dot"], rtol=1e-3)
+
+
+def test_the_backward_scan_stores_them():
+    """Written inside the scan that makes them, over those that were loaded: no call leaves the stack on the device."""
+    tx = offloaded()
+    train = pipelined(step_of(tx), **ON_HOST)
+    jitted, args, _ = train.turned(parameters(), tx.init(parameters()), batch(0))
+    step = jax.make_jaxpr(jitted.whole_step)(*jax.tree.map(on_a_mesh, args))
+    parts = [eqn.params["update"].plan for eqn in step.eqns if holds_update(eqn)]
+    forward, backward = (part for part in parts if isinstance(part, InScan))
+    (waiting,) = backward.stored
+    assert not backward.loaded and waiting in forward.loaded and waiting not in forward.stored
+    assert in_the_scan(train, parameters(), tx.init(parameters()), batch(0))
+
+
+# Checkpoints, meshes, and what cannot be
+
+
+def test_resume_from_a_checkpoint_of_the_carry(tmp_path):
+    tx, batches = offloaded(), list(map(batch, range(6)))
+    start = parameters(), tx.init(parameters())
+    wanted, losses = loop(step_of(ADAMW, "update"), (parameters(), ADAMW.init(parameters())), batches)
+    train = pipelined(step_of(tx), **ON_HOST)
+    carry, seen = advance(train, copied(start), batches[:3])
+    with ocp.CheckpointManager(tmp_path / "saved") as manager:
+        manager.save(3, args=jo.save_args(carry))
+    fresh = pipelined(step_of(tx), **ON_HOST)
+    like, _ = fresh.start(*start, batches[0])
+    with ocp.CheckpointManager(tmp_path / "saved") as manager:
+        back = jo.restore(manager, like)
+    assert_placed(back.kept, carry.kept)
+    assert kinds(back)[LAYERS, WIDTH, WIDTH] == HOST
+    carry = back
+    for each in batches[3:]:
+        carry, aux = fresh(carry, each)
+        seen.append(aux)
+    np.testing.assert_allclose(now(seen), losses, rtol=0, atol=1e-5)
+    assert_close(fresh.finish(carry)[0], wanted[-1][0], 1e-5)
+
+
+@pytest.mark.parametrize(
+    "axis_type", rows([AxisType.Auto, AxisType.Explicit], "trains on eight devices", daily=[AxisType.Auto])
+)
+def test_fully_sharded(axis_type):
+    """What waits is divided as its parameter is, from the first call to the last."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+    specs = {"layers": P(None, "data"), "head": P("data"), "bias": P()}
+    params = {k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in parameters().items()}
+    tx = offloaded()
+
+    def step(params, state, batch):
+        def loss(params):
+            return loss_of(jax.tree.map(lambda p: gathered(p, mesh, axis_type), params), batch)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return *new_params(tx, "update_params", grads, state, params), value
+
+    batches = [jax.device_put(batch(k), NamedSharding(mesh, P("data"))) for k in range(5)]
+    wanted, losses = loop(step_of(ADAMW, "update"), (parameters(), ADAMW.init(parameters())), map(batch, range(5)))
+    with jax.set_mesh(mesh):
+        state = jax.jit(tx.init, out_shardings=jo.state_shardings(tx, params))(params)
+        train = pipelined(step, **ON_HOST)
+        carry, seen = advance(train, (params, state), batches)
+        assert kinds(carry)[LAYERS, WIDTH, WIDTH] == HOST
+        (waiting,) = (x for x in carry.kept[1].values() if x.shape == (LAYERS, WIDTH, WIDTH))
+        got, _ = train.finish(carry)
+    like = NamedSharding(mesh, specs["layers"], memory_kind=HOST)
+    assert waiting.sharding.is_equivalent_to(like, waiting.ndim)
+    np.testing.assert_allclose(now(seen), losses, rtol=0, atol=1e-4)
+    assert_close(jax.tree.map(np.asarray, got), jax.tree.map(np.asarray, wanted[-1][0]), 1e-3)
+
+
+def started(step, params=None):
+    params = parameters() if params is None else params
+    return pipelined(step, **ON_HOST).start(params, offloaded().init(params), batch(0))
+
+
+def test_errors():
+    def skipped(params, state, batch):
+        value, grads = jax.value_and_grad(loss_of)(params, batch)
+        return *jo.update_params(offloaded(), grads, state, params, skip=~jnp.isfinite(value)), value
+
+    with pytest.raises(ValueError, match="gradients: expected 'device' or 'host', got 'disk'"):
+        pipelined(step_of(offloaded()), gradients="disk")
+    with pytest.raises(ValueError, match="gradients='host': the step's update runs in a while"):
+        started(skipped)
+    with pytest.raises(ValueError, match="has no update of an offload"):
+        started(broken("no update")[0])
+
+    def of_the_head(params, state, batch):
+        value, grads = jax.value_and_grad(lambda head: loss_of(parameters() | head, batch))(params)
+        return *jo.update_params(offloaded(), grads, state, params), value
+
+    head = {"head": parameters()["head"]}
+    with pytest.raises(ValueError, match="gradients='host': none that the update reads is a float array of 64 KiB"):
+        started(of_the_head, head)
