@@ -49,6 +49,7 @@ class Flattened:
       inputs, outputs: numbers; an output that is a constant has -1.
       sizes: bytes of each array in the memory of one device; what is in host memory takes none.
       types: shape and dtype, and whether it is on the host.
+      results: the types of the outputs as they are returned, which may be other views of what they are.
     """
 
     nodes: list[Node]
@@ -56,6 +57,7 @@ class Flattened:
     outputs: list[int]
     sizes: Mapping[int, int]
     types: Mapping[int, tuple[Any, ...]]
+    results: list[tuple[Any, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,9 +113,9 @@ def flattened(jaxpr: Jaxpr, division: Division = ALONE) -> Flattened:
     nodes: list[Node] = []
 
     def new(v: Any) -> int:
-        k, host = len(types), is_host_aval(v.aval)
-        sizes[k] = 0 if host else division.own(v.aval)
-        types[k] = getattr(v.aval, "shape", ()), str(getattr(v.aval, "dtype", "")), host
+        k = len(types)
+        sizes[k] = 0 if is_host_aval(v.aval) else division.own(v.aval)
+        types[k] = _type(v.aval)
         return k
 
     def go(jaxpr: Jaxpr, env: dict[Any, tuple[int, int]]) -> None:
@@ -147,4 +149,8 @@ def flattened(jaxpr: Jaxpr, division: Division = ALONE) -> Flattened:
     inputs = [k for k, _ in env.values()]
     go(jaxpr, env)
     outputs = [-1 if isinstance(v, Literal) else env[v][0] for v in jaxpr.outvars]
-    return Flattened(nodes, inputs, outputs, sizes, types)
+    return Flattened(nodes, inputs, outputs, sizes, types, [_type(v.aval) for v in jaxpr.outvars])
+
+
+def _type(aval: Any) -> tuple[Any, ...]:
+    return getattr(aval, "shape", ()), str(getattr(aval, "dtype", "")), is_host_aval(aval)
