@@ -14,7 +14,7 @@ import numpy as np
 from jax_offload._analysis import exposure
 from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.compiled_ways import GIVES_UP, Compiler, compiled_labels
-from jax_offload._analysis.divided import Division, division_of, gathered_ahead
+from jax_offload._analysis.divided import Division, collectives, division_of, gathered_ahead
 from jax_offload._analysis.donated import donations
 from jax_offload._analysis.exposure import BACKWARD, FORWARD
 from jax_offload._analysis.flattened import flattened, loop_of
@@ -160,14 +160,20 @@ class _Seen:
         found = [each.update for each in updates_in(trace)]
         parts = [update for update in found if isinstance(update, Moved)]
         scans = [part.plan for part in parts if isinstance(part.plan, InScan)]
-        inside = sum(in_a_scan(plan, link, chip, self.divided, first=k == 0) for k, plan in enumerate(scans))
+        gathered, reduced = (
+            n / chip.reached.interconnect for n in collectives(self.leaves, self.gradients, self.divided)
+        )
+        # in a scan a row's update waits for its gradient's reduction, which so hides nothing
+        beside = gathered / max(1, sum(plan.scan.length for plan in scans))
+        inside = sum(in_a_scan(plan, link, chip, self.divided, beside, first=k == 0) for k, plan in enumerate(scans))
         rest = moved.inside + looped
         outside = link.seconds(moved.loaded - rest, max(0, moved.stored - rest))
         own = sum(seconds(p.slice.jaxpr, chip) for update in found for p in update.planned) / self.divided
         scanned = in_one_scan(program)
         share = forward_share(program, self.rematerialised) if ahead else 0.0 if moved.norm or scanned else BACKWARD
         last = 0.0 if ahead or not share else moved.tail / link.store
-        left = exposure.exposed(outside, max(0.0, compute - own), share) + last
+        behind = share * max(0.0, compute - own) + (0.0 if ahead or not share else gathered + reduced)
+        left = max(0.0, outside - behind) + last
         return alone + inside + left
 
     def _arguments(self, donated: Sequence[bool]) -> tuple[int, int, int]:

@@ -3,11 +3,12 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_offload as jo
 from jax_offload._analysis import exposure
 from jax_offload._analysis.chips import chip
-from jax_offload._analysis.divided import Division
+from jax_offload._analysis.divided import Division, collectives
 from jax_offload._analysis.donated import donations
 from jax_offload._analysis.liveness import peak
 from jax_offload._analysis.streams import streams
@@ -273,3 +274,13 @@ def test_a_divided_parameter_is_gathered_for_its_matmuls():
 
     assert at_most(lambda x, w: x @ w @ w) == 0.5 + 0.25 + 0.75 + 0.5 + 0.5
     assert at_most(lambda x, w: x.T @ x + w) == 0.5 + 0.25 + 1
+
+
+def test_what_comes_from_other_devices():
+    """Of a MiB that is divided by four, three quarters for its matmuls, and as much of its gradient."""
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    w = jax.ShapeDtypeStruct((N, N), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))
+    whole = jax.ShapeDtypeStruct((N, N), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+    assert collectives([w], [w], 4) == (0.75 * MIB, 0.75 * MIB)
+    assert collectives([whole], [whole], 4) == (0, 0.75 * MIB)
+    assert collectives([w], [w], 1)[1] == 0
