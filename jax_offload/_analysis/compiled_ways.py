@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,14 +15,16 @@ from jax_offload._analysis.option import Option
 from jax_offload._analysis.schedule import Program
 from jax_offload._analysis.setting import Setting, priced
 from jax_offload._analysis.timeline import played
+from jax_offload._base.arrays import is_traced
 from jax_offload._base.jaxprs import ClosedJaxpr, jax_fun
 from jax_offload._base.memory import on_a_mesh
 from jax_offload._base.shardings import sharding_of
 from jax_offload._emit.find import emitted
 from jax_offload._interop.jit import Jitted
-from jax_offload._interop.pipelined import Pipelined
+from jax_offload._interop.pipelined import Pipelined, pipelined
 
 GIVES_UP = "the compiler gives up, as"
+ESTIMATED = "is estimated, not compiled, as the step cannot be turned round"
 
 
 def compiled_labels(target: str) -> tuple[tuple[str, str], ...]:
@@ -41,7 +44,7 @@ class Compiler:
       plain: the step, traced; ``leaves`` are its flat arguments, abstract.
       resident: the step with its state on the device, of ``there``.
       setting: where it runs.
-      turned: what ``jo.pipelined`` made of the step, with its ``args``; without it that row stays estimated.
+      turned: what ``jo.pipelined`` makes of the step, with its ``args``; without it that row stays estimated.
     """
 
     target: str
@@ -59,6 +62,10 @@ class Compiler:
             return option
         try:
             return _with(option, self._compiled(option.name), self.setting)
+        except (TypeError, ValueError) as error:
+            if option.name != "jo.pipelined":
+                raise
+            return dataclasses.replace(option, why_not=f"{option.name} {ESTIMATED}: {error}")
         except jax.errors.JaxRuntimeError as error:  # a TPU's compiler gives up where memory does not suffice
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -77,6 +84,30 @@ class Compiler:
         how = {"donate_argnums": tuple(sorted(nexts.values())), "out_shardings": out}
         jitted = Jitted(step, how) if name == "jo.jit" else jax.jit(step, **how)
         return compiled(jitted, tuple(given), {}, self.target)
+
+
+def turned_round(step: Callable[..., Any], args: Sequence[Any], plain: ClosedJaxpr) -> Pipelined | None:
+    """The step as ``jo.pipelined`` turns it round: carried are the arguments all of whose arrays are handed on.
+
+    ``None`` where none are, or where its arguments have no names.
+    """
+    try:
+        given = inspect.signature(step).bind(*args)
+    except (TypeError, ValueError):
+        return None
+    counts = {name: sum(map(is_traced, jax.tree.leaves(x))) for name, x in given.arguments.items()}
+    kept = {*successors(emitted(plain).jaxpr, sum(counts.values())).values()}
+    carried: list[str] = []
+    static: list[str] = []
+    at = 0
+    for name, n in counts.items():
+        if n and kept.issuperset(range(at, at + n)):
+            carried.append(name)
+        elif not n:
+            static.append(name)
+        at += n
+    named = all(p.kind is p.POSITIONAL_OR_KEYWORD for p in given.signature.parameters.values())
+    return pipelined(step, donate_argnames=carried, static_argnames=static) if carried and named else None
 
 
 def _with(option: Option, program: Compiled, setting: Setting) -> Option:

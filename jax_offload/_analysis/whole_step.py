@@ -13,7 +13,7 @@ import numpy as np
 
 from jax_offload._analysis import exposure
 from jax_offload._analysis.chips import Chip
-from jax_offload._analysis.compiled_ways import GIVES_UP, Compiler, compiled_labels
+from jax_offload._analysis.compiled_ways import ESTIMATED, GIVES_UP, Compiler, compiled_labels, turned_round
 from jax_offload._analysis.divided import Division, collectives, division_of, gathered_ahead
 from jax_offload._analysis.donated import donations
 from jax_offload._analysis.exposure import BACKWARD, FORWARD
@@ -87,14 +87,12 @@ def of_step(step: Callable[..., Any], args: Sequence[Any], setting: Setting, tar
         options.append(seen.option("jo.pipelined", code, plain, ahead=True))
     notes = ["every argument that a result is like counts as donated"]
     if target is not None:
-        turned = step if isinstance(step, Pipelined) else None
+        turned = step if isinstance(step, Pipelined) else turned_round(base, args, plain)
         compiler = Compiler(target, plain, leaves, at_home, there, setting, turned, args)
         made = [compiler.row(option) for option in options]
         if turned is None and len(options) > 3:
-            notes.append(
-                f"{options[-1].name} is compiled where what jo.pipelined returned is given; here it is estimated"
-            )
-        notes += [option.why_not for option in made if GIVES_UP in option.why_not]
+            notes.append(f"{options[-1].name} is estimated: give what jo.pipelined returned, and it is compiled too")
+        notes += [o.why_not for o in made if GIVES_UP in o.why_not or ESTIMATED in o.why_not]
         return setting.forecast(made, notes=tuple(notes), labels=compiled_labels(target))
     if options[1].peak_range[0] < options[1].peak_range[1]:
         notes.append("layers that are not in one scan: XLA may put off what would free memory, so the peak is a range")
