@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,15 +15,17 @@ from jax_offload._analysis.option import Option
 from jax_offload._analysis.schedule import Program
 from jax_offload._analysis.setting import Setting, priced
 from jax_offload._analysis.timeline import played
+from jax_offload._base.arrays import is_traced
 from jax_offload._base.jaxprs import ClosedJaxpr, jax_fun
 from jax_offload._base.memory import on_a_mesh
 from jax_offload._base.shardings import sharding_of
 from jax_offload._emit.find import emitted
 from jax_offload._interop.jit import Jitted
-from jax_offload._interop.pipelined import Pipelined
+from jax_offload._interop.pipelined import Pipelined, pipelined
 
 _TURNED = ("jo.pipelined", "gradients too")
 GIVES_UP = "the compiler gives up, as"
+ESTIMATED = "is estimated, not compiled, as the step cannot be turned round"
 
 
 def compiled_labels(target: str) -> tuple[tuple[str, str], ...]:
@@ -42,7 +45,8 @@ class Compiler:
       plain: the step, traced; ``leaves`` are its flat arguments, abstract.
       resident: the step with its state on the device, of ``there``.
       setting: where it runs.
-      turned: what ``jo.pipelined`` made of the step, with its ``args``; without it that row stays estimated.
+      turned: by the names of their rows, what ``jo.pipelined`` makes of the step, with its ``args``; without it, a row
+        stays estimated.
     """
 
     target: str
@@ -51,7 +55,7 @@ class Compiler:
     resident: Callable[..., Any]
     there: Sequence[Any]
     setting: Setting
-    turned: Pipelined | None
+    turned: Mapping[str, Pipelined]
     args: Sequence[Any]
 
     def row(self, option: Option) -> Option:
@@ -60,6 +64,10 @@ class Compiler:
             return option
         try:
             return _with(option, self._compiled(option.name), self.setting)
+        except (TypeError, ValueError) as error:
+            if option.name not in _TURNED:
+                raise
+            return dataclasses.replace(option, why_not=f"{option.name} {ESTIMATED}: {error}")
         except jax.errors.JaxRuntimeError as error:  # a TPU's compiler gives up where memory does not suffice
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -67,14 +75,12 @@ class Compiler:
             return dataclasses.replace(option, fits=False, why_not=said)
 
     def compiles(self, name: str) -> bool:
-        """Whether that row can be compiled: what ``jo.pipelined`` makes, where that was given."""
-        if name not in _TURNED:
-            return True
-        return self.turned is not None and self.turned.on_host == (name == _TURNED[1])
+        """Whether that row can be compiled."""
+        return name not in _TURNED or name in self.turned
 
     def _compiled(self, name: str) -> Compiled:
         if name in _TURNED:
-            return compiled(self.turned, tuple(self.args), {}, self.target)
+            return compiled(self.turned[name], tuple(self.args), {}, self.target)
         at_home = name == "resident"
         step: Any = self.resident if at_home else jax_fun(self.plain)
         given = [on_a_mesh(x) for x in (self.there if at_home else self.leaves)]
@@ -84,6 +90,35 @@ class Compiler:
         how = {"donate_argnums": tuple(sorted(nexts.values())), "out_shardings": out}
         jitted = Jitted(step, how) if name == "jo.jit" else jax.jit(step, **how)
         return compiled(jitted, tuple(given), {}, self.target)
+
+
+def turned_round(step: Any, base: Callable[..., Any], args: Sequence[Any], plain: ClosedJaxpr) -> dict[str, Pipelined]:
+    """The rows in which a step is turned round, by their names: what was given, or what ``jo.pipelined`` makes of the
+    step itself, ``base``. Carried are the arguments all of whose arrays are handed on.
+
+    None where there are none of these, or where its arguments have no names.
+    """
+    if isinstance(step, Pipelined):
+        return {_TURNED[step.on_host]: step}
+    try:
+        given = inspect.signature(base).bind(*args)
+    except (TypeError, ValueError):
+        return {}
+    counts = {name: sum(map(is_traced, jax.tree.leaves(x))) for name, x in given.arguments.items()}
+    kept = {*successors(emitted(plain).jaxpr, sum(counts.values())).values()}
+    carried: list[str] = []
+    static: list[str] = []
+    at = 0
+    for name, n in counts.items():
+        if n and kept.issuperset(range(at, at + n)):
+            carried.append(name)
+        elif not n:
+            static.append(name)
+        at += n
+    if not carried or any(p.kind is not p.POSITIONAL_OR_KEYWORD for p in given.signature.parameters.values()):
+        return {}
+    names: dict[str, Any] = {"donate_argnames": carried, "static_argnames": static}
+    return dict(zip(_TURNED, (pipelined(base, **names), pipelined(base, gradients="host", **names)), strict=True))
 
 
 def _with(option: Option, program: Compiled, setting: Setting) -> Option:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jax_offload._base.arrays import nbytes
+from jax_offload._base.memory import HOST_KIND
 from jax_offload._base.shardings import sharding_of, shards_of
 
 Shape = tuple[int, ...]
@@ -51,6 +52,15 @@ def gathered_ahead(leaves: Sequence[Any], parameters: Sequence[Any]) -> bool:
     """Whether stacked parameters are divided along the axis that a scan goes over: XLA gathers all of them before."""
     wanted = {tuple(np.shape(x)) for x in parameters if np.ndim(x) > 2}
     return any(np.shape(x) in wanted and shards_of(sharding_of(x), np.shape(x))[0] > 1 for x in leaves)
+
+
+def collectives(leaves: Sequence[Any], parameters: Sequence[Any], devices: int) -> tuple[float, float]:
+    """Bytes that each device has from the others in a backward pass: of parameters that are gathered for it, and of
+    gradients, which are reduced. ``leaves``: a step's arguments; ``parameters``: the types of the gradients."""
+    wanted = {tuple(np.shape(x)) for x in parameters}
+    there = [x for x in leaves if np.shape(x) in wanted and getattr(sharding_of(x), "memory_kind", None) != HOST_KIND]
+    gathered = sum(nbytes(x) * (1 - 1 / math.prod(shards_of(sharding_of(x), np.shape(x)))) for x in there)
+    return gathered, sum(map(nbytes, parameters)) * (1 - 1 / devices)
 
 
 def division_of(leaves: Sequence[Any], parameters: Sequence[Any], devices: int) -> Division:

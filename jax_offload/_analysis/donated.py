@@ -33,7 +33,7 @@ def paired_with(program: Flattened, donated: Sequence[bool]) -> dict[int, int]:
         if d:
             free[program.types[k]].append(k)
     inputs, found = {*program.inputs}, dict[int, int]()
-    for k in program.outputs:
-        if k >= 0 and k not in inputs and k not in found and free[program.types[k]]:
-            found[k] = free[program.types[k]].pop(0)
+    for k, returned in zip(program.outputs, program.results, strict=True):
+        if k >= 0 and k not in inputs and k not in found and free[returned]:
+            found[k] = free[returned].pop(0)
     return found

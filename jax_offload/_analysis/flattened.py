@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax_offload._analysis.divided import ALONE, Division
@@ -49,6 +49,7 @@ class Flattened:
       inputs, outputs: numbers; an output that is a constant has -1.
       sizes: bytes of each array in the memory of one device; what is in host memory takes none.
       types: shape and dtype, and whether it is on the host.
+      results: the types of the outputs as they are returned, which may be other views of what they are.
     """
 
     nodes: list[Node]
@@ -56,6 +57,7 @@ class Flattened:
     outputs: list[int]
     sizes: Mapping[int, int]
     types: Mapping[int, tuple[Any, ...]]
+    results: list[tuple[Any, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +96,9 @@ def bodies(eqn: Equation) -> list[Jaxpr]:
 
 
 def _called(eqn: Equation) -> Jaxpr | None:
-    """What a call runs."""
+    """What a call runs; of what depends on the platform, what runs on an accelerator."""
+    if None in (platforms := eqn.params.get("branches_platforms") or ()):
+        return branches_of(eqn)[platforms.index(None)].jaxpr
     if eqn.primitive.name in _LOOPS_AND_BRANCHES:
         return None
     if eqn.primitive.name == "custom_vmap_call":
@@ -111,9 +115,9 @@ def flattened(jaxpr: Jaxpr, division: Division = ALONE) -> Flattened:
     nodes: list[Node] = []
 
     def new(v: Any) -> int:
-        k, host = len(types), is_host_aval(v.aval)
-        sizes[k] = 0 if host else division.own(v.aval)
-        types[k] = getattr(v.aval, "shape", ()), str(getattr(v.aval, "dtype", "")), host
+        k = len(types)
+        sizes[k] = 0 if is_host_aval(v.aval) else division.own(v.aval)
+        types[k] = _type(v.aval)
         return k
 
     def go(jaxpr: Jaxpr, env: dict[Any, tuple[int, int]]) -> None:
@@ -127,7 +131,8 @@ def flattened(jaxpr: Jaxpr, division: Division = ALONE) -> Flattened:
             numbers, waits = tuple(k for k, _ in reads), tuple({gate for _, gate in reads if gate >= 0})
             called = _called(eqn)
             if called is not None:
-                own = {v: (new(v), -1) for v in called.constvars} | dict(zip(called.invars, reads, strict=True))
+                given = reads[len(reads) - len(called.invars) :]  # without a cond's index
+                own = {v: (new(v), -1) for v in called.constvars} | dict(zip(called.invars, given, strict=True))
                 go(called, own)
                 found = ((-1, -1) if isinstance(x, Literal) else own[x] for x in called.outvars)
                 env.update(zip(eqn.outvars, found, strict=True))
@@ -147,4 +152,19 @@ def flattened(jaxpr: Jaxpr, division: Division = ALONE) -> Flattened:
     inputs = [k for k, _ in env.values()]
     go(jaxpr, env)
     outputs = [-1 if isinstance(v, Literal) else env[v][0] for v in jaxpr.outvars]
-    return Flattened(nodes, inputs, outputs, sizes, types)
+    results = [_type(v.aval) for v in jaxpr.outvars]
+    return Flattened(_needed(nodes, outputs), inputs, outputs, sizes, types, results)
+
+
+def _needed(nodes: list[Node], outputs: Sequence[int]) -> list[Node]:
+    """Without what nothing reads: a load that only another platform needs."""
+    read, found = {*outputs}, list[Node]()
+    for node in reversed(nodes):
+        if node.name == _GATE or node.eqn.effects or not read.isdisjoint(node.makes):
+            read.update(node.operands)
+            found.append(node)
+    return found[::-1]
+
+
+def _type(aval: Any) -> tuple[Any, ...]:
+    return getattr(aval, "shape", ()), str(getattr(aval, "dtype", "")), is_host_aval(aval)

@@ -13,7 +13,7 @@ from jax_offload._base.memory import is_host_aval
 from jax_offload._emit.find import updates_in
 from jax_offload._emit.region import Moved, Update
 from jax_offload._ir.masks import forward
-from jax_offload._plan.plan import InIterations, Planned
+from jax_offload._plan.plan import Chunked, InIterations, OnCores, Planned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +25,8 @@ class Streams:
       window: bytes of state on the device at a time while it streams.
       inside: of ``loaded`` those that a scan of the step loads beside its own arithmetic.
       looped: of ``loaded`` those that go through a loop of their own, beside which nothing else runs.
+      unpaired: of ``looped`` the chunks that are loaded first, and as many that are stored last: alone, either way.
+      tail: bytes of the slice that is stored last of those that stream beside the backward pass.
       norm: whether the update waits for a number that is made of gradients: it can begin when all are there.
     """
 
@@ -33,6 +35,8 @@ class Streams:
     window: int = 0
     inside: int = 0
     looped: int = 0
+    unpaired: int = 0
+    tail: int = 0
     norm: bool = False
 
 
@@ -40,14 +44,25 @@ def streams(trace: Any) -> Streams:
     """Of a traced update, or of a traced step, a closed jaxpr."""
     updates = [each.update for each in updates_in(trace)]
     planned = [p for update in updates for p in update.planned]
+    looped = [p for p in planned if p.in_chunks or p.window.own_loop]
+    beside = [p for p in planned if not isinstance(p.transfer, InIterations | OnCores) and p not in looped]
     return Streams(
         loaded=sum(map(_loaded, planned)),
         stored=sum(_stored(update) for update in updates),
         window=windows_of(planned),
         inside=sum(_loaded(p) for p in planned if isinstance(p.transfer, InIterations)),
-        looped=sum(p.slice.loaded_bytes for p in planned if p.in_chunks or p.window.own_loop),
+        looped=sum(p.slice.loaded_bytes for p in looped),
+        unpaired=_unpaired(looped),
+        tail=beside[-1].slice.loaded_bytes if beside else 0,
         norm=any(isinstance(update, Update) and _waits_for_all(update) for update in updates),
     )
+
+
+def _unpaired(looped: Iterable[Planned]) -> int:
+    """Of every loop over chunks a chunk; of slices that are whole and share a loop the last one."""
+    chunks = sum(p.slice.loaded_bytes // p.transfer.count for p in looped if isinstance(p.transfer, Chunked))
+    whole = {id(p.window): p.slice.loaded_bytes for p in looped if not p.in_chunks}
+    return chunks + sum(whole.values())
 
 
 def windows_of(planned: Iterable[Planned]) -> int:

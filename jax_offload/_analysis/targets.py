@@ -22,7 +22,7 @@ from jax.experimental import topologies
 
 from jax_offload._analysis.chips import Chip, chip
 
-_GPUS = ("h100", "h200")
+_GPUS = ("a100", "h100", "h200")
 _TPUS = ("v5e", "v5p", "v6e")
 _CUDA_PLUGIN = "jax_plugins.xla_cuda13"
 # libtpu asks a machine that is not there, unless told not to.

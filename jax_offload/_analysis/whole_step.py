@@ -13,8 +13,8 @@ import numpy as np
 
 from jax_offload._analysis import exposure
 from jax_offload._analysis.chips import Chip
-from jax_offload._analysis.compiled_ways import GIVES_UP, Compiler, compiled_labels
-from jax_offload._analysis.divided import Division, division_of, gathered_ahead
+from jax_offload._analysis.compiled_ways import ESTIMATED, GIVES_UP, Compiler, compiled_labels, turned_round
+from jax_offload._analysis.divided import Division, collectives, division_of, gathered_ahead
 from jax_offload._analysis.donated import donations
 from jax_offload._analysis.exposure import BACKWARD, FORWARD
 from jax_offload._analysis.flattened import flattened, loop_of
@@ -23,6 +23,7 @@ from jax_offload._analysis.liveness import peak
 from jax_offload._analysis.optimizer import devices_of, dtype_of
 from jax_offload._analysis.option import Option
 from jax_offload._analysis.resident import on_device, resident
+from jax_offload._analysis.scanned import in_a_scan
 from jax_offload._analysis.setting import Setting, priced
 from jax_offload._analysis.streams import Streams, streams
 from jax_offload._analysis.work import all_flops, seconds
@@ -34,7 +35,7 @@ from jax_offload._emit.find import emitted, updates_in
 from jax_offload._emit.region import Moved, Update
 from jax_offload._interop.jit import Jitted
 from jax_offload._interop.pipelined import Pipelined
-from jax_offload._plan.plan import InIterations
+from jax_offload._plan.in_scan import InScan
 from jax_offload._report import traced, unwrapped
 from jax_offload._whole import rewritten
 
@@ -88,12 +89,15 @@ def of_step(step: Callable[..., Any], args: Sequence[Any], setting: Setting, tar
         options.append(seen.option("gradients too", code, plain, ahead=True, pending=True))
     notes = ["every argument that a result is like counts as donated"]
     if target is not None:
-        turned = step if isinstance(step, Pipelined) else None
+        turned = turned_round(step, base, args, plain)
         compiler = Compiler(target, plain, leaves, at_home, there, setting, turned, args)
         made = [compiler.row(option) for option in options]
-        if left := [each.name for each in options[3:] if not compiler.compiles(each.name)]:
-            notes.append(f"{' and '.join(left)}: compiled where what jo.pipelined returned is given; here estimated")
-        notes += [option.why_not for option in made if GIVES_UP in option.why_not]
+        if left := [each.name for each in options if not compiler.compiles(each.name)]:
+            verb = "is" if len(left) == 1 else "are"
+            notes.append(
+                f"{' and '.join(left)} {verb} estimated: give what jo.pipelined returned, and it is compiled too"
+            )
+        notes += [o.why_not for o in made if GIVES_UP in o.why_not or ESTIMATED in o.why_not]
         return setting.forecast(made, notes=tuple(notes), labels=compiled_labels(target))
     if options[1].peak_range[0] < options[1].peak_range[1]:
         notes.append("layers that are not in one scan: XLA may put off what would free memory, so the peak is a range")
@@ -142,34 +146,40 @@ class _Seen:
         if chip is None or compute is None or not option.link:
             return option
         moved = dataclasses.replace(moved, loaded=option.loaded, stored=option.stored)
-        exposed = min(option.link, self._exposed(trace, program, moved, chip, compute, ahead))
-        return dataclasses.replace(
-            option, exposed=exposed, overhead=exposed / compute, hidden=1 - exposed / option.link, hidden_from=None
-        )
+        exposed = self._exposed(trace, program, moved, chip, compute, ahead)
+        hidden = max(0.0, 1 - exposed / option.link)
+        return dataclasses.replace(option, exposed=exposed, overhead=exposed / compute, hidden=hidden, hidden_from=None)
 
     def _exposed(
         self, trace: Any, program: Any, moved: Streams, chip: Chip, compute: float, ahead: bool
     ) -> float:  # fmt: skip
         """What moves inside a scan is hidden behind that; the rest behind a part of the step, or nothing.
 
-        Behind the updates themselves nothing is: they read what has come, and make what is to go.
+        Behind the updates themselves nothing is: they read what has come, and make what is to go. Nor is what nothing
+        goes the other way with: of a loop its first chunk and its last.
         """
         link = exposure.link_of(chip)
-        inside = link.seconds(moved.inside, moved.inside)
-        looped = 0 if ahead else moved.looped
-        alone = link.seconds(looped, looped)
-        rest = moved.inside + looped
-        outside = link.seconds(moved.loaded - rest, max(0, moved.stored - rest))
+        looped, unpaired = (0, 0) if ahead else (moved.looped, moved.unpaired)
+        paired = looped - unpaired
+        alone = link.seconds(paired, paired) + link.one_after_the_other(unpaired, unpaired)
         found = [each.update for each in updates_in(trace)]
         parts = [update for update in found if isinstance(update, Moved)]
-        slices = [p for update in found for p in update.planned]
-        scans = [p for p in slices if isinstance(p.transfer, InIterations)]
-        own, there = (sum(seconds(p.slice.jaxpr, chip) for p in ps) / self.divided for ps in (slices, scans))
-        cover = sum(seconds(part.jaxpr.jaxpr, chip) for part in parts) / self.divided - there if moved.inside else 0.0
+        scans = [part.plan for part in parts if isinstance(part.plan, InScan)]
+        gathered, reduced = (
+            n / chip.reached.interconnect for n in collectives(self.leaves, self.gradients, self.divided)
+        )
+        # in a scan a row's update waits for its gradient's reduction, which so hides nothing
+        beside = gathered / max(1, sum(plan.scan.length for plan in scans))
+        inside = sum(in_a_scan(plan, link, chip, self.divided, beside, first=k == 0) for k, plan in enumerate(scans))
+        rest = moved.inside + looped
+        outside = link.seconds(moved.loaded - rest, max(0, moved.stored - rest))
+        own = sum(seconds(p.slice.jaxpr, chip) for update in found for p in update.planned) / self.divided
         scanned = in_one_scan(program)
         share = forward_share(program, self.rematerialised) if ahead else 0.0 if moved.norm or scanned else BACKWARD
-        left = exposure.exposed(outside, max(0.0, compute - own), share)
-        return alone + max(0.0, inside - max(0.0, cover)) + left
+        last = 0.0 if ahead or not share else moved.tail / link.store
+        behind = share * max(0.0, compute - own) + (0.0 if ahead or not share else gathered + reduced)
+        left = max(0.0, outside - behind) + last
+        return alone + inside + left
 
     def _arguments(self, donated: Sequence[bool]) -> tuple[int, int, int]:
         """Bytes on one device of parameters, of what else is handed from step to step, and of state on the host."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.exposure import speed
 from jax_offload._analysis.flattened import bodies, flattened, loop_of
 from jax_offload._analysis.liveness import Event, Lives
 from jax_offload._base.flops import own_flops
 from jax_offload._base.jaxprs import Equation, Jaxpr
+from jax_offload._ir.primitives import REDUCE
+
+Read = dict[int, frozenset[int]]
 
 
 def seconds(jaxpr: Jaxpr, chip: Chip) -> float:
@@ -16,7 +21,27 @@ def seconds(jaxpr: Jaxpr, chip: Chip) -> float:
     program = flattened(jaxpr)
     lives = Lives(program, False)
     lives.run((), {k for k in program.outputs if k >= 0}, set())
-    return sum(_of(event, lives, chip) for event in lives.events)
+    read: Read = {}
+    return sum(_of(_in_one_kernel(event, read) if chip.platform == "cuda" else event, lives, chip)
+               for event in lives.events)  # fmt: skip
+
+
+def _in_one_kernel(event: Event, read: Read) -> Event:
+    """Without reads that a kernel of XLA for GPUs makes once: what a number of a row is made of is there still for what
+    that number is used on, as in a softmax or a norm of each row.
+
+    ``read``: of the results of reductions of rows, what they have read; the event's own is added.
+    """
+    node = event.node
+    reduces = node is not None and node.name in REDUCE
+    if not (reduces or node is None or event.fused):
+        return event
+    there = frozenset[int]().union(*(read.get(k, frozenset()) for k in event.reads))
+    if reduces and node is not None:
+        eqn = node.eqn
+        if tuple(eqn.params.get("axes", ())) == (len(eqn.invars[0].aval.shape) - 1,):
+            read.update(dict.fromkeys(event.makes, there | {*event.reads}))
+    return dataclasses.replace(event, reads=[k for k in event.reads if k not in there])
 
 
 def _of(event: Event, lives: Lives, chip: Chip) -> float:

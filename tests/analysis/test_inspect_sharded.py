@@ -57,3 +57,13 @@ def test_a_resident_state():
     fun = jax.jit(lambda p, s: ADAMW.update(p, s, p), donate_argnums=1)
     with pytest.raises(ValueError, match=r"state has 3 leaves, 12.00 MiB, on the device"):
         jo.verify(fun, params, state, target=H200)
+
+
+def test_a_plan_of_a_stack_divided_along_its_scan():
+    """A result that is another view of what it is made of takes its argument's place: 16 MiB on the host, not 32."""
+    require(H200)
+    params, tx = parameters(8, 1024, True, placed("data")), jo.offload(ADAMW)
+    batch = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=placed("data"))
+    args = params, jo.abstract_state(tx, params), batch
+    row = jo.plan(step_of(tx, loss, update_params=True), *args, target=H200)["jo.jit"]
+    assert row.host == 16 * MIB == jo.plan(step_of(tx, loss, update_params=True), *args)["jo.jit"].host

@@ -19,8 +19,10 @@ from tests.aot.harness import H200, MIB, require
 def test_models_that_the_rules_were_not_made_on(make, way):
     require(H200)
     model = make()
-    option = jo.plan(model.step, *model.args)[way]
+    option = jo.plan(model.step, *model.args, chip=H200)[way]
     compiled = model.compiled(way)
+    time = compiled.timeline(H200)
+    assert option.exposed == pytest.approx(time.exposed, abs=0.05 * time.step)
     assert option.peak / MIB == pytest.approx(compiled.peak, rel=0.1)
     assert option.loaded / MIB == pytest.approx(compiled.loaded, rel=0.01)
     assert option.stored / MIB == pytest.approx(compiled.stored, rel=0.01)
