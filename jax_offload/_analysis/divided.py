@@ -44,6 +44,10 @@ class Division:
             return 0
         return nbytes(aval) - max(own, self.own(aval))
 
+    def summed(self, aval: Any) -> int:
+        """Bytes of the gradient of a parameter that each device has whole, beside the part of it that one has made."""
+        return nbytes(aval) if self.weights.get(tuple(getattr(aval, "shape", ()))) == 1 else 0
+
 
 ALONE = Division()
 

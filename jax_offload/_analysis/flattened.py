@@ -157,13 +157,9 @@ def flattened(jaxpr: Jaxpr, division: Division = ALONE) -> Flattened:
 
 
 def _needed(nodes: list[Node], outputs: Sequence[int]) -> list[Node]:
-    """Without what nothing reads: a load that only another platform needs."""
-    read, found = {*outputs}, list[Node]()
-    for node in reversed(nodes):
-        if node.name == _GATE or node.eqn.effects or not read.isdisjoint(node.makes):
-            read.update(node.operands)
-            found.append(node)
-    return found[::-1]
+    """Without loads that nothing reads: only another platform needs them."""
+    read = {*outputs}.union(*(node.operands for node in nodes))
+    return [node for node in nodes if node.name != "device_put" or not read.isdisjoint(node.makes)]
 
 
 def _type(aval: Any) -> tuple[Any, ...]:

@@ -229,8 +229,9 @@ class Lives:
             self.events.append(Event(list(node.reads), list(node.makes), most, node=node))
         elif node.name in MATMULS and self.division.weights:
             gathered = [self._gathered(k, v.aval) for k, v in zip(node.operands, node.eqn.invars, strict=True)]
-            made = zip(node.eqn.outvars, node.makes, strict=True)
-            scattered = sum(self.division.gathered(v.aval, self.sizes[k]) for v, k in made)
+            made = [(v.aval, k) for v, k in zip(node.eqn.outvars, node.makes, strict=True)]
+            scattered = sum(self.division.gathered(aval, self.sizes[k]) for aval, k in made)
+            self.sizes.update((k, self.sizes[k] + self.division.summed(aval)) for aval, k in made)
             if scattered:  # XLA runs the backward matmuls of a layer side by side
                 gathered += [self.whole[k] for k in [*self.whole][-1:] if self.sizes[self.whole[k]] == scattered]
             reads = [*node.reads, *(k for k in gathered if k != -1)]

@@ -214,7 +214,7 @@ def test_what_is_lowered_or_compiled_already():
 def test_bad_input():
     with pytest.raises(TypeError, match="step: expected a training step, jitted, lowered or compiled; got a dict"):
         jo.inspect({})
-    with pytest.raises(ValueError, match=r"cannot compile for 'h300'. Known: h100, h200, v5e:2x2"):
+    with pytest.raises(ValueError, match=r"cannot compile for 'h300'. Known: a100, h100, h200, v5e:2x2"):
         jo.inspect(jnp.sin, jnp.ones(3), target="h300")
 
 
