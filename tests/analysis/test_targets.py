@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -60,3 +61,12 @@ def test_a_process_in_which_jax_had_started():
     env = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", *targets._ENVIRONMENT)}
     ran = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
     assert ran.stdout.strip() == "1", ran.stderr[-2000:]
+
+
+def test_every_gpu_to_compile_for_is_described():
+    """With the memory that its figures say. Of one that is not the known ones are named."""
+    for name in targets._GPUS:
+        text = (Path(targets.__file__).parent / f"{name}.txtpb").read_text()
+        assert f"device_memory_size: {int(targets.target_of(name).chip.hbm_bytes)}" in text
+    with pytest.raises(ValueError, match=r"cannot compile for 'b200'. Known: a100, h100, h200"):
+        targets.target_of("b200")
