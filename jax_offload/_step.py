@@ -1,7 +1,7 @@
 """A traced training step, cut at its updates: what comes before, the updates, and what comes after.
 
 The step in one piece runs inside one ``jit``. Cut, its updates can run elsewhere than its model: turned around, so that
-they lie beside the next forward pass; on the host; or in groups, while their state comes from files.
+they lie beside the next forward pass; on the host; or in groups, while their state could come from files.
 """
 
 from __future__ import annotations
