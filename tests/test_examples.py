@@ -156,6 +156,7 @@ def test_the_demo_says_what_offloading_did(demo):
     assert ours.parts["optimizer state"] < usual.parts["optimizer state"] <= resident.parts["optimizer state"]
 
 
+@pytest.mark.long("traces a GPT of 7e9 parameters")
 def test_the_demo_estimates_where_it_cannot_compile(demo, monkeypatch):
     def inspect(*_, **__):
         raise ValueError("target: jax-cuda13-plugin, which compiles for h200, is not installed.")

@@ -11,6 +11,7 @@ def check(result, kills):
     assert result["leaves compared"] == 7  # two parameters, two moments of each, and a count
 
 
+@pytest.mark.long("kills a job five times")
 def test_killed_a_few_times(tmp_path):
     check(faults.run(tmp_path, kills=3, steps=110, longest=0.5), 3)
 

@@ -86,7 +86,7 @@ def parts(row, mesh):
     return math.prod(mesh[name] for names in row["spec"] for name in names)
 
 
-@pytest.mark.parametrize("zero1", [False, True], ids=["fsdp", "zero1"])
+@pytest.mark.parametrize("zero1", [False, pytest.param(True, marks=pytest.mark.long("as FSDP"))], ids=["fsdp", "zero1"])
 def test_processes_train_as_one(tmp_path, zero1):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(1000)))

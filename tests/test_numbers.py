@@ -584,7 +584,7 @@ def test_grad(name, jitted):
     assert_same(got, want, name, tolerance=1e-5)
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", rows(TABLE, "traces every optimizer in a scan and under vmap", daily=_DAILY))
 def test_traces_where_the_plain_optimizer_does(name):
     """scan and vmap of every optimizer, traced: the types tell placement; values, cond and grad are for MODES."""
     entry, inner, tx, params, value, grads = problem(name)

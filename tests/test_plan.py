@@ -1,6 +1,7 @@
 """The plan is the program: a reader that knows nothing of plans counts what the emitted equations move."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.extend.core as jex
@@ -13,6 +14,7 @@ import jax_offload as jo
 from jax_offload._emit.find import emitted, updates_in
 from jax_offload._plan.plan import Chunked
 from tests.support.optimizers import TABLE, network
+from tests.support.rows import rows
 
 HOST = jax.memory.Space.Host
 
@@ -64,9 +66,18 @@ SIMPLE = [
 ]
 
 
-@pytest.mark.parametrize("through", ["update", "update_params"])
-@pytest.mark.parametrize("window", [None, 400])
-@pytest.mark.parametrize("name", SIMPLE)
+# Daily every optimizer once, in chunks; in each way some that differ in their passes, branches and rows.
+_ALWAYS = ("adamw", "adafactor:factored", "MultiSteps", "lamb", "prodigy", "muon", "lion", "apply_if_finite")
+
+
+@pytest.mark.parametrize(
+    ("name", "window", "through"),
+    rows(
+        itertools.product(SIMPLE, (None, 400), ("update", "update_params")),
+        "every optimizer in every way",
+        daily=lambda name, window, through: name in _ALWAYS or (window, through) == (400, "update_params"),
+    ),
+)
 def test_the_plan_is_what_is_emitted(name, window, through):
     entry = TABLE[name]
     tx = jo.offload(entry.make(), min_bytes=0, window=window)

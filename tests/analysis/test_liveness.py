@@ -197,7 +197,7 @@ def test_the_resident_row():
     assert "without offload" in row.code
 
 
-@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("train", [False, pytest.param(True, marks=pytest.mark.long("compiles five programs"))])
 def test_compiled_rows(train):
     """Those of ``inspect``; the pipelined row too, where the step itself is given: it is turned round."""
     require(H200)
@@ -223,6 +223,7 @@ def test_compiled_rows(train):
     ) and "jo.pipelined" in str(without)
 
 
+@pytest.mark.long("compiles five programs")
 def test_gradients_on_the_host_are_estimated_and_compiled():
     """The estimate is within a tenth of what is compiled; it needs a chip, which need not be there."""
     require(H200)

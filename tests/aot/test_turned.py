@@ -132,7 +132,7 @@ FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.1)
         daily=[("inside", False)],
     ),
 )
-@pytest.mark.parametrize("tokens", [pytest.param(4096, marks=LONG), 16384])
+@pytest.mark.parametrize("tokens", [pytest.param(4096, marks=LONG), pytest.param(16384, marks=LONG)])
 def test_a_fraction_of_an_unrolled_model_is_never_above_resident(tokens, clip, update_params):
     """And the peak falls with the fraction. Under ``jax.jit`` half of 24 layers peaked at 11584, resident 11328.
 

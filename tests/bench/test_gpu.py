@@ -99,6 +99,7 @@ def test_a_wrong_step_and_a_wrong_place_are_noticed(monkeypatch):
     assert where.misplaced({"a": host}, {"a": host}) == ["a: pinned_host, in device by the driver"]
 
 
+@pytest.mark.long("waits for processes that hang")
 def test_what_ends_a_process_or_hangs_does_not_stop_the_rest(tmp_path, monkeypatch):
     folder = tmp_path / "benchmarks"
     (folder / "gpu").mkdir(parents=True)

@@ -128,6 +128,7 @@ def test_a_worker_that_dies_is_a_reason(tmp_path):
     assert "not done after" in workers.result("in_jax.system", on_toy("optax").to_json(), seconds=0.01)["error"]
 
 
+@pytest.mark.long("starts processes")
 def test_a_worker_is_heard_among_what_others_print(tmp_path, monkeypatch):
     """Also what it said before it was stopped; and its children end with it."""
     folder, alive = tmp_path / "benchmarks", tmp_path / "alive"
@@ -186,6 +187,7 @@ def test_a_case_that_fails_says_why():
     assert "fraction" in workers.result("in_jax.system", bad.to_json(), seconds=120)["error"]
 
 
+@pytest.mark.long("compiles for an H200")
 def test_compiled_figures():
     require(H200)
     ours, plain = (compiled.run(H200, on_toy(system)) for system in ("jax_offload", "optax"))
