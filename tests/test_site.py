@@ -25,7 +25,9 @@ def test_every_public_name_is_in_the_reference(site):
     page = (site / "api/index.html").read_text()
     missing = [name for name in jo.__all__ if f'id="jax_offload.{name}"' not in page]
     assert not missing
-    assert "Raises:" in page and "Example" in page
+    assert "Raises:" in page
+    code = re.findall(r"<code>(.*?)</code></pre>", page, re.DOTALL)  # examples are code, and not quotations
+    assert sum("&gt;&gt;&gt;" in block for block in code) > 25 and "<blockquote>" not in page
 
 
 def test_pages_are_whole_without_a_network(site):

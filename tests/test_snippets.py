@@ -156,10 +156,13 @@ def test_state(tmp_path):
     assert found["state"][0].mu["layers"].sharding.memory_kind == "pinned_host"
 
 
-def test_the_front_page(capsys):
+def test_the_front_page(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     found = run("docs/index.md", {})
     assert found["state"][0].mu["layers"].sharding.memory_kind == "pinned_host"
-    assert "resident" in capsys.readouterr().out
+    shown = re.search(r"```text\n(.*?)```", (ROOT / "docs/index.md").read_text(), re.DOTALL)[1]
+    printed = capsys.readouterr().out
+    assert shown in printed and "resident" in printed
 
 
 def test_what_is_searched_for_in_troubleshooting_is_what_is_said(tmp_path):
