@@ -138,7 +138,7 @@ def test_groups_that_are_alike_share_a_program(small_groups):
     step, params = jo.jit(step_of(tx)), model()
     step(params, tx.init(params), X)
     ((driven, _),) = step._driven._programs.values()
-    assert len({id(program) for task, program in driven._tasks if task.stage.on_cores}) == 1
+    assert len({id(driven._program(task)) for task, _ in driven._tasks if task.stage.on_cores}) == 1
 
 
 def test_compiled_once_and_anew_for_other_types():
@@ -149,7 +149,7 @@ def test_compiled_once_and_anew_for_other_types():
         params, state, _ = step(params, state, X)
     assert len(step._driven._programs) == 1
     ((driven, _),) = step._driven._programs.values()
-    assert {program._cache_size() for _, program in driven._tasks} == {1}
+    assert {program._cache_size() for task, program in driven._tasks if not task.stage.on_cores} == {1}
     step(params, state, X[:4])
     assert len(step._driven._programs) == 2
 
@@ -430,7 +430,8 @@ def test_every_optimizer(name):
         want = plain(params, jo.to_device(state), value, grads)
         params, state, updates = step(copied(params), copied(state), value, grads)
         assert_same((params, jo.to_device(state)), want[:2], f"step {k}")
-        assert_same(updates, want[2], f"step {k}: updates", entry.tolerance)
+        # schedule_free's updates are differences of nearly equal numbers
+        assert_same(updates, want[2], f"step {k}: updates", entry.tolerance and 2 * entry.tolerance)
     has_state = any(table.eligible(x) for x in jax.tree.leaves(state))
     assert (step._driven is not None) == (has_state and name not in WRITTEN_ONLY)
 

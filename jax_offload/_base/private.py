@@ -22,6 +22,7 @@
 | what a ``jit`` says of placement | ``says_nothing_of_placement`` | 0.10 to 0.12 |
 | the file that ``jax.pmap`` is in | ``under_pmap`` | 0.10 to 0.12 |
 | the names of effects | ``effects`` | 0.10 to 0.12 |
+| ``unsafe_buffer_pointer`` of an array | ``address_of`` | 0.10 to 0.12 |
 """
 
 from __future__ import annotations
@@ -244,6 +245,11 @@ def memory_space_of(aval: Any) -> Any:
 def manual_axes_of(x: Any) -> Any:
     """Over which axes a value differs between devices, inside ``shard_map``; something to compare."""
     return getattr(jax.typeof(x), "manual_axis_type", None)
+
+
+def address_of(x: jax.Array) -> int:
+    """Where an array in the host's memory begins."""
+    return x.unsafe_buffer_pointer()
 
 
 def under_jit() -> bool:

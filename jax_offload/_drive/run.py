@@ -21,6 +21,7 @@ from jax_offload._base.jaxprs import (
 )
 from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, is_host_aval, to_device, to_host, with_kind
 from jax_offload._drive.cores import Cores, cores_beside
+from jax_offload._drive.one_pass import Run, one_pass
 from jax_offload._drive.stages import staged
 from jax_offload._drive.tasks import Task, tasks_of
 from jax_offload._step import cut_step
@@ -57,7 +58,9 @@ class Driven:
         self._places |= {v: self._places[old] for v, old in found.next_of.items() if old in self._places}
         self._donated = {v for v, given in zip(own, donated, strict=True) if given}
         self._compiled: dict[Hashable, Jit] = {}
-        self._tasks = [(task, self._program(task)) for task in tasks_of(found, self._donated)]
+        tasks = tasks_of(found, self._donated)
+        sent = {v for task in tasks for v in task.down}
+        self._tasks = [(task, self._run_by(task, sent)) for task in tasks]
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """The step's results, flat, of its flat arguments."""
@@ -104,6 +107,14 @@ class Driven:
         if not isinstance(place, NamedSharding):
             return None
         return with_kind(place, HOST_KIND if is_host_aval(v.aval) else DEVICE_KIND)
+
+    def _run_by(self, task: Task, sent: Set[Var]) -> Run:
+        """How a task runs: as a program of XLA's, or one of the cores in loops of one pass."""
+        program = self._program(task)
+        if not task.stage.on_cores:
+            return program
+        own = task.free - sent if self._cores.cpu is None else frozenset[Var]()
+        return one_pass(task.stage.pieces, task.inputs, task.outputs, program, self._step.next_of, own)
 
 
 class _Values:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.jaxprs import Atom, DropVar, Equation, Literal, Var, renamed, values_of, variables
+from jax_offload._base.jaxprs import Atom, DropVar, Equation, Jaxpr, Literal, Var, renamed, values_of, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._emit.find import holds_update_on_cores, is_update
 from jax_offload._emit.region import Update, bound
@@ -26,12 +26,16 @@ GROUP_BYTES = 2**26
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A part of a stage: ``outputs`` from ``inputs`` by ``run``; pieces of one ``kind`` do the same."""
+    """A part of a stage: ``outputs`` from ``inputs`` by ``run``; pieces of one ``kind`` do the same.
+
+    ``jaxpr``: what ``run`` does, where that is known.
+    """
 
     inputs: list[Atom]
     outputs: list[Var]
     run: Callable[..., Sequence[Any]]
     kind: Hashable = None
+    jaxpr: Jaxpr | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +117,7 @@ def staged(cut: Cut) -> Staged:
             stages.append(Stage(name, pieces))
 
     def piece_of(s: Slice) -> Piece:
-        return Piece([renamed(names, v) for v in s.inputs], s.outputs, s.run, structure(s.jaxpr))
+        return Piece([renamed(names, v) for v in s.inputs], s.outputs, s.run, structure(s.jaxpr), s.jaxpr)
 
     on_device("before", piece_of(cut.before))
     for eqn in cut.update.jaxpr.eqns:
