@@ -3,15 +3,16 @@
     JAX_PLATFORMS=cpu python -m benchmarks.in_jax.on_cores [--parameters 16777216] [--repeats 15] [--json FILE]
 
 The optimizer's update alone, donated: in loops of one pass (numba, the extra ``cores``), and AdamW by XLA's programs
-too; in turn with a loop by hand, torch's fused AdamW (both left out where they are missing), and ``a = b + 2 c`` over
-arrays as large. Medians of the runs, with the quartiles. Bytes: AdamW's one pass moves 28 a parameter; a triad 12 for
-each element, and where a line is read before it is written 16.
+too; in turn with a loop by hand, torch's fused AdamW, DeepSpeed's (each left out where it is missing), and
+``a = b + 2 c`` over arrays as large. Medians of the runs, with the quartiles. Bytes: AdamW's one pass moves 28 a
+parameter; a triad 12 for each element, and where a line is read before it is written 16.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import math
 import os
@@ -19,6 +20,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -58,8 +60,8 @@ def driven(inner: optax.GradientTransformation, n: int, *, loops: bool = True) -
     return run
 
 
-def fused(n: int) -> dict[str, Callable[[], None]]:
-    """torch's fused AdamW; nothing where it is missing."""
+def rivals(n: int) -> dict[str, Callable[[], None]]:
+    """torch's fused AdamW and DeepSpeed's, which compiles it first; nothing where they are missing."""
     try:
         import torch
     except ImportError:
@@ -68,7 +70,12 @@ def fused(n: int) -> dict[str, Callable[[], None]]:
     params = [torch.full((n // LEAVES // WIDTH, WIDTH), 0.1, requires_grad=True) for _ in range(LEAVES)]
     for p in params:
         p.grad = 0.5 * p.detach()
-    return {"AdamW, torch, fused": torch.optim.AdamW(params, lr=1e-3, fused=True).step}
+    found = {"AdamW, torch, fused": torch.optim.AdamW(params, lr=1e-3, fused=True).step}
+    with contextlib.suppress(ImportError):
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        found["AdamW, DeepSpeed's CPUAdam"] = DeepSpeedCPUAdam(params, lr=1e-3, adamw_mode=True).step
+    return found
 
 
 def loops(n: int) -> dict[str, Callable[[], None]]:
@@ -96,6 +103,10 @@ def loops(n: int) -> dict[str, Callable[[], None]]:
     return {"AdamW, by hand": lambda: adamw(*arrays, *scalars), "triad": lambda: triad(*arrays[:3])}
 
 
+def installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
 def timed(runs: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
     """Seconds of each, in turn; the first two rounds compile and fill caches."""
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -117,14 +128,17 @@ def main() -> None:
     n = args.parameters
     runs = {name: driven(tx, n) for name, tx in OPTIMIZERS.items()}
     runs["AdamW, XLA's programs"] = driven(OPTIMIZERS["AdamW"], n, loops=False)
-    times = timed(runs | fused(n) | loops(n), args.repeats)
+    times = timed(runs | rivals(n) | loops(n), args.repeats)
     rows = []
     print("| | 1e9 elements/s | quartiles |\n|---|---:|---:|")
     for name, seconds in times.items():
         slow, middle, fast = (n / s / 1e9 for s in reversed(statistics.quantiles(seconds, n=4)))
         rows.append({"what": name, "rate": middle, "quartiles": [slow, fast], "seconds": seconds})
         print(f"| {name} | {middle:.2f} | {slow:.2f} to {fast:.2f} |")
-    about = f"{os.cpu_count()} cores of {platform.processor() or platform.machine()}, jax {jax.__version__}"
+    versions = ", ".join(
+        f"{name} {version(name)}" for name in ("jax", "numba", "torch", "deepspeed") if installed(name)
+    )
+    about = f"{os.cpu_count()} cores of {platform.processor() or platform.machine()}, {versions}"
     print(f"\n{about}, {n} parameters")
     if args.json:
         args.json.write_text(json.dumps({"about": about, "parameters": n, "rows": rows}, indent=1) + "\n")
