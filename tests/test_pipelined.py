@@ -21,6 +21,7 @@ import jax_offload as jo
 from jax_offload._interop import jit as interop_jit
 from jax_offload._precision.storage import rules_of
 from tests.support.rows import rows
+from tests.support.steps import scans
 from tests.support.storage import resident
 from tests.support.trees import FAST
 from tests.support.words import words
@@ -223,6 +224,28 @@ def test_masters_of_bfloat16_parameters():
     check(
         step_of(tx), step_of(inner, "update_params"), tx.init, inner.init, params, loss_atol=5e-3, one=4e-3, atol=2e-2
     )
+
+
+def test_masters_of_three_matmuls():
+    """Three equal leaves take turns in three phases of an iteration."""
+    inner = jo.with_master_params(ADAMW)
+    tx, params = offloaded(inner), parameters(dtype=jnp.bfloat16)
+
+    def loss(params, batch):
+        def layer(h, w):
+            for _ in range(3):
+                h = h + jnp.tanh(h @ w.astype(h.dtype)) / 3
+            return h, None
+
+        return ((jax.lax.scan(layer, batch["x"], params["layers"])[0][:, :8] - batch["y"]) ** 2).mean()
+
+    train, _ = check(
+        step_of(tx, loss=loss), step_of(inner, "update_params", loss=loss), tx.init, inner.init, params,
+        loss_atol=5e-3, one=4e-3, atol=2e-2,
+    )  # fmt: skip
+    turned, args, _ = train.turned(params, tx.init(params), batch(0))
+    (scan,) = scans(turned, *args)
+    assert scan.ahead and [len(group) for group in scan.groups] == [1, 1, 1]
 
 
 def test_reduce_on_plateau_and_extra_arguments():
