@@ -226,6 +226,45 @@ def test_masters_of_bfloat16_parameters():
     )
 
 
+def summed_up(tx, form, count=4, **how):
+    """A step that sums gradients up over ``count`` microbatches, in a scan."""
+
+    def step(params, state, batch):
+        def add(total, microbatch):
+            value, grads = jax.value_and_grad(functools.partial(loss_of, **how))(params, microbatch)
+            return jax.tree.map(jnp.add, total, grads), value
+
+        parts = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
+        grads, values = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), parts)
+        params, state = new_params(tx, form, jax.tree.map(lambda g: g / count, grads), state, params)
+        return params, state, values.mean()
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("form", "how", "gradients"),
+    rows(
+        [
+            ("update", {}, "device"),
+            ("update_params", {}, "host"),
+            ("update_params", {"unrolled": True}, "device"),
+            ("update", {"count": 2}, "device"),
+        ],
+        "trains plain and turned",
+        daily=[("update", {}, "device")],
+    ),
+)
+def test_microbatches(form, how, gradients):
+    """The first one's forward pass hosts the update for all of the batch before."""
+    tx = offloaded()
+    ours, plain = (summed_up(each, f, **how) for each, f in ((tx, form), (ADAMW, "update")))
+    train, _ = check(ours, plain, tx.init, ADAMW.init, scan="unrolled" not in how, gradients=gradients)
+    turned, args, _ = train.turned(parameters(), tx.init(parameters()), batch(0))
+    lengths = [eqn.params["length"] for eqn in turned.trace(*args).jaxpr.eqns if eqn.primitive.name == "scan"]
+    assert (3 in lengths) == (how == {})  # else the layers are unrolled, or one is left
+
+
 def test_masters_of_three_matmuls():
     """Three equal leaves take turns in three phases of an iteration."""
     inner = jo.with_master_params(ADAMW)
