@@ -226,6 +226,20 @@ def test_masters_of_bfloat16_parameters():
     )
 
 
+@pytest.mark.parametrize(
+    ("share", "gradients"),
+    rows(
+        [("host", "host"), (0.5, "host"), ("host", "device"), (0.5, "device")],
+        "trains plain and turned",
+        daily=[("host", "host")],
+    ),
+)
+def test_the_cores_update(share, gradients):
+    """A turned step is cut at its update as any other; gradients that wait in host memory are there already."""
+    tx = offloaded(update_on=share)
+    check(step_of(tx), step_of(ADAMW, "update"), tx.init, ADAMW.init, scan=False, gradients=gradients)
+
+
 def summed_up(tx, form, count=4, **how):
     """A step that sums gradients up over ``count`` microbatches, in a scan."""
 

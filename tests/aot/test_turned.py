@@ -142,6 +142,9 @@ def test_a_tpu_copies_across_both_halves():
     assert m.peak < plain.peak and m.host_temp == 0
     turned, in_turn = m.timeline("v5e"), plain.timeline("v5e")
     assert turned.exposed_share <= 0.7 and turned.step < in_turn.step
+    waiting = measure_pipelined(V5E, jo.offload(CLIPPED), params, two_by_two, x, gradients="host", options=None)
+    assert waiting.peak <= m.peak - 600 and waiting.host_temp == 0  # of 768 MiB of gradients
+    assert waiting.host_arguments == pytest.approx(3 * 768, abs=1)
 
 
 def clipped_outside(tx):
