@@ -16,7 +16,6 @@ from jax_offload._whole import rewritten
 from tests.aot.harness import MIB, Measured, measure, mesh_for
 from tests.aot.model import loss, parameters, step_of
 
-
 OPTIONS = jo.compiler_options("cuda")
 
 
