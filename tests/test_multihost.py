@@ -45,7 +45,8 @@ def by_slurm(port, processes, i):
 
 
 def start(folder, processes, launcher, *args, script="multihost.py"):
-    """What each of ``processes`` processes of a script in tests/support reports. All end when one fails, or when the time is up."""
+    """What each of ``processes`` processes of a script in tests/support reports. All end when one fails, or when the
+    time is up."""
     port = free_port()
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS) and "_proxy" not in k.lower()}
     flags = f"--xla_force_host_platform_device_count={DEVICES // processes}"
