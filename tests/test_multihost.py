@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.words import words
+
 ROOT = Path(__file__).parent.parent
 DEVICES, SECONDS = 4, 120
 SMALL = "--model test --batch 8 --context 32 --steps 3 --fsdp 2 --window 65536".split()
@@ -42,8 +44,9 @@ def by_slurm(port, processes, i):
     return ["--cluster", "auto"], {f"SLURM_{k}": str(v) for k, v in step.items()} | {"JAX_COORDINATOR_PORT": str(port)}
 
 
-def start(folder, processes, launcher, *args):
-    """What each of ``processes`` processes reports. All end when one fails, or when the time is up."""
+def start(folder, processes, launcher, *args, script="multihost.py"):
+    """What each of ``processes`` processes of a script in tests/support reports. All end when one fails, or when the
+    time is up."""
     port = free_port()
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS) and "_proxy" not in k.lower()}
     flags = f"--xla_force_host_platform_device_count={DEVICES // processes}"
@@ -59,7 +62,7 @@ def start(folder, processes, launcher, *args):
     try:
         for i in range(processes):
             joining, env = launcher(port, processes, i) if processes > 1 else ([], {})
-            command = [sys.executable, ROOT / "tests/support/multihost.py", reports[i], *SMALL, *joining, *args]
+            command = [sys.executable, ROOT / "tests/support" / script, reports[i], *args, *joining]
             with logs[i].open("w") as log:
                 children.append(subprocess.Popen(command, env=inherited | env, stdout=log, stderr=subprocess.STDOUT))
         deadline = time.monotonic() + SECONDS
@@ -92,6 +95,7 @@ def test_processes_train_as_one(tmp_path, zero1):
     text.write_text("".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(1000)))
     args = ["--data", text, "--losses", tmp_path / "losses.json"]
     args += ["--zero1", "--window", "32768"] * zero1  # smaller shards: a smaller window, for them to stream in chunks
+    args = [*SMALL, *args]
     [alone] = start(tmp_path, 1, None, *args)
     assert len(alone["losses"]) == 3 and alone["losses"][-1] < alone["losses"][0] - 0.2
     assert alone["mesh"] == {"data": 2, "fsdp": 2}
@@ -106,6 +110,24 @@ def test_processes_train_as_one(tmp_path, zero1):
             for tree in ("params", "state", "eager init", "back on the host"):
                 assert without_held(seen[tree]) == without_held(alone[tree])
             check_placement(seen, zero1)
+
+
+@pytest.mark.parametrize("gradients", ["device", pytest.param("host", marks=pytest.mark.long("as on the device"))])
+def test_processes_train_as_one_with_the_step_turned_round(tmp_path, gradients):
+    [alone] = start(tmp_path, 1, None, gradients, script="multihost_turned.py")
+    assert len({*alone["losses"]}) == 3 and "in the scan that reads the parameters" in words(alone["placement"])
+    assert (
+        alone["waiting"] == {"device": 2, "pinned_host": 2}
+        if gradients == "device"
+        else {"device": 1, "pinned_host": 3}
+    )
+    for seen in start(tmp_path, 2, by_arguments, gradients, script="multihost_turned.py"):
+        assert seen["processes"] == 2
+        np.testing.assert_allclose(seen["losses"], alone["losses"], rtol=1e-6)
+        np.testing.assert_allclose(seen["norms"], alone["norms"], rtol=1e-5)
+        assert {k: seen[k] for k in ("kinds", "waiting", "placement")} == {
+            k: alone[k] for k in ("kinds", "waiting", "placement")
+        }
 
 
 def without_held(tree):

@@ -21,6 +21,7 @@ import jax_offload as jo
 from jax_offload._interop import jit as interop_jit
 from jax_offload._precision.storage import rules_of
 from tests.support.rows import rows
+from tests.support.steps import scans
 from tests.support.storage import resident
 from tests.support.trees import FAST
 from tests.support.words import words
@@ -223,6 +224,81 @@ def test_masters_of_bfloat16_parameters():
     check(
         step_of(tx), step_of(inner, "update_params"), tx.init, inner.init, params, loss_atol=5e-3, one=4e-3, atol=2e-2
     )
+
+
+@pytest.mark.parametrize(
+    ("share", "gradients"),
+    rows(
+        [("host", "host"), (0.5, "host"), ("host", "device"), (0.5, "device")],
+        "trains plain and turned",
+        daily=[("host", "host")],
+    ),
+)
+def test_the_cores_update(share, gradients):
+    """A turned step is cut at its update as any other; gradients that wait in host memory are there already."""
+    tx = offloaded(update_on=share)
+    check(step_of(tx), step_of(ADAMW, "update"), tx.init, ADAMW.init, scan=False, gradients=gradients)
+
+
+def summed_up(tx, form, count=4, **how):
+    """A step that sums gradients up over ``count`` microbatches, in a scan."""
+
+    def step(params, state, batch):
+        def add(total, microbatch):
+            value, grads = jax.value_and_grad(functools.partial(loss_of, **how))(params, microbatch)
+            return jax.tree.map(jnp.add, total, grads), value
+
+        parts = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
+        grads, values = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), parts)
+        params, state = new_params(tx, form, jax.tree.map(lambda g: g / count, grads), state, params)
+        return params, state, values.mean()
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("form", "how", "gradients"),
+    rows(
+        [
+            ("update", {}, "device"),
+            ("update_params", {}, "host"),
+            ("update_params", {"unrolled": True}, "device"),
+            ("update", {"count": 2}, "device"),
+        ],
+        "trains plain and turned",
+        daily=[("update", {}, "device")],
+    ),
+)
+def test_microbatches(form, how, gradients):
+    """The first one's forward pass hosts the update for all of the batch before."""
+    tx = offloaded()
+    ours, plain = (summed_up(each, f, **how) for each, f in ((tx, form), (ADAMW, "update")))
+    train, _ = check(ours, plain, tx.init, ADAMW.init, scan="unrolled" not in how, gradients=gradients)
+    turned, args, _ = train.turned(parameters(), tx.init(parameters()), batch(0))
+    lengths = [eqn.params["length"] for eqn in turned.trace(*args).jaxpr.eqns if eqn.primitive.name == "scan"]
+    assert (3 in lengths) == (how == {})  # else the layers are unrolled, or one is left
+
+
+def test_masters_of_three_matmuls():
+    """Three equal leaves take turns in three phases of an iteration."""
+    inner = jo.with_master_params(ADAMW)
+    tx, params = offloaded(inner), parameters(dtype=jnp.bfloat16)
+
+    def loss(params, batch):
+        def layer(h, w):
+            for _ in range(3):
+                h = h + jnp.tanh(h @ w.astype(h.dtype)) / 3
+            return h, None
+
+        return ((jax.lax.scan(layer, batch["x"], params["layers"])[0][:, :8] - batch["y"]) ** 2).mean()
+
+    train, _ = check(
+        step_of(tx, loss=loss), step_of(inner, "update_params", loss=loss), tx.init, inner.init, params,
+        loss_atol=5e-3, one=4e-3, atol=2e-2,
+    )  # fmt: skip
+    turned, args, _ = train.turned(params, tx.init(params), batch(0))
+    (scan,) = scans(turned, *args)
+    assert scan.ahead and [len(group) for group in scan.groups] == [1, 1, 1]
 
 
 def test_reduce_on_plateau_and_extra_arguments():

@@ -8,8 +8,8 @@ new state. Were it stored one iteration later, it would share a buffer of the lo
 update would wait for that (12x2x4096x4096, 16384 tokens: 0.79 of the transfers exposed, so 0.39).
 
 So both directions of the link have a whole iteration. A host buffer that is read and written at the same time would be
-copied, so the leaves are in two groups: while the first is stored the second is loaded, through the first half of the
-iteration's arithmetic; and the other way round through the second.
+copied, so the leaves are in groups that take turns, two or three: while one is stored the one before it is loaded,
+through as many phases of the iteration's arithmetic.
 """
 
 from __future__ import annotations
@@ -122,9 +122,9 @@ def scanned(plan: InScan, env: Mapping[Var, Any], names: Names) -> Values:
     """
     scan, body, emitter = plan.scan, plan.body, _Emitter(plan, names)
     last = scan.length - 1
+    end = len(plan.groups) - 1
     first_row, last_row = (last, 0) if scan.reverse else (0, last)
     keys = plan.hosts, (*plan.in_place, *plan.new), plan.loaded, () if plan.ahead else plan.stored, plan.sums
-    one, other = plan.groups
 
     def value(v: Any) -> Any:
         return as_array(v) if isinstance(v, Literal) else env[v]
@@ -133,10 +133,11 @@ def scanned(plan: InScan, env: Mapping[Var, Any], names: Names) -> Values:
     others = {v: value(v) for v in plan.others}
     xs = {k: value(v) for k, v in enumerate(scan.xs) if k not in plan.reread and k not in plan.fed}
 
-    def gated(at: _Iteration, then: Values, gates: Sequence[Any]) -> list[Any]:
-        """What follows waits for the first half of the iteration, and for the first transfers."""
-        held = [v for v in other if v in at.new]
-        back = [] if then else [v for v in one if v in at.new]  # else XLA stores and loads in the second half
+    def gated(at: _Iteration, phase: int, then: Values, gates: Sequence[Any]) -> list[Any]:
+        """What follows waits for this phase of the iteration, and for its transfers."""
+        held = [v for v in plan.groups[phase + 1] if v in at.new]
+        # else XLA stores and loads in the next
+        back = [] if then else [v for v in plan.groups[phase] if v in at.new]
         operands = [*gates, *(at.new[v] for v in held), *(at.host[v] for v in back), *then.values()]
         values = iter(jax.lax.optimization_barrier(operands))
         passed = [next(values) for _ in gates]
@@ -167,19 +168,22 @@ def scanned(plan: InScan, env: Mapping[Var, Any], names: Names) -> Values:
         operands = [*program.consts, *consts, *carried, *(rows[j] for j in range(len(scan.xs)))]
         inner: Values = dict(zip(program.inputs, operands, strict=True))
         stored = i if plan.ahead else before
-        early = emitter.early(at, one, after)
-        then = emitter.exchange(at, one, stored, other, after)
-        inner.update(zip(body.first.outputs, body.first.run(*(inner[v] for v in body.first.inputs)), strict=True))
-        gates = [] if body.gate is None else [body.gate]
-        inner.update(zip(gates, gated(at, then, [inner[v] for v in gates]), strict=True))
-        late = emitter.exchange(at, other, stored, one, after)
-        then |= {v: _on_a_cpu(_instead, x, early[v]) if v in early else x for v, x in late.items()}
-        inner.update(zip(body.second.outputs, body.second.run(*(inner[v] for v in body.second.inputs)), strict=True))
+        early: Values = {}
+        then: Values = {}
+        for p, (phase, gate) in enumerate(zip(body.slices, [*body.gates, None], strict=True)):
+            early |= {} if p == end else emitter.early(at, plan.groups[p], after)
+            fetched = emitter.exchange(at, plan.groups[p], stored, plan.groups[p - 1], after)
+            fetched |= {v: _on_a_cpu(_instead, x, early[v]) for v, x in fetched.items() if v in early}
+            inner.update(zip(phase.outputs, phase.run(*(inner[v] for v in phase.inputs)), strict=True))
+            if p < end:
+                gates = [] if gate is None else [gate]
+                inner.update(zip(gates, gated(at, p, fetched, [inner[v] for v in gates]), strict=True))
+            then |= fetched
         results = [as_array(v) if isinstance(v, Literal) else inner[v] for v in program.outputs]
         if not plan.ahead:
             # the update waits for all of the arithmetic: it overwrites what is being stored through the last of it;
             # and for the last loads: a TPU would start them after it, into what it has read
-            last_loads = [v for v in one if v in then]
+            last_loads = [v for v in plan.groups[end - 1] if v in then]
             results, ready = jax.lax.optimization_barrier((results, [then[v] for v in last_loads]))
             then |= dict(zip(last_loads, ready, strict=True))
         carried, made = results[: len(carried)], dict(zip(scan.ys, results[len(carried) :], strict=True))
@@ -201,14 +205,14 @@ def scanned(plan: InScan, env: Mapping[Var, Any], names: Names) -> Values:
     (_, carried, *kept), ys = jax.lax.scan(
         iteration, init, xs, length=scan.length, reverse=scan.reverse, unroll=scan.unroll
     )
-    end = _Iteration(*(dict(zip(vs, xs, strict=True)) for vs, xs in zip(keys, kept, strict=True)))
-    for v, x in end.new.items():
-        emitter.store(end.host, v, x, last_row)
-    made = dict(zip(scan.carry, carried, strict=True)) | dict(zip(plan.kept, ys, strict=True)) | end.sums
+    done = _Iteration(*(dict(zip(vs, xs, strict=True)) for vs, xs in zip(keys, kept, strict=True)))
+    for v, x in done.new.items():
+        emitter.store(done.host, v, x, last_row)
+    made = dict(zip(scan.carry, carried, strict=True)) | dict(zip(plan.kept, ys, strict=True)) | done.sums
     for move in plan.moves:
         for v, old, dim in zip(move.slice.outputs, move.buffers, move.out_dims, strict=True):
             if isinstance(dim, Rows) and v not in move.feeds:
-                made[v] = (end.host if is_host_aval(v.aval) else end.device)[v if old is None else old]
+                made[v] = (done.host if is_host_aval(v.aval) else done.device)[v if old is None else old]
     return made
 
 

@@ -1,4 +1,8 @@
-"""The last iteration of a scan, apart from the others: the microbatch whose backward pass can host the update."""
+"""An iteration of a scan apart from the others: the microbatch whose pass can host the update.
+
+The last, whose backward pass makes the sum of all gradients; or the first, whose forward pass is the first to read new
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,8 @@ from jax_offload._base.shardings import typed_sharding
 from jax_offload._ir.program import Program, flat, replaced
 
 
-def last_peeled(program: Program, at: int) -> Program | None:
-    """``program``, its equation ``at`` a scan of one iteration less, followed by what that one computes, inlined.
+def peeled(program: Program, at: int, *, first: bool = False) -> Program | None:
+    """``program``, its equation ``at`` a scan without its last iteration, or its first, which is inlined.
 
     ``None`` where it is no scan of several iterations; or has effects, whose order is not to change; or reads or makes
     rows in host memory, which would be copied there.
@@ -28,7 +32,8 @@ def last_peeled(program: Program, at: int) -> Program | None:
         return None
     typed = any(typed_sharding(y.aval) is not None for y in scan.ys)
     body = jax_fun(scan.body)
-    others, last = (slice(1, None), 0) if scan.reverse else (slice(-1), -1)
+    in_front = first != scan.reverse  # which row the iteration has
+    others, apart = (slice(1, None), 0) if in_front else (slice(-1), -1)
     n, m = len(scan.consts), len(scan.init)
 
     def run(*operands: Any) -> list[Any]:
@@ -38,15 +43,20 @@ def last_peeled(program: Program, at: int) -> Program | None:
             made = body(*consts, *carry, *x)
             return made[:m], made[m:]
 
-        before = [x[others] for x in xs]
+        mine = [x[apart] for x in xs]
+        rest = [x[others] for x in xs]
+        y: list[Any] = []
+        if first:
+            init, y = one(list(init), mine)
         if scan.length == 2 and not typed:
             # Inlined, the activations of both iterations begin with zeros that jax 0.10's XLA makes in one operation
             # (12x4096x4096, 16384 tokens, H200: 9408 MiB, resident 8256; so 7360).
-            carry, ys = once(one, list(init), before, [y.aval for y in scan.ys])
+            carry, ys = once(one, list(init), rest, [y.aval for y in scan.ys])
         else:
-            carry, ys = jax.lax.scan(one, list(init), before, scan.length - 1, scan.reverse, scan.unroll)
-        carry, y = one(carry, [x[last] for x in xs])
-        pairs = ([row[None], rows] if scan.reverse else [rows, row[None]] for rows, row in zip(ys, y, strict=True))
+            carry, ys = jax.lax.scan(one, list(init), rest, scan.length - 1, scan.reverse, scan.unroll)
+        if not first:
+            carry, y = one(carry, mine)
+        pairs = ([row[None], rows] if in_front else [rows, row[None]] for rows, row in zip(ys, y, strict=True))
         return [*carry, *map(jnp.concatenate, pairs)]
 
     closed, _ = jaxpr_of(run, *(v.aval for v in eqn.invars))

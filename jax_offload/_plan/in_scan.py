@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence, Set
 
 from jax.sharding import NamedSharding
 
@@ -13,9 +14,12 @@ from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.program import Program, Var, flat
 from jax_offload._ir.slices import Slice, slice_of
 from jax_offload._plan.chunk_rules import Dim, Partial, Rows
-from jax_offload._plan.halves import Halves, halves
 from jax_offload._plan.moves import Move, Moves, Stays, closure, pulled
+from jax_offload._plan.phases import Phases, phases
 from jax_offload._plan.plan import InIterations, Planned, Window
+
+LEAST_GAIN = 0.95  # of the link's time in two groups, for which it is worth to have three
+Groups = tuple[tuple[Var, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +37,7 @@ class InScan:
     """A scan, and what moves into it.
 
     Attributes:
-      scan, body: it, and its iteration.
+      scan, body: it, and its iteration, a phase for each group of leaves.
       moves: the updates inside.
       kept: results that stay stacked.
       ahead: whether the updates come before the iteration's own arithmetic, which reads what they make, or after it.
@@ -41,7 +45,7 @@ class InScan:
       fed: number of one of the scan's ``xs`` -> the result of an update whose rows it has.
       rows: of leaves and other operands, along which axis their rows lie.
       hosts: leaves that move: ``loaded``, those that are read, and ``stored``, those that are written back;
-        ``groups``: the two that take turns.
+        ``groups``: those that take turns, each stored in the phase of its place, and loaded in the next.
       in_place, new: on the device: operands that are overwritten by rows, and results with a buffer of their own.
       sums: results that are summed up.
       others: what else the updates read.
@@ -49,7 +53,7 @@ class InScan:
     """
 
     scan: Scan
-    body: Halves
+    body: Phases
     moves: tuple[Move, ...]
     kept: tuple[Var, ...]
     ahead: bool
@@ -59,7 +63,7 @@ class InScan:
     hosts: tuple[Var, ...]
     loaded: tuple[Var, ...]
     stored: tuple[Var, ...]
-    groups: tuple[tuple[Var, ...], tuple[Var, ...]]
+    groups: Groups
     in_place: tuple[Var, ...]
     new: tuple[Var, ...]
     sums: tuple[Var, ...]
@@ -123,9 +127,10 @@ def in_scan(program: Program, scan: Scan, moves: Moves, *, ahead: bool) -> InSca
         if isinstance(d, Rows)
     }
     own = {*hosts, *in_place, *scan.ys}
+    groups, body = _in_turn(hosts, loaded, stored, flat(scan.body, checkpoints=True))
     return InScan(
         scan,
-        halves(flat(scan.body, checkpoints=True)),
+        body,
         moves.moves,
         tuple(y for y in scan.ys if y in moves.kept),
         ahead,
@@ -135,7 +140,7 @@ def in_scan(program: Program, scan: Scan, moves: Moves, *, ahead: bool) -> InSca
         tuple(hosts),
         tuple(loaded),
         tuple(stored),
-        _balanced(hosts),
+        groups,
         tuple(in_place),
         tuple(new),
         tuple(v for v, _, d in pairs if isinstance(d, Partial)),
@@ -163,10 +168,33 @@ def _reread(program: Program, x: Atom, scan: Scan, in_place: set[Var]) -> Reread
     return None if rows is None else Reread(s, lead.aval.shape, rows.dim, tuple(needed[v] for v in s.inputs))
 
 
-def _balanced(hosts: Sequence[Var]) -> tuple[tuple[Var, ...], tuple[Var, ...]]:
-    """Two groups of about as many bytes."""
-    one: list[Var] = []
-    other: list[Var] = []
+def times_of(groups: Groups, loaded: Set[Var], stored: Set[Var]) -> list[int]:
+    """Bytes that the busier direction carries in each phase."""
+    out = [sum(nbytes(v.aval) for v in group if v in stored) for group in groups]
+    back = [sum(nbytes(v.aval) for v in group if v in loaded) for group in groups]
+    return [max(out[k], back[k - 1]) for k in range(len(groups))]
+
+
+def _in_turn(
+    hosts: Sequence[Var], loaded: Sequence[Var], stored: Sequence[Var], body: Program
+) -> tuple[Groups, Phases]:
+    """Leaves in two groups, or in three where the link has less to wait for, and the phases of an iteration.
+
+    Three equal leaves, masters and two moments, in two groups: while two go one way, one goes the other.
+    """
+    found = [_balanced(hosts, 2), *itertools.permutations(_balanced(hosts, 3))]
+    times = [times_of(groups, {*loaded}, {*stored}) for groups in found]
+    best = min(range(len(found)), key=lambda k: sum(times[k]))
+    cut = phases(body, times[best]) if sum(times[best]) < LEAST_GAIN * sum(times[0]) else None
+    if cut is None:
+        best, cut = 0, phases(body, times[0])
+    assert cut is not None  # of two there are always
+    return found[best], cut
+
+
+def _balanced(hosts: Sequence[Var], count: int) -> Groups:
+    """Groups of about as many bytes."""
+    groups: list[list[Var]] = [[] for _ in range(count)]
     for v in sorted(hosts, key=lambda v: -nbytes(v.aval)):
-        min(one, other, key=lambda group: sum(nbytes(u.aval) for u in group)).append(v)
-    return tuple(one), tuple(other)
+        min(groups, key=lambda group: sum(nbytes(u.aval) for u in group)).append(v)
+    return tuple(map(tuple, groups))

@@ -16,6 +16,8 @@ from jax_offload._whole import rewritten
 from tests.aot.harness import MIB, Measured, measure, mesh_for
 from tests.aot.model import loss, parameters, step_of
 
+OPTIONS = jo.compiler_options("cuda")
+
 
 def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:
     """``inner`` with float32 moments and arithmetic, whatever the parameters' dtype."""
@@ -101,6 +103,7 @@ def measure_pipelined(
     *,
     gradients: Literal["device", "host"] = "device",
     n: int = 1,
+    options: dict[str, Any] | None = OPTIONS,
 ) -> Measured:
     """The step that ``jo.pipelined`` itself makes, with nothing said of where its results go."""
 
@@ -110,7 +113,7 @@ def measure_pipelined(
 
     train = jo.pipelined(step, donate_argnames=("params", "state"), gradients=gradients)
     turned, args, _ = train.turned(params, jo.abstract_state(tx, params), batch)
-    return measure(target, turned.whole_step, args, (0, 1), None, jo.compiler_options("cuda"), n)
+    return measure(target, turned.whole_step, args, (0, 1), None, options, n)
 
 
 def measure_sharded(

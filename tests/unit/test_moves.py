@@ -1,4 +1,6 @@
-"""What may move into a scan: rows found backwards, halves of an iteration, and parts in an order that works."""
+"""What may move into a scan: rows found backwards, phases of an iteration, and parts in an order that works."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -6,15 +8,16 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jax_offload._base.arrays import nbytes
 from jax_offload._base.flops import flops
 from jax_offload._base.jaxprs import Literal, scan_of
 from jax_offload._ir.arrange import Node, arranged, makers, needed
 from jax_offload._ir.program import flat
 from jax_offload._plan.behind import NEEDS_ALL, moves_of
 from jax_offload._plan.chunk_rules import Rows
-from jax_offload._plan.halves import halves
-from jax_offload._plan.in_scan import _balanced
+from jax_offload._plan.in_scan import _in_turn, times_of
 from jax_offload._plan.moves import pulled
+from jax_offload._plan.phases import phases
 from tests.unit._programs import device, host, load, program_of, store
 
 L, N = 4, 3
@@ -73,8 +76,20 @@ def test_flops():
     assert flops(filters) == 2 * (7 * 3 * 3) * (2 * 3 * 3)  # results, and products for each
 
 
-@pytest.mark.parametrize("matmuls", [0, 1, 2, 3, 4])
-def test_halves(matmuls):
+@pytest.mark.parametrize(
+    ("matmuls", "times", "expected"),
+    [
+        *((n, (5, 5), [-(-n // 2), n // 2]) for n in range(5)),
+        (4, (3, 1), [3, 1]),
+        (4, (1, 0), [2, 2]),  # of a phase in which nothing moves
+        (3, (1, 1, 1), [1, 1, 1]),
+        (6, (1, 1, 1), [2, 2, 2]),
+        (6, (1, 2, 3), [1, 2, 3]),
+        (2, (1, 1, 1), None),
+        (0, (1, 1, 1), None),
+    ],
+)
+def test_phases(matmuls, times, expected):
     def fun(x, w):
         y = jnp.sin(x)
         for _ in range(matmuls):
@@ -83,20 +98,25 @@ def test_halves(matmuls):
 
     x, w = jnp.ones((2, N)), jnp.arange(N * N, dtype=jnp.float32).reshape(N, N) / 10
     program = flat(jax.make_jaxpr(fun)(x, w))
-    cut = halves(program)
-    names = [[eqn.primitive.name for eqn in part.jaxpr.eqns] for part in (cut.first, cut.second)]
-    assert [each.count("dot_general") for each in names] == [-(-matmuls // 2), matmuls // 2]
-    assert (cut.gate is None) == (matmuls == 0)
-    if matmuls:
-        assert names[0][-1] == "dot_general" and cut.gate in cut.first.outputs
+    cut = phases(program, times)
+    if expected is None:
+        assert cut is None
+        return
+    assert cut is not None
+    names = [[eqn.primitive.name for eqn in part.jaxpr.eqns] for part in cut.slices]
+    assert [each.count("dot_general") for each in names] == expected
+    assert len(cut.gates) == len(times) - 1
+    for gate, part, each in zip(cut.gates, cut.slices, names, strict=False):
+        assert (gate is None) == (matmuls == 0)
+        assert gate is None or (each[-1] == "dot_general" and gate in part.outputs)
     env = dict(zip(program.inputs, (x, w), strict=True))
-    for part in (cut.first, cut.second):
+    for part in cut.slices:
         env.update(zip(part.outputs, part.run(*(env[v] for v in part.inputs)), strict=True))
     got = [v.val if isinstance(v, Literal) else env[v] for v in program.outputs]
     assert all(np.array_equal(a, b) for a, b in zip(got, fun(x, w), strict=True))
 
 
-def test_halves_of_what_depends():
+def test_phases_of_what_depends():
     """Matmuls that are written first and need nothing do not tell how far the pass is."""
 
     def fun(x, g, v, w):
@@ -110,7 +130,7 @@ def test_halves_of_what_depends():
     x, w = jnp.ones((N, N)), jnp.ones((N, N))
     program = flat(jax.make_jaxpr(fun)(x, x, w, w))
     matmuls = [eqn.outvars[0] for eqn in program.eqns if eqn.primitive.name == "dot_general"]
-    assert halves(program).gate is matmuls[6]  # z, which needs dx, h, and y
+    assert phases(program, (1, 1)).gates == (matmuls[6],)  # z, which needs dx, h, and y
 
 
 def nodes_of(*parts, kept=()):
@@ -141,10 +161,34 @@ def test_arranged_in_a_circle():
         arranged(nodes_of("b>a", "a>b"), {0, 1})
 
 
-def test_balanced():
-    program = program_of(lambda *xs: xs, *(host(n, 8) for n in (1, 2, 3, 4)))
-    one, other = _balanced(program.inputs)
-    assert [v.aval.shape[0] for v in one] == [4, 1] and [v.aval.shape[0] for v in other] == [3, 2]
+def matmuls(count):
+    return flat(jax.make_jaxpr(lambda w: functools.reduce(lambda x, _: x @ w, range(count), w))(jnp.ones((N, N))))
+
+
+@pytest.mark.parametrize(
+    ("rows", "count", "expected"),
+    [
+        ((1, 2, 3, 4), 3, [[4, 1], [3, 2]]),
+        ((1, 1, 1), 3, [[1], [1], [1]]),
+        ((1, 1, 1), 2, [[1, 1], [1]]),  # too few matmuls for three phases
+        ((2, 2, 1), 3, [[2, 1], [2]]),  # no better in three
+        ((1,) * 5, 6, [[1, 1, 1], [1, 1]]),
+    ],
+)
+def test_leaves_in_turn(rows, count, expected):
+    hosts = program_of(lambda *xs: xs, *(host(n, 8) for n in rows)).inputs
+    groups, cut = _in_turn(hosts, hosts, hosts, matmuls(count))
+    assert sorted([v.aval.shape[0] for v in group] for group in groups) == sorted(expected)
+    assert len(cut.slices) == len(groups)
+
+
+def test_a_leaf_that_is_only_loaded():
+    """Two of three move both ways: in three groups the link has no less to wait for."""
+    mu, nu, g = hosts = program_of(lambda *xs: xs, *(host(4, 8) for _ in range(3))).inputs
+    row = nbytes(mu.aval)
+    groups, _ = _in_turn(hosts, hosts, [mu, nu], matmuls(3))
+    assert times_of(groups, {*hosts}, {mu, nu}) == [row, 2 * row]
+    assert times_of(((mu,), (nu,), (g,)), {*hosts}, {mu, nu}) == [row, row, row]
 
 
 def scanned(update):
