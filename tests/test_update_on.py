@@ -479,9 +479,16 @@ def test_nothing_in_host_memory_to_update():
         jo.offload(optax.adamw(1e-2), fraction=0, update_on="host")
 
 
-def test_a_plan_says_that_it_does_not_know():
-    with pytest.raises(ValueError, match=r"plan: does not know yet what the host's cores take; got update_on=0.3"):
-        jo.plan(offload(update_on=0.3), model())
+def test_what_looks_at_a_step_says_which_of_its_programs():
+    """The first, with the peak; the rows of the device are of the same step without ``update_on``."""
+    tx, params = offload(update_on=0.5), model()
+    state, step = tx.init(params), jo.jit(step_of(tx), donate_argnums=(0, 1))
+    seen = jo.verify(step, params, state, X)
+    assert seen.program == "before" and "drives this step in several programs" in str(seen)
+    forecast = jo.plan(step, params, state, X)
+    assert [option.name for option in forecast.options][:4] == ["resident", "as given", "jax.jit", "jo.jit"]
+    assert forecast["as given"].dram and not forecast["jo.jit"].dram
+    assert jo.profile(step, params, state, X, steps=1).simulated is None
 
 
 def test_somebody_elses_program():

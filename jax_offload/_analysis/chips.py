@@ -44,6 +44,7 @@ class Chip:
       interconnect: to other accelerators, one way.
       dram_bytes: the host's memory, for each of its accelerators.
       reached: what programs reach of ``flops``, ``hbm_bandwidth`` and ``interconnect``.
+      dram_bandwidth: of the host's memory, for each of its accelerators; ``None`` where it is not known.
       sources: for each figure where it is published, or that it is assumed, and from what.
 
     Example:
@@ -65,6 +66,7 @@ class Chip:
     interconnect: float
     dram_bytes: int
     reached: Reached
+    dram_bandwidth: float | None = None
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -151,8 +153,8 @@ def _made(name: str, table: Mapping[str, Any], where: str) -> Chip:
     needed = ("hbm_bytes", "flops", "hbm_bandwidth", "host_link", "dram_bytes")
     if missing := [key for key in needed if key not in table]:
         raise ValueError(f'chip: {where} lacks {", ".join(missing)}. Add them, or a line like = "h100".')
-    for key in (*needed, "host_link_both", "interconnect"):
-        value = table.get(key, 1)
+    for key in (*needed, "host_link_both", "interconnect", "dram_bandwidth"):
+        value = 1 if (value := table.get(key)) is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise ValueError(f"chip: {key} in {where} is {value!r}; expected a number above 0, in bytes or per second.")
     platform = table.get("platform", "cuda")
@@ -175,6 +177,7 @@ def _made(name: str, table: Mapping[str, Any], where: str) -> Chip:
         host_link_both=float(table.get("host_link_both", 2 * one_way)),
         interconnect=interconnect,
         dram_bytes=int(table["dram_bytes"]),
+        dram_bandwidth=None if table.get("dram_bandwidth") is None else float(table["dram_bandwidth"]),
         reached=Reached(**{key: float(value) for key, value in reached.items()}),
         sources=dict(table.get("sources", {})),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,12 +12,14 @@ import jax
 
 from jax_offload._analysis.buffers import BATCH, GRADIENTS, PARAMETERS, STATE
 from jax_offload._analysis.chips import Chip, chip, known_chips
+from jax_offload._analysis.driven import FIRST, First, first_program, is_driven, leaves_of
 from jax_offload._analysis.hlo import Op, computations
 from jax_offload._analysis.targets import check_installed, compile_for, prepare, target_of
-from jax_offload._base.memory import HOST_KIND
+from jax_offload._base.memory import HOST_KIND, on_host
+from jax_offload._interop.jit import Jitted
 from jax_offload._interop.pipelined import Pipelined
 from jax_offload._interop.rotated import names_of
-from jax_offload._interop.xla_options import compiler_options
+from jax_offload._interop.xla_options import compiler_options, options_for_sending
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +48,8 @@ class Compiled:
       given: the arguments, as handed over, by the number that they have in the program.
       target: the chip's or the platform's name.
       chip: of which there are figures, if so.
+      program: which of several programs of a step this is; empty where it is all of it.
+      elsewhere: the arguments that the others take.
     """
 
     text: str
@@ -56,6 +61,8 @@ class Compiled:
     target: str
     chip: Chip | None
     compiled_for: bool
+    program: str = ""
+    elsewhere: tuple[Argument, ...] = ()
 
     @property
     def roles(self) -> dict[int, str]:
@@ -102,11 +109,35 @@ def compiled(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], target
     if isinstance(step, Pipelined):
         step, args, carried = step.turned(*args, **kwargs)
         kwargs = {}
+    if isinstance(step, Jitted) and (first := _first_of(step, args, kwargs)) is not None:
+        return of_first(first, target)
     jitted: Any = step if hasattr(step, "lower") and hasattr(step, "trace") else jax.jit(step)
     if target is None:
         lowered = jitted.lower(*args, **kwargs)
         return _of_jax(lowered.compile(), lowered, carried)
     return _for_target(jitted, args, kwargs, target, carried)
+
+
+def _first_of(step: Jitted, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> First | None:
+    """Of a step that is driven in several programs the first."""
+    traced = step.trace(*args, **kwargs)
+    if not is_driven(traced.jaxpr):
+        return None
+    donated = [info.donated for info in jax.tree.leaves(traced.args_info)]
+    return first_program(traced.jaxpr, leaves_of((args, dict(kwargs))), donated)
+
+
+def of_first(first: First, target: str | None) -> Compiled:
+    """The first program of a driven step."""
+    if target is None:
+        lowered = first.jitted.lower(*first.args)
+        options = options_for_sending(jax.default_backend())
+        found = _of_jax(lowered.compile(compiler_options=options or None), lowered, {})
+    else:
+        found = _for_target(first.jitted, first.args, {}, target, {}, options_for_sending(target_of(target).platform))
+    others = (_argument(name, x, on_host(x) or getattr(x.sharding, "memory_kind", None) == HOST_KIND, state=True)
+              for name, x in first.elsewhere.items())  # fmt: skip
+    return dataclasses.replace(found, program=FIRST, elsewhere=tuple(others))
 
 
 def _of_jax(executable: Any, lowered: Any, carried: Mapping[str, Any]) -> Compiled:
@@ -126,7 +157,9 @@ def _of_jax(executable: Any, lowered: Any, carried: Mapping[str, Any]) -> Compil
     )
 
 
-def _for_target(jitted: Any, args: Any, kwargs: Any, target: str, carried: Mapping[str, Any]) -> Compiled:
+def _for_target(
+    jitted: Any, args: Any, kwargs: Any, target: str, carried: Mapping[str, Any], options: Any = None
+) -> Compiled:
     to = target_of(target)
     check_installed(to)
     prepare()
@@ -140,8 +173,9 @@ def _for_target(jitted: Any, args: Any, kwargs: Any, target: str, carried: Mappi
         )
     traced = jitted.trace(*args, **kwargs)
     lowered = traced.lower(lowering_platforms=(to.platform,))
-    own = hasattr(jitted, "whole_step")
-    executable = compile_for(to, lowered.compiler_ir("stablehlo"), n, compiler_options(to.platform) if own else {})
+    if options is None:
+        options = compiler_options(to.platform) if hasattr(jitted, "whole_step") else {}
+    executable = compile_for(to, lowered.compiler_ir("stablehlo"), n, options)
     handed = [None if s is None else s.memory_kind for s in shardings]
     tree = (args, dict(kwargs))
     text = executable.hlo_modules()[0].to_string()
@@ -185,14 +219,16 @@ def _given(tree: Any, handed: Sequence[str | None], carried: Mapping[str, Any]) 
     for (path, x), kind in zip(jax.tree_util.tree_flatten_with_path(tree)[0], handed, strict=True):
         host = kind == HOST_KIND
         if hasattr(x, "dtype") and hasattr(x, "shape"):
-            nbytes = jax.numpy.dtype(x.dtype).itemsize if jax.numpy.issubdtype(x.dtype, jax.numpy.number) else 1
-            for d in x.shape:
-                nbytes *= d
             name = jax.tree_util.keystr(path[2:]) if len(path) > 1 else ""
             state = host or _below(path, states) or getattr(path[-1] if path else None, "key", None) in named
             waits = bool(carried) and len(path) > 1 and getattr(path[1], "idx", None) == 1
-            found.append(Argument(name, host, state, str(x.dtype), nbytes, waits))
+            found.append(_argument(name, x, host, state, waits))
     return found
+
+
+def _argument(path: str, x: Any, host: bool, state: bool, waits: bool = False) -> Argument:
+    size = jax.numpy.dtype(x.dtype).itemsize if jax.numpy.issubdtype(x.dtype, jax.numpy.number) else 1
+    return Argument(path, host, state, str(x.dtype), size * math.prod(x.shape), waits)
 
 
 def _below(path: tuple[Any, ...], states: set[tuple[Any, ...]]) -> bool:

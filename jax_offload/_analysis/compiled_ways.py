@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 
-from jax_offload._analysis.compiled import Compiled, compiled
+from jax_offload._analysis.compiled import Compiled, compiled, of_first
 from jax_offload._analysis.donated import successors
+from jax_offload._analysis.driven import First
 from jax_offload._analysis.option import Option
 from jax_offload._analysis.schedule import Program
 from jax_offload._analysis.setting import Setting, priced
@@ -23,6 +24,7 @@ from jax_offload._emit.find import emitted
 from jax_offload._interop.jit import Jitted
 from jax_offload._interop.pipelined import Pipelined, pipelined
 
+DRIVEN = "as given"
 _TURNED = ("jo.pipelined", "gradients too")
 GIVES_UP = "the compiler gives up, as"
 ESTIMATED = "is estimated, not compiled, as the step cannot be turned round"
@@ -45,6 +47,7 @@ class Compiler:
       plain: the step, traced; ``leaves`` are its flat arguments, abstract.
       resident: the step with its state on the device, of ``there``.
       setting: where it runs.
+      driven: the first of its programs, where the host's cores update a part; its row is called ``DRIVEN``.
       turned: by the names of their rows, what ``jo.pipelined`` makes of the step, with its ``args``; without it, a row
         stays estimated.
     """
@@ -57,6 +60,7 @@ class Compiler:
     setting: Setting
     turned: Mapping[str, Pipelined]
     args: Sequence[Any]
+    driven: First | None = None
 
     def row(self, option: Option) -> Option:
         """An estimated row with the compiler's figures."""
@@ -81,6 +85,8 @@ class Compiler:
     def _compiled(self, name: str) -> Compiled:
         if name in _TURNED:
             return compiled(self.turned[name], tuple(self.args), {}, self.target)
+        if name == DRIVEN and self.driven is not None:
+            return of_first(self.driven, self.target)
         at_home = name == "resident"
         step: Any = self.resident if at_home else jax_fun(self.plain)
         given = [on_a_mesh(x) for x in (self.there if at_home else self.leaves)]
@@ -121,7 +127,11 @@ def turned_round(step: Any, base: Callable[..., Any], args: Sequence[Any], plain
     return dict(zip(_TURNED, (pipelined(base, **names), pipelined(base, gradients="host", **names)), strict=True))
 
 
-def _with(option: Option, program: Compiled, setting: Setting) -> Option:
+_OF_ALL_PROGRAMS = ("exposed", "overhead", "hidden", "hidden_from", "dram", "cores")
+
+
+def _with(given: Option, program: Compiled, setting: Setting) -> Option:
+    option = given
     known = option.parameters + option.state + option.window
     gradients = min(option.gradients, max(0, program.peak - known))
     rest = max(0, program.peak - known - gradients)
@@ -129,6 +139,9 @@ def _with(option: Option, program: Compiled, setting: Setting) -> Option:
         option, peak=program.peak, peak_range=(program.peak, program.peak), host=program.host, gradients=gradients,
         activations=rest,
     )  # fmt: skip
+    if program.program:  # one of several, and host memory and time are those of all
+        seen = priced(dataclasses.replace(option, host=given.host), setting, 0.0)
+        return dataclasses.replace(seen, **{name: getattr(given, name) for name in _OF_ALL_PROGRAMS})
     option, chip = priced(option, setting, 0.0), setting.chip or program.chip
     if chip is None:
         return option

@@ -108,7 +108,7 @@ def problems(program: Compiled, played: Timeline) -> tuple[Problem, ...]:
 
 
 def _nothing_there(program: Compiled) -> list[Problem]:
-    if any(given.host for given in program.given.values()) or "S(5)" in program.text:
+    if any(given.host for given in (*program.given.values(), *program.elsewhere)) or "S(5)" in program.text:
         return []
     arrays = handed(program.text)
     state = [arrays[number,].nbytes for number, given in program.given.items() if given.state]

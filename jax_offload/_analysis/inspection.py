@@ -11,8 +11,9 @@ from typing import Any
 from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.chips import chip as chip_of
 from jax_offload._analysis.compiled import Compiled, compiled
+from jax_offload._analysis.driven import SAYS
 from jax_offload._analysis.found import Loop, Problem, Transfer, loops, problems, transfers
-from jax_offload._analysis.schedule import Program
+from jax_offload._analysis.schedule import UNKNOWN, Program
 from jax_offload._analysis.timeline import Timeline, played
 from jax_offload._analysis.units import in_seconds
 
@@ -42,6 +43,7 @@ class Inspection:
       problems: what is wrong; empty where all is well.
       timeline: the simulated run; ``None`` where there are no figures of the chip.
       compiled_for: whether it is compiled for a chip that is not there.
+      program: which program this is, where ``update_on`` has the step driven in several: ``"before"``, the first.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, jax_offload as jo
@@ -62,6 +64,7 @@ class Inspection:
     problems: tuple[Problem, ...]
     timeline: Timeline | None
     compiled_for: bool
+    program: str = ""
 
     @property
     def errors(self) -> tuple[Problem, ...]:
@@ -81,7 +84,8 @@ class Inspection:
     @property
     def unseen(self) -> str:
         """What could be wrong and cannot be told from this program; empty where all can."""
-        return _UNSEEN_ON_A_CPU if self.target == "cpu" else ""
+        found = [_UNSEEN_ON_A_CPU] if self.target == "cpu" else []
+        return ". ".join(found + ([f"the other programs. {SAYS}"] if self.program else []))
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as what JSON has, without the timeline's segments."""
@@ -95,6 +99,7 @@ class Inspection:
             "host_temp": self.host_temp,
             **lists,
             "unseen": self.unseen,
+            "program": self.program,
             "timeline": self.timeline and self.timeline.to_dict(),
         }
 
@@ -110,7 +115,8 @@ class Inspection:
         host = ("pinned host memory: a CPU counts it above", "") if self.target == "cpu" else None
         parts += [host or ("pinned host memory", _mib(self.host))]
         parts += [("  temporaries", _mib(self.host_temp))] if self.host_temp else []
-        found: list[tuple[str, list[tuple[str, ...]]]] = [(f"device: {self.target}", [("", "MiB"), *parts])]
+        which = f", program {self.program!r}" if self.program else ""
+        found: list[tuple[str, list[tuple[str, ...]]]] = [(f"device: {self.target}{which}", [("", "MiB"), *parts])]
         if t := self.timeline:
             times = [("step", t.step), ("  compute", t.compute), ("  waits for transfers", t.exposed)]
             times += [("  waits for collectives", t.exposed_collectives)] if t.collectives else []
@@ -219,11 +225,16 @@ def _inspected(program: Compiled, chip: str | Path | Chip | None) -> Inspection:
         parts=parts,
         host=program.host,
         host_temp=program.host_temp,
-        transfers=transfers(run),
+        # what the first program of several sends is what the cores read
+        transfers=tuple(
+            dataclasses.replace(t, leaf="gradients") if program.program and t.leaf == UNKNOWN else t
+            for t in transfers(run)
+        ),
         loops=loops(schedule),
         problems=problems(program, run),
         timeline=None if speeds is None else run,
         compiled_for=program.compiled_for,
+        program=program.program,
     )
 
 

@@ -16,17 +16,19 @@ from jax.sharding import NamedSharding
 from jax_offload._analysis.exposure import BACKWARD, FORWARD
 from jax_offload._analysis.forecast import Forecast
 from jax_offload._analysis.option import Option
-from jax_offload._analysis.setting import Setting, priced
+from jax_offload._analysis.setting import Setting, of_the_cores, priced
 from jax_offload._analysis.streams import Streams, streams
 from jax_offload._analysis.units import in_bytes
-from jax_offload._analysis.ways import Way, inner_of, resident, way, ways
+from jax_offload._analysis.ways import Way, inner_of, resident, way, ways, without_cores
 from jax_offload._arguments import check_params
+from jax_offload._base.around import described
 from jax_offload._base.arrays import Offloaded, nbytes
 from jax_offload._base.shardings import sharding_of, shards_of
 from jax_offload._placement import Leaf, unmanaged
 from jax_offload._plan.decide import LEAST_WINDOW
-from jax_offload._report import table_and_trace
+from jax_offload._report import table_and_trace, traced
 from jax_offload._state import placed_leaves
+from jax_offload._update import update_params
 
 # Tracing an update takes seconds for a thousand leaves. Beyond so many only one way is traced; what the others move,
 # and their windows, follow from that by their bytes.
@@ -53,17 +55,12 @@ def of_optimizer(
     own = sum(nbytes(x) // math.prod(shards_of(sharding_of(x), np.shape(x))) for x in leaves)
 
     inner, given = inner_of(tx)
-    if "update_on" in given:
-        raise ValueError(
-            f"plan: does not know yet what the host's cores take; got update_on={given['update_on']!r}. Fix: plan "
-            "without it, and compare by the rule of docs/host_or_device.md."
-        )
     inside = not isinstance(tx, Offloaded) and _offloads_inside(inner, params)
     name = "as given" if inside or given else "offload"
     first = Way(name, "tx as it is; step = jo.jit(step, donate_argnums=(0, 1))", tx) if inside else way(
         name, inner, called, given)  # fmt: skip
     table, trace = table_and_trace(first.tx, params)
-    found = Measured(table.leaves, streams(trace) if trace is not None else None)
+    found = Measured(table.leaves, None if trace is None else _streams(trace, first.tx, params))
     notes = [f"how it streams is not known: {table.unknown}"] if table.unknown else []
     notes += [NO_ACTIVATIONS] if activations is None else []
     if activations is None and setting.tokens is None and setting.chip is not None:
@@ -77,10 +74,14 @@ def of_optimizer(
     plain = placed_leaves(inner, params)[0]
     options.insert(0, parts.option(resident(inner, called), Measured([leaf for leaf, _, _ in plain], Streams())))
     norm = found.streams is not None and found.streams.norm
-    for each in ways(inner, given, params, called, norm):
+    alone = setting.devices[0] == 1 and len(found.leaves) <= MANY_LEAVES
+    for each in ways(inner, given, params, called, norm, alone):
         options.append(parts.option(each, measured(each, params, found)))
+    notes += of_the_cores(options, setting)
     made = partial(way, inner=inner, called=called, ahead=norm)
-    for option in solved(parts, lambda name, more: made(name, options=more), params, given, options, found):
+    for option in solved(
+        parts, lambda name, more: made(name, options=more), params, without_cores(given), options, found
+    ):
         options.insert(2, option)
         left = 0 if setting.memory is None else setting.memory - option.peak
         notes.append(f"largest window that fits with {option.name}: {in_bytes(option.window + left)}")
@@ -110,13 +111,26 @@ def measured(way: Way, params: Any, like: Measured) -> Measured:
     """Traced; or, of many leaves, by the bytes of another way."""
     if len(like.leaves) <= MANY_LEAVES:
         table, trace = table_and_trace(way.tx, params)
-        return Measured(table.leaves, None if trace is None else streams(trace))
+        return Measured(table.leaves, None if trace is None else _streams(trace, way.tx, params))
     placed = Measured([leaf for leaf, _, _ in placed_leaves(way.tx, params)[0]], None)
     if like.streams is None or not like.host:
         return placed
     of, share = like.streams, placed.host / like.host
     scaled = {key: int(getattr(of, key) * share) for key in ("loaded", "stored", "window")}
     return dataclasses.replace(placed, streams=dataclasses.replace(of, **scaled))
+
+
+def _streams(trace: Any, tx: Any, params: Any) -> Streams:
+    """What comes up from the cores are parameters, as ``jo.update_params`` makes them there, not updates."""
+    found = streams(trace)
+    if not found.cores.dram:
+        return found
+
+    def step(params: Any) -> Any:
+        return update_params(tx, params, tx.init(params), params)
+
+    with described(params):
+        return dataclasses.replace(found, cores=streams(traced(step, params)).cores)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,14 +143,18 @@ class Parts:
 
     def option(self, way: Way, found: Measured) -> Option:
         moved = found.streams or Streams(found.host, found.host, 0)
+        cores = moved.cores
         away = self.own if way.pending else 0  # gradients that wait on the host; in the window beside their state
         window = moved.window * (found.host + away) // max(1, found.host)
         peak = 2 * self.own - away + found.device + window + (self.activations or 0)
         option = Option(
             way.name, way.code, self.own, self.own - away, found.device, window, self.activations, peak, (peak, peak),
-            found.host + away, moved.loaded + away, moved.stored + away, same_numbers=way.same_numbers,
+            found.host + away + cores.gradients, moved.loaded + away + cores.up,
+            moved.stored + away + cores.gradients + cores.down, same_numbers=way.same_numbers,
         )  # fmt: skip
-        return priced(option, self.setting, FORWARD if way.ahead else 0.0 if moved.norm else BACKWARD)
+        # gradients go down to the cores beside the backward pass, whatever the update waits for
+        share = FORWARD if way.ahead else 0.0 if moved.norm and not cores.dram else BACKWARD
+        return priced(option, self.setting, share, cores)
 
 
 def solved(

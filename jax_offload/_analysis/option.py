@@ -20,7 +20,7 @@ class Option:
       activations: bytes of what else the step needs, estimated; ``None`` where no step was given.
       peak: bytes on the device at the step's peak, the sum of these.
       peak_range: the least and the most that the peak can be, where it is estimated of a step; else both are ``peak``.
-      host: bytes of state in pinned host memory. Exact.
+      host: bytes of state in pinned host memory, and of gradients that wait there. Exact.
       loaded: bytes that a step copies from the host. Exact.
       stored: bytes that it copies to the host. Exact.
       link: seconds that the link needs for them, both ways at once; ``None`` without a chip.
@@ -29,6 +29,8 @@ class Option:
       overhead: ``exposed`` beside the step without transfers: 0.05 is 5 % longer.
       hidden: share of ``link`` that is hidden.
       hidden_from: tokens per step from which all of it is hidden; ``None`` where nothing is, or no chip is known.
+      dram: bytes that the host's cores move through its memory to update what is there; 0 where they do not.
+      cores: seconds that they take for it.
       fits: whether ``peak`` fits the device, and ``host`` the host; ``None`` where neither is known.
       why_not: what is missing; empty where it fits.
       same_numbers: whether the numbers are those of the optimizer that was given: False for a lower precision.
@@ -59,6 +61,8 @@ class Option:
     overhead: float | None = None
     hidden: float | None = None
     hidden_from: int | None = None
+    dram: int = 0
+    cores: float | None = None
     fits: bool | None = None
     why_not: str = ""
     same_numbers: bool = True

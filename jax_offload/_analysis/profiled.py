@@ -33,7 +33,8 @@ class Profile:
       exposed: while something is copied and nothing is computed.
       idle: neither.
       steps: how many were measured.
-      simulated: what the model says; ``None`` where there are no figures of the chip.
+      simulated: what the model says; ``None`` where there are no figures of the chip, or ``update_on`` has the step
+        driven in several programs.
       timeline: all measured steps, to be saved as a picture or a trace.
 
     Example:
@@ -204,7 +205,8 @@ def profile(step: Any, *args: Any, steps: int = 3, chip: str | Path | Chip | Non
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"profile(): steps={steps!r}; expected a whole number from 1 on.")
     step = step if hasattr(step, "lower") else jax.jit(step)
-    simulated = inspect(step, *args, chip=chip).timeline
+    seen = inspect(step, *args, chip=chip)
+    simulated = None if seen.program else seen.timeline  # of several programs one is no measure
     args = _following(args, jax.block_until_ready(step(*args)))
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):

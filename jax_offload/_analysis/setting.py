@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from jax_offload._analysis import exposure
 from jax_offload._analysis.chips import Chip
+from jax_offload._analysis.exposure import Link
 from jax_offload._analysis.forecast import Forecast
 from jax_offload._analysis.host import HostMemory
+from jax_offload._analysis.on_cores import NONE, Share
 from jax_offload._analysis.option import Option, smallest
-from jax_offload._analysis.units import in_bytes
+from jax_offload._analysis.units import in_bytes, in_seconds
 
 # A lossy way is recommended where it spares more of a step than this, and nothing exact fits as well.
 WORTH_ROUNDING = 0.1
+# The host's cores are recommended where they spare more than this: their time is that of the memory's published peak.
+WORTH_THE_CORES = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +75,8 @@ class Setting:
         )
 
 
-def priced(option: Option, setting: Setting, share: float) -> Option:
-    """With what it costs. ``share``: of the step's arithmetic, beside which it streams."""
+def priced(option: Option, setting: Setting, share: float, cores: Share = NONE) -> Option:
+    """With what it costs. ``share``: of the step's arithmetic, beside which it streams. ``cores``: what these do."""
     why, fits = "", None
     if setting.memory is not None:
         fits = option.peak_range[1] <= setting.memory
@@ -80,11 +85,17 @@ def priced(option: Option, setting: Setting, share: float) -> Option:
             why = f"{option.name} is {short} short of memory on each device."
     if fits is not False and option.host and (said := setting.host.why_not(option.host * setting.devices[1])):
         why = f"{option.name}: {said}."  # said, not decided: the host on which this runs may be another
-    option = dataclasses.replace(option, fits=fits, why_not=why)
+    if cores.dram and setting.devices[0] > 1:
+        fits = False
+        why = (f"{option.name}: the host's cores update the state of one accelerator, not yet one that is divided over "
+               f"{setting.devices[0]}.")  # fmt: skip
+    option = dataclasses.replace(option, fits=fits, why_not=why, dram=cores.dram)
     if setting.chip is None:
         return option
     link = exposure.link_of(setting.chip)
     both = link.seconds(option.loaded, option.stored)
+    if cores.dram:
+        return _beside_the_cores(option, setting, setting.chip, cores, share, link)
     exposed = None if setting.compute is None else exposure.exposed(both, setting.compute, share)
     each = setting.seconds_per_token
     return dataclasses.replace(
@@ -98,6 +109,20 @@ def priced(option: Option, setting: Setting, share: float) -> Option:
     )
 
 
+def _beside_the_cores(option: Option, setting: Setting, chip: Chip, cores: Share, share: float, link: Link) -> Option:
+    moved = option.loaded, option.stored
+    both, dram, compute = link.seconds(*moved), chip.dram_bandwidth, setting.compute
+    option = dataclasses.replace(option, link=both, link_serial=link.one_after_the_other(*moved))
+    if dram is None:
+        return option
+    option = dataclasses.replace(option, cores=cores.dram / dram)
+    if not compute:
+        return option
+    exposed, waits = cores.exposed(link, dram, share * compute, *moved)
+    hidden = 1 - min(waits, both) / both
+    return dataclasses.replace(option, exposed=exposed, overhead=exposed / compute, hidden=hidden)
+
+
 def chosen(options: Sequence[Option]) -> Option | None:
     """The way to take: of those that fit the one that adds least, a lossy one only for a good deal.
 
@@ -105,14 +130,15 @@ def chosen(options: Sequence[Option]) -> Option | None:
     """
     fitting = [option for option in options if option.fits]
     if all(option.fits is None for option in options):
-        fitting = [option for option in options if option.host][:1] or list(options[:1])
+        fitting = [option for option in options if option.host and not option.dram][:1] or list(options[:1])
     if not fitting:
         return None
 
     def rank(option: Option) -> tuple[float, int, int]:
         moved = option.loaded + option.stored
-        added = option.overhead if option.overhead is not None else 0.0
-        return added + (0 if option.same_numbers else WORTH_ROUNDING), moved, option.peak
+        added = option.overhead if option.overhead is not None else math.inf if option.dram else 0.0
+        rounded, cores = 0 if option.same_numbers else WORTH_ROUNDING, WORTH_THE_CORES if option.dram else 0
+        return added + rounded + cores, moved, option.peak
 
     return min(fitting, key=rank)
 
@@ -138,3 +164,19 @@ def changes(options: Sequence[Option], base: Option, compute: float | None) -> t
                 text = f"{other.name}: {in_bytes(other.host)} of host memory instead of {in_bytes(base.host)}"
                 found.append((-other.host / base.host, text))
     return tuple(text for _, text in sorted(found, key=lambda each: -each[0]))
+
+
+def of_the_cores(options: Sequence[Option], setting: Setting) -> list[str]:
+    """What the host's cores take, and from which bandwidth of the host's memory on they win."""
+    found: list[str] = []
+    dram = None if setting.chip is None else setting.chip.dram_bandwidth
+    for option in options:
+        if option.dram:
+            said = f"{option.name}: {in_bytes(option.dram)} through the host's memory, as it is built today"
+            if dram is None or option.cores is None:
+                known = "give a chip" if setting.chip is None else "the chip has no dram_bandwidth"
+                found.append(f"{said}; {known}, and its time is told")
+                continue
+            said += f": {in_seconds(option.cores)} at its published {dram / 1e9:.0f} GB/s, hidden behind nothing"
+            found.append(said)
+    return found

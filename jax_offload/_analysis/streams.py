@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from jax_offload._analysis.on_cores import NONE, Share, share_of
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Var
 from jax_offload._base.memory import is_host_aval
@@ -28,6 +29,7 @@ class Streams:
       unpaired: of ``looped`` the chunks that are loaded first, and as many that are stored last: alone, either way.
       tail: bytes of the slice that is stored last of those that stream beside the backward pass.
       norm: whether the update waits for a number that is made of gradients: it can begin when all are there.
+      cores: what the host's cores update where it is; none of the above is of that.
     """
 
     loaded: int = 0
@@ -38,14 +40,16 @@ class Streams:
     unpaired: int = 0
     tail: int = 0
     norm: bool = False
+    cores: Share = NONE
 
 
 def streams(trace: Any) -> Streams:
     """Of a traced update, or of a traced step, a closed jaxpr."""
     updates = [each.update for each in updates_in(trace)]
-    planned = [p for update in updates for p in update.planned]
+    planned = [p for update in updates for p in update.planned if not isinstance(p.transfer, OnCores)]
+    whole = [update for update in updates if isinstance(update, Update)]
     looped = [p for p in planned if p.in_chunks or p.window.own_loop]
-    beside = [p for p in planned if not isinstance(p.transfer, InIterations | OnCores) and p not in looped]
+    beside = [p for p in planned if not isinstance(p.transfer, InIterations) and p not in looped]
     return Streams(
         loaded=sum(map(_loaded, planned)),
         stored=sum(_stored(update) for update in updates),
@@ -54,7 +58,11 @@ def streams(trace: Any) -> Streams:
         looped=sum(p.slice.loaded_bytes for p in looped),
         unpaired=_unpaired(looped),
         tail=beside[-1].slice.loaded_bytes if beside else 0,
-        norm=any(isinstance(update, Update) and _waits_for_all(update) for update in updates),
+        norm=any(map(_waits_for_all, whole)),
+        cores=share_of(
+            (p for update in whole for p in update.planned),
+            (update.operands[i] for update in whole for i in update.gradients),
+        ),
     )
 
 
@@ -80,7 +88,7 @@ def _at_once(p: Planned) -> int:
 
 def _stored(update: Update | Moved) -> int:
     old = update.next_values if isinstance(update, Update) else {}
-    slices = [(p.slice, _repeated(p)) for p in update.planned]
+    slices = [(p.slice, _repeated(p)) for p in update.planned if not isinstance(p.transfer, OnCores)]
     if isinstance(update, Update):
         slices += [(each.prelude, 0) for each in update.plan.passes]
     own = [(sum(_own(v, s.shards, old) for v in s.stores), rows) for s, rows in slices]

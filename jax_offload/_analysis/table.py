@@ -69,6 +69,8 @@ def _row(option: Option) -> tuple[str, ...]:
 
 
 def _added(option: Option) -> str:
+    if option.overhead is None and option.dram:
+        return "?" if option.cores is None or option.link is None else in_seconds(max(option.cores, option.link))
     if option.overhead is not None:
         return f"+{option.overhead:.1%}" if option.overhead else "0"
     return "0" if not option.loaded and not option.stored else "?" if option.link is None else in_seconds(option.link)

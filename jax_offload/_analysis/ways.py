@@ -59,6 +59,10 @@ def way(name: str, inner: Any, called: str, options: Mapping[str, Any], **kwargs
 _JIT = "jo.jit(step, donate_argnums=(0, 1))"
 
 
+def without_cores(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if key != "update_on"}
+
+
 def resident(inner: Any, called: str) -> Way:
     return Way("resident", f"tx = {called}; step = jax.jit(step, donate_argnums=(0, 1))", inner)
 
@@ -83,12 +87,18 @@ def replicated_axes(params: Any) -> tuple[str, ...]:
     return tuple(name for name, size in shardings[0].mesh.shape.items() if size > 1 and name not in used)
 
 
-def ways(inner: Any, given: Mapping[str, Any], params: Any, called: str, norm: bool) -> Sequence[Way]:
+def ways(inner: Any, given: Mapping[str, Any], params: Any, called: str, norm: bool, alone: bool) -> Sequence[Way]:
     """Besides the resident one and the one that is given.
 
     ``norm``: whether the update waits for all gradients, so that only the next forward pass can hide it.
+    ``alone``: whether there is one device, which the host's cores can do for, and few leaves.
     """
     found: list[Way] = []
+    if (streamed := without_cores(given)) != given:
+        given = streamed
+        found.append(way("on the device", inner, called, given))
+    elif alone:
+        found.append(way("on the cores", inner, called, {**given, "update_on": "host"}))
     if norm:
         found.append(way("pipelined", inner, called, given, ahead=True))
         found.append(way("gradients too", inner, called, given, ahead=True, pending=True))

@@ -13,9 +13,10 @@ import numpy as np
 
 from jax_offload._analysis import exposure
 from jax_offload._analysis.chips import Chip
-from jax_offload._analysis.compiled_ways import ESTIMATED, GIVES_UP, Compiler, compiled_labels, turned_round
+from jax_offload._analysis.compiled_ways import DRIVEN, ESTIMATED, GIVES_UP, Compiler, compiled_labels, turned_round
 from jax_offload._analysis.divided import Division, collectives, division_of, gathered_ahead
 from jax_offload._analysis.donated import donations
+from jax_offload._analysis.driven import FIRST, First, first_program, is_driven, on_the_device
 from jax_offload._analysis.exposure import BACKWARD, FORWARD
 from jax_offload._analysis.flattened import flattened, loop_of
 from jax_offload._analysis.forecast import Forecast
@@ -24,11 +25,12 @@ from jax_offload._analysis.optimizer import devices_of, dtype_of
 from jax_offload._analysis.option import Option
 from jax_offload._analysis.resident import on_device, resident
 from jax_offload._analysis.scanned import in_a_scan
-from jax_offload._analysis.setting import Setting, priced
+from jax_offload._analysis.setting import Setting, of_the_cores, priced
 from jax_offload._analysis.streams import Streams, streams
 from jax_offload._analysis.work import all_flops, seconds
 from jax_offload._base.around import step_described
 from jax_offload._base.arrays import nbytes
+from jax_offload._base.jaxprs import jax_fun
 from jax_offload._base.memory import HOST_KIND, on_host
 from jax_offload._base.shardings import sharding_of, shards_of
 from jax_offload._emit.find import emitted, updates_in
@@ -44,6 +46,7 @@ LABELS = (("host, each way, window", "exact"), ("peak, activations, hidden, adde
 # (docs/should_i_offload.md has the table).
 UNROLLED = 1.35
 RESIDENT = "the inner optimizer, without offload; step = jax.jit(step, donate_argnums=...)"
+DEVICE_WAYS = "jax.jit", "jo.jit"
 SCANNED = 0.5  # of a step's operations in its two largest scans: one forward, one backward
 
 
@@ -58,7 +61,13 @@ def of_step(step: Callable[..., Any], args: Sequence[Any], setting: Setting, tar
     leaves = [x for x in jax.tree.leaves(args) if hasattr(x, "dtype")]
     setting = dataclasses.replace(setting, devices=devices_of(leaves), dtype=dtype_of(leaves))
     with step_described():
-        plain, own = traced(base, *args), traced(rewritten(base), *args)
+        plain = traced(base, *args)
+        driven = plain if is_driven(plain) else None
+        if driven is None:
+            own = traced(rewritten(base), *args)
+        else:
+            plain = on_the_device(plain)
+            own = traced(rewritten(jax_fun(plain)), *leaves)
     found = updates_in(plain)
     if not any(p for each in found for p in each.update.planned):
         raise ValueError(
@@ -87,10 +96,21 @@ def of_step(step: Callable[..., Any], args: Sequence[Any], setting: Setting, tar
         options.append(seen.option("jo.pipelined", code, plain, ahead=True))
         code = 'step = jo.pipelined(step, donate_argnames=..., gradients="host")'
         options.append(seen.option("gradients too", code, plain, ahead=True, pending=True))
+    first = None
+    if driven is not None:
+        given_away = donations(emitted(plain).jaxpr, len(leaves))
+        first = first_program(driven, leaves, given_away)
+        options.insert(1, seen.driven("step = jo.jit(step, donate_argnums=...)", streams(driven), first, given_away))
     notes = ["every argument that a result is like counts as donated"]
+    if driven is not None:
+        notes.append(
+            f"the peak of {DRIVEN!r} is that of {FIRST!r}, the first of its programs, and its time a model's; "
+            f"{' and '.join(DEVICE_WAYS)} are of the same step without update_on"
+        )
+        notes += of_the_cores(options, setting)
     if target is not None:
         turned = turned_round(step, base, args, plain)
-        compiler = Compiler(target, plain, leaves, at_home, there, setting, turned, args)
+        compiler = Compiler(target, plain, leaves, at_home, there, setting, turned, args, first)
         made = [compiler.row(option) for option in options]
         if left := [each.name for each in options if not compiler.compiles(each.name)]:
             verb = "is" if len(left) == 1 else "are"
@@ -149,6 +169,25 @@ class _Seen:
         exposed = self._exposed(trace, program, moved, chip, compute, ahead)
         hidden = max(0.0, 1 - exposed / option.link)
         return dataclasses.replace(option, exposed=exposed, overhead=exposed / compute, hidden=hidden, hidden_from=None)
+
+    def driven(self, code: str, moved: Streams, first: First, donated: Sequence[bool]) -> Option:
+        """A step of whose update the host's cores make a part, by its first program."""
+        inner = traced(first.jitted.__wrapped__, *first.args)
+        given = [k < len(first.args[0]) for k in range(len(inner.jaxpr.invars))]
+        beside = sum(_own(x) for x in first.elsewhere.values() if not is_hosted(x))
+        estimated, in_order = (peak(inner.jaxpr, given, early=early) + beside for early in (True, False))
+        scanned = in_one_scan(inner.jaxpr)
+        most = estimated if scanned else max(in_order, int(UNROLLED * estimated))
+        parameters, state, host = self._arguments(donated)
+        rest = max(0, estimated - parameters - state)
+        gradients = min(rest, sum(map(self.division.own, self.gradients)))
+        cores = moved.cores
+        option = Option(
+            DRIVEN, code, parameters, gradients, state, 0, rest - gradients, estimated, (estimated, most),
+            host + cores.gradients, moved.loaded + cores.up, moved.stored + cores.gradients + cores.down,
+        )  # fmt: skip
+        # the gradient of stacked layers is one array, which goes down when the scan is over
+        return priced(option, self.setting, 0.0 if scanned else BACKWARD, cores)
 
     def _exposed(
         self, trace: Any, program: Any, moved: Streams, chip: Chip, compute: float, ahead: bool

@@ -73,6 +73,17 @@ class Driven:
             values.drop(task.over, self._donated)
         return values_of(values.here, self._step.outputs)
 
+    @property
+    def first(self) -> tuple[Task, Callable[..., Sequence[Any]], Sequence[Var]]:
+        """The first task, its program without the ``jit``, and the variables that the step's arguments are."""
+        task, program = self._tasks[0]
+        run = program.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
+        return task, run, self._step.inputs[len(self._step.consts) :]
+
+    @property
+    def consts(self) -> dict[Var, Any]:
+        return dict(zip(self._step.inputs, self._step.consts, strict=False))
+
     def _place(self, v: Var) -> Sharding:
         """Where on the accelerator a value lives."""
         return self._places.get(v) or SingleDeviceSharding(next(iter(self._devices)))

@@ -115,7 +115,7 @@ def test_on_a_mesh_bytes_are_per_device_and_the_state_can_be_divided():
 
 def test_what_is_given_already():
     given = jo.offload(ADAMW, select="w", storage="bfloat16")
-    assert [option.name for option in jo.plan(given, STACKED).options] == ["resident", "as given"]
+    assert [option.name for option in jo.plan(given, STACKED).options] == ["resident", "as given", "on the cores"]
     chained = optax.chain(optax.clip_by_global_norm(1.0), jo.offload(ADAMW))
     forecast = jo.plan(chained, STACKED)
     assert [option.name for option in forecast.options] == ["as given"]
@@ -232,3 +232,50 @@ def test_a_model_of_70e9_unrolled():
     assert forecast["offload"].host == forecast["offload"].loaded == 8 * n
     assert forecast["bfloat16"].host == forecast["bfloat16"].loaded == 4 * n
     assert "641 leaves" in repr(forecast)
+
+
+def test_the_cores_by_hand():
+    """Of AdamW in float32, per parameter: 8 bytes down and 4 up, 76 through the host's memory, 40 / 28 of 28 in passes,
+    12 that cross, 24 of copies (docs/host_or_device.md)."""
+    forecast, n = jo.plan(ADAMW, STACKED, chip="h100", tokens_per_step=16384), 24 * 4096**2
+    row = forecast["on the cores"]
+    assert (row.stored, row.loaded, row.dram) == (8 * n, 4 * n, 76 * n)
+    assert (row.window, row.state, row.host) == (0, 4, 12 * n)  # gradients land there too
+    assert row.cores == pytest.approx(76 * n / 76.8e9)
+    # one leaf is one group: all new parameters come up after it. Gradients are hidden behind the backward pass
+    assert row.exposed == pytest.approx(76 * n / 76.8e9 + 4 * n / 55e9)
+    assert row.hidden_from is None and "update_on='host'" in row.code
+    masters = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), STACKED)
+    row = jo.plan(jo.with_master_params(ADAMW), masters)["on the cores"]
+    assert (row.loaded, row.stored) == (2 * n, 4 * n) and row.cores is row.overhead is None
+
+
+def test_the_cores_are_recommended_where_they_pay(tmp_path):
+    """Clipped, and behind a slow link: half of what the device's update moves hides behind the backward pass."""
+    masters = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), STACKED)
+    clipped = jo.with_master_params(CLIPPED)
+
+    def named(dram, tokens=65536, tx=clipped, memory="3GiB"):
+        path = tmp_path / "mine.toml"
+        path.write_text(f'like = "h100"\nhost_link = 2e9\ndram_bandwidth = {dram}\n')
+        return jo.plan(tx, masters, chip=path, tokens_per_step=tokens, device_memory=memory).recommended
+
+    assert named(4e12).name == "on the cores"
+    assert named(5e9).name != "on the cores"
+    assert named(4e12, tokens=None).name != "on the cores"
+    assert named(4e12, memory="80GiB").name == "resident"
+    assert jo.plan(jo.offload(clipped, update_on="host"), masters).recommended.name == "on the device"
+
+
+def test_what_is_updated_on_the_cores_already():
+    """Half of eight layers: 4 stream, 4 stay; what else is compared is on the device. One accelerator alone."""
+    params = {f"w{i}": jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for i in range(8)}
+    forecast, n = jo.plan(jo.offload(ADAMW, update_on=0.5), params, chip="h100"), 4 * 1024**2
+    row = forecast["as given"]
+    assert (row.dram, row.loaded, row.stored) == (76 * n, (8 + 4) * n, (8 + 8) * n)
+    assert forecast["on the device"].dram == 0 and "on the cores" not in [o.name for o in forecast.options]
+    mesh = AbstractMesh((2,), ("data",))
+    there = NamedSharding(mesh, P("data"))
+    params = {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there) for k, x in params.items()}
+    row = jo.plan(jo.offload(ADAMW, update_on="host"), params, chip="h100")["as given"]
+    assert row.fits is False and "one accelerator, not yet one that is divided over 2" in row.why_not

@@ -11,19 +11,24 @@ from jax_offload._base.jaxprs import jaxpr_of
 from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, is_host_aval
 from jax_offload._drive.run import Driven
 from jax_offload._interop.xla_options import options_for_sending
-from tests.aot.harness import H200, measure, mesh_for, require
+from tests.aot.harness import H200, MIB, measure, mesh_for, require
 from tests.aot.model import loss, parameters, step_of
 
 RESIDENT = {512: 5048, 16384: 11328}  # MiB, the whole step
 
 
-def first_program(share, tokens):
+def model(share, tokens):
     """24 unrolled layers of 4096×4096, compiled up to its update."""
     where = NamedSharding(mesh_for(H200), PartitionSpec())
     params = parameters(24, 4096, False, where)
     tx = jo.offload(optax.adamw(1e-3), update_on=share)
     args = params, jo.abstract_state(tx, params), jax.ShapeDtypeStruct((tokens, 4096), jnp.float32, sharding=where)
-    closed, _ = jaxpr_of(step_of(tx, loss, update_params=True), *args)
+    return step_of(tx, loss, update_params=True), args, where
+
+
+def first_program(share, tokens):
+    step, args, where = model(share, tokens)
+    closed, _ = jaxpr_of(step, *args)
     leaves = jax.tree.leaves(args)
     driven = Driven(closed, leaves, [True] * (len(leaves) - 1) + [False], {}, {})
     (task, program), *_ = driven._tasks
@@ -45,3 +50,16 @@ def test_gradients_go_down_as_they_are_made(share, tokens, peak, hidden):
     assert found.host_temp == 0 and found.loaded == 0
     assert found.stored == pytest.approx(1536 if share == "host" else 448)
     assert found.hidden >= hidden
+
+
+@pytest.mark.parametrize(("share", "tokens", "peak"), [("host", 16384, 8256), (0.3, 16384, 9344)])
+def test_it_is_what_inspect_and_plan_look_at(share, tokens, peak):
+    """The estimate is a range, as the layers are in no scan."""
+    require(H200)
+    fun, args, _ = model(share, tokens)
+    step = jo.jit(fun, donate_argnums=(0, 1))
+    seen = jo.inspect(step, *args, target=H200)
+    assert seen.program == "before" and seen.errors == () and seen.peak / MIB == pytest.approx(peak, rel=0.02)
+    assert {t.leaf for t in seen.transfers} == {"gradients"}
+    low, high = jo.plan(step, *args)["as given"].peak_range
+    assert 0.9 * low <= seen.peak <= high
