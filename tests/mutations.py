@@ -80,6 +80,10 @@ MUTATIONS = [
     Mutation("what was not donated is taken", "_drive/tasks.py", "others = {*step.inputs} - donated | {", "others = {", "test_update_on.py -k stays"),
     Mutation("the next group is not sent ahead", "_drive/run.py", "self._tasks[k + 1 : k + 2]", "self._tasks[k + 1 : k + 1]", "test_update_on.py -k next_group"),
     Mutation("an update by the cores runs on the device", "_emit/region.py", "if self.on_cores:\n            raise UpdatedOnCores", "if False:\n            raise UpdatedOnCores", "test_update_on.py -k stages"),
+    Mutation("old parameters are written over before another reads them", "_drive/one_pass.py", " or read_by.count(old) != 1", "", "test_one_pass.py -k still_read"),
+    Mutation("a gradient in host memory becomes the update", "_drive/run.py", "own = task.free - sent if", "own = task.free if", "test_update_on.py -k train_state"),
+    Mutation("a NumPy array of the user's is written", "_drive/one_pass.py", "zip(old, _owned([env[v] for v in old]), strict=True)", "zip(old, [env[v] for v in old], strict=True)", "test_one_pass.py -k not_ours"),
+    Mutation("a loop's maximum loses NaN", "_drive/loop_source.py", '({0} > {1}) or ({0} != {0})', "({0} > {1})", "test_one_pass.py -k special"),
 ]  # fmt: skip
 
 

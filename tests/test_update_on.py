@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
 from jax_offload._cores import first_up_to, share_of_cores
-from jax_offload._drive import run, stages
+from jax_offload._drive import one_pass, run, stages
 from jax_offload._drive.cores import Cores, cores_beside
 from tests.support import optimizers as table
 from tests.support.optimizers import TABLE, assert_same, copied
@@ -154,7 +154,10 @@ def test_compiled_once_and_anew_for_other_types():
     assert len(step._driven._programs) == 2
 
 
-def test_what_is_donated_is_updated_in_its_buffers():
+@pytest.mark.parametrize("loops", [True, False])
+def test_what_is_donated_is_updated_in_its_buffers(loops, monkeypatch):
+    if not loops:
+        monkeypatch.setattr(one_pass, "_has_numba", lambda: False)
     tx = offload()
     step, params = jo.jit(step_of(tx), donate_argnums=(0, 1)), model()
     state = tx.init(params)
