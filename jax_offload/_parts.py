@@ -14,11 +14,11 @@ from jax_offload._emit.serialise import Serialise, serial_parts
 from jax_offload._inlined import Inlined, inlined
 from jax_offload._ir.arrange import Node, arranged, needed
 from jax_offload._ir.masks import Mask, forward, union
-from jax_offload._ir.peel import peeled
+from jax_offload._ir.peel import peeled, why_whole
 from jax_offload._ir.program import Program
 from jax_offload._ir.slices import Slice, slice_of
 from jax_offload._plan.ahead import moves_ahead
-from jax_offload._plan.behind import SUMMED_UP, moves_of, sums_up
+from jax_offload._plan.behind import MICROBATCHES, moves_of, sums_up
 from jax_offload._plan.in_scan import InScan, in_scan
 from jax_offload._plan.in_turn import in_turn
 from jax_offload._plan.interleave import Gate, Piece, interleaved
@@ -58,6 +58,14 @@ class Parts:
     moved: bool
     sums_up: tuple[int, ...] = ()
 
+    def saying_of_microbatches(self, why: str) -> Parts:
+        """The same, which says why the last of them does not host the update."""
+        if not why or MICROBATCHES not in self.step.stays:
+            return self
+        stays = tuple(f"{each}: {why}" if each == MICROBATCHES else each for each in self.step.stays)
+        parts: list[Part] = [part.saying(stays) if isinstance(part, Rest) else part for part in self.parts]
+        return dataclasses.replace(self, step=dataclasses.replace(self.step, stays=stays), parts=parts)
+
 
 def parts_of(plain: Program) -> Parts | None:
     """The parts that a step runs in, of the step's program; ``None`` where it has no update, or several.
@@ -73,12 +81,17 @@ def parts_of(plain: Program) -> Parts | None:
     if parts.moved:
         return parts
     ways = [(at, False) for at in parts.sums_up] or [(at, True) for at in _read_whole(plain)]
+    whys: list[str] = []
     for at, first in ways:
-        if (other := peeled(plain, at, first=first)) is not None and (again := inlined(other)) is not None:
+        why = why_whole(plain, at)
+        again = None if why else inlined(peeled(plain, at, first=first))
+        if again is not None:
             decided = _decided(again, apart=True)
             if decided.moved:
                 return decided
-    return parts
+            whys += decided.step.stays
+        whys += [why] if why else []
+    return parts.saying_of_microbatches("; ".join(dict.fromkeys(whys)))
 
 
 def _read_whole(plain: Program) -> list[int]:
@@ -103,8 +116,8 @@ def _decided(found: Inlined, apart: bool = False) -> Parts:
     for at, scan in reversed(scans):
         moves, why = moves_of(step.program, scan, at, step.next_of, moved, step.waiting)
         stay_behind[at] = why
-        if not moves.moves and not apart and sums_up(step.program, scan, at, step.gradients):
-            why.append(SUMMED_UP)
+        if not moves.moves and not apart and (how := sums_up(step.program, scan, at, step.gradients)):
+            why.append(how)
             summing.append(at)
         if moves.moves:
             plans[at] = in_scan(step.program, scan, moves, ahead=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -68,7 +68,7 @@ def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     program = flat(closed)
     if any(map(holds_update_on_cores, program.eqns)):
         return _as_it_is(closed, ("the step is cut at it, as the host's cores update a part",), args)
-    found = None if ordered(closed.effects) else parts_of(program)
+    found = None if ordered(closed.effects) else parts_of(_noted_inside(program))
     if found is None:
         if (by_step := _by_step(closed, program)) is not None:
             return jax_fun(by_step)(*args)
@@ -124,18 +124,33 @@ def _results_of(part: Slice | InScan | Rest | Piece, env: Mapping[Var, Any], nam
 
 def _as_it_is(closed: ClosedJaxpr, why: tuple[str, ...], args: Sequence[Any]) -> list[Any]:
     """The step as it was, but that its updates say why."""
+    return jax_fun(_saying(closed, why))(*args)
+
+
+def _noted_inside(program: Program) -> Program:
+    """A step with an update of its own, and others in its branches or loops, which say why they stay there."""
+    own = frozenset(id(eqn.params["update"]) for eqn in program.eqns if is_update(eqn))
+    names = [eqn.primitive.name for eqn in program.eqns if not is_update(eqn) and holds_update(eqn)]
+    if not own or not names:
+        return program
+    why = tuple(f"another update runs in a {name} of the step, and stays there" for name in dict.fromkeys(names))
+    return flat(_saying(program.closed, why, own))
+
+
+def _saying(closed: ClosedJaxpr, why: tuple[str, ...], but: Set[int] = frozenset()) -> ClosedJaxpr:
+    """The same, whose updates, ``but`` those of these identities, say why."""
     if not why:
-        return jax_fun(closed)(*args)
+        return closed
 
     def with_reasons(eqn: Equation) -> Program | None:
-        if not is_update(eqn):
+        if not is_update(eqn) or id(eqn.params["update"]) in but:
             return None
         update = dataclasses.replace(eqn.params["update"], stays=why)
         noted = eqn.replace(params=eqn.params | {"update": update})
         ins = [Var(v.aval) if isinstance(v, Literal) else v for v in eqn.invars]
         return Program(ins, list(eqn.outvars), [noted.replace(invars=ins)], [], closed.jaxpr.debug_info)
 
-    return jax_fun(as_closed(expanded(closed.jaxpr, with_reasons), closed.consts))(*args)
+    return as_closed(expanded(closed.jaxpr, with_reasons), closed.consts)
 
 
 def _by_step(closed: ClosedJaxpr, program: Program) -> ClosedJaxpr | None:

@@ -435,6 +435,18 @@ def accumulating_backwards(tx, loss):
     return step
 
 
+def another_in_cond(tx, loss):
+    """Once more where the loss is large."""
+
+    def step(params, state, x):
+        value, grads = jax.value_and_grad(loss)(params, x)
+        params, state = jo.update_params(tx, grads, state, params)
+        more = lambda: jo.update_params(tx, grads, state, params)  # noqa: E731
+        return (*jax.lax.cond(value > 0, more, lambda: (params, state)), value)
+
+    return step
+
+
 def in_a_loop(tx, loss):
     """Several steps in one."""
 
@@ -542,6 +554,7 @@ STEPS_OF_PEOPLE = {
     without_update: False,
     two_updates: False,
     in_cond: False,
+    another_in_cond: True,
     skipping: False,
     accumulating: True,
     accumulating_backwards: True,
@@ -553,6 +566,7 @@ STEPS_OF_PEOPLE = {
 SAID = {
     two_updates: "the step has 2 updates",
     in_cond: "it runs in a cond",
+    another_in_cond: "another update runs in a cond of the step, and stays there",
     skipping: "it runs in a while (skip= is one)",
     raveling: "its rows are merged",
     with_a_ref: "effects of mutable arrays",
@@ -572,18 +586,90 @@ def test_steps(step_of):
         assert SAID[step_of] in " ".join(reasons(step, *args))
 
 
-def test_layers_by_their_number_say_why():
-    """Their gradients are summed up in a whole stack, also in the last iteration."""
-    tx, params = jo.offload(ADAMW, min_bytes=0), model_of("scan").init()
+def by_number(params, x):
+    """The gradients of all layers are summed up in a whole stack, also in the last iteration."""
+    layer = lambda x, i: (jnp.tanh(x @ params["layers"][i]), None)  # noqa: E731
+    return (jax.lax.scan(layer, x, jnp.arange(L))[0] ** 2).mean()
 
-    def loss(params, x):
-        layer = lambda x, i: (jnp.tanh(x @ params["layers"][i]), None)  # noqa: E731
-        return (jax.lax.scan(layer, x, jnp.arange(L))[0] ** 2).mean()
 
-    step = jo.jit(training_step(tx, loss))
+def recurrent(params, x):
+    layer = lambda x, _: (jnp.tanh(jnp.einsum("bi,lij->bj", x, params["layers"])), None)  # noqa: E731
+    return (jax.lax.scan(layer, x, None, length=3)[0] ** 2).mean()
+
+
+def over_microbatches(change=lambda grads: grads, seen=lambda x: None):
+    """Gradients of ``loss``; ``change``: of their sum; ``seen``: of every microbatch."""
+
+    def gradients_of(loss):
+        def gradients(params, x):
+            def add(total, x):
+                seen(x)
+                return jax.tree.map(jnp.add, total, jax.grad(loss)(params, x[None])), None
+
+            return change(jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), x)[0])
+
+        return gradients
+
+    return gradients_of
+
+
+def by_norm(grads):
+    return jax.tree.map(lambda g, norm=optax.tree.norm(grads): g / norm, grads)
+
+
+def scaled_by_the_cotangent(loss):
+    """By a number that the backward scan carries out: the batch's gradient."""
+
+    def gradients(params, x):
+        grads, of_x = jax.grad(loss, argnums=(0, 1))(params, x)
+        return jax.tree.map(lambda g: g / (1 + jnp.abs(of_x).max()), grads)
+
+    return gradients
+
+
+def unrolled(params, x):
+    for k in range(L):
+        x = jnp.tanh(x @ params["layers"][k])
+    return (x**2).mean()
+
+
+@pytest.mark.parametrize(
+    ("gradients_of", "loss", "expected"),
+    [
+        (jax.grad, by_number, "takes its layers by their index"),
+        (jax.grad, recurrent, "every iteration of a scan uses it"),
+        (over_microbatches(by_norm), None, "cannot host the update: something that needs all gradients"),
+        (
+            over_microbatches(seen=lambda x: jax.debug.callback(lambda v: None, x[0])),
+            None,
+            "cannot host the update: it has effects",
+        ),
+        (over_microbatches(), unrolled, "cannot host the update: it runs in a loop of its own"),
+        (scaled_by_the_cotangent, None, "a number that the same scan carries to its end"),
+        (lambda loss: lambda params, x: by_norm(jax.grad(loss)(params, x)), None, "something that needs all gradients"),
+    ],
+)
+def test_why_nothing_moves(gradients_of, loss, expected):
+    model, tx = model_of("scan"), jo.offload(ADAMW, min_bytes=0)
+    params, gradients = model.init(), gradients_of(loss or model.loss)
+    step = jo.jit(lambda params, state, x: jo.update_params(tx, gradients(params, x), state, params))
     args = params, tx.init(params), batch()
     assert not any(moved(step, *args).values())
-    assert "summed up in the carry of a scan" in " ".join(reasons(step, *args))
+    (why,) = reasons(step, *args)
+    assert expected in why
+
+
+def test_one_microbatch():
+    """A scan over one is its iteration."""
+    model, tx = model_of("scan"), jo.offload(ADAMW, min_bytes=0)
+    params, gradients = model.init(), over_microbatches()(model.loss)
+    steps = [
+        jit(lambda p, s, x, tx=tx: jo.update_params(tx, gradients(p, x), s, p), compiler_options=FAST)
+        for jit, tx in ((jo.jit, tx), (jax.jit, ADAMW))
+    ]
+    got, want = (step(params, tx.init(params), batch()[:1]) for step, tx in zip(steps, (tx, ADAMW), strict=True))
+    assert all(moved(steps[0], params, tx.init(params), batch()[:1]).values())
+    assert_close(got, want, 2e-6)
 
 
 def test_prints():

@@ -517,6 +517,44 @@ def test_nnx():
     assert_close(train.finish(carry)[0], wanted[-1][0], 1e-6)
 
 
+def test_nnx_optimizer_inside_a_chain():
+    """Module and optimizer are carried as one state; the offload is one part of the optimizer's chain."""
+
+    class Layers(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.vmap(lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs))(rngs.fork(split=LAYERS))
+
+        def __call__(self, x):
+            body = nnx.scan(lambda x, layer: x + jnp.tanh(layer(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+            return body(x, self.layers)
+
+    def build(tx):
+        model = Layers(nnx.Rngs(0))
+        graph, both = nnx.split((model, nnx.Optimizer(model, tx, wrt=nnx.Param)))
+
+        def step(both, x):
+            model, optimizer = nnx.merge(graph, both)
+            value, grads = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+            optimizer.update(model, grads)
+            return nnx.split((model, optimizer))[1], value
+
+        return step, jax.device_put(both, jax.tree.map(lambda x: x.sharding, both))
+
+    batches = [batch(k)["x"] for k in range(5)]
+    (step, both), (plain, start) = (
+        build(optax.chain(CLIP, tx)) for tx in (offloaded(optax.adamw(1e-2)), optax.adamw(1e-2))
+    )
+    wanted, losses = loop(plain, (start,), batches)
+    train = jo.pipelined(step, donate_argnames="both")
+    assert in_the_scan(train, both, batches[0])
+    carry, seen = advance(train, copied((both,)), batches)
+    got = train.finish(carry)
+    np.testing.assert_allclose(now(seen), losses, rtol=1e-5)
+    assert_placed(got, both)
+    assert HOST in {x.sharding.memory_kind for x in jax.tree.leaves(got)}
+    assert_close(nnx.to_pure_dict(got), nnx.to_pure_dict(wanted[-1][0]), 1e-5)
+
+
 class Both(NamedTuple):
     params: Any
     state: Any
@@ -808,11 +846,28 @@ def test_nothing_of_start_is_donated_before_the_first_call():
 # On a mesh
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_fully_sharded(axis_type):
+FSDP = {"layers": P(None, "data"), "head": P("data"), "bias": P()}
+TWO_AXES = {"layers": P(None, "data", "model"), "head": P("model"), "bias": P()}
+
+
+@pytest.mark.parametrize(
+    ("axis_type", "specs", "gradients"),
+    rows(
+        [
+            (AxisType.Auto, FSDP, "device"),
+            (AxisType.Explicit, FSDP, "device"),
+            (AxisType.Auto, TWO_AXES, "device"),
+            (AxisType.Explicit, TWO_AXES, "host"),
+            (AxisType.Auto, TWO_AXES, "host"),
+        ],
+        "trains on eight devices",
+        daily=[(AxisType.Auto, FSDP, "device"), (AxisType.Explicit, TWO_AXES, "host")],
+    ),
+)
+def test_fully_sharded(axis_type, specs, gradients):
     """The numbers of one device; every leaf of parameters and state stays divided as it was, over all steps."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
-    specs = {"layers": P(None, "data"), "head": P("data"), "bias": P()}
+    shape, names = ((8,), ("data",)) if specs is FSDP else ((4, 2), ("data", "model"))
+    mesh = jax.make_mesh(shape, names, axis_types=(axis_type,) * len(names))
     params = {k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in parameters().items()}
     tx = offloaded()
     plain_tx = ADAMW
@@ -832,7 +887,7 @@ def test_fully_sharded(axis_type):
     wanted, losses = loop(step_of(plain_tx, "update"), (parameters(), ADAMW.init(parameters())), map(batch, range(5)))
     with jax.set_mesh(mesh):
         state = jax.jit(tx.init, out_shardings=jo.state_shardings(tx, params))(params)
-        train = pipelined(step_on(tx, "update_params"))
+        train = pipelined(step_on(tx, "update_params"), gradients=gradients)
         carry, seen = advance(train, (params, state), batches[:3])
         for each in batches[3:]:
             before = jax.tree.map(lambda x: x.sharding, carry.kept)

@@ -18,18 +18,24 @@ from jax_offload._base.shardings import typed_sharding
 from jax_offload._ir.program import Program, flat, replaced
 
 
-def peeled(program: Program, at: int, *, first: bool = False) -> Program | None:
-    """``program``, its equation ``at`` a scan without its last iteration, or its first, which is inlined.
-
-    ``None`` where it is no scan of several iterations; or has effects, whose order is not to change; or reads or makes
-    rows in host memory, which would be copied there.
-    """
+def why_whole(program: Program, at: int) -> str:
+    """Why equation ``at`` of ``program``, a scan, has no iteration apart; empty where it may."""
     eqn = program.eqns[at]
     scan = scan_of(eqn)
-    if scan is None or scan.length < 2 or eqn.effects:
-        return None
+    if scan is None or not scan.length:
+        return "it has no iterations"
+    if eqn.effects:
+        return "it has effects, a callback say, whose order would change"
     if any(is_host_aval(v.aval) for v in (*scan.xs, *scan.ys)):
-        return None
+        return "it reads or makes rows in host memory, which would be copied there"
+    return ""
+
+
+def peeled(program: Program, at: int, *, first: bool = False) -> Program:
+    """``program``, its equation ``at`` a scan without its last iteration, or its first, which is inlined."""
+    eqn = program.eqns[at]
+    scan = scan_of(eqn)
+    assert scan is not None  # else there is a reason
     typed = any(typed_sharding(y.aval) is not None for y in scan.ys)
     body = jax_fun(scan.body)
     in_front = first != scan.reverse  # which row the iteration has
@@ -44,6 +50,9 @@ def peeled(program: Program, at: int, *, first: bool = False) -> Program | None:
             return made[:m], made[m:]
 
         mine = [x[apart] for x in xs]
+        if scan.length == 1:
+            carry, y = one(list(init), mine)
+            return [*carry, *(row[None] for row in y)]
         rest = [x[others] for x in xs]
         y: list[Any] = []
         if first:

@@ -8,19 +8,22 @@ from collections.abc import Mapping, Sequence, Set
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import DropVar, Equation, Literal, Scan, variables
 from jax_offload._base.memory import is_host_aval
-from jax_offload._ir.masks import Mask, groups, union
+from jax_offload._ir.masks import Mask, forward, groups, union
 from jax_offload._ir.primitives import ELEMENTWISE
 from jax_offload._ir.program import Program, Var
 from jax_offload._plan.chunk_rules import Dependent, Partial, Rows, rule_of
 from jax_offload._plan.moves import Move, Moves, Stays, closure, move_of, pulled, rows_like
 
 NEEDS_ALL = "something that needs all gradients, their norm say, stands between them and their update"
-SUMMED_UP = (
-    "its gradient is summed up in the carry of a scan: by the layer's index (scan over stacked parameters instead), or "
-    "over microbatches the last of which cannot host the update"
+OF_THE_SCAN = "a number that the same scan carries to its end stands between their gradients and their update"
+BY_INDEX = "a scan takes its layers by their index, and sums their gradients up; scan over stacked parameters instead"
+SHARED = (
+    "every iteration of a scan uses it, and its gradient is the sum over all of them (tied layers, a recurrent net)"
 )
+MICROBATCHES = "its gradient is summed up over microbatches in a scan, the last of which cannot host the update"
 _NONE: Mapping[Var, Var] = {}
 LEAST_ROW = 2**16  # bytes: smaller rows are updated faster together, after the scan
+_PLACED = frozenset(("dynamic_update_slice", "scatter", "scatter-add", "pad"))  # a row among zeros
 _HEAVY = frozenset(("scan", "while", "dot_general", "conv_general_dilated"))
 
 
@@ -96,30 +99,49 @@ def moves_of(
     return Moves(tuple(moves), kept, frozenset(moved)), why
 
 
-def sums_up(program: Program, scan: Scan, at: int, gradients: Sequence[Var]) -> bool:
-    """Whether gradients are what equation ``at``, a scan, carries out of its last iteration, scaled or cast."""
+def sums_up(program: Program, scan: Scan, at: int, gradients: Sequence[Var]) -> str:
+    """How gradients are what equation ``at``, a scan, carries out of its last iteration, scaled or cast; else empty.
+
+    What a microbatch adds needs nothing of the microbatch before; what a layer does, the cotangent.
+    """
     wanted = {*gradients}
     for eqn in reversed(program.eqns[at + 1 :]):
         if eqn.primitive.name in ELEMENTWISE and not wanted.isdisjoint(eqn.outvars):
             wanted.update(variables(eqn.invars))
-    return any(v in wanted and v.aval.ndim for v in scan.carry)
+    sums = [k for k, v in enumerate(scan.carry) if v in wanted and v.aval.ndim]
+    if not sums:
+        return ""
+    body, n = scan.body.jaxpr, len(scan.consts)
+    needs = {v: 1 << k for k, v in enumerate(body.invars[n : n + len(scan.carry)]) if v.aval.ndim}
+    maker: dict[Var, Equation] = {}
+    for eqn in body.eqns:
+        needs.update(zip(eqn.outvars, forward(eqn, needs), strict=True))
+        maker.update(dict.fromkeys(eqn.outvars, eqn))
+    made = [v for k in sums if not isinstance(v := body.outvars[k], Literal) and needs.get(v, 0) & ~(1 << k)]
+    if not made:
+        return MICROBATCHES
+    added = [maker[x] for v in made for x in variables(maker[v].invars) if x in maker]
+    return BY_INDEX if any(eqn.primitive.name in _PLACED for eqn in added) else SHARED
 
 
 def _flow(eqns: Sequence[Equation], scan: Scan, at: int, claimed: Set[int]) -> _Flow:
     ys = [y for y in scan.ys if not isinstance(y, DropVar)]
     flow = _Flow({y: Rows(0) for y in ys}, {}, {}, {}, {y: 1 << i for i, y in enumerate(ys)}, {})
     later = {*scan.carry, *scan.ys}  # all that cannot be known before the scan has run
+    of_rows = {*scan.ys}
     for eqn in eqns[at + 1 :]:
         ins = variables(eqn.invars)
         if not any(v in later for v in ins):
             continue
         later.update(eqn.outvars)
+        of_rows.update(eqn.outvars if any(v in of_rows for v in ins) else ())
         rows = [v for v in ins if v in flow.bits and v in flow.dims]
         if not rows or id(eqn) in claimed:
             continue
-        if any(v in later and v not in rows for v in ins):
+        if others := [v for v in ins if v in later and v not in rows]:
             if eqn.primitive.name not in _HEAVY:
-                flow.blocked.update(dict.fromkeys(rows, NEEDS_ALL))
+                why = NEEDS_ALL if any(v in of_rows for v in others) else OF_THE_SCAN
+                flow.blocked.update(dict.fromkeys(rows, why))
             continue
         shape, dim = rows[0].aval.shape, flow.dims[rows[0]]
         known = {v: d for v in ins if v not in later and (d := rows_like(v, shape, dim.dim)) is not None}
