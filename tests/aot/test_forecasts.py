@@ -32,7 +32,7 @@ def test_models_that_the_rules_were_not_made_on(make, way):
 
 @pytest.mark.exhaustive("minutes to compile")
 @pytest.mark.parametrize("way", ["jax.jit", "jo.jit"])
-@pytest.mark.parametrize("model", unseen(), ids=lambda model: model.name)
+@pytest.mark.parametrize("model", list(unseen()), ids=lambda model: model.name)
 def test_models_unlike_those(model, way):
     """Peaks as promised. Of the time XLA hides less than is predicted: docs/estimates.md says by how much."""
     require(H200)
