@@ -6,13 +6,17 @@ import contextlib
 import dataclasses
 import importlib
 import json
+import os
 import sys
+import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import click  # pyright: ignore[reportMissingImports]  (an extra)
 import jax
 from click.core import ParameterSource  # pyright: ignore[reportMissingImports]
+from jax.sharding import AbstractMesh, Mesh
 from rich.console import Console
 from rich.table import Table
 
@@ -35,9 +39,11 @@ Exit codes:
   5  parameters are not on the mesh
   6  the step offloads nothing, or not really: inspect says why
   7  this machine cannot offload: the doctor says why
-  8  what the commands need is not installed"""
+  8  what the commands need is not installed
+  9  the function of yours raises, or its module does"""
 _BY_ARGUMENT = {"chip": 4, "params": 5, "step": 6}
-NOTHING_FITS, NOT_REAL, SELF_TEST_FAILED = 3, 6, 7
+NOTHING_FITS, NOT_KNOWN, NOT_REAL, SELF_TEST_FAILED, NOT_INSTALLED, RAISES = 3, 4, 6, 7, 8, 9
+PICTURES = (".png", ".svg", ".json")
 
 
 @contextlib.contextmanager
@@ -47,7 +53,14 @@ def errors() -> Iterator[None]:
         yield
     except (ValueError, TypeError) as error:
         click.echo(f"jax-offload: {error}", err=True)
-        raise SystemExit(_BY_ARGUMENT.get(str(error).partition(":")[0], 2)) from error
+        raise SystemExit(_code_of(str(error))) from error
+
+
+def _code_of(says: str) -> int:
+    argument = says.partition(":")[0]
+    if argument == "target":  # a chip to compile for
+        return NOT_KNOWN if "Known: " in says else NOT_INSTALLED if "pip install" in says else 2
+    return _BY_ARGUMENT.get(argument, 2)
 
 
 @click.command(epilog=EXIT_CODES)
@@ -72,7 +85,8 @@ def plan(target: str | None, as_json: bool, **options: Any) -> None:
     """Whether a model fits, how much slower offloading makes it, and the line of code to write.
 
     Of a model that the options describe, or of TARGET, "module:function": a function without arguments that returns
-    (optimizer, parameters) or (step, *arguments), abstract ones best: jax.eval_shape(init).
+    (optimizer, parameters), with the parameters' mesh as a third where they are to be on one, or (step, *arguments);
+    abstract ones best: jax.eval_shape(init).
     """
     _on_the_cpu()
     if options["compile_for"]:
@@ -120,6 +134,8 @@ def inspect(step: str, target: str | None, timeline: str | None, as_json: bool) 
         _on_the_cpu()
         prepare()
     with errors():
+        if timeline:
+            _check_picture(timeline)
         seen = inspect_of(*_pair(step, load(step), "(step, *arguments)"), target=target)
         if timeline and seen.timeline is None:
             raise ValueError("timeline: the chip's figures are not known; give --target.")
@@ -128,6 +144,15 @@ def inspect(step: str, target: str | None, timeline: str | None, as_json: bool) 
     click.echo(json.dumps(seen.to_dict(), indent=1) if as_json else str(seen))
     if seen.errors:
         raise SystemExit(NOT_REAL)
+
+
+def _check_picture(path: str) -> None:
+    """Before minutes of compiling."""
+    if Path(path).suffix not in PICTURES:
+        raise ValueError(f"--timeline: {path!r} ends with {Path(path).suffix!r}; expected {', '.join(PICTURES)}.")
+    folder = os.path.dirname(path) or "."
+    if not os.path.isdir(folder):
+        raise ValueError(f"--timeline: there is no folder {folder!r}.")
 
 
 def _on_the_cpu() -> None:
@@ -169,6 +194,8 @@ def _of_target(target: str, given: dict[str, Any]) -> Forecast:
         raise ValueError(f"{names}: describes a model, and {target} has its own; leave out the one or the other.")
     made = _pair(target, load(target), "(optimizer, parameters) or (step, *arguments)")
     keywords = {key: given[key] for key in ("chip", "device_memory")} | {"tokens_per_step": given["tokens"]}
+    if len(made) == 3 and isinstance(made[2], Mesh | AbstractMesh):
+        *made, keywords["mesh"] = made
     return plan_of(*made, **keywords, target=given["compile_for"])
 
 
@@ -184,11 +211,31 @@ def load(target: str) -> Any:
     if not module or not name:
         raise ValueError(f"{target}: expected module:function.")
     sys.path.insert(0, "")
+    with _of_theirs(target):
+        try:
+            found = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if not f"{module}.".startswith(f"{error.name}."):  # one that it imports
+                raise
+            raise click.BadParameter(f"{target}: {error}") from error
+    if not callable(function := getattr(found, name, None)):
+        has = f"has a {type(function).__name__} of that name" if hasattr(found, name) else "has nothing of that name"
+        raise ValueError(f"{target}: expected a function without arguments; {module} {has}.")
+    with _of_theirs(target):
+        return function()
+
+
+@contextlib.contextmanager
+def _of_theirs(target: str) -> Iterator[None]:
+    """What their code raises is told with its traceback, and is not taken for an error of an option."""
     try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{target}: {error}") from error
-    return function()
+        yield
+    except click.ClickException:
+        raise
+    except Exception as error:
+        traceback.print_exception(error)
+        click.echo(f"jax-offload: {target} raises {type(error).__name__}: {error}", err=True)
+        raise SystemExit(RAISES) from error
 
 
 def show(forecast: Forecast) -> None:
@@ -202,7 +249,7 @@ def show(forecast: Forecast) -> None:
     for sentence in sentences(forecast):
         console.print(sentence, markup=False)
     if forecast.recommended is not None:
-        console.print("recommended:", *forecast.recommended.code.split("; "), sep="\n  ", markup=False)
+        console.print("recommended:", *forecast.recommended.code.split("; "), sep="\n  ", markup=False, soft_wrap=True)
 
 
 commands = click.Group(

@@ -83,6 +83,28 @@ def peak(
     return lives.peak(owned=program.inputs, kept=kept, results=program.outputs, paired=paired)
 
 
+def _put_off(nodes: Sequence[Node]) -> list[Node]:
+    """In this order, but that a matmul whose result nobody reads before a loop is over comes after that loop.
+
+    XLA schedules from the end. Of an embedding that is also the head the gradient of the head waits so for that of the
+    embedding, and what it is made of, the logits' gradient, lives through the backward pass.
+    """
+    needed: dict[int, int] = {}  # number -> where it is first read, by what is not fused with what reads that
+    for at, node in reversed([*enumerate(nodes)]):
+        reader = min((needed[k] for k in node.makes if k in needed), default=at) if node.name in FUSED else at
+        needed.update((k, min(reader, needed.get(k, reader))) for k in node.reads)
+    loops = [at for at, node in enumerate(nodes) if loop_of(node.eqn) is not None]
+    late: set[int] = set()
+    turns: list[int] = []
+    for at, node in enumerate(nodes):
+        reader = min((needed[k] for k in node.makes if k in needed), default=at)
+        waits = node.name in MATMULS and any(at < loop < reader for loop in loops)
+        if waits or (node.name in FUSED and not late.isdisjoint(node.reads)):
+            late.update(node.makes)
+        turns.append(reader if not late.isdisjoint(node.makes) else at)
+    return [nodes[at] for at in sorted(range(len(nodes)), key=turns.__getitem__)]
+
+
 class Lives:
     """Of a program's buffers."""
 
@@ -184,7 +206,7 @@ class Lives:
                 left[k] -= 1
                 if not left[k]:
                     heapq.heappush(ready, (self._turn(nodes[k]), k))
-        return found
+        return _put_off(found)
 
     def _turn(self, node: Node) -> int:
         if node.name in FUSED | REDUCE | _IN_PLACE | {GATE}:

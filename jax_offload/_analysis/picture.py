@@ -21,6 +21,8 @@ _COLORS = {COMPUTE: "#4c6a92", LOAD: "#3f8f6b", STORE: "#c9862c", COLLECTIVES: "
 _WAIT = "#c0392b"
 _FINE, _COARSE = 1600, 320  # columns of the picture: what is finer than one is drawn as the share of it that is busy
 _LABELS = 0.03  # of the time a segment needs, to have its name written in it
+_HEIGHT = 0.72  # of a lane's bars
+_UPRIGHT = 0.01  # and to have the end of it, upright; only copies do, which are leaves
 
 
 class Drawn(Protocol):
@@ -83,7 +85,9 @@ def draw(timeline: Drawn, path: Path) -> None:
     top = axes[0][0]
     for row, lane in enumerate(lanes):
         _lane(top, row, lane, timeline)
-    _columns(top, 0, busy(waits(timeline), end, _number(timeline)), end, _WAIT, 0.9)
+    computing = busy([(s.begin, s.end) for s in timeline.segments if s.lane == COMPUTE], end, _number(timeline))
+    waiting = busy(waits(timeline), end, _number(timeline))
+    _columns(top, 0, waiting, end, _WAIT, _HEIGHT, [min(a, 1 - b) for a, b in zip(computing, waiting, strict=True)])
     top.set_yticks(range(len(lanes)), [_named(timeline, lane) for lane in lanes])
     top.set_ylim(len(lanes) - 0.4, -0.6)
     top.set_xlim(0, end * unit)
@@ -120,7 +124,7 @@ def _number(timeline: Drawn) -> int:
 
 def _lane(axes: Any, row: int, lane: str, timeline: Drawn) -> None:
     segments, end = [s for s in timeline.segments if s.lane == lane], timeline.step or 1e-9
-    _columns(axes, row, busy([(s.begin, s.end) for s in segments], end, _number(timeline)), end, _COLORS[lane], 0.72)
+    _columns(axes, row, busy([(s.begin, s.end) for s in segments], end, _number(timeline)), end, _COLORS[lane], _HEIGHT)
     for s in segments:
         width = (s.end - s.begin) / end
         if width >= _LABELS and s.name:
@@ -128,16 +132,23 @@ def _lane(axes: Any, row: int, lane: str, timeline: Drawn) -> None:
             text = s.name if len(s.name) <= letters else "…" + s.name[1 - letters :] if letters > 4 else ""
             axes.text(1e3 * (s.begin + s.end) / 2, row, text, ha="center", va="center", fontsize=7, color="white",
                       clip_on=True)  # fmt: skip
+        elif width >= _UPRIGHT and s.name and lane in (LOAD, STORE):
+            text = s.name if len(s.name) <= 12 else "…" + s.name[-11:]
+            axes.text(1e3 * (s.begin + s.end) / 2, row, text, ha="center", va="center", fontsize=5.5, color="white",
+                      rotation="vertical", clip_on=True)  # fmt: skip
         if width >= 0.004:  # where one piece ends and the next begins
             axes.plot([1e3 * s.begin] * 2, [row - 0.36, row + 0.36], color="white", linewidth=0.5)
 
 
-def _columns(axes: Any, row: int, shares: Sequence[float], end: float, color: str, height: float) -> None:
-    """Bars as high as a column is busy: so the picture of a thousand leaves is as heavy as that of thirty."""
+def _columns(
+    axes: Any, row: int, shares: Sequence[float], end: float, color: str, height: float, on: Sequence[float] = ()
+) -> None:
+    """Bars as high as a column is busy, ``on`` others: so the picture of a thousand leaves is as heavy as that of
+    thirty, and shows both where it computes and waits by turns."""
     edges = [1e3 * end * k / len(shares) for k in range(len(shares) + 1)]
-    low = [row + height / 2] * len(shares)
-    axes.stairs([row + height / 2 - height * share for share in shares], edges, baseline=low, fill=True, color=color,
-                linewidth=0)  # fmt: skip
+    low = [row + height / 2 - height * below for below in on or [0.0] * len(shares)]
+    axes.stairs([bottom - height * share for bottom, share in zip(low, shares, strict=True)], edges, baseline=low,
+                fill=True, color=color, linewidth=0)  # fmt: skip
 
 
 def _memory(axes: Any, timeline: Drawn, end: float) -> None:

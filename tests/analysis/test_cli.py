@@ -1,6 +1,8 @@
 """The command: what it prints, and its exit codes."""
 
 import json
+import subprocess
+import sys
 import textwrap
 
 import pytest
@@ -111,6 +113,11 @@ def test_a_function_of_yours(tmp_path, monkeypatch):
                 return optax.lion(1e-4), {"w": jax.ShapeDtypeStruct((4, 1024, 1024), "float32")}
             def wrong():
                 return 3
+            def raises():
+                raise ValueError("of their own")
+            number = 3
+            def not_on_the_mesh():
+                return *make_state(), jax.sharding.AbstractMesh((8,), ("data",))
             def resident():
                 tx, params = make_state()
                 def step(params, state):
@@ -125,6 +132,17 @@ def test_a_function_of_yours(tmp_path, monkeypatch):
     assert json.loads(done.stdout)["options"][1]["host"] == 16 * 2**20
     assert run("plan", "mine_for_test:wrong").exit_code == 2
     assert run("plan", "mine_for_test:resident").exit_code == 6  # a step that offloads nothing
+    for name, code, says in (
+        ("raises", 9, "raises raises ValueError: of their own"),
+        ("not_on_the_mesh", 5, "['w'] is not on the mesh {'data': 8}"),
+        ("number", 2, "has a int of that name"),
+        ("nothing", 2, "has nothing of that name"),
+    ):
+        done = run("plan", f"mine_for_test:{name}")
+        assert done.exit_code == code and says in done.output
+    (tmp_path / "broken_for_test.py").write_text("import no_such_thing\n")
+    done = run("plan", "broken_for_test:f")
+    assert done.exit_code == 9 and "No module named 'no_such_thing'" in done.output
 
 
 STEPS = """
@@ -153,7 +171,9 @@ def test_inspect(tmp_path, monkeypatch):
     assert json.loads(run("inspect", "steps_for_test:offloaded", "--json").stdout)["problems"] == []
     assert run("inspect", "steps_for_test:resident").exit_code == 6  # nothing is in host memory
     assert run("inspect", "steps_for_test:offloaded", "--timeline", "x.png").exit_code == 2
-    assert run("inspect", "steps_for_test:offloaded", "--target", "h900").exit_code == 2
+    assert run("inspect", "steps_for_test:offloaded", "--target", "h900").exit_code == 4
+    assert "expected .png, .svg, .json" in run("inspect", "steps_for_test:offloaded", "--timeline", "x.gif").output
+    assert "no folder 'no'" in run("inspect", "steps_for_test:offloaded", "--timeline", "no/x.png").output
 
 
 def test_the_shape_of_a_model():
@@ -189,6 +209,11 @@ def test_what_to_install(monkeypatch, capsys):
         cli.main()
     assert exited.value.code == 8
     assert "pip install 'jax_offload[cli]'" in capsys.readouterr().err
+
+
+def test_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "jax_offload", "--help"], capture_output=True, text=True, check=True)
+    assert "doctor" in done.stdout and "Exit codes" in done.stdout
 
 
 def test_the_command_s_help():

@@ -304,3 +304,18 @@ def test_what_comes_from_other_devices():
     assert collectives([w], [w], 4) == (0.75 * MIB, 0.75 * MIB)
     assert collectives([whole], [whole], 4) == (0, 0.75 * MIB)
     assert collectives([w], [w], 1)[1] == 0
+
+
+def test_a_matmul_that_nobody_reads_before_a_loop_is_over_is_put_off():
+    """As the head's gradient of a tied embedding: what both it and the loop's beginning are made of, 8 MiB, lives
+    beside the loop, and an eighth; made before it, the gradient, 1 MiB, would instead."""
+
+    def step(x, w, *, tied):
+        wide = x @ w
+        narrow = (wide.T @ x[:, : N // 8]).reshape(N, N)
+        last, rows = jax.lax.scan(lambda c, _: ((d := jnp.tanh(c @ c)), d), wide @ w.T, None, length=16)
+        return (last + narrow, rows) if tied else (last, rows, narrow)
+
+    args = matrix(), jax.ShapeDtypeStruct((N, 8 * N), jnp.float32)
+    at_once = at_peak(lambda *a: step(*a, tied=False), *args, early=True)
+    assert at_peak(lambda *a: step(*a, tied=True), *args, early=True) == at_once + 8.125 - 1

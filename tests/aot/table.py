@@ -39,12 +39,14 @@ from tests.aot.cases import (
     measure_turned,
     measure_update,
 )
-from tests.aot.forecasts import HEADER, PARTS
+from tests.aot.forecasts import HEADER
+from tests.aot.forecasts import PARTS as SEEN
 from tests.aot.forecasts import rows as forecast_rows
 from tests.aot.harness import H200, MIB, V5E, V5E_2X2, Measured, measure
 from tests.aot.matrix import matrix
 from tests.aot.model import ADAMW, CLIPPED, loss, parameters, two_by_two
 from tests.aot.model import ROWS as ON_A_GPU
+from tests.aot.unseen import unseen
 
 NAMES = {H200: "H200", V5E: "TPU v5e", V5E_2X2: "v5e 2×2"}
 
@@ -263,10 +265,11 @@ def unrolled() -> None:
 
 def forecasts() -> None:
     """What ``jo.plan`` says of steps, beside what is compiled. ``python -m tests.aot.table plan [toys|...]``."""
-    chosen = [name for name in sys.argv[2:] if name in PARTS] or list(PARTS)
+    parts = {**SEEN, "unseen": unseen}
+    chosen = [name for name in sys.argv[2:] if name in parts] or list(parts)
     print(HEADER)
     for name in chosen:
-        for row in forecast_rows(PARTS[name]()):
+        for row in forecast_rows(parts[name]()):
             print(row, flush=True)
     print(
         "\nAdamW, float32 state on the host. Estimated from the trace; compiled for an H200, and simulated from the "
