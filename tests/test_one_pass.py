@@ -98,8 +98,8 @@ def test_what_is_no_loop(fun):
 def loops(monkeypatch):
     """Counts the pieces that ran as loops."""
     ran = []
-    run = module._run
-    monkeypatch.setattr(module, "_run", lambda *args: ran.append(args) or run(*args))
+    started = module._started
+    monkeypatch.setattr(module, "_started", lambda *args: ran.append(args) or started(*args))
     return ran
 
 

@@ -1,6 +1,6 @@
 """What the host's cores reach, update and memory: a driven step on a CPU beside a loop of one pass, and a triad.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.in_jax.on_cores [--parameters 16777216] [--repeats 15] [--json FILE]
+    JAX_PLATFORMS=cpu python -m benchmarks.in_jax.on_cores [--parameters 67108864] [--repeats 15] [--json FILE]
 
 The optimizer's update alone, donated: in loops of one pass (numba, the extra ``cores``), and AdamW by XLA's programs
 too; in turn with a loop by hand, torch's fused AdamW, DeepSpeed's (each left out where it is missing), and
@@ -39,7 +39,7 @@ OPTIMIZERS = {
     "SGD with momentum": optax.sgd(1e-3, momentum=0.9),
     "Lion": optax.lion(1e-4),
 }
-WIDTH, LEAVES = 4096, 4
+WIDTH, LEAVES = 4096, 16
 
 
 def driven(inner: optax.GradientTransformation, n: int, *, loops: bool = True) -> Callable[[], None]:
@@ -108,10 +108,14 @@ def installed(name: str) -> bool:
 
 
 def timed(runs: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each, in turn; the first two rounds compile and fill caches."""
+    """Seconds of each, in turn; the first two rounds compile and fill caches.
+
+    Each runs once before it is timed, as the threads of the one before, torch's say, spin for a while.
+    """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for k in range(repeats + 2):
         for name, run in runs.items():
+            run()
             start = time.perf_counter()
             run()
             if k > 1:
@@ -121,7 +125,7 @@ def timed(runs: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[f
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--parameters", type=int, default=2**24)
+    parser.add_argument("--parameters", type=int, default=2**26)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

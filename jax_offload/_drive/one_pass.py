@@ -27,7 +27,7 @@ from jax_offload._drive.stages import Piece
 
 # Elements that a thread takes at least: what one takes 50 us for, five times what it takes to be told. As many parts
 # as this for each thread, for threads that others keep waiting. The interpreter is free meanwhile.
-_AT_LEAST, _PARTS = 2**16, 4
+_AT_LEAST, _PARTS = 2**16, 8
 _ALIGNED = 64  # bytes; XLA takes memory that is as it is, without a copy
 
 Kernel = Callable[..., None]
@@ -60,6 +60,7 @@ def one_pass(
     if len(found) < len(pieces):
         return otherwise
     kernels = [_compiled(source.text, source.types) for source in found]
+    turns = _independent(pieces)
 
     def run(*operands: Any) -> Sequence[Any]:
         if any(len(x.devices()) > 1 for x in operands):
@@ -68,11 +69,27 @@ def one_pass(
         env = dict(zip(inputs, operands, strict=True))
         old = [v for piece, source in zip(pieces, found, strict=True) for v in _written(piece, source).values()]
         env.update(zip(old, _owned([env[v] for v in old]), strict=True))
-        for piece, source, kernel in zip(pieces, found, kernels, strict=True):
-            _run(kernel, piece, source, env)
+        for together in turns:
+            started = [_started(kernels[k], pieces[k], found[k], env) for k in together]
+            _work([part for parts, _ in started for part in parts])
+            for _, made in started:
+                env.update((v, make()) for v, make in made.items())
         return [env[v] for v in outputs]
 
     return run
+
+
+def _independent(pieces: Sequence[Piece]) -> list[list[int]]:
+    """The pieces in their order, those together of which none reads what another makes, or writes over it."""
+    turns: list[list[int]] = []
+    made: set[Var] = set()
+    for k, piece in enumerate(pieces):
+        if not turns or not made.isdisjoint(variables(piece.inputs)):
+            turns.append([])
+            made = set()
+        turns[-1].append(k)
+        made.update(piece.outputs)
+    return turns
 
 
 def _over(piece: Piece, pieces: Sequence[Piece], next_of: Mapping[Var, Var], own: Set[Var]) -> dict[int, int]:
@@ -92,27 +109,38 @@ def _written(piece: Piece, source: LoopSource) -> dict[int, Var]:
     return {k: v for k, i in source.over.items() if isinstance(v := piece.inputs[i], Var)}
 
 
-def _run(kernel: Kernel, piece: Piece, source: LoopSource, env: dict[Var, Any]) -> None:
-    """One piece, its elements divided among threads; its results are put into ``env``."""
+def _started(
+    kernel: Kernel, piece: Piece, source: LoopSource, env: Mapping[Var, Any]
+) -> tuple[list[Callable[[], None]], dict[Any, Callable[[], Any]]]:
+    """One piece as calls for threads, a part of its elements each; and its results, to be asked for after them."""
     given = [v.val if isinstance(v, Literal) else env[v] for v in piece.inputs]
     like = next(x for x in (given[i] for i in source.arrays) if isinstance(x, jax.Array))
-    results = {k: env[v] for k, v in _written(piece, source).items()}
+    over = _written(piece, source)
+    made: dict[Any, Callable[[], Any]] = {piece.outputs[k]: functools.partial(env.get, v) for k, v in over.items()}
     arrays = [_view(given[i]) for i in source.arrays]
-    fresh = {k: _aligned(v.aval) for k, v in enumerate(piece.outputs) if k not in results}
-    arrays += [x.reshape(-1) for x in fresh.values()]
+    for v in (v for k, v in enumerate(piece.outputs) if k not in over):
+        fresh = _aligned(v.aval)
+        arrays.append(fresh.reshape(-1))
+        made[v] = functools.partial(jax.device_put, fresh.view(v.aval.dtype), _place(like, v), may_alias=True)
     scalars = [np.asarray(given[i])[()] for i in source.scalars]
     size = arrays[0].size
     part = max(_AT_LEAST, -(-size // (_PARTS * _count())))
     starts = range(0, size, part)
-    if len(starts) == 1:
-        kernel(0, size, *arrays, *scalars)
-    else:
-        list(_threads().map(lambda start: kernel(start, min(start + part, size), *arrays, *scalars), starts))
-    for k, x in fresh.items():
-        v = piece.outputs[k]
-        typed = x.view(v.aval.dtype) if x.dtype != v.aval.dtype else x
-        results[k] = jax.device_put(typed, _place(like, v), may_alias=True)
-    env.update((piece.outputs[k], x) for k, x in results.items())
+    return [functools.partial(kernel, k, min(k + part, size), *arrays, *scalars) for k in starts], made
+
+
+def _work(parts: Sequence[Callable[[], None]]) -> None:
+    """All of them, each by the thread that is free for it."""
+    left = iter(parts)
+
+    def worker() -> None:
+        for part in left:  # the interpreter's lock hands out one at a time
+            part()
+
+    others = [_threads().submit(worker) for _ in range(min(len(parts), _count()) - 1)]
+    worker()
+    for other in others:
+        other.result()
 
 
 def _place(like: jax.Array, v: Var) -> Sharding:
