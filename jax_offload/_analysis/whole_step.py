@@ -23,6 +23,7 @@ from jax_offload._analysis.forecast import Forecast
 from jax_offload._analysis.liveness import peak
 from jax_offload._analysis.optimizer import devices_of, dtype_of
 from jax_offload._analysis.option import Option
+from jax_offload._analysis.queued import in_pieces
 from jax_offload._analysis.resident import on_device, resident
 from jax_offload._analysis.scanned import in_a_scan
 from jax_offload._analysis.setting import Setting, of_the_cores, priced
@@ -219,7 +220,8 @@ class _Seen:
         last = 0.0 if ahead or not share else moved.tail / link.store
         behind = share * max(0.0, compute - own) + (0.0 if ahead or not share else gathered + reduced)
         left = max(0.0, outside - behind) + last
-        return alone + inside + left
+        queued = in_pieces(trace.jaxpr, chip, link) if self.divided == 1 and not ahead else None
+        return max(alone + inside + left, queued or 0.0)  # the least, both
 
     def _arguments(self, donated: Sequence[bool]) -> tuple[int, int, int]:
         """Bytes on one device of parameters, of what else is handed from step to step, and of state on the host."""

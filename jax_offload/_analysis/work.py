@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.exposure import speed
-from jax_offload._analysis.flattened import bodies, flattened, loop_of
+from jax_offload._analysis.flattened import Flattened, bodies, flattened, loop_of
 from jax_offload._analysis.liveness import Event, Lives
 from jax_offload._base.flops import own_flops
 from jax_offload._base.jaxprs import Equation, Jaxpr
@@ -18,12 +19,26 @@ Read = dict[int, frozenset[int]]
 def seconds(jaxpr: Jaxpr, chip: Chip) -> float:
     """Of all that it runs: matmuls at their speed, or at that of device memory if that is slower; what is fused at that
     of what it reads and writes."""
+    return sum(each for _, each in _events(flattened(jaxpr), chip))
+
+
+def when_made(jaxpr: Jaxpr, chip: Chip) -> tuple[list[float], float]:
+    """After how many seconds each of its results is there, and how many all of it takes, in the order of the trace."""
     program = flattened(jaxpr)
+    now, made = 0.0, dict[int, float]()
+    for event, each in _events(program, chip):
+        now += each
+        made.update(dict.fromkeys(event.makes, now))
+    return [made.get(k, 0.0) for k in program.outputs], now
+
+
+def _events(program: Flattened, chip: Chip) -> Iterator[tuple[Event, float]]:
+    """What runs, one after the other, and its seconds."""
     lives = Lives(program, False)
     lives.run((), {k for k in program.outputs if k >= 0}, set())
     read: Read = {}
-    return sum(_of(_in_one_kernel(event, read) if chip.platform == "cuda" else event, lives, chip)
-               for event in lives.events)  # fmt: skip
+    for event in lives.events:
+        yield event, _of(_in_one_kernel(event, read) if chip.platform == "cuda" else event, lives, chip)
 
 
 def _in_one_kernel(event: Event, read: Read) -> Event:

@@ -1,0 +1,62 @@
+"""What an update in pieces exposes: its loads and stores, played in the order and between the gates of the step.
+
+Each direction is a queue. The value that the pass goes on with waits for the stores of two groups before, and the loads
+of the next group for that value; so a large slice is on its way up or down, and seldom both at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jax_offload._analysis.chips import Chip
+from jax_offload._analysis.exposure import Link
+from jax_offload._analysis.liveness import GATE
+from jax_offload._analysis.work import when_made
+from jax_offload._base.jaxprs import Equation, Jaxpr, Var, variables
+from jax_offload._base.memory import is_host_aval
+from jax_offload._emit.region import Moved, Update
+from jax_offload._ir.slices import slice_of
+from jax_offload._plan.interleave import Piece
+
+
+def in_pieces(jaxpr: Jaxpr, chip: Chip, link: Link) -> float | None:
+    """Seconds, of a step on one device; ``None`` where not all of its update is in pieces between its equations."""
+    updates = [update for eqn in jaxpr.eqns if (update := _update(eqn)) is not None]
+    if not updates or not all(isinstance(u, Moved) and isinstance(u.plan, Piece) for u in updates):
+        return None
+    made, total = _made(jaxpr, chip)
+    load = store = waited = gate = last = 0.0
+    stored = [0.0]  # of each group its last store
+    for eqn in jaxpr.eqns:
+        if _is_gate(eqn):
+            last = max(last, *(made.get(v, 0.0) for v in variables(eqn.invars)))
+            waited += max(0.0, (stored[-2] if len(stored) > 1 else 0.0) - last - waited)
+            gate = last + waited
+            stored += [0.0] if stored[-1] else []
+        elif (update := _update(eqn)) is not None:
+            last = max(last, *(made.get(v, 0.0) for v in variables(eqn.invars)))
+            seconds = sum(p.slice.loaded_bytes for p in update.planned) / link.both
+            if seconds:
+                load = max(load, gate) + seconds
+                store = stored[-1] = max(store, load, last + waited) + seconds
+    return max(total + waited, store) - total
+
+
+def _is_gate(eqn: Equation) -> bool:
+    return eqn.primitive.name == GATE and any(is_host_aval(v.aval) for v in eqn.invars)
+
+
+def _update(eqn: Equation) -> Update | Moved | None:
+    found = eqn.params.get("update")
+    return found if isinstance(found, Update | Moved) else None
+
+
+def _made(jaxpr: Jaxpr, chip: Chip) -> tuple[Mapping[Var, float], float]:
+    """When an operand of a piece or a gate is made, without the pieces; and when all is."""
+    rest = [eqn for eqn in jaxpr.eqns if _update(eqn) is None]
+    own: set[Any] = {v for eqn in rest for v in eqn.outvars}
+    read = [v for eqn in jaxpr.eqns if _update(eqn) is not None or _is_gate(eqn) for v in variables(eqn.invars)]
+    outputs = list(dict.fromkeys(v for v in [*read, *variables(jaxpr.outvars)] if v in own))
+    times, total = when_made(slice_of(rest, outputs, jaxpr.debug_info, {}).jaxpr, chip)
+    return dict(zip(outputs, times, strict=True)), total

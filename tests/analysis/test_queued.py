@@ -1,0 +1,44 @@
+"""What an update in pieces exposes, on a schedule that is worked out by hand."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_offload as jo
+from jax_offload._analysis.chips import chip
+from jax_offload._analysis.exposure import link_of
+from jax_offload._analysis.queued import in_pieces
+from jax_offload._report import traced
+from jax_offload._whole import rewritten
+from tests.aot.model import ADAMW, CLIPPED, step_of
+
+MIB = 2**20
+WIDTHS = (2048, 2048, 8192, 2048, 2048, 2048)  # between them layers of 16, 64, 64, 16 and 16 MiB, moments of twice that
+
+
+def loss(params, x):
+    for k in range(len(params)):
+        x = jnp.tanh(x @ params[f"w{k}"])
+    return (x**2).mean()
+
+
+def step(inner):
+    shapes = itertools.pairwise(WIDTHS)
+    params = {f"w{k}": jax.ShapeDtypeStruct(shape, jnp.float32) for k, shape in enumerate(shapes)}
+    tx = jo.offload(inner)
+    args = params, jo.abstract_state(tx, params), jax.ShapeDtypeStruct((8, 2048), jnp.float32)
+    return traced(rewritten(step_of(tx, loss, update_params=True)), *args)
+
+
+def test_large_pieces_go_one_way_at_a_time():
+    """In 32 MiB, from the last layer on 1, 1, 4, 4, 1: a load waits for the one before, and for the stores of the one
+    before that. Loads end at 1, 2, 6, 10 and 11, stores at 2, 3, 10, 14 and 15, where the link both ways needs 11."""
+    link = link_of(chip("h200"))
+    unit = 32 * MIB / link.both
+    assert in_pieces(step(ADAMW).jaxpr, chip("h200"), link) == pytest.approx(15 * unit, rel=0.05)
+
+
+def test_an_update_that_is_in_no_pieces():
+    assert in_pieces(step(CLIPPED).jaxpr, chip("h200"), link_of(chip("h200"))) is None
