@@ -99,9 +99,7 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name not in _LAZY:
-        import sys  # with the module, Python's traceback suggests a name of it
-
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return globals().setdefault(name, getattr(_import_module(f"{__name__}._analysis.{_LAZY[name]}"), name))
 
 

@@ -144,13 +144,6 @@ def test_select_that_takes_one_argument():
     assert jo.placement(jo.offload(ADAM, select=lambda *given: True, min_bytes=0), params()).host_bytes
 
 
-def test_a_name_that_is_almost_one_of_ours():
-    try:
-        _ = jo.offlod
-    except AttributeError as error:
-        assert (error.name, error.obj) == ("offlod", jo)  # from which Python's traceback suggests offload
-
-
 def test_platform_without_host_memory():
     device = types.SimpleNamespace(
         platform="metal", addressable_memories=lambda: [types.SimpleNamespace(kind="device")]

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 
 from jax_offload._base import memory
 from jax_offload._interop.checksums import checksums, is_key, word_sums
