@@ -196,6 +196,23 @@ def test_mixed_memory_outside_update_is_an_error_of_jax():
         jax.jit(lambda s, p: s[0].mu["w"] + p["w"])(state, params())
 
 
+def test_a_choice_between_memories_or_dtypes_outside_is_an_error_of_jax():
+    """docs/troubleshooting.md says what to write instead: that works."""
+    said = pytest.raises(TypeError, match="branches must have equal output types")
+    outside = optax.apply_if_finite(jo.offload(ADAM, min_bytes=0), 3)
+    with said:
+        jax.jit(outside.update)(params(), jo.to_device(outside.init(params())), params())
+    jax.jit(outside.update)(params(), jo.to_host(outside, jo.to_device(outside.init(params()))), params())
+    inside = jo.offload(optax.apply_if_finite(ADAM, 3), min_bytes=0)
+    jax.jit(inside.update)(params(), jo.to_device(inside.init(params())), params())
+    small = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params())
+    masters = jo.offload(optax.apply_if_finite(jo.with_master_params(ADAM), 3))
+    with said:
+        masters.update(small, masters.init(small), small)
+    masters = jo.offload(jo.with_master_params(ADAM))
+    jo.update_params(masters, small, masters.init(small), small, skip=False)
+
+
 # Arguments in each other's place, and shapes
 
 
