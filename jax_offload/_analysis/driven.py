@@ -18,7 +18,7 @@ from jax_offload._base.jaxprs import closed as as_closed
 from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, is_host_aval, on_a_mesh
 from jax_offload._base.shardings import sharding_of
 from jax_offload._drive.run import Driven
-from jax_offload._emit.find import holds_update_on_cores, is_update
+from jax_offload._emit.find import holds_driven_update, is_update
 from jax_offload._ir.program import Program, expanded
 
 FIRST = "before"
@@ -45,7 +45,7 @@ class First:
 
 def is_driven(step: ClosedJaxpr) -> bool:
     """Whether the host's cores have a part in an update of a traced step."""
-    return any(map(holds_update_on_cores, step.jaxpr.eqns))
+    return any(map(holds_driven_update, step.jaxpr.eqns))
 
 
 def first_program(step: ClosedJaxpr, leaves: Sequence[Any], donated: Sequence[bool]) -> First:
@@ -96,7 +96,7 @@ def on_the_device(step: ClosedJaxpr) -> ClosedJaxpr:
     """A traced step with all of its updates on the device."""
 
     def moved(eqn: Equation) -> Program | None:
-        if not is_update(eqn) or not holds_update_on_cores(eqn):
+        if not is_update(eqn) or not holds_driven_update(eqn):
             return None
         update = eqn.params["update"].updated_by(cores=False)
         ins = [Var(v.aval) if isinstance(v, Literal) else v for v in eqn.invars]

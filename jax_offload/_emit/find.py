@@ -73,9 +73,9 @@ def holds_update(eqn: Equation, which: Callable[[Update | Moved], bool] = lambda
     return any(holds_update(inner, which) for jaxpr, _ in sub_jaxprs(eqn) for inner in jaxpr.eqns)
 
 
-def holds_update_on_cores(eqn: Equation) -> bool:
-    """Whether the host's cores have a part in an update in an equation."""
-    return holds_update(eqn, lambda update: isinstance(update, Update) and bool(update.on_cores))
+def holds_driven_update(eqn: Equation) -> bool:
+    """Whether the host's cores have a part in an update in an equation, or its state is on disk."""
+    return holds_update(eqn, lambda update: isinstance(update, Update) and update.driven)
 
 
 def updates_in(step: Any) -> list[Found]:

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jax_offload._base import memory
+from jax_offload._base.on_disk import check_in_memory
 from jax_offload._interop.checksums import checksums, is_key, word_sums
 
 _NAME = "jax_offload"  # of our entry in orbax's custom metadata
@@ -55,6 +56,7 @@ def save_args(tree: Any, *, copy: bool = True) -> Any:
       ...     manager.save(0, args=jo.save_args({"params": params, "opt_state": state}))
       True
     """
+    check_in_memory(tree, "jo.save_args")
     ocp = _orbax()
     if copy:
         tree = _with_host_copies(tree)

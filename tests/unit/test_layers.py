@@ -11,7 +11,18 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "jax_offload"
 # From the bottom up. Modules of the package itself that make or read a state know its formats, and stand above those.
-LAYERS = ["_base", "_ir", "_plan", "_emit", "the update", "_drive", "_precision", "the state", "the transformation"]
+LAYERS = [
+    "_base",
+    "_disk",
+    "_ir",
+    "_plan",
+    "_emit",
+    "the update",
+    "_drive",
+    "_precision",
+    "the state",
+    "the transformation",
+]
 UPDATE = set(
     """_update _streamed _recipe _step _inlined _parts _whole _placement _cores _zero _factored _home _arguments
     _features""".split()
