@@ -47,14 +47,23 @@ class Buffers:
             if fits:
                 chosen = min(fits, key=lambda buffer: buffer.nbytes)
                 self._free = [buffer for buffer in self._free if buffer is not chosen]
-            else:
-                if self._free:
-                    self.nbytes -= self._free.pop().nbytes
-                chosen = owner(aligned(max(nbytes, 1)))
-                self.nbytes += chosen.nbytes
-                self.most = max(self.most, self.nbytes)
-            self._taken[id(chosen)] = chosen
-            return chosen
+                self._taken[id(chosen)] = chosen
+                return chosen
+            if self._free:
+                self.nbytes -= self._free.pop().nbytes
+            return self._new(nbytes)
+
+    def take_new(self, nbytes: int) -> np.ndarray:
+        """A buffer of exactly ``nbytes`` in whole pages, to be kept: no free one is used for it, or dropped."""
+        with self._lock:
+            return self._new(nbytes)
+
+    def _new(self, nbytes: int) -> np.ndarray:
+        made = owner(aligned(max(nbytes, 1)))
+        self._taken[id(made)] = made
+        self.nbytes += made.nbytes
+        self.most = max(self.most, self.nbytes)
+        return made
 
     def give(self, array: np.ndarray) -> bool:
         """Takes back the buffer that ``array`` is a view of. False where that is none of ours, or was given before."""

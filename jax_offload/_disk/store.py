@@ -56,8 +56,8 @@ class Store:
         self._lock = RLock()
         self._pool = ThreadPoolExecutor(THREADS * manifest.directories, "disk")
         self._committer = ThreadPoolExecutor(1, "commit")
-        self.buffers = Buffers()
-        self._transfers = Transfers(self._files, self._pool, self.buffers)
+        self.buffers, self.staging = Buffers(), Buffers()
+        self._transfers = Transfers(self._files, self._pool, self.staging)
         self.step: int | None = manifest.step if committed else None
 
     @classmethod
@@ -150,6 +150,11 @@ class Store:
         """Of a group, in memory or in one of its slots."""
         return self._layouts[group].nbytes
 
+    @property
+    def most_staging(self) -> int:
+        """Bytes that ``staging`` holds at most, in which blocks are put together: one for each thread."""
+        return THREADS * self._manifest.directories * self._manifest.block
+
     def read(self, group: int, into: np.ndarray | None = None) -> Future[list[np.ndarray]]:
         """The newest values of a group, as views of a buffer of the pool, or of ``into``. Give them to ``release``.
 
@@ -170,7 +175,11 @@ class Store:
         def finish(_: list[None]) -> list[np.ndarray]:
             return arrays_in(layout, buffer)
 
-        return self._turns.after(group, [], start, finish, lambda error: self.buffers.give(buffer))
+        def give(_: BaseException) -> None:
+            if into is None:
+                self.buffers.give(buffer)
+
+        return self._turns.after(group, [], start, finish, give)
 
     def write(self, group: int, arrays: Sequence[np.ndarray]) -> Future[None]:
         """Writes new values of a group beside those of the last commit.
