@@ -75,6 +75,17 @@ def test_imports_go_down(module):
         assert LAYERS.index(layer(imported)) <= LAYERS.index(layer(module)), f"{module} imports {imported}"
 
 
+def test_files_know_nothing_of_jax():
+    """State in files is below jax, so that what is held to be safe of it needs none to be tried."""
+    found = {
+        module for module, path in MODULES.items() if layer(module) == "_disk" and "import jax" in path.read_text()
+    }
+    assert not found
+    assert {name for module in MODULES if layer(module) == "_disk" for name in imports(module)} <= {
+        module for module in MODULES if layer(module) == "_disk"
+    }
+
+
 def test_what_only_looks_is_imported_when_asked_for():
     code = (
         "import sys, jax_offload as jo; before = [m for m in sys.modules if '_analysis' in m]; jo.chip; print(before)"
