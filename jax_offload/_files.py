@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -22,7 +23,8 @@ from jax.sharding import Sharding
 from jax_offload._base.arrays import is_integer
 from jax_offload._base.on_disk import TOKEN, OnDisk, Place
 from jax_offload._committed import packed, unpacked
-from jax_offload._disk.store import Entry, Store
+from jax_offload._disk.layout import Entry, dtype_of
+from jax_offload._disk.store import Store
 
 _ABOUT = {"by": "jax_offload", "version": 1}
 
@@ -43,6 +45,7 @@ class Disk:
         self._reads, self._writes = (ThreadPoolExecutor(2, f"jax_offload {what}") for what in ("reads", "writes"))
         self._writing: dict[str, Future[None]] = {}
         self._updating, self._failed = False, ""
+        self._calls = threading.Lock()  # of the store, which takes one at a time
 
     def __repr__(self) -> str:
         return f"disk({', '.join(repr(str(each)) for each in self.directories)}, host_bytes={self.host_bytes})"
@@ -55,13 +58,12 @@ class Disk:
     @property
     def last_commit(self) -> int | None:
         """The step of the last commit in these directories; ``None`` where there is none."""
-        store = self._store or self._opened_files()
-        if store is None:
+        if self._store is not None:
+            return self._store.step
+        if not Store.exists(self.directories):
             return None
-        step = store.step
-        if store is not self._store:
-            store.close()
-        return None if step < 0 else step
+        with Store.open(self.directories, about=_ABOUT) as store:
+            return store.step
 
     def commit(self, step: int, tree: Any) -> None:
         """Saves a state as it is now, and all else that a run goes on from: it is what ``resume`` gives.
@@ -89,7 +91,9 @@ class Disk:
         if lost := self._groups.keys() - found.keys():
             raise ValueError(f"tree: has not the whole state; {min(lost)} is on disk and not in it.")
         self.wait()
-        store.commit(int(step), extra)
+        with self._calls:
+            committed = store.commit(int(step), extra)
+        committed.result()
 
     def resume(self, target: Any) -> tuple[Any, int]:
         """The tree of the last commit, and its step. What was written since is forgotten.
@@ -104,19 +108,17 @@ class Disk:
         if self._store is not None:
             with contextlib.suppress(Exception):  # of an update that did not end: its writes are void
                 self.wait()
-            self._store.close()
-            self._store = None
-        if (store := self._opened_files()) is None or store.step < 0:
+            store, self._store = self._store, None
+            with contextlib.suppress(OSError, ValueError):
+                store.close()
+        if not Store.exists(self.directories):
             raise ValueError(
                 f"disk: there is no commit in {', '.join(map(str, self.directories))}. Fix: the directories of the run "
                 "that is to go on, in their order; or tx.init(params) for a new one."
             )
+        store = Store.open(self.directories, about=_ABOUT)
         self._opened(store)
-        return unpacked(store.extra(), target, self.handle), store.step
-
-    def _opened_files(self) -> Store | None:
-        """The store in these directories, at its last commit; ``None`` where there is none."""
-        return Store.open(self.directories, about=_ABOUT)
+        return unpacked(store.extra(), target, self.handle), cast(int, store.step)
 
     # ---- what init and a driven step ask ---------------------------------------------------------------------------
 
@@ -128,8 +130,11 @@ class Disk:
                 "disk.resume(target) goes on with the state of the last commit."
             )
         entries = [Entry(name, tuple(x.shape), np.dtype(x.dtype).name) for name, x in leaves]
-        for directory in self.directories:
-            directory.mkdir(parents=True, exist_ok=True)
+        if Store.exists(self.directories):
+            raise ValueError(
+                f"disk: {self.directories[0]} holds the state of another run, or of an earlier one, as of its last "
+                "commit. Fix: disk.resume(target) goes on with it; for a new run give directories of its own."
+            )
         self._opened(Store.create(self.directories, [[each] for each in entries], about=_ABOUT))
 
     def _opened(self, store: Store) -> None:
@@ -149,7 +154,7 @@ class Disk:
     def handle(self, name: str) -> OnDisk:
         """What stands for a leaf in a state of this version."""
         (entry,) = self._open.groups[self._groups[name]]
-        return OnDisk(self._token(), Place(self, name, entry.shape, np.dtype(entry.dtype)))
+        return OnDisk(self._token(), Place(self, name, entry.shape, dtype_of(entry.dtype)))
 
     def _token(self) -> np.ndarray[Any, Any]:
         return np.asarray(self._version, TOKEN)
@@ -179,14 +184,17 @@ class Disk:
         if (writing := self._writing.get(name)) is not None:
             writing.result()
         store = self._open
-        arrays = store.read(self._groups[name]).result()
+        with self._calls:
+            reading = store.read(self._groups[name])
+        arrays = reading.result()
         try:
             # a CPU's arrays are views of NumPy's, whatever may_alias says (0.10 to 0.12)
             views = sharding is None or next(iter(sharding.device_set)).platform == "cpu"
             (found,) = map(np.array, arrays) if views else arrays
             return found if sharding is None else jax.block_until_ready(jax.device_put(found, sharding))
         finally:
-            store.release(arrays)
+            with self._calls:
+                store.release(arrays)
 
     def put(self, name: str, x: jax.Array) -> Future[None]:
         """Its next value, being written once it is there."""
@@ -196,7 +204,10 @@ class Disk:
 
     def _write(self, name: str, x: jax.Array) -> None:
         try:
-            self._open.write(self._groups[name], [np.asarray(x)]).result()
+            values = np.asarray(x)
+            with self._calls:
+                writing = self._open.write(self._groups[name], [values])
+            writing.result()
         except BaseException as error:
             self._failed = f"writing {name} raised {type(error).__name__}: {error}"
             raise
