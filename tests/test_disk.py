@@ -438,3 +438,40 @@ def test_an_update_that_fails_is_no_state(disk, monkeypatch):
     (params, state), k = disk.resume((params, jo.abstract_state(tx, params)))
     assert k == 0
     step(params, state, X)
+
+
+# ---- what is said ----------------------------------------------------------------------------------------------------
+
+
+def test_the_table(tmp_path):
+    files = jo.disk(tmp_path, host_bytes=2 * MATRIX)
+    tx, params = offload(optax.adamw(1e-2), files), model()
+    table = jo.placement(tx, params)
+    assert table.disk_bytes == 6 * MATRIX and table.host_bytes == 2 * MATRIX
+    assert table.device_bytes == 8 * 256 + 4
+    assert f"disk, {6 * MATRIX / 2**20:.2f} MiB: beyond host_bytes={2 * MATRIX}; whole, 2 leaves together" in str(table)
+    assert "on disk, read and written in every step" in str(table)
+    assert table.to_dict()["disk_bytes"] == table.disk_bytes
+    assert not files.directories[0].joinpath("manifest").exists() and files.last_commit is None
+
+    shown = jo.placement(jo.jit(step_of(tx)), params, tx.init(params), X)
+    assert shown.disk_bytes == table.disk_bytes and shown.host_bytes == table.host_bytes
+    assert {leaf.path for leaf in shown.leaves if leaf.disk} >= {"[1][0].mu['layer_4']['w']"}
+    assert shown.stays == ("the step is cut at it, as its state is on disk",)
+
+
+def test_abstract_state_is_that_of_a_checkpoint(disk):
+    """The tree of plain optax, in host memory: what ``resume`` takes, and what orbax would restore."""
+    state = jo.abstract_state(offload(optax.adamw(1e-2), disk), model())
+    assert jax.tree.structure(state) == jax.tree.structure(optax.adamw(1e-2).init(model()))
+    assert state[0].mu["layer_1"]["w"].sharding.memory_kind == "pinned_host"
+
+
+def test_what_knows_nothing_of_files_yet(disk):
+    tx, params = offload(optax.adamw(1e-2), disk), model()
+    with pytest.raises(ValueError, match=r"tx: keeps 128 KiB on disk, of which plan knows nothing yet. Fix"):
+        jo.plan(tx, params)
+    state, step = tx.init(params), jo.jit(step_of(tx))
+    for look in (jo.plan, jo.inspect, jo.verify):
+        with pytest.raises(ValueError, match="step: its state is on disk, of which plan, inspect"):
+            look(step, params, state, X)

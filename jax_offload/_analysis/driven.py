@@ -16,6 +16,7 @@ from jax_offload._base.arrays import is_traced
 from jax_offload._base.jaxprs import ClosedJaxpr, Equation, Literal, Var
 from jax_offload._base.jaxprs import closed as as_closed
 from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, is_host_aval, on_a_mesh
+from jax_offload._base.on_disk import READ, WRITE
 from jax_offload._base.shardings import sharding_of
 from jax_offload._drive.run import Driven
 from jax_offload._emit.find import holds_driven_update, is_update
@@ -44,7 +45,16 @@ class First:
 
 
 def is_driven(step: ClosedJaxpr) -> bool:
-    """Whether the host's cores have a part in an update of a traced step."""
+    """Whether the host's cores have a part in an update of a traced step.
+
+    Raises:
+      ValueError: its state is on disk.
+    """
+    if any(eqn.primitive in (READ, WRITE) for eqn in step.jaxpr.eqns):
+        raise ValueError(
+            "step: its state is on disk, of which plan, inspect and verify know nothing yet. Fix: the same step "
+            "without disk=, which has the same plan in host memory; jo.placement(step, *args) has the bytes on disk."
+        )
     return any(map(holds_driven_update, step.jaxpr.eqns))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from jax_offload._base.calls import equations
 from jax_offload._base.jaxprs import Equation, Literal, closed, sub_jaxprs, variables
+from jax_offload._base.on_disk import READ
 from jax_offload._emit.region import REGION, Moved, Update
 from jax_offload._ir.program import Program, Var, as_program, expanded, flat, without_round_trips
 from jax_offload._plan.plan import Planned
@@ -87,7 +88,15 @@ def updates_in(step: Any) -> list[Found]:
     return list(_found(jaxpr, {v: v for v in own - moved | own & results}))
 
 
-_MOVES = ("device_put", "sharding_constraint", "reshard", "copy", "optimization_barrier", "jax_offload_donation")
+_MOVES = (
+    "device_put",
+    "sharding_constraint",
+    "reshard",
+    "copy",
+    "optimization_barrier",
+    "jax_offload_donation",
+    READ.name,
+)
 
 _CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call")
 
