@@ -192,7 +192,7 @@ class Moving:
         """What a stage has made is being written, and is no longer held here."""
         leaves = [(leaf, v) for v in made for leaf in self._unwritten.pop(v, ())]
         self._writing.append([_files(leaf).put(leaf.name, self._values[v]) for leaf, v in leaves])
-        for v in {v for _, v in leaves}.difference(self._outputs):
+        for v in {v for _, v in leaves}.difference(variables(self._outputs)):
             del self._values[v]
 
     def results(self) -> list[Any]:
