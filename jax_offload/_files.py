@@ -35,6 +35,16 @@ class Disk:
     Attributes:
       directories: where they are.
       host_bytes: of the state that stay in host memory.
+
+    Example:
+      >>> import tempfile, jax, jax.numpy as jnp, optax, jax_offload as jo
+      >>> params = jax.device_put({"w": jnp.ones((256, 256))}, jax.devices()[0])
+      >>> disk = jo.disk(tempfile.mkdtemp())
+      >>> tx = jo.offload(optax.adamw(1e-3), disk=disk)
+      >>> disk.commit(0, {"params": params, "state": tx.init(params)})
+      >>> tree, step = disk.resume({"params": params, "state": jo.abstract_state(tx, params)})
+      >>> step, tree["state"][0].mu["w"]
+      (0, OnDisk([0].mu['w']: float32[256, 256]))
     """
 
     def __init__(self, directories: Sequence[Path], host_bytes: int) -> None:

@@ -37,15 +37,12 @@ def disk(*directories: str | os.PathLike[str], host_bytes: int = 0) -> Disk:
     Example:
       >>> import tempfile, jax, jax.numpy as jnp, optax, jax_offload as jo
       >>> params = jax.device_put({"w": jnp.ones((256, 256))}, jax.devices()[0])
-      >>> disk = jo.disk(tempfile.mkdtemp())
-      >>> tx = jo.offload(optax.adamw(1e-3), disk=disk)
-      >>> state = tx.init(params)
+      >>> tx = jo.offload(optax.adamw(1e-3), disk=jo.disk(tempfile.mkdtemp()))
+      >>> state, grads = tx.init(params), jax.tree.map(jnp.ones_like, params)
       >>> step = jo.jit(lambda p, s, g: jo.update_params(tx, g, s, p), donate_argnums=(0, 1))
-      >>> params, state = step(params, state, jax.tree.map(jnp.ones_like, params))
-      >>> disk.commit(1, {"params": params, "opt_state": state})
+      >>> params, state = step(params, state, grads)
       >>> state[0].mu["w"]
       OnDisk([0].mu['w']: float32[256, 256])
-      >>> disk.close()
     """
     if not directories:
         raise ValueError("directories: expected one or several paths, jo.disk('/nvme/run'); got none.")
