@@ -101,7 +101,7 @@ def offload(
         gradients are there first, whole parameters at a time. Or a pytree prefix of the parameters with one of these
         per subtree. What is on the host stays as ``init`` gives it, in pinned host memory. Only a step of
         ``jax_offload.jit`` can do this, which is then several programs (docs/host_or_device.md).
-      disk: a ``jax_offload.disk``, whose files hold what is beyond its ``host_bytes`` of what would live in host memory.
+      disk: a ``jax_offload.disk``, whose files hold what is beyond its ``host_bytes`` of what would be in host memory.
         Each step of ``jax_offload.jit`` reads it, updates it on the device and writes it, group by group. In the state
         something stands for such a leaf, which ``numpy.asarray`` reads; the state is of one step, and ``disk.commit``
         saves it. One device, and no ``update_on``, ``shard_over`` or ``skip`` (docs/disk.md).
