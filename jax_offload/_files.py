@@ -23,6 +23,7 @@ from jax.sharding import Sharding
 from jax_offload._base.arrays import is_integer
 from jax_offload._base.on_disk import TOKEN, OnDisk, Place
 from jax_offload._committed import packed, unpacked
+from jax_offload._disk.buffers import aligned
 from jax_offload._disk.layout import Entry, dtype_of
 from jax_offload._disk.store import Store
 
@@ -200,7 +201,7 @@ class Disk:
         try:
             # a CPU's arrays are views of NumPy's, whatever may_alias says (0.10 to 0.12)
             views = sharding is None or next(iter(sharding.device_set)).platform == "cpu"
-            (found,) = map(np.array, arrays) if views else arrays
+            found = _copied(arrays[0]) if views else arrays[0]
             return found if sharding is None else jax.block_until_ready(jax.device_put(found, sharding))
         finally:
             with self._calls:
@@ -247,3 +248,10 @@ class Disk:
         if self._store is not None:
             self._store.close()
         self._store = None
+
+
+def _copied(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A copy in pages of its own: the C library keeps what threads free of its own memory."""
+    found = aligned(x.nbytes)[: x.nbytes].view(x.dtype).reshape(x.shape)
+    np.copyto(found, x)
+    return found
