@@ -53,7 +53,7 @@ class Disk:
         self._store: Store | None = None
         self._groups: dict[str, int] = {}
         self._version = secrets.randbits(31)
-        self._reads, self._writes = (ThreadPoolExecutor(2, f"jax_offload {what}") for what in ("reads", "writes"))
+        self._reads, self._writes = _threads()
         self._writing: dict[str, Future[None]] = {}
         self._updating, self._failed = False, ""
         self._calls = threading.Lock()  # of the store, which takes one at a time
@@ -245,9 +245,15 @@ class Disk:
         """Ends all reading and writing, and closes the files. What was not committed is lost."""
         self._reads.shutdown()
         self._writes.shutdown()
-        if self._store is not None:
-            self._store.close()
-        self._store = None
+        self._reads, self._writes = _threads()
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+
+def _threads() -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
+    """Those that read and those that write; they start when there is something to do."""
+    return ThreadPoolExecutor(2, "jax_offload reads"), ThreadPoolExecutor(2, "jax_offload writes")
 
 
 def _copied(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
