@@ -146,6 +146,14 @@ def test_reads_are_ahead_of_the_sweep(made):
     assert all(seen)
 
 
+def test_reads_begin_when_a_group_comes_back(made):
+    """Where all groups are under way, the next sweep's reads wait for nothing else."""
+    files = Faulty()
+    pipeline = Pipeline(made(files, GROUPS[:2]), depth=3)
+    step_of(pipeline, 1)
+    assert wait_for(lambda: calls(files, "preadv") == 2 * blocks([0, 1]))
+
+
 def wait_for_reads(files, group):
     wanted = blocks(k % COUNT for k in range(group + 3))
     return wait_for(lambda: calls(files, "preadv") >= wanted)

@@ -1,6 +1,9 @@
 """A store gives back what was written, as of its last commit."""
 
+import gc
 import json
+import time
+import weakref
 
 import numpy as np
 import pytest
@@ -101,6 +104,27 @@ def test_arrays_that_lie_anywhere_are_written(tmp_path):
         store.write(0, mine).result()
         same(store.read(0).result(), [plain[0] + 1, plain[1]])
         assert 0 < staged <= store.most_staging
+
+
+def test_arrays_are_held_until_they_are_written_and_no_longer(tmp_path):
+    """Also those that waited for a commit, whose future is kept."""
+    files = Faulty()
+    with made([tmp_path], files=files) as store:
+        files.fault = delays(0.02, "sync")
+        commit = store.commit(1, {})
+        written = []
+        for step, group in enumerate([0, 1, 2, 0]):
+            arrays = values(step)[group]
+            written.append((weakref.ref(arrays[0]), store.write(group, arrays)))
+            del arrays
+        assert not commit.done() and all(array() is not None for array, _ in written)
+        for _, future in written:
+            future.result()
+        end = time.monotonic() + 10
+        while any(array() is not None for array, _ in written) and time.monotonic() < end:
+            time.sleep(0.01)  # until the thread that wrote it has let it go
+            gc.collect()
+        assert [array() for array, _ in written] == [None] * 4
 
 
 def test_buffers_are_used_again(tmp_path):
