@@ -38,7 +38,14 @@ class Directories:
         for path in self.paths:
             try:
                 descriptor = self.files.open(path / _LOCK, create=True)
+            except FileNotFoundError:
+                self.close()
+                raise ValueError(
+                    f"a store has lost its directory {str(path)!r}. Is its disk mounted? Else restore from a "
+                    "checkpoint into a new store."
+                ) from None
             except OSError as error:
+                self.close()
                 raise failed(error, "opening the lock of a store", path / _LOCK) from error
             if not self.files.lock(descriptor):
                 self.files.close(descriptor)
@@ -102,6 +109,11 @@ class Directories:
             finally:
                 self.files.close(descriptor)
             self.files.sync_directory(path)
+
+    def remove(self, name: str) -> None:
+        """Removes the files of a name, as far as there are any."""
+        for path in self.paths:
+            self.files.remove(path / name)
 
     def open(self, name: str, lengths: Sequence[int]) -> tuple[Opened, ...]:
         """The files of a name. ``ValueError`` where one is missing, or is not as long as it was made."""

@@ -87,6 +87,9 @@ class Files:
     def replace(self, source: Path, target: Path) -> None:
         os.replace(source, target)
 
+    def remove(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+
     def lock(self, descriptor: int) -> bool:
         """Whether the lock of an open file is ours now. It ends with the process, however that ends."""
         try:

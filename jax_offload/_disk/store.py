@@ -10,7 +10,6 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from threading import RLock
 from typing import Any, TypeVar
@@ -18,18 +17,17 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jax_offload._disk import manifest as _manifest
-from jax_offload._disk.buffers import Buffers, aligned
+from jax_offload._disk.buffers import Buffers
+from jax_offload._disk.commits import Commits, slot_name
 from jax_offload._disk.directories import Directories
 from jax_offload._disk.files import Files
 from jax_offload._disk.layout import BLOCK, Entry, arrays_in, dtype_of, laid_out
 from jax_offload._disk.manifest import Manifest, Version
-from jax_offload._disk.transfers import Source, Striped, Transfers, whole_buffer
+from jax_offload._disk.transfers import Source, Transfers, whole_buffer
 from jax_offload._disk.turns import Turns, when_done
 
 T = TypeVar("T")
 THREADS = 4  # for each directory
-_SLOTS = ("a", "b")
-_EXTRA = "the arrays beside the groups"
 
 
 class Store:
@@ -42,23 +40,22 @@ class Store:
 
     def __init__(self, directories: Directories, manifest: Manifest, committed: bool) -> None:
         self._directories = directories
-        self._files = directories.files
-        self._manifest = manifest
+        self.groups = manifest.groups
         self._layouts, lengths = laid_out(manifest.groups, manifest.directories, manifest.block)
-        self._data = [directories.open(_name(slot), lengths) for slot in (0, 1)]
-        self._extras: list[Striped | None] = [None, None]
-        self._extra_lengths: list[Sequence[int] | None] = [None, None]
+        self._data = [directories.open(slot_name("groups", slot), lengths) for slot in (0, 1)]
         self._committed: list[Version | None] = list(manifest.versions) if committed else [None] * len(self.groups)
         self._newest: list[Version | BaseException | None] = list(self._committed)
         self._turns = Turns()
         self._stopped: BaseException | None = None
+        self._closed = False
         self._commit: Future[None] | None = None
         self._lock = RLock()
         self._pool = ThreadPoolExecutor(THREADS * manifest.directories, "disk")
         self._committer = ThreadPoolExecutor(1, "commit")
         self.buffers, self.staging = Buffers(), Buffers()
-        self._transfers = Transfers(self._files, self._pool, self.staging)
-        self.step: int | None = manifest.step if committed else None
+        self._transfers = Transfers(directories.files, self._pool, self.staging)
+        self._commits = Commits(directories, self._transfers, self._pool, manifest, committed)
+        self.most_staging = THREADS * manifest.directories * manifest.block  # one block for each thread
 
     @classmethod
     def create(
@@ -100,8 +97,14 @@ class Store:
                 uuid.uuid4().hex, -1, _manifest.plain(about), len(places.paths), block, entries, (), (), none
             )
             _, lengths = laid_out(entries, len(places.paths), block)
-            for slot in (0, 1):
-                places.allocate(_name(slot), lengths, 2 * sum(lengths))
+            names = [slot_name("groups", slot) for slot in (0, 1)]
+            try:
+                for name in names:
+                    places.allocate(name, lengths, 2 * sum(lengths))
+            except OSError:
+                for name in names:
+                    places.remove(name)
+                raise
             places.identify(manifest.store)
             return cls(places, manifest, committed=False)
         except BaseException:
@@ -143,17 +146,13 @@ class Store:
         return True
 
     @property
-    def groups(self) -> tuple[tuple[Entry, ...], ...]:
-        return self._manifest.groups
+    def step(self) -> int | None:
+        """Of the last commit; None before the first."""
+        return self._commits.step
 
     def nbytes(self, group: int) -> int:
-        """Of a group, in memory or in one of its slots."""
+        """Bytes of a group, in memory or in a slot."""
         return self._layouts[group].nbytes
-
-    @property
-    def most_staging(self) -> int:
-        """Bytes that ``staging`` holds at most, in which blocks are put together: one for each thread."""
-        return THREADS * self._manifest.directories * self._manifest.block
 
     def read(self, group: int, into: np.ndarray | None = None) -> Future[list[np.ndarray]]:
         """The newest values of a group, as views of a buffer of the pool, or of ``into``. Give them to ``release``.
@@ -164,11 +163,7 @@ class Store:
         buffer = self.buffers.take(layout.nbytes) if into is None else into
 
         def start() -> Future[list[None]]:
-            version = self._newest[group]
-            if version is None:
-                raise ValueError(f"{self._what(group)} was never written. Write every group before reading it.")
-            if isinstance(version, BaseException):
-                raise version
+            version = self._readable(group, self._newest[group])
             files = self._data[version.slot]
             return self._transfers.read(files, layout, buffer, version.checksums, self._what(group))
 
@@ -241,17 +236,16 @@ class Store:
 
     def extra(self) -> dict[str, np.ndarray]:
         """The arrays beside the groups, of the last commit."""
-        with self._lock:
-            manifest = self._manifest
-        (layout,), lengths = laid_out([manifest.extra], manifest.directories, manifest.block)
-        buffer = aligned(layout.nbytes)
-        version = manifest.extra_version
-        files = self._extra_files(version.slot, lengths)
-        self._transfers.read(files, layout, buffer, version.checksums, _EXTRA).result()
-        return {entry.path: array for entry, array in zip(layout.entries, arrays_in(layout, buffer), strict=True)}
+        return self._commits.extra()
 
     def close(self) -> None:
-        """Waits for what is under way, and lets the directories go. What was not committed is lost."""
+        """Waits for what is under way, and lets the directories go. What was not committed is lost.
+
+        ``ValueError`` where a commit failed, once.
+        """
+        if self._closed:
+            return
+        self._closed = True
         waiting = [*self._turns.under_way(), *([self._commit] if self._commit else [])]
         for future in waiting:
             future.exception()
@@ -291,60 +285,33 @@ class Store:
         if self._stopped is not None:
             raise ValueError(
                 f"the store in {str(self._directories.paths[0])!r} stopped when a commit failed: {self._stopped} "
-                f"It is as of step {self.step}: see to the cause and open it again."
+                f"It is as of {'nothing' if self.step is None else f'step {self.step}'}: see to the cause and open it "
+                "again."
             ) from self._stopped
 
     def _commit_now(self, step: int, entries: tuple[Entry, ...], arrays: Sequence[np.ndarray]) -> None:
         try:
             self._raise_stopped()
-            self._commit_or_raise(step, entries, arrays)
+            with self._lock:
+                newest = list(self._newest)
+            versions = [self._readable(group, version) for group, version in enumerate(newest)]
+            self._commits.commit(step, versions, self._data, entries, arrays)
+            with self._lock:
+                self._committed[:] = versions
         except BaseException as error:
             # The files are not known any more: a manifest may have been swapped that is not known to be on disk. So
             # nothing may be written, to either slot.
             self._stopped = self._stopped or error
             raise
 
-    def _commit_or_raise(self, step: int, entries: tuple[Entry, ...], arrays: Sequence[np.ndarray]) -> None:
-        with self._lock:
-            newest = list(self._newest)
-        versions = []
-        for group, version in enumerate(newest):
-            if isinstance(version, BaseException):
-                raise version
-            if version is None:
-                raise ValueError(f"{self._what(group)} was never written. Write every group before the first commit.")
-            versions.append(version)
-        slot = 1 - self._manifest.extra_version.slot
-        (layout,), lengths = laid_out([entries], self._manifest.directories, self._manifest.block)
-        files = self._extra_files(slot, lengths, make=True)
-        checksums = self._transfers.write(files, layout, Source.of(layout, arrays), _EXTRA).result()
-        changed = {new.slot for new, old in zip(versions, self._committed, strict=True) if new != old}
-        synced = [*files, *(file for slot in changed for file in self._data[slot])]
-        list(self._pool.map(self._directories.sync, synced))
-        manifest = replace(
-            self._manifest,
-            step=step,
-            versions=tuple(versions),
-            extra=entries,
-            extra_version=Version(slot, tuple(checksums)),
-        )
-        _manifest.save(self._files, self._directories.paths[0], _manifest.NAME, _manifest.to_bytes(manifest))
-        with self._lock:
-            self._manifest, self._committed, self.step = manifest, list(versions), step
-
-    def _extra_files(self, slot: int, lengths: Sequence[int], make: bool = False) -> Striped:
-        name = _name(slot, "extra")
-        if make and lengths != self._extra_lengths[slot]:
-            self._directories.shut(self._extras[slot] or ())
-            self._extras[slot] = None
-            self._directories.allocate(name, lengths, sum(lengths))
-        files = self._extras[slot] or self._directories.open(name, lengths)
-        self._extras[slot], self._extra_lengths[slot] = files, lengths
-        return files
-
-
-def _name(slot: int, of: str = "groups") -> str:
-    return f"{of}.{_SLOTS[slot]}"
+    def _readable(self, group: int, version: Version | BaseException | None) -> Version:
+        if isinstance(version, BaseException):
+            raise version
+        if version is None:
+            raise ValueError(
+                f"{self._what(group)} was never written. Write every group before reading or committing it."
+            )
+        return version
 
 
 def _copy(done: Future[T], result: Future[T]) -> None:
