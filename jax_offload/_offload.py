@@ -263,7 +263,8 @@ def _skipping(inner: optax.GradientTransformationExtraArgs, policy: Policy) -> o
 
 
 def _load(state: Any) -> Any:
-    return jax.tree.map(lambda x: _memory.to_device(x) if is_array(x) else x, state)
+    leaves, treedef = jax.tree.flatten(state)
+    return jax.tree.unflatten(treedef, _memory.all_to_device(leaves))
 
 
 def _store(state: Any, plan: list[Leaf], params: Any, shardings: Shardings) -> Any:
@@ -273,8 +274,7 @@ def _store(state: Any, plan: list[Leaf], params: Any, shardings: Shardings) -> A
     leaves = resharded_state(leaves, plan, params, shardings)
     if around().moved is not None:  # what stands around stores it
         return jax.tree.unflatten(treedef, leaves)
-    stored = [_memory.to_host(x) if leaf.host else x for x, leaf in zip(leaves, plan, strict=True)]
-    return jax.tree.unflatten(treedef, stored)
+    return jax.tree.unflatten(treedef, _memory.all_to_host(leaves, [leaf.host for leaf in plan]))
 
 
 def _is_concrete(x: Any) -> bool:

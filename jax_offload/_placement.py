@@ -123,8 +123,8 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
     groups: list[float | None] = []  # the fraction that governs a leaf; None: it stays
     for index, (path, x) in enumerate(paths_state):
         i = owner(path)
-        why, governing = stays(x, policy.min_bytes), None
-        like_param = not why and i is not None and is_like(keystr(path), np.shape(x), np.shape(paths_params[i][1]))
+        why, governing, name = stays(x, policy.min_bytes), None, keystr(path)
+        like_param = not why and i is not None and is_like(name, np.shape(x), np.shape(paths_params[i][1]))
         if not why and i is None and by_params:
             why = "belongs to no one parameter"
         if not why and i is not None and not selected(i, x):
@@ -133,7 +133,7 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
             governing = float(fractions[i] if i is not None else policy.fraction)
         groups.append(governing)
         leaves.append(
-            Leaf(keystr(path), np.shape(x), getattr(x, "dtype", type(x)), nbytes(x),
+            Leaf(name, np.shape(x), getattr(x, "dtype", type(x)), nbytes(x),
                  None if i is None else names[i], i, False, why, order[index],
                  policy.shard_over if like_param else ())
         )  # fmt: skip

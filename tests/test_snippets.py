@@ -76,6 +76,16 @@ class Reader:
         return found
 
 
+def test_code_fits_the_page():
+    """The site shows 96 characters of a line, and the rest under the icon that copies it; messages wrap."""
+    fence = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
+    code = {page.name: fence.findall(page.read_text()) for page in (ROOT / "docs").glob("*.md")}
+    lines = [(name, line) for name, found in code.items() for kind, text in found if kind != "text"
+             for line in text.splitlines()]  # fmt: skip
+    assert len(lines) > 200
+    assert not [(name, line) for name, line in lines if len(line) > 96]
+
+
 def test_the_readme():
     found = run("README.md", {})
     assert found["state"][0].mu["layers"].sharding.memory_kind == "pinned_host"

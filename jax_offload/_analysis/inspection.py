@@ -231,7 +231,7 @@ def _inspected(program: Compiled, chip: str | Path | Chip | None) -> Inspection:
             for t in transfers(run)
         ),
         loops=loops(schedule),
-        problems=problems(program, run),
+        problems=problems(program, schedule, run),
         timeline=None if speeds is None else run,
         compiled_for=program.compiled_for,
         program=program.program,
