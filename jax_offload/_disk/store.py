@@ -27,7 +27,7 @@ from jax_offload._disk.transfers import Source, Transfers, whole_buffer
 from jax_offload._disk.turns import Turns, when_done
 
 T = TypeVar("T")
-THREADS = 4  # for each directory
+THREADS = 8  # for each directory: four hide a disk's latency, and reads and writes go on together
 
 
 class Store:
