@@ -11,12 +11,14 @@ from importlib import metadata as _metadata
 
 from jax_offload._convert import from_plain as from_plain
 from jax_offload._convert import to_plain as to_plain
+from jax_offload._files import Disk as Disk
 from jax_offload._interop.checkpoint import restore as restore
 from jax_offload._interop.checkpoint import save_args as save_args
 from jax_offload._interop.jit import jit as jit
 from jax_offload._interop.pipelined import pipelined as pipelined
 from jax_offload._interop.xla_options import compiler_options as compiler_options
 from jax_offload._offload import offload as offload
+from jax_offload._on_disk import disk as disk
 from jax_offload._placement import Leaf as Leaf
 from jax_offload._precision.formats import Storage as Storage
 from jax_offload._precision.masters import with_master_params as with_master_params
@@ -68,6 +70,7 @@ _LAZY = {
 
 __all__ = [
     "Chip",
+    "Disk",
     "Forecast",
     "Inspection",
     "Leaf",
@@ -81,6 +84,7 @@ __all__ = [
     "abstract_state",
     "chip",
     "compiler_options",
+    "disk",
     "from_plain",
     "inspect",
     "jit",

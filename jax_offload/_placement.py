@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -48,6 +48,7 @@ class Leaf:
       window: in bytes, as its ``offload`` was given it.
       order: as its ``offload`` was given it.
       on_cores: whether the host's cores update it, where it is.
+      disk: whether it is on disk, and not in pinned host memory.
 
     Example:
       >>> import jax, optax, jax_offload as jo
@@ -73,6 +74,7 @@ class Leaf:
     window: int | None = None
     order: Order = None
     on_cores: bool = False
+    disk: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +87,7 @@ class Policy:
     order: Order = None
     shard_over: tuple[str, ...] = ()
     update_on: Any = 0.0
+    host_bytes: int | None = None  # of what may be in host memory; the rest is on disk. None: there is no disk
 
     def __post_init__(self) -> None:
         for f in jax.tree.leaves(self.fraction):
@@ -138,6 +141,7 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
                  policy.shard_over if like_param else ())
         )  # fmt: skip
     placed = _take(leaves, groups, _subtrees(policy.fraction, params, owner, paths_state))
+    placed = placed if policy.host_bytes is None else _with_disk(placed, policy.host_bytes)
     shares = _per_param("update_on", policy.update_on, params)
     return _with_cores(placed, shares, _subtrees(policy.update_on, params, owner, paths_state))
 
@@ -212,6 +216,25 @@ def _take(leaves: list[Leaf], fractions: list[float | None], subtree: list[int])
             leaf, host=i in host, why="eligible" if i in host else f"beyond fraction={fractions[i]:g}")
         for i, leaf in enumerate(leaves)
     ]  # fmt: skip
+
+
+def _with_disk(leaves: list[Leaf], host_bytes: int) -> list[Leaf]:
+    """The leaves, those marked that are on disk: of what ``offload`` keeps in host memory all that is beyond
+    ``host_bytes``.
+
+    What stays are whole parameters, those whose gradients come last: the state of the first is read while the
+    gradients are made.
+    """
+    together: dict[Hashable, list[int]] = {}
+    for i in sorted((i for i, leaf in enumerate(leaves) if leaf.host), key=lambda i: -leaves[i].rank):
+        together.setdefault(leaves[i].path if leaves[i].owner is None else leaves[i].owner, []).append(i)
+    left, disk = host_bytes, set[int]()
+    for group in together.values():
+        size = sum(leaves[i].nbytes for i in group)
+        left, fits = (left - size, True) if size <= left else (left, False)
+        disk |= set() if fits else {*group}
+    why = f"beyond host_bytes={host_bytes}"
+    return [dataclasses.replace(x, disk=True, why=why) if i in disk else x for i, x in enumerate(leaves)]
 
 
 def _with_cores(leaves: list[Leaf], shares: Sequence[float], subtree: list[int]) -> list[Leaf]:

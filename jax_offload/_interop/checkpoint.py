@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from jax_offload._base import memory
+from jax_offload._base.on_disk import check_in_memory
 from jax_offload._interop.checksums import checksums, is_key, word_sums
 from jax_offload._interop.stored import Damaged, check_target, default_target, named, reading, some
 
@@ -50,6 +51,7 @@ def save_args(tree: Any, *, copy: bool = True) -> Any:
       ...     manager.save(0, args=jo.save_args({"params": params, "opt_state": state}))
       True
     """
+    check_in_memory(tree, "jo.save_args")
     ocp = _orbax()
     if copy:
         tree = _with_host_copies(tree)

@@ -14,6 +14,7 @@ from jax.tree_util import keystr
 
 from jax_offload._base.donation import guarded
 from jax_offload._base.memory import mesh_is_set, on_host, under_jit
+from jax_offload._base.on_disk import UpdatedFromDisk
 from jax_offload._drive.jitted import DrivenJit
 from jax_offload._emit.region import UpdatedOnCores
 from jax_offload._interop.xla_options import compiler_options, options_for_sending
@@ -103,7 +104,7 @@ class Jitted:
         if self._driven is None:
             try:
                 return self._jitted(*args, **kwargs)
-            except UpdatedOnCores:  # that it is, its first trace tells
+            except (UpdatedOnCores, UpdatedFromDisk):  # that it is, its first trace tells
                 platform, given = jax.default_backend(), self._options.get("compiler_options")
                 for_all = compiler_options(platform) if given is None else given
                 for_sending = options_for_sending(platform) if given is None else given
