@@ -15,7 +15,7 @@ from jax_offload._whole import rewritten
 from tests.aot.model import ADAMW, CLIPPED, step_of
 
 MIB = 2**20
-WIDTHS = (2048, 2048, 8192, 2048, 2048, 2048)  # between them layers of 16, 64, 64, 16 and 16 MiB, moments of twice that
+WIDTHS = (2048, 2048, 8192, 512, 32768, 128)  # between them layers of 16, 64, 16, 64 and 16 MiB, moments of twice that
 
 
 def loss(params, x):
@@ -33,11 +33,11 @@ def step(inner):
 
 
 def test_large_pieces_go_one_way_at_a_time():
-    """In 32 MiB, from the last layer on 1, 1, 4, 4, 1: a load waits for the one before, and for the stores of the one
-    before that. Loads end at 1, 2, 6, 10 and 11, stores at 2, 3, 10, 14 and 15, where the link both ways needs 11."""
+    """In 32 MiB, from the last layer on 1, 4, 1, 4, 1: a load waits for the one before, and for the stores of the one
+    before that. Loads end at 1, 5, 6, 13 and 14, stores at 2, 9, 10, 17 and 18, where the link both ways needs 11."""
     link = link_of(chip("h200"))
     unit = 32 * MIB / link.both
-    assert in_pieces(step(ADAMW).jaxpr, chip("h200"), link) == pytest.approx(15 * unit, rel=0.05)
+    assert in_pieces(step(ADAMW).jaxpr, chip("h200"), link) == pytest.approx(18 * unit, rel=0.03)
 
 
 def test_an_update_that_is_in_no_pieces():
