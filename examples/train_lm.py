@@ -4,6 +4,7 @@ python examples/train_lm.py                              # Python's own source, 
 python examples/train_lm.py --resident --stop-at 50      # the same losses, the state on the device
 python examples/train_lm.py --pipelined                  # the state moves while the next batch's layers compute
 python examples/train_lm.py --model 7b --context 2048    # on an H200, which is too small for --resident
+python examples/train_lm.py --disk DIR --host-bytes 1MiB # what is beyond 1 MiB of the state in files; resumes
 """
 
 import argparse
@@ -57,6 +58,11 @@ OPTIMIZERS = {  # name: peak learning rate at width 128, schedule -> optimizer
 }
 
 
+def in_bytes(text):
+    units = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+    return int(float(text[:-3]) * units[text[-3:]]) if text[-3:] in units else int(text)
+
+
 def parse(argv):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -77,12 +83,17 @@ def parse(argv):
     add("--data", help="a text file or a folder; by default the sources of Python's standard library")
     add("--checkpoint-dir", type=Path, help="save here, and resume from what is here")
     add("--save-every", type=int, default=100)
+    add("--disk", type=Path, nargs="+", metavar="DIR", help="keep the state here, and resume from what is here")
+    add("--host-bytes", type=in_bytes, default=0, metavar="1MiB", help="of the state in memory, with --disk")
     add("--sample", type=int, default=400, metavar="BYTES", help="of text that the trained model writes")
     add("--blocking-saves", action="store_true", help="no copy of the state in host memory: training waits for saves")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.disk and (args.checkpoint_dir or args.resident or args.pipelined):
+        parser.error("--disk: the files are the checkpoint, and the step is jo.jit's: leave the other option out")
+    return args
 
 
-def optimizer(args):
+def optimizer(args, disk=None):
     peak, build = OPTIMIZERS[args.optimizer]
     peak = args.lr or peak * 128 / SIZES[args.model][1]  # wider models want smaller steps
     warmup = max(1, min(100, args.steps // 10))
@@ -90,7 +101,9 @@ def optimizer(args):
     tx = optax.chain(optax.clip_by_global_norm(1.0), build(schedule))
     if args.master != "none":
         tx = jo.with_master_params(tx, args.master)
-    return tx if args.resident else jo.offload(tx, fraction=args.fraction, storage=STORAGE[args.storage])
+    if args.resident:
+        return tx
+    return jo.offload(tx, fraction=args.fraction, storage=STORAGE[args.storage], disk=disk)
 
 
 def loss_fn(params, apply_fn, batch):
@@ -106,6 +119,10 @@ def step(state, batch):
 # Donated, so that neither parameters nor state exist twice. With memory kinds, results must come in the order
 # of the arguments, as a TrainState's do.
 train_step = jax.jit(step, donate_argnums=0)
+
+
+# With a part of the state in files: jo.jit reads and writes them around the update.
+disk_step = jo.jit(step, donate_argnums=0)
 
 
 class Pipelined:
@@ -156,7 +173,7 @@ def shapes_of(args, model, device):
     return init, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_device), shapes)
 
 
-def initial_state(args, model, tx, device, manager):
+def initial_state(args, model, tx, device, manager, disk):
     init, shapes = shapes_of(args, model, device)
     on_device = jax.sharding.SingleDeviceSharding(device)
     count = sum(x.size for x in jax.tree.leaves(shapes))
@@ -168,6 +185,12 @@ def initial_state(args, model, tx, device, manager):
         # The target says where each leaf belongs; it is read straight into that memory.
         items = jo.restore(manager, {"params": shapes, "opt_state": jo.abstract_state(tx, shapes)})
         print(f"resumed at step {step}")
+    elif disk and disk.last_commit is not None:
+        items, step = disk.resume({"params": shapes, "opt_state": jo.abstract_state(tx, shapes)})
+        print(f"resumed at step {step}")
+    elif disk:
+        params = jax.jit(init, out_shardings=on_device)(jax.random.key(args.seed))
+        items = {"params": params, "opt_state": tx.init(params)}  # which makes the files
     else:
         params = jax.jit(init, out_shardings=on_device)(jax.random.key(args.seed))
         opt_state = jax.jit(tx.init, out_shardings=jo.state_shardings(tx, shapes))(params)
@@ -185,7 +208,8 @@ def main(argv=None):
         args.checkpoint_dir.absolute(),
         options=ocp.CheckpointManagerOptions(max_to_keep=2, save_interval_steps=args.save_every),
     )
-    state = initial_state(args, model, optimizer(args), device, manager)
+    disk = jo.disk(*args.disk, host_bytes=args.host_bytes) if args.disk else None
+    state = initial_state(args, model, optimizer(args, disk), device, manager, disk)
 
     start, stop = int(state.step), min(args.stop_at or args.steps, args.steps)
     before = evaluate(state, held_out, args)
@@ -198,7 +222,7 @@ def main(argv=None):
         if pipelined:
             loss = pipelined(batch)
         else:
-            state, loss = train_step(state, batch)
+            state, loss = (disk_step if disk else train_step)(state, batch)
         losses.append(float(loss))
         if i > start + args.pipelined:  # those before were compiled
             times.append(time.perf_counter() - began)
@@ -208,6 +232,8 @@ def main(argv=None):
             bar.set_postfix_str(report, refresh=False)
             if bar.disable and (i + 1) % max(1, args.steps // 20) == 0:  # no terminal, no bar
                 print(f"step {i + 1} of {stop}: {report}, {seconds * (stop - i - 1):.0f} s left", flush=True)
+        if disk and (i + 1 == stop or (i + 1) % args.save_every == 0):
+            disk.commit(i + 1, {"params": state.params, "opt_state": state.opt_state})
         if manager and (i + 1 == stop or manager.should_save(i + 1)):
             state = pipelined.state if pipelined else state
             items = {"params": state.params, "opt_state": state.opt_state}
@@ -218,6 +244,8 @@ def main(argv=None):
 
     if manager:
         manager.close()  # waits for the last save
+    if disk:
+        disk.close()
     state = pipelined.state if pipelined else state
     after = evaluate(state, held_out, args)
     print(f"held-out loss {before:.3f} -> {after:.3f} nats per byte, {speed:,.0f} tokens/s")

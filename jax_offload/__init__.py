@@ -1,4 +1,9 @@
-"""Train in JAX when the optimizer state does not fit on the accelerator."""
+"""Train in JAX when the optimizer state does not fit on the accelerator.
+
+``tx = jax_offload.offload(optax.adamw(1e-3))`` keeps the optimizer's state in pinned host memory, and
+``jax_offload.jit(step)`` hides what moves. ``print(jax_offload.placement(tx, params))`` says what lives where, and
+``print(jax_offload.plan(tx, params, chip="h100"))`` whether it pays.
+"""
 
 import typing as _typing
 from importlib import import_module as _import_module
@@ -6,12 +11,14 @@ from importlib import metadata as _metadata
 
 from jax_offload._convert import from_plain as from_plain
 from jax_offload._convert import to_plain as to_plain
+from jax_offload._files import Disk as Disk
 from jax_offload._interop.checkpoint import restore as restore
 from jax_offload._interop.checkpoint import save_args as save_args
 from jax_offload._interop.jit import jit as jit
 from jax_offload._interop.pipelined import pipelined as pipelined
 from jax_offload._interop.xla_options import compiler_options as compiler_options
 from jax_offload._offload import offload as offload
+from jax_offload._on_disk import disk as disk
 from jax_offload._placement import Leaf as Leaf
 from jax_offload._precision.formats import Storage as Storage
 from jax_offload._precision.masters import with_master_params as with_master_params
@@ -63,6 +70,7 @@ _LAZY = {
 
 __all__ = [
     "Chip",
+    "Disk",
     "Forecast",
     "Inspection",
     "Leaf",
@@ -76,6 +84,7 @@ __all__ = [
     "abstract_state",
     "chip",
     "compiler_options",
+    "disk",
     "from_plain",
     "inspect",
     "jit",

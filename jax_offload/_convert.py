@@ -11,6 +11,7 @@ import optax
 from jax.core import Tracer
 
 from jax_offload._arguments import check_transformation
+from jax_offload._base.on_disk import check_in_memory
 from jax_offload._precision.storage import Encoded, StoredState, decoded_in_place, encoded_in_place, is_encoded
 from jax_offload._state import params_like, placed_state, to_host
 
@@ -39,6 +40,7 @@ def to_plain(tx: optax.GradientTransformation, state: Any) -> Any:
       >>> plain[0].mu["w"].dtype.name, plain[0].mu["w"].sharding.memory_kind
       ('float32', 'pinned_host')
     """
+    check_in_memory(state, "jo.to_plain")
     check_transformation(tx, "(tx, state)")  # of which it needs no more: a stored state tells all
 
     def plain(node: Any) -> Any:

@@ -45,7 +45,7 @@ def folded(leaves: Sequence[Leaf]) -> list[Row]:
 
 
 def _alike(leaf: Leaf) -> object:
-    return leaf.shape, str(leaf.dtype), leaf.sharding, leaf.host, leaf.why, leaf.streams
+    return leaf.shape, str(leaf.dtype), leaf.sharding, leaf.host, leaf.disk, leaf.why, leaf.streams
 
 
 def _joined(

@@ -9,7 +9,9 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
+from jax.tree_util import keystr
 
+from jax_offload._base import memory
 from jax_offload._base.around import around
 from jax_offload._base.memory import on_host, to_host
 from jax_offload._base.private import under_pmap
@@ -79,4 +81,34 @@ def check_not_in_pmap(plan: Sequence[Leaf]) -> None:
             "offload(): jax.pmap returns every array in device memory, so the optimizer state would come back to "
             "the device in every step. Use jax.jit with the batch sharded over a mesh (jax.make_mesh, "
             "NamedSharding; docs/sharding.md) or jax.shard_map inside jax.jit; or fraction=0."
+        )
+
+
+def check_eager(params: Any, placed: Sequence[tuple[Leaf, Any, Any]]) -> None:
+    """What only concrete parameters can tell: whether their platform can hold the state, and if they are committed."""
+    arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
+    state = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for leaf, x, s in placed if leaf.host]
+    if not any(leaf.host or leaf.disk for leaf, _, _ in placed):
+        return
+    devices = {d for x in arrays for d in x.sharding.addressable_devices}
+    memory.check_platform(devices)
+    memory.check_host_pool(state, next(iter(devices)).platform if devices else jax.default_backend())
+    in_bytes = any(x.dtype.itemsize == 1 for x in state)
+    if in_bytes and any(d.platform == "tpu" for d in devices):
+        warnings.warn(
+            "storage: on a TPU XLA copies an 8-bit leaf that streams in chunks as a whole, at every chunk. "
+            "bfloat16 and float16 stream as they should (docs/precision.md).",
+            stacklevel=3,
+        )
+    flat = jax.tree_util.tree_flatten_with_path(params)[0]
+    loose = [(path, x) for path, x in flat if not getattr(x, "committed", False)]
+    if loose and not memory.mesh_is_set():
+        path, first = loose[0]
+        what = "" if isinstance(first, jax.Array) else ", a NumPy array"
+        warnings.warn(
+            "offload(): the parameters are not committed to a device (the first is "
+            f"{keystr(path) or 'params itself'}{what}). jax commits whatever a step with host memory returns, so the "
+            "second step would compile again. Fix: params = jax.device_put(params, jax.devices()[0]) (or a "
+            "NamedSharding) before init, or jax.set_mesh.",
+            stacklevel=3,
         )

@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import optax
 from jax.core import Tracer
-from jax.tree_util import keystr
 
-from jax_offload._arguments import check_gradients, check_params, check_places
+from jax_offload._arguments import check_gradients, check_inner, check_params, check_places
 from jax_offload._base import memory as _memory
 from jax_offload._base.around import Remembered, around, remember, shardings_of, unambiguous
 from jax_offload._base.arrays import Offloaded, is_array, is_integer
 from jax_offload._base.donation import guarded
 from jax_offload._base.eager import compiled_where_eager
+from jax_offload._base.on_disk import opened
 from jax_offload._base.shardings import Layouts, Shardings, inside_shard_map
 from jax_offload._cores import share_of_cores
+from jax_offload._created import created, refused
 from jax_offload._emit.skip import updated_unless
 from jax_offload._features import adopted, checked_update, look
-from jax_offload._home import Home, check_not_in_pmap, returned
+from jax_offload._files import Disk
+from jax_offload._home import Home, check_eager, check_not_in_pmap, returned
+from jax_offload._on_disk import budget_of, check_disk
 from jax_offload._placement import Leaf, Policy, Select, marked, place, place_next, warn_of_nothing
 from jax_offload._plan.options import Options
 from jax_offload._plan.order import Order
 from jax_offload._precision.storage import rules_of
 from jax_offload._precision.with_storage import with_storage
-from jax_offload._state import placed_state
+from jax_offload._state import placed_leaves
 from jax_offload._streamed import streamed
 from jax_offload._update import sharded_params
 from jax_offload._wrappers import adopt_multi_steps
@@ -48,6 +50,7 @@ def offload(
     shard_over: str | Sequence[str] | None = None,
     storage: Any = None,
     update_on: Any = "device",
+    disk: Disk | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps the state of ``inner`` in pinned host memory and streams it through the device inside ``update``.
 
@@ -98,6 +101,10 @@ def offload(
         gradients are there first, whole parameters at a time. Or a pytree prefix of the parameters with one of these
         per subtree. What is on the host stays as ``init`` gives it, in pinned host memory. Only a step of
         ``jax_offload.jit`` can do this, which is then several programs (docs/host_or_device.md).
+      disk: a ``jax_offload.disk``, whose files hold what is beyond its ``host_bytes`` of what would be in host memory.
+        Each step of ``jax_offload.jit`` reads it, updates it on the device and writes it, group by group. In the state
+        something stands for such a leaf, which ``numpy.asarray`` reads; the state is of one step, and ``disk.commit``
+        saves it. One device, and no ``update_on``, ``shard_over`` or ``skip`` (docs/disk.md).
 
     Returns:
       A transformation whose ``update`` leaves every state leaf where the options say, wherever it came from: a
@@ -125,11 +132,11 @@ def offload(
         raise TypeError("inner: is an offload(...) already; wrap an optimizer once.")
     if isinstance(inner, optax.MultiSteps):
         inner = inner.gradient_transformation()
-    if not isinstance(inner, optax.GradientTransformation):
-        raise TypeError(f"inner: expected an optax.GradientTransformation, got {inner!r}.")
+    check_inner(inner)
     if window is not None and (not is_integer(window) or window <= 0):
-        raise ValueError(f"window: expected a number of bytes > 0, an int, or None; got {window!r}.")
-    policy = Policy(fraction, select, min_bytes, order, axes_of(shard_over), share_of_cores(update_on))
+        raise ValueError(f"window: expected a number of bytes > 0, an int, or None; got {window!r}. 2**28 are 256 MiB.")
+    policy = Policy(fraction, select, min_bytes, order, axes_of(shard_over), share_of_cores(update_on), budget_of(disk))
+    check_disk(disk, policy)
     rules = rules_of(storage)
     if policy.update_on != 0 and isinstance(fraction, (int, float)) and fraction == 0:
         raise ValueError(
@@ -161,12 +168,18 @@ def offload(
         leaves = jax.tree.leaves(params)
         if not leaves or not all(_is_concrete(x) for x in leaves) or _memory.under_jit():
             state = create(params)
+            if disk is not None and around().runs:
+                state = refused(state, policy, params)
         else:
             # One compiled program, also in eager use: XLA makes a leaf, sends it to the host and makes the next, and a
             # sharded leaf is born sharded.
-            abstract = placed_state(Offloaded(create, update_fn), params)
-            _check_eager(params, abstract)
-            state = jax.jit(create, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))(params)
+            placed, treedef = placed_leaves(Offloaded(create, update_fn), params, remember=True)
+            check_eager(params, placed)
+            if disk is None:
+                shardings = jax.tree.unflatten(treedef, [sharding for _, _, sharding in placed])
+                state = jax.jit(create, out_shardings=shardings)(params)
+            else:
+                state = created(disk, create, params, placed, treedef)
             home.created(state)
         if around().remembers:
             look(inner, state)
@@ -184,6 +197,7 @@ def offload(
     ) -> tuple[optax.Updates, optax.OptState]:
         if skip is not None:
             return updated_unless(skip, lambda u, s: update_fn(u, s, params, **extra_args), updates, state)
+        state, stored = opened(state)
         check_places(inner.init, updates, state, params)
         check_gradients(updates, params)
         like = updates if params is None else params
@@ -197,7 +211,8 @@ def offload(
         home.arrived(jax.tree.leaves(state), plan, around().moved)
         state = returned(state, plan) if around().moved is None else state
         on_cores = frozenset(k for k, leaf in enumerate(plan) if leaf.on_cores)
-        options = Options(window, order, shardings, sharded, on_cores=on_cores)
+        on_disk = frozenset(k for k, leaf in enumerate(plan) if leaf.disk)
+        options = Options(window, order, shardings, sharded, on_cores=on_cores, on_disk=on_disk)
 
         def recipe(updates: Any, state: Any, params: Any, extra_args: Any) -> Any:
             """The usual recipe: load everything, update, store everything. Its trace is then cut into slices."""
@@ -211,7 +226,8 @@ def offload(
             new_state = _store(new_state, place_next(policy, state, plan, new_state, like), like, shardings)
             return resharded(updates, options.replicated), new_state
 
-        return streamed(recipe, (updates, state, params, extra_args), next_of=(0, 1), options=options)
+        updates, new_state = streamed(recipe, (updates, state, params, extra_args), next_of=(0, 1), options=options)
+        return updates, stored(new_state)
 
     return Offloaded(init_fn, update_fn).wrapping(
         optimizer,
@@ -223,6 +239,7 @@ def offload(
         shard_over=shard_over,
         storage=storage,
         update_on=update_on,
+        disk=disk,
     )
 
 
@@ -245,7 +262,8 @@ def _skipping(inner: optax.GradientTransformationExtraArgs, policy: Policy) -> o
 
 
 def _load(state: Any) -> Any:
-    return jax.tree.map(lambda x: _memory.to_device(x) if is_array(x) else x, state)
+    leaves, treedef = jax.tree.flatten(state)
+    return jax.tree.unflatten(treedef, _memory.all_to_device(leaves))
 
 
 def _store(state: Any, plan: list[Leaf], params: Any, shardings: Shardings) -> Any:
@@ -255,39 +273,8 @@ def _store(state: Any, plan: list[Leaf], params: Any, shardings: Shardings) -> A
     leaves = resharded_state(leaves, plan, params, shardings)
     if around().moved is not None:  # what stands around stores it
         return jax.tree.unflatten(treedef, leaves)
-    stored = [_memory.to_host(x) if leaf.host else x for x, leaf in zip(leaves, plan, strict=True)]
-    return jax.tree.unflatten(treedef, stored)
+    return jax.tree.unflatten(treedef, _memory.all_to_host(leaves, [leaf.host for leaf in plan]))
 
 
 def _is_concrete(x: Any) -> bool:
     return is_array(x) and not isinstance(x, Tracer)
-
-
-def _check_eager(params: Any, abstract: Any) -> None:
-    """What only concrete parameters can tell: whether their platform can hold the state, and if they are committed."""
-    arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
-    state = jax.tree.leaves(abstract)
-    if not any(x.sharding.memory_kind == _memory.HOST_KIND for x in state):
-        return
-    devices = {d for x in arrays for d in x.sharding.addressable_devices}
-    _memory.check_platform(devices)
-    _memory.check_host_pool(state, next(iter(devices)).platform if devices else jax.default_backend())
-    in_bytes = any(x.dtype.itemsize == 1 and x.sharding.memory_kind == _memory.HOST_KIND for x in state)
-    if in_bytes and any(d.platform == "tpu" for d in devices):
-        warnings.warn(
-            "storage: on a TPU XLA copies an 8-bit leaf that streams in chunks as a whole, at every chunk. "
-            "bfloat16 and float16 stream as they should (docs/precision.md).",
-            stacklevel=3,
-        )
-    flat = jax.tree_util.tree_flatten_with_path(params)[0]
-    loose = [(path, x) for path, x in flat if not getattr(x, "committed", False)]
-    if loose and not _memory.mesh_is_set():
-        path, first = loose[0]
-        what = "" if isinstance(first, jax.Array) else ", a NumPy array"
-        warnings.warn(
-            "offload(): the parameters are not committed to a device (the first is "
-            f"{keystr(path) or 'params itself'}{what}). jax commits whatever a step with host memory returns, so the "
-            "second step would compile again. Fix: params = jax.device_put(params, jax.devices()[0]) (or a "
-            "NamedSharding) before init, or jax.set_mesh.",
-            stacklevel=3,
-        )

@@ -6,8 +6,9 @@ Nothing here asks for a device, so every process of a multi-host run, and every 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -47,6 +48,7 @@ class Leaf:
       window: in bytes, as its ``offload`` was given it.
       order: as its ``offload`` was given it.
       on_cores: whether the host's cores update it, where it is.
+      disk: whether it is on disk, and not in pinned host memory.
 
     Example:
       >>> import jax, optax, jax_offload as jo
@@ -72,6 +74,7 @@ class Leaf:
     window: int | None = None
     order: Order = None
     on_cores: bool = False
+    disk: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +87,7 @@ class Policy:
     order: Order = None
     shard_over: tuple[str, ...] = ()
     update_on: Any = 0.0
+    host_bytes: int | None = None  # of what may be in host memory; the rest is on disk. None: there is no disk
 
     def __post_init__(self) -> None:
         for f in jax.tree.leaves(self.fraction):
@@ -93,7 +97,9 @@ class Policy:
                     f"subtree; got {self.fraction!r}. fraction=0.5 offloads half of the eligible bytes."
                 )
         if not is_integer(self.min_bytes) or self.min_bytes < 0:
-            raise ValueError(f"min_bytes: expected a number of bytes >= 0, an int; got {self.min_bytes!r}.")
+            raise ValueError(
+                f"min_bytes: expected a number of bytes >= 0, an int; got {self.min_bytes!r}. 2**16 are 64 KiB."
+            )
         if self.order is not None and (
             not isinstance(self.order, Sequence)
             or isinstance(self.order, str)
@@ -120,8 +126,8 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
     groups: list[float | None] = []  # the fraction that governs a leaf; None: it stays
     for index, (path, x) in enumerate(paths_state):
         i = owner(path)
-        why, governing = stays(x, policy.min_bytes), None
-        like_param = not why and i is not None and is_like(keystr(path), np.shape(x), np.shape(paths_params[i][1]))
+        why, governing, name = stays(x, policy.min_bytes), None, keystr(path)
+        like_param = not why and i is not None and is_like(name, np.shape(x), np.shape(paths_params[i][1]))
         if not why and i is None and by_params:
             why = "belongs to no one parameter"
         if not why and i is not None and not selected(i, x):
@@ -130,11 +136,12 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
             governing = float(fractions[i] if i is not None else policy.fraction)
         groups.append(governing)
         leaves.append(
-            Leaf(keystr(path), np.shape(x), getattr(x, "dtype", type(x)), nbytes(x),
+            Leaf(name, np.shape(x), getattr(x, "dtype", type(x)), nbytes(x),
                  None if i is None else names[i], i, False, why, order[index],
                  policy.shard_over if like_param else ())
         )  # fmt: skip
     placed = _take(leaves, groups, _subtrees(policy.fraction, params, owner, paths_state))
+    placed = placed if policy.host_bytes is None else _with_disk(placed, policy.host_bytes)
     shares = _per_param("update_on", policy.update_on, params)
     return _with_cores(placed, shares, _subtrees(policy.update_on, params, owner, paths_state))
 
@@ -211,6 +218,25 @@ def _take(leaves: list[Leaf], fractions: list[float | None], subtree: list[int])
     ]  # fmt: skip
 
 
+def _with_disk(leaves: list[Leaf], host_bytes: int) -> list[Leaf]:
+    """The leaves, those marked that are on disk: of what ``offload`` keeps in host memory all that is beyond
+    ``host_bytes``.
+
+    What stays are whole parameters, those whose gradients come last: the state of the first is read while the
+    gradients are made.
+    """
+    together: dict[Hashable, list[int]] = {}
+    for i in sorted((i for i, leaf in enumerate(leaves) if leaf.host), key=lambda i: -leaves[i].rank):
+        together.setdefault(leaves[i].path if leaves[i].owner is None else leaves[i].owner, []).append(i)
+    left, disk = host_bytes, set[int]()
+    for group in together.values():
+        size = sum(leaves[i].nbytes for i in group)
+        left, fits = (left - size, True) if size <= left else (left, False)
+        disk |= set() if fits else {*group}
+    why = f"beyond host_bytes={host_bytes}"
+    return [dataclasses.replace(x, disk=True, why=why) if i in disk else x for i, x in enumerate(leaves)]
+
+
 def _with_cores(leaves: list[Leaf], shares: Sequence[float], subtree: list[int]) -> list[Leaf]:
     """The leaves, those marked that the host's cores update: of what is in host memory, per subtree, the share that is
     said for its parameters."""
@@ -258,6 +284,7 @@ def _selector(select: Select, params: Any, named: list[tuple[str, Any]]) -> Call
     if select is None or not named:
         return lambda i, leaf: True
     if callable(select):
+        _check_takes_two(select)
         return lambda i, leaf: bool(select(named[i][0], leaf))
     if isinstance(select, str) or (isinstance(select, Sequence) and all(isinstance(r, str) for r in select)):
         rules = [select] if isinstance(select, str) else list(select)
@@ -270,3 +297,17 @@ def _selector(select: Select, params: Any, named: list[tuple[str, Any]]) -> Call
             f"parameters with a bool per subtree; got {select!r}."
         )
     return lambda i, leaf: bool(mask[i])
+
+
+def _check_takes_two(select: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(select)
+    except ValueError:  # of a builtin
+        return
+    try:
+        signature.bind("path", None)
+    except TypeError as error:
+        raise TypeError(
+            f"select: a callable is called with a parameter's path and a state leaf: {error}. For example "
+            'select=lambda path, leaf: "embed" in path.'
+        ) from error

@@ -59,7 +59,12 @@ class Placement:
     @property
     def device_bytes(self) -> int:
         """Bytes of the state that stay in device memory; what is replicated counts once."""
-        return sum(leaf.nbytes for leaf in self.leaves if not leaf.host)
+        return sum(leaf.nbytes for leaf in self.leaves if not leaf.host and not leaf.disk)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the state on disk, read and written in every step; the files are twice that."""
+        return sum(leaf.nbytes for leaf in self.leaves if leaf.disk)
 
     @property
     def host_bytes_per_device(self) -> int:
@@ -68,12 +73,12 @@ class Placement:
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as what JSON has: bytes, shapes as lists, a dictionary for every leaf."""
-        shown = ("path", "param", "nbytes", "shard_bytes", "host", "sharding", "why", "streams")
+        shown = ("path", "param", "nbytes", "shard_bytes", "host", "disk", "sharding", "why", "streams")
         leaves = [
             {name: getattr(leaf, name) for name in shown} | {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
             for leaf in self.leaves
         ]
-        totals = ("host_bytes", "device_bytes", "host_bytes_per_device")
+        totals = ("host_bytes", "device_bytes", "disk_bytes", "host_bytes_per_device")
         windows = [{"nbytes": w.nbytes, "why": w.why, "own_loop": w.own_loop, "leaf": w.leaf} for w in self.windows]
         return {
             **{name: getattr(self, name) for name in totals},
@@ -90,7 +95,8 @@ class Placement:
     def __repr__(self) -> str:
         return (
             f"Placement({len(self.leaves)} leaves: {_mib(self.host_bytes)} MiB in {_memory.HOST_KIND}, "
-            f"{_mib(self.device_bytes)} MiB on the device)"
+            f"{_mib(self.device_bytes)} MiB on the device"
+            + (f", {_mib(self.disk_bytes)} MiB on disk)" if self.disk_bytes else ")")
         )
 
     def __str__(self) -> str:
@@ -113,18 +119,21 @@ def _mib(nbytes: int) -> str:
 
 def _groups(leaves: tuple[Leaf, ...]) -> list[tuple[str, list[tuple[str, ...]]]]:
     """For each memory, reason and way of streaming what it is, and a header and rows; the largest first."""
-    groups: dict[tuple[bool, str, str], list[Row]] = {}
+    groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in folded(leaves):
         leaf = row.leaves[0]
-        groups.setdefault((leaf.host, leaf.why, leaf.streams), []).append(row)
+        groups.setdefault((_memory_of(leaf), leaf.why, leaf.streams), []).append(row)
     by_size = sorted(groups.items(), key=lambda group: -sum(row.nbytes for row in group[1]))
     on_a_mesh = any(leaf.sharding for leaf in leaves)
     return [(_heading(*what, rows), [_HEADER if on_a_mesh else _unsharded(_HEADER), *(
         _cells(row) if on_a_mesh else _unsharded(_cells(row)) for row in rows)]) for what, rows in by_size]  # fmt: skip
 
 
-def _heading(host: bool, why: str, streams: str, rows: list[Row]) -> str:
-    memory = _memory.HOST_KIND if host else _memory.DEVICE_KIND
+def _memory_of(leaf: Leaf) -> str:
+    return "disk" if leaf.disk else _memory.HOST_KIND if leaf.host else _memory.DEVICE_KIND
+
+
+def _heading(memory: str, why: str, streams: str, rows: list[Row]) -> str:
     return f"{memory}, {_mib(sum(row.nbytes for row in rows))} MiB: {'; '.join(filter(None, (why, streams)))}"
 
 
@@ -158,18 +167,21 @@ def _text(groups: list[tuple[str, list[tuple[str, ...]]]], width: int) -> list[s
 
 def _sentences(table: Placement) -> list[str]:
     """What stands under the table."""
-    host, total = table.host_bytes, table.host_bytes + table.device_bytes
+    host, disk = table.host_bytes, table.disk_bytes
+    total = host + disk + table.device_bytes
     of_step = all(leaf.why == ARGUMENT for leaf in table.leaves)
     what = "arguments that are, or arrive, in host memory" if of_step else "optimizer state"
     summary = (
         f"{what}: {_mib(total)} MiB, of which {_mib(host)} MiB ({host / total if total else 0.0:.1%}) in "
         f"{_memory.HOST_KIND} and {_mib(table.device_bytes)} MiB on the device"
     )
+    if disk:
+        summary += f"; {_mib(disk)} MiB ({disk / total:.1%}) on disk, read and written in every step"
     if any(leaf.sharding for leaf in table.leaves):
         summary += f"; for each device {_mib(table.host_bytes_per_device)} MiB in {_memory.HOST_KIND}"
     windows = [
         f"window: {_mib(w.nbytes)} MiB on each device: {w.why}"
-        + (f"; once the backward pass is over, {w.own_loop}" if w.own_loop else "")
+        + (f"; streamed once the backward pass is over, {w.own_loop}" if w.own_loop else "")
         + (f" (from {w.leaf} on)" if len(table.windows) > 1 else "")
         for w in table.windows
     ]

@@ -93,11 +93,11 @@ def traced(recipe: Callable[..., Any], args: tuple[Any, ...], options: Options |
     if options is not None:
         start, end = trace.starts[1:3]
         own = {i - start: v for i, v in zip(arrays, trace.inputs, strict=True) if start <= i < end}
-        on_cores = frozenset(v for k, v in own.items() if k in options.on_cores)
-        claims.append(Claim(options, frozenset(own.values()), on_cores))
+        of = [frozenset(v for k, v in own.items() if k in some) for some in (options.on_cores, options.on_disk)]
+        claims.append(Claim(options, frozenset(own.values()), *of))
     for each, update in inside:
         claims += (
-            Claim(c.options, *(frozenset(each.inputs_of(leaves)) for leaves in (c.leaves, c.on_cores)))
+            Claim(c.options, *(frozenset(each.inputs_of(leaves)) for leaves in (c.leaves, c.on_cores, c.on_disk)))
             for c in update.claims
         )
     return dataclasses.replace(trace, claims=tuple(claims))

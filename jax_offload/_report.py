@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from jax_offload._base import memory as _memory
 from jax_offload._base.around import described, step_described
 from jax_offload._base.arrays import is_traced
+from jax_offload._base.on_disk import is_on_disk
 from jax_offload._base.shardings import shards_of
 from jax_offload._emit.find import updates_in
 from jax_offload._emit.region import Update
@@ -63,6 +64,8 @@ def placement(tx: optax.GradientTransformation | Callable[..., Any], *args: Any,
       window: 1.25 MiB on each device: ...
     """
     if isinstance(tx, optax.GradientTransformation | optax.MultiSteps):
+        if len(args) != 1:
+            raise TypeError(f"placement(tx, params): expected the parameters alone; got {len(args)} arguments.")
         return _of_transformation(tx, *args, **extra_args)
     if not callable(tx):
         raise TypeError(
@@ -112,13 +115,17 @@ def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
     rows: list[Leaf] = []
 
     def names(args: Any, kwargs: Any) -> None:
-        flat = jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
+        flat = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_on_disk)[0]
         for (path, x), sharding in zip(flat, shardings, strict=True):
             row, path, host = unmanaged(x), jax.tree_util.keystr(path[1:]), _memory.on_host(x)
             spec = f"P({', '.join(map(repr, sharding.spec))})" if isinstance(sharding, NamedSharding) else ""
             spec = spec if getattr(sharding, "num_devices", 1) > 1 else ""
             own = row.nbytes // math.prod(shards_of(sharding, row.shape))
-            rows.append(dataclasses.replace(row, path=path, host=host, sharding=spec, shard_bytes=own, why=ARGUMENT))
+            rows.append(
+                dataclasses.replace(
+                    row, path=path, host=host, sharding=spec, shard_bytes=own, why=ARGUMENT, disk=is_on_disk(x)
+                )
+            )
 
     shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves((args, kwargs))]  # tracers do not tell
     with step_described():
@@ -132,7 +139,7 @@ def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
 def _table(leaves: Sequence[Leaf], loads: Sequence[list[Planned]], unknown: str, stays: tuple[str, ...]) -> Placement:
     rows, windows = [], {}
     for leaf, of_leaf in zip(leaves, loads, strict=True):
-        hidden = leaf.host and not of_leaf and not unknown
+        hidden = (leaf.host or leaf.disk) and not of_leaf and not unknown
         rows.append(dataclasses.replace(leaf, streams=_UNSEEN if hidden else _in_words(of_leaf)))
         windows |= {id(p.window): dataclasses.replace(p.window, leaf=leaf.path) for p in of_leaf
                     if id(p.window) not in windows and not p.on_cores}  # fmt: skip

@@ -24,6 +24,7 @@ from jax_offload._base.arrays import is_like
 from jax_offload._base.donation import guarded
 from jax_offload._base.jaxprs import Literal, jaxpr_of
 from jax_offload._base.marks import marks_in
+from jax_offload._base.on_disk import check_in_memory, is_on_disk
 from jax_offload._base.paths import owners
 from jax_offload._base.shardings import is_explicit, sharding_of, shards_of, typed_sharding, without_axes
 from jax_offload._factored import axes_in_parameter
@@ -102,7 +103,7 @@ def placed_leaves(
         spec = f"P({', '.join(map(repr, sharding.spec))})" if isinstance(sharding, NamedSharding) else ""
         shard_bytes = leaf.nbytes // math.prod(shards_of(sharding, aval.shape))
         leaf = dataclasses.replace(leaf, sharding=f"{spec}{note}", shard_bytes=shard_bytes)
-        kind = memory.HOST_KIND if leaf.host else memory.DEVICE_KIND
+        kind = memory.HOST_KIND if leaf.host or leaf.disk else memory.DEVICE_KIND
         placed.append((leaf, aval, memory.with_kind(sharding, kind)))
     return placed, treedef
 
@@ -136,7 +137,7 @@ def to_device(state: Any) -> Any:
     """``state`` with every host leaf in device memory: to read, log, or compute with it outside ``update``.
 
     Arithmetic that mixes memories outside ``update`` is an error of jax. Move a part, not the whole:
-    ``jo.to_device(state[0].mu)``. The whole state need not fit on the device.
+    ``jo.to_device(state[0].mu)``. The whole state need not fit on the device. What is on disk is read.
 
     Args:
       state: a state, or a part of one; concrete, or traced under ``jit``. Leaves that are no ``jax.Array`` stay.
@@ -152,7 +153,8 @@ def to_device(state: Any) -> Any:
       >>> float(optax.tree.norm(mu))
       0.0
     """
-    return guarded(jax.tree.map(lambda x: memory.to_device(x) if isinstance(x, jax.Array) else x, state), state)
+    in_memory = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)) if is_on_disk(x) else x, state, is_leaf=is_on_disk)
+    return guarded(jax.tree.map(lambda x: memory.to_device(x) if isinstance(x, jax.Array) else x, in_memory), state)
 
 
 def to_host(tx: optax.GradientTransformation, state: Any, params: Any = None) -> Any:
@@ -180,8 +182,11 @@ def to_host(tx: optax.GradientTransformation, state: Any, params: Any = None) ->
       >>> state[0].mu["w"].sharding.memory_kind
       'pinned_host'
     """
+    check_in_memory(state, "jo.to_host")
     params = params_like(tx, state) if params is None else params
     leaves, treedef = traced_init(tx, params)
+    if any(leaf.disk for leaf, _ in leaves):
+        raise ValueError("tx: keeps leaves on disk, where only tx.init, disk.resume and steps of jo.jit bring them.")
     got, got_tree = jax.tree.flatten(state)
     types = [(np.shape(x), getattr(x, "dtype", None)) for x in got]
     if got_tree == treedef and types != [(aval.shape, aval.dtype) for _, aval in leaves]:
@@ -228,7 +233,7 @@ def traced_init(
     for (path, x), v, aval in zip(found, closed.jaxpr.outvars, closed.out_avals, strict=True):
         row = unmanaged(aval if hasattr(x, "dtype") else x) if isinstance(v, Literal) or v not in rows else rows[v]
         leaf = dataclasses.replace(
-            row, path=jax.tree_util.keystr(path), owner=owner(path), host=memory.is_host_aval(aval)
+            row, path=jax.tree_util.keystr(path), owner=owner(path), host=memory.is_host_aval(aval) and not row.disk
         )
         leaves.append((leaf, aval))
     return leaves, treedef

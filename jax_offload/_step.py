@@ -63,7 +63,7 @@ def cut_step(step: ClosedJaxpr | Program) -> Cut:
     Raises:
       ValueError: no ``offload`` updates anything in the step, or it has effects whose order a cut would lose.
     """
-    program = _unguarded(step if isinstance(step, Program) else flat(step, any_jit=True))
+    program = unguarded(step if isinstance(step, Program) else flat(step, any_jit=True))
     marks = [holds_update(eqn) for eqn in program.eqns]
     if not any(marks):
         raise ValueError(
@@ -95,7 +95,7 @@ def cut_step(step: ClosedJaxpr | Program) -> Cut:
     return Cut(program, *slices)
 
 
-def _unguarded(program: Program) -> Program:
+def unguarded(program: Program) -> Program:
     """The program without what keeps donation safe, which whoever jits its parts does."""
     names: dict[Var, Atom] = {}
     eqns: list[Equation] = []

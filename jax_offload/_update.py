@@ -10,6 +10,7 @@ import optax
 
 from jax_offload._arguments import check_transformation
 from jax_offload._base.eager import compiled_where_eager
+from jax_offload._base.on_disk import opened
 from jax_offload._base.shardings import types_tell
 from jax_offload._emit.skip import carried_unless
 from jax_offload._features import applied
@@ -80,6 +81,7 @@ def update_params(
         return carried_unless(skip, lambda c: update_params(tx, grads, c[1], c[0], **extra_args), (params, state))
     check_transformation(tx, "(tx, grads, state, params)")
     tx = optax.with_extra_args_support(tx)
+    state, stored = opened(state)
 
     def recipe(grads: Any, state: Any, params: Any, extra_args: Any) -> Any:
         def update(grads: Any, state: Any, params: Any, extra_args: Any) -> Any:
@@ -89,4 +91,5 @@ def update_params(
         new = applied(params if types_tell(updates) else sharded_params(params, given), updates, state)
         return _replicated_into(params, new, given), state
 
-    return streamed(recipe, (grads, state, params, extra_args), next_of=(2, 1))
+    params, state = streamed(recipe, (grads, state, params, extra_args), next_of=(2, 1))
+    return params, stored(state)

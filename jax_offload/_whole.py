@@ -28,12 +28,13 @@ from jax_offload._base.jaxprs import (
 from jax_offload._base.jaxprs import (
     closed as as_closed,
 )
+from jax_offload._base.on_disk import READ
 from jax_offload._emit.barriers import gate
 from jax_offload._emit.deduplicate import functions
-from jax_offload._emit.find import holds_update, holds_update_on_cores, is_update
+from jax_offload._emit.find import holds_driven_update, holds_update, is_update
 from jax_offload._emit.in_scan import one_after_the_other, scanned
 from jax_offload._emit.loop import or_batched
-from jax_offload._emit.region import bound, marked
+from jax_offload._emit.region import Update, bound, marked
 from jax_offload._emit.results import Known, in_time
 from jax_offload._emit.transfers import Names
 from jax_offload._ir.program import Program, as_program, expanded, flat, replaced
@@ -66,8 +67,8 @@ def rewritten(step: Callable[..., Any]) -> Callable[..., Any]:
 def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     """The step's results, of its flat arguments."""
     program = flat(closed)
-    if any(map(holds_update_on_cores, program.eqns)):
-        return _as_it_is(closed, ("the step is cut at it, as the host's cores update a part",), args)
+    if any(map(holds_driven_update, program.eqns)) or any(eqn.primitive is READ for eqn in program.eqns):
+        return _as_it_is(closed, (_cut_at(program),), args)
     found = None if ordered(closed.effects) else parts_of(_noted_inside(program))
     if found is None:
         if (by_step := _by_step(closed, program)) is not None:
@@ -120,6 +121,12 @@ def _results_of(part: Slice | InScan | Rest | Piece, env: Mapping[Var, Any], nam
         return zip(s.outputs, marked(piece, [env[v] for v in s.inputs], part), strict=True)
     s = part.slice if isinstance(part, Piece) else part
     return zip(s.outputs, s.run(*(env[v] for v in s.inputs)), strict=True)
+
+
+def _cut_at(program: Program) -> str:
+    on_disk = any(holds_update(eqn, lambda u: isinstance(u, Update) and bool(u.on_disk)) for eqn in program.eqns)
+    why = "its state is on disk" if on_disk else "the host's cores update a part"
+    return f"the step is cut at it, as {why}"
 
 
 def _as_it_is(closed: ClosedJaxpr, why: tuple[str, ...], args: Sequence[Any]) -> list[Any]:

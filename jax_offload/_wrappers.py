@@ -33,6 +33,11 @@ def streamed_around(tx: Any, update: Callable[..., Any], updates: Any, state: An
         rows, treedef = traced_init(tx, like)
     except Exception:  # init cannot run on what we have: the update itself says more
         return NotImplemented
+    if any(leaf.disk for leaf, _ in rows):
+        raise ValueError(
+            "disk: optax.MultiSteps around an offload whose state is on disk chooses between two states. Fix: "
+            "jo.offload(optax.MultiSteps(...), disk=...), or gradients summed up in the step."
+        )
     host = [leaf.host for leaf, _ in rows]
     state = as_stored(state, jax.tree.unflatten(treedef, [aval for _, aval in rows]))
     if not any(host) or jax.tree.structure(state) != treedef:

@@ -66,6 +66,18 @@ def test_a_resumed_run_goes_on_as_if_uninterrupted(train, whole, tmp_path, capsy
     assert rest["compiled"] == 1
 
 
+def test_in_files_it_gives_the_same_losses_and_resumes(train, whole, tmp_path, capsys):
+    options = ("--steps", 6, "--disk", tmp_path / "a", tmp_path / "b", "--host-bytes", "0.25MiB", "--save-every", 2)
+    first = train(*options, "--stop-at", 3)
+    capsys.readouterr()
+    rest = train(*options)
+    printed = capsys.readouterr().out
+    assert "disk, " in printed and "resumed at step 3" in printed
+    np.testing.assert_allclose(first["losses"] + rest["losses"], whole["losses"], rtol=0, atol=1e-4)
+    assert first["held_out"][1] == rest["held_out"][0]
+    assert int(rest["state"].step) == 6
+
+
 @pytest.mark.long("trains a GPT three times")
 def test_pipelined_gives_the_same_losses_and_resumes(train, whole, tmp_path, capsys):
     options = ("--steps", 6, "--pipelined", "--checkpoint-dir", tmp_path, "--save-every", 2)

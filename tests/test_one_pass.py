@@ -12,9 +12,9 @@ import jax_offload as jo
 from jax_offload._base.jaxprs import jaxpr_of
 from jax_offload._drive import one_pass as module
 from jax_offload._drive.loop_source import loop_source
-from jax_offload._drive.one_pass import _aligned, _compiled, _has_numba
+from jax_offload._drive.one_pass import _aligned, _compiled, has_numba
 
-if not _has_numba():
+if not has_numba():
     pytest.skip("numba is not installed: updates on the cores are XLA's", allow_module_level=True)
 
 SPECIAL = np.array([0.0, -0.0, 1.0, -2.5, 1e30, -3e38, np.inf, -np.inf, np.nan, 1e-3, 65504.5, 1.00390625], np.float32)
@@ -190,7 +190,7 @@ def test_old_parameters_that_are_still_read(after, loops):
 
 def test_without_numba(monkeypatch, loops):
     monkeypatch.setitem(sys.modules, "numba", None)
-    module._has_numba.cache_clear()
+    module.has_numba.cache_clear()
     try:
         tx = jo.offload(optax.adam(0.1), min_bytes=0, update_on="host")
         params = parameters()
@@ -198,4 +198,4 @@ def test_without_numba(monkeypatch, loops):
         assert not loops
     finally:
         monkeypatch.undo()
-        module._has_numba.cache_clear()
+        module.has_numba.cache_clear()

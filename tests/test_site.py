@@ -22,12 +22,20 @@ def site(tmp_path_factory):
 
 
 def test_every_public_name_is_in_the_reference(site):
-    page = (site / "api/index.html").read_text()
+    page = (site / "api.html").read_text()
     missing = [name for name in jo.__all__ if f'id="jax_offload.{name}"' not in page]
     assert not missing
     assert "Raises:" in page
     code = re.findall(r"<code>(.*?)</code></pre>", page, re.DOTALL)  # examples are code, and not quotations
     assert sum("&gt;&gt;&gt;" in block for block in code) > 25 and "<blockquote>" not in page
+    assert "``" not in page  # what a function returns is one thing, whatever lines and colons its description has
+
+
+def test_links_lead_to_pages_where_the_site_is_read_from_disk(site):
+    """A folder opened as a file shows what is in it, and not its index."""
+    links = re.findall(r'<a [^>]*href="([^"#:]+)["#]', (site / "options.html").read_text())
+    assert {"recipes.html", "troubleshooting.html"} <= {*links}
+    assert all((site / link).is_file() for link in links)
 
 
 def test_pages_are_whole_without_a_network(site):
@@ -39,8 +47,8 @@ def test_pages_are_whole_without_a_network(site):
 
 
 def test_files_of_the_repository_are_there_where_pages_link_to_them(site):
-    assert "files/benchmarks/" in (site / "peaks/index.html").read_text()
-    assert ">param_sharding<" in (site / "files/examples/multihost_lm.py/index.html").read_text()
+    assert "files/benchmarks/" in (site / "peaks.html").read_text()
+    assert ">param_sharding<" in (site / "files/examples/multihost_lm.py.html").read_text()
 
 
 def test_errors_are_found_by_their_text(site):

@@ -20,6 +20,7 @@ import pytest
 from flax import nnx
 
 import jax_offload as jo
+from jax_offload._base.on_disk import OnDisk
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
@@ -75,6 +76,16 @@ class Reader:
         return found
 
 
+def test_code_fits_the_page():
+    """The site shows 96 characters of a line, and the rest under the icon that copies it; messages wrap."""
+    fence = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
+    code = {page.name: fence.findall(page.read_text()) for page in (ROOT / "docs").glob("*.md")}
+    lines = [(name, line) for name, found in code.items() for kind, text in found if kind != "text"
+             for line in text.splitlines()]  # fmt: skip
+    assert len(lines) > 200
+    assert not [(name, line) for name, line in lines if len(line) > 96]
+
+
 def test_the_readme():
     found = run("README.md", {})
     assert found["state"][0].mu["layers"].sharding.memory_kind == "pinned_host"
@@ -99,6 +110,16 @@ def test_host_or_device(tmp_path):
     state = found["tx"].init(found["params"])
     _, state = found["step"](found["params"], state, found["batch"])
     assert state[0].mu["layers"].sharding.memory_kind == "pinned_host"
+
+
+def test_on_disk(tmp_path):
+    """Twice, the second time from the last commit."""
+    page = "\n".join(blocks("docs/disk.md")).replace("/nvme/run", str(tmp_path / "run"))
+    for step in (3, 6):
+        found = Reader(tmp_path).namespace
+        exec(page, found)
+        assert isinstance(found["state"][0].mu["layers"], OnDisk) and found["disk"].last_commit == step
+        found["disk"].close()
 
 
 def test_checkpoints(tmp_path):

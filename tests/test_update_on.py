@@ -157,7 +157,7 @@ def test_compiled_once_and_anew_for_other_types():
 @pytest.mark.parametrize("loops", [True, False])
 def test_what_is_donated_is_updated_in_its_buffers(loops, monkeypatch):
     if not loops:
-        monkeypatch.setattr(one_pass, "_has_numba", lambda: False)
+        monkeypatch.setattr(one_pass, "has_numba", lambda: False)
     tx = offload()
     step, params = jo.jit(step_of(tx), donate_argnums=(0, 1)), model()
     state = tx.init(params)

@@ -55,7 +55,7 @@ def driven(inner: optax.GradientTransformation, n: int, *, loops: bool = True) -
         held[:] = step(*held, grads)
         jax.block_until_ready(held)
 
-    with contextlib.nullcontext() if loops else mock.patch.object(one_pass, "_has_numba", return_value=False):
+    with contextlib.nullcontext() if loops else mock.patch.object(one_pass, "has_numba", return_value=False):
         run()  # what runs it is chosen here
     return run
 

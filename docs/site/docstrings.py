@@ -14,4 +14,7 @@ class Docstrings(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:
             value = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
-            obj.docstring.value = re.sub(r"::$", ":", value, flags=re.MULTILINE)
+            value = re.sub(r"::$", ":", value, flags=re.MULTILINE)
+            if isinstance(obj, griffe.Function) and obj.returns is not None:  # or the text up to a colon is the type
+                value = re.sub(r"^(Returns:\n\s+)", rf"\g<1>{obj.returns}: ", value, flags=re.MULTILINE)
+            obj.docstring.value = value

@@ -16,9 +16,10 @@ from jax_offload._base.arrays import is_traced
 from jax_offload._base.jaxprs import ClosedJaxpr, Equation, Literal, Var
 from jax_offload._base.jaxprs import closed as as_closed
 from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, is_host_aval, on_a_mesh
+from jax_offload._base.on_disk import READ, WRITE
 from jax_offload._base.shardings import sharding_of
 from jax_offload._drive.run import Driven
-from jax_offload._emit.find import holds_update_on_cores, is_update
+from jax_offload._emit.find import holds_driven_update, is_update
 from jax_offload._ir.program import Program, expanded
 
 FIRST = "before"
@@ -44,8 +45,17 @@ class First:
 
 
 def is_driven(step: ClosedJaxpr) -> bool:
-    """Whether the host's cores have a part in an update of a traced step."""
-    return any(map(holds_update_on_cores, step.jaxpr.eqns))
+    """Whether the host's cores have a part in an update of a traced step.
+
+    Raises:
+      ValueError: its state is on disk.
+    """
+    if any(eqn.primitive in (READ, WRITE) for eqn in step.jaxpr.eqns):
+        raise ValueError(
+            "step: its state is on disk, of which plan, inspect and verify know nothing yet. Fix: the same step "
+            "without disk=, which has the same plan in host memory; jo.placement(step, *args) has the bytes on disk."
+        )
+    return any(map(holds_driven_update, step.jaxpr.eqns))
 
 
 def first_program(step: ClosedJaxpr, leaves: Sequence[Any], donated: Sequence[bool]) -> First:
@@ -96,7 +106,7 @@ def on_the_device(step: ClosedJaxpr) -> ClosedJaxpr:
     """A traced step with all of its updates on the device."""
 
     def moved(eqn: Equation) -> Program | None:
-        if not is_update(eqn) or not holds_update_on_cores(eqn):
+        if not is_update(eqn) or not holds_driven_update(eqn):
             return None
         update = eqn.params["update"].updated_by(cores=False)
         ins = [Var(v.aval) if isinstance(v, Literal) else v for v in eqn.invars]

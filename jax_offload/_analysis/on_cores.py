@@ -7,18 +7,21 @@ last one is there, parameters come up while the next group is updated, and the d
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from jax_offload._analysis.exposure import Link
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Var
 from jax_offload._base.memory import is_host_aval
 from jax_offload._drive.cores import is_sent
+from jax_offload._drive.loop_source import loop_source
+from jax_offload._drive.one_pass import has_numba
 from jax_offload._drive.stages import GROUP_BYTES
 from jax_offload._ir.slices import Slice
 from jax_offload._plan.plan import OnCores, Planned
 
-# What XLA's CPU code reads and writes of AdamW's arrays, in three passes, beside one pass over them.
+# What XLA's CPU code reads and writes of AdamW's arrays, in three passes, beside one pass over them: that of a group
+# of which all slices are loops, where numba compiles them.
 PASSES = 40 / 28
 # Beside an accelerator new leaves are new buffers, and are copied into pinned ones: written, read, and written again.
 COPIES = 3
@@ -34,6 +37,7 @@ class Share:
       down: what else does: parameters.
       up: what goes to the device: new parameters.
       last: of that, what the last group of slices makes, which comes up alone.
+      worked: that the update itself reads and writes, in all of its passes.
     """
 
     loaded: int = 0
@@ -42,12 +46,12 @@ class Share:
     down: int = 0
     up: int = 0
     last: int = 0
+    worked: int = 0
 
     @property
     def dram(self) -> int:
-        """Bytes through the host's memory: of AdamW in float32 76 for each parameter."""
-        crossing = self.gradients + self.down + self.up
-        return int(PASSES * (self.loaded + self.stored + crossing)) + crossing + COPIES * self.stored
+        """Bytes through the host's memory: of AdamW in float32 64 for each parameter, 76 in XLA's passes."""
+        return self.worked + self.gradients + self.down + self.up + COPIES * self.stored
 
     def exposed(self, link: Link, dram: float, hides: float, loaded: int, stored: int) -> tuple[float, float]:
         """Seconds that are added to a step; and of those, in which the link is waited for.
@@ -73,27 +77,47 @@ def share_of(planned: Iterable[Planned], gradients: Iterable[Var]) -> Share:
     """Of the slices that the cores run. ``gradients``: the variables that are."""
     own, made = [p.slice for p in planned if isinstance(p.transfer, OnCores)], {*gradients}
     read = {v for s in own for v in s.inputs if not is_host_aval(v.aval) and is_sent(v.aval)}
-    results = [v for s in own for v in s.outputs]
+    groups = _groups(own)
     return Share(
         loaded=sum(s.loaded_bytes for s in own),
-        stored=sum(nbytes(v.aval) for v in results if is_host_aval(v.aval)),
+        stored=sum(map(_stored, own)),
         gradients=sum(nbytes(v.aval) for v in read & made),
         down=sum(nbytes(v.aval) for v in read - made),
         up=sum(map(_up, own)),
-        last=_last(own),
+        last=sum(map(_up, groups[-1])) if groups else 0,
+        worked=sum(map(_worked, groups)),
     )
+
+
+def _groups(own: Iterable[Slice]) -> list[list[Slice]]:
+    """Those that are one program, as ``_drive.stages`` makes them."""
+    groups: list[list[Slice]] = []
+    size = GROUP_BYTES
+    for s in own:
+        if size >= GROUP_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(s)
+        size += s.loaded_bytes
+    return groups
+
+
+def _worked(group: Sequence[Slice]) -> int:
+    once = sum(s.loaded_bytes + _stored(s) + _up(s) + _down(s) for s in group)
+    return once if has_numba() and all(map(_is_loop, group)) else int(PASSES * once)
+
+
+def _is_loop(s: Slice) -> bool:
+    return loop_source(s.jaxpr, {}) is not None
+
+
+def _stored(s: Slice) -> int:
+    return sum(nbytes(v.aval) for v in s.outputs if is_host_aval(v.aval))
+
+
+def _down(s: Slice) -> int:
+    return sum(nbytes(v.aval) for v in {*s.inputs} if not is_host_aval(v.aval) and is_sent(v.aval))
 
 
 def _up(s: Slice) -> int:
     return sum(nbytes(v.aval) for v in s.outputs if not is_host_aval(v.aval) and is_sent(v.aval))
-
-
-def _last(own: Iterable[Slice]) -> int:
-    """Of the last group, as ``_drive.stages`` makes them."""
-    size = up = last = 0
-    for s in own:
-        size, up = size + s.loaded_bytes, up + _up(s)
-        last = up
-        if size >= GROUP_BYTES:
-            size = up = 0
-    return last

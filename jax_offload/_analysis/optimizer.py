@@ -60,6 +60,11 @@ def of_optimizer(
     first = Way(name, "tx as it is; step = jo.jit(step, donate_argnums=(0, 1))", tx) if inside else way(
         name, inner, called, given)  # fmt: skip
     table, trace = table_and_trace(first.tx, params)
+    if table.disk_bytes:
+        raise ValueError(
+            f"tx: keeps {in_bytes(table.disk_bytes)} on disk, of which plan knows nothing yet. Fix: the same offload "
+            "without disk=; jo.placement(tx, params) has the bytes on disk, which each step reads and writes."
+        )
     found = Measured(table.leaves, None if trace is None else _streams(trace, first.tx, params))
     notes = [f"how it streams is not known: {table.unknown}"] if table.unknown else []
     notes += [NO_ACTIVATIONS] if activations is None else []

@@ -15,6 +15,7 @@ from jax_offload._analysis.host import HostMemory
 from jax_offload._analysis.on_cores import NONE, Share
 from jax_offload._analysis.option import Option, smallest
 from jax_offload._analysis.units import in_bytes, in_seconds
+from jax_offload._drive.one_pass import has_numba
 
 # A lossy way is recommended where it spares more of a step than this, and nothing exact fits as well.
 WORTH_ROUNDING = 0.1
@@ -173,6 +174,7 @@ def of_the_cores(options: Sequence[Option], setting: Setting) -> list[str]:
     for option in options:
         if option.dram:
             said = f"{option.name}: {in_bytes(option.dram)} through the host's memory, as it is built today"
+            said += "" if has_numba() else " (jax_offload[cores] is not installed: several passes)"
             if dram is None or option.cores is None:
                 known = "give a chip" if setting.chip is None else "the chip has no dram_bandwidth"
                 found.append(f"{said}; {known}, and its time is told")

@@ -18,7 +18,7 @@ from jax_offload._offload import DEFAULT_MIN_BYTES, offload
 
 _DEFAULTS: Mapping[str, Any] = {
     "fraction": 1.0, "select": None, "min_bytes": DEFAULT_MIN_BYTES, "window": None, "order": None,
-    "shard_over": None, "storage": None, "update_on": "device",
+    "shard_over": None, "storage": None, "update_on": "device", "disk": None,
 }  # fmt: skip
 
 

@@ -205,7 +205,7 @@ def branches_of(eqn: Equation) -> tuple[ClosedJaxpr, ...]:
 
 def holds_equations(eqn: Equation) -> bool:
     """Whether an equation runs a jaxpr: a call, a branch, a loop."""
-    return any(True for _ in jex.jaxprs_in_params(eqn.params))
+    return bool(eqn.params) and any(True for _ in jex.jaxprs_in_params(eqn.params))
 
 
 def jaxpr_of(fun: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -57,6 +57,28 @@ def to_host(x: jax.Array) -> jax.Array:
 def to_device(x: jax.Array) -> jax.Array:
     """``x`` in device memory; a no-op where it is already there."""
     return _moved(x, Space.Host, Space.Device) if on_host(x) else x
+
+
+def all_to_host(xs: Sequence[Any], chosen: Sequence[bool]) -> list[Any]:
+    """``xs``, the chosen ones in host memory."""
+    return _all_moved(xs, [c and not on_host(x) for c, x in zip(chosen, xs, strict=True)], Space.Device, Space.Host)
+
+
+def all_to_device(xs: Sequence[Any]) -> list[Any]:
+    """``xs``, those that are in host memory in device memory."""
+    return _all_moved(xs, [on_host(x) for x in xs], Space.Host, Space.Device)
+
+
+def _all_moved(xs: Sequence[Any], move: Sequence[bool], src: Any, to: Any) -> list[Any]:
+    """In a trace by one equation, as a step moves hundreds of leaves."""
+    found = list(xs)
+    traced = [k for k, x in enumerate(xs) if move[k] and isinstance(x, Tracer)]
+    if traced:
+        eqn = _move(src, to)
+        params = {name: tuple(said) * len(traced) for name, said in eqn.params.items()}
+        for k, moved in zip(traced, run_equation(eqn, [xs[k] for k in traced], params), strict=True):
+            found[k] = moved
+    return [_moved(x, src, to) if now and not isinstance(x, Tracer) else x for x, now in zip(found, move, strict=True)]
 
 
 def _moved(x: jax.Array, src: Any, to: Any) -> jax.Array:

@@ -52,7 +52,7 @@ def one_pass(
       next_of: result -> what it is the next value of.
       own: inputs that nobody reads later, whose memory is the step's, and of the kind that their types say.
     """
-    if not _has_numba() or any(piece.jaxpr is None for piece in pieces):
+    if not has_numba() or any(piece.jaxpr is None for piece in pieces):
         return otherwise
     over = [_over(piece, pieces, next_of, own) for piece in pieces]
     sources = [loop_source(piece.jaxpr, each) for piece, each in zip(pieces, over, strict=True) if piece.jaxpr]
@@ -176,7 +176,8 @@ def _same(shardings: tuple[Sharding, ...]) -> Callable[..., Sequence[jax.Array]]
 
 
 @functools.cache
-def _has_numba() -> bool:
+def has_numba() -> bool:
+    """Whether loops can be compiled (extra ``cores``)."""
     try:
         import numba  # noqa: F401  # pyright: ignore
     except ImportError:

@@ -21,10 +21,12 @@ from jax_offload._base.jaxprs import (
 )
 from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, is_host_aval, to_device, to_host, with_kind
 from jax_offload._drive.cores import Cores, cores_beside
+from jax_offload._drive.files import DEPTH, files_of
 from jax_offload._drive.one_pass import Run, one_pass
 from jax_offload._drive.stages import staged
 from jax_offload._drive.tasks import Task, tasks_of
-from jax_offload._step import cut_step
+from jax_offload._ir.program import flat
+from jax_offload._step import cut_step, unguarded
 
 Jit = Callable[..., Any]
 
@@ -48,30 +50,37 @@ class Driven:
         options: Mapping[str, Any],
         for_sending: Mapping[str, Any],
     ) -> None:
-        self._step = found = staged(cut_step(step))
+        self._files = files_of(unguarded(flat(step, any_jit=True)))
+        self._step = found = staged(cut_step(self._files.program))
+        self._files.check(found)
         self._options = options, for_sending
         placed = [getattr(x, "sharding", None) for x in args]
         self._devices = {d for s in placed if s is not None for d in s.device_set} or {*jax.devices()[:1]}
         self._cores = cores_beside(self._devices)
         own = found.inputs[len(found.consts) :]
+        own = own[: len(own) - len(self._files.reads)]
         self._places: dict[Var, Sharding] = {v: s for v, s in zip(own, placed, strict=True) if s is not None}
         self._places |= {v: self._places[old] for v, old in found.next_of.items() if old in self._places}
         self._donated = {v for v, given in zip(own, donated, strict=True) if given}
         self._compiled: dict[Hashable, Jit] = {}
-        tasks = tasks_of(found, self._donated)
+        tasks = tasks_of(found, self._donated | {*self._files.reads})
         sent = {v for task in tasks for v in task.down}
         self._tasks = [(task, self._run_by(task, sent)) for task in tasks]
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """The step's results, flat, of its flat arguments."""
-        values = _Values(self._cores, dict(zip(self._step.inputs, [*self._step.consts, *args], strict=True)))
+        given = dict(zip(self._step.inputs, [*self._step.consts, *args], strict=False))
+        values, files = _Values(self._cores, given), self._files.moving(self._step, given, self._devices)
         for k, (task, run) in enumerate(self._tasks):
             for following, _ in self._tasks[k + 1 : k + 2]:
                 values.send(following)
+            files.start([following for following, _ in self._tasks[k : k + 1 + DEPTH]])
+            files.read(task)
             results = run(*values.operands(task))
             values.put(task, results, self._place)
             values.drop(task.over, self._donated)
-        return values_of(values.here, self._step.outputs)
+            files.write(task.outputs)
+        return files.results()
 
     @property
     def first(self) -> tuple[Task, Callable[..., Sequence[Any]], Sequence[Var]]:

@@ -12,16 +12,19 @@ import jax.numpy as jnp
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Atom, DropVar, Equation, Jaxpr, Literal, Var, renamed, values_of, variables
 from jax_offload._base.memory import is_host_aval
-from jax_offload._emit.find import holds_update_on_cores, is_update
+from jax_offload._emit.deduplicate import functions
+from jax_offload._emit.find import holds_driven_update, is_update
 from jax_offload._emit.region import Update, bound
 from jax_offload._emit.serialise import Serialise, is_large, waiting
 from jax_offload._ir.shares import structure
 from jax_offload._ir.slices import Slice, slice_of
+from jax_offload._plan.plan import Chunked, Planned
 from jax_offload._step import Cut
 
 # Bytes of the state in a group: a program of the cores takes about 10 ms for them, a hundred times what it takes to
 # start one, and the parameters of the last group are all that is brought back while nothing is updated.
 GROUP_BYTES = 2**26
+GROUP = "group"  # the name of stages whose state is on disk, or beside what is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +91,7 @@ class Staged:
     Attributes:
       outputs: its results.
       next_of: result of an update -> the variable of the step that it is the next value of.
+      host_leaves: variable of the step -> whether ``offload`` keeps it on disk, for updates of which a part is.
     """
 
     inputs: list[Var]
@@ -95,6 +99,7 @@ class Staged:
     stages: list[Stage]
     outputs: list[Atom]
     next_of: Mapping[Var, Var]
+    host_leaves: Mapping[Var, bool] = dataclasses.field(default_factory=dict[Var, bool])
 
 
 def staged(cut: Cut) -> Staged:
@@ -107,10 +112,11 @@ def staged(cut: Cut) -> Staged:
     names: dict[Var, Atom] = {}  # of an update's own variables, and of its results in the step: those that stand here
     next_of: dict[Var, Var] = {}
     seen: set[int] = set()
+    on_disk: dict[Var, bool] = {}
 
     def on_device(name: str, *pieces: Piece) -> None:
         """Adds to the last program of the device, or another."""
-        if stages and not stages[-1].on_cores and stages[-1].loop is None:
+        if stages and not stages[-1].on_cores and stages[-1].loop is None and stages[-1].name != GROUP:
             last = stages.pop()
             stages.append(dataclasses.replace(last, pieces=(*last.pieces, *pieces)))
         else:
@@ -120,8 +126,24 @@ def staged(cut: Cut) -> Staged:
         return Piece([renamed(names, v) for v in s.inputs], s.outputs, s.run, structure(s.jaxpr), s.jaxpr)
 
     on_device("before", piece_of(cut.before))
+
+    def name(update: Update, eqn: Equation) -> None:
+        """Says what its variables are in the step."""
+        names.update(zip(update.operands, (renamed(names, v) for v in eqn.invars), strict=True))
+        names.update(zip(eqn.outvars, update.program.outputs, strict=True))
+        next_of.update((v, x) for v, old in update.next_values.items() if isinstance(x := names.get(old), Var))
+
+    def planned_piece(p: Planned, update: Update) -> Piece:
+        def run(*args: Any) -> list[Any]:
+            env = dict(zip(p.slice.inputs, args, strict=True))
+            functions([p], update.names, lowered=True)(p, env)
+            return [env[v] for v in p.slice.outputs]
+
+        how = (p.transfer.axis, p.transfer.rows, p.transfer.shape) if isinstance(p.transfer, Chunked) else None
+        return Piece([renamed(names, v) for v in p.slice.inputs], p.slice.outputs, run, (structure(p.slice.jaxpr), how))
+
     for eqn in cut.update.jaxpr.eqns:
-        if not holds_update_on_cores(eqn):
+        if not holds_driven_update(eqn):
             on_device("between", piece_of(slice_of([eqn], _made(eqn), cut.program.debug_info, {})))
         elif eqn.primitive.name == "while":
             stages.append(Stage("loop", loop=eqn.replace(invars=[renamed(names, v) for v in eqn.invars])))
@@ -130,13 +152,19 @@ def staged(cut: Cut) -> Staged:
             if id(update) in seen:
                 raise ValueError("step: runs one jitted update twice, which update_on cannot drive yet; unjit it.")
             seen.add(id(update))
+            if update.on_disk:
+                name(update, eqn)
+                hosts = ((names[v], v in update.on_disk) for v in update.operands if is_host_aval(v.aval))
+                on_disk |= {v: known for v, known in hosts if isinstance(v, Var)}
+                for each in update.plan.passes:
+                    on_device("scalars", piece_of(each.prelude))
+                    stages += _grouped(GROUP, [planned_piece(p, update) for p in each.slices], on_cores=False)
+                continue
             device, cores = _shares(update)
             if len(stages) == 1 and (turns := _in_turn(update, device, eqn, cut.before.outputs)) is not None:
                 on_device("before", turns)
                 names.update(zip(variables(turns.inputs), turns.outputs, strict=True))
-            names.update(zip(update.operands, (renamed(names, v) for v in eqn.invars), strict=True))
-            names.update(zip(eqn.outvars, update.program.outputs, strict=True))
-            next_of.update((v, x) for v, old in update.next_values.items() if isinstance(x := names.get(old), Var))
+            name(update, eqn)
             first, *later = cores.plan.passes
             on_device("before", piece_of(first.prelude))
             if device.planned:
@@ -156,7 +184,7 @@ def staged(cut: Cut) -> Staged:
         on_device("after", piece_of(cut.after))
     outputs = [renamed(names, v) for v in cut.program.outputs]
     program = cut.program
-    return Staged(program.inputs, program.consts, stages, outputs, next_of)
+    return Staged(program.inputs, program.consts, stages, outputs, next_of, on_disk)
 
 
 def _made(eqn: Equation) -> list[Var]:
@@ -205,13 +233,13 @@ def _in_turn(update: Update, device: Update, eqn: Equation, made: Sequence[Var])
     return Piece([*operands], [Var(v.aval) for v in operands], wait)
 
 
-def _grouped(name: str, pieces: Sequence[Piece]) -> Iterator[Stage]:
-    """Stages of the cores for pieces that follow each other, of about ``GROUP_BYTES`` each."""
+def _grouped(name: str, pieces: Sequence[Piece], *, on_cores: bool = True) -> Iterator[Stage]:
+    """Stages for pieces that follow each other, of about ``GROUP_BYTES`` each."""
     group: list[Piece] = []
     size = 0
     for piece in pieces:
         group.append(piece)
         size += sum(nbytes(v.aval) for v in variables(piece.inputs) if is_host_aval(v.aval))
         if size >= GROUP_BYTES or piece is pieces[-1]:
-            yield Stage(name, tuple(group), on_cores=True)
+            yield Stage(name, tuple(group), on_cores=on_cores)
             group, size = [], 0

@@ -8,6 +8,7 @@ from typing import Any
 
 from jax_offload._base.calls import equations
 from jax_offload._base.jaxprs import Equation, Literal, closed, sub_jaxprs, variables
+from jax_offload._base.on_disk import READ
 from jax_offload._emit.region import REGION, Moved, Update
 from jax_offload._ir.program import Program, Var, as_program, expanded, flat, without_round_trips
 from jax_offload._plan.plan import Planned
@@ -73,9 +74,9 @@ def holds_update(eqn: Equation, which: Callable[[Update | Moved], bool] = lambda
     return any(holds_update(inner, which) for jaxpr, _ in sub_jaxprs(eqn) for inner in jaxpr.eqns)
 
 
-def holds_update_on_cores(eqn: Equation) -> bool:
-    """Whether the host's cores have a part in an update in an equation."""
-    return holds_update(eqn, lambda update: isinstance(update, Update) and bool(update.on_cores))
+def holds_driven_update(eqn: Equation) -> bool:
+    """Whether the host's cores have a part in an update in an equation, or its state is on disk."""
+    return holds_update(eqn, lambda update: isinstance(update, Update) and update.driven)
 
 
 def updates_in(step: Any) -> list[Found]:
@@ -87,7 +88,15 @@ def updates_in(step: Any) -> list[Found]:
     return list(_found(jaxpr, {v: v for v in own - moved | own & results}))
 
 
-_MOVES = ("device_put", "sharding_constraint", "reshard", "copy", "optimization_barrier", "jax_offload_donation")
+_MOVES = (
+    "device_put",
+    "sharding_constraint",
+    "reshard",
+    "copy",
+    "optimization_barrier",
+    "jax_offload_donation",
+    READ.name,
+)
 
 _CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call")
 

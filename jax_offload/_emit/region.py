@@ -31,6 +31,7 @@ from jax_offload._base.jaxprs import (
     variables,
     without_dead_code,
 )
+from jax_offload._base.on_disk import UpdatedFromDisk
 from jax_offload._emit.run import stream
 from jax_offload._emit.serialise import Serialise
 from jax_offload._emit.transfers import Names
@@ -118,6 +119,16 @@ class Update:
         return frozenset[Var]().union(*(each.on_cores for each in self.claims)) & {*self.program.inputs}
 
     @property
+    def on_disk(self) -> Set[Var]:
+        """The leaves that are read from disk."""
+        return frozenset[Var]().union(*(each.on_disk for each in self.claims)) & {*self.program.inputs}
+
+    @property
+    def driven(self) -> bool:
+        """Whether a part of it is for no program of the device alone."""
+        return bool(self.on_cores or self.on_disk)
+
+    @property
     def results(self) -> Set[Var]:
         """Those that are the next value of an argument."""
         return {*self.next_values}
@@ -157,10 +168,13 @@ class Update:
         """Its results, by the plan.
 
         Raises:
-          UpdatedOnCores: part of it is not for the device; whoever drives the step from Python has cut it there.
+          UpdatedOnCores, UpdatedFromDisk: part of it is not for the device; whoever drives the step from Python has
+            cut it there.
         """
         if self.on_cores:
             raise UpdatedOnCores
+        if self.on_disk:
+            raise UpdatedFromDisk
         with jax.enable_x64(self.wide):
             results = stream(
                 self.program,

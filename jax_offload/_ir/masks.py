@@ -10,13 +10,14 @@ Mask = int
 Join = Callable[[Iterable[int]], int]
 
 
+_WITH_JAXPRS = frozenset(("cond", "jit", "pjit", "closed_call", "custom_jvp_call"))
+
+
 def _nested(eqn: Equation) -> list[Jaxpr]:
     """The jaxprs of ``cond`` and calls, into which ``partial_eval.dce_jaxpr`` cuts. A loop counts as one equation."""
-    if eqn.primitive.name == "cond":
-        return [branch.jaxpr for branch in branches_of(eqn)]
-    if eqn.primitive.name in ("jit", "pjit", "closed_call", "custom_jvp_call"):
-        return [called_by(eqn).jaxpr]
-    return []
+    if eqn.primitive.name not in _WITH_JAXPRS:
+        return []
+    return [branch.jaxpr for branch in branches_of(eqn)] if eqn.primitive.name == "cond" else [called_by(eqn).jaxpr]
 
 
 def forward(eqn: Equation, env: Mapping[Var, int], join: Join | None = None) -> list[int]:

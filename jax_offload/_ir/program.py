@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax_offload._base.jaxprs import (
@@ -125,11 +125,20 @@ def flat(
                 outs = [v if isinstance(v, DropVar) else Var(v.aval) for v in eqn.outvars]
                 env.update(zip(eqn.outvars, outs, strict=True))
             params = eqn.params if expand is None else _expanded_in(eqn.params, expand)
-            eqns.append(eqn.replace(invars=ins, outvars=outs, params=params))
+            here = eqn.replace(invars=ins, outvars=outs, params=params)
+            eqns.extend([here] if len(ins) == 1 or eqn.primitive.name != "device_put" else _leaf_by_leaf(here))
         return [read(v) for v in jaxpr.outvars]
 
     outputs = walk(step.jaxpr, {}, False)
     return Program([*const_vars, *step.jaxpr.invars], outputs, eqns, consts, step.jaxpr.debug_info)
+
+
+def _leaf_by_leaf(eqn: Equation) -> Iterator[Equation]:
+    """A move of a whole tree as moves of its leaves, each of which has its own place."""
+    of_leaf: dict[Any, dict[str, Any]] = {}  # a handful of ways, for hundreds of leaves
+    for v, out, *said in zip(eqn.invars, eqn.outvars, *eqn.params.values(), strict=True):
+        params = of_leaf.setdefault(tuple(map(id, said)), {k: (x,) for k, x in zip(eqn.params, said, strict=True)})
+        yield eqn.replace(invars=[v], outvars=[out], params=params)
 
 
 def expanded(jaxpr: Jaxpr, expand: Expand, enters: Callable[[Equation], bool] = lambda _: True) -> Jaxpr:

@@ -48,6 +48,8 @@ class Shares:
           effect: the numbers of those that need its effect.
         """
         slices = union(needs) | effect
+        if slices.bit_count() == 1:
+            return {slices.bit_length() - 1: eqn}
         undivided = dict.fromkeys(bits(slices), eqn)
         return undivided if len(undivided) < 2 else self._of_cond(eqn, needs) or undivided
 

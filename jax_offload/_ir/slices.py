@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from jax.sharding import NamedSharding
@@ -130,12 +130,14 @@ def cut(program: Program, scalars_ahead: bool) -> list[Pass]:
     for eqn in program.eqns:
         if is_summary(eqn, summaries):
             summaries.update(eqn.outvars)
-        stages = forward(eqn, stage, lambda x: max(x, default=0)) if scalars_ahead else [0] * len(eqn.outvars)
+        stages = forward(eqn, stage, _latest) if stage else [0] * len(eqn.outvars)
         for v, mask, at in zip(eqn.outvars, forward(eqn, needs_host), stages, strict=True):
             ahead = scalars_ahead and mask and v.aval.shape == ()
             if ahead:
                 scalars[v] = mask, at
-            needs_host[v], stage[v] = (0, at + 1) if ahead else (mask, at)
+            needs_host[v], at = (0, at + 1) if ahead else (mask, at)
+            if at:
+                stage[v] = at
 
     # The roots: scalars, results, and effects (a callback, say), which must happen though nobody reads them. A host
     # leaf is stored in the last pass: until then its old value is needed.
@@ -143,7 +145,7 @@ def cut(program: Program, scalars_ahead: bool) -> list[Pass]:
     inputs = set(program.inputs)
     results = {v: None for v in program.outputs if not isinstance(v, Literal) and v not in inputs}
     roots: list[tuple[Var | int, Mask, int]] = [(v, mask, at) for v, (mask, at) in scalars.items()]
-    roots += [(v, needs_host[v], last if needs_host[v] else stage[v]) for v in results if v not in scalars]
+    roots += [(v, needs_host[v], last if needs_host[v] else stage.get(v, 0)) for v in results if v not in scalars]
     for eqn in (eqn for eqn in program.eqns if eqn.effects):
         operands = [v for v in eqn.invars if not isinstance(v, Literal)]
         mask = union(needs_host.get(v, 0) for v in operands)
@@ -169,7 +171,7 @@ def cut(program: Program, scalars_ahead: bool) -> list[Pass]:
             again = eqn.primitive.name in ELEMENTWISE  # cheaper computed again than kept, as an array, between its uses
             ahead = v.aval.shape == () or v in summaries or (shared and not again) or eqn.effects
             if needs[k] and not needs_host.get(v, 0) and ahead:
-                provider[v] = parts[v] if v in scalars else stage[v]
+                provider[v] = parts[v] if v in scalars else stage.get(v, 0)
                 needs[k] = 1 << provider[v]
         for part, share in shares.of(eqn, needs, effect).items():
             members[part].append(share)
@@ -202,6 +204,10 @@ def cut(program: Program, scalars_ahead: bool) -> list[Pass]:
         )
         for at in range(last + 1)
     ]
+
+
+def _latest(stages: Iterable[int]) -> int:
+    return max(stages, default=0)
 
 
 def is_summary(eqn: Equation, summaries: Set[Var]) -> bool:
@@ -253,6 +259,6 @@ def slice_of(
 
 def _without(eqn: Equation, given: Set[Var]) -> Equation:
     """``eqn`` without the results that are given already, so that a slice does not define one of its inputs."""
-    if not any(v in given for v in eqn.outvars):
+    if given.isdisjoint(eqn.outvars):
         return eqn
     return eqn.replace(outvars=[Var(v.aval) if v in given else v for v in eqn.outvars])

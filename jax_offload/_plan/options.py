@@ -25,6 +25,7 @@ class Options:
       serialise: whether gradients of what stays on the device wait for each other. Not where every one has an
         accumulator there: all would.
       on_cores: the numbers of the state's leaves that are updated where they are, by the host's cores.
+      on_disk: of those that are read from disk for the update.
     """
 
     window: int | None = None
@@ -33,6 +34,7 @@ class Options:
     partitions: Layouts = dataclasses.field(default_factory=dict[str, NamedSharding])
     serialise: bool = True
     on_cores: frozenset[int] = frozenset()
+    on_disk: frozenset[int] = frozenset()
 
     @property
     def order_key(self) -> tuple[str, ...] | None:
@@ -48,12 +50,13 @@ class Options:
 class Claim:
     """An ``offload`` in a recipe, and the inputs of the recipe's program that are leaves of its state.
 
-    ``on_cores``: those of them that are updated by the host's cores.
+    ``on_cores``: those of them that are updated by the host's cores; ``on_disk``: those that are on disk.
     """
 
     options: Options
     leaves: frozenset[Var]
     on_cores: frozenset[Var] = frozenset()
+    on_disk: frozenset[Var] = frozenset()
 
 
 def merged(claims: Sequence[Claim]) -> Options:

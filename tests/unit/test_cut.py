@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jax_offload._base.jaxprs import jax_fun
+from jax_offload._ir.program import flat, without_round_trips
 from jax_offload._ir.slices import cut, joined
 from tests.unit._programs import device, host, inputs_of, load, program_of, run, store, values_of
 
@@ -360,3 +362,15 @@ def test_a_constant_may_be_moved():
 
     program, passes = passes_of(update, GRAD, LEAF)
     assert loads(passes) == [[{inputs_of(program, 1)[0]}]]
+
+
+def test_a_tree_that_is_moved_by_one_equation():
+    """As ``jax.device_put(tree, memory)`` in an optimizer: each of its leaves is moved for itself."""
+    there = jax.memory.Space.Host
+    jaxpr = jax.make_jaxpr(lambda tree: jax.device_put(tree, there))([jnp.ones(2), jnp.ones((3, 3))])
+    assert len(jaxpr.eqns) == 1
+    program = without_round_trips(flat(jaxpr))
+    assert [(len(eqn.invars), len(eqn.params["devices"])) for eqn in program.eqns] == [(1, 1)] * 2
+    assert [v.aval.shape for v in program.outputs] == [(2,), (3, 3)]
+    got = jax.jit(lambda *xs: jax_fun(program.closed)(*xs))(jnp.ones(2), jnp.ones((3, 3)))
+    assert [x.sharding.memory_kind for x in got] == ["pinned_host"] * 2

@@ -11,7 +11,18 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "jax_offload"
 # From the bottom up. Modules of the package itself that make or read a state know its formats, and stand above those.
-LAYERS = ["_base", "_ir", "_plan", "_emit", "the update", "_drive", "_precision", "the state", "the transformation"]
+LAYERS = [
+    "_base",
+    "_disk",
+    "_ir",
+    "_plan",
+    "_emit",
+    "the update",
+    "_drive",
+    "_precision",
+    "the state",
+    "the transformation",
+]
 UPDATE = set(
     """_update _streamed _recipe _step _inlined _parts _whole _placement _cores _zero _factored _home _arguments
     _features""".split()
@@ -62,6 +73,17 @@ def test_imports_go_down(module):
             continue
         assert layer(imported) != "_interop", f"{module} imports {imported}"
         assert LAYERS.index(layer(imported)) <= LAYERS.index(layer(module)), f"{module} imports {imported}"
+
+
+def test_files_know_nothing_of_jax():
+    """State in files is below jax, so that what is held to be safe of it needs none to be tried."""
+    found = {
+        module for module, path in MODULES.items() if layer(module) == "_disk" and "import jax" in path.read_text()
+    }
+    assert not found
+    assert {name for module in MODULES if layer(module) == "_disk" for name in imports(module)} <= {
+        module for module in MODULES if layer(module) == "_disk"
+    }
 
 
 def test_what_only_looks_is_imported_when_asked_for():

@@ -1,0 +1,191 @@
+"""A leaf of a state that is on disk: what stands for it in the state's tree, and how a trace reads and writes it.
+
+Such a leaf is no operand of any program. In a state its place has an ``OnDisk``: a pytree node whose one child is a
+token, a number that says which version of the state it is of. In a traced update ``read`` makes the leaf, in host
+memory, of the token, and ``write`` a token of the next value; what is between is the update of a host leaf. Who drives
+the step from Python takes both away; in any other program they are an error where it is lowered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import Primitive
+
+from jax_offload._base.calls import identity_primitive
+from jax_offload._base.jaxprs import jaxpr_of
+from jax_offload._base.memory import Space
+from jax_offload._base.private import set_rules
+
+TOKEN = np.dtype(np.uint32)
+
+
+class Home(Protocol):
+    """Where leaves are: a ``jax_offload.disk``. Two are never equal."""
+
+    def array(self, name: str, token: Any) -> np.ndarray[Any, Any]:
+        """A leaf's values, which are read now; raises for a token of another version."""
+        ...
+
+
+class UpdatedFromDisk(ValueError):
+    """A program for the device is made of an update whose state is on disk."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "disk: a state on disk is no part of a program for the device. Fix: jo.jit(step), called and not lowered, "
+            "outside of any other jit, vmap or derivative: it reads, updates and writes the state group by group."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Which leaf it is: its home, its name there, and its type."""
+
+    home: Home
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class OnDisk:
+    """Stands in a state for a leaf that is on disk.
+
+    Its one child in the tree is a token, a ``uint32`` that changes with every update: a state of an earlier step is an
+    error, as its leaves have been written over. ``numpy.asarray(leaf)`` reads the leaf. Arithmetic on it, and pickle,
+    are errors: ``disk.commit`` saves it.
+
+    Attributes:
+      token: the version.
+      place: which leaf it is.
+    """
+
+    __slots__ = ("place", "token")
+
+    def __init__(self, token: Any, place: Place) -> None:
+        self.token, self.place = token, place
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], Place]:
+        return ((jax.tree_util.GetAttrKey("token"), self.token),), self.place
+
+    @classmethod
+    def tree_unflatten(cls, place: Place, children: tuple[Any]) -> OnDisk:
+        return cls(children[0], place)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.place.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.place.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.place.shape)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        if isinstance(self.token, Tracer):
+            raise UpdatedFromDisk
+        found = self.place.home.array(self.place.name, self.token)
+        return found if dtype is None else found.astype(dtype)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"disk: {self!r} cannot be pickled or copied, as its values are in files. Fix: disk.commit(step, tree) "
+            "saves it where it is; numpy.asarray reads it."
+        )
+
+    def __repr__(self) -> str:
+        return f"OnDisk({self.place.name}: {self.dtype}{list(self.shape)})"
+
+
+def is_on_disk(x: Any) -> bool:
+    return isinstance(x, OnDisk)
+
+
+def check_in_memory(state: Any, what: str) -> None:
+    """Raises ``ValueError`` where a leaf of the state is on disk, and ``what`` takes leaves in memory."""
+    leaves = jax.tree.leaves(state, is_leaf=is_on_disk)
+    if found := [x for x in leaves if is_on_disk(x)]:
+        raise ValueError(
+            f"{what}: {len(found)} leaves of the state are on disk, the first is {found[0]!r}. Fix: jo.to_device(part) "
+            "reads a part of the state; disk.commit(step, tree) saves all of it, and disk.resume(target) reads that."
+        )
+
+
+def opened(state: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """A state with its leaves on disk read, and a function that writes those of the state that follows it."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_on_disk)
+    places = {path: x.place for path, x in flat if is_on_disk(x)}
+    if not places:
+        return state, lambda new: new
+    read = jax.tree.map(lambda x: _read_leaf(x) if is_on_disk(x) else x, state, is_leaf=is_on_disk)
+
+    def closed(new: Any) -> Any:
+        after, treedef = jax.tree_util.tree_flatten_with_path(new)
+        if lost := places.keys() - {path for path, _ in after}:
+            raise ValueError(f"disk: the update drops {places[min(lost, key=str)].name} from the state, which is kept.")
+        leaves = [_write_leaf(places[path], x) if path in places else x for path, x in after]
+        return jax.tree.unflatten(treedef, leaves)
+
+    return read, closed
+
+
+def only_outside(x: jax.Array) -> jax.Array:
+    """``x``, a leaf of a traced ``init`` that files are to be made of: an error where that is lowered."""
+    (x,) = _made.bind(x)
+    return x
+
+
+def _read_leaf(leaf: OnDisk) -> jax.Array:
+    kind = jax.typeof(leaf.token)
+    if kind.dtype != TOKEN or kind.shape != ():
+        raise TypeError(
+            f"disk: the place of {leaf!r} holds {kind}, and not the token that stands for it: something has computed "
+            "with the state. Fix: hand the state on as the step returned it; numpy.asarray(leaf) reads a leaf."
+        )
+    return READ.bind(leaf.token, place=leaf.place)
+
+
+def _write_leaf(place: Place, x: Any) -> OnDisk:
+    if (x.shape, x.dtype) != (place.shape, place.dtype):
+        raise ValueError(
+            f"disk: the update makes {place.name} {x.dtype}{list(x.shape)}, and it is {place.dtype}{list(place.shape)} "
+            "on disk, where a leaf keeps its type. Fix: min_bytes= or select= that leaves it in memory."
+        )
+    return OnDisk(WRITE.bind(x, place=place), place)
+
+
+@functools.cache
+def _host_type(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    return jaxpr_of(lambda x: jax.device_put(x, Space.Host, src=Space.Device), x)[0].jaxpr.outvars[0].aval
+
+
+def _refuse(*args: Any, **params: Any) -> Any:
+    raise UpdatedFromDisk
+
+
+def _refuse_init(*args: Any) -> Any:
+    raise ValueError(
+        "disk: tx.init makes files, which no program does. Fix: state = tx.init(params), outside of any jit; it makes "
+        "leaf after leaf."
+    )
+
+
+READ, WRITE = Primitive("jax_offload_read"), Primitive("jax_offload_write")
+READ.def_impl(_refuse)
+WRITE.def_impl(_refuse)
+READ.def_abstract_eval(lambda token, place: _host_type(place.shape, place.dtype))
+WRITE.def_abstract_eval(lambda x, place: jax.typeof(np.zeros((), TOKEN)))
+for _primitive in READ, WRITE:
+    set_rules(_primitive, lower=_refuse, jvp=_refuse, batch=_refuse)
+_made = identity_primitive("jax_offload_made_of_files", _refuse_init)

@@ -1,0 +1,74 @@
+"""A state of which a part is on disk, made leaf by leaf: never is the whole of it in any memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Sharding
+
+from jax_offload._base.around import described
+from jax_offload._base.jaxprs import ClosedJaxpr, Jaxpr, closed, jax_fun, jaxpr_of, without_dead_code
+from jax_offload._base.on_disk import only_outside
+from jax_offload._files import Disk
+from jax_offload._ir.shares import structure
+from jax_offload._placement import Leaf, Policy, place
+
+_UNDER_WAY = 4  # leaves that are made, or being written
+
+
+def refused(state: Any, policy: Policy, params: Any) -> Any:
+    """``state`` of a traced ``init``: an error where it is lowered, as no program makes files."""
+    leaves, treedef = jax.tree.flatten(state)
+    rows = place(policy, state, params)
+    return jax.tree.unflatten(treedef, [only_outside(x) if r.disk else x for x, r in zip(leaves, rows, strict=True)])
+
+
+def created(
+    disk: Disk, create: Callable[[Any], Any], params: Any, placed: Sequence[tuple[Leaf, Any, Sharding]], treedef: Any
+) -> optax.OptState:
+    """The state that ``create(params)`` is, with those leaves on disk whose rows say so; each is made by itself."""
+    _check_devices(params)
+    with described(params):
+        traced, _ = jaxpr_of(create, params)
+    values, compiled = [*traced.consts, *jax.tree.leaves(params)], dict[Hashable, Any]()
+    names = {k: leaf.path for k, (leaf, _, _) in enumerate(placed) if leaf.disk}
+    disk.create([(name, placed[k][1]) for k, name in names.items()])
+    writing: deque[Future[None]] = deque()
+    for k, name in names.items():
+        if len(writing) >= _UNDER_WAY:
+            writing.popleft().result()
+        (x,) = _made(traced, [k], values, [placed[k][2]], compiled)
+        writing.append(disk.put(name, x))
+    rest = [k for k in range(len(placed)) if k not in names]
+    others = dict(zip(rest, _made(traced, rest, values, [placed[k][2] for k in rest], compiled), strict=True))
+    disk.wait()
+    disk.advance()
+    return jax.tree.unflatten(treedef, [disk.handle(names[k]) if k in names else others[k] for k in range(len(placed))])
+
+
+def _made(
+    traced: ClosedJaxpr, wanted: Sequence[int], values: Sequence[Any], places: Sequence[Sharding], compiled: Any
+) -> list[Any]:
+    """Some results of a traced init, compiled once for all that are alike."""
+    inner = traced.jaxpr
+    inputs, outputs = [*inner.constvars, *inner.invars], [inner.outvars[k] for k in wanted]
+    whole = Jaxpr([], inputs, outputs, inner.eqns, inner.effects, inner.debug_info)
+    jaxpr, used = without_dead_code(whole)
+    key = structure(jaxpr), tuple(places)
+    if key not in compiled:
+        compiled[key] = jax.jit(jax_fun(closed(jaxpr)), out_shardings=list(places))
+    return compiled[key](*(x for x, u in zip(values, used, strict=True) if u))
+
+
+def _check_devices(params: Any) -> None:
+    devices = {d for x in jax.tree.leaves(params) if isinstance(x, jax.Array) for d in x.sharding.device_set}
+    if len(devices) > 1 or jax.process_count() > 1:
+        raise ValueError(
+            f"disk: the parameters are on {len(devices)} devices of {jax.process_count()} processes, and a state on "
+            "disk is that of one device yet. Fix: shard_over= and host memory (docs/sharding.md)."
+        )

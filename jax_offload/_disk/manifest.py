@@ -1,0 +1,149 @@
+"""The manifest: what a store holds at its last commit, as a small file that is swapped whole."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jax_offload._disk.files import Files
+from jax_offload._disk.layout import Entry
+
+NAME = "manifest.json"
+FORMAT = 1
+_RESTORE = "Restore from a checkpoint into a new store."
+
+
+@dataclass(frozen=True)
+class Version:
+    """Bytes in one of the two slots, with the checksums of their blocks."""
+
+    slot: int
+    checksums: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A commit. ``extra`` are arrays that are no group's: parameters, leaves of rank 0."""
+
+    store: str
+    step: int
+    about: Mapping[str, Any]
+    directories: int
+    block: int
+    groups: tuple[tuple[Entry, ...], ...]
+    versions: tuple[Version, ...]
+    extra: tuple[Entry, ...]
+    extra_version: Version
+
+
+def to_bytes(manifest: Manifest) -> bytes:
+    """JSON of two entries, the second with the checksum of the first."""
+    body = {
+        "format": FORMAT,
+        "store": manifest.store,
+        "step": manifest.step,
+        "about": manifest.about,
+        "directories": manifest.directories,
+        "block": manifest.block,
+        "groups": [_entries(group) for group in manifest.groups],
+        "versions": [_version(version) for version in manifest.versions],
+        "extra": _entries(manifest.extra),
+        "extra_version": _version(manifest.extra_version),
+    }
+    return json.dumps({"manifest": body, "crc32": _checksum(body)}).encode()
+
+
+def from_bytes(data: bytes, path: Path) -> Manifest:
+    """The manifest. ``ValueError`` where it is damaged, or of a version of this library that is not this one's."""
+    try:
+        whole = json.loads(data)
+        body, checksum = whole["manifest"], whole["crc32"]
+        intact = checksum == _checksum(body)
+    except (ValueError, KeyError, TypeError):
+        intact, body = False, {}
+    if not intact:
+        raise ValueError(f"the manifest {str(path)!r} is damaged, {len(data)} bytes long. {_RESTORE}")
+    if body["format"] != FORMAT:
+        raise ValueError(
+            f"the store of {str(path)!r} has format {body['format']}, and this version reads {FORMAT}. Read it with "
+            "the version of jax_offload that wrote it, and save a checkpoint."
+        )
+    return Manifest(
+        store=body["store"],
+        step=body["step"],
+        about=body["about"],
+        directories=body["directories"],
+        block=body["block"],
+        groups=tuple(_read_entries(group) for group in body["groups"]),
+        versions=tuple(_read_version(version) for version in body["versions"]),
+        extra=_read_entries(body["extra"]),
+        extra_version=_read_version(body["extra_version"]),
+    )
+
+
+def save(files: Files, directory: Path, name: str, data: bytes) -> None:
+    """Swaps a small file: after a loss of power at any moment there is the one before or this one, whole."""
+    temporary = directory / f"{name}.new"
+    files.write(temporary, data)
+    files.replace(temporary, directory / name)
+    files.sync_directory(directory)
+
+
+def load(files: Files, directories: Sequence[Path]) -> Manifest:
+    """That of the store in ``directories``."""
+    path = directories[0] / NAME
+    try:
+        manifest = from_bytes(files.read(path), path)
+    except FileNotFoundError:
+        raise ValueError(
+            f"{str(directories[0])!r} has no {NAME}: there is no store, or it ended before its first commit. Make one; "
+            "nothing was in it."
+        ) from None
+    if manifest.directories != len(directories):
+        raise ValueError(
+            f"the store is striped over {manifest.directories} directories, and {len(directories)} are given: "
+            f"{[str(directory) for directory in directories]}. Give those it was made with, in their order."
+        )
+    return manifest
+
+
+def check_about(manifest: Manifest, about: Mapping[str, Any], directory: Path) -> None:
+    """``ValueError`` where the store is about something else than ``about``, an optimizer or a model say."""
+    wanted = plain(about)
+    found = manifest.about
+    differ = sorted(key for key in {*wanted, *found} if wanted.get(key) != found.get(key))
+    if differ:
+        listed = "; ".join(f"{key} is {found.get(key)!r} there and {wanted.get(key)!r} here" for key in differ)
+        raise ValueError(
+            f"the store in {str(directory)!r} is another's: {listed}. Give the directory of this one, or none in which "
+            "there is a store yet."
+        )
+
+
+def plain(about: Mapping[str, Any]) -> dict[str, Any]:
+    """As it comes back from JSON: tuples are lists. ``TypeError`` where JSON cannot hold it."""
+    return json.loads(json.dumps(dict(about)))
+
+
+def _checksum(body: Any) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True).encode())
+
+
+def _entries(entries: Sequence[Entry]) -> list[Any]:
+    return [[entry.path, list(entry.shape), entry.dtype] for entry in entries]
+
+
+def _read_entries(entries: Sequence[Any]) -> tuple[Entry, ...]:
+    return tuple(Entry(path, tuple(shape), dtype) for path, shape, dtype in entries)
+
+
+def _version(version: Version) -> list[Any]:
+    return [version.slot, list(version.checksums)]
+
+
+def _read_version(version: Any) -> Version:
+    return Version(version[0], tuple(version[1]))

@@ -1,0 +1,319 @@
+"""A store: groups of arrays in files, as of a commit.
+
+Each group has two slots. The last commit is in one of them, and what is written since goes to the other; a commit
+syncs the files and swaps the manifest, which says of every group which slot it is. So whatever happens at any moment,
+the store opens at its last commit, whole. It takes twice the disk, however often commits are.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from threading import RLock
+from typing import Any, TypeVar
+
+import numpy as np
+
+from jax_offload._disk import manifest as _manifest
+from jax_offload._disk.buffers import Buffers
+from jax_offload._disk.commits import Commits, slot_name
+from jax_offload._disk.directories import Directories
+from jax_offload._disk.files import Files
+from jax_offload._disk.layout import BLOCK, Entry, arrays_in, dtype_of, laid_out
+from jax_offload._disk.manifest import Manifest, Version
+from jax_offload._disk.transfers import Source, Transfers, whole_buffer
+from jax_offload._disk.turns import Turns, when_done
+
+T = TypeVar("T")
+THREADS = 8  # for each directory: four hide a disk's latency, and reads and writes go on together
+
+
+class Store:
+    """Groups of arrays in files; made by ``create`` or ``open``.
+
+    Reads, writes and commits take effect in the order in which they are asked for: a read gives the newest values that
+    were written to its group, and a commit holds all that was written before it was asked for. They run in threads.
+    Calls themselves come from one thread.
+    """
+
+    def __init__(self, directories: Directories, manifest: Manifest, committed: bool) -> None:
+        self._directories = directories
+        self.groups = manifest.groups
+        self._layouts, lengths = laid_out(manifest.groups, manifest.directories, manifest.block)
+        self._data = [directories.open(slot_name("groups", slot), lengths) for slot in (0, 1)]
+        self._committed: list[Version | None] = list(manifest.versions) if committed else [None] * len(self.groups)
+        self._newest: list[Version | BaseException | None] = list(self._committed)
+        self._turns = Turns()
+        self._stopped: BaseException | None = None
+        self._closed = False
+        self._commit: Future[None] | None = None
+        self._lock = RLock()
+        self._pool = ThreadPoolExecutor(THREADS * manifest.directories, "disk")
+        self._committer = ThreadPoolExecutor(1, "commit")
+        self.buffers, self.staging = Buffers(), Buffers()
+        self._transfers = Transfers(directories.files, self._pool, self.staging)
+        self._commits = Commits(directories, self._transfers, self._pool, manifest, committed)
+        self.most_staging = THREADS * manifest.directories * manifest.block  # one block for each thread
+
+    @classmethod
+    def create(
+        cls,
+        directories: Sequence[Path],
+        groups: Sequence[Sequence[Entry]],
+        *,
+        about: Mapping[str, Any],
+        files: Files | None = None,
+        block: int = BLOCK,
+    ) -> Store:
+        """An empty store. Write all groups, then ``commit``: before that there is nothing to open.
+
+        Args:
+            directories: where; several are striped, and are best on disks of their own. Made where they are not.
+            groups: what is read and written together.
+            about: what this is the state of, in values that JSON has. ``open`` compares it.
+            files: the system's calls.
+            block: bytes of one call of the system, a multiple of 4096.
+
+        Raises:
+            ValueError: there is a store with a commit, or another process has it.
+            OSError: the space cannot be had. Nothing is left of it.
+        """
+        files = files or Files()
+        for path in directories:
+            files.make_directory(Path(path))
+        places = Directories(directories, files)
+        places.lock()
+        try:
+            if cls.exists(directories, files=files):
+                raise ValueError(
+                    f"{str(directories[0])!r} holds a store. Open it, or remove it, or give a directory of its own."
+                )
+            places.check_unused()
+            entries = tuple(tuple(group) for group in groups)
+            none = Version(0, ())
+            manifest = Manifest(
+                uuid.uuid4().hex, -1, _manifest.plain(about), len(places.paths), block, entries, (), (), none
+            )
+            _, lengths = laid_out(entries, len(places.paths), block)
+            names = [slot_name("groups", slot) for slot in (0, 1)]
+            try:
+                for name in names:
+                    places.allocate(name, lengths, 2 * sum(lengths))
+            except OSError:
+                for name in names:
+                    places.remove(name)
+                raise
+            places.identify(manifest.store)
+            return cls(places, manifest, committed=False)
+        except BaseException:
+            places.close()
+            raise
+
+    @classmethod
+    def open(
+        cls, directories: Sequence[Path], *, about: Mapping[str, Any] | None = None, files: Files | None = None
+    ) -> Store:
+        """The store at its last commit.
+
+        Raises:
+            ValueError: there is none, it is about something else, another process has it, or files are missing or
+                damaged. What is in the groups is checked as it is read.
+        """
+        files = files or Files()
+        places = Directories(directories, files)
+        if not cls.exists(directories, files=files):
+            _manifest.load(files, places.paths)  # raises, without making a lock where nothing is
+        places.lock()
+        try:
+            manifest = _manifest.load(files, places.paths)
+            places.check_identity(manifest.store)
+            if about is not None:
+                _manifest.check_about(manifest, about, places.paths[0])
+            return cls(places, manifest, committed=True)
+        except BaseException:
+            places.close()
+            raise
+
+    @staticmethod
+    def exists(directories: Sequence[Path], *, files: Files | None = None) -> bool:
+        """Whether there is a store with a commit, whole or not."""
+        try:
+            (files or Files()).size(Path(directories[0]) / _manifest.NAME)
+        except FileNotFoundError:
+            return False
+        return True
+
+    @property
+    def step(self) -> int | None:
+        """Of the last commit; None before the first."""
+        return self._commits.step
+
+    def nbytes(self, group: int) -> int:
+        """Bytes of a group, in memory or in a slot."""
+        return self._layouts[group].nbytes
+
+    def read(self, group: int, into: np.ndarray | None = None) -> Future[list[np.ndarray]]:
+        """The newest values of a group, as views of a buffer of the pool, or of ``into``. Give them to ``release``.
+
+        The future raises ``ValueError`` where bytes are damaged, and ``OSError`` where they cannot be read.
+        """
+        layout = self._layouts[group]
+        buffer = self.buffers.take(layout.nbytes) if into is None else into
+
+        def start() -> Future[list[None]]:
+            version = self._readable(group, self._newest[group])
+            files = self._data[version.slot]
+            return self._transfers.read(files, layout, buffer, version.checksums, self._what(group))
+
+        def finish(_: list[None]) -> list[np.ndarray]:
+            return arrays_in(layout, buffer)
+
+        def give(_: BaseException) -> None:
+            if into is None:
+                self.buffers.give(buffer)
+
+        return self._turns.after(group, [], start, finish, give)
+
+    def write(self, group: int, arrays: Sequence[np.ndarray]) -> Future[None]:
+        """Writes new values of a group beside those of the last commit.
+
+        ``arrays`` are held, and must stay as they are, until the future is done. It raises ``OSError`` where they
+        cannot be written, and so does the commit then.
+        """
+        layout = self._layouts[group]
+        self._check(group, arrays)
+        buffer = whole_buffer(layout, arrays, self.buffers)
+        source = Source.of(layout, arrays) if buffer is None else Source((buffer,), (0,))
+        slot = 0
+
+        def start() -> Future[list[int]]:
+            nonlocal slot
+            self._raise_stopped()
+            with self._lock:
+                committed = self._committed[group]
+                slot = 1 - committed.slot if committed else 0
+                self._newest[group] = ValueError(f"{self._what(group)} is being written")
+            return self._transfers.write(self._data[slot], layout, source, self._what(group))
+
+        def finish(checksums: list[int]) -> None:
+            with self._lock:
+                self._newest[group] = Version(slot, tuple(checksums))
+
+        def fail(error: BaseException) -> None:
+            with self._lock:
+                self._newest[group] = error
+
+        return self._turns.after(group, [self._commit] if self._commit else [], start, finish, fail)
+
+    def release(self, arrays: Sequence[np.ndarray]) -> None:
+        """Gives the buffer of arrays that ``read`` gave back to the pool. They must not be used any more."""
+        for array in arrays:
+            if self.buffers.give(array):
+                return
+
+    def commit(self, step: int, extra: Mapping[str, np.ndarray]) -> Future[None]:
+        """Makes all that was written, and ``extra``, what the store opens with: in a thread, after the writes.
+
+        Done means that it survives a loss of power. Reads go on beside it; later writes wait for it, as they go to the
+        slots of the commit before. An error is raised by the future and by the next call of ``commit`` or ``close``;
+        the store on disk is then as it was.
+        """
+        self._raise_stopped()
+        entries = tuple(Entry(name, array.shape, array.dtype.name) for name, array in extra.items())
+        arrays = list(extra.values())
+        self._commit = result = Future()
+        ready: Future[None] = Future()
+        when_done(self._turns.under_way(), lambda: ready.set_result(None))
+
+        def run(_: Future) -> None:
+            task = self._committer.submit(self._commit_now, step, entries, arrays)
+            task.add_done_callback(lambda done: _copy(done, result))
+
+        ready.add_done_callback(run)
+        return result
+
+    def extra(self) -> dict[str, np.ndarray]:
+        """The arrays beside the groups, of the last commit."""
+        return self._commits.extra()
+
+    def close(self) -> None:
+        """Waits for what is under way, and lets the directories go. What was not committed is lost.
+
+        ``ValueError`` where a commit failed, once.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        waiting = [*self._turns.under_way(), *([self._commit] if self._commit else [])]
+        for future in waiting:
+            future.exception()
+        self._commit = None
+        self._committer.shutdown()
+        self._pool.shutdown()
+        self._directories.close()
+        self._raise_stopped()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            self.close()
+        except (OSError, ValueError):
+            if kind is None:  # else the block ends with an error of its own, which says more
+                raise
+
+    def _what(self, group: int) -> str:
+        paths = [entry.path for entry in self.groups[group]]
+        named = ", ".join(map(repr, paths[:2])) + (f" and {len(paths) - 2} more" if len(paths) > 2 else "")
+        return f"group {group} ({named})"
+
+    def _check(self, group: int, arrays: Sequence[np.ndarray]) -> None:
+        entries = self.groups[group]
+        if len(arrays) != len(entries):
+            raise ValueError(f"{self._what(group)} has {len(entries)} arrays, and {len(arrays)} are given")
+        for entry, array in zip(entries, arrays, strict=True):
+            if array.shape != entry.shape or array.dtype != dtype_of(entry.dtype):
+                raise ValueError(
+                    f"{entry.path!r} of group {group} is {entry.dtype}{list(entry.shape)} in the store, and "
+                    f"{array.dtype}{list(array.shape)} is given"
+                )
+
+    def _raise_stopped(self) -> None:
+        if self._stopped is not None:
+            raise ValueError(
+                f"the store in {str(self._directories.paths[0])!r} stopped when a commit failed: {self._stopped} "
+                f"It is as of {'nothing' if self.step is None else f'step {self.step}'}: see to the cause and open it "
+                "again."
+            ) from self._stopped
+
+    def _commit_now(self, step: int, entries: tuple[Entry, ...], arrays: Sequence[np.ndarray]) -> None:
+        try:
+            self._raise_stopped()
+            with self._lock:
+                newest = list(self._newest)
+            versions = [self._readable(group, version) for group, version in enumerate(newest)]
+            self._commits.commit(step, versions, self._data, entries, arrays)
+            with self._lock:
+                self._committed[:] = versions
+        except BaseException as error:
+            # The files are not known any more: a manifest may have been swapped that is not known to be on disk. So
+            # nothing may be written, to either slot.
+            self._stopped = self._stopped or error
+            raise
+
+    def _readable(self, group: int, version: Version | BaseException | None) -> Version:
+        if isinstance(version, BaseException):
+            raise version
+        if version is None:
+            raise ValueError(
+                f"{self._what(group)} was never written. Write every group before reading or committing it."
+            )
+        return version
+
+
+def _copy(done: Future[T], result: Future[T]) -> None:
+    error = done.exception()
+    result.set_exception(error) if error is not None else result.set_result(done.result())

@@ -1,0 +1,110 @@
+"""Groups between memory and files: their blocks, all at once, in threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from jax_offload._disk.blocks import Opened, read_block, write_block
+from jax_offload._disk.buffers import Buffers, owner
+from jax_offload._disk.files import Files
+from jax_offload._disk.layout import ALIGNED, Block, Group
+from jax_offload._disk.turns import together
+
+Striped = tuple[Opened, ...]  # a file of each directory
+
+
+@dataclass(frozen=True)
+class Source:
+    """Arrays of a group, to be written. Blocks are taken from where they lie if that can be, else put together."""
+
+    pieces: tuple[np.ndarray, ...]  # bytes
+    begins: tuple[int, ...]  # of each in the group
+
+    @classmethod
+    def of(cls, group: Group, arrays: Sequence[np.ndarray]) -> Source:
+        pieces = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays)
+        return cls(tuple(pieces), group.begins)
+
+    def in_place(self, block: Block, direct: bool) -> np.ndarray | None:
+        """A block's bytes where they are, without a copy: of one array, and for ``direct`` at an aligned address."""
+        for piece, begin in zip(self.pieces, self.begins, strict=True):
+            if begin <= block.begin < begin + piece.nbytes:
+                start = block.begin - begin
+                found = piece[start : start + block.nbytes]
+                whole = found.nbytes == block.nbytes
+                return found if whole and not (direct and _address(found) % ALIGNED) else None
+        return None
+
+    def gather(self, block: Block, memory: np.ndarray) -> None:
+        """Puts a block together; zeros between the arrays."""
+        end = block.begin + block.nbytes
+        filled = block.begin
+        for piece, begin in zip(self.pieces, self.begins, strict=True):
+            first, last = max(begin, block.begin), min(begin + piece.nbytes, end)
+            if first < last:
+                memory[filled - block.begin : first - block.begin] = 0
+                memory[first - block.begin : last - block.begin] = piece[first - begin : last - begin]
+                filled = last
+        memory[filled - block.begin : block.nbytes] = 0
+
+
+def whole_buffer(group: Group, arrays: Sequence[np.ndarray], buffers: Buffers) -> np.ndarray | None:
+    """The buffer whose views, as ``layout.arrays_in`` makes them, ``arrays`` are. It can be written as it is."""
+    arrays = [array for array in arrays if array.nbytes]
+    begins = [begin for entry, begin in zip(group.entries, group.begins, strict=True) if entry.nbytes]
+    if not arrays or not buffers.holds(arrays[0]):
+        return None
+    buffer = owner(arrays[0])
+    there = all(
+        owner(array) is buffer and array.flags.c_contiguous and _address(array) - _address(buffer) == begin
+        for array, begin in zip(arrays, begins, strict=True)
+    )
+    return buffer if there else None
+
+
+def _address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
+
+
+class Transfers:
+    """Reads and writes of groups. What a block is put together in is taken from ``buffers``: one for each thread."""
+
+    def __init__(self, files: Files, pool: Executor, buffers: Buffers) -> None:
+        self._files = files
+        self._pool = pool
+        self._buffers = buffers
+
+    def read(
+        self, files: Striped, group: Group, buffer: np.ndarray, checksums: Sequence[int], what: str
+    ) -> Future[list[None]]:
+        """Fills ``buffer`` with a group."""
+
+        def one(block: Block, checksum: int) -> None:
+            memory = buffer[block.begin : block.begin + block.nbytes]
+            read_block(self._files, files[block.directory], memory, block.offset, checksum, what)
+
+        jobs = [partial(one, block, checksum) for block, checksum in zip(group.blocks, checksums, strict=True)]
+        return together(self._pool, jobs)
+
+    def write(self, files: Striped, group: Group, source: Source, what: str) -> Future[list[int]]:
+        """Writes a group. The checksums of its blocks."""
+
+        def one(block: Block) -> int:
+            file = files[block.directory]
+            memory = source.in_place(block, file.direct)
+            if memory is not None:
+                return write_block(self._files, file, memory, block.offset, what)
+            staging = self._buffers.take(block.nbytes)
+            try:
+                memory = staging[: block.nbytes]
+                source.gather(block, memory)
+                return write_block(self._files, file, memory, block.offset, what)
+            finally:
+                self._buffers.give(staging)
+
+        return together(self._pool, [partial(one, block) for block in group.blocks])

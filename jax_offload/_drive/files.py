@@ -1,0 +1,210 @@
+"""What of a step is on disk: taken out of its program, read before the stages that need it, written after them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Mapping, Sequence, Set
+from concurrent.futures import Future
+from typing import Any, Protocol, cast
+
+import jax
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, renamed, sub_jaxprs, values_of, variables
+from jax_offload._base.memory import HOST_KIND
+from jax_offload._base.on_disk import READ, WRITE, Place
+from jax_offload._drive.stages import Staged
+from jax_offload._drive.tasks import Task
+from jax_offload._emit.find import is_update
+from jax_offload._ir.program import Program
+
+# Stages whose leaves are being read, or written, while another runs.
+DEPTH = 2
+
+
+class Files(Protocol):
+    """The home of leaves on disk, as a step that runs sees it."""
+
+    def check(self, token: Any) -> None:
+        """Raises where the token is of another version than what is on disk."""
+        ...
+
+    def fetch(self, name: str, sharding: Sharding) -> Future[jax.Array]:
+        """The leaf, being read."""
+        ...
+
+    def put(self, name: str, x: jax.Array) -> Future[None]:
+        """Its next value, being written once it is there."""
+        ...
+
+    def advance(self) -> Any:
+        """The token of the next version, all of whose leaves have been put."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class OnFiles:
+    """A step without its reads and writes.
+
+    Attributes:
+      program: it. What is read are inputs, its last; what is written are results, its last.
+      reads: such an input -> the token that it is read by, and which leaf it is.
+      writes: of each such result the leaf that it is the next value of; one that is handed on is not written.
+      tokens: the numbers of the step's results that are tokens -> their leaves.
+    """
+
+    program: Program
+    reads: Mapping[Var, tuple[Atom, Place]]
+    writes: Sequence[Place]
+    tokens: Mapping[int, Place]
+
+    @property
+    def n_others(self) -> int:
+        """How many results there are that are no tokens."""
+        return len(self.program.outputs) - len(self.writes)
+
+    def moving(self, step: Staged, values: dict[Var, Any], devices: Set[Any]) -> Moving:
+        """The reads and writes of a run of the step with these inputs."""
+        return Moving(self, step, values, SingleDeviceSharding(next(iter(devices)), memory_kind=HOST_KIND))
+
+    def check(self, step: Staged) -> None:
+        """Raises ``ValueError`` where what the updates read from disk is not what ``offload`` keeps there."""
+        for v, (_, leaf) in self.reads.items():
+            if not step.host_leaves.get(v):
+                raise ValueError(
+                    f"state: {leaf.name} is on disk, and this offload keeps it in memory. Fix: the offload, and the "
+                    "host_bytes, with which the state was made."
+                )
+        for v, known in step.host_leaves.items():
+            if known and v not in self.reads:
+                raise ValueError(
+                    f"state: a leaf {v.aval.dtype}{list(v.aval.shape)} is in memory, and this offload keeps it on "
+                    "disk. Fix: tx.init(params), or disk.resume(target), which give the state with its leaves on disk."
+                )
+
+
+def files_of(step: Program) -> OnFiles:
+    """What of a step is on disk.
+
+    Raises:
+      ValueError: it does something with such a leaf but update it, or with what stands for it.
+    """
+    reads: dict[Var, tuple[Atom, Place]] = {}
+    written: dict[Var, tuple[Atom, Place]] = {}  # token -> what is written
+    same: dict[tuple[Atom, Place], Var] = {}
+    names: dict[Var, Atom] = {}
+    eqns: list[Equation] = []
+    for eqn in step.eqns:
+        eqn = eqn.replace(invars=[renamed(names, v) for v in eqn.invars]) if names else eqn
+        if eqn.primitive is READ:
+            key = eqn.invars[0], eqn.params["place"]
+            if (first := same.setdefault(key, eqn.outvars[0])) is not eqn.outvars[0]:
+                names[eqn.outvars[0]] = first
+            else:
+                reads[first] = key
+        elif eqn.primitive is WRITE:
+            written[eqn.outvars[0]] = eqn.invars[0], eqn.params["place"]
+        else:
+            _check_equation(eqn, reads, written)
+            eqns.append(eqn)
+    if not reads and not written:
+        return OnFiles(step, {}, [], {})
+    inputs, tokens = {*step.inputs}, {*variables(v for v, _ in reads.values())}
+    known = all(isinstance(v, Var) and v in inputs for v, _ in reads.values())
+    if not known or any(not tokens.isdisjoint(variables(eqn.invars)) for eqn in eqns):
+        raise ValueError(_COMPUTES)
+    outputs = [renamed(names, v) for v in step.outputs]
+    if any(v in reads for v in outputs):
+        raise ValueError(_COMPUTES)
+    found = {k: written[v] for k, v in enumerate(outputs) if isinstance(v, Var) and v in written}
+    kept = {place for _, place in found.values()}
+    homes = {place.home for place in kept}
+    if lost := [place for _, place in reads.values() if place.home in homes and place not in kept]:
+        raise ValueError(
+            f"disk: the step updates a state and returns a part of it, not {lost[0].name}, which is written over all "
+            "the same. Fix: return the whole state."
+        )
+    writes = [(x, place) for x, place in found.values() if x not in reads]
+    rest = [v for k, v in enumerate(outputs) if k not in found]
+    program = dataclasses.replace(
+        step, inputs=[*step.inputs, *reads], eqns=eqns, outputs=[*rest, *(x for x, _ in writes)],
+    )  # fmt: skip
+    return OnFiles(program, reads, [place for _, place in writes], {k: place for k, (_, place) in found.items()})
+
+
+_COMPUTES = (
+    "disk: the step computes with a state on disk outside of its update: chooses between two, or reads a leaf. Fix: "
+    "jo.jit(step), in which the state goes from argument to update to result, as through optax's chains; skip=, "
+    "jo.pipelined and wrappers that choose (apply_if_finite, MultiSteps around an offload) do not go together with "
+    "disk= yet."
+)
+
+
+def _check_equation(eqn: Equation, reads: Mapping[Var, Any], written: Mapping[Var, Any]) -> None:
+    used = {*variables(eqn.invars)}
+    if (not used.isdisjoint(reads) and not is_update(eqn)) or not used.isdisjoint(written) or _holds_files(eqn):
+        raise ValueError(_COMPUTES)
+
+
+def _holds_files(eqn: Equation) -> bool:
+    """Whether something is read or written in a branch or a loop of the step."""
+    return any(
+        inner.primitive in (READ, WRITE) or _holds_files(inner) for jaxpr, _ in sub_jaxprs(eqn) for inner in jaxpr.eqns
+    )
+
+
+class Moving:
+    """The reads and writes of one run of a step.
+
+    Args:
+      what: of it is on disk.
+      step: its stages.
+      values: of its inputs, and of all that is made of them.
+      place: where a leaf is to be on its way to the device.
+    """
+
+    def __init__(self, what: OnFiles, step: Staged, values: dict[Var, Any], place: Sharding) -> None:
+        self._what, self._values, self._place = what, values, place
+        self._outputs = step.outputs[: what.n_others]
+        self._unwritten: dict[Var, list[Place]] = {}
+        for v, leaf in zip(step.outputs[what.n_others :], what.writes, strict=True):
+            self._unwritten.setdefault(cast(Var, v), []).append(leaf)
+        self._reading: dict[Var, Future[jax.Array]] = {}
+        self._writing: deque[list[Future[None]]] = deque()
+        for token, leaf in what.reads.values():
+            _files(leaf).check(token.val if isinstance(token, Literal) else values[token])
+
+    def start(self, tasks: Sequence[Task]) -> None:
+        """What these are going to need starts on its way."""
+        for v in (v for task in tasks for v in task.inputs if v in self._what.reads and v not in self._reading):
+            leaf = self._what.reads[v][1]
+            self._reading[v] = _files(leaf).fetch(leaf.name, self._place)
+
+    def read(self, task: Task) -> None:
+        """What it needs. Waits until that is there, and until what was made long before it has been written."""
+        while len(self._writing) > DEPTH:
+            for writing in self._writing.popleft():
+                writing.result()
+        self.start([task])
+        self._values |= {v: self._reading.pop(v).result() for v in task.inputs if v in self._what.reads}
+
+    def write(self, made: Sequence[Var]) -> None:
+        """What a stage has made is being written, and is no longer held here."""
+        leaves = [(leaf, v) for v in made for leaf in self._unwritten.pop(v, ())]
+        self._writing.append([_files(leaf).put(leaf.name, self._values[v]) for leaf, v in leaves])
+        for v in {v for _, v in leaves}.difference(variables(self._outputs)):
+            del self._values[v]
+
+    def results(self) -> list[Any]:
+        """The step's results."""
+        self.write(list(self._unwritten))  # what no stage has made
+        others = values_of(self._values, self._outputs)
+        homes = {leaf.home: _files(leaf) for leaf in self._what.tokens.values()}
+        tokens, rest = {home: files.advance() for home, files in homes.items()}, iter(others)
+        n = len(others) + len(self._what.tokens)
+        return [tokens[leaf.home] if (leaf := self._what.tokens.get(k)) else next(rest) for k in range(n)]
+
+
+def _files(leaf: Place) -> Files:
+    return cast(Files, leaf.home)

@@ -1,0 +1,263 @@
+"""The third tier: leaves of a state in files. ``jax_offload.disk`` is the files, and what is under way to and from
+them.
+
+A leaf is a group of the store. Two threads read and two write; each waits for what it needs, so that whoever drives the
+step does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Sharding
+
+from jax_offload._base.arrays import is_integer
+from jax_offload._base.on_disk import TOKEN, OnDisk, Place
+from jax_offload._committed import packed, unpacked
+from jax_offload._disk.buffers import aligned
+from jax_offload._disk.layout import Entry, dtype_of
+from jax_offload._disk.store import Store
+
+_ABOUT = {"by": "jax_offload", "version": 1}
+
+
+class Disk:
+    """Files with leaves of a state; what ``jax_offload.disk`` returns.
+
+    Attributes:
+      directories: where they are.
+      host_bytes: of the state that stay in host memory.
+
+    Example:
+      >>> import tempfile, jax, jax.numpy as jnp, optax, jax_offload as jo
+      >>> params = jax.device_put({"w": jnp.ones((256, 256))}, jax.devices()[0])
+      >>> disk = jo.disk(tempfile.mkdtemp())
+      >>> tx = jo.offload(optax.adamw(1e-3), disk=disk)
+      >>> disk.commit(0, {"params": params, "state": tx.init(params)})
+      >>> tree, step = disk.resume({"params": params, "state": jo.abstract_state(tx, params)})
+      >>> step, tree["state"][0].mu["w"]
+      (0, OnDisk([0].mu['w']: float32[256, 256]))
+    """
+
+    def __init__(self, directories: Sequence[Path], host_bytes: int) -> None:
+        self.directories, self.host_bytes = tuple(directories), host_bytes
+        self._store: Store | None = None
+        self._groups: dict[str, int] = {}
+        self._version = secrets.randbits(31)
+        self._reads, self._writes = _threads()
+        self._writing: dict[str, Future[None]] = {}
+        self._updating, self._failed = False, ""
+        self._calls = threading.Lock()  # of the store, which takes one at a time
+
+    def __repr__(self) -> str:
+        return f"disk({', '.join(repr(str(each)) for each in self.directories)}, host_bytes={self.host_bytes})"
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"disk: {self!r} has open files, and cannot be pickled or copied.")
+
+    # ---- commits ---------------------------------------------------------------------------------------------------
+
+    @property
+    def last_commit(self) -> int | None:
+        """The step of the last commit in these directories; ``None`` where there is none."""
+        if self._store is not None:
+            return self._store.step
+        if not Store.exists(self.directories):
+            return None
+        with Store.open(self.directories, about=_ABOUT) as store:
+            return store.step
+
+    def commit(self, step: int, tree: Any) -> None:
+        """Saves a state as it is now, and all else that a run goes on from: it is what ``resume`` gives.
+
+        Waits until all is written. A commit that does not end, for whatever reason, changes nothing: the one before is
+        there, whole.
+
+        Args:
+          step: its number.
+          tree: with the whole state in it, and with the parameters of the same step, without which a state resumes
+            nothing: ``{"params": params, "opt_state": state, "rng": key}``. What is not on disk is written with it.
+
+        Raises:
+          TypeError: a leaf of the tree is no array, number or string.
+          ValueError: the state is not the one that is on disk, or not the whole of it.
+        """
+        if not is_integer(step) or step < 0:
+            raise ValueError(f"step: expected an int >= 0; got {step!r}. The order is disk.commit(step, tree).")
+        store = self._open
+        extra, found = packed(tree)
+        for leaf in found.values():
+            if leaf.place.home is not self:
+                raise ValueError(f"tree: {leaf!r} is in {leaf.place.home!r}, and not in {self!r}.")
+            self.check(leaf.token)
+        if lost := self._groups.keys() - found.keys():
+            raise ValueError(f"tree: has not the whole state; {min(lost)} is on disk and not in it.")
+        self.wait()
+        with self._calls:
+            committed = store.commit(int(step), extra)
+        committed.result()
+
+    def resume(self, target: Any) -> tuple[Any, int]:
+        """The tree of the last commit, and its step. What was written since is forgotten.
+
+        Args:
+          target: a tree like the one that was committed, abstract or not, which says where arrays go:
+            ``{"params": shapes, "opt_state": jo.abstract_state(tx, shapes)}``. What is on disk stays there.
+
+        Raises:
+          ValueError: there is no commit, it is damaged, or the target is another run's.
+        """
+        if self._store is not None:
+            with contextlib.suppress(Exception):  # of an update that did not end: its writes are void
+                self.wait()
+            store, self._store = self._store, None
+            with contextlib.suppress(OSError, ValueError):
+                store.close()
+        if not Store.exists(self.directories):
+            raise ValueError(
+                f"disk: there is no commit in {', '.join(map(str, self.directories))}. Fix: the directories of the run "
+                "that is to go on, in their order; or tx.init(params) for a new one."
+            )
+        store = Store.open(self.directories, about=_ABOUT)
+        self._opened(store)
+        return unpacked(store.extra(), target, self.handle), cast(int, store.step)
+
+    # ---- what init and a driven step ask ---------------------------------------------------------------------------
+
+    def create(self, leaves: Sequence[tuple[str, Any]]) -> None:
+        """New files for leaves of these names and types."""
+        if self._store is not None:
+            raise ValueError(
+                f"disk: {self!r} holds a state already. Fix: one jo.disk(...) for each offload and each run; "
+                "disk.resume(target) goes on with the state of the last commit."
+            )
+        entries = [Entry(name, tuple(x.shape), np.dtype(x.dtype).name) for name, x in leaves]
+        if Store.exists(self.directories):
+            raise ValueError(
+                f"disk: {self.directories[0]} holds the state of another run, or of an earlier one, as of its last "
+                "commit. Fix: disk.resume(target) goes on with it; for a new run give directories of its own."
+            )
+        self._opened(Store.create(self.directories, [[each] for each in entries], about=_ABOUT))
+
+    def _opened(self, store: Store) -> None:
+        self._store = store
+        self._groups = {entry.path: k for k, (entry,) in enumerate(store.groups)}
+        self._version = secrets.randbits(31)  # no state of before
+        self._writing, self._updating, self._failed = {}, False, ""
+
+    @property
+    def _open(self) -> Store:
+        if self._store is None:
+            raise ValueError(
+                f"disk: {self!r} has no state yet, or is closed. Fix: tx.init(params), or disk.resume(target)."
+            )
+        return self._store
+
+    def handle(self, name: str) -> OnDisk:
+        """What stands for a leaf in a state of this version."""
+        (entry,) = self._open.groups[self._groups[name]]
+        return OnDisk(self._token(), Place(self, name, entry.shape, dtype_of(entry.dtype)))
+
+    def _token(self) -> np.ndarray[Any, Any]:
+        return np.asarray(self._version, TOKEN)
+
+    def check(self, token: Any) -> None:
+        """Raises ``ValueError`` where the token is of another version than what is on disk."""
+        store = self._open
+        if self._failed or self._updating:
+            why = self._failed or "something raised in it"
+            raise ValueError(
+                f"disk: an update of {self!r} did not end, {why}, and what is on disk is of two steps. Nothing "
+                "of the last commit is lost. Fix: disk.resume(target), which goes back to it."
+            )
+        given = np.asarray(token)
+        if given.dtype != TOKEN or int(given) != self._version:
+            raise ValueError(
+                f"disk: the state is not the one that is in {self.directories[0]}: it is of an earlier step, which has "
+                "been written over, or something has computed with it. Fix: hand on the state that the last step "
+                f"returned; disk.resume(target) goes back to the last commit, step {store.step}."
+            )
+
+    def fetch(self, name: str, sharding: Sharding) -> Future[jax.Array]:
+        """The leaf in host memory, being read, once what is being written of it is there."""
+        return self._reads.submit(self._read, name, sharding)
+
+    def _read(self, name: str, sharding: Sharding | None) -> Any:
+        if (writing := self._writing.get(name)) is not None:
+            writing.result()
+        store = self._open
+        with self._calls:
+            reading = store.read(self._groups[name])
+        arrays = reading.result()
+        try:
+            # a CPU's arrays are views of NumPy's, whatever may_alias says (0.10 to 0.12)
+            views = sharding is None or next(iter(sharding.device_set)).platform == "cpu"
+            found = _copied(arrays[0]) if views else arrays[0]
+            return found if sharding is None else jax.block_until_ready(jax.device_put(found, sharding))
+        finally:
+            with self._calls:
+                store.release(arrays)
+
+    def put(self, name: str, x: jax.Array) -> Future[None]:
+        """Its next value, being written once it is there."""
+        self._updating = True
+        self._writing[name] = future = self._writes.submit(self._write, name, x)
+        return future
+
+    def _write(self, name: str, x: jax.Array) -> None:
+        try:
+            values = np.asarray(x)
+            with self._calls:
+                writing = self._open.write(self._groups[name], [values])
+            writing.result()
+        except BaseException as error:
+            self._failed = f"writing {name} raised {type(error).__name__}: {error}"
+            raise
+
+    def advance(self) -> Any:
+        """The token of the next version, all of whose leaves have been put."""
+        self._updating = False
+        self._version = (self._version + 1) % 2**32
+        return self._token()
+
+    def array(self, name: str, token: Any) -> np.ndarray[Any, Any]:
+        """A leaf's values, which are read now; raises for a token of another version."""
+        if isinstance(token, Tracer):
+            raise TypeError("disk: a leaf on disk cannot be read in a trace.")
+        self.check(token)
+        return self._reads.submit(self._read, name, None).result()
+
+    def wait(self) -> None:
+        """Until all is written; raises what writing has raised."""
+        for future in list(self._writing.values()):
+            future.result()
+
+    def close(self) -> None:
+        """Ends all reading and writing, and closes the files. What was not committed is lost."""
+        self._reads.shutdown()
+        self._writes.shutdown()
+        self._reads, self._writes = _threads()
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+
+def _threads() -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
+    """Those that read and those that write; they start when there is something to do."""
+    return ThreadPoolExecutor(2, "jax_offload reads"), ThreadPoolExecutor(2, "jax_offload writes")
+
+
+def _copied(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A copy in pages of its own: the C library keeps what threads free of its own memory."""
+    found = aligned(x.nbytes)[: x.nbytes].view(x.dtype).reshape(x.shape)
+    np.copyto(found, x)
+    return found

@@ -1,0 +1,73 @@
+"""The option ``disk``: files for what does not fit into host memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from jax_offload._base.arrays import is_integer
+from jax_offload._files import Disk
+from jax_offload._placement import Policy
+
+
+def disk(*directories: str | os.PathLike[str], host_bytes: int = 0) -> Disk:
+    """Files for the part of a state that does not fit into host memory: ``jo.offload(inner, disk=jo.disk(folder))``.
+
+    Each step reads that part, updates it on the device and writes it again, group by group, while the next group is
+    read and the last one written. The step is one of ``jax_offload.jit``, which drives it from Python, and the numbers
+    are those of a state in host memory (docs/disk.md).
+
+    Nothing is kept but what ``commit`` has saved: after a crash the files are those of the last commit, whole. They
+    take twice the bytes of the leaves in them, as a leaf is never written over the one that was committed.
+
+    Args:
+      *directories: one or several, on drives of their own, over which the leaves are spread. They are made.
+      host_bytes: of the state that stays in pinned host memory, whole parameters at a time, those whose gradients come
+        last; all else that ``offload`` would keep there is on disk. On top of it come buffers for what is under way:
+        about six groups, of 64 MiB or one parameter's leaves.
+
+    Returns:
+      A ``Disk``, for one ``offload``.
+
+    Raises:
+      TypeError: a directory is no path.
+      ValueError: there is no directory, or ``host_bytes`` is no number of bytes.
+
+    Example:
+      >>> import tempfile, jax, jax.numpy as jnp, optax, jax_offload as jo
+      >>> params = jax.device_put({"w": jnp.ones((256, 256))}, jax.devices()[0])
+      >>> tx = jo.offload(optax.adamw(1e-3), disk=jo.disk(tempfile.mkdtemp()))
+      >>> state, grads = tx.init(params), jax.tree.map(jnp.ones_like, params)
+      >>> step = jo.jit(lambda p, s, g: jo.update_params(tx, g, s, p), donate_argnums=(0, 1))
+      >>> params, state = step(params, state, grads)
+      >>> state[0].mu["w"]
+      OnDisk([0].mu['w']: float32[256, 256])
+    """
+    if not directories:
+        raise ValueError("directories: expected one or several paths, jo.disk('/nvme/run'); got none.")
+    paths = [Path(each) for each in directories]
+    if not is_integer(host_bytes) or host_bytes < 0:
+        raise ValueError(f"host_bytes: expected a number of bytes >= 0, an int; got {host_bytes!r}.")
+    return Disk(paths, int(host_bytes))
+
+
+def check_disk(given: Any, policy: Policy) -> None:
+    """Raises where ``disk=`` is none, or does not go together with another option."""
+    if given is None:
+        return
+    if not isinstance(given, Disk):
+        raise TypeError(f"disk: expected a jo.disk(directory, ...), got {given!r}. Fix: disk=jo.disk({given!r}).")
+    if policy.update_on != 0:
+        raise ValueError(
+            f"disk: the device updates what is on disk; got update_on={policy.update_on!r} too. Fix: leave one out."
+        )
+    if policy.shard_over:
+        raise ValueError(f"disk: is for one device yet; got shard_over={policy.shard_over!r} too. Fix: leave one out.")
+    if isinstance(policy.fraction, (int, float)) and policy.fraction == 0:
+        raise ValueError("disk: with fraction=0 nothing leaves the device. Fix: leave one of both out.")
+
+
+def budget_of(given: Any) -> int | None:
+    """What may be in host memory, in bytes; ``None`` where there is no disk."""
+    return given.host_bytes if isinstance(given, Disk) else None

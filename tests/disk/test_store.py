@@ -1,0 +1,198 @@
+"""A store gives back what was written, as of its last commit."""
+
+import gc
+import json
+import time
+import weakref
+
+import numpy as np
+import pytest
+
+from jax_offload._disk.layout import ALIGNED, Entry, laid_out
+from jax_offload._disk.store import Store
+from tests.disk.faulty import ABOUT, BLOCK, GROUPS, Faulty, delays, extra_of, holds, made, same, values, write_all
+
+
+@pytest.fixture(params=[1, 3], ids=["one directory", "striped"])
+def directories(request, tmp_path):
+    return [tmp_path / f"disk{k}" for k in range(request.param)]
+
+
+def test_opens_at_its_last_commit(directories):
+    with made(directories) as store:
+        for step in (1, 2, 3):
+            write_all(store, step)
+            store.commit(step, extra_of(step)).result()
+            holds_now(store, step)
+        write_all(store, 4)
+        holds_now(store, 4, committed=3)
+    holds(directories, 3)
+
+
+def holds_now(store, step, committed=None):
+    assert store.step == step if committed is None else committed
+    for group, arrays in enumerate(values(step)):
+        found = store.read(group).result()
+        same(found, arrays)
+        store.release(found)
+
+
+def test_continues_after_it_is_opened(directories):
+    made(directories).close()
+    for step in (1, 2):
+        with Store.open(directories) as store:
+            write_all(store, step)
+            store.commit(step, extra_of(step))
+        holds(directories, step)
+
+
+def test_groups_of_several_steps_are_committed_together(directories):
+    with made(directories) as store:
+        store.write(1, values(1)[1])
+        store.commit(1, extra_of(1))
+        store.write(0, values(2)[0])
+        store.write(0, values(3)[0])  # twice between commits: to the same slot
+        store.write(2, values(3)[2])
+        store.commit(3, extra_of(3)).result()
+    with Store.open(directories) as store:
+        assert store.step == 3
+        for group, step in enumerate((3, 1, 3)):
+            same(store.read(group).result(), values(step)[group])
+
+
+def test_a_read_gives_what_was_asked_to_be_written_before(tmp_path):
+    with made([tmp_path], files=Faulty(delays(0.01, "pwritev"))) as store:
+        for step in (1, 2):
+            store.write(0, values(step)[0])
+            found = store.read(0)
+            store.write(0, values(step + 10)[0])
+            same(found.result(), values(step)[0])
+
+
+def test_what_is_written_after_a_commit_was_asked_for_is_not_in_it(tmp_path):
+    files = Faulty()
+    store = made([tmp_path], files=files)
+    write_all(store, 1)
+    files.fault = delays(0.05, "sync")
+    first = store.commit(1, extra_of(1))
+    late = write_all(store, 2)
+    assert not any(future.done() for future in late)  # they would go to the slots of the commit before
+    holds_now(store, 2, committed=1)
+    assert first.done()
+    store.close()
+    holds(tmp_path_list(tmp_path), 1)
+
+
+def tmp_path_list(path):
+    return [path]
+
+
+def test_arrays_that_lie_anywhere_are_written(tmp_path):
+    """Unaligned, reversed, of other strides; and those that the store itself gave, changed in place."""
+    groups = [[Entry("x", (3000, 5), "float32"), Entry("y", (5000,), "int8")]]
+    plain = [np.random.default_rng(0).normal(size=(3000, 5)).astype(np.float32), np.arange(5000, dtype=np.int8)]
+    with Store.create([tmp_path], groups, about={}, block=BLOCK) as store:
+        room = np.zeros(60001, np.uint8)
+        shifted = room[1:].view(np.float32).reshape(3000, 5)
+        shifted[...] = plain[0]
+        for x in (shifted, np.asfortranarray(plain[0]), plain[0][::-1][::-1]):
+            store.write(0, [x, plain[1]]).result()
+            same(store.read(0).result(), plain)
+        staged = store.staging.nbytes
+        mine = store.read(0).result()
+        mine[0] += 1
+        store.write(0, mine).result()
+        same(store.read(0).result(), [plain[0] + 1, plain[1]])
+        assert 0 < staged <= store.most_staging
+
+
+def test_arrays_are_held_until_they_are_written_and_no_longer(tmp_path):
+    """Also those that waited for a commit, whose future is kept."""
+    files = Faulty()
+    with made([tmp_path], files=files) as store:
+        files.fault = delays(0.02, "sync")
+        commit = store.commit(1, {})
+        written = []
+        for step, group in enumerate([0, 1, 2, 0]):
+            arrays = values(step)[group]
+            written.append((weakref.ref(arrays[0]), store.write(group, arrays)))
+            del arrays
+        assert not commit.done() and all(array() is not None for array, _ in written)
+        for _, future in written:
+            future.result()
+        end = time.monotonic() + 10
+        while any(array() is not None for array, _ in written) and time.monotonic() < end:
+            time.sleep(0.01)  # until the thread that wrote it has let it go
+            gc.collect()
+        assert [array() for array, _ in written] == [None] * 4
+
+
+def test_buffers_are_used_again(tmp_path):
+    with made([tmp_path]) as store:
+        for _ in range(3):
+            for group in range(len(GROUPS)):
+                arrays = store.read(group).result()
+                assert store.buffers.holds(arrays[0])
+                store.release(arrays)
+        assert store.buffers.nbytes == max(store.nbytes(group) for group in range(len(GROUPS)))
+        assert store.buffers.most < sum(store.nbytes(group) for group in range(len(GROUPS)))
+
+
+@pytest.mark.parametrize("block", [ALIGNED, 3 * ALIGNED, 2**20])
+@pytest.mark.parametrize("directories", [1, 2, 5])
+def test_blocks_cover_each_group_once_and_do_not_meet(block, directories):
+    groups, lengths = laid_out(GROUPS, directories, block)
+    taken = set()
+    for group in groups:
+        assert [block.begin for block in group.blocks] == [
+            sum(block.nbytes for block in group.blocks[:k]) for k in range(len(group.blocks))
+        ]
+        assert sum(block.nbytes for block in group.blocks) == group.nbytes
+        for one in group.blocks:
+            assert one.nbytes <= block and one.offset % ALIGNED == one.nbytes % ALIGNED == 0
+            here = {(one.directory, one.offset + k) for k in range(0, one.nbytes, ALIGNED)}
+            assert not here & taken
+            taken |= here
+    assert len(taken) * ALIGNED == sum(lengths)
+    assert max(lengths) - min(lengths) <= block
+
+
+def test_a_commit_may_be_of_other_arrays_beside_the_groups(tmp_path):
+    with made([tmp_path]) as store:
+        for step, extra in enumerate([{}, {"w": np.ones(100000)}, {}, {"x": np.float32(3) * np.ones(())}], start=1):
+            store.commit(step, extra).result()
+            same(list(store.extra().values()), list(extra.values()))
+    with Store.open([tmp_path]) as store:
+        assert store.extra() == {"x": np.float32(3)}
+
+
+def test_arrays_that_are_not_those_of_the_group(tmp_path):
+    with made([tmp_path]) as store:
+        good = values(1)[0]
+        with pytest.raises(ValueError, match=r"group 0 \('a/mu', 'a/nu'\) has 2 arrays, and 1 are given"):
+            store.write(0, good[:1])
+        with pytest.raises(ValueError, match=r"'a/mu' of group 0 is float32\[1000, 7\] in the store, and float64"):
+            store.write(0, [good[0].astype(np.float64), good[1]])
+
+
+def test_nothing_is_there_before_the_first_commit(tmp_path):
+    with Store.create([tmp_path], GROUPS, about=ABOUT) as store:
+        assert store.step is None and not Store.exists([tmp_path])
+        with pytest.raises(ValueError, match=r"group 1 \('b/mu', 'b/none' and 1 more\) was never written"):
+            store.read(1).result()
+        with pytest.raises(ValueError, match=r"group 0 .* was never written"):
+            store.commit(0, {}).result()
+        with pytest.raises(ValueError, match="stopped when a commit failed"):
+            store.commit(0, {})
+        with pytest.raises(ValueError, match="stopped when a commit failed"):
+            store.close()
+    with pytest.raises(ValueError, match="ended before its first commit"):
+        Store.open([tmp_path])
+    made([tmp_path]).close()  # takes over what the first left
+    holds([tmp_path], 0)
+
+
+def test_the_manifest_is_json(tmp_path):
+    made([tmp_path]).close()
+    body = json.loads((tmp_path / "manifest.json").read_text())["manifest"]
+    assert body["step"] == 0 and body["about"] == ABOUT and body["groups"][1][0] == ["b/mu", [5000], "float32"]

@@ -1,0 +1,71 @@
+"""A small training run whose state is on disk, in a process of its own: to be killed, or to be asked for its memory."""
+
+import resource
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jax_offload as jo
+from jax_offload._base.on_disk import is_on_disk
+from jax_offload._drive import stages
+
+INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+
+
+def model(width, layers):
+    w = {f"layer_{k}": jax.random.normal(jax.random.key(k), (width, width)) / width**0.5 for k in range(layers)}
+    return jax.device_put(w, jax.devices()[0])
+
+
+def loss(params, x):
+    for name in params:
+        x = jnp.tanh(x @ params[name])
+    return (x**2).mean()
+
+
+def batch(k, width):
+    return np.random.default_rng(k).normal(size=(4, width)).astype(np.float32)
+
+
+def step_of(tx):
+    def step(params, state, x):
+        value, grads = jax.value_and_grad(loss)(params, x)
+        params, state = jo.update_params(tx, grads, state, params)
+        return params, state, value
+
+    return jo.jit(step, donate_argnums=(0, 1))
+
+
+def train(disk, width, layers, steps, commit_every=1):
+    """From where ``disk`` is, or from the start; says each step that it has committed."""
+    tx, params, start = jo.offload(INNER, min_bytes=1024, disk=disk), model(width, layers), 0
+    if disk is not None and disk.last_commit is not None:
+        target = {"params": params, "state": jo.abstract_state(tx, params)}
+        tree, start = disk.resume(target)
+        params, state = tree["params"], tree["state"]
+    else:
+        state = tx.init(params)
+    step = step_of(tx)
+    for k in range(start, steps):
+        params, state, _ = step(params, state, batch(k, width))
+        if disk is not None and (k + 1) % commit_every == 0:
+            disk.commit(k + 1, {"params": params, "state": state})
+            print(k + 1, flush=True)
+    return params, state
+
+
+def values(*trees):
+    return [np.asarray(x) for x in jax.tree.leaves(trees, is_leaf=is_on_disk)]
+
+
+if __name__ == "__main__":
+    what, folder, host_bytes, width, layers, steps = sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:7])
+    stages.GROUP_BYTES = 2**22
+    files = None if what == "host" else jo.disk(folder, host_bytes=host_bytes)
+    params, state = train(files, width, layers, steps, commit_every=1 if what == "kill" else steps + 1)
+    jax.block_until_ready(params)
+    print("MiB", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)

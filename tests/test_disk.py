@@ -1,0 +1,480 @@
+"""State on disk, read and written group by group around a step that is driven from Python: values, placement, commits,
+and what is said where it cannot be."""
+
+import copy
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_offload as jo
+from jax_offload._base.on_disk import is_on_disk
+from jax_offload._drive import stages
+from tests.support.optimizers import assert_same, copied
+
+pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
+X = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
+NAMES = ["layer_1", "layer_2", "layer_3", "layer_4"]
+MATRIX = 64 * 64 * 4
+
+
+@pytest.fixture(autouse=True)
+def small_groups(monkeypatch):
+    monkeypatch.setattr(stages, "GROUP_BYTES", 1)
+
+
+@pytest.fixture
+def disk(tmp_path):
+    with_files = jo.disk(tmp_path / "state")
+    yield with_files
+    with_files.close()
+
+
+def model(dtype=jnp.float32):
+    w = {name: jax.random.normal(jax.random.key(k), (64, 64)) / 8 for k, name in enumerate(NAMES)}
+    tree = {name: {"w": x.astype(dtype), "b": jnp.full(64, 0.1, dtype)} for name, x in w.items()}
+    return jax.device_put(tree, jax.devices()[0])
+
+
+def loss(params, x):
+    for name in NAMES:
+        x = jnp.tanh(x @ params[name]["w"] + params[name]["b"])
+    return (x.astype(jnp.float32) ** 2).mean()
+
+
+def step_of(tx, **extra):
+    def step(params, state, x):
+        value, grads = jax.value_and_grad(loss)(params, x)
+        params, state = jo.update_params(tx, grads, state, params, **extra)
+        return params, state, {"loss": value, "size": optax.global_norm(params)}
+
+    return step
+
+
+def offload(inner, disk, **options):
+    return jo.offload(inner, min_bytes=1024, disk=disk, **options)
+
+
+def from_the_same(step, plain, tx, params, n=3):
+    """Donated updates one after the other, each compared with the plain one of the same state."""
+    step, plain = jo.jit(step, donate_argnums=(0, 1)), jax.jit(plain)
+    state = tx.init(params)
+    for _ in range(n):
+        want = plain(params, jo.to_device(state), X)
+        got = step(copied(params), state, X)
+        assert jax.tree.structure(got[1]) == jax.tree.structure(state)
+        assert_same((got[0], jo.to_device(got[1]), got[2]), want, "one update")
+        params, state = got[:2]
+    return params, state, step
+
+
+def handles(state):
+    return [x for x in jax.tree.leaves(state, is_leaf=is_on_disk) if is_on_disk(x)]
+
+
+def stages_in(step):
+    ((driven, _),) = step._driven._programs.values()
+    return [task.stage.name for task, _ in driven._tasks]
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inner", [optax.adamw(1e-2), CLIPPED], ids=["adamw", "clipped"])
+def test_a_step_is_the_step(inner, disk):
+    tx = offload(inner, disk)
+    _, state, step = from_the_same(step_of(tx), step_of(inner), tx, model())
+    assert len(handles(state)) == 8
+    assert stages_in(step) == ["before", *["group"] * 4, "after"]
+
+
+OPTIMIZERS = {
+    "sgd": optax.sgd(1e-2, momentum=0.9),
+    "lion": optax.lion(1e-3),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),
+    "lamb": optax.lamb(1e-2),
+    "prodigy": optax.contrib.prodigy(1.0),
+    "schedule": optax.adam(optax.cosine_decay_schedule(1e-2, 10)),
+    "apply_if_finite": optax.adam(1e-2),
+    "two": optax.chain(optax.trace(0.9), optax.scale_by_adam(), optax.scale(-1e-2)),
+    "ema of updates": optax.chain(optax.adam(1e-2), optax.ema(0.9)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(name, tmp_path):
+    inner = OPTIMIZERS[name]
+    tx = jo.offload(inner, min_bytes=128, disk=jo.disk(tmp_path))
+    if name == "apply_if_finite":
+        tx, inner = (optax.apply_if_finite(each, 2) for each in (tx, inner))
+    _, state, _ = from_the_same(step_of(tx), step_of(inner), tx, model())
+    assert handles(state)
+
+
+@pytest.mark.parametrize("window", [None, 4096])
+def test_as_in_host_memory_bit_for_bit(window, disk):
+    """Moments; XLA on a CPU computes scalars in one program a bit otherwise than in another."""
+    states = []
+    for where in (None, disk):
+        tx = offload(optax.adamw(1e-2), where, window=window)
+        params = model()
+        params, state, _ = jo.jit(step_of(tx), donate_argnums=(0, 1))(params, tx.init(params), X)
+        states.append(jax.tree.leaves(jo.to_device(state)))
+    for a, b in zip(*states, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("storage", ["bfloat16", {"mu": "int8", "nu": "uint8"}])
+def test_stored_in_fewer_bits(storage, disk):
+    """As in host memory, whose rounding is the same function of the step and the place."""
+    results = []
+    for where in (None, disk):
+        tx = offload(optax.adamw(1e-2), where, storage=storage)
+        params = model()
+        step, state = jo.jit(step_of(tx), donate_argnums=(0, 1)), tx.init(params)
+        for _ in range(3):
+            params, state, _ = step(params, state, X)
+        results.append(copied(params))
+    assert len(handles(state)) >= 8
+    assert_same(*results, "three steps", tolerance=1e-5)
+
+
+def test_masters(disk):
+    inner = jo.with_master_params(optax.adamw(1e-2))
+    tx = offload(inner, disk)
+    _, state, _ = from_the_same(step_of(tx), step_of(inner), tx, model(jnp.bfloat16))
+    assert len(handles(state)) == 12
+
+
+def test_a_train_state_and_a_chain(disk):
+    def trained(tx, jit):
+        state = TrainState.create(apply_fn=loss, params=model(), tx=optax.chain(optax.clip(0.05), tx))
+
+        def step(state, x):
+            value, grads = jax.value_and_grad(state.apply_fn)(state.params, x)
+            return state.apply_gradients(grads=grads), value
+
+        step = jit(step, donate_argnums=0)
+        for _ in range(3):
+            state, _ = step(state, X)
+        return state
+
+    got = trained(offload(optax.adamw(1e-2), disk), jo.jit)
+    want = trained(optax.adamw(1e-2), jax.jit)
+    assert_same(got.params, want.params, "parameters", tolerance=1e-5)
+    assert len(handles(got.opt_state)) == 8
+
+
+# ---- where it is -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("budget", "on_disk"), [(0, 8), (2 * MATRIX - 1, 8), (2 * MATRIX, 6), (5 * MATRIX, 4), (2**30, 0)]
+)
+def test_host_bytes(budget, on_disk, tmp_path):
+    """Whole parameters stay in host memory, those whose gradients come last."""
+    tx = offload(optax.adamw(1e-2), jo.disk(tmp_path, host_bytes=budget))
+    params = model()
+    state = tx.init(params)
+    assert len(handles(state)) == on_disk
+    in_memory = [x for x in jax.tree.leaves(state) if getattr(x, "ndim", 0) == 2]
+    assert sum(x.nbytes for x in in_memory) <= budget
+    assert {x.sharding.memory_kind for x in in_memory} <= {"pinned_host"}
+    if 0 < on_disk < 8:
+        assert not handles(state[0].mu["layer_1"]) and handles(state[0].mu["layer_4"])
+    other = offload(optax.adamw(1e-2), jo.disk(tmp_path / "other", host_bytes=budget))
+    from_the_same(step_of(other), step_of(optax.adamw(1e-2)), other, params, 2)
+
+
+def test_rank_0_stays(disk):
+    state = offload(optax.adamw(1e-2), disk).init(model())
+    assert state[0].count.sharding.memory_kind == "device"
+
+
+# ---- commits -------------------------------------------------------------------------------------------------------
+
+
+def target_of(tx):
+    params = model()
+    return {"params": params, "opt_state": jo.abstract_state(tx, params), "rng": jax.random.key(0), "epoch": 0}
+
+
+def tree_of(params, state, k=0):
+    return {"params": params, "opt_state": state, "rng": jax.random.key(k), "epoch": k}
+
+
+def values(tree):
+    tree = jax.tree.map(lambda x: np.asarray(x) if is_on_disk(x) else x, tree, is_leaf=is_on_disk)
+    keys = jax.tree.map(lambda x: jax.random.key_data(x) if hasattr(x, "dtype") and "key" in str(x.dtype) else x, tree)
+    return [np.asarray(x) for x in jax.tree.leaves(keys)]
+
+
+@pytest.mark.parametrize("budget", [0, 2 * MATRIX])
+def test_a_commit_is_resumed_and_goes_on_bit_for_bit(tmp_path, budget):
+    files = jo.disk(tmp_path, host_bytes=budget)
+    tx = offload(CLIPPED, files)
+    step = jo.jit(step_of(tx), donate_argnums=(0, 1))
+    params, state = model(), None
+    state = tx.init(params)
+    assert files.last_commit is None
+    for k in range(3):
+        params, state, _ = step(params, state, X)
+        files.commit(k, tree_of(params, state, k))
+    want = values(tree_of(params, state, 2))
+    assert files.last_commit == 2
+    params, state, _ = step(params, state, X)
+    params, state, _ = step(params, state, X)  # never committed
+    undisturbed = values((params, state))
+    stale = state
+    files.close()
+
+    again = jo.disk(tmp_path, host_bytes=budget)
+    assert again.last_commit == 2
+    tx = offload(CLIPPED, again)
+    again.resume(target_of(tx))
+    again.close()
+    tree, k = again.resume(target_of(tx))  # closed files open again
+    assert k == 2 and tree["epoch"] == 2
+    for a, b in zip(values(tree), want, strict=True):
+        np.testing.assert_array_equal(a, b)
+    kinds = [x.sharding.memory_kind for x in jax.tree.leaves(tree["params"])]
+    assert set(kinds) == {"device"}
+    step = jo.jit(step_of(tx), donate_argnums=(0, 1))
+    params, state = tree["params"], tree["opt_state"]
+    for _ in range(2):
+        params, state, _ = step(params, state, X)
+    for a, b in zip(values((params, state)), undisturbed, strict=True):
+        np.testing.assert_array_equal(a, b)
+    with pytest.raises(ValueError, match="disk: "):
+        step(params, stale, X)
+    again.close()
+
+
+def test_commit_wants_the_whole_state_and_its_own(disk, tmp_path):
+    tx, params = offload(CLIPPED, disk), model()
+    state = tx.init(params)
+    with pytest.raises(ValueError, match="tree: has not the whole state"):
+        disk.commit(0, {"params": params, "mu": state[1][0].mu})
+    other = jo.disk(tmp_path / "other")
+    theirs = offload(CLIPPED, other).init(params)
+    with pytest.raises(ValueError, match=r"tree: OnDisk.* is in disk"):
+        disk.commit(0, theirs)
+    with pytest.raises(ValueError, match="step: expected an int >= 0"):
+        disk.commit({"params": params}, 0)
+    with pytest.raises(TypeError, match=r"tree: .* a commit holds arrays"):
+        disk.commit(0, (state, object()))
+    step = jo.jit(step_of(tx))
+    step(params, state, X)
+    with pytest.raises(ValueError, match="an earlier step"):
+        disk.commit(0, (params, state))
+
+
+def test_resume_wants_what_was_committed(tmp_path):
+    files = jo.disk(tmp_path)
+    tx, params = offload(CLIPPED, files), model()
+    with pytest.raises(ValueError, match=r"disk: there is no commit in .* Fix: "):
+        files.resume(params)
+    state = tx.init(params)
+    files.commit(0, (params, state))
+    with pytest.raises(ValueError, match="target: its leaves are not those of the commit"):
+        files.resume({"params": params})
+    with pytest.raises(ValueError, match=r"target: .*bfloat16.*, and the commit has float32"):
+        files.resume((model(jnp.bfloat16), jo.abstract_state(tx, params)))
+    (_, state), _ = files.resume((params, jo.abstract_state(tx, params)))
+    jo.jit(step_of(tx))(params, state, X)
+
+
+# ---- errors --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_stale(disk):
+    tx, params = offload(CLIPPED, disk), model()
+    step, state = jo.jit(step_of(tx)), tx.init(params)
+    after = step(params, state, X)[1]
+    for old in (
+        state,
+        jax.tree.map(lambda x: x * 0, after),
+        jax.tree.map(lambda x: x + 1, after),
+        jax.tree.map(jnp.zeros_like, after),
+    ):
+        with pytest.raises(ValueError, match="disk: the state is not the one that is in"):
+            step(params, old, X)
+    with pytest.raises(ValueError, match="disk: the state is not the one"):
+        np.asarray(handles(state)[0])
+    with pytest.raises(TypeError, match="something has computed with the state"):
+        step(params, jax.tree.map(lambda x: x * 0.5, after), X)
+    step(params, jax.device_put(after), X)
+
+
+def test_what_else_takes_a_state(disk):
+    tx, params = offload(CLIPPED, disk), model()
+    state = tx.init(params)
+    for other in (
+        lambda: jo.to_host(tx, state),
+        lambda: jo.to_plain(tx, state),
+        lambda: jo.save_args({"state": state}),
+    ):
+        with pytest.raises(ValueError, match=r"leaves of the state are on disk.*Fix: jo\.to_device\(part\)"):
+            other()
+    for other in (lambda: pickle.dumps(state), lambda: copy.deepcopy(state)):
+        with pytest.raises(TypeError, match=r"disk: .* cannot be pickled or copied"):
+            other()
+    with pytest.raises(TypeError):
+        handles(state)[0] + 1
+    assert np.asarray(handles(state)[0]).shape == handles(state)[0].shape == (64, 64)
+    assert repr(handles(state)[0]) == "OnDisk([1][0].mu['layer_1']['w']: float32[64, 64])"
+
+
+def test_somebody_elses_program(disk):
+    tx, params = offload(CLIPPED, disk), model()
+    state, step = tx.init(params), step_of(tx)
+    for other in (
+        lambda: jax.jit(step)(params, state, X),
+        lambda: jax.jit(jo.jit(step))(params, state, X),
+        lambda: jo.jit(step).lower(params, state, X),
+        lambda: tx.update(params, state, params),
+        lambda: jax.jit(jo.to_device)(state),
+        lambda: jo.pipelined(step, donate_argnames=("params", "state")).start(params, state, X),
+    ):
+        with pytest.raises(ValueError, match=r"disk: .* Fix: jo\.jit\(step\)"):
+            other()
+    with pytest.raises(ValueError, match=r"disk: tx.init makes files.*Fix: state = tx.init\(params\)"):
+        jax.jit(offload(CLIPPED, disk).init)(params)
+
+
+def test_a_state_in_memory(disk):
+    tx, params = offload(CLIPPED, disk), model()
+    state = jo.offload(CLIPPED, min_bytes=1024).init(params)
+    with pytest.raises(ValueError, match=r"state: .* is in memory, and this offload keeps it on disk. Fix"):
+        jo.jit(step_of(tx))(params, state, X)
+
+
+def test_a_state_on_disk_that_belongs_in_memory(disk):
+    params = model()
+    state = offload(CLIPPED, disk).init(params)
+    for other in (offload(CLIPPED, None), offload(CLIPPED, jo.disk("unused", host_bytes=2 * MATRIX))):
+        with pytest.raises(ValueError, match=r"is on disk, and this offload keeps it in memory"):
+            jo.jit(step_of(other))(params, state, X)
+
+
+def test_what_chooses_between_two_states(disk):
+    params = model()
+    tx = optax.apply_if_finite(offload(CLIPPED, disk), 2)
+    state = tx.init(params)
+
+    def apart(params, state, x):
+        updates, state = tx.update(jax.grad(loss)(params, x), state, params)
+        return optax.apply_updates(params, updates), state
+
+    with pytest.raises(ValueError, match="disk: the step computes with a state on disk outside"):
+        jo.jit(apart)(params, state, X)
+    state = state.inner_state
+    with pytest.raises(ValueError, match="disk: the step computes with a state on disk outside"):
+        jo.jit(lambda p, s, x: step_of(offload(CLIPPED, disk), skip=x[0, 0] > 9)(p, s, x))(params, state, X)
+
+    def part(params, state, x):
+        return step_of(offload(CLIPPED, disk))(params, state, x)[1][1][0].mu
+
+    with pytest.raises(ValueError, match="disk: the step updates a state and returns a part"):
+        jo.jit(part)(params, state, X)
+    with pytest.raises(ValueError, match=r"disk: optax\.MultiSteps around"):
+        jo.jit(step_of(optax.MultiSteps(offload(CLIPPED, disk), 2)))(
+            params, optax.MultiSteps(CLIPPED, 2).init(params), X
+        )
+
+
+def test_a_second_init(disk):
+    tx, params = offload(CLIPPED, disk), model()
+    tx.init(params)
+    with pytest.raises(ValueError, match="holds a state already"):
+        tx.init(params)
+
+
+def test_options(tmp_path, disk):
+    with pytest.raises(ValueError, match="directories: expected one or several paths"):
+        jo.disk()
+    with pytest.raises(ValueError, match="host_bytes: expected a number of bytes"):
+        jo.disk(tmp_path, host_bytes=-1)
+    with pytest.raises(TypeError, match=r"disk: expected a jo.disk\(directory"):
+        jo.offload(CLIPPED, disk=str(tmp_path))
+    for options in ({"update_on": "host"}, {"shard_over": "data"}, {"fraction": 0}):
+        with pytest.raises(ValueError, match=r"disk: .* Fix: leave one"):
+            jo.offload(CLIPPED, disk=disk, **options)
+
+
+def test_several_devices_are_an_error(disk):
+    mesh = jax.make_mesh((8,), ("data",))
+    params = jax.device_put(model(), NamedSharding(mesh, P()))
+    with pytest.raises(ValueError, match="disk: the parameters are on 8 devices"):
+        offload(CLIPPED, disk).init(params)
+
+
+def test_an_update_that_fails_is_no_state(disk, monkeypatch):
+    tx, params = offload(CLIPPED, disk), model()
+    state = tx.init(params)
+    disk.commit(0, (params, state))
+    step, write, calls = jo.jit(step_of(tx)), disk._store.write, []
+
+    def failing(group, arrays):
+        calls.append(group)
+        if len(calls) == 3:
+            raise OSError(28, "No space left on device")
+        return write(group, arrays)
+
+    monkeypatch.setattr(disk._store, "write", failing)
+
+    def steps(state):
+        for _ in range(3):
+            _, state, _ = step(params, state, X)
+
+    with pytest.raises((OSError, ValueError), match="No space left"):
+        steps(state)
+    with pytest.raises(ValueError, match=r"what is on disk is of two steps.*Fix: disk.resume"):
+        step(params, state, X)
+    (params, state), k = disk.resume((params, jo.abstract_state(tx, params)))
+    assert k == 0
+    step(params, state, X)
+
+
+# ---- what is said ----------------------------------------------------------------------------------------------------
+
+
+def test_the_table(tmp_path):
+    files = jo.disk(tmp_path, host_bytes=2 * MATRIX)
+    tx, params = offload(optax.adamw(1e-2), files), model()
+    table = jo.placement(tx, params)
+    assert table.disk_bytes == 6 * MATRIX and table.host_bytes == 2 * MATRIX
+    assert table.device_bytes == 8 * 256 + 4
+    assert f"disk, {6 * MATRIX / 2**20:.2f} MiB: beyond host_bytes={2 * MATRIX}; whole, 2 leaves together" in str(table)
+    assert "on disk, read and written in every step" in str(table)
+    assert table.to_dict()["disk_bytes"] == table.disk_bytes
+    assert not files.directories[0].joinpath("manifest").exists() and files.last_commit is None
+
+    shown = jo.placement(jo.jit(step_of(tx)), params, tx.init(params), X)
+    assert shown.disk_bytes == table.disk_bytes and shown.host_bytes == table.host_bytes
+    assert {leaf.path for leaf in shown.leaves if leaf.disk} >= {"[1][0].mu['layer_4']['w']"}
+    assert shown.stays == ("the step is cut at it, as its state is on disk",)
+
+
+def test_abstract_state_is_that_of_a_checkpoint(disk):
+    """The tree of plain optax, in host memory: what ``resume`` takes, and what orbax would restore."""
+    state = jo.abstract_state(offload(optax.adamw(1e-2), disk), model())
+    assert jax.tree.structure(state) == jax.tree.structure(optax.adamw(1e-2).init(model()))
+    assert state[0].mu["layer_1"]["w"].sharding.memory_kind == "pinned_host"
+
+
+def test_what_knows_nothing_of_files_yet(disk):
+    tx, params = offload(optax.adamw(1e-2), disk), model()
+    with pytest.raises(ValueError, match=r"tx: keeps 128 KiB on disk, of which plan knows nothing yet. Fix"):
+        jo.plan(tx, params)
+    state, step = tx.init(params), jo.jit(step_of(tx))
+    for look in (jo.plan, jo.inspect, jo.verify):
+        with pytest.raises(ValueError, match="step: its state is on disk, of which plan, inspect"):
+            look(step, params, state, X)

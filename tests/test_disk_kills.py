@@ -1,0 +1,70 @@
+"""Training with its state on disk in processes of their own: killed at any moment, and asked for their memory."""
+
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jax_offload as jo
+from tests.support import on_disk
+from tests.support.rows import rows
+
+WIDTH, LAYERS, STEPS = 64, 4, 10**6
+HOST_BYTES = 2 * WIDTH * WIDTH * 4
+
+
+def child(what, folder, *numbers):
+    command = [sys.executable, "-m", "tests.support.on_disk", what, str(folder), *map(str, numbers)]
+    # the C library otherwise keeps what threads have freed, which is no state
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "MALLOC_MMAP_THRESHOLD_": "131072", "XLA_FLAGS": ""}
+    pipe, root = subprocess.PIPE, Path(__file__).parent.parent
+    return subprocess.Popen(command, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=env, cwd=root)
+
+
+def resumed(folder):
+    """What is committed there: its step, and every number of it."""
+    files = jo.disk(folder, host_bytes=HOST_BYTES)
+    params = on_disk.model(WIDTH, LAYERS)
+    tx = jo.offload(on_disk.INNER, min_bytes=1024, disk=files)
+    tree, step = files.resume({"params": params, "state": jo.abstract_state(tx, params)})
+    found = on_disk.values(tree["params"], tree["state"])
+    files.close()
+    return step, found
+
+
+@pytest.mark.parametrize("kills", rows([3, 100], "a hundred processes", daily=[3]))
+def test_killed_at_any_moment_it_goes_on_bit_for_bit(kills, tmp_path):
+    at, chance = 0, random.Random(0)
+    for _ in range(kills):
+        process = child("kill", tmp_path / "killed", HOST_BYTES, WIDTH, LAYERS, STEPS)
+        assert process.stdout is not None
+        said = [int(process.stdout.readline())]
+        time.sleep(chance.random() * 0.2)
+        process.kill()
+        said += [int(line) for line in process.stdout if line.endswith("\n")]
+        process.wait()
+        step, found = resumed(tmp_path / "killed")
+        assert step - said[-1] in (0, 1) and step > at  # the last that was said to be committed, or the next
+        at = step
+    undisturbed = jo.disk(tmp_path / "undisturbed", host_bytes=HOST_BYTES)
+    want = on_disk.values(*on_disk.train(undisturbed, WIDTH, LAYERS, at, commit_every=STEPS))
+    for a, b in zip(found, want, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_state_of_ten_times_what_it_has_of_host_memory(tmp_path):
+    """The peak of a process falls by most of what is on disk: of 176 MiB at least 80."""
+    width, layers, host_bytes = 1024, 24, 2**24
+    assert 2 * layers * width * width * 4 >= 10 * host_bytes
+    peaks = {}
+    for what in ("host", "disk"):
+        process = child(what, tmp_path / what, host_bytes, width, layers, 3)
+        said, _ = process.communicate()
+        assert process.returncode == 0
+        peaks[what] = int(said.split("MiB")[-1])
+    assert peaks["disk"] + 80 < peaks["host"], peaks
