@@ -1,4 +1,9 @@
-"""Train in JAX when the optimizer state does not fit on the accelerator."""
+"""Train in JAX when the optimizer state does not fit on the accelerator.
+
+``tx = jax_offload.offload(optax.adamw(1e-3))`` keeps the optimizer's state in pinned host memory, and
+``jax_offload.jit(step)`` hides what moves. ``print(jax_offload.placement(tx, params))`` says what lives where, and
+``print(jax_offload.plan(tx, params, chip="h100"))`` whether it pays.
+"""
 
 import typing as _typing
 from importlib import import_module as _import_module

@@ -7,11 +7,21 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 from jax.tree_util import keystr
 
-from jax_offload._base.paths import names_of
+from jax_offload._base.paths import leaves_with_paths, names_of
 
 _ORDER = "The order is tx.update(updates, state, params), and jo.update_params(tx, grads, state, params)."
+
+
+def check_inner(inner: Any) -> None:
+    """Raises ``TypeError`` where what is to be wrapped is no transformation: the function that makes one, say."""
+    if isinstance(inner, optax.GradientTransformation):
+        return
+    name = getattr(inner, "__name__", "") if callable(inner) else ""
+    fix = f"Call it first: {name}(learning_rate)." if name else "For example optax.adamw(1e-3)."
+    raise TypeError(f"inner: expected an optax.GradientTransformation, got {inner!r}. {fix}")
 
 
 def check_transformation(tx: Any, call: str) -> None:
@@ -74,6 +84,19 @@ def check_gradients(updates: Any, params: Any) -> None:
                 f"updates: the gradient of {name} has the shape {np.shape(g)}, and the parameter {np.shape(p)}. Give "
                 "gradients of the parameters that are given: jax.grad of a function of params."
             )
+
+
+def check_tree(updates: Any, params: Any, cause: Exception) -> None:
+    """Raises ``ValueError`` where an update of gradients with another tree than the parameters' has failed."""
+    if params is None or jax.tree.structure(updates) == jax.tree.structure(params):
+        return
+    given, wanted = ({*names_of([path for path, _ in leaves_with_paths(x)])} for x in (updates, params))
+    if given != wanted:
+        missing, more = (", ".join(sorted(names)[:5]) or "none" for names in (wanted - given, given - wanted))
+        raise ValueError(
+            f"updates: their tree is not that of the parameters; without a gradient: {missing}; without a parameter: "
+            f"{more}. Give gradients of the parameters that are given: jax.grad of a function of params."
+        ) from cause
 
 
 def check_state(init: Callable[[Any], Any], state: Any, like: Any, cause: Exception | None) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import optax
 
-from jax_offload._arguments import changes_shapes, check_state
+from jax_offload._arguments import changes_shapes, check_state, check_tree
 
 
 def adopted(tx: Any, state: Any, params: Any) -> Any:
@@ -52,6 +52,7 @@ def checked_update(tx: Any, updates: Any, state: Any, params: Any, extra_args: d
             node.check_updates(new, state)
     except Exception as error:
         check_state(tx.init, state, like, error)
+        check_tree(updates, params, error)
         raise
     other_tree = jax.tree.structure(after) != jax.tree.structure(state)
     if other_tree or changes_shapes(state, after) or changes_shapes(like, new):

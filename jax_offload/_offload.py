@@ -10,7 +10,7 @@ import jax
 import optax
 from jax.core import Tracer
 
-from jax_offload._arguments import check_gradients, check_params, check_places
+from jax_offload._arguments import check_gradients, check_inner, check_params, check_places
 from jax_offload._base import memory as _memory
 from jax_offload._base.around import Remembered, around, remember, shardings_of, unambiguous
 from jax_offload._base.arrays import Offloaded, is_array, is_integer
@@ -132,10 +132,9 @@ def offload(
         raise TypeError("inner: is an offload(...) already; wrap an optimizer once.")
     if isinstance(inner, optax.MultiSteps):
         inner = inner.gradient_transformation()
-    if not isinstance(inner, optax.GradientTransformation):
-        raise TypeError(f"inner: expected an optax.GradientTransformation, got {inner!r}.")
+    check_inner(inner)
     if window is not None and (not is_integer(window) or window <= 0):
-        raise ValueError(f"window: expected a number of bytes > 0, an int, or None; got {window!r}.")
+        raise ValueError(f"window: expected a number of bytes > 0, an int, or None; got {window!r}. 2**28 are 256 MiB.")
     policy = Policy(fraction, select, min_bytes, order, axes_of(shard_over), share_of_cores(update_on), budget_of(disk))
     check_disk(disk, policy)
     rules = rules_of(storage)

@@ -6,6 +6,7 @@ Nothing here asks for a device, so every process of a multi-host run, and every 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -96,7 +97,9 @@ class Policy:
                     f"subtree; got {self.fraction!r}. fraction=0.5 offloads half of the eligible bytes."
                 )
         if not is_integer(self.min_bytes) or self.min_bytes < 0:
-            raise ValueError(f"min_bytes: expected a number of bytes >= 0, an int; got {self.min_bytes!r}.")
+            raise ValueError(
+                f"min_bytes: expected a number of bytes >= 0, an int; got {self.min_bytes!r}. 2**16 are 64 KiB."
+            )
         if self.order is not None and (
             not isinstance(self.order, Sequence)
             or isinstance(self.order, str)
@@ -281,6 +284,7 @@ def _selector(select: Select, params: Any, named: list[tuple[str, Any]]) -> Call
     if select is None or not named:
         return lambda i, leaf: True
     if callable(select):
+        _check_takes_two(select)
         return lambda i, leaf: bool(select(named[i][0], leaf))
     if isinstance(select, str) or (isinstance(select, Sequence) and all(isinstance(r, str) for r in select)):
         rules = [select] if isinstance(select, str) else list(select)
@@ -293,3 +297,17 @@ def _selector(select: Select, params: Any, named: list[tuple[str, Any]]) -> Call
             f"parameters with a bool per subtree; got {select!r}."
         )
     return lambda i, leaf: bool(mask[i])
+
+
+def _check_takes_two(select: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(select)
+    except ValueError:  # of a builtin
+        return
+    try:
+        signature.bind("path", None)
+    except TypeError as error:
+        raise TypeError(
+            f"select: a callable is called with a parameter's path and a state leaf: {error}. For example "
+            'select=lambda path, leaf: "embed" in path.'
+        ) from error

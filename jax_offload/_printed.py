@@ -181,7 +181,7 @@ def _sentences(table: Placement) -> list[str]:
         summary += f"; for each device {_mib(table.host_bytes_per_device)} MiB in {_memory.HOST_KIND}"
     windows = [
         f"window: {_mib(w.nbytes)} MiB on each device: {w.why}"
-        + (f"; once the backward pass is over, {w.own_loop}" if w.own_loop else "")
+        + (f"; streamed once the backward pass is over, {w.own_loop}" if w.own_loop else "")
         + (f" (from {w.leaf} on)" if len(table.windows) > 1 else "")
         for w in table.windows
     ]

@@ -64,6 +64,8 @@ def placement(tx: optax.GradientTransformation | Callable[..., Any], *args: Any,
       window: 1.25 MiB on each device: ...
     """
     if isinstance(tx, optax.GradientTransformation | optax.MultiSteps):
+        if len(args) != 1:
+            raise TypeError(f"placement(tx, params): expected the parameters alone; got {len(args)} arguments.")
         return _of_transformation(tx, *args, **extra_args)
     if not callable(tx):
         raise TypeError(

@@ -114,3 +114,32 @@ def test_eager_init_warns_of_numpy_parameters():
         TX.init(given)
     with pytest.warns(UserWarning, match=r"not committed.*the first is \['w'\]\)"):
         TX.init(committed() | {"w": jnp.ones((16, 16))})
+
+
+@pytest.mark.parametrize("donate", [{"donate_argnums": (0, 1)}, {"donate_argnames": ("params", "state")}])
+@pytest.mark.parametrize("kind", [jnp.asarray, np.asarray])
+def test_the_first_step_of_jo_jit_warns_of_parameters_that_a_traced_init_could_not_tell(donate, kind):
+    def step(params, state, x):
+        return jo.update_params(TX, jax.grad(loss)(params, x), state, params)
+
+    x = jnp.ones((2, 16))  # a batch is as uncommitted in each step
+    loose = {**committed(), "w": kind(parameters()["w"])}
+    states = [jax.jit(TX.init)(given) for given in (loose, committed())]
+    with pytest.warns(UserWarning, match=r"jo.jit: params\['w'\] is not committed.*params = jax.device_put\(params"):
+        loose, state = (first := jo.jit(step, **donate))(loose, states[0], x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first(loose, state, x)
+        assert first._cache_size() == 2
+        second = jo.jit(step, **donate)
+        second(*second(committed(), states[1], x), x)
+        assert second._cache_size() == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"donate_argnums": 2}])
+def test_what_a_step_does_not_carry_may_be_uncommitted(options):
+    step = jo.jit(lambda params, state, x: x + optax.tree.get(state, "count"), **options)
+    state = TX.init(committed())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(parameters(), state, jnp.ones(3))

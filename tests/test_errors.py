@@ -54,9 +54,9 @@ def test_min_bytes(min_bytes):
         jo.offload(ADAM, min_bytes=min_bytes)
 
 
-@pytest.mark.parametrize("window", [0, -1, 1.5, True])
+@pytest.mark.parametrize("window", [0, -1, 1.5, True, "8MB", 8e6])
 def test_window(window):
-    with pytest.raises(ValueError, match="window: expected a number of bytes"):
+    with pytest.raises(ValueError, match=r"window: expected a number of bytes .* 2\*\*28 are 256 MiB"):
         jo.offload(ADAM, window=window)
 
 
@@ -103,6 +103,45 @@ def test_offload_inside_a_chain_inside_offload_is_fine():
 def test_not_an_optimizer():
     with pytest.raises(TypeError, match=r"inner: expected an optax.GradientTransformation, got .*adam"):
         jo.offload(optax.adam)
+
+
+def test_an_optimizer_that_was_not_called():
+    for wrap in jo.offload, jo.with_master_params:
+        with pytest.raises(TypeError, match=r"inner: .*Call it first: adamw\(learning_rate\)"):
+            wrap(optax.adamw)
+    with pytest.raises(TypeError, match=r"inner: .*got 0.001. For example optax.adamw\(1e-3\)"):
+        jo.offload(1e-3)
+
+
+def test_a_missing_argument_is_one_of_the_function_that_was_called():
+    state = ADAM.init(params())
+    with pytest.raises(TypeError, match=r"update_params\(\) missing .*'params'"):
+        jo.update_params(params(), state, params())
+    with pytest.raises(TypeError, match=r"update_fn\(\) missing .*'state'"):
+        jo.offload(ADAM).update(params())
+
+
+@pytest.mark.parametrize("args", [(), (params, params)])
+def test_placement_takes_the_parameters_alone(args):
+    with pytest.raises(TypeError, match=rf"placement\(tx, params\): .* got {len(args)} arguments"):
+        jo.placement(jo.offload(ADAM), *args)
+
+
+def test_gradients_of_other_parameters():
+    """optax says that some prefix pytree has some other keys than "tree_map tree"."""
+    tx = jo.offload(optax.adamw(1e-3), min_bytes=0)
+    state = tx.init(params())
+    for grads, words in ({"w": params()["w"]}, "gradient: b; without a parameter: none"), (
+        {**params(), "c": jnp.ones(3)}, "gradient: none; without a parameter: c"
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"^updates: their tree .*{words}"):
+            jax.jit(tx.update)(grads, state, params())
+
+
+def test_select_that_takes_one_argument():
+    with pytest.raises(TypeError, match=r"^select: .*too many positional arguments.*lambda path, leaf"):
+        jo.offload(ADAM, select=lambda path: True).init(params())
+    assert jo.placement(jo.offload(ADAM, select=lambda *given: True, min_bytes=0), params()).host_bytes
 
 
 def test_platform_without_host_memory():
@@ -155,6 +194,23 @@ def test_mixed_memory_outside_update_is_an_error_of_jax():
     state = tx.init(params())
     with pytest.raises(ValueError, match="memory_space"):
         jax.jit(lambda s, p: s[0].mu["w"] + p["w"])(state, params())
+
+
+def test_a_choice_between_memories_or_dtypes_outside_is_an_error_of_jax():
+    """docs/troubleshooting.md says what to write instead: that works."""
+    said = pytest.raises(TypeError, match="branches must have equal output types")
+    outside = optax.apply_if_finite(jo.offload(ADAM, min_bytes=0), 3)
+    with said:
+        jax.jit(outside.update)(params(), jo.to_device(outside.init(params())), params())
+    jax.jit(outside.update)(params(), jo.to_host(outside, jo.to_device(outside.init(params()))), params())
+    inside = jo.offload(optax.apply_if_finite(ADAM, 3), min_bytes=0)
+    jax.jit(inside.update)(params(), jo.to_device(inside.init(params())), params())
+    small = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params())
+    masters = jo.offload(optax.apply_if_finite(jo.with_master_params(ADAM), 3))
+    with said:
+        masters.update(small, masters.init(small), small)
+    masters = jo.offload(jo.with_master_params(ADAM))
+    jo.update_params(masters, small, masters.init(small), small, skip=False)
 
 
 # Arguments in each other's place, and shapes

@@ -17,7 +17,7 @@ from jax_offload._emit.region import Moved
 from jax_offload._ir.program import Var, flat
 from jax_offload._ir.slices import Slice
 from jax_offload._parts import parts_of
-from jax_offload._plan.interleave import Gate
+from jax_offload._plan.interleave import Gate, Piece
 from tests.support.trees import assert_close, equations
 from tests.support.words import words
 
@@ -110,6 +110,27 @@ def test_what_a_gate_holds_is_read_behind_it(loss, fraction):
     for k in gates:
         later = set().union(*map(read_by, parts[k + 1 :]))
         assert [v.aval for v in parts[k].held if v not in later] == []
+
+
+@pytest.mark.parametrize("loss", [loss, checkpointed])
+def test_the_backward_pass_waits_for_every_gradient(loss):
+    """Each piece reads its gradient behind a gate that the pass goes on through; the last is made when it is over.
+
+    Ahead of the gate nothing but the piece waits for the gradient, and XLA puts both off.
+    """
+    tx, params = offloaded("none", 1.0), parameters()
+    parts = parts_of(flat(jax.make_jaxpr(step_of(tx, loss, True))(params, tx.init(params), batch(0)))).parts
+    waited, early = set(), []
+    for part in parts:
+        if isinstance(part, Gate):
+            waited |= {*part.waits_for}
+        elif isinstance(part, Slice):
+            for eqn in part.jaxpr.eqns:
+                if eqn.primitive.name in ("transpose", "convert_element_type") and eqn.invars[0] in waited:
+                    waited |= {*eqn.outvars}
+        elif isinstance(part, Piece) and part.loads:
+            early += [waited.isdisjoint(part.operands)]
+    assert len(early) == LAYERS and sum(early) <= 1
 
 
 @pytest.mark.parametrize("update_params", [True, False])

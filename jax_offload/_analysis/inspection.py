@@ -209,10 +209,11 @@ def inspect(
       problems
         none...
     """
-    return _inspected(compiled(step, args, kwargs, target), chip)
+    return inspected(compiled(step, args, kwargs, target), chip)
 
 
-def _inspected(program: Compiled, chip: str | Path | Chip | None) -> Inspection:
+def inspected(program: Compiled, chip: str | Path | Chip | None) -> Inspection:
+    """Of a compiled step; ``chip``: whose speeds to simulate with."""
     speeds = program.chip if chip is None else chip
     # Without figures the schedule still tells what lives when: the times are then nobody's.
     schedule = Program(program.text, chip_of("h200" if speeds is None else speeds), program.roles)

@@ -102,4 +102,6 @@ def setting_of(given: Any, tokens: Any, flops: Any, memory: Any) -> Setting:
             raise ValueError(f"{name}: expected a number > 0; got {value!r}.")
     known = None if given is None else chip_of(given)
     budget = bytes_of("device_memory", memory) if memory is not None else known.hbm_bytes if known else None
+    if memory is not None and budget is not None and budget < 2**20:
+        raise ValueError(f'device_memory: expected a number of bytes; got {memory!r}, not 1 MiB. Say "80GiB".')
     return Setting(known, None if tokens is None else int(tokens), flops, budget, host_memory())

@@ -11,9 +11,11 @@ from typing import Any
 import jax
 
 from jax_offload._analysis.chips import Chip
-from jax_offload._analysis.inspection import inspect
-from jax_offload._analysis.schedule import COMPUTE, LOAD, STORE, Segment
+from jax_offload._analysis.compiled import compiled
+from jax_offload._analysis.inspection import inspected
+from jax_offload._analysis.schedule import COLLECTIVES, COMPUTE, LOAD, STORE, Segment
 from jax_offload._analysis.timeline import Timeline
+from jax_offload._analysis.traces import segments_of
 
 Interval = tuple[float, float]
 
@@ -22,7 +24,7 @@ Interval = tuple[float, float]
 class Profile:
     """Where the time of a step went, measured, in seconds per step; ``print`` it.
 
-    What ``jax_offload.profile`` returns. ``step`` is ``compute + exposed + idle``.
+    What ``jax_offload.profile`` returns. ``step`` is ``compute + exposed + exposed_collectives + idle``.
 
     Attributes:
       step: from the beginning of the first operation to the end of the last, over the number of steps.
@@ -31,7 +33,9 @@ class Profile:
       storing: while something is copied to the host.
       overlap: while something is copied, either way, and something is computed.
       exposed: while something is copied and nothing is computed.
-      idle: neither.
+      collectives: while devices exchange something.
+      exposed_collectives: while they do, and nothing is computed or copied.
+      idle: none of these.
       steps: how many were measured.
       simulated: what the model says; ``None`` where there are no figures of the chip, or ``update_on`` has the step
         driven in several programs.
@@ -50,6 +54,8 @@ class Profile:
     storing: float
     overlap: float
     exposed: float
+    collectives: float
+    exposed_collectives: float
     idle: float
     steps: int
     simulated: Timeline | None
@@ -68,61 +74,19 @@ class Profile:
         return numbers | {"simulated": self.simulated and self.simulated.to_dict(), "off": self.off}
 
     def __str__(self) -> str:
-        names = ("step", "compute", "loading", "storing", "overlap", "exposed", "idle")
+        names = ["step", "compute", "loading", "storing", "overlap", "exposed", "idle"]
+        if self.collectives:
+            names[-1:-1] = ["collectives", "exposed_collectives"]
         model = dict.fromkeys(names, "")
         if t := self.simulated:
-            model |= {
-                "step": f"{1e3 * t.step:.3f}",
-                "compute": f"{1e3 * t.compute:.3f}",
-                "exposed": f"{1e3 * t.exposed:.3f}",
-            }
+            told = {*names} & {"step", "compute", "exposed", "collectives", "exposed_collectives"}
+            model |= {name: f"{1e3 * getattr(t, name):.3f}" for name in told}
         lines = [
             f"ms per step, of {self.steps}  measured  simulated" if self.simulated else f"ms per step, of {self.steps}"
         ]
         width = lines[0].index("measured") - 2 if self.simulated else len(lines[0])
         lines += [f"{n:<{width}}{1e3 * getattr(self, n):>10.3f}{model[n]:>11}".rstrip() for n in names]
         return "\n".join(lines + ([f"the simulation is off by {self.off:+.0%}"] if self.off is not None else []))
-
-
-def segments_of(data: Any) -> list[Segment]:
-    """What ran on the first GPU of a ``jax.profiler.ProfileData``, or on a CPU's threads where there is none; seconds.
-
-    Raises:
-      ValueError: it is of a TPU, whose trace does not say which way its copies go.
-    """
-    planes = sorted(data.planes, key=lambda plane: plane.name)
-    if any(plane.name.startswith("/device:TPU") for plane in planes):
-        raise ValueError(
-            "profile(): a TPU's trace does not say which way its copies go, so this is for GPUs. Look at the trace "
-            "itself (jax.profiler.trace; transfers have their leaves' names), and at jax_offload.inspect."
-        )
-    devices = [plane for plane in planes if plane.name.startswith("/device:GPU")]
-    found: list[Segment] = []
-    for plane in devices[:1] or [plane for plane in planes if plane.name == "/host:CPU"]:
-        for line in plane.lines:
-            if devices and not line.name.startswith("Stream"):
-                continue  # the same again, as modules, steps, scopes
-            for event in line.events:
-                if event.duration_ns and (devices or any(key == "hlo_op" for key, _ in event.stats)):
-                    begin, lane = event.start_ns / 1e9, _lane(event.name)
-                    if lane:
-                        end = begin + event.duration_ns / 1e9
-                        found.append(Segment(lane, begin, end, event.name, _bytes(event), end))
-    return sorted(found, key=lambda s: s.begin)
-
-
-def _lane(name: str) -> str:
-    plain = name.replace(" ", "").lower()
-    if plain.startswith("memcpy"):
-        return LOAD if "h2d" in plain or "htod" in plain else STORE if "d2h" in plain or "dtoh" in plain else ""
-    return COMPUTE
-
-
-def _bytes(event: Any) -> int:
-    """What a GPU's trace says of a copy: kind_src:... size:1048576 ..."""
-    details = next((str(value) for key, value in event.stats if key == "memcpy_details"), "")
-    size = next((word.removeprefix("size:") for word in details.split() if word.startswith("size:")), "0")
-    return int(size) if size.isdigit() else 0
 
 
 def measured(segments: Sequence[Segment], steps: int, simulated: Timeline | None = None) -> Profile:
@@ -135,17 +99,18 @@ def measured(segments: Sequence[Segment], steps: int, simulated: Timeline | None
         raise ValueError("profile(): the trace has nothing of a device or of XLA: may this user profile it?")
     first = min(s.begin for s in segments)
     moved = [dataclasses.replace(s, begin=s.begin - first, end=s.end - first, waited=s.end - first) for s in segments]
-    spans = {lane: [(s.begin, s.end) for s in moved if s.lane == lane] for lane in (COMPUTE, LOAD, STORE)}
+    spans = {lane: [(s.begin, s.end) for s in moved if s.lane == lane] for lane in (COMPUTE, LOAD, STORE, COLLECTIVES)}
     copies, span = [*spans[LOAD], *spans[STORE]], max(s.end for s in moved)
     busy, compute, copying = _length([*copies, *spans[COMPUTE]]), _length(spans[COMPUTE]), _length(copies)
-    loading, storing = _length(spans[LOAD]), _length(spans[STORE])
+    loading, storing, collectives = (_length(spans[lane]) for lane in (LOAD, STORE, COLLECTIVES))
+    alone = _length([*copies, *spans[COMPUTE], *spans[COLLECTIVES]]) - busy
     timeline = Timeline(
         step=span,
         compute=compute,
         link=max(loading, storing),
-        collectives=0.0,
+        collectives=collectives,
         exposed=busy - compute,
-        exposed_collectives=0.0,
+        exposed_collectives=alone,
         loaded=sum(s.nbytes for s in moved if s.lane == LOAD),
         stored=sum(s.nbytes for s in moved if s.lane == STORE),
         segments=tuple(moved),
@@ -157,7 +122,9 @@ def measured(segments: Sequence[Segment], steps: int, simulated: Timeline | None
         storing=storing / steps,
         overlap=(copying + compute - busy) / steps,
         exposed=(busy - compute) / steps,
-        idle=(span - busy) / steps,
+        collectives=collectives / steps,
+        exposed_collectives=alone / steps,
+        idle=(span - busy - alone) / steps,
         steps=steps,
         simulated=simulated,
         timeline=timeline,
@@ -180,7 +147,7 @@ def profile(step: Any, *args: Any, steps: int = 3, chip: str | Path | Chip | Non
     in the next step. Runs once before measuring, to compile. The arguments are gone afterwards, where they are donated.
 
     On jax 0.10 its profiler crashes in a process that has compiled for a ``target``.
-    The reading of a GPU's trace is tested on traces made by hand only, and on a CPU's.
+    The reading of a GPU's and a TPU's trace is tested on traces made by hand only, and on a CPU's.
 
     Args:
       step: a training step, jitted.
@@ -193,7 +160,8 @@ def profile(step: Any, *args: Any, steps: int = 3, chip: str | Path | Chip | Non
       A ``Profile``.
 
     Raises:
-      ValueError: ``steps`` is below 1; a donated argument is not returned; the trace is empty, or of a TPU.
+      ValueError: ``steps`` is below 1; a donated argument is not returned; the trace is empty, or a TPU's
+        that does not say how long copies were in flight.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_offload as jo
@@ -205,7 +173,8 @@ def profile(step: Any, *args: Any, steps: int = 3, chip: str | Path | Chip | Non
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"profile(): steps={steps!r}; expected a whole number from 1 on.")
     step = step if hasattr(step, "lower") else jax.jit(step)
-    seen = inspect(step, *args, chip=chip)
+    program = compiled(step, args, {}, None)
+    seen = inspected(program, chip)
     simulated = None if seen.program else seen.timeline  # of several programs one is no measure
     args = _following(args, jax.block_until_ready(step(*args)))
     with tempfile.TemporaryDirectory() as folder:
@@ -214,7 +183,7 @@ def profile(step: Any, *args: Any, steps: int = 3, chip: str | Path | Chip | Non
                 args = _following(args, jax.block_until_ready(step(*args)))
         files = sorted(Path(folder).rglob("*.xplane.pb"))
         data = jax.profiler.ProfileData.from_file(str(files[0])) if files else None
-        return measured([] if data is None else segments_of(data), steps, simulated)
+        return measured([] if data is None else segments_of(data, program.text), steps, simulated)
 
 
 def _following(args: tuple[Any, ...], results: Any) -> tuple[Any, ...]:

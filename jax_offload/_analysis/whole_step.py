@@ -120,7 +120,8 @@ def of_step(step: Callable[..., Any], args: Sequence[Any], setting: Setting, tar
         notes += [o.why_not for o in made if GIVES_UP in o.why_not or ESTIMATED in o.why_not]
         return setting.forecast(made, notes=tuple(notes), labels=compiled_labels(target))
     if options[1].peak_range[0] < options[1].peak_range[1]:
-        notes.append("layers that are not in one scan: XLA may put off what would free memory, so the peak is a range")
+        notes.append("layers that are not in one scan: XLA may put off what would free memory, so the peak is a range, "
+                     "and begin loads late, so what is added is the least")  # fmt: skip
     if divided > 1:
         notes.append(f"on {divided} devices what has no parameter's shape counts as divided evenly")
         if gathered_ahead(leaves, gradients):

@@ -28,6 +28,8 @@ def compiled_where_eager(like: Callable[..., Any]) -> Callable[[Callable[..., An
     """
 
     def decorate(fun: Callable[..., Any]) -> Callable[..., Any]:
+        like.__qualname__ = fun.__qualname__  # it is called first, so a missing argument is an error of its
+
         @functools.partial(jax.jit, static_argnums=0)
         def run(call: _Call, arrays: list[Any]) -> Any:
             args, kwargs = call.filled(call.shardings)

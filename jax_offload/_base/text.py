@@ -28,11 +28,15 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
 def html_table(
     header: Sequence[str], groups: Sequence[tuple[str, Sequence[Sequence[str]]]], right: Collection[int] = ()
 ) -> str:
-    """A table with a line over the rows of each group, its cells escaped; columns of ``right`` end flush."""
+    """A table with a line over the rows of each group, its cells escaped; columns of ``right`` end flush.
+
+    Only the last column, of paths or of words, is broken into lines.
+    """
+    styles = [f"text-align: {'right' if k in right else 'left'}; white-space: nowrap" for k in range(len(header))]
+    styles[-1] = styles[-1].removesuffix("; white-space: nowrap")
 
     def row(cells: Sequence[str], tag: str) -> str:
-        sides = (f' style="text-align: {"right" if k in right else "left"}"' for k in range(len(cells)))
-        filled = (f"<{tag}{side}>{html.escape(cell)}</{tag}>" for cell, side in zip(cells, sides, strict=True))
+        filled = (f'<{tag} style="{s}">{html.escape(cell)}</{tag}>' for cell, s in zip(cells, styles, strict=True))
         return f"<tr>{''.join(filled)}</tr>"
 
     body = (

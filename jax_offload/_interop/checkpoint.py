@@ -7,23 +7,18 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import Sharding
 
 from jax_offload._base import memory
 from jax_offload._base.on_disk import check_in_memory
 from jax_offload._interop.checksums import checksums, is_key, word_sums
+from jax_offload._interop.stored import Damaged, check_target, default_target, named, reading, some
 
 _NAME = "jax_offload"  # of our entry in orbax's custom metadata
 _MARK = "jax_offload.save_args"  # in our entry: where it stands in the file and no entry is found, that was damaged
-
-
-class _Damaged(Exception):
-    """What is stored cannot be read, or is not what was saved."""
 
 
 def save_args(tree: Any, *, copy: bool = True) -> Any:
@@ -60,7 +55,7 @@ def save_args(tree: Any, *, copy: bool = True) -> Any:
     ocp = _orbax()
     if copy:
         tree = _with_host_copies(tree)
-    names, leaves = _named(tree)
+    names, leaves = named(tree)
     sums = dict(zip(names, checksums(leaves), strict=True))
     return ocp.args.StandardSave(tree, custom_metadata={_NAME: {"by": _MARK, "crc32": sums}})
 
@@ -104,7 +99,10 @@ def restore(
     """
     ocp = _orbax()
     if not isinstance(manager, ocp.CheckpointManager):
-        raise TypeError(f"manager: expected an orbax.checkpoint.CheckpointManager, got {manager!r}.")
+        raise TypeError(
+            f"manager: expected an orbax.checkpoint.CheckpointManager, got a {type(manager).__name__}. Fix: "
+            "jo.restore(ocp.CheckpointManager(folder), target)."
+        )
     manager.wait_until_finished()  # for what it is still writing itself
     saved = sorted(manager.all_steps(), reverse=True)
     steps = [s for s in saved if step is None or s <= step]
@@ -114,7 +112,7 @@ def restore(
     for k, s in enumerate(steps):
         try:
             return _restore_step(ocp, manager, s, item, target)
-        except _Damaged as error:
+        except Damaged as error:
             what = f"the checkpoint of step {s} in {_path(manager, s)} is damaged: {error}"
             if not fallback:
                 raise ValueError(
@@ -132,7 +130,7 @@ def restore(
 
 
 def _restore_step(ocp: Any, manager: Any, step: int, item: str | None, target: Any) -> Any:
-    """Raises ``_Damaged`` for what another checkpoint may do better, ``ValueError`` for what none will."""
+    """Raises ``Damaged`` for what another checkpoint may do better, ``ValueError`` for what none will."""
     folder = _path(manager, step) / (item or "default")
     if item is not None and not folder.exists():
         there = sorted(path.name for path in folder.parent.iterdir())
@@ -141,11 +139,11 @@ def _restore_step(ocp: Any, manager: Any, step: int, item: str | None, target: A
         raise ValueError(
             f"item: the checkpoint in {folder.parent} has the items {items}; say which: item={items[0]!r}."
         )
-    metadata = _reading(ocp.StandardCheckpointHandler().metadata, folder)
-    stored = dict(zip(*_named(metadata.tree), strict=True))
+    metadata = reading(ocp.StandardCheckpointHandler().metadata, folder)
+    stored = dict(zip(*named(metadata.tree), strict=True))
     summed, sums = _stored_sums(metadata.custom_metadata, folder)
     if sums is not None and sums.keys() != stored.keys():
-        raise _Damaged(f"its metadata names other leaves than were saved: {_some(sums.keys() ^ stored.keys())}")
+        raise Damaged(f"its metadata names other leaves than were saved: {some(sums.keys() ^ stored.keys())}")
     if sums is not None and summed is word_sums:
         warnings.warn(
             f"the checkpoint in {folder} was saved with sums of words, which do not see their order: of damage that "
@@ -154,22 +152,22 @@ def _restore_step(ocp: Any, manager: Any, step: int, item: str | None, target: A
         )
     by_default = target is None
     if by_default:
-        target = _reading(jax.tree.map, _default_target, metadata.tree)
+        target = reading(jax.tree.map, default_target, metadata.tree)
         for x in jax.tree.leaves(target):
             if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is not None:
                 memory.check_platform(x.sharding.addressable_devices)
     target = jax.tree.map(memory.off_our_mesh, target)
-    _check_target(target, stored, folder)
+    check_target(target, stored, folder)
     args = ocp.args.StandardRestore(target)
-    tree = _reading(manager.restore, step, args=args if item is None else ocp.args.Composite(**{item: args}))
+    tree = reading(manager.restore, step, args=args if item is None else ocp.args.Composite(**{item: args}))
     tree = jax.tree.map(memory.well_typed, tree if item is None else tree[item])
     if by_default:
         tree = jax.tree.map(lambda x: _on_device(x) if is_key(x) else x, tree)
-    names, leaves = _named(tree)
+    names, leaves = named(tree)
     if sums is not None:
         wrong = [name for name, got in zip(names, summed(leaves), strict=True) if got != sums[name]]
         if wrong:
-            raise _Damaged(f"other values than were saved in {len(wrong)} of {len(names)} leaves: {_some(wrong)}")
+            raise Damaged(f"other values than were saved in {len(wrong)} of {len(names)} leaves: {some(wrong)}")
     return tree
 
 
@@ -181,7 +179,7 @@ def _stored_sums(metadata: Any, folder: Any) -> tuple[Callable[[list[Any]], list
             return summed, entry[key]
     file = folder / "_METADATA"
     if entry is not None or (file.exists() and _MARK.encode() in file.read_bytes()):
-        raise _Damaged("its metadata held checksums, and they are not found")
+        raise Damaged("its metadata held checksums, and they are not found")
     return checksums, None
 
 
@@ -189,73 +187,9 @@ def _items(folder: Any) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.exists() else []
 
 
-def _reading(read: Any, *args: Any, **kwargs: Any) -> Any:
-    """``read(...)``, where any error but one of memory or of the platform means that what is stored is damaged.
-
-    orbax and tensorstore raise whatever the first broken byte leads to: ``ValueError``, ``KeyError``, JSON and Unicode
-    errors, a bare ``Exception``.
-    """
-    try:
-        return read(*args, **kwargs)
-    except (MemoryError, jax.errors.JaxRuntimeError):
-        raise
-    except Exception as error:
-        raise _Damaged(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}") from error
-
-
-def _check_target(target: Any, stored: dict[str, Any], folder: Any) -> None:
-    """Raises ``ValueError`` for a target of another tree, shape or dtype, or without a place.
-
-    orbax would convert dtypes without a word, and choose the device.
-    """
-    wanted = dict(zip(*_named(target), strict=True))
-    if wanted.keys() != stored.keys():
-        raise ValueError(
-            f"target: its leaves are not those of the checkpoint in {folder}.\n"
-            f"  only in the target     {_some(wanted.keys() - stored.keys())}\n"
-            f"  only in the checkpoint {_some(stored.keys() - wanted.keys())}\n"
-            "Give a target for all that was saved. What the checkpoint lacks, an optimizer state say, make anew with "
-            "tx.init(params) after the restore; parts of what it has: docs/checkpoints.md."
-        )
-    for name, x in wanted.items():
-        if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is None:
-            raise ValueError(
-                f"target: leaf {name!r} has no sharding; orbax would put it on the device. jo.abstract_state(tx, "
-                "params) has them for a state; for others: jax.ShapeDtypeStruct(shape, dtype, sharding=...)."
-            )
-        if is_key(x) or not hasattr(x, "dtype"):
-            continue
-        got = _reading(lambda leaf: (tuple(leaf.shape), np.dtype(leaf.dtype)), stored[name])
-        if got != (tuple(x.shape), np.dtype(x.dtype)):
-            raise ValueError(
-                f"target: leaf {name!r} is {np.dtype(x.dtype).name}{list(x.shape)}, and the checkpoint in {folder} has "
-                f"{got[1].name}{list(got[0])}. Restore it as it was saved, and convert afterwards."
-            )
-
-
-def _default_target(stored: Any) -> Any:
-    """Where a leaf goes that nobody gave a target for."""
-    if stored.sharding is None:  # no jax.Array: a NumPy array, or a number
-        zero = np.zeros((), stored.dtype)
-        if stored.shape:
-            return np.broadcast_to(zero, stored.shape)
-        return zero.item() if np.asarray(zero.item()).dtype == zero.dtype else zero  # Python's numbers are of 64 bits
-    sharding = _recorded(stored.sharding) or memory.ambient_sharding()
-    kind = memory.HOST_KIND if stored.shape else memory.DEVICE_KIND
-    return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=memory.with_kind(sharding, kind))
-
-
 def _on_device(key: jax.Array) -> jax.Array:
     """A PRNG key in device memory; orbax's metadata do not tell keys from other arrays before they are read."""
     return jax.device_put(key, memory.with_kind(key.sharding, memory.DEVICE_KIND))
-
-
-def _recorded(sharding: Any) -> Sharding | None:
-    """The sharding that orbax recorded, where its devices exist here."""
-    try:
-        return sharding.to_jax_sharding()
-    except Exception:  # another machine's, in one way or another
-        return None
 
 
 def _with_host_copies(tree: Any) -> Any:
@@ -268,18 +202,6 @@ def _with_host_copies(tree: Any) -> Any:
     copies = iter(jax.block_until_ready([memory.copy_on_host(x) for x in host]))
     leaves = [next(copies) if is_host else x for x, is_host in zip(leaves, on_host, strict=True)]
     return jax.tree.unflatten(treedef, leaves)
-
-
-def _named(tree: Any) -> tuple[list[str], list[Any]]:
-    """The leaves of a tree and their names, alike for named tuples and for the dicts that orbax keeps of them."""
-    with_paths = jax.tree_util.tree_flatten_with_path(tree)[0]
-    names = ["/".join(jax.tree_util.keystr((key,), simple=True) for key in path) for path, _ in with_paths]
-    return names, [x for _, x in with_paths]
-
-
-def _some(names: Iterable[str]) -> str:
-    names = sorted(names)
-    return ", ".join(names[:5]) + (f", ... ({len(names)} in all)" if len(names) > 5 else "") or "nothing"
 
 
 def _path(manager: Any, step: int) -> Any:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
+from jax.tree_util import keystr
 
 from jax_offload._base.donation import guarded
-from jax_offload._base.memory import under_jit
+from jax_offload._base.memory import mesh_is_set, on_host, under_jit
 from jax_offload._base.on_disk import UpdatedFromDisk
 from jax_offload._drive.jitted import DrivenJit
 from jax_offload._emit.region import UpdatedOnCores
@@ -68,6 +72,7 @@ class Jitted:
         functools.update_wrapper(self, fun)
         self._options = options
         self._driven: DrivenJit | None = None
+        self._was_called = False
 
     @functools.cached_property
     def whole_step(self) -> Callable[..., Any]:
@@ -93,6 +98,9 @@ class Jitted:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if under_jit():
             return self._inner(*args, **kwargs)
+        if not self._was_called:
+            self._was_called = True
+            _warn_of_uncommitted(_donated(self.__wrapped__, self._options, args, kwargs))
         if self._driven is None:
             try:
                 return self._jitted(*args, **kwargs)
@@ -110,3 +118,34 @@ class Jitted:
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
+
+
+def _donated(fun: Callable[..., Any], options: dict[str, Any], args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments that are donated, by their names: what a step carries on."""
+    nums, names = options.get("donate_argnums", ()), options.get("donate_argnames", ())
+    try:
+        given = inspect.signature(fun).bind(*args, **kwargs).arguments
+        order = list(given)
+        chosen = {names} if isinstance(names, str) else {*(names or ())}
+        chosen |= {order[i] for i in ([nums] if isinstance(nums, int) else nums or ())}
+    except (TypeError, ValueError, IndexError):  # jax says what is wrong
+        return {}
+    return {name: x for name, x in given.items() if name in chosen}
+
+
+def _warn_of_uncommitted(carried: dict[str, Any]) -> None:
+    """Warns where parameters that nobody has placed stand beside a state in host memory: eager ``init`` does, and a
+    traced one cannot. Counts, of rank 0, are left: optax and flax make them so."""
+    flat = jax.tree_util.tree_flatten_with_path(carried)[0]
+    if mesh_is_set() or not any(isinstance(x, jax.Array) and on_host(x) for _, x in flat):
+        return
+    for (argument, *path), x in flat:
+        if isinstance(x, jax.Array | np.ndarray) and x.ndim and not getattr(x, "committed", False):
+            warnings.warn(
+                f"jo.jit: {argument.key}{keystr(tuple(path))} is not committed to a device, and the state beside it "
+                "is in host memory. jax commits whatever a step with host memory returns, so the second step would "
+                f"compile again. Fix: {argument.key} = jax.device_put({argument.key}, jax.devices()[0]) (or a "
+                "NamedSharding) before the first step, or jax.set_mesh.",
+                stacklevel=3,
+            )
+            return

@@ -114,9 +114,9 @@ def interleaved(nodes: Sequence[Node], which: Sequence[int], outputs: Sequence[V
     sequence = behind.pieces(-1)
     for place, node in enumerate(order):
         if is_heavy(node):
-            sequence += [gates[key] for key in [(True, place)] if key in gates] + ahead.pieces(place)
-            sequence += [number[id(node)], *behind.pieces(place)]
-            sequence += [gates[key] for key in [(False, place)] if key in gates]
+            # a piece reads its gradient behind the gate: ahead of it XLA would put that off, and what it needs
+            before, after = ([gates[key] for key in [(side, place)] if key in gates] for side in (True, False))
+            sequence += [*before, *ahead.pieces(place), number[id(node)], *after, *behind.pieces(place)]
     return arranged(all_nodes, [*sequence, *outer, *pieces])
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from jax_offload._arguments import check_inner
 from jax_offload._base.arrays import Offloaded
 from jax_offload._base.marks import mark, mark_of
 from jax_offload._base.memory import on_host, to_device
@@ -101,8 +102,7 @@ def with_master_params(
         raise TypeError("inner: is a with_master_params(...) already; wrap an optimizer once.")
     if isinstance(inner, optax.MultiSteps):
         inner = inner.gradient_transformation()
-    if not isinstance(inner, optax.GradientTransformation):
-        raise TypeError(f"inner: expected an optax.GradientTransformation, got {inner!r}.")
+    check_inner(inner)
     try:
         given, dtype = dtype, jnp.dtype(dtype)
     except TypeError:

@@ -131,6 +131,7 @@ def test_what_is_given_already():
         ({"tokens_per_step": 0}, "tokens_per_step: expected a number > 0; got 0"),
         ({"flops_per_token": -1.0}, "flops_per_token"),
         ({"device_memory": "80 apples"}, "device_memory: expected a number of bytes"),
+        ({"device_memory": 80}, 'device_memory: .* got 80, not 1 MiB. Say "80GiB"'),
         ({"mesh": AbstractMesh((8,), ("data",))}, r"\['w'\] is not on the mesh {'data': 8}"),
     ],
 )

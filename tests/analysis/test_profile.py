@@ -8,7 +8,8 @@ import pytest
 from jax.profiler import ProfileData
 
 import jax_offload as jo
-from jax_offload._analysis.profiled import measured, segments_of
+from jax_offload._analysis.profiled import measured
+from jax_offload._analysis.traces import segments_of
 
 
 def made(plane, **lines):
@@ -52,9 +53,62 @@ def test_of_a_gpu():
     assert p.step == pytest.approx(p.compute + p.exposed + p.idle)
 
 
+# As libtpu prints it: where an array is in host memory, S(5).
+HLO = """HloModule m, is_scheduled=true
+
+ENTRY %main (a: f32[256], b: f32[256]) -> f32[256] {
+  %a = f32[256]{0:S(5)} parameter(0)
+  %b = f32[256]{0} parameter(1)
+  %copy-start.1 = (f32[256]{0}, f32[256]{0:S(5)}, u32[]{:S(2)}) copy-start(%a)
+  %copy-start.3 = (f32[256]{0:S(1)}, f32[256]{0}, u32[]{:S(2)}) copy-start(%b)
+  %copy-done.1 = f32[256]{0} copy-done(%copy-start.1)
+  %copy-start.2 = (f32[256]{0:S(5)}, f32[256]{0}, u32[]{:S(2)}) copy-start(%copy-done.1)
+  %copy-done.2 = f32[256]{0:S(5)} copy-done(%copy-start.2)
+}
+"""
+TPU = {
+    "Steps": [("0", 0, 20)],
+    "XLA Modules": [("jit_step", 0, 20)],
+    "XLA Ops": [
+        ("%copy-start.1 = (f32[256]{0}, f32[256]{0:S(5)}, u32[]) copy-start(%a)", 0, 0.1),
+        ("%while.1 = (s32[]) while(%t)", 0, 8), ("%fusion.1 = f32[256] fusion(%b)", 0, 5),
+        ("%copy-done.1 = f32[256] copy-done(%copy-start.1)", 5, 2), ("%all-reduce.1 = f32[256] all-reduce(%b)", 8, 2),
+        ("%convolution.1 = f32[256] convolution(%b)", 12, 3),
+    ],
+    "Async XLA Ops": [
+        ("%copy-start.1 = (f32[256]{0}, f32[256]{0:S(5)}, u32[]) copy-start(%a)", 3, 4), ("copy-done.2", 14, 6),
+        ("%copy-start.3 = (f32[256]) copy-start(%b)", 5, 9), ("all-gather-start.2", 4, 2),
+    ],
+}  # fmt: skip
+
+
 def test_of_a_tpu():
-    with pytest.raises(ValueError, match="does not say which way its copies go"):
-        segments_of(made("/device:TPU:0", **{"XLA Ops": [("fusion.1", 0, 4)]}))
+    """20 ms: operations 8, but not the loop around one of them, nor what waits; a load of 4 ms, a store of 6, of which
+    2 and 1 meet an operation; collectives 2 and 2, one of them alone. What moves within the device is no transfer."""
+    p = measured(segments_of(made("/device:TPU:0", **TPU), HLO), 1)
+    expected = {"step": 20, "compute": 8, "loading": 4, "storing": 6, "overlap": 3, "exposed": 7, "idle": 3}
+    expected |= {"collectives": 4, "exposed_collectives": 2}
+    assert {name: getattr(p, name) for name in expected} == pytest.approx({k: v / 1e3 for k, v in expected.items()})
+    assert (p.timeline.loaded, p.timeline.stored) == (1024, 1024)
+    assert p.step == pytest.approx(p.compute + p.exposed + p.exposed_collectives + p.idle)
+    assert "exposed_collectives" in str(p)
+
+
+def test_of_a_tpu_that_does_not_say_when_copies_are_in_flight():
+    without = {name: events for name, events in TPU.items() if name != "Async XLA Ops"}
+    with pytest.raises(ValueError, match=r"no line 'Async XLA Ops'.*it has Steps, XLA Modules, XLA Ops"):
+        segments_of(made("/device:TPU:0", **without), HLO)
+    assert {s.lane for s in segments_of(made("/device:TPU:0", **without))} == {"compute", "collectives"}
+
+
+def test_collectives_of_a_gpu_are_no_arithmetic():
+    """NCCL's kernels: 4 ms, of which 1 is behind a matmul and 2 beside a copy."""
+    streams = {COMPUTE: [("gemm", 0, 5)], H2D: [("MemcpyH2D", 6, 3, SIZE)]}
+    nccl = [("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 4, 4)]
+    p = measured(segments_of(made("/device:GPU:0", **streams, **{"Stream #20": nccl})), 1)
+    expected = {"compute": 5, "exposed": 3, "collectives": 4, "exposed_collectives": 1, "idle": 0, "step": 9}
+    assert {k: getattr(p, k) for k in expected} == pytest.approx({k: v / 1e3 for k, v in expected.items()}, abs=1e-9)
+    assert p.timeline.exposed_collectives == pytest.approx(1e-3)
 
 
 def test_how_far_the_simulation_is_off():

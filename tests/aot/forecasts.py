@@ -187,13 +187,14 @@ def rows(models: Iterator[Model]) -> Iterator[str]:
             option, m = forecast[way], model.compiled(way)
             low, high = (n / MIB for n in option.peak_range)
             estimate = f"{low:.0f}" if low == high else f"{low:.0f}–{high:.0f}"
-            miss = option.peak / MIB / m.peak - 1
+            off = round(option.peak / MIB / m.peak - 1, 3)
+            miss = f"{off:+.1%}" if off else "0.0%"
             t = m.timeline(H200)
             # the share of the step: what the simulated schedule exposes, and what is predicted, of the simulated step
             simulated, predicted = t.exposed / t.step, (option.exposed or 0.0) / t.step
             held = "" if low * 0.9 <= m.peak <= high * 1.1 else " **missed**"
             yield (
-                f"| {model.name}, {model.tokens} tokens | `{way}` | {estimate} | {m.peak:.0f} | {miss:+.1%}{held} | "
+                f"| {model.name}, {model.tokens} tokens | `{way}` | {estimate} | {m.peak:.0f} | {miss}{held} | "
                 f"{predicted:.0%} | {simulated:.0%} |"
             )
 

@@ -196,7 +196,7 @@ def gpt(system, layers, *, rewritten=True, tokens=MANY, scans=1, **options):
 
 @pytest.mark.long("half a minute to compile")
 def test_a_scanned_transformer():
-    """The embedding is updated behind the scan, so that its copies are not hidden: with 24 layers 0.15."""
+    """The embedding is updated behind the scan, so that its copies are not hidden: with 24 layers 0.12."""
     require(H200)
     resident, m = gpt("optax", 12, rewritten=False), gpt("jax_offload", 12)
     assert moves_each_byte_once(m) and m.peak <= 7000 <= resident.peak - 0.98 * m.host_arguments
@@ -207,22 +207,20 @@ def test_a_scanned_transformer():
 def test_a_scanned_transformer_of_24_layers():
     require(H200)
     resident, m = gpt("optax", 24, rewritten=False), gpt("jax_offload", 24)
-    assert moves_each_byte_once(m, 24) and m.peak <= 10100 <= resident.peak
+    assert moves_each_byte_once(m, 24) and m.peak <= 9900 <= resident.peak
     ours, theirs = m.timeline(H200), resident.timeline(H200)
-    assert ours.exposed_share <= 0.16 and ours.step <= 1.06 * theirs.step
+    assert ours.exposed_share <= 0.13 and ours.step <= 1.05 * theirs.step
 
 
 @pytest.mark.exhaustive("minutes to compile")
 def test_an_unrolled_transformer_with_many_tokens():
-    """Under ``jax.jit`` it ends above resident: nothing holds the backward pass back. The embedding's gradient is the
-    last, and its new state, 8 % of all, is stored when nothing is left to hide that.
-    """
+    """The embedding's gradient is the last: its new state, 8 % of all, is stored when nothing is left to hide that."""
     require(H200)
     resident = gpt("optax", 24, rewritten=False, tokens=65536, scans=0)
     m = gpt("jax_offload", 24, tokens=65536, scans=0)
-    assert m.peak <= 0.55 * resident.peak
+    assert m.peak <= 0.38 * resident.peak
     ours, theirs = m.timeline(H200), resident.timeline(H200)
-    assert ours.exposed_share <= 0.22 and ours.step <= 1.025 * theirs.step
+    assert ours.exposed_share <= 0.15 and ours.step <= 1.02 * theirs.step
 
 
 @LONG

@@ -70,6 +70,14 @@ def test_without_a_gpu_it_says_so(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("There is no NVIDIA GPU here") and not list(tmp_path.iterdir())
 
 
+@pytest.mark.long("trains a toy twice")
+def test_the_first_values_are_of_steps_seen_whole():
+    first = values.cases(True)[0]
+    assert first == "AdamW; stacked; jo.jit"
+    result = values.run(first, True)
+    assert result["wrong"] == [] and "pinned_host" in result["memory_kinds"].values()
+
+
 def test_a_difference_is_noticed():
     nan = float("nan")
     assert values.judged({"w": 1e-7}, [1.0, 1e-6], [], values.LEAF) == []

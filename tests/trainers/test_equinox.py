@@ -106,5 +106,11 @@ def test_a_step_seen_whole(whole):
 def test_what_the_documentation_shows():
     page = (Path(__file__).parents[2] / "docs/trainers.md").read_text()
     names = {"jax": jax, "optax": optax, "jo": jo, "batch": jnp.ones((4, 128))}
-    exec(re.search(r"## Equinox\n+```python\n(.*?)```", page, re.DOTALL)[1], names)
+    blocks = re.findall(r"```python\n(.*?)```", page.partition("## Equinox")[2].partition("## Tunix")[0], re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(block, names)
+    assert names["model"](jnp.ones(128)).shape == (128,)
+    with pytest.raises(TypeError, match="was called with a non-array argument"):
+        jo.jit(lambda model: model)(names["model"])
     assert kinds([x for x in jax.tree.leaves(names["state"]) if x.nbytes >= 2**16]) == {"pinned_host"}

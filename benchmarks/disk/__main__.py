@@ -1,0 +1,134 @@
+"""How near a sweep comes to what the disk gives, and to the device's work where that is longer.
+
+    python -m benchmarks.disk [--directory DIR] [--mib 1024] [--pairs 7] [--json FILE]
+
+Per pair: the store, our plain benchmark and fio, one after the other and in turning order, on the same directory and as
+many bytes, so that what else uses the disk meets all alike. Ratios are of neighbours. Checksums are on, a sweep ends
+with a commit, and what is written is synced everywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.disk.plain import fio, has_fio, make, ours
+from benchmarks.disk.sweeps import Sweeps
+
+Timed = Callable[[], float]
+
+
+def of_ways(sweeps: Sweeps, kind: str, read: Path, written: Path, nbytes: int) -> dict[str, Timed]:
+    """Ways to move the same bytes; each gives bytes per second."""
+    paths = (read if kind != "write" else None, written if kind != "read" else None)
+    total = nbytes * sum(path is not None for path in paths)
+
+    def store() -> float:
+        taken, moved = sweeps.write() if kind == "write" else sweeps.sweep(writes=kind == "both")
+        assert sum(moved.values()) == total, f"{moved} moved, not {total}"
+        return total / taken
+
+    ways = {"store": store, "plain": lambda: total / ours(*paths, nbytes)}
+    return ways | ({"fio": lambda: total / fio(*paths, nbytes)} if has_fio() else {})
+
+
+def in_turn(ways: dict[str, Timed], pairs: int) -> dict[str, list[float]]:
+    """Each way ``pairs`` times, the order turned round each time."""
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for k in range(pairs):
+        for name in list(ways)[:: 1 if k % 2 else -1]:
+            found[name].append(ways[name]())
+    return found
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
+
+
+def row(kind: str, found: dict[str, list[float]]) -> dict[str, Any]:
+    """Bytes per second of each way, and the store's as a share of the others', of neighbours."""
+    shares = {
+        f"store / {name}": spread([x / y for x, y in zip(found["store"], found[name], strict=True)])
+        for name in found
+        if name != "store"
+    }
+    return {
+        "kind": kind,
+        "bytes_per_second": found,
+        "medians": {n: spread(v) for n, v in found.items()},
+        "shares": shares,
+    }
+
+
+def behind(sweeps: Sweeps, pairs: int, per_group: float) -> dict[str, Any]:
+    """Sweeps in which the device's work takes longer than the disk's: seconds beside that work alone."""
+    delay = 2 * per_group
+    alone = delay * sweeps.count
+    taken = [sweeps.sweep(delay=delay)[0] for _ in range(pairs)]
+    return {"kind": "device longer", "delay": delay, "seconds": taken, "over": spread([t / alone for t in taken])}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.disk")
+    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--mib", type=int, default=1024, help="bytes in a sweep, each way")
+    parser.add_argument("--group", type=int, default=64, help="MiB of a group")
+    parser.add_argument("--depth", type=int, default=2)
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    nbytes = options.mib * 2**20
+    folder = Path(tempfile.mkdtemp(dir=options.directory))
+    try:
+        read, written = make(folder / "read", nbytes), make(folder / "written", nbytes)
+        sweeps = Sweeps(folder / "store", nbytes, options.group * 2**20, options.depth)
+        rows, load = [], [os.getloadavg()]
+        for kind in ("both", "read", "write"):
+            rows.append(row(kind, in_turn(of_ways(sweeps, kind, read, written, nbytes), options.pairs)))
+            print(line(rows[-1]), flush=True)
+        both = statistics.median(rows[0]["bytes_per_second"]["store"])
+        rows.append(behind(sweeps, options.pairs, 2 * nbytes / both / sweeps.count))
+        print(f"device longer: {said(rows[-1]['over'])} of the device's work alone", flush=True)
+        most = sweeps.store.buffers.most + sweeps.store.staging.most, sweeps.pipeline.most_bytes
+        sweeps.close()
+        load.append(os.getloadavg())
+    finally:
+        shutil.rmtree(folder)
+    about = (
+        f"{options.mib} MiB each way, groups of {options.group} MiB, depth {options.depth}; {os.cpu_count()} cores of "
+        f"{platform.machine()}, {platform.system()} {platform.release()}, numpy {np.__version__}"
+    )
+    if options.json:
+        result = {
+            "about": about,
+            "load": load,
+            "nice": os.nice(0),
+            "bytes_of_buffers": most[0],
+            "bound": most[1],
+            "rows": rows,
+        }
+        options.json.write_text(json.dumps(result) + "\n")
+
+
+def line(found: dict[str, Any]) -> str:
+    rates = ", ".join(f"{name} {values['median'] / 1e9:.2f}" for name, values in found["medians"].items())
+    shares = "; ".join(f"{name} {said(values)}" for name, values in found["shares"].items())
+    return f"{found['kind']}: {rates} GB/s; {shares}"
+
+
+def said(values: dict[str, float]) -> str:
+    return f"{values['median']:.3f} ({values['least']:.3f} to {values['most']:.3f})"
+
+
+if __name__ == "__main__":
+    main()
