@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Sharding
 
 from jax_offload._base.around import described
-from jax_offload._base.jaxprs import ClosedJaxpr, Jaxpr, closed, jax_fun, jaxpr_of, without_dead_code
+from jax_offload._base.jaxprs import ClosedJaxpr, Jaxpr, closed, jax_fun, jaxpr_of, nameless, without_dead_code
 from jax_offload._base.on_disk import only_outside
 from jax_offload._files import Disk
 from jax_offload._ir.shares import structure
@@ -57,7 +57,7 @@ def _made(
     """Some results of a traced init, compiled once for all that are alike."""
     inner = traced.jaxpr
     inputs, outputs = [*inner.constvars, *inner.invars], [inner.outvars[k] for k in wanted]
-    whole = Jaxpr([], inputs, outputs, inner.eqns, inner.effects, inner.debug_info)
+    whole = Jaxpr([], inputs, outputs, inner.eqns, inner.effects, nameless(inner.debug_info))
     jaxpr, used = without_dead_code(whole)
     key = structure(jaxpr), tuple(places)
     if key not in compiled:

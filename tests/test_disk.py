@@ -17,9 +17,15 @@ from jax.sharding import PartitionSpec as P
 import jax_offload as jo
 from jax_offload._base.on_disk import is_on_disk
 from jax_offload._drive import stages
-from tests.support.optimizers import assert_same, copied
+from tests.support import optimizers as table
+from tests.support.optimizers import TABLE, assert_same, copied
+from tests.support.rows import rows
 
-pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Some donated buffers were not usable"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:optax"),
+    pytest.mark.filterwarnings("ignore:offload.. leaves the whole optimizer state"),
+]
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
 X = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
 NAMES = ["layer_1", "layer_2", "layer_3", "layer_4"]
@@ -117,6 +123,54 @@ def test_optimizers(name, tmp_path):
         tx, inner = (optax.apply_if_finite(each, 2) for each in (tx, inner))
     _, state, _ = from_the_same(step_of(tx), step_of(inner), tx, model())
     assert handles(state)
+
+
+@pytest.mark.parametrize(
+    "name",
+    rows(sorted(TABLE), "all of them take minutes", daily=["adamw", "lamb", "MultiSteps:skip", "prodigy", "muon"]),
+)
+def test_every_optimizer(name, tmp_path):
+    """One update from the same state, the second after a first: as plain optax."""
+    entry = TABLE[name]
+    params = table.network(jnp.float32)
+    if entry.complex:
+        params = jax.tree.map(lambda p: p * (1.0 + 0.5j), params)
+    params = jax.device_put(entry.params(params), jax.devices()[0])
+
+    def step_with(tx):
+        def step(params, state, value, grads):
+            def of_params(p):
+                return entry.loss(entry.network(p))
+
+            extra = {"value": value, "grad": grads, "value_fn": of_params, "obj_fn": of_params}
+            update = optax.with_extra_args_support(tx).update
+            updates, state = update(grads, state, params, **{k: extra[k] for k in entry.extra})
+            scaled = jax.tree.map(lambda u: (entry.scale * u).astype(u.dtype), updates)
+            return optax.apply_updates(params, scaled), state, updates
+
+        return step
+
+    @jax.jit
+    def gradients(params):
+        if entry.per_example:
+            one = jax.grad(lambda p, t: table.losses(entry.network(p), t[None])[0])
+            return entry.loss(entry.network(params)), jax.vmap(one, (None, 0))(params, jnp.asarray(table.TOKENS))
+        value, grads = jax.value_and_grad(lambda p: entry.loss(entry.network(p)))(params)
+        return value, entry.grads(grads)
+
+    plain_tx = entry.make()
+    files = jo.disk(tmp_path)
+    tx = jo.offload(entry.make(), min_bytes=0, disk=files)
+    step, plain = jo.jit(step_with(tx), donate_argnums=(0, 1)), jax.jit(step_with(plain_tx))
+    state = tx.init(params)
+    for k in range(2):
+        value, grads = gradients(params)
+        want = plain(params, jo.to_device(state), value, grads)
+        params, state, updates = step(copied(params), state, value, grads)
+        assert_same((params, jo.to_device(state)), want[:2], f"step {k}")
+        # schedule_free's updates are differences of nearly equal numbers
+        assert_same(updates, want[2], f"step {k}: updates", entry.tolerance and 2 * entry.tolerance)
+    files.close()
 
 
 @pytest.mark.parametrize("groups", ["one", "each"])
@@ -426,6 +480,30 @@ def test_what_chooses_between_two_states(disk):
         jo.jit(step_of(optax.MultiSteps(offload(CLIPPED, disk), 2)))(
             params, optax.MultiSteps(CLIPPED, 2).init(params), X
         )
+
+
+def shifting(keeps):
+    """An optimizer that keeps gradients: the last and the one before, or one of its first."""
+
+    def init(params):
+        return {"last": jax.tree.map(jnp.zeros_like, params), "before": jax.tree.map(jnp.ones_like, params)}
+
+    def update(updates, state, params=None):
+        scaled = jax.tree.map(lambda g, a, b: g + a + b, updates, state["last"], state["before"])
+        return scaled, {"last": updates, "before": state["before" if keeps else "last"]}
+
+    return optax.GradientTransformation(init, update)
+
+
+def test_leaves_that_stay_as_they_are_and_leaves_that_change_places(disk, tmp_path):
+    tx = offload(shifting(True), disk)
+    from_the_same(step_of(tx), step_of(shifting(True)), tx, model())
+    tx = offload(shifting(False), jo.disk(tmp_path / "other"))
+    params = model()
+    with pytest.raises(
+        ValueError, match=r"disk: the update moves \['last'\]\['layer_1'\]\['w'\] as it is to \['before'\]"
+    ):
+        jo.jit(step_of(tx))(params, tx.init(params), X)
 
 
 def test_a_second_init(disk):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import Future
@@ -64,14 +65,15 @@ class OnFiles:
         """How many results there are that are no tokens."""
         return len(self.program.outputs) - len(self.writes)
 
-    def moving(self, step: Staged, values: dict[Var, Any], devices: Set[Any]) -> Moving:
+    def moving(self, step: Staged, tasks: Sequence[Task], values: dict[Var, Any], devices: Set[Any]) -> Moving:
         """The reads and writes of a run of the step with these inputs."""
-        return Moving(self, step, values, SingleDeviceSharding(next(iter(devices)), memory_kind=HOST_KIND))
+        return Moving(self, step, tasks, values, SingleDeviceSharding(next(iter(devices)), memory_kind=HOST_KIND))
 
     def check(self, step: Staged) -> None:
         """Raises ``ValueError`` where what the updates read from disk is not what ``offload`` keeps there."""
+        used = {v for stage in step.stages for v in stage.reads}
         for v, (_, leaf) in self.reads.items():
-            if not step.host_leaves.get(v):
+            if v in used and not step.host_leaves.get(v):
                 raise ValueError(
                     f"state: {leaf.name} is on disk, and this offload keeps it in memory. Fix: the offload, and the "
                     "host_bytes, with which the state was made."
@@ -115,7 +117,7 @@ def files_of(step: Program) -> OnFiles:
     if not known or any(not tokens.isdisjoint(variables(eqn.invars)) for eqn in eqns):
         raise ValueError(_COMPUTES)
     outputs = [renamed(names, v) for v in step.outputs]
-    if any(v in reads for v in outputs):
+    if any(isinstance(v, Var) and v in reads for v in outputs):
         raise ValueError(_COMPUTES)
     found = {k: written[v] for k, v in enumerate(outputs) if isinstance(v, Var) and v in written}
     kept = {place for _, place in found.values()}
@@ -125,7 +127,15 @@ def files_of(step: Program) -> OnFiles:
             f"disk: the step updates a state and returns a part of it, not {lost[0].name}, which is written over all "
             "the same. Fix: return the whole state."
         )
-    writes = [(x, place) for x, place in found.values() if x not in reads]
+    again = [(x, place) for x, place in found.values() if isinstance(x, Var) and x in reads]  # as it was
+    moved = [(reads[x][1], place) for x, place in again if reads[x][1] != place]
+    if moved:
+        old, new = moved[0]
+        raise ValueError(
+            f"disk: the update moves {old.name} as it is to {new.name}, which may have been written over by then. Fix: "
+            "select= that leaves them in memory."
+        )
+    writes = [(x, place) for x, place in found.values() if not isinstance(x, Var) or x not in reads]
     rest = [v for k, v in enumerate(outputs) if k not in found]
     program = dataclasses.replace(
         step, inputs=[*step.inputs, *reads], eqns=eqns, outputs=[*rest, *(x for x, _ in writes)],
@@ -160,12 +170,18 @@ class Moving:
     Args:
       what: of it is on disk.
       step: its stages.
+      tasks: they, as they run.
       values: of its inputs, and of all that is made of them.
       place: where a leaf is to be on its way to the device.
     """
 
-    def __init__(self, what: OnFiles, step: Staged, values: dict[Var, Any], place: Sharding) -> None:
+    def __init__(
+        self, what: OnFiles, step: Staged, tasks: Sequence[Task], values: dict[Var, Any], place: Sharding
+    ) -> None:
         self._what, self._values, self._place = what, values, place
+        reads = ((what.reads[v][1], k) for k, task in enumerate(tasks) for v in task.inputs if v in what.reads)
+        self._last_read = dict(reads)  # leaf -> the last of the tasks that read it
+        self._held: dict[Var, None] = {}  # made, and not written yet
         self._outputs = step.outputs[: what.n_others]
         self._unwritten: dict[Var, list[Place]] = {}
         for v, leaf in zip(step.outputs[what.n_others :], what.writes, strict=True):
@@ -189,16 +205,28 @@ class Moving:
         self.start([task])
         self._values |= {v: self._reading.pop(v).result() for v in task.inputs if v in self._what.reads}
 
-    def write(self, made: Sequence[Var]) -> None:
-        """What a stage has made is being written, and is no longer held here."""
-        leaves = [(leaf, v) for v in made for leaf in self._unwritten.pop(v, ())]
+    def write(self, number: int, task: Task) -> None:
+        """What this and earlier ones have made is being written, as far as no later one reads the old value: a gradient
+        that is only stored is there first. Nothing of it is held here any more."""
+        for v in task.inputs:
+            if v in self._what.reads:
+                self._values.pop(v, None)
+        self._held |= dict.fromkeys(v for v in task.outputs if v in self._unwritten)
+        self._write(number)
+
+    def _write(self, number: float) -> None:
+        now = [v for v in self._held if all(self._last_read.get(leaf, -1) <= number for leaf in self._unwritten[v])]
+        leaves = [(leaf, v) for v in now for leaf in self._unwritten.pop(v)]
         self._writing.append([_files(leaf).put(leaf.name, self._values[v]) for leaf, v in leaves])
-        for v in {v for _, v in leaves}.difference(variables(self._outputs)):
+        for v in now:
+            del self._held[v]
+        for v in {*now}.difference(variables(self._outputs)):
             del self._values[v]
 
     def results(self) -> list[Any]:
         """The step's results."""
-        self.write(list(self._unwritten))  # what no stage has made
+        self._held |= dict.fromkeys(self._unwritten)  # with what no stage has made
+        self._write(math.inf)
         others = values_of(self._values, self._outputs)
         homes = {leaf.home: _files(leaf) for leaf in self._what.tokens.values()}
         tokens, rest = {home: files.advance() for home, files in homes.items()}, iter(others)

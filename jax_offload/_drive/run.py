@@ -70,7 +70,8 @@ class Driven:
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """The step's results, flat, of its flat arguments."""
         given = dict(zip(self._step.inputs, [*self._step.consts, *args], strict=False))
-        values, files = _Values(self._cores, given), self._files.moving(self._step, given, self._devices)
+        values, tasks = _Values(self._cores, given), [task for task, _ in self._tasks]
+        files = self._files.moving(self._step, tasks, given, self._devices)
         for k, (task, run) in enumerate(self._tasks):
             for following, _ in self._tasks[k + 1 : k + 2]:
                 values.send(following)
@@ -79,7 +80,7 @@ class Driven:
             results = run(*values.operands(task))
             values.put(task, results, self._place)
             values.drop(task.over, self._donated)
-            files.write(task.outputs)
+            files.write(k, task)
         return files.results()
 
     @property
