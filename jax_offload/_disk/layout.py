@@ -93,3 +93,22 @@ def arrays_in(group: Group, buffer: np.ndarray) -> list[np.ndarray]:
         buffer[begin : begin + entry.nbytes].view(dtype_of(entry.dtype)).reshape(entry.shape)
         for entry, begin in zip(group.entries, group.begins, strict=True)
     ]
+
+
+def named(number: int, entries: Sequence[Entry]) -> str:
+    """A group, for messages."""
+    paths = [entry.path for entry in entries]
+    more = f" and {len(paths) - 2} more" if len(paths) > 2 else ""
+    return f"group {number} ({', '.join(map(repr, paths[:2]))}{more})"
+
+
+def check(number: int, entries: Sequence[Entry], arrays: Sequence[np.ndarray]) -> None:
+    """``ValueError`` where ``arrays`` are not of the shapes and dtypes of a group."""
+    if len(arrays) != len(entries):
+        raise ValueError(f"{named(number, entries)} has {len(entries)} arrays, and {len(arrays)} are given")
+    for entry, array in zip(entries, arrays, strict=True):
+        if array.shape != entry.shape or array.dtype != dtype_of(entry.dtype):
+            raise ValueError(
+                f"{entry.path!r} of group {number} is {entry.dtype}{list(entry.shape)} in the store, and "
+                f"{array.dtype}{list(array.shape)} is given"
+            )

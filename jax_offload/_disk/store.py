@@ -21,7 +21,7 @@ from jax_offload._disk.buffers import Buffers
 from jax_offload._disk.commits import Commits, slot_name
 from jax_offload._disk.directories import Directories
 from jax_offload._disk.files import Files
-from jax_offload._disk.layout import BLOCK, Entry, arrays_in, dtype_of, laid_out
+from jax_offload._disk.layout import BLOCK, Entry, arrays_in, check, laid_out, named
 from jax_offload._disk.manifest import Manifest, Version
 from jax_offload._disk.transfers import Source, Transfers, whole_buffer
 from jax_offload._disk.turns import Turns, when_done
@@ -183,7 +183,7 @@ class Store:
         cannot be written, and so does the commit then.
         """
         layout = self._layouts[group]
-        self._check(group, arrays)
+        check(group, self.groups[group], arrays)
         buffer = whole_buffer(layout, arrays, self.buffers)
         source = Source.of(layout, arrays) if buffer is None else Source((buffer,), (0,))
         slot = 0
@@ -266,20 +266,7 @@ class Store:
                 raise
 
     def _what(self, group: int) -> str:
-        paths = [entry.path for entry in self.groups[group]]
-        named = ", ".join(map(repr, paths[:2])) + (f" and {len(paths) - 2} more" if len(paths) > 2 else "")
-        return f"group {group} ({named})"
-
-    def _check(self, group: int, arrays: Sequence[np.ndarray]) -> None:
-        entries = self.groups[group]
-        if len(arrays) != len(entries):
-            raise ValueError(f"{self._what(group)} has {len(entries)} arrays, and {len(arrays)} are given")
-        for entry, array in zip(entries, arrays, strict=True):
-            if array.shape != entry.shape or array.dtype != dtype_of(entry.dtype):
-                raise ValueError(
-                    f"{entry.path!r} of group {group} is {entry.dtype}{list(entry.shape)} in the store, and "
-                    f"{array.dtype}{list(array.shape)} is given"
-                )
+        return named(group, self.groups[group])
 
     def _raise_stopped(self) -> None:
         if self._stopped is not None:
