@@ -3,6 +3,7 @@ and what is said where it cannot be."""
 
 import copy
 import pickle
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -118,16 +119,19 @@ def test_optimizers(name, tmp_path):
     assert handles(state)
 
 
+@pytest.mark.parametrize("groups", ["one", "each"])
 @pytest.mark.parametrize("window", [None, 4096])
-def test_as_in_host_memory_bit_for_bit(window, disk):
-    """Moments; XLA on a CPU computes scalars in one program a bit otherwise than in another."""
-    states = []
+def test_as_in_host_memory_bit_for_bit(window, groups, disk, monkeypatch):
+    """But for parameters of groups with one leaf, in which XLA on a CPU turns a division into a product."""
+    if groups == "one":
+        monkeypatch.setattr(stages, "GROUP_BYTES", 2**30)
+    results = []
     for where in (None, disk):
         tx = offload(optax.adamw(1e-2), where, window=window)
         params = model()
         params, state, _ = jo.jit(step_of(tx), donate_argnums=(0, 1))(params, tx.init(params), X)
-        states.append(jax.tree.leaves(jo.to_device(state)))
-    for a, b in zip(*states, strict=True):
+        results.append(jax.tree.leaves((jo.to_device(state), params if groups == "one" else 0)))
+    for a, b in zip(*results, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -170,6 +174,40 @@ def test_a_train_state_and_a_chain(disk):
     want = trained(optax.adamw(1e-2), jax.jit)
     assert_same(got.params, want.params, "parameters", tolerance=1e-5)
     assert len(handles(got.opt_state)) == 8
+
+
+def test_reads_run_ahead_and_writes_behind(disk, monkeypatch):
+    """The first groups are read before the gradients' program is called, the next two while one is updated; and a step
+    returns while its last writes are under way."""
+    tx, params = offload(optax.adamw(1e-2), disk), model()
+    step, state = jo.jit(step_of(tx)), tx.init(params)
+    params, state, _ = step(params, state, X)
+    events, let_go = [], threading.Event()
+    ((driven, _),) = step._driven._programs.values()
+
+    def noted(task, run):
+        return task, lambda *args: events.append(task.stage.name) or run(*args)
+
+    driven._tasks = [noted(*each) for each in driven._tasks]
+    fetch, write = disk.fetch, disk._write
+    monkeypatch.setattr(disk, "fetch", lambda name, place: events.append("read") or fetch(name, place))
+    monkeypatch.setattr(disk, "_write", lambda name, x: let_go.wait(60) and write(name, x))
+    threading.Timer(0.5, let_go.set).start()
+    want = [*["read"] * 4, "before", *["read"] * 2, "group", *["read"] * 2, *["group"] * 3, "after"]
+    params, state, _ = step(params, state, X)
+    assert events == want
+    assert let_go.is_set()  # for the first group's writes it has waited
+
+
+def test_a_step_returns_while_its_last_writes_are_under_way(disk, monkeypatch):
+    tx, params = offload(optax.adamw(1e-2), disk, select="layer_4|layer_3"), model()
+    step, state = jo.jit(step_of(tx)), tx.init(params)
+    let_go, write = threading.Event(), disk._write
+    monkeypatch.setattr(disk, "_write", lambda name, x: let_go.wait(60) and write(name, x))
+    params, state, _ = step(params, state, X)
+    assert not any(future.done() for future in disk._writing.values())
+    threading.Timer(0.2, let_go.set).start()
+    assert np.abs(np.asarray(handles(state)[0])).max() > 0  # waits for what is written
 
 
 # ---- where it is -----------------------------------------------------------------------------------------------------

@@ -109,7 +109,14 @@ def main() -> None:
         f"{platform.machine()}, {platform.system()} {platform.release()}, numpy {np.__version__}"
     )
     if options.json:
-        result = {"about": about, "load": load, "bytes_of_buffers": most[0], "bound": most[1], "rows": rows}
+        result = {
+            "about": about,
+            "load": load,
+            "nice": os.nice(0),
+            "bytes_of_buffers": most[0],
+            "bound": most[1],
+            "rows": rows,
+        }
         options.json.write_text(json.dumps(result) + "\n")
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 ALIGNED = 4096  # bytes: addresses, lengths and offsets of O_DIRECT are multiples of it on the disks of today
-# Bytes that one call of the system moves. Of 1 to 32 MiB, 4 to 8 reach what the disk gives (docs/notebook.md), and a
-# block has one checksum.
+# Bytes that one call of the system moves, with one checksum: with 4, 8 and 16 MiB a disk gave the same, within its own
+# spread (docs/notebook.md).
 BLOCK = 8 * 2**20
 
 

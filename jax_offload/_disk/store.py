@@ -35,7 +35,7 @@ class Store:
 
     Reads, writes and commits take effect in the order in which they are asked for: a read gives the newest values that
     were written to its group, and a commit holds all that was written before it was asked for. They run in threads.
-    Calls themselves come from one thread.
+    Calls themselves are made one at a time.
     """
 
     def __init__(self, directories: Directories, manifest: Manifest, committed: bool) -> None:

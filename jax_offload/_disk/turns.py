@@ -53,7 +53,7 @@ def when_done(futures: Sequence[Future], start: Callable[[], None] | None) -> No
 
 
 class Turns:
-    """Who is last in the queue of each group. Asked from one thread."""
+    """Who is last in the queue of each group. Asked one at a time."""
 
     def __init__(self) -> None:
         self._last: dict[int, Future[None]] = {}
