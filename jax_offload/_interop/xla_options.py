@@ -12,9 +12,10 @@ import jax
 # 64 MiB more at the peak (24 layers of 4096x4096). For float32 moments four are enough; masters, accumulators, and
 # moments in 8 bits with their scales are more copies per leaf, and a layer of a scan has many leaves: a decoder's
 # eleven with masters and two moments are 33 each way (737 million parameters, 8,192 tokens, simulated: 144 ms of
-# transfers exposed with sixteen, 87 with 64, and 312 MiB less at the peak; eleven other steps are the same). It helps
-# where gates hold the loads back; without them all are hoisted.
-_GPU = {"xla_gpu_experimental_parallel_async_compute_limit": 64}
+# transfers exposed with sixteen, 94 with 32, 87 with 64, and 316, 312 MiB less at the peak). More are too many for GPT
+# 1.3B in six scans: 12089 MiB with 32, 13617 with 64 (614, 590 and 591 ms with 16, 32 and 64). It helps where gates
+# hold the loads back; without them all are hoisted.
+_GPU = {"xla_gpu_experimental_parallel_async_compute_limit": 32}
 
 
 # Where copies go down only, gradients that the host's cores need, more in flight are gradients that wait: 24 unrolled
