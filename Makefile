@@ -1,7 +1,7 @@
 # Two commands do everything: `make demo` and `make test`. Both need only Python >= 3.11.
 .DELETE_ON_ERROR:
 SHELL := /bin/sh
-# FULL=1: what is marked long too, and all daily tests on the oldest jax; CI does
+# FULL=1: what is long or wide too, on the oldest jax all that is not long; CI does
 PYTEST := -m pytest -n 2 --dist worksteal
 
 # The oldest supported jax is what Python 3.11 resolves to, the newest what 3.12 and later do.
@@ -50,14 +50,14 @@ test-newest: .venvs/$(NEWEST)/.installed
 	.venvs/$(NEWEST)/bin/python -c 'import jax, sys; print(f"== newest: Python {sys.version.split()[0]}, jax {jax.__version__}")'
 	.venvs/$(NEWEST)/bin/python $(PYTEST) $(if $(FULL),,--daily)
 
-# What is long runs on the newest jax alone; of the rest, daily, what tests/support/oldest.py names.
+# What is long runs on the newest jax alone; of what is daily, what tests/support/oldest.py names.
 test-oldest:
 	@if [ "$(NEWEST)" = "$(OLDEST)" ]; then \
 	    echo "!! ONLY PYTHON $(OLDEST) IS INSTALLED: jax's newest supported version, which needs 3.12, WAS NOT TESTED"; \
 	elif scripts/find-python $(OLDEST) >/dev/null; then \
 	    $(MAKE) --no-print-directory .venvs/$(OLDEST)/.installed && \
 	    .venvs/$(OLDEST)/bin/python -c 'import jax, sys; print(f"== oldest: Python {sys.version.split()[0]}, jax {jax.__version__}")' && \
-	    .venvs/$(OLDEST)/bin/python $(PYTEST) --daily $(if $(FULL),,--oldest); \
+	    .venvs/$(OLDEST)/bin/python $(PYTEST) $(if $(FULL),--without-long,--daily --oldest); \
 	else \
 	    echo "!! PYTHON $(OLDEST) IS NOT INSTALLED: the oldest supported jax WAS NOT TESTED"; \
 	fi

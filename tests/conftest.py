@@ -18,18 +18,20 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import pytest
 
-from tests.support import oldest
+from tests.support import oldest, wide
 
 LEFT_OUT = pytest.StashKey[Counter[tuple[str, str]]]()
 HOW = {
     "long": "make test FULL=1, or pytest without --daily",
+    "wide": "make test FULL=1, or pytest without --daily",
     "exhaustive": "pytest --everything",
     "newest": "they run on the newest jax",
 }
 
 
 def pytest_addoption(parser):
-    parser.addoption("--daily", action="store_true", help="without what is marked long (make test)")
+    parser.addoption("--daily", action="store_true", help="without what is long or wide (make test)")
+    parser.addoption("--without-long", action="store_true", help="without what is marked long (make test FULL=1)")
     parser.addoption("--oldest", action="store_true", help="only what tests/support/oldest.py names (make test)")
     parser.addoption("--everything", action="store_true", help="also what is marked exhaustive: hours")
     parser.addoption("--trainers", action="store_true", help="also tests/trainers (make trainers)")
@@ -45,11 +47,13 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out what is marked ``long`` or ``exhaustive``, and what the oldest jax need not run."""
-    names = oldest.chosen(items, whole=config.args == ["tests"]) if config.getoption("--oldest") else None
+    """Leaves out what is ``long``, ``wide`` or ``exhaustive``, and what the oldest jax need not run."""
+    whole = config.args == ["tests"]
+    names = oldest.chosen(items, whole) if config.getoption("--oldest") else None
+    others = wide.left_out(items, whole) if config.getoption("--daily") else {}
     kept, left_out = [], []
     for item in items:
-        why = _left_out(item, config, names)
+        why = _left_out(item, config, names) or others.get(item)
         config.stash[LEFT_OUT].update([why] if why else [])
         (left_out if why else kept).append(item)
     config.hook.pytest_deselected(items=left_out)
@@ -64,7 +68,8 @@ def _left_out(item, config, names):
                 raise pytest.UsageError(
                     f"{item.nodeid}: {mark} wants a reason, @pytest.mark.{mark}('compiles 40 programs')."
                 )
-            if not config.getoption("--everything") if runs else config.getoption("--daily"):
+            short = config.getoption("--daily") or config.getoption("--without-long")
+            if not config.getoption("--everything") if runs else short:
                 return mark, each.args[0]
     return ("newest", "not among those that tests/support/oldest.py names") if names and item not in names else None
 
