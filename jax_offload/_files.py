@@ -1,7 +1,7 @@
 """The third tier: leaves of a state in files. ``jax_offload.disk`` is the files, and what is under way to and from
 them.
 
-A leaf is a group of the store. Two threads read and two write; each waits for what it needs, so that whoever drives the
+A leaf is a group of the store. Two threads read and four write; each waits for what it needs, so that whoever drives the
 step does not.
 """
 
@@ -242,6 +242,10 @@ class Disk:
 
 
 def _threads() -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
-    """Those that read and those that write; they start when there is something to do."""
-    return ThreadPoolExecutor(2, "jax_offload reads"), ThreadPoolExecutor(2, "jax_offload writes")
+    """Those that read and those that write; they start when there is something to do.
+
+    A leaf each: of leaves of 2 and 8 MiB four wrote 1.3 times as fast as two (a loaded machine, interleaved), and read
+    no faster.
+    """
+    return ThreadPoolExecutor(2, "jax_offload reads"), ThreadPoolExecutor(4, "jax_offload writes")
 

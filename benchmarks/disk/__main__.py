@@ -73,7 +73,7 @@ def row(kind: str, found: dict[str, list[float]]) -> dict[str, Any]:
 def behind(sweeps: Sweeps, pairs: int, per_group: float) -> dict[str, Any]:
     """Sweeps in which the device's work takes longer than the disk's: seconds beside that work alone."""
     delay = 2 * per_group
-    alone = delay * sweeps.count
+    alone = delay * (1 + sweeps.count)  # the gradients, and each group
     taken = [sweeps.sweep(delay=delay)[0] for _ in range(pairs)]
     return {"kind": "device longer", "delay": delay, "seconds": taken, "over": spread([t / alone for t in taken])}
 

@@ -60,25 +60,26 @@ class Sweeps:
         self.sweep()
 
     def sweep(self, *, writes: bool = True, delay: float = 0.0) -> tuple[float, dict[str, int]]:
-        """Seconds until all is on disk and nothing under way, and the bytes moved: as ``_drive.files.Moving`` asks."""
+        """Seconds until all is on disk and nothing under way, and the bytes moved.
+
+        As ``_drive.files.Moving`` asks: before the gradients, which take a ``delay`` too, reads of the first groups
+        begin; at last everything is written, and committed.
+        """
         before = dict(self.files.bytes)
         begin = time.perf_counter()
         reading: dict[str, Future[jax.Array]] = {}
         writing: deque[list[Future[None]]] = deque()
-        for k, group in enumerate(self.groups):
+        tasks: list[list[str]] = [[], *self.groups]
+        for k, group in enumerate(tasks):
+            for name in (name for names in tasks[k + (k > 0) * DEPTH : k + 1 + DEPTH] for name in names):
+                reading[name] = self.disk.fetch(name, self.where)
             while len(writing) > DEPTH:
                 for future in writing.popleft():
                     future.result()
-            for name in (name for names in self.groups[k : k + 1 + DEPTH] for name in names):
-                if name not in reading:
-                    reading[name] = self.disk.fetch(name, self.where)
-            values = [reading[name].result() for name in group]
+            values = [reading.pop(name).result() for name in group]
             if delay:
                 time.sleep(delay)
             del values
-            for name in group:
-                del reading[name]
-                reading[name] = Future()  # read in this sweep
             if writes:
                 writing.append(self._put(group))
         if writes:
@@ -97,13 +98,14 @@ class Sweeps:
         return taken, {kind: self.files.bytes[kind] - before[kind] for kind in before}
 
     def most_bytes(self) -> tuple[int, int]:
-        """Host memory of the store's own: the most that there was, and what it is bounded by."""
+        """Host memory of the store's own: the most that there was, and what it is bounded by: groups that are read or
+        updated, one that jax has not let go yet (it does in its next call), and a block in each thread."""
         store = self.disk.opened
         group = max(len(names) for names in self.groups) * store.nbytes(0)
-        return store.buffers.most + store.staging.most, (1 + DEPTH) * group + store.most_staging
+        return store.buffers.most + store.staging.most, (2 + DEPTH) * group + store.most_staging
 
     def _put(self, group: list[str]) -> list[Future[None]]:
-        return [self.disk.put(name, x) for name, x in zip(group, self.results, strict=True)]
+        return [self.disk.put(name, x) for name, x in zip(group, self.results, strict=False)]
 
     def _commit(self) -> None:
         self.disk.advance()
