@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -27,6 +28,7 @@ from jax_offload._disk.files import Files
 from jax_offload._disk.layout import Entry, dtype_of
 from jax_offload._disk.store import Store
 
+_UNDER_WAY = 4  # leaves that are being written while files are filled
 _ABOUT = {"by": "jax_offload", "version": 1}
 
 
@@ -114,20 +116,43 @@ class Disk:
         Raises:
           ValueError: there is no commit, it is damaged, or the target is another run's.
         """
-        if self._store is not None:
-            with contextlib.suppress(Exception):  # of an update that did not end: its writes are void
-                self.wait()
-            store, self._store = self._store, None
-            with contextlib.suppress(OSError, ValueError):
-                store.close()
+        self._let_go()
+        self._check_committed()
+        store = Store.open(self.directories, about=_ABOUT, files=self._files)
+        self._began(store)
+        return unpacked(store.extra(), target, self.handle), cast(int, store.step)
+
+    def restored(self, target: Any, step: int | None) -> Any:
+        """The tree of the last commit where ``target`` says, in any memory or on another disk: ``jo.restore``."""
+        with contextlib.ExitStack() as stack:
+            if (store := self._store) is None:
+                self._check_committed()
+                store = stack.enter_context(Store.open(self.directories, about=_ABOUT, files=self._files))
+            if store.step is None or (step is not None and step != store.step):
+                raise ValueError(f"step: the one commit of {self!r} is of step {store.step}; got step={step!r}.")
+            groups = {entry.path: k for k, (entry,) in enumerate(store.groups)}
+
+            def read(name: str) -> np.ndarray[Any, Any]:
+                k = groups[name]
+                return store.read(k, aligned(store.nbytes(k)), committed=True).result()[0]
+
+            return unpacked(store.extra(), target, read, lands=True)
+
+    def _check_committed(self) -> None:
         if not Store.exists(self.directories, files=self._files):
             raise ValueError(
                 f"disk: there is no commit in {', '.join(map(str, self.directories))}. Fix: the directories of the run "
                 "that is to go on, in their order; or tx.init(params) for a new one."
             )
-        store = Store.open(self.directories, about=_ABOUT, files=self._files)
-        self._began(store)
-        return unpacked(store.extra(), target, self.handle), cast(int, store.step)
+
+    def _let_go(self) -> None:
+        """Closes the files, whatever is under way: what was written since the last commit is void."""
+        if self._store is not None:
+            with contextlib.suppress(Exception):
+                self.wait()
+            store, self._store = self._store, None
+            with contextlib.suppress(OSError, ValueError):
+                store.close()
 
     # ---- what init and a driven step ask ---------------------------------------------------------------------------
 
@@ -145,6 +170,26 @@ class Disk:
                 "commit. Fix: disk.resume(target) goes on with it; for a new run give directories of its own."
             )
         self._began(Store.create(self.directories, [[each] for each in entries], about=_ABOUT, files=self._files))
+
+    def fill(self, leaves: Sequence[Place], values: Iterable[Any]) -> list[OnDisk]:
+        """New files with these leaves, of values that come one after the other: few of them are in memory at a time.
+
+        Nothing is left of it where one does not come.
+        """
+        self.create([(each.name, each) for each in leaves])
+        writing: deque[Future[None]] = deque()
+        try:
+            for each, x in zip(leaves, values, strict=True):
+                if len(writing) >= _UNDER_WAY:
+                    writing.popleft().result()
+                writing.append(self.put(each.name, x))
+                del x
+            self.wait()
+        except BaseException:
+            self._let_go()
+            raise
+        self.advance()
+        return [self.handle(each.name) for each in leaves]
 
     def _began(self, store: Store) -> None:
         self._store = store

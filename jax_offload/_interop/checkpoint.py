@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from jax_offload._base import memory
-from jax_offload._base.on_disk import check_in_memory
+from jax_offload._base.on_disk import check_in_memory, landed
+from jax_offload._files import Disk
 from jax_offload._interop.checksums import checksums, is_key, word_sums
 from jax_offload._interop.stored import Damaged, check_target, default_target, named, reading, some
 
@@ -97,11 +98,19 @@ def restore(
       >>> state[0].mu["w"].sharding.memory_kind
       'pinned_host'
     """
+    if isinstance(manager, Disk):
+        if target is None or item is not None or fallback:
+            given = "target: expected a tree like the one that was committed" if target is None else "item, fallback: "
+            raise ValueError(
+                f"{given}; a disk has one commit of one tree. Fix: jo.restore(disk, {{'params': shapes, 'opt_state': "
+                "jo.abstract_state(tx, shapes)})."
+            )
+        return manager.restored(target, step)
     ocp = _orbax()
     if not isinstance(manager, ocp.CheckpointManager):
         raise TypeError(
-            f"manager: expected an orbax.checkpoint.CheckpointManager, got a {type(manager).__name__}. Fix: "
-            "jo.restore(ocp.CheckpointManager(folder), target)."
+            f"manager: expected an orbax.checkpoint.CheckpointManager, or a jo.disk, got a {type(manager).__name__}. "
+            "Fix: jo.restore(ocp.CheckpointManager(folder), target)."
         )
     manager.wait_until_finished()  # for what it is still writing itself
     saved = sorted(manager.all_steps(), reverse=True)
@@ -156,19 +165,41 @@ def _restore_step(ocp: Any, manager: Any, step: int, item: str | None, target: A
         for x in jax.tree.leaves(target):
             if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is not None:
                 memory.check_platform(x.sharding.addressable_devices)
+    wanted, treedef = jax.tree.flatten(target)
     target = jax.tree.map(memory.off_our_mesh, target)
     check_target(target, stored, folder)
-    args = ocp.args.StandardRestore(target)
-    tree = reading(manager.restore, step, args=args if item is None else ocp.args.Composite(**{item: args}))
-    tree = jax.tree.map(memory.well_typed, tree if item is None else tree[item])
-    if by_default:
-        tree = jax.tree.map(lambda x: _on_device(x) if is_key(x) else x, tree)
-    names, leaves = named(tree)
-    if sums is not None:
-        wrong = [name for name, got in zip(names, summed(leaves), strict=True) if got != sums[name]]
-        if wrong:
-            raise Damaged(f"other values than were saved in {len(wrong)} of {len(names)} leaves: {some(wrong)}")
-    return tree
+    names, likes = named(target)
+
+    def read(numbers: Sequence[int]) -> list[Any]:
+        """Those leaves, and no others."""
+        if len(numbers) == len(likes):
+            args = ocp.args.StandardRestore(target)
+            tree = reading(manager.restore, step, args=args if item is None else ocp.args.Composite(**{item: args}))
+            tree = tree if item is None else tree[item]
+        else:
+            tree = reading(_part, ocp, folder, jax.tree.unflatten(treedef, _only(numbers, likes, ocp.PLACEHOLDER)))
+        found = jax.tree.leaves(tree)
+        leaves = [memory.well_typed(found[k]) for k in numbers]
+        if by_default:
+            leaves = [_on_device(x) if is_key(x) else x for x in leaves]
+        if sums is not None:
+            found = zip((names[k] for k in numbers), summed(leaves), strict=True)
+            if wrong := [name for name, got in found if got != sums[name]]:
+                raise Damaged(f"other values than were saved in {len(wrong)} of {len(names)} leaves: {some(wrong)}")
+        return leaves
+
+    return jax.tree.unflatten(treedef, landed(wanted, read))
+
+
+def _only(numbers: Sequence[int], leaves: Sequence[Any], otherwise: Any) -> list[Any]:
+    chosen = {*numbers}
+    return [x if k in chosen else otherwise for k, x in enumerate(leaves)]
+
+
+def _part(ocp: Any, folder: Any, target: Any) -> Any:
+    """What a checkpoint has of the leaves of ``target`` that are no placeholders."""
+    args = ocp.args.PyTreeRestore(target, restore_args=ocp.checkpoint_utils.construct_restore_args(target))
+    return ocp.PyTreeCheckpointHandler().restore(folder, args=args)
 
 
 def _stored_sums(metadata: Any, folder: Any) -> tuple[Callable[[list[Any]], list[int]], dict[str, int] | None]:
