@@ -56,6 +56,7 @@ class Disk:
         self._store: Store | None = None
         self._groups: dict[str, int] = {}
         self._version = secrets.randbits(31)
+        self._committed: int | None = None  # the version of the last commit
         self._reads, self._writes = _threads()
         self._writing: dict[str, Future[None]] = {}
         self._updating, self._failed = False, ""
@@ -105,6 +106,7 @@ class Disk:
             raise ValueError(f"tree: has not the whole state; {min(lost)} is on disk and not in it.")
         self.wait()
         store.commit(int(step), extra).result()
+        self._committed = self._version
 
     def resume(self, target: Any) -> tuple[Any, int]:
         """The tree of the last commit, and its step. What was written since is forgotten.
@@ -195,6 +197,7 @@ class Disk:
         self._store = store
         self._groups = {entry.path: k for k, (entry,) in enumerate(store.groups)}
         self._version = secrets.randbits(31)  # no state of before
+        self._committed = None if store.step is None else self._version
         self._writing, self._updating, self._failed = {}, False, ""
 
     @property
@@ -239,10 +242,12 @@ class Disk:
         # on a CPU the array is the buffer, which the pool has again when the array is gone
         return jax.block_until_ready(jax.device_put(self._values(name), sharding, may_alias=True))
 
-    def _values(self, name: str, into: np.ndarray[Any, Any] | None = None) -> np.ndarray[Any, Any]:
-        if (writing := self._writing.get(name)) is not None:
+    def _values(
+        self, name: str, into: np.ndarray[Any, Any] | None = None, of_commit: bool = False
+    ) -> np.ndarray[Any, Any]:
+        if not of_commit and (writing := self._writing.get(name)) is not None:
             writing.result()
-        (found,) = self.opened.read(self._groups[name], into).result()
+        (found,) = self.opened.read(self._groups[name], into, committed=of_commit).result()
         return found
 
     def put(self, name: str, x: jax.Array) -> Future[None]:
@@ -268,8 +273,14 @@ class Disk:
         """A leaf's values, which are read now; raises for a token of another version."""
         if isinstance(token, Tracer):
             raise TypeError("disk: a leaf on disk cannot be read in a trace.")
-        self.check(token)
-        return self._values(name, aligned(self.opened.nbytes(self._groups[name])))  # whoever asks may keep it
+        of_commit = int(np.asarray(token)) == self._committed
+        if not of_commit:
+            self.check(token)
+        room = aligned(self.opened.nbytes(self._groups[name]))  # whoever asks may keep it
+        found = self._values(name, room, of_commit)
+        if not of_commit or int(np.asarray(token)) != self._committed:  # else an update or a commit began meanwhile
+            self.check(token)
+        return found
 
     def wait(self) -> None:
         """Until all is written; raises what writing has raised."""

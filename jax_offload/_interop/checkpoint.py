@@ -13,9 +13,10 @@ from typing import Any
 import jax
 
 from jax_offload._base import memory
-from jax_offload._base.on_disk import check_in_memory, landed
+from jax_offload._base.on_disk import landed
 from jax_offload._files import Disk
 from jax_offload._interop.checksums import checksums, is_key, word_sums
+from jax_offload._interop.late import read_late, sums_of
 from jax_offload._interop.stored import Damaged, check_target, default_target, named, reading, some
 
 _NAME = "jax_offload"  # of our entry in orbax's custom metadata
@@ -31,6 +32,10 @@ def save_args(tree: Any, *, copy: bool = True) -> Any:
     orbax writes host leaves out of the memory in which they are, without a copy, while training goes on. A GPU refuses
     to donate memory that is being written out ("Donation requested for buffer with external reference"); a CPU copies
     at every such step. Copies made here, from host to host and never through device memory, leave the originals free.
+
+    Leaves on disk are read one after the other when orbax writes them, and once before for their checksums. Save what
+    ``disk.commit`` has just saved, and training may go on until the next commit; else call
+    ``manager.wait_until_finished()`` before the next step, or the save fails.
 
     Args:
       tree: arrays and numbers, such as ``{"params": params, "opt_state": state}``.
@@ -52,12 +57,12 @@ def save_args(tree: Any, *, copy: bool = True) -> Any:
       ...     manager.save(0, args=jo.save_args({"params": params, "opt_state": state}))
       True
     """
-    check_in_memory(tree, "jo.save_args")
     ocp = _orbax()
+    tree = read_late(ocp, tree)
     if copy:
         tree = _with_host_copies(tree)
     names, leaves = named(tree)
-    sums = dict(zip(names, checksums(leaves), strict=True))
+    sums = dict(zip(names, sums_of(leaves), strict=True))
     return ocp.args.StandardSave(tree, custom_metadata={_NAME: {"by": _MARK, "crc32": sums}})
 
 
@@ -67,7 +72,7 @@ def restore(
     """What ``manager`` holds of a step, each leaf read straight into the memory where it belongs, and checked.
 
     Args:
-      manager: an ``orbax.checkpoint.CheckpointManager``.
+      manager: an ``orbax.checkpoint.CheckpointManager``; or a ``jax_offload.disk``, whose last commit is read.
       target: a tree of ``jax.ShapeDtypeStruct``s with shardings, such as ``jo.abstract_state(tx, params)``: every leaf
         lands with the sharding and in the memory that it says. ``None``: arrays land in pinned host memory, sharded as
         when they were saved where those devices exist, else as jax places arrays that nobody placed; only rank-0
