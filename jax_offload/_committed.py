@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,11 +12,11 @@ import numpy as np
 from jax.tree_util import keystr
 
 from jax_offload._base import memory
-from jax_offload._base.on_disk import OnDisk, is_on_disk
+from jax_offload._base.on_disk import OnDisk, is_on_disk, landed
 
 _TREE = "tree"  # the entry that says what the others are
 Extra = dict[str, np.ndarray[Any, Any]]
-_Handles = Callable[[str], OnDisk]  # from a leaf's name to what stands for it
+_Found = Callable[[str], Any]  # from the name of a leaf on disk to what stands for it, or its values
 
 
 def packed(tree: Any) -> tuple[Extra, dict[str, OnDisk]]:
@@ -49,13 +49,14 @@ def packed(tree: Any) -> tuple[Extra, dict[str, OnDisk]]:
     return {_TREE: np.frombuffer(json.dumps(rows).encode(), np.uint8), **extra}, found
 
 
-def unpacked(extra: Mapping[str, np.ndarray[Any, Any]], target: Any, on_disk: _Handles) -> Any:
+def unpacked(extra: Mapping[str, np.ndarray[Any, Any]], target: Any, on_disk: _Found, *, lands: bool = False) -> Any:
     """The tree that was committed, each array where the target says.
 
     Args:
       extra: the commit's arrays.
       target: a tree of its structure; what is on disk, or any array, may be abstract.
-      on_disk: from a leaf's name to what stands for it.
+      on_disk: of a leaf that is on disk what stands for it, or its values, by its name.
+      lands: whether leaves go to the disks that the target names.
 
     Raises:
       ValueError: the target has other leaves, or of other types.
@@ -71,25 +72,30 @@ def unpacked(extra: Mapping[str, np.ndarray[Any, Any]], target: Any, on_disk: _H
             f"  only in the commit {sorted(stored.keys() - names)[:5]}\n"
             "Give a tree like the one that was given to commit: jo.abstract_state(tx, params) in the state's place."
         )
-    return jax.tree.unflatten(
-        treedef, [_leaf(*stored[keystr(path)], keystr(path), like, extra, on_disk) for path, like in wanted]
-    )
+    likes = [like for _, like in wanted]
+    paths = [keystr(path) for path, _ in wanted]
+
+    def read(numbers: Sequence[int]) -> list[Any]:
+        return [_leaf(*stored[paths[k]], paths[k], likes[k], extra, on_disk) for k in numbers]
+
+    return jax.tree.unflatten(treedef, landed(likes, read) if lands else read(range(len(likes))))
 
 
 def _leaf(
-    number: int, row: Mapping[str, Any], path: str, like: Any, extra: Mapping[str, Any], on_disk: _Handles
+    number: int, row: Mapping[str, Any], path: str, like: Any, extra: Mapping[str, Any], on_disk: _Found
 ) -> Any:
     if "value" in row:
         return row["value"]
     if "on disk" in row:
-        leaf = on_disk(row["on disk"])
-        _check(path, like, leaf)
-        return leaf
-    values = np.frombuffer(extra[str(number)].tobytes(), jnp.dtype(row["dtype"])).reshape(row["shape"])
-    x: Any = values if "key" not in row else jax.random.wrap_key_data(jnp.asarray(values), impl=row["key"])
+        x: Any = on_disk(row["on disk"])
+    else:
+        x = np.frombuffer(extra[str(number)].tobytes(), jnp.dtype(row["dtype"])).reshape(row["shape"])
+        x = x if "key" not in row else jax.random.wrap_key_data(jnp.asarray(x), impl=row["key"])
     _check(path, like, x)
+    if is_on_disk(x):
+        return x
     if isinstance(like, np.ndarray):
-        return values.copy()
+        return x.copy()
     sharding = getattr(memory.off_our_mesh(like), "sharding", None)
     return jax.device_put(x, memory.ambient_sharding() if sharding is None else sharding)
 

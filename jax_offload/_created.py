@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -17,8 +15,6 @@ from jax_offload._base.on_disk import only_outside
 from jax_offload._files import Disk
 from jax_offload._ir.shares import structure
 from jax_offload._placement import Leaf, Policy, place
-
-_UNDER_WAY = 4  # leaves that are made, or being written
 
 
 def refused(state: Any, policy: Policy, params: Any) -> Any:
@@ -36,19 +32,12 @@ def created(
     with described(params):
         traced, _ = jaxpr_of(create, params)
     values, compiled = [*traced.consts, *jax.tree.leaves(params)], dict[Hashable, Any]()
-    names = {k: leaf.path for k, (leaf, _, _) in enumerate(placed) if leaf.disk}
-    disk.create([(name, placed[k][1]) for k, name in names.items()])
-    writing: deque[Future[None]] = deque()
-    for k, name in names.items():
-        if len(writing) >= _UNDER_WAY:
-            writing.popleft().result()
-        (x,) = _made(traced, [k], values, [placed[k][2]], compiled)
-        writing.append(disk.put(name, x))
-    rest = [k for k in range(len(placed)) if k not in names]
-    others = dict(zip(rest, _made(traced, rest, values, [placed[k][2] for k in rest], compiled), strict=True))
-    disk.wait()
-    disk.advance()
-    return jax.tree.unflatten(treedef, [disk.handle(names[k]) if k in names else others[k] for k in range(len(placed))])
+    places = {k: leaf.place for k, (leaf, _, _) in enumerate(placed) if leaf.place is not None}
+    made = (_made(traced, [k], values, [placed[k][2]], compiled)[0] for k in places)
+    found = dict[int, Any](zip(places, disk.fill([*places.values()], made), strict=True))
+    rest = [k for k in range(len(placed)) if k not in places]
+    found |= zip(rest, _made(traced, rest, values, [placed[k][2] for k in rest], compiled), strict=True)
+    return jax.tree.unflatten(treedef, [found[k] for k in range(len(placed))])
 
 
 def _made(

@@ -24,7 +24,7 @@ from jax_offload._emit.skip import updated_unless
 from jax_offload._features import adopted, checked_update, look
 from jax_offload._files import Disk
 from jax_offload._home import Home, check_eager, check_not_in_pmap, returned
-from jax_offload._on_disk import budget_of, check_disk
+from jax_offload._on_disk import budget_of, check_disk, places_of
 from jax_offload._placement import Leaf, Policy, Select, marked, place, place_next, warn_of_nothing
 from jax_offload._plan.options import Options
 from jax_offload._plan.order import Order
@@ -163,7 +163,9 @@ def offload(
             if around().runs:
                 warn_of_nothing(plan)
                 return state
-            return marked(state, [dataclasses.replace(leaf, window=window, order=order) for leaf in plan])
+            places = places_of(disk, plan, jax.tree.leaves(state))
+            rows = zip(plan, places, strict=True)
+            return marked(state, [dataclasses.replace(x, window=window, order=order, place=p) for x, p in rows])
 
         leaves = jax.tree.leaves(params)
         if not leaves or not all(_is_concrete(x) for x in leaves) or _memory.under_jit():

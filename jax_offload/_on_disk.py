@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jax_offload._base.arrays import is_integer
+from jax_offload._base.on_disk import Place
 from jax_offload._files import Disk
-from jax_offload._placement import Policy
+from jax_offload._placement import Leaf, Policy
 
 
 def disk(*directories: str | os.PathLike[str], host_bytes: int = 0) -> Disk:
@@ -71,3 +75,11 @@ def check_disk(given: Any, policy: Policy) -> None:
 def budget_of(given: Any) -> int | None:
     """What may be in host memory, in bytes; ``None`` where there is no disk."""
     return given.host_bytes if isinstance(given, Disk) else None
+
+
+def places_of(given: Any, plan: Sequence[Leaf], leaves: Sequence[Any]) -> list[Place | None]:
+    """Which leaf of the disk each of a state is; ``None`` for one in memory. Its name is that in the offload's state."""
+    return [
+        Place(given, row.path, tuple(x.shape), np.dtype(x.dtype)) if row.disk else None
+        for row, x in zip(plan, leaves, strict=True)
+    ]

@@ -49,6 +49,7 @@ class Leaf:
       order: as its ``offload`` was given it.
       on_cores: whether the host's cores update it, where it is.
       disk: whether it is on disk, and not in pinned host memory.
+      place: which leaf of which ``jax_offload.disk`` it is then.
 
     Example:
       >>> import jax, optax, jax_offload as jo
@@ -75,6 +76,7 @@ class Leaf:
     order: Order = None
     on_cores: bool = False
     disk: bool = False
+    place: Place | None = dataclasses.field(default=None, repr=False, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,7 @@ from jax_offload._base.arrays import is_like
 from jax_offload._base.donation import guarded
 from jax_offload._base.jaxprs import Literal, jaxpr_of
 from jax_offload._base.marks import marks_in
-from jax_offload._base.on_disk import check_in_memory, is_on_disk
+from jax_offload._base.on_disk import brought, is_on_disk, place_of, typed
 from jax_offload._base.paths import owners
 from jax_offload._base.shardings import is_explicit, sharding_of, shards_of, typed_sharding, without_axes
 from jax_offload._factored import axes_in_parameter
@@ -63,7 +63,7 @@ def abstract_state(tx: optax.GradientTransformation, params: Any) -> Any:
       >>> mu.shape, mu.dtype.name, mu.sharding.memory_kind
       ((256, 256), 'float32', 'pinned_host')
     """
-    return jax.tree.map(memory.on_a_mesh, placed_state(tx, params))
+    return jax.tree.map(lambda x: typed(memory.on_a_mesh(x), place_of(x)), placed_state(tx, params))
 
 
 def placed_state(tx: optax.GradientTransformation, params: Any) -> Any:
@@ -72,8 +72,8 @@ def placed_state(tx: optax.GradientTransformation, params: Any) -> Any:
     return jax.tree.unflatten(
         treedef,
         [
-            jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=getattr(aval, "weak_type", False))
-            for _, aval, sharding in leaves
+            typed(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s, weak_type=getattr(x, "weak_type", False)), leaf.place)
+            for leaf, x, s in leaves
         ],
     )
 
@@ -182,14 +182,10 @@ def to_host(tx: optax.GradientTransformation, state: Any, params: Any = None) ->
       >>> state[0].mu["w"].sharding.memory_kind
       'pinned_host'
     """
-    check_in_memory(state, "jo.to_host")
     params = params_like(tx, state) if params is None else params
     leaves, treedef = traced_init(tx, params)
-    if any(leaf.disk for leaf, _ in leaves):
-        raise ValueError("tx: keeps leaves on disk, where only tx.init, disk.resume and steps of jo.jit bring them.")
-    got, got_tree = jax.tree.flatten(state)
-    types = [(np.shape(x), getattr(x, "dtype", None)) for x in got]
-    if got_tree == treedef and types != [(aval.shape, aval.dtype) for _, aval in leaves]:
+    got, got_tree = jax.tree.flatten(state, is_leaf=is_on_disk)
+    if got_tree == treedef and [_type(x) for x in got] != [_type(aval) for _, aval in leaves]:
         raise ValueError(
             "state: its shapes or dtypes are not those that tx.init gives for these parameters. If params were left "
             "out, the moments are not like the parameters (factored, or of another dtype): pass to_host(tx, state, "
@@ -200,6 +196,8 @@ def to_host(tx: optax.GradientTransformation, state: Any, params: Any = None) ->
             f"state: not the tree that tx.init gives.\n  got      {got_tree}\n  expected {treedef}\n"
             "If the parameters' tree could not be read off the state, pass params."
         )
+    if any(leaf.disk for leaf, _ in leaves) or any(map(is_on_disk, got)):
+        return jax.tree.unflatten(treedef, brought(got, jax.tree.leaves(placed_state(tx, params))))
     # Tracers do not tell shardings: under jit the next update divides what is to be divided.
     traced = any(isinstance(x, Tracer) for x in [*got, *jax.tree.leaves(params)])
     numpy = [not isinstance(x, jax.Array) for x in got]
@@ -211,6 +209,10 @@ def to_host(tx: optax.GradientTransformation, state: Any, params: Any = None) ->
         got = [jax.device_put(x, s) if m else x for x, m, (_, _, s) in zip(got, move, placed, strict=True)]
     moved = [memory.to_host(x) if leaf.host else memory.to_device(x) for x, (leaf, _) in zip(got, leaves, strict=True)]
     return guarded(jax.tree.unflatten(treedef, moved), state)
+
+
+def _type(x: Any) -> tuple[tuple[int, ...], Any]:
+    return (x.shape if is_on_disk(x) else np.shape(x)), getattr(x, "dtype", None)
 
 
 def traced_init(
@@ -291,5 +293,5 @@ def params_like(tx: optax.GradientTransformation, state: Any, *, plain: bool = F
         raise ValueError("params: this optimizer's init must see them; give them as params=.") from error
     if not copies:
         raise ValueError("params: the state has no tree of their structure; give them as params=.")
-    copies = [jax.tree.map(like_param, each, is_leaf=is_encoded) for each in copies]
+    copies = [jax.tree.map(like_param, each, is_leaf=lambda x: is_encoded(x) or is_on_disk(x)) for each in copies]
     return max(copies, key=lambda each: len(jax.tree.leaves(each)))

@@ -2,7 +2,7 @@
 
     python -m benchmarks.disk [--directory DIR] [--mib 1024] [--pairs 7] [--json FILE]
 
-Per pair: the store, our plain benchmark and fio, one after the other and in turning order, on the same directory and as
+It is what a driven step reads and writes by: ``Disk.fetch``, ``put``, ``advance``, and a commit. Per pair: the store, our plain benchmark and fio, one after the other and in turning order, on the same directory and as
 many bytes, so that what else uses the disk meets all alike. Ratios are of neighbours. Checksums are on, a sweep ends
 with a commit, and what is written is synced everywhere.
 """
@@ -73,7 +73,7 @@ def row(kind: str, found: dict[str, list[float]]) -> dict[str, Any]:
 def behind(sweeps: Sweeps, pairs: int, per_group: float) -> dict[str, Any]:
     """Sweeps in which the device's work takes longer than the disk's: seconds beside that work alone."""
     delay = 2 * per_group
-    alone = delay * sweeps.count
+    alone = delay * (1 + sweeps.count)  # the gradients, and each group
     taken = [sweeps.sweep(delay=delay)[0] for _ in range(pairs)]
     return {"kind": "device longer", "delay": delay, "seconds": taken, "over": spread([t / alone for t in taken])}
 
@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--mib", type=int, default=1024, help="bytes in a sweep, each way")
     parser.add_argument("--group", type=int, default=64, help="MiB of a group")
-    parser.add_argument("--depth", type=int, default=2)
+    parser.add_argument("--leaf", type=int, default=32, help="MiB of a leaf")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -91,7 +91,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(dir=options.directory))
     try:
         read, written = make(folder / "read", nbytes), make(folder / "written", nbytes)
-        sweeps = Sweeps(folder / "store", nbytes, options.group * 2**20, options.depth)
+        sweeps = Sweeps(folder / "store", nbytes, options.group * 2**20, options.leaf * 2**20)
         rows, load = [], [os.getloadavg()]
         for kind in ("both", "read", "write"):
             rows.append(row(kind, in_turn(of_ways(sweeps, kind, read, written, nbytes), options.pairs)))
@@ -99,13 +99,13 @@ def main() -> None:
         both = statistics.median(rows[0]["bytes_per_second"]["store"])
         rows.append(behind(sweeps, options.pairs, 2 * nbytes / both / sweeps.count))
         print(f"device longer: {said(rows[-1]['over'])} of the device's work alone", flush=True)
-        most = sweeps.store.buffers.most + sweeps.store.staging.most, sweeps.pipeline.most_bytes
+        most = sweeps.most_bytes()
         sweeps.close()
         load.append(os.getloadavg())
     finally:
         shutil.rmtree(folder)
     about = (
-        f"{options.mib} MiB each way, groups of {options.group} MiB, depth {options.depth}; {os.cpu_count()} cores of "
+        f"{options.mib} MiB each way, groups of {options.group} MiB, leaves of {options.leaf}; {os.cpu_count()} cores of "
         f"{platform.machine()}, {platform.system()} {platform.release()}, numpy {np.__version__}"
     )
     if options.json:

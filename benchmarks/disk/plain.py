@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 BLOCK = 8 * 2**20
-THREADS = 4
+THREADS = 8  # a direction: with four a virtual disk read less
 
 
 def make(path: Path, nbytes: int) -> Path:
@@ -26,7 +26,7 @@ def make(path: Path, nbytes: int) -> Path:
 
 
 def ours(read: Path | None, written: Path | None, nbytes: int) -> float:
-    """Seconds for ``nbytes`` of each: four threads a direction, 8 MiB a call; written bytes synced."""
+    """Seconds for ``nbytes`` of each: eight threads a direction, 8 MiB a call; written bytes synced."""
     jobs: list[tuple[Callable, int, mmap.mmap, range]] = []
     opened = []
     for path, call in ((read, os.preadv), (written, os.pwritev)):

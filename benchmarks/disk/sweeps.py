@@ -1,19 +1,22 @@
-"""Sweeps over a store, with checksums and commits, in which a delay stands for the device's work."""
+"""Sweeps over a state on disk as a driven step makes them, with checksums and a commit, a delay in the update's place."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
+from concurrent.futures import Future
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
-import numpy as np
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
 
-from jax_offload._disk.buffers import aligned
+from jax_offload._base.memory import HOST_KIND
 from jax_offload._disk.files import Files
-from jax_offload._disk.layout import Entry, arrays_in, laid_out
-from jax_offload._disk.pipeline import Pipeline
-from jax_offload._disk.store import Store
+from jax_offload._drive.files import DEPTH
+from jax_offload._files import Disk
 
 
 class Counted(Files):
@@ -36,47 +39,51 @@ class Counted(Files):
 
 
 class Sweeps:
-    """A store of ``nbytes`` in groups of ``group`` bytes, each of two arrays, and sweeps over it."""
+    """A state of ``nbytes`` in leaves of ``leaf`` bytes, of which ``group`` bytes are read, updated and written together.
 
-    def __init__(self, folder: Path, nbytes: int, group: int, depth: int) -> None:
-        shape = (group // 8,)
-        groups = [
-            [Entry(f"{k}/mu", shape, "float32"), Entry(f"{k}/nu", shape, "float32")] for k in range(nbytes // group)
-        ]
+    What is written was made by a program of XLA's, and lies where that puts it.
+    """
+
+    def __init__(self, folder: Path, nbytes: int, group: int, leaf: int) -> None:
         self.files = Counted()
-        self.store = Store.create([folder], groups, about={}, files=self.files)
-        # What the device would have made: in memory that pages begin, as pinned memory is.
-        (layout, *_), _ = laid_out(groups, 1)
-        self.results = arrays_in(layout, aligned(layout.nbytes))
-        for array in self.results:
-            array[...] = np.random.default_rng(0).normal(size=array.shape)
-        self.count = len(groups)
+        self.disk = Disk([folder], 0, self.files)
+        self.where = SingleDeviceSharding(jax.devices("cpu")[0], memory_kind=HOST_KIND)
+        names = [str(k) for k in range(nbytes // leaf)]
+        self.groups = [names[k : k + group // leaf] for k in range(0, len(names), group // leaf)]
+        self.count = len(self.groups)
+        made = jax.jit(lambda k: jax.random.normal(k, (leaf // 4,), jnp.float32), out_shardings=self.where)
+        self.results = [made(jax.random.key(k)) for k in range(group // leaf)]
+        self.disk.create([(name, self.results[0]) for name in names])
         self.step = 0
         for _ in range(2):  # both slots: space that was only reserved is written at another speed
-            for k in range(self.count):
-                self.store.write(k, self.results).result()
-            self._commit()
-        self.pipeline = Pipeline(self.store, depth=depth)
+            self.write()
         self.sweep()
-
-    def _commit(self) -> None:
-        self.store.commit(self.step, {}).result()
-        self.step += 1
 
     def sweep(self, *, writes: bool = True, delay: float = 0.0) -> tuple[float, dict[str, int]]:
         """Seconds until all is on disk and nothing under way, and the bytes moved.
 
-        The first groups were read ahead in the sweep before, and those of the next are read in this one.
+        As ``_drive.files.Moving`` asks: before the gradients, which take a ``delay`` too, reads of the first groups
+        begin; at last everything is written, and committed.
         """
         before = dict(self.files.bytes)
         begin = time.perf_counter()
-        for group, _ in self.pipeline.sweep():
+        reading: dict[str, Future[jax.Array]] = {}
+        writing: deque[list[Future[None]]] = deque()
+        tasks: list[list[str]] = [[], *self.groups]
+        for k, group in enumerate(tasks):
+            for name in (name for names in tasks[k + (k > 0) * DEPTH : k + 1 + DEPTH] for name in names):
+                reading[name] = self.disk.fetch(name, self.where)
+            while len(writing) > DEPTH:
+                for future in writing.popleft():
+                    future.result()
+            values = [reading.pop(name).result() for name in group]
             if delay:
                 time.sleep(delay)
-            self.pipeline.put(group, self.results) if writes else self.pipeline.keep(group)
+            del values
+            if writes:
+                writing.append(self._put(group))
         if writes:
             self._commit()
-        self.pipeline.settle()
         taken = time.perf_counter() - begin
         return taken, {kind: self.files.bytes[kind] - before[kind] for kind in before}
 
@@ -84,12 +91,27 @@ class Sweeps:
         """The same for writes alone."""
         before = dict(self.files.bytes)
         begin = time.perf_counter()
-        for future in [self.store.write(group, self.results) for group in range(self.count)]:
-            future.result()
+        for group in self.groups:
+            self._put(group)
         self._commit()
         taken = time.perf_counter() - begin
         return taken, {kind: self.files.bytes[kind] - before[kind] for kind in before}
 
+    def most_bytes(self) -> tuple[int, int]:
+        """Host memory of the store's own: the most that there was, and what it is bounded by: groups that are read or
+        updated, one that jax has not let go yet (it does in its next call), and a block in each thread."""
+        store = self.disk.opened
+        group = max(len(names) for names in self.groups) * store.nbytes(0)
+        return store.buffers.most + store.staging.most, (2 + DEPTH) * group + store.most_staging
+
+    def _put(self, group: list[str]) -> list[Future[None]]:
+        return [self.disk.put(name, x) for name, x in zip(group, self.results, strict=False)]
+
+    def _commit(self) -> None:
+        self.disk.advance()
+        self.disk.wait()
+        self.disk.opened.commit(self.step, {}).result()
+        self.step += 1
+
     def close(self) -> None:
-        self.pipeline.close()
-        self.store.close()
+        self.disk.close()

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -24,6 +25,7 @@ from jax_offload._base.memory import Space
 from jax_offload._base.private import set_rules
 
 TOKEN = np.dtype(np.uint32)
+_BATCH = 2**26  # bytes of leaves that are read together on their way to a disk
 
 
 class Home(Protocol):
@@ -31,6 +33,10 @@ class Home(Protocol):
 
     def array(self, name: str, token: Any) -> np.ndarray[Any, Any]:
         """A leaf's values, which are read now; raises for a token of another version."""
+        ...
+
+    def fill(self, leaves: Sequence[Place], values: Iterable[Any]) -> Sequence[OnDisk]:
+        """New files with these leaves, of values that come one after the other; raises where there are some."""
         ...
 
 
@@ -119,6 +125,70 @@ def check_in_memory(state: Any, what: str) -> None:
             f"{what}: {len(found)} leaves of the state are on disk, the first is {found[0]!r}. Fix: jo.to_device(part) "
             "reads a part of the state; disk.commit(step, tree) saves all of it, and disk.resume(target) reads that."
         )
+
+
+class OnDiskStruct(jax.ShapeDtypeStruct):
+    """The type of a leaf that belongs on disk, with its ``place``. To others it is one that belongs in host memory."""
+
+    __slots__ = ("place",)
+
+
+def typed(x: jax.ShapeDtypeStruct, place: Place | None) -> jax.ShapeDtypeStruct:
+    """``x`` as the type of the leaf of this place."""
+    if place is None:
+        return x
+    found = OnDiskStruct(x.shape, x.dtype, sharding=x.sharding, weak_type=x.weak_type)
+    found.place = place
+    return found
+
+
+def place_of(like: Any) -> Place | None:
+    """Where a type says that a leaf belongs; ``None`` in memory."""
+    return like.place if isinstance(like, OnDiskStruct) else None
+
+
+def landed(target: Sequence[Any], read: Callable[[Sequence[int]], Sequence[Any]]) -> list[Any]:
+    """Leaves where ``target`` says; those that belong on disk are read and written a few at a time.
+
+    Args:
+      target: their types.
+      read: the values of leaves of these numbers; of those that belong in memory where they belong.
+    """
+    places = {k: place for k, like in enumerate(target) if (place := place_of(like)) is not None}
+    rest = [k for k in range(len(target)) if k not in places]
+    found = dict(zip(rest, read(rest), strict=True))
+    for home in dict.fromkeys(place.home for place in places.values()):
+        mine = [k for k, place in places.items() if place.home is home]
+        values = (x for batch in _batches(mine, places) for x in read(batch))
+        found |= zip(mine, home.fill([places[k] for k in mine], values), strict=True)
+    return [found[k] for k in range(len(target))]
+
+
+def brought(leaves: Sequence[Any], target: Sequence[Any]) -> list[Any]:
+    """Leaves from memory or disk to memory or disk, each where ``target`` says."""
+    if any(isinstance(x.token if is_on_disk(x) else x, Tracer) for x in leaves):
+        raise ValueError("state: is on disk, or is to be, which no program does. Fix: jo.to_host(tx, state) outside jit.")
+    if all((x.place if is_on_disk(x) else None) == place_of(like) for x, like in zip(leaves, target, strict=True)):
+        return [x if is_on_disk(x) else _brought(x, like) for x, like in zip(leaves, target, strict=True)]
+    return landed(target, lambda numbers: [_brought(leaves[k], target[k]) for k in numbers])
+
+
+def _brought(x: Any, like: Any) -> Any:
+    x = np.asarray(x) if is_on_disk(x) else x
+    return x if place_of(like) is not None else jax.device_put(x, like.sharding)
+
+
+def _batches(numbers: Sequence[int], places: Mapping[int, Place]) -> Iterator[list[int]]:
+    """As many as have ``_BATCH`` bytes together, or one."""
+    batch, nbytes = list[int](), 0
+    for k in numbers:
+        size = math.prod(places[k].shape) * places[k].dtype.itemsize
+        if batch and nbytes + size > _BATCH:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(k)
+        nbytes += size
+    yield batch
 
 
 def opened(state: Any) -> tuple[Any, Callable[[Any], Any]]:

@@ -11,8 +11,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from threading import RLock
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -23,10 +22,10 @@ from jax_offload._disk.directories import Directories
 from jax_offload._disk.files import Files
 from jax_offload._disk.layout import BLOCK, Entry, arrays_in, check, laid_out, named
 from jax_offload._disk.manifest import Manifest, Version
-from jax_offload._disk.transfers import Source, Transfers, whole_buffer
-from jax_offload._disk.turns import Turns, when_done
+from jax_offload._disk.transfers import Source, Transfers
+from jax_offload._disk.turns import Turns
+from jax_offload._disk.versions import Versions
 
-T = TypeVar("T")
 THREADS = 8  # for each directory: four hide a disk's latency, and reads and writes go on together
 
 
@@ -34,8 +33,8 @@ class Store:
     """Groups of arrays in files; made by ``create`` or ``open``.
 
     Reads, writes and commits take effect in the order in which they are asked for: a read gives the newest values that
-    were written to its group, and a commit holds all that was written before it was asked for. They run in threads.
-    Calls themselves are made one at a time.
+    were written to its group, and a commit holds all that was written before it was asked for. They run in threads, and
+    any thread may ask.
     """
 
     def __init__(self, directories: Directories, manifest: Manifest, committed: bool) -> None:
@@ -43,13 +42,10 @@ class Store:
         self.groups = manifest.groups
         self._layouts, lengths = laid_out(manifest.groups, manifest.directories, manifest.block)
         self._data = [directories.open(slot_name("groups", slot), lengths) for slot in (0, 1)]
-        self._committed: list[Version | None] = list(manifest.versions) if committed else [None] * len(self.groups)
-        self._newest: list[Version | BaseException | None] = list(self._committed)
-        self._turns = Turns()
+        before = manifest.versions if committed else [None] * len(self.groups)
+        self._versions, self._turns = Versions(before, self._what), Turns()
         self._stopped: BaseException | None = None
         self._closed = False
-        self._commit: Future[None] | None = None
-        self._lock = RLock()
         self._pool = ThreadPoolExecutor(THREADS * manifest.directories, "disk")
         self._committer = ThreadPoolExecutor(1, "commit")
         self.buffers, self.staging = Buffers(), Buffers()
@@ -154,27 +150,25 @@ class Store:
         """Bytes of a group, in memory or in a slot."""
         return self._layouts[group].nbytes
 
-    def read(self, group: int, into: np.ndarray | None = None) -> Future[list[np.ndarray]]:
-        """The newest values of a group, as views of a buffer of the pool, or of ``into``. Give them to ``release``.
+    def read(
+        self, group: int, into: np.ndarray | None = None, *, committed: bool = False
+    ) -> Future[list[np.ndarray]]:
+        """The newest values of a group, or those of the last commit, as views of a buffer of the pool, or of ``into``.
 
-        The future raises ``ValueError`` where bytes are damaged, and ``OSError`` where they cannot be read.
+        The buffer is the pool's again when nothing has a view of it any more. The future raises ``ValueError`` where
+        bytes are damaged, and ``OSError`` where they cannot be read.
         """
         layout = self._layouts[group]
         buffer = self.buffers.take(layout.nbytes) if into is None else into
 
         def start() -> Future[list[None]]:
-            version = self._readable(group, self._newest[group])
+            version = self._versions.committed(group) if committed else self._versions.newest(group)
             files = self._data[version.slot]
             return self._transfers.read(files, layout, buffer, version.checksums, self._what(group))
 
-        def finish(_: list[None]) -> list[np.ndarray]:
-            return arrays_in(layout, buffer)
-
-        def give(_: BaseException) -> None:
-            if into is None:
-                self.buffers.give(buffer)
-
-        return self._turns.after(group, [], start, finish, give)
+        return self._turns.after(
+            group, start, lambda _: arrays_in(layout, buffer), lambda error: None, writes=False
+        )
 
     def write(self, group: int, arrays: Sequence[np.ndarray]) -> Future[None]:
         """Writes new values of a group beside those of the last commit.
@@ -184,34 +178,21 @@ class Store:
         """
         layout = self._layouts[group]
         check(group, self.groups[group], arrays)
-        buffer = whole_buffer(layout, arrays, self.buffers)
-        source = Source.of(layout, arrays) if buffer is None else Source((buffer,), (0,))
+        source = Source.of(layout, arrays)
         slot = 0
 
         def start() -> Future[list[int]]:
             nonlocal slot
             self._raise_stopped()
-            with self._lock:
-                committed = self._committed[group]
-                slot = 1 - committed.slot if committed else 0
-                self._newest[group] = ValueError(f"{self._what(group)} is being written")
+            slot = self._versions.begin(group)
             return self._transfers.write(self._data[slot], layout, source, self._what(group))
 
         def finish(checksums: list[int]) -> None:
-            with self._lock:
-                self._newest[group] = Version(slot, tuple(checksums))
+            self._versions.end(group, Version(slot, tuple(checksums)))
 
-        def fail(error: BaseException) -> None:
-            with self._lock:
-                self._newest[group] = error
-
-        return self._turns.after(group, [self._commit] if self._commit else [], start, finish, fail)
-
-    def release(self, arrays: Sequence[np.ndarray]) -> None:
-        """Gives the buffer of arrays that ``read`` gave back to the pool. They must not be used any more."""
-        for array in arrays:
-            if self.buffers.give(array):
-                return
+        return self._turns.after(
+            group, start, finish, lambda error: self._versions.end(group, error), writes=True
+        )
 
     def commit(self, step: int, extra: Mapping[str, np.ndarray]) -> Future[None]:
         """Makes all that was written, and ``extra``, what the store opens with: in a thread, after the writes.
@@ -223,20 +204,11 @@ class Store:
         self._raise_stopped()
         entries = tuple(Entry(name, array.shape, array.dtype.name) for name, array in extra.items())
         arrays = list(extra.values())
-        self._commit = result = Future()
-        ready: Future[None] = Future()
-        when_done(self._turns.under_way(), lambda: ready.set_result(None))
-
-        def run(_: Future) -> None:
-            task = self._committer.submit(self._commit_now, step, entries, arrays)
-            task.add_done_callback(lambda done: _copy(done, result))
-
-        ready.add_done_callback(run)
-        return result
+        return self._turns.commit(lambda: self._committer.submit(self._commit_now, step, entries, arrays))
 
     def extra(self) -> dict[str, np.ndarray]:
         """The arrays beside the groups, of the last commit."""
-        return self._commits.extra()
+        return self._committer.submit(self._commits.extra).result()
 
     def close(self) -> None:
         """Waits for what is under way, and lets the directories go. What was not committed is lost.
@@ -246,10 +218,8 @@ class Store:
         if self._closed:
             return
         self._closed = True
-        waiting = [*self._turns.under_way(), *([self._commit] if self._commit else [])]
-        for future in waiting:
-            future.exception()
-        self._commit = None
+        for future in self._turns.under_way():
+            future.result()
         self._committer.shutdown()
         self._pool.shutdown()
         self._directories.close()
@@ -279,28 +249,11 @@ class Store:
     def _commit_now(self, step: int, entries: tuple[Entry, ...], arrays: Sequence[np.ndarray]) -> None:
         try:
             self._raise_stopped()
-            with self._lock:
-                newest = list(self._newest)
-            versions = [self._readable(group, version) for group, version in enumerate(newest)]
+            versions = self._versions.all_newest()
             self._commits.commit(step, versions, self._data, entries, arrays)
-            with self._lock:
-                self._committed[:] = versions
+            self._versions.commit(versions)
         except BaseException as error:
             # The files are not known any more: a manifest may have been swapped that is not known to be on disk. So
             # nothing may be written, to either slot.
             self._stopped = self._stopped or error
             raise
-
-    def _readable(self, group: int, version: Version | BaseException | None) -> Version:
-        if isinstance(version, BaseException):
-            raise version
-        if version is None:
-            raise ValueError(
-                f"{self._what(group)} was never written. Write every group before reading or committing it."
-            )
-        return version
-
-
-def _copy(done: Future[T], result: Future[T]) -> None:
-    error = done.exception()
-    result.set_exception(error) if error is not None else result.set_result(done.result())

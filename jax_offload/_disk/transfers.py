@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from jax_offload._disk.blocks import Opened, read_block, write_block
-from jax_offload._disk.buffers import Buffers, owner
+from jax_offload._disk.buffers import Buffers
 from jax_offload._disk.files import Files
 from jax_offload._disk.layout import ALIGNED, Block, Group
 from jax_offload._disk.turns import together
@@ -53,20 +53,6 @@ class Source:
         memory[filled - block.begin : block.nbytes] = 0
 
 
-def whole_buffer(group: Group, arrays: Sequence[np.ndarray], buffers: Buffers) -> np.ndarray | None:
-    """The buffer whose views, as ``layout.arrays_in`` makes them, ``arrays`` are. It can be written as it is."""
-    arrays = [array for array in arrays if array.nbytes]
-    begins = [begin for entry, begin in zip(group.entries, group.begins, strict=True) if entry.nbytes]
-    if not arrays or not buffers.holds(arrays[0]):
-        return None
-    buffer = owner(arrays[0])
-    there = all(
-        owner(array) is buffer and array.flags.c_contiguous and _address(array) - _address(buffer) == begin
-        for array, begin in zip(arrays, begins, strict=True)
-    )
-    return buffer if there else None
-
-
 def _address(array: np.ndarray) -> int:
     return array.__array_interface__["data"][0]
 
@@ -99,12 +85,8 @@ class Transfers:
             memory = source.in_place(block, file.direct)
             if memory is not None:
                 return write_block(self._files, file, memory, block.offset, what)
-            staging = self._buffers.take(block.nbytes)
-            try:
-                memory = staging[: block.nbytes]
-                source.gather(block, memory)
-                return write_block(self._files, file, memory, block.offset, what)
-            finally:
-                self._buffers.give(staging)
+            memory = self._buffers.take(block.nbytes)[: block.nbytes]
+            source.gather(block, memory)
+            return write_block(self._files, file, memory, block.offset, what)
 
         return together(self._pool, [partial(one, block) for block in group.blocks])

@@ -53,48 +53,78 @@ def when_done(futures: Sequence[Future], start: Callable[[], None] | None) -> No
 
 
 class Turns:
-    """Who is last in the queue of each group. Asked one at a time."""
+    """Who is last in the queue of each group, and which commit later writes wait for. Any thread may ask."""
 
     def __init__(self) -> None:
         self._last: dict[int, Future[None]] = {}
+        self._commit: Future[None] | None = None
+        self._lock = Lock()
 
     def under_way(self) -> list[Future[None]]:
         """What to wait for, to know that all that was asked for is over. They raise nothing."""
-        return list(self._last.values())
+        with self._lock:
+            return self._all()
 
     def after(
         self,
         group: int,
-        others: Sequence[Future],
         start: Callable[[], Future[S]],
         finish: Callable[[S], T],
         fail: Callable[[BaseException], Any],
+        *,
+        writes: bool,
     ) -> Future[T]:
-        """What ``start`` begins when the group's last is done and ``others`` are, then what ``finish`` makes of it."""
-        result: Future[T] = Future()
+        """What ``start`` begins when all that was asked of the group is done, then what ``finish`` makes of it.
+
+        ``writes``: after the last commit too, as that is in the slots that are written next.
+        """
         over: Future[None] = Future()  # without the result, which would be held until the group's next
-        before = [*others, *([self._last[group]] if group in self._last else [])]
-        self._last[group] = over
+        with self._lock:
+            before = [self._last[group]] if group in self._last else []
+            before += [self._commit] if writes and self._commit else []
+            self._last[group] = over
+        return _run(before, over, start, finish, fail)
 
-        def ended(inner: Future[S]) -> None:
-            error = inner.exception()
-            if error is None:
-                try:
-                    result.set_result(finish(inner.result()))
-                except BaseException as unexpected:
-                    error = unexpected
-            if error is not None:
-                fail(error)
-                result.set_exception(error)
-            over.set_result(None)
+    def commit(self, start: Callable[[], Future[T]]) -> Future[T]:
+        """What ``start`` begins when all that was asked for is done."""
+        over: Future[None] = Future()
+        with self._lock:
+            before = self._all()
+            self._commit = over
+        return _run(before, over, start, lambda made: made, lambda error: None)
 
-        def begin() -> None:
+    def _all(self) -> list[Future[None]]:
+        return [*self._last.values(), *([self._commit] if self._commit else [])]
+
+
+def _run(
+    before: Sequence[Future],
+    over: Future[None],
+    start: Callable[[], Future[S]],
+    finish: Callable[[S], T],
+    fail: Callable[[BaseException], Any],
+) -> Future[T]:
+    result: Future[T] = Future()
+
+    def ended(inner: Future[S]) -> None:
+        error = inner.exception()
+        if error is None:
             try:
-                inner = start()
-            except BaseException as error:
-                inner = Future()
-                inner.set_exception(error)
-            inner.add_done_callback(ended)
+                result.set_result(finish(inner.result()))
+            except BaseException as unexpected:
+                error = unexpected
+        if error is not None:
+            fail(error)
+            result.set_exception(error)
+        over.set_result(None)
 
-        when_done(before, begin)
-        return result
+    def begin() -> None:
+        try:
+            inner = start()
+        except BaseException as error:
+            inner = Future()
+            inner.set_exception(error)
+        inner.add_done_callback(ended)
+
+    when_done(before, begin)
+    return result

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from jax_offload._base import memory
-from jax_offload._base.on_disk import check_in_memory
+from jax_offload._base.on_disk import landed
+from jax_offload._files import Disk
 from jax_offload._interop.checksums import checksums, is_key, word_sums
+from jax_offload._interop.late import read_late, sums_of
 from jax_offload._interop.stored import Damaged, check_target, default_target, named, reading, some
 
 _NAME = "jax_offload"  # of our entry in orbax's custom metadata
@@ -30,6 +32,10 @@ def save_args(tree: Any, *, copy: bool = True) -> Any:
     orbax writes host leaves out of the memory in which they are, without a copy, while training goes on. A GPU refuses
     to donate memory that is being written out ("Donation requested for buffer with external reference"); a CPU copies
     at every such step. Copies made here, from host to host and never through device memory, leave the originals free.
+
+    Leaves on disk are read one after the other when orbax writes them, and once before for their checksums. Save what
+    ``disk.commit`` has just saved, and training may go on until the next commit; else call
+    ``manager.wait_until_finished()`` before the next step, or the save fails.
 
     Args:
       tree: arrays and numbers, such as ``{"params": params, "opt_state": state}``.
@@ -51,12 +57,12 @@ def save_args(tree: Any, *, copy: bool = True) -> Any:
       ...     manager.save(0, args=jo.save_args({"params": params, "opt_state": state}))
       True
     """
-    check_in_memory(tree, "jo.save_args")
     ocp = _orbax()
+    tree = read_late(ocp, tree)
     if copy:
         tree = _with_host_copies(tree)
     names, leaves = named(tree)
-    sums = dict(zip(names, checksums(leaves), strict=True))
+    sums = dict(zip(names, sums_of(leaves), strict=True))
     return ocp.args.StandardSave(tree, custom_metadata={_NAME: {"by": _MARK, "crc32": sums}})
 
 
@@ -66,7 +72,7 @@ def restore(
     """What ``manager`` holds of a step, each leaf read straight into the memory where it belongs, and checked.
 
     Args:
-      manager: an ``orbax.checkpoint.CheckpointManager``.
+      manager: an ``orbax.checkpoint.CheckpointManager``; or a ``jax_offload.disk``, whose last commit is read.
       target: a tree of ``jax.ShapeDtypeStruct``s with shardings, such as ``jo.abstract_state(tx, params)``: every leaf
         lands with the sharding and in the memory that it says. ``None``: arrays land in pinned host memory, sharded as
         when they were saved where those devices exist, else as jax places arrays that nobody placed; only rank-0
@@ -97,11 +103,19 @@ def restore(
       >>> state[0].mu["w"].sharding.memory_kind
       'pinned_host'
     """
+    if isinstance(manager, Disk):
+        if target is None or item is not None or fallback:
+            given = "target: expected a tree like the one that was committed" if target is None else "item, fallback: "
+            raise ValueError(
+                f"{given}; a disk has one commit of one tree. Fix: jo.restore(disk, {{'params': shapes, 'opt_state': "
+                "jo.abstract_state(tx, shapes)})."
+            )
+        return manager.restored(target, step)
     ocp = _orbax()
     if not isinstance(manager, ocp.CheckpointManager):
         raise TypeError(
-            f"manager: expected an orbax.checkpoint.CheckpointManager, got a {type(manager).__name__}. Fix: "
-            "jo.restore(ocp.CheckpointManager(folder), target)."
+            f"manager: expected an orbax.checkpoint.CheckpointManager, or a jo.disk, got a {type(manager).__name__}. "
+            "Fix: jo.restore(ocp.CheckpointManager(folder), target)."
         )
     manager.wait_until_finished()  # for what it is still writing itself
     saved = sorted(manager.all_steps(), reverse=True)
@@ -156,19 +170,41 @@ def _restore_step(ocp: Any, manager: Any, step: int, item: str | None, target: A
         for x in jax.tree.leaves(target):
             if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is not None:
                 memory.check_platform(x.sharding.addressable_devices)
+    wanted, treedef = jax.tree.flatten(target)
     target = jax.tree.map(memory.off_our_mesh, target)
     check_target(target, stored, folder)
-    args = ocp.args.StandardRestore(target)
-    tree = reading(manager.restore, step, args=args if item is None else ocp.args.Composite(**{item: args}))
-    tree = jax.tree.map(memory.well_typed, tree if item is None else tree[item])
-    if by_default:
-        tree = jax.tree.map(lambda x: _on_device(x) if is_key(x) else x, tree)
-    names, leaves = named(tree)
-    if sums is not None:
-        wrong = [name for name, got in zip(names, summed(leaves), strict=True) if got != sums[name]]
-        if wrong:
-            raise Damaged(f"other values than were saved in {len(wrong)} of {len(names)} leaves: {some(wrong)}")
-    return tree
+    names, likes = named(target)
+
+    def read(numbers: Sequence[int]) -> list[Any]:
+        """Those leaves, and no others."""
+        if len(numbers) == len(likes):
+            args = ocp.args.StandardRestore(target)
+            tree = reading(manager.restore, step, args=args if item is None else ocp.args.Composite(**{item: args}))
+            tree = tree if item is None else tree[item]
+        else:
+            tree = reading(_part, ocp, folder, jax.tree.unflatten(treedef, _only(numbers, likes, ocp.PLACEHOLDER)))
+        found = jax.tree.leaves(tree)
+        leaves = [memory.well_typed(found[k]) for k in numbers]
+        if by_default:
+            leaves = [_on_device(x) if is_key(x) else x for x in leaves]
+        if sums is not None:
+            found = zip((names[k] for k in numbers), summed(leaves), strict=True)
+            if wrong := [name for name, got in found if got != sums[name]]:
+                raise Damaged(f"other values than were saved in {len(wrong)} of {len(names)} leaves: {some(wrong)}")
+        return leaves
+
+    return jax.tree.unflatten(treedef, landed(wanted, read))
+
+
+def _only(numbers: Sequence[int], leaves: Sequence[Any], otherwise: Any) -> list[Any]:
+    chosen = {*numbers}
+    return [x if k in chosen else otherwise for k, x in enumerate(leaves)]
+
+
+def _part(ocp: Any, folder: Any, target: Any) -> Any:
+    """What a checkpoint has of the leaves of ``target`` that are no placeholders."""
+    args = ocp.args.PyTreeRestore(target, restore_args=ocp.checkpoint_utils.construct_restore_args(target))
+    return ocp.PyTreeCheckpointHandler().restore(folder, args=args)
 
 
 def _stored_sums(metadata: Any, folder: Any) -> tuple[Callable[[list[Any]], list[int]], dict[str, int] | None]:

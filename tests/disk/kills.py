@@ -9,20 +9,20 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import deque
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
 from jax_offload._disk.layout import Entry
-from jax_offload._disk.pipeline import Pipeline
 from jax_offload._disk.store import Store
 
 SHAPES = [(300, 50), (7000,), (129, 100), (20000,), (64,), (50, 333)]
 GROUPS = [[Entry(f"{k}/{name}", shape, "float32") for name in ("mu", "nu")] for k, shape in enumerate(SHAPES)]
 ABOUT = {"optimizer": "adam"}
 BLOCK = 16384
-SETTINGS = [(0, 1, 1), (150_000, 2, 1), (150_000, 2, 3), (10**9, 1, 2)]  # host_bytes, depth, steps between commits
+SETTINGS = [(1, 1), (2, 1), (2, 3), (6, 2)]  # groups read ahead, steps between commits
 
 
 def updated(arrays, w, step):
@@ -54,7 +54,7 @@ def undisturbed():
 
 def train(directories, setting):
     """Makes or opens the store and goes on, until something ends the process."""
-    host_bytes, depth, every = setting
+    depth, every = setting
     if Store.exists(directories):
         store = Store.open(directories, about=ABOUT)
         extra = store.extra()
@@ -65,17 +65,17 @@ def train(directories, setting):
         for group, arrays in enumerate(state):
             store.write(group, arrays)
         store.commit(0, named(params)).result()
-    pipeline = Pipeline(store, host_bytes=host_bytes, depth=depth)
-    step = store.step
+    step, count = store.step, len(SHAPES)
+    reads = deque(store.read(group) for group in range(depth))
     while True:
         step += 1
-        pipeline.prefetch()
         params = list(params)
-        for group, arrays in pipeline.sweep():
-            new, params[group] = updated(arrays, params[group], step)
-            pipeline.put(group, new, commits=step % every == 0)
+        for group in range(count):
+            new, params[group] = updated(reads.popleft().result(), params[group], step)
+            store.write(group, new)
+            reads.append(store.read((group + depth) % count))
         if step % every == 0:
-            pipeline.commit(step, named(params))
+            store.commit(step, named(params))
 
 
 def named(params):
@@ -92,7 +92,6 @@ def check(directories, runs, seen):
         for group, wanted in enumerate(state):
             found = store.read(group).result()
             assert all(np.array_equal(x, y) for x, y in zip(found, wanted, strict=True)), f"group {group}"
-            store.release(found)
         extra = store.extra()
         assert all(np.array_equal(extra[f"w{k}"], w) for k, w in enumerate(params)), "parameters"
         return store.step

@@ -93,6 +93,7 @@ def test_a_read_that_fails(place):
         with pytest.raises(OSError, match=r"reading group 1 .*Input/output error. The disk failed") as caught:
             store.read(1).result()
         assert caught.value.errno == errno.EIO and Path(caught.value.filename).parent in place
+        del caught  # whose traceback has a view of the buffer
         files.fault = lambda *_: None
         same(store.read(1).result(), values(0)[1])  # the disk is well again
         assert store.buffers.most == store.nbytes(1)
