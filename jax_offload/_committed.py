@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 from jax.tree_util import keystr
 
 from jax_offload._base import memory
@@ -16,7 +17,7 @@ from jax_offload._base.on_disk import OnDisk, is_on_disk
 
 _TREE = "tree"  # the entry that says what the others are
 Extra = dict[str, np.ndarray[Any, Any]]
-_Handles = Callable[[str], OnDisk]  # from a leaf's name to what stands for it
+_Handles = Callable[[str, Sharding], OnDisk]  # from a leaf's name and place to what stands for it
 
 
 def packed(tree: Any) -> tuple[Extra, dict[str, OnDisk]]:
@@ -55,7 +56,7 @@ def unpacked(extra: Mapping[str, np.ndarray[Any, Any]], target: Any, on_disk: _H
     Args:
       extra: the commit's arrays.
       target: a tree of its structure; what is on disk, or any array, may be abstract.
-      on_disk: from a leaf's name to what stands for it.
+      on_disk: from a leaf's name, and where it is to be in host memory, to what stands for it.
 
     Raises:
       ValueError: the target has other leaves, or of other types.
@@ -82,7 +83,7 @@ def _leaf(
     if "value" in row:
         return row["value"]
     if "on disk" in row:
-        leaf = on_disk(row["on disk"])
+        leaf = on_disk(row["on disk"], memory.with_kind(_place_of(like), memory.HOST_KIND))
         _check(path, like, leaf)
         return leaf
     values = np.frombuffer(extra[str(number)].tobytes(), jnp.dtype(row["dtype"])).reshape(row["shape"])
@@ -90,8 +91,12 @@ def _leaf(
     _check(path, like, x)
     if isinstance(like, np.ndarray):
         return values.copy()
+    return jax.device_put(x, _place_of(like))
+
+
+def _place_of(like: Any) -> Sharding:
     sharding = getattr(memory.off_our_mesh(like), "sharding", None)
-    return jax.device_put(x, memory.ambient_sharding() if sharding is None else sharding)
+    return memory.ambient_sharding() if sharding is None else sharding
 
 
 def _check(path: str, like: Any, found: Any) -> None:

@@ -32,12 +32,12 @@ def created(
     disk: Disk, create: Callable[[Any], Any], params: Any, placed: Sequence[tuple[Leaf, Any, Sharding]], treedef: Any
 ) -> optax.OptState:
     """The state that ``create(params)`` is, with those leaves on disk whose rows say so; each is made by itself."""
-    _check_devices(params)
+    _check_processes()
     with described(params):
         traced, _ = jaxpr_of(create, params)
     values, compiled = [*traced.consts, *jax.tree.leaves(params)], dict[Hashable, Any]()
     names = {k: leaf.path for k, (leaf, _, _) in enumerate(placed) if leaf.disk}
-    disk.create([(name, placed[k][1]) for k, name in names.items()])
+    disk.create([(name, *placed[k][1:]) for k, name in names.items()])
     writing: deque[Future[None]] = deque()
     for k, name in names.items():
         if len(writing) >= _UNDER_WAY:
@@ -48,7 +48,7 @@ def created(
     others = dict(zip(rest, _made(traced, rest, values, [placed[k][2] for k in rest], compiled), strict=True))
     disk.wait()
     disk.advance()
-    return jax.tree.unflatten(treedef, [disk.handle(names[k]) if k in names else others[k] for k in range(len(placed))])
+    return jax.tree.unflatten(treedef, [disk.handle(names[k], placed[k][2]) if k in names else others[k] for k in range(len(placed))])
 
 
 def _made(
@@ -65,10 +65,9 @@ def _made(
     return compiled[key](*(x for x, u in zip(values, used, strict=True) if u))
 
 
-def _check_devices(params: Any) -> None:
-    devices = {d for x in jax.tree.leaves(params) if isinstance(x, jax.Array) for d in x.sharding.device_set}
-    if len(devices) > 1 or jax.process_count() > 1:
+def _check_processes() -> None:
+    if (processes := jax.process_count()) > 1:
         raise ValueError(
-            f"disk: the parameters are on {len(devices)} devices of {jax.process_count()} processes, and a state on "
-            "disk is that of one device yet. Fix: shard_over= and host memory (docs/sharding.md)."
+            f"disk: a state on disk is that of one process yet, and jax runs in {processes}. Fix: host memory, divided "
+            "by shard_over= (docs/sharding.md)."
         )

@@ -1,7 +1,7 @@
 """The third tier: leaves of a state in files. ``jax_offload.disk`` is the files, and what is under way to and from
 them.
 
-A leaf is a group of the store. Two threads read and two write; each waits for what it needs, so that whoever drives the
+A leaf is a group of the store, and what several devices have of it are the entries of that. Two threads read and two write; each waits for what it needs, so that whoever drives the
 step does not.
 """
 
@@ -18,14 +18,16 @@ from typing import Any, cast
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Sharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from jax_offload._base.arrays import is_integer
+from jax_offload._base.memory import well_typed, with_kind
 from jax_offload._base.on_disk import TOKEN, OnDisk, Place
 from jax_offload._committed import packed, unpacked
 from jax_offload._disk.buffers import aligned
 from jax_offload._disk.layout import Entry, dtype_of
 from jax_offload._disk.store import Store
+from jax_offload._extents import Box, Parts, box_of, boxes_of, gathered, shape_of, whole
 
 _ABOUT = {"by": "jax_offload", "version": 1}
 
@@ -133,24 +135,24 @@ class Disk:
 
     # ---- what init and a driven step ask ---------------------------------------------------------------------------
 
-    def create(self, leaves: Sequence[tuple[str, Any]]) -> None:
-        """New files for leaves of these names and types."""
+    def create(self, leaves: Sequence[tuple[str, Any, Sharding]]) -> None:
+        """New files for leaves of these names and types, divided as they are between devices."""
         if self._store is not None:
             raise ValueError(
                 f"disk: {self!r} holds a state already. Fix: one jo.disk(...) for each offload and each run; "
                 "disk.resume(target) goes on with the state of the last commit."
             )
-        entries = [Entry(name, tuple(x.shape), np.dtype(x.dtype).name) for name, x in leaves]
+        groups = [_entries(name, x, sharding) for name, x, sharding in leaves]
         if Store.exists(self.directories):
             raise ValueError(
                 f"disk: {self.directories[0]} holds the state of another run, or of an earlier one, as of its last "
                 "commit. Fix: disk.resume(target) goes on with it; for a new run give directories of its own."
             )
-        self._opened(Store.create(self.directories, [[each] for each in entries], about=_ABOUT))
+        self._opened(Store.create(self.directories, groups, about=_ABOUT))
 
     def _opened(self, store: Store) -> None:
         self._store = store
-        self._groups = {entry.path: k for k, (entry,) in enumerate(store.groups)}
+        self._groups = {entries[0].path: k for k, entries in enumerate(store.groups)}
         self._version = secrets.randbits(31)  # no state of before
         self._writing, self._updating, self._failed = {}, False, ""
 
@@ -162,10 +164,16 @@ class Disk:
             )
         return self._store
 
-    def handle(self, name: str) -> OnDisk:
-        """What stands for a leaf in a state of this version."""
-        (entry,) = self._open.groups[self._groups[name]]
-        return OnDisk(self._token(), Place(self, name, entry.shape, dtype_of(entry.dtype)))
+    def handle(self, name: str, sharding: Sharding) -> OnDisk:
+        """What stands for a leaf in a state of this version, which is to be so in host memory on its way."""
+        boxes, dtype = self._divided(name)
+        return OnDisk(self._token(), Place(self, name, shape_of(whole(boxes)), dtype, sharding))
+
+    def _divided(self, name: str) -> tuple[list[Box], np.dtype[Any]]:
+        """Which parts of a leaf the entries of its group are, and its type."""
+        entries = self._open.groups[self._groups[name]]
+        boxes = [tuple((a, a + n) for a, n in zip(e.begin, e.shape, strict=True)) for e in entries]
+        return boxes, dtype_of(entries[0].dtype)
 
     def _token(self) -> np.ndarray[Any, Any]:
         return np.asarray(self._version, TOKEN)
@@ -199,10 +207,10 @@ class Disk:
             reading = store.read(self._groups[name])
         arrays = reading.result()
         try:
-            # a CPU's arrays are views of NumPy's, whatever may_alias says (0.10 to 0.12)
-            views = sharding is None or next(iter(sharding.device_set)).platform == "cpu"
-            found = _copied(arrays[0]) if views else arrays[0]
-            return found if sharding is None else jax.block_until_ready(jax.device_put(found, sharding))
+            parts = list(zip(self._divided(name)[0], arrays, strict=True))
+            if sharding is None:
+                return _copied(gathered(parts, whole(box for box, _ in parts)))
+            return jax.block_until_ready(_assembled(parts, sharding))
         finally:
             with self._calls:
                 store.release(arrays)
@@ -215,9 +223,11 @@ class Disk:
 
     def _write(self, name: str, x: jax.Array) -> None:
         try:
-            values = np.asarray(x)
+            shards = [s for s in x.addressable_shards if s.replica_id == 0]
+            parts = [(box_of(s.index, x.shape), np.asarray(s.data)) for s in shards]
+            values = [gathered(parts, box) for box in self._divided(name)[0]]
             with self._calls:
-                writing = self._open.write(self._groups[name], [values])
+                writing = self._open.write(self._groups[name], values)
             writing.result()
         except BaseException as error:
             self._failed = f"writing {name} raised {type(error).__name__}: {error}"
@@ -254,6 +264,24 @@ class Disk:
 def _threads() -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
     """Those that read and those that write; they start when there is something to do."""
     return ThreadPoolExecutor(2, "jax_offload reads"), ThreadPoolExecutor(2, "jax_offload writes")
+
+
+def _entries(name: str, x: Any, sharding: Sharding) -> list[Entry]:
+    """Those of a leaf: what several devices have of it, each part once."""
+    dtype, boxes = np.dtype(x.dtype).name, boxes_of(sharding, x.shape)
+    return [Entry(name, shape_of(box), dtype, tuple(begin for begin, _ in box)) for box in boxes]
+
+
+def _assembled(parts: Parts, sharding: Sharding) -> jax.Array:
+    """A leaf of what was read of it, on its devices."""
+    shape = shape_of(whole(box for box, _ in parts))
+    boxes = {d: box_of(index, shape) for d, index in sharding.addressable_devices_indices_map(shape).items()}
+    found = {box: gathered(parts, box) for box in dict.fromkeys(boxes.values())}
+    if next(iter(boxes)).platform == "cpu":  # whose arrays are views of NumPy's, whatever may_alias says (0.10 to 0.12)
+        found = {box: _copied(x) for box, x in found.items()}
+    alone = {d: with_kind(SingleDeviceSharding(d), str(sharding.memory_kind)) for d in boxes}
+    shards = [jax.device_put(found[box], alone[d]) for d, box in boxes.items()]
+    return well_typed(jax.make_array_from_single_device_arrays(shape, sharding, shards))
 
 
 def _copied(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -62,8 +62,6 @@ def check_disk(given: Any, policy: Policy) -> None:
         raise ValueError(
             f"disk: the device updates what is on disk; got update_on={policy.update_on!r} too. Fix: leave one out."
         )
-    if policy.shard_over:
-        raise ValueError(f"disk: is for one device yet; got shard_over={policy.shard_over!r} too. Fix: leave one out.")
     if isinstance(policy.fraction, (int, float)) and policy.fraction == 0:
         raise ValueError("disk: with fraction=0 nothing leaves the device. Fix: leave one of both out.")
 

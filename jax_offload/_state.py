@@ -153,7 +153,13 @@ def to_device(state: Any) -> Any:
       >>> float(optax.tree.norm(mu))
       0.0
     """
-    in_memory = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)) if is_on_disk(x) else x, state, is_leaf=is_on_disk)
+
+    def read(x: Any) -> Any:
+        if not is_on_disk(x):
+            return x
+        return jax.device_put(np.asarray(x), memory.with_kind(x.sharding, memory.DEVICE_KIND))
+
+    in_memory = jax.tree.map(read, state, is_leaf=is_on_disk)
     return guarded(jax.tree.map(lambda x: memory.to_device(x) if isinstance(x, jax.Array) else x, in_memory), state)
 
 

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Primitive
+from jax.sharding import NamedSharding, Sharding
 
 from jax_offload._base.calls import identity_primitive
 from jax_offload._base.jaxprs import jaxpr_of
@@ -46,12 +47,13 @@ class UpdatedFromDisk(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Which leaf it is: its home, its name there, and its type."""
+    """Which leaf it is: its home, its name there, its type, and where it is to be in host memory on its way."""
 
     home: Home
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    sharding: Sharding
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -86,6 +88,11 @@ class OnDisk:
     @property
     def dtype(self) -> np.dtype[Any]:
         return self.place.dtype
+
+    @property
+    def sharding(self) -> Sharding:
+        """Where its values are in host memory, on their way to the devices and back."""
+        return self.place.sharding
 
     @property
     def ndim(self) -> int:
@@ -165,7 +172,10 @@ def _write_leaf(place: Place, x: Any) -> OnDisk:
 
 
 @functools.cache
-def _host_type(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+def _host_type(shape: tuple[int, ...], dtype: np.dtype[Any], sharding: Sharding) -> Any:
+    if isinstance(sharding, NamedSharding):  # whose types tell the mesh
+        x = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        return jaxpr_of(lambda x: x, x)[0].jaxpr.invars[0].aval
     x = jax.ShapeDtypeStruct(shape, dtype)
     return jaxpr_of(lambda x: jax.device_put(x, Space.Host, src=Space.Device), x)[0].jaxpr.outvars[0].aval
 
@@ -184,7 +194,7 @@ def _refuse_init(*args: Any) -> Any:
 READ, WRITE = Primitive("jax_offload_read"), Primitive("jax_offload_write")
 READ.def_impl(_refuse)
 WRITE.def_impl(_refuse)
-READ.def_abstract_eval(lambda token, place: _host_type(place.shape, place.dtype))
+READ.def_abstract_eval(lambda token, place: _host_type(place.shape, place.dtype, place.sharding))
 WRITE.def_abstract_eval(lambda x, place: jax.typeof(np.zeros((), TOKEN)))
 for _primitive in READ, WRITE:
     set_rules(_primitive, lower=_refuse, jvp=_refuse, batch=_refuse)
