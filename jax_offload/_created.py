@@ -32,7 +32,6 @@ def created(
     disk: Disk, create: Callable[[Any], Any], params: Any, placed: Sequence[tuple[Leaf, Any, Sharding]], treedef: Any
 ) -> optax.OptState:
     """The state that ``create(params)`` is, with those leaves on disk whose rows say so; each is made by itself."""
-    _check_processes()
     with described(params):
         traced, _ = jaxpr_of(create, params)
     values, compiled = [*traced.consts, *jax.tree.leaves(params)], dict[Hashable, Any]()
@@ -48,7 +47,8 @@ def created(
     others = dict(zip(rest, _made(traced, rest, values, [placed[k][2] for k in rest], compiled), strict=True))
     disk.wait()
     disk.advance()
-    return jax.tree.unflatten(treedef, [disk.handle(names[k], placed[k][2]) if k in names else others[k] for k in range(len(placed))])
+    leaves = [disk.handle(names[k], place) if k in names else others[k] for k, (_, _, place) in enumerate(placed)]
+    return jax.tree.unflatten(treedef, leaves)
 
 
 def _made(
@@ -63,11 +63,3 @@ def _made(
     if key not in compiled:
         compiled[key] = jax.jit(jax_fun(closed(jaxpr)), out_shardings=list(places))
     return compiled[key](*(x for x, u in zip(values, used, strict=True) if u))
-
-
-def _check_processes() -> None:
-    if (processes := jax.process_count()) > 1:
-        raise ValueError(
-            f"disk: a state on disk is that of one process yet, and jax runs in {processes}. Fix: host memory, divided "
-            "by shard_over= (docs/sharding.md)."
-        )

@@ -1,8 +1,8 @@
 """The third tier: leaves of a state in files. ``jax_offload.disk`` is the files, and what is under way to and from
 them.
 
-A leaf is a group of the store, and what several devices have of it are the entries of that. Two threads read and two write; each waits for what it needs, so that whoever drives the
-step does not.
+A leaf is a group of the store, and its entries are what several devices have of it. Two threads read and two write;
+each waits for what it needs, so that whoever drives the step does not.
 """
 
 from __future__ import annotations
@@ -118,6 +118,7 @@ class Disk:
         Raises:
           ValueError: there is no commit, it is damaged, or the target is another run's.
         """
+        _check_processes()
         if self._store is not None:
             with contextlib.suppress(Exception):  # of an update that did not end: its writes are void
                 self.wait()
@@ -137,6 +138,7 @@ class Disk:
 
     def create(self, leaves: Sequence[tuple[str, Any, Sharding]]) -> None:
         """New files for leaves of these names and types, divided as they are between devices."""
+        _check_processes()
         if self._store is not None:
             raise ValueError(
                 f"disk: {self!r} holds a state already. Fix: one jo.disk(...) for each offload and each run; "
@@ -264,6 +266,14 @@ class Disk:
 def _threads() -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
     """Those that read and those that write; they start when there is something to do."""
     return ThreadPoolExecutor(2, "jax_offload reads"), ThreadPoolExecutor(2, "jax_offload writes")
+
+
+def _check_processes() -> None:
+    if (processes := jax.process_count()) > 1:
+        raise ValueError(
+            f"disk: a state on disk is that of one process yet, and jax runs in {processes}. Fix: host memory, divided "
+            "by shard_over= (docs/sharding.md)."
+        )
 
 
 def _entries(name: str, x: Any, sharding: Sharding) -> list[Entry]:

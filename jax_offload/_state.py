@@ -130,7 +130,14 @@ def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
       >>> state[0].mu["w"].sharding.memory_kind
       'pinned_host'
     """
-    return jax.tree.map(lambda x: x.sharding, placed_state(tx, params))
+    leaves, treedef = placed_leaves(tx, params, remember=True)
+    return jax.tree.unflatten(treedef, [_of_token(s) if leaf.disk else s for leaf, _, s in leaves])
+
+
+def _of_token(sharding: Sharding) -> Sharding:
+    """That of the number that stands in a state for a leaf on disk."""
+    everywhere = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
+    return memory.with_kind(everywhere, memory.DEVICE_KIND)
 
 
 def to_device(state: Any) -> Any:

@@ -11,8 +11,6 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
 from jax_offload._base.on_disk import is_on_disk
@@ -520,16 +518,16 @@ def test_options(tmp_path, disk):
         jo.disk(tmp_path, host_bytes=-1)
     with pytest.raises(TypeError, match=r"disk: expected a jo.disk\(directory"):
         jo.offload(CLIPPED, disk=str(tmp_path))
-    for options in ({"update_on": "host"}, {"shard_over": "data"}, {"fraction": 0}):
+    for options in ({"update_on": "host"}, {"fraction": 0}):
         with pytest.raises(ValueError, match=r"disk: .* Fix: leave one"):
             jo.offload(CLIPPED, disk=disk, **options)
 
 
-def test_several_devices_are_an_error(disk):
-    mesh = jax.make_mesh((8,), ("data",))
-    params = jax.device_put(model(), NamedSharding(mesh, P()))
-    with pytest.raises(ValueError, match="disk: the parameters are on 8 devices"):
-        offload(CLIPPED, disk).init(params)
+def test_several_processes_are_an_error(disk, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    for made in (lambda: offload(CLIPPED, disk).init(model()), lambda: disk.resume(model())):
+        with pytest.raises(ValueError, match="disk: a state on disk is that of one process yet, and jax runs in 2"):
+            made()
 
 
 def test_an_update_that_fails_is_no_state(disk, monkeypatch):

@@ -132,6 +132,36 @@ def test_as_in_host_memory(how, axes, disk):
     assert_close(got, want, 1e-6)
 
 
+@pytest.mark.parametrize("over", [None, "data"])
+def test_a_batch_divided_between_devices(over, disk):
+    """With ``state_shardings`` for the results, and compiled once."""
+    mesh = mesh_of()
+    params = jax.tree.map(lambda x: x / 8, network(mesh, REPLICATED))
+    x = jax.device_put(np.random.default_rng(0).normal(size=(8, 32)).astype(np.float32), NamedSharding(mesh, P("data")))
+
+    def loss(params, x):
+        x = jnp.tanh(x @ params["embed"] @ params["head"])
+        return (x**2).mean() + sum((p**2).mean() for p in jax.tree.leaves(params["layers"]))
+
+    results = []
+    for files in (None, disk):
+        tx = jo.offload(CLIPPED, min_bytes=0, shard_over=over, disk=files)
+
+        def step(params, state, x, tx=tx):
+            return jo.update_params(tx, jax.grad(loss)(params, x), state, params)
+
+        places = jax.tree.map(lambda p: p.sharding, params), jo.state_shardings(tx, params)
+        step, after, state = jo.jit(step, out_shardings=places), params, tx.init(params)
+        for _ in range(3):
+            after, state = step(after, state, x)
+        results.append((after, state))
+    assert len(step._driven._programs) == 1
+    (want, host), (got, state) = results
+    assert_close((got, read(state)), (want, read(host)), 2e-5)
+    assert jax.tree.map(lambda x: x.sharding, got) == places[0]
+    assert_as_foretold(tx, params, state)
+
+
 @pytest.mark.parametrize("name", rows(list(OPTIMIZERS), "ten optimizers", daily=["lamb", "adafactor", "MultiSteps"]))
 def test_optimizers(name, disk):
     mesh = mesh_of()

@@ -17,7 +17,7 @@ from jax_offload._base.memory import HOST_KIND
 from jax_offload._base.on_disk import READ, WRITE, Place
 from jax_offload._drive.stages import Staged
 from jax_offload._drive.tasks import Task
-from jax_offload._emit.find import is_update
+from jax_offload._emit.find import holds_driven_update, is_update
 from jax_offload._ir.program import Program
 
 # Stages whose leaves are being read, or written, while another runs.
@@ -172,7 +172,9 @@ _COMPUTES = (
 
 def _check_equation(eqn: Equation, reads: Mapping[Var, Any], written: Mapping[Var, Any]) -> None:
     used = {*variables(eqn.invars)}
-    if (not used.isdisjoint(reads) and not is_update(eqn)) or not used.isdisjoint(written) or _holds_files(eqn):
+    driven = eqn.primitive.name == "while" and holds_driven_update(eqn)  # skip=, whose body is a step of its own
+    inside = not driven and _holds_files(eqn)
+    if (not used.isdisjoint(reads) and not is_update(eqn)) or not used.isdisjoint(written) or inside:
         raise ValueError(_COMPUTES)
 
 
