@@ -164,9 +164,8 @@ def files_of(step: Program) -> OnFiles:
 
 _COMPUTES = (
     "disk: the step computes with a state on disk outside of its update: chooses between two, or reads a leaf. Fix: "
-    "jo.jit(step), in which the state goes from argument to update to result, as through optax's chains; skip=, "
-    "jo.pipelined and wrappers that choose (apply_if_finite, MultiSteps around an offload) do not go together with "
-    "disk= yet."
+    "jo.jit(step), in which the state goes from argument to update to result, as through optax's chains; skip= for an "
+    "update that is not to be, in the place of a lax.cond, or of optax.apply_if_finite around tx.update."
 )
 
 
