@@ -134,7 +134,8 @@ def test_as_in_host_memory(how, axes, disk):
 
 @pytest.mark.parametrize("over", [None, "data"])
 def test_a_batch_divided_between_devices(over, disk):
-    """With ``state_shardings`` for the results, and compiled once."""
+    """With ``state_shardings`` for the results, and compiled once. Gradients that the update divides leave their program
+    divided."""
     mesh = mesh_of()
     params = jax.tree.map(lambda x: x / 8, network(mesh, REPLICATED))
     x = jax.device_put(np.random.default_rng(0).normal(size=(8, 32)).astype(np.float32), NamedSharding(mesh, P("data")))
@@ -155,7 +156,10 @@ def test_a_batch_divided_between_devices(over, disk):
         for _ in range(3):
             after, state = step(after, state, x)
         results.append((after, state))
-    assert len(step._driven._programs) == 1
+    ((driven, _),) = step._driven._programs.values()
+    (first, _), *_ = driven._tasks
+    gradients = [driven._result_place(v) for v in first.outputs if v.aval.shape in {(32, 16), (16, 32), (6, 16, 24)}]
+    assert {place and place.spec for place in gradients} == ({P("data"), P(None, "data")} if over else {None})
     (want, host), (got, state) = results
     assert_close((got, read(state)), (want, read(host)), 2e-5)
     assert jax.tree.map(lambda x: x.sharding, got) == places[0]

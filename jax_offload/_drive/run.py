@@ -62,6 +62,7 @@ class Driven:
         self._places: dict[Var, Sharding] = {v: s for v, s in zip(own, placed, strict=True) if s is not None}
         self._reads = self._files.places(self._devices)
         self._places |= self._reads
+        self._places |= found.scattered
         self._places |= {v: self._places[old] for v, old in found.next_of.items() if old in self._places}
         self._donated = {v for v, given in zip(own, donated, strict=True) if given}
         self._compiled: dict[Hashable, Jit] = {}
