@@ -25,9 +25,9 @@ from jax_offload._base.memory import well_typed, with_kind
 from jax_offload._base.on_disk import TOKEN, OnDisk, Place
 from jax_offload._committed import packed, unpacked
 from jax_offload._disk.buffers import aligned
-from jax_offload._disk.layout import Entry, dtype_of
+from jax_offload._disk.layout import dtype_of
 from jax_offload._disk.store import Store
-from jax_offload._extents import Box, Parts, box_of, boxes_of, gathered, shape_of, whole
+from jax_offload._extents import Box, Parts, box_in, box_of, entries_of, gathered, parts_of, shape_of, whole
 
 _ABOUT = {"by": "jax_offload", "version": 1}
 
@@ -144,7 +144,7 @@ class Disk:
                 f"disk: {self!r} holds a state already. Fix: one jo.disk(...) for each offload and each run; "
                 "disk.resume(target) goes on with the state of the last commit."
             )
-        groups = [_entries(name, x, sharding) for name, x, sharding in leaves]
+        groups = [entries_of(name, x, sharding) for name, x, sharding in leaves]
         if Store.exists(self.directories):
             raise ValueError(
                 f"disk: {self.directories[0]} holds the state of another run, or of an earlier one, as of its last "
@@ -174,8 +174,7 @@ class Disk:
     def _divided(self, name: str) -> tuple[list[Box], np.dtype[Any]]:
         """Which parts of a leaf the entries of its group are, and its type."""
         entries = self._open.groups[self._groups[name]]
-        boxes = [tuple((a, a + n) for a, n in zip(e.begin, e.shape, strict=True)) for e in entries]
-        return boxes, dtype_of(entries[0].dtype)
+        return [box_in(entry) for entry in entries], dtype_of(entries[0].dtype)
 
     def _token(self) -> np.ndarray[Any, Any]:
         return np.asarray(self._version, TOKEN)
@@ -225,8 +224,7 @@ class Disk:
 
     def _write(self, name: str, x: jax.Array) -> None:
         try:
-            shards = [s for s in x.addressable_shards if s.replica_id == 0]
-            parts = [(box_of(s.index, x.shape), np.asarray(s.data)) for s in shards]
+            parts = parts_of(x)
             values = [gathered(parts, box) for box in self._divided(name)[0]]
             with self._calls:
                 writing = self._open.write(self._groups[name], values)
@@ -276,16 +274,10 @@ def _check_processes() -> None:
         )
 
 
-def _entries(name: str, x: Any, sharding: Sharding) -> list[Entry]:
-    """Those of a leaf: what several devices have of it, each part once."""
-    dtype, boxes = np.dtype(x.dtype).name, boxes_of(sharding, x.shape)
-    return [Entry(name, shape_of(box), dtype, tuple(begin for begin, _ in box)) for box in boxes]
-
-
 def _assembled(parts: Parts, sharding: Sharding) -> jax.Array:
     """A leaf of what was read of it, on its devices."""
     shape = shape_of(whole(box for box, _ in parts))
-    boxes = {d: box_of(index, shape) for d, index in sharding.addressable_devices_indices_map(shape).items()}
+    boxes = {d: box_of(index or (), shape) for d, index in sharding.addressable_devices_indices_map(shape).items()}
     found = {box: gathered(parts, box) for box in dict.fromkeys(boxes.values())}
     if next(iter(boxes)).platform == "cpu":  # whose arrays are views of NumPy's, whatever may_alias says (0.10 to 0.12)
         found = {box: _copied(x) for box, x in found.items()}

@@ -116,7 +116,8 @@ def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
       params: the parameters, concrete or abstract, as for ``jax_offload.abstract_state``.
 
     Returns:
-      A tree like the state's, of ``jax.sharding.Sharding``s with memory kinds. Nothing is allocated.
+      A tree like the state's, of ``jax.sharding.Sharding``s with memory kinds; for a leaf on disk that of the number
+      that stands there. Nothing is allocated.
 
     Raises:
       TypeError: ``tx`` is not a transformation.

@@ -134,8 +134,8 @@ def test_as_in_host_memory(how, axes, disk):
 
 @pytest.mark.parametrize("over", [None, "data"])
 def test_a_batch_divided_between_devices(over, disk):
-    """With ``state_shardings`` for the results, and compiled once. Gradients that the update divides leave their program
-    divided."""
+    """With ``state_shardings`` for the results, and compiled once. Gradients that the update divides leave their
+    program divided."""
     mesh = mesh_of()
     params = jax.tree.map(lambda x: x / 8, network(mesh, REPLICATED))
     x = jax.device_put(np.random.default_rng(0).normal(size=(8, 32)).astype(np.float32), NamedSharding(mesh, P("data")))

@@ -199,8 +199,8 @@ def _scattered(update: Update) -> Iterator[tuple[Var, NamedSharding]]:
     gradients = {update.operands[i] for i in update.gradients}
     for eqn in update.program.eqns:
         if eqn.primitive.name == "sharding_constraint" and isinstance(v := eqn.invars[0], Var) and v in gradients:
-            if isinstance(s := eqn.params["sharding"], NamedSharding) and isinstance(s.mesh, Mesh):
-                yield v, s
+            s = eqn.params["sharding"]
+            yield from [(v, s)] if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh) else []
 
 
 def _made(eqn: Equation) -> list[Var]:
