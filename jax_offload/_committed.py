@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 from jax.tree_util import keystr
 
 from jax_offload._base import memory
@@ -16,7 +17,7 @@ from jax_offload._base.on_disk import OnDisk, is_on_disk, landed
 
 _TREE = "tree"  # the entry that says what the others are
 Extra = dict[str, np.ndarray[Any, Any]]
-_Found = Callable[[str], Any]  # from the name of a leaf on disk to what stands for it, or its values
+_Found = Callable[[str, Sharding], Any]  # from a leaf's name and place in host memory to what stands for it, or values
 
 
 def packed(tree: Any) -> tuple[Extra, dict[str, OnDisk]]:
@@ -55,7 +56,7 @@ def unpacked(extra: Mapping[str, np.ndarray[Any, Any]], target: Any, on_disk: _F
     Args:
       extra: the commit's arrays.
       target: a tree of its structure; what is on disk, or any array, may be abstract.
-      on_disk: of a leaf that is on disk what stands for it, or its values, by its name.
+      on_disk: of a leaf that is on disk what stands for it, or its values, by its name and its place in host memory.
       lands: whether leaves go to the disks that the target names.
 
     Raises:
@@ -81,13 +82,11 @@ def unpacked(extra: Mapping[str, np.ndarray[Any, Any]], target: Any, on_disk: _F
     return jax.tree.unflatten(treedef, landed(likes, read) if lands else read(range(len(likes))))
 
 
-def _leaf(
-    number: int, row: Mapping[str, Any], path: str, like: Any, extra: Mapping[str, Any], on_disk: _Found
-) -> Any:
+def _leaf(number: int, row: Mapping[str, Any], path: str, like: Any, extra: Mapping[str, Any], on_disk: _Found) -> Any:
     if "value" in row:
         return row["value"]
     if "on disk" in row:
-        x: Any = on_disk(row["on disk"])
+        x: Any = on_disk(row["on disk"], memory.with_kind(_place_of(like), memory.HOST_KIND))
     else:
         x = np.frombuffer(extra[str(number)].tobytes(), jnp.dtype(row["dtype"])).reshape(row["shape"])
         x = x if "key" not in row else jax.random.wrap_key_data(jnp.asarray(x), impl=row["key"])
@@ -96,8 +95,12 @@ def _leaf(
         return x
     if isinstance(like, np.ndarray):
         return x.copy()
+    return jax.device_put(x, _place_of(like))
+
+
+def _place_of(like: Any) -> Sharding:
     sharding = getattr(memory.off_our_mesh(like), "sharding", None)
-    return jax.device_put(x, memory.ambient_sharding() if sharding is None else sharding)
+    return memory.ambient_sharding() if sharding is None else sharding
 
 
 def _check(path: str, like: Any, found: Any) -> None:

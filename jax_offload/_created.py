@@ -28,7 +28,6 @@ def created(
     disk: Disk, create: Callable[[Any], Any], params: Any, placed: Sequence[tuple[Leaf, Any, Sharding]], treedef: Any
 ) -> optax.OptState:
     """The state that ``create(params)`` is, with those leaves on disk whose rows say so; each is made by itself."""
-    _check_devices(params)
     with described(params):
         traced, _ = jaxpr_of(create, params)
     values, compiled = [*traced.consts, *jax.tree.leaves(params)], dict[Hashable, Any]()
@@ -52,12 +51,3 @@ def _made(
     if key not in compiled:
         compiled[key] = jax.jit(jax_fun(closed(jaxpr)), out_shardings=list(places))
     return compiled[key](*(x for x, u in zip(values, used, strict=True) if u))
-
-
-def _check_devices(params: Any) -> None:
-    devices = {d for x in jax.tree.leaves(params) if isinstance(x, jax.Array) for d in x.sharding.device_set}
-    if len(devices) > 1 or jax.process_count() > 1:
-        raise ValueError(
-            f"disk: the parameters are on {len(devices)} devices of {jax.process_count()} processes, and a state on "
-            "disk is that of one device yet. Fix: shard_over= and host memory (docs/sharding.md)."
-        )

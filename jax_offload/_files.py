@@ -1,8 +1,8 @@
 """The third tier: leaves of a state in files. ``jax_offload.disk`` is the files, and what is under way to and from
 them.
 
-A leaf is a group of the store. Two threads read and four write; each waits for what it needs, so that whoever drives the
-step does not.
+A leaf is a group of the store, and its entries are what several devices have of it. Two threads read and four write;
+each waits for what it needs, so that whoever drives the step does not.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from typing import Any, cast
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Sharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from jax_offload._base.arrays import is_integer
+from jax_offload._base.memory import well_typed, with_kind
 from jax_offload._base.on_disk import TOKEN, OnDisk, Place
 from jax_offload._committed import packed, unpacked
 from jax_offload._disk.buffers import aligned
 from jax_offload._disk.files import Files
-from jax_offload._disk.layout import Entry, dtype_of
+from jax_offload._disk.layout import dtype_of
 from jax_offload._disk.store import Store
+from jax_offload._extents import Box, Parts, box_in, box_of, entries_of, gathered, parts_of, shape_of, whole
 
 _UNDER_WAY = 4  # leaves that are being written while files are filled
 _ABOUT = {"by": "jax_offload", "version": 1}
@@ -118,6 +120,7 @@ class Disk:
         Raises:
           ValueError: there is no commit, it is damaged, or the target is another run's.
         """
+        _check_processes()
         self._let_go()
         self._check_committed()
         store = Store.open(self.directories, about=_ABOUT, files=self._files)
@@ -132,11 +135,12 @@ class Disk:
                 store = stack.enter_context(Store.open(self.directories, about=_ABOUT, files=self._files))
             if store.step is None or (step is not None and step != store.step):
                 raise ValueError(f"step: the one commit of {self!r} is of step {store.step}; got step={step!r}.")
-            groups = {entry.path: k for k, (entry,) in enumerate(store.groups)}
+            groups = {entries[0].path: k for k, entries in enumerate(store.groups)}
 
-            def read(name: str) -> np.ndarray[Any, Any]:
+            def read(name: str, _: Sharding) -> np.ndarray[Any, Any]:
                 k = groups[name]
-                return store.read(k, aligned(store.nbytes(k)), committed=True).result()[0]
+                arrays = store.read(k, aligned(store.nbytes(k)), committed=True).result()
+                return _whole(list(zip(map(box_in, store.groups[k]), arrays, strict=True)))
 
             return unpacked(store.extra(), target, read, lands=True)
 
@@ -158,27 +162,28 @@ class Disk:
 
     # ---- what init and a driven step ask ---------------------------------------------------------------------------
 
-    def create(self, leaves: Sequence[tuple[str, Any]]) -> None:
-        """New files for leaves of these names and types."""
+    def create(self, leaves: Sequence[Place]) -> None:
+        """New files for these leaves, divided as they are between devices."""
+        _check_processes()
         if self._store is not None:
             raise ValueError(
                 f"disk: {self!r} holds a state already. Fix: one jo.disk(...) for each offload and each run; "
                 "disk.resume(target) goes on with the state of the last commit."
             )
-        entries = [Entry(name, tuple(x.shape), np.dtype(x.dtype).name) for name, x in leaves]
+        groups = [entries_of(leaf.name, leaf, leaf.on_its_way) for leaf in leaves]
         if Store.exists(self.directories, files=self._files):
             raise ValueError(
                 f"disk: {self.directories[0]} holds the state of another run, or of an earlier one, as of its last "
                 "commit. Fix: disk.resume(target) goes on with it; for a new run give directories of its own."
             )
-        self._began(Store.create(self.directories, [[each] for each in entries], about=_ABOUT, files=self._files))
+        self._began(Store.create(self.directories, groups, about=_ABOUT, files=self._files))
 
     def fill(self, leaves: Sequence[Place], values: Iterable[Any]) -> list[OnDisk]:
         """New files with these leaves, of values that come one after the other: few of them are in memory at a time.
 
         Nothing is left of it where one does not come.
         """
-        self.create([(each.name, each) for each in leaves])
+        self.create(leaves)
         writing: deque[Future[None]] = deque()
         try:
             for each, x in zip(leaves, values, strict=True):
@@ -191,11 +196,11 @@ class Disk:
             self._let_go()
             raise
         self.advance()
-        return [self.handle(each.name) for each in leaves]
+        return [self.handle(each.name, each.on_its_way) for each in leaves]
 
     def _began(self, store: Store) -> None:
         self._store = store
-        self._groups = {entry.path: k for k, (entry,) in enumerate(store.groups)}
+        self._groups = {entries[0].path: k for k, entries in enumerate(store.groups)}
         self._version = secrets.randbits(31)  # no state of before
         self._committed = None if store.step is None else self._version
         self._writing, self._updating, self._failed = {}, False, ""
@@ -209,10 +214,15 @@ class Disk:
             )
         return self._store
 
-    def handle(self, name: str) -> OnDisk:
-        """What stands for a leaf in a state of this version."""
-        (entry,) = self.opened.groups[self._groups[name]]
-        return OnDisk(self._token(), Place(self, name, entry.shape, dtype_of(entry.dtype)))
+    def handle(self, name: str, sharding: Sharding) -> OnDisk:
+        """What stands for a leaf in a state of this version, which is to be so in host memory on its way."""
+        boxes, dtype = self._divided(name)
+        return OnDisk(self._token(), Place(self, name, shape_of(whole(boxes)), dtype, sharding))
+
+    def _divided(self, name: str) -> tuple[list[Box], np.dtype[Any]]:
+        """Which parts of a leaf the entries of its group are, and its type."""
+        entries = self.opened.groups[self._groups[name]]
+        return [box_in(entry) for entry in entries], dtype_of(entries[0].dtype)
 
     def _token(self) -> np.ndarray[Any, Any]:
         return np.asarray(self._version, TOKEN)
@@ -239,16 +249,13 @@ class Disk:
         return self._reads.submit(self._read, name, sharding)
 
     def _read(self, name: str, sharding: Sharding) -> jax.Array:
-        # on a CPU the array is the buffer, which the pool has again when the array is gone
-        return jax.block_until_ready(jax.device_put(self._values(name), sharding, may_alias=True))
+        return jax.block_until_ready(_assembled(self._parts(name), sharding))
 
-    def _values(
-        self, name: str, into: np.ndarray[Any, Any] | None = None, of_commit: bool = False
-    ) -> np.ndarray[Any, Any]:
+    def _parts(self, name: str, into: np.ndarray[Any, Any] | None = None, of_commit: bool = False) -> Parts:
         if not of_commit and (writing := self._writing.get(name)) is not None:
             writing.result()
-        (found,) = self.opened.read(self._groups[name], into, committed=of_commit).result()
-        return found
+        arrays = self.opened.read(self._groups[name], into, committed=of_commit).result()
+        return list(zip(self._divided(name)[0], arrays, strict=True))
 
     def put(self, name: str, x: jax.Array) -> Future[None]:
         """Its next value, being written once it is there."""
@@ -258,7 +265,9 @@ class Disk:
 
     def _write(self, name: str, x: jax.Array) -> None:
         try:
-            self.opened.write(self._groups[name], [np.asarray(x)]).result()
+            parts = parts_of(x)
+            values = [gathered(parts, box) for box in self._divided(name)[0]]
+            self.opened.write(self._groups[name], values).result()
         except BaseException as error:
             self._failed = f"writing {name} raised {type(error).__name__}: {error}"
             raise
@@ -277,7 +286,7 @@ class Disk:
         if not of_commit:
             self.check(token)
         room = aligned(self.opened.nbytes(self._groups[name]))  # whoever asks may keep it
-        found = self._values(name, room, of_commit)
+        found = _whole(self._parts(name, room, of_commit))
         if not of_commit or int(np.asarray(token)) != self._committed:  # else an update or a commit began meanwhile
             self.check(token)
         return found
@@ -305,3 +314,27 @@ def _threads() -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
     """
     return ThreadPoolExecutor(2, "jax_offload reads"), ThreadPoolExecutor(4, "jax_offload writes")
 
+
+def _check_processes() -> None:
+    if (processes := jax.process_count()) > 1:
+        raise ValueError(
+            f"disk: a state on disk is that of one process yet, and jax runs in {processes}. Fix: host memory, divided "
+            "by shard_over= (docs/sharding.md)."
+        )
+
+
+def _whole(parts: Parts) -> np.ndarray[Any, Any]:
+    return gathered(parts, whole(box for box, _ in parts))
+
+
+def _assembled(parts: Parts, sharding: Sharding) -> jax.Array:
+    """A leaf of what was read of it, on its devices.
+
+    On a CPU its parts are the buffers that they were read into, which the pool has again when the array is gone.
+    """
+    shape = shape_of(whole(box for box, _ in parts))
+    boxes = {d: box_of(index or (), shape) for d, index in sharding.addressable_devices_indices_map(shape).items()}
+    found = {box: gathered(parts, box) for box in dict.fromkeys(boxes.values())}
+    alone = {d: with_kind(SingleDeviceSharding(d), str(sharding.memory_kind)) for d in boxes}
+    shards = [jax.device_put(found[box], alone[d], may_alias=True) for d, box in boxes.items()]
+    return well_typed(jax.make_array_from_single_device_arrays(shape, sharding, shards))

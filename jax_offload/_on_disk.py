@@ -27,9 +27,9 @@ def disk(*directories: str | os.PathLike[str], host_bytes: int = 0) -> Disk:
 
     Args:
       *directories: one or several, on drives of their own, over which the leaves are spread. They are made.
-      host_bytes: of the state that stays in pinned host memory, whole parameters at a time, those whose gradients come
-        last; all else that ``offload`` would keep there is on disk. On top of it come buffers for what is under way:
-        about six groups, of 64 MiB or one parameter's leaves.
+      host_bytes: of the state that stays in pinned host memory, over all devices, what is replicated counted once:
+        whole parameters at a time, those whose gradients come last; all else that ``offload`` would keep there is on
+        disk. On top of it come buffers for what is under way: about six groups, of 64 MiB or one parameter's leaves.
 
     Returns:
       A ``Disk``, for one ``offload``.
@@ -66,8 +66,6 @@ def check_disk(given: Any, policy: Policy) -> None:
         raise ValueError(
             f"disk: the device updates what is on disk; got update_on={policy.update_on!r} too. Fix: leave one out."
         )
-    if policy.shard_over:
-        raise ValueError(f"disk: is for one device yet; got shard_over={policy.shard_over!r} too. Fix: leave one out.")
     if isinstance(policy.fraction, (int, float)) and policy.fraction == 0:
         raise ValueError("disk: with fraction=0 nothing leaves the device. Fix: leave one of both out.")
 

@@ -72,7 +72,9 @@ def placed_state(tx: optax.GradientTransformation, params: Any) -> Any:
     return jax.tree.unflatten(
         treedef,
         [
-            typed(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s, weak_type=getattr(x, "weak_type", False)), leaf.place)
+            typed(
+                jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s, weak_type=getattr(x, "weak_type", False)), leaf.place
+            )
             for leaf, x, s in leaves
         ],
     )
@@ -104,7 +106,9 @@ def placed_leaves(
         shard_bytes = leaf.nbytes // math.prod(shards_of(sharding, aval.shape))
         leaf = dataclasses.replace(leaf, sharding=f"{spec}{note}", shard_bytes=shard_bytes)
         kind = memory.HOST_KIND if leaf.host or leaf.disk else memory.DEVICE_KIND
-        placed.append((leaf, aval, memory.with_kind(sharding, kind)))
+        sharding = memory.with_kind(sharding, kind)
+        leaf = leaf if leaf.place is None else dataclasses.replace(leaf, place=leaf.place.at(sharding))
+        placed.append((leaf, aval, sharding))
     return placed, treedef
 
 
@@ -116,7 +120,8 @@ def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
       params: the parameters, concrete or abstract, as for ``jax_offload.abstract_state``.
 
     Returns:
-      A tree like the state's, of ``jax.sharding.Sharding``s with memory kinds. Nothing is allocated.
+      A tree like the state's, of ``jax.sharding.Sharding``s with memory kinds; for a leaf on disk that of the number
+      that stands there. Nothing is allocated.
 
     Raises:
       TypeError: ``tx`` is not a transformation.
@@ -130,7 +135,14 @@ def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
       >>> state[0].mu["w"].sharding.memory_kind
       'pinned_host'
     """
-    return jax.tree.map(lambda x: x.sharding, placed_state(tx, params))
+    leaves, treedef = placed_leaves(tx, params, remember=True)
+    return jax.tree.unflatten(treedef, [_of_token(s) if leaf.disk else s for leaf, _, s in leaves])
+
+
+def _of_token(sharding: Sharding) -> Sharding:
+    """That of the number that stands in a state for a leaf on disk."""
+    everywhere = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
+    return memory.with_kind(everywhere, memory.DEVICE_KIND)
 
 
 def to_device(state: Any) -> Any:
@@ -153,7 +165,13 @@ def to_device(state: Any) -> Any:
       >>> float(optax.tree.norm(mu))
       0.0
     """
-    in_memory = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)) if is_on_disk(x) else x, state, is_leaf=is_on_disk)
+
+    def read(x: Any) -> Any:
+        if not is_on_disk(x):
+            return x
+        return jax.device_put(np.asarray(x), memory.with_kind(x.sharding, memory.DEVICE_KIND))
+
+    in_memory = jax.tree.map(read, state, is_leaf=is_on_disk)
     return guarded(jax.tree.map(lambda x: memory.to_device(x) if isinstance(x, jax.Array) else x, in_memory), state)
 
 

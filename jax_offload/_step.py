@@ -13,6 +13,7 @@ from typing import Any
 from jax_offload._base.donation import is_guard
 from jax_offload._base.effects import ordered
 from jax_offload._base.jaxprs import Atom, ClosedJaxpr, Equation, renamed, values_of, variables
+from jax_offload._base.on_disk import READ
 from jax_offload._emit.find import holds_update
 from jax_offload._ir.program import Program, Var, flat
 from jax_offload._ir.slices import Slice, slice_of
@@ -64,8 +65,8 @@ def cut_step(step: ClosedJaxpr | Program) -> Cut:
       ValueError: no ``offload`` updates anything in the step, or it has effects whose order a cut would lose.
     """
     program = unguarded(step if isinstance(step, Program) else flat(step, any_jit=True))
-    marks = [holds_update(eqn) for eqn in program.eqns]
-    if not any(marks):
+    marks = [holds_update(eqn) or eqn.primitive is READ for eqn in program.eqns]  # a leaf is read where it is updated
+    if not any(map(holds_update, program.eqns)):
         raise ValueError(
             "step: has no update of an offload(...) in it that can be seen; call tx.update or jo.update_params, and "
             "not under vmap or a derivative."

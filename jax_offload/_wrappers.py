@@ -19,6 +19,7 @@ import optax
 from jax_offload._base.around import wrapped
 from jax_offload._base.arrays import is_array
 from jax_offload._base.memory import on_host, to_device, to_host
+from jax_offload._base.on_disk import opened
 from jax_offload._home import returned
 from jax_offload._plan.options import Options
 from jax_offload._precision.storage import as_stored
@@ -33,12 +34,9 @@ def streamed_around(tx: Any, update: Callable[..., Any], updates: Any, state: An
         rows, treedef = traced_init(tx, like)
     except Exception:  # init cannot run on what we have: the update itself says more
         return NotImplemented
-    if any(leaf.disk for leaf, _ in rows):
-        raise ValueError(
-            "disk: optax.MultiSteps around an offload whose state is on disk chooses between two states. Fix: "
-            "jo.offload(optax.MultiSteps(...), disk=...), or gradients summed up in the step."
-        )
     host = [leaf.host for leaf, _ in rows]
+    on_disk = frozenset(k for k, (leaf, _) in enumerate(rows) if leaf.disk)
+    state, closed = opened(state)
     state = as_stored(state, jax.tree.unflatten(treedef, [aval for _, aval in rows]))
     if not any(host) or jax.tree.structure(state) != treedef:
         return NotImplemented
@@ -54,7 +52,8 @@ def streamed_around(tx: Any, update: Callable[..., Any], updates: Any, state: An
         return updates, jax.tree.unflatten(treedef, leaves)
 
     args = (updates, state, params, extra_args)
-    return streamed(recipe, args, next_of=(0, 1), options=Options(serialise=False))
+    updates, state = streamed(recipe, args, next_of=(0, 1), options=Options(serialise=False, on_disk=on_disk))
+    return updates, closed(state)
 
 
 def adopt_multi_steps() -> None:

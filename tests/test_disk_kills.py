@@ -21,15 +21,16 @@ HOST_BYTES = 2 * WIDTH * WIDTH * 4
 def child(what, folder, *numbers):
     command = [sys.executable, "-m", "tests.support.on_disk", what, str(folder), *map(str, numbers)]
     # the C library otherwise keeps what threads have freed, which is no state
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "MALLOC_MMAP_THRESHOLD_": "131072", "XLA_FLAGS": ""}
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "MALLOC_MMAP_THRESHOLD_": "131072"}
+    env |= {"XLA_FLAGS": f"--xla_force_host_platform_device_count={(*numbers, 1)[4]}"}
     pipe, root = subprocess.PIPE, Path(__file__).parent.parent
     return subprocess.Popen(command, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=env, cwd=root)
 
 
-def resumed(folder):
+def resumed(folder, devices):
     """What is committed there: its step, and every number of it."""
     files = jo.disk(folder, host_bytes=HOST_BYTES)
-    params = on_disk.model(WIDTH, LAYERS)
+    params = on_disk.model(WIDTH, LAYERS, devices)
     tx = jo.offload(on_disk.INNER, min_bytes=1024, disk=files)
     tree, step = files.resume({"params": params, "state": jo.abstract_state(tx, params)})
     found = on_disk.values(tree["params"], tree["state"])
@@ -37,22 +38,23 @@ def resumed(folder):
     return step, found
 
 
+@pytest.mark.parametrize("devices", [1, 4])
 @pytest.mark.parametrize("kills", rows([3, 100], "a hundred processes", daily=[3]))
-def test_killed_at_any_moment_it_goes_on_bit_for_bit(kills, tmp_path):
+def test_killed_at_any_moment_it_goes_on_bit_for_bit(kills, devices, tmp_path):
     at, chance = 0, random.Random(0)
     for _ in range(kills):
-        process = child("kill", tmp_path / "killed", HOST_BYTES, WIDTH, LAYERS, STEPS)
+        process = child("kill", tmp_path / "killed", HOST_BYTES, WIDTH, LAYERS, STEPS, devices)
         assert process.stdout is not None
         said = [int(process.stdout.readline())]
         time.sleep(chance.random() * 0.2)
         process.kill()
         said += [int(line) for line in process.stdout if line.endswith("\n")]
         process.wait()
-        step, found = resumed(tmp_path / "killed")
+        step, found = resumed(tmp_path / "killed", devices)
         assert step - said[-1] in (0, 1) and step > at  # the last that was said to be committed, or the next
         at = step
     undisturbed = jo.disk(tmp_path / "undisturbed", host_bytes=HOST_BYTES)
-    want = on_disk.values(*on_disk.train(undisturbed, WIDTH, LAYERS, at, commit_every=STEPS))
+    want = on_disk.values(*on_disk.train(undisturbed, WIDTH, LAYERS, at, devices, commit_every=STEPS))
     for a, b in zip(found, want, strict=True):
         np.testing.assert_array_equal(a, b)
 

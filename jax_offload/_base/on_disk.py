@@ -12,12 +12,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import jax
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Primitive
+from jax.sharding import NamedSharding, Sharding
 
 from jax_offload._base.calls import identity_primitive
 from jax_offload._base.jaxprs import jaxpr_of
@@ -52,12 +53,25 @@ class UpdatedFromDisk(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Which leaf it is: its home, its name there, and its type."""
+    """Which leaf it is: its home, its name there, its type, and where it is to be in host memory on its way, if known."""
 
     home: Home
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    sharding: Sharding | None = None
+
+    @property
+    def on_its_way(self) -> Sharding:
+        """Where it is to be, of a leaf that was placed."""
+        return cast(Sharding, self.sharding)
+
+    def at(self, sharding: Sharding) -> Place:
+        return dataclasses.replace(self, sharding=sharding)
+
+    def is_leaf(self, other: Place | None) -> bool:
+        """Whether both are one leaf, wherever it is on its way."""
+        return other is not None and (self.home, self.name) == (other.home, other.name)
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -92,6 +106,11 @@ class OnDisk:
     @property
     def dtype(self) -> np.dtype[Any]:
         return self.place.dtype
+
+    @property
+    def sharding(self) -> Sharding:
+        """Where its values are in host memory, on their way to the devices and back."""
+        return self.place.on_its_way
 
     @property
     def ndim(self) -> int:
@@ -167,10 +186,16 @@ def landed(target: Sequence[Any], read: Callable[[Sequence[int]], Sequence[Any]]
 def brought(leaves: Sequence[Any], target: Sequence[Any]) -> list[Any]:
     """Leaves from memory or disk to memory or disk, each where ``target`` says."""
     if any(isinstance(x.token if is_on_disk(x) else x, Tracer) for x in leaves):
-        raise ValueError("state: is on disk, or is to be, which no program does. Fix: jo.to_host(tx, state) outside jit.")
-    if all((x.place if is_on_disk(x) else None) == place_of(like) for x, like in zip(leaves, target, strict=True)):
+        raise ValueError(
+            "state: is on disk, or is to be, which no program does. Fix: jo.to_host(tx, state) outside jit."
+        )
+    if all(_is_there(x, place_of(like)) for x, like in zip(leaves, target, strict=True)):
         return [x if is_on_disk(x) else _brought(x, like) for x, like in zip(leaves, target, strict=True)]
     return landed(target, lambda numbers: [_brought(leaves[k], target[k]) for k in numbers])
+
+
+def _is_there(x: Any, place: Place | None) -> bool:
+    return x.place.is_leaf(place) if is_on_disk(x) else place is None
 
 
 def _brought(x: Any, like: Any) -> Any:
@@ -235,7 +260,10 @@ def _write_leaf(place: Place, x: Any) -> OnDisk:
 
 
 @functools.cache
-def _host_type(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+def _host_type(shape: tuple[int, ...], dtype: np.dtype[Any], sharding: Sharding) -> Any:
+    if isinstance(sharding, NamedSharding):  # whose types tell the mesh
+        x = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        return jaxpr_of(lambda x: x, x)[0].jaxpr.invars[0].aval
     x = jax.ShapeDtypeStruct(shape, dtype)
     return jaxpr_of(lambda x: jax.device_put(x, Space.Host, src=Space.Device), x)[0].jaxpr.outvars[0].aval
 
@@ -254,7 +282,7 @@ def _refuse_init(*args: Any) -> Any:
 READ, WRITE = Primitive("jax_offload_read"), Primitive("jax_offload_write")
 READ.def_impl(_refuse)
 WRITE.def_impl(_refuse)
-READ.def_abstract_eval(lambda token, place: _host_type(place.shape, place.dtype))
+READ.def_abstract_eval(lambda token, place: _host_type(place.shape, place.dtype, place.on_its_way))
 WRITE.def_abstract_eval(lambda x, place: jax.typeof(np.zeros((), TOKEN)))
 for _primitive in READ, WRITE:
     set_rules(_primitive, lower=_refuse, jvp=_refuse, batch=_refuse)

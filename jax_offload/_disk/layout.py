@@ -16,11 +16,12 @@ BLOCK = 8 * 2**20
 
 @dataclass(frozen=True)
 class Entry:
-    """An array of a group: a leaf of the state, or this process's part of it."""
+    """An array of a group: a leaf of the state, or the part of one that begins at ``begin``."""
 
     path: str
     shape: tuple[int, ...]
     dtype: str
+    begin: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:

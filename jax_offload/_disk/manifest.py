@@ -134,11 +134,11 @@ def _checksum(body: Any) -> int:
 
 
 def _entries(entries: Sequence[Entry]) -> list[Any]:
-    return [[entry.path, list(entry.shape), entry.dtype] for entry in entries]
+    return [[entry.path, list(entry.shape), entry.dtype, list(entry.begin)] for entry in entries]
 
 
 def _read_entries(entries: Sequence[Any]) -> tuple[Entry, ...]:
-    return tuple(Entry(path, tuple(shape), dtype) for path, shape, dtype in entries)
+    return tuple(Entry(path, tuple(shape), dtype, tuple(begin)) for path, shape, dtype, begin in entries)
 
 
 def _version(version: Version) -> list[Any]:

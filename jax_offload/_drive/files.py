@@ -17,7 +17,7 @@ from jax_offload._base.memory import HOST_KIND
 from jax_offload._base.on_disk import READ, WRITE, Place
 from jax_offload._drive.stages import Staged
 from jax_offload._drive.tasks import Task
-from jax_offload._emit.find import is_update
+from jax_offload._emit.find import holds_driven_update, is_update
 from jax_offload._ir.program import Program
 
 # Stages whose leaves are being read, or written, while another runs.
@@ -65,9 +65,28 @@ class OnFiles:
         """How many results there are that are no tokens."""
         return len(self.program.outputs) - len(self.writes)
 
-    def moving(self, step: Staged, tasks: Sequence[Task], values: dict[Var, Any], devices: Set[Any]) -> Moving:
+    def places(self, devices: Set[Any]) -> dict[Var, Sharding]:
+        """Where what is read is to be, in a step on these devices: on one of them all is there.
+
+        Raises:
+          ValueError: the state is divided between other devices.
+        """
+        if len(devices) == 1:
+            return dict.fromkeys(self.reads, SingleDeviceSharding(next(iter(devices)), memory_kind=HOST_KIND))
+        for _, leaf in self.reads.values():
+            if not leaf.on_its_way.device_set <= devices:
+                raise ValueError(
+                    f"disk: the state is on {_devices(leaf.on_its_way.device_set)}, {leaf.name} as {leaf.on_its_way}, and "
+                    f"the step runs on {_devices(devices)}. Fix: disk.resume(target) with the shardings that the "
+                    "parameters have now, jo.abstract_state(tx, params) in the state's place."
+                )
+        return {v: leaf.on_its_way for v, (_, leaf) in self.reads.items()}
+
+    def moving(
+        self, step: Staged, tasks: Sequence[Task], values: dict[Var, Any], places: Mapping[Var, Sharding]
+    ) -> Moving:
         """The reads and writes of a run of the step with these inputs."""
-        return Moving(self, step, tasks, values, SingleDeviceSharding(next(iter(devices)), memory_kind=HOST_KIND))
+        return Moving(self, step, tasks, values, places)
 
     def check(self, step: Staged) -> None:
         """Raises ``ValueError`` where what the updates read from disk is not what ``offload`` keeps there."""
@@ -145,15 +164,16 @@ def files_of(step: Program) -> OnFiles:
 
 _COMPUTES = (
     "disk: the step computes with a state on disk outside of its update: chooses between two, or reads a leaf. Fix: "
-    "jo.jit(step), in which the state goes from argument to update to result, as through optax's chains; skip=, "
-    "jo.pipelined and wrappers that choose (apply_if_finite, MultiSteps around an offload) do not go together with "
-    "disk= yet."
+    "jo.jit(step), in which the state goes from argument to update to result, as through optax's chains; skip= for an "
+    "update that is not to be, in the place of a lax.cond, or of optax.apply_if_finite around tx.update."
 )
 
 
 def _check_equation(eqn: Equation, reads: Mapping[Var, Any], written: Mapping[Var, Any]) -> None:
     used = {*variables(eqn.invars)}
-    if (not used.isdisjoint(reads) and not is_update(eqn)) or not used.isdisjoint(written) or _holds_files(eqn):
+    driven = eqn.primitive.name == "while" and holds_driven_update(eqn)  # skip=, whose body is a step of its own
+    inside = not driven and _holds_files(eqn)
+    if (not used.isdisjoint(reads) and not is_update(eqn)) or not used.isdisjoint(written) or inside:
         raise ValueError(_COMPUTES)
 
 
@@ -172,13 +192,18 @@ class Moving:
       step: its stages.
       tasks: they, as they run.
       values: of its inputs, and of all that is made of them.
-      place: where a leaf is to be on its way to the device.
+      places: where what is read is to be, on its way to the device.
     """
 
     def __init__(
-        self, what: OnFiles, step: Staged, tasks: Sequence[Task], values: dict[Var, Any], place: Sharding
+        self,
+        what: OnFiles,
+        step: Staged,
+        tasks: Sequence[Task],
+        values: dict[Var, Any],
+        places: Mapping[Var, Sharding],
     ) -> None:
-        self._what, self._values, self._place = what, values, place
+        self._what, self._values, self._places = what, values, places
         reads = ((what.reads[v][1], k) for k, task in enumerate(tasks) for v in task.inputs if v in what.reads)
         self._last_read = dict(reads)  # leaf -> the last of the tasks that read it
         self._held: dict[Var, None] = {}  # made, and not written yet
@@ -195,7 +220,7 @@ class Moving:
         """What these are going to need starts on its way."""
         for v in (v for task in tasks for v in task.inputs if v in self._what.reads and v not in self._reading):
             leaf = self._what.reads[v][1]
-            self._reading[v] = _files(leaf).fetch(leaf.name, self._place)
+            self._reading[v] = _files(leaf).fetch(leaf.name, self._places[v])
 
     def read(self, task: Task) -> None:
         """What it needs. Waits until that is there, and until what was made long before it has been written."""
@@ -232,6 +257,10 @@ class Moving:
         tokens, rest = {home: files.advance() for home, files in homes.items()}, iter(others)
         n = len(others) + len(self._what.tokens)
         return [tokens[leaf.home] if (leaf := self._what.tokens.get(k)) else next(rest) for k in range(n)]
+
+
+def _devices(devices: Set[Any]) -> str:
+    return ", ".join(sorted(map(str, devices)))
 
 
 def _files(leaf: Place) -> Files:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jax_offload._base.on_disk import is_on_disk
 from jax_offload._drive.run import Driven
 
 
@@ -47,7 +48,7 @@ class DrivenJit:
             given = (_put(given[0], tuple(places) if isinstance(places, list) else places), given[1])
         leaves, tree = jax.tree.flatten(given)
         statics = tuple((i, args[i]) for i in sorted(numbers)), tuple((k, kwargs[k]) for k in names if k in kwargs)
-        key = tree, statics, tuple((jax.typeof(x), getattr(x, "sharding", None)) for x in leaves)
+        key = tree, statics, tuple(map(_kind, jax.tree.leaves(given, is_leaf=is_on_disk)))
         if key not in self._programs:
             traced = self._jitted.trace(*args, **kwargs)
             donated = [info.donated for info in jax.tree.leaves(traced.args_info)]
@@ -56,6 +57,14 @@ class DrivenJit:
         result = jax.tree.unflatten(out_tree, driven(leaves))
         places = self._options.get("out_shardings")
         return result if places is None else _put(result, places)
+
+
+def _kind(x: Any) -> Hashable:
+    """What a step is compiled for; a token is read here, wherever it is."""
+    if is_on_disk(x):
+        token = jax.typeof(x.token)
+        return x.place, token.shape, token.dtype
+    return jax.typeof(x), getattr(x, "sharding", None)
 
 
 def _put(tree: Any, places: Any) -> Any:

@@ -56,10 +56,13 @@ class Driven:
         self._options = options, for_sending
         placed = [getattr(x, "sharding", None) for x in args]
         self._devices = {d for s in placed if s is not None for d in s.device_set} or {*jax.devices()[:1]}
-        self._cores = cores_beside(self._devices)
+        self._cores = cores_beside(self._devices) if any(s.on_cores for s in found.stages) else Cores()
         own = found.inputs[len(found.consts) :]
         own = own[: len(own) - len(self._files.reads)]
         self._places: dict[Var, Sharding] = {v: s for v, s in zip(own, placed, strict=True) if s is not None}
+        self._reads = self._files.places(self._devices)
+        self._places |= self._reads
+        self._places |= found.scattered
         self._places |= {v: self._places[old] for v, old in found.next_of.items() if old in self._places}
         self._donated = {v for v, given in zip(own, donated, strict=True) if given}
         self._compiled: dict[Hashable, Jit] = {}
@@ -71,7 +74,7 @@ class Driven:
         """The step's results, flat, of its flat arguments."""
         given = dict(zip(self._step.inputs, [*self._step.consts, *args], strict=False))
         values, tasks = _Values(self._cores, given), [task for task, _ in self._tasks]
-        files = self._files.moving(self._step, tasks, given, self._devices)
+        files = self._files.moving(self._step, tasks, given, self._reads)
         for k, (task, run) in enumerate(self._tasks):
             for following, _ in self._tasks[k + 1 : k + 2]:
                 values.send(following)

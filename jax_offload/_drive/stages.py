@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
 
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Atom, DropVar, Equation, Jaxpr, Literal, Var, renamed, values_of, variables
@@ -92,6 +93,8 @@ class Staged:
       outputs: its results.
       next_of: result of an update -> the variable of the step that it is the next value of.
       host_leaves: variable of the step -> whether ``offload`` keeps it on disk, for updates of which a part is.
+      scattered: gradients that such an update divides further (ZeRO-1) -> how. Its program has them so; made by another
+        program, they would be reduced whole, and wait so on every device.
     """
 
     inputs: list[Var]
@@ -100,6 +103,7 @@ class Staged:
     outputs: list[Atom]
     next_of: Mapping[Var, Var]
     host_leaves: Mapping[Var, bool] = dataclasses.field(default_factory=dict[Var, bool])
+    scattered: Mapping[Var, NamedSharding] = dataclasses.field(default_factory=dict[Var, NamedSharding])
 
 
 def staged(cut: Cut) -> Staged:
@@ -113,6 +117,7 @@ def staged(cut: Cut) -> Staged:
     next_of: dict[Var, Var] = {}
     seen: set[int] = set()
     on_disk: dict[Var, bool] = {}
+    scattered: dict[Var, NamedSharding] = {}
 
     def on_device(name: str, *pieces: Piece) -> None:
         """Adds to the last program of the device, or another."""
@@ -156,6 +161,7 @@ def staged(cut: Cut) -> Staged:
                 name(update, eqn)
                 hosts = ((names[v], v in update.on_disk) for v in update.operands if is_host_aval(v.aval))
                 on_disk |= {v: known for v, known in hosts if isinstance(v, Var)}
+                scattered |= {x: s for v, s in _scattered(update) if isinstance(x := names[v], Var)}
                 for each in update.plan.passes:
                     on_device("scalars", piece_of(each.prelude))
                     stages += _grouped(GROUP, [planned_piece(p, update) for p in each.slices], on_cores=False)
@@ -184,7 +190,17 @@ def staged(cut: Cut) -> Staged:
         on_device("after", piece_of(cut.after))
     outputs = [renamed(names, v) for v in cut.program.outputs]
     program = cut.program
-    return Staged(program.inputs, program.consts, stages, outputs, next_of, on_disk)
+    scattered = {v: s for v, s in scattered.items() if v not in {*variables(outputs)}}
+    return Staged(program.inputs, program.consts, stages, outputs, next_of, on_disk, scattered)
+
+
+def _scattered(update: Update) -> Iterator[tuple[Var, NamedSharding]]:
+    """The gradients that an update begins with dividing, where types do not tell."""
+    gradients = {update.operands[i] for i in update.gradients}
+    for eqn in update.program.eqns:
+        if eqn.primitive.name == "sharding_constraint" and isinstance(v := eqn.invars[0], Var) and v in gradients:
+            s = eqn.params["sharding"]
+            yield from [(v, s)] if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh) else []
 
 
 def _made(eqn: Equation) -> list[Var]:

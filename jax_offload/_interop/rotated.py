@@ -95,7 +95,7 @@ class Rotated:
         self._homes = {v: home for v, home in homes.items() if home is not None}
         self._start = Jitted(self._before, {})
         self._finish = Jitted(self._after, {"donate_argnums": 0})
-        self._look = jax.jit(self._current, static_argnums=(3, 4))
+        self._look = Jitted(self._current, {"static_argnums": (3, 4)})
         self._trains: dict[int, Jitted] = {}
 
     def start(self, leaves: Sequence[Any], rest: Mapping[str, Any]) -> tuple[Kept, list[Any]]:

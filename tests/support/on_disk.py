@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
 from jax_offload._base.on_disk import is_on_disk
@@ -16,9 +18,11 @@ from jax_offload._drive import stages
 INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 
 
-def model(width, layers):
+def model(width, layers, devices=1):
+    """Its matrices are divided between the devices, where there are several."""
     w = {f"layer_{k}": jax.random.normal(jax.random.key(k), (width, width)) / width**0.5 for k in range(layers)}
-    return jax.device_put(w, jax.devices()[0])
+    mesh = jax.make_mesh((devices,), ("x",), devices=jax.devices()[:devices], axis_types=(AxisType.Auto,))
+    return jax.device_put(w, jax.devices()[0] if devices == 1 else NamedSharding(mesh, P(None, "x")))
 
 
 def loss(params, x):
@@ -40,9 +44,9 @@ def step_of(tx):
     return jo.jit(step, donate_argnums=(0, 1))
 
 
-def train(disk, width, layers, steps, commit_every=1):
+def train(disk, width, layers, steps, devices=1, commit_every=1):
     """From where ``disk`` is, or from the start; says each step that it has committed."""
-    tx, params, start = jo.offload(INNER, min_bytes=1024, disk=disk), model(width, layers), 0
+    tx, params, start = jo.offload(INNER, min_bytes=1024, disk=disk), model(width, layers, devices), 0
     if disk is not None and disk.last_commit is not None:
         target = {"params": params, "state": jo.abstract_state(tx, params)}
         tree, start = disk.resume(target)
@@ -68,9 +72,9 @@ def values(*trees):
 
 
 if __name__ == "__main__":
-    what, folder, host_bytes, width, layers, steps = sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:7])
+    what, folder, (host_bytes, *sizes) = sys.argv[1], Path(sys.argv[2]), map(int, sys.argv[3:])
     stages.GROUP_BYTES = 2**22
     files = None if what == "host" else jo.disk(folder, host_bytes=host_bytes)
-    params, state = train(files, width, layers, steps, commit_every=1 if what == "kill" else steps + 1)
+    params, state = train(files, *sizes, commit_every=1 if what == "kill" else 10**9)
     jax.block_until_ready(params)
     print("MiB", peak())

@@ -1,0 +1,70 @@
+"""How a leaf in files is divided: into boxes, one for each part that some device has of it.
+
+The division is that of the sharding with which the files were made, and stays. Other shardings, after a ``resume``
+say, read and write the same boxes, and put their parts together of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from jax_offload._disk.layout import Entry
+
+Box = tuple[tuple[int, int], ...]  # from where to where, along each axis
+Parts = Sequence[tuple[Box, np.ndarray[Any, Any]]]
+
+
+def box_of(index: Iterable[slice], shape: Sequence[int]) -> Box:
+    """Of the slices that jax says of a shard."""
+    return tuple(each.indices(n)[:2] for each, n in zip(index, shape, strict=True))
+
+
+def boxes_of(sharding: Sharding, shape: Sequence[int]) -> list[Box]:
+    """Those of a leaf, each once: what is replicated has one copy in the files."""
+    return sorted({box_of(index, shape) for index in sharding.devices_indices_map(tuple(shape)).values()})
+
+
+def entries_of(name: str, x: Any, sharding: Sharding) -> list[Entry]:
+    """What is in the files of a leaf: a part for each box."""
+    dtype, boxes = np.dtype(x.dtype).name, boxes_of(sharding, x.shape)
+    return [Entry(name, shape_of(box), dtype, tuple(begin for begin, _ in box)) for box in boxes]
+
+
+def box_in(entry: Entry) -> Box:
+    return tuple((begin, begin + n) for begin, n in zip(entry.begin, entry.shape, strict=True))
+
+
+def parts_of(x: jax.Array) -> Parts:
+    """What the devices have of an array, each part once."""
+    return [(box_of(s.index, x.shape), np.asarray(s.data)) for s in x.addressable_shards if s.replica_id == 0]
+
+
+def whole(boxes: Iterable[Box]) -> Box:
+    """That of the leaf whose boxes these are."""
+    return tuple((0, max(end for _, end in axis)) for axis in zip(*boxes, strict=True))
+
+
+def shape_of(box: Box) -> tuple[int, ...]:
+    return tuple(end - begin for begin, end in box)
+
+
+def gathered(parts: Parts, box: Box) -> np.ndarray[Any, Any]:
+    """The values in a box, of parts that cover it: one of these itself, where it is just that."""
+    for own, x in parts:
+        if own == box:
+            return x
+    found = np.empty(shape_of(box), parts[0][1].dtype)
+    for own, x in parts:
+        both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(own, box, strict=True)]
+        if all(begin < end for begin, end in both):
+            found[_within(both, box)] = x[_within(both, own)]
+    return found
+
+
+def _within(box: Sequence[tuple[int, int]], outer: Box) -> tuple[slice, ...]:
+    return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(box, outer, strict=True))

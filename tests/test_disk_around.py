@@ -1,0 +1,205 @@
+"""What stands around an update whose state is on disk: ``skip=``, ``optax.MultiSteps``, ``jo.pipelined``."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_offload as jo
+from jax_offload._base.on_disk import is_on_disk
+from jax_offload._drive import stages
+from jax_offload._interop import pending
+from tests.support.trees import assert_close
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Some donated buffers were not usable"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:optax"),
+]
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
+X = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
+STORED = {"mu": "int8", "nu": "uint8"}
+
+
+@pytest.fixture(autouse=True)
+def small_groups(monkeypatch):
+    monkeypatch.setattr(stages, "GROUP_BYTES", 1)
+
+
+@pytest.fixture
+def disk(tmp_path):
+    with_files = jo.disk(tmp_path / "state")
+    yield with_files
+    with_files.close()
+
+
+def model(place=None, dtype=jnp.float32):
+    w = {f"layer_{k}": jax.random.normal(jax.random.key(k), (64, 64)) / 8 for k in range(3)}
+    tree = {name: {"w": x.astype(dtype), "b": jnp.full(64, 0.1, dtype)} for name, x in w.items()}
+    return jax.device_put(tree, place or jax.devices()[0])
+
+
+def loss(params, x):
+    for layer in params.values():
+        x = jnp.tanh(x @ layer["w"] + layer["b"])
+    return (x.astype(jnp.float32) ** 2).mean()
+
+
+def read(tree):
+    return jax.tree.map(np.asarray, tree, is_leaf=is_on_disk)
+
+
+def handles(state):
+    return [x for x in jax.tree.leaves(state, is_leaf=is_on_disk) if is_on_disk(x)]
+
+
+def assert_equal(got, want):
+    for (path, a), b in zip(jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(a, b, jax.tree_util.keystr(path))
+
+
+def counted(disk, monkeypatch):
+    """The names of what is being written."""
+    names, put = [], disk.put
+    monkeypatch.setattr(disk, "put", lambda name, x: names.append(name) or put(name, x))
+    return names
+
+
+def run(step, params, state, skips):
+    step = jo.jit(step, donate_argnums=(0, 1))
+    for k, skip in enumerate(skips):
+        params, state = step(params, state, X * (k + 1), np.asarray(skip))
+    return params, state
+
+
+# ---- skip= -----------------------------------------------------------------------------------------------------------
+
+
+def skipping(tx, form="update_params"):
+    def step(params, state, x, skip):
+        grads = jax.grad(loss)(params, x)
+        if form == "update_params":
+            return jo.update_params(tx, grads, state, params, skip=skip)
+        updates, state = tx.update(grads, state, params, skip=skip)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("form", "place", "options"),
+    [
+        ("update", None, {}),
+        ("update_params", None, {}),
+        ("update_params", None, {"storage": STORED}),
+        ("update_params", AxisType.Auto, {"shard_over": "data"}),
+        ("update_params", AxisType.Explicit, {}),
+    ],
+    ids=str,
+)
+def test_an_update_that_is_skipped_is_not_written(form, place, options, disk, monkeypatch):
+    """Not a leaf, and not a bit of it changes; what is updated is as in host memory."""
+    mesh = None if place is None else jax.make_mesh((4,), ("data",), axis_types=(place,))
+    params = model(mesh and NamedSharding(mesh, P()))
+    skips = [False, True, True, False]
+    tx = jo.offload(CLIPPED, min_bytes=1024, disk=disk, **options)
+    state = tx.init(params)
+    names = counted(disk, monkeypatch)
+    got = run(skipping(tx, form), jax.tree.map(jnp.copy, params), state, skips)
+    leaves = len(handles(got[1]))
+    assert leaves >= 6 and len(names) == 2 * leaves
+    host = jo.offload(CLIPPED, min_bytes=1024, **options)
+    want = run(skipping(host, form), jax.tree.map(jnp.copy, params), host.init(params), skips)
+    assert_close(read(got[0]), read(want[0]), 1e-5)
+
+    del names[:]
+    params, state = read(got[0]), read(got[1])
+    after = run(skipping(tx, form), *got, [True] * 3)
+    assert not names
+    assert_equal(read(after), (params, state))
+
+
+def test_an_update_that_is_always_skipped(disk):
+    tx, params = jo.offload(CLIPPED, min_bytes=1024, disk=disk), model()
+    state = tx.init(params)
+    before = read((params, state))
+
+    def step(params, state, x):
+        return jo.update_params(tx, jax.grad(loss)(params, x), state, params, skip=True)
+
+    assert_equal(read(jo.jit(step)(params, state, X)), before)
+
+
+def test_a_commit_after_a_skipped_update(disk):
+    """Holds the same state, and what follows is as undisturbed."""
+    tx, params = jo.offload(CLIPPED, min_bytes=1024, disk=disk), model()
+    params, state = run(skipping(tx), params, tx.init(params), [False, True])
+    disk.commit(2, (params, state))
+    committed = read((params, state))
+    undisturbed = read(run(skipping(tx), params, state, [False, True, False]))
+    (params, state), step = disk.resume((model(), jo.abstract_state(tx, model())))
+    assert step == 2
+    assert_equal(read((params, state)), committed)
+    assert_equal(read(run(skipping(tx), params, state, [False, True, False])), undisturbed)
+
+
+# ---- MultiSteps around -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"storage": STORED}, {"masters": True}], ids=str)
+def test_multi_steps_around(options, disk):
+    """Every third call updates, and what is on disk is what it would be in memory."""
+    options = dict(options)
+    masters = options.pop("masters", False)
+    inner = jo.with_master_params(CLIPPED) if masters else CLIPPED
+    results = []
+    for files in (None, disk):
+        tx = optax.MultiSteps(jo.offload(inner, min_bytes=1024, disk=files, **options), 3).gradient_transformation()
+
+        def step(params, state, x, _, tx=tx):
+            return jo.update_params(tx, jax.grad(loss)(params, x), state, params)
+
+        params = model(dtype=jnp.bfloat16 if masters else jnp.float32)
+        results.append(run(step, params, tx.init(params), [False] * 7))
+    (want, host), (got, state) = results
+    assert len(handles(state)) >= 6
+    assert int(state.mini_step) == 1 and int(state.gradient_step) == 2
+    if not options:
+        assert_close(read(state), read(host), 2e-2 if masters else 2e-5)
+    assert_close(read(got), read(want), 2e-2 if masters else 1e-5)
+
+
+# ---- pipelined -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gradients", ["device", "host"])
+def test_pipelined(gradients, disk, tmp_path, monkeypatch):
+    """Bit for bit the plain loop on disk."""
+    monkeypatch.setattr(pending, "LEAST", 1024)
+    other = jo.disk(tmp_path / "other")
+    plain, tx = (jo.offload(CLIPPED, min_bytes=1024, disk=files) for files in (other, disk))
+
+    def step(tx):
+        return lambda params, state, x, skip: jo.update_params(tx, jax.grad(loss)(params, x), state, params)
+
+    params = model()
+    want = run(step(plain), jax.tree.map(jnp.copy, params), plain.init(params), [False] * 4)
+
+    def turned(params, state, x):
+        return step(tx)(params, state, x, False)
+
+    train = jo.pipelined(turned, donate_argnames=("params", "state"), gradients=gradients)
+    carry, _ = train.start(params, tx.init(params), X)
+    for k in range(1, 4):
+        carry, _ = train(carry, X * (k + 1))
+    look = read(train.params(carry))
+    params, state = train.finish(carry)
+    assert len(handles(state)) == 6
+    assert_close(look, read(params), 1e-6)
+    assert_equal(read((params, state)), read(want))
+    disk.commit(4, (params, state))
+    shown = jo.placement(train, params, state, X)
+    assert shown.disk_bytes == 6 * 64 * 64 * 4
+    other.close()

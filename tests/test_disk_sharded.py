@@ -1,0 +1,318 @@
+"""State on disk of parameters on several devices: sharded like them, replicated, or divided further (ZeRO-1)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_offload as jo
+from jax_offload._base.on_disk import is_on_disk
+from jax_offload._drive import stages
+from jax_offload._extents import box_of, boxes_of, gathered, whole
+from tests.support.rows import rows
+from tests.support.trees import assert_close
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Some donated buffers were not usable"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:optax"),
+]
+SHAPES = {"embed": (32, 16), "layers": {"w": (6, 16, 24), "b": (6, 24)}, "head": (16, 32), "odd": (7, 9)}
+SHARDED = {  # on a mesh of data, fsdp and tensor
+    "embed": P("tensor", "fsdp"),
+    "layers": {"w": P(None, "fsdp", "tensor"), "b": P(None, "tensor")},
+    "head": P("fsdp", "tensor"),
+    "odd": P(),
+}
+OTHERWISE = {"embed": P("data"), "layers": {"w": P(None, None, "fsdp"), "b": P()}, "head": P("tensor"), "odd": P()}
+REPLICATED = {"embed": P(), "layers": {"w": P(), "b": P()}, "head": P(), "odd": P()}
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-2),
+    "clip": CLIPPED,
+    "sgd": optax.sgd(1e-2, momentum=0.9),
+    "lion": optax.lion(1e-2),
+    "lamb": optax.lamb(1e-2),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),
+    "muon": optax.contrib.muon(1e-2),
+    "prodigy": optax.contrib.prodigy(1.0),
+    "schedule": optax.adam(optax.cosine_decay_schedule(1e-2, 10)),
+    "MultiSteps": optax.MultiSteps(optax.adamw(1e-2), 2).gradient_transformation(),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_groups(monkeypatch):
+    monkeypatch.setattr(stages, "GROUP_BYTES", 1)
+
+
+@pytest.fixture
+def disk(tmp_path):
+    with_files = jo.disk(tmp_path / "state")
+    yield with_files
+    with_files.close()
+
+
+def mesh_of(axes=AxisType.Auto, shape=(2, 2, 2), devices=None):
+    return jax.make_mesh(shape, ("data", "fsdp", "tensor"), axis_types=(axes,) * 3, devices=devices)
+
+
+def network(mesh, specs=SHARDED, seed=0, dtype=np.float32):
+    """Parameters on the mesh; with ``None`` on one device."""
+    rng = np.random.default_rng(seed)
+    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
+    values = jax.tree.map(lambda s: rng.standard_normal(s, np.float32).astype(dtype), SHAPES, is_leaf=is_shape)
+    if mesh is None:
+        return jax.device_put(values, jax.devices()[0])
+    return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), values, specs)
+
+
+def step_of(tx):
+    def step(params, state, grads):
+        return jo.update_params(tx, grads, state, params)
+
+    return jo.jit(step, donate_argnums=(0, 1))
+
+
+def run(tx, params, grads, n=3, state=None):
+    params = jax.tree.map(jnp.copy, params)
+    state, step = tx.init(params) if state is None else state, step_of(tx)
+    for _ in range(n):
+        params, state = step(params, state, grads)
+    return params, state
+
+
+def handles(state):
+    return [x for x in jax.tree.leaves(state, is_leaf=is_on_disk) if is_on_disk(x)]
+
+
+def read(tree):
+    return jax.tree.map(np.asarray, tree, is_leaf=is_on_disk)
+
+
+def assert_equal(got, want):
+    for (path, a), b in zip(jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(a, b, jax.tree_util.keystr(path))
+
+
+def assert_as_foretold(tx, params, state):
+    """What is on disk goes through host memory in the shardings of ``abstract_state``; the rest is there."""
+    foretold = jax.tree.leaves(jo.abstract_state(tx, params))
+    for x, want in zip(jax.tree.leaves(state, is_leaf=is_on_disk), foretold, strict=True):
+        assert (x.shape, x.dtype) == (want.shape, want.dtype)
+        assert x.sharding.is_equivalent_to(want.sharding, x.ndim), (x, x.sharding, want.sharding)
+        assert x.sharding.memory_kind == want.sharding.memory_kind
+        assert x.sharding.memory_kind == "pinned_host" or not is_on_disk(x)
+
+
+# ---- values and places ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("how", ["sharded", "replicated", "zero"])
+def test_as_in_host_memory(how, axes, disk):
+    """Moments bit for bit; parameters but for the rounding of a division by XLA."""
+    mesh = mesh_of(axes)
+    specs, over = SHARDED if how == "sharded" else REPLICATED, "data" if how == "zero" else None
+    with jax.set_mesh(mesh):
+        params, grads = network(mesh, specs), network(mesh, specs, seed=100)
+        results = []
+        for files in (None, disk):
+            tx = jo.offload(optax.adamw(1e-2), min_bytes=0, shard_over=over, disk=files)
+            results.append(run(tx, params, grads))
+        (want, host), (got, state) = results
+        assert_as_foretold(tx, params, state)
+        assert len(handles(state)) == 10
+    for x, y, p in zip(*map(jax.tree.leaves, (got, want, params)), strict=True):
+        assert x.sharding == y.sharding, (x.sharding, y.sharding)
+        assert x.sharding.is_equivalent_to(p.sharding, p.ndim)
+    assert_equal(read(state), read(host))
+    assert_close(got, want, 1e-6)
+
+
+@pytest.mark.parametrize("over", [None, "data"])
+def test_a_batch_divided_between_devices(over, disk):
+    """With ``state_shardings`` for the results, and compiled once. Gradients that the update divides leave their
+    program divided."""
+    mesh = mesh_of()
+    params = jax.tree.map(lambda x: x / 8, network(mesh, REPLICATED))
+    x = jax.device_put(np.random.default_rng(0).normal(size=(8, 32)).astype(np.float32), NamedSharding(mesh, P("data")))
+
+    def loss(params, x):
+        x = jnp.tanh(x @ params["embed"] @ params["head"])
+        return (x**2).mean() + sum((p**2).mean() for p in jax.tree.leaves(params["layers"]))
+
+    results = []
+    for files in (None, disk):
+        tx = jo.offload(CLIPPED, min_bytes=0, shard_over=over, disk=files)
+
+        def step(params, state, x, tx=tx):
+            return jo.update_params(tx, jax.grad(loss)(params, x), state, params)
+
+        places = jax.tree.map(lambda p: p.sharding, params), jo.state_shardings(tx, params)
+        step, after, state = jo.jit(step, out_shardings=places), params, tx.init(params)
+        for _ in range(3):
+            after, state = step(after, state, x)
+        results.append((after, state))
+    ((driven, _),) = step._driven._programs.values()
+    (first, _), *_ = driven._tasks
+    gradients = [driven._result_place(v) for v in first.outputs if v.aval.shape in {(32, 16), (16, 32), (6, 16, 24)}]
+    assert {place and place.spec for place in gradients} == ({P("data"), P(None, "data")} if over else {None})
+    (want, host), (got, state) = results
+    assert_close((got, read(state)), (want, read(host)), 2e-5)
+    assert jax.tree.map(lambda x: x.sharding, got) == places[0]
+    assert_as_foretold(tx, params, state)
+
+
+@pytest.mark.parametrize("name", rows(list(OPTIMIZERS), "ten optimizers", daily=["lamb", "adafactor", "MultiSteps"]))
+def test_optimizers(name, disk):
+    mesh = mesh_of()
+    params, grads = network(mesh, REPLICATED), network(mesh, REPLICATED, seed=100)
+    tx = jo.offload(OPTIMIZERS[name], min_bytes=128, shard_over="data", disk=disk)
+    got, state = run(tx, params, grads)
+    assert handles(state)
+    want = run(jo.offload(OPTIMIZERS[name], min_bytes=128, shard_over="data"), params, grads)
+    assert_close((got, read(state)), (want[0], read(want[1])), 2e-5)
+    assert_as_foretold(tx, params, state)
+
+
+@pytest.mark.parametrize("storage", ["bfloat16", {"mu": "int8", "nu": "uint8"}], ids=str)
+def test_stored_in_fewer_bits(storage, disk):
+    mesh = mesh_of()
+    params, grads = network(mesh), network(mesh, seed=100)
+    results = []
+    for files in (None, disk):
+        tx = jo.offload(optax.adamw(1e-2), min_bytes=1024, storage=storage, disk=files)
+        results.append(run(tx, params, grads))
+    assert handles(results[1][1])
+    assert_close(results[1][0], results[0][0], 1e-5)
+
+
+@pytest.mark.parametrize("over", [None, "data"])
+def test_masters(over, disk):
+    mesh = mesh_of()
+    params, grads = (network(mesh, seed=seed, dtype=jnp.bfloat16) for seed in (0, 100))
+    results = []
+    for files in (None, disk):
+        tx = jo.offload(jo.with_master_params(optax.adamw(1e-2)), min_bytes=0, shard_over=over, disk=files)
+        results.append(run(tx, params, grads))
+    (_, host), (got, state) = results
+    assert_as_foretold(tx, params, state)
+    assert_close(read(state), read(host), 2e-5)
+    for x, master in zip(jax.tree.leaves(got), jax.tree.leaves(read(state.master)), strict=True):
+        np.testing.assert_array_equal(np.float32(x), np.float32(master.astype(jnp.bfloat16)))
+
+
+def test_a_part_stays_in_host_memory(tmp_path):
+    mesh, budget = mesh_of(), 5000
+    params, grads = network(mesh), network(mesh, seed=100)
+    tx = jo.offload(optax.adamw(1e-2), min_bytes=1024, disk=jo.disk(tmp_path, host_bytes=budget))
+    table = jo.placement(tx, params)
+    _, state = run(tx, params, grads)
+    kept = [x for x in jax.tree.leaves(state) if getattr(x, "ndim", 0) and x.sharding.memory_kind == "pinned_host"]
+    assert 0 < table.host_bytes == sum(x.nbytes for x in kept) <= budget
+    assert table.disk_bytes == sum(x.dtype.itemsize * np.prod(x.shape) for x in handles(state)) > 0
+    on_disk = [leaf for leaf in table.leaves if leaf.disk]
+    assert {leaf.shard_bytes * 4 for leaf in on_disk} == {leaf.nbytes for leaf in on_disk}
+    assert_as_foretold(tx, params, state)
+
+
+def test_read_to_the_devices(disk):
+    mesh = mesh_of()
+    params = network(mesh)
+    state = jo.offload(optax.adamw(1e-2), min_bytes=0, disk=disk).init(params)
+    mu = jo.to_device(state[0].mu)
+    for x, p in zip(jax.tree.leaves(mu), jax.tree.leaves(params), strict=True):
+        assert x.sharding == p.sharding and x.sharding.memory_kind == "device"
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+
+
+def test_each_part_is_in_the_files_once(disk):
+    """What is replicated too."""
+    params = network(mesh_of())
+    state = jo.offload(optax.adamw(1e-2), min_bytes=0, disk=disk).init(params)
+    parts = {entries[0].path: len(entries) for entries in disk._store.groups}
+    assert parts["[0].mu['embed']"] == 4 and parts["[0].mu['layers']['b']"] == 2 and parts["[0].mu['odd']"] == 1
+    for x in handles(state):
+        entries = disk._store.groups[disk._groups[x.place.name]]
+        assert {entry.shape for entry in entries} == {x.sharding.shard_shape(x.shape)}
+
+
+@pytest.mark.parametrize("other", ["mesh", "specs", "one device", "from one device", "zero"])
+def test_a_commit_is_resumed_in_another_sharding(other, tmp_path):
+    """And goes on as it would have; a second commit from there is resumed in the first sharding again."""
+    mesh = mesh_of()
+    eight = network(mesh), network(mesh, seed=100)
+    one = network(None), network(None, seed=100)
+    there = {
+        "mesh": lambda m: (network(m), network(m, seed=100)),
+        "specs": lambda m: (network(mesh, OTHERWISE), network(mesh, OTHERWISE, seed=100)),
+        "zero": lambda m: eight,
+    }
+    a = one if other == "from one device" else eight
+    b = (
+        one
+        if other == "one device"
+        else eight
+        if other == "from one device"
+        else there[other](mesh_of(shape=(1, 2, 2), devices=jax.devices()[3:7]))
+    )
+    over = "data" if other == "zero" else None
+
+    files = jo.disk(tmp_path)
+    tx = jo.offload(CLIPPED, min_bytes=0, disk=files)
+    params, state = run(tx, *a, 2)
+    files.commit(2, {"params": params, "state": state})
+    committed = read((params, state))
+    undisturbed = read(run(tx, params, a[1], 2, state))
+    files.close()
+
+    for shards, (given, grads) in ((over, b), (None, a)):
+        again = jo.disk(tmp_path)
+        tx = jo.offload(CLIPPED, min_bytes=0, shard_over=shards, disk=again)
+        tree, k = again.resume({"params": given, "state": jo.abstract_state(tx, given)})
+        assert k == 2
+        params, state = tree["params"], tree["state"]
+        assert_equal(read((params, state)), committed)
+        assert jax.tree.map(lambda x: x.sharding, params) == jax.tree.map(lambda x: x.sharding, given)
+        assert_as_foretold(tx, given, state)
+        again.commit(2, {"params": params, "state": state})
+        params, state = run(tx, params, grads, 2, state)
+        assert_close(read((params, state)), undisturbed, 2e-5)
+        if given is a[0] and shards is None:
+            assert_equal(read((params, state)), undisturbed)
+        again.close()
+
+
+def test_a_step_on_other_devices_than_the_state(disk):
+    mesh = mesh_of(shape=(1, 2, 2), devices=jax.devices()[:4])
+    params = network(mesh)
+    tx = jo.offload(CLIPPED, min_bytes=0, disk=disk)
+    state = tx.init(params)
+    elsewhere = mesh_of(shape=(1, 2, 2), devices=jax.devices()[4:])
+    with pytest.raises(ValueError, match=r"disk: the state is on .*, and the step runs on .* Fix: disk\.resume"):
+        step_of(tx)(network(elsewhere), jax.device_put(state, NamedSharding(elsewhere, P())), network(elsewhere))
+
+
+# ---- boxes ---------------------------------------------------------------------------------------------------------
+
+
+def test_any_box_of_any_parts():
+    mesh = mesh_of()
+    x = np.arange(16 * 24).reshape(16, 24)
+    specs = [P(), P("data"), P(None, ("fsdp", "tensor")), P(("data", "fsdp"), "tensor"), P("tensor", "data")]
+    for mine in specs:
+        parts = [(box, cut(x, box)) for box in boxes_of(NamedSharding(mesh, mine), x.shape)]
+        assert whole(box for box, _ in parts) == ((0, 16), (0, 24))
+        for theirs in specs:
+            for box in boxes_of(NamedSharding(mesh, theirs), x.shape):
+                np.testing.assert_array_equal(gathered(parts, box), cut(x, box))
+    assert box_of((slice(None), slice(4, 8)), (16, 24)) == ((0, 16), (4, 8))
+
+
+def cut(x, box):
+    return x[tuple(slice(*each) for each in box)]
