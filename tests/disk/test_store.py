@@ -225,4 +225,4 @@ def test_nothing_is_there_before_the_first_commit(tmp_path):
 def test_the_manifest_is_json(tmp_path):
     made([tmp_path]).close()
     body = json.loads((tmp_path / "manifest.json").read_text())["manifest"]
-    assert body["step"] == 0 and body["about"] == ABOUT and body["groups"][1][0] == ["b/mu", [5000], "float32"]
+    assert body["step"] == 0 and body["about"] == ABOUT and body["groups"][1][0] == ["b/mu", [5000], "float32", []]
