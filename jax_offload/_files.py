@@ -107,6 +107,7 @@ class Disk:
         if lost := self._groups.keys() - found.keys():
             raise ValueError(f"tree: has not the whole state; {min(lost)} is on disk and not in it.")
         self.wait()
+        self._committed = None  # a leaf that is being read as of the last commit is then of neither
         store.commit(int(step), extra).result()
         self._committed = self._version
 

@@ -142,7 +142,7 @@ def check_in_memory(state: Any, what: str) -> None:
     if found := [x for x in leaves if is_on_disk(x)]:
         raise ValueError(
             f"{what}: {len(found)} leaves of the state are on disk, the first is {found[0]!r}. Fix: jo.to_device(part) "
-            "reads a part of the state; disk.commit(step, tree) saves all of it, and disk.resume(target) reads that."
+            "reads a part of the state; jo.to_host(tx, state), with a tx without disk=, all of it."
         )
 
 

@@ -63,8 +63,7 @@ class Commits:
             extra=extra,
             extra_version=Version(slot, tuple(checksums)),
         )
-        place = self._directories.paths[0]
-        _manifest.save(self._directories.files, place, _manifest.NAME, _manifest.to_bytes(manifest))
+        _manifest.save_both(self._directories.files, self._directories.paths, manifest)
         self._manifest, self.step = manifest, step
 
     def extra(self) -> dict[str, np.ndarray]:

@@ -1,8 +1,14 @@
-"""The manifest: what a store holds at its last commit, as a small file that is swapped whole."""
+"""The manifest: what a store holds at its last commit, as a small file that is swapped whole.
+
+There is a second one, on the last disk, swapped after the first. It is not that of an older commit, whose slots have
+been written over: while a commit is made it is that of the one before, both of whose slots are still there.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +18,12 @@ from typing import Any
 from jax_offload._disk.files import Files
 from jax_offload._disk.layout import Entry
 
-NAME = "manifest.json"
+NAME, COPY = "manifest.json", "manifest.copy.json"
 FORMAT = 1
-_RESTORE = "Restore from a checkpoint into a new store."
+_LOST = (
+    "The groups' bytes are there, in two slots each, and nothing says any more which of them the last commit is, nor "
+    "their checksums. Restore from a checkpoint into a new store."
+)
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,10 @@ def to_bytes(manifest: Manifest) -> bytes:
     return json.dumps({"manifest": body, "crc32": _checksum(body)}).encode()
 
 
+class _Damaged(ValueError):
+    """It is not what was written."""
+
+
 def from_bytes(data: bytes, path: Path) -> Manifest:
     """The manifest. ``ValueError`` where it is damaged, or of a version of this library that is not this one's."""
     try:
@@ -66,7 +79,7 @@ def from_bytes(data: bytes, path: Path) -> Manifest:
     except (ValueError, KeyError, TypeError):
         intact, body = False, {}
     if not intact:
-        raise ValueError(f"the manifest {str(path)!r} is damaged, {len(data)} bytes long. {_RESTORE}")
+        raise _Damaged(f"the manifest {str(path)!r} is damaged, {len(data)} bytes long")
     if body["format"] != FORMAT:
         raise ValueError(
             f"the store of {str(path)!r} has format {body['format']}, and this version reads {FORMAT}. Read it with "
@@ -93,16 +106,59 @@ def save(files: Files, directory: Path, name: str, data: bytes) -> None:
     files.sync_directory(directory)
 
 
+def paths(directories: Sequence[Path]) -> tuple[Path, Path]:
+    """Where the two are."""
+    return Path(directories[0]) / NAME, Path(directories[-1]) / COPY
+
+
+def save_both(files: Files, directories: Sequence[Path], manifest: Manifest) -> None:
+    """Swaps the first, with which the commit is made, then the second."""
+    for path in paths(directories):
+        save(files, path.parent, path.name, to_bytes(manifest))
+
+
+def exists(files: Files, directories: Sequence[Path]) -> bool:
+    """Whether there is one, whole or not."""
+    for path in paths(directories):
+        with contextlib.suppress(FileNotFoundError):
+            files.size(path)
+            return True
+    return False
+
+
+def mend(files: Files, directories: Sequence[Path], manifest: Manifest) -> None:
+    """Writes anew what of both is not this one; else it might be read one day, and be of slots written over since."""
+    for path in paths(directories):
+        try:
+            data = files.read(path)
+            if data == to_bytes(manifest):
+                continue
+            from_bytes(data, path)  # whole, and of a commit that was not the last
+        except (FileNotFoundError, _Damaged) as error:
+            what = error if isinstance(error, _Damaged) else f"the manifest {str(path)!r} is not there"
+            warnings.warn(f"{what}. The other one is whole: step {manifest.step}. Check the disk.", stacklevel=2)
+        save(files, path.parent, path.name, to_bytes(manifest))
+
+
 def load(files: Files, directories: Sequence[Path]) -> Manifest:
-    """That of the store in ``directories``."""
-    path = directories[0] / NAME
-    try:
-        manifest = from_bytes(files.read(path), path)
-    except FileNotFoundError:
+    """That of the store in ``directories``: the second where the first is damaged or lost."""
+    found: Manifest | None = None
+    wrong: list[ValueError] = []
+    for path in paths(directories):
+        try:
+            found = found or from_bytes(files.read(path), path)
+        except FileNotFoundError:
+            wrong.append(ValueError(f"the manifest {str(path)!r} is not there"))
+        except _Damaged as error:
+            wrong.append(error)
+    if found is None and any(isinstance(error, _Damaged) for error in wrong):
+        raise ValueError(f"{'; '.join(map(str, wrong))}. {_LOST}")
+    if found is None:
         raise ValueError(
             f"{str(directories[0])!r} has no {NAME}: there is no store, or it ended before its first commit. Make one; "
             "nothing was in it."
-        ) from None
+        )
+    manifest = found
     if manifest.directories != len(directories):
         raise ValueError(
             f"the store is striped over {manifest.directories} directories, and {len(directories)} are given: "

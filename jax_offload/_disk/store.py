@@ -82,11 +82,11 @@ class Store:
         places = Directories(directories, files)
         places.lock()
         try:
+            places.check_unused()
             if cls.exists(directories, files=files):
                 raise ValueError(
                     f"{str(directories[0])!r} holds a store. Open it, or remove it, or give a directory of its own."
                 )
-            places.check_unused()
             entries = tuple(tuple(group) for group in groups)
             none = Version(0, ())
             manifest = Manifest(
@@ -127,6 +127,7 @@ class Store:
             places.check_identity(manifest.store)
             if about is not None:
                 _manifest.check_about(manifest, about, places.paths[0])
+            _manifest.mend(files, places.paths, manifest)
             return cls(places, manifest, committed=True)
         except BaseException:
             places.close()
@@ -135,11 +136,7 @@ class Store:
     @staticmethod
     def exists(directories: Sequence[Path], *, files: Files | None = None) -> bool:
         """Whether there is a store with a commit, whole or not."""
-        try:
-            (files or Files()).size(Path(directories[0]) / _manifest.NAME)
-        except FileNotFoundError:
-            return False
-        return True
+        return _manifest.exists(files or Files(), directories)
 
     @property
     def step(self) -> int | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from jax_offload._disk import manifest
 from jax_offload._disk.layout import ALIGNED
 from jax_offload._disk.store import Store
 from tests.disk.faulty import (
@@ -182,7 +183,7 @@ def test_data_is_synced_before_the_manifest_is_swapped_and_the_directory_after(p
         store.commit(1, extra_of(1)).result()
     names = [name for name, _ in files.calls if name in ("sync", "write", "replace", "sync_directory")]
     # once for each directory: new space for the arrays beside the groups; then their files and the groups'
-    assert names == ["sync_directory"] * 2 + ["sync"] * 4 + ["write", "replace", "sync_directory"]
+    assert names == ["sync_directory"] * 2 + ["sync"] * 4 + ["write", "replace", "sync_directory"] * 2
     last = max(k for k, (name, _) in enumerate(files.calls) if name == "pwritev")
     assert last < next(k for k, (name, _) in enumerate(files.calls) if name == "sync")
 
@@ -233,26 +234,75 @@ def test_a_file_that_vanishes_while_it_is_in_use(place):
         store.close()
 
 
-@pytest.mark.parametrize("damage", ["torn", "flipped", "empty", "another format"])
-def test_a_manifest_that_is_damaged(place, damage):
+MANIFESTS = [(0, "manifest.json"), (1, "manifest.copy.json")]
+DAMAGES = {
+    "torn": lambda path: path.write_bytes(path.read_bytes()[:-30]),
+    "flipped": lambda path: path.write_bytes(path.read_bytes().replace(b'"step": 0', b'"step": 1')),
+    "empty": lambda path: path.write_bytes(b""),
+    "lost": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_manifest_that_is_damaged_or_lost(place, damage, which):
+    """The other is read, and this one written anew."""
+    made(place).close()
+    number, name = MANIFESTS[which]
+    path = place[number] / name
+    data = path.read_bytes()
+    DAMAGES[damage](path)
+    with pytest.warns(UserWarning, match=rf"{name}' is .*The other one is whole: step 0"):
+        holds(place, 0)
+    assert path.read_bytes() == data
+    holds(place, 0)
+
+
+@pytest.mark.parametrize("damages", [("torn", "flipped"), ("lost", "empty"), ("empty", "lost")])
+def test_both_manifests_that_are_damaged(place, damages):
+    made(place).close()
+    for (number, name), damage in zip(MANIFESTS, damages, strict=True):
+        DAMAGES[damage](place[number] / name)
+    with pytest.raises(ValueError, match=r"manifest.*is damaged.*in two slots each, and nothing says any more which"):
+        Store.open(place)
+    with pytest.raises(ValueError, match="holds a store"):
+        Store.create(place, GROUPS, about=ABOUT)
+
+
+def test_a_manifest_of_another_format(place, monkeypatch):
     made(place).close()
     path = place[0] / "manifest.json"
-    data = path.read_bytes()
-    if damage == "another format":
-        from jax_offload._disk import manifest
-
-        manifest.FORMAT, before = 99, manifest.FORMAT
-        try:
-            path.write_bytes(
-                manifest.to_bytes(manifest.Manifest("s", 0, {}, 2, 4096, (), (), (), manifest.Version(0, ())))
-            )
-        finally:
-            manifest.FORMAT = before
-    else:
-        flipped = data.replace(b'"step": 0', b'"step": 1')
-        path.write_bytes({"torn": data[:-30], "flipped": flipped, "empty": b""}[damage])
-    with pytest.raises(ValueError, match="has format 99" if "format" in damage else "manifest.json' is damaged"):
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "FORMAT", 99)
+        path.write_bytes(
+            manifest.to_bytes(manifest.Manifest("s", 0, {}, 2, 4096, (), (), (), manifest.Version(0, ())))
+        )
+    with pytest.raises(ValueError, match="has format 99"):
         Store.open(place)
+
+
+@pytest.mark.parametrize("until", ["replace", "write"])
+def test_the_second_manifest_never_says_what_was_written_over(place, until):
+    """Killed between the two, it is of the commit before, and whole; and the next to open brings it up."""
+    files = Faulty()
+    store = made(place, files=files)
+    write_all(store, 1)
+    files.fault = error(FAILED, until, 0, "copy")
+    with pytest.raises(OSError, match="Input/output"):
+        store.commit(1, extra_of(1)).result()
+    with pytest.raises(ValueError, match="stopped"):
+        store.close()
+    first, second = (place[number] / name for number, name in MANIFESTS)
+    kept, old = first.read_bytes(), second.read_bytes()
+    first.unlink()
+    with pytest.warns(UserWarning, match="is not there"):
+        holds(place, 0)
+    first.write_bytes(kept)  # as it was when it was killed
+    assert second.read_bytes() == old != kept
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        holds(place, 1)
+    assert first.read_bytes() == second.read_bytes() == kept
 
 
 def test_a_manifest_that_was_being_written(place):
