@@ -111,13 +111,13 @@ def assert_as_foretold(tx, params, state):
 
 
 @pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("how", ["sharded", "replicated", "zero"])
+@pytest.mark.parametrize("how", ["sharded", "replicated", "zero", "a mesh of one device"])
 def test_as_in_host_memory(how, axes, disk, monkeypatch):
     """Moments bit for bit; parameters but for the rounding of a division by XLA. What is written is where the next step
     has it: each device gives its own part."""
     placed, put = [], disk.put
     monkeypatch.setattr(disk, "put", lambda name, x: placed.append((name, x.sharding)) or put(name, x))
-    mesh = mesh_of(axes)
+    mesh = mesh_of(axes, (1, 1, 1), jax.devices()[1:2]) if "one" in how else mesh_of(axes)
     specs, over = SHARDED if how == "sharded" else REPLICATED, "data" if how == "zero" else None
     with jax.set_mesh(mesh):
         params, grads = network(mesh, specs), network(mesh, specs, seed=100)
