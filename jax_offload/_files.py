@@ -74,6 +74,7 @@ class Disk:
     @property
     def last_commit(self) -> int | None:
         """The step of the last commit in these directories; ``None`` where there is none."""
+        _check_processes()
         if self._store is not None:
             return self._store.step
         if not Store.exists(self.directories, files=self._files):

@@ -35,7 +35,6 @@ def streamed_around(tx: Any, update: Callable[..., Any], updates: Any, state: An
     except Exception:  # init cannot run on what we have: the update itself says more
         return NotImplemented
     host = [leaf.host for leaf, _ in rows]
-    on_disk = frozenset(k for k, (leaf, _) in enumerate(rows) if leaf.disk)
     state, closed = opened(state)
     state = as_stored(state, jax.tree.unflatten(treedef, [aval for _, aval in rows]))
     if not any(host) or jax.tree.structure(state) != treedef:
@@ -52,7 +51,7 @@ def streamed_around(tx: Any, update: Callable[..., Any], updates: Any, state: An
         return updates, jax.tree.unflatten(treedef, leaves)
 
     args = (updates, state, params, extra_args)
-    updates, state = streamed(recipe, args, next_of=(0, 1), options=Options(serialise=False, on_disk=on_disk))
+    updates, state = streamed(recipe, args, next_of=(0, 1), options=Options(serialise=False))
     return updates, closed(state)
 
 

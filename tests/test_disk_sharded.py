@@ -111,10 +111,13 @@ def assert_as_foretold(tx, params, state):
 
 
 @pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("how", ["sharded", "replicated", "zero"])
-def test_as_in_host_memory(how, axes, disk):
-    """Moments bit for bit; parameters but for the rounding of a division by XLA."""
-    mesh = mesh_of(axes)
+@pytest.mark.parametrize("how", ["sharded", "replicated", "zero", "a mesh of one device"])
+def test_as_in_host_memory(how, axes, disk, monkeypatch):
+    """Moments bit for bit; parameters but for the rounding of a division by XLA. What is written is where the next step
+    has it: each device gives its own part."""
+    placed, put = [], disk.put
+    monkeypatch.setattr(disk, "put", lambda name, x: placed.append((name, x.sharding)) or put(name, x))
+    mesh = mesh_of(axes, (1, 1, 1), jax.devices()[1:2]) if "one" in how else mesh_of(axes)
     specs, over = SHARDED if how == "sharded" else REPLICATED, "data" if how == "zero" else None
     with jax.set_mesh(mesh):
         params, grads = network(mesh, specs), network(mesh, specs, seed=100)
@@ -125,6 +128,11 @@ def test_as_in_host_memory(how, axes, disk):
         (want, host), (got, state) = results
         assert_as_foretold(tx, params, state)
         assert len(handles(state)) == 10
+        where = {x.place.name: x for x in handles(state)}
+        assert len(placed) == 4 * len(where)
+        for name, sharding in placed:
+            assert sharding.memory_kind == "pinned_host"
+            assert sharding.is_equivalent_to(where[name].sharding, where[name].ndim), name
     for x, y, p in zip(*map(jax.tree.leaves, (got, want, params)), strict=True):
         assert x.sharding == y.sharding, (x.sharding, y.sharding)
         assert x.sharding.is_equivalent_to(p.sharding, p.ndim)

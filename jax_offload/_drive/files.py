@@ -71,16 +71,16 @@ class OnFiles:
         Raises:
           ValueError: the state is divided between other devices.
         """
-        if len(devices) == 1:
-            return dict.fromkeys(self.reads, SingleDeviceSharding(next(iter(devices)), memory_kind=HOST_KIND))
+        alone = SingleDeviceSharding(next(iter(devices)), memory_kind=HOST_KIND) if len(devices) == 1 else None
         for _, leaf in self.reads.values():
-            if not leaf.on_its_way.device_set <= devices:
+            if alone is None and not leaf.on_its_way.device_set <= devices:
                 raise ValueError(
                     f"disk: the state is on {_devices(leaf.on_its_way.device_set)}, {leaf.name} as {leaf.on_its_way}, and "
                     f"the step runs on {_devices(devices)}. Fix: disk.resume(target) with the shardings that the "
                     "parameters have now, jo.abstract_state(tx, params) in the state's place."
                 )
-        return {v: leaf.on_its_way for v, (_, leaf) in self.reads.items()}
+        here = {v: leaf.on_its_way for v, (_, leaf) in self.reads.items()}
+        return {v: s if alone is None or s.device_set == devices else alone for v, s in here.items()}
 
     def moving(
         self, step: Staged, tasks: Sequence[Task], values: dict[Var, Any], places: Mapping[Var, Sharding]
