@@ -79,7 +79,7 @@ def drive(name: str | Path | Drive) -> Drive:
     found = _known().get(str(name).lower())
     if found is None:
         raise ValueError(
-            f"drive: {str(name)!r} is not known. Known: {_listed()}; or the path of a .toml with the figures of another."
+            f"drive: {str(name)!r} is not known. Known: {_listed()}; or the path of a .toml with another's figures."
         )
     return found
 
@@ -117,5 +117,7 @@ def _made(name: str, table: Mapping[str, Any], where: str) -> Drive:
         raise ValueError(f'drive: {where} lacks {", ".join(missing)}. Add them, or a line like = "{DEFAULT}".')
     for key in figures:
         if isinstance(value := table[key], bool) or not isinstance(value, int | float) or value <= 0:
-            raise ValueError(f"drive: {key} in {where} is {value!r}; expected a number above 0, in bytes or per second.")
+            raise ValueError(
+                f"drive: {key} in {where} is {value!r}; expected a number above 0, in bytes or per second."
+            )
     return Drive(name, **{key: float(table[key]) for key in figures}, sources=dict(table.get("sources", {})))

@@ -16,9 +16,9 @@ from jax.sharding import NamedSharding
 from jax_offload._analysis.exposure import BACKWARD, FORWARD
 from jax_offload._analysis.forecast import Forecast
 from jax_offload._analysis.host import POOL_HEADROOM
-from jax_offload._analysis.option import Option
 from jax_offload._analysis.on_disk import AHEAD, NO_FILES, Files, files_by_leaves
-from jax_offload._analysis.setting import ON_DISK, Setting, of_the_cores, of_the_disk, priced
+from jax_offload._analysis.option import Option
+from jax_offload._analysis.setting import Setting, of_the_cores, of_the_disk, priced
 from jax_offload._analysis.streams import Streams, streams
 from jax_offload._analysis.units import in_bytes, in_seconds
 from jax_offload._analysis.ways import Way, drives_of, inner_of, on_disk, resident, way, ways, without_cores
@@ -83,7 +83,8 @@ def of_optimizer(
     alone = setting.devices[0] == 1 and len(found.leaves) <= MANY_LEAVES
     for each in ways(inner, given, params, called, norm, alone):
         options.append(parts.option(each, measured(each, params, found)))
-    if (room := _room_beside(options[1], setting, found)) is not None and not {*given} & {"disk", "update_on", "shard_over"}:
+    room = None if {*given} & {"disk", "update_on", "shard_over"} else _room_beside(options[1], setting, found)
+    if room is not None:
         each = on_disk(inner, called, given, room)
         option = parts.option(each, measured(each, params, found))
         notes.append(_advised(option, helps := not setting.host.why_not(option.host)))
@@ -110,11 +111,11 @@ def labels(options: Sequence[Option]) -> tuple[tuple[str, str], ...]:
 def _room_beside(option: Option, setting: Setting, found: Measured) -> int | None:
     """Bytes of state that this host has memory for, beside what is under way to and from a disk; ``None`` where it has
     enough for all."""
-    devices, usable = setting.devices[1], setting.host.usable
-    if usable is None or not setting.host.why_not(option.host * devices):
+    usable = setting.host.usable
+    if usable is None or setting.devices[0] > 1 or not setting.host.why_not(option.host):
         return None
     buffers = AHEAD * max((group.read for group in found.by_groups.groups), default=0)
-    return max(0, int(usable / devices / POOL_HEADROOM - buffers) >> 30 << 30)
+    return max(0, int(usable / POOL_HEADROOM - buffers) >> 30 << 30)
 
 
 def _advised(option: Option, helps: bool) -> str:
@@ -250,7 +251,7 @@ def smallest_share(leaves: Sequence[Leaf], room: int) -> float:
 
     Leaves move in their order, as ``fraction`` takes them.
     """
-    eligible = sorted((leaf for leaf in leaves if leaf.host), key=lambda leaf: leaf.rank)
+    eligible = sorted((leaf for leaf in leaves if leaf.host or leaf.disk), key=lambda leaf: leaf.rank)
     stays, taken = sum(leaf.shard_bytes for leaf in leaves), 0
     for leaf in eligible:
         if stays <= room:

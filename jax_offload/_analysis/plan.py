@@ -38,8 +38,8 @@ def plan(
 
     ``plan(tx, params)``: of an optimizer, offloaded already or not. A row for every way: resident, offloaded, the
     smallest ``fraction`` that fits, moments in bfloat16 and in 8 bits, ZeRO-1 where parameters are replicated over a
-    mesh, ``jax_offload.pipelined`` where gradients are clipped by their norm; with files where this host's memory is not
-    enough. Activations are not in these peaks.
+    mesh, ``jax_offload.pipelined`` where gradients are clipped by their norm; with files where this host lacks memory.
+    Activations are not in these peaks.
 
     ``plan(step, *args)``: of a training step that offloads, with its state on the device, under ``jax.jit``,
     ``jax_offload.jit`` and, where gradients are clipped by their norm, ``jax_offload.pipelined``; its activations and
@@ -48,8 +48,8 @@ def plan(
 
     Nothing is allocated or decided here: the placements and plans are those that would run. The estimate's model of
     time: transfers are hidden behind the backward pass, two thirds of a step's arithmetic; in ``pipelined`` behind the
-    forward pass; not at all where an update waits for a norm of all gradients. What is not hidden is added. Of a state on
-    disk the first groups are read, and the last written, beside the gradients; the rest is waited for.
+    forward pass; not at all where an update waits for a norm of all gradients. What is not hidden is added. Of a
+    state on disk the first groups are read, and the last written, beside the gradients; the rest is waited for.
 
     Args:
       tx: the transformation; or the step, jitted or not.

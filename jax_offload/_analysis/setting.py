@@ -213,14 +213,14 @@ def of_the_disk(options: Sequence[Option], setting: Setting) -> list[str]:
     """What the first way with a disk has its drives write, and whether they stand it."""
     found: list[str] = []
     drive, n = setting.drive, setting.drives
-    for option in [option for option in options if option.per_day is not None][:1]:
+    for option, per_day in [(option, option.per_day) for option in options if option.per_day is not None][:1]:
         how = "" if setting.compute else "at most "
-        said = (f"{option.name}: {in_bytes(option.written)} written in a step, {how}{in_bytes(option.per_day)} a day "
+        said = (f"{option.name}: {in_bytes(option.written)} written in a step, {how}{in_bytes(per_day)} a day "
                 f"{'on each drive' if n > 1 else 'on the drive'}")  # fmt: skip
-        if option.per_day <= drive.per_day:
+        if per_day <= drive.per_day:
             found.append(f"{said}, of {in_bytes(drive.per_day)} that it is rated for")
             continue
-        times = option.per_day / drive.per_day
+        times = per_day / drive.per_day
         found.append(f"warning: {said}, {times:.1f} times the {in_bytes(drive.per_day)} that it is rated for: five "
                      f"years' worth in {5 * 365 / times:,.0f} days")  # fmt: skip
     if found:
