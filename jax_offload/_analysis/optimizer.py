@@ -237,7 +237,7 @@ def solved(
     best, smallest = moved, 1.0
     for _ in range(0 if "fraction" in given else 3):  # what is smaller has a smaller window, and may be smaller yet
         share = math.ceil(100 * smallest_share(all_.leaves, memory - (best.peak - best.state))) / 100
-        if share >= smallest:
+        if share >= smallest or (not share and "disk" in given):  # where nothing leaves the device, nothing is on disk
             break
         option = tried("fraction", fraction=share)
         if not option.fits:

@@ -167,7 +167,8 @@ def _time(forecast: Printed, option: Option) -> list[str]:
     if option.hidden_from is not None:
         found[0] += f"; hidden from {option.hidden_from:,} tokens per step on"
     if forecast.compute is not None and option.exposed is not None:
-        found[0] += f"; of a step of {in_seconds(forecast.compute)} it adds {in_seconds(option.exposed)}"
+        adds = "it and the disk add" if option.disk else "it adds"
+        found[0] += f"; of a step of {in_seconds(forecast.compute)} {adds} {in_seconds(option.exposed)}"
     return found
 
 
