@@ -20,7 +20,8 @@ class Drive:
 
     Attributes:
       name: by which ``drive`` knows it.
-      read, write: each alone, as the data sheet has it.
+      read: of it alone, as the data sheet has it.
+      write: of that alone.
       capacity: of all of it.
       writes_per_day: how often its capacity may be written in a day, for the years of its warranty.
       sources: for each figure where it is published.

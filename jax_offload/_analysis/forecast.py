@@ -25,7 +25,8 @@ class Forecast(Printed):
       host: what this host, on which it was computed, has for pinned memory.
       chip: the name of the accelerator; empty where none was given.
       platform: ``"cuda"`` or ``"tpu"``.
-      drive: what a state on disk is on, and ``drives``, over how many it is spread.
+      drive: what a state on disk is on; ``None`` where there is none.
+      drives: over how many it is spread.
       tokens_per_step: over all devices.
       flops_per_token: operations of the forward and the backward pass.
       compute: seconds of arithmetic of a step; ``None`` where they are not known.
