@@ -34,6 +34,8 @@ from jax_offload._update import update_params as update_params
 if _typing.TYPE_CHECKING:
     from jax_offload._analysis.chips import Chip as Chip
     from jax_offload._analysis.chips import chip as chip
+    from jax_offload._analysis.drives import Drive as Drive
+    from jax_offload._analysis.drives import drive as drive
     from jax_offload._analysis.exposure import Link as Link
     from jax_offload._analysis.forecast import Forecast as Forecast
     from jax_offload._analysis.inspection import Inspection as Inspection
@@ -54,6 +56,7 @@ except _metadata.PackageNotFoundError:  # a checkout that is not installed
 # What only looks at steps is imported when it is asked for: name, and the module in _analysis that has it.
 _LAZY = {
     "Chip": "chips",
+    "Drive": "drives",
     "Forecast": "forecast",
     "Inspection": "inspection",
     "Link": "exposure",
@@ -61,6 +64,7 @@ _LAZY = {
     "Profile": "profiled",
     "Timeline": "timeline",
     "chip": "chips",
+    "drive": "drives",
     "inspect": "inspection",
     "measure_link": "link",
     "plan": "plan",
@@ -71,6 +75,7 @@ _LAZY = {
 __all__ = [
     "Chip",
     "Disk",
+    "Drive",
     "Forecast",
     "Inspection",
     "Leaf",
@@ -85,6 +90,7 @@ __all__ = [
     "chip",
     "compiler_options",
     "disk",
+    "drive",
     "from_plain",
     "inspect",
     "jit",

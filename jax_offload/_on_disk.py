@@ -76,7 +76,7 @@ def budget_of(given: Any) -> int | None:
 
 
 def places_of(given: Any, plan: Sequence[Leaf], leaves: Sequence[Any]) -> list[Place | None]:
-    """Which leaf of the disk each of a state is; ``None`` for one in memory. Its name is that in the offload's state."""
+    """Which leaf of the disk each of a state is, by its name in the offload's state; ``None`` for one in memory."""
     return [
         Place(given, row.path, tuple(x.shape), np.dtype(x.dtype)) if row.disk else None
         for row, x in zip(plan, leaves, strict=True)

@@ -582,13 +582,3 @@ def test_abstract_state_is_that_of_a_checkpoint(disk):
     state = jo.abstract_state(offload(optax.adamw(1e-2), disk), model())
     assert jax.tree.structure(state) == jax.tree.structure(optax.adamw(1e-2).init(model()))
     assert state[0].mu["layer_1"]["w"].sharding.memory_kind == "pinned_host"
-
-
-def test_what_knows_nothing_of_files_yet(disk):
-    tx, params = offload(optax.adamw(1e-2), disk), model()
-    with pytest.raises(ValueError, match=r"tx: keeps 128 KiB on disk, of which plan knows nothing yet. Fix"):
-        jo.plan(tx, params)
-    state, step = tx.init(params), jo.jit(step_of(tx))
-    for look in (jo.plan, jo.inspect, jo.verify):
-        with pytest.raises(ValueError, match="step: its state is on disk, of which plan, inspect"):
-            look(step, params, state, X)

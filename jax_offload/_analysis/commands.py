@@ -27,21 +27,23 @@ from jax_offload._analysis.optimizer import NO_ACTIVATIONS, of_optimizer
 from jax_offload._analysis.plan import plan as plan_of
 from jax_offload._analysis.plan import setting_of
 from jax_offload._analysis.synthetic import described
-from jax_offload._analysis.table import HEADER, rows, sentences
+from jax_offload._analysis.table import rows, sentences, tiers
 from jax_offload._analysis.targets import prepare
+from jax_offload._analysis.units import bytes_of
+from jax_offload._analysis.ways import disk_of
 
 EXIT_CODES = """\b
 Exit codes:
   0  it fits; all is well
   2  an option is wrong
   3  nothing fits the device memory
-  4  the chip is not known
+  4  the chip or the drive is not known
   5  parameters are not on the mesh
   6  the step offloads nothing, or not really: inspect says why
   7  this machine cannot offload: the doctor says why
   8  what the commands need is not installed
   9  the function of yours raises, or its module does"""
-_BY_ARGUMENT = {"chip": 4, "params": 5, "step": 6}
+_BY_ARGUMENT = {"chip": 4, "drive": 4, "params": 5, "step": 6}
 NOTHING_FITS, NOT_KNOWN, NOT_REAL, SELF_TEST_FAILED, NOT_INSTALLED, RAISES = 3, 4, 6, 7, 8, 9
 PICTURES = (".png", ".svg", ".json")
 
@@ -80,6 +82,10 @@ def _code_of(says: str) -> int:
 @click.option("--fsdp", is_flag=True, help="Divide parameters, gradients and state over these devices.")
 @click.option("--device-memory", help="What a step may use of one device: 80GiB.")
 @click.option("--target", "compile_for", help="Compile a step of TARGET for this chip: h200, v5e:2x2 (minutes).")
+@click.option("--disk", is_flag=True, help="Keep on disk what is beyond --host-bytes.")
+@click.option("--host-bytes", help="With --disk: of the state what stays in host memory: 64GiB.  [default: 0]")
+@click.option("--drive", help="What the disk is: pm9a3, pm9d3a, 990pro, or a .toml of yours.  [default: pm9a3]")
+@click.option("--drives", type=click.IntRange(min=1), default=1, show_default=True, help="With --disk: how many.")
 @click.option("--json", "as_json", is_flag=True, help="All figures, as JSON.")
 def plan(target: str | None, as_json: bool, **options: Any) -> None:
     """Whether a model fits, how much slower offloading makes it, and the line of code to write.
@@ -167,11 +173,15 @@ def _of_description(given: dict[str, Any]) -> Forecast:
     if not given["params"] or given["params"] < 1:
         raise ValueError("--params: say how many parameters the model has, 7e9; or give module:function.")
     tokens, layers, width = given["tokens"], given["layers"], given["width"]
-    setting = setting_of(given["chip"], tokens, None, given["device_memory"])
+    setting = setting_of(given["chip"], tokens, None, given["device_memory"], given["drive"])
+    if not given["disk"] and (given["host_bytes"] or given["drives"] > 1):
+        raise ValueError("--disk: is what --host-bytes and --drives are for; give it too.")
+    host_bytes = bytes_of("host-bytes", given["host_bytes"]) if given["host_bytes"] else 0
     model = described(
         int(given["params"]), given["optimizer"], given["param_dtype"], master=given["master"],
         storage=given["storage"], clip=given["clip"], layers=layers, width=width, devices=given["devices"],
         shard_over=given["shard_over"], fsdp=given["fsdp"],
+        disk=disk_of(given["drives"], host_bytes) if given["disk"] else None,
     )  # fmt: skip
     missing = [option for option, value in (("--layers", layers or width), ("--tokens", tokens)) if not value]
     activations, said = None, f"{NO_ACTIVATIONS}; {' and '.join(missing)} would tell"
@@ -187,13 +197,13 @@ def _of_description(given: dict[str, Any]) -> Forecast:
 
 def _of_target(target: str, given: dict[str, Any]) -> Forecast:
     source = click.get_current_context().get_parameter_source
-    taken = ("chip", "tokens", "device_memory", "compile_for")
+    taken = ("chip", "tokens", "device_memory", "compile_for", "drive")
     other = [key for key in given if key not in taken and source(key) is not ParameterSource.DEFAULT]
     if other:
         names = ", ".join(f"--{key.replace('_', '-')}" for key in other)
         raise ValueError(f"{names}: describes a model, and {target} has its own; leave out the one or the other.")
     made = _pair(target, load(target), "(optimizer, parameters) or (step, *arguments)")
-    keywords = {key: given[key] for key in ("chip", "device_memory")} | {"tokens_per_step": given["tokens"]}
+    keywords = {key: given[key] for key in ("chip", "device_memory", "drive")} | {"tokens_per_step": given["tokens"]}
     if len(made) == 3 and isinstance(made[2], Mesh | AbstractMesh):
         *made, keywords["mesh"] = made
     return plan_of(*made, **keywords, target=given["compile_for"])
@@ -239,13 +249,15 @@ def _of_theirs(target: str) -> Iterator[None]:
 
 
 def show(forecast: Forecast) -> None:
-    table = Table(*HEADER, box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for option, cells in zip(forecast.options, rows(forecast), strict=True):
-        table.add_row(*cells, style="bold" if option is forecast.recommended else None)
     console = Console(highlight=False)
-    console.print(table)
+    chosen = [option.name for option in forecast.options if option is forecast.recommended]
+    for header, *body in filter(None, (rows(forecast), tiers(forecast))):
+        table = Table(*header, box=None, pad_edge=False)
+        for column in table.columns[1:]:
+            column.justify = "right"
+        for cells in body:
+            table.add_row(*cells, style="bold" if cells[0] in chosen else None)
+        console.print(table)
     for sentence in sentences(forecast):
         console.print(sentence, markup=False)
     if forecast.recommended is not None:

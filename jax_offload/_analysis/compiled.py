@@ -12,7 +12,7 @@ import jax
 
 from jax_offload._analysis.buffers import BATCH, GRADIENTS, PARAMETERS, STATE
 from jax_offload._analysis.chips import Chip, chip, known_chips
-from jax_offload._analysis.driven import FIRST, First, first_program, is_driven, leaves_of
+from jax_offload._analysis.driven import FIRST, First, first_program, in_memory, is_driven, leaves_of, on_files
 from jax_offload._analysis.hlo import Op, computations
 from jax_offload._analysis.targets import check_installed, compile_for, prepare, target_of
 from jax_offload._base.memory import HOST_KIND, on_host
@@ -120,11 +120,12 @@ def compiled(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], target
 
 def _first_of(step: Jitted, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> First | None:
     """Of a step that is driven in several programs the first."""
-    traced = step.trace(*args, **kwargs)
+    traced, given = step.trace(*args, **kwargs), (args, dict(kwargs))
     if not is_driven(traced.jaxpr):
         return None
-    donated = [info.donated for info in jax.tree.leaves(traced.args_info)]
-    return first_program(traced.jaxpr, leaves_of((args, dict(kwargs))), donated)
+    donated, there = [info.donated for info in jax.tree.leaves(traced.args_info)], on_files(given, traced.jaxpr)
+    traced = step.trace(*there[0], **there[1]) if there is not given else traced
+    return first_program(traced.jaxpr, leaves_of(there), donated, leaves_of(in_memory(given)))
 
 
 def of_first(first: First, target: str | None) -> Compiled:

@@ -135,8 +135,11 @@ def _with(given: Option, program: Compiled, setting: Setting) -> Option:
     known = option.parameters + option.state + option.window
     gradients = min(option.gradients, max(0, program.peak - known))
     rest = max(0, program.peak - known - gradients)
+    # of groups with a state on disk none is compiled
+    peak = max(program.peak, option.parameters + option.gradients + option.state + option.window) if option.disk \
+        else program.peak  # fmt: skip
     option = dataclasses.replace(
-        option, peak=program.peak, peak_range=(program.peak, program.peak), host=program.host, gradients=gradients,
+        option, peak=peak, peak_range=(peak, peak), host=program.host, gradients=gradients,
         activations=rest,
     )  # fmt: skip
     if program.program:  # one of several, and host memory and time are those of all

@@ -1,6 +1,7 @@
-"""A step that is driven in several programs, as the host's cores have a part in its update; the first has its peak.
+"""A step that is driven in several programs, as the host's cores have a part in its update, or its state is on disk.
 
-That is called "before": the forward and the backward pass, and the gradients' way down.
+The first, "before", has its peak as a rule: the forward and the backward pass, and the gradients' way down to the
+cores.
 """
 
 from __future__ import annotations
@@ -10,22 +11,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jax_offload._base.arrays import is_traced
 from jax_offload._base.jaxprs import ClosedJaxpr, Equation, Literal, Var
 from jax_offload._base.jaxprs import closed as as_closed
 from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, is_host_aval, on_a_mesh
-from jax_offload._base.on_disk import READ, WRITE
+from jax_offload._base.on_disk import TOKEN, OnDisk, Place, is_on_disk
 from jax_offload._base.shardings import sharding_of
 from jax_offload._drive.run import Driven
-from jax_offload._emit.find import holds_driven_update, is_update
+from jax_offload._emit.find import holds_driven_update, is_update, updates_in
+from jax_offload._emit.region import Update
 from jax_offload._ir.program import Program, expanded
 
 FIRST = "before"
 SAYS = (
-    "jo.jit drives this step in several programs, as the host's cores update a part of the state. This is the first, "
-    f"{FIRST!r}: the forward and the backward pass, and the gradients' way down"
+    "jo.jit drives this step in several programs, as the host's cores update a part of the state, or it is on disk. "
+    f"This is the first, {FIRST!r}: the forward and the backward pass; then the update comes, group by group"
 )
 
 
@@ -45,21 +48,59 @@ class First:
 
 
 def is_driven(step: ClosedJaxpr) -> bool:
-    """Whether the host's cores have a part in an update of a traced step.
-
-    Raises:
-      ValueError: its state is on disk.
-    """
-    if any(eqn.primitive in (READ, WRITE) for eqn in step.jaxpr.eqns):
-        raise ValueError(
-            "step: its state is on disk, of which plan, inspect and verify know nothing yet. Fix: the same step "
-            "without disk=, which has the same plan in host memory; jo.placement(step, *args) has the bytes on disk."
-        )
+    """Whether the host's cores have a part in an update of a traced step, or some of its state is on disk."""
     return any(map(holds_driven_update, step.jaxpr.eqns))
 
 
-def first_program(step: ClosedJaxpr, leaves: Sequence[Any], donated: Sequence[bool]) -> First:
-    """Of a traced step, with its flat arguments.
+def _has_files(args: Any) -> bool:
+    return any(map(is_on_disk, jax.tree.leaves(args, is_leaf=is_on_disk)))
+
+
+def in_memory(args: Any) -> Any:
+    """A step's arguments with those on disk as they would be in host memory, abstract."""
+    if not _has_files(args):
+        return args
+    place = _in(_device_of(jax.tree.leaves(args)), HOST_KIND)
+
+    def moved(x: Any) -> Any:
+        return on_a_mesh(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)) if is_on_disk(x) else x
+
+    return jax.tree.map(moved, args, is_leaf=is_on_disk)
+
+
+class _Nowhere:
+    """The home of leaves on disk in an abstract state."""
+
+    def array(self, name: str, token: Any) -> Any:
+        raise TypeError(f"disk: {name} is abstract, and has no values.")
+
+    def fill(self, leaves: Any, values: Any) -> Any:
+        raise TypeError("disk: an abstract state has no files.")
+
+
+def on_files(args: Any, step: ClosedJaxpr) -> Any:
+    """A step's arguments with those on disk that its updates read there. ``step``: traced with them."""
+    if _has_files(args):
+        return args
+    numbers = {v: k for k, v in enumerate(step.jaxpr.invars)}
+    found = [(each, each.update.on_disk) for each in updates_in(step) if isinstance(each.update, Update)]
+    there = {numbers[v] for each, leaves in found for v in each.inputs_of(leaves) if v in numbers}
+    if not there:
+        return args
+    leaves, treedef = jax.tree.flatten(args)
+    home, arrays = _Nowhere(), [k for k, x in enumerate(leaves) if is_traced(x)]
+    for number in there:
+        x = leaves[k := arrays[number]]
+        there_to = getattr(x, "sharding", None) or SingleDeviceSharding(jax.devices()[0], memory_kind=HOST_KIND)
+        place = Place(home, f"leaf {number}", tuple(x.shape), np.dtype(x.dtype), there_to)
+        leaves[k] = OnDisk(jax.ShapeDtypeStruct((), TOKEN), place)
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def first_program(
+    step: ClosedJaxpr, leaves: Sequence[Any], donated: Sequence[bool], shown: Sequence[Any] | None = None
+) -> First:
+    """Of a traced step, with its flat arguments; ``shown``: these, with what is on disk in the place of its tokens.
 
     Raises:
       ValueError: it cannot be driven.
@@ -78,16 +119,21 @@ def first_program(step: ClosedJaxpr, leaves: Sequence[Any], donated: Sequence[bo
         values = donated | rest
         return list(program(*(values[names[at[v]]] if v in at else consts[v] for v in task.inputs)))
 
-    places = [sharding_of(x) for x in leaves]
-    device = next((s for s in places if s is not None), None) or SingleDeviceSharding(jax.devices()[0])
+    device = _device_of(leaves)
     hosted = [is_host_aval(v.aval) for v in task.outputs] + [True for _ in task.down]
     out = [_in(device, HOST_KIND if host else DEVICE_KIND) for host in hosted]
     taken = {*wanted}
     return First(
         jax.jit(before, donate_argnums=0, out_shardings=out),
         (given[0], given[1]),
-        {name: x for k, (name, x) in enumerate(zip(names, leaves, strict=True)) if k not in taken},
+        {name: x for k, (name, x) in enumerate(zip(names, shown or leaves, strict=True)) if k not in taken},
     )
+
+
+def _device_of(leaves: Sequence[Any]) -> Any:
+    """Where they are: a sharding."""
+    places = map(sharding_of, leaves)
+    return next((s for s in places if s is not None), None) or SingleDeviceSharding(jax.devices()[0])
 
 
 def _in(sharding: Any, kind: str) -> Any:
@@ -103,12 +149,14 @@ def _names(step: ClosedJaxpr, n: int) -> list[str]:
 
 
 def on_the_device(step: ClosedJaxpr) -> ClosedJaxpr:
-    """A traced step with all of its updates on the device."""
+    """A traced step with all of its updates on the device, and its state in host memory."""
 
     def moved(eqn: Equation) -> Program | None:
         if not is_update(eqn) or not holds_driven_update(eqn):
             return None
         update = eqn.params["update"].updated_by(cores=False)
+        claims = [dataclasses.replace(claim, on_disk=frozenset[Var]()) for claim in update.claims]
+        update = dataclasses.replace(update, claims=claims)
         ins = [Var(v.aval) if isinstance(v, Literal) else v for v in eqn.invars]
         other = eqn.replace(params=eqn.params | {"update": update}, invars=ins)
         return Program(ins, list(eqn.outvars), [other], [], step.jaxpr.debug_info)

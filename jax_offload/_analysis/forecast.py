@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from jax_offload._analysis.drives import Drive
 from jax_offload._analysis.host import HostMemory
 from jax_offload._analysis.option import Option
 from jax_offload._analysis.table import Printed
@@ -24,6 +25,8 @@ class Forecast(Printed):
       host: what this host, on which it was computed, has for pinned memory.
       chip: the name of the accelerator; empty where none was given.
       platform: ``"cuda"`` or ``"tpu"``.
+      drive: what a state on disk is on; ``None`` where there is none.
+      drives: over how many it is spread.
       tokens_per_step: over all devices.
       flops_per_token: operations of the forward and the backward pass.
       compute: seconds of arithmetic of a step; ``None`` where they are not known.
@@ -46,6 +49,8 @@ class Forecast(Printed):
     host: HostMemory
     chip: str = ""
     platform: str = ""
+    drive: Drive | None = None
+    drives: int = 1
     tokens_per_step: int | None = None
     flops_per_token: float | None = None
     compute: float | None = None

@@ -75,9 +75,9 @@ NONE = Share()
 
 def share_of(planned: Iterable[Planned], gradients: Iterable[Var]) -> Share:
     """Of the slices that the cores run. ``gradients``: the variables that are."""
-    own, made = [p.slice for p in planned if isinstance(p.transfer, OnCores)], {*gradients}
+    on_cores, made = [p for p in planned if isinstance(p.transfer, OnCores)], {*gradients}
+    own, groups = [p.slice for p in on_cores], [[p.slice for p in group] for group in grouped(on_cores)]
     read = {v for s in own for v in s.inputs if not is_host_aval(v.aval) and is_sent(v.aval)}
-    groups = _groups(own)
     return Share(
         loaded=sum(s.loaded_bytes for s in own),
         stored=sum(map(_stored, own)),
@@ -89,16 +89,16 @@ def share_of(planned: Iterable[Planned], gradients: Iterable[Var]) -> Share:
     )
 
 
-def _groups(own: Iterable[Slice]) -> list[list[Slice]]:
+def grouped(planned: Iterable[Planned]) -> list[list[Planned]]:
     """Those that are one program, as ``_drive.stages`` makes them."""
-    groups: list[list[Slice]] = []
+    groups: list[list[Planned]] = []
     size = GROUP_BYTES
-    for s in own:
+    for p in planned:
         if size >= GROUP_BYTES:
             groups.append([])
             size = 0
-        groups[-1].append(s)
-        size += s.loaded_bytes
+        groups[-1].append(p)
+        size += p.slice.loaded_bytes
     return groups
 
 

@@ -15,11 +15,13 @@ from jax.sharding import NamedSharding
 
 from jax_offload._analysis.exposure import BACKWARD, FORWARD
 from jax_offload._analysis.forecast import Forecast
+from jax_offload._analysis.host import POOL_HEADROOM
+from jax_offload._analysis.on_disk import AHEAD, NO_FILES, Files, files_by_leaves
 from jax_offload._analysis.option import Option
-from jax_offload._analysis.setting import Setting, of_the_cores, priced
+from jax_offload._analysis.setting import Setting, of_the_cores, of_the_disk, priced
 from jax_offload._analysis.streams import Streams, streams
-from jax_offload._analysis.units import in_bytes
-from jax_offload._analysis.ways import Way, inner_of, resident, way, ways, without_cores
+from jax_offload._analysis.units import in_bytes, in_seconds
+from jax_offload._analysis.ways import Way, drives_of, inner_of, on_disk, resident, way, ways, without_cores
 from jax_offload._arguments import check_params
 from jax_offload._base.around import described
 from jax_offload._base.arrays import Offloaded, nbytes
@@ -38,6 +40,7 @@ LABELS = (
     ("parameters, gradients, state, host, each way, window", "exact"),
     ("hidden, added, peak", "estimated"),
 )
+BY_DATA_SHEET = "of a disk: what is under way in host memory, time, writes a day"
 NO_ACTIVATIONS = "not in these peaks: activations"
 
 
@@ -60,11 +63,7 @@ def of_optimizer(
     first = Way(name, "tx as it is; step = jo.jit(step, donate_argnums=(0, 1))", tx) if inside else way(
         name, inner, called, given)  # fmt: skip
     table, trace = table_and_trace(first.tx, params)
-    if table.disk_bytes:
-        raise ValueError(
-            f"tx: keeps {in_bytes(table.disk_bytes)} on disk, of which plan knows nothing yet. Fix: the same offload "
-            "without disk=; jo.placement(tx, params) has the bytes on disk, which each step reads and writes."
-        )
+    setting = dataclasses.replace(setting, drives=drives_of(given))
     found = Measured(table.leaves, None if trace is None else _streams(trace, first.tx, params))
     notes = [f"how it streams is not known: {table.unknown}"] if table.unknown else []
     notes += [NO_ACTIVATIONS] if activations is None else []
@@ -74,15 +73,23 @@ def of_optimizer(
     options = [parts.option(first, found)]
     if inside:
         notes.append("an offload inside of a chain: for the other ways give what is in it, or jo.offload(chain)")
-        return setting.forecast(options, notes=tuple(notes), labels=LABELS)
+        notes += of_the_disk(options, setting)
+        return setting.forecast(options, notes=tuple(notes), labels=labels(options))
 
     plain = placed_leaves(inner, params)[0]
     options.insert(0, parts.option(resident(inner, called), Measured([leaf for leaf, _, _ in plain], Streams())))
-    norm = found.streams is not None and found.streams.norm
+    files = "disk" in given
+    norm = found.streams is not None and found.streams.norm and not files  # jo.pipelined drives no disk
     alone = setting.devices[0] == 1 and len(found.leaves) <= MANY_LEAVES
     for each in ways(inner, given, params, called, norm, alone):
         options.append(parts.option(each, measured(each, params, found)))
-    notes += of_the_cores(options, setting)
+    room = None if {*given} & {"disk", "update_on", "shard_over"} else _room_beside(options[1], setting, found)
+    if room is not None:
+        each = on_disk(inner, called, given, room)
+        option = parts.option(each, measured(each, params, found))
+        notes.append(_advised(option, helps := not setting.host.why_not(option.host)))
+        options += [option] if helps else []
+    notes += [*of_the_cores(options, setting), *of_the_disk(options, setting)]
     made = partial(way, inner=inner, called=called, ahead=norm)
     for option in solved(
         parts, lambda name, more: made(name, options=more), params, without_cores(given), options, found
@@ -92,7 +99,32 @@ def of_optimizer(
         notes.append(f"largest window that fits with {option.name}: {in_bytes(option.window + left)}")
     if len(found.leaves) > MANY_LEAVES:
         notes.append(f"{len(found.leaves)} leaves: only {first.name!r} is traced, the other windows follow by bytes")
-    return setting.forecast(options, notes=tuple(notes), labels=LABELS)
+    return setting.forecast(options, notes=tuple(notes), labels=labels(options))
+
+
+def labels(options: Sequence[Option]) -> tuple[tuple[str, str], ...]:
+    """Which of the numbers are exact, and which estimated."""
+    found = *LABELS, (BY_DATA_SHEET, "estimated, by the drive's data sheet")
+    return found if any(option.disk for option in options) else LABELS
+
+
+def _room_beside(option: Option, setting: Setting, found: Measured) -> int | None:
+    """Bytes of state that this host has memory for, beside what is under way to and from a disk; ``None`` where it has
+    enough for all."""
+    usable = setting.host.usable
+    if usable is None or setting.devices[0] > 1 or not setting.host.why_not(option.host):
+        return None
+    buffers = AHEAD * max((group.read for group in found.by_groups.groups), default=0)
+    return max(0, int(usable / POOL_HEADROOM - buffers) >> 30 << 30)
+
+
+def _advised(option: Option, helps: bool) -> str:
+    """What a disk would do on this host, which has no memory for all of the state."""
+    if not helps:
+        return (f"a disk would not help on this host: {in_bytes(option.buffers)} of its memory are for what is under "
+                "way, as a parameter's state is read whole; smaller ones, a layer each, need less")  # fmt: skip
+    takes = "" if option.io is None else f", {in_seconds(option.io)} of reading and writing in a step"
+    return f"where this is the host, {in_bytes(option.disk)} of the state on disk{takes}: {option.code}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +141,16 @@ class Measured:
 
     @property
     def device(self) -> int:
-        return sum(leaf.shard_bytes for leaf in self.leaves if not leaf.host)
+        return sum(leaf.shard_bytes for leaf in self.leaves if not leaf.host and not leaf.disk)
+
+    @property
+    def disk(self) -> int:
+        return sum(leaf.shard_bytes for leaf in self.leaves if leaf.disk)
+
+    @property
+    def by_groups(self) -> Files:
+        """All that is away from the device, as if it were on disk."""
+        return files_by_leaves(dataclasses.replace(leaf, disk=True) for leaf in self.leaves if leaf.host or leaf.disk)
 
 
 def measured(way: Way, params: Any, like: Measured) -> Measured:
@@ -118,11 +159,14 @@ def measured(way: Way, params: Any, like: Measured) -> Measured:
         table, trace = table_and_trace(way.tx, params)
         return Measured(table.leaves, None if trace is None else _streams(trace, way.tx, params))
     placed = Measured([leaf for leaf, _, _ in placed_leaves(way.tx, params)[0]], None)
-    if like.streams is None or not like.host:
+    away = like.host + like.disk
+    if like.streams is None or not away:
         return placed
-    of, share = like.streams, placed.host / like.host
+    of, share = like.streams, (placed.host + placed.disk) / away
     scaled = {key: int(getattr(of, key) * share) for key in ("loaded", "stored", "window")}
-    return dataclasses.replace(placed, streams=dataclasses.replace(of, **scaled))
+    files = files_by_leaves(placed.leaves)
+    scaled |= {"window": files.window} if files.groups else {}
+    return dataclasses.replace(placed, streams=dataclasses.replace(of, files=files, **scaled))
 
 
 def _streams(trace: Any, tx: Any, params: Any) -> Streams:
@@ -147,19 +191,21 @@ class Parts:
     setting: Setting
 
     def option(self, way: Way, found: Measured) -> Option:
-        moved = found.streams or Streams(found.host, found.host, 0)
-        cores = moved.cores
+        held = found.host + found.disk
+        moved = found.streams or Streams(held, held, 0, files=files_by_leaves(found.leaves))
+        cores, files = moved.cores, moved.files if found.disk else NO_FILES
         away = self.own if way.pending else 0  # gradients that wait on the host; in the window beside their state
-        window = moved.window * (found.host + away) // max(1, found.host)
+        window = moved.window * (held + away) // max(1, held)
         peak = 2 * self.own - away + found.device + window + (self.activations or 0)
         option = Option(
             way.name, way.code, self.own, self.own - away, found.device, window, self.activations, peak, (peak, peak),
-            found.host + away + cores.gradients, moved.loaded + away + cores.up,
-            moved.stored + away + cores.gradients + cores.down, same_numbers=way.same_numbers,
+            found.host + away + cores.gradients + files.buffers, moved.loaded + away + cores.up,
+            moved.stored + away + cores.gradients + cores.down, disk=found.disk, read=files.read,
+            written=files.written, buffers=files.buffers, same_numbers=way.same_numbers,
         )  # fmt: skip
         # gradients go down to the cores beside the backward pass, whatever the update waits for
         share = FORWARD if way.ahead else 0.0 if moved.norm and not cores.dram else BACKWARD
-        return priced(option, self.setting, share, cores)
+        return priced(option, self.setting, share, cores, files)
 
 
 def solved(
@@ -191,7 +237,7 @@ def solved(
     best, smallest = moved, 1.0
     for _ in range(0 if "fraction" in given else 3):  # what is smaller has a smaller window, and may be smaller yet
         share = math.ceil(100 * smallest_share(all_.leaves, memory - (best.peak - best.state))) / 100
-        if share >= smallest:
+        if share >= smallest or (not share and "disk" in given):  # where nothing leaves the device, nothing is on disk
             break
         option = tried("fraction", fraction=share)
         if not option.fits:
@@ -205,7 +251,7 @@ def smallest_share(leaves: Sequence[Leaf], room: int) -> float:
 
     Leaves move in their order, as ``fraction`` takes them.
     """
-    eligible = sorted((leaf for leaf in leaves if leaf.host), key=lambda leaf: leaf.rank)
+    eligible = sorted((leaf for leaf in leaves if leaf.host or leaf.disk), key=lambda leaf: leaf.rank)
     stays, taken = sum(leaf.shard_bytes for leaf in leaves), 0
     for leaf in eligible:
         if stays <= room:

@@ -20,15 +20,21 @@ class Option:
       activations: bytes of what else the step needs, estimated; ``None`` where no step was given.
       peak: bytes on the device at the step's peak, the sum of these.
       peak_range: the least and the most that the peak can be, where it is estimated of a step; else both are ``peak``.
-      host: bytes of state in pinned host memory, and of gradients that wait there. Exact.
+      host: bytes of state in pinned host memory, and of gradients that wait there. Exact; with a disk also ``buffers``.
       loaded: bytes that a step copies from the host. Exact.
       stored: bytes that it copies to the host. Exact.
       link: seconds that the link needs for them, both ways at once; ``None`` without a chip.
       link_serial: the same, one way after the other.
       exposed: seconds of that which the step's own arithmetic does not hide; ``None`` where the tokens are not known.
       overhead: ``exposed`` beside the step without transfers: 0.05 is 5 % longer.
-      hidden: share of ``link`` that is hidden.
+      hidden: share of ``link`` that is hidden; where there is a disk, of the longer one of ``io`` and ``link_serial``.
       hidden_from: tokens per step from which all of it is hidden; ``None`` where nothing is, or no chip is known.
+      disk: bytes of state on disk; the files take twice that. Exact.
+      read: bytes that a step reads from it. Exact.
+      written: bytes that it writes there. Exact.
+      buffers: of ``host`` what is under way between disk and device, at most.
+      io: seconds that the drives need for what is read and written, by their data sheet.
+      per_day: bytes that are written to each drive in 24 hours; the most, where a step's arithmetic is not known.
       dram: bytes that the host's cores move through its memory to update what is there; 0 where they do not.
       cores: seconds that they take for it.
       fits: whether ``peak`` fits the device, and ``host`` the host; ``None`` where neither is known.
@@ -61,6 +67,12 @@ class Option:
     overhead: float | None = None
     hidden: float | None = None
     hidden_from: int | None = None
+    disk: int = 0
+    read: int = 0
+    written: int = 0
+    buffers: int = 0
+    io: float | None = None
+    per_day: float | None = None
     dram: int = 0
     cores: float | None = None
     fits: bool | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.chips import chip as chip_of
+from jax_offload._analysis.drives import DEFAULT, Drive
+from jax_offload._analysis.drives import drive as drive_of
 from jax_offload._analysis.forecast import Forecast
 from jax_offload._analysis.host import host_memory
 from jax_offload._analysis.optimizer import of_optimizer
@@ -29,12 +32,14 @@ def plan(
     device_memory: int | str | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     target: str | None = None,
+    drive: str | Path | Drive | None = None,
 ) -> Forecast:
     """Whether a model fits, how much slower offloading makes it, and which line of code to write.
 
     ``plan(tx, params)``: of an optimizer, offloaded already or not. A row for every way: resident, offloaded, the
     smallest ``fraction`` that fits, moments in bfloat16 and in 8 bits, ZeRO-1 where parameters are replicated over a
-    mesh, ``jax_offload.pipelined`` where gradients are clipped by their norm. Activations are not in these peaks.
+    mesh, ``jax_offload.pipelined`` where gradients are clipped by their norm; with files where this host lacks memory.
+    Activations are not in these peaks.
 
     ``plan(step, *args)``: of a training step that offloads, with its state on the device, under ``jax.jit``,
     ``jax_offload.jit`` and, where gradients are clipped by their norm, ``jax_offload.pipelined``; its activations and
@@ -43,7 +48,8 @@ def plan(
 
     Nothing is allocated or decided here: the placements and plans are those that would run. The estimate's model of
     time: transfers are hidden behind the backward pass, two thirds of a step's arithmetic; in ``pipelined`` behind the
-    forward pass; not at all where an update waits for a norm of all gradients. What is not hidden is added.
+    forward pass; not at all where an update waits for a norm of all gradients. What is not hidden is added. Of a
+    state on disk the first groups are read, and the last written, beside the gradients; the rest is waited for.
 
     Args:
       tx: the transformation; or the step, jitted or not.
@@ -56,6 +62,8 @@ def plan(
       mesh: that of the parameters, where they are to have one: it is an error if they are not on it.
       target: of a step, a chip to compile it for, as ``jax_offload.inspect`` takes it (extra ``aot``); ``chip`` is then
         that one, unless it is given.
+      drive: what a state on disk is on, a name that ``jax_offload.drive`` takes or a ``Drive``; where it is left out
+        ``pm9a3``, one of a data centre, the slowest of those that are known. One for each directory of the disk.
 
     Returns:
       A ``Forecast``. Where nothing fits, its ``recommended`` is ``None``, and it says what is missing.
@@ -76,7 +84,7 @@ def plan(
     """
     if target is not None and chip is None:
         chip = target_of(target).chip
-    setting = setting_of(chip, tokens_per_step, flops_per_token, device_memory)
+    setting = setting_of(chip, tokens_per_step, flops_per_token, device_memory, drive)
     if isinstance(tx, optax.GradientTransformation | optax.MultiSteps):
         if len(args) != 1:
             raise TypeError(f"plan(tx, params): expected the parameters alone; got {len(args)} arguments.")
@@ -94,7 +102,7 @@ def plan(
     return of_step(tx, args, setting, target)
 
 
-def setting_of(given: Any, tokens: Any, flops: Any, memory: Any) -> Setting:
+def setting_of(given: Any, tokens: Any, flops: Any, memory: Any, drive: Any = None) -> Setting:
     """Checked."""
     for name, value in ("tokens_per_step", tokens), ("flops_per_token", flops):
         number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
@@ -104,4 +112,5 @@ def setting_of(given: Any, tokens: Any, flops: Any, memory: Any) -> Setting:
     budget = bytes_of("device_memory", memory) if memory is not None else known.hbm_bytes if known else None
     if memory is not None and budget is not None and budget < 2**20:
         raise ValueError(f'device_memory: expected a number of bytes; got {memory!r}, not 1 MiB. Say "80GiB".')
-    return Setting(known, None if tokens is None else int(tokens), flops, budget, host_memory())
+    disk = drive_of(DEFAULT if drive is None else drive)
+    return Setting(known, None if tokens is None else int(tokens), flops, budget, host_memory(), drive=disk)

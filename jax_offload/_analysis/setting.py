@@ -9,10 +9,13 @@ from typing import Any
 
 from jax_offload._analysis import exposure
 from jax_offload._analysis.chips import Chip
+from jax_offload._analysis.drives import DAY, DEFAULT, Drive
+from jax_offload._analysis.drives import drive as drive_of
 from jax_offload._analysis.exposure import Link
 from jax_offload._analysis.forecast import Forecast
 from jax_offload._analysis.host import HostMemory
 from jax_offload._analysis.on_cores import NONE, Share
+from jax_offload._analysis.on_disk import NO_FILES, Files
 from jax_offload._analysis.option import Option, smallest
 from jax_offload._analysis.units import in_bytes, in_seconds
 from jax_offload._drive.one_pass import has_numba
@@ -21,6 +24,7 @@ from jax_offload._drive.one_pass import has_numba
 WORTH_ROUNDING = 0.1
 # The host's cores are recommended where they spare more than this: their time is that of the memory's published peak.
 WORTH_THE_CORES = 0.1
+ON_DISK = "on disk"  # the row that nobody has asked for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +36,7 @@ class Setting:
       devices: how many, and how many on a host.
       dtype: in which the matmuls compute.
       seconds: of a step's arithmetic where it is known otherwise than by tokens.
+      drive: that a state on disk is on; ``drives``: how many of them it is spread over.
     """
 
     chip: Chip | None
@@ -42,6 +47,8 @@ class Setting:
     devices: tuple[int, int] = (1, 1)
     dtype: str = "bfloat16"
     seconds: float | None = None
+    drive: Drive = dataclasses.field(default_factory=lambda: drive_of(DEFAULT))
+    drives: int = 1
 
     @property
     def seconds_per_token(self) -> float | None:
@@ -68,6 +75,8 @@ class Setting:
             host=self.host,
             chip=self.chip.name if self.chip else "",
             platform=self.chip.platform if self.chip else "",
+            drive=self.drive if any(option.disk for option in options) else None,
+            drives=self.drives,
             tokens_per_step=self.tokens,
             flops_per_token=self.flops_per_token,
             compute=self.compute,
@@ -76,8 +85,9 @@ class Setting:
         )
 
 
-def priced(option: Option, setting: Setting, share: float, cores: Share = NONE) -> Option:
-    """With what it costs. ``share``: of the step's arithmetic, beside which it streams. ``cores``: what these do."""
+def priced(option: Option, setting: Setting, share: float, cores: Share = NONE, files: Files = NO_FILES) -> Option:
+    """With what it costs. ``share``: of the step's arithmetic, beside which it streams. ``cores``: what these do.
+    ``files``: what is read and written."""
     why, fits = "", None
     if setting.memory is not None:
         fits = option.peak_range[1] <= setting.memory
@@ -90,7 +100,15 @@ def priced(option: Option, setting: Setting, share: float, cores: Share = NONE) 
         fits = False
         why = (f"{option.name}: the host's cores update the state of one accelerator, not yet one that is divided over "
                f"{setting.devices[0]}.")  # fmt: skip
+    if files.groups and setting.devices[0] > 1:
+        fits = False
+        why = f"{option.name}: a state on disk is that of one accelerator, not yet one of {setting.devices[0]}."
+    room = setting.drive.capacity * setting.drives
+    if files.groups and fits is not False and 2 * option.disk > room:
+        why = f"{option.name}: the files take {in_bytes(2 * option.disk)}, and there is room for {in_bytes(room)}."
     option = dataclasses.replace(option, fits=fits, why_not=why, dram=cores.dram)
+    if files.groups:
+        return _from_disk(option, setting, files)
     if setting.chip is None:
         return option
     link = exposure.link_of(setting.chip)
@@ -124,12 +142,36 @@ def _beside_the_cores(option: Option, setting: Setting, chip: Chip, cores: Share
     return dataclasses.replace(option, exposed=exposed, overhead=exposed / compute, hidden=hidden)
 
 
+def _from_disk(option: Option, setting: Setting, files: Files) -> Option:
+    """Groups are updated one after the other once gradients are there: link and drives are busy at the same time, and
+    what goes up is not beside what comes down."""
+    compute, drive, n = setting.compute, setting.drive, setting.drives
+    io = files.seconds(drive, n)
+    link = None if setting.chip is None else exposure.link_of(setting.chip)
+    serial = None if link is None else link.one_after_the_other(option.loaded, option.stored)
+    waits = max(io - files.hidden(drive, n, compute or 0.0), serial or 0.0)
+    per_day = option.written / n * DAY / ((compute or 0.0) + waits)
+    option = dataclasses.replace(option, io=io, per_day=per_day)
+    if link is None:
+        return option
+    option = dataclasses.replace(option, link=link.seconds(option.loaded, option.stored), link_serial=serial)
+    if not compute:
+        return option
+    return dataclasses.replace(
+        option, exposed=waits, overhead=waits / compute, hidden=1 - waits / max(io, serial or 0.0), hidden_from=None
+    )
+
+
 def chosen(options: Sequence[Option]) -> Option | None:
     """The way to take: of those that fit the one that adds least, a lossy one only for a good deal.
 
-    Where nothing is known of the memory the question is not whether it fits: the first that offloads.
+    Where nothing is known of the memory the question is not whether it fits: the first that offloads. A disk is for who
+    has asked for one: then what this host has no memory for is none of the ways.
     """
-    fitting = [option for option in options if option.fits]
+    asked = any(option.disk and option.name != ON_DISK for option in options)
+    fitting = [option for option in options if option.fits and (asked or not option.disk)]
+    if asked:
+        fitting = [o for o in fitting if not o.why_not] or [o for o in fitting if o.disk] or fitting
     if all(option.fits is None for option in options):
         fitting = [option for option in options if option.host and not option.dram][:1] or list(options[:1])
     if not fitting:
@@ -165,6 +207,27 @@ def changes(options: Sequence[Option], base: Option, compute: float | None) -> t
                 text = f"{other.name}: {in_bytes(other.host)} of host memory instead of {in_bytes(base.host)}"
                 found.append((-other.host / base.host, text))
     return tuple(text for _, text in sorted(found, key=lambda each: -each[0]))
+
+
+def of_the_disk(options: Sequence[Option], setting: Setting) -> list[str]:
+    """What the first way with a disk has its drives write, and whether they stand it."""
+    found: list[str] = []
+    drive, n = setting.drive, setting.drives
+    for option, per_day in [(option, option.per_day) for option in options if option.per_day is not None][:1]:
+        how = "" if setting.compute else "at most "
+        said = (f"{option.name}: {in_bytes(option.written)} written in a step, {how}{in_bytes(per_day)} a day "
+                f"{'on each drive' if n > 1 else 'on the drive'}")  # fmt: skip
+        if per_day <= drive.per_day:
+            found.append(f"{said}, of {in_bytes(drive.per_day)} that it is rated for")
+            continue
+        times = per_day / drive.per_day
+        found.append(f"warning: {said}, {times:.1f} times the {in_bytes(drive.per_day)} that it is rated for: five "
+                     f"years' worth in {5 * 365 / times:,.0f} days")  # fmt: skip
+    if found:
+        rates = f"reads {drive.read / 1e9:g} and writes {drive.write / 1e9:g} GB/s, one or the other"
+        many = f"{n} drives, each" if n > 1 else "a drive"
+        found.append(f"{many} as {drive.name}: {rates}; another: drive=")
+    return found
 
 
 def of_the_cores(options: Sequence[Option], setting: Setting) -> list[str]:

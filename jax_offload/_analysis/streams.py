@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jax_offload._analysis.on_cores import NONE, Share, share_of
+from jax_offload._analysis.on_disk import NO_FILES, Files, files_in
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Var
 from jax_offload._base.memory import is_host_aval
@@ -30,6 +31,7 @@ class Streams:
       tail: bytes of the slice that is stored last of those that stream beside the backward pass.
       norm: whether the update waits for a number that is made of gradients: it can begin when all are there.
       cores: what the host's cores update where it is; none of the above is of that.
+      files: what of it comes from disk, and goes there.
     """
 
     loaded: int = 0
@@ -41,6 +43,7 @@ class Streams:
     tail: int = 0
     norm: bool = False
     cores: Share = NONE
+    files: Files = NO_FILES
 
 
 def streams(trace: Any) -> Streams:
@@ -49,11 +52,12 @@ def streams(trace: Any) -> Streams:
     planned = [p for update in updates for p in update.planned if not isinstance(p.transfer, OnCores)]
     whole = [update for update in updates if isinstance(update, Update)]
     looped = [p for p in planned if p.in_chunks or p.window.own_loop]
+    files = files_in(whole)
     beside = [p for p in planned if not isinstance(p.transfer, InIterations) and p not in looped]
     return Streams(
         loaded=sum(map(_loaded, planned)),
         stored=sum(_stored(update) for update in updates),
-        window=windows_of(planned),
+        window=files.window or windows_of(planned),
         inside=sum(_loaded(p) for p in planned if isinstance(p.transfer, InIterations)),
         looped=sum(p.slice.loaded_bytes for p in looped),
         unpaired=_unpaired(looped),
@@ -63,6 +67,7 @@ def streams(trace: Any) -> Streams:
             (p for update in whole for p in update.planned),
             (update.operands[i] for update in whole for i in update.gradients),
         ),
+        files=files,
     )
 
 

@@ -11,6 +11,7 @@ import optax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jax_offload._analysis.ways import eight_bits
+from jax_offload._files import Disk
 from jax_offload._offload import offload
 from jax_offload._precision.masters import with_master_params
 
@@ -36,7 +37,7 @@ class Described:
 def described(
     n: int, optimizer: str, dtype: str, *, master: str | None = None, storage: str | None = None, clip: bool = False,
     layers: int | None = None, width: int | None = None, devices: int = 1, shard_over: str | None = None,
-    fsdp: bool = False,
+    fsdp: bool = False, disk: Disk | None = None,
 ) -> Described:  # fmt: skip
     """A transformer of ``n`` parameters, and its optimizer.
 
@@ -70,6 +71,10 @@ def described(
         options["storage"] = storage
         if storage == "int8":
             options["storage"] = eight_bits(inner, params) or storage
+    if disk is not None:
+        if mesh is not None:
+            raise ValueError(f"disk: a state on disk is that of one device yet; got {devices} devices. Leave out one.")
+        options["disk"] = disk
     return Described(offload(inner, **options) if options else inner, called, params, layers, width)
 
 

@@ -11,7 +11,8 @@ from jax_offload._analysis.option import Option, smallest
 from jax_offload._analysis.units import in_bytes, in_seconds
 
 WIDTH = 80
-HEADER = ("", "peak", "host", "each way", "hidden", "added", "fits")
+_HEADER = ("", "peak", "host", "disk", "each way", "hidden", "added", "fits")
+_DISK = 3
 
 
 class Printed:
@@ -54,7 +55,36 @@ class Printed:
 
 
 def rows(forecast: Printed) -> list[tuple[str, ...]]:
-    return [_row(option) for option in forecast.options]
+    """A header and a row for every way; with what is on disk where something is."""
+    found = [_HEADER, *map(_row, forecast.options)]
+    if any(option.disk for option in forecast.options):
+        return found
+    return [(*row[:_DISK], *row[_DISK + 1 :]) for row in found]
+
+
+def tiers(forecast: Printed) -> list[tuple[str, ...]]:
+    """Of the first way with a disk, memory by memory: bytes that are there, bytes that move in a step, and their time.
+    Empty where there is none."""
+    option = next((option for option in forecast.options if option.disk), None)
+    if option is None:
+        return []
+
+    def time(seconds: float | None) -> str:
+        return "?" if seconds is None else in_seconds(seconds)
+
+    kept, held = option.peak - option.window, option.host - option.buffers
+    moved, files = _both(option.loaded, option.stored), _both(option.read, option.written)
+    return [
+        (option.name, "keeps", "under way", "in a step", "time"),
+        ("device", in_bytes(kept), in_bytes(option.window), "arithmetic", time(forecast.compute)),
+        ("host", in_bytes(held) if held else "–", in_bytes(option.buffers), moved, time(option.link_serial)),
+        ("disk", f"2 x {in_bytes(option.disk)}", "–", files, time(option.io)),
+    ]
+
+
+def _both(up: int, down: int) -> str:
+    """Bytes to the device, and from it."""
+    return f"{in_bytes(up)} each way" if up == down else f"{in_bytes(up)} up, {in_bytes(down)} down"
 
 
 def _row(option: Option) -> tuple[str, ...]:
@@ -63,7 +93,8 @@ def _row(option: Option) -> tuple[str, ...]:
     moved = in_bytes(max(option.loaded, option.stored)) if option.loaded or option.stored else "–"
     hidden = "–" if option.hidden is None or not option.link else f"{option.hidden:.0%}"
     return (
-        option.name, peak, in_bytes(option.host) if option.host else "–", moved, hidden, _added(option),
+        option.name, peak, in_bytes(option.host) if option.host else "–", in_bytes(option.disk) if option.disk else "–",
+        moved, hidden, _added(option),
         "?" if option.fits is None else "yes" if option.fits else "no",
     )  # fmt: skip
 
@@ -77,16 +108,21 @@ def _added(option: Option) -> str:
 
 
 def text(forecast: Printed) -> str:
-    table = [HEADER, *rows(forecast)]
-    widths = [max(len(row[k]) for row in table) for k in range(len(HEADER))]
-    lines = ["  ".join(cell.ljust(w) if k == 0 else cell.rjust(w) for k, (cell, w) in enumerate(
-        zip(row, widths, strict=True))).rstrip() for row in table]  # fmt: skip
-    lines.insert(1, "-" * max(map(len, lines)))
+    lines = _aligned(rows(forecast))
+    if by_tier := tiers(forecast):
+        lines += ["", *_aligned(by_tier), ""]
     for sentence in sentences(forecast):
         lines += textwrap.wrap(sentence, WIDTH, subsequent_indent="  ", break_long_words=False)
     if forecast.recommended is not None:
         lines += ["recommended:", *(f"  {line}" for line in forecast.recommended.code.split("; "))]
     return "\n".join(lines)
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["  ".join(cell.ljust(w) if k == 0 else cell.rjust(w) for k, (cell, w) in enumerate(
+        zip(row, widths, strict=True))).rstrip() for row in table]  # fmt: skip
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
 
 
 def sentences(forecast: Printed) -> list[str]:
@@ -131,7 +167,8 @@ def _time(forecast: Printed, option: Option) -> list[str]:
     if option.hidden_from is not None:
         found[0] += f"; hidden from {option.hidden_from:,} tokens per step on"
     if forecast.compute is not None and option.exposed is not None:
-        found[0] += f"; of a step of {in_seconds(forecast.compute)} it adds {in_seconds(option.exposed)}"
+        adds = "it and the disk add" if option.disk else "it adds"
+        found[0] += f"; of a step of {in_seconds(forecast.compute)} {adds} {in_seconds(option.exposed)}"
     return found
 
 
@@ -146,7 +183,11 @@ def html(forecast: Printed) -> str:
     def row(cells: Sequence[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{_html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
-    body = "".join(row(cells, "td") for cells in rows(forecast))
+    def table(lines: Sequence[Sequence[str]]) -> str:
+        if not lines:
+            return ""
+        return f"<table>{row(lines[0], 'th')}{''.join(row(cells, 'td') for cells in lines[1:])}</table>"
+
     under = "".join(f"<p>{_html.escape(each)}</p>" for each in sentences(forecast))
     code = "" if forecast.recommended is None else f"<pre>{_html.escape(forecast.recommended.code)}</pre>"
-    return f"<table>{row(HEADER, 'th')}{body}</table>{under}{code}"
+    return f"{table(rows(forecast))}{table(tiers(forecast))}{under}{code}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,8 +13,10 @@ import optax
 from jax.sharding import NamedSharding
 from jax.tree_util import keystr
 
+from jax_offload._analysis.setting import ON_DISK
 from jax_offload._base.arrays import Offloaded
 from jax_offload._base.shardings import names_in, sharding_of
+from jax_offload._files import Disk
 from jax_offload._offload import DEFAULT_MIN_BYTES, offload
 
 _DEFAULTS: Mapping[str, Any] = {
@@ -50,7 +53,7 @@ def inner_of(tx: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def way(name: str, inner: Any, called: str, options: Mapping[str, Any], **kwargs: Any) -> Way:
-    said = "".join(f", {key}={value!r}" for key, value in options.items())
+    said = "".join(f", {key}={'jo.' if key == 'disk' else ''}{value!r}" for key, value in options.items())
     more = ', gradients="host"' if kwargs.get("pending") else ""
     step = f'jo.pipelined(step, donate_argnames=("params", "state"){more})' if kwargs.get("ahead") else _JIT
     return Way(name, f"tx = jo.offload({called}{said}); step = {step}", offload(inner, **options), **kwargs)
@@ -61,6 +64,21 @@ _JIT = "jo.jit(step, donate_argnums=(0, 1))"
 
 def without_cores(options: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in options.items() if key != "update_on"}
+
+
+def on_disk(inner: Any, called: str, options: Mapping[str, Any], host_bytes: int) -> Way:
+    """With so much of the state in host memory, and the rest in files."""
+    return way(ON_DISK, inner, called, {**options, "disk": disk_of(1, host_bytes)})
+
+
+def disk_of(drives: int, host_bytes: int) -> Disk:
+    """Files that nobody makes, on so many drives."""
+    return Disk([Path(f"/nvme{k or ''}/run") for k in range(drives)], host_bytes)
+
+
+def drives_of(options: Mapping[str, Any]) -> int:
+    """Over how many drives an offload's files are spread: a directory is taken for one."""
+    return len(options["disk"].directories) if "disk" in options else 1
 
 
 def resident(inner: Any, called: str) -> Way:
@@ -94,7 +112,10 @@ def ways(inner: Any, given: Mapping[str, Any], params: Any, called: str, norm: b
     ``alone``: whether there is one device, which the host's cores can do for, and few leaves.
     """
     found: list[Way] = []
-    if (streamed := without_cores(given)) != given:
+    if "disk" in given:
+        in_memory = {key: value for key, value in given.items() if key != "disk"}
+        found.append(way("in host memory", inner, called, in_memory))
+    elif (streamed := without_cores(given)) != given:
         given = streamed
         found.append(way("on the device", inner, called, given))
     elif alone:
@@ -108,7 +129,7 @@ def ways(inner: Any, given: Mapping[str, Any], params: Any, called: str, norm: b
             smaller.append(("int8", rules))
         found += [way(name, inner, called, {**given, "storage": storage}, ahead=norm, same_numbers=False)
                   for name, storage in smaller]  # fmt: skip
-    if "shard_over" not in given and (axes := replicated_axes(params)):
+    if not {*given} & {"shard_over", "disk"} and (axes := replicated_axes(params)):
         over = axes[0] if len(axes) == 1 else axes
         found.append(way("ZeRO-1", inner, called, {**given, "shard_over": over}, ahead=norm))
     return found

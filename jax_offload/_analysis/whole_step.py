@@ -16,7 +16,7 @@ from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.compiled_ways import DRIVEN, ESTIMATED, GIVES_UP, Compiler, compiled_labels, turned_round
 from jax_offload._analysis.divided import Division, collectives, division_of, gathered_ahead
 from jax_offload._analysis.donated import donations
-from jax_offload._analysis.driven import FIRST, First, first_program, is_driven, on_the_device
+from jax_offload._analysis.driven import FIRST, First, first_program, in_memory, is_driven, on_files, on_the_device
 from jax_offload._analysis.exposure import BACKWARD, FORWARD
 from jax_offload._analysis.flattened import flattened, loop_of
 from jax_offload._analysis.forecast import Forecast
@@ -26,13 +26,14 @@ from jax_offload._analysis.option import Option
 from jax_offload._analysis.queued import in_pieces
 from jax_offload._analysis.resident import on_device, resident
 from jax_offload._analysis.scanned import in_a_scan
-from jax_offload._analysis.setting import Setting, of_the_cores, priced
+from jax_offload._analysis.setting import Setting, of_the_cores, of_the_disk, priced
 from jax_offload._analysis.streams import Streams, streams
 from jax_offload._analysis.work import all_flops, seconds
 from jax_offload._base.around import step_described
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import jax_fun
 from jax_offload._base.memory import HOST_KIND, on_host
+from jax_offload._base.on_disk import is_on_disk
 from jax_offload._base.shardings import sharding_of, shards_of
 from jax_offload._emit.find import emitted, updates_in
 from jax_offload._emit.region import Moved, Update
@@ -59,9 +60,9 @@ def of_step(step: Callable[..., Any], args: Sequence[Any], setting: Setting, tar
     """
     given = step.step if isinstance(step, Pipelined) else step
     base = given.__wrapped__ if isinstance(given, Jitted) else unwrapped(given)
-    leaves = [x for x in jax.tree.leaves(args) if hasattr(x, "dtype")]
-    setting = dataclasses.replace(setting, devices=devices_of(leaves), dtype=dtype_of(leaves))
     with step_described():
+        drives, args = _drives(args), in_memory(args)
+        leaves = [x for x in jax.tree.leaves(args) if hasattr(x, "dtype")]
         plain = traced(base, *args)
         driven = plain if is_driven(plain) else None
         if driven is None:
@@ -69,6 +70,7 @@ def of_step(step: Callable[..., Any], args: Sequence[Any], setting: Setting, tar
         else:
             plain = on_the_device(plain)
             own = traced(rewritten(jax_fun(plain)), *leaves)
+    setting = dataclasses.replace(setting, devices=devices_of(leaves), dtype=dtype_of(leaves), drives=drives)
     found = updates_in(plain)
     if not any(p for each in found for p in each.update.planned):
         raise ValueError(
@@ -100,15 +102,18 @@ def of_step(step: Callable[..., Any], args: Sequence[Any], setting: Setting, tar
     first = None
     if driven is not None:
         given_away = donations(emitted(plain).jaxpr, len(leaves))
-        first = first_program(driven, leaves, given_away)
-        options.insert(1, seen.driven("step = jo.jit(step, donate_argnums=...)", streams(driven), first, given_away))
+        moved, there = streams(driven), on_files(args, driven)
+        with step_described():
+            own = traced(base, *there) if moved.files.groups else driven
+        first = first_program(own, [x for x in jax.tree.leaves(there) if hasattr(x, "dtype")], given_away, leaves)
+        options.insert(1, seen.driven("step = jo.jit(step, donate_argnums=...)", moved, first, given_away))
     notes = ["every argument that a result is like counts as donated"]
     if driven is not None:
         notes.append(
-            f"the peak of {DRIVEN!r} is that of {FIRST!r}, the first of its programs, and its time a model's; "
-            f"{' and '.join(DEVICE_WAYS)} are of the same step without update_on"
+            f"the peak of {DRIVEN!r} is that of {FIRST!r}, the first of its programs, or of a group where that is "
+            f"more, and its time a model's; {' and '.join(DEVICE_WAYS)} are of the same step without update_on and disk"
         )
-        notes += of_the_cores(options, setting)
+        notes += [*of_the_cores(options, setting), *of_the_disk(options, setting)]
     if target is not None:
         turned = turned_round(step, base, args, plain)
         compiler = Compiler(target, plain, leaves, at_home, there, setting, turned, args, first)
@@ -129,6 +134,12 @@ def of_step(step: Callable[..., Any], args: Sequence[Any], setting: Setting, tar
             notes.append("parameters divided along their first axis: a scan over it has XLA gather all of them before, "
                          "which these peaks leave out; divide another axis")  # fmt: skip
     return setting.forecast(options, notes=tuple(notes), labels=LABELS)
+
+
+def _drives(args: Any) -> int:
+    """Over how many drives a state on disk is spread: a directory is taken for one."""
+    homes = {x.place.home for x in jax.tree.leaves(args, is_leaf=is_on_disk) if is_on_disk(x)}
+    return max((len(getattr(home, "directories", ())) for home in homes), default=0) or 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,13 +194,18 @@ class _Seen:
         parameters, state, host = self._arguments(donated)
         rest = max(0, estimated - parameters - state)
         gradients = min(rest, sum(map(self.division.own, self.gradients)))
-        cores = moved.cores
+        cores, files = moved.cores, moved.files
+        # a group has no activations beside it, but all gradients; and its part of the state
+        group = parameters + sum(map(self.division.own, self.gradients)) + state + files.window if files.groups else 0
+        estimated, most = max(estimated, group), max(most, group)
         option = Option(
-            DRIVEN, code, parameters, gradients, state, 0, rest - gradients, estimated, (estimated, most),
-            host + cores.gradients, moved.loaded + cores.up, moved.stored + cores.gradients + cores.down,
+            DRIVEN, code, parameters, gradients, state, files.window, rest - gradients, estimated, (estimated, most),
+            host + cores.gradients - files.read + files.buffers, moved.loaded + cores.up,
+            moved.stored + cores.gradients + cores.down, disk=files.read, read=files.read, written=files.written,
+            buffers=files.buffers,
         )  # fmt: skip
         # the gradient of stacked layers is one array, which goes down when the scan is over
-        return priced(option, self.setting, 0.0 if scanned else BACKWARD, cores)
+        return priced(option, self.setting, 0.0 if scanned else BACKWARD, cores, files)
 
     def _exposed(
         self, trace: Any, program: Any, moved: Streams, chip: Chip, compute: float, ahead: bool

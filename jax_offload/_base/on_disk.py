@@ -53,7 +53,7 @@ class UpdatedFromDisk(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Which leaf it is: its home, its name there, its type, and where it is to be in host memory on its way, if known."""
+    """Which leaf it is: its home, its name there, its type, and where it is in host memory on its way, if known."""
 
     home: Home
     name: str

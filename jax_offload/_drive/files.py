@@ -75,8 +75,8 @@ class OnFiles:
         for _, leaf in self.reads.values():
             if alone is None and not leaf.on_its_way.device_set <= devices:
                 raise ValueError(
-                    f"disk: the state is on {_devices(leaf.on_its_way.device_set)}, {leaf.name} as {leaf.on_its_way}, and "
-                    f"the step runs on {_devices(devices)}. Fix: disk.resume(target) with the shardings that the "
+                    f"disk: the state is on {_devices(leaf.on_its_way.device_set)}, {leaf.name} as {leaf.on_its_way}, "
+                    f"and the step runs on {_devices(devices)}. Fix: disk.resume(target) with the shardings that the "
                     "parameters have now, jo.abstract_state(tx, params) in the state's place."
                 )
         here = {v: leaf.on_its_way for v, (_, leaf) in self.reads.items()}
