@@ -171,14 +171,19 @@ def state_sharding(
 
 
 def resharded_state(leaves: Sequence[Any], plan: Sequence[Leaf], params: Any, shardings: Shardings) -> list[Any]:
-    """The leaves of a state, those that are to be divided further like that, as far as the parameters' are known."""
+    """The leaves of a state, those that are to be divided further like that, as far as the parameters' are known.
+
+    One that is not, a scale that stays on the device say, is made of gradients that are: it too stays as it was, or the
+    second step would be another program, and a loop's carry of another type.
+    """
     flat = jax.tree_util.tree_flatten_with_path(params)[0]
+    divided = {leaf.owner for leaf in plan if leaf.shard_over}
 
     def sharded(x: Any, leaf: Leaf) -> Any:
-        if not leaf.shard_over or leaf.owner is None:
+        if leaf.owner is None or leaf.owner not in divided:
             return x
         path, param = flat[leaf.owner]
-        if (name := key_of(path)) not in shardings:
+        if (name := key_of(path)) not in shardings or not (leaf.shard_over or np.ndim(x) == np.ndim(param)):
             return x
         sharding, why = state_sharding(leaf, np.shape(x), shardings[name], np.shape(param), _parameter(name))
         return x if why else constrained(x, sharding)

@@ -311,6 +311,28 @@ def test_what_stays_on_the_device_is_divided_too(fraction):
     assert kinds == ({DEVICE} if fraction == 0 else {DEVICE, HOST})
 
 
+@pytest.mark.parametrize(("axes", "skip"), [(AxisType.Auto, False), (AxisType.Explicit, True)])
+def test_what_is_too_small_to_be_divided_stays_as_it_was(axes, skip):
+    """A scale beside numbers of 8 bits, made of a gradient that is divided: else the second step would be another."""
+    params = {"w": jax.device_put(np.ones((128, 8), np.float32), NamedSharding(mesh_of(axes, (8,), ("data",)), P()))}
+    tx = jo.offload(OPTIMIZERS["adamw"], min_bytes=1024, storage="int8", shard_over="data")
+
+    def step(params, state, skip):
+        grads = jax.tree.map(jnp.sin, params)
+        return jo.update_params(tx, grads, state, params, **({"skip": skip} if given else {}))
+
+    given, jitted = skip, jax.jit(step)
+    with jax.set_mesh(params["w"].sharding.mesh):
+        state, skips = tx.init(params), jnp.bool_(False)
+        places = jax.tree.map(lambda x: x.sharding, state)
+        after = jitted(params, state, skips)[1]
+    mu = after.inner_state[0].mu["w"]
+    assert spec_of(mu.values) == entries("data") and mu.values.sharding.memory_kind == HOST
+    assert spec_of(mu.values_scale) == entries() and mu.values_scale.sharding.memory_kind == DEVICE
+    for x, place in zip(jax.tree.leaves(after), jax.tree.leaves(places), strict=True):
+        assert x.sharding.is_equivalent_to(place, x.ndim)
+
+
 def test_a_resident_state_is_divided_in_its_first_step_or_by_to_host():
     mesh = mesh_of(AxisType.Auto)
     params, grads = network(mesh, REPLICATED), network(mesh, REPLICATED, seed=100)

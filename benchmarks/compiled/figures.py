@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import jax_offload as jo
 from benchmarks.harness.cases import Case
 from benchmarks.harness.machine import report
-from benchmarks.in_jax.system import nbytes, program
+from benchmarks.in_jax.system import loop_of, nbytes, program
 from tests.aot.cases import device_sharding
 from tests.aot.harness import H200, MIB, measure
 
@@ -31,7 +31,10 @@ def run(target: str, case: Case) -> dict[str, Any]:
     it = program(case, device_sharding(target), jnp.bfloat16, "xla")
     platform = "cuda" if target == H200 else "tpu"
     options = jo.compiler_options(platform) if case.options.get("offload") else None
-    m = measure(target, it.step, (it.params, it.state, it.tokens), (0, 1), it.shardings, options)
+    looped = loop_of(it, case)
+    turned = case.options.get("whole") == "pipelined"  # whose results are where its arguments are
+    step = looped.jitted.whole_step if "whole" in case.options else it.step
+    m = measure(target, step, looped.args, (0, 1), None if turned else it.shardings, options)
     return {
         "compiled": True,
         "device_peak_bytes": round(m.peak * MIB),

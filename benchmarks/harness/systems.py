@@ -36,6 +36,11 @@ RECIPE = System("usual recipe", "jax", "the JAX guide, MaxText, AXLearn: state i
 OURS = ours("", "float32 moments on the host")
 BFLOAT16 = ours(", bfloat16 state", "4 bytes of state per parameter", storage="bfloat16")
 INT8_STATE = ours(", int8 state", "2.06 bytes of state per parameter", storage=INT8)
+JITTED = ours(", jo.jit", "the whole step is seen: updates in the backward pass", whole="jit")
+TURNED = ours(", jo.pipelined", "updates in the forward pass of the next batch", whole="pipelined")
+TURNED_BFLOAT16 = ours(", jo.pipelined, bfloat16 state", "the same", whole="pipelined", storage="bfloat16")
+WAITING = ours(", jo.pipelined, gradients on the host", "they wait there", whole="pipelined", gradients="host")
+WHOLE = [JITTED, TURNED, TURNED_BFLOAT16, WAITING]
 MASTERS = ours(", bfloat16 parameters", "float32 masters and moments on the host", masters=True)
 MASTERS_INT8 = ours(", bfloat16 parameters, int8 state", "float32 masters, 8-bit moments", masters=True, storage=INT8)
 FRACTIONS = [ours(f", fraction {f}", "what stays is what could not be hidden", fraction=f) for f in (0.25, 0.5, 0.75)]
@@ -54,7 +59,7 @@ TORCH = [
 ]
 MAIN = [RESIDENT, RECIPE, OURS, BFLOAT16, INT8_STATE]
 VARIANTS = [MASTERS, MASTERS_INT8, *FRACTIONS, *WINDOWS]
-SYSTEMS = {system.name: system for system in (*MAIN, *VARIANTS, TORCH_RESIDENT, *TORCH)}
+SYSTEMS = {system.name: system for system in (*MAIN, *WHOLE, *VARIANTS, TORCH_RESIDENT, *TORCH)}
 # The one that a system's overhead is measured against.
 BASELINE = {"jax": RESIDENT.name, "torch": TORCH_RESIDENT.name}
 
@@ -79,12 +84,12 @@ def plan() -> Iterator[Case]:
                         yield case(system, SHAPES[name], count, scans=scans, clip=clip)
 
     stacked, unrolled, grouped, *larger = MODELS
-    everyone = [*MAIN, TORCH_RESIDENT, *TORCH, *VARIANTS]
+    everyone = [*MAIN, *WHOLE, TORCH_RESIDENT, *TORCH, *VARIANTS]
     stages = [
-        cases(MAIN, [stacked, unrolled], [16384]),
+        cases([*MAIN, *WHOLE], [stacked, unrolled], [16384]),
         cases([*MAIN, *WINDOWS], [grouped], [16384]),
         cases([TORCH_RESIDENT, *TORCH], [unrolled], [16384]),
-        cases([RESIDENT, OURS, INT8_STATE], [stacked, unrolled], [2048, 8192, 32768]),
+        cases([RESIDENT, OURS, JITTED, TURNED, INT8_STATE], [stacked, unrolled], [2048, 8192, 32768]),
         cases(MAIN, larger, [16384]),
         cases(VARIANTS, [stacked, unrolled], [16384]),
         cases(everyone, MODELS, TOKENS),

@@ -34,7 +34,7 @@ from tests.aot.link import traffic
 
 
 def optimizer(case: Case) -> optax.GradientTransformation:
-    options = dict(case.options)
+    options = {k: v for k, v in case.options.items() if k not in ("whole", "gradients")}
     tx = optax.adamw(**ADAMW)
     if case.clip:
         tx = optax.chain(optax.clip_by_global_norm(1.0), tx)
@@ -100,6 +100,53 @@ def program(case: Case, sharding: jax.sharding.Sharding, dtype: Any, attention: 
     return Program(tx, params, tokens, init, step, (*shardings[0], sharding))
 
 
+class Loop(NamedTuple):
+    """How a case's step is run, again and again.
+
+    Attributes:
+      jitted, args: what jax compiles, of which arguments.
+      stepper: of that compiled, parameters, state and batches, what runs the step of a number and returns its loss.
+    """
+
+    jitted: Any
+    args: tuple[Any, ...]
+    stepper: Callable[[Any, Any, Any, Callable[[int], jax.Array]], Callable[[int], jax.Array]]
+
+
+def loop_of(it: Program, case: Case) -> Loop:
+    """Under ``jax.jit``, or as ``case.options["whole"]`` says: ``"jit"`` (``jo.jit``) or ``"pipelined"``."""
+    types = it.params, it.state, it.tokens
+    if case.options.get("whole") == "pipelined":
+        gradients = case.options.get("gradients", "device")
+        train = jo.pipelined(it.step, donate_argnames=("params", "state"), gradients=gradients)
+        turned, args, _ = train.turned(*types)
+
+        def turned_stepper(_: Any, params: Any, state: Any, batch: Any) -> Callable[[int], jax.Array]:
+            carried: list[Any] = [params, state]
+
+            def one_step(i: int) -> jax.Array:
+                given = [carried.pop(0) for _ in range(len(carried))]
+                carry, aux = train(*given, batch(i)) if len(given) == 1 else train.start(*given, batch(i))
+                carried.append(carry)
+                return aux.now
+
+            return one_step
+
+        return Loop(turned, args, turned_stepper)
+
+    def stepper(compiled: Any, params: Any, state: Any, batch: Any) -> Callable[[int], jax.Array]:
+        carried = [params, state]
+
+        def one_step(i: int) -> jax.Array:
+            *carried[:], loss = compiled(*carried, batch(i))
+            return loss
+
+        return one_step
+
+    jit = jo.jit if case.options.get("whole") == "jit" else jax.jit
+    return Loop(jit(it.step, donate_argnums=(0, 1), out_shardings=it.shardings), types, stepper)
+
+
 def fused_attention() -> str | None:
     """cuDNN's attention where it runs: XLA's own keeps all scores. Tried on something small."""
     x = jnp.ones((1, 128, 2, 64), jnp.bfloat16)
@@ -121,9 +168,11 @@ def run(case: Case) -> dict[str, Any]:
     it = program(case, sharding, dtype, attention)
 
     began = time.perf_counter()
-    options = jo.compiler_options("cuda") if on_gpu and case.options.get("offload") else None
-    jitted = jax.jit(it.step, donate_argnums=(0, 1), out_shardings=it.shardings)
-    compiled = jitted.lower(it.params, it.state, it.tokens).compile(compiler_options=options)
+    # a step that is seen whole brings its own
+    plain = on_gpu and case.options.get("offload") and "whole" not in case.options
+    options = jo.compiler_options("cuda") if plain else None
+    looped = loop_of(it, case)
+    compiled = looped.jitted.lower(*looped.args).compile(compiler_options=options)
     compile_seconds = time.perf_counter() - began
 
     params = jax.jit(it.init, out_shardings=it.shardings[0])()
@@ -135,10 +184,8 @@ def run(case: Case) -> dict[str, Any]:
         tokens = _data.batch(data, i, case.batch, case.shape.context)
         return jax.device_put(tokens.astype(np.int32), sharding)
 
-    def one_step(i: int) -> jax.Array:
-        nonlocal params, state
-        params, state, loss = compiled(params, state, batch(i))
-        return loss
+    one_step = looped.stepper(compiled, params, state, batch)
+    del params, state  # they are donated
 
     seconds, losses = clocked(one_step, case.warmup, case.steps)
     peak_bytes = peak(device)

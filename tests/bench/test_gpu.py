@@ -78,6 +78,28 @@ def test_the_first_values_are_of_steps_seen_whole():
     assert result["wrong"] == [] and "pinned_host" in result["memory_kinds"].values()
 
 
+@pytest.mark.long("trains toys, turned round and plain")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "clip, AdamW; stacked; jo.pipelined",
+        "MultiSteps; unrolled; jo.pipelined",
+        "masters, bfloat16 parameters; unrolled; jo.pipelined, gradients on the host",
+    ],
+)
+def test_the_values_of_steps_turned_round(name):
+    assert name in values.cases(True) and not any("MultiSteps" in n and "on the host" in n for n in values.cases(True))
+    result = values.run(name, True)
+    assert result["wrong"] == [] and len(result["losses"]) == values.TOY_STEPS
+
+
+@pytest.mark.parametrize("way", [steps.JITTED, steps.TURNED])
+def test_the_times_of_steps_seen_whole(way):
+    result = steps.run(f"stacked, clipping inside offload; {way}", True)
+    assert len(result["step_seconds"]) == steps.TOY_STEPS and result["host_state_bytes"] > 0
+    assert result["predicted"]["peak_bytes"] > 0
+
+
 def test_a_difference_is_noticed():
     nan = float("nan")
     assert values.judged({"w": 1e-7}, [1.0, 1e-6], [], values.LEAF) == []

@@ -43,9 +43,13 @@ def resident():
             ("jax_offload, fraction 0.5", 1e-6),
             ("jax_offload, int8 state", 1e-3),
             ("jax_offload, bfloat16 parameters", 1e-2),
+            ("jax_offload, jo.jit", 1e-6),
+            ("jax_offload, jo.pipelined", 1e-6),
+            ("jax_offload, jo.pipelined, bfloat16 state", 1e-3),
+            ("jax_offload, jo.pipelined, gradients on the host", 1e-6),
         ],
         "a benchmark of its own",
-        daily=[("jax_offload, int8 state", 1e-3)],
+        daily=[("jax_offload, int8 state", 1e-3), ("jax_offload, jo.pipelined", 1e-6)],
     ),
 )
 def test_systems_train_as_resident_does(system, tolerance, resident):
@@ -190,9 +194,13 @@ def test_a_case_that_fails_says_why():
 @pytest.mark.long("compiles for an H200")
 def test_compiled_figures():
     require(H200)
-    ours, plain = (compiled.run(H200, on_toy(system)) for system in ("jax_offload", "optax"))
+    names = ("jax_offload", "optax", "jax_offload, jo.jit", "jax_offload, jo.pipelined, gradients on the host")
+    ours, plain, whole, turned = (compiled.run(H200, on_toy(system)) for system in names)
     assert ours["host_bytes"] >= ours["host_state_bytes"] > 0 == plain["host_bytes"]
     assert ours["loaded_bytes"] == ours["stored_bytes"] == ours["host_state_bytes"]
+    assert whole["host_state_bytes"] == turned["host_state_bytes"] == ours["host_state_bytes"]
+    assert ours["host_state_bytes"] <= whole["loaded_bytes"] <= 1.5 * ours["host_state_bytes"]  # a row or two twice
+    assert turned["loaded_bytes"] > whole["loaded_bytes"]  # gradients too
     assert ours["compiled"] and "not run" in ours["device"]
 
 
