@@ -12,6 +12,7 @@ import jax_offload as jo
 from jax_offload._base.on_disk import is_on_disk
 from jax_offload._drive import stages
 from jax_offload._interop import pending
+from tests.support.rows import rows
 from tests.support.trees import assert_close
 
 pytestmark = [
@@ -174,7 +175,7 @@ def test_multi_steps_around(options, disk):
 # ---- pipelined -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gradients", ["device", "host"])
+@pytest.mark.parametrize("gradients", rows(["device", "host"], "alike", daily=["device"]))
 def test_pipelined(gradients, disk, tmp_path, monkeypatch):
     """As the plain loop on disk."""
     monkeypatch.setattr(pending, "LEAST", 1024)
