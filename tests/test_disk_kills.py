@@ -38,7 +38,7 @@ def resumed(folder, devices):
     return step, found
 
 
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("devices", rows([1, 4], "as many processes again", daily=[1]))
 @pytest.mark.parametrize("kills", rows([3, 100], "a hundred processes", daily=[3]))
 def test_killed_at_any_moment_it_goes_on_bit_for_bit(kills, devices, tmp_path):
     at, chance = 0, random.Random(0)

@@ -111,7 +111,9 @@ def assert_as_foretold(tx, params, state):
 
 
 @pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("how", ["sharded", "replicated", "zero", "a mesh of one device"])
+@pytest.mark.parametrize(
+    "how", rows(["sharded", "replicated", "zero", "a mesh of one device"], "alike", daily=["sharded", "zero"])
+)
 def test_as_in_host_memory(how, axes, disk, monkeypatch):
     """Moments bit for bit; parameters but for the rounding of a division by XLA. What is written is where the next step
     has it: each device gives its own part."""
@@ -250,7 +252,9 @@ def test_each_part_is_in_the_files_once(disk):
         assert {entry.shape for entry in entries} == {x.sharding.shard_shape(x.shape)}
 
 
-@pytest.mark.parametrize("other", ["mesh", "specs", "one device", "from one device", "zero"])
+@pytest.mark.parametrize(
+    "other", rows(["mesh", "specs", "one device", "from one device", "zero"], "alike", daily=["mesh", "zero"])
+)
 def test_a_commit_is_resumed_in_another_sharding(other, tmp_path):
     """And goes on as it would have; a second commit from there is resumed in the first sharding again."""
     mesh = mesh_of()

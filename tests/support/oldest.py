@@ -33,6 +33,7 @@ NAMED = {
     "test_docstrings.py": "every example",
     "test_interleaved.py": "pieces and gates of an unrolled step",
     "test_sharded.py": "meshes with Auto and Explicit axes, shard_map",
+    "test_disk_sharded.py::test_as_in_host_memory": "arrays put together of parts, in host memory",
     "test_flax.py": "boxes and nnx, for which jax's shardings changed",
     "test_stream.py::test_small_pieces": "a loop that runs once",
     "test_stream.py::test_vmap": "batching",
