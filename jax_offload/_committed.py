@@ -81,9 +81,7 @@ def unpacked(extra: Mapping[str, np.ndarray[Any, Any]], target: Any, on_disk: _F
     return jax.tree.unflatten(treedef, landed(likes, read) if lands else read(range(len(likes))))
 
 
-def _leaf(
-    number: int, row: Mapping[str, Any], path: str, like: Any, extra: Mapping[str, Any], on_disk: _Found
-) -> Any:
+def _leaf(number: int, row: Mapping[str, Any], path: str, like: Any, extra: Mapping[str, Any], on_disk: _Found) -> Any:
     if "value" in row:
         return row["value"]
     if "on disk" in row:

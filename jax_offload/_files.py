@@ -1,8 +1,8 @@
 """The third tier: leaves of a state in files. ``jax_offload.disk`` is the files, and what is under way to and from
 them.
 
-A leaf is a group of the store. Two threads read and four write; each waits for what it needs, so that whoever drives the
-step does not.
+A leaf is a group of the store. Two threads read and four write; each waits for what it needs, so that whoever drives
+the step does not.
 """
 
 from __future__ import annotations
@@ -305,4 +305,3 @@ def _threads() -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
     no faster.
     """
     return ThreadPoolExecutor(2, "jax_offload reads"), ThreadPoolExecutor(4, "jax_offload writes")
-

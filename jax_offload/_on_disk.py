@@ -29,7 +29,7 @@ def disk(*directories: str | os.PathLike[str], host_bytes: int = 0) -> Disk:
       *directories: one or several, on drives of their own, over which the leaves are spread. They are made.
       host_bytes: of the state that stays in pinned host memory, whole parameters at a time, those whose gradients come
         last; all else that ``offload`` would keep there is on disk. On top of it come buffers for what is under way:
-        about six groups, of 64 MiB or one parameter's leaves.
+        at most nine groups, of 64 MiB or one parameter's leaves.
 
     Returns:
       A ``Disk``, for one ``offload``.
@@ -78,7 +78,7 @@ def budget_of(given: Any) -> int | None:
 
 
 def places_of(given: Any, plan: Sequence[Leaf], leaves: Sequence[Any]) -> list[Place | None]:
-    """Which leaf of the disk each of a state is; ``None`` for one in memory. Its name is that in the offload's state."""
+    """Which leaf of the disk each of a state is, by its path in the offload's; ``None`` for one in memory."""
     return [
         Place(given, row.path, tuple(x.shape), np.dtype(x.dtype)) if row.disk else None
         for row, x in zip(plan, leaves, strict=True)

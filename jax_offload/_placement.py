@@ -18,6 +18,7 @@ from jax.tree_util import keystr
 
 from jax_offload._base.arrays import is_array, is_integer, is_like, nbytes
 from jax_offload._base.marks import mark
+from jax_offload._base.on_disk import Place
 from jax_offload._base.paths import matches, names_of, owners
 from jax_offload._cores import first_up_to
 from jax_offload._plan.order import Order, ranks

@@ -72,7 +72,9 @@ def placed_state(tx: optax.GradientTransformation, params: Any) -> Any:
     return jax.tree.unflatten(
         treedef,
         [
-            typed(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s, weak_type=getattr(x, "weak_type", False)), leaf.place)
+            typed(
+                jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s, weak_type=getattr(x, "weak_type", False)), leaf.place
+            )
             for leaf, x, s in leaves
         ],
     )
@@ -197,7 +199,7 @@ def to_host(tx: optax.GradientTransformation, state: Any, params: Any = None) ->
             "If the parameters' tree could not be read off the state, pass params."
         )
     if any(leaf.disk for leaf, _ in leaves) or any(map(is_on_disk, got)):
-        return jax.tree.unflatten(treedef, brought(got, jax.tree.leaves(placed_state(tx, params))))
+        return jax.tree.unflatten(treedef, brought(got, lambda: jax.tree.leaves(placed_state(tx, params))))
     # Tracers do not tell shardings: under jit the next update divides what is to be divided.
     traced = any(isinstance(x, Tracer) for x in [*got, *jax.tree.leaves(params)])
     numpy = [not isinstance(x, jax.Array) for x in got]

@@ -147,9 +147,7 @@ class Store:
         """Bytes of a group, in memory or in a slot."""
         return self._layouts[group].nbytes
 
-    def read(
-        self, group: int, into: np.ndarray | None = None, *, committed: bool = False
-    ) -> Future[list[np.ndarray]]:
+    def read(self, group: int, into: np.ndarray | None = None, *, committed: bool = False) -> Future[list[np.ndarray]]:
         """The newest values of a group, or those of the last commit, as views of a buffer of the pool, or of ``into``.
 
         The buffer is the pool's again when nothing has a view of it any more. The future raises ``ValueError`` where
@@ -163,9 +161,7 @@ class Store:
             files = self._data[version.slot]
             return self._transfers.read(files, layout, buffer, version.checksums, self._what(group))
 
-        return self._turns.after(
-            group, start, lambda _: arrays_in(layout, buffer), lambda error: None, writes=False
-        )
+        return self._turns.after(group, start, lambda _: arrays_in(layout, buffer), lambda error: None, writes=False)
 
     def write(self, group: int, arrays: Sequence[np.ndarray]) -> Future[None]:
         """Writes new values of a group beside those of the last commit.
@@ -187,9 +183,7 @@ class Store:
         def finish(checksums: list[int]) -> None:
             self._versions.end(group, Version(slot, tuple(checksums)))
 
-        return self._turns.after(
-            group, start, finish, lambda error: self._versions.end(group, error), writes=True
-        )
+        return self._turns.after(group, start, finish, lambda error: self._versions.end(group, error), writes=True)
 
     def commit(self, step: int, extra: Mapping[str, np.ndarray]) -> Future[None]:
         """Makes all that was written, and ``extra``, what the store opens with: in a thread, after the writes.

@@ -274,9 +274,7 @@ def test_a_manifest_of_another_format(place, monkeypatch):
     path = place[0] / "manifest.json"
     with monkeypatch.context() as patch:
         patch.setattr(manifest, "FORMAT", 99)
-        path.write_bytes(
-            manifest.to_bytes(manifest.Manifest("s", 0, {}, 2, 4096, (), (), (), manifest.Version(0, ())))
-        )
+        path.write_bytes(manifest.to_bytes(manifest.Manifest("s", 0, {}, 2, 4096, (), (), (), manifest.Version(0, ()))))
     with pytest.raises(ValueError, match="has format 99"):
         Store.open(place)
 
