@@ -38,6 +38,7 @@ class Disk:
     Attributes:
       directories: where they are.
       host_bytes: of the state that stay in host memory.
+      files: the system's calls, where they are counted or faults are put in their place.
 
     Example:
       >>> import tempfile, jax, jax.numpy as jnp, optax, jax_offload as jo
@@ -52,7 +53,7 @@ class Disk:
 
     def __init__(self, directories: Sequence[Path], host_bytes: int, files: Files | None = None) -> None:
         self.directories, self.host_bytes = tuple(directories), host_bytes
-        self._files = files  # the system's calls, for those who count them or put faults in their place
+        self.files = files
         self._store: Store | None = None
         self._groups: dict[str, int] = {}
         self._version = secrets.randbits(31)
@@ -74,9 +75,9 @@ class Disk:
         """The step of the last commit in these directories; ``None`` where there is none."""
         if self._store is not None:
             return self._store.step
-        if not Store.exists(self.directories, files=self._files):
+        if not Store.exists(self.directories, files=self.files):
             return None
-        with Store.open(self.directories, about=_ABOUT, files=self._files) as store:
+        with Store.open(self.directories, about=_ABOUT, files=self.files) as store:
             return store.step
 
     def commit(self, step: int, tree: Any) -> None:
@@ -121,7 +122,7 @@ class Disk:
         """
         self._let_go()
         self._check_committed()
-        store = Store.open(self.directories, about=_ABOUT, files=self._files)
+        store = Store.open(self.directories, about=_ABOUT, files=self.files)
         self._began(store)
         return unpacked(store.extra(), target, self.handle), cast(int, store.step)
 
@@ -130,7 +131,7 @@ class Disk:
         with contextlib.ExitStack() as stack:
             if (store := self._store) is None:
                 self._check_committed()
-                store = stack.enter_context(Store.open(self.directories, about=_ABOUT, files=self._files))
+                store = stack.enter_context(Store.open(self.directories, about=_ABOUT, files=self.files))
             if store.step is None or (step is not None and step != store.step):
                 raise ValueError(f"step: the one commit of {self!r} is of step {store.step}; got step={step!r}.")
             groups = {entry.path: k for k, (entry,) in enumerate(store.groups)}
@@ -142,7 +143,7 @@ class Disk:
             return unpacked(store.extra(), target, read, lands=True)
 
     def _check_committed(self) -> None:
-        if not Store.exists(self.directories, files=self._files):
+        if not Store.exists(self.directories, files=self.files):
             raise ValueError(
                 f"disk: there is no commit in {', '.join(map(str, self.directories))}. Fix: the directories of the run "
                 "that is to go on, in their order; or tx.init(params) for a new one."
@@ -167,12 +168,12 @@ class Disk:
                 "disk.resume(target) goes on with the state of the last commit."
             )
         entries = [Entry(name, tuple(x.shape), np.dtype(x.dtype).name) for name, x in leaves]
-        if Store.exists(self.directories, files=self._files):
+        if Store.exists(self.directories, files=self.files):
             raise ValueError(
                 f"disk: {self.directories[0]} holds the state of another run, or of an earlier one, as of its last "
                 "commit. Fix: disk.resume(target) goes on with it; for a new run give directories of its own."
             )
-        self._began(Store.create(self.directories, [[each] for each in entries], about=_ABOUT, files=self._files))
+        self._began(Store.create(self.directories, [[each] for each in entries], about=_ABOUT, files=self.files))
 
     def fill(self, leaves: Sequence[Place], values: Iterable[Any]) -> list[OnDisk]:
         """New files with these leaves, of values that come one after the other: few of them are in memory at a time.

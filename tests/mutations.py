@@ -91,7 +91,7 @@ MUTATIONS = [
     Mutation("files are not synced", "_disk/commits.py", "if new != old}", "if new is old}", DISK),
     Mutation("a directory is not synced", "_disk/manifest.py", "    files.sync_directory(directory)\n", "", DISK),
     Mutation("one manifest, written over", "_disk/manifest.py", "temporary = directory / f\"{name}.new\"", "temporary = directory / name", DISK),
-    Mutation("a second manifest that is never written anew", "_disk/manifest.py", "        save(files, path.parent, path.name, to_bytes(manifest))\n\n\ndef load", "\n\ndef load", DISK),
+    Mutation("a second manifest that is never written anew", "_disk/manifest.py", "        save(files, directory, name, to_bytes(manifest))\n\n\ndef load", "\n\ndef load", DISK),
     Mutation("buffers that are given back too early", "_disk/buffers.py", "weakref.finalize(lent, self._back.append, pages).atexit = False", "self._back.append(pages)", DISK),
     Mutation("orbax reads what has gone on", "_files.py", "        if not of_commit:\n            self.check(token)\n", "", "test_disk_moves.py"),
     Mutation("a leaf restored onto a disk is not checked", "_interop/checkpoint.py", "if got != sums[name]", "if False", "test_disk_moves.py"),
