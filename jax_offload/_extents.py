@@ -11,8 +11,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
+from jax_offload._base.memory import well_typed, with_kind
 from jax_offload._disk.layout import Entry
 
 Box = tuple[tuple[int, int], ...]  # from where to where, along each axis
@@ -68,3 +69,21 @@ def gathered(parts: Parts, box: Box) -> np.ndarray[Any, Any]:
 
 def _within(box: Sequence[tuple[int, int]], outer: Box) -> tuple[slice, ...]:
     return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(box, outer, strict=True))
+
+
+def all_of(parts: Parts) -> np.ndarray[Any, Any]:
+    """The leaf of its parts."""
+    return gathered(parts, whole(box for box, _ in parts))
+
+
+def assembled(parts: Parts, sharding: Sharding) -> jax.Array:
+    """A leaf of what was read of it, on its devices.
+
+    On a CPU its parts are the buffers that they were read into, which the pool has again when the array is gone.
+    """
+    shape = shape_of(whole(box for box, _ in parts))
+    boxes = {d: box_of(index or (), shape) for d, index in sharding.addressable_devices_indices_map(shape).items()}
+    found = {box: gathered(parts, box) for box in dict.fromkeys(boxes.values())}
+    alone = {d: with_kind(SingleDeviceSharding(d), str(sharding.memory_kind)) for d in boxes}
+    shards = [jax.device_put(found[box], alone[d], may_alias=True) for d, box in boxes.items()]
+    return well_typed(jax.make_array_from_single_device_arrays(shape, sharding, shards))

@@ -18,17 +18,16 @@ from typing import Any, cast
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import Sharding
 
 from jax_offload._base.arrays import is_integer
-from jax_offload._base.memory import well_typed, with_kind
 from jax_offload._base.on_disk import TOKEN, OnDisk, Place
 from jax_offload._committed import packed, unpacked
 from jax_offload._disk.buffers import aligned
 from jax_offload._disk.files import Files
 from jax_offload._disk.layout import dtype_of
 from jax_offload._disk.store import Store
-from jax_offload._extents import Box, Parts, box_in, box_of, entries_of, gathered, parts_of, shape_of, whole
+from jax_offload._extents import Box, Parts, all_of, assembled, box_in, entries_of, gathered, parts_of, shape_of, whole
 
 _UNDER_WAY = 4  # leaves that are being written while files are filled
 _ABOUT = {"by": "jax_offload", "version": 1}
@@ -40,6 +39,7 @@ class Disk:
     Attributes:
       directories: where they are.
       host_bytes: of the state that stay in host memory.
+      files: the system's calls, where they are counted or faults are put in their place.
 
     Example:
       >>> import tempfile, jax, jax.numpy as jnp, optax, jax_offload as jo
@@ -54,7 +54,7 @@ class Disk:
 
     def __init__(self, directories: Sequence[Path], host_bytes: int, files: Files | None = None) -> None:
         self.directories, self.host_bytes = tuple(directories), host_bytes
-        self._files = files  # the system's calls, for those who count them or put faults in their place
+        self.files = files
         self._store: Store | None = None
         self._groups: dict[str, int] = {}
         self._version = secrets.randbits(31)
@@ -77,9 +77,9 @@ class Disk:
         _check_processes()
         if self._store is not None:
             return self._store.step
-        if not Store.exists(self.directories, files=self._files):
+        if not Store.exists(self.directories, files=self.files):
             return None
-        with Store.open(self.directories, about=_ABOUT, files=self._files) as store:
+        with Store.open(self.directories, about=_ABOUT, files=self.files) as store:
             return store.step
 
     def commit(self, step: int, tree: Any) -> None:
@@ -125,7 +125,7 @@ class Disk:
         _check_processes()
         self._let_go()
         self._check_committed()
-        store = Store.open(self.directories, about=_ABOUT, files=self._files)
+        store = Store.open(self.directories, about=_ABOUT, files=self.files)
         self._began(store)
         return unpacked(store.extra(), target, self.handle), cast(int, store.step)
 
@@ -134,7 +134,7 @@ class Disk:
         with contextlib.ExitStack() as stack:
             if (store := self._store) is None:
                 self._check_committed()
-                store = stack.enter_context(Store.open(self.directories, about=_ABOUT, files=self._files))
+                store = stack.enter_context(Store.open(self.directories, about=_ABOUT, files=self.files))
             if store.step is None or (step is not None and step != store.step):
                 raise ValueError(f"step: the one commit of {self!r} is of step {store.step}; got step={step!r}.")
             groups = {entries[0].path: k for k, entries in enumerate(store.groups)}
@@ -142,12 +142,12 @@ class Disk:
             def read(name: str, _: Sharding) -> np.ndarray[Any, Any]:
                 k = groups[name]
                 arrays = store.read(k, aligned(store.nbytes(k)), committed=True).result()
-                return _whole(list(zip(map(box_in, store.groups[k]), arrays, strict=True)))
+                return all_of(list(zip(map(box_in, store.groups[k]), arrays, strict=True)))
 
             return unpacked(store.extra(), target, read, lands=True)
 
     def _check_committed(self) -> None:
-        if not Store.exists(self.directories, files=self._files):
+        if not Store.exists(self.directories, files=self.files):
             raise ValueError(
                 f"disk: there is no commit in {', '.join(map(str, self.directories))}. Fix: the directories of the run "
                 "that is to go on, in their order; or tx.init(params) for a new one."
@@ -173,12 +173,12 @@ class Disk:
                 "disk.resume(target) goes on with the state of the last commit."
             )
         groups = [entries_of(leaf.name, leaf, leaf.on_its_way) for leaf in leaves]
-        if Store.exists(self.directories, files=self._files):
+        if Store.exists(self.directories, files=self.files):
             raise ValueError(
                 f"disk: {self.directories[0]} holds the state of another run, or of an earlier one, as of its last "
                 "commit. Fix: disk.resume(target) goes on with it; for a new run give directories of its own."
             )
-        self._began(Store.create(self.directories, groups, about=_ABOUT, files=self._files))
+        self._began(Store.create(self.directories, groups, about=_ABOUT, files=self.files))
 
     def fill(self, leaves: Sequence[Place], values: Iterable[Any]) -> list[OnDisk]:
         """New files with these leaves, of values that come one after the other: few of them are in memory at a time.
@@ -251,7 +251,7 @@ class Disk:
         return self._reads.submit(self._read, name, sharding)
 
     def _read(self, name: str, sharding: Sharding) -> jax.Array:
-        return jax.block_until_ready(_assembled(self._parts(name), sharding))
+        return jax.block_until_ready(assembled(self._parts(name), sharding))
 
     def _parts(self, name: str, into: np.ndarray[Any, Any] | None = None, of_commit: bool = False) -> Parts:
         if not of_commit and (writing := self._writing.get(name)) is not None:
@@ -288,7 +288,7 @@ class Disk:
         if not of_commit:
             self.check(token)
         room = aligned(self.opened.nbytes(self._groups[name]))  # whoever asks may keep it
-        found = _whole(self._parts(name, room, of_commit))
+        found = all_of(self._parts(name, room, of_commit))
         if not of_commit or int(np.asarray(token)) != self._committed:  # else an update or a commit began meanwhile
             self.check(token)
         return found
@@ -323,20 +323,3 @@ def _check_processes() -> None:
             f"disk: a state on disk is that of one process yet, and jax runs in {processes}. Fix: host memory, divided "
             "by shard_over= (docs/sharding.md)."
         )
-
-
-def _whole(parts: Parts) -> np.ndarray[Any, Any]:
-    return gathered(parts, whole(box for box, _ in parts))
-
-
-def _assembled(parts: Parts, sharding: Sharding) -> jax.Array:
-    """A leaf of what was read of it, on its devices.
-
-    On a CPU its parts are the buffers that they were read into, which the pool has again when the array is gone.
-    """
-    shape = shape_of(whole(box for box, _ in parts))
-    boxes = {d: box_of(index or (), shape) for d, index in sharding.addressable_devices_indices_map(shape).items()}
-    found = {box: gathered(parts, box) for box in dict.fromkeys(boxes.values())}
-    alone = {d: with_kind(SingleDeviceSharding(d), str(sharding.memory_kind)) for d in boxes}
-    shards = [jax.device_put(found[box], alone[d], may_alias=True) for d, box in boxes.items()]
-    return well_typed(jax.make_array_from_single_device_arrays(shape, sharding, shards))

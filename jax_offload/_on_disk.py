@@ -29,7 +29,7 @@ def disk(*directories: str | os.PathLike[str], host_bytes: int = 0) -> Disk:
       *directories: one or several, on drives of their own, over which the leaves are spread. They are made.
       host_bytes: of the state that stays in pinned host memory, over all devices, what is replicated counted once:
         whole parameters at a time, those whose gradients come last; all else that ``offload`` would keep there is on
-        disk. On top of it come buffers for what is under way: about six groups, of 64 MiB or one parameter's leaves.
+        disk. On top of it come buffers for what is under way: at most nine groups, of 64 MiB or one parameter's leaves.
 
     Returns:
       A ``Disk``, for one ``offload``.

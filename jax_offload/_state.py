@@ -215,7 +215,7 @@ def to_host(tx: optax.GradientTransformation, state: Any, params: Any = None) ->
             "If the parameters' tree could not be read off the state, pass params."
         )
     if any(leaf.disk for leaf, _ in leaves) or any(map(is_on_disk, got)):
-        return jax.tree.unflatten(treedef, brought(got, jax.tree.leaves(placed_state(tx, params))))
+        return jax.tree.unflatten(treedef, brought(got, lambda: jax.tree.leaves(placed_state(tx, params))))
     # Tracers do not tell shardings: under jit the next update divides what is to be divided.
     traced = any(isinstance(x, Tracer) for x in [*got, *jax.tree.leaves(params)])
     numpy = [not isinstance(x, jax.Array) for x in got]

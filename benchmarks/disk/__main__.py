@@ -2,9 +2,10 @@
 
     python -m benchmarks.disk [--directory DIR] [--mib 1024] [--pairs 7] [--json FILE]
 
-It is what a driven step reads and writes by: ``Disk.fetch``, ``put``, ``advance``, and a commit. Per pair: the store, our plain benchmark and fio, one after the other and in turning order, on the same directory and as
-many bytes, so that what else uses the disk meets all alike. Ratios are of neighbours. Checksums are on, a sweep ends
-with a commit, and what is written is synced everywhere.
+It is what a driven step reads and writes by: ``Disk.fetch``, ``put``, ``advance``, and a commit. Per pair: the store,
+our plain benchmark and fio, one after the other and in turning order, on the same directory and as many bytes, so that
+what else uses the disk meets all alike. Ratios are of neighbours. Checksums are on, a sweep ends with a commit, and
+what is written is synced everywhere.
 """
 
 from __future__ import annotations
@@ -105,8 +106,8 @@ def main() -> None:
     finally:
         shutil.rmtree(folder)
     about = (
-        f"{options.mib} MiB each way, groups of {options.group} MiB, leaves of {options.leaf}; {os.cpu_count()} cores of "
-        f"{platform.machine()}, {platform.system()} {platform.release()}, numpy {np.__version__}"
+        f"{options.mib} MiB each way, groups of {options.group} MiB, leaves of {options.leaf}; {os.cpu_count()} cores "
+        f"of {platform.machine()}, {platform.system()} {platform.release()}, numpy {np.__version__}"
     )
     if options.json:
         result = {

@@ -1,4 +1,4 @@
-"""Sweeps over a state on disk as a driven step makes them, with checksums and a commit, a delay in the update's place."""
+"""Sweeps over a state on disk as a driven step makes them, with checksums and a commit; a delay is the update."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Counted(Files):
 
 
 class Sweeps:
-    """A state of ``nbytes`` in leaves of ``leaf`` bytes, of which ``group`` bytes are read, updated and written together.
+    """A state of ``nbytes`` in leaves of ``leaf`` bytes, ``group`` bytes of them read and written together.
 
     What is written was made by a program of XLA's, and lies where that puts it.
     """

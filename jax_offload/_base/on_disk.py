@@ -183,12 +183,13 @@ def landed(target: Sequence[Any], read: Callable[[Sequence[int]], Sequence[Any]]
     return [found[k] for k in range(len(target))]
 
 
-def brought(leaves: Sequence[Any], target: Sequence[Any]) -> list[Any]:
-    """Leaves from memory or disk to memory or disk, each where ``target`` says."""
+def brought(leaves: Sequence[Any], types: Callable[[], Sequence[Any]]) -> list[Any]:
+    """Leaves from memory or disk to memory or disk, each where ``types()`` say."""
     if any(isinstance(x.token if is_on_disk(x) else x, Tracer) for x in leaves):
         raise ValueError(
             "state: is on disk, or is to be, which no program does. Fix: jo.to_host(tx, state) outside jit."
         )
+    target = types()
     if all(_is_there(x, place_of(like)) for x, like in zip(leaves, target, strict=True)):
         return [x if is_on_disk(x) else _brought(x, like) for x, like in zip(leaves, target, strict=True)]
     return landed(target, lambda numbers: [_brought(leaves[k], target[k]) for k in numbers])

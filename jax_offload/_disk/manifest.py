@@ -106,29 +106,30 @@ def save(files: Files, directory: Path, name: str, data: bytes) -> None:
     files.sync_directory(directory)
 
 
-def paths(directories: Sequence[Path]) -> tuple[Path, Path]:
-    """Where the two are."""
-    return Path(directories[0]) / NAME, Path(directories[-1]) / COPY
+def places(directories: Sequence[Path]) -> tuple[tuple[Path, str], ...]:
+    """Where the two are: the directory, and the name there."""
+    return (Path(directories[0]), NAME), (Path(directories[-1]), COPY)
 
 
 def save_both(files: Files, directories: Sequence[Path], manifest: Manifest) -> None:
     """Swaps the first, with which the commit is made, then the second."""
-    for path in paths(directories):
-        save(files, path.parent, path.name, to_bytes(manifest))
+    for directory, name in places(directories):
+        save(files, directory, name, to_bytes(manifest))
 
 
 def exists(files: Files, directories: Sequence[Path]) -> bool:
     """Whether there is one, whole or not."""
-    for path in paths(directories):
+    for directory, name in places(directories):
         with contextlib.suppress(FileNotFoundError):
-            files.size(path)
+            files.size(directory / name)
             return True
     return False
 
 
 def mend(files: Files, directories: Sequence[Path], manifest: Manifest) -> None:
     """Writes anew what of both is not this one; else it might be read one day, and be of slots written over since."""
-    for path in paths(directories):
+    for directory, name in places(directories):
+        path = directory / name
         try:
             data = files.read(path)
             if data == to_bytes(manifest):
@@ -137,14 +138,15 @@ def mend(files: Files, directories: Sequence[Path], manifest: Manifest) -> None:
         except (FileNotFoundError, _Damaged) as error:
             what = error if isinstance(error, _Damaged) else f"the manifest {str(path)!r} is not there"
             warnings.warn(f"{what}. The other one is whole: step {manifest.step}. Check the disk.", stacklevel=2)
-        save(files, path.parent, path.name, to_bytes(manifest))
+        save(files, directory, name, to_bytes(manifest))
 
 
 def load(files: Files, directories: Sequence[Path]) -> Manifest:
     """That of the store in ``directories``: the second where the first is damaged or lost."""
     found: Manifest | None = None
     wrong: list[ValueError] = []
-    for path in paths(directories):
+    for directory, name in places(directories):
+        path = directory / name
         try:
             found = found or from_bytes(files.read(path), path)
         except FileNotFoundError:

@@ -71,9 +71,30 @@ def values(*trees):
     return [np.asarray(x) for x in jax.tree.leaves(trees, is_leaf=is_on_disk)]
 
 
+def through_orbax(folder, width, layers):
+    """Peaks before a state on disk is saved to a checkpoint, after that, and after it is restored onto another disk."""
+    import orbax.checkpoint as ocp
+
+    files = jo.disk(folder / "disk")
+    tx = jo.offload(INNER, min_bytes=1024, disk=files)
+    state = tx.init(model(width, layers))
+    peaks = [peak()]
+    with ocp.CheckpointManager(folder / "orbax") as manager:
+        manager.save(0, args=jo.save_args({"state": state}))
+        manager.wait_until_finished()
+        peaks.append(peak())
+        files.close()
+        other = jo.offload(INNER, min_bytes=1024, disk=jo.disk(folder / "other"))
+        jo.restore(manager, {"state": jo.abstract_state(other, model(width, layers))})
+    return [*peaks, peak()]
+
+
 if __name__ == "__main__":
     what, folder, (host_bytes, *sizes) = sys.argv[1], Path(sys.argv[2]), map(int, sys.argv[3:])
     stages.GROUP_BYTES = 2**22
+    if what == "orbax":
+        print("MiB", *through_orbax(folder, *sizes[:2]))
+        sys.exit()
     files = None if what == "host" else jo.disk(folder, host_bytes=host_bytes)
     params, state = train(files, *sizes, commit_every=1 if what == "kill" else 10**9)
     jax.block_until_ready(params)

@@ -1,0 +1,276 @@
+"""A state on disk and what else keeps one: memory, other disks, orbax's checkpoints, each way, leaf by leaf."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import jax_offload as jo
+from jax_offload._base.on_disk import is_on_disk
+from jax_offload._disk.files import Files
+from jax_offload._drive import stages
+from jax_offload._drive.files import DEPTH
+from jax_offload._files import Disk
+from jax_offload._interop.stored import named
+from tests.test_disk_kills import child
+
+INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+PARAMS = {f"layer_{k}": np.full((64, 64), 1 + k / 7, np.float32) for k in range(4)}
+LEAF = 64 * 64 * 4
+GRADS = {name: np.sin(x * np.arange(64, dtype=np.float32)) for name, x in PARAMS.items()}
+
+
+@pytest.fixture
+def disks(tmp_path):
+    made = []
+
+    def make(name="state", **options):
+        made.append(jo.disk(tmp_path / name, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def params():
+    return jax.device_put({name: jnp.asarray(x) for name, x in PARAMS.items()}, jax.devices()[0])
+
+
+def offload(disk=None, **options):
+    return jo.offload(INNER, min_bytes=1024, disk=disk, **options)
+
+
+def step_of(tx):
+    return jo.jit(lambda params, state, grads: jo.update_params(tx, grads, state, params))
+
+
+def trained(tx):
+    return step_of(tx)(params(), tx.init(params()), GRADS)
+
+
+def target_of(tx):
+    return {"params": params(), "state": jo.abstract_state(tx, params())}
+
+
+def leaves(tree):
+    return jax.tree.leaves(tree, is_leaf=is_on_disk)
+
+
+def on_disk(tree):
+    return [x for x in leaves(tree) if is_on_disk(x)]
+
+
+def same(got, wanted):
+    for x, y in zip(leaves(got), leaves(wanted), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+def near(got, wanted):
+    """Results of programs that XLA may compile otherwise: parameters to the last bits; moments follow in any format."""
+    for x, y in zip(leaves(got[0]), leaves(wanted[0]), strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-6)
+
+
+def kinds(tree):
+    return [x.sharding.memory_kind for x in jax.tree.leaves(tree)]
+
+
+def types(tree):
+    return [(x.dtype, x.sharding, jax.typeof(x)) for x in jax.tree.leaves(tree)]
+
+
+# formats, and host_bytes that hold the moments of one parameter
+STORED = [(None, 2 * LEAF), ("bfloat16", LEAF), ({"mu": "int8", "nu": "uint8"}, LEAF // 2)]
+
+
+@pytest.mark.parametrize(("storage", "host_bytes"), STORED)
+def test_a_store_restores_into_memory(disks, storage, host_bytes):
+    """The last commit, from an open store, while it is updated, and from a closed one."""
+    files, memory = disks(host_bytes=host_bytes), offload(storage=storage)
+    tx = offload(files, storage=storage)
+    weights, state = trained(tx)
+    files.commit(7, {"params": weights, "state": state})
+    tree = {"params": weights, "state": jo.to_host(memory, state, weights)}
+    step_of(tx)(weights, state, GRADS)
+    for _ in range(2):
+        got = jo.restore(files, target_of(memory), step=7)
+        same(got, tree)
+        assert types(got["state"]) == types(memory.init(params()))
+        files.close()
+    again = step_of(memory)(got["params"], got["state"], GRADS)
+    near(again, step_of(memory)(*tree.values(), GRADS))
+    resident = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), got)
+    got = jo.restore(files, resident)
+    same(got, tree)
+    assert {*kinds(got)} == {"device"}
+    got = jo.restore(files, jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), tree))
+    assert all(isinstance(x, np.ndarray) for x in leaves(got))
+    same(got, tree)
+
+
+def test_a_store_restores_onto_another_disk(disks):
+    """With other host_bytes say, which a store does not change on its way."""
+    files, other = disks(), disks("other", host_bytes=5 * LEAF)
+    weights, state = trained(offload(files))
+    files.commit(0, {"params": weights, "state": state})
+    tx = offload(other)
+    got = jo.restore(files, target_of(tx))
+    same(got["state"], state)
+    assert len(on_disk(got)) == 4 and {x.place.home for x in on_disk(got)} == {other}
+    near(step_of(tx)(got["params"], got["state"], GRADS), step_of(offload(files))(weights, state, GRADS))
+
+
+@pytest.mark.parametrize(("storage", "host_bytes"), STORED)
+def test_to_host_moves_a_running_job_there_and_back(disks, storage, host_bytes):
+    files, memory = disks(host_bytes=host_bytes), offload(storage=storage)
+    tx = offload(files, storage=storage)
+    weights, state = trained(memory)
+    moved = jo.to_host(tx, state, weights)
+    assert len(on_disk(moved)) == 6
+    same(moved, state)
+    same(jo.to_host(tx, moved, weights), state)  # where it is already
+    back = jo.to_host(memory, moved, weights)
+    assert types(back) == types(state)
+    same(back, state)
+    near(step_of(tx)(weights, moved, GRADS), step_of(memory)(weights, state, GRADS))
+
+
+def test_to_host_reads_the_parameters_off_a_state_on_disk(disks):
+    tx = offload(disks())
+    _, state = trained(tx)
+    same(jo.to_host(offload(), state), state)
+
+
+@pytest.mark.parametrize(("storage", "host_bytes"), STORED)
+def test_orbax_saves_from_a_disk_and_restores_into_any_placement(disks, tmp_path, storage, host_bytes):
+    files, memory = disks(host_bytes=host_bytes), offload(storage=storage)
+    tx = offload(files, storage=storage)
+    weights, state = trained(tx)
+    tree = {"params": weights, "state": state}
+    with ocp.CheckpointManager(tmp_path / "orbax") as manager:
+        files.commit(0, tree)
+        wanted = {"params": weights, "state": jo.to_host(memory, state, weights)}
+        manager.save(0, args=jo.save_args(tree))
+        trained_on = step_of(tx)(weights, state, GRADS)  # beside orbax, from what is committed
+        same(jo.restore(manager, target_of(memory)), wanted)
+        near(trained_on, step_of(memory)(*wanted.values(), GRADS))
+        other = offload(disks("other", host_bytes=LEAF // 4), storage=storage)
+        got = jo.restore(manager, target_of(other))
+        assert len(on_disk(got)) == 8 and len(on_disk(state)) == 6
+        same(got, wanted)
+        near(step_of(other)(*got.values(), GRADS), trained_on)
+        found, saved = (dict(zip(*named(tree), strict=True)) for tree in (jo.restore(manager), wanted))
+        same(found, saved)
+        with ocp.StandardCheckpointer() as plain:  # as anyone else reads it
+            found = plain.restore(tmp_path / "orbax" / "0" / "default")
+        assert [x.dtype for x in leaves(found["params"])] == [np.float32] * 4
+
+
+def test_a_state_that_goes_on_while_orbax_reads_it_is_an_error(disks, tmp_path):
+    """And not a checkpoint of two steps."""
+    tx = offload(disks())
+    weights, state = trained(tx)
+    args = jo.save_args({"state": state})
+    step_of(tx)(weights, state, GRADS)
+    manager = ocp.CheckpointManager(tmp_path / "orbax")
+    with pytest.raises(ValueError, match="disk: the state is not the one that is in"):  # noqa: PT012
+        manager.save(0, args=args)
+        manager.wait_until_finished()
+    manager.close()
+    assert not (tmp_path / "orbax" / "0").exists()
+
+
+def test_a_checkpoint_that_is_damaged_leaves_no_files_and_the_one_before_is_used(disks, tmp_path):
+    memory = offload()
+    _, state = trained(memory)
+    with ocp.CheckpointManager(tmp_path / "orbax") as manager:
+        manager.save(0, args=jo.save_args({"state": state}))
+        manager.save(1, args=jo.save_args({"state": jax.tree.map(lambda x: x * 2, state)}))
+        manager.wait_until_finished()
+        record = tmp_path / "orbax" / "1" / "default" / "_METADATA"
+        sums = re.findall(rb'"state/1/0/nu/layer_3": (\d+)', record.read_bytes().replace(b'\\"', b'"'))
+        assert len(sums) == 1
+        record.write_bytes(record.read_bytes().replace(sums[0], b"1" + b"0" * (len(sums[0]) - 1)))
+        files = disks()
+        target = {"state": jo.abstract_state(offload(files), params())}
+        with pytest.raises(ValueError, match=r"is damaged: other values than were saved in 1 of .*nu/layer_3"):
+            jo.restore(manager, target)
+        assert files.last_commit is None
+        with pytest.warns(UserWarning, match="Using step 0 instead"):
+            got = jo.restore(manager, target, fallback=True)
+        same(got["state"], state)
+
+
+def test_what_is_wrong_says_so(disks):
+    files = disks()
+    tx = offload(files)
+    with pytest.raises(ValueError, match="there is no commit in"):
+        jo.restore(files, target_of(offload()))
+    weights, state = trained(tx)
+    with pytest.raises(ValueError, match=r"step: the one commit of .* is of step None"):
+        jo.restore(files, target_of(offload()))
+    files.commit(3, {"params": weights, "state": state})
+    for message, wrong in [
+        (
+            "step: the one commit of .* is of step 3; got step=2",
+            lambda: jo.restore(files, target_of(offload()), step=2),
+        ),
+        ("target: expected a tree like the one that was committed", lambda: jo.restore(files)),
+        ("item, fallback: ", lambda: jo.restore(files, target_of(offload()), fallback=True)),
+        ("target: its leaves are not those of the commit", lambda: jo.restore(files, {"params": params()})),
+        (r"holds a state already.*Fix: .*disk.resume\(target\)", lambda: jo.restore(files, target_of(tx))),
+        ("state: is on disk, or is to be, which no program does", lambda: jax.jit(lambda s: jo.to_host(tx, s))(state)),
+        ("state: not the tree that tx.init gives", lambda: jo.to_host(offload(), state[1], weights)),
+        ("state: its shapes or dtypes are not", lambda: jo.to_host(offload(), state, {n: jnp.ones(3) for n in PARAMS})),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            wrong()
+
+
+def test_a_move_that_fails_leaves_nothing(disks, monkeypatch):
+    files = disks()
+    tx, memory = offload(files), offload()
+    _, state = trained(memory)
+    put, calls = files.put, []
+
+    def failing(name, x):
+        calls.append(name)
+        if len(calls) == 5:
+            raise OSError(28, "No space left on device")
+        return put(name, x)
+
+    monkeypatch.setattr(files, "put", failing)
+    with pytest.raises(OSError, match="No space left"):
+        jo.to_host(tx, state)
+    same(jo.to_host(tx, state), state)
+
+
+def test_host_bytes_are_those_of_what_is_under_way(tmp_path, monkeypatch):
+    """Of 24 groups six at most, and a block for each thread: one is updated, ``DEPTH`` are read, as many still computed
+    or written, as a program runs on after its call, and one jax has not let go, which it does in its next call."""
+    monkeypatch.setattr(stages, "GROUP_BYTES", 1)
+    files = Disk([tmp_path], 0, Files())
+    tx = offload(files)
+    weights = jax.device_put({f"layer_{k}": jnp.full((64, 64), float(k)) for k in range(24)}, jax.devices()[0])
+    step, state = step_of(tx), tx.init(weights)
+    for k in range(4):
+        weights, state = step(weights, state, weights)
+        files.commit(k, {"params": weights, "state": state})
+    store = files.opened
+    assert 2 * LEAF <= store.buffers.most <= (2 + 2 * DEPTH) * 2 * LEAF
+    assert store.staging.most <= store.most_staging
+    files.close()
+
+
+@pytest.mark.long("400 MiB through orbax in a process of its own")
+def test_orbax_has_some_leaves_in_memory_and_not_the_state(tmp_path):
+    process = child("orbax", tmp_path, 0, 1024, 50, 1)
+    said, _ = process.communicate()
+    assert process.returncode == 0
+    before, saved, restored = map(int, said.split("MiB")[-1].split())
+    assert saved - before < 200 and restored - before < 200, (before, saved, restored)
