@@ -18,6 +18,7 @@ from jax_offload._base.donation import guarded
 from jax_offload._base.eager import compiled_where_eager
 from jax_offload._base.on_disk import opened
 from jax_offload._base.shardings import Layouts, Shardings, inside_shard_map
+from jax_offload._by_parameter import Select
 from jax_offload._cores import share_of_cores
 from jax_offload._created import created, refused
 from jax_offload._emit.skip import updated_unless
@@ -25,7 +26,7 @@ from jax_offload._features import adopted, checked_update, look
 from jax_offload._files import Disk
 from jax_offload._home import Home, check_eager, check_not_in_pmap, returned
 from jax_offload._on_disk import budget_of, check_disk, places_of
-from jax_offload._placement import Leaf, Policy, Select, marked, place, place_next, warn_of_nothing
+from jax_offload._placement import Leaf, Policy, marked, place, place_next, warn_of_nothing
 from jax_offload._plan.options import Options
 from jax_offload._plan.order import Order
 from jax_offload._precision.storage import rules_of

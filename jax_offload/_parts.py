@@ -21,8 +21,9 @@ from jax_offload._plan.ahead import moves_ahead
 from jax_offload._plan.behind import MICROBATCHES, moves_of, sums_up
 from jax_offload._plan.in_scan import InScan, in_scan
 from jax_offload._plan.in_turn import in_turn
-from jax_offload._plan.interleave import Gate, Piece, interleaved
+from jax_offload._plan.interleave import Gate, interleaved
 from jax_offload._plan.moves import Stays
+from jax_offload._plan.network import Piece
 from jax_offload._plan.plan import Chunked
 
 

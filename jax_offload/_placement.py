@@ -6,9 +6,8 @@ Nothing here asks for a device, so every process of a multi-host run, and every 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -19,11 +18,10 @@ from jax.tree_util import keystr
 from jax_offload._base.arrays import is_array, is_integer, is_like, nbytes
 from jax_offload._base.marks import mark
 from jax_offload._base.on_disk import Place
-from jax_offload._base.paths import matches, names_of, owners
+from jax_offload._base.paths import names_of, owners
+from jax_offload._by_parameter import Select, is_scalar, per_parameter, selector, subtrees
 from jax_offload._cores import first_up_to
 from jax_offload._plan.order import Order, ranks
-
-Select = Any  # None | bool prefix tree | Callable[[str, ShapeDtypeStruct], bool] | str | Sequence[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,13 +115,13 @@ class Policy:
 def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
     """One ``Leaf`` for every leaf of ``state`` (arrays or abstract values), in the order of its flattening."""
     paths_params = jax.tree_util.tree_flatten_with_path(params)[0]
-    fractions = _per_param("fraction", policy.fraction, params)
+    fractions = per_parameter("fraction", policy.fraction, params)
     owner = owners([path for path, _ in paths_params])
     paths_state = jax.tree_util.tree_flatten_with_path(state)[0]
     order = ranks(state, params, policy.order)
     names = names_of([path for path, _ in paths_params])
-    selected = _selector(policy.select, params, [(name, p) for name, (_, p) in zip(names, paths_params, strict=True)])
-    by_params = policy.select is not None or not _is_scalar(policy.fraction)
+    selected = selector(policy.select, params, [(name, p) for name, (_, p) in zip(names, paths_params, strict=True)])
+    by_params = policy.select is not None or not is_scalar(policy.fraction)
 
     leaves: list[Leaf] = []
     groups: list[float | None] = []  # the fraction that governs a leaf; None: it stays
@@ -143,10 +141,10 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
                  None if i is None else names[i], i, False, why, order[index],
                  policy.shard_over if like_param else ())
         )  # fmt: skip
-    placed = _take(leaves, groups, _subtrees(policy.fraction, params, owner, paths_state))
+    placed = _take(leaves, groups, subtrees(policy.fraction, params, owner, paths_state))
     placed = placed if policy.host_bytes is None else _with_disk(placed, policy.host_bytes)
-    shares = _per_param("update_on", policy.update_on, params)
-    return _with_cores(placed, shares, _subtrees(policy.update_on, params, owner, paths_state))
+    shares = per_parameter("update_on", policy.update_on, params)
+    return _with_cores(placed, shares, subtrees(policy.update_on, params, owner, paths_state))
 
 
 def place_next(policy: Policy, state: Any, plan: list[Leaf], after: Any, params: Any) -> list[Leaf]:
@@ -251,66 +249,3 @@ def _with_cores(leaves: list[Leaf], shares: Sequence[float], subtree: list[int])
         sizes, ranks = [leaves[i].nbytes for i in own], [leaves[i].rank for i in own]
         found |= {own[k] for k in first_up_to(share, sizes, ranks, whose)}
     return [dataclasses.replace(leaf, on_cores=True) if i in found else leaf for i, leaf in enumerate(leaves)]
-
-
-def _is_scalar(fraction: Any) -> bool:
-    return isinstance(fraction, (int, float, np.floating))
-
-
-def _broadcast(name: str, prefix: Any, params: Any) -> list[Any]:
-    """The leaves of a prefix tree, one for every parameter."""
-    try:
-        return jax.tree.leaves(jax.tree.broadcast(prefix, params))
-    except ValueError as error:
-        raise ValueError(
-            f"{name}: expected a single value or a pytree prefix of the parameters.\n"
-            f"  got        {prefix!r}\n  parameters {jax.tree.structure(params)}\n{error}"
-        ) from error
-
-
-def _per_param(name: str, prefix: Any, params: Any) -> list[Any]:
-    n = len(jax.tree.leaves(params))
-    return [prefix] * n if _is_scalar(prefix) or not n else _broadcast(name, prefix, params)
-
-
-def _subtrees(fraction: Any, params: Any, owner: Callable, paths_state: list) -> list[int]:
-    """For every state leaf, the number of the fraction's subtree that governs it."""
-    if _is_scalar(fraction) or not jax.tree.leaves(params):
-        return [0] * len(paths_state)
-    numbered = jax.tree.unflatten(jax.tree.structure(fraction), range(len(jax.tree.leaves(fraction))))
-    groups = _broadcast("fraction", numbered, params)
-    return [-1 if (i := owner(path)) is None else groups[i] for path, _ in paths_state]
-
-
-def _selector(select: Select, params: Any, named: list[tuple[str, Any]]) -> Callable[[int, Any], bool]:
-    """``select`` as a function of (index of the parameter, state leaf)."""
-    if select is None or not named:
-        return lambda i, leaf: True
-    if callable(select):
-        _check_takes_two(select)
-        return lambda i, leaf: bool(select(named[i][0], leaf))
-    if isinstance(select, str) or (isinstance(select, Sequence) and all(isinstance(r, str) for r in select)):
-        rules = [select] if isinstance(select, str) else list(select)
-        chosen = set().union(*matches("select", rules, [name for name, _ in named]))
-        return lambda i, leaf: i in chosen
-    mask = _broadcast("select", select, params)
-    if not all(isinstance(m, (bool, np.bool_)) for m in mask):
-        raise ValueError(
-            "select: expected regular expressions, a callable on (path, leaf), or a pytree prefix of the "
-            f"parameters with a bool per subtree; got {select!r}."
-        )
-    return lambda i, leaf: bool(mask[i])
-
-
-def _check_takes_two(select: Callable[..., Any]) -> None:
-    try:
-        signature = inspect.signature(select)
-    except ValueError:  # of a builtin
-        return
-    try:
-        signature.bind("path", None)
-    except TypeError as error:
-        raise TypeError(
-            f"select: a callable is called with a parameter's path and a state leaf: {error}. For example "
-            'select=lambda path, leaf: "embed" in path.'
-        ) from error

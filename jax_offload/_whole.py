@@ -41,7 +41,8 @@ from jax_offload._ir.program import Program, as_program, expanded, flat, replace
 from jax_offload._ir.slices import Slice
 from jax_offload._parts import Rest, parts_of
 from jax_offload._plan.in_scan import InScan
-from jax_offload._plan.interleave import Gate, Piece
+from jax_offload._plan.interleave import Gate
+from jax_offload._plan.network import Piece
 
 
 def rewritten(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,27 +15,16 @@ Nothing is compiled. What XLA does with equations is approximated by a few rules
 from __future__ import annotations
 
 import dataclasses
-import heapq
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax_offload._analysis.divided import ALONE, Division
 from jax_offload._analysis.donated import paired_with
 from jax_offload._analysis.flattened import Flattened, Loop, Node, bodies, flattened, loop_of
+from jax_offload._analysis.sequence import FUSED, GATE, IN_PLACE, as_soon_as_they_can
 from jax_offload._base.flops import MATMULS
 from jax_offload._base.jaxprs import Jaxpr
-from jax_offload._ir.primitives import ELEMENTWISE, REDUCE
-
-GATE = "optimization_barrier"
-_MOVES = frozenset(("device_put",))
-FUSED = (ELEMENTWISE - _MOVES - {GATE}) | frozenset(
-    "broadcast_in_dim iota slice dynamic_slice pad rev gather concatenate random_bits random_wrap random_unwrap "
-    "threefry2x32 random_seed split".split()
-)
-_IN_PLACE = frozenset(
-    ("dynamic_update_slice", "scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter-min", "scatter-max")
-)
+from jax_offload._ir.primitives import REDUCE
 
 
 @dataclasses.dataclass
@@ -83,28 +72,6 @@ def peak(
     return lives.peak(owned=program.inputs, kept=kept, results=program.outputs, paired=paired)
 
 
-def _put_off(nodes: Sequence[Node]) -> list[Node]:
-    """In this order, but that a matmul whose result nobody reads before a loop is over comes after that loop.
-
-    XLA schedules from the end. Of an embedding that is also the head the gradient of the head waits so for that of the
-    embedding, and what it is made of, the logits' gradient, lives through the backward pass.
-    """
-    needed: dict[int, int] = {}  # number -> where it is first read, by what is not fused with what reads that
-    for at, node in reversed([*enumerate(nodes)]):
-        reader = min((needed[k] for k in node.makes if k in needed), default=at) if node.name in FUSED else at
-        needed.update((k, min(reader, needed.get(k, reader))) for k in node.reads)
-    loops = [at for at, node in enumerate(nodes) if loop_of(node.eqn) is not None]
-    late: set[int] = set()
-    turns: list[int] = []
-    for at, node in enumerate(nodes):
-        reader = min((needed[k] for k in node.makes if k in needed), default=at)
-        waits = node.name in MATMULS and any(at < loop < reader for loop in loops)
-        if waits or (node.name in FUSED and not late.isdisjoint(node.reads)):
-            late.update(node.makes)
-        turns.append(reader if not late.isdisjoint(node.makes) else at)
-    return [nodes[at] for at in sorted(range(len(nodes)), key=turns.__getitem__)]
-
-
 class Lives:
     """Of a program's buffers."""
 
@@ -144,7 +111,7 @@ class Lives:
         """Makes the events."""
         for k in rows:
             self.roots[k] = ()
-        nodes = self._ordered()
+        nodes = as_soon_as_they_can(self.program.nodes, self.sizes) if self.early else self.program.nodes
         self.later = {k: at for at, node in enumerate(nodes) for k in node.reads}
         for at, node in enumerate(nodes):
             self._run(at, node, wanted)
@@ -183,38 +150,6 @@ class Lives:
                     alive -= sizes[k]
         return worst
 
-    def _ordered(self) -> list[Node]:
-        """As in the trace; or each as soon as it can: what is fused first, then stores, loads and loops, and a matmul
-        only where nothing else can run."""
-        nodes = self.program.nodes
-        if not self.early:
-            return nodes
-        maker = {k: at for at, node in enumerate(nodes) for k in node.makes}
-        needs = [{maker[k] for k in (*node.reads, *node.waits) if k in maker} for node in nodes]
-        readers: defaultdict[int, list[int]] = defaultdict(list)
-        for at, of in enumerate(needs):
-            for k in of:
-                readers[k].append(at)
-        left = [len(of) for of in needs]
-        ready = [(self._turn(node), at) for at, node in enumerate(nodes) if not left[at]]
-        heapq.heapify(ready)
-        found: list[Node] = []
-        while ready:
-            _, at = heapq.heappop(ready)
-            found.append(nodes[at])
-            for k in readers[at]:
-                left[k] -= 1
-                if not left[k]:
-                    heapq.heappush(ready, (self._turn(nodes[k]), k))
-        return _put_off(found)
-
-    def _turn(self, node: Node) -> int:
-        if node.name in FUSED | REDUCE | _IN_PLACE | {GATE}:
-            return 0
-        if node.name in _MOVES:
-            return 1 if not any(self.sizes[k] for k in node.makes) else 2
-        return 2 if node.name in ("scan", "while", "cond") else 3
-
     def _run(self, at: int, node: Node, wanted: set[int]) -> None:
         if node.name == GATE:
             return
@@ -227,7 +162,7 @@ class Lives:
             over = self._same_size(reads, node.makes)
             self.events.append(Event(reads, list(node.makes), over=over, node=node, fused=node.name in FUSED))
             return
-        if node.name in _IN_PLACE:
+        if node.name in IN_PLACE:
             target, *rest = node.reads
             # what is made of the old values, and is smaller, is made first
             pending = [k for k, roots in self.roots.items() if target in roots and self.later.get(k, 0) > at]

@@ -8,61 +8,20 @@ next layer is loaded once that value is there.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import math
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Sequence
 
-import jax.numpy as jnp
-
-from jax_offload._base.arrays import nbytes
-from jax_offload._base.jaxprs import Equation, Var
+from jax_offload._base.jaxprs import Var
 from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.arrange import Node, arranged
-from jax_offload._ir.primitives import ELEMENTWISE, REDUCE
-from jax_offload._ir.slices import Slice
 from jax_offload._plan.moves import Stays
-from jax_offload._plan.plan import Planned
+from jax_offload._plan.network import Done, Network, Piece, is_heavy, is_large
 
-_CHEAP = (
-    ELEMENTWISE | REDUCE | frozenset(("broadcast_in_dim", "iota", "transpose", "reshape", "squeeze", "slice", "pad"))
-)
-LEAST_FRONT = 2**12  # elements: what a pass goes on with is at least as large
 LEAST_GATES = 4  # with fewer there is nothing to hold back
 AT_ONCE = "most of its gradients are there only at once: a number needs all, their norm say, or one call makes them"
 FEW_PLACES = (
     f"its passes, forward and backward, have fewer than {LEAST_GATES} places where parts of an update could wait"
 )
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Piece:
-    """A part of an update.
-
-    Attributes:
-      slice: it.
-      how: its leaves move, where some do.
-      token: results that are there once it is through.
-    """
-
-    slice: Slice
-    how: Planned | None
-    token: tuple[Var, ...]
-
-    @property
-    def loads(self) -> list[Var]:
-        """The host leaves that it needs."""
-        return self.slice.loads
-
-    @property
-    def planned(self) -> list[Planned]:
-        """As its equation is printed."""
-        return [] if self.how is None else [self.how]
-
-    @property
-    def operands(self) -> list[Var]:
-        """Those of its equation."""
-        return self.slice.inputs
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -88,7 +47,7 @@ def interleaved(nodes: Sequence[Node], which: Sequence[int], outputs: Sequence[V
     outer = [k for k in which if not isinstance(nodes[k].payload, Piece)]
     heavy = [k for k in outer if is_heavy(nodes[k])]
     order = arranged(nodes, [*heavy, *outer, *pieces])
-    passes, number = _Network(order, outputs), {id(node): k for k, node in enumerate(nodes)}
+    passes, number = Network(order, outputs), {id(node): k for k, node in enumerate(nodes)}
     ahead, behind = _Spots(), _Spots()
     for k in pieces:
         piece, reader = nodes[k].payload, passes.next_reader(nodes[k])
@@ -166,7 +125,7 @@ class _Spots:
             sum(bool(spot.loads) or any(map(is_large, spot.tokens)) for spot in spots) for spots in self.at.values()
         ]
 
-    def gates(self, passes: _Network, ahead: bool) -> dict[int, Gate]:
+    def gates(self, passes: Network, ahead: bool) -> dict[int, Gate]:
         """At every spot: the leaves of the next wait for what the pass goes on with, and both for the spot before."""
         places = sorted(at for at in self.at if at >= 0)
         if places and not ahead and (first := passes.heavy_before(places[0])) is not None:
@@ -174,7 +133,7 @@ class _Spots:
         if places and ahead and (last := passes.heavy_after(places[-1])) is not None:
             places.append(last)  # the last stores are through before the backward pass begins, where the peak is
         found: dict[int, Gate] = {}
-        done = _Done(passes.order)
+        done = Done(passes.order)
         for g, at in enumerate(places):
             loads = self.loads(places[g + 1]) if g + 1 < len(places) else []
             before = self.at.get(places[g - 1], []) if g else []
@@ -188,114 +147,3 @@ class _Spots:
                 both = dict.fromkeys([*loads, front, *held])
                 found[at] = Gate(tuple(both), tuple(v for v in dict.fromkeys(tokens) if v not in both))
         return found
-
-
-def is_heavy(node: Node) -> bool:
-    """Whether a node is part of a pass through the network: a matmul, a loop, a call."""
-    if isinstance(node.payload, Equation):
-        return node.payload.primitive.name not in _CHEAP
-    return node.kept  # a scan with updates inside; an update is none
-
-
-def is_large(v: Var) -> bool:
-    return math.prod(v.aval.shape) >= LEAST_FRONT and jnp.issubdtype(v.aval.dtype, jnp.floating)
-
-
-class _Network:
-    """Which values a pass goes on with."""
-
-    def __init__(self, order: Sequence[Node], outputs: Sequence[Var]) -> None:
-        self.order, self.outputs = order, outputs
-        self.read = {*outputs}.union(*(node.reads for node in order))
-        self.reach: dict[Var, int] = {}  # the last heavy node that needs a value, through cheap ones
-        self.first: dict[Var, int] = {}
-        self.readers = collections.defaultdict[Var, set[int]](set)
-        for k in reversed(range(len(order))):
-            node = order[k]
-            if isinstance(node.payload, Piece):
-                continue
-            here = is_heavy(node)
-            last = k if here else max((self.reach.get(v, -1) for v in node.makes), default=-1)
-            first = k if here else min((self.first[v] for v in node.makes if v in self.first), default=None)
-            for v in node.reads:
-                self.readers[v].add(k)
-                if last >= 0:
-                    self.reach[v] = max(self.reach.get(v, -1), last)
-                if first is not None:
-                    self.first[v] = min(self.first.get(v, first), first)
-        self.after: dict[Var, int] = {}  # the last heavy node of whose result a value is made
-        for k, node in enumerate(order):
-            last = k if is_heavy(node) else max((self.after.get(v, -1) for v in node.reads), default=-1)
-            self.after.update(dict.fromkeys(node.makes, last))
-
-    def made_after(self, node: Node) -> int:
-        """The last heavy node before which a piece cannot run; -1 where it can run first."""
-        return max((self.after.get(v, -1) for v in node.reads), default=-1)
-
-    def next_reader(self, node: Node) -> int | None:
-        """The first heavy node that needs a result of a piece."""
-        return min((self.first[v] for v in node.makes if v in self.first), default=None)
-
-    def heavy_before(self, k: int) -> int | None:
-        return next((m for m in reversed(range(k)) if is_heavy(self.order[m])), None)
-
-    def heavy_after(self, k: int) -> int | None:
-        return next((m for m in range(k + 1, len(self.order)) if is_heavy(self.order[m])), None)
-
-    def put_off(self) -> Iterator[tuple[int, Var]]:
-        """What XLA would put off, with its place: large results of heavy nodes that no heavy node needs (gradients that
-        are returned, or reduced to a norm), and the small results of the step (a loss keeps what it is a mean of)."""
-        own = {v for node in self.order if not isinstance(node.payload, Equation | Piece) for v in node.reads}
-        for k, node in enumerate(self.order):
-            if is_heavy(node):  # what an update in one piece reads it takes in turn
-                late = (v for v in node.makes if v in self.read and v not in self.reach and v not in own)
-                yield from ((k, v) for v in late if is_large(v))
-        for v in self.outputs:
-            if not is_large(v) and v not in self.reach and (k := self.after.get(v, -1)) >= 0:
-                yield k, v
-
-    def stores(self) -> Iterator[tuple[int, Var]]:
-        """What the passes send to the host, gradients that wait there, with its place."""
-        made = [v for node in self.order if isinstance(node.payload, Equation) for v in node.makes]
-        return ((self.after[v], v) for v in made if is_host_aval(v.aval) and self.after[v] >= 0)
-
-    def made_until(self, k: int) -> list[Var]:
-        """What the heavy nodes up to ``k`` make."""
-        return [v for node in self.order[: k + 1] if is_heavy(node) for v in node.makes]
-
-    def front(self, k: int, done: Set[int]) -> Var | None:
-        """What a pass goes on with after node ``k``: the last large value of it that is needed later, and by a node
-        that is not ``done`` in front of the gate; else it would live until there for nothing (the last activation, of
-        which a returned loss is made: jax 0.10 kept it through the backward pass, 9984 MiB instead of 9728). Of several
-        made of the same heavy node the smallest: a gate keeps XLA from fusing what makes a value with what reads it (an
-        MLP in bfloat16 with norms in float32, 65,536 tokens: 19651 MiB, now 19142, resident 19267)."""
-        made_after = None
-        same: list[tuple[bool, Var]] = []
-        end = self.heavy_after(k)
-        for m in reversed(range(len(self.order) if end is None else end)):
-            if made_after is not None and m < made_after:
-                break
-            for v in self.order[m].makes:
-                if is_large(v) and self.after.get(v, -1) >= 0 and self.reach.get(v, -1) > k and self.readers[v] - done:
-                    made_after = self.after[v] if made_after is None else made_after
-                    same += [(m > k, v)] if self.after[v] == made_after else []
-        return min(same, key=lambda it: (it[0], nbytes(it[1].aval)), default=(False, None))[1]
-
-
-class _Done:
-    """The nodes that are in front of a gate; those in front of one are in front of the next."""
-
-    def __init__(self, order: Sequence[Node]) -> None:
-        self.order = order
-        self.maker = {v: k for k, node in enumerate(order) for v in node.makes}
-        self.nodes = set[int]()
-
-    def through(self, values: Iterable[Var]) -> Set[int]:
-        """Those that are once these values are made too."""
-        todo = [*values]
-        while todo:
-            k = self.maker.get(todo.pop())
-            if k is not None and k not in self.nodes:
-                self.nodes.add(k)
-                todo += self.order[k].reads
-        return self.nodes
