@@ -102,7 +102,7 @@ def priced(option: Option, setting: Setting, share: float, cores: Share = NONE, 
                f"{setting.devices[0]}.")  # fmt: skip
     if files.groups and setting.devices[0] > 1:
         fits = False
-        why = f"{option.name}: a state on disk is that of one accelerator, not yet one of {setting.devices[0]}."
+        why = f"{option.name}: files are counted for one accelerator, not yet for {setting.devices[0]}."
     room = setting.drive.capacity * setting.drives
     if files.groups and fits is not False and 2 * option.disk > room:
         why = f"{option.name}: the files take {in_bytes(2 * option.disk)}, and there is room for {in_bytes(room)}."

@@ -73,7 +73,7 @@ def described(
             options["storage"] = eight_bits(inner, params) or storage
     if disk is not None:
         if mesh is not None:
-            raise ValueError(f"disk: a state on disk is that of one device yet; got {devices} devices. Leave out one.")
+            raise ValueError(f"disk: plan counts files for one device yet; got {devices} devices. Leave out one.")
         options["disk"] = disk
     return Described(offload(inner, **options) if options else inner, called, params, layers, width)
 

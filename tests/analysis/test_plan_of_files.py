@@ -167,7 +167,7 @@ def test_one_device_yet():
     there = NamedSharding(AbstractMesh((2,), ("data",)), P("data"))
     params = {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there) for k, x in EIGHT.items()}
     row = jo.plan(on_disk(), params, chip="h100")["as given"]
-    assert row.fits is False and "on disk is that of one accelerator, not yet one of 2" in row.why_not
+    assert row.fits is False and "files are counted for one accelerator, not yet for 2" in row.why_not
 
 
 def with_host_memory(monkeypatch, available):
@@ -324,7 +324,7 @@ def test_on_the_command_line():
         ([*seven, "--host-bytes", "1GiB"], 2, "--disk: is what --host-bytes and --drives are for"),
         ([*seven, "--disk", "--drive", "floppy"], 4, "'floppy' is not known. Known: pm9a3"),
         ([*seven, "--disk", "--host-bytes", "much"], 2, "host-bytes: expected a number of bytes"),
-        ([*seven, "--disk", "--devices", 2], 2, "a state on disk is that of one device yet; got 2"),
+        ([*seven, "--disk", "--devices", 2], 2, "plan counts files for one device yet; got 2"),
     ):
         done = run(*args)
         assert done.exit_code == code and says in done.output, done.output
