@@ -4,6 +4,8 @@ On a CPU the step's own device is the host. The way of an accelerator, whose pin
 with another CPU device in the place of that backend.
 """
 
+import contextlib
+import dataclasses
 import functools
 import time
 
@@ -358,12 +360,28 @@ def test_a_train_state():
 @pytest.mark.parametrize("inner", [optax.adamw(1e-2), CLIPPED])
 @pytest.mark.parametrize("how", ["as the parameters", "ZeRO-1"])
 def test_sharded(inner, share, how, small_groups):
-    mesh = jax.make_mesh((4, 2), ("data", "model"))
-    where = NamedSharding(mesh, P(None, "model"))
+    sharded(inner, share, how, jax.make_mesh((4, 2), ("data", "model")))
+
+
+@pytest.mark.usefixtures("small_groups")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("share", ["host", 0.5])
+@pytest.mark.parametrize("inner", [optax.adamw(1e-2), CLIPPED, optax.lamb(1e-2), optax.adafactor(1e-2)])
+@pytest.mark.parametrize("how", ["as the parameters", "ZeRO-1"])
+def test_sharded_beside_accelerators(inner, share, how, kind, monkeypatch):
+    monkeypatch.setattr(run, "cores_beside", lambda devices: Cores(jax.devices()[7]))
+    mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4], axis_types=(kind, kind))
+    with jax.set_mesh(mesh) if kind is AxisType.Explicit else contextlib.nullcontext():
+        sharded(inner, share, how, mesh)
+
+
+def sharded(inner, share, how, mesh):
+    """Two updates of a state on a mesh: plain optax's numbers, and all of it where it was."""
+    where = NamedSharding(mesh, P(None, "model") if mesh.axis_types[0] is AxisType.Auto else P())
     params = jax.tree.map(lambda p: jax.device_put(p, where if p.ndim == 2 else NamedSharding(mesh, P())), model())
     tx = offload(inner, share, **({"shard_over": "data"} if how == "ZeRO-1" else {}))
     state = tx.init(params)
-    x = jax.device_put(X, NamedSharding(mesh, P("data")))
+    x = jax.device_put(X, NamedSharding(mesh, P("data", None)))
     step, plain = jo.jit(step_of(tx), donate_argnums=(0, 1)), jax.jit(step_of(inner))
     want = plain(params, jo.to_device(state), x)
     places = [leaf.sharding for leaf in jax.tree.leaves((params, state))]
@@ -372,7 +390,10 @@ def test_sharded(inner, share, how, small_groups):
     for leaf, place in zip(jax.tree.leaves(got[:2]), places, strict=True):
         assert leaf.sharding.is_equivalent_to(place, leaf.ndim)
         assert leaf.sharding.memory_kind == place.memory_kind
-    step(*got[:2], x)
+        shards = {(str(shard.index), np.asarray(shard.data).tobytes()) for shard in leaf.addressable_shards}
+        assert len(shards) == len({index for index, _ in shards})  # replicas are the same to the last bit
+    want = plain(got[0], jo.to_device(got[1]), x)
+    assert_same(jo.to_device(step(*got[:2], x)), want, "sharded, once more")
     assert len(step._driven._programs) == 1
 
 
@@ -518,11 +539,13 @@ def test_in_a_scan_of_the_step():
         jo.jit(scanned)(params, tx.init(params), jnp.stack([X, X]))
 
 
-def test_several_accelerators_are_an_error():
+def test_accelerators_of_several_processes_are_an_error():
+    @dataclasses.dataclass(frozen=True)
     class Device:
-        platform = "gpu"
+        process_index: int
+        platform: str = "gpu"
 
-    with pytest.raises(ValueError, match="update_on: the host's cores update the state of one accelerator"):
-        cores_beside([Device(), Device()])
-    assert cores_beside([Device()]).cpu in jax.devices("cpu")
+    with pytest.raises(ValueError, match=r"update_on: .* the accelerators of one process, not yet .* between 2. Fix"):
+        cores_beside([Device(0), Device(1)])
+    assert cores_beside([Device(0)]).cpu in jax.devices("cpu")
     assert cores_beside(jax.devices()).cpu is None

@@ -98,8 +98,7 @@ def priced(option: Option, setting: Setting, share: float, cores: Share = NONE, 
         why = f"{option.name}: {said}."  # said, not decided: the host on which this runs may be another
     if cores.dram and setting.devices[0] > 1:
         fits = False
-        why = (f"{option.name}: the host's cores update the state of one accelerator, not yet one that is divided over "
-               f"{setting.devices[0]}.")  # fmt: skip
+        why = f"{option.name}: the cores' work is counted for one accelerator, not yet for {setting.devices[0]}."
     if files.groups and setting.devices[0] > 1:
         fits = False
         why = f"{option.name}: files are counted for one accelerator, not yet for {setting.devices[0]}."

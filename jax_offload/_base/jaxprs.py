@@ -75,6 +75,7 @@ if TYPE_CHECKING:
             outvars: Sequence[Var] = ...,
             params: dict[str, Any] = ...,
             effects: Effects = ...,
+            ctx: EquationContext = ...,
         ) -> Equation: ...
 
     class Jaxpr:

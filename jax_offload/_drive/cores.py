@@ -4,6 +4,9 @@ On a CPU the step's own device is the host, so nothing moves, and donated state 
 accelerator the programs run on jax's CPU backend, and see pinned host memory as arrays of it, without a copy. XLA
 copies what such a view is donated for (0.10 to 0.12, tried on a CPU), so new leaves are new buffers, and are pinned
 again by a copy where the platform does not take them as they are.
+
+With several accelerators a leaf is updated once, whole, for all of them: what is divided between them is put together
+in host memory, one more copy, and its new values are divided again; of what is replicated one copy is taken.
 """
 
 from __future__ import annotations
@@ -35,13 +38,13 @@ class Cores:
         return x if self.cpu is None or not is_sent(x) else to_host(x)
 
     def lent(self, x: Any) -> Any:
-        """What has been sent, as an operand of a program of the cores. Waits until it is there."""
+        """What has been sent, whole, as an operand of a program of the cores. Waits until it is there."""
         if self.cpu is None:
             return x
         if jnp.issubdtype(x.dtype, jax.dtypes.extended):
-            return jax.device_put(x, self.cpu)
+            return jax.device_put(_one_of(x), self.cpu)
         here = with_kind(SingleDeviceSharding(self.cpu), x.sharding.memory_kind)
-        return jax.device_put(np.asarray(x), here, may_alias=True)
+        return jax.device_put(np.asarray(_one_of(x)), here, may_alias=True)
 
     def brought_back(self, x: Any, sharding: Sharding) -> Any:
         """A result of such a program in the step's own memory; its copy is under way."""
@@ -57,19 +60,24 @@ def is_sent(x: Any) -> bool:
     return len(x.shape) > 0 and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
+def _one_of(x: Any) -> Any:
+    """A shard of what is the same on all devices, as a view of its memory; else the array."""
+    return x.addressable_data(0) if x.is_fully_replicated else x
+
+
 def cores_beside(devices: Iterable[Any]) -> Cores:
     """The cores of the host of the devices that a step runs on.
 
     Raises:
-      ValueError: there are several accelerators, or jax was told to do without its CPU backend.
+      ValueError: the devices are those of several processes, or jax was told to do without its CPU backend.
     """
     used = set(devices)
     if all(device.platform == "cpu" for device in used):
         return Cores()
-    if len(used) > 1:
+    if (processes := len({device.process_index for device in used})) > 1:
         raise ValueError(
-            f"update_on: the host's cores update the state of one accelerator, not yet one that is divided over "
-            f"{len(used)}. Fix: update_on='device'; shard_over= leaves less of the state to each."
+            "update_on: the host's cores update the state of the accelerators of one process, not yet one that is "
+            f"divided between {processes}. Fix: update_on='device'; shard_over= leaves less of the state to each."
         )
     try:
         return Cores(jax.local_devices(backend="cpu")[0])

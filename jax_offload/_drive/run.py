@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jax_offload._base.donation import guarded
 from jax_offload._base.jaxprs import (
@@ -25,6 +25,7 @@ from jax_offload._drive.files import DEPTH, files_of
 from jax_offload._drive.one_pass import Run, one_pass
 from jax_offload._drive.stages import staged
 from jax_offload._drive.tasks import Task, tasks_of
+from jax_offload._drive.undivided import without_mesh
 from jax_offload._ir.program import flat
 from jax_offload._step import cut_step, unguarded
 
@@ -59,6 +60,7 @@ class Driven:
         self._cores = cores_beside(self._devices) if any(s.on_cores for s in found.stages) else Cores()
         own = found.inputs[len(found.consts) :]
         own = own[: len(own) - len(self._files.reads)]
+        self._everywhere = _everywhere(placed, self._devices)
         self._places: dict[Var, Sharding] = {v: s for v, s in zip(own, placed, strict=True) if s is not None}
         self._reads = self._files.places(self._devices)
         self._places |= self._reads
@@ -98,8 +100,8 @@ class Driven:
         return dict(zip(self._step.inputs, self._step.consts, strict=False))
 
     def _place(self, v: Var) -> Sharding:
-        """Where on the accelerator a value lives."""
-        return self._places.get(v) or SingleDeviceSharding(next(iter(self._devices)))
+        """Where on the accelerators a value lives; one that is no argument's next value on all of them."""
+        return self._places.get(v) or self._everywhere
 
     def _program(self, task: Task) -> Callable[..., Sequence[Any]]:
         """A task, compiled when it first runs, and once for all of its kind."""
@@ -111,6 +113,9 @@ class Driven:
         if key in self._compiled:
             return self._compiled[key]
 
+        if beside:
+            stage = stage.undivided
+
         def program(*operands: Any) -> list[Any]:
             env = dict(zip(task.inputs, operands, strict=True))
             if stage.on_cores:
@@ -121,6 +126,7 @@ class Driven:
         program.__name__ = f"step_{stage.name}"
         options = {"out_shardings": places, "compiler_options": self._options[bool(task.down)] or None}
         compiled = jax.jit(program, **({} if beside else {"donate_argnums": task.reused, **options}))
+        compiled = without_mesh(compiled) if beside else compiled
         if key is not None:
             self._compiled[key] = compiled
         return compiled
@@ -139,6 +145,13 @@ class Driven:
             return program
         own = task.free - sent if self._cores.cpu is None else frozenset[Var]()
         return one_pass(task.stage.pieces, task.inputs, task.outputs, program, self._step.next_of, own)
+
+
+def _everywhere(placed: Sequence[Any], devices: Set[Any]) -> Sharding:
+    """Replicated over the mesh of the arguments; on one device, that."""
+    meshes = (s.mesh for s in placed if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh))
+    mesh = next((mesh for mesh in meshes if {*mesh.devices.flat} == devices), None)
+    return SingleDeviceSharding(next(iter(devices))) if mesh is None else NamedSharding(mesh, PartitionSpec())
 
 
 class _Values:

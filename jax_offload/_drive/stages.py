@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Atom, DropVar, Equation, Jaxpr, Literal, Var, renamed, values_of, variables
 from jax_offload._base.memory import is_host_aval
+from jax_offload._drive.undivided import run_undivided
 from jax_offload._emit.deduplicate import functions
 from jax_offload._emit.find import holds_driven_update, is_update
 from jax_offload._emit.region import Update, bound
@@ -72,6 +73,12 @@ class Stage:
     def run(self, env: dict[Var, Any]) -> None:
         for piece in self.pieces:
             env.update(zip(piece.outputs, piece.run(*values_of(env, piece.inputs)), strict=True))
+
+    @property
+    def undivided(self) -> Stage:
+        """The same for one device: what is divided between several is whole there."""
+        pieces = (p if p.jaxpr is None else dataclasses.replace(p, run=run_undivided(p.jaxpr)) for p in self.pieces)
+        return dataclasses.replace(self, pieces=tuple(pieces))
 
     def kind(self, order: Sequence[Var]) -> Hashable:
         """Equal for stages that compute the same, with inputs and results in this order; ``None``: not known."""

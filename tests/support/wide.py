@@ -162,6 +162,8 @@ DAILY = (
     "test_update_on.py::test_every_optimizer[lamb]",
     "test_update_on.py::test_inside[beside-0.5-masters]",
     "test_update_on.py::test_sharded[ZeRO-1-inner1-0.5]",
+    "test_update_on.py::test_sharded_beside_accelerators[ZeRO-1-inner1-0.5-AxisType.Auto]",
+    "test_update_on.py::test_sharded_beside_accelerators[as the parameters-inner2-host-AxisType.Explicit]",
     "test_visits.py::test_twice_the_leaves_are_twice_the_work[8 bits]",
     "test_wrappers.py::test_multi_steps_around[chained-host]",
 )
