@@ -299,4 +299,4 @@ def test_what_is_updated_on_the_cores_already(numba):
     there = NamedSharding(mesh, P("data"))
     params = {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there) for k, x in params.items()}
     row = jo.plan(jo.offload(ADAMW, update_on="host"), params, chip="h100")["as given"]
-    assert row.fits is False and "one accelerator, not yet one that is divided over 2" in row.why_not
+    assert row.fits is False and "counted for one accelerator, not yet for 2" in row.why_not
