@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
@@ -113,13 +114,19 @@ def test_host_or_device(tmp_path):
 
 
 def test_on_disk(tmp_path):
-    """Twice, the second time from the last commit."""
-    page = "\n".join(blocks("docs/disk.md")).replace("/nvme/run", str(tmp_path / "run"))
+    """Twice, the second time from the last commit, and then into memory."""
+    *page, moves = blocks("docs/disk.md")
     for step in (3, 6):
         found = Reader(tmp_path).namespace
-        exec(page, found)
+        exec("\n".join(page).replace("/nvme/run", str(tmp_path / "run")), found)
         assert isinstance(found["state"][0].mu["layers"], OnDisk) and found["disk"].last_commit == step
-        found["disk"].close()
+        if step == 3:
+            found["disk"].close()
+    with ocp.CheckpointManager(tmp_path / "orbax") as found["manager"]:
+        exec(moves, found)
+    for state in found["new_state"], found["tree"]["opt_state"]:
+        assert state[0].mu["layers"].sharding.memory_kind == "pinned_host"
+    found["disk"].close()
 
 
 def test_checkpoints(tmp_path):
