@@ -251,8 +251,9 @@ def test_a_move_that_fails_leaves_nothing(disks, monkeypatch):
 
 
 def test_host_bytes_are_those_of_what_is_under_way(tmp_path, monkeypatch):
-    """Of 24 groups six at most, and a block for each thread: one is updated, ``DEPTH`` are read, as many still computed
-    or written, as a program runs on after its call, and one jax has not let go, which it does in its next call."""
+    """Of 24 groups six, and a block for each thread: one is updated, ``DEPTH`` are read, as many computed or written,
+    as a program runs on after its call, and one jax has not let go, which it does in its next call. Here a seventh may
+    be, where a thread of XLA's was kept from letting go what it has computed with."""
     monkeypatch.setattr(stages, "GROUP_BYTES", 1)
     files = Disk([tmp_path], 0, Files())
     tx = offload(files)
@@ -262,7 +263,7 @@ def test_host_bytes_are_those_of_what_is_under_way(tmp_path, monkeypatch):
         weights, state = step(weights, state, weights)
         files.commit(k, {"params": weights, "state": state})
     store = files.opened
-    assert 2 * LEAF <= store.buffers.most <= (2 + 2 * DEPTH) * 2 * LEAF
+    assert 2 * LEAF <= store.buffers.most <= (3 + 2 * DEPTH) * 2 * LEAF
     assert store.staging.most <= store.most_staging
     files.close()
 

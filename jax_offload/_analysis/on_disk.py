@@ -22,7 +22,9 @@ from jax_offload._plan.plan import Planned
 
 # Whoever drives the step goes on to the next group until it waits for the first that is written, which waits for the
 # gradients: with so many groups being written, and so many more being read.
-AHEAD = 2 * DEPTH + 2
+AHEAD = 2 * DEPTH + 1
+# Groups in host memory at a time: one more, which jax lets go in its next call.
+HELD = AHEAD + 1
 # Groups that are still being written when a step has been driven.
 BEHIND = DEPTH + 1
 
@@ -59,7 +61,7 @@ class Files:
     def buffers(self) -> int:
         """Of host memory for what is under way, at most: as many groups are being read, or wait, or are written."""
         sizes = [max(group.read, group.written) for group in self.groups]
-        return max((sum(sizes[k : k + AHEAD]) for k in range(len(sizes))), default=0)
+        return max((sum(sizes[k : k + HELD]) for k in range(len(sizes))), default=0)
 
     def seconds(self, drive: Drive, drives: int) -> float:
         """Of reading and writing all of it."""

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax_offload._analysis.exposure import BACKWARD, FORWARD
 from jax_offload._analysis.forecast import Forecast
 from jax_offload._analysis.host import POOL_HEADROOM
-from jax_offload._analysis.on_disk import AHEAD, NO_FILES, Files, files_by_leaves
+from jax_offload._analysis.on_disk import HELD, NO_FILES, Files, files_by_leaves
 from jax_offload._analysis.option import Option
 from jax_offload._analysis.setting import Setting, of_the_cores, of_the_disk, priced
 from jax_offload._analysis.streams import Streams, streams
@@ -114,7 +114,7 @@ def _room_beside(option: Option, setting: Setting, found: Measured) -> int | Non
     usable = setting.host.usable
     if usable is None or setting.devices[0] > 1 or not setting.host.why_not(option.host):
         return None
-    buffers = AHEAD * max((group.read for group in found.by_groups.groups), default=0)
+    buffers = HELD * max((group.read for group in found.by_groups.groups), default=0)
     return max(0, int(usable / POOL_HEADROOM - buffers) >> 30 << 30)
 
 

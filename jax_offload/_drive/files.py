@@ -216,18 +216,17 @@ class Moving:
         for token, leaf in what.reads.values():
             _files(leaf).check(token.val if isinstance(token, Literal) else values[token])
 
-    def start(self, tasks: Sequence[Task]) -> None:
-        """What these are going to need starts on its way."""
-        for v in (v for task in tasks for v in task.inputs if v in self._what.reads and v not in self._reading):
-            leaf = self._what.reads[v][1]
-            self._reading[v] = _files(leaf).fetch(leaf.name, self._places[v])
+    def read(self, task: Task, following: Sequence[Task]) -> None:
+        """What it needs, and what these are going to need starts on its way.
 
-    def read(self, task: Task) -> None:
-        """What it needs. Waits until that is there, and until what was made long before it has been written."""
+        Waits until that is there; before, until what was made long ago has been written, as its memory is for these.
+        """
         while len(self._writing) > DEPTH:
             for writing in self._writing.popleft():
                 writing.result()
-        self.start([task])
+        for v in (v for t in (task, *following) for v in t.inputs if v in self._what.reads and v not in self._reading):
+            leaf = self._what.reads[v][1]
+            self._reading[v] = _files(leaf).fetch(leaf.name, self._places[v])
         self._values |= {v: self._reading.pop(v).result() for v in task.inputs if v in self._what.reads}
 
     def write(self, number: int, task: Task) -> None:

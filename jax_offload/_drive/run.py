@@ -80,8 +80,7 @@ class Driven:
         for k, (task, run) in enumerate(self._tasks):
             for following, _ in self._tasks[k + 1 : k + 2]:
                 values.send(following)
-            files.start([following for following, _ in self._tasks[k : k + 1 + DEPTH]])
-            files.read(task)
+            files.read(task, tasks[k + 1 : k + 1 + DEPTH])
             results = run(*values.operands(task))
             values.put(task, results, self._place)
             values.drop(task.over, self._donated)
