@@ -19,9 +19,20 @@ from jax_offload._analysis.host import POOL_HEADROOM
 from jax_offload._analysis.on_disk import HELD, NO_FILES, Files, files_by_leaves
 from jax_offload._analysis.option import Option
 from jax_offload._analysis.setting import Setting, of_the_cores, of_the_disk, priced
+from jax_offload._analysis.split import best_share
 from jax_offload._analysis.streams import Streams, streams
 from jax_offload._analysis.units import in_bytes, in_seconds
-from jax_offload._analysis.ways import Way, drives_of, inner_of, on_disk, resident, way, ways, without_cores
+from jax_offload._analysis.ways import (
+    ON_THE_CORES,
+    Way,
+    drives_of,
+    inner_of,
+    on_disk,
+    resident,
+    way,
+    ways,
+    without_cores,
+)
 from jax_offload._arguments import check_params
 from jax_offload._base.around import described
 from jax_offload._base.arrays import Offloaded, nbytes
@@ -82,7 +93,12 @@ def of_optimizer(
     norm = found.streams is not None and found.streams.norm and not files  # jo.pipelined drives no disk
     alone = setting.devices[0] == 1 and len(found.leaves) <= MANY_LEAVES
     for each in ways(inner, given, params, called, norm, alone):
-        options.append(parts.option(each, measured(each, params, found)))
+        moved = measured(each, params, found)
+        options.append(parts.option(each, moved))
+        if each.name == ON_THE_CORES and (share := parts.best_share(first, found, moved)):
+            both = way("on both", inner, called, {**given, "update_on": share})
+            options.append(parts.option(both, measured(both, params, found)))
+            notes.append(_told(share, options[-1]))
     room = None if {*given} & {"disk", "update_on", "shard_over"} else _room_beside(options[1], setting, found)
     if room is not None:
         each = on_disk(inner, called, given, room)
@@ -116,6 +132,12 @@ def _room_beside(option: Option, setting: Setting, found: Measured) -> int | Non
         return None
     buffers = HELD * max((group.read for group in found.by_groups.groups), default=0)
     return max(0, int(usable / POOL_HEADROOM - buffers) >> 30 << 30)
+
+
+def _told(share: float, option: Option) -> str:
+    """Why the cores take that share, and not more or less."""
+    return (f"{option.name}: the cores take {share:.0%}, so that these and the link are busy for about as long; by "
+            "other rates another share of update_on= takes least")  # fmt: skip
 
 
 def _advised(option: Option, helps: bool) -> str:
@@ -206,6 +228,16 @@ class Parts:
         # gradients go down to the cores beside the backward pass, whatever the update waits for
         share = FORWARD if way.ahead else 0.0 if moved.norm and not cores.dram else BACKWARD
         return priced(option, self.setting, share, cores, files)
+
+    def best_share(self, way: Way, device: Measured, cores: Measured) -> float | None:
+        """How much of the update the cores are to take, if a part of it."""
+        if device.streams is None or cores.streams is None:
+            return None
+
+        def seconds(streams: Streams) -> float | None:
+            return self.option(way, dataclasses.replace(device, streams=streams)).exposed
+
+        return best_share(device.streams, cores.streams, seconds)
 
 
 def solved(

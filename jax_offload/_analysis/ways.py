@@ -19,6 +19,7 @@ from jax_offload._base.shardings import names_in, sharding_of
 from jax_offload._files import Disk
 from jax_offload._offload import DEFAULT_MIN_BYTES, offload
 
+ON_THE_CORES = "on the cores"
 _DEFAULTS: Mapping[str, Any] = {
     "fraction": 1.0, "select": None, "min_bytes": DEFAULT_MIN_BYTES, "window": None, "order": None,
     "shard_over": None, "storage": None, "update_on": "device", "disk": None,
@@ -119,7 +120,7 @@ def ways(inner: Any, given: Mapping[str, Any], params: Any, called: str, norm: b
         given = streamed
         found.append(way("on the device", inner, called, given))
     elif alone:
-        found.append(way("on the cores", inner, called, {**given, "update_on": "host"}))
+        found.append(way(ON_THE_CORES, inner, called, {**given, "update_on": "host"}))
     if norm:
         found.append(way("pipelined", inner, called, given, ahead=True))
         found.append(way("gradients too", inner, called, given, ahead=True, pending=True))
