@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jax_offload._drive.loops import has_numba
 from tests.support.words import words
 
 ROOT = Path(__file__).parent.parent
@@ -128,6 +129,25 @@ def test_processes_train_as_one_with_the_step_turned_round(tmp_path, gradients):
         assert {k: seen[k] for k in ("kinds", "waiting", "placement")} == {
             k: alone[k] for k in ("kinds", "waiting", "placement")
         }
+
+
+@pytest.mark.skipif(not has_numba(), reason="numba is not installed (extra cores)")
+@pytest.mark.parametrize("how", ["fsdp", "zero1"])
+def test_each_process_updates_its_own_part_on_its_cores(tmp_path, how):
+    [alone] = start(tmp_path, 1, None, "clipped", how, script="multihost_cores.py")
+    assert alone["by parts"] and alone["off"] < 1e-5 and not alone["error"]
+    for seen in start(tmp_path, 2, by_arguments, "clipped", how, script="multihost_cores.py"):
+        np.testing.assert_allclose(seen["losses"], alone["losses"], rtol=1e-6)
+        assert seen["by parts"] == alone["by parts"] and seen["off"] < 1e-5 and seen["stayed"]
+        assert seen["kinds"] == alone["kinds"] and "pinned_host" in seen["kinds"]
+        assert 2 * seen["held"] == alone["held"]
+        assert seen["threads"] == max(1, alone["threads"] // 2)
+
+
+def test_an_update_that_needs_whole_leaves_is_an_error_in_several_processes(tmp_path):
+    for seen in start(tmp_path, 2, by_arguments, "lamb", "fsdp", script="multihost_cores.py"):
+        assert "takes every leaf whole, and the step runs in 2 processes. Fix: " in seen["error"]
+        assert seen["stayed"]
 
 
 def without_held(tree):

@@ -12,7 +12,7 @@ import jax_offload as jo
 from jax_offload._base.jaxprs import jaxpr_of
 from jax_offload._drive import one_pass as module
 from jax_offload._drive.loop_source import loop_source
-from jax_offload._drive.one_pass import _aligned, _compiled, has_numba
+from jax_offload._drive.loops import _compiled, aligned, fair_share, has_numba
 
 if not has_numba():
     pytest.skip("numba is not installed: updates on the cores are XLA's", allow_module_level=True)
@@ -26,7 +26,7 @@ def by_loop(fun, *arrays):
     jaxpr, _ = jaxpr_of(fun, *arrays)
     source = loop_source(jaxpr.jaxpr, {})
     assert source is not None
-    results = [_aligned(v.aval) for v in jaxpr.jaxpr.outvars]
+    results = [aligned(v.aval.shape, v.aval.dtype) for v in jaxpr.jaxpr.outvars]
     flat = [np.asarray(arrays[i]) for i in source.arrays]
     flat = [x.view(np.uint16) if x.dtype == jnp.bfloat16 else x for x in flat]
     scalars = [np.asarray(arrays[i])[()] for i in source.scalars]
@@ -156,7 +156,7 @@ def test_values_placement_and_buffers(name, donated, loops):
 
 def test_memory_that_is_not_ours_is_not_written(loops):
     """On a CPU, ``device_put`` takes a NumPy array as it is: donated or not, it stays the user's."""
-    mine = _aligned(jax.ShapeDtypeStruct((64, 64), jnp.float32))
+    mine = aligned((64, 64), jnp.float32)
     mine[:] = 2.0
     given = {"w": jax.device_put(mine, jax.devices()[0], may_alias=True)}
     assert given["w"].unsafe_buffer_pointer() == mine.ctypes.data
@@ -188,9 +188,18 @@ def test_old_parameters_that_are_still_read(after, loops):
             np.testing.assert_allclose(change[name], updates[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("masks", "threads"),
+    [([[1, 1, 1, 1]], 4), ([[1, 1, 1, 1]] * 2, 2), ([[1, 1, 1, 1]] * 3, 1), ([[1, 1, 1, 1]] * 9, 1),
+     ([[1, 1, 0, 0], [0, 0, 1, 1]], 2), ([[1, 1, 1, 0], [0, 1, 1, 1]], 2), ([[1, 0, 0, 0], [1, 1, 1, 1]], 1)],
+)  # fmt: skip
+def test_processes_of_a_host_share_its_cores(masks, threads):
+    assert fair_share(np.array(masks[0]), np.array(masks)) == threads
+
+
 def test_without_numba(monkeypatch, loops):
     monkeypatch.setitem(sys.modules, "numba", None)
-    module.has_numba.cache_clear()
+    has_numba.cache_clear()
     try:
         tx = jo.offload(optax.adam(0.1), min_bytes=0, update_on="host")
         params = parameters()
@@ -198,4 +207,4 @@ def test_without_numba(monkeypatch, loops):
         assert not loops
     finally:
         monkeypatch.undo()
-        module.has_numba.cache_clear()
+        has_numba.cache_clear()

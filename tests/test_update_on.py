@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
 from jax_offload._cores import first_up_to, share_of_cores
-from jax_offload._drive import one_pass, run, stages
+from jax_offload._drive import by_parts, loops, run, stages
 from jax_offload._drive.cores import Cores, cores_beside
 from tests.support import optimizers as table
 from tests.support.optimizers import TABLE, assert_same, copied
@@ -156,10 +156,10 @@ def test_compiled_once_and_anew_for_other_types():
     assert len(step._driven._programs) == 2
 
 
-@pytest.mark.parametrize("loops", [True, False])
-def test_what_is_donated_is_updated_in_its_buffers(loops, monkeypatch):
-    if not loops:
-        monkeypatch.setattr(one_pass, "has_numba", lambda: False)
+@pytest.mark.parametrize("numba", [True, False])
+def test_what_is_donated_is_updated_in_its_buffers(numba, monkeypatch):
+    if not numba:
+        monkeypatch.setattr(loops, "has_numba", lambda: False)
     tx = offload()
     step, params = jo.jit(step_of(tx), donate_argnums=(0, 1)), model()
     state = tx.init(params)
@@ -197,12 +197,12 @@ class SlowLink(Cores):
             self.log.append(("sent", time.monotonic(), self.busy))
         return there
 
-    def lent(self, x):
+    def lent(self, x, **how):
         time.sleep(max(0.0, self.ready.get(id(x), 0.0) - time.monotonic()))
-        return super().lent(x)
+        return super().lent(x, **how)
 
     def brought_back(self, x, sharding):
-        if x.ndim == 2 and x.sharding.memory_kind == "device":
+        if x.ndim == 2 and sharding.memory_kind == "device":
             begun = time.monotonic()
             time.sleep(0.06)
             self.log.append(("updated", begun, time.monotonic()))
@@ -375,6 +375,25 @@ def test_sharded_beside_accelerators(inner, share, how, kind, monkeypatch):
         sharded(inner, share, how, mesh)
 
 
+@pytest.mark.skipif(not loops.has_numba(), reason="numba is not installed (extra cores)")
+def test_loops_go_by_parts_beside_accelerators(monkeypatch):
+    """What is divided stays so: nothing is put together, and each element is updated once, of replicas too."""
+    whole, elements = [], []
+
+    class Counting(Cores):
+        def lent(self, x, *, whole: bool = True):
+            put_together.append(x.shape) if whole and x.ndim else None
+            return super().lent(x, whole=whole)
+
+    put_together, calls_of = whole, by_parts.calls_of
+    monkeypatch.setattr(by_parts, "calls_of", lambda kernel, n, given: elements.append(n) or calls_of(kernel, n, given))
+    monkeypatch.setattr(run, "cores_beside", lambda devices: Counting(jax.devices()[7]))
+    mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
+    sharded(optax.adamw(1e-2), "host", "ZeRO-1", mesh)
+    assert not whole
+    assert sum(elements) == 2 * sum(x.size for x in jax.tree.leaves(model()) if 4 * x.size >= 1024)
+
+
 def sharded(inner, share, how, mesh):
     """Two updates of a state on a mesh: plain optax's numbers, and all of it where it was."""
     where = NamedSharding(mesh, P(None, "model") if mesh.axis_types[0] is AxisType.Auto else P())
@@ -539,13 +558,10 @@ def test_in_a_scan_of_the_step():
         jo.jit(scanned)(params, tx.init(params), jnp.stack([X, X]))
 
 
-def test_accelerators_of_several_processes_are_an_error():
+def test_the_cores_beside_which_devices():
     @dataclasses.dataclass(frozen=True)
     class Device:
-        process_index: int
         platform: str = "gpu"
 
-    with pytest.raises(ValueError, match=r"update_on: .* the accelerators of one process, not yet .* between 2. Fix"):
-        cores_beside([Device(0), Device(1)])
-    assert cores_beside([Device(0)]).cpu in jax.devices("cpu")
+    assert cores_beside([Device(), Device()]).cpu in jax.devices("cpu")
     assert cores_beside(jax.devices()).cpu is None

@@ -15,7 +15,7 @@ from jax_offload._base.jaxprs import Var
 from jax_offload._base.memory import is_host_aval
 from jax_offload._drive.cores import is_sent
 from jax_offload._drive.loop_source import loop_source
-from jax_offload._drive.one_pass import has_numba
+from jax_offload._drive.loops import has_numba
 from jax_offload._drive.stages import GROUP_BYTES
 from jax_offload._ir.slices import Slice
 from jax_offload._plan.plan import OnCores, Planned

@@ -18,7 +18,7 @@ from jax_offload._analysis.on_cores import NONE, Share
 from jax_offload._analysis.on_disk import NO_FILES, Files
 from jax_offload._analysis.option import Option, smallest
 from jax_offload._analysis.units import in_bytes, in_seconds
-from jax_offload._drive.one_pass import has_numba
+from jax_offload._drive.loops import has_numba
 
 # A lossy way is recommended where it spares more of a step than this, and nothing exact fits as well.
 WORTH_ROUNDING = 0.1

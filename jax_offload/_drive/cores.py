@@ -5,8 +5,9 @@ accelerator the programs run on jax's CPU backend, and see pinned host memory as
 copies what such a view is donated for (0.10 to 0.12, tried on a CPU), so new leaves are new buffers, and are pinned
 again by a copy where the platform does not take them as they are.
 
-With several accelerators a leaf is updated once, whole, for all of them: what is divided between them is put together
-in host memory, one more copy, and its new values are divided again; of what is replicated one copy is taken.
+With several accelerators loops of elements go part by part (``by_parts.py``). A leaf that is none of those' is updated
+once, whole, for all of them: what is divided between them is put together in host memory, one more copy, and its new
+values are divided again; of what is replicated one copy is taken.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from jax_offload._base.memory import on_host, to_host, with_kind
+from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, on_host, to_host, with_kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,19 +38,21 @@ class Cores:
         """A value of the device on its way to host memory; scalars are read where they are. Waits for nothing."""
         return x if self.cpu is None or not is_sent(x) else to_host(x)
 
-    def lent(self, x: Any) -> Any:
-        """What has been sent, whole, as an operand of a program of the cores. Waits until it is there."""
-        if self.cpu is None:
+    def lent(self, x: Any, *, whole: bool = True) -> Any:
+        """What has been sent, as an operand of a program of the cores: whole, once it is there, or as it was sent."""
+        if self.cpu is None or not whole:
             return x
         if jnp.issubdtype(x.dtype, jax.dtypes.extended):
-            return jax.device_put(_one_of(x), self.cpu)
+            return jax.device_put(one_of(x), self.cpu)
         here = with_kind(SingleDeviceSharding(self.cpu), x.sharding.memory_kind)
-        return jax.device_put(np.asarray(_one_of(x)), here, may_alias=True)
+        return jax.device_put(np.asarray(one_of(x)), here, may_alias=True)
 
     def brought_back(self, x: Any, sharding: Sharding) -> Any:
         """A result of such a program in the step's own memory; its copy is under way."""
         if self.cpu is None:
             return x
+        if self.cpu not in x.sharding.device_set:
+            return _divided_as(x, sharding)
         if jnp.issubdtype(x.dtype, jax.dtypes.extended):
             return jax.device_put(x, sharding)
         return jax.device_put(np.asarray(x), with_kind(sharding, x.sharding.memory_kind), may_alias=on_host(x))
@@ -60,25 +63,27 @@ def is_sent(x: Any) -> bool:
     return len(x.shape) > 0 and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
-def _one_of(x: Any) -> Any:
+def one_of(x: Any) -> Any:
     """A shard of what is the same on all devices, as a view of its memory; else the array."""
-    return x.addressable_data(0) if x.is_fully_replicated else x
+    return x.addressable_data(0) if isinstance(x, jax.Array) and x.is_fully_replicated else x
+
+
+def _divided_as(x: jax.Array, sharding: Sharding) -> jax.Array:
+    """What was updated by parts, as it is to be; where it is to be divided otherwise the accelerators see to that."""
+    if not x.sharding.is_equivalent_to(with_kind(sharding, HOST_KIND), x.ndim):
+        x = jax.device_put(x, with_kind(x.sharding, DEVICE_KIND))
+        x = jax.device_put(x, with_kind(sharding, DEVICE_KIND))
+    return jax.device_put(x, sharding)
 
 
 def cores_beside(devices: Iterable[Any]) -> Cores:
     """The cores of the host of the devices that a step runs on.
 
     Raises:
-      ValueError: the devices are those of several processes, or jax was told to do without its CPU backend.
+      ValueError: jax was told to do without its CPU backend.
     """
-    used = set(devices)
-    if all(device.platform == "cpu" for device in used):
+    if all(device.platform == "cpu" for device in {*devices}):
         return Cores()
-    if (processes := len({device.process_index for device in used})) > 1:
-        raise ValueError(
-            "update_on: the host's cores update the state of the accelerators of one process, not yet one that is "
-            f"divided between {processes}. Fix: update_on='device'; shard_over= leaves less of the state to each."
-        )
     try:
         return Cores(jax.local_devices(backend="cpu")[0])
     except RuntimeError as error:

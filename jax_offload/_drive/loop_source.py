@@ -130,6 +130,7 @@ def _operand(v: Any, names: Mapping[Var, str]) -> str:
     return f"{_type_of(v)}({text})"
 
 
+_SAME = ("copy", "copy_p", "stop_gradient", "device_put", "broadcast_in_dim", "sharding_constraint", "reshard")
 # Of floats and whole numbers alike. Comparisons with NaN are false, so maxima look for it: jax's hand it on.
 _TEXTS = {
     "add": "{0} + {1}",
@@ -152,7 +153,7 @@ _TEXTS = {
     "xor": "{0} ^ {1}",
     "shift_left": "{0} << {1}",
     "clamp": "{0} if {1} < {0} else ({2} if {1} > {2} else {1})",
-} | dict.fromkeys(["copy", "copy_p", "stop_gradient", "device_put", "broadcast_in_dim", "sharding_constraint"], "{0}")
+} | dict.fromkeys(_SAME, "{0}")
 _OF_FLOATS = {
     "div": "{0} / {1}",
     "sqrt": "sqrt({0})",
@@ -160,7 +161,7 @@ _OF_FLOATS = {
     "sign": "{0} if ({0} != {0}) or ({0} == float32(0)) else copysign(float32(1), {0})",
     "is_finite": "abs({0}) < float32(inf)",
 }
-_HANDED_ON = {"copy", "copy_p", "stop_gradient", "device_put", "broadcast_in_dim", "sharding_constraint", "select_n"}
+_HANDED_ON = {*_SAME, "select_n"}
 
 
 def _result(eqn: Equation, operands: Sequence[str]) -> list[str]:

@@ -20,6 +20,7 @@ from jax_offload._base.jaxprs import (
     without_dead_code,
 )
 from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, is_host_aval, to_device, to_host, with_kind
+from jax_offload._drive.by_parts import ByParts, by_parts, check_by_parts
 from jax_offload._drive.cores import Cores, cores_beside
 from jax_offload._drive.files import DEPTH, files_of
 from jax_offload._drive.one_pass import Run, one_pass
@@ -81,7 +82,7 @@ class Driven:
             for following, _ in self._tasks[k + 1 : k + 2]:
                 values.send(following)
             files.read(task, tasks[k + 1 : k + 1 + DEPTH])
-            results = run(*values.operands(task))
+            results = run(*values.operands(task, isinstance(run, ByParts)))
             values.put(task, results, self._place)
             values.drop(task.over, self._donated)
             files.write(k, task)
@@ -142,8 +143,13 @@ class Driven:
         program = self._program(task)
         if not task.stage.on_cores:
             return program
-        own = task.free - sent if self._cores.cpu is None else frozenset[Var]()
-        return one_pass(task.stage.pieces, task.inputs, task.outputs, program, self._step.next_of, own)
+        if self._cores.cpu is None:
+            own = task.free - sent
+            return one_pass(task.stage.pieces, task.inputs, task.outputs, program, self._step.next_of, own)
+        if (loops := by_parts(task.stage.pieces, task.inputs, task.outputs)) is not None:
+            return loops
+        check_by_parts(task.stage, len({device.process_index for device in self._devices}))
+        return program
 
 
 def _everywhere(placed: Sequence[Any], devices: Set[Any]) -> Sharding:
@@ -165,11 +171,12 @@ class _Values:
             if v in self.here and v not in self._there:
                 self._there[v] = self._cores.sent(self.here[v])
 
-    def operands(self, task: Task) -> list[Any]:
+    def operands(self, task: Task, by_parts: bool) -> list[Any]:
+        """What it takes: ``by_parts`` as it was sent, else, of the cores, whole."""
         self.send(task)
         if not task.stage.on_cores:
             return [self.here[v] for v in task.inputs]
-        return [self._cores.lent(self._there[v]) for v in task.inputs]
+        return [self._cores.lent(self._there[v], whole=not by_parts) for v in task.inputs]
 
     def put(self, task: Task, results: Sequence[Any], place: Callable[[Var], Sharding]) -> None:
         n = len(task.outputs)
