@@ -7,6 +7,7 @@ last one is there, parameters come up while the next group is updated, and the d
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 
 from jax_offload._analysis.exposure import Link
@@ -29,7 +30,7 @@ COPIES = 3
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """Bytes of a step's update that the cores make.
+    """Bytes of a step's update that the cores make, for each accelerator.
 
     Attributes:
       loaded, stored: of the state, read and written where it is.
@@ -37,7 +38,10 @@ class Share:
       down: what else does: parameters.
       up: what goes to the device: new parameters.
       last: of that, what the last group of slices makes, which comes up alone.
-      worked: that the update itself reads and writes, in all of its passes.
+      worked: that the update itself reads and writes, in all of its passes. What is the same on all accelerators of a
+        host is updated once for them.
+      unlooped: of that, what is no loop of elements: its leaves are taken whole, which only one process can.
+      whole: of that, what is put together of the accelerators' parts before, and divided again after.
     """
 
     loaded: int = 0
@@ -47,11 +51,13 @@ class Share:
     up: int = 0
     last: int = 0
     worked: int = 0
+    unlooped: int = 0
+    whole: int = 0
 
     @property
     def dram(self) -> int:
         """Bytes through the host's memory: of AdamW in float32 64 for each parameter, 76 in XLA's passes."""
-        return self.worked + self.gradients + self.down + self.up + COPIES * self.stored
+        return self.worked + 2 * self.whole + self.gradients + self.down + self.up + COPIES * self.stored
 
     def exposed(self, link: Link, dram: float, hides: float, loaded: int, stored: int) -> tuple[float, float]:
         """Seconds that are added to a step; and of those, in which the link is waited for.
@@ -73,19 +79,26 @@ class Share:
 NONE = Share()
 
 
-def share_of(planned: Iterable[Planned], gradients: Iterable[Var]) -> Share:
-    """Of the slices that the cores run. ``gradients``: the variables that are."""
+def share_of(planned: Iterable[Planned], gradients: Iterable[Var], on_a_host: int = 1) -> Share:
+    """Of the slices that the cores run.
+
+    Args:
+      gradients: the variables that are.
+      on_a_host: how many accelerators have the same cores.
+    """
     on_cores, made = [p for p in planned if isinstance(p.transfer, OnCores)], {*gradients}
     own, groups = [p.slice for p in on_cores], [[p.slice for p in group] for group in grouped(on_cores)]
-    read = {v for s in own for v in s.inputs if not is_host_aval(v.aval) and is_sent(v.aval)}
+    read = {v: _own(v, s) for s in own for v in s.inputs if not is_host_aval(v.aval) and is_sent(v.aval)}
     return Share(
         loaded=sum(s.loaded_bytes for s in own),
         stored=sum(map(_stored, own)),
-        gradients=sum(nbytes(v.aval) for v in read & made),
-        down=sum(nbytes(v.aval) for v in read - made),
+        gradients=sum(n for v, n in read.items() if v in made),
+        down=sum(n for v, n in read.items() if v not in made),
         up=sum(map(_up, own)),
         last=sum(map(_up, groups[-1])) if groups else 0,
-        worked=sum(map(_worked, groups)),
+        worked=sum(_worked(group, on_a_host) for group in groups),
+        unlooped=sum(_moved(s) for s in own if not _is_loop(s)),
+        whole=sum(_moved(s) for s in own if not _is_loop(s) and _parts(s) > 1),
     )
 
 
@@ -102,22 +115,35 @@ def grouped(planned: Iterable[Planned]) -> list[list[Planned]]:
     return groups
 
 
-def _worked(group: Sequence[Slice]) -> int:
-    once = sum(s.loaded_bytes + _stored(s) + _up(s) + _down(s) for s in group)
-    return once if has_numba() and all(map(_is_loop, group)) else int(PASSES * once)
+def _own(v: Var, s: Slice) -> int:
+    """What an accelerator has of an operand."""
+    return nbytes(v.aval) // math.prod(s.shards.get(v, ()))
+
+
+def _parts(s: Slice) -> int:
+    """Into how many a slice's leaves are divided, the furthest: what is made of them is divided so too."""
+    return max((math.prod(s.shards.get(v, ())) for v in s.inputs), default=1)
+
+
+def _worked(group: Sequence[Slice], on_a_host: int) -> int:
+    once = sum(_moved(s) * _parts(s) // max(_parts(s), on_a_host) for s in group)
+    return once if all(map(_is_loop, group)) else int(PASSES * once)
+
+
+def _moved(s: Slice) -> int:
+    """What a pass over a slice's parts reads and writes."""
+    parts, down = _parts(s), (v for v in {*s.inputs} if not is_host_aval(v.aval) and is_sent(v.aval))
+    return s.loaded_bytes + sum(nbytes(v.aval) for v in down) // parts + _stored(s) + _up(s)
 
 
 def _is_loop(s: Slice) -> bool:
-    return loop_source(s.jaxpr, {}) is not None
+    return has_numba() and loop_source(s.jaxpr, {}) is not None
 
 
 def _stored(s: Slice) -> int:
-    return sum(nbytes(v.aval) for v in s.outputs if is_host_aval(v.aval))
-
-
-def _down(s: Slice) -> int:
-    return sum(nbytes(v.aval) for v in {*s.inputs} if not is_host_aval(v.aval) and is_sent(v.aval))
+    return sum(nbytes(v.aval) for v in s.outputs if is_host_aval(v.aval)) // _parts(s)
 
 
 def _up(s: Slice) -> int:
-    return sum(nbytes(v.aval) for v in s.outputs if not is_host_aval(v.aval) and is_sent(v.aval))
+    return sum(nbytes(v.aval) for v in s.outputs if not is_host_aval(v.aval) and is_sent(v.aval)) // _parts(s)
+

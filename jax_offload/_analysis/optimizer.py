@@ -91,7 +91,7 @@ def of_optimizer(
     options.insert(0, parts.option(resident(inner, called), Measured([leaf for leaf, _, _ in plain], Streams())))
     files = "disk" in given
     norm = found.streams is not None and found.streams.norm and not files  # jo.pipelined drives no disk
-    alone = setting.devices[0] == 1 and len(found.leaves) <= MANY_LEAVES
+    alone = setting.devices[0] == setting.devices[1] and len(found.leaves) <= MANY_LEAVES
     for each in ways(inner, given, params, called, norm, alone):
         moved = measured(each, params, found)
         options.append(parts.option(each, moved))
@@ -193,7 +193,8 @@ def measured(way: Way, params: Any, like: Measured) -> Measured:
 
 def _streams(trace: Any, tx: Any, params: Any) -> Streams:
     """What comes up from the cores are parameters, as ``jo.update_params`` makes them there, not updates."""
-    found = streams(trace)
+    on_a_host = devices_of(jax.tree.leaves(params))[1]
+    found = streams(trace, on_a_host)
     if not found.cores.dram:
         return found
 
@@ -201,7 +202,7 @@ def _streams(trace: Any, tx: Any, params: Any) -> Streams:
         return update_params(tx, params, tx.init(params), params)
 
     with described(params):
-        return dataclasses.replace(found, cores=streams(traced(step, params)).cores)
+        return dataclasses.replace(found, cores=streams(traced(step, params), on_a_host).cores)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -96,9 +96,9 @@ def priced(option: Option, setting: Setting, share: float, cores: Share = NONE, 
             why = f"{option.name} is {short} short of memory on each device."
     if fits is not False and option.host and (said := setting.host.why_not(option.host * setting.devices[1])):
         why = f"{option.name}: {said}."  # said, not decided: the host on which this runs may be another
-    if cores.dram and setting.devices[0] > 1:
+    if cores.unlooped and setting.devices[0] > setting.devices[1]:
         fits = False
-        why = f"{option.name}: the cores' work is counted for one accelerator, not yet for {setting.devices[0]}."
+        why = f"{option.name}: the update is no loop over elements, and takes leaves whole, on one host alone."
     if files.groups and setting.devices[0] > 1:
         fits = False
         why = f"{option.name}: files are counted for one accelerator, not yet for {setting.devices[0]}."

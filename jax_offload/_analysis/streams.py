@@ -46,8 +46,8 @@ class Streams:
     files: Files = NO_FILES
 
 
-def streams(trace: Any) -> Streams:
-    """Of a traced update, or of a traced step, a closed jaxpr."""
+def streams(trace: Any, on_a_host: int = 1) -> Streams:
+    """Of a traced update, or of a traced step, a closed jaxpr. ``on_a_host``: how many devices share its cores."""
     updates = [each.update for each in updates_in(trace)]
     planned = [p for update in updates for p in update.planned if not isinstance(p.transfer, OnCores)]
     whole = [update for update in updates if isinstance(update, Update)]
@@ -66,6 +66,7 @@ def streams(trace: Any) -> Streams:
         cores=share_of(
             (p for update in whole for p in update.planned),
             (update.operands[i] for update in whole for i in update.gradients),
+            on_a_host,
         ),
         files=files,
     )

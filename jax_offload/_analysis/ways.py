@@ -110,7 +110,7 @@ def ways(inner: Any, given: Mapping[str, Any], params: Any, called: str, norm: b
     """Besides the resident one and the one that is given.
 
     ``norm``: whether the update waits for all gradients, so that only the next forward pass can hide it.
-    ``alone``: whether there is one device, which the host's cores can do for, and few leaves.
+    ``alone``: whether the devices are those of one host, whose cores may do for them, and there are few leaves.
     """
     found: list[Way] = []
     if "disk" in given:

@@ -102,7 +102,7 @@ def of_step(step: Callable[..., Any], args: Sequence[Any], setting: Setting, tar
     first = None
     if driven is not None:
         given_away = donations(emitted(plain).jaxpr, len(leaves))
-        moved, there = streams(driven), on_files(args, driven)
+        moved, there = streams(driven, setting.devices[1]), on_files(args, driven)
         with step_described():
             own = traced(base, *there) if moved.files.groups else driven
         first = first_program(own, [x for x in jax.tree.leaves(there) if hasattr(x, "dtype")], given_away, leaves)

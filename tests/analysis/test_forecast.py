@@ -309,14 +309,34 @@ def test_the_share_with_which_both_end_together():
 
 
 def test_what_is_updated_on_the_cores_already(numba):
-    """Half of eight layers: 4 stream, 4 stay; what else is compared is on the device. One accelerator alone."""
+    """Half of eight layers: 4 stream, 4 stay; what else is compared is on the device."""
     params = {f"w{i}": jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for i in range(8)}
     forecast, n = jo.plan(jo.offload(ADAMW, update_on=0.5), params, chip="h100"), 4 * 1024**2
     row = forecast["as given"]
     assert (row.dram, row.loaded, row.stored) == ((64 if numba else 76) * n, (8 + 4) * n, (8 + 8) * n)
     assert forecast["on the device"].dram == 0 and "on the cores" not in [o.name for o in forecast.options]
-    mesh = AbstractMesh((2,), ("data",))
-    there = NamedSharding(mesh, P("data"))
-    params = {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there) for k, x in params.items()}
-    row = jo.plan(jo.offload(ADAMW, update_on="host"), params, chip="h100")["as given"]
-    assert row.fits is False and "counted for one accelerator, not yet for 2" in row.why_not
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "down", "up", "state"),
+    [(P("data"), {}, 4, 2, 4), (P(), {"shard_over": "data"}, 8, 2, 4), (P(), {}, 8, 4, 8)],
+    ids=["FSDP", "ZeRO-1", "replicated"],
+)  # fmt: skip
+def test_the_cores_of_several_accelerators(spec, options, down, up, state, numba):
+    """Two of a host, bytes for each and parameter: its part goes down, is updated once for both, and comes up. What is
+    no loop is put together before and divided after."""
+    there = NamedSharding(AbstractMesh((2,), ("data",)), spec)
+    params = {f"w{i}": jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=there) for i in range(8)}
+    tx, n = jo.offload(ADAMW, update_on="host", **options), 8 * 1024**2
+    row = jo.plan(tx, params, chip="h100")["as given"]
+    assert (row.loaded, row.stored) == (up * n, down * n) and row.fits
+    once, whole = (14, 0) if numba else (20, 0 if state == 8 else 28)
+    assert row.dram == (once + whole + down + up + 3 * state) * n
+
+
+def test_leaves_that_are_taken_whole_are_those_of_one_host(numba):
+    there = NamedSharding(AbstractMesh((16,), ("data",)), P("data"))  # eight on a host
+    params = {f"w{i}": jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=there) for i in range(8)}
+    for inner, fits in (ADAMW, numba), (optax.lamb(1e-3), False):
+        row = jo.plan(jo.offload(inner, update_on="host"), params, chip="h100")["as given"]
+        assert row.fits is fits and ("takes leaves whole, on one host alone" in row.why_not) is not fits
