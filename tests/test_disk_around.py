@@ -75,6 +75,56 @@ def run(step, params, state, skips):
     return params, state
 
 
+# ---- branches --------------------------------------------------------------------------------------------------------
+
+
+def test_apply_if_finite_around(disk, monkeypatch):
+    """An update that is not applied writes nothing, and changes no bit; the state goes on, and is committed."""
+    inner = optax.apply_if_finite(CLIPPED, 2)
+    tx = optax.apply_if_finite(jo.offload(CLIPPED, min_bytes=1024, disk=disk), 2)
+
+    def step_with(tx):
+        def step(params, state, x):
+            updates, state = tx.update(jax.grad(loss)(params, x), state, params)
+            return optax.apply_updates(params, updates), state
+
+        return step
+
+    step, plain = jo.jit(step_with(tx), donate_argnums=(0, 1)), jax.jit(step_with(inner))
+    params = model()
+    state, names = tx.init(params), counted(disk, monkeypatch)
+    for x, written in (X, 6), (X * np.nan, 0), (2 * X, 6):
+        names.clear()
+        want = plain(params, jo.to_device(state), x)
+        before = read((params, state.inner_state))
+        params, state = step(params, state, x)
+        assert len(names) == written
+        assert_close(read((params, state)), want, 1e-5)
+        if not written:
+            assert_equal(read((params, state.inner_state)), before)
+    disk.commit(3, {"params": params, "state": state})
+    assert int(state.total_notfinite) == 1 and len(handles(state)) == 6
+
+
+def test_a_branch_that_goes_without(disk):
+    """And another that takes the update: the state that one hands on is the other's."""
+    tx = jo.offload(CLIPPED, min_bytes=1024, disk=disk)
+
+    def step(params, state, x):
+        grads = jax.grad(loss)(params, x)
+        return jax.lax.cond(x[0, 0] > 9, lambda: (params, state), lambda: jo.update_params(tx, grads, state, params))
+
+    params = model()
+    state, step = tx.init(params), jo.jit(step, donate_argnums=(0, 1))
+    before = read((params, state))
+    params, state = step(params, state, X + 100)
+    assert_equal(read((params, state)), before)
+    params, state = step(params, state, X)
+    after = read((params, state))
+    assert not np.array_equal(after[0]["layer_0"]["w"], before[0]["layer_0"]["w"])
+    assert_equal(read(step(params, state, X + 100)), after)
+
+
 # ---- skip= -----------------------------------------------------------------------------------------------------------
 
 

@@ -321,6 +321,48 @@ def test_a_skipped_step_changes_no_bit(through, small_groups, either):
     assert_same(jo.to_device(donated(*after, X)), jo.to_device(step(*got, X)), "the next one")
 
 
+@pytest.mark.parametrize("how", ["apply_if_finite", "cond", "switch"])
+def test_an_update_in_a_branch(how, small_groups, either):
+    """The branch that is taken runs, here one that changes nothing, as plain optax's does; what it hands on stays."""
+
+    def step_with(tx):
+        def step(params, state, x):
+            grads = jax.grad(loss)(params, x)
+            finite = jnp.isfinite(optax.global_norm(grads))
+
+            def updated():
+                return jo.update_params(tx, grads, state, params)
+
+            def kept():
+                return params, state
+
+            if how == "cond":
+                return jax.lax.cond(finite, updated, kept)
+            if how == "switch":
+                return jax.lax.switch(finite.astype(jnp.int32) * 9 - 1, [kept, kept, updated])  # clamped
+            updates, state_ = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state_
+
+        return step
+
+    tx, plain = offload(), CLIPPED
+    if how == "apply_if_finite":
+        tx, plain = optax.apply_if_finite(tx, 2), optax.apply_if_finite(plain, 2)
+    step, plain_step = jo.jit(step_with(tx), donate_argnums=(0, 1)), jax.jit(step_with(plain))
+    params = model()
+    state = tx.init(params)
+    for x in (X, X * np.nan, X):
+        want = plain_step(params, jo.to_device(state), x)
+        before = [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
+        kinds = [leaf.sharding.memory_kind for leaf in jax.tree.leaves(state)]
+        params, state = step(params, state, x)
+        assert_same(jo.to_device((params, state)), want, "in a branch")
+        assert kinds == [leaf.sharding.memory_kind for leaf in jax.tree.leaves(state)] and "pinned_host" in kinds
+        same = [np.array_equal(a, b) for a, b in zip(before, jax.tree.leaves(params), strict=True)]
+        assert all(same) if np.isnan(x).any() else not any(same)
+    assert len(step._driven._programs) == 1
+
+
 @pytest.mark.parametrize("storage", ["bfloat16", {"mu": "int8", "nu": "uint8"}])
 def test_stored_in_fewer_bits(storage, either):
     """As on the device, whose rounding is the same function of the step and the place."""

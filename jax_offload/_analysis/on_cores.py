@@ -146,4 +146,3 @@ def _stored(s: Slice) -> int:
 
 def _up(s: Slice) -> int:
     return sum(nbytes(v.aval) for v in s.outputs if not is_host_aval(v.aval) and is_sent(v.aval)) // _parts(s)
-

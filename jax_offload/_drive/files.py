@@ -15,7 +15,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, renamed, sub_jaxprs, values_of, variables
 from jax_offload._base.memory import HOST_KIND
 from jax_offload._base.on_disk import READ, WRITE, Place
-from jax_offload._drive.stages import Staged
+from jax_offload._drive.stages import DRIVEN, Staged
 from jax_offload._drive.tasks import Task
 from jax_offload._emit.find import holds_driven_update, is_update
 from jax_offload._ir.program import Program
@@ -164,14 +164,14 @@ def files_of(step: Program) -> OnFiles:
 
 _COMPUTES = (
     "disk: the step computes with a state on disk outside of its update: chooses between two, or reads a leaf. Fix: "
-    "jo.jit(step), in which the state goes from argument to update to result, as through optax's chains; skip= for an "
-    "update that is not to be, in the place of a lax.cond, or of optax.apply_if_finite around tx.update."
+    "jo.jit(step), in which the state goes from argument to update to result, as through optax's chains; skip= or "
+    "lax.cond for an update that is not to be."
 )
 
 
 def _check_equation(eqn: Equation, reads: Mapping[Var, Any], written: Mapping[Var, Any]) -> None:
     used = {*variables(eqn.invars)}
-    driven = eqn.primitive.name == "while" and holds_driven_update(eqn)  # skip=, whose body is a step of its own
+    driven = eqn.primitive.name in DRIVEN and holds_driven_update(eqn)  # its body, or a branch, is a step of its own
     inside = not driven and _holds_files(eqn)
     if (not used.isdisjoint(reads) and not is_update(eqn)) or not used.isdisjoint(written) or inside:
         raise ValueError(_COMPUTES)

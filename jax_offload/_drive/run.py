@@ -13,6 +13,7 @@ from jax_offload._base.donation import guarded
 from jax_offload._base.jaxprs import (
     ClosedJaxpr,
     Equation,
+    Literal,
     Var,
     closed,
     jax_fun,
@@ -27,6 +28,7 @@ from jax_offload._drive.one_pass import Run, one_pass
 from jax_offload._drive.stages import staged
 from jax_offload._drive.tasks import Task, tasks_of
 from jax_offload._drive.undivided import without_mesh
+from jax_offload._emit.find import holds_driven_update
 from jax_offload._ir.program import flat
 from jax_offload._step import cut_step, unguarded
 
@@ -107,7 +109,8 @@ class Driven:
         """A task, compiled when it first runs, and once for all of its kind."""
         stage, beside = task.stage, task.stage.on_cores and self._cores.cpu is not None
         if stage.loop is not None:
-            return _Loop(stage.loop, task, self._options)
+            kind = _Loop if stage.loop.primitive.name == "while" else _Branch
+            return kind(stage.loop, task, self._options)
         places = [*map(self._result_place, task.outputs), *(None for _ in task.down)]
         key = None if task.kind is None else (task.kind, tuple(places))
         if key in self._compiled:
@@ -226,3 +229,41 @@ class _Loop:
     def _holds(self, operands: Sequence[Any]) -> bool:
         (holds,) = self._condition(*(x for x, used in zip(operands, self._used, strict=True) if used))
         return bool(np.asarray(holds))
+
+
+class _Branch:
+    """A ``cond`` of the step that holds an update, ``optax.apply_if_finite`` is one: the branch it takes is driven."""
+
+    def __init__(self, branch: Equation, task: Task, options: tuple[Mapping[str, Any], Mapping[str, Any]]) -> None:
+        self._eqn, self._reads, self._free, self._options = branch, task.inputs, task.free, options
+        self._places = [self._eqn.outvars.index(v) for v in task.outputs]
+        self._branches: dict[int, Callable[[Sequence[Any]], Sequence[Any]]] = {}
+
+    def __call__(self, *operands: Any) -> list[Any]:
+        index, *given = values_of(dict(zip(self._reads, operands, strict=True)), self._eqn.invars)
+        branches = self._eqn.params["branches"]
+        k = min(max(int(np.asarray(index)), 0), len(branches) - 1)
+        if k not in self._branches:
+            self._branches[k] = self._branch(branches[k], given)
+        results = self._branches[k](given)
+        return [results[i] for i in self._places]
+
+    def _branch(self, branch: ClosedJaxpr, given: Sequence[Any]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+        if any(map(holds_driven_update, branch.jaxpr.eqns)):
+            return Driven(branch, given, [v in self._free for v in self._eqn.invars[1:]], *self._options)
+        return handed_on(branch)
+
+
+def handed_on(branch: ClosedJaxpr) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """A branch without such an update: what it returns of its operands are these, wherever they are."""
+    places = {v: i for i, v in enumerate(branch.jaxpr.invars)}
+    made = [v for v in branch.jaxpr.outvars if isinstance(v, Literal) or v not in places]
+    rest, used = without_dead_code(branch.jaxpr.replace(outvars=made))
+    run = jax.jit(jax_fun(closed(rest, branch.consts)))
+
+    def called(given: Sequence[Any]) -> list[Any]:
+        results = iter(run(*(x for x, is_used in zip(given, used, strict=True) if is_used)) if made else ())
+        own = (None if isinstance(v, Literal) else places.get(v) for v in branch.jaxpr.outvars)
+        return [next(results) if i is None else given[i] for i in own]
+
+    return called

@@ -26,6 +26,7 @@ from jax_offload._step import Cut
 # Bytes of the state in a group: a program of the cores takes about 10 ms for them, a hundred times what it takes to
 # start one, and the parameters of the last group are all that is brought back while nothing is updated.
 GROUP_BYTES = 2**26
+DRIVEN = ("while", "cond")  # what an update may stand in
 GROUP = "group"  # the name of stages whose state is on disk, or beside what is
 
 
@@ -49,7 +50,7 @@ class Stage:
 
     Attributes:
       on_cores: whether the host's cores run it.
-      loop: a ``while`` of the step, which is driven from Python too, in the place of pieces.
+      loop: a ``while`` or a ``cond`` of the step, which is driven from Python too, in the place of pieces.
     """
 
     name: str
@@ -117,7 +118,7 @@ def staged(cut: Cut) -> Staged:
     """The stages of a step.
 
     Raises:
-      ValueError: a part of the update that the cores run stands in a branch, a scan or the like.
+      ValueError: a part of the update that the cores run stands in a scan or the like.
     """
     stages: list[Stage] = []
     names: dict[Var, Atom] = {}  # of an update's own variables, and of its results in the step: those that stand here
@@ -157,7 +158,7 @@ def staged(cut: Cut) -> Staged:
     for eqn in cut.update.jaxpr.eqns:
         if not holds_driven_update(eqn):
             on_device("between", piece_of(slice_of([eqn], _made(eqn), cut.program.debug_info, {})))
-        elif eqn.primitive.name == "while":
+        elif eqn.primitive.name in DRIVEN:
             stages.append(Stage("loop", loop=eqn.replace(invars=[renamed(names, v) for v in eqn.invars])))
         elif is_update(eqn):
             update: Update = eqn.params["update"]
@@ -191,7 +192,7 @@ def staged(cut: Cut) -> Staged:
         else:
             raise ValueError(
                 f"update_on: the update stands in a {eqn.primitive.name} of the step, which cannot be cut there. Fix: "
-                "update once a step, outside of branches, scans and shard_map; skip= may skip it."
+                "update once a step, outside of scans and shard_map; skip= and a branch may skip it."
             )
     if cut.after.outputs:
         on_device("after", piece_of(cut.after))
