@@ -257,13 +257,13 @@ class _Branch:
 def handed_on(branch: ClosedJaxpr) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """A branch without such an update: what it returns of its operands are these, wherever they are."""
     places = {v: i for i, v in enumerate(branch.jaxpr.invars)}
-    made = [v for v in branch.jaxpr.outvars if isinstance(v, Literal) or v not in places]
-    rest, used = without_dead_code(branch.jaxpr.replace(outvars=made))
+    own = [None if isinstance(v, Literal) else places.get(v) for v in branch.jaxpr.outvars]
+    rest, used = without_dead_code(branch.jaxpr, [i is None for i in own])
     run = jax.jit(jax_fun(closed(rest, branch.consts)))
 
     def called(given: Sequence[Any]) -> list[Any]:
-        results = iter(run(*(x for x, is_used in zip(given, used, strict=True) if is_used)) if made else ())
-        own = (None if isinstance(v, Literal) else places.get(v) for v in branch.jaxpr.outvars)
+        operands = (x for x, is_used in zip(given, used, strict=True) if is_used)
+        results = iter(run(*operands) if None in own else ())
         return [next(results) if i is None else given[i] for i in own]
 
     return called
