@@ -7,7 +7,7 @@ divided further than it is to be (ZeRO-1) goes up as its parts, and the accelera
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -16,11 +16,12 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from jax_offload._base.jaxprs import Literal, Var
-from jax_offload._base.memory import HOST_KIND, well_typed, with_kind
+from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, is_host_aval, well_typed, with_kind
 from jax_offload._drive.cores import is_sent, one_of
 from jax_offload._drive.loop_source import LoopSource, stored_type
 from jax_offload._drive.loops import Kernel, aligned, calls_of, independent, loops_of, work
 from jax_offload._drive.stages import Piece, Stage
+from jax_offload._drive.tasks import Task
 
 Box = tuple[tuple[int, int], ...]  # from where to where, along each axis
 
@@ -28,11 +29,12 @@ Box = tuple[tuple[int, int], ...]  # from where to where, along each axis
 class ByParts:
     """Pieces of the cores as one function of arrays as the accelerators have sent them.
 
-    Its results are divided as the operands of their piece are, those that are divided furthest, in host memory.
+    Its results are divided as the operands of their piece are, those that are divided furthest.
 
     Args:
       pieces: one after the other, all of them loops.
       inputs, outputs: of the function.
+      up: results that go to the accelerators at once; the others stay in host memory.
       kernels: of each piece its loop.
     """
 
@@ -41,9 +43,10 @@ class ByParts:
         pieces: Sequence[Piece],
         inputs: Sequence[Var],
         outputs: Sequence[Var],
+        up: Set[Var],
         kernels: Sequence[tuple[Kernel, LoopSource]],
     ) -> None:
-        self._pieces, self._inputs, self._outputs, self._kernels = pieces, inputs, outputs, kernels
+        self._pieces, self._inputs, self._outputs, self._up, self._kernels = pieces, inputs, outputs, up, kernels
         self._turns = independent(pieces)
 
     def __call__(self, *operands: Any) -> list[Any]:
@@ -52,14 +55,16 @@ class ByParts:
             started = [_started(*self._kernels[k], self._pieces[k], env) for k in together]
             work([part for parts, _ in started for part in parts])
             for _, made in started:
-                env.update((v, make()) for v, make in made.items())
+                env.update((v, make(DEVICE_KIND if v in self._up else HOST_KIND)) for v, make in made.items())
         return [env[v] for v in self._outputs]
 
 
-def by_parts(pieces: Sequence[Piece], inputs: Sequence[Var], outputs: Sequence[Var]) -> ByParts | None:
-    """The pieces part by part; ``None`` where one of them is no loop, or numba is missing."""
+def by_parts(task: Task) -> ByParts | None:
+    """A task of the cores part by part; ``None`` where a piece of it is no loop, or numba is missing."""
+    pieces = task.stage.pieces
     found = loops_of(pieces, [{} for _ in pieces])
-    return None if found is None else ByParts(pieces, inputs, outputs, found)
+    up = {v for v in task.up if not is_host_aval(v.aval)}
+    return None if found is None else ByParts(pieces, task.inputs, task.outputs, up, found)
 
 
 def check_by_parts(stage: Stage, processes: int) -> None:
@@ -74,8 +79,8 @@ def check_by_parts(stage: Stage, processes: int) -> None:
 
 def _started(
     kernel: Kernel, source: LoopSource, piece: Piece, env: Mapping[Var, Any]
-) -> tuple[list[Callable[[], None]], dict[Var, Callable[[], Any]]]:
-    """One piece as calls for threads; and its results, to be asked for after them."""
+) -> tuple[list[Callable[[], None]], dict[Var, Callable[[str], Any]]]:
+    """One piece as calls for threads; and its results, to be asked for after them, in a kind of memory."""
     given = [v.val if isinstance(v, Literal) else env[v] for v in piece.inputs]
     operands = [given[i] for i in source.arrays]
     scalars = [np.asarray(one_of(given[i]))[()] for i in source.scalars]
@@ -132,12 +137,9 @@ def _flat(values: Any) -> Any:
     return np.asarray(_Lent(flat.view(stored_type(flat.dtype))))
 
 
-def _assembled(shape: tuple[int, ...], parts: Mapping[Box, Any], like: Sharding) -> jax.Array:
-    places = like.addressable_devices_indices_map(shape)
-    shards = [
-        jax.device_put(
-            parts[_box(index or (), shape)], with_kind(SingleDeviceSharding(device), HOST_KIND), may_alias=True
-        )
-        for device, index in places.items()
-    ]
-    return well_typed(jax.make_array_from_single_device_arrays(shape, with_kind(like, HOST_KIND), shards))
+def _assembled(shape: tuple[int, ...], parts: Mapping[Box, Any], like: Sharding, kind: str) -> jax.Array:
+    shards: list[jax.Array] = []
+    for device, index in like.addressable_devices_indices_map(shape).items():
+        place = with_kind(SingleDeviceSharding(device), kind)
+        shards.append(jax.device_put(parts[_box(index or (), shape)], place, may_alias=True))
+    return well_typed(jax.make_array_from_single_device_arrays(shape, with_kind(like, kind), shards))

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, on_host, to_host, with_kind
+from jax_offload._base.memory import DEVICE_KIND, on_host, to_host, with_kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ def one_of(x: Any) -> Any:
 
 def _divided_as(x: jax.Array, sharding: Sharding) -> jax.Array:
     """What was updated by parts, as it is to be; where it is to be divided otherwise the accelerators see to that."""
-    if not x.sharding.is_equivalent_to(with_kind(sharding, HOST_KIND), x.ndim):
+    if not x.sharding.is_equivalent_to(with_kind(sharding, str(x.sharding.memory_kind)), x.ndim):
         x = jax.device_put(x, with_kind(x.sharding, DEVICE_KIND))
         x = jax.device_put(x, with_kind(sharding, DEVICE_KIND))
     return jax.device_put(x, sharding)

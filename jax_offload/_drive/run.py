@@ -149,7 +149,7 @@ class Driven:
         if self._cores.cpu is None:
             own = task.free - sent
             return one_pass(task.stage.pieces, task.inputs, task.outputs, program, self._step.next_of, own)
-        if (loops := by_parts(task.stage.pieces, task.inputs, task.outputs)) is not None:
+        if (loops := by_parts(task)) is not None:
             return loops
         check_by_parts(task.stage, len({device.process_index for device in self._devices}))
         return program
