@@ -285,10 +285,10 @@ def test_it_is_as_the_driver_does(tmp_path, monkeypatch):
     state, step = tx.init(params), jo.jit(lambda p, s: jo.update_params(tx, p, s, p), donate_argnums=(0, 1))
     fetch, write = Disk.fetch, Disk._write
 
-    def held(self, name, x):
+    def held(self, name, *rest):
         (go if len(written) < 2 * (16 - BEHIND) else last).wait(20)
         written.append(name)
-        write(self, name, x)
+        write(self, name, *rest)
 
     monkeypatch.setattr(Disk, "fetch", lambda self, name, *args: fetched.append(name) or fetch(self, name, *args))
     monkeypatch.setattr(Disk, "_write", held)
