@@ -265,13 +265,14 @@ class Disk:
     def put(self, name: str, x: jax.Array, rows: Range | None = None) -> Future[None]:
         """Its next value, or that of some ranges, being written once it is there."""
         self._updating = True
-        future = self._writes.submit(self._write, name, x, rows)
+        future = self._writes.submit(self._write, name, [x], rows)
         self._writing |= dict.fromkeys((k for k, _ in self._leaf(name).within(rows)), future)
         return future
 
-    def _write(self, name: str, x: jax.Array, rows: Range | None = None) -> None:
+    def _write(self, name: str, value: list[jax.Array], rows: Range | None = None) -> None:
         try:
-            parts, store = parts_of(x), self.opened
+            # out of the list, which its thread holds a moment longer than whoever waits for it
+            parts, store = parts_of(value.pop()), self.opened
             groups = self._leaf(name).within(rows)
             for writing in [store.write(k, [gathered(parts, box) for box in boxes]) for k, boxes in groups]:
                 writing.result()
