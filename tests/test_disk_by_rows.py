@@ -177,6 +177,20 @@ def test_a_step_that_is_skipped_changes_nothing(disk):
     assert_close(params, run(optax.adamw(1e-2), network(), grads, 2)[0], 1e-6)
 
 
+def test_the_table_says_how(disk):
+    tx = jo.offload(optax.adamw(1e-2), min_bytes=256, disk=disk)
+    said = str(jo.placement(tx, network()))
+    for words in (
+        "from disk in 4 parts of 2 rows, 2 leaves together",
+        "from disk in 3 parts of 64 rows, 2 leaves together",
+        "whole, 2 leaves together\n",
+    ):
+        assert words in said.replace("\n    ", " "), said
+    other = jo.offload(OPTIMIZERS["means of columns"][0], min_bytes=256, disk=jo.disk("unused"))
+    said = str(jo.placement(other, network())).replace("\n    ", " ")
+    assert "from disk as a whole: " in said
+
+
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 

@@ -18,8 +18,8 @@ from jax_offload._drive.files import DEPTH
 from jax_offload._drive.stages import GROUP_BYTES
 from jax_offload._emit.region import Update
 from jax_offload._placement import Leaf
-from jax_offload._plan.by_rows import in_parts, rows_in_part
-from jax_offload._plan.plan import Chunked, Planned
+from jax_offload._plan.by_rows import parts_of, rows_in_part
+from jax_offload._plan.plan import Planned
 
 # Whoever drives the step goes on to the next group until it waits for the first that is written, which waits for the
 # gradients: with so many groups being written, and so many more being read.
@@ -45,10 +45,11 @@ class Group:
     def __add__(self, other: Group) -> Group:
         return Group(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
 
-    def divided(self, size: int, rows: int, window: int) -> list[Group]:
-        """So many of its ``size`` rows each; on the device are all that are loaded, or a window of them."""
-        shares = [min(rows, size - begin) for begin in range(0, size, rows)]
-        read, written, loaded = ([n * k // size for k in shares] for n in (self.read, self.written, self.loaded))
+    def divided(self, sizes: Sequence[int], window: int) -> list[Group]:
+        """Of so many rows each, all or a window of which are on the device at a time."""
+        if len(sizes) == 1:
+            return [self]
+        read, written, loaded = ([n * k // sum(sizes) for k in sizes] for n in (self.read, self.written, self.loaded))
         return [Group(a, b, min(c, window), c) for a, b, c in zip(read, written, loaded, strict=True)]
 
 
@@ -126,14 +127,7 @@ def _pieces(p: Planned, update: Update, there: Set[Var]) -> list[Group]:
     whole = Group(
         sum(own(v, v) for v in read), sum(own(v, of) for v, of in written.items()), p.bytes_at_once, s.loaded_bytes
     )
-    first = next(iter(s.loads), None)
-    size = first.aval.shape[0] if first is not None else 0
-    if first is None or any(v.aval.shape[:1] != (size,) for v in s.loads):
-        return [whole]
-    rows = rows_in_part(sum(nbytes(v.aval) // size for v in s.loads), first.aval.ndim, size)
-    if not rows or not isinstance(in_parts(p, old, there), Chunked):
-        return [whole]
-    return whole.divided(size, rows, p.window.nbytes)
+    return whole.divided(parts_of(p, old, there).sizes, p.window.nbytes)
 
 
 def files_by_leaves(leaves: Iterable[Leaf]) -> Files:
@@ -148,4 +142,5 @@ def _by_leaves(leaves: Sequence[Leaf]) -> list[Group]:
     nbytes, sizes = sum(leaf.shard_bytes for leaf in leaves), {leaf.shape[0] for leaf in leaves}
     whole, size = Group(nbytes, nbytes, nbytes, nbytes), max(sizes)
     rows = rows_in_part(sum(leaf.nbytes for leaf in leaves) // size, len(leaves[0].shape), size)
-    return whole.divided(size, rows, nbytes) if rows and len(sizes) == 1 else [whole]
+    parts = [min(rows, size - begin) for begin in range(0, size, rows)] if rows and len(sizes) == 1 else [size]
+    return whole.divided(parts, nbytes)

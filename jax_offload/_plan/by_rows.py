@@ -6,8 +6,10 @@ optimizer. A slice whose rows stay apart is then read, updated and written part 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Set
 
+from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Var
 from jax_offload._plan.chunk_rules import Rows
 from jax_offload._plan.plan import Chunked, Planned, Whole
@@ -26,6 +28,38 @@ def rows_in_part(row_bytes: int, ndim: int, size: int) -> int:
     while rows * row_bytes < PART_BYTES and rows < size:
         rows *= 2
     return rows if rows < size else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """How a slice comes from disk: so many rows at a time.
+
+    Attributes:
+      sizes: rows of the parts; one of all rows, where it comes as a whole.
+      why: it does, though a part would be smaller.
+    """
+
+    sizes: tuple[int, ...]
+    why: str = ""
+
+    def __str__(self) -> str:
+        if len(self.sizes) > 1:
+            return f"from disk in {len(self.sizes)} parts of {self.sizes[0]} rows"
+        return f"from disk as a whole: {self.why}" if self.why else ""
+
+
+def parts_of(p: Planned, reuse: Mapping[Var, Var], there: Set[Var]) -> Parts:
+    """The parts of a slice from files that are made for it; arguments as those of ``in_parts``."""
+    loads = p.slice.loads
+    size = loads[0].aval.shape[0] if loads else 1
+    if any(v.aval.shape[:1] != (size,) for v in loads):
+        return Parts((size,), "leaves of different shapes depend on each other")
+    rows = rows_in_part(sum(nbytes(v.aval) // size for v in loads), max((v.aval.ndim for v in loads), default=1), size)
+    how = in_parts(p, reuse, there) if rows else None
+    if isinstance(how, Chunked):
+        rows = max(1, rows // how.shards) * how.shards
+        return Parts(tuple(min(rows, size - begin) for begin in range(0, size, rows)))
+    return Parts((size,), "" if how is None else how.reason)
 
 
 def in_parts(p: Planned, reuse: Mapping[Var, Var], there: Set[Var]) -> Chunked | Whole:
