@@ -9,6 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
+from jax_offload._base.memory import is_host_aval
 from jax_offload._base.on_disk import is_on_disk
 from jax_offload._drive import stages
 from jax_offload._plan import by_rows
@@ -175,6 +176,69 @@ def test_a_step_that_is_skipped_changes_nothing(disk):
     assert_equal(read((params, state)), before)
     params, state = step(params, state, grads, False)
     assert_close(params, run(optax.adamw(1e-2), network(), grads, 2)[0], 1e-6)
+
+
+def test_leaves_that_share_a_loop_share_their_parts(tmp_path):
+    """Rows of one are three times as long as the other's: their parts are powers of two, and end together."""
+    rng, results = np.random.default_rng(0), []
+    shapes = {"a": (9, 32, 32), "b": (9, 96, 32)}
+    values = [{name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()} for _ in range(2)]
+    params, grads = jax.device_put(values, jax.devices()[0])
+    for files in (None, jo.disk(tmp_path)):
+        tx = jo.offload(optax.sgd(1e-2, momentum=0.9), min_bytes=256, window=2**15, disk=files)
+        step = step_of(tx)
+        results.append(run(tx, params, grads, step=step))
+    assert_equal(read(results[1][1]), read(results[0][1]))
+    assert_close(results[1][0], results[0][0], 1e-6)
+    assert (files.ends("[0].trace['a']"), files.ends("[0].trace['b']")) == ((4, 8, 9), (2, 4, 6, 8, 9))
+    ((driven, _),) = step._driven._programs.values()
+    groups = [task for task, _ in driven._tasks if task.stage.name == "group"]
+    sizes = [[v.aval.shape[0] for v in task.inputs if is_host_aval(v.aval)] for task in groups]
+    assert sizes == [[4, 4], [4, 4], [1, 1]]
+    files.close()
+
+
+def shifting():
+    """An optimizer that keeps the last gradients, which are made before any state is read, and the ones before."""
+
+    def init(params):
+        return {"last": jax.tree.map(jnp.zeros_like, params), "before": jax.tree.map(jnp.ones_like, params)}
+
+    def update(updates, state, params=None):
+        scaled = jax.tree.map(lambda g, a, b: g + a + 2 * b, updates, state["last"], state["before"])
+        moved = jax.tree.map(lambda a: a + 1, state["last"])
+        return scaled, {"last": updates, "before": moved}
+
+    return optax.GradientTransformation(init, update)
+
+
+def test_what_is_written_whole_waits_for_all_that_read_rows_of_it(disk):
+    tx, params, grads = jo.offload(shifting(), min_bytes=256, disk=disk), network(), network(100)
+    got, state = run(tx, params, grads)
+    want, host = run(shifting(), params, grads)
+    assert_close((got, read(state)), (want, read(host)), 1e-6)
+
+
+def test_parts_are_written_while_later_ones_are_read(disk, monkeypatch):
+    """Else all of a leaf would be in host memory."""
+    tx, params, grads = jo.offload(optax.adamw(1e-2), min_bytes=256, disk=disk), network(), network(100)
+    state, step, events = tx.init(params), step_of(tx), []
+    fetch, put = disk.fetch, disk.put
+    monkeypatch.setattr(
+        disk, "fetch", lambda name, *rest: events.append(("read", name, rest[-1])) or fetch(name, *rest)
+    )
+    monkeypatch.setattr(disk, "put", lambda name, *rest: events.append(("write", name, rest[-1])) or put(name, *rest))
+    step(params, state, grads)
+    name = "[0].mu['layers']"
+    assert {rows for _, each, rows in events if each == name} == {(0, 2), (2, 4), (4, 6), (6, 7)}
+    assert events.index(("write", name, (0, 2))) < events.index(("read", name, (6, 7)))
+    assert disk._store.buffers.most <= 7 * 4 * ROW  # groups of two layers, of as many bytes or less, in whole pages
+
+
+def test_rows_in_a_part(monkeypatch):
+    assert [by_rows.rows_in_part(n, 3, 100) for n in (ROW, ROW + 1, ROW // 3, 3 * ROW)] == [2, 2, 8, 1]
+    assert by_rows.rows_in_part(ROW // 16, 3, 32) == 0 and by_rows.rows_in_part(ROW // 16, 3, 33) == 32
+    assert by_rows.rows_in_part(ROW, 2, 100) == 32 and by_rows.rows_in_part(ROW, 1, 2**20) == 1024  # tiles
 
 
 def test_the_table_says_how(disk):
