@@ -30,7 +30,8 @@ def disk(*directories: str | os.PathLike[str], host_bytes: int = 0) -> Disk:
       *directories: one or several, on drives of their own, over which the leaves are spread. They are made.
       host_bytes: of the state that stays in pinned host memory, over all devices, what is replicated counted once:
         whole parameters at a time, those whose gradients come last; all else that ``offload`` would keep there is on
-        disk. On top of it come buffers for what is under way: at most nine groups, of 64 MiB or one parameter's leaves.
+        disk. On top of it come buffers for what is under way: at most nine groups, of 64 to 128 MiB, or of one
+        row, or of one parameter's leaves where the update does not keep their rows apart.
 
     Returns:
       A ``Disk``, for one ``offload``.

@@ -181,7 +181,7 @@ def test_a_step_that_is_skipped_changes_nothing(disk):
 def test_leaves_that_share_a_loop_share_their_parts(tmp_path):
     """Rows of one are three times as long as the other's: their parts are powers of two, and end together."""
     rng, results = np.random.default_rng(0), []
-    shapes = {"a": (9, 32, 32), "b": (9, 96, 32)}
+    shapes = {"a": (9, 96, 32), "b": (9, 32, 32)}
     values = [{name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()} for _ in range(2)]
     params, grads = jax.device_put(values, jax.devices()[0])
     for files in (None, jo.disk(tmp_path)):
@@ -190,7 +190,7 @@ def test_leaves_that_share_a_loop_share_their_parts(tmp_path):
         results.append(run(tx, params, grads, step=step))
     assert_equal(read(results[1][1]), read(results[0][1]))
     assert_close(results[1][0], results[0][0], 1e-6)
-    assert (files.ends("[0].trace['a']"), files.ends("[0].trace['b']")) == ((4, 8, 9), (2, 4, 6, 8, 9))
+    assert (files.ends("[0].trace['a']"), files.ends("[0].trace['b']")) == ((2, 4, 6, 8, 9), (4, 8, 9))
     ((driven, _),) = step._driven._programs.values()
     groups = [task for task, _ in driven._tasks if task.stage.name == "group"]
     sizes = [[v.aval.shape[0] for v in task.inputs if is_host_aval(v.aval)] for task in groups]
