@@ -220,7 +220,11 @@ class Disk:
         return OnDisk(self._token(), Place(self, name, leaf.shape, leaf.dtype, sharding))
 
     def _leaf(self, name: str) -> InFiles:
-        assert self.opened
+        if self.opened and name not in self._leaves:
+            raise ValueError(
+                f"disk: there is no {name} in {self.directories[0]}, the state is another's. Fix: disk.resume(target), "
+                "which gives that of the last commit."
+            )
         return self._leaves[name]
 
     def ends(self, name: str) -> Ends:

@@ -255,6 +255,35 @@ def test_the_table_says_how(disk):
     assert "from disk as a whole: " in said
 
 
+def test_the_step_turned_round(disk):
+    def loss(params, x):
+        return sum(((p * x.mean()) ** 2).sum() for p in jax.tree.leaves(params))
+
+    def step(tx):
+        return lambda params, state, x: jo.update_params(tx, jax.grad(loss)(params, x), state, params)
+
+    tx, params, x = jo.offload(CLIPPED, min_bytes=256, disk=disk), network(), jnp.linspace(1, 2, 8)
+    want = params, CLIPPED.init(params)
+    for k in range(4):
+        want = jax.jit(step(CLIPPED))(*want, x * (k + 1))
+    train = jo.pipelined(step(tx), donate_argnames=("params", "state"), gradients="device")
+    carry, _ = train.start(jax.tree.map(jnp.copy, params), tx.init(params), x)
+    for k in range(1, 4):
+        carry, _ = train(carry, x * (k + 1))
+    assert len(disk.ends("[1][0].mu['layers']")) == 4
+    got, state = train.finish(carry)
+    assert_close((read(got), jax.tree.leaves(read(state))), (read(want[0]), jax.tree.leaves(read(want[1]))), 1e-5)
+
+
+def test_a_state_of_other_leaves(disk, tmp_path):
+    """In the same directories, by then."""
+    tx, params, grads = jo.offload(optax.adamw(1e-2), min_bytes=256, disk=disk), network(), network(100)
+    theirs = tx.init(params)
+    disk._leaves = {f"other {name}": leaf for name, leaf in disk._leaves.items()}
+    with pytest.raises(ValueError, match=r"disk: there is no .* the state is another's. Fix: disk\.resume"):
+        step_of(tx)(params, theirs, grads)
+
+
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
