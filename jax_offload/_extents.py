@@ -40,8 +40,10 @@ def box_in(entry: Entry) -> Box:
     return tuple((begin, begin + n) for begin, n in zip(entry.begin, entry.shape, strict=True))
 
 
-def parts_of(x: jax.Array) -> Parts:
-    """What the devices have of an array, each part once."""
+def parts_of(x: jax.Array | np.ndarray[Any, Any]) -> Parts:
+    """What the devices have of an array, each part once; one that was read of another disk is one part."""
+    if isinstance(x, np.ndarray):
+        return [(tuple((0, n) for n in x.shape), x)]
     return [(box_of(s.index, x.shape), np.asarray(s.data)) for s in x.addressable_shards if s.replica_id == 0]
 
 

@@ -1,8 +1,8 @@
 """The third tier: leaves of a state in files. ``jax_offload.disk`` is the files, and what is under way to and from
 them.
 
-A leaf is a group of the store, and its entries are what several devices have of it. Two threads read and four write;
-each waits for what it needs, so that whoever drives the step does not.
+A leaf is one group of the store, or several of a range of its rows each; entries are what several devices have of it.
+Two threads read and four write; each waits for what it needs, so that whoever drives the step does not.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from jax.core import Tracer
 from jax.sharding import Sharding
 
 from jax_offload._base.arrays import is_integer
-from jax_offload._base.on_disk import TOKEN, OnDisk, Place
+from jax_offload._base.on_disk import TOKEN, Ends, OnDisk, Place, Range
 from jax_offload._committed import packed, unpacked
 from jax_offload._disk.buffers import aligned
 from jax_offload._disk.files import Files
-from jax_offload._disk.layout import dtype_of
 from jax_offload._disk.store import Store
-from jax_offload._extents import Box, Parts, all_of, assembled, box_in, entries_of, gathered, parts_of, shape_of, whole
+from jax_offload._extents import Parts, all_of, assembled, gathered, parts_of
+from jax_offload._ranges import InFiles, Room, groups_of, leaves_in, read
 
-_UNDER_WAY = 4  # leaves that are being written while files are filled
+_UNDER_WAY, _UNDER_WAY_BYTES = 4, 2**28  # leaves that are being written while files are filled
 _ABOUT = {"by": "jax_offload", "version": 1}
 
 
@@ -56,11 +56,11 @@ class Disk:
         self.directories, self.host_bytes = tuple(directories), host_bytes
         self.files = files
         self._store: Store | None = None
-        self._groups: dict[str, int] = {}
+        self._leaves: dict[str, InFiles] = {}
         self._version = secrets.randbits(31)
         self._committed: int | None = None  # the version of the last commit
         self._reads, self._writes = _threads()
-        self._writing: dict[str, Future[None]] = {}
+        self._writing: dict[int, Future[None]] = {}  # by the group
         self._updating, self._failed = False, ""
 
     def __repr__(self) -> str:
@@ -105,7 +105,7 @@ class Disk:
             if leaf.place.home is not self:
                 raise ValueError(f"tree: {leaf!r} is in {leaf.place.home!r}, and not in {self!r}.")
             self.check(leaf.token)
-        if lost := self._groups.keys() - found.keys():
+        if lost := self._leaves.keys() - found.keys():
             raise ValueError(f"tree: has not the whole state; {min(lost)} is on disk and not in it.")
         self.wait()
         self._committed = None  # a leaf that is being read as of the last commit is then of neither
@@ -137,14 +137,12 @@ class Disk:
                 store = stack.enter_context(Store.open(self.directories, about=_ABOUT, files=self.files))
             if store.step is None or (step is not None and step != store.step):
                 raise ValueError(f"step: the one commit of {self!r} is of step {store.step}; got step={step!r}.")
-            groups = {entries[0].path: k for k, entries in enumerate(store.groups)}
+            leaves = leaves_in(store)
 
-            def read(name: str, _: Sharding) -> np.ndarray[Any, Any]:
-                k = groups[name]
-                arrays = store.read(k, aligned(store.nbytes(k)), committed=True).result()
-                return all_of(list(zip(map(box_in, store.groups[k]), arrays, strict=True)))
+            def found(name: str, _: Sharding) -> np.ndarray[Any, Any]:
+                return all_of(read(store, leaves[name].within(), leaves[name].dtype, aligned, True))
 
-            return unpacked(store.extra(), target, read, lands=True)
+            return unpacked(store.extra(), target, found, lands=True)
 
     def _check_committed(self) -> None:
         if not Store.exists(self.directories, files=self.files):
@@ -172,7 +170,7 @@ class Disk:
                 f"disk: {self!r} holds a state already. Fix: one jo.disk(...) for each offload and each run; "
                 "disk.resume(target) goes on with the state of the last commit."
             )
-        groups = [entries_of(leaf.name, leaf, leaf.on_its_way) for leaf in leaves]
+        groups = [group for leaf in leaves for group in groups_of(leaf)]
         if Store.exists(self.directories, files=self.files):
             raise ValueError(
                 f"disk: {self.directories[0]} holds the state of another run, or of an earlier one, as of its last "
@@ -186,13 +184,13 @@ class Disk:
         Nothing is left of it where one does not come.
         """
         self.create(leaves)
-        writing: deque[Future[None]] = deque()
+        writing: deque[tuple[int, Future[None]]] = deque()
         try:
             for each, x in zip(leaves, values, strict=True):
-                if len(writing) >= _UNDER_WAY:
-                    writing.popleft().result()
-                writing.append(self.put(each.name, x))
+                writing.append((x.nbytes, self.put(each.name, x)))
                 del x
+                while len(writing) >= _UNDER_WAY or sum(nbytes for nbytes, _ in writing) > _UNDER_WAY_BYTES:
+                    writing.popleft()[1].result()
             self.wait()
         except BaseException:
             self._let_go()
@@ -202,7 +200,7 @@ class Disk:
 
     def _began(self, store: Store) -> None:
         self._store = store
-        self._groups = {entries[0].path: k for k, entries in enumerate(store.groups)}
+        self._leaves = leaves_in(store)
         self._version = secrets.randbits(31)  # no state of before
         self._committed = None if store.step is None else self._version
         self._writing, self._updating, self._failed = {}, False, ""
@@ -218,13 +216,20 @@ class Disk:
 
     def handle(self, name: str, sharding: Sharding) -> OnDisk:
         """What stands for a leaf in a state of this version, which is to be so in host memory on its way."""
-        boxes, dtype = self._divided(name)
-        return OnDisk(self._token(), Place(self, name, shape_of(whole(boxes)), dtype, sharding))
+        leaf = self._leaf(name)
+        return OnDisk(self._token(), Place(self, name, leaf.shape, leaf.dtype, sharding))
 
-    def _divided(self, name: str) -> tuple[list[Box], np.dtype[Any]]:
-        """Which parts of a leaf the entries of its group are, and its type."""
-        entries = self.opened.groups[self._groups[name]]
-        return [box_in(entry) for entry in entries], dtype_of(entries[0].dtype)
+    def _leaf(self, name: str) -> InFiles:
+        if self.opened and name not in self._leaves:
+            raise ValueError(
+                f"disk: there is no {name} in {self.directories[0]}, the state is another's. Fix: disk.resume(target), "
+                "which gives that of the last commit."
+            )
+        return self._leaves[name]
+
+    def ends(self, name: str) -> Ends:
+        """Where the ranges of a leaf's rows end that are together in the files."""
+        return self._leaf(name).ends
 
     def _token(self) -> np.ndarray[Any, Any]:
         return np.asarray(self._version, TOKEN)
@@ -246,30 +251,35 @@ class Disk:
                 f"returned; disk.resume(target) goes back to the last commit, step {store.step}."
             )
 
-    def fetch(self, name: str, sharding: Sharding) -> Future[jax.Array]:
-        """The leaf in host memory, being read, once what is being written of it is there."""
-        return self._reads.submit(self._read, name, sharding)
+    def fetch(self, name: str, sharding: Sharding, rows: Range | None = None) -> Future[jax.Array]:
+        """The leaf in host memory, or some ranges of it, being read, once what is being written of it is there."""
+        return self._reads.submit(self._read, name, sharding, rows)
 
-    def _read(self, name: str, sharding: Sharding) -> jax.Array:
-        return jax.block_until_ready(assembled(self._parts(name), sharding))
+    def _read(self, name: str, sharding: Sharding, rows: Range | None) -> jax.Array:
+        return jax.block_until_ready(assembled(self._parts(name, self.opened.buffers.take, rows=rows), sharding))
 
-    def _parts(self, name: str, into: np.ndarray[Any, Any] | None = None, of_commit: bool = False) -> Parts:
-        if not of_commit and (writing := self._writing.get(name)) is not None:
-            writing.result()
-        arrays = self.opened.read(self._groups[name], into, committed=of_commit).result()
-        return list(zip(self._divided(name)[0], arrays, strict=True))
+    def _parts(self, name: str, room: Room, of_commit: bool = False, rows: Range | None = None) -> Parts:
+        leaf = self._leaf(name)
+        found = leaf.within(rows)
+        for k, _ in found:
+            if not of_commit and (writing := self._writing.get(k)) is not None:
+                writing.result()
+        return read(self.opened, found, leaf.dtype, room, of_commit)
 
-    def put(self, name: str, x: jax.Array) -> Future[None]:
-        """Its next value, being written once it is there."""
+    def put(self, name: str, x: jax.Array, rows: Range | None = None) -> Future[None]:
+        """Its next value, or that of some ranges, being written once it is there."""
         self._updating = True
-        self._writing[name] = future = self._writes.submit(self._write, name, x)
+        future = self._writes.submit(self._write, name, [x], rows)
+        self._writing |= dict.fromkeys((k for k, _ in self._leaf(name).within(rows)), future)
         return future
 
-    def _write(self, name: str, x: jax.Array) -> None:
+    def _write(self, name: str, value: list[jax.Array], rows: Range | None = None) -> None:
         try:
-            parts = parts_of(x)
-            values = [gathered(parts, box) for box in self._divided(name)[0]]
-            self.opened.write(self._groups[name], values).result()
+            # out of the list, which its thread holds a moment longer than whoever waits for it
+            parts, store = parts_of(value.pop()), self.opened
+            groups = self._leaf(name).within(rows)
+            for writing in [store.write(k, [gathered(parts, box) for box in boxes]) for k, boxes in groups]:
+                writing.result()
         except BaseException as error:
             self._failed = f"writing {name} raised {type(error).__name__}: {error}"
             raise
@@ -287,8 +297,7 @@ class Disk:
         of_commit = int(np.asarray(token)) == self._committed
         if not of_commit:
             self.check(token)
-        room = aligned(self.opened.nbytes(self._groups[name]))  # whoever asks may keep it
-        found = all_of(self._parts(name, room, of_commit))
+        found = all_of(self._parts(name, aligned, of_commit))  # whoever asks may keep it
         if not of_commit or int(np.asarray(token)) != self._committed:  # else an update or a commit began meanwhile
             self.check(token)
         return found

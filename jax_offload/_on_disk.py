@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from jax_offload._base.arrays import is_integer
 from jax_offload._base.on_disk import Place
 from jax_offload._files import Disk
 from jax_offload._placement import Leaf, Policy
+from jax_offload._plan.by_rows import rows_in_part
 
 
 def disk(*directories: str | os.PathLike[str], host_bytes: int = 0) -> Disk:
@@ -29,7 +30,8 @@ def disk(*directories: str | os.PathLike[str], host_bytes: int = 0) -> Disk:
       *directories: one or several, on drives of their own, over which the leaves are spread. They are made.
       host_bytes: of the state that stays in pinned host memory, over all devices, what is replicated counted once:
         whole parameters at a time, those whose gradients come last; all else that ``offload`` would keep there is on
-        disk. On top of it come buffers for what is under way: at most nine groups, of 64 MiB or one parameter's leaves.
+        disk. On top of it come buffers for what is under way: at most nine groups, of 64 to 128 MiB, or of one
+        row, or of one parameter's leaves where the update does not keep their rows apart.
 
     Returns:
       A ``Disk``, for one ``offload``.
@@ -77,7 +79,16 @@ def budget_of(given: Any) -> int | None:
 
 def places_of(given: Any, plan: Sequence[Leaf], leaves: Sequence[Any]) -> list[Place | None]:
     """Which leaf of the disk each of a state is, by its name in the offload's state; ``None`` for one in memory."""
-    return [
-        Place(given, row.path, tuple(x.shape), np.dtype(x.dtype)) if row.disk else None
-        for row, x in zip(plan, leaves, strict=True)
+    together: dict[Hashable, int] = {}  # bytes of a row, of all leaves of a parameter that have as many
+    keys = [
+        (row.path if row.owner is None else row.owner, np.shape(x)[:1]) for row, x in zip(plan, leaves, strict=True)
     ]
+    for key, row in zip(keys, plan, strict=True):
+        if row.disk:
+            together[key] = together.get(key, 0) + row.nbytes // max(1, row.shape[0])
+    return [
+        Place(
+            given, row.path, tuple(x.shape), np.dtype(x.dtype), rows=rows_in_part(together[key], x.ndim, x.shape[0])
+        ) if row.disk else None
+        for key, row, x in zip(keys, plan, leaves, strict=True)
+    ]  # fmt: skip

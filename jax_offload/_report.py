@@ -21,6 +21,7 @@ from jax_offload._base.shardings import shards_of
 from jax_offload._emit.find import updates_in
 from jax_offload._emit.region import Update
 from jax_offload._placement import Leaf, unmanaged
+from jax_offload._plan.by_rows import Parts, parts_of
 from jax_offload._plan.plan import Planned
 from jax_offload._printed import ARGUMENT, Placement
 from jax_offload._state import placed_leaves
@@ -90,8 +91,8 @@ def table_and_trace(tx: Any, params: Any, **extra_args: Any) -> tuple[Placement,
 
     with described(params):
         trace, unknown = _trace(update, params, extra_args)
-    loads, _ = _loads(trace)
-    return _table(leaves, loads or [[] for _ in leaves], unknown, ()), trace
+    loads, _, parts = _loads(trace)
+    return _table(leaves, loads or [[] for _ in leaves], unknown, (), parts), trace
 
 
 def unwrapped(step: Any) -> Callable[..., Any]:
@@ -131,16 +132,21 @@ def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
     with step_described():
         traced(names, args, kwargs)
         trace, unknown = _trace(call, args, kwargs)
-    loads, stays = _loads(trace)
+    loads, stays, parts = _loads(trace)
     kept = [(row, of) for row, of in zip(rows, loads or [[] for _ in rows], strict=True) if row.host or of]
-    return _table([row for row, _ in kept], [of for _, of in kept], unknown, stays)
+    return _table([row for row, _ in kept], [of for _, of in kept], unknown, stays, parts)
 
 
-def _table(leaves: Sequence[Leaf], loads: Sequence[list[Planned]], unknown: str, stays: tuple[str, ...]) -> Placement:
+_Parts = dict[int, Parts]  # of a slice, by its id, how it comes from disk
+
+
+def _table(
+    leaves: Sequence[Leaf], loads: Sequence[list[Planned]], unknown: str, stays: tuple[str, ...], parts: _Parts
+) -> Placement:
     rows, windows = [], {}
     for leaf, of_leaf in zip(leaves, loads, strict=True):
         hidden = (leaf.host or leaf.disk) and not of_leaf and not unknown
-        rows.append(dataclasses.replace(leaf, streams=_UNSEEN if hidden else _in_words(of_leaf)))
+        rows.append(dataclasses.replace(leaf, streams=_UNSEEN if hidden else _in_words(of_leaf, parts)))
         windows |= {id(p.window): dataclasses.replace(p.window, leaf=leaf.path) for p in of_leaf
                     if id(p.window) not in windows and not p.on_cores}  # fmt: skip
     return Placement(tuple(rows), unknown, tuple(windows.values()), stays)
@@ -154,10 +160,10 @@ def _trace(fun: Callable[..., list[Any]], *args: Any) -> tuple[Any, str]:
         return None, f"it raises {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-def _loads(traced: Any) -> tuple[list[list[Planned]], tuple[str, ...]]:
-    """How a traced function loads each of the leaves that it returns; and what stays."""
+def _loads(traced: Any) -> tuple[list[list[Planned]], tuple[str, ...], _Parts]:
+    """How a traced function loads each of the leaves that it returns; what stays; and how it comes from disk."""
     if traced is None:
-        return [], ()
+        return [], (), {}
     leaves = traced.jaxpr.outvars
     index: dict[Any, list[Planned]] = {v: [] for v in leaves if not isinstance(v, jex.Literal)}
     found = updates_in(traced)
@@ -166,7 +172,9 @@ def _loads(traced: Any) -> tuple[list[list[Planned]], tuple[str, ...]]:
         for v in of:
             if v in index:
                 index[v].append(planned)
-    return [[] if isinstance(v, jex.Literal) else index[v] for v in leaves], stays
+    updates = [each.update for each in found if isinstance(each.update, Update) and each.update.on_disk]
+    parts = {id(p): parts_of(p, update.next_values, update.on_disk) for update in updates for p in update.planned}
+    return [[] if isinstance(v, jex.Literal) else index[v] for v in leaves], stays, parts
 
 
 def traced(fun: Callable[..., Any], *args: Any) -> Any:
@@ -181,10 +189,14 @@ def traced(fun: Callable[..., Any], *args: Any) -> Any:
     return jax.jit(with_arrays).trace(*(_memory.on_a_mesh(leaves[k]) for k in arrays)).jaxpr
 
 
-def _in_words(loads: Sequence[Planned]) -> str:
-    leaves = [len(p.slice.loads) for p in loads]
-    parts = [
-        f"{p.transfer}, {n} leaves together" if n > 1 else str(p.transfer) for p, n in zip(loads, leaves, strict=True)
-    ]
-    repeated = len(parts) > 1 and len(set(parts)) == 1
-    return f"{parts[0]} ({len(parts)} times)" if repeated else "; then ".join(parts)
+def _in_words(loads: Sequence[Planned], parts: _Parts) -> str:
+    said = [_how(p, parts.get(id(p))) for p in loads]
+    repeated = len(said) > 1 and len(set(said)) == 1
+    return f"{said[0]} ({len(said)} times)" if repeated else "; then ".join(said)
+
+
+def _how(p: Planned, parts: Parts | None) -> str:
+    transfer, n, files = str(p.transfer), len(p.slice.loads), "" if parts is None else str(parts)
+    if parts is not None and len(parts.sizes) > 1:
+        transfer, files = files, ""
+    return ", ".join([transfer, *([f"{n} leaves together"] if n > 1 else []), *([files] if files else [])])

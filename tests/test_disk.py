@@ -242,8 +242,8 @@ def test_reads_run_ahead_and_writes_behind(disk, monkeypatch):
 
     driven._tasks = [noted(*each) for each in driven._tasks]
     fetch, write = disk.fetch, disk._write
-    monkeypatch.setattr(disk, "fetch", lambda name, place: events.append("read") or fetch(name, place))
-    monkeypatch.setattr(disk, "_write", lambda name, x: let_go.wait(60) and write(name, x))
+    monkeypatch.setattr(disk, "fetch", lambda *args: events.append("read") or fetch(*args))
+    monkeypatch.setattr(disk, "_write", lambda *args: let_go.wait(60) and write(*args))
     threading.Timer(0.5, let_go.set).start()
     want = [*["read"] * 4, "before", *["read"] * 2, "group", *["read"] * 2, *["group"] * 3, "after"]
     params, state, _ = step(params, state, X)
@@ -255,7 +255,7 @@ def test_a_step_returns_while_its_last_writes_are_under_way(disk, monkeypatch):
     tx, params = offload(optax.adamw(1e-2), disk, select="layer_4|layer_3"), model()
     step, state = jo.jit(step_of(tx)), tx.init(params)
     let_go, write = threading.Event(), disk._write
-    monkeypatch.setattr(disk, "_write", lambda name, x: let_go.wait(60) and write(name, x))
+    monkeypatch.setattr(disk, "_write", lambda *args: let_go.wait(60) and write(*args))
     params, state, _ = step(params, state, X)
     assert not any(future.done() for future in disk._writing.values())
     threading.Timer(0.2, let_go.set).start()

@@ -64,7 +64,7 @@ def assert_equal(got, want):
 def counted(disk, monkeypatch):
     """The names of what is being written."""
     names, put = [], disk.put
-    monkeypatch.setattr(disk, "put", lambda name, x: names.append(name) or put(name, x))
+    monkeypatch.setattr(disk, "put", lambda name, *rest: names.append(name) or put(name, *rest))
     return names
 
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 
 from jax_offload._analysis.drives import Drive
-from jax_offload._analysis.on_cores import grouped
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Var
+from jax_offload._base.memory import is_host_aval
 from jax_offload._drive.files import DEPTH
 from jax_offload._drive.stages import GROUP_BYTES
 from jax_offload._emit.region import Update
 from jax_offload._placement import Leaf
+from jax_offload._plan.by_rows import parts_of, rows_in_part
 from jax_offload._plan.plan import Planned
 
 # Whoever drives the step goes on to the next group until it waits for the first that is written, which waits for the
@@ -31,11 +32,25 @@ BEHIND = DEPTH + 1
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Bytes of one program's part of the state: read from disk, written to it, and on the device at a time."""
+    """Bytes of one program's part of the state: read from disk, written to it, and on the device at a time.
+
+    ``loaded``: that it reads in all, from host memory too.
+    """
 
     read: int
     written: int
     window: int
+    loaded: int
+
+    def __add__(self, other: Group) -> Group:
+        return Group(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
+
+    def divided(self, sizes: Sequence[int], window: int) -> list[Group]:
+        """Of so many rows each, all or a window of which are on the device at a time."""
+        if len(sizes) == 1:
+            return [self]
+        read, written, loaded = ([n * k // sum(sizes) for k in sizes] for n in (self.read, self.written, self.loaded))
+        return [Group(a, b, min(c, window), c) for a, b, c in zip(read, written, loaded, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,38 +92,55 @@ class Files:
 NO_FILES = Files()
 
 
-def files_in(updates: Iterable[Update]) -> Files:
-    """Of a step's updates, by their plans."""
-    return Files(tuple(
-        _group(group, update)
-        for update in updates if update.on_disk for each in update.plan.passes for group in grouped(each.slices)
-    ))  # fmt: skip
+def files_in(updates: Iterable[Update], *, all_away: bool = False) -> Files:
+    """Of a step's updates, by their plans. ``all_away``: as if all that is in host memory were on disk."""
+    found: list[Group] = []
+    for update in updates:
+        there = {v for v in update.operands if is_host_aval(v.aval)} if all_away else update.on_disk
+        if there:
+            passes = update.plan.passes
+            found += (g for each in passes for g in _grouped(_pieces(p, update, there) for p in each.slices))
+    return Files(tuple(found))
 
 
-def _group(planned: Sequence[Planned], update: Update) -> Group:
-    there, old = update.on_disk, update.next_values
-    shards = {v: n for p in planned for v, n in p.slice.shards.items()}
-    read = {v for p in planned for v in p.slice.loads if v in there}
+def _grouped(slices: Iterable[Iterable[Group]]) -> Iterator[Group]:
+    """Pieces as the programs that they are, see `_drive/stages`."""
+    last: Group | None = None
+    for piece in (piece for pieces in slices for piece in pieces):
+        last = piece if last is None else last + piece
+        if max(last.read, last.loaded) >= GROUP_BYTES:
+            yield last
+            last = None
+    yield from [] if last is None else [last]
+
+
+def _pieces(p: Planned, update: Update, there: Set[Var]) -> list[Group]:
+    """A slice, or where its rows stay apart some rows of it each."""
+    old, s = update.next_values, p.slice
+    read = {v for v in s.loads if v in there}
     # what is handed on as it was is not written
-    written = {v: old[v] for p in planned for v in p.slice.stores if old.get(v) in there and v not in read}
+    written = {v: old[v] for v in s.stores if old.get(v) in there and v not in read}
 
     def own(v: Var, divided_as: Var) -> int:
-        return nbytes(v.aval) // math.prod(shards.get(divided_as, ()))
+        return nbytes(v.aval) // math.prod(s.shards.get(divided_as, ()))
 
-    window = sum(p.bytes_at_once for p in planned)
-    return Group(sum(own(v, v) for v in read), sum(own(v, of) for v, of in written.items()), window)
+    whole = Group(
+        sum(own(v, v) for v in read), sum(own(v, of) for v, of in written.items()), p.bytes_at_once, s.loaded_bytes
+    )
+    return whole.divided(parts_of(p, old, there).sizes, p.window.nbytes)
 
 
 def files_by_leaves(leaves: Iterable[Leaf]) -> Files:
-    """The same of a placement alone: parameter by parameter, each with all of its leaves."""
-    sizes: dict[object, int] = {}
+    """The same of a placement alone: parameter by parameter, each with all of its leaves, as if rows stayed apart."""
+    together: dict[object, list[Leaf]] = {}
     for leaf in sorted((leaf for leaf in leaves if leaf.disk), key=lambda leaf: leaf.rank):
-        key = leaf.path if leaf.owner is None else leaf.owner
-        sizes[key] = sizes.get(key, 0) + leaf.shard_bytes
-    groups: list[int] = []
-    for size in sizes.values():
-        if groups and groups[-1] < GROUP_BYTES:
-            groups[-1] += size
-        else:
-            groups.append(size)
-    return Files(tuple(Group(size, size, size) for size in groups))
+        together.setdefault(leaf.path if leaf.owner is None else leaf.owner, []).append(leaf)
+    return Files(tuple(_grouped(map(_by_leaves, together.values()))))
+
+
+def _by_leaves(leaves: Sequence[Leaf]) -> list[Group]:
+    nbytes, sizes = sum(leaf.shard_bytes for leaf in leaves), {leaf.shape[0] for leaf in leaves}
+    whole, size = Group(nbytes, nbytes, nbytes, nbytes), max(sizes)
+    rows = rows_in_part(sum(leaf.nbytes for leaf in leaves) // size, len(leaves[0].shape), size)
+    parts = [min(rows, size - begin) for begin in range(0, size, rows)] if rows and len(sizes) == 1 else [size]
+    return whole.divided(parts, nbytes)

@@ -144,7 +144,8 @@ def _advised(option: Option, helps: bool) -> str:
     """What a disk would do on this host, which has no memory for all of the state."""
     if not helps:
         return (f"a disk would not help on this host: {in_bytes(option.buffers)} of its memory are for what is under "
-                "way, as a parameter's state is read whole; smaller ones, a layer each, need less")  # fmt: skip
+                "way, as a parameter's state is read whole where its rows depend on each other, a layer of it where "
+                "they do not; smaller ones need less")  # fmt: skip
     takes = "" if option.io is None else f", {in_seconds(option.io)} of reading and writing in a step"
     return f"where this is the host, {in_bytes(option.disk)} of the state on disk{takes}: {option.code}"
 
@@ -172,6 +173,8 @@ class Measured:
     @property
     def by_groups(self) -> Files:
         """All that is away from the device, as if it were on disk."""
+        if self.streams is not None and self.streams.as_files.groups:
+            return self.streams.as_files
         return files_by_leaves(dataclasses.replace(leaf, disk=True) for leaf in self.leaves if leaf.host or leaf.disk)
 
 

@@ -32,6 +32,7 @@ class Streams:
       norm: whether the update waits for a number that is made of gradients: it can begin when all are there.
       cores: what the host's cores update where it is; none of the above is of that.
       files: what of it comes from disk, and goes there.
+      as_files: the same, if all of it did.
     """
 
     loaded: int = 0
@@ -44,6 +45,7 @@ class Streams:
     norm: bool = False
     cores: Share = NONE
     files: Files = NO_FILES
+    as_files: Files = NO_FILES
 
 
 def streams(trace: Any, on_a_host: int = 1) -> Streams:
@@ -69,6 +71,7 @@ def streams(trace: Any, on_a_host: int = 1) -> Streams:
             on_a_host,
         ),
         files=files,
+        as_files=files_in(whole, all_away=True),
     )
 
 

@@ -26,6 +26,8 @@ from jax_offload._base.memory import Space
 from jax_offload._base.private import set_rules
 
 TOKEN = np.dtype(np.uint32)
+Range = tuple[int, int]  # rows of a leaf, the same of every part that its first axis has on several devices
+Ends = tuple[int, ...]  # where the ranges end that are together in files; the last is as many as there are
 _BATCH = 2**26  # bytes of leaves that are read together on their way to a disk
 
 
@@ -53,13 +55,17 @@ class UpdatedFromDisk(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Which leaf it is: its home, its name there, its type, and where it is in host memory on its way, if known."""
+    """Which leaf it is: its home, its name there, its type, and where it is in host memory on its way, if known.
+
+    ``rows``: how many are together in files that are made of it; 0: all.
+    """
 
     home: Home
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     sharding: Sharding | None = None
+    rows: int = dataclasses.field(default=0, compare=False)
 
     @property
     def on_its_way(self) -> Sharding:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import Future
 from typing import Any, Protocol, cast
@@ -14,7 +14,8 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, renamed, sub_jaxprs, values_of, variables
 from jax_offload._base.memory import HOST_KIND
-from jax_offload._base.on_disk import READ, WRITE, Place
+from jax_offload._base.on_disk import READ, WRITE, Ends, Place, Range
+from jax_offload._drive.by_rows import Part
 from jax_offload._drive.stages import DRIVEN, Staged
 from jax_offload._drive.tasks import Task
 from jax_offload._emit.find import holds_driven_update, is_update
@@ -31,11 +32,15 @@ class Files(Protocol):
         """Raises where the token is of another version than what is on disk."""
         ...
 
-    def fetch(self, name: str, sharding: Sharding) -> Future[jax.Array]:
-        """The leaf, being read."""
+    def ends(self, name: str) -> Ends:
+        """Where the ranges of a leaf's rows end that are together in files."""
         ...
 
-    def put(self, name: str, x: jax.Array) -> Future[None]:
+    def fetch(self, name: str, sharding: Sharding, rows: Range | None = None) -> Future[jax.Array]:
+        """The leaf, or some ranges of it, being read."""
+        ...
+
+    def put(self, name: str, x: jax.Array, rows: Range | None = None) -> Future[None]:
         """Its next value, being written once it is there."""
         ...
 
@@ -64,6 +69,16 @@ class OnFiles:
     def n_others(self) -> int:
         """How many results there are that are no tokens."""
         return len(self.program.outputs) - len(self.writes)
+
+    @property
+    def ends(self) -> dict[Var, Ends]:
+        """Of what is read, and of results that are written and nothing else: where ranges of rows end in the files."""
+        times = Counter(variables(self.program.outputs))
+        used = {v for eqn in self.program.eqns for v in variables(eqn.invars)}
+        written = zip(self.program.outputs[self.n_others :], self.writes, strict=True)
+        found = {v: leaf for v, (_, leaf) in self.reads.items()}
+        found |= {v: leaf for v, leaf in written if isinstance(v, Var) and times[v] == 1 and v not in used}
+        return {v: _files(leaf).ends(leaf.name) for v, leaf in found.items()}
 
     def places(self, devices: Set[Any]) -> dict[Var, Sharding]:
         """Where what is read is to be, in a step on these devices: on one of them all is there.
@@ -204,13 +219,18 @@ class Moving:
         places: Mapping[Var, Sharding],
     ) -> None:
         self._what, self._values, self._places = what, values, places
-        reads = ((what.reads[v][1], k) for k, task in enumerate(tasks) for v in task.inputs if v in what.reads)
-        self._last_read = dict(reads)  # leaf -> the last of the tasks that read it
+        self._reads = {v: Part(leaf) for v, (_, leaf) in what.reads.items()}
+        self._reads |= {w: Part(leaf, rows) for v, (_, leaf) in what.reads.items() for w, rows in step.parts.get(v, ())}
+        self._read_by: dict[Place, list[tuple[Part, int]]] = {}  # leaf -> the tasks that read it, and what of it
+        for k, task in enumerate(tasks):
+            for part in (self._reads[v] for v in task.inputs if v in self._reads):
+                self._read_by.setdefault(part.leaf, []).append((part, k))
         self._held: dict[Var, None] = {}  # made, and not written yet
         self._outputs = step.outputs[: what.n_others]
-        self._unwritten: dict[Var, list[Place]] = {}
+        self._unwritten: dict[Var, list[Part]] = {}
         for v, leaf in zip(step.outputs[what.n_others :], what.writes, strict=True):
-            self._unwritten.setdefault(cast(Var, v), []).append(leaf)
+            for w, rows in step.parts.get(cast(Var, v)) or [(cast(Var, v), None)]:
+                self._unwritten.setdefault(w, []).append(Part(leaf, rows))
         self._reading: dict[Var, Future[jax.Array]] = {}
         self._writing: deque[list[Future[None]]] = deque()
         for token, leaf in what.reads.values():
@@ -224,28 +244,32 @@ class Moving:
         while len(self._writing) > DEPTH:
             for writing in self._writing.popleft():
                 writing.result()
-        for v in (v for t in (task, *following) for v in t.inputs if v in self._what.reads and v not in self._reading):
-            leaf = self._what.reads[v][1]
-            self._reading[v] = _files(leaf).fetch(leaf.name, self._places[v])
-        self._values |= {v: self._reading.pop(v).result() for v in task.inputs if v in self._what.reads}
+        for v in (v for t in (task, *following) for v in t.inputs if v in self._reads and v not in self._reading):
+            part = self._reads[v]
+            self._reading[v] = _files(part.leaf).fetch(part.leaf.name, self._places[v], part.rows)
+        self._values |= {v: self._reading.pop(v).result() for v in task.inputs if v in self._reads}
 
     def write(self, number: int, task: Task) -> None:
         """What this and earlier ones have made is being written, as far as no later one reads the old value: a gradient
         that is only stored is there first. Nothing of it is held here any more."""
         for v in task.inputs:
-            if v in self._what.reads:
+            if v in self._reads:
                 self._values.pop(v, None)
         self._held |= dict.fromkeys(v for v in task.outputs if v in self._unwritten)
         self._write(number)
 
     def _write(self, number: float) -> None:
-        now = [v for v in self._held if all(self._last_read.get(leaf, -1) <= number for leaf in self._unwritten[v])]
-        leaves = [(leaf, v) for v in now for leaf in self._unwritten.pop(v)]
-        self._writing.append([_files(leaf).put(leaf.name, self._values[v]) for leaf, v in leaves])
+        now = [v for v in self._held if all(self._last_read(part) <= number for part in self._unwritten[v])]
+        parts = [(part, v) for v in now for part in self._unwritten.pop(v)]
+        self._writing.append([_files(each.leaf).put(each.leaf.name, self._values[v], each.rows) for each, v in parts])
         for v in now:
             del self._held[v]
         for v in {*now}.difference(variables(self._outputs)):
             del self._values[v]
+
+    def _last_read(self, part: Part) -> int:
+        """The last of the tasks that read something of it."""
+        return max((k for other, k in self._read_by.get(part.leaf, ()) if other.meets(part)), default=-1)
 
     def results(self) -> list[Any]:
         """The step's results."""

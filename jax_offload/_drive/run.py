@@ -55,7 +55,7 @@ class Driven:
         for_sending: Mapping[str, Any],
     ) -> None:
         self._files = files_of(unguarded(flat(step, any_jit=True)))
-        self._step = found = staged(cut_step(self._files.program))
+        self._step = found = staged(cut_step(self._files.program), self._files.ends)
         self._files.check(found)
         self._options = options, for_sending
         placed = [getattr(x, "sharding", None) for x in args]
@@ -66,12 +66,14 @@ class Driven:
         self._everywhere = _everywhere(placed, self._devices)
         self._places: dict[Var, Sharding] = {v: s for v, s in zip(own, placed, strict=True) if s is not None}
         self._reads = self._files.places(self._devices)
+        self._reads |= {w: s for v, s in self._reads.items() for w, _ in found.parts.get(v, ())}
         self._places |= self._reads
         self._places |= found.scattered
-        self._places |= {v: self._places[old] for v, old in found.next_of.items() if old in self._places}
+        firsts = {v: _first(found.next_of, v) for v in found.next_of}
+        self._places |= {v: self._places[old] for v, old in firsts.items() if old in self._places}
         self._donated = {v for v, given in zip(own, donated, strict=True) if given}
         self._compiled: dict[Hashable, Jit] = {}
-        tasks = tasks_of(found, self._donated | {*self._files.reads})
+        tasks = tasks_of(found, self._donated | {*self._reads})
         sent = {v for task in tasks for v in task.down}
         self._tasks = [(task, self._run_by(task, sent)) for task in tasks]
 
@@ -153,6 +155,15 @@ class Driven:
             return loops
         check_by_parts(task.stage, len({device.process_index for device in self._devices}))
         return program
+
+
+def _first(next_of: Mapping[Var, Var], v: Var) -> Var:
+    """What a value is the next one of, or the next one's next."""
+    for _ in next_of:
+        if v not in next_of:
+            break
+        v = next_of[v]
+    return v
 
 
 def _everywhere(placed: Sequence[Any], devices: Set[Any]) -> Sharding:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Atom, DropVar, Equation, Jaxpr, Literal, Var, renamed, values_of, variables
 from jax_offload._base.memory import is_host_aval
+from jax_offload._base.on_disk import Ends, Range
+from jax_offload._drive.by_rows import Divided, made_once
 from jax_offload._drive.undivided import run_undivided
 from jax_offload._emit.deduplicate import functions
 from jax_offload._emit.find import holds_driven_update, is_update
@@ -103,6 +107,7 @@ class Staged:
       host_leaves: variable of the step -> whether ``offload`` keeps it on disk, for updates of which a part is.
       scattered: gradients that such an update divides further (ZeRO-1) -> how. Its program has them so; made by another
         program, they would be reduced whole, and wait so on every device.
+      parts: leaf on disk, read or made -> its parts, where it is read or written in some.
     """
 
     inputs: list[Var]
@@ -112,10 +117,22 @@ class Staged:
     next_of: Mapping[Var, Var]
     host_leaves: Mapping[Var, bool] = dataclasses.field(default_factory=dict[Var, bool])
     scattered: Mapping[Var, NamedSharding] = dataclasses.field(default_factory=dict[Var, NamedSharding])
+    parts: Mapping[Var, Sequence[tuple[Var, Range]]] = dataclasses.field(
+        default_factory=dict[Var, Sequence[tuple[Var, Range]]]
+    )
+
+    @property
+    def results(self) -> list[Var]:
+        """What its stages make for whoever called it: of leaves that are made in parts these."""
+        return [w for v in variables(self.outputs) for w in ([x for x, _ in self.parts.get(v, ())] or [v])]
 
 
-def staged(cut: Cut) -> Staged:
+def staged(cut: Cut, ends: Mapping[Var, Ends] = MappingProxyType({})) -> Staged:
     """The stages of a step.
+
+    Args:
+      cut: the step.
+      ends: of leaves on disk, read or made: where ranges of their rows end that are together in files.
 
     Raises:
       ValueError: a part of the update that the cores run stands in a scan or the like.
@@ -126,6 +143,7 @@ def staged(cut: Cut) -> Staged:
     seen: set[int] = set()
     on_disk: dict[Var, bool] = {}
     scattered: dict[Var, NamedSharding] = {}
+    divided = Divided(ends)
 
     def on_device(name: str, *pieces: Piece) -> None:
         """Adds to the last program of the device, or another."""
@@ -145,6 +163,10 @@ def staged(cut: Cut) -> Staged:
         names.update(zip(update.operands, (renamed(names, v) for v in eqn.invars), strict=True))
         names.update(zip(eqn.outvars, update.program.outputs, strict=True))
         next_of.update((v, x) for v, old in update.next_values.items() if isinstance(x := names.get(old), Var))
+
+    def pieces_of(slices: Sequence[Planned], update: Update, made: Mapping[Var, Var]) -> Iterator[Piece]:
+        for p in slices:
+            yield from [Piece(*each) for each in divided.pieces(p, update, names, made)] or [planned_piece(p, update)]
 
     def planned_piece(p: Planned, update: Update) -> Piece:
         def run(*args: Any) -> list[Any]:
@@ -170,9 +192,10 @@ def staged(cut: Cut) -> Staged:
                 hosts = ((names[v], v in update.on_disk) for v in update.operands if is_host_aval(v.aval))
                 on_disk |= {v: known for v, known in hosts if isinstance(v, Var)}
                 scattered |= {x: s for v, s in _scattered(update) if isinstance(x := names[v], Var)}
+                made = made_once(update, eqn.outvars)
                 for each in update.plan.passes:
                     on_device("scalars", piece_of(each.prelude))
-                    stages += _grouped(GROUP, [planned_piece(p, update) for p in each.slices], on_cores=False)
+                    stages += _grouped(GROUP, [*pieces_of(each.slices, update, made)], on_cores=False)
                 continue
             device, cores = _shares(update)
             if len(stages) == 1 and (turns := _in_turn(update, device, eqn, cut.before.outputs)) is not None:
@@ -197,9 +220,10 @@ def staged(cut: Cut) -> Staged:
     if cut.after.outputs:
         on_device("after", piece_of(cut.after))
     outputs = [renamed(names, v) for v in cut.program.outputs]
-    program = cut.program
+    program, starts = cut.program, divided.starts
     scattered = {v: s for v, s in scattered.items() if v not in {*variables(outputs)}}
-    return Staged(program.inputs, program.consts, stages, outputs, next_of, on_disk, scattered)
+    inputs, consts = [*starts.values(), *program.inputs], [*map(np.int32, starts), *program.consts]
+    return Staged(inputs, consts, stages, outputs, next_of | divided.next_of, on_disk, scattered, divided.parts)
 
 
 def _scattered(update: Update) -> Iterator[tuple[Var, NamedSharding]]:

@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence, Set
 
-from jax_offload._base.jaxprs import Var, variables
+from jax_offload._base.jaxprs import Var
 from jax_offload._base.memory import is_host_aval
 from jax_offload._drive.cores import is_sent
 from jax_offload._drive.stages import Stage, Staged
@@ -44,7 +44,7 @@ class Task:
 
 def tasks_of(step: Staged, donated: Set[Var]) -> list[Task]:
     """The stages of a step, with what each leaves for which."""
-    stages, results = step.stages, {*variables(step.outputs)}
+    stages, results = step.stages, {*step.results}
     last = {v: k for k, stage in enumerate(stages) for v in stage.reads}
     by_cores = {v for stage in stages if stage.on_cores for v in stage.reads}
     by_device = {v for stage in stages if not stage.on_cores for v in stage.reads} | results

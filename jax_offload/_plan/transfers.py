@@ -76,11 +76,16 @@ def _rows_of(aval: Aval, lead: tuple[int, ...], axis: int) -> Rows | None:
 
 def _rows(minor_dims: int, size: int, total: int, window: int) -> int:
     """Rows per chunk, two chunks to a window, chunks about equal, cut where a tile of the accelerator ends."""
-    tile = {0: 1024, 1: 32}.get(minor_dims, 1)  # a TPU tiles the last two dimensions
+    tile = tile_of(minor_dims)
     fitting = max(1, window // 2 * size // total)
     chunks = math.ceil(size / fitting)
     rows = math.ceil(size / chunks)
     return min(size, max(1, rows // tile) * tile)
+
+
+def tile_of(minor_dims: int) -> int:
+    """Rows that are a tile of the accelerator, of so many dimensions each: a TPU tiles the last two."""
+    return {0: 1024, 1: 32}.get(minor_dims, 1)
 
 
 def buffers(s: Slice, reuse: Mapping[Var, Var]) -> list[Var | None]:

@@ -14,13 +14,17 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
+from jax_offload._analysis import on_disk as model_of_files
 from jax_offload._analysis import plan as planning
 from jax_offload._analysis.commands import commands
 from jax_offload._analysis.drives import known_drives
 from jax_offload._analysis.host import HostMemory
-from jax_offload._analysis.on_disk import AHEAD, BEHIND, HELD
+from jax_offload._analysis.on_disk import AHEAD, BEHIND, HELD, files_in
+from jax_offload._base.memory import is_host_aval
 from jax_offload._drive import stages
+from jax_offload._emit.find import updates_in
 from jax_offload._files import Disk
+from jax_offload._plan import by_rows
 
 MIB, DAY = 2**20, 86_400
 ADAMW = optax.adamw(1e-3)
@@ -28,6 +32,11 @@ ADAMW = optax.adamw(1e-3)
 EIGHT = {f"w{k}": jax.ShapeDtypeStruct((4096, 4096), jnp.float32) for k in range(8)}
 GROUP, N = 128 * MIB, 8 * 4096**2
 MINE = jo.Drive("mine", read=4e9, write=2e9, capacity=1e12, writes_per_day=1)
+
+
+@pytest.fixture(autouse=True)
+def a_group_each(monkeypatch):
+    monkeypatch.setattr(by_rows, "PART_BYTES", GROUP)
 
 
 def on_disk(*directories, host_bytes=2 * GROUP, inner=ADAMW, **options):
@@ -196,12 +205,43 @@ def test_what_host_memory_is_left_stays_in_use(monkeypatch):
     assert row.host == 13 * 2**30 + 6 * GROUP and row.disk == 11 * 2**30
 
 
-def test_files_are_not_advised_where_one_leaf_is_all(monkeypatch):
-    """A parameter's state is read whole."""
+STACKED = {"w": jax.ShapeDtypeStruct((8, 4096, 4096), jnp.float32)}
+MIXED = optax.chain(optax.stateless(lambda g, _: jax.tree.map(lambda x: x - x.mean(0), g)), optax.trace(0.9))
+
+
+def test_a_stacked_leaf_goes_by_its_layers(monkeypatch):
+    """Eight layers of 128 MiB are eight groups, as eight parameters are."""
     with_host_memory(monkeypatch, 900 * MIB)
-    forecast = jo.plan(ADAMW, {"w": jax.ShapeDtypeStruct((8, 4096, 4096), jnp.float32)})
+    for params in STACKED, EIGHT:
+        row = jo.plan(ADAMW, params)["on disk"]
+        assert (row.disk, row.buffers, row.window) == (8 * GROUP, 6 * GROUP, GROUP)
+    row = jo.plan(on_disk(host_bytes=0, window=32 * MIB), STACKED)["as given"]
+    assert (row.buffers, row.window) == (6 * GROUP, 32 * MIB)
+
+
+@pytest.mark.parametrize("part", [64 * MIB, GROUP])
+def test_a_stacked_leaf_is_as_it_runs(part, tmp_path, monkeypatch):
+    """The groups of `plan` are those of the driver; of which each part of the files is one."""
+    monkeypatch.setattr(by_rows, "PART_BYTES", part // 2**10)
+    monkeypatch.setattr(stages, "GROUP_BYTES", part // 2**10)
+    monkeypatch.setattr(model_of_files, "GROUP_BYTES", part // 2**10)
+    params = jax.device_put({"w": jnp.ones((9, 128, 128)), "b": jnp.ones((9, 128))}, jax.devices()[0])
+    tx = jo.offload(ADAMW, min_bytes=0, disk=jo.disk(tmp_path))
+    state, step = tx.init(params), jo.jit(lambda p, s: jo.update_params(tx, p, s, p))
+    groups = files_in([each.update for each in updates_in(step.trace(params, state).jaxpr)]).groups
+    step(params, state)
+    ((driven, _),) = step._driven._programs.values()
+    tasks = [task for task, _ in driven._tasks if task.stage.name == "group"]
+    ran = [sum(v.aval.dtype.itemsize * v.aval.size for v in task.inputs if is_host_aval(v.aval)) for task in tasks]
+    assert [group.read for group in groups] == [group.written for group in groups] == ran and len(ran) > 4
+
+
+def test_files_are_not_advised_where_one_leaf_is_all(monkeypatch):
+    """Where rows depend on each other a parameter's state is read whole."""
+    with_host_memory(monkeypatch, 300 * MIB)
+    forecast = jo.plan(MIXED, STACKED)
     assert "on disk" not in [option.name for option in forecast.options]
-    assert "a disk would not help on this host: 1.00 GiB of its memory" in str(forecast.notes)
+    assert "a disk would not help on this host: 512 MiB of its memory" in str(forecast.notes)
 
 
 def test_who_asked_for_a_disk_is_not_told_to_do_without_memory(monkeypatch):
@@ -285,10 +325,10 @@ def test_it_is_as_the_driver_does(tmp_path, monkeypatch):
     state, step = tx.init(params), jo.jit(lambda p, s: jo.update_params(tx, p, s, p), donate_argnums=(0, 1))
     fetch, write = Disk.fetch, Disk._write
 
-    def held(self, name, x):
+    def held(self, name, *rest):
         (go if len(written) < 2 * (16 - BEHIND) else last).wait(20)
         written.append(name)
-        write(self, name, x)
+        write(self, name, *rest)
 
     monkeypatch.setattr(Disk, "fetch", lambda self, name, *args: fetched.append(name) or fetch(self, name, *args))
     monkeypatch.setattr(Disk, "_write", held)

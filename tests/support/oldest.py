@@ -34,6 +34,7 @@ NAMED = {
     "test_interleaved.py": "pieces and gates of an unrolled step",
     "test_sharded.py": "meshes with Auto and Explicit axes, shard_map",
     "test_disk_sharded.py::test_as_in_host_memory": "arrays put together of parts, in host memory",
+    "test_disk_by_rows.py::test_sharded": "types of rows of a divided leaf, in host memory",
     "test_flax.py": "boxes and nnx, for which jax's shardings changed",
     "test_stream.py::test_small_pieces": "a loop that runs once",
     "test_stream.py::test_vmap": "batching",

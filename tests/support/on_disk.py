@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jax_offload as jo
 from jax_offload._base.on_disk import is_on_disk
 from jax_offload._drive import stages
+from jax_offload._plan import by_rows
 
 INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 
@@ -92,6 +93,8 @@ def through_orbax(folder, width, layers):
 if __name__ == "__main__":
     what, folder, (host_bytes, *sizes) = sys.argv[1], Path(sys.argv[2]), map(int, sys.argv[3:])
     stages.GROUP_BYTES = 2**22
+    if what == "kill":  # its matrices go by their rows
+        by_rows.PART_BYTES = 2**14
     if what == "orbax":
         print("MiB", *through_orbax(folder, *sizes[:2]))
         sys.exit()

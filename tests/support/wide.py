@@ -24,6 +24,7 @@ WIDE = {
     "analysis/test_inspect.py::test_one_leaf_that_is_left_on_the_device[v5e": COMPILES,
     "analysis/test_inspect_sharded.py::test_a_plan_of_a_stack": COMPILES,
     "analysis/test_liveness.py::test_compiled_rows": COMPILES,
+    "aot/test_by_rows.py": COMPILES,
     "aot/test_defaults.py": COMPILES,
     "aot/test_donation.py": COMPILES,
     "aot/test_forecasts.py::test_models": COMPILES,
@@ -59,6 +60,7 @@ WIDE = {
     "test_disk_sharded.py::test_masters": SHARDINGS,
     "test_disk_sharded.py::test_optimizers": OPTIMIZERS,
     "test_disk_sharded.py::test_stored_in_fewer_bits": "more formats",
+    "test_disk_by_rows.py": "more kinds of parts",
     "test_donation.py::test_donation_on_several_devices": SHARDINGS,
     "test_examples.py::test_a_resumed_run": "trains a GPT",
     "test_examples.py::test_offloaded_and_resident_losses_agree": "trains a GPT",
@@ -119,6 +121,7 @@ WIDE = {
 
 # Of those, what runs daily all the same.
 DAILY = (
+    "aot/test_by_rows.py::test_the_parameter_is_updated_in_place[False]",
     "aot/test_defaults.py::test_never_above_resident[stacked and clipped]",
     "aot/test_defaults.py::test_on_a_tpu[stacked]",
     "aot/test_donation.py::test_every_host_leaf_keeps_its_buffer[params-grads, params, state-h200]",
@@ -157,6 +160,12 @@ DAILY = (
     "test_disk_sharded.py::test_masters[data]",
     "test_disk_sharded.py::test_optimizers[adafactor]",
     "test_disk_sharded.py::test_stored_in_fewer_bits[{'mu'",
+    "test_disk_by_rows.py::test_as_in_host_memory[adamw-16384]",
+    "test_disk_by_rows.py::test_parts_are_written_while_later_ones_are_read",
+    "test_disk_by_rows.py::test_rows_in_a_part",
+    "test_disk_by_rows.py::test_sharded[rows-AxisType.Auto]",
+    "test_disk_by_rows.py::test_the_ranges_stay[larger]",
+    "test_disk_by_rows.py::test_the_table_says_how",
     "test_in_scan.py::test_layers_together[clip_by_global_norm]",
     "test_in_scan.py::test_models[blocks with norms",
     "test_in_scan.py::test_models[several scans",
