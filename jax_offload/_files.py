@@ -22,15 +22,28 @@ from jax.sharding import Sharding
 
 from jax_offload._base.arrays import is_integer
 from jax_offload._base.on_disk import TOKEN, OnDisk, Place
-from jax_offload._committed import packed, unpacked
+from jax_offload._base.processes import everywhere, several, told
+from jax_offload._committed import Extra, packed, unpacked
 from jax_offload._disk.buffers import aligned
 from jax_offload._disk.files import Files
 from jax_offload._disk.layout import dtype_of
 from jax_offload._disk.store import Store
-from jax_offload._extents import Box, Parts, all_of, assembled, box_in, entries_of, gathered, parts_of, shape_of, whole
+from jax_offload._extents import (
+    Box,
+    Parts,
+    all_of,
+    assembled,
+    box_in,
+    boxes_of,
+    check_covered,
+    entries_of,
+    gathered,
+    parts_of,
+    shape_in,
+)
+from jax_offload._together import check_shared, committed, created, last_of_all, opened
 
 _UNDER_WAY = 4  # leaves that are being written while files are filled
-_ABOUT = {"by": "jax_offload", "version": 1}
 
 
 class Disk:
@@ -57,7 +70,7 @@ class Disk:
         self.files = files
         self._store: Store | None = None
         self._groups: dict[str, int] = {}
-        self._version = secrets.randbits(31)
+        self._version, self._run = 0, ""
         self._committed: int | None = None  # the version of the last commit
         self._reads, self._writes = _threads()
         self._writing: dict[str, Future[None]] = {}
@@ -73,13 +86,16 @@ class Disk:
 
     @property
     def last_commit(self) -> int | None:
-        """The step of the last commit in these directories; ``None`` where there is none."""
-        _check_processes()
+        """The step of the last commit in these directories; ``None`` where there is none. Of several processes all
+        must ask."""
         if self._store is not None:
             return self._store.step
-        if not Store.exists(self.directories, files=self.files):
+        if several():
+            last = last_of_all(self.directories, self.files)
+            return None if last is None else last[1]
+        if (store := opened(self.directories, self.files)) is None:
             return None
-        with Store.open(self.directories, about=_ABOUT, files=self.files) as store:
+        with store:
             return store.step
 
     def commit(self, step: int, tree: Any) -> None:
@@ -88,6 +104,8 @@ class Disk:
         Waits until all is written. A commit that does not end, for whatever reason, changes nothing: the one before is
         there, whole.
 
+        Of several processes all must call it. Each writes what its devices have; it is a commit of all, or of none.
+
         Args:
           step: its number.
           tree: with the whole state in it, and with the parameters of the same step, without which a state resumes
@@ -95,11 +113,15 @@ class Disk:
 
         Raises:
           TypeError: a leaf of the tree is no array, number or string.
-          ValueError: the state is not the one that is on disk, or not the whole of it.
+          ValueError: the state is not the one that is on disk, or not the whole of it; or another process failed.
         """
         if not is_integer(step) or step < 0:
             raise ValueError(f"step: expected an int >= 0; got {step!r}. The order is disk.commit(step, tree).")
-        store = self.opened
+        committed(self.opened, int(step), lambda: self._beside(tree), self._run)
+        self._committed = self._version
+
+    def _beside(self, tree: Any) -> Extra:
+        """What a commit of the tree has beside its groups, when these are written."""
         extra, found = packed(tree)
         for leaf in found.values():
             if leaf.place.home is not self:
@@ -109,49 +131,50 @@ class Disk:
             raise ValueError(f"tree: has not the whole state; {min(lost)} is on disk and not in it.")
         self.wait()
         self._committed = None  # a leaf that is being read as of the last commit is then of neither
-        store.commit(int(step), extra).result()
-        self._committed = self._version
+        return extra
 
     def resume(self, target: Any) -> tuple[Any, int]:
         """The tree of the last commit, and its step. What was written since is forgotten.
 
         Args:
           target: a tree like the one that was committed, abstract or not, which says where arrays go:
-            ``{"params": shapes, "opt_state": jo.abstract_state(tx, shapes)}``. What is on disk stays there.
+            ``{"params": shapes, "opt_state": jo.abstract_state(tx, shapes)}``. What is on disk stays there. Of several
+            processes, all of which must call it, each gets what its devices had.
 
         Raises:
           ValueError: there is no commit, it is damaged, or the target is another run's.
         """
-        _check_processes()
         self._let_go()
-        self._check_committed()
-        store = Store.open(self.directories, about=_ABOUT, files=self.files)
-        self._began(store)
+        self._began(store := self._at_last())
         return unpacked(store.extra(), target, self.handle), cast(int, store.step)
 
     def restored(self, target: Any, step: int | None) -> Any:
         """The tree of the last commit where ``target`` says, in any memory or on another disk: ``jo.restore``."""
         with contextlib.ExitStack() as stack:
             if (store := self._store) is None:
-                self._check_committed()
-                store = stack.enter_context(Store.open(self.directories, about=_ABOUT, files=self.files))
+                store = stack.enter_context(self._at_last())
             if store.step is None or (step is not None and step != store.step):
                 raise ValueError(f"step: the one commit of {self!r} is of step {store.step}; got step={step!r}.")
             groups = {entries[0].path: k for k, entries in enumerate(store.groups)}
 
-            def read(name: str, _: Sharding) -> np.ndarray[Any, Any]:
+            def read(name: str, sharding: Sharding) -> Any:
                 k = groups[name]
                 arrays = store.read(k, aligned(store.nbytes(k)), committed=True).result()
-                return all_of(list(zip(map(box_in, store.groups[k]), arrays, strict=True)))
+                boxes, shape = [box_in(entry) for entry in store.groups[k]], shape_in(store.groups[k])
+                check_covered(name, boxes_of(sharding, shape), boxes)
+                parts = list(zip(boxes, arrays, strict=True))
+                return all_of(parts) if sharding.is_fully_addressable else assembled(parts, sharding, shape)
 
             return unpacked(store.extra(), target, read, lands=True)
 
-    def _check_committed(self) -> None:
-        if not Store.exists(self.directories, files=self.files):
+    def _at_last(self) -> Store:
+        """The store, opened at the last commit."""
+        if (store := opened(self.directories, self.files)) is None:
             raise ValueError(
                 f"disk: there is no commit in {', '.join(map(str, self.directories))}. Fix: the directories of the run "
                 "that is to go on, in their order; or tx.init(params) for a new one."
             )
+        return store
 
     def _let_go(self) -> None:
         """Closes the files, whatever is under way: what was written since the last commit is void."""
@@ -166,19 +189,14 @@ class Disk:
 
     def create(self, leaves: Sequence[Place]) -> None:
         """New files for these leaves, divided as they are between devices."""
-        _check_processes()
         if self._store is not None:
             raise ValueError(
                 f"disk: {self!r} holds a state already. Fix: one jo.disk(...) for each offload and each run; "
                 "disk.resume(target) goes on with the state of the last commit."
             )
+        check_shared(leaves)
         groups = [entries_of(leaf.name, leaf, leaf.on_its_way) for leaf in leaves]
-        if Store.exists(self.directories, files=self.files):
-            raise ValueError(
-                f"disk: {self.directories[0]} holds the state of another run, or of an earlier one, as of its last "
-                "commit. Fix: disk.resume(target) goes on with it; for a new run give directories of its own."
-            )
-        self._began(Store.create(self.directories, groups, about=_ABOUT, files=self.files))
+        self._began(created(self.directories, groups, self.files))
 
     def fill(self, leaves: Sequence[Place], values: Iterable[Any]) -> list[OnDisk]:
         """New files with these leaves, of values that come one after the other: few of them are in memory at a time.
@@ -186,24 +204,27 @@ class Disk:
         Nothing is left of it where one does not come.
         """
         self.create(leaves)
-        writing: deque[Future[None]] = deque()
         try:
-            for each, x in zip(leaves, values, strict=True):
-                if len(writing) >= _UNDER_WAY:
-                    writing.popleft().result()
-                writing.append(self.put(each.name, x))
-                del x
-            self.wait()
+            everywhere(lambda: self._fill(leaves, values), "disk: making the files of a state")
         except BaseException:
             self._let_go()
             raise
         self.advance()
         return [self.handle(each.name, each.on_its_way) for each in leaves]
 
+    def _fill(self, leaves: Sequence[Place], values: Iterable[Any]) -> None:
+        writing: deque[Future[None]] = deque()
+        for each, x in zip(leaves, values, strict=True):
+            if len(writing) >= _UNDER_WAY:
+                writing.popleft().result()
+            writing.append(self.put(each.name, x))
+            del x
+        self.wait()
+
     def _began(self, store: Store) -> None:
         self._store = store
         self._groups = {entries[0].path: k for k, entries in enumerate(store.groups)}
-        self._version = secrets.randbits(31)  # no state of before
+        self._version, self._run = told([secrets.randbits(31), secrets.token_hex(8)])[0]  # no state of before
         self._committed = None if store.step is None else self._version
         self._writing, self._updating, self._failed = {}, False, ""
 
@@ -219,7 +240,14 @@ class Disk:
     def handle(self, name: str, sharding: Sharding) -> OnDisk:
         """What stands for a leaf in a state of this version, which is to be so in host memory on its way."""
         boxes, dtype = self._divided(name)
-        return OnDisk(self._token(), Place(self, name, shape_of(whole(boxes)), dtype, sharding))
+        shape = self._shape(name)
+        own = boxes_of(sharding, shape)
+        check_covered(name, own, boxes)  # so that it is read,
+        check_covered(name, boxes, own)  # and written, in this process
+        return OnDisk(self._token(), Place(self, name, shape, dtype, sharding))
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return shape_in(self.opened.groups[self._groups[name]])
 
     def _divided(self, name: str) -> tuple[list[Box], np.dtype[Any]]:
         """Which parts of a leaf the entries of its group are, and its type."""
@@ -251,7 +279,7 @@ class Disk:
         return self._reads.submit(self._read, name, sharding)
 
     def _read(self, name: str, sharding: Sharding) -> jax.Array:
-        return jax.block_until_ready(assembled(self._parts(name), sharding))
+        return jax.block_until_ready(assembled(self._parts(name), sharding, self._shape(name)))
 
     def _parts(self, name: str, into: np.ndarray[Any, Any] | None = None, of_commit: bool = False) -> Parts:
         if not of_commit and (writing := self._writing.get(name)) is not None:
@@ -284,11 +312,18 @@ class Disk:
         """A leaf's values, which are read now; raises for a token of another version."""
         if isinstance(token, Tracer):
             raise TypeError("disk: a leaf on disk cannot be read in a trace.")
+        return all_of(self._as_of(name, token))
+
+    def divided(self, name: str, token: Any, sharding: Sharding) -> jax.Array:
+        """The same, divided between processes; all must ask."""
+        return assembled(self._as_of(name, token), sharding, self._shape(name))
+
+    def _as_of(self, name: str, token: Any) -> Parts:
         of_commit = int(np.asarray(token)) == self._committed
         if not of_commit:
             self.check(token)
         room = aligned(self.opened.nbytes(self._groups[name]))  # whoever asks may keep it
-        found = all_of(self._parts(name, room, of_commit))
+        found = self._parts(name, room, of_commit)
         if not of_commit or int(np.asarray(token)) != self._committed:  # else an update or a commit began meanwhile
             self.check(token)
         return found
@@ -315,11 +350,3 @@ def _threads() -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
     no faster.
     """
     return ThreadPoolExecutor(2, "jax_offload reads"), ThreadPoolExecutor(4, "jax_offload writes")
-
-
-def _check_processes() -> None:
-    if (processes := jax.process_count()) > 1:
-        raise ValueError(
-            f"disk: a state on disk is that of one process yet, and jax runs in {processes}. Fix: host memory, divided "
-            "by shard_over= (docs/sharding.md)."
-        )

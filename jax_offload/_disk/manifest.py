@@ -147,12 +147,27 @@ def remove_next(files: Files, directories: Sequence[Path]) -> None:
 
 
 def all_whole(files: Files, directories: Sequence[Path]) -> list[Manifest]:
-    """The last commit, and what was to be the next, as far as there are such. ``ValueError`` for a damaged one."""
+    """The last commit, and what was to be the next, as far as there are such."""
     found = [load(files, directories)] if exists(files, directories) else []
     path = Path(directories[0]) / NEXT
-    with contextlib.suppress(FileNotFoundError):
+    try:
         found.append(from_bytes(files.read(path), path))
+    except _Damaged as error:
+        warnings.warn(f"{error}. Check the disk.", stacklevel=2)
+    except FileNotFoundError:
+        pass
     return found
+
+
+def load_together(files: Files, directories: Sequence[Path], together: Together) -> Manifest:
+    """The commit that processes have agreed on."""
+    for found in all_whole(files, directories):
+        if found.together == together:
+            return found
+    raise ValueError(
+        f"the store in {str(directories[0])!r} has lost its commit number {together.number} since processes agreed on "
+        "it: another run is in its directory. End that, or give this one a directory of its own."
+    )
 
 
 def exists(files: Files, directories: Sequence[Path]) -> bool:
@@ -238,7 +253,8 @@ def _entries(entries: Sequence[Entry]) -> list[Any]:
 
 def _read_entries(entries: Sequence[Any]) -> tuple[Entry, ...]:
     return tuple(
-        Entry(path, tuple(shape), dtype, tuple(begin), *map(tuple, whole)) for path, shape, dtype, begin, *whole in entries
+        Entry(path, tuple(shape), dtype, tuple(begin), *map(tuple, whole))
+        for path, shape, dtype, begin, *whole in entries
     )
 
 

@@ -131,7 +131,11 @@ class Store:
             _manifest.load(files, places.paths)  # raises, without making a lock where nothing is
         places.lock()
         try:
-            manifest = _last(files, places.paths, together)
+            manifest = (
+                _manifest.load(files, places.paths)
+                if together is None
+                else _manifest.load_together(files, places.paths, together)
+            )
             places.check_identity(manifest.store)
             if about is not None:
                 _manifest.check_about(manifest, about, places.paths[0])
@@ -300,16 +304,3 @@ class Store:
             # nothing may be written, to either slot.
             self._stopped = self._stopped or error
             raise
-
-
-def _last(files: Files, directories: Sequence[Path], together: Together | None) -> Manifest:
-    """The last commit, or that which processes have agreed on."""
-    if together is None:
-        return _manifest.load(files, directories)
-    for found in _manifest.all_whole(files, directories):
-        if found.together == together:
-            return found
-    raise ValueError(
-        f"the store in {str(directories[0])!r} has lost its commit number {together.number} since processes agreed on "
-        "it: another run is in its directory. End that, or give this one a directory of its own."
-    )

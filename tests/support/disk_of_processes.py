@@ -1,0 +1,161 @@
+"""Trains with a state on disk in one of several processes.
+
+python -m tests.support.disk_of_processes WHAT FOLDER PROCESSES PROCESS PORT
+"""
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_offload as jo
+from jax_offload._base.on_disk import is_on_disk
+from jax_offload._drive import stages
+
+WIDTH = 16
+INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+HOW = {  # specs of the parameters on a mesh of data and fsdp, shard_over=, which devices are along data
+    "fsdp": ({"a": P("fsdp"), "b": P(None, "fsdp"), "c": P()}, None),
+    "zero": ({"a": P(), "b": P(), "c": P()}, "data"),
+    "replicated": ({"a": P(), "b": P(), "c": P()}, None),
+    "both": ({"a": P(("data", "fsdp")), "b": P("data", "fsdp"), "c": P("fsdp")}, None),
+}
+
+
+def mesh_of():
+    """Processes have a row of ``fsdp`` each, where there are two."""
+    return jax.make_mesh((2, jax.device_count() // 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+
+
+def placed(x, sharding):
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
+def model(how):
+    mesh, rng = mesh_of(), np.random.default_rng(0)
+    return {
+        name: placed(rng.standard_normal((WIDTH, WIDTH), np.float32) / 4, NamedSharding(mesh, spec))
+        for name, spec in HOW[how][0].items()
+    }
+
+
+def batch(k):
+    x = np.random.default_rng(100 + k).normal(size=(8, WIDTH)).astype(np.float32)
+    return placed(x, NamedSharding(mesh_of(), P(("data", "fsdp"))))
+
+
+def loss(params, x):
+    for w in params.values():
+        x = jnp.tanh(x @ w)
+    return (x**2).mean()
+
+
+def trained(tx, params, state, first, last):
+    """Some steps, with the shardings of the results given, as docs/multihost.md does."""
+    mesh = jax.tree.leaves(params)[0].sharding.mesh
+
+    def step(params, state, x):
+        value, grads = jax.value_and_grad(loss)(params, x)
+        return *jo.update_params(tx, grads, state, params), value
+
+    places = jax.tree.map(lambda x: x.sharding, params), jo.state_shardings(tx, params), NamedSharding(mesh, P())
+    step, values = jo.jit(step, donate_argnums=(0, 1), out_shardings=places), []
+    for k in range(first, last):
+        params, state, value = step(params, state, batch(k))
+        values.append(np.asarray(value))
+    return params, state, values
+
+
+def copied(tree):
+    return jax.tree.map(
+        lambda x: jax.make_array_from_single_device_arrays(
+            x.shape, x.sharding, [jnp.array(s.data, copy=True) for s in x.addressable_shards]
+        ),
+        tree,
+    )
+
+
+def shards(tree):
+    """What this process has of a tree, wherever it is."""
+    tree = jo.to_device(tree)
+    return [np.asarray(s.data) for x in jax.tree.leaves(tree) for s in x.addressable_shards]
+
+
+def bits(folder):
+    """AdamW of gradients that are given: moments bit for bit as in host memory."""
+    for how, (_, over) in HOW.items():
+        runs = []
+        for disk in (None, jo.disk(folder / f"bits-{how}")):
+            tx = jo.offload(optax.adamw(1e-2), min_bytes=0, shard_over=over, disk=disk)
+            step = jo.jit(lambda p, s, g, tx=tx: jo.update_params(tx, g, s, p), donate_argnums=(0, 1))
+            params, state = copied(model(how)), tx.init(model(how))
+            for _ in range(3):
+                params, state = step(params, state, model(how))
+            runs.append((shards(params), shards(state)))
+        for a, b in zip(runs[0][1], runs[1][1], strict=True):
+            np.testing.assert_array_equal(a, b)
+        for a, b in zip(runs[0][0], runs[1][0], strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+        disk.close()
+
+
+def values(folder):
+    """As in host memory; committed, resumed, and on as it would have gone."""
+    bits(folder)
+    for how, host_bytes in (("fsdp", 0), ("zero", 3000), ("replicated", 0), ("both", 0)):
+        over = HOW[how][1]
+        disk = jo.disk(folder / how, folder / f"{how}-2", host_bytes=host_bytes)
+        txs = [jo.offload(INNER, min_bytes=0, shard_over=over, disk=d) for d in (None, disk)]
+        (want, host, losses), (got, state, found) = (
+            trained(tx, copied(model(how)), tx.init(model(how)), 0, 3) for tx in txs
+        )
+        leaves = [x for x in jax.tree.leaves(state, is_leaf=is_on_disk) if is_on_disk(x)]
+        assert len(leaves) == (6 if not host_bytes else 4), leaves
+        foretold = jo.abstract_state(txs[1], model(how))
+        for x, like in zip(jax.tree.leaves(state, is_leaf=is_on_disk), jax.tree.leaves(foretold), strict=True):
+            assert x.sharding.is_equivalent_to(like.sharding, x.ndim), (x, x.sharding, like.sharding)
+        for a, b in zip(shards((got, state)), shards((want, host)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6)
+        np.testing.assert_allclose(found, losses, rtol=1e-6)
+        key = jax.jit(lambda: jax.random.key(7), out_shardings=NamedSharding(mesh_of(), P()))()
+        tree = {"params": got, "state": state, "key": key, "seen": 24, "local": np.arange(3)}
+        disk.commit(3, tree)
+        assert disk.last_commit == 3
+        before = shards((got, state))
+        on_params, on_state, on = trained(txs[1], copied(got), state, 3, 5)
+        after = shards((on_params, on_state))
+        disk.close()
+
+        again = jo.disk(folder / how, folder / f"{how}-2", host_bytes=host_bytes)
+        assert again.last_commit == 3
+        tx = jo.offload(INNER, min_bytes=0, shard_over=over, disk=again)
+        tree, k = again.resume({**tree, "params": model(how), "state": jo.abstract_state(tx, model(how))})
+        assert k == 3 and tree["seen"] == 24 and tree["local"].tolist() == [0, 1, 2]
+        assert jax.random.key_data(tree["key"]).sharding.is_fully_replicated
+        assert jax.tree.map(lambda x: x.sharding, tree["params"]) == jax.tree.map(lambda x: x.sharding, model(how))
+        for a, b in zip(shards((tree["params"], tree["state"])), before, strict=True):
+            np.testing.assert_array_equal(a, b)
+        tree_there = jo.restore(again, {**tree, "params": model(how), "state": jo.abstract_state(txs[0], model(how))})
+        for a, b in zip(shards((tree_there["params"], tree_there["state"])), before, strict=True):
+            np.testing.assert_array_equal(a, b)
+        params, state, found = trained(tx, tree["params"], tree["state"], 3, 5)
+        assert found == on
+        for a, b in zip(shards((params, state)), after, strict=True):
+            np.testing.assert_array_equal(a, b)
+        again.close()
+        parts = {name: len(list((folder / how / name).iterdir())) for name in ("process-0-of-2", "process-1-of-2")}
+        assert len({*parts.values()}) == 1, parts
+
+
+if __name__ == "__main__":
+    what, folder, processes, process, port = sys.argv[1:6]
+    if int(processes) > 1:
+        jax.distributed.initialize(f"localhost:{port}", int(processes), int(process))
+    stages.GROUP_BYTES = 1
+    globals()[what](Path(folder), *sys.argv[6:])
+    print("done", flush=True)
