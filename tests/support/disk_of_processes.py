@@ -3,18 +3,24 @@
 python -m tests.support.disk_of_processes WHAT FOLDER PROCESSES PROCESS PORT
 """
 
+import os
+import signal
 import sys
+import time
+import zlib
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
 from jax_offload._base.on_disk import is_on_disk
+from jax_offload._disk.files import Files
 from jax_offload._drive import stages
 
 WIDTH = 16
@@ -150,6 +156,89 @@ def values(folder):
         again.close()
         parts = {name: len(list((folder / how / name).iterdir())) for name in ("process-0-of-2", "process-1-of-2")}
         assert len({*parts.values()}) == 1, parts
+
+
+def everything(tree):
+    """A tree's values, whole, in every process."""
+    on_device = jax.tree.map(lambda x: jo.to_device(x) if is_on_disk(x) else x, tree, is_leaf=is_on_disk)
+    return [np.asarray(multihost_utils.process_allgather(x, tiled=True)) for x in jax.tree.leaves(on_device)]
+
+
+def into_a_checkpoint(folder):
+    """By orbax; and from there onto another disk, divided otherwise, and into host memory."""
+    import orbax.checkpoint as ocp
+
+    disk = jo.disk(folder / "disk")
+    tx = jo.offload(INNER, min_bytes=0, disk=disk)
+    params, state, _ = trained(tx, copied(model("fsdp")), tx.init(model("fsdp")), 0, 2)
+    want = everything({"params": params, "state": state})
+    np.savez(folder / "want.npz", *want) if jax.process_index() == 0 else None
+    with ocp.CheckpointManager(folder / "orbax") as manager:
+        manager.save(2, args=jo.save_args({"params": params, "state": state}))
+        manager.wait_until_finished()
+        from_a_checkpoint(folder, "both")
+        in_memory = jo.offload(INNER, min_bytes=0)
+        found = jo.restore(manager, {"params": model("both"), "state": jo.abstract_state(in_memory, model("both"))})
+    for a, b in zip(everything(found), want, strict=True):
+        np.testing.assert_array_equal(a, b)
+    moved = jo.to_host(in_memory, state, params)
+    for a, b in zip(everything({"params": params, "state": moved}), want, strict=True):
+        np.testing.assert_array_equal(a, b)
+    disk.close()
+
+
+def from_a_checkpoint(folder, how="zero"):
+    """Onto a disk, by as many processes as there are."""
+    import orbax.checkpoint as ocp
+
+    disk = jo.disk(folder / f"other-{how}")
+    tx = jo.offload(INNER, min_bytes=0, shard_over=HOW[how][1], disk=disk)
+    with ocp.CheckpointManager(folder / "orbax") as manager:
+        found = jo.restore(manager, {"params": model(how), "state": jo.abstract_state(tx, model(how))})
+    assert any(map(is_on_disk, jax.tree.leaves(found, is_leaf=is_on_disk)))
+    with np.load(folder / "want.npz") as want:
+        for a, b in zip(everything(found), want.values(), strict=True):
+            np.testing.assert_array_equal(a, b)
+    params, state, _ = trained(tx, found["params"], found["state"], 2, 3)
+    disk.commit(3, {"params": params, "state": state})
+    disk.close()
+
+
+class Mortal(Files):
+    """Ends this process, as ``kill -9`` does, before a small file is put in the place of another for the ``n``-th time.
+
+    ``slowly``: seconds that each takes.
+    """
+
+    def __init__(self, name, n, slowly=0.0):
+        self.name, self.left, self.slowly = name, n, slowly
+
+    def replace(self, source, target):
+        time.sleep(self.slowly)
+        self.left -= target.name == self.name
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().replace(source, target)
+
+
+def train(folder, name="", n="0", process="0"):
+    """Six steps from where the disk is, a commit after each; says them, and at the end what this process has."""
+    disk = jo.disk(folder / "disk")
+    mine = jax.process_index() == int(process)
+    disk.files = Mortal(name, int(n)) if mine else Mortal("", 0, 0.05 if name else 0.0)
+    tx, params, start = jo.offload(INNER, min_bytes=0, disk=disk), model("fsdp"), 0
+    if disk.last_commit is not None:
+        tree, start = disk.resume({"params": params, "state": jo.abstract_state(tx, params)})
+        params, state = tree["params"], tree["state"]
+    else:
+        state = tx.init(params)
+    print("from", start, flush=True)
+    for k in range(start, 6):
+        params, state, _ = trained(tx, params, state, k, k + 1)
+        disk.commit(k + 1, {"params": params, "state": state})
+        print("committed", k + 1, flush=True)
+    print("digest", zlib.crc32(b"".join(x.tobytes() for x in shards((params, state)))), flush=True)
+    disk.close()
 
 
 if __name__ == "__main__":
