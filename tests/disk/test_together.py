@@ -135,11 +135,12 @@ def calls_of_a_run(two, place):
     return [len(each.calls) for each in files]
 
 
+@pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.long("more calls"))])
 @pytest.mark.parametrize("killed", [0, 1])
-def test_one_is_killed_at_any_call(two, tmp_path, killed):
+def test_one_is_killed_at_any_call(two, tmp_path, killed, every):
     """Both open at one commit, the last that ended or the one after it, and go on from there."""
     count, found = calls_of_a_run(two, tmp_path / "all")[killed], []
-    for at in range(1, count, 2 - killed):
+    for at in range(1 + killed, count, every):
         place = tmp_path / str(at)
         files = [Mortal(at if k == killed else 10**9) for k in range(2)]
         ended, stores = [0, 0], []

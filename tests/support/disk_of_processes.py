@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -92,70 +93,74 @@ def shards(tree):
     return [np.asarray(s.data) for x in jax.tree.leaves(tree) for s in x.addressable_shards]
 
 
-def bits(folder):
+def values(folder, how):
+    """As in host memory, in one way or all."""
+    for each in HOW if how == "all" else [how]:
+        bits(folder, each)
+        resumed(folder, each, 3000 if each == "zero" else 0)
+
+
+def bits(folder, how):
     """AdamW of gradients that are given: moments bit for bit as in host memory."""
-    for how, (_, over) in HOW.items():
-        runs = []
-        for disk in (None, jo.disk(folder / f"bits-{how}")):
-            tx = jo.offload(optax.adamw(1e-2), min_bytes=0, shard_over=over, disk=disk)
-            step = jo.jit(lambda p, s, g, tx=tx: jo.update_params(tx, g, s, p), donate_argnums=(0, 1))
-            params, state = copied(model(how)), tx.init(model(how))
-            for _ in range(3):
-                params, state = step(params, state, model(how))
-            runs.append((shards(params), shards(state)))
-        for a, b in zip(runs[0][1], runs[1][1], strict=True):
-            np.testing.assert_array_equal(a, b)
-        for a, b in zip(runs[0][0], runs[1][0], strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
-        disk.close()
+    over, runs = HOW[how][1], []
+    for disk in (None, jo.disk(folder / f"bits-{how}")):
+        tx = jo.offload(optax.adamw(1e-2), min_bytes=0, shard_over=over, disk=disk)
+        step = jo.jit(lambda p, s, g, tx=tx: jo.update_params(tx, g, s, p), donate_argnums=(0, 1))
+        params, state = copied(model(how)), tx.init(model(how))
+        for _ in range(3):
+            params, state = step(params, state, model(how))
+        runs.append((shards(params), shards(state)))
+    for a, b in zip(runs[0][1], runs[1][1], strict=True):
+        np.testing.assert_array_equal(a, b)
+    for a, b in zip(runs[0][0], runs[1][0], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+    disk.close()
 
 
-def values(folder):
-    """As in host memory; committed, resumed, and on as it would have gone."""
-    bits(folder)
-    for how, host_bytes in (("fsdp", 0), ("zero", 3000), ("replicated", 0), ("both", 0)):
-        over = HOW[how][1]
-        disk = jo.disk(folder / how, folder / f"{how}-2", host_bytes=host_bytes)
-        txs = [jo.offload(INNER, min_bytes=0, shard_over=over, disk=d) for d in (None, disk)]
-        (want, host, losses), (got, state, found) = (
-            trained(tx, copied(model(how)), tx.init(model(how)), 0, 3) for tx in txs
-        )
-        leaves = [x for x in jax.tree.leaves(state, is_leaf=is_on_disk) if is_on_disk(x)]
-        assert len(leaves) == (6 if not host_bytes else 4), leaves
-        foretold = jo.abstract_state(txs[1], model(how))
-        for x, like in zip(jax.tree.leaves(state, is_leaf=is_on_disk), jax.tree.leaves(foretold), strict=True):
-            assert x.sharding.is_equivalent_to(like.sharding, x.ndim), (x, x.sharding, like.sharding)
-        for a, b in zip(shards((got, state)), shards((want, host)), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6)
-        np.testing.assert_allclose(found, losses, rtol=1e-6)
-        key = jax.jit(lambda: jax.random.key(7), out_shardings=NamedSharding(mesh_of(), P()))()
-        tree = {"params": got, "state": state, "key": key, "seen": 24, "local": np.arange(3)}
-        disk.commit(3, tree)
-        assert disk.last_commit == 3
-        before = shards((got, state))
-        on_params, on_state, on = trained(txs[1], copied(got), state, 3, 5)
-        after = shards((on_params, on_state))
-        disk.close()
+def resumed(folder, how, host_bytes):
+    """Committed, resumed, and on as it would have gone."""
+    over = HOW[how][1]
+    disk = jo.disk(folder / how, folder / f"{how}-2", host_bytes=host_bytes)
+    txs = [jo.offload(INNER, min_bytes=0, shard_over=over, disk=d) for d in (None, disk)]
+    (want, host, losses), (got, state, found) = (
+        trained(tx, copied(model(how)), tx.init(model(how)), 0, 3) for tx in txs
+    )
+    leaves = [x for x in jax.tree.leaves(state, is_leaf=is_on_disk) if is_on_disk(x)]
+    assert len(leaves) == (6 if not host_bytes else 4), leaves
+    foretold = jo.abstract_state(txs[1], model(how))
+    for x, like in zip(jax.tree.leaves(state, is_leaf=is_on_disk), jax.tree.leaves(foretold), strict=True):
+        assert x.sharding.is_equivalent_to(like.sharding, x.ndim), (x, x.sharding, like.sharding)
+    for a, b in zip(shards((got, state)), shards((want, host)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(found, losses, rtol=1e-6)
+    key = jax.jit(lambda: jax.random.key(7), out_shardings=NamedSharding(mesh_of(), P()))()
+    tree = {"params": got, "state": state, "key": key, "seen": 24, "local": np.arange(3)}
+    disk.commit(3, tree)
+    assert disk.last_commit == 3
+    before = shards((got, state))
+    on_params, on_state, on = trained(txs[1], copied(got), state, 3, 5)
+    after = shards((on_params, on_state))
+    disk.close()
 
-        again = jo.disk(folder / how, folder / f"{how}-2", host_bytes=host_bytes)
-        assert again.last_commit == 3
-        tx = jo.offload(INNER, min_bytes=0, shard_over=over, disk=again)
-        tree, k = again.resume({**tree, "params": model(how), "state": jo.abstract_state(tx, model(how))})
-        assert k == 3 and tree["seen"] == 24 and tree["local"].tolist() == [0, 1, 2]
-        assert jax.random.key_data(tree["key"]).sharding.is_fully_replicated
-        assert jax.tree.map(lambda x: x.sharding, tree["params"]) == jax.tree.map(lambda x: x.sharding, model(how))
-        for a, b in zip(shards((tree["params"], tree["state"])), before, strict=True):
-            np.testing.assert_array_equal(a, b)
-        tree_there = jo.restore(again, {**tree, "params": model(how), "state": jo.abstract_state(txs[0], model(how))})
-        for a, b in zip(shards((tree_there["params"], tree_there["state"])), before, strict=True):
-            np.testing.assert_array_equal(a, b)
-        params, state, found = trained(tx, tree["params"], tree["state"], 3, 5)
-        assert found == on
-        for a, b in zip(shards((params, state)), after, strict=True):
-            np.testing.assert_array_equal(a, b)
-        again.close()
-        parts = {name: len(list((folder / how / name).iterdir())) for name in ("process-0-of-2", "process-1-of-2")}
-        assert len({*parts.values()}) == 1, parts
+    again = jo.disk(folder / how, folder / f"{how}-2", host_bytes=host_bytes)
+    assert again.last_commit == 3
+    tx = jo.offload(INNER, min_bytes=0, shard_over=over, disk=again)
+    tree, k = again.resume({**tree, "params": model(how), "state": jo.abstract_state(tx, model(how))})
+    assert k == 3 and tree["seen"] == 24 and tree["local"].tolist() == [0, 1, 2]
+    assert jax.random.key_data(tree["key"]).sharding.is_fully_replicated
+    assert jax.tree.map(lambda x: x.sharding, tree["params"]) == jax.tree.map(lambda x: x.sharding, model(how))
+    for a, b in zip(shards((tree["params"], tree["state"])), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+    tree_there = jo.restore(again, {**tree, "params": model(how), "state": jo.abstract_state(txs[0], model(how))})
+    for a, b in zip(shards((tree_there["params"], tree_there["state"])), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+    params, state, found = trained(tx, tree["params"], tree["state"], 3, 5)
+    assert found == on
+    for a, b in zip(shards((params, state)), after, strict=True):
+        np.testing.assert_array_equal(a, b)
+    again.close()
+    parts = {name: len(list((folder / how / name).iterdir())) for name in ("process-0-of-2", "process-1-of-2")}
+    assert len({*parts.values()}) == 1, parts
 
 
 def everything(tree):
@@ -177,6 +182,11 @@ def into_a_checkpoint(folder):
         manager.save(2, args=jo.save_args({"params": params, "state": state}))
         manager.wait_until_finished()
         from_a_checkpoint(folder, "both")
+        other = jo.disk(folder / "other-both")
+        tx = jo.offload(INNER, min_bytes=0, disk=other)
+        with pytest.raises(ValueError, match=r"divided otherwise between processes .* Fix: the mesh .*jo\.save_args"):
+            other.resume({"params": model("fsdp"), "state": jo.abstract_state(tx, model("fsdp"))})
+        other.close()
         in_memory = jo.offload(INNER, min_bytes=0)
         found = jo.restore(manager, {"params": model("both"), "state": jo.abstract_state(in_memory, model("both"))})
     for a, b in zip(everything(found), want, strict=True):
@@ -204,6 +214,14 @@ def from_a_checkpoint(folder, how="zero"):
     disk.close()
 
 
+def of_another_number(folder):
+    """Of processes, than made the files."""
+    with pytest.raises(
+        ValueError, match=r"disk: .* has the commit of 2 processes, .* now there are 1\. Fix: .*save_args"
+    ):
+        print(jo.disk(folder / "other-both").last_commit)
+
+
 class Mortal(Files):
     """Ends this process, as ``kill -9`` does, before a small file is put in the place of another for the ``n``-th time.
 
@@ -216,7 +234,7 @@ class Mortal(Files):
     def replace(self, source, target):
         time.sleep(self.slowly)
         self.left -= target.name == self.name
-        if self.left == 0:
+        if target.name == self.name and self.left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         super().replace(source, target)
 
