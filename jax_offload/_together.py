@@ -38,7 +38,7 @@ def about() -> dict[str, Any]:
 def check_count(directories: Sequence[Path]) -> None:
     """Raises ``ValueError`` where another number of processes has made files there."""
     first, now = Path(directories[0]), jax.process_count()
-    made = {int(each.parent.name.rpartition("-")[2]) for each in first.glob(f"process-*-of-*/{manifest.NAME}")}
+    made = {int(each.parts[-2].rpartition("-")[2]) for each in first.glob(f"process-*-of-*/{manifest.NAME}")}
     made |= {1} if (first / manifest.NAME).exists() else set()
     if made and now not in made:
         raise ValueError(

@@ -33,7 +33,7 @@ def ended(folder, children, *, killed=False):
     deadline = time.monotonic() + 180
     while any(child.poll() is None for child in children) and time.monotonic() < deadline:
         if any(child.poll() for child in children):
-            time.sleep(3)
+            time.sleep(1)
             break
         time.sleep(0.05)
     codes = [child.poll() for child in children]
@@ -58,17 +58,15 @@ def test_as_in_host_memory(tmp_path, how):
     ended(tmp_path, start(tmp_path, "values", how))
 
 
-@pytest.mark.long("starts eight pairs of processes")
+@pytest.mark.long("starts a dozen pairs of processes")
 def test_killed(tmp_path):
-    """One process before and after it swaps, first or last of both; or both at some moment."""
+    """One process before it prepares or swaps; or both at some moment."""
     (folder := tmp_path / "undisturbed").mkdir()
     want = ended(folder, start(folder, "train"))
     assert found(want, "committed") == [[1, 2, 3, 4, 5, 6]] * 2
     cases = [  # the file, its number, the process; where both open then
         ("manifest.next.json", "3", "1", 2),
         ("manifest.json", "3", "1", 3),
-        ("manifest.json", "3", "0", 3),
-        ("manifest.copy.json", "1", "1", 1),
         ("manifest.next.json", "1", "0", 0),
     ]
     for k, (name, n, process, at) in enumerate(cases):
@@ -80,11 +78,11 @@ def test_killed(tmp_path):
         assert found(again, "from") == [[at]] * 2, name
         assert found(again, "digest") == found(want, "digest")
     (folder := tmp_path / "random").mkdir()
-    for k in range(3):
+    for k in range(2):
         children = start(folder, "train")
         while (folder / "0.log").read_text().count("committed") < 1 and children[0].poll() is None:
             time.sleep(0.01)
-        time.sleep(0.02 * k)
+        time.sleep(0.03 * k)
         for child in children:
             child.kill()
         ended(folder, children, killed=True)

@@ -74,6 +74,9 @@ class _Nowhere:
     def array(self, name: str, token: Any) -> Any:
         raise TypeError(f"disk: {name} is abstract, and has no values.")
 
+    def divided(self, name: str, token: Any, sharding: Any) -> Any:
+        return self.array(name, token)
+
     def fill(self, leaves: Any, values: Any) -> Any:
         raise TypeError("disk: an abstract state has no files.")
 

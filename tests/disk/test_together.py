@@ -246,7 +246,7 @@ def test_what_is_wrong_with_the_tree_stops_nothing(two, tmp_path):
 def test_directories_that_are_not_of_one_run(two, tmp_path, monkeypatch):
     here, there = tmp_path / "here", tmp_path / "there"
     two.run(lambda k: run(here, None, k, [1, 2]))
-    two.run(lambda k: run(there, None, k, [1], run="another"))
+    two.run(lambda k: run(there, None, k, [1, 2], run="another"))
     look = lambda place: [str(each) for each in two.run(lambda k: _together.last_of_all([place], None))]  # noqa: E731
 
     shutil.move(here / "process-1-of-2", tmp_path / "away")

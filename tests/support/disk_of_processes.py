@@ -62,8 +62,8 @@ def loss(params, x):
     return (x**2).mean()
 
 
-def trained(tx, params, state, first, last):
-    """Some steps, with the shardings of the results given, as docs/multihost.md does."""
+def step_of(tx, params):
+    """With the shardings of the results given, as docs/multihost.md does."""
     mesh = jax.tree.leaves(params)[0].sharding.mesh
 
     def step(params, state, x):
@@ -71,7 +71,11 @@ def trained(tx, params, state, first, last):
         return *jo.update_params(tx, grads, state, params), value
 
     places = jax.tree.map(lambda x: x.sharding, params), jo.state_shardings(tx, params), NamedSharding(mesh, P())
-    step, values = jo.jit(step, donate_argnums=(0, 1), out_shardings=places), []
+    return jo.jit(step, donate_argnums=(0, 1), out_shardings=places)
+
+
+def trained(step, params, state, first, last):
+    values = []
     for k in range(first, last):
         params, state, value = step(params, state, batch(k))
         values.append(np.asarray(value))
@@ -122,8 +126,9 @@ def resumed(folder, how, host_bytes):
     over = HOW[how][1]
     disk = jo.disk(folder / how, folder / f"{how}-2", host_bytes=host_bytes)
     txs = [jo.offload(INNER, min_bytes=0, shard_over=over, disk=d) for d in (None, disk)]
+    steps = [step_of(tx, model(how)) for tx in txs]
     (want, host, losses), (got, state, found) = (
-        trained(tx, copied(model(how)), tx.init(model(how)), 0, 3) for tx in txs
+        trained(step, copied(model(how)), tx.init(model(how)), 0, 3) for step, tx in zip(steps, txs, strict=True)
     )
     leaves = [x for x in jax.tree.leaves(state, is_leaf=is_on_disk) if is_on_disk(x)]
     assert len(leaves) == (6 if not host_bytes else 4), leaves
@@ -138,7 +143,7 @@ def resumed(folder, how, host_bytes):
     disk.commit(3, tree)
     assert disk.last_commit == 3
     before = shards((got, state))
-    on_params, on_state, on = trained(txs[1], copied(got), state, 3, 5)
+    on_params, on_state, on = trained(steps[1], copied(got), state, 3, 5)
     after = shards((on_params, on_state))
     disk.close()
 
@@ -154,7 +159,7 @@ def resumed(folder, how, host_bytes):
     tree_there = jo.restore(again, {**tree, "params": model(how), "state": jo.abstract_state(txs[0], model(how))})
     for a, b in zip(shards((tree_there["params"], tree_there["state"])), before, strict=True):
         np.testing.assert_array_equal(a, b)
-    params, state, found = trained(tx, tree["params"], tree["state"], 3, 5)
+    params, state, found = trained(step_of(tx, model(how)), tree["params"], tree["state"], 3, 5)
     assert found == on
     for a, b in zip(shards((params, state)), after, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -175,7 +180,7 @@ def into_a_checkpoint(folder):
 
     disk = jo.disk(folder / "disk")
     tx = jo.offload(INNER, min_bytes=0, disk=disk)
-    params, state, _ = trained(tx, copied(model("fsdp")), tx.init(model("fsdp")), 0, 2)
+    params, state, _ = trained(step_of(tx, model("fsdp")), copied(model("fsdp")), tx.init(model("fsdp")), 0, 2)
     want = everything({"params": params, "state": state})
     np.savez(folder / "want.npz", *want) if jax.process_index() == 0 else None
     with ocp.CheckpointManager(folder / "orbax") as manager:
@@ -209,7 +214,7 @@ def from_a_checkpoint(folder, how="zero"):
     with np.load(folder / "want.npz") as want:
         for a, b in zip(everything(found), want.values(), strict=True):
             np.testing.assert_array_equal(a, b)
-    params, state, _ = trained(tx, found["params"], found["state"], 2, 3)
+    params, state, _ = trained(step_of(tx, model(how)), found["params"], found["state"], 2, 3)
     disk.commit(3, {"params": params, "state": state})
     disk.close()
 
@@ -251,8 +256,9 @@ def train(folder, name="", n="0", process="0"):
     else:
         state = tx.init(params)
     print("from", start, flush=True)
+    step = step_of(tx, params)
     for k in range(start, 6):
-        params, state, _ = trained(tx, params, state, k, k + 1)
+        params, state, _ = trained(step, params, state, k, k + 1)
         disk.commit(k + 1, {"params": params, "state": state})
         print("committed", k + 1, flush=True)
     print("digest", zlib.crc32(b"".join(x.tobytes() for x in shards((params, state)))), flush=True)

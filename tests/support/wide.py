@@ -45,6 +45,7 @@ WIDE = {
     "test_convert.py::test_a_checkpoint_changes": "more formats",
     "test_disk.py::test_every_optimizer": OPTIMIZERS,
     "test_disk.py::test_optimizers": OPTIMIZERS,
+    "test_disk_processes.py::test_as_in_host_memory": PROCESSES,
     "test_donation.py::test_donation_on_several_devices": SHARDINGS,
     "test_examples.py::test_a_resumed_run": "trains a GPT",
     "test_examples.py::test_offloaded_and_resident_losses_agree": "trains a GPT",
