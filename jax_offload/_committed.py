@@ -14,7 +14,7 @@ from jax.tree_util import keystr
 
 from jax_offload._base import memory
 from jax_offload._base.on_disk import OnDisk, is_on_disk, landed
-from jax_offload._extents import Parts, all_of, assembled, boxes_of, check_covered, parts_of, shape_of
+from jax_offload._extents import Parts, all_of, assembled, box_whole, boxes_of, check_covered, parts_of, shape_of
 
 _TREE = "tree"  # the entry that says what the others are
 Extra = dict[str, np.ndarray[Any, Any]]
@@ -121,7 +121,7 @@ def _leaf(number: int, row: Mapping[str, Any], path: str, like: Any, extra: Mapp
 def _parts_of(row: Mapping[str, Any], name: str, extra: Mapping[str, Any], dtype: Any) -> Parts:
     """What a commit has of an array: the whole, or what this process had."""
     if "parts" not in row:
-        return [(tuple((0, n) for n in row["shape"]), _array(extra[name], dtype, row["shape"]))]
+        return [(box_whole(row["shape"]), _array(extra[name], dtype, row["shape"]))]
     boxes = [tuple((begin, end) for begin, end in box) for box in row["parts"]]
     return [(box, _array(extra[f"{name}.{k}"], dtype, shape_of(box))) for k, box in enumerate(boxes)]
 

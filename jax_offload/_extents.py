@@ -26,6 +26,11 @@ def box_of(index: Iterable[slice], shape: Sequence[int]) -> Box:
     return tuple(each.indices(n)[:2] for each, n in zip(index, shape, strict=True))
 
 
+def box_whole(shape: Sequence[int]) -> Box:
+    """That of a leaf as a whole."""
+    return tuple((0, n) for n in shape)
+
+
 def boxes_of(sharding: Sharding, shape: Sequence[int]) -> list[Box]:
     """Those of a leaf in this process, each once: what is replicated has one copy in the files."""
     return sorted({box_of(index or (), shape) for index in _here(sharding, shape).values()})

@@ -34,8 +34,10 @@ from jax_offload._extents import (
     all_of,
     assembled,
     box_in,
+    box_whole,
     boxes_of,
     check_covered,
+    covered,
     entries_of,
     gathered,
     parts_of,
@@ -312,7 +314,14 @@ class Disk:
         """A leaf's values, which are read now; raises for a token of another version."""
         if isinstance(token, Tracer):
             raise TypeError("disk: a leaf on disk cannot be read in a trace.")
-        return all_of(self._as_of(name, token))
+        parts = self._as_of(name, token)
+        all_of_it = box_whole(self._shape(name))
+        if not covered(all_of_it, [box for box, _ in parts]):
+            raise ValueError(
+                f"disk: {name} is divided between processes, and this one has a part of it. Fix: jo.to_device(leaf), "
+                "in all processes, gives the leaf divided."
+            )
+        return gathered(parts, all_of_it)
 
     def divided(self, name: str, token: Any, sharding: Sharding) -> jax.Array:
         """The same, divided between processes; all must ask."""

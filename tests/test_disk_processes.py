@@ -92,6 +92,11 @@ def test_killed(tmp_path):
     assert found(again, "digest") == found(want, "digest")
 
 
+@pytest.mark.long("more kinds of steps")
+def test_around_the_update(tmp_path):
+    ended(tmp_path, start(tmp_path, "around"))
+
+
 @pytest.mark.long("as with one process, and orbax")
 def test_into_another_division_through_a_checkpoint(tmp_path):
     """Onto another disk of the two processes, into memory, and onto a disk of one process; which cannot open theirs."""

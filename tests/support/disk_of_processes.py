@@ -3,6 +3,7 @@
 python -m tests.support.disk_of_processes WHAT FOLDER PROCESSES PROCESS PORT
 """
 
+import errno
 import os
 import signal
 import sys
@@ -138,6 +139,13 @@ def resumed(folder, how, host_bytes):
     for a, b in zip(shards((got, state)), shards((want, host)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6)
     np.testing.assert_allclose(found, losses, rtol=1e-6)
+    whole = [leaf for leaf in leaves if leaf.sharding.is_fully_replicated]
+    assert [np.asarray(leaf).shape for leaf in whole] == [leaf.shape for leaf in whole]
+    if how == "both":
+        with pytest.raises(
+            ValueError, match=r"divided between processes, and this one has a part .* Fix: jo.to_device"
+        ):
+            np.asarray(state[1][0].mu["a"])
     key = jax.jit(lambda: jax.random.key(7), out_shardings=NamedSharding(mesh_of(), P()))()
     tree = {"params": got, "state": state, "key": key, "seen": 24, "local": np.arange(3)}
     disk.commit(3, tree)
@@ -227,6 +235,35 @@ def of_another_number(folder):
         print(jo.disk(folder / "other-both").last_commit)
 
 
+def around(folder):
+    """A skipped step, MultiSteps around, masters of bfloat16 parameters: as in host memory."""
+    masters = lambda disk: jo.offload(jo.with_master_params(optax.adamw(1e-2)), min_bytes=0, disk=disk)  # noqa: E731
+    multi = lambda disk: optax.MultiSteps(jo.offload(INNER, min_bytes=0, disk=disk), 2).gradient_transformation()  # noqa: E731
+    plain = lambda disk: jo.offload(INNER, min_bytes=0, disk=disk)  # noqa: E731
+    for name, make, dtype in (
+        ("plain", plain, "float32"),
+        ("masters", masters, "bfloat16"),
+        ("multi", multi, "float32"),
+    ):
+        runs = []
+        for disk in (None, jo.disk(folder / name)):
+            tx = make(disk)
+
+            def step(params, state, x, skip, tx=tx, name=name):
+                value, grads = jax.value_and_grad(loss)(params, x)
+                how = {} if name == "multi" else {"skip": skip}
+                return *jo.update_params(tx, grads, state, params, **how), value
+
+            params = jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), model("both"))
+            state, step = tx.init(params), jo.jit(step, donate_argnums=(0, 1))
+            for k in range(4):
+                params, state, _ = step(params, state, batch(k), np.bool_(k == 2))
+            runs.append(shards((jax.tree.map(lambda x: x.astype("float32"), params), state)))
+        for a, b in zip(*runs, strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-3 if name != "masters" else 2e-2, atol=1e-6)
+        disk.close()
+
+
 class Mortal(Files):
     """Ends this process, as ``kill -9`` does, before a small file is put in the place of another for the ``n``-th time.
 
@@ -244,11 +281,26 @@ class Mortal(Files):
         super().replace(source, target)
 
 
+class Full(Files):
+    """A disk that is full when a group is written for the ``n``-th time."""
+
+    def __init__(self, n):
+        self.left = n
+
+    def pwritev(self, descriptor, buffer, offset):
+        self.left -= len(buffer) >= 512
+        if self.left <= 0 and len(buffer) >= 512:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().pwritev(descriptor, buffer, offset)
+
+
 def train(folder, name="", n="0", process="0"):
     """Six steps from where the disk is, a commit after each; says them, and at the end what this process has."""
     disk = jo.disk(folder / "disk")
     mine = jax.process_index() == int(process)
     disk.files = Mortal(name, int(n)) if mine else Mortal("", 0, 0.05 if name else 0.0)
+    if name == "full" and mine:
+        disk.files = Full(int(n))
     tx, params, start = jo.offload(INNER, min_bytes=0, disk=disk), model("fsdp"), 0
     if disk.last_commit is not None:
         tree, start = disk.resume({"params": params, "state": jo.abstract_state(tx, params)})
