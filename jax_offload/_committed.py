@@ -14,6 +14,7 @@ from jax.tree_util import keystr
 
 from jax_offload._base import memory
 from jax_offload._base.on_disk import OnDisk, is_on_disk, landed
+from jax_offload._extents import Parts, all_of, assembled, box_whole, boxes_of, check_covered, parts_of, shape_of
 
 _TREE = "tree"  # the entry that says what the others are
 Extra = dict[str, np.ndarray[Any, Any]]
@@ -39,15 +40,29 @@ def packed(tree: Any) -> tuple[Extra, dict[str, OnDisk]]:
         elif hasattr(x, "dtype"):
             if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
                 row["key"], x = str(jax.random.key_impl(x)), jax.random.key_data(x)
-            values = np.asarray(x)
-            row |= {"dtype": values.dtype.name, "shape": list(values.shape)}
-            # as bytes, as not all who write arrays know bfloat16
-            extra[str(len(rows))] = np.frombuffer(np.ascontiguousarray(values).tobytes(), np.uint8)
+            row |= {"dtype": np.dtype(x.dtype).name, "shape": list(np.shape(x))}
+            parts = _parts_here(x)
+            if parts is not None:
+                row["parts"] = [box for box, _ in parts]
+                extra |= {f"{len(rows)}.{k}": _bytes(values) for k, (_, values) in enumerate(parts)}
+            else:
+                extra[str(len(rows))] = _bytes(np.asarray(x))
         else:
             what = type(x).__name__
             raise TypeError(f"tree: {keystr(path)} is a {what}; a commit holds arrays, numbers and strings.")
         rows.append(row)
     return {_TREE: np.frombuffer(json.dumps(rows).encode(), np.uint8), **extra}, found
+
+
+def _parts_here(x: Any) -> Parts | None:
+    """What this process has of an array that is divided between processes."""
+    divided = isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated)
+    return parts_of(x) if divided else None
+
+
+def _bytes(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """As bytes, as not all who write arrays know bfloat16."""
+    return np.frombuffer(np.ascontiguousarray(values).tobytes(), np.uint8)
 
 
 def unpacked(extra: Mapping[str, np.ndarray[Any, Any]], target: Any, on_disk: _Found, *, lands: bool = False) -> Any:
@@ -85,17 +100,34 @@ def unpacked(extra: Mapping[str, np.ndarray[Any, Any]], target: Any, on_disk: _F
 def _leaf(number: int, row: Mapping[str, Any], path: str, like: Any, extra: Mapping[str, Any], on_disk: _Found) -> Any:
     if "value" in row:
         return row["value"]
+    place = _place_of(like)
     if "on disk" in row:
-        x: Any = on_disk(row["on disk"], memory.with_kind(_place_of(like), memory.HOST_KIND))
-    else:
-        x = np.frombuffer(extra[str(number)].tobytes(), jnp.dtype(row["dtype"])).reshape(row["shape"])
-        x = x if "key" not in row else jax.random.wrap_key_data(jnp.asarray(x), impl=row["key"])
-    _check(path, like, x)
-    if is_on_disk(x):
-        return x
-    if isinstance(like, np.ndarray):
-        return x.copy()
-    return jax.device_put(x, _place_of(like))
+        x: Any = on_disk(row["on disk"], memory.with_kind(place, memory.HOST_KIND))
+        _check(path, like, x)
+        return x if is_on_disk(x) else jax.device_put(x, place)
+    shape, dtype = tuple(row["shape"]), jnp.dtype(row["dtype"])
+    if "key" not in row:
+        _check(path, like, jax.ShapeDtypeStruct(shape, dtype))
+    parts = _parts_of(row, str(number), extra, dtype)
+    boxes = [box for box, _ in parts]
+    check_covered(path, boxes_of(place, shape), boxes)
+    x = all_of(parts) if place.is_fully_addressable else assembled(parts, place, shape)
+    if "key" in row:
+        x = jax.random.wrap_key_data(jnp.asarray(x), impl=row["key"])
+        _check(path, like, x)
+    return x.copy() if isinstance(like, np.ndarray) else jax.device_put(x, place)
+
+
+def _parts_of(row: Mapping[str, Any], name: str, extra: Mapping[str, Any], dtype: Any) -> Parts:
+    """What a commit has of an array: the whole, or what this process had."""
+    if "parts" not in row:
+        return [(box_whole(row["shape"]), _array(extra[name], dtype, row["shape"]))]
+    boxes = [tuple((begin, end) for begin, end in box) for box in row["parts"]]
+    return [(box, _array(extra[f"{name}.{k}"], dtype, shape_of(box))) for k, box in enumerate(boxes)]
+
+
+def _array(values: np.ndarray[Any, Any], dtype: Any, shape: Sequence[int]) -> np.ndarray[Any, Any]:
+    return np.frombuffer(values.tobytes(), dtype).reshape(shape)
 
 
 def _place_of(like: Any) -> Sharding:

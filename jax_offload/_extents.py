@@ -1,4 +1,4 @@
-"""How a leaf in files is divided: into boxes, one for each part that some device has of it.
+"""How a leaf in files is divided: into boxes, one for each part that some device of this process has of it.
 
 The division is that of the sharding with which the files were made, and stays. Other shardings, after a ``resume``
 say, read and write the same boxes, and put their parts together of them.
@@ -6,7 +6,8 @@ say, read and write the same boxes, and put their parts together of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,15 +26,52 @@ def box_of(index: Iterable[slice], shape: Sequence[int]) -> Box:
     return tuple(each.indices(n)[:2] for each, n in zip(index, shape, strict=True))
 
 
+def box_whole(shape: Sequence[int]) -> Box:
+    """That of a leaf as a whole."""
+    return tuple((0, n) for n in shape)
+
+
 def boxes_of(sharding: Sharding, shape: Sequence[int]) -> list[Box]:
-    """Those of a leaf, each once: what is replicated has one copy in the files."""
-    return sorted({box_of(index, shape) for index in sharding.devices_indices_map(tuple(shape)).values()})
+    """Those of a leaf in this process, each once: what is replicated has one copy in the files."""
+    return sorted({box_of(index or (), shape) for index in _here(sharding, shape).values()})
+
+
+def _here(sharding: Sharding, shape: Sequence[int]) -> Mapping[Any, Any]:
+    return sharding.addressable_devices_indices_map(tuple(shape))
 
 
 def entries_of(name: str, x: Any, sharding: Sharding) -> list[Entry]:
-    """What is in the files of a leaf: a part for each box."""
+    """What is in this process's files of a leaf: a part for each box."""
     dtype, boxes = np.dtype(x.dtype).name, boxes_of(sharding, x.shape)
-    return [Entry(name, shape_of(box), dtype, tuple(begin for begin, _ in box)) for box in boxes]
+    shape = () if sharding.is_fully_addressable else tuple(x.shape)
+    return [Entry(name, shape_of(box), dtype, tuple(begin for begin, _ in box), shape) for box in boxes]
+
+
+def shape_in(entries: Sequence[Entry]) -> tuple[int, ...]:
+    """The shape of the leaf that these are of."""
+    return entries[0].whole or shape_of(whole(map(box_in, entries)))
+
+
+def covered(box: Box, by: Iterable[Box]) -> bool:
+    """Whether these boxes, no two of which overlap, are together at least ``box``."""
+    overlaps = ([min(b, d) - max(a, c) for (a, b), (c, d) in zip(each, box, strict=True)] for each in by)
+    return sum(math.prod(overlap) for overlap in overlaps if all(n > 0 for n in overlap)) == math.prod(shape_of(box))
+
+
+def check_covered(what: str, wanted: Iterable[Box], have: Sequence[Box]) -> None:
+    """Raises ``ValueError`` where this process needs a part of a leaf that it has not."""
+    for box in wanted:
+        if not covered(box, have):
+            raise ValueError(
+                f"target: {what} is divided otherwise between processes than in the commit; here {_said(box)} of it is "
+                f"needed, and {' and '.join(map(_said, have)) or 'nothing'} there. Fix: the mesh and the shardings of "
+                "the run that was committed. Into others through a checkpoint: jo.save_args(tree) in that run, "
+                "jo.restore(manager, target) in this."
+            )
+
+
+def _said(box: Box) -> str:
+    return f"[{', '.join(f'{a}:{b}' for a, b in box)}]"
 
 
 def box_in(entry: Entry) -> Box:
@@ -41,10 +79,11 @@ def box_in(entry: Entry) -> Box:
 
 
 def parts_of(x: jax.Array | np.ndarray[Any, Any]) -> Parts:
-    """What the devices have of an array, each part once; one that was read of another disk is one part."""
+    """What the devices of this process have of an array, each part once; one read of another disk is one part."""
     if isinstance(x, np.ndarray):
-        return [(tuple((0, n) for n in x.shape), x)]
-    return [(box_of(s.index, x.shape), np.asarray(s.data)) for s in x.addressable_shards if s.replica_id == 0]
+        return [(box_whole(x.shape), x)]
+    found = {box_of(s.index, x.shape): s.data for s in reversed(x.addressable_shards)}
+    return [(box, np.asarray(data)) for box, data in found.items()]
 
 
 def whole(boxes: Iterable[Box]) -> Box:
@@ -78,13 +117,13 @@ def all_of(parts: Parts) -> np.ndarray[Any, Any]:
     return gathered(parts, whole(box for box, _ in parts))
 
 
-def assembled(parts: Parts, sharding: Sharding) -> jax.Array:
-    """A leaf of what was read of it, on its devices.
+def assembled(parts: Parts, sharding: Sharding, shape: tuple[int, ...] | None = None) -> jax.Array:
+    """A leaf of what was read of it, on its devices. ``shape``: the leaf's, where parts of it are in other processes.
 
     On a CPU its parts are the buffers that they were read into, which the pool has again when the array is gone.
     """
-    shape = shape_of(whole(box for box, _ in parts))
-    boxes = {d: box_of(index or (), shape) for d, index in sharding.addressable_devices_indices_map(shape).items()}
+    shape = shape_of(whole(box for box, _ in parts)) if shape is None else shape
+    boxes = {d: box_of(index or (), shape) for d, index in _here(sharding, shape).items()}
     found = {box: gathered(parts, box) for box in dict.fromkeys(boxes.values())}
     alone = {d: with_kind(SingleDeviceSharding(d), str(sharding.memory_kind)) for d in boxes}
     shards = [jax.device_put(found[box], alone[d], may_alias=True) for d, box in boxes.items()]

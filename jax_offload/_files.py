@@ -22,15 +22,26 @@ from jax.sharding import Sharding
 
 from jax_offload._base.arrays import is_integer
 from jax_offload._base.on_disk import TOKEN, Ends, OnDisk, Place, Range
-from jax_offload._committed import packed, unpacked
+from jax_offload._base.processes import everywhere, several, told
+from jax_offload._committed import Extra, packed, unpacked
 from jax_offload._disk.buffers import aligned
 from jax_offload._disk.files import Files
 from jax_offload._disk.store import Store
-from jax_offload._extents import Parts, all_of, assembled, gathered, parts_of
+from jax_offload._extents import (
+    Parts,
+    all_of,
+    assembled,
+    box_whole,
+    boxes_of,
+    check_covered,
+    covered,
+    gathered,
+    parts_of,
+)
 from jax_offload._ranges import InFiles, Room, groups_of, leaves_in, read
+from jax_offload._together import check_shared, committed, created, last_of_all, opened
 
 _UNDER_WAY, _UNDER_WAY_BYTES = 4, 2**28  # leaves that are being written while files are filled
-_ABOUT = {"by": "jax_offload", "version": 1}
 
 
 class Disk:
@@ -57,7 +68,7 @@ class Disk:
         self.files = files
         self._store: Store | None = None
         self._leaves: dict[str, InFiles] = {}
-        self._version = secrets.randbits(31)
+        self._version, self._run = 0, ""
         self._committed: int | None = None  # the version of the last commit
         self._reads, self._writes = _threads()
         self._writing: dict[int, Future[None]] = {}  # by the group
@@ -73,13 +84,16 @@ class Disk:
 
     @property
     def last_commit(self) -> int | None:
-        """The step of the last commit in these directories; ``None`` where there is none."""
-        _check_processes()
+        """The step of the last commit in these directories; ``None`` where there is none. Of several processes all
+        must ask."""
         if self._store is not None:
             return self._store.step
-        if not Store.exists(self.directories, files=self.files):
+        if several():
+            last = last_of_all(self.directories, self.files)
+            return None if last is None else last[1]
+        if (store := opened(self.directories, self.files)) is None:
             return None
-        with Store.open(self.directories, about=_ABOUT, files=self.files) as store:
+        with store:
             return store.step
 
     def commit(self, step: int, tree: Any) -> None:
@@ -88,6 +102,8 @@ class Disk:
         Waits until all is written. A commit that does not end, for whatever reason, changes nothing: the one before is
         there, whole.
 
+        Of several processes all must call it. Each writes what its devices have; it is a commit of all, or of none.
+
         Args:
           step: its number.
           tree: with the whole state in it, and with the parameters of the same step, without which a state resumes
@@ -95,11 +111,15 @@ class Disk:
 
         Raises:
           TypeError: a leaf of the tree is no array, number or string.
-          ValueError: the state is not the one that is on disk, or not the whole of it.
+          ValueError: the state is not the one that is on disk, or not the whole of it; or another process failed.
         """
         if not is_integer(step) or step < 0:
             raise ValueError(f"step: expected an int >= 0; got {step!r}. The order is disk.commit(step, tree).")
-        store = self.opened
+        committed(self.opened, int(step), lambda: self._beside(tree), self._run)
+        self._committed = self._version
+
+    def _beside(self, tree: Any) -> Extra:
+        """What a commit of the tree has beside its groups, when these are written."""
         extra, found = packed(tree)
         for leaf in found.values():
             if leaf.place.home is not self:
@@ -109,47 +129,48 @@ class Disk:
             raise ValueError(f"tree: has not the whole state; {min(lost)} is on disk and not in it.")
         self.wait()
         self._committed = None  # a leaf that is being read as of the last commit is then of neither
-        store.commit(int(step), extra).result()
-        self._committed = self._version
+        return extra
 
     def resume(self, target: Any) -> tuple[Any, int]:
         """The tree of the last commit, and its step. What was written since is forgotten.
 
         Args:
           target: a tree like the one that was committed, abstract or not, which says where arrays go:
-            ``{"params": shapes, "opt_state": jo.abstract_state(tx, shapes)}``. What is on disk stays there.
+            ``{"params": shapes, "opt_state": jo.abstract_state(tx, shapes)}``. What is on disk stays there. Of several
+            processes, all of which must call it, each gets what its devices had.
 
         Raises:
           ValueError: there is no commit, it is damaged, or the target is another run's.
         """
-        _check_processes()
         self._let_go()
-        self._check_committed()
-        store = Store.open(self.directories, about=_ABOUT, files=self.files)
-        self._began(store)
+        self._began(store := self._at_last())
         return unpacked(store.extra(), target, self.handle), cast(int, store.step)
 
     def restored(self, target: Any, step: int | None) -> Any:
         """The tree of the last commit where ``target`` says, in any memory or on another disk: ``jo.restore``."""
         with contextlib.ExitStack() as stack:
             if (store := self._store) is None:
-                self._check_committed()
-                store = stack.enter_context(Store.open(self.directories, about=_ABOUT, files=self.files))
+                store = stack.enter_context(self._at_last())
             if store.step is None or (step is not None and step != store.step):
                 raise ValueError(f"step: the one commit of {self!r} is of step {store.step}; got step={step!r}.")
             leaves = leaves_in(store)
 
-            def found(name: str, _: Sharding) -> np.ndarray[Any, Any]:
-                return all_of(read(store, leaves[name].within(), leaves[name].dtype, aligned, True))
+            def found(name: str, sharding: Sharding) -> Any:
+                leaf = leaves[name]
+                check_covered(name, boxes_of(sharding, leaf.shape), leaf.all_boxes)
+                parts = read(store, leaf.within(), leaf.dtype, aligned, True)
+                return all_of(parts) if sharding.is_fully_addressable else assembled(parts, sharding, leaf.shape)
 
             return unpacked(store.extra(), target, found, lands=True)
 
-    def _check_committed(self) -> None:
-        if not Store.exists(self.directories, files=self.files):
+    def _at_last(self) -> Store:
+        """The store, opened at the last commit."""
+        if (store := opened(self.directories, self.files)) is None:
             raise ValueError(
                 f"disk: there is no commit in {', '.join(map(str, self.directories))}. Fix: the directories of the run "
                 "that is to go on, in their order; or tx.init(params) for a new one."
             )
+        return store
 
     def _let_go(self) -> None:
         """Closes the files, whatever is under way: what was written since the last commit is void."""
@@ -164,19 +185,14 @@ class Disk:
 
     def create(self, leaves: Sequence[Place]) -> None:
         """New files for these leaves, divided as they are between devices."""
-        _check_processes()
         if self._store is not None:
             raise ValueError(
                 f"disk: {self!r} holds a state already. Fix: one jo.disk(...) for each offload and each run; "
                 "disk.resume(target) goes on with the state of the last commit."
             )
+        check_shared(leaves)
         groups = [group for leaf in leaves for group in groups_of(leaf)]
-        if Store.exists(self.directories, files=self.files):
-            raise ValueError(
-                f"disk: {self.directories[0]} holds the state of another run, or of an earlier one, as of its last "
-                "commit. Fix: disk.resume(target) goes on with it; for a new run give directories of its own."
-            )
-        self._began(Store.create(self.directories, groups, about=_ABOUT, files=self.files))
+        self._began(created(self.directories, groups, self.files))
 
     def fill(self, leaves: Sequence[Place], values: Iterable[Any]) -> list[OnDisk]:
         """New files with these leaves, of values that come one after the other: few of them are in memory at a time.
@@ -184,24 +200,27 @@ class Disk:
         Nothing is left of it where one does not come.
         """
         self.create(leaves)
-        writing: deque[tuple[int, Future[None]]] = deque()
         try:
-            for each, x in zip(leaves, values, strict=True):
-                writing.append((x.nbytes, self.put(each.name, x)))
-                del x
-                while len(writing) >= _UNDER_WAY or sum(nbytes for nbytes, _ in writing) > _UNDER_WAY_BYTES:
-                    writing.popleft()[1].result()
-            self.wait()
+            everywhere(lambda: self._fill(leaves, values), "disk: making the files of a state")
         except BaseException:
             self._let_go()
             raise
         self.advance()
         return [self.handle(each.name, each.on_its_way) for each in leaves]
 
+    def _fill(self, leaves: Sequence[Place], values: Iterable[Any]) -> None:
+        writing: deque[tuple[int, Future[None]]] = deque()
+        for each, x in zip(leaves, values, strict=True):
+            writing.append((x.nbytes, self.put(each.name, x)))
+            del x
+            while len(writing) >= _UNDER_WAY or sum(nbytes for nbytes, _ in writing) > _UNDER_WAY_BYTES:
+                writing.popleft()[1].result()
+        self.wait()
+
     def _began(self, store: Store) -> None:
         self._store = store
         self._leaves = leaves_in(store)
-        self._version = secrets.randbits(31)  # no state of before
+        self._version, self._run = told([secrets.randbits(31), secrets.token_hex(8)])[0]  # no state of before
         self._committed = None if store.step is None else self._version
         self._writing, self._updating, self._failed = {}, False, ""
 
@@ -217,6 +236,9 @@ class Disk:
     def handle(self, name: str, sharding: Sharding) -> OnDisk:
         """What stands for a leaf in a state of this version, which is to be so in host memory on its way."""
         leaf = self._leaf(name)
+        own = boxes_of(sharding, leaf.shape)
+        check_covered(name, own, leaf.all_boxes)  # so that it is read,
+        check_covered(name, leaf.all_boxes, own)  # and written, in this process
         return OnDisk(self._token(), Place(self, name, leaf.shape, leaf.dtype, sharding))
 
     def _leaf(self, name: str) -> InFiles:
@@ -256,7 +278,8 @@ class Disk:
         return self._reads.submit(self._read, name, sharding, rows)
 
     def _read(self, name: str, sharding: Sharding, rows: Range | None) -> jax.Array:
-        return jax.block_until_ready(assembled(self._parts(name, self.opened.buffers.take, rows=rows), sharding))
+        parts = self._parts(name, self.opened.buffers.take, rows=rows)
+        return jax.block_until_ready(assembled(parts, sharding, self._leaf(name).shape_of(rows)))
 
     def _parts(self, name: str, room: Room, of_commit: bool = False, rows: Range | None = None) -> Parts:
         leaf = self._leaf(name)
@@ -294,10 +317,24 @@ class Disk:
         """A leaf's values, which are read now; raises for a token of another version."""
         if isinstance(token, Tracer):
             raise TypeError("disk: a leaf on disk cannot be read in a trace.")
+        parts = self._as_of(name, token)
+        all_of_it = box_whole(self._leaf(name).shape)
+        if not covered(all_of_it, [box for box, _ in parts]):
+            raise ValueError(
+                f"disk: {name} is divided between processes, and this one has a part of it. Fix: jo.to_device(leaf), "
+                "in all processes, gives the leaf divided."
+            )
+        return gathered(parts, all_of_it)
+
+    def divided(self, name: str, token: Any, sharding: Sharding) -> jax.Array:
+        """The same, divided between processes; all must ask."""
+        return assembled(self._as_of(name, token), sharding, self._leaf(name).shape)
+
+    def _as_of(self, name: str, token: Any) -> Parts:
         of_commit = int(np.asarray(token)) == self._committed
         if not of_commit:
             self.check(token)
-        found = all_of(self._parts(name, aligned, of_commit))  # whoever asks may keep it
+        found = self._parts(name, aligned, of_commit)  # whoever asks may keep it
         if not of_commit or int(np.asarray(token)) != self._committed:  # else an update or a commit began meanwhile
             self.check(token)
         return found
@@ -324,11 +361,3 @@ def _threads() -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
     no faster.
     """
     return ThreadPoolExecutor(2, "jax_offload reads"), ThreadPoolExecutor(4, "jax_offload writes")
-
-
-def _check_processes() -> None:
-    if (processes := jax.process_count()) > 1:
-        raise ValueError(
-            f"disk: a state on disk is that of one process yet, and jax runs in {processes}. Fix: host memory, divided "
-            "by shard_over= (docs/sharding.md)."
-        )

@@ -17,7 +17,7 @@ from jax_offload._base.on_disk import Ends, Place, Range
 from jax_offload._base.shardings import shards_of
 from jax_offload._disk.layout import Entry, dtype_of
 from jax_offload._disk.store import Store
-from jax_offload._extents import Box, Parts, box_in, entries_of, shape_of, whole
+from jax_offload._extents import Box, Parts, box_in, entries_of, shape_in, shape_of
 
 Room = Callable[[int], np.ndarray[Any, Any]]  # of so many bytes
 
@@ -28,17 +28,24 @@ class InFiles:
 
     Attributes:
       groups: of the store, in the order of rows.
-      boxes: of each group those of its entries.
+      boxes: of each group those of its entries: of this process's devices.
       dtype: of the leaf.
+      shape: of the leaf, over all processes.
     """
 
     groups: tuple[int, ...]
     boxes: tuple[tuple[Box, ...], ...]
     dtype: np.dtype[Any]
+    shape: tuple[int, ...]
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return shape_of(whole(box for boxes in self.boxes for box in boxes))
+    def all_boxes(self) -> list[Box]:
+        return [box for boxes in self.boxes for box in boxes]
+
+    def shape_of(self, rows: Range | None = None) -> tuple[int, ...]:
+        """Of an array with some ranges of every device's part."""
+        first, *rest = self.shape
+        return self.shape if rows is None else (first // self.ends[-1] * (rows[1] - rows[0]), *rest)
 
     @property
     def ends(self) -> Ends:
@@ -68,7 +75,8 @@ def leaves_in(store: Store) -> dict[str, InFiles]:
         boxes = [tuple(map(box_in, store.groups[k])) for k in own]
         in_order = sorted(range(len(own)), key=lambda i: min(boxes[i]))
         dtype = dtype_of(store.groups[own[0]][0].dtype)
-        found[name] = InFiles(tuple(own[i] for i in in_order), tuple(boxes[i] for i in in_order), dtype)
+        shape = shape_in([entry for k in own for entry in store.groups[k]])
+        found[name] = InFiles(tuple(own[i] for i in in_order), tuple(boxes[i] for i in in_order), dtype, shape)
     return found
 
 

@@ -24,7 +24,7 @@ from jax_offload._base.arrays import is_like
 from jax_offload._base.donation import guarded
 from jax_offload._base.jaxprs import Literal, jaxpr_of
 from jax_offload._base.marks import marks_in
-from jax_offload._base.on_disk import brought, is_on_disk, place_of, typed
+from jax_offload._base.on_disk import brought, is_on_disk, place_of, read_to, typed
 from jax_offload._base.paths import owners
 from jax_offload._base.shardings import is_explicit, sharding_of, shards_of, typed_sharding, without_axes
 from jax_offload._factored import axes_in_parameter
@@ -169,7 +169,7 @@ def to_device(state: Any) -> Any:
     def read(x: Any) -> Any:
         if not is_on_disk(x):
             return x
-        return jax.device_put(np.asarray(x), memory.with_kind(x.sharding, memory.DEVICE_KIND))
+        return read_to(x, memory.with_kind(x.sharding, memory.DEVICE_KIND))
 
     in_memory = jax.tree.map(read, state, is_leaf=is_on_disk)
     return guarded(jax.tree.map(lambda x: memory.to_device(x) if isinstance(x, jax.Array) else x, in_memory), state)

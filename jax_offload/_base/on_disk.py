@@ -38,6 +38,10 @@ class Home(Protocol):
         """A leaf's values, which are read now; raises for a token of another version."""
         ...
 
+    def divided(self, name: str, token: Any, sharding: Sharding) -> jax.Array:
+        """A leaf's values in host memory, divided between processes."""
+        ...
+
     def fill(self, leaves: Sequence[Place], values: Iterable[Any]) -> Sequence[OnDisk]:
         """New files with these leaves, of values that come one after the other; raises where there are some."""
         ...
@@ -142,6 +146,14 @@ def is_on_disk(x: Any) -> bool:
     return isinstance(x, OnDisk)
 
 
+def read_to(leaf: OnDisk, sharding: Sharding) -> jax.Array:
+    """A leaf's values where the sharding says. What is divided between processes is never whole in one of them."""
+    if leaf.sharding.is_fully_addressable:
+        return jax.device_put(np.asarray(leaf), sharding)
+    here = leaf.place.home.divided(leaf.place.name, leaf.token, leaf.sharding)
+    return jax.device_put(here, sharding)
+
+
 def check_in_memory(state: Any, what: str) -> None:
     """Raises ``ValueError`` where a leaf of the state is on disk, and ``what`` takes leaves in memory."""
     leaves = jax.tree.leaves(state, is_leaf=is_on_disk)
@@ -206,7 +218,9 @@ def _is_there(x: Any, place: Place | None) -> bool:
 
 
 def _brought(x: Any, like: Any) -> Any:
-    x = np.asarray(x) if is_on_disk(x) else x
+    if is_on_disk(x):
+        divided = not x.sharding.is_fully_addressable
+        x = read_to(x, like.sharding if place_of(like) is None else x.sharding) if divided else np.asarray(x)
     return x if place_of(like) is not None else jax.device_put(x, like.sharding)
 
 

@@ -12,7 +12,7 @@ from jax_offload._disk import manifest as _manifest
 from jax_offload._disk.buffers import aligned
 from jax_offload._disk.directories import Directories
 from jax_offload._disk.layout import Entry, arrays_in, laid_out
-from jax_offload._disk.manifest import Manifest, Version
+from jax_offload._disk.manifest import Manifest, Together, Version
 from jax_offload._disk.transfers import Source, Striped, Transfers
 
 _EXTRA = "the arrays beside the groups"
@@ -40,15 +40,19 @@ class Commits:
                 manifest.extra_version.slot, laid_out([manifest.extra], manifest.directories, manifest.block)[1]
             )
 
-    def commit(
+    def prepare(
         self,
         step: int,
         versions: Sequence[Version],
         data: Sequence[Striped],
         extra: tuple[Entry, ...],
         arrays: Sequence[np.ndarray],
-    ) -> None:
-        """Syncs the files of ``versions``, of those of both slots, and swaps the manifest. An error leaves the last."""
+        together: Together | None = None,
+    ) -> Manifest:
+        """Syncs the files of ``versions``, of those of both slots: the commit, which ``swap`` makes the last one.
+
+        With ``together`` it stands beside the last one until then.
+        """
         slot = 1 - self._manifest.extra_version.slot
         (layout,), lengths = laid_out([extra], self._manifest.directories, self._manifest.block)
         files = self._made(slot, lengths)
@@ -62,9 +66,16 @@ class Commits:
             versions=tuple(versions),
             extra=extra,
             extra_version=Version(slot, tuple(checksums)),
+            together=together,
         )
+        if together is not None:
+            _manifest.save_next(self._directories.files, self._directories.paths, manifest)
+        return manifest
+
+    def swap(self, manifest: Manifest) -> None:
+        """Makes it the last one. An error leaves the one before, or this."""
         _manifest.save_both(self._directories.files, self._directories.paths, manifest)
-        self._manifest, self.step = manifest, step
+        self._manifest, self.step = manifest, manifest.step
 
     def extra(self) -> dict[str, np.ndarray]:
         """The arrays beside the groups."""

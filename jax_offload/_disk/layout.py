@@ -16,12 +16,16 @@ BLOCK = 8 * 2**20
 
 @dataclass(frozen=True)
 class Entry:
-    """An array of a group: a leaf of the state, or the part of one that begins at ``begin``."""
+    """An array of a group: a leaf of the state, or the part of one that begins at ``begin``.
+
+    ``whole``: the leaf's shape, where a part of it is in another process.
+    """
 
     path: str
     shape: tuple[int, ...]
     dtype: str
     begin: tuple[int, ...] = ()
+    whole: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:

@@ -2,6 +2,9 @@
 
 There is a second one, on the last disk, swapped after the first. It is not that of an older commit, whose slots have
 been written over: while a commit is made it is that of the one before, both of whose slots are still there.
+
+Where several processes commit together, each with a store of its own, a commit stands in a third file before it is
+swapped in: it counts when all have it there, and those that were not swapped then are when they are opened.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from typing import Any
 from jax_offload._disk.files import Files
 from jax_offload._disk.layout import Entry
 
-NAME, COPY = "manifest.json", "manifest.copy.json"
+NAME, COPY, NEXT = "manifest.json", "manifest.copy.json", "manifest.next.json"
 FORMAT = 1
 _LOST = (
     "The groups' bytes are there, in two slots each, and nothing says any more which of them the last commit is, nor "
@@ -34,6 +37,14 @@ class Version:
     checksums: tuple[int, ...]
 
 
+@dataclass(frozen=True, order=True)
+class Together:
+    """Which commit of several processes it is: its number, and the run that made it, as two may have made that."""
+
+    number: int
+    run: str
+
+
 @dataclass(frozen=True)
 class Manifest:
     """A commit. ``extra`` are arrays that are no group's: parameters, leaves of rank 0."""
@@ -47,6 +58,7 @@ class Manifest:
     versions: tuple[Version, ...]
     extra: tuple[Entry, ...]
     extra_version: Version
+    together: Together | None = None
 
 
 def to_bytes(manifest: Manifest) -> bytes:
@@ -63,6 +75,8 @@ def to_bytes(manifest: Manifest) -> bytes:
         "extra": _entries(manifest.extra),
         "extra_version": _version(manifest.extra_version),
     }
+    if manifest.together is not None:
+        body["together"] = [manifest.together.number, manifest.together.run]
     return json.dumps({"manifest": body, "crc32": _checksum(body)}).encode()
 
 
@@ -95,6 +109,7 @@ def from_bytes(data: bytes, path: Path) -> Manifest:
         versions=tuple(_read_version(version) for version in body["versions"]),
         extra=_read_entries(body["extra"]),
         extra_version=_read_version(body["extra_version"]),
+        together=Together(*body["together"]) if "together" in body else None,
     )
 
 
@@ -115,6 +130,44 @@ def save_both(files: Files, directories: Sequence[Path], manifest: Manifest) -> 
     """Swaps the first, with which the commit is made, then the second."""
     for directory, name in places(directories):
         save(files, directory, name, to_bytes(manifest))
+
+
+def save_next(files: Files, directories: Sequence[Path], manifest: Manifest) -> None:
+    """A commit that counts when all processes have it so."""
+    save(files, Path(directories[0]), NEXT, to_bytes(manifest))
+
+
+def remove_next(files: Files, directories: Sequence[Path]) -> None:
+    """Whatever was to be the next commit."""
+    directory = Path(directories[0])
+    with contextlib.suppress(FileNotFoundError):
+        files.size(directory / NEXT)
+        files.remove(directory / NEXT)
+        files.sync_directory(directory)
+
+
+def all_whole(files: Files, directories: Sequence[Path]) -> list[Manifest]:
+    """The last commit, and what was to be the next, as far as there are such."""
+    found = [load(files, directories)] if exists(files, directories) else []
+    path = Path(directories[0]) / NEXT
+    try:
+        found.append(from_bytes(files.read(path), path))
+    except _Damaged as error:
+        warnings.warn(f"{error}. Check the disk.", stacklevel=2)
+    except FileNotFoundError:
+        pass
+    return found
+
+
+def load_together(files: Files, directories: Sequence[Path], together: Together) -> Manifest:
+    """The commit that processes have agreed on."""
+    for found in all_whole(files, directories):
+        if found.together == together:
+            return found
+    raise ValueError(
+        f"the store in {str(directories[0])!r} has lost its commit number {together.number} since processes agreed on "
+        "it: another run is in its directory. End that, or give this one a directory of its own."
+    )
 
 
 def exists(files: Files, directories: Sequence[Path]) -> bool:
@@ -192,11 +245,17 @@ def _checksum(body: Any) -> int:
 
 
 def _entries(entries: Sequence[Entry]) -> list[Any]:
-    return [[entry.path, list(entry.shape), entry.dtype, list(entry.begin)] for entry in entries]
+    return [
+        [entry.path, list(entry.shape), entry.dtype, list(entry.begin), *([list(entry.whole)] if entry.whole else [])]
+        for entry in entries
+    ]
 
 
 def _read_entries(entries: Sequence[Any]) -> tuple[Entry, ...]:
-    return tuple(Entry(path, tuple(shape), dtype, tuple(begin)) for path, shape, dtype, begin in entries)
+    return tuple(
+        Entry(path, tuple(shape), dtype, tuple(begin), *map(tuple, whole))
+        for path, shape, dtype, begin, *whole in entries
+    )
 
 
 def _version(version: Version) -> list[Any]:

@@ -8,7 +8,7 @@ the store opens at its last commit, whole. It takes twice the disk, however ofte
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from jax_offload._disk.commits import Commits, slot_name
 from jax_offload._disk.directories import Directories
 from jax_offload._disk.files import Files
 from jax_offload._disk.layout import BLOCK, Entry, arrays_in, check, laid_out, named
-from jax_offload._disk.manifest import Manifest, Version
+from jax_offload._disk.manifest import Manifest, Together, Version
 from jax_offload._disk.transfers import Source, Transfers
 from jax_offload._disk.turns import Turns
 from jax_offload._disk.versions import Versions
@@ -45,6 +45,8 @@ class Store:
         before = manifest.versions if committed else [None] * len(self.groups)
         self._versions, self._turns = Versions(before, self._what), Turns()
         self._stopped: BaseException | None = None
+        self._next: Manifest | None = None
+        self.together = manifest.together if committed else None
         self._closed = False
         self._pool = ThreadPoolExecutor(THREADS * manifest.directories, "disk")
         self._committer = ThreadPoolExecutor(1, "commit")
@@ -87,6 +89,7 @@ class Store:
                 raise ValueError(
                     f"{str(directories[0])!r} holds a store. Open it, or remove it, or give a directory of its own."
                 )
+            _manifest.remove_next(files, places.paths)
             entries = tuple(tuple(group) for group in groups)
             none = Version(0, ())
             manifest = Manifest(
@@ -109,9 +112,14 @@ class Store:
 
     @classmethod
     def open(
-        cls, directories: Sequence[Path], *, about: Mapping[str, Any] | None = None, files: Files | None = None
+        cls,
+        directories: Sequence[Path],
+        *,
+        about: Mapping[str, Any] | None = None,
+        files: Files | None = None,
+        together: Together | None = None,
     ) -> Store:
-        """The store at its last commit.
+        """The store at its last commit; at ``together``, one of ``commits``, where processes have agreed on that.
 
         Raises:
             ValueError: there is none, it is about something else, another process has it, or files are missing or
@@ -119,14 +127,21 @@ class Store:
         """
         files = files or Files()
         places = Directories(directories, files)
-        if not cls.exists(directories, files=files):
+        if together is None and not cls.exists(directories, files=files):
             _manifest.load(files, places.paths)  # raises, without making a lock where nothing is
         places.lock()
         try:
-            manifest = _manifest.load(files, places.paths)
+            manifest = (
+                _manifest.load(files, places.paths)
+                if together is None
+                else _manifest.load_together(files, places.paths, together)
+            )
             places.check_identity(manifest.store)
             if about is not None:
                 _manifest.check_about(manifest, about, places.paths[0])
+            if together is not None:
+                _manifest.save_both(files, places.paths, manifest)
+                _manifest.remove_next(files, places.paths)
             _manifest.mend(files, places.paths, manifest)
             return cls(places, manifest, committed=True)
         except BaseException:
@@ -137,6 +152,12 @@ class Store:
     def exists(directories: Sequence[Path], *, files: Files | None = None) -> bool:
         """Whether there is a store with a commit, whole or not."""
         return _manifest.exists(files or Files(), directories)
+
+    @staticmethod
+    def commits(directories: Sequence[Path], *, files: Files | None = None) -> list[tuple[Together, int]]:
+        """The commits made together with other processes that are whole here, with their steps: two at most."""
+        found = _manifest.all_whole(files or Files(), directories)
+        return [(each.together, each.step) for each in found if each.together is not None]
 
     @property
     def step(self) -> int | None:
@@ -197,6 +218,26 @@ class Store:
         arrays = list(extra.values())
         return self._turns.commit(lambda: self._committer.submit(self._commit_now, step, entries, arrays))
 
+    def prepare(self, step: int, extra: Mapping[str, np.ndarray], together: Together) -> Future[None]:
+        """The first half of a commit of several processes: all of it is on disk, beside the one before.
+
+        When all processes have done so it is the commit, whatever happens: ``swap`` it before anything is written.
+        """
+        self._raise_stopped()
+        entries = tuple(Entry(name, array.shape, array.dtype.name) for name, array in extra.items())
+        arrays = list(extra.values())
+        return self._turns.commit(
+            lambda: self._committer.submit(self._stopping, self._prepare_now, step, entries, arrays, together)
+        )
+
+    def swap(self) -> Future[None]:
+        """The second half: what was prepared is the last commit."""
+        return self._turns.commit(lambda: self._committer.submit(self._stopping, self._swap_now))
+
+    def stop(self, error: BaseException) -> None:
+        """Nothing is written any more, as another process's half of a commit has failed."""
+        self._stopped = self._stopped or error
+
     def extra(self) -> dict[str, np.ndarray]:
         """The arrays beside the groups, of the last commit."""
         return self._committer.submit(self._commits.extra).result()
@@ -238,11 +279,26 @@ class Store:
             ) from self._stopped
 
     def _commit_now(self, step: int, entries: tuple[Entry, ...], arrays: Sequence[np.ndarray]) -> None:
+        self._stopping(self._prepare_now, step, entries, arrays, None)
+        self._stopping(self._swap_now)
+
+    def _prepare_now(
+        self, step: int, entries: tuple[Entry, ...], arrays: Sequence[np.ndarray], together: Together | None
+    ) -> None:
+        versions = self._versions.all_newest()
+        self._next = self._commits.prepare(step, versions, self._data, entries, arrays, together)
+
+    def _swap_now(self) -> None:
+        assert self._next is not None
+        manifest, self._next = self._next, None
+        self._commits.swap(manifest)
+        self._versions.commit(manifest.versions)
+        self.together = manifest.together
+
+    def _stopping(self, do: Callable[..., None], *args: Any) -> None:
         try:
             self._raise_stopped()
-            versions = self._versions.all_newest()
-            self._commits.commit(step, versions, self._data, entries, arrays)
-            self._versions.commit(versions)
+            do(*args)
         except BaseException as error:
             # The files are not known any more: a manifest may have been swapped that is not known to be on disk. So
             # nothing may be written, to either slot.

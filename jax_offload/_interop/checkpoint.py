@@ -35,7 +35,8 @@ def save_args(tree: Any, *, copy: bool = True) -> Any:
 
     Leaves on disk are read one after the other when orbax writes them, and once before for their checksums. Save what
     ``disk.commit`` has just saved, and training may go on until the next commit; else call
-    ``manager.wait_until_finished()`` before the next step, or the save fails.
+    ``manager.wait_until_finished()`` before the next step, or the save fails. What is divided between processes is read
+    now, each process's part of all of it into its host memory, until the save has finished.
 
     Args:
       tree: arrays and numbers, such as ``{"params": params, "opt_state": state}``.
@@ -58,9 +59,9 @@ def save_args(tree: Any, *, copy: bool = True) -> Any:
       True
     """
     ocp = _orbax()
-    tree = read_late(ocp, tree)
     if copy:
         tree = _with_host_copies(tree)
+    tree = read_late(ocp, tree)
     names, leaves = named(tree)
     sums = dict(zip(names, sums_of(leaves), strict=True))
     return ocp.args.StandardSave(tree, custom_metadata={_NAME: {"by": _MARK, "crc32": sums}})

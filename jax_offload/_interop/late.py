@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_offload._base.on_disk import OnDisk, is_on_disk
+from jax_offload._base.on_disk import OnDisk, is_on_disk, read_to
 from jax_offload._interop.checksums import checksums
 
 _Read = Callable[[], np.ndarray[Any, Any]]
@@ -50,9 +50,16 @@ def late(shape: tuple[int, ...], dtype: Any, read: _Read) -> Late:
 def read_late(ocp: Any, tree: Any) -> Any:
     """A tree whose leaves on disk are read when orbax writes them.
 
+    Those that are divided between processes are read now, as orbax asks only one of these for an array of NumPy.
+
     Raises:
       ValueError: this orbax would write something else in their place.
     """
+
+    def divided(x: Any) -> bool:
+        return is_on_disk(x) and not x.sharding.is_fully_addressable
+
+    tree = jax.tree.map(lambda x: read_to(x, x.sharding) if divided(x) else x, tree, is_leaf=is_on_disk)
     if not any(map(is_on_disk, jax.tree.leaves(tree, is_leaf=is_on_disk))):
         return tree
     if not _works(ocp):

@@ -61,6 +61,7 @@ WIDE = {
     "test_disk_sharded.py::test_optimizers": OPTIMIZERS,
     "test_disk_sharded.py::test_stored_in_fewer_bits": "more formats",
     "test_disk_by_rows.py": "more kinds of parts",
+    "test_disk_processes.py::test_as_in_host_memory": PROCESSES,
     "test_donation.py::test_donation_on_several_devices": SHARDINGS,
     "test_examples.py::test_a_resumed_run": "trains a GPT",
     "test_examples.py::test_offloaded_and_resident_losses_agree": "trains a GPT",

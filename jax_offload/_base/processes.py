@@ -1,0 +1,55 @@
+"""What the processes of a run tell each other where they have to agree. All of them ask, in the same order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+_BYTES = 4096  # that each says: one program for all that is told
+_LETTERS = 600  # of an error, six bytes each at most
+T = TypeVar("T")
+
+
+def several() -> bool:
+    return jax.process_count() > 1
+
+
+def told(mine: Any) -> list[Any]:
+    """What each process says, by its number; ``mine`` is what this one does: JSON, of a few KiB."""
+    if not several():
+        return [mine]
+    from jax.experimental import multihost_utils
+
+    said = json.dumps(mine).encode().ljust(_BYTES)
+    if len(said) > _BYTES:
+        raise ValueError(f"{len(said)} bytes are to be told to the other processes, {_BYTES} at most: {said[:200]!r}")
+    rows = np.asarray(multihost_utils.process_allgather(np.frombuffer(said, np.uint8)))
+    return [json.loads(row.tobytes()) for row in rows.reshape(-1, _BYTES)]
+
+
+def everywhere(do: Callable[[], T], doing: str, undo: Callable[[T], Any] = lambda _: None) -> T:
+    """What ``do`` gives, where it does in every process; else an error in each of them.
+
+    Raises:
+      Exception: what ``do`` raises here. ``undo`` is called where it has raised elsewhere, which is a ``ValueError``.
+    """
+    if not several():
+        return do()
+    result, error = None, None
+    try:
+        result = do()
+    except Exception as raised:
+        error = raised
+    said = told(None if error is None else f"{type(error).__name__}: {error}"[:_LETTERS])
+    if error is not None:
+        raise error
+    if failed := [(k, text) for k, text in enumerate(said) if text is not None]:
+        undo(result)  # pyright: ignore[reportArgumentType]
+        raise ValueError(
+            f"{doing} failed in {len(failed)} of {len(said)} processes. Process {failed[0][0]}: {failed[0][1]}"
+        )
+    return result  # pyright: ignore[reportReturnType]

@@ -1,0 +1,326 @@
+"""Trains with a state on disk in one of several processes.
+
+python -m tests.support.disk_of_processes WHAT FOLDER PROCESSES PROCESS PORT
+"""
+
+import errno
+import os
+import signal
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_offload as jo
+from jax_offload._base.on_disk import is_on_disk
+from jax_offload._disk.files import Files
+from jax_offload._drive import stages
+
+WIDTH = 16
+INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+HOW = {  # specs of the parameters on a mesh of data and fsdp, shard_over=, which devices are along data
+    "fsdp": ({"a": P("fsdp"), "b": P(None, "fsdp"), "c": P()}, None),
+    "zero": ({"a": P(), "b": P(), "c": P()}, "data"),
+    "replicated": ({"a": P(), "b": P(), "c": P()}, None),
+    "both": ({"a": P(("data", "fsdp")), "b": P("data", "fsdp"), "c": P("fsdp")}, None),
+}
+
+
+def mesh_of():
+    """Processes have a row of ``fsdp`` each, where there are two."""
+    return jax.make_mesh((2, jax.device_count() // 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+
+
+def placed(x, sharding):
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
+def model(how):
+    mesh, rng = mesh_of(), np.random.default_rng(0)
+    return {
+        name: placed(rng.standard_normal((WIDTH, WIDTH), np.float32) / 4, NamedSharding(mesh, spec))
+        for name, spec in HOW[how][0].items()
+    }
+
+
+def batch(k):
+    x = np.random.default_rng(100 + k).normal(size=(8, WIDTH)).astype(np.float32)
+    return placed(x, NamedSharding(mesh_of(), P(("data", "fsdp"))))
+
+
+def loss(params, x):
+    for w in params.values():
+        x = jnp.tanh(x @ w)
+    return (x**2).mean()
+
+
+def step_of(tx, params):
+    """With the shardings of the results given, as docs/multihost.md does."""
+    mesh = jax.tree.leaves(params)[0].sharding.mesh
+
+    def step(params, state, x):
+        value, grads = jax.value_and_grad(loss)(params, x)
+        return *jo.update_params(tx, grads, state, params), value
+
+    places = jax.tree.map(lambda x: x.sharding, params), jo.state_shardings(tx, params), NamedSharding(mesh, P())
+    return jo.jit(step, donate_argnums=(0, 1), out_shardings=places)
+
+
+def trained(step, params, state, first, last):
+    values = []
+    for k in range(first, last):
+        params, state, value = step(params, state, batch(k))
+        values.append(np.asarray(value))
+    return params, state, values
+
+
+def copied(tree):
+    return jax.tree.map(
+        lambda x: jax.make_array_from_single_device_arrays(
+            x.shape, x.sharding, [jnp.array(s.data, copy=True) for s in x.addressable_shards]
+        ),
+        tree,
+    )
+
+
+def shards(tree):
+    """What this process has of a tree, wherever it is."""
+    tree = jo.to_device(tree)
+    return [np.asarray(s.data) for x in jax.tree.leaves(tree) for s in x.addressable_shards]
+
+
+def values(folder, how):
+    """As in host memory, in one way or all."""
+    for each in HOW if how == "all" else [how]:
+        bits(folder, each)
+        resumed(folder, each, 3000 if each == "zero" else 0)
+
+
+def bits(folder, how):
+    """AdamW of gradients that are given: moments bit for bit as in host memory."""
+    over, runs = HOW[how][1], []
+    for disk in (None, jo.disk(folder / f"bits-{how}")):
+        tx = jo.offload(optax.adamw(1e-2), min_bytes=0, shard_over=over, disk=disk)
+        step = jo.jit(lambda p, s, g, tx=tx: jo.update_params(tx, g, s, p), donate_argnums=(0, 1))
+        params, state = copied(model(how)), tx.init(model(how))
+        for _ in range(3):
+            params, state = step(params, state, model(how))
+        runs.append((shards(params), shards(state)))
+    for a, b in zip(runs[0][1], runs[1][1], strict=True):
+        np.testing.assert_array_equal(a, b)
+    for a, b in zip(runs[0][0], runs[1][0], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+    disk.close()
+
+
+def resumed(folder, how, host_bytes):
+    """Committed, resumed, and on as it would have gone."""
+    over = HOW[how][1]
+    disk = jo.disk(folder / how, folder / f"{how}-2", host_bytes=host_bytes)
+    txs = [jo.offload(INNER, min_bytes=0, shard_over=over, disk=d) for d in (None, disk)]
+    steps = [step_of(tx, model(how)) for tx in txs]
+    (want, host, losses), (got, state, found) = (
+        trained(step, copied(model(how)), tx.init(model(how)), 0, 3) for step, tx in zip(steps, txs, strict=True)
+    )
+    leaves = [x for x in jax.tree.leaves(state, is_leaf=is_on_disk) if is_on_disk(x)]
+    assert len(leaves) == (6 if not host_bytes else 4), leaves
+    foretold = jo.abstract_state(txs[1], model(how))
+    for x, like in zip(jax.tree.leaves(state, is_leaf=is_on_disk), jax.tree.leaves(foretold), strict=True):
+        assert x.sharding.is_equivalent_to(like.sharding, x.ndim), (x, x.sharding, like.sharding)
+    for a, b in zip(shards((got, state)), shards((want, host)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(found, losses, rtol=1e-6)
+    whole = [leaf for leaf in leaves if leaf.sharding.is_fully_replicated]
+    assert [np.asarray(leaf).shape for leaf in whole] == [leaf.shape for leaf in whole]
+    if how == "both":
+        with pytest.raises(
+            ValueError, match=r"divided between processes, and this one has a part .* Fix: jo.to_device"
+        ):
+            np.asarray(state[1][0].mu["a"])
+    key = jax.jit(lambda: jax.random.key(7), out_shardings=NamedSharding(mesh_of(), P()))()
+    tree = {"params": got, "state": state, "key": key, "seen": 24, "local": np.arange(3)}
+    disk.commit(3, tree)
+    assert disk.last_commit == 3
+    before = shards((got, state))
+    on_params, on_state, on = trained(steps[1], copied(got), state, 3, 5)
+    after = shards((on_params, on_state))
+    disk.close()
+
+    again = jo.disk(folder / how, folder / f"{how}-2", host_bytes=host_bytes)
+    assert again.last_commit == 3
+    tx = jo.offload(INNER, min_bytes=0, shard_over=over, disk=again)
+    tree, k = again.resume({**tree, "params": model(how), "state": jo.abstract_state(tx, model(how))})
+    assert k == 3 and tree["seen"] == 24 and tree["local"].tolist() == [0, 1, 2]
+    assert jax.random.key_data(tree["key"]).sharding.is_fully_replicated
+    assert jax.tree.map(lambda x: x.sharding, tree["params"]) == jax.tree.map(lambda x: x.sharding, model(how))
+    for a, b in zip(shards((tree["params"], tree["state"])), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+    tree_there = jo.restore(again, {**tree, "params": model(how), "state": jo.abstract_state(txs[0], model(how))})
+    for a, b in zip(shards((tree_there["params"], tree_there["state"])), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+    params, state, found = trained(step_of(tx, model(how)), tree["params"], tree["state"], 3, 5)
+    assert found == on
+    for a, b in zip(shards((params, state)), after, strict=True):
+        np.testing.assert_array_equal(a, b)
+    again.close()
+    parts = {name: len(list((folder / how / name).iterdir())) for name in ("process-0-of-2", "process-1-of-2")}
+    assert len({*parts.values()}) == 1, parts
+
+
+def everything(tree):
+    """A tree's values, whole, in every process."""
+    on_device = jax.tree.map(lambda x: jo.to_device(x) if is_on_disk(x) else x, tree, is_leaf=is_on_disk)
+    return [np.asarray(multihost_utils.process_allgather(x, tiled=True)) for x in jax.tree.leaves(on_device)]
+
+
+def into_a_checkpoint(folder):
+    """By orbax; and from there onto another disk, divided otherwise, and into host memory."""
+    import orbax.checkpoint as ocp
+
+    disk = jo.disk(folder / "disk")
+    tx = jo.offload(INNER, min_bytes=0, disk=disk)
+    params, state, _ = trained(step_of(tx, model("fsdp")), copied(model("fsdp")), tx.init(model("fsdp")), 0, 2)
+    want = everything({"params": params, "state": state})
+    np.savez(folder / "want.npz", *want) if jax.process_index() == 0 else None
+    with ocp.CheckpointManager(folder / "orbax") as manager:
+        manager.save(2, args=jo.save_args({"params": params, "state": state}))
+        manager.wait_until_finished()
+        from_a_checkpoint(folder, "both")
+        other = jo.disk(folder / "other-both")
+        tx = jo.offload(INNER, min_bytes=0, disk=other)
+        with pytest.raises(ValueError, match=r"divided otherwise between processes .* Fix: the mesh .*jo\.save_args"):
+            other.resume({"params": model("fsdp"), "state": jo.abstract_state(tx, model("fsdp"))})
+        other.close()
+        in_memory = jo.offload(INNER, min_bytes=0)
+        found = jo.restore(manager, {"params": model("both"), "state": jo.abstract_state(in_memory, model("both"))})
+    for a, b in zip(everything(found), want, strict=True):
+        np.testing.assert_array_equal(a, b)
+    moved = jo.to_host(in_memory, state, params)
+    for a, b in zip(everything({"params": params, "state": moved}), want, strict=True):
+        np.testing.assert_array_equal(a, b)
+    disk.close()
+
+
+def from_a_checkpoint(folder, how="zero"):
+    """Onto a disk, by as many processes as there are."""
+    import orbax.checkpoint as ocp
+
+    disk = jo.disk(folder / f"other-{how}")
+    tx = jo.offload(INNER, min_bytes=0, shard_over=HOW[how][1], disk=disk)
+    with ocp.CheckpointManager(folder / "orbax") as manager:
+        found = jo.restore(manager, {"params": model(how), "state": jo.abstract_state(tx, model(how))})
+    assert any(map(is_on_disk, jax.tree.leaves(found, is_leaf=is_on_disk)))
+    with np.load(folder / "want.npz") as want:
+        for a, b in zip(everything(found), want.values(), strict=True):
+            np.testing.assert_array_equal(a, b)
+    params, state, _ = trained(step_of(tx, model(how)), found["params"], found["state"], 2, 3)
+    disk.commit(3, {"params": params, "state": state})
+    disk.close()
+
+
+def of_another_number(folder):
+    """Of processes, than made the files."""
+    with pytest.raises(
+        ValueError, match=r"disk: .* has the commit of 2 processes, .* now there are 1\. Fix: .*save_args"
+    ):
+        print(jo.disk(folder / "other-both").last_commit)
+
+
+def around(folder):
+    """A skipped step, MultiSteps around, masters of bfloat16 parameters: as in host memory."""
+    masters = lambda disk: jo.offload(jo.with_master_params(optax.adamw(1e-2)), min_bytes=0, disk=disk)  # noqa: E731
+    multi = lambda disk: optax.MultiSteps(jo.offload(INNER, min_bytes=0, disk=disk), 2).gradient_transformation()  # noqa: E731
+    plain = lambda disk: jo.offload(INNER, min_bytes=0, disk=disk)  # noqa: E731
+    for name, make, dtype in (
+        ("plain", plain, "float32"),
+        ("masters", masters, "bfloat16"),
+        ("multi", multi, "float32"),
+    ):
+        runs = []
+        for disk in (None, jo.disk(folder / name)):
+            tx = make(disk)
+
+            def step(params, state, x, skip, tx=tx, name=name):
+                value, grads = jax.value_and_grad(loss)(params, x)
+                how = {} if name == "multi" else {"skip": skip}
+                return *jo.update_params(tx, grads, state, params, **how), value
+
+            params = jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), model("both"))
+            state, step = tx.init(params), jo.jit(step, donate_argnums=(0, 1))
+            for k in range(4):
+                params, state, _ = step(params, state, batch(k), np.bool_(k == 2))
+            runs.append(shards((jax.tree.map(lambda x: x.astype("float32"), params), state)))
+        for a, b in zip(*runs, strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-3 if name != "masters" else 2e-2, atol=1e-6)
+        disk.close()
+
+
+class Mortal(Files):
+    """Ends this process, as ``kill -9`` does, before a small file is put in the place of another for the ``n``-th time.
+
+    ``slowly``: seconds that each takes.
+    """
+
+    def __init__(self, name, n, slowly=0.0):
+        self.name, self.left, self.slowly = name, n, slowly
+
+    def replace(self, source, target):
+        time.sleep(self.slowly)
+        self.left -= target.name == self.name
+        if target.name == self.name and self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().replace(source, target)
+
+
+class Full(Files):
+    """A disk that is full when a group is written for the ``n``-th time."""
+
+    def __init__(self, n):
+        self.left = n
+
+    def pwritev(self, descriptor, buffer, offset):
+        self.left -= len(buffer) >= 512
+        if self.left <= 0 and len(buffer) >= 512:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().pwritev(descriptor, buffer, offset)
+
+
+def train(folder, name="", n="0", process="0"):
+    """Six steps from where the disk is, a commit after each; says them, and at the end what this process has."""
+    disk = jo.disk(folder / "disk")
+    mine = jax.process_index() == int(process)
+    disk.files = Mortal(name, int(n)) if mine else Mortal("", 0, 0.05 if name else 0.0)
+    if name == "full" and mine:
+        disk.files = Full(int(n))
+    tx, params, start = jo.offload(INNER, min_bytes=0, disk=disk), model("fsdp"), 0
+    if disk.last_commit is not None:
+        tree, start = disk.resume({"params": params, "state": jo.abstract_state(tx, params)})
+        params, state = tree["params"], tree["state"]
+    else:
+        state = tx.init(params)
+    print("from", start, flush=True)
+    step = step_of(tx, params)
+    for k in range(start, 6):
+        params, state, _ = trained(step, params, state, k, k + 1)
+        disk.commit(k + 1, {"params": params, "state": state})
+        print("committed", k + 1, flush=True)
+    print("digest", zlib.crc32(b"".join(x.tobytes() for x in shards((params, state)))), flush=True)
+    disk.close()
+
+
+if __name__ == "__main__":
+    what, folder, processes, process, port = sys.argv[1:6]
+    if int(processes) > 1:
+        jax.distributed.initialize(f"localhost:{port}", int(processes), int(process))
+    stages.GROUP_BYTES = 1
+    globals()[what](Path(folder), *sys.argv[6:])
+    print("done", flush=True)
