@@ -104,7 +104,7 @@ def _leaf(number: int, row: Mapping[str, Any], path: str, like: Any, extra: Mapp
     if "on disk" in row:
         x: Any = on_disk(row["on disk"], memory.with_kind(place, memory.HOST_KIND))
         _check(path, like, x)
-        return x if is_on_disk(x) else jax.device_put(x, place)
+        return x if is_on_disk(x) else _landed(x, like, place)
     shape, dtype = tuple(row["shape"]), jnp.dtype(row["dtype"])
     if "key" not in row:
         _check(path, like, jax.ShapeDtypeStruct(shape, dtype))
@@ -115,7 +115,11 @@ def _leaf(number: int, row: Mapping[str, Any], path: str, like: Any, extra: Mapp
     if "key" in row:
         x = jax.random.wrap_key_data(jnp.asarray(x), impl=row["key"])
         _check(path, like, x)
-    return x.copy() if isinstance(like, np.ndarray) else jax.device_put(x, place)
+    return _landed(x, like, place)
+
+
+def _landed(x: Any, like: Any, place: Sharding) -> Any:
+    return np.array(x) if isinstance(like, np.ndarray) else jax.device_put(x, place)
 
 
 def _parts_of(row: Mapping[str, Any], name: str, extra: Mapping[str, Any], dtype: Any) -> Parts:
