@@ -199,4 +199,6 @@ def _how(p: Planned, parts: Parts | None) -> str:
     transfer, n, files = str(p.transfer), len(p.slice.loads), "" if parts is None else str(parts)
     if parts is not None and len(parts.sizes) > 1:
         transfer, files = files, ""
+    elif parts is not None and parts.why and transfer.endswith(parts.why):
+        files = "from disk as a whole too"
     return ", ".join([transfer, *([f"{n} leaves together"] if n > 1 else []), *([files] if files else [])])

@@ -250,9 +250,14 @@ def test_the_table_says_how(disk):
         "whole, 2 leaves together\n",
     ):
         assert words in said.replace("\n    ", " "), said
-    other = jo.offload(OPTIMIZERS["means of columns"][0], min_bytes=256, disk=jo.disk("unused"))
-    said = str(jo.placement(other, network())).replace("\n    ", " ")
-    assert "from disk as a whole: " in said
+    why = "broadcast_in_dim of a reduction over all rows"
+    for window, words in (
+        (None, f"whole, from disk as a whole: {why}"),
+        (2**12, f"whole: {why}, from disk as a whole too"),
+    ):
+        other = jo.offload(OPTIMIZERS["means of columns"][0], min_bytes=256, window=window, disk=jo.disk("unused"))
+        said = str(jo.placement(other, network())).replace("\n    ", " ")
+        assert words in said, said
 
 
 def test_the_step_turned_round(disk):
