@@ -24,8 +24,10 @@ import jax_offload as jo
 from jax_offload._base.on_disk import is_on_disk
 from jax_offload._disk.files import Files
 from jax_offload._drive import stages
+from jax_offload._plan import by_rows
 
 WIDTH = 16
+SHAPES = {"a": (WIDTH, WIDTH), "b": (WIDTH, WIDTH), "c": (4, WIDTH, WIDTH)}  # the last one's rows are parts
 INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 HOW = {  # specs of the parameters on a mesh of data and fsdp, shard_over=, which devices are along data
     "fsdp": ({"a": P("fsdp"), "b": P(None, "fsdp"), "c": P()}, None),
@@ -47,7 +49,7 @@ def placed(x, sharding):
 def model(how):
     mesh, rng = mesh_of(), np.random.default_rng(0)
     return {
-        name: placed(rng.standard_normal((WIDTH, WIDTH), np.float32) / 4, NamedSharding(mesh, spec))
+        name: placed(rng.standard_normal(SHAPES[name], np.float32) / 4, NamedSharding(mesh, spec))
         for name, spec in HOW[how][0].items()
     }
 
@@ -58,7 +60,7 @@ def batch(k):
 
 
 def loss(params, x):
-    for w in params.values():
+    for w in [params["a"], params["b"], *params["c"]]:
         x = jnp.tanh(x @ w)
     return (x**2).mean()
 
@@ -133,6 +135,7 @@ def resumed(folder, how, host_bytes):
     )
     leaves = [x for x in jax.tree.leaves(state, is_leaf=is_on_disk) if is_on_disk(x)]
     assert len(leaves) == (6 if not host_bytes else 4), leaves
+    assert len(disk.ends("[1][0].mu['c']")) == (2 if how == "both" else 4)
     foretold = jo.abstract_state(txs[1], model(how))
     for x, like in zip(jax.tree.leaves(state, is_leaf=is_on_disk), jax.tree.leaves(foretold), strict=True):
         assert x.sharding.is_equivalent_to(like.sharding, x.ndim), (x, x.sharding, like.sharding)
@@ -321,6 +324,6 @@ if __name__ == "__main__":
     what, folder, processes, process, port = sys.argv[1:6]
     if int(processes) > 1:
         jax.distributed.initialize(f"localhost:{port}", int(processes), int(process))
-    stages.GROUP_BYTES = 1
+    stages.GROUP_BYTES = by_rows.PART_BYTES = 1
     globals()[what](Path(folder), *sys.argv[6:])
     print("done", flush=True)
