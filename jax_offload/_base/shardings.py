@@ -57,6 +57,12 @@ def typed_sharding(aval: Any) -> NamedSharding | None:
     return None if sharding is None or sharding.mesh.empty or not sharding.mesh.explicit_axes else sharding
 
 
+def types_alike(a: Any, b: Any) -> bool:
+    """Whether two types tell the same sharding, or none of them tells one."""
+    one, other = typed_sharding(a), typed_sharding(b)
+    return one is other if one is None or other is None else same_sharding(one, other)
+
+
 def devices_of(x: Any) -> int:
     """Between how many devices an array or a tracer might be divided: a tracer tells its mesh, though with Auto axes
     not how it is divided. 1 where nothing tells; manual axes, of ``shard_map``, divide nothing more."""

@@ -8,11 +8,13 @@ never exists. Or where the new row is first read (``ahead``).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence, Set
 
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Equation, Literal, Scan, variables
 from jax_offload._base.memory import is_host_aval
+from jax_offload._base.shardings import types_alike
 from jax_offload._ir.core import core
 from jax_offload._ir.primitives import ELEMENTWISE
 from jax_offload._ir.program import Program, Var
@@ -180,8 +182,10 @@ def _buffers(
         if old is not None and (old in taken or not _same_type(old, v)):
             old = None
         if old is None and isinstance(d, Rows) and v in results and not is_host_aval(v.aval):
-            # new parameters that are made of an update after it: in place of the operand that is like them
-            old = next((x for x in free if x not in taken and dims[x] == d and _same_type(x, v)), None)
+            # new parameters that are made of an update after it: in place of the operand that is like them, and of a
+            # gradient that is divided further (ZeRO-1) rather the parameter
+            alike = [x for x in free if x not in taken and dims[x] == d and _same_type(x, v)]
+            old = min(alike, key=lambda x: math.prod(s.shards.get(x, ())), default=None)
         if old is None and is_host_aval(v.aval):
             raise Stays("it moves to the host in this step, or its next value is of another type")
         found.append(old)
@@ -190,4 +194,6 @@ def _buffers(
 
 
 def _same_type(a: Var, b: Var) -> bool:
-    return (a.aval.shape, a.aval.dtype, is_host_aval(a.aval)) == (b.aval.shape, b.aval.dtype, is_host_aval(b.aval))
+    """Also divided alike, where types tell: rows of the one are else not written into the other."""
+    one, other = ((v.aval.shape, v.aval.dtype, is_host_aval(v.aval)) for v in (a, b))
+    return one == other and types_alike(a.aval, b.aval)
