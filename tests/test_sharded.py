@@ -311,7 +311,23 @@ def test_what_stays_on_the_device_is_divided_too(fraction):
     assert kinds == ({DEVICE} if fraction == 0 else {DEVICE, HOST})
 
 
-@pytest.mark.parametrize(("axes", "skip"), [(AxisType.Auto, False), (AxisType.Explicit, True)])
+@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
+def test_random_numbers_of_leaves_that_go_in_chunks(axes):
+    """jax makes them on a mesh with Auto axes, whatever the axes are: so no rows of them are read beside the others."""
+    mesh = mesh_of(axes, (8,), ("data",))
+    inner = optax.chain(optax.add_noise(1e-3, 0.5, 0), optax.adamw(1e-2))
+    tx = jo.offload(inner, min_bytes=0, window=2**12)
+    place = NamedSharding(mesh, P(None, "data"))
+    with jax.set_mesh(mesh):
+        params = {"w": jax.device_put(jnp.ones((4, 32, 64)), place)}
+        grads = jax.tree.map(jnp.sin, params)
+        (got, state), want = (jax.jit(step_of(x, "update"))(params, x.init(params), grads) for x in (tx, inner))
+    assert_close(got, want[0], 1e-6)
+    mu = optax.tree.get(state, "mu")["w"]
+    assert mu.sharding.memory_kind == HOST and mu.sharding.is_equivalent_to(place.with_memory_kind(HOST), 3)
+
+
+@pytest.mark.parametrize(("axes", "skip"), [(AxisType.Auto, False), (AxisType.Auto, True), (AxisType.Explicit, True)])
 def test_what_is_too_small_to_be_divided_stays_as_it_was(axes, skip):
     """A scale beside numbers of 8 bits, made of a gradient that is divided: else the second step would be another."""
     params = {"w": jax.device_put(np.ones((128, 8), np.float32), NamedSharding(mesh_of(axes, (8,), ("data",)), P()))}

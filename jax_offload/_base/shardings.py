@@ -57,10 +57,10 @@ def typed_sharding(aval: Any) -> NamedSharding | None:
     return None if sharding is None or sharding.mesh.empty or not sharding.mesh.explicit_axes else sharding
 
 
-def types_alike(a: Any, b: Any) -> bool:
-    """Whether two types tell the same sharding, or none of them tells one."""
-    one, other = typed_sharding(a), typed_sharding(b)
-    return one is other if one is None or other is None else same_sharding(one, other)
+def types_of_axes(aval: Any) -> tuple[AxisType, ...]:
+    """Of the mesh that a type tells; none where it tells no mesh."""
+    sharding = getattr(aval, "sharding", None)
+    return () if sharding is None or sharding.mesh.empty else tuple(sharding.mesh.axis_types)
 
 
 def devices_of(x: Any) -> int:
