@@ -26,9 +26,9 @@ DEFAULT_WINDOW, DEFAULT_SHARE = 2**28, 32
 # And none of more than an eighth of the state: whole, a stacked leaf of a small model is the state, twice as it is
 # updated (12x1536x1536, compiled for an H200: 651 MiB, resident 501, so 285). Below 1 MiB a copy is only its latency.
 SMALL_SHARE, LEAST_WINDOW = 8, 2**20
-# Pieces between gates may be half of the state: no two are on the device in full, and XLA runs no loop over chunks beside
-# a matmul (12x4096x4096, fraction=.5, 16384 tokens: 0.98 of the transfers exposed, 5186 MiB; so none and 5312, resident
-# 5952).
+# Pieces between gates may be half of the state: no two are on the device in full, and XLA runs no loop over chunks
+# beside a matmul (12x4096x4096, fraction=.5, 16384 tokens: 0.98 of the transfers exposed, 5186 MiB; so none and 5312,
+# resident 5952).
 GATED_SHARE = 2
 # The window is made for slices up to the size within which this share of the state is: an embedding does not count.
 USUAL = 0.8
@@ -92,7 +92,9 @@ def plan_of(
             own = [[s for s in p.slices if _region(s, regions) is region] for p in passes]
             stay = [[s for s in slices if not on_cores.isdisjoint(s.loads)] for slices in own]
             own = [[s for s in slices if on_cores.isdisjoint(s.loads)] for slices in own]
-            window, large = _window(region, [s.loaded_bytes for slices in own for s in slices], program, own_loop, gated)
+            window, large = _window(
+                region, [s.loaded_bytes for slices in own for s in slices], program, own_loop, gated
+            )
             for slices, here, planned in zip(own, stay, found, strict=True):
                 planned += (Planned(s, OnCores(), window) for s in here)
                 fitted = _fitted(slices, next_of, window)
