@@ -224,7 +224,7 @@ def _pieces(step: Inlined, rest: Rest) -> list[Node]:
     Raises:
       Stays: they cannot run between the parts of the step.
     """
-    update, recipe = rest.update, rest.update.program
+    update, recipe = dataclasses.replace(rest.update, gated=True), rest.update.program
     if update.serialise is Serialise.NONE:
         raise Stays("gradients are divided between devices, and waiting for one would be a collective")
     if len(update.plan.passes) != 1:

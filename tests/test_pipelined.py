@@ -909,3 +909,63 @@ def gathered(p, mesh, axis_type):
     if axis_type == AxisType.Explicit:
         return jax.reshard(p, NamedSharding(mesh, P()))
     return jax.lax.with_sharding_constraint(p, NamedSharding(mesh, P()))
+
+
+@pytest.mark.parametrize(
+    ("axis_type", "form", "fraction"),
+    rows(
+        [
+            (AxisType.Explicit, "update", 1.0),
+            (AxisType.Auto, "update", 0.25),
+            (AxisType.Explicit, "update_params", 0.25),
+            (AxisType.Auto, "update_params", 0.25),
+        ],
+        "trains on eight devices",
+        daily=[(AxisType.Explicit, "update", 1.0), (AxisType.Auto, "update", 0.25)],
+    ),
+)
+def test_a_state_divided_further_than_its_parameters(axis_type, form, fraction):
+    """New parameters are whole on every device, as the old ones, and what is made of them: also what ``params`` shows.
+
+    A row of the new ones is not written into a gradient that is divided. They are not left divided as their state,
+    where XLA would gather all layers in each iteration.
+    """
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+    tx = offloaded(shard_over="data", fraction=fraction)
+
+    def step_on(tx, form):
+        def step(params, state, batch):
+            old, average = params
+            value, grads = jax.value_and_grad(loss_of)(old, batch)
+            new, state = new_params(tx, form, grads, state, old)
+            return (new, jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, average, new)), state, value
+
+        return step
+
+    def begun(place):
+        return jax.device_put((parameters(), jax.tree.map(jnp.ones_like, parameters())), place)
+
+    start = begun(jax.devices()[0]), ADAMW.init(parameters())
+    wanted, losses = loop(step_on(ADAMW, "update"), start, map(batch, range(3)))
+    batches = [jax.device_put(batch(k), NamedSharding(mesh, P("data"))) for k in range(3)]
+    with jax.set_mesh(mesh):
+        params = begun(NamedSharding(mesh, P()))
+        carried = params, tx.init(params[0])
+        places = jax.tree.map(lambda x: x.sharding, carried)
+        train = pipelined(step_on(tx, form))
+        turned, args, _ = train.turned(*carried, batches[0])
+        text = turned.lower(*args).compile().as_text()
+        assert " all-gather" in text and not re.findall(rf"\[{LAYERS},{WIDTH},{WIDTH}\]\S* all-gather", text)
+        carry, seen = advance(train, carried, batches)
+        assert turned._cache_size() == 1
+        assert_sharded(train.params(carry), places[0])
+        got = train.finish(carry)
+    assert_sharded(got, places)
+    assert HOST in {x.sharding.memory_kind for x in jax.tree.leaves(got[1])}
+    np.testing.assert_allclose(now(seen), losses, rtol=0, atol=1e-4)
+    assert_close(jax.tree.map(np.asarray, got[0]), jax.tree.map(np.asarray, wanted[-1][0]), 1e-3)
+
+
+def assert_sharded(got, places):
+    for place, x in zip(jax.tree.leaves(places), jax.tree.leaves(got), strict=True):
+        assert place.memory_kind == x.sharding.memory_kind and place.is_equivalent_to(x.sharding, x.ndim)

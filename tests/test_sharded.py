@@ -311,7 +311,30 @@ def test_what_stays_on_the_device_is_divided_too(fraction):
     assert kinds == ({DEVICE} if fraction == 0 else {DEVICE, HOST})
 
 
-@pytest.mark.parametrize(("axes", "skip"), [(AxisType.Auto, False), (AxisType.Explicit, True)])
+@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
+def test_random_numbers_of_leaves_that_go_in_chunks(axes):
+    """jax makes them on a mesh with Auto axes, whatever the axes are (random run 111 of test_trajectories cut them)."""
+    mesh = mesh_of(axes, (8,), ("data",))
+    inner = optax.chain(optax.add_noise(1e-3, 0.5, 0), optax.adamw(1e-2))
+    tx = jo.offload(inner, min_bytes=0, window=2**12)
+    place = NamedSharding(mesh, P(None, "data"))
+    with jax.set_mesh(mesh):
+        params = {k: jax.device_put(jnp.ones((4, 32, 64)), place) for k in ("v", "w")}
+        grads = jax.tree.map(jnp.sin, params)
+        (got, state), want = (jax.jit(step_of(x, "update"))(params, x.init(params), grads) for x in (tx, inner))
+    assert_close(got, want[0], 1e-6)
+    mu = optax.tree.get(state, "mu")["w"]
+    assert mu.sharding.memory_kind == HOST and mu.sharding.is_equivalent_to(place.with_memory_kind(HOST), 3)
+
+
+# XLA chooses the sharding of what the loop of a skipped update carries; a constraint inside it does not bind it.
+LEFT_TO_XLA = pytest.mark.xfail(strict=True, reason="the scale comes back divided")
+
+
+@pytest.mark.parametrize(
+    ("axes", "skip"),
+    [(AxisType.Auto, False), pytest.param(AxisType.Auto, True, marks=LEFT_TO_XLA), (AxisType.Explicit, True)],
+)
 def test_what_is_too_small_to_be_divided_stays_as_it_was(axes, skip):
     """A scale beside numbers of 8 bits, made of a gradient that is divided: else the second step would be another."""
     params = {"w": jax.device_put(np.ones((128, 8), np.float32), NamedSharding(mesh_of(axes, (8,), ("data",)), P()))}

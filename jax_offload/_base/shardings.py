@@ -57,6 +57,12 @@ def typed_sharding(aval: Any) -> NamedSharding | None:
     return None if sharding is None or sharding.mesh.empty or not sharding.mesh.explicit_axes else sharding
 
 
+def types_of_axes(aval: Any) -> tuple[AxisType, ...]:
+    """Of the mesh that a type tells; none where it tells no mesh."""
+    sharding = getattr(aval, "sharding", None)
+    return () if sharding is None or sharding.mesh.empty else tuple(sharding.mesh.axis_types)
+
+
 def devices_of(x: Any) -> int:
     """Between how many devices an array or a tracer might be divided: a tracer tells its mesh, though with Auto axes
     not how it is divided. 1 where nothing tells; manual axes, of ``shard_map``, divide nothing more."""

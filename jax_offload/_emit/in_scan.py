@@ -212,7 +212,11 @@ def scanned(plan: InScan, env: Mapping[Var, Any], names: Names) -> Values:
     for move in plan.moves:
         for v, old, dim in zip(move.slice.outputs, move.buffers, move.out_dims, strict=True):
             if isinstance(dim, Rows) and v not in move.feeds:
-                made[v] = (done.host if is_host_aval(v.aval) else done.device)[v if old is None else old]
+                into = v if old is None else old
+                if is_host_aval(v.aval):
+                    made[v] = done.host[into]
+                else:  # pinned, or XLA divides the carry like what is made of it, and gathers all in each iteration
+                    made[v] = constrained(done.device[into], plan.pins.get(into))
     return made
 
 

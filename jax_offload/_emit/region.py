@@ -75,6 +75,7 @@ class Update:
       wide: whether it was traced with types of 64 bits; jax may lower it where they are off.
       backward: the passes that made its gradients, where only gates in the update hold them back.
       stays: why leaves are not updated within the passes, forward and backward; only ``jax_offload.jit`` asks.
+      gated: whether each of its slices runs by itself, between gates of the passes.
     """
 
     program: Program
@@ -89,6 +90,7 @@ class Update:
     wide: bool = dataclasses.field(default_factory=lambda: bool(jax.config.jax_enable_x64))  # pyright: ignore
     backward: Backward | None = None
     stays: tuple[str, ...] = ()
+    gated: bool = False
 
     def __repr__(self) -> str:  # a jaxpr prints its parameters
         return f"Update({sum(len(each.slices) for each in self.plan.passes)} slices)"
@@ -100,7 +102,7 @@ class Update:
         gradients = {self.operands[i] for i in self.gradients}
         return plan_of(
             program, self.next_values, found, lambda v: self.rank.get(v, -1), manual=self.manual,
-            backward=self.backward, gradients=gradients, on_cores=self.on_cores,
+            backward=self.backward, gradients=gradients, on_cores=self.on_cores, gated=self.gated,
         )  # fmt: skip
 
     @property

@@ -7,12 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from jax_offload._base.arrays import is_array
 from jax_offload._base.flops import MATMULS
 from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, as_array, jaxpr_of, sub_jaxprs, variables
 from jax_offload._base.memory import HOST_KIND, is_host_aval, on_a_mesh, with_kind
-from jax_offload._base.shardings import constrained
+from jax_offload._base.shardings import constrained, typed_sharding
 from jax_offload._emit.find import is_update
 from jax_offload._interop import pending
 from jax_offload._interop.jit import Jitted
@@ -94,7 +95,8 @@ class Rotated:
         homes = {v: pending.home_of(v, dict(zip(own, leaves, strict=True))) for v in made}
         self._homes = {v: home for v, home in homes.items() if home is not None}
         self._start = Jitted(self._before, {})
-        self._finish = Jitted(self._after, {"donate_argnums": 0})
+        self._places = [_place(x) for x in leaves]
+        self._finish = Jitted(self._after, {"donate_argnums": 0, "out_shardings": (self._places, None)})
         self._look = Jitted(self._current, {"static_argnums": (3, 4)})
         self._trains: dict[int, Jitted] = {}
 
@@ -121,11 +123,14 @@ class Rotated:
                 values = dict(zip(following._inputs, leaves, strict=True))
                 return ({name: values[v] for v, name in following._keys[0].items()}, made, given), late, now
 
-            self._trains[id(following)] = Jitted(train, {"donate_argnums": (0, 1)})
+            stay = dict(zip(following._inputs, self._places, strict=True))
+            own = {name: stay[v] for v, name in following._keys[0].items()}
+            places = (own, None, None), None, None
+            self._trains[id(following)] = Jitted(train, {"donate_argnums": (0, 1), "out_shardings": places})
         return self._trains[id(following)]
 
     def kept(self, leaves: Sequence[Any], rest: Mapping[str, Any]) -> Kept:
-        """The types of what ``start`` keeps: a gradient lies where what it is the gradient of does."""
+        """The types of what ``start`` keeps: a gradient lies where its parameter does, or as its type says."""
         arrays = jax.tree.leaves(dict(rest))
         values = dict(zip(self._cut.program.inputs[len(self._cut.program.consts) :], [*leaves, *arrays], strict=True))
         made, _, _ = jax.eval_shape(self._before, leaves, arrays)
@@ -137,6 +142,8 @@ class Rotated:
 
         def placed(name: str, x: Any) -> Any:
             sharding = places.get((x.shape, x.dtype), alone if name in hosts else None)
+            if isinstance(sharding, NamedSharding) and (typed := typed_sharding(x)) is not None:
+                sharding = sharding.update(spec=typed.spec)
             sharding = with_kind(sharding, HOST_KIND) if sharding is not None and name in hosts else sharding
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type)
 
@@ -178,7 +185,8 @@ class Rotated:
         return [_value(env, v) for v in self._results], [_value(env, program.outputs[k]) for k in self.late]
 
     def _current(self, own: Values, made: Values, given: Values, place: int, attribute: str | None) -> Any:
-        result = jax.tree.unflatten(self._treedef, self._after(own, made, given)[0])[place]
+        leaves = map(constrained, self._after(own, made, given)[0], self._places)
+        result = jax.tree.unflatten(self._treedef, leaves)[place]
         return result if attribute is None else getattr(result, attribute)
 
 
@@ -236,6 +244,16 @@ def names_of(tree: Mapping[str, Any]) -> list[str]:
         for path, _ in jax.tree_util.tree_flatten_with_path(x)[0]
     ]
     return [name if names.index(name) == k else f"{name} {k}" for k, name in enumerate(names)]
+
+
+def _place(x: Any) -> NamedSharding | None:
+    """How the next value of what is carried is divided: as it is itself, or the next call would be another program.
+
+    With Auto axes XLA may leave new parameters divided as the state that they were made with (ZeRO-1).
+    """
+    place = getattr(x, "sharding", None)
+    is_divisible = isinstance(place, NamedSharding) and place.num_devices > 1 and place.memory_kind != HOST_KIND
+    return place if is_divisible else None
 
 
 def _models_in_update(cut: Cut, own: Sequence[Var], given: Sequence[Var]) -> bool:

@@ -32,6 +32,7 @@ from jax_offload._base.jaxprs import (
     nameless,
     run_equation,
 )
+from jax_offload._base.shardings import types_of_axes
 from jax_offload._ir.primitives import ELEMENTWISE, REDUCE
 
 
@@ -65,6 +66,9 @@ _COMBINE = {
 _CALLS = frozenset(("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", composite.NAME))
 
 
+OTHER_AXES = "some of it is made on a mesh with Auto axes, as random numbers are, and the rest on one with Explicit"
+
+
 class Dependent(Exception):
     """The rows of the axis depend on each other, or may."""
 
@@ -81,6 +85,8 @@ def chunked_dims(jaxpr: Jaxpr, dims: Sequence[Dim], size: int, shape: tuple[int,
     Raises:
       Dependent: some equation mixes rows.
     """
+    if len({kinds for v in jaxpr.invars if (kinds := types_of_axes(v.aval))}) > 1:
+        raise Dependent(OTHER_AXES)
     env: Dims = dict(zip(jaxpr.invars, dims, strict=True))
     for eqn in jaxpr.eqns:
         env.update(zip(eqn.outvars, rule_of(eqn, _read(env, eqn.invars), size, shape, axis)[0], strict=True))

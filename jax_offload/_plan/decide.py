@@ -26,6 +26,10 @@ DEFAULT_WINDOW, DEFAULT_SHARE = 2**28, 32
 # And none of more than an eighth of the state: whole, a stacked leaf of a small model is the state, twice as it is
 # updated (12x1536x1536, compiled for an H200: 651 MiB, resident 501, so 285). Below 1 MiB a copy is only its latency.
 SMALL_SHARE, LEAST_WINDOW = 8, 2**20
+# Pieces between gates may be half of the state: no two are on the device in full, and XLA runs no loop over chunks
+# beside a matmul (12x4096x4096, fraction=.5, 16384 tokens: 0.98 of the transfers exposed, 5186 MiB; so none and 5312,
+# resident 5952).
+GATED_SHARE = 2
 # The window is made for slices up to the size within which this share of the state is: an embedding does not count.
 USUAL = 0.8
 # Copies of smaller slices hide little, and XLA's scheduler puts off what the backward pass should free for them
@@ -57,6 +61,7 @@ def plan_of(
     backward: Backward | None = None,
     gradients: Set[Var] = frozenset(),
     on_cores: Set[Var] = frozenset(),
+    gated: bool = False,
 ) -> Plan:
     """The slices of a traced update, those that are larger than their window in chunks if that can be.
 
@@ -72,6 +77,7 @@ def plan_of(
       backward: the passes through the network, where gates in the update are all that holds these back.
       gradients: operands of the program.
       on_cores: the host leaves that the host's cores update, and with them all of their slices.
+      gated: whether each slice runs by itself, between gates of the passes.
     """
     best: tuple[int, list[Pass], list[list[Planned]]] | None = None
     hosts = frozenset[Var]().union(*(region.leaves for region in regions)) - on_cores
@@ -86,7 +92,9 @@ def plan_of(
             own = [[s for s in p.slices if _region(s, regions) is region] for p in passes]
             stay = [[s for s in slices if not on_cores.isdisjoint(s.loads)] for slices in own]
             own = [[s for s in slices if on_cores.isdisjoint(s.loads)] for slices in own]
-            window, large = _window(region, [s.loaded_bytes for slices in own for s in slices], program, own_loop)
+            window, large = _window(
+                region, [s.loaded_bytes for slices in own for s in slices], program, own_loop, gated
+            )
             for slices, here, planned in zip(own, stay, found, strict=True):
                 planned += (Planned(s, OnCores(), window) for s in here)
                 fitted = _fitted(slices, next_of, window)
@@ -141,7 +149,9 @@ def _put_off(backward: Backward | None, program: Program, hosts: Set[Var], ungat
     return PUT_OFF if late or backward.flops > FLOPS_PER_BYTE * moved else ""
 
 
-def _window(region: Region, sizes: Sequence[int], program: Program, own_loop: str = "") -> tuple[Window, int]:
+def _window(
+    region: Region, sizes: Sequence[int], program: Program, own_loop: str = "", gated: bool = False
+) -> tuple[Window, int]:
     """The window for slices of these bytes, and up to how many bytes at once are not worth a pass of their own."""
     # Where something is divided, collectives are in the scheduler's sight anyway.
     alone = all(math.prod(shards) == 1 for shards in program.shards.values())
@@ -149,7 +159,9 @@ def _window(region: Region, sizes: Sequence[int], program: Program, own_loop: st
         return Window(region.window, "as given", own_loop=own_loop if alone else ""), region.window
     state = sum(nbytes(v.aval) // math.prod(program.shards.get(v, ())) for v in region.leaves)
     default, usual = default_window(state), _usual(sizes)
-    chosen = Window(5 * usual // 2, "two and a half of its usual pieces") if usual <= default.nbytes else default
+    largest = min(_large(state), state // GATED_SHARE) if gated else default.nbytes
+    fits = usual <= max(largest, default.nbytes)
+    chosen = Window(5 * usual // 2, "two and a half of its usual pieces") if fits else default
     own_loop = own_loop or (SMALL_PIECES if 0 < usual < LEAST_HIDDEN else "")
     chosen = dataclasses.replace(chosen, own_loop=own_loop if alone else "")
     # An embedding may be larger than the window, up to twice what a small model's may be.

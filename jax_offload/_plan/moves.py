@@ -8,6 +8,7 @@ never exists. Or where the new row is first read (``ahead``).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence, Set
 
 from jax_offload._base.arrays import nbytes
@@ -18,6 +19,7 @@ from jax_offload._ir.primitives import ELEMENTWISE
 from jax_offload._ir.program import Program, Var
 from jax_offload._ir.slices import Slice, slice_of
 from jax_offload._plan.chunk_rules import Dependent, Dim, Rows, chunked_dims, rule_of
+from jax_offload._plan.transfers import same_type
 
 _NONE: Mapping[Var, Var] = {}
 _PULLED = ELEMENTWISE | {"broadcast_in_dim", "iota", "transpose", "reshape", "squeeze", "slice", "pad", "cond"}
@@ -177,17 +179,15 @@ def _buffers(
         old = next_of.get(v, waiting.get(v))
         if old is not None and v not in waiting and (old not in dims or dims[old] != d):
             old = None
-        if old is not None and (old in taken or not _same_type(old, v)):
+        if old is not None and (old in taken or not same_type(old.aval, v.aval)):
             old = None
         if old is None and isinstance(d, Rows) and v in results and not is_host_aval(v.aval):
-            # new parameters that are made of an update after it: in place of the operand that is like them
-            old = next((x for x in free if x not in taken and dims[x] == d and _same_type(x, v)), None)
+            # new parameters that are made of an update after it: in place of the operand that is like them, and of a
+            # gradient that is divided further (ZeRO-1) rather the parameter
+            alike = [x for x in free if x not in taken and dims[x] == d and same_type(x.aval, v.aval)]
+            old = min(alike, key=lambda x: math.prod(s.shards.get(x, ())), default=None)
         if old is None and is_host_aval(v.aval):
             raise Stays("it moves to the host in this step, or its next value is of another type")
         found.append(old)
         taken |= {old} if old is not None else set()
     return tuple(found)
-
-
-def _same_type(a: Var, b: Var) -> bool:
-    return (a.aval.shape, a.aval.dtype, is_host_aval(a.aval)) == (b.aval.shape, b.aval.dtype, is_host_aval(b.aval))

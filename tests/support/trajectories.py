@@ -323,7 +323,9 @@ def compared(run: Run) -> int:
     for (path, place), x in zip(before, leaves, strict=True):
         assert place.memory_kind == x.sharding.memory_kind, path
         assert place.is_equivalent_to(x.sharding, x.ndim), (path, place, x.sharding)
-    assert "pinned_host" in {x.sharding.memory_kind for x in jax.tree.leaves(found.carried["state"])}
+    # a quarter of what is one stack and a small head may round to nothing
+    may_stay = run.layers == "scanned" and run.fraction < 0.5
+    assert may_stay or "pinned_host" in {x.sharding.memory_kind for x in jax.tree.leaves(found.carried["state"])}
     return found.moved
 
 

@@ -104,11 +104,11 @@ def hosts(next_of):
     return frozenset(v for v in next_of.values() if v.aval.memory_space == jax.memory.Space.Host)
 
 
-def window_of(program, next_of, given=None, shards=None):
+def window_of(program, next_of, given=None, shards=None, **how):
     program = dataclasses.replace(program, shards=shards or {})
     (only,) = cut(program, False)
     slices = [dataclasses.replace(s, shards=program.shards) for s in only.slices]
-    return _window(Region(hosts(next_of), given), [s.loaded_bytes for s in slices], program)
+    return _window(Region(hosts(next_of), given), [s.loaded_bytes for s in slices], program, **how)
 
 
 SQUARE = 256, 256  # 256 KiB
@@ -133,6 +133,18 @@ def test_the_default_is_smaller_where_the_usual_slice_is_larger_than_that():
     chosen, large = window_of(program, next_of)
     assert chosen == Window(MIB, "1 MiB, the least")
     assert large == 2 * MIB
+
+
+@pytest.mark.parametrize(
+    ("leaves", "usual"), [([2048] * 2, 8 * MIB), ([2048], None), ([2048, 512], None), ([65537] * 3, None)]
+)
+def test_pieces_between_gates_may_be_half_of_the_state(leaves, usual):
+    """Not more, which goes in chunks of an eighth, nor above 256 MiB."""
+    program, next_of = momentum(*[(rows, 1024) for rows in leaves])
+    state = 4 * KIB * sum(leaves)
+    free, gated = (window_of(program, next_of, gated=gated)[0] for gated in (False, True))
+    assert free == default_window(state) and free.nbytes < 4 * KIB * min(leaves)
+    assert gated == (free if usual is None else Window(5 * usual // 2, "two and a half of its usual pieces"))
 
 
 @pytest.mark.parametrize(("rows", "apart"), [(2047, True), (2048, False)])
