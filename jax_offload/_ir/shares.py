@@ -24,6 +24,7 @@ from jax_offload._base.jaxprs import (
     holds_equations,
 )
 from jax_offload._ir.masks import Mask, bits, needs_of, union
+from jax_offload._ir.primitives import ELEMENTWISE
 from jax_offload._ir.program import Program, flat
 
 Branches = tuple[ClosedJaxpr, ...]
@@ -55,7 +56,7 @@ class Shares:
 
     def can_be_cut(self, eqn: Equation) -> bool:
         """Whether an equation may hold what its results do not need: a share does not, unless what is in it does."""
-        return holds_equations(eqn) and id(eqn.params.get("branches")) not in self._least
+        return eqn.primitive.name not in ELEMENTWISE and holds_equations(eqn) and id(eqn.params.get("branches")) not in self._least
 
     def _of_cond(self, eqn: Equation, needs: Sequence[Mask]) -> dict[int, Equation]:
         if eqn.primitive.name != "cond" or eqn.effects:
