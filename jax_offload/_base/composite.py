@@ -13,8 +13,8 @@ from typing import Any
 import jax
 from jax.extend.core import Primitive
 
-from jax_offload._base.jaxprs import Atom, ClosedJaxpr, Equation, Literal, Var, jax_fun, jaxpr_of, renamed
-from jax_offload._base.private import as_arrays, lowered, set_rules
+from jax_offload._base.jaxprs import Atom, ClosedJaxpr, Equation, Literal, Var, jaxpr_of, renamed
+from jax_offload._base.private import as_arrays, lowered_jaxpr, set_rules
 
 NAME = "jax_offload_composite"
 
@@ -87,7 +87,7 @@ def _derived(xs: Sequence[Any], tangents: Sequence[Any], *, fun: Any, static: St
 
 
 def _lower(context: Any, *xs: Any, fun: Any, static: Static) -> Any:
-    return lowered(jax_fun(_jaxpr(fun, static, *context.avals_in)), context, *xs, several=True)
+    return lowered_jaxpr(_jaxpr(fun, static, *context.avals_in), context, *xs)
 
 
 _composite = Primitive(NAME)

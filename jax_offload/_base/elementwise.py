@@ -15,6 +15,7 @@ import jax
 from jax.extend.core import Primitive
 
 from jax_offload._base.composite import plain
+from jax_offload._base.jaxprs import ClosedJaxpr, jaxpr_of
 from jax_offload._base.private import as_arrays, in_front, is_for_one_device, lowered, lowered_as_map, set_rules
 
 NAME = "jax_offload_elementwise"
@@ -60,8 +61,18 @@ def _derived(xs: Sequence[Any], tangents: Sequence[Any], *, fun: Any, static: An
 def _lower(context: Any, *xs: Any, fun: Any, static: Any) -> Any:
     # Shardy has no rule for a map and gathers its operands; given one (sdy.sharding_rule) it crashes in real programs.
     if is_for_one_device(context):
-        return lowered_as_map(_traced_once(fun, static), context, *xs)
+        return lowered_as_map(_of_elements(fun, static, context.avals_in), context, *xs)
     return lowered(_traced_once(fun, static), context, *xs, several=False)
+
+
+def _of_elements(fun: Any, static: Any, avals: Sequence[Any]) -> ClosedJaxpr:
+    """The function of single elements: the same for leaves of all shapes."""
+    return _scalar_jaxpr(fun, static, tuple(a.dtype for a in avals), jax.config.jax_enable_x64)  # pyright: ignore
+
+
+@functools.lru_cache(1024)
+def _scalar_jaxpr(fun: Any, static: Any, dtypes: tuple[Any, ...], x64: bool) -> ClosedJaxpr:
+    return jaxpr_of(plain(fun, static), *(jax.ShapeDtypeStruct((), dtype) for dtype in dtypes))[0]
 
 
 _elementwise = Primitive(NAME)

@@ -10,7 +10,7 @@
 | ``dce_jaxpr`` | ``jaxprs.without_dead_code`` | 0.10 to 0.12 |
 | ``jvp_jaxpr`` | ``calls.call_primitive`` | 0.10 to 0.12 |
 | the tables of a primitive's rules; symbols for zero | ``set_rules``, ``nonzero``, ``zero_tangent`` | 0.10 to 0.12 |
-| ``lower_fun``; types and operations of MLIR | ``lowered``, ``lowered_as_map``, ``lowered_as_barrier`` | 0.10 to 0.12 |
+| ``lower_fun``, ``jaxpr_subcomp``; types and operations of MLIR | ``lowered``, ``lowered_jaxpr``, ``lowered_as_map``, ``lowered_as_barrier`` | 0.10 to 0.12 |
 | for how many devices a lowering is | ``is_for_one_device`` | 0.10 to 0.12 |
 | a module's entry, ``main`` in its symbol table | ``take_back_aliases`` | 0.10 to 0.12 |
 | the attributes of its arguments, set before the body is lowered | ``take_back_aliases`` | 0.10 to 0.12 |
@@ -132,16 +132,27 @@ def lowered(fun: Callable[..., Any], context: Any, *operands: Any, several: bool
     return _part_of(mlir, "lower_fun")(fun, multiple_results=several)(context, *operands)
 
 
-def lowered_as_map(fun: Callable[..., Any], context: Any, *operands: Any) -> Any:
-    """A function of scalars of one dtype each, as one operation of the program that runs it on every element."""
+def lowered_jaxpr(jaxpr: Any, context: Any, *operands: Any) -> Any:
+    """What a closed jaxpr without effects is lowered to in a lowering rule. ``lowered`` would trace it again."""
+    module = _part_of(context, "module_context")
+    if context.platforms is not None:
+        module = module.replace(platforms=context.platforms)
+    consts = [_part_of(mlir, "ir_constant")(x) for x in jaxpr.consts]
+    results, _ = _part_of(mlir, "jaxpr_subcomp")(
+        module, jaxpr.jaxpr, context.name_stack, context.tokens_in, consts, *operands,
+        dim_var_values=context.dim_var_values, const_lowering=context.const_lowering, outer_traceback=None,
+    )  # fmt: skip
+    return results
+
+
+def lowered_as_map(jaxpr: Any, context: Any, *operands: Any) -> Any:
+    """A closed jaxpr of scalars, as one operation of the program that runs it on every element."""
     (out,) = context.avals_out
     element, dims = _part_of(mlir, "dtype_to_ir_type")(out.dtype), _part_of(mlir, "dense_int_array")
     op = stablehlo.MapOp(ir.RankedTensorType.get(out.shape, element), operands, dims(list(range(out.ndim))))
     block = op.regions[0].blocks.append(*(ir.RankedTensorType.get((), x.type.element_type) for x in operands))
-    scalars, scalar = ([ShapedArray((), a.dtype) for a in avals] for avals in (context.avals_in, context.avals_out))
     with ir.InsertionPoint(block):
-        inner = context.replace(avals_in=scalars, avals_out=scalar)
-        stablehlo.return_(lowered(fun, inner, *block.arguments, several=False))
+        stablehlo.return_(lowered_jaxpr(jaxpr, context, *block.arguments))
     return op.results
 
 

@@ -15,7 +15,7 @@ from jax_offload._emit.loop import looped, or_batched
 from jax_offload._emit.transfers import Names, prefetch, update_of, write_back
 from jax_offload._ir.core import core
 from jax_offload._ir.program import Var
-from jax_offload._ir.shares import structure
+from jax_offload._ir.shares import numbered, structure
 from jax_offload._ir.slices import Slice
 from jax_offload._plan.plan import Chunked, Planned
 
@@ -42,7 +42,8 @@ def functions(
     that takes a quarter off the time of tracing and lowering a step.
     """
     kinds: dict[Hashable, int] = {}
-    kind = {id(p): kinds.setdefault(structure(p.slice.jaxpr), len(kinds)) for p in planned if not p.in_chunks}
+    key_of = numbered()
+    kind = {id(p): kinds.setdefault(structure(p.slice.jaxpr, key_of), len(kinds)) for p in planned if not p.in_chunks}
     times = Counter(kind.values())
     updates: dict[int, _Update] = {}
 

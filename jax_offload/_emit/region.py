@@ -146,7 +146,7 @@ class Update:
 
     @property
     def recipe(self) -> Jaxpr:
-        return self.program.closed.jaxpr
+        return self.program.seen_by_jax
 
     def only(self, used: Sequence[bool]) -> tuple[list[bool], Update]:
         """The update for some of its results: planned anew, as what it does not make it need not load."""

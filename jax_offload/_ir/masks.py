@@ -22,6 +22,12 @@ def _nested(eqn: Equation) -> list[Jaxpr]:
 
 def forward(eqn: Equation, env: Mapping[Var, int], join: Join | None = None) -> list[int]:
     """For each result, the union (or another ``join``) of what ``env`` says of the operands that it depends on."""
+    if join is None and eqn.primitive.name not in _WITH_JAXPRS:  # nearly all of them
+        total = 0
+        for v in eqn.invars:
+            if not isinstance(v, Literal) and (mask := env.get(v, 0)) is not total:
+                total |= mask
+        return [total] * len(eqn.outvars)
     join = join or union
     ins = [0 if isinstance(v, Literal) else env.get(v, 0) for v in eqn.invars]
     if not (nested := _nested(eqn)):
@@ -42,7 +48,7 @@ def _forward_through(jaxpr: Jaxpr, ins: Sequence[int], join: Join) -> list[int]:
 
 def backward(eqn: Equation, needs: Sequence[Mask], effect: Mask) -> list[Mask]:
     """For each operand, who needs it: those who need a result that depends on it."""
-    total = union(needs)
+    total = needs[0] if len(needs) == 1 else union(needs)
     if not (nested := _nested(eqn)):
         return [total | effect] * len(eqn.invars)
     found = [needs_of(j.invars, j.eqns, j.outvars, needs)[1] for j in nested]

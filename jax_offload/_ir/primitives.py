@@ -10,4 +10,5 @@ ELEMENTWISE = frozenset(
     sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
     stop_gradient sub tan tanh xor""".split()
 ) | {elementwise.NAME, marks.NAME}
+PLACED = frozenset("device_put sharding_constraint reshard".split())  # those of them that say where something is
 REDUCE = frozenset("reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_xor reduce_prod argmax argmin".split())

@@ -7,8 +7,7 @@ as often as there are leaves.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from jax_offload._base.jaxprs import (
     holds_equations,
 )
 from jax_offload._ir.masks import Mask, bits, needs_of, union
+from jax_offload._ir.primitives import ELEMENTWISE
 from jax_offload._ir.program import Program, flat
 
 Branches = tuple[ClosedJaxpr, ...]
@@ -36,6 +36,7 @@ class Shares:
     """
 
     def __init__(self) -> None:
+        self._key_of = numbered()
         self._known: dict[Hashable, Branches] = {}
         self._least: set[int] = set()  # of known branches: those from which nothing more can be cut
 
@@ -55,7 +56,7 @@ class Shares:
 
     def can_be_cut(self, eqn: Equation) -> bool:
         """Whether an equation may hold what its results do not need: a share does not, unless what is in it does."""
-        return holds_equations(eqn) and id(eqn.params.get("branches")) not in self._least
+        return eqn.primitive.name not in ELEMENTWISE and holds_equations(eqn) and id(eqn.params.get("branches")) not in self._least
 
     def _of_cond(self, eqn: Equation, needs: Sequence[Mask]) -> dict[int, Equation]:
         if eqn.primitive.name != "cond" or eqn.effects:
@@ -92,7 +93,7 @@ class Shares:
 
     def _one(self, branches: Branches) -> Branches:
         """Branches that do the same as these: those that came first."""
-        one = self._known.setdefault(tuple(structure(branch.jaxpr) for branch in branches), branches)
+        one = self._known.setdefault(tuple(structure(branch.jaxpr, self._key_of) for branch in branches), branches)
         if one is branches and not any(self.can_be_cut(eqn) for branch in branches for eqn in branch.jaxpr.eqns):
             self._least.add(id(one))
         return one
@@ -107,20 +108,39 @@ def _listed(masks: Sequence[Mask]) -> dict[int, list[int]]:
     return places
 
 
-def structure(jaxpr: Jaxpr) -> Hashable:
-    """Equal for jaxprs that differ in the names of variables only."""
-    number = {v: k for k, v in enumerate(jaxpr.invars)}
+def structure(jaxpr: Jaxpr, key_of: Callable[[Any], Hashable] | None = None) -> Hashable:
+    """Equal for jaxprs that differ in the names of variables only.
+
+    ``key_of``: of types, settings and parameters; for many jaxprs one of ``numbered``.
+    """
+    key_of, named = key_of or _hashable, {v: k for k, v in enumerate(jaxpr.invars)}
 
     def read(v: Atom) -> Hashable:
-        return (v.aval, np.asarray(v.val).tobytes()) if isinstance(v, Literal) else number[v]
+        return (key_of(v.aval), np.asarray(v.val).tobytes()) if isinstance(v, Literal) else named[v]
 
-    equations: list[Hashable] = []
+    found: list[Hashable] = [key_of(v.aval) for v in jaxpr.invars]
     for eqn in jaxpr.eqns:
-        operands = tuple(read(v) for v in eqn.invars)
-        number.update(zip(eqn.outvars, itertools.count(len(number))))
-        params = tuple((name, _hashable(value)) for name, value in eqn.params.items())
-        equations.append((eqn.primitive, operands, params, tuple(v.aval for v in eqn.outvars), _hashable(eqn.ctx)))
-    return tuple(v.aval for v in jaxpr.invars), tuple(equations), tuple(read(v) for v in jaxpr.outvars)
+        found += [eqn.primitive, key_of(eqn.ctx), len(eqn.invars), *[read(v) for v in eqn.invars]]
+        for name, value in eqn.params.items():
+            found += [name, key_of(value)]
+        for v in eqn.outvars:
+            found.append(key_of(v.aval))
+            named[v] = len(named)
+    return (*found, *[read(v) for v in jaxpr.outvars])
+
+
+def numbered() -> Callable[[Any], Hashable]:
+    """A function that gives equal objects one number, and hashes each once: a program's equations share theirs, and
+    jax takes as long for the hash of a type as for the rest of an equation here."""
+    numbers: dict[Hashable, int] = {}
+    known: dict[int, tuple[Any, int]] = {}  # with the object itself, so that nothing else gets its id
+
+    def number(x: Any) -> int:
+        if (found := known.get(id(x))) is None:
+            found = known[id(x)] = x, numbers.setdefault((type(x), _hashable(x)), len(numbers))
+        return found[1]
+
+    return number
 
 
 def _hashable(value: Any) -> Hashable:

@@ -8,6 +8,7 @@ loads and stores of just these. No optimizer is known by name; whatever its equa
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
@@ -55,12 +56,12 @@ class Slice:
         """``run(*inputs) -> outputs``, all at once."""
         return jax_fun(closed(self.jaxpr))
 
-    @property
+    @functools.cached_property
     def loads(self) -> list[Var]:
         """The host leaves that it needs."""
         return [v for v in self.inputs if is_host_aval(v.aval)]
 
-    @property
+    @functools.cached_property
     def stores(self) -> list[Var]:
         """The host leaves that it makes."""
         return [v for v in self.outputs if is_host_aval(v.aval)]
@@ -72,12 +73,12 @@ class Slice:
         operands = {eqn.invars[0]: eqn.params["sharding"] for eqn in reversed(eqns) if eqn.invars[0] in self.inputs}
         return operands | {eqn.outvars[0]: eqn.params["sharding"] for eqn in eqns}
 
-    @property
+    @functools.cached_property
     def loaded_bytes(self) -> int:
         """Bytes of ``loads`` on one device."""
         return sum(nbytes(v.aval) // math.prod(self.shards.get(v, ())) for v in self.loads)
 
-    @property
+    @functools.cached_property
     def decoded_bytes(self) -> int:
         """Bytes of ``loads`` on one device once they are float32, as what is stored in fewer bits is for the update."""
         return sum(
@@ -128,8 +129,8 @@ def cut(program: Program, scalars_ahead: bool) -> list[Pass]:
     scalars: dict[Var, tuple[Mask, int]] = {}
     summaries: set[Var] = set()
     for eqn in program.eqns:
-        if is_summary(eqn, summaries):
-            summaries.update(eqn.outvars)
+        if (summaries or eqn.primitive.name in REDUCE) and is_summary(eqn, summaries):
+            summaries.update(v for v in eqn.outvars if v.aval.shape)
         stages = forward(eqn, stage, _latest) if stage else [0] * len(eqn.outvars)
         for v, mask, at in zip(eqn.outvars, forward(eqn, needs_host), stages, strict=True):
             ahead = scalars_ahead and mask and v.aval.shape == ()
@@ -162,22 +163,28 @@ def cut(program: Program, scalars_ahead: bool) -> list[Pass]:
     needed_by: dict[Var, Mask] = {v: 1 << parts[v] for v in results}
     provider: dict[Var, int] = {}
     members: list[list[Equation]] = [[] for _ in stages_of]
-    shares = Shares()
+    given: list[set[Var]] = [set() for _ in stages_of]  # what others provide of the results of a part's equations
+    shares, preludes = Shares(), (2 << last) - 1
     for eqn in reversed(program.eqns):
         effect = 1 << parts[id(eqn)] if id(eqn) in parts else 0
         needs = [0 if isinstance(v, DropVar) else needed_by.get(v, 0) for v in eqn.outvars]
+        provided: list[Var] = []
         for k, v in enumerate(eqn.outvars):
-            shared = needs[k] & ((2 << last) - 1) or needs[k].bit_count() > 1
+            if not needs[k] or needs_host[v]:
+                continue
+            shared = needs[k] & preludes or needs[k].bit_count() > 1
             again = eqn.primitive.name in ELEMENTWISE  # cheaper computed again than kept, as an array, between its uses
-            ahead = v.aval.shape == () or v in summaries or (shared and not again) or eqn.effects
-            if needs[k] and not needs_host.get(v, 0) and ahead:
+            if v.aval.shape == () or v in summaries or (shared and not again) or eqn.effects:
                 provider[v] = parts[v] if v in scalars else stage.get(v, 0)
                 needs[k] = 1 << provider[v]
+                provided.append(v)
         for part, share in shares.of(eqn, needs, effect).items():
             members[part].append(share)
+            if provided:
+                given[part].update(v for v in provided if provider[v] != part)
         for v, mask in zip(eqn.invars, backward(eqn, needs, effect), strict=True):
-            if not isinstance(v, Literal):
-                needed_by[v] = needed_by.get(v, 0) | mask
+            if mask and not isinstance(v, Literal):
+                needed_by[v] = known | mask if (known := needed_by.get(v)) else mask
 
     outputs: list[dict[Var, None]] = [{} for _ in stages_of]
     for v in [*results, *provider]:
@@ -188,7 +195,7 @@ def cut(program: Program, scalars_ahead: bool) -> list[Pass]:
             list(outputs[part]),
             program.debug_info,
             program.shards,
-            given={v for eqn in members[part] for v in eqn.outvars if provider.get(v, part) != part},
+            given=given[part],
             can_be_cut=shares.can_be_cut,
         )
         for part in range(len(stages_of))
@@ -246,10 +253,10 @@ def slice_of(
     """
     defined = {v for eqn in eqns for v in eqn.outvars} - given
     read = [v for vs in [*(eqn.invars for eqn in eqns), outputs] for v in vs if not isinstance(v, Literal)]
-    inputs = list(dict.fromkeys(v for v in read if v not in defined))
+    inputs = [v for v in dict.fromkeys(read) if v not in defined]
     # an equation of which only some results are wanted (a cond) may still name the others: let dce cut inside it
-    eqns = [_without(eqn, given) for eqn in eqns]
-    effects: Effects = frozenset[Any]().union(*(eqn.effects for eqn in eqns))
+    eqns = [_without(eqn, given) for eqn in eqns] if given else eqns
+    effects: Effects = frozenset[Any]().union(*(eqn.effects for eqn in eqns if eqn.effects))
     jaxpr = Jaxpr([], inputs, outputs, eqns, effects, nameless(debug_info))  # the names are the program's
     if any(map(can_be_cut, eqns)):
         jaxpr, used = without_dead_code(jaxpr)
