@@ -105,7 +105,7 @@ def first_program(
     Raises:
       ValueError: it cannot be driven.
     """
-    driven = Driven(step, leaves, donated, {}, {})
+    driven = Driven(step, leaves, donated, {}, {}, segments=False)
     task, program, inputs = driven.first
     names = _names(step, len(leaves))
     at = {v: k for k, v in enumerate(inputs)}

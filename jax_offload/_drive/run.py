@@ -23,6 +23,7 @@ from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, is_host_aval, to_de
 from jax_offload._drive.cores import Cores, cores_beside
 from jax_offload._drive.files import DEPTH, files_of
 from jax_offload._drive.one_pass import Run, one_pass
+from jax_offload._drive.segments import in_segments
 from jax_offload._drive.stages import staged
 from jax_offload._drive.tasks import Task, tasks_of
 from jax_offload._drive.undivided import without_mesh
@@ -41,6 +42,7 @@ class Driven:
       donated: for each whether it is.
       options: of the compiler, for the programs of the device.
       for_sending: for those that send something to the host.
+      segments: whether the pass before the update may be in several programs.
     """
 
     def __init__(
@@ -50,9 +52,11 @@ class Driven:
         donated: Sequence[bool],
         options: Mapping[str, Any],
         for_sending: Mapping[str, Any],
+        segments: bool = True,
     ) -> None:
         self._files = files_of(unguarded(flat(step, any_jit=True)))
-        self._step = found = staged(cut_step(self._files.program))
+        found = staged(cut_step(self._files.program))
+        self._step = found = in_segments(found) if segments else found
         self._files.check(found)
         self._options = options, for_sending
         placed = [getattr(x, "sharding", None) for x in args]
