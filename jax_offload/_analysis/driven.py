@@ -28,7 +28,8 @@ from jax_offload._ir.program import Program, expanded
 FIRST = "before"
 SAYS = (
     "jo.jit drives this step in several programs, as the host's cores update a part of the state, or it is on disk. "
-    f"This is the first, {FIRST!r}: the forward and the backward pass; then the update comes, group by group"
+    f"This is the first, {FIRST!r}: the forward and the backward pass; then the update comes, group by group. Beside an "
+    "accelerator jo.jit may run the pass in several programs, which is not looked at here"
 )
 
 

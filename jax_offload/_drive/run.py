@@ -56,12 +56,13 @@ class Driven:
     ) -> None:
         self._files = files_of(unguarded(flat(step, any_jit=True)))
         found = staged(cut_step(self._files.program))
-        self._step = found = in_segments(found) if segments else found
         self._files.check(found)
         self._options = options, for_sending
         placed = [getattr(x, "sharding", None) for x in args]
         self._devices = {d for s in placed if s is not None for d in s.device_set} or {*jax.devices()[:1]}
         self._cores = cores_beside(self._devices) if any(s.on_cores for s in found.stages) else Cores()
+        # on a CPU the cores do the pass too, and update in place what it may still read
+        self._step = found = in_segments(found) if segments and self._cores.cpu is not None else found
         own = found.inputs[len(found.consts) :]
         own = own[: len(own) - len(self._files.reads)]
         self._everywhere = _everywhere(placed, self._devices)

@@ -1,7 +1,7 @@
 """The forward and backward pass in several programs, so that the update of the first gradients need not wait for the last.
 
 All results of one program become ready together. Cut behind the gradients of a group, the pass leaves them while it goes
-on: the cores, or the drives, have work then.
+on: the cores have work then.
 
 What a later program reads of an earlier one stays on the device between the two, and XLA fuses nothing across it. So a
 cut lies where little is alive, and what is cheap (arithmetic on elements) is computed again where that makes less cross.
@@ -12,12 +12,13 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping, Sequence, Set
 
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.flops import flops
 from jax_offload._base.jaxprs import Equation, Jaxpr, Var, variables
-from jax_offload._drive.stages import GROUP, Piece, Stage, Staged
+from jax_offload._drive.stages import Piece, Stage, Staged
 from jax_offload._ir.primitives import ELEMENTWISE
 from jax_offload._ir.shares import structure
 from jax_offload._ir.slices import slice_of
@@ -34,16 +35,17 @@ SLACK = 1.05
 CANDIDATES = 16
 
 _AGAIN = ELEMENTWISE.union(["broadcast_in_dim", "iota", "one_minus_square", "reshape", "squeeze", "transpose"]) - {
-    "optimization_barrier", "device_put", "sharding_constraint", "reshard"
+    "optimization_barrier",
+    "device_put",
+    "sharding_constraint",
+    "reshard",
 }
 
 
 def in_segments(step: Staged) -> Staged:
     """The step with its first program in several, where groups of the update have their gradients early; else as it is.
 
-    Groups of the cores follow all segments: these are under way by then, and each group waits for its gradients alone.
-    What the device updates, reading files, follows the segment after the one that makes its gradients: so the device has
-    work while the host waits for a file.
+    The groups follow all segments: these are under way by then, and each group waits for its gradients alone.
     """
     first, rest = step.stages[0], step.stages[1:]
     if first.name != BEFORE or not first.pieces or first.pieces[0].jaxpr is None:
@@ -51,8 +53,7 @@ def in_segments(step: Staged) -> Staged:
     pass_, *others = first.pieces
     jaxpr = pass_.jaxpr
     assert jaxpr is not None
-    groups = [*itertools.takewhile(lambda s: s.on_cores or s.name in (GROUP, "device"), rest)]
-    groups = [s for s in groups if s.name != "device"]
+    groups = [*itertools.takewhile(lambda s: s.on_cores, (s for s in rest if s.name != "device"))]
     made = _made_at(jaxpr.eqns, others)
     ready = [max((made.get(v, 0) for v in s.reads), default=0) for s in groups]
     cuts = _cuts(jaxpr, groups, ready)
@@ -63,7 +64,7 @@ def in_segments(step: Staged) -> Staged:
         at = max((made.get(v, 0) for v in variables(piece.inputs)), default=0)
         pieces[bisect.bisect_left(cuts, at)].append(piece)
     segments = [Stage(BEFORE, tuple(each)) for each in pieces]
-    return dataclasses.replace(step, stages=_interleaved(segments, cuts, rest, dict(zip(map(id, groups), ready))))
+    return dataclasses.replace(step, stages=[*segments, *rest])
 
 
 def _made_at(eqns: Sequence[Equation], others: Sequence[Piece]) -> dict[Var, int]:
@@ -88,10 +89,11 @@ def _cuts(jaxpr: Jaxpr, groups: Sequence[Stage], ready: Sequence[int]) -> list[i
     least = max((total - done[places[0]]) / (MOST - 1), LEAST * total)
     alive, last = _alive(jaxpr)
     made_by, given = {v: k for k, eqn in enumerate(eqns) for v in eqn.outvars}, {*jaxpr.invars}
+    price = _prices(eqns)
 
     def crossing(cut: int) -> int:
         reads = {v for v, k in made_by.items() if k < cut < last.get(v, 0)}
-        return sum(nbytes(v.aval) for v in _computed_again(reads, given, eqns, made_by)[1])
+        return sum(nbytes(v.aval) for v in _computed_again(reads, given, eqns, made_by, price)[1])
 
     cuts: list[int] = []
     for place, following in itertools.pairwise(places):
@@ -100,9 +102,7 @@ def _cuts(jaxpr: Jaxpr, groups: Sequence[Stage], ready: Sequence[int]) -> list[i
         updated = {v for s, at in zip(groups, ready, strict=True) if at <= place for v in s.reads}
         kept = [(last[v], nbytes(v.aval)) for v in jaxpr.invars if v in updated and last.get(v, 0) > place]
         near = sorted(range(place, following), key=alive.__getitem__)[:CANDIDATES]
-        cut = min(
-            sorted(near), key=lambda k: crossing(k) + sum(size for end, size in kept if end > k)
-        )
+        cut = min(sorted(near), key=lambda k: crossing(k) + sum(size for end, size in kept if end > k))
         cuts.append(cut)
     return cuts
 
@@ -124,6 +124,7 @@ def _parts(jaxpr: Jaxpr, whole: Piece, cuts: Sequence[int]) -> list[Piece]:
     eqns, given, results = jaxpr.eqns, {*jaxpr.invars}, {*whole.outputs}
     names = dict(zip(jaxpr.invars, whole.inputs, strict=True))
     made_by = {v: k for k, eqn in enumerate(eqns) for v in eqn.outvars}
+    price = _prices(eqns)
     crossing: set[Var] = set()  # what later parts read
     parts: list[Piece] = []
     for start, end in reversed([*itertools.pairwise([0, *cuts, len(eqns)])]):
@@ -132,7 +133,7 @@ def _parts(jaxpr: Jaxpr, whole: Piece, cuts: Sequence[int]) -> list[Piece]:
         outputs = [v for eqn in own for v in eqn.outvars if v in results or v in crossing]
         crossing -= made
         reads = {v for eqn in own for v in variables(eqn.invars)} - made - given
-        again, more = _computed_again(reads, crossing | given, eqns, made_by)
+        again, more = _computed_again(reads, crossing | given, eqns, made_by, price)
         crossing |= more
         part = slice_of([*again, *own], outputs, jaxpr.debug_info, {})
         inputs = [names.get(v, v) for v in part.inputs]
@@ -141,12 +142,12 @@ def _parts(jaxpr: Jaxpr, whole: Piece, cuts: Sequence[int]) -> list[Piece]:
 
 
 def _computed_again(
-    reads: Set[Var], free: Set[Var], eqns: Sequence[Equation], made_by: Mapping[Var, int]
+    reads: Set[Var], free: Set[Var], eqns: Sequence[Equation], made_by: Mapping[Var, int], price: Mapping[Var, float]
 ) -> tuple[list[Equation], set[Var]]:
     """What of earlier equations is repeated for ``reads``, and what these need beside ``free``: fewer bytes.
 
-    Backwards from what is read, each value gives way to what it is made of, where that is no more; forwards again, where
-    it was no less either.
+    Backwards from what is read, each value gives way to what it is made of, where that is no more; forwards
+    again, where it was no less either.
     """
 
     def operands(v: Var) -> set[Var]:
@@ -158,7 +159,7 @@ def _computed_again(
         v = waiting.pop()
         eqn = eqns[made_by[v]]
         more = operands(v) - need - again
-        if v in need and _is_cheap(eqn) and sum(nbytes(x.aval) for x in more) <= SLACK * nbytes(v.aval):
+        if v in need and _is_cheap(eqn) and sum(price[x] for x in more) <= SLACK * nbytes(v.aval):
             need = (need - {v}) | more
             again.add(v)
             for x in more:
@@ -177,19 +178,14 @@ def _computed_again(
     return [eqns[k] for k in sorted({made_by[v] for v in again})], need
 
 
+def _prices(eqns: Sequence[Equation]) -> dict[Var, float]:
+    """Of each variable its bytes, or those of what it can be made of again, where these are fewer."""
+    price: dict[Var, float] = {}
+    for eqn in eqns:
+        size = sum(price.get(x, 0) for x in {*variables(eqn.invars)}) if _is_cheap(eqn) else math.inf
+        price.update((v, min(nbytes(v.aval), size)) for v in eqn.outvars)
+    return price
+
+
 def _is_cheap(eqn: Equation) -> bool:
     return eqn.primitive.name in _AGAIN and not eqn.effects and len(eqn.outvars) == 1
-
-
-def _interleaved(
-    segments: Sequence[Stage], cuts: Sequence[int], rest: Sequence[Stage], ready: Mapping[int, int]
-) -> list[Stage]:
-    """The segments, and behind the one after each the groups that the device updates from its gradients."""
-    early: list[list[Stage]] = [[] for _ in segments]
-    others: list[Stage] = []
-    for s in rest:
-        if s.name == GROUP and id(s) in ready and (k := bisect.bisect_left(cuts, ready[id(s)])) + 1 < len(segments):
-            early[k + 1].append(s)
-        else:
-            others.append(s)
-    return [*(s for segment, groups in zip(segments, early, strict=True) for s in (segment, *groups)), *others]
