@@ -135,29 +135,6 @@ def test_its_stages(small_groups):
     assert len([t for t, _ in driven._tasks if t.down]) == 1  # gradients come out of the first program in host memory
 
 
-@pytest.mark.usefixtures("other_backend", "small_groups")
-@pytest.mark.parametrize("donate", [True, False])
-def test_the_backward_pass_in_segments(donate):
-    """A group's gradients are there before the last segment; its numbers are those of the step in one piece."""
-    inner = optax.adamw(1e-2)
-    tx = offload(inner)
-    step, params = jo.jit(step_of(tx)), model()
-    step(params, tx.init(params), X)
-    ((driven, _),) = step._driven._programs.values()
-    tasks = [task for task, _ in driven._tasks]
-    assert stages_in(step)[:4] == ["before", "before", "before", "cores"]
-    early, *late = ({*task.down} for task in tasks[:3])
-    assert not early.isdisjoint(tasks[3].inputs) and late[0].union(*late).isdisjoint(tasks[3].inputs)
-    from_the_same(step_of(tx), step_of(inner), tx, params, donate=donate)
-
-
-def test_a_norm_of_all_gradients_leaves_one_program(other_backend, small_groups):
-    tx = offload()
-    step, params = jo.jit(step_of(tx)), model()
-    step(params, tx.init(params), X)
-    assert stages_in(step).count("before") == 1
-
-
 def test_groups_that_are_alike_share_a_program(small_groups):
     tx = offload()
     step, params = jo.jit(step_of(tx)), model()

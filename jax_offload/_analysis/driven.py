@@ -28,8 +28,7 @@ from jax_offload._ir.program import Program, expanded
 FIRST = "before"
 SAYS = (
     "jo.jit drives this step in several programs, as the host's cores update a part of the state, or it is on disk. "
-    f"This is the first, {FIRST!r}: the forward and the backward pass; then the update comes, group by group. Beside an "
-    "accelerator jo.jit may run the pass in several programs, which is not looked at here"
+    f"This is the first, {FIRST!r}: the forward and the backward pass; then the update comes, group by group"
 )
 
 
@@ -106,7 +105,7 @@ def first_program(
     Raises:
       ValueError: it cannot be driven.
     """
-    driven = Driven(step, leaves, donated, {}, {}, segments=False)
+    driven = Driven(step, leaves, donated, {}, {})
     task, program, inputs = driven.first
     names = _names(step, len(leaves))
     at = {v: k for k, v in enumerate(inputs)}

@@ -23,7 +23,6 @@ from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, is_host_aval, to_de
 from jax_offload._drive.cores import Cores, cores_beside
 from jax_offload._drive.files import DEPTH, files_of
 from jax_offload._drive.one_pass import Run, one_pass
-from jax_offload._drive.segments import in_segments
 from jax_offload._drive.stages import staged
 from jax_offload._drive.tasks import Task, tasks_of
 from jax_offload._drive.undivided import without_mesh
@@ -42,7 +41,6 @@ class Driven:
       donated: for each whether it is.
       options: of the compiler, for the programs of the device.
       for_sending: for those that send something to the host.
-      segments: whether the pass before the update may be in several programs.
     """
 
     def __init__(
@@ -52,17 +50,14 @@ class Driven:
         donated: Sequence[bool],
         options: Mapping[str, Any],
         for_sending: Mapping[str, Any],
-        segments: bool = True,
     ) -> None:
         self._files = files_of(unguarded(flat(step, any_jit=True)))
-        found = staged(cut_step(self._files.program))
+        self._step = found = staged(cut_step(self._files.program))
         self._files.check(found)
         self._options = options, for_sending
         placed = [getattr(x, "sharding", None) for x in args]
         self._devices = {d for s in placed if s is not None for d in s.device_set} or {*jax.devices()[:1]}
         self._cores = cores_beside(self._devices) if any(s.on_cores for s in found.stages) else Cores()
-        # on a CPU the cores do the pass too, and update in place what it may still read
-        self._step = found = in_segments(found) if segments and self._cores.cpu is not None else found
         own = found.inputs[len(found.consts) :]
         own = own[: len(own) - len(self._files.reads)]
         self._everywhere = _everywhere(placed, self._devices)
