@@ -188,6 +188,22 @@ def test_old_parameters_that_are_still_read(after, loops):
             np.testing.assert_allclose(change[name], updates[name], rtol=1e-4, atol=1e-5)
 
 
+def test_memory_is_written_when_whoever_reads_it_has_ended(monkeypatch, loops):
+    """What says whose memory it is waits for programs under way, and may copy; here it takes long."""
+
+    def slowly(x):
+        y = jax.lax.fori_loop(0, 200, lambda _, y: jnp.sin(y @ y), jnp.ones((256, 256), x.dtype))
+        return x + 0 * y.sum()
+
+    view, early = module._view, []
+    monkeypatch.setattr(module, "_same", lambda places: jax.jit(lambda *xs: tuple(map(slowly, xs))))
+    monkeypatch.setattr(module, "_view", lambda x: early.append(x) if not x.is_ready() else view(x))
+    tx = jo.offload(optax.adam(0.1), min_bytes=0, update_on="host")
+    params = parameters()
+    jo.jit(lambda p, s: jo.update_params(tx, p, s, p), donate_argnums=(0, 1))(params, tx.init(params))
+    assert loops and not early
+
+
 @pytest.mark.parametrize(
     ("masks", "threads"),
     [([[1, 1, 1, 1]], 4), ([[1, 1, 1, 1]] * 2, 2), ([[1, 1, 1, 1]] * 3, 1), ([[1, 1, 1, 1]] * 9, 1),

@@ -113,8 +113,11 @@ def _view(x: Any) -> Any:
 
 
 def _owned(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """The arrays, donated, in memory that is XLA's own: where they were, unless that was somebody else's."""
-    return _same(tuple(x.sharding for x in arrays))(*arrays) if arrays else ()
+    """The arrays, donated, in memory that is XLA's own: where they were, unless that was somebody else's.
+
+    Waits until that is so: programs that have begun may still read them, or a copy may still be under way.
+    """
+    return jax.block_until_ready(_same(tuple(x.sharding for x in arrays))(*arrays)) if arrays else ()
 
 
 @functools.lru_cache(256)
