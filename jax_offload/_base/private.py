@@ -10,7 +10,8 @@
 | ``dce_jaxpr`` | ``jaxprs.without_dead_code`` | 0.10 to 0.12 |
 | ``jvp_jaxpr`` | ``calls.call_primitive`` | 0.10 to 0.12 |
 | the tables of a primitive's rules; symbols for zero | ``set_rules``, ``nonzero``, ``zero_tangent`` | 0.10 to 0.12 |
-| ``lower_fun``, ``jaxpr_subcomp``; types and operations of MLIR | ``lowered``, ``lowered_jaxpr``, ``lowered_as_map``, ``lowered_as_barrier`` | 0.10 to 0.12 |
+| ``lower_fun``, ``jaxpr_subcomp`` | ``lowered``, ``lowered_jaxpr`` | 0.10 to 0.12 |
+| types and operations of MLIR | ``lowered_as_map``, ``lowered_as_barrier`` | 0.10 to 0.12 |
 | for how many devices a lowering is | ``is_for_one_device`` | 0.10 to 0.12 |
 | a module's entry, ``main`` in its symbol table | ``take_back_aliases`` | 0.10 to 0.12 |
 | the attributes of its arguments, set before the body is lowered | ``take_back_aliases`` | 0.10 to 0.12 |

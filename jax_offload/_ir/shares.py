@@ -56,7 +56,9 @@ class Shares:
 
     def can_be_cut(self, eqn: Equation) -> bool:
         """Whether an equation may hold what its results do not need: a share does not, unless what is in it does."""
-        return eqn.primitive.name not in ELEMENTWISE and holds_equations(eqn) and id(eqn.params.get("branches")) not in self._least
+        if eqn.primitive.name in ELEMENTWISE or not holds_equations(eqn):
+            return False
+        return id(eqn.params.get("branches")) not in self._least
 
     def _of_cond(self, eqn: Equation, needs: Sequence[Mask]) -> dict[int, Equation]:
         if eqn.primitive.name != "cond" or eqn.effects:
@@ -137,7 +139,8 @@ def numbered() -> Callable[[Any], Hashable]:
 
     def number(x: Any) -> int:
         if (found := known.get(id(x))) is None:
-            found = known[id(x)] = x, numbers.setdefault((type(x), _hashable(x)), len(numbers))
+            kind: Any = type(x)
+            found = known[id(x)] = x, numbers.setdefault((kind, _hashable(x)), len(numbers))
         return found[1]
 
     return number
