@@ -139,8 +139,7 @@ def numbered() -> Callable[[Any], Hashable]:
 
     def number(x: Any) -> int:
         if (found := known.get(id(x))) is None:
-            kind: Any = type(x)
-            found = known[id(x)] = x, numbers.setdefault((kind, _hashable(x)), len(numbers))
+            found = known[id(x)] = x, numbers.setdefault((x.__class__, _hashable(x)), len(numbers))
         return found[1]
 
     return number
