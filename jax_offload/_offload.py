@@ -105,7 +105,7 @@ def offload(
       disk: a ``jax_offload.disk``, whose files hold what is beyond its ``host_bytes`` of what would be in host memory.
         Each step of ``jax_offload.jit`` reads it, updates it on the device and writes it, group by group. In the state
         something stands for such a leaf, which ``numpy.asarray`` reads; the state is of one step, and ``disk.commit``
-        saves it. One process, and no ``update_on`` (docs/disk.md).
+        saves it. No ``update_on`` with it (docs/disk.md).
 
     Returns:
       A transformation whose ``update`` leaves every state leaf where the options say, wherever it came from: a
