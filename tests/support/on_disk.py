@@ -63,6 +63,11 @@ def train(disk, width, layers, steps, devices=1, commit_every=1):
     return params, state
 
 
+def in_parts(set_=setattr):
+    """Matrices of 16 KiB go by their rows."""
+    set_(by_rows, "PART_BYTES", 2**14)
+
+
 def peak() -> int:
     """Most MiB that this process has had in memory. ``getrusage`` says that of the one that has forked it too."""
     return int(re.findall(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[0]) // 1024
@@ -93,8 +98,8 @@ def through_orbax(folder, width, layers):
 if __name__ == "__main__":
     what, folder, (host_bytes, *sizes) = sys.argv[1], Path(sys.argv[2]), map(int, sys.argv[3:])
     stages.GROUP_BYTES = 2**22
-    if what == "kill":  # its matrices go by their rows
-        by_rows.PART_BYTES = 2**14
+    if what == "kill":
+        in_parts()
     if what == "orbax":
         print("MiB", *through_orbax(folder, *sizes[:2]))
         sys.exit()
