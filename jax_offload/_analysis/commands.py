@@ -91,8 +91,9 @@ def plan(target: str | None, as_json: bool, **options: Any) -> None:
     """Whether a model fits, how much slower offloading makes it, and the line of code to write.
 
     Of a model that the options describe, or of TARGET, "module:function": a function without arguments that returns
-    (optimizer, parameters), with the parameters' mesh as a third where they are to be on one, or (step, *arguments);
-    abstract ones best: jax.eval_shape(init).
+    (optimizer, parameters), with the parameters' mesh as a third where they are to be on one; or (step, *arguments); or
+    (make, optimizer), where make(optimizer) returns (step, *arguments), for a row by each way to offload. Abstract
+    arguments best: jax.eval_shape(init).
     """
     _on_the_cpu()
     if options["compile_for"]:
@@ -202,7 +203,7 @@ def _of_target(target: str, given: dict[str, Any]) -> Forecast:
     if other:
         names = ", ".join(f"--{key.replace('_', '-')}" for key in other)
         raise ValueError(f"{names}: describes a model, and {target} has its own; leave out the one or the other.")
-    made = _pair(target, load(target), "(optimizer, parameters) or (step, *arguments)")
+    made = _pair(target, load(target), "(optimizer, parameters), (step, *arguments) or (make, optimizer)")
     keywords = {key: given[key] for key in ("chip", "device_memory", "drive")} | {"tokens_per_step": given["tokens"]}
     if len(made) == 3 and isinstance(made[2], Mesh | AbstractMesh):
         *made, keywords["mesh"] = made

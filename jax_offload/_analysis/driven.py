@@ -103,6 +103,11 @@ def on_files(args: Any, step: ClosedJaxpr) -> Any:
     return jax.tree.unflatten(treedef, leaves)
 
 
+def on_abstract(x: Any) -> bool:
+    """Whether the mesh that an argument is on has no devices."""
+    return isinstance(getattr(sharding_of(x), "mesh", None), jax.sharding.AbstractMesh)
+
+
 def first_program(
     step: ClosedJaxpr, leaves: Sequence[Any], donated: Sequence[bool], shown: Sequence[Any] | None = None
 ) -> First:
@@ -111,6 +116,12 @@ def first_program(
     Raises:
       ValueError: it cannot be driven.
     """
+    if any(on_abstract(x) for x in leaves):
+        raise ValueError(
+            "step: its arguments are on an AbstractMesh, and a step that is driven from Python (update_on=, disk=) is "
+            "cut for devices. Give a Mesh of as many, which may be the CPU's: "
+            "XLA_FLAGS=--xla_force_host_platform_device_count=8."
+        )
     driven = Driven(step, leaves, donated, {}, {})
     task, program, inputs = driven.first
     names = _names(step, len(leaves))

@@ -27,6 +27,7 @@ from jax_offload._analysis.ways import (
     Way,
     drives_of,
     inner_of,
+    known,
     on_disk,
     resident,
     way,
@@ -92,7 +93,7 @@ def of_optimizer(
     files = "disk" in given
     norm = found.streams is not None and found.streams.norm and not files  # jo.pipelined drives no disk
     alone = setting.devices[0] == setting.devices[1] and len(found.leaves) <= MANY_LEAVES
-    for each in ways(inner, given, params, called, norm, alone):
+    for each in ways(inner, given, called, known(inner, params, norm, alone)):
         moved = measured(each, params, found)
         options.append(parts.option(each, moved))
         if each.name == ON_THE_CORES and (share := parts.best_share(first, found, moved)):

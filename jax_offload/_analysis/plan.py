@@ -14,6 +14,7 @@ from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.chips import chip as chip_of
 from jax_offload._analysis.drives import DEFAULT, Drive
 from jax_offload._analysis.drives import drive as drive_of
+from jax_offload._analysis.each_way import of_each_way
 from jax_offload._analysis.forecast import Forecast
 from jax_offload._analysis.host import host_memory
 from jax_offload._analysis.optimizer import of_optimizer
@@ -46,14 +47,18 @@ def plan(
     arithmetic are estimated from the trace. With ``target`` each is compiled for that chip, which need not be there:
     peak and host memory are then XLA's, and time is that of the schedule, simulated. It takes seconds to minutes.
 
+    ``plan(make, tx)``: of a step by how its optimizer may be offloaded. ``make(tx)`` returns ``(step, *args)``, with a
+    state from ``jax_offload.abstract_state(tx, params)``; it is called for every way of ``plan(tx, params)``, and each
+    step traced, or compiled, as it would run.
+
     Nothing is allocated or decided here: the placements and plans are those that would run. The estimate's model of
     time: transfers are hidden behind the backward pass, two thirds of a step's arithmetic; in ``pipelined`` behind the
     forward pass; not at all where an update waits for a norm of all gradients. What is not hidden is added. Of a
     state on disk the first groups are read, and the last written, beside the gradients; the rest is waited for.
 
     Args:
-      tx: the transformation; or the step, jitted or not.
-      *args: the parameters; or the step's arguments. Concrete or abstract.
+      tx: the transformation; or the step, jitted or not; or a function that makes a step of a transformation.
+      *args: the parameters; or the step's arguments, concrete or abstract; or the transformation.
       chip: the accelerator, a name that ``jax_offload.chip`` takes or a ``Chip``; without it no seconds.
       tokens_per_step: over all devices.
       flops_per_token: operations of the forward and the backward pass for each token; where it is left out 6 for each
@@ -85,6 +90,8 @@ def plan(
     if target is not None and chip is None:
         chip = target_of(target).chip
     setting = setting_of(chip, tokens_per_step, flops_per_token, device_memory, drive)
+    if callable(tx) and len(args) == 1 and isinstance(args[0], optax.GradientTransformation | optax.MultiSteps):
+        return of_each_way(tx, args[0], setting, target)
     if isinstance(tx, optax.GradientTransformation | optax.MultiSteps):
         if len(args) != 1:
             raise TypeError(f"plan(tx, params): expected the parameters alone; got {len(args)} arguments.")

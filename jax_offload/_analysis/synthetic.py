@@ -70,7 +70,7 @@ def described(
     if storage is not None:
         options["storage"] = storage
         if storage == "int8":
-            options["storage"] = eight_bits(inner, params) or storage
+            options["storage"] = eight_bits(jax.eval_shape(inner.init, params)) or storage
     if disk is not None:
         if mesh is not None:
             raise ValueError(f"disk: plan counts files for one device yet; got {devices} devices. Leave out one.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,32 +86,32 @@ def resident(inner: Any, called: str) -> Way:
     return Way("resident", f"tx = {called}; step = jax.jit(step, donate_argnums=(0, 1))", inner)
 
 
-def eight_bits(inner: Any, params: Any) -> dict[str, str] | None:
-    """Rules for float32 moments in 8 bits, by the names of optax's states; ``None`` where there are none."""
-    state = jax.eval_shape(inner.init, params)
-    found: dict[str, str] = {}
-    for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
-        parts = keystr(path, simple=True, separator="/").split("/")
-        if getattr(x, "ndim", 0) and x.dtype == jnp.float32:
-            found |= {name: dtype for name, dtype in (("mu", "int8"), ("nu", "uint8")) if name in parts}
-    return found or None
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """What decides which other ways there are.
 
-
-def replicated_axes(params: Any) -> tuple[str, ...]:
-    """The axes of the parameters' mesh along which none of them is divided."""
-    shardings = [s for x in jax.tree.leaves(params) if isinstance(s := sharding_of(x), NamedSharding)]
-    if not shardings:
-        return ()
-    used = {name for s in shardings for entry in s.spec for name in names_in(entry)}
-    return tuple(name for name, size in shardings[0].mesh.shape.items() if size > 1 and name not in used)
-
-
-def ways(inner: Any, given: Mapping[str, Any], params: Any, called: str, norm: bool, alone: bool) -> Sequence[Way]:
-    """Besides the resident one and the one that is given.
-
-    ``norm``: whether the update waits for all gradients, so that only the next forward pass can hide it.
-    ``alone``: whether the devices are those of one host, whose cores may do for them, and there are few leaves.
+    Attributes:
+      norm: whether the update waits for all gradients, so that only the next forward pass can hide it.
+      alone: whether the devices are those of one host, whose cores may do for them, and there are few leaves.
+      wide: whether bfloat16 would make a moment smaller.
+      eight: the rules for moments in 8 bits; ``None`` where there are none.
+      axes: those of the parameters' mesh along which none of them is divided.
     """
+
+    norm: bool
+    alone: bool
+    wide: bool
+    eight: Mapping[str, str] | None
+    axes: tuple[str, ...]
+
+
+def known(inner: Any, params: Any, norm: bool, alone: bool) -> Known:
+    state = jax.eval_shape(inner.init, params)
+    return Known(norm, alone, has_wide(state), eight_bits(state), replicated_axes(jax.tree.leaves(params)))
+
+
+def ways(inner: Any, given: Mapping[str, Any], called: str, known: Known) -> Sequence[Way]:
+    """Besides the resident one and the one that is given."""
     found: list[Way] = []
     if "disk" in given:
         in_memory = {key: value for key, value in given.items() if key != "disk"}
@@ -119,24 +119,47 @@ def ways(inner: Any, given: Mapping[str, Any], params: Any, called: str, norm: b
     elif (streamed := without_cores(given)) != given:
         given = streamed
         found.append(way("on the device", inner, called, given))
-    elif alone:
+    elif known.alone:
         found.append(way(ON_THE_CORES, inner, called, {**given, "update_on": "host"}))
-    if norm:
+    if known.norm:
         found.append(way("pipelined", inner, called, given, ahead=True))
         found.append(way("gradients too", inner, called, given, ahead=True, pending=True))
     if "storage" not in given:
-        smaller: list[tuple[str, Any]] = [("bfloat16", "bfloat16")] if _has_wide(inner, params) else []
-        if rules := eight_bits(inner, params):
-            smaller.append(("int8", rules))
-        found += [way(name, inner, called, {**given, "storage": storage}, ahead=norm, same_numbers=False)
+        smaller: list[tuple[str, Any]] = [("bfloat16", "bfloat16")] if known.wide else []
+        smaller += [("int8", known.eight)] if known.eight else []
+        found += [way(name, inner, called, {**given, "storage": storage}, ahead=known.norm, same_numbers=False)
                   for name, storage in smaller]  # fmt: skip
-    if not {*given} & {"shard_over", "disk"} and (axes := replicated_axes(params)):
-        over = axes[0] if len(axes) == 1 else axes
-        found.append(way("ZeRO-1", inner, called, {**given, "shard_over": over}, ahead=norm))
+    if not {*given} & {"shard_over", "disk"} and known.axes:
+        over = known.axes[0] if len(known.axes) == 1 else known.axes
+        found.append(way("ZeRO-1", inner, called, {**given, "shard_over": over}, ahead=known.norm))
     return found
 
 
-def _has_wide(inner: Any, params: Any) -> bool:
+def eight_bits(state: Any) -> dict[str, str] | None:
+    """Rules for float32 moments in 8 bits, by the names of optax's states; ``None`` where there are none."""
+    found: dict[str, str] = {}
+    for path, _ in _wide(state):
+        parts = path.split("/")
+        found |= {name: dtype for name, dtype in (("mu", "int8"), ("nu", "uint8")) if name in parts}
+    return found or None
+
+
+def has_wide(state: Any) -> bool:
     """Whether bfloat16 would make a moment smaller; masters stay as they are."""
-    state = jax.tree_util.tree_flatten_with_path(jax.eval_shape(inner.init, params))[0]
-    return any(getattr(x, "ndim", 0) and x.dtype == jnp.float32 and "master" not in keystr(path) for path, x in state)
+    return any("master" not in path for path, _ in _wide(state))
+
+
+def _wide(state: Any) -> list[tuple[str, Any]]:
+    """The float32 arrays, by their paths."""
+    leaves = jax.tree_util.tree_flatten_with_path(state)[0]
+    return [(keystr(path, simple=True, separator="/"), x) for path, x in leaves
+            if getattr(x, "ndim", 0) and x.dtype == jnp.float32]  # fmt: skip
+
+
+def replicated_axes(params: Iterable[Any]) -> tuple[str, ...]:
+    """The axes of the parameters' mesh along which none of them is divided."""
+    shardings = [s for x in params if isinstance(s := sharding_of(x), NamedSharding)]
+    if not shardings:
+        return ()
+    used = {name for s in shardings for entry in s.spec for name in names_in(entry)}
+    return tuple(name for name, size in shardings[0].mesh.shape.items() if size > 1 and name not in used)

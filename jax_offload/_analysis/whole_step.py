@@ -48,7 +48,8 @@ LABELS = (("host, each way, window", "exact"), ("peak, activations, hidden, adde
 # (docs/should_i_offload.md has the table).
 UNROLLED = 1.35
 RESIDENT = "the inner optimizer, without offload; step = jax.jit(step, donate_argnums=...)"
-DEVICE_WAYS = "jax.jit", "jo.jit"
+OWN, AHEAD = "jo.jit", "jo.pipelined"
+DEVICE_WAYS = "jax.jit", OWN
 SCANNED = 0.5  # of a step's operations in its two largest scans: one forward, one backward
 
 
@@ -92,11 +93,11 @@ def of_step(step: Callable[..., Any], args: Sequence[Any], setting: Setting, tar
     options = [
         here.option("resident", RESIDENT, traced(at_home, *there)),
         seen.option("jax.jit", "step = jax.jit(step, donate_argnums=...)", plain),
-        seen.option("jo.jit", "step = jo.jit(step, donate_argnums=...)", own),
+        seen.option(OWN, "step = jo.jit(step, donate_argnums=...)", own),
     ]
     if streams(plain).norm:
         code = "step = jo.pipelined(step, donate_argnames=...)"
-        options.append(seen.option("jo.pipelined", code, plain, ahead=True))
+        options.append(seen.option(AHEAD, code, plain, ahead=True))
         code = 'step = jo.pipelined(step, donate_argnames=..., gradients="host")'
         options.append(seen.option("gradients too", code, plain, ahead=True, pending=True))
     first = None

@@ -92,7 +92,8 @@ def shardings_of(params: Any) -> Shardings:
 def remember(remembered: Remembered, shardings: Shardings) -> None:
     """Adds what the parameters of an ``init`` were in. Types tell for themselves, at every trace."""
     for path, sharding in shardings.items() if _AROUND.get().remembers else ():
-        typed = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
+        mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+        typed = isinstance(mesh, AbstractMesh) and bool(mesh.explicit_axes)
         known = remembered.setdefault(path, []) if not typed else [sharding]
         if not any(same_sharding(sharding, other) for other in known):
             known.append(sharding)

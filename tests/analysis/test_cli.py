@@ -124,12 +124,22 @@ def test_a_function_of_yours(tmp_path, monkeypatch):
                     updates, state = tx.update(params, state, params)
                     return optax.apply_updates(params, updates), state
                 return step, params, jax.eval_shape(tx.init, params)
+            def of_each_way():
+                import jax_offload as jo
+                def make(tx):
+                    def step(params, state):
+                        return jo.update_params(tx, jax.grad(lambda p: (p["w"] ** 2).sum())(params), state, params)
+                    params = make_state()[1]
+                    return step, params, jo.abstract_state(tx, params)
+                return make, optax.adamw(1e-4)
         """)
     )
     monkeypatch.chdir(tmp_path)
     done = run("plan", "mine_for_test:make_state", "--json")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["options"][1]["host"] == 16 * 2**20
+    rows = json.loads(run("plan", "mine_for_test:of_each_way", "--json").stdout)["options"]
+    assert {"resident", "jo.jit", "on the cores", "bfloat16", "int8"} <= {row["name"] for row in rows}
     assert run("plan", "mine_for_test:wrong").exit_code == 2
     assert run("plan", "mine_for_test:resident").exit_code == 6  # a step that offloads nothing
     for name, code, says in (

@@ -1,0 +1,110 @@
+"""The forecast of a training step by how its optimizer may be offloaded: each way is traced, as it would run."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.tree_util import keystr
+
+from jax_offload._analysis.driven import in_memory, on_abstract
+from jax_offload._analysis.forecast import Forecast
+from jax_offload._analysis.optimizer import MANY_LEAVES
+from jax_offload._analysis.option import Option, smallest
+from jax_offload._analysis.setting import Setting, changes, chosen
+from jax_offload._analysis.ways import (
+    Known,
+    Way,
+    eight_bits,
+    has_wide,
+    inner_of,
+    replicated_axes,
+    way,
+    ways,
+    without_cores,
+)
+from jax_offload._analysis.whole_step import AHEAD, DRIVEN, OWN, is_hosted, of_step
+
+CALLED = "inner"
+TRIES = 3  # at the smallest fraction, each a trace of the step
+ITS_ROWS = "pipelined", "gradients too"  # that the forecast of one step has by itself
+
+
+def of_each_way(make: Callable[[Any], Any], tx: Any, setting: Setting, target: str | None = None) -> Forecast:
+    """The rows of ``make(tx)``, a step and its arguments, with ``tx`` offloaded; and one for each other way."""
+    inner, given = inner_of(tx)
+    first = way("as given" if given else "offload", inner, CALLED, given)
+    step, args = _made(make, first.tx)
+    base = of_step(step, args, setting, target)
+    ahead, notes = any(option.name == AHEAD for option in base.options), list(base.notes)
+
+    def row(each: Way) -> Option:
+        step, args = _made(make, each.tx)
+        found = of_step(step, args, setting, target)
+        said = (_of(each.name, note) for note in found.notes)
+        notes.extend(note for note in said if note not in notes)
+        names = [option.name for option in found.options]
+        own = found[DRIVEN if DRIVEN in names else AHEAD if ahead else OWN]
+        why = own.why_not.replace(own.name, each.name, 1)
+        return dataclasses.replace(own, name=each.name, code=each.code, why_not=why, same_numbers=each.same_numbers)
+
+    others = [each for each in ways(inner, given, CALLED, _known(args, base, ahead)) if each.name not in ITS_ROWS]
+    tx_is = first.code.partition("; ")[0]
+    options = [o if o.name == "resident" else dataclasses.replace(o, code=f"{tx_is}; {o.code}") for o in base.options]
+    options += map(row, others)
+    if (solved := _solved(row, inner, given, base, ahead)) is not None:
+        options.insert(1, solved)
+    best = chosen(options)
+    return dataclasses.replace(
+        base, options=tuple(options), recommended=best, notes=tuple(notes),
+        changes=changes(options, best or smallest(options), base.compute),
+    )  # fmt: skip
+
+
+def _of(name: str, note: str) -> str:
+    """A note on the row that a forecast of one step calls as given."""
+    return note.replace(repr(DRIVEN), repr(name)).replace(f"{DRIVEN}: ", f"{name}: ")
+
+
+def _made(make: Callable[[Any], Any], tx: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    made = make(tx)
+    if not isinstance(made, tuple | list) or len(made) < 2 or not callable(made[0]):
+        raise TypeError(
+            f"plan(make, tx): make(tx) is to return (step, *args), the step and its arguments, with the state from "
+            f"jo.abstract_state(tx, params); got a {type(made).__name__}"
+            f"{f' that begins with a {type(made[0]).__name__}' if isinstance(made, tuple | list) and made else ''}."
+        )
+    return made[0], tuple(made[1:])
+
+
+def _known(args: Any, base: Forecast, norm: bool) -> Known:
+    """Of the step's arguments: the state is what is on the host, parameters what has the shapes of that."""
+    leaves = jax.tree_util.tree_flatten_with_path(in_memory(args))[0]
+    state = {keystr(path, simple=True, separator="/"): x for path, x in leaves if is_hosted(x)}
+    shapes = {np.shape(x) for x in state.values()}
+    axes = replicated_axes(x for _, x in leaves if not is_hosted(x) and np.shape(x) in shapes)
+    alone = base.devices[0] == base.devices[1] and not any(on_abstract(x) for _, x in leaves)
+    return Known(norm, alone and len(state) <= MANY_LEAVES, has_wide(state), eight_bits(state), axes)
+
+
+def _solved(
+    row: Callable[[Way], Option], inner: Any, given: dict[str, Any], base: Forecast, ahead: bool
+) -> Option | None:
+    """The smallest fraction that fits, to 0.01, as far as it is found; ``None`` where all fits, or nothing does."""
+    memory, own = base.device_memory, base[AHEAD if ahead else OWN]
+    if memory is None or base["resident"].fits is not False or not own.fits or "fraction" in given or not own.host:
+        return None
+    low, share = 0.0, 1 - (memory - own.peak_range[1]) / own.host
+    for _ in range(TRIES):
+        share = math.ceil(100 * max(share, low + 0.01)) / 100
+        if share >= 1:
+            return None
+        option = row(way("fraction", inner, CALLED, {**without_cores(given), "fraction": share}, ahead=ahead))
+        if option.fits:
+            return option
+        low, share = share, share + (option.peak_range[1] - memory) / own.host
+    return None

@@ -1,0 +1,122 @@
+"""``jo.plan(make, tx)``: a step by how its optimizer may be offloaded, each way as if it had been given alone."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_offload as jo
+
+MIB = 2**20
+ADAMW = optax.adamw(1e-3)
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
+LAYERS, WIDTH, TOKENS = 8, 512, 256
+STATE = 2 * 4 * LAYERS * WIDTH * WIDTH  # bytes: 16 MiB
+
+
+def loss(params, x):
+    return (jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])[0] ** 2).mean()
+
+
+def maker(stack=(None, None), batch=(None, None)):
+    """Of a transformation a step and its arguments; divided, where there is an axis."""
+    divided = any((*stack, *batch))
+    mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,)) if divided else None
+
+    def abstract(shape, *spec):
+        sharding = None if mesh is None else NamedSharding(mesh, P(*spec))
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+    def make(tx):
+        def step(params, state, x):
+            value, grads = jax.value_and_grad(loss)(params, x)
+            params, state = jo.update_params(tx, grads, state, params)
+            return params, state, value
+
+        params = {"w": abstract((LAYERS, WIDTH, WIDTH), None, *stack)}
+        return step, params, jo.abstract_state(tx, params), abstract((TOKENS, WIDTH), *batch)
+
+    return make
+
+
+def names(forecast):
+    return [option.name for option in forecast.options]
+
+
+def test_each_row_is_that_of_its_step_alone():
+    make = maker()
+    forecast = jo.plan(make, ADAMW, chip="h100")
+    assert names(forecast) == ["resident", "jax.jit", "jo.jit", "on the cores", "bfloat16", "int8"]
+    for name, options, row in [
+        ("jo.jit", {}, "jo.jit"),
+        ("bfloat16", {"storage": "bfloat16"}, "jo.jit"),
+        ("int8", {"storage": {"mu": "int8", "nu": "uint8"}}, "jo.jit"),
+        ("on the cores", {"update_on": "host"}, "as given"),
+    ]:
+        alone = jo.plan(*make(jo.offload(ADAMW, **options)), chip="h100")[row]
+        found = forecast[name]
+        for figure in ("peak", "host", "window", "loaded", "stored", "activations", "exposed", "dram"):
+            assert getattr(found, figure) == getattr(alone, figure), (name, figure)
+    assert [forecast[name].host for name in ("jo.jit", "bfloat16")] == [STATE, STATE // 2]
+    assert forecast["int8"].host == STATE // 4 + STATE // 128
+    assert [option.same_numbers for option in forecast.options] == [True] * 4 + [False] * 2
+    assert forecast["bfloat16"].code.startswith("tx = jo.offload(inner, storage='bfloat16'); step = jo.jit(step, ")
+    assert forecast["jo.jit"].code == "tx = jo.offload(inner); step = jo.jit(step, donate_argnums=...)"
+    assert any(note.startswith("on the cores: ") for note in forecast.notes)
+    assert not any("as given" in note for note in forecast.notes)
+
+
+def test_the_smallest_fraction_that_fits():
+    make = maker()
+    whole = jo.plan(make, ADAMW, chip="h100")
+    memory = (whole["jo.jit"].peak_range[1] + whole["resident"].peak_range[1]) // 2
+    forecast = jo.plan(make, ADAMW, chip="h100", device_memory=memory)
+    found = forecast["fraction"]
+    assert (found.fits, forecast["resident"].fits) == (True, False)
+    assert 0 < found.host < STATE
+    share = float(found.code.partition("fraction=")[2].partition(")")[0])
+    alone = jo.plan(*make(jo.offload(ADAMW, fraction=share)), chip="h100", device_memory=memory)["jo.jit"]
+    assert (found.peak, found.host) == (alone.peak, alone.host)
+    assert "fraction" not in names(jo.plan(make, ADAMW, chip="h100", device_memory="1MiB"))
+    assert forecast.recommended is not None
+    assert forecast.recommended.fits
+
+
+def test_clipped_the_other_ways_are_turned_round_too():
+    forecast = jo.plan(maker(), CLIPPED, chip="h100")
+    rows = ["resident", "jax.jit", "jo.jit", "jo.pipelined", "gradients too", "on the cores", "bfloat16", "int8"]
+    assert names(forecast) == rows
+    assert "jo.pipelined" in forecast["bfloat16"].code
+    assert (forecast["bfloat16"].exposed or 0.0) < (forecast["jo.pipelined"].exposed or 0.0)
+
+
+def test_over_a_mesh():
+    """Parameters that are the same on all devices may have a state that is divided; divided ones have."""
+    replicated = jo.plan(maker(batch=("data", None)), ADAMW)
+    assert replicated["ZeRO-1"].host == STATE // 4
+    assert "shard_over='data'" in replicated["ZeRO-1"].code
+    divided = jo.plan(maker(stack=("data", None), batch=("data", None)), ADAMW)
+    assert "ZeRO-1" not in names(divided)
+    assert divided["jo.jit"].host == STATE // 4
+    assert "on the cores" not in names(divided)  # these are cut for devices, which an AbstractMesh does not have
+    with pytest.raises(ValueError, match=r"AbstractMesh.*Give a Mesh"):
+        jo.plan(*maker(batch=("data", None))(jo.offload(ADAMW, update_on="host")))
+
+
+def test_what_is_given_already_stays():
+    masters = jo.with_master_params(ADAMW)
+    forecast = jo.plan(maker(), jo.offload(masters, storage="bfloat16", window=2**21))
+    assert not {"bfloat16", "int8"} & {*names(forecast)}
+    assert "window=2097152" in forecast["jo.jit"].code
+    assert forecast["jo.jit"].host == STATE // 2  # of float32 parameters there are no masters
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [(None, "got a NoneType"), ((1, 2), "begins with a int"), ((lambda: None,), "is to return")],
+)
+def test_what_makes_no_step(made, words):
+    with pytest.raises(TypeError, match=words):
+        jo.plan(lambda tx: made, ADAMW)
