@@ -112,6 +112,34 @@ def test_what_a_gate_holds_is_read_behind_it(loss, fraction):
         assert [v.aval for v in parts[k].held if v not in later] == []
 
 
+def with_biases(params, x):
+    """They stay on the device."""
+    for k in range(LAYERS):
+        x = jnp.tanh(x @ params[f"w{k}"] + params[f"b{k}"])
+    return (x**2).mean()
+
+
+def schedule():
+    """Of each gate: how many numbers of state are loaded behind it, and those of the pieces that it waits for."""
+    params = {f"w{k}": jnp.full((WIDTH, WIDTH), 0.01) for k in range(LAYERS)}
+    params |= {f"b{k}": jnp.zeros(WIDTH) for k in range(LAYERS)}
+    tx = jo.offload(ADAMW, min_bytes=4 * 1024, window=2**20)
+    parts = parts_of(flat(jax.make_jaxpr(step_of(tx, with_biases, True))(params, tx.init(params), batch(0)))).parts
+    pieces = [part for part in parts if isinstance(part, Piece)]
+    moved = {v: sum(x.aval.size for x in part.loads) for part in pieces for v in part.token}
+    found = []
+    for gate in (part for part in parts if isinstance(part, Gate)):
+        loads = sum(v.aval.size for v in gate.held if v.aval.memory_space == jax.memory.Space.Host)
+        found.append((loads, sum({id(p): moved[v] for v in gate.waits_for for p in pieces if v in p.token}.values())))
+    return [pair for pair in found if any(pair)]
+
+
+def test_biases_leave_a_store_its_time():
+    """A layer is loaded while the one before is stored, for which only the gate after that waits: mu and nu of each."""
+    layer = 2 * WIDTH * WIDTH
+    assert schedule() == [(layer, 0), (layer, 0), *[(layer, layer)] * (LAYERS - 2)]
+
+
 @pytest.mark.parametrize("loss", [loss, checkpointed])
 def test_the_backward_pass_waits_for_every_gradient(loss):
     """Each piece reads its gradient behind a gate that the pass goes on through; the last is made when it is over.

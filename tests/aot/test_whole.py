@@ -15,9 +15,10 @@ from benchmarks.harness.cases import SHAPES
 from benchmarks.in_jax.system import program
 from jax_offload._analysis.hlo import computations
 from jax_offload._whole import rewritten as whole
-from tests.aot.cases import device_sharding, measure_sharded, measure_step, measure_update
+from tests.aot.cases import device_sharding, in_float32, measure_sharded, measure_step, measure_update
 from tests.aot.harness import H200, MIB, V5E, V5E_2X2, measure, require
 from tests.aot.model import ADAMW, loss, parameters
+from tests.aot.zoo import MODELS
 from tests.support.rows import rows
 
 LONG = pytest.mark.exhaustive("half a minute to compile")
@@ -56,6 +57,18 @@ def test_half_of_12_unrolled_layers():
     m = measure_step(H200, jo.offload(ADAMW, fraction=0.5), whole=True, **how)
     assert m.peak <= 5400 < resident.peak and m.loaded == m.stored == m.host_arguments
     assert m.timeline(H200).exposed_share <= 0.05
+
+
+def test_layers_with_biases_and_norms():
+    """These stay on the device, and are updated between the matrices: 27.1 ms of a step of 54.1 were exposed."""
+    require(H200)
+    mlp = MODELS["mlp"]()
+    params, batch = mlp.abstract(MANY, device_sharding(H200))
+    tx, how = in_float32(ADAMW), {"update_params": True, "options": OPTIONS}
+    resident = measure_update(H200, tx, params, mlp.loss, batch, **how)
+    m = measure_update(H200, jo.offload(tx), params, mlp.loss, batch, whole=True, **how)
+    assert m.peak < resident.peak
+    assert m.timeline(H200).exposed_share <= 0.35
 
 
 def axis_1(params, x):
