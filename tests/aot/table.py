@@ -29,6 +29,7 @@ from benchmarks.harness.systems import OURS, RECIPE, RESIDENT
 from jax.sharding import PartitionSpec as P
 from jax_offload._whole import rewritten as whole_step
 
+from tests.aot.biases import biases
 from tests.aot.cases import (
     Point,
     bounded,
@@ -312,6 +313,7 @@ if __name__ == "__main__":
         "turned": turned,
         "unrolled": unrolled,
         "plan": forecasts,
+        "biases": biases,
     }
     if sys.argv[1:2] == ["matrix"]:
         sys.exit(matrix(sys.argv[2:]))
