@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
@@ -319,16 +319,18 @@ def test_what_is_updated_on_the_cores_already(numba):
 
 @pytest.mark.parametrize(
     ("spec", "options", "down", "up", "state"),
-    [(P("data"), {}, 4, 2, 4), (P(), {"shard_over": "data"}, 8, 2, 4), (P(), {}, 8, 4, 8)],
+    [(P("data"), {}, (4, 4), 2, 4), (P(), {"shard_over": "data"}, (6, 8), 2, 4), (P(), {}, (8, 8), 4, 8)],
     ids=["FSDP", "ZeRO-1", "replicated"],
 )  # fmt: skip
-def test_the_cores_of_several_accelerators(spec, options, down, up, state, numba):
+@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
+def test_the_cores_of_several_accelerators(spec, options, down, up, state, axes, numba):
     """Two of a host, bytes for each and parameter: its part goes down, is updated once for both, and comes up. What is
-    no loop is put together before and divided after."""
-    there = NamedSharding(AbstractMesh((2,), ("data",)), spec)
+    no loop is put together before and divided after. With Explicit axes ZeRO-1's gradients go down whole."""
+    there = NamedSharding(AbstractMesh((2,), ("data",), axis_types=(axes,)), spec)
     params = {f"w{i}": jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=there) for i in range(8)}
     tx, n = jo.offload(ADAMW, update_on="host", **options), 8 * 1024**2
     row = jo.plan(tx, params, chip="h100")["as given"]
+    down = down[axes == AxisType.Explicit]
     assert (row.loaded, row.stored) == (up * n, down * n) and row.fits
     once, whole = (14, 0) if numba else (20, 0 if state == 8 else 28)
     assert row.dram == (once + whole + down + up + 3 * state) * n
