@@ -14,13 +14,9 @@ import numpy as np
 from jax_offload._analysis import exposure
 from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.compiled_ways import DRIVEN, ESTIMATED, GIVES_UP, Compiler, compiled_labels, turned_round
-from jax_offload._analysis.divided import Division, collectives, division_of, gathered_ahead
-from jax_offload._analysis.donated import donations
 from jax_offload._analysis.driven import FIRST, First, first_program, in_memory, is_driven, on_files, on_the_device
 from jax_offload._analysis.exposure import BACKWARD, FORWARD
-from jax_offload._analysis.flattened import flattened, loop_of
 from jax_offload._analysis.forecast import Forecast
-from jax_offload._analysis.liveness import peak
 from jax_offload._analysis.optimizer import devices_of, dtype_of
 from jax_offload._analysis.option import Option
 from jax_offload._analysis.queued import in_pieces
@@ -39,6 +35,10 @@ from jax_offload._emit.find import emitted, updates_in
 from jax_offload._emit.region import Moved, Update
 from jax_offload._interop.jit import Jitted
 from jax_offload._interop.pipelined import Pipelined
+from jax_offload._peak.divided import Division, collectives, division_of, gathered_ahead
+from jax_offload._peak.donated import donations
+from jax_offload._peak.flattened import flattened, loop_of
+from jax_offload._peak.liveness import peak
 from jax_offload._plan.in_scan import InScan
 from jax_offload._report import traced, unwrapped
 from jax_offload._whole import rewritten
