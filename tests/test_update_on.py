@@ -135,26 +135,6 @@ def test_its_stages(small_groups):
     assert len([t for t, _ in driven._tasks if t.down]) == 1  # gradients come out of the first program in host memory
 
 
-@pytest.mark.usefixtures("other_backend", "small_groups")
-@pytest.mark.parametrize("share", ["host", 0.7])
-@pytest.mark.parametrize("donate", [True, False])
-def test_the_backward_pass_in_segments(share, donate):
-    """A group's gradients are there before the last segment; its numbers are those of the step in one piece."""
-    inner = optax.adamw(1e-2)
-    tx = offload(inner, share)
-    step, params = jo.jit(step_of(tx)), model()
-    step(params, tx.init(params), X)
-    ((driven, _),) = step._driven._programs.values()
-    assert driven.one_program == ""
-    tasks = [task for task, _ in driven._tasks]
-    segments = [task for task in tasks if task.stage.name == "before"]
-    assert len(segments) > 1 and tasks[: len(segments)] == segments
-    first = next(task for task in tasks if task.stage.on_cores)
-    early, *late = ({*task.down} for task in segments)
-    assert not early.isdisjoint(first.inputs) and late[0].union(*late).isdisjoint(first.inputs)
-    from_the_same(step_of(tx), step_of(inner), tx, params, donate=donate)
-
-
 def test_groups_that_are_alike_share_a_program(small_groups):
     tx = offload()
     step, params = jo.jit(step_of(tx)), model()

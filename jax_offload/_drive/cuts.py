@@ -111,7 +111,7 @@ def _computed_again(
     def operands(v: Var) -> set[Var]:
         return {x for x in variables(eqns[made_by[v]].invars) if x not in free}
 
-    need, again = reads - free, set[Var]()
+    need, again = {*reads} - free, set[Var]()
     waiting = sorted(need, key=made_by.__getitem__)
     while waiting:
         v = waiting.pop()

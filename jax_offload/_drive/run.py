@@ -25,7 +25,7 @@ from jax_offload._drive.by_parts import ByParts, by_parts, check_by_parts
 from jax_offload._drive.cores import Cores, cores_beside
 from jax_offload._drive.files import DEPTH, files_of
 from jax_offload._drive.one_pass import Run, one_pass
-from jax_offload._drive.segments import NO_GROUPS, ON_A_CPU, ON_DEVICES, in_segments
+from jax_offload._drive.segments import ON_A_CPU, ON_DEVICES, in_segments
 from jax_offload._drive.stages import Staged, staged
 from jax_offload._drive.tasks import Task, tasks_of
 from jax_offload._drive.undivided import without_mesh
@@ -78,7 +78,9 @@ class Driven:
         firsts = {v: _first(found.next_of, v) for v in found.next_of}
         self._places |= {v: self._places[old] for v, old in firsts.items() if old in self._places}
         self._donated = {v for v, given in zip(own, donated, strict=True) if given}
-        self._step, self.one_program = found, _ = self._segmented(found) if segments else (found, "")
+        self._step, self.one_program = found, ON_A_CPU
+        if segments and self._cores.cpu is not None:
+            self._step, self.one_program = found, _ = self.in_segments()
         self._compiled: dict[Hashable, Jit] = {}
         tasks = tasks_of(found, self._donated | {*self._reads})
         sent = {v for task in tasks for v in task.down}
@@ -110,14 +112,12 @@ class Driven:
     def consts(self) -> dict[Var, Any]:
         return dict(zip(self._step.inputs, self._step.consts, strict=False))
 
-    def _segmented(self, step: Staged) -> tuple[Staged, str]:
-        """The step with the pass before its update in several programs, or why it is one.
+    def in_segments(self) -> tuple[Staged, str]:
+        """The step with the pass before its update in several programs, or as it is, and why.
 
-        On a CPU the loops of one pass update in place what a later program may still read.
+        That is for the cores beside an accelerator: on a CPU their loops update in place what a later program may read.
         """
-        if self._cores.cpu is None:
-            return step, ON_A_CPU if any(s.on_cores for s in step.stages) else NO_GROUPS
-        return (step, ON_DEVICES) if len(self._devices) > 1 else in_segments(step, self._donated)
+        return (self._step, ON_DEVICES) if len(self._devices) > 1 else in_segments(self._step, self._donated)
 
     def _place(self, v: Var) -> Sharding:
         """Where on the accelerators a value lives; one that is no argument's next value on all of them."""
