@@ -83,13 +83,18 @@ def _divided_as(x: jax.Array, sharding: Sharding) -> jax.Array:
     return jax.device_put(x, sharding)
 
 
+def on_accelerators(devices: Iterable[Any]) -> bool:
+    """Whether they are other than the host's cores."""
+    return any(device.platform != "cpu" for device in devices)
+
+
 def cores_beside(devices: Iterable[Any]) -> Cores:
     """The cores of the host of the devices that a step runs on.
 
     Raises:
       ValueError: jax was told to do without its CPU backend.
     """
-    if all(device.platform == "cpu" for device in {*devices}):
+    if not on_accelerators(devices := {*devices}):
         return Cores()
     try:
         return Cores(jax.local_devices(backend="cpu")[0])

@@ -22,8 +22,8 @@ from jax_offload._base.jaxprs import (
 )
 from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, is_host_aval, to_device, to_host, with_kind
 from jax_offload._drive.by_parts import ByParts, by_parts, check_by_parts
-from jax_offload._drive.cores import Cores, cores_beside
-from jax_offload._drive.files import DEPTH, files_of
+from jax_offload._drive.cores import Cores, cores_beside, on_accelerators
+from jax_offload._drive.files import files_of
 from jax_offload._drive.one_pass import Run, one_pass
 from jax_offload._drive.segments import ON_A_CPU, ON_DEVICES, in_segments
 from jax_offload._drive.stages import Staged, staged
@@ -79,7 +79,8 @@ class Driven:
         self._places |= {v: self._places[old] for v, old in firsts.items() if old in self._places}
         self._donated = {v for v, given in zip(own, donated, strict=True) if given}
         self._step, self.one_program = found, ON_A_CPU
-        if segments and self._cores.cpu is not None:
+        in_files = bool(self._reads) and on_accelerators(self._devices) and not any(s.on_cores for s in found.stages)
+        if segments and (self._cores.cpu is not None or in_files):
             self._step, self.one_program = found, _ = self.in_segments()
         self._compiled: dict[Hashable, Jit] = {}
         tasks = tasks_of(found, self._donated | {*self._reads})
@@ -94,7 +95,7 @@ class Driven:
         for k, (task, run) in enumerate(self._tasks):
             for following, _ in self._tasks[k + 1 : k + 2]:
                 values.send(following)
-            files.read(task, tasks[k + 1 : k + 1 + DEPTH])
+            files.read(task, tasks[k + 1 :])
             results = run(*values.operands(task, isinstance(run, ByParts)))
             values.put(task, results, self._place)
             values.drop(task.over, self._donated)

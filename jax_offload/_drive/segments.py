@@ -1,8 +1,8 @@
 """The forward and backward pass in several programs, so that the first gradients' update need not wait for the last.
 
 All results of one program become ready together. Cut behind the gradients of a group, the pass leaves them while it
-goes on: the cores have work then. Where that would take more device memory than one program, by the estimate of
-``_peak``, there are fewer cuts, or none.
+goes on: the cores, or the drives, have work then. Where that would take more device memory than one program, by the
+estimate of ``_peak``, there are fewer cuts, or none.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Jaxpr, Literal, Var, jaxpr_like, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._drive.cuts import cuts_of, parts_of
 from jax_offload._drive.pieces import InTurn, Piece
-from jax_offload._drive.stages import BEFORE, Stage, Staged
+from jax_offload._drive.stages import BEFORE, GROUP, Stage, Staged
 from jax_offload._drive.tasks import Task, tasks_of
 from jax_offload._ir.shares import structure
 from jax_offload._peak.liveness import peak
 
 # Why the pass is one program; what follows "the forward and the backward pass are one program: ".
-NO_GROUPS = "no update of the cores follows it at once"
-ON_A_CPU = "the host's cores run it too"
+NO_GROUPS = "no update of the cores, or of a state on disk, follows it at once"
+ON_A_CPU = "it runs on the host's cores itself"
 ON_DEVICES = "it runs on several devices"
 EFFECTS = "it has side effects"
 ALL_FIRST = "the update needs all gradients first, as clipping by their norm does"
@@ -36,9 +36,11 @@ ALIKE = 1.001  # a loss that is handed on is no more memory
 
 
 def in_segments(step: Staged, donated: Set[Var]) -> tuple[Staged, str]:
-    """The step with its first program in several, where groups of the cores have their gradients early; and why not.
+    """The step with its first program in several, where groups of the update have their gradients early; and why not.
 
-    The groups follow all segments: these are under way by then, and each group waits for its gradients alone.
+    Groups of the cores follow all segments: these are under way by then, and each group waits for its gradients alone.
+    Groups whose state is on disk run on the device. They follow the segment after the one that makes their gradients:
+    so the device has work while the host waits for a file.
 
     Args:
       step: its stages; the first has the pass as its first piece.
@@ -46,46 +48,70 @@ def in_segments(step: Staged, donated: Set[Var]) -> tuple[Staged, str]:
     """
     first, rest = step.stages[0], step.stages[1:]
     pass_, *others = first.pieces or (None,)
-    groups = [*itertools.takewhile(lambda s: s.on_cores, (s for s in rest if s.name != "device"))]
+    on_disk = [*itertools.takewhile(lambda s: s.name == GROUP, rest)]
+    groups = on_disk or [*itertools.takewhile(lambda s: s.on_cores, (s for s in rest if s.name != "device"))]
     if first.name != BEFORE or pass_ is None or pass_.jaxpr is None or not groups:
         return step, NO_GROUPS
     jaxpr = pass_.jaxpr
     if any(eqn.effects for eqn in jaxpr.eqns):
         return step, EFFECTS
-    made = _made_at(jaxpr, others)
-    ready = [max((made.get(v, 0) for v in s.reads), default=0) for s in groups]
+    made, ready = _made_at(jaxpr, others), list[int]()
+    for group in groups:  # some rows of a parameter are written after others
+        ready.append(max((made.get(v, 0) for v in group.reads), default=0))
+        made.update(dict.fromkeys(group.makes, ready[-1]))
     if len({*ready} - {0}) < 2:
         return step, _why_at_once(jaxpr, others, groups)
     cuts = cuts_of(jaxpr, ready, [{*s.reads} for s in groups])
     if not cuts:
         return step, LITTLE_LEFT
-    most = min(peaks(step, donated, 1)[0])
+    (whole, *later), _ = peaks(step, donated)
+    most = max(min(whole), *map(max, later), 0)
     while cuts:
-        found = dataclasses.replace(step, stages=[*_segments(jaxpr, pass_, others, made, cuts), *rest])
-        each = [max(both) for both in peaks(found, donated, len(cuts) + 1)]
-        if max(each) <= ALIKE * most:
+        segments = _segments(jaxpr, pass_, others, made, cuts)
+        stages = [*_interleaved(segments, cuts, groups, ready), *rest[len(groups) :]] if on_disk else [*segments, *rest]
+        found = dataclasses.replace(step, stages=stages)
+        each, segment = peaks(found, donated)
+        worst = max(range(len(each)), key=lambda k: max(each[k]))
+        if max(each[worst]) <= ALIKE * most:
             return found, ""
-        worst = each.index(max(each))
-        del cuts[min(worst, len(cuts) - 1)]
+        del cuts[min(segment[worst], len(cuts) - 1)]
     return step, PEAK
 
 
-def peaks(step: Staged, donated: Set[Var], count: int) -> list[tuple[int, int]]:
-    """Of each of the first programs an estimate of the device memory while it runs, in the order of its trace and with
-    all as early as it can be; with what lies beside it for others."""
-    tasks = tasks_of(step, donated)[:count]
+def peaks(step: Staged, donated: Set[Var]) -> tuple[list[tuple[int, int]], list[int]]:
+    """Of each of the first programs, segments and groups of a state on disk, an estimate of the device memory while it
+    runs, in the order of its trace and with all as early as it can be, with what lies beside it for others; and the
+    number of the segment that it is or follows."""
     here = {v: nbytes(v.aval) for v in step.inputs if not is_host_aval(v.aval)}
-    found: list[tuple[int, int]] = []
-    for task in tasks:
-        beside = sum(here.values()) - sum(here.get(v, 0) for v in {*task.inputs})
-        own = _with_results(task)
-        reused = {task.inputs[k] for k in task.reused}
-        free = [isinstance(v, Var) and v in reused for v in task.stage.pieces[0].inputs]
-        found.append((beside + peak(own, free), beside + peak(own, free, early=True)))
-        here |= {v: nbytes(v.aval) for v in task.outputs if not is_host_aval(v.aval)}
-        for v in task.free:
-            here.pop(v, None)
-    return found
+    alive, found, segment = sum(here.values()), list[tuple[int, int]](), list[int]()
+    for task in tasks_of(step, donated):
+        if task.stage.name == BEFORE:
+            beside = alive - sum(here.get(v, 0) for v in {*task.inputs})
+            own = _with_results(task)
+            reused = {task.inputs[k] for k in task.reused}
+            free = [isinstance(v, Var) and v in reused for v in task.stage.pieces[0].inputs]
+            found.append((beside + peak(own, free), beside + peak(own, free, early=True)))
+            segment.append(segment[-1] + 1 if segment else 0)
+        elif task.stage.name == GROUP:  # its state as it comes, and as it goes
+            window = 2 * sum(nbytes(v.aval) for v in task.inputs if is_host_aval(v.aval))
+            found.append((alive + window, alive + window))
+            segment.append(segment[-1])
+        else:
+            break
+        made = {v: nbytes(v.aval) for v in task.outputs if not is_host_aval(v.aval)}
+        alive += sum(made.values()) - sum(here.pop(v, 0) for v in task.free)
+        here |= made
+    return found, segment
+
+
+def _interleaved(
+    segments: Sequence[Stage], cuts: Sequence[int], groups: Sequence[Stage], ready: Sequence[int]
+) -> Iterator[Stage]:
+    """The segments, and behind the one after each the groups that the device updates from its gradients."""
+    after = [min(bisect.bisect_left(cuts, at) + 1, len(segments) - 1) for at in ready]
+    for k, segment in enumerate(segments):
+        yield segment
+        yield from (group for group, at in zip(groups, after, strict=True) if at == k)
 
 
 def _with_results(task: Task) -> Jaxpr:
