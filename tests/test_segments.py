@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_offload as jo
 from jax_offload._base.jaxprs import Literal, jaxpr_of, values_of
+from jax_offload._base.on_disk import is_on_disk
 from jax_offload._drive import cuts, run, segments, stages
 from jax_offload._drive.cores import Cores, cores_beside
 from jax_offload._drive.jitted import DrivenJit
@@ -41,8 +42,8 @@ def beside(monkeypatch):
     monkeypatch.setattr(run, "cores_beside", lambda devices: Cores(jax.devices()[1]))
 
 
-def model(device=None):
-    tree = {f"layer_{k}": jax.random.normal(jax.random.key(k), (WIDTH, WIDTH)) / 16 for k in range(N)}
+def model(device=None, layers=N):
+    tree = {f"layer_{k}": jax.random.normal(jax.random.key(k), (WIDTH, WIDTH)) / 16 for k in range(layers)}
     return jax.device_put(tree, device or jax.devices()[0])
 
 
@@ -302,6 +303,36 @@ def test_updates_begin_before_the_backward_pass_ends(cut, in_one_piece, monkeypa
     assert not cores.log[0] if cut else all(cores.log)
 
 
+@pytest.mark.parametrize("cut", [True, False])
+def test_files_are_written_before_the_backward_pass_ends(cut, disk, in_one_piece, monkeypatch):
+    if not cut:
+        in_one_piece()
+    tx, params = jo.offload(ADAMW, min_bytes=1024, disk=disk), model(layers=2 * N)
+    loss, state = loss_of(lambda x, w: plain_layer(slow(x), w)), tx.init(params)
+    step = jo.jit(step_of(tx, loss), donate_argnums=(0, 1))
+    params, state, _ = jax.block_until_ready(step(params, state, X))  # compiles
+    home = next(x for x in jax.tree.leaves(state, is_leaf=is_on_disk) if is_on_disk(x)).place.home
+    driven, last, over, put = driven_by(step), [], [], home.put
+    at = max(k for k, name in enumerate(names(driven)) if name == "before")
+    task, last_of_them = driven._tasks[at]
+
+    def watched(*operands):
+        made = last_of_them(*operands)
+        last.append(made[0] + 0)  # groups are given what it makes
+        return made
+
+    def written(*what):
+        writing = put(*what)
+        writing.add_done_callback(lambda _: over.append(bool(last) and last[0].is_ready()))
+        return writing
+
+    driven._tasks[at] = task, watched
+    monkeypatch.setattr(home, "put", written)
+    params, state, _ = jax.block_until_ready(step(params, state, X))
+    disk.commit(2, {"params": params, "state": state})  # waits for all writes
+    assert len(over) == 4 * N and (not over[0] if cut else all(over))
+
+
 # ---- what stays one program ----------------------------------------------------------------------------------------
 
 
@@ -341,7 +372,7 @@ def test_plan_says_when_the_cores_begin():
     def notes(inner, n=N):
         tx, params = offload(inner), dict([*model().items()][:n])
         forecast = jo.plan(jo.jit(step_of(tx)), params, jo.abstract_state(tx, params), X)
-        return [note for note in forecast.notes if "the cores begin" in note]
+        return [note for note in forecast.notes if "the update begins" in note]
 
     (several,), (one,) = notes(ADAMW), notes(optax.chain(optax.clip_by_global_norm(0.1), ADAMW))
     assert "in 4 programs" in several and one.endswith(segments.ALL_FIRST)

@@ -53,13 +53,13 @@ class First:
 
     @property
     def starts(self) -> str:
-        """When the update of the cores begins."""
+        """When the update begins."""
         if self.programs > 1:
             return (
                 f"{BEFORE!r} is looked at in one piece; beside an accelerator jo.jit runs it in {self.programs} "
-                "programs, which take no more memory by an estimate: the cores begin with the gradients of the first"
+                "programs, which take no more memory by an estimate: the update begins with the gradients of the first"
             )
-        return f"the cores begin when {BEFORE!r} has ended, as it is one program: {self.one_program}"
+        return f"the update begins when {BEFORE!r} has ended, as it is one program: {self.one_program}"
 
 
 def is_driven(step: ClosedJaxpr) -> bool:

@@ -108,7 +108,7 @@ def of_step(step: Callable[..., Any], args: Sequence[Any], setting: Setting, tar
             own = traced(base, *there) if moved.files.groups else driven
         first = first_program(own, [x for x in jax.tree.leaves(there) if hasattr(x, "dtype")], given_away, leaves)
         options.insert(1, seen.driven("step = jo.jit(step, donate_argnums=...)", moved, first, given_away))
-        starts += [first.starts] if moved.cores.dram else []
+        starts += [first.starts] if moved.cores.dram or moved.files.groups else []
     notes = ["every argument that a result is like counts as donated"]
     if driven is not None:
         notes.append(
