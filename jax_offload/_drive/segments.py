@@ -20,6 +20,7 @@ from jax_offload._drive.pieces import InTurn, Piece
 from jax_offload._drive.stages import BEFORE, GROUP, Stage, Staged
 from jax_offload._drive.tasks import Task, tasks_of
 from jax_offload._ir.shares import structure
+from jax_offload._ir.slices import slice_of
 from jax_offload._peak.liveness import peak
 
 # Why the pass is one program; what follows "the forward and the backward pass are one program: ".
@@ -55,6 +56,8 @@ def in_segments(step: Staged, donated: Set[Var]) -> tuple[Staged, str]:
     jaxpr = pass_.jaxpr
     if any(eqn.effects for eqn in jaxpr.eqns):
         return step, EFFECTS
+    of_pass = {v for eqn in jaxpr.eqns for v in eqn.outvars}
+    others = [part for piece in others for part in _without_gradients_first(piece, of_pass)]
     made, ready = _made_at(jaxpr, others), list[int]()
     for group in groups:  # some rows of a parameter are written after others
         ready.append(max((made.get(v, 0) for v in group.reads), default=0))
@@ -135,6 +138,27 @@ def _made_at(jaxpr: Jaxpr, others: Sequence[Piece]) -> dict[Var, int]:
             at = max((made.get(v, 0) for v in variables(piece.inputs)), default=0)
             made.update(dict.fromkeys(piece.outputs, at))
     return made
+
+
+def _without_gradients_first(piece: Piece, made: Set[Var]) -> list[Piece]:
+    """A piece as two, what needs nothing that is made of gradients and the rest: a learning rate, of which the groups
+    wait, beside the update of leaves that stay on the device."""
+    late = {v for v in variables(piece.inputs) if v in made}
+    if piece.jaxpr is None or not late or any(eqn.effects for eqn in piece.jaxpr.eqns):
+        return [piece]
+    names = dict(zip(piece.jaxpr.invars, piece.inputs, strict=True))
+    late, eqns = {v for v, x in names.items() if x in late}, ([], [])
+    for eqn in piece.jaxpr.eqns:
+        waits = not late.isdisjoint(variables(eqn.invars))
+        eqns[waits].append(eqn)
+        late.update(eqn.outvars if waits else ())
+    wanted = {v for eqn in eqns[True] for v in variables(eqn.invars)}.union(piece.outputs)
+    found: list[Piece] = []
+    for own in eqns:
+        part = slice_of(own, [v for eqn in own for v in eqn.outvars if v in wanted], piece.jaxpr.debug_info, {})
+        inputs = [names.get(v, v) for v in part.inputs]
+        found += [Piece(inputs, part.outputs, part.run, structure(part.jaxpr), part.jaxpr)] if part.outputs else []
+    return found
 
 
 def _segments(
