@@ -234,6 +234,22 @@ def test_values_on_disk(rows, disk, monkeypatch):
     assert found.index("group") < len(found) - 1 - found[::-1].index("before")
 
 
+def test_small_leaves_on_the_device_hold_nothing_up(disk):
+    """Their update needs all of their gradients, and stands beside numbers that the groups wait for."""
+
+    def loss(params, x):
+        return loss_of(lambda x, p: plain_layer(x, p["w"]) + p["b"])(params, x)
+
+    params = {name: {"w": w, "b": jnp.zeros(WIDTH)} for name, w in model().items()}
+    params = jax.device_put(params, jax.devices()[0])
+    tx = jo.offload(ADAMW, min_bytes=2048, disk=disk)
+    step, state = jo.jit(step_of(tx, loss)), tx.init(params)
+    want = jax.jit(step_of(ADAMW, loss))(params, jo.to_device(state), X)
+    got = step(params, state, X)
+    assert_same(jo.to_device(got), want, "one update")
+    assert names(driven_by(step))[:3] == ["before", "before", "group"]
+
+
 @pytest.mark.usefixtures("busy")
 def test_on_disk_repeats_bit_for_bit(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "on_accelerators", lambda devices: True)
