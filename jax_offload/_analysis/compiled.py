@@ -12,10 +12,11 @@ import jax
 
 from jax_offload._analysis.buffers import BATCH, GRADIENTS, PARAMETERS, STATE
 from jax_offload._analysis.chips import Chip, chip, known_chips
-from jax_offload._analysis.driven import FIRST, First, first_program, in_memory, is_driven, leaves_of, on_files
+from jax_offload._analysis.driven import First, first_program, in_memory, is_driven, leaves_of, on_files
 from jax_offload._analysis.hlo import Op, computations
 from jax_offload._analysis.targets import check_installed, compile_for, prepare, target_of
 from jax_offload._base.memory import HOST_KIND, on_host
+from jax_offload._drive.stages import BEFORE
 from jax_offload._interop.jit import Jitted
 from jax_offload._interop.pipelined import Pipelined
 from jax_offload._interop.rotated import names_of
@@ -138,7 +139,7 @@ def of_first(first: First, target: str | None) -> Compiled:
         found = _for_target(first.jitted, first.args, {}, target, {}, options_for_sending(target_of(target).platform))
     others = (_argument(name, x, on_host(x) or getattr(x.sharding, "memory_kind", None) == HOST_KIND, state=True)
               for name, x in first.elsewhere.items())  # fmt: skip
-    return dataclasses.replace(found, program=FIRST, elsewhere=tuple(others))
+    return dataclasses.replace(found, program=BEFORE, elsewhere=tuple(others))
 
 
 def _of_jax(executable: Any, lowered: Any, carried: Mapping[str, Any]) -> Compiled:

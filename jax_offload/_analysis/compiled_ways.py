@@ -10,7 +10,6 @@ from typing import Any
 import jax
 
 from jax_offload._analysis.compiled import Compiled, compiled, of_first
-from jax_offload._analysis.donated import successors
 from jax_offload._analysis.driven import First
 from jax_offload._analysis.option import Option
 from jax_offload._analysis.schedule import Program
@@ -23,6 +22,7 @@ from jax_offload._base.shardings import sharding_of
 from jax_offload._emit.find import emitted
 from jax_offload._interop.jit import Jitted
 from jax_offload._interop.pipelined import Pipelined, pipelined
+from jax_offload._peak.donated import successors
 
 DRIVEN = "as given"
 _TURNED = ("jo.pipelined", "gradients too")

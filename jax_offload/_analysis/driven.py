@@ -21,14 +21,15 @@ from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, is_host_aval, on_a_
 from jax_offload._base.on_disk import TOKEN, OnDisk, Place, is_on_disk
 from jax_offload._base.shardings import sharding_of
 from jax_offload._drive.run import Driven
+from jax_offload._drive.stages import BEFORE
 from jax_offload._emit.find import holds_driven_update, is_update, updates_in
 from jax_offload._emit.region import Update
 from jax_offload._ir.program import Program, expanded
 
-FIRST = "before"
 SAYS = (
     "jo.jit drives this step in several programs, as the host's cores update a part of the state, or it is on disk. "
-    f"This is the first, {FIRST!r}: the forward and the backward pass; then the update comes, group by group"
+    f"This is the first, {BEFORE!r}: the forward and the backward pass; then the update comes, group by group. "
+    "It is looked at in one piece; plan(step, *args) says in how many jo.jit runs it"
 )
 
 
@@ -40,11 +41,25 @@ class First:
       jitted: it, a function of two dicts, of which the first is donated.
       args: these, abstract or not, by the arguments' names.
       elsewhere: the step's other arguments, by their names: other programs take them.
+      programs: in how many jo.jit runs it beside an accelerator.
+      one_program: why in no more than one.
     """
 
     jitted: Any
     args: tuple[dict[str, Any], dict[str, Any]]
     elsewhere: Mapping[str, Any]
+    programs: int = 1
+    one_program: str = ""
+
+    @property
+    def starts(self) -> str:
+        """When the update begins."""
+        if self.programs > 1:
+            return (
+                f"{BEFORE!r} is looked at in one piece; beside an accelerator jo.jit runs it in {self.programs} "
+                "programs, which take no more memory by an estimate: the update begins with the gradients of the first"
+            )
+        return f"the update begins when {BEFORE!r} has ended, as it is one program: {self.one_program}"
 
 
 def is_driven(step: ClosedJaxpr) -> bool:
@@ -122,7 +137,7 @@ def first_program(
             "cut for devices. Give a Mesh of as many, which may be the CPU's: "
             "XLA_FLAGS=--xla_force_host_platform_device_count=8."
         )
-    driven = Driven(step, leaves, donated, {}, {})
+    driven = Driven(step, leaves, donated, {}, {}, segments=False)
     task, program, inputs = driven.first
     names = _names(step, len(leaves))
     at = {v: k for k, v in enumerate(inputs)}
@@ -140,10 +155,13 @@ def first_program(
     hosted = [is_host_aval(v.aval) for v in task.outputs] + [True for _ in task.down]
     out = [_in(device, HOST_KIND if host else DEVICE_KIND) for host in hosted]
     taken = {*wanted}
+    several, why_one = driven.in_segments()
     return First(
         jax.jit(before, donate_argnums=0, out_shardings=out),
         (given[0], given[1]),
         {name: x for k, (name, x) in enumerate(zip(names, shown or leaves, strict=True)) if k not in taken},
+        sum(stage.name == BEFORE for stage in several.stages),
+        why_one,
     )
 
 

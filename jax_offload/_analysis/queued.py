@@ -11,12 +11,12 @@ from typing import Any
 
 from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.exposure import Link
-from jax_offload._analysis.sequence import GATE
 from jax_offload._analysis.work import when_made
 from jax_offload._base.jaxprs import Equation, Jaxpr, Var, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._emit.region import Moved, Update
 from jax_offload._ir.slices import slice_of
+from jax_offload._peak.sequence import GATE
 from jax_offload._plan.network import Piece
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.exposure import Link
-from jax_offload._analysis.flattened import flattened, loop_of
 from jax_offload._analysis.work import seconds
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Jaxpr, without_dead_code
+from jax_offload._peak.flattened import flattened, loop_of
 from jax_offload._plan.in_scan import InScan
 
 

@@ -14,13 +14,9 @@ import numpy as np
 from jax_offload._analysis import exposure
 from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.compiled_ways import DRIVEN, ESTIMATED, GIVES_UP, Compiler, compiled_labels, turned_round
-from jax_offload._analysis.divided import Division, collectives, division_of, gathered_ahead
-from jax_offload._analysis.donated import donations
-from jax_offload._analysis.driven import FIRST, First, first_program, in_memory, is_driven, on_files, on_the_device
+from jax_offload._analysis.driven import First, first_program, in_memory, is_driven, on_files, on_the_device
 from jax_offload._analysis.exposure import BACKWARD, FORWARD
-from jax_offload._analysis.flattened import flattened, loop_of
 from jax_offload._analysis.forecast import Forecast
-from jax_offload._analysis.liveness import peak
 from jax_offload._analysis.optimizer import devices_of, dtype_of
 from jax_offload._analysis.option import Option
 from jax_offload._analysis.queued import in_pieces
@@ -35,10 +31,15 @@ from jax_offload._base.jaxprs import jax_fun
 from jax_offload._base.memory import HOST_KIND, on_host
 from jax_offload._base.on_disk import is_on_disk
 from jax_offload._base.shardings import sharding_of, shards_of
+from jax_offload._drive.stages import BEFORE
 from jax_offload._emit.find import emitted, updates_in
 from jax_offload._emit.region import Moved, Update
 from jax_offload._interop.jit import Jitted
 from jax_offload._interop.pipelined import Pipelined
+from jax_offload._peak.divided import Division, collectives, division_of, gathered_ahead
+from jax_offload._peak.donated import donations
+from jax_offload._peak.flattened import flattened, loop_of
+from jax_offload._peak.liveness import peak
 from jax_offload._plan.in_scan import InScan
 from jax_offload._report import traced, unwrapped
 from jax_offload._whole import rewritten
@@ -100,7 +101,7 @@ def of_step(step: Callable[..., Any], args: Sequence[Any], setting: Setting, tar
         options.append(seen.option(AHEAD, code, plain, ahead=True))
         code = 'step = jo.pipelined(step, donate_argnames=..., gradients="host")'
         options.append(seen.option("gradients too", code, plain, ahead=True, pending=True))
-    first = None
+    first, starts = None, list[str]()
     if driven is not None:
         given_away = donations(emitted(plain).jaxpr, len(leaves))
         moved, there = streams(driven, setting.devices[1]), on_files(args, driven)
@@ -108,13 +109,14 @@ def of_step(step: Callable[..., Any], args: Sequence[Any], setting: Setting, tar
             own = traced(base, *there) if moved.files.groups else driven
         first = first_program(own, [x for x in jax.tree.leaves(there) if hasattr(x, "dtype")], given_away, leaves)
         options.insert(1, seen.driven("step = jo.jit(step, donate_argnums=...)", moved, first, given_away))
+        starts += [first.starts] if moved.cores.dram or moved.files.groups else []
     notes = ["every argument that a result is like counts as donated"]
     if driven is not None:
         notes.append(
-            f"the peak of {DRIVEN!r} is that of {FIRST!r}, the first of its programs, or of a group where that is "
+            f"the peak of {DRIVEN!r} is that of {BEFORE!r}, the first of its programs, or of a group where that is "
             f"more, and its time a model's; {' and '.join(DEVICE_WAYS)} are of the same step without update_on and disk"
         )
-        notes += [*of_the_cores(options, setting), *of_the_disk(options, setting)]
+        notes += [*starts, *of_the_cores(options, setting), *of_the_disk(options, setting)]
     if target is not None:
         turned = turned_round(step, base, args, plain)
         compiler = Compiler(target, plain, leaves, at_home, there, setting, turned, args, first)

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.exposure import speed
-from jax_offload._analysis.flattened import Flattened, bodies, flattened, loop_of
-from jax_offload._analysis.liveness import Event, Lives
 from jax_offload._base.flops import own_flops
 from jax_offload._base.jaxprs import Equation, Jaxpr
 from jax_offload._ir.primitives import REDUCE
+from jax_offload._peak.flattened import Flattened, bodies, flattened, loop_of
+from jax_offload._peak.liveness import Event, Lives
 
 Read = dict[int, frozenset[int]]
 

@@ -20,7 +20,8 @@ from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, is_host_aval, well_
 from jax_offload._drive.cores import is_sent, one_of
 from jax_offload._drive.loop_source import LoopSource, stored_type
 from jax_offload._drive.loops import Kernel, aligned, calls_of, independent, loops_of, work
-from jax_offload._drive.stages import Piece, Stage
+from jax_offload._drive.pieces import Piece
+from jax_offload._drive.stages import Stage
 from jax_offload._drive.tasks import Task
 
 Box = tuple[tuple[int, int], ...]  # from where to where, along each axis

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from jax_offload._base.memory import DEVICE_KIND, on_host, to_host, with_kind
+from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, on_host, to_host, with_kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +35,15 @@ class Cores:
     cpu: Any = None
 
     def sent(self, x: Any) -> Any:
-        """A value of the device on its way to host memory; scalars are read where they are. Waits for nothing."""
-        return x if self.cpu is None or not is_sent(x) else to_host(x)
+        """A value of the device on its way to host memory; scalars are read where they are. Waits for nothing.
+
+        Put into a memory space, not into a sharding, jax runs a program, which comes after those that have begun.
+        """
+        if self.cpu is None or not is_sent(x) or on_host(x):
+            return x
+        if len(x.sharding.device_set) > 1:
+            return to_host(x)
+        return jax.device_put(x, with_kind(x.sharding, HOST_KIND), may_alias=False)
 
     def lent(self, x: Any, *, whole: bool = True) -> Any:
         """What has been sent, as an operand of a program of the cores: whole, once it is there, or as it was sent."""
@@ -76,13 +83,18 @@ def _divided_as(x: jax.Array, sharding: Sharding) -> jax.Array:
     return jax.device_put(x, sharding)
 
 
+def on_accelerators(devices: Iterable[Any]) -> bool:
+    """Whether they are other than the host's cores."""
+    return any(device.platform != "cpu" for device in devices)
+
+
 def cores_beside(devices: Iterable[Any]) -> Cores:
     """The cores of the host of the devices that a step runs on.
 
     Raises:
       ValueError: jax was told to do without its CPU backend.
     """
-    if all(device.platform == "cpu" for device in {*devices}):
+    if not on_accelerators(devices := {*devices}):
         return Cores()
     try:
         return Cores(jax.local_devices(backend="cpu")[0])

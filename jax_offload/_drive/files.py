@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence, Set
@@ -16,7 +17,7 @@ from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, renamed, sub_
 from jax_offload._base.memory import HOST_KIND
 from jax_offload._base.on_disk import READ, WRITE, Ends, Place, Range
 from jax_offload._drive.by_rows import Part
-from jax_offload._drive.stages import DRIVEN, Staged
+from jax_offload._drive.stages import BEFORE, DRIVEN, Staged
 from jax_offload._drive.tasks import Task
 from jax_offload._emit.find import holds_driven_update, is_update
 from jax_offload._ir.program import Program
@@ -237,14 +238,16 @@ class Moving:
             _files(leaf).check(token.val if isinstance(token, Literal) else values[token])
 
     def read(self, task: Task, following: Sequence[Task]) -> None:
-        """What it needs, and what these are going to need starts on its way.
+        """What it needs, and what those that read files next are going to need starts on its way.
 
         Waits until that is there; before, until what was made long ago has been written, as its memory is for these.
         """
-        while len(self._writing) > DEPTH:
+        while len(self._writing) > DEPTH and task.stage.name != BEFORE:  # that is to be under way
             for writing in self._writing.popleft():
                 writing.result()
-        for v in (v for t in (task, *following) for v in t.inputs if v in self._reads and v not in self._reading):
+        readers = (t for t in following if not self._reads.keys().isdisjoint(t.inputs))
+        some = itertools.islice(readers, DEPTH) if self._reads else ()
+        for v in (v for t in (task, *some) for v in t.inputs if v in self._reads and v not in self._reading):
             part = self._reads[v]
             self._reading[v] = _files(part.leaf).fetch(part.leaf.name, self._places[v], part.rows)
         self._values |= {v: self._reading.pop(v).result() for v in task.inputs if v in self._reads}
@@ -261,7 +264,10 @@ class Moving:
     def _write(self, number: float) -> None:
         now = [v for v in self._held if all(self._last_read(part) <= number for part in self._unwritten[v])]
         parts = [(part, v) for v in now for part in self._unwritten.pop(v)]
-        self._writing.append([_files(each.leaf).put(each.leaf.name, self._values[v], each.rows) for each, v in parts])
+        if parts:
+            self._writing.append(
+                [_files(each.leaf).put(each.leaf.name, self._values[v], each.rows) for each, v in parts]
+            )
         for v in now:
             del self._held[v]
         for v in {*now}.difference(variables(self._outputs)):

@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 
 from jax_offload._base.jaxprs import Var, variables
 from jax_offload._drive.loop_source import LoopSource, loop_source, stored_type
-from jax_offload._drive.stages import Piece
+from jax_offload._drive.pieces import Piece
 
 # Elements that a thread takes at least: what one takes 50 us for, five times what it takes to be told. As many parts
 # as this for each thread, for threads that others keep waiting. The interpreter is free meanwhile.

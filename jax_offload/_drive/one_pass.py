@@ -21,7 +21,7 @@ from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, is_host_aval, with_
 from jax_offload._base.private import address_of
 from jax_offload._drive.loop_source import LoopSource, stored_type
 from jax_offload._drive.loops import Kernel, aligned, calls_of, independent, loops_of, work
-from jax_offload._drive.stages import Piece
+from jax_offload._drive.pieces import Piece
 
 Run = Callable[..., Sequence[Any]]
 _shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")

@@ -22,10 +22,11 @@ from jax_offload._base.jaxprs import (
 )
 from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, is_host_aval, to_device, to_host, with_kind
 from jax_offload._drive.by_parts import ByParts, by_parts, check_by_parts
-from jax_offload._drive.cores import Cores, cores_beside
-from jax_offload._drive.files import DEPTH, files_of
+from jax_offload._drive.cores import Cores, cores_beside, on_accelerators
+from jax_offload._drive.files import files_of
 from jax_offload._drive.one_pass import Run, one_pass
-from jax_offload._drive.stages import staged
+from jax_offload._drive.segments import ON_A_CPU, ON_DEVICES, in_segments
+from jax_offload._drive.stages import Staged, staged
 from jax_offload._drive.tasks import Task, tasks_of
 from jax_offload._drive.undivided import without_mesh
 from jax_offload._emit.find import holds_driven_update
@@ -44,6 +45,10 @@ class Driven:
       donated: for each whether it is.
       options: of the compiler, for the programs of the device.
       for_sending: for those that send something to the host.
+      segments: whether the pass before the update may be in several programs.
+
+    Attributes:
+      one_program: why it is not.
     """
 
     def __init__(
@@ -53,9 +58,10 @@ class Driven:
         donated: Sequence[bool],
         options: Mapping[str, Any],
         for_sending: Mapping[str, Any],
+        segments: bool = True,
     ) -> None:
         self._files = files_of(unguarded(flat(step, any_jit=True)))
-        self._step = found = staged(cut_step(self._files.program), self._files.ends)
+        found = staged(cut_step(self._files.program), self._files.ends)
         self._files.check(found)
         self._options = options, for_sending
         placed = [getattr(x, "sharding", None) for x in args]
@@ -72,6 +78,10 @@ class Driven:
         firsts = {v: _first(found.next_of, v) for v in found.next_of}
         self._places |= {v: self._places[old] for v, old in firsts.items() if old in self._places}
         self._donated = {v for v, given in zip(own, donated, strict=True) if given}
+        self._step, self.one_program = found, ON_A_CPU
+        in_files = bool(self._reads) and on_accelerators(self._devices) and not any(s.on_cores for s in found.stages)
+        if segments and (self._cores.cpu is not None or in_files):
+            self._step, self.one_program = found, _ = self.in_segments()
         self._compiled: dict[Hashable, Jit] = {}
         tasks = tasks_of(found, self._donated | {*self._reads})
         sent = {v for task in tasks for v in task.down}
@@ -85,7 +95,7 @@ class Driven:
         for k, (task, run) in enumerate(self._tasks):
             for following, _ in self._tasks[k + 1 : k + 2]:
                 values.send(following)
-            files.read(task, tasks[k + 1 : k + 1 + DEPTH])
+            files.read(task, tasks[k + 1 :])
             results = run(*values.operands(task, isinstance(run, ByParts)))
             values.put(task, results, self._place)
             values.drop(task.over, self._donated)
@@ -102,6 +112,13 @@ class Driven:
     @property
     def consts(self) -> dict[Var, Any]:
         return dict(zip(self._step.inputs, self._step.consts, strict=False))
+
+    def in_segments(self) -> tuple[Staged, str]:
+        """The step with the pass before its update in several programs, or as it is, and why.
+
+        That is for the cores beside an accelerator: on a CPU their loops update in place what a later program may read.
+        """
+        return (self._step, ON_DEVICES) if len(self._devices) > 1 else in_segments(self._step, self._donated)
 
     def _place(self, v: Var) -> Sharding:
         """Where on the accelerators a value lives; one that is no argument's next value on all of them."""

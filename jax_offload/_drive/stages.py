@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -13,15 +13,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.jaxprs import Atom, DropVar, Equation, Jaxpr, Literal, Var, renamed, values_of, variables
+from jax_offload._base.jaxprs import Atom, DropVar, Equation, Literal, Var, renamed, values_of, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.on_disk import Ends, Range
 from jax_offload._drive.by_rows import Divided, made_once
+from jax_offload._drive.pieces import InTurn, Piece, in_turn
 from jax_offload._drive.undivided import run_undivided
 from jax_offload._emit.deduplicate import functions
 from jax_offload._emit.find import holds_driven_update, is_update
 from jax_offload._emit.region import Update, bound
-from jax_offload._emit.serialise import Serialise, is_large, waiting
+from jax_offload._emit.serialise import Serialise, is_large
 from jax_offload._ir.shares import structure
 from jax_offload._ir.slices import Slice, slice_of
 from jax_offload._plan.plan import Chunked, Planned
@@ -30,22 +31,9 @@ from jax_offload._step import Cut
 # Bytes of the state in a group: a program of the cores takes about 10 ms for them, a hundred times what it takes to
 # start one, and the parameters of the last group are all that is brought back while nothing is updated.
 GROUP_BYTES = 2**26
+BEFORE = "before"  # the name of the stage that makes the gradients
 DRIVEN = ("while", "cond")  # what an update may stand in
 GROUP = "group"  # the name of stages whose state is on disk, or beside what is
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """A part of a stage: ``outputs`` from ``inputs`` by ``run``; pieces of one ``kind`` do the same.
-
-    ``jaxpr``: what ``run`` does, where that is known.
-    """
-
-    inputs: list[Atom]
-    outputs: list[Var]
-    run: Callable[..., Sequence[Any]]
-    kind: Hashable = None
-    jaxpr: Jaxpr | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +144,7 @@ def staged(cut: Cut, ends: Mapping[Var, Ends] = MappingProxyType({})) -> Staged:
     def piece_of(s: Slice) -> Piece:
         return Piece([renamed(names, v) for v in s.inputs], s.outputs, s.run, structure(s.jaxpr), s.jaxpr)
 
-    on_device("before", piece_of(cut.before))
+    on_device(BEFORE, piece_of(cut.before))
 
     def name(update: Update, eqn: Equation) -> None:
         """Says what its variables are in the step."""
@@ -199,15 +187,15 @@ def staged(cut: Cut, ends: Mapping[Var, Ends] = MappingProxyType({})) -> Staged:
                 continue
             device, cores = _shares(update)
             if len(stages) == 1 and (turns := _in_turn(update, device, eqn, cut.before.outputs)) is not None:
-                on_device("before", turns)
+                on_device(BEFORE, turns)
                 names.update(zip(variables(turns.inputs), turns.outputs, strict=True))
             name(update, eqn)
             first, *later = cores.plan.passes
-            on_device("before", piece_of(first.prelude))
+            on_device(BEFORE, piece_of(first.prelude))
             if device.planned:
                 stages.append(Stage("device", (_all_of(device, names),)))
             elif device.program.outputs:
-                on_device("before", _all_of(device, names))
+                on_device(BEFORE, _all_of(device, names))
             stages += _grouped("cores", [piece_of(p.slice) for p in first.slices])
             for each in later:
                 stages.append(Stage("scalars", (piece_of(each.prelude),), on_cores=True))
@@ -254,7 +242,7 @@ def _all_of(update: Update, names: Mapping[Var, Atom]) -> Piece:
     return Piece(inputs, outputs, lambda *args: bound(update, args))
 
 
-def _in_turn(update: Update, device: Update, eqn: Equation, made: Sequence[Var]) -> Piece | None:
+def _in_turn(update: Update, device: Update, eqn: Equation, made: Sequence[Var]) -> InTurn | None:
     """Where some gradients stay on the device: all, each of which waits for the one before.
 
     As results of a program nothing else asks for them, and XLA would put their matmuls off to its end: 14400 MiB
@@ -267,18 +255,7 @@ def _in_turn(update: Update, device: Update, eqn: Equation, made: Sequence[Var])
     others = [v for v in made if v not in {*large} and not jnp.issubdtype(v.aval.dtype, jax.dtypes.extended)]
     if update.serialise is Serialise.NONE or len(large) < 2 or stay.isdisjoint(large):
         return None
-    last = min(others or large, key=lambda v: nbytes(v.aval))
-
-    def wait(*values: Any) -> list[Any]:
-        held, zero = waiting(values[: len(large)])
-        found = dict(zip(large, held, strict=True)) | dict(
-            zip(operands[len(large) :], values[len(large) :], strict=True)
-        )
-        found[last] = jnp.where(zero == 0, found[last], jnp.zeros((), last.aval.dtype))
-        return [found[v] for v in operands]
-
-    operands = [*large, *(v for v in [last] if v not in large)]
-    return Piece([*operands], [Var(v.aval) for v in operands], wait)
+    return in_turn(large, others)
 
 
 def _grouped(name: str, pieces: Sequence[Piece], *, on_cores: bool = True) -> Iterator[Stage]:

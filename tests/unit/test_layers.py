@@ -15,6 +15,7 @@ LAYERS = [
     "_base",
     "_disk",
     "_ir",
+    "_peak",
     "_plan",
     "_emit",
     "the update",

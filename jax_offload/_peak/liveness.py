@@ -18,13 +18,13 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jax_offload._analysis.divided import ALONE, Division
-from jax_offload._analysis.donated import paired_with
-from jax_offload._analysis.flattened import Flattened, Loop, Node, bodies, flattened, loop_of
-from jax_offload._analysis.sequence import FUSED, GATE, IN_PLACE, as_soon_as_they_can
 from jax_offload._base.flops import MATMULS
 from jax_offload._base.jaxprs import Jaxpr
 from jax_offload._ir.primitives import REDUCE
+from jax_offload._peak.divided import ALONE, Division
+from jax_offload._peak.donated import paired_with
+from jax_offload._peak.flattened import Flattened, Loop, Node, bodies, flattened, loop_of
+from jax_offload._peak.sequence import FUSED, GATE, IN_PLACE, as_soon_as_they_can
 
 
 @dataclasses.dataclass

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax_offload._analysis.divided import ALONE, Division
 from jax_offload._base import composite
 from jax_offload._base.jaxprs import Equation, Jaxpr, Literal, branches_of, scan_of, sub_jaxprs
 from jax_offload._base.memory import is_host_aval
+from jax_offload._peak.divided import ALONE, Division
 
 # Their result is their operand: a gate, a name, another view that a matmul reads as it is.
 _GATE = "optimization_barrier"

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from jax_offload._analysis.flattened import Flattened, flattened
 from jax_offload._base.jaxprs import Jaxpr
+from jax_offload._peak.flattened import Flattened, flattened
 
 
 def donations(jaxpr: Jaxpr, count: int) -> list[bool]:

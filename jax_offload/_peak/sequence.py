@@ -6,9 +6,9 @@ import heapq
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from jax_offload._analysis.flattened import Node, loop_of
 from jax_offload._base.flops import MATMULS
 from jax_offload._ir.primitives import ELEMENTWISE, REDUCE
+from jax_offload._peak.flattened import Node, loop_of
 
 GATE = "optimization_barrier"
 _MOVES = frozenset(("device_put",))

@@ -1,0 +1,59 @@
+"""What a stage is made of: parts of a program, one after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Sequence, Set
+from typing import Any
+
+import jax.numpy as jnp
+
+from jax_offload._base.arrays import nbytes
+from jax_offload._base.jaxprs import Atom, Jaxpr, Var, variables
+from jax_offload._emit.serialise import waiting
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A part of a stage: ``outputs`` from ``inputs`` by ``run``; pieces of one ``kind`` do the same.
+
+    ``jaxpr``: what ``run`` does, where that is known.
+    """
+
+    inputs: list[Atom]
+    outputs: list[Var]
+    run: Callable[..., Sequence[Any]]
+    kind: Hashable = None
+    jaxpr: Jaxpr | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class InTurn(Piece):
+    """Gradients, the first ``large`` of the inputs, each of which waits for the one before; then what waits for all."""
+
+    large: int = 0
+
+    def some(self, own: Set[Var]) -> Piece:
+        """The same of some of its inputs."""
+        pairs = [(v, new) for v, new in zip(variables(self.inputs), self.outputs, strict=True) if v in own]
+        large = sum(v in own for v in variables(self.inputs[: self.large]))
+        inputs, outputs = [v for v, _ in pairs], [new for _, new in pairs]
+        return InTurn([*inputs], outputs, functools.partial(_wait, large), large=large)
+
+
+def _wait(large: int, *values: Any) -> list[Any]:
+    """The smallest that is no large gradient, or of these the smallest, waits for the last of them."""
+    if large < 2:
+        return [*values]
+    held, zero = waiting(values[:large])
+    held += values[large:]
+    last = large if len(held) > large else min(range(large), key=lambda k: held[k].nbytes)
+    held[last] = jnp.where(zero == 0, held[last], jnp.zeros((), held[last].dtype))
+    return held
+
+
+def in_turn(large: Sequence[Var], others: Sequence[Var]) -> InTurn:
+    """Large gradients in turn, and the smallest of the others behind all of them."""
+    operands = [*large, *sorted(others, key=lambda v: nbytes(v.aval))[:1]]
+    return InTurn([*operands], [Var(v.aval) for v in operands], functools.partial(_wait, len(large)), large=len(large))

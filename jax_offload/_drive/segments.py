@@ -1,0 +1,190 @@
+"""The forward and backward pass in several programs, so that the first gradients' update need not wait for the last.
+
+All results of one program become ready together. Cut behind the gradients of a group, the pass leaves them while it
+goes on: the cores, or the drives, have work then. Where that would take more device memory than one program, by the
+estimate of ``_peak``, there are fewer cuts, or none.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence, Set
+
+from jax_offload._base.arrays import nbytes
+from jax_offload._base.jaxprs import Jaxpr, Literal, Var, jaxpr_like, variables
+from jax_offload._base.memory import is_host_aval
+from jax_offload._drive.cuts import cuts_of, parts_of
+from jax_offload._drive.pieces import InTurn, Piece
+from jax_offload._drive.stages import BEFORE, GROUP, Stage, Staged
+from jax_offload._drive.tasks import Task, tasks_of
+from jax_offload._ir.shares import structure
+from jax_offload._ir.slices import slice_of
+from jax_offload._peak.liveness import peak
+
+# Why the pass is one program; what follows "the forward and the backward pass are one program: ".
+NO_GROUPS = "no update of the cores, or of a state on disk, follows it at once"
+ON_A_CPU = "it runs on the host's cores itself"
+ON_DEVICES = "it runs on several devices"
+EFFECTS = "it has side effects"
+ALL_FIRST = "the update needs all gradients first, as clipping by their norm does"
+TOGETHER = "one group of the update, or one loop of the pass (a scan over layers), has all of the large gradients"
+LITTLE_LEFT = "little of it is left when the first gradients are there"
+PEAK = "cut, it would take more device memory, by an estimate"
+
+ALIKE = 1.001  # a loss that is handed on is no more memory
+
+
+def in_segments(step: Staged, donated: Set[Var]) -> tuple[Staged, str]:
+    """The step with its first program in several, where groups of the update have their gradients early; and why not.
+
+    Groups of the cores follow all segments: these are under way by then, and each group waits for its gradients alone.
+    Groups whose state is on disk run on the device. They follow the segment after the one that makes their gradients:
+    so the device has work while the host waits for a file.
+
+    Args:
+      step: its stages; the first has the pass as its first piece.
+      donated: what of its inputs is.
+    """
+    first, rest = step.stages[0], step.stages[1:]
+    pass_, *others = first.pieces or (None,)
+    on_disk = [*itertools.takewhile(lambda s: s.name == GROUP, rest)]
+    groups = on_disk or [*itertools.takewhile(lambda s: s.on_cores, (s for s in rest if s.name != "device"))]
+    if first.name != BEFORE or pass_ is None or pass_.jaxpr is None or not groups:
+        return step, NO_GROUPS
+    jaxpr = pass_.jaxpr
+    if any(eqn.effects for eqn in jaxpr.eqns):
+        return step, EFFECTS
+    of_pass = {v for eqn in jaxpr.eqns for v in eqn.outvars}
+    others = [part for piece in others for part in _without_gradients_first(piece, of_pass)]
+    made, ready = _made_at(jaxpr, others), list[int]()
+    for group in groups:  # some rows of a parameter are written after others
+        ready.append(max((made.get(v, 0) for v in group.reads), default=0))
+        made.update(dict.fromkeys(group.makes, ready[-1]))
+    if len({*ready} - {0}) < 2:
+        return step, _why_at_once(jaxpr, others, groups)
+    cuts = cuts_of(jaxpr, ready, [{*s.reads} for s in groups])
+    if not cuts:
+        return step, LITTLE_LEFT
+    (whole, *later), _ = peaks(step, donated)
+    most = max(min(whole), *map(max, later), 0)
+    while cuts:
+        segments = _segments(jaxpr, pass_, others, made, cuts)
+        stages = [*_interleaved(segments, cuts, groups, ready), *rest[len(groups) :]] if on_disk else [*segments, *rest]
+        found = dataclasses.replace(step, stages=stages)
+        each, segment = peaks(found, donated)
+        worst = max(range(len(each)), key=lambda k: max(each[k]))
+        if max(each[worst]) <= ALIKE * most:
+            return found, ""
+        del cuts[min(segment[worst], len(cuts) - 1)]
+    return step, PEAK
+
+
+def peaks(step: Staged, donated: Set[Var]) -> tuple[list[tuple[int, int]], list[int]]:
+    """Of each of the first programs, segments and groups of a state on disk, an estimate of the device memory while it
+    runs, in the order of its trace and with all as early as it can be, with what lies beside it for others; and the
+    number of the segment that it is or follows."""
+    here = {v: nbytes(v.aval) for v in step.inputs if not is_host_aval(v.aval)}
+    alive, found, segment = sum(here.values()), list[tuple[int, int]](), list[int]()
+    for task in tasks_of(step, donated):
+        if task.stage.name == BEFORE:
+            beside = alive - sum(here.get(v, 0) for v in {*task.inputs})
+            own = _with_results(task)
+            reused = {task.inputs[k] for k in task.reused}
+            free = [isinstance(v, Var) and v in reused for v in task.stage.pieces[0].inputs]
+            found.append((beside + peak(own, free), beside + peak(own, free, early=True)))
+            segment.append(segment[-1] + 1 if segment else 0)
+        elif task.stage.name == GROUP:  # its state as it comes, and as it goes
+            window = 2 * sum(nbytes(v.aval) for v in task.inputs if is_host_aval(v.aval))
+            found.append((alive + window, alive + window))
+            segment.append(segment[-1])
+        else:
+            break
+        made = {v: nbytes(v.aval) for v in task.outputs if not is_host_aval(v.aval)}
+        alive += sum(made.values()) - sum(here.pop(v, 0) for v in task.free)
+        here |= made
+    return found, segment
+
+
+def _interleaved(
+    segments: Sequence[Stage], cuts: Sequence[int], groups: Sequence[Stage], ready: Sequence[int]
+) -> Iterator[Stage]:
+    """The segments, and behind the one after each the groups that the device updates from its gradients."""
+    after = [min(bisect.bisect_left(cuts, at) + 1, len(segments) - 1) for at in ready]
+    for k, segment in enumerate(segments):
+        yield segment
+        yield from (group for group, at in zip(groups, after, strict=True) if at == k)
+
+
+def _with_results(task: Task) -> Jaxpr:
+    """The task's pass, with those results that are arrays on the device at its end: not what it has sent down."""
+    pass_, *others = task.stage.pieces
+    assert pass_.jaxpr is not None
+    wanted = {*task.outputs}.union(*(variables(p.inputs) for p in others if not isinstance(p, InTurn)))
+    for turns in (p for p in others if isinstance(p, InTurn)):
+        wanted |= {v for v, held in zip(variables(turns.inputs), turns.outputs, strict=True) if held in wanted}
+    kept = [v for v in pass_.jaxpr.outvars if isinstance(v, Literal) or v in wanted]
+    return jaxpr_like(pass_.jaxpr, pass_.jaxpr.eqns, kept)
+
+
+def _made_at(jaxpr: Jaxpr, others: Sequence[Piece]) -> dict[Var, int]:
+    """Behind how many equations each variable is there; what other pieces make, behind the last that they need."""
+    made = {v: k + 1 for k, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+    for piece in others:
+        if isinstance(piece, InTurn):
+            made.update((new, made.get(v, 0)) for v, new in zip(variables(piece.inputs), piece.outputs, strict=True))
+        else:
+            at = max((made.get(v, 0) for v in variables(piece.inputs)), default=0)
+            made.update(dict.fromkeys(piece.outputs, at))
+    return made
+
+
+def _without_gradients_first(piece: Piece, made: Set[Var]) -> list[Piece]:
+    """A piece as two, what needs nothing that is made of gradients and the rest: a learning rate, of which the groups
+    wait, beside the update of leaves that stay on the device."""
+    late = {v for v in variables(piece.inputs) if v in made}
+    if piece.jaxpr is None or not late or any(eqn.effects for eqn in piece.jaxpr.eqns):
+        return [piece]
+    names = dict(zip(piece.jaxpr.invars, piece.inputs, strict=True))
+    late, eqns = {v for v, x in names.items() if x in late}, ([], [])
+    for eqn in piece.jaxpr.eqns:
+        waits = not late.isdisjoint(variables(eqn.invars))
+        eqns[waits].append(eqn)
+        late.update(eqn.outvars if waits else ())
+    wanted = {v for eqn in eqns[True] for v in variables(eqn.invars)}.union(piece.outputs)
+    found: list[Piece] = []
+    for own in eqns:
+        part = slice_of(own, [v for eqn in own for v in eqn.outvars if v in wanted], piece.jaxpr.debug_info, {})
+        inputs = [names.get(v, v) for v in part.inputs]
+        found += [Piece(inputs, part.outputs, part.run, structure(part.jaxpr), part.jaxpr)] if part.outputs else []
+    return found
+
+
+def _segments(
+    jaxpr: Jaxpr, pass_: Piece, others: Sequence[Piece], made: dict[Var, int], cuts: Sequence[int]
+) -> list[Stage]:
+    """The pass in programs, each with those other pieces whose operands are there at its end."""
+    names = dict(zip(jaxpr.invars, pass_.inputs, strict=True))
+    pieces: list[list[Piece]] = []
+    for part in parts_of(jaxpr, {*pass_.outputs}, cuts):
+        inputs = [names.get(v, v) for v in part.inputs]
+        pieces.append([Piece(inputs, part.outputs, part.run, structure(part.jaxpr), part.jaxpr)])
+    for piece in others:
+        if isinstance(piece, InTurn):
+            of = [bisect.bisect_left(cuts, made.get(v, 0)) for v in variables(piece.inputs)]
+            for k in sorted({*of}):
+                own = {v for v, at in zip(variables(piece.inputs), of, strict=True) if at == k}
+                pieces[k].append(piece.some(own))
+        else:
+            at = max((made.get(v, 0) for v in variables(piece.inputs)), default=0)
+            pieces[bisect.bisect_left(cuts, at)].append(piece)
+    return [Stage(BEFORE, tuple(each)) for each in pieces]
+
+
+def _why_at_once(jaxpr: Jaxpr, others: Sequence[Piece], groups: Sequence[Stage]) -> str:
+    """Why no group has its gradients before the others: a number that is made of several is read by all."""
+    made = {v for eqn in jaxpr.eqns for v in eqn.outvars}
+    pieces = [p for p in others if not isinstance(p, InTurn) and len(made.intersection(variables(p.inputs))) > 1]
+    several = {v for piece in pieces for v in piece.outputs}
+    return ALL_FIRST if len(groups) > 1 and all(several & {*s.reads} for s in groups) else TOGETHER
