@@ -14,6 +14,7 @@ from jax_offload._arguments import check_gradients, check_inner, check_params, c
 from jax_offload._base import memory as _memory
 from jax_offload._base.around import Remembered, around, remember, shardings_of, unambiguous
 from jax_offload._base.arrays import Offloaded, is_array, is_integer
+from jax_offload._base.collector import collector_waits
 from jax_offload._base.donation import guarded
 from jax_offload._base.eager import compiled_where_eager
 from jax_offload._base.on_disk import opened
@@ -190,6 +191,7 @@ def offload(
         return state
 
     @compiled_where_eager(like=lambda updates, state, params=None, **_: updates if params is None else params)
+    @collector_waits()
     def update_fn(
         updates: optax.Updates,
         state: optax.OptState,

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jax_offload._arguments import check_transformation
+from jax_offload._base.collector import collector_waits
 from jax_offload._base.eager import compiled_where_eager
 from jax_offload._base.on_disk import opened
 from jax_offload._base.shardings import types_tell
@@ -38,6 +39,7 @@ def _replicated_into(params: Any, new: Any, options: Options) -> Any:
 
 
 @compiled_where_eager(like=lambda tx, grads, state, params, **_: params)
+@collector_waits()
 def update_params(
     tx: optax.GradientTransformation,
     grads: optax.Updates,

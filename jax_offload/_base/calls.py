@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import jax
 from jax.extend.core import Primitive
 
+from jax_offload._base.collector import collector_waits
 from jax_offload._base.jaxprs import ClosedJaxpr, Jaxpr, jax_fun, jaxpr_of
 from jax_offload._base.private import jvp_jaxpr, lowered, nonzero, set_rules, zero_tangent
 
@@ -106,6 +107,7 @@ def call_primitive(name: str) -> Primitive:
         outvars = [v for v, u in zip(eqn.outvars, used, strict=True) if u]
         return needed, eqn.replace(invars=invars, outvars=outvars, params=params_of(update), effects=update.effects)
 
+    @collector_waits()
     def lower(context: Any, *args: Any, update: Call, recipe: Jaxpr) -> Any:
         # Not as a function of its own: XLA's CPU rounds bfloat16 at its edges, as it inlines it too late.
         return lowered(lambda *args: update.emitted(args, lowered=True), context, *args, several=True)
