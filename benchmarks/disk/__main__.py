@@ -1,16 +1,18 @@
 """How near a sweep comes to what the disk gives, and to the device's work where that is longer.
 
-    python -m benchmarks.disk [--directory DIR] [--mib 1024] [--pairs 7] [--json FILE]
+    python -m benchmarks.disk [--directory DIR] [--mib 4096] [--pairs 7] [--json FILE]
 
 It is what a driven step reads and writes by: ``Disk.fetch``, ``put``, ``advance``, and a commit. Per pair: the store,
 our plain benchmark and fio, one after the other and in turning order, on the same directory and as many bytes, so that
 what else uses the disk meets all alike. Ratios are of neighbours. Checksums are on, a sweep ends with a commit, and
-what is written is synced everywhere.
+what is written is synced everywhere. Each has two files, as the store has two slots: it reads what was written last,
+and writes the other. (A program that writes one file again and again is told of a virtual disk's cache.)
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -27,20 +29,29 @@ from benchmarks.disk.plain import fio, has_fio, make, ours
 from benchmarks.disk.sweeps import Sweeps
 
 Timed = Callable[[], float]
+Program = Callable[[Path | None, Path | None, int], float]
 
 
-def of_ways(sweeps: Sweeps, kind: str, read: Path, written: Path, nbytes: int) -> dict[str, Timed]:
+def of_ways(sweeps: Sweeps, kind: str, slots: Sequence[Path], nbytes: int) -> dict[str, Timed]:
     """Ways to move the same bytes; each gives bytes per second."""
-    paths = (read if kind != "write" else None, written if kind != "read" else None)
-    total = nbytes * sum(path is not None for path in paths)
+    reads, writes = kind != "write", kind != "read"
+    total = nbytes * (reads + writes)
 
     def store() -> float:
         taken, moved = sweeps.write() if kind == "write" else sweeps.sweep(writes=kind == "both")
         assert sum(moved.values()) == total, f"{moved} moved, not {total}"
         return total / taken
 
-    ways = {"store": store, "plain": lambda: total / ours(*paths, nbytes)}
-    return ways | ({"fio": lambda: total / fio(*paths, nbytes)} if has_fio() else {})
+    def by(program: Program) -> Timed:
+        turn = itertools.cycle([*slots, *slots[::-1]] if writes else slots[:1] * 2)
+
+        def timed() -> float:
+            read, written = next(turn), next(turn)
+            return total / program(read if reads else None, written if writes else None, nbytes)
+
+        return timed
+
+    return {"store": store, "plain": by(ours)} | ({"fio": by(fio)} if has_fio() else {})
 
 
 def in_turn(ways: dict[str, Timed], pairs: int) -> dict[str, list[float]]:
@@ -82,7 +93,7 @@ def behind(sweeps: Sweeps, pairs: int, per_group: float) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.disk")
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--mib", type=int, default=1024, help="bytes in a sweep, each way")
+    parser.add_argument("--mib", type=int, default=4096, help="bytes in a sweep, each way")
     parser.add_argument("--group", type=int, default=64, help="MiB of a group")
     parser.add_argument("--leaf", type=int, default=32, help="MiB of a leaf")
     parser.add_argument("--pairs", type=int, default=7)
@@ -91,11 +102,11 @@ def main() -> None:
     nbytes = options.mib * 2**20
     folder = Path(tempfile.mkdtemp(dir=options.directory))
     try:
-        read, written = make(folder / "read", nbytes), make(folder / "written", nbytes)
+        slots = [make(folder / name, nbytes) for name in ("a", "b")]
         sweeps = Sweeps(folder / "store", nbytes, options.group * 2**20, options.leaf * 2**20)
         rows, load = [], [os.getloadavg()]
         for kind in ("both", "read", "write"):
-            rows.append(row(kind, in_turn(of_ways(sweeps, kind, read, written, nbytes), options.pairs)))
+            rows.append(row(kind, in_turn(of_ways(sweeps, kind, slots, nbytes), options.pairs)))
             print(line(rows[-1]), flush=True)
         both = statistics.median(rows[0]["bytes_per_second"]["store"])
         rows.append(behind(sweeps, options.pairs, 2 * nbytes / both / sweeps.count))

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from jax_offload._base.memory import HOST_KIND
+from jax_offload._base.on_disk import Place
 from jax_offload._disk.files import Files
 from jax_offload._drive.files import DEPTH
 from jax_offload._files import Disk
@@ -53,7 +54,8 @@ class Sweeps:
         self.count = len(self.groups)
         made = jax.jit(lambda k: jax.random.normal(k, (leaf // 4,), jnp.float32), out_shardings=self.where)
         self.results = [made(jax.random.key(k)) for k in range(group // leaf)]
-        self.disk.create([(name, self.results[0]) for name in names])
+        of_one = self.results[0]
+        self.disk.create([Place(self.disk, name, of_one.shape, of_one.dtype, self.where) for name in names])
         self.step = 0
         for _ in range(2):  # both slots: space that was only reserved is written at another speed
             self.write()
