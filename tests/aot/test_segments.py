@@ -154,6 +154,16 @@ def peak(found):
     return sum(task.stage.name == BEFORE for task, _ in found._tasks), max(peaks)
 
 
+def check(case, one, several, **offload):
+    """The peaks are XLA's of jax 0.12; an older one's are other figures, of which the rule holds."""
+    found = [peak(driven(case[0], cut, **offload)) for cut in (False, True)]
+    print(case, found)
+    assert [count for count, _ in found] == [1, several[0]]
+    assert found[1][1] <= 1.01 * found[0][1]
+    if jax.__version_info__ >= (0, 12):
+        assert [mib for _, mib in found] == pytest.approx([one, several[1]], rel=0.02)
+
+
 @pytest.fixture
 def beside(monkeypatch):
     monkeypatch.setattr(run, "cores_beside", lambda devices: Cores(jax.devices()[0]))
@@ -176,9 +186,7 @@ def beside(monkeypatch):
 )
 def test_peak(name, share, programs, one, several, beside):
     require(H200)
-    assert peak(driven(name, False, update_on=share)) == (1, pytest.approx(one, rel=0.02))
-    assert peak(driven(name, True, update_on=share)) == (programs, pytest.approx(several, rel=0.02))
-    assert several <= 1.01 * one
+    check((name, share), one, (programs, several), update_on=share)
 
 
 @pytest.mark.parametrize(
@@ -193,9 +201,7 @@ def test_peak(name, share, programs, one, several, beside):
 def test_peak_of_a_state_on_disk(name, programs, one, several, beside, tmp_path):
     """Gradients are freed by the groups between the programs."""
     require(H200)
-    disk = jo.disk(tmp_path)
-    assert peak(driven(name, False, disk=disk)) == (1, pytest.approx(one, rel=0.02))
-    assert peak(driven(name, True, disk=disk)) == (programs, pytest.approx(several, rel=0.02))
+    check((name, "disk"), one, (programs, several), disk=jo.disk(tmp_path))
 
 
 @pytest.mark.parametrize(("name", "share", "why"), [("scanned", "host", TOGETHER), ("MLP, few tokens", 0.3, PEAK)])
