@@ -13,8 +13,8 @@ from jax.sharding import Sharding
 from jax.tree_util import keystr
 
 from jax_offload._base import memory
-from jax_offload._base.on_disk import OnDisk, is_on_disk, landed
-from jax_offload._extents import Parts, all_of, assembled, box_whole, boxes_of, check_covered, parts_of, shape_of
+from jax_offload._base.on_disk import OnDisk, is_on_disk, read_into
+from jax_offload._extents import Parts, all_of, assembled, box_of_shape, boxes_of, check_covered, parts_of, shape_of
 
 _TREE = "tree"  # the entry that says what the others are
 Extra = dict[str, np.ndarray[Any, Any]]
@@ -56,8 +56,8 @@ def packed(tree: Any) -> tuple[Extra, dict[str, OnDisk]]:
 
 def _parts_here(x: Any) -> Parts | None:
     """What this process has of an array that is divided between processes."""
-    divided = isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated)
-    return parts_of(x) if divided else None
+    sharded = isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated)
+    return parts_of(x) if sharded else None
 
 
 def _bytes(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -91,10 +91,10 @@ def unpacked(extra: Mapping[str, np.ndarray[Any, Any]], target: Any, on_disk: _F
     likes = [like for _, like in wanted]
     paths = [keystr(path) for path, _ in wanted]
 
-    def read(numbers: Sequence[int]) -> list[Any]:
-        return [_leaf(*stored[paths[k]], paths[k], likes[k], extra, on_disk) for k in numbers]
+    def read(indices: Sequence[int]) -> list[Any]:
+        return [_leaf(*stored[paths[k]], paths[k], likes[k], extra, on_disk) for k in indices]
 
-    return jax.tree.unflatten(treedef, landed(likes, read) if lands else read(range(len(likes))))
+    return jax.tree.unflatten(treedef, read_into(likes, read) if lands else read(range(len(likes))))
 
 
 def _leaf(number: int, row: Mapping[str, Any], path: str, like: Any, extra: Mapping[str, Any], on_disk: _Found) -> Any:
@@ -104,7 +104,7 @@ def _leaf(number: int, row: Mapping[str, Any], path: str, like: Any, extra: Mapp
     if "on disk" in row:
         x: Any = on_disk(row["on disk"], memory.with_kind(place, memory.HOST_KIND))
         _check(path, like, x)
-        return x if is_on_disk(x) else _landed(x, like, place)
+        return x if is_on_disk(x) else _placed(x, like, place)
     shape, dtype = tuple(row["shape"]), jnp.dtype(row["dtype"])
     if "key" not in row:
         _check(path, like, jax.ShapeDtypeStruct(shape, dtype))
@@ -115,17 +115,17 @@ def _leaf(number: int, row: Mapping[str, Any], path: str, like: Any, extra: Mapp
     if "key" in row:
         x = jax.random.wrap_key_data(jnp.asarray(x), impl=row["key"])
         _check(path, like, x)
-    return _landed(x, like, place)
+    return _placed(x, like, place)
 
 
-def _landed(x: Any, like: Any, place: Sharding) -> Any:
+def _placed(x: Any, like: Any, place: Sharding) -> Any:
     return np.array(x) if isinstance(like, np.ndarray) else jax.device_put(x, place)
 
 
 def _parts_of(row: Mapping[str, Any], name: str, extra: Mapping[str, Any], dtype: Any) -> Parts:
     """What a commit has of an array: the whole, or what this process had."""
     if "parts" not in row:
-        return [(box_whole(row["shape"]), _array(extra[name], dtype, row["shape"]))]
+        return [(box_of_shape(row["shape"]), _array(extra[name], dtype, row["shape"]))]
     boxes = [tuple((begin, end) for begin, end in box) for box in row["parts"]]
     return [(box, _array(extra[f"{name}.{k}"], dtype, shape_of(box))) for k, box in enumerate(boxes)]
 

@@ -32,21 +32,21 @@ def created(
         traced, _ = jaxpr_of(create, params)
     values, compiled = [*traced.consts, *jax.tree.leaves(params)], dict[Hashable, Any]()
     places = {k: leaf.place for k, (leaf, _, _) in enumerate(placed) if leaf.place is not None}
-    made = (_made(traced, [k], values, [placed[k][2]], compiled)[0] for k in places)
-    found = dict[int, Any](zip(places, disk.fill([*places.values()], made), strict=True))
+    arrays = (_run(traced, [k], values, [placed[k][2]], compiled)[0] for k in places)
+    found = dict[int, Any](zip(places, disk.fill([*places.values()], arrays), strict=True))
     rest = [k for k in range(len(placed)) if k not in places]
-    found |= zip(rest, _made(traced, rest, values, [placed[k][2] for k in rest], compiled), strict=True)
+    found |= zip(rest, _run(traced, rest, values, [placed[k][2] for k in rest], compiled), strict=True)
     return jax.tree.unflatten(treedef, [found[k] for k in range(len(placed))])
 
 
-def _made(
+def _run(
     traced: ClosedJaxpr, wanted: Sequence[int], values: Sequence[Any], places: Sequence[Sharding], compiled: Any
 ) -> list[Any]:
     """Some results of a traced init, compiled once for all that are alike."""
     inner = traced.jaxpr
     inputs, outputs = [*inner.constvars, *inner.invars], [inner.outvars[k] for k in wanted]
-    whole = Jaxpr([], inputs, outputs, inner.eqns, inner.effects, nameless(inner.debug_info))
-    jaxpr, used = without_dead_code(whole)
+    program = Jaxpr([], inputs, outputs, inner.eqns, inner.effects, nameless(inner.debug_info))
+    jaxpr, used = without_dead_code(program)
     key = structure(jaxpr), tuple(places)
     if key not in compiled:
         compiled[key] = jax.jit(jax_fun(closed(jaxpr)), out_shardings=list(places))

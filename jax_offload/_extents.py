@@ -26,7 +26,7 @@ def box_of(index: Iterable[slice], shape: Sequence[int]) -> Box:
     return tuple(each.indices(n)[:2] for each, n in zip(index, shape, strict=True))
 
 
-def box_whole(shape: Sequence[int]) -> Box:
+def box_of_shape(shape: Sequence[int]) -> Box:
     """That of a leaf as a whole."""
     return tuple((0, n) for n in shape)
 
@@ -49,7 +49,7 @@ def entries_of(name: str, x: Any, sharding: Sharding) -> list[Entry]:
 
 def shape_in(entries: Sequence[Entry]) -> tuple[int, ...]:
     """The shape of the leaf that these are of."""
-    return entries[0].whole or shape_of(whole(map(box_in, entries)))
+    return entries[0].full_shape or shape_of(hull(map(box_in, entries)))
 
 
 def covered(box: Box, by: Iterable[Box]) -> bool:
@@ -81,12 +81,12 @@ def box_in(entry: Entry) -> Box:
 def parts_of(x: jax.Array | np.ndarray[Any, Any]) -> Parts:
     """What the devices of this process have of an array, each part once; one read of another disk is one part."""
     if isinstance(x, np.ndarray):
-        return [(box_whole(x.shape), x)]
+        return [(box_of_shape(x.shape), x)]
     found = {box_of(s.index, x.shape): s.data for s in reversed(x.addressable_shards)}
     return [(box, np.asarray(data)) for box, data in found.items()]
 
 
-def whole(boxes: Iterable[Box]) -> Box:
+def hull(boxes: Iterable[Box]) -> Box:
     """That of the leaf whose boxes these are."""
     return tuple((0, max(end for _, end in axis)) for axis in zip(*boxes, strict=True))
 
@@ -114,7 +114,7 @@ def _within(box: Sequence[tuple[int, int]], outer: Box) -> tuple[slice, ...]:
 
 def all_of(parts: Parts) -> np.ndarray[Any, Any]:
     """The leaf of its parts."""
-    return gathered(parts, whole(box for box, _ in parts))
+    return gathered(parts, hull(box for box, _ in parts))
 
 
 def assembled(parts: Parts, sharding: Sharding, shape: tuple[int, ...] | None = None) -> jax.Array:
@@ -122,7 +122,7 @@ def assembled(parts: Parts, sharding: Sharding, shape: tuple[int, ...] | None = 
 
     On a CPU its parts are the buffers that they were read into, which the pool has again when the array is gone.
     """
-    shape = shape_of(whole(box for box, _ in parts)) if shape is None else shape
+    shape = shape_of(hull(box for box, _ in parts)) if shape is None else shape
     boxes = {d: box_of(index or (), shape) for d, index in _here(sharding, shape).items()}
     found = {box: gathered(parts, box) for box in dict.fromkeys(boxes.values())}
     alone = {d: with_kind(SingleDeviceSharding(d), str(sharding.memory_kind)) for d in boxes}

@@ -22,7 +22,7 @@ from jax.sharding import Sharding
 
 from jax_offload._base.arrays import is_integer
 from jax_offload._base.on_disk import TOKEN, Ends, OnDisk, Place, Range
-from jax_offload._base.processes import everywhere, several, told
+from jax_offload._base.processes import allgathered, everywhere, several
 from jax_offload._committed import Extra, packed, unpacked
 from jax_offload._disk.buffers import aligned
 from jax_offload._disk.files import Files
@@ -31,7 +31,7 @@ from jax_offload._extents import (
     Parts,
     all_of,
     assembled,
-    box_whole,
+    box_of_shape,
     boxes_of,
     check_covered,
     covered,
@@ -220,7 +220,7 @@ class Disk:
     def _began(self, store: Store) -> None:
         self._store = store
         self._leaves = leaves_in(store)
-        self._version, self._run = told([secrets.randbits(31), secrets.token_hex(8)])[0]  # no state of before
+        self._version, self._run = allgathered([secrets.randbits(31), secrets.token_hex(8)])[0]  # no state of before
         self._committed = None if store.step is None else self._version
         self._writing, self._updating, self._failed = {}, False, ""
 
@@ -318,7 +318,7 @@ class Disk:
         if isinstance(token, Tracer):
             raise TypeError("disk: a leaf on disk cannot be read in a trace.")
         parts = self._as_of(name, token)
-        all_of_it = box_whole(self._leaf(name).shape)
+        all_of_it = box_of_shape(self._leaf(name).shape)
         if not covered(all_of_it, [box for box, _ in parts]):
             raise ValueError(
                 f"disk: {name} is divided between processes, and this one has a part of it. Fix: jo.to_device(leaf), "
@@ -326,7 +326,7 @@ class Disk:
             )
         return gathered(parts, all_of_it)
 
-    def divided(self, name: str, token: Any, sharding: Sharding) -> jax.Array:
+    def sharded(self, name: str, token: Any, sharding: Sharding) -> jax.Array:
         """The same, divided between processes; all must ask."""
         return assembled(self._as_of(name, token), sharding, self._leaf(name).shape)
 

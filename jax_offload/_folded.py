@@ -37,14 +37,14 @@ def folded(leaves: Sequence[Leaf]) -> list[Row]:
         groups: dict[object, list[tuple[tuple[tuple[str, ...], ...], tuple[Leaf, ...]]]] = {}
         for path, of in rows:
             a_number = k < len(path) and path[k][0].isdigit()
-            groups.setdefault((_alike(of[0]), path[:k], path[k + 1 :], a_number), []).append((path, of))
+            groups.setdefault((_what_shows(of[0]), path[:k], path[k + 1 :], a_number), []).append((path, of))
         rows = [_joined(same, k) for same in groups.values()]
     place = {id(leaf): i for i, leaf in enumerate(leaves)}
     found = [Row(_path(path), tuple(sorted(of, key=lambda leaf: place[id(leaf)]))) for path, of in rows]
     return sorted(found, key=lambda row: (-row.nbytes, place[id(row.leaves[0])]))
 
 
-def _alike(leaf: Leaf) -> object:
+def _what_shows(leaf: Leaf) -> object:
     return leaf.shape, str(leaf.dtype), leaf.sharding, leaf.host, leaf.disk, leaf.why, leaf.streams
 
 
@@ -65,9 +65,9 @@ def _path(pieces: Sequence[tuple[str, ...]]) -> str:
 def _several(pieces: Sequence[str]) -> str:
     if pieces[0].startswith("."):
         return f".{{{','.join(piece[1:] for piece in pieces)}}}"
-    numbers = sorted(pieces, key=lambda piece: (int(piece), piece))
+    pieces_in_order = sorted(pieces, key=lambda piece: (int(piece), piece))
     runs: list[list[str]] = []
-    for number in numbers:
+    for number in pieces_in_order:
         if runs and int(runs[-1][-1]) + 1 == int(number):
             runs[-1].append(number)
         else:

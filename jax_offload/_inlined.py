@@ -61,7 +61,7 @@ def inlined(program: Program) -> Inlined | None:
                 new = each.replace(invars=[renamed(operands, v) for v in each.invars])
                 own[id(new)] = each
                 eqns.append(new)
-            given |= {v: renamed(operands, made) for v, made in zip(eqn.outvars, recipe.outputs, strict=True)}
+            given |= {v: renamed(operands, defined) for v, defined in zip(eqn.outvars, recipe.outputs, strict=True)}
         else:
             eqns.append(eqn.replace(invars=[renamed(given, v) for v in eqn.invars]))
     # of an update that is the rest of one, not all arguments are left
@@ -70,8 +70,8 @@ def inlined(program: Program) -> Inlined | None:
     outputs = [renamed(given, v) for v in program.outputs]
     shards = {x: n for v, n in recipe.shards.items() if v in operands and not isinstance(x := operands[v], Literal)}
     shards |= {v: shards[x] for v, x in next_of.items() if x in shards and v.aval.shape == x.aval.shape}
-    whole = dataclasses.replace(program, eqns=eqns, outputs=outputs, shards=shards)
-    return Inlined(whole, update, own, operands, next_of, _waiting(whole, next_of))
+    inlined_step = dataclasses.replace(program, eqns=eqns, outputs=outputs, shards=shards)
+    return Inlined(inlined_step, update, own, operands, next_of, _waiting(inlined_step, next_of))
 
 
 def _waiting(program: Program, next_of: Mapping[Var, Var]) -> dict[Var, Var]:

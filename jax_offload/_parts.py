@@ -12,11 +12,11 @@ from jax_offload._emit.find import is_update
 from jax_offload._emit.region import Update
 from jax_offload._emit.serialise import Serialise, serial_parts
 from jax_offload._inlined import Inlined, inlined
-from jax_offload._ir.arrange import Node, arranged, needed
 from jax_offload._ir.masks import Mask, forward, union
 from jax_offload._ir.peel import peeled, why_whole
 from jax_offload._ir.program import Program
 from jax_offload._ir.slices import Slice, slice_of
+from jax_offload._ir.topological import Node, needed, topological
 from jax_offload._plan.ahead import moves_ahead
 from jax_offload._plan.behind import MICROBATCHES, moves_of, sums_up
 from jax_offload._plan.in_scan import InScan, in_scan
@@ -97,13 +97,13 @@ def parts_of(plain: Program) -> Parts | None:
 
 def _read_whole(plain: Program) -> list[int]:
     """The scans that read what the update makes as a whole: over microbatches, in a step that begins with it."""
-    made, found = set[Var](), list[int]()
+    defined, found = set[Var](), list[int]()
     for at, eqn in enumerate(plain.eqns):
-        if is_update(eqn) or not made.isdisjoint(variables(eqn.invars)):
+        if is_update(eqn) or not defined.isdisjoint(variables(eqn.invars)):
             scan = scan_of(eqn)
-            if scan is not None and not made.isdisjoint(variables(scan.consts)):
+            if scan is not None and not defined.isdisjoint(variables(scan.consts)):
                 found.append(at)
-            made.update(eqn.outvars)
+            defined.update(eqn.outvars)
     return found
 
 
@@ -172,9 +172,9 @@ def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> tuple
     results = {*variables(program.outputs)}.union(*(nodes[k].reads for k in wanted - inside))
     if inside:
         own = [nodes[k] for k in sorted(inside)]
-        made = {v for node in own for v in node.makes}
+        defined = {v for node in own for v in node.makes}
         rest = _rest(step, [node.payload for node in own], results)
-        reads = dict.fromkeys(v for node in own for v in node.reads if v not in made)
+        reads = dict.fromkeys(v for node in own for v in node.reads if v not in defined)
         place = min(inside)
         wanted = wanted - inside | {place}
         results |= {*reads}
@@ -186,7 +186,7 @@ def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> tuple
             if order is None:  # nothing but the update holds the passes back
                 nodes[place] = dataclasses.replace(nodes[place], payload=rest)
     if order is None:
-        order = in_turn(arranged(nodes, sorted(wanted))) if plans else arranged(nodes, sorted(wanted))
+        order = in_turn(topological(nodes, sorted(wanted))) if plans else topological(nodes, sorted(wanted))
 
     parts: list[Any] = []
     for is_equations, group in itertools.groupby(order, lambda node: isinstance(node.payload, Equation)):
@@ -260,9 +260,9 @@ def _rest(step: Inlined, eqns: Sequence[Equation], wanted: Set[Var]) -> Rest:
     """The update of what does not move."""
     update, recipe = step.update, step.update.program
     own = [step.own[id(eqn)] for eqn in eqns]
-    made = {v for eqn in own for v in eqn.outvars}
+    defined = {v for eqn in own for v in eqn.outvars}
     outputs: list[Atom] = [v for eqn in own for v in eqn.outvars if v in wanted]
-    read = dict.fromkeys(v for eqn in own for v in variables(eqn.invars) if v not in made)
+    read = dict.fromkeys(v for eqn in own for v in variables(eqn.invars) if v not in defined)
     given = {*recipe.inputs}
     inputs = [v for v in recipe.inputs if v in read] + [v for v in read if v not in given]
     position = {v: k for k, v in enumerate(inputs)}

@@ -111,13 +111,13 @@ def unguarded(program: Program) -> Program:
 
 def _constants_where_used(program: Program, places: Sequence[int]) -> list[int]:
     """The places, but that what is made of no argument is made where it is first read, and does not cross."""
-    made: set[Var] = {*program.inputs}  # of something
+    defined: set[Var] = {*program.inputs}  # of something
     constant = []
     for eqn in program.eqns:
-        of_something = any(v in made for v in variables(eqn.invars))
+        of_something = any(v in defined for v in variables(eqn.invars))
         constant.append(not of_something and not eqn.effects)
         if of_something:
-            made.update(eqn.outvars)
+            defined.update(eqn.outvars)
     first: dict[Var, int] = dict.fromkeys(variables(program.outputs), 0)
     found = list(places)
     for k in reversed(range(len(found))):

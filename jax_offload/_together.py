@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jax_offload._base.on_disk import Place
-from jax_offload._base.processes import everywhere, several, told
+from jax_offload._base.processes import allgathered, everywhere, several
 from jax_offload._disk import manifest
 from jax_offload._disk.files import Files
 from jax_offload._disk.layout import Entry
@@ -38,12 +38,12 @@ def about() -> dict[str, Any]:
 def check_count(directories: Sequence[Path]) -> None:
     """Raises ``ValueError`` where another number of processes has made files there."""
     first, now = Path(directories[0]), jax.process_count()
-    made = {int(each.parts[-2].rpartition("-")[2]) for each in first.glob(f"process-*-of-*/{manifest.NAME}")}
-    made |= {1} if (first / manifest.NAME).exists() else set()
-    if made and now not in made:
+    counts = {int(each.parts[-2].rpartition("-")[2]) for each in first.glob(f"process-*-of-*/{manifest.NAME}")}
+    counts |= {1} if (first / manifest.NAME).exists() else set()
+    if counts and now not in counts:
         raise ValueError(
-            f"disk: {first} has the commit of {min(made)} processes, each of which has its part, and now there are "
-            f"{now}. Fix: go on with {min(made)}; or there jo.save_args(tree) to a checkpoint, and here "
+            f"disk: {first} has the commit of {min(counts)} processes, each of which has its part, and now there are "
+            f"{now}. Fix: go on with {min(counts)}; or there jo.save_args(tree) to a checkpoint, and here "
             "jo.restore(manager, target)."
         )
 
@@ -61,7 +61,7 @@ def last_of_all(directories: Sequence[Path], files: Files | None) -> tuple[Toget
         commits = [[each.number, each.run, step] for each, step in Store.commits(mine, files=files)]
         return Store.exists(mine, files=files), commits
 
-    swapped, found = zip(*told(everywhere(look, "disk: looking for the last commit")), strict=True)
+    swapped, found = zip(*allgathered(everywhere(look, "disk: looking for the last commit")), strict=True)
     if common := set.intersection(*({tuple(each) for each in commits} for commits in found)):
         number, run, step = max(common)
         return Together(number, run), step

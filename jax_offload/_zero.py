@@ -177,10 +177,10 @@ def resharded_state(leaves: Sequence[Any], plan: Sequence[Leaf], params: Any, sh
     second step would be another program, and a loop's carry of another type.
     """
     flat = jax.tree_util.tree_flatten_with_path(params)[0]
-    divided = {leaf.owner for leaf in plan if leaf.shard_over}
+    owners = {leaf.owner for leaf in plan if leaf.shard_over}
 
     def sharded(x: Any, leaf: Leaf) -> Any:
-        if leaf.owner is None or leaf.owner not in divided:
+        if leaf.owner is None or leaf.owner not in owners:
             return x
         path, param = flat[leaf.owner]
         if (name := key_of(path)) not in shardings or not (leaf.shard_over or np.ndim(x) == np.ndim(param)):

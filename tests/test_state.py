@@ -102,17 +102,17 @@ def test_abstract_state(abstract):
     given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), p) if abstract else p
     state, like = tx.init(p), jo.abstract_state(tx, given)
     jax.tree.map(lambda x, a: (_same(x, a), None)[1], state, like)
-    jax.tree.map(lambda s, a: (_alike(s, a), None)[1], jo.state_shardings(tx, given), like)
+    jax.tree.map(lambda s, a: (_what_shows(s, a), None)[1], jo.state_shardings(tx, given), like)
     out = jax.jit(tx.init, out_shardings=jo.state_shardings(tx, given))(p)
     assert jax.tree.map(lambda x: x.sharding, out) == jo.state_shardings(tx, given)
 
 
 def _same(x, a):
     assert (x.shape, x.dtype) == (a.shape, a.dtype)
-    _alike(x.sharding, a)
+    _what_shows(x.sharding, a)
 
 
-def _alike(sharding, a):
+def _what_shows(sharding, a):
     assert sharding.memory_kind == a.sharding.memory_kind
     assert sharding.is_equivalent_to(a.sharding, a.ndim)
 

@@ -423,9 +423,9 @@ def test_loops_go_by_parts_beside_accelerators(monkeypatch):
     whole, elements = [], []
 
     class Counting(Cores):
-        def lent(self, x, *, whole: bool = True):
-            put_together.append(x.shape) if whole and x.ndim else None
-            return super().lent(x, whole=whole)
+        def lent(self, x, *, assembled: bool = True):
+            put_together.append(x.shape) if assembled and x.ndim else None
+            return super().lent(x, assembled=assembled)
 
     put_together, calls_of = whole, by_parts.calls_of
     monkeypatch.setattr(by_parts, "calls_of", lambda kernel, n, given: elements.append(n) or calls_of(kernel, n, given))

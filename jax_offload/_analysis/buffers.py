@@ -87,9 +87,9 @@ class Buffers:
         for name in self.sharing.reached:  # a copy is what it is a copy of; rows of it are new, what it is stays
             for op in self.ops(name):
                 for place, operand in [((), 0)] if op.opcode == "copy" else in_place(self.costs, op):
-                    made, of = self._of((name, op.name, place)), self._of((name, op.operands[operand], ()))
-                    if self.kind.get(made) == ACTIVATIONS and of in self.kind:
-                        self.kind[made] = self.kind[of]
+                    result, of = self._of((name, op.name, place)), self._of((name, op.operands[operand], ()))
+                    if self.kind.get(result) == ACTIVATIONS and of in self.kind:
+                        self.kind[result] = self.kind[of]
 
     def standing(self) -> dict[str, int]:
         """Bytes of the arguments in device memory, by kind: held throughout."""
@@ -110,7 +110,7 @@ class Buffers:
         begins: dict[Key, int] = {}
         ends: dict[Key, int] = {}
         for i, op in enumerate(ops):
-            for key in self._made(name, op):
+            for key in self._defined(name, op):
                 begins.setdefault(key, i)
                 ends[key] = i
             for key in self._used(name, scope, op):
@@ -145,7 +145,7 @@ class Buffers:
         scope, written, read = self.costs.scopes[name], dict[Key, int](), dict[Key, int]()
         theirs = outside if name != "ENTRY" else self.sharing.argument_of
         for i, op in enumerate(scope.ops):
-            for key in self._made(name, op):
+            for key in self._defined(name, op):
                 if key in theirs:
                     written.setdefault(key, i)
             for key in self._used(name, scope, op):
@@ -157,7 +157,7 @@ class Buffers:
                 copied = self._of((name, op.name, ()))
                 begins[copied] = max(begins.get(copied, 0), written[key])
 
-    def _made(self, name: str, op: Op) -> Iterator[Key]:
+    def _defined(self, name: str, op: Op) -> Iterator[Key]:
         if op.opcode in ("parameter", "while", *NAMES) or op.opcode.endswith("-done"):
             return
         result = result_place(op, ())
@@ -180,11 +180,11 @@ class Buffers:
         found: set[Key] = set()
         for i, op in enumerate(ops):
             over = range(len(op.operands)) if op.opcode == "fusion" and "kind=kLoop" in op.rest else ()
-            made = [self.nbytes[key] for key in self._made(name, op) if begins.get(key) == i]
+            sizes = [self.nbytes[key] for key in self._defined(name, op) if begins.get(key) == i]
             for operand in {*over, *(number for _, number in in_place(self.costs, op))}:
                 key = self._of((name, op.operands[operand], ()))
-                if ends.get(key) == i and begins.get(key, i) < i and self.nbytes.get(key) in made:
-                    made.remove(self.nbytes[key])
+                if ends.get(key) == i and begins.get(key, i) < i and self.nbytes.get(key) in sizes:
+                    sizes.remove(self.nbytes[key])
                     found.add(key)
         return found
 

@@ -126,7 +126,7 @@ def _plain(name: str) -> str:
 
 @functools.cache
 def _known() -> dict[str, Chip]:
-    return {name: _made(name, table, name) for name, table in tomllib.loads(_FILE.read_text()).items()}
+    return {name: _parsed(name, table, name) for name, table in tomllib.loads(_FILE.read_text()).items()}
 
 
 def _of_file(path: Path) -> Chip:
@@ -141,12 +141,12 @@ def _of_file(path: Path) -> Chip:
         if table.keys() & of:
             base.pop(key, None)
     sources = {key: f"as {like}" for key in base if key != "sources"} | {key: str(path) for key in table}
-    return _made(
+    return _parsed(
         table.pop("name", path.stem), base | table | {"sources": sources | table.get("sources", {})}, str(path)
     )
 
 
-def _made(name: str, table: Mapping[str, Any], where: str) -> Chip:
+def _parsed(name: str, table: Mapping[str, Any], where: str) -> Chip:
     fields = {field.name: field for field in dataclasses.fields(Chip) if field.name != "name"}
     if unknown := table.keys() - fields.keys():
         raise ValueError(f"chip: {where} has {', '.join(sorted(unknown))}; a chip has {', '.join(fields)}.")

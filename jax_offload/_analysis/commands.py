@@ -143,13 +143,13 @@ def inspect(step: str, target: str | None, timeline: str | None, as_json: bool) 
     with errors():
         if timeline:
             _check_picture(timeline)
-        seen = inspect_of(*_pair(step, load(step), "(step, *arguments)"), target=target)
-        if timeline and seen.timeline is None:
+        result = inspect_of(*_pair(step, load(step), "(step, *arguments)"), target=target)
+        if timeline and result.timeline is None:
             raise ValueError("timeline: the chip's figures are not known; give --target.")
-        if timeline and seen.timeline is not None:
-            seen.timeline.save(timeline)
-    click.echo(json.dumps(seen.to_dict(), indent=1) if as_json else str(seen))
-    if seen.errors:
+        if timeline and result.timeline is not None:
+            result.timeline.save(timeline)
+    click.echo(json.dumps(result.to_dict(), indent=1) if as_json else str(result))
+    if result.errors:
         raise SystemExit(NOT_REAL)
 
 
@@ -203,17 +203,17 @@ def _of_target(target: str, given: dict[str, Any]) -> Forecast:
     if other:
         names = ", ".join(f"--{key.replace('_', '-')}" for key in other)
         raise ValueError(f"{names}: describes a model, and {target} has its own; leave out the one or the other.")
-    made = _pair(target, load(target), "(optimizer, parameters), (step, *arguments) or (make, optimizer)")
+    loaded = _pair(target, load(target), "(optimizer, parameters), (step, *arguments) or (make, optimizer)")
     keywords = {key: given[key] for key in ("chip", "device_memory", "drive")} | {"tokens_per_step": given["tokens"]}
-    if len(made) == 3 and isinstance(made[2], Mesh | AbstractMesh):
-        *made, keywords["mesh"] = made
-    return plan_of(*made, **keywords, target=given["compile_for"])
+    if len(loaded) == 3 and isinstance(loaded[2], Mesh | AbstractMesh):
+        *loaded, keywords["mesh"] = loaded
+    return plan_of(*loaded, **keywords, target=given["compile_for"])
 
 
-def _pair(target: str, made: Any, wanted: str) -> Any:
-    if not isinstance(made, tuple | list) or len(made) < 2:
-        raise ValueError(f"{target}: expected {wanted}; got a {type(made).__name__}.")
-    return made
+def _pair(target: str, loaded: Any, wanted: str) -> Any:
+    if not isinstance(loaded, tuple | list) or len(loaded) < 2:
+        raise ValueError(f"{target}: expected {wanted}; got a {type(loaded).__name__}.")
+    return loaded
 
 
 def load(target: str) -> Any:

@@ -154,7 +154,7 @@ def _of_jax(executable: Any, lowered: Any, carried: Mapping[str, Any]) -> Compil
         handed = [s.memory_kind for s in leaves]
     text = executable.as_text()
     target, figures = (devices[0].platform, None) if known is None else (kind, chip(known))
-    return _made(
+    return _compiled(
         text, lowered, memory, _given(executable.args_info, handed, carried), target, figures, compiled_for=False
     )
 
@@ -181,7 +181,7 @@ def _for_target(
     handed = [None if s is None else s.memory_kind for s in shardings]
     tree = (args, dict(kwargs))
     text = executable.hlo_modules()[0].to_string()
-    return _made(
+    return _compiled(
         text,
         lowered,
         executable.get_compiled_memory_stats(),
@@ -192,7 +192,7 @@ def _for_target(
     )
 
 
-def _made(
+def _compiled(
     text: str, lowered: Any, m: Any, given: list[Argument], target: str, figures: Chip | None, *, compiled_for: bool
 ) -> Compiled:
     return Compiled(

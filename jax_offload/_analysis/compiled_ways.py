@@ -143,8 +143,8 @@ def _with(given: Option, program: Compiled, setting: Setting) -> Option:
         activations=rest,
     )  # fmt: skip
     if program.program:  # one of several, and host memory and time are those of all
-        seen = priced(dataclasses.replace(option, host=given.host), setting, 0.0)
-        return dataclasses.replace(seen, **{name: getattr(given, name) for name in _OF_ALL_PROGRAMS})
+        own = priced(dataclasses.replace(option, host=given.host), setting, 0.0)
+        return dataclasses.replace(own, **{name: getattr(given, name) for name in _OF_ALL_PROGRAMS})
     option, chip = priced(option, setting, 0.0), setting.chip or program.chip
     if chip is None:
         return option

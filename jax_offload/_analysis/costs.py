@@ -198,9 +198,9 @@ def _matmul(scope: Scope, op: Op) -> Matmul | None:
         return None
     out = op.arrays[0]
     if op.opcode == "dot":
-        flops = 2 * out.size * math.prod(lhs.shape[d] for d in op.numbers("lhs_contracting_dims"))
+        flops = 2 * out.size * math.prod(lhs.shape[d] for d in op.integers("lhs_contracting_dims"))
     elif target.startswith("__cublas"):
-        flops = 2 * out.size * math.prod(lhs.shape[d] for d in op.numbers("lhs_contracting_dimensions"))
+        flops = 2 * out.size * math.prod(lhs.shape[d] for d in op.integers("lhs_contracting_dimensions"))
     elif op.opcode == "convolution" or target.startswith("__cudnn$conv"):
         flops = _convolution(op, target, lhs, rhs, out)
     elif target.startswith("__cudnn$fmha"):

@@ -92,7 +92,7 @@ class _Nowhere:
     def ends(self, name: str) -> tuple[int, ...]:
         return ()  # of an update that is not looked at
 
-    def divided(self, name: str, token: Any, sharding: Any) -> Any:
+    def sharded(self, name: str, token: Any, sharding: Any) -> Any:
         return self.array(name, token)
 
     def fill(self, leaves: Any, values: Any) -> Any:
@@ -103,9 +103,9 @@ def on_files(args: Any, step: ClosedJaxpr) -> Any:
     """A step's arguments with those on disk that its updates read there. ``step``: traced with them."""
     if _has_files(args):
         return args
-    numbers = {v: k for k, v in enumerate(step.jaxpr.invars)}
+    index_of = {v: k for k, v in enumerate(step.jaxpr.invars)}
     found = [(each, each.update.on_disk) for each in updates_in(step) if isinstance(each.update, Update)]
-    there = {numbers[v] for each, leaves in found for v in each.inputs_of(leaves) if v in numbers}
+    there = {index_of[v] for each, leaves in found for v in each.inputs_of(leaves) if v in index_of}
     if not there:
         return args
     leaves, treedef = jax.tree.flatten(args)

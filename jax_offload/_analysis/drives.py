@@ -96,7 +96,7 @@ def _listed() -> str:
 
 @functools.cache
 def _known() -> dict[str, Drive]:
-    return {name: _made(name, table, name) for name, table in tomllib.loads(_FILE.read_text()).items()}
+    return {name: _parsed(name, table, name) for name, table in tomllib.loads(_FILE.read_text()).items()}
 
 
 def _of_file(path: Path) -> Drive:
@@ -107,10 +107,10 @@ def _of_file(path: Path) -> Drive:
     base = {} if like is None else dataclasses.asdict(drive(like))
     sources = {key: f"as {like}" for key in base if key not in ("name", "sources")} | dict.fromkeys(table, str(path))
     name = table.pop("name", path.stem)
-    return _made(name, base | table | {"name": name, "sources": sources | table.get("sources", {})}, str(path))
+    return _parsed(name, base | table | {"name": name, "sources": sources | table.get("sources", {})}, str(path))
 
 
-def _made(name: str, table: Mapping[str, Any], where: str) -> Drive:
+def _parsed(name: str, table: Mapping[str, Any], where: str) -> Drive:
     figures = [field.name for field in dataclasses.fields(Drive) if field.name not in ("name", "sources")]
     if unknown := table.keys() - {*figures, "name", "sources"}:
         raise ValueError(f"drive: {where} has {', '.join(sorted(unknown))}; a drive has {', '.join(figures)}.")

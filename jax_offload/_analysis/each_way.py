@@ -38,12 +38,12 @@ def of_each_way(make: Callable[[Any], Any], tx: Any, setting: Setting, target: s
     """The rows of ``make(tx)``, a step and its arguments, with ``tx`` offloaded; and one for each other way."""
     inner, given = inner_of(tx)
     first = way("as given" if given else "offload", inner, CALLED, given)
-    step, args = _made(make, first.tx)
+    step, args = _step_of(make, first.tx)
     base = of_step(step, args, setting, target)
     ahead, notes = any(option.name == AHEAD for option in base.options), list(base.notes)
 
     def row(each: Way) -> Option:
-        step, args = _made(make, each.tx)
+        step, args = _step_of(make, each.tx)
         found = of_step(step, args, setting, target)
         said = (_of(each.name, note) for note in found.notes)
         notes.extend(note for note in said if note not in notes)
@@ -70,15 +70,15 @@ def _of(name: str, note: str) -> str:
     return note.replace(repr(DRIVEN), repr(name)).replace(f"{DRIVEN}: ", f"{name}: ")
 
 
-def _made(make: Callable[[Any], Any], tx: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    made = make(tx)
-    if not isinstance(made, tuple | list) or len(made) < 2 or not callable(made[0]):
+def _step_of(make: Callable[[Any], Any], tx: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    got = make(tx)
+    if not isinstance(got, tuple | list) or len(got) < 2 or not callable(got[0]):
         raise TypeError(
             f"plan(make, tx): make(tx) is to return (step, *args), the step and its arguments, with the state from "
-            f"jo.abstract_state(tx, params); got a {type(made).__name__}"
-            f"{f' that begins with a {type(made[0]).__name__}' if isinstance(made, tuple | list) and made else ''}."
+            f"jo.abstract_state(tx, params); got a {type(got).__name__}"
+            f"{f' that begins with a {type(got[0]).__name__}' if isinstance(got, tuple | list) and got else ''}."
         )
-    return made[0], tuple(made[1:])
+    return got[0], tuple(got[1:])
 
 
 def _known(args: Any, base: Forecast, norm: bool) -> Known:

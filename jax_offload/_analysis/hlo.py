@@ -71,7 +71,7 @@ class Op:
         found = re.search(attribute + r"=%([\w.\-]+)", self.rest)
         return found[1] if found else ""
 
-    def numbers(self, attribute: str) -> list[int]:
+    def integers(self, attribute: str) -> list[int]:
         """Of ``attribute={1,2}``, or of ``"attribute":["1","2"]`` in what a backend says about itself."""
         found = re.search(rf'\b{attribute}(?:=\{{|":\[)([\d,"]*)[\]}}]', self.rest)
         return [int(n) for n in re.findall(r"\d+", found[1])] if found else []

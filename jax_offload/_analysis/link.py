@@ -48,8 +48,8 @@ def measure_link(device: Any = None) -> Link:
     check_platform([device])
     piece = ON_CPU if device.platform == "cpu" else PIECE
     there, here = (SingleDeviceSharding(device, memory_kind=kind) for kind in (HOST_KIND, DEVICE_KIND))
-    numbers = np.random.default_rng(0).integers(0, 2**32, piece // 4, np.uint32)
-    on_host, on_device = ([jax.device_put(numbers, where) for _ in range(PIECES)] for where in (there, here))
+    sent = np.random.default_rng(0).integers(0, 2**32, piece // 4, np.uint32)
+    on_host, on_device = ([jax.device_put(sent, where) for _ in range(PIECES)] for where in (there, here))
 
     def load(xs: Any) -> Any:
         return [jax.device_put(x, Space.Device) for x in xs]

@@ -41,7 +41,7 @@ class Share:
       worked: that the update itself reads and writes, in all of its passes. What is the same on all accelerators of a
         host is updated once for them.
       unlooped: of that, what is no loop of elements: its leaves are taken whole, which only one process can.
-      whole: of that, what is put together of the accelerators' parts before, and divided again after.
+      assembled: of that, what is put together of the accelerators' parts before, and divided again after.
     """
 
     loaded: int = 0
@@ -52,12 +52,12 @@ class Share:
     last: int = 0
     worked: int = 0
     unlooped: int = 0
-    whole: int = 0
+    assembled: int = 0
 
     @property
     def dram(self) -> int:
         """Bytes through the host's memory: of AdamW in float32 64 for each parameter, 76 in XLA's passes."""
-        return self.worked + 2 * self.whole + self.gradients + self.down + self.up + COPIES * self.stored
+        return self.worked + 2 * self.assembled + self.gradients + self.down + self.up + COPIES * self.stored
 
     def exposed(self, link: Link, dram: float, hides: float, loaded: int, stored: int) -> tuple[float, float]:
         """Seconds that are added to a step; and of those, in which the link is waited for.
@@ -86,19 +86,19 @@ def share_of(planned: Iterable[Planned], gradients: Iterable[Var], on_a_host: in
       gradients: the variables that are.
       on_a_host: how many accelerators have the same cores.
     """
-    on_cores, made = [p for p in planned if isinstance(p.transfer, OnCores)], {*gradients}
+    on_cores, defined = [p for p in planned if isinstance(p.transfer, OnCores)], {*gradients}
     own, groups = [p.slice for p in on_cores], [[p.slice for p in group] for group in grouped(on_cores)]
     read = {v: _own(v, s) for s in own for v in s.inputs if not is_host_aval(v.aval) and is_sent(v.aval)}
     return Share(
         loaded=sum(s.loaded_bytes for s in own),
         stored=sum(map(_stored, own)),
-        gradients=sum(n for v, n in read.items() if v in made),
-        down=sum(n for v, n in read.items() if v not in made),
+        gradients=sum(n for v, n in read.items() if v in defined),
+        down=sum(n for v, n in read.items() if v not in defined),
         up=sum(map(_up, own)),
         last=sum(map(_up, groups[-1])) if groups else 0,
         worked=sum(_worked(group, on_a_host) for group in groups),
         unlooped=sum(_moved(s) for s in own if not _is_loop(s)),
-        whole=sum(_moved(s) for s in own if not _is_loop(s) and _parts(s) > 1),
+        assembled=sum(_moved(s) for s in own if not _is_loop(s) and _parts(s) > 1),
     )
 
 

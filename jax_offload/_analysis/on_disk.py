@@ -45,7 +45,7 @@ class Group:
     def __add__(self, other: Group) -> Group:
         return Group(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
 
-    def divided(self, sizes: Sequence[int], window: int) -> list[Group]:
+    def split(self, sizes: Sequence[int], window: int) -> list[Group]:
         """Of so many rows each, all or a window of which are on the device at a time."""
         if len(sizes) == 1:
             return [self]
@@ -124,10 +124,10 @@ def _pieces(p: Planned, update: Update, there: Set[Var]) -> list[Group]:
     def own(v: Var, divided_as: Var) -> int:
         return nbytes(v.aval) // math.prod(s.shards.get(divided_as, ()))
 
-    whole = Group(
+    undivided = Group(
         sum(own(v, v) for v in read), sum(own(v, of) for v, of in written.items()), p.bytes_at_once, s.loaded_bytes
     )
-    return whole.divided(parts_of(p, old, there).sizes, p.window.nbytes)
+    return undivided.split(parts_of(p, old, there).sizes, p.window.nbytes)
 
 
 def files_by_leaves(leaves: Iterable[Leaf]) -> Files:
@@ -140,7 +140,7 @@ def files_by_leaves(leaves: Iterable[Leaf]) -> Files:
 
 def _by_leaves(leaves: Sequence[Leaf]) -> list[Group]:
     nbytes, sizes = sum(leaf.shard_bytes for leaf in leaves), {leaf.shape[0] for leaf in leaves}
-    whole, size = Group(nbytes, nbytes, nbytes, nbytes), max(sizes)
+    undivided, size = Group(nbytes, nbytes, nbytes, nbytes), max(sizes)
     rows = rows_in_part(sum(leaf.nbytes for leaf in leaves) // size, len(leaves[0].shape), size)
     parts = [min(rows, size - begin) for begin in range(0, size, rows)] if rows and len(sizes) == 1 else [size]
-    return whole.divided(parts, nbytes)
+    return undivided.split(parts, nbytes)

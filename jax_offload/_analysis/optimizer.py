@@ -99,7 +99,7 @@ def of_optimizer(
         if each.name == ON_THE_CORES and (share := parts.best_share(first, found, moved)):
             both = way("on both", inner, called, {**given, "update_on": share})
             options.append(parts.option(both, measured(both, params, found)))
-            notes.append(_told(share, options[-1]))
+            notes.append(_balance(share, options[-1]))
     room = None if {*given} & {"disk", "update_on", "shard_over"} else _room_beside(options[1], setting, found)
     if room is not None:
         each = on_disk(inner, called, given, room)
@@ -107,9 +107,9 @@ def of_optimizer(
         notes.append(_advised(option, helps := not setting.host.why_not(option.host)))
         options += [option] if helps else []
     notes += [*of_the_cores(options, setting), *of_the_disk(options, setting)]
-    made = partial(way, inner=inner, called=called, ahead=norm)
+    way_of = partial(way, inner=inner, called=called, ahead=norm)
     for option in solved(
-        parts, lambda name, more: made(name, options=more), params, without_cores(given), options, found
+        parts, lambda name, more: way_of(name, options=more), params, without_cores(given), options, found
     ):
         options.insert(2, option)
         left = 0 if setting.memory is None else setting.memory - option.peak
@@ -135,7 +135,7 @@ def _room_beside(option: Option, setting: Setting, found: Measured) -> int | Non
     return max(0, int(usable / POOL_HEADROOM - buffers) >> 30 << 30)
 
 
-def _told(share: float, option: Option) -> str:
+def _balance(share: float, option: Option) -> str:
     """Why the cores take that share, and not more or less."""
     return (f"{option.name}: the cores take {share:.0%}, so that these and the link are busy for about as long; by "
             "other rates another share of update_on= takes least")  # fmt: skip
@@ -247,7 +247,7 @@ class Parts:
 
 def solved(
     parts: Parts,
-    made: Callable[..., Way],
+    way_of: Callable[..., Way],
     params: Any,
     given: Mapping[str, Any],
     options: Sequence[Option],
@@ -262,7 +262,7 @@ def solved(
         return []
 
     def tried(name: str, **more: Any) -> Option:
-        each = made(name, {**given, **more})
+        each = way_of(name, {**given, **more})
         return parts.option(each, measured(each, params, all_))
 
     if not moved.fits:

@@ -145,9 +145,9 @@ def _columns(
 ) -> None:
     """Bars as high as a column is busy, ``on`` others: so the picture of a thousand leaves is as heavy as that of
     thirty, and shows both where it computes and waits by turns."""
-    edges = [1e3 * end * k / len(shares) for k in range(len(shares) + 1)]
+    bounds = [1e3 * end * k / len(shares) for k in range(len(shares) + 1)]
     low = [row + height / 2 - height * below for below in on or [0.0] * len(shares)]
-    axes.stairs([bottom - height * share for bottom, share in zip(low, shares, strict=True)], edges, baseline=low,
+    axes.stairs([bottom - height * share for bottom, share in zip(low, shares, strict=True)], bounds, baseline=low,
                 fill=True, color=color, linewidth=0)  # fmt: skip
 
 

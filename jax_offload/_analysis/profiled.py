@@ -68,10 +68,10 @@ class Profile:
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as what JSON has, without the timeline's segments."""
-        numbers = {
+        figures = {
             f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("simulated", "timeline")
         }
-        return numbers | {"simulated": self.simulated and self.simulated.to_dict(), "off": self.off}
+        return figures | {"simulated": self.simulated and self.simulated.to_dict(), "off": self.off}
 
     def __str__(self) -> str:
         names = ["step", "compute", "loading", "storing", "overlap", "exposed", "idle"]
@@ -79,8 +79,8 @@ class Profile:
             names[-1:-1] = ["collectives", "exposed_collectives"]
         model = dict.fromkeys(names, "")
         if t := self.simulated:
-            told = {*names} & {"step", "compute", "exposed", "collectives", "exposed_collectives"}
-            model |= {name: f"{1e3 * getattr(t, name):.3f}" for name in told}
+            shown = {*names} & {"step", "compute", "exposed", "collectives", "exposed_collectives"}
+            model |= {name: f"{1e3 * getattr(t, name):.3f}" for name in shown}
         lines = [
             f"ms per step, of {self.steps}  measured  simulated" if self.simulated else f"ms per step, of {self.steps}"
         ]
@@ -174,8 +174,8 @@ def profile(step: Any, *args: Any, steps: int = 3, chip: str | Path | Chip | Non
         raise ValueError(f"profile(): steps={steps!r}; expected a whole number from 1 on.")
     step = step if hasattr(step, "lower") else jax.jit(step)
     program = compiled(step, args, {}, None)
-    seen = inspected(program, chip)
-    simulated = None if seen.program else seen.timeline  # of several programs one is no measure
+    checked = inspected(program, chip)
+    simulated = None if checked.program else checked.timeline  # of several programs one is no measure
     args = _following(args, jax.block_until_ready(step(*args)))
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -191,13 +191,13 @@ def _following(args: tuple[Any, ...], results: Any) -> tuple[Any, ...]:
     given = list(results) if type(results) in (tuple, list) else [results]
     found = []
     for k, arg in enumerate(args):
-        alike = next((i for i, x in enumerate(given) if _types(x) == _types(arg)), None)
+        same = next((i for i, x in enumerate(given) if _types(x) == _types(arg)), None)
         gone = any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(arg))
-        if gone and alike is None:
+        if gone and same is None:
             raise ValueError(
                 f"profile(): argument {k} is donated, and no result has its structure and types. Return it."
             )
-        found.append(given.pop(alike) if alike is not None and gone else arg)
+        found.append(given.pop(same) if same is not None and gone else arg)
     return tuple(found)
 
 

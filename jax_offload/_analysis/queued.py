@@ -25,17 +25,17 @@ def in_pieces(jaxpr: Jaxpr, chip: Chip, link: Link) -> float | None:
     updates = [update for eqn in jaxpr.eqns if (update := _update(eqn)) is not None]
     if not updates or not all(isinstance(u, Moved) and isinstance(u.plan, Piece) for u in updates):
         return None
-    made, total = _made(jaxpr, chip)
+    ready, total = _ready(jaxpr, chip)
     load = store = waited = gate = last = 0.0
     stored = [0.0]  # of each group its last store
     for eqn in jaxpr.eqns:
         if _is_gate(eqn):
-            last = max(last, *(made.get(v, 0.0) for v in variables(eqn.invars)))
+            last = max(last, *(ready.get(v, 0.0) for v in variables(eqn.invars)))
             waited += max(0.0, (stored[-2] if len(stored) > 1 else 0.0) - last - waited)
             gate = last + waited
             stored += [0.0] if stored[-1] else []
         elif (update := _update(eqn)) is not None:
-            last = max(last, *(made.get(v, 0.0) for v in variables(eqn.invars)))
+            last = max(last, *(ready.get(v, 0.0) for v in variables(eqn.invars)))
             seconds = sum(p.slice.loaded_bytes for p in update.planned) / link.both
             if seconds:
                 load = max(load, gate) + seconds
@@ -52,7 +52,7 @@ def _update(eqn: Equation) -> Update | Moved | None:
     return found if isinstance(found, Update | Moved) else None
 
 
-def _made(jaxpr: Jaxpr, chip: Chip) -> tuple[Mapping[Var, float], float]:
+def _ready(jaxpr: Jaxpr, chip: Chip) -> tuple[Mapping[Var, float], float]:
     """When an operand of a piece or a gate is made, without the pieces; and when all is."""
     rest = [eqn for eqn in jaxpr.eqns if _update(eqn) is None]
     own: set[Any] = {v for eqn in rest for v in eqn.outvars}

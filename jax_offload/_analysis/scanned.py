@@ -11,7 +11,7 @@ from jax_offload._peak.flattened import flattened, loop_of
 from jax_offload._plan.in_scan import InScan
 
 
-def in_a_scan(plan: InScan, link: Link, chip: Chip, divided: int, beside: float, *, first: bool) -> float:
+def in_a_scan(plan: InScan, link: Link, chip: Chip, shards: int, beside: float, *, first: bool) -> float:
     """Seconds. In each phase of an iteration one group of leaves is stored while another is loaded, behind that phase's
     arithmetic. The last row is stored when the scan is over; the first is loaded before it, which the forward pass
     hides for the ``first`` scan alone. ``beside``: seconds of an iteration in which parameters are gathered."""
@@ -20,7 +20,7 @@ def in_a_scan(plan: InScan, link: Link, chip: Chip, divided: int, beside: float,
     rows = [int(n * own) // plan.scan.length for n in groups]
     moving = [link.seconds(rows[k - 1], rows[k]) for k in range(len(rows))]
     waits = sum(
-        max(0.0, t - behind / divided - beside / len(rows))
+        max(0.0, t - behind / shards - beside / len(rows))
         for t, behind in zip(moving, _behind_each(plan, chip), strict=True)
     )
     row = sum(rows) / link.store + (0.0 if first else sum(rows) / link.load)
@@ -33,12 +33,12 @@ def _behind_each(plan: InScan, chip: Chip) -> list[float]:
     found: list[float] = []
     late = 0.0
     for phase, gate in zip(plan.body.slices, [*plan.body.gates, None], strict=True):
-        whole = seconds(phase.jaxpr, chip)
-        needed = whole
+        by_itself = seconds(phase.jaxpr, chip)
+        needed = by_itself
         if gate is not None:
             needed = _needed(phase.jaxpr, phase.outputs.index(gate), chip)
         found.append(late + needed)
-        late = max(0.0, whole - needed)
+        late = max(0.0, by_itself - needed)
     return found
 
 

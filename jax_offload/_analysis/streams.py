@@ -52,9 +52,9 @@ def streams(trace: Any, on_a_host: int = 1) -> Streams:
     """Of a traced update, or of a traced step, a closed jaxpr. ``on_a_host``: how many devices share its cores."""
     updates = [each.update for each in updates_in(trace)]
     planned = [p for update in updates for p in update.planned if not isinstance(p.transfer, OnCores)]
-    whole = [update for update in updates if isinstance(update, Update)]
+    loaded_whole = [update for update in updates if isinstance(update, Update)]
     looped = [p for p in planned if p.in_chunks or p.window.own_loop]
-    files = files_in(whole)
+    files = files_in(loaded_whole)
     beside = [p for p in planned if not isinstance(p.transfer, InIterations) and p not in looped]
     return Streams(
         loaded=sum(map(_loaded, planned)),
@@ -64,22 +64,22 @@ def streams(trace: Any, on_a_host: int = 1) -> Streams:
         looped=sum(p.slice.loaded_bytes for p in looped),
         unpaired=_unpaired(looped),
         tail=beside[-1].slice.loaded_bytes if beside else 0,
-        norm=any(map(_waits_for_all, whole)),
+        norm=any(map(_waits_for_all, loaded_whole)),
         cores=share_of(
-            (p for update in whole for p in update.planned),
-            (update.operands[i] for update in whole for i in update.gradients),
+            (p for update in loaded_whole for p in update.planned),
+            (update.operands[i] for update in loaded_whole for i in update.gradients),
             on_a_host,
         ),
         files=files,
-        as_files=files_in(whole, all_away=True),
+        as_files=files_in(loaded_whole, all_away=True),
     )
 
 
 def _unpaired(looped: Iterable[Planned]) -> int:
     """Of every loop over chunks a chunk; of slices that are whole and share a loop the last one."""
     chunks = sum(p.slice.loaded_bytes // p.transfer.count for p in looped if isinstance(p.transfer, Chunked))
-    whole = {id(p.window): p.slice.loaded_bytes for p in looped if not p.in_chunks}
-    return chunks + sum(whole.values())
+    loaded_whole = {id(p.window): p.slice.loaded_bytes for p in looped if not p.in_chunks}
+    return chunks + sum(loaded_whole.values())
 
 
 def windows_of(planned: Iterable[Planned]) -> int:
@@ -91,8 +91,8 @@ def windows_of(planned: Iterable[Planned]) -> int:
 
 
 def _at_once(p: Planned) -> int:
-    whole = 0 if isinstance(p.transfer, InIterations) else p.bytes_at_once
-    return max(p.window.nbytes, whole)
+    loaded_whole = 0 if isinstance(p.transfer, InIterations) else p.bytes_at_once
+    return max(p.window.nbytes, loaded_whole)
 
 
 def _stored(update: Update | Moved) -> int:
@@ -127,8 +127,8 @@ def _waits_for_all(update: Update) -> bool:
     (only,) = update.plan.passes or (None,)
     if only is None:
         return False
-    made: dict[Var, int] = {v: int(v in gradients) for v in only.prelude.inputs}
+    defined: dict[Var, int] = {v: int(v in gradients) for v in only.prelude.inputs}
     for eqn in only.prelude.jaxpr.eqns:
-        made.update(zip(eqn.outvars, forward(eqn, made), strict=True))
+        defined.update(zip(eqn.outvars, forward(eqn, defined), strict=True))
     read = {v for p in only.slices for v in p.slice.inputs if not is_host_aval(v.aval)}
-    return any(made.get(v) and not v.aval.shape for v in only.prelude.outputs if v in read)
+    return any(defined.get(v) and not v.aval.shape for v in only.prelude.outputs if v in read)

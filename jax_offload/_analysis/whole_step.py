@@ -36,13 +36,13 @@ from jax_offload._emit.find import emitted, updates_in
 from jax_offload._emit.region import Moved, Update
 from jax_offload._interop.jit import Jitted
 from jax_offload._interop.pipelined import Pipelined
-from jax_offload._peak.divided import Division, collectives, division_of, gathered_ahead
 from jax_offload._peak.donated import donations
 from jax_offload._peak.flattened import flattened, loop_of
 from jax_offload._peak.liveness import peak
+from jax_offload._peak.sharded import Division, collectives, division_of, gathered_ahead
 from jax_offload._plan.in_scan import InScan
 from jax_offload._report import traced, unwrapped
-from jax_offload._whole import rewritten
+from jax_offload._rewritten import rewritten
 
 LABELS = (("host, each way, window", "exact"), ("peak, activations, hidden, added", "estimated, from the trace"))
 # What XLA's scheduler puts off where the layers are not in one scan: the most that was seen above the estimate
@@ -79,28 +79,28 @@ def of_step(step: Callable[..., Any], args: Sequence[Any], setting: Setting, tar
             "step: no update of an offload(...) in it loads anything from the host. Give a step that calls tx.update "
             "or jo.update_params of tx = jo.offload(inner), with a state from jo.abstract_state(tx, params)."
         )
-    divided = setting.devices[0]
+    shards = setting.devices[0]
     if setting.chip is not None:
-        work = seconds(emitted(plain).jaxpr, setting.chip) / divided
+        work = seconds(emitted(plain).jaxpr, setting.chip) / shards
         setting = dataclasses.replace(setting, seconds=work)
     flops = all_flops(emitted(plain).jaxpr)
     if setting.tokens:
         setting = dataclasses.replace(setting, flops_per_token=flops / setting.tokens)
     gradients = _gradients(found)
-    division = division_of(leaves, gradients, divided)
-    seen = _Seen(leaves, gradients, setting, divided, division, _rematerialises(plain.jaxpr))
+    division = division_of(leaves, gradients, shards)
+    of_this = _Traced(leaves, gradients, setting, shards, division, _rematerialises(plain.jaxpr))
     there, at_home = on_device(leaves, gradients), resident(plain, gradients)
-    here = dataclasses.replace(seen, leaves=there, division=division_of(there, gradients, divided))
+    here = dataclasses.replace(of_this, leaves=there, division=division_of(there, gradients, shards))
     options = [
         here.option("resident", RESIDENT, traced(at_home, *there)),
-        seen.option("jax.jit", "step = jax.jit(step, donate_argnums=...)", plain),
-        seen.option(OWN, "step = jo.jit(step, donate_argnums=...)", own),
+        of_this.option("jax.jit", "step = jax.jit(step, donate_argnums=...)", plain),
+        of_this.option(OWN, "step = jo.jit(step, donate_argnums=...)", own),
     ]
     if streams(plain).norm:
         code = "step = jo.pipelined(step, donate_argnames=...)"
-        options.append(seen.option(AHEAD, code, plain, ahead=True))
+        options.append(of_this.option(AHEAD, code, plain, ahead=True))
         code = 'step = jo.pipelined(step, donate_argnames=..., gradients="host")'
-        options.append(seen.option("gradients too", code, plain, ahead=True, pending=True))
+        options.append(of_this.option("gradients too", code, plain, ahead=True, pending=True))
     first, starts = None, list[str]()
     if driven is not None:
         given_away = donations(emitted(plain).jaxpr, len(leaves))
@@ -108,7 +108,7 @@ def of_step(step: Callable[..., Any], args: Sequence[Any], setting: Setting, tar
         with step_described():
             own = traced(base, *there) if moved.files.groups else driven
         first = first_program(own, [x for x in jax.tree.leaves(there) if hasattr(x, "dtype")], given_away, leaves)
-        options.insert(1, seen.driven("step = jo.jit(step, donate_argnums=...)", moved, first, given_away))
+        options.insert(1, of_this.driven("step = jo.jit(step, donate_argnums=...)", moved, first, given_away))
         starts += [first.starts] if moved.cores.dram or moved.files.groups else []
     notes = ["every argument that a result is like counts as donated"]
     if driven is not None:
@@ -120,19 +120,19 @@ def of_step(step: Callable[..., Any], args: Sequence[Any], setting: Setting, tar
     if target is not None:
         turned = turned_round(step, base, args, plain)
         compiler = Compiler(target, plain, leaves, at_home, there, setting, turned, args, first)
-        made = [compiler.row(option) for option in options]
+        compiled_rows = [compiler.row(option) for option in options]
         if left := [each.name for each in options if not compiler.compiles(each.name)]:
             verb = "is" if len(left) == 1 else "are"
             notes.append(
                 f"{' and '.join(left)} {verb} estimated: give what jo.pipelined returned, and it is compiled too"
             )
-        notes += [o.why_not for o in made if GIVES_UP in o.why_not or ESTIMATED in o.why_not]
-        return setting.forecast(made, notes=tuple(notes), labels=compiled_labels(target))
+        notes += [o.why_not for o in compiled_rows if GIVES_UP in o.why_not or ESTIMATED in o.why_not]
+        return setting.forecast(compiled_rows, notes=tuple(notes), labels=compiled_labels(target))
     if options[1].peak_range[0] < options[1].peak_range[1]:
         notes.append("layers that are not in one scan: XLA may put off what would free memory, so the peak is a range, "
                      "and begin loads late, so what is added is the least")  # fmt: skip
-    if divided > 1:
-        notes.append(f"on {divided} devices what has no parameter's shape counts as divided evenly")
+    if shards > 1:
+        notes.append(f"on {shards} devices what has no parameter's shape counts as divided evenly")
         if gathered_ahead(leaves, gradients):
             notes.append("parameters divided along their first axis: a scan over it has XLA gather all of them before, "
                          "which these peaks leave out; divide another axis")  # fmt: skip
@@ -146,13 +146,13 @@ def _drives(args: Any) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Seen:
+class _Traced:
     """A step's arguments, and the types of its gradients."""
 
     leaves: Sequence[Any]
     gradients: Sequence[Any]
     setting: Setting
-    divided: int
+    shards: int
     division: Division
     rematerialised: bool
 
@@ -165,8 +165,8 @@ class _Seen:
             peak(program, given, early=early, division=self.division, own=own) for early in (True, False)
         )
         # XLA may scatter many gradients at once, and hold them whole until then
-        whole = sum(nbytes(x) - self.division.own(x) for x in self.gradients) if self.divided > 1 else 0
-        most = estimated if in_one_scan(program) else max(in_order, int(UNROLLED * estimated)) + whole
+        put_together = sum(nbytes(x) - self.division.own(x) for x in self.gradients) if self.shards > 1 else 0
+        most = estimated if in_one_scan(program) else max(in_order, int(UNROLLED * estimated)) + put_together
         gradients = sum(map(self.division.own, self.gradients))
         if moved.inside:
             gradients = max(0, gradients - moved.inside)  # those that are made and used in a scan never exist together
@@ -226,20 +226,20 @@ class _Seen:
         parts = [update for update in found if isinstance(update, Moved)]
         scans = [part.plan for part in parts if isinstance(part.plan, InScan)]
         gathered, reduced = (
-            n / chip.reached.interconnect for n in collectives(self.leaves, self.gradients, self.divided)
+            n / chip.reached.interconnect for n in collectives(self.leaves, self.gradients, self.shards)
         )
         # in a scan a row's update waits for its gradient's reduction, which so hides nothing
         beside = gathered / max(1, sum(plan.scan.length for plan in scans))
-        inside = sum(in_a_scan(plan, link, chip, self.divided, beside, first=k == 0) for k, plan in enumerate(scans))
+        inside = sum(in_a_scan(plan, link, chip, self.shards, beside, first=k == 0) for k, plan in enumerate(scans))
         rest = moved.inside + looped
         outside = link.seconds(moved.loaded - rest, max(0, moved.stored - rest))
-        own = sum(seconds(p.slice.jaxpr, chip) for update in found for p in update.planned) / self.divided
+        own = sum(seconds(p.slice.jaxpr, chip) for update in found for p in update.planned) / self.shards
         scanned = in_one_scan(program)
         share = forward_share(program, self.rematerialised) if ahead else 0.0 if moved.norm or scanned else BACKWARD
         last = 0.0 if ahead or not share else moved.tail / link.store
         behind = share * max(0.0, compute - own) + (0.0 if ahead or not share else gathered + reduced)
         left = max(0.0, outside - behind) + last
-        queued = in_pieces(trace.jaxpr, chip, link) if self.divided == 1 and not ahead else None
+        queued = in_pieces(trace.jaxpr, chip, link) if self.shards == 1 and not ahead else None
         return max(alone + inside + left, queued or 0.0)  # the least, both
 
     def _arguments(self, donated: Sequence[bool]) -> tuple[int, int, int]:

@@ -25,11 +25,11 @@ def seconds(jaxpr: Jaxpr, chip: Chip) -> float:
 def when_made(jaxpr: Jaxpr, chip: Chip) -> tuple[list[float], float]:
     """After how many seconds each of its results is there, and how many all of it takes, in the order of the trace."""
     program = flattened(jaxpr)
-    now, made = 0.0, dict[int, float]()
+    now, produced = 0.0, dict[int, float]()
     for event, each in _events(program, chip):
         now += each
-        made.update(dict.fromkeys(event.makes, now))
-    return [made.get(k, 0.0) for k in program.outputs], now
+        produced.update(dict.fromkeys(event.makes, now))
+    return [produced.get(k, 0.0) for k in program.outputs], now
 
 
 def _events(program: Flattened, chip: Chip) -> Iterator[tuple[Event, float]]:
@@ -61,10 +61,10 @@ def _in_one_kernel(event: Event, read: Read) -> Event:
 
 def _of(event: Event, lives: Lives, chip: Chip) -> float:
     sizes = lives.sizes
-    made = sum(sizes[k] for k in event.makes)
+    produced = sum(sizes[k] for k in event.makes)
     node = event.node
     if node is None:
-        moved = made + sum(min(sizes[k], made) for k in {*event.reads})
+        moved = produced + sum(min(sizes[k], produced) for k in {*event.reads})
         return moved / chip.reached.hbm
     if (loop := loop_of(node.eqn)) is not None:
         length = loop.length
@@ -76,8 +76,8 @@ def _of(event: Event, lives: Lives, chip: Chip) -> float:
     if event.in_place:
         rest = [k for k in node.operands[1:] if k >= 0]
         return 2 * max((sizes[k] for k in rest), default=0) / chip.reached.hbm
-    reads = sum(min(sizes[k], made) if event.fused else sizes[k] for k in {*event.reads})
-    moved = (made + reads) / chip.reached.hbm
+    reads = sum(min(sizes[k], produced) if event.fused else sizes[k] for k in {*event.reads})
+    moved = (produced + reads) / chip.reached.hbm
     return max(moved, own_flops(node.eqn) / speed(chip, _dtype(node.eqn)))
 
 

@@ -39,12 +39,12 @@ def backward_of(gradients: Sequence[Any]) -> Backward | None:
     large = [x for x in gradients if math.prod(np.shape(x)) >= LARGE and equation_of(x) is not None]
     if not large:
         return None
-    eqns, made = list[Any](), dict[Any, Any]()
+    eqns, producers = list[Any](), dict[Any, Any]()
     for x in large:
-        if variable_of(x) not in made:  # in a branch, say, some are from the trace around it
+        if variable_of(x) not in producers:  # in a branch, say, some are from the trace around it
             more = equations_of_trace(x)
-            eqns, made = eqns + more, made | _makers(more)
-    trace, walk = _Scope({}, made), _Walk()
+            eqns, producers = eqns + more, producers | _makers(more)
+    trace, walk = _Scope({}, producers), _Walk()
     for x in large:
         walk.back_from(_value(variable_of(x), trace))
     return Backward(sum(nbytes(v.aval) for v in walk.held), sum(map(flops, eqns)), walk.scales_by_them())
@@ -63,7 +63,7 @@ class _Scope:
     that make the others."""
 
     given: Mapping[Any, _Value]
-    made: Mapping[Any, Any]
+    producers: Mapping[Any, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,9 +78,9 @@ class _Value:
         return self.variable.aval
 
     @property
-    def made(self) -> Any:
+    def producer(self) -> Any:
         """The equation that makes it; ``None`` for an argument, or a constant."""
-        return self.scope.made.get(self.variable)
+        return self.scope.producers.get(self.variable)
 
     @property
     def size(self) -> int:
@@ -93,7 +93,7 @@ class _Value:
     @property
     def inputs(self) -> list[_Value]:
         """The operands of the equation that makes it, but for literals."""
-        return [_value(v, self.scope) for v in operands_of(self.made) if not isinstance(v, jex.Literal)]
+        return [_value(v, self.scope) for v in operands_of(self.producer) if not isinstance(v, jex.Literal)]
 
 
 def _value(variable: Any, scope: _Scope) -> _Value:
@@ -110,44 +110,44 @@ class _Walk:
 
     Attributes:
       held: what these operations read.
-      numbers: what the gradients are scaled by.
+      scales: what the gradients are scaled by.
       ends: the operations themselves, by identity, in the call that they are in.
     """
 
     def __init__(self) -> None:
         self.held: dict[_Value, None] = {}
-        self.numbers: list[_Value] = []
+        self.scales: list[_Value] = []
         self.ends: set[tuple[int, _Scope]] = set()
         self._scopes: dict[tuple[int, _Scope], _Scope] = {}
 
     def back_from(self, gradient: _Value) -> None:
-        seen, todo = set[_Value](), [gradient]
+        visited, todo = set[_Value](), [gradient]
         while todo:
             x = todo.pop()
-            if x in seen or x.made is None:
+            if x in visited or x.producer is None:
                 continue
-            seen.add(x)
-            name, inputs = x.made.primitive.name, x.inputs
+            visited.add(x)
+            name, inputs = x.producer.primitive.name, x.inputs
             if (inside := self._inside(x)) is not None:
                 todo.append(inside)
             elif name in _VIEWS or (name == "reduce_sum" and inputs and inputs[0].size == x.size):
                 arrays = [v for v in inputs if v.size >= x.size and v.is_floating]
                 todo += arrays
-                self.numbers += [v for v in inputs if v not in arrays]
+                self.scales += [v for v in inputs if v not in arrays]
             else:
-                self.ends.add((id(x.made), x.scope))
+                self.ends.add((id(x.producer), x.scope))
                 if name not in _LOOPS:  # a loop gives all that it makes at once
                     self.held |= dict.fromkeys(v for v in inputs if v.is_floating)
 
     def scales_by_them(self) -> bool:
         """Whether a number that a gradient is scaled by is made of what these operations make."""
-        seen, todo = set[_Value](), list(self.numbers)
+        visited, todo = set[_Value](), list(self.scales)
         while todo:
             x = todo.pop()
-            if x in seen or x.made is None:
+            if x in visited or x.producer is None:
                 continue
-            seen.add(x)
-            if (id(x.made), x.scope) in self.ends:
+            visited.add(x)
+            if (id(x.producer), x.scope) in self.ends:
                 return True
             inside = self._inside(x)  # a call beside the number may make gradients that it does not need
             todo += x.inputs if inside is None else [inside]
@@ -155,7 +155,7 @@ class _Walk:
 
     def _inside(self, x: _Value) -> _Value | None:
         """The same as a result of the jaxpr that its equation runs once."""
-        eqn = x.made
+        eqn = x.producer
         jaxpr = None if eqn.primitive.name in _LOOPS else _inner(eqn)
         if jaxpr is None:
             return None
@@ -164,8 +164,8 @@ class _Walk:
             pairs = zip(jaxpr.invars, operands_of(eqn), strict=True)
             given = {v: _value(outer, x.scope) for v, outer in pairs if not isinstance(outer, jex.Literal)}
             self._scopes[key] = _Scope(given, _makers(jaxpr.eqns))
-        made = jaxpr.outvars[eqn.outvars.index(x.variable)]
-        return None if isinstance(made, jex.Literal) else _value(made, self._scopes[key])
+        out = jaxpr.outvars[eqn.outvars.index(x.variable)]
+        return None if isinstance(out, jex.Literal) else _value(out, self._scopes[key])
 
 
 def _inner(eqn: Any) -> Any:

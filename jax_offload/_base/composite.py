@@ -53,11 +53,11 @@ def decomposed(eqns: Iterable[Equation]) -> list[Equation]:
         consts = [Literal(x, v.aval) for x, v in zip(inner.consts, inner.jaxpr.constvars, strict=True)]
         inputs = [*inner.jaxpr.constvars, *inner.jaxpr.invars]
         names: dict[Var, Atom] = dict(zip(inputs, [*consts, *eqn.invars], strict=True))
-        made = {v: Var(v.aval) for each in inner.jaxpr.eqns for v in each.outvars}
-        made |= {v: out for v, out in zip(inner.jaxpr.outvars, eqn.outvars, strict=True) if not isinstance(v, Literal)}
-        names |= made
+        defs = {v: Var(v.aval) for each in inner.jaxpr.eqns for v in each.outvars}
+        defs |= {v: out for v, out in zip(inner.jaxpr.outvars, eqn.outvars, strict=True) if not isinstance(v, Literal)}
+        names |= defs
         for each in inner.jaxpr.eqns:
-            ins, outs = [renamed(names, v) for v in each.invars], [made[v] for v in each.outvars]
+            ins, outs = [renamed(names, v) for v in each.invars], [defs[v] for v in each.outvars]
             found.append(each.replace(invars=ins, outvars=outs))
     return found
 

@@ -38,7 +38,7 @@ class Home(Protocol):
         """A leaf's values, which are read now; raises for a token of another version."""
         ...
 
-    def divided(self, name: str, token: Any, sharding: Sharding) -> jax.Array:
+    def sharded(self, name: str, token: Any, sharding: Sharding) -> jax.Array:
         """A leaf's values in host memory, divided between processes."""
         ...
 
@@ -150,7 +150,7 @@ def read_to(leaf: OnDisk, sharding: Sharding) -> jax.Array:
     """A leaf's values where the sharding says. What is divided between processes is never whole in one of them."""
     if leaf.sharding.is_fully_addressable:
         return jax.device_put(np.asarray(leaf), sharding)
-    here = leaf.place.home.divided(leaf.place.name, leaf.token, leaf.sharding)
+    here = leaf.place.home.sharded(leaf.place.name, leaf.token, leaf.sharding)
     return jax.device_put(here, sharding)
 
 
@@ -184,7 +184,7 @@ def place_of(like: Any) -> Place | None:
     return like.place if isinstance(like, OnDiskStruct) else None
 
 
-def landed(target: Sequence[Any], read: Callable[[Sequence[int]], Sequence[Any]]) -> list[Any]:
+def read_into(target: Sequence[Any], read: Callable[[Sequence[int]], Sequence[Any]]) -> list[Any]:
     """Leaves where ``target`` says; those that belong on disk are read and written a few at a time.
 
     Args:
@@ -210,7 +210,7 @@ def brought(leaves: Sequence[Any], types: Callable[[], Sequence[Any]]) -> list[A
     target = types()
     if all(_is_there(x, place_of(like)) for x, like in zip(leaves, target, strict=True)):
         return [x if is_on_disk(x) else _brought(x, like) for x, like in zip(leaves, target, strict=True)]
-    return landed(target, lambda numbers: [_brought(leaves[k], target[k]) for k in numbers])
+    return read_into(target, lambda indices: [_brought(leaves[k], target[k]) for k in indices])
 
 
 def _is_there(x: Any, place: Place | None) -> bool:
@@ -219,15 +219,15 @@ def _is_there(x: Any, place: Place | None) -> bool:
 
 def _brought(x: Any, like: Any) -> Any:
     if is_on_disk(x):
-        divided = not x.sharding.is_fully_addressable
-        x = read_to(x, like.sharding if place_of(like) is None else x.sharding) if divided else np.asarray(x)
+        sharded = not x.sharding.is_fully_addressable
+        x = read_to(x, like.sharding if place_of(like) is None else x.sharding) if sharded else np.asarray(x)
     return x if place_of(like) is not None else jax.device_put(x, like.sharding)
 
 
-def _batches(numbers: Sequence[int], places: Mapping[int, Place]) -> Iterator[list[int]]:
+def _batches(indices: Sequence[int], places: Mapping[int, Place]) -> Iterator[list[int]]:
     """As many as have ``_BATCH`` bytes together, or one."""
     batch, nbytes = list[int](), 0
-    for k in numbers:
+    for k in indices:
         size = math.prod(places[k].shape) * places[k].dtype.itemsize
         if batch and nbytes + size > _BATCH:
             yield batch
@@ -257,7 +257,7 @@ def opened(state: Any) -> tuple[Any, Callable[[Any], Any]]:
 
 def only_outside(x: jax.Array) -> jax.Array:
     """``x``, a leaf of a traced ``init`` that files are to be made of: an error where that is lowered."""
-    (x,) = _made.bind(x)
+    (x,) = _made_of_files.bind(x)
     return x
 
 
@@ -307,4 +307,4 @@ READ.def_abstract_eval(lambda token, place: _host_type(place.shape, place.dtype,
 WRITE.def_abstract_eval(lambda x, place: jax.typeof(np.zeros((), TOKEN)))
 for _primitive in READ, WRITE:
     set_rules(_primitive, lower=_refuse, jvp=_refuse, batch=_refuse)
-_made = identity_primitive("jax_offload_made_of_files", _refuse_init)
+_made_of_files = identity_primitive("jax_offload_made_of_files", _refuse_init)

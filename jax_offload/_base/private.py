@@ -221,10 +221,10 @@ def equation_of(x: Any) -> Any:
 @functools.cache
 def _check_tracers() -> None:
     """Raises ``RuntimeError`` where ``equation_of`` would tell nothing of what a ``jit`` traces."""
-    seen: list[Any] = []
-    jax.make_jaxpr(lambda x: seen.append(jax.lax.neg(x)))(jax.ShapeDtypeStruct((), jax.numpy.float32))
-    if not isinstance(seen[0], _part_of(pe, "DynamicJaxprTracer")):
-        raise _has_moved(f"a jit traces with {type(seen[0]).__name__}")
+    tracers: list[Any] = []
+    jax.make_jaxpr(lambda x: tracers.append(jax.lax.neg(x)))(jax.ShapeDtypeStruct((), jax.numpy.float32))
+    if not isinstance(tracers[0], _part_of(pe, "DynamicJaxprTracer")):
+        raise _has_moved(f"a jit traces with {type(tracers[0]).__name__}")
 
 
 def equations_of_trace(x: Any) -> list[Any]:

@@ -18,7 +18,7 @@ def several() -> bool:
     return jax.process_count() > 1
 
 
-def told(mine: Any) -> list[Any]:
+def allgathered(mine: Any) -> list[Any]:
     """What each process says, by its number; ``mine`` is what this one does: JSON, of a few KiB."""
     if not several():
         return [mine]
@@ -44,7 +44,7 @@ def everywhere(do: Callable[[], T], doing: str, undo: Callable[[T], Any] = lambd
         result = do()
     except Exception as raised:
         error = raised
-    said = told(None if error is None else f"{type(error).__name__}: {error}"[:_LETTERS])
+    said = allgathered(None if error is None else f"{type(error).__name__}: {error}"[:_LETTERS])
     if error is not None:
         raise error
     if failed := [(k, text) for k, text in enumerate(said) if text is not None]:

@@ -17,11 +17,11 @@ def production_order(values: Sequence[Any]) -> list[int] | None:
     The backward pass is traced in the order in which gradients appear. What casts or scales a gradient comes later, in
     the order of the tree, so it is looked through.
     """
-    made = [equation_of(_origin(x)) for x in values]
-    if not made or any(eqn is None for eqn in made):
+    defined = [equation_of(_origin(x)) for x in values]
+    if not defined or any(eqn is None for eqn in defined):
         return None
     number_of = {id(eqn): k for k, eqn in enumerate(equations_of_trace(values[0]))}
-    found = [number_of.get(id(eqn)) for eqn in made]
+    found = [number_of.get(id(eqn)) for eqn in defined]
     return None if None in found else found  # pyright: ignore[reportReturnType]
 
 

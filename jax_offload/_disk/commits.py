@@ -55,7 +55,7 @@ class Commits:
         """
         slot = 1 - self._manifest.extra_version.slot
         (layout,), lengths = laid_out([extra], self._manifest.directories, self._manifest.block)
-        files = self._made(slot, lengths)
+        files = self._created(slot, lengths)
         checksums = self._transfers.write(files, layout, Source.of(layout, arrays), _EXTRA).result()
         before = self._manifest.versions or [None] * len(versions)
         changed = {new.slot for new, old in zip(versions, before, strict=True) if new != old}
@@ -87,7 +87,7 @@ class Commits:
         self._transfers.read(files, layout, buffer, version.checksums, _EXTRA).result()
         return {entry.path: array for entry, array in zip(layout.entries, arrays_in(layout, buffer), strict=True)}
 
-    def _made(self, slot: int, lengths: Sequence[int]) -> Striped:
+    def _created(self, slot: int, lengths: Sequence[int]) -> Striped:
         if slot in self._files and self._files[slot][0] == lengths:
             return self._files[slot][1]
         self._directories.shut(self._files.pop(slot, ((), ()))[1])

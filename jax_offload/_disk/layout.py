@@ -18,14 +18,14 @@ BLOCK = 8 * 2**20
 class Entry:
     """An array of a group: a leaf of the state, or the part of one that begins at ``begin``.
 
-    ``whole``: the leaf's shape, where a part of it is in another process.
+    ``full_shape``: the leaf's shape, where a part of it is in another process.
     """
 
     path: str
     shape: tuple[int, ...]
     dtype: str
     begin: tuple[int, ...] = ()
-    whole: tuple[int, ...] = ()
+    full_shape: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:

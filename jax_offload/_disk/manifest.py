@@ -87,8 +87,8 @@ class _Damaged(ValueError):
 def from_bytes(data: bytes, path: Path) -> Manifest:
     """The manifest. ``ValueError`` where it is damaged, or of a version of this library that is not this one's."""
     try:
-        whole = json.loads(data)
-        body, checksum = whole["manifest"], whole["crc32"]
+        document = json.loads(data)
+        body, checksum = document["manifest"], document["crc32"]
         intact = checksum == _checksum(body)
     except (ValueError, KeyError, TypeError):
         intact, body = False, {}
@@ -246,15 +246,15 @@ def _checksum(body: Any) -> int:
 
 def _entries(entries: Sequence[Entry]) -> list[Any]:
     return [
-        [entry.path, list(entry.shape), entry.dtype, list(entry.begin), *([list(entry.whole)] if entry.whole else [])]
+        [entry.path, list(entry.shape), entry.dtype, list(entry.begin), *([list(s)] if (s := entry.full_shape) else [])]
         for entry in entries
     ]
 
 
 def _read_entries(entries: Sequence[Any]) -> tuple[Entry, ...]:
     return tuple(
-        Entry(path, tuple(shape), dtype, tuple(begin), *map(tuple, whole))
-        for path, shape, dtype, begin, *whole in entries
+        Entry(path, tuple(shape), dtype, tuple(begin), *map(tuple, full_shape))
+        for path, shape, dtype, begin, *full_shape in entries
     )
 
 

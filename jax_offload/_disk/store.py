@@ -22,8 +22,8 @@ from jax_offload._disk.directories import Directories
 from jax_offload._disk.files import Files
 from jax_offload._disk.layout import BLOCK, Entry, arrays_in, check, laid_out, named
 from jax_offload._disk.manifest import Manifest, Together, Version
+from jax_offload._disk.queues import Queues
 from jax_offload._disk.transfers import Source, Transfers
-from jax_offload._disk.turns import Turns
 from jax_offload._disk.versions import Versions
 
 THREADS = 8  # for each directory: four hide a disk's latency, and reads and writes go on together
@@ -43,7 +43,7 @@ class Store:
         self._layouts, lengths = laid_out(manifest.groups, manifest.directories, manifest.block)
         self._data = [directories.open(slot_name("groups", slot), lengths) for slot in (0, 1)]
         before = manifest.versions if committed else [None] * len(self.groups)
-        self._versions, self._turns = Versions(before, self._what), Turns()
+        self._versions, self._queues = Versions(before, self._what), Queues()
         self._stopped: BaseException | None = None
         self._next: Manifest | None = None
         self.together = manifest.together if committed else None
@@ -182,7 +182,7 @@ class Store:
             files = self._data[version.slot]
             return self._transfers.read(files, layout, buffer, version.checksums, self._what(group))
 
-        return self._turns.after(group, start, lambda _: arrays_in(layout, buffer), lambda error: None, writes=False)
+        return self._queues.after(group, start, lambda _: arrays_in(layout, buffer), lambda error: None, writes=False)
 
     def write(self, group: int, arrays: Sequence[np.ndarray]) -> Future[None]:
         """Writes new values of a group beside those of the last commit.
@@ -204,7 +204,7 @@ class Store:
         def finish(checksums: list[int]) -> None:
             self._versions.end(group, Version(slot, tuple(checksums)))
 
-        return self._turns.after(group, start, finish, lambda error: self._versions.end(group, error), writes=True)
+        return self._queues.after(group, start, finish, lambda error: self._versions.end(group, error), writes=True)
 
     def commit(self, step: int, extra: Mapping[str, np.ndarray]) -> Future[None]:
         """Makes all that was written, and ``extra``, what the store opens with: in a thread, after the writes.
@@ -216,7 +216,7 @@ class Store:
         self._raise_stopped()
         entries = tuple(Entry(name, array.shape, array.dtype.name) for name, array in extra.items())
         arrays = list(extra.values())
-        return self._turns.commit(lambda: self._committer.submit(self._commit_now, step, entries, arrays))
+        return self._queues.commit(lambda: self._committer.submit(self._commit_now, step, entries, arrays))
 
     def prepare(self, step: int, extra: Mapping[str, np.ndarray], together: Together) -> Future[None]:
         """The first half of a commit of several processes: all of it is on disk, beside the one before.
@@ -226,13 +226,13 @@ class Store:
         self._raise_stopped()
         entries = tuple(Entry(name, array.shape, array.dtype.name) for name, array in extra.items())
         arrays = list(extra.values())
-        return self._turns.commit(
+        return self._queues.commit(
             lambda: self._committer.submit(self._stopping, self._prepare_now, step, entries, arrays, together)
         )
 
     def swap(self) -> Future[None]:
         """The second half: what was prepared is the last commit."""
-        return self._turns.commit(lambda: self._committer.submit(self._stopping, self._swap_now))
+        return self._queues.commit(lambda: self._committer.submit(self._stopping, self._swap_now))
 
     def stop(self, error: BaseException) -> None:
         """Nothing is written any more, as another process's half of a commit has failed."""
@@ -250,7 +250,7 @@ class Store:
         if self._closed:
             return
         self._closed = True
-        for future in self._turns.under_way():
+        for future in self._queues.under_way():
             future.result()
         self._committer.shutdown()
         self._pool.shutdown()

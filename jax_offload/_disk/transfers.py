@@ -13,7 +13,7 @@ from jax_offload._disk.blocks import Opened, read_block, write_block
 from jax_offload._disk.buffers import Buffers
 from jax_offload._disk.files import Files
 from jax_offload._disk.layout import ALIGNED, Block, Group
-from jax_offload._disk.turns import together
+from jax_offload._disk.queues import together
 
 Striped = tuple[Opened, ...]  # a file of each directory
 
@@ -36,8 +36,8 @@ class Source:
             if begin <= block.begin < begin + piece.nbytes:
                 start = block.begin - begin
                 found = piece[start : start + block.nbytes]
-                whole = found.nbytes == block.nbytes
-                return found if whole and not (direct and _address(found) % ALIGNED) else None
+                complete = found.nbytes == block.nbytes
+                return found if complete and not (direct and _address(found) % ALIGNED) else None
         return None
 
     def gather(self, block: Block, memory: np.ndarray) -> None:

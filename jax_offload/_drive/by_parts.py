@@ -48,15 +48,15 @@ class ByParts:
         kernels: Sequence[tuple[Kernel, LoopSource]],
     ) -> None:
         self._pieces, self._inputs, self._outputs, self._up, self._kernels = pieces, inputs, outputs, up, kernels
-        self._turns = independent(pieces)
+        self._levels = independent(pieces)
 
     def __call__(self, *operands: Any) -> list[Any]:
         env = dict(zip(self._inputs, operands, strict=True))
-        for together in self._turns:
+        for together in self._levels:
             started = [_started(*self._kernels[k], self._pieces[k], env) for k in together]
             work([part for parts, _ in started for part in parts])
-            for _, made in started:
-                env.update((v, make(DEVICE_KIND if v in self._up else HOST_KIND)) for v, make in made.items())
+            for _, by_box in started:
+                env.update((v, make(DEVICE_KIND if v in self._up else HOST_KIND)) for v, make in by_box.items())
         return [env[v] for v in self._outputs]
 
 
@@ -85,19 +85,19 @@ def _started(
     given = [v.val if isinstance(v, Literal) else env[v] for v in piece.inputs]
     operands = [given[i] for i in source.arrays]
     scalars = [np.asarray(one_of(given[i]))[()] for i in source.scalars]
-    divided = [_parts(x) for x in operands]
-    most = max(range(len(divided)), key=lambda k: len(divided[k]))
-    boxes, like = list(divided[most]), operands[most].sharding
+    in_parts = [_parts(x) for x in operands]
+    most = max(range(len(in_parts)), key=lambda k: len(in_parts[k]))
+    boxes, like = list(in_parts[most]), operands[most].sharding
     calls: list[Callable[[], None]] = []
-    made: list[dict[Box, Any]] = [{} for _ in piece.outputs]
+    by_box: list[dict[Box, Any]] = [{} for _ in piece.outputs]
     for box in boxes:
-        arrays = [_flat(_within(x, parts, box)) for x, parts in zip(operands, divided, strict=True)]
+        arrays = [_flat(_within(x, parts, box)) for x, parts in zip(operands, in_parts, strict=True)]
         shape = tuple(end - begin for begin, end in box)
         fresh = [aligned(shape, v.aval.dtype) for v in piece.outputs]
-        for results, v, x in zip(made, piece.outputs, fresh, strict=True):
+        for results, v, x in zip(by_box, piece.outputs, fresh, strict=True):
             results[box] = x.view(v.aval.dtype)
         calls += calls_of(kernel, arrays[0].size, [*arrays, *(x.reshape(-1) for x in fresh), *scalars])
-    return calls, {v: partial(_assembled, v.aval.shape, x, like) for v, x in zip(piece.outputs, made, strict=True)}
+    return calls, {v: partial(_assembled, v.aval.shape, x, like) for v, x in zip(piece.outputs, by_box, strict=True)}
 
 
 def _parts(x: Any) -> dict[Box, Any]:

@@ -41,7 +41,7 @@ class Part:
 
 
 @dataclasses.dataclass
-class Divided:
+class ByRows:
     """Leaves of a step that are read and written by rows.
 
     Attributes:
@@ -56,18 +56,18 @@ class Divided:
     starts: dict[int, Var] = dataclasses.field(default_factory=dict[int, Var])
     next_of: dict[Var, Var] = dataclasses.field(default_factory=dict[Var, Var])
 
-    def pieces(self, p: Planned, update: Update, names: Mapping[Var, Any], made: Mapping[Var, Var]) -> list[Some]:
+    def pieces(self, p: Planned, update: Update, names: Mapping[Var, Any], defined: Mapping[Var, Var]) -> list[Some]:
         """A slice as pieces of some rows each; none where it takes its leaves whole.
 
         Args:
           p: the slice.
           update: whose it is.
           names: variable of the update -> that of the step.
-          made: what `made_once` finds.
+          defined: what `made_once` finds.
         """
         s = p.slice
         ends = [self.ends.get(names.get(v, v)) for v in s.loads]
-        ends += [self.ends.get(made[v]) if v in made else None for v in s.stores]
+        ends += [self.ends.get(defined[v]) if v in defined else None for v in s.stores]
         known = [each for each in ends if each is not None]
         common = sorted(set[int].intersection(*map(set, known))) if known and len(known) == len(ends) else []
         if len(common) < 2:

@@ -45,9 +45,9 @@ class Cores:
             return to_host(x)
         return jax.device_put(x, with_kind(x.sharding, HOST_KIND), may_alias=False)
 
-    def lent(self, x: Any, *, whole: bool = True) -> Any:
+    def lent(self, x: Any, *, assembled: bool = True) -> Any:
         """What has been sent, as an operand of a program of the cores: whole, once it is there, or as it was sent."""
-        if self.cpu is None or not whole:
+        if self.cpu is None or not assembled:
             return x
         if jnp.issubdtype(x.dtype, jax.dtypes.extended):
             return jax.device_put(one_of(x), self.cpu)

@@ -77,10 +77,10 @@ def parts_of(jaxpr: Jaxpr, results: Set[Var], cuts: Sequence[int]) -> list[Slice
     parts: list[Slice] = []
     for start, end in reversed([*itertools.pairwise([0, *cuts, len(eqns)])]):
         own = eqns[start:end]
-        made = {v for eqn in own for v in eqn.outvars}
+        defined = {v for eqn in own for v in eqn.outvars}
         outputs = [v for eqn in own for v in eqn.outvars if v in results or v in crossing]
-        crossing -= made
-        reads = {v for eqn in own for v in variables(eqn.invars)} - made - given
+        crossing -= defined
+        reads = {v for eqn in own for v in variables(eqn.invars)} - defined - given
         again, more = _computed_again(reads, crossing | given, eqns, made_by, price)
         crossing |= more
         parts.append(slice_of([*again, *own], outputs, jaxpr.debug_info, {}))

@@ -38,16 +38,16 @@ class DrivenJit:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The step's results; its arguments as for ``jax.jit``."""
-        numbers, names = self._static
-        numbers = {i % len(args) for i in numbers if -len(args) <= i < len(args)}
+        indices, names = self._static
+        indices = {i % len(args) for i in indices if -len(args) <= i < len(args)}
         given = (
-            tuple(x for i, x in enumerate(args) if i not in numbers),
+            tuple(x for i, x in enumerate(args) if i not in indices),
             {name: x for name, x in kwargs.items() if name not in names},
         )
         if (places := self._options.get("in_shardings")) is not None:
             given = (_put(given[0], tuple(places) if isinstance(places, list) else places), given[1])
         leaves, tree = jax.tree.flatten(given)
-        statics = tuple((i, args[i]) for i in sorted(numbers)), tuple((k, kwargs[k]) for k in names if k in kwargs)
+        statics = tuple((i, args[i]) for i in sorted(indices)), tuple((k, kwargs[k]) for k in names if k in kwargs)
         key = tree, statics, tuple(map(_kind, jax.tree.leaves(given, is_leaf=is_on_disk)))
         if key not in self._programs:
             traced = self._jitted.trace(*args, **kwargs)
@@ -82,12 +82,12 @@ def _put(tree: Any, places: Any) -> Any:
 def _static(fun: Callable[..., Any], options: Mapping[str, Any]) -> tuple[set[int], set[str]]:
     """The places and the names of static arguments: each parameter that one of both names, as ``jax.jit`` has it."""
     given = options.get("static_argnums"), options.get("static_argnames")
-    numbers: set[int] = {given[0]} if isinstance(given[0], int) else set(given[0] or ())
+    indices: set[int] = {given[0]} if isinstance(given[0], int) else set(given[0] or ())
     names: set[str] = {given[1]} if isinstance(given[1], str) else set(given[1] or ())
     try:
         parameters = list(inspect.signature(fun).parameters)
     except (TypeError, ValueError):
-        return numbers, names
+        return indices, names
     by_name = {k for k, name in enumerate(parameters) if name in names}
-    by_number = {parameters[k] for k in numbers if -len(parameters) <= k < len(parameters)}
-    return numbers | by_name, names | by_number
+    by_number = {parameters[k] for k in indices if -len(parameters) <= k < len(parameters)}
+    return indices | by_name, names | by_number

@@ -42,15 +42,15 @@ def loops_of(pieces: Sequence[Piece], over: Sequence[Mapping[int, int]]) -> list
 
 def independent(pieces: Sequence[Piece]) -> list[list[int]]:
     """The pieces in their order, those together of which none reads what another makes, or writes over it."""
-    turns: list[list[int]] = []
-    made: set[Var] = set()
+    levels: list[list[int]] = []
+    defined: set[Var] = set()
     for k, piece in enumerate(pieces):
-        if not turns or not made.isdisjoint(variables(piece.inputs)):
-            turns.append([])
-            made = set()
-        turns[-1].append(k)
-        made.update(piece.outputs)
-    return turns
+        if not levels or not defined.isdisjoint(variables(piece.inputs)):
+            levels.append([])
+            defined = set()
+        levels[-1].append(k)
+        defined.update(piece.outputs)
+    return levels
 
 
 def calls_of(kernel: Kernel, size: int, arguments: Sequence[Any]) -> list[Callable[[], None]]:

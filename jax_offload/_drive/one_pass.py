@@ -47,7 +47,7 @@ def one_pass(
     kernels = loops_of(pieces, [_over(piece, pieces, next_of, own) for piece in pieces])
     if kernels is None:
         return otherwise
-    turns = independent(pieces)
+    levels = independent(pieces)
 
     def run(*operands: Any) -> Sequence[Any]:
         if any(len(x.devices()) > 1 for x in operands):
@@ -56,11 +56,11 @@ def one_pass(
         env = dict(zip(inputs, operands, strict=True))
         old = [v for piece, (_, source) in zip(pieces, kernels, strict=True) for v in _written(piece, source).values()]
         env.update(zip(old, _owned([env[v] for v in old]), strict=True))
-        for together in turns:
+        for together in levels:
             started = [_started(*kernels[k], pieces[k], env) for k in together]
             work([part for parts, _ in started for part in parts])
-            for _, made in started:
-                env.update((v, make()) for v, make in made.items())
+            for _, results in started:
+                env.update((v, make()) for v, make in results.items())
         return [env[v] for v in outputs]
 
     return run
@@ -90,14 +90,14 @@ def _started(
     given = [v.val if isinstance(v, Literal) else env[v] for v in piece.inputs]
     like = next(x for x in (given[i] for i in source.arrays) if isinstance(x, jax.Array))
     over = _written(piece, source)
-    made: dict[Any, Callable[[], Any]] = {piece.outputs[k]: functools.partial(env.get, v) for k, v in over.items()}
+    results: dict[Any, Callable[[], Any]] = {piece.outputs[k]: functools.partial(env.get, v) for k, v in over.items()}
     arrays = [_view(given[i]) for i in source.arrays]
     for v in (v for k, v in enumerate(piece.outputs) if k not in over):
         fresh = aligned(v.aval.shape, v.aval.dtype)
         arrays.append(fresh.reshape(-1))
-        made[v] = functools.partial(jax.device_put, fresh.view(v.aval.dtype), _place(like, v), may_alias=True)
+        results[v] = functools.partial(jax.device_put, fresh.view(v.aval.dtype), _place(like, v), may_alias=True)
     scalars = [np.asarray(given[i])[()] for i in source.scalars]
-    return calls_of(kernel, arrays[0].size, [*arrays, *scalars]), made
+    return calls_of(kernel, arrays[0].size, [*arrays, *scalars]), results
 
 
 def _place(like: jax.Array, v: Var) -> Sharding:

@@ -207,16 +207,16 @@ class _Values:
         self.send(task)
         if not task.stage.on_cores:
             return [self.here[v] for v in task.inputs]
-        return [self._cores.lent(self._there[v], whole=not by_parts) for v in task.inputs]
+        return [self._cores.lent(self._there[v], assembled=not by_parts) for v in task.inputs]
 
     def put(self, task: Task, results: Sequence[Any], place: Callable[[Var], Sharding]) -> None:
         n = len(task.outputs)
-        made, down = dict(zip(task.outputs, results[:n], strict=True)), zip(task.down, results[n:], strict=True)
+        defined, down = dict(zip(task.outputs, results[:n], strict=True)), zip(task.down, results[n:], strict=True)
         if task.stage.on_cores:
-            self._there |= made
-            self.here |= {v: self._cores.brought_back(made[v], place(v)) for v in task.up}
+            self._there |= defined
+            self.here |= {v: self._cores.brought_back(defined[v], place(v)) for v in task.up}
         else:
-            self.here |= made
+            self.here |= defined
             self._there |= down
 
     def drop(self, over: Sequence[Var], donated: Set[Var]) -> None:

@@ -58,19 +58,19 @@ def in_segments(step: Staged, donated: Set[Var]) -> tuple[Staged, str]:
         return step, EFFECTS
     of_pass = {v for eqn in jaxpr.eqns for v in eqn.outvars}
     others = [part for piece in others for part in _without_gradients_first(piece, of_pass)]
-    made, ready = _made_at(jaxpr, others), list[int]()
+    defs, ready = _made_at(jaxpr, others), list[int]()
     for group in groups:  # some rows of a parameter are written after others
-        ready.append(max((made.get(v, 0) for v in group.reads), default=0))
-        made.update(dict.fromkeys(group.makes, ready[-1]))
+        ready.append(max((defs.get(v, 0) for v in group.reads), default=0))
+        defs.update(dict.fromkeys(group.makes, ready[-1]))
     if len({*ready} - {0}) < 2:
         return step, _why_at_once(jaxpr, others, groups)
     cuts = cuts_of(jaxpr, ready, [{*s.reads} for s in groups])
     if not cuts:
         return step, LITTLE_LEFT
-    (whole, *later), _ = peaks(step, donated)
-    most = max(min(whole), *map(max, later), 0)
+    (uncut, *later), _ = peaks(step, donated)
+    most = max(min(uncut), *map(max, later), 0)
     while cuts:
-        segments = _segments(jaxpr, pass_, others, made, cuts)
+        segments = _segments(jaxpr, pass_, others, defs, cuts)
         stages = [*_interleaved(segments, cuts, groups, ready), *rest[len(groups) :]] if on_disk else [*segments, *rest]
         found = dataclasses.replace(step, stages=stages)
         each, segment = peaks(found, donated)
@@ -101,9 +101,9 @@ def peaks(step: Staged, donated: Set[Var]) -> tuple[list[tuple[int, int]], list[
             segment.append(segment[-1])
         else:
             break
-        made = {v: nbytes(v.aval) for v in task.outputs if not is_host_aval(v.aval)}
-        alive += sum(made.values()) - sum(here.pop(v, 0) for v in task.free)
-        here |= made
+        defs = {v: nbytes(v.aval) for v in task.outputs if not is_host_aval(v.aval)}
+        alive += sum(defs.values()) - sum(here.pop(v, 0) for v in task.free)
+        here |= defs
     return found, segment
 
 
@@ -122,28 +122,28 @@ def _with_results(task: Task) -> Jaxpr:
     pass_, *others = task.stage.pieces
     assert pass_.jaxpr is not None
     wanted = {*task.outputs}.union(*(variables(p.inputs) for p in others if not isinstance(p, InTurn)))
-    for turns in (p for p in others if isinstance(p, InTurn)):
-        wanted |= {v for v, held in zip(variables(turns.inputs), turns.outputs, strict=True) if held in wanted}
+    for serial in (p for p in others if isinstance(p, InTurn)):
+        wanted |= {v for v, held in zip(variables(serial.inputs), serial.outputs, strict=True) if held in wanted}
     kept = [v for v in pass_.jaxpr.outvars if isinstance(v, Literal) or v in wanted]
     return jaxpr_like(pass_.jaxpr, pass_.jaxpr.eqns, kept)
 
 
 def _made_at(jaxpr: Jaxpr, others: Sequence[Piece]) -> dict[Var, int]:
     """Behind how many equations each variable is there; what other pieces make, behind the last that they need."""
-    made = {v: k + 1 for k, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+    defs = {v: k + 1 for k, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
     for piece in others:
         if isinstance(piece, InTurn):
-            made.update((new, made.get(v, 0)) for v, new in zip(variables(piece.inputs), piece.outputs, strict=True))
+            defs.update((new, defs.get(v, 0)) for v, new in zip(variables(piece.inputs), piece.outputs, strict=True))
         else:
-            at = max((made.get(v, 0) for v in variables(piece.inputs)), default=0)
-            made.update(dict.fromkeys(piece.outputs, at))
-    return made
+            at = max((defs.get(v, 0) for v in variables(piece.inputs)), default=0)
+            defs.update(dict.fromkeys(piece.outputs, at))
+    return defs
 
 
-def _without_gradients_first(piece: Piece, made: Set[Var]) -> list[Piece]:
+def _without_gradients_first(piece: Piece, defs: Set[Var]) -> list[Piece]:
     """A piece as two, what needs nothing that is made of gradients and the rest: a learning rate, of which the groups
     wait, beside the update of leaves that stay on the device."""
-    late = {v for v in variables(piece.inputs) if v in made}
+    late = {v for v in variables(piece.inputs) if v in defs}
     if piece.jaxpr is None or not late or any(eqn.effects for eqn in piece.jaxpr.eqns):
         return [piece]
     names = dict(zip(piece.jaxpr.invars, piece.inputs, strict=True))
@@ -162,7 +162,7 @@ def _without_gradients_first(piece: Piece, made: Set[Var]) -> list[Piece]:
 
 
 def _segments(
-    jaxpr: Jaxpr, pass_: Piece, others: Sequence[Piece], made: dict[Var, int], cuts: Sequence[int]
+    jaxpr: Jaxpr, pass_: Piece, others: Sequence[Piece], defs: dict[Var, int], cuts: Sequence[int]
 ) -> list[Stage]:
     """The pass in programs, each with those other pieces whose operands are there at its end."""
     names = dict(zip(jaxpr.invars, pass_.inputs, strict=True))
@@ -172,19 +172,19 @@ def _segments(
         pieces.append([Piece(inputs, part.outputs, part.run, structure(part.jaxpr), part.jaxpr)])
     for piece in others:
         if isinstance(piece, InTurn):
-            of = [bisect.bisect_left(cuts, made.get(v, 0)) for v in variables(piece.inputs)]
+            of = [bisect.bisect_left(cuts, defs.get(v, 0)) for v in variables(piece.inputs)]
             for k in sorted({*of}):
                 own = {v for v, at in zip(variables(piece.inputs), of, strict=True) if at == k}
                 pieces[k].append(piece.some(own))
         else:
-            at = max((made.get(v, 0) for v in variables(piece.inputs)), default=0)
+            at = max((defs.get(v, 0) for v in variables(piece.inputs)), default=0)
             pieces[bisect.bisect_left(cuts, at)].append(piece)
     return [Stage(BEFORE, tuple(each)) for each in pieces]
 
 
 def _why_at_once(jaxpr: Jaxpr, others: Sequence[Piece], groups: Sequence[Stage]) -> str:
     """Why no group has its gradients before the others: a number that is made of several is read by all."""
-    made = {v for eqn in jaxpr.eqns for v in eqn.outvars}
-    pieces = [p for p in others if not isinstance(p, InTurn) and len(made.intersection(variables(p.inputs))) > 1]
+    defs = {v for eqn in jaxpr.eqns for v in eqn.outvars}
+    pieces = [p for p in others if not isinstance(p, InTurn) and len(defs.intersection(variables(p.inputs))) > 1]
     several = {v for piece in pieces for v in piece.outputs}
     return ALL_FIRST if len(groups) > 1 and all(several & {*s.reads} for s in groups) else TOGETHER

@@ -16,7 +16,7 @@ from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Atom, DropVar, Equation, Literal, Var, renamed, values_of, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.on_disk import Ends, Range
-from jax_offload._drive.by_rows import Divided, made_once
+from jax_offload._drive.by_rows import ByRows, made_once
 from jax_offload._drive.pieces import InTurn, Piece, in_turn
 from jax_offload._drive.undivided import run_undivided
 from jax_offload._emit.deduplicate import functions
@@ -53,15 +53,15 @@ class Stage:
     @property
     def makes(self) -> list[Var]:
         if self.loop is not None:
-            return _made(self.loop)
+            return _results(self.loop)
         return [v for piece in self.pieces for v in piece.outputs]
 
     @property
     def reads(self) -> list[Var]:
         if self.loop is not None:
             return list(dict.fromkeys(variables(self.loop.invars)))
-        made = {*self.makes}
-        return list(dict.fromkeys(v for piece in self.pieces for v in variables(piece.inputs) if v not in made))
+        defined = {*self.makes}
+        return list(dict.fromkeys(v for piece in self.pieces for v in variables(piece.inputs) if v not in defined))
 
     def run(self, env: dict[Var, Any]) -> None:
         for piece in self.pieces:
@@ -128,10 +128,10 @@ def staged(cut: Cut, ends: Mapping[Var, Ends] = MappingProxyType({})) -> Staged:
     stages: list[Stage] = []
     names: dict[Var, Atom] = {}  # of an update's own variables, and of its results in the step: those that stand here
     next_of: dict[Var, Var] = {}
-    seen: set[int] = set()
+    visited: set[int] = set()
     on_disk: dict[Var, bool] = {}
     scattered: dict[Var, NamedSharding] = {}
-    divided = Divided(ends)
+    rules = ByRows(ends)
 
     def on_device(name: str, *pieces: Piece) -> None:
         """Adds to the last program of the device, or another."""
@@ -152,9 +152,9 @@ def staged(cut: Cut, ends: Mapping[Var, Ends] = MappingProxyType({})) -> Staged:
         names.update(zip(eqn.outvars, update.program.outputs, strict=True))
         next_of.update((v, x) for v, old in update.next_values.items() if isinstance(x := names.get(old), Var))
 
-    def pieces_of(slices: Sequence[Planned], update: Update, made: Mapping[Var, Var]) -> Iterator[Piece]:
+    def pieces_of(slices: Sequence[Planned], update: Update, defined: Mapping[Var, Var]) -> Iterator[Piece]:
         for p in slices:
-            yield from [Piece(*each) for each in divided.pieces(p, update, names, made)] or [planned_piece(p, update)]
+            yield from [Piece(*each) for each in rules.pieces(p, update, names, defined)] or [planned_piece(p, update)]
 
     def planned_piece(p: Planned, update: Update) -> Piece:
         def run(*args: Any) -> list[Any]:
@@ -167,28 +167,28 @@ def staged(cut: Cut, ends: Mapping[Var, Ends] = MappingProxyType({})) -> Staged:
 
     for eqn in cut.update.jaxpr.eqns:
         if not holds_driven_update(eqn):
-            on_device("between", piece_of(slice_of([eqn], _made(eqn), cut.program.debug_info, {})))
+            on_device("between", piece_of(slice_of([eqn], _results(eqn), cut.program.debug_info, {})))
         elif eqn.primitive.name in DRIVEN:
             stages.append(Stage("loop", loop=eqn.replace(invars=[renamed(names, v) for v in eqn.invars])))
         elif is_update(eqn):
             update: Update = eqn.params["update"]
-            if id(update) in seen:
+            if id(update) in visited:
                 raise ValueError("step: runs one jitted update twice, which update_on cannot drive yet; unjit it.")
-            seen.add(id(update))
+            visited.add(id(update))
             if update.on_disk:
                 name(update, eqn)
                 hosts = ((names[v], v in update.on_disk) for v in update.operands if is_host_aval(v.aval))
                 on_disk |= {v: known for v, known in hosts if isinstance(v, Var)}
                 scattered |= {x: s for v, s in _scattered(update) if isinstance(x := names[v], Var)}
-                made = made_once(update, eqn.outvars)
+                defined = made_once(update, eqn.outvars)
                 for each in update.plan.passes:
                     on_device("scalars", piece_of(each.prelude))
-                    stages += _grouped(GROUP, [*pieces_of(each.slices, update, made)], on_cores=False)
+                    stages += _grouped(GROUP, [*pieces_of(each.slices, update, defined)], on_cores=False)
                 continue
             device, cores = _shares(update)
-            if len(stages) == 1 and (turns := _in_turn(update, device, eqn, cut.before.outputs)) is not None:
-                on_device(BEFORE, turns)
-                names.update(zip(variables(turns.inputs), turns.outputs, strict=True))
+            if len(stages) == 1 and (serial := _in_turn(update, device, eqn, cut.before.outputs)) is not None:
+                on_device(BEFORE, serial)
+                names.update(zip(variables(serial.inputs), serial.outputs, strict=True))
             name(update, eqn)
             first, *later = cores.plan.passes
             on_device(BEFORE, piece_of(first.prelude))
@@ -208,10 +208,10 @@ def staged(cut: Cut, ends: Mapping[Var, Ends] = MappingProxyType({})) -> Staged:
     if cut.after.outputs:
         on_device("after", piece_of(cut.after))
     outputs = [renamed(names, v) for v in cut.program.outputs]
-    program, starts = cut.program, divided.starts
+    program, starts = cut.program, rules.starts
     scattered = {v: s for v, s in scattered.items() if v not in {*variables(outputs)}}
     inputs, consts = [*starts.values(), *program.inputs], [*map(np.int32, starts), *program.consts]
-    return Staged(inputs, consts, stages, outputs, next_of | divided.next_of, on_disk, scattered, divided.parts)
+    return Staged(inputs, consts, stages, outputs, next_of | rules.next_of, on_disk, scattered, rules.parts)
 
 
 def _scattered(update: Update) -> Iterator[tuple[Var, NamedSharding]]:
@@ -223,7 +223,7 @@ def _scattered(update: Update) -> Iterator[tuple[Var, NamedSharding]]:
             yield from [(v, s)] if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh) else []
 
 
-def _made(eqn: Equation) -> list[Var]:
+def _results(eqn: Equation) -> list[Var]:
     return [v for v in eqn.outvars if not isinstance(v, DropVar)]
 
 
@@ -242,7 +242,7 @@ def _all_of(update: Update, names: Mapping[Var, Atom]) -> Piece:
     return Piece(inputs, outputs, lambda *args: bound(update, args))
 
 
-def _in_turn(update: Update, device: Update, eqn: Equation, made: Sequence[Var]) -> InTurn | None:
+def _in_turn(update: Update, device: Update, eqn: Equation, defined: Sequence[Var]) -> InTurn | None:
     """Where some gradients stay on the device: all, each of which waits for the one before.
 
     As results of a program nothing else asks for them, and XLA would put their matmuls off to its end: 14400 MiB
@@ -250,9 +250,9 @@ def _in_turn(update: Update, device: Update, eqn: Equation, made: Sequence[Var])
     11328). Copies to the host alone hold them in time by themselves.
     """
     pairs = zip(eqn.invars, update.operands, strict=True)
-    stay = {*variables(v for v, own in pairs if own in {*device.operands})} & {*made}
-    large = [v for i in update.gradients if (v := eqn.invars[i]) in {*made} and is_large(v.aval)]
-    others = [v for v in made if v not in {*large} and not jnp.issubdtype(v.aval.dtype, jax.dtypes.extended)]
+    stay = {*variables(v for v, own in pairs if own in {*device.operands})} & {*defined}
+    large = [v for i in update.gradients if (v := eqn.invars[i]) in {*defined} and is_large(v.aval)]
+    others = [v for v in defined if v not in {*large} and not jnp.issubdtype(v.aval.dtype, jax.dtypes.extended)]
     if update.serialise is Serialise.NONE or len(large) < 2 or stay.isdisjoint(large):
         return None
     return in_turn(large, others)

@@ -53,14 +53,14 @@ def tasks_of(step: Staged, donated: Set[Var]) -> list[Task]:
     tasks: list[Task] = []
     sent: set[Var] = set()
     for k, stage in enumerate(stages):
-        made = [v for v in stage.makes if v in results or last.get(v, -1) > k]
-        inputs, made = _side_by_side(stage.reads, made, step.next_of)
+        defined = [v for v in stage.makes if v in results or last.get(v, -1) > k]
+        inputs, defined = _side_by_side(stage.reads, defined, step.next_of)
         over = [v for v in inputs if last[v] == k and v not in results]
         sends = not stage.on_cores and stage.loop is None
-        down = [v for v in made if v in by_cores and is_sent(v.aval) and not is_host_aval(v.aval)] if sends else []
+        down = [v for v in defined if v in by_cores and is_sent(v.aval) and not is_host_aval(v.aval)] if sends else []
         sent.update(down)
-        outputs = [v for v in made if v in by_device or v not in down]
-        up = [v for v in made if v in by_device] if stage.on_cores else []
+        outputs = [v for v in defined if v in by_device or v not in down]
+        up = [v for v in defined if v in by_device] if stage.on_cores else []
         free = frozenset(over) - others
         reused = _reusable(inputs, free, outputs, sent if stage.on_cores else set())
         tasks.append(Task(stage, inputs, outputs, down, up, over, free, reused))

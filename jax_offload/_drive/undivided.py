@@ -53,11 +53,11 @@ def _undivided(jaxpr: Jaxpr, context: EquationContext) -> Jaxpr:
     def read(v: Atom) -> Atom:
         return v if isinstance(v, Literal) else names[v]
 
-    def made(v: Any) -> Any:
+    def variable(v: Any) -> Any:
         names[v] = new = Var(v.aval.update(sharding=None)) if hasattr(v.aval, "sharding") else v
         return new
 
-    consts, inputs = [made(v) for v in jaxpr.constvars], [made(v) for v in jaxpr.invars]
+    consts, inputs = [variable(v) for v in jaxpr.constvars], [variable(v) for v in jaxpr.invars]
     eqns = []
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in _CONSTRAINTS:
@@ -66,6 +66,6 @@ def _undivided(jaxpr: Jaxpr, context: EquationContext) -> Jaxpr:
         operands = [read(v) for v in eqn.invars]
         inside = with_jaxprs(eqn.params, functools.partial(_undivided, context=context))
         params = {k: None if isinstance(x, Sharding) else x for k, x in inside.items()}
-        results = [made(v) for v in eqn.outvars]
+        results = [variable(v) for v in eqn.outvars]
         eqns.append(eqn.replace(invars=operands, outvars=results, params=params, ctx=context))
     return Jaxpr(consts, inputs, [read(v) for v in jaxpr.outvars], eqns, jaxpr.effects, jaxpr.debug_info)

@@ -16,20 +16,20 @@ from jax_offload._ir.slices import is_summary
 _HOST, _GRADIENT = 1, 2
 
 
-def without_numbers(eqn: Equation) -> tuple[Equation, list[Equation]]:
+def without_scalars(eqn: Equation) -> tuple[Equation, list[Equation]]:
     """The equation of an update that is given the numbers that need gradients and no state, and what makes these."""
     update: Update = eqn.params["update"]
     program, operands = scalars_hoisted(update.program), update.operands
     needs: dict[Var, Mask] = {v: _HOST for v in operands if is_host_aval(v.aval)}
     needs |= {operands[i]: _GRADIENT for i in update.gradients}
-    summaries, numbers = set[Var](), set[Var]()
+    summaries, scalars = set[Var](), set[Var]()
     for each in program.eqns:
         if is_summary(each, summaries):
             summaries.update(each.outvars)
         needs.update(zip(each.outvars, forward(each, needs), strict=True))
         if all(needs[v] == _GRADIENT and (not v.aval.shape or v in summaries) for v in each.outvars):
-            numbers.update(each.outvars)
-    wanted, taken = {*numbers}, list[Equation]()
+            scalars.update(each.outvars)
+    wanted, taken = {*scalars}, list[Equation]()
     for each in reversed(program.eqns):
         if not wanted.isdisjoint(each.outvars):
             taken.append(each)
@@ -38,9 +38,9 @@ def without_numbers(eqn: Equation) -> tuple[Equation, list[Equation]]:
         return eqn, []
     env: dict[Var, Atom] = dict(zip(operands, eqn.invars, strict=True))
     apart = [copy_of(each, env) for each in reversed(taken)]
-    left = [each for each in program.eqns if numbers.isdisjoint(each.outvars)]
+    left = [each for each in program.eqns if scalars.isdisjoint(each.outvars)]
     read = {v for each in left for v in variables(each.invars)} | {*variables(program.outputs)}
-    given = [v for v in env if v in numbers and v in read]
+    given = [v for v in env if v in scalars and v in read]
     rest = dataclasses.replace(program, inputs=[*program.inputs, *given], eqns=left)
     params = params_of(update.replanned(rest, update.gradients))
     return eqn.replace(invars=[*eqn.invars, *(env[v] for v in given)], params=params), apart
@@ -53,15 +53,15 @@ def absorbed(eqn: Equation, eqns: Sequence[Equation]) -> Equation:
     """
     update: Update = eqn.params["update"]
     program = update.program
-    made = {v for each in eqns for v in each.outvars}
+    defined = {v for each in eqns for v in each.outvars}
     both = list(zip(update.operands, eqn.invars, strict=True))
-    gone = {v: x for v, x in both if not isinstance(x, Literal) and x in made}
+    gone = {v: x for v, x in both if not isinstance(x, Literal) and x in defined}
     kept = [(v, x) for v, x in both if v not in gone]
     env: dict[Var, Atom] = {x: v for v, x in reversed(kept) if not isinstance(x, Literal)}
     more = {
         x: Var(x.aval)
         for x in dict.fromkeys(x for each in eqns for x in variables(each.invars))
-        if x not in made and x not in env
+        if x not in defined and x not in env
     }
     env |= more
     first = [copy_of(each, env) for each in eqns]
@@ -69,9 +69,9 @@ def absorbed(eqn: Equation, eqns: Sequence[Equation]) -> Equation:
     then = [each.replace(invars=[renamed(inside, v) for v in each.invars]) for each in program.eqns]
     inputs = [*more.values(), *(v for v, _ in kept)]
     places = {v: k for k, v in enumerate(inputs)}
-    divided = {inside[v]: program.shards[v] for v in gone if v in program.shards}
+    sharded = {inside[v]: program.shards[v] for v in gone if v in program.shards}
     hosts = {each.invars[0]: each.outvars[0] for each in first if is_host_aval(each.invars[0].aval)}
-    shards = {v: divided[x] for v, x in hosts.items() if x in divided}
+    shards = {v: sharded[x] for v, x in hosts.items() if x in sharded}
     rest = dataclasses.replace(
         program,
         inputs=inputs,

@@ -53,7 +53,7 @@ def functions(
             updates[k] = _update(p.slice, shared=times[k] > 1 and not p.slice.jaxpr.effects)
         return updates[k]
 
-    def whole(p: Planned, operands: Sequence[Any]) -> list[Any]:
+    def unchunked(p: Planned, operands: Sequence[Any]) -> list[Any]:
         s, update = p.slice, update_for(p)
         given = list(operands)
         for i in sorted(update.loaded):
@@ -74,7 +74,7 @@ def functions(
     def run(p: Planned, env: dict[Var, Any]) -> None:
         operands = [env[v] for v in p.slice.inputs]
         how = p.transfer
-        results = in_chunks(p.slice, how)(*operands) if isinstance(how, Chunked) else whole(p, operands)
+        results = in_chunks(p.slice, how)(*operands) if isinstance(how, Chunked) else unchunked(p, operands)
         env.update(zip(p.slice.outputs, results, strict=True))
 
     return run

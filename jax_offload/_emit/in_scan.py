@@ -186,13 +186,13 @@ def scanned(plan: InScan, env: Mapping[Var, Any], names: Names) -> Values:
             last_loads = [v for v in plan.groups[end - 1] if v in then]
             results, ready = jax.lax.optimization_barrier((results, [then[v] for v in last_loads]))
             then |= dict(zip(last_loads, ready, strict=True))
-        carried, made = results[: len(carried)], dict(zip(scan.ys, results[len(carried) :], strict=True))
+        carried, produced = results[: len(carried)], dict(zip(scan.ys, results[len(carried) :], strict=True))
         if not plan.ahead:
-            emitter.update(at, own | {y: _row_major(x[None]) for y, x in made.items()}, i, k == 0)
+            emitter.update(at, own | {y: _row_major(x[None]) for y, x in produced.items()}, i, k == 0)
         at.loaded = then
         parts = at.host, at.device, at.loaded, at.new, at.sums
         kept = [[x[v] for v in vs] for vs, x in zip(keys, parts, strict=True)]
-        return (k + 1, carried, *kept), [made[y] for y in plan.kept]
+        return (k + 1, carried, *kept), [produced[y] for y in plan.kept]
 
     host = {v: env[v] for v in plan.hosts}
     loaded = {v: emitter.load(host, v, first_row) for v in plan.loaded}
@@ -208,16 +208,16 @@ def scanned(plan: InScan, env: Mapping[Var, Any], names: Names) -> Values:
     done = _Iteration(*(dict(zip(vs, xs, strict=True)) for vs, xs in zip(keys, kept, strict=True)))
     for v, x in done.new.items():
         emitter.store(done.host, v, x, last_row)
-    made = dict(zip(scan.carry, carried, strict=True)) | dict(zip(plan.kept, ys, strict=True)) | done.sums
+    produced = dict(zip(scan.carry, carried, strict=True)) | dict(zip(plan.kept, ys, strict=True)) | done.sums
     for move in plan.moves:
         for v, old, dim in zip(move.slice.outputs, move.buffers, move.out_dims, strict=True):
             if isinstance(dim, Rows) and v not in move.feeds:
                 into = v if old is None else old
                 if is_host_aval(v.aval):
-                    made[v] = done.host[into]
+                    produced[v] = done.host[into]
                 else:  # pinned, or XLA divides the carry like what is made of it, and gathers all in each iteration
-                    made[v] = constrained(done.device[into], plan.pins.get(into))
-    return made
+                    produced[v] = constrained(done.device[into], plan.pins.get(into))
+    return produced
 
 
 def _on_a_cpu(run: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, other: jax.Array) -> jax.Array:
@@ -252,8 +252,8 @@ def one_after_the_other(plan: InScan, env: Mapping[Var, Any]) -> Values:
 
     def update() -> None:
         for move in plan.moves:
-            made = move.slice.run(*(values[v] for v in move.slice.inputs))
-            values.update(zip(move.slice.outputs, made, strict=True))
+            produced = move.slice.run(*(values[v] for v in move.slice.inputs))
+            values.update(zip(move.slice.outputs, produced, strict=True))
 
     if plan.ahead:
         update()

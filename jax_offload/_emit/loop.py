@@ -104,17 +104,17 @@ def looped(s: Slice, how: Chunked, names: Names) -> Callable[..., list[Any]]:
         for k, (v, dim) in enumerate(zip(s.outputs, out_dims, strict=True)):
             if results[k] is None and isinstance(dim, Rows):  # a sum over chunks starts with that of the first
                 results[k] = constrained(jnp.zeros(v.aval.shape, v.aval.dtype), typed_sharding(v.aval) or pins.get(v))
-        whole, rest = divmod(size, rows)
-        first = (whole * rows, rest) if rest else (0, rows)
+        full, rest = divmod(size, rows)
+        first = (full * rows, rest) if rest else (0, rows)
         state: Any = update(results, {i: load(results, i, first) for i, _ in swaps}, *first)
         if rest:
             state = advance(first[0], (0, rows), state)
-        if whole > 1:
+        if full > 1:
             # XLA would unroll a loop that runs once, and not update in place (2x4096x4096: 712 MiB, resident 688)
-            end = jax.lax.optimization_barrier(jnp.int32(2)) if whole == 2 else whole
+            end = jax.lax.optimization_barrier(jnp.int32(2)) if full == 2 else full
             state = jax.lax.fori_loop(1, end, lambda i, st: advance((i - 1) * rows, (i * rows, rows), st), state)
         results, new = state
-        return exchange(results, new, (whole - 1) * rows, None)[0]
+        return exchange(results, new, (full - 1) * rows, None)[0]
 
     return run
 

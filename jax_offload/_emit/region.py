@@ -252,10 +252,10 @@ def marked(run: Callable[[Sequence[Any]], list[Any]], args: Sequence[Any], plan:
         return run(args)
     inner = traced.jaxpr
     handed_on = dict(zip(inner.invars, args, strict=True))
-    made = [v for v in variables(inner.outvars) if v not in handed_on]
-    jaxpr = Jaxpr([], inner.invars, made, inner.eqns, inner.effects, nameless(inner.debug_info))
+    defined = [v for v in variables(inner.outvars) if v not in handed_on]
+    jaxpr = Jaxpr([], inner.invars, defined, inner.eqns, inner.effects, nameless(inner.debug_info))
     moved = Moved(closed(jaxpr), plan.operands, plan)
-    results = handed_on | dict(zip(made, REGION.bind(*args, **params_of(moved)), strict=True))
+    results = handed_on | dict(zip(defined, REGION.bind(*args, **params_of(moved)), strict=True))
     return values_of(results, inner.outvars)
 
 
@@ -273,17 +273,17 @@ def bound(update: Update, args: Sequence[Any]) -> list[Any]:
         return update.emitted(args)
     handed_on = dict(zip(program.inputs, operands, strict=True))
     results = handed_on
-    made = {v: k for k, v in enumerate(program.outputs) if not isinstance(v, Literal) and v not in handed_on}
+    defined = {v: k for k, v in enumerate(program.outputs) if not isinstance(v, Literal) and v not in handed_on}
 
     def without_the_rest(program: Program) -> Program:
-        return dataclasses.replace(program, consts=[], outputs=[program.outputs[k] for k in made.values()])
+        return dataclasses.replace(program, consts=[], outputs=[program.outputs[k] for k in defined.values()])
 
-    if made or update.effects:
+    if defined or update.effects:
         update = dataclasses.replace(
             update,
             program=without_the_rest(program),
             gradients=tuple(shift + i for i in update.gradients),
             sharded=None if update.sharded is None else without_the_rest(update.sharded),
         )
-        results = handed_on | dict(zip(made, REGION.bind(*operands, **params_of(update)), strict=True))
+        results = handed_on | dict(zip(defined, REGION.bind(*operands, **params_of(update)), strict=True))
     return values_of(results, program.outputs)

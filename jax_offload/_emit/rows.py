@@ -20,7 +20,7 @@ def read_rows(x: jax.Array, dim: int, start: Any, n: int, shards: int, sharding:
     x = constrained(x, sharding)
     if shards == 1:
         return jax.lax.dynamic_slice_in_dim(x, start, n, dim)
-    return _merged(jax.lax.dynamic_slice_in_dim(_divided(x, dim, shards, sharding), start, n, dim + 1), dim, sharding)
+    return _merged(jax.lax.dynamic_slice_in_dim(_by_shard(x, dim, shards, sharding), start, n, dim + 1), dim, sharding)
 
 
 def write_rows(
@@ -31,7 +31,7 @@ def write_rows(
     rows = constrained(rows, sharding)
     if shards == 1:
         return constrained(jax.lax.dynamic_update_slice_in_dim(x, rows, start, dim), sharding)
-    into, rows = (_divided(array, dim, shards, sharding) for array in (x, rows))
+    into, rows = (_by_shard(array, dim, shards, sharding) for array in (x, rows))
     into = jax.lax.dynamic_update_slice_in_dim(into, rows, start, dim + 1)
     return _merged(constrained(into, _divided_sharding(sharding, into.ndim - 1, dim)), dim, sharding)
 
@@ -41,7 +41,7 @@ def row_numbers(size: int, start: Any, n: int, shards: int) -> jax.Array:
     return (jnp.arange(shards)[:, None] * (size // shards) + start + jnp.arange(n)[None]).reshape(-1)
 
 
-def _divided(x: jax.Array, dim: int, shards: int, sharding: NamedSharding | None) -> jax.Array:
+def _by_shard(x: jax.Array, dim: int, shards: int, sharding: NamedSharding | None) -> jax.Array:
     """Axis ``dim`` as two: shards, and the rows of each."""
     shape = (*x.shape[:dim], shards, x.shape[dim] // shards, *x.shape[dim + 1 :])
     typed = _divided_sharding(typed_sharding(jax.typeof(x)), x.ndim, dim)

@@ -48,8 +48,8 @@ def serial_parts(s: Slice, gradients: Sequence[Var]) -> list[tuple[Var | None, S
     want(s.outputs)
     for gradient, eqns in reversed([*zip([None, *gradients, None], parts, strict=True)]):
         if eqns:
-            made = {v for eqn in eqns for v in eqn.outvars if v in wanted}
-            part = slice_of(eqns, sorted(made, key=wanted.__getitem__), s.jaxpr.debug_info, s.shards)
+            defined = {v for eqn in eqns for v in eqn.outvars if v in wanted}
+            part = slice_of(eqns, sorted(defined, key=wanted.__getitem__), s.jaxpr.debug_info, s.shards)
             want(part.inputs)
             found.append((gradient, part))
     return found[::-1]

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jax_offload._base import memory
-from jax_offload._base.on_disk import landed
+from jax_offload._base.on_disk import read_into
 from jax_offload._files import Disk
 from jax_offload._interop.checksums import checksums, is_key, word_sums
 from jax_offload._interop.late import read_late, sums_of
@@ -176,29 +176,29 @@ def _restore_step(ocp: Any, manager: Any, step: int, item: str | None, target: A
     check_target(target, stored, folder)
     names, likes = named(target)
 
-    def read(numbers: Sequence[int]) -> list[Any]:
+    def read(indices: Sequence[int]) -> list[Any]:
         """Those leaves, and no others."""
-        if len(numbers) == len(likes):
+        if len(indices) == len(likes):
             args = ocp.args.StandardRestore(target)
             tree = reading(manager.restore, step, args=args if item is None else ocp.args.Composite(**{item: args}))
             tree = tree if item is None else tree[item]
         else:
-            tree = reading(_part, ocp, folder, jax.tree.unflatten(treedef, _only(numbers, likes, ocp.PLACEHOLDER)))
+            tree = reading(_part, ocp, folder, jax.tree.unflatten(treedef, _only(indices, likes, ocp.PLACEHOLDER)))
         found = jax.tree.leaves(tree)
-        leaves = [memory.well_typed(found[k]) for k in numbers]
+        leaves = [memory.well_typed(found[k]) for k in indices]
         if by_default:
             leaves = [_on_device(x) if is_key(x) else x for x in leaves]
         if sums is not None:
-            found = zip((names[k] for k in numbers), summed(leaves), strict=True)
+            found = zip((names[k] for k in indices), summed(leaves), strict=True)
             if wrong := [name for name, got in found if got != sums[name]]:
                 raise Damaged(f"other values than were saved in {len(wrong)} of {len(names)} leaves: {some(wrong)}")
         return leaves
 
-    return jax.tree.unflatten(treedef, landed(wanted, read))
+    return jax.tree.unflatten(treedef, read_into(wanted, read))
 
 
-def _only(numbers: Sequence[int], leaves: Sequence[Any], otherwise: Any) -> list[Any]:
-    chosen = {*numbers}
+def _only(indices: Sequence[int], leaves: Sequence[Any], otherwise: Any) -> list[Any]:
+    chosen = {*indices}
     return [x if k in chosen else otherwise for k, x in enumerate(leaves)]
 
 

@@ -122,9 +122,9 @@ def _fetched(part: Any) -> np.ndarray:
     return np.asarray(part)
 
 
-def _share(part: Any, at: Start, whole: tuple[int, ...]) -> int:
+def _share(part: Any, at: Start, full: tuple[int, ...]) -> int:
     """What a part adds to the checksum of an array of shape ``whole``, in which it starts at ``at``."""
-    return reduce(xor, (_shifted(piece, start, whole) for piece, start in _cut(_fetched(part), at)), 0)
+    return reduce(xor, (_shifted(piece, start, full) for piece, start in _cut(_fetched(part), at)), 0)
 
 
 def _words(x: np.ndarray) -> int:
@@ -135,19 +135,19 @@ def _words(x: np.ndarray) -> int:
 # Arithmetic of CRCs: polynomials over the integers modulo 2, modulo CRC-32's
 
 
-def _shifted(piece: np.ndarray, at: Start, whole: tuple[int, ...]) -> int:
+def _shifted(piece: np.ndarray, at: Start, full: tuple[int, ...]) -> int:
     """The CRC (without its start and end) of an array of shape ``whole`` that is 0 but for ``piece`` at ``at``."""
-    piece, at, whole = (piece, at, whole) if whole else (piece.reshape(1), (0,), (1,))
+    piece, at, full = (piece, at, full) if full else (piece.reshape(1), (0,), (1,))
     if not piece.size:
         return 0
-    strides = [math.prod(whole[k + 1 :]) * piece.dtype.itemsize for k in range(len(whole))]
-    inner = max([k for k in range(len(whole)) if piece.shape[k] != whole[k]], default=0)  # contiguous from here on
+    strides = [math.prod(full[k + 1 :]) * piece.dtype.itemsize for k in range(len(full))]
+    inner = max([k for k in range(len(full)) if piece.shape[k] != full[k]], default=0)  # contiguous from here on
     outer = piece.shape[:inner]
     sums = _crcs(np.ascontiguousarray(piece).view(np.uint8).reshape(math.prod(outer), -1)).reshape(outer)
     for stride in reversed(strides[:inner]):
         sums = _folded(sums, stride)
     last = sum((a + n - 1) * stride for a, n, stride in zip(at, piece.shape, strides, strict=True))
-    return _times(int(sums), _power(strides[0] * whole[0] - last - piece.dtype.itemsize))
+    return _times(int(sums), _power(strides[0] * full[0] - last - piece.dtype.itemsize))
 
 
 def _crcs(runs: np.ndarray) -> np.ndarray:

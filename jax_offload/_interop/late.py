@@ -56,10 +56,10 @@ def read_late(ocp: Any, tree: Any) -> Any:
       ValueError: this orbax would write something else in their place.
     """
 
-    def divided(x: Any) -> bool:
+    def sharded(x: Any) -> bool:
         return is_on_disk(x) and not x.sharding.is_fully_addressable
 
-    tree = jax.tree.map(lambda x: read_to(x, x.sharding) if divided(x) else x, tree, is_leaf=is_on_disk)
+    tree = jax.tree.map(lambda x: read_to(x, x.sharding) if sharded(x) else x, tree, is_leaf=is_on_disk)
     if not any(map(is_on_disk, jax.tree.leaves(tree, is_leaf=is_on_disk))):
         return tree
     if not _works(ocp):

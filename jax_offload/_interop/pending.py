@@ -23,7 +23,7 @@ from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Atom, Equation, Var, jaxpr_of, renamed, variables
 from jax_offload._base.memory import DEVICE_KIND, is_host_aval, to_device, to_host
 from jax_offload._base.shardings import constrained, same_sharding, shards_of, typed_sharding
-from jax_offload._emit.border import absorbed, copy_of, without_numbers
+from jax_offload._emit.border import absorbed, copy_of, without_scalars
 from jax_offload._emit.find import holds_update, is_update
 from jax_offload._emit.region import Update
 from jax_offload._emit.transfers import prefetch, write_back
@@ -71,13 +71,13 @@ def on_host(program: Program, carried: Mapping[Var, Any]) -> Program:
     if not updates:
         return program
     before, after = program.eqns[: updates[0]], program.eqns[updates[0] + 1 :]
-    eqn, numbers = without_numbers(program.eqns[updates[0]])
+    eqn, scalars = without_scalars(program.eqns[updates[0]])
     update: Update = eqn.params["update"]
     given = dict(zip(update.operands, eqn.invars, strict=True))
     gradients = [given[update.operands[i]] for i in update.gradients]
-    made = [v for each in before for v in each.outvars]
-    late, sources = _left_late(before, {*variables(gradients)} & {*filter(_is_large, made)}, {*carried})
-    moved = [v for v in made if v in sources and _is_large(v)]
+    defined = [v for each in before for v in each.outvars]
+    late, sources = _left_late(before, {*variables(gradients)} & {*filter(_is_large, defined)}, {*carried})
+    moved = [v for v in defined if v in sources and _is_large(v)]
     if not moved:
         raise ValueError(
             f"gradients='host': none that the update reads is a float array of {LEAST >> 10} KiB or more. "
@@ -91,7 +91,7 @@ def on_host(program: Program, carried: Mapping[Var, Any]) -> Program:
     eqn = absorbed(eqn.replace(invars=[renamed(behind, v) for v in eqn.invars]), inside_update)
     after = _reading_again(eqn, after, stored)
     storing = [each for eqns in stores.values() for each in eqns]
-    return dataclasses.replace(program, eqns=[*before, *numbers, *storing, eqn, *after])
+    return dataclasses.replace(program, eqns=[*before, *scalars, *storing, eqn, *after])
 
 
 def _left_late(eqns: Sequence[Equation], gradients: Set[Var], carried: Set[Var]) -> tuple[list[Equation], Set[Var]]:

@@ -86,13 +86,13 @@ class Rotated:
         kept = {v for v in read if v not in known}
         self._inputs = own
         names = names_of(carried)
-        made = [v for v in dict.fromkeys(read) if v in kept and v not in {*inputs}]
+        produced = [v for v in dict.fromkeys(read) if v in kept and v not in {*inputs}]
         self._keys = (
             {v: name for v, name in zip(own, names, strict=True) if v in kept},
-            {v: f"{k:04d}" for k, v in enumerate(made)},
+            {v: f"{k:04d}" for k, v in enumerate(produced)},
             {v: f"{k:04d}" for k, v in enumerate(given) if v in kept},
         )
-        homes = {v: pending.home_of(v, dict(zip(own, leaves, strict=True))) for v in made}
+        homes = {v: pending.home_of(v, dict(zip(own, leaves, strict=True))) for v in produced}
         self._homes = {v: home for v, home in homes.items() if home is not None}
         self._start = Jitted(self._before, {})
         self._places = [_place(x) for x in leaves]
@@ -102,9 +102,9 @@ class Rotated:
 
     def start(self, leaves: Sequence[Any], rest: Mapping[str, Any]) -> tuple[Kept, list[Any]]:
         """What is kept for the update, and what is known now."""
-        made, given, now = self._start(leaves, jax.tree.leaves(dict(rest)))
+        produced, given, now = self._start(leaves, jax.tree.leaves(dict(rest)))
         own = dict(zip(self._inputs, leaves, strict=True))
-        return ({name: own[v] for v, name in self._keys[0].items()}, made, given), now
+        return ({name: own[v] for v, name in self._keys[0].items()}, produced, given), now
 
     def train(self, following: Rotated, kept: Kept, rest: Mapping[str, Any]) -> tuple[Kept, list[Any], list[Any]]:
         """The late part of this one, then the first part of the one that follows: the same, where types are.
@@ -117,11 +117,11 @@ class Rotated:
         """What ``train`` calls, a step of what is kept and of the leaves of the other arguments."""
         if id(following) not in self._trains:
 
-            def train(own: Values, made: Values, given: Values, arrays: Sequence[Any]) -> Any:
-                leaves, late = self._after(own, made, given)
-                made, given, now = following._before(leaves, arrays)
+            def train(own: Values, produced: Values, given: Values, arrays: Sequence[Any]) -> Any:
+                leaves, late = self._after(own, produced, given)
+                produced, given, now = following._before(leaves, arrays)
                 values = dict(zip(following._inputs, leaves, strict=True))
-                return ({name: values[v] for v, name in following._keys[0].items()}, made, given), late, now
+                return ({name: values[v] for v, name in following._keys[0].items()}, produced, given), late, now
 
             stay = dict(zip(following._inputs, self._places, strict=True))
             own = {name: stay[v] for v, name in following._keys[0].items()}
@@ -133,7 +133,7 @@ class Rotated:
         """The types of what ``start`` keeps: a gradient lies where its parameter does, or as its type says."""
         arrays = jax.tree.leaves(dict(rest))
         values = dict(zip(self._cut.program.inputs[len(self._cut.program.consts) :], [*leaves, *arrays], strict=True))
-        made, _, _ = jax.eval_shape(self._before, leaves, arrays)
+        produced, _, _ = jax.eval_shape(self._before, leaves, arrays)
         found = [(x, x.sharding) for x in reversed(leaves) if getattr(x, "sharding", None) is not None]
         places = {(x.shape, x.dtype): s for x, s in found if s.memory_kind != HOST_KIND}
         # where it is not said, as what is on the host, if that is on one device
@@ -148,7 +148,7 @@ class Rotated:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type)
 
         own, given = ({name: values[v] for v, name in keys.items()} for keys in (self._keys[0], self._keys[2]))
-        return own, {name: placed(name, x) for name, x in made.items()}, given
+        return own, {name: placed(name, x) for name, x in produced.items()}, given
 
     def finish(self, kept: Kept) -> tuple[tuple[Any, ...], list[Any]]:
         """The carried arguments after the update, and what is known late.
@@ -172,8 +172,8 @@ class Rotated:
         env = dict(zip(program.inputs, [*program.consts, *leaves, *arrays], strict=True))
         _run(self._cut, env, 0)
         env |= {v: constrained(env[v], home) for v, home in self._homes.items()}
-        made, given = ({name: env[v] for v, name in keys.items()} for keys in self._keys[1:])
-        return made, given, [_value(env, program.outputs[k]) for k in self.now]
+        produced, given = ({name: env[v] for v, name in keys.items()} for keys in self._keys[1:])
+        return produced, given, [_value(env, program.outputs[k]) for k in self.now]
 
     def _after(self, *kept: Values) -> tuple[list[Any], list[Any]]:
         program = self._cut.program
@@ -184,8 +184,8 @@ class Rotated:
         _run(self._cut, env, 2)
         return [_value(env, v) for v in self._results], [_value(env, program.outputs[k]) for k in self.late]
 
-    def _current(self, own: Values, made: Values, given: Values, place: int, attribute: str | None) -> Any:
-        leaves = map(constrained, self._after(own, made, given)[0], self._places)
+    def _current(self, own: Values, produced: Values, given: Values, place: int, attribute: str | None) -> Any:
+        leaves = map(constrained, self._after(own, produced, given)[0], self._places)
         result = jax.tree.unflatten(self._treedef, leaves)[place]
         return result if attribute is None else getattr(result, attribute)
 

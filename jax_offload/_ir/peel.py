@@ -46,8 +46,8 @@ def peeled(program: Program, at: int, *, first: bool = False) -> Program:
         consts, init, xs = operands[:n], operands[n : n + m], operands[n + m :]
 
         def one(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-            made = body(*consts, *carry, *x)
-            return made[:m], made[m:]
+            produced = body(*consts, *carry, *x)
+            return produced[:m], produced[m:]
 
         mine = [x[apart] for x in xs]
         if scan.length == 1:

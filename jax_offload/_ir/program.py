@@ -80,9 +80,9 @@ class Program:
             if (name := eqn.primitive.name) in PLACED or name not in ELEMENTWISE:
                 kinds.setdefault(tuple(map(id, eqn.params.values())) if name == "device_put" else id(eqn), eqn)
         eqns = list(kinds.values())
-        made = {v for eqn in eqns for v in eqn.outvars}
+        defined = {v for eqn in eqns for v in eqn.outvars}
         read = dict.fromkeys(v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal))
-        return Jaxpr([], [v for v in read if v not in made], [], eqns, self.effects, nameless(self.debug_info))
+        return Jaxpr([], [v for v in read if v not in defined], [], eqns, self.effects, nameless(self.debug_info))
 
     @property
     def closed(self) -> ClosedJaxpr:
@@ -226,8 +226,8 @@ def _spliced(program: Program, operands: Sequence[Atom], eqns: list[Equation], t
 def replaced(program: Program, at: int, by: Program) -> Program:
     """``program`` with another in the place of its equation ``at``, of the same operands and results."""
     eqns = program.eqns[:at]
-    made = _spliced(by, program.eqns[at].invars, eqns, set())
-    env = dict(zip(program.eqns[at].outvars, made, strict=True))
+    defined = _spliced(by, program.eqns[at].invars, eqns, set())
+    env = dict(zip(program.eqns[at].outvars, defined, strict=True))
     eqns += [eqn.replace(invars=[renamed(env, v) for v in eqn.invars]) for eqn in program.eqns[at + 1 :]]
     return dataclasses.replace(program, eqns=eqns, outputs=[renamed(env, v) for v in program.outputs])
 

@@ -134,12 +134,12 @@ def structure(jaxpr: Jaxpr, key_of: Callable[[Any], Hashable] | None = None) -> 
 def numbered() -> Callable[[Any], Hashable]:
     """A function that gives equal objects one number, and hashes each once: a program's equations share theirs, and
     jax takes as long for the hash of a type as for the rest of an equation here."""
-    numbers: dict[Hashable, int] = {}
+    indices: dict[Hashable, int] = {}
     known: dict[int, tuple[Any, int]] = {}  # with the object itself, so that nothing else gets its id
 
     def number(x: Any) -> int:
         if (found := known.get(id(x))) is None:
-            found = known[id(x)] = x, numbers.setdefault((x.__class__, _hashable(x)), len(numbers))
+            found = known[id(x)] = x, indices.setdefault((x.__class__, _hashable(x)), len(indices))
         return found[1]
 
     return number

@@ -22,8 +22,8 @@ def successors(jaxpr: Jaxpr, count: int) -> dict[int, int]:
     first = len(program.inputs) - count
     place = {k: at - first for at, k in enumerate(program.inputs)}
     pairs = paired_with(program, [False] * first + [True] * count)
-    numbers = {k: at for at, k in reversed([*enumerate(program.outputs)])}
-    return {numbers[result]: place[k] for result, k in pairs.items()}
+    first_of = {k: at for at, k in reversed([*enumerate(program.outputs)])}
+    return {first_of[result]: place[k] for result, k in pairs.items()}
 
 
 def paired_with(program: Flattened, donated: Sequence[bool]) -> dict[int, int]:

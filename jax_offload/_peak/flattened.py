@@ -9,7 +9,7 @@ from typing import Any
 from jax_offload._base import composite
 from jax_offload._base.jaxprs import Equation, Jaxpr, Literal, branches_of, scan_of, sub_jaxprs
 from jax_offload._base.memory import is_host_aval
-from jax_offload._peak.divided import ALONE, Division
+from jax_offload._peak.sharded import ALONE, Division
 
 # Their result is their operand: a gate, a name, another view that a matmul reads as it is.
 _GATE = "optimization_barrier"
@@ -128,7 +128,7 @@ def flattened(jaxpr: Jaxpr, division: Division = ALONE) -> Flattened:
 
         for eqn in jaxpr.eqns:
             reads = [read(v) for v in eqn.invars]
-            numbers, waits = tuple(k for k, _ in reads), tuple({gate for _, gate in reads if gate >= 0})
+            read_values, waits = tuple(k for k, _ in reads), tuple({gate for _, gate in reads if gate >= 0})
             called = _called(eqn)
             if called is not None:
                 given = reads[len(reads) - len(called.invars) :]  # without a cond's index
@@ -139,14 +139,14 @@ def flattened(jaxpr: Jaxpr, division: Division = ALONE) -> Flattened:
             elif eqn.primitive.name == _GATE:
                 gate = len(types)
                 sizes[gate], types[gate] = 0, ()
-                nodes.append(Node(eqn, numbers, (gate,), waits))
-                env.update((v, (k, gate)) for v, k in zip(eqn.outvars, numbers, strict=True))
+                nodes.append(Node(eqn, read_values, (gate,), waits))
+                env.update((v, (k, gate)) for v, k in zip(eqn.outvars, read_values, strict=True))
             elif eqn.primitive.name in _VIEWS and len(reads) >= len(eqn.outvars):
                 env.update(zip(eqn.outvars, reads, strict=False))
             else:
                 makes = tuple(new(v) for v in eqn.outvars)
                 env.update((v, (k, -1)) for v, k in zip(eqn.outvars, makes, strict=True))
-                nodes.append(Node(eqn, numbers, makes, waits))
+                nodes.append(Node(eqn, read_values, makes, waits))
 
     env = {v: (new(v), -1) for v in (*jaxpr.constvars, *jaxpr.invars)}
     inputs = [k for k, _ in env.values()]

@@ -21,10 +21,10 @@ from typing import Any
 from jax_offload._base.flops import MATMULS
 from jax_offload._base.jaxprs import Jaxpr
 from jax_offload._ir.primitives import REDUCE
-from jax_offload._peak.divided import ALONE, Division
 from jax_offload._peak.donated import paired_with
 from jax_offload._peak.flattened import Flattened, Loop, Node, bodies, flattened, loop_of
 from jax_offload._peak.sequence import FUSED, GATE, IN_PLACE, as_soon_as_they_can
+from jax_offload._peak.sharded import ALONE, Division
 
 
 @dataclasses.dataclass
@@ -78,7 +78,7 @@ class Lives:
     def __init__(self, program: Flattened, early: bool, division: Division = ALONE) -> None:
         self.program, self.early, self.division = program, early, division
         self.sizes = dict(program.sizes)
-        self.whole: dict[int, int] = {}  # a parameter that is divided -> the whole one, gathered for matmuls
+        self.full: dict[int, int] = {}  # a parameter that is divided -> the whole one, gathered for matmuls
         self.roots: dict[int, tuple[int, ...]] = {}  # of what is fused: the buffers that it is made of
         self.events: list[Event] = []
         self.later: dict[int, int] = {}  # the last operation that names an array
@@ -128,7 +128,7 @@ class Lives:
             for k in dying & {*event.taken}:
                 present.discard(k)
                 alive -= sizes[k]
-            written = {made: old for old, made in event.over.items() if old in dying and old in present}
+            written = {produced: old for old, produced in event.over.items() if old in dying and old in present}
             for k in event.makes:
                 old = paired.get(k)
                 if old not in present or not (event.fused or last.get(old, -1) < at):
@@ -186,11 +186,11 @@ class Lives:
             self.events.append(Event(list(node.reads), list(node.makes), most, node=node))
         elif node.name in MATMULS and self.division.weights:
             gathered = [self._gathered(k, v.aval) for k, v in zip(node.operands, node.eqn.invars, strict=True)]
-            made = [(v.aval, k) for v, k in zip(node.eqn.outvars, node.makes, strict=True)]
-            scattered = sum(self.division.gathered(aval, self.sizes[k]) for aval, k in made)
-            self.sizes.update((k, self.sizes[k] + self.division.summed(aval)) for aval, k in made)
+            produced = [(v.aval, k) for v, k in zip(node.eqn.outvars, node.makes, strict=True)]
+            scattered = sum(self.division.gathered(aval, self.sizes[k]) for aval, k in produced)
+            self.sizes.update((k, self.sizes[k] + self.division.summed(aval)) for aval, k in produced)
             if scattered:  # XLA runs the backward matmuls of a layer side by side
-                gathered += [self.whole[k] for k in [*self.whole][-1:] if self.sizes[self.whole[k]] == scattered]
+                gathered += [self.full[k] for k in [*self.full][-1:] if self.sizes[self.full[k]] == scattered]
             reads = [*node.reads, *(k for k in gathered if k != -1)]
             self.events.append(Event(reads, list(node.makes), scattered, node=node))
         else:
@@ -201,11 +201,11 @@ class Lives:
         beyond = self.division.gathered(aval, self.sizes[k]) if k >= 0 else 0
         if not beyond:
             return -1
-        if k not in self.whole:
-            self.whole[k] = new = -2 - len(self.whole)
+        if k not in self.full:
+            self.full[k] = new = -2 - len(self.full)
             self.sizes[new] = beyond
             self.events.append(Event([k], [new]))
-        return self.whole[k]
+        return self.full[k]
 
     def _same_size(self, reads: Sequence[int], makes: Sequence[int]) -> dict[int, int]:
         over: dict[int, int] = {}
@@ -216,9 +216,9 @@ class Lives:
                     break
         return over
 
-    def _exist(self, numbers: Iterable[int]) -> None:
+    def _exist(self, values: Iterable[int]) -> None:
         """From here on what is fused is a buffer of its own: something reads it that fuses with nothing."""
-        for k in dict.fromkeys(numbers):
+        for k in dict.fromkeys(values):
             if (roots := self.roots.pop(k, None)) is not None and self.sizes[k]:
                 self.events.append(Event(list(roots), [k], over=self._same_size(roots, [k])))
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Set
 
 from jax_offload._base.jaxprs import Equation, Literal, Scan, Var, variables
 from jax_offload._base.memory import is_host_aval
-from jax_offload._ir.arrange import Node, needed
 from jax_offload._ir.masks import groups
 from jax_offload._ir.program import Program
+from jax_offload._ir.topological import Node, needed
 from jax_offload._plan.chunk_rules import Dependent, Rows
 from jax_offload._plan.moves import Move, Moves, Stays, closure, is_cheap, move_of, pulled
 
@@ -41,8 +41,8 @@ def moves_ahead(
             taken, rows = closure(eqns, {x: Rows(0)}, dims_of)
         except Stays:
             continue
-        made = {v for eqn in taken for v in eqn.outvars}
-        hosts = {v for v in rows if is_host_aval(v.aval) and v not in made}
+        defined = {v for eqn in taken for v in eqn.outvars}
+        hosts = {v for v in rows if is_host_aval(v.aval) and v not in defined}
         if hosts and any(id(eqn) in own for eqn in taken):
             made_by_update[x] = hosts
     number = {v: k for k, v in enumerate({v for hosts in made_by_update.values() for v in hosts})}
@@ -83,7 +83,7 @@ def _move(
         wanted |= more
     taken_twice = _also_before(program, at, taken)
     inside = {id(eqn) for eqn in taken} - taken_twice
-    made = [v for eqn in taken if id(eqn) in inside for v in eqn.outvars]
+    defined = [v for eqn in taken if id(eqn) in inside for v in eqn.outvars]
     read_by_scan = {v for v in [*scan.consts, *scan.init] if not isinstance(v, Literal)}
     results = {v for v in program.outputs if not isinstance(v, Literal)}
     others = {
@@ -93,8 +93,8 @@ def _move(
         for v in eqn.invars
         if not isinstance(v, Literal)
     }
-    targets = [v for v in made if v in results or v in others or v in read_by_scan or v in wanted]
-    if read_by_scan & {*made}:
+    targets = [v for v in defined if v in results or v in others or v in read_by_scan or v in wanted]
+    if read_by_scan & {*defined}:
         raise Stays(_NEEDED_BEFORE)
     move = move_of(program, taken, targets, rows, scan, next_of)
     stacked = {v for v in targets if v in results or v in others}

@@ -77,8 +77,8 @@ def moves_of(
     inside: set[Var] = set()
     for number in sorted({*group.values()}):
         own = [eqn for eqn in eqns if group.get(id(eqn)) == number]
-        made = [v for eqn in own for v in eqn.outvars]
-        targets = [v for v in made if (v in flow.dims and v in stacked) or (v in flow.partial and v in used)]
+        defined = [v for eqn in own for v in eqn.outvars]
+        targets = [v for v in defined if (v in flow.dims and v in stacked) or (v in flow.partial and v in used)]
         if not any((v in next_of or v in waiting) and _is_worth_it(v, scan.length) for v in targets):
             continue
         try:
@@ -117,10 +117,10 @@ def sums_up(program: Program, scan: Scan, at: int, gradients: Sequence[Var]) -> 
     for eqn in body.eqns:
         needs.update(zip(eqn.outvars, forward(eqn, needs), strict=True))
         maker.update(dict.fromkeys(eqn.outvars, eqn))
-    made = [v for k in sums if not isinstance(v := body.outvars[k], Literal) and needs.get(v, 0) & ~(1 << k)]
-    if not made:
+    defined = [v for k in sums if not isinstance(v := body.outvars[k], Literal) and needs.get(v, 0) & ~(1 << k)]
+    if not defined:
         return MICROBATCHES
-    added = [maker[x] for v in made for x in variables(maker[v].invars) if x in maker]
+    added = [maker[x] for v in defined for x in variables(maker[v].invars) if x in maker]
     return BY_INDEX if any(eqn.primitive.name in _PLACED for eqn in added) else SHARED
 
 

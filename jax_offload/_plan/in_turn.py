@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Equation, Var
 from jax_offload._base.memory import is_host_aval
-from jax_offload._ir.arrange import Node
 from jax_offload._ir.masks import Mask, union
+from jax_offload._ir.topological import Node
 from jax_offload._plan.in_scan import InScan
 from jax_offload._plan.interleave import Gate
 
@@ -39,10 +39,10 @@ def in_turn(order: Sequence[Node]) -> list[Node]:
     return found
 
 
-def _gate(made: Sequence[Var], reads: Sequence[Var]) -> list[Node]:
+def _gate(defined: Sequence[Var], reads: Sequence[Var]) -> list[Node]:
     """A loop begins when all that it reads is there: what is smallest waits, for what is smallest."""
     held, done = (min((v for v in of if not is_host_aval(v.aval)), key=lambda v: nbytes(v.aval), default=None)
-                  for of in (reads, made))  # fmt: skip
+                  for of in (reads, defined))  # fmt: skip
     return [] if held is None or done is None else [Node(Gate((held,), (done,)), [held, done], [])]
 
 

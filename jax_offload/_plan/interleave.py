@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from jax_offload._base.jaxprs import Var
 from jax_offload._base.memory import is_host_aval
-from jax_offload._ir.arrange import Node, arranged
+from jax_offload._ir.topological import Node, topological
 from jax_offload._plan.moves import Stays
 from jax_offload._plan.network import Done, Network, Piece, is_heavy, is_large
 
@@ -46,7 +46,7 @@ def interleaved(nodes: Sequence[Node], which: Sequence[int], outputs: Sequence[V
     pieces = [k for k in which if isinstance(nodes[k].payload, Piece)]
     outer = [k for k in which if not isinstance(nodes[k].payload, Piece)]
     heavy = [k for k in outer if is_heavy(nodes[k])]
-    order = arranged(nodes, [*heavy, *outer, *pieces])
+    order = topological(nodes, [*heavy, *outer, *pieces])
     passes, number = Network(order, outputs), {id(node): k for k, node in enumerate(nodes)}
     ahead, behind = _Spots(), _Spots()
     for k in pieces:
@@ -76,7 +76,7 @@ def interleaved(nodes: Sequence[Node], which: Sequence[int], outputs: Sequence[V
             # a piece reads its gradient behind the gate: ahead of it XLA would put that off, and what it needs
             before, after = ([gates[key] for key in [(side, place)] if key in gates] for side in (True, False))
             sequence += [*before, *ahead.pieces(place), number[id(node)], *after, *behind.pieces(place)]
-    return arranged(all_nodes, [*sequence, *outer, *pieces])
+    return topological(all_nodes, [*sequence, *outer, *pieces])
 
 
 @dataclasses.dataclass(frozen=True)

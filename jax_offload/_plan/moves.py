@@ -184,8 +184,8 @@ def _buffers(
         if old is None and isinstance(d, Rows) and v in results and not is_host_aval(v.aval):
             # new parameters that are made of an update after it: in place of the operand that is like them, and of a
             # gradient that is divided further (ZeRO-1) rather the parameter
-            alike = [x for x in free if x not in taken and dims[x] == d and same_type(x.aval, v.aval)]
-            old = min(alike, key=lambda x: math.prod(s.shards.get(x, ())), default=None)
+            like_it = [x for x in free if x not in taken and dims[x] == d and same_type(x.aval, v.aval)]
+            old = min(like_it, key=lambda x: math.prod(s.shards.get(x, ())), default=None)
         if old is None and is_host_aval(v.aval):
             raise Stays("it moves to the host in this step, or its next value is of another type")
         found.append(old)

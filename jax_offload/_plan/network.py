@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Equation, Var
 from jax_offload._base.memory import is_host_aval
-from jax_offload._ir.arrange import Node
 from jax_offload._ir.primitives import ELEMENTWISE, REDUCE
 from jax_offload._ir.slices import Slice
+from jax_offload._ir.topological import Node
 from jax_offload._plan.plan import Planned
 
 _CHEAP = (
@@ -120,8 +120,8 @@ class Network:
 
     def stores(self) -> Iterator[tuple[int, Var]]:
         """What the passes send to the host, gradients that wait there, with its place."""
-        made = [v for node in self.order if isinstance(node.payload, Equation) for v in node.makes]
-        return ((self.after[v], v) for v in made if is_host_aval(v.aval) and self.after[v] >= 0)
+        defined = [v for node in self.order if isinstance(node.payload, Equation) for v in node.makes]
+        return ((self.after[v], v) for v in defined if is_host_aval(v.aval) and self.after[v] >= 0)
 
     def made_until(self, k: int) -> list[Var]:
         """What the heavy nodes up to ``k`` make."""

@@ -11,9 +11,9 @@ from jax_offload._analysis.chips import chip
 from jax_offload._analysis.streams import streams
 from jax_offload._analysis.whole_step import forward_share, in_one_scan
 from jax_offload._analysis.work import all_flops, seconds
-from jax_offload._peak.divided import Division, collectives
 from jax_offload._peak.donated import donations
 from jax_offload._peak.liveness import peak
+from jax_offload._peak.sharded import Division, collectives
 from jax_offload._report import traced
 from tests.aot.cases import device_sharding
 from tests.aot.harness import H200, require

@@ -28,7 +28,7 @@ class Processes:
     def __init__(self, n=2):
         self.n, self.said, self.barrier = n, [None] * n, threading.Barrier(n)
 
-    def told(self, mine):
+    def allgathered(self, mine):
         try:
             self.said[NOW.process] = json.dumps(mine)
             self.barrier.wait()
@@ -66,7 +66,7 @@ def two(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: found.n)
     monkeypatch.setattr(jax, "process_index", lambda: NOW.process)
     for module in (processes, _together):
-        monkeypatch.setattr(module, "told", found.told)
+        monkeypatch.setattr(module, "allgathered", found.allgathered)
     return found
 
 

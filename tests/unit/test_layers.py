@@ -25,7 +25,7 @@ LAYERS = [
     "the transformation",
 ]
 UPDATE = set(
-    """_update _streamed _recipe _step _inlined _parts _whole _placement _by_parameter _cores _zero _factored _home
+    """_update _streamed _recipe _step _inlined _parts _rewritten _placement _by_parameter _cores _zero _factored _home
     _arguments _features""".split()
 )
 STATE = {"_state", "_convert", "_report", "_printed", "_folded", "_wrappers"}

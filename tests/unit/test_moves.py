@@ -11,8 +11,8 @@ from jax import lax
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.flops import flops
 from jax_offload._base.jaxprs import Literal, scan_of
-from jax_offload._ir.arrange import Node, arranged, makers, needed
 from jax_offload._ir.program import flat
+from jax_offload._ir.topological import Node, makers, needed, topological
 from jax_offload._plan.behind import NEEDS_ALL, moves_of
 from jax_offload._plan.chunk_rules import Rows
 from jax_offload._plan.in_scan import _in_turn, times_of
@@ -151,14 +151,14 @@ def test_needed():
 
 def test_arranged():
     nodes = nodes_of("x>a", "c>b", "a>c", "bc>d", "x>e")
-    order = [node.payload for node in arranged(nodes, {0, 1, 2, 3, 4})]
+    order = [node.payload for node in topological(nodes, {0, 1, 2, 3, 4})]
     assert order == ["x>a", "a>c", "c>b", "bc>d", "x>e"]  # as it was, but what b needs before it
-    assert [node.payload for node in arranged(nodes, {1})] == ["x>a", "a>c", "c>b"]
+    assert [node.payload for node in topological(nodes, {1})] == ["x>a", "a>c", "c>b"]
 
 
 def test_arranged_in_a_circle():
     with pytest.raises(RuntimeError, match="need each other"):
-        arranged(nodes_of("b>a", "a>b"), {0, 1})
+        topological(nodes_of("b>a", "a>b"), {0, 1})
 
 
 def matmuls(count):

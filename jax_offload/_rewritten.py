@@ -98,12 +98,12 @@ def _results_of(part: Slice | InScan | Rest | Piece, env: Mapping[Var, Any], nam
         makes = part.makes
 
         def inside(*operands: Any) -> list[Any]:
-            made = scanned(part, dict(zip(part.operands, operands, strict=True)), names)
-            return [made[v] for v in makes]
+            produced = scanned(part, dict(zip(part.operands, operands, strict=True)), names)
+            return [produced[v] for v in makes]
 
         def one_by_one(*operands: Any) -> list[Any]:
-            made = one_after_the_other(part, dict(zip(part.operands, operands, strict=True)))
-            return [made[v] for v in makes]
+            produced = one_after_the_other(part, dict(zip(part.operands, operands, strict=True)))
+            return [produced[v] for v in makes]
 
         run = or_batched(inside, one_by_one)
         given = [env[v] for v in part.operands]
@@ -170,8 +170,8 @@ def _by_step(closed: ClosedJaxpr, program: Program) -> ClosedJaxpr | None:
 
     def run(*operands: Any) -> list[Any]:
         def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-            made = emitted(scan.body, [*operands[:n], *carry, *x])
-            return made[:m], made[m:]
+            produced = emitted(scan.body, [*operands[:n], *carry, *x])
+            return produced[:m], produced[m:]
 
         init, xs = list(operands[n : n + m]), list(operands[n + m :])
         carry, ys = jax.lax.scan(step, init, xs, scan.length, scan.reverse, scan.unroll)

@@ -32,24 +32,24 @@ def makers(nodes: Sequence[Node]) -> dict[Var, int]:
 
 def needed(nodes: Sequence[Node], wanted: Sequence[Var], kept: bool = True) -> set[int]:
     """The numbers of the nodes that are needed to make ``wanted``, and with ``kept`` of those that stay."""
-    made = makers(nodes)
+    defined = makers(nodes)
     found: set[int] = set()
-    todo = [made[v] for v in wanted if v in made] + [k for k, node in enumerate(nodes) if kept and node.kept]
+    todo = [defined[v] for v in wanted if v in defined] + [k for k, node in enumerate(nodes) if kept and node.kept]
     while todo:
         k = todo.pop()
         if k not in found:
             found.add(k)
-            todo += [made[v] for v in nodes[k].reads if v in made]
+            todo += [defined[v] for v in nodes[k].reads if v in defined]
     return found
 
 
-def arranged(nodes: Sequence[Node], which: Iterable[int]) -> list[Node]:
+def topological(nodes: Sequence[Node], which: Iterable[int]) -> list[Node]:
     """Those of ``nodes``, in the order that ``which`` names, but that each comes after what it needs.
 
     Raises:
       RuntimeError: two of them need each other.
     """
-    made, order = makers(nodes), list[Node]()
+    defined, order = makers(nodes), list[Node]()
     begun: set[int] = set()
     done: set[int] = set()
     for first in which:
@@ -66,5 +66,5 @@ def arranged(nodes: Sequence[Node], which: Iterable[int]) -> list[Node]:
                 raise RuntimeError(f"parts of the step need each other, one of them {nodes[k].payload}; report this.")
             begun.add(k)
             stack.append((k, True))
-            stack += [(made[v], False) for v in reversed(nodes[k].reads) if v in made and made[v] not in done]
+            stack += [(defined[v], False) for v in reversed(nodes[k].reads) if v in defined and defined[v] not in done]
     return order

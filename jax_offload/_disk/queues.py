@@ -52,7 +52,7 @@ def when_done(futures: Sequence[Future], start: Callable[[], None] | None) -> No
         future.add_done_callback(one)
 
 
-class Turns:
+class Queues:
     """Who is last in the queue of each group, and which commit later writes wait for. Any thread may ask."""
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class Turns:
         with self._lock:
             before = self._all()
             self._commit = over
-        return _run(before, over, start, lambda made: made, lambda error: None)
+        return _run(before, over, start, lambda x: x, lambda error: None)
 
     def _all(self) -> list[Future[None]]:
         return [*self._last.values(), *([self._commit] if self._commit else [])]
