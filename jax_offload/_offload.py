@@ -32,8 +32,8 @@ from jax_offload._plan.options import Options
 from jax_offload._plan.order import Order
 from jax_offload._precision.storage import rules_of
 from jax_offload._precision.with_storage import with_storage
-from jax_offload._state import placed_leaves
 from jax_offload._streamed import streamed
+from jax_offload._traced_init import placed_leaves
 from jax_offload._update import sharded_params
 from jax_offload._wrappers import adopt_multi_steps
 from jax_offload._zero import axes_of, check_not_manual, check_typed, partitions, resharded, resharded_state

@@ -24,7 +24,7 @@ from jax_offload._placement import Leaf, unmanaged
 from jax_offload._plan.by_rows import Parts, parts_of
 from jax_offload._plan.plan import Planned
 from jax_offload._printed import ARGUMENT, Placement
-from jax_offload._state import placed_leaves
+from jax_offload._traced_init import placed_leaves
 
 _UNSEEN = "not loaded by an update in what was traced; under vmap and derivatives none is seen"
 

@@ -23,8 +23,8 @@ from jax_offload._base.on_disk import opened
 from jax_offload._home import returned
 from jax_offload._plan.options import Options
 from jax_offload._precision.storage import as_stored
-from jax_offload._state import traced_init
 from jax_offload._streamed import streamed
+from jax_offload._traced_init import traced_init
 
 
 def streamed_around(tx: Any, update: Callable[..., Any], updates: Any, state: Any, params: Any, extra_args: Any) -> Any:

@@ -13,7 +13,7 @@ from jax.tree_util import keystr
 
 from jax_offload._analysis.driven import in_memory, on_abstract
 from jax_offload._analysis.forecast import Forecast
-from jax_offload._analysis.optimizer import MANY_LEAVES
+from jax_offload._analysis.measured import MANY_LEAVES
 from jax_offload._analysis.option import Option, smallest
 from jax_offload._analysis.setting import Setting, changes, chosen
 from jax_offload._analysis.ways import (

@@ -17,7 +17,8 @@ from jax_offload._analysis.compiled_ways import DRIVEN, ESTIMATED, GIVES_UP, Com
 from jax_offload._analysis.driven import First, first_program, in_memory, is_driven, on_files, on_the_device
 from jax_offload._analysis.exposure import BACKWARD, FORWARD
 from jax_offload._analysis.forecast import Forecast
-from jax_offload._analysis.optimizer import devices_of, dtype_of
+from jax_offload._analysis.measured import devices_of
+from jax_offload._analysis.optimizer import dtype_of
 from jax_offload._analysis.option import Option
 from jax_offload._analysis.queued import in_pieces
 from jax_offload._analysis.resident import on_device, resident

@@ -28,7 +28,7 @@ UPDATE = set(
     """_update _streamed _recipe _step _inlined _parts _rewritten _placement _by_parameter _cores _zero _factored _home
     _arguments _features""".split()
 )
-STATE = {"_state", "_convert", "_report", "_printed", "_folded", "_wrappers"}
+STATE = {"_state", "_traced_init", "_convert", "_report", "_printed", "_folded", "_wrappers"}
 ABOVE = ("_interop", "_analysis")  # import what they like; nothing but the package's names imports them
 
 
