@@ -327,13 +327,9 @@ def test_random_numbers_of_leaves_that_go_in_chunks(axes):
     assert mu.sharding.memory_kind == HOST and mu.sharding.is_equivalent_to(place.with_memory_kind(HOST), 3)
 
 
-# XLA chooses the sharding of what the loop of a skipped update carries; a constraint inside it does not bind it.
-LEFT_TO_XLA = pytest.mark.xfail(strict=True, reason="the scale comes back divided")
-
-
 @pytest.mark.parametrize(
     ("axes", "skip"),
-    [(AxisType.Auto, False), pytest.param(AxisType.Auto, True, marks=LEFT_TO_XLA), (AxisType.Explicit, True)],
+    [(AxisType.Auto, False), (AxisType.Auto, True), (AxisType.Explicit, True)],
 )
 def test_what_is_too_small_to_be_divided_stays_as_it_was(axes, skip):
     """A scale beside numbers of 8 bits, made of a gradient that is divided: else the second step would be another."""

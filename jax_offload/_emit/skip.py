@@ -7,16 +7,21 @@ them in place, and what stands in it is still streamed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.sharding import Sharding
 
 from jax_offload._base.loops import at_most_once
 from jax_offload._base.memory import on_host, to_device, to_host
+from jax_offload._base.private import equation_of, variable_of
+from jax_offload._base.shardings import constrained
+from jax_offload._emit.region import REGION, Update
 
+_CONSTRAINT = "sharding_constraint"
 Types = list[tuple[Any, bool]]  # of each leaf: its dtype, and whether it is on the host
 
 
@@ -61,21 +66,50 @@ def _with_types_that_last(
     """
     tried: list[Types] = []
     while True:
-        results: list[tuple[Any, Types]] = []
+        results: list[tuple[Any, Types, list[Sharding | None]]] = []
         update = updates[0] if not tried else updates[-1]
 
         def recorded(carry: Any, update: Any = update, results: Any = results) -> Any:
             after = update(carry)
-            results.append((jax.eval_shape(lambda: after), _types(after)))
+            leaves = jax.tree.leaves(after)
+            results.append((jax.eval_shape(lambda: after), _types(leaves), _constraints(leaves)))
             return after
 
         try:
-            return at_most_once(~skip, recorded, carry)
+            after, treedef = jax.tree.flatten(at_most_once(~skip, recorded, carry))
+            return jax.tree.unflatten(treedef, map(constrained, after, results[-1][-1]))
         except TypeError:
             if not results or results[-1][1] in tried:
                 raise
-            tried.append(results[-1][1])
-            carry = fitted(*results[-1])
+            like, types, _ = results[-1]
+            tried.append(types)
+            carry = fitted(like, types)
+
+
+def _constraints(results: Sequence[Any]) -> list[Sharding | None]:
+    """The shardings that results on the device were constrained to, in the update that made them.
+
+    Where axes are Auto XLA chooses those of a loop's carry, whatever the body says; a constraint on what comes out of
+    the loop binds it.
+    """
+    known: dict[int, dict[Any, Sharding]] = {}  # of each region: its results, as variables outside of it
+
+    def sharding(x: Any) -> Sharding | None:
+        eqn = None if not isinstance(x, Tracer) or on_host(x) else equation_of(x)
+        if eqn is None or eqn.primitive is not REGION:
+            return None if eqn is None or eqn.primitive.name != _CONSTRAINT else eqn.params["sharding"]
+        if id(eqn) not in known:
+            known[id(eqn)] = _constrained_results(eqn.params["update"], eqn.outvars)
+        return known[id(eqn)].get(variable_of(x))
+
+    return [sharding(x) for x in results]
+
+
+def _constrained_results(update: Any, outside: Sequence[Any]) -> dict[Any, Sharding]:
+    if not isinstance(update, Update):
+        return {}
+    found = {e.outvars[0]: e.params["sharding"] for e in update.program.eqns if e.primitive.name == _CONSTRAINT}
+    return {new: found[v] for new, v in zip(outside, update.program.outputs, strict=True) if v in found}
 
 
 def _checked(skip: Any) -> jax.Array:
