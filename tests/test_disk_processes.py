@@ -97,6 +97,12 @@ def test_around_the_update(tmp_path):
     ended(tmp_path, start(tmp_path, "around"))
 
 
+@pytest.mark.parametrize("what", ["stored", "turned"])
+@pytest.mark.long("more kinds of steps")
+def test_in_fewer_bits_and_turned(what, tmp_path):
+    ended(tmp_path, start(tmp_path, what))
+
+
 @pytest.mark.long("as with one process, and orbax")
 def test_into_another_division_through_a_checkpoint(tmp_path):
     """Onto another disk of the two processes, into memory, and onto a disk of one process; which cannot open theirs."""

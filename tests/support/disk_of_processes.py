@@ -297,6 +297,63 @@ class Full(Files):
         return super().pwritev(descriptor, buffer, offset)
 
 
+def stored(folder):
+    """``storage=``: what is in files is in fewer bits, bit for bit as in host memory; committed, and resumed."""
+    for storage, over in (("bfloat16", None), ("int8", "data"), ("int8", None)):
+        how, runs = ("zero" if over else "fsdp"), []
+        for disk in (None, jo.disk(folder / f"{storage}-{over}")):
+            tx = jo.offload(optax.adamw(1e-2), min_bytes=0, shard_over=over, disk=disk, storage=storage)
+            step = jo.jit(lambda p, s, g, tx=tx: jo.update_params(tx, g, s, p), donate_argnums=(0, 1))
+            params, state = copied(model(how)), tx.init(model(how))
+            for k in range(3):
+                if disk is not None and k == 2:
+                    disk.commit(k, {"params": params, "state": state})
+                    target = {"params": model(how), "state": jo.abstract_state(tx, model(how))}
+                    tree, _ = disk.resume(target)
+                    params, state = tree["params"], tree["state"]
+                params, state = step(params, state, model(how))
+            on_files = [x.dtype for x in jax.tree.leaves(state, is_leaf=is_on_disk) if is_on_disk(x)]
+            assert (storage in map(str, on_files)) == (disk is not None), on_files
+            runs.append((shards(state), shards(params)))
+        for a, b in zip(runs[0][0], runs[1][0], strict=True):
+            np.testing.assert_array_equal(a, b)
+        for a, b in zip(runs[0][1], runs[1][1], strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+        disk.close()
+
+
+def turned(folder):
+    """``jo.pipelined``: the losses and parameters of the plain loop in host memory."""
+    runs = []
+    for disk in (None, jo.disk(folder / "turned")):
+        tx = jo.offload(INNER, min_bytes=0, disk=disk)
+        params = copied(model("fsdp"))
+        state = tx.init(params)
+
+        def step(params, state, x, tx=tx):
+            value, grads = jax.value_and_grad(loss)(params, x)
+            params, state = jo.update_params(tx, grads, state, params)
+            return params, state, value
+
+        if disk is None:
+            run, losses = step_of(tx, params), []
+            for k in range(4):
+                params, state, value = run(params, state, batch(k))
+                losses.append(np.asarray(value))
+        else:
+            run, losses = jo.pipelined(step, donate_argnames=("params", "state")), []
+            carry, aux = run.start(params, state, batch(0))
+            for k in range(1, 4):
+                losses.append(np.asarray(aux.now))
+                carry, aux = run(carry, batch(k))
+            losses.append(np.asarray(aux.now))
+            params, state = run.finish(carry)
+        runs.append((losses, shards(params)))
+    for a, b in zip(*runs, strict=True):
+        for x, y in zip(a, b, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
 def train(folder, name="", n="0", process="0"):
     """Six steps from where the disk is, a commit after each; says them, and at the end what this process has."""
     disk = jo.disk(folder / "disk")
