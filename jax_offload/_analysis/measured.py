@@ -64,7 +64,7 @@ def measured(way: Way, params: Any, like: Measured) -> Measured:
         return placed
     of, share = like.streams, (placed.host + placed.disk) / away
     scaled = {key: int(getattr(of, key) * share) for key in ("loaded", "stored", "window")}
-    files = files_by_leaves(placed.leaves)
+    files = files_by_leaves(placed.leaves, devices_of(jax.tree.leaves(params))[1])
     scaled |= {"window": files.window} if files.groups else {}
     return dataclasses.replace(placed, streams=dataclasses.replace(of, files=files, **scaled))
 

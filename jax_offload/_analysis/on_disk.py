@@ -32,15 +32,17 @@ BEHIND = DEPTH + 1
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Bytes of one program's part of the state: read from disk, written to it, and on the device at a time.
+    """Bytes of one program's part of the state, of one device: read from disk, written to it, and on the device at a
+    time.
 
-    ``loaded``: that it reads in all, from host memory too.
+    ``loaded``: that it reads in all, from host memory too. ``all_loaded``: that all devices do.
     """
 
     read: int
     written: int
     window: int
     loaded: int
+    all_loaded: int
 
     def __add__(self, other: Group) -> Group:
         return Group(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
@@ -49,15 +51,20 @@ class Group:
         """Of so many rows each, all or a window of which are on the device at a time."""
         if len(sizes) == 1:
             return [self]
-        read, written, loaded = ([n * k // sum(sizes) for k in sizes] for n in (self.read, self.written, self.loaded))
-        return [Group(a, b, min(c, window), c) for a, b, c in zip(read, written, loaded, strict=True)]
+        shares = ([n * k // sum(sizes) for k in sizes] for n in (self.read, self.written, self.loaded, self.all_loaded))
+        return [Group(a, b, min(c, window), c, d) for a, b, c, d in zip(*shares, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Files:
-    """What a step reads and writes, in its order."""
+    """What a step reads and writes of one device, in its order.
+
+    ``per_host``: how many times as much the files of its host are, whose drives its devices share: a part that several
+    have is there once.
+    """
 
     groups: tuple[Group, ...] = ()
+    per_host: float = 1.0
 
     @property
     def read(self) -> int:
@@ -80,27 +87,37 @@ class Files:
 
     def seconds(self, drive: Drive, drives: int) -> float:
         """Of reading and writing all of it."""
-        return drive.seconds(self.read, self.written) / drives
+        return self.per_host * drive.seconds(self.read, self.written) / drives
 
     def hidden(self, drive: Drive, drives: int, compute: float) -> float:
         """Of that, what goes on while gradients are made, in ``compute`` seconds."""
         ahead = sum(group.read for group in self.groups[:AHEAD])
         behind = sum(group.written for group in self.groups[-BEHIND:])
-        return min(compute, drive.seconds(ahead, behind) / drives)
+        return min(compute, self.per_host * drive.seconds(ahead, behind) / drives)
 
 
 NO_FILES = Files()
 
 
-def files_in(updates: Iterable[Update], *, all_away: bool = False) -> Files:
-    """Of a step's updates, by their plans. ``all_away``: as if all that is in host memory were on disk."""
+def files_in(updates: Iterable[Update], on_a_host: int = 1, *, all_away: bool = False) -> Files:
+    """Of a step's updates, by their plans. ``on_a_host``: how many devices are. ``all_away``: as if all that is in host
+    memory were on disk."""
     found: list[Group] = []
+    parts: list[tuple[int, int]] = []
     for update in updates:
         there = {v for v in update.operands if is_host_aval(v.aval)} if all_away else update.on_disk
         if there:
             passes = update.plan.passes
             found += (g for each in passes for g in _grouped(_pieces(p, update, there) for p in each.slices))
-    return Files(tuple(found))
+            shards = {v: math.prod(p.slice.shards.get(v, ())) for p in update.planned for v in p.slice.loads}
+            parts += ((nbytes(v.aval) // n, n) for v, n in shards.items() if v in there)
+    return Files(tuple(found), _per_host(parts, on_a_host))
+
+
+def _per_host(parts: Sequence[tuple[int, int]], on_a_host: int) -> float:
+    """Of leaves, by the bytes of a shard and how many shards there are: what a host's devices have, by what one has."""
+    own = sum(nbytes for nbytes, _ in parts)
+    return sum(nbytes * min(shards, on_a_host) for nbytes, shards in parts) / own if own else 1.0
 
 
 def _grouped(slices: Iterable[Iterable[Group]]) -> Iterator[Group]:
@@ -108,7 +125,7 @@ def _grouped(slices: Iterable[Iterable[Group]]) -> Iterator[Group]:
     last: Group | None = None
     for piece in (piece for pieces in slices for piece in pieces):
         last = piece if last is None else last + piece
-        if max(last.read, last.loaded) >= GROUP_BYTES:
+        if last.all_loaded >= GROUP_BYTES:
             yield last
             last = None
     yield from [] if last is None else [last]
@@ -125,22 +142,29 @@ def _pieces(p: Planned, update: Update, there: Set[Var]) -> list[Group]:
         return nbytes(v.aval) // math.prod(s.shards.get(divided_as, ()))
 
     undivided = Group(
-        sum(own(v, v) for v in read), sum(own(v, of) for v, of in written.items()), p.bytes_at_once, s.loaded_bytes
+        sum(own(v, v) for v in read),
+        sum(own(v, of) for v, of in written.items()),
+        p.bytes_at_once,
+        s.loaded_bytes,
+        sum(nbytes(v.aval) for v in s.loads),
     )
     return undivided.split(parts_of(p, old, there).sizes, p.window.nbytes)
 
 
-def files_by_leaves(leaves: Iterable[Leaf]) -> Files:
+def files_by_leaves(leaves: Iterable[Leaf], on_a_host: int = 1) -> Files:
     """The same of a placement alone: parameter by parameter, each with all of its leaves, as if rows stayed apart."""
     together: dict[object, list[Leaf]] = {}
-    for leaf in sorted((leaf for leaf in leaves if leaf.disk), key=lambda leaf: leaf.rank):
+    there = sorted((leaf for leaf in leaves if leaf.disk), key=lambda leaf: leaf.rank)
+    for leaf in there:
         together.setdefault(leaf.path if leaf.owner is None else leaf.owner, []).append(leaf)
-    return Files(tuple(_grouped(map(_by_leaves, together.values()))))
+    parts = [(leaf.shard_bytes, leaf.nbytes // max(1, leaf.shard_bytes)) for leaf in there]
+    return Files(tuple(_grouped(map(_by_leaves, together.values()))), _per_host(parts, on_a_host))
 
 
 def _by_leaves(leaves: Sequence[Leaf]) -> list[Group]:
-    nbytes, sizes = sum(leaf.shard_bytes for leaf in leaves), {leaf.shape[0] for leaf in leaves}
-    undivided, size = Group(nbytes, nbytes, nbytes, nbytes), max(sizes)
-    rows = rows_in_part(sum(leaf.nbytes for leaf in leaves) // size, len(leaves[0].shape), size)
+    nbytes, of_all = (sum(sizes) for sizes in zip(*((leaf.shard_bytes, leaf.nbytes) for leaf in leaves), strict=True))
+    sizes = {leaf.shape[0] for leaf in leaves}
+    undivided, size = Group(nbytes, nbytes, nbytes, nbytes, of_all), max(sizes)
+    rows = rows_in_part(of_all // size, len(leaves[0].shape), size)
     parts = [min(rows, size - begin) for begin in range(0, size, rows)] if rows and len(sizes) == 1 else [size]
     return undivided.split(parts, nbytes)

@@ -156,7 +156,7 @@ class Parts:
 
     def option(self, way: Way, found: Measured) -> Option:
         held = found.host + found.disk
-        moved = found.streams or Streams(held, held, 0, files=files_by_leaves(found.leaves))
+        moved = found.streams or Streams(held, held, 0, files=files_by_leaves(found.leaves, self.setting.devices[1]))
         cores, files = moved.cores, moved.files if found.disk else NO_FILES
         away = self.own if way.pending else 0  # gradients that wait on the host; in the window beside their state
         window = moved.window * (held + away) // max(1, held)

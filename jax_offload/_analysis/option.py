@@ -33,7 +33,7 @@ class Option:
       read: bytes that a step reads from it. Exact.
       written: bytes that it writes there. Exact.
       buffers: of ``host`` what is under way between disk and device, at most.
-      io: seconds that the drives need for what is read and written, by their data sheet.
+      io: seconds that a host's drives, which its devices share, need for what is read and written, by their data sheet.
       per_day: bytes that are written to each drive in 24 hours; the most, where a step's arithmetic is not known.
       dram: bytes that the host's cores move through its memory to update what is there; 0 where they do not.
       cores: seconds that they take for it.

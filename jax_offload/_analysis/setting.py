@@ -99,12 +99,9 @@ def priced(option: Option, setting: Setting, share: float, cores: Share = NONE, 
     if cores.unlooped and setting.devices[0] > setting.devices[1]:
         fits = False
         why = f"{option.name}: the update is no loop over elements, and takes leaves whole, on one host alone."
-    if files.groups and setting.devices[0] > 1:
-        fits = False
-        why = f"{option.name}: files are counted for one accelerator, not yet for {setting.devices[0]}."
-    room = setting.drive.capacity * setting.drives
-    if files.groups and fits is not False and 2 * option.disk > room:
-        why = f"{option.name}: the files take {in_bytes(2 * option.disk)}, and there is room for {in_bytes(room)}."
+    room, taken = setting.drive.capacity * setting.drives, 2 * option.disk * files.per_host
+    if files.groups and fits is not False and taken > room:
+        why = f"{option.name}: the files take {in_bytes(taken)}, and there is room for {in_bytes(room)}."
     option = dataclasses.replace(option, fits=fits, why_not=why, dram=cores.dram)
     if files.groups:
         return _from_disk(option, setting, files)
@@ -143,13 +140,13 @@ def _beside_the_cores(option: Option, setting: Setting, chip: Chip, cores: Share
 
 def _from_disk(option: Option, setting: Setting, files: Files) -> Option:
     """Groups are updated one after the other once gradients are there: link and drives are busy at the same time, and
-    what goes up is not beside what comes down."""
+    what goes up is not beside what comes down. A host's devices share its drives, and have a link each."""
     compute, drive, n = setting.compute, setting.drive, setting.drives
     io = files.seconds(drive, n)
     link = None if setting.chip is None else exposure.link_of(setting.chip)
     serial = None if link is None else link.one_after_the_other(option.loaded, option.stored)
     waits = max(io - files.hidden(drive, n, compute or 0.0), serial or 0.0)
-    per_day = option.written / n * DAY / ((compute or 0.0) + waits)
+    per_day = files.per_host * option.written / n * DAY / ((compute or 0.0) + waits)
     option = dataclasses.replace(option, io=io, per_day=per_day)
     if link is None:
         return option
@@ -214,7 +211,8 @@ def of_the_disk(options: Sequence[Option], setting: Setting) -> list[str]:
     drive, n = setting.drive, setting.drives
     for option, per_day in [(option, option.per_day) for option in options if option.per_day is not None][:1]:
         how = "" if setting.compute else "at most "
-        said = (f"{option.name}: {in_bytes(option.written)} written in a step, {how}{in_bytes(per_day)} a day "
+        each = " by each device" if setting.devices[0] > 1 else ""
+        said = (f"{option.name}: {in_bytes(option.written)} written in a step{each}, {how}{in_bytes(per_day)} a day "
                 f"{'on each drive' if n > 1 else 'on the drive'}")  # fmt: skip
         if per_day <= drive.per_day:
             found.append(f"{said}, of {in_bytes(drive.per_day)} that it is rated for")

@@ -54,7 +54,7 @@ def streams(trace: Any, on_a_host: int = 1) -> Streams:
     planned = [p for update in updates for p in update.planned if not isinstance(p.transfer, OnCores)]
     loaded_whole = [update for update in updates if isinstance(update, Update)]
     looped = [p for p in planned if p.in_chunks or p.window.own_loop]
-    files = files_in(loaded_whole)
+    files = files_in(loaded_whole, on_a_host)
     beside = [p for p in planned if not isinstance(p.transfer, InIterations) and p not in looped]
     return Streams(
         loaded=sum(map(_loaded, planned)),
@@ -71,7 +71,7 @@ def streams(trace: Any, on_a_host: int = 1) -> Streams:
             on_a_host,
         ),
         files=files,
-        as_files=files_in(loaded_whole, all_away=True),
+        as_files=files_in(loaded_whole, on_a_host, all_away=True),
     )
 
 

@@ -172,11 +172,24 @@ def test_a_drive_that_is_too_small():
     assert "the files take 1.50 GiB, and there is room for 954 MiB" in row.why_not
 
 
-def test_one_device_yet():
-    there = NamedSharding(AbstractMesh((2,), ("data",)), P("data"))
+@pytest.mark.parametrize(
+    ("spec", "shard_over", "shards"), [(P("data"), None, 2), (P(), "data", 2), (P(), None, 1)]
+)
+def test_devices_of_a_host_share_its_drives(spec, shard_over, shards):
+    """Two devices have half of the state each, or all of it, and the files have it once."""
+    there = NamedSharding(AbstractMesh((2,), ("data",)), spec)
     params = {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there) for k, x in EIGHT.items()}
-    row = jo.plan(on_disk(), params, chip="h100")["as given"]
-    assert row.fits is False and "files are counted for one accelerator, not yet for 2" in row.why_not
+    tx = on_disk(host_bytes=0, shard_over=shard_over)
+    row = jo.plan(tx, params, chip="h100", drive=MINE, tokens_per_step=10**6)["as given"]
+    assert row.fits is not False and not row.why_not
+    assert (row.disk, row.read, row.written, row.buffers) == (*(8 * GROUP // shards,) * 3, HELD * GROUP // shards)
+    assert row.io == pytest.approx(8 * GROUP / 4e9 + 8 * GROUP / 2e9)
+    compute = 10**6 * 6 * N / 2 / 320e12
+    waits = (8 - AHEAD) * GROUP / 4e9 + (8 - BEHIND) * GROUP / 2e9
+    assert compute > AHEAD * GROUP / 4e9 + BEHIND * GROUP / 2e9 and row.exposed == pytest.approx(waits)
+    assert row.per_day == pytest.approx(8 * GROUP * DAY / (compute + waits))
+    small = dataclasses.replace(MINE, capacity=16 * GROUP - 1)
+    assert "the files take 2.00 GiB" in jo.plan(tx, params, drive=small)["as given"].why_not
 
 
 def with_host_memory(monkeypatch, available):
