@@ -234,6 +234,22 @@ def test_values_on_disk(rows, disk, monkeypatch):
     assert found.index("group") < len(found) - 1 - found[::-1].index("before")
 
 
+def test_a_group_waits_for_another_that_has_rows_of_its_parameter(disk, monkeypatch):
+    """``order=`` has the layers against the order of their gradients, and a group has rows of two of them: the next
+    one, whose gradient is there before, reads what that one has made of its parameter."""
+    part = 2 * WIDTH * WIDTH  # bytes: a quarter of a layer's state
+    monkeypatch.setattr(segments, "ALIKE", 10)  # the others' gradients wait meanwhile
+    monkeypatch.setattr(by_rows, "PART_BYTES", part)
+    monkeypatch.setattr(stages, "GROUP_BYTES", 3 * part)
+    tx, params = jo.offload(ADAMW, min_bytes=1024, disk=disk, order=[f"layer_{k}" for k in range(N)]), model()
+    step, state = jo.jit(step_of(tx)), tx.init(params)
+    want = jax.jit(step_of(ADAMW))(params, jo.to_device(state), X)
+    got = step(params, state, X)
+    assert_same(jo.to_device(got), want, "one update")
+    found = names(driven_by(step))
+    assert found == ["before"] * 2 + ["group"] * 6  # cut behind the last layer's gradient alone
+
+
 def test_small_leaves_on_the_device_hold_nothing_up(disk):
     """Their update needs all of their gradients, and stands beside numbers that the groups wait for."""
 
