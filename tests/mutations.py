@@ -126,18 +126,24 @@ MUTATIONS = [
     Mutation("arrays that lie beside the pass are not counted", "_drive/segments.py", "beside = alive - sum(here.get(v, 0) for v in {*task.inputs})", "beside = 0", "test_segments.py"),
     Mutation("a last program with next to no arithmetic", "_drive/cuts.py", " or total - done[place] < LEAST * total:", ":", "test_segments.py"),
     Mutation("a program behind each gradient", "_drive/cuts.py", "(cuts and done[place] - done[cuts[-1]] < least)", "False", "test_segments.py"),
+    Mutation("a loop needs nothing but what it reads and makes", "_peak/liveness.py", "alive + event.meanwhile)", "alive)", "analysis/test_liveness.py -k 'loop or estimated or divided'"),
+    Mutation("what is not donated is written over", "_peak/donated.py", "        if d:\n", "        if True:\n", "analysis/test_liveness.py -k 'buffer or loop or estimated or divided'"),
+    Mutation("a gathered parameter counts its own part twice", "_peak/divided.py", "return nbytes(aval) - max(own, self.own(aval))", "return nbytes(aval)", "analysis/test_liveness.py -k divided"),
     Mutation("a short read goes on anywhere", "_disk/blocks.py", "now -= now % ALIGNED", "now -= 0", DISK),
     Mutation("nobody waits for the one before", "_disk/turns.py", "before = [self._last[group]] if group in self._last else []", "before = []", DISK),
 ]  # fmt: skip
 
 
+def files_of(tests: str) -> list[str]:
+    return [f"tests/{name}" for name in tests.partition(" -k ")[0].split() if name.endswith(".py")]
+
+
 def noticed(folder: Path, tests: str, seconds: float) -> str:
     """The test that fails; empty where none does."""
     env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    places = tests.split(" -k ")
-    files = [f"tests/{name}" for name in places[0].split() if name.endswith(".py")]
-    chosen = ["-k", places[1].split(" test_")[0].strip("'")] if len(places) > 1 else []
-    for what in ([*files, *chosen], ["tests/unit"]):
+    _, _, words = tests.partition(" -k ")
+    chosen = ["-k", words.split(" test_")[0].strip("'")] if words else []
+    for what in ([*files_of(tests), *chosen], ["tests/unit"]):
         command = [sys.executable, "-m", "pytest", "-x", "-q", "--daily", "-p", "no:cacheprovider", *what]
         try:
             done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=seconds)

@@ -6,12 +6,14 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
+from jax_offload._base.jaxprs import jaxpr_of
 from jax_offload._base.memory import on_a_mesh
 from jax_offload._emit.find import holds_update
+from jax_offload._interop.pending import home_of
 from jax_offload._plan.in_scan import InScan
 from jax_offload._precision.storage import rules_of
 from tests.support.rows import rows
@@ -245,6 +247,32 @@ def test_fully_sharded(axis_type):
 def started(step, params=None):
     params = parameters() if params is None else params
     return pipelined(step, **ON_HOST).start(params, offloaded().init(params), batch(0))
+
+
+def test_a_gradient_waits_divided_as_its_state():
+    """Which may be divided further than its parameter."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    own, further = NamedSharding(mesh, P()), NamedSharding(mesh, P("x"), memory_kind="pinned_host")
+    w, m = (jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=s) for s in (own, further))
+    (v,) = jaxpr_of(lambda x: 2 * x, jnp.ones(w.shape))[0].jaxpr.outvars
+    assert home_of(v, {"w": w, "m": m}) == home_of(v, {"m": m, "w": w}) == NamedSharding(mesh, P("x"))
+    assert home_of(v, {"w": w}) is None
+
+
+def test_by_its_type_too_a_gradient_waits_in_host_memory():
+    """As ``inspect`` and ``plan`` compile the call, of arguments that are abstract."""
+    tx, place = jo.offload(ADAMW), SingleDeviceSharding(jax.devices()[0])
+    w, x = (jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place) for shape in [(256, 256), (8, 256)])
+
+    def step(w, state, x):
+        return jo.update_params(tx, jax.grad(lambda w: jnp.tanh(x @ w).mean())(w), state, w)
+
+    kinds = {}
+    for where in ("host", "device"):
+        train = jo.pipelined(step, donate_argnames=("w", "state"), gradients=where)
+        _, (_, made, *_), _ = train.turned(w, jo.abstract_state(tx, w), x)
+        kinds[where] = {x.sharding.memory_kind for x in made.values() if x.shape == w.shape}
+    assert kinds == {"host": {HOST}, "device": {DEVICE}}
 
 
 def test_errors():

@@ -430,7 +430,48 @@ def test_more_memory_is_not_taken(monkeypatch, in_one_piece):
     assert careful <= 1.001 * most() < careless
 
 
+def test_arrays_that_lie_beside_the_pass_count():
+    """What only follows the update reads, is on the device meanwhile."""
+
+    def estimates(size):
+        def step(params, state, x, other):
+            params, state, value = step_of(tx)(params, state, x)
+            return params, state, value, other * params["layer_0"].sum()
+
+        tx, params = offload(), model(layers=2)
+        jitted = jo.jit(step)
+        jitted(params, tx.init(params), X, jnp.ones(size))
+        return np.array(segments.peaks(driven_by(jitted)._step, set())[0])
+
+    np.testing.assert_array_equal(estimates(2**20) - estimates(2**10), 4 * (2**20 - 2**10))
+
+
 # ---- the cut -------------------------------------------------------------------------------------------------------
+
+
+def cuts_in(loss, layers):
+    params = model(layers=layers)
+    jaxpr = jaxpr_of(jax.grad(loss), params, X)[0].jaxpr
+    made = {v: k + 1 for k, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+    return cuts.cuts_of(jaxpr, [made[v] for v in jaxpr.outvars], [set() for _ in params])
+
+
+def test_programs_are_at_most_eight():
+    found = cuts_in(loss_of(plain_layer), 20)
+    assert 4 <= len(found) < cuts.MOST and found == sorted({*found})
+
+
+def test_too_little_is_left_for_a_program_of_its_own():
+    """The first gradients are there when less than a sixteenth of the arithmetic is not yet done."""
+
+    def behind(times):
+        def loss(params, x):  # of its loop there is no gradient, as nothing in it is a parameter
+            x = jax.lax.fori_loop(0, times, lambda _, x: jnp.tanh(x @ x[:WIDTH]), x)
+            return loss_of(plain_layer)(params, x)
+
+        return loss
+
+    assert len(cuts_in(behind(4), 2)) == 1 and cuts_in(behind(40), 2) == []
 
 
 @pytest.mark.parametrize("at", [[1], [3], [2, 5], [4, 9, 12]])
