@@ -430,6 +430,26 @@ def test_more_memory_is_not_taken(monkeypatch, in_one_piece):
     assert careful <= 1.001 * most() < careless
 
 
+@pytest.mark.parametrize(("times", "why"), [(1, ""), (1.02, segments.PEAK)])
+def test_two_percent_more_memory_are_too_much(times, why, monkeypatch):
+    class Staged(Exception):
+        pass
+
+    def staged(*given):
+        raise Staged(*given)
+
+    def estimates(step, donated):
+        n = sum(stage.name == stages.BEFORE for stage in step.stages)
+        most = 1000 if n == 1 else int(1000 * times)
+        return [(most, most)] * n, [*range(n)]
+
+    monkeypatch.setattr(run, "in_segments", staged)  # nothing is compiled
+    with pytest.raises(Staged) as found:
+        run_once(offload(), params=model(layers=2))
+    monkeypatch.setattr(segments, "peaks", estimates)
+    assert segments.in_segments(*found.value.args)[1] == why
+
+
 def test_arrays_that_lie_beside_the_pass_count():
     """What only follows the update reads, is on the device meanwhile."""
 
