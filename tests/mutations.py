@@ -96,7 +96,7 @@ MUTATIONS = [
     Mutation("a process swaps before all have prepared", "_together.py", "        everywhere(lambda: store.prepare(step, arrays, together).result(), \"disk.commit\")\n", "        store.prepare(step, arrays, together).result()\n", "disk/test_together.py"),
     Mutation("a commit that another process has not", "_together.py", "set.intersection(*(", "set.union(*(", "disk/test_together.py"),
     Mutation("two runs' commits of one number are one", "_together.py", "[[each.number, each.run, step]", "[[each.number, 0, step]", "disk/test_together.py"),
-    Mutation("orbax reads what has gone on", "_files.py", "        if not of_commit:\n            self.check(token)\n", "", "test_disk_moves.py"),
+    Mutation("orbax reads what has gone on", "_files.py", " or int(given) != self._version:", ":", "test_disk_moves.py"),
     Mutation("a leaf restored onto a disk is not checked", "_interop/checkpoint.py", "if got != sums[name]", "if False", "test_disk_moves.py"),
     Mutation("what is saved is what training writes over", "_interop/checkpoint.py", "[memory.copy_on_host(x) for x in host]", "host", "test_checkpoint.py -k written_is_the_copy"),
     Mutation("a checkpoint of another dtype is converted", "_interop/stored.py", "if got != (tuple(x.shape), np.dtype(x.dtype)):", "if got[0] != tuple(x.shape):", "test_checkpoint.py -k wrong_with_the_call"),
