@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
@@ -257,22 +257,6 @@ def test_a_gradient_waits_divided_as_its_state():
     (v,) = jaxpr_of(lambda x: 2 * x, jnp.ones(w.shape))[0].jaxpr.outvars
     assert home_of(v, {"w": w, "m": m}) == home_of(v, {"m": m, "w": w}) == NamedSharding(mesh, P("x"))
     assert home_of(v, {"w": w}) is None
-
-
-def test_by_its_type_too_a_gradient_waits_in_host_memory():
-    """As ``inspect`` and ``plan`` compile the call, of arguments that are abstract."""
-    tx, place = jo.offload(ADAMW), SingleDeviceSharding(jax.devices()[0])
-    w, x = (jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place) for shape in [(256, 256), (8, 256)])
-
-    def step(w, state, x):
-        return jo.update_params(tx, jax.grad(lambda w: jnp.tanh(x @ w).mean())(w), state, w)
-
-    kinds = {}
-    for where in ("host", "device"):
-        train = jo.pipelined(step, donate_argnames=("w", "state"), gradients=where)
-        _, (_, made, *_), _ = train.turned(w, jo.abstract_state(tx, w), x)
-        kinds[where] = {x.sharding.memory_kind for x in made.values() if x.shape == w.shape}
-    assert kinds == {"host": {HOST}, "device": {DEVICE}}
 
 
 def test_errors():
