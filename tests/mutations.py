@@ -1,6 +1,6 @@
 """Breaks the package in one place after the other, and says whether the daily tests notice.
 
-    python -m tests.mutations [--only WORD] [--seconds 90]
+    python -m tests.mutations [--only WORD ...] [--seconds 90]
 
 Works on a copy: nothing here is changed. For each mutation the daily tests of the files that it
 names run, then the unit tests, until one fails. Prints a table in Markdown, a row as soon as it is known.
@@ -82,34 +82,68 @@ MUTATIONS = [
     Mutation("the next group is not sent ahead", "_drive/run.py", "self._tasks[k + 1 : k + 2]", "self._tasks[k + 1 : k + 1]", "test_update_on.py -k next_group"),
     Mutation("an update by the cores runs on the device", "_emit/region.py", "if self.on_cores:\n            raise UpdatedOnCores", "if False:\n            raise UpdatedOnCores", "test_update_on.py -k stages"),
     Mutation("old parameters are written over before another reads them", "_drive/one_pass.py", " or read_by.count(old) != 1", "", "test_one_pass.py -k still_read"),
-    Mutation("a gradient in host memory becomes the update", "_drive/run.py", "own = task.free - sent if", "own = task.free if", "test_update_on.py -k train_state"),
+    Mutation("a gradient in host memory becomes the update", "_drive/run.py", "own = task.free - sent", "own = task.free", "test_update_on.py -k train_state"),
     Mutation("a NumPy array of the user's is written", "_drive/one_pass.py", "zip(old, _owned([env[v] for v in old]), strict=True)", "zip(old, [env[v] for v in old], strict=True)", "test_one_pass.py -k not_ours"),
     Mutation("a loop's maximum loses NaN", "_drive/loop_source.py", '({0} > {1}) or ({0} != {0})', "({0} > {1})", "test_one_pass.py -k special"),
     Mutation("a group is written over the last commit", "_disk/versions.py", "return 1 - committed.slot if", "return committed.slot if", DISK),
     Mutation("a write does not wait for a commit", "_disk/queues.py", "[self._commit] if writes and self._commit else []", "[]", DISK),
-    Mutation("a failed commit stops nothing", "_disk/store.py", "self._stopped = self._stopped or error", "pass", DISK),
+    Mutation("a failed commit stops nothing", "_disk/store.py", "self._stopped = self._stopped or error\n            raise", "raise", DISK),
     Mutation("files are not synced", "_disk/commits.py", "if new != old}", "if new is old}", DISK),
-    Mutation("a directory is not synced", "_disk/manifest.py", "    files.sync_directory(directory)\n", "", DISK),
+    Mutation("a directory is not synced", "_disk/manifest.py", "name)\n    files.sync_directory(directory)\n", "name)\n", DISK),
     Mutation("one manifest, written over", "_disk/manifest.py", "temporary = directory / f\"{name}.new\"", "temporary = directory / name", DISK),
     Mutation("a second manifest that is never written anew", "_disk/manifest.py", "        save(files, directory, name, to_bytes(manifest))\n\n\ndef load", "\n\ndef load", DISK),
     Mutation("buffers that are given back too early", "_disk/buffers.py", "weakref.finalize(lent, self._back.append, pages).atexit = False", "self._back.append(pages)", DISK),
     Mutation("a process swaps before all have prepared", "_together.py", "        everywhere(lambda: store.prepare(step, arrays, together).result(), \"disk.commit\")\n", "        store.prepare(step, arrays, together).result()\n", "disk/test_together.py"),
     Mutation("a commit that another process has not", "_together.py", "set.intersection(*(", "set.union(*(", "disk/test_together.py"),
     Mutation("two runs' commits of one number are one", "_together.py", "[[each.number, each.run, step]", "[[each.number, 0, step]", "disk/test_together.py"),
-    Mutation("orbax reads what has gone on", "_files.py", "        if not of_commit:\n            self.check(token)\n", "", "test_disk_moves.py"),
+    Mutation("orbax reads what has gone on", "_files.py", " or int(given) != self._version:", ":", "test_disk_moves.py"),
     Mutation("a leaf restored onto a disk is not checked", "_interop/checkpoint.py", "if got != sums[name]", "if False", "test_disk_moves.py"),
+    Mutation("what is saved is what training writes over", "_interop/checkpoint.py", "[memory.copy_on_host(x) for x in host]", "host", "test_checkpoint.py -k written_is_the_copy"),
+    Mutation("a checkpoint of another dtype is converted", "_interop/stored.py", "if got != (tuple(x.shape), np.dtype(x.dtype)):", "if got[0] != tuple(x.shape):", "test_checkpoint.py -k wrong_with_the_call"),
+    Mutation("restored without a target, counts are in host memory", "_interop/stored.py", "memory.HOST_KIND if stored.shape else memory.DEVICE_KIND", "memory.HOST_KIND", "test_checkpoint.py -k without_a_target"),
+    Mutation("a checksum of each replica", "_interop/checksums.py", "if s.replica_id == 0]", "]", "test_damage.py test_checkpoint.py -k 'checksum or placement or sums'"),
+    Mutation("a gradient waits divided as what is divided least", "_interop/pending.py", "if n == max(parts)]", "if n == min(parts)]", "test_pending.py"),
+    Mutation("bfloat16 gradients wait in float32", "_interop/pending.py", "<= nbytes(out.aval):", "> nbytes(out.aval):", "test_pending.py -k bfloat16"),
+    Mutation("gradients that wait on the host are planned for the device", "_interop/rotated.py", "with_kind(sharding, HOST_KIND) if sharding is not None and name in hosts", "with_kind(sharding, HOST_KIND) if sharding is None and name in hosts", "test_pending.py"),
+    Mutation("new parameters divided as XLA likes", "_interop/rotated.py", "return place if is_divisible else None", "return None", "test_pipelined.py -k divided"),
+    Mutation("a carry is finished twice", "_interop/pipelined.py", "        program = self._of(carry)\n        carry.used = True\n", "        program = self._of(carry)\n", "test_pipelined.py -k used_once"),
+    Mutation("a leaf that stays behind on the device", "_analysis/found.py", "if times > given_back[dtype, shape]:", "if times < given_back[dtype, shape]:", "analysis/test_inspect.py"),
+    Mutation("hidden is what is waited for", "_analysis/found.py", "1 - waited / seconds if seconds", "waited / seconds if seconds", "analysis/test_inspect.py"),
+    Mutation("loaded is what is stored", "_analysis/inspection.py", "for t in self.transfers if t.loads)", "for t in self.transfers if not t.loads)", "analysis/test_inspect.py analysis/test_inspect_sharded.py analysis/test_cli.py"),
+    Mutation("a warning is an exit code", "_analysis/commands.py", "if result.errors:", "if result.problems:", "analysis/test_cli.py"),
+    Mutation("NaN passes the self-test", "_analysis/doctor.py", "if not off <= TOLERANCE:", "if off > TOLERANCE:", "analysis/test_cli.py"),
+    Mutation("the rest of what is loaded at the speed of stores", "_analysis/exposure.py", "(loaded - together) / self.load + (stored - together) / self.store", "(loaded - together) / self.store + (stored - together) / self.load", "analysis/test_forecast.py analysis/test_plan_of_files.py"),
+    Mutation("both directions of the link make up its time", "_analysis/timeline.py", "link=max(clock.busy[LOAD], clock.busy[STORE])", "link=clock.busy[LOAD] + clock.busy[STORE]", "aot/test_timeline.py"),
+    Mutation("a copy has the speed of both directions", "_analysis/schedule.py", "2 * nbytes / self.chip.host_link_both", "nbytes / self.chip.host_link_both", "aot/test_timeline.py"),
+    Mutation("the simulation is off the other way", "_analysis/profiled.py", "self.simulated.step / self.step - 1", "self.step / self.simulated.step - 1", "analysis/test_profile.py"),
+    Mutation("a leaf on disk in one slot", "_analysis/setting.py", "2 * option.disk * files.per_host", "option.disk * files.per_host", "analysis/test_plan_of_files.py -k 'drive or drives'"),
+    Mutation("each drive has all of the wear", "_analysis/setting.py", "option.written / n * DAY", "option.written * DAY", "analysis/test_plan_of_files.py -k 'drive or drives or wear'"),
+    Mutation("a host has the state of one device", "_analysis/setting.py", "setting.host.why_not(option.host * setting.devices[1])", "setting.host.why_not(option.host)", "analysis/test_forecast.py"),
+    Mutation("a cgroup's limit is no limit", "_analysis/host.py", "return min((n for n in (self.available, self.cgroup) if n is not None), default=None)", "return max((n for n in (self.available, self.cgroup) if n is not None), default=None)", "analysis/test_forecast.py analysis/test_plan_of_files.py -k 'cgroup or pool or host_memory'"),
+    Mutation("a group before another that it reads from", "_drive/segments.py", "        defs.update(dict.fromkeys(group.makes, ready[-1]))\n", "", "test_segments.py"),
+    Mutation("the device waits for the file", "_drive/segments.py", "bisect.bisect_left(cuts, at) + 1, len", "bisect.bisect_left(cuts, at), len", "test_segments.py -k disk"),
+    Mutation("cut, the pass may take twice the memory", "_drive/segments.py", "if max(each[worst]) <= ALIKE * most:", "if max(each[worst]) <= 2 * ALIKE * most:", "test_segments.py"),
+    Mutation("arrays that lie beside the pass are not counted", "_drive/segments.py", "beside = alive - sum(here.get(v, 0) for v in {*task.inputs})", "beside = 0", "test_segments.py"),
+    Mutation("a last program with next to no arithmetic", "_drive/cuts.py", " or total - done[place] < LEAST * total:", ":", "test_segments.py"),
+    Mutation("a program behind each gradient", "_drive/cuts.py", "(cuts and done[place] - done[cuts[-1]] < least)", "False", "test_segments.py"),
+    Mutation("a loop needs nothing but what it reads and makes", "_peak/liveness.py", "alive + event.meanwhile)", "alive)", "analysis/test_liveness.py -k 'loop or estimated or divided'"),
+    Mutation("what is not donated is written over", "_peak/donated.py", "        if d:\n", "        if True:\n", "analysis/test_liveness.py -k 'buffer or loop or estimated or divided'"),
+    Mutation("a gathered parameter counts its own part twice", "_peak/sharded.py", "return nbytes(aval) - max(own, self.own(aval))", "return nbytes(aval)", "analysis/test_liveness.py -k divided"),
     Mutation("a short read goes on anywhere", "_disk/blocks.py", "now -= now % ALIGNED", "now -= 0", DISK),
     Mutation("nobody waits for the one before", "_disk/queues.py", "before = [self._last[group]] if group in self._last else []", "before = []", DISK),
 ]  # fmt: skip
 
 
+def files_of(tests: str) -> list[str]:
+    return [f"tests/{name}" for name in tests.partition(" -k ")[0].split() if name.endswith(".py")]
+
+
 def noticed(folder: Path, tests: str, seconds: float) -> str:
     """The test that fails; empty where none does."""
     env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    places = tests.split(" -k ")
-    files = [f"tests/{name}" for name in places[0].split() if name.endswith(".py")]
-    chosen = ["-k", places[1].split(" test_")[0].strip("'")] if len(places) > 1 else []
-    for what in ([*files, *chosen], ["tests/unit"]):
+    _, _, words = tests.partition(" -k ")
+    chosen = ["-k", words.split(" test_")[0].strip("'")] if words else []
+    for what in ([*files_of(tests), *chosen], ["tests/unit"]):
         command = [sys.executable, "-m", "pytest", "-x", "-q", "--daily", "-p", "no:cacheprovider", *what]
         try:
             done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=seconds)
@@ -125,10 +159,10 @@ def noticed(folder: Path, tests: str, seconds: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--only", default="", help="of which the description or the file has this")
+    parser.add_argument("--only", nargs="+", default=[""], help="of which the description or the file has one of these")
     parser.add_argument("--seconds", type=float, default=600, help="for each run of tests")
     args = parser.parse_args()
-    caught, chosen = 0, [m for m in MUTATIONS if args.only in f"{m.what} {m.file}"]
+    caught, chosen = 0, [m for m in MUTATIONS if any(word in f"{m.what} {m.file}" for word in args.only)]
     print("| broken | in | noticed by |\n|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as temporary:
         folder, start = Path(temporary) / "copy", time.monotonic()

@@ -234,6 +234,22 @@ def test_values_on_disk(rows, disk, monkeypatch):
     assert found.index("group") < len(found) - 1 - found[::-1].index("before")
 
 
+def test_a_group_waits_for_another_that_has_rows_of_its_parameter(disk, monkeypatch):
+    """``order=`` has the layers against the order of their gradients, and a group has rows of two of them: the next
+    one, whose gradient is there before, reads what that one has made of its parameter."""
+    part = 2 * WIDTH * WIDTH  # bytes: a quarter of a layer's state
+    monkeypatch.setattr(segments, "ALIKE", 10)  # the others' gradients wait meanwhile
+    monkeypatch.setattr(by_rows, "PART_BYTES", part)
+    monkeypatch.setattr(stages, "GROUP_BYTES", 3 * part)
+    tx, params = jo.offload(ADAMW, min_bytes=1024, disk=disk, order=[f"layer_{k}" for k in range(N)]), model()
+    step, state = jo.jit(step_of(tx)), tx.init(params)
+    want = jax.jit(step_of(ADAMW))(params, jo.to_device(state), X)
+    got = step(params, state, X)
+    assert_same(jo.to_device(got), want, "one update")
+    found = names(driven_by(step))
+    assert found == ["before"] * 2 + ["group"] * 6  # cut behind the last layer's gradient alone
+
+
 def test_small_leaves_on_the_device_hold_nothing_up(disk):
     """Their update needs all of their gradients, and stands beside numbers that the groups wait for."""
 
@@ -414,7 +430,68 @@ def test_more_memory_is_not_taken(monkeypatch, in_one_piece):
     assert careful <= 1.001 * most() < careless
 
 
+@pytest.mark.parametrize(("times", "why"), [(1, ""), (1.02, segments.PEAK)])
+def test_two_percent_more_memory_are_too_much(times, why, monkeypatch):
+    class Staged(Exception):
+        pass
+
+    def staged(*given):
+        raise Staged(*given)
+
+    def estimates(step, donated):
+        n = sum(stage.name == stages.BEFORE for stage in step.stages)
+        most = 1000 if n == 1 else int(1000 * times)
+        return [(most, most)] * n, [*range(n)]
+
+    monkeypatch.setattr(run, "in_segments", staged)  # nothing is compiled
+    with pytest.raises(Staged) as found:
+        run_once(offload(), params=model(layers=2))
+    monkeypatch.setattr(segments, "peaks", estimates)
+    assert segments.in_segments(*found.value.args)[1] == why
+
+
+def test_arrays_that_lie_beside_the_pass_count():
+    """What only follows the update reads, is on the device meanwhile."""
+
+    def estimates(size):
+        def step(params, state, x, other):
+            params, state, value = step_of(tx)(params, state, x)
+            return params, state, value, other * params["layer_0"].sum()
+
+        tx, params = offload(), model(layers=2)
+        jitted = jo.jit(step)
+        jitted(params, tx.init(params), X, jnp.ones(size))
+        return np.array(segments.peaks(driven_by(jitted)._step, set())[0])
+
+    np.testing.assert_array_equal(estimates(2**20) - estimates(2**10), 4 * (2**20 - 2**10))
+
+
 # ---- the cut -------------------------------------------------------------------------------------------------------
+
+
+def cuts_in(loss, layers):
+    params = model(layers=layers)
+    jaxpr = jaxpr_of(jax.grad(loss), params, X)[0].jaxpr
+    made = {v: k + 1 for k, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+    return cuts.cuts_of(jaxpr, [made[v] for v in jaxpr.outvars], [set() for _ in params])
+
+
+def test_programs_are_at_most_eight():
+    found = cuts_in(loss_of(plain_layer), 20)
+    assert 4 <= len(found) < cuts.MOST and found == sorted({*found})
+
+
+def test_too_little_is_left_for_a_program_of_its_own():
+    """The first gradients are there when less than a sixteenth of the arithmetic is not yet done."""
+
+    def behind(times):
+        def loss(params, x):  # of its loop there is no gradient, as nothing in it is a parameter
+            x = jax.lax.fori_loop(0, times, lambda _, x: jnp.tanh(x @ x[:WIDTH]), x)
+            return loss_of(plain_layer)(params, x)
+
+        return loss
+
+    assert len(cuts_in(behind(4), 2)) == 1 and cuts_in(behind(40), 2) == []
 
 
 @pytest.mark.parametrize("at", [[1], [3], [2, 5], [4, 9, 12]])

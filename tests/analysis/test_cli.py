@@ -16,7 +16,10 @@ from click.testing import CliRunner
 
 import jax_offload as jo
 from jax_offload._analysis import cli, doctor
+from jax_offload._analysis import commands as commands_of
 from jax_offload._analysis.commands import commands
+from jax_offload._analysis.found import Problem, Transfer
+from jax_offload._analysis.inspection import Inspection
 from jax_offload._analysis.synthetic import described, shape_of
 
 SEVEN = "plan --params 7e9 --param-dtype bfloat16 --master float32".split()
@@ -186,6 +189,25 @@ def test_inspect(tmp_path, monkeypatch):
     assert "no folder 'no'" in run("inspect", "steps_for_test:offloaded", "--timeline", "no/x.png").output
 
 
+def test_a_warning_of_inspect_is_no_error(tmp_path, monkeypatch):
+    """By the exit code; what is loaded and what is stored are told apart."""
+    found = [Problem("a warning", error=False)]
+    moved = Transfer("a", True, 3, 1, 1.0, ""), Transfer("b", False, 5, 1, 1.0, "")
+
+    def inspect_of(*args, **kwargs):
+        seen = Inspection("h200", 0, {}, 0, 0, moved, (), tuple(found), None, compiled_for=True)
+        assert (seen.loaded, seen.stored) == (3, 5)
+        return seen
+
+    (tmp_path / "steps_for_test.py").write_text(STEPS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(commands_of, "inspect_of", inspect_of)
+    done = run("inspect", "steps_for_test:offloaded")
+    assert done.exit_code == 0 and "a warning" in done.stdout
+    found.append(Problem("an error"))
+    assert run("inspect", "steps_for_test:offloaded").exit_code == 6
+
+
 def test_the_shape_of_a_model():
     assert shape_of(7 * 10**9, None, None) == (34, 4096)
     assert shape_of(70 * 10**9, 80, 8192) == (80, 8192)
@@ -211,6 +233,14 @@ def test_the_doctor_tells_what_does_not_work(monkeypatch):
     monkeypatch.setattr(doctor, "offload", lambda inner: 1 / 0)
     assert "ZeroDivisionError" in doctor.examine().checks[-1].says
     assert run("doctor").exit_code == 7
+
+
+def test_numbers_that_are_nan_do_not_pass_the_doctor(monkeypatch):
+    broken = optax.chain(optax.adamw(1e-3), optax.scale(float("nan")))
+    monkeypatch.setattr(doctor, "offload", lambda inner: jo.offload(broken))
+    monkeypatch.setattr(doctor, "STEPS", 1)
+    check = doctor._self_test(jax.devices()[0])
+    assert check.kind == "bad" and "differ from the resident ones by nan" in check.says
 
 
 def test_what_to_install(monkeypatch, capsys):

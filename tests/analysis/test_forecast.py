@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
 from jax_offload._analysis import on_cores
+from jax_offload._analysis import plan as planning
 from jax_offload._analysis.host import POOL_DEFAULT, HostMemory, host_memory
 from jax_offload._analysis.units import bytes_of, in_bytes, in_seconds
 
@@ -166,6 +167,26 @@ def test_bytes_as_people_write_them():
 def test_seconds_as_people_read_them():
     said = [in_seconds(t) for t in (0, 3.24e-9, 1e-6, 0.00004567, 0.0019, 0.0999, 0.12345, 12.345)]
     assert said == ["0", "0.0032 µs", "1.0 µs", "45.7 µs", "1.9 ms", "99.9 ms", "123 ms", "12.35 s"]
+
+
+def test_a_link_that_loads_at_another_speed_than_it_stores():
+    """What is left of one direction goes at the speed of that one alone."""
+    link = jo.Link(load=10.0, store=20.0, both=5.0)
+    assert link.seconds(30, 10) == 10 / 5 + 20 / 10
+    assert link.seconds(10, 50) == 10 / 5 + 40 / 20
+    assert link.one_after_the_other(30, 10) == 30 / 10 + 10 / 20
+
+
+def test_host_memory_is_that_of_all_devices_of_a_host(monkeypatch):
+    """3 GiB of state over 8 of 16 devices: 1.5 GiB of each of two, and 12 GiB of a host."""
+    there = NamedSharding(AbstractMesh((8, 2), ("data", "model")), P(None, None, "model"))
+    params = {"w": jax.ShapeDtypeStruct((24, 4096, 4096), jnp.float32, sharding=there)}
+
+    def why_not(gib):
+        monkeypatch.setattr(planning, "host_memory", lambda: HostMemory(gib * GIB, None, POOL_DEFAULT))
+        return jo.plan(ADAMW, params)["offload"].why_not
+
+    assert "the host has 11.0 GiB available, and the state takes 12.0" in why_not(11) and not why_not(13)
 
 
 def test_the_link_of_what_is_no_device():

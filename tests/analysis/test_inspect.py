@@ -11,6 +11,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_offload as jo
+from jax_offload._analysis.found import Transfer, transfers
+from jax_offload._analysis.schedule import COMPUTE, LOAD, Segment
+from jax_offload._analysis.timeline import Timeline
 from tests.aot.harness import H200, V5E, require
 from tests.aot.model import ADAMW, CLIPPED, loss, parameters, step_of
 
@@ -218,6 +221,13 @@ def test_arithmetic_on_the_host_is_named(target):
     (found,) = (p for p in seen.problems if not p.error)
     assert "jit(fun)/mul is computed by the host's cores" in found.what
     assert found.leaf == "s[0].mu['w000'] and 3 more"
+
+
+def test_the_share_of_a_transfer_that_is_hidden():
+    """Eight of ten seconds, behind the operation that takes most of them; the rest is waited for."""
+    ran = Segment(COMPUTE, 0, 1, "tanh"), Segment(COMPUTE, 1, 8, "matmul"), Segment(LOAD, 0, 10, "w", 100, waited=8)
+    played = Timeline(10, 8, 10, 0, 2, 0, 100, 0, segments=ran)
+    assert transfers(played) == (Transfer("w", True, 100, 1, pytest.approx(0.8), "matmul"),)
 
 
 def test_how_it_prints():

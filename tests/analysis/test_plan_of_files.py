@@ -172,9 +172,7 @@ def test_a_drive_that_is_too_small():
     assert "the files take 1.50 GiB, and there is room for 954 MiB" in row.why_not
 
 
-@pytest.mark.parametrize(
-    ("spec", "shard_over", "shards"), [(P("data"), None, 2), (P(), "data", 2), (P(), None, 1)]
-)
+@pytest.mark.parametrize(("spec", "shard_over", "shards"), [(P("data"), None, 2), (P(), "data", 2), (P(), None, 1)])
 def test_devices_of_a_host_share_its_drives(spec, shard_over, shards):
     """Two devices have half of the state each, or all of it, and the files have it once."""
     there = NamedSharding(AbstractMesh((2,), ("data",)), spec)
