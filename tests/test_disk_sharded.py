@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import jax_offload as jo
 from jax_offload._base.on_disk import is_on_disk
 from jax_offload._drive import stages
-from jax_offload._extents import box_of, boxes_of, gathered, whole
+from jax_offload._extents import box_of, boxes_of, gathered, hull
 from tests.support.rows import rows
 from tests.support.trees import assert_close
 
@@ -319,7 +319,7 @@ def test_any_box_of_any_parts():
     specs = [P(), P("data"), P(None, ("fsdp", "tensor")), P(("data", "fsdp"), "tensor"), P("tensor", "data")]
     for mine in specs:
         parts = [(box, cut(x, box)) for box in boxes_of(NamedSharding(mesh, mine), x.shape)]
-        assert whole(box for box, _ in parts) == ((0, 16), (0, 24))
+        assert hull(box for box, _ in parts) == ((0, 16), (0, 24))
         for theirs in specs:
             for box in boxes_of(NamedSharding(mesh, theirs), x.shape):
                 np.testing.assert_array_equal(gathered(parts, box), cut(x, box))
