@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,23 +15,47 @@ from jax_offload._base.paths import matches
 Select = Any  # None | bool prefix tree | Callable[[str, ShapeDtypeStruct], bool] | str | Sequence[str]
 
 
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """An option as regular expressions: of those that are found in a parameter's path the first one counts.
+
+    Attributes:
+      patterns: they.
+      values: what each of them says.
+      otherwise: what holds for a parameter in whose path none is found.
+    """
+
+    patterns: tuple[str, ...]
+    values: tuple[Any, ...]
+    otherwise: Any
+
+    def numbers(self, name: str, names: Sequence[str]) -> list[int]:
+        """For each parameter the number of its rule; -1: it has none. Of no parameters there is nothing to say."""
+        hits = matches(name, self.patterns, names) if names else []
+        return [next((k for k, hit in enumerate(hits) if i in hit), -1) for i in range(len(names))]
+
+
 def is_scalar(said: Any) -> bool:
     """Whether an option is one number for all parameters."""
     return isinstance(said, (int, float, np.floating))
 
 
-def per_parameter(name: str, prefix: Any, params: Any) -> list[Any]:
-    """The option ``name``, a number or a prefix of the tree of ``params``, for each of them."""
-    n = len(jax.tree.leaves(params))
-    return [prefix] * n if is_scalar(prefix) or not n else _broadcast(name, prefix, params)
+def per_parameter(name: str, said: Any, params: Any, names: Sequence[str]) -> list[Any]:
+    """The option ``name`` for each parameter: a number, a prefix of their tree, or ``Rules`` for their paths."""
+    if isinstance(said, Rules):
+        return [said.otherwise if k < 0 else said.values[k] for k in said.numbers(name, names)]
+    return [said] * len(names) if is_scalar(said) or not names else _broadcast(name, said, params)
 
 
-def subtrees(fraction: Any, params: Any, owner: Callable, paths_state: list) -> list[int]:
-    """For every state leaf, the number of the subtree of ``fraction`` that governs it; -1: none does."""
-    if is_scalar(fraction) or not jax.tree.leaves(params):
+def subtrees(name: str, said: Any, params: Any, names: Sequence[str], owner: Callable, paths_state: list) -> list[int]:
+    """For every state leaf, the number of the subtree, or rule, of the option that governs it; -1: none does."""
+    if is_scalar(said) or not names:
         return [0] * len(paths_state)
-    numbered = jax.tree.unflatten(jax.tree.structure(fraction), range(len(jax.tree.leaves(fraction))))
-    groups = _broadcast("fraction", numbered, params)
+    if isinstance(said, Rules):
+        groups = said.numbers(name, names)
+    else:
+        numbered = jax.tree.unflatten(jax.tree.structure(said), range(len(jax.tree.leaves(said))))
+        groups = _broadcast(name, numbered, params)
     return [-1 if (i := owner(path)) is None else groups[i] for path, _ in paths_state]
 
 

@@ -101,7 +101,9 @@ def offload(
         gradients go down, parameters come up, and the state never moves (ZeRO-Offload, Ren et al. 2021); or both at
         once: the share of those bytes that the host's cores update, a float in [0, 1]. They take the leaves whose
         gradients are there first, whole parameters at a time. Or a pytree prefix of the parameters with one of these
-        per subtree. What is on the host stays as ``init`` gives it, in pinned host memory. Only a step of
+        per subtree; or rules, ``[("embed", "host"), ("layers_.*/mlp", 0.5)]``, regular expressions searched in a
+        parameter's path: the first that is found counts, where none is it is the device, and one that matches no
+        parameter is an error. What is on the host stays as ``init`` gives it, in pinned host memory. Only a step of
         ``jax_offload.jit`` can do this, which is then several programs (docs/host_or_device.md).
       disk: a ``jax_offload.disk``, whose files hold what is beyond its ``host_bytes`` of what would be in host memory.
         Each step of ``jax_offload.jit`` reads it, updates it on the device and writes it, group by group. In the state

@@ -115,11 +115,11 @@ class Policy:
 def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
     """One ``Leaf`` for every leaf of ``state`` (arrays or abstract values), in the order of its flattening."""
     paths_params = jax.tree_util.tree_flatten_with_path(params)[0]
-    fractions = per_parameter("fraction", policy.fraction, params)
     owner = owners([path for path, _ in paths_params])
     paths_state = jax.tree_util.tree_flatten_with_path(state)[0]
     order = ranks(state, params, policy.order)
     names = names_of([path for path, _ in paths_params])
+    fractions = per_parameter("fraction", policy.fraction, params, names)
     selected = selector(policy.select, params, [(name, p) for name, (_, p) in zip(names, paths_params, strict=True)])
     by_params = policy.select is not None or not is_scalar(policy.fraction)
 
@@ -141,10 +141,10 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
                  None if i is None else names[i], i, False, why, order[index],
                  policy.shard_over if like_param else ())
         )  # fmt: skip
-    placed = _take(leaves, groups, subtrees(policy.fraction, params, owner, paths_state))
+    placed = _take(leaves, groups, subtrees("fraction", policy.fraction, params, names, owner, paths_state))
     placed = placed if policy.host_bytes is None else _with_disk(placed, policy.host_bytes)
-    shares = per_parameter("update_on", policy.update_on, params)
-    return _with_cores(placed, shares, subtrees(policy.update_on, params, owner, paths_state))
+    shares = per_parameter("update_on", policy.update_on, params, names)
+    return _with_cores(placed, shares, subtrees("update_on", policy.update_on, params, names, owner, paths_state))
 
 
 def place_next(policy: Policy, state: Any, plan: list[Leaf], after: Any, params: Any) -> list[Leaf]:

@@ -105,7 +105,9 @@ def either(request):
 # ---- the executor ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("share", ["host", 0.3, 0.7, {"layer_1": "device", "layer_2": 0.5, "layer_3": "host"}])
+@pytest.mark.parametrize(
+    "share", ["host", 0.3, 0.7, {"layer_1": "device", "layer_2": 0.5, "layer_3": "host"}, [("layer_[13]", "host")]]
+)
 def test_a_driven_step_is_the_step(share, small_groups):
     tx = offload(update_on=share)
     from_the_same(step_of(tx), step_of(CLIPPED), tx, model())
@@ -547,7 +549,27 @@ def test_shares_go_by_whole_parameters():
     assert share_of_cores({"a": "host", "b": [0.5, "device"]}) == {"a": 1.0, "b": [0.5, 0.0]}
 
 
-@pytest.mark.parametrize("value", ["cpu", True, -0.1, 1.5, None, {"a": "gpu"}])
+def test_rules_by_path():
+    """The first that is found in a path counts; where none is, it is the device. A share is of what a rule is for."""
+    rules = [("layer_2", "device"), ("layer_[23]/w", "host"), ("layer_1", 0.6)]
+    table = jo.placement(offload(update_on=rules), params := model())
+    assert {leaf.param for leaf in table.leaves if leaf.on_cores} == {"layer_3/w", "layer_1/w"}
+    assert {leaf.param for leaf in table.leaves if leaf.host and not leaf.on_cores} >= {"layer_2/w"}
+    assert not any(leaf.on_cores for leaf in jo.placement(offload(update_on=[("layer_1", 0.0)]), params).leaves)
+    # two names of places are a prefix, as of two parameters
+    assert share_of_cores([("host", "device")]) == [(1.0, 0.0)] and share_of_cores(["host", 0.5]) == [1.0, 0.5]
+
+
+@pytest.mark.parametrize("rules", [[("layer_9", "host")], [("layer_(", "host")], [("layer_1", "host"), ("layer_2", 2)]])
+def test_bad_rules(rules):
+    says = {"layer_9": "no parameter's path matches", "layer_(": "is not a regular expression"}.get(
+        rules[0][0], "share in"
+    )
+    with pytest.raises(ValueError, match=f"update_on: .*{says}"):
+        offload(update_on=rules).init(model())
+
+
+@pytest.mark.parametrize("value", ["cpu", True, -0.1, 1.5, None, {"a": "gpu"}, [("a", "gpu")]])
 def test_bad_values(value):
     with pytest.raises(ValueError, match=r"update_on: expected 'device', 'host', the share in \[0, 1\]"):
         jo.offload(optax.adamw(1e-2), update_on=value)
