@@ -9,27 +9,27 @@ import typing as _typing
 from importlib import import_module as _import_module
 from importlib import metadata as _metadata
 
-from jax_offload._convert import from_plain as from_plain
-from jax_offload._convert import to_plain as to_plain
-from jax_offload._files import Disk as Disk
+from jax_offload._files.files import Disk as Disk
+from jax_offload._files.option import disk as disk
 from jax_offload._interop.checkpoint import restore as restore
 from jax_offload._interop.checkpoint import save_args as save_args
 from jax_offload._interop.jit import jit as jit
 from jax_offload._interop.pipelined import pipelined as pipelined
 from jax_offload._interop.xla_options import compiler_options as compiler_options
 from jax_offload._offload import offload as offload
-from jax_offload._on_disk import disk as disk
-from jax_offload._placement import Leaf as Leaf
+from jax_offload._placement.placement import Leaf as Leaf
 from jax_offload._precision.formats import Storage as Storage
 from jax_offload._precision.masters import with_master_params as with_master_params
 from jax_offload._precision.storage import StoredState as StoredState
-from jax_offload._printed import Placement as Placement
-from jax_offload._report import placement as placement
-from jax_offload._state import abstract_state as abstract_state
-from jax_offload._state import state_shardings as state_shardings
-from jax_offload._state import to_device as to_device
-from jax_offload._state import to_host as to_host
-from jax_offload._update import update_params as update_params
+from jax_offload._report.printed import Placement as Placement
+from jax_offload._report.report import placement as placement
+from jax_offload._state.convert import from_plain as from_plain
+from jax_offload._state.convert import to_plain as to_plain
+from jax_offload._state.state import abstract_state as abstract_state
+from jax_offload._state.state import state_shardings as state_shardings
+from jax_offload._state.state import to_device as to_device
+from jax_offload._state.state import to_host as to_host
+from jax_offload._update.update_params import update_params as update_params
 
 if _typing.TYPE_CHECKING:
     from jax_offload._analysis.chips import Chip as Chip

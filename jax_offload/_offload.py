@@ -10,7 +10,6 @@ import jax
 import optax
 from jax.core import Tracer
 
-from jax_offload._arguments import check_gradients, check_inner, check_params, check_places
 from jax_offload._base import memory as _memory
 from jax_offload._base.around import Remembered, around, remember, shardings_of, unambiguous
 from jax_offload._base.arrays import Offloaded, is_array, is_integer
@@ -19,24 +18,25 @@ from jax_offload._base.donation import guarded
 from jax_offload._base.eager import compiled_where_eager
 from jax_offload._base.on_disk import opened
 from jax_offload._base.shardings import Layouts, Shardings, inside_shard_map
-from jax_offload._by_parameter import Select
-from jax_offload._cores import share_of_cores
-from jax_offload._created import created, refused
 from jax_offload._emit.skip import updated_unless
-from jax_offload._features import adopted, checked_update, look
-from jax_offload._files import Disk
-from jax_offload._home import Home, check_eager, check_not_in_pmap, returned
-from jax_offload._on_disk import budget_of, check_disk, places_of
-from jax_offload._placement import Leaf, Policy, marked, place, place_next, warn_of_nothing
+from jax_offload._files.created import created, refused
+from jax_offload._files.files import Disk
+from jax_offload._files.option import budget_of, check_disk, places_of
+from jax_offload._placement.by_parameter import Select
+from jax_offload._placement.cores import share_of_cores
+from jax_offload._placement.home import Home, check_eager, check_not_in_pmap, returned
+from jax_offload._placement.placement import Leaf, Policy, marked, place, place_next, warn_of_nothing
+from jax_offload._placement.zero import axes_of, check_not_manual, check_typed, partitions, resharded, resharded_state
 from jax_offload._plan.options import Options
 from jax_offload._plan.order import Order
 from jax_offload._precision.storage import rules_of
 from jax_offload._precision.with_storage import with_storage
-from jax_offload._streamed import streamed
-from jax_offload._traced_init import placed_leaves
-from jax_offload._update import sharded_params
-from jax_offload._wrappers import adopt_multi_steps
-from jax_offload._zero import axes_of, check_not_manual, check_typed, partitions, resharded, resharded_state
+from jax_offload._state.traced_init import placed_leaves
+from jax_offload._state.wrappers import adopt_multi_steps
+from jax_offload._update.arguments import check_gradients, check_inner, check_params, check_places
+from jax_offload._update.features import adopted, checked_update, look
+from jax_offload._update.streamed import streamed
+from jax_offload._update.update_params import sharded_params
 
 DEFAULT_MIN_BYTES = 2**16  # below this a transfer costs the link its latency (about 10 us) rather than its bytes
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import jax_offload as jo
 from jax_offload._base.on_disk import is_on_disk
 from jax_offload._drive import stages
-from jax_offload._extents import box_of, boxes_of, gathered, hull
+from jax_offload._files.extents import box_of, boxes_of, gathered, hull
 from tests.support.rows import rows
 from tests.support.trees import assert_close
 

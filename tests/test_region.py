@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jax_offload as jo
 from jax_offload._emit.find import updates_in
 from jax_offload._emit.region import NAME
-from jax_offload._step import cut_step
+from jax_offload._step.cut import cut_step
 
 HOST = jax.memory.Space.Host
 TX = jo.offload(optax.adamw(1e-2), min_bytes=0)

@@ -19,9 +19,9 @@ from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from jax_offload._cores import first_up_to, share_of_cores
 from jax_offload._drive import by_parts, loops, run, stages
 from jax_offload._drive.cores import Cores, cores_beside
+from jax_offload._placement.cores import first_up_to, share_of_cores
 from tests.support import optimizers as table
 from tests.support.optimizers import TABLE, assert_same, copied
 from tests.support.rows import rows

@@ -17,7 +17,7 @@ from jax_offload._base.memory import HOST_KIND
 from jax_offload._base.on_disk import Place
 from jax_offload._disk.files import Files
 from jax_offload._drive.files import DEPTH
-from jax_offload._files import Disk
+from jax_offload._files.files import Disk
 
 
 class Counted(Files):

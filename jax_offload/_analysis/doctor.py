@@ -18,7 +18,7 @@ from jax_offload._analysis.units import in_bytes
 from jax_offload._base.memory import HOST_KIND
 from jax_offload._interop.jit import jit
 from jax_offload._offload import offload
-from jax_offload._update import update_params
+from jax_offload._update.update_params import update_params
 
 STEPS = 5
 TOLERANCE = 1e-5  # of the resident run's numbers; XLA may round otherwise where a fusion ends

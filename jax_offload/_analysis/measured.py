@@ -14,10 +14,10 @@ from jax_offload._analysis.streams import Streams, streams
 from jax_offload._analysis.ways import Way
 from jax_offload._base.around import described
 from jax_offload._base.shardings import sharding_of
-from jax_offload._placement import Leaf
-from jax_offload._report import table_and_trace, traced
-from jax_offload._traced_init import placed_leaves
-from jax_offload._update import update_params
+from jax_offload._placement.placement import Leaf
+from jax_offload._report.report import table_and_trace, traced
+from jax_offload._state.traced_init import placed_leaves
+from jax_offload._update.update_params import update_params
 
 # Tracing an update takes seconds for a thousand leaves. Beyond so many only one way is traced; what the others move,
 # and their windows, follow from that by their bytes.

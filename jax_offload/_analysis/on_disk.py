@@ -17,7 +17,7 @@ from jax_offload._base.memory import is_host_aval
 from jax_offload._drive.files import DEPTH
 from jax_offload._drive.stages import GROUP_BYTES
 from jax_offload._emit.region import Update
-from jax_offload._placement import Leaf
+from jax_offload._placement.placement import Leaf
 from jax_offload._plan.by_rows import parts_of, rows_in_part
 from jax_offload._plan.plan import Planned
 

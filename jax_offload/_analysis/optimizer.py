@@ -35,13 +35,13 @@ from jax_offload._analysis.ways import (
     ways,
     without_cores,
 )
-from jax_offload._arguments import check_params
 from jax_offload._base.arrays import Offloaded, nbytes
 from jax_offload._base.shardings import sharding_of, shards_of
-from jax_offload._placement import Leaf, unmanaged
+from jax_offload._placement.placement import Leaf, unmanaged
 from jax_offload._plan.decide import LEAST_WINDOW
-from jax_offload._report import table_and_trace
-from jax_offload._traced_init import placed_leaves
+from jax_offload._report.report import table_and_trace
+from jax_offload._state.traced_init import placed_leaves
+from jax_offload._update.arguments import check_params
 
 LABELS = (
     ("parameters, gradients, state, host, each way, window", "exact"),

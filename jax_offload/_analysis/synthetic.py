@@ -11,7 +11,7 @@ import optax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jax_offload._analysis.ways import eight_bits
-from jax_offload._files import Disk
+from jax_offload._files.files import Disk
 from jax_offload._offload import offload
 from jax_offload._precision.masters import with_master_params
 

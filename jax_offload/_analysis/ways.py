@@ -16,7 +16,7 @@ from jax.tree_util import keystr
 from jax_offload._analysis.setting import ON_DISK
 from jax_offload._base.arrays import Offloaded
 from jax_offload._base.shardings import names_in, sharding_of
-from jax_offload._files import Disk
+from jax_offload._files.files import Disk
 from jax_offload._offload import DEFAULT_MIN_BYTES, offload
 
 ON_THE_CORES = "on the cores"

@@ -42,8 +42,8 @@ from jax_offload._peak.flattened import flattened, loop_of
 from jax_offload._peak.liveness import peak
 from jax_offload._peak.sharded import Division, collectives, division_of, gathered_ahead
 from jax_offload._plan.in_scan import InScan
-from jax_offload._report import traced, unwrapped
-from jax_offload._rewritten import rewritten
+from jax_offload._report.report import traced, unwrapped
+from jax_offload._step.rewritten import rewritten
 
 LABELS = (("host, each way, window", "exact"), ("peak, activations, hidden, added", "estimated, from the trace"))
 # What XLA's scheduler puts off where the layers are not in one scan: the most that was seen above the estimate

@@ -31,7 +31,7 @@ from jax_offload._drive.tasks import Task, tasks_of
 from jax_offload._drive.undivided import without_mesh
 from jax_offload._emit.find import holds_driven_update
 from jax_offload._ir.program import flat
-from jax_offload._step import cut_step, unguarded
+from jax_offload._step.cut import cut_step, unguarded
 
 Jit = Callable[..., Any]
 

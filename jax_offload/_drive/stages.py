@@ -26,7 +26,7 @@ from jax_offload._emit.serialise import Serialise, is_large
 from jax_offload._ir.shares import structure
 from jax_offload._ir.slices import Slice, slice_of
 from jax_offload._plan.plan import Chunked, Planned
-from jax_offload._step import Cut
+from jax_offload._step.cut import Cut
 
 # Bytes of the state in a group: a program of the cores takes about 10 ms for them, a hundred times what it takes to
 # start one, and the parameters of the last group are all that is brought back while nothing is updated.

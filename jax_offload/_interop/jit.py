@@ -18,7 +18,7 @@ from jax_offload._base.on_disk import UpdatedFromDisk
 from jax_offload._drive.jitted import DrivenJit
 from jax_offload._emit.region import UpdatedOnCores
 from jax_offload._interop.xla_options import compiler_options, options_for_sending
-from jax_offload._rewritten import rewritten
+from jax_offload._step.rewritten import rewritten
 
 
 def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Any:

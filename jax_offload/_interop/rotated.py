@@ -18,7 +18,7 @@ from jax_offload._emit.find import is_update
 from jax_offload._interop import pending
 from jax_offload._interop.jit import Jitted
 from jax_offload._ir.program import flat
-from jax_offload._step import Cut, cut_step
+from jax_offload._step.cut import Cut, cut_step
 
 Values = dict[str, Any]
 Kept = tuple[Values, Values, Values]

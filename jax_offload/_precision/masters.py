@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jax_offload._arguments import check_inner
 from jax_offload._base.arrays import Offloaded
 from jax_offload._base.marks import mark, mark_of
 from jax_offload._base.memory import on_host, to_device
 from jax_offload._base.shardings import constrained, typed_sharding
+from jax_offload._update.arguments import check_inner
 
 LANDING = "brings a parameter to its master"  # what the trace says of an update
 

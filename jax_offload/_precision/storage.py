@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jax_offload._base import memory
 from jax_offload._base.composite import composite
 from jax_offload._base.paths import KeyPath
-from jax_offload._placement import stays
+from jax_offload._placement.placement import stays
 from jax_offload._precision.elements import mixed
 from jax_offload._precision.formats import Storage, decode, encode, encoded_shapes
 from jax_offload._precision.masters import MasterState

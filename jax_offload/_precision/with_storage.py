@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import keystr
 
-from jax_offload._features import checked_update
-from jax_offload._placement import stays
+from jax_offload._placement.placement import stays
 from jax_offload._precision.formats import Storage
 from jax_offload._precision.storage import (
     Rules,
@@ -25,6 +24,7 @@ from jax_offload._precision.storage import (
     plain,
     stored,
 )
+from jax_offload._update.features import checked_update
 
 
 class WithStorage(optax.GradientTransformationExtraArgs):

@@ -14,7 +14,7 @@ from jax_offload._analysis.work import all_flops, seconds
 from jax_offload._peak.donated import donations
 from jax_offload._peak.liveness import peak
 from jax_offload._peak.sharded import Division, collectives
-from jax_offload._report import traced
+from jax_offload._report.report import traced
 from tests.aot.cases import device_sharding
 from tests.aot.harness import H200, require
 from tests.aot.model import ADAMW, CLIPPED, loss, parameters, step_of

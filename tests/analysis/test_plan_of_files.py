@@ -23,7 +23,7 @@ from jax_offload._analysis.on_disk import AHEAD, BEHIND, HELD, files_in
 from jax_offload._base.memory import is_host_aval
 from jax_offload._drive import stages
 from jax_offload._emit.find import updates_in
-from jax_offload._files import Disk
+from jax_offload._files.files import Disk
 from jax_offload._plan import by_rows
 
 MIB, DAY = 2**20, 86_400

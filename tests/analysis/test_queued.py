@@ -10,8 +10,8 @@ import jax_offload as jo
 from jax_offload._analysis.chips import chip
 from jax_offload._analysis.exposure import link_of
 from jax_offload._analysis.queued import in_pieces
-from jax_offload._report import traced
-from jax_offload._rewritten import rewritten
+from jax_offload._report.report import traced
+from jax_offload._step.rewritten import rewritten
 from tests.aot.model import ADAMW, CLIPPED, step_of
 
 MIB = 2**20

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_offload as jo
-from jax_offload._rewritten import rewritten
+from jax_offload._step.rewritten import rewritten
 from tests.aot.harness import MIB, Measured, measure, mesh_for
 from tests.aot.model import loss, parameters, step_of
 

@@ -19,7 +19,7 @@ from benchmarks.harness import systems
 from benchmarks.harness.cases import SHAPES, Shape
 from benchmarks.harness.systems import OURS
 from benchmarks.in_jax.system import program
-from jax_offload._rewritten import rewritten as whole
+from jax_offload._step.rewritten import rewritten as whole
 from tests.aot.cases import device_sharding
 from tests.aot.harness import H200, MIB, Measured, measure, mesh_for
 from tests.aot.model import ADAMW, CLIPPED, loss, parameters, step_of

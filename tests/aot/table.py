@@ -27,7 +27,7 @@ from benchmarks.in_jax.system import program
 from benchmarks.in_jax.recipe import usual_recipe
 from benchmarks.harness.systems import OURS, RECIPE, RESIDENT
 from jax.sharding import PartitionSpec as P
-from jax_offload._rewritten import rewritten as whole_step
+from jax_offload._step.rewritten import rewritten as whole_step
 
 from tests.aot.biases import biases
 from tests.aot.cases import (

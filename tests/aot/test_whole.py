@@ -14,7 +14,7 @@ from benchmarks.harness import systems
 from benchmarks.harness.cases import SHAPES
 from benchmarks.in_jax.system import program
 from jax_offload._analysis.hlo import computations
-from jax_offload._rewritten import rewritten as whole
+from jax_offload._step.rewritten import rewritten as whole
 from tests.aot.cases import device_sharding, in_float32, measure_sharded, measure_step, measure_update
 from tests.aot.harness import H200, MIB, V5E, V5E_2X2, measure, require
 from tests.aot.model import ADAMW, loss, parameters

@@ -8,10 +8,10 @@ from contextlib import suppress
 import jax
 import pytest
 
-from jax_offload import _together
 from jax_offload._base import processes
 from jax_offload._disk import manifest
 from jax_offload._disk.layout import Entry
+from jax_offload._files import together
 from tests.disk.faulty import NO_SPACE, Faulty, error, extra_of, same, values
 
 GROUPS = [[Entry("a/mu", (40,), "float32")], [Entry("b/mu", (20, 3), "float32")]]
@@ -65,7 +65,7 @@ def two(monkeypatch):
     found = Processes()
     monkeypatch.setattr(jax, "process_count", lambda: found.n)
     monkeypatch.setattr(jax, "process_index", lambda: NOW.process)
-    for module in (processes, _together):
+    for module in (processes, together):
         monkeypatch.setattr(module, "allgathered", found.allgathered)
     return found
 
@@ -107,11 +107,11 @@ def write(store, process, step):
 
 def run(place, files, process, steps, store=None, run="first"):
     """Makes a store, or goes on with it, and commits these steps; says which ended."""
-    store = store or _together.created([place], GROUPS, files)
+    store = store or together.created([place], GROUPS, files)
     ended = []
     for step in steps:
         write(store, process, step)
-        _together.committed(store, step, lambda step=step: extra_of(step), run)
+        together.committed(store, step, lambda step=step: extra_of(step), run)
         ended.append(step)
     store.close()
     return ended
@@ -119,7 +119,7 @@ def run(place, files, process, steps, store=None, run="first"):
 
 def opened(place, process):
     """The step that a process opens at, whole; 0 where there is no commit."""
-    if (store := _together.opened([place], None)) is None:
+    if (store := together.opened([place], None)) is None:
         return 0
     with store:
         for group, arrays in enumerate(mine(process, store.step)):
@@ -146,10 +146,10 @@ def test_one_is_killed_at_any_call(two, tmp_path, killed, every):
         ended, stores = [0, 0], []
 
         def one(k, place=place, files=files, ended=ended, stores=stores):
-            stores.append(store := _together.created([place], GROUPS, files[k]))
+            stores.append(store := together.created([place], GROUPS, files[k]))
             for step in (1, 2, 3):
                 write(store, k, step)
-                _together.committed(store, step, lambda step=step: extra_of(step), "first")
+                together.committed(store, step, lambda step=step: extra_of(step), "first")
                 ended[k] = step
 
         assert isinstance(two.run(one)[killed], Killed)
@@ -165,7 +165,7 @@ def test_one_is_killed_at_any_call(two, tmp_path, killed, every):
         begin = found[-1]
 
         def on(k, place=place, begin=begin):
-            store = _together.opened([place], None) if begin else None
+            store = together.opened([place], None) if begin else None
             return run(place, None, k, [begin + 1, begin + 2], store, "second")
 
         assert two.run(on) == [[begin + 1, begin + 2]] * 2
@@ -186,13 +186,13 @@ def test_one_has_swapped_and_the_other_not(two, tmp_path, apart):
     files = [Faulty(), Faulty(fault)]
 
     def one(k):
-        store = _together.created([tmp_path], GROUPS, files[k])
+        store = together.created([tmp_path], GROUPS, files[k])
         write(store, k, 1)
-        _together.committed(store, 1, lambda: extra_of(1), "first")
+        together.committed(store, 1, lambda: extra_of(1), "first")
         NOW_SECOND[0] = True
         write(store, k, 2)
         try:
-            _together.committed(store, 2, lambda: extra_of(2), "first")
+            together.committed(store, 2, lambda: extra_of(2), "first")
         finally:
             store._directories.close()
 
@@ -204,13 +204,13 @@ def test_a_full_disk_in_one_is_an_error_in_all(two, tmp_path):
     files = [Faulty(), Faulty()]
 
     def one(k):
-        store = _together.created([tmp_path], GROUPS, files[k])
+        store = together.created([tmp_path], GROUPS, files[k])
         write(store, k, 1)
-        _together.committed(store, 1, lambda: extra_of(1), "first")
+        together.committed(store, 1, lambda: extra_of(1), "first")
         files[1].fault = error(NO_SPACE, "write", file=manifest.NEXT)
         write(store, k, 2)
         try:
-            _together.committed(store, 2, lambda: extra_of(2), "first")
+            together.committed(store, 2, lambda: extra_of(2), "first")
         except Exception as raised:
             with pytest.raises(ValueError, match="stopped when a commit failed"):
                 store.prepare(2, extra_of(2), manifest.Together(3, "first"))
@@ -226,7 +226,7 @@ def test_a_full_disk_in_one_is_an_error_in_all(two, tmp_path):
 
 def test_what_is_wrong_with_the_tree_stops_nothing(two, tmp_path):
     def one(k):
-        store = _together.created([tmp_path], GROUPS, None)
+        store = together.created([tmp_path], GROUPS, None)
         write(store, k, 1)
 
         def beside():
@@ -235,8 +235,8 @@ def test_what_is_wrong_with_the_tree_stops_nothing(two, tmp_path):
             return extra_of(1)
 
         with pytest.raises((TypeError, ValueError), match="tree: no array"):
-            _together.committed(store, 1, beside, "first")
-        _together.committed(store, 1, lambda: extra_of(1), "first")
+            together.committed(store, 1, beside, "first")
+        together.committed(store, 1, lambda: extra_of(1), "first")
         store.close()
 
     assert two.run(one) == [None, None]
@@ -247,7 +247,7 @@ def test_directories_that_are_not_of_one_run(two, tmp_path, monkeypatch):
     here, there = tmp_path / "here", tmp_path / "there"
     two.run(lambda k: run(here, None, k, [1, 2]))
     two.run(lambda k: run(there, None, k, [1, 2], run="another"))
-    look = lambda place: [str(each) for each in two.run(lambda k: _together.last_of_all([place], None))]  # noqa: E731
+    look = lambda place: [str(each) for each in two.run(lambda k: together.last_of_all([place], None))]  # noqa: E731
 
     shutil.move(here / "process-1-of-2", tmp_path / "away")
     assert all("process 1 has no commit" in each and "process 0 that of step 2" in each for each in look(here))
@@ -258,15 +258,15 @@ def test_directories_that_are_not_of_one_run(two, tmp_path, monkeypatch):
 
     two.n = 1
     monkeypatch.setattr(NOW, "process", 0, raising=False)
-    for asked in (lambda: _together.opened([there], None), lambda: _together.created([there], GROUPS, None)):
+    for asked in (lambda: together.opened([there], None), lambda: together.created([there], GROUPS, None)):
         with pytest.raises(ValueError, match=r"has the commit of 2 processes, .* now there are 1\. Fix: .*save_args"):
             asked()
 
 
 def test_two_runs_on_one_directory(two, tmp_path):
     two.run(lambda k: run(tmp_path, None, k, [1]))
-    stores = two.run(lambda k: _together.opened([tmp_path], None))
-    for each in two.run(lambda k: _together.opened([tmp_path], None)):
+    stores = two.run(lambda k: together.opened([tmp_path], None))
+    for each in two.run(lambda k: together.opened([tmp_path], None)):
         assert isinstance(each, ValueError) and "in use by process" in str(each)
     for store in stores:
         store.close()

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from jax import ShapeDtypeStruct as S
 
 import jax_offload as jo
-from jax_offload._folded import folded
-from jax_offload._placement import unmanaged
+from jax_offload._placement.placement import unmanaged
+from jax_offload._report.folded import folded
 
 LEAF = dataclasses.replace(unmanaged(S((8, 8), jnp.float32)), host=True)
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from jax_offload._base import memory as _memory
 from jax_offload._base.text import aligned, html_table, terminal_width
-from jax_offload._folded import Row, folded
-from jax_offload._placement import Leaf
+from jax_offload._placement.placement import Leaf
 from jax_offload._plan.plan import Window
+from jax_offload._report.folded import Row, folded
 
 ARGUMENT = "argument"  # why a row of a step's table is there
 _HEADER = ("MiB", "leaves", "shape", "dtype", "sharding", "state leaf")

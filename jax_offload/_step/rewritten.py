@@ -39,10 +39,10 @@ from jax_offload._emit.results import Known, in_time
 from jax_offload._emit.transfers import Names
 from jax_offload._ir.program import Program, as_program, expanded, flat, replaced
 from jax_offload._ir.slices import Slice
-from jax_offload._parts import Rest, parts_of
 from jax_offload._plan.in_scan import InScan
 from jax_offload._plan.interleave import Gate
 from jax_offload._plan.network import Piece
+from jax_offload._step.parts import Rest, parts_of
 
 
 def rewritten(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,6 @@ from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, renamed, scan
 from jax_offload._emit.find import is_update
 from jax_offload._emit.region import Update
 from jax_offload._emit.serialise import Serialise, serial_parts
-from jax_offload._inlined import Inlined, inlined
 from jax_offload._ir.masks import Mask, forward, union
 from jax_offload._ir.peel import peeled, why_whole
 from jax_offload._ir.program import Program
@@ -25,6 +24,7 @@ from jax_offload._plan.interleave import Gate, interleaved
 from jax_offload._plan.moves import Stays
 from jax_offload._plan.network import Piece
 from jax_offload._plan.plan import Chunked
+from jax_offload._step.inlined import Inlined, inlined
 
 
 @dataclasses.dataclass(frozen=True)

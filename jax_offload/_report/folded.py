@@ -7,7 +7,7 @@ import itertools
 import re
 from collections.abc import Sequence
 
-from jax_offload._placement import Leaf
+from jax_offload._placement.placement import Leaf
 
 # What may differ: a number (a layer's), or a field that is all letters (.mu and .nu). What stands between them may not.
 _PIECES = re.compile(r"(\d+|\.[A-Za-z_]+(?!\w))")

@@ -8,16 +8,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jax_offload._arguments import check_transformation
 from jax_offload._base.collector import collector_waits
 from jax_offload._base.eager import compiled_where_eager
 from jax_offload._base.on_disk import opened
 from jax_offload._base.shardings import types_tell
 from jax_offload._emit.skip import carried_unless
-from jax_offload._features import applied
+from jax_offload._placement.zero import resharded
 from jax_offload._plan.options import Options
-from jax_offload._streamed import part_of_recipe, streamed
-from jax_offload._zero import resharded
+from jax_offload._update.arguments import check_transformation
+from jax_offload._update.features import applied
+from jax_offload._update.streamed import part_of_recipe, streamed
 
 
 def sharded_params(params: Any, options: Options) -> Any:

@@ -15,14 +15,14 @@ import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from jax_offload._arguments import check_transformation
 from jax_offload._base import memory
 from jax_offload._base.donation import guarded
 from jax_offload._base.on_disk import brought, is_on_disk, place_of, read_to, typed
 from jax_offload._base.shardings import sharding_of
 from jax_offload._precision.masters import MasterState
 from jax_offload._precision.storage import StoredState, is_encoded
-from jax_offload._traced_init import placed_leaves, placed_state, traced_init
+from jax_offload._state.traced_init import placed_leaves, placed_state, traced_init
+from jax_offload._update.arguments import check_transformation
 
 
 def abstract_state(tx: optax.GradientTransformation, params: Any) -> Any:

@@ -12,9 +12,9 @@ from jax.sharding import Sharding
 from jax_offload._base.around import described
 from jax_offload._base.jaxprs import ClosedJaxpr, Jaxpr, closed, jax_fun, jaxpr_of, nameless, without_dead_code
 from jax_offload._base.on_disk import only_outside
-from jax_offload._files import Disk
+from jax_offload._files.files import Disk
 from jax_offload._ir.shares import structure
-from jax_offload._placement import Leaf, Policy, place
+from jax_offload._placement.placement import Leaf, Policy, place
 
 
 def refused(state: Any, policy: Policy, params: Any) -> Any:

@@ -15,7 +15,7 @@ from jax_offload._base import memory
 from jax_offload._base.around import around
 from jax_offload._base.memory import on_host, to_host
 from jax_offload._base.private import under_pmap
-from jax_offload._placement import Leaf
+from jax_offload._placement.placement import Leaf
 
 
 @dataclasses.dataclass

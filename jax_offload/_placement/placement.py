@@ -19,8 +19,8 @@ from jax_offload._base.arrays import is_array, is_integer, is_like, nbytes
 from jax_offload._base.marks import mark
 from jax_offload._base.on_disk import Place
 from jax_offload._base.paths import names_of, owners
-from jax_offload._by_parameter import Select, is_scalar, per_parameter, selector, subtrees
-from jax_offload._cores import first_up_to
+from jax_offload._placement.by_parameter import Select, is_scalar, per_parameter, selector, subtrees
+from jax_offload._placement.cores import first_up_to
 from jax_offload._plan.order import Order, ranks
 
 

@@ -16,7 +16,6 @@ import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from jax_offload._arguments import check_transformation
 from jax_offload._base import memory
 from jax_offload._base.around import described
 from jax_offload._base.arrays import is_like
@@ -25,9 +24,10 @@ from jax_offload._base.marks import marks_in
 from jax_offload._base.on_disk import typed
 from jax_offload._base.paths import owners
 from jax_offload._base.shardings import is_explicit, sharding_of, shards_of, typed_sharding, without_axes
-from jax_offload._factored import axes_in_parameter
-from jax_offload._placement import Leaf, unmanaged
-from jax_offload._zero import state_sharding
+from jax_offload._placement.factored import axes_in_parameter
+from jax_offload._placement.placement import Leaf, unmanaged
+from jax_offload._placement.zero import state_sharding
+from jax_offload._update.arguments import check_transformation
 
 
 def placed_state(tx: optax.GradientTransformation, params: Any) -> Any:

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import optax
 
-from jax_offload._arguments import changes_shapes, check_state, check_tree
+from jax_offload._update.arguments import changes_shapes, check_state, check_tree
 
 
 def adopted(tx: Any, state: Any, params: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_offload._by_parameter import Rules
+from jax_offload._placement.by_parameter import Rules
 
 _NAMES = {"device": 0.0, "host": 1.0}
 

@@ -25,7 +25,7 @@ from jax_offload._base.shardings import (
     shards_of,
     typed_sharding,
 )
-from jax_offload._placement import Leaf
+from jax_offload._placement.placement import Leaf
 
 
 def axes_of(shard_over: Any) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from jax_offload._base.on_disk import Ends, Place, Range
 from jax_offload._base.shardings import shards_of
 from jax_offload._disk.layout import Entry, dtype_of
 from jax_offload._disk.store import Store
-from jax_offload._extents import Box, Parts, box_in, entries_of, shape_in, shape_of
+from jax_offload._files.extents import Box, Parts, box_in, entries_of, shape_in, shape_of
 
 Room = Callable[[int], np.ndarray[Any, Any]]  # of so many bytes
 

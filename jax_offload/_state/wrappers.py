@@ -20,11 +20,11 @@ from jax_offload._base.around import wrapped
 from jax_offload._base.arrays import is_array
 from jax_offload._base.memory import on_host, to_device, to_host
 from jax_offload._base.on_disk import opened
-from jax_offload._home import returned
+from jax_offload._placement.home import returned
 from jax_offload._plan.options import Options
 from jax_offload._precision.storage import as_stored
-from jax_offload._streamed import streamed
-from jax_offload._traced_init import traced_init
+from jax_offload._state.traced_init import traced_init
+from jax_offload._update.streamed import streamed
 
 
 def streamed_around(tx: Any, update: Callable[..., Any], updates: Any, state: Any, params: Any, extra_args: Any) -> Any:

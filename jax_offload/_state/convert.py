@@ -10,11 +10,11 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from jax_offload._arguments import check_transformation
 from jax_offload._base.on_disk import check_in_memory
 from jax_offload._precision.storage import Encoded, StoredState, decoded_in_place, encoded_in_place, is_encoded
-from jax_offload._state import params_like, to_host
-from jax_offload._traced_init import placed_state
+from jax_offload._state.state import params_like, to_host
+from jax_offload._state.traced_init import placed_state
+from jax_offload._update.arguments import check_transformation
 
 
 def to_plain(tx: optax.GradientTransformation, state: Any) -> Any:

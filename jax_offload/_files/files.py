@@ -23,11 +23,11 @@ from jax.sharding import Sharding
 from jax_offload._base.arrays import is_integer
 from jax_offload._base.on_disk import TOKEN, Ends, OnDisk, Place, Range
 from jax_offload._base.processes import allgathered, everywhere, several
-from jax_offload._committed import Extra, packed, unpacked
 from jax_offload._disk.buffers import aligned
 from jax_offload._disk.files import Files
 from jax_offload._disk.store import Store
-from jax_offload._extents import (
+from jax_offload._files.committed import Extra, packed, unpacked
+from jax_offload._files.extents import (
     Parts,
     all_of,
     assembled,
@@ -38,8 +38,8 @@ from jax_offload._extents import (
     gathered,
     parts_of,
 )
-from jax_offload._ranges import InFiles, Room, groups_of, leaves_in, read
-from jax_offload._together import check_shared, committed, created, last_of_all, opened
+from jax_offload._files.ranges import InFiles, Room, groups_of, leaves_in, read
+from jax_offload._files.together import check_shared, committed, created, last_of_all, opened
 
 _UNDER_WAY, _UNDER_WAY_BYTES = 4, 2**28  # leaves that are being written while files are filled
 

@@ -20,11 +20,11 @@ from jax_offload._base.on_disk import is_on_disk
 from jax_offload._base.shardings import shards_of
 from jax_offload._emit.find import updates_in
 from jax_offload._emit.region import Update
-from jax_offload._placement import Leaf, unmanaged
+from jax_offload._placement.placement import Leaf, unmanaged
 from jax_offload._plan.by_rows import Parts, parts_of
 from jax_offload._plan.plan import Planned
-from jax_offload._printed import ARGUMENT, Placement
-from jax_offload._traced_init import placed_leaves
+from jax_offload._report.printed import ARGUMENT, Placement
+from jax_offload._state.traced_init import placed_leaves
 
 _UNSEEN = "not loaded by an update in what was traced; under vmap and derivatives none is seen"
 

@@ -14,7 +14,16 @@ from jax.tree_util import keystr
 
 from jax_offload._base import memory
 from jax_offload._base.on_disk import OnDisk, is_on_disk, read_into
-from jax_offload._extents import Parts, all_of, assembled, box_of_shape, boxes_of, check_covered, parts_of, shape_of
+from jax_offload._files.extents import (
+    Parts,
+    all_of,
+    assembled,
+    box_of_shape,
+    boxes_of,
+    check_covered,
+    parts_of,
+    shape_of,
+)
 
 _TREE = "tree"  # the entry that says what the others are
 Extra = dict[str, np.ndarray[Any, Any]]

@@ -1,0 +1,1 @@
+"""Which leaf of a state lives where, divided how, and who updates it."""

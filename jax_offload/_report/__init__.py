@@ -1,0 +1,1 @@
+"""``placement``: a table read off a trace, and how it prints."""

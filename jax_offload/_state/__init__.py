@@ -1,0 +1,1 @@
+"""What makes, reads or converts a state."""
