@@ -28,8 +28,9 @@ from jax_offload._base.shardings import constrained, zeros
 from jax_offload._emit.rows import read_rows, write_rows
 from jax_offload._emit.transfers import Names, prefetch, update_of, write_back
 from jax_offload._ir.core import core
-from jax_offload._plan.chunk_rules import Partial, Rows, run_chunk
+from jax_offload._plan.chunk_rules import run_chunk
 from jax_offload._plan.in_scan import InScan
+from jax_offload._plan.rules import Partial, Rows
 
 Values = dict[Var, Any]
 

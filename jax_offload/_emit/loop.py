@@ -21,8 +21,9 @@ from jax_offload._emit.rows import read_rows, row_numbers, write_rows
 from jax_offload._emit.transfers import Names, prefetch, update_of, write_back
 from jax_offload._ir.core import core
 from jax_offload._ir.slices import Slice
-from jax_offload._plan.chunk_rules import Partial, Rows, run_chunk
+from jax_offload._plan.chunk_rules import run_chunk
 from jax_offload._plan.plan import Chunked
+from jax_offload._plan.rules import Partial, Rows
 
 Chunk = tuple[Any, int]  # its first row, which may be traced, and its number of rows
 

@@ -19,8 +19,9 @@ from jax_offload._emit.rows import read_rows, row_numbers, write_rows
 from jax_offload._emit.transfers import Names
 from jax_offload._ir.core import core
 from jax_offload._ir.slices import Slice
-from jax_offload._plan.chunk_rules import Partial, run_chunk
+from jax_offload._plan.chunk_rules import run_chunk
 from jax_offload._plan.plan import Chunked, Planned, Whole
+from jax_offload._plan.rules import Partial
 from jax_offload._plan.transfers import transfer_of
 
 

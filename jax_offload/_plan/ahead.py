@@ -14,8 +14,8 @@ from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.masks import groups
 from jax_offload._ir.program import Program
 from jax_offload._ir.topological import Node, needed
-from jax_offload._plan.chunk_rules import Dependent, Rows
 from jax_offload._plan.moves import Move, Moves, Stays, closure, is_cheap, move_of, pulled
+from jax_offload._plan.rules import Dependent, Rows
 
 
 def moves_ahead(

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Set
 
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Var
-from jax_offload._plan.chunk_rules import Rows
 from jax_offload._plan.plan import Chunked, Planned, Whole
+from jax_offload._plan.rules import Rows
 from jax_offload._plan.transfers import tile_of, transfer_of
 
 # Bytes of one parameter's leaves that are a part, at least, and less than twice that: a group (see `_drive/stages`).

@@ -13,10 +13,10 @@ from jax_offload._base.jaxprs import Atom, DropVar, Equation, Literal, Scan
 from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.program import Program, Var, flat
 from jax_offload._ir.slices import Slice, slice_of
-from jax_offload._plan.chunk_rules import Dim, Partial, Rows
 from jax_offload._plan.moves import Move, Moves, Stays, closure, pulled
 from jax_offload._plan.phases import Phases, phases
 from jax_offload._plan.plan import InIterations, Planned, Window
+from jax_offload._plan.rules import Dim, Partial, Rows
 
 LEAST_GAIN = 0.95  # of the link's time in two groups, for which it is worth to have three
 Groups = tuple[tuple[Var, ...], ...]

@@ -18,11 +18,11 @@ from jax_offload._ir.core import core
 from jax_offload._ir.primitives import ELEMENTWISE
 from jax_offload._ir.program import Program, Var
 from jax_offload._ir.slices import Slice, slice_of
-from jax_offload._plan.chunk_rules import Dependent, Dim, Rows, chunked_dims, rule_of
+from jax_offload._plan.chunk_rules import chunked_dims, rule_of
+from jax_offload._plan.rules import Dependent, Dim, Rows, changes_only_shapes
 from jax_offload._plan.transfers import same_type
 
 _NONE: Mapping[Var, Var] = {}
-_PULLED = ELEMENTWISE | {"broadcast_in_dim", "iota", "transpose", "reshape", "squeeze", "slice", "pad", "cond"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +149,8 @@ def pulled(
 
 def is_cheap(eqn: Equation) -> bool:
     """Whether an equation may be run twice."""
-    return eqn.primitive.name in _PULLED
+    name = eqn.primitive.name
+    return name in ELEMENTWISE or name == "cond" or changes_only_shapes(name)
 
 
 def rows_of(dim: Dim) -> Rows:

@@ -17,10 +17,8 @@ from jax_offload._ir.primitives import ELEMENTWISE, REDUCE
 from jax_offload._ir.slices import Slice
 from jax_offload._ir.topological import Node
 from jax_offload._plan.plan import Planned
+from jax_offload._plan.rules import changes_only_shapes
 
-_CHEAP = (
-    ELEMENTWISE | REDUCE | frozenset(("broadcast_in_dim", "iota", "transpose", "reshape", "squeeze", "slice", "pad"))
-)
 LEAST_FRONT = 2**12  # elements: what a pass goes on with is at least as large
 
 
@@ -57,7 +55,8 @@ class Piece:
 def is_heavy(node: Node) -> bool:
     """Whether a node is part of a pass through the network: a matmul, a loop, a call."""
     if isinstance(node.payload, Equation):
-        return node.payload.primitive.name not in _CHEAP
+        name = node.payload.primitive.name
+        return not (name in ELEMENTWISE or name in REDUCE or changes_only_shapes(name))
     return node.kept  # a scan with updates inside; an update is none
 
 

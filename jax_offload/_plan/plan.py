@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Var
 from jax_offload._ir.slices import Slice
-from jax_offload._plan.chunk_rules import Partial, Rows
+from jax_offload._plan.rules import Partial, Rows
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,9 @@ from jax_offload._base.memory import is_host_aval
 from jax_offload._base.shardings import padded, typed_sharding
 from jax_offload._ir.core import core
 from jax_offload._ir.slices import Slice
-from jax_offload._plan.chunk_rules import Dependent, Dim, Partial, Rows, chunked_dims
+from jax_offload._plan.chunk_rules import chunked_dims
 from jax_offload._plan.plan import Chunked, Transfer, Whole
+from jax_offload._plan.rules import Dependent, Dim, Partial, Rows
 
 
 def transfer_of(s: Slice, reuse: Mapping[Var, Var], window: int) -> Transfer:

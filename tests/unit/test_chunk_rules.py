@@ -18,11 +18,12 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_offload._base import marks
+from jax_offload._base import composite, marks
 from jax_offload._base.elementwise import NAME, elementwise
 from jax_offload._ir.primitives import ELEMENTWISE, REDUCE
-from jax_offload._plan import chunk_rules as _chunk
-from jax_offload._plan.chunk_rules import Dependent, Partial, Rows, chunked_dims, run_chunk
+from jax_offload._plan import rules
+from jax_offload._plan.chunk_rules import chunked_dims, run_chunk
+from jax_offload._plan.rules import Dependent, Partial, Rows
 from tests.support.trees import FAST
 
 SIZE, LEAF = 6, (6, 5)  # of the chunked axis, and the leaf
@@ -420,6 +421,22 @@ def test_every_elementwise_name_is_a_primitive_of_jax():
     assert set(EXAMPLES) == ELEMENTWISE
 
 
+def test_every_rule_has_a_case():
+    """But for two names that calls may have, and the composite's, which has tests of its own."""
+    tried = {*EXAMPLES}.union(*(_names(case.jaxpr()) for case in ACCEPTED))
+    assert rules.RULES.keys() - tried <= {"pjit", "closed_call", composite.NAME}
+
+
+def _names(jaxpr):
+    inner = (getattr(j, "jaxpr", j) for eqn in jaxpr.eqns for j in jex.jaxprs_in_params(eqn.params))
+    return {eqn.primitive.name for eqn in jaxpr.eqns}.union(*map(_names, inner))
+
+
+def test_a_primitive_has_one_rule():
+    with pytest.raises(AssertionError, match="two rules for"):
+        rules.rule("transpose")(rules.elementwise)
+
+
 def test_every_reduction_is_in_the_table():
     tried = {eqn.primitive.name for case in ACCEPTED if case.operands for eqn in case.jaxpr().eqns}
-    assert tried >= REDUCE == {*_chunk._COMBINE, "argmax", "argmin"}
+    assert tried >= REDUCE == {*rules._COMBINE, "argmax", "argmin"}

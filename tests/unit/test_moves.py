@@ -14,10 +14,10 @@ from jax_offload._base.jaxprs import Literal, scan_of
 from jax_offload._ir.program import flat
 from jax_offload._ir.topological import Node, makers, needed, topological
 from jax_offload._plan.behind import NEEDS_ALL, moves_of
-from jax_offload._plan.chunk_rules import Rows
 from jax_offload._plan.in_scan import _in_turn, times_of
 from jax_offload._plan.moves import pulled
 from jax_offload._plan.phases import phases
+from jax_offload._plan.rules import Rows
 from tests.unit._programs import device, host, load, program_of, store
 
 L, N = 4, 3

@@ -1,0 +1,282 @@
+"""The chunk rules: one registered function for each primitive that keeps rows apart.
+
+A rule is asked where some operand has rows, and answers with the rows of the results and how the equation runs on a
+chunk, or with ``None``: then its rows depend on each other, or may, as those of a primitive without a rule do. That no
+operand is a reduction over all rows, and that the equation has no effect, is seen to before.
+``chunk_rules`` applies them, and has those of equations that hold others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_offload._base.jaxprs import Aval, Equation, run_equation
+from jax_offload._ir.primitives import ELEMENTWISE, REDUCE
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The dimension of a variable along which its rows lie, and how many of its indices make a row: more than one where
+    the dimension is merged with others, as by ``ravel``."""
+
+    dim: int
+    per_row: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Partial:
+    """What a chunk adds to a reduction over all rows: ``combine`` puts the chunks' results together."""
+
+    combine: Callable[[Any, Any], Any]
+
+
+class Dependent(Exception):
+    """The rows of the axis depend on each other, or may."""
+
+
+class Where(NamedTuple):
+    """The chunked axis: its length, and the shape of a leaf with it. What is broadcast to that shape has rows too."""
+
+    size: int
+    shape: tuple[int, ...]
+    axis: int
+
+    def begins(self, shape: tuple[int, ...]) -> bool:
+        """Whether an array of this shape begins as the leaf does, up to the axis."""
+        return shape[: self.axis + 1] == self.shape[: self.axis + 1]
+
+
+Dim = Rows | Partial | None  # None: a variable without the chunked axis
+Run = Callable[..., list[Any]]  # an equation on a chunk: of the numbers of its rows and the operands
+Answer = tuple[Sequence[Dim], Run]
+Rule = Callable[[Equation, Sequence[Rows | None], Where], Answer | None]  # of the operands' dimensions
+
+
+@dataclasses.dataclass(frozen=True)
+class Registered:
+    """A rule, and what else is known of its primitive.
+
+    Attributes:
+      makes_rows: asked though no operand has rows, as a result may.
+      only_shapes: the primitive computes nothing, so it may run twice: an update moves past it.
+    """
+
+    answer: Rule
+    makes_rows: bool
+    only_shapes: bool
+
+
+RULES: dict[str, Registered] = {}
+
+
+def rule(*names: str, makes_rows: bool = False, only_shapes: bool = False) -> Callable[[Rule], Rule]:
+    """Registers a rule for the primitives of these names: see ``Registered``."""
+
+    def register(answer: Rule) -> Rule:
+        assert RULES.keys().isdisjoint(names), f"two rules for one of {names}"
+        RULES.update(dict.fromkeys(names, Registered(answer, makes_rows, only_shapes)))
+        return answer
+
+    return register
+
+
+def changes_only_shapes(name: str) -> bool:
+    """Whether a primitive of this name computes nothing, as its rule says."""
+    return name in RULES and RULES[name].only_shapes
+
+
+# ---- what rules are made of
+
+
+def as_it_is(eqn: Equation) -> Run:
+    """The equation on a chunk: the same, of smaller operands."""
+
+    def run(chunk: jax.Array, *operands: Any) -> list[Any]:
+        return run_equation(eqn, operands, eqn.params)
+
+    return run
+
+
+def resized(eqn: Equation, param: str, to: Rows) -> Run:
+    """The equation on a chunk, where ``param`` says how long the results are: along the rows only as the chunk is."""
+
+    def run(chunk: jax.Array, *operands: Any) -> list[Any]:
+        return run_equation(eqn, operands, {**eqn.params, param: _as_long(eqn.params[param], to, chunk)})
+
+    return run
+
+
+def without_rows(eqn: Equation) -> Answer:
+    """The same for every chunk."""
+    return [None] * len(eqn.outvars), as_it_is(eqn)
+
+
+def adds_up(aval: Aval) -> bool:
+    """Whether partial results may be put together: a sum in 16 bits would be rounded at every chunk."""
+    return not jnp.issubdtype(aval.dtype, jnp.floating) or aval.dtype.itemsize >= 4
+
+
+def _as_long(sizes: Sequence[int], to: Rows, chunk: jax.Array) -> tuple[int, ...]:
+    return (*sizes[: to.dim], chunk.size * to.per_row, *sizes[to.dim + 1 :])
+
+
+def _of_first(eqn: Equation, dims: Sequence[Rows | None]) -> Rows:
+    """The rows of the first operand, if no other has any."""
+    rows, *others = dims
+    if rows is None or any(d is not None for d in others):
+        raise Dependent(eqn.primitive.name)
+    return rows
+
+
+def _without(rows: Rows, removed: Sequence[int]) -> Rows:
+    """Where rows are once these dimensions, which are others, are gone."""
+    return Rows(rows.dim - sum(d < rows.dim for d in removed), rows.per_row)
+
+
+# ---- what may make rows
+
+
+@rule("iota", makes_rows=True, only_shapes=True)
+def counted(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer:
+    params, axis = eqn.params, where.axis
+    if not where.begins(params["shape"]):
+        return without_rows(eqn)
+    if params["dimension"] != axis:
+        return [Rows(axis)], resized(eqn, "shape", Rows(axis))
+
+    def numbered(chunk: jax.Array) -> list[Any]:
+        shape = _as_long(params["shape"], Rows(axis), chunk)
+        rows = chunk.astype(params["dtype"])
+        # jax annotates out_sharding by a type that it does not export
+        return [lax.broadcast_in_dim(rows, shape, (axis,), out_sharding=params["sharding"])]  # pyright: ignore[reportUnknownMemberType]
+
+    return [Rows(axis)], numbered
+
+
+@rule("broadcast_in_dim", makes_rows=True, only_shapes=True)
+def broadcast(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer:
+    axis, rows, mapped = where.axis, dims[0], eqn.params["broadcast_dimensions"]
+    if rows is not None:
+        to = Rows(mapped[rows.dim], rows.per_row)
+    elif where.begins(eqn.params["shape"]) and (
+        axis not in mapped or eqn.invars[0].aval.shape[mapped.index(axis)] == 1
+    ):
+        to = Rows(axis)  # the same for every row
+    else:
+        return without_rows(eqn)
+    return [to], resized(eqn, "shape", to)
+
+
+# ---- what computes
+
+
+@rule("optimization_barrier")
+def waiting(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer:
+    return dims, as_it_is(eqn)
+
+
+@rule(*(ELEMENTWISE - {"optimization_barrier"}))
+def elementwise(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer:
+    name = eqn.primitive.name
+    rows, *others = {d for d in dims if d is not None}
+    wholes = [v.aval.shape for d, v in zip(dims, eqn.invars, strict=True) if d is None and v.aval.shape]
+    # one row for all, a scale of each column, goes with every chunk
+    if others or any(shape[rows.dim] != 1 for shape in wholes):
+        raise Dependent(f"{name} of rows and a whole")
+    if any(v.aval.shape[rows.dim : rows.dim + 1] != (where.size * rows.per_row,) for v in eqn.outvars):
+        raise Dependent(f"{name} merges rows")  # a cast to wider numbers
+    return [rows] * len(eqn.outvars), as_it_is(eqn)
+
+
+_COMBINE = {
+    "reduce_sum": lax.add, "reduce_max": lax.max, "reduce_min": lax.min, "reduce_and": lax.bitwise_and,
+    "reduce_or": lax.bitwise_or, "reduce_xor": lax.bitwise_xor, "reduce_prod": lax.mul,
+}  # fmt: skip
+
+
+@rule(*REDUCE)
+def reduced(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer | None:
+    rows, axes, combine = _of_first(eqn, dims), eqn.params["axes"], _COMBINE.get(eqn.primitive.name)
+    if rows.dim not in axes:
+        return [_without(rows, axes)], as_it_is(eqn)
+    return ([Partial(combine)], as_it_is(eqn)) if combine and adds_up(eqn.invars[0].aval) else None
+
+
+@rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+def running(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer | None:
+    rows = _of_first(eqn, dims)
+    return ([rows], as_it_is(eqn)) if rows.dim != eqn.params["axis"] else None
+
+
+@rule("dot_general")
+def multiplied(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer:
+    """Rows stay apart along a batch dimension and along a free dimension of one side; contracted ones are summed."""
+    contracting, batch = eqn.params["dimension_numbers"]  # dimensions of the left operand, and of the right one
+    lhs, rhs = dims
+    if lhs is not None and rhs is not None:
+        of_batch, pair = list(zip(*batch, strict=True)), (lhs.dim, rhs.dim)
+        if lhs.per_row == rhs.per_row and pair in of_batch:
+            return [Rows(of_batch.index(pair), lhs.per_row)], as_it_is(eqn)
+        contracted = lhs.per_row == rhs.per_row and pair in zip(*contracting, strict=True)
+        if contracted and adds_up(eqn.outvars[0].aval):
+            return [Partial(lax.add)], as_it_is(eqn)
+        raise Dependent("dot_general of rows with rows")
+    side, rows = (0, lhs) if lhs is not None else (1, rhs)
+    assert rows is not None  # with rows on neither side it is not asked
+    bound = {*contracting[side], *batch[side]}
+    if rows.dim in bound:
+        raise Dependent("dot_general over rows")
+    sizes = [v.aval.ndim for v in eqn.invars]
+    free = [d for d in range(sizes[side]) if d not in bound]
+    before = len(batch[0]) if side == 0 else sizes[0] - len(contracting[0])
+    return [Rows(before + free.index(rows.dim), rows.per_row)], as_it_is(eqn)
+
+
+# ---- what only changes shapes
+
+
+@rule("pad", only_shapes=True)
+def padded(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer | None:
+    rows = _of_first(eqn, dims)
+    return ([rows], as_it_is(eqn)) if eqn.params["padding_config"][rows.dim] == (0, 0, 0) else None
+
+
+@rule("squeeze", only_shapes=True)
+def squeezed(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer | None:
+    rows, removed = _of_first(eqn, dims), eqn.params["dimensions"]
+    return ([_without(rows, removed)], as_it_is(eqn)) if rows.dim not in removed else None
+
+
+@rule("slice", only_shapes=True)
+def sliced(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer | None:
+    rows = _of_first(eqn, dims)
+    all_rows = eqn.outvars[0].aval.shape[rows.dim] == eqn.invars[0].aval.shape[rows.dim]
+    if not all_rows or set(eqn.params["strides"] or [1]) != {1}:
+        return None
+    return [rows], resized(eqn, "limit_indices", rows)
+
+
+@rule("transpose", only_shapes=True)
+def transposed(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer:
+    rows = _of_first(eqn, dims)
+    return [Rows(eqn.params["permutation"].index(rows.dim), rows.per_row)], as_it_is(eqn)
+
+
+@rule("reshape", only_shapes=True)
+def reshaped(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer | None:
+    rows, new = _of_first(eqn, dims), eqn.params["new_sizes"]
+    if eqn.params.get("dimensions") is not None:
+        return None
+    before = math.prod(eqn.invars[0].aval.shape[: rows.dim])
+    for d, length in enumerate(new):
+        if length % where.size == 0 and math.prod(new[:d]) == before:
+            to = Rows(d, length // where.size)
+            return [to], resized(eqn, "new_sizes", to)
+    return None
