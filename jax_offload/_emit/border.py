@@ -10,8 +10,8 @@ from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, renamed, vari
 from jax_offload._base.memory import is_host_aval
 from jax_offload._emit.region import Update
 from jax_offload._ir.branches import scalars_hoisted
+from jax_offload._ir.dependence import is_summary
 from jax_offload._ir.masks import Mask, forward
-from jax_offload._ir.slices import is_summary
 
 _HOST, _GRADIENT = 1, 2
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from jax.sharding import NamedSharding
@@ -18,7 +18,6 @@ from jax.sharding import NamedSharding
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import (
     DebugInfo,
-    DropVar,
     Effects,
     Equation,
     Jaxpr,
@@ -32,8 +31,7 @@ from jax_offload._base.jaxprs import (
 )
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.shardings import Shards
-from jax_offload._ir.masks import Mask, backward, forward, groups, union
-from jax_offload._ir.primitives import ELEMENTWISE, REDUCE
+from jax_offload._ir.dependence import divide, parts_of, read, roots_of
 from jax_offload._ir.program import Program
 from jax_offload._ir.shares import Shares
 
@@ -124,115 +122,19 @@ def cut(program: Program, scalars_ahead: bool) -> list[Pass]:
     makes such a scalar a result of its own, one pass ahead: each leaf, or chunk of it, is loaded for its part of the
     scalar, and once more for what uses that.
     """
-    needs_host: dict[Var, Mask] = {v: 1 << i for i, v in enumerate(v for v in program.inputs if is_host_aval(v.aval))}
-    stage: dict[Var, int] = {}  # the pass before which a variable cannot be known
-    scalars: dict[Var, tuple[Mask, int]] = {}
-    summaries: set[Var] = set()
-    for eqn in program.eqns:
-        if (summaries or eqn.primitive.name in REDUCE) and is_summary(eqn, summaries):
-            summaries.update(v for v in eqn.outvars if v.aval.shape)
-        stages = forward(eqn, stage, _latest) if stage else [0] * len(eqn.outvars)
-        for v, mask, at in zip(eqn.outvars, forward(eqn, needs_host), stages, strict=True):
-            ahead = scalars_ahead and mask and v.aval.shape == ()
-            if ahead:
-                scalars[v] = mask, at
-            needs_host[v], at = (0, at + 1) if ahead else (mask, at)
-            if at:
-                stage[v] = at
-
-    # The roots: scalars, results, and effects (a callback, say), which must happen though nobody reads them. A host
-    # leaf is stored in the last pass: until then its old value is needed.
-    last = max(stage.values(), default=0)
-    inputs = set(program.inputs)
-    results = {v: None for v in program.outputs if not isinstance(v, Literal) and v not in inputs}
-    roots: list[tuple[Var | int, Mask, int]] = [(v, mask, at) for v, (mask, at) in scalars.items()]
-    roots += [(v, needs_host[v], last if needs_host[v] else stage.get(v, 0)) for v in results if v not in scalars]
-    for eqn in (eqn for eqn in program.eqns if eqn.effects):
-        operands = [v for v in eqn.invars if not isinstance(v, Literal)]
-        mask = union(needs_host.get(v, 0) for v in operands)
-        roots.append((id(eqn), mask, last if mask else max((stage.get(v, 0) for v in operands), default=0)))
-    parts: dict[Var | int, int] = {}  # root -> the number of its part: preludes 0..last, then the slices
-    stages_of = list(range(last + 1))
-    for at in range(last + 1):
-        here = [(root, mask) for root, mask, s in roots if s == at]
-        for (root, _), group in zip(here, groups([mask for _, mask in here]), strict=True):
-            parts[root] = at if group == 0 else len(stages_of) + group - 1
-        stages_of += [at] * (len({parts[root] for root, _ in here if parts[root] > last}))
-
-    # Backward: who needs what. A variable that one part provides to others is that part's result.
-    needed_by: dict[Var, Mask] = {v: 1 << parts[v] for v in results}
-    provider: dict[Var, int] = {}
-    members: list[list[Equation]] = [[] for _ in stages_of]
-    given: list[set[Var]] = [set() for _ in stages_of]  # what others provide of the results of a part's equations
-    shares, preludes = Shares(), (2 << last) - 1
-    for eqn in reversed(program.eqns):
-        effect = 1 << parts[id(eqn)] if id(eqn) in parts else 0
-        needs = [0 if isinstance(v, DropVar) else needed_by.get(v, 0) for v in eqn.outvars]
-        provided: list[Var] = []
-        for k, v in enumerate(eqn.outvars):
-            if not needs[k] or needs_host[v]:
-                continue
-            shared = needs[k] & preludes or needs[k].bit_count() > 1
-            again = eqn.primitive.name in ELEMENTWISE  # cheaper computed again than kept, as an array, between its uses
-            if v.aval.shape == () or v in summaries or (shared and not again) or eqn.effects:
-                provider[v] = parts[v] if v in scalars else stage.get(v, 0)
-                needs[k] = 1 << provider[v]
-                provided.append(v)
-        for part, share in shares.of(eqn, needs, effect).items():
-            members[part].append(share)
-            if provided:
-                given[part].update(v for v in provided if provider[v] != part)
-        for v, mask in zip(eqn.invars, backward(eqn, needs, effect), strict=True):
-            if mask and not isinstance(v, Literal):
-                needed_by[v] = known | mask if (known := needed_by.get(v)) else mask
-
-    outputs: list[dict[Var, None]] = [{} for _ in stages_of]
-    for v in [*results, *provider]:
-        outputs[provider.get(v, parts.get(v, 0))][v] = None
+    known = read(program, scalars_ahead)
+    parts, number_of = parts_of(roots_of(program, known), known.last)
+    shares = Shares()
+    divide(program, known, parts, number_of, shares)
     slices = [
-        slice_of(
-            members[part][::-1],
-            list(outputs[part]),
-            program.debug_info,
-            program.shards,
-            given=given[part],
-            can_be_cut=shares.can_be_cut,
-        )
-        for part in range(len(stages_of))
+        slice_of(part.eqns, part.outputs, program.debug_info, program.shards, part.given, shares.can_be_cut)
+        for part in parts
     ]
-    return [
-        Pass(
-            slices[at],
-            [
-                s
-                for s, s_at in zip(slices[last + 1 :], stages_of[last + 1 :], strict=True)
-                if s_at == at and s.jaxpr.eqns
-            ],
-        )
-        for at in range(last + 1)
-    ]
-
-
-def _latest(stages: Iterable[int]) -> int:
-    return max(stages, default=0)
-
-
-def is_summary(eqn: Equation, summaries: Set[Var]) -> bool:
-    """Whether its result is a reduction over all rows of an array, small beside it, or arithmetic on such."""
-    name = eqn.primitive.name
-    if name in REDUCE:
-        few = 32 * math.prod(eqn.outvars[0].aval.shape) <= math.prod(eqn.invars[0].aval.shape)
-        return 0 in eqn.params["axes"] and few
-    if not summaries:
-        return False
-    if name not in ELEMENTWISE and name not in ("broadcast_in_dim", "reshape", "squeeze"):
-        return False
-    out = eqn.outvars[0].aval
-    arrays = [v for v in eqn.invars if v.aval.shape]
-    return bool(arrays) and all(
-        not isinstance(v, Literal) and v in summaries and math.prod(v.aval.shape) == math.prod(out.shape)
-        for v in arrays
-    )
+    passes = [Pass(prelude, []) for prelude in slices[: known.last + 1]]
+    for part, s in [*zip(parts, slices, strict=True)][known.last + 1 :]:
+        if s.jaxpr.eqns:
+            passes[part.at].slices.append(s)
+    return passes
 
 
 def slice_of(

@@ -2,8 +2,8 @@
 
 Each variable either has the chunked axis, at some dimension, or does not. Every equation must keep rows apart:
 elementwise arithmetic and reductions over other dimensions do, a sort along the axis does not. A reduction over the
-axis is put together from those of the chunks, if the slice does not use it itself. A primitive without a rule (``rules``)
-means no: then the leaf is loaded whole.
+axis is put together from those of the chunks, if the slice does not use it itself. A primitive without one of the
+``rules`` means no: then the leaf is loaded whole.
 """
 
 from __future__ import annotations
