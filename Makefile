@@ -13,7 +13,7 @@ EXTRAS ?= examples
 comma := ,
 INSTALLED := .venv/.installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: demo docs quick test test-oldest test-newest trainers donation lint conformance peaks bench gpu clean
+.PHONY: demo docs quick unit test test-oldest test-newest trainers donation lint conformance peaks bench gpu clean
 
 demo: $(INSTALLED) .venv/.compiler  ## a small GPT, its optimizer state offloaded; and one picture of what that does
 	.venv/bin/python examples/demo.py $(ARGS)
@@ -32,7 +32,10 @@ $(INSTALLED): pyproject.toml
 
 test: lint test-newest test-oldest  ## everything that runs without an accelerator, on the newest and the oldest jax
 
-quick: lint  ## while you work, in less than a minute: lint, and the rules of the core on the newest jax
+quick: .venvs/$(NEWEST)/.installed  ## while you work, in less than a minute: lint, and the rules of the core on the newest jax
+	@$(MAKE) --no-print-directory -j 2 lint unit
+
+unit: .venvs/$(NEWEST)/.installed
 	.venvs/$(NEWEST)/bin/python -m pytest tests/unit
 
 .venvs/%/.installed: pyproject.toml

@@ -1,6 +1,7 @@
 """The folders are layers: a module imports what is below it, and nothing above."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -44,6 +45,7 @@ def layer(module):
     return "offload" if folder in ("", "_offload", "__main__") else folder
 
 
+@functools.cache
 def imports(module):
     """The modules of the package that a module imports, also inside of functions."""
     found = set()
