@@ -58,12 +58,7 @@ def planned(plans):
     return found
 
 
-# lookahead takes gradients of another tree than its parameters
-SIMPLE = [
-    name
-    for name, entry in TABLE.items()
-    if not (entry.extra or entry.per_example or entry.complex) and entry.state and name != "lookahead"
-]
+STATEFUL = [name for name, entry in TABLE.items() if entry.state]
 
 
 # Daily every optimizer once, in chunks; in each way some that differ in their passes, branches and rows.
@@ -73,7 +68,7 @@ _ALWAYS = ("adamw", "adafactor:factored", "MultiSteps", "lamb", "prodigy", "muon
 @pytest.mark.parametrize(
     ("name", "window", "through"),
     rows(
-        itertools.product(SIMPLE, (None, 400), ("update", "update_params")),
+        itertools.product(STATEFUL, (None, 400), ("update", "update_params")),
         "every optimizer in every way",
         daily=lambda name, window, through: name in _ALWAYS or (window, through) == (400, "update_params"),
     ),
@@ -81,14 +76,20 @@ _ALWAYS = ("adamw", "adafactor:factored", "MultiSteps", "lamb", "prodigy", "muon
 def test_the_plan_is_what_is_emitted(name, window, through):
     entry = TABLE[name]
     tx = jo.offload(entry.make(), min_bytes=0, window=window)
-    params = jax.device_put(entry.params(network(jnp.float32)), jax.devices()[0])
+    given = jax.tree.map(lambda p: p * (1 + 0.5j), network(jnp.float32)) if entry.complex else network(jnp.float32)
+    params = jax.device_put(entry.params(given), jax.devices()[0])
     state = tx.init(params)
 
     def step(state, params):
-        grads = jax.tree.map(jnp.cos, params)
+        grads = entry.grads(jax.tree.map(jnp.cos, params))
+        if entry.per_example:
+            grads = jax.tree.map(lambda g: jnp.stack([g, -g]), grads)
+        loss = lambda params: entry.loss(entry.network(params))  # noqa: E731
+        extra = {"value": loss(params), "grad": grads, "value_fn": loss, "obj_fn": loss}
+        extra = {name: extra[name] for name in entry.extra}
         if through == "update_params":
-            return jo.update_params(tx, grads, state, params)
-        return tx.update(grads, state, params)
+            return jo.update_params(tx, grads, state, params, **extra)
+        return tx.update(grads, state, params, **extra)
 
     jaxpr = jax.make_jaxpr(step)(state, params)
     plans = [each.update.plan for each in updates_in(jaxpr)]
