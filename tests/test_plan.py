@@ -11,10 +11,13 @@ import optax
 import pytest
 
 import jax_offload as jo
+from jax_offload._base.jaxprs import without_dead_code
+from jax_offload._emit import in_scan
 from jax_offload._emit.find import emitted, updates_in
 from jax_offload._plan.plan import Chunked
 from tests.support.optimizers import TABLE, network
 from tests.support.rows import rows
+from tests.support.steps import MODELS, Case, batch, scans
 
 HOST = jax.memory.Space.Host
 
@@ -109,6 +112,46 @@ def test_the_reader_can_tell(monkeypatch):
     assert read(emitted(twice).jaxpr) != planned(plans) == read(emitted(jaxpr).jaxpr)
     monkeypatch.setattr(Chunked, "count", property(lambda self: 9))
     assert read(emitted(jaxpr).jaxpr) != planned(plans)
+
+
+def scans_that_move(jaxpr):
+    """Those that copy between the memories, with the jaxpr in which they stand."""
+    for eqn in jaxpr.eqns:
+        inner = [getattr(each, "jaxpr", each) for each in jex.jaxprs_in_params(eqn.params)]
+        if eqn.primitive.name == "scan" and read(inner[0]) != Moved():
+            yield eqn, jaxpr
+        else:
+            for each in inner:
+                yield from scans_that_move(each)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_iteration_moves_a_row_of_every_leaf(ahead, monkeypatch):
+    """Each is loaded once an iteration and stored once, but for what the first one finds and the last one leaves."""
+    monkeypatch.setattr(in_scan, "_on_a_cpu", lambda run, x, _: x)  # a CPU reads the rows to be overwritten first
+    case = Case("bias, embedding, head")
+    model, tx = MODELS[case.model](), case.tx()
+    params, x = model.init(case.dtype), jax.device_put(batch(0, model.width), jax.devices()[0])
+    args, step = (params, tx.init(params), x), case.step(tx, model.loss)
+    if ahead:
+        step, args, _ = jo.pipelined(step, donate_argnames=("params", "state")).turned(*args)
+    else:
+        step = jo.jit(step)
+    (plan,), ((scan, around),) = scans(step, *args), scans_that_move(emitted(step.trace(*args).jaxpr).jaxpr)
+
+    body, _ = without_dead_code(scan.params["jaxpr"].jaxpr)
+    slices, count = [p.slice for p in plan.planned], scan.params["length"]
+    stores = [v for s in slices for v in s.stores]
+    row = Moved(
+        sum(len(s.loads) for s in slices), len(stores),
+        sum(s.loaded_bytes for s in slices) // count, sum(v.aval.size * v.aval.dtype.itemsize for v in stores) // count,
+    )  # fmt: skip
+    assert {(p.transfer.count, p.transfer.ahead) for p in plan.planned} == {(count, ahead)}
+    assert row.loads > 2 and read(body) == row
+
+    beside = [eqn for eqn in around.eqns if eqn is not scan]
+    outside = read(around.replace(eqns=beside))
+    assert outside == (dataclasses.replace(row, stores=0, stored=0) if ahead else row)
 
 
 @pytest.mark.parametrize("window", [None, 2**12])
