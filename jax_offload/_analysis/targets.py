@@ -1,4 +1,4 @@
-"""Compiling for a chip that is not there. jax's private API for that is here, and nowhere else.
+"""Compiling for a chip that is not there.
 
 The step is traced for the CPU's devices and lowered for the target's platform, and the module goes to a compile-only
 client of that platform's plugin: compile-only GPU devices report no memory spaces, and drop ``pinned_host`` without a
@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax.experimental import topologies
 
 from jax_offload._analysis.chips import Chip, chip
+from jax_offload._base.private_compiler import compiled
 
 _GPUS = ("a100", "h100", "h200")
 _TPUS = ("v5e", "v5p", "v6e")
@@ -128,15 +127,7 @@ def compile_for(target: Target, module: Any, n: int, options: dict[str, Any]) ->
     """The executable of a StableHLO module, lowered for ``target.platform``, on ``n`` devices."""
     check_installed(target)
     devices = _devices(target, n)
-    config = xla_client.CompileOptions()
-    config.num_replicas, config.num_partitions = 1, n
-    build = config.executable_build_options
-    build.num_replicas, build.num_partitions = 1, n
-    build.use_spmd_partitioning = build.use_shardy_partitioner = True
-    ids = [device.id for device in devices] if target.platform == "tpu" else range(n)
-    build.device_assignment = xla_client.DeviceAssignment.create(np.array(list(ids)).reshape(1, n))
+    ids = [device.id for device in devices] if target.platform == "tpu" else list(range(n))
     # autotuning needs the device
     tuned = {"xla_gpu_autotune_level": 0} if target.platform == "cuda" else {}
-    config.env_option_overrides = list({**tuned, **options}.items())
-    chosen = xla_client._xla.DeviceList(tuple(devices))  # pyright: ignore[reportPrivateImportUsage]
-    return devices[0].client.compile(module, chosen, config)
+    return compiled(module, devices, ids, {**tuned, **options})
