@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
+from jax_offload._base.barriers import opaque, read_once, written_after
 from jax_offload._base.memory import is_host_aval, to_device, to_host
 from jax_offload._base.shardings import constrained, typed_sharding
 from jax_offload._emit.rows import read_rows, row_numbers, write_rows
@@ -65,10 +66,8 @@ def looped(s: Slice, how: Chunked, names: Names) -> Callable[..., list[Any]]:
 
         def update(results: Sequence[Any], loaded: dict[int, Any], start: Any, n: int) -> tuple[list, dict[int, Any]]:
             args = [loaded[i] if i in loaded else read(results, i, start, n) for i in range(len(s.inputs))]
-            # Read once, before the rows are overwritten: XLA copies a buffer that two of its fusions still read. A
-            # v5e's peak is 3952 MiB so, else 5488; an H200's the same on jax 0.12, and 56 MiB higher on 0.10.
             held = [i for i, v in enumerate(s.inputs) if v in carried and i not in loaded]
-            for i, x in zip(held, jax.lax.optimization_barrier([args[i] for i in held]), strict=True):
+            for i, x in zip(held, read_once([args[i] for i in held]), strict=True):
                 args[i] = x
             with update_of(s.loads, names):
                 new = run_chunk(inner.jaxpr, dims, where, row_numbers(where[0], start, n, shards), *args)
@@ -87,7 +86,7 @@ def looped(s: Slice, how: Chunked, names: Names) -> Callable[..., list[Any]]:
                 if k is not None:
                     x = new.pop(k)
                     if i in loaded:
-                        x, loaded[i] = jax.lax.optimization_barrier((x, loaded[i]))
+                        x, loaded[i] = written_after(x, loaded[i])
                     store(results, k, x, start)
             for k, x in new.items():
                 store(results, k, x, start)
@@ -110,8 +109,7 @@ def looped(s: Slice, how: Chunked, names: Names) -> Callable[..., list[Any]]:
         if rest:
             state = advance(first[0], (0, rows), state)
         if full > 1:
-            # XLA would unroll a loop that runs once, and not update in place (2x4096x4096: 712 MiB, resident 688)
-            end = jax.lax.optimization_barrier(jnp.int32(2)) if full == 2 else full
+            end = opaque(jnp.int32(2)) if full == 2 else full
             state = jax.lax.fori_loop(1, end, lambda i, st: advance((i - 1) * rows, (i * rows, rows), st), state)
         results, new = state
         return exchange(results, new, (full - 1) * rows, None)[0]

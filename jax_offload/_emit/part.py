@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
+from jax_offload._base.barriers import read_once
 from jax_offload._base.jaxprs import Jaxpr, Literal, Var, jaxpr_of, nameless, values_of, variables
 from jax_offload._base.memory import is_host_aval, to_device, to_host
 from jax_offload._base.shardings import constrained, typed_sharding
@@ -40,9 +40,8 @@ def part(p: Planned, how: Chunked, n: int, names: Names) -> Callable[..., list[A
         for i, (v, dim) in enumerate(zip(s.inputs, how.dims, strict=True)):
             if dim is not None and not is_host_aval(v.aval):
                 given[i] = read_rows(given[i], dim.dim, start, n, shards, pins.get(v))
-        # read once, before they are overwritten: XLA copies a buffer that two of its fusions still read
         held = [i for i in kept if i is not None]
-        for i, x in zip(held, jax.lax.optimization_barrier([given[i] for i in held]), strict=True):
+        for i, x in zip(held, read_once([given[i] for i in held]), strict=True):
             given[i] = x
         new, found = _updated(p, how, n, start, given, names), list[Any]()
         for v, to, i, x, old in zip(s.outputs, how.out_dims, kept, new, before, strict=True):

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from jax_offload._base.arrays import nbytes
+from jax_offload._base.barriers import gate, opaque
 from jax_offload._base.jaxprs import values_of
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.shardings import varying_over, zeros
-from jax_offload._emit.barriers import gate
 from jax_offload._emit.deduplicate import functions
 from jax_offload._emit.loop import or_batched
 from jax_offload._emit.serialise import Serialise, is_large, serial_parts, small, waiting
@@ -105,7 +105,7 @@ def _run_in_own_loop(
             now = given | {carried[v]: x for v, x in zip(outputs, carry[1], strict=True) if v in carried}
             return jnp.zeros_like(carry[0]), gated(*(now[v] for v in inputs))
 
-        return jax.lax.while_loop(lambda c: c[0], once, (jax.lax.optimization_barrier(jnp.array(True)), start))[1]
+        return jax.lax.while_loop(lambda c: c[0], once, (opaque(jnp.array(True)), start))[1]
 
     all_of_it = looped if lowered else or_batched(looped, gated)
     env.update(zip(outputs, all_of_it(*(env[v] for v in inputs)), strict=True))

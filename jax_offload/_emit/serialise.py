@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_offload._base.barriers import opaque, together
 from jax_offload._ir.masks import Mask, forward, union
 from jax_offload._ir.program import Var
 from jax_offload._ir.slices import Slice, slice_of
@@ -69,13 +70,12 @@ def is_large(gradient: Any) -> bool:
 def waiting(gradients: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
     """The gradients, each of which waits for the one before, and a zero that waits for all of them.
 
-    Waiting needs a value that is made of a gradient and used: a number of it, masked to nothing by a zero that XLA does
-    not see.
+    Waiting needs a value that is made of a gradient and used: a number of it, masked to nothing by an opaque zero.
     """
-    zero = jax.lax.optimization_barrier(jnp.zeros((), jnp.int32))
+    zero = opaque(jnp.zeros((), jnp.int32))
     read, held = zero, []
     for g in gradients:
-        g, read = jax.lax.optimization_barrier((g, read))
+        g, read = together((g, read))
         held.append(g)
         number = jax.lax.squeeze(jax.lax.slice(g, [0] * g.ndim, [1] * g.ndim), range(g.ndim))
         read = read | (jnp.real(number).astype(jnp.int32) & zero)
