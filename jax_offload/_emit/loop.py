@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
+from jax_offload._base.arrays import row_numbers
 from jax_offload._base.barriers import opaque, read_once, written_after
 from jax_offload._base.memory import is_host_aval, to_device, to_host
 from jax_offload._base.shardings import constrained, typed_sharding
-from jax_offload._emit.rows import read_rows, row_numbers, write_rows
+from jax_offload._emit.rows import read_rows, write_rows
 from jax_offload._emit.transfers import Names, prefetch, update_of, write_back
 from jax_offload._ir.core import core
 from jax_offload._ir.slices import Slice

@@ -14,6 +14,7 @@ from collections.abc import Sequence, Set
 from typing import Any
 
 from jax_offload._base.arrays import nbytes
+from jax_offload._base.jaxprs import Equation
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.shardings import varies
 from jax_offload._ir.masks import Mask, forward, union
@@ -105,7 +106,7 @@ def serial_of(
 def serial_parts(s: Slice, gradients: Sequence[Var]) -> list[tuple[Var | None, Slice]]:
     """``s`` in parts, to be run one after the other: what needs no gradient, one at a time, and several."""
     needs: dict[Var, Mask] = {v: 1 << i for i, v in enumerate(gradients)}
-    parts: list[list] = [[] for _ in range(len(gradients) + 2)]
+    parts: list[list[Equation]] = [[] for _ in range(len(gradients) + 2)]
     for eqn in s.jaxpr.eqns:
         mask = union(forward(eqn, needs))
         needs.update(dict.fromkeys(eqn.outvars, mask))  # of an equation that stands in one part: a cond, say
