@@ -12,7 +12,10 @@ import jax_offload as jo
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.on_disk import is_on_disk
 from jax_offload._drive import stages
+from jax_offload._emit.find import updates_in
 from jax_offload._plan import by_rows
+from jax_offload._plan.plan import Chunked, Whole
+from jax_offload._plan.transfers import transfer_of
 from tests.support.rows import rows
 from tests.support.trees import assert_close
 
@@ -117,6 +120,19 @@ def test_as_in_host_memory(name, window, disk):
     if name == "adamw":
         assert groups_in(step) == {"layers": 4, "bias": 1, "embed": 3}
         assert programs_in(step) == 5  # of two layers and of one, of 64 rows and of 32, and of the biases
+
+
+@pytest.mark.parametrize(("window", "transfer"), [(2 * ROW, Whole), (2 * ROW - 1, Chunked)])
+def test_a_part_is_planned_with_the_window_of_the_whole(window, transfer):
+    """The rows that it loads, and that they go in chunks where they are larger than the window."""
+    params = {"layers": jnp.ones(SHAPES["layers"])}
+    tx = jo.offload(optax.adamw(1e-2), min_bytes=0, window=window)
+    (found,) = updates_in(jax.make_jaxpr(lambda p: tx.update(p, tx.init(p), p))(params))
+    (p,) = found.update.planned
+    part = by_rows.part_of(p, transfer_of(p.slice, found.update.next_values, 1), 2)
+    assert [v.aval.shape for v in part.update.slice.loads] == 2 * [(2, 32, 32)]
+    assert part.update.slice.loaded_bytes == 2 * ROW
+    assert isinstance(part.update.transfer, transfer) and part.update.window is p.window
 
 
 @pytest.mark.parametrize("window", rows([None, 2**12], "alike", daily=[None]))

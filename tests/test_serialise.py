@@ -12,9 +12,9 @@ import pytest
 
 import jax_offload as jo
 from jax_offload._base.memory import on_host
-from jax_offload._emit.serialise import serial_parts, small
 from jax_offload._ir.program import flat, without_round_trips
 from jax_offload._ir.slices import slice_of
+from jax_offload._plan.serialise import AllInTurn, InParts, Serialise, serial_of, serial_parts, small
 
 SHAPE = (256, 260)  # large enough to wait for each other
 SPECIAL = [np.nan, np.inf, -np.inf, -0.0, 1e30, 1e-40]
@@ -87,6 +87,35 @@ def test_a_norm_falls_into_a_part_for_each_gradient():
         env.update(zip(part.outputs, part.run(*(env[v] for v in part.inputs)), strict=True))
     expected = np.sqrt(sum(np.sum(np.asarray(a, np.float64) ** 2) for a in args)) * np.exp(2.0)
     assert float(env[program.outputs[0]]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_plan_says_which_gradients_wait():
+    """Those of a norm for a part of it; where leaves on the device are updated each for the one before, unless gates
+    of the passes hold them."""
+    gradients = [jnp.ones(SHAPE) for _ in range(3)]
+
+    def planned(step, serialise, **how):
+        program = without_round_trips(flat(jax.make_jaxpr(step)(*gradients)))
+        whole = slice_of(program.eqns, program.outputs, program.debug_info, {})
+        return program, serial_of(whole, program.inputs, {*program.outputs}, serialise, **how)
+
+    def norm(*gs):
+        return sum(jnp.sum(g**2) for g in gs)
+
+    def update(*gs):
+        return [2 * g for g in gs]
+
+    program, found = planned(update, Serialise.ALL)
+    assert found == AllInTurn(tuple(program.inputs), program.outputs[0])
+    for step in norm, update:
+        assert planned(step, Serialise.NONE)[1] is None
+    for step, numbers, how in (norm, 1, {}), (update, 0, {"gated": True}):
+        program, found = planned(step, Serialise.ALL, **how)
+        assert isinstance(found, InParts)
+        one, two, three, *_ = found.parts
+        assert [part.gradient for part in (one, two, three)] == program.inputs
+        assert [len(part.waits_for) for part in (one, two, three)] == [0, numbers, numbers]
+        assert {*two.waits_for} <= {*one.slice.outputs} and {*three.waits_for} <= {*two.slice.outputs}
 
 
 def test_what_one_gradient_needs_or_what_has_effects_stays_whole():

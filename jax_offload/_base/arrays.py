@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -56,3 +57,8 @@ def is_traced(x: Any) -> bool:
 
 def is_array(x: Any) -> bool:
     return isinstance(x, (jax.Array, np.ndarray, np.generic))
+
+
+def row_numbers(size: int, start: Any, n: int, shards: int) -> jax.Array:
+    """The places, in an axis of ``size``, of ``n`` rows from ``start`` on of each of its ``shards`` parts."""
+    return (jnp.arange(shards)[:, None] * (size // shards) + start + jnp.arange(n)[None]).reshape(-1)

@@ -15,7 +15,6 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend.core import DebugInfo, Effects, Primitive
 
 from jax_offload._base.private import dce_jaxpr
@@ -278,10 +277,3 @@ def run_equation(eqn: Equation, operands: Sequence[Any], params: dict[str, Any])
     """The results of an equation's primitive for these operands and parameters: a list, of one too."""
     results: Any = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
     return results if eqn.primitive.multiple_results else [results]
-
-
-def barrier(behind: Mapping[Var, Var]) -> Equation:
-    """The equation of an ``optimization_barrier``: variables -> those that they are behind it."""
-    avals = [jax.ShapeDtypeStruct((), np.int32) for _ in behind]
-    (eqn,) = jaxpr_of(lambda *xs: lax.optimization_barrier(xs), *avals)[0].jaxpr.eqns
-    return eqn.replace(invars=list(behind), outvars=list(behind.values()))

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_offload._base.barriers import opaque
+
 
 def at_most_once(run: Any, update: Callable[[Any], Any], carry: Any) -> Any:
     """``update(carry)`` where ``run`` holds, else ``carry``, in place.
@@ -18,11 +20,7 @@ def at_most_once(run: Any, update: Callable[[Any], Any], carry: Any) -> Any:
 
 
 def once(update: Callable[[Any, Any], tuple[Any, list[Any]]], init: Any, xs: Sequence[Any], ys: Sequence[Any]) -> Any:
-    """``jax.lax.scan`` of one iteration, as a loop all the same; ``ys`` are the types of its stacks.
-
-    XLA inlines what surely runs once.
-    """
+    """``jax.lax.scan`` of one iteration, as a loop all the same; ``ys`` are the types of its stacks."""
     blank = [jnp.zeros(y.shape[1:], y.dtype) for y in ys]
-    surely = jax.lax.optimization_barrier(True)
-    carry, rows = at_most_once(surely, lambda c: update(c[0], [x[0] for x in xs]), (init, blank))
+    carry, rows = at_most_once(opaque(True), lambda c: update(c[0], [x[0] for x in xs]), (init, blank))
     return carry, [row[None] for row in rows]

@@ -255,8 +255,8 @@ def memory_space_of(aval: Any) -> Any:
 
 
 def manual_axes_of(x: Any) -> Any:
-    """Over which axes a value differs between devices, inside ``shard_map``; something to compare."""
-    return getattr(jax.typeof(x), "manual_axis_type", None)
+    """Over which axes a value, or one of a type, differs inside ``shard_map``; something to compare."""
+    return getattr(x if isinstance(x, ShapedArray) else jax.typeof(x), "manual_axis_type", None)
 
 
 def address_of(x: jax.Array) -> int:

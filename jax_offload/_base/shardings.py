@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.core import Tracer
+import numpy as np
+from jax.core import ShapedArray, Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from jax_offload._base.arrays import is_array
@@ -74,6 +75,11 @@ def devices_of(x: Any) -> int:
 def varying_over(x: Any) -> Any:
     """Over which axes a value differs between devices, inside ``shard_map``; something to compare."""
     return manual_axes_of(x)
+
+
+def varies(aval: Any) -> bool:
+    """Whether a value of a type differs between devices, inside ``shard_map``."""
+    return manual_axes_of(aval) != manual_axes_of(ShapedArray((), np.dtype(np.float32)))
 
 
 def is_manual() -> bool:

@@ -19,7 +19,7 @@ from jax_offload._base.on_disk import Ends, Place, Range
 from jax_offload._emit.part import part
 from jax_offload._emit.region import Update
 from jax_offload._ir.shares import structure
-from jax_offload._plan.by_rows import in_parts
+from jax_offload._plan.by_rows import in_parts, part_of
 from jax_offload._plan.plan import Chunked, Planned
 
 # Of a stage's piece: what it reads and makes, how, and what is equal for pieces that do the same.
@@ -106,7 +106,7 @@ class ByRows:
             before = [None if is_host_aval(v.aval) or i is not None else x
                       for v, i, x in zip(s.outputs, buffers, left, strict=True)]  # fmt: skip
             if n not in runs:
-                runs[n] = part(p, how, n, update.names)
+                runs[n] = part(part_of(p, how, n), update.names)
             yield (
                 [self._start(begin), *inputs, *(x for x in before if x is not None)],
                 outputs,

@@ -7,11 +7,14 @@ import functools
 from collections.abc import Callable, Hashable, Sequence, Set
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.jaxprs import Atom, Jaxpr, Var, variables
+from jax_offload._base.jaxprs import Atom, Equation, Jaxpr, Var, variables
+from jax_offload._emit.region import Update
 from jax_offload._emit.serialise import waiting
+from jax_offload._plan.serialise import Serialise, is_large
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,3 +60,19 @@ def in_turn(large: Sequence[Var], others: Sequence[Var]) -> InTurn:
     """Large gradients in turn, and the smallest of the others behind all of them."""
     operands = [*large, *sorted(others, key=lambda v: nbytes(v.aval))[:1]]
     return InTurn([*operands], [Var(v.aval) for v in operands], functools.partial(_wait, len(large)), large=len(large))
+
+
+def gradients_in_turn(update: Update, device: Update, eqn: Equation, defined: Sequence[Var]) -> InTurn | None:
+    """Where some gradients stay on the device: all, each of which waits for the one before.
+
+    As results of a program nothing else asks for them, and XLA would put their matmuls off to its end: 14400 MiB
+    instead of 9344 (24 unrolled layers, 16384 tokens, 0.3 on the cores, compiled for an H200; resident
+    11328). Copies to the host alone hold them in time by themselves.
+    """
+    pairs = zip(eqn.invars, update.operands, strict=True)
+    stay = {*variables(v for v, own in pairs if own in {*device.operands})} & {*defined}
+    large = [v for i in update.gradients if (v := eqn.invars[i]) in {*defined} and is_large(v.aval)]
+    others = [v for v in defined if v not in {*large} and not jnp.issubdtype(v.aval.dtype, jax.dtypes.extended)]
+    if update.serialise is Serialise.NONE or len(large) < 2 or stay.isdisjoint(large):
+        return None
+    return in_turn(large, others)

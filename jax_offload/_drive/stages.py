@@ -7,8 +7,6 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
@@ -17,12 +15,12 @@ from jax_offload._base.jaxprs import Atom, DropVar, Equation, Literal, Var, rena
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.on_disk import Ends, Range
 from jax_offload._drive.by_rows import ByRows, made_once
-from jax_offload._drive.pieces import InTurn, Piece, in_turn
+from jax_offload._drive.pieces import Piece, gradients_in_turn
 from jax_offload._drive.undivided import run_undivided
 from jax_offload._emit.deduplicate import functions
 from jax_offload._emit.find import holds_driven_update, is_update
 from jax_offload._emit.region import Update, bound
-from jax_offload._emit.serialise import Serialise, is_large
+from jax_offload._ir.program import Program
 from jax_offload._ir.shares import structure
 from jax_offload._ir.slices import Slice, slice_of
 from jax_offload._plan.plan import Chunked, Planned
@@ -125,93 +123,127 @@ def staged(cut: Cut, ends: Mapping[Var, Ends] = MappingProxyType({})) -> Staged:
     Raises:
       ValueError: a part of the update that the cores run stands in a scan or the like.
     """
-    stages: list[Stage] = []
-    names: dict[Var, Atom] = {}  # of an update's own variables, and of its results in the step: those that stand here
-    next_of: dict[Var, Var] = {}
-    visited: set[int] = set()
-    on_disk: dict[Var, bool] = {}
-    scattered: dict[Var, NamedSharding] = {}
-    rules = ByRows(ends)
-
-    def on_device(name: str, *pieces: Piece) -> None:
-        """Adds to the last program of the device, or another."""
-        if stages and not stages[-1].on_cores and stages[-1].loop is None and stages[-1].name != GROUP:
-            last = stages.pop()
-            stages.append(dataclasses.replace(last, pieces=(*last.pieces, *pieces)))
-        else:
-            stages.append(Stage(name, pieces))
-
-    def piece_of(s: Slice) -> Piece:
-        return Piece([renamed(names, v) for v in s.inputs], s.outputs, s.run, structure(s.jaxpr), s.jaxpr)
-
-    on_device(BEFORE, piece_of(cut.before))
-
-    def name(update: Update, eqn: Equation) -> None:
-        """Says what its variables are in the step."""
-        names.update(zip(update.operands, (renamed(names, v) for v in eqn.invars), strict=True))
-        names.update(zip(eqn.outvars, update.program.outputs, strict=True))
-        next_of.update((v, x) for v, old in update.next_values.items() if isinstance(x := names.get(old), Var))
-
-    def pieces_of(slices: Sequence[Planned], update: Update, defined: Mapping[Var, Var]) -> Iterator[Piece]:
-        for p in slices:
-            yield from [Piece(*each) for each in rules.pieces(p, update, names, defined)] or [planned_piece(p, update)]
-
-    def planned_piece(p: Planned, update: Update) -> Piece:
-        def run(*args: Any) -> list[Any]:
-            env = dict(zip(p.slice.inputs, args, strict=True))
-            functions([p], update.names, lowered=True)(p, env)
-            return [env[v] for v in p.slice.outputs]
-
-        how = (p.transfer.axis, p.transfer.rows, p.transfer.shape) if isinstance(p.transfer, Chunked) else None
-        return Piece([renamed(names, v) for v in p.slice.inputs], p.slice.outputs, run, (structure(p.slice.jaxpr), how))
-
+    found = _Found(ByRows(ends))
+    found.on_device(BEFORE, found.piece_of(cut.before))
     for eqn in cut.update.jaxpr.eqns:
         if not holds_driven_update(eqn):
-            on_device("between", piece_of(slice_of([eqn], _results(eqn), cut.program.debug_info, {})))
+            between = slice_of([eqn], _results(eqn), cut.program.debug_info, {})
+            found.on_device("between", found.piece_of(between))
         elif eqn.primitive.name in DRIVEN:
-            stages.append(Stage("loop", loop=eqn.replace(invars=[renamed(names, v) for v in eqn.invars])))
+            found.stages.append(Stage("loop", loop=eqn.replace(invars=found.in_step(eqn.invars))))
         elif is_update(eqn):
-            update: Update = eqn.params["update"]
-            if id(update) in visited:
-                raise ValueError("step: runs one jitted update twice, which update_on cannot drive yet; unjit it.")
-            visited.add(id(update))
-            if update.on_disk:
-                name(update, eqn)
-                hosts = ((names[v], v in update.on_disk) for v in update.operands if is_host_aval(v.aval))
-                on_disk |= {v: known for v, known in hosts if isinstance(v, Var)}
-                scattered |= {x: s for v, s in _scattered(update) if isinstance(x := names[v], Var)}
-                defined = made_once(update, eqn.outvars)
-                for each in update.plan.passes:
-                    on_device("scalars", piece_of(each.prelude))
-                    stages += _grouped(GROUP, [*pieces_of(each.slices, update, defined)], on_cores=False)
-                continue
-            device, cores = _shares(update)
-            if len(stages) == 1 and (serial := _in_turn(update, device, eqn, cut.before.outputs)) is not None:
-                on_device(BEFORE, serial)
-                names.update(zip(variables(serial.inputs), serial.outputs, strict=True))
-            name(update, eqn)
-            first, *later = cores.plan.passes
-            on_device(BEFORE, piece_of(first.prelude))
-            if device.planned:
-                stages.append(Stage("device", (_all_of(device, names),)))
-            elif device.program.outputs:
-                on_device(BEFORE, _all_of(device, names))
-            stages += _grouped("cores", [piece_of(p.slice) for p in first.slices])
-            for each in later:
-                stages.append(Stage("scalars", (piece_of(each.prelude),), on_cores=True))
-                stages += _grouped("cores", [piece_of(p.slice) for p in each.slices])
+            found.add(eqn, cut.before)
         else:
             raise ValueError(
                 f"update_on: the update stands in a {eqn.primitive.name} of the step, which cannot be cut there. Fix: "
                 "update once a step, outside of scans and shard_map; skip= and a branch may skip it."
             )
     if cut.after.outputs:
-        on_device("after", piece_of(cut.after))
-    outputs = [renamed(names, v) for v in cut.program.outputs]
-    program, starts = cut.program, rules.starts
-    scattered = {v: s for v, s in scattered.items() if v not in {*variables(outputs)}}
-    inputs, consts = [*starts.values(), *program.inputs], [*map(np.int32, starts), *program.consts]
-    return Staged(inputs, consts, stages, outputs, next_of | rules.next_of, on_disk, scattered, rules.parts)
+        found.on_device("after", found.piece_of(cut.after))
+    return found.staged(cut.program)
+
+
+@dataclasses.dataclass
+class _Found:
+    """The stages of a step, as far as they are found.
+
+    Attributes:
+      rules: which slices are pieces of some rows each.
+      names: of an update's own variables, and of its results in the step: those that stand in the stages.
+      visited: the updates, by their ids.
+    """
+
+    rules: ByRows
+    stages: list[Stage] = dataclasses.field(default_factory=list[Stage])
+    names: dict[Var, Atom] = dataclasses.field(default_factory=dict[Var, Atom])
+    next_of: dict[Var, Var] = dataclasses.field(default_factory=dict[Var, Var])
+    visited: set[int] = dataclasses.field(default_factory=set[int])
+    on_disk: dict[Var, bool] = dataclasses.field(default_factory=dict[Var, bool])
+    scattered: dict[Var, NamedSharding] = dataclasses.field(default_factory=dict[Var, NamedSharding])
+
+    def in_step(self, atoms: Sequence[Atom]) -> list[Atom]:
+        return [renamed(self.names, v) for v in atoms]
+
+    def on_device(self, name: str, *pieces: Piece) -> None:
+        """Adds to the last program of the device, or another."""
+        last = self.stages[-1] if self.stages else None
+        if last is not None and not last.on_cores and last.loop is None and last.name != GROUP:
+            self.stages.pop()
+            self.stages.append(dataclasses.replace(last, pieces=(*last.pieces, *pieces)))
+        else:
+            self.stages.append(Stage(name, pieces))
+
+    def piece_of(self, s: Slice) -> Piece:
+        return Piece(self.in_step(s.inputs), s.outputs, s.run, structure(s.jaxpr), s.jaxpr)
+
+    def add(self, eqn: Equation, before: Slice) -> None:
+        """The stages of an update."""
+        update: Update = eqn.params["update"]
+        if id(update) in self.visited:
+            raise ValueError("step: runs one jitted update twice, which update_on cannot drive yet; unjit it.")
+        self.visited.add(id(update))
+        if update.on_disk:
+            self.add_from_disk(update, eqn)
+        else:
+            self.add_shares(update, eqn, before)
+
+    def name(self, update: Update, eqn: Equation) -> None:
+        """Says what its variables are in the step."""
+        self.names.update(zip(update.operands, self.in_step(eqn.invars), strict=True))
+        self.names.update(zip(eqn.outvars, update.program.outputs, strict=True))
+        pairs = ((v, self.names.get(old)) for v, old in update.next_values.items())
+        self.next_of.update((v, x) for v, x in pairs if isinstance(x, Var))
+
+    def add_from_disk(self, update: Update, eqn: Equation) -> None:
+        """Groups of slices, or of some rows of them, for an update whose state is on disk."""
+        self.name(update, eqn)
+        hosts = ((self.names[v], v in update.on_disk) for v in update.operands if is_host_aval(v.aval))
+        self.on_disk |= {v: known for v, known in hosts if isinstance(v, Var)}
+        self.scattered |= {x: s for v, s in _scattered(update) if isinstance(x := self.names[v], Var)}
+        defined = made_once(update, eqn.outvars)
+        for each in update.plan.passes:
+            self.on_device("scalars", self.piece_of(each.prelude))
+            self.stages += _grouped(GROUP, [*self.pieces_of(each.slices, update, defined)], on_cores=False)
+
+    def pieces_of(self, slices: Sequence[Planned], update: Update, defined: Mapping[Var, Var]) -> Iterator[Piece]:
+        for p in slices:
+            of_rows = [Piece(*each) for each in self.rules.pieces(p, update, self.names, defined)]
+            yield from of_rows or [self.planned_piece(p, update)]
+
+    def planned_piece(self, p: Planned, update: Update) -> Piece:
+        def run(*args: Any) -> list[Any]:
+            env = dict(zip(p.slice.inputs, args, strict=True))
+            functions([p], update.names, lowered=True)(p, env)
+            return [env[v] for v in p.slice.outputs]
+
+        how = (p.transfer.axis, p.transfer.rows, p.transfer.shape) if isinstance(p.transfer, Chunked) else None
+        return Piece(self.in_step(p.slice.inputs), p.slice.outputs, run, (structure(p.slice.jaxpr), how))
+
+    def add_shares(self, update: Update, eqn: Equation, before: Slice) -> None:
+        """The device's part of an update, and the cores' in groups."""
+        device, cores = _shares(update)
+        serial = gradients_in_turn(update, device, eqn, before.outputs) if len(self.stages) == 1 else None
+        if serial is not None:
+            self.on_device(BEFORE, serial)
+            self.names.update(zip(variables(serial.inputs), serial.outputs, strict=True))
+        self.name(update, eqn)
+        first, *later = cores.plan.passes
+        self.on_device(BEFORE, self.piece_of(first.prelude))
+        if device.planned:
+            self.stages.append(Stage("device", (_all_of(device, self.names),)))
+        elif device.program.outputs:
+            self.on_device(BEFORE, _all_of(device, self.names))
+        self.stages += _grouped("cores", [self.piece_of(p.slice) for p in first.slices])
+        for each in later:
+            self.stages.append(Stage("scalars", (self.piece_of(each.prelude),), on_cores=True))
+            self.stages += _grouped("cores", [self.piece_of(p.slice) for p in each.slices])
+
+    def staged(self, program: Program) -> Staged:
+        outputs, rules = self.in_step(program.outputs), self.rules
+        scattered = {v: s for v, s in self.scattered.items() if v not in {*variables(outputs)}}
+        inputs, consts = [*rules.starts.values(), *program.inputs], [*map(np.int32, rules.starts), *program.consts]
+        next_of = self.next_of | rules.next_of
+        return Staged(inputs, consts, self.stages, outputs, next_of, self.on_disk, scattered, rules.parts)
 
 
 def _scattered(update: Update) -> Iterator[tuple[Var, NamedSharding]]:
@@ -240,22 +272,6 @@ def _all_of(update: Update, names: Mapping[Var, Atom]) -> Piece:
     """An update in one piece, which streams as in any program of the device."""
     inputs, outputs = [renamed(names, v) for v in update.operands], variables(update.program.outputs)
     return Piece(inputs, outputs, lambda *args: bound(update, args))
-
-
-def _in_turn(update: Update, device: Update, eqn: Equation, defined: Sequence[Var]) -> InTurn | None:
-    """Where some gradients stay on the device: all, each of which waits for the one before.
-
-    As results of a program nothing else asks for them, and XLA would put their matmuls off to its end: 14400 MiB
-    instead of 9344 (24 unrolled layers, 16384 tokens, 0.3 on the cores, compiled for an H200; resident
-    11328). Copies to the host alone hold them in time by themselves.
-    """
-    pairs = zip(eqn.invars, update.operands, strict=True)
-    stay = {*variables(v for v, own in pairs if own in {*device.operands})} & {*defined}
-    large = [v for i in update.gradients if (v := eqn.invars[i]) in {*defined} and is_large(v.aval)]
-    others = [v for v in defined if v not in {*large} and not jnp.issubdtype(v.aval.dtype, jax.dtypes.extended)]
-    if update.serialise is Serialise.NONE or len(large) < 2 or stay.isdisjoint(large):
-        return None
-    return in_turn(large, others)
 
 
 def _grouped(name: str, pieces: Sequence[Piece], *, on_cores: bool = True) -> Iterator[Stage]:

@@ -8,24 +8,33 @@ of a scan they would stand in host memory twice.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
+from jax.sharding import NamedSharding
 
+from jax_offload._base.arrays import row_numbers
+from jax_offload._base.barriers import opaque, read_once, written_after
+from jax_offload._base.jaxprs import Var
 from jax_offload._base.memory import is_host_aval, to_device, to_host
 from jax_offload._base.shardings import constrained, typed_sharding
-from jax_offload._emit.rows import read_rows, row_numbers, write_rows
+from jax_offload._emit.rows import read_rows, write_rows
 from jax_offload._emit.transfers import Names, prefetch, update_of, write_back
-from jax_offload._ir.core import core
+from jax_offload._ir.core import Core, core
 from jax_offload._ir.slices import Slice
 from jax_offload._plan.chunk_rules import run_chunk
 from jax_offload._plan.plan import Chunked
 from jax_offload._plan.rules import Partial, Rows
 
 Chunk = tuple[Any, int]  # its first row, which may be traced, and its number of rows
+Results = list[Any]  # of the slice, as far as they are written; ``None``: a sum that has not begun
+New = dict[int, Any]  # by the number of the result: rows of a chunk, on the device, that are not stored yet
+Loaded = dict[int, Any]  # by the number of the operand: rows of a chunk
 
 
 def looped(s: Slice, how: Chunked, names: Names) -> Callable[..., list[Any]]:
@@ -36,88 +45,127 @@ def looped(s: Slice, how: Chunked, names: Names) -> Callable[..., list[Any]]:
     while the last is written, the first is read, as it is by then. No chunk is updated after the loop: XLA would merge
     the writing of its rows with whatever uses the whole, in a buffer of its own.
     """
-    inner, shards, rows, dims, out_dims = core(s), how.shards, how.rows, how.dims, how.out_dims
-    where = how.shape[how.axis], how.shape, how.axis
-    size = where[0] // shards
-    carried = {v: k for k, v in enumerate(how.buffers) if v is not None}
-    swaps = [(i, carried.get(v)) for i, v in enumerate(s.inputs) if v in inner.loads]  # operand, its next value
-    stored = [k for k, v in enumerate(s.outputs) if is_host_aval(v.aval)]
-    pins = s.pins
+    inner = core(s)
 
     def run(*operands: Any) -> list[Any]:
-        def read(results: Sequence[Any], i: int, start: Any, n: int) -> Any:
-            k, dim = carried.get(s.inputs[i]), dims[i]
-            x = operands[i] if k is None else results[k]
-            return x if dim is None else read_rows(x, dim.dim, start, n, shards, pins.get(s.inputs[i]))
-
-        def write(results: list[Any], k: int, x: Any, start: Any) -> None:
-            if isinstance(to := out_dims[k], Partial):
-                results[k] = x if results[k] is None else to.combine(results[k], x)
-            else:
-                results[k] = write_rows(results[k], x, to.dim, start, shards, pins.get(s.outputs[k]))
-
-        def store(results: list[Any], k: int, x: Any, start: Any) -> None:
-            with write_back(s.outputs[k], names):
-                write(results, k, to_host(x), start)
-
-        def load(results: Sequence[Any], i: int, chunk: Chunk) -> Any:
-            with prefetch(s.inputs[i], names):
-                return to_device(read(results, i, *chunk))
-
-        def update(results: Sequence[Any], loaded: dict[int, Any], start: Any, n: int) -> tuple[list, dict[int, Any]]:
-            args = [loaded[i] if i in loaded else read(results, i, start, n) for i in range(len(s.inputs))]
-            # Read once, before the rows are overwritten: XLA copies a buffer that two of its fusions still read. A
-            # v5e's peak is 3952 MiB so, else 5488; an H200's the same on jax 0.12, and 56 MiB higher on 0.10.
-            held = [i for i, v in enumerate(s.inputs) if v in carried and i not in loaded]
-            for i, x in zip(held, jax.lax.optimization_barrier([args[i] for i in held]), strict=True):
-                args[i] = x
-            with update_of(s.loads, names):
-                new = run_chunk(inner.jaxpr, dims, where, row_numbers(where[0], start, n, shards), *args)
-            results = list(results)
-            for k in set(range(len(new))) - set(stored):
-                write(results, k, new[k], start)
-            return results, {k: new[k] for k in stored}
-
-        def exchange(results: Sequence[Any], new: dict[int, Any], start: Any, then: Chunk | None) -> tuple[list, dict]:
-            """Stores ``new`` in the rows from ``start`` on; loads chunk ``then``."""
-            results, new, loaded = list(results), dict(new), {}
-            for place, (i, k) in enumerate(swaps):
-                if then and place + 1 < len(swaps):
-                    following, _ = swaps[place + 1]
-                    loaded[following] = load(results, following, then)
-                if k is not None:
-                    x = new.pop(k)
-                    if i in loaded:
-                        x, loaded[i] = jax.lax.optimization_barrier((x, loaded[i]))
-                    store(results, k, x, start)
-            for k, x in new.items():
-                store(results, k, x, start)
-            if then and swaps:
-                loaded[swaps[0][0]] = load(results, swaps[0][0], then)
-            return results, loaded
-
-        def advance(at: Any, then: Chunk, state: Any) -> tuple[list, dict[int, Any]]:
-            results, new = state
-            return update(*exchange(results, new, at, then), *then)
-
-        given = dict(zip(s.inputs, operands, strict=True))
-        results = [None if old is None else given[old] for old in how.buffers]
-        for k, (v, dim) in enumerate(zip(s.outputs, out_dims, strict=True)):
-            if results[k] is None and isinstance(dim, Rows):  # a sum over chunks starts with that of the first
-                results[k] = constrained(jnp.zeros(v.aval.shape, v.aval.dtype), typed_sharding(v.aval) or pins.get(v))
-        full, rest = divmod(size, rows)
+        loop, rows = _Loop(s, how, names, inner, operands), how.rows
+        full, rest = divmod(how.shape[how.axis] // how.shards, rows)
         first = (full * rows, rest) if rest else (0, rows)
-        state: Any = update(results, {i: load(results, i, first) for i, _ in swaps}, *first)
+        state = loop.first(first)
         if rest:
-            state = advance(first[0], (0, rows), state)
+            state = loop.advance(first[0], (0, rows), state)
         if full > 1:
-            # XLA would unroll a loop that runs once, and not update in place (2x4096x4096: 712 MiB, resident 688)
-            end = jax.lax.optimization_barrier(jnp.int32(2)) if full == 2 else full
-            state = jax.lax.fori_loop(1, end, lambda i, st: advance((i - 1) * rows, (i * rows, rows), st), state)
+            end = opaque(jnp.int32(2)) if full == 2 else full
+            state = jax.lax.fori_loop(1, end, lambda i, st: loop.advance((i - 1) * rows, (i * rows, rows), st), state)
         results, new = state
-        return exchange(results, new, (full - 1) * rows, None)[0]
+        return loop.exchange(results, new, (full - 1) * rows, None)[0]
 
     return run
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loop:
+    """What happens to the chunks of a slice, given all of its operands.
+
+    Attributes:
+      inner: the slice without its transfers.
+    """
+
+    s: Slice
+    how: Chunked
+    names: Names
+    inner: Core
+    operands: Sequence[Any]
+
+    @functools.cached_property
+    def carried(self) -> dict[Var, int]:
+        """Operand -> the result that is written into its buffer."""
+        return {v: k for k, v in enumerate(self.how.buffers) if v is not None}
+
+    @functools.cached_property
+    def swaps(self) -> list[tuple[int, int | None]]:
+        """The operands that are loaded, each with the result that is its next value: they take turns."""
+        return [(i, self.carried.get(v)) for i, v in enumerate(self.s.inputs) if v in self.inner.loads]
+
+    @functools.cached_property
+    def stored(self) -> list[int]:
+        """The results that are stored."""
+        return [k for k, v in enumerate(self.s.outputs) if is_host_aval(v.aval)]
+
+    @functools.cached_property
+    def pins(self) -> dict[Var, NamedSharding]:
+        return self.s.pins
+
+    def first(self, chunk: Chunk) -> tuple[Results, New]:
+        """What there is once the first chunk is updated."""
+        given = dict(zip(self.s.inputs, self.operands, strict=True))
+        results: Results = [None if old is None else given[old] for old in self.how.buffers]
+        for k, (v, dim) in enumerate(zip(self.s.outputs, self.how.out_dims, strict=True)):
+            if results[k] is None and isinstance(dim, Rows):  # a sum over chunks starts with that of the first
+                results[k] = constrained(
+                    jnp.zeros(v.aval.shape, v.aval.dtype), typed_sharding(v.aval) or self.pins.get(v)
+                )
+        return self.update(results, {i: self.load(results, i, chunk) for i, _ in self.swaps}, chunk)
+
+    def advance(self, at: Any, then: Chunk, state: tuple[Results, New]) -> tuple[Results, New]:
+        """Stores the chunk that begins at row ``at``; loads and updates chunk ``then``."""
+        return self.update(*self.exchange(*state, at, then), then)
+
+    def update(self, results: Results, loaded: Loaded, chunk: Chunk) -> tuple[Results, New]:
+        """Updates a chunk, and writes what stays on the device."""
+        s, how = self.s, self.how
+        args = [loaded[i] if i in loaded else self.read(results, i, chunk) for i in range(len(s.inputs))]
+        held = [i for i, v in enumerate(s.inputs) if v in self.carried and i not in loaded]
+        for i, x in zip(held, read_once([args[i] for i in held]), strict=True):
+            args[i] = x
+        where = how.shape[how.axis], how.shape, how.axis
+        with update_of(s.loads, self.names):
+            new = run_chunk(self.inner.jaxpr, how.dims, where, row_numbers(where[0], *chunk, how.shards), *args)
+        results = list(results)
+        for k in set(range(len(new))) - set(self.stored):
+            self.write(results, k, new[k], chunk[0])
+        return results, {k: new[k] for k in self.stored}
+
+    def exchange(self, results: Results, new: New, start: Any, then: Chunk | None) -> tuple[Results, Loaded]:
+        """Stores ``new`` in the rows from ``start`` on; loads chunk ``then``."""
+        results, new, loaded = list(results), dict(new), Loaded()
+        for place, (i, k) in enumerate(self.swaps):
+            if then and place + 1 < len(self.swaps):
+                following, _ = self.swaps[place + 1]
+                loaded[following] = self.load(results, following, then)
+            if k is not None:
+                x = new.pop(k)
+                if i in loaded:
+                    x, loaded[i] = written_after(x, loaded[i])
+                self.store(results, k, x, start)
+        for k, x in new.items():
+            self.store(results, k, x, start)
+        if then and self.swaps:
+            first, _ = self.swaps[0]
+            loaded[first] = self.load(results, first, then)
+        return results, loaded
+
+    def load(self, results: Results, i: int, chunk: Chunk) -> Any:
+        with prefetch(self.s.inputs[i], self.names):
+            return to_device(self.read(results, i, chunk))
+
+    def store(self, results: Results, k: int, x: Any, start: Any) -> None:
+        with write_back(self.s.outputs[k], self.names):
+            self.write(results, k, to_host(x), start)
+
+    def read(self, results: Results, i: int, chunk: Chunk) -> Any:
+        """A chunk of an operand, from its buffer; or all of what has no rows."""
+        v, dim = self.s.inputs[i], self.how.dims[i]
+        x = results[self.carried[v]] if v in self.carried else self.operands[i]
+        return x if dim is None else read_rows(x, dim.dim, *chunk, self.how.shards, self.pins.get(v))
+
+    def write(self, results: Results, k: int, x: Any, start: Any) -> None:
+        """A chunk of a result, into its buffer; or added to its sum."""
+        if isinstance(to := self.how.out_dims[k], Partial):
+            results[k] = x if results[k] is None else to.combine(results[k], x)
+        else:
+            pin = self.pins.get(self.s.outputs[k])
+            results[k] = write_rows(results[k], x, to.dim, start, self.how.shards, pin)
 
 
 def or_batched(looped: Any, at_once: Any) -> Any:

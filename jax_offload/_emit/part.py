@@ -8,30 +8,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from jax_offload._base.jaxprs import Jaxpr, Literal, Var, jaxpr_of, nameless, values_of, variables
-from jax_offload._base.memory import is_host_aval, to_device, to_host
+from jax_offload._base.barriers import read_once
+from jax_offload._base.jaxprs import Var, values_of
+from jax_offload._base.memory import is_host_aval
 from jax_offload._base.shardings import constrained, typed_sharding
 from jax_offload._emit.deduplicate import functions
-from jax_offload._emit.rows import read_rows, row_numbers, write_rows
+from jax_offload._emit.rows import read_rows, write_rows
 from jax_offload._emit.transfers import Names
-from jax_offload._ir.core import core
-from jax_offload._ir.slices import Slice
-from jax_offload._plan.chunk_rules import run_chunk
-from jax_offload._plan.plan import Chunked, Planned, Whole
+from jax_offload._plan.by_rows import PlannedPart
 from jax_offload._plan.rules import Partial
-from jax_offload._plan.transfers import transfer_of
 
 
-def part(p: Planned, how: Chunked, n: int, names: Names) -> Callable[..., list[Any]]:
-    """``run(start, operands, before)``: the slice's results, for ``n`` rows of each shard from ``start`` on.
+def part(planned: PlannedPart, names: Names) -> Callable[..., list[Any]]:
+    """``run(start, operands, before)``: the slice's results, for its rows of each shard from ``start`` on.
 
     Of host leaves operands and results are these rows; of arrays on the device they are all rows. ``before`` is for
     each result what earlier parts have left, where it has no operand's buffer; ``None`` in the first part.
     """
-    s, shards, pins = p.slice, how.shards, p.slice.pins
+    s, how, n = planned.whole, planned.how, planned.rows
+    shards, pins = how.shards, s.pins
     place = {v: i for i, v in enumerate(s.inputs)}
     pairs = zip(s.outputs, how.buffers, strict=True)
     kept = [None if old is None or is_host_aval(v.aval) else place[old] for v, old in pairs]
@@ -41,11 +38,10 @@ def part(p: Planned, how: Chunked, n: int, names: Names) -> Callable[..., list[A
         for i, (v, dim) in enumerate(zip(s.inputs, how.dims, strict=True)):
             if dim is not None and not is_host_aval(v.aval):
                 given[i] = read_rows(given[i], dim.dim, start, n, shards, pins.get(v))
-        # read once, before they are overwritten: XLA copies a buffer that two of its fusions still read
         held = [i for i in kept if i is not None]
-        for i, x in zip(held, jax.lax.optimization_barrier([given[i] for i in held]), strict=True):
+        for i, x in zip(held, read_once([given[i] for i in held]), strict=True):
             given[i] = x
-        new, found = _updated(p, how, n, start, given, names), list[Any]()
+        new, found = _updated(planned, [start, *given], names), list[Any]()
         for v, to, i, x, old in zip(s.outputs, how.out_dims, kept, new, before, strict=True):
             if is_host_aval(v.aval):
                 found.append(x)
@@ -61,30 +57,11 @@ def part(p: Planned, how: Chunked, n: int, names: Names) -> Callable[..., list[A
     return run
 
 
-def _updated(p: Planned, how: Chunked, n: int, start: Any, rows: Sequence[Any], names: Names) -> list[Any]:
+def _updated(planned: PlannedPart, operands: Sequence[Any], names: Names) -> list[Any]:
     """The slice's results for these rows: through its window, as any slice's."""
-    s, inner = p.slice, core(p.slice)
-    where = how.shape[how.axis], how.shape, how.axis
-
-    def update(start: Any, *rows: Any) -> list[Any]:
-        args = [to_device(x) if v in inner.loads else x for v, x in zip(s.inputs, rows, strict=True)]
-        new = run_chunk(inner.jaxpr, how.dims, where, row_numbers(where[0], start, n, how.shards), *args)
-        return [to_host(x) if is_host_aval(v.aval) else x for v, x in zip(s.outputs, new, strict=True)]
-
-    traced, _ = jaxpr_of(update, start, *rows)
-    j, known = traced.jaxpr, dict[Var, Any](zip(traced.jaxpr.constvars, traced.consts, strict=True))
-    inputs = [*j.constvars, *j.invars]
-    own = dict(zip(s.inputs, j.invars[1:], strict=True))
-    shards = {own[v]: cut for v, cut in s.shards.items() if v in own}
-    outputs = list(dict.fromkeys(variables(j.outvars)))  # others are numbers
-    few = Slice(inputs, outputs, Jaxpr([], inputs, outputs, j.eqns, j.effects, nameless(j.debug_info)), shards)
-    pairs = zip(j.outvars, how.buffers, strict=True)
-    reuse = {v: own[old] for v, old in pairs if old is not None and not isinstance(v, Literal)}
-    fits = few.loaded_bytes <= p.window.nbytes
-    planned = Planned(few, Whole() if fits else transfer_of(few, reuse, p.window.nbytes), p.window)
-    named = {new: names[v] for v, new in own.items() if v in names}
-    pairs = zip(s.outputs, j.outvars, strict=True)
-    named |= {new: names[v] for v, new in pairs if v in names and not isinstance(new, Literal)}
-    env = known | dict(zip(j.invars, [start, *rows], strict=True))
-    functions([planned], named, lowered=True)(planned, env)
-    return values_of(env, j.outvars)
+    env: dict[Var, Any] = {**planned.consts, **dict(zip(planned.operands, operands, strict=True))}
+    of_rows = [*zip(planned.whole.inputs, planned.operands[1:], strict=True)]
+    of_rows += [(v, new) for v, new in zip(planned.whole.outputs, planned.results, strict=True) if isinstance(new, Var)]
+    named = {new: names[v] for v, new in of_rows if v in names}
+    functions([planned.update], named, lowered=True)(planned.update, env)
+    return values_of(env, planned.results)

@@ -33,13 +33,13 @@ from jax_offload._base.jaxprs import (
 )
 from jax_offload._base.on_disk import UpdatedFromDisk
 from jax_offload._emit.run import stream
-from jax_offload._emit.serialise import Serialise
 from jax_offload._emit.transfers import Names
 from jax_offload._ir.branches import scalars_hoisted
 from jax_offload._ir.program import Program, Var
 from jax_offload._plan.decide import plan_of
 from jax_offload._plan.options import Claim, regions
 from jax_offload._plan.plan import Plan, Planned
+from jax_offload._plan.serialise import Serialise
 
 NAME = "jax_offload_update"
 REGION = call_primitive(NAME)  # whose equations `find` finds
@@ -64,7 +64,7 @@ class Update:
       program: the usual recipe (load all, update, store all).
       gradients: positions among the program's arguments (its inputs without the constants), in the order of the
         backward pass, which the trace around it knows.
-      serialise: which gradients wait for each other.
+      serialise: which gradients may wait for each other.
       names: of the state's leaves, of their next values too.
       next_values: result -> the argument that it is the next value of.
       claims: of the offloads in it.
@@ -99,10 +99,11 @@ class Update:
     def plan(self) -> Plan:
         program = scalars_hoisted(self.program)
         found = regions(self.claims, program.inputs)
-        gradients = {self.operands[i] for i in self.gradients}
+        gradients = [self.operands[i] for i in self.gradients]
         return plan_of(
             program, self.next_values, found, lambda v: self.rank.get(v, -1), manual=self.manual,
-            backward=self.backward, gradients=gradients, on_cores=self.on_cores, gated=self.gated,
+            backward=self.backward, gradients=gradients, serialise=self.serialise, on_cores=self.on_cores,
+            gated=self.gated,
         )  # fmt: skip
 
     @property
@@ -183,8 +184,6 @@ class Update:
                 self.plan,
                 args,
                 gradients=self.gradients,
-                serialise=self.serialise,
-                results=self.results,
                 names=self.names,
                 lowered=lowered,
             )

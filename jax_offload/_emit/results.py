@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_offload._base.arrays import nbytes
+from jax_offload._base.barriers import together
 from jax_offload._base.jaxprs import Equation, Jaxpr, Scan, Var, jax_fun, jaxpr_of, scan_of
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.shardings import is_manual, typed_sharding
@@ -70,7 +71,7 @@ def _scanned(scan: Scan, largest: int, args: tuple[Any, ...]) -> list[Any]:
     operands = list(args)
     dtypes = list(dict.fromkeys(v.aval.dtype for v in scan.ys))
     held = [operands[largest], *(jnp.zeros((), dtype) for dtype in dtypes)]
-    operands[largest], *zeros = jax.lax.optimization_barrier(held)
+    operands[largest], *zeros = together(held)
     zero = dict(zip(dtypes, zeros, strict=True))
     first, rows = len(scan.consts), len(scan.consts) + len(scan.init)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_offload._base.shardings import constrained, padded, typed_sharding
@@ -34,11 +33,6 @@ def write_rows(
     into, rows = (_by_shard(array, dim, shards, sharding) for array in (x, rows))
     into = jax.lax.dynamic_update_slice_in_dim(into, rows, start, dim + 1)
     return _merged(constrained(into, _divided_sharding(sharding, into.ndim - 1, dim)), dim, sharding)
-
-
-def row_numbers(size: int, start: Any, n: int, shards: int) -> jax.Array:
-    """The places, in an axis of ``size``, of the rows that ``read_rows`` gives."""
-    return (jnp.arange(shards)[:, None] * (size // shards) + start + jnp.arange(n)[None]).reshape(-1)
 
 
 def _by_shard(x: jax.Array, dim: int, shards: int, sharding: NamedSharding | None) -> jax.Array:

@@ -8,17 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_offload._base.arrays import nbytes
+from jax_offload._base.barriers import gate, opaque
 from jax_offload._base.jaxprs import values_of
-from jax_offload._base.memory import is_host_aval
-from jax_offload._base.shardings import varying_over, zeros
-from jax_offload._emit.barriers import gate
+from jax_offload._base.shardings import zeros
 from jax_offload._emit.deduplicate import functions
 from jax_offload._emit.loop import or_batched
-from jax_offload._emit.serialise import Serialise, is_large, serial_parts, small, waiting
+from jax_offload._emit.serialise import run_prelude
 from jax_offload._emit.transfers import Names
 from jax_offload._ir.program import Program, Var
-from jax_offload._ir.slices import Slice
 from jax_offload._plan.plan import Plan, Planned, PlannedPass
 
 Env = dict[Var, Any]
@@ -30,8 +27,6 @@ def stream(
     args: Sequence[Any],
     *,
     gradients: Sequence[int],
-    serialise: Serialise,
-    results: Set[Var],
     names: Names,
     lowered: bool,
 ) -> list[Any]:
@@ -41,24 +36,21 @@ def stream(
       program: the usual recipe (load all, update, store all) as a program.
       plan: of it.
       args: its arguments.
-      gradients: positions in ``args`` of the incoming updates, which gate the loads, in the order of the backward
-        pass.
-      serialise: which of them wait for each other.
-      results: those that are the next value of an argument.
+      gradients: positions in ``args`` of the incoming updates, which gate the loads.
       names: of the state's leaves, of their next values too.
       lowered: whether this is how the update is lowered: neither ``vmap`` nor a derivative comes to its loops.
     """
     env: Env = dict(zip(program.inputs, [*program.consts, *args], strict=True))
-    grads = [program.inputs[len(program.consts) + i] for i in gradients]
+    grads = {program.inputs[len(program.consts) + i] for i in gradients}
     run = functions([p for each in plan.passes for p in each.slices], names, lowered=lowered)
     before: Sequence[Var] = ()  # what the loads of a pass wait for
     for each in plan.passes:
-        _run_prelude(each.prelude, env, grads, results, serialise)
+        run_prelude(each, env)
         if each.slices:
             if each.in_own_loop:
-                _run_in_own_loop(each, run, env, set(grads), before, lowered=lowered)
+                _run_in_own_loop(each, run, env, grads, before, lowered=lowered)
             else:
-                _run_gated(each, run, env, set(grads), before)
+                _run_gated(each, run, env, grads, before)
             before = each.slices[-1].token
     return values_of(env, program.outputs)
 
@@ -105,38 +97,7 @@ def _run_in_own_loop(
             now = given | {carried[v]: x for v, x in zip(outputs, carry[1], strict=True) if v in carried}
             return jnp.zeros_like(carry[0]), gated(*(now[v] for v in inputs))
 
-        return jax.lax.while_loop(lambda c: c[0], once, (jax.lax.optimization_barrier(jnp.array(True)), start))[1]
+        return jax.lax.while_loop(lambda c: c[0], once, (opaque(jnp.array(True)), start))[1]
 
     all_of_it = looped if lowered else or_batched(looped, gated)
     env.update(zip(outputs, all_of_it(*(env[v] for v in inputs)), strict=True))
-
-
-def _run_prelude(
-    prelude: Slice, env: dict[Var, Any], gradients: Sequence[Var], results: Set[Var], serialise: Serialise
-) -> None:
-    """Of the gradients, in their order, each is used once the one before it has been."""
-    if serialise is Serialise.NONE:
-        _run(prelude, env)
-        return
-    parts, large = serial_parts(prelude, gradients), [v for v in gradients if is_large(v.aval)]
-    # Leaves that stay on the device are updated here. What is only stored, the last gradient say, is on the host.
-    updated = [v for g, part in parts if g in large and not small(part, g) for v in part.outputs if v in results]
-    updated = [v for v in updated if not is_host_aval(v.aval)]
-    everywhere = varying_over(jnp.zeros(()))
-    if updated and serialise is Serialise.ALL and all(varying_over(env[v]) == everywhere for v in large):
-        held, zero = waiting([env[v] for v in large])
-        env.update(zip(large, held, strict=True))
-        _run(prelude, env)
-        last = min(updated, key=lambda v: nbytes(v.aval))
-        env[last] = jnp.where(zero == 0, env[last], jnp.zeros((), env[last].dtype))
-        return
-    used: list[Var] = []
-    for gradient, part in parts:
-        if gradient is not None:
-            gate(env, [gradient], used)
-            used = small(part, gradient) or used
-        _run(part, env)
-
-
-def _run(s: Slice, env: dict[Var, Any]) -> None:
-    env.update(zip(s.outputs, s.run(*(env[v] for v in s.inputs)), strict=True))

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import Sharding
 
+from jax_offload._base.barriers import opaque
 from jax_offload._base.loops import at_most_once
 from jax_offload._base.memory import on_host, to_device, to_host
 from jax_offload._base.private import equation_of, variable_of
@@ -30,8 +31,7 @@ def updated_unless(skip: Any, update: Callable[[Any, Any], tuple[Any, Any]], upd
     skip = _checked(skip)
 
     def zeroed(x: jax.Array) -> jax.Array:
-        # -0, as -0 + 0 is +0; behind a barrier, else a whole tree of zeros would stand there
-        zero = jax.lax.optimization_barrier(-jnp.zeros((), x.dtype))
+        zero = opaque(-jnp.zeros((), x.dtype))  # -0, as -0 + 0 is +0
         return jnp.where(skip, zero, x)
 
     if not isinstance(skip, Tracer):

@@ -8,6 +8,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from jax_offload._base.barriers import equation_of_together
 from jax_offload._base.jaxprs import (
     Atom,
     ClosedJaxpr,
@@ -17,7 +18,6 @@ from jax_offload._base.jaxprs import (
     Jaxpr,
     Literal,
     Var,
-    barrier,
     branches_of,
     called_by,
     holds_equations,
@@ -141,7 +141,7 @@ def flat(
                 inner = as_closed(eqn.params["jaxpr"])
                 if eqn.params["differentiated"] and eqn.params["prevent_cse"]:
                     behind = {v: Var(v.aval) for v in ins if not isinstance(v, Literal)}
-                    eqns.append(barrier(behind))
+                    eqns.append(equation_of_together(behind))
                     ins = [v if isinstance(v, Literal) else behind[v] for v in ins]
             if inner is not None:
                 ins = ins[len(ins) - len(inner.jaxpr.invars) :]  # without a cond's index

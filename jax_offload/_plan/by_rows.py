@@ -8,9 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Set
+from typing import Any
 
-from jax_offload._base.arrays import nbytes
-from jax_offload._base.jaxprs import Var
+import jax
+import numpy as np
+
+from jax_offload._base.arrays import nbytes, row_numbers
+from jax_offload._base.jaxprs import Atom, Aval, Jaxpr, Literal, Var, jaxpr_of, nameless, variables
+from jax_offload._base.memory import is_host_aval, to_device, to_host
+from jax_offload._ir.core import core
+from jax_offload._ir.slices import Slice
+from jax_offload._plan.chunk_rules import run_chunk
 from jax_offload._plan.plan import Chunked, Planned, Whole
 from jax_offload._plan.rules import Rows
 from jax_offload._plan.transfers import tile_of, transfer_of
@@ -81,3 +89,57 @@ def in_parts(p: Planned, reuse: Mapping[Var, Var], there: Set[Var]) -> Chunked |
     if how.axis or any(d != Rows(0) for v, d in zip(s.outputs, how.out_dims, strict=True) if v in s.stores):
         return Whole("rows of its first axis depend on each other")
     return how
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedPart:
+    """Some rows of a slice, wherever they begin: what is done to them, and how that moves.
+
+    Attributes:
+      whole: the slice.
+      how: it would run on some rows, as `in_parts` has it.
+      rows: how many, of each shard.
+      update: the slice on these rows alone, and its transfer: through the window of the whole.
+      operands: the number of the first row, and rows of the slice's operands, as variables of ``update``.
+      results: the same of its results.
+      consts: of ``update``.
+    """
+
+    whole: Slice
+    how: Chunked
+    rows: int
+    update: Planned
+    operands: list[Var]
+    results: list[Atom]
+    consts: Mapping[Var, Any]
+
+
+def part_of(p: Planned, how: Chunked, rows: int) -> PlannedPart:
+    """The plan of so many rows of a slice; arguments as those of ``PlannedPart``."""
+    s, inner = p.slice, core(p.slice)
+    where = how.shape[how.axis], how.shape, how.axis
+
+    def update(start: Any, *given: Any) -> list[Any]:
+        args = [to_device(x) if v in inner.loads else x for v, x in zip(s.inputs, given, strict=True)]
+        new = run_chunk(inner.jaxpr, how.dims, where, row_numbers(where[0], start, rows, how.shards), *args)
+        return [to_host(x) if is_host_aval(v.aval) else x for v, x in zip(s.outputs, new, strict=True)]
+
+    given = [_some(v.aval, dim, rows * how.shards) for v, dim in zip(s.inputs, how.dims, strict=True)]
+    traced, _ = jaxpr_of(update, jax.ShapeDtypeStruct((), np.int32), *given)
+    j = traced.jaxpr
+    own = dict(zip(s.inputs, j.invars[1:], strict=True))
+    shards = {own[v]: cut for v, cut in s.shards.items() if v in own}
+    inputs, outputs = [*j.constvars, *j.invars], list(dict.fromkeys(variables(j.outvars)))  # others are numbers
+    few = Slice(inputs, outputs, Jaxpr([], inputs, outputs, j.eqns, j.effects, nameless(j.debug_info)), shards)
+    pairs = zip(j.outvars, how.buffers, strict=True)
+    reuse = {v: own[old] for v, old in pairs if old is not None and not isinstance(v, Literal)}
+    fits = few.loaded_bytes <= p.window.nbytes
+    planned = Planned(few, Whole() if fits else transfer_of(few, reuse, p.window.nbytes), p.window)
+    return PlannedPart(s, how, rows, planned, j.invars, j.outvars, dict(zip(j.constvars, traced.consts, strict=True)))
+
+
+def _some(aval: Any, dim: Rows | None, n: int) -> Aval:
+    """The type of ``n`` rows of an operand."""
+    if dim is None:
+        return aval
+    return aval.update(shape=(*aval.shape[: dim.dim], n, *aval.shape[dim.dim + 1 :]))

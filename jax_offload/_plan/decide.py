@@ -17,6 +17,7 @@ from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.program import Program
 from jax_offload._ir.slices import Pass, Slice, cut, joined, repeats_effects
 from jax_offload._plan.plan import OnCores, Plan, Planned, PlannedPass, Whole, Window
+from jax_offload._plan.serialise import Serialise, serial_of
 from jax_offload._plan.transfers import buffers, transfer_of
 
 # Slices of up to 256 MiB, or a 32nd of the state, are loaded whole, and the window has room for two and a half.
@@ -59,7 +60,8 @@ def plan_of(
     *,
     manual: bool,
     backward: Backward | None = None,
-    gradients: Set[Var] = frozenset(),
+    gradients: Sequence[Var] = (),
+    serialise: Serialise = Serialise.NONE,
     on_cores: Set[Var] = frozenset(),
     gated: bool = False,
 ) -> Plan:
@@ -75,7 +77,8 @@ def plan_of(
       rank: of a host leaf, its place in the order of the backward pass.
       manual: whether the update is traced inside ``shard_map``.
       backward: the passes through the network, where gates in the update are all that holds these back.
-      gradients: operands of the program.
+      gradients: operands of the program, in the order of the backward pass.
+      serialise: which of them may wait for each other.
       on_cores: the host leaves that the host's cores update, and with them all of their slices.
       gated: whether each slice runs by itself, between gates of the passes.
     """
@@ -87,7 +90,7 @@ def plan_of(
             break
         found: list[list[Planned]] = [[] for _ in passes]
         enough, most = True, 0
-        own_loop = _put_off(backward, program, hosts, gradients & {*passes[0].prelude.inputs})
+        own_loop = _put_off(backward, program, hosts, {*gradients} & {*passes[0].prelude.inputs})
         for region in regions:
             own = [[s for s in p.slices if _region(s, regions) is region] for p in passes]
             stay = [[s for s in slices if not on_cores.isdisjoint(s.loads)] for slices in own]
@@ -112,7 +115,12 @@ def plan_of(
         found, carried = _in_sight(found), [None for _ in found]
     return Plan(
         tuple(
-            PlannedPass(each.prelude, _scheduled(slices, rank, next_of), loop)
+            PlannedPass(
+                each.prelude,
+                _scheduled(slices, rank, next_of),
+                loop,
+                serial_of(each.prelude, gradients, {*next_of}, serialise, gated=gated),
+            )
             for each, slices, loop in zip(passes, found, carried, strict=True)
         )
     )

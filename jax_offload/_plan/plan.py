@@ -11,6 +11,7 @@ from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Var
 from jax_offload._ir.slices import Slice
 from jax_offload._plan.rules import Partial, Rows
+from jax_offload._plan.serialise import InParts, Serial, SerialPart
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,15 +141,22 @@ class PlannedPass:
     Attributes:
       carried: where they run in a loop of their own, out of sight of XLA's scheduler: result -> the operand whose
         buffer it takes in that loop.
+      serial: how the gradients that the prelude uses take turns; ``None``: they do not.
     """
 
     prelude: Slice
     slices: tuple[Planned, ...]
     carried: Mapping[Var, Var] | None = None
+    serial: Serial | None = None
 
     @property
     def in_own_loop(self) -> bool:
         return self.carried is not None
+
+    @property
+    def prelude_parts(self) -> tuple[SerialPart, ...]:
+        """Those that run one after the other; the whole, where it is in no parts."""
+        return self.serial.parts if isinstance(self.serial, InParts) else (SerialPart(self.prelude),)
 
 
 @dataclasses.dataclass(frozen=True)

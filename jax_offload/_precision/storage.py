@@ -15,6 +15,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jax_offload._base import memory
+from jax_offload._base.barriers import opaque
 from jax_offload._base.composite import composite
 from jax_offload._base.paths import KeyPath
 from jax_offload._placement.placement import stays
@@ -198,13 +199,13 @@ def next_stored(state: StoredState, before: Any, after: Any) -> StoredState:
 def _seeds(rounds: jax.Array, *, n: int) -> list[jax.Array]:
     """A seed for each of ``n`` leaves.
 
-    Each counts on from the one before, behind a barrier: so all are made by the same operation, which XLA compiles
-    once. With a constant for each leaf it compiled as many kernels, 60 ms each. What rounds one element in one round
-    has nothing to do with the next, as their number is mixed; between leaves it need not be mixed again.
+    Each counts on from the one before, which is opaque: so all are made by the same operation, which XLA compiles
+    once. What rounds one element in one round has nothing to do with the next, as their number is mixed; between
+    leaves it need not be mixed again.
     """
     seeds, number = [], mixed(rounds.astype(jnp.uint32))
     for _ in range(n):
-        number = jax.lax.optimization_barrier(number)
+        number = opaque(number)
         seeds.append(number)
         number = jax.lax.add(number, np.uint32(0x9E3779B9))
     return seeds

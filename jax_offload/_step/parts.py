@@ -10,7 +10,6 @@ from typing import Any
 from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, renamed, scan_of, variables
 from jax_offload._emit.find import is_update
 from jax_offload._emit.region import Update
-from jax_offload._emit.serialise import Serialise, serial_parts
 from jax_offload._ir.masks import Mask, forward, union
 from jax_offload._ir.peel import peeled, why_whole
 from jax_offload._ir.program import Program
@@ -24,6 +23,7 @@ from jax_offload._plan.interleave import Gate, interleaved
 from jax_offload._plan.moves import Stays
 from jax_offload._plan.network import Piece
 from jax_offload._plan.plan import Chunked
+from jax_offload._plan.serialise import Serialise
 from jax_offload._step.inlined import Inlined, inlined
 
 
@@ -234,7 +234,6 @@ def _pieces(step: Inlined, rest: Rest) -> list[Node]:
         raise Stays(f"it runs in a loop of its own, {only.slices[0].window.own_loop}")
     if any(eqn.effects for eqn in recipe.eqns):
         raise Stays("it has effects, a callback say")
-    gradients = [recipe.inputs[i] for i in update.gradients]
     given = dict(zip(recipe.inputs, rest.operands, strict=True))
     variable = {v: x for v, x in given.items() if not isinstance(x, Literal)}
 
@@ -242,8 +241,8 @@ def _pieces(step: Inlined, rest: Rest) -> list[Node]:
         eqns = [eqn.replace(invars=[renamed(given, v) for v in eqn.invars]) for eqn in s.jaxpr.eqns]
         return slice_of(eqns, s.outputs, recipe.debug_info, step.program.shards)
 
-    found = [Piece(in_step(part), None, tuple(v for v in part.outputs if v in update.results)[:1])
-             for _, part in serial_parts(only.prelude, gradients)]  # fmt: skip
+    found = [Piece(in_step(part.slice), None, tuple(v for v in part.slice.outputs if v in update.results)[:1])
+             for part in only.prelude_parts]  # fmt: skip
     for p in only.slices:
         s = in_step(p.slice)
         how = p.transfer

@@ -11,6 +11,7 @@ import jax
 from jax.core import Tracer
 
 from jax_offload._base.arrays import is_array
+from jax_offload._base.barriers import gate
 from jax_offload._base.donation import guarded
 from jax_offload._base.effects import only_callbacks, ordered
 from jax_offload._base.jaxprs import (
@@ -29,7 +30,6 @@ from jax_offload._base.jaxprs import (
     closed as as_closed,
 )
 from jax_offload._base.on_disk import READ
-from jax_offload._emit.barriers import gate
 from jax_offload._emit.deduplicate import functions
 from jax_offload._emit.find import holds_driven_update, holds_update, is_update
 from jax_offload._emit.in_scan import one_after_the_other, scanned

@@ -27,11 +27,11 @@ from jax_offload._base.shardings import (
 )
 from jax_offload._base.tracers import is_constrained, production_order
 from jax_offload._emit.region import Update, bound
-from jax_offload._emit.serialise import Serialise, is_large
 from jax_offload._ir.program import Program, Var
 from jax_offload._placement.zero import resharded
 from jax_offload._plan.options import Options, claimed, merged
 from jax_offload._plan.order import ranks
+from jax_offload._plan.serialise import Serialise, is_large
 from jax_offload._update.recipe import Traced, traced
 
 

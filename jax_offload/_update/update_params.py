@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jax_offload._base.barriers import opaque
 from jax_offload._base.collector import collector_waits
 from jax_offload._base.eager import compiled_where_eager
 from jax_offload._base.on_disk import opened
@@ -28,12 +29,11 @@ def sharded_params(params: Any, options: Options) -> Any:
 def _replicated_into(params: Any, new: Any, options: Options) -> Any:
     """The new parameters, whole again, in the memory of the old ones.
 
-    XLA does not gather into a donated buffer: a TPU copied each parameter twice. A choice between both, whose outcome
-    it cannot know, it makes in place.
+    XLA does not gather into a donated buffer. A choice between both, whose outcome it cannot know, it makes in place.
     """
     if not options.partitions:
         return new
-    true = jax.lax.optimization_barrier(True)
+    true = opaque(True)
     new, old = resharded(new, options.replicated), resharded(params, options.replicated)
     return resharded(jax.tree.map(lambda new, old: jnp.where(true, new, old), new, old), options.replicated)
 

@@ -127,6 +127,12 @@ def test_private_use_is_found(line):
     assert PRIVATE.search(line)
 
 
+def test_barriers_stand_in_one_module():
+    """A barrier is used in one of a few ways, each of which says once what XLA does without it."""
+    found = {module for module, path in MODULES.items() if "optimization_barrier(" in path.read_text()}
+    assert found == {"_base.barriers"}
+
+
 def test_one_context_variable():
     """What reaches an ``offload`` otherwise than through its arguments stands in one place, with the reasons."""
     found = {module for module, path in MODULES.items() if "ContextVar(" in path.read_text()}

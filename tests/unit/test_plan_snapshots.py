@@ -91,6 +91,7 @@ def plan_of(tx, params):
         names_of = iter([[names[v] for v in of] for of, _ in each.loads])
         for number, of_pass in enumerate(each.update.plan.passes, 1):
             lines.append(f"pass {number}{', in a loop of its own' if of_pass.in_own_loop else ''}")
+            lines += [f"  {said}" for said in [str(of_pass.serial or "")] if said]
             for k, p in enumerate(of_pass.slices):
                 lines.append(f"  {k}: {' + '.join(next(names_of))}")
                 waits = [f"{p.transfer}, window of {p.window.nbytes} bytes ({p.window.why})"]
