@@ -38,8 +38,8 @@ def _shardings(update: Update, of_step: bool) -> Iterator[str]:
         each = "; ".join(f"{text} of {_some(paths)}" for text, paths in by_sharding.items())
         yield f"shardings: remembered from init, or from where they were asked for: {each}"
     if (unknown := known.unknown - known.shardings.keys()) and update.planned:
-        fix = _ASK if of_step else "give the parameters shardings, if they will be divided"
-        yield f"shardings: not known of {_some(unknown)}, counted as on one device; {fix}"
+        none = f"not known of {_some(unknown)}" if of_step else f"{len(unknown)} of the parameters have none"
+        yield f"shardings: {none}, counted as on one device" + (f"; {_ASK}" if of_step else "")
 
 
 def _some(paths: Sequence[str] | Set[str]) -> str:
