@@ -97,7 +97,7 @@ def assert_equal(got, want):
         np.testing.assert_array_equal(a, b, jax.tree_util.keystr(path))
 
 
-def assert_as_foretold(tx, params, state):
+def assert_as_in_abstract_state(tx, params, state):
     """What is on disk goes through host memory in the shardings of ``abstract_state``; the rest is there."""
     foretold = jax.tree.leaves(jo.abstract_state(tx, params))
     for x, want in zip(jax.tree.leaves(state, is_leaf=is_on_disk), foretold, strict=True):
@@ -128,7 +128,7 @@ def test_as_in_host_memory(how, axes, disk, monkeypatch):
             tx = jo.offload(optax.adamw(1e-2), min_bytes=0, shard_over=over, disk=files)
             results.append(run(tx, params, grads))
         (want, host), (got, state) = results
-        assert_as_foretold(tx, params, state)
+        assert_as_in_abstract_state(tx, params, state)
         assert len(handles(state)) == 10
         where = {x.place.name: x for x in handles(state)}
         assert len(placed) == 4 * len(where)
@@ -173,7 +173,7 @@ def test_a_batch_divided_between_devices(over, disk):
     (want, host), (got, state) = results
     assert_close((got, read(state)), (want, read(host)), 2e-5)
     assert jax.tree.map(lambda x: x.sharding, got) == places[0]
-    assert_as_foretold(tx, params, state)
+    assert_as_in_abstract_state(tx, params, state)
 
 
 @pytest.mark.parametrize("name", rows(list(OPTIMIZERS), "ten optimizers", daily=["lamb", "adafactor", "MultiSteps"]))
@@ -185,7 +185,7 @@ def test_optimizers(name, disk):
     assert handles(state)
     want = run(jo.offload(OPTIMIZERS[name], min_bytes=128, shard_over="data"), params, grads)
     assert_close((got, read(state)), (want[0], read(want[1])), 2e-5)
-    assert_as_foretold(tx, params, state)
+    assert_as_in_abstract_state(tx, params, state)
 
 
 @pytest.mark.parametrize("storage", ["bfloat16", {"mu": "int8", "nu": "uint8"}], ids=str)
@@ -209,7 +209,7 @@ def test_masters(over, disk):
         tx = jo.offload(jo.with_master_params(optax.adamw(1e-2)), min_bytes=0, shard_over=over, disk=files)
         results.append(run(tx, params, grads))
     (_, host), (got, state) = results
-    assert_as_foretold(tx, params, state)
+    assert_as_in_abstract_state(tx, params, state)
     assert_close(read(state), read(host), 2e-5)
     for x, master in zip(jax.tree.leaves(got), jax.tree.leaves(read(state.master)), strict=True):
         np.testing.assert_array_equal(np.float32(x), np.float32(master.astype(jnp.bfloat16)))
@@ -226,7 +226,7 @@ def test_a_part_stays_in_host_memory(tmp_path):
     assert table.disk_bytes == sum(x.dtype.itemsize * np.prod(x.shape) for x in handles(state)) > 0
     on_disk = [leaf for leaf in table.leaves if leaf.disk]
     assert {leaf.shard_bytes * 4 for leaf in on_disk} == {leaf.nbytes for leaf in on_disk}
-    assert_as_foretold(tx, params, state)
+    assert_as_in_abstract_state(tx, params, state)
 
 
 def test_read_to_the_devices(disk):
@@ -291,7 +291,7 @@ def test_a_commit_is_resumed_in_another_sharding(other, tmp_path):
         params, state = tree["params"], tree["state"]
         assert_equal(read((params, state)), committed)
         assert jax.tree.map(lambda x: x.sharding, params) == jax.tree.map(lambda x: x.sharding, given)
-        assert_as_foretold(tx, given, state)
+        assert_as_in_abstract_state(tx, given, state)
         again.commit(2, {"params": params, "state": state})
         params, state = run(tx, params, grads, 2, state)
         assert_close(read((params, state)), undisturbed, 2e-5)

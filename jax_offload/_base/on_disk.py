@@ -257,7 +257,7 @@ def opened(state: Any) -> tuple[Any, Callable[[Any], Any]]:
 
 def only_outside(x: jax.Array) -> jax.Array:
     """``x``, a leaf of a traced ``init`` that files are to be made of: an error where that is lowered."""
-    (x,) = _made_of_files.bind(x)
+    (x,) = _in_files.bind(x)
     return x
 
 
@@ -307,4 +307,4 @@ READ.def_abstract_eval(lambda token, place: _host_type(place.shape, place.dtype,
 WRITE.def_abstract_eval(lambda x, place: jax.typeof(np.zeros((), TOKEN)))
 for _primitive in READ, WRITE:
     set_rules(_primitive, lower=_refuse, jvp=_refuse, batch=_refuse)
-_made_of_files = identity_primitive("jax_offload_made_of_files", _refuse_init)
+_in_files = identity_primitive("jax_offload_made_of_files", _refuse_init)

@@ -156,7 +156,7 @@ class Store:
     @staticmethod
     def commits(directories: Sequence[Path], *, files: Files | None = None) -> list[tuple[Together, int]]:
         """The commits made together with other processes that are whole here, with their steps: two at most."""
-        found = _manifest.all_whole(files or Files(), directories)
+        found = _manifest.undamaged(files or Files(), directories)
         return [(each.together, each.step) for each in found if each.together is not None]
 
     @property

@@ -16,7 +16,7 @@ from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Atom, DropVar, Equation, Literal, Var, renamed, values_of, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.on_disk import Ends, Range
-from jax_offload._drive.by_rows import ByRows, made_once
+from jax_offload._drive.by_rows import ByRows, produced_once
 from jax_offload._drive.pieces import InTurn, Piece, in_turn
 from jax_offload._drive.undivided import run_undivided
 from jax_offload._emit.deduplicate import functions
@@ -180,7 +180,7 @@ def staged(cut: Cut, ends: Mapping[Var, Ends] = MappingProxyType({})) -> Staged:
                 hosts = ((names[v], v in update.on_disk) for v in update.operands if is_host_aval(v.aval))
                 on_disk |= {v: known for v, known in hosts if isinstance(v, Var)}
                 scattered |= {x: s for v, s in _scattered(update) if isinstance(x := names[v], Var)}
-                defined = made_once(update, eqn.outvars)
+                defined = produced_once(update, eqn.outvars)
                 for each in update.plan.passes:
                     on_device("scalars", piece_of(each.prelude))
                     stages += _grouped(GROUP, [*pieces_of(each.slices, update, defined)], on_cores=False)

@@ -17,7 +17,7 @@ from jax.custom_batching import custom_vmap
 
 from jax_offload._base.memory import is_host_aval, to_device, to_host
 from jax_offload._base.shardings import constrained, typed_sharding
-from jax_offload._emit.rows import read_rows, row_numbers, write_rows
+from jax_offload._emit.rows import read_rows, row_indices, write_rows
 from jax_offload._emit.transfers import Names, prefetch, update_of, write_back
 from jax_offload._ir.core import core
 from jax_offload._ir.slices import Slice
@@ -71,7 +71,7 @@ def looped(s: Slice, how: Chunked, names: Names) -> Callable[..., list[Any]]:
             for i, x in zip(held, jax.lax.optimization_barrier([args[i] for i in held]), strict=True):
                 args[i] = x
             with update_of(s.loads, names):
-                new = run_chunk(inner.jaxpr, dims, where, row_numbers(where[0], start, n, shards), *args)
+                new = run_chunk(inner.jaxpr, dims, where, row_indices(where[0], start, n, shards), *args)
             results = list(results)
             for k in set(range(len(new))) - set(stored):
                 write(results, k, new[k], start)

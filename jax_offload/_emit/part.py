@@ -15,7 +15,7 @@ from jax_offload._base.jaxprs import Jaxpr, Literal, Var, jaxpr_of, nameless, va
 from jax_offload._base.memory import is_host_aval, to_device, to_host
 from jax_offload._base.shardings import constrained, typed_sharding
 from jax_offload._emit.deduplicate import functions
-from jax_offload._emit.rows import read_rows, row_numbers, write_rows
+from jax_offload._emit.rows import read_rows, row_indices, write_rows
 from jax_offload._emit.transfers import Names
 from jax_offload._ir.core import core
 from jax_offload._ir.slices import Slice
@@ -67,7 +67,7 @@ def _updated(p: Planned, how: Chunked, n: int, start: Any, rows: Sequence[Any], 
 
     def update(start: Any, *rows: Any) -> list[Any]:
         args = [to_device(x) if v in inner.loads else x for v, x in zip(s.inputs, rows, strict=True)]
-        new = run_chunk(inner.jaxpr, how.dims, where, row_numbers(where[0], start, n, how.shards), *args)
+        new = run_chunk(inner.jaxpr, how.dims, where, row_indices(where[0], start, n, how.shards), *args)
         return [to_host(x) if is_host_aval(v.aval) else x for v, x in zip(s.outputs, new, strict=True)]
 
     traced, _ = jaxpr_of(update, start, *rows)

@@ -149,7 +149,7 @@ class Update:
 
     @property
     def recipe(self) -> Jaxpr:
-        return self.program.seen_by_jax
+        return self.program.placing_equations
 
     def only(self, used: Sequence[bool]) -> tuple[list[bool], Update]:
         """The update for some of its results: planned anew, as what it does not make it need not load."""
