@@ -245,10 +245,10 @@ def test_each_part_is_in_the_files_once(disk):
     """What is replicated too."""
     params = network(mesh_of())
     state = jo.offload(optax.adamw(1e-2), min_bytes=0, disk=disk).init(params)
-    parts = {entries[0].path: len(entries) for entries in disk._store.groups}
+    parts = {entries[0].path: len(entries) for entries in disk.opened.groups}
     assert parts["[0].mu['embed']"] == 4 and parts["[0].mu['layers']['b']"] == 2 and parts["[0].mu['odd']"] == 1
     for x in handles(state):
-        entries = disk._store.groups[disk._leaves[x.place.name].groups[0]]
+        entries = disk.opened.groups[disk.under_way.leaves[x.place.name].groups[0]]
         assert {entry.shape for entry in entries} == {x.sharding.shard_shape(x.shape)}
 
 
