@@ -87,7 +87,7 @@ MUTATIONS = [
     Mutation("a loop's maximum loses NaN", "_drive/loop_source.py", '({0} > {1}) or ({0} != {0})', "({0} > {1})", "test_one_pass.py -k special"),
     Mutation("a group is written over the last commit", "_disk/versions.py", "return 1 - committed.slot if", "return committed.slot if", DISK),
     Mutation("a write does not wait for a commit", "_disk/queues.py", "[self._commit] if writes and self._commit else []", "[]", DISK),
-    Mutation("a failed commit stops nothing", "_disk/store.py", "self._stopped = self._stopped or error\n            raise", "raise", DISK),
+    Mutation("a failed commit stops nothing", "_disk/committer.py", "self.stop(error)\n            raise", "raise", DISK),
     Mutation("files are not synced", "_disk/commits.py", "if new != old}", "if new is old}", DISK),
     Mutation("a directory is not synced", "_disk/manifest.py", "name)\n    files.sync_directory(directory)\n", "name)\n", DISK),
     Mutation("one manifest, written over", "_disk/manifest.py", "temporary = directory / f\"{name}.new\"", "temporary = directory / name", DISK),
