@@ -18,8 +18,10 @@ from jax_offload._drive import stages
 from tests.support import optimizers as table
 from tests.support.optimizers import TABLE, assert_same, copied
 from tests.support.rows import rows
+from tests.support.trees import handles
 
 pytestmark = [
+    pytest.mark.usefixtures("small_groups"),
     pytest.mark.filterwarnings("ignore:Some donated buffers were not usable"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:optax"),
     pytest.mark.filterwarnings("ignore:offload.. leaves the whole optimizer state"),
@@ -28,18 +30,6 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
 X = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
 NAMES = ["layer_1", "layer_2", "layer_3", "layer_4"]
 MATRIX = 64 * 64 * 4
-
-
-@pytest.fixture(autouse=True)
-def small_groups(monkeypatch):
-    monkeypatch.setattr(stages, "GROUP_BYTES", 1)
-
-
-@pytest.fixture
-def disk(tmp_path):
-    with_files = jo.disk(tmp_path / "state")
-    yield with_files
-    with_files.close()
 
 
 def model(dtype=jnp.float32):
@@ -78,10 +68,6 @@ def from_the_same(step, plain, tx, params, n=3):
         assert_same((got[0], jo.to_device(got[1]), got[2]), want, "one update")
         params, state = got[:2]
     return params, state, step
-
-
-def handles(state):
-    return [x for x in jax.tree.leaves(state, is_leaf=is_on_disk) if is_on_disk(x)]
 
 
 def stages_in(step):

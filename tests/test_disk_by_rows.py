@@ -14,7 +14,7 @@ from jax_offload._base.on_disk import is_on_disk
 from jax_offload._drive import stages
 from jax_offload._plan import by_rows
 from tests.support.rows import rows
-from tests.support.trees import assert_close
+from tests.support.trees import assert_close, assert_equal, read
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Some donated buffers were not usable"),
@@ -30,13 +30,6 @@ def small_groups(monkeypatch):
     """Two layers are a group."""
     monkeypatch.setattr(stages, "GROUP_BYTES", 1)
     monkeypatch.setattr(by_rows, "PART_BYTES", 2 * ROW)
-
-
-@pytest.fixture
-def disk(tmp_path):
-    with_files = jo.disk(tmp_path / "state")
-    yield with_files
-    with_files.close()
 
 
 def network(seed=0, dtype=np.float32, mesh=None, specs=None):
@@ -62,10 +55,6 @@ def run(tx, params, grads, n=3, state=None, step=None):
     return params, state
 
 
-def read(tree):
-    return jax.tree.map(np.asarray, tree, is_leaf=is_on_disk)
-
-
 def groups_in(step):
     """Of each leaf's gradient, by its shape, how many groups read it."""
     ((driven, _),) = step._driven._programs.values()
@@ -77,11 +66,6 @@ def groups_in(step):
 def programs_in(step):
     ((driven, _),) = step._driven._programs.values()
     return len({id(run) for task, run in driven._tasks if task.stage.name == "group"})
-
-
-def assert_equal(got, want):
-    for (path, a), b in zip(jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(want), strict=True):
-        np.testing.assert_array_equal(a, b, jax.tree_util.keystr(path))
 
 
 OPTIMIZERS = {  # and how many groups the layers are, in all passes over their state

@@ -10,12 +10,12 @@ from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
 from jax_offload._base.on_disk import is_on_disk
-from jax_offload._drive import stages
 from jax_offload._files.extents import box_of, boxes_of, gathered, hull
 from tests.support.rows import rows
-from tests.support.trees import assert_close
+from tests.support.trees import assert_close, assert_equal, handles, read
 
 pytestmark = [
+    pytest.mark.usefixtures("small_groups"),
     pytest.mark.filterwarnings("ignore:Some donated buffers were not usable"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:optax"),
 ]
@@ -41,18 +41,6 @@ OPTIMIZERS = {
     "schedule": optax.adam(optax.cosine_decay_schedule(1e-2, 10)),
     "MultiSteps": optax.MultiSteps(optax.adamw(1e-2), 2).gradient_transformation(),
 }
-
-
-@pytest.fixture(autouse=True)
-def small_groups(monkeypatch):
-    monkeypatch.setattr(stages, "GROUP_BYTES", 1)
-
-
-@pytest.fixture
-def disk(tmp_path):
-    with_files = jo.disk(tmp_path / "state")
-    yield with_files
-    with_files.close()
 
 
 def mesh_of(axes=AxisType.Auto, shape=(2, 2, 2), devices=None):
@@ -82,19 +70,6 @@ def run(tx, params, grads, n=3, state=None):
     for _ in range(n):
         params, state = step(params, state, grads)
     return params, state
-
-
-def handles(state):
-    return [x for x in jax.tree.leaves(state, is_leaf=is_on_disk) if is_on_disk(x)]
-
-
-def read(tree):
-    return jax.tree.map(np.asarray, tree, is_leaf=is_on_disk)
-
-
-def assert_equal(got, want):
-    for (path, a), b in zip(jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(want), strict=True):
-        np.testing.assert_array_equal(a, b, jax.tree_util.keystr(path))
 
 
 def assert_as_in_abstract_state(tx, params, state):

@@ -24,17 +24,13 @@ from jax_offload._plan import by_rows
 from tests.support.optimizers import assert_same, copied
 
 pytestmark = [
+    pytest.mark.usefixtures("small_groups"),
     pytest.mark.filterwarnings("ignore:Some donated buffers were not usable"),
     pytest.mark.filterwarnings("ignore:offload.. leaves the whole optimizer state"),
 ]
 ADAMW = optax.adamw(1e-2)
 N, WIDTH = 4, 256  # a layer is large, as of gradients in turn
 X = np.random.default_rng(0).normal(size=(512, WIDTH)).astype(np.float32)
-
-
-@pytest.fixture(autouse=True)
-def small_groups(monkeypatch):
-    monkeypatch.setattr(stages, "GROUP_BYTES", 1)
 
 
 @pytest.fixture(autouse=True)
