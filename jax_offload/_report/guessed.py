@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence, Set
 from jax.sharding import NamedSharding
 
 from jax_offload._emit.region import Update
-from jax_offload._plan.options import merged
+from jax_offload._plan.options import claimed, merged
 
 _ORDER = "order: guessed from the parameters' paths; "
 _READ, _SAY = "placement(step, *args) reads it from the step", "the step does not tell it, offload(order=) does"
@@ -22,7 +22,7 @@ def guessed(updates: Sequence[Update], *, of_step: bool) -> tuple[str, ...]:
 
 def _in_guessed_order(update: Update) -> bool:
     """Whether several slices of an ``offload`` without ``order`` are loaded in an order that nothing tells."""
-    free = frozenset(v for claim in update.claims if claim.options.order is None for v in claim.leaves)
+    free = {v for v, claim in claimed(update.claims).items() if claim.options.order is None}
     return not update.ordered and sum(not free.isdisjoint(p.slice.loads) for p in update.planned) > 1
 
 
