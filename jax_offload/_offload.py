@@ -11,7 +11,7 @@ import optax
 from jax.core import Tracer
 
 from jax_offload._base import memory as _memory
-from jax_offload._base.around import Remembered, around, remember, shardings_of, unambiguous
+from jax_offload._base.around import Remembered, around, shardings_of, without_sharding
 from jax_offload._base.arrays import Offloaded, is_array, is_integer
 from jax_offload._base.collector import collector_waits
 from jax_offload._base.donation import guarded
@@ -151,7 +151,7 @@ def offload(
         return _skipping(optax.with_extra_args_support(inner), policy)
     inner = optax.with_extra_args_support(inner)
     optimizer, inner = inner, with_storage(inner, rules, min_bytes) if rules else inner
-    remembered: Remembered = {}
+    remembered = Remembered()
     home = Home()
     adopt_multi_steps()
 
@@ -162,7 +162,7 @@ def offload(
         def create(params: Any) -> Any:
             state = inner.init(params)
             plan = place(policy, state, params)
-            known = {**unambiguous(remembered), **own}  # of others out_shardings say how the state is divided
+            known = {**remembered.unambiguous(params), **own}  # of others out_shardings say how the state is divided
             state = guarded(_store(state, plan, params, known))
             if around().runs:
                 warn_of_nothing(plan)
@@ -189,7 +189,7 @@ def offload(
             home.created(state)
         if around().remembers:
             look(inner, state)
-        remember(remembered, own)
+        remembered.remember(own)
         return state
 
     @compiled_where_eager(like=lambda updates, state, params=None, **_: updates if params is None else params)
@@ -209,7 +209,9 @@ def offload(
         check_gradients(updates, params)
         like = updates if params is None else params
         state = adopted(inner, state, like)
-        shardings = {**inside_shard_map(unambiguous(remembered)), **shardings_of(like)}
+        from_types = shardings_of(like)
+        from_memory = {p: s for p, s in inside_shard_map(remembered.unambiguous(like)).items() if p not in from_types}
+        shardings = {**from_memory, **from_types}
         sharded: Layouts = {}
         if policy.shard_over:
             check_not_manual()
@@ -219,7 +221,10 @@ def offload(
         state = returned(state, plan) if around().moved is None else state
         on_cores = frozenset(k for k, leaf in enumerate(plan) if leaf.on_cores)
         on_disk = frozenset(k for k, leaf in enumerate(plan) if leaf.disk)
-        options = Options(window, order, shardings, sharded, on_cores=on_cores, on_disk=on_disk)
+        options = Options(
+            window, order, shardings, sharded, on_cores=on_cores, on_disk=on_disk,
+            remembered=frozenset(from_memory), unknown=without_sharding(like, shardings),
+        )  # fmt: skip
 
         def recipe(updates: Any, state: Any, params: Any, extra_args: Any) -> Any:
             """The usual recipe: load everything, update, store everything. Its trace is then cut into slices."""

@@ -29,6 +29,24 @@ HOW = {
 }
 
 
+@pytest.fixture
+def disk(tmp_path):
+    """Files for a state."""
+    import jax_offload as jo
+
+    with_files = jo.disk(tmp_path / "state")
+    yield with_files
+    with_files.close()
+
+
+@pytest.fixture
+def small_groups(monkeypatch):
+    """Each slice of a driven update is a group of its own."""
+    from jax_offload._drive import stages
+
+    monkeypatch.setattr(stages, "GROUP_BYTES", 1)
+
+
 def pytest_addoption(parser):
     parser.addoption("--daily", action="store_true", help="without what is long or wide (make test)")
     parser.addoption("--without-long", action="store_true", help="without what is marked long (make test FULL=1)")

@@ -18,8 +18,10 @@ from jax_offload._drive import stages
 from tests.support import optimizers as table
 from tests.support.optimizers import TABLE, assert_same, copied
 from tests.support.rows import rows
+from tests.support.trees import handles
 
 pytestmark = [
+    pytest.mark.usefixtures("small_groups"),
     pytest.mark.filterwarnings("ignore:Some donated buffers were not usable"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:optax"),
     pytest.mark.filterwarnings("ignore:offload.. leaves the whole optimizer state"),
@@ -28,18 +30,6 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
 X = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
 NAMES = ["layer_1", "layer_2", "layer_3", "layer_4"]
 MATRIX = 64 * 64 * 4
-
-
-@pytest.fixture(autouse=True)
-def small_groups(monkeypatch):
-    monkeypatch.setattr(stages, "GROUP_BYTES", 1)
-
-
-@pytest.fixture
-def disk(tmp_path):
-    with_files = jo.disk(tmp_path / "state")
-    yield with_files
-    with_files.close()
 
 
 def model(dtype=jnp.float32):
@@ -78,10 +68,6 @@ def from_the_same(step, plain, tx, params, n=3):
         assert_same((got[0], jo.to_device(got[1]), got[2]), want, "one update")
         params, state = got[:2]
     return params, state, step
-
-
-def handles(state):
-    return [x for x in jax.tree.leaves(state, is_leaf=is_on_disk) if is_on_disk(x)]
 
 
 def stages_in(step):
@@ -241,9 +227,9 @@ def test_reads_run_ahead_and_writes_behind(disk, monkeypatch):
         return task, lambda *args: events.append(task.stage.name) or run(*args)
 
     driven._tasks = [noted(*each) for each in driven._tasks]
-    fetch, write = disk.fetch, disk._write
+    fetch, write = disk.fetch, disk.under_way._write
     monkeypatch.setattr(disk, "fetch", lambda *args: events.append("read") or fetch(*args))
-    monkeypatch.setattr(disk, "_write", lambda *args: let_go.wait(60) and write(*args))
+    monkeypatch.setattr(disk.under_way, "_write", lambda *args: let_go.wait(60) and write(*args))
     threading.Timer(0.5, let_go.set).start()
     want = [*["read"] * 4, "before", *["read"] * 2, "group", *["read"] * 2, *["group"] * 3, "after"]
     params, state, _ = step(params, state, X)
@@ -254,10 +240,10 @@ def test_reads_run_ahead_and_writes_behind(disk, monkeypatch):
 def test_a_step_returns_while_its_last_writes_are_under_way(disk, monkeypatch):
     tx, params = offload(optax.adamw(1e-2), disk, select="layer_4|layer_3"), model()
     step, state = jo.jit(step_of(tx)), tx.init(params)
-    let_go, write = threading.Event(), disk._write
-    monkeypatch.setattr(disk, "_write", lambda *args: let_go.wait(60) and write(*args))
+    let_go, write = threading.Event(), disk.under_way._write
+    monkeypatch.setattr(disk.under_way, "_write", lambda *args: let_go.wait(60) and write(*args))
     params, state, _ = step(params, state, X)
-    assert not any(future.done() for future in disk._writing.values())
+    assert not any(future.done() for future in disk.under_way.writing.values())
     threading.Timer(0.2, let_go.set).start()
     assert np.abs(np.asarray(handles(state)[0])).max() > 0  # waits for what is written
 
@@ -513,7 +499,7 @@ def test_an_update_that_fails_is_no_state(disk, monkeypatch):
     tx, params = offload(CLIPPED, disk), model()
     state = tx.init(params)
     disk.commit(0, (params, state))
-    step, write, calls = jo.jit(step_of(tx)), disk._store.write, []
+    step, write, calls = jo.jit(step_of(tx)), disk.opened.write, []
 
     def failing(group, arrays):
         calls.append(group)
@@ -521,7 +507,7 @@ def test_an_update_that_fails_is_no_state(disk, monkeypatch):
             raise OSError(28, "No space left on device")
         return write(group, arrays)
 
-    monkeypatch.setattr(disk._store, "write", failing)
+    monkeypatch.setattr(disk.opened, "write", failing)
 
     def steps(state):
         for _ in range(3):

@@ -9,31 +9,18 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from jax_offload._base.on_disk import is_on_disk
-from jax_offload._drive import stages
 from jax_offload._interop import pending
 from tests.support.rows import rows
-from tests.support.trees import assert_close
+from tests.support.trees import assert_close, assert_equal, handles, read
 
 pytestmark = [
+    pytest.mark.usefixtures("small_groups"),
     pytest.mark.filterwarnings("ignore:Some donated buffers were not usable"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:optax"),
 ]
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
 X = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
 STORED = {"mu": "int8", "nu": "uint8"}
-
-
-@pytest.fixture(autouse=True)
-def small_groups(monkeypatch):
-    monkeypatch.setattr(stages, "GROUP_BYTES", 1)
-
-
-@pytest.fixture
-def disk(tmp_path):
-    with_files = jo.disk(tmp_path / "state")
-    yield with_files
-    with_files.close()
 
 
 def model(place=None, dtype=jnp.float32):
@@ -46,19 +33,6 @@ def loss(params, x):
     for layer in params.values():
         x = jnp.tanh(x @ layer["w"] + layer["b"])
     return (x.astype(jnp.float32) ** 2).mean()
-
-
-def read(tree):
-    return jax.tree.map(np.asarray, tree, is_leaf=is_on_disk)
-
-
-def handles(state):
-    return [x for x in jax.tree.leaves(state, is_leaf=is_on_disk) if is_on_disk(x)]
-
-
-def assert_equal(got, want):
-    for (path, a), b in zip(jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(want), strict=True):
-        np.testing.assert_array_equal(a, b, jax.tree_util.keystr(path))
 
 
 def counted(disk, monkeypatch):

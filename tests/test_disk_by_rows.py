@@ -17,7 +17,7 @@ from jax_offload._plan import by_rows
 from jax_offload._plan.plan import Chunked, Whole
 from jax_offload._plan.transfers import transfer_of
 from tests.support.rows import rows
-from tests.support.trees import assert_close
+from tests.support.trees import assert_close, assert_equal, read
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Some donated buffers were not usable"),
@@ -33,13 +33,6 @@ def small_groups(monkeypatch):
     """Two layers are a group."""
     monkeypatch.setattr(stages, "GROUP_BYTES", 1)
     monkeypatch.setattr(by_rows, "PART_BYTES", 2 * ROW)
-
-
-@pytest.fixture
-def disk(tmp_path):
-    with_files = jo.disk(tmp_path / "state")
-    yield with_files
-    with_files.close()
 
 
 def network(seed=0, dtype=np.float32, mesh=None, specs=None):
@@ -65,10 +58,6 @@ def run(tx, params, grads, n=3, state=None, step=None):
     return params, state
 
 
-def read(tree):
-    return jax.tree.map(np.asarray, tree, is_leaf=is_on_disk)
-
-
 def groups_in(step):
     """Of each leaf's gradient, by its shape, how many groups read it."""
     ((driven, _),) = step._driven._programs.values()
@@ -80,11 +69,6 @@ def groups_in(step):
 def programs_in(step):
     ((driven, _),) = step._driven._programs.values()
     return len({id(run) for task, run in driven._tasks if task.stage.name == "group"})
-
-
-def assert_equal(got, want):
-    for (path, a), b in zip(jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(want), strict=True):
-        np.testing.assert_array_equal(a, b, jax.tree_util.keystr(path))
 
 
 OPTIMIZERS = {  # and how many groups the layers are, in all passes over their state
@@ -248,7 +232,7 @@ def test_parts_are_written_while_later_ones_are_read(disk, monkeypatch):
     name = "[0].mu['layers']"
     assert {rows for _, each, rows in events if each == name} == {(0, 2), (2, 4), (4, 6), (6, 7)}
     assert events.index(("write", name, (0, 2))) < events.index(("read", name, (6, 7)))
-    assert disk._store.buffers.most <= 7 * 4 * ROW  # groups of two layers, of as many bytes or less, in whole pages
+    assert disk.opened.buffers.most <= 7 * 4 * ROW  # groups of two layers, of as many bytes or less, in whole pages
 
 
 def test_rows_in_a_part(monkeypatch):
@@ -300,7 +284,7 @@ def test_a_state_of_other_leaves(disk, tmp_path):
     """In the same directories, by then."""
     tx, params, grads = jo.offload(optax.adamw(1e-2), min_bytes=256, disk=disk), network(), network(100)
     theirs = tx.init(params)
-    disk._leaves = {f"other {name}": leaf for name, leaf in disk._leaves.items()}
+    disk.under_way.leaves = {f"other {name}": leaf for name, leaf in disk.under_way.leaves.items()}
     with pytest.raises(ValueError, match=r"disk: there is no .* the state is another's. Fix: disk\.resume"):
         step_of(tx)(params, theirs, grads)
 
@@ -313,7 +297,7 @@ def test_a_leaf_is_a_group_of_the_store_for_each_part(disk):
     params = network()
     state = jo.offload(optax.adamw(1e-2), min_bytes=256, disk=disk).init(params)
     found = {}
-    for (entry,) in disk._store.groups:
+    for (entry,) in disk.opened.groups:
         found.setdefault(entry.path, []).append((entry.begin[0], entry.shape[0]))
     for moment in "mu", "nu":
         assert found[f"[0].{moment}['layers']"] == [(0, 2), (2, 2), (4, 2), (6, 1)]

@@ -10,12 +10,12 @@ from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
 from jax_offload._base.on_disk import is_on_disk
-from jax_offload._drive import stages
 from jax_offload._files.extents import box_of, boxes_of, gathered, hull
 from tests.support.rows import rows
-from tests.support.trees import assert_close
+from tests.support.trees import assert_close, assert_equal, handles, read
 
 pytestmark = [
+    pytest.mark.usefixtures("small_groups"),
     pytest.mark.filterwarnings("ignore:Some donated buffers were not usable"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:optax"),
 ]
@@ -41,18 +41,6 @@ OPTIMIZERS = {
     "schedule": optax.adam(optax.cosine_decay_schedule(1e-2, 10)),
     "MultiSteps": optax.MultiSteps(optax.adamw(1e-2), 2).gradient_transformation(),
 }
-
-
-@pytest.fixture(autouse=True)
-def small_groups(monkeypatch):
-    monkeypatch.setattr(stages, "GROUP_BYTES", 1)
-
-
-@pytest.fixture
-def disk(tmp_path):
-    with_files = jo.disk(tmp_path / "state")
-    yield with_files
-    with_files.close()
 
 
 def mesh_of(axes=AxisType.Auto, shape=(2, 2, 2), devices=None):
@@ -84,20 +72,7 @@ def run(tx, params, grads, n=3, state=None):
     return params, state
 
 
-def handles(state):
-    return [x for x in jax.tree.leaves(state, is_leaf=is_on_disk) if is_on_disk(x)]
-
-
-def read(tree):
-    return jax.tree.map(np.asarray, tree, is_leaf=is_on_disk)
-
-
-def assert_equal(got, want):
-    for (path, a), b in zip(jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(want), strict=True):
-        np.testing.assert_array_equal(a, b, jax.tree_util.keystr(path))
-
-
-def assert_as_foretold(tx, params, state):
+def assert_as_in_abstract_state(tx, params, state):
     """What is on disk goes through host memory in the shardings of ``abstract_state``; the rest is there."""
     foretold = jax.tree.leaves(jo.abstract_state(tx, params))
     for x, want in zip(jax.tree.leaves(state, is_leaf=is_on_disk), foretold, strict=True):
@@ -128,7 +103,7 @@ def test_as_in_host_memory(how, axes, disk, monkeypatch):
             tx = jo.offload(optax.adamw(1e-2), min_bytes=0, shard_over=over, disk=files)
             results.append(run(tx, params, grads))
         (want, host), (got, state) = results
-        assert_as_foretold(tx, params, state)
+        assert_as_in_abstract_state(tx, params, state)
         assert len(handles(state)) == 10
         where = {x.place.name: x for x in handles(state)}
         assert len(placed) == 4 * len(where)
@@ -173,7 +148,7 @@ def test_a_batch_divided_between_devices(over, disk):
     (want, host), (got, state) = results
     assert_close((got, read(state)), (want, read(host)), 2e-5)
     assert jax.tree.map(lambda x: x.sharding, got) == places[0]
-    assert_as_foretold(tx, params, state)
+    assert_as_in_abstract_state(tx, params, state)
 
 
 @pytest.mark.parametrize("name", rows(list(OPTIMIZERS), "ten optimizers", daily=["lamb", "adafactor", "MultiSteps"]))
@@ -185,7 +160,7 @@ def test_optimizers(name, disk):
     assert handles(state)
     want = run(jo.offload(OPTIMIZERS[name], min_bytes=128, shard_over="data"), params, grads)
     assert_close((got, read(state)), (want[0], read(want[1])), 2e-5)
-    assert_as_foretold(tx, params, state)
+    assert_as_in_abstract_state(tx, params, state)
 
 
 @pytest.mark.parametrize("storage", ["bfloat16", {"mu": "int8", "nu": "uint8"}], ids=str)
@@ -209,7 +184,7 @@ def test_masters(over, disk):
         tx = jo.offload(jo.with_master_params(optax.adamw(1e-2)), min_bytes=0, shard_over=over, disk=files)
         results.append(run(tx, params, grads))
     (_, host), (got, state) = results
-    assert_as_foretold(tx, params, state)
+    assert_as_in_abstract_state(tx, params, state)
     assert_close(read(state), read(host), 2e-5)
     for x, master in zip(jax.tree.leaves(got), jax.tree.leaves(read(state.master)), strict=True):
         np.testing.assert_array_equal(np.float32(x), np.float32(master.astype(jnp.bfloat16)))
@@ -226,7 +201,7 @@ def test_a_part_stays_in_host_memory(tmp_path):
     assert table.disk_bytes == sum(x.dtype.itemsize * np.prod(x.shape) for x in handles(state)) > 0
     on_disk = [leaf for leaf in table.leaves if leaf.disk]
     assert {leaf.shard_bytes * 4 for leaf in on_disk} == {leaf.nbytes for leaf in on_disk}
-    assert_as_foretold(tx, params, state)
+    assert_as_in_abstract_state(tx, params, state)
 
 
 def test_read_to_the_devices(disk):
@@ -245,10 +220,10 @@ def test_each_part_is_in_the_files_once(disk):
     """What is replicated too."""
     params = network(mesh_of())
     state = jo.offload(optax.adamw(1e-2), min_bytes=0, disk=disk).init(params)
-    parts = {entries[0].path: len(entries) for entries in disk._store.groups}
+    parts = {entries[0].path: len(entries) for entries in disk.opened.groups}
     assert parts["[0].mu['embed']"] == 4 and parts["[0].mu['layers']['b']"] == 2 and parts["[0].mu['odd']"] == 1
     for x in handles(state):
-        entries = disk._store.groups[disk._leaves[x.place.name].groups[0]]
+        entries = disk.opened.groups[disk.under_way.leaves[x.place.name].groups[0]]
         assert {entry.shape for entry in entries} == {x.sharding.shard_shape(x.shape)}
 
 
@@ -291,7 +266,7 @@ def test_a_commit_is_resumed_in_another_sharding(other, tmp_path):
         params, state = tree["params"], tree["state"]
         assert_equal(read((params, state)), committed)
         assert jax.tree.map(lambda x: x.sharding, params) == jax.tree.map(lambda x: x.sharding, given)
-        assert_as_foretold(tx, given, state)
+        assert_as_in_abstract_state(tx, given, state)
         again.commit(2, {"params": params, "state": state})
         params, state = run(tx, params, grads, 2, state)
         assert_close(read((params, state)), undisturbed, 2e-5)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import jax_offload as jo
 from jax_offload._precision.masters import MasterState, applied_to_masters
+from tests.support.trees import gradients
 
 HOST = "pinned_host"
 DTYPES = {"bfloat16": (jnp.bfloat16, 15), "float16": (jnp.float16, 12)}  # and how far exponents may be apart
@@ -27,10 +28,6 @@ def parameters(dtype=jnp.bfloat16):
     w = jax.random.normal(jax.random.key(0), (6, 16, 32))
     params = {"layers": w.astype(dtype), "embed": (w[0] * 0.1).astype(dtype), "norm": jnp.ones(32)}
     return jax.device_put(params, jax.devices()[0])
-
-
-def gradients(params, k=0):
-    return jax.tree.map(lambda p: (jnp.sin(3 * p.astype(jnp.float32) + k) + 0.1).astype(p.dtype), params)
 
 
 def masters(state):

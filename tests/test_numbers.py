@@ -21,7 +21,7 @@ from optax import contrib
 
 import jax_offload as jo
 from tests.support import optimizers as table
-from tests.support.optimizers import TABLE, Entry, assert_same, copied, eligible
+from tests.support.optimizers import TABLE, Entry, assert_same, copied, decay, eligible, every_third, labels, matrices
 from tests.support.rows import rows
 from tests.support.trees import FAST, kinds
 
@@ -237,22 +237,6 @@ def test_same_numbers(name, request):
 # ---- optax's wrappers, inside and outside ------------------------------------------------------------------------
 
 
-def _decay(step: Any) -> Any:
-    return 1e-2 / (1.0 + 0.1 * step)
-
-
-def _matrices(params: Any) -> Any:
-    return jax.tree.map(lambda p: jnp.ndim(p) >= 2, params)
-
-
-def _labels(params: Any) -> Any:
-    return jax.tree.map(lambda p: "matrix" if jnp.ndim(p) >= 2 else "rest", params)
-
-
-def _every_third(step: Any) -> Any:
-    return step % 3 != 2
-
-
 def _multi_steps(tx: Any, k: int, **options: Any) -> Any:
     return optax.MultiSteps(tx, k, **options).gradient_transformation()
 
@@ -268,26 +252,26 @@ WRAPPERS: dict[str, Callable[[Callable], Any]] = {
     "apply_every": lambda o: optax.chain(o(optax.adam(1e-2)), o(optax.apply_every(3))),
     "chain": lambda o: optax.chain(optax.clip_by_global_norm(0.5), o(optax.scale_by_adam()), optax.scale(-1e-2)),
     "named_chain": lambda o: optax.named_chain(("clip", optax.clip(0.1)), ("adam", o(optax.adam(1e-2)))),
-    "conditionally_mask": lambda o: optax.conditionally_mask(o(optax.adam(1e-2)), _every_third),
+    "conditionally_mask": lambda o: optax.conditionally_mask(o(optax.adam(1e-2)), every_third),
     "conditionally_transform": lambda o: optax.chain(
-        optax.conditionally_transform(o(optax.scale_by_adam()), _every_third), optax.scale(-1e-2)
+        optax.conditionally_transform(o(optax.scale_by_adam()), every_third), optax.scale(-1e-2)
     ),
     "ema": lambda o: optax.chain(o(optax.adam(1e-2)), o(optax.ema(0.9))),
     "flatten": lambda o: optax.flatten(o(optax.adam(1e-2))),
     "freeze": lambda o: optax.chain(o(optax.adam(1e-2)), optax.freeze(_layers_2_only(table.network(jnp.float32)))),
     "inject_hyperparams": lambda o: optax.inject_hyperparams(lambda learning_rate: o(optax.adamw(learning_rate)))(
-        learning_rate=_decay
+        learning_rate=decay
     ),
     "inject_stateful_hyperparams": lambda o: optax.inject_stateful_hyperparams(
         lambda learning_rate: o(optax.adamw(learning_rate))
-    )(learning_rate=optax.schedules.WrappedSchedule(_decay)),
+    )(learning_rate=optax.schedules.WrappedSchedule(decay)),
     "lookahead": lambda o: optax.lookahead(o(optax.adam(1e-2)), 3, 0.5),
-    "masked": lambda o: optax.masked(o(optax.adam(1e-2)), _matrices),
+    "masked": lambda o: optax.masked(o(optax.adam(1e-2)), matrices),
     "mechanize": lambda o: contrib.mechanize(o(optax.adamw(1e-2)), s_init=1e-3),
     "multi_transform": lambda o: optax.multi_transform(
-        {"matrix": o(optax.adam(1e-2)), "rest": optax.set_to_zero()}, _labels
+        {"matrix": o(optax.adam(1e-2)), "rest": optax.set_to_zero()}, labels
     ),
-    "partition": lambda o: optax.partition({"matrix": o(optax.adam(1e-2)), "rest": o(optax.sgd(1e-1, 0.9))}, _labels),
+    "partition": lambda o: optax.partition({"matrix": o(optax.adam(1e-2)), "rest": o(optax.sgd(1e-1, 0.9))}, labels),
     "reduce_on_plateau": lambda o: optax.chain(o(optax.adam(1e-2)), contrib.reduce_on_plateau(patience=2, rtol=0.1)),
     "sam": lambda o: contrib.sam(o(optax.adam(1e-2)), optax.chain(contrib.normalize(), o(optax.sgd(1e-2, 0.5)))),
     "schedule_free": lambda o: contrib.schedule_free(o(optax.adamw(1e-2, b1=0.0)), 1e-2),

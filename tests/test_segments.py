@@ -24,17 +24,13 @@ from jax_offload._plan import by_rows
 from tests.support.optimizers import assert_same, copied
 
 pytestmark = [
+    pytest.mark.usefixtures("small_groups"),
     pytest.mark.filterwarnings("ignore:Some donated buffers were not usable"),
     pytest.mark.filterwarnings("ignore:offload.. leaves the whole optimizer state"),
 ]
 ADAMW = optax.adamw(1e-2)
 N, WIDTH = 4, 256  # a layer is large, as of gradients in turn
 X = np.random.default_rng(0).normal(size=(512, WIDTH)).astype(np.float32)
-
-
-@pytest.fixture(autouse=True)
-def small_groups(monkeypatch):
-    monkeypatch.setattr(stages, "GROUP_BYTES", 1)
 
 
 @pytest.fixture(autouse=True)
@@ -238,7 +234,7 @@ def test_a_group_waits_for_another_that_has_rows_of_its_parameter(disk, monkeypa
     """``order=`` has the layers against the order of their gradients, and a group has rows of two of them: the next
     one, whose gradient is there before, reads what that one has made of its parameter."""
     part = 2 * WIDTH * WIDTH  # bytes: a quarter of a layer's state
-    monkeypatch.setattr(segments, "ALIKE", 10)  # the others' gradients wait meanwhile
+    monkeypatch.setattr(segments, "TOLERANCE", 10)  # the others' gradients wait meanwhile
     monkeypatch.setattr(by_rows, "PART_BYTES", part)
     monkeypatch.setattr(stages, "GROUP_BYTES", 3 * part)
     tx, params = jo.offload(ADAMW, min_bytes=1024, disk=disk, order=[f"layer_{k}" for k in range(N)]), model()
@@ -372,7 +368,7 @@ def scanned(params, x):
     return (jax.lax.scan(lambda x, w: (plain_layer(x, w), None), x, params["layers"])[0] ** 2).mean()
 
 
-def told(params, x):
+def with_callback(params, x):
     jax.debug.callback(lambda x: None, x.sum())
     return loss_of(plain_layer)(params, x)
 
@@ -387,7 +383,7 @@ def test_what_stays_one_program(monkeypatch):
     assert why(offload(clipped)) == segments.ALL_FIRST
     stacked = {"layers": jnp.stack([*model().values()])}
     assert why(offload(), scanned, jax.device_put(stacked, jax.devices()[0])) == segments.TOGETHER
-    assert why(offload(), told) == segments.EFFECTS
+    assert why(offload(), with_callback) == segments.EFFECTS
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     assert why(offload(), None, model(NamedSharding(mesh, PartitionSpec()))) == segments.ON_DEVICES
     monkeypatch.setattr(stages, "GROUP_BYTES", 2**26)
@@ -424,7 +420,7 @@ def test_more_memory_is_not_taken(monkeypatch, in_one_piece):
         return max(map(max, segments.peaks(driven._step, set())[0]))
 
     careful = most()
-    monkeypatch.setattr(segments, "ALIKE", 10)
+    monkeypatch.setattr(segments, "TOLERANCE", 10)
     careless = most()
     in_one_piece()
     assert careful <= 1.001 * most() < careless

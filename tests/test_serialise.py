@@ -122,11 +122,11 @@ def test_what_one_gradient_needs_or_what_has_effects_stays_whole():
     one = parts_of(lambda g, h: jnp.sum(g) + 1, jnp.ones(SHAPE), jnp.ones(SHAPE))[1]
     assert [g for g, _ in one] == [None]
 
-    def told(g, h):
+    def with_callback(g, h):
         jax.debug.print("{}", jnp.sum(g))
         return jnp.sum(g) + jnp.sum(h)
 
-    assert [g for g, _ in parts_of(told, jnp.ones(SHAPE), jnp.ones(SHAPE))[1]] == [None]
+    assert [g for g, _ in parts_of(with_callback, jnp.ones(SHAPE), jnp.ones(SHAPE))[1]] == [None]
 
 
 COLLECTIVES = ("all-reduce(", "all-reduce-start(", "all-gather", "collective-permute")

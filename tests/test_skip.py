@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
 from tests.support.rows import rows
+from tests.support.trees import gradients
 
 HOST = "pinned_host"
 ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
@@ -34,10 +35,6 @@ def parameters(dtype=jnp.float32):
     w = jax.random.normal(jax.random.key(0), (6, 16, 32))
     params = {"layers": w.astype(dtype), "embed": w[:2].reshape(64, 16).astype(dtype), "norm": jnp.ones(32)}
     return jax.device_put(params, jax.devices()[0])
-
-
-def gradients(params):
-    return jax.tree.map(lambda p: (jnp.sin(3 * p.astype(jnp.float32)) + 0.1).astype(p.dtype), params)
 
 
 def assert_same(a, b):

@@ -19,6 +19,7 @@ from jax_offload._precision.formats import decode, encode
 from jax_offload._precision.storage import Encoded, _seeds, plain, rules_of
 from tests.support.rows import rows
 from tests.support.storage import resident
+from tests.support.trees import gradients
 
 HOST = "pinned_host"
 ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
@@ -35,10 +36,6 @@ def parameters(dtype=jnp.float32):
     keys = jax.random.split(jax.random.key(0), len(shapes))
     params = {name: jax.random.normal(k, shape, dtype) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
     return jax.device_put(params, jax.devices()[0])
-
-
-def gradients(params, k=0):
-    return jax.tree.map(lambda p: (jnp.sin(3 * p.astype(jnp.float32) + k) + 0.1).astype(p.dtype), params)
 
 
 def stepper(tx):

@@ -12,6 +12,7 @@ import jax_offload as jo
 from jax_offload._emit.find import emitted
 from jax_offload._plan import transfers as _chunking
 from tests.support.rows import rows
+from tests.support.trees import gradients
 
 HOST = "pinned_host"
 # XLA's passes are those of any program; only LLVM does less, and compiles in half the time.
@@ -25,10 +26,6 @@ def parameters(dtype=jnp.float32):
     keys = jax.random.split(jax.random.key(0), len(shapes))
     params = {name: jax.random.normal(k, shape, dtype) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
     return jax.device_put(params, jax.devices()[0])
-
-
-def gradients(params):
-    return jax.tree.map(lambda p: (jnp.sin(3 * p.astype(jnp.float32)) + 0.1).astype(p.dtype), params)
 
 
 OPTIMIZERS = {

@@ -11,7 +11,7 @@ from typing import Any
 
 from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.exposure import Link
-from jax_offload._analysis.work import when_made
+from jax_offload._analysis.work import production_times
 from jax_offload._base.jaxprs import Equation, Jaxpr, Var, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._emit.region import Moved, Update
@@ -58,5 +58,5 @@ def _ready(jaxpr: Jaxpr, chip: Chip) -> tuple[Mapping[Var, float], float]:
     own: set[Any] = {v for eqn in rest for v in eqn.outvars}
     read = [v for eqn in jaxpr.eqns if _update(eqn) is not None or _is_gate(eqn) for v in variables(eqn.invars)]
     outputs = list(dict.fromkeys(v for v in [*read, *variables(jaxpr.outvars)] if v in own))
-    times, total = when_made(slice_of(rest, outputs, jaxpr.debug_info, {}).jaxpr, chip)
+    times, total = production_times(slice_of(rest, outputs, jaxpr.debug_info, {}).jaxpr, chip)
     return dict(zip(outputs, times, strict=True)), total

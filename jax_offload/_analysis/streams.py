@@ -52,9 +52,9 @@ def streams(trace: Any, on_a_host: int = 1) -> Streams:
     """Of a traced update, or of a traced step, a closed jaxpr. ``on_a_host``: how many devices share its cores."""
     updates = [each.update for each in updates_in(trace)]
     planned = [p for update in updates for p in update.planned if not isinstance(p.transfer, OnCores)]
-    loaded_whole = [update for update in updates if isinstance(update, Update)]
+    unmoved = [update for update in updates if isinstance(update, Update)]
     looped = [p for p in planned if p.in_chunks or p.window.own_loop]
-    files = files_in(loaded_whole, on_a_host)
+    files = files_in(unmoved, on_a_host)
     beside = [p for p in planned if not isinstance(p.transfer, InIterations) and p not in looped]
     return Streams(
         loaded=sum(map(_loaded, planned)),
@@ -64,22 +64,22 @@ def streams(trace: Any, on_a_host: int = 1) -> Streams:
         looped=sum(p.slice.loaded_bytes for p in looped),
         unpaired=_unpaired(looped),
         tail=beside[-1].slice.loaded_bytes if beside else 0,
-        norm=any(map(_waits_for_all, loaded_whole)),
+        norm=any(map(_waits_for_all, unmoved)),
         cores=share_of(
-            (p for update in loaded_whole for p in update.planned),
-            (update.operands[i] for update in loaded_whole for i in update.gradients),
+            (p for update in unmoved for p in update.planned),
+            (update.operands[i] for update in unmoved for i in update.gradients),
             on_a_host,
         ),
         files=files,
-        as_files=files_in(loaded_whole, on_a_host, all_away=True),
+        as_files=files_in(unmoved, on_a_host, all_away=True),
     )
 
 
 def _unpaired(looped: Iterable[Planned]) -> int:
     """Of every loop over chunks a chunk; of slices that are whole and share a loop the last one."""
     chunks = sum(p.slice.loaded_bytes // p.transfer.count for p in looped if isinstance(p.transfer, Chunked))
-    loaded_whole = {id(p.window): p.slice.loaded_bytes for p in looped if not p.in_chunks}
-    return chunks + sum(loaded_whole.values())
+    last = {id(p.window): p.slice.loaded_bytes for p in looped if not p.in_chunks}
+    return chunks + sum(last.values())
 
 
 def windows_of(planned: Iterable[Planned]) -> int:
@@ -91,8 +91,8 @@ def windows_of(planned: Iterable[Planned]) -> int:
 
 
 def _at_once(p: Planned) -> int:
-    loaded_whole = 0 if isinstance(p.transfer, InIterations) else p.bytes_at_once
-    return max(p.window.nbytes, loaded_whole)
+    in_flight = 0 if isinstance(p.transfer, InIterations) else p.bytes_at_once
+    return max(p.window.nbytes, in_flight)
 
 
 def _stored(update: Update | Moved) -> int:

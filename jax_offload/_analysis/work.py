@@ -22,7 +22,7 @@ def seconds(jaxpr: Jaxpr, chip: Chip) -> float:
     return sum(each for _, each in _events(flattened(jaxpr), chip))
 
 
-def when_made(jaxpr: Jaxpr, chip: Chip) -> tuple[list[float], float]:
+def production_times(jaxpr: Jaxpr, chip: Chip) -> tuple[list[float], float]:
     """After how many seconds each of its results is there, and how many all of it takes, in the order of the trace."""
     program = flattened(jaxpr)
     now, produced = 0.0, dict[int, float]()

@@ -16,16 +16,15 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
+from jax_offload._base.arrays import is_array
 from jax_offload._base.paths import key_of
-from jax_offload._base.shardings import Shardings, same_sharding, sharding_of
-
-Remembered = dict[str, list[Sharding]]  # path of a parameter -> all the shardings that it was in
+from jax_offload._base.shardings import Shardings, devices_of, same_sharding, sharding_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,19 +88,39 @@ def shardings_of(params: Any) -> Shardings:
     return _shardings_in(params) if given is None else given
 
 
-def remember(remembered: Remembered, shardings: Shardings) -> None:
-    """Adds what the parameters of an ``init`` were in. Types tell for themselves, at every trace."""
-    for path, sharding in shardings.items() if _AROUND.get().remembers else ():
-        mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
-        typed = isinstance(mesh, AbstractMesh) and bool(mesh.explicit_axes)
-        known = remembered.setdefault(path, []) if not typed else [sharding]
-        if not any(same_sharding(sharding, other) for other in known):
-            known.append(sharding)
+def without_sharding(params: Any, shardings: Shardings) -> frozenset[str]:
+    """The paths of those that have no entry in ``shardings`` and might be divided: a description gives them no
+    sharding, or a trace tells that their mesh is one of several devices, and no more."""
+    described = _AROUND.get().shardings is not None
+    flat = [(key_of(path), x) for path, x in jax.tree_util.tree_flatten_with_path(params)[0]]
+    missing = [(path, x) for path, x in flat if path not in shardings and is_array(x)]
+    return frozenset(path for path, x in missing if described or devices_of(x) > 1)
 
 
-def unambiguous(remembered: Remembered) -> Shardings:
-    """Of those that were in one sharding only. Of others, two models' say, nobody knows which a trace is about."""
-    return {path: shardings[0] for path, shardings in remembered.items() if len(shardings) == 1}
+class Remembered:
+    """What one ``offload`` remembers of its parameters: the shardings that they had in eager ``init``, and wherever
+    the state's were asked for. A trace with Auto axes does not tell them; ``placement`` shows where they decided."""
+
+    def __init__(self) -> None:
+        self._shardings: dict[str, list[Sharding]] = {}
+
+    def remember(self, shardings: Shardings) -> None:
+        """Adds what the parameters of an ``init`` were in. Types tell for themselves, at every trace."""
+        for path, sharding in shardings.items() if _AROUND.get().remembers else ():
+            mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+            typed = isinstance(mesh, AbstractMesh) and bool(mesh.explicit_axes)
+            known = self._shardings.setdefault(path, []) if not typed else [sharding]
+            if not any(same_sharding(sharding, other) for other in known):
+                known.append(sharding)
+
+    def of(self, path: str) -> Sequence[Sharding]:
+        """All that this parameter was in."""
+        return self._shardings.get(path, ())
+
+    def unambiguous(self, params: Any) -> Shardings:
+        """Of those that were in one sharding only. Of others, two models' say, nobody knows which a trace is about."""
+        paths = [key_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+        return {path: found[0] for path in paths if len(found := self._shardings.get(path, ())) == 1}
 
 
 def _shardings_in(params: Any) -> Shardings:

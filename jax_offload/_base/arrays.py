@@ -59,6 +59,6 @@ def is_array(x: Any) -> bool:
     return isinstance(x, (jax.Array, np.ndarray, np.generic))
 
 
-def row_numbers(size: int, start: Any, n: int, shards: int) -> jax.Array:
+def row_indices(size: int, start: Any, n: int, shards: int) -> jax.Array:
     """The places, in an axis of ``size``, of ``n`` rows from ``start`` on of each of its ``shards`` parts."""
     return (jnp.arange(shards)[:, None] * (size // shards) + start + jnp.arange(n)[None]).reshape(-1)

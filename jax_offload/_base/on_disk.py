@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, cast
 
 import jax
@@ -28,7 +27,6 @@ from jax_offload._base.private import set_rules
 TOKEN = np.dtype(np.uint32)
 Range = tuple[int, int]  # rows of a leaf, the same of every part that its first axis has on several devices
 Ends = tuple[int, ...]  # where the ranges end that are together in files; the last is as many as there are
-_BATCH = 2**26  # bytes of leaves that are read together on their way to a disk
 
 
 class Home(Protocol):
@@ -146,24 +144,6 @@ def is_on_disk(x: Any) -> bool:
     return isinstance(x, OnDisk)
 
 
-def read_to(leaf: OnDisk, sharding: Sharding) -> jax.Array:
-    """A leaf's values where the sharding says. What is divided between processes is never whole in one of them."""
-    if leaf.sharding.is_fully_addressable:
-        return jax.device_put(np.asarray(leaf), sharding)
-    here = leaf.place.home.sharded(leaf.place.name, leaf.token, leaf.sharding)
-    return jax.device_put(here, sharding)
-
-
-def check_in_memory(state: Any, what: str) -> None:
-    """Raises ``ValueError`` where a leaf of the state is on disk, and ``what`` takes leaves in memory."""
-    leaves = jax.tree.leaves(state, is_leaf=is_on_disk)
-    if found := [x for x in leaves if is_on_disk(x)]:
-        raise ValueError(
-            f"{what}: {len(found)} leaves of the state are on disk, the first is {found[0]!r}. Fix: jo.to_device(part) "
-            "reads a part of the state; jo.to_host(tx, state), with a tx without disk=, all of it."
-        )
-
-
 class OnDiskStruct(jax.ShapeDtypeStruct):
     """The type of a leaf that belongs on disk, with its ``place``. To others it is one that belongs in host memory."""
 
@@ -182,59 +162,6 @@ def typed(x: jax.ShapeDtypeStruct, place: Place | None) -> jax.ShapeDtypeStruct:
 def place_of(like: Any) -> Place | None:
     """Where a type says that a leaf belongs; ``None`` in memory."""
     return like.place if isinstance(like, OnDiskStruct) else None
-
-
-def read_into(target: Sequence[Any], read: Callable[[Sequence[int]], Sequence[Any]]) -> list[Any]:
-    """Leaves where ``target`` says; those that belong on disk are read and written a few at a time.
-
-    Args:
-      target: their types.
-      read: the values of leaves of these numbers; of those that belong in memory where they belong.
-    """
-    places = {k: place for k, like in enumerate(target) if (place := place_of(like)) is not None}
-    rest = [k for k in range(len(target)) if k not in places]
-    found = dict(zip(rest, read(rest), strict=True))
-    for home in dict.fromkeys(place.home for place in places.values()):
-        mine = [k for k, place in places.items() if place.home is home]
-        values = (x for batch in _batches(mine, places) for x in read(batch))
-        found |= zip(mine, home.fill([places[k] for k in mine], values), strict=True)
-    return [found[k] for k in range(len(target))]
-
-
-def brought(leaves: Sequence[Any], types: Callable[[], Sequence[Any]]) -> list[Any]:
-    """Leaves from memory or disk to memory or disk, each where ``types()`` say."""
-    if any(isinstance(x.token if is_on_disk(x) else x, Tracer) for x in leaves):
-        raise ValueError(
-            "state: is on disk, or is to be, which no program does. Fix: jo.to_host(tx, state) outside jit."
-        )
-    target = types()
-    if all(_is_there(x, place_of(like)) for x, like in zip(leaves, target, strict=True)):
-        return [x if is_on_disk(x) else _brought(x, like) for x, like in zip(leaves, target, strict=True)]
-    return read_into(target, lambda indices: [_brought(leaves[k], target[k]) for k in indices])
-
-
-def _is_there(x: Any, place: Place | None) -> bool:
-    return x.place.is_leaf(place) if is_on_disk(x) else place is None
-
-
-def _brought(x: Any, like: Any) -> Any:
-    if is_on_disk(x):
-        sharded = not x.sharding.is_fully_addressable
-        x = read_to(x, like.sharding if place_of(like) is None else x.sharding) if sharded else np.asarray(x)
-    return x if place_of(like) is not None else jax.device_put(x, like.sharding)
-
-
-def _batches(indices: Sequence[int], places: Mapping[int, Place]) -> Iterator[list[int]]:
-    """As many as have ``_BATCH`` bytes together, or one."""
-    batch, nbytes = list[int](), 0
-    for k in indices:
-        size = math.prod(places[k].shape) * places[k].dtype.itemsize
-        if batch and nbytes + size > _BATCH:
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(k)
-        nbytes += size
-    yield batch
 
 
 def opened(state: Any) -> tuple[Any, Callable[[Any], Any]]:
@@ -257,7 +184,7 @@ def opened(state: Any) -> tuple[Any, Callable[[Any], Any]]:
 
 def only_outside(x: jax.Array) -> jax.Array:
     """``x``, a leaf of a traced ``init`` that files are to be made of: an error where that is lowered."""
-    (x,) = _made_of_files.bind(x)
+    (x,) = _in_files.bind(x)
     return x
 
 
@@ -307,4 +234,4 @@ READ.def_abstract_eval(lambda token, place: _host_type(place.shape, place.dtype,
 WRITE.def_abstract_eval(lambda x, place: jax.typeof(np.zeros((), TOKEN)))
 for _primitive in READ, WRITE:
     set_rules(_primitive, lower=_refuse, jvp=_refuse, batch=_refuse)
-_made_of_files = identity_primitive("jax_offload_made_of_files", _refuse_init)
+_in_files = identity_primitive("jax_offload_made_of_files", _refuse_init)

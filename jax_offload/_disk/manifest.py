@@ -146,7 +146,7 @@ def remove_next(files: Files, directories: Sequence[Path]) -> None:
         files.sync_directory(directory)
 
 
-def all_whole(files: Files, directories: Sequence[Path]) -> list[Manifest]:
+def undamaged(files: Files, directories: Sequence[Path]) -> list[Manifest]:
     """The last commit, and what was to be the next, as far as there are such."""
     found = [load(files, directories)] if exists(files, directories) else []
     path = Path(directories[0]) / NEXT
@@ -161,7 +161,7 @@ def all_whole(files: Files, directories: Sequence[Path]) -> list[Manifest]:
 
 def load_together(files: Files, directories: Sequence[Path], together: Together) -> Manifest:
     """The commit that processes have agreed on."""
-    for found in all_whole(files, directories):
+    for found in undamaged(files, directories):
         if found.together == together:
             return found
     raise ValueError(

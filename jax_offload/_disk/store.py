@@ -8,7 +8,7 @@ the store opens at its last commit, whole. It takes twice the disk, however ofte
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 from jax_offload._disk import manifest as _manifest
 from jax_offload._disk.buffers import Buffers
 from jax_offload._disk.commits import Commits, slot_name
+from jax_offload._disk.committer import Committer
 from jax_offload._disk.directories import Directories
 from jax_offload._disk.files import Files
 from jax_offload._disk.layout import BLOCK, Entry, arrays_in, check, laid_out, named
@@ -44,15 +45,17 @@ class Store:
         self._data = [directories.open(slot_name("groups", slot), lengths) for slot in (0, 1)]
         before = manifest.versions if committed else [None] * len(self.groups)
         self._versions, self._queues = Versions(before, self._what), Queues()
-        self._stopped: BaseException | None = None
-        self._next: Manifest | None = None
-        self.together = manifest.together if committed else None
         self._closed = False
         self._pool = ThreadPoolExecutor(THREADS * manifest.directories, "disk")
-        self._committer = ThreadPoolExecutor(1, "commit")
         self.buffers, self.staging = Buffers(), Buffers()
         self._transfers = Transfers(directories.files, self._pool, self.staging)
-        self._commits = Commits(directories, self._transfers, self._pool, manifest, committed)
+        self._committer = Committer(
+            Commits(directories, self._transfers, self._pool, manifest, committed),
+            self._versions,
+            self._data,
+            manifest.together if committed else None,
+            str(directories.paths[0]),
+        )
         self.most_staging = THREADS * manifest.directories * manifest.block  # one block for each thread
 
     @classmethod
@@ -156,13 +159,18 @@ class Store:
     @staticmethod
     def commits(directories: Sequence[Path], *, files: Files | None = None) -> list[tuple[Together, int]]:
         """The commits made together with other processes that are whole here, with their steps: two at most."""
-        found = _manifest.all_whole(files or Files(), directories)
+        found = _manifest.undamaged(files or Files(), directories)
         return [(each.together, each.step) for each in found if each.together is not None]
 
     @property
     def step(self) -> int | None:
         """Of the last commit; None before the first."""
-        return self._commits.step
+        return self._committer.step
+
+    @property
+    def together(self) -> Together | None:
+        """The last commit, where it is one of several processes."""
+        return self._committer.together
 
     def nbytes(self, group: int) -> int:
         """Bytes of a group, in memory or in a slot."""
@@ -197,7 +205,7 @@ class Store:
 
         def start() -> Future[list[int]]:
             nonlocal slot
-            self._raise_stopped()
+            self._committer.check()
             slot = self._versions.begin(group)
             return self._transfers.write(self._data[slot], layout, source, self._what(group))
 
@@ -213,34 +221,26 @@ class Store:
         slots of the commit before. An error is raised by the future and by the next call of ``commit`` or ``close``;
         the store on disk is then as it was.
         """
-        self._raise_stopped()
-        entries = tuple(Entry(name, array.shape, array.dtype.name) for name, array in extra.items())
-        arrays = list(extra.values())
-        return self._queues.commit(lambda: self._committer.submit(self._commit_now, step, entries, arrays))
+        return self._queues.commit(self._committer.commit(step, extra))
 
     def prepare(self, step: int, extra: Mapping[str, np.ndarray], together: Together) -> Future[None]:
         """The first half of a commit of several processes: all of it is on disk, beside the one before.
 
         When all processes have done so it is the commit, whatever happens: ``swap`` it before anything is written.
         """
-        self._raise_stopped()
-        entries = tuple(Entry(name, array.shape, array.dtype.name) for name, array in extra.items())
-        arrays = list(extra.values())
-        return self._queues.commit(
-            lambda: self._committer.submit(self._stopping, self._prepare_now, step, entries, arrays, together)
-        )
+        return self._queues.commit(self._committer.prepare(step, extra, together))
 
     def swap(self) -> Future[None]:
         """The second half: what was prepared is the last commit."""
-        return self._queues.commit(lambda: self._committer.submit(self._stopping, self._swap_now))
+        return self._queues.commit(self._committer.swap)
 
     def stop(self, error: BaseException) -> None:
         """Nothing is written any more, as another process's half of a commit has failed."""
-        self._stopped = self._stopped or error
+        self._committer.stop(error)
 
     def extra(self) -> dict[str, np.ndarray]:
         """The arrays beside the groups, of the last commit."""
-        return self._committer.submit(self._commits.extra).result()
+        return self._committer.extra()
 
     def close(self) -> None:
         """Waits for what is under way, and lets the directories go. What was not committed is lost.
@@ -255,7 +255,7 @@ class Store:
         self._committer.shutdown()
         self._pool.shutdown()
         self._directories.close()
-        self._raise_stopped()
+        self._committer.check()
 
     def __enter__(self) -> Store:
         return self
@@ -269,38 +269,3 @@ class Store:
 
     def _what(self, group: int) -> str:
         return named(group, self.groups[group])
-
-    def _raise_stopped(self) -> None:
-        if self._stopped is not None:
-            raise ValueError(
-                f"the store in {str(self._directories.paths[0])!r} stopped when a commit failed: {self._stopped} "
-                f"It is as of {'nothing' if self.step is None else f'step {self.step}'}: see to the cause and open it "
-                "again."
-            ) from self._stopped
-
-    def _commit_now(self, step: int, entries: tuple[Entry, ...], arrays: Sequence[np.ndarray]) -> None:
-        self._stopping(self._prepare_now, step, entries, arrays, None)
-        self._stopping(self._swap_now)
-
-    def _prepare_now(
-        self, step: int, entries: tuple[Entry, ...], arrays: Sequence[np.ndarray], together: Together | None
-    ) -> None:
-        versions = self._versions.all_newest()
-        self._next = self._commits.prepare(step, versions, self._data, entries, arrays, together)
-
-    def _swap_now(self) -> None:
-        assert self._next is not None
-        manifest, self._next = self._next, None
-        self._commits.swap(manifest)
-        self._versions.commit(manifest.versions)
-        self.together = manifest.together
-
-    def _stopping(self, do: Callable[..., None], *args: Any) -> None:
-        try:
-            self._raise_stopped()
-            do(*args)
-        except BaseException as error:
-            # The files are not known any more: a manifest may have been swapped that is not known to be on disk. So
-            # nothing may be written, to either slot.
-            self._stopped = self._stopped or error
-            raise

@@ -63,7 +63,7 @@ class ByRows:
           p: the slice.
           update: whose it is.
           names: variable of the update -> that of the step.
-          defined: what `made_once` finds.
+          defined: what `produced_once` finds.
         """
         s = p.slice
         ends = [self.ends.get(names.get(v, v)) for v in s.loads]
@@ -137,7 +137,7 @@ class ByRows:
         return self.starts[begin]
 
 
-def made_once(update: Update, results: Sequence[Var]) -> dict[Var, Var]:
+def produced_once(update: Update, results: Sequence[Var]) -> dict[Var, Var]:
     """Result of an update -> the step's variable of it; not of what the step has twice, or the update reads again."""
     slices = [s for each in update.plan.passes for s in (each.prelude, *(p.slice for p in each.slices))]
     times = Counter([v for s in slices for v in s.inputs] + variables(update.program.outputs))

@@ -59,7 +59,7 @@ class Cores:
         if self.cpu is None:
             return x
         if self.cpu not in x.sharding.device_set:
-            return _divided_as(x, sharding)
+            return _resharded_as(x, sharding)
         if jnp.issubdtype(x.dtype, jax.dtypes.extended):
             return jax.device_put(x, sharding)
         return jax.device_put(np.asarray(x), with_kind(sharding, x.sharding.memory_kind), may_alias=on_host(x))
@@ -75,7 +75,7 @@ def one_of(x: Any) -> Any:
     return x.addressable_data(0) if isinstance(x, jax.Array) and x.is_fully_replicated else x
 
 
-def _divided_as(x: jax.Array, sharding: Sharding) -> jax.Array:
+def _resharded_as(x: jax.Array, sharding: Sharding) -> jax.Array:
     """What was updated by parts, as it is to be; where it is to be divided otherwise the accelerators see to that."""
     if not x.sharding.is_equivalent_to(with_kind(sharding, str(x.sharding.memory_kind)), x.ndim):
         x = jax.device_put(x, with_kind(x.sharding, DEVICE_KIND))

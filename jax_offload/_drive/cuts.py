@@ -50,12 +50,12 @@ def cuts_of(jaxpr: Jaxpr, ready: Sequence[int], updated: Sequence[Set[Var]]) -> 
         return []
     least = max((total - done[places[0]]) / (MOST - 1), LEAST * total)
     alive, last = _alive(jaxpr)
-    made_by, given = {v: k for k, eqn in enumerate(eqns) for v in eqn.outvars}, {*jaxpr.invars}
+    producer, given = {v: k for k, eqn in enumerate(eqns) for v in eqn.outvars}, {*jaxpr.invars}
     price = _prices(eqns)
 
     def crossing(cut: int) -> int:
-        reads = {v for v, k in made_by.items() if k < cut < last.get(v, 0)}
-        return sum(nbytes(v.aval) for v in _computed_again(reads, given, eqns, made_by, price)[1])
+        reads = {v for v, k in producer.items() if k < cut < last.get(v, 0)}
+        return sum(nbytes(v.aval) for v in _computed_again(reads, given, eqns, producer, price)[1])
 
     cuts: list[int] = []
     for place, following in itertools.pairwise(places):
@@ -71,7 +71,7 @@ def cuts_of(jaxpr: Jaxpr, ready: Sequence[int], updated: Sequence[Set[Var]]) -> 
 def parts_of(jaxpr: Jaxpr, results: Set[Var], cuts: Sequence[int]) -> list[Slice]:
     """The equations up to each cut and behind the last, as programs of their own, with what they compute again."""
     eqns, given = jaxpr.eqns, {*jaxpr.invars}
-    made_by = {v: k for k, eqn in enumerate(eqns) for v in eqn.outvars}
+    producer = {v: k for k, eqn in enumerate(eqns) for v in eqn.outvars}
     price = _prices(eqns)
     crossing: set[Var] = set()  # what later parts read
     parts: list[Slice] = []
@@ -81,7 +81,7 @@ def parts_of(jaxpr: Jaxpr, results: Set[Var], cuts: Sequence[int]) -> list[Slice
         outputs = [v for eqn in own for v in eqn.outvars if v in results or v in crossing]
         crossing -= defined
         reads = {v for eqn in own for v in variables(eqn.invars)} - defined - given
-        again, more = _computed_again(reads, crossing | given, eqns, made_by, price)
+        again, more = _computed_again(reads, crossing | given, eqns, producer, price)
         crossing |= more
         parts.append(slice_of([*again, *own], outputs, jaxpr.debug_info, {}))
     return parts[::-1]
@@ -100,7 +100,7 @@ def _alive(jaxpr: Jaxpr) -> tuple[list[int], dict[Var, int]]:
 
 
 def _computed_again(
-    reads: Set[Var], free: Set[Var], eqns: Sequence[Equation], made_by: Mapping[Var, int], price: Mapping[Var, float]
+    reads: Set[Var], free: Set[Var], eqns: Sequence[Equation], producer: Mapping[Var, int], price: Mapping[Var, float]
 ) -> tuple[list[Equation], set[Var]]:
     """What of earlier equations is repeated for ``reads``, and what these need beside ``free``: fewer bytes.
 
@@ -109,31 +109,31 @@ def _computed_again(
     """
 
     def operands(v: Var) -> set[Var]:
-        return {x for x in variables(eqns[made_by[v]].invars) if x not in free}
+        return {x for x in variables(eqns[producer[v]].invars) if x not in free}
 
     need, again = {*reads} - free, set[Var]()
-    waiting = sorted(need, key=made_by.__getitem__)
+    waiting = sorted(need, key=producer.__getitem__)
     while waiting:
         v = waiting.pop()
-        eqn = eqns[made_by[v]]
+        eqn = eqns[producer[v]]
         more = operands(v) - need - again
         if v in need and _is_cheap(eqn) and sum(price[x] for x in more) <= SLACK * nbytes(v.aval):
             need = (need - {v}) | more
             again.add(v)
             for x in more:
-                bisect.insort(waiting, x, key=made_by.__getitem__)
+                bisect.insort(waiting, x, key=producer.__getitem__)
     users: dict[Var, set[Var]] = {}
     for v in again:
         for x in operands(v):
             users.setdefault(x, set()).add(v)
-    for v in sorted(again, key=made_by.__getitem__):
+    for v in sorted(again, key=producer.__getitem__):
         alone = {x for x in operands(v) if x in need and x not in reads and users[x] == {v}}
         if alone and operands(v) <= need and sum(nbytes(x.aval) for x in alone) >= nbytes(v.aval):
             again.remove(v)
             need = (need - alone) | {v}
             for x in operands(v):
                 users[x].discard(v)
-    return [eqns[k] for k in sorted({made_by[v] for v in again})], need
+    return [eqns[k] for k in sorted({producer[v] for v in again})], need
 
 
 def _prices(eqns: Sequence[Equation]) -> dict[Var, float]:

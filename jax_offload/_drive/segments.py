@@ -33,7 +33,7 @@ TOGETHER = "one group of the update, or one loop of the pass (a scan over layers
 LITTLE_LEFT = "little of it is left when the first gradients are there"
 PEAK = "cut, it would take more device memory, by an estimate"
 
-ALIKE = 1.001  # a loss that is handed on is no more memory
+TOLERANCE = 1.001  # a loss that is handed on is no more memory
 
 
 def in_segments(step: Staged, donated: Set[Var]) -> tuple[Staged, str]:
@@ -58,7 +58,7 @@ def in_segments(step: Staged, donated: Set[Var]) -> tuple[Staged, str]:
         return step, EFFECTS
     of_pass = {v for eqn in jaxpr.eqns for v in eqn.outvars}
     others = [part for piece in others for part in _without_gradients_first(piece, of_pass)]
-    defs, ready = _made_at(jaxpr, others), list[int]()
+    defs, ready = _produced_at(jaxpr, others), list[int]()
     for group in groups:  # some rows of a parameter are written after others
         ready.append(max((defs.get(v, 0) for v in group.reads), default=0))
         defs.update(dict.fromkeys(group.makes, ready[-1]))
@@ -75,7 +75,7 @@ def in_segments(step: Staged, donated: Set[Var]) -> tuple[Staged, str]:
         found = dataclasses.replace(step, stages=stages)
         each, segment = peaks(found, donated)
         worst = max(range(len(each)), key=lambda k: max(each[k]))
-        if max(each[worst]) <= ALIKE * most:
+        if max(each[worst]) <= TOLERANCE * most:
             return found, ""
         del cuts[min(segment[worst], len(cuts) - 1)]
     return step, PEAK
@@ -128,7 +128,7 @@ def _with_results(task: Task) -> Jaxpr:
     return jaxpr_like(pass_.jaxpr, pass_.jaxpr.eqns, kept)
 
 
-def _made_at(jaxpr: Jaxpr, others: Sequence[Piece]) -> dict[Var, int]:
+def _produced_at(jaxpr: Jaxpr, others: Sequence[Piece]) -> dict[Var, int]:
     """Behind how many equations each variable is there; what other pieces make, behind the last that they need."""
     defs = {v: k + 1 for k, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
     for piece in others:

@@ -14,7 +14,7 @@ from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Atom, DropVar, Equation, Literal, Var, renamed, values_of, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.on_disk import Ends, Range
-from jax_offload._drive.by_rows import ByRows, made_once
+from jax_offload._drive.by_rows import ByRows, produced_once
 from jax_offload._drive.pieces import Piece, gradients_in_turn
 from jax_offload._drive.undivided import run_undivided
 from jax_offload._emit.deduplicate import functions
@@ -200,7 +200,7 @@ class _Found:
         hosts = ((self.names[v], v in update.on_disk) for v in update.operands if is_host_aval(v.aval))
         self.on_disk |= {v: known for v, known in hosts if isinstance(v, Var)}
         self.scattered |= {x: s for v, s in _scattered(update) if isinstance(x := self.names[v], Var)}
-        defined = made_once(update, eqn.outvars)
+        defined = produced_once(update, eqn.outvars)
         for each in update.plan.passes:
             self.on_device("scalars", self.piece_of(each.prelude))
             self.stages += _grouped(GROUP, [*self.pieces_of(each.slices, update, defined)], on_cores=False)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.sharding import NamedSharding
 
-from jax_offload._base.arrays import row_numbers
+from jax_offload._base.arrays import row_indices
 from jax_offload._base.barriers import opaque, read_once, written_after
 from jax_offload._base.jaxprs import Var
 from jax_offload._base.memory import is_host_aval, to_device, to_host
@@ -120,7 +120,7 @@ class _Loop:
             args[i] = x
         where = how.shape[how.axis], how.shape, how.axis
         with update_of(s.loads, self.names):
-            new = run_chunk(self.inner.jaxpr, how.dims, where, row_numbers(where[0], *chunk, how.shards), *args)
+            new = run_chunk(self.inner.jaxpr, how.dims, where, row_indices(where[0], *chunk, how.shards), *args)
         results = list(results)
         for k in set(range(len(new))) - set(self.stored):
             self.write(results, k, new[k], chunk[0])

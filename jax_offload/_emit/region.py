@@ -76,6 +76,8 @@ class Update:
       backward: the passes that made its gradients, where only gates in the update hold them back.
       stays: why leaves are not updated within the passes, forward and backward; only ``jax_offload.jit`` asks.
       gated: whether each of its slices runs by itself, between gates of the passes.
+      ordered: whether the trace around it tells in what order its gradients are made; else ``rank`` is guessed from
+        paths where no ``order`` says it.
     """
 
     program: Program
@@ -91,6 +93,7 @@ class Update:
     backward: Backward | None = None
     stays: tuple[str, ...] = ()
     gated: bool = False
+    ordered: bool = True
 
     def __repr__(self) -> str:  # a jaxpr prints its parameters
         return f"Update({sum(len(each.slices) for each in self.plan.passes)} slices)"
@@ -147,7 +150,7 @@ class Update:
 
     @property
     def recipe(self) -> Jaxpr:
-        return self.program.seen_by_jax
+        return self.program.placing_equations
 
     def only(self, used: Sequence[bool]) -> tuple[list[bool], Update]:
         """The update for some of its results: planned anew, as what it does not make it need not load."""

@@ -32,14 +32,14 @@ def write_rows(
         return constrained(jax.lax.dynamic_update_slice_in_dim(x, rows, start, dim), sharding)
     into, rows = (_by_shard(array, dim, shards, sharding) for array in (x, rows))
     into = jax.lax.dynamic_update_slice_in_dim(into, rows, start, dim + 1)
-    return _merged(constrained(into, _divided_sharding(sharding, into.ndim - 1, dim)), dim, sharding)
+    return _merged(constrained(into, _sharding_by_shard(sharding, into.ndim - 1, dim)), dim, sharding)
 
 
 def _by_shard(x: jax.Array, dim: int, shards: int, sharding: NamedSharding | None) -> jax.Array:
     """Axis ``dim`` as two: shards, and the rows of each."""
     shape = (*x.shape[:dim], shards, x.shape[dim] // shards, *x.shape[dim + 1 :])
-    typed = _divided_sharding(typed_sharding(jax.typeof(x)), x.ndim, dim)
-    return constrained(jax.lax.reshape(x, shape, out_sharding=typed), _divided_sharding(sharding, x.ndim, dim))
+    typed = _sharding_by_shard(typed_sharding(jax.typeof(x)), x.ndim, dim)
+    return constrained(jax.lax.reshape(x, shape, out_sharding=typed), _sharding_by_shard(sharding, x.ndim, dim))
 
 
 def _merged(x: jax.Array, dim: int, sharding: NamedSharding | None) -> jax.Array:
@@ -51,7 +51,7 @@ def _merged(x: jax.Array, dim: int, sharding: NamedSharding | None) -> jax.Array
     return constrained(jax.lax.reshape(x, shape, out_sharding=typed), sharding)
 
 
-def _divided_sharding(sharding: NamedSharding | None, ndim: int, dim: int) -> NamedSharding | None:
+def _sharding_by_shard(sharding: NamedSharding | None, ndim: int, dim: int) -> NamedSharding | None:
     if sharding is None:
         return None
     spec = padded(sharding.spec, ndim)

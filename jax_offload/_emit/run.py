@@ -64,7 +64,7 @@ def _run_gated(
         for q in slices[done : p.once_stored + 1]:
             run(q, env)
         done = max(done, p.once_stored + 1)
-        grads = [] if p.once_made is None else [v for v in slices[p.once_made].slice.inputs if v in gradients]
+        grads = [] if p.once_produced is None else [v for v in slices[p.once_produced].slice.inputs if v in gradients]
         gate(env, p.slice.loads, [*grads, *(slices[p.once_stored].token if p.once_stored >= 0 else before)])
     for p in slices[done:]:
         run(p, env)

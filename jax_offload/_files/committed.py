@@ -13,7 +13,8 @@ from jax.sharding import Sharding
 from jax.tree_util import keystr
 
 from jax_offload._base import memory
-from jax_offload._base.on_disk import OnDisk, is_on_disk, read_into
+from jax_offload._base.disk_moves import read_into
+from jax_offload._base.on_disk import OnDisk, is_on_disk
 from jax_offload._files.extents import (
     Parts,
     all_of,

@@ -1,8 +1,7 @@
-"""The third tier: leaves of a state in files. ``jax_offload.disk`` is the files, and what is under way to and from
-them.
+"""The third tier: leaves of a state in files. ``jax_offload.disk`` is the files, their commits, and the version of the
+state that is in them; ``under_way`` is what is being read and written.
 
 A leaf is one group of the store, or several of a range of its rows each; entries are what several devices have of it.
-Two threads read and four write; each waits for what it needs, so that whoever drives the step does not.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import contextlib
 import secrets
 from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,19 +26,10 @@ from jax_offload._disk.buffers import aligned
 from jax_offload._disk.files import Files
 from jax_offload._disk.store import Store
 from jax_offload._files.committed import Extra, packed, unpacked
-from jax_offload._files.extents import (
-    Parts,
-    all_of,
-    assembled,
-    box_of_shape,
-    boxes_of,
-    check_covered,
-    covered,
-    gathered,
-    parts_of,
-)
-from jax_offload._files.ranges import InFiles, Room, groups_of, leaves_in, read
+from jax_offload._files.extents import Parts, assembled, box_of_shape, boxes_of, check_covered, covered, gathered
+from jax_offload._files.ranges import groups_of, leaves_in
 from jax_offload._files.together import check_shared, committed, created, last_of_all, opened
+from jax_offload._files.under_way import UnderWay, of_commit
 
 _UNDER_WAY, _UNDER_WAY_BYTES = 4, 2**28  # leaves that are being written while files are filled
 
@@ -66,13 +56,9 @@ class Disk:
     def __init__(self, directories: Sequence[Path], host_bytes: int, files: Files | None = None) -> None:
         self.directories, self.host_bytes = tuple(directories), host_bytes
         self.files = files
-        self._store: Store | None = None
-        self._leaves: dict[str, InFiles] = {}
+        self._state: UnderWay | None = None
         self._version, self._run = 0, ""
         self._committed: int | None = None  # the version of the last commit
-        self._reads, self._writes = _threads()
-        self._writing: dict[int, Future[None]] = {}  # by the group
-        self._updating, self._failed = False, ""
 
     def __repr__(self) -> str:
         return f"disk({', '.join(repr(str(each)) for each in self.directories)}, host_bytes={self.host_bytes})"
@@ -86,8 +72,8 @@ class Disk:
     def last_commit(self) -> int | None:
         """The step of the last commit in these directories; ``None`` where there is none. Of several processes all
         must ask."""
-        if self._store is not None:
-            return self._store.step
+        if self._state is not None:
+            return self._state.store.step
         if several():
             last = last_of_all(self.directories, self.files)
             return None if last is None else last[1]
@@ -125,7 +111,7 @@ class Disk:
             if leaf.place.home is not self:
                 raise ValueError(f"tree: {leaf!r} is in {leaf.place.home!r}, and not in {self!r}.")
             self.check(leaf.token)
-        if lost := self._leaves.keys() - found.keys():
+        if lost := self.under_way.leaves.keys() - found.keys():
             raise ValueError(f"tree: has not the whole state; {min(lost)} is on disk and not in it.")
         self.wait()
         self._committed = None  # a leaf that is being read as of the last commit is then of neither
@@ -149,17 +135,13 @@ class Disk:
     def restored(self, target: Any, step: int | None) -> Any:
         """The tree of the last commit where ``target`` says, in any memory or on another disk: ``jo.restore``."""
         with contextlib.ExitStack() as stack:
-            if (store := self._store) is None:
-                store = stack.enter_context(self._at_last())
+            store = stack.enter_context(self._at_last()) if self._state is None else self._state.store
             if store.step is None or (step is not None and step != store.step):
                 raise ValueError(f"step: the one commit of {self!r} is of step {store.step}; got step={step!r}.")
             leaves = leaves_in(store)
 
             def found(name: str, sharding: Sharding) -> Any:
-                leaf = leaves[name]
-                check_covered(name, boxes_of(sharding, leaf.shape), leaf.all_boxes)
-                parts = read(store, leaf.within(), leaf.dtype, aligned, True)
-                return all_of(parts) if sharding.is_fully_addressable else assembled(parts, sharding, leaf.shape)
+                return of_commit(store, name, leaves[name], sharding)
 
             return unpacked(store.extra(), target, found, lands=True)
 
@@ -174,18 +156,17 @@ class Disk:
 
     def _let_go(self) -> None:
         """Closes the files, whatever is under way: what was written since the last commit is void."""
-        if self._store is not None:
+        if self._state is not None:
             with contextlib.suppress(Exception):
                 self.wait()
-            store, self._store = self._store, None
             with contextlib.suppress(OSError, ValueError):
-                store.close()
+                self.close()
 
     # ---- what init and a driven step ask ---------------------------------------------------------------------------
 
     def create(self, leaves: Sequence[Place]) -> None:
         """New files for these leaves, divided as they are between devices."""
-        if self._store is not None:
+        if self._state is not None:
             raise ValueError(
                 f"disk: {self!r} holds a state already. Fix: one jo.disk(...) for each offload and each run; "
                 "disk.resume(target) goes on with the state of the last commit."
@@ -218,49 +199,42 @@ class Disk:
         self.wait()
 
     def _began(self, store: Store) -> None:
-        self._store = store
-        self._leaves = leaves_in(store)
+        self._state = UnderWay(store, str(self.directories[0]))
         self._version, self._run = allgathered([secrets.randbits(31), secrets.token_hex(8)])[0]  # no state of before
         self._committed = None if store.step is None else self._version
-        self._writing, self._updating, self._failed = {}, False, ""
+
+    @property
+    def under_way(self) -> UnderWay:
+        """The state that is in the files."""
+        if self._state is None:
+            raise ValueError(
+                f"disk: {self!r} has no state yet, or is closed. Fix: tx.init(params), or disk.resume(target)."
+            )
+        return self._state
 
     @property
     def opened(self) -> Store:
         """The store of the files."""
-        if self._store is None:
-            raise ValueError(
-                f"disk: {self!r} has no state yet, or is closed. Fix: tx.init(params), or disk.resume(target)."
-            )
-        return self._store
+        return self.under_way.store
 
     def handle(self, name: str, sharding: Sharding) -> OnDisk:
         """What stands for a leaf in a state of this version, which is to be so in host memory on its way."""
-        leaf = self._leaf(name)
+        leaf = self.under_way.leaf(name)
         own = boxes_of(sharding, leaf.shape)
         check_covered(name, own, leaf.all_boxes)  # so that it is read,
         check_covered(name, leaf.all_boxes, own)  # and written, in this process
         return OnDisk(self._token(), Place(self, name, leaf.shape, leaf.dtype, sharding))
 
-    def _leaf(self, name: str) -> InFiles:
-        if self.opened and name not in self._leaves:
-            raise ValueError(
-                f"disk: there is no {name} in {self.directories[0]}, the state is another's. Fix: disk.resume(target), "
-                "which gives that of the last commit."
-            )
-        return self._leaves[name]
-
     def ends(self, name: str) -> Ends:
         """Where the ranges of a leaf's rows end that are together in the files."""
-        return self._leaf(name).ends
+        return self.under_way.leaf(name).ends
 
     def _token(self) -> np.ndarray[Any, Any]:
         return np.asarray(self._version, TOKEN)
 
     def check(self, token: Any) -> None:
         """Raises ``ValueError`` where the token is of another version than what is on disk."""
-        store = self.opened
-        if self._failed or self._updating:
-            why = self._failed or "something raised in it"
+        if why := self.under_way.broken_off:
             raise ValueError(
                 f"disk: an update of {self!r} did not end, {why}, and what is on disk is of two steps. Nothing "
                 "of the last commit is lost. Fix: disk.resume(target), which goes back to it."
@@ -270,46 +244,20 @@ class Disk:
             raise ValueError(
                 f"disk: the state is not the one that is in {self.directories[0]}: it is of an earlier step, which has "
                 "been written over, or something has computed with it. Fix: hand on the state that the last step "
-                f"returned; disk.resume(target) goes back to the last commit, step {store.step}."
+                f"returned; disk.resume(target) goes back to the last commit, step {self.opened.step}."
             )
 
     def fetch(self, name: str, sharding: Sharding, rows: Range | None = None) -> Future[jax.Array]:
         """The leaf in host memory, or some ranges of it, being read, once what is being written of it is there."""
-        return self._reads.submit(self._read, name, sharding, rows)
-
-    def _read(self, name: str, sharding: Sharding, rows: Range | None) -> jax.Array:
-        parts = self._parts(name, self.opened.buffers.take, rows=rows)
-        return jax.block_until_ready(assembled(parts, sharding, self._leaf(name).shape_of(rows)))
-
-    def _parts(self, name: str, room: Room, of_commit: bool = False, rows: Range | None = None) -> Parts:
-        leaf = self._leaf(name)
-        found = leaf.within(rows)
-        for k, _ in found:
-            if not of_commit and (writing := self._writing.get(k)) is not None:
-                writing.result()
-        return read(self.opened, found, leaf.dtype, room, of_commit)
+        return self.under_way.fetch(name, sharding, rows)
 
     def put(self, name: str, x: jax.Array, rows: Range | None = None) -> Future[None]:
         """Its next value, or that of some ranges, being written once it is there."""
-        self._updating = True
-        future = self._writes.submit(self._write, name, [x], rows)
-        self._writing |= dict.fromkeys((k for k, _ in self._leaf(name).within(rows)), future)
-        return future
-
-    def _write(self, name: str, value: list[jax.Array], rows: Range | None = None) -> None:
-        try:
-            # out of the list, which its thread holds a moment longer than whoever waits for it
-            parts, store = parts_of(value.pop()), self.opened
-            groups = self._leaf(name).within(rows)
-            for writing in [store.write(k, [gathered(parts, box) for box in boxes]) for k, boxes in groups]:
-                writing.result()
-        except BaseException as error:
-            self._failed = f"writing {name} raised {type(error).__name__}: {error}"
-            raise
+        return self.under_way.put(name, x, rows)
 
     def advance(self) -> Any:
         """The token of the next version, all of whose leaves have been put."""
-        self._updating = False
+        self.under_way.advance()
         self._version = (self._version + 1) % 2**32
         return self._token()
 
@@ -318,7 +266,7 @@ class Disk:
         if isinstance(token, Tracer):
             raise TypeError("disk: a leaf on disk cannot be read in a trace.")
         parts = self._as_of(name, token)
-        all_of_it = box_of_shape(self._leaf(name).shape)
+        all_of_it = box_of_shape(self.under_way.leaf(name).shape)
         if not covered(all_of_it, [box for box, _ in parts]):
             raise ValueError(
                 f"disk: {name} is divided between processes, and this one has a part of it. Fix: jo.to_device(leaf), "
@@ -328,36 +276,24 @@ class Disk:
 
     def sharded(self, name: str, token: Any, sharding: Sharding) -> jax.Array:
         """The same, divided between processes; all must ask."""
-        return assembled(self._as_of(name, token), sharding, self._leaf(name).shape)
+        return assembled(self._as_of(name, token), sharding, self.under_way.leaf(name).shape)
 
     def _as_of(self, name: str, token: Any) -> Parts:
         of_commit = int(np.asarray(token)) == self._committed
         if not of_commit:
             self.check(token)
-        found = self._parts(name, aligned, of_commit)  # whoever asks may keep it
+        found = self.under_way.parts(name, aligned, of_commit)  # whoever asks may keep it
         if not of_commit or int(np.asarray(token)) != self._committed:  # else an update or a commit began meanwhile
             self.check(token)
         return found
 
     def wait(self) -> None:
         """Until all is written; raises what writing has raised."""
-        for future in list(self._writing.values()):
-            future.result()
+        if self._state is not None:
+            self._state.wait()
 
     def close(self) -> None:
         """Ends all reading and writing, and closes the files. What was not committed is lost."""
-        self._reads.shutdown()
-        self._writes.shutdown()
-        self._reads, self._writes = _threads()
-        store, self._store = self._store, None
-        if store is not None:
-            store.close()
-
-
-def _threads() -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
-    """Those that read and those that write; they start when there is something to do.
-
-    A leaf each: of leaves of 2 and 8 MiB four wrote 1.3 times as fast as two (a loaded machine, interleaved), and read
-    no faster.
-    """
-    return ThreadPoolExecutor(2, "jax_offload reads"), ThreadPoolExecutor(4, "jax_offload writes")
+        state, self._state = self._state, None
+        if state is not None:
+            state.close()

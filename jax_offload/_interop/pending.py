@@ -96,14 +96,14 @@ def on_host(program: Program, carried: Mapping[Var, Any]) -> Program:
 
 def _left_late(eqns: Sequence[Equation], gradients: Set[Var], carried: Set[Var]) -> tuple[list[Equation], Set[Var]]:
     """The last arithmetic on gradients (a scale, a cast to more bytes), and what it is made of, in no more bytes."""
-    made_of: dict[Var, frozenset[Var]] = {}
+    sources_of: dict[Var, frozenset[Var]] = {}
     for eqn in eqns:
         if eqn.primitive.name in _LATE and len(eqn.outvars) == 1 and not eqn.effects and eqn.outvars[0].aval.shape:
             (out,) = eqn.outvars
-            of = frozenset[Var]().union(*(made_of.get(v, {v}) for v in variables(eqn.invars)))
+            of = frozenset[Var]().union(*(sources_of.get(v, {v}) for v in variables(eqn.invars)))
             if sum(nbytes(v.aval) for v in of - carried if v.aval.shape) <= nbytes(out.aval):
-                made_of[out] = of
-    sources = {source for v in gradients for source in made_of.get(v, {v})}
+                sources_of[out] = of
+    sources = {source for v in gradients for source in sources_of.get(v, {v})}
     late, wanted = list[Equation](), gradients - sources
     for eqn in reversed(eqns):
         if not wanted.isdisjoint(eqn.outvars):

@@ -11,48 +11,14 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 from jax.core import Tracer
 
+from jax_offload._interop.carry import Aux, Carry
 from jax_offload._interop.jit import Jitted
-from jax_offload._interop.rotated import Kept, Rotated, array_of, is_traced
-
-
-class Aux(NamedTuple):
-    """What a step returns beside what it carries, as far as it is known.
-
-    Attributes:
-      now: of this call's batch: a loss, a norm of gradients. ``None`` in the place of what needs the new parameters.
-      late: that, of the batch of the call before; ``None`` in the place of the rest. ``None`` from ``start``.
-      step: the number of this call's batch since ``start``, which has number 0; ``late`` is of ``step - 1``.
-    """
-
-    now: Any
-    late: Any
-    step: int
-
-
-class Carry:
-    """What one call of a pipelined step hands to the next: parameters and state that wait for an update, and what the
-    update needs. A pytree, of arrays and the number of the step; its parameters are not the current ones.
-
-    To be saved: ``jax_offload.save_args(carry)``. To be restored: ``jax_offload.restore(manager, like)``, where
-    ``like`` is a carry of the same step, from ``start``. What ``finish`` gives depends on no step, and is the better
-    checkpoint.
-    """
-
-    def __init__(self, kept: Kept, step: Any, program: Rotated) -> None:
-        self.kept, self.step, self.program, self.used = kept, step, program, False
-
-
-_ATTRIBUTES = jax.tree_util.GetAttrKey("kept"), jax.tree_util.GetAttrKey("step")
-jax.tree_util.register_pytree_with_keys(
-    Carry,
-    lambda carry: (tuple(zip(_ATTRIBUTES, (carry.kept, carry.step), strict=True)), carry.program),
-    lambda program, children: Carry(*children, program),  # pyright: ignore[reportCallIssue, reportArgumentType]
-)
+from jax_offload._interop.rotated import Rotated, array_of, is_traced
 
 
 def pipelined(

@@ -72,17 +72,17 @@ class Rotated:
                 "turn; use jax_offload.jit."
             )
         self._results = [program.outputs[k] for k in places]
-        made_late = {v for part in (cut.update, cut.after) for v in part.outputs}
-        if made_late.isdisjoint(variables(self._results)):
+        after_gradients = {v for part in (cut.update, cut.after) for v in part.outputs}
+        if after_gradients.isdisjoint(variables(self._results)):
             raise ValueError(
                 f"step: returns {', '.join(carried)} as they were, or without the update's results; return new ones."
             )
         beside = [k for k in range(len(program.outputs)) if k not in {*places}]
-        self.late = [k for k in beside if {*variables([program.outputs[k]])} & made_late]
+        self.late = [k for k in beside if {*variables([program.outputs[k]])} & after_gradients]
         self.now = [k for k in beside if k not in self.late]
 
         read = [v for part in (cut.update, cut.after) for v in part.inputs] + variables(self._results)
-        known = {*program.inputs[: len(program.consts)]} | made_late
+        known = {*program.inputs[: len(program.consts)]} | after_gradients
         kept = {v for v in read if v not in known}
         self._inputs = own
         names = names_of(carried)

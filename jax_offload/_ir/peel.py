@@ -18,7 +18,7 @@ from jax_offload._base.shardings import typed_sharding
 from jax_offload._ir.program import Program, flat, replaced
 
 
-def why_whole(program: Program, at: int) -> str:
+def why_not_peeled(program: Program, at: int) -> str:
     """Why equation ``at`` of ``program``, a scan, has no iteration apart; empty where it may."""
     eqn = program.eqns[at]
     scan = scan_of(eqn)

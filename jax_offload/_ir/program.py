@@ -72,7 +72,7 @@ class Program:
         return read, eqns[::-1]
 
     @property
-    def seen_by_jax(self) -> Jaxpr:
+    def placing_equations(self) -> Jaxpr:
         """What of it jax looks for before it lowers anything: transfers, shardings, callbacks, each kind of transfer
         once. jax goes through all equations four times for that, and most are arithmetic."""
         kinds: dict[Any, Equation] = {}

@@ -88,7 +88,7 @@ def partitions(plan: Sequence[Leaf], params: Any, shardings: Shardings, remember
       plan: the table of the state.
       params: the parameters, or gradients.
       shardings: of the parameters, as far as they are known.
-      remembered: all that they were in, for the message.
+      remembered: what they were in, for the message.
 
     Raises:
       ValueError: some are not known.
@@ -102,7 +102,7 @@ def partitions(plan: Sequence[Leaf], params: Any, shardings: Shardings, remember
             if isinstance(sharded, NamedSharding):
                 found[name] = sharded
         else:
-            several = remembered.get(name, [])
+            several = list(remembered.of(name))
             raise ValueError(
                 f"shard_over: parameter {name} was seen in several shardings, {several}, and with Auto mesh axes a "
                 "trace does not tell which it is. Make an offload(...) for each model and mesh."

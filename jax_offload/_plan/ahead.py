@@ -35,7 +35,7 @@ def moves_ahead(
     def dims_of(eqn: Equation, needed: Mapping[Var, Rows | None]) -> list[Rows | None] | None:
         return pulled(eqn, needed, scan.length, own)
 
-    made_by_update: dict[Var, set[Var]] = {}  # of the scan's xs -> the host leaves that it is made of
+    hosts_of: dict[Var, set[Var]] = {}  # of the scan's xs -> the host leaves that it is made of
     for x in dict.fromkeys(x for x in scan.xs if not isinstance(x, Literal)):
         try:
             taken, rows = closure(eqns, {x: Rows(0)}, dims_of)
@@ -44,14 +44,14 @@ def moves_ahead(
         defined = {v for eqn in taken for v in eqn.outvars}
         hosts = {v for v in rows if is_host_aval(v.aval) and v not in defined}
         if hosts and any(id(eqn) in own for eqn in taken):
-            made_by_update[x] = hosts
-    number = {v: k for k, v in enumerate({v for hosts in made_by_update.values() for v in hosts})}
-    group = groups([sum(1 << number[v] for v in hosts) for hosts in made_by_update.values()])
+            hosts_of[x] = hosts
+    number = {v: k for k, v in enumerate({v for hosts in hosts_of.values() for v in hosts})}
+    group = groups([sum(1 << number[v] for v in hosts) for hosts in hosts_of.values()])
     moves: list[Move] = []
     why: list[str] = []
     moved: set[int] = set()
     for which in sorted({*group}):
-        xs = [x for x, g in zip(made_by_update, group, strict=True) if g == which]
+        xs = [x for x, g in zip(hosts_of, group, strict=True) if g == which]
         try:
             move, taken = _move(program, eqns, xs, scan, at, next_of, own)
         except (Stays, Dependent) as reason:

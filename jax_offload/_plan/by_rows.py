@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_offload._base.arrays import nbytes, row_numbers
+from jax_offload._base.arrays import nbytes, row_indices
 from jax_offload._base.jaxprs import Atom, Aval, Jaxpr, Literal, Var, jaxpr_of, nameless, variables
 from jax_offload._base.memory import is_host_aval, to_device, to_host
 from jax_offload._ir.core import core
@@ -121,7 +121,7 @@ def part_of(p: Planned, how: Chunked, rows: int) -> PlannedPart:
 
     def update(start: Any, *given: Any) -> list[Any]:
         args = [to_device(x) if v in inner.loads else x for v, x in zip(s.inputs, given, strict=True)]
-        new = run_chunk(inner.jaxpr, how.dims, where, row_numbers(where[0], start, rows, how.shards), *args)
+        new = run_chunk(inner.jaxpr, how.dims, where, row_indices(where[0], start, rows, how.shards), *args)
         return [to_host(x) if is_host_aval(v.aval) else x for v, x in zip(s.outputs, new, strict=True)]
 
     given = [_some(v.aval, dim, rows * how.shards) for v, dim in zip(s.inputs, how.dims, strict=True)]

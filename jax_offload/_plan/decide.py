@@ -239,7 +239,7 @@ def _scheduled(
         stored = _must_be_back(sizes, k, p.window.nbytes)
         done = max(done, stored + 1)
         awaited = k if p.in_chunks else done if done < k else None
-        found.append(dataclasses.replace(p, token=_token(p.slice, next_of), once_stored=stored, once_made=awaited))
+        found.append(dataclasses.replace(p, token=_token(p.slice, next_of), once_stored=stored, once_produced=awaited))
     return tuple(found)
 
 

@@ -51,7 +51,7 @@ def interleaved(nodes: Sequence[Node], which: Sequence[int], outputs: Sequence[V
     ahead, behind = _Spots(), _Spots()
     for k in pieces:
         piece, reader = nodes[k].payload, passes.next_reader(nodes[k])
-        spots, at = (behind, passes.made_after(nodes[k])) if reader is None else (ahead, reader)
+        spots, at = (behind, passes.produced_after(nodes[k])) if reader is None else (ahead, reader)
         held = [] if reader is None else [v for v in piece.operands if is_large(v) and not is_host_aval(v.aval)]
         spots.add(at, _Spot(k, piece.loads, piece.token, held))
     updates = behind.updates
@@ -149,7 +149,7 @@ class _Spots:
             tokens += [v for spot in self.at.get(at, []) if not (ahead or spot.moves) for v in spot.tokens]
             held = [v for spot in self.at.get(at, []) for v in spot.held]
             last = at - 1 if ahead else at
-            front = passes.front(last, done.through([*tokens, *passes.made_until(last)]))
+            front = passes.front(last, done.through([*tokens, *passes.produced_until(last)]))
             if front is not None and (loads or tokens):
                 both = dict.fromkeys([*loads, front, *held])
                 found[at] = Gate(tuple(both), tuple(v for v in dict.fromkeys(tokens) if v not in both))

@@ -91,7 +91,7 @@ class Network:
             last = k if is_heavy(node) else max((self.after.get(v, -1) for v in node.reads), default=-1)
             self.after.update(dict.fromkeys(node.makes, last))
 
-    def made_after(self, node: Node) -> int:
+    def produced_after(self, node: Node) -> int:
         """The last heavy node before which a piece cannot run; -1 where it can run first."""
         return max((self.after.get(v, -1) for v in node.reads), default=-1)
 
@@ -122,7 +122,7 @@ class Network:
         defined = [v for node in self.order if isinstance(node.payload, Equation) for v in node.makes]
         return ((self.after[v], v) for v in defined if is_host_aval(v.aval) and self.after[v] >= 0)
 
-    def made_until(self, k: int) -> list[Var]:
+    def produced_until(self, k: int) -> list[Var]:
         """What the heavy nodes up to ``k`` make."""
         return [v for node in self.order[: k + 1] if is_heavy(node) for v in node.makes]
 
@@ -132,16 +132,16 @@ class Network:
         which a returned loss is made: jax 0.10 kept it through the backward pass, 9984 MiB instead of 9728). Of several
         made of the same heavy node the smallest: a gate keeps XLA from fusing what makes a value with what reads it (an
         MLP in bfloat16 with norms in float32, 65,536 tokens: 19651 MiB, now 19142, resident 19267)."""
-        made_after = None
+        produced_after = None
         same: list[tuple[bool, Var]] = []
         end = self.heavy_after(k)
         for m in reversed(range(len(self.order) if end is None else end)):
-            if made_after is not None and m < made_after:
+            if produced_after is not None and m < produced_after:
                 break
             for v in self.order[m].makes:
                 if is_large(v) and self.after.get(v, -1) >= 0 and self.reach.get(v, -1) > k and self.readers[v] - done:
-                    made_after = self.after[v] if made_after is None else made_after
-                    same += [(m > k, v)] if self.after[v] == made_after else []
+                    produced_after = self.after[v] if produced_after is None else produced_after
+                    same += [(m > k, v)] if self.after[v] == produced_after else []
         return min(same, key=lambda it: (it[0], nbytes(it[1].aval)), default=(False, None))[1]
 
 

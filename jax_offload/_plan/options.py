@@ -26,6 +26,8 @@ class Options:
         accumulator there: all would.
       on_cores: the numbers of the state's leaves that are updated where they are, by the host's cores.
       on_disk: of those that are read from disk for the update.
+      remembered: the paths of the parameters whose sharding is known from an earlier ``init`` alone.
+      unknown: of those that may be divided between devices, and of which nothing tells how.
     """
 
     window: int | None = None
@@ -35,6 +37,8 @@ class Options:
     serialise: bool = True
     on_cores: frozenset[int] = frozenset()
     on_disk: frozenset[int] = frozenset()
+    remembered: frozenset[str] = frozenset()
+    unknown: frozenset[str] = frozenset()
 
     @property
     def order_key(self) -> tuple[str, ...] | None:
@@ -65,6 +69,8 @@ def merged(claims: Sequence[Claim]) -> Options:
         shardings={path: s for each in claims for path, s in each.options.shardings.items()},
         partitions={path: s for each in claims for path, s in each.options.partitions.items()},
         serialise=all(each.options.serialise for each in claims),
+        remembered=frozenset[str]().union(*(each.options.remembered for each in claims)),
+        unknown=frozenset[str]().union(*(each.options.unknown for each in claims)),
     )
 
 

@@ -44,17 +44,19 @@ def phases(program: Program, times: Sequence[float]) -> Phases | None:
     """
     work = [flops(eqn) for eqn in program.eqns]
     left = [sum(work) - done for done in itertools.accumulate(work)]
-    made_of = _heavy_of(program.eqns, work)
+    heavy_of = _heavy_of(program.eqns, work)
     cuts, done = [0], 0
     for k in range(len(times) - 1):
         share = times[k] / (sum(times[k:]) or 1)
         before, after = (1 - share, share) if 0 < share < 1 else (1, 1)
-        needed = {at: sum(work[h] for h in _bits(made_of[at] & ~done)) for at in range(cuts[-1], len(work)) if work[at]}
+        needed = {
+            at: sum(work[h] for h in _bits(heavy_of[at] & ~done)) for at in range(cuts[-1], len(work)) if work[at]
+        }
         weight = {at: (min(n * before, left[at] * after), n) for at, n in needed.items()}
         best = max(weight, key=weight.__getitem__, default=-1)
         if len(times) > 2 and (not weight or not left[best]):
             return None
-        done |= made_of[best] if weight else 0
+        done |= heavy_of[best] if weight else 0
         cuts.append(best + 1)
     bounds = list(itertools.pairwise([*cuts, len(program.eqns)]))
     parts = [program.eqns[a:b] for a, b in bounds]

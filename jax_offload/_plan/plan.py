@@ -105,7 +105,7 @@ class Planned:
     Attributes:
       token: its completion token: results that are there once it is through.
       once_stored: the slice of the pass (by its place) after which there is room to load this one; -1: there is.
-      once_made: the slice whose gradient the load waits for as well; ``None``: for none.
+      once_produced: the slice whose gradient the load waits for as well; ``None``: for none.
     """
 
     slice: Slice
@@ -113,7 +113,7 @@ class Planned:
     window: Window
     token: tuple[Var, ...] = ()
     once_stored: int = -1
-    once_made: int | None = None
+    once_produced: int | None = None
 
     @property
     def in_chunks(self) -> bool:

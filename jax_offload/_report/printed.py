@@ -35,6 +35,8 @@ class Placement:
         each ``offload`` that streams something.
       stays: of a step of ``jax_offload.jit``, why leaves are not updated within its passes, forward and backward:
         inside the scan that makes their gradients, or reads them, or between layers that are unrolled.
+      guessed: what the trace does not tell, and where it is taken from: the order of the backward pass, how parameters
+        are sharded.
 
     Example:
       >>> import jax, optax, jax_offload as jo
@@ -50,6 +52,7 @@ class Placement:
     unknown: str = ""
     windows: tuple[Window, ...] = ()
     stays: tuple[str, ...] = ()
+    guessed: tuple[str, ...] = ()
 
     @property
     def host_bytes(self) -> int:
@@ -86,6 +89,7 @@ class Placement:
             "windows": windows,
             "unknown": self.unknown,
             "stays": list(self.stays),
+            "guessed": list(self.guessed),
         }
 
     def to_json(self) -> str:
@@ -186,4 +190,5 @@ def _sentences(table: Placement) -> list[str]:
         for w in table.windows
     ]
     stays = [f"not updated within the passes of the step: {why}" for why in table.stays]
-    return [summary, *windows, *stays, *([f"how it streams is not known: {table.unknown}"] if table.unknown else [])]
+    unknown = [f"how it streams is not known: {table.unknown}"] if table.unknown else []
+    return [summary, *windows, *table.guessed, *stays, *unknown]

@@ -23,6 +23,7 @@ from jax_offload._emit.region import Update
 from jax_offload._placement.placement import Leaf, unmanaged
 from jax_offload._plan.by_rows import Parts, parts_of
 from jax_offload._plan.plan import Planned
+from jax_offload._report.guessed import guessed
 from jax_offload._report.printed import ARGUMENT, Placement
 from jax_offload._state.traced_init import placed_leaves
 
@@ -33,7 +34,7 @@ def placement(tx: optax.GradientTransformation | Callable[..., Any], *args: Any,
     """Where each leaf of the optimizer state lives and why, and how ``update`` brings it to the device.
 
     ``placement(tx, params)``: of a transformation with an ``offload`` anywhere inside it, by tracing its ``update``.
-    The order of loading is guessed from the paths.
+    The order of loading is guessed from the paths, and ``guessed`` says so.
 
     ``placement(step, *args)``: of a training step, jitted or not, by tracing that: what it really emits, through
     ``update`` or ``update_params``, in the order in which its gradients appear. The rows are all arguments in host
@@ -92,7 +93,8 @@ def table_and_trace(tx: Any, params: Any, **extra_args: Any) -> tuple[Placement,
     with described(params):
         trace, unknown = _trace(update, params, extra_args)
     loads, _, parts = _loads(trace)
-    return _table(leaves, loads or [[] for _ in leaves], unknown, (), parts), trace
+    table = _table(leaves, loads or [[] for _ in leaves], unknown, (), parts)
+    return dataclasses.replace(table, guessed=guessed(_updates(trace), of_step=False)), trace
 
 
 def unwrapped(step: Any) -> Callable[..., Any]:
@@ -134,7 +136,8 @@ def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
         trace, unknown = _trace(call, args, kwargs)
     loads, stays, parts = _loads(trace)
     kept = [(row, of) for row, of in zip(rows, loads or [[] for _ in rows], strict=True) if row.host or of]
-    return _table([row for row, _ in kept], [of for _, of in kept], unknown, stays, parts)
+    table = _table([row for row, _ in kept], [of for _, of in kept], unknown, stays, parts)
+    return dataclasses.replace(table, guessed=guessed(_updates(trace), of_step=True))
 
 
 _Parts = dict[int, Parts]  # of a slice, by its id, how it comes from disk
@@ -158,6 +161,11 @@ def _trace(fun: Callable[..., list[Any]], *args: Any) -> tuple[Any, str]:
         return traced(fun, *args), ""
     except Exception as error:
         return None, f"it raises {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _updates(traced: Any) -> list[Update]:
+    found = [] if traced is None else updates_in(traced)
+    return [each.update for each in found if isinstance(each.update, Update)]
 
 
 def _loads(traced: Any) -> tuple[list[list[Planned]], tuple[str, ...], _Parts]:

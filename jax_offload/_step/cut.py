@@ -92,7 +92,7 @@ def cut_step(step: ClosedJaxpr | Program) -> Cut:
     for k, eqns in enumerate(parts):
         wanted = results.union(*reads[k + 1 :])
         outputs = [v for eqn in eqns for v in eqn.outvars if v in wanted]
-        slices.append(slice_of(eqns, outputs, program.debug_info, _NOT_DIVIDED))
+        slices.append(slice_of(eqns, outputs, program.debug_info, _NO_SHARDS))
     return Cut(program, *slices)
 
 
@@ -129,7 +129,7 @@ def _constants_where_used(program: Program, places: Sequence[int]) -> list[int]:
     return found
 
 
-_NOT_DIVIDED: Mapping[Var, Any] = {}
+_NO_SHARDS: Mapping[Var, Any] = {}
 
 
 def _reached(

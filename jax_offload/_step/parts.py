@@ -11,7 +11,7 @@ from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, renamed, scan
 from jax_offload._emit.find import is_update
 from jax_offload._emit.region import Update
 from jax_offload._ir.masks import Mask, forward, union
-from jax_offload._ir.peel import peeled, why_whole
+from jax_offload._ir.peel import peeled, why_not_peeled
 from jax_offload._ir.program import Program
 from jax_offload._ir.slices import Slice, slice_of
 from jax_offload._ir.topological import Node, needed, topological
@@ -81,10 +81,10 @@ def parts_of(plain: Program) -> Parts | None:
     parts = _decided(found)
     if parts.moved:
         return parts
-    ways = [(at, False) for at in parts.sums_up] or [(at, True) for at in _read_whole(plain)]
+    ways = [(at, False) for at in parts.sums_up] or [(at, True) for at in _reading_updated(plain)]
     whys: list[str] = []
     for at, first in ways:
-        why = why_whole(plain, at)
+        why = why_not_peeled(plain, at)
         again = None if why else inlined(peeled(plain, at, first=first))
         if again is not None:
             decided = _decided(again, apart=True)
@@ -95,7 +95,7 @@ def parts_of(plain: Program) -> Parts | None:
     return parts.saying_of_microbatches("; ".join(dict.fromkeys(whys)))
 
 
-def _read_whole(plain: Program) -> list[int]:
+def _reading_updated(plain: Program) -> list[int]:
     """The scans that read what the update makes as a whole: over microbatches, in a step that begins with it."""
     defined, found = set[Var](), list[int]()
     for at, eqn in enumerate(plain.eqns):

@@ -93,6 +93,7 @@ def _update(traced: Traced, given: Options, updates: Any, state: Any, params: An
         is_manual(),
         traced.sharded,
         backward=backward_of(jax.tree.leaves(updates)),
+        ordered=produced is not None,
     )
 
 

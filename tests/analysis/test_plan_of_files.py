@@ -24,6 +24,7 @@ from jax_offload._base.memory import is_host_aval
 from jax_offload._drive import stages
 from jax_offload._emit.find import updates_in
 from jax_offload._files.files import Disk
+from jax_offload._files.under_way import UnderWay
 from jax_offload._plan import by_rows
 
 MIB, DAY = 2**20, 86_400
@@ -335,7 +336,7 @@ def test_it_is_as_the_driver_does(tmp_path, monkeypatch):
     go, last, first = threading.Event(), threading.Event(), 2 * (16 - BEHIND)  # two moments each
     params = jax.device_put({f"w{k:02}": jnp.ones((256, 256)) for k in range(16)}, jax.devices()[0])
     state, step = tx.init(params), jo.jit(lambda p, s: jo.update_params(tx, p, s, p), donate_argnums=(0, 1))
-    fetching, putting, writing = Disk.fetch, Disk.put, Disk._write
+    fetching, putting, writing = Disk.fetch, Disk.put, UnderWay._write
 
     def held(self, name, *rest):
         """By the order in which the driver hands them on: that in which threads come here is no order."""
@@ -345,7 +346,7 @@ def test_it_is_as_the_driver_does(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Disk, "fetch", lambda self, name, *args: fetched.append(name) or fetching(self, name, *args))
     monkeypatch.setattr(Disk, "put", lambda self, name, *args: put.append(name) or putting(self, name, *args))
-    monkeypatch.setattr(Disk, "_write", held)
+    monkeypatch.setattr(UnderWay, "_write", held)
     driven = threading.Thread(target=step, args=(params, state))
     driven.start()
     while len(fetched) < 2 * AHEAD:

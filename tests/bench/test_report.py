@@ -132,9 +132,9 @@ def test_goals_without_results_are_not_met():
 
 
 def test_the_table_says_what_is_compiled_and_what_did_not_run():
-    told = {"compiled": True, "device_peak_bytes": 3 << 30, "hidden": 0.5, "duplex": 0.9, **moved(10, None)}
+    compiled_for = {"compiled": True, "device_peak_bytes": 3 << 30, "hidden": 0.5, "duplex": 0.9, **moved(10, None)}
     compiled = entry("jax_offload", 0.0)
-    compiled["result"] = told
+    compiled["result"] = compiled_for
     failed = entry("usual recipe", 0.0)
     failed["result"] = {"error": "out of memory"}
     text = markdown(results(compiled, failed))

@@ -97,16 +97,16 @@ def _stateless(make: Callable[[], Any], scale: float = -1e-1, **options: Any) ->
     return Entry(make, scale=scale, state=False, **options)
 
 
-def _decay(step: Any) -> Any:
+def decay(step: Any) -> Any:
     return 1e-2 / (1.0 + 0.1 * step)
 
 
-def _matrices(params: Any) -> Any:
+def matrices(params: Any) -> Any:
     """A mask: the parameters of rank two and more."""
     return jax.tree.map(lambda p: jnp.ndim(p) >= 2, params)
 
 
-def _labels(params: Any) -> Any:
+def labels(params: Any) -> Any:
     return jax.tree.map(lambda p: "matrix" if jnp.ndim(p) >= 2 else "rest", params)
 
 
@@ -115,7 +115,7 @@ def _measures(updates: Any) -> Any:
     return jax.tree.map(lambda u: jnp.abs(u).astype(jnp.float32), updates)
 
 
-def _every_third(step: Any) -> Any:
+def every_third(step: Any) -> Any:
     return step % 3 != 2
 
 
@@ -152,9 +152,9 @@ TABLE: dict[str, Entry] = {
     "adam:schedule": Entry(lambda: optax.adam(optax.warmup_cosine_decay_schedule(0.0, 1e-2, 5, 60))),
     "adam:float32": Entry(lambda: optax.adam(1e-2, mu_dtype=jnp.float32)),
     "adamax": Entry(lambda: optax.adamax(1e-2)),
-    "adamaxw": Entry(lambda: optax.adamaxw(1e-2, mask=_matrices)),
+    "adamaxw": Entry(lambda: optax.adamaxw(1e-2, mask=matrices)),
     "adamw": Entry(lambda: optax.adamw(1e-2)),
-    "adamw:masked": Entry(lambda: optax.adamw(_decay, mu_dtype=jnp.bfloat16, mask=_matrices, nesterov=True)),
+    "adamw:masked": Entry(lambda: optax.adamw(decay, mu_dtype=jnp.bfloat16, mask=matrices, nesterov=True)),
     "adan": Entry(lambda: optax.adan(1e-2, weight_decay=1e-3)),
     "amsgrad": Entry(lambda: optax.amsgrad(1e-2)),
     "fromage": Entry(lambda: optax.fromage(1e-2), state=False),
@@ -179,14 +179,14 @@ TABLE: dict[str, Entry] = {
     ),
     "rprop": Entry(lambda: optax.rprop(1e-3)),
     "sgd": Entry(lambda: optax.sgd(1e-1), state=False),
-    "sgd:momentum": Entry(lambda: optax.sgd(_decay, momentum=0.9, nesterov=True, accumulator_dtype=jnp.float32)),
+    "sgd:momentum": Entry(lambda: optax.sgd(decay, momentum=0.9, nesterov=True, accumulator_dtype=jnp.float32)),
     "sign_sgd": Entry(lambda: optax.sign_sgd(1e-3), state=False),
     "signum": Entry(lambda: optax.signum(1e-3)),
     "sm3": Entry(lambda: optax.sm3(1e-2), params=_without_scalars, network=_with_scalars),
     "yogi": Entry(lambda: optax.yogi(1e-2)),
     # ---- transformations of optax
     "adaptive_grad_clip": _stateless(lambda: optax.adaptive_grad_clip(1e-2)),
-    "add_decayed_weights": _stateless(lambda: optax.add_decayed_weights(1e-2, mask=_matrices)),
+    "add_decayed_weights": _stateless(lambda: optax.add_decayed_weights(1e-2, mask=matrices)),
     "add_noise": _stateless(lambda: optax.add_noise(1e-2, 0.55, key=0)),
     "apply_every": _direction(lambda: optax.apply_every(3)),
     "centralize": _stateless(lambda: optax.centralize()),
@@ -220,7 +220,7 @@ TABLE: dict[str, Entry] = {
     "scale_by_distance_over_gradients": _direction(lambda: optax.scale_by_distance_over_gradients(), -1.0),
     "scale_by_factored_rms": _direction(lambda: optax.scale_by_factored_rms(min_dim_size_to_factor=4)),
     "scale_by_lbfgs": _direction(lambda: optax.scale_by_lbfgs(memory_size=3), loss=bowl, params=_few),
-    "scale_by_learning_rate": _stateless(lambda: optax.scale_by_learning_rate(_decay), 1.0),
+    "scale_by_learning_rate": _stateless(lambda: optax.scale_by_learning_rate(decay), 1.0),
     "scale_by_lion": _direction(lambda: optax.scale_by_lion(), -1e-3),
     "scale_by_novograd": _direction(lambda: optax.scale_by_novograd()),
     "scale_by_optimistic_gradient": _direction(lambda: optax.scale_by_optimistic_gradient(), -1e-1),
@@ -231,7 +231,7 @@ TABLE: dict[str, Entry] = {
     "scale_by_rms": _direction(lambda: optax.scale_by_rms()),
     "scale_by_rprop": _direction(lambda: optax.scale_by_rprop(1e-3), 1.0),
     "scale_by_rss": _direction(lambda: optax.scale_by_rss()),
-    "scale_by_schedule": _stateless(lambda: optax.scale_by_schedule(_decay), -1.0),
+    "scale_by_schedule": _stateless(lambda: optax.scale_by_schedule(decay), -1.0),
     "scale_by_sign": _stateless(lambda: optax.scale_by_sign(), -1e-3),
     "scale_by_sm3": _direction(lambda: optax.scale_by_sm3(), params=_without_scalars, network=_with_scalars),
     "scale_by_stddev": _direction(lambda: optax.scale_by_stddev()),
@@ -257,17 +257,17 @@ TABLE: dict[str, Entry] = {
     ),
     "apply_if_finite": Entry(lambda: optax.apply_if_finite(optax.adamw(1e-2), 3)),
     "chain": Entry(lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2), optax.ema(0.9))),
-    "conditionally_mask": Entry(lambda: optax.conditionally_mask(_ADAM(), _every_third)),
+    "conditionally_mask": Entry(lambda: optax.conditionally_mask(_ADAM(), every_third)),
     "conditionally_transform": Entry(
-        lambda: optax.chain(optax.conditionally_transform(optax.scale_by_adam(), _every_third), optax.scale(-1e-2))
+        lambda: optax.chain(optax.conditionally_transform(optax.scale_by_adam(), every_third), optax.scale(-1e-2))
     ),
     "flatten": Entry(lambda: optax.flatten(_ADAM())),
     "inject_hyperparams": Entry(
-        lambda: optax.inject_hyperparams(optax.adamw, hyperparam_dtype=jnp.float32)(_decay, weight_decay=1e-3)
+        lambda: optax.inject_hyperparams(optax.adamw, hyperparam_dtype=jnp.float32)(decay, weight_decay=1e-3)
     ),
     "inject_stateful_hyperparams": Entry(
         lambda: optax.inject_stateful_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)(
-            learning_rate=optax.schedules.WrappedSchedule(_decay)
+            learning_rate=optax.schedules.WrappedSchedule(decay)
         )
     ),
     "lookahead": Entry(
@@ -276,12 +276,12 @@ TABLE: dict[str, Entry] = {
         network=lambda params: params.fast,
         grads=lambda grads: grads.fast,
     ),
-    "masked": Entry(lambda: optax.masked(_ADAM(), _matrices)),
-    "multi_transform": Entry(lambda: optax.multi_transform({"matrix": _ADAM(), "rest": optax.set_to_zero()}, _labels)),
+    "masked": Entry(lambda: optax.masked(_ADAM(), matrices)),
+    "multi_transform": Entry(lambda: optax.multi_transform({"matrix": _ADAM(), "rest": optax.set_to_zero()}, labels)),
     "named_chain": Entry(lambda: optax.named_chain(("clip", optax.clip(0.1)), ("adam", _ADAM()))),
-    "partition": Entry(lambda: optax.partition({"matrix": _ADAM(), "rest": optax.sgd(1e-1, 0.9)}, _labels)),
+    "partition": Entry(lambda: optax.partition({"matrix": _ADAM(), "rest": optax.sgd(1e-1, 0.9)}, labels)),
     "selective_transform": Entry(
-        lambda: optax.selective_transform(_ADAM(), freeze_mask=_matrices(_few(network(jnp.float32)))),
+        lambda: optax.selective_transform(_ADAM(), freeze_mask=matrices(_few(network(jnp.float32)))),
         params=_few,
         loss=bowl,
     ),
@@ -298,7 +298,7 @@ TABLE: dict[str, Entry] = {
     "dog": Entry(lambda: contrib.dog(init_step=("distance", 1e-2)), loss=bowl),
     "dowg": Entry(lambda: contrib.dowg(init_estim_sq_dist=1e-2), loss=bowl),
     "dpsgd": Entry(lambda: contrib.dpsgd(1e-1, 1.0, 0.1, seed=0, momentum=0.9), per_example=True),
-    "galore": Entry(lambda: optax.masked(contrib.galore(1e-2, rank=4, update_proj_gap=20), _matrices)),
+    "galore": Entry(lambda: optax.masked(contrib.galore(1e-2, rank=4, update_proj_gap=20), matrices)),
     "hutchinson_estimator_diag_hessian": _direction(
         lambda: contrib.hutchinson_estimator_diag_hessian(), -1e-3, extra=("obj_fn",), loss=bowl
     ),
@@ -318,7 +318,7 @@ TABLE: dict[str, Entry] = {
     "scale_by_adopt": _direction(lambda: contrib.scale_by_adopt()),
     "scale_by_cocob": _direction(lambda: contrib.scale_by_cocob(), 1.0),
     "scale_by_galore": Entry(
-        lambda: optax.masked(contrib.scale_by_galore(rank=4, base_optimizer=optax.scale_by_adam()), _matrices),
+        lambda: optax.masked(contrib.scale_by_galore(rank=4, base_optimizer=optax.scale_by_adam()), matrices),
         scale=-1e-2,
     ),
     "scale_by_madgrad": _direction(lambda: contrib.scale_by_madgrad(1e-2), 1.0, tolerance=5e-6),

@@ -10,6 +10,8 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
+from jax_offload._base.on_disk import is_on_disk
+
 # XLA's passes are those of any program; only LLVM does less, and compiles in half the time.
 FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
@@ -33,6 +35,27 @@ def assert_close(got: Any, want: Any, rtol: float) -> None:
             x, y = jax.random.key_data(x), jax.random.key_data(y)
         a, b = np.asarray(x, np.float64), np.asarray(y, np.float64)
         assert np.linalg.norm(a - b) <= rtol * np.linalg.norm(b) + 1e-12, name
+
+
+def handles(state: Any) -> list[Any]:
+    """What stands in a state for leaves on disk."""
+    return [x for x in jax.tree.leaves(state, is_leaf=is_on_disk) if is_on_disk(x)]
+
+
+def read(tree: Any) -> Any:
+    """The values of all leaves, those on disk too."""
+    return jax.tree.map(np.asarray, tree, is_leaf=is_on_disk)
+
+
+def assert_equal(got: Any, want: Any) -> None:
+    """Leaf by leaf the same values."""
+    for (path, a), b in zip(jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(a, b, jax.tree_util.keystr(path))
+
+
+def gradients(params: Any, k: int = 0) -> Any:
+    """Gradients that differ from element to element, and from step to step with ``k``."""
+    return jax.tree.map(lambda p: (jnp.sin(3 * p.astype(jnp.float32) + k) + 0.1).astype(p.dtype), params)
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:

@@ -149,14 +149,14 @@ def test_needed():
     assert needed(nodes, ["x"], kept=False) == set()
 
 
-def test_arranged():
+def test_topological():
     nodes = nodes_of("x>a", "c>b", "a>c", "bc>d", "x>e")
     order = [node.payload for node in topological(nodes, {0, 1, 2, 3, 4})]
     assert order == ["x>a", "a>c", "c>b", "bc>d", "x>e"]  # as it was, but what b needs before it
     assert [node.payload for node in topological(nodes, {1})] == ["x>a", "a>c", "c>b"]
 
 
-def test_arranged_in_a_circle():
+def test_topological_in_a_circle():
     with pytest.raises(RuntimeError, match="need each other"):
         topological(nodes_of("b>a", "a>b"), {0, 1})
 

@@ -97,13 +97,13 @@ def test_a_sum_is_not():
     assert found(lambda x, y: [jnp.sin(x) + 1.0], X, X) == [1]
 
 
-def test_arguments_and_arrays_have_no_births():
+def test_arguments_and_arrays_have_no_production_order():
     assert found(lambda x: [jnp.sin(x), x], X) is None
     assert production_order([jnp.ones(3)]) is None
     assert production_order([]) is None
 
 
-def test_gradients_are_born_last_layer_first():
+def test_gradients_are_produced_last_layer_first():
     def loss(params, x):
         for w in params:
             x = jnp.tanh(x @ w)
@@ -137,20 +137,20 @@ def test_without_more_paths_tell_backwards_and_as_people_count():
     assert order_of([X] * 11)[0] == "10"
 
 
-def test_births_go_before_paths():
+def test_production_order_goes_before_paths():
     assert order_of(tree("a", "b", "c"), produced=[5, 9, 1]) == ["c", "a", "b"]
 
 
-def test_born_at_once_paths_decide():
+def test_produced_at_once_paths_decide():
     assert order_of(tree("a", "b", "c"), produced=[4, 1, 4]) == ["b", "c", "a"]
 
 
-def test_births_of_another_tree_are_not_taken():
+def test_production_order_of_another_tree_is_not_taken():
     assert order_of(tree("a", "b", "c"), produced=[1, 2]) == ["c", "b", "a"]
     assert order_of(tree("a", "b", "c"), produced=None) == ["c", "b", "a"]
 
 
-def test_rules_go_before_births_and_the_rest_comes_last():
+def test_rules_go_before_production_order_and_the_rest_comes_last():
     names = tree("head", "layers_1", "layers_2", "embed", "norm")
     production_order = [0, 4, 3, 2, 1]
     assert order_of(names, order=["embed", "layers"], produced=production_order) == [

@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_offload._base.jaxprs import jax_fun, scan_of
-from jax_offload._ir.peel import peeled, why_whole
+from jax_offload._ir.peel import peeled, why_not_peeled
 from jax_offload._ir.program import flat
 from tests.support.trees import FAST
 
@@ -30,7 +30,7 @@ def whole(fun, *args):
 
 def apart(fun, *args, first=False):
     program, at = whole(fun, *args)
-    assert not why_whole(program, at)
+    assert not why_not_peeled(program, at)
     return peeled(program, at, first=first)
 
 
@@ -67,14 +67,14 @@ def test_what_stays_whole():
 
         return jax.lax.scan(body, 0.0, xs)[0]
 
-    assert "effects" in why_whole(*whole(printed, jnp.ones(3)))
-    assert "no iterations" in why_whole(
+    assert "effects" in why_not_peeled(*whole(printed, jnp.ones(3)))
+    assert "no iterations" in why_not_peeled(
         *whole(lambda xs: jax.lax.scan(lambda c, x: (c + x, x), 0.0, xs), jnp.ones((0, 2)).sum(1))
     )
     there = jax.memory.Space.Host
     sent = lambda xs: jax.lax.scan(lambda c, x: (c + x, jax.device_put(x, there)), 0.0, xs)  # noqa: E731
-    assert "host memory" in why_whole(*whole(sent, jnp.ones(2)))
-    assert why_whole(flat(jax.make_jaxpr(jnp.sin)(1.0)), 0)
+    assert "host memory" in why_not_peeled(*whole(sent, jnp.ones(2)))
+    assert why_not_peeled(flat(jax.make_jaxpr(jnp.sin)(1.0)), 0)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="an Explicit mesh of jax 0.10 needs a context of its own")

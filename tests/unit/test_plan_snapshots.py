@@ -96,7 +96,7 @@ def plan_of(tx, params):
                 lines.append(f"  {k}: {' + '.join(next(names_of))}")
                 waits = [f"{p.transfer}, window of {p.window.nbytes} bytes ({p.window.why})"]
                 waits += [f"once {p.once_stored} is stored"] if p.once_stored >= 0 else []
-                waits += [f"once the gradient of {p.once_made} is made"] if p.once_made is not None else []
+                waits += [f"once the gradient of {p.once_produced} is made"] if p.once_produced is not None else []
                 lines.append(f"     {', '.join(waits)}; stores {len(p.slice.stores)}")
         lines.append(f"loads {each.update.plan.loaded_bytes} bytes, stores {each.update.plan.stored_bytes}")
     return "\n".join(lines) + "\n"

@@ -286,7 +286,7 @@ def test_slices_are_loaded_in_the_order_of_the_backward_pass_once_there_is_room(
     assert [p.slice.loads for p in only.slices] == [[leaves[k]] for k in (1, 3, 4, 0, 2)]
     assert [p.once_stored for p in only.slices] == [-1, -1, 0, 1, 2]
     # the gradient of the first slice that is still in the window; none where that is its own
-    assert [p.once_made for p in only.slices] == [None, 0, 1, 2, 3]
+    assert [p.once_produced for p in only.slices] == [None, 0, 1, 2, 3]
     assert [p.token for p in only.slices] == [tuple(p.slice.stores) for p in only.slices]
     assert not only.in_own_loop  # the window is given
 
@@ -295,7 +295,7 @@ def test_the_first_chunk_of_a_loop_waits_for_its_own_gradient():
     program, next_of = momentum((64, 8, 8), (32, 8, 8))
     (only,) = planned(program, next_of, Region(hosts(next_of), 16 * ROW)).passes
     assert all(p.in_chunks for p in only.slices)
-    assert [p.once_made for p in only.slices] == [0, 1]
+    assert [p.once_produced for p in only.slices] == [0, 1]
     assert [p.bytes_at_once for p in only.slices] == [16 * ROW] * 2
 
 
