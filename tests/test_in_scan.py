@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import warnings
 
 import jax
 import jax.experimental
@@ -584,6 +585,49 @@ def test_steps(step_of):
     assert any(moved(step, *args).values()) == STEPS_OF_PEOPLE[step_of]
     if step_of in SAID:
         assert SAID[step_of] in " ".join(reasons(step, *args))
+
+
+def updated_and_applied(tx, grads, state, params):
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+DROPPED = "nothing that the step returns is made by its update"
+# what a step returns of what is new (parameters, state, the norm of the change, a loss) and of what is old; what is
+# said of it, and whether it warns
+UNRETURNED = {
+    "old state": (lambda new, old: (new[0], old[1], new[3]), "0/mu/layers and 1 more of the state as before", True),
+    "old parameters": (lambda new, old: (old[0], new[1]), "the new state, and the parameters as they were", True),
+    "old ones and a loss": (lambda new, old: (*old, new[3]), DROPPED, True),
+    "a loss": (lambda new, old: new[3], DROPPED, True),
+    "old ones and a norm": (lambda new, old: (*old, new[2]), "its state as it was, and of its update only", False),
+    "a norm": (lambda new, old: new[2], "", False),
+    "old parameters beside": (lambda new, old: (*new, old[0]), "", False),
+}
+
+
+@pytest.mark.parametrize("update", [jo.update_params, updated_and_applied], ids=["update_params", "update"])
+@pytest.mark.parametrize("kind", UNRETURNED)
+def test_an_update_that_is_not_returned(kind, update):
+    """The step runs as it is written, says so, and warns where that is hardly meant."""
+    model, tx = model_of("scan"), jo.offload(ADAMW, min_bytes=0)
+    returned, expected, warns = UNRETURNED[kind]
+
+    def step(params, state, x):
+        value, grads = jax.value_and_grad(model.loss)(params, x)
+        new, after = update(tx, grads, state, params)
+        norm = optax.tree.norm(jax.tree.map(jnp.subtract, new, params))
+        return returned((new, after, norm, value), (params, state))
+
+    params = model.init()
+    args = params, tx.init(params), batch()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        why = " ".join(reasons(jo.jit(step), *args))
+    assert expected in why if expected else "return" not in why
+    assert [str(each.message).startswith("jo.jit: ") and expected in str(each.message) for each in said] == [
+        True
+    ] * warns
 
 
 def by_number(params, x):

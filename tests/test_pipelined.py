@@ -757,6 +757,8 @@ def broken(kind):
             "state twice": (new, after, after, value),
             "dtype": (jax.tree.map(lambda p: p.astype(jnp.bfloat16), new), after, value),
             "as they were": (params, state, value),
+            "old state": (new, state, value),
+            "old parameters": (params, after, value),
         }.get(kind, (new, after, value))
 
     return step, tx
@@ -770,6 +772,8 @@ ERRORS = {
     "state twice": "2 results have the tree, shapes and dtypes of the carried argument 'state'",
     "dtype": "no result has the tree, shapes and dtypes of the carried argument 'params'",
     "as they were": "returns params, state as they were",
+    "old state": "returns .* of the state as before the update.*Return new params, state",
+    "old parameters": "returns the new state, and the parameters as they were",
 }
 
 

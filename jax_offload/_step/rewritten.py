@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
@@ -43,6 +44,7 @@ from jax_offload._plan.in_scan import InScan
 from jax_offload._plan.interleave import Gate
 from jax_offload._plan.network import Piece
 from jax_offload._step.parts import Rest, parts_of
+from jax_offload._step.returned import unreturned
 
 
 def rewritten(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,8 +70,17 @@ def rewritten(step: Callable[..., Any]) -> Callable[..., Any]:
 def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     """The step's results, of its flat arguments."""
     program = flat(closed)
+    lost = unreturned(program)
+    if lost is not None and not lost.meant:
+        warnings.warn(
+            f"jo.jit: {lost.why}. It runs as it is written, and hides no transfers. Fix: return the new parameters and "
+            "the new state, as in `params, state = jo.update_params(tx, grads, state, params)`.",
+            stacklevel=2,
+        )
     if any(map(holds_driven_update, program.eqns)) or any(eqn.primitive is READ for eqn in program.eqns):
         return _as_it_is(closed, (_cut_at(program),), args)
+    if lost is not None:
+        return _as_it_is(closed, (lost.why,), args)
     found = None if ordered(closed.effects) else parts_of(_noted_inside(program))
     if found is None:
         if (by_step := _by_step(closed, program)) is not None:
