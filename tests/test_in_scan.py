@@ -117,7 +117,10 @@ DAILY = [
     *("bias, embedding, head", "blocks with norms", "axis 1", "flax axis 0", "unroll 2 of 3", "reverse", "one layer"),
     *("several scans", "nested", "outputs", "numbered", "custom_vjp", "cast inside", "tied", "checkpoint"),
 ]
-POLICIES = ["checkpoint: nothing_saveable", "checkpoint: dots_with_no_batch_dims_saveable", "checkpoint: all but names"]
+POLICIES = [
+    *("checkpoint: nothing_saveable", "checkpoint: dots_with_no_batch_dims_saveable", "checkpoint: all but names"),
+    "checkpoint: names on the host",
+]
 SOME = ["lion", "multi_transform", "inject_hyperparams", "MultiSteps", "adafactor"]
 IN_TURN = {name: k % 2 == 0 for table in (MODELS, OPTIMIZERS) for k, name in enumerate(table)}  # whether by update
 
