@@ -348,7 +348,7 @@ def test_layers_together(name):
     same_steps(step, step_of(inner()), tx, inner(), params)
 
 
-def same_steps(step, plain, tx, inner, params, rtol=2e-6, n=3, **kwargs):
+def same_steps(step, plain, tx, inner, params, rtol=2e-6, n=STEPS, **kwargs):
     """That a step of an offload makes of the same state what the plain one makes of it, ``n`` times."""
     plain, state = jax.jit(plain, compiler_options=FAST), inner.init(params)
     places = jax.tree.map(lambda x: x.sharding, (params, tx.init(params)))
@@ -899,7 +899,7 @@ def test_train_state():
         state = state.replace(step=jax.device_put(jnp.int32(0), jax.devices()[0]))
         if tx is not ADAMW:
             assert_moved(step, state, batch())
-        for k in range(3):
+        for k in range(STEPS):
             state, value = step(state, batch(k))
         return state.params, state.opt_state, state.step, value
 
@@ -935,7 +935,7 @@ def test_nnx():
         of_graph = jit(lambda state, x: step((graph, state), x))
         if tx is not ADAMW:
             assert_moved(of_graph, state, batch())
-        for k in range(3):
+        for k in range(STEPS):
             state, value = of_graph(state, batch(k))
         return state, value
 
@@ -1001,12 +1001,12 @@ def test_sharded(name, update, axes):
         step = step.lower(params, state, x).compile()
         gathers = [line.split(" all-gather")[0] for line in step.as_text().splitlines() if " all-gather" in line]
         assert gathers and not [line for line in gathers if "[3,16,16]" in line], gathers  # of a whole leaf
-        for _ in range(3):
+        for _ in range(STEPS):
             params, state, value, _ = step(params, state, x)
             found.append(value)
         assert jax.tree.map(lambda x: x.sharding, (params, state)) == places
         usual = jax.jit(training_step(tx, sharded_loss, update=update), out_shardings=results, compiler_options=FAST)
-        for _ in range(3):
+        for _ in range(STEPS):
             copy = usual(*copy, x)[:2]
         assert_close((params, state), copy, 1e-5)
     plain = jax.jit(training_step(ADAMW, sharded_loss), compiler_options=FAST)
