@@ -401,11 +401,26 @@ def in_cond(tx, loss):
 
 
 def skipping(tx, loss):
+    """By a number that is known before the backward pass: each layer's update chooses."""
+
     def step(params, state, x):
         value, grads = jax.value_and_grad(loss)(params, x)
         if isinstance(tx, type(optax.sgd(1.0))) and tx.update is ADAMW.update:
             return jo.update_params(tx, grads, state, params)
         return jo.update_params(tx, grads, state, params, skip=value < 0)
+
+    return step
+
+
+def skipping_what_is_not_finite(tx, loss):
+    """Which all gradients tell: after the scan, where no update moves, none of a skipped one's bytes does."""
+
+    def step(params, state, x):
+        grads = jax.grad(loss)(params, x)
+        finite = jnp.isfinite(optax.tree.norm(grads))
+        if tx.update is ADAMW.update:
+            return jo.update_params(tx, grads, state, params)
+        return jo.update_params(tx, grads, state, params, skip=~finite)
 
     return step
 
@@ -559,7 +574,8 @@ STEPS_OF_PEOPLE = {
     two_updates: False,
     in_cond: False,
     another_in_cond: True,
-    skipping: False,
+    skipping: True,
+    skipping_what_is_not_finite: False,
     accumulating: True,
     accumulating_backwards: True,
     in_a_loop: True,
@@ -571,7 +587,7 @@ SAID = {
     two_updates: "the step has 2 updates",
     in_cond: "it runs in a cond",
     another_in_cond: "another update runs in a cond of the step, and stays there",
-    skipping: "it runs in a while (skip= is one)",
+    skipping_what_is_not_finite: "it runs in a while (skip= is one)",
     raveling: "its rows are merged",
     with_a_ref: "effects of mutable arrays",
 }

@@ -43,8 +43,9 @@ from jax_offload._ir.slices import Slice
 from jax_offload._plan.in_scan import InScan
 from jax_offload._plan.interleave import Gate
 from jax_offload._plan.network import Piece
-from jax_offload._step.parts import Rest, parts_of
+from jax_offload._step.parts import Parts, Rest, parts_of
 from jax_offload._step.returned import unreturned
+from jax_offload._step.unskipped import unskipped
 
 
 def rewritten(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,7 +82,7 @@ def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
         return _as_it_is(closed, (_cut_at(program),), args)
     if lost is not None:
         return _as_it_is(closed, (lost.why,), args)
-    found = None if ordered(closed.effects) else parts_of(_noted_inside(program))
+    found = None if ordered(closed.effects) else parts_of(_noted_inside(program)) or _unskipped_parts(program)
     if found is None:
         if (by_step := _by_step(closed, program)) is not None:
             return jax_fun(by_step)(*args)
@@ -101,6 +102,14 @@ def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
                 part = dataclasses.replace(part, jaxpr=in_time(part.jaxpr, loops))
             env.update(_results_of(part, env, names))
     return guarded(values_of(env, program.outputs), list(args))
+
+
+def _unskipped_parts(program: Program) -> Parts | None:
+    """Those of a step whose update may be skipped, if that runs in every step: kept where something of it then moves,
+    as it costs the bytes of a step that is skipped."""
+    always = unskipped(program)
+    found = None if always is None else parts_of(always)
+    return found if found is not None and any(isinstance(part, InScan | Piece) for part in found.parts) else None
 
 
 def _results_of(part: Slice | InScan | Rest | Piece, env: Mapping[Var, Any], names: Names) -> Iterable[tuple[Var, Any]]:
