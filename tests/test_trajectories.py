@@ -49,6 +49,7 @@ RUNS: dict[str, tuple[Run, bool]] = {
     "waiting, scanned, int8, average": (Run(WAITING, clip="inside", storage="int8", average=True), True),
     "waiting, skip": (Run(WAITING, clip="inside", guard="skip", finishes=True), True),
     "waiting, unrolled, loss scale": (Run(WAITING, "unrolled", clip="inside", guard="scale"), True),
+    "turned, apply_if_finite": (Run(TURNED, "scanned", "apply_if_finite", "inside"), True),
     "turned, zero, skip": (Run(TURNED, clip="inside", mesh="zero", explicit=True, guard="skip"), True),
     "waiting, fsdp": (Run(WAITING, clip="outside", mesh="fsdp", update=True), True),
 }  # fmt: skip

@@ -47,7 +47,7 @@ class AtMostOnce:
 
 
 def at_most_once_of(eqn: Equation) -> AtMostOnce | None:
-    """What an equation says, if it is such a loop: it goes on while the first of its carry holds, which its body ends."""
+    """What an equation says, if it is such a loop: it runs while the first of its carry holds, which its body ends."""
     if eqn.primitive.name != "while":
         return None
     condition, body = eqn.params["cond_jaxpr"].jaxpr, eqn.params["body_jaxpr"]

@@ -66,7 +66,7 @@ def on_host(program: Program, carried: Mapping[Var, Any]) -> Program:
     updates = [k for k, eqn in enumerate(program.eqns) if is_update(eqn)]
     inside = [eqn.primitive.name for eqn in program.eqns if not is_update(eqn) and holds_update(eqn)]
     if inside or len(updates) > 1:
-        where = f"runs in a {inside[0]} (skip= is one)" if inside else f"is one of {len(updates)}"
+        where = f"runs in a {inside[0]}" if inside else f"is one of {len(updates)}"
         raise ValueError(
             f"gradients='host': the step's update {where}, and only one by itself loads them. Use gradients='device'."
         )

@@ -45,7 +45,7 @@ from jax_offload._plan.interleave import Gate
 from jax_offload._plan.network import Piece
 from jax_offload._step.parts import Parts, Rest, parts_of
 from jax_offload._step.returned import unreturned
-from jax_offload._step.unskipped import unskipped
+from jax_offload._step.unskipped import choosing
 
 
 def rewritten(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,7 +82,7 @@ def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
         return _as_it_is(closed, (_cut_at(program),), args)
     if lost is not None:
         return _as_it_is(closed, (lost.why,), args)
-    found = None if ordered(closed.effects) else parts_of(_noted_inside(program)) or _unskipped_parts(program)
+    found = None if ordered(closed.effects) else _parts(program)
     if found is None:
         if (by_step := _by_step(closed, program)) is not None:
             return jax_fun(by_step)(*args)
@@ -104,12 +104,21 @@ def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     return guarded(values_of(env, program.outputs), list(args))
 
 
-def _unskipped_parts(program: Program) -> Parts | None:
-    """Those of a step whose update may be skipped, if that runs in every step: kept where something of it then moves,
-    as it costs the bytes of a step that is skipped."""
-    always = unskipped(program)
-    found = None if always is None else parts_of(always)
-    return found if found is not None and any(isinstance(part, InScan | Piece) for part in found.parts) else None
+def _parts(program: Program) -> Parts | None:
+    """The parts of a step; where nothing of its update moves, those with an update that chooses instead of skipping.
+
+    That is kept if something then moves, as it costs the bytes of a step that is skipped.
+    """
+    found = parts_of(_noted_inside(program))
+    if found is not None and _hides(found):
+        return found
+    again = choosing(program)
+    other = None if again is None else parts_of(_noted_inside(again))
+    return other if other is not None and _hides(other) else found
+
+
+def _hides(found: Parts) -> bool:
+    return any(isinstance(part, InScan | Piece) for part in found.parts)
 
 
 def _results_of(part: Slice | InScan | Rest | Piece, env: Mapping[Var, Any], names: Names) -> Iterable[tuple[Var, Any]]:

@@ -2,7 +2,8 @@
 
 A skipped update is a loop that runs once or not at all, which moves nothing then, and in which nothing of a step can
 be hidden. In the scans and between the passes of a step it runs, and each slice of it chooses between old and new: so a
-step that is skipped moves its bytes, and changes none of them.
+step that is skipped moves its bytes, and changes none of them. A branch of an update (``apply_if_finite``) that makes
+the new values of all leaves at once is a choice for each of them in the same way.
 """
 
 from __future__ import annotations
@@ -13,12 +14,27 @@ from collections.abc import Mapping
 import jax
 
 from jax_offload._base.calls import params_of
-from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, jaxpr_of
+from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, branches_of, closed_like, jaxpr_of, renamed
 from jax_offload._base.loops import at_most_once_of
 from jax_offload._base.memory import is_host_aval
+from jax_offload._emit.border import copy_of
 from jax_offload._emit.find import holds_update, is_update
 from jax_offload._emit.region import Update
+from jax_offload._ir.branches import scalars_hoisted
 from jax_offload._ir.program import Program, flat, replaced
+from jax_offload._plan.moves import is_cheap
+
+
+def choosing(program: Program) -> Program | None:
+    """The step's program with its only update out of the loop that may skip it, and with choices in the place of the
+    update's branches; ``None`` where it has neither."""
+    outside = unskipped(program)
+    found = outside or program
+    at = [k for k, eqn in enumerate(found.eqns) if is_update(eqn)]
+    without = _without_branches(found.eqns[at[0]]) if len(at) == 1 else None
+    if without is None:
+        return outside
+    return dataclasses.replace(found, eqns=[*found.eqns[: at[0]], without, *found.eqns[at[0] + 1 :]])
 
 
 def unskipped(program: Program) -> Program | None:
@@ -98,7 +114,51 @@ def _keeping(eqn: Equation, run: Var, kept: Mapping[Var, Var]) -> tuple[Equation
     return eqn.replace(invars=[*eqn.invars, run], params=params_of(new)), known
 
 
-def _choice(run: Var, old: Atom, new: Atom) -> Equation:
+def _without_branches(eqn: Equation) -> Equation | None:
+    """The equation of an update that runs both of two branches that are cheap, and chooses; ``None`` if it has none."""
+    update: Update = eqn.params["update"]
+    program = scalars_hoisted(update.program)
+    eqns = [inner for each in program.eqns for inner in _both(each)]
+    if len(eqns) == len(program.eqns):
+        return None
+    chosen = dataclasses.replace(program, eqns=[_reading_less(each) for each in eqns])
+    return eqn.replace(params=params_of(update.replanned(chosen, update.gradients)))
+
+
+def _both(eqn: Equation) -> list[Equation]:
+    """Both branches of a ``cond``, and for each of its results a choice; any other equation as it is."""
+    if eqn.primitive.name != "cond" or eqn.effects or not any(v.aval.shape for v in eqn.outvars):
+        return [eqn]
+    branches = [flat(branch) for branch in branches_of(eqn)]
+    inner = [each for branch in branches for each in branch.eqns]
+    if len(branches) != 2 or any(branch.consts for branch in branches) or not all(map(is_cheap, inner)):
+        return [eqn]
+    eqns, cases = list[Equation](), list[list[Atom]]()
+    for branch in branches:
+        env: dict[Var, Atom] = dict(zip(branch.inputs, eqn.invars[1:], strict=True))
+        eqns += [again for each in branch.eqns for again in _both(copy_of(each, env))]
+        cases.append([renamed(env, v) for v in branch.outputs])
+    which = eqn.invars[0]
+    return eqns + [_choice(which, no, yes).replace(outvars=[v]) for v, no, yes in zip(eqn.outvars, *cases, strict=True)]
+
+
+def _reading_less(eqn: Equation) -> Equation:
+    """A ``cond`` without the operands that no branch of it reads: a norm of gradients waits for no state."""
+    if eqn.primitive.name != "cond" or any(branch.consts for branch in branches_of(eqn)):
+        return eqn
+    jaxprs = [branch.jaxpr for branch in branches_of(eqn)]
+    read = {id(v) for jaxpr in jaxprs for v in [*jaxpr.outvars, *(x for each in jaxpr.eqns for x in each.invars)]}
+    places = zip(*(jaxpr.invars for jaxpr in jaxprs), strict=True)
+    kept = [k for k, each in enumerate(places) if any(id(v) in read for v in each)]
+    branches = tuple(
+        closed_like(branch, [branch.jaxpr.invars[k] for k in kept], branch.jaxpr.eqns, branch.jaxpr.outvars)
+        for branch in branches_of(eqn)
+    )
+    invars = [eqn.invars[0], *(eqn.invars[1 + k] for k in kept)]
+    return eqn.replace(invars=invars, params={**eqn.params, "branches": branches})
+
+
+def _choice(run: Atom, old: Atom, new: Atom) -> Equation:
     """The new value where ``run`` holds, else the old one."""
     (eqn,) = jaxpr_of(jax.lax.select_n, run.aval, old.aval, new.aval)[0].jaxpr.eqns
     return eqn.replace(invars=[run, old, new], outvars=[Var(eqn.outvars[0].aval)])
