@@ -29,7 +29,7 @@ from jax_offload._emit.region import Update
 from jax_offload._emit.transfers import prefetch, write_back
 from jax_offload._ir.primitives import ELEMENTWISE
 from jax_offload._ir.program import Program
-from jax_offload._step.unskipped import unskipped
+from jax_offload._step.unskipped import choosing
 
 LEAST = 2**16  # bytes, as of a leaf of the state
 _LATE = (ELEMENTWISE | {"broadcast_in_dim"}) - {"sharding_constraint", "reshard", "optimization_barrier", "device_put"}
@@ -62,7 +62,7 @@ def on_host(program: Program, carried: Mapping[Var, Any]) -> Program:
     Raises:
       ValueError: the step's update cannot load them.
     """
-    program = unskipped(program) or program  # as an update that always runs, which loads them
+    program = choosing(program) or program  # an update that always runs, and loads them
     updates = [k for k, eqn in enumerate(program.eqns) if is_update(eqn)]
     inside = [eqn.primitive.name for eqn in program.eqns if not is_update(eqn) and holds_update(eqn)]
     if inside or len(updates) > 1:
