@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import warnings
 
 import jax
 import jax.experimental
@@ -116,7 +117,10 @@ DAILY = [
     *("bias, embedding, head", "blocks with norms", "axis 1", "flax axis 0", "unroll 2 of 3", "reverse", "one layer"),
     *("several scans", "nested", "outputs", "numbered", "custom_vjp", "cast inside", "tied", "checkpoint"),
 ]
-POLICIES = ["checkpoint: nothing_saveable", "checkpoint: dots_with_no_batch_dims_saveable", "checkpoint: all but names"]
+POLICIES = [
+    *("checkpoint: nothing_saveable", "checkpoint: dots_with_no_batch_dims_saveable", "checkpoint: all but names"),
+    "checkpoint: names on the host",
+]
 SOME = ["lion", "multi_transform", "inject_hyperparams", "MultiSteps", "adafactor"]
 IN_TURN = {name: k % 2 == 0 for table in (MODELS, OPTIMIZERS) for k, name in enumerate(table)}  # whether by update
 
@@ -344,7 +348,7 @@ def test_layers_together(name):
     same_steps(step, step_of(inner()), tx, inner(), params)
 
 
-def same_steps(step, plain, tx, inner, params, rtol=2e-6, n=3, **kwargs):
+def same_steps(step, plain, tx, inner, params, rtol=2e-6, n=STEPS, **kwargs):
     """That a step of an offload makes of the same state what the plain one makes of it, ``n`` times."""
     plain, state = jax.jit(plain, compiler_options=FAST), inner.init(params)
     places = jax.tree.map(lambda x: x.sharding, (params, tx.init(params)))
@@ -397,11 +401,26 @@ def in_cond(tx, loss):
 
 
 def skipping(tx, loss):
+    """By a number that is known before the backward pass: each layer's update chooses."""
+
     def step(params, state, x):
         value, grads = jax.value_and_grad(loss)(params, x)
         if isinstance(tx, type(optax.sgd(1.0))) and tx.update is ADAMW.update:
             return jo.update_params(tx, grads, state, params)
         return jo.update_params(tx, grads, state, params, skip=value < 0)
+
+    return step
+
+
+def skipping_what_is_not_finite(tx, loss):
+    """Which all gradients tell: after the scan, where no update moves, none of a skipped one's bytes does."""
+
+    def step(params, state, x):
+        grads = jax.grad(loss)(params, x)
+        finite = jnp.isfinite(optax.tree.norm(grads))
+        if tx.update is ADAMW.update:
+            return jo.update_params(tx, grads, state, params)
+        return jo.update_params(tx, grads, state, params, skip=~finite)
 
     return step
 
@@ -555,7 +574,8 @@ STEPS_OF_PEOPLE = {
     two_updates: False,
     in_cond: False,
     another_in_cond: True,
-    skipping: False,
+    skipping: True,
+    skipping_what_is_not_finite: False,
     accumulating: True,
     accumulating_backwards: True,
     in_a_loop: True,
@@ -567,7 +587,7 @@ SAID = {
     two_updates: "the step has 2 updates",
     in_cond: "it runs in a cond",
     another_in_cond: "another update runs in a cond of the step, and stays there",
-    skipping: "it runs in a while (skip= is one)",
+    skipping_what_is_not_finite: "it runs in a while (skip= is one)",
     raveling: "its rows are merged",
     with_a_ref: "effects of mutable arrays",
 }
@@ -584,6 +604,49 @@ def test_steps(step_of):
     assert any(moved(step, *args).values()) == STEPS_OF_PEOPLE[step_of]
     if step_of in SAID:
         assert SAID[step_of] in " ".join(reasons(step, *args))
+
+
+def updated_and_applied(tx, grads, state, params):
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+DROPPED = "nothing that the step returns is made by its update"
+# what a step returns of what is new (parameters, state, the norm of the change, a loss) and of what is old; what is
+# said of it, and whether it warns
+UNRETURNED = {
+    "old state": (lambda new, old: (new[0], old[1], new[3]), "0/mu/layers and 1 more of the state as before", True),
+    "old parameters": (lambda new, old: (old[0], new[1]), "the new state, and the parameters as they were", True),
+    "old ones and a loss": (lambda new, old: (*old, new[3]), DROPPED, True),
+    "a loss": (lambda new, old: new[3], DROPPED, True),
+    "old ones and a norm": (lambda new, old: (*old, new[2]), "its state as it was, and of its update only", False),
+    "a norm": (lambda new, old: new[2], "", False),
+    "old parameters beside": (lambda new, old: (*new, old[0]), "", False),
+}
+
+
+@pytest.mark.parametrize("update", [jo.update_params, updated_and_applied], ids=["update_params", "update"])
+@pytest.mark.parametrize("kind", UNRETURNED)
+def test_an_update_that_is_not_returned(kind, update):
+    """The step runs as it is written, says so, and warns where that is hardly meant."""
+    model, tx = model_of("scan"), jo.offload(ADAMW, min_bytes=0)
+    returned, expected, warns = UNRETURNED[kind]
+
+    def step(params, state, x):
+        value, grads = jax.value_and_grad(model.loss)(params, x)
+        new, after = update(tx, grads, state, params)
+        norm = optax.tree.norm(jax.tree.map(jnp.subtract, new, params))
+        return returned((new, after, norm, value), (params, state))
+
+    params = model.init()
+    args = params, tx.init(params), batch()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        why = " ".join(reasons(jo.jit(step), *args))
+    assert expected in why if expected else "return" not in why
+    assert [str(each.message).startswith("jo.jit: ") and expected in str(each.message) for each in said] == [
+        True
+    ] * warns
 
 
 def by_number(params, x):
@@ -852,7 +915,7 @@ def test_train_state():
         state = state.replace(step=jax.device_put(jnp.int32(0), jax.devices()[0]))
         if tx is not ADAMW:
             assert_moved(step, state, batch())
-        for k in range(3):
+        for k in range(STEPS):
             state, value = step(state, batch(k))
         return state.params, state.opt_state, state.step, value
 
@@ -888,7 +951,7 @@ def test_nnx():
         of_graph = jit(lambda state, x: step((graph, state), x))
         if tx is not ADAMW:
             assert_moved(of_graph, state, batch())
-        for k in range(3):
+        for k in range(STEPS):
             state, value = of_graph(state, batch(k))
         return state, value
 
@@ -954,12 +1017,12 @@ def test_sharded(name, update, axes):
         step = step.lower(params, state, x).compile()
         gathers = [line.split(" all-gather")[0] for line in step.as_text().splitlines() if " all-gather" in line]
         assert gathers and not [line for line in gathers if "[3,16,16]" in line], gathers  # of a whole leaf
-        for _ in range(3):
+        for _ in range(STEPS):
             params, state, value, _ = step(params, state, x)
             found.append(value)
         assert jax.tree.map(lambda x: x.sharding, (params, state)) == places
         usual = jax.jit(training_step(tx, sharded_loss, update=update), out_shardings=results, compiler_options=FAST)
-        for _ in range(3):
+        for _ in range(STEPS):
             copy = usual(*copy, x)[:2]
         assert_close((params, state), copy, 1e-5)
     plain = jax.jit(training_step(ADAMW, sharded_loss), compiler_options=FAST)

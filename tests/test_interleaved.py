@@ -1,5 +1,7 @@
 """Unrolled layers under ``jo.jit`` and ``jo.pipelined``: pieces of the update between the passes, and gates."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -22,6 +24,7 @@ from tests.support.trees import assert_close, equations
 from tests.support.words import words
 
 LAYERS, WIDTH, ROWS = 6, 128, 64
+STEPS = 20
 ADAMW = optax.adamw(1e-2)
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), ADAMW)
 OPTIONS = {"min_bytes": 1024, "window": 2**20}  # a window that is given: pieces this small would run apart
@@ -76,6 +79,7 @@ def offloaded(clip, fraction):
     return optax.chain(optax.clip_by_global_norm(0.1), tx) if clip == "outside" else tx
 
 
+@functools.cache
 def resident(clip, loss, steps):
     tx = ADAMW if clip == "none" else CLIPPED
     step, params = jax.jit(step_of(tx, loss, False)), parameters()
@@ -177,11 +181,11 @@ def test_the_numbers_of_the_plain_step(clip, fraction, update_params):
     streams = [leaf.streams for leaf in table.leaves if "layer" in leaf.path]
     assert streams and all("whole" in each for each in streams), table
     assert parts == (0 if clip != "none" else LAYERS if fraction == 1 else LAYERS // 2)
-    for k in range(3):
+    for k in range(STEPS):
         params, state, value = step(params, state, batch(k))
         if k == 0:
             assert_close(params, resident(clip, loss, 1)[0], 1e-6)
-    want, _, value_wanted = resident(clip, loss, 3)
+    want, _, value_wanted = resident(clip, loss, STEPS)
     assert_close((params, value), (want, value_wanted), 1e-4)
     assert jax.tree.leaves(jax.tree.map(lambda x: x.sharding, state)) == jax.tree.leaves(placed)
     assert any(x.sharding.memory_kind == "pinned_host" for x in jax.tree.leaves(state))
@@ -213,11 +217,13 @@ def test_the_step_turned_round(clip, model):
     assert sum("2 leaves together" in leaf.streams for leaf in table.leaves) == 2 * LAYERS
     _, parts = barriers(jax.jit(train.whole_step), params, state, batch(0))
     assert parts >= LAYERS
-    carry, _ = train.start(params, state, batch(0))
-    for k in range(1, 3):
-        carry, _ = train(carry, batch(k))
+    carry, aux = train.start(params, state, batch(0))
+    steps = STEPS if model is loss else 3  # later a weight may fall to the next number in bfloat16
+    for k in range(1, steps):
+        carry, aux = train(carry, batch(k))
     params, state = train.finish(carry)
-    assert_close(params, resident(clip, model, 3)[0], 1e-4)
+    want, _, value = resident(clip, model, steps)
+    assert_close((params, aux.now), (want, value), 1e-4)
     hosts = [x for x in jax.tree.leaves(state) if x.sharding.memory_kind == "pinned_host"]
     assert len(hosts) == 2 * LAYERS
 

@@ -194,9 +194,10 @@ OPTIMIZERS = {  # offloaded, plain, form, whether the update moves into the scan
     "clipping outside": (optax.chain(CLIP, offloaded(optax.adamw(1e-2))), ADAMW, "update", True),
     "half": (offloaded(fraction=0.5), ADAMW, "update_params", True),
     "a schedule": (offloaded(SCHEDULE), SCHEDULE, "update_params", True),
+    # clips the sum of gradients, in host memory: all of that is needed first
     "MultiSteps": (offloaded(optax.MultiSteps(ADAMW, 3)), optax.MultiSteps(ADAMW, 3), "update", False),
     "apply_if_finite": (
-        offloaded(optax.apply_if_finite(ADAMW, 3)), optax.apply_if_finite(ADAMW, 3), "update_params", False),
+        offloaded(optax.apply_if_finite(ADAMW, 3)), optax.apply_if_finite(ADAMW, 3), "update_params", True),
     "injected": (
         offloaded(optax.chain(CLIP, optax.inject_hyperparams(optax.adamw)(1e-2))),
         optax.chain(CLIP, optax.inject_hyperparams(optax.adamw)(1e-2)), "update_params", True),
@@ -353,29 +354,56 @@ def with_a_bad_one(k):
     return jax.tree.map(lambda x: x * jnp.where(k in (2, 5), jnp.inf, 1.0), batch(k))
 
 
-def test_skip():
-    def step(tx, form):
-        def step(params, state, batch):
-            value, grads = jax.value_and_grad(loss_of)(params, batch)
-            finite = jnp.isfinite(optax.tree.norm(grads))
-            if form == "update_params":
-                params, state = jo.update_params(tx, grads, state, params, skip=~finite)
-            else:
-                updates, after = tx.update(grads, state, params)
-                new = optax.apply_updates(params, updates)
-                params, state = jax.tree.map(lambda a, b: jnp.where(finite, a, b), (new, after), (params, state))
-            return params, state, (value, finite)
+def step_that_skips(tx, form="update_params"):
+    def step(params, state, batch):
+        value, grads = jax.value_and_grad(loss_of)(params, batch)
+        finite = jnp.isfinite(optax.tree.norm(grads))
+        if form == "update_params":
+            params, state = jo.update_params(tx, grads, state, params, skip=~finite)
+        else:
+            updates, after = tx.update(grads, state, params)
+            new = optax.apply_updates(params, updates)
+            params, state = jax.tree.map(lambda a, b: jnp.where(finite, a, b), (new, after), (params, state))
+        return params, state, (value, finite)
 
-        return step
+    return step
 
+
+WAITS = ["device", pytest.param("host", marks=pytest.mark.long("trains plain and turned"))]
+
+
+@pytest.mark.parametrize("gradients", WAITS)
+def test_skip(gradients):
     tx, batches = offloaded(), [with_a_bad_one(k) for k in range(6)]
-    wanted, others = loop(step(ADAMW, "update"), (parameters(), ADAMW.init(parameters())), batches)
-    train = pipelined(step(tx, "update_params"))
+    wanted, others = loop(step_that_skips(ADAMW, "update"), (parameters(), ADAMW.init(parameters())), batches)
+    train = pipelined(step_that_skips(tx), gradients=gradients)
     carry, seen = advance(train, (parameters(), tx.init(parameters())), batches)
     assert [bool(f) for _, f in now(seen)] == [bool(f) for _, f in others] == [k not in (2, 5) for k in range(6)]
     params, state = train.finish(carry)
     assert_close(params, wanted[-1][0], 1e-5)
     assert int(optax.tree.get(state, "count")) == 4
+
+
+@pytest.mark.parametrize("gradients", WAITS)
+def test_a_skipped_update_in_the_forward_pass_changes_no_bit(gradients):
+    """Though the state moves: each slice of the update chooses, and the codes of its moments are as they were."""
+    tx = offloaded(storage={"mu": "int8", "nu": "bfloat16"})
+    train = pipelined(step_that_skips(tx), gradients=gradients)
+    params, state = parameters(), tx.init(parameters())
+    table = jo.placement(train, params, state, batch(0))
+    assert any("in the scan that reads the parameters" in leaf.streams for leaf in table.leaves), table
+    carry, _ = train.start(params, state, batch(0))
+    carry, _ = train(carry, with_a_bad_one(2))
+    before = jax.tree.map(np.asarray, carry.kept[0])
+    places = jax.tree.map(lambda x: x.sharding, carry.kept[0])
+    carry, _ = train(carry, batch(3))
+    after = carry.kept[0]
+    assert {*after} == {*before} and len(before) > 6
+    for name, x in before.items():
+        assert (x.dtype, x.tobytes()) == (after[name].dtype, np.asarray(after[name]).tobytes()), name
+    assert jax.tree.map(lambda x: x.sharding, after) == places
+    carry, _ = train(carry, batch(4))
+    assert any(x.tobytes() != np.asarray(carry.kept[0][name]).tobytes() for name, x in before.items())
 
 
 def test_dynamic_scale_is_carried_beside():
@@ -757,6 +785,8 @@ def broken(kind):
             "state twice": (new, after, after, value),
             "dtype": (jax.tree.map(lambda p: p.astype(jnp.bfloat16), new), after, value),
             "as they were": (params, state, value),
+            "old state": (new, state, value),
+            "old parameters": (params, after, value),
         }.get(kind, (new, after, value))
 
     return step, tx
@@ -770,6 +800,8 @@ ERRORS = {
     "state twice": "2 results have the tree, shapes and dtypes of the carried argument 'state'",
     "dtype": "no result has the tree, shapes and dtypes of the carried argument 'params'",
     "as they were": "returns params, state as they were",
+    "old state": "returns .* of the state as before the update.*Return new params, state",
+    "old parameters": "returns the new state, and the parameters as they were",
 }
 
 

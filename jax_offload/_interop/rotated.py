@@ -19,6 +19,7 @@ from jax_offload._interop import pending
 from jax_offload._interop.jit import Jitted
 from jax_offload._ir.program import flat
 from jax_offload._step.cut import Cut, cut_step
+from jax_offload._step.returned import unreturned
 
 Values = dict[str, Any]
 Kept = tuple[Values, Values, Values]
@@ -77,6 +78,8 @@ class Rotated:
             raise ValueError(
                 f"step: returns {', '.join(carried)} as they were, or without the update's results; return new ones."
             )
+        if (lost := unreturned(program)) is not None:
+            raise ValueError(f"step: cannot be turned round, as {lost.why}. Return new {', '.join(carried)}.")
         beside = [k for k in range(len(program.outputs)) if k not in {*places}]
         self.late = [k for k in beside if {*variables([program.outputs[k]])} & after_gradients]
         self.now = [k for k in beside if k not in self.late]

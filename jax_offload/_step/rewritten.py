@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
@@ -42,7 +43,9 @@ from jax_offload._ir.slices import Slice
 from jax_offload._plan.in_scan import InScan
 from jax_offload._plan.interleave import Gate
 from jax_offload._plan.network import Piece
-from jax_offload._step.parts import Rest, parts_of
+from jax_offload._step.parts import Parts, Rest, parts_of
+from jax_offload._step.returned import unreturned
+from jax_offload._step.unskipped import choosing
 
 
 def rewritten(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,9 +71,18 @@ def rewritten(step: Callable[..., Any]) -> Callable[..., Any]:
 def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     """The step's results, of its flat arguments."""
     program = flat(closed)
+    lost = unreturned(program)
+    if lost is not None and not lost.meant:
+        warnings.warn(
+            f"jo.jit: {lost.why}. It runs as it is written, and hides no transfers. Fix: return the new parameters and "
+            "the new state, as in `params, state = jo.update_params(tx, grads, state, params)`.",
+            stacklevel=2,
+        )
     if any(map(holds_driven_update, program.eqns)) or any(eqn.primitive is READ for eqn in program.eqns):
         return _as_it_is(closed, (_cut_at(program),), args)
-    found = None if ordered(closed.effects) else parts_of(_noted_inside(program))
+    if lost is not None:
+        return _as_it_is(closed, (lost.why,), args)
+    found = None if ordered(closed.effects) else _parts(program)
     if found is None:
         if (by_step := _by_step(closed, program)) is not None:
             return jax_fun(by_step)(*args)
@@ -90,6 +102,23 @@ def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
                 part = dataclasses.replace(part, jaxpr=in_time(part.jaxpr, loops))
             env.update(_results_of(part, env, names))
     return guarded(values_of(env, program.outputs), list(args))
+
+
+def _parts(program: Program) -> Parts | None:
+    """The parts of a step; where nothing of its update moves, those with an update that chooses instead of skipping.
+
+    That is kept if something then moves, as it costs the bytes of a step that is skipped.
+    """
+    found = parts_of(_noted_inside(program))
+    if found is not None and _hides(found):
+        return found
+    again = choosing(program)
+    other = None if again is None else parts_of(_noted_inside(again))
+    return other if other is not None and _hides(other) else found
+
+
+def _hides(found: Parts) -> bool:
+    return any(isinstance(part, InScan | Piece) for part in found.parts)
 
 
 def _results_of(part: Slice | InScan | Rest | Piece, env: Mapping[Var, Any], names: Names) -> Iterable[tuple[Var, Any]]:

@@ -60,7 +60,8 @@ def update_params(
       state: ``tx``'s state.
       params: the parameters.
       skip: a bool, traced or not. Where it holds, parameters and state stay as they are, bit for bit, and nothing
-        moves: ``~is_finite`` of flax's ``DynamicScale``. On several devices it must be the same on all.
+        moves (but in an update that ``jo.pipelined`` hides): ``~is_finite`` of flax's
+        ``DynamicScale``. On several devices it must be the same on all.
       **extra_args: passed on to ``tx.update``.
 
     Returns:

@@ -28,6 +28,12 @@ def tokens_of(n, width=4096):
     return jax.ShapeDtypeStruct((n, width), jnp.float32, sharding=device_sharding(H200))
 
 
+def moves_each_byte_once(m, layers=12):
+    """At most one row moves twice."""
+    least, most = sorted((m.loaded, m.stored))
+    return m.host_arguments <= least <= most <= m.host_arguments * (1 + 1 / layers) + 0.1
+
+
 @pytest.mark.parametrize(
     ("tokens", "storage", "peak", "exposed"),
     [(16384, None, 8200, 0.42), (32768, None, 13000, 0.12), (16384, "bfloat16", 8200, 0.15), (16384, INT8, 8200, 0.15)],
@@ -40,8 +46,7 @@ def test_scanned_and_clipped(tokens, storage, peak, exposed):
     tx = jo.offload(CLIPPED, storage=storage)
     m = measure_turned(H200, tx, params, two_by_two, tokens_of(tokens), options=OPTIONS)
     assert m.peak <= peak and m.host_temp == 0
-    assert m.timeline(H200).exposed_share <= exposed
-    assert m.host_arguments <= min(m.loaded, m.stored) <= max(m.loaded, m.stored) <= 13 / 12 * m.host_arguments + 0.1
+    assert m.timeline(H200).exposed_share <= exposed and moves_each_byte_once(m)
 
 
 def test_unrolled_and_clipped():
@@ -49,7 +54,7 @@ def test_unrolled_and_clipped():
     require(H200)
     params = parameters(24, 4096, False, device_sharding(H200))
     m = measure_turned(H200, jo.offload(CLIPPED), params, loss, tokens_of(16384), options=OPTIONS)
-    assert m.peak <= 9800 and m.host_temp == 0
+    assert m.peak <= 9800 and m.host_temp == 0 and moves_each_byte_once(m, 24)
     assert m.timeline(H200).exposed_share <= 0.42
 
 
@@ -70,8 +75,7 @@ def test_gradients_that_wait_on_the_host(model, tokens, peak, exposed):
         layers = two_by_two
     m = measure_pipelined(H200, jo.offload(CLIPPED), params, layers, tokens_of(tokens), gradients="host")
     assert m.peak <= peak and m.host_temp == 0 and m.host_arguments == pytest.approx(3 * 1536, abs=1)
-    assert m.timeline(H200).exposed_share <= exposed
-    assert m.host_arguments <= min(m.loaded, m.stored) <= max(m.loaded, m.stored) <= 13 / 12 * m.host_arguments + 0.1
+    assert m.timeline(H200).exposed_share <= exposed and moves_each_byte_once(m)
 
 
 @pytest.mark.long("half a minute to compile")
@@ -115,6 +119,34 @@ def test_what_waits_is_divided_as_the_parameters_are(gradients):
     assert m.collectives["reduce-scatter"] == 1
 
 
+@pytest.mark.long("compiles for four devices")
+@pytest.mark.parametrize(("spec", "over"), [(P(None, None, "data"), None), (P(), "data")], ids=["FSDP", "ZeRO-1"])
+def test_clipped_on_four_devices(spec, over):
+    """12 layers of 2×4096²: collectives carry no more bytes than with plain optax. In the plain loop 1.02 to 1.08."""
+    require(H200)
+    mesh = mesh_for(H200, (4,), ("data",))
+    put = lambda spec, *shape: jax.ShapeDtypeStruct(  # noqa: E731
+        shape, jnp.float32, sharding=NamedSharding(mesh, spec, memory_kind="device")
+    )
+    params, x = {"w": put(spec, 12, 2, 4096, 4096)}, put(P("data"), 4 * 16384, 4096)
+    resident = measure_update(H200, CLIPPED, params, two_by_two, x, options=OPTIONS, n=4)
+    m = measure_pipelined(H200, jo.offload(CLIPPED, shard_over=over), params, two_by_two, x, n=4)
+    ours, theirs = m.timeline(H200), resident.timeline(H200)
+    assert m.peak < resident.peak and m.host_temp == 0 and moves_each_byte_once(m)
+    assert ours.exposed_share <= 0.1 and ours.step <= 1.03 * theirs.step
+    assert ours.collectives <= 1.001 * theirs.collectives
+    assert ours.compute <= 1.03 * theirs.compute
+
+
+@pytest.mark.long("a TPU's compiler takes its time")
+def test_a_tpu_copies_across_the_matmuls_of_an_iteration_when_clipped():
+    require(V5E)
+    params = {"w": jax.ShapeDtypeStruct((4, 2, 4096, 4096), jnp.float32, sharding=device_sharding(V5E))}
+    x = jax.ShapeDtypeStruct((2048, 4096), jnp.float32, sharding=device_sharding(V5E))
+    m = measure_turned(V5E, jo.offload(CLIPPED), params, two_by_two, x)
+    assert m.host_temp == 0 and moves_each_byte_once(m, 4) and m.duplex >= 0.85
+
+
 @pytest.mark.parametrize(("storage", "exposed"), [(None, 0.5), ("bfloat16", 0.25)])
 @LONG
 def test_a_transformer_that_is_clipped(storage, exposed):
@@ -127,7 +159,7 @@ def test_a_transformer_that_is_clipped(storage, exposed):
     tx = jo.offload(CLIPPED, storage=storage)
     m = measure_turned(H200, tx, params, partial(gpt.loss, shape, None, jnp.bfloat16), batch, options=OPTIONS)
     assert m.peak <= 1.1 * 13780 and m.host_temp == 0  # of the plain loop without clipping, and a tenth
-    assert m.timeline(H200).exposed_share <= exposed
+    assert m.timeline(H200).exposed_share <= exposed and moves_each_byte_once(m, shape.layers)
 
 
 @LONG

@@ -49,6 +49,18 @@ def test_24_scanned_layers(tokens, at_most):
         assert ours.compute <= 1.03 * theirs.compute
 
 
+@pytest.mark.long("compiles 24 unrolled layers twice")
+def test_24_unrolled_layers():
+    """Each piece of the update stands where its gradient is made. No arithmetic of ours hides the copies."""
+    require(H200)
+    how = {"batch": MANY, "options": OPTIONS}
+    resident, m = measure_step(H200, ADAMW, **how), measure_step(H200, jo.offload(ADAMW), whole=True, **how)
+    assert m.peak <= 8450 < resident.peak and moves_each_byte_once(m, 24)
+    ours, theirs = m.timeline(H200), resident.timeline(H200)
+    assert ours.exposed_share <= 0.08 and ours.step <= 1.05 * theirs.step
+    assert ours.compute <= 1.03 * theirs.compute
+
+
 def test_half_of_12_unrolled_layers():
     """A layer is a sixth of the state that moves. In chunks 0.98 of it was exposed."""
     require(H200)

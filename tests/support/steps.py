@@ -296,6 +296,11 @@ MODELS: dict[str, Callable[[], Model]] = {
     "checkpoint: any but names": lambda: checkpointed(_POLICIES.save_any_names_but_these("product")),
     "checkpoint: either": lambda: checkpointed(_POLICIES.save_from_both_policies(
         _POLICIES.dots_saveable, _POLICIES.save_only_these_names("product"))),
+    "checkpoint: dots on the host": lambda: checkpointed(
+        _POLICIES.offload_dot_with_no_batch_dims("device", "pinned_host")),
+    "checkpoint: names on the host": lambda: checkpointed(_POLICIES.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["product"],
+        offload_src="device", offload_dst="pinned_host")),
 }  # fmt: skip
 
 

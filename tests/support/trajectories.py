@@ -364,7 +364,7 @@ def _possible(run: Run) -> bool:
     waits_on_host = run.way == "pipelined, host"
     several_steps = run.inner == "MultiSteps" or run.around
     return not (
-        (waits_on_host and (run.guard != "none" or several_steps or run.inner == "apply_if_finite"))
+        (waits_on_host and (run.guard == "where" or several_steps or run.inner == "apply_if_finite"))
         or (waits_on_host and run.masters and run.layers == "unrolled")  # gradients of 32 KiB
         or (run.guard in ("skip", "scale") and run.update)  # no argument of update
         or (run.guard == "scale" and run.microbatches > 1)
