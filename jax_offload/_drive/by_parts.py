@@ -18,7 +18,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from jax_offload._base.jaxprs import Literal, Var
 from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, is_host_aval, well_typed, with_kind
 from jax_offload._drive.cores import is_sent, one_of
-from jax_offload._drive.loop_source import LoopSource, stored_type
+from jax_offload._drive.loop_source import LoopSource, as_scalar, stored_type
 from jax_offload._drive.loops import Kernel, aligned, calls_of, independent, loops_of, work
 from jax_offload._drive.pieces import Piece
 from jax_offload._drive.stages import Stage
@@ -84,7 +84,7 @@ def _started(
     """One piece as calls for threads; and its results, to be asked for after them, in a kind of memory."""
     given = [v.val if isinstance(v, Literal) else env[v] for v in piece.inputs]
     operands = [given[i] for i in source.arrays]
-    scalars = [np.asarray(one_of(given[i]))[()] for i in source.scalars]
+    scalars = [as_scalar(one_of(given[i])) for i in source.scalars]
     in_parts = [_parts(x) for x in operands]
     most = max(range(len(in_parts)), key=lambda k: len(in_parts[k]))
     boxes, like = list(in_parts[most]), operands[most].sharding

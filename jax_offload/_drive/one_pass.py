@@ -19,7 +19,7 @@ from jax.sharding import Sharding
 from jax_offload._base.jaxprs import Literal, Var, variables
 from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, is_host_aval, with_kind
 from jax_offload._base.private import address_of
-from jax_offload._drive.loop_source import LoopSource, stored_type
+from jax_offload._drive.loop_source import LoopSource, as_scalar, stored_type
 from jax_offload._drive.loops import Kernel, aligned, calls_of, independent, loops_of, work
 from jax_offload._drive.pieces import Piece
 
@@ -96,7 +96,7 @@ def _started(
         fresh = aligned(v.aval.shape, v.aval.dtype)
         arrays.append(fresh.reshape(-1))
         results[v] = functools.partial(jax.device_put, fresh.view(v.aval.dtype), _place(like, v), may_alias=True)
-    scalars = [np.asarray(given[i])[()] for i in source.scalars]
+    scalars = [as_scalar(given[i]) for i in source.scalars]
     return calls_of(kernel, arrays[0].size, [*arrays, *scalars]), results
 
 
