@@ -235,9 +235,9 @@ def test_memory_is_written_when_whoever_reads_it_has_ended(monkeypatch, loops):
         y = jax.lax.fori_loop(0, 200, lambda _, y: jnp.sin(y @ y), jnp.ones((256, 256), x.dtype))
         return x + 0 * y.sum()
 
-    view, early = module._view, []
+    view, early = module.view_of, []
     monkeypatch.setattr(module, "_same", lambda places: jax.jit(lambda *xs: tuple(map(slowly, xs))))
-    monkeypatch.setattr(module, "_view", lambda x: early.append(x) if not x.is_ready() else view(x))
+    monkeypatch.setattr(module, "view_of", lambda x: early.append(x) if not x.is_ready() else view(x))
     tx = jo.offload(optax.adam(0.1), min_bytes=0, update_on="host")
     params = parameters()
     jo.jit(lambda p, s: jo.update_params(tx, p, s, p), donate_argnums=(0, 1))(params, tx.init(params))
