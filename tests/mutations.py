@@ -84,6 +84,8 @@ MUTATIONS = [
     Mutation("old parameters are written over before another reads them", "_drive/one_pass.py", " or read_by.count(old) != 1", "", "test_one_pass.py -k still_read"),
     Mutation("a gradient in host memory becomes the update", "_drive/run.py", "own = task.free - sent", "own = task.free", "test_update_on.py -k train_state"),
     Mutation("a NumPy array of the user's is written", "_drive/one_pass.py", "zip(old, _owned([env[v] for v in old]), strict=True)", "zip(old, [env[v] for v in old], strict=True)", "test_one_pass.py -k not_ours"),
+    Mutation("state is written that XLA has not handed over", "_drive/by_parts.py", "return handed_over(arrays)", "return arrays", "test_update_on.py -k donated_state_is_written"),
+    Mutation("replicas keep the old state", "_drive/by_parts.py", "here[...] = there", "pass", "test_update_on.py -k by_parts_beside"),
     Mutation("a loop's maximum loses NaN", "_drive/loop_source.py", '({0} > {1}) or ({0} != {0})', "({0} > {1})", "test_one_pass.py -k special"),
     Mutation("a group is written over the last commit", "_disk/versions.py", "return 1 - committed.slot if", "return committed.slot if", DISK),
     Mutation("a write does not wait for a commit", "_disk/queues.py", "[self._commit] if writes and self._commit else []", "[]", DISK),

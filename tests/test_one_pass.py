@@ -11,7 +11,7 @@ import pytest
 import jax_offload as jo
 from jax_offload._base.jaxprs import jaxpr_of
 from jax_offload._drive import one_pass as module
-from jax_offload._drive.loop_source import loop_source
+from jax_offload._drive.loop_source import as_scalar, loop_source
 from jax_offload._drive.loops import _compiled, aligned, fair_share, has_numba
 
 if not has_numba():
@@ -29,7 +29,7 @@ def by_loop(fun, *arrays):
     results = [aligned(v.aval.shape, v.aval.dtype) for v in jaxpr.jaxpr.outvars]
     flat = [np.asarray(arrays[i]) for i in source.arrays]
     flat = [x.view(np.uint16) if x.dtype == jnp.bfloat16 else x for x in flat]
-    scalars = [np.asarray(arrays[i])[()] for i in source.scalars]
+    scalars = [as_scalar(arrays[i]) for i in source.scalars]
     _compiled(source.text, source.types)(0, flat[0].size, *flat, *results, *scalars)
     return [x.view(v.aval.dtype) for x, v in zip(results, jaxpr.jaxpr.outvars, strict=True)]
 
@@ -74,6 +74,15 @@ def test_bfloat16_is_rounded_as_xla_rounds():
     np.testing.assert_array_equal(reduced[normal], want[normal].astype(np.float32))
 
 
+@pytest.mark.parametrize("name", EXPRESSIONS.keys() - {"powers"})
+def test_arithmetic_in_bfloat16_is_xlas(name):
+    """To the last bit: rounded after each operation, with scalars in bfloat16 too."""
+    x, y = ODD.astype(jnp.bfloat16), np.random.default_rng(0).permutation(ODD).astype(jnp.bfloat16)
+    (got,), want = by_loop(EXPRESSIONS[name], x, y, s := jnp.bfloat16(1.5)), jax.jit(EXPRESSIONS[name])(x, y, s)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(got.astype(np.float32), np.asarray(want, np.float32))
+
+
 @pytest.mark.parametrize(
     "fun",
     [
@@ -81,7 +90,7 @@ def test_bfloat16_is_rounded_as_xla_rounds():
         lambda x: x[::-1],
         jnp.exp,
         lambda x: x.astype(jnp.float16),
-        lambda x: (x.astype(jnp.bfloat16) * 2).astype(jnp.float32),
+        lambda x: (x.astype(jnp.bfloat16) ** 3).astype(jnp.float32),
         lambda x: x.astype(jnp.int32),
         lambda x: x**-1,
         lambda x: x[:4],
@@ -154,6 +163,37 @@ def test_values_placement_and_buffers(name, donated, loops):
     assert all(jax.typeof(p).memory_space == jax.memory.Space.Device for p in jax.tree.leaves(params))
 
 
+LOW = {
+    "parameters": (optax.adamw(1e-2), jnp.bfloat16),
+    "moments": (optax.adamw(1e-2, mu_dtype=jnp.bfloat16), jnp.float32),
+}
+
+
+@pytest.mark.parametrize("name", LOW)
+def test_bfloat16_leaves_are_those_of_plain_optax(name, loops):
+    """Bit for bit, after three updates."""
+    inner, dtype = LOW[name]
+    tx = jo.offload(inner, min_bytes=0, update_on="host")
+    ours = jo.jit(lambda p, s, g: jo.update_params(tx, g, s, p), donate_argnums=(0, 1))
+    plain = jax.jit(lambda p, s, g: jo.update_params(inner, g, s, p))
+    params, want = parameters(dtype), parameters(dtype)
+    state, resident = tx.init(params), inner.init(want)
+    for k in range(3):
+        grads = jax.tree.map(lambda p, k=k: (jnp.sin(p) + k).astype(dtype) / 8, want)
+        params, state = ours(params, state, grads)
+        want, resident = plain(want, resident, grads)
+    assert len(loops) == 3 * len(SHAPES)
+    low = 0
+    for got, right in zip(jax.tree.leaves((params, state)), jax.tree.leaves((want, resident)), strict=True):
+        a, b = np.asarray(got), np.asarray(right)
+        if got.dtype == jnp.bfloat16:
+            low += 1
+            np.testing.assert_array_equal(a.view(np.uint16), b.view(np.uint16))
+        else:
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+    assert low == len(SHAPES) * (3 if dtype == jnp.bfloat16 else 1)
+
+
 def test_memory_that_is_not_ours_is_not_written(loops):
     """On a CPU, ``device_put`` takes a NumPy array as it is: donated or not, it stays the user's."""
     mine = aligned((64, 64), jnp.float32)
@@ -195,9 +235,9 @@ def test_memory_is_written_when_whoever_reads_it_has_ended(monkeypatch, loops):
         y = jax.lax.fori_loop(0, 200, lambda _, y: jnp.sin(y @ y), jnp.ones((256, 256), x.dtype))
         return x + 0 * y.sum()
 
-    view, early = module._view, []
+    view, early = module.view_of, []
     monkeypatch.setattr(module, "_same", lambda places: jax.jit(lambda *xs: tuple(map(slowly, xs))))
-    monkeypatch.setattr(module, "_view", lambda x: early.append(x) if not x.is_ready() else view(x))
+    monkeypatch.setattr(module, "view_of", lambda x: early.append(x) if not x.is_ready() else view(x))
     tx = jo.offload(optax.adam(0.1), min_bytes=0, update_on="host")
     params = parameters()
     jo.jit(lambda p, s: jo.update_params(tx, p, s, p), donate_argnums=(0, 1))(params, tx.init(params))

@@ -183,6 +183,75 @@ def test_what_is_not_donated_stays(small_groups):
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
+def addresses(state):
+    leaves = [x for x in jax.tree.leaves(state) if x.sharding.memory_kind == "pinned_host"]
+    return [shard.data.unsafe_buffer_pointer() for x in leaves for shard in x.addressable_shards]
+
+
+@pytest.mark.skipif(not loops.has_numba(), reason="numba is not installed (extra cores)")
+@pytest.mark.usefixtures("other_backend", "small_groups")
+def test_beside_an_accelerator_donated_state_is_written_in_place():
+    """Where it was donated; where it was not, it keeps its numbers, and the new one lies elsewhere."""
+    tx, params = offload(optax.adamw(1e-2)), model()
+    state, x = tx.init(params), jnp.asarray(X)
+    kept = jax.tree.map(np.array, jo.to_device(state))
+    plain = jax.jit(step_of(optax.adamw(1e-2)))
+    want = plain(*plain(params, jo.to_device(state), x)[:2], x)
+    where = addresses(state)
+    step = jo.jit(step_of(tx))
+    _, new, _ = step(params, state, x)
+    assert where and {*where}.isdisjoint(addresses(new))
+    jax.tree.map(np.testing.assert_array_equal, jo.to_device(state), kept)
+    donated, given = jo.jit(step_of(tx), donate_argnums=(0, 1)), state
+    params = copied(params)
+    for _ in range(2):
+        params, state, last = donated(params, state, x)
+    assert addresses(state) == where and all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
+    assert_same(jo.to_device((params, state, last)), want, "in place")
+
+
+@pytest.mark.skipif(not loops.has_numba(), reason="numba is not installed (extra cores)")
+@pytest.mark.usefixtures("other_backend")
+def test_memory_that_is_not_given_away_is_not_written(monkeypatch):
+    """A GPU's XLA refuses to take what a NumPy view is held of: the view keeps its numbers, and the step is right."""
+
+    def refused(arrays):
+        raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: Donation requested for buffer with external reference")
+
+    monkeypatch.setattr(by_parts, "handed_over", refused)
+    tx, params = offload(optax.adamw(1e-2)), model()
+    state = tx.init(params)
+    views = [np.asarray(x) for x in jax.tree.leaves(state)]
+    before = [np.array(x) for x in views]
+    want = jax.jit(step_of(optax.adamw(1e-2)))(params, jo.to_device(state), X)
+    got = jo.jit(step_of(tx), donate_argnums=1)(params, state, X)
+    assert_same(jo.to_device(got), want, "copied first")
+    jax.tree.map(np.testing.assert_array_equal, views, before)
+    assert all(x.is_deleted() for x in jax.tree.leaves(state) if x.ndim == 2)
+
+
+@pytest.mark.skipif(not loops.has_numba(), reason="numba is not installed (extra cores)")
+@pytest.mark.usefixtures("other_backend", "small_groups")
+def test_state_that_the_step_reads_too_is_not_written():
+    """Another program reads the old moments: they have the old numbers, wherever it runs in the step."""
+    tx, params = offload(optax.adamw(1e-2)), model()
+
+    def step_with(tx):
+        def step(params, state, x):
+            new = step_of(tx)(params, state, x)
+            return *new[:2], jax.tree.map(lambda x: jnp.sum(jo.to_device(x)), state)
+
+        return step
+
+    state = tx.init(params)
+    plain = jax.jit(step_with(optax.adamw(1e-2)))
+    params, state, _ = jo.jit(step_with(tx))(params, state, X)
+    want, held = plain(params, jo.to_device(state), X), addresses(state)
+    got = jo.jit(step_with(tx), donate_argnums=1)(params, state, X)
+    assert_same(jo.to_device(got), want, "read too")
+    assert held
+
+
 class SlowLink(Cores):
     """A link that carries a parameter in 60 ms, one after the other, and cores that take as long to update it.
 
@@ -420,7 +489,8 @@ def test_sharded_beside_accelerators(inner, share, how, kind, monkeypatch):
 
 
 @pytest.mark.skipif(not loops.has_numba(), reason="numba is not installed (extra cores)")
-def test_loops_go_by_parts_beside_accelerators(monkeypatch):
+@pytest.mark.parametrize("how", ["as the parameters", "ZeRO-1"])
+def test_loops_go_by_parts_beside_accelerators(how, monkeypatch):
     """What is divided stays so: nothing is put together, and each element is updated once, of replicas too."""
     whole, elements = [], []
 
@@ -433,12 +503,12 @@ def test_loops_go_by_parts_beside_accelerators(monkeypatch):
     monkeypatch.setattr(by_parts, "calls_of", lambda kernel, n, given: elements.append(n) or calls_of(kernel, n, given))
     monkeypatch.setattr(run, "cores_beside", lambda devices: Counting(jax.devices()[7]))
     mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
-    sharded(optax.adamw(1e-2), "host", "ZeRO-1", mesh)
+    sharded(optax.adamw(1e-2), "host", how, mesh, in_place=True)
     assert not whole
     assert sum(elements) == 2 * sum(x.size for x in jax.tree.leaves(model()) if 4 * x.size >= 1024)
 
 
-def sharded(inner, share, how, mesh):
+def sharded(inner, share, how, mesh, in_place=False):
     """Two updates of a state on a mesh: plain optax's numbers, and all of it where it was."""
     where = NamedSharding(mesh, P(None, "model") if mesh.axis_types[0] is AxisType.Auto else P())
     params = jax.tree.map(lambda p: jax.device_put(p, where if p.ndim == 2 else NamedSharding(mesh, P())), model())
@@ -447,8 +517,9 @@ def sharded(inner, share, how, mesh):
     x = jax.device_put(X, NamedSharding(mesh, P("data", None)))
     step, plain = jo.jit(step_of(tx), donate_argnums=(0, 1)), jax.jit(step_of(inner))
     want = plain(params, jo.to_device(state), x)
-    places = [leaf.sharding for leaf in jax.tree.leaves((params, state))]
+    places, where = [leaf.sharding for leaf in jax.tree.leaves((params, state))], addresses(state)
     got = step(params, state, x)
+    assert not in_place or where == addresses(got[1])
     assert_same(jo.to_device(got), want, "sharded")
     for leaf, place in zip(jax.tree.leaves(got[:2]), places, strict=True):
         assert leaf.sharding.is_equivalent_to(place, leaf.ndim)

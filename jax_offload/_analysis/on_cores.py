@@ -24,7 +24,8 @@ from jax_offload._plan.plan import OnCores, Planned
 # What XLA's CPU code reads and writes of AdamW's arrays, in three passes, beside one pass over them: that of a group
 # of which all slices are loops, where numba compiles them.
 PASSES = 40 / 28
-# Beside an accelerator new leaves are new buffers, and are copied into pinned ones: written, read, and written again.
+# Beside an accelerator the leaves that XLA's programs make are new buffers, and are copied into pinned ones: written,
+# read, and written again. Loops write donated leaves in place.
 COPIES = 3
 
 
@@ -41,7 +42,8 @@ class Share:
       worked: that the update itself reads and writes, in all of its passes. What is the same on all accelerators of a
         host is updated once for them.
       unlooped: of that, what is no loop of elements: its leaves are taken whole, which only one process can.
-      assembled: of that, what is put together of the accelerators' parts before, and divided again after.
+      copied: of the new state, what is no loop's and comes into pinned memory by a copy.
+      assembled: of what is worked, what is put together of the accelerators' parts before, and divided again after.
     """
 
     loaded: int = 0
@@ -52,12 +54,13 @@ class Share:
     last: int = 0
     worked: int = 0
     unlooped: int = 0
+    copied: int = 0
     assembled: int = 0
 
     @property
     def dram(self) -> int:
-        """Bytes through the host's memory: of AdamW in float32 64 for each parameter, 76 in XLA's passes."""
-        return self.worked + 2 * self.assembled + self.gradients + self.down + self.up + COPIES * self.stored
+        """Bytes through the host's memory: of donated AdamW in float32 40 for each parameter, 76 in XLA's passes."""
+        return self.worked + 2 * self.assembled + self.gradients + self.down + self.up + COPIES * self.copied
 
     def exposed(self, link: Link, dram: float, hides: float, loaded: int, stored: int) -> tuple[float, float]:
         """Seconds that are added to a step; and of those, in which the link is waited for.
@@ -98,6 +101,7 @@ def share_of(planned: Iterable[Planned], gradients: Iterable[Var], on_a_host: in
         last=sum(map(_up, groups[-1])) if groups else 0,
         worked=sum(_worked(group, on_a_host) for group in groups),
         unlooped=sum(_moved(s) for s in own if not _is_loop(s)),
+        copied=sum(_stored(s) for group in groups if not all(map(_is_loop, group)) for s in group),
         assembled=sum(_moved(s) for s in own if not _is_loop(s) and _parts(s) > 1),
     )
 

@@ -3,10 +3,15 @@
 A loop does the same to every element, so it needs no leaf whole: what is divided between accelerators, or processes,
 stays divided, and is updated where it is in host memory; of what is replicated one copy is. A new parameter that is
 divided further than it is to be (ZeRO-1) goes up as its parts, and the accelerators put it together.
+
+Leaves of the state that were donated are written in place: XLA hands their memory over first, through a program that
+they are donated to. It runs when whatever else reads them has ended, and marks them as deleted for everybody else. No
+later program of the step reads the old value there: only leaves that no other program reads are written.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
@@ -16,14 +21,16 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from jax_offload._base.jaxprs import Literal, Var
-from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, is_host_aval, well_typed, with_kind
+from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, copy_on_host, is_host_aval, well_typed, with_kind
 from jax_offload._drive.cores import is_sent, one_of
-from jax_offload._drive.loop_source import LoopSource, stored_type
+from jax_offload._drive.loop_source import LoopSource, as_scalar, stored_type
 from jax_offload._drive.loops import Kernel, aligned, calls_of, independent, loops_of, work
+from jax_offload._drive.one_pass import handed_over, over_of, view_of, written_by
 from jax_offload._drive.pieces import Piece
 from jax_offload._drive.stages import Stage
 from jax_offload._drive.tasks import Task
 
+WRITABLE = ("cpu", "gpu", "cuda", "rocm")
 Box = tuple[tuple[int, int], ...]  # from where to where, along each axis
 
 
@@ -37,6 +44,9 @@ class ByParts:
       inputs, outputs: of the function.
       up: results that go to the accelerators at once; the others stay in host memory.
       kernels: of each piece its loop.
+
+    Attributes:
+      written: inputs that results are written over, where they are divided as these.
     """
 
     def __init__(
@@ -49,6 +59,8 @@ class ByParts:
     ) -> None:
         self._pieces, self._inputs, self._outputs, self._up, self._kernels = pieces, inputs, outputs, up, kernels
         self._levels = independent(pieces)
+        each = zip(pieces, kernels, strict=True)
+        self.written = [v for piece, (_, source) in each for v in written_by(piece, source).values()]
 
     def __call__(self, *operands: Any) -> list[Any]:
         env = dict(zip(self._inputs, operands, strict=True))
@@ -60,12 +72,46 @@ class ByParts:
         return [env[v] for v in self._outputs]
 
 
-def by_parts(task: Task) -> ByParts | None:
-    """A task of the cores part by part; ``None`` where a piece of it is no loop, or numba is missing."""
+def by_parts(task: Task, next_of: Mapping[Var, Var], own: Set[Var]) -> ByParts | None:
+    """A task of the cores part by part; ``None`` where a piece of it is no loop, or numba is missing.
+
+    Args:
+      next_of: result -> what it is the next value of.
+      own: what may be written over.
+    """
     pieces = task.stage.pieces
-    found = loops_of(pieces, [{} for _ in pieces])
+    found = loops_of(pieces, [over_of(piece, pieces, next_of, own & task.free) for piece in pieces])
     up = {v for v in task.up if not is_host_aval(v.aval)}
     return None if found is None else ByParts(pieces, task.inputs, task.outputs, up, found)
+
+
+def to_be_written(
+    tasks: Sequence[Task], donated: Set[Var], places: Mapping[Var, Sharding], devices: Set[Any]
+) -> set[Var]:
+    """Of what was donated, what the cores may write where it is: host leaves that one task alone reads.
+
+    Not of a TPU, whose host memory has no address for us.
+    """
+    if any(device.platform not in WRITABLE for device in devices):
+        return set()
+    read_by = Counter(v for task in tasks for v in task.inputs)
+    return {v for v in donated if is_host_aval(v.aval) and read_by[v] == 1 and {*places[v].device_set} == {*devices}}
+
+
+def taken_over(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """Arrays that were donated, in memory of the step's own: where they are, without a copy. Waits for nothing.
+
+    On a GPU XLA refuses where somebody holds a NumPy view of one, which a checkpoint may; then they are copied.
+    """
+    try:
+        return handed_over(arrays)
+    except jax.errors.JaxRuntimeError:
+        if any(x.is_deleted() for x in arrays):
+            raise
+        copies = [copy_on_host(x) for x in arrays]
+        for x in arrays:
+            x.delete()
+        return copies
 
 
 def check_by_parts(stage: Stage, processes: int) -> None:
@@ -83,31 +129,54 @@ def _started(
 ) -> tuple[list[Callable[[], None]], dict[Var, Callable[[str], Any]]]:
     """One piece as calls for threads; and its results, to be asked for after them, in a kind of memory."""
     given = [v.val if isinstance(v, Literal) else env[v] for v in piece.inputs]
-    operands = [given[i] for i in source.arrays]
-    scalars = [np.asarray(one_of(given[i]))[()] for i in source.scalars]
-    in_parts = [_parts(x) for x in operands]
-    most = max(range(len(in_parts)), key=lambda k: len(in_parts[k]))
+    scalars = [as_scalar(one_of(given[i])) for i in source.scalars]
+    over = {i: k for k, i in source.over.items()}
+    operands = {i: given[i] for i in source.arrays}
+    in_parts = {i: _parts(x, i in over) for i, x in operands.items()}
+    most = max(operands, key=lambda i: len(in_parts[i]))
     boxes, like = list(in_parts[most]), operands[most].sharding
+    in_place = {i for i in over if in_parts[i].keys() == in_parts[most].keys()}
     calls: list[Callable[[], None]] = []
     by_box: list[dict[Box, Any]] = [{} for _ in piece.outputs]
     for box in boxes:
-        arrays = [_flat(_within(x, parts, box)) for x, parts in zip(operands, in_parts, strict=True)]
+        values = {i: _within(x, in_parts[i], box) for i, x in operands.items()}
+        values |= {i: np.array(values[i]) for i in over.keys() - in_place}
         shape = tuple(end - begin for begin, end in box)
-        fresh = [aligned(shape, v.aval.dtype) for v in piece.outputs]
-        for results, v, x in zip(by_box, piece.outputs, fresh, strict=True):
-            results[box] = x.view(v.aval.dtype)
-        calls += calls_of(kernel, arrays[0].size, [*arrays, *(x.reshape(-1) for x in fresh), *scalars])
-    return calls, {v: partial(_assembled, v.aval.shape, x, like) for v, x in zip(piece.outputs, by_box, strict=True)}
+        fresh = {k: aligned(shape, v.aval.dtype) for k, v in enumerate(piece.outputs) if k not in source.over}
+        for k, x in (fresh | {over[i]: values[i] for i in over}).items():
+            by_box[k][box] = x.view(piece.outputs[k].aval.dtype)
+        arrays = [*map(_flat, values.values()), *(x.reshape(-1) for x in fresh.values())]
+        calls += calls_of(kernel, arrays[0].size, [*arrays, *scalars])
+    made = {v: partial(_assembled, v.aval.shape, x, like) for v, x in zip(piece.outputs, by_box, strict=True)}
+    return calls, made | {piece.outputs[over[i]]: partial(_where_it_was, operands[i]) for i in in_place}
 
 
-def _parts(x: Any) -> dict[Box, Any]:
-    """What this process has of an array, each part once. Waits until it is there."""
+def _parts(x: Any, written: bool) -> dict[Box, Any]:
+    """What this process has of an array, each part once, to read or to be ``written``. Waits until it is there."""
+    if written:
+        jax.block_until_ready(x)
     found: dict[Box, Any] = {}
     for shard in x.addressable_shards:
         box = _box(shard.index, x.shape)
         if box not in found:
-            found[box] = np.asarray(shard.data)
+            found[box] = _memory(shard.data) if written else np.asarray(shard.data)
     return found
+
+
+def _memory(x: jax.Array) -> Any:
+    """An array's memory, to write. XLA is not told, as a view would be, and hands it over in the next step."""
+    return view_of(x).view(x.dtype).reshape(x.shape)
+
+
+def _where_it_was(x: jax.Array, _: str) -> jax.Array:
+    """A leaf that has been written: of each part one copy, which the others are made like."""
+    first: dict[Box, Any] = {}
+    for shard in x.addressable_shards:
+        here = _memory(shard.data)
+        there = first.setdefault(_box(shard.index, x.shape), here)
+        if there is not here:
+            here[...] = there
+    return x
 
 
 def _box(index: Sequence[slice], shape: Sequence[int]) -> Box:

@@ -3,7 +3,8 @@
 On a CPU the step's own device is the host, so nothing moves, and donated state is updated in its buffers. With an
 accelerator the programs run on jax's CPU backend, and see pinned host memory as arrays of it, without a copy. XLA
 copies what such a view is donated for (0.10 to 0.12, tried on a CPU), so new leaves are new buffers, and are pinned
-again by a copy where the platform does not take them as they are.
+again by a copy where the platform does not take them as they are; only loops of elements (``by_parts.py``) write what
+was donated in place.
 
 With several accelerators loops of elements go part by part (``by_parts.py``). A leaf that is none of those' is updated
 once, whole, for all of them: what is divided between them is put together in host memory, one more copy, and its new
@@ -77,6 +78,8 @@ def one_of(x: Any) -> Any:
 
 def _resharded_as(x: jax.Array, sharding: Sharding) -> jax.Array:
     """What was updated by parts, as it is to be; where it is to be divided otherwise the accelerators see to that."""
+    if x.sharding == sharding:
+        return x
     if not x.sharding.is_equivalent_to(with_kind(sharding, str(x.sharding.memory_kind)), x.ndim):
         x = jax.device_put(x, with_kind(x.sharding, DEVICE_KIND))
         x = jax.device_put(x, with_kind(sharding, DEVICE_KIND))

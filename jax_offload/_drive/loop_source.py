@@ -18,7 +18,8 @@ from jax_offload._base.jaxprs import Equation, Jaxpr, Literal, Var, closed, vari
 from jax_offload._ir.program import flat
 
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
-# In the loop a bfloat16 number is a float32 one; arithmetic in bfloat16, which XLA may round less often, is left to it.
+# In the loop a bfloat16 number is a float32 one, rounded after each operation, but not where the next one makes it
+# float32: as XLA's CPU code does.
 _TYPES = {np.dtype(t): t for t in ("float32", "int32", "uint32", "uint16", "bool")} | {BFLOAT16: "float32"}
 _STORED = {BFLOAT16: "uint16"}
 
@@ -71,6 +72,7 @@ def _source(jaxpr: Jaxpr, over: Mapping[int, int]) -> LoopSource:
     scalars = tuple(i for i, v in enumerate(program.inputs) if i not in arrays)
     results = tuple(k for k in range(len(outputs)) if k not in over)
     names: dict[Var, str] = {}
+    unrounded: dict[Var, str] = {}
     lines: list[str] = []
     for i in arrays:
         names[program.inputs[i]] = f"x{i}"
@@ -79,10 +81,16 @@ def _source(jaxpr: Jaxpr, over: Mapping[int, int]) -> LoopSource:
         names[program.inputs[i]] = f"s{i}"
         _type_of(program.inputs[i])
     for eqn in program.eqns:
-        for v, text in zip(eqn.outvars, _result(eqn, [_operand(v, names) for v in eqn.invars]), strict=True):
+        widens = eqn.primitive.name == "convert_element_type" and eqn.outvars[0].aval.dtype == np.float32
+        known = names | {v: unrounded[v] for v in variables(eqn.invars) if v in unrounded} if widens else names
+        for v, text in zip(eqn.outvars, _result(eqn, [_operand(v, known) for v in eqn.invars]), strict=True):
             if v.aval.shape not in ((), shape):
                 raise _NoLoop
             names[v] = f"v{len(names)}"
+            if v.aval.dtype == BFLOAT16 and eqn.primitive.name not in _EXACT:
+                unrounded[v] = f"w{len(names)}"
+                lines.append(f"{unrounded[v]} = float32({text})")
+                text = f"rounded({unrounded[v]})"
             lines.append(f"{names[v]} = {_type_of(v)}({text})")
     for k, v in enumerate(outputs):
         target = f"a{over[k]}" if k in over else f"r{k}"
@@ -97,6 +105,12 @@ def _source(jaxpr: Jaxpr, over: Mapping[int, int]) -> LoopSource:
     types = [f"{stored_type(v.aval.dtype)}[]" for v in of_arrays]
     types += [_type_of(program.inputs[i]) for i in scalars]
     return LoopSource(text, arrays, scalars, dict(over), tuple(types))
+
+
+def as_scalar(x: Any) -> Any:
+    """A number as a loop takes it."""
+    number = np.asarray(x)[()]
+    return np.float32(number) if number.dtype == BFLOAT16 else number
 
 
 def stored_type(dtype: Any) -> str:
@@ -161,7 +175,9 @@ _OF_FLOATS = {
     "sign": "{0} if ({0} != {0}) or ({0} == float32(0)) else copysign(float32(1), {0})",
     "is_finite": "abs({0}) < float32(inf)",
 }
-_HANDED_ON = {*_SAME, "select_n"}
+# What makes no number that bfloat16 does not have.
+_EXACT = {*_SAME, "select_n", "max", "min", "clamp", "neg", "abs", "sign"}
+_EXACT |= {"convert_element_type", "reduce_precision", "optimization_barrier"}  # or is rounded there
 
 
 def _result(eqn: Equation, operands: Sequence[str]) -> list[str]:
@@ -170,13 +186,11 @@ def _result(eqn: Equation, operands: Sequence[str]) -> list[str]:
         return list(operands)
     if len(eqn.outvars) != 1 or first is None or eqn.effects:
         raise _NoLoop
-    if first.dtype == BFLOAT16 and name not in _HANDED_ON | {"convert_element_type", "bitcast_convert_type"}:
-        raise _NoLoop
     if name == "broadcast_in_dim" and first.shape not in ((), eqn.outvars[0].aval.shape):
         raise _NoLoop
     if name in _TEXTS:
         return [_TEXTS[name].format(*operands)]
-    if name in _OF_FLOATS and first.dtype == np.float32:
+    if name in _OF_FLOATS and first.dtype in (np.float32, BFLOAT16):
         return [_OF_FLOATS[name].format(*operands)]
     if name in _SPECIAL:
         return [_SPECIAL[name](eqn, operands)]
@@ -185,7 +199,7 @@ def _result(eqn: Equation, operands: Sequence[str]) -> list[str]:
 
 def _integer_pow(eqn: Equation, operands: Sequence[str]) -> str:
     y = eqn.params["y"]
-    if not 1 <= y <= 4:
+    if not 1 <= y <= (2 if eqn.outvars[0].aval.dtype == BFLOAT16 else 4):  # of more, each product is rounded
         raise _NoLoop
     return " * ".join([operands[0]] * y)
 
@@ -200,7 +214,7 @@ def _convert(eqn: Equation, operands: Sequence[str]) -> str:
     old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
     if jnp.issubdtype(old, jnp.floating) and not jnp.issubdtype(new, jnp.floating):
         raise _NoLoop  # what is out of range differs
-    return f"rounded({operands[0]})" if new == BFLOAT16 and old != BFLOAT16 else operands[0]
+    return f"rounded(float32({operands[0]}))" if new == BFLOAT16 and old != BFLOAT16 else operands[0]
 
 
 def _bits(eqn: Equation, operands: Sequence[str]) -> str:

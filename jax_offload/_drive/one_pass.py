@@ -19,7 +19,7 @@ from jax.sharding import Sharding
 from jax_offload._base.jaxprs import Literal, Var, variables
 from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, is_host_aval, with_kind
 from jax_offload._base.private import address_of
-from jax_offload._drive.loop_source import LoopSource, stored_type
+from jax_offload._drive.loop_source import LoopSource, as_scalar, stored_type
 from jax_offload._drive.loops import Kernel, aligned, calls_of, independent, loops_of, work
 from jax_offload._drive.pieces import Piece
 
@@ -44,17 +44,17 @@ def one_pass(
       next_of: result -> what it is the next value of.
       own: inputs that nobody reads later, whose memory is the step's, and of the kind that their types say.
     """
-    kernels = loops_of(pieces, [_over(piece, pieces, next_of, own) for piece in pieces])
+    kernels = loops_of(pieces, [over_of(piece, pieces, next_of, own) for piece in pieces])
     if kernels is None:
         return otherwise
     levels = independent(pieces)
+    old = [v for piece, (_, source) in zip(pieces, kernels, strict=True) for v in written_by(piece, source).values()]
 
     def run(*operands: Any) -> Sequence[Any]:
         if any(len(x.devices()) > 1 for x in operands):
             return otherwise(*operands)
         jax.block_until_ready(operands)
         env = dict(zip(inputs, operands, strict=True))
-        old = [v for piece, (_, source) in zip(pieces, kernels, strict=True) for v in _written(piece, source).values()]
         env.update(zip(old, _owned([env[v] for v in old]), strict=True))
         for together in levels:
             started = [_started(*kernels[k], pieces[k], env) for k in together]
@@ -66,7 +66,7 @@ def one_pass(
     return run
 
 
-def _over(piece: Piece, pieces: Sequence[Piece], next_of: Mapping[Var, Var], own: Set[Var]) -> dict[int, int]:
+def over_of(piece: Piece, pieces: Sequence[Piece], next_of: Mapping[Var, Var], own: Set[Var]) -> dict[int, int]:
     """Results and the inputs that they are written over: the next value of one that nobody else reads."""
     read_by = [v for each in pieces for v in {*variables(each.inputs)}]
     found: dict[int, int] = {}
@@ -79,7 +79,8 @@ def _over(piece: Piece, pieces: Sequence[Piece], next_of: Mapping[Var, Var], own
     return found
 
 
-def _written(piece: Piece, source: LoopSource) -> dict[int, Var]:
+def written_by(piece: Piece, source: LoopSource) -> dict[int, Var]:
+    """Results and the variables that they are written over."""
     return {k: v for k, i in source.over.items() if isinstance(v := piece.inputs[i], Var)}
 
 
@@ -89,14 +90,14 @@ def _started(
     """One piece as calls for threads, a part of its elements each; and its results, to be asked for after them."""
     given = [v.val if isinstance(v, Literal) else env[v] for v in piece.inputs]
     like = next(x for x in (given[i] for i in source.arrays) if isinstance(x, jax.Array))
-    over = _written(piece, source)
+    over = written_by(piece, source)
     results: dict[Any, Callable[[], Any]] = {piece.outputs[k]: functools.partial(env.get, v) for k, v in over.items()}
-    arrays = [_view(given[i]) for i in source.arrays]
+    arrays = [view_of(given[i]) for i in source.arrays]
     for v in (v for k, v in enumerate(piece.outputs) if k not in over):
         fresh = aligned(v.aval.shape, v.aval.dtype)
         arrays.append(fresh.reshape(-1))
         results[v] = functools.partial(jax.device_put, fresh.view(v.aval.dtype), _place(like, v), may_alias=True)
-    scalars = [np.asarray(given[i])[()] for i in source.scalars]
+    scalars = [as_scalar(given[i]) for i in source.scalars]
     return calls_of(kernel, arrays[0].size, [*arrays, *scalars]), results
 
 
@@ -105,7 +106,7 @@ def _place(like: jax.Array, v: Var) -> Sharding:
     return with_kind(like.sharding, HOST_KIND if is_host_aval(v.aval) else DEVICE_KIND)
 
 
-def _view(x: Any) -> Any:
+def view_of(x: Any) -> Any:
     """An array's memory, flat, to read or, where it is the step's own, to write."""
     dtype = np.dtype(stored_type(x.dtype))
     buffer = (ctypes.c_char * (x.size * dtype.itemsize)).from_address(address_of(x))
@@ -117,7 +118,12 @@ def _owned(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
 
     Waits until that is so: programs that have begun may still read them, or a copy may still be under way.
     """
-    return jax.block_until_ready(_same(tuple(x.sharding for x in arrays))(*arrays)) if arrays else ()
+    return jax.block_until_ready(handed_over(arrays))
+
+
+def handed_over(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """The arrays, through a program that they are donated to."""
+    return _same(tuple(x.sharding for x in arrays))(*arrays) if arrays else ()
 
 
 @functools.lru_cache(256)

@@ -21,7 +21,7 @@ from jax_offload._base.jaxprs import (
     without_dead_code,
 )
 from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, is_host_aval, to_device, to_host, with_kind
-from jax_offload._drive.by_parts import ByParts, by_parts, check_by_parts
+from jax_offload._drive.by_parts import ByParts, by_parts, check_by_parts, to_be_written
 from jax_offload._drive.cores import Cores, cores_beside, on_accelerators
 from jax_offload._drive.files import files_of
 from jax_offload._drive.one_pass import Run, one_pass
@@ -29,6 +29,7 @@ from jax_offload._drive.segments import ON_A_CPU, ON_DEVICES, in_segments
 from jax_offload._drive.stages import Staged, staged
 from jax_offload._drive.tasks import Task, tasks_of
 from jax_offload._drive.undivided import without_mesh
+from jax_offload._drive.values import Values
 from jax_offload._emit.find import holds_driven_update
 from jax_offload._ir.program import flat
 from jax_offload._step.cut import cut_step, unguarded
@@ -85,18 +86,22 @@ class Driven:
         self._compiled: dict[Hashable, Jit] = {}
         tasks = tasks_of(found, self._donated | {*self._reads})
         sent = {v for task in tasks for v in task.down}
-        self._tasks = [(task, self._run_by(task, sent)) for task in tasks]
+        own = to_be_written(tasks, self._donated, self._places, self._devices)
+        self._tasks = [(task, self._run_by(task, sent, own)) for task in tasks]
+        self._written = [v for _, run in self._tasks if isinstance(run, ByParts) for v in run.written]
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """The step's results, flat, of its flat arguments."""
         given = dict(zip(self._step.inputs, [*self._step.consts, *args], strict=False))
-        values, tasks = _Values(self._cores, given), [task for task, _ in self._tasks]
+        values, tasks = Values(self._cores, given), [task for task, _ in self._tasks]
         files = self._files.moving(self._step, tasks, given, self._reads)
         for k, (task, run) in enumerate(self._tasks):
             for following, _ in self._tasks[k + 1 : k + 2]:
                 values.send(following)
             files.read(task, tasks[k + 1 :])
             results = run(*values.operands(task, isinstance(run, ByParts)))
+            if k == 0:  # behind the first program, whose gradients the cores wait for, and ahead of all others
+                values.take(self._written)
             values.put(task, results, self._place)
             values.drop(task.over, self._donated)
             files.write(k, task)
@@ -160,15 +165,15 @@ class Driven:
             return None
         return with_kind(place, HOST_KIND if is_host_aval(v.aval) else DEVICE_KIND)
 
-    def _run_by(self, task: Task, sent: Set[Var]) -> Run:
+    def _run_by(self, task: Task, sent: Set[Var], own: Set[Var]) -> Run:
         """How a task runs: as a program of XLA's, or one of the cores in loops of one pass."""
         program = self._program(task)
         if not task.stage.on_cores:
             return program
         if self._cores.cpu is None:
-            own = task.free - sent
-            return one_pass(task.stage.pieces, task.inputs, task.outputs, program, self._step.next_of, own)
-        if (loops := by_parts(task)) is not None:
+            free = task.free - sent
+            return one_pass(task.stage.pieces, task.inputs, task.outputs, program, self._step.next_of, free)
+        if (loops := by_parts(task, self._step.next_of, own)) is not None:
             return loops
         check_by_parts(task.stage, len({device.process_index for device in self._devices}))
         return program
@@ -188,48 +193,6 @@ def _everywhere(placed: Sequence[Any], devices: Set[Any]) -> Sharding:
     meshes = (s.mesh for s in placed if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh))
     mesh = next((mesh for mesh in meshes if {*mesh.devices.flat} == devices), None)
     return SingleDeviceSharding(next(iter(devices))) if mesh is None else NamedSharding(mesh, PartitionSpec())
-
-
-class _Values:
-    """The values of a step that runs: ``here`` in the step's own memory, ``there`` for the cores."""
-
-    def __init__(self, cores: Cores, given: dict[Var, Any]) -> None:
-        self.here, self._there, self._cores = given, dict[Var, Any](), cores
-
-    def send(self, task: Task) -> None:
-        """What the cores are going to need starts on its way, as far as it is there."""
-        for v in task.inputs if task.stage.on_cores else ():
-            if v in self.here and v not in self._there:
-                self._there[v] = self._cores.sent(self.here[v])
-
-    def operands(self, task: Task, by_parts: bool) -> list[Any]:
-        """What it takes: ``by_parts`` as it was sent, else, of the cores, whole."""
-        self.send(task)
-        if not task.stage.on_cores:
-            return [self.here[v] for v in task.inputs]
-        return [self._cores.lent(self._there[v], assembled=not by_parts) for v in task.inputs]
-
-    def put(self, task: Task, results: Sequence[Any], place: Callable[[Var], Sharding]) -> None:
-        n = len(task.outputs)
-        defined, down = dict(zip(task.outputs, results[:n], strict=True)), zip(task.down, results[n:], strict=True)
-        if task.stage.on_cores:
-            self._there |= defined
-            self.here |= {v: self._cores.brought_back(defined[v], place(v)) for v in task.up}
-        else:
-            self.here |= defined
-            self._there |= down
-
-    def drop(self, over: Sequence[Var], donated: Set[Var]) -> None:
-        """Forgets values, and frees those that were donated, unless they are handed on under another name."""
-        gone = {v: self.here.pop(v, None) for v in over}
-        for v in over:
-            self._there.pop(v, None)
-        left = [x for v, x in gone.items() if v in donated and isinstance(x, jax.Array) and not x.is_deleted()]
-        if left:
-            live = {id(x) for x in self.here.values()}
-            for x in left:
-                if id(x) not in live:
-                    x.delete()
 
 
 class _Loop:

@@ -1,0 +1,62 @@
+"""The values of a step that runs, in its own memory and as the cores have them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Set
+from typing import Any
+
+import jax
+from jax.sharding import Sharding
+
+from jax_offload._base.jaxprs import Var
+from jax_offload._drive.by_parts import taken_over
+from jax_offload._drive.cores import Cores
+from jax_offload._drive.tasks import Task
+
+
+class Values:
+    """The values of a step that runs: ``here`` in the step's own memory, ``there`` for the cores."""
+
+    def __init__(self, cores: Cores, given: dict[Var, Any]) -> None:
+        self.here, self._there, self._cores = given, dict[Var, Any](), cores
+
+    def take(self, own: Sequence[Var]) -> None:
+        """Donated host leaves become the step's own memory, for the cores to write."""
+        taken = dict(zip(own, taken_over([self.here[v] for v in own]), strict=True))
+        self.here |= taken
+        self._there |= taken
+
+    def send(self, task: Task) -> None:
+        """What the cores are going to need starts on its way, as far as it is there."""
+        for v in task.inputs if task.stage.on_cores else ():
+            if v in self.here and v not in self._there:
+                self._there[v] = self._cores.sent(self.here[v])
+
+    def operands(self, task: Task, by_parts: bool) -> list[Any]:
+        """What it takes: ``by_parts`` as it was sent, else, of the cores, whole."""
+        self.send(task)
+        if not task.stage.on_cores:
+            return [self.here[v] for v in task.inputs]
+        return [self._cores.lent(self._there[v], assembled=not by_parts) for v in task.inputs]
+
+    def put(self, task: Task, results: Sequence[Any], place: Callable[[Var], Sharding]) -> None:
+        n = len(task.outputs)
+        defined, down = dict(zip(task.outputs, results[:n], strict=True)), zip(task.down, results[n:], strict=True)
+        if task.stage.on_cores:
+            self._there |= defined
+            self.here |= {v: self._cores.brought_back(defined[v], place(v)) for v in task.up}
+        else:
+            self.here |= defined
+            self._there |= down
+
+    def drop(self, over: Sequence[Var], donated: Set[Var]) -> None:
+        """Forgets values, and frees those that were donated, unless they are handed on under another name."""
+        gone = {v: self.here.pop(v, None) for v in over}
+        for v in over:
+            self._there.pop(v, None)
+        left = [x for v, x in gone.items() if v in donated and isinstance(x, jax.Array) and not x.is_deleted()]
+        if left:
+            live = {id(x) for x in (*self.here.values(), *self._there.values())}
+            for x in left:
+                if id(x) not in live:
+                    x.delete()
