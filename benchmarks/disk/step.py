@@ -75,7 +75,7 @@ class Training:
         def loss(params: Any, seconds: jax.Array) -> jax.Array:
             y = x
             for name in sorted(params):
-                y = jnp.tanh(slow(y, seconds) @ params[name])
+                y = jnp.tanh(slow(y @ params[name], seconds))
             return (y**2).mean()
 
         def step(params: Any, state: Any, seconds: jax.Array) -> Any:
