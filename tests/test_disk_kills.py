@@ -18,13 +18,15 @@ WIDTH, LAYERS, STEPS = 64, 4, 10**6
 HOST_BYTES = 2 * WIDTH * WIDTH * 4
 
 
-def child(what, folder, *numbers):
+def child(what, folder, *numbers, stderr=subprocess.DEVNULL):
     command = [sys.executable, "-m", "tests.support.on_disk", what, str(folder), *map(str, numbers)]
     # the C library otherwise keeps what threads have freed, which is no state
     env = os.environ | {"JAX_PLATFORMS": "cpu", "MALLOC_MMAP_THRESHOLD_": "131072"}
-    env |= {"XLA_FLAGS": f"--xla_force_host_platform_device_count={(*numbers, 1)[4]}"}
+    env |= {"MALLOC_ARENA_MAX": "1"} if what.startswith("limited") else {}  # each reserves addresses
+    devices = 1 if what.startswith("limited") else (*numbers, 1)[4]
+    env |= {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
     pipe, root = subprocess.PIPE, Path(__file__).parent.parent
-    return subprocess.Popen(command, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=env, cwd=root)
+    return subprocess.Popen(command, stdout=pipe, stderr=stderr, text=True, env=env, cwd=root)
 
 
 def resumed(folder, devices):
@@ -72,3 +74,21 @@ def test_a_state_of_ten_times_what_it_has_of_host_memory(tmp_path):
         assert process.returncode == 0
         peaks[what] = int(said.split("MiB")[-1])
     assert peaks["disk"] + 80 < peaks["host"], peaks
+
+
+@pytest.mark.long("trains 67 million parameters")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux limits the addresses of a process")
+def test_under_a_limit_that_the_state_in_memory_does_not_fit(tmp_path):
+    """768 MiB of state, 64 of them in host memory, in 800 MiB beyond what a process of jax takes: two steps run, which
+    without ``disk=`` end for want of memory."""
+    width, layers, host_bytes, limit = 1024, 64, 2**26, 800
+    assert 12 * layers * width * width >= 10 * host_bytes
+    ran = {}
+    for what in ("limited", "limited_host"):
+        process = child(what, tmp_path / what, host_bytes, width, layers, 2, limit, stderr=subprocess.STDOUT)
+        ran[what] = process.communicate()[0], process.returncode
+    said, code = ran["limited"]
+    assert code == 0 and "step 1" in said and int(said.split("MiB")[-1]) <= limit, said
+    said, code = ran["limited_host"]
+    assert code != 0 and "step 1" not in said, said
+    assert "RESOURCE_EXHAUSTED" in said or "bad_alloc" in said or "MemoryError" in said, said

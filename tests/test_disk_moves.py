@@ -13,7 +13,7 @@ import jax_offload as jo
 from jax_offload._base.on_disk import is_on_disk
 from jax_offload._disk.files import Files
 from jax_offload._drive import stages
-from jax_offload._drive.files import DEPTH
+from jax_offload._drive.moving import DEPTH
 from jax_offload._files.files import Disk
 from jax_offload._interop.stored import named
 from tests.test_disk_kills import child

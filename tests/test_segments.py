@@ -477,6 +477,17 @@ def test_programs_are_at_most_eight():
     assert 4 <= len(found) < cuts.MOST and found == sorted({*found})
 
 
+def test_a_state_on_disk_has_more_of_them(disk, monkeypatch):
+    """Of twenty layers, where the cores' pass has eight at most; no more than two groups are behind one."""
+    monkeypatch.setattr(segments, "ALIKE", 10)
+    tx, params = jo.offload(ADAMW, min_bytes=1024, disk=disk), model(layers=20)
+    step = jo.jit(step_of(tx))
+    step(params, tx.init(params), X)
+    found = names(driven_by(step))
+    assert found.count("before") > cuts.MOST
+    assert " ".join(found).rpartition("before")[0].count("group group group") == 0
+
+
 def test_too_little_is_left_for_a_program_of_its_own():
     """The first gradients are there when less than a sixteenth of the arithmetic is not yet done."""
 

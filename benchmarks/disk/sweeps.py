@@ -16,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 from jax_offload._base.memory import HOST_KIND
 from jax_offload._base.on_disk import Place
 from jax_offload._disk.files import Files
-from jax_offload._drive.files import DEPTH
+from jax_offload._drive.moving import DEPTH
 from jax_offload._files.files import Disk
 
 
@@ -64,7 +64,7 @@ class Sweeps:
     def sweep(self, *, writes: bool = True, delay: float = 0.0) -> tuple[float, dict[str, int]]:
         """Seconds until all is on disk and nothing under way, and the bytes moved.
 
-        As ``_drive.files.Moving`` asks: before the gradients, which take a ``delay`` too, reads of the first groups
+        As ``_drive.moving.Moving`` asks: before the gradients, which take a ``delay`` too, reads of the first groups
         begin; at last everything is written, and committed.
         """
         before = dict(self.files.bytes)

@@ -1,4 +1,4 @@
-"""What a state on disk takes, as ``_drive/files.py`` moves it: bytes, and a model of the time.
+"""What a state on disk takes, as ``_drive/moving.py`` moves it: bytes, and a model of the time.
 
 Gradients first; then the state comes group by group, from disk over host memory to the device and back. While
 gradients are made the first groups are read, and the last ones of the step before are written. All else is waited for.
@@ -14,7 +14,7 @@ from jax_offload._analysis.drives import Drive
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Var
 from jax_offload._base.memory import is_host_aval
-from jax_offload._drive.files import DEPTH
+from jax_offload._drive.moving import DEPTH, beside
 from jax_offload._drive.stages import GROUP_BYTES
 from jax_offload._emit.region import Update
 from jax_offload._placement.placement import Leaf
@@ -22,7 +22,7 @@ from jax_offload._plan.by_rows import parts_of, rows_in_part
 from jax_offload._plan.plan import Planned
 
 # Whoever drives the step goes on to the next group until it waits for the first that is written, which waits for the
-# gradients: with so many groups being written, and so many more being read.
+# gradients: with so many groups being written, and so many more being read; large ones are fewer (`moving.beside`).
 AHEAD = 2 * DEPTH + 1
 # Groups in host memory at a time: one more, which jax lets go in its next call.
 HELD = AHEAD + 1
@@ -46,6 +46,10 @@ class Group:
 
     def __add__(self, other: Group) -> Group:
         return Group(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
+
+    def of_all(self, nbytes: int) -> int:
+        """Of bytes of one device those of all."""
+        return nbytes * self.all_loaded // max(1, self.loaded)
 
     def split(self, sizes: Sequence[int], window: int) -> list[Group]:
         """Of so many rows each, all or a window of which are on the device at a time."""
@@ -83,7 +87,19 @@ class Files:
     def buffers(self) -> int:
         """Of host memory for what is under way, at most: as many groups are being read, or wait, or are written."""
         sizes = [max(group.read, group.written) for group in self.groups]
-        return max((sum(sizes[k : k + HELD]) for k in range(len(sizes))), default=0)
+        return max((sum(sizes[max(0, k - 1) : self._ahead_of(k)]) for k in range(len(sizes))), default=0)
+
+    def _ahead_of(self, first: int) -> int:
+        """Up to which group all are read, or have been, while none is written from this one on."""
+        last = first
+        while last + 1 < len(self.groups) and self._behind(last + 1) <= first:
+            last += 1
+        return last + 1 + beside(group.of_all(group.read) for group in self.groups[last + 1 : last + 1 + DEPTH])
+
+    def _behind(self, number: int) -> int:
+        """The first of the groups that are still being written when this one runs."""
+        before = self.groups[max(0, number - DEPTH) : number]
+        return number - beside(group.of_all(group.written) for group in before[::-1])
 
     def seconds(self, drive: Drive, drives: int) -> float:
         """Of reading and writing all of it."""
@@ -91,8 +107,8 @@ class Files:
 
     def hidden(self, drive: Drive, drives: int, compute: float) -> float:
         """Of that, what goes on while gradients are made, in ``compute`` seconds."""
-        ahead = sum(group.read for group in self.groups[:AHEAD])
-        behind = sum(group.written for group in self.groups[-BEHIND:])
+        ahead = sum(group.read for group in self.groups[: self._ahead_of(0)])
+        behind = sum(group.written for group in self.groups[self._behind(len(self.groups) - 1) :])
         return min(compute, self.per_host * drive.seconds(ahead, behind) / drives)
 
 

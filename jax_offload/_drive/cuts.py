@@ -20,8 +20,11 @@ from jax_offload._ir.slices import Slice, slice_of
 
 # Programs at most, and the least share of the arithmetic in each but the first: a step of 10 ms has then a program in
 # 0.6 ms at least, and starting one takes the host a tenth of that.
-MOST = 8
-LEAST = 1 / 16
+MOST, LEAST = 8, 1 / 16
+
+# The same where a state on disk follows: what a program hides of it is bounded by the groups behind it, so that more of
+# them hide more, and free gradients earlier. Such a step takes longer; and programs of layers that are alike are one.
+MOST_OF_FILES, LEAST_OF_FILES = 32, 1 / 32
 
 # A value gives way to what it is made of although that is a little more (a softmax to its exponentials and their sums),
 # as what these are made of may be less (scores in bfloat16).
@@ -33,7 +36,9 @@ _VIEWS = ["broadcast_in_dim", "iota", "one_minus_square", "reshape", "squeeze", 
 _AGAIN = ELEMENTWISE.union(_VIEWS) - _NOT_AGAIN
 
 
-def cuts_of(jaxpr: Jaxpr, ready: Sequence[int], updated: Sequence[Set[Var]]) -> list[int]:
+def cuts_of(
+    jaxpr: Jaxpr, ready: Sequence[int], updated: Sequence[Set[Var]], most: int = MOST, smallest: float = LEAST
+) -> list[int]:
     """Behind how many equations each program but the last ends.
 
     The first ends with the first group's gradients, and each later one has its share of the arithmetic that is left.
@@ -42,13 +47,15 @@ def cuts_of(jaxpr: Jaxpr, ready: Sequence[int], updated: Sequence[Set[Var]]) -> 
       jaxpr: of the pass.
       ready: for each group of the update behind how many equations its gradients are there.
       updated: for each group what it reads: a parameter that is updated while it is still to be read is kept twice.
+      most: programs.
+      smallest: share of the arithmetic in one.
     """
     eqns = jaxpr.eqns
     done = [0.0, *itertools.accumulate(map(flops, eqns))]
     total, places = done[-1], sorted({*ready} - {0})
     if len(places) < 2 or total == 0:
         return []
-    least = max((total - done[places[0]]) / (MOST - 1), LEAST * total)
+    least = max((total - done[places[0]]) / (most - 1), smallest * total)
     alive, last = _alive(jaxpr)
     producer, given = {v: k for k, eqn in enumerate(eqns) for v in eqn.outvars}, {*jaxpr.invars}
     price = _prices(eqns)
@@ -59,7 +66,7 @@ def cuts_of(jaxpr: Jaxpr, ready: Sequence[int], updated: Sequence[Set[Var]]) -> 
 
     cuts: list[int] = []
     for place, following in itertools.pairwise(places):
-        if (cuts and done[place] - done[cuts[-1]] < least) or total - done[place] < LEAST * total:
+        if (cuts and done[place] - done[cuts[-1]] < least) or total - done[place] < smallest * total:
             continue
         early = {v for vs, at in zip(updated, ready, strict=True) if at <= place for v in vs}
         kept = [(last[v], nbytes(v.aval)) for v in jaxpr.invars if v in early and last.get(v, 0) > place]

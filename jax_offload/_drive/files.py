@@ -1,11 +1,9 @@
-"""What of a step is on disk: taken out of its program, read before the stages that need it, written after them."""
+"""What of a step is on disk: taken out of its program, of which it is then inputs and results."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import Future
 from typing import Any, Protocol, cast
@@ -13,17 +11,12 @@ from typing import Any, Protocol, cast
 import jax
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, renamed, sub_jaxprs, values_of, variables
+from jax_offload._base.jaxprs import Atom, Equation, Var, renamed, sub_jaxprs, variables
 from jax_offload._base.memory import HOST_KIND
 from jax_offload._base.on_disk import READ, WRITE, Ends, Place, Range
-from jax_offload._drive.by_rows import Part
-from jax_offload._drive.stages import BEFORE, DRIVEN, Staged
-from jax_offload._drive.tasks import Task
+from jax_offload._drive.stages import DRIVEN, Staged
 from jax_offload._emit.find import holds_driven_update, is_update
 from jax_offload._ir.program import Program
-
-# Stages whose leaves are being read, or written, while another runs.
-DEPTH = 2
 
 
 class Files(Protocol):
@@ -79,7 +72,7 @@ class OnFiles:
         written = zip(self.program.outputs[self.n_others :], self.writes, strict=True)
         found = {v: leaf for v, (_, leaf) in self.reads.items()}
         found |= {v: leaf for v, leaf in written if isinstance(v, Var) and times[v] == 1 and v not in used}
-        return {v: _files(leaf).ends(leaf.name) for v, leaf in found.items()}
+        return {v: home_of(leaf).ends(leaf.name) for v, leaf in found.items()}
 
     def places(self, devices: Set[Any]) -> dict[Var, Sharding]:
         """Where what is read is to be, in a step on these devices: on one of them all is there.
@@ -97,12 +90,6 @@ class OnFiles:
                 )
         here = {v: leaf.on_its_way for v, (_, leaf) in self.reads.items()}
         return {v: s if alone is None or s.device_set == devices else alone for v, s in here.items()}
-
-    def moving(
-        self, step: Staged, tasks: Sequence[Task], values: dict[Var, Any], places: Mapping[Var, Sharding]
-    ) -> Moving:
-        """The reads and writes of a run of the step with these inputs."""
-        return Moving(self, step, tasks, values, places)
 
     def check(self, step: Staged) -> None:
         """Raises ``ValueError`` where what the updates read from disk is not what ``offload`` keeps there."""
@@ -200,97 +187,10 @@ def _holds_files(eqn: Equation) -> bool:
     )
 
 
-class Moving:
-    """The reads and writes of one run of a step.
-
-    Args:
-      what: of it is on disk.
-      step: its stages.
-      tasks: they, as they run.
-      values: of its inputs, and of all that is made of them.
-      places: where what is read is to be, on its way to the device.
-    """
-
-    def __init__(
-        self,
-        what: OnFiles,
-        step: Staged,
-        tasks: Sequence[Task],
-        values: dict[Var, Any],
-        places: Mapping[Var, Sharding],
-    ) -> None:
-        self._what, self._values, self._places = what, values, places
-        self._reads = {v: Part(leaf) for v, (_, leaf) in what.reads.items()}
-        self._reads |= {w: Part(leaf, rows) for v, (_, leaf) in what.reads.items() for w, rows in step.parts.get(v, ())}
-        self._read_by: dict[Place, list[tuple[Part, int]]] = {}  # leaf -> the tasks that read it, and what of it
-        for k, task in enumerate(tasks):
-            for part in (self._reads[v] for v in task.inputs if v in self._reads):
-                self._read_by.setdefault(part.leaf, []).append((part, k))
-        self._held: dict[Var, None] = {}  # made, and not written yet
-        self._outputs = step.outputs[: what.n_others]
-        self._unwritten: dict[Var, list[Part]] = {}
-        for v, leaf in zip(step.outputs[what.n_others :], what.writes, strict=True):
-            for w, rows in step.parts.get(cast(Var, v)) or [(cast(Var, v), None)]:
-                self._unwritten.setdefault(w, []).append(Part(leaf, rows))
-        self._reading: dict[Var, Future[jax.Array]] = {}
-        self._writing: deque[list[Future[None]]] = deque()
-        for token, leaf in what.reads.values():
-            _files(leaf).check(token.val if isinstance(token, Literal) else values[token])
-
-    def read(self, task: Task, following: Sequence[Task]) -> None:
-        """What it needs, and what those that read files next are going to need starts on its way.
-
-        Waits until that is there; before, until what was made long ago has been written, as its memory is for these.
-        """
-        while len(self._writing) > DEPTH and task.stage.name != BEFORE:  # that is to be under way
-            for writing in self._writing.popleft():
-                writing.result()
-        readers = (t for t in following if not self._reads.keys().isdisjoint(t.inputs))
-        some = itertools.islice(readers, DEPTH) if self._reads else ()
-        for v in (v for t in (task, *some) for v in t.inputs if v in self._reads and v not in self._reading):
-            part = self._reads[v]
-            self._reading[v] = _files(part.leaf).fetch(part.leaf.name, self._places[v], part.rows)
-        self._values |= {v: self._reading.pop(v).result() for v in task.inputs if v in self._reads}
-
-    def write(self, number: int, task: Task) -> None:
-        """What this and earlier ones have made is being written, as far as no later one reads the old value: a gradient
-        that is only stored is there first. Nothing of it is held here any more."""
-        for v in task.inputs:
-            if v in self._reads:
-                self._values.pop(v, None)
-        self._held |= dict.fromkeys(v for v in task.outputs if v in self._unwritten)
-        self._write(number)
-
-    def _write(self, number: float) -> None:
-        now = [v for v in self._held if all(self._last_read(part) <= number for part in self._unwritten[v])]
-        parts = [(part, v) for v in now for part in self._unwritten.pop(v)]
-        if parts:
-            self._writing.append(
-                [_files(each.leaf).put(each.leaf.name, self._values[v], each.rows) for each, v in parts]
-            )
-        for v in now:
-            del self._held[v]
-        for v in {*now}.difference(variables(self._outputs)):
-            del self._values[v]
-
-    def _last_read(self, part: Part) -> int:
-        """The last of the tasks that read something of it."""
-        return max((k for other, k in self._read_by.get(part.leaf, ()) if other.meets(part)), default=-1)
-
-    def results(self) -> list[Any]:
-        """The step's results."""
-        self._held |= dict.fromkeys(self._unwritten)  # with what no stage has made
-        self._write(math.inf)
-        others = values_of(self._values, self._outputs)
-        homes = {leaf.home: _files(leaf) for leaf in self._what.tokens.values()}
-        tokens, rest = {home: files.advance() for home, files in homes.items()}, iter(others)
-        n = len(others) + len(self._what.tokens)
-        return [tokens[leaf.home] if (leaf := self._what.tokens.get(k)) else next(rest) for k in range(n)]
-
-
 def _devices(devices: Set[Any]) -> str:
     return ", ".join(sorted(map(str, devices)))
 
 
-def _files(leaf: Place) -> Files:
+def home_of(leaf: Place) -> Files:
+    """Where it is."""
     return cast(Files, leaf.home)

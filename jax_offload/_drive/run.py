@@ -24,6 +24,7 @@ from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, is_host_aval, to_de
 from jax_offload._drive.by_parts import ByParts, by_parts, check_by_parts, to_be_written
 from jax_offload._drive.cores import Cores, cores_beside, on_accelerators
 from jax_offload._drive.files import files_of
+from jax_offload._drive.moving import Moving
 from jax_offload._drive.one_pass import Run, one_pass
 from jax_offload._drive.segments import ON_A_CPU, ON_DEVICES, in_segments
 from jax_offload._drive.stages import Staged, staged
@@ -94,7 +95,7 @@ class Driven:
         """The step's results, flat, of its flat arguments."""
         given = dict(zip(self._step.inputs, [*self._step.consts, *args], strict=False))
         values, tasks = Values(self._cores, given), [task for task, _ in self._tasks]
-        files = self._files.moving(self._step, tasks, given, self._reads)
+        files = Moving(self._files, self._step, tasks, given, self._reads)
         for k, (task, run) in enumerate(self._tasks):
             for following, _ in self._tasks[k + 1 : k + 2]:
                 values.send(following)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence, Set
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Jaxpr, Literal, Var, jaxpr_like, variables
 from jax_offload._base.memory import is_host_aval
-from jax_offload._drive.cuts import cuts_of, parts_of
+from jax_offload._drive.cuts import LEAST, LEAST_OF_FILES, MOST, MOST_OF_FILES, cuts_of, parts_of
 from jax_offload._drive.pieces import InTurn, Piece
 from jax_offload._drive.stages import BEFORE, GROUP, Stage, Staged
 from jax_offload._drive.tasks import Task, tasks_of
@@ -64,7 +64,8 @@ def in_segments(step: Staged, donated: Set[Var]) -> tuple[Staged, str]:
         defs.update(dict.fromkeys(group.makes, ready[-1]))
     if len({*ready} - {0}) < 2:
         return step, _why_at_once(jaxpr, others, groups)
-    cuts = cuts_of(jaxpr, ready, [{*s.reads} for s in groups])
+    bounds = (MOST_OF_FILES, LEAST_OF_FILES) if on_disk else (MOST, LEAST)
+    cuts = cuts_of(jaxpr, ready, [{*s.reads} for s in groups], *bounds)
     if not cuts:
         return step, LITTLE_LEFT
     (uncut, *later), _ = peaks(step, donated)

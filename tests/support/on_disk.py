@@ -1,6 +1,7 @@
 """A small training run whose state is on disk, in a process of its own: to be killed, or to be asked for its memory."""
 
 import re
+import resource
 import sys
 from pathlib import Path
 
@@ -17,19 +18,21 @@ from jax_offload._drive import stages
 from jax_offload._plan import by_rows
 
 INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+WITH_MASTERS = jo.with_master_params(optax.adamw(1e-2))  # of parameters in two bytes a state in twelve
 
 
-def model(width, layers, devices=1):
+def model(width, layers, devices=1, dtype=jnp.float32):
     """Its matrices are divided between the devices, where there are several."""
-    w = {f"layer_{k}": jax.random.normal(jax.random.key(k), (width, width)) / width**0.5 for k in range(layers)}
+    keys = {f"layer_{k}": jax.random.key(k) for k in range(layers)}
+    w = {name: (jax.random.normal(key, (width, width)) / width**0.5).astype(dtype) for name, key in keys.items()}
     mesh = jax.make_mesh((devices,), ("x",), devices=jax.devices()[:devices], axis_types=(AxisType.Auto,))
     return jax.device_put(w, jax.devices()[0] if devices == 1 else NamedSharding(mesh, P(None, "x")))
 
 
 def loss(params, x):
     for name in params:
-        x = jnp.tanh(x @ params[name])
-    return (x**2).mean()
+        x = jnp.tanh(x.astype(params[name].dtype) @ params[name])
+    return (x.astype(jnp.float32) ** 2).mean()
 
 
 def batch(k, width):
@@ -70,7 +73,28 @@ def in_parts(set_=setattr):
 
 def peak() -> int:
     """Most MiB that this process has had in memory. ``getrusage`` says that of the one that has forked it too."""
-    return int(re.findall(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[0]) // 1024
+    return addresses("VmHWM")
+
+
+def limited(folder, host_bytes, width, layers, steps, mib):
+    """Some steps with so many MiB more of addresses than a process has that has run jax; without ``folder`` the state
+    is in host memory. The most that it has taken of them."""
+    jax.block_until_ready(step_of(INNER)(w := model(64, 2), INNER.init(w), batch(0, 64)))
+    begin = addresses("VmSize")
+    resource.setrlimit(resource.RLIMIT_AS, (begin + mib << 20, resource.RLIM_INFINITY))
+    tx = jo.offload(WITH_MASTERS, min_bytes=1024, disk=folder and jo.disk(folder, host_bytes=host_bytes))
+    params = model(width, layers, dtype=jnp.bfloat16)
+    state, step = tx.init(params), step_of(tx)
+    for k in range(steps):
+        params, state, value = step(params, state, batch(k, width))
+        print("step", k, float(value), flush=True)
+    jax.block_until_ready(params)
+    return addresses("VmPeak") - begin
+
+
+def addresses(what) -> int:
+    """MiB, as Linux says of this process."""
+    return int(re.findall(rf"{what}:\s*(\d+)", Path("/proc/self/status").read_text())[0]) // 1024
 
 
 def values(*trees):
@@ -102,6 +126,9 @@ if __name__ == "__main__":
         in_parts()
     if what == "orbax":
         print("MiB", *through_orbax(folder, *sizes[:2]))
+        sys.exit()
+    if what.startswith("limited"):
+        print("MiB", limited(folder if what == "limited" else None, host_bytes, *sizes))
         sys.exit()
     files = None if what == "host" else jo.disk(folder, host_bytes=host_bytes)
     params, state = train(files, *sizes, commit_every=1 if what == "kill" else 10**9)
