@@ -105,10 +105,10 @@ def of_step(step: Callable[..., Any], args: Sequence[Any], setting: Setting, tar
     first, starts = None, list[str]()
     if driven is not None:
         given_away = donations(emitted(plain).jaxpr, len(leaves))
-        moved, there = streams(driven, setting.devices[1]), on_files(args, driven)
+        moved, filed = streams(driven, setting.devices[1]), on_files(args, driven)
         with step_described():
-            own = traced(base, *there) if moved.files.groups else driven
-        first = first_program(own, [x for x in jax.tree.leaves(there) if hasattr(x, "dtype")], given_away, leaves)
+            own = traced(base, *filed) if moved.files.groups else driven
+        first = first_program(own, [x for x in jax.tree.leaves(filed) if hasattr(x, "dtype")], given_away, leaves)
         options.insert(1, of_this.driven("step = jo.jit(step, donate_argnums=...)", moved, first, given_away))
         starts += [first.starts] if moved.cores.dram or moved.files.groups else []
     notes = ["every argument that a result is like counts as donated"]

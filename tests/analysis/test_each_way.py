@@ -8,6 +8,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
+from jax_offload._analysis import compiled_ways
+from tests.aot.harness import H200, require
 
 MIB = 2**20
 ADAMW = optax.adamw(1e-3)
@@ -90,6 +92,18 @@ def test_clipped_the_other_ways_are_turned_round_too():
     assert names(forecast) == rows
     assert "jo.pipelined" in forecast["bfloat16"].code
     assert (forecast["bfloat16"].exposed or 0.0) < (forecast["jo.pipelined"].exposed or 0.0)
+
+
+@pytest.mark.parametrize("name", ["resident", pytest.param("as given", marks=pytest.mark.long("compiles one more"))])
+def test_a_driven_step_is_compiled(name, monkeypatch):
+    """Its rows with a target are compiled of the arguments that each of them has; here one row alone."""
+    require(H200)
+    monkeypatch.setattr(compiled_ways.Compiler, "compiles", lambda self, each: each == name)
+    estimated = jo.plan(*maker()(jo.offload(ADAMW, update_on="host")))[name]
+    row = jo.plan(*maker()(jo.offload(ADAMW, update_on="host")), target=H200)[name]
+    assert row.host == estimated.host
+    assert row.state == estimated.state
+    assert row.peak == pytest.approx(estimated.peak, rel=0.1)
 
 
 def test_over_a_mesh():
