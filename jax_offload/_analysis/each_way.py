@@ -11,7 +11,9 @@ import jax
 import numpy as np
 from jax.tree_util import keystr
 
+from jax_offload._analysis.compiled_ways import DRIVEN
 from jax_offload._analysis.driven import in_memory, on_abstract
+from jax_offload._analysis.estimated_ways import is_hosted
 from jax_offload._analysis.forecast import Forecast
 from jax_offload._analysis.measured import MANY_LEAVES
 from jax_offload._analysis.option import Option, smallest
@@ -27,7 +29,7 @@ from jax_offload._analysis.ways import (
     ways,
     without_cores,
 )
-from jax_offload._analysis.whole_step import AHEAD, DRIVEN, OWN, is_hosted, of_step
+from jax_offload._analysis.whole_step import AHEAD, OWN, of_step
 
 CALLED = "inner"
 TRIES = 3  # at the smallest fraction, each a trace of the step

@@ -8,8 +8,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jax_offload as jo
 from jax_offload._analysis import exposure
 from jax_offload._analysis.chips import chip
+from jax_offload._analysis.estimated_ways import forward_share, in_one_scan
 from jax_offload._analysis.streams import streams
-from jax_offload._analysis.whole_step import forward_share, in_one_scan
 from jax_offload._analysis.work import all_flops, seconds
 from jax_offload._peak.donated import donations
 from jax_offload._peak.liveness import peak
