@@ -11,13 +11,14 @@ import jax
 import numpy as np
 from jax.tree_util import keystr
 
+from jax_offload._analysis.advice import changes, chosen
 from jax_offload._analysis.compiled_ways import DRIVEN
 from jax_offload._analysis.driven import in_memory, on_abstract
 from jax_offload._analysis.estimated_ways import is_hosted
 from jax_offload._analysis.forecast import Forecast
 from jax_offload._analysis.measured import MANY_LEAVES
 from jax_offload._analysis.option import Option, smallest
-from jax_offload._analysis.setting import Setting, changes, chosen
+from jax_offload._analysis.setting import Setting
 from jax_offload._analysis.ways import (
     Known,
     Way,
@@ -60,10 +61,11 @@ def of_each_way(make: Callable[[Any], Any], tx: Any, setting: Setting, target: s
     options += map(row, others)
     if (solved := _solved(row, inner, given, base, ahead)) is not None:
         options.insert(1, solved)
-    best = chosen(options)
+    memory = base.device_memory
+    best = chosen(options, memory)
     return dataclasses.replace(
         base, options=tuple(options), recommended=best, notes=tuple(notes),
-        changes=changes(options, best or smallest(options), base.compute),
+        changes=changes(options, best or smallest(options, memory), base.compute, memory),
     )  # fmt: skip
 
 

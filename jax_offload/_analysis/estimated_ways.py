@@ -36,6 +36,8 @@ from jax_offload._report.report import traced
 # What XLA's scheduler puts off where the layers are not in one scan: the most that was seen above the estimate
 # (docs/should_i_offload.md has the table).
 UNROLLED = 1.35
+# And the most that was seen below it, 9 % (24 layers on four devices: 1664 MiB, 1832 estimated; docs/estimates.md).
+BELOW = 0.9
 SCANNED = 0.5  # of a step's operations in its two largest scans: one forward, one backward
 
 
@@ -67,9 +69,11 @@ class Traced:
         rest = estimated - parameters - state - moved.window - gradients
         gradients, rest = max(0, gradients + min(0, rest)), max(0, rest)
         away = gradients if pending else 0  # they wait on the host
+        least = estimated - away
+        least = least if in_one_scan(program) else max(parameters + state, int(BELOW * least))
         option = Option(
             name, code, parameters, gradients - away, state, moved.window, rest, estimated - away,
-            (estimated - away, most - away), host + away, moved.loaded + away, moved.stored + away,
+            (least, most - away), host + away, moved.loaded + away, moved.stored + away,
         )  # fmt: skip
         option = priced(option, self.setting, 0.0)
         chip, compute = self.setting.chip, self.setting.compute
@@ -89,14 +93,15 @@ class Traced:
         scanned = in_one_scan(inner.jaxpr)
         most = estimated if scanned else max(in_order, int(UNROLLED * estimated))
         parameters, state, host = self._arguments(donated)
+        least = estimated if scanned else max(parameters + state, int(BELOW * estimated))
         rest = max(0, estimated - parameters - state)
         gradients = min(rest, sum(map(self.division.own, self.gradients)))
         cores, files = moved.cores, moved.files
         # a group has no activations beside it, but all gradients; and its part of the state
         group = parameters + sum(map(self.division.own, self.gradients)) + state + files.window if files.groups else 0
-        estimated, most = max(estimated, group), max(most, group)
+        least, estimated, most = (max(n, group) for n in (least, estimated, most))
         option = Option(
-            DRIVEN, code, parameters, gradients, state, files.window, rest - gradients, estimated, (estimated, most),
+            DRIVEN, code, parameters, gradients, state, files.window, rest - gradients, estimated, (least, most),
             host + cores.gradients - files.read + files.buffers, moved.loaded + cores.up,
             moved.stored + cores.gradients + cores.down, disk=files.read, read=files.read, written=files.written,
             buffers=files.buffers,

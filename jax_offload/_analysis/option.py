@@ -5,6 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from jax_offload._analysis.units import in_seconds
+
+ON_DISK = "on disk"  # the row that nobody has asked for
+
 
 @dataclasses.dataclass(frozen=True)
 class Option:
@@ -37,8 +41,9 @@ class Option:
       per_day: bytes that are written to each drive in 24 hours; the most, where a step's arithmetic is not known.
       dram: bytes that the host's cores move through its memory to update what is there; 0 where they do not.
       cores: seconds that they take for it.
-      fits: whether ``peak`` fits the device, and ``host`` the host; ``None`` where neither is known.
-      why_not: what is missing; empty where it fits.
+      fits: whether the whole of ``peak_range`` fits the device; ``None`` where the device's memory is not known, or
+        between the two ends, so that it may. Host memory does not decide it: what runs there may be another host.
+      why_not: what is missing, or may be, on the device or on this host; empty where all fits.
       same_numbers: whether the numbers are those of the optimizer that was given: False for a lower precision.
 
     Example:
@@ -80,5 +85,20 @@ class Option:
     same_numbers: bool = True
 
 
-def smallest(options: Sequence[Option]) -> Option:
-    return min(options, key=lambda option: option.peak)
+def smallest(options: Sequence[Option], lacking: int | None = None) -> Option:
+    """The way that needs least of a device, by the low end of its estimate: the one rule where nothing fits.
+
+    ``lacking``: a device's memory, where only what lacks some of that is asked for. A disk that nobody wants is none.
+    """
+    rows = [option for option in options if option.name != ON_DISK]
+    short = [option for option in rows if lacking is not None and option.peak_range[0] > lacking]
+    return min(short or rows, key=lambda option: option.peak_range)
+
+
+def added(option: Option) -> str:
+    """What it adds to a step, as it is printed: its share, or seconds, or a question mark."""
+    if option.overhead is None and option.dram:
+        return "?" if option.cores is None or option.link is None else in_seconds(max(option.cores, option.link))
+    if option.overhead is not None:
+        return f"+{option.overhead:.1%}" if option.overhead else "0"
+    return "0" if not option.loaded and not option.stored else "?" if option.link is None else in_seconds(option.link)

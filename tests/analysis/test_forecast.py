@@ -98,6 +98,30 @@ def test_an_impossible_budget_says_what_is_missing():
     assert "short of" in repr(forecast) and "nothing fits" in forecast.summary()
 
 
+def test_where_nothing_fits_what_saves_memory_would_change_it():
+    """Parameters and gradients 3072 MiB, a window of 256 on two thirds of that: two devices that divide them. No way
+    that is slower or faster is offered, and no accumulation."""
+    forecast = jo.plan(ADAMW, STACKED, chip="h100", tokens_per_step=512, device_memory="2GiB")
+    assert forecast.recommended is None and forecast["offload"].overhead > 0
+    assert forecast.changes == (
+        "2 times as many devices, which divide parameters, gradients and state (FSDP): on each 1.50 GiB of them "
+        "instead of 3.00 GiB",
+    )
+
+
+def test_what_would_change_it_says_what_it_costs(monkeypatch):
+    """Where nothing is added, less host memory at no cost comes first. The sum of micro-batches needs room."""
+    gib = HostMemory(2 * GIB, None, POOL_DEFAULT)
+    monkeypatch.setattr(planning, "host_memory", lambda: gib)
+    hidden = jo.plan(ADAMW, STACKED, chip="h100", tokens_per_step=16384, device_memory="5GiB")
+    assert hidden.recommended.overhead == 0 and hidden.changes[0].startswith("int8: ")
+    (disk,) = [change for change in hidden.changes if change.startswith("on disk: ")]
+    assert disk == hidden.changes[-1] and ", and adds +" in disk and "instead of 0" in disk
+    for memory, offered in ("5GiB", True), ("3.5GiB", False):
+        few = jo.plan(ADAMW, STACKED, chip="h100", tokens_per_step=512, device_memory=memory)
+        assert any("accumulating" in change for change in few.changes) is offered, memory
+
+
 def test_resident_is_recommended_where_it_fits():
     assert jo.plan(ADAMW, STACKED, chip="h200").recommended.name == "resident"
 
