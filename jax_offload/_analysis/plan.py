@@ -38,9 +38,9 @@ def plan(
     """Whether a model fits, how much slower offloading makes it, and which line of code to write.
 
     ``plan(tx, params)``: of an optimizer, offloaded already or not. A row for every way: resident, offloaded, the
-    smallest ``fraction`` that fits, moments in bfloat16 and in 8 bits, ZeRO-1 where parameters are replicated over a
-    mesh, ``jax_offload.pipelined`` where gradients are clipped by their norm; with files where this host lacks memory.
-    Activations are not in these peaks.
+    smallest ``fraction`` and the largest ``window`` that fit, moments in bfloat16 and in 8 bits, ZeRO-1 where
+    parameters are replicated over a mesh, ``jax_offload.pipelined`` where gradients are clipped by their norm; with
+    files where this host lacks memory. Activations are not in these peaks.
 
     ``plan(step, *args)``: of a training step that offloads, with its state on the device, under ``jax.jit``,
     ``jax_offload.jit`` and, where gradients are clipped by their norm, ``jax_offload.pipelined``; its activations and
@@ -85,7 +85,7 @@ def plan(
       >>> forecast["resident"].peak >> 20, forecast["offload"].host >> 20
       (2048, 1024)
       >>> forecast.recommended.code
-      'tx = jo.offload(inner, fraction=0.63); step = jo.jit(step, donate_argnums=(0, 1))'
+      'tx = jo.offload(inner, fraction=0.63, window=133169152); step = jo.jit(step, donate_argnums=(0, 1))'
     """
     if target is not None and chip is None:
         chip = target_of(target).chip

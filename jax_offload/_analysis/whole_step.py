@@ -35,6 +35,9 @@ LABELS = (("host, each way, window", "exact"), ("peak, activations, hidden, adde
 RESIDENT = "the inner optimizer, without offload; step = jax.jit(step, donate_argnums=...)"
 OWN, AHEAD = "jo.jit", "jo.pipelined"
 DEVICE_WAYS = "jax.jit", OWN
+SOLVES = (
+    "plan(make, tx) solves for the smallest fraction and the largest window that fit, where make(tx) makes the step"
+)
 
 
 def of_step(step: Callable[..., Any], args: Sequence[Any], setting: Setting, target: str | None = None) -> Forecast:
@@ -100,6 +103,8 @@ def of_step(step: Callable[..., Any], args: Sequence[Any], setting: Setting, tar
             f"more, and its time a model's; {' and '.join(DEVICE_WAYS)} are of the same step without update_on and disk"
         )
         notes += [*starts, *of_the_cores(options, setting), *of_the_disk(options, setting)]
+    if setting.memory is not None and not options[0].fits:
+        notes.append(SOLVES)
     if target is not None:
         turned = turned_round(step, base, args, plain)
         compiler = Compiler(target, plain, leaves, at_home, there, setting, turned, args, first)

@@ -151,6 +151,7 @@ def test_a_step_s_forecast():
     assert forecast.recommended.name == "resident"  # it fits, and adds nothing
     tight = jo.plan(step, *args, chip="h200", tokens_per_step=16384, device_memory="12GiB")
     assert tight["resident"].fits is False and tight.recommended is tight["jo.jit"]
+    assert "plan(make, tx) solves" in str(tight) and "plan(make, tx)" not in str(forecast)
     assert own.peak == own.parameters + own.gradients + own.state + own.window + own.activations
 
 
