@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from jax_offload._analysis.option import ON_DISK, Option, added, smallest
+from jax_offload._analysis.option import ON_DISK, Option, added
 from jax_offload._analysis.units import in_bytes
 
 # A lossy way is recommended where it spares more of a step than this, and nothing exact fits as well.
@@ -49,15 +49,19 @@ def changes(
         return () if memory is None else tuple(_saving(base, memory))
     if base.overhead:
         return tuple(_shortening(others, base, base.overhead, compute, memory))
+
+    def dearer(other: Option) -> bool:
+        return (other.overhead or 0.0) > (base.overhead or 0.0)
+
     if not base.host:
-        least = smallest(others)
+        least = min(others, key=lambda o: (dearer(o), o.peak_range))
         spares = least.peak_range[0] < base.peak_range[0]
         said = f"{least.name}: a peak of {in_bytes(least.peak)} instead of {in_bytes(base.peak)}{_at(least, base)}"
         return (said,) if spares else ()
     smaller = [option for option in others if 0 < option.host < base.host]
     return tuple(
         f"{o.name}: {in_bytes(o.host)} of host memory instead of {in_bytes(base.host)}{_at(o, base)}"
-        for o in sorted(smaller, key=lambda o: ((o.overhead or 0.0) > (base.overhead or 0.0), o.host))
+        for o in sorted(smaller, key=lambda o: (dearer(o), o.host))
     )
 
 

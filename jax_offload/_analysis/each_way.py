@@ -65,7 +65,7 @@ def of_each_way(make: Callable[[Any], Any], tx: Any, setting: Setting, target: s
     tx_is = first.code.partition("; ")[0]
     options = [o if o.name == "resident" else dataclasses.replace(o, code=f"{tx_is}; {o.code}") for o in base.options]
     options += map(row, others)
-    if (solved := _solved(moving, inner, given, base, ahead)) is not None:
+    if (solved := _solved(moving, inner, given, base, ahead, setting.budget)) is not None:
         options.insert(1, solved)
     memory = base.device_memory
     best = chosen(options, memory)
@@ -102,10 +102,10 @@ def _known(args: Any, base: Forecast, norm: bool) -> Known:
 
 
 def _solved(
-    row: Callable[[Way], Option | None], inner: Any, given: dict[str, Any], base: Forecast, ahead: bool
+    row: Callable[[Way], Option | None], inner: Any, given: dict[str, Any], base: Forecast, ahead: bool, budget: bool
 ) -> Option | None:
-    """The smallest fraction that fits, to 0.01, as far as it is found, with the largest window that fits with it; or
-    that alone, where the default one does not. ``None`` where all fits, or nothing does."""
+    """The smallest fraction that fits, to 0.01, as far as it is found, with the largest window that fits with it, in
+    a budget; or that alone, where the default one does not. ``None`` where all fits, or nothing does."""
     memory, own, options = base.device_memory, base[AHEAD if ahead else OWN], without_cores(given)
     if memory is None or base["resident"].fits or not own.host:
         return None
@@ -132,8 +132,8 @@ def _solved(
             return None
         option = tried("fraction", fraction=share)
         if option is None or (option.fits and option.host == own.host):  # of few leaves it is none of them, or all
-            return through(own, "window")
+            return through(own, "window") if budget else None
         if option.fits:
-            return through(option, "fraction", fraction=share) or option
+            return (budget and through(option, "fraction", fraction=share)) or option
         low, share = share, share + (option.peak_range[1] - memory) / own.host
     return None

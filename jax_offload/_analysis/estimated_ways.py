@@ -82,7 +82,10 @@ class Traced:
         moved = dataclasses.replace(moved, loaded=option.loaded, stored=option.stored)
         exposed = self._exposed(trace, program, moved, chip, compute, ahead)
         hidden = max(0.0, 1 - exposed / option.link)
-        return dataclasses.replace(option, exposed=exposed, overhead=exposed / compute, hidden=hidden, hidden_from=None)
+        start = self._hidden_from(trace, program, moved, chip, compute) if ahead else None
+        return dataclasses.replace(
+            option, exposed=exposed, overhead=exposed / compute, hidden=hidden, hidden_from=start
+        )
 
     def driven(self, code: str, moved: Streams, first: First, donated: Sequence[bool]) -> Option:
         """A step of whose update the host's cores make a part, by its first program."""
@@ -132,7 +135,7 @@ class Traced:
         inside = sum(in_a_scan(plan, link, chip, self.shards, beside, first=k == 0) for k, plan in enumerate(scans))
         rest = moved.inside + looped
         outside = link.seconds(moved.loaded - rest, max(0, moved.stored - rest))
-        own = sum(seconds(p.slice.jaxpr, chip) for update in found for p in update.planned) / self.shards
+        own = self._of_updates(trace, chip)
         scanned = in_one_scan(program)
         share = forward_share(program, self.rematerialised) if ahead else 0.0 if moved.norm or scanned else BACKWARD
         last = 0.0 if ahead or not share else moved.tail / link.store
@@ -140,6 +143,20 @@ class Traced:
         left = max(0.0, outside - behind) + last
         queued = in_pieces(trace.jaxpr, chip, link) if self.shards == 1 and not ahead else None
         return max(alone + inside + left, queued or 0.0)  # the least, both
+
+    def _of_updates(self, trace: Any, chip: Chip) -> float:
+        """Seconds of the updates' own arithmetic, which reads what has come."""
+        planned = (p for each in updates_in(trace) for p in each.update.planned)
+        return sum(seconds(p.slice.jaxpr, chip) for p in planned) / self.shards
+
+    def _hidden_from(self, trace: Any, program: Any, moved: Streams, chip: Chip, compute: float) -> int | None:
+        """The tokens per step from which the forward pass of the next batch hides all transfers, where its arithmetic
+        grows with them, and that of the update does not. Of the other ways a part is never hidden."""
+        if not self.setting.tokens:
+            return None
+        link, own = exposure.link_of(chip).seconds(moved.loaded, moved.stored), self._of_updates(trace, chip)
+        hides = forward_share(program, self.rematerialised) * (compute - own)
+        return math.ceil(self.setting.tokens * link / hides) if hides > 0 else None
 
     def _arguments(self, donated: Sequence[bool]) -> tuple[int, int, int]:
         """Bytes on one device of parameters, of what else is handed from step to step, and of state on the host."""

@@ -108,6 +108,9 @@ def of_optimizer(
         parts, lambda name, more: way_of(name, options=more), params, without_cores(given), options, found
     ):
         options.insert(2, option)
+        if option.host and "window=" not in option.code and setting.memory is not None:
+            left = setting.memory - option.peak
+            notes.append(f"largest window that fits with {option.name}: {in_bytes(option.window + left)}")
         if option.name == KEPT:
             notes.append(f"{KEPT}: with these options the state fits the device, and nothing has to be offloaded")
         elif activations is None:
@@ -224,7 +227,7 @@ def solved(
         if not option.fits:
             break
         best, smallest = option, share
-    if not 0 < smallest < 1:
+    if not 0 < smallest < 1 or not parts.setting.budget:
         return [best] if smallest < 1 else []
     wider = through(min(best.host, best.window + memory - best.peak), "fraction", fraction=smallest)
     return [best if wider is None or wider.window <= best.window else wider]

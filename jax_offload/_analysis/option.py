@@ -32,7 +32,8 @@ class Option:
       exposed: seconds of that which the step's own arithmetic does not hide; ``None`` where the tokens are not known.
       overhead: ``exposed`` beside the step without transfers: 0.05 is 5 % longer.
       hidden: share of ``link`` that is hidden; where there is a disk, of the longer one of ``io`` and ``link_serial``.
-      hidden_from: tokens per step from which all of it is hidden; ``None`` where nothing is, or no chip is known.
+      hidden_from: tokens per step from which all of it is hidden; ``None`` where a part never is, or what tells is not
+        known: of a step that is given, of a pipelined one alone.
       disk: bytes of state on disk; the files take twice that. Exact.
       read: bytes that a step reads from it. Exact.
       written: bytes that it writes there. Exact.

@@ -26,7 +26,7 @@ class Setting:
     """What is known of the machine and of the work.
 
     Attributes:
-      memory: bytes of one device.
+      memory: bytes of one device; a ``budget`` where they were given: then the window may have what is left of them.
       devices: how many, and how many on a host.
       dtype: in which the matmuls compute.
       seconds: of a step's arithmetic where it is known otherwise than by tokens.
@@ -38,6 +38,7 @@ class Setting:
     flops_per_token: float | None
     memory: int | None
     host: HostMemory
+    budget: bool = False
     devices: tuple[int, int] = (1, 1)
     dtype: str = "bfloat16"
     seconds: float | None = None
@@ -68,6 +69,7 @@ class Setting:
             devices=self.devices,
             host=self.host,
             chip=self.chip.name if self.chip else "",
+            chip_host=self.chip.dram_bytes if self.chip else None,
             platform=self.chip.platform if self.chip else "",
             drive=self.drive if any(option.disk for option in options) else None,
             drives=self.drives,

@@ -23,6 +23,8 @@ class Printed:
     device_memory: int | None
     devices: tuple[int, int]
     host: HostMemory
+    chip: str
+    chip_host: int | None
     platform: str
     compute: float | None
     changes: tuple[str, ...]
@@ -147,6 +149,12 @@ def _host(forecast: Printed, option: Option) -> list[str]:
     named = ("available", host.available), ("left by the cgroup", host.cgroup)
     limits = [f"{in_bytes(n)} {what}" for what, n in named if n is not None]
     found = [f"pinned on a host of {forecast.devices[1]} device(s): {in_bytes(total)}; this host: {', '.join(limits)}"]
+    if forecast.chip_host is not None:  # which this host need not be
+        there = forecast.chip_host * forecast.devices[1]
+        enough = "suffices" if total <= there else f"is {in_bytes(total - there)} short"
+        found.append(
+            f"a host of {forecast.devices[1]} {forecast.chip} has {in_bytes(there)}, by its figures: it {enough}"
+        )
     if why := host.why_not(total):
         found.append(f"not on this host: {why}")
     if advice := host.pool_advice(total, forecast.platform):

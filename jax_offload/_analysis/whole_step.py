@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from jax_offload._analysis.estimated_ways import Traced, rematerialises
 from jax_offload._analysis.forecast import Forecast
 from jax_offload._analysis.measured import devices_of
 from jax_offload._analysis.optimizer import dtype_of
+from jax_offload._analysis.option import Option
 from jax_offload._analysis.resident import on_device, resident
 from jax_offload._analysis.setting import Setting, of_the_cores, of_the_disk
 from jax_offload._analysis.streams import streams
@@ -35,19 +36,28 @@ LABELS = (("host, each way, window", "exact"), ("peak, activations, hidden, adde
 RESIDENT = "the inner optimizer, without offload; step = jax.jit(step, donate_argnums=...)"
 OWN, AHEAD = "jo.jit", "jo.pipelined"
 DEVICE_WAYS = "jax.jit", OWN
+NEVER = "hidden from so many tokens on: told of a pipelined step alone, as of others the first load never is hidden"
 SOLVES = (
     "plan(make, tx) solves for the smallest fraction and the largest window that fit, where make(tx) makes the step"
 )
 
 
-def of_step(step: Callable[..., Any], args: Sequence[Any], setting: Setting, target: str | None = None) -> Forecast:
-    """With its state on the device, under ``jax.jit``, under ``jo.jit`` and, where gradients are clipped by their norm,
-    pipelined.
+def of_step(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    setting: Setting,
+    target: str | None = None,
+    named: Mapping[str, Any] | None = None,
+) -> Forecast:
+    """With its state on the device, under ``jax.jit``, under ``jo.jit`` and, where gradients are clipped by their norm
+    or what is given is, pipelined.
 
-    ``target``: a chip to compile these for.
+    ``target``: a chip to compile these for. ``named``: keyword arguments of the step.
     """
     given = step.step if isinstance(step, Pipelined) else step
     base = given.__wrapped__ if isinstance(given, Jitted) else unwrapped(given)
+    if named:
+        base, args = _by_position(base), (*args, dict(named))
     with step_described():
         drives, args = _drives(args), in_memory(args)
         leaves = [x for x in jax.tree.leaves(args) if hasattr(x, "dtype")]
@@ -82,7 +92,7 @@ def of_step(step: Callable[..., Any], args: Sequence[Any], setting: Setting, tar
         of_this.option("jax.jit", "step = jax.jit(step, donate_argnums=...)", plain),
         of_this.option(OWN, "step = jo.jit(step, donate_argnums=...)", own),
     ]
-    if streams(plain).norm:
+    if streams(plain).norm or isinstance(step, Pipelined):
         code = "step = jo.pipelined(step, donate_argnames=...)"
         options.append(of_this.option(AHEAD, code, plain, ahead=True))
         code = 'step = jo.pipelined(step, donate_argnames=..., gradients="host")'
@@ -103,11 +113,9 @@ def of_step(step: Callable[..., Any], args: Sequence[Any], setting: Setting, tar
             f"more, and its time a model's; {' and '.join(DEVICE_WAYS)} are of the same step without update_on and disk"
         )
         notes += [*starts, *of_the_cores(options, setting), *of_the_disk(options, setting)]
-    if setting.memory is not None and not options[0].fits:
-        notes.append(SOLVES)
     if target is not None:
         turned = turned_round(step, base, args, plain)
-        compiler = Compiler(target, plain, leaves, at_home, there, setting, turned, args, first)
+        compiler = Compiler(target, plain, leaves, at_home, there, setting, turned, args, bool(named), first)
         compiled_rows = [compiler.row(option) for option in options]
         if left := [each.name for each in options if not compiler.compiles(each.name)]:
             verb = "is" if len(left) == 1 else "are"
@@ -115,7 +123,11 @@ def of_step(step: Callable[..., Any], args: Sequence[Any], setting: Setting, tar
                 f"{' and '.join(left)} {verb} estimated: give what jo.pipelined returned, and it is compiled too"
             )
         notes += [o.why_not for o in compiled_rows if GIVES_UP in o.why_not or ESTIMATED in o.why_not]
+        notes += _solves(compiled_rows, setting)
         return setting.forecast(compiled_rows, notes=tuple(notes), labels=compiled_labels(target))
+    notes += _solves(options, setting)
+    if setting.chip is not None:
+        notes.append(NEVER if setting.tokens else f"{NEVER}, with tokens_per_step")
     if options[1].peak_range[0] < options[1].peak_range[1]:
         notes.append("layers that are not in one scan: XLA may put off what would free memory, so the peak is a range, "
                      "and begin loads late, so what is added is the least")  # fmt: skip
@@ -125,6 +137,15 @@ def of_step(step: Callable[..., Any], args: Sequence[Any], setting: Setting, tar
             notes.append("parameters divided along their first axis: a scan over it has XLA gather all of them before, "
                          "which these peaks leave out; divide another axis")  # fmt: skip
     return setting.forecast(options, notes=tuple(notes), labels=LABELS)
+
+
+def _by_position(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Of its arguments, and a dict of those with names as the last one."""
+    return lambda *args: fun(*args[:-1], **args[-1])
+
+
+def _solves(options: Sequence[Option], setting: Setting) -> list[str]:
+    return [SOLVES] if setting.memory is not None and not options[0].fits else []
 
 
 def _drives(args: Any) -> int:

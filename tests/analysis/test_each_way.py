@@ -117,7 +117,7 @@ def test_the_smallest_fraction_and_the_largest_window(room, share, longer, code)
     first = row(each_way.way("jo.jit", ADAMW, "inner", {}))
     resident = dataclasses.replace(first, name="resident", host=0, fits=False)
     given = dataclasses.replace(base, options=(resident, first), device_memory=memory)
-    found = each_way._solved(row, ADAMW, {}, given, False)
+    found = each_way._solved(row, ADAMW, {}, given, False, True)
     assert (found is None) if code is None else code in found.code
 
 

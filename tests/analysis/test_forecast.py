@@ -1,5 +1,6 @@
 """``jo.plan`` of an optimizer: numbers worked out by hand, and what cannot be."""
 
+import dataclasses
 import json
 
 import jax
@@ -10,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from jax_offload._analysis import on_cores
+from jax_offload._analysis import on_cores, table
 from jax_offload._analysis import plan as planning
 from jax_offload._analysis.host import POOL_DEFAULT, HostMemory, host_memory
 from jax_offload._analysis.units import bytes_of, in_bytes, in_seconds
@@ -85,7 +86,11 @@ def test_the_smallest_fraction_that_fits():
     by_default = jo.plan(jo.offload(ADAMW, fraction=0.63), params)["as given"]
     assert (by_default.host, "window=" in code) == (found.host, True) and by_default.window < found.window
     assert "leaves activations no room" in " ".join(str(forecast).split())
-    # a window that was given stays
+    # a card's own memory is not used up, and a window that was given stays
+    assert (
+        "window="
+        not in jo.plan(ADAMW, params, chip=dataclasses.replace(jo.chip("h100"), hbm_bytes=1536 * MIB))["fraction"].code
+    )
     given = jo.plan(jo.offload(ADAMW, window=64 * MIB), params, device_memory="1.5GiB")["fraction"]
     assert given.window <= 64 * MIB and given.code.count("window=") == 1 and "window=67108864" in given.code
 
@@ -172,7 +177,7 @@ def test_what_is_given_already():
         ({"tokens_per_step": 0}, "tokens_per_step: expected a number > 0; got 0"),
         ({"flops_per_token": -1.0}, "flops_per_token"),
         ({"device_memory": "80 apples"}, "device_memory: expected a number of bytes"),
-        ({"device_memory": 80}, 'device_memory: .* got 80, not 1 MiB. Say "80GiB"'),
+        ({"device_memory": 80}, 'device_memory: got 80, which is 80 bytes, not even 1 MiB. Say "80GiB"'),
         ({"mesh": AbstractMesh((8,), ("data",))}, r"\['w'\] is not on the mesh {'data': 8}"),
     ],
 )
@@ -186,6 +191,8 @@ def test_the_state_in_place_of_the_parameters():
         jo.plan(ADAMW, jax.eval_shape(ADAMW.init, STACKED))
     with pytest.raises(TypeError, match="plan"):
         jo.plan(STACKED, ADAMW)
+    with pytest.raises(TypeError, match="plan: device_mem: a step's keyword arguments go to plan"):
+        jo.plan(ADAMW, STACKED, device_mem="80GiB")
 
 
 def test_it_prints():
@@ -227,6 +234,21 @@ def test_host_memory_is_that_of_all_devices_of_a_host(monkeypatch):
         return jo.plan(ADAMW, params)["offload"].why_not
 
     assert "the host has 11.0 GiB available, and the state takes 12.0" in why_not(11) and not why_not(13)
+
+
+@pytest.mark.parametrize(
+    ("gib", "said"),
+    [(3, "24.0 GiB, by its figures: it suffices"), (2, "16.0 GiB, by its figures: it is 8.00 GiB short")],
+)
+def test_whether_the_chip_s_host_suffices(gib, said, tmp_path):
+    """3 GiB of state on each of eight: 24 of a host, by the figures of the chip; this host is another."""
+    path = tmp_path / "mine.toml"
+    path.write_text(f'like = "h100"\ndram_bytes = {gib * GIB}\n')
+    there = NamedSharding(AbstractMesh((8,), ("data",)), P("data"))
+    params = {"w": jax.ShapeDtypeStruct((192, 4096, 4096), jnp.float32, sharding=there)}
+    forecast = jo.plan(ADAMW, params, chip=path)
+    assert f"a host of 8 mine has {said}" in table._host(forecast, forecast["offload"]) and forecast["offload"].fits
+    assert forecast.to_dict()["chip_host"] == gib * GIB
 
 
 def test_the_link_of_what_is_no_device():

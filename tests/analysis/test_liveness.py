@@ -261,6 +261,40 @@ def test_a_pipelined_step_is_planned_as_the_step_that_it_turns_round():
         assert jo.plan(train, *args, chip="h200").options == expected.options
 
 
+def test_a_step_that_is_pipelined_has_that_row_without_clipping_too():
+    """As many tokens as it says hide its transfers, and no fewer."""
+    step, args = step_and_args(jo.offload(ADAMW), True, 4096)
+    train = jo.pipelined(step, donate_argnames=("params", "state"))
+    forecast = jo.plan(train, *args, chip="h200", tokens_per_step=4096)
+    row = forecast["jo.pipelined"]
+    assert row.exposed > 0 and "gradients too" in [option.name for option in forecast.options]
+    assert "jo.pipelined" not in [option.name for option in jo.plan(step, *args).options]
+    for tokens, hidden in (row.hidden_from * 1.05, True), (row.hidden_from * 0.95, False):
+        step, args = step_and_args(jo.offload(ADAMW), True, int(tokens))
+        assert (jo.plan(train, *args, chip="h200")["jo.pipelined"].exposed == 0) is hidden
+    assert forecast["jo.jit"].hidden_from is None and "told of a pipelined step" in str(forecast)
+
+
+def test_keyword_arguments_of_a_step():
+    step, args = step_and_args(jo.offload(ADAMW), True)
+
+    def scaled(params, state, batch, *, bias, scale=1.0):
+        return step(params, state, scale * batch + bias[0, 0])
+
+    alone = jo.plan(lambda p, s, b, bias: scaled(p, s, b, bias=bias, scale=2.0), *args, matrix(), chip="h200")
+    named = [jo.plan(each, *args, bias=matrix(), scale=2.0, chip="h200") for each in (scaled, jo.jit(scaled))]
+    assert all(each.options == alone.options for each in named)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("mesh", jax.sharding.AbstractMesh((1,), ("data",))), ("flops_per_token", 6e9)]
+)
+def test_what_a_step_has_by_itself(name, value):
+    step, args = step_and_args(jo.offload(ADAMW), True)
+    with pytest.raises(ValueError, match=rf"^{name}: of plan\(tx, params\) alone.*Leave it out"):
+        jo.plan(step, *args, **{name: value})
+
+
 def test_layers_in_one_scan_or_not():
     for stacked in True, False:
         step, args = step_and_args(ADAMW, stacked)
@@ -283,15 +317,17 @@ def test_it_says_what_does_not_fit():
 
 def test_between_the_ends_of_an_estimate_it_may_fit():
     """And where it is below both, all that is said of what is missing is of the low end."""
-    step, args = step_and_args(jo.offload(ADAMW), False)
-    least, most = jo.plan(step, *args)["jo.jit"].peak_range
+    params, tx = parameters(3, 512, False, None), jo.offload(ADAMW)
+    step, args = step_of(tx, loss), (params, jo.abstract_state(tx, params), matrix())
+    known = jo.plan(step, *args)
+    least, most = known["jo.jit"].peak_range
     between = jo.plan(step, *args, device_memory=(least + most) // 2)
     row = between["jo.jit"]
     assert row.fits is None and "may fit" in row.why_not and "maybe" in str(between)
     assert between.recommended is not None and between.missing == 0 and "which may fit" in between.summary()
     assert "jo.jit may fit: " in " ".join(str(between).split())
     assert jo.plan(step, *args, device_memory=most)["jo.jit"].fits is True
-    sure = jo.plan(step, *args, device_memory=jo.plan(step, *args)["resident"].peak_range[1])
+    sure = jo.plan(step, *args, device_memory=known["resident"].peak_range[1])
     assert sure.recommended.fits is True
     short = jo.plan(step, *args, device_memory=least - MIB)
     assert short.recommended is None and short.missing == MIB
