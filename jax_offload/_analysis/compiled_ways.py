@@ -129,7 +129,7 @@ def turned_round(step: Any, base: Callable[..., Any], args: Sequence[Any], plain
     return dict(zip(_TURNED, (pipelined(base, **names), pipelined(base, gradients="host", **names)), strict=True))
 
 
-_OF_ALL_PROGRAMS = ("exposed", "overhead", "hidden", "hidden_from", "dram", "cores")
+_OF_ALL_PROGRAMS = ("exposed", "overhead", "hidden", "hidden_from", "dram", "cores", "beside")
 
 
 def _with(given: Option, program: Compiled, setting: Setting) -> Option:

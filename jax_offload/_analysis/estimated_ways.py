@@ -110,7 +110,7 @@ class Traced:
             buffers=files.buffers,
         )  # fmt: skip
         # the gradient of stacked layers is one array, which goes down when the scan is over
-        return priced(option, self.setting, 0.0 if scanned else BACKWARD, cores, files)
+        return priced(option, self.setting, 0.0 if scanned else BACKWARD, cores, files, first.cut)
 
     def _exposed(
         self, trace: Any, program: Any, moved: Streams, chip: Chip, compute: float, ahead: bool

@@ -55,7 +55,8 @@ def plan(
     Nothing is allocated or decided here: the placements and plans are those that would run. The estimate's model of
     time: transfers are hidden behind the backward pass, two thirds of a step's arithmetic; in ``pipelined`` behind the
     forward pass; not at all where an update waits for a norm of all gradients. What is not hidden is added. Of a
-    state on disk the first groups are read, and the last written, beside the gradients; the rest is waited for.
+    state on disk the first groups are read, and the last written, beside the gradients; the rest is waited for. A pass
+    that is cut into several programs counts as these, where a step is given.
 
     Args:
       tx: the transformation; or the step, jitted or not; or a function that makes a step of a transformation.

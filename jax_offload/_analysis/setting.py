@@ -17,6 +17,7 @@ from jax_offload._analysis.host import HostMemory
 from jax_offload._analysis.on_cores import NONE, Share
 from jax_offload._analysis.on_disk import NO_FILES, Files
 from jax_offload._analysis.option import Option, smallest
+from jax_offload._analysis.programs import ONE, Programs
 from jax_offload._analysis.units import in_bytes, in_seconds
 from jax_offload._drive.loops import has_numba
 
@@ -81,9 +82,11 @@ class Setting:
         )
 
 
-def priced(option: Option, setting: Setting, share: float, cores: Share = NONE, files: Files = NO_FILES) -> Option:
+def priced(
+    option: Option, setting: Setting, share: float, cores: Share = NONE, files: Files = NO_FILES, cut: Programs = ONE
+) -> Option:  # fmt: skip
     """With what it costs. ``share``: of the step's arithmetic, beside which it streams. ``cores``: what these do.
-    ``files``: what is read and written."""
+    ``files``: what is read and written. ``cut``: the programs of the pass before these."""
     fits, why = _fits(option, setting.memory)
     if fits is not False and option.host and (said := setting.host.why_not(option.host * setting.devices[1])):
         why = f"{why} {option.name}: {said}.".lstrip()  # said, not decided: the host on which this runs may be another
@@ -95,13 +98,13 @@ def priced(option: Option, setting: Setting, share: float, cores: Share = NONE, 
         why = f"{option.name}: the files take {in_bytes(taken)}, and there is room for {in_bytes(room)}."
     option = dataclasses.replace(option, fits=fits, why_not=why, dram=cores.dram)
     if files.groups:
-        return _from_disk(option, setting, files)
+        return _from_disk(option, setting, files, cut)
     if setting.chip is None:
         return option
     link = exposure.link_of(setting.chip)
     both = link.seconds(option.loaded, option.stored)
     if cores.dram:
-        return _beside_the_cores(option, setting, setting.chip, cores, share, link)
+        return _beside_the_cores(option, setting, setting.chip, cores, share, link, cut)
     exposed = None if setting.compute is None else exposure.exposed(both, setting.compute, share)
     each = setting.seconds_per_token
     return dataclasses.replace(
@@ -127,7 +130,9 @@ def _fits(option: Option, memory: int | None) -> tuple[bool | None, str]:
     return None, f"{option.name} may fit: {said}"
 
 
-def _beside_the_cores(option: Option, setting: Setting, chip: Chip, cores: Share, share: float, link: Link) -> Option:
+def _beside_the_cores(
+    option: Option, setting: Setting, chip: Chip, cores: Share, share: float, link: Link, cut: Programs
+) -> Option:  # fmt: skip
     moved = option.loaded, option.stored
     both, dram, compute = link.seconds(*moved), chip.dram_bandwidth, setting.compute
     option = dataclasses.replace(option, link=both, link_serial=link.one_after_the_other(*moved))
@@ -136,19 +141,20 @@ def _beside_the_cores(option: Option, setting: Setting, chip: Chip, cores: Share
     option = dataclasses.replace(option, cores=cores.dram / dram)
     if not compute:
         return option
-    exposed, waits = cores.exposed(link, dram, share * compute, *moved)
+    beside = cut.beside(cores.dram / dram, compute)
+    exposed, waits = cores.exposed(link, dram, share * compute, *moved, beside)
     hidden = 1 - min(waits, both) / both
-    return dataclasses.replace(option, exposed=exposed, overhead=exposed / compute, hidden=hidden)
+    return dataclasses.replace(option, exposed=exposed, overhead=exposed / compute, hidden=hidden, beside=beside)
 
 
-def _from_disk(option: Option, setting: Setting, files: Files) -> Option:
+def _from_disk(option: Option, setting: Setting, files: Files, cut: Programs) -> Option:
     """Groups are updated one after the other once gradients are there: link and drives are busy at the same time, and
     what goes up is not beside what comes down. A host's devices share its drives, and have a link each."""
     compute, drive, n = setting.compute, setting.drive, setting.drives
     io = files.seconds(drive, n)
     link = None if setting.chip is None else exposure.link_of(setting.chip)
     serial = None if link is None else link.one_after_the_other(option.loaded, option.stored)
-    waits = max(io - files.hidden(drive, n, compute or 0.0), serial or 0.0)
+    waits = max(io - files.hidden(drive, n, compute or 0.0, cut), serial or 0.0)
     per_day = files.per_host * option.written / n * DAY / ((compute or 0.0) + waits)
     option = dataclasses.replace(option, io=io, per_day=per_day)
     if link is None:
@@ -195,6 +201,6 @@ def of_the_cores(options: Sequence[Option], setting: Setting) -> list[str]:
                 known = "give a chip" if setting.chip is None else "the chip has no dram_bandwidth"
                 found.append(f"{said}; {known}, and its time is told")
                 continue
-            said += f": {in_seconds(option.cores)} at its published {dram / 1e9:.0f} GB/s, hidden behind nothing"
-            found.append(said)
+            hidden = f"{in_seconds(option.beside)} of it beside the pass" if option.beside else "hidden behind nothing"
+            found.append(f"{said}: {in_seconds(option.cores)} at its published {dram / 1e9:.0f} GB/s, {hidden}")
     return found

@@ -36,7 +36,6 @@ LABELS = (("host, each way, window", "exact"), ("peak, activations, hidden, adde
 RESIDENT = "the inner optimizer, without offload; step = jax.jit(step, donate_argnums=...)"
 OWN, AHEAD = "jo.jit", "jo.pipelined"
 DEVICE_WAYS = "jax.jit", OWN
-NEVER = "hidden from so many tokens on: told of a pipelined step alone, as of others the first load never is hidden"
 SOLVES = (
     "plan(make, tx) solves for the smallest fraction and the largest window that fit, where make(tx) makes the step"
 )
@@ -127,7 +126,10 @@ def of_step(
         return setting.forecast(compiled_rows, notes=tuple(notes), labels=compiled_labels(target))
     notes += _solves(options, setting)
     if setting.chip is not None:
-        notes.append(NEVER if setting.tokens else f"{NEVER}, with tokens_per_step")
+        given = "" if setting.tokens else ", where tokens_per_step is given"
+        notes.append(
+            f"hidden from how many tokens on: a pipelined row tells it{given}; of others the first load never is"
+        )
     if options[1].peak_range[0] < options[1].peak_range[1]:
         notes.append("layers that are not in one scan: XLA may put off what would free memory, so the peak is a range, "
                      "and begin loads late, so what is added is the least")  # fmt: skip

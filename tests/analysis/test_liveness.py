@@ -272,7 +272,7 @@ def test_a_step_that_is_pipelined_has_that_row_without_clipping_too():
     for tokens, hidden in (row.hidden_from * 1.05, True), (row.hidden_from * 0.95, False):
         step, args = step_and_args(jo.offload(ADAMW), True, int(tokens))
         assert (jo.plan(train, *args, chip="h200")["jo.pipelined"].exposed == 0) is hidden
-    assert forecast["jo.jit"].hidden_from is None and "told of a pipelined step" in str(forecast)
+    assert forecast["jo.jit"].hidden_from is None and "a pipelined row tells it" in str(forecast)
 
 
 def test_keyword_arguments_of_a_step():
