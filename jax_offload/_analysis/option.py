@@ -41,8 +41,8 @@ class Option:
       io: seconds that a host's drives, which its devices share, need for what is read and written, by their data sheet.
       per_day: bytes that are written to each drive in 24 hours; the most, where a step's arithmetic is not known.
       dram: bytes that the host's cores move through its memory to update what is there; 0 where they do not.
-      cores: seconds that they take for it; ``beside`` those of them in which the forward and the backward pass, in
-        several programs, still goes on.
+      cores: seconds that they take for it.
+      beside: of those what goes on beside the forward and the backward pass, where that is cut into several programs.
       fits: whether the whole of ``peak_range`` fits the device; ``None`` where the device's memory is not known, or
         between the two ends, so that it may. Host memory does not decide it: what runs there may be another host.
       why_not: what is missing, or may be, on the device or on this host; empty where all fits.

@@ -61,7 +61,6 @@ def plan(
     Args:
       tx: the transformation; or the step, jitted or not; or a function that makes a step of a transformation.
       *args: the parameters; or the step's arguments, concrete or abstract; or the transformation.
-      **kwargs: the step's keyword arguments, but for those whose names are below.
       chip: the accelerator, a name that ``jax_offload.chip`` takes or a ``Chip``; without it no seconds.
       tokens_per_step: over all devices.
       flops_per_token: operations of the forward and the backward pass for each token; where it is left out 6 for each
@@ -74,6 +73,7 @@ def plan(
         that one, unless it is given.
       drive: what a state on disk is on, a name that ``jax_offload.drive`` takes or a ``Drive``; where it is left out
         ``pm9a3``, one of a data centre, the slowest of those that are known. One for each directory of the disk.
+      **kwargs: the step's keyword arguments, but for those whose names are above.
 
     Returns:
       A ``Forecast``. Where nothing fits, its ``recommended`` is ``None``, and it says what is missing.
@@ -96,14 +96,14 @@ def plan(
         chip = target_of(target).chip
     setting = setting_of(chip, tokens_per_step, flops_per_token, device_memory, drive)
     optimizers = optax.GradientTransformation | optax.MultiSteps
-    made = callable(tx) and len(args) == 1 and isinstance(args[0], optimizers)
-    if kwargs and (made or not callable(tx)):
+    made = len(args) == 1 and isinstance(args[0], optimizers)
+    if kwargs and (made or isinstance(tx, optimizers)):
         raise TypeError(f"plan: {', '.join(kwargs)}: a step's keyword arguments go to plan(step, *args), no others.")
     if callable(tx) and (mesh is not None or flops_per_token is not None):
         name, why = ("mesh", "its arguments have their shardings") if mesh is not None else (
             "flops_per_token", "its operations are counted")  # fmt: skip
         raise ValueError(f"{name}: of plan(tx, params) alone; here is a step, and {why}. Leave it out.")
-    if made:
+    if callable(tx) and made:
         return of_each_way(tx, args[0], setting, target)
     if isinstance(tx, optimizers):
         if len(args) != 1:
