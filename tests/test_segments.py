@@ -397,13 +397,16 @@ def test_on_a_cpu_the_cores_run_the_pass_too(monkeypatch):
 
 
 def test_plan_says_when_the_cores_begin():
+    """And counts what they do beside the pass: by the last gradients they are through with some."""
+
     def notes(inner, n=N):
         tx, params = offload(inner), dict([*model().items()][:n])
-        forecast = jo.plan(jo.jit(step_of(tx)), params, jo.abstract_state(tx, params), X)
-        return [note for note in forecast.notes if "the update begins" in note]
+        forecast = jo.plan(jo.jit(step_of(tx)), params, jo.abstract_state(tx, params), X, chip="h100")
+        return [note for note in forecast.notes if "the update begins" in note or "GB/s" in note]
 
-    (several,), (one,) = notes(ADAMW), notes(optax.chain(optax.clip_by_global_norm(0.1), ADAMW))
+    (several, early), (one, late) = notes(ADAMW), notes(optax.chain(optax.clip_by_global_norm(0.1), ADAMW))
     assert "in 4 programs" in several and one.endswith(segments.ALL_FIRST)
+    assert "hidden behind nothing" in late and early.endswith(" of it beside the pass"), early
 
 
 def test_more_memory_is_not_taken(monkeypatch, in_one_piece):

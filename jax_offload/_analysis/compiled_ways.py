@@ -48,8 +48,8 @@ class Compiler:
       resident: the step with its state on the device, of ``there``.
       setting: where it runs.
       driven: the first of its programs, where the host's cores update a part; its row is called ``DRIVEN``.
-      turned: by the names of their rows, what ``jo.pipelined`` makes of the step, with its ``args``; without it, a row
-        stays estimated.
+      turned: by the names of their rows, what ``jo.pipelined`` makes of the step, with its ``args``, of which the last
+        are those with names where it is ``named``; without it, a row stays estimated.
     """
 
     target: str
@@ -60,6 +60,7 @@ class Compiler:
     setting: Setting
     turned: Mapping[str, Pipelined]
     args: Sequence[Any]
+    named: bool = False
     driven: First | None = None
 
     def row(self, option: Option) -> Option:
@@ -84,7 +85,8 @@ class Compiler:
 
     def _compiled(self, name: str) -> Compiled:
         if name in _TURNED:
-            return compiled(self.turned[name], tuple(self.args), {}, self.target)
+            *args, names = self.args if self.named else (*self.args, {})
+            return compiled(self.turned[name], tuple(args), names, self.target)
         if name == DRIVEN and self.driven is not None:
             return of_first(self.driven, self.target)
         at_home = name == "resident"
@@ -127,7 +129,7 @@ def turned_round(step: Any, base: Callable[..., Any], args: Sequence[Any], plain
     return dict(zip(_TURNED, (pipelined(base, **names), pipelined(base, gradients="host", **names)), strict=True))
 
 
-_OF_ALL_PROGRAMS = ("exposed", "overhead", "hidden", "hidden_from", "dram", "cores")
+_OF_ALL_PROGRAMS = ("exposed", "overhead", "hidden", "hidden_from", "dram", "cores", "beside")
 
 
 def _with(given: Option, program: Compiled, setting: Setting) -> Option:

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from jax_offload._analysis.programs import ONE, Programs, programs_of
 from jax_offload._base.arrays import is_traced
 from jax_offload._base.jaxprs import ClosedJaxpr, Equation, Literal, Var
 from jax_offload._base.jaxprs import closed as as_closed
@@ -41,22 +42,22 @@ class First:
       jitted: it, a function of two dicts, of which the first is donated.
       args: these, abstract or not, by the arguments' names.
       elsewhere: the step's other arguments, by their names: other programs take them.
-      programs: in how many jo.jit runs it beside an accelerator.
+      cut: in which programs jo.jit runs it beside an accelerator, and the groups of the update behind these.
       one_program: why in no more than one.
     """
 
     jitted: Any
     args: tuple[dict[str, Any], dict[str, Any]]
     elsewhere: Mapping[str, Any]
-    programs: int = 1
+    cut: Programs = ONE
     one_program: str = ""
 
     @property
     def starts(self) -> str:
         """When the update begins."""
-        if self.programs > 1:
+        if (n := len(self.cut.shares)) > 1:
             return (
-                f"{BEFORE!r} is looked at in one piece; beside an accelerator jo.jit runs it in {self.programs} "
+                f"{BEFORE!r} is looked at in one piece; beside an accelerator jo.jit runs it in {n} "
                 "programs, which take no more memory by an estimate: the update begins with the gradients of the first"
             )
         return f"the update begins when {BEFORE!r} has ended, as it is one program: {self.one_program}"
@@ -160,7 +161,7 @@ def first_program(
         jax.jit(before, donate_argnums=0, out_shardings=out),
         (given[0], given[1]),
         {name: x for k, (name, x) in enumerate(zip(names, shown or leaves, strict=True)) if k not in taken},
-        sum(stage.name == BEFORE for stage in several.stages),
+        programs_of(several),
         why_one,
     )
 

@@ -11,11 +11,14 @@ import jax
 import numpy as np
 from jax.tree_util import keystr
 
+from jax_offload._analysis.advice import changes, chosen
+from jax_offload._analysis.compiled_ways import DRIVEN
 from jax_offload._analysis.driven import in_memory, on_abstract
+from jax_offload._analysis.estimated_ways import is_hosted
 from jax_offload._analysis.forecast import Forecast
 from jax_offload._analysis.measured import MANY_LEAVES
 from jax_offload._analysis.option import Option, smallest
-from jax_offload._analysis.setting import Setting, changes, chosen
+from jax_offload._analysis.setting import Setting
 from jax_offload._analysis.ways import (
     Known,
     Way,
@@ -27,7 +30,8 @@ from jax_offload._analysis.ways import (
     ways,
     without_cores,
 )
-from jax_offload._analysis.whole_step import AHEAD, DRIVEN, OWN, is_hosted, of_step
+from jax_offload._analysis.whole_step import AHEAD, OWN, SOLVES, of_step
+from jax_offload._plan.decide import LEAST_WINDOW
 
 CALLED = "inner"
 TRIES = 3  # at the smallest fraction, each a trace of the step
@@ -40,28 +44,34 @@ def of_each_way(make: Callable[[Any], Any], tx: Any, setting: Setting, target: s
     first = way("as given" if given else "offload", inner, CALLED, given)
     step, args = _step_of(make, first.tx)
     base = of_step(step, args, setting, target)
-    ahead, notes = any(option.name == AHEAD for option in base.options), list(base.notes)
+    ahead, notes = any(option.name == AHEAD for option in base.options), [note for note in base.notes if note != SOLVES]
 
     def row(each: Way) -> Option:
         step, args = _step_of(make, each.tx)
         found = of_step(step, args, setting, target)
-        said = (_of(each.name, note) for note in found.notes)
+        said = (_of(each.name, note) for note in found.notes if note != SOLVES)
         notes.extend(note for note in said if note not in notes)
         names = [option.name for option in found.options]
         own = found[DRIVEN if DRIVEN in names else AHEAD if ahead else OWN]
         why = own.why_not.replace(own.name, each.name, 1)
         return dataclasses.replace(own, name=each.name, code=each.code, why_not=why, same_numbers=each.same_numbers)
 
+    def moving(each: Way) -> Option | None:
+        """``None`` where nothing would move: of few large leaves a small fraction is none of them."""
+        leaves = jax.tree.leaves(in_memory(_step_of(make, each.tx)[1]))
+        return row(each) if any(map(is_hosted, leaves)) else None
+
     others = [each for each in ways(inner, given, CALLED, _known(args, base, ahead)) if each.name not in ITS_ROWS]
     tx_is = first.code.partition("; ")[0]
     options = [o if o.name == "resident" else dataclasses.replace(o, code=f"{tx_is}; {o.code}") for o in base.options]
     options += map(row, others)
-    if (solved := _solved(row, inner, given, base, ahead)) is not None:
+    if (solved := _solved(moving, inner, given, base, ahead, setting.budget)) is not None:
         options.insert(1, solved)
-    best = chosen(options)
+    memory = base.device_memory
+    best = chosen(options, memory)
     return dataclasses.replace(
         base, options=tuple(options), recommended=best, notes=tuple(notes),
-        changes=changes(options, best or smallest(options), base.compute),
+        changes=changes(options, best or smallest(options, memory), base.compute, memory),
     )  # fmt: skip
 
 
@@ -92,19 +102,38 @@ def _known(args: Any, base: Forecast, norm: bool) -> Known:
 
 
 def _solved(
-    row: Callable[[Way], Option], inner: Any, given: dict[str, Any], base: Forecast, ahead: bool
+    row: Callable[[Way], Option | None], inner: Any, given: dict[str, Any], base: Forecast, ahead: bool, budget: bool
 ) -> Option | None:
-    """The smallest fraction that fits, to 0.01, as far as it is found; ``None`` where all fits, or nothing does."""
-    memory, own = base.device_memory, base[AHEAD if ahead else OWN]
-    if memory is None or base["resident"].fits is not False or not own.fits or "fraction" in given or not own.host:
+    """The smallest fraction that fits, to 0.01, as far as it is found, with the largest window that fits with it, in
+    a budget; or that alone, where the default one does not. ``None`` where all fits, or nothing does."""
+    memory, own, options = base.device_memory, base[AHEAD if ahead else OWN], without_cores(given)
+    if memory is None or base["resident"].fits or not own.host:
         return None
+
+    def tried(name: str, **more: Any) -> Option | None:
+        return row(way(name, inner, CALLED, {**options, **more}, ahead=ahead))
+
+    def through(option: Option, name: str, **more: Any) -> Option | None:
+        window = min(option.host, option.window + memory - option.peak_range[1]) >> 20 << 20
+        if "window" in given or window < LEAST_WINDOW or window == option.window:
+            return None
+        found = tried(name, **more, window=window)
+        if found is None or not found.fits or found.window == option.window:
+            return None
+        # of a loop the first chunk comes alone, and the last goes alone: larger ones take longer
+        return None if option.fits and (found.exposed or 0.0) > (option.exposed or 0.0) else found
+
+    if not own.fits:
+        return through(own, "window")
     low, share = 0.0, 1 - (memory - own.peak_range[1]) / own.host
-    for _ in range(TRIES):
+    for _ in range(0 if "fraction" in given else TRIES):
         share = math.ceil(100 * max(share, low + 0.01)) / 100
         if share >= 1:
             return None
-        option = row(way("fraction", inner, CALLED, {**without_cores(given), "fraction": share}, ahead=ahead))
+        option = tried("fraction", fraction=share)
+        if option is None or (option.fits and option.host == own.host):  # of few leaves it is none of them, or all
+            return through(own, "window") if budget else None
         if option.fits:
-            return option
+            return (budget and through(option, "fraction", fraction=share)) or option
         low, share = share, share + (option.peak_range[1] - memory) / own.host
     return None

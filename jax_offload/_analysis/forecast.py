@@ -24,6 +24,7 @@ class Forecast(Printed):
       devices: how many the parameters are on, and how many of them share a host.
       host: what this host, on which it was computed, has for pinned memory.
       chip: the name of the accelerator; empty where none was given.
+      chip_host: bytes of its host's memory, for each accelerator, by its figures; ``None`` where none was given.
       platform: ``"cuda"`` or ``"tpu"``.
       drive: what a state on disk is on; ``None`` where there is none.
       drives: over how many it is spread.
@@ -48,6 +49,7 @@ class Forecast(Printed):
     devices: tuple[int, int]
     host: HostMemory
     chip: str = ""
+    chip_host: int | None = None
     platform: str = ""
     drive: Drive | None = None
     drives: int = 1

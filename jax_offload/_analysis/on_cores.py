@@ -1,7 +1,8 @@
 """What the host's cores take for their share of an update, as it is built today: bytes, and a model of the time.
 
-``docs/host_or_device.md`` has the measurements. Gradients go down beside the backward pass, the cores begin when the
-last one is there, parameters come up while the next group is updated, and the device's own share runs meanwhile.
+``docs/host_or_device.md`` has the measurements. Gradients go down beside the backward pass, the cores begin when those
+of its first program are there, parameters come up while the next group is updated, and the device's own share runs
+meanwhile.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class Share:
         """Bytes through the host's memory: of donated AdamW in float32 40 for each parameter, 76 in XLA's passes."""
         return self.worked + 2 * self.assembled + self.gradients + self.down + self.up + COPIES * self.copied
 
-    def exposed(self, link: Link, dram: float, hides: float, loaded: int, stored: int) -> tuple[float, float]:
+    def exposed(
+        self, link: Link, dram: float, hides: float, loaded: int, stored: int, beside: float = 0.0
+    ) -> tuple[float, float]:  # fmt: skip
         """Seconds that are added to a step; and of those, in which the link is waited for.
 
         Args:
@@ -71,10 +74,11 @@ class Share:
           hides: seconds of the backward pass, beside which gradients go down.
           loaded: bytes that come up in all, the device's own share of the state too.
           stored: bytes that go down in all.
+          beside: seconds that the cores are at it while the pass still goes on.
         """
         late = max(0.0, self.gradients / link.store - hides)
         meanwhile = link.seconds(loaded, stored - self.gradients)
-        cores = self.dram / dram
+        cores = self.dram / dram - beside
         waits = late + max(0.0, meanwhile - cores) + self.last / link.load
         return waits + cores, waits
 

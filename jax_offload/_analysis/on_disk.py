@@ -1,7 +1,8 @@
 """What a state on disk takes, as ``_drive/moving.py`` moves it: bytes, and a model of the time.
 
 Gradients first; then the state comes group by group, from disk over host memory to the device and back. While
-gradients are made the first groups are read, and the last ones of the step before are written. All else is waited for.
+gradients are made the first groups are read, and the last ones of the step before are written; beside later programs of
+the pass, where it has several, the next ones. All else is waited for.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence, Set
 
 from jax_offload._analysis.drives import Drive
+from jax_offload._analysis.programs import ONE, Programs
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Var
 from jax_offload._base.memory import is_host_aval
@@ -105,11 +107,22 @@ class Files:
         """Of reading and writing all of it."""
         return self.per_host * drive.seconds(self.read, self.written) / drives
 
-    def hidden(self, drive: Drive, drives: int, compute: float) -> float:
-        """Of that, what goes on while gradients are made, in ``compute`` seconds."""
-        ahead = sum(group.read for group in self.groups[: self._ahead_of(0)])
-        behind = sum(group.written for group in self.groups[self._behind(len(self.groups) - 1) :])
-        return min(compute, self.per_host * drive.seconds(ahead, behind) / drives)
+    def hidden(self, drive: Drive, drives: int, compute: float, cut: Programs = ONE) -> float:
+        """Of that, what goes on while gradients are made, in ``compute`` seconds: beside each program of the pass the
+        next groups are read, and then those written that are through, at first the last ones of the step before."""
+        of_all = self.per_host / drives
+        reads = [of_all * drive.seconds(group.read, 0) for group in self.groups]
+        writes = [of_all * drive.seconds(0, group.written) for group in self.groups]
+        hidden = read = written = 0.0
+        through, to_write = 0, sum(writes[self._behind(len(self.groups) - 1) :])
+        for share, groups in zip(cut.shares, cut.behind(len(self.groups)), strict=True):
+            reading = min(share * compute, sum(reads[: self._ahead_of(through)]) - read)
+            writing = min(share * compute - reading, min(to_write, sum(writes)) - written)
+            hidden, written = hidden + reading + writing, written + writing
+            to_write += sum(writes[through : through + groups])
+            through += groups
+            read = max(read + reading, sum(reads[:through]))  # what has to be there is waited for
+        return hidden
 
 
 NO_FILES = Files()

@@ -48,6 +48,7 @@ LABELS = (
     ("hidden, added, peak", "estimated"),
 )
 BY_DATA_SHEET = "of a disk: what is under way in host memory, time, writes a day"
+KEPT = "resident as given"
 NO_ACTIVATIONS = "not in these peaks: activations"
 
 
@@ -107,8 +108,13 @@ def of_optimizer(
         parts, lambda name, more: way_of(name, options=more), params, without_cores(given), options, found
     ):
         options.insert(2, option)
-        left = 0 if setting.memory is None else setting.memory - option.peak
-        notes.append(f"largest window that fits with {option.name}: {in_bytes(option.window + left)}")
+        if option.host and "window=" not in option.code and setting.memory is not None:
+            left = setting.memory - option.peak
+            notes.append(f"largest window that fits with {option.name}: {in_bytes(option.window + left)}")
+        if option.name == KEPT:
+            notes.append(f"{KEPT}: with these options the state fits the device, and nothing has to be offloaded")
+        elif activations is None:
+            notes.append(f"{option.name} leaves activations no room: device_memory is to be what they leave")
     if len(found.leaves) > MANY_LEAVES:
         notes.append(f"{len(found.leaves)} leaves: only {first.name!r} is traced, the other windows follow by bytes")
     return setting.forecast(options, notes=tuple(notes), labels=labels(options))
@@ -190,9 +196,10 @@ def solved(
     options: Sequence[Option],
     all_: Measured,
 ) -> list[Option]:
-    """Where the resident one does not fit: the smallest fraction that does; or the largest window, where none does.
+    """Where the resident one does not fit: the smallest fraction that does, and the largest window that fits with it;
+    or that alone, where the default one does not.
 
-    ``made``: the way of some further options.
+    ``way_of``: the way of some further options.
     """
     at_home, moved, memory = options[0], options[1], parts.setting.memory
     if memory is None or at_home.fits is not False:
@@ -202,22 +209,28 @@ def solved(
         each = way_of(name, {**given, **more})
         return parts.option(each, measured(each, params, all_))
 
+    def through(window: int, name: str, **more: Any) -> Option | None:
+        if "window" in given or window < LEAST_WINDOW:
+            return None
+        option = tried(name, **more, window=window >> 20 << 20)
+        return option if option.fits else None
+
     if not moved.fits:
-        left = memory - (moved.peak - moved.window)
-        if left < LEAST_WINDOW or "window" in given:
-            return []
-        option = tried("window", window=left >> 20 << 20)
-        return [option] if option.fits else []
+        alone = through(memory - (moved.peak - moved.window), "window")
+        return [] if alone is None else [alone]
     best, smallest = moved, 1.0
     for _ in range(0 if "fraction" in given else 3):  # what is smaller has a smaller window, and may be smaller yet
         share = math.ceil(100 * smallest_share(all_.leaves, memory - (best.peak - best.state))) / 100
         if share >= smallest or (not share and "disk" in given):  # where nothing leaves the device, nothing is on disk
             break
-        option = tried("fraction", fraction=share)
+        option = tried("fraction", fraction=share) if share else tried(KEPT, fraction=0)
         if not option.fits:
             break
         best, smallest = option, share
-    return [best] if smallest < 1 else []
+    if not 0 < smallest < 1 or not parts.setting.budget:
+        return [best] if smallest < 1 else []
+    wider = through(min(best.host, best.window + memory - best.peak), "fraction", fraction=smallest)
+    return [best if wider is None or wider.window <= best.window else wider]
 
 
 def smallest_share(leaves: Sequence[Leaf], room: int) -> float:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from jax_offload._analysis.units import in_seconds
+
+ON_DISK = "on disk"  # the row that nobody has asked for
+
 
 @dataclasses.dataclass(frozen=True)
 class Option:
@@ -28,7 +32,8 @@ class Option:
       exposed: seconds of that which the step's own arithmetic does not hide; ``None`` where the tokens are not known.
       overhead: ``exposed`` beside the step without transfers: 0.05 is 5 % longer.
       hidden: share of ``link`` that is hidden; where there is a disk, of the longer one of ``io`` and ``link_serial``.
-      hidden_from: tokens per step from which all of it is hidden; ``None`` where nothing is, or no chip is known.
+      hidden_from: tokens per step from which all of it is hidden; ``None`` where a part never is, or what tells is not
+        known: of a step that is given, of a pipelined one alone.
       disk: bytes of state on disk; the files take twice that. Exact.
       read: bytes that a step reads from it. Exact.
       written: bytes that it writes there. Exact.
@@ -37,8 +42,10 @@ class Option:
       per_day: bytes that are written to each drive in 24 hours; the most, where a step's arithmetic is not known.
       dram: bytes that the host's cores move through its memory to update what is there; 0 where they do not.
       cores: seconds that they take for it.
-      fits: whether ``peak`` fits the device, and ``host`` the host; ``None`` where neither is known.
-      why_not: what is missing; empty where it fits.
+      beside: of those what goes on beside the forward and the backward pass, where that is cut into several programs.
+      fits: whether the whole of ``peak_range`` fits the device; ``None`` where the device's memory is not known, or
+        between the two ends, so that it may. Host memory does not decide it: what runs there may be another host.
+      why_not: what is missing, or may be, on the device or on this host; empty where all fits.
       same_numbers: whether the numbers are those of the optimizer that was given: False for a lower precision.
 
     Example:
@@ -75,10 +82,26 @@ class Option:
     per_day: float | None = None
     dram: int = 0
     cores: float | None = None
+    beside: float = 0.0
     fits: bool | None = None
     why_not: str = ""
     same_numbers: bool = True
 
 
-def smallest(options: Sequence[Option]) -> Option:
-    return min(options, key=lambda option: option.peak)
+def smallest(options: Sequence[Option], lacking: int | None = None) -> Option:
+    """The way that needs least of a device, by the low end of its estimate: the one rule where nothing fits.
+
+    ``lacking``: a device's memory, where only what lacks some of that is asked for. A disk that nobody wants is none.
+    """
+    rows = [option for option in options if option.name != ON_DISK]
+    short = [option for option in rows if lacking is not None and option.peak_range[0] > lacking]
+    return min(short or rows, key=lambda option: option.peak_range)
+
+
+def added(option: Option) -> str:
+    """What it adds to a step, as it is printed: its share, or seconds, or a question mark."""
+    if option.overhead is None and option.dram:
+        return "?" if option.cores is None or option.link is None else in_seconds(max(option.cores, option.link))
+    if option.overhead is not None:
+        return f"+{option.overhead:.1%}" if option.overhead else "0"
+    return "0" if not option.loaded and not option.stored else "?" if option.link is None else in_seconds(option.link)

@@ -34,13 +34,14 @@ def plan(
     mesh: Mesh | AbstractMesh | None = None,
     target: str | None = None,
     drive: str | Path | Drive | None = None,
+    **kwargs: Any,
 ) -> Forecast:
     """Whether a model fits, how much slower offloading makes it, and which line of code to write.
 
     ``plan(tx, params)``: of an optimizer, offloaded already or not. A row for every way: resident, offloaded, the
-    smallest ``fraction`` that fits, moments in bfloat16 and in 8 bits, ZeRO-1 where parameters are replicated over a
-    mesh, ``jax_offload.pipelined`` where gradients are clipped by their norm; with files where this host lacks memory.
-    Activations are not in these peaks.
+    smallest ``fraction`` and the largest ``window`` that fit, moments in bfloat16 and in 8 bits, ZeRO-1 where
+    parameters are replicated over a mesh, ``jax_offload.pipelined`` where gradients are clipped by their norm; with
+    files where this host lacks memory. Activations are not in these peaks.
 
     ``plan(step, *args)``: of a training step that offloads, with its state on the device, under ``jax.jit``,
     ``jax_offload.jit`` and, where gradients are clipped by their norm, ``jax_offload.pipelined``; its activations and
@@ -54,7 +55,8 @@ def plan(
     Nothing is allocated or decided here: the placements and plans are those that would run. The estimate's model of
     time: transfers are hidden behind the backward pass, two thirds of a step's arithmetic; in ``pipelined`` behind the
     forward pass; not at all where an update waits for a norm of all gradients. What is not hidden is added. Of a
-    state on disk the first groups are read, and the last written, beside the gradients; the rest is waited for.
+    state on disk the first groups are read, and the last written, beside the gradients; the rest is waited for. A pass
+    that is cut into several programs counts as these, where a step is given.
 
     Args:
       tx: the transformation; or the step, jitted or not; or a function that makes a step of a transformation.
@@ -62,13 +64,16 @@ def plan(
       chip: the accelerator, a name that ``jax_offload.chip`` takes or a ``Chip``; without it no seconds.
       tokens_per_step: over all devices.
       flops_per_token: operations of the forward and the backward pass for each token; where it is left out 6 for each
-        parameter of two and more axes. A step's are counted.
-      device_memory: bytes of one device that the step may use, or text, ``"80GiB"``; where it is left out the chip's.
-      mesh: that of the parameters, where they are to have one: it is an error if they are not on it.
+        parameter of two and more axes. A step's are counted: with one it is an error.
+      device_memory: bytes of one device that the step may use, or text, ``"80GiB"``: the window may have what is left
+        of them; where it is left out the chip's.
+      mesh: that of the parameters, where they are to have one: it is an error if they are not on it, or with a step,
+        whose arguments have their shardings.
       target: of a step, a chip to compile it for, as ``jax_offload.inspect`` takes it (extra ``aot``); ``chip`` is then
         that one, unless it is given.
       drive: what a state on disk is on, a name that ``jax_offload.drive`` takes or a ``Drive``; where it is left out
         ``pm9a3``, one of a data centre, the slowest of those that are known. One for each directory of the disk.
+      **kwargs: the step's keyword arguments, but for those whose names are above.
 
     Returns:
       A ``Forecast``. Where nothing fits, its ``recommended`` is ``None``, and it says what is missing.
@@ -85,14 +90,22 @@ def plan(
       >>> forecast["resident"].peak >> 20, forecast["offload"].host >> 20
       (2048, 1024)
       >>> forecast.recommended.code
-      'tx = jo.offload(inner, fraction=0.63); step = jo.jit(step, donate_argnums=(0, 1))'
+      'tx = jo.offload(inner, fraction=0.63, window=133169152); step = jo.jit(step, donate_argnums=(0, 1))'
     """
     if target is not None and chip is None:
         chip = target_of(target).chip
     setting = setting_of(chip, tokens_per_step, flops_per_token, device_memory, drive)
-    if callable(tx) and len(args) == 1 and isinstance(args[0], optax.GradientTransformation | optax.MultiSteps):
+    optimizers = optax.GradientTransformation | optax.MultiSteps
+    made = len(args) == 1 and isinstance(args[0], optimizers)
+    if kwargs and (made or isinstance(tx, optimizers)):
+        raise TypeError(f"plan: {', '.join(kwargs)}: a step's keyword arguments go to plan(step, *args), no others.")
+    if callable(tx) and (mesh is not None or flops_per_token is not None):
+        name, why = ("mesh", "its arguments have their shardings") if mesh is not None else (
+            "flops_per_token", "its operations are counted")  # fmt: skip
+        raise ValueError(f"{name}: of plan(tx, params) alone; here is a step, and {why}. Leave it out.")
+    if callable(tx) and made:
         return of_each_way(tx, args[0], setting, target)
-    if isinstance(tx, optax.GradientTransformation | optax.MultiSteps):
+    if isinstance(tx, optimizers):
         if len(args) != 1:
             raise TypeError(f"plan(tx, params): expected the parameters alone; got {len(args)} arguments.")
         if target is not None:
@@ -106,7 +119,7 @@ def plan(
             f"tx: expected an optax.GradientTransformation or a step, a function; got a {type(tx).__name__}. The order "
             "is plan(tx, params) or plan(step, *args)."
         )
-    return of_step(tx, args, setting, target)
+    return of_step(tx, args, setting, target, kwargs)
 
 
 def setting_of(given: Any, tokens: Any, flops: Any, memory: Any, drive: Any = None) -> Setting:
@@ -118,6 +131,8 @@ def setting_of(given: Any, tokens: Any, flops: Any, memory: Any, drive: Any = No
     known = None if given is None else chip_of(given)
     budget = bytes_of("device_memory", memory) if memory is not None else known.hbm_bytes if known else None
     if memory is not None and budget is not None and budget < 2**20:
-        raise ValueError(f'device_memory: expected a number of bytes; got {memory!r}, not 1 MiB. Say "80GiB".')
+        raise ValueError(f'device_memory: got {memory!r}, which is {budget} bytes, not even 1 MiB. Say "80GiB".')
     disk = drive_of(DEFAULT if drive is None else drive)
-    return Setting(known, None if tokens is None else int(tokens), flops, budget, host_memory(), drive=disk)
+    return Setting(
+        known, None if tokens is None else int(tokens), flops, budget, host_memory(), memory is not None, drive=disk
+    )

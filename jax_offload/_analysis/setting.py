@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from jax_offload._analysis import exposure
+from jax_offload._analysis.advice import changes, chosen
 from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.drives import DAY, DEFAULT, Drive
 from jax_offload._analysis.drives import drive as drive_of
@@ -17,14 +17,9 @@ from jax_offload._analysis.host import HostMemory
 from jax_offload._analysis.on_cores import NONE, Share
 from jax_offload._analysis.on_disk import NO_FILES, Files
 from jax_offload._analysis.option import Option, smallest
+from jax_offload._analysis.programs import ONE, Programs
 from jax_offload._analysis.units import in_bytes, in_seconds
 from jax_offload._drive.loops import has_numba
-
-# A lossy way is recommended where it spares more of a step than this, and nothing exact fits as well.
-WORTH_ROUNDING = 0.1
-# The host's cores are recommended where they spare more than this: their time is that of the memory's published peak.
-WORTH_THE_CORES = 0.1
-ON_DISK = "on disk"  # the row that nobody has asked for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +27,7 @@ class Setting:
     """What is known of the machine and of the work.
 
     Attributes:
-      memory: bytes of one device.
+      memory: bytes of one device; a ``budget`` where they were given: then the window may have what is left of them.
       devices: how many, and how many on a host.
       dtype: in which the matmuls compute.
       seconds: of a step's arithmetic where it is known otherwise than by tokens.
@@ -44,6 +39,7 @@ class Setting:
     flops_per_token: float | None
     memory: int | None
     host: HostMemory
+    budget: bool = False
     devices: tuple[int, int] = (1, 1)
     dtype: str = "bfloat16"
     seconds: float | None = None
@@ -66,7 +62,7 @@ class Setting:
         return None if each is None or self.tokens is None else each * self.tokens
 
     def forecast(self, options: Sequence[Option], **rest: Any) -> Forecast:
-        best = chosen(options)
+        best = chosen(options, self.memory)
         return Forecast(
             options=tuple(options),
             recommended=best,
@@ -74,28 +70,26 @@ class Setting:
             devices=self.devices,
             host=self.host,
             chip=self.chip.name if self.chip else "",
+            chip_host=self.chip.dram_bytes if self.chip else None,
             platform=self.chip.platform if self.chip else "",
             drive=self.drive if any(option.disk for option in options) else None,
             drives=self.drives,
             tokens_per_step=self.tokens,
             flops_per_token=self.flops_per_token,
             compute=self.compute,
-            changes=changes(options, best or smallest(options), self.compute),
+            changes=changes(options, best or smallest(options, self.memory), self.compute, self.memory),
             **rest,
         )
 
 
-def priced(option: Option, setting: Setting, share: float, cores: Share = NONE, files: Files = NO_FILES) -> Option:
+def priced(
+    option: Option, setting: Setting, share: float, cores: Share = NONE, files: Files = NO_FILES, cut: Programs = ONE
+) -> Option:  # fmt: skip
     """With what it costs. ``share``: of the step's arithmetic, beside which it streams. ``cores``: what these do.
-    ``files``: what is read and written."""
-    why, fits = "", None
-    if setting.memory is not None:
-        fits = option.peak_range[1] <= setting.memory
-        if not fits:
-            short = in_bytes(option.peak_range[1] - setting.memory)
-            why = f"{option.name} is {short} short of memory on each device."
+    ``files``: what is read and written. ``cut``: the programs of the pass before these."""
+    fits, why = _fits(option, setting.memory)
     if fits is not False and option.host and (said := setting.host.why_not(option.host * setting.devices[1])):
-        why = f"{option.name}: {said}."  # said, not decided: the host on which this runs may be another
+        why = f"{why} {option.name}: {said}.".lstrip()  # said, not decided: the host on which this runs may be another
     if cores.unlooped and setting.devices[0] > setting.devices[1]:
         fits = False
         why = f"{option.name}: the update is no loop over elements, and takes leaves whole, on one host alone."
@@ -104,13 +98,13 @@ def priced(option: Option, setting: Setting, share: float, cores: Share = NONE, 
         why = f"{option.name}: the files take {in_bytes(taken)}, and there is room for {in_bytes(room)}."
     option = dataclasses.replace(option, fits=fits, why_not=why, dram=cores.dram)
     if files.groups:
-        return _from_disk(option, setting, files)
+        return _from_disk(option, setting, files, cut)
     if setting.chip is None:
         return option
     link = exposure.link_of(setting.chip)
     both = link.seconds(option.loaded, option.stored)
     if cores.dram:
-        return _beside_the_cores(option, setting, setting.chip, cores, share, link)
+        return _beside_the_cores(option, setting, setting.chip, cores, share, link, cut)
     exposed = None if setting.compute is None else exposure.exposed(both, setting.compute, share)
     each = setting.seconds_per_token
     return dataclasses.replace(
@@ -124,7 +118,21 @@ def priced(option: Option, setting: Setting, share: float, cores: Share = NONE, 
     )
 
 
-def _beside_the_cores(option: Option, setting: Setting, chip: Chip, cores: Share, share: float, link: Link) -> Option:
+def _fits(option: Option, memory: int | None) -> tuple[bool | None, str]:
+    """Whether it does, by the estimate's ends: ``None`` where these do not tell. And why not."""
+    least, most = option.peak_range
+    if memory is None or most <= memory:
+        return (None if memory is None else True), ""
+    if least > memory:
+        at_least = "at least " if least < most else ""
+        return False, f"{option.name} is {at_least}{in_bytes(least - memory)} short of memory on each device."
+    said = f"{in_bytes(least)} to {in_bytes(most)} of {in_bytes(memory)} by the estimate; target= settles it."
+    return None, f"{option.name} may fit: {said}"
+
+
+def _beside_the_cores(
+    option: Option, setting: Setting, chip: Chip, cores: Share, share: float, link: Link, cut: Programs
+) -> Option:  # fmt: skip
     moved = option.loaded, option.stored
     both, dram, compute = link.seconds(*moved), chip.dram_bandwidth, setting.compute
     option = dataclasses.replace(option, link=both, link_serial=link.one_after_the_other(*moved))
@@ -133,19 +141,20 @@ def _beside_the_cores(option: Option, setting: Setting, chip: Chip, cores: Share
     option = dataclasses.replace(option, cores=cores.dram / dram)
     if not compute:
         return option
-    exposed, waits = cores.exposed(link, dram, share * compute, *moved)
+    beside = cut.beside(cores.dram / dram, compute)
+    exposed, waits = cores.exposed(link, dram, share * compute, *moved, beside)
     hidden = 1 - min(waits, both) / both
-    return dataclasses.replace(option, exposed=exposed, overhead=exposed / compute, hidden=hidden)
+    return dataclasses.replace(option, exposed=exposed, overhead=exposed / compute, hidden=hidden, beside=beside)
 
 
-def _from_disk(option: Option, setting: Setting, files: Files) -> Option:
+def _from_disk(option: Option, setting: Setting, files: Files, cut: Programs) -> Option:
     """Groups are updated one after the other once gradients are there: link and drives are busy at the same time, and
     what goes up is not beside what comes down. A host's devices share its drives, and have a link each."""
     compute, drive, n = setting.compute, setting.drive, setting.drives
     io = files.seconds(drive, n)
     link = None if setting.chip is None else exposure.link_of(setting.chip)
     serial = None if link is None else link.one_after_the_other(option.loaded, option.stored)
-    waits = max(io - files.hidden(drive, n, compute or 0.0), serial or 0.0)
+    waits = max(io - files.hidden(drive, n, compute or 0.0, cut), serial or 0.0)
     per_day = files.per_host * option.written / n * DAY / ((compute or 0.0) + waits)
     option = dataclasses.replace(option, io=io, per_day=per_day)
     if link is None:
@@ -156,53 +165,6 @@ def _from_disk(option: Option, setting: Setting, files: Files) -> Option:
     return dataclasses.replace(
         option, exposed=waits, overhead=waits / compute, hidden=1 - waits / max(io, serial or 0.0), hidden_from=None
     )
-
-
-def chosen(options: Sequence[Option]) -> Option | None:
-    """The way to take: of those that fit the one that adds least, a lossy one only for a good deal.
-
-    Where nothing is known of the memory the question is not whether it fits: the first that offloads. A disk is for who
-    has asked for one: then what this host has no memory for is none of the ways.
-    """
-    asked = any(option.disk and option.name != ON_DISK for option in options)
-    fitting = [option for option in options if option.fits and (asked or not option.disk)]
-    if asked:
-        fitting = [o for o in fitting if not o.why_not] or [o for o in fitting if o.disk] or fitting
-    if all(option.fits is None for option in options):
-        fitting = [option for option in options if option.host and not option.dram][:1] or list(options[:1])
-    if not fitting:
-        return None
-
-    def rank(option: Option) -> tuple[float, int, int]:
-        moved = option.loaded + option.stored
-        added = option.overhead if option.overhead is not None else math.inf if option.dram else 0.0
-        rounded, cores = 0 if option.same_numbers else WORTH_ROUNDING, WORTH_THE_CORES if option.dram else 0
-        return added + rounded + cores, moved, option.peak
-
-    return min(fitting, key=rank)
-
-
-def changes(options: Sequence[Option], base: Option, compute: float | None) -> tuple[str, ...]:
-    """What would change the cost of ``base`` most, best first: seconds that a step would be shorter by, then bytes."""
-    found: list[tuple[float, str]] = []
-    if base.overhead:
-        for other in options:
-            if other.overhead is not None and other.overhead < base.overhead and other.fits is not False:
-                gain = base.overhead - other.overhead
-                found.append((gain, f"{other.name}: +{base.overhead:.1%} becomes +{other.overhead:.1%}"))
-        if compute:
-            half = base.overhead / 2
-            found.append((half, f"accumulating 2 micro-batches: +{base.overhead:.1%} becomes +{half:.1%}"))
-    elif base.fits is False or not base.host:
-        least = smallest(options)
-        if least.peak < base.peak:
-            found.append((0.0, f"{least.name}: a peak of {in_bytes(least.peak)} instead of {in_bytes(base.peak)}"))
-    else:
-        for other in options:
-            if 0 < other.host < base.host and other.fits is not False:
-                text = f"{other.name}: {in_bytes(other.host)} of host memory instead of {in_bytes(base.host)}"
-                found.append((-other.host / base.host, text))
-    return tuple(text for _, text in sorted(found, key=lambda each: -each[0]))
 
 
 def of_the_disk(options: Sequence[Option], setting: Setting) -> list[str]:
@@ -239,6 +201,6 @@ def of_the_cores(options: Sequence[Option], setting: Setting) -> list[str]:
                 known = "give a chip" if setting.chip is None else "the chip has no dram_bandwidth"
                 found.append(f"{said}; {known}, and its time is told")
                 continue
-            said += f": {in_seconds(option.cores)} at its published {dram / 1e9:.0f} GB/s, hidden behind nothing"
-            found.append(said)
+            hidden = f"{in_seconds(option.beside)} of it beside the pass" if option.beside else "hidden behind nothing"
+            found.append(f"{said}: {in_seconds(option.cores)} at its published {dram / 1e9:.0f} GB/s, {hidden}")
     return found

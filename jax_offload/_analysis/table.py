@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 
 from jax_offload._analysis.host import POOL_VARIABLE, HostMemory
-from jax_offload._analysis.option import Option, smallest
+from jax_offload._analysis.option import Option, added, smallest
 from jax_offload._analysis.units import in_bytes, in_seconds
 
 WIDTH = 80
@@ -23,6 +23,8 @@ class Printed:
     device_memory: int | None
     devices: tuple[int, int]
     host: HostMemory
+    chip: str
+    chip_host: int | None
     platform: str
     compute: float | None
     changes: tuple[str, ...]
@@ -31,10 +33,10 @@ class Printed:
 
     @property
     def missing(self) -> int:
-        """Bytes of device memory that the smallest way lacks; 0 where one fits or the memory is not known."""
+        """Bytes of device memory that the smallest way lacks, at least; 0 where one may fit or no memory is known."""
         if self.recommended is not None or self.device_memory is None:
             return 0
-        return max(0, smallest(self.options).peak - self.device_memory)
+        return max(0, smallest(self.options, self.device_memory).peak_range[0] - self.device_memory)
 
     def per_host(self, option: Option) -> int:
         """Bytes of pinned memory on one host, for all of its devices."""
@@ -45,7 +47,8 @@ class Printed:
         if self.recommended is None:
             lacking = f": short of {in_bytes(self.missing)} on each device" if self.missing else ""
             return f"nothing fits{lacking}"
-        return f"{self.recommended.name}: {self.recommended.code}"
+        maybe = ", which may fit" if self.device_memory is not None and self.recommended.fits is None else ""
+        return f"{self.recommended.name}{maybe}: {self.recommended.code}"
 
     def __repr__(self) -> str:
         return text(self)
@@ -56,7 +59,7 @@ class Printed:
 
 def rows(forecast: Printed) -> list[tuple[str, ...]]:
     """A header and a row for every way; with what is on disk where something is."""
-    found = [_HEADER, *map(_row, forecast.options)]
+    found = [_HEADER, *(_row(option, forecast.device_memory) for option in forecast.options)]
     if any(option.disk for option in forecast.options):
         return found
     return [(*row[:_DISK], *row[_DISK + 1 :]) for row in found]
@@ -87,24 +90,16 @@ def _both(up: int, down: int) -> str:
     return f"{in_bytes(up)} each way" if up == down else f"{in_bytes(up)} up, {in_bytes(down)} down"
 
 
-def _row(option: Option) -> tuple[str, ...]:
+def _row(option: Option, memory: int | None) -> tuple[str, ...]:
     low, high = option.peak_range
     peak = in_bytes(option.peak) if low == high else f"{in_bytes(low).split()[0]}–{in_bytes(high)}"
     moved = in_bytes(max(option.loaded, option.stored)) if option.loaded or option.stored else "–"
     hidden = "–" if option.hidden is None or not option.link else f"{option.hidden:.0%}"
     return (
         option.name, peak, in_bytes(option.host) if option.host else "–", in_bytes(option.disk) if option.disk else "–",
-        moved, hidden, _added(option),
-        "?" if option.fits is None else "yes" if option.fits else "no",
+        moved, hidden, added(option),
+        "yes" if option.fits else "no" if option.fits is False else "?" if memory is None else "maybe",
     )  # fmt: skip
-
-
-def _added(option: Option) -> str:
-    if option.overhead is None and option.dram:
-        return "?" if option.cores is None or option.link is None else in_seconds(max(option.cores, option.link))
-    if option.overhead is not None:
-        return f"+{option.overhead:.1%}" if option.overhead else "0"
-    return "0" if not option.loaded and not option.stored else "?" if option.link is None else in_seconds(option.link)
 
 
 def text(forecast: Printed) -> str:
@@ -127,10 +122,14 @@ def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
 
 def sentences(forecast: Printed) -> list[str]:
     """What stands under the table."""
-    chosen = forecast.recommended or smallest(forecast.options)
+    memory = forecast.device_memory
+    chosen = forecast.recommended or smallest(forecast.options, memory)
     found = [_device(forecast, chosen), *_host(forecast, chosen), *_time(forecast, chosen)]
     if forecast.recommended is None:
         found.append(f"{forecast.summary()}. {chosen.why_not}".rstrip())
+    if may := [option.name for option in forecast.options if option.fits is None and memory is not None]:
+        found.append(f"{', '.join(may)} may fit: {in_bytes(memory or 0)} is between the ends of the estimate; "
+                     "target= compiles, and settles it")  # fmt: skip
     found += [f"would change it: {change}" for change in forecast.changes]
     return [each for each in [*found, *forecast.notes, *_labels(forecast.labels)] if each]
 
@@ -150,6 +149,12 @@ def _host(forecast: Printed, option: Option) -> list[str]:
     named = ("available", host.available), ("left by the cgroup", host.cgroup)
     limits = [f"{in_bytes(n)} {what}" for what, n in named if n is not None]
     found = [f"pinned on a host of {forecast.devices[1]} device(s): {in_bytes(total)}; this host: {', '.join(limits)}"]
+    if forecast.chip_host is not None:  # which this host need not be
+        there = forecast.chip_host * forecast.devices[1]
+        enough = "suffices" if total <= there else f"is {in_bytes(total - there)} short"
+        found.append(
+            f"a host of {forecast.devices[1]} {forecast.chip} has {in_bytes(there)}, by its figures: it {enough}"
+        )
     if why := host.why_not(total):
         found.append(f"not on this host: {why}")
     if advice := host.pool_advice(total, forecast.platform):

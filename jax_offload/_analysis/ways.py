@@ -13,7 +13,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.tree_util import keystr
 
-from jax_offload._analysis.setting import ON_DISK
+from jax_offload._analysis.option import ON_DISK
 from jax_offload._base.arrays import Offloaded
 from jax_offload._base.shardings import names_in, sharding_of
 from jax_offload._files.files import Disk

@@ -1,5 +1,7 @@
 """``jo.plan(make, tx)``: a step by how its optimizer may be offloaded, each way as if it had been given alone."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -8,6 +10,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
+from jax_offload._analysis import compiled_ways, each_way
+from tests.aot.harness import H200, require
 
 MIB = 2**20
 ADAMW = optax.adamw(1e-3)
@@ -79,9 +83,42 @@ def test_the_smallest_fraction_that_fits():
     share = float(found.code.partition("fraction=")[2].partition(")")[0])
     alone = jo.plan(*make(jo.offload(ADAMW, fraction=share)), chip="h100", device_memory=memory)["jo.jit"]
     assert (found.peak, found.host) == (alone.peak, alone.host)
-    assert "fraction" not in names(jo.plan(make, ADAMW, chip="h100", device_memory="1MiB"))
     assert forecast.recommended is not None
     assert forecast.recommended.fits
+
+
+@pytest.mark.parametrize(
+    ("room", "share", "longer", "code"),
+    [
+        (12, 0.5, 0.0, "fraction=0.25, window=6291456"),
+        (12, 0.5, 1.0, "fraction=0.25)"),  # in larger chunks it takes longer
+        (8, 1.0, 0.0, "window=10485760"),  # few leaves, of which that fraction is all
+        (8, None, 0.0, "window=10485760"),  # or none
+        (-1, 1.0, 0.0, "window=1048576"),
+        (-2, 1.0, 0.0, None),
+    ],
+)
+def test_the_smallest_fraction_and_the_largest_window(room, share, longer, code):
+    """MiB beside the step, of which 16 are on the host, in chunks of 2; a row takes what its window and leaves do."""
+    base = jo.plan(ADAMW, {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)})
+
+    def row(way):
+        if share is None and "fraction" in way.code:
+            return None
+        given = way.code.partition("inner")[2]
+        found = 2 * MIB if "window=" not in given else int(given.partition("window=")[2].partition(")")[0])
+        host = int(16 * MIB * (share if "fraction" in given else 1))
+        peak = 64 * MIB + (16 * MIB - host) + found
+        fits, more = peak <= memory, longer * (found > 2 * MIB)
+        figures = {"host": host, "window": found, "peak": peak, "peak_range": (peak, peak), "exposed": 1 + more}
+        return dataclasses.replace(base.options[1], name=way.name, code=way.code, fits=fits, **figures)
+
+    memory = (66 + room) * MIB
+    first = row(each_way.way("jo.jit", ADAMW, "inner", {}))
+    resident = dataclasses.replace(first, name="resident", host=0, fits=False)
+    given = dataclasses.replace(base, options=(resident, first), device_memory=memory)
+    found = each_way._solved(row, ADAMW, {}, given, False, True)
+    assert (found is None) if code is None else code in found.code
 
 
 def test_clipped_the_other_ways_are_turned_round_too():
@@ -90,6 +127,18 @@ def test_clipped_the_other_ways_are_turned_round_too():
     assert names(forecast) == rows
     assert "jo.pipelined" in forecast["bfloat16"].code
     assert (forecast["bfloat16"].exposed or 0.0) < (forecast["jo.pipelined"].exposed or 0.0)
+
+
+@pytest.mark.parametrize("name", ["resident", pytest.param("as given", marks=pytest.mark.long("compiles one more"))])
+def test_a_driven_step_is_compiled(name, monkeypatch):
+    """Its rows with a target are compiled of the arguments that each of them has; here one row alone."""
+    require(H200)
+    monkeypatch.setattr(compiled_ways.Compiler, "compiles", lambda self, each: each == name)
+    estimated = jo.plan(*maker()(jo.offload(ADAMW, update_on="host")))[name]
+    row = jo.plan(*maker()(jo.offload(ADAMW, update_on="host")), target=H200)[name]
+    assert row.host == estimated.host
+    assert row.state == estimated.state
+    assert row.peak == pytest.approx(estimated.peak, rel=0.1)
 
 
 def test_over_a_mesh():

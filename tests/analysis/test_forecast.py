@@ -1,5 +1,6 @@
 """``jo.plan`` of an optimizer: numbers worked out by hand, and what cannot be."""
 
+import dataclasses
 import json
 
 import jax
@@ -10,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from jax_offload._analysis import on_cores
+from jax_offload._analysis import on_cores, table
 from jax_offload._analysis import plan as planning
 from jax_offload._analysis.host import POOL_DEFAULT, HostMemory, host_memory
 from jax_offload._analysis.units import bytes_of, in_bytes, in_seconds
@@ -78,9 +79,29 @@ def test_the_smallest_fraction_that_fits():
     assert forecast["resident"].fits is False
     found = forecast["fraction"]
     assert forecast.recommended is found and found.fits
-    assert found.peak <= 1536 * MIB < found.peak + 128 * MIB  # one more leaf would not stay
-    tx = eval(found.code.split("; ")[0].removeprefix("tx = "), {"jo": jo, "inner": ADAMW})
-    assert jo.placement(tx, params).host_bytes == found.host
+    assert found.peak <= 1536 * MIB < found.peak + MIB  # one more leaf would not stay, and the window has the rest
+    code = found.code.split("; ")[0].removeprefix("tx = ")
+    placed = jo.placement(eval(code, {"jo": jo, "inner": ADAMW}), params)
+    assert placed.host_bytes == found.host
+    by_default = jo.plan(jo.offload(ADAMW, fraction=0.63), params)["as given"]
+    assert (by_default.host, "window=" in code) == (found.host, True) and by_default.window < found.window
+    assert "leaves activations no room" in " ".join(str(forecast).split())
+    # a card's own memory is not used up, and a window that was given stays
+    assert (
+        "window="
+        not in jo.plan(ADAMW, params, chip=dataclasses.replace(jo.chip("h100"), hbm_bytes=1536 * MIB))["fraction"].code
+    )
+    given = jo.plan(jo.offload(ADAMW, window=64 * MIB), params, device_memory="1.5GiB")["fraction"]
+    assert given.window <= 64 * MIB and given.code.count("window=") == 1 and "window=67108864" in given.code
+
+
+def test_what_is_given_may_be_small_enough_to_stay():
+    """In 8 bits 792 MiB of state beside 3072 of parameters and gradients: nothing is called a fraction that is none."""
+    given = jo.offload(ADAMW, storage={"mu": "int8", "nu": "uint8"})
+    forecast = jo.plan(given, STACKED, chip="h100", device_memory="4GiB")
+    assert forecast.recommended is forecast["resident as given"] and forecast.recommended.host == 0
+    assert "fraction=0)" in forecast.recommended.code and "fraction" not in [o.name for o in forecast.options]
+    assert "nothing has to be offloaded" in " ".join(str(forecast).split())
 
 
 def test_the_largest_window_where_nothing_else_fits():
@@ -96,6 +117,30 @@ def test_an_impossible_budget_says_what_is_missing():
     assert forecast.recommended is None
     assert forecast.missing == min(option.peak for option in forecast.options) - 3 * 10**9
     assert "short of" in repr(forecast) and "nothing fits" in forecast.summary()
+
+
+def test_where_nothing_fits_what_saves_memory_would_change_it():
+    """Parameters and gradients 3072 MiB, a window of 256 on two thirds of that: two devices that divide them. No way
+    that is slower or faster is offered, and no accumulation."""
+    forecast = jo.plan(ADAMW, STACKED, chip="h100", tokens_per_step=512, device_memory="2GiB")
+    assert forecast.recommended is None and forecast["offload"].overhead > 0
+    assert forecast.changes == (
+        "2 times as many devices, which divide parameters, gradients and state (FSDP): on each 1.50 GiB of them "
+        "instead of 3.00 GiB",
+    )
+
+
+def test_what_would_change_it_says_what_it_costs(monkeypatch):
+    """Where nothing is added, less host memory at no cost comes first. The sum of micro-batches needs room."""
+    gib = HostMemory(2 * GIB, None, POOL_DEFAULT)
+    monkeypatch.setattr(planning, "host_memory", lambda: gib)
+    hidden = jo.plan(ADAMW, STACKED, chip="h100", tokens_per_step=16384, device_memory="5GiB")
+    assert hidden.recommended.overhead == 0 and hidden.changes[0].startswith("int8: ")
+    (disk,) = [change for change in hidden.changes if change.startswith("on disk: ")]
+    assert disk == hidden.changes[-1] and ", and adds +" in disk and "instead of 0" in disk
+    for memory, offered in ("5GiB", True), ("3.5GiB", False):
+        few = jo.plan(ADAMW, STACKED, chip="h100", tokens_per_step=512, device_memory=memory)
+        assert any("accumulating" in change for change in few.changes) is offered, memory
 
 
 def test_resident_is_recommended_where_it_fits():
@@ -132,7 +177,7 @@ def test_what_is_given_already():
         ({"tokens_per_step": 0}, "tokens_per_step: expected a number > 0; got 0"),
         ({"flops_per_token": -1.0}, "flops_per_token"),
         ({"device_memory": "80 apples"}, "device_memory: expected a number of bytes"),
-        ({"device_memory": 80}, 'device_memory: .* got 80, not 1 MiB. Say "80GiB"'),
+        ({"device_memory": 80}, 'device_memory: got 80, which is 80 bytes, not even 1 MiB. Say "80GiB"'),
         ({"mesh": AbstractMesh((8,), ("data",))}, r"\['w'\] is not on the mesh {'data': 8}"),
     ],
 )
@@ -146,6 +191,8 @@ def test_the_state_in_place_of_the_parameters():
         jo.plan(ADAMW, jax.eval_shape(ADAMW.init, STACKED))
     with pytest.raises(TypeError, match="plan"):
         jo.plan(STACKED, ADAMW)
+    with pytest.raises(TypeError, match="plan: device_mem: a step's keyword arguments go to plan"):
+        jo.plan(ADAMW, STACKED, device_mem="80GiB")
 
 
 def test_it_prints():
@@ -187,6 +234,21 @@ def test_host_memory_is_that_of_all_devices_of_a_host(monkeypatch):
         return jo.plan(ADAMW, params)["offload"].why_not
 
     assert "the host has 11.0 GiB available, and the state takes 12.0" in why_not(11) and not why_not(13)
+
+
+@pytest.mark.parametrize(
+    ("gib", "said"),
+    [(3, "24.0 GiB, by its figures: it suffices"), (2, "16.0 GiB, by its figures: it is 8.00 GiB short")],
+)
+def test_whether_the_chip_s_host_suffices(gib, said, tmp_path):
+    """3 GiB of state on each of eight: 24 of a host, by the figures of the chip; this host is another."""
+    path = tmp_path / "mine.toml"
+    path.write_text(f'like = "h100"\ndram_bytes = {gib * GIB}\n')
+    there = NamedSharding(AbstractMesh((8,), ("data",)), P("data"))
+    params = {"w": jax.ShapeDtypeStruct((192, 4096, 4096), jnp.float32, sharding=there)}
+    forecast = jo.plan(ADAMW, params, chip=path)
+    assert f"a host of 8 mine has {said}" in table._host(forecast, forecast["offload"]) and forecast["offload"].fits
+    assert forecast.to_dict()["chip_host"] == gib * GIB
 
 
 def test_the_link_of_what_is_no_device():

@@ -20,6 +20,7 @@ from jax_offload._analysis.commands import commands
 from jax_offload._analysis.drives import known_drives
 from jax_offload._analysis.host import HostMemory
 from jax_offload._analysis.on_disk import AHEAD, BEHIND, HELD, files_in
+from jax_offload._analysis.programs import ONE, Programs
 from jax_offload._base.memory import is_host_aval
 from jax_offload._drive import stages
 from jax_offload._emit.find import updates_in
@@ -50,6 +51,21 @@ def test_every_figure_of_a_drive_has_a_source(name):
     figures = {f.name for f in dataclasses.fields(jo.Drive)} - {"name", "sources"}
     assert set(drive.sources) == figures | {"sheet"} and drive.sources["sheet"].startswith("https://")
     assert 1e9 < drive.write <= drive.read < 2e10 and 1e11 < drive.capacity < 1e14 and drive.writes_per_day < 10
+
+
+def test_a_pass_in_several_programs():
+    """Of two groups of the cores, 2 s each, one begins after a quarter of 8 s, one at the end; or after two of 2 s.
+    Files of a second each way: beside the first program five are read, and the last three of the step before written;
+    when four are through four more are, and the last three read."""
+    cut = Programs((0.25, 0.25, 0.5), ((0, 1), (2, 1)))
+    assert [cut.beside(4.0, compute) for compute in (8.0, 2.0)] == [2.0, 1.5]
+    assert [Programs(groups=((0, 1), (0, 1))).beside(4.0, 8.0), ONE.beside(4.0, 8.0)] == [0, 0]
+    files = model_of_files.Files((model_of_files.Group(1, 1, 1, 1, 1),) * 8)
+    slow = jo.Drive("slow", read=1, write=1, capacity=99, writes_per_day=1)
+    third = Programs((0.25, 0.25, 0.5), ((1, 1),) * 4 + ((2, 1),) * 4)
+    hidden = [[files.hidden(slow, 1, compute, each) for each in (ONE, third)] for compute in (40.0, 4.0)]
+    assert hidden == [[8, 15], [4, 4]]
+    assert files.hidden(slow, 1, 40.0, cut) == 8  # of other groups: nothing is known of these
 
 
 def test_drives_of_a_users_own(tmp_path):
