@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import Any
 
 _FILE = Path(__file__).with_name("chips.toml")
 _PLATFORMS = ("cuda", "tpu")
+_TPU_KINDS = {"v5 lite": "v5e", "v5": "v5p", "v6 lite": "v6e"}  # as jax has them in device_kind
+# What follows a GPU's name where it is the card of the figures: not PCIe, NVL, a part of it, or another memory.
+_SAME_CARD = re.compile(r"sxm\d*|hbm\w*|80gb|141gb|480gb")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +83,10 @@ def chip(name: str | Path | Chip) -> Chip:
 
     Args:
       name: one of those of the library (``a100``, ``h100``, ``h200``, ``b200``, ``gh200``, ``gb200``, ``v5e``, ``v5p``,
-        ``v6e``); the path of a file of your own, ``my_chip.toml``, with the fields of ``Chip`` at its top level; or a
-        ``Chip``, which comes back. Such a file needs ``hbm_bytes``, ``flops``, ``hbm_bandwidth``, ``host_link`` and
-        ``dram_bytes``; a ``like = "h100"`` in it takes all that it does not say from that chip.
+        ``v6e``), or what jax calls it, ``jax.devices()[0].device_kind``; the path of a file of your own,
+        ``my_chip.toml``, with the fields of ``Chip`` at its top level; or a ``Chip``, which comes back. Such a file
+        needs ``hbm_bytes``, ``flops``, ``hbm_bandwidth``, ``host_link`` and ``dram_bytes``; a ``like = "h100"`` in it
+        takes all that it does not say from that chip.
 
     Returns:
       A ``Chip``.
@@ -102,12 +107,12 @@ def chip(name: str | Path | Chip) -> Chip:
     path = Path(name)
     if path.suffix == ".toml":
         return _of_file(path)
-    found = _known().get(_plain(str(name)))
+    found = known_as(str(name))
     if found is None:
         raise ValueError(
             f"chip: {str(name)!r} is not known. Known: {_listed()}; or the path of a .toml with the figures of another."
         )
-    return found
+    return _known()[found]
 
 
 def known_chips() -> tuple[str, ...]:
@@ -115,13 +120,27 @@ def known_chips() -> tuple[str, ...]:
     return tuple(_known())
 
 
+def known_as(name: str) -> str | None:
+    """Which of them a person or jax calls so: ``tpu-v5e``, ``NVIDIA H100 80GB HBM3``, ``TPU v5 lite``."""
+    plain = re.sub(r"nvidia|tpu", "", name.lower()).strip(" -_")
+    first, *rest = re.split(r"[\s_-]+", _TPU_KINDS.get(plain, plain))
+    return first if first in _known() and all(map(_SAME_CARD.fullmatch, rest)) else None
+
+
+def figures_in(argument: str, path: Path) -> dict[str, Any]:
+    """What a file of the user's says, as TOML has it.
+
+    Raises:
+      ValueError: it cannot be read, or is no TOML. The message names ``argument`` and the file.
+    """
+    try:
+        return tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{argument}: {path} is no TOML, lines of name = number: {error}") from error
+
+
 def _listed() -> str:
     return ", ".join(known_chips())
-
-
-def _plain(name: str) -> str:
-    """``NVIDIA H100``, ``tpu-v5e`` and ``h100`` alike."""
-    return name.lower().replace("nvidia", "").replace("tpu", "").strip(" -_")
 
 
 @functools.cache
@@ -132,7 +151,7 @@ def _known() -> dict[str, Chip]:
 def _of_file(path: Path) -> Chip:
     if not path.exists():
         raise ValueError(f"chip: there is no file {str(path)!r}. Known without one: {_listed()}.")
-    table = tomllib.loads(path.read_text())
+    table = figures_in("chip", path)
     like = table.pop("like", None)
     base = {} if like is None else chip(like).to_dict()
     base.pop("name", None)

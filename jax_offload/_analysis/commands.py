@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, Mesh
 from rich.console import Console
 from rich.table import Table
 
+from jax_offload import __version__
 from jax_offload._analysis.doctor import examine
 from jax_offload._analysis.forecast import Forecast
 from jax_offload._analysis.inspection import inspect as inspect_of
@@ -43,8 +44,8 @@ Exit codes:
   7  this machine cannot offload: the doctor says why
   8  what the commands need is not installed
   9  the function of yours raises, or its module does"""
-_BY_ARGUMENT = {"chip": 4, "drive": 4, "params": 5, "step": 6}
-NOTHING_FITS, NOT_KNOWN, NOT_REAL, SELF_TEST_FAILED, NOT_INSTALLED, RAISES = 3, 4, 6, 7, 8, 9
+WRONG, NOTHING_FITS, NOT_KNOWN, NOT_ON_THE_MESH, NOT_REAL, SELF_TEST_FAILED, NOT_INSTALLED, RAISES = range(2, 10)
+MOST = 1e15  # parameters, of a model that options describe
 PICTURES = (".png", ".svg", ".json")
 
 
@@ -55,14 +56,22 @@ def errors() -> Iterator[None]:
         yield
     except (ValueError, TypeError) as error:
         click.echo(f"jax-offload: {error}", err=True)
-        raise SystemExit(_code_of(str(error))) from error
+        raise SystemExit(_code_of(error)) from error
 
 
-def _code_of(says: str) -> int:
-    argument = says.partition(":")[0]
-    if argument == "target":  # a chip to compile for
-        return NOT_KNOWN if "Known: " in says else NOT_INSTALLED if "pip install" in says else 2
-    return _BY_ARGUMENT.get(argument, 2)
+def _code_of(error: Exception) -> int:
+    says = str(error)
+    match says.partition(":")[0]:
+        case "chip" | "drive":
+            return NOT_KNOWN
+        case "target":  # a chip to compile for
+            return NOT_KNOWN if "Known: " in says else NOT_INSTALLED if "pip install" in says else WRONG
+        case "params" if "on the mesh" in says:
+            return NOT_ON_THE_MESH
+        case "step" if isinstance(error, ValueError):
+            return NOT_REAL
+        case _:
+            return WRONG
 
 
 @click.command(epilog=EXIT_CODES)
@@ -75,8 +84,14 @@ def _code_of(says: str) -> int:
 @click.option("--clip", is_flag=True, help="Clip gradients by their global norm.")
 @click.option("--chip", help="The accelerator: h100, v5e, ..., or a .toml of yours.")
 @click.option("--tokens", type=float, help="Tokens per step, over all devices.")
-@click.option("--layers", type=int, help="With --tokens: activations too, a checkpoint around each layer.")
-@click.option("--width", type=int, help="Of a layer; where one of these two is left out it follows from --params.")
+@click.option(
+    "--layers", type=click.IntRange(min=1), help="With --tokens: activations too, a checkpoint around each layer."
+)
+@click.option(
+    "--width",
+    type=click.IntRange(min=1),
+    help="Of a layer; where one of these two is left out it follows from --params.",
+)
 @click.option("--devices", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--shard-over", help="Divide the state over these devices, an axis of that name (ZeRO-1).")
 @click.option("--fsdp", is_flag=True, help="Divide parameters, gradients and state over these devices.")
@@ -114,7 +129,7 @@ def doctor(as_json: bool) -> None:
     """What this machine has for offloading, a measured link, and a self-test that streams and compares."""
     report = examine()
     if as_json:
-        click.echo(json.dumps(dataclasses.asdict(report) | {"ok": report.ok, "verdict": report.verdict}, indent=1))
+        click.echo(json.dumps(report.to_dict(), indent=1))
     else:
         table = Table(box=None, show_header=False, pad_edge=False)
         for check in report.checks:
@@ -171,8 +186,10 @@ def _on_the_cpu() -> None:
 def _of_description(given: dict[str, Any]) -> Forecast:
     if given["compile_for"]:
         raise ValueError("--target: compiles a step, module:function; a model that options describe has --chip.")
-    if not given["params"] or given["params"] < 1:
+    if given["params"] is None:
         raise ValueError("--params: say how many parameters the model has, 7e9; or give module:function.")
+    if not 1 <= given["params"] <= MOST:  # a NaN is neither
+        raise ValueError(f"--params: expected a number from 1 to {MOST:g}; got {given['params']:g}.")
     tokens, layers, width = given["tokens"], given["layers"], given["width"]
     setting = setting_of(given["chip"], tokens, None, given["device_memory"], given["drive"])
     if not given["disk"] and (given["host_bytes"] or given["drives"] > 1):
@@ -272,3 +289,4 @@ commands = click.Group(
     epilog=EXIT_CODES,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+click.version_option(__version__, prog_name="jax-offload")(commands)

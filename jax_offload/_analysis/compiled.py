@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import optax
 
 from jax_offload._analysis.buffers import BATCH, GRADIENTS, PARAMETERS, STATE
-from jax_offload._analysis.chips import Chip, chip, known_chips
+from jax_offload._analysis.chips import Chip, chip, known_as
 from jax_offload._analysis.driven import First, first_program, in_memory, is_driven, leaves_of, on_files
 from jax_offload._analysis.hlo import Op, computations
 from jax_offload._analysis.targets import check_installed, compile_for, prepare, target_of
@@ -104,6 +105,11 @@ def compiled(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], target
         if lowered is not None and target:
             raise ValueError(f"inspect(): a lowered step has its platform; target={target!r} needs the step itself.")
         return _of_jax(lowered.compile() if lowered is not None else step, lowered, {})
+    if len(args) == 1 and isinstance(args[0], optax.GradientTransformation | optax.MultiSteps):
+        raise TypeError(
+            "step: expected a training step and its arguments; got a function and an optimizer, the (make, tx) of "
+            "plan. Give what make(tx) returns: inspect(*make(tx))."
+        )
     if not callable(step):
         raise TypeError(f"step: expected a training step, jitted, lowered or compiled; got a {type(step).__name__}.")
     carried: dict[str, Any] = {}
@@ -147,7 +153,7 @@ def _of_jax(executable: Any, lowered: Any, carried: Mapping[str, Any]) -> Compil
     leaves = jax.tree.leaves(executable.input_shardings)
     devices = next((list(s.device_set) for s in leaves if s.device_set), None) or jax.local_devices()
     kind = devices[0].device_kind
-    known = next((n for n in known_chips() if re.search(rf"\b{n}\b", kind.lower().replace("lite", "e"))), None)
+    known = known_as(kind)
     info = jax.tree_util.tree_flatten_with_path(executable.args_info)[0]
     handed = [getattr(getattr(x, "sharding", None), "memory_kind", None) for _, x in info]
     if len(leaves) == len(info):

@@ -60,6 +60,11 @@ class Report:
         wanted = [c for kind in ("bad", "note") for c in self.checks if c.kind == kind and c.next]
         return wanted[0].next if wanted else "jax-offload plan --chip NAME module:function"
 
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as what JSON has."""
+        said = {"ok": self.ok, "verdict": self.verdict, "next_step": self.next_step}
+        return dataclasses.asdict(self) | said
+
 
 def examine() -> Report:
     """All checks; a few seconds."""

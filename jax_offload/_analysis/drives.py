@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jax_offload._analysis.chips import figures_in
+
 _FILE = Path(__file__).with_name("drives.toml")
 DEFAULT = "pm9a3"  # of a data centre, PCIe 4: the slowest of those that are known
 DAY = 86_400
@@ -102,7 +104,7 @@ def _known() -> dict[str, Drive]:
 def _of_file(path: Path) -> Drive:
     if not path.exists():
         raise ValueError(f"drive: there is no file {str(path)!r}. Known without one: {_listed()}.")
-    table = tomllib.loads(path.read_text())
+    table = figures_in("drive", path)
     like = table.pop("like", None)
     base = {} if like is None else dataclasses.asdict(drive(like))
     sources = {key: f"as {like}" for key in base if key not in ("name", "sources")} | dict.fromkeys(table, str(path))

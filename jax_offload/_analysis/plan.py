@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.tree_util import keystr, tree_flatten_with_path
 
 from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.chips import chip as chip_of
@@ -22,6 +24,7 @@ from jax_offload._analysis.setting import Setting
 from jax_offload._analysis.targets import target_of
 from jax_offload._analysis.units import bytes_of
 from jax_offload._analysis.whole_step import of_step
+from jax_offload._base.shardings import sharding_of
 
 
 def plan(
@@ -113,6 +116,7 @@ def plan(
                 f"target: compiles a step, plan(step, *args, target={target!r}); an optimizer alone is none. Give "
                 f"chip={target!r} for figures that need no compiler."
             )
+        check_on_one_mesh(args[0], mesh)
         return of_optimizer(tx, args[0], setting, mesh)
     if not callable(tx):
         raise TypeError(
@@ -122,12 +126,33 @@ def plan(
     return of_step(tx, args, setting, target, kwargs)
 
 
+def check_on_one_mesh(params: Any, mesh: Any) -> None:
+    """Raises where ``mesh`` is none, or where it is left out and only some of the parameters are on several devices."""
+    if isinstance(mesh, Mesh | AbstractMesh):
+        return  # what is not on that one is told elsewhere
+    if mesh is not None:
+        raise TypeError(
+            f"mesh: expected a jax.sharding.Mesh or an AbstractMesh; got {mesh!r}, a {type(mesh).__name__}."
+        )
+    found = [(keystr(path), sharding_of(x)) for path, x in tree_flatten_with_path(params)[0] if np.ndim(x)]
+    there = [(path, s.mesh) for path, s in found if isinstance(s, NamedSharding) and s.mesh.size > 1]
+    elsewhere = [path for path, s in found if not isinstance(s, NamedSharding)]
+    if there and elsewhere:
+        path, shape = there[0][0], dict(there[0][1].shape)
+        raise ValueError(
+            f"params: {path} is on the mesh {shape}, and {elsewhere[0]} is on none. Give all of them a "
+            "NamedSharding of that mesh, PartitionSpec() for those that are whole on every device."
+        )
+
+
 def setting_of(given: Any, tokens: Any, flops: Any, memory: Any, drive: Any = None) -> Setting:
     """Checked."""
     for name, value in ("tokens_per_step", tokens), ("flops_per_token", flops):
         number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-        if value is not None and not (number and value > 0):
+        if value is not None and not (number and 0 < value < math.inf):
             raise ValueError(f"{name}: expected a number > 0; got {value!r}.")
+    if tokens is not None and tokens < 1:
+        raise ValueError(f"tokens_per_step: expected whole ones, 1 or more; got {tokens!r}.")
     known = None if given is None else chip_of(given)
     budget = bytes_of("device_memory", memory) if memory is not None else known.hbm_bytes if known else None
     if memory is not None and budget is not None and budget < 2**20:

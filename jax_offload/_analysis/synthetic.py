@@ -92,7 +92,11 @@ def _parameters(n: int, layers: int, width: int, dtype: Any, sharding: Any) -> d
 
     columns = min(12 * width, n // (layers * width))
     if columns < 3:
-        raise ValueError(f"params: {n:g} are too few for {layers} layers of width {width}.")
+        of = f"{layers} layer{'s' if layers > 1 else ''} of width {width}"
+        raise ValueError(
+            f"--params: {n:g} are too few for {of}, {3 * layers * width} at least. Give more, or fewer --layers and a "
+            "smaller --width."
+        )
     found = {"attention": leaf(layers, width, columns // 3), "mlp": leaf(layers, width, columns - columns // 3)}
     rest = (n - layers * width * columns) // width
     return found | ({"embed": leaf(rest, width)} if rest else {})
@@ -100,9 +104,12 @@ def _parameters(n: int, layers: int, width: int, dtype: Any, sharding: Any) -> d
 
 def _dtype(option: str, name: str) -> Any:
     try:
-        return jnp.dtype(name)
-    except TypeError as error:
-        raise ValueError(f"{option}: expected a dtype such as bfloat16 or float32; got {name!r}.") from error
+        dtype = jnp.dtype(name)
+    except TypeError:
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"{option}: expected a floating dtype such as bfloat16 or float32; got {name!r}.")
+    return dtype
 
 
 def _optimizer(name: str) -> tuple[Any, str]:

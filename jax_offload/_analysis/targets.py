@@ -22,7 +22,8 @@ from jax_offload._analysis.chips import Chip, chip
 from jax_offload._base.private_compiler import compiled
 
 _GPUS = ("a100", "h100", "h200")
-_TPUS = ("v5e", "v5p", "v6e")
+# with topologies that each has; there are more
+_TPUS = {"v5e": "1x1, 2x2, 2x4, 4x4, 8x8", "v5p": "1x1x1, 2x2x1, 2x2x2, 2x2x4", "v6e": "1x1, 2x2, 2x4, 4x4, 8x8"}
 _CUDA_PLUGIN = "jax_plugins.xla_cuda13"
 # libtpu asks a machine that is not there, unless told not to.
 _ENVIRONMENT = {
@@ -97,6 +98,12 @@ def _described(target: Target, name: str, **kwargs: Any) -> Any:
     except NotImplementedError as error:
         if target.platform != "cuda":
             raise _cannot_describe(target, error) from error
+    except jax.errors.JaxRuntimeError as error:
+        kind, _, topology = name.partition(":")
+        raise ValueError(
+            f"target: {kind} has no topology {topology!r}: {str(error).splitlines()[0]}. Known: "
+            f"{_TPUS.get(kind, 'none')} and larger ones."
+        ) from error
     try:
         importlib.import_module(_CUDA_PLUGIN).initialize()
         return topologies.get_topology_desc(platform=target.platform, topology_name=name, **kwargs)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+import jax
+
 from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.exposure import speed
-from jax_offload._base.flops import own_flops
+from jax_offload._base.flops import MATMULS, own_flops
 from jax_offload._base.jaxprs import Equation, Jaxpr
 from jax_offload._ir.primitives import REDUCE
 from jax_offload._peak.flattened import Flattened, bodies, flattened, loop_of
@@ -78,7 +80,7 @@ def _of(event: Event, lives: Lives, chip: Chip) -> float:
         return 2 * max((sizes[k] for k in rest), default=0) / chip.reached.hbm
     reads = sum(min(sizes[k], produced) if event.fused else sizes[k] for k in {*event.reads})
     moved = (produced + reads) / chip.reached.hbm
-    return max(moved, own_flops(node.eqn) / speed(chip, _dtype(node.eqn)))
+    return max(moved, own_flops(node.eqn) / speed(chip, _dtype(node.eqn, chip)))
 
 
 def all_flops(jaxpr: Jaxpr) -> float:
@@ -92,5 +94,11 @@ def all_flops(jaxpr: Jaxpr) -> float:
     return total
 
 
-def _dtype(eqn: Equation) -> str:
+def _dtype(eqn: Equation, chip: Chip) -> str:
+    """In which it is computed: a TPU rounds what a matmul multiplies to bfloat16, unless the step asks for more."""
+    if chip.platform == "tpu" and eqn.primitive.name in MATMULS:
+        asked = eqn.params.get("precision")
+        asked = asked if isinstance(asked, tuple) else (asked,)
+        if all(each in (None, jax.lax.Precision.DEFAULT) for each in asked):
+            return "bfloat16"
     return str(eqn.invars[0].aval.dtype) if eqn.invars else "float32"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Number
 from typing import Any
 
 import jax
@@ -34,7 +35,8 @@ def check_transformation(tx: Any, call: str) -> None:
 
 
 def check_params(params: Any) -> None:
-    """Raises ``ValueError`` where a state stands in the place of the parameters: a table of it would look plausible."""
+    """Raises ``ValueError`` where a state stands in the place of the parameters, as a table of it would look plausible,
+    and ``TypeError`` where a leaf is no array."""
     nodes = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_state)[0]
     for path, x in nodes:
         if _is_state(x):
@@ -42,6 +44,11 @@ def check_params(params: Any) -> None:
             raise ValueError(
                 f"params: expected the parameters, and there is an optimizer's state{where}, a {type(x).__name__}. "
                 "Give the tree that the model computes with, as in tx.init(params)."
+            )
+        if not isinstance(x, Number) and not any(hasattr(x, name) for name in ("shape", "__jax_array__")):
+            raise TypeError(
+                f"params: expected arrays, or what has shape and dtype; {keystr(path)} is a {type(x).__name__}. Leave "
+                "out of them what no gradient is for."
             )
 
 

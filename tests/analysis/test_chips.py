@@ -6,7 +6,7 @@ import tomllib
 import pytest
 
 import jax_offload as jo
-from jax_offload._analysis.chips import _FILE, known_chips
+from jax_offload._analysis.chips import _FILE, known_as, known_chips
 
 FIGURES = {f.name for f in dataclasses.fields(jo.Chip)} - {"name", "platform", "sources"}
 
@@ -39,6 +39,31 @@ def test_names():
         jo.chip(100)
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA GB200", "gb200"),
+        ("TPU v5 lite", "v5e"),
+        ("TPU v5", "v5p"),
+        ("TPU v6 lite", "v6e"),
+        ("NVIDIA A100-SXM4-40GB", None),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("TPU v4", None),
+        ("cpu", None),
+    ],
+)
+def test_what_jax_calls_them(kind, name):
+    """Another card of that name, with other figures, is not taken for it."""
+    assert known_as(kind) == name
+    if name is not None:
+        assert jo.chip(kind) is jo.chip(name)
+
+
 def test_a_users_file(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('like = "h100"\nhost_link = 20e9\nhost_link_both = 30e9\nreached = {bf16 = 1e12}\n')
@@ -62,6 +87,7 @@ def test_a_users_file(tmp_path):
         ('like = "h100"\nflops = "fast"', "flops in .* is 'fast'; expected a number"),
         ('like = "h100"\nplatform = "rocm"', "platform in .* is 'rocm'; expected one of cuda, tpu"),
         ('like = "h100"\nreached = {fp8 = 1}', "reached in .* has fp8"),
+        ("flops = = 3", "bad.toml is no TOML, .*line 1"),
     ],
 )
 def test_bad_files(tmp_path, text, says):

@@ -101,6 +101,16 @@ def test_fsdp_divides_parameters_too():
         ([*SEVEN, "--devices", "0"], 2, "--devices"),
         ([*SEVEN, "--target", "h200"], 2, "--target: compiles a step, module:function"),
         (["plan", "--no-such-option"], 2, "No such option"),
+        (["plan", "--params", "10"], 2, "--params: 10 are too few for 1 layer of width 128, 384 at least"),
+        (["plan", "--params", "inf"], 2, "--params: expected a number from 1 to 1e+15; got inf"),
+        (["plan", "--params", "nan"], 2, "--params: expected a number from 1 to 1e+15; got nan"),
+        (["plan", "--params", "7e20"], 2, "--params: expected a number from 1 to 1e+15; got 7e+20"),
+        ([*SEVEN, "--layers", "-3"], 2, "'--layers': -3 is not in the range"),
+        ([*SEVEN, "--width", "0"], 2, "'--width': 0 is not in the range"),
+        ([*SEVEN, "--tokens", "inf"], 2, "tokens_per_step: expected a number > 0; got inf"),
+        ([*SEVEN, "--tokens", "0.5"], 2, "tokens_per_step: expected whole ones"),
+        ([*SEVEN, "--param-dtype", "int32"], 2, "param-dtype: expected a floating dtype"),
+        (["--version"], 0, jo.__version__),
     ],
 )
 def test_exit_codes(args, code, words):
@@ -116,6 +126,8 @@ def test_a_function_of_yours(tmp_path, monkeypatch):
                 return optax.lion(1e-4), {"w": jax.ShapeDtypeStruct((4, 1024, 1024), "float32")}
             def wrong():
                 return 3
+            def strings():
+                return optax.lion(1e-4), {"w": jax.ShapeDtypeStruct((4,), "float32"), "name": "abc"}
             def raises():
                 raise ValueError("of their own")
             number = 3
@@ -149,10 +161,13 @@ def test_a_function_of_yours(tmp_path, monkeypatch):
         ("raises", 9, "raises raises ValueError: of their own"),
         ("not_on_the_mesh", 5, "['w'] is not on the mesh {'data': 8}"),
         ("number", 2, "has a int of that name"),
+        ("strings", 2, "params: expected arrays, or what has shape and dtype; ['name'] is a str"),
         ("nothing", 2, "has nothing of that name"),
     ):
         done = run("plan", f"mine_for_test:{name}")
         assert done.exit_code == code and says in done.output
+    done = run("inspect", "mine_for_test:of_each_way")
+    assert done.exit_code == 2 and "the (make, tx) of plan. Give what make(tx) returns" in done.output
     (tmp_path / "broken_for_test.py").write_text("import no_such_thing\n")
     done = run("plan", "broken_for_test:f")
     assert done.exit_code == 9 and "No module named 'no_such_thing'" in done.output
@@ -219,6 +234,7 @@ def test_the_doctor():
     done = run("doctor", "--json")
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
+    assert found["next_step"] == "run it where the accelerator is"
     assert found["ok"] and [check["name"] for check in found["checks"]][-1] == "self-test"
     assert "no accelerator" in found["checks"][1]["says"]
     assert "verdict: this machine can offload; mind: devices" in run("doctor").stdout

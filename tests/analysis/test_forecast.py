@@ -170,6 +170,15 @@ def test_what_is_given_already():
     assert [option.name for option in jo.plan(jo.offload(ADAMW), STACKED).options][:2] == ["resident", "offload"]
 
 
+def test_parameters_of_which_some_are_on_a_mesh():
+    on = NamedSharding(AbstractMesh((8,), ("data",)), P())
+    params = STACKED | {"b": jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=on)}
+    with pytest.raises(ValueError, match=r"params: \['b'\] is on the mesh {'data': 8}, and \['w'\] is on none"):
+        jo.plan(ADAMW, params)
+    with pytest.raises(TypeError, match=r"mesh: expected a jax.sharding.Mesh or an AbstractMesh; got 'data'"):
+        jo.plan(ADAMW, params, mesh="data")
+
+
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [

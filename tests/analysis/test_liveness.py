@@ -166,8 +166,11 @@ def test_a_softmax_reads_its_rows_once():
     jaxpr = jax.make_jaxpr(fun)(x, x).jaxpr
     h200, matmuls = chip("h200"), 2 * 2 * n**3 / chip("h200").reached.f32
     assert seconds(jaxpr, h200) == pytest.approx(matmuls + 2 * 4 * n * n / h200.reached.hbm, rel=0.01)
-    v5e, slower = chip("v5e"), 2 * 2 * n**3 / chip("v5e").reached.f32
-    assert seconds(jaxpr, v5e) == pytest.approx(slower + 4 * 4 * n * n / v5e.reached.hbm, rel=0.02)
+    v5e = chip("v5e")  # whose matmuls of float32 are of bfloat16, unless more is asked for
+    assert seconds(jaxpr, v5e) == pytest.approx(4 * n**3 / v5e.reached.bf16 + 4 * 4 * n * n / v5e.reached.hbm, rel=0.02)
+    with jax.default_matmul_precision("highest"):
+        jaxpr = jax.make_jaxpr(fun)(x, x).jaxpr
+    assert seconds(jaxpr, v5e) == pytest.approx(4 * n**3 / v5e.reached.f32 + 4 * 4 * n * n / v5e.reached.hbm, rel=0.02)
 
 
 def test_chunks_that_move_alone():

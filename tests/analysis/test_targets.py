@@ -6,6 +6,7 @@ import sys
 import types
 from pathlib import Path
 
+import jax
 import pytest
 
 from jax_offload._analysis import targets
@@ -41,6 +42,17 @@ def test_a_plugin_that_cannot_says_what_to_do(target, monkeypatch):
     with pytest.raises(ValueError, match=rf"target: .* for {target.name} .*not implemented for .*pip install .*jax=="):
         targets._described(target, target.name)
     assert ("initialized" in calls) == (target is H200)
+
+
+def test_a_topology_that_is_none_names_those_that_are(monkeypatch):
+    """libtpu's own words are those of an error of the runtime."""
+
+    def describe(**kwargs):
+        raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: not divisible by 2x2x1\nmore")
+
+    monkeypatch.setattr(targets.topologies, "get_topology_desc", describe)
+    with pytest.raises(ValueError, match=r"target: v5e has no topology '9x9': .*2x2x1\. Known: 1x1, 2x2,"):
+        targets._described(targets.target_of("v5e:9x9"), "v5e:9x9")
 
 
 def test_half_of_a_plugin_says_what_to_do(monkeypatch):

@@ -43,6 +43,7 @@ from tests.aot.cases import (
 from tests.aot.forecasts import HEADER
 from tests.aot.forecasts import PARTS as SEEN
 from tests.aot.forecasts import rows as forecast_rows
+from tests.aot.frozen import frozen
 from tests.aot.harness import H200, MIB, V5E, V5E_2X2, Measured, measure
 from tests.aot.matrix import matrix
 from tests.aot.model import ADAMW, CLIPPED, loss, parameters, two_by_two
@@ -266,7 +267,7 @@ def unrolled() -> None:
 
 def forecasts() -> None:
     """What ``jo.plan`` says of steps, beside what is compiled. ``python -m tests.aot.table plan [toys|...]``."""
-    parts = {**SEEN, "unseen": unseen}
+    parts = {**SEEN, "unseen": unseen, "frozen": frozen}
     chosen = [name for name in sys.argv[2:] if name in parts] or list(parts)
     print(HEADER)
     for name in chosen:

@@ -1,9 +1,13 @@
 """Estimated peaks, beside those that are compiled for an H200: within 10 % where layers are in one scan."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 import jax_offload as jo
 from tests.aot.forecasts import mixture, sharded, vit
+from tests.aot.frozen import frozen
 from tests.aot.harness import H200, MIB, require
 from tests.aot.unseen import unseen
 
@@ -30,18 +34,46 @@ def test_models_that_the_rules_were_not_made_on(make, way):
     assert option.host / MIB == pytest.approx(compiled.host_arguments, rel=0.01)
 
 
+# What docs/estimates.md publishes and gives reasons for: predicted added time less the simulated one, of the step
+TIMES = {
+    ("U-Net", "jax.jit"): -0.29,
+    ("encoder and decoder, masters", "jo.jit"): -0.11,
+    ("GPT 1.3B, unrolled", "jax.jit"): -0.10,
+    ("GPT 1.3B, 6 scans", "jo.jit"): 0.06,
+    ("DiT-XL/2", "jo.jit"): -0.08,
+    ("24×4096², stacked, clipped", "gradients too"): -0.06,
+}
+# and the estimated peak, of the compiled one
+PEAKS = {
+    ("Llama 1.1B, masters", "jax.jit"): 0.82,
+    ("Llama 1.1B, masters", "jo.jit"): 0.87,
+    ("v5e: 24×4096², stacked", "jax.jit"): 1.35,
+    ("v5e: 24×4096², stacked", "jo.jit"): 1.49,
+    ("v5e: ViT-H/14", "jax.jit"): 0.91,
+}
+
+
 @pytest.mark.exhaustive("minutes to compile")
 @pytest.mark.parametrize("way", ["jax.jit", "jo.jit"])
-@pytest.mark.parametrize("model", list(unseen()), ids=lambda model: model.name)
+@pytest.mark.parametrize("model", [*unseen(), *frozen()], ids=lambda model: model.name)
 def test_models_unlike_those(model, way):
-    """Peaks as promised. Of the time XLA hides less than is predicted: docs/estimates.md says by how much."""
+    """Time within 5 % of the step and peaks within 10 % of their range, or as far off as the page says."""
     require(H200)
     option, compiled = jo.plan(model.step, *model.args, chip=H200)[way], model.compiled(way)
-    low, high = (n / MIB for n in option.peak_range)
+    low, high = (n / MIB / PEAKS.get((model.name, way), 1.0) for n in option.peak_range)
     assert 0.9 * low <= compiled.peak <= 1.1 * high
     time = compiled.timeline(H200)
-    assert -0.05 * time.step < time.exposed - option.exposed < 0.4 * time.step
+    assert (option.exposed - time.exposed) / time.step == pytest.approx(TIMES.get((model.name, way), 0.0), abs=0.05)
     assert option.loaded / MIB == pytest.approx(compiled.loaded, rel=0.01)
+
+
+def test_the_page_has_no_other_misses():
+    """Every row of the table is within 5 points of the step, and not marked as missed, but for those named above."""
+    row = re.compile(r"\| (.+), \d+ tokens \| `(.+)` \| .* \| .* \| (.*) \| (\d+)% \| (\d+)% \|")
+    rows = row.findall((Path(__file__).parents[2] / "docs/estimates.md").read_text())
+    assert len(rows) > 50
+    assert {(name, way) for name, way, _, a, b in rows if abs(int(a) - int(b)) > 5} == {*TIMES}
+    assert {(name, way) for name, way, miss, _, _ in rows if "missed" in miss} == {*PEAKS}
 
 
 @pytest.mark.parametrize("way", [pytest.param("jax.jit", marks=pytest.mark.long("as jo.jit's")), "jo.jit"])

@@ -20,11 +20,11 @@ from tests.aot.harness import H200
 from tests.aot.model import ADAMW, step_of
 
 
-def _leaf(shape: tuple[int, ...], dtype: Any = jnp.float32) -> Any:
+def leaf(shape: tuple[int, ...], dtype: Any = jnp.float32) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=device_sharding(H200))
 
 
-def _model(name: str, tx: Any, params: Any, of: Any, batch: Any, tokens: int) -> Model:
+def model(name: str, tx: Any, params: Any, of: Any, batch: Any, tokens: int) -> Model:
     step = step_of(tx, of, update_params=True)
     return Model(name, step, (params, jo.abstract_state(tx, params), batch), tokens)
 
@@ -32,14 +32,14 @@ def _model(name: str, tx: Any, params: Any, of: Any, batch: Any, tokens: int) ->
 def state_space(layers: int = 24, width: int = 2048, inner: int = 4096, states: int = 16, tokens: int = 2048) -> Model:
     """Mamba-like: projections in and out, a causal convolution, and a selective scan over time in chunks of 128."""
     params = {
-        "in": _leaf((layers, width, 2 * inner)),
-        "conv": _leaf((layers, 4, inner)),
-        "select": _leaf((layers, inner, 2 * states + 64)),
-        "rate": _leaf((layers, 64, inner)),
-        "decay": _leaf((layers, inner, states)),
-        "skip": _leaf((layers, inner)),
-        "out": _leaf((layers, inner, width)),
-        "norm": _leaf((layers, width)),
+        "in": leaf((layers, width, 2 * inner)),
+        "conv": leaf((layers, 4, inner)),
+        "select": leaf((layers, inner, 2 * states + 64)),
+        "rate": leaf((layers, 64, inner)),
+        "decay": leaf((layers, inner, states)),
+        "skip": leaf((layers, inner)),
+        "out": leaf((layers, inner, width)),
+        "norm": leaf((layers, width)),
     }
     sequences = 8
 
@@ -75,8 +75,8 @@ def state_space(layers: int = 24, width: int = 2048, inner: int = 4096, states: 
         out, _ = jax.lax.scan(lambda x, w: (layer(x, w), None), x.astype(jnp.bfloat16), params)
         return (out.astype(jnp.float32) ** 2).mean()
 
-    batch = _leaf((sequences, tokens // sequences, width))
-    return _model("state-space model", jo.offload(ADAMW), params, of, batch, tokens)
+    batch = leaf((sequences, tokens // sequences, width))
+    return model("state-space model", jo.offload(ADAMW), params, of, batch, tokens)
 
 
 def unet(width: int = 320, images: int = 16, side: int = 64) -> Model:
@@ -84,10 +84,10 @@ def unet(width: int = 320, images: int = 16, side: int = 64) -> Model:
     widths, params = [width, 2 * width, 4 * width, 4 * width], {}
     down = [(widths[max(k - 1, 0)] if j == 0 else w, w) for k, w in enumerate(widths) for j in range(2)]
     for k, (a, b) in enumerate(down):
-        params[f"down{k}"] = {"a": _leaf((3, 3, a, b)), "b": _leaf((3, 3, b, b)), "skip": _leaf((1, 1, a, b))}
+        params[f"down{k}"] = {"a": leaf((3, 3, a, b)), "b": leaf((3, 3, b, b)), "skip": leaf((1, 1, a, b))}
     for k, (a, b) in enumerate(reversed(down)):
-        params[f"up{k}"] = {"a": _leaf((3, 3, 2 * b, a)), "b": _leaf((3, 3, a, a)), "skip": _leaf((1, 1, 2 * b, a))}
-    params["first"], params["last"] = _leaf((3, 3, 4, width)), _leaf((3, 3, width, 4))
+        params[f"up{k}"] = {"a": leaf((3, 3, 2 * b, a)), "b": leaf((3, 3, a, a)), "skip": leaf((1, 1, 2 * b, a))}
+    params["first"], params["last"] = leaf((3, 3, 4, width)), leaf((3, 3, width, 4))
 
     def conv(x: Any, w: Any) -> Any:
         return jax.lax.conv_general_dilated(
@@ -116,8 +116,8 @@ def unet(width: int = 320, images: int = 16, side: int = 64) -> Model:
             h = block(jnp.concatenate([h, kept.pop()], -1), params[f"up{k}"])
         return ((conv(h, params["last"]).astype(jnp.float32) - x) ** 2).mean()
 
-    batch = _leaf((images, side, side, 4))
-    return _model("U-Net", jo.offload(ADAMW), params, of, batch, images * side * side)
+    batch = leaf((images, side, side, 4))
+    return model("U-Net", jo.offload(ADAMW), params, of, batch, images * side * side)
 
 
 def encoder_decoder(
@@ -128,11 +128,11 @@ def encoder_decoder(
 
     def stack(*names: str) -> dict[str, Any]:
         shapes = {"up": (layers, width, inner), "down": (layers, inner, width), "norm": (layers, 3, width)}
-        return {name: _leaf(shapes.get(name, (layers, width, width)), half) for name in names}
+        return {name: leaf(shapes.get(name, (layers, width, width)), half) for name in names}
 
     own = ("q", "k", "v", "o", "up", "down", "norm")
     params = {
-        "embedding": _leaf((words, width), half),
+        "embedding": leaf((words, width), half),
         "encoder": stack(*own),
         "decoder": stack(*own, "cross_q", "cross_k", "cross_v", "cross_o"),
     }
@@ -168,9 +168,9 @@ def encoder_decoder(
         logits = (x @ table.T).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, target).mean()
 
-    batch = _leaf((sequences, tokens // sequences), jnp.int32), _leaf((sequences, tokens // sequences), jnp.int32)
+    batch = leaf((sequences, tokens // sequences), jnp.int32), leaf((sequences, tokens // sequences), jnp.int32)
     tx = jo.offload(jo.with_master_params(ADAMW))
-    return _model("encoder and decoder, masters", tx, params, of, batch, tokens)
+    return model("encoder and decoder, masters", tx, params, of, batch, tokens)
 
 
 def unseen() -> Iterator[Model]:
