@@ -1,7 +1,7 @@
 # Two commands do everything: `make demo` and `make test`. Both need only Python >= 3.11.
 .DELETE_ON_ERROR:
 SHELL := /bin/sh
-# FULL=1: what is long or wide too, on the oldest jax all that is not long; CI does
+# FULL=1: what is long or wide too, on the oldest jax all that is daily; CI does
 PYTEST := -m pytest -n 2 --dist worksteal
 
 # The oldest supported jax is what Python 3.11 resolves to, the newest what 3.12 and later do.
@@ -60,7 +60,7 @@ test-oldest:
 	elif scripts/find-python $(OLDEST) >/dev/null; then \
 	    $(MAKE) --no-print-directory .venvs/$(OLDEST)/.installed && \
 	    .venvs/$(OLDEST)/bin/python -c 'import jax, sys; print(f"== oldest: Python {sys.version.split()[0]}, jax {jax.__version__}")' && \
-	    .venvs/$(OLDEST)/bin/python $(PYTEST) $(if $(FULL),--without-long,--daily --oldest); \
+	    .venvs/$(OLDEST)/bin/python $(PYTEST) --daily $(if $(FULL),,--oldest); \
 	else \
 	    echo "!! PYTHON $(OLDEST) IS NOT INSTALLED: the oldest supported jax WAS NOT TESTED"; \
 	fi

@@ -49,9 +49,8 @@ def small_groups(monkeypatch):
 
 def pytest_addoption(parser):
     parser.addoption("--daily", action="store_true", help="without what is long or wide (make test)")
-    parser.addoption("--without-long", action="store_true", help="without what is marked long (make test FULL=1)")
     parser.addoption("--oldest", action="store_true", help="only what tests/support/oldest.py names (make test)")
-    parser.addoption("--everything", action="store_true", help="also what is marked exhaustive: hours")
+    parser.addoption("--everything", action="store_true", help="also what is exhaustive: hours")
     parser.addoption("--trainers", action="store_true", help="also tests/trainers (make trainers)")
 
 
@@ -68,7 +67,8 @@ def pytest_collection_modifyitems(config, items):
     """Leaves out what is ``long``, ``wide`` or ``exhaustive``, and what the oldest jax need not run."""
     whole = config.args == ["tests"]
     names = oldest.chosen(items, whole) if config.getoption("--oldest") else None
-    others = wide.left_out(items, whole) if config.getoption("--daily") else {}
+    others = {} if config.getoption("--everything") else wide.seldom(items, whole)
+    others |= wide.left_out(items, whole) if config.getoption("--daily") else {}
     kept, left_out = [], []
     for item in items:
         why = _left_out(item, config, names) or others.get(item)
@@ -86,8 +86,7 @@ def _left_out(item, config, names):
                 raise pytest.UsageError(
                     f"{item.nodeid}: {mark} wants a reason, @pytest.mark.{mark}('compiles 40 programs')."
                 )
-            short = config.getoption("--daily") or config.getoption("--without-long")
-            if not config.getoption("--everything") if runs else short:
+            if not config.getoption("--everything") if runs else config.getoption("--daily"):
                 return mark, each.args[0]
     return ("newest", "not among those that tests/support/oldest.py names") if names and item not in names else None
 

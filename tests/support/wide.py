@@ -1,12 +1,13 @@
-"""What is left to ``make test FULL=1``, on the newest and the oldest jax: cases much like those beside them.
+"""What is left to ``make test FULL=1``, on the newest jax: cases much like those beside them. And what is left to
+``pytest --everything``: those that would take that run, which CI has 90 minutes for, beyond an hour.
 
 The daily run is for whoever changes something and waits for it; of each of these tables it keeps what ``DAILY`` names.
-A test that is long by itself is marked where it stands (``long``, the newest jax alone).
+A test that is long by itself is marked where it stands (``long``, ``exhaustive``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -220,6 +221,57 @@ DAILY = (
 )
 
 
+# Minutes each, or many of one kind.
+SELDOM = {
+    "aot/test_matrix.py::test_no_peak_is_above_resident": "compiles whole models, minutes each",
+    "aot/test_matrix.py::test_peaks_fall": "compiles whole models, minutes each",
+    "aot/test_segments.py::test_peak[GPT": "compiles whole models, minutes each",
+    "aot/test_segments.py::test_peak_of_a_state_on_disk[GPT": "compiles whole models, minutes each",
+    "aot/test_turned.py::test_an_unrolled_transformer_is_never": "compiles whole models, minutes each",
+    "aot/test_whole.py::test_a_tpu_copies_across_the_matmuls": "a TPU's compiler takes its time",
+    "aot/test_whole.py::test_layers_with_biases": "compiles whole models, minutes each",
+    "aot/test_whole.py::test_on_four_devices": COMPILES,
+    "aot/test_whole.py::test_on_four_tpus": "a TPU's compiler takes its time",
+    "bench/test_gpu.py::test_the_values_of_steps_turned_round": "more of what tests/test_pipelined.py runs",
+    "bench/test_run.py::test_systems_train": PROCESSES,
+    "test_disk.py::test_every_optimizer": OPTIMIZERS,
+    "test_disk_kills.py::test_killed_at_any_moment_it_goes_on_bit_for_bit[100": "a hundred processes",
+    "test_disk_product.py": "ninety states on disk",
+    "test_segments.py::test_repeats": "seven hundred steps",
+    "test_trajectories.py::test_twenty_steps": "trains for 20 steps, plain and rewritten",
+    "test_update_on.py::test_every_optimizer": OPTIMIZERS,
+}
+
+# Of those, what CI runs all the same, beside what is daily.
+OFTEN = (
+    "aot/test_matrix.py::test_no_peak_is_above_resident[mlp | 65536 | 1.0",
+    "aot/test_whole.py::test_on_four_devices[True-spec0-16384]",
+    "aot/test_whole.py::test_on_four_devices[True-spec1-16384]",
+    "bench/test_gpu.py::test_the_values_of_steps_turned_round[clip",
+    "bench/test_run.py::test_systems_train_as_resident_does[jax_offload, jo.jit",
+    "bench/test_run.py::test_systems_train_as_resident_does[usual recipe",
+    "test_disk_product.py::test_an_update_is_that_of_a_state_in_memory[lamb",
+    *(f"test_{of}.py::test_every_optimizer[{name}" for of in ("disk", "update_on") for name in
+      ("ada", "apply_if_finite", "lion", "multi_transform", "nadam", "polyak", "reduce_on", "schedule_free", "sgd")),
+    *(f"test_trajectories.py::test_twenty_steps[{name}" for name in (
+        "scanned, loss", "scanned, where", "fsdp, Explicit", "zero, int8", "turned, unrolled, plateau",
+        "turned, scanned, loss", "turned, zero", "turned, fsdp", "waiting, unrolled]", "waiting, skip",
+        "turned, apply")),
+)  # fmt: skip
+
+
+def seldom(items: Sequence[pytest.Item], whole: bool) -> dict[pytest.Item, tuple[str, str]]:
+    """Which of the tests run with ``--everything`` only: the mark's name, and its reason.
+
+    Args:
+      items: the collected tests.
+      whole: whether these are all, so that a name that no test begins with is an error.
+    """
+    not_daily = {item for item in items if item.get_closest_marker("long")} | left_out(items, whole).keys()
+    found = _named(items, whole, SELDOM, OFTEN, "exhaustive")
+    return {item: why for item, why in found.items() if item in not_daily}
+
+
 def left_out(items: Sequence[pytest.Item], whole: bool) -> dict[pytest.Item, tuple[str, str]]:
     """Which of the tests a daily run leaves out: the mark's name, and its reason.
 
@@ -227,13 +279,20 @@ def left_out(items: Sequence[pytest.Item], whole: bool) -> dict[pytest.Item, tup
       items: the collected tests.
       whole: whether these are all, so that a name that no test begins with is an error.
     """
+    return _named(items, whole, WIDE, DAILY, "wide")
+
+
+def _named(
+    items: Sequence[pytest.Item], whole: bool, left: Mapping[str, str], kept: tuple[str, ...], mark: str
+) -> dict[pytest.Item, tuple[str, str]]:
+    """The tests whose name begins with one that is left out, but with none that is kept."""
     ids = [item.nodeid.removeprefix("tests/") for item in items]
-    missing = [name for name in (*WIDE, *DAILY) if not any(each.startswith(name) for each in ids)]
+    missing = [name for name in (*left, *kept) if not any(each.startswith(name) for each in ids)]
     if whole and missing:
         raise pytest.UsageError(f"tests/support/wide.py: no test's name begins with {missing}.")
-    reasons = (next((why for name, why in WIDE.items() if each.startswith(name)), None) for each in ids)
+    reasons = (next((why for name, why in left.items() if each.startswith(name)), None) for each in ids)
     return {
-        item: ("wide", why)
+        item: (mark, why)
         for item, each, why in zip(items, ids, reasons, strict=True)
-        if why is not None and not each.startswith(DAILY)
+        if why is not None and not each.startswith(kept)
     }
