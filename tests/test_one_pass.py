@@ -74,7 +74,7 @@ def test_bfloat16_is_rounded_as_xla_rounds():
     np.testing.assert_array_equal(reduced[normal], want[normal].astype(np.float32))
 
 
-@pytest.mark.parametrize("name", EXPRESSIONS.keys() - {"powers"})
+@pytest.mark.parametrize("name", [name for name in EXPRESSIONS if name != "powers"])
 def test_arithmetic_in_bfloat16_is_xlas(name):
     """To the last bit: rounded after each operation, with scalars in bfloat16 too."""
     x, y = ODD.astype(jnp.bfloat16), np.random.default_rng(0).permutation(ODD).astype(jnp.bfloat16)
