@@ -482,7 +482,7 @@ def test_programs_are_at_most_eight():
 
 def test_a_state_on_disk_has_more_of_them(disk, monkeypatch):
     """Of twenty layers, where the cores' pass has eight at most; no more than two groups are behind one."""
-    monkeypatch.setattr(segments, "ALIKE", 10)
+    monkeypatch.setattr(segments, "TOLERANCE", 10)
     tx, params = jo.offload(ADAMW, min_bytes=1024, disk=disk), model(layers=20)
     step = jo.jit(step_of(tx))
     step(params, tx.init(params), X)
