@@ -100,7 +100,7 @@ bench: $(INSTALLED)  ## every system on the same work: see benchmarks/README.md
 
 # The first thing on a GPU: 9 minutes a part, 40 in all. Without one it says so and exits with 2, which make calls an
 # error; ARGS=--toy runs all of it anywhere.
-gpu: EXTRAS := examples,cuda
+gpu: EXTRAS := examples,cores,cuda
 gpu:  ## values, donation, the link and steps on the NVIDIA GPU that is here: see benchmarks/README.md
 	@$(MAKE) --no-print-directory EXTRAS=$(EXTRAS) .venv/.installed-$(subst $(comma),-,$(EXTRAS))
 	@.venv/bin/python -m benchmarks.gpu $(ARGS)

@@ -1,4 +1,4 @@
-"""All that a GPU has to tell first: values, donation, the link alone, steps. 9 minutes a part at most, 40 in all.
+"""All that a GPU has to tell first: values, donation, link, steps, driven ones. 9 minutes a part, 40 in all, at most.
 
     python -m benchmarks.gpu                        # make gpu; again: goes on with what it left
     python -m benchmarks.gpu --parts values --only "AdamW; stacked"
@@ -23,7 +23,7 @@ from benchmarks.gpu.summary import failed, markdown, wrong
 from benchmarks.harness import workers
 from benchmarks.harness.store import path_for
 
-PARTS = ("values", "donation", "link", "steps")
+PARTS = ("values", "donation", "link", "steps", "driven")
 TOTAL_MINUTES = 40
 WRONG, NO_GPU, FAILED = 1, 2, 3
 

@@ -90,7 +90,23 @@ def steps(results: Found) -> str:
     return table(head, without(results, 7, row))
 
 
-TABLES = {"values": values, "donation": donation, "link": link, "steps": steps}
+def driven(results: Found) -> str:
+    def row(r: dict[str, Any]) -> list[str]:
+        own, resident = r["median_step_seconds"], r["resident_median_step_seconds"]
+        return [
+            f"{max(r['after_a_step'].values()):.0e}",
+            f"{r['losses_apart'][-1]:.0e}",
+            f"{1e3 * own:,.1f}",
+            f"{1e3 * resident:,.1f}",
+            r["leaves_that_stayed_in_their_memory"],
+            "**wrong**" if r["wrong"] else "right",
+        ]
+
+    head = " case | worst leaf after a step | last loss | step, ms | … resident | stayed in their memory | "
+    return table(head, without(results, 6, row))
+
+
+TABLES = {"values": values, "donation": donation, "link": link, "steps": steps, "driven": driven}
 
 
 def markdown(data: dict[str, Any]) -> str:

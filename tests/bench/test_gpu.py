@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import conduct, donation, link, record, steps, summary, values, where
+from benchmarks.gpu import conduct, donation, driven, link, record, steps, summary, values, where
 from benchmarks.harness import workers
 
-ONE_EACH = "^AdamW; unrolled; default$|^TrainState -> grads, TrainState; fraction 0.5$|^1 MiB$"
+ONE_EACH = "^AdamW; (unrolled; default|host)$|^TrainState -> grads, TrainState; fraction 0.5$|^1 MiB$"
 TWO_WAYS = r"^stacked layers \(lax.scan\); (offloaded|resident)$"
 
 
@@ -33,7 +33,13 @@ def test_one_command_runs_each_part_and_goes_on(tmp_path, monkeypatch, capsys):
     assert gpu.main(arguments) == 0
     data = json.loads(out.read_text())
     found = summary.by_part(data)
-    assert {part: len(cases) for part, cases in found.items()} == {"values": 1, "donation": 1, "link": 1, "steps": 2}
+    assert {part: len(cases) for part, cases in found.items()} == {
+        "values": 1,
+        "donation": 1,
+        "link": 1,
+        "steps": 2,
+        "driven": 1,
+    }
     assert not summary.wrong(data) and not summary.failed(data) and not data["left"]
     (value,) = found["values"].values()
     assert len(value["losses"]) == values.TOY_STEPS and value["losses_apart"][-1] <= values.LOSS
@@ -98,6 +104,17 @@ def test_the_times_of_steps_seen_whole(way):
     result = steps.run(f"stacked, clipping inside offload; {way}", True)
     assert len(result["step_seconds"]) == steps.TOY_STEPS and result["host_state_bytes"] > 0
     assert result["predicted"]["peak_bytes"] > 0
+
+
+@pytest.mark.long("compiles a step in groups, and a plain one")
+@pytest.mark.parametrize("name", ["AdamW; host", "clip, AdamW; host, 0.3", "AdamW; disk"])
+def test_the_values_of_driven_steps(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = driven.run(name, True)
+    assert name in driven.cases(True) and result["wrong"] == []
+    assert len(result["step_seconds"]) == driven.TOY_STEPS and not any(tmp_path.iterdir())
+    assert ("disk" if "disk" in name else "pinned_host") in result["memory_kinds"].values()
+    assert name != "AdamW; host" or result["leaves_that_stayed_in_their_memory"] == "6 of 6"
 
 
 def test_a_difference_is_noticed():

@@ -1,0 +1,123 @@
+"""Steps that are driven from Python, on the host's cores and with files: values beside plain optax, and step times."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jax_offload as jo
+from benchmarks.gpu import where
+from benchmarks.gpu.steps import initial
+from benchmarks.gpu.values import LEAF, PRECISION, apart, judged, on_host, relative
+from benchmarks.harness.clock import clocked
+from jax_offload._base.on_disk import is_on_disk
+
+ALONE = True  # of processes whose pinned memory is another's nobody knows how fast they would be
+WARMUP, STEPS, TOY_STEPS = 3, 10, 2
+SIZE, TOY = (8, 4096, 8192), (3, 128, 8)  # layers, width, batch
+ADAMW = partial(optax.adamw, 1e-4)
+OPTIMIZERS = {"AdamW": ADAMW, "clip, AdamW": lambda: optax.chain(optax.clip_by_global_norm(1.0), ADAMW())}
+DEVICE, DISK = "device", "disk"
+# Where the update runs: all of it on the cores, a share of it, on the device from files; on the device, beside these.
+WAYS: dict[str, Any] = {"host": "host", "host, 0.3": 0.3, DISK: None, DEVICE: None}
+
+
+def cases(toy: bool) -> list[str]:
+    return [f"{name}; {way}" for way in WAYS for name in OPTIMIZERS]
+
+
+def loss(params: Any, x: jax.Array) -> jax.Array:
+    for w in params.values():
+        x = jnp.tanh(x @ w)
+    return (x**2).mean()
+
+
+def step_of(tx: Any) -> Any:
+    def step(params: Any, state: Any, x: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, x)
+        params, state = jo.update_params(tx, grads, state, params)
+        return params, state, value
+
+    return step
+
+
+def first_of(size: tuple[int, int, int]) -> tuple[Any, jax.Array]:
+    """The first parameters, a matrix a layer, and a batch."""
+    layers, width, rows = size
+    there = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="device")
+    shapes = {f"layer_{k:02}": jax.ShapeDtypeStruct((width, width), jnp.float32) for k in range(layers)}
+    params = jax.tree.map(lambda w: w / width**0.5, initial(shapes))
+    return jax.device_put((params, jax.random.normal(jax.random.key(1), (rows, width))), there)
+
+
+def kinds(state: Any) -> dict[str, str]:
+    """Path -> memory kind, or that it is on disk."""
+    flat = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_on_disk)[0]
+    files = {jax.tree_util.keystr(path): DISK for path, x in flat if is_on_disk(x)}
+    return files | where.kinds([x for _, x in flat if not is_on_disk(x)])
+
+
+def places(state: Any) -> list[list[int]]:
+    """The addresses of what is in host memory."""
+    leaves = [x for x in jax.tree.leaves(state, is_leaf=is_on_disk) if isinstance(x, jax.Array)]
+    return [where.addresses(x) for x in leaves if x.sharding.memory_kind == "pinned_host"]
+
+
+def train(tx: Any, jit: Any, toy: bool) -> dict[str, Any]:
+    """Donated steps: all leaves after the first one, losses, seconds, and where the state ends up."""
+    params, x = first_of(TOY if toy else SIZE)
+    carried, losses = [params, tx.init(params)], list[jax.Array]()
+    step = jit(step_of(tx), donate_argnums=(0, 1))
+    del params
+    began = places(carried[1])
+
+    def one_step(_: int) -> jax.Array:
+        *carried[:], value = step(*carried, x)
+        losses.append(value)
+        return value
+
+    with jax.default_matmul_precision(PRECISION):
+        one_step(0)
+        first = on_host(params=carried[0], state=carried[1])
+        stayed = sum(a == b for a, b in zip(places(carried[1]), began, strict=True))
+        seconds, _ = clocked(one_step, WARMUP, TOY_STEPS if toy else STEPS)
+    return {
+        "first": first,
+        "losses": [float(x) for x in losses],
+        "step_seconds": seconds,
+        "median_step_seconds": statistics.median(seconds),
+        "kinds": kinds(carried[1]),
+        "stayed": f"{stayed} of {len(began)}",
+    }
+
+
+def run(name: str, toy: bool, programs: Path | None = None) -> dict[str, Any]:
+    optimizer, way = name.split("; ")
+    inner = OPTIMIZERS[optimizer]()
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        disk = jo.disk(folder) if way == DISK else None
+        on = {} if WAYS[way] is None else {"update_on": WAYS[way]}
+        ours = train(jo.offload(inner, disk=disk, **on), jo.jit, toy)
+        if disk is not None:
+            disk.close()
+    theirs = train(inner, jax.jit, toy)
+    if not {"pinned_host", DISK} & {*ours["kinds"].values()}:
+        raise RuntimeError("nothing was offloaded")
+    first, losses = apart(ours["first"], theirs["first"]), relative(ours["losses"], theirs["losses"])
+    return {
+        "wrong": judged(first, losses, [], LEAF),
+        "after_a_step": first,
+        "losses_apart": losses,
+        "memory_kinds": ours["kinds"],
+        "leaves_that_stayed_in_their_memory": ours["stayed"],
+        "step_seconds": ours["step_seconds"],
+        "median_step_seconds": ours["median_step_seconds"],
+        "resident_median_step_seconds": theirs["median_step_seconds"],
+    }
