@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -88,7 +89,17 @@ def _step_of(make: Callable[[Any], Any], tx: Any) -> tuple[Callable[..., Any], t
             f"jo.abstract_state(tx, params); got a {type(got).__name__}"
             f"{f' that begins with a {type(got[0]).__name__}' if isinstance(got, tuple | list) and got else ''}."
         )
-    return got[0], tuple(got[1:])
+    step, *args = got
+    try:
+        inspect.signature(step).bind(*args)
+    except TypeError as error:
+        raise TypeError(
+            f"plan(make, tx): make(tx) returned a step that cannot be called with the {len(args)} argument(s) beside "
+            f"it: {error}. Fix: return step, params, state, batch, not one tuple of them."
+        ) from error
+    except ValueError:  # of a builtin
+        pass
+    return step, tuple(args)
 
 
 def _known(args: Any, base: Forecast, norm: bool) -> Known:

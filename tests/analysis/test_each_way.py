@@ -164,7 +164,15 @@ def test_what_is_given_already_stays():
 
 @pytest.mark.parametrize(
     ("made", "words"),
-    [(None, "got a NoneType"), ((1, 2), "begins with a int"), ((lambda: None,), "is to return")],
+    [
+        (None, "got a NoneType"),
+        ((1, 2), "begins with a int"),
+        ((lambda: None,), "is to return"),
+        (
+            (lambda p, s: None, (1, 2)),
+            r"the 1 argument\(s\) beside it: missing a required argument: 's'. Fix: return step",
+        ),
+    ],
 )
 def test_what_makes_no_step(made, words):
     with pytest.raises(TypeError, match=words):
