@@ -62,6 +62,7 @@ def test_killed_at_any_moment_it_goes_on_bit_for_bit(kills, devices, tmp_path, m
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.long("trains 25 million parameters twice")
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux says what a process has had in memory")
 def test_a_state_of_ten_times_what_it_has_of_host_memory(tmp_path):
     """The peak of a process falls by most of what is on disk: of 176 MiB at least 80."""
