@@ -31,7 +31,8 @@ class Programs:
         end = 0.0
         for behind, size in self.groups:
             end = max(end, compute * ends[behind]) + cores * size / total
-        return cores - max(0.0, end - compute) if total else 0.0
+        through = cores - max(0.0, end - compute)
+        return through if total and through > 1e-9 * cores else 0.0  # sums of shares are rounded
 
     def behind(self, groups: int) -> list[int]:
         """How many groups of so many run behind each program; behind the last one, where another number is known."""
