@@ -100,6 +100,26 @@ def test_a_scalar_that_needs_another_of_what_is_loaded():
     assert_as_before(program, found)
 
 
+def test_a_second_norm_is_in_parts_too():
+    """What is made of a part waits for it: one ``cond`` with the parts of the second norm and the norm itself would
+    have all leaves at once."""
+
+    def twice(index, m, n):
+        m, n = load(m), load(n)
+
+        def normed():
+            by = norm(m, n)
+            by = norm(m / by, n / by)
+            return m / by, n / by
+
+        return lax.switch(index, [lambda: (m, n), normed])
+
+    program, found, (*aheads, rest) = hoisted(twice, host(4, 3), host(5))
+    assert [names_of(cond).count("dot_general") for cond in aheads] == [2, 0, 2, 0]
+    assert [len(cond.outvars) for cond in aheads] == [2, 1, 2, 1] and names_of(rest) == ["div", "div"]
+    assert_as_before(program, found)
+
+
 def test_a_cond_inside_of_a_branch():
     """The scalars of the inner one get out of both."""
 
