@@ -313,3 +313,21 @@ def test_a_sharded_step_has_its_bytes_on_each_device():
     assert "P('x')" in str(table)
     assert "arguments that are, or arrive, in host memory: 0.50 MiB" in words(table)
     assert "optimizer state: 0.50 MiB" in words(jo.placement(tx, params))
+
+
+def test_gradients_that_wait_for_each_other_are_in_the_table_of_a_step():
+    """What stays on the device is updated ahead of all that is loaded, and takes its gradients as they are made."""
+    params = {f"w{k}": S((512, 512), jnp.float32) for k in range(3)}
+    tx = jo.offload(optax.adam(1e-3), min_bytes=0, fraction=0.5)
+
+    def loss(params):
+        return sum(jnp.vdot(w, w) for w in params.values())
+
+    def step(params, state):
+        return tx.update(jax.grad(loss)(params), state, params)
+
+    table = jo.placement(step, params, jo.abstract_state(tx, params))
+    assert table.in_turn == ("3 gradients in turn, each once the one before is made",)
+    assert f"before anything is loaded: {table.in_turn[0]}" in words(table)
+    assert table.to_dict()["in_turn"] == list(table.in_turn)
+    assert not jo.placement(tx, params).in_turn  # of a transformation alone, nothing tells that a gradient is made

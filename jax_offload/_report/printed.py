@@ -35,6 +35,8 @@ class Placement:
         each ``offload`` that streams something.
       stays: of a step of ``jax_offload.jit``, why leaves are not updated within its passes, forward and backward:
         inside the scan that makes their gradients, or reads them, or between layers that are unrolled.
+      in_turn: of a step, which gradients wait for each other, so that no backward pass is put off: what a norm of all
+        of them is made of, or what updates leaves that stay on the device.
       guessed: what the trace does not tell, and where it is taken from: the order of the backward pass, how parameters
         are sharded.
 
@@ -53,6 +55,7 @@ class Placement:
     windows: tuple[Window, ...] = ()
     stays: tuple[str, ...] = ()
     guessed: tuple[str, ...] = ()
+    in_turn: tuple[str, ...] = ()
 
     @property
     def host_bytes(self) -> int:
@@ -90,6 +93,7 @@ class Placement:
             "unknown": self.unknown,
             "stays": list(self.stays),
             "guessed": list(self.guessed),
+            "in_turn": list(self.in_turn),
         }
 
     def to_json(self) -> str:
@@ -191,4 +195,5 @@ def _sentences(table: Placement) -> list[str]:
     ]
     stays = [f"not updated within the passes of the step: {why}" for why in table.stays]
     unknown = [f"how it streams is not known: {table.unknown}"] if table.unknown else []
-    return [summary, *windows, *table.guessed, *stays, *unknown]
+    in_turn = [f"before anything is loaded: {what}" for what in table.in_turn]
+    return [summary, *windows, *in_turn, *table.guessed, *stays, *unknown]

@@ -137,7 +137,14 @@ def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
     loads, stays, parts = _loads(trace)
     kept = [(row, of) for row, of in zip(rows, loads or [[] for _ in rows], strict=True) if row.host or of]
     table = _table([row for row, _ in kept], [of for _, of in kept], unknown, stays, parts)
-    return dataclasses.replace(table, guessed=guessed(_updates(trace), of_step=True))
+    updates = _updates(trace)
+    return dataclasses.replace(table, guessed=guessed(updates, of_step=True), in_turn=_in_turn(updates))
+
+
+def _in_turn(updates: Sequence[Update]) -> tuple[str, ...]:
+    """Which gradients the preludes of these updates use in turn."""
+    passes = [each for update in updates for each in update.plan.passes]
+    return tuple(dict.fromkeys(text for each in passes if each.serial is not None and (text := str(each.serial))))
 
 
 _Parts = dict[int, Parts]  # of a slice, by its id, how it comes from disk
