@@ -99,14 +99,14 @@ def plan(
         chip = target_of(target).chip
     setting = setting_of(chip, tokens_per_step, flops_per_token, device_memory, drive)
     optimizers = optax.GradientTransformation | optax.MultiSteps
-    made = len(args) == 1 and isinstance(args[0], optimizers)
-    if kwargs and (made or isinstance(tx, optimizers)):
+    by_make = len(args) == 1 and isinstance(args[0], optimizers)
+    if kwargs and (by_make or isinstance(tx, optimizers)):
         raise TypeError(f"plan: {', '.join(kwargs)}: a step's keyword arguments go to plan(step, *args), no others.")
     if callable(tx) and (mesh is not None or flops_per_token is not None):
         name, why = ("mesh", "its arguments have their shardings") if mesh is not None else (
             "flops_per_token", "its operations are counted")  # fmt: skip
         raise ValueError(f"{name}: of plan(tx, params) alone; here is a step, and {why}. Leave it out.")
-    if callable(tx) and made:
+    if callable(tx) and by_make:
         return of_each_way(tx, args[0], setting, target)
     if isinstance(tx, optimizers):
         if len(args) != 1:

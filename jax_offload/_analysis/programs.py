@@ -50,7 +50,7 @@ def programs_of(step: Staged) -> Programs:
     flops = [sum(all_flops(p.jaxpr) for p in stage.pieces if p.jaxpr is not None) for stage in segments]
     if not sum(flops):
         return ONE
-    made = {v: k for k, stage in enumerate(segments) for v in stage.makes}
+    maker = {v: k for k, stage in enumerate(segments) for v in stage.makes}
     groups: list[tuple[int, int]] = []
     passed = 0
     for stage in step.stages:
@@ -58,7 +58,7 @@ def programs_of(step: Staged) -> Programs:
         if stage.name == GROUP:
             groups.append((passed - 1, _state(stage)))
         elif stage.on_cores:
-            groups.append((max((made.get(v, 0) for v in stage.reads), default=0), _state(stage)))
+            groups.append((max((maker.get(v, 0) for v in stage.reads), default=0), _state(stage)))
     return Programs(tuple(n / sum(flops) for n in flops), tuple(groups))
 
 

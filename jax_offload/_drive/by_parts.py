@@ -147,8 +147,8 @@ def _started(
             by_box[k][box] = x.view(piece.outputs[k].aval.dtype)
         arrays = [*map(_flat, values.values()), *(x.reshape(-1) for x in fresh.values())]
         calls += calls_of(kernel, arrays[0].size, [*arrays, *scalars])
-    made = {v: partial(_assembled, v.aval.shape, x, like) for v, x in zip(piece.outputs, by_box, strict=True)}
-    return calls, made | {piece.outputs[over[i]]: partial(_where_it_was, operands[i]) for i in in_place}
+    assembled = {v: partial(_assembled, v.aval.shape, x, like) for v, x in zip(piece.outputs, by_box, strict=True)}
+    return calls, assembled | {piece.outputs[over[i]]: partial(_where_it_was, operands[i]) for i in in_place}
 
 
 def _parts(x: Any, written: bool) -> dict[Box, Any]:

@@ -27,7 +27,7 @@ def part(planned: PlannedPart, names: Names) -> Callable[..., list[Any]]:
     Of host leaves operands and results are these rows; of arrays on the device they are all rows. ``before`` is for
     each result what earlier parts have left, where it has no operand's buffer; ``None`` in the first part.
     """
-    s, how, n = planned.whole, planned.how, planned.rows
+    s, how, n = planned.of, planned.how, planned.rows
     shards, pins = how.shards, s.pins
     place = {v: i for i, v in enumerate(s.inputs)}
     pairs = zip(s.outputs, how.buffers, strict=True)
@@ -60,8 +60,8 @@ def part(planned: PlannedPart, names: Names) -> Callable[..., list[Any]]:
 def _updated(planned: PlannedPart, operands: Sequence[Any], names: Names) -> list[Any]:
     """The slice's results for these rows: through its window, as any slice's."""
     env: dict[Var, Any] = {**planned.consts, **dict(zip(planned.operands, operands, strict=True))}
-    of_rows = [*zip(planned.whole.inputs, planned.operands[1:], strict=True)]
-    of_rows += [(v, new) for v, new in zip(planned.whole.outputs, planned.results, strict=True) if isinstance(new, Var)]
+    of_rows = [*zip(planned.of.inputs, planned.operands[1:], strict=True)]
+    of_rows += [(v, new) for v, new in zip(planned.of.outputs, planned.results, strict=True) if isinstance(new, Var)]
     named = {new: names[v] for v, new in of_rows if v in names}
     functions([planned.update], named, lowered=True)(planned.update, env)
     return values_of(env, planned.results)

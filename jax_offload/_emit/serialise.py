@@ -17,12 +17,12 @@ from jax_offload._plan.serialise import AllInTurn
 
 def run_prelude(each: PlannedPass, env: dict[Var, Any]) -> None:
     """What a pass runs first, in an environment."""
-    turns = each.serial
-    if isinstance(turns, AllInTurn):
-        held, zero = waiting([env[v] for v in turns.gradients])
-        env.update(zip(turns.gradients, held, strict=True))
+    serial = each.serial
+    if isinstance(serial, AllInTurn):
+        held, zero = waiting([env[v] for v in serial.gradients])
+        env.update(zip(serial.gradients, held, strict=True))
         _run(each.prelude, env)
-        env[turns.last] = jnp.where(zero == 0, env[turns.last], jnp.zeros((), env[turns.last].dtype))
+        env[serial.last] = jnp.where(zero == 0, env[serial.last], jnp.zeros((), env[serial.last].dtype))
         return
     for part in each.prelude_parts:
         if part.gradient is not None:

@@ -107,7 +107,7 @@ def _scalars_to_hoist(program: Program, given: Set[Var]) -> list[Var]:
         elif not depends[scalar] & loaded:
             hoisted.append(scalar)
         elif depends[scalar] & reduced or (depends[scalar] & combined and any(v.aval.shape for v in operands)):
-            depends[scalar] |= reduced  # so that what is made of it waits too: a second norm, of what the first one scales
+            depends[scalar] |= reduced  # what is made of it waits too: a second norm, of what the first one scales
             used.update(operands)
         elif any(v.aval.shape for v in operands):
             depends[scalar] |= reduced

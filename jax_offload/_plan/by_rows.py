@@ -96,7 +96,7 @@ class PlannedPart:
     """Some rows of a slice, wherever they begin: what is done to them, and how that moves.
 
     Attributes:
-      whole: the slice.
+      of: the slice.
       how: it would run on some rows, as `in_parts` has it.
       rows: how many, of each shard.
       update: the slice on these rows alone, and its transfer: through the window of the whole.
@@ -105,7 +105,7 @@ class PlannedPart:
       consts: of ``update``.
     """
 
-    whole: Slice
+    of: Slice
     how: Chunked
     rows: int
     update: Planned

@@ -36,14 +36,14 @@ def unreturned(program: Program) -> Unreturned | None:
     holding = [eqn for eqn in program.eqns if holds_update(eqn)]
     if not holding:
         return None
-    used, made = _used(program), _made(program)
-    if not made:
+    used, results = _used(program), _made(program)
+    if not results:
         return Unreturned("nothing that the step returns is made by its update")
     handed_on = {*variables(program.outputs)} & {*program.inputs}
     for eqn in holding:
         pairs = [(old, new, name) for old, new, name in _pairs(eqn) if is_host_aval(old.aval)]
         stale = [name for old, new, name in pairs if old in handed_on and new not in used]
-        if stale and not any(v.aval.shape for v in made):
+        if stale and not any(v.aval.shape for v in results):
             return Unreturned("the step returns its state as it was, and of its update only numbers", meant=True)
         if stale:
             what = stale[0] + (f" and {len(stale) - 1} more" if stale[1:] else "")
@@ -81,8 +81,8 @@ def _pairs(eqn: Equation) -> Iterator[tuple[Var, Var, str]]:
     if is_update(eqn):
         update: Update = eqn.params["update"]
         given = dict(zip(update.operands, eqn.invars, strict=True))
-        made = zip(update.program.outputs, eqn.outvars, strict=True)
-        old = [(update.next_values.get(x), v) for x, v in made if isinstance(x, Var)]
+        pairs = zip(update.program.outputs, eqn.outvars, strict=True)
+        old = [(update.next_values.get(x), v) for x, v in pairs if isinstance(x, Var)]
         found = [(given[x], v, update.names.get(x, "a leaf")) for x, v in old if x is not None and x in given]
     elif (scan := scan_of(eqn)) is not None:
         found = [(old, new, "a leaf") for old, new in zip(scan.init, eqn.outvars, strict=False)]
@@ -97,5 +97,5 @@ def _others(eqn: Equation) -> list[Var]:
     if not is_update(eqn):
         return []
     update: Update = eqn.params["update"]
-    made = zip(update.program.outputs, eqn.outvars, strict=True)
-    return [v for x, v in made if isinstance(x, Var) and x not in update.names]
+    pairs = zip(update.program.outputs, eqn.outvars, strict=True)
+    return [v for x, v in pairs if isinstance(x, Var) and x not in update.names]
