@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 from jax.sharding import NamedSharding
 
@@ -99,54 +99,45 @@ class InScan:
 
 def in_scan(program: Program, scan: Scan, moves: Moves, *, ahead: bool) -> InScan:
     """The plan of the moves into a scan of a step."""
-    rows: dict[Var, Rows] = {}
-    pairs = [
-        (v, old, d)
-        for move in moves.moves
-        for v, old, d in zip(move.slice.outputs, move.buffers, move.out_dims, strict=True)
-        if v not in move.feeds
-    ]
-    updated = {v for move in moves.moves for v in move.slice.outputs} if ahead else set[Var]()
-    fed = {k: x for k, x in enumerate(scan.xs) if not isinstance(x, Literal) and x in updated}
     reads = [pair for move in moves.moves for pair in zip(move.slice.inputs, move.dims, strict=True)]
-    rows |= {v: d for v, d in reads if isinstance(d, Rows)}
+    writes = [write for move in moves.moves for write in _writes(move)]
+    in_place = [old for v, old, _ in writes if old is not None and not is_host_aval(v.aval)]
+    new = [(v, d) for v, old, d in writes if old is None and isinstance(d, Rows)]
     loaded = list(dict.fromkeys(v for v, _ in reads if is_host_aval(v.aval)))
-    overwritten = {old: d for v, old, d in pairs if old is not None and is_host_aval(v.aval) and isinstance(d, Rows)}
-    rows |= overwritten
-    hosts = list(dict.fromkeys([*loaded, *overwritten]))
-    stored = [v for v in hosts if v in overwritten]
-    in_place = [old for v, old, _ in pairs if old is not None and not is_host_aval(v.aval)]
-    new = [v for v, old, d in pairs if old is None and isinstance(d, Rows)]
-    rows |= {v: d for v, _, d in pairs if v in new and isinstance(d, Rows)}
+    overwritten = [(old, d) for v, old, d in writes if old is not None and is_host_aval(v.aval) and isinstance(d, Rows)]
+    hosts = list(dict.fromkeys([*loaded, *(old for old, _ in overwritten)]))
+    stored = [v for v in hosts if v in dict(overwritten)]
+    updated = {v for move in moves.moves for v in move.slice.outputs} if ahead else set[Var]()
     reread = {} if ahead else {k: r for k, x in enumerate(scan.xs) if (r := _reread(program, x, scan, {*in_place}))}
-    others = [v for v, _ in reads] + [v for each in reread.values() for v in each.slice.inputs]
-    rows |= {
-        v: d
-        for each in reread.values()
-        for v, d in zip(each.slice.inputs, each.dims, strict=True)
-        if isinstance(d, Rows)
-    }
+    again = [pair for each in reread.values() for pair in zip(each.slice.inputs, each.dims, strict=True)]
     own = {*hosts, *in_place, *scan.ys}
     groups, body = _in_turn(hosts, loaded, stored, flat(scan.body, checkpoints=True))
     return InScan(
-        scan,
-        body,
-        moves.moves,
-        tuple(y for y in scan.ys if y in moves.kept),
-        ahead,
-        fed,
-        reread,
-        rows,
-        tuple(hosts),
-        tuple(loaded),
-        tuple(stored),
-        groups,
-        tuple(in_place),
-        tuple(new),
-        tuple(v for v, _, d in pairs if isinstance(d, Partial)),
-        tuple(dict.fromkeys(v for v in others if v not in own)),
-        {v: s for move in moves.moves for v, s in move.slice.pins.items()},
+        scan=scan,
+        body=body,
+        moves=moves.moves,
+        kept=tuple(y for y in scan.ys if y in moves.kept),
+        ahead=ahead,
+        fed={k: x for k, x in enumerate(scan.xs) if not isinstance(x, Literal) and x in updated},
+        reread=reread,
+        rows={v: d for v, d in [*reads, *overwritten, *new, *again] if isinstance(d, Rows)},
+        hosts=tuple(hosts),
+        loaded=tuple(loaded),
+        stored=tuple(stored),
+        groups=groups,
+        in_place=tuple(in_place),
+        new=tuple(v for v, _ in new),
+        sums=tuple(v for v, _, d in writes if isinstance(d, Partial)),
+        others=tuple(dict.fromkeys(v for v, _ in [*reads, *again] if v not in own)),
+        pins={v: s for move in moves.moves for v, s in move.slice.pins.items()},
     )
+
+
+def _writes(move: Move) -> Iterator[tuple[Var, Var | None, Dim]]:
+    """What an update makes for others than the scan: the result, the operand in whose buffer it is, and its rows."""
+    for v, old, d in zip(move.slice.outputs, move.buffers, move.out_dims, strict=True):
+        if v not in move.feeds:
+            yield v, old, d
 
 
 def _reread(program: Program, x: Atom, scan: Scan, in_place: set[Var]) -> Reread | None:
