@@ -30,7 +30,11 @@ $(INSTALLED): pyproject.toml
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRAS)]'
 	touch $@
 
-test: lint test-newest test-oldest  ## everything that runs without an accelerator, on the newest and the oldest jax
+# Lint, which is one core's, is beside the installation of the second environment; two at a time would write one egg-info.
+test: .venvs/$(NEWEST)/.installed  ## everything that runs without an accelerator, on the newest and the oldest jax
+	@$(MAKE) --no-print-directory -j 2 lint $(shell scripts/find-python $(OLDEST) >/dev/null && echo .venvs/$(OLDEST)/.installed)
+	@$(MAKE) --no-print-directory test-newest
+	@$(MAKE) --no-print-directory test-oldest
 
 quick: .venvs/$(NEWEST)/.installed  ## while you work, in less than a minute: lint, and the rules of the core on the newest jax
 	@$(MAKE) --no-print-directory -j 2 lint unit
