@@ -67,10 +67,10 @@ def pytest_ignore_collect(collection_path, config):
 
 def pytest_collection_modifyitems(config, items):
     """Leaves out what is ``long``, ``wide`` or ``exhaustive``, and what the oldest jax need not run."""
-    whole = config.args == ["tests"]
-    names = oldest.chosen(items, whole) if config.getoption("--oldest") else None
-    others = {} if config.getoption("--everything") else wide.seldom(items, whole)
-    others |= wide.left_out(items, whole) if config.getoption("--daily") else {}
+    complete = config.args == ["tests"]
+    names = oldest.chosen(items, complete) if config.getoption("--oldest") else None
+    others = {} if config.getoption("--everything") else wide.seldom(items, complete)
+    others |= wide.left_out(items, complete) if config.getoption("--daily") else {}
     kept, left_out = [], []
     for item in items:
         why = _left_out(item, config, names) or others.get(item)

@@ -22,33 +22,47 @@ def test_the_table_marks_an_order_that_it_guesses():
     state = jo.abstract_state(free, params)
     handed_in = jo.placement(lambda grads, state, params: free.update(grads, state, params), params, state, params)
     assert handed_in.guessed == (guess + "the step does not tell it, offload(order=) does",)
-    made = lambda state, params: free.update(jax.grad(lambda p: sum(map(jnp.sum, p.values())))(params), state, params)  # noqa: E731
+
+    def step(state, params):
+        return free.update(jax.grad(lambda p: sum(map(jnp.sum, p.values())))(params), state, params)
+
     for shown in (
-        jo.placement(made, state, params),
+        jo.placement(step, state, params),
         jo.placement(said, params),
         jo.placement(free, {"one": params["apple"]}),
     ):
         assert not shown.guessed
 
 
+def test_an_order_that_is_said_inside_of_a_wrapper_is_not_guessed():
+    """A wrapper around an offload has no order: that of each leaf is the offload's, whose it is."""
+    params = {name: jnp.ones((32, 32)) for name in NAMES}
+
+    def guessed(order):
+        inner = jo.offload(optax.adam(1e-3), min_bytes=0, order=order)
+        return jo.placement(optax.MultiSteps(inner, 2).gradient_transformation(), params).guessed
+
+    assert not guessed(NAMES) and "order: guessed" in guessed(None)[0]
+
+
 def test_the_table_marks_shardings_that_the_trace_does_not_tell():
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
-    divided = jax.device_put({"w": jnp.ones((64, 64))}, NamedSharding(mesh, P("d")))
+    sharded = jax.device_put({"w": jnp.ones((64, 64))}, NamedSharding(mesh, P("d")))
     alone = jax.device_put({"w": jnp.ones((64, 64))}, jax.devices()[0])
     tx = jo.offload(optax.adam(1e-3), min_bytes=0, window=2**14)
-    state = jo.abstract_state(jo.offload(optax.adam(1e-3), min_bytes=0), divided)  # by another, so that tx knows none
+    state = jo.abstract_state(jo.offload(optax.adam(1e-3), min_bytes=0), sharded)  # by another, so that tx knows none
 
-    def of_step(params=divided):
+    def of_step(params=sharded):
         table = jo.placement(lambda state, params: tx.update(params, state, params), state, params)
         return table.leaves[0].streams.split(",")[0], table.guessed
 
     assert of_step()[0] == "2 chunks of axis 0" and "not known of ['w'], counted as on one device" in of_step()[1][0]
-    jo.state_shardings(tx, divided)
+    jo.state_shardings(tx, sharded)
     assert of_step() == (
         "whole",
         ("shardings: remembered from init, or from where they were asked for: P('d') of ['w']",),
     )
-    assert not jo.placement(tx, divided).guessed  # they tell
+    assert not jo.placement(tx, sharded).guessed  # they tell
     assert jo.placement(tx, {"v": jax.ShapeDtypeStruct((64, 64), jnp.float32)}).guessed == (
         "shardings: 1 of the parameters have none, counted as on one device",
     )
@@ -57,3 +71,17 @@ def test_the_table_marks_shardings_that_the_trace_does_not_tell():
     on_one = jo.offload(optax.adam(1e-3), min_bytes=0)
     shown = jo.placement(lambda state, params: on_one.update(params, state, params), on_one.init(alone), alone)
     assert not shown.guessed
+
+
+def test_what_one_offload_knows_of_a_parameter_is_known():
+    """Of two in one update one was asked for its state's shardings, the other not: nothing is said to be unknown."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    params = jax.device_put({"w": jnp.ones((64, 64))}, NamedSharding(mesh, P("d")))
+
+    def chain():
+        return [jo.offload(optax.adam(1e-3), min_bytes=0) for _ in range(2)]
+
+    state, (asked, other) = jo.abstract_state(optax.chain(*chain()), params), chain()
+    jo.state_shardings(asked, params)
+    table = jo.placement(lambda s, p: jo.update_params(optax.chain(asked, other), p, s, p), state, params)
+    assert table.guessed == ("shardings: remembered from init, or from where they were asked for: P('d') of ['w']",)

@@ -156,9 +156,9 @@ def test_accumulation_and_skips_inside():
     _, half = update(gradients(params), state, params)
     for a, b in zip(encoded(half), encoded(state), strict=True):  # the moments wait
         np.testing.assert_array_equal(a.values, b.values)
-    _, whole = update(gradients(params), half, params)
+    _, full = update(gradients(params), half, params)
     assert any(
-        (np.asarray(a.values) != np.asarray(b.values)).any() for a, b in zip(encoded(whole), encoded(half), strict=True)
+        (np.asarray(a.values) != np.asarray(b.values)).any() for a, b in zip(encoded(full), encoded(half), strict=True)
     )
 
 
@@ -169,9 +169,9 @@ def test_what_is_not_finite_shows(value):
     grads = gradients(params)
     grads["embed"] = grads["embed"].at[5, 7].set(value)
     _, state = jax.jit(tx.update)(grads, tx.init(params))
-    seen = np.asarray(jo.to_plain(tx, state).trace["embed"])
+    read = np.asarray(jo.to_plain(tx, state).trace["embed"])
     assert (
-        np.isnan(seen[5, :128]).all() and np.isfinite(seen[5, 128:]).all() and np.isfinite(np.delete(seen, 5, 0)).all()
+        np.isnan(read[5, :128]).all() and np.isfinite(read[5, 128:]).all() and np.isfinite(np.delete(read, 5, 0)).all()
     )
 
 

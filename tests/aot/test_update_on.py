@@ -58,8 +58,8 @@ def test_it_is_what_inspect_and_plan_look_at(share, tokens, peak):
     require(H200)
     fun, args, _ = model(share, tokens)
     step = jo.jit(fun, donate_argnums=(0, 1))
-    seen = jo.inspect(step, *args, target=H200)
-    assert seen.program == "before" and seen.errors == () and seen.peak / MIB == pytest.approx(peak, rel=0.02)
-    assert {t.leaf for t in seen.transfers} == {"gradients"}
+    report = jo.inspect(step, *args, target=H200)
+    assert report.program == "before" and report.errors == () and report.peak / MIB == pytest.approx(peak, rel=0.02)
+    assert {t.leaf for t in report.transfers} == {"gradients"}
     low, high = jo.plan(step, *args)["as given"].peak_range
-    assert 0.9 * low <= seen.peak <= high
+    assert 0.9 * low <= report.peak <= high

@@ -142,8 +142,8 @@ def resumed(folder, how, host_bytes):
     for a, b in zip(shards((got, state)), shards((want, host)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6)
     np.testing.assert_allclose(found, losses, rtol=1e-6)
-    whole = [leaf for leaf in leaves if leaf.sharding.is_fully_replicated]
-    assert [np.asarray(leaf).shape for leaf in whole] == [leaf.shape for leaf in whole]
+    replicated = [leaf for leaf in leaves if leaf.sharding.is_fully_replicated]
+    assert [np.asarray(leaf).shape for leaf in replicated] == [leaf.shape for leaf in replicated]
     if how == "both":
         with pytest.raises(
             ValueError, match=r"divided between processes, and this one has a part .* Fix: jo.to_device"

@@ -38,7 +38,7 @@ def describe(tree):
 def main(report, *args):
     result = multihost_lm.main(args)
     tx, params, state = result["tx"], result["params"], result["state"]
-    seen = {
+    outcome = {
         "process": jax.process_index(),
         "processes": jax.process_count(),
         "devices": [jax.device_count(), jax.local_device_count()],
@@ -52,7 +52,7 @@ def main(report, *args):
         "back on the host": describe(jo.to_host(tx, jo.to_device(state), params)),
         "compiled": result["step"]._cache_size(),
     }
-    Path(report).write_text(json.dumps(seen))
+    Path(report).write_text(json.dumps(outcome))
 
 
 if __name__ == "__main__":

@@ -77,25 +77,25 @@ def main():
     step, plain = jo.jit(step_of(tx), donate_argnums=(0, 1)), jax.jit(step_of(inner))
     state = tx.init(params)
     places = [x.sharding for x in jax.tree.leaves((params, state))]
-    seen = {"losses": [], "error": "", "off": 0.0, "by parts": 0}
+    outcome = {"losses": [], "error": "", "off": 0.0, "by parts": 0}
     try:
         for x in batches:
             want = plain(params, jo.to_device(state), x)
             params, state, value = step(params, state, x)
-            seen["losses"].append(float(value))
+            outcome["losses"].append(float(value))
             pairs = zip(jax.tree.leaves((params, state)), jax.tree.leaves(want[:2]), strict=True)
             off = jax.jit(lambda pairs: [jnp.abs(jo.to_device(a) - b).max() for a, b in pairs])(list(pairs))
-            seen["off"] = max(seen["off"], *map(float, off))
+            outcome["off"] = max(outcome["off"], *map(float, off))
         ((driven, _),) = step._driven._programs.values()
-        seen["by parts"] = sum(isinstance(each, ByParts) for _, each in driven._tasks)
+        outcome["by parts"] = sum(isinstance(each, ByParts) for _, each in driven._tasks)
     except ValueError as error:
-        seen["error"] = str(error)
-    seen["threads"] = threads() if seen["by parts"] else 0
+        outcome["error"] = str(error)
+    outcome["threads"] = threads() if outcome["by parts"] else 0
     leaves = jax.tree.leaves((params, state))
-    seen["stayed"] = all(x.sharding == place for x, place in zip(leaves, places, strict=True))
-    seen["held"] = sum(s.data.nbytes for x in leaves for s in x.addressable_shards) if not seen["error"] else 0
-    seen["kinds"] = [x.sharding.memory_kind for x in leaves]
-    args.report.write_text(json.dumps(seen))
+    outcome["stayed"] = all(x.sharding == place for x, place in zip(leaves, places, strict=True))
+    outcome["held"] = sum(s.data.nbytes for x in leaves for s in x.addressable_shards) if not outcome["error"] else 0
+    outcome["kinds"] = [x.sharding.memory_kind for x in leaves]
+    args.report.write_text(json.dumps(outcome))
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def main():
     waiting = Counter(x.sharding.memory_kind for x in jax.tree.leaves(carry) if np.shape(x) == shape["layers"])
     params, state = train.finish(carry)
     norms = jax.jit(lambda tree: [jnp.linalg.norm(jo.to_device(x)) for x in jax.tree.leaves(tree) if x.ndim])
-    seen = {
+    outcome = {
         "processes": jax.process_count(),
         "losses": [float(x) for x in values],
         "norms": [float(x) for x in norms((params, state))],
@@ -73,7 +73,7 @@ def main():
         "waiting": waiting,
         "placement": str(jo.placement(train, params, state, batches[0])),
     }
-    args.report.write_text(json.dumps(seen))
+    args.report.write_text(json.dumps(outcome))
 
 
 if __name__ == "__main__":

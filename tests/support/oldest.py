@@ -25,7 +25,7 @@ NAMED = {
     "test_placement.py": "types of memory in a trace",
     "test_report.py": "what is printed of them",
     "test_errors.py": "messages that quote jax",
-    "test_alike.py": "jits that are called many times",
+    "test_deduplicate.py": "jits that are called many times",
     "test_serialise.py": "barriers",
     "test_restored.py": "arrays as a checkpoint gives them",
     "test_options.py": "options of XLA by platform",
@@ -39,21 +39,21 @@ NAMED = {
     "test_stream.py::test_small_pieces": "a loop that runs once",
     "test_stream.py::test_vmap": "batching",
     "test_stream.py::test_grad": "derivatives through an update",
-    "test_numbers.py::test_scan[adamw": "scans and loops",
-    "test_numbers.py::test_cond[MultiSteps": "branches",
-    "test_numbers.py::test_vmap[adafactor": "batching of factored leaves",
-    "test_numbers.py::test_grad": "derivatives by a state",
+    "test_optimizers.py::test_scan[adamw": "scans and loops",
+    "test_optimizers.py::test_cond[MultiSteps": "branches",
+    "test_optimizers.py::test_vmap[adafactor": "batching of factored leaves",
+    "test_optimizers.py::test_grad": "derivatives by a state",
     "test_storage.py::test_sharded": "encoders under Shardy",
     "test_skip.py": "branches over host memory",
     "test_master.py::test_parameters_follow": "masters, step by step",
     "test_checkpoint.py::test_every_placement": "restores into every placement",
-    "test_in_scan.py::test_models[flax": "the whole step, with Flax's scans",
-    "test_in_scan.py::test_models[nested": "scans in scans",
-    "test_in_scan.py::test_models[checkpoint": "jax.checkpoint in a scan",
-    "test_in_scan.py::test_sharded": "the whole step on a mesh",
-    "test_in_scan.py::test_steps": "steps as people write them",
-    "test_pipelined.py::test_clipped": "the turned step",
-    "test_pipelined.py::test_fully_sharded": "the turned step on a mesh",
+    "in_scan/test_values.py::test_models[flax": "the whole step, with Flax's scans",
+    "in_scan/test_values.py::test_models[nested": "scans in scans",
+    "in_scan/test_values.py::test_models[checkpoint": "jax.checkpoint in a scan",
+    "in_scan/test_sharded.py::test_sharded": "the whole step on a mesh",
+    "in_scan/test_steps.py::test_steps": "steps as people write them",
+    "pipelined/test_values.py::test_clipped": "the turned step",
+    "pipelined/test_sharded.py::test_fully_sharded": "the turned step on a mesh",
     "aot/test_timeline.py": "reading what XLA prints",
     "aot/test_link.py": "reading what XLA prints",
     "aot/test_donation.py": "aliases in compiled programs",
@@ -65,15 +65,15 @@ NAMED = {
 }
 
 
-def chosen(items: Sequence[pytest.Item], whole: bool) -> set[pytest.Item]:
+def chosen(items: Sequence[pytest.Item], complete: bool) -> set[pytest.Item]:
     """Those of the tests that are named.
 
     Args:
       items: the collected tests.
-      whole: whether these are all, so that a name that no test begins with is an error.
+      complete: whether these are all, so that a name that no test begins with is an error.
     """
     found = {name: [item for item in items if item.nodeid.startswith(f"tests/{name}")] for name in NAMED}
     missing = [name for name, tests in found.items() if not tests]
-    if whole and missing:
+    if complete and missing:
         raise pytest.UsageError(f"tests/support/oldest.py: no test's name begins with {missing}.")
     return {item for tests in found.values() for item in tests}

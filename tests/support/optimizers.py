@@ -246,7 +246,7 @@ TABLE: dict[str, Entry] = {
     "stateless_with_tree_map": _stateless(lambda: optax.stateless_with_tree_map(lambda g, p: g + 0.01 * p)),
     "trace": _direction(lambda: optax.trace(0.9, nesterov=True)),
     "zero_nans": _stateless(lambda: optax.zero_nans()),
-    # ---- wrappers of optax around an optimizer (more of them, inside and outside, in test_numbers)
+    # ---- wrappers of optax around an optimizer (more of them, inside and outside, in tests/test_optimizers.py)
     "MultiSteps": Entry(lambda: optax.MultiSteps(optax.adam(1e-2), 3).gradient_transformation()),
     "MultiSteps:skip": Entry(
         lambda: optax.MultiSteps(

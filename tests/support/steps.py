@@ -36,7 +36,7 @@ L, N = 3, 16
 BATCH = 4
 
 
-def numbers(name: str, *shape: int, scale: float | None = None) -> np.ndarray[Any, Any]:
+def normal(name: str, *shape: int, scale: float | None = None) -> np.ndarray[Any, Any]:
     """Normal ones, those of the name."""
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     scale = scale if scale is not None else 1 / np.sqrt(shape[-1])
@@ -44,7 +44,7 @@ def numbers(name: str, *shape: int, scale: float | None = None) -> np.ndarray[An
 
 
 def batch(k: int = 0, n: int = N) -> np.ndarray[Any, Any]:
-    return numbers(f"batch {k}", BATCH, n, scale=1.0)
+    return normal(f"batch {k}", BATCH, n, scale=1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ def squared(x: Any) -> Any:
 
 
 def stack(name: str, n: int = L, width: int = N, axis: int = 0) -> Any:
-    return np.moveaxis(numbers(name, n, width, width), 0, axis).copy()
+    return np.moveaxis(normal(name, n, width, width), 0, axis).copy()
 
 
 def of_scan(body: Any = None, axis: int = 0, n: int = L, before: Any = None, width: int = N, **options: Any) -> Model:
@@ -90,8 +90,8 @@ def with_bias() -> Model:
         x, _ = lax.scan(lambda x, p: (dense(x, *p), None), x, (params["layers_w"], params["layers_b"]))
         return squared(x @ params["head"])
 
-    params = {"embed": numbers("e", N, N), "head": numbers("h", N, 8)}
-    return Model(loss, params | {"layers_w": stack("w"), "layers_b": numbers("b", L, N)})
+    params = {"embed": normal("e", N, N), "head": normal("h", N, 8)}
+    return Model(loss, params | {"layers_w": stack("w"), "layers_b": normal("b", L, N)})
 
 
 def several_scans() -> Model:
@@ -101,7 +101,7 @@ def several_scans() -> Model:
         y, _ = lax.scan(lambda x, w: (jnp.sin(x @ w), None), x, params["layers_3"])
         return squared(x + y)
 
-    return Model(loss, {"layers_1": stack("1"), "layers_2": numbers("2", 4, 8, 8), "layers_3": numbers("3", L, 8, 8)})
+    return Model(loss, {"layers_1": stack("1"), "layers_2": normal("2", 4, 8, 8), "layers_3": normal("3", L, 8, 8)})
 
 
 def blocks() -> Model:
@@ -113,13 +113,13 @@ def blocks() -> Model:
         return x
 
     loss = of_scan(body).loss
-    return Model(loss, {"layers": numbers("blocks", L, 2, N, N)})
+    return Model(loss, {"layers": normal("blocks", L, 2, N, N)})
 
 
 def nested() -> Model:
     """Several blocks an iteration, in a scan of their own."""
     loss = of_scan(lambda x, w: lax.scan(lambda x, w: (dense(x, w), None), x, w)[0]).loss
-    return Model(loss, {"layers": numbers("blocks", L, 2, N, N)})
+    return Model(loss, {"layers": normal("blocks", L, 2, N, N)})
 
 
 def broadcast() -> Model:
@@ -128,7 +128,7 @@ def broadcast() -> Model:
     def loss(params: Any, x: Any) -> Any:
         return squared(lax.scan(lambda x, w: (dense(x, w) @ params["all"], None), x, params["layers"])[0])
 
-    return Model(loss, {"layers": stack("w"), "all": numbers("all", N, N)})
+    return Model(loss, {"layers": stack("w"), "all": normal("all", N, N)})
 
 
 def outputs() -> Model:
@@ -190,8 +190,8 @@ def normed() -> Model:
 
         return squared(lax.scan(body, x, params["layers"])[0] @ params["head"])
 
-    layers = {"scale": np.ones((L, N), np.float32), "up": numbers("up", L, N, 2 * N), "b": numbers("b", L, 2 * N)}
-    return Model(loss, {"layers": layers | {"down": numbers("down", L, 2 * N, N)}, "head": numbers("h", N, 8)})
+    layers = {"scale": np.ones((L, N), np.float32), "up": normal("up", L, N, 2 * N), "b": normal("b", L, 2 * N)}
+    return Model(loss, {"layers": layers | {"down": normal("down", L, 2 * N, N)}, "head": normal("h", N, 8)})
 
 
 @jax.custom_vjp
@@ -235,14 +235,14 @@ def of_flax(axis: int, remat: bool = False, shared: bool = False, **options: Any
     """``nn.scan`` over blocks, with parameters along ``axis``."""
     block = nn.remat(Block, prevent_cse=False) if remat else Block
     if shared:
-        made = nn.scan(block, variable_broadcast="params", split_rngs={"params": False}, length=L, **options)
+        scanned = nn.scan(block, variable_broadcast="params", split_rngs={"params": False}, length=L, **options)
     else:
-        made = nn.scan(block, variable_axes={"params": axis}, split_rngs={"params": True}, length=L, **options)
+        scanned = nn.scan(block, variable_axes={"params": axis}, split_rngs={"params": True}, length=L, **options)
 
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x: Any) -> Any:
-            x, _ = made(name="layers")(nn.Dense(N, name="embed")(x), None)
+            x, _ = scanned(name="layers")(nn.Dense(N, name="embed")(x), None)
             return nn.Dense(8, name="head")(x)
 
     net = Net()
@@ -382,7 +382,7 @@ def _schedule(step: Any) -> Any:
     return 1e-2 / (1.0 + 0.1 * step)
 
 
-# Those whose update keeps layers apart; rest see FALL_BACK of test_in_scan.
+# Those whose update keeps layers apart; of others see TOGETHER in tests/in_scan/test_leaves.py.
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "adamw": lambda: optax.adamw(1e-2),
     "adam, schedule": lambda: optax.adam(optax.warmup_cosine_decay_schedule(0.0, 1e-2, 5, 60)),
@@ -598,14 +598,14 @@ def random_model(features: Features) -> Model:
     params: dict[str, Any] = {}
     for stack in stacks:
         inner = (2,) if stack["blocks"] else ()
-        w = numbers(stack["name"], stack["n"], *inner, N, N)
+        w = normal(stack["name"], stack["n"], *inner, N, N)
         params[stack["name"]] = np.moveaxis(w, 0, stack["axis"]).copy()
         if stack["bias"]:
-            params[stack["name"] + "_bias"] = numbers(stack["name"] + "b", stack["n"], N)
+            params[stack["name"] + "_bias"] = normal(stack["name"] + "b", stack["n"], N)
     if features.embed:
-        params["embed"] = numbers("e", N, N)
+        params["embed"] = normal("e", N, N)
     if features.shared:
-        params["shared"] = numbers("s", N, N)
+        params["shared"] = normal("s", N, N)
 
     def loss(params: Any, x: Any) -> Any:
         params = jax.tree.map(lambda p: p.astype(jnp.float32), params)

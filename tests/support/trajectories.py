@@ -141,14 +141,14 @@ def batch(k: int, bad: bool) -> dict[str, Any]:
 
 
 def loss_of(run: Run, mesh: Any) -> Callable[[Any, Any], Any]:
-    def whole(w: Any) -> Any:
+    def gathered(w: Any) -> Any:
         if mesh is None:
             return w
         place = NamedSharding(mesh, P(*[None] * w.ndim))
         return jax.reshard(w, place) if run.explicit else jax.lax.with_sharding_constraint(w, place)
 
     def layer(x: Any, w: Any) -> Any:
-        return x + jnp.tanh(x @ whole(w).astype(jnp.float32))
+        return x + jnp.tanh(x @ gathered(w).astype(jnp.float32))
 
     layer = jax.checkpoint(layer) if run.checkpoint else layer
 
@@ -159,7 +159,7 @@ def loss_of(run: Run, mesh: Any) -> Callable[[Any, Any], Any]:
         else:
             for k in range(LAYERS):
                 x = layer(x, params[f"layer_{k}"])
-        y = x @ whole(params["head"]).astype(jnp.float32) + whole(params["bias"]).astype(jnp.float32)
+        y = x @ gathered(params["head"]).astype(jnp.float32) + gathered(params["bias"]).astype(jnp.float32)
         return ((jnp.tanh(y) - batch["y"]) ** 2).mean()
 
     return loss
@@ -268,8 +268,8 @@ def _trained(run: Run, tx: Any, mesh: Any, params: Any, place: Any) -> Found:
         for each in batches:
             carried, other = jitted(carried, each)
             beside.append(other)
-        alike = run.guard != "scale" and not run.around  # those begin with weak types, and uncommitted
-        assert jitted._cache_size() == 1 or not alike
+        same_types = run.guard != "scale" and not run.around  # those begin with weak types, and uncommitted
+        assert jitted._cache_size() == 1 or not same_types
     else:
         gradients: Any = "host" if "host" in run.way else "device"
         train = jo.pipelined(step, donate_argnames="carried", gradients=gradients)

@@ -67,30 +67,30 @@ WIDE = {
     "test_donation.py::test_donation_on_several_devices": SHARDINGS,
     "test_examples.py::test_a_resumed_run": "trains a GPT",
     "test_examples.py::test_offloaded_and_resident_losses_agree": "trains a GPT",
-    "test_in_scan.py::test_layers_together": OPTIMIZERS,
-    "test_in_scan.py::test_models": STEPS,
-    "test_in_scan.py::test_optimizers": OPTIMIZERS,
-    "test_in_scan.py::test_steps": STEPS,
+    "in_scan/test_leaves.py::test_layers_together": OPTIMIZERS,
+    "in_scan/test_values.py::test_models": STEPS,
+    "in_scan/test_values.py::test_optimizers": OPTIMIZERS,
+    "in_scan/test_steps.py::test_steps": STEPS,
     "test_interleaved.py::test_the_numbers_of_the_plain_step": STEPS,
     "test_interleaved.py::test_the_step_turned_round": STEPS,
     "test_multihost.py::test_an_update_that_needs": PROCESSES,
     "test_multihost.py::test_each_process_updates": PROCESSES,
     "test_multihost.py::test_processes_train_as_one": PROCESSES,
-    "test_numbers.py::test_cond": OPTIMIZERS,
-    "test_numbers.py::test_eagerly": OPTIMIZERS,
-    "test_numbers.py::test_grad": OPTIMIZERS,
-    "test_numbers.py::test_same_numbers": OPTIMIZERS,
-    "test_numbers.py::test_sharded_parameters": SHARDINGS,
-    "test_numbers.py::test_vmap": OPTIMIZERS,
-    "test_numbers.py::test_wrappers_inside_and_outside": OPTIMIZERS,
+    "test_optimizers.py::test_cond": OPTIMIZERS,
+    "test_optimizers.py::test_eagerly": OPTIMIZERS,
+    "test_optimizers.py::test_grad": OPTIMIZERS,
+    "test_optimizers.py::test_same_values": OPTIMIZERS,
+    "test_optimizers.py::test_sharded_parameters": SHARDINGS,
+    "test_optimizers.py::test_vmap": OPTIMIZERS,
+    "test_optimizers.py::test_wrappers_inside_and_outside": OPTIMIZERS,
     "test_one_pass.py::test_values_placement_and_buffers": OPTIMIZERS,
-    "test_pending.py::test_clipped_adamw": STEPS,
-    "test_pending.py::test_optimizers": OPTIMIZERS,
-    "test_pipelined.py::test_clipped_adamw": STEPS,
-    "test_pipelined.py::test_fully_sharded": SHARDINGS,
-    "test_pipelined.py::test_masters_of": STEPS,
-    "test_pipelined.py::test_optimizers": OPTIMIZERS,
-    "test_pipelined.py::test_arguments_of_every_kind": STEPS,
+    "pipelined/test_pending.py::test_clipped_adamw": STEPS,
+    "pipelined/test_pending.py::test_optimizers": OPTIMIZERS,
+    "pipelined/test_values.py::test_clipped_adamw": STEPS,
+    "pipelined/test_sharded.py::test_fully_sharded": SHARDINGS,
+    "pipelined/test_values.py::test_masters_of": STEPS,
+    "pipelined/test_values.py::test_optimizers": OPTIMIZERS,
+    "pipelined/test_arguments.py::test_arguments_of_every_kind": STEPS,
     "test_put_off.py::test_the_numbers": STEPS,
     "test_random_steps.py": RANDOM,
     "test_segments.py::test_values[checkpointed": STEPS,
@@ -172,31 +172,31 @@ DAILY = (
     "test_disk_by_rows.py::test_sharded[rows-AxisType.Auto]",
     "test_disk_by_rows.py::test_the_ranges_stay[larger]",
     "test_disk_by_rows.py::test_the_table_says_how",
-    "test_in_scan.py::test_layers_together[clip_by_global_norm]",
-    "test_in_scan.py::test_models[blocks with norms",
-    "test_in_scan.py::test_models[several scans",
-    "test_in_scan.py::test_optimizers[adafactor",
-    "test_in_scan.py::test_steps[skipping]",
-    "test_in_scan.py::test_steps[in_cond]",
+    "in_scan/test_leaves.py::test_layers_together[clip_by_global_norm]",
+    "in_scan/test_values.py::test_models[blocks with norms",
+    "in_scan/test_values.py::test_models[several scans",
+    "in_scan/test_values.py::test_optimizers[adafactor",
+    "in_scan/test_steps.py::test_steps[skipping]",
+    "in_scan/test_steps.py::test_steps[in_cond]",
     "test_interleaved.py::test_the_numbers_of_the_plain_step[outside-0.5-True]",
     "test_interleaved.py::test_the_step_turned_round[inside-loss]",
     "test_multihost.py::test_each_process_updates_its_own_part_on_its_cores[zero1]",
     "test_multihost.py::test_processes_train_as_one_with_the_step_turned_round",
-    "test_numbers.py::test_cond[MultiSteps",
-    "test_numbers.py::test_eagerly[dpsgd]",
-    "test_numbers.py::test_grad[adamw, chunks",
-    "test_numbers.py::test_same_numbers[adamw]",
-    "test_numbers.py::test_same_numbers[adafactor:factored]",
-    "test_numbers.py::test_same_numbers[MultiSteps:skip]",
-    "test_numbers.py::test_same_numbers[muon]",
-    "test_numbers.py::test_same_numbers[lamb]",
-    "test_numbers.py::test_vmap[adafactor",
-    "test_numbers.py::test_wrappers_inside_and_outside[MultiSteps, clip]",
+    "test_optimizers.py::test_cond[MultiSteps",
+    "test_optimizers.py::test_eagerly[dpsgd]",
+    "test_optimizers.py::test_grad[adamw, chunks",
+    "test_optimizers.py::test_same_values[adamw]",
+    "test_optimizers.py::test_same_values[adafactor:factored]",
+    "test_optimizers.py::test_same_values[MultiSteps:skip]",
+    "test_optimizers.py::test_same_values[muon]",
+    "test_optimizers.py::test_same_values[lamb]",
+    "test_optimizers.py::test_vmap[adafactor",
+    "test_optimizers.py::test_wrappers_inside_and_outside[MultiSteps, clip]",
     "test_one_pass.py::test_values_placement_and_buffers[adamw-True]",
-    "test_pending.py::test_clipped_adamw[update-how3]",
-    "test_pipelined.py::test_clipped_adamw[update_params-how1]",
-    "test_pipelined.py::test_clipped_adamw[update-how0]",
-    "test_pipelined.py::test_fully_sharded[AxisType.Auto-specs0-device]",
+    "pipelined/test_pending.py::test_clipped_adamw[update-how3]",
+    "pipelined/test_values.py::test_clipped_adamw[update_params-how1]",
+    "pipelined/test_values.py::test_clipped_adamw[update-how0]",
+    "pipelined/test_sharded.py::test_fully_sharded[AxisType.Auto-specs0-device]",
     "test_put_off.py::test_the_numbers_of_the_resident_step[outside, half-True]",
     "test_sharded.py::test_masters_that_are_divided_further_than_their_parameters[adamw-True",
     "test_sharded.py::test_state_is_sharded_like_its_parameters[lamb-1-AxisType.Auto]",
@@ -232,7 +232,7 @@ SELDOM = {
     "aot/test_whole.py::test_layers_with_biases": "compiles whole models, minutes each",
     "aot/test_whole.py::test_on_four_devices": COMPILES,
     "aot/test_whole.py::test_on_four_tpus": "a TPU's compiler takes its time",
-    "bench/test_gpu.py::test_the_values_of_steps_turned_round": "more of what tests/test_pipelined.py runs",
+    "bench/test_gpu.py::test_the_values_of_steps_turned_round": "more of what tests/pipelined runs",
     "bench/test_run.py::test_systems_train": PROCESSES,
     "test_disk.py::test_every_optimizer": OPTIMIZERS,
     "test_disk_kills.py::test_killed_at_any_moment_it_goes_on_bit_for_bit[100": "a hundred processes",
@@ -260,35 +260,35 @@ OFTEN = (
 )  # fmt: skip
 
 
-def seldom(items: Sequence[pytest.Item], whole: bool) -> dict[pytest.Item, tuple[str, str]]:
+def seldom(items: Sequence[pytest.Item], complete: bool) -> dict[pytest.Item, tuple[str, str]]:
     """Which of the tests run with ``--everything`` only: the mark's name, and its reason.
 
     Args:
       items: the collected tests.
-      whole: whether these are all, so that a name that no test begins with is an error.
+      complete: whether these are all, so that a name that no test begins with is an error.
     """
-    not_daily = {item for item in items if item.get_closest_marker("long")} | left_out(items, whole).keys()
-    found = _named(items, whole, SELDOM, OFTEN, "exhaustive")
+    not_daily = {item for item in items if item.get_closest_marker("long")} | left_out(items, complete).keys()
+    found = _named(items, complete, SELDOM, OFTEN, "exhaustive")
     return {item: why for item, why in found.items() if item in not_daily}
 
 
-def left_out(items: Sequence[pytest.Item], whole: bool) -> dict[pytest.Item, tuple[str, str]]:
+def left_out(items: Sequence[pytest.Item], complete: bool) -> dict[pytest.Item, tuple[str, str]]:
     """Which of the tests a daily run leaves out: the mark's name, and its reason.
 
     Args:
       items: the collected tests.
-      whole: whether these are all, so that a name that no test begins with is an error.
+      complete: whether these are all, so that a name that no test begins with is an error.
     """
-    return _named(items, whole, WIDE, DAILY, "wide")
+    return _named(items, complete, WIDE, DAILY, "wide")
 
 
 def _named(
-    items: Sequence[pytest.Item], whole: bool, left: Mapping[str, str], kept: tuple[str, ...], mark: str
+    items: Sequence[pytest.Item], complete: bool, left: Mapping[str, str], kept: tuple[str, ...], mark: str
 ) -> dict[pytest.Item, tuple[str, str]]:
     """The tests whose name begins with one that is left out, but with none that is kept."""
     ids = [item.nodeid.removeprefix("tests/") for item in items]
     missing = [name for name in (*left, *kept) if not any(each.startswith(name) for each in ids)]
-    if whole and missing:
+    if complete and missing:
         raise pytest.UsageError(f"tests/support/wide.py: no test's name begins with {missing}.")
     reasons = (next((why for name, why in left.items() if each.startswith(name)), None) for each in ids)
     return {

@@ -16,9 +16,7 @@ from jax_offload._emit.find import holds_update
 from jax_offload._interop.pending import home_of
 from jax_offload._plan.in_scan import InScan
 from jax_offload._precision.storage import rules_of
-from tests.support.rows import rows
-from tests.support.storage import resident
-from tests.test_pipelined import (
+from tests.support.pipelined import (
     ADAMW,
     CLIP,
     DEVICE,
@@ -32,7 +30,6 @@ from tests.test_pipelined import (
     batch,
     broken,
     check,
-    compile_fast,  # noqa: F401  (a fixture)
     copied,
     gathered,
     in_the_scan,
@@ -45,6 +42,8 @@ from tests.test_pipelined import (
     pipelined,
     step_of,
 )
+from tests.support.rows import rows
+from tests.support.storage import resident
 
 ON_HOST = {"gradients": "host"}
 
@@ -144,9 +143,9 @@ def test_bfloat16_gradients_wait_as_they_are():
     batches = jax.device_put(batches, jax.devices()[0])
     wanted, losses = loop(step_on(inner), (params(), inner.init(params())), batches)
     train = pipelined(step_on(tx), **ON_HOST)
-    carry, seen = advance(train, (params(), tx.init(params())), batches)
+    carry, returned = advance(train, (params(), tx.init(params())), batches)
     assert [(x.dtype, x.sharding.memory_kind) for x in carry.kept[1].values() if x.ndim] == [(jnp.bfloat16, HOST)]
-    np.testing.assert_allclose(now(seen), losses, rtol=2e-2)
+    np.testing.assert_allclose(now(returned), losses, rtol=2e-2)
     assert_close(train.finish(carry)[0], wanted[-1][0], 2e-2)
 
 
@@ -166,10 +165,10 @@ def test_a_result_that_needs_gradients_and_new_parameters():
     tx, batches = offloaded(), list(map(batch, range(4)))
     _, others = loop(step_on(ADAMW), (parameters(), ADAMW.init(parameters())), batches)
     train = pipelined(step_on(tx), **ON_HOST)
-    carry, seen = advance(train, (parameters(), tx.init(parameters())), batches)
+    carry, returned = advance(train, (parameters(), tx.init(parameters())), batches)
     assert HOST in kinds(carry).values()
     _, last = train.finish(carry, with_late=True)
-    for aux, after, other in zip(seen, [aux.late for aux in seen[1:]] + [last], others, strict=True):
+    for aux, after, other in zip(returned, [aux.late for aux in returned[1:]] + [last], others, strict=True):
         np.testing.assert_allclose([aux.now["loss"], aux.now["norm"]], [other["loss"], other["norm"]], rtol=1e-4)
         np.testing.assert_allclose(after["dot"], other["dot"], rtol=1e-3)
 
@@ -195,7 +194,7 @@ def test_resume_from_a_checkpoint_of_the_carry(tmp_path):
     start = parameters(), tx.init(parameters())
     wanted, losses = loop(step_of(ADAMW, "update"), (parameters(), ADAMW.init(parameters())), batches)
     train = pipelined(step_of(tx), **ON_HOST)
-    carry, seen = advance(train, copied(start), batches[:3])
+    carry, returned = advance(train, copied(start), batches[:3])
     with ocp.CheckpointManager(tmp_path / "saved") as manager:
         manager.save(3, args=jo.save_args(carry))
     fresh = pipelined(step_of(tx), **ON_HOST)
@@ -207,8 +206,8 @@ def test_resume_from_a_checkpoint_of_the_carry(tmp_path):
     carry = back
     for each in batches[3:]:
         carry, aux = fresh(carry, each)
-        seen.append(aux)
-    np.testing.assert_allclose(now(seen), losses, rtol=0, atol=1e-5)
+        returned.append(aux)
+    np.testing.assert_allclose(now(returned), losses, rtol=0, atol=1e-5)
     assert_close(fresh.finish(carry)[0], wanted[-1][0], 1e-5)
 
 
@@ -234,13 +233,13 @@ def test_fully_sharded(axis_type):
     with jax.set_mesh(mesh):
         state = jax.jit(tx.init, out_shardings=jo.state_shardings(tx, params))(params)
         train = pipelined(step, **ON_HOST)
-        carry, seen = advance(train, (params, state), batches)
+        carry, returned = advance(train, (params, state), batches)
         assert kinds(carry)[LAYERS, WIDTH, WIDTH] == HOST
         (waiting,) = (x for x in carry.kept[1].values() if x.shape == (LAYERS, WIDTH, WIDTH))
         got, _ = train.finish(carry)
     like = NamedSharding(mesh, specs["layers"], memory_kind=HOST)
     assert waiting.sharding.is_equivalent_to(like, waiting.ndim)
-    np.testing.assert_allclose(now(seen), losses, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(now(returned), losses, rtol=0, atol=1e-4)
     assert_close(jax.tree.map(np.asarray, got), jax.tree.map(np.asarray, wanted[-1][0]), 1e-3)
 
 

@@ -1,0 +1,75 @@
+"""What ``jo.pipelined`` says of steps, names and carries that do not fit."""
+
+import jax.numpy as jnp
+import pytest
+
+import jax_offload as jo
+from tests.support.pipelined import WIDTH, batch, broken, offloaded, parameters, pipelined, step_of
+
+
+def started(step=None, tx=None, **options):
+    tx = offloaded() if tx is None else tx
+    train = jo.pipelined(step or step_of(tx), **{"donate_argnames": ("params", "state")} | options)
+    return train, train.start(parameters(), tx.init(parameters()), batch(0))[0]
+
+
+def test_a_carry_is_used_once():
+    train, carry = started()
+    following, _ = train(carry, batch(1))
+    with pytest.raises(ValueError, match="carry: was used already"):
+        train(carry, batch(1))
+    with pytest.raises(ValueError, match="carry: was used already"):
+        train.params(carry)
+    train.finish(following)
+    for use in (train.finish, train.params, lambda carry: train(carry, batch(1))):
+        with pytest.raises(ValueError, match="carry: was used already"):
+            use(following)
+        with pytest.raises(TypeError, match="carry: expected what start or a call has returned, got a dict"):
+            use(parameters())
+    with pytest.raises(ValueError, match="carry: is of another pipelined step"):
+        pipelined(step_of(offloaded())).finish(train.start(parameters(), offloaded().init(parameters()), batch(0))[0])
+
+
+def test_a_call_that_fails_leaves_the_carry():
+    train, carry = started()
+    with pytest.raises(TypeError):
+        train(carry)
+    with pytest.raises(TypeError, match="batch: a str is no array; name it in static_argnames"):
+        train(carry, "abc")
+    with pytest.raises(KeyError):
+        train(carry, {"x": jnp.ones((2, WIDTH))})
+    train.finish(train(carry, batch(1))[0])
+
+
+ERRORS = {
+    "line search": "update calls the loss again, as a line search does.*use jax_offload.jit",
+    "no update": "has no update of an offload",
+    "ordered": "effects whose order a cut would lose: OrderedIOEffect",
+    "state not returned": "no result has the tree, shapes and dtypes of the carried argument 'state'",
+    "state twice": "2 results have the tree, shapes and dtypes of the carried argument 'state'",
+    "dtype": "no result has the tree, shapes and dtypes of the carried argument 'params'",
+    "as they were": "returns params, state as they were",
+    "old state": "returns .* of the state as before the update.*Return new params, state",
+    "old parameters": "returns the new state, and the parameters as they were",
+}
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_steps_that_cannot_be_turned_around(kind):
+    with pytest.raises(ValueError, match=ERRORS[kind]):
+        started(*broken(kind))
+
+
+def test_bad_names():
+    step = step_of(offloaded())
+    for names in ((), "nothing", ("params", "weights")):
+        with pytest.raises(ValueError, match=r"donate_argnames: expected names among \['params', 'state', 'batch'\]"):
+            jo.pipelined(step, donate_argnames=names)
+    with pytest.raises(ValueError, match=r"static_argnames: expected names among .* got 'kind'"):
+        jo.pipelined(step, donate_argnames="params", static_argnames="kind")
+    with pytest.raises(ValueError, match="static_argnames: what is carried is not static"):
+        jo.pipelined(step, donate_argnames="params", static_argnames="params")
+    train = jo.pipelined(lambda w, s, x: step(w, s, x), donate_argnames=("w", "s"))
+    carry, _ = train.start(parameters(), offloaded().init(parameters()), batch(0))
+    with pytest.raises(ValueError, match="params: no carried argument is called 'params'"):
+        train.params(carry)

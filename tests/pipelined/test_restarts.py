@@ -1,0 +1,92 @@
+"""Stopping and going on with ``jo.pipelined``: at any step, from checkpoints, and of what memory is donated."""
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import jax_offload as jo
+from tests.support.pipelined import (
+    ADAMW,
+    advance,
+    assert_close,
+    assert_placed,
+    batch,
+    copied,
+    loop,
+    now,
+    offloaded,
+    parameters,
+    pipelined,
+    step_of,
+)
+
+
+def test_finish_and_start_at_any_step():
+    tx, batches = offloaded(), list(map(batch, range(6)))
+    wanted, losses = loop(step_of(ADAMW, "update"), (parameters(), ADAMW.init(parameters())), batches)
+    train, carried, returned = pipelined(step_of(tx)), (parameters(), tx.init(parameters())), []
+    for part in (batches[:1], batches[1:4], batches[4:]):
+        carry, some = advance(train, carried, part)
+        carried = train.finish(carry)
+        returned += some
+        assert_close(carried[0], wanted[len(returned) - 1][0], 1e-5)  # early stopping
+    np.testing.assert_allclose(now(returned), losses, rtol=0, atol=1e-5)
+    assert [aux.step for aux in returned] == [0, 0, 1, 2, 0, 1]
+
+
+@pytest.mark.parametrize("what", ["the carry", "what finish gives"])
+def test_resume_from_a_checkpoint(what, tmp_path):
+    """In a process of its own the restored carry has a program of that process: here, another ``pipelined``."""
+    tx, batches = offloaded(), list(map(batch, range(6)))
+    start = parameters(), tx.init(parameters())
+    wanted, losses = loop(step_of(ADAMW, "update"), (parameters(), ADAMW.init(parameters())), batches)
+    train = pipelined(step_of(tx))
+    carry, returned = advance(train, copied(start), batches[:3])
+    saved = carry if what == "the carry" else train.finish(carry)
+    with ocp.CheckpointManager(tmp_path / "saved") as manager:
+        manager.save(3, args=jo.save_args(saved))
+    fresh = pipelined(step_of(tx))
+    like = fresh.start(*start, batches[0])[0] if what == "the carry" else start
+    with ocp.CheckpointManager(tmp_path / "saved") as manager:
+        back = jo.restore(manager, like)
+    assert_placed(back.kept if what == "the carry" else back, saved.kept if what == "the carry" else saved)
+    if what == "the carry":
+        carry = back
+        for each in batches[3:]:
+            carry, aux = fresh(carry, each)
+            returned.append(aux)
+        assert [aux.step for aux in returned] == list(range(6))
+        assert type(returned[-1].step) is int
+    else:
+        carry, rest = advance(fresh, back, batches[3:])
+        returned += rest
+    np.testing.assert_allclose(now(returned), losses, rtol=0, atol=1e-5)
+    assert_close(fresh.finish(carry)[0], wanted[-1][0], 1e-5)
+
+
+def test_a_copy_of_a_carry_goes_on_by_itself():
+    tx, batches = offloaded(), list(map(batch, range(3)))
+    train = pipelined(step_of(tx))
+    carry, _ = train.start(parameters(), tx.init(parameters()), batches[0])
+    other = copied(carry)
+    for each in batches[1:]:
+        carry, _ = train(carry, each)
+        other, aux = train(other, each)
+    assert aux.step == 2
+    assert_close(train.finish(carry), train.finish(other), 0)
+
+
+def test_nothing_of_start_is_donated_before_the_first_call():
+    tx = offloaded()
+    params, state = parameters(), tx.init(parameters())
+    train = pipelined(step_of(tx))
+    carry, _ = train.start(params, state, batch(0))
+    assert not any(x.is_deleted() for x in jax.tree.leaves((params, state)))
+    pending = jax.tree.leaves(carry.kept[1])
+    following, _ = train(carry, batch(1))
+    assert all(x.is_deleted() for x in jax.tree.leaves((params, pending)))
+    kept = [x for x in jax.tree.leaves(following.kept[:1]) if x.ndim]
+    assert not any(x.is_deleted() for x in jax.tree.leaves(following.kept))
+    train.finish(following)
+    assert kept and all(x.is_deleted() for x in kept)
