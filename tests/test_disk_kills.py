@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -24,7 +25,8 @@ def child(what, folder, *arguments, stderr=subprocess.DEVNULL):
     env = os.environ | {"JAX_PLATFORMS": "cpu", "MALLOC_MMAP_THRESHOLD_": "131072"}
     env |= {"MALLOC_ARENA_MAX": "1"} if what.startswith("limited") else {}  # each reserves addresses
     devices = 1 if what.startswith("limited") else (*arguments, 1)[4]
-    env |= {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    # else as here: programs that are compiled otherwise may round otherwise
+    env |= {"XLA_FLAGS": re.sub(r"(?<=device_count=)\d+", str(devices), os.environ["XLA_FLAGS"])}
     pipe, root = subprocess.PIPE, Path(__file__).parent.parent
     return subprocess.Popen(command, stdout=pipe, stderr=stderr, text=True, env=env, cwd=root)
 

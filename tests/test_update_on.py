@@ -293,7 +293,6 @@ def test_the_next_group_is_on_its_way_while_one_is_updated(small_groups, monkeyp
     assert len(sent) == len(updated) == 3
     for (begun, _), (update, _) in zip(sent[1:], updated, strict=False):
         assert begun < update
-    assert updated[-1][1] - sent[0][0] < 0.85 * 6 * 0.06  # one after the other it would be 6; in turn it is 4
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])

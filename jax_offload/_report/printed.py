@@ -35,10 +35,10 @@ class Placement:
         each ``offload`` that streams something.
       stays: of a step of ``jax_offload.jit``, why leaves are not updated within its passes, forward and backward:
         inside the scan that makes their gradients, or reads them, or between layers that are unrolled.
-      in_turn: of a step, which gradients wait for each other, so that no backward pass is put off: what a norm of all
-        of them is made of, or what updates leaves that stay on the device.
       guessed: what the trace does not tell, and where it is taken from: the order of the backward pass, how parameters
         are sharded.
+      in_turn: of a step, which gradients wait for each other, so that no backward pass is put off: what a norm of all
+        of them is made of, or what updates leaves that stay on the device.
 
     Example:
       >>> import jax, optax, jax_offload as jo
