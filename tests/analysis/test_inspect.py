@@ -187,7 +187,8 @@ def test_one_leaf_that_is_left_on_the_device(target):
     adam = adam._replace(mu={**adam.mu, "w002": moved(adam.mu["w002"], "device")})
     report = jo.inspect(step(OURS), params, (adam, *rest), batch, target=target)
     assert [p.leaf for p in report.errors] == ["state[0].mu['w002']"]
-    assert all("is copied within host memory" in p.what for p in report.problems if not p.error)
+    others = [p.what for p in report.problems if not p.error]
+    assert all("is copied within host memory" in what for what in others) and (target == V5E or not others)
 
 
 @pytest.mark.parametrize("target", [H200, V5E])
