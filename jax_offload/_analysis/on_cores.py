@@ -15,6 +15,7 @@ from jax_offload._analysis.exposure import Link
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Var
 from jax_offload._base.memory import is_host_aval
+from jax_offload._drive.by_parts import WRITABLE
 from jax_offload._drive.cores import is_sent
 from jax_offload._drive.loop_source import loop_source
 from jax_offload._drive.loops import has_numba
@@ -62,6 +63,11 @@ class Share:
     def dram(self) -> int:
         """Bytes through the host's memory: of donated AdamW in float32 40 for each parameter, 76 in XLA's passes."""
         return self.worked + 2 * self.assembled + self.gradients + self.down + self.up + COPIES * self.copied
+
+    def on(self, platform: str) -> Share:
+        """The same beside accelerators of a platform: where loops cannot write pinned memory, a TPU's, all of the new
+        state comes into it by a copy. Of AdamW 64 bytes for each parameter."""
+        return self if platform in WRITABLE else dataclasses.replace(self, copied=self.stored)
 
     def exposed(
         self, link: Link, dram: float, hides: float, loaded: int, stored: int, beside: float = 0.0

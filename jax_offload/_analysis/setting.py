@@ -96,6 +96,7 @@ def priced(
     room, taken = setting.drive.capacity * setting.drives, 2 * option.disk * files.per_host
     if files.groups and fits is not False and taken > room:
         why = f"{option.name}: the files take {in_bytes(taken)}, and there is room for {in_bytes(room)}."
+    cores = cores if setting.chip is None else cores.on(setting.chip.platform)
     option = dataclasses.replace(option, fits=fits, why_not=why, dram=cores.dram)
     if files.groups:
         return _from_disk(option, setting, files, cut)
@@ -202,5 +203,5 @@ def of_the_cores(options: Sequence[Option], setting: Setting) -> list[str]:
                 found.append(f"{said}; {known}, and its time is told")
                 continue
             hidden = f"{in_seconds(option.beside)} of it beside the pass" if option.beside else "hidden behind nothing"
-            found.append(f"{said}: {in_seconds(option.cores)} at its published {dram / 1e9:.0f} GB/s, {hidden}")
+            found.append(f"{said}: {in_seconds(option.cores)} at the chip's {dram / 1e9:.0f} GB/s, {hidden}")
     return found
