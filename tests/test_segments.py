@@ -411,7 +411,7 @@ def test_plan_says_when_the_cores_begin():
 
 def test_more_memory_is_not_taken(monkeypatch, in_one_piece):
     """A cut that hands on more than the pass holds otherwise is left out."""
-    monkeypatch.setattr(cuts, "_AGAIN", frozenset())  # nothing is computed again
+    monkeypatch.setattr(cuts, "CHEAP", frozenset())  # nothing is computed again
 
     def layer(x, w):  # as an estimate has it, fused: nothing of it is there at once
         for _ in range(8):

@@ -33,7 +33,7 @@ CANDIDATES = 16
 
 _NOT_AGAIN = {"optimization_barrier", "device_put", "sharding_constraint", "reshard"}
 _VIEWS = ["broadcast_in_dim", "iota", "one_minus_square", "reshape", "squeeze", "transpose"]
-_AGAIN = ELEMENTWISE.union(_VIEWS) - _NOT_AGAIN
+CHEAP = ELEMENTWISE.union(_VIEWS) - _NOT_AGAIN
 
 
 def cuts_of(
@@ -153,4 +153,4 @@ def _prices(eqns: Sequence[Equation]) -> dict[Var, float]:
 
 
 def _is_cheap(eqn: Equation) -> bool:
-    return eqn.primitive.name in _AGAIN and not eqn.effects and len(eqn.outvars) == 1
+    return eqn.primitive.name in CHEAP and not eqn.effects and len(eqn.outvars) == 1

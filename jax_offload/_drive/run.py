@@ -26,6 +26,7 @@ from jax_offload._drive.cores import Cores, cores_beside, on_accelerators
 from jax_offload._drive.files import files_of
 from jax_offload._drive.moving import Moving
 from jax_offload._drive.one_pass import Run, one_pass
+from jax_offload._drive.row_groups import come_by_rows
 from jax_offload._drive.segments import ON_A_CPU, ON_DEVICES, in_segments
 from jax_offload._drive.stages import Staged, staged
 from jax_offload._drive.tasks import Task, tasks_of
@@ -51,6 +52,7 @@ class Driven:
 
     Attributes:
       one_program: why it is not.
+      by_rows: whether some of what the cores read comes to them in groups of rows.
     """
 
     def __init__(
@@ -81,11 +83,14 @@ class Driven:
         self._places |= {v: self._places[old] for v, old in firsts.items() if old in self._places}
         self._donated = {v for v, given in zip(own, donated, strict=True) if given}
         self._step, self.one_program = found, ON_A_CPU
+        beside_one = len(self._devices) == 1 and (self._cores.cpu is not None or not segments)
+        by_rows = come_by_rows(found) if beside_one else {}
+        self.by_rows = bool(by_rows)
         in_files = bool(self._reads) and on_accelerators(self._devices) and not any(s.on_cores for s in found.stages)
         if segments and (self._cores.cpu is not None or in_files):
             self._step, self.one_program = found, _ = self.in_segments()
         self._compiled: dict[Hashable, Jit] = {}
-        tasks = tasks_of(found, self._donated | {*self._reads})
+        tasks = tasks_of(found, self._donated | {*self._reads}, by_rows)
         sent = {v for task in tasks for v in task.down}
         own = to_be_written(tasks, self._donated, self._places, self._devices)
         self._tasks = [(task, self._run_by(task, sent, own)) for task in tasks]
