@@ -167,6 +167,7 @@ def test_plan_says_so_and_counts_it():
 
     forecast, n = plan(loss), LAYERS * WIDTH * WIDTH
     assert any("rows of stacked layers come down, and go up, while" in note for note in forecast.notes)
+    assert any("a pass in several programs would hide" in note for note in forecast.notes)  # it is one loop
     row, link = forecast["as given"], 55e9
     assert row.exposed == pytest.approx(40 * n / 76.8e9 + (3 / 8 + 2 / 8) * 4 * n / link)
     assert not any("rows of stacked layers" in note for note in plan(unrolled).notes)

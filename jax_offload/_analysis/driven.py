@@ -22,6 +22,7 @@ from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, is_host_aval, on_a_
 from jax_offload._base.on_disk import TOKEN, OnDisk, Place, is_on_disk
 from jax_offload._base.shardings import sharding_of
 from jax_offload._drive.run import Driven
+from jax_offload._drive.segments import ALL_FIRST
 from jax_offload._drive.stages import BEFORE
 from jax_offload._emit.find import holds_driven_update, is_update, updates_in
 from jax_offload._emit.region import Update
@@ -53,6 +54,11 @@ class First:
     cut: Programs = ONE
     one_program: str = ""
     by_rows: bool = False
+
+    @property
+    def uncut(self) -> bool:
+        """Whether it is one program although the update needs no number that is made of all gradients."""
+        return len(self.cut.shares) == 1 and self.one_program != ALL_FIRST
 
     @property
     def starts(self) -> str:
