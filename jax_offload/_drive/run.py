@@ -27,13 +27,14 @@ from jax_offload._drive.files import files_of
 from jax_offload._drive.moving import Moving
 from jax_offload._drive.one_pass import Run, one_pass
 from jax_offload._drive.row_groups import come_by_rows
-from jax_offload._drive.segments import ON_A_CPU, ON_DEVICES, in_segments
+from jax_offload._drive.segments import ON_A_CPU, ON_DEVICES, ON_PROCESSES, in_segments
 from jax_offload._drive.stages import Staged, staged
 from jax_offload._drive.tasks import Task, tasks_of
 from jax_offload._drive.undivided import without_mesh
 from jax_offload._drive.values import Values
 from jax_offload._emit.find import holds_driven_update
 from jax_offload._ir.program import flat
+from jax_offload._peak.sharded import division_of
 from jax_offload._step.cut import cut_step, unguarded
 
 Jit = Callable[..., Any]
@@ -70,6 +71,8 @@ class Driven:
         self._options = options, for_sending
         placed = [getattr(x, "sharding", None) for x in args]
         self._devices = {d for s in placed if s is not None for d in s.device_set} or {*jax.devices()[:1]}
+        updated = [v.aval for v in found.next_of.values() if not is_host_aval(v.aval)]
+        self._division = division_of(args, updated, len(self._devices))
         self._cores = cores_beside(self._devices) if any(s.on_cores for s in found.stages) else Cores()
         own = found.inputs[len(found.consts) :]
         own = own[: len(own) - len(self._files.reads)]
@@ -129,7 +132,11 @@ class Driven:
 
         That is for the cores beside an accelerator: on a CPU their loops update in place what a later program may read.
         """
-        return (self._step, ON_DEVICES) if len(self._devices) > 1 else in_segments(self._step, self._donated)
+        if len(self._devices) > 1 and self._reads:
+            return self._step, ON_DEVICES
+        if len({device.process_index for device in self._devices}) > 1:
+            return self._step, ON_PROCESSES
+        return in_segments(self._step, self._donated, self._division)
 
     def _place(self, v: Var) -> Sharding:
         """Where on the accelerators a value lives; one that is no argument's next value on all of them."""
