@@ -24,9 +24,10 @@ WARMUP, STEPS, TOY_STEPS = 3, 10, 2
 SIZE, TOY = (8, 4096, 8192), (3, 128, 8)  # layers, width, batch
 ADAMW = partial(optax.adamw, 1e-4)
 OPTIMIZERS = {"AdamW": ADAMW, "clip, AdamW": lambda: optax.chain(optax.clip_by_global_norm(1.0), ADAMW())}
-DEVICE, DISK = "device", "disk"
+DEVICE, DISK, LAYERS = "device", "disk", "layers"
+STACKED = "host, stacked"  # the layers in one array, whose rows come down and go up in groups
 # Where the update runs: all of it on the cores, a share of it, on the device from files; on the device, beside these.
-WAYS: dict[str, Any] = {"host": "host", "host, 0.3": 0.3, DISK: None, DEVICE: None}
+WAYS: dict[str, Any] = {"host": "host", "host, 0.3": 0.3, STACKED: "host", DISK: None, DEVICE: None}
 
 
 def cases(toy: bool) -> list[str]:
@@ -34,8 +35,11 @@ def cases(toy: bool) -> list[str]:
 
 
 def loss(params: Any, x: jax.Array) -> jax.Array:
-    for w in params.values():
-        x = jnp.tanh(x @ w)
+    if LAYERS in params:
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params[LAYERS])
+    else:
+        for w in params.values():
+            x = jnp.tanh(x @ w)
     return (x**2).mean()
 
 
@@ -48,11 +52,12 @@ def step_of(tx: Any) -> Any:
     return step
 
 
-def first_of(size: tuple[int, int, int]) -> tuple[Any, jax.Array]:
-    """The first parameters, a matrix a layer, and a batch."""
+def first_of(size: tuple[int, int, int], stacked: bool) -> tuple[Any, jax.Array]:
+    """The first parameters, a matrix a layer, or one array, and a batch."""
     layers, width, rows = size
     there = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="device")
     shapes = {f"layer_{k:02}": jax.ShapeDtypeStruct((width, width), jnp.float32) for k in range(layers)}
+    shapes = {LAYERS: jax.ShapeDtypeStruct((layers, width, width), jnp.float32)} if stacked else shapes
     params = jax.tree.map(lambda w: w / width**0.5, initial(shapes))
     return jax.device_put((params, jax.random.normal(jax.random.key(1), (rows, width))), there)
 
@@ -70,9 +75,9 @@ def places(state: Any) -> list[list[int]]:
     return [where.addresses(x) for x in leaves if x.sharding.memory_kind == "pinned_host"]
 
 
-def train(tx: Any, jit: Any, toy: bool) -> dict[str, Any]:
+def train(tx: Any, jit: Any, toy: bool, stacked: bool) -> dict[str, Any]:
     """Donated steps: all leaves after the first one, losses, seconds, and where the state ends up."""
-    params, x = first_of(TOY if toy else SIZE)
+    params, x = first_of(TOY if toy else SIZE, stacked)
     carried, losses = [params, tx.init(params)], list[jax.Array]()
     step = jit(step_of(tx), donate_argnums=(0, 1))
     del params
@@ -104,10 +109,10 @@ def run(name: str, toy: bool, programs: Path | None = None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         disk = jo.disk(folder) if way == DISK else None
         on = {} if WAYS[way] is None else {"update_on": WAYS[way]}
-        ours = train(jo.offload(inner, disk=disk, **on), jo.jit, toy)
+        ours = train(jo.offload(inner, disk=disk, **on), jo.jit, toy, way == STACKED)
         if disk is not None:
             disk.close()
-    theirs = train(inner, jax.jit, toy)
+    theirs = train(inner, jax.jit, toy, way == STACKED)
     if not {"pinned_host", DISK} & {*ours["kinds"].values()}:
         raise RuntimeError("nothing was offloaded")
     first, losses = apart(ours["first"], theirs["first"]), relative(ours["losses"], theirs["losses"])

@@ -129,8 +129,9 @@ def _pool(device: Any) -> Check:
 def _link(device: Any) -> Check:
     link = measure_link(device)
     said = f"{link.load / 1e9:.1f} GB/s from the host, {link.store / 1e9:.1f} to it, {link.both / 1e9:.1f} each at once"
-    if device.platform == "cpu":
-        return Check("link", "ok", "none on a CPU")
+    said = "none on a CPU" if device.platform == "cpu" else said
+    if link.dram is not None:
+        said += f"; the cores reach {link.dram / 1e9:.1f} GB/s of the host's memory for each device"
     return Check("link", "ok", said)
 
 

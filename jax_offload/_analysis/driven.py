@@ -22,6 +22,7 @@ from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, is_host_aval, on_a_
 from jax_offload._base.on_disk import TOKEN, OnDisk, Place, is_on_disk
 from jax_offload._base.shardings import sharding_of
 from jax_offload._drive.run import Driven
+from jax_offload._drive.segments import ALL_FIRST
 from jax_offload._drive.stages import BEFORE
 from jax_offload._emit.find import holds_driven_update, is_update, updates_in
 from jax_offload._emit.region import Update
@@ -44,6 +45,7 @@ class First:
       elsewhere: the step's other arguments, by their names: other programs take them.
       cut: in which programs jo.jit runs it beside an accelerator, and the groups of the update behind these.
       one_program: why in no more than one.
+      by_rows: whether some of what the cores read comes to them in groups of rows.
     """
 
     jitted: Any
@@ -51,6 +53,12 @@ class First:
     elsewhere: Mapping[str, Any]
     cut: Programs = ONE
     one_program: str = ""
+    by_rows: bool = False
+
+    @property
+    def uncut(self) -> bool:
+        """Whether it is one program although the update needs no number that is made of all gradients."""
+        return len(self.cut.shares) == 1 and self.one_program != ALL_FIRST
 
     @property
     def starts(self) -> str:
@@ -60,7 +68,8 @@ class First:
                 f"{BEFORE!r} is looked at in one piece; beside an accelerator jo.jit runs it in {n} "
                 "programs, which take no more memory by an estimate: the update begins with the gradients of the first"
             )
-        return f"the update begins when {BEFORE!r} has ended, as it is one program: {self.one_program}"
+        rows = "; rows of stacked layers come down, and go up, while others are updated" if self.by_rows else ""
+        return f"the update begins when {BEFORE!r} has ended, as it is one program: {self.one_program}{rows}"
 
 
 def is_driven(step: ClosedJaxpr) -> bool:
@@ -163,6 +172,7 @@ def first_program(
         {name: x for k, (name, x) in enumerate(zip(names, shown or leaves, strict=True)) if k not in taken},
         programs_of(several),
         why_one,
+        driven.by_rows,
     )
 
 

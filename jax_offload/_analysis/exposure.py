@@ -26,6 +26,8 @@ class Link:
       load: from the host alone.
       store: to the host alone.
       both: each way, while both are busy.
+      dram: read and written by the host's cores, for each of its accelerators: what a ``Chip`` has as
+        ``dram_bandwidth``. ``None`` where it is not known.
 
     Example:
       >>> import jax_offload as jo
@@ -37,6 +39,7 @@ class Link:
     load: float
     store: float
     both: float
+    dram: float | None = None
 
     def seconds(self, loaded: int, stored: int) -> float:
         """Of copies both ways at once, then of the rest of one."""
@@ -48,7 +51,7 @@ class Link:
 
 
 def link_of(chip: Chip) -> Link:
-    return Link(chip.host_link, chip.host_link, chip.host_link_both / 2)
+    return Link(chip.host_link, chip.host_link, chip.host_link_both / 2, chip.dram_bandwidth)
 
 
 def speed(chip: Chip, dtype: str) -> float:

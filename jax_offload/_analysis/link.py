@@ -1,7 +1,8 @@
-"""The link between a device and its host, measured."""
+"""The link between a device and its host, and the host's memory, measured."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from jax_offload._analysis.dram import dram_bandwidth
 from jax_offload._analysis.exposure import Link
 from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, Space, check_platform
 from jax_offload._interop.xla_options import compiler_options
@@ -21,14 +23,17 @@ REPEATS = 3
 
 def measure_link(device: Any = None) -> Link:
     """How fast one device and its host copy, each way alone and both ways at once: of a compiled program, as in a step.
+    And how fast the host's cores read and write its memory, which ``update_on=`` lives on.
 
-    Takes a second or two, 2 GiB of the device and as much of pinned host memory.
+    Takes a few seconds, 2 GiB of the device and as much of host memory.
 
     Args:
       device: a ``jax.Device``; the first where it is left out.
 
     Returns:
       A ``Link``, in bytes per second: the best of three. On a CPU jax copies nothing, and its figures are no link's.
+      Its ``dram`` is what the cores reach that this process may use, divided by its accelerators: of several processes
+      that share a host's cores each finds all of it.
 
     Raises:
       TypeError: ``device`` is none.
@@ -37,7 +42,9 @@ def measure_link(device: Any = None) -> Link:
     Example:
       >>> import dataclasses, jax_offload as jo
       >>> link = jo.measure_link()
-      >>> mine = dataclasses.replace(jo.chip("h100"), host_link=link.load, host_link_both=2 * link.both)
+      >>> mine = dataclasses.replace(
+      ...     jo.chip("h100"), host_link=link.load, host_link_both=2 * link.both, dram_bandwidth=link.dram
+      ... )
     """
     device = jax.local_devices()[0] if device is None else device
     if not isinstance(device, jax.Device):
@@ -69,10 +76,13 @@ def measure_link(device: Any = None) -> Link:
         return min(found)
 
     nbytes = piece * PIECES
-    return Link(
+    found = Link(
         load=nbytes / seconds(load, [here] * PIECES, on_host),
         store=nbytes / seconds(store, [there] * PIECES, on_device),
         both=nbytes / seconds(
             lambda xs, ys: (load(xs), store(ys)), ([here] * PIECES, [there] * PIECES), on_host, on_device
         ),
     )  # fmt: skip
+    del on_host, on_device
+    dram, sharing = dram_bandwidth(), 1 if device.platform == "cpu" else jax.local_device_count()
+    return dataclasses.replace(found, dram=None if dram is None else dram / sharing)

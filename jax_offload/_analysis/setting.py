@@ -11,7 +11,7 @@ from jax_offload._analysis.advice import changes, chosen
 from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.drives import DAY, DEFAULT, Drive
 from jax_offload._analysis.drives import drive as drive_of
-from jax_offload._analysis.exposure import Link
+from jax_offload._analysis.exposure import BACKWARD, Link
 from jax_offload._analysis.forecast import Forecast
 from jax_offload._analysis.host import HostMemory
 from jax_offload._analysis.on_cores import NONE, Share
@@ -96,6 +96,7 @@ def priced(
     room, taken = setting.drive.capacity * setting.drives, 2 * option.disk * files.per_host
     if files.groups and fits is not False and taken > room:
         why = f"{option.name}: the files take {in_bytes(taken)}, and there is room for {in_bytes(room)}."
+    cores = cores if setting.chip is None else cores.on(setting.chip.platform)
     option = dataclasses.replace(option, fits=fits, why_not=why, dram=cores.dram)
     if files.groups:
         return _from_disk(option, setting, files, cut)
@@ -189,8 +190,9 @@ def of_the_disk(options: Sequence[Option], setting: Setting) -> list[str]:
     return found
 
 
-def of_the_cores(options: Sequence[Option], setting: Setting) -> list[str]:
-    """What the host's cores take, and from which bandwidth of the host's memory on they win."""
+def of_the_cores(options: Sequence[Option], setting: Setting, uncut: bool = False) -> list[str]:
+    """What the host's cores take, and what of it is hidden; or, of a step whose pass is one program that could be
+    several (``uncut``), how much would be at most."""
     found: list[str] = []
     dram = None if setting.chip is None else setting.chip.dram_bandwidth
     for option in options:
@@ -202,5 +204,8 @@ def of_the_cores(options: Sequence[Option], setting: Setting) -> list[str]:
                 found.append(f"{said}; {known}, and its time is told")
                 continue
             hidden = f"{in_seconds(option.beside)} of it beside the pass" if option.beside else "hidden behind nothing"
-            found.append(f"{said}: {in_seconds(option.cores)} at its published {dram / 1e9:.0f} GB/s, {hidden}")
+            if uncut and setting.compute:
+                most = min(option.cores, BACKWARD * setting.compute)
+                hidden += f", of which a pass in several programs would hide {in_seconds(most)} at most"
+            found.append(f"{said}: {in_seconds(option.cores)} at the chip's {dram / 1e9:.0f} GB/s, {hidden}")
     return found

@@ -111,7 +111,11 @@ def of_step(
             f"the peak of {DRIVEN!r} is that of {BEFORE!r}, the first of its programs, or of a group where that is "
             f"more, and its time a model's; {' and '.join(DEVICE_WAYS)} are of the same step without update_on and disk"
         )
-        notes += [*starts, *of_the_cores(options, setting), *of_the_disk(options, setting)]
+        notes += [
+            *starts,
+            *of_the_cores(options, setting, first is not None and first.uncut),
+            *of_the_disk(options, setting),
+        ]
     if target is not None:
         turned = turned_round(step, base, args, plain)
         compiler = Compiler(target, plain, leaves, at_home, there, setting, turned, args, bool(named), first)

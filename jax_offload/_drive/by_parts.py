@@ -7,6 +7,8 @@ divided further than it is to be (ZeRO-1) goes up as its parts, and the accelera
 Leaves of the state that were donated are written in place: XLA hands their memory over first, through a program that
 they are donated to. It runs when whatever else reads them has ended, and marks them as deleted for everybody else. No
 later program of the step reads the old value there: only leaves that no other program reads are written.
+
+Beside one accelerator a large leaf goes by groups of rows where its gradient does (``row_groups.py``).
 """
 
 from __future__ import annotations
@@ -14,19 +16,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from jax_offload._base.jaxprs import Literal, Var
+from jax_offload._base.jaxprs import Literal, Var, variables
 from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, copy_on_host, is_host_aval, well_typed, with_kind
 from jax_offload._drive.cores import is_sent, one_of
 from jax_offload._drive.loop_source import LoopSource, as_scalar, stored_type
 from jax_offload._drive.loops import Kernel, aligned, calls_of, independent, loops_of, work
 from jax_offload._drive.one_pass import handed_over, over_of, view_of, written_by
 from jax_offload._drive.pieces import Piece
+from jax_offload._drive.row_groups import Rows, begun, written
 from jax_offload._drive.stages import Stage
 from jax_offload._drive.tasks import Task
 
@@ -44,6 +48,7 @@ class ByParts:
       inputs, outputs: of the function.
       up: results that go to the accelerators at once; the others stay in host memory.
       kernels: of each piece its loop.
+      into: results that go up -> what they are written into, where that comes by rows.
 
     Attributes:
       written: inputs that results are written over, where they are divided as these.
@@ -56,8 +61,10 @@ class ByParts:
         outputs: Sequence[Var],
         up: Set[Var],
         kernels: Sequence[tuple[Kernel, LoopSource]],
+        into: Mapping[Var, Var],
     ) -> None:
         self._pieces, self._inputs, self._outputs, self._up, self._kernels = pieces, inputs, outputs, up, kernels
+        self._into = into
         self._levels = independent(pieces)
         each = zip(pieces, kernels, strict=True)
         self.written = [v for piece, (_, source) in each for v in written_by(piece, source).values()]
@@ -65,11 +72,41 @@ class ByParts:
     def __call__(self, *operands: Any) -> list[Any]:
         env = dict(zip(self._inputs, operands, strict=True))
         for together in self._levels:
-            started = [_started(*self._kernels[k], self._pieces[k], env) for k in together]
+            by_rows = [k for k in together if any(isinstance(env[v], Rows) for v in variables(self._pieces[k].inputs))]
+            started = [_started(*self._kernels[k], self._pieces[k], env) for k in together if k not in by_rows]
             work([part for parts, _ in started for part in parts])
             for _, by_box in started:
                 env.update((v, make(DEVICE_KIND if v in self._up else HOST_KIND)) for v, make in by_box.items())
+            for k in by_rows:
+                env.update(self._by_rows(*self._kernels[k], self._pieces[k], env))
         return [env[v] for v in self._outputs]
+
+    def _by_rows(
+        self, kernel: Kernel, source: LoopSource, piece: Piece, env: Mapping[Var, Any]
+    ) -> dict[Var, jax.Array]:  # fmt: skip
+        """The results of a piece that is updated in groups of rows."""
+        given = [v.val if isinstance(v, Literal) else env[v] for v in piece.inputs]
+        scalars = [as_scalar(one_of(given[i])) for i in source.scalars]
+        rows = {i: x for i in source.arrays if isinstance(x := given[i], Rows)}
+        like, over = next(iter(rows.values())), source.over.values()
+        here = {i: next(iter(_parts(given[i], i in over).values())) for i in source.arrays if i not in rows}
+        own = [v for k, v in enumerate(piece.outputs) if k not in source.over]
+        stay = {v: aligned(v.aval.shape, v.aval.dtype) for v in own if v not in self._up}
+        into = {v: rows.get(piece.inputs.index(self._into[v])) if v in self._into else None for v in own}
+        made = {v: begun(v.aval, like, into[v]) for v in own if v in self._up}
+        for k, (begin, end) in enumerate(pairwise((0, *like.ends))):
+            values = [rows[i].taken(k) if i in rows else here[i][begin:end] for i in source.arrays]
+            results = {v: aligned((end - begin, *v.aval.shape[1:]), v.aval.dtype) for v in made}
+            arrays = [
+                *map(_flat, values),
+                *((stay[v][begin:end] if v in stay else results[v]).reshape(-1) for v in own),
+            ]
+            work(calls_of(kernel, arrays[0].size, [*arrays, *scalars]))
+            for v, x in results.items():
+                made[v] = written(made[v], x.view(v.aval.dtype), begin, into[v])
+        place = with_kind(like.whole.sharding, HOST_KIND)
+        made |= {v: jax.device_put(x.view(v.aval.dtype), place, may_alias=True) for v, x in stay.items()}
+        return made | {piece.outputs[k]: given[i] for k, i in source.over.items()}
 
 
 def by_parts(task: Task, next_of: Mapping[Var, Var], own: Set[Var]) -> ByParts | None:
@@ -82,7 +119,12 @@ def by_parts(task: Task, next_of: Mapping[Var, Var], own: Set[Var]) -> ByParts |
     pieces = task.stage.pieces
     found = loops_of(pieces, [over_of(piece, pieces, next_of, own & task.free) for piece in pieces])
     up = {v for v in task.up if not is_host_aval(v.aval)}
-    return None if found is None else ByParts(pieces, task.inputs, task.outputs, up, found)
+    into = {v: old for v in up if (old := next_of.get(v)) in task.by_rows and old in task.free and _are_alike(v, old)}
+    return None if found is None else ByParts(pieces, task.inputs, task.outputs, up, found, into)
+
+
+def _are_alike(v: Var, old: Var) -> bool:
+    return (v.aval.shape, v.aval.dtype) == (old.aval.shape, old.aval.dtype)
 
 
 def to_be_written(

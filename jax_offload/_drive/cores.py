@@ -42,7 +42,7 @@ class Cores:
         """
         if self.cpu is None or not is_sent(x) or on_host(x):
             return x
-        if len(x.sharding.device_set) > 1:
+        if not x.is_fully_addressable:
             return to_host(x)
         return jax.device_put(x, with_kind(x.sharding, HOST_KIND), may_alias=False)
 

@@ -26,13 +26,15 @@ from jax_offload._drive.cores import Cores, cores_beside, on_accelerators
 from jax_offload._drive.files import files_of
 from jax_offload._drive.moving import Moving
 from jax_offload._drive.one_pass import Run, one_pass
-from jax_offload._drive.segments import ON_A_CPU, ON_DEVICES, in_segments
+from jax_offload._drive.row_groups import come_by_rows
+from jax_offload._drive.segments import ON_A_CPU, ON_DEVICES, ON_PROCESSES, in_segments
 from jax_offload._drive.stages import Staged, staged
 from jax_offload._drive.tasks import Task, tasks_of
 from jax_offload._drive.undivided import without_mesh
 from jax_offload._drive.values import Values
 from jax_offload._emit.find import holds_driven_update
 from jax_offload._ir.program import flat
+from jax_offload._peak.sharded import division_of
 from jax_offload._step.cut import cut_step, unguarded
 
 Jit = Callable[..., Any]
@@ -51,6 +53,7 @@ class Driven:
 
     Attributes:
       one_program: why it is not.
+      by_rows: whether some of what the cores read comes to them in groups of rows.
     """
 
     def __init__(
@@ -68,6 +71,8 @@ class Driven:
         self._options = options, for_sending
         placed = [getattr(x, "sharding", None) for x in args]
         self._devices = {d for s in placed if s is not None for d in s.device_set} or {*jax.devices()[:1]}
+        updated = [v.aval for v in found.next_of.values() if not is_host_aval(v.aval)]
+        self._division = division_of(args, updated, len(self._devices))
         self._cores = cores_beside(self._devices) if any(s.on_cores for s in found.stages) else Cores()
         own = found.inputs[len(found.consts) :]
         own = own[: len(own) - len(self._files.reads)]
@@ -81,11 +86,14 @@ class Driven:
         self._places |= {v: self._places[old] for v, old in firsts.items() if old in self._places}
         self._donated = {v for v, given in zip(own, donated, strict=True) if given}
         self._step, self.one_program = found, ON_A_CPU
+        beside_one = len(self._devices) == 1 and (self._cores.cpu is not None or not segments)
+        by_rows = come_by_rows(found) if beside_one else {}
+        self.by_rows = bool(by_rows)
         in_files = bool(self._reads) and on_accelerators(self._devices) and not any(s.on_cores for s in found.stages)
         if segments and (self._cores.cpu is not None or in_files):
             self._step, self.one_program = found, _ = self.in_segments()
         self._compiled: dict[Hashable, Jit] = {}
-        tasks = tasks_of(found, self._donated | {*self._reads})
+        tasks = tasks_of(found, self._donated | {*self._reads}, by_rows)
         sent = {v for task in tasks for v in task.down}
         own = to_be_written(tasks, self._donated, self._places, self._devices)
         self._tasks = [(task, self._run_by(task, sent, own)) for task in tasks]
@@ -124,7 +132,11 @@ class Driven:
 
         That is for the cores beside an accelerator: on a CPU their loops update in place what a later program may read.
         """
-        return (self._step, ON_DEVICES) if len(self._devices) > 1 else in_segments(self._step, self._donated)
+        if len(self._devices) > 1 and self._reads:
+            return self._step, ON_DEVICES
+        if len({device.process_index for device in self._devices}) > 1:
+            return self._step, ON_PROCESSES
+        return in_segments(self._step, self._donated, self._division)
 
     def _place(self, v: Var) -> Sharding:
         """Where on the accelerators a value lives; one that is no argument's next value on all of them."""

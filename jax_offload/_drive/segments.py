@@ -22,11 +22,13 @@ from jax_offload._drive.tasks import Task, tasks_of
 from jax_offload._ir.shares import structure
 from jax_offload._ir.slices import slice_of
 from jax_offload._peak.liveness import peak
+from jax_offload._peak.sharded import ALONE, Division
 
 # Why the pass is one program; what follows "the forward and the backward pass are one program: ".
 NO_GROUPS = "no update of the cores, or of a state on disk, follows it at once"
 ON_A_CPU = "it runs on the host's cores itself"
-ON_DEVICES = "it runs on several devices"
+ON_DEVICES = "its state is on disk, and it runs on several devices"
+ON_PROCESSES = "it runs on devices of several processes"
 EFFECTS = "it has side effects"
 ALL_FIRST = "the update needs all gradients first, as clipping by their norm does"
 TOGETHER = "one group of the update, or one loop of the pass (a scan over layers), has all of the large gradients"
@@ -36,7 +38,7 @@ PEAK = "cut, it would take more device memory, by an estimate"
 TOLERANCE = 1.001  # a loss that is handed on is no more memory
 
 
-def in_segments(step: Staged, donated: Set[Var]) -> tuple[Staged, str]:
+def in_segments(step: Staged, donated: Set[Var], division: Division = ALONE) -> tuple[Staged, str]:
     """The step with its first program in several, where groups of the update have their gradients early; and why not.
 
     Groups of the cores follow all segments: these are under way by then, and each group waits for its gradients alone.
@@ -46,6 +48,7 @@ def in_segments(step: Staged, donated: Set[Var]) -> tuple[Staged, str]:
     Args:
       step: its stages; the first has the pass as its first piece.
       donated: what of its inputs is.
+      division: of its arrays between devices.
     """
     first, rest = step.stages[0], step.stages[1:]
     pass_, *others = first.pieces or (None,)
@@ -65,16 +68,16 @@ def in_segments(step: Staged, donated: Set[Var]) -> tuple[Staged, str]:
     if len({*ready} - {0}) < 2:
         return step, _why_at_once(jaxpr, others, groups)
     bounds = (MOST_OF_FILES, LEAST_OF_FILES) if on_disk else (MOST, LEAST)
-    cuts = cuts_of(jaxpr, ready, [{*s.reads} for s in groups], *bounds)
+    cuts = cuts_of(jaxpr, ready, [{*s.reads} for s in groups], *bounds, division)
     if not cuts:
         return step, LITTLE_LEFT
-    (uncut, *later), _ = peaks(step, donated)
+    (uncut, *later), _ = peaks(step, donated, division)
     most = max(min(uncut), *map(max, later), 0)
     while cuts:
         segments = _segments(jaxpr, pass_, others, defs, cuts)
         stages = [*_interleaved(segments, cuts, groups, ready), *rest[len(groups) :]] if on_disk else [*segments, *rest]
         found = dataclasses.replace(step, stages=stages)
-        each, segment = peaks(found, donated)
+        each, segment = peaks(found, donated, division)
         worst = max(range(len(each)), key=lambda k: max(each[k]))
         if max(each[worst]) <= TOLERANCE * most:
             return found, ""
@@ -82,11 +85,13 @@ def in_segments(step: Staged, donated: Set[Var]) -> tuple[Staged, str]:
     return step, PEAK
 
 
-def peaks(step: Staged, donated: Set[Var]) -> tuple[list[tuple[int, int]], list[int]]:
+def peaks(
+    step: Staged, donated: Set[Var], division: Division = ALONE
+) -> tuple[list[tuple[int, int]], list[int]]:  # fmt: skip
     """Of each of the first programs, segments and groups of a state on disk, an estimate of the device memory while it
     runs, in the order of its trace and with all as early as it can be, with what lies beside it for others; and the
     number of the segment that it is or follows."""
-    here = {v: nbytes(v.aval) for v in step.inputs if not is_host_aval(v.aval)}
+    here = {v: division.own(v.aval) for v in step.inputs if not is_host_aval(v.aval)}
     alive, found, segment = sum(here.values()), list[tuple[int, int]](), list[int]()
     for task in tasks_of(step, donated):
         if task.stage.name == BEFORE:
@@ -94,7 +99,8 @@ def peaks(step: Staged, donated: Set[Var]) -> tuple[list[tuple[int, int]], list[
             own = _with_results(task)
             reused = {task.inputs[k] for k in task.reused}
             free = [isinstance(v, Var) and v in reused for v in task.stage.pieces[0].inputs]
-            found.append((beside + peak(own, free), beside + peak(own, free, early=True)))
+            two = (peak(own, free, early=early, division=division) for early in (False, True))
+            found.append((beside + next(two), beside + next(two)))
             segment.append(segment[-1] + 1 if segment else 0)
         elif task.stage.name == GROUP:  # its state as it comes, and as it goes
             window = 2 * sum(nbytes(v.aval) for v in task.inputs if is_host_aval(v.aval))
@@ -102,7 +108,7 @@ def peaks(step: Staged, donated: Set[Var]) -> tuple[list[tuple[int, int]], list[
             segment.append(segment[-1])
         else:
             break
-        defs = {v: nbytes(v.aval) for v in task.outputs if not is_host_aval(v.aval)}
+        defs = {v: division.own(v.aval) for v in task.outputs if not is_host_aval(v.aval)}
         alive += sum(defs.values()) - sum(here.pop(v, 0) for v in task.free)
         here |= defs
     return found, segment

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence, Set
+from types import MappingProxyType
 
 from jax_offload._base.jaxprs import Var
 from jax_offload._base.memory import is_host_aval
@@ -24,6 +25,8 @@ class Task:
       over: what nobody reads after it.
       free: of that, what is the step's own or was donated: its buffers may be taken.
       reused: the places of inputs whose buffers results take.
+      by_rows: of what the cores read, what they take in groups of rows -> where these end. It stays on the device
+        until then.
     """
 
     stage: Stage
@@ -34,6 +37,7 @@ class Task:
     over: list[Var]
     free: frozenset[Var]
     reused: tuple[int, ...]
+    by_rows: Mapping[Var, Sequence[int]] = dataclasses.field(default_factory=dict[Var, Sequence[int]])
 
     @property
     def kind(self) -> Hashable:
@@ -42,12 +46,21 @@ class Task:
         return None if kind is None else (kind, len(self.inputs), len(self.down), self.reused, self.stage.on_cores)
 
 
-def tasks_of(step: Staged, donated: Set[Var]) -> list[Task]:
-    """The stages of a step, with what each leaves for which."""
+def tasks_of(
+    step: Staged, donated: Set[Var], by_rows: Mapping[Var, Sequence[int]] = MappingProxyType({})
+) -> list[Task]:
+    """The stages of a step, with what each leaves for which.
+
+    Args:
+      step: they.
+      donated: what of its inputs is.
+      by_rows: what the cores take in groups of rows -> where these end.
+    """
     stages, results = step.stages, {*step.results}
     last = {v: k for k, stage in enumerate(stages) for v in stage.reads}
     by_cores = {v for stage in stages if stage.on_cores for v in stage.reads}
     by_device = {v for stage in stages if not stage.on_cores for v in stage.reads} | results
+    whole = by_cores - by_rows.keys()
     # not ours: what was not donated, and what a loop that does not run hands on
     others = {*step.inputs} - donated | {v for stage in stages if stage.loop is not None for v in stage.makes}
     tasks: list[Task] = []
@@ -57,13 +70,14 @@ def tasks_of(step: Staged, donated: Set[Var]) -> list[Task]:
         inputs, defined = _side_by_side(stage.reads, defined, step.next_of)
         over = [v for v in inputs if last[v] == k and v not in results]
         sends = not stage.on_cores and stage.loop is None
-        down = [v for v in defined if v in by_cores and is_sent(v.aval) and not is_host_aval(v.aval)] if sends else []
+        down = [v for v in defined if v in whole and is_sent(v.aval) and not is_host_aval(v.aval)] if sends else []
         sent.update(down)
         outputs = [v for v in defined if v in by_device or v not in down]
         up = [v for v in defined if v in by_device] if stage.on_cores else []
         free = frozenset(over) - others
         reused = _reusable(inputs, free, outputs, sent if stage.on_cores else set())
-        tasks.append(Task(stage, inputs, outputs, down, up, over, free, reused))
+        own = {v: by_rows[v] for v in inputs if v in by_rows} if stage.on_cores else {}
+        tasks.append(Task(stage, inputs, outputs, down, up, over, free, reused, own))
     return tasks
 
 

@@ -15,7 +15,7 @@ import optax
 from click.testing import CliRunner
 
 import jax_offload as jo
-from jax_offload._analysis import cli, doctor
+from jax_offload._analysis import cli, doctor, dram
 from jax_offload._analysis import commands as commands_of
 from jax_offload._analysis.commands import commands
 from jax_offload._analysis.found import Problem, Transfer
@@ -230,6 +230,12 @@ def test_the_shape_of_a_model():
     assert sum(x.size for x in jax.tree.leaves(model.params)) == pytest.approx(10**9, abs=model.width)
 
 
+@pytest.fixture
+def quick_to_measure(monkeypatch):
+    monkeypatch.setattr(dram, "ARRAY", 2**20)
+
+
+@pytest.mark.usefixtures("quick_to_measure")
 def test_the_doctor():
     done = run("doctor", "--json")
     assert done.exit_code == 0, done.output
@@ -237,9 +243,11 @@ def test_the_doctor():
     assert found["next_step"] == "run it where the accelerator is"
     assert found["ok"] and [check["name"] for check in found["checks"]][-1] == "self-test"
     assert "no accelerator" in found["checks"][1]["says"]
+    assert "of the host's memory for each device" in found["checks"][-2]["says"]
     assert "verdict: this machine can offload; mind: devices" in run("doctor").stdout
 
 
+@pytest.mark.usefixtures("quick_to_measure")
 def test_the_doctor_tells_what_does_not_work(monkeypatch):
     """A state that stays on the device; numbers that differ; an error."""
     monkeypatch.setattr(doctor, "offload", lambda inner: inner)

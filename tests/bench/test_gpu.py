@@ -107,7 +107,7 @@ def test_the_times_of_steps_seen_whole(way):
 
 
 @pytest.mark.long("compiles a step in groups, and a plain one")
-@pytest.mark.parametrize("name", ["AdamW; host", "clip, AdamW; host, 0.3", "AdamW; disk"])
+@pytest.mark.parametrize("name", ["AdamW; host", "clip, AdamW; host, 0.3", "AdamW; host, stacked", "AdamW; disk"])
 def test_the_values_of_driven_steps(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = driven.run(name, True)
