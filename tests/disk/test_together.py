@@ -158,6 +158,7 @@ def test_one_is_killed_at_any_call(two, tmp_path, killed, every):
 
         assert isinstance(two.run(one)[killed], Killed)
         for each in stores:
+            each._reads.shutdown()
             each._pool.shutdown()
             each._committer.shutdown()
         for each in files:
