@@ -92,6 +92,13 @@ def test_killed(tmp_path):
     assert found(again, "digest") == found(want, "digest")
 
 
+@pytest.mark.long("starts processes")
+def test_a_disk_that_fails_in_one(tmp_path):
+    """Both stop in the same step, say why, and go on from the last commit."""
+    said = ended(tmp_path, start(tmp_path, "failing"))
+    assert found(said, "stopped")[0] == found(said, "stopped")[1] and len(found(said, "stopped")[0]) == 2
+
+
 @pytest.mark.long("more kinds of steps")
 def test_around_the_update(tmp_path):
     ended(tmp_path, start(tmp_path, "around"))

@@ -26,19 +26,22 @@ from typing import Any
 import numpy as np
 
 from benchmarks.disk.plain import fio, has_fio, make, ours
-from benchmarks.disk.sweeps import Sweeps
+from benchmarks.disk.sweeps import Sweeps, in_flight
 
 Timed = Callable[[], float]
 Program = Callable[[Path | None, Path | None, int], float]
 
 
-def of_ways(sweeps: Sweeps, kind: str, slots: Sequence[Path], nbytes: int) -> dict[str, Timed]:
-    """Ways to move the same bytes; each gives bytes per second."""
+def of_ways(
+    sweeps: Sweeps, kind: str, slots: Sequence[Path], nbytes: int, under_way: list[dict[str, float]]
+) -> dict[str, Timed]:
+    """Ways to move the same bytes; each gives bytes per second, and the store's says which calls were ``under_way``."""
     reads, writes = kind != "write", kind != "read"
     total = nbytes * (reads + writes)
 
     def store() -> float:
         taken, moved = sweeps.write() if kind == "write" else sweeps.sweep(writes=kind == "both")
+        under_way.append(in_flight(sweeps.files.calls, taken))
         assert sum(moved.values()) == total, f"{moved} moved, not {total}"
         return total / taken
 
@@ -67,7 +70,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "least": min(values), "most": max(values)}
 
 
-def row(kind: str, found: dict[str, list[float]]) -> dict[str, Any]:
+def row(kind: str, found: dict[str, list[float]], under_way: Sequence[dict[str, float]]) -> dict[str, Any]:
     """Bytes per second of each way, and the store's as a share of the others', of neighbours."""
     shares = {
         f"store / {name}": spread([x / y for x, y in zip(found["store"], found[name], strict=True)])
@@ -79,6 +82,7 @@ def row(kind: str, found: dict[str, list[float]]) -> dict[str, Any]:
         "bytes_per_second": found,
         "medians": {n: spread(v) for n, v in found.items()},
         "shares": shares,
+        "in flight": {name: spread([each[name] for each in under_way]) for name in ("calls", "none")},
     }
 
 
@@ -106,7 +110,8 @@ def main() -> None:
         sweeps = Sweeps(folder / "store", nbytes, options.group * 2**20, options.leaf * 2**20)
         rows, load = [], [os.getloadavg()]
         for kind in ("both", "read", "write"):
-            rows.append(row(kind, in_turn(of_ways(sweeps, kind, slots, nbytes), options.pairs)))
+            under_way: list[dict[str, float]] = []
+            rows.append(row(kind, in_turn(of_ways(sweeps, kind, slots, nbytes, under_way), options.pairs), under_way))
             print(line(rows[-1]), flush=True)
         both = statistics.median(rows[0]["bytes_per_second"]["store"])
         rows.append(behind(sweeps, options.pairs, 2 * nbytes / both / sweeps.count))
@@ -135,7 +140,10 @@ def main() -> None:
 def line(found: dict[str, Any]) -> str:
     rates = ", ".join(f"{name} {values['median'] / 1e9:.2f}" for name, values in found["medians"].items())
     shares = "; ".join(f"{name} {said(values)}" for name, values in found["shares"].items())
-    return f"{found['kind']}: {rates} GB/s; {shares}"
+    calls = (
+        f"{found['in flight']['calls']['median']:.1f} calls in flight, none {found['in flight']['none']['median']:.1%}"
+    )
+    return f"{found['kind']}: {rates} GB/s; {shares}; {calls}"
 
 
 def said(values: dict[str, float]) -> str:

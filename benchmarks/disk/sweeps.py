@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Lock
@@ -21,22 +22,35 @@ from jax_offload._files.files import Disk
 
 
 class Counted(Files):
-    """Bytes that were read and written in blocks."""
+    """Bytes that were read and written in blocks, and from when to when each call took."""
 
     def __init__(self) -> None:
         self.bytes = {"read": 0, "write": 0}
+        self.calls: list[tuple[float, float]] = []
         self._lock = Lock()
 
     def preadv(self, descriptor: int, buffer: Any, offset: int) -> int:
-        return self._count("read", super().preadv(descriptor, buffer, offset))
+        return self._count("read", super().preadv, descriptor, buffer, offset)
 
     def pwritev(self, descriptor: int, buffer: Any, offset: int) -> int:
-        return self._count("write", super().pwritev(descriptor, buffer, offset))
+        return self._count("write", super().pwritev, descriptor, buffer, offset)
 
-    def _count(self, kind: str, moved: int) -> int:
+    def _count(self, kind: str, call: Callable[..., int], *args: Any) -> int:
+        begin = time.perf_counter()
+        moved = call(*args)
         with self._lock:
             self.bytes[kind] += moved
+            self.calls.append((begin, time.perf_counter()))
         return moved
+
+
+def in_flight(calls: Sequence[tuple[float, float]], seconds: float) -> dict[str, float]:
+    """How many calls are under way, on average over so many seconds, and in which share of these is none."""
+    busy, until = 0.0, 0.0
+    for begin, end in sorted(calls):
+        busy += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return {"calls": sum(end - begin for begin, end in calls) / seconds, "none": 1 - busy / seconds}
 
 
 class Sweeps:
@@ -68,6 +82,7 @@ class Sweeps:
         begin; at last everything is written, and committed.
         """
         before = dict(self.files.bytes)
+        self.files.calls.clear()
         begin = time.perf_counter()
         reading: dict[str, Future[jax.Array]] = {}
         writing: deque[list[Future[None]]] = deque()
@@ -92,6 +107,7 @@ class Sweeps:
     def write(self) -> tuple[float, dict[str, int]]:
         """The same for writes alone."""
         before = dict(self.files.bytes)
+        self.files.calls.clear()
         begin = time.perf_counter()
         for group in self.groups:
             self._put(group)

@@ -24,6 +24,7 @@
 | the file that ``jax.pmap`` is in | ``under_pmap`` | 0.10 to 0.12 |
 | the names of effects | ``effects`` | 0.10 to 0.12 |
 | ``unsafe_buffer_pointer`` of an array | ``address_of`` | 0.10 to 0.12 |
+| keys and barriers of the service that processes meet in | ``coordination`` | 0.10 to 0.12 |
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+from jax._src import distributed
 from jax._src.interpreters import ad as private_ad  # jax.interpreters.ad has not all of it
 from jax.core import ShapedArray
 from jax.extend.mlir import ir
@@ -229,8 +231,7 @@ def _check_tracers() -> None:
 
 def equations_of_trace(x: Any) -> list[Any]:
     """All the equations so far of the trace that a traced value is of, as ``equation_of`` gives them."""
-    eqns = _part_of(x, "_trace", "frame", "tracing_eqns")
-    found = [eqn() if isinstance(eqn, weakref.ref) else eqn for eqn in eqns]
+    found = [e() if isinstance(e, weakref.ref) else e for e in _part_of(x, "_trace", "frame", "tracing_eqns")]
     return [eqn for eqn in found if eqn is not None]  # jax keeps no equation that nothing is left of
 
 
@@ -262,6 +263,11 @@ def manual_axes_of(x: Any) -> Any:
 def address_of(x: jax.Array) -> int:
     """Where an array in the host's memory begins."""
     return x.unsafe_buffer_pointer()
+
+
+def coordination() -> Any:
+    """The client of the service by which ``jax.distributed`` brings processes together; ``None`` where it did not."""
+    return _part_of(distributed, "global_state", "client")
 
 
 def under_jit() -> bool:

@@ -9,8 +9,11 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from jax_offload._base.private import coordination
+
 _BYTES = 4096  # that each says: one program for all that is told
 _LETTERS = 600  # of an error, six bytes each at most
+_PATIENCE = 30 * 60 * 1000  # ms, for processes that are slower: one may still compile
 T = TypeVar("T")
 
 
@@ -29,6 +32,29 @@ def allgathered(mine: Any) -> list[Any]:
         raise ValueError(f"{len(said)} bytes are to be told to the other processes, {_BYTES} at most: {said[:200]!r}")
     rows = np.asarray(multihost_utils.process_allgather(np.frombuffer(said, np.uint8)))
     return [json.loads(row.tobytes()) for row in rows.reshape(-1, _BYTES)]
+
+
+def failed_anywhere(mine: str, run: str, number: int) -> dict[int, str]:
+    """What has failed, by the number of the process in which it did; empty where nothing has.
+
+    What ``allgathered`` tells goes through a program on the devices, which waits for all that is under way there. This
+    goes from host to host: a step ends with it, and its programs run on.
+
+    Args:
+      mine: what has failed in this process, empty where nothing has.
+      run: of the processes.
+      number: in the run of what may have failed; each is asked for once.
+    """
+    if not several():
+        return {0: mine} if mine else {}
+    service = coordination()
+    if service is None:
+        return {k: text for k, text in enumerate(allgathered(mine[:_LETTERS])) if text}
+    place = f"jax_offload/{run}/{number}/"
+    if mine:
+        service.key_value_set(f"{place}{jax.process_index()}", mine)
+    service.wait_at_barrier(f"jax_offload/{run}", _PATIENCE)
+    return {int(key.rpartition("/")[2]): text for key, text in service.key_value_dir_get(place)}
 
 
 def everywhere(do: Callable[[], T], doing: str, undo: Callable[[T], Any] = lambda _: None) -> T:

@@ -27,7 +27,9 @@ from jax_offload._disk.queues import Queues
 from jax_offload._disk.transfers import Source, Transfers
 from jax_offload._disk.versions import Versions
 
-THREADS = 8  # for each directory: four hide a disk's latency, and reads and writes go on together
+# For each directory and direction: four hide a disk's latency. Where reads queued behind writes, in one pool of eight,
+# both at once were 1.02 to 1.09 times slower (docs/notebook.md).
+THREADS = 8
 
 
 class Store:
@@ -46,9 +48,10 @@ class Store:
         before = manifest.versions if committed else [None] * len(self.groups)
         self._versions, self._queues = Versions(before, self._what), Queues()
         self._closed = False
+        self._reads = ThreadPoolExecutor(THREADS * manifest.directories, "disk reads")
         self._pool = ThreadPoolExecutor(THREADS * manifest.directories, "disk")
         self.buffers, self.staging = Buffers(), Buffers()
-        self._transfers = Transfers(directories.files, self._pool, self.staging)
+        self._transfers = Transfers(directories.files, self._reads, self._pool, self.staging)
         self._committer = Committer(
             Commits(directories, self._transfers, self._pool, manifest, committed),
             self._versions,
@@ -56,7 +59,7 @@ class Store:
             manifest.together if committed else None,
             str(directories.paths[0]),
         )
-        self.most_staging = THREADS * manifest.directories * manifest.block  # one block for each thread
+        self.most_staging = THREADS * manifest.directories * manifest.block  # one block for each thread that writes
 
     @classmethod
     def create(
@@ -253,6 +256,7 @@ class Store:
         for future in self._queues.under_way():
             future.result()
         self._committer.shutdown()
+        self._reads.shutdown()
         self._pool.shutdown()
         self._directories.close()
         self._committer.check()

@@ -58,11 +58,12 @@ def _address(array: np.ndarray) -> int:
 
 
 class Transfers:
-    """Reads and writes of groups. What a block is put together in is taken from ``buffers``: one for each thread."""
+    """Reads and writes of groups, in threads of their own. What a block is put together in is taken from ``buffers``:
+    one for each thread that writes."""
 
-    def __init__(self, files: Files, pool: Executor, buffers: Buffers) -> None:
+    def __init__(self, files: Files, reads: Executor, writes: Executor, buffers: Buffers) -> None:
         self._files = files
-        self._pool = pool
+        self._reads, self._writes = reads, writes
         self._buffers = buffers
 
     def read(
@@ -75,7 +76,7 @@ class Transfers:
             read_block(self._files, files[block.directory], memory, block.offset, checksum, what)
 
         jobs = [partial(one, block, checksum) for block, checksum in zip(group.blocks, checksums, strict=True)]
-        return together(self._pool, jobs)
+        return together(self._reads, jobs)
 
     def write(self, files: Striped, group: Group, source: Source, what: str) -> Future[list[int]]:
         """Writes a group. The checksums of its blocks."""
@@ -89,4 +90,4 @@ class Transfers:
             source.gather(block, memory)
             return write_block(self._files, file, memory, block.offset, what)
 
-        return together(self._pool, [partial(one, block) for block in group.blocks])
+        return together(self._writes, [partial(one, block) for block in group.blocks])

@@ -39,7 +39,7 @@ class Files(Protocol):
         ...
 
     def advance(self) -> Any:
-        """The token of the next version, all of whose leaves have been put."""
+        """The token of the next version, all of whose leaves have been put; raises where something failed."""
         ...
 
 

@@ -78,7 +78,7 @@ class Moving:
         """
         while self._writing and (self._first_is_written() or self._writes_too_much(task)):
             for writing in self._writing.popleft()[1]:
-                writing.result()
+                writing.exception()  # which is said when the step ends: other processes are in it too
         now, ahead = self._read_of(task), [*itertools.islice(filter(None, map(self._read_of, following)), DEPTH)]
         if not now and not self._writing and ahead:  # the first of them is the one that is needed
             now, *ahead = ahead

@@ -234,11 +234,7 @@ class Disk:
 
     def check(self, token: Any) -> None:
         """Raises ``ValueError`` where the token is of another version than what is on disk."""
-        if why := self.under_way.broken_off:
-            raise ValueError(
-                f"disk: an update of {self!r} did not end, {why}, and what is on disk is of two steps. Nothing "
-                "of the last commit is lost. Fix: disk.resume(target), which goes back to it."
-            )
+        self.under_way.check()
         given = np.asarray(token)
         if given.dtype != TOKEN or int(given) != self._version:
             raise ValueError(
@@ -256,8 +252,9 @@ class Disk:
         return self.under_way.put(name, x, rows)
 
     def advance(self) -> Any:
-        """The token of the next version, all of whose leaves have been put."""
-        self.under_way.advance()
+        """The token of the next version, all of whose leaves have been put; an error in all processes where something
+        failed in one."""
+        self.under_way.advance(self._run, self._version)
         self._version = (self._version + 1) % 2**32
         return self._token()
 

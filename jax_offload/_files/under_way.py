@@ -2,6 +2,9 @@
 
 Two threads read and four write; each waits for what it needs, so that whoever drives the step does not. A read waits
 for what is being written of its leaf, and what writing has raised is remembered: what is on disk is then of two steps.
+
+Of several processes none stops in the middle of a step, where the others would wait for its part: it goes on, with
+zeros for what it could not read, and ``advance``, at the end, is an error in all of them.
 """
 
 from __future__ import annotations
@@ -10,12 +13,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Sharding
 
 from jax_offload._base.on_disk import Range
+from jax_offload._base.processes import failed_anywhere, several
 from jax_offload._disk.buffers import aligned
 from jax_offload._disk.store import Store
-from jax_offload._files.extents import Parts, all_of, assembled, boxes_of, check_covered, gathered, parts_of
+from jax_offload._files.extents import Parts, all_of, assembled, boxes_of, check_covered, gathered, parts_of, shape_of
 from jax_offload._files.ranges import InFiles, Room, leaves_in, read
 
 
@@ -31,7 +36,8 @@ class UnderWay:
     def __init__(self, store: Store, where: str) -> None:
         self.store, self.leaves = store, leaves_in(store)
         self.writing: dict[int, Future[None]] = {}
-        self._where, self._updating, self._failed = where, False, ""
+        self._where, self._updating = where, False
+        self._failed, self._known = "", ""  # what has failed here, and what all processes know of
         # A leaf each: of leaves of 2 and 8 MiB four wrote 1.3 times as fast as two (a loaded machine, interleaved), and
         # read no faster. They start when there is something to do.
         self._reads = ThreadPoolExecutor(2, "jax_offload reads")
@@ -50,7 +56,14 @@ class UnderWay:
         return self._reads.submit(self._read, name, sharding, rows)
 
     def _read(self, name: str, sharding: Sharding, rows: Range | None) -> jax.Array:
-        parts = self.parts(name, self.store.buffers.take, rows=rows)
+        try:
+            parts = self.parts(name, self.store.buffers.take, rows=rows)
+        except Exception as error:
+            if not several():
+                raise
+            self._fails(f"reading {name}", error)
+            boxes = [box for _, boxes in self.leaf(name).within(rows) for box in boxes]
+            parts = [(box, np.zeros(shape_of(box), self.leaf(name).dtype)) for box in boxes]
         return jax.block_until_ready(assembled(parts, sharding, self.leaf(name).shape_of(rows)))
 
     def parts(self, name: str, room: Room, of_commit: bool = False, rows: Range | None = None) -> Parts:
@@ -77,17 +90,34 @@ class UnderWay:
             for writing in [self.store.write(k, [gathered(parts, box) for box in boxes]) for k, boxes in groups]:
                 writing.result()
         except BaseException as error:
-            self._failed = f"writing {name} raised {type(error).__name__}: {error}"
+            self._fails(f"writing {name}", error)
             raise
 
-    def advance(self) -> None:
-        """All leaves of the next version have been put."""
-        self._updating = False
+    def _fails(self, doing: str, error: BaseException) -> None:
+        self._failed = self._failed or f"{doing} raised {type(error).__name__}: {error}"
 
-    @property
-    def broken_off(self) -> str:
-        """Why an update did not end; empty where each has."""
-        return self._failed or ("something raised in it" if self._updating else "")
+    def advance(self, run: str, number: int) -> None:
+        """All leaves of version ``number`` of the run have been put.
+
+        Raises:
+          ValueError: something has failed until now, in this process or another.
+        """
+        if failed := failed_anywhere(self._failed, run, number):
+            self._known = "; ".join(f"in process {k} {why}" if several() else why for k, why in sorted(failed.items()))
+        else:
+            self._updating = False
+        self.check()
+
+    def check(self) -> None:
+        """Raises ``ValueError`` where an update did not end. Of several processes what failed in one is of no account
+        until all know it: else this one would leave the next step to the others."""
+        why = self._known if several() else self._failed
+        if why or self._updating:
+            raise ValueError(
+                f"disk: an update of the state in {self._where} did not end, {why or 'something raised in it'}, and "
+                "what is on disk is of two steps. Nothing of the last commit is lost. Fix: disk.resume(target), which "
+                "goes back to it."
+            )
 
     def wait(self) -> None:
         """Until all is written; raises what writing has raised."""

@@ -4,15 +4,19 @@ import json
 import shutil
 import threading
 from contextlib import suppress
+from dataclasses import replace
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 from jax_offload._base import processes
 from jax_offload._disk import manifest
 from jax_offload._disk.layout import Entry
 from jax_offload._files import together
-from tests.disk.faulty import NO_SPACE, Faulty, error, extra_of, same, values
+from jax_offload._files.under_way import UnderWay
+from tests.disk.faulty import FAILED, NO_SPACE, Faulty, error, extra_of, same, values
 
 GROUPS = [[Entry("a/mu", (40,), "float32")], [Entry("b/mu", (20, 3), "float32")]]
 NOW = threading.local()
@@ -154,6 +158,7 @@ def test_one_is_killed_at_any_call(two, tmp_path, killed, every):
 
         assert isinstance(two.run(one)[killed], Killed)
         for each in stores:
+            each._reads.shutdown()
             each._pool.shutdown()
             each._committer.shutdown()
         for each in files:
@@ -222,6 +227,36 @@ def test_a_full_disk_in_one_is_an_error_in_all(two, tmp_path):
     assert isinstance(first, ValueError) and "failed in 1 of 2 processes. Process 1: OSError" in str(first)
     assert isinstance(second, OSError)
     assert two.run(lambda k: opened(tmp_path, k)) == [1, 1]
+
+
+@pytest.mark.parametrize("of", ["preadv", "pwritev"])
+def test_what_fails_in_one_is_an_error_in_both_when_the_step_ends(two, tmp_path, of):
+    """Not before, where the other would wait for its part in the step: it has zeros for what it could not read."""
+    where = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    leaves = [[replace(entry, begin=(0,) * len(entry.shape)) for entry in group] for group in GROUPS]
+
+    def one(k):
+        files = Faulty()
+        store = together.created([tmp_path], leaves, files)
+        write(store, k, 1)
+        under_way = UnderWay(store, str(tmp_path))
+        if k == 1:
+            files.fault = error(FAILED, of)
+        x = under_way.fetch("a/mu", where, None).result()
+        under_way.check()  # the next step begins in both, before the other knows
+        under_way.put("a/mu", x, None).exception()
+        with pytest.raises(ValueError, match=r"Nothing of the last commit is lost. Fix: disk.resume") as raised:
+            under_way.advance("run", 7)
+        with pytest.raises(ValueError, match="did not end, in process 1"):
+            under_way.check()
+        return str(raised.value), np.array(x)
+
+    (first, mine_of_0), (second, of_1) = two.run(one)
+    doing = "reading" if of == "preadv" else "writing"
+    assert f"in process 1 {doing} a/mu raised OSError" in first and "Input/output error" in first
+    assert second == first
+    same([mine_of_0], mine(0, 1)[0])
+    same([of_1], [np.zeros(40, np.float32)] if of == "preadv" else mine(1, 1)[0])
 
 
 def test_what_is_wrong_with_the_tree_stops_nothing(two, tmp_path):

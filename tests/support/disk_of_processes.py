@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
 from jax_offload._base.on_disk import is_on_disk
+from jax_offload._base.processes import allgathered
 from jax_offload._disk.files import Files
 from jax_offload._drive import stages
 from jax_offload._plan import by_rows
@@ -295,6 +296,56 @@ class Full(Files):
         if self.left <= 0 and len(buffer) >= 512:
             raise OSError(errno.ENOSPC, "No space left on device")
         return super().pwritev(descriptor, buffer, offset)
+
+
+class Failing(Files):
+    """A disk on which all calls of this name fail that move a group, once it is said."""
+
+    of = ""
+
+    def preadv(self, descriptor, buffer, offset):
+        return self._unless("preadv", buffer) or super().preadv(descriptor, buffer, offset)
+
+    def pwritev(self, descriptor, buffer, offset):
+        return self._unless("pwritev", buffer) or super().pwritev(descriptor, buffer, offset)
+
+    def _unless(self, name, buffer):
+        if name == self.of and len(buffer) >= 512:
+            raise OSError(errno.EIO, "Input/output error")
+
+
+def failing(folder):
+    """A disk that fails in process 1: both stop at the end of the same step, and go on from the last commit."""
+    files, disk = Failing(), jo.disk(folder / "disk")
+    disk.files = files
+    tx, params = jo.offload(INNER, min_bytes=0, disk=disk), model("fsdp")
+    state, step = tx.init(params), step_of(tx, params)
+    params, state, _ = trained(step, params, state, 0, 2)
+    disk.commit(2, {"params": params, "state": state})
+    *_, want = trained(step, params, state, 2, 4)
+    for of in ("preadv", "pwritev"):
+        tree, at = disk.resume({"params": model("fsdp"), "state": jo.abstract_state(tx, model("fsdp"))})
+        assert at == 2
+        params, state = tree["params"], tree["state"]
+        files.of, said = of if jax.process_index() == 1 else "", None
+        for k in range(2, 5):
+            try:
+                params, state, _ = step(params, state, batch(k))
+            except ValueError as error:
+                said = k, str(error)
+                break
+        assert said is not None, "no step is an error"
+        doing = "reading" if of == "preadv" else "writing"
+        assert f"in process 1 {doing} [1][0]." in said[1] and "Input/output error" in said[1], said
+        assert allgathered(said) == [[*said]] * 2
+        print("stopped", said[0], flush=True)
+        with pytest.raises(ValueError, match="did not end, in process 1"):
+            step(params, state, batch(5))
+        files.of = ""
+    tree, at = disk.resume({"params": model("fsdp"), "state": jo.abstract_state(tx, model("fsdp"))})
+    *_, found = trained(step, tree["params"], tree["state"], 2, 4)
+    np.testing.assert_array_equal(found, want)
+    disk.close()
 
 
 def stored(folder):

@@ -66,7 +66,7 @@ class Home:
     def put(self, name, x, rows=None):
         self.log.append(f"write {name}")
         written = lambda: self.log.append(f"{name} is written")  # noqa: E731
-        return SimpleNamespace(done=lambda: False, result=written)
+        return SimpleNamespace(done=lambda: False, exception=written)
 
     def advance(self):
         return 0
