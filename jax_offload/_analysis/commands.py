@@ -28,7 +28,7 @@ from jax_offload._analysis.optimizer import NO_ACTIVATIONS, of_optimizer
 from jax_offload._analysis.plan import plan as plan_of
 from jax_offload._analysis.plan import setting_of
 from jax_offload._analysis.synthetic import described
-from jax_offload._analysis.table import rows, sentences, tiers
+from jax_offload._analysis.table import heading, rows, sentences, tiers
 from jax_offload._analysis.targets import prepare
 from jax_offload._analysis.units import bytes_of
 from jax_offload._analysis.ways import disk_of
@@ -43,8 +43,9 @@ Exit codes:
   6  the step offloads nothing, or not really: inspect says why
   7  this machine cannot offload: the doctor says why
   8  what the commands need is not installed
-  9  the function of yours raises, or its module does"""
-WRONG, NOTHING_FITS, NOT_KNOWN, NOT_ON_THE_MESH, NOT_REAL, SELF_TEST_FAILED, NOT_INSTALLED, RAISES = range(2, 10)
+  9  the function of yours raises, or its module does
+  10  it may fit: the memory is between the ends of the estimate, and --target settles it"""
+WRONG, NOTHING_FITS, NOT_KNOWN, NOT_ON_THE_MESH, NOT_REAL, SELF_TEST_FAILED, NOT_INSTALLED, RAISES, MAYBE = range(2, 11)
 MOST = 1e15  # parameters, of a model that options describe
 PICTURES = (".png", ".svg", ".json")
 
@@ -121,6 +122,8 @@ def plan(target: str | None, as_json: bool, **options: Any) -> None:
         show(forecast)
     if forecast.recommended is None:
         raise SystemExit(NOTHING_FITS)
+    if forecast.maybe:
+        raise SystemExit(MAYBE)
 
 
 @click.command(epilog=EXIT_CODES)
@@ -279,7 +282,9 @@ def show(forecast: Forecast) -> None:
     for sentence in sentences(forecast):
         console.print(sentence, markup=False)
     if forecast.recommended is not None:
-        console.print("recommended:", *forecast.recommended.code.split("; "), sep="\n  ", markup=False, soft_wrap=True)
+        console.print(
+            heading(forecast), *forecast.recommended.code.split("; "), sep="\n  ", markup=False, soft_wrap=True
+        )
 
 
 commands = click.Group(

@@ -25,7 +25,7 @@ from jax_offload._interop.pipelined import Pipelined, pipelined
 from jax_offload._peak.donated import successors
 
 DRIVEN = "as given"
-_TURNED = ("jo.pipelined", "gradients too")
+TURNED = ("jo.pipelined", "gradients too")
 GIVES_UP = "the compiler gives up, as"
 ESTIMATED = "is estimated, not compiled, as the step cannot be turned round"
 
@@ -70,7 +70,7 @@ class Compiler:
         try:
             return _with(option, self._compiled(option.name), self.setting)
         except (TypeError, ValueError) as error:
-            if option.name not in _TURNED:
+            if option.name not in TURNED:
                 raise
             return dataclasses.replace(option, why_not=f"{option.name} {ESTIMATED}: {error}")
         except jax.errors.JaxRuntimeError as error:  # a TPU's compiler gives up where memory does not suffice
@@ -81,10 +81,10 @@ class Compiler:
 
     def compiles(self, name: str) -> bool:
         """Whether that row can be compiled."""
-        return name not in _TURNED or name in self.turned
+        return name not in TURNED or name in self.turned
 
     def _compiled(self, name: str) -> Compiled:
-        if name in _TURNED:
+        if name in TURNED:
             *args, names = self.args if self.named else (*self.args, {})
             return compiled(self.turned[name], tuple(args), names, self.target)
         if name == DRIVEN and self.driven is not None:
@@ -100,14 +100,17 @@ class Compiler:
         return compiled(jitted, tuple(given), {}, self.target)
 
 
-def turned_round(step: Any, base: Callable[..., Any], args: Sequence[Any], plain: ClosedJaxpr) -> dict[str, Pipelined]:
-    """The rows in which a step is turned round, by their names: what was given, or what ``jo.pipelined`` makes of the
-    step itself, ``base``. Carried are the arguments all of whose arrays are handed on.
+def turned_round(
+    step: Any, base: Callable[..., Any], args: Sequence[Any], plain: ClosedJaxpr, *, both: bool = False
+) -> dict[str, Pipelined]:
+    """The rows in which a step is turned round, by their names: what was given, with ``both`` the other one too, or
+    what ``jo.pipelined`` makes of the step itself, ``base``. Carried are the arguments all of whose arrays are handed
+    on.
 
     None where there are none of these, or where its arguments have no names.
     """
     if isinstance(step, Pipelined):
-        return {_TURNED[step.on_host]: step}
+        return {TURNED[h]: step.with_gradients(on_host=h) for h in (False, True) if both or h is step.on_host}
     try:
         given = inspect.signature(base).bind(*args)
     except (TypeError, ValueError):
@@ -126,7 +129,7 @@ def turned_round(step: Any, base: Callable[..., Any], args: Sequence[Any], plain
     if not carried or any(p.kind is not p.POSITIONAL_OR_KEYWORD for p in given.signature.parameters.values()):
         return {}
     names: dict[str, Any] = {"donate_argnames": carried, "static_argnames": static}
-    return dict(zip(_TURNED, (pipelined(base, **names), pipelined(base, gradients="host", **names)), strict=True))
+    return dict(zip(TURNED, (pipelined(base, **names), pipelined(base, gradients="host", **names)), strict=True))
 
 
 _OF_ALL_PROGRAMS = ("exposed", "overhead", "hidden", "hidden_from", "dram", "cores", "beside")

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,8 @@ from jax_offload._analysis.compiled_ways import DRIVEN
 from jax_offload._analysis.driven import First
 from jax_offload._analysis.exposure import BACKWARD, FORWARD
 from jax_offload._analysis.option import Option
-from jax_offload._analysis.queued import in_pieces
-from jax_offload._analysis.scanned import in_a_scan
+from jax_offload._analysis.queued import in_pieces, through_the_window
+from jax_offload._analysis.scanned import hidden_at, in_scans
 from jax_offload._analysis.setting import Setting, priced
 from jax_offload._analysis.streams import Streams, streams
 from jax_offload._analysis.work import all_flops, seconds
@@ -29,7 +30,7 @@ from jax_offload._emit.region import Moved
 from jax_offload._peak.donated import donations
 from jax_offload._peak.flattened import flattened, loop_of
 from jax_offload._peak.liveness import peak
-from jax_offload._peak.sharded import Division, collectives
+from jax_offload._peak.sharded import ALONE, Division, collectives
 from jax_offload._plan.in_scan import InScan
 from jax_offload._report.report import traced
 
@@ -38,6 +39,10 @@ from jax_offload._report.report import traced
 UNROLLED = 1.35
 # And the most that was seen below it, 9 % (24 layers on four devices: 1664 MiB, 1832 estimated; docs/estimates.md).
 BELOW = 0.9
+# The same of layers in one scan: of what an iteration needs beside its carry, where its matmuls wait for each other as
+# little (GPT 2.7B: 23968 MiB, 22934 estimated with 1657 of that; a Llama's attention 11535, and 9474 with 3414), and
+# below (24 layers clipped outside: 4616 MiB, 4744 estimated).
+ITERATION, BELOW_SCANNED = 0.65, 0.97
 SCANNED = 0.5  # of a step's operations in its two largest scans: one forward, one backward
 
 
@@ -52,17 +57,18 @@ class Traced:
     division: Division
     rematerialised: bool
 
-    def option(self, name: str, code: str, trace: Any, *, ahead: bool = False, pending: bool = False) -> Option:
+    def option(
+        self, name: str, code: str, trace: Any, *, ahead: bool = False, pending: bool = False, turned: Any = None
+    ) -> Option:  # fmt: skip
+        """``turned``: the trace of the turned step, of which the time is that."""
         moved, program = streams(trace), emitted(trace).jaxpr
         given = donations(program, len(program.invars))
         parameters, state, host = self._arguments(given)
         own = [0 if is_hosted(x) else _own(x) for x in self.leaves]
-        estimated, in_order = (
-            peak(program, given, early=early, division=self.division, own=own) for early in (True, False)
-        )
+        estimated, in_order = self._peaks(program, given, own)
         # XLA may scatter many gradients at once, and hold them whole until then
         put_together = sum(nbytes(x) - self.division.own(x) for x in self.gradients) if self.shards > 1 else 0
-        most = estimated if in_one_scan(program) else max(in_order, int(UNROLLED * estimated)) + put_together
+        most = in_order if in_one_scan(program) else max(in_order, int(UNROLLED * estimated)) + put_together
         gradients = sum(map(self.division.own, self.gradients))
         if moved.inside:
             gradients = max(0, gradients - moved.inside)  # those that are made and used in a scan never exist together
@@ -70,7 +76,8 @@ class Traced:
         gradients, rest = max(0, gradients + min(0, rest)), max(0, rest)
         away = gradients if pending else 0  # they wait on the host
         least = estimated - away
-        least = least if in_one_scan(program) else max(parameters + state, int(BELOW * least))
+        below = BELOW_SCANNED if in_one_scan(program) else BELOW
+        least = max(parameters + state, int(below * least))
         option = Option(
             name, code, parameters, gradients - away, state, moved.window, rest, estimated - away,
             (least, most - away), host + away, moved.loaded + away, moved.stored + away,
@@ -80,23 +87,29 @@ class Traced:
         if chip is None or compute is None or not option.link:
             return option
         moved = dataclasses.replace(moved, loaded=option.loaded, stored=option.stored)
-        exposed = self._exposed(trace, program, moved, chip, compute, ahead)
-        hidden = max(0.0, 1 - exposed / option.link)
-        start = self._hidden_from(trace, program, moved, chip, compute) if ahead else None
+        if turned is not None and any(isinstance(each.update, Moved) for each in updates_in(turned)):
+            exposed, most = self._exposed(turned, emitted(turned).jaxpr, streams(turned), chip, compute, False)
+            times, tokens = hidden_at(_scans(turned), exposure.link_of(chip), chip, self.shards), self.setting.tokens
+            start = None if times is None or tokens is None else math.ceil(times * tokens)
+        else:
+            exposed, most = self._exposed(trace, program, moved, chip, compute, ahead)
+            start = self._hidden_from(trace, program, moved, chip, compute) if ahead else None
         return dataclasses.replace(
-            option, exposed=exposed, overhead=exposed / compute, hidden=hidden, hidden_from=start
-        )
+            option, exposed=exposed, overhead=exposed / compute, exposed_range=(exposed, most),
+            overhead_range=(exposed / compute, most / compute), hidden=max(0.0, 1 - exposed / option.link),
+            hidden_from=start,
+        )  # fmt: skip
 
     def driven(self, code: str, moved: Streams, first: First, donated: Sequence[bool]) -> Option:
         """A step of whose update the host's cores make a part, by its first program."""
         inner = traced(first.jitted.__wrapped__, *first.args)
         given = [k < len(first.args[0]) for k in range(len(inner.jaxpr.invars))]
         beside = sum(_own(x) for x in first.elsewhere.values() if not is_hosted(x))
-        estimated, in_order = (peak(inner.jaxpr, given, early=early) + beside for early in (True, False))
         scanned = in_one_scan(inner.jaxpr)
-        most = estimated if scanned else max(in_order, int(UNROLLED * estimated))
+        estimated, in_order = (n + beside for n in self._peaks(inner.jaxpr, given, None))
+        most = in_order if scanned else max(in_order, int(UNROLLED * estimated))
         parameters, state, host = self._arguments(donated)
-        least = estimated if scanned else max(parameters + state, int(BELOW * estimated))
+        least = max(parameters + state, int((BELOW_SCANNED if scanned else BELOW) * estimated))
         rest = max(0, estimated - parameters - state)
         gradients = min(rest, sum(map(self.division.own, self.gradients)))
         cores, files = moved.cores, moved.files
@@ -112,10 +125,18 @@ class Traced:
         # the gradient of stacked layers is one array, which goes down when the scan is over
         return priced(option, self.setting, 0.0 if scanned else BACKWARD, cores, files, first.cut)
 
+    def _peaks(self, program: Any, given: Sequence[bool], own: Sequence[int] | None) -> tuple[int, int]:
+        """With each operation as early as it can be; and in the order of the trace, or, of layers in one scan, with as
+        much more in an iteration as was seen: there too XLA puts off what would free memory."""
+        scanned, division = in_one_scan(program), self.division if own else ALONE
+        find = partial(peak, program, given, division=division, own=own, rounds=self.setting.rounds)
+        return find(early=True), find(early=scanned, slack=ITERATION if scanned else 0.0)
+
     def _exposed(
         self, trace: Any, program: Any, moved: Streams, chip: Chip, compute: float, ahead: bool
-    ) -> float:  # fmt: skip
-        """What moves inside a scan is hidden behind that; the rest behind a part of the step, or nothing.
+    ) -> tuple[float, float]:  # fmt: skip
+        """Seconds, at least and at most. What moves inside a scan is hidden behind that; the rest behind a part of the
+        step, or nothing, and where XLA's scheduler alone says when, behind nothing at most.
 
         Behind the updates themselves nothing is: they read what has come, and make what is to go. Nor is what nothing
         goes the other way with: of a loop its first chunk and its last.
@@ -125,14 +146,13 @@ class Traced:
         paired = looped - unpaired
         alone = link.seconds(paired, paired) + link.one_after_the_other(unpaired, unpaired)
         found = [each.update for each in updates_in(trace)]
-        parts = [update for update in found if isinstance(update, Moved)]
-        scans = [part.plan for part in parts if isinstance(part.plan, InScan)]
+        scans = _scans(trace)
         gathered, reduced = (
             n / chip.reached.interconnect for n in collectives(self.leaves, self.gradients, self.shards)
         )
         # in a scan a row's update waits for its gradient's reduction, which so hides nothing
         beside = gathered / max(1, sum(plan.scan.length for plan in scans))
-        inside = sum(in_a_scan(plan, link, chip, self.shards, beside, first=k == 0) for k, plan in enumerate(scans))
+        inside, late = in_scans(scans, link, chip, self.shards, beside)
         rest = moved.inside + looped
         outside = link.seconds(moved.loaded - rest, max(0, moved.stored - rest))
         own = self._of_updates(trace, chip)
@@ -141,8 +161,11 @@ class Traced:
         last = 0.0 if ahead or not share else moved.tail / link.store
         behind = share * max(0.0, compute - own) + (0.0 if ahead or not share else gathered + reduced)
         left = max(0.0, outside - behind) + last
-        queued = in_pieces(trace.jaxpr, chip, link) if self.shards == 1 and not ahead else None
-        return max(alone + inside + left, queued or 0.0)  # the least, both
+        if self.shards == 1 and not ahead and (queued := in_pieces(trace.jaxpr, chip, link)) is not None:
+            least = max(alone + inside + left, queued)
+            return least, least  # gates say when
+        waits = 0.0 if ahead or not share else through_the_window(found, link)
+        return alone + inside + left, alone + late + max(left, waits)
 
     def _of_updates(self, trace: Any, chip: Chip) -> float:
         """Seconds of the updates' own arithmetic, which reads what has come."""
@@ -172,6 +195,12 @@ class Traced:
             elif handed_on:
                 state += own
         return parameters, state, host
+
+
+def _scans(trace: Any) -> list[InScan]:
+    """Those with updates inside."""
+    parts = [each.update for each in updates_in(trace) if isinstance(each.update, Moved)]
+    return [part.plan for part in parts if isinstance(part.plan, InScan)]
 
 
 def _own(x: Any) -> int:

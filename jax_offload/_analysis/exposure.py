@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+
 from jax_offload._analysis.chips import Chip
 
+ROUNDED = (None, "default", "fastest", "bfloat16")  # precisions of matmuls at which a TPU rounds what they read
 BACKWARD, FORWARD = 2 / 3, 1 / 3
 
 
@@ -57,6 +60,13 @@ def link_of(chip: Chip) -> Link:
 def speed(chip: Chip, dtype: str) -> float:
     """Operations per second of large matmuls of a dtype."""
     return chip.reached.bf16 if dtype in ("bfloat16", "float16") else chip.reached.f32
+
+
+def multiplied(chip: Chip, dtype: str) -> str:
+    """In which dtype matmuls compute, of arrays of this one: a TPU rounds these to bfloat16, unless jax is asked for
+    more (``jax_default_matmul_precision``)."""
+    rounds = chip.platform == "tpu" and jax.config.jax_default_matmul_precision in ROUNDED  # pyright: ignore
+    return "bfloat16" if rounds else dtype
 
 
 def exposed(link: float, compute: float, share: float) -> float:

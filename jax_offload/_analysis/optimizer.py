@@ -58,6 +58,7 @@ def of_optimizer(
     """``activations``: bytes of them on a device, where something is known of the model. ``called``: the optimizer, in
     the lines of code."""
     check_params(params)
+    _check_arrays(params)
     check_mesh(params, mesh)
     leaves = jax.tree.leaves(params)
     matrices = sum(math.prod(np.shape(x)) for x in leaves if np.ndim(x) >= 2)
@@ -250,6 +251,16 @@ def smallest_share(leaves: Sequence[Leaf], room: int) -> float:
 def _offloads_inside(tx: Any, params: Any) -> bool:
     rows = placed_leaves(tx, params)[0]
     return any(leaf.why != (outside := unmanaged(aval).why) and bool(outside) for leaf, aval, _ in rows)
+
+
+def _check_arrays(params: Any) -> None:
+    """Raises ``TypeError`` for a Python number: optax takes it, but what it will be has no bytes yet."""
+    for path, x in jax.tree_util.tree_flatten_with_path(params)[0]:
+        if not hasattr(x, "dtype"):
+            raise TypeError(
+                f"params: plan takes arrays, or what has shape and dtype; {jax.tree_util.keystr(path)} is {x!r}, a "
+                f"{type(x).__name__}. Give jnp.asarray({x!r}), or jax.ShapeDtypeStruct((), 'float32')."
+            )
 
 
 def check_mesh(params: Any, mesh: Any) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from jax_offload._analysis.units import in_seconds
 
 ON_DISK = "on disk"  # the row that nobody has asked for
+WORTH_A_RANGE = 0.01  # of a step: what is closer together prints as one number, the least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +32,12 @@ class Option:
       link_serial: the same, one way after the other.
       exposed: seconds of that which the step's own arithmetic does not hide; ``None`` where the tokens are not known.
       overhead: ``exposed`` beside the step without transfers: 0.05 is 5 % longer.
+      exposed_range: the least and the most that ``exposed`` may be by XLA's schedule, where it is estimated of a step;
+        ``None`` elsewhere.
+      overhead_range: the same of ``overhead``.
       hidden: share of ``link`` that is hidden; where there is a disk, of the longer one of ``io`` and ``link_serial``.
       hidden_from: tokens per step from which all of it is hidden; ``None`` where a part never is, or what tells is not
-        known: of a step that is given, of a pipelined one alone.
+        known: of a step that is given, of a pipelined one alone, whose first row is loaded before anything.
       disk: bytes of state on disk; the files take twice that. Exact.
       read: bytes that a step reads from it. Exact.
       written: bytes that it writes there. Exact.
@@ -72,6 +76,8 @@ class Option:
     link_serial: float | None = None
     exposed: float | None = None
     overhead: float | None = None
+    exposed_range: tuple[float, float] | None = None
+    overhead_range: tuple[float, float] | None = None
     hidden: float | None = None
     hidden_from: int | None = None
     disk: int = 0
@@ -103,5 +109,7 @@ def added(option: Option) -> str:
     if option.overhead is None and option.dram:
         return "?" if option.cores is None or option.link is None else in_seconds(max(option.cores, option.link))
     if option.overhead is not None:
-        return f"+{option.overhead:.1%}" if option.overhead else "0"
+        low, high = option.overhead_range or (option.overhead, option.overhead)
+        least = f"+{low:.1%}" if low else "0"
+        return least if high - low < WORTH_A_RANGE else f"{least.removesuffix('%')}–{high:.1%}"
     return "0" if not option.loaded and not option.stored else "?" if option.link is None else in_seconds(option.link)

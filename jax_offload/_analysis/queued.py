@@ -6,7 +6,7 @@ of the next group for that value; so a large slice is on its way up or down, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax_offload._analysis.chips import Chip
@@ -41,6 +41,24 @@ def in_pieces(jaxpr: Jaxpr, chip: Chip, link: Link) -> float | None:
                 load = max(load, gate) + seconds
                 store = stored[-1] = max(store, load, last + waited) + seconds
     return max(total + waited, store) - total
+
+
+def through_the_window(updates: Sequence[Update | Moved], link: Link) -> float:
+    """Seconds of the slices that are whole and in no loop, one after the other through their window, if nothing hides
+    them: a load waits for the stores that make room for it, and large slices go one way at a time."""
+    load = store = 0.0
+    for update in updates:
+        for each in update.plan.passes if isinstance(update, Update) else ():
+            ends: list[float] = []
+            for p in each.slices:
+                if p.in_chunks or p.on_cores or p.window.own_loop:
+                    ends.append(store)
+                    continue
+                seconds = p.slice.loaded_bytes / link.both
+                load = max(load, ends[p.once_stored] if p.once_stored >= 0 else 0.0) + seconds
+                store = max(store, load) + seconds
+                ends.append(store)
+    return store
 
 
 def _is_gate(eqn: Equation) -> bool:

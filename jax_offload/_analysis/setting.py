@@ -29,7 +29,7 @@ class Setting:
     Attributes:
       memory: bytes of one device; a ``budget`` where they were given: then the window may have what is left of them.
       devices: how many, and how many on a host.
-      dtype: in which the matmuls compute.
+      dtype: of the parameters, in which the matmuls compute; on a TPU these round it.
       seconds: of a step's arithmetic where it is known otherwise than by tokens.
       drive: that a state on disk is on; ``drives``: how many of them it is spread over.
     """
@@ -47,11 +47,17 @@ class Setting:
     drives: int = 1
 
     @property
+    def rounds(self) -> bool:
+        """Whether the chip's matmuls round float32 to bfloat16, unless a step asks for more."""
+        return self.chip is not None and self.chip.platform == "tpu"
+
+    @property
     def seconds_per_token(self) -> float | None:
         """Of arithmetic, with all devices at work."""
         if self.chip is None or self.flops_per_token is None:
             return None
-        return self.flops_per_token / self.devices[0] / exposure.speed(self.chip, self.dtype)
+        dtype = exposure.multiplied(self.chip, self.dtype)
+        return self.flops_per_token / self.devices[0] / exposure.speed(self.chip, dtype)
 
     @property
     def compute(self) -> float | None:

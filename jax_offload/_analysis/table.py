@@ -38,6 +38,11 @@ class Printed:
             return 0
         return max(0, smallest(self.options, self.device_memory).peak_range[0] - self.device_memory)
 
+    @property
+    def maybe(self) -> bool:
+        """Whether what is recommended may fit, or not: the memory is between the ends of its estimate."""
+        return self.device_memory is not None and self.recommended is not None and self.recommended.fits is None
+
     def per_host(self, option: Option) -> int:
         """Bytes of pinned memory on one host, for all of its devices."""
         return option.host * self.devices[1]
@@ -47,7 +52,7 @@ class Printed:
         if self.recommended is None:
             lacking = f": short of {in_bytes(self.missing)} on each device" if self.missing else ""
             return f"nothing fits{lacking}"
-        maybe = ", which may fit" if self.device_memory is not None and self.recommended.fits is None else ""
+        maybe = ", which may fit" if self.maybe else ""
         return f"{self.recommended.name}{maybe}: {self.recommended.code}"
 
     def __repr__(self) -> str:
@@ -109,8 +114,13 @@ def text(forecast: Printed) -> str:
     for sentence in sentences(forecast):
         lines += textwrap.wrap(sentence, WIDTH, subsequent_indent="  ", break_long_words=False)
     if forecast.recommended is not None:
-        lines += ["recommended:", *(f"  {line}" for line in forecast.recommended.code.split("; "))]
+        lines += [heading(forecast), *(f"  {line}" for line in forecast.recommended.code.split("; "))]
     return "\n".join(lines)
+
+
+def heading(forecast: Printed) -> str:
+    """Of the line of code."""
+    return "recommended, and may fit:" if forecast.maybe else "recommended:"
 
 
 def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
@@ -173,7 +183,9 @@ def _time(forecast: Printed, option: Option) -> list[str]:
         found[0] += f"; hidden from {option.hidden_from:,} tokens per step on"
     if forecast.compute is not None and option.exposed is not None:
         adds = "it and the disk add" if option.disk else "it adds"
-        found[0] += f"; of a step of {in_seconds(forecast.compute)} {adds} {in_seconds(option.exposed)}"
+        low, high = option.exposed_range or (option.exposed, option.exposed)
+        most = f" to {in_seconds(high)}" if in_seconds(high) != in_seconds(low) else ""
+        found[0] += f"; of a step of {in_seconds(forecast.compute)} {adds} {in_seconds(low)}{most}"
     return found
 
 

@@ -153,7 +153,7 @@ def _wide(state: Any) -> list[tuple[str, Any]]:
     """The float32 arrays, by their paths."""
     leaves = jax.tree_util.tree_flatten_with_path(state)[0]
     return [(keystr(path, simple=True, separator="/"), x) for path, x in leaves
-            if getattr(x, "ndim", 0) and x.dtype == jnp.float32]  # fmt: skip
+            if getattr(x, "ndim", 0) and x.size and x.dtype == jnp.float32]  # fmt: skip
 
 
 def replicated_axes(params: Iterable[Any]) -> tuple[str, ...]:

@@ -8,13 +8,21 @@ from typing import Any
 
 import jax
 
-from jax_offload._analysis.compiled_ways import DRIVEN, ESTIMATED, GIVES_UP, Compiler, compiled_labels, turned_round
+from jax_offload._analysis.compiled_ways import (
+    DRIVEN,
+    ESTIMATED,
+    GIVES_UP,
+    TURNED,
+    Compiler,
+    compiled_labels,
+    turned_round,
+)
 from jax_offload._analysis.driven import first_program, in_memory, is_driven, on_files, on_the_device
 from jax_offload._analysis.estimated_ways import Traced, rematerialises
 from jax_offload._analysis.forecast import Forecast
 from jax_offload._analysis.measured import devices_of
 from jax_offload._analysis.optimizer import dtype_of
-from jax_offload._analysis.option import Option
+from jax_offload._analysis.option import Option, added
 from jax_offload._analysis.resident import on_device, resident
 from jax_offload._analysis.setting import Setting, of_the_cores, of_the_disk
 from jax_offload._analysis.streams import streams
@@ -34,7 +42,7 @@ from jax_offload._step.rewritten import rewritten
 
 LABELS = (("host, each way, window", "exact"), ("peak, activations, hidden, added", "estimated, from the trace"))
 RESIDENT = "the inner optimizer, without offload; step = jax.jit(step, donate_argnums=...)"
-OWN, AHEAD = "jo.jit", "jo.pipelined"
+OWN, (AHEAD, PENDING) = "jo.jit", TURNED
 DEVICE_WAYS = "jax.jit", OWN
 SOLVES = (
     "plan(make, tx) solves for the smallest fraction and the largest window that fit, where make(tx) makes the step"
@@ -92,10 +100,11 @@ def of_step(
         of_this.option(OWN, "step = jo.jit(step, donate_argnums=...)", own),
     ]
     if streams(plain).norm or isinstance(step, Pipelined):
-        code = "step = jo.pipelined(step, donate_argnames=...)"
-        options.append(of_this.option(AHEAD, code, plain, ahead=True))
-        code = 'step = jo.pipelined(step, donate_argnames=..., gradients="host")'
-        options.append(of_this.option("gradients too", code, plain, ahead=True, pending=True))
+        trains = {} if setting.chip is None else turned_round(step, base, args, plain, both=True)
+        traces = {name: _turned(train, args) for name, train in trains.items()}
+        for name, more in (AHEAD, ""), (PENDING, ', gradients="host"'):
+            code, own = f"step = jo.pipelined(step, donate_argnames=...{more})", traces.get(name)
+            options.append(of_this.option(name, code, plain, ahead=True, pending=name == PENDING, turned=own))
     first, starts = None, list[str]()
     if driven is not None:
         given_away = donations(emitted(plain).jaxpr, len(leaves))
@@ -135,8 +144,11 @@ def of_step(
             f"hidden from how many tokens on: a pipelined row tells it{given}; of others the first load never is"
         )
     if options[1].peak_range[0] < options[1].peak_range[1]:
-        notes.append("layers that are not in one scan: XLA may put off what would free memory, so the peak is a range, "
-                     "and begin loads late, so what is added is the least")  # fmt: skip
+        notes.append("layers that are not in one scan: XLA may put off what would free memory, so the peak is a range")
+    if any("–" in added(option) for option in options):
+        notes.append("when a copy begins is XLA's choice, so what is added may be a range: at least with each as early "
+                     "as it can be; at most, of updates in a scan, as late as was seen, of others with nothing "
+                     "hidden; target= settles it")  # fmt: skip
     if shards > 1:
         notes.append(f"on {shards} devices what has no parameter's shape counts as divided evenly")
         if gathered_ahead(leaves, gradients):
@@ -148,6 +160,16 @@ def of_step(
 def _by_position(fun: Callable[..., Any]) -> Callable[..., Any]:
     """Of its arguments, and a dict of those with names as the last one."""
     return lambda *args: fun(*args[:-1], **args[-1])
+
+
+def _turned(train: Pipelined, args: Sequence[Any]) -> Any:
+    """The trace of a turned step; ``None`` where it cannot be turned round."""
+    try:
+        it, given, _ = train.turned(*args)
+        with step_described():
+            return traced(it.whole_step, *given)
+    except (TypeError, ValueError):
+        return None
 
 
 def _solves(options: Sequence[Option], setting: Setting) -> list[str]:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-import jax
-
 from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.exposure import speed
-from jax_offload._base.flops import MATMULS, own_flops
+from jax_offload._base.flops import MATMULS, at_default_precision, own_flops
 from jax_offload._base.jaxprs import Equation, Jaxpr
 from jax_offload._ir.primitives import REDUCE
 from jax_offload._peak.flattened import Flattened, bodies, flattened, loop_of
@@ -96,9 +94,6 @@ def all_flops(jaxpr: Jaxpr) -> float:
 
 def _dtype(eqn: Equation, chip: Chip) -> str:
     """In which it is computed: a TPU rounds what a matmul multiplies to bfloat16, unless the step asks for more."""
-    if chip.platform == "tpu" and eqn.primitive.name in MATMULS:
-        asked = eqn.params.get("precision")
-        asked = asked if isinstance(asked, tuple) else (asked,)
-        if all(each in (None, jax.lax.Precision.DEFAULT) for each in asked):
-            return "bfloat16"
+    if chip.platform == "tpu" and eqn.primitive.name in MATMULS and at_default_precision(eqn):
+        return "bfloat16"
     return str(eqn.invars[0].aval.dtype) if eqn.invars else "float32"

@@ -5,11 +5,19 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax
 import jax.extend.core as jex
 
 from jax_offload._base.private import operands_of
 
 MATMULS = frozenset(("dot_general", "conv_general_dilated"))
+
+
+def at_default_precision(eqn: Any) -> bool:
+    """Of a matmul or a convolution, whether it asks for no more: then a TPU rounds what it reads to bfloat16."""
+    asked = eqn.params.get("precision")
+    asked = asked if isinstance(asked, tuple) else (asked,)
+    return all(each in (None, jax.lax.Precision.DEFAULT) for each in asked)
 
 
 def own_flops(eqn: Any) -> float:

@@ -9,6 +9,7 @@ Nothing is compiled. What XLA does with equations is approximated by a few rules
 - A loop holds what it stacks from its beginning on, and beside it what one iteration needs at most: its carry, the rows
   that its matmuls read.
 - Donated arguments are written over by the results of their type.
+- On a TPU what a loop stacks in float32, and only matmuls read, takes half: they round it to bfloat16.
 - Operations run in the order of the trace; or each as soon as it can, which is the least that a scheduler might need.
 """
 
@@ -23,6 +24,7 @@ from jax_offload._base.jaxprs import Jaxpr
 from jax_offload._ir.primitives import REDUCE
 from jax_offload._peak.donated import paired_with
 from jax_offload._peak.flattened import Flattened, Loop, Node, bodies, flattened, loop_of
+from jax_offload._peak.rounded import rounded
 from jax_offload._peak.sequence import FUSED, GATE, IN_PLACE, as_soon_as_they_can
 from jax_offload._peak.sharded import ALONE, Division
 
@@ -51,7 +53,7 @@ class Event:
 
 def peak(
     jaxpr: Jaxpr, donated: Sequence[bool], *, early: bool = False, division: Division = ALONE,
-    own: Sequence[int] | None = None,
+    own: Sequence[int] | None = None, rounds: bool = False, slack: float = 0.0,
 ) -> int:  # fmt: skip
     """Bytes on a device at the worst moment, arguments and results included.
 
@@ -61,10 +63,12 @@ def peak(
       early: whether operations run as soon as they can.
       division: how arrays are divided between devices.
       own: bytes of each input on one device, where that does not tell.
+      rounds: whether matmuls round float32 to bfloat16, as on a TPU.
+      slack: of what an iteration of a loop needs beside its carry, how much more it may be.
     """
     program = flattened(jaxpr, division)
     given = [False] * (len(program.inputs) - len(donated)) + list(donated)
-    lives = Lives(program, early, division)
+    lives = Lives(program, early, division, rounds, slack)
     lives.sizes.update(zip(program.inputs[len(program.inputs) - len(own or ()) :], own or (), strict=True))
     paired = paired_with(program, given)
     lives.sizes.update((new, lives.sizes[old]) for new, old in paired.items())
@@ -75,9 +79,12 @@ def peak(
 class Lives:
     """Of a program's buffers."""
 
-    def __init__(self, program: Flattened, early: bool, division: Division = ALONE) -> None:
-        self.program, self.early, self.division = program, early, division
-        self.sizes = dict(program.sizes)
+    def __init__(
+        self, program: Flattened, early: bool, division: Division = ALONE, rounds: bool = False, slack: float = 0.0
+    ) -> None:
+        self.program, self.early, self.division, self.rounds, self.slack = program, early, division, rounds, slack
+        halved = rounded(program) if rounds else set[int]()
+        self.sizes = {k: n // 2 if k in halved else n for k, n in program.sizes.items()}
         self.full: dict[int, int] = {}  # a parameter that is divided -> the whole one, gathered for matmuls
         self.roots: dict[int, tuple[int, ...]] = {}  # of what is fused: the buffers that it is made of
         self.events: list[Event] = []
@@ -179,6 +186,7 @@ class Lives:
             stacked, carry = list(node.makes[loop.carry :]), list(node.makes[: loop.carry])
             self.sizes.update((new, self.sizes[old]) for old, new in zip(begun, carry, strict=True) if old >= 0)
             most = self._of_loop(loop, [self.sizes[k] for k in carry])
+            most += int(self.slack * max(0, most - sum(self.sizes[k] for k in carry)))
             self.events.append(Event(list(node.reads), stacked, most, node=node, taken=carried))
             self.events.append(Event([], carry))
         elif inner := bodies(node.eqn):
@@ -230,7 +238,7 @@ class Lives:
             start = len(program.inputs) - len(loop.body.invars)
             inputs = program.inputs[start:]
             carry, rows = inputs[loop.consts : loop.consts + loop.carry], inputs[loop.consts + loop.carry :]
-            lives = Lives(program, False, self.division)
+            lives = Lives(program, False, self.division, self.rounds)
             lives.inside = self.inside
             lives.sizes.update(dict.fromkeys(program.inputs[:start] + inputs[: loop.consts], 0))
             nexts = program.outputs[: loop.carry]
@@ -243,7 +251,7 @@ class Lives:
 
     def _of_branch(self, body: Jaxpr) -> int:
         program = flattened(body, self.division)
-        lives = Lives(program, False, self.division)
+        lives = Lives(program, False, self.division, self.rounds)
         lives.inside = self.inside
-        lives.sizes = {**program.sizes, **dict.fromkeys(program.inputs, 0), **{k: 0 for k in program.outputs if k >= 0}}
+        lives.sizes = {**lives.sizes, **dict.fromkeys(program.inputs, 0), **{k: 0 for k in program.outputs if k >= 0}}
         return lives.peak(owned=(), kept=(), results=program.outputs, paired={})

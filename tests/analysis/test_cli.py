@@ -191,6 +191,31 @@ def resident():
 """
 
 
+def test_between_the_ends_of_an_estimate_it_may_fit(tmp_path, monkeypatch):
+    """As the API says it, and by an exit code of its own."""
+    (tmp_path / "unrolled_for_test.py").write_text(
+        textwrap.dedent("""
+            import jax, jax.numpy as jnp, optax, jax_offload as jo
+            def step():
+                tx, w = jo.offload(optax.adamw(1e-3)), jax.ShapeDtypeStruct((512, 512), "float32")
+                params = {"a": w, "b": w}
+                def loss(p, x):
+                    return (jnp.tanh(x @ p["a"]) @ p["b"]).sum()
+                def step(p, s, x):
+                    return jo.update_params(tx, jax.grad(loss)(p, x), s, p)
+                return step, params, jo.abstract_state(tx, params), w
+        """)
+    )
+    monkeypatch.chdir(tmp_path)
+    target = "plan", "unrolled_for_test:step"
+    rows = {row["name"]: row for row in json.loads(run(*target, "--json").stdout)["options"]}
+    most = min(row["peak_range"][1] for row in rows.values())
+    between = run(*target, "--device-memory", most - 1)
+    assert between.exit_code == 10 and "maybe" in between.stdout and "recommended, and may fit:" in between.stdout
+    surely = run(*target, "--device-memory", most)
+    assert surely.exit_code == 0 and "recommended:" in surely.stdout
+
+
 def test_inspect(tmp_path, monkeypatch):
     (tmp_path / "steps_for_test.py").write_text(STEPS)
     monkeypatch.chdir(tmp_path)

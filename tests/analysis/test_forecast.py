@@ -162,6 +162,24 @@ def test_on_a_mesh_bytes_are_per_device_and_the_state_can_be_divided():
     assert forecast.compute == pytest.approx(2**20 * 6 * 24 * 4096**2 / 16 / 320e12)
 
 
+def test_a_tpu_multiplies_float32_as_bfloat16_unless_asked_for_more():
+    """Both take the time of bfloat16; a GPU multiplies float32 by its own speed."""
+    n, chip = 24 * 4096**2, jo.chip("v5e")
+
+    def compute(name, precision=None):
+        with jax.default_matmul_precision(precision):
+            return jo.plan(ADAMW, STACKED, chip=name, tokens_per_step=4096).compute
+
+    assert compute("v5e") == compute("v5e", "bfloat16") == pytest.approx(6 * n * 4096 / chip.reached.bf16)
+    assert compute("v5e", "highest") == pytest.approx(6 * n * 4096 / chip.reached.f32)
+    assert compute("h100") == pytest.approx(6 * n * 4096 / jo.chip("h100").reached.f32)
+
+
+def test_a_number_is_no_parameter():
+    with pytest.raises(TypeError, match=r"params: plan takes arrays.*\['w'\] is 3.0, a float. Give jnp.asarray"):
+        jo.plan(ADAMW, {"w": 3.0})
+
+
 def test_what_is_given_already():
     given = jo.offload(ADAMW, select="w", storage="bfloat16")
     assert [option.name for option in jo.plan(given, STACKED).options] == ["resident", "as given", "on the cores"]

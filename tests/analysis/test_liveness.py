@@ -72,6 +72,23 @@ def test_a_slice_is_written_in_place():
     assert at_peak(write, matrix(8), matrix(1)) == 17  # a copy: the argument is not donated
 
 
+def test_a_tpu_keeps_in_half_what_only_matmuls_read():
+    """Eight rows of 1 MiB that a loop stacks for a second one; not where that adds them up, or asks for more."""
+
+    def fun(x, read):
+        last, rows = jax.lax.scan(lambda c, _: (jnp.tanh(c @ c), c), x, None, length=8)
+        return jax.lax.scan(lambda c, row: (read(c, row), None), last, rows)[0]
+
+    def spared(read):
+        jaxpr = jax.make_jaxpr(lambda x: fun(x, read))(matrix()).jaxpr
+        as_it_is, on_a_tpu = (peak(jaxpr, [False], rounds=rounds) for rounds in (False, True))
+        return (as_it_is - on_a_tpu) / MIB
+
+    assert spared(lambda c, row: c @ row) == spared(lambda c, row: c @ row.T) == 4
+    assert spared(lambda c, row: c @ row + row) == spared(lambda c, row: c + row) == 0
+    assert spared(lambda c, row: jnp.matmul(c, row, precision="highest")) == 0
+
+
 def test_gradients_go_as_soon_as_they_can():
     """Four layers, w - g: all gradients in the order of the trace, one at a time early."""
 
@@ -132,8 +149,8 @@ def test_the_estimated_peak_is_near_the_compiled_one(stacked, inner, way, compil
     option = jo.plan(step, *args)[way]
     assert option.peak / MIB == pytest.approx(compiled, rel=0.05)
     low, high = option.peak_range
-    assert (low == high) is stacked
-    assert stacked or low <= compiled * MIB <= high
+    assert low <= compiled * MIB <= high
+    assert (high < 1.1 * option.peak) is stacked
 
 
 def test_a_step_s_forecast():
@@ -265,16 +282,18 @@ def test_a_pipelined_step_is_planned_as_the_step_that_it_turns_round():
 
 
 def test_a_step_that_is_pipelined_has_that_row_without_clipping_too():
-    """As many tokens as it says hide its transfers, and no fewer."""
+    """As many tokens as it says hide its transfers, but for the first row's load, and no fewer."""
     step, args = step_and_args(jo.offload(ADAMW), True, 4096)
     train = jo.pipelined(step, donate_argnames=("params", "state"))
     forecast = jo.plan(train, *args, chip="h200", tokens_per_step=4096)
     row = forecast["jo.pipelined"]
     assert row.exposed > 0 and "gradients too" in [option.name for option in forecast.options]
     assert "jo.pipelined" not in [option.name for option in jo.plan(step, *args).options]
-    for tokens, hidden in (row.hidden_from * 1.05, True), (row.hidden_from * 0.95, False):
+    first = row.loaded / 24 / exposure.link_of(chip("h200")).load
+    for tokens, hidden in (row.hidden_from * 1.1, True), (row.hidden_from * 0.9, False):
         step, args = step_and_args(jo.offload(ADAMW), True, int(tokens))
-        assert (jo.plan(train, *args, chip="h200")["jo.pipelined"].exposed == 0) is hidden
+        exposed = jo.plan(train, *args, chip="h200")["jo.pipelined"].exposed
+        assert (exposed == pytest.approx(first)) is hidden and exposed >= 0.99 * first
     assert forecast["jo.jit"].hidden_from is None and "a pipelined row tells it" in str(forecast)
 
 

@@ -9,7 +9,8 @@ import pytest
 import jax_offload as jo
 from jax_offload._analysis.chips import chip
 from jax_offload._analysis.exposure import link_of
-from jax_offload._analysis.queued import in_pieces
+from jax_offload._analysis.queued import in_pieces, through_the_window
+from jax_offload._emit.find import updates_in
 from jax_offload._report.report import traced
 from jax_offload._step.rewritten import rewritten
 from tests.aot.model import ADAMW, CLIPPED, step_of
@@ -25,11 +26,15 @@ def loss(params, x):
 
 
 def step(inner):
+    return plain(inner, rewritten)
+
+
+def plain(inner, how=lambda step: step, **options):
     shapes = itertools.pairwise(WIDTHS)
     params = {f"w{k}": jax.ShapeDtypeStruct(shape, jnp.float32) for k, shape in enumerate(shapes)}
-    tx = jo.offload(inner)
+    tx = jo.offload(inner, **options)
     args = params, jo.abstract_state(tx, params), jax.ShapeDtypeStruct((8, 2048), jnp.float32)
-    return traced(rewritten(step_of(tx, loss, update_params=True)), *args)
+    return traced(how(step_of(tx, loss, update_params=True)), *args)
 
 
 def test_large_pieces_go_one_way_at_a_time():
@@ -38,6 +43,15 @@ def test_large_pieces_go_one_way_at_a_time():
     link = link_of(chip("h200"))
     unit = 32 * MIB / link.both
     assert in_pieces(step(ADAMW).jaxpr, chip("h200"), link) == pytest.approx(18 * unit, rel=0.03)
+
+
+def test_through_the_window_nothing_is_hidden():
+    """In 32 MiB loads of 1, 4, 1, 4, 1, with room for 10: they end at 1, 5, 6, 10, 11, and stores at 2, 9, 10, 14, 15.
+    With room for 5 a load waits for the stores of the one before that: stores end at 2, 9, 10, 17 and 18."""
+    link = link_of(chip("h200"))
+    for room, end in (10, 15), (5, 18):
+        found = [each.update for each in updates_in(plain(ADAMW, window=room * 32 * MIB))]
+        assert through_the_window(found, link) == pytest.approx(end * 32 * MIB / link.both, rel=0.01)
 
 
 def test_an_update_that_is_in_no_pieces():

@@ -226,16 +226,18 @@ def rows(models: Iterator[Model]) -> Iterator[str]:
         for way in model.ways:
             option, m = forecast[way], model.compiled(way)
             low, high = (n / MIB for n in option.peak_range)
-            estimate = f"{low:.0f}" if low == high else f"{low:.0f}–{high:.0f}"
+            estimate = f"{option.peak / MIB:.0f} ({low:.0f}–{high:.0f})"
             off = round(option.peak / MIB / m.peak - 1, 3)
             miss = f"{off:+.1%}" if off else "0.0%"
             t = m.timeline(model.chip.partition(":")[0])
             # the share of the step: what the simulated schedule exposes, and what is predicted, of the simulated step
-            simulated, predicted = t.exposed / t.step, (option.exposed or 0.0) / t.step
-            held = "" if low * 0.9 <= m.peak <= high * 1.1 else " **missed**"
+            simulated, (least, most) = t.exposed / t.step, (x / t.step for x in option.exposed_range or (0.0, 0.0))
+            predicted = f"{least:.0%}" if most - least < 0.01 else f"{100 * least:.0f}–{most:.0%}"
+            held = "" if low <= m.peak <= high else " **missed**"
+            in_time = "" if least - 0.05 <= simulated <= most + 0.05 else " **missed**"
             yield (
                 f"| {model.name}, {model.tokens} tokens | `{way}` | {estimate} | {m.peak:.0f} | {miss}{held} | "
-                f"{predicted:.0%} | {simulated:.0%} |"
+                f"{predicted} | {simulated:.0%}{in_time} |"
             )
 
 

@@ -29,6 +29,7 @@ from benchmarks.harness.systems import OURS, RECIPE, RESIDENT
 from jax.sharding import PartitionSpec as P
 from jax_offload._step.rewritten import rewritten as whole_step
 
+from tests.aot.afterwards import afterwards
 from tests.aot.biases import biases
 from tests.aot.cases import (
     Point,
@@ -267,7 +268,7 @@ def unrolled() -> None:
 
 def forecasts() -> None:
     """What ``jo.plan`` says of steps, beside what is compiled. ``python -m tests.aot.table plan [toys|...]``."""
-    parts = {**SEEN, "unseen": unseen, "frozen": frozen}
+    parts = {**SEEN, "unseen": unseen, "frozen": frozen, "afterwards": afterwards}
     chosen = [name for name in sys.argv[2:] if name in parts] or list(parts)
     print(HEADER)
     for name in chosen:

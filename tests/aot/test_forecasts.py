@@ -1,4 +1,4 @@
-"""Estimated peaks, beside those that are compiled for an H200: within 10 % where layers are in one scan."""
+"""Estimated peaks and times, beside those that are compiled for an H200."""
 
 import re
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import jax_offload as jo
+from tests.aot.afterwards import afterwards
 from tests.aot.forecasts import mixture, sharded, vit
 from tests.aot.frozen import frozen
 from tests.aot.harness import H200, MIB, require
@@ -34,46 +35,44 @@ def test_models_that_the_rules_were_not_made_on(make, way):
     assert option.host / MIB == pytest.approx(compiled.host_arguments, rel=0.01)
 
 
-# What docs/estimates.md publishes and gives reasons for: predicted added time less the simulated one, of the step
-TIMES = {
-    ("U-Net", "jax.jit"): -0.29,
-    ("encoder and decoder, masters", "jo.jit"): -0.11,
-    ("GPT 1.3B, unrolled", "jax.jit"): -0.10,
-    ("GPT 1.3B, 6 scans", "jo.jit"): 0.06,
-    ("DiT-XL/2", "jo.jit"): -0.08,
-    ("24×4096², stacked, clipped", "gradients too"): -0.06,
-}
-# and the estimated peak, of the compiled one
-PEAKS = {
-    ("Llama 1.1B, masters", "jax.jit"): 0.82,
-    ("Llama 1.1B, masters", "jo.jit"): 0.87,
-    ("v5e: 24×4096², stacked", "jax.jit"): 1.35,
-    ("v5e: 24×4096², stacked", "jo.jit"): 1.49,
-    ("v5e: ViT-H/14", "jax.jit"): 0.91,
+# Whose estimated peak is more than 10 % off the compiled one, which is within its range: docs/estimates.md says why.
+FAR = {
+    ("GPT 1.3B, 6 scans", "jo.jit"),
+    ("U-Net", "jax.jit"),
+    ("Llama 1.1B, masters", "jax.jit"),
+    ("Llama 1.1B, masters", "jo.jit"),
+    ("4 devices, 24×4096², FSDP, unrolled", "jax.jit"),
+    ("4 devices, 24×4096², FSDP, unrolled", "jo.jit"),
 }
 
 
 @pytest.mark.exhaustive("minutes to compile")
 @pytest.mark.parametrize("way", ["jax.jit", "jo.jit"])
-@pytest.mark.parametrize("model", [*unseen(), *frozen()], ids=lambda model: model.name)
+@pytest.mark.parametrize("model", [*unseen(), *frozen(), *afterwards()], ids=lambda model: model.name)
 def test_models_unlike_those(model, way):
-    """Time within 5 % of the step and peaks within 10 % of their range, or as far off as the page says."""
+    """Compiled peaks are within their range, and simulated times within 5 % of the step of theirs."""
     require(H200)
     option, compiled = jo.plan(model.step, *model.args, chip=H200)[way], model.compiled(way)
-    low, high = (n / MIB / PEAKS.get((model.name, way), 1.0) for n in option.peak_range)
-    assert 0.9 * low <= compiled.peak <= 1.1 * high
-    time = compiled.timeline(H200)
-    assert (option.exposed - time.exposed) / time.step == pytest.approx(TIMES.get((model.name, way), 0.0), abs=0.05)
+    low, high = (n / MIB for n in option.peak_range)
+    assert 0.98 * low <= compiled.peak <= 1.02 * high
+    time, (least, most) = compiled.timeline(H200), option.exposed_range
+    assert least - 0.05 * time.step <= time.exposed <= most + 0.05 * time.step
     assert option.loaded / MIB == pytest.approx(compiled.loaded, rel=0.01)
 
 
 def test_the_page_has_no_other_misses():
-    """Every row of the table is within 5 points of the step, and not marked as missed, but for those named above."""
-    row = re.compile(r"\| (.+), \d+ tokens \| `(.+)` \| .* \| .* \| (.*) \| (\d+)% \| (\d+)% \|")
-    rows = row.findall((Path(__file__).parents[2] / "docs/estimates.md").read_text())
-    assert len(rows) > 50
-    assert {(name, way) for name, way, _, a, b in rows if abs(int(a) - int(b)) > 5} == {*TIMES}
-    assert {(name, way) for name, way, miss, _, _ in rows if "missed" in miss} == {*PEAKS}
+    """In every row what was compiled is within the range of the peak, and what was simulated within 5 points of that of
+    time; the estimated peak is within 10 % but for those named above."""
+    row = re.compile(
+        r"\| (.+), \d+ tokens \| `(.+)` \| (\d+) \((\d+)–(\d+)\) \| (\d+) \| \S+ \| (?:(\d+)–)?(\d+)% \| (\d+)% \|"
+    )
+    text = (Path(__file__).parents[2] / "docs/estimates.md").read_text()
+    rows = [(name, way, [int(n or 0) for n in numbers]) for name, way, *numbers in row.findall(text)]
+    assert len(rows) > 70
+    for name, way, (_, low, high, compiled, least, most, simulated) in rows:
+        assert low <= compiled <= high, (name, way)
+        assert (least or most) - 5 <= simulated <= most + 5, (name, way)
+    assert {(name, way) for name, way, (n, _, _, compiled, *_) in rows if abs(n / compiled - 1) > 0.1} == FAR
 
 
 @pytest.mark.parametrize("way", [pytest.param("jax.jit", marks=pytest.mark.long("as jo.jit's")), "jo.jit"])
@@ -83,8 +82,7 @@ def test_on_four_devices(way):
     for model in sharded(8, 2048, 256):
         row, compiled = jo.plan(model.step, *model.args)[way], model.compiled(way)
         low, high = (n / MIB for n in row.peak_range)
-        slack = 0.1 if low == high else 0.0
+        slack = 0.1 if "stacked" in model.name else 0.0
         assert (1 - slack) * low <= compiled.peak <= (1 + slack) * high, model.name
-        assert (low == high) is ("stacked" in model.name)
         assert (row.loaded / MIB, row.stored / MIB) == pytest.approx((compiled.loaded, compiled.stored), rel=0.01)
         assert row.host / MIB == pytest.approx(compiled.host_arguments, rel=0.01)
