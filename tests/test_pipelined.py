@@ -18,6 +18,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
+from jax_offload._emit.find import updates_in
+from jax_offload._emit.region import Moved
 from jax_offload._interop import jit as interop_jit
 from jax_offload._precision.storage import rules_of
 from tests.support.rows import rows
@@ -300,6 +302,21 @@ def test_masters_of_three_matmuls():
     turned, args, _ = train.turned(params, tx.init(params), batch(0))
     (scan,) = scans(turned, *args)
     assert scan.ahead and [len(group) for group in scan.groups] == [1, 1, 1]
+
+
+def test_a_forward_scan_with_updates_is_not_unrolled():
+    """Two iterations in one would not overlap; the backward pass is unrolled as it was asked to be."""
+    tx, params = offloaded(), parameters()
+
+    def loss(params, batch):
+        body = lambda h, w: (h + jnp.tanh(h @ w), None)  # noqa: E731
+        return (jax.lax.scan(body, batch["x"], params["layers"], unroll=2)[0] ** 2).mean()
+
+    turned, args, _ = pipelined(step_of(tx, loss=loss)).turned(params, tx.init(params), batch(0))
+    trace = turned.trace(*args).jaxpr
+    (ahead,) = (each.update for each in updates_in(trace) if isinstance(each.update, Moved))
+    backward = [eqn.params["unroll"] for eqn in trace.jaxpr.eqns if eqn.primitive.name == "scan"]
+    assert {*re.findall(r"\bunroll=(\d+)", str(ahead.jaxpr))} == {"1"} and backward == [2]
 
 
 def test_reduce_on_plateau_and_extra_arguments():
@@ -990,6 +1007,8 @@ def test_a_state_divided_further_than_its_parameters(axis_type, form, fraction):
         assert " all-gather" in text and not re.findall(rf"\[{LAYERS},{WIDTH},{WIDTH}\]\S* all-gather", text)
         carry, seen = advance(train, carried, batches)
         assert turned._cache_size() == 1
+        for name, x in carry.kept[1].items():  # what waits lies as it was said to, where arguments are abstract say
+            assert x.nbytes < 2**16 or args[1][name].sharding.is_equivalent_to(x.sharding, x.ndim), name
         assert_sharded(train.params(carry), places[0])
         got = train.finish(carry)
     assert_sharded(got, places)
