@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import NamedSharding
 
 from jax_offload._base.barriers import read_once, together, written_after
 from jax_offload._base.jaxprs import Literal, Var, as_array
 from jax_offload._base.memory import is_host_aval, to_device, to_host
-from jax_offload._base.shardings import constrained, zeros
+from jax_offload._base.shardings import constrained, shards_of, typed_sharding, zeros
 from jax_offload._emit.rows import read_rows, write_rows
 from jax_offload._emit.transfers import Names, prefetch, update_of, write_back
 from jax_offload._ir.core import core
@@ -122,6 +124,7 @@ class Emitter:
                 elif v not in move.feeds:
                     into = v if old is None else old
                     pin = self.plan.pins.get(into)
+                    x = _gathered(x) if _is_whole(pin or typed_sharding(v.aval), v.aval.shape) else x
                     at.device[into] = write_rows(at.device[into], x, self.plan.rows[into].dim, i, 1, pin)
         return fed
 
@@ -253,5 +256,19 @@ def _row_major(x: jax.Array) -> jax.Array:
 
     Only there: a GPU does not, and jax 0.10 gathers what is divided between devices to lay it out.
     """
-    in_order = Layout(tuple(range(x.ndim)))
-    return jax.lax.platform_dependent(x, tpu=lambda x: with_layout_constraint(x, in_order), default=lambda x: x)
+    return jax.lax.platform_dependent(x, tpu=_in_order, default=lambda x: x)
+
+
+def _is_whole(sharding: NamedSharding | None, shape: tuple[int, ...]) -> bool:
+    """Whether an array is whole on each of several devices."""
+    return sharding is not None and sharding.mesh.size > 1 and math.prod(shards_of(sharding, shape)) == 1
+
+
+def _gathered(x: jax.Array) -> jax.Array:
+    """Rows that are whole on every device, laid out like the stack: XLA lays out what it gathers by the axis that is
+    divided, and would make that the layout of the whole stack, in a copy of it."""
+    return jax.lax.platform_dependent(x, tpu=_in_order, cuda=_in_order, default=lambda x: x)
+
+
+def _in_order(x: jax.Array) -> jax.Array:
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))

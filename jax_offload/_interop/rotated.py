@@ -133,7 +133,7 @@ class Rotated:
         return self._trains[id(following)]
 
     def kept(self, leaves: Sequence[Any], rest: Mapping[str, Any]) -> Kept:
-        """The types of what ``start`` keeps: a gradient lies where its parameter does, or as its type says."""
+        """The types of what ``start`` keeps: a gradient lies as its state, as its type says, or as its parameter."""
         arrays = jax.tree.leaves(dict(rest))
         values = dict(zip(self._cut.program.inputs[len(self._cut.program.consts) :], [*leaves, *arrays], strict=True))
         produced, _, _ = jax.eval_shape(self._before, leaves, arrays)
@@ -142,9 +142,10 @@ class Rotated:
         # where it is not said, as what is on the host, if that is on one device
         alone = next((s for _, s in found if s.memory_kind == HOST_KIND and s.num_devices == 1), None)
         hosts = {name for v, name in self._keys[1].items() if is_host_aval(v.aval)}
+        homes = {name: self._homes[v] for v, name in self._keys[1].items() if v in self._homes}
 
         def placed(name: str, x: Any) -> Any:
-            sharding = places.get((x.shape, x.dtype), alone if name in hosts else None)
+            sharding = homes.get(name, places.get((x.shape, x.dtype), alone if name in hosts else None))
             if isinstance(sharding, NamedSharding) and (typed := typed_sharding(x)) is not None:
                 sharding = sharding.update(spec=typed.spec)
             sharding = with_kind(sharding, HOST_KIND) if sharding is not None and name in hosts else sharding

@@ -122,7 +122,10 @@ def test_what_waits_is_divided_as_the_parameters_are(gradients):
 @pytest.mark.long("compiles for four devices")
 @pytest.mark.parametrize(("spec", "over"), [(P(None, None, "data"), None), (P(), "data")], ids=["FSDP", "ZeRO-1"])
 def test_clipped_on_four_devices(spec, over):
-    """12 layers of 2×4096²: collectives carry no more bytes than with plain optax. In the plain loop 1.02 to 1.08."""
+    """12 layers of 2×4096²: collectives carry no more bytes than with plain optax. In the plain loop 1.02 to 1.08.
+
+    No more memory than there (5504, 6656): a stack laid out as its rows are gathered was copied (ZeRO-1: 9728).
+    """
     require(H200)
     mesh = mesh_for(H200, (4,), ("data",))
     put = lambda spec, *shape: jax.ShapeDtypeStruct(  # noqa: E731
@@ -130,9 +133,11 @@ def test_clipped_on_four_devices(spec, over):
     )
     params, x = {"w": put(spec, 12, 2, 4096, 4096)}, put(P("data"), 4 * 16384, 4096)
     resident = measure_update(H200, CLIPPED, params, two_by_two, x, options=OPTIONS, n=4)
-    m = measure_pipelined(H200, jo.offload(CLIPPED, shard_over=over), params, two_by_two, x, n=4)
+    tx = jo.offload(CLIPPED, shard_over=over)
+    before = measure_update(H200, tx, params, two_by_two, x, update_params=True, options=OPTIONS, n=4)
+    m = measure_pipelined(H200, tx, params, two_by_two, x, n=4)
     ours, theirs = m.timeline(H200), resident.timeline(H200)
-    assert m.peak < resident.peak and m.host_temp == 0 and moves_each_byte_once(m)
+    assert m.peak <= before.peak + 1 < resident.peak and m.host_temp == 0 and moves_each_byte_once(m)
     assert ours.exposed_share <= 0.1 and ours.step <= 1.03 * theirs.step
     assert ours.collectives <= 1.001 * theirs.collectives
     assert ours.compute <= 1.03 * theirs.compute

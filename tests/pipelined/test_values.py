@@ -1,6 +1,7 @@
 """``jo.pipelined``: the values and placements of the plain loop, by optimizer and by step."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,8 @@ import optax
 import pytest
 
 import jax_offload as jo
+from jax_offload._emit.find import updates_in
+from jax_offload._emit.region import Moved
 from jax_offload._precision.storage import rules_of
 from tests.support.pipelined import (
     ADAMW,
@@ -147,6 +150,21 @@ def test_masters_of_three_matmuls():
     turned, args, _ = train.turned(params, tx.init(params), batch(0))
     (scan,) = scans(turned, *args)
     assert scan.ahead and [len(group) for group in scan.groups] == [1, 1, 1]
+
+
+def test_a_forward_scan_with_updates_is_not_unrolled():
+    """Two iterations in one would not overlap; the backward pass is unrolled as it was asked to be."""
+    tx, params = offloaded(), parameters()
+
+    def loss(params, batch):
+        body = lambda h, w: (h + jnp.tanh(h @ w), None)  # noqa: E731
+        return (jax.lax.scan(body, batch["x"], params["layers"], unroll=2)[0] ** 2).mean()
+
+    turned, args, _ = pipelined(step_of(tx, loss=loss)).turned(params, tx.init(params), batch(0))
+    trace = turned.trace(*args).jaxpr
+    (ahead,) = (each.update for each in updates_in(trace) if isinstance(each.update, Moved))
+    backward = [eqn.params["unroll"] for eqn in trace.jaxpr.eqns if eqn.primitive.name == "scan"]
+    assert {*re.findall(r"\bunroll=(\d+)", str(ahead.jaxpr))} == {"1"} and backward == [2]
 
 
 def test_reduce_on_plateau_and_extra_arguments():
