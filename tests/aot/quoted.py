@@ -98,9 +98,9 @@ def quoted(arguments: Sequence[str]) -> None:
                 continue
             resident, ours = map(round, cell.peaks())
             row = {"resident": resident, "ours": ours, "jax": jax.__version__, "optax": optax.__version__}
-            _keep(_kept() | {cell: row})
+            _keep(kept() | {cell: row})
             print(_line(cell, row), file=sys.stderr, flush=True)
-    rows = _kept()
+    rows = kept()
     print(table({cell: rows[cell] for cell in QUOTED if cell in rows}))
 
 
@@ -125,7 +125,7 @@ def _line(cell: Cell, row: dict[str, Any]) -> str:
     return f"| {cell} | {resident} | {ours} | {ours / resident - 1:+.0%} | {QUOTED[cell]} |"
 
 
-def _kept() -> dict[Cell, dict[str, Any]]:
+def kept() -> dict[Cell, dict[str, Any]]:
     """What was compiled, by cell."""
     if not RESULTS.exists():
         return {}
