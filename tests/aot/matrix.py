@@ -11,7 +11,7 @@ import functools
 import itertools
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import optax
@@ -92,7 +92,17 @@ def cells(arguments: Sequence[str]) -> list[Cell]:
     """
     given = dict(argument.partition("=")[::2] for argument in arguments)
     number = given.pop("sample", "")
-    chosen = dict(AXES)
+    found = [Cell(*values) for values in itertools.product(*chosen(given).values())]
+    return random.Random(0).sample(found, min(int(number), len(found))) if number else found
+
+
+def chosen(given: Mapping[str, str]) -> dict[str, tuple[Any, ...]]:
+    """The values of each axis, all where none are given.
+
+    Raises:
+      ValueError: there is no such axis, or it has no such value.
+    """
+    found = dict(AXES)
     for axis, values in given.items():
         if axis not in AXES:
             raise ValueError(f"matrix: {axis!r} is no axis; it has {', '.join(AXES)}, and sample=.")
@@ -100,9 +110,8 @@ def cells(arguments: Sequence[str]) -> list[Cell]:
         wanted = values.split(",")
         if unknown := [value for value in wanted if value not in known]:
             raise ValueError(f"matrix: {axis} has {', '.join(known)}; got {', '.join(unknown)}.")
-        chosen[axis] = tuple(known[value] for value in wanted)
-    found = [Cell(*values) for values in itertools.product(*chosen.values())]
-    return random.Random(0).sample(found, min(int(number), len(found))) if number else found
+        found[axis] = tuple(known[value] for value in wanted)
+    return found
 
 
 def matrix(arguments: Sequence[str]) -> None:

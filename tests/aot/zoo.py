@@ -1,7 +1,7 @@
 """Models as people unroll them, for peaks: leaves of many sizes, biases and norms. Abstract, nothing is allocated.
 
-Each is a loss of (parameters, batch) beside what it takes, all of bfloat16. Their matmuls' inputs are kept for the
-backward pass unless they are checkpointed.
+Each is a loss of (parameters, batch) beside what it takes, of bfloat16 if nothing else is said. Their matmuls'
+inputs are kept for the backward pass unless they are checkpointed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from tests.aot.model import loss as toy_loss
 
 CONTEXT = 2048  # tokens in a sequence
 PATCHES = 256  # tokens in an image
@@ -30,16 +32,18 @@ class Model:
       params: shapes, by path.
       batch: shape and dtype.
       loss: of parameters and batch.
+      dtype: of the parameters.
     """
 
     params: Any
     batch: Callable[[int], tuple[tuple[int, ...], Any]]
     loss: Callable[[Any, jax.Array], jax.Array]
+    dtype: Any = DTYPE
 
     def abstract(self, tokens: int, sharding: Any) -> tuple[Any, Any]:
         """Parameters and batch."""
         params = jax.tree.map(
-            lambda shape: jax.ShapeDtypeStruct(shape, DTYPE, sharding=sharding),
+            lambda shape: jax.ShapeDtypeStruct(shape, self.dtype, sharding=sharding),
             self.params,
             is_leaf=lambda x: isinstance(x, tuple),
         )
@@ -138,8 +142,11 @@ def vit(layers: int = 8, width: int = 1024, *, checkpoint: bool = False, fused: 
     return Model(params, lambda tokens: ((tokens // PATCHES, PATCHES, 768), DTYPE), loss)
 
 
-def convnet(stages: tuple[int, ...] = (2, 2, 2), width: int = 256) -> Model:
-    """Bottleneck blocks as in a ResNet, with norms of channels; images of 224², one for every 128 tokens."""
+def convnet(stages: tuple[int, ...] = (2, 2, 2), width: int = 256, stem: int = 4) -> Model:
+    """Bottleneck blocks as in a ResNet, with norms of channels; images of 224², one for every 128 tokens.
+
+    ``stem``: the stride of the first convolution; with 1 each block has 16 times the activations.
+    """
     params: Params = {"stem": (7, 7, 3, width // 4), "stem_norm": (2, width // 4)}
     last, blocks = width // 4, list[tuple[str, int]]()
     for s, n in enumerate(stages):
@@ -158,7 +165,7 @@ def convnet(stages: tuple[int, ...] = (2, 2, 2), width: int = 256) -> Model:
         return jax.lax.conv_general_dilated(x, w, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
     def loss(params: Params, images: jax.Array) -> jax.Array:
-        x = jax.nn.relu(layer_norm(conv(images, params["stem"], 4), *params["stem_norm"]))
+        x = jax.nn.relu(layer_norm(conv(images, params["stem"], stem), *params["stem_norm"]))
         for name, stride in blocks:
             p = params[name]
             y = jax.nn.relu(layer_norm(conv(x, p["in"]), *p["norm_in"]))
@@ -185,6 +192,30 @@ def mlp(layers: int = 8, width: int = 4096) -> Model:
     return Model(params, lambda tokens: ((tokens, width), DTYPE), loss)
 
 
+def mixed(layers: int = 12, width: int = 2048) -> Model:
+    """Leaves of many sizes in each block: matrices of two shapes, biases, a norm, a scale."""
+    block = {
+        "norm": (2, width), "up": (width, 2 * width), "up_bias": (2 * width,), "down": (2 * width, width),
+        "down_bias": (width,), "scale": (width,),
+    }  # fmt: skip
+    params = {f"block_{i}": block for i in range(layers)}
+
+    def loss(params: Params, x: jax.Array) -> jax.Array:
+        for i in range(layers):
+            p = params[f"block_{i}"]
+            y = jax.nn.gelu(layer_norm(x, *p["norm"]) @ p["up"] + p["up_bias"])
+            x = x + (y @ p["down"] + p["down_bias"]) * p["scale"]
+        return (x.astype(jnp.float32) ** 2).mean()
+
+    return Model(params, lambda tokens: ((tokens, width), DTYPE), loss)
+
+
+def toy(layers: int = 6, width: int = 4096) -> Model:
+    """The network of docs/peaks.md, unrolled, in float32."""
+    params = {f"w{i:03d}": (width, width) for i in range(layers)}
+    return Model(params, lambda tokens: ((tokens, width), jnp.float32), toy_loss, jnp.float32)
+
+
 MODELS: dict[str, Callable[[], Model]] = {
     "gpt": gpt,
     "vit": vit,
@@ -193,4 +224,11 @@ MODELS: dict[str, Callable[[], Model]] = {
     "vit-checkpoint-fused": functools.partial(vit, checkpoint=True, fused=True),
     "convnet": convnet,
     "mlp": mlp,
+    # those of ``quoted``
+    "gpt-12": functools.partial(gpt, 12),
+    "vit-12-checkpoint": functools.partial(vit, 12, checkpoint=True),
+    "vit-12-checkpoint-fused": functools.partial(vit, 12, checkpoint=True, fused=True),
+    "convnet-dense": functools.partial(convnet, stem=1),
+    "mixed": mixed,
+    "toy": toy,
 }
