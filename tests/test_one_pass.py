@@ -17,6 +17,8 @@ from jax_offload._drive.loops import _compiled, aligned, fair_share, has_numba
 if not has_numba():
     pytest.skip("numba is not installed: updates on the cores are XLA's", allow_module_level=True)
 
+# What LLVM contracts counts in the last bit: the plain step as it is outside of tests, whose flags are in conftest.py.
+AS_EVER = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 SPECIAL = np.array([0.0, -0.0, 1.0, -2.5, 1e30, -3e38, np.inf, -np.inf, np.nan, 1e-3, 65504.5, 1.00390625], np.float32)
 ODD = np.resize(SPECIAL, 2**16 * 2 + 5)  # three parts, the last a small one
 
@@ -175,7 +177,7 @@ def test_bfloat16_leaves_are_those_of_plain_optax(name, loops):
     inner, dtype = LOW[name]
     tx = jo.offload(inner, min_bytes=0, update_on="host")
     ours = jo.jit(lambda p, s, g: jo.update_params(tx, g, s, p), donate_argnums=(0, 1))
-    plain = jax.jit(lambda p, s, g: jo.update_params(inner, g, s, p))
+    plain = jax.jit(lambda p, s, g: jo.update_params(inner, g, s, p), compiler_options=AS_EVER)
     params, want = parameters(dtype), parameters(dtype)
     state, resident = tx.init(params), inner.init(want)
     for k in range(3):
@@ -190,7 +192,7 @@ def test_bfloat16_leaves_are_those_of_plain_optax(name, loops):
             low += 1
             np.testing.assert_array_equal(a.view(np.uint16), b.view(np.uint16))
         else:
-            np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7)
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
     assert low == len(SHAPES) * (3 if dtype == jnp.bfloat16 else 1)
 
 

@@ -19,7 +19,7 @@ from jax_offload._plan.network import Done, Network, Piece, is_heavy, is_large
 
 LEAST_GATES = 4  # with fewer there is nothing to hold back
 AT_ONCE = "most of its gradients are there only at once: a number needs all, their norm say, or one call makes them"
-# A loop stands apart from the matmuls, gated or not, and beside gates XLA lays out what lives at once with more between.
+# A loop stands apart from the matmuls, gated or not, and beside gates XLA lays out what lives at once with gaps:
 # 6 layers of 4096x4096, a tenth of the state, 16384 tokens, compiled for an H200: 3268 MiB, now 3200, as resident.
 ONE_LOOP = "all that moves is one loop over chunks, and none runs beside a matmul"
 FEW_PLACES = (
