@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -76,10 +77,12 @@ def _shortening(
     found: list[tuple[float, str]] = []
     for other in others:
         if other.overhead is not None and other.overhead < overhead:
-            found.append((other.overhead, f"{other.name}: +{overhead:.1%} becomes {added(other)}"))
+            found.append((other.overhead, f"{other.name}: {added(base)} becomes {added(other)}"))
     # the sum of gradients is as large as the parameters
     if compute and (memory is None or base.peak_range[1] + base.parameters <= memory):
-        said = f"accumulating 2 micro-batches: +{overhead:.1%} becomes +{overhead / 2:.1%}"
+        low, high = base.overhead_range or (overhead, overhead)
+        half = dataclasses.replace(base, overhead=overhead / 2, overhead_range=(low / 2, high / 2))
+        said = f"accumulating 2 micro-batches: {added(base)} becomes {added(half)}"
         found.append((overhead / 2, f"{said}, and their sum takes {in_bytes(base.parameters)}"))
     return [said for _, said in sorted(found, key=lambda each: each[0])]
 

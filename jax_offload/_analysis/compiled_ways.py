@@ -136,7 +136,7 @@ _OF_ALL_PROGRAMS = ("exposed", "overhead", "hidden", "hidden_from", "dram", "cor
 
 
 def _with(given: Option, program: Compiled, setting: Setting) -> Option:
-    option = given
+    option = dataclasses.replace(given, exposed_range=None, overhead_range=None)  # it is one number now
     known = option.parameters + option.state + option.window
     gradients = min(option.gradients, max(0, program.peak - known))
     rest = max(0, program.peak - known - gradients)

@@ -17,7 +17,7 @@ from jax_offload._analysis.compiled_ways import DRIVEN
 from jax_offload._analysis.driven import First
 from jax_offload._analysis.exposure import BACKWARD, FORWARD
 from jax_offload._analysis.option import Option
-from jax_offload._analysis.queued import in_pieces, through_the_window
+from jax_offload._analysis.queued import as_gated, in_pieces, through_the_window
 from jax_offload._analysis.scanned import hidden_at, in_scans
 from jax_offload._analysis.setting import Setting, priced
 from jax_offload._analysis.streams import Streams, streams
@@ -164,8 +164,11 @@ class Traced:
         if self.shards == 1 and not ahead and (queued := in_pieces(trace.jaxpr, chip, link)) is not None:
             least = max(alone + inside + left, queued)
             return least, least  # gates say when
-        waits = 0.0 if ahead or not share else through_the_window(found, link)
-        return alone + inside + left, alone + late + max(left, waits)
+        if ahead or not share:
+            return alone + inside + left, alone + late + left
+        if self.shards == 1:
+            left = max(left, as_gated(trace.jaxpr, chip, link))
+        return alone + inside + left, alone + late + max(left, through_the_window(found, link))
 
     def _of_updates(self, trace: Any, chip: Chip) -> float:
         """Seconds of the updates' own arithmetic, which reads what has come."""

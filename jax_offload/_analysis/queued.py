@@ -18,6 +18,7 @@ from jax_offload._emit.region import Moved, Update
 from jax_offload._ir.slices import slice_of
 from jax_offload._peak.sequence import GATE
 from jax_offload._plan.network import Piece
+from jax_offload._plan.plan import Planned
 
 
 def in_pieces(jaxpr: Jaxpr, chip: Chip, link: Link) -> float | None:
@@ -43,6 +44,38 @@ def in_pieces(jaxpr: Jaxpr, chip: Chip, link: Link) -> float | None:
     return max(total + waited, store) - total
 
 
+def as_gated(jaxpr: Jaxpr, chip: Chip, link: Link) -> float:
+    """Seconds from the end of the arithmetic to the last store, of slices that are whole and in no loop, with each copy
+    as early as it can be: a load waits for the gradient and for the stores that its gate names, and a store for its own
+    gradient. On one device; of updates between the step's equations."""
+    pairs = [(eqn, update) for eqn in jaxpr.eqns if isinstance(update := _update(eqn), Update)]
+    if not pairs:
+        return 0.0
+    ready, total = _ready(jaxpr, chip)
+    load = store = 0.0
+    for eqn, update in pairs:
+        given = zip(update.operands, eqn.invars, strict=True)
+        made = {v: ready[x] for v, x in given if isinstance(x, Var) and x in ready}
+        for each in update.plan.passes:
+            ends: list[float] = []
+            gradients = [max((made[v] for v in p.slice.inputs if v in made), default=0.0) for p in each.slices]
+            for p, gradient in zip(each.slices, gradients, strict=True):
+                if _apart(p):
+                    ends.append(store)
+                    continue
+                seconds = p.slice.loaded_bytes / link.both
+                room = ends[p.once_stored] if p.once_stored >= 0 else 0.0
+                load = max(load, room, 0.0 if p.once_produced is None else gradients[p.once_produced]) + seconds
+                store = max(store, load, gradient) + seconds
+                ends.append(store)
+    return max(0.0, store - total)
+
+
+def _apart(p: Planned) -> bool:
+    """Whether a slice moves in a loop, or not at all."""
+    return p.in_chunks or p.on_cores or bool(p.window.own_loop)
+
+
 def through_the_window(updates: Sequence[Update | Moved], link: Link) -> float:
     """Seconds of the slices that are whole and in no loop, one after the other through their window, if nothing hides
     them: a load waits for the stores that make room for it, and large slices go one way at a time."""
@@ -51,7 +84,7 @@ def through_the_window(updates: Sequence[Update | Moved], link: Link) -> float:
         for each in update.plan.passes if isinstance(update, Update) else ():
             ends: list[float] = []
             for p in each.slices:
-                if p.in_chunks or p.on_cores or p.window.own_loop:
+                if _apart(p):
                     ends.append(store)
                     continue
                 seconds = p.slice.loaded_bytes / link.both

@@ -143,8 +143,7 @@ def of_step(
         notes.append(
             f"hidden from how many tokens on: a pipelined row tells it{given}; of others the first load never is"
         )
-    if options[1].peak_range[0] < options[1].peak_range[1]:
-        notes.append("layers that are not in one scan: XLA may put off what would free memory, so the peak is a range")
+    notes.append("XLA may put off what would free memory, so the peak is a range; wide where layers are in no scan")
     if any("–" in added(option) for option in options):
         notes.append("when a copy begins is XLA's choice, so what is added may be a range: at least with each as early "
                      "as it can be; at most, of updates in a scan, as late as was seen, of others with nothing "

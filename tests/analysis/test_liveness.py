@@ -236,6 +236,7 @@ def test_compiled_rows(train):
         report, row = jo.inspect(each, *args, target=H200), forecast[name]
         assert (row.peak, row.host, row.exposed) == (report.peak, report.host, pytest.approx(report.timeline.exposed))
         assert row.peak == row.parameters + row.gradients + row.state + row.window + row.activations
+        assert row.exposed_range is row.overhead_range is None
     assert forecast["resident"].peak > forecast["jax.jit"].peak and forecast["resident"].host == 0
     assert any(note.startswith("gradients too is estimated: give") for note in forecast.notes) is train
     # whose arguments have no names: it stays estimated, and says so
