@@ -135,6 +135,7 @@ def test_values(layer, share, donate):
 @pytest.mark.parametrize("share", ["host", 0.6])
 def test_values_on_several_devices(share, spec, kind, monkeypatch):
     """Where everything was, and replicas the same to the last bit."""
+    monkeypatch.setattr(segments, "SPARES", segments.TOLERANCE)  # of so small a model nothing is spared
     monkeypatch.setattr(run, "cores_beside", lambda devices: Cores(jax.devices()[7]))
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2], axis_types=(kind,))
     with jax.set_mesh(mesh) if kind is AxisType.Explicit else contextlib.nullcontext():
@@ -332,13 +333,15 @@ def _slow_backward(_, g):
 slow.defvjp(lambda x: (x, None), _slow_backward)
 
 
-@pytest.mark.parametrize("cut", [True, False])
-def test_updates_begin_before_the_backward_pass_ends(cut, in_one_piece, monkeypatch):
+@pytest.mark.parametrize(("cut", "devices"), [(True, 1), (False, 1), (True, 2)])
+def test_updates_begin_before_the_backward_pass_ends(cut, devices, in_one_piece, monkeypatch):
     if not cut:
         in_one_piece()
-    cores = Watched(jax.devices()[1])
+    monkeypatch.setattr(segments, "SPARES", segments.TOLERANCE)
+    cores = Watched(jax.devices()[7])
     monkeypatch.setattr(run, "cores_beside", lambda devices: cores)
-    tx, params = offload(), model()
+    mesh = jax.make_mesh((devices,), ("x",), devices=jax.devices()[:devices], axis_types=(AxisType.Auto,))
+    tx, params = offload(), model(NamedSharding(mesh, PartitionSpec()))
     step, state = jo.jit(step_of(tx, loss_of(lambda x, w: plain_layer(slow(x), w)))), tx.init(params)
     jax.block_until_ready(step(params, state, X))  # compiles
     driven = driven_by(step)
@@ -409,6 +412,9 @@ def test_what_stays_one_program(monkeypatch):
     stacked = {"layers": jnp.stack([*model().values()])}
     assert why(offload(), scanned, jax.device_put(stacked, jax.devices()[0])) == segments.TOGETHER
     assert why(offload(), with_callback) == segments.EFFECTS
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
+    monkeypatch.setattr(segments, "SPARES", 0.1)  # of the memory, where estimates are rough
+    assert why(offload(), None, model(NamedSharding(mesh, PartitionSpec()))) == segments.PERHAPS
     monkeypatch.setattr(stages, "GROUP_BYTES", 2**26)
     assert why(offload()) == segments.TOGETHER
 

@@ -35,7 +35,12 @@ TOGETHER = "one group of the update, or one loop of the pass (a scan over layers
 LITTLE_LEFT = "little of it is left when the first gradients are there"
 PEAK = "cut, it would take more device memory, by an estimate"
 
+PERHAPS = "cut, it may take more device memory, by an estimate that is rougher on several devices"
+
 TOLERANCE = 1.001  # a loss that is handed on is no more memory
+# On several devices estimates were 6 % off either way (24 layers of 4096x4096, replicated on two, 512 tokens: 1776 MiB
+# instead of 1856 estimated, 1876 instead of 1760 compiled for an H200), so cuts have to spare that.
+SPARES = 0.9
 
 
 def in_segments(step: Staged, donated: Set[Var], division: Division = ALONE) -> tuple[Staged, str]:
@@ -72,17 +77,17 @@ def in_segments(step: Staged, donated: Set[Var], division: Division = ALONE) -> 
     if not cuts:
         return step, LITTLE_LEFT
     (uncut, *later), _ = peaks(step, donated, division)
-    most = max(min(uncut), *map(max, later), 0)
+    most = max(min(uncut), *map(max, later), 0) * (TOLERANCE if division.devices == 1 else SPARES)
     while cuts:
         segments = _segments(jaxpr, pass_, others, defs, cuts)
         stages = [*_interleaved(segments, cuts, groups, ready), *rest[len(groups) :]] if on_disk else [*segments, *rest]
         found = dataclasses.replace(step, stages=stages)
         each, segment = peaks(found, donated, division)
         worst = max(range(len(each)), key=lambda k: max(each[k]))
-        if max(each[worst]) <= TOLERANCE * most:
+        if max(each[worst]) <= most:
             return found, ""
         del cuts[min(segment[worst], len(cuts) - 1)]
-    return step, PEAK
+    return step, PEAK if division.devices == 1 else PERHAPS
 
 
 def peaks(
