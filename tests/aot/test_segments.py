@@ -224,7 +224,8 @@ def on_two(name, share, spec, segments):
     tx = jo.offload(optax.adamw(1e-3), update_on=share)
 
     def step(params, state, batch):
-        return jo.update_params(tx, jax.grad(loss)(params, batch), state, params)
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        return *jo.update_params(tx, grads, state, params), value
 
     args = params, jo.abstract_state(tx, params), batch
     with step_described():
@@ -261,18 +262,18 @@ def peak_on_two(found, places):
 
 
 @pytest.mark.parametrize(
-    ("name", "share", "spec", "programs", "one", "several"),
+    ("name", "share", "programs", "one", "several"),
     [
-        ("MLP", "host", PartitionSpec(), 5, 2752, 2688),
-        ("MLP", 0.5, PartitionSpec(None, "x"), 3, 3072, 2752),
-        ("MLP, few tokens", "host", PartitionSpec(), 1, 1760, 1760),  # in seven it would be 1876
-        ("MLP, few tokens", "host", PartitionSpec(None, "x"), 7, 1112, 984),
+        ("MLP", "host", 5, 3072, 2368),
+        ("MLP", 0.5, 3, 3072, 2752),
+        ("MLP, few tokens", "host", 7, 1112, 984),
     ],
 )
-def test_peak_on_two_devices(name, share, spec, programs, one, several, monkeypatch):
+def test_peak_on_two_devices(name, share, programs, one, several, monkeypatch):
+    """Whose parameters are divided between them."""
     require(H200)
     monkeypatch.setattr(run, "cores_beside", lambda devices: Cores(jax.devices()[7]))
-    found = [peak_on_two(*on_two(name, share, spec, cut)) for cut in (False, True)]
+    found = [peak_on_two(*on_two(name, share, PartitionSpec(None, "x"), cut)) for cut in (False, True)]
     print(name, found)
     assert [count for count, _ in found] == [1, programs] and found[1][1] <= 1.01 * found[0][1]
     if jax.__version_info__ >= (0, 12):
