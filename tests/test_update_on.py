@@ -447,6 +447,24 @@ def test_stored_in_fewer_bits(storage, either):
     assert_same(*results, "three steps", tolerance=1e-5)
 
 
+@pytest.mark.usefixtures("other_backend")
+def test_a_state_is_the_same_whoever_updates_it():
+    """Leaf for leaf what it is on the device, abstract too, so that a checkpoint of one is restored as another; and one
+    may change from step to step."""
+    txs, params = [offload(update_on=on) for on in ("host", 0.5, "device")], model()
+    states, targets = [tx.init(params) for tx in txs], [jo.abstract_state(tx, params) for tx in txs]
+    for same in states, targets:
+        kinds = [jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), tree) for tree in same]
+        assert kinds[0] == kinds[1] == kinds[2] and "pinned_host" in str(kinds[0])
+    plain = [jo.to_plain(tx, state) for tx, state in zip(txs, states, strict=True)]
+    assert all(jax.tree.structure(each) == jax.tree.structure(CLIPPED.init(params)) for each in plain)
+    state, step = states[0], jax.jit(step_of(CLIPPED))
+    for tx in txs:
+        want = step(params, jo.to_device(state), X)
+        params, state, _ = got = jo.jit(step_of(tx))(params, state, X)
+        assert_same(jo.to_device(got), want, "whoever")
+
+
 def test_a_train_state():
     params = model()
 

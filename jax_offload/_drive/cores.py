@@ -38,7 +38,8 @@ class Cores:
     def sent(self, x: Any) -> Any:
         """A value of the device on its way to host memory; scalars are read where they are. Waits for nothing.
 
-        Put into a memory space, not into a sharding, jax runs a program, which comes after those that have begun.
+        Put into a memory space, not into a sharding, jax runs a program, which comes after those that have begun; of
+        several processes it takes no other way.
         """
         if self.cpu is None or not is_sent(x) or on_host(x):
             return x
