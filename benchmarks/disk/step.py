@@ -1,15 +1,16 @@
-"""A step whose pass takes longer than its files, the state on disk beside the same state in host memory, in turn.
+"""A step whose pass takes longer than its files: with its state on disk, in host memory, and the pass alone, in turn.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.disk.step [--directory DIR] [--layers 24] [--pairs 7] [--toy] [--json FILE]
+    JAX_PLATFORMS=cpu python -m benchmarks.disk.step [--directory DIR] [--layers 12] [--pairs 7] [--toy] [--json FILE]
 
-Both are ``jo.jit`` of one step. Its backward pass waits in every layer, in a callback that sleeps: a device that takes
-time and none of the host's cores, which is what reads, writes and sums blocks. How long, is found first: ``--longer``
-times a step on files that does not wait. With files the pass is cut as beside an accelerator (a CPU's is
-not). A sample is some steps one after the other until all is written; the order turns. Nothing is committed.
+All are of one model. Its backward pass waits in every layer, in a callback that sleeps: a device that takes time and
+none of the host's cores, which is what reads, writes and sums blocks. How long, is found first: ``--longer`` times a
+step on files that does not wait. With files the pass is cut as beside an accelerator (a CPU's is not). A sample is some
+steps one after the other until all is written; the order turns. Nothing is committed.
 
-On a CPU the update itself takes the cores too, in both, and there is no link. A CPU runs programs beside each other, so
-that groups are updated while the cut pass waits; in host memory the update follows it: what is below 1 is that. So
-there is a second ratio, to the time that the pass waits, which no step can fall below: all else shows in it.
+On a CPU the update itself takes the cores too, and there is no link: so it is one with little arithmetic, of momentum
+alone. A CPU runs programs beside each other, so that groups are updated while the cut pass waits; in host memory the
+update follows it: what is below 1 of host memory's time is that. No step can take less than its pass: beside that, what
+files and update add shows as a whole. Two cores, 5 GiB of memory, 2 of disk; four minutes where nothing else runs.
 """
 
 from __future__ import annotations
@@ -62,15 +63,16 @@ slow.defvjp(lambda x, seconds: (x, seconds), _backward)
 
 
 class Training:
-    """Steps of a model of ``layers`` square matrices, with the state in host memory or, given a disk, there."""
+    """Steps of a model of ``layers`` square matrices, with the state in host memory or, given a disk, there; or without
+    an update, which is their pass."""
 
-    def __init__(self, layers: int, width: int, disk: Disk | None) -> None:
+    def __init__(self, layers: int, width: int, disk: Disk | None = None, *, updates: bool = True) -> None:
         self.disk, self.layers = disk, layers
         keys = {f"w{k:02}": jax.random.key(k) for k in range(layers)}
         params = {name: jax.random.normal(key, (width, width)) / width**0.5 for name, key in keys.items()}
         params = jax.device_put(params, jax.devices()[0])
         # whole leaves: a CPU runs a loop over chunks on one core
-        tx = jo.offload(optax.adamw(1e-4), window=8 * layers * width**2, disk=disk)
+        tx = jo.offload(optax.sgd(1e-4, momentum=0.9), window=4 * layers * width**2, disk=disk)
         x = jnp.full((4, width), 0.1)
 
         def loss(params: Any, seconds: jax.Array) -> jax.Array:
@@ -82,8 +84,11 @@ class Training:
         def step(params: Any, state: Any, seconds: jax.Array) -> Any:
             return jo.update_params(tx, jax.grad(loss)(params, seconds), state, params)
 
-        self.step = jo.jit(step, donate_argnums=(0, 1))
-        self.held: Any = (params, tx.init(params))
+        def only_pass(params: Any, gradients: Any, seconds: jax.Array) -> Any:
+            return params, jax.grad(loss)(params, seconds)
+
+        self.step = jo.jit(step, donate_argnums=(0, 1)) if updates else jax.jit(only_pass, donate_argnums=(0, 1))
+        self.held: Any = (params, tx.init(params) if updates else jax.tree.map(jnp.zeros_like, params))
 
     def seconds(self, steps: int, of_a_pass: float) -> float:
         """Of a step, on average, until all is written."""
@@ -98,30 +103,32 @@ class Training:
 
 
 def measured(folder: Path, layers: int, width: int, steps: int, pairs: int, longer: float) -> dict[str, Any]:
-    """Seconds of steps in turn, of each pair the disk's by host memory's, and by those of the pass."""
+    """Seconds of steps in turn, and those with files by those of their neighbours."""
     with mock.patch.object(run, "on_accelerators", return_value=True), contextlib.closing(jo.disk(folder)) as disk:
-        both = {"host": Training(layers, width, None), "disk": Training(layers, width, disk)}
-        for each in both.values():  # compiles; both slots have been written then
+        ways = {"host": Training(layers, width), "disk": Training(layers, width, disk)}
+        ways |= {"pass": Training(layers, width, updates=False)}
+        for each in ways.values():  # compiles; both slots have been written then
             each.seconds(2, 0.0)
-        alone = {name: each.seconds(steps, 0.0) for name, each in both.items()}
-        of_a_pass = longer * alone["disk"]
+        alone = {name: each.seconds(steps, 0.0) for name, each in ways.items()}
+        waits = longer * alone["disk"]
 
         def timed(name: str) -> Timed:
-            return lambda: both[name].seconds(steps, of_a_pass)
+            return lambda: ways[name].seconds(steps, waits)
 
-        seconds = in_turn({name: timed(name) for name in both}, pairs)
-    ratios = [x / y for x, y in zip(seconds["disk"], seconds["host"], strict=True)]
-    by_pass = [x / of_a_pass for x in seconds["disk"]]
-    found = {"disk / host": spread(ratios), "disk / pass": spread(by_pass)}
-    return {"without waiting": alone, "pass": of_a_pass, "seconds": seconds, **found}
+        seconds = in_turn({name: timed(name) for name in ways}, pairs)
+    ratios = {
+        f"disk / {name}": spread([x / y for x, y in zip(seconds["disk"], seconds[name], strict=True)])
+        for name in ("host", "pass")
+    }
+    return {"without waiting": alone, "waits": waits, "seconds": seconds} | ratios
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--width", type=int, default=2048, help="a layer's state is 8 bytes times its square")
-    parser.add_argument("--steps", type=int, default=4, help="of a sample")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=4096, help="a layer's state is 4 bytes times its square")
+    parser.add_argument("--steps", type=int, default=3, help="of a sample")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--longer", type=float, default=2.0)
     parser.add_argument("--toy", action="store_true", help="small, to see that it runs")
@@ -136,13 +143,13 @@ def main() -> None:
         shutil.rmtree(folder)
     load.append(os.getloadavg())
     about = (
-        f"{options.layers} layers of {options.width} x {options.width}, AdamW in float32, {options.steps} steps a "
+        f"{options.layers} layers of {options.width} x {options.width}, momentum in float32, {options.steps} steps a "
         f"sample; {os.cpu_count()} cores of {platform.machine()}, {platform.system()} {platform.release()}, "
         f"jax {jax.__version__}"
     )
     median = {name: statistics.median(seconds) for name, seconds in found["seconds"].items()}
     print(f"{about}\nload {load[0][0]:.1f} before, {load[1][0]:.1f} after")
-    print(f"host {median['host']:.3f} s a step, disk {median['disk']:.3f}, of which the pass waits {found['pass']:.3f}")
+    print(", ".join(f"{name} {each:.3f}" for name, each in median.items()), f"s a step; it waits {found['waits']:.3f}")
     print(f"disk / host {said(found['disk / host'])}; disk / pass {said(found['disk / pass'])}")
     if options.json:
         options.json.write_text(json.dumps({"about": about, "load": load, **found}) + "\n")

@@ -37,6 +37,6 @@ def test_a_step_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["step", *options])
     step.main()
     found = json.loads((tmp_path / "found.json").read_text())
-    assert {name: len(seconds) for name, seconds in found["seconds"].items()} == {"host": 2, "disk": 2}
-    assert all(second >= found["pass"] > 0 for seconds in found["seconds"].values() for second in seconds)
+    assert {name: len(seconds) for name, seconds in found["seconds"].items()} == {"host": 2, "disk": 2, "pass": 2}
+    assert all(second >= found["waits"] > 0 for seconds in found["seconds"].values() for second in seconds)
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
