@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.extend.core import Literal
@@ -20,6 +21,7 @@ from jax_offload._ir.program import Var, flat
 from jax_offload._ir.slices import Slice
 from jax_offload._plan.interleave import Gate, Piece
 from jax_offload._step.parts import parts_of
+from tests.support.rows import rows
 from tests.support.trees import assert_close, equations
 from tests.support.words import words
 
@@ -300,16 +302,6 @@ def printing(tx):
     return optax.GradientTransformation(tx.init, update)
 
 
-def on_a_mesh(params):
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    return jax.device_put(params, NamedSharding(mesh, P("data")))
-
-
-def wide(params):
-    """Gradients that are large enough to wait for each other, where they are not divided."""
-    return jax.tree.map(lambda x: jnp.tile(x, (2,) * x.ndim), params)
-
-
 STAYS = {
     "there only at once: a number needs all": (CLIPPED, OPTIONS, parameters),
     "fewer than 4 places": (
@@ -319,7 +311,6 @@ STAYS = {
     ),
     "takes a pass of its own": (optax.lamb(1e-2), OPTIONS | {"window": 2**15}, parameters),
     "in a loop of its own, as pieces this small": (ADAMW, {"min_bytes": 1024}, parameters),
-    "divided between devices": (ADAMW, OPTIONS, lambda: on_a_mesh(wide(parameters()))),
     "it has effects": (printing(ADAMW), OPTIONS, parameters),
 }
 
@@ -329,13 +320,39 @@ def test_why_an_update_is_left_in_one_piece(said):
     inner, options, make = STAYS[said]
     params, tx = make(), jo.offload(inner, **options)
     step = jo.jit(step_of(tx, layers, True))
-    args = params, tx.init(params), batch(0) if said != "divided between devices" else jnp.ones((ROWS, 2 * WIDTH))
+    args = params, tx.init(params), batch(0)
     table = jo.placement(step, *args)
     assert len(table.stays) == 1 and said in table.stays[0], table.stays
     assert f"not updated within the passes of the step: {table.stays[0]}" in words(table)
     assert any(leaf.host for leaf in table.leaves) and barriers(step, *args)[1] == 0
     got, want = step(*args), jax.jit(step_of(inner, layers, False))(params, inner.init(params), args[2])
     assert_close((got[0], got[2]), (want[0], want[2]), 1e-6)
+
+
+MESHES = {
+    "divided": (P("data"), {}),
+    "divided, half": (P("data"), {"fraction": 0.5}),
+    "ZeRO-1": (P(), {"shard_over": "data"}),
+    "replicated": (P(), {}),
+}
+
+
+@pytest.mark.parametrize("name", rows(MESHES, "more shardings", daily=["divided, half", "ZeRO-1"]))
+def test_on_a_mesh(name):
+    """Gradients that are large, and divided between devices, are updated where they are made, too."""
+    spec, options = MESHES[name]
+    place = NamedSharding(jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,)), spec)
+    params = jax.device_put(jax.tree.map(lambda x: jnp.tile(x, (2,) * x.ndim), parameters()), place)
+    x = jax.device_put(jax.random.normal(jax.random.key(9), (ROWS, 2 * WIDTH)), NamedSharding(place.mesh, P("data")))
+    tx = jo.offload(ADAMW, **OPTIONS, **options)
+    step, args = jo.jit(step_of(tx, layers, True)), (params, tx.init(params), x)
+    gates, parts = barriers(step, *args)
+    assert gates >= LAYERS and parts >= options.get("fraction", 1) * LAYERS and jo.placement(step, *args).stays == ()
+    got, want = step(*args), jax.jit(step_of(ADAMW, layers, False))(params, ADAMW.init(params), x)
+    assert_close(jax.tree.map(np.asarray, (got[0], got[2])), jax.tree.map(np.asarray, (want[0], want[2])), 1e-6)
+    for before, after in zip(jax.tree.leaves(args[:2]), jax.tree.leaves(got[:2]), strict=True):
+        assert before.sharding.memory_kind == after.sharding.memory_kind
+        assert before.ndim == 0 or before.sharding.is_equivalent_to(after.sharding, before.ndim)
 
 
 def layers(params, x):

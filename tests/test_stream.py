@@ -7,8 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
+from jax_offload._base.jaxprs import sub_jaxprs
+from jax_offload._base.memory import is_host_aval
 from jax_offload._emit.find import emitted
 from jax_offload._plan import transfers as _chunking
 from tests.support.rows import rows
@@ -200,6 +204,29 @@ def test_chunks_cut_where_tiles_end():
     assert _chunking._rows(1, size=1000, total=1000 * 100, window=20_000) == 96
     assert _chunking._rows(2, size=24, total=24 * 100, window=1) == 1  # a row is never split
     assert _chunking._rows(0, size=5000, total=5000 * 4, window=16_384) == 1024
+
+
+def written(jaxpr):
+    """How many rows are written into host memory at a time."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dynamic_update_slice" and is_host_aval(eqn.invars[0].aval):
+            yield eqn.invars[1].aval.shape[-2]
+        batched = [eqn.params["call"].jaxpr] if eqn.primitive.name == "custom_vmap_call" else []
+        for inner in [*batched, *(inner for inner, _ in sub_jaxprs(eqn))]:
+            yield from written(inner)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_tail_is_written_in_whole_tiles_and_less_than_one(shards):
+    """A TPU writes no other number of rows into host memory: 12 of 108 are left on each device."""
+    inner, params = optax.adam(1e-2), {"w": jax.random.normal(jax.random.key(0), (shards * 108, 16))}
+    mesh = jax.make_mesh((shards,), ("x",), axis_types=(AxisType.Auto,))
+    params = jax.device_put(params, NamedSharding(mesh, P("x")))
+    tx = jo.offload(inner, min_bytes=0, window=1)
+    args = gradients(params), tx.init(params), params
+    assert {*written(emitted(jit(tx.update).trace(*args).jaxpr).jaxpr)} == {32, 8, 4}
+    got, want = jit(tx.update)(*args), jit(inner.update)(args[0], inner.init(params), params)
+    jax.tree.map(lambda a, b: close(a, b, jnp.float32), got, want)
 
 
 @pytest.mark.parametrize(

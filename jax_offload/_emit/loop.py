@@ -23,7 +23,7 @@ from jax_offload._base.barriers import opaque, read_once, written_after
 from jax_offload._base.jaxprs import Var
 from jax_offload._base.memory import is_host_aval, to_device, to_host
 from jax_offload._base.shardings import constrained, typed_sharding
-from jax_offload._emit.rows import read_rows, write_rows
+from jax_offload._emit.rows import in_tiles, read_rows, write_rows
 from jax_offload._emit.transfers import Names, prefetch, update_of, write_back
 from jax_offload._ir.core import Core, core
 from jax_offload._ir.slices import Slice
@@ -150,8 +150,11 @@ class _Loop:
             return to_device(self.read(results, i, chunk))
 
     def store(self, results: Results, k: int, x: Any, start: Any) -> None:
-        with write_back(self.s.outputs[k], self.names):
-            self.write(results, k, to_host(x), start)
+        v, to = self.s.outputs[k], self.how.out_dims[k]
+        assert isinstance(to, Rows)  # a sum stays on the device
+        with write_back(v, self.names):
+            for place, rows in in_tiles(x, to.dim, self.how.shards, self.pins.get(v)):
+                self.write(results, k, to_host(rows), start + place)
 
     def read(self, results: Results, i: int, chunk: Chunk) -> Any:
         """A chunk of an operand, from its buffer; or all of what has no rows."""

@@ -86,7 +86,7 @@ def serial_of(
       serialise: which of them may wait.
       gated: whether the update is in pieces, between gates of the passes: these hold the gradients.
     """
-    if serialise is Serialise.NONE:
+    if serialise is Serialise.NONE and not gated:
         return None
     parts, large = serial_parts(prelude, gradients), [v for v in gradients if is_large(v.aval)]
     # Leaves that stay on the device are updated here. What is only stored, the last gradient say, is on the host.

@@ -23,7 +23,6 @@ from jax_offload._plan.interleave import Gate, interleaved
 from jax_offload._plan.moves import Stays
 from jax_offload._plan.network import Piece
 from jax_offload._plan.plan import Chunked
-from jax_offload._plan.serialise import Serialise
 from jax_offload._step.inlined import Inlined, inlined
 
 
@@ -210,8 +209,6 @@ def _between_passes(
         return interleaved(pieces, range(len(pieces)), outputs), ""
     except Stays as stays:
         why = str(stays) if rest.update.planned else ""  # nothing is on the host
-    if step.update.serialise is Serialise.NONE:
-        return None, why
     try:
         return interleaved(nodes, which, outputs), why
     except Stays:
@@ -225,8 +222,6 @@ def _pieces(step: Inlined, rest: Rest) -> list[Node]:
       Stays: they cannot run between the parts of the step.
     """
     update, recipe = dataclasses.replace(rest.update, gated=True), rest.update.program
-    if update.serialise is Serialise.NONE:
-        raise Stays("gradients are divided between devices, and waiting for one would be a collective")
     if len(update.plan.passes) != 1:
         raise Stays("a number made of all of its state, or of all rows of a leaf, takes a pass of its own, ahead")
     (only,) = update.plan.passes

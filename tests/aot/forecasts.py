@@ -110,8 +110,7 @@ def options() -> Iterator[Model]:
     yield dataclasses.replace(_toy("24×4096², stacked, clipped", clipped), ways=ways)
     yield dataclasses.replace(vit("clipped", clipped), ways=ways)
     yield _on(V5E, _toy("24×4096², stacked", jo.offload(ADAMW)))
-    # under jo.jit libtpu 0.0.52 cannot write chunks of 12 rows, and says so: docs/estimates.md
-    yield dataclasses.replace(_on(V5E, vit()), ways=("jax.jit",))
+    yield _on(V5E, vit())
 
 
 def _toy(name: str, tx: Any) -> Model:

@@ -276,3 +276,12 @@ def test_ninety_five_layers_fit_a_v5e_of_16_gb(tx):
     """54 do resident, fewer than 50 by the usual recipe. A step over the chip's memory does not compile."""
     require(V5E)
     assert measure_step(V5E, jo.offload(tx), stacked=True, n_layers=95).peak < 16 * 1024
+
+
+def test_a_tail_of_rows_on_a_tpu():
+    """588 rows, 12 of them behind the last whole chunk: libtpu 0.0.52 refuses to write 12."""
+    require(V5E)
+    put = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=device_sharding(V5E))  # noqa: E731
+    params, loss = {"w": put(588, 1280)}, lambda params, x: ((x @ params["w"]) ** 2).mean()
+    m = measure_update(V5E, jo.offload(ADAMW, window=2**20), params, loss, put(64, 588))
+    assert m.host_temp == 0 and m.loaded == m.stored == pytest.approx(m.host_arguments, rel=0.01)
