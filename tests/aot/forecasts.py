@@ -109,9 +109,9 @@ def options() -> Iterator[Model]:
     ways, clipped = ("jo.pipelined", "gradients too"), jo.offload(CLIPPED)
     yield dataclasses.replace(_toy("24×4096², stacked, clipped", clipped), ways=ways)
     yield dataclasses.replace(vit("clipped", clipped), ways=ways)
-    yield _on(V5E, _toy("24×4096², stacked", jo.offload(ADAMW)))
+    yield on_chip(V5E, _toy("24×4096², stacked", jo.offload(ADAMW)))
     # under jo.jit libtpu 0.0.52 cannot write chunks of 12 rows, and says so: docs/estimates.md
-    yield dataclasses.replace(_on(V5E, vit()), ways=("jax.jit",))
+    yield dataclasses.replace(on_chip(V5E, vit()), ways=("jax.jit",))
 
 
 def _toy(name: str, tx: Any) -> Model:
@@ -119,7 +119,7 @@ def _toy(name: str, tx: Any) -> Model:
     return _model(name, tx, params, loss, _batch((16384, 4096)), 16384)
 
 
-def _on(chip: str, model: Model) -> Model:
+def on_chip(chip: str, model: Model) -> Model:
     def there(x: Any) -> Any:
         sharding = device_sharding(chip).with_memory_kind(x.sharding.memory_kind)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
