@@ -59,7 +59,8 @@ def plan(
     time: transfers are hidden behind the backward pass, two thirds of a step's arithmetic; in ``pipelined`` behind the
     forward pass; not at all where an update waits for a norm of all gradients. What is not hidden is added. Of a
     state on disk the first groups are read, and the last written, beside the gradients; the rest is waited for. A pass
-    that is cut into several programs counts as these, where a step is given.
+    that is cut into several programs counts as these, where a step is given. A step's peak and what is added to it are
+    ranges too, of what XLA may make of them (``peak_range`` and ``exposed_range`` of an ``Option``).
 
     Args:
       tx: the transformation; or the step, jitted or not; or a function that makes a step of a transformation.

@@ -9,6 +9,7 @@ import jax_offload as jo
 from jax_offload._analysis import exposure
 from jax_offload._analysis.chips import chip
 from jax_offload._analysis.estimated_ways import forward_share, in_one_scan
+from jax_offload._analysis.option import added
 from jax_offload._analysis.streams import streams
 from jax_offload._analysis.work import all_flops, seconds
 from jax_offload._peak.donated import donations
@@ -166,6 +167,10 @@ def test_a_step_s_forecast():
     assert own.window == 384 * MIB  # three rows of two moments
     assert own.loaded == own.stored == 3200 * MIB  # compiled too: one of 24 rows moves twice
     assert forecast.recommended.name == "resident"  # it fits, and adds nothing
+    least, most = own.exposed_range
+    assert least == own.exposed < most < own.link and plain.exposed_range == (plain.exposed, plain.exposed)
+    assert added(own) == f"+{own.overhead:.1%}".removesuffix("%") + f"–{own.overhead_range[1]:.1%}" in str(forecast)
+    assert "when a copy begins is XLA's choice" in str(forecast)
     tight = jo.plan(step, *args, chip="h200", tokens_per_step=16384, device_memory="12GiB")
     assert tight["resident"].fits is False and tight.recommended is tight["jo.jit"]
     assert "plan(make, tx) solves" in str(tight) and "plan(make, tx)" not in str(forecast)

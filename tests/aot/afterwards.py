@@ -1,11 +1,13 @@
-"""Two models that were chosen when time and peaks had become ranges, whose constants are the most that was seen before.
+"""Models that were chosen when time and peaks had become ranges, whose constants are the most that was seen before.
 
 A Gemma: one head of keys and values for eight of queries, of 256 each, GeGLU eight times as wide as the model, logits
-that are capped, the embedding used twice, scaled. A ConvNeXt: depthwise convolutions, a scan for each of four sizes.
+that are capped, the embedding used twice, scaled; the same clipped, for its turned steps. A ConvNeXt: depthwise
+convolutions, a scan for each of four sizes. Gated layers in float32, for a TPU.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +16,9 @@ import jax.numpy as jnp
 import optax
 
 import jax_offload as jo
-from tests.aot.forecasts import Model
-from tests.aot.model import ADAMW
+from tests.aot.forecasts import Model, on_chip
+from tests.aot.harness import V5E
+from tests.aot.model import ADAMW, CLIPPED
 from tests.aot.unseen import leaf, model
 
 HALF = jnp.bfloat16
@@ -23,7 +26,7 @@ HALF = jnp.bfloat16
 
 def gemma(
     layers: int = 18, width: int = 2048, heads: int = 8, size: int = 256, inner: int = 16384, words: int = 32000,
-    sequences: int = 4, context: int = 2048,
+    sequences: int = 4, context: int = 2048, said: str = "", tx: Any = None,
 ) -> Model:  # fmt: skip
     """Gemma 2B's shape with fewer words; float32 parameters, bfloat16 arithmetic."""
 
@@ -63,7 +66,8 @@ def gemma(
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
     batch = leaf((sequences, context + 1), jnp.int32)
-    return model("Gemma of 2.0B", jo.offload(ADAMW), params, of, batch, sequences * context)
+    name = f"Gemma of 2.0B{said}"
+    return model(name, tx or jo.offload(ADAMW), params, of, batch, sequences * context)
 
 
 def convnext(
@@ -107,6 +111,24 @@ def convnext(
     return model("ConvNeXt-XL", jo.offload(ADAMW), params, of, batch, images * 56 * 56)
 
 
+def gated(layers: int = 8, width: int = 2048, inner: int = 6144, tokens: int = 4096) -> Model:
+    """Gated layers on a TPU, arithmetic in float32 too, and nothing rematerialised."""
+    params = {
+        "gate": leaf((layers, width, inner)), "up": leaf((layers, width, inner)), "down": leaf((layers, inner, width))
+    }  # fmt: skip
+
+    def layer(x: Any, w: Any) -> Any:
+        return x + (jax.nn.silu(x @ w["gate"]) * (x @ w["up"])) @ w["down"]
+
+    def of(params: Any, x: Any) -> Any:
+        return (jax.lax.scan(lambda x, w: (layer(x, w), None), x, params)[0] ** 2).mean()
+
+    return on_chip(V5E, model(f"{layers} gated layers", jo.offload(ADAMW), params, of, leaf((tokens, width)), tokens))
+
+
 def afterwards() -> Iterator[Model]:
     yield gemma()
     yield convnext()
+    turned = gemma(said=", clipped", tx=jo.offload(CLIPPED))
+    yield dataclasses.replace(turned, ways=("jo.pipelined", "gradients too"))
+    yield gated()

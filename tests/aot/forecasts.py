@@ -109,8 +109,8 @@ def options() -> Iterator[Model]:
     ways, clipped = ("jo.pipelined", "gradients too"), jo.offload(CLIPPED)
     yield dataclasses.replace(_toy("24×4096², stacked, clipped", clipped), ways=ways)
     yield dataclasses.replace(vit("clipped", clipped), ways=ways)
-    yield _on(V5E, _toy("24×4096², stacked", jo.offload(ADAMW)))
-    yield _on(V5E, vit())
+    yield on_chip(V5E, _toy("24×4096², stacked", jo.offload(ADAMW)))
+    yield on_chip(V5E, vit())
 
 
 def _toy(name: str, tx: Any) -> Model:
@@ -118,7 +118,7 @@ def _toy(name: str, tx: Any) -> Model:
     return _model(name, tx, params, loss, _batch((16384, 4096)), 16384)
 
 
-def _on(chip: str, model: Model) -> Model:
+def on_chip(chip: str, model: Model) -> Model:
     def there(x: Any) -> Any:
         sharding = device_sharding(chip).with_memory_kind(x.sharding.memory_kind)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

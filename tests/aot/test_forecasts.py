@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import jax_offload as jo
-from tests.aot.afterwards import afterwards
+from tests.aot.afterwards import convnext, gemma
 from tests.aot.forecasts import mixture, sharded, vit
 from tests.aot.frozen import frozen
 from tests.aot.harness import H200, MIB, require
@@ -44,14 +44,14 @@ FAR = {
     ("4 devices, 24×4096², FSDP, unrolled", "jax.jit"),
     ("4 devices, 24×4096², FSDP, unrolled", "jo.jit"),
 }
-
-
-LATE = {("v5e: ViT-H/14", "jo.jit")}  # and those that take longer than that
+# And of which more was compiled than the range says: 2 %, by a model that was chosen after it.
+OUTSIDE = {("v5e: 8 gated layers", "jax.jit")}
+LATE = {("v5e: ViT-H/14", "jo.jit")}  # which takes longer than its range says
 
 
 @pytest.mark.exhaustive("minutes to compile")
 @pytest.mark.parametrize("way", ["jax.jit", "jo.jit"])
-@pytest.mark.parametrize("model", [*unseen(), *frozen(), *afterwards()], ids=lambda model: model.name)
+@pytest.mark.parametrize("model", [*unseen(), *frozen(), gemma(), convnext()], ids=lambda model: model.name)
 def test_models_unlike_those(model, way):
     """Compiled peaks are within their range, and simulated times within 5 % of the step of theirs."""
     require(H200)
@@ -67,14 +67,15 @@ def test_the_page_has_no_other_misses():
     """In every row what was compiled is within the range of the peak, and what was simulated within 5 points of that of
     time, and the estimated peak is within 10 %, but for those named above."""
     row = re.compile(
-        r"\| (.+), \d+ tokens \| `(.+)` \| (\d+) \((\d+)–(\d+)\) \| (\d+) \| \S+ \| (?:(\d+)–)?(\d+)% \| (\d+)% \|"
+        r"\| (.+), \d+ tokens \| `(.+)` \| (\d+) \((\d+)–(\d+)\) \| (\d+) \| \S+(?: \*\*missed\*\*)? \| "
+        r"(?:(\d+)–)?(\d+)% \| (\d+)% \|"
     )
     text = (Path(__file__).parents[2] / "docs/estimates.md").read_text()
     rows = [(name, way, [int(n or 0) for n in numbers]) for name, way, *numbers in row.findall(text)]
     assert len(rows) > 70
     for name, way, (_, low, high, compiled, least, most, simulated) in rows:
-        assert 0.99 * low <= compiled <= high, (name, way)
-        assert ((least or most) - 5 <= simulated <= most + 5) is ((name, way) not in LATE), (name, way)
+        assert ((name, way) in OUTSIDE) is not (0.99 * low <= compiled <= high), (name, way)
+        assert ((name, way) in LATE) is not ((least or most) - 5 <= simulated <= most + 5), (name, way)
     assert {(name, way) for name, way, (n, _, _, compiled, *_) in rows if abs(n / compiled - 1) > 0.1} == FAR
 
 
