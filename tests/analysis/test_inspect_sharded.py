@@ -20,18 +20,18 @@ def test_per_device(name):
     require(H200)
     model = list(sharded(6, 1024, 256))[MODELS.index(name)]
     out = jax.tree.map(lambda a: a.sharding, model.args[:2])
-    seen = jo.verify(jo.jit(model.step, donate_argnums=(0, 1), out_shardings=out), *model.args, target=H200)
-    assert seen.problems == () and (seen.host, seen.host_temp) == (12 * MIB, 0)
+    report = jo.verify(jo.jit(model.step, donate_argnums=(0, 1), out_shardings=out), *model.args, target=H200)
+    assert report.problems == () and (report.host, report.host_temp) == (12 * MIB, 0)
     own = 6 if "FSDP" in name else 24
-    assert own * MIB <= seen.parts["parameters"] <= (own + 1) * MIB  # a layer's new ones, unrolled
+    assert own * MIB <= report.parts["parameters"] <= (own + 1) * MIB  # a layer's new ones, unrolled
     again = 2 * MIB if "stacked" in name else 0  # a row of each moment moves twice
-    assert seen.loaded == seen.stored == 12 * MIB + again
-    assert abs(seen.parts["rest"]) <= 0.1 * seen.peak
-    assert seen.timeline.collectives > 0
+    assert report.loaded == report.stored == 12 * MIB + again
+    assert abs(report.parts["rest"]) <= 0.1 * report.peak
+    assert report.timeline.collectives > 0
     if name == "FSDP, stacked":  # a layer for its matmuls; unrolled, whole gradients wait for one scatter
-        assert seen.parts["gathered from devices"] == 4 * MIB
+        assert report.parts["gathered from devices"] == 4 * MIB
     elif "unrolled" in name:
-        assert seen.parts["gradients"] >= 24 * MIB
+        assert report.parts["gradients"] >= 24 * MIB
 
 
 def placed(*spec, kind="device"):
@@ -44,8 +44,8 @@ def test_a_pipelined_step():
     params, tx = parameters(6, 1024, True, placed(None, "data")), jo.offload(CLIPPED)
     batch = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=placed("data"))
     train = jo.pipelined(step_of(tx, loss, update_params=True), donate_argnames=("params", "state"))
-    seen = jo.verify(train, params, jo.abstract_state(tx, params), batch, target=H200)
-    assert (seen.parts["parameters"], seen.host, seen.host_temp) == (6 * MIB, 12 * MIB, 0)
+    report = jo.verify(train, params, jo.abstract_state(tx, params), batch, target=H200)
+    assert (report.parts["parameters"], report.host, report.host_temp) == (6 * MIB, 12 * MIB, 0)
 
 
 def test_a_resident_state():
