@@ -175,7 +175,8 @@ def test_as_in_host_memory_bit_for_bit(window, groups, disk, monkeypatch):
 
 @pytest.mark.parametrize("storage", ["bfloat16", {"mu": "int8", "nu": "uint8"}])
 def test_stored_in_fewer_bits(storage, disk):
-    """As in host memory, whose rounding is the same function of the step and the place."""
+    """As in host memory, whose rounding is the same function of the step and the place; in a half or a quarter of the
+    bytes, and scales."""
     results = []
     for where in (None, disk):
         tx = offload(optax.adamw(1e-2), where, storage=storage)
@@ -185,6 +186,8 @@ def test_stored_in_fewer_bits(storage, disk):
             params, state, _ = step(params, state, X)
         results.append(copied(params))
     assert len(handles(state)) >= 8
+    on_disk = sum(x.dtype.itemsize * int(np.prod(x.shape)) for x in handles(state))
+    assert 1 <= on_disk / (8 * MATRIX) / (0.5 if storage == "bfloat16" else 0.25) < 1.05
     assert_same(*results, "three steps", tolerance=1e-5)
 
 

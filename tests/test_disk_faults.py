@@ -1,6 +1,7 @@
 """A disk with faults under a step: each is an error that says what and where, and the last commit is there, whole."""
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -76,6 +77,20 @@ def goes_on(run):
     """From the last commit, bit for bit as it went undisturbed."""
     for a, b in zip(run.values(*run.trained(*run.resumed(), 2)), run.want, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_a_step_reads_and_writes_each_byte_once(run, monkeypatch):
+    moved = Counter()
+
+    def count(name, path, *arguments):
+        if name in ("preadv", "pwritev") and "groups" in str(path):
+            moved[name] += len(arguments[0])
+
+    params, state = run.resumed()
+    monkeypatch.setattr(run.files, "fault", count)
+    run.trained(params, state, 1)
+    run.disk.wait()
+    assert moved == dict.fromkeys(("preadv", "pwritev"), 2 * len(NAMES) * 64 * 64 * 4)
 
 
 @pytest.mark.parametrize("fault", [short("preadv"), short("pwritev"), delays(0.01, "preadv"), delays(0.01, "pwritev")])

@@ -46,7 +46,7 @@ def of_ways(
         return total / taken
 
     def by(program: Program) -> Timed:
-        turn = itertools.cycle([*slots, *slots[::-1]] if writes else slots[:1] * 2)
+        turn = itertools.cycle([*slots, *slots[::-1]] if writes else [slots[0]] * 2)
 
         def timed() -> float:
             read, written = next(turn), next(turn)
