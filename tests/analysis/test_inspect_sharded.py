@@ -28,10 +28,10 @@ def test_per_device(name):
     assert report.loaded == report.stored == 12 * MIB + again
     assert abs(report.parts["rest"]) <= 0.1 * report.peak
     assert report.timeline.collectives > 0
-    if name == "FSDP, stacked":  # a layer for its matmuls; unrolled, whole gradients wait for one scatter
+    if name == "FSDP, stacked":  # a layer for its matmuls
         assert report.parts["gathered from devices"] == 4 * MIB
-    elif "unrolled" in name:
-        assert report.parts["gradients"] >= 24 * MIB
+    elif "unrolled" in name:  # updated between the passes, a layer's moments at a time
+        assert 0 < report.parts["window"] <= 2 * MIB
 
 
 def placed(*spec, kind="device"):
