@@ -198,7 +198,7 @@ def run(
     if resumed != began:
         raise RuntimeError(f"did not go on from the last complete checkpoint: {resumed} instead of {began}")
     ends = [np.load(x / "result.npz") for x in (alone, disturbed)]
-    alike = ends[0].files == ends[1].files and all(ends[0][k].tobytes() == ends[1][k].tobytes() for k in ends[0].files)
+    equal = ends[0].files == ends[1].files and all(ends[0][k].tobytes() == ends[1][k].tobytes() for k in ends[0].files)
     names = {(1, 0): "in a step", (0, 1): "in a save", (1, 1): "in a step and a save", (0, 0): "in neither"}
     return {
         "kills": len(hits),
@@ -206,7 +206,7 @@ def run(
         "steps": steps,
         "steps done twice": sum(hit["at"] + 1 - max(hit["complete"], default=0) for hit in hits),
         "leaves compared": len(ends[0].files),
-        "bitwise equal to the undisturbed run": alike,
+        "bitwise equal to the undisturbed run": equal,
     }
 
 

@@ -354,18 +354,18 @@ def test_trees_of_other_kinds(tmp_path, make):
 @pytest.fixture
 def puts(monkeypatch):
     """The shapes and memory kinds of what orbax puts somewhere, having read it."""
-    seen = []
+    log = []
 
     class Spy:
         def __getattr__(self, name):
             return getattr(jax, name)
 
         def device_put(self, x, where):
-            seen.append((np.shape(x), where.sharding.memory_kind))
+            log.append((np.shape(x), where.sharding.memory_kind))
             return jax.device_put(x, where)
 
     monkeypatch.setattr(serialization, "jax", Spy())
-    return seen
+    return log
 
 
 @pytest.mark.parametrize("given", [True, False])

@@ -72,8 +72,8 @@ def test_a_part_of_a_state():
     params = parameters()
     tx = jo.offload(ADAMW, storage="int8", min_bytes=1024)
     state = jax.jit(tx.update)(gradients(params), tx.init(params), params)[1]
-    part, whole = jo.to_plain(tx, optax.tree.get(state, "mu")), jo.to_plain(tx, state)[1][0].mu
-    for x, y in zip(jax.tree.leaves(part), jax.tree.leaves(whole), strict=True):
+    part, complete = jo.to_plain(tx, optax.tree.get(state, "mu")), jo.to_plain(tx, state)[1][0].mu
+    for x, y in zip(jax.tree.leaves(part), jax.tree.leaves(complete), strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 

@@ -79,8 +79,8 @@ def test_checksums_see_order_and_pairs_of_flips():
     swapped[3, 5], swapped[40, 7] = x[40, 7], x[3, 5]
     flipped[3, 5] ^= 2**31
     flipped[9, 9] ^= 2**31
-    [whole, *others] = _digest.checksums([x, swapped, flipped])
-    assert whole not in others
+    [intact, *others] = _digest.checksums([x, swapped, flipped])
+    assert intact not in others
     assert len(set(_digest.word_sums([x, swapped, flipped]))) == 1
 
 

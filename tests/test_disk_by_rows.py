@@ -318,7 +318,7 @@ def test_the_ranges_stay(then, tmp_path, monkeypatch):
     tx, grads = jo.offload(optax.adamw(1e-2), min_bytes=256, disk=files), network(100)
     params, state = run(tx, network(), grads, 2)
     files.commit(2, {"params": params, "state": state})
-    committed, made = read((params, state)), files.ends("[0].mu['layers']")
+    committed, ranges = read((params, state)), files.ends("[0].mu['layers']")
     after = read(run(tx, params, grads, 2, state))
     files.close()
 
@@ -328,11 +328,11 @@ def test_the_ranges_stay(then, tmp_path, monkeypatch):
     tx = jo.offload(optax.adamw(1e-2), min_bytes=256, disk=again)
     tree, _ = again.resume({"params": params, "state": jo.abstract_state(tx, params)})
     assert_equal(read((tree["params"], tree["state"])), committed)
-    assert again.ends("[0].mu['layers']") == made == ((7,) if then == "smaller" else (2, 4, 6, 7))
+    assert again.ends("[0].mu['layers']") == ranges == ((7,) if then == "smaller" else (2, 4, 6, 7))
     step = step_of(tx)
     got = run(tx, tree["params"], grads, 2, tree["state"], step)
     assert_equal(read(got), after)
-    assert groups_in(step)["layers"] == len(made)
+    assert groups_in(step)["layers"] == len(ranges)
 
     onto = jo.disk(tmp_path / "other")  # in the ranges of now
     new = jo.offload(optax.adamw(1e-2), min_bytes=256, disk=onto)

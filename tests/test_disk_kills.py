@@ -18,12 +18,12 @@ WIDTH, LAYERS, STEPS = 64, 4, 10**6
 HOST_BYTES = 2 * WIDTH * WIDTH * 4
 
 
-def child(what, folder, *numbers, stderr=subprocess.DEVNULL):
-    command = [sys.executable, "-m", "tests.support.on_disk", what, str(folder), *map(str, numbers)]
+def child(what, folder, *arguments, stderr=subprocess.DEVNULL):
+    command = [sys.executable, "-m", "tests.support.on_disk", what, str(folder), *map(str, arguments)]
     # the C library otherwise keeps what threads have freed, which is no state
     env = os.environ | {"JAX_PLATFORMS": "cpu", "MALLOC_MMAP_THRESHOLD_": "131072"}
     env |= {"MALLOC_ARENA_MAX": "1"} if what.startswith("limited") else {}  # each reserves addresses
-    devices = 1 if what.startswith("limited") else (*numbers, 1)[4]
+    devices = 1 if what.startswith("limited") else (*arguments, 1)[4]
     env |= {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
     pipe, root = subprocess.PIPE, Path(__file__).parent.parent
     return subprocess.Popen(command, stdout=pipe, stderr=stderr, text=True, env=env, cwd=root)

@@ -26,14 +26,14 @@ GRADS = {name: np.sin(x * np.arange(64, dtype=np.float32)) for name, x in PARAMS
 
 @pytest.fixture
 def disks(tmp_path):
-    made = []
+    opened = []
 
     def make(name="state", **options):
-        made.append(jo.disk(tmp_path / name, **options))
-        return made[-1]
+        opened.append(jo.disk(tmp_path / name, **options))
+        return opened[-1]
 
     yield make
-    for each in made:
+    for each in opened:
         each.close()
 
 

@@ -71,8 +71,8 @@ def in_memory(name, storage):
 def test_an_update_is_that_of_a_state_in_memory(name, storage, cache, tmp_path, monkeypatch):
     """Two donated updates, each from the same state; what the cache has no room for is on disk, the rest pinned."""
     monkeypatch.setattr(stages, "GROUP_BYTES", 1)
-    params, whole = model(), jo.placement(offload(name, storage), model()).host_bytes
-    budget = {"none": 0, "part": whole // 2, "all": whole}[cache]
+    params, total = model(), jo.placement(offload(name, storage), model()).host_bytes
+    budget = {"none": 0, "part": total // 2, "all": total}[cache]
     with contextlib.closing(jo.disk(tmp_path, host_bytes=budget)) as files:
         tx = offload(name, storage, files)
         step, (plain, other) = jo.jit(step_of(tx), donate_argnums=(0, 1)), in_memory(name, storage)
@@ -86,5 +86,5 @@ def test_an_update_is_that_of_a_state_in_memory(name, storage, cache, tmp_path, 
         leaves = jax.tree.leaves(state, is_leaf=is_on_disk)
         on_disk = sum(x.dtype.itemsize * int(np.prod(x.shape)) for x in leaves if is_on_disk(x))
         pinned = [x for x in leaves if not is_on_disk(x) and x.sharding.memory_kind == "pinned_host"]
-        assert sum(x.nbytes for x in pinned) == whole - on_disk <= budget
+        assert sum(x.nbytes for x in pinned) == total - on_disk <= budget
         assert (on_disk > 0, bool(pinned)) == (cache != "all", cache != "none")

@@ -32,7 +32,7 @@ def train(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def whole(train):
+def uninterrupted(train):
     return train("--steps", 6)
 
 
@@ -40,10 +40,10 @@ def kinds(state):
     return {x.sharding.memory_kind for x in jax.tree.leaves(state) if x.nbytes >= 2**16}
 
 
-def test_offloaded_and_resident_losses_agree(train, whole, capsys):
+def test_offloaded_and_resident_losses_agree(train, uninterrupted, capsys):
     resident = train("--steps", 6, "--resident")
-    np.testing.assert_allclose(whole["losses"], resident["losses"], rtol=0, atol=1e-4)
-    for result, kind in ((whole, "pinned_host"), (resident, "device")):
+    np.testing.assert_allclose(uninterrupted["losses"], resident["losses"], rtol=0, atol=1e-4)
+    for result, kind in ((uninterrupted, "pinned_host"), (resident, "device")):
         assert kinds(result["state"].opt_state) == {kind}
         assert kinds(result["state"].params) == {"device"}
         assert result["compiled"] == 1
@@ -51,7 +51,7 @@ def test_offloaded_and_resident_losses_agree(train, whole, capsys):
         assert after < before - 0.5
 
 
-def test_a_resumed_run_goes_on_as_if_uninterrupted(train, whole, tmp_path, capsys):
+def test_a_resumed_run_goes_on_as_if_uninterrupted(train, uninterrupted, tmp_path, capsys):
     options = ("--steps", 6, "--checkpoint-dir", tmp_path, "--save-every", 2)
     first = train(*options, "--stop-at", 3)
     capsys.readouterr()
@@ -59,31 +59,31 @@ def test_a_resumed_run_goes_on_as_if_uninterrupted(train, whole, tmp_path, capsy
     printed = capsys.readouterr().out
     order = ["parameters on", "pinned_host", "resumed at step 3", "held-out", "tokens/s", "left", "sample:"]
     assert sorted(order, key=printed.index) == order
-    assert first["losses"] + rest["losses"] == whole["losses"]
+    assert first["losses"] + rest["losses"] == uninterrupted["losses"]
     assert first["held_out"][1] == rest["held_out"][0]
     assert kinds(rest["state"].opt_state) == {"pinned_host"}
     assert int(rest["state"].step) == 6
     assert rest["compiled"] == 1
 
 
-def test_in_files_it_gives_the_same_losses_and_resumes(train, whole, tmp_path, capsys):
+def test_in_files_it_gives_the_same_losses_and_resumes(train, uninterrupted, tmp_path, capsys):
     options = ("--steps", 6, "--disk", tmp_path / "a", tmp_path / "b", "--host-bytes", "0.25MiB", "--save-every", 2)
     first = train(*options, "--stop-at", 3)
     capsys.readouterr()
     rest = train(*options)
     printed = capsys.readouterr().out
     assert "disk, " in printed and "resumed at step 3" in printed
-    np.testing.assert_allclose(first["losses"] + rest["losses"], whole["losses"], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(first["losses"] + rest["losses"], uninterrupted["losses"], rtol=0, atol=1e-4)
     assert first["held_out"][1] == rest["held_out"][0]
     assert int(rest["state"].step) == 6
 
 
 @pytest.mark.long("trains a GPT three times")
-def test_pipelined_gives_the_same_losses_and_resumes(train, whole, tmp_path, capsys):
+def test_pipelined_gives_the_same_losses_and_resumes(train, uninterrupted, tmp_path, capsys):
     options = ("--steps", 6, "--pipelined", "--checkpoint-dir", tmp_path, "--save-every", 2)
     first, rest = train(*options, "--stop-at", 3), train(*options)
-    np.testing.assert_allclose(first["losses"] + rest["losses"], whole["losses"], rtol=0, atol=1e-4)
-    assert rest["held_out"][1] == pytest.approx(whole["held_out"][1], abs=1e-4)
+    np.testing.assert_allclose(first["losses"] + rest["losses"], uninterrupted["losses"], rtol=0, atol=1e-4)
+    assert rest["held_out"][1] == pytest.approx(uninterrupted["held_out"][1], abs=1e-4)
     assert int(rest["state"].step) == 6
     assert kinds(rest["state"].opt_state) == {"pinned_host"}
     assert first["compiled"] == rest["compiled"] == 0  # the plain step

@@ -28,7 +28,7 @@ def there_and_back(name, block=128, stochastic=True):
     return jax.jit(lambda x, seed: decode(*encode(x, storage, seed if stochastic else None), storage))
 
 
-def numbers(name, shape=(8, 300), seed=0, spread=2.0):
+def examples(name, shape=(8, 300), seed=0, spread=2.0):
     rng = np.random.default_rng(seed)
     x = (rng.normal(size=shape) * np.exp(spread * rng.normal(size=shape)) * 1e-4).astype(np.float32)
     return x * x if name == "uint8" else x
@@ -38,7 +38,7 @@ def numbers(name, shape=(8, 300), seed=0, spread=2.0):
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_what_the_format_has_comes_back_however_often(name, stochastic):
     f = there_and_back(name, stochastic=stochastic)
-    once = f(numbers(name), SEED)
+    once = f(examples(name), SEED)
     again = once
     for k in range(5):
         again = f(again, np.uint32(k))
@@ -58,19 +58,19 @@ def test_bits_of_any_kind(name, words, seed):
         got = np.asarray(there_and_back(name, 32)(values, np.uint32(seed)))
         finite = np.isfinite(values)
         assert not np.isfinite(got[~finite]).any()
-        whole = np.repeat(finite.reshape(3, 32).all(1), 32) if name in EIGHT_BITS else finite
-        assert np.isfinite(got[whole]).all() or name == "bfloat16"  # the last binade may round to infinity there
-        assert np.isnan(got[~whole]).all() or name not in EIGHT_BITS
-        ok = whole & np.isfinite(got)
+        clean = np.repeat(finite.reshape(3, 32).all(1), 32) if name in EIGHT_BITS else finite
+        assert np.isfinite(got[clean]).all() or name == "bfloat16"  # the last binade may round to infinity there
+        assert np.isnan(got[~clean]).all() or name not in EIGHT_BITS
+        ok = clean & np.isfinite(got)
         smallest = {"uint8": 1e-21}.get(name, 1e-30)
-        seen = ok & (np.abs(values) > 1e-7 * np.nanmax(np.abs(np.where(ok, values, 0)), initial=0)) | (values == 0)
-        seen &= ok & ((np.abs(values) > smallest) | (values == 0))
-        assert (np.sign(got) == np.sign(values))[seen].all()
+        visible = ok & (np.abs(values) > 1e-7 * np.nanmax(np.abs(np.where(ok, values, 0)), initial=0)) | (values == 0)
+        visible &= ok & ((np.abs(values) > smallest) | (values == 0))
+        assert (np.sign(got) == np.sign(values))[visible].all()
 
 
 @pytest.mark.parametrize("name", NARROW)
 def test_rounding_is_unbiased_and_near(name):
-    x = np.abs(numbers(name, (2, 128), spread=0.5))
+    x = np.abs(examples(name, (2, 128), spread=0.5))
     f = jax.jit(jax.vmap(lambda seed: there_and_back(name)(x, mixed(seed))))
     got = np.asarray(f(np.arange(4000, dtype=np.uint32)), np.float64)
     near = x > x.max(1, keepdims=True) / 8
@@ -105,7 +105,7 @@ def test_only_zero_becomes_zero(name, stochastic):
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks_do_not_know_each_other(name):
-    x = numbers(name, (3, 256))
+    x = examples(name, (3, 256))
     f = there_and_back(name)
     changed = x.copy()
     changed[1, 130] = 1e6
@@ -128,7 +128,7 @@ def test_the_seed_and_the_place_decide(name):
 @pytest.mark.parametrize("name", NARROW)
 def test_shapes(name, shape):
     storage = jo.Storage(name)
-    values, scale = encode(numbers(name, shape), storage)
+    values, scale = encode(examples(name, shape), storage)
     assert values.dtype == name and values.shape == shape
     assert (values.shape, None if scale is None else scale.shape) == encoded_shapes(shape, storage)
     if name == "bfloat16":
@@ -173,7 +173,7 @@ def test_no_format_is_suggested_that_is_another(given):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_with_float64_enabled(name):
-    x = numbers(name, (4, 256))
+    x = examples(name, (4, 256))
     want = there_and_back(name)(x, SEED)
     with jax.enable_x64(True):
         got = jax.jit(lambda x, seed: decode(*encode(x, jo.Storage(name), seed), jo.Storage(name)))(x, SEED)

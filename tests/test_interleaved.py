@@ -265,8 +265,8 @@ def test_bytes_on_one_device(model):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     params = {k: v for k, v in parameters().items() if v.ndim == 2}
     params = {"layers": jnp.stack([*params.values()])} if model is stacked else params | {"bias": jnp.zeros(WIDTH)}
-    divided = {1: P(), 2: P("data"), 3: P(None, "data")}
-    params = {k: jax.device_put(v, NamedSharding(mesh, divided[v.ndim])) for k, v in params.items()}
+    specs = {1: P(), 2: P("data"), 3: P(None, "data")}
+    params = {k: jax.device_put(v, NamedSharding(mesh, specs[v.ndim])) for k, v in params.items()}
     tx = jo.offload(ADAMW, **OPTIONS)
     state, x = tx.init(params), jax.device_put(batch(0), NamedSharding(mesh, P("data")))
     trace = jo.jit(step_of(tx, model, True)).trace(params, state, x).jaxpr

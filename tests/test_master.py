@@ -125,13 +125,13 @@ def test_the_low_bits_and_the_parameter_are_the_master(through, examples):
     a, b = np.float32(p), np.float32(new)
     with np.errstate(over="ignore", invalid="ignore"):
         # what the update made: float32(p + float32(wanted - p))
-        made = np.where(a == wanted, a, a + np.float32(wanted - a)).astype(np.float32)
-        reachable = np.isfinite(made) & np.isfinite(np.float32(b - a)) & np.isfinite(a)
+        updated = np.where(a == wanted, a, a + np.float32(wanted - a)).astype(np.float32)
+        reachable = np.isfinite(updated) & np.isfinite(np.float32(b - a)) & np.isfinite(a)
         reachable &= np.abs(a) < 2.0**15 * np.abs(b)
-        for x in made, a, wanted - a, b - a:  # a CPU flushes subnormal numbers
+        for x in updated, a, wanted - a, b - a:  # a CPU flushes subnormal numbers
             reachable &= (np.abs(x) > 1e-37) | (x == 0)
-    assert (bits(joined) == bits(made))[reachable].all()
-    away = ((bits(made).astype(np.int64) + 0x8000) >> 16).astype(np.uint16)  # to nearest, ties away from zero
+    assert (bits(joined) == bits(updated))[reachable].all()
+    away = ((bits(updated).astype(np.int64) + 0x8000) >> 16).astype(np.uint16)  # to nearest, ties away from zero
     assert (bits(new) == away)[reachable].all()
 
 

@@ -104,13 +104,13 @@ def test_processes_train_as_one(tmp_path, zero1):
     for processes, launcher in [(2, by_slurm)] if zero1 else [(2, by_slurm), (4, by_arguments)]:
         reports = start(tmp_path, processes, launcher, *args)
         assert json.loads((tmp_path / "losses.json").read_text()) == reports[0]["losses"]
-        for i, seen in enumerate(reports):
-            assert (seen["process"], seen["processes"], seen["devices"]) == (i, processes, [4, 4 // processes])
-            np.testing.assert_allclose(seen["losses"], alone["losses"], rtol=1e-6)
-            assert seen["placement"] == alone["placement"]
+        for i, outcome in enumerate(reports):
+            assert (outcome["process"], outcome["processes"], outcome["devices"]) == (i, processes, [4, 4 // processes])
+            np.testing.assert_allclose(outcome["losses"], alone["losses"], rtol=1e-6)
+            assert outcome["placement"] == alone["placement"]
             for tree in ("params", "state", "eager init", "back on the host"):
-                assert without_held(seen[tree]) == without_held(alone[tree])
-            check_placement(seen, zero1)
+                assert without_held(outcome[tree]) == without_held(alone[tree])
+            check_placement(outcome, zero1)
 
 
 @pytest.mark.parametrize("gradients", ["device", pytest.param("host", marks=pytest.mark.long("as on the device"))])
@@ -122,11 +122,11 @@ def test_processes_train_as_one_with_the_step_turned_round(tmp_path, gradients):
         if gradients == "device"
         else {"device": 1, "pinned_host": 3}
     )
-    for seen in start(tmp_path, 2, by_arguments, gradients, script="multihost_turned.py"):
-        assert seen["processes"] == 2
-        np.testing.assert_allclose(seen["losses"], alone["losses"], rtol=1e-6)
-        np.testing.assert_allclose(seen["norms"], alone["norms"], rtol=1e-5)
-        assert {k: seen[k] for k in ("kinds", "waiting", "placement")} == {
+    for outcome in start(tmp_path, 2, by_arguments, gradients, script="multihost_turned.py"):
+        assert outcome["processes"] == 2
+        np.testing.assert_allclose(outcome["losses"], alone["losses"], rtol=1e-6)
+        np.testing.assert_allclose(outcome["norms"], alone["norms"], rtol=1e-5)
+        assert {k: outcome[k] for k in ("kinds", "waiting", "placement")} == {
             k: alone[k] for k in ("kinds", "waiting", "placement")
         }
 
@@ -136,40 +136,40 @@ def test_processes_train_as_one_with_the_step_turned_round(tmp_path, gradients):
 def test_each_process_updates_its_own_part_on_its_cores(tmp_path, how):
     [alone] = start(tmp_path, 1, None, "clipped", how, script="multihost_cores.py")
     assert alone["by parts"] and alone["off"] < 1e-5 and not alone["error"]
-    for seen in start(tmp_path, 2, by_arguments, "clipped", how, script="multihost_cores.py"):
-        np.testing.assert_allclose(seen["losses"], alone["losses"], rtol=1e-6)
-        assert seen["by parts"] == alone["by parts"] and seen["off"] < 1e-5 and seen["stayed"]
-        assert seen["kinds"] == alone["kinds"] and "pinned_host" in seen["kinds"]
-        assert 2 * seen["held"] == alone["held"]
-        assert seen["threads"] == max(1, alone["threads"] // 2)
+    for outcome in start(tmp_path, 2, by_arguments, "clipped", how, script="multihost_cores.py"):
+        np.testing.assert_allclose(outcome["losses"], alone["losses"], rtol=1e-6)
+        assert outcome["by parts"] == alone["by parts"] and outcome["off"] < 1e-5 and outcome["stayed"]
+        assert outcome["kinds"] == alone["kinds"] and "pinned_host" in outcome["kinds"]
+        assert 2 * outcome["held"] == alone["held"]
+        assert outcome["threads"] == max(1, alone["threads"] // 2)
 
 
 def test_an_update_that_needs_whole_leaves_is_an_error_in_several_processes(tmp_path):
-    for seen in start(tmp_path, 2, by_arguments, "lamb", "fsdp", script="multihost_cores.py"):
-        assert "takes every leaf whole, and the step runs in 2 processes. Fix: " in seen["error"]
-        assert seen["stayed"]
+    for outcome in start(tmp_path, 2, by_arguments, "lamb", "fsdp", script="multihost_cores.py"):
+        assert "takes every leaf whole, and the step runs in 2 processes. Fix: " in outcome["error"]
+        assert outcome["stayed"]
 
 
 def without_held(tree):
     return {path: {k: v for k, v in row.items() if k != "held"} for path, row in tree.items()}
 
 
-def check_placement(seen, zero1):
+def check_placement(outcome, zero1):
     """What one process sees: every leaf is in its memory, with its parameter's sharding, and is held in full."""
-    assert seen["compiled"] == 1
-    assert "chunks" in seen["placement"]
-    assert seen["eager init"] == seen["back on the host"] == seen["state"]
-    here = seen["devices"][1]
-    hosts = [path for path, row in seen["state"].items() if row["kind"] == "pinned_host"]
+    assert outcome["compiled"] == 1
+    assert "chunks" in outcome["placement"]
+    assert outcome["eager init"] == outcome["back on the host"] == outcome["state"]
+    here = outcome["devices"][1]
+    hosts = [path for path, row in outcome["state"].items() if row["kind"] == "pinned_host"]
     assert len(hosts) == 10  # mu and nu of the five parameters that have 64 KiB
-    assert {row["kind"] for row in seen["params"].values()} == {"device"}
-    for path, row in [*seen["params"].items(), *seen["state"].items()]:
-        assert (row["kind"] == "pinned_host") == (path in seen["state"] and row["bytes"] >= 2**16)
-        assert row["held"] * parts(row, seen["mesh"]) == row["bytes"] * here
+    assert {row["kind"] for row in outcome["params"].values()} == {"device"}
+    for path, row in [*outcome["params"].items(), *outcome["state"].items()]:
+        assert (row["kind"] == "pinned_host") == (path in outcome["state"] and row["bytes"] >= 2**16)
+        assert row["held"] * parts(row, outcome["mesh"]) == row["bytes"] * here
     for path in hosts:
-        [param] = [p for name, p in seen["params"].items() if path.endswith(name)]
-        assert parts(param, seen["mesh"]) == 2
+        [param] = [p for name, p in outcome["params"].items() if path.endswith(name)]
+        assert parts(param, outcome["mesh"]) == 2
         if zero1:
-            assert parts(seen["state"][path], seen["mesh"]) == 4
+            assert parts(outcome["state"][path], outcome["mesh"]) == 4
         else:
-            assert seen["state"][path]["spec"] == param["spec"]
+            assert outcome["state"][path]["spec"] == param["spec"]

@@ -158,11 +158,11 @@ def test_an_iteration_moves_a_row_of_every_leaf(ahead, monkeypatch):
 @pytest.mark.parametrize("of_host", [True, False])
 def test_an_effect_happens_once(of_host, window):
     """In a branch that makes an array and a number: it must not stand in two slices, nor in two passes."""
-    seen = []
+    calls = []
 
     def update(updates, state, params=None):
         def new(m):
-            jax.debug.callback(lambda: seen.append(1))
+            jax.debug.callback(lambda: calls.append(1))
             return m * 2, (m * m).sum()
 
         given = state["w"] + updates["w"] if of_host else updates["w"]
@@ -175,5 +175,5 @@ def test_an_effect_happens_once(of_host, window):
     got = jax.jit(tx.update)(params, tx.init(params), params)
     want = jax.jit(inner.update)(params, inner.init(params), params)
     jax.effects_barrier()
-    assert len(seen) == 2
+    assert len(calls) == 2
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)

@@ -143,10 +143,10 @@ def test_a_step_cut_at_its_update_is_the_step(through):
     assert names(cut.update.jaxpr) == [NAME]
     assert NAME not in names(cut.before.jaxpr) + names(cut.after.jaxpr)
     assert not cut.before.loads  # the model sees no host memory
-    gradients, made = cut.crossing
+    gradients, new = cut.crossing
     assert {v.aval.shape for v in gradients} == {(8, 8)}
     assert len(gradients) == len(params)  # and no loss, no norm
-    assert len(made) == len(params)  # for the norm of the new ones
+    assert len(new) == len(params)  # for the norm of the new ones
     assert all(v in cut.before.outputs for v in cut.program.outputs[-4:-2])
 
 
@@ -246,8 +246,8 @@ def test_a_cut_that_would_lose_the_order_of_effects():
     params = model()
 
     def ordered(params, state, x):
-        params, state, seen = step(params, state, x)
-        jax.debug.print("{}", seen["size"], ordered=True)
+        params, state, metrics = step(params, state, x)
+        jax.debug.print("{}", metrics["size"], ordered=True)
         return params, state
 
     with pytest.raises(ValueError, match="step: has effects whose order a cut would lose: OrderedDebugEffect"):
@@ -266,9 +266,11 @@ def windows_of(step, *args):
 
 def both(inner=lambda tx: tx):
     """Two offloads with windows of their own: of a, less than it takes, and of the others."""
-    made = {"small": jo.offload(optax.adamw(1e-2), min_bytes=0, window=200), "large": TX}
+    offloads = {"small": jo.offload(optax.adamw(1e-2), min_bytes=0, window=200), "large": TX}
     labels = {"a": "small", "b": "large", "c": "large"}
-    return inner(optax.partition(made, labels)), inner(optax.partition(dict.fromkeys(made, optax.adamw(1e-2)), labels))
+    return inner(optax.partition(offloads, labels)), inner(
+        optax.partition(dict.fromkeys(offloads, optax.adamw(1e-2)), labels)
+    )
 
 
 AROUND = {

@@ -21,7 +21,7 @@ def manager(tmp_path):
         yield manager
 
 
-def made():
+def offloaded():
     params = jax.device_put({"w": jnp.ones((64, 64)), "v": jnp.ones((64, 64)) / 2}, DEVICE)
     tx = jo.offload(optax.adamw(1e-2), min_bytes=0)
     return tx, params, tx.init(params)
@@ -29,7 +29,7 @@ def made():
 
 @pytest.mark.parametrize("with_target", [False, True])
 def test_a_restored_state_has_the_types_of_what_init_made(manager, with_target):
-    tx, params, state = made()
+    tx, params, state = offloaded()
     _, state = jo.update_params(tx, params, state, params)
     manager.save(0, args=jo.save_args(state))
     restored = jo.restore(manager, jo.abstract_state(tx, params) if with_target else None)
@@ -60,7 +60,7 @@ def test_a_type_is_mended_without_a_copy():
 
 
 def test_a_checkpoint_that_is_being_written_is_not_damaged(manager):
-    tx, params, state = made()
+    tx, params, state = offloaded()
     manager.save(0, args=jo.save_args(state))
     manager.wait_until_finished()
     _, after = jo.update_params(tx, params, state, params)

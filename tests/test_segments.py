@@ -321,8 +321,8 @@ def test_updates_begin_before_the_backward_pass_ends(cut, in_one_piece, monkeypa
     task, last_of_them = driven._tasks[at]
 
     def watched(*operands):
-        vars(cores)["last"] = made = last_of_them(*operands)
-        return made
+        vars(cores)["last"] = produced = last_of_them(*operands)
+        return produced
 
     driven._tasks[at] = task, watched
     cores.log.clear()
@@ -345,9 +345,9 @@ def test_files_are_written_before_the_backward_pass_ends(cut, disk, in_one_piece
     task, last_of_them = driven._tasks[at]
 
     def watched(*operands):
-        made = last_of_them(*operands)
-        last.append(made[0] + 0)  # groups are given what it makes
-        return made
+        produced = last_of_them(*operands)
+        last.append(produced[0] + 0)  # groups are given what it makes
+        return produced
 
     def written(*what):
         writing = put(*what)
@@ -471,8 +471,8 @@ def test_arrays_that_lie_beside_the_pass_count():
 def cuts_in(loss, layers):
     params = model(layers=layers)
     jaxpr = jaxpr_of(jax.grad(loss), params, X)[0].jaxpr
-    made = {v: k + 1 for k, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
-    return cuts.cuts_of(jaxpr, [made[v] for v in jaxpr.outvars], [set() for _ in params])
+    produced = {v: k + 1 for k, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+    return cuts.cuts_of(jaxpr, [produced[v] for v in jaxpr.outvars], [set() for _ in params])
 
 
 def test_programs_are_at_most_eight():

@@ -20,7 +20,7 @@ SHAPE = (256, 260)  # large enough to wait for each other
 SPECIAL = [np.nan, np.inf, -np.inf, -0.0, 1e30, 1e-40]
 
 
-def made(grads):
+def produced(grads):
     """The same gradients, but made in the step, as those of a backward pass are: these wait for each other."""
     return jax.tree.map(lambda x: jnp.flip(jnp.flip(x, -1), -1), grads)
 
@@ -29,9 +29,9 @@ def made(grads):
 def grads():
     """The first number of each, by which a gradient shows that it is there, is a special one."""
     keys = jax.random.split(jax.random.key(0), len(SPECIAL))
-    made = {f"w{i}": jax.random.normal(key, SHAPE) for i, key in enumerate(keys)}
-    made = {name: g.at[0, 0].set(first) for (name, g), first in zip(made.items(), SPECIAL, strict=True)}
-    return jax.device_put(made | {"scale": jnp.ones(3)}, jax.devices()[0])
+    produced = {f"w{i}": jax.random.normal(key, SHAPE) for i, key in enumerate(keys)}
+    produced = {name: g.at[0, 0].set(first) for (name, g), first in zip(produced.items(), SPECIAL, strict=True)}
+    return jax.device_put(produced | {"scale": jnp.ones(3)}, jax.devices()[0])
 
 
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
@@ -49,7 +49,7 @@ def test_special_numbers_change_nothing_else(inner, fraction, grads):
     tx = jo.offload(inner, fraction=fraction)
     state = tx.init(params)
     assert any(on_host(x) for x in jax.tree.leaves(state))
-    updates, state = jax.jit(lambda g, s, p: tx.update(made(g), s, p))(grads, state, params)
+    updates, state = jax.jit(lambda g, s, p: tx.update(produced(g), s, p))(grads, state, params)
     expected, plain = jax.jit(inner.update)(grads, inner.init(params), params)
     for ours, theirs in zip(jax.tree.leaves((updates, state)), jax.tree.leaves((expected, plain)), strict=True):
         a, b = np.asarray(ours), np.asarray(theirs)
@@ -62,7 +62,7 @@ def test_dtypes_of_gradients_that_wait(dtype):
     grads = jax.device_put({f"w{i}": jnp.full(SHAPE, i + 0.5, dtype) for i in range(4)}, jax.devices()[0])
     inner = optax.sgd(0.1, momentum=0.9)
     tx = jo.offload(inner, fraction=0.5)
-    updates, _ = jax.jit(lambda g, s, p: tx.update(made(g), s, p))(grads, tx.init(grads), grads)
+    updates, _ = jax.jit(lambda g, s, p: tx.update(produced(g), s, p))(grads, tx.init(grads), grads)
     expected, _ = jax.jit(inner.update)(grads, inner.init(grads), grads)
     for ours, theirs in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
         assert ours.dtype == theirs.dtype
@@ -71,8 +71,8 @@ def test_dtypes_of_gradients_that_wait(dtype):
 
 def parts_of(fun, *args):
     program = without_round_trips(flat(jax.make_jaxpr(fun)(*args)))
-    whole = slice_of(program.eqns, program.outputs, program.debug_info, {})
-    return program, serial_parts(whole, program.inputs)
+    one_slice = slice_of(program.eqns, program.outputs, program.debug_info, {})
+    return program, serial_parts(one_slice, program.inputs)
 
 
 def test_a_norm_falls_into_a_part_for_each_gradient():
@@ -96,8 +96,8 @@ def test_the_plan_says_which_gradients_wait():
 
     def planned(step, serialise, **how):
         program = without_round_trips(flat(jax.make_jaxpr(step)(*gradients)))
-        whole = slice_of(program.eqns, program.outputs, program.debug_info, {})
-        return program, serial_of(whole, program.inputs, {*program.outputs}, serialise, **how)
+        one_slice = slice_of(program.eqns, program.outputs, program.debug_info, {})
+        return program, serial_of(one_slice, program.inputs, {*program.outputs}, serialise, **how)
 
     def norm(*gs):
         return sum(jnp.sum(g**2) for g in gs)
@@ -109,12 +109,12 @@ def test_the_plan_says_which_gradients_wait():
     assert found == AllInTurn(tuple(program.inputs), program.outputs[0])
     for step in norm, update:
         assert planned(step, Serialise.NONE)[1] is None
-    for step, numbers, how in (norm, 1, {}), (update, 0, {"gated": True}):
+    for step, count, how in (norm, 1, {}), (update, 0, {"gated": True}):
         program, found = planned(step, Serialise.ALL, **how)
         assert isinstance(found, InParts)
         one, two, three, *_ = found.parts
         assert [part.gradient for part in (one, two, three)] == program.inputs
-        assert [len(part.waits_for) for part in (one, two, three)] == [0, numbers, numbers]
+        assert [len(part.waits_for) for part in (one, two, three)] == [0, count, count]
         assert {*two.waits_for} <= {*one.slice.outputs} and {*three.waits_for} <= {*two.slice.outputs}
 
 
@@ -152,7 +152,7 @@ def test_divided_gradients_do_not_wait_by_a_collective_each(spec, constraint, kn
         state = tx.init(params)
 
     def step(grads, state, params):
-        grads = made(grads)
+        grads = produced(grads)
         if constraint is not None:
             grads = jax.lax.with_sharding_constraint(grads, jax.sharding.NamedSharding(mesh, constraint))
         return tx.update(grads, state, params)
@@ -162,7 +162,7 @@ def test_divided_gradients_do_not_wait_by_a_collective_each(spec, constraint, kn
     assert found == expected
 
 
-@pytest.mark.parametrize(("how", "expected"), [(made, len(SPECIAL)), (lambda grads: grads, 0)])
+@pytest.mark.parametrize(("how", "expected"), [(produced, len(SPECIAL)), (lambda grads: grads, 0)])
 def test_gradients_of_leaves_that_stay_wait_where_they_are_made(how, expected, grads):
     params = jax.tree.map(jnp.ones_like, grads)
     tx = jo.offload(optax.adamw(1e-3), fraction=0.5)
@@ -175,7 +175,7 @@ def test_a_state_that_is_only_stored(fraction, grads):
     """The last gradient: nothing of it is loaded, so its store is computed with what serves all slices."""
     inner = optax.optimistic_gradient_descent(0.1)
     tx = jo.offload(inner, fraction=fraction)
-    updates, state = jax.jit(lambda g, s: tx.update(made(g), s))(grads, tx.init(grads))
+    updates, state = jax.jit(lambda g, s: tx.update(produced(g), s))(grads, tx.init(grads))
     expected, plain = jax.jit(inner.update)(grads, inner.init(grads))
     for ours, theirs in zip(jax.tree.leaves((updates, state)), jax.tree.leaves((expected, plain)), strict=True):
         np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), rtol=1e-6)

@@ -209,9 +209,9 @@ def test_masters_that_are_divided_further_than_their_parameters(name, low_bits, 
         tx = jo.offload(
             jo.with_master_params(OPTIMIZERS[name], low_bits=low_bits), min_bytes=0, window=1, shard_over="data"
         )
-        divided = optax.tree.map_params(tx, lambda x, s: s, tx.init(a), ZERO, transform_non_params=lambda x: P())
+        wanted_specs = optax.tree.map_params(tx, lambda x, s: s, tx.init(a), ZERO, transform_non_params=lambda x: P())
         a, state = run(tx, a, g, form)
-        assert_state(state, divided, tx, a)
+        assert_state(state, wanted_specs, tx, a)
     assert jax.tree.map(spec_of, a) == jax.tree.map(lambda s: entries(*s), SPECS, is_leaf=lambda s: isinstance(s, P))
     assert {(x.dtype.name, x.sharding.memory_kind) for x in jax.tree.leaves(a)} == {("bfloat16", DEVICE)}
     plain = jo.with_master_params(OPTIMIZERS[name], low_bits=low_bits)
@@ -552,7 +552,7 @@ def test_update_params_gathers_no_updates(around):
         tx = wrap[around](tx)
         state = tx.init(params)
     traced = emitted(jax.make_jaxpr(lambda *args: jo.update_params(tx, *args))(params, state, params))
-    whole = [eqn for eqn in equations(traced.jaxpr)
+    gathered = [eqn for eqn in equations(traced.jaxpr)
              if eqn.primitive.name == "sharding_constraint" and eqn.params["sharding"].spec == P()]  # fmt: skip
     # each parameter before it is divided, for the update and to be updated, and the choice that makes it in place
-    assert len(whole) == 5 * len(params)
+    assert len(gathered) == 5 * len(params)

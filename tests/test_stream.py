@@ -123,12 +123,12 @@ def test_fifty_donated_steps_follow_the_resident_run(name):
             return optax.apply_updates(params, updates), state, loss
 
         step = jit(step, donate_argnums=(0, 1))
-        params, seen = parameters(), []
+        params, values = parameters(), []
         state = tx.init(params)
         for _ in range(50):
             params, state, loss = step(params, state)
-            seen.append(float(loss))
-        return seen
+            values.append(float(loss))
+        return values
 
     np.testing.assert_allclose(losses(jo.offload(inner, min_bytes=0, window=700)), losses(inner), rtol=1e-4)
 

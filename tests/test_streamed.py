@@ -103,7 +103,7 @@ def test_an_order_is_that_of_the_gradients_of_its_own_offload(orders):
     found = updates_in(jax.jit(step).trace(params, tx.init(params)).jaxpr)[0].update
     arguments = found.program.inputs[len(found.program.consts) :]
     assert len(found.gradients) == len(NAMES) and all(arguments[i].aval.shape == (8, 8) for i in found.gradients)
-    seen = [sorted(NAMES)[i - min(found.gradients)] for i in found.gradients]
+    got = [sorted(NAMES)[i - min(found.gradients)] for i in found.gradients]
     want = list(reversed(used))
     for kind, order in zip(("read", "rest"), orders, strict=True):
         if order:  # its rules, then by name, in its own places
@@ -111,7 +111,7 @@ def test_an_order_is_that_of_the_gradients_of_its_own_offload(orders):
             places = [k for k, name in enumerate(want) if name.startswith(kind)]
             for k, name in zip(places, own, strict=True):
                 want[k] = name
-    assert seen == want
+    assert got == want
 
 
 @pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
@@ -126,12 +126,12 @@ def test_how_leaves_are_divided_is_how_they_are(axes):
         update, paths = update_of(lambda p, s: tx.update(p, s, p), params, state)
         leaves = jax.tree_util.tree_leaves_with_path((params, state))
         actual = {jax.tree_util.keystr(path): x for path, x in leaves}
-        seen = 0
+        compared = 0
         for v, shards in update.program.shards.items():
             x = actual[paths[v]] if paths.get(v) else None
             if x is not None and x.ndim:
                 shard = x.sharding.shard_shape(x.shape)
                 assert tuple(np.array(x.shape) // shards) == shard, (paths[v], shards, shard)
-                seen += 1
+                compared += 1
         scales = [x for path, x in actual.items() if "scale" in path and x.ndim]
-        assert seen >= 9 and any(x.shape[-1] % 4 for x in scales)
+        assert compared >= 9 and any(x.shape[-1] % 4 for x in scales)

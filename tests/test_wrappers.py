@@ -129,23 +129,23 @@ def test_plain_multi_steps_does_not_notice():
 
 
 def warnings_of(do):
-    with warnings.catch_warnings(record=True) as seen:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         do()
-    return [str(w.message) for w in seen if MOVED.search(str(w.message))]
+    return [str(w.message) for w in caught if MOVED.search(str(w.message))]
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_state_that_was_moved_is_named(wrapped):
-    def made():
+    def make():
         tx = jo.offload(INNER, min_bytes=0)
         return optax.MultiSteps(tx, 2) if wrapped else tx
 
-    assert warnings_of(lambda: train(made())) == []
-    text = warnings_of(lambda: train(made(), jo.to_device))
+    assert warnings_of(lambda: train(make())) == []
+    text = warnings_of(lambda: train(make(), jo.to_device))
     assert text and "[1][0].mu['b']" in text[0] and "docs/trainers.md" in text[0]
     # A resident state that becomes an offloaded one has never been there, whatever tables were printed before.
-    tx = made()
+    tx = make()
     jo.placement(tx, params())
     plain = optax.MultiSteps(INNER, 2) if wrapped else INNER
     resident = plain.init(params())

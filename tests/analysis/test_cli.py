@@ -176,7 +176,7 @@ def test_a_function_of_yours(tmp_path, monkeypatch):
 STEPS = """
 import jax, jax.numpy as jnp, optax, jax_offload as jo
 x = jnp.ones((8, 256))
-def made(tx, state):
+def of(tx, state):
     params = jax.device_put(jnp.ones((256, 256)), jax.devices()[0])
     def loss(p, x):
         return jnp.tanh(x @ p).sum()
@@ -184,10 +184,10 @@ def made(tx, state):
     return step, params, state(params), x
 def offloaded():
     tx = jo.offload(optax.adamw(1e-3))
-    return made(tx, tx.init)
+    return of(tx, tx.init)
 def resident():
     tx = optax.adamw(1e-3)
-    return made(tx, tx.init)
+    return of(tx, tx.init)
 """
 
 
@@ -210,9 +210,9 @@ def test_a_warning_of_inspect_is_no_error(tmp_path, monkeypatch):
     moved = Transfer("a", True, 3, 1, 1.0, ""), Transfer("b", False, 5, 1, 1.0, "")
 
     def inspect_of(*args, **kwargs):
-        seen = Inspection("h200", 0, {}, 0, 0, moved, (), tuple(found), None, compiled_for=True)
-        assert (seen.loaded, seen.stored) == (3, 5)
-        return seen
+        report = Inspection("h200", 0, {}, 0, 0, moved, (), tuple(found), None, compiled_for=True)
+        assert (report.loaded, report.stored) == (3, 5)
+        return report
 
     (tmp_path / "steps_for_test.py").write_text(STEPS)
     monkeypatch.chdir(tmp_path)

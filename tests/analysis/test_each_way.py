@@ -26,8 +26,8 @@ def loss(params, x):
 
 def maker(stack=(None, None), batch=(None, None)):
     """Of a transformation a step and its arguments; divided, where there is an axis."""
-    divided = any((*stack, *batch))
-    mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,)) if divided else None
+    sharded = any((*stack, *batch))
+    mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,)) if sharded else None
 
     def abstract(shape, *spec):
         sharding = None if mesh is None else NamedSharding(mesh, P(*spec))
@@ -74,8 +74,8 @@ def test_each_row_is_that_of_its_step_alone():
 
 def test_the_smallest_fraction_that_fits():
     make = maker()
-    whole = jo.plan(make, ADAMW, chip="h100")
-    memory = (whole["jo.jit"].peak_range[1] + whole["resident"].peak_range[1]) // 2
+    unlimited = jo.plan(make, ADAMW, chip="h100")
+    memory = (unlimited["jo.jit"].peak_range[1] + unlimited["resident"].peak_range[1]) // 2
     forecast = jo.plan(make, ADAMW, chip="h100", device_memory=memory)
     found = forecast["fraction"]
     assert (found.fits, forecast["resident"].fits) == (True, False)
@@ -146,10 +146,10 @@ def test_over_a_mesh():
     replicated = jo.plan(maker(batch=("data", None)), ADAMW)
     assert replicated["ZeRO-1"].host == STATE // 4
     assert "shard_over='data'" in replicated["ZeRO-1"].code
-    divided = jo.plan(maker(stack=("data", None), batch=("data", None)), ADAMW)
-    assert "ZeRO-1" not in names(divided)
-    assert divided["jo.jit"].host == STATE // 4
-    assert "on the cores" not in names(divided)  # these are cut for devices, which an AbstractMesh does not have
+    sharded = jo.plan(maker(stack=("data", None), batch=("data", None)), ADAMW)
+    assert "ZeRO-1" not in names(sharded)
+    assert sharded["jo.jit"].host == STATE // 4
+    assert "on the cores" not in names(sharded)  # these are cut for devices, which an AbstractMesh does not have
     with pytest.raises(ValueError, match=r"AbstractMesh.*Give a Mesh"):
         jo.plan(*maker(batch=("data", None))(jo.offload(ADAMW, update_on="host")))
 
@@ -163,7 +163,7 @@ def test_what_is_given_already_stays():
 
 
 @pytest.mark.parametrize(
-    ("made", "words"),
+    ("returned", "words"),
     [
         (None, "got a NoneType"),
         ((1, 2), "begins with a int"),
@@ -174,6 +174,6 @@ def test_what_is_given_already_stays():
         ),
     ],
 )
-def test_what_makes_no_step(made, words):
+def test_what_makes_no_step(returned, words):
     with pytest.raises(TypeError, match=words):
-        jo.plan(lambda tx: made, ADAMW)
+        jo.plan(lambda tx: returned, ADAMW)

@@ -216,8 +216,8 @@ def test_compiled_rows(train):
     jitted = {"jax.jit": jax.jit(step, donate_argnums=(0, 1)), "jo.jit": jo.jit(step, donate_argnums=(0, 1))}
     hosted = jo.pipelined(step, donate_argnames=("params", "state"), gradients="host")
     for name, each in (jitted | {"jo.pipelined": turned} | ({} if train else {"gradients too": hosted})).items():
-        seen, row = jo.inspect(each, *args, target=H200), forecast[name]
-        assert (row.peak, row.host, row.exposed) == (seen.peak, seen.host, pytest.approx(seen.timeline.exposed))
+        report, row = jo.inspect(each, *args, target=H200), forecast[name]
+        assert (row.peak, row.host, row.exposed) == (report.peak, report.host, pytest.approx(report.timeline.exposed))
         assert row.peak == row.parameters + row.gradients + row.state + row.window + row.activations
     assert forecast["resident"].peak > forecast["jax.jit"].peak and forecast["resident"].host == 0
     assert any(note.startswith("gradients too is estimated: give") for note in forecast.notes) is train
@@ -359,9 +359,9 @@ def test_what_comes_from_other_devices():
     """Of a MiB that is divided by four, three quarters for its matmuls, and as much of its gradient."""
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
     w = jax.ShapeDtypeStruct((N, N), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))
-    whole = jax.ShapeDtypeStruct((N, N), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+    replicated = jax.ShapeDtypeStruct((N, N), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
     assert collectives([w], [w], 4) == (0.75 * MIB, 0.75 * MIB)
-    assert collectives([whole], [whole], 4) == (0, 0.75 * MIB)
+    assert collectives([replicated], [replicated], 4) == (0, 0.75 * MIB)
     assert collectives([w], [w], 1)[1] == 0
 
 

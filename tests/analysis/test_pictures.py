@@ -42,10 +42,10 @@ def test_the_result_takes_the_buffer_of_a_donated_argument():
 
 def test_an_elementwise_fusion_writes_over_what_ends_there():
     body = computation("%f", f"ROOT %t = {M} tanh(%a)")
-    made = f"%e = {M} fusion(%d), kind=kLoop, calls=%f"
-    assert max(n for _, n in held(played(DOT, made, before=body))) == 3
+    kernel = f"%e = {M} fusion(%d), kind=kLoop, calls=%f"
+    assert max(n for _, n in held(played(DOT, kernel, before=body))) == 3
     still = f"%g = {M} add(%d, %e)"
-    assert max(n for _, n in held(played(DOT, made, still, before=body))) == 5
+    assert max(n for _, n in held(played(DOT, kernel, still, before=body))) == 5
 
 
 def test_what_a_loop_carries_has_one_buffer():

@@ -301,7 +301,7 @@ def disk(tmp_path):
     found.close()
 
 
-def made(disk):
+def job_on(disk):
     params = jax.device_put({f"w{k}": jnp.ones((256, 256)) for k in range(12)}, jax.devices()[0])
     tx = jo.offload(ADAMW, disk=disk)
 
@@ -319,7 +319,7 @@ def made(disk):
 
 def test_plan_of_a_step(disk):
     """Twelve parameters of 256 KiB; 2 of 12 in host memory, 10 on disk; concrete or abstract, the same."""
-    tx, step, params, x = made(disk)
+    tx, step, params, x = job_on(disk)
     forecast = jo.plan(step, params, tx.init(params), x, chip="h100", drive=MINE)
     row = forecast["as given"]
     assert (row.disk, row.read, row.written, row.buffers) == (5 * MIB,) * 4 and row.host == 6 * MIB
@@ -334,12 +334,12 @@ def test_plan_of_a_step(disk):
 
 def test_inspect_and_verify_of_a_step(disk):
     """The first of its programs has no transfers: forward and backward."""
-    tx, step, params, x = made(disk)
+    tx, step, params, x = job_on(disk)
     for state in tx.init(params), jo.abstract_state(tx, params):
-        seen = jo.inspect(step, params, state, x)
-        assert seen.program == "before" and not seen.transfers and seen.problems == ()
-        assert seen.parts["parameters"] == 3 * MIB and seen.peak >= 6 * MIB
-        assert "or it is on disk" in seen.unseen
+        report = jo.inspect(step, params, state, x)
+        assert report.program == "before" and not report.transfers and report.problems == ()
+        assert report.parts["parameters"] == 3 * MIB and report.peak >= 6 * MIB
+        assert "or it is on disk" in report.unseen
         assert jo.verify(step, params, state, x).errors == ()
 
 

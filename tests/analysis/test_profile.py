@@ -12,7 +12,7 @@ from jax_offload._analysis.profiled import measured
 from jax_offload._analysis.traces import segments_of
 
 
-def made(plane, **lines):
+def trace_of(plane, **lines):
     """A trace with one device: of each line (name, begin, milliseconds, details)."""
     names, text = {}, ""
     for number, (line, events) in enumerate(lines.items()):
@@ -37,7 +37,7 @@ SIZE = "kind_src:pinned kind_dst:device size:1000 dest:0 async:1"
 
 def test_of_a_gpu():
     """Two steps in 20 ms: 8 ms of kernels, loads 6, stores 4 of which 2 meet a load; 3 ms of copies meet a kernel."""
-    data = made(
+    data = trace_of(
         "/device:GPU:0",
         **{
             COMPUTE: [("gemm", 0, 5), ("fusion", 12, 3)],
@@ -85,7 +85,7 @@ TPU = {
 def test_of_a_tpu():
     """20 ms: operations 8, but not the loop around one of them, nor what waits; a load of 4 ms, a store of 6, of which
     2 and 1 meet an operation; collectives 2 and 2, one of them alone. What moves within the device is no transfer."""
-    p = measured(segments_of(made("/device:TPU:0", **TPU), HLO), 1)
+    p = measured(segments_of(trace_of("/device:TPU:0", **TPU), HLO), 1)
     expected = {"step": 20, "compute": 8, "loading": 4, "storing": 6, "overlap": 3, "exposed": 7, "idle": 3}
     expected |= {"collectives": 4, "exposed_collectives": 2}
     assert {name: getattr(p, name) for name in expected} == pytest.approx({k: v / 1e3 for k, v in expected.items()})
@@ -97,15 +97,15 @@ def test_of_a_tpu():
 def test_of_a_tpu_that_does_not_say_when_copies_are_in_flight():
     without = {name: events for name, events in TPU.items() if name != "Async XLA Ops"}
     with pytest.raises(ValueError, match=r"no line 'Async XLA Ops'.*it has Steps, XLA Modules, XLA Ops"):
-        segments_of(made("/device:TPU:0", **without), HLO)
-    assert {s.lane for s in segments_of(made("/device:TPU:0", **without))} == {"compute", "collectives"}
+        segments_of(trace_of("/device:TPU:0", **without), HLO)
+    assert {s.lane for s in segments_of(trace_of("/device:TPU:0", **without))} == {"compute", "collectives"}
 
 
 def test_collectives_of_a_gpu_are_no_arithmetic():
     """NCCL's kernels: 4 ms, of which 1 is behind a matmul and 2 beside a copy."""
     streams = {COMPUTE: [("gemm", 0, 5)], H2D: [("MemcpyH2D", 6, 3, SIZE)]}
     nccl = [("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 4, 4)]
-    p = measured(segments_of(made("/device:GPU:0", **streams, **{"Stream #20": nccl})), 1)
+    p = measured(segments_of(trace_of("/device:GPU:0", **streams, **{"Stream #20": nccl})), 1)
     expected = {"compute": 5, "exposed": 3, "collectives": 4, "exposed_collectives": 1, "idle": 0, "step": 9}
     assert {k: getattr(p, k) for k in expected} == pytest.approx({k: v / 1e3 for k, v in expected.items()}, abs=1e-9)
     assert p.timeline.exposed_collectives == pytest.approx(1e-3)
@@ -114,14 +114,14 @@ def test_collectives_of_a_gpu_are_no_arithmetic():
 def test_how_far_the_simulation_is_off():
     from tests.analysis.test_pictures import some
 
-    p = measured(segments_of(made("/device:GPU:0", **{COMPUTE: [("gemm", 0, 5)]})), 1, some(2))
+    p = measured(segments_of(trace_of("/device:GPU:0", **{COMPUTE: [("gemm", 0, 5)]})), 1, some(2))
     assert p.off == pytest.approx(4 / 5 - 1) and "the simulation is off by -20%" in str(p)
     assert p.to_dict()["simulated"]["chip"] == "h200"
 
 
 def test_an_empty_trace():
     with pytest.raises(ValueError, match="nothing of a device"):
-        measured(segments_of(made("/host:metadata")), 1)
+        measured(segments_of(trace_of("/host:metadata")), 1)
 
 
 # In a process that has compiled for a chip that is not there the profiler of jax 0.10 crashes as it starts.

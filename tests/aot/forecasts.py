@@ -146,9 +146,9 @@ def mixture(layers: int = 12, width: int = 2048, experts: int = 8, tokens: int =
         place = jax.nn.one_hot(((jnp.cumsum(one, 0) - 1) * one).astype(jnp.int32), capacity, dtype=jnp.bfloat16)
         route = one[..., None].astype(jnp.bfloat16) * place
         inside = jnp.einsum("tec,td->ecd", route, x)
-        made = jnp.einsum("ecf,efd->ecd", jax.nn.gelu(jnp.einsum("ecd,edf->ecf", inside, w["up"])), w["down"])
+        outcome = jnp.einsum("ecf,efd->ecd", jax.nn.gelu(jnp.einsum("ecd,edf->ecf", inside, w["up"])), w["down"])
         weight = (jax.nn.one_hot(chosen, experts) * gates[..., None]).sum(1).astype(jnp.bfloat16)
-        return x + jnp.einsum("tec,te,ecd->td", route, weight, made)
+        return x + jnp.einsum("tec,te,ecd->td", route, weight, outcome)
 
     def of_tokens(params: Any, x: Any) -> Any:
         out, _ = jax.lax.scan(lambda x, w: (layer(x, w), None), x.astype(jnp.bfloat16), params)

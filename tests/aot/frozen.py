@@ -112,14 +112,14 @@ def dit(layers: int = 28, width: int = 1152, heads: int = 16, images: int = 64) 
         latents, times, labels, noise = batch
         rates = jnp.exp(-jnp.log(10000.0) * jnp.arange(waves // 2) / (waves // 2))
         angles = times[:, None] * rates
-        told = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], -1).astype(HALF)
+        condition = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], -1).astype(HALF)
         outer = half({name: x for name, x in params.items() if name != "blocks"})
-        told = jax.nn.silu(jax.nn.silu(told @ outer["time_1"]) @ outer["time_2"] + outer["labels"][labels])
+        condition = jax.nn.silu(jax.nn.silu(condition @ outer["time_1"]) @ outer["time_2"] + outer["labels"][labels])
 
         @jax.checkpoint
         def block(x: Any, w: Any) -> Any:
             w = half(w)
-            parts = jnp.split(told @ w["modulate"] + w["modulate_bias"], 6, -1)
+            parts = jnp.split(condition @ w["modulate"] + w["modulate_bias"], 6, -1)
             h = modulated(x, parts[0], parts[1]) @ w["qkv"] + w["qkv_bias"]
             q, k, v = (a.reshape(images, patches, heads, -1) for a in jnp.split(h, 3, -1))
             y = jax.nn.dot_product_attention(q, k, v).reshape(x.shape) @ w["out"] + w["out_bias"]
@@ -129,7 +129,7 @@ def dit(layers: int = 28, width: int = 1152, heads: int = 16, images: int = 64) 
 
         x = latents.astype(HALF) @ outer["patch"] + outer["places"]
         x, _ = jax.lax.scan(lambda x, w: (block(x, w), None), x, params["blocks"])
-        x = modulated(x, *jnp.split(told @ outer["last_modulate"], 2, -1)) @ outer["last"]
+        x = modulated(x, *jnp.split(condition @ outer["last_modulate"], 2, -1)) @ outer["last"]
         return ((x.astype(jnp.float32) - noise) ** 2).mean()
 
     images_of = leaf((images, patches, pixels))

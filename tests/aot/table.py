@@ -80,11 +80,11 @@ def sharded() -> None:
         for model, stacked, inner in SHARDED:
             if target == V5E_2X2 and not stacked:
                 continue  # minutes to compile
-            divided = P(None, "data") if stacked else P("data")
+            fsdp = P(None, "data") if stacked else P("data")
             for name, spec, tx in [
                 ("replicated", P(), jo.offload(inner)),
                 ("replicated, ZeRO-1", P(), jo.offload(inner, shard_over="data")),
-                ("sharded", divided, jo.offload(inner)),
+                ("sharded", fsdp, jo.offload(inner)),
             ]:
                 resident, plain, own = (
                     measure_sharded(target, each, spec, stacked=stacked, update_params=last)

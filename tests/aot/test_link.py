@@ -35,12 +35,12 @@ def test_loops_run_as_often_as_they_say():
 
 
 def test_slices_of_a_host_buffer_count_as_their_rows():
-    whole, row = "f32[4,256]{1,0:S(5)}", "f32[1,256]{1,0}"
+    stack, row = "f32[4,256]{1,0:S(5)}", "f32[1,256]{1,0}"
     lines = [
-        f"  %l = (({whole}, s32[], s32[]), {row}, u32[]) fusion-start(%a, %i, %z), kind=kLoop, calls=%ds\n",
-        f"  %s = (({whole}, {row}, s32[], s32[]), {whole}, u32[]) fusion-start(%a, %x, %i, %z), kind=kLoop\n",
+        f"  %l = (({stack}, s32[], s32[]), {row}, u32[]) fusion-start(%a, %i, %z), kind=kLoop, calls=%ds\n",
+        f"  %s = (({stack}, {row}, s32[], s32[]), {stack}, u32[]) fusion-start(%a, %x, %i, %z), kind=kLoop\n",
         f"  %d = {row} fusion-done(%l)\n",
-        f"  %e = {whole} fusion-done(%s)\n",
+        f"  %e = {stack} fusion-done(%s)\n",
     ]
     moved = traffic(HEAD + "".join(lines) + "}\n")
     assert (moved.loaded, moved.stored, moved.duplex) == (1024, 1024, 1.0)

@@ -145,9 +145,9 @@ def peak(found):
         ]
         if (own := of_program.get(program)) is None:
             options = options_for_sending("cuda") if task.down else {}
-            made = measure(H200, program.__wrapped__, tuple(operands), task.reused, after, options)
-            assert made.host_temp == 0 and (made.loaded == 0 or task.stage.name == GROUP)
-            own = of_program[program] = made.peak
+            compiled = measure(H200, program.__wrapped__, tuple(operands), task.reused, after, options)
+            assert compiled.host_temp == 0 and (compiled.loaded == 0 or task.stage.name == GROUP)
+            own = of_program[program] = compiled.peak
         peaks.append(own + beside)
         alive |= {v for v in task.outputs if not is_host_aval(v.aval)}
         alive -= task.free

@@ -69,8 +69,8 @@ def test_single_operations(line, seconds):
 
 
 def test_bfloat16_multiplies_faster():
-    made = [f"%{x} = bf16[256,256]{{1,0:S(1)}} parameter({n})" for n, x in enumerate("cd")]
-    assert run(*made, DOT.replace("%a, %b", "%c, %d")).compute == 0.5
+    operands = [f"%{x} = bf16[256,256]{{1,0:S(1)}} parameter({n})" for n, x in enumerate("cd")]
+    assert run(*operands, DOT.replace("%a, %b", "%c, %d")).compute == 0.5
 
 
 @pytest.mark.parametrize(

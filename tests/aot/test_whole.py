@@ -290,8 +290,8 @@ FSDP, REPLICATED = P(None, "data"), P()
 def gathered(m):
     """The largest result of a collective, in MiB."""
     ops = [op for ops in computations(m.text).values() for op in ops]
-    made = [op.arrays for op in ops if op.opcode.removesuffix("-start") in ("all-gather", "all-reduce", "all-to-all")]
-    return max(array.nbytes for arrays in made for array in arrays) / MIB
+    found = [op.arrays for op in ops if op.opcode.removesuffix("-start") in ("all-gather", "all-reduce", "all-to-all")]
+    return max(array.nbytes for arrays in found for array in arrays) / MIB
 
 
 @pytest.mark.parametrize("tokens", rows([512, MANY], "compiles for four devices", daily=[MANY]))

@@ -49,8 +49,8 @@ def state_space(layers: int = 24, width: int = 2048, inner: int = 4096, states: 
         h, gate = jnp.split((h * w["norm"].astype(jnp.bfloat16)) @ w["in"].astype(jnp.bfloat16), 2, -1)
         padded = jnp.pad(h, ((0, 0), (3, 0), (0, 0)))
         h = jax.nn.silu(sum(padded[:, k : k + h.shape[1]] * w["conv"][k].astype(jnp.bfloat16) for k in range(4)))
-        made = h @ w["select"].astype(jnp.bfloat16)
-        into, out, low = made[..., :states], made[..., states : 2 * states], made[..., 2 * states :]
+        selected = h @ w["select"].astype(jnp.bfloat16)
+        into, out, low = selected[..., :states], selected[..., states : 2 * states], selected[..., 2 * states :]
         rate = jax.nn.softplus(low @ w["rate"].astype(jnp.bfloat16)).astype(jnp.float32)
 
         @jax.checkpoint
@@ -154,17 +154,17 @@ def encoder_decoder(
         return feed(x + attention(h, h, w["q"], w["k"], w["v"], w["o"], False), w)
 
     @jax.checkpoint
-    def decode(x: Any, w: Any, seen: Any) -> Any:
+    def decode(x: Any, w: Any, encoded: Any) -> Any:
         h = norm(x, w["norm"][0])
         x = x + attention(h, h, w["q"], w["k"], w["v"], w["o"], True)
         h = norm(x, w["norm"][2])
-        return feed(x + attention(h, seen, w["cross_q"], w["cross_k"], w["cross_v"], w["cross_o"], False), w)
+        return feed(x + attention(h, encoded, w["cross_q"], w["cross_k"], w["cross_v"], w["cross_o"], False), w)
 
     def of(params: Any, batch: Any) -> Any:
         source, target = batch
         table = params["embedding"]
-        seen, _ = jax.lax.scan(lambda x, w: (encode(x, w), None), table[source], params["encoder"])
-        x, _ = jax.lax.scan(lambda x, w: (decode(x, w, seen), None), table[target], params["decoder"])
+        encoded, _ = jax.lax.scan(lambda x, w: (encode(x, w), None), table[source], params["encoder"])
+        x, _ = jax.lax.scan(lambda x, w: (decode(x, w, encoded), None), table[target], params["decoder"])
         logits = (x @ table.T).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, target).mean()
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import threading
 import time
 
 import jax
@@ -113,7 +114,7 @@ def test_one_command_runs_resumes_and_lists_what_cannot_run(tmp_path, monkeypatc
     entries = json.loads(out.read_text())["cases"]
     assert [e["case"]["system"] for e in entries] == ["optax", "bitsandbytes PagedAdamW"]
     assert len(entries[0]["result"]["losses"]) == 5
-    assert entries[0]["result"]["host_taken_bytes"] >= 0
+    assert "host_taken_bytes" in entries[0]["result"]
     assert entries[1]["result"]["error"]
     text = out.with_suffix(".md").read_text()
     assert f"did not run: {entries[1]['result']['error']}" in text
@@ -195,12 +196,12 @@ def test_a_case_that_fails_says_why():
 def test_compiled_figures():
     require(H200)
     names = ("jax_offload", "optax", "jax_offload, jo.jit", "jax_offload, jo.pipelined, gradients on the host")
-    ours, plain, whole, turned = (compiled.run(H200, on_toy(system)) for system in names)
+    ours, plain, jitted, turned = (compiled.run(H200, on_toy(system)) for system in names)
     assert ours["host_bytes"] >= ours["host_state_bytes"] > 0 == plain["host_bytes"]
     assert ours["loaded_bytes"] == ours["stored_bytes"] == ours["host_state_bytes"]
-    assert whole["host_state_bytes"] == turned["host_state_bytes"] == ours["host_state_bytes"]
-    assert ours["host_state_bytes"] <= whole["loaded_bytes"] <= 1.5 * ours["host_state_bytes"]  # a row or two twice
-    assert turned["loaded_bytes"] > whole["loaded_bytes"]  # gradients too
+    assert jitted["host_state_bytes"] == turned["host_state_bytes"] == ours["host_state_bytes"]
+    assert ours["host_state_bytes"] <= jitted["loaded_bytes"] <= 1.5 * ours["host_state_bytes"]  # a row or two twice
+    assert turned["loaded_bytes"] > jitted["loaded_bytes"]  # gradients too
     assert ours["compiled"] and "not run" in ours["device"]
 
 
@@ -240,6 +241,21 @@ def test_the_largest_model_within_two_memories(host_limit):
 
     assert fits(found["layers"]) and not fits(found["layers"] + 1)
     assert len(found["probes"]) <= 5
+
+
+def test_the_most_host_memory_that_is_taken_at_once(monkeypatch):
+    available, through = [10, 8, 3, 7], threading.Event()
+
+    def meminfo(name):
+        assert name == "MemAvailable"
+        left = available.pop(0) if len(available) > 1 else available[0]
+        through.set() if left == 7 else None
+        return left
+
+    monkeypatch.setattr(workers, "meminfo", meminfo)
+    with workers.Watch() as watch:
+        assert through.wait(60)
+    assert watch.taken == 10 - 3
 
 
 def test_a_system_that_cannot_run_has_no_largest_model():

@@ -111,8 +111,8 @@ def patched(factory: Callable[..., Any]) -> Callable[..., Any]:
         holds_wrapped = any(map(is_wrapped, jax.tree.leaves((args, kwargs), is_leaf=is_wrapped)))
         if WHERE != "inside":
             args, kwargs = unwrapped((args, kwargs))
-        made = plain_factory(*args, **kwargs)
-        return made if _depth or (WHERE == "inside" and holds_wrapped) else wrap(made)
+        result = plain_factory(*args, **kwargs)
+        return result if _depth or (WHERE == "inside" and holds_wrapped) else wrap(result)
 
     return make
 

@@ -71,13 +71,13 @@ class Faulty(Files):
 
 def error(number, of, at=0, file=""):
     """From the call number ``at`` of this name on, to files whose names have ``file`` in them, the system's error."""
-    seen = 0
+    count = 0
 
     def fault(name, path, *_):
-        nonlocal seen
+        nonlocal count
         if name == of and file in str(path):
-            seen += 1
-            if seen > at:
+            count += 1
+            if count > at:
                 raise OSError(number, os.strerror(number))
 
     return fault
@@ -105,7 +105,7 @@ def write_all(store, step):
     return [store.write(group, arrays) for group, arrays in enumerate(values(step, store.groups))]
 
 
-def made(directories, step=0, files=None, groups=GROUPS, block=BLOCK):
+def created(directories, step=0, files=None, groups=GROUPS, block=BLOCK):
     """A store with a commit."""
     store = Store.create(directories, groups, about=ABOUT, files=files, block=block)
     write_all(store, step)

@@ -82,13 +82,13 @@ def named(params):
     return {f"w{k}": w for k, w in enumerate(params)}
 
 
-def check(directories, runs, seen):
-    """The step that the store opens at: not before the last that was seen, and bitwise as it was undisturbed."""
+def check(directories, runs, last):
+    """The step that the store opens at: not before the last one, and bitwise as it was undisturbed."""
     with Store.open(directories, about=ABOUT) as store:
-        assert store.step >= seen["step"], f"step {store.step} after {seen['step']}"
-        while seen["step"] < store.step:
-            seen["values"], seen["step"] = next(runs), seen["step"] + 1
-        state, params = seen["values"]
+        assert store.step >= last["step"], f"step {store.step} after {last['step']}"
+        while last["step"] < store.step:
+            last["values"], last["step"] = next(runs), last["step"] + 1
+        state, params = last["values"]
         for group, wanted in enumerate(state):
             found = store.read(group).result()
             assert all(np.array_equal(x, y) for x, y in zip(found, wanted, strict=True)), f"group {group}"
@@ -102,7 +102,7 @@ def kill(times, folder, seed=0):
     rng = np.random.default_rng(seed)
     directories = [Path(folder) / "x", Path(folder) / "y"]
     runs, found = undisturbed(), []
-    seen = {"step": 0, "values": next(runs)}
+    last = {"step": 0, "values": next(runs)}
     for _ in range(times):
         setting = SETTINGS[rng.integers(len(SETTINGS))]
         process = multiprocessing.get_context("fork").Process(target=train, args=(directories, setting))
@@ -112,7 +112,7 @@ def kill(times, folder, seed=0):
         assert process.is_alive(), "it ended by itself"
         process.kill()
         process.join()
-        found.append(check(directories, runs, seen) if Store.exists(directories) else None)
+        found.append(check(directories, runs, last) if Store.exists(directories) else None)
     return found
 
 

@@ -20,11 +20,11 @@ from tests.disk.faulty import (
     GROUPS,
     NO_SPACE,
     Faulty,
+    created,
     delays,
     error,
     extra_of,
     holds,
-    made,
     same,
     values,
     write_all,
@@ -61,7 +61,7 @@ def short(of):
 @pytest.mark.parametrize("of", ["preadv", "pwritev"])
 def test_short_reads_and_writes_are_continued(place, of):
     files = Faulty()
-    with made(place, files=files) as store:
+    with created(place, files=files) as store:
         files.fault = short(of)
         for step in (1, 2):
             write_all(store, step)
@@ -76,7 +76,7 @@ def test_short_reads_and_writes_are_continued(place, of):
 def test_calls_that_move_nothing_end(place, of, moved):
     """As a read does behind the end of a file that was cut off; 100 bytes are none, where O_DIRECT goes on."""
     files = Faulty()
-    store = made(place, files=files)
+    store = created(place, files=files)
     files.fault = lambda name, path, *_: moved if name == of else None
     doing = "reading" if of == "preadv" else "writing"
     with pytest.raises(
@@ -89,7 +89,7 @@ def test_calls_that_move_nothing_end(place, of, moved):
 
 def test_a_read_that_fails(place):
     files = Faulty()
-    with made(place, files=files) as store:
+    with created(place, files=files) as store:
         files.fault = error(FAILED, "preadv")
         with pytest.raises(OSError, match=r"reading group 1 .*Input/output error. The disk failed") as caught:
             store.read(1).result()
@@ -105,7 +105,7 @@ def test_a_read_that_fails(place):
 @pytest.mark.parametrize("at", [0, 2])
 def test_a_write_that_fails(place, number, fix, at):
     files = Faulty()
-    store = made(place, files=files)
+    store = created(place, files=files)
     files.fault = error(number, "pwritev", at, "groups")
     futures = write_all(store, 1)
     assert any(isinstance(future.exception(), OSError) for future in futures)
@@ -137,7 +137,7 @@ def test_a_write_that_fails(place, number, fix, at):
 def test_a_commit_that_fails(place, of, file):
     """Wherever it does, what is opened is one of the two commits, whole: after the swap, the one that failed."""
     files = Faulty()
-    store = made(place, files=files)
+    store = created(place, files=files)
     write_all(store, 1)
     files.fault = error(NO_SPACE, of, 0, file)
     with pytest.raises(OSError, match="No space left"):
@@ -158,7 +158,7 @@ def swapped(files):
 
 def test_a_commit_that_fails_stops_writes_that_wait_for_it(place):
     files = Faulty()
-    store = made(place, files=files)
+    store = created(place, files=files)
     write_all(store, 1)
 
     def fault(name, path, *arguments):
@@ -177,7 +177,7 @@ def test_a_commit_that_fails_stops_writes_that_wait_for_it(place):
 
 def test_data_is_synced_before_the_manifest_is_swapped_and_the_directory_after(place):
     files = Faulty()
-    with made(place, files=files) as store:
+    with created(place, files=files) as store:
         write_all(store, 1)
         files.calls.clear()
         store.commit(1, extra_of(1)).result()
@@ -189,7 +189,7 @@ def test_data_is_synced_before_the_manifest_is_swapped_and_the_directory_after(p
 
 
 def test_a_slow_disk_is_waited_for(place):
-    with made(place, files=Faulty(delays(0.02, "pwritev"))) as store:
+    with created(place, files=Faulty(delays(0.02, "pwritev"))) as store:
         write_all(store, 1)
         store.commit(1, extra_of(1))
     holds(place, 1)
@@ -197,7 +197,7 @@ def test_a_slow_disk_is_waited_for(place):
 
 @pytest.mark.parametrize("file", ["groups.a", "extra.b"])
 def test_a_flipped_bit(place, file):
-    made(place).close()
+    created(place).close()
     path = place[1] / file
     data = bytearray(path.read_bytes())
     data[5] ^= 16
@@ -214,7 +214,7 @@ def test_a_flipped_bit(place, file):
 @pytest.mark.parametrize("name", ["groups.a", "groups.b", "extra.b"])
 @pytest.mark.parametrize("damage", ["removed", "cut off"])
 def test_a_file_that_is_not_there_or_not_whole(place, name, damage):
-    made(place).close()
+    created(place).close()
     path = place[1] / name
     path.unlink() if damage == "removed" else os.truncate(path, ALIGNED)
     message = "has lost" if damage == "removed" else f"holds {ALIGNED} bytes, and was made with"
@@ -225,7 +225,7 @@ def test_a_file_that_is_not_there_or_not_whole(place, name, damage):
 
 
 def test_a_file_that_vanishes_while_it_is_in_use(place):
-    store = made(place)
+    store = created(place)
     (place[0] / "groups.b").unlink()
     write_all(store, 1)
     with pytest.raises(OSError, match=r"removed or replaced while in use: .*groups.b"):
@@ -247,7 +247,7 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_manifest_that_is_damaged_or_lost(place, damage, which):
     """The other is read, and this one written anew."""
-    made(place).close()
+    created(place).close()
     number, name = MANIFESTS[which]
     path = place[number] / name
     data = path.read_bytes()
@@ -260,7 +260,7 @@ def test_a_manifest_that_is_damaged_or_lost(place, damage, which):
 
 @pytest.mark.parametrize("damages", [("torn", "flipped"), ("lost", "empty"), ("empty", "lost")])
 def test_both_manifests_that_are_damaged(place, damages):
-    made(place).close()
+    created(place).close()
     for (number, name), damage in zip(MANIFESTS, damages, strict=True):
         DAMAGES[damage](place[number] / name)
     with pytest.raises(ValueError, match=r"manifest.*is damaged.*in two slots each, and nothing says any more which"):
@@ -270,7 +270,7 @@ def test_both_manifests_that_are_damaged(place, damages):
 
 
 def test_a_manifest_of_another_format(place, monkeypatch):
-    made(place).close()
+    created(place).close()
     path = place[0] / "manifest.json"
     with monkeypatch.context() as patch:
         patch.setattr(manifest, "FORMAT", 99)
@@ -283,7 +283,7 @@ def test_a_manifest_of_another_format(place, monkeypatch):
 def test_the_second_manifest_never_says_what_was_written_over(place, until):
     """Killed between the two, it is of the commit before, and whole; and the next to open brings it up."""
     files = Faulty()
-    store = made(place, files=files)
+    store = created(place, files=files)
     write_all(store, 1)
     files.fault = error(FAILED, until, 0, "copy")
     with pytest.raises(OSError, match="Input/output"):
@@ -304,13 +304,13 @@ def test_the_second_manifest_never_says_what_was_written_over(place, until):
 
 
 def test_a_manifest_that_was_being_written(place):
-    made(place).close()
+    created(place).close()
     (place[0] / "manifest.json.new").write_bytes(b'{"manifest": {"fo')
     holds(place, 0)
 
 
 def test_another_optimizer(place):
-    made(place).close()
+    created(place).close()
     with pytest.raises(
         ValueError, match=r"is another's: optimizer is 'adam' there and 'lion' here; shards is None there"
     ):
@@ -321,9 +321,9 @@ def test_another_optimizer(place):
 
 
 def test_other_directories(place, tmp_path):
-    made(place).close()
+    created(place).close()
     other = [tmp_path / "a", tmp_path / "b"]
-    made(other).close()
+    created(other).close()
     for given, message in [
         (place[:1], "is striped over 2 directories, and 1 are given"),
         ([place[0], tmp_path / "empty"], "should be part 1 .*, and is none of its"),
@@ -344,7 +344,7 @@ def test_other_directories(place, tmp_path):
 
 
 def test_a_store_in_use(place):
-    with made(place):
+    with created(place):
         for way in (lambda: Store.open(place), lambda: Store.create(place, GROUPS, about=ABOUT)):
             with pytest.raises(
                 ValueError, match=f"in use by process {os.getpid()} on .*two would write over each other"
@@ -363,7 +363,7 @@ def test_a_disk_too_full_to_begin_with(place):
     ):
         Store.create(place, GROUPS, about=ABOUT, files=files)
     assert sum(path.stat().st_size for folder in place for path in folder.glob("groups.*")) == 0
-    made(place).close()
+    created(place).close()
     holds(place, 0)
 
 
@@ -387,7 +387,7 @@ def test_a_filesystem_without_direct_access_is_said_once(place, of):
 
 
 def test_a_directory_that_is_not_there(place):
-    made(place).close()
+    created(place).close()
     shutil.rmtree(place[1])
     for _ in range(2):
         with pytest.raises(ValueError, match=r"has lost its directory .*y'. Is its disk mounted"):
@@ -395,6 +395,6 @@ def test_a_directory_that_is_not_there(place):
 
 
 def test_the_identity_is_json(place):
-    made(place).close()
+    created(place).close()
     found = [json.loads((path / "directory.json").read_text()) for path in place]
     assert found[0][0] == found[1][0] and [part for _, part in found] == [0, 1]

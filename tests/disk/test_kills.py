@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jax_offload._disk.store import Store
-from tests.disk.faulty import Faulty, extra_of, holds, made, write_all
+from tests.disk.faulty import Faulty, created, extra_of, holds, write_all
 
 
 def test_kills_at_random_moments():
@@ -83,7 +83,7 @@ def test_power_is_lost_at_any_call(tmp_path, seed):
     steps = set()
     for at in range(1 + seed, count + 4, 3):
         place = [tmp_path / f"{at}"]
-        made(place).close()
+        created(place).close()
         files = PowerLoss(10**9, seed)
         store = Store.open(place, files=files)
         files.calls_left, files.committed = at, 0
@@ -103,7 +103,7 @@ def test_power_is_lost_at_any_call(tmp_path, seed):
 
 
 def calls_of_a_run(place):
-    made([place]).close()
+    created([place]).close()
     files = Faulty()
     with Store.open([place], files=files) as store:
         files.calls.clear()
@@ -128,7 +128,7 @@ def child(place, at):
         if left[0] < 0:
             os.kill(os.getpid(), 9)
     files = Faulty(fault)
-    with made([place], files=files) as store:
+    with created([place], files=files) as store:
         run(store, files)
 
 for at in range({first}, 1000, 4):

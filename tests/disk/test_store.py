@@ -11,7 +11,7 @@ import pytest
 
 from jax_offload._disk.layout import ALIGNED, Entry, laid_out
 from jax_offload._disk.store import Store
-from tests.disk.faulty import ABOUT, BLOCK, GROUPS, Faulty, delays, extra_of, holds, made, same, values, write_all
+from tests.disk.faulty import ABOUT, BLOCK, GROUPS, Faulty, created, delays, extra_of, holds, same, values, write_all
 
 
 @pytest.fixture(params=[1, 3], ids=["one directory", "striped"])
@@ -20,7 +20,7 @@ def directories(request, tmp_path):
 
 
 def test_opens_at_its_last_commit(directories):
-    with made(directories) as store:
+    with created(directories) as store:
         for step in (1, 2, 3):
             write_all(store, step)
             store.commit(step, extra_of(step)).result()
@@ -38,7 +38,7 @@ def holds_now(store, step, committed=None):
 
 
 def test_continues_after_it_is_opened(directories):
-    made(directories).close()
+    created(directories).close()
     for step in (1, 2):
         with Store.open(directories) as store:
             write_all(store, step)
@@ -47,7 +47,7 @@ def test_continues_after_it_is_opened(directories):
 
 
 def test_groups_of_several_steps_are_committed_together(directories):
-    with made(directories) as store:
+    with created(directories) as store:
         store.write(1, values(1)[1])
         store.commit(1, extra_of(1))
         store.write(0, values(2)[0])
@@ -61,7 +61,7 @@ def test_groups_of_several_steps_are_committed_together(directories):
 
 
 def test_a_read_gives_what_was_asked_to_be_written_before(tmp_path):
-    with made([tmp_path], files=Faulty(delays(0.01, "pwritev"))) as store:
+    with created([tmp_path], files=Faulty(delays(0.01, "pwritev"))) as store:
         for step in (1, 2):
             store.write(0, values(step)[0])
             found = store.read(0)
@@ -71,7 +71,7 @@ def test_a_read_gives_what_was_asked_to_be_written_before(tmp_path):
 
 def test_what_is_written_after_a_commit_was_asked_for_is_not_in_it(tmp_path):
     files = Faulty()
-    store = made([tmp_path], files=files)
+    store = created([tmp_path], files=files)
     write_all(store, 1)
     files.fault = delays(0.05, "sync")
     first = store.commit(1, extra_of(1))
@@ -104,7 +104,7 @@ def test_arrays_that_lie_anywhere_are_written(tmp_path):
 def test_arrays_are_held_until_they_are_written_and_no_longer(tmp_path):
     """Also those that waited for a commit, whose future is kept."""
     files = Faulty()
-    with made([tmp_path], files=files) as store:
+    with created([tmp_path], files=files) as store:
         files.fault = delays(0.02, "sync")
         commit = store.commit(1, {})
         written = []
@@ -124,7 +124,7 @@ def test_arrays_are_held_until_they_are_written_and_no_longer(tmp_path):
 
 def test_buffers_are_used_again(tmp_path):
     """When the last view of one is gone, and not before."""
-    with made([tmp_path]) as store:
+    with created([tmp_path]) as store:
         for _ in range(3):
             for group in range(len(GROUPS)):
                 store.read(group).result()
@@ -140,7 +140,7 @@ def test_buffers_are_used_again(tmp_path):
 
 def test_any_thread_may_ask(tmp_path):
     """Each commit is of one moment: what a thread has written before it asked for one is in it."""
-    with made([tmp_path], files=Faulty(delays(0.001, "pwritev"))) as store:
+    with created([tmp_path], files=Faulty(delays(0.001, "pwritev"))) as store:
 
         def run(group):
             for step in range(1, 30):
@@ -158,7 +158,7 @@ def test_any_thread_may_ask(tmp_path):
 
 
 def test_the_last_commit_is_there_while_the_next_is_written(tmp_path):
-    with made([tmp_path]) as store:
+    with created([tmp_path]) as store:
         for _ in range(2):
             write_all(store, 1)
             same(store.read(1, committed=True).result(), values(0)[1])
@@ -188,7 +188,7 @@ def test_blocks_cover_each_group_once_and_do_not_meet(block, directories):
 
 
 def test_a_commit_may_be_of_other_arrays_beside_the_groups(tmp_path):
-    with made([tmp_path]) as store:
+    with created([tmp_path]) as store:
         for step, extra in enumerate([{}, {"w": np.ones(100000)}, {}, {"x": np.float32(3) * np.ones(())}], start=1):
             store.commit(step, extra).result()
             same(list(store.extra().values()), list(extra.values()))
@@ -197,7 +197,7 @@ def test_a_commit_may_be_of_other_arrays_beside_the_groups(tmp_path):
 
 
 def test_arrays_that_are_not_those_of_the_group(tmp_path):
-    with made([tmp_path]) as store:
+    with created([tmp_path]) as store:
         good = values(1)[0]
         with pytest.raises(ValueError, match=r"group 0 \('a/mu', 'a/nu'\) has 2 arrays, and 1 are given"):
             store.write(0, good[:1])
@@ -218,11 +218,11 @@ def test_nothing_is_there_before_the_first_commit(tmp_path):
             store.close()
     with pytest.raises(ValueError, match="ended before its first commit"):
         Store.open([tmp_path])
-    made([tmp_path]).close()  # takes over what the first left
+    created([tmp_path]).close()  # takes over what the first left
     holds([tmp_path], 0)
 
 
 def test_the_manifest_is_json(tmp_path):
-    made([tmp_path]).close()
+    created([tmp_path]).close()
     body = json.loads((tmp_path / "manifest.json").read_text())["manifest"]
     assert body["step"] == 0 and body["about"] == ABOUT and body["groups"][1][0] == ["b/mu", [5000], "float32", []]

@@ -58,10 +58,10 @@ class Layers(eqx.Module):
         return jax.lax.scan(lambda x, layer: (x + jnp.tanh(eqx.combine(layer, static)(x)), None), x, arrays)[0]
 
 
-@pytest.mark.parametrize("whole", ["jit", "pipelined"])
-def test_a_step_seen_whole(whole):
+@pytest.mark.parametrize("entry", ["jit", "pipelined"])
+def test_a_step_seen_whole(entry):
     """``jo.jit`` and ``jo.pipelined`` take a step of arrays: the model's, without what is static."""
-    inner = INNER if whole == "pipelined" else optax.adamw(1e-2)
+    inner = INNER if entry == "pipelined" else optax.adamw(1e-2)
     params, static = eqx.partition(Layers(jax.random.key(0)), eqx.is_inexact_array)
     params = jax.device_put(params, jax.devices()[0])
 
@@ -84,7 +84,7 @@ def test_a_step_seen_whole(whole):
     expected, wanted, _ = losses_of(jax.jit(step_of(inner)), params, inner.init(params))
     tx, params = jo.offload(inner, min_bytes=0), jax.tree.map(jnp.copy, params)
     state = tx.init(params)
-    if whole == "jit":
+    if entry == "jit":
         step = jo.jit(step_of(tx), donate_argnums=(0, 1))
         assert "in the scan that makes their gradients" in words(jo.placement(step, params, state, BATCHES[0]))
         losses, params, state = losses_of(step, params, state)

@@ -129,10 +129,10 @@ def expected_losses(shape, kind):
 @contextlib.contextmanager
 def only_on_a_mesh(shape):
     """The warning that names what has moved the state: where it was moved."""
-    with warnings.catch_warnings(record=True) as seen:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
-    moved = [str(w.message) for w in seen if "arrive at update in device memory" in str(w.message)]
+    moved = [str(w.message) for w in caught if "arrive at update in device memory" in str(w.message)]
     assert bool(moved) == (shape == "mesh")
     assert all("PeftTrainer" in text for text in moved)
 

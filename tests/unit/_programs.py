@@ -53,7 +53,7 @@ def run(program: Program, passes: Sequence[Pass], args: Sequence[Any]) -> list[A
 
 def values_of(program: Program) -> list[Any]:
     """Different whole numbers for every argument, where it is."""
-    made = (jnp.asarray(np.arange(v.aval.size).reshape(v.aval.shape) % 13 - k, v.aval.dtype)
+    arrays = (jnp.asarray(np.arange(v.aval.size).reshape(v.aval.shape) % 13 - k, v.aval.dtype)
             for k, v in enumerate(program.inputs))  # fmt: skip
     return [x if v.aval.memory_space != jax.memory.Space.Host else to_host(x)
-            for x, v in zip(made, program.inputs, strict=True)]  # fmt: skip
+            for x, v in zip(arrays, program.inputs, strict=True)]  # fmt: skip

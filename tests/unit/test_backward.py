@@ -29,15 +29,15 @@ def scanned(params, x):
 
 
 def found(loss, change=lambda grads: grads, params=PARAMS):
-    seen = []
+    results = []
 
     def step(params, x):
         grads = change(jax.grad(loss)(params, x))
-        seen.append(backward_of(jax.tree.leaves(grads)))
+        results.append(backward_of(jax.tree.leaves(grads)))
         return grads
 
     jax.jit(step).trace(params, jnp.ones((ROWS, WIDTH)))
-    return seen[0]
+    return results[0]
 
 
 def clipped(grads):
@@ -69,9 +69,9 @@ def test_a_scale_that_needs_no_gradient_is_none():
 
 
 def test_arguments_tell_nothing():
-    seen = []
-    jax.jit(lambda grads: seen.append(backward_of(jax.tree.leaves(grads)))).trace(PARAMS)
-    assert seen == [None]
+    results = []
+    jax.jit(lambda grads: results.append(backward_of(jax.tree.leaves(grads)))).trace(PARAMS)
+    assert results == [None]
 
 
 def test_a_scale_made_in_a_call_beside_the_gradients():
@@ -88,14 +88,14 @@ def test_a_scale_made_in_a_call_beside_the_gradients():
         return grads, 1.0 / jnp.sqrt(sum((g**2).sum() for g in grads.values()))
 
     def passes(grads_and_scale):
-        seen = []
+        results = []
 
         def step(params, x):
             grads, scale = grads_and_scale(params, x)
-            seen.append(backward_of([g * scale for g in grads.values()]))
+            results.append(backward_of([g * scale for g in grads.values()]))
 
         jax.jit(step).trace(PARAMS, jnp.ones((ROWS, WIDTH)))
-        return seen[0]
+        return results[0]
 
     assert not passes(scaled_grads).scaled and passes(norms).scaled
     assert passes(scaled_grads).held == passes(norms).held == 2 * LAYERS * ACTIVATION
@@ -108,40 +108,40 @@ def test_one_call_for_two_gradients():
     def both(params, x):
         return {"w0": one(params["w0"], x), "w1": one(params["w1"], 2.0 * x)}
 
-    seen = []
-    jax.jit(lambda p, x: seen.append(backward_of(list(both(p, x).values())))).trace(PARAMS, jnp.ones((ROWS, WIDTH)))
-    assert seen[0].held == 4 * ACTIVATION and not seen[0].scaled
+    results = []
+    jax.jit(lambda p, x: results.append(backward_of(list(both(p, x).values())))).trace(PARAMS, jnp.ones((ROWS, WIDTH)))
+    assert results[0].held == 4 * ACTIVATION and not results[0].scaled
 
 
 def test_gradients_of_two_traces():
     """In a branch some are made there, and others around it."""
-    seen = []
+    results = []
 
     def step(params, x):
         grads = jax.grad(loss)(params, x)
 
         def branch():
             more = jax.grad(loss)({"w0": params["w0"]}, x)
-            seen.append(backward_of([*grads.values(), *more.values()]))
+            results.append(backward_of([*grads.values(), *more.values()]))
             return 0
 
         return jax.lax.cond(x[0, 0] > 0, branch, lambda: 1)
 
     jax.jit(step).trace(PARAMS, jnp.ones((ROWS, WIDTH)))
-    assert seen[0].held == 2 * (LAYERS + 1) * ACTIVATION
-    assert seen[0].flops == (3 * LAYERS - 1 + 2) * MATMUL
+    assert results[0].held == 2 * (LAYERS + 1) * ACTIVATION
+    assert results[0].flops == (3 * LAYERS - 1 + 2) * MATMUL
 
 
 def test_large_gradients_beside_arrays():
     """What is known, an array, was made by no equation of the trace; the others still tell."""
-    seen = []
+    results = []
 
     def step(params, x):
         grads = jax.grad(loss)(params, x)
-        seen.append(backward_of([np.ones((WIDTH, WIDTH), np.float32), jnp.ones(3), *grads.values()]))
+        results.append(backward_of([np.ones((WIDTH, WIDTH), np.float32), jnp.ones(3), *grads.values()]))
 
     jax.jit(step).trace(PARAMS, jnp.ones((ROWS, WIDTH)))
-    assert seen[0].held == 2 * LAYERS * ACTIVATION
+    assert results[0].held == 2 * LAYERS * ACTIVATION
     assert backward_of([np.ones((WIDTH, WIDTH))]) is None
 
 

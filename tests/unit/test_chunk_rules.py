@@ -30,7 +30,7 @@ SIZE, LEAF = 6, (6, 5)  # of the chunked axis, and the leaf
 CHUNKS = ((0, 4), (4, 6))  # the last one is shorter
 
 
-def numbers(shape, dtype):
+def integers(shape, dtype):
     """Whole numbers that are not in order, some of them negative where the type has such."""
     values = np.arange(np.prod(shape, dtype=int)).reshape(shape) * 7 % 11
     return jnp.asarray(values if jnp.issubdtype(dtype, jnp.unsignedinteger) else values - 4).astype(dtype)
@@ -38,12 +38,12 @@ def numbers(shape, dtype):
 
 def rows(*shape, dtype=jnp.float32, dim=0, per_row=1):
     """An operand with rows: of the leaf's shape unless another is said."""
-    return numbers(shape or LEAF, dtype), Rows(dim, per_row)
+    return integers(shape or LEAF, dtype), Rows(dim, per_row)
 
 
-def whole(*shape, dtype=jnp.float32):
+def fixed(*shape, dtype=jnp.float32):
     """An operand that every chunk gets as it is."""
-    return numbers(shape, dtype), None
+    return integers(shape, dtype), None
 
 
 @dataclasses.dataclass
@@ -151,7 +151,7 @@ def choice(*branches):
     return lambda index, *xs: lax.switch(index, branches, *xs)
 
 
-INDEX = whole(dtype=jnp.int32)
+INDEX = fixed(dtype=jnp.int32)
 
 ACCEPTED = [
     # ---- iota: the numbers of the rows themselves, or of another axis, of what has the leaf's shape
@@ -164,57 +164,57 @@ ACCEPTED = [
     Case("broadcast of rows", lambda x: lax.broadcast_in_dim(x, (2, 6, 4), (1,)), (rows(6),), Rows(1)),
     Case("broadcast of merged rows", lambda x: lax.broadcast_in_dim(x, (30, 2), (0,)), (rows(30, per_row=5),),
          Rows(0, 5)),
-    Case("broadcast of a number", lambda x: jnp.broadcast_to(x, LEAF), (whole(),), ROW),
+    Case("broadcast of a number", lambda x: jnp.broadcast_to(x, LEAF), (fixed(),), ROW),
     Case("broadcast of a literal", lambda: lax.full(LEAF, 3.0), (), ROW),
-    Case("broadcast of a row", lambda x: lax.broadcast_in_dim(x, LEAF, (1,)), (whole(5),), ROW),
-    Case("broadcast of a row with an axis of 1", lambda x: lax.broadcast_in_dim(x, LEAF, (0, 1)), (whole(1, 5),), ROW),
-    Case("broadcast up to the axis", lambda x: jnp.broadcast_to(x, (3, 6)), (whole(),), Rows(1), **FIRST_OF_3),
-    Case("broadcast to another shape", lambda x: jnp.broadcast_to(x, (5, 6)), (whole(),), None),
-    Case("broadcast of a whole with as many rows", lambda x: lax.broadcast_in_dim(x, LEAF, (0,)), (whole(6),), None),
+    Case("broadcast of a row", lambda x: lax.broadcast_in_dim(x, LEAF, (1,)), (fixed(5),), ROW),
+    Case("broadcast of a row with an axis of 1", lambda x: lax.broadcast_in_dim(x, LEAF, (0, 1)), (fixed(1, 5),), ROW),
+    Case("broadcast up to the axis", lambda x: jnp.broadcast_to(x, (3, 6)), (fixed(),), Rows(1), **FIRST_OF_3),
+    Case("broadcast to another shape", lambda x: jnp.broadcast_to(x, (5, 6)), (fixed(),), None),
+    Case("broadcast of a whole with as many rows", lambda x: lax.broadcast_in_dim(x, LEAF, (0,)), (fixed(6),), None),
     # ---- what has no rows is computed whole, for every chunk
-    Case("anything without rows", lambda x: jnp.sort(x), (whole(5),), None),
-    Case("an effect without rows", lambda x: (jax.debug.callback(lambda _: None, x), x + 1)[1], (whole(),), None),
+    Case("anything without rows", lambda x: jnp.sort(x), (fixed(5),), None),
+    Case("an effect without rows", lambda x: (jax.debug.callback(lambda _: None, x), x + 1)[1], (fixed(),), None),
     Case("a literal as the result", lambda x: 3.0, (rows(),), None),
     # ---- elementwise; each primitive further down
     Case("arithmetic of rows", lambda x, y: x * y + x, (rows(), rows()), ROW),
-    Case("arithmetic with a number", lambda x, y: x * y + 1.0, (rows(), whole()), ROW),
+    Case("arithmetic with a number", lambda x, y: x * y + 1.0, (rows(), fixed()), ROW),
     Case("arithmetic of rows elsewhere", lambda x, y: x - y, (rows(5, 6, dim=1), rows(5, 6, dim=1)), Rows(1)),
     Case("arithmetic with a column", lambda x, y: x + y, (rows(), rows(6, 1)), ROW),
-    Case("arithmetic with a row, broadcast", lambda x, y: x + jnp.broadcast_to(y, LEAF), (rows(), whole(5)), ROW),
-    Case("a choice by a number", lax.select_n, (whole(dtype=jnp.bool_), rows(), rows()), ROW),
-    Case("a barrier keeps each", lambda *xs: lax.optimization_barrier(xs), (rows(), whole(6, 5), rows(5, 6, dim=1)),
+    Case("arithmetic with a row, broadcast", lambda x, y: x + jnp.broadcast_to(y, LEAF), (rows(), fixed(5)), ROW),
+    Case("a choice by a number", lax.select_n, (fixed(dtype=jnp.bool_), rows(), rows()), ROW),
+    Case("a barrier keeps each", lambda *xs: lax.optimization_barrier(xs), (rows(), fixed(6, 5), rows(5, 6, dim=1)),
          [ROW, None, Rows(1)]),
     # ---- calls
-    Case("jit", jax.jit(lambda x, y: (x + y, y)), (rows(), whole()), [ROW, None]),
+    Case("jit", jax.jit(lambda x, y: (x + y, y)), (rows(), fixed()), [ROW, None]),
     Case("jit in jit", jax.jit(lambda x: jax.jit(jnp.transpose)(x) * 2), (rows(),), Rows(1)),
     Case("jit with a constant", jitted_with_a_constant, (rows(),), ROW),
     Case("jit with a reduction", jax.jit(jnp.sum), (rows(),), Partial(lax.add)),
     Case("custom_jvp", custom_jvp, (rows(),), ROW),
     Case("custom_vjp", custom_vjp, (rows(),), ROW),
     # ---- cond: the branches agree, or one adds nothing
-    Case("cond", choice(lambda x, y: x + y, lambda x, y: x * y), (INDEX, rows(), whole()), ROW),
+    Case("cond", choice(lambda x, y: x + y, lambda x, y: x * y), (INDEX, rows(), fixed()), ROW),
     Case("cond with a constant", choice(jitted_with_a_constant, lambda x: x.sum(1)), (INDEX, rows()), ROW),
     Case("cond of partial sums", choice(jnp.sum, lambda x: (x * x).sum()), (INDEX, rows()), Partial(lax.add)),
     Case("cond of a partial sum, or 0", choice(jnp.sum, lambda x: 0.0), (INDEX, rows()), Partial(lax.add)),
     Case("cond of 0 or 0", choice(lambda x: 0.0, lambda x: 0.0), (INDEX, rows()), None),
-    Case("cond of a number or 0", choice(lambda x, y: y, lambda x, y: 0.0), (INDEX, rows(), whole()), None),
+    Case("cond of a number or 0", choice(lambda x, y: y, lambda x, y: 0.0), (INDEX, rows(), fixed()), None),
     Case("cond with several results", choice(lambda x: (x, x.sum(), 1.0), lambda x: (-x, 0.0, 2.0)), (INDEX, rows()),
          [ROW, Partial(lax.add), None]),
-    Case("cond among three", choice(jnp.sin, jnp.cos, jnp.tan), (whole(dtype=jnp.int32), rows()), ROW),
+    Case("cond among three", choice(jnp.sin, jnp.cos, jnp.tan), (fixed(dtype=jnp.int32), rows()), ROW),
     # ---- dot_general
-    Case("rows × a matrix", lambda x, y: dot(x, y, ((1,), (0,))), (rows(), whole(5, 3)), ROW),
-    Case("a matrix × rows", lambda x, y: dot(y, x, ((1,), (1,))), (rows(), whole(3, 5)), Rows(1)),
-    Case("rows among the free dimensions", lambda x, y: dot(x, y, ((1,), (1,))), (rows(2, 5, 6, dim=2), whole(3, 5)),
+    Case("rows × a matrix", lambda x, y: dot(x, y, ((1,), (0,))), (rows(), fixed(5, 3)), ROW),
+    Case("a matrix × rows", lambda x, y: dot(y, x, ((1,), (1,))), (rows(), fixed(3, 5)), Rows(1)),
+    Case("rows among the free dimensions", lambda x, y: dot(x, y, ((1,), (1,))), (rows(2, 5, 6, dim=2), fixed(3, 5)),
          Rows(1)),
     Case("rows free, on the right, behind a batch", lambda x, y: dot(y, x, ((1,), (2,)), ((0,), (0,))),
-         (rows(2, 6, 5, dim=1), whole(2, 5, 3)), Rows(2)),
+         (rows(2, 6, 5, dim=1), fixed(2, 5, 3)), Rows(2)),
     Case("rows as the batch", lambda x, y: dot(x, y, ((1,), (1,)), ((0,), (0,))), (rows(6, 5), rows(6, 5, 4)), ROW),
     Case("rows as the second batch", lambda x, y: dot(x, y, ((2,), (2,)), ((0, 1), (0, 1))),
          (rows(2, 6, 5, dim=1), rows(2, 6, 5, dim=1)), Rows(1)),
     Case("merged rows as the batch", lambda x, y: dot(x, y, ((1,), (1,)), ((0,), (0,))),
          (rows(12, 5, per_row=2), rows(12, 5, per_row=2)), Rows(0, 2)),
-    Case("a row that arithmetic itself broadcasts", lambda x, y: x + y, (rows(), whole(1, 5)), ROW),
-    Case("a row that goes with merged rows", lambda x, y: x * y, (rows(12, 5, per_row=2), whole(1, 5)), Rows(0, 2)),
+    Case("a row that arithmetic itself broadcasts", lambda x, y: x + y, (rows(), fixed(1, 5)), ROW),
+    Case("a row that goes with merged rows", lambda x, y: x * y, (rows(12, 5, per_row=2), fixed(1, 5)), Rows(0, 2)),
     Case("contracted rows", lambda x, y: dot(x, y, ((0,), (0,))), (rows(), rows(6, 3)), Partial(lax.add)),
     Case("contracted rows of integers", lambda x, y: dot(x, y, ((0,), (0,))),
          (rows(dtype=jnp.int8), rows(dtype=jnp.int8)), Partial(lax.add)),
@@ -277,17 +277,17 @@ REFUSED = [
     Case("a reduction used as a scalar", lambda x: jnp.sqrt(x.sum()), (rows(),), "sqrt of a reduction over all rows"),
     Case("a reduction used inside", jax.jit(lambda x: x.max() + 1), (rows(),), "add of a reduction over all rows"),
     Case("an effect", lambda x: jax.debug.callback(lambda _: None, x), (rows(),), "debug_callback has an effect"),
-    Case("rows and a whole", lambda x, y: x + y, (rows(), whole(6, 5)), "add of rows and a whole"),
-    Case("rows and a whole that is broadcast", lambda x, y: x * y[:, None], (rows(), whole(6)),
+    Case("rows and a whole", lambda x, y: x + y, (rows(), fixed(6, 5)), "add of rows and a whole"),
+    Case("rows and a whole that is broadcast", lambda x, y: x * y[:, None], (rows(), fixed(6)),
          "mul of rows and a whole"),
     Case("rows in two places", lambda x: x + x.T, (rows(6, 6),), "add of rows and a whole"),
     Case("merged rows and others", lambda x, y: x + y, (rows(12, per_row=2), rows(12)), "add of rows and a whole"),
-    Case("a whole inside of a call", jax.jit(lambda x, y: x * y), (rows(), whole(6, 5)), "mul of rows and a whole"),
+    Case("a whole inside of a call", jax.jit(lambda x, y: x * y), (rows(), fixed(6, 5)), "mul of rows and a whole"),
     Case("branches: rows here, rows there", choice(lambda x: x, lambda x: x.T), (INDEX, rows(6, 6)), "cond whose"),
-    Case("branches: rows or a whole", choice(lambda x, y: x, lambda x, y: y), (INDEX, rows(), whole(6, 5)),
+    Case("branches: rows or a whole", choice(lambda x, y: x, lambda x, y: y), (INDEX, rows(), fixed(6, 5)),
          "cond whose"),
     Case("branches: a sum or a maximum", choice(jnp.sum, jnp.max), (INDEX, rows()), "cond whose"),
-    Case("branches: a sum or a number", choice(lambda x, y: x.sum(), lambda x, y: y), (INDEX, rows(), whole()),
+    Case("branches: a sum or a number", choice(lambda x, y: x.sum(), lambda x, y: y), (INDEX, rows(), fixed()),
          "cond whose"),
     Case("branches: a sum or 1", choice(jnp.sum, lambda x: 1.0), (INDEX, rows()), "cond whose"),
     Case("branches: a maximum or 0", choice(jnp.max, lambda x: 0.0), (INDEX, rows()), "cond whose"),
@@ -306,14 +306,14 @@ REFUSED = [
          (rows(12, 5, per_row=2), rows(12, 5)), "dot_general of rows with rows"),
     Case("contracted rows in 16 bits", lambda x, y: dot(x, y, ((0,), (0,))),
          (rows(dtype=jnp.bfloat16), rows(dtype=jnp.bfloat16)), "dot_general of rows with rows"),
-    Case("rows contracted with a whole", lambda x, y: dot(x, y, ((0,), (0,))), (rows(), whole(6, 3)),
+    Case("rows contracted with a whole", lambda x, y: dot(x, y, ((0,), (0,))), (rows(), fixed(6, 3)),
          "dot_general over rows"),
-    Case("a whole contracted with rows", lambda x, y: dot(y, x, ((0,), (0,))), (rows(), whole(6, 3)),
+    Case("a whole contracted with rows", lambda x, y: dot(y, x, ((0,), (0,))), (rows(), fixed(6, 3)),
          "dot_general over rows"),
-    Case("a batch of rows and a whole", lambda x, y: dot(x, y, ((1,), (1,)), ((0,), (0,))), (rows(), whole(6, 5)),
+    Case("a batch of rows and a whole", lambda x, y: dot(x, y, ((1,), (1,)), ((0,), (0,))), (rows(), fixed(6, 5)),
          "dot_general over rows"),
     Case("two with rows that are not elementwise", lambda x: jnp.concatenate([x, x]), (rows(),), "concatenate"),
-    Case("rows that say where", lambda i, y: y[i], (rows(6, dtype=jnp.int32), whole(9)), "gather|jit|broadcast"),
+    Case("rows that say where", lambda i, y: y[i], (rows(6, dtype=jnp.int32), fixed(9)), "gather|jit|broadcast"),
     Case("pad of the rows", lambda x: lax.pad(x, 9.0, ((1, 0, 0), (0, 0, 0))), (rows(),), "pad"),
     Case("pad between the rows", lambda x: lax.pad(x, 9.0, ((0, 0, 1), (0, 0, 0))), (rows(),), "pad"),
     Case("several operands", lambda x: lax.dynamic_slice(x, (0, 1), (6, 2)), (rows(),), "dynamic_slice"),
@@ -347,7 +347,7 @@ def test_rows_that_depend_on_each_other_or_may(case):
 
 def test_a_choice_of_its_own_for_every_row():
     """By hand: a number has no rows, whatever jax makes of it."""
-    jaxpr = jax.make_jaxpr(choice(jnp.sin, jnp.cos))(jnp.int32(0), numbers(LEAF, jnp.float32)).jaxpr
+    jaxpr = jax.make_jaxpr(choice(jnp.sin, jnp.cos))(jnp.int32(0), integers(LEAF, jnp.float32)).jaxpr
     (cond,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "cond")
     alone = jex.Jaxpr([], cond.invars, cond.outvars, [cond], cond.effects, jaxpr.debug_info._replace(arg_names=None))
     assert chunked_dims(alone, [None, ROW], SIZE, LEAF, 0) == [ROW]
@@ -368,7 +368,7 @@ def _constrained(x):
 
 
 FLOATS = [(f32 := jnp.linspace(0.1, 0.9, 30, dtype=jnp.float32).reshape(LEAF))[::-1], f32, f32**2]
-INTEGERS = [numbers(LEAF, jnp.int32), numbers(LEAF, jnp.int32) % 5, numbers(LEAF, jnp.int32)]
+INTEGERS = [integers(LEAF, jnp.int32), integers(LEAF, jnp.int32) % 5, integers(LEAF, jnp.int32)]
 COMPLEX = [lax.complex(FLOATS[0], FLOATS[1])]
 UNARY = """acos asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil cos cosh digamma erf erf_inv erfc exp exp2 expm1
     floor is_finite lgamma log log1p logistic neg round rsqrt sign sin sinh sqrt square tan tanh abs""".split()

@@ -295,16 +295,16 @@ def effects(s):
 
 
 def test_an_effect_happens_though_nobody_reads_it():
-    seen = []
+    calls = []
 
     def update(count, g, m, n):
-        jax.debug.callback(lambda x: seen.append("count"), count)
-        jax.debug.callback(lambda x: seen.append("leaf"), load(m) + g)
+        jax.debug.callback(lambda x: calls.append("count"), count)
+        jax.debug.callback(lambda x: calls.append("leaf"), load(m) + g)
         return store(load(n) + g)
 
     program, passes = passes_of(update, device(), GRAD, LEAF, LEAF)
     jax.effects_barrier()
-    assert sorted(seen) == ["count", "count", "leaf", "leaf"]  # the function itself has run as well
+    assert sorted(calls) == ["count", "count", "leaf", "leaf"]  # the function itself has run as well
     (each,) = passes
     assert effects(each.prelude) == 1 and each.prelude.jaxpr.effects
     by_leaf = {s.loads[0]: effects(s) for s in each.slices}
@@ -350,8 +350,8 @@ def test_bytes_are_counted_on_one_device_and_as_float32():
     program = program_of(lambda m, n: store(load(m) + load(n)), host(8, 4, dtype=jnp.bfloat16), host(8, 4))
     (s,) = cut(program, False)[0].slices
     assert (s.loaded_bytes, s.decoded_bytes) == (64 + 128, 128 + 128)
-    divided = dataclasses.replace(s, shards={program.inputs[0]: (4, 2)})
-    assert (divided.loaded_bytes, divided.decoded_bytes) == (8 + 128, 16 + 128)
+    sharded = dataclasses.replace(s, shards={program.inputs[0]: (4, 2)})
+    assert (sharded.loaded_bytes, sharded.decoded_bytes) == (8 + 128, 16 + 128)
 
 
 def test_a_constant_may_be_moved():

@@ -8,7 +8,7 @@ from jax_offload._ir.masks import groups
 
 
 @pytest.mark.parametrize(
-    ("masks", "numbers"),
+    ("masks", "expected"),
     [
         ([], []),
         ([0b001, 0b010, 0b100], [1, 2, 3]),
@@ -17,8 +17,8 @@ from jax_offload._ir.masks import groups
         ([0b0001, 0b0010, 0b0100, 0b1010, 0b1100], [1, 2, 2, 2, 2]),
     ],
 )
-def test_what_belongs_together(masks, numbers):
-    assert groups(masks) == numbers
+def test_what_belongs_together(masks, expected):
+    assert groups(masks) == expected
 
 
 @given(st.lists(st.integers(0, 2**7 - 1), max_size=12))

@@ -28,19 +28,19 @@ def tree(*names):
 
 def found(fun, *args):
     """What ``production_order`` says of the results of ``fun`` while it is traced."""
-    seen = []
+    orders = []
 
     def traced(*args):
         values = fun(*args)
-        seen.append(production_order(values))
+        orders.append(production_order(values))
         return values
 
     jax.make_jaxpr(traced)(*args)
-    return seen[0]
+    return orders[0]
 
 
-def earlier_first(numbers):
-    return sorted(range(len(numbers)), key=numbers.__getitem__)
+def earlier_first(by_gradient):
+    return sorted(range(len(by_gradient)), key=by_gradient.__getitem__)
 
 
 def test_a_value_is_born_with_its_equation():
@@ -72,9 +72,9 @@ def test_casts_and_scales_are_looked_through(after):
         early, late = jnp.tanh(x), jnp.sin(y)
         return [after(late), after(early)]
 
-    numbers = found(fun, X, X)
-    assert numbers is not None
-    assert earlier_first(numbers) == [1, 0]
+    by_gradient = found(fun, X, X)
+    assert by_gradient is not None
+    assert earlier_first(by_gradient) == [1, 0]
 
 
 def test_a_function_that_does_more_is_not_looked_through():
@@ -109,22 +109,22 @@ def test_gradients_are_produced_last_layer_first():
             x = jnp.tanh(x @ w)
         return x.sum()
 
-    numbers = found(jax.grad(loss), [X, X, X], X)
-    assert numbers is not None
-    assert earlier_first(numbers) == [2, 1, 0]
+    by_gradient = found(jax.grad(loss), [X, X, X], X)
+    assert by_gradient is not None
+    assert earlier_first(by_gradient) == [2, 1, 0]
 
 
 def test_a_sharding_that_was_said_is_seen_through_casts_too():
     sharding = NamedSharding(jax.make_mesh((1,), ("d",)), PartitionSpec())
-    seen = []
+    orders = []
 
     def fun(x):
         said = jax.lax.with_sharding_constraint(jnp.sin(x), sharding)
-        seen.extend(map(is_constrained, (said, said.astype(jnp.bfloat16) * 2, said + 1, jnp.cos(x), x)))
+        orders.extend(map(is_constrained, (said, said.astype(jnp.bfloat16) * 2, said + 1, jnp.cos(x), x)))
         return said
 
     jax.make_jaxpr(fun)(X)
-    assert seen == [True, True, False, False, False]
+    assert orders == [True, True, False, False, False]
     assert not is_constrained(jnp.ones(3))
 
 

@@ -16,20 +16,20 @@ from tests.support.trees import FAST
 def summing(length, reverse, w, xs):
     def body(carry, x):
         total, key = carry
-        made = jnp.tanh(x @ w) + key
-        return (total + made.sum(), key + 1), (made, made.mean(), key)
+        product = jnp.tanh(x @ w) + key
+        return (total + product.sum(), key + 1), (product, product.mean(), key)
 
     return jax.lax.scan(body, (jnp.zeros(()), jnp.int32(3)), xs, length=length, reverse=reverse)
 
 
-def whole(fun, *args):
+def flattened(fun, *args):
     program = flat(jax.make_jaxpr(fun)(*args))
     (at,) = (k for k, eqn in enumerate(program.eqns) if eqn.primitive.name == "scan")
     return program, at
 
 
 def apart(fun, *args, first=False):
-    program, at = whole(fun, *args)
+    program, at = flattened(fun, *args)
     assert not why_not_peeled(program, at)
     return peeled(program, at, first=first)
 
@@ -67,13 +67,13 @@ def test_what_stays_whole():
 
         return jax.lax.scan(body, 0.0, xs)[0]
 
-    assert "effects" in why_not_peeled(*whole(printed, jnp.ones(3)))
+    assert "effects" in why_not_peeled(*flattened(printed, jnp.ones(3)))
     assert "no iterations" in why_not_peeled(
-        *whole(lambda xs: jax.lax.scan(lambda c, x: (c + x, x), 0.0, xs), jnp.ones((0, 2)).sum(1))
+        *flattened(lambda xs: jax.lax.scan(lambda c, x: (c + x, x), 0.0, xs), jnp.ones((0, 2)).sum(1))
     )
     there = jax.memory.Space.Host
     sent = lambda xs: jax.lax.scan(lambda c, x: (c + x, jax.device_put(x, there)), 0.0, xs)  # noqa: E731
-    assert "host memory" in why_not_peeled(*whole(sent, jnp.ones(2)))
+    assert "host memory" in why_not_peeled(*flattened(sent, jnp.ones(2)))
     assert why_not_peeled(flat(jax.make_jaxpr(jnp.sin)(1.0)), 0)
 
 

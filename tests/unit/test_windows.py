@@ -162,8 +162,8 @@ def test_slices_of_a_divided_state_do_not_run_apart_and_count_on_one_device():
     shards = dict.fromkeys(hosts(next_of), (4, 2))
     chosen, _ = window_of(program, next_of, shards=shards)
     assert chosen == Window(5 * 32 * KIB // 2, "two and a half of its usual pieces", own_loop="")
-    whole, _ = window_of(program, next_of, shards=dict.fromkeys(hosts(next_of), (1, 1)))
-    assert whole.own_loop
+    unsharded, _ = window_of(program, next_of, shards=dict.fromkeys(hosts(next_of), (1, 1)))
+    assert unsharded.own_loop
 
 
 def fitted(program, next_of, nbytes):

@@ -208,7 +208,7 @@ _SELDOM = [n for n in TABLE if n.startswith("scale_by_") or (":" in n and n not 
 
 
 @pytest.mark.parametrize("name", rows(TABLE, "trains for 50 steps, four times", daily=_DAILY, never=_SELDOM))
-def test_same_numbers(name, request):
+def test_same_values(name, request):
     entry = TABLE[name]
     inner = entry.make()
     assert jo.offload(inner, fraction=0).init is inner.init
