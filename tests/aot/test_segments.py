@@ -254,8 +254,8 @@ def peak_on_two(found, places):
         after = [s.with_memory_kind(kind) for s, kind in zip(divided, kinds, strict=True)]
         places.update(zip(task.outputs, after, strict=False))
         options = options_for_sending("cuda") if task.down else {}
-        made = measure(H200, program.__wrapped__, tuple(operands), task.reused, after, options, n=2)
-        peaks.append(made.peak + beside)
+        compiled = measure(H200, program.__wrapped__, tuple(operands), task.reused, after, options, n=2)
+        peaks.append(compiled.peak + beside)
         alive |= {v for v in task.outputs if not is_host_aval(v.aval)}
         alive -= task.free
     return len(peaks), max(peaks)
