@@ -331,3 +331,29 @@ def test_gradients_that_wait_for_each_other_are_in_the_table_of_a_step():
     assert f"before anything is loaded: {table.in_turn[0]}" in words(table)
     assert table.to_dict()["in_turn"] == list(table.in_turn)
     assert not jo.placement(tx, params).in_turn  # of a transformation alone, nothing tells that a gradient is made
+
+
+def test_what_an_update_loads_that_is_no_argument_is_in_the_table_of_a_step():
+    """Two updates, the second of what the first has made; a state that the step makes; and one update in a scan."""
+    params = jax.device_put({"w": jnp.ones((320, 64))}, jax.devices()[0])
+    small, default = (jo.offload(optax.adam(1e-3), min_bytes=0, window=window) for window in (8000, None))
+
+    def twice(params, state):
+        updates, state = small.update(params, state, params)
+        return default.update(updates, state, params)
+
+    table = jo.placement(twice, params, jo.abstract_state(small, params))
+    first, second = table.leaves[0].streams, table.elsewhere
+    assert first.endswith(" chunks of axis 0, 2 leaves together") and second == (
+        "whole, 2 leaves together, through 0.39 MiB",
+    )
+    assert second[0] in words(table) and table.to_dict()["elsewhere"] == list(second)
+    made = jo.placement(lambda params: small.update(params, small.init(params), params), params)
+    assert not made.leaves and made.elsewhere == (f"{first}, through 0.01 MiB",)
+
+    def thrice(params, state):
+        return jax.lax.scan(lambda state, _: (default.update(params, state, params)[1], None), state, length=3)[0]
+
+    table = jo.placement(thrice, params, jo.abstract_state(default, params))
+    assert [leaf.streams for leaf in table.leaves] == ["whole, 2 leaves together, in each of 3 iterations"] * 2
+    assert not table.elsewhere

@@ -55,10 +55,10 @@ def as_gated(jaxpr: Jaxpr, chip: Chip, link: Link) -> float:
     load = store = 0.0
     for eqn, update in pairs:
         given = zip(update.operands, eqn.invars, strict=True)
-        made = {v: ready[x] for v, x in given if isinstance(x, Var) and x in ready}
+        at = {v: ready[x] for v, x in given if isinstance(x, Var) and x in ready}
         for each in update.plan.passes:
             ends: list[float] = []
-            gradients = [max((made[v] for v in p.slice.inputs if v in made), default=0.0) for p in each.slices]
+            gradients = [max((at[v] for v in p.slice.inputs if v in at), default=0.0) for p in each.slices]
             for p, gradient in zip(each.slices, gradients, strict=True):
                 if _apart(p):
                     ends.append(store)

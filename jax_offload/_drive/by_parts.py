@@ -93,20 +93,20 @@ class ByParts:
         own = [v for k, v in enumerate(piece.outputs) if k not in source.over]
         stay = {v: aligned(v.aval.shape, v.aval.dtype) for v in own if v not in self._up}
         into = {v: rows.get(piece.inputs.index(self._into[v])) if v in self._into else None for v in own}
-        made = {v: begun(v.aval, like, into[v]) for v in own if v in self._up}
+        up = {v: begun(v.aval, like, into[v]) for v in own if v in self._up}
         for k, (begin, end) in enumerate(pairwise((0, *like.ends))):
             values = [rows[i].taken(k) if i in rows else here[i][begin:end] for i in source.arrays]
-            results = {v: aligned((end - begin, *v.aval.shape[1:]), v.aval.dtype) for v in made}
+            results = {v: aligned((end - begin, *v.aval.shape[1:]), v.aval.dtype) for v in up}
             arrays = [
                 *map(_flat, values),
                 *((stay[v][begin:end] if v in stay else results[v]).reshape(-1) for v in own),
             ]
             work(calls_of(kernel, arrays[0].size, [*arrays, *scalars]))
             for v, x in results.items():
-                made[v] = written(made[v], x.view(v.aval.dtype), begin, into[v])
-        place = with_kind(like.whole.sharding, HOST_KIND)
-        made |= {v: jax.device_put(x.view(v.aval.dtype), place, may_alias=True) for v, x in stay.items()}
-        return made | {piece.outputs[k]: given[i] for k, i in source.over.items()}
+                up[v] = written(up[v], x.view(v.aval.dtype), begin, into[v])
+        place = with_kind(like.array.sharding, HOST_KIND)
+        up |= {v: jax.device_put(x.view(v.aval.dtype), place, may_alias=True) for v, x in stay.items()}
+        return up | {piece.outputs[k]: given[i] for k, i in source.over.items()}
 
 
 def by_parts(task: Task, next_of: Mapping[Var, Var], own: Set[Var]) -> ByParts | None:

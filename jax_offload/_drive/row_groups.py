@@ -81,8 +81,8 @@ def _made_last(first: Stage) -> set[Var]:
         return set()
     pass_, *others = first.pieces
     assert pass_.jaxpr is not None
-    made = of_last_loops(pass_.jaxpr)
-    found = {x for v, x in zip(pass_.jaxpr.outvars, pass_.outputs, strict=True) if v in made}
+    late = of_last_loops(pass_.jaxpr)
+    found = {x for v, x in zip(pass_.jaxpr.outvars, pass_.outputs, strict=True) if v in late}
     for each in (piece for piece in others if isinstance(piece, InTurn)):
         found |= {new for v, new in zip(variables(each.inputs), each.outputs, strict=True) if v in found}
     return found
@@ -91,12 +91,12 @@ def _made_last(first: Stage) -> set[Var]:
 def of_last_loops(jaxpr: Jaxpr) -> set[Any]:
     """Results of loops behind which little of the arithmetic is left, and what is made of these element by element."""
     done = [*itertools.accumulate(map(flops, jaxpr.eqns))]
-    made = set[Any]()
+    found = set[Any]()
     for eqn, so_far in zip(jaxpr.eqns, done, strict=True):
         loop = eqn.primitive.name in LOOPS and done[-1] - so_far <= LEFT * done[-1]
-        if loop or (eqn.primitive.name in CHEAP and not made.isdisjoint(variables(eqn.invars))):
-            made.update(eqn.outvars)
-    return made
+        if loop or (eqn.primitive.name in CHEAP and not found.isdisjoint(variables(eqn.invars))):
+            found.update(eqn.outvars)
+    return found
 
 
 @dataclasses.dataclass
@@ -104,11 +104,11 @@ class Rows:
     """An array on the device, of whose rows a few groups are on their way down ahead of the one that is needed.
 
     Attributes:
-      whole: it; or, once some rows have been written, its successor.
+      array: it; or, once some rows have been written, its successor.
       ends: of the groups.
     """
 
-    whole: jax.Array
+    array: jax.Array
     ends: Ends
     _sent: list[jax.Array | None] = dataclasses.field(default_factory=list[jax.Array | None])
 
@@ -116,7 +116,7 @@ class Rows:
         """All groups up to one start on their way."""
         for k in range(len(self._sent), min(last + 1, len(self.ends))):
             begin = self.ends[k - 1] if k else 0
-            self._sent.append(_rows(self.whole.sharding)(self.whole, np.int32(begin), self.ends[k] - begin))
+            self._sent.append(_rows(self.array.sharding)(self.array, np.int32(begin), self.ends[k] - begin))
 
     def taken(self, k: int) -> Any:
         """A group, once it is there; the next ones are on their way."""
@@ -128,16 +128,16 @@ class Rows:
 def begun(aval: Aval, like: Rows, over: Rows | None) -> jax.Array:
     """What new rows of a leaf are written into: the old ones, or a new array where these are."""
     if over is not None:
-        return over.whole
-    return jnp.zeros(aval.shape, aval.dtype, device=with_kind(like.whole.sharding, DEVICE_KIND))
+        return over.array
+    return jnp.zeros(aval.shape, aval.dtype, device=with_kind(like.array.sharding, DEVICE_KIND))
 
 
 def written(x: jax.Array, rows: Any, begin: int, over: Rows | None) -> jax.Array:
     """``x``, which is given away, with rows that are on their way up. ``over``: the same array, with rows to come."""
-    made = _written(x.sharding)(x, jax.device_put(rows, x.sharding, may_alias=True), np.int32(begin))
+    new = _written(x.sharding)(x, jax.device_put(rows, x.sharding, may_alias=True), np.int32(begin))
     if over is not None:
-        over.whole = made
-    return made
+        over.array = new
+    return new
 
 
 @functools.lru_cache(256)

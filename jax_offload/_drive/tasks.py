@@ -60,7 +60,7 @@ def tasks_of(
     last = {v: k for k, stage in enumerate(stages) for v in stage.reads}
     by_cores = {v for stage in stages if stage.on_cores for v in stage.reads}
     by_device = {v for stage in stages if not stage.on_cores for v in stage.reads} | results
-    whole = by_cores - by_rows.keys()
+    at_once = by_cores - by_rows.keys()
     # not ours: what was not donated, and what a loop that does not run hands on
     others = {*step.inputs} - donated | {v for stage in stages if stage.loop is not None for v in stage.makes}
     tasks: list[Task] = []
@@ -70,7 +70,7 @@ def tasks_of(
         inputs, defined = _side_by_side(stage.reads, defined, step.next_of)
         over = [v for v in inputs if last[v] == k and v not in results]
         sends = not stage.on_cores and stage.loop is None
-        down = [v for v in defined if v in whole and is_sent(v.aval) and not is_host_aval(v.aval)] if sends else []
+        down = [v for v in defined if v in at_once and is_sent(v.aval) and not is_host_aval(v.aval)] if sends else []
         sent.update(down)
         outputs = [v for v in defined if v in by_device or v not in down]
         up = [v for v in defined if v in by_device] if stage.on_cores else []

@@ -47,10 +47,12 @@ class Found:
     Attributes:
       update: it.
       origins: argument of its program -> variable of the step, where it is one, through branches, loops and moves.
+      times: how often it runs, in scans of the step.
     """
 
     update: Update | Moved
     origins: Mapping[Var, Var]
+    times: int = 1
 
     def inputs_of(self, arguments: Iterable[Var]) -> Iterator[Var]:
         """Those variables of the step that these arguments of its program are, where they are one."""
@@ -101,7 +103,7 @@ _MOVES = (
 _CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call")
 
 
-def _found(jaxpr: Any, origin: dict[Var, Var]) -> Iterator[Found]:
+def _found(jaxpr: Any, origin: dict[Var, Var], times: int = 1) -> Iterator[Found]:
     """``origin``: variables of the jaxpr -> those of the step that they are. Moves are looked through where it does not
     tell."""
 
@@ -115,11 +117,11 @@ def _found(jaxpr: Any, origin: dict[Var, Var]) -> Iterator[Found]:
                 origin.setdefault(v, x)
         elif eqn.primitive is REGION:
             update = eqn.params["update"]
-            yield Found(update, known(update.operands, eqn.invars))
+            yield Found(update, known(update.operands, eqn.invars), times)
         else:
             for inner, operands in sub_jaxprs(eqn):
                 own = known(inner.invars, operands)
-                yield from _found(inner, own)
+                yield from _found(inner, own, times * eqn.params.get("length", 1))
                 if eqn.primitive.name in _CALLS:  # a gate, say, hands on what it is given
                     for v, x in zip(eqn.outvars, inner.outvars, strict=True):
                         if not isinstance(x, Literal) and x in own:

@@ -23,12 +23,12 @@ from jax_offload._base.barriers import opaque, read_once, written_after
 from jax_offload._base.jaxprs import Var
 from jax_offload._base.memory import is_host_aval, to_device, to_host
 from jax_offload._base.shardings import constrained, typed_sharding
-from jax_offload._emit.rows import in_tiles, read_rows, write_rows
+from jax_offload._emit.rows import read_rows, write_rows
 from jax_offload._emit.transfers import Names, prefetch, update_of, write_back
 from jax_offload._ir.core import Core, core
 from jax_offload._ir.slices import Slice
 from jax_offload._plan.chunk_rules import run_chunk
-from jax_offload._plan.plan import Chunked
+from jax_offload._plan.plan import Chunked, tiles
 from jax_offload._plan.rules import Partial, Rows
 
 Chunk = tuple[Any, int]  # its first row, which may be traced, and its number of rows
@@ -153,8 +153,11 @@ class _Loop:
         v, to = self.s.outputs[k], self.how.out_dims[k]
         assert isinstance(to, Rows)  # a sum stays on the device
         with write_back(v, self.names):
-            for place, rows in in_tiles(x, to.dim, self.how.shards, self.pins.get(v)):
-                self.write(results, k, to_host(rows), start + place)
+            shards, pin = self.how.shards, self.pins.get(v)
+            n = x.shape[to.dim] // shards
+            for begin, end in tiles(n, to.dim, x.ndim):
+                rows = x if end - begin == n else read_rows(x, to.dim, begin, end - begin, shards, pin)
+                self.write(results, k, to_host(rows), start + begin)
 
     def read(self, results: Results, i: int, chunk: Chunk) -> Any:
         """A chunk of an operand, from its buffer; or all of what has no rows."""

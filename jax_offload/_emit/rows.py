@@ -6,15 +6,12 @@ every step: left to itself XLA may divide the loop's carry like what is written 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_offload._base.shardings import constrained, padded, typed_sharding
-
-SUBLANES = 8  # rows of a tile in a TPU's memory, of whatever dtype
 
 
 def read_rows(x: jax.Array, dim: int, start: Any, n: int, shards: int, sharding: NamedSharding | None) -> jax.Array:
@@ -36,20 +33,6 @@ def write_rows(
     into, rows = (_by_shard(array, dim, shards, sharding) for array in (x, rows))
     into = jax.lax.dynamic_update_slice_in_dim(into, rows, start, dim + 1)
     return _merged(constrained(into, _sharding_by_shard(sharding, into.ndim - 1, dim)), dim, sharding)
-
-
-def in_tiles(rows: jax.Array, dim: int, shards: int, sharding: NamedSharding | None) -> Iterator[tuple[int, jax.Array]]:
-    """``rows`` in what a TPU can write into host memory, each with its place: whole tiles, and less than one.
-
-    ``Updating the sublane dimension across multiple lane chunks is only supported ...``, libtpu 0.0.52 says of 12 rows.
-    """
-    n = rows.shape[dim] // shards
-    whole = n - n % SUBLANES if dim == rows.ndim - 2 else n
-    if whole in (0, n):
-        yield 0, rows
-    else:
-        for begin, end in (0, whole), (whole, n):
-            yield begin, read_rows(rows, dim, begin, end - begin, shards, sharding)
 
 
 def _by_shard(x: jax.Array, dim: int, shards: int, sharding: NamedSharding | None) -> jax.Array:

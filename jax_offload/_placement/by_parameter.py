@@ -29,7 +29,7 @@ class Rules:
     values: tuple[Any, ...]
     otherwise: Any
 
-    def numbers(self, name: str, names: Sequence[str]) -> list[int]:
+    def indices(self, name: str, names: Sequence[str]) -> list[int]:
         """For each parameter the number of its rule; -1: it has none. Of no parameters there is nothing to say."""
         hits = matches(name, self.patterns, names) if names else []
         return [next((k for k, hit in enumerate(hits) if i in hit), -1) for i in range(len(names))]
@@ -43,7 +43,7 @@ def is_scalar(said: Any) -> bool:
 def per_parameter(name: str, said: Any, params: Any, names: Sequence[str]) -> list[Any]:
     """The option ``name`` for each parameter: a number, a prefix of their tree, or ``Rules`` for their paths."""
     if isinstance(said, Rules):
-        return [said.otherwise if k < 0 else said.values[k] for k in said.numbers(name, names)]
+        return [said.otherwise if k < 0 else said.values[k] for k in said.indices(name, names)]
     return [said] * len(names) if is_scalar(said) or not names else _broadcast(name, said, params)
 
 
@@ -52,7 +52,7 @@ def subtrees(name: str, said: Any, params: Any, names: Sequence[str], owner: Cal
     if is_scalar(said) or not names:
         return [0] * len(paths_state)
     if isinstance(said, Rules):
-        groups = said.numbers(name, names)
+        groups = said.indices(name, names)
     else:
         numbered = jax.tree.unflatten(jax.tree.structure(said), range(len(jax.tree.leaves(said))))
         groups = _broadcast(name, numbered, params)

@@ -13,6 +13,18 @@ from jax_offload._ir.slices import Slice
 from jax_offload._plan.rules import Partial, Rows
 from jax_offload._plan.serialise import InParts, Serial, SerialPart
 
+SUBLANES = 8  # rows of a tile in a TPU's memory, of whatever dtype
+
+
+def tiles(rows: int, axis: int, ndim: int) -> tuple[tuple[int, int], ...]:
+    """Where those begin and end of some rows of an array that are written into host memory at a time: whole tiles, and
+    less than one.
+
+    ``Updating the sublane dimension across multiple lane chunks is only supported ...``, libtpu 0.0.52 says of 12 rows.
+    """
+    full = rows - rows % SUBLANES if axis == ndim - 2 else rows
+    return ((0, rows),) if full in (0, rows) else ((0, full), (full, rows))
+
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
@@ -50,6 +62,15 @@ class Chunked:
     def count(self) -> int:
         """Of chunks."""
         return math.ceil(self.shape[self.axis] // self.shards / self.rows)
+
+    def stores(self, result: int, ndim: int) -> int:
+        """Copies to host memory in which all chunks of a result, an array of ``ndim`` dimensions, are written."""
+        to = self.out_dims[result]
+        assert isinstance(to, Rows)  # a sum stays on the device
+        size = self.shape[self.axis] // self.shards
+        full, rest = divmod(size, self.rows)
+        of = [len(tiles(n * to.per_row, to.dim, ndim)) for n in (self.rows, rest)]
+        return full * of[0] + (of[1] if rest else 0)
 
     def __str__(self) -> str:
         return f"{self.count} chunks of axis {self.axis}"
@@ -118,6 +139,18 @@ class Planned:
     @property
     def in_chunks(self) -> bool:
         return isinstance(self.transfer, Chunked)
+
+    @property
+    def loads(self) -> int:
+        """Copies from host memory."""
+        return len(self.slice.loads) * (self.transfer.count if isinstance(self.transfer, Chunked) else 1)
+
+    @property
+    def stores(self) -> int:
+        """Copies to host memory."""
+        results = [(k, v) for k, v in enumerate(self.slice.outputs) if v in self.slice.stores]
+        how = self.transfer
+        return sum(how.stores(k, len(v.aval.shape)) if isinstance(how, Chunked) else 1 for k, v in results)
 
     @property
     def on_cores(self) -> bool:

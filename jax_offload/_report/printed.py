@@ -39,6 +39,8 @@ class Placement:
         are sharded.
       in_turn: of a step, which gradients wait for each other, so that no backward pass is put off: what a norm of all
         of them is made of, or what updates leaves that stay on the device.
+      elsewhere: of a step, how it loads what is none of its arguments: what it makes itself, by ``init`` say, or what
+        an update has made for another.
 
     Example:
       >>> import jax, optax, jax_offload as jo
@@ -56,6 +58,7 @@ class Placement:
     stays: tuple[str, ...] = ()
     guessed: tuple[str, ...] = ()
     in_turn: tuple[str, ...] = ()
+    elsewhere: tuple[str, ...] = ()
 
     @property
     def host_bytes(self) -> int:
@@ -94,6 +97,7 @@ class Placement:
             "stays": list(self.stays),
             "guessed": list(self.guessed),
             "in_turn": list(self.in_turn),
+            "elsewhere": list(self.elsewhere),
         }
 
     def to_json(self) -> str:
@@ -196,4 +200,5 @@ def _sentences(table: Placement) -> list[str]:
     stays = [f"not updated within the passes of the step: {why}" for why in table.stays]
     unknown = [f"how it streams is not known: {table.unknown}"] if table.unknown else []
     in_turn = [f"before anything is loaded: {what}" for what in table.in_turn]
-    return [summary, *windows, *in_turn, *table.guessed, *stays, *unknown]
+    elsewhere = [f"beside these leaves, of what the step makes itself: {how}" for how in table.elsewhere]
+    return [summary, *windows, *elsewhere, *in_turn, *table.guessed, *stays, *unknown]

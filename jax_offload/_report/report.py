@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -92,8 +93,8 @@ def table_and_trace(tx: Any, params: Any, **extra_args: Any) -> tuple[Placement,
 
     with described(params):
         trace, unknown = _trace(update, params, extra_args)
-    loads, _, parts = _loads(trace)
-    table = _table(leaves, loads or [[] for _ in leaves], unknown, (), parts)
+    loads = _loads(trace)
+    table = _table(leaves, loads.of or [[] for _ in leaves], unknown, loads)
     return dataclasses.replace(table, guessed=guessed(_updates(trace), of_step=False)), trace
 
 
@@ -134,9 +135,10 @@ def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
     with step_described():
         traced(names, args, kwargs)
         trace, unknown = _trace(call, args, kwargs)
-    loads, stays, parts = _loads(trace)
-    kept = [(row, of) for row, of in zip(rows, loads or [[] for _ in rows], strict=True) if row.host or of]
-    table = _table([row for row, _ in kept], [of for _, of in kept], unknown, stays, parts)
+    loads = _loads(trace)
+    kept = [(row, of) for row, of in zip(rows, loads.of or [[] for _ in rows], strict=True) if row.host or of]
+    table = _table([row for row, _ in kept], [of for _, of in kept], unknown, loads)
+    table = dataclasses.replace(table, stays=loads.stays, elsewhere=loads.elsewhere)
     updates = _updates(trace)
     return dataclasses.replace(table, guessed=guessed(updates, of_step=True), in_turn=_in_turn(updates))
 
@@ -147,19 +149,51 @@ def _in_turn(updates: Sequence[Update]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(text for each in passes if each.serial is not None and (text := str(each.serial))))
 
 
-_Parts = dict[int, Parts]  # of a slice, by its id, how it comes from disk
+@dataclasses.dataclass(frozen=True)
+class _Loads:
+    """How a traced function loads its leaves.
+
+    Attributes:
+      of: each of the leaves that it returns.
+      parts: of a slice, by its id, how it comes from disk.
+      times: of a slice, by its id, how often it runs, in scans of the step.
+      unlisted: slices that load none of these.
+      stays: why updates are not within the passes.
+    """
+
+    of: list[list[Planned]] = dataclasses.field(default_factory=list[list[Planned]])
+    parts: dict[int, Parts] = dataclasses.field(default_factory=dict[int, Parts])
+    times: dict[int, int] = dataclasses.field(default_factory=dict[int, int])
+    unlisted: list[Planned] = dataclasses.field(default_factory=list[Planned])
+    stays: tuple[str, ...] = ()
+
+    def how(self, p: Planned) -> str:
+        """In words."""
+        parts, times = self.parts.get(id(p)), self.times.get(id(p), 1)
+        transfer, n, files = str(p.transfer), len(p.slice.loads), "" if parts is None else str(parts)
+        if parts is not None and len(parts.sizes) > 1:
+            transfer, files = files, ""
+        elif parts is not None and parts.why and transfer.endswith(parts.why):
+            files = "from disk as a whole too"
+        together, iterations = f"{n} leaves together" if n > 1 else "", f"in each of {times} iterations"
+        return ", ".join(filter(None, [transfer, together, files, iterations if times > 1 else ""]))
+
+    @property
+    def elsewhere(self) -> tuple[str, ...]:
+        """How slices move that are in no row: of what another update of the step has made, or the step itself."""
+        said = Counter((self.how(p), p.window.nbytes) for p in self.unlisted)
+        ways = {f"{how}, through {nbytes / 2**20:.2f} MiB": n for (how, nbytes), n in said.items()}
+        return tuple(f"{how}; {n} of these" if n > 1 else how for how, n in ways.items())
 
 
-def _table(
-    leaves: Sequence[Leaf], loads: Sequence[list[Planned]], unknown: str, stays: tuple[str, ...], parts: _Parts
-) -> Placement:
+def _table(leaves: Sequence[Leaf], of: Sequence[list[Planned]], unknown: str, loads: _Loads) -> Placement:
     rows, windows = [], {}
-    for leaf, of_leaf in zip(leaves, loads, strict=True):
+    for leaf, of_leaf in zip(leaves, of, strict=True):
         hidden = (leaf.host or leaf.disk) and not of_leaf and not unknown
-        rows.append(dataclasses.replace(leaf, streams=_UNSEEN if hidden else _in_words(of_leaf, parts)))
+        rows.append(dataclasses.replace(leaf, streams=_UNSEEN if hidden else _in_words(of_leaf, loads)))
         windows |= {id(p.window): dataclasses.replace(p.window, leaf=leaf.path) for p in of_leaf
                     if id(p.window) not in windows and not p.on_cores}  # fmt: skip
-    return Placement(tuple(rows), unknown, tuple(windows.values()), stays)
+    return Placement(tuple(rows), unknown, tuple(windows.values()))
 
 
 def _trace(fun: Callable[..., list[Any]], *args: Any) -> tuple[Any, str]:
@@ -175,21 +209,26 @@ def _updates(traced: Any) -> list[Update]:
     return [each.update for each in found if isinstance(each.update, Update)]
 
 
-def _loads(traced: Any) -> tuple[list[list[Planned]], tuple[str, ...], _Parts]:
-    """How a traced function loads each of the leaves that it returns; what stays; and how it comes from disk."""
+def _loads(traced: Any) -> _Loads:
+    """How a traced function, which returns leaves, loads these, and what else it loads."""
     if traced is None:
-        return [], (), {}
+        return _Loads()
     leaves = traced.jaxpr.outvars
     index: dict[Any, list[Planned]] = {v: [] for v in leaves if not isinstance(v, jex.Literal)}
-    found = updates_in(traced)
-    stays = tuple(why for each in found if isinstance(each.update, Update) for why in each.update.stays)
+    found, unlisted = updates_in(traced), list[Planned]()
     for of, planned in (load for each in found for load in each.loads):
-        for v in of:
-            if v in index:
-                index[v].append(planned)
-    updates = [each.update for each in found if isinstance(each.update, Update) and each.update.on_disk]
-    parts = {id(p): parts_of(p, update.next_values, update.on_disk) for update in updates for p in update.planned}
-    return [[] if isinstance(v, jex.Literal) else index[v] for v in leaves], stays, parts
+        for v in (rows := [v for v in of if v in index]):
+            index[v].append(planned)
+        if planned.slice.loads and not rows:
+            unlisted.append(planned)
+    updates = [each.update for each in found if isinstance(each.update, Update)]
+    return _Loads(
+        of=[[] if isinstance(v, jex.Literal) else index[v] for v in leaves],
+        parts={id(p): parts_of(p, u.next_values, u.on_disk) for u in updates if u.on_disk for p in u.planned},
+        times={id(p): each.times for each in found for p in each.update.planned},
+        unlisted=unlisted,
+        stays=tuple(why for update in updates for why in update.stays),
+    )
 
 
 def traced(fun: Callable[..., Any], *args: Any) -> Any:
@@ -204,16 +243,7 @@ def traced(fun: Callable[..., Any], *args: Any) -> Any:
     return jax.jit(with_arrays).trace(*(_memory.on_a_mesh(leaves[k]) for k in arrays)).jaxpr
 
 
-def _in_words(loads: Sequence[Planned], parts: _Parts) -> str:
-    said = [_how(p, parts.get(id(p))) for p in loads]
+def _in_words(loads: Sequence[Planned], ways: _Loads) -> str:
+    said = [ways.how(p) for p in loads]
     repeated = len(said) > 1 and len(set(said)) == 1
     return f"{said[0]} ({len(said)} times)" if repeated else "; then ".join(said)
-
-
-def _how(p: Planned, parts: Parts | None) -> str:
-    transfer, n, files = str(p.transfer), len(p.slice.loads), "" if parts is None else str(parts)
-    if parts is not None and len(parts.sizes) > 1:
-        transfer, files = files, ""
-    elif parts is not None and parts.why and transfer.endswith(parts.why):
-        files = "from disk as a whole too"
-    return ", ".join([transfer, *([f"{n} leaves together"] if n > 1 else []), *([files] if files else [])])
