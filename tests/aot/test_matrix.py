@@ -59,7 +59,7 @@ def test_a_part_of_the_matrix():
 
 
 def test_what_is_on_record_of_the_reported_losses():
-    """A cell is of the matrix; one is above resident; peaks fall with the fraction (to 1 %); losses are printed first."""
+    """A cell is of the matrix; one is above resident; to 1 % peaks fall with the fraction; losses come first."""
     rows = kept()
     assert all(value in values for c in QUOTED for value, values in zip(astuple(c), AXES.values(), strict=True))
     # one loop over chunks, whose gates take room (docs/notebook.md)
