@@ -230,19 +230,6 @@ def test_the_step_turned_round(clip, model):
     assert len(hosts) == 2 * LAYERS
 
 
-@pytest.mark.parametrize(("fraction", "moves"), [(0.1, False), (0.5, True)])
-def test_one_loop_over_chunks_stays_in_the_update(fraction, moves):
-    """Among the passes it hides nothing and takes room. Every gradient still is made in its turn."""
-    tx, params = jo.offload(ADAMW, fraction=fraction, min_bytes=1024, window=2**15), parameters()
-    step, state = step_of(tx, loss, True), tx.init(params)
-    parts = parts_of(flat(jax.make_jaxpr(step)(params, state, batch(0)))).parts
-    assert any(isinstance(part, Piece) and part.loads for part in parts) == moves
-    weights = [v for part in parts if isinstance(part, Gate) for v in part.waits_for if v.aval.shape == (WIDTH, WIDTH)]
-    assert len(weights) >= LAYERS - 1
-    said = words(jo.placement(jo.jit(step), params, state, batch(0)))
-    assert ("all that moves is one loop over chunks" in said) != moves
-
-
 @pytest.mark.parametrize("given", ["new parameters", "gradients"])
 def test_one_array_as_gradient_and_as_parameter(given):
     """An average of the parameters is updated with them twice: its pieces, in chunks, have an operand less."""

@@ -19,9 +19,6 @@ from jax_offload._plan.network import Done, Network, Piece, is_heavy, is_large
 
 LEAST_GATES = 4  # with fewer there is nothing to hold back
 AT_ONCE = "most of its gradients are there only at once: a number needs all, their norm say, or one call makes them"
-# A loop stands apart from the matmuls, gated or not, and beside gates XLA lays out what lives at once with gaps:
-# 6 layers of 4096x4096, a tenth of the state, 16384 tokens, compiled for an H200: 3268 MiB, now 3200, as resident.
-ONE_LOOP = "all that moves is one loop over chunks, and none runs beside a matmul"
 FEW_PLACES = (
     f"its passes, forward and backward, have fewer than {LEAST_GATES} places where parts of an update could wait"
 )
@@ -57,9 +54,6 @@ def interleaved(nodes: Sequence[Node], which: Sequence[int], outputs: Sequence[V
         spots, at = (behind, passes.produced_after(nodes[k])) if reader is None else (ahead, reader)
         held = [] if reader is None else [v for v in piece.operands if is_large(v) and not is_host_aval(v.aval)]
         spots.add(at, _Spot(k, piece.loads, piece.token, held))
-    moving = [nodes[k].payload.how for k in pieces if nodes[k].payload.loads]
-    if len(moving) == 1 and moving[0].in_chunks:
-        raise Stays(ONE_LOOP)
     updates = behind.updates
     if 2 * max(updates, default=0) > sum(updates):
         raise Stays(AT_ONCE if sum(updates) >= LEAST_GATES else FEW_PLACES)
