@@ -9,8 +9,8 @@ from tests.support.in_scan import WHY, check, model_of
 from tests.support.rows import rows
 from tests.support.steps import GRADIENTS, LOGS, MODELS, OPTIMIZERS, Case, batch, scans
 
-# Daily what differs in where gradients and parameters stand in the scan; in CI every model once, by update_params or, as
-# named, by update; with --everything each by both, and every policy of jax.checkpoint.
+# Daily what differs in where gradients and parameters stand in the scan; in CI every model once, by update_params or,
+# as named, by update; with --everything each by both, and every policy of jax.checkpoint.
 DAILY = [
     *("bias, embedding, head", "blocks with norms", "axis 1", "flax axis 0", "unroll 2 of 3", "reverse", "one layer"),
     *("several scans", "nested", "outputs", "numbered", "custom_vjp", "cast inside", "tied", "checkpoint"),
