@@ -55,8 +55,8 @@ def gemma(
         y = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(sequences, context, -1)
         x = x + y @ w["o"].astype(HALF)
         h = norm(x, w["norm_2"])
-        made = jax.nn.gelu(h @ w["gate"].astype(HALF)) * (h @ w["up"].astype(HALF))
-        return x + made @ w["down"].astype(HALF)
+        gated = jax.nn.gelu(h @ w["gate"].astype(HALF)) * (h @ w["up"].astype(HALF))
+        return x + gated @ w["down"].astype(HALF)
 
     def of(params: Any, tokens: Any) -> Any:
         table = params["embed"].astype(HALF)

@@ -115,9 +115,9 @@ def table(rows: dict[Cell, dict[str, Any]]) -> str:
     lines = [f"| {' | '.join(AXES)} | resident | ours | | reported |", f"|{'---|' * 7}---:|---:|---:|---|"]
     lines += [_line(cell, rows[cell]) for cell in sorted(losses, key=ratio, reverse=True)]
     lines += [_line(cell, rows[cell]) for cell in sorted(others, key=lambda cell: (-QUOTED[cell].loss, -ratio(cell)))]
-    made = sorted({f"jax {row['jax']}, optax {row['optax']}" for row in rows.values()})
+    versions = sorted({f"jax {row['jax']}, optax {row['optax']}" for row in rows.values()})
     said = f"{len(losses)} of {len(rows)} above resident by more than 1 %. Compiled for an H200, not run; MiB."
-    return "\n".join([*lines, "", f"{said} {'; '.join(made)}."])
+    return "\n".join([*lines, "", f"{said} {'; '.join(versions)}."])
 
 
 def _line(cell: Cell, row: dict[str, Any]) -> str:

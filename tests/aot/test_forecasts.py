@@ -71,7 +71,7 @@ def test_the_page_has_no_other_misses():
         r"(?:(\d+)–)?(\d+)% \| (\d+)% \|"
     )
     text = (Path(__file__).parents[2] / "docs/estimates.md").read_text()
-    rows = [(name, way, [int(n or 0) for n in numbers]) for name, way, *numbers in row.findall(text)]
+    rows = [(name, way, [int(n or 0) for n in figures]) for name, way, *figures in row.findall(text)]
     assert len(rows) > 70
     for name, way, (_, low, high, compiled, least, most, simulated) in rows:
         assert ((name, way) in OUTSIDE) is not (0.99 * low <= compiled <= high), (name, way)

@@ -65,12 +65,12 @@ def test_what_is_on_record_of_the_reported_losses():
     # one loop over chunks, whose gates take room (docs/notebook.md)
     known = Cell("toy", 16384, 0.1, "none", "parameters'", "update", "jo.jit+options")
     assert [c for c, row in rows.items() if row["ours"] > SLACK * row["resident"]] == [known]
-    alike: dict[Cell, list[tuple[float, int]]] = {}
+    by_cell: dict[Cell, list[tuple[float, int]]] = {}
     for c, row in rows.items():
-        alike.setdefault(replace(c, fraction=0.0), []).append((-c.fraction, row["ours"]))
+        by_cell.setdefault(replace(c, fraction=0.0), []).append((-c.fraction, row["ours"]))
     odd = Cell("gpt-12", 16384, 0.1, "none", "parameters'", "update", "jo.jit+options")  # 6172, and 6602 at .25
-    alike[replace(odd, fraction=0.0)].remove((-0.1, rows[odd]["ours"]))
-    for peaks in alike.values():
+    by_cell[replace(odd, fraction=0.0)].remove((-0.1, rows[odd]["ours"]))
+    for peaks in by_cell.values():
         falling = [ours for _, ours in sorted(peaks)]
         assert all(more >= fewer / SLACK for fewer, more in itertools.pairwise(falling))
     worse = max(rows, key=lambda c: rows[c]["resident"])

@@ -249,9 +249,9 @@ def peak_on_two(found, places):
         beside = sum(map(own, alive - {*task.inputs}))
         operands = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=places[v]) for v in task.inputs]
         kinds = [HOST_KIND if is_host_aval(v.aval) else DEVICE_KIND for v in task.outputs]
-        divided = jax.jit(program.__wrapped__).lower(*operands).compile().output_shardings
+        placed_by_cpu = jax.jit(program.__wrapped__).lower(*operands).compile().output_shardings
         kinds += [HOST_KIND for _ in task.down]
-        after = [s.with_memory_kind(kind) for s, kind in zip(divided, kinds, strict=True)]
+        after = [s.with_memory_kind(kind) for s, kind in zip(placed_by_cpu, kinds, strict=True)]
         places.update(zip(task.outputs, after, strict=False))
         options = options_for_sending("cuda") if task.down else {}
         compiled = measure(H200, program.__wrapped__, tuple(operands), task.reused, after, options, n=2)
