@@ -349,7 +349,7 @@ def test_what_an_update_loads_that_is_no_argument_is_in_the_table_of_a_step():
     )
     assert second[0] in words(table) and table.to_dict()["elsewhere"] == list(second)
     created = jo.placement(lambda params: small.update(params, small.init(params), params), params)
-    assert not created.leaves and made.elsewhere == (f"{first}, through 0.01 MiB",)
+    assert not created.leaves and created.elsewhere == (f"{first}, through 0.01 MiB",)
 
     def thrice(params, state):
         return jax.lax.scan(lambda state, _: (default.update(params, state, params)[1], None), state, length=3)[0]
