@@ -27,6 +27,7 @@ def clip_adamw():
 CASES = {
     "clip, adamw": clip_adamw,
     "apply_if_finite": lambda: optax.apply_if_finite(clip_adamw(), 3),
+    "apply_if_finite, twice": lambda: optax.apply_if_finite(optax.apply_if_finite(clip_adamw(), 2), 3),
     "apply_if_finite, a jit inside": lambda: optax.apply_if_finite(jitted(clip_adamw()), 3),
     "MultiSteps": lambda: optax.MultiSteps(clip_adamw(), 4),
     "MultiSteps that may skip": lambda: optax.MultiSteps(clip_adamw(), 4, should_skip_update_fn=optax.skip_not_finite),

@@ -18,6 +18,7 @@ from jax_offload._base.jaxprs import (
     Atom,
     Aval,
     ClosedJaxpr,
+    DropVar,
     Equation,
     Literal,
     Var,
@@ -27,7 +28,7 @@ from jax_offload._base.jaxprs import (
     without_dead_code,
 )
 from jax_offload._base.memory import is_host_aval
-from jax_offload._ir.masks import forward
+from jax_offload._ir.masks import forward, union
 from jax_offload._ir.program import Program, flat
 
 
@@ -101,21 +102,19 @@ def _scalars_to_hoist(program: Program, given: Set[Var]) -> list[Var]:
     for eqn in program.eqns:
         depends.update(zip(eqn.outvars, forward(eqn, depends), strict=True))
         operands = [v for v in eqn.invars if not isinstance(v, Literal)]
-        scalar = eqn.outvars[0] if len(eqn.outvars) == 1 else None  # a nested cond may be left with no result
-        if scalar is None or not _is_scalar(scalar.aval) or not depends[scalar] & (array | loaded):
+        scalars = [v for v in eqn.outvars if not isinstance(v, DropVar)]  # of a nested cond several, or none
+        on, of_arrays = union(depends[v] for v in scalars), any(v.aval.shape for v in operands)
+        if not all(_is_scalar(v.aval) for v in scalars) or not on & (array | loaded):
             used.update(operands)
-        elif not depends[scalar] & loaded:
-            hoisted.append(scalar)
-        elif depends[scalar] & reduced or (depends[scalar] & combined and any(v.aval.shape for v in operands)):
-            depends[scalar] |= reduced  # what is made of it waits too: a second norm, of what the first one scales
+        elif not on & loaded:
+            hoisted += scalars
+        elif on & reduced or (on & combined and of_arrays):
+            depends.update(dict.fromkeys(scalars, on | reduced))  # what is made of it waits too: a second norm, say
             used.update(operands)
-        elif any(v.aval.shape for v in operands):
-            depends[scalar] |= reduced
-            hoisted.append(scalar)
-            used.add(scalar)
         else:
-            depends[scalar] |= combined
-            hoisted.append(scalar)
+            depends.update(dict.fromkeys(scalars, on | (reduced if of_arrays else combined)))
+            hoisted += scalars
+            used.update(scalars if of_arrays else ())
     return [v for v in hoisted if v in used]
 
 

@@ -135,6 +135,25 @@ def test_a_cond_inside_of_a_branch():
     assert_as_before(program, found)
 
 
+def test_several_scalars_of_a_cond_inside():
+    """They leave the branch around it together: else each slice of what is around it would compute all of them."""
+
+    def nested(index, m, n, g, rate):
+        m, n = load(m), load(n)
+
+        def inner():
+            scale, decay = 1 / norm(g), jnp.sqrt(norm(g) + rate)
+            return m * scale - decay * m, n * scale
+
+        return lax.switch(index, [lambda: (m, n), lambda: lax.cond(index > 0, inner, lambda: (m, n))])
+
+    program, found, (*aheads, rest) = hoisted(nested, host(4, 3), host(5), device(7), device())
+    assert any(len(ahead.outvars) > 1 for ahead in aheads)
+    (inside,) = (eqn for eqn in branches_of(rest)[1].jaxpr.eqns if eqn.primitive.name == "cond")
+    assert {"dot_general", "sqrt", "cond"}.isdisjoint(names_of(inside))
+    assert_as_before(program, found)
+
+
 def effect(m):
     jax.debug.callback(lambda _: None, m.sum())
     return m / norm(m)
