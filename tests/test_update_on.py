@@ -249,7 +249,8 @@ def test_state_that_the_step_reads_too_is_not_written():
     want, held = plain(params, jo.to_device(state), X), addresses(state)
     got = jo.jit(step_with(tx), donate_argnums=1)(params, state, X)
     assert_same(jo.to_device(got), want, "read too")
-    assert held and {*held}.isdisjoint(addresses(got[1]))
+    # memory that is freed may be another leaf's then
+    assert held and all(a != b for a, b in zip(held, addresses(got[1]), strict=True))
 
 
 class SlowLink(Cores):
