@@ -188,7 +188,8 @@ def test_stored_in_fewer_bits(storage, disk):
     assert len(handles(state)) >= 8
     on_disk = sum(x.dtype.itemsize * int(np.prod(x.shape)) for x in handles(state))
     assert 1 <= on_disk / (8 * MATRIX) / (0.5 if storage == "bfloat16" else 0.25) < 1.05
-    assert_same(*results, "three steps", tolerance=1e-5)
+    # two programs may round a number to neighbouring codes, where it is in the middle
+    assert_same(*results, "three steps", tolerance=1e-4)
 
 
 def test_masters(disk):
