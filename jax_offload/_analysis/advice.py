@@ -90,14 +90,14 @@ def _shortening(
 def _saving(base: Option, memory: int) -> list[str]:
     """Where nothing fits: of the smallest way what would make it fit, and by how much."""
     least = base.peak_range[0]
-    short, state = least - memory, base.parameters + base.gradients + base.state
+    short, held = least - memory, base.parameters + base.gradients + base.state
     found: list[str] = []
     if short > 0 and (base.activations or 0) >= short:
         found.append(f"activations of {in_bytes(base.activations or 0)}: {in_bytes(short)} less of them fit, by "
                      "jax.checkpoint or fewer tokens at a time")  # fmt: skip
-    room = memory - max(0, least - state)
+    room = memory - max(0, least - held)
     if short > 0 and room > 0:
-        n = math.ceil(state / room)
+        n = math.ceil(held / room)
         found.append(f"{n} times as many devices, which divide parameters, gradients and state (FSDP): on each "
-                     f"{in_bytes(state // n)} of them instead of {in_bytes(state)}")  # fmt: skip
+                     f"{in_bytes(held // n)} of them instead of {in_bytes(held)}")  # fmt: skip
     return found

@@ -57,23 +57,9 @@ def as_gated(jaxpr: Jaxpr, chip: Chip, link: Link) -> float:
         given = zip(update.operands, eqn.invars, strict=True)
         at = {v: ready[x] for v, x in given if isinstance(x, Var) and x in ready}
         for each in update.plan.passes:
-            ends: list[float] = []
             gradients = [max((at[v] for v in p.slice.inputs if v in at), default=0.0) for p in each.slices]
-            for p, gradient in zip(each.slices, gradients, strict=True):
-                if _apart(p):
-                    ends.append(store)
-                    continue
-                seconds = p.slice.loaded_bytes / link.both
-                room = ends[p.once_stored] if p.once_stored >= 0 else 0.0
-                load = max(load, room, 0.0 if p.once_produced is None else gradients[p.once_produced]) + seconds
-                store = max(store, load, gradient) + seconds
-                ends.append(store)
+            load, store = _moved(each.slices, gradients, link, load, store)
     return max(0.0, store - total)
-
-
-def _apart(p: Planned) -> bool:
-    """Whether a slice moves in a loop, or not at all."""
-    return p.in_chunks or p.on_cores or bool(p.window.own_loop)
 
 
 def through_the_window(updates: Sequence[Update | Moved], link: Link) -> float:
@@ -82,16 +68,24 @@ def through_the_window(updates: Sequence[Update | Moved], link: Link) -> float:
     load = store = 0.0
     for update in updates:
         for each in update.plan.passes if isinstance(update, Update) else ():
-            ends: list[float] = []
-            for p in each.slices:
-                if _apart(p):
-                    ends.append(store)
-                    continue
-                seconds = p.slice.loaded_bytes / link.both
-                load = max(load, ends[p.once_stored] if p.once_stored >= 0 else 0.0) + seconds
-                store = max(store, load) + seconds
-                ends.append(store)
+            load, store = _moved(each.slices, [0.0] * len(each.slices), link, load, store)
     return store
+
+
+def _moved(
+    slices: Sequence[Planned], gradients: Sequence[float], link: Link, load: float, store: float
+) -> tuple[float, float]:  # fmt: skip
+    """When the last load and the last store of a pass end, those before it at ``load`` and ``store``: each as early as
+    it can be, given when the gradients are there."""
+    ends: list[float] = []
+    for p, gradient in zip(slices, gradients, strict=True):
+        if not (p.in_chunks or p.on_cores or p.window.own_loop):  # those move in a loop, or not at all
+            seconds = p.slice.loaded_bytes / link.both
+            room = ends[p.once_stored] if p.once_stored >= 0 else 0.0
+            load = max(load, room, 0.0 if p.once_produced is None else gradients[p.once_produced]) + seconds
+            store = max(store, load, gradient) + seconds
+        ends.append(store)
+    return load, store
 
 
 def _is_gate(eqn: Equation) -> bool:

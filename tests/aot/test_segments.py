@@ -113,7 +113,10 @@ MODELS = {
 
 
 def driven(name, segments, **where):
-    loss, params, batch = MODELS[name]()
+    return driven_and_leaves(*MODELS[name](), segments, **where)[0]
+
+
+def driven_and_leaves(loss, params, batch, segments, **where):
     tx = jo.offload(optax.adamw(1e-3), **where)
 
     def step(params, state, batch):
@@ -126,7 +129,7 @@ def driven(name, segments, **where):
         if (there := on_files(args, closed)) is not args:
             closed, _ = jaxpr_of(step, *there)
     leaves = leaves_of(there)
-    return Driven(closed, leaves, [True] * (len(leaves) - 1) + [False], {}, {}, segments)
+    return Driven(closed, leaves, [True] * (len(leaves) - 1) + [False], {}, {}, segments), leaves
 
 
 def peak(found):
@@ -221,17 +224,7 @@ def on_two(name, share, spec, segments):
         jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, each)), tree)  # noqa: B023
         for tree, each in zip(args, (spec, PartitionSpec("x")), strict=True)
     )
-    tx = jo.offload(optax.adamw(1e-3), update_on=share)
-
-    def step(params, state, batch):
-        value, grads = jax.value_and_grad(loss)(params, batch)
-        return *jo.update_params(tx, grads, state, params), value
-
-    args = params, jo.abstract_state(tx, params), batch
-    with step_described():
-        closed, _ = jaxpr_of(step, *args)
-    leaves = jax.tree.leaves(args)
-    found = Driven(closed, leaves, [True] * (len(leaves) - 1) + [False], {}, {}, segments)
+    found, leaves = driven_and_leaves(loss, params, batch, segments, update_on=share)
     given = zip(found._step.inputs, [*found._step.consts, *leaves], strict=True)
     return found, {v: getattr(x, "sharding", NamedSharding(mesh, PartitionSpec())) for v, x in given}
 

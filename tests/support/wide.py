@@ -136,7 +136,6 @@ WIDE = {
     "test_visits.py::test_twice_the_leaves": OPTIMIZERS,
     "test_wrappers.py::test_a_state_that_was_moved_is_named[True": STEPS,
     "test_wrappers.py::test_multi_steps": STEPS,
-    "unit/test_chunk_rules.py::test_rows_that_stay_apart[iota": "seconds with no rule to them",
 }
 
 # Of those, what runs daily all the same.
