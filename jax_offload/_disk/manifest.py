@@ -173,7 +173,7 @@ def load_together(files: Files, directories: Sequence[Path], together: Together)
 def exists(files: Files, directories: Sequence[Path]) -> bool:
     """Whether there is one, whole or not."""
     for directory, name in places(directories):
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             files.size(directory / name)
             return True
     return False

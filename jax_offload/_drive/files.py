@@ -20,7 +20,13 @@ from jax_offload._ir.program import Program
 
 
 class Files(Protocol):
-    """The home of leaves on disk, as a step that runs sees it."""
+    """The home of leaves on disk, as a step that runs sees it.
+
+    Attributes:
+      depth: how many groups are read ahead, and written behind.
+    """
+
+    depth: int
 
     def check(self, token: Any) -> None:
         """Raises where the token is of another version than what is on disk."""
@@ -98,7 +104,8 @@ class OnFiles:
             if v in used and not step.host_leaves.get(v):
                 raise ValueError(
                     f"state: {leaf.name} is on disk, and this offload keeps it in memory. Fix: the offload, and the "
-                    "host_bytes, with which the state was made."
+                    "host_bytes, with which the state was made; into another one jo.to_host(tx, state) brings it, with "
+                    "a jo.disk(...) of other directories where some stays on disk."
                 )
         for v, known in step.host_leaves.items():
             if known and v not in self.reads:
