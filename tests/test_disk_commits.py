@@ -1,5 +1,6 @@
 """Which steps are committed, and what a run meets that is not as in the book: Ctrl-C, a fork, odd leaves, odd paths."""
 
+import contextlib
 import errno
 import os
 import signal
@@ -17,6 +18,7 @@ import jax_offload as jo
 from jax_offload._base import processes
 from jax_offload._disk.store import Store
 from jax_offload._drive import stages
+from jax_offload._files import created as making
 from jax_offload._files.due import is_due
 from tests.disk.faulty import ABOUT, Faulty, created
 from tests.support.trees import assert_equal, handles, read
@@ -188,6 +190,11 @@ def test_what_would_not_come_back(run):
     for wrong in (np.array(["text"]), np.array([{}], object), np.zeros(2, ">f4"), np.zeros(2, "i4,f4")):
         with pytest.raises(TypeError, match=r"tree: \['more'\] is an array of .* Fix: "):
             run.disk.commit(0, {"params": params, "state": state, "more": wrong})
+    for wrong in (jax.ShapeDtypeStruct((2,), "float32"), jnp.float32, print):
+        with pytest.raises(TypeError, match=r"tree: \['more'\] is a .*; a commit holds arrays, numbers and strings"):
+            run.disk.commit(0, {"params": params, "state": state, "more": wrong})
+    with pytest.raises(TypeError, match=r"tree: \['more'\] is traced\. Fix: disk\.commit outside of any jit"):
+        jax.eval_shape(lambda x: run.disk.commit(0, {"params": params, "state": state, "more": x}), np.float32(1))
     run.step(given, state)
     with pytest.raises(ValueError, match=r"tree: \['params'\]\['a'\] is float32\[64, 64\] that was donated to a step"):
         run.committed(0, given, state)
@@ -247,6 +254,17 @@ def test_the_process_may_go_elsewhere(tmp_path, monkeypatch):
     run.disk.close()
 
 
+def test_directories_in_another_order(tmp_path):
+    """There is a commit, and it is not opened: nor is it taken for a place where none is."""
+    x, y, z = (tmp_path / name for name in "xyz")
+    created([x, y]).close()
+    for wrong in ([y, x], [z, x], [z, y, z / "own"]):
+        with pytest.raises(ValueError, match=r"Give those that it was made with, in their order"):
+            jo.disk(*wrong).last_commit  # noqa: B018
+        with pytest.raises(ValueError, match=r"[Gg]ive "):
+            jo.offload(ADAMW, min_bytes=0, disk=jo.disk(*wrong)).init(model())
+
+
 def test_what_is_no_disk(tmp_path):
     for wrong in (["/a", "/b"], 2**30, b"/a", None):
         with pytest.raises(TypeError, match=r"directories: expected paths, jo\.disk\('/nvme/run'\).*; got .*Fix: "):
@@ -288,3 +306,20 @@ def test_a_directory_in_which_nothing_can_be_made(tmp_path, number, says):
     run.files.make_directory = refuses
     with pytest.raises(OSError, match=f"making the directory of a store: .*{says}"):
         run.began()
+
+
+# ---- how it is made --------------------------------------------------------------------------------------------------
+
+
+def test_leaves_that_are_alike_are_made_by_one_program(tmp_path, monkeypatch):
+    """And of nothing but themselves: a program that is compiled for each leaf took minutes for a thousand."""
+    programs, structure = [], making.structure
+    monkeypatch.setattr(making, "structure", lambda jaxpr: programs.append(jaxpr) or structure(jaxpr))
+    with contextlib.closing(jo.disk(tmp_path)) as disk:
+        tx = jo.offload(jo.with_master_params(ADAMW), min_bytes=0, disk=disk)
+        w = {f"w{k}": jnp.full((8, 8), k, jnp.bfloat16) for k in range(12)}
+        state = tx.init(jax.device_put(w, jax.devices()[0]))
+        *leaves, _ = programs  # the last is what is not on disk
+        assert len(leaves) == 36 and len({*map(structure, leaves)}) == 2  # moments and masters
+        assert max(len(jaxpr.eqns) for jaxpr in leaves) <= 4
+        assert_equal(read(state.master), {name: x.astype(jnp.float32) for name, x in w.items()})

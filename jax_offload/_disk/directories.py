@@ -78,7 +78,8 @@ class Directories:
                 self.close()
                 raise ValueError(
                     f"the store in {str(path)!r} is in use by {holder}: two would write over each other. End the "
-                    "other, close its store (disk.close()), or give this one a directory of its own."
+                    "other, close its store (disk.close(), in a notebook before the cell is run again), or give this "
+                    "one a directory of its own."
                 )
             self._locks.append(descriptor)
             text = self.files.process().encode().ljust(256)

@@ -111,7 +111,9 @@ class OnFiles:
             if known and v not in self.reads:
                 raise ValueError(
                     f"state: a leaf {v.aval.dtype}{list(v.aval.shape)} is in memory, and this offload keeps it on "
-                    "disk. Fix: tx.init(params), or disk.resume(target), which give the state with its leaves on disk."
+                    "disk. Fix: tx.init(params) gives it so, and disk.resume(target) if it was made with this "
+                    "host_bytes; jo.to_host(tx, state) brings one of another there, with a jo.disk(...) of directories "
+                    "of its own."
                 )
 
 

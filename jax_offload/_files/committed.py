@@ -9,11 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Sharding
 from jax.tree_util import keystr
 
 from jax_offload._base import memory
-from jax_offload._base.arrays import nbytes
+from jax_offload._base.arrays import is_array, nbytes
 from jax_offload._base.disk_moves import read_into
 from jax_offload._base.on_disk import OnDisk, is_on_disk
 from jax_offload._disk.late import Late
@@ -53,7 +54,7 @@ def packed(tree: Any) -> tuple[Extra, dict[str, OnDisk]]:
             found[x.place.name] = x
         elif isinstance(x, (bool, int, float, str)):
             row["value"] = x
-        elif hasattr(x, "dtype"):
+        elif is_array(x):
             _check_stored(keystr(path), x)
             if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
                 row["key"], x = str(jax.random.key_impl(x)), jax.random.key_data(x)
@@ -84,7 +85,9 @@ def _is_copied(x: Any) -> bool:
 
 
 def _check_stored(path: str, x: Any) -> None:
-    """Raises where there is nothing to store any more, or what would not come back."""
+    """Raises where there is nothing to store, or what would not come back."""
+    if isinstance(x, Tracer):
+        raise TypeError(f"tree: {path} is traced. Fix: disk.commit outside of any jit, of what a step has returned.")
     if isinstance(x, jax.Array) and x.is_deleted():
         raise ValueError(
             f"tree: {path} is {x.dtype}{list(x.shape)} that was donated to a step, and is no more. Fix: commit what "
@@ -131,7 +134,8 @@ def unpacked(extra: Mapping[str, np.ndarray[Any, Any]], target: Any, on_disk: _F
             "target: its leaves are not those of the commit.\n"
             f"  only in the target {sorted(names - stored.keys())[:5]}\n"
             f"  only in the commit {sorted(stored.keys() - names)[:5]}\n"
-            "Give a tree like the one that was given to commit: jo.abstract_state(tx, params) in the state's place."
+            "Give a tree like the one that was given to commit: jo.abstract_state(tx, params) in the state's place, of "
+            "the optimizer of that run, with its storage= and the names of its parameters."
         )
     likes = [like for _, like in wanted]
     paths = [keystr(path) for path, _ in wanted]

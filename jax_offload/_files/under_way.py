@@ -125,10 +125,12 @@ class UnderWay:
 
     def stale(self) -> ValueError:
         """What is wrong with a state of another version than what is on disk."""
+        step = self.store.step
+        back = "" if step is None else f"; disk.resume(target) goes back to the last commit, step {step}"
         return ValueError(
             f"disk: the state is not the one that is in {self._where}: it is of an earlier step, which has been "
-            "written over, or something has computed with it. Fix: hand on the state that the last step returned; "
-            f"disk.resume(target) goes back to the last commit, step {self.store.step}."
+            "written over, or something has computed with it. Fix: hand on the state that the last step returned"
+            f"{back}."
         )
 
     def wait(self) -> None:
