@@ -72,7 +72,7 @@ class Committer:
             raise ValueError(
                 f"the store in {self._where!r} stopped when a commit failed: {self._stopped} "
                 f"It is as of {'nothing' if self.step is None else f'step {self.step}'}: see to the cause and open it "
-                "again."
+                "again, by disk.resume(target)."
             ) from self._stopped
 
     def shutdown(self) -> None:

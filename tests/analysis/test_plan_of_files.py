@@ -360,6 +360,7 @@ def test_plan_of_a_step(disk):
     assert (row.loaded, row.stored, row.window) == (6 * MIB,) * 3
     assert forecast.drives == 2 and row.io == pytest.approx((5 * MIB / 4e9 + 5 * MIB / 2e9) / 2)
     assert row.peak >= 2 * 3 * MIB + row.window and forecast["jo.jit"].host == 6 * MIB
+    assert row.commit == 4 * MIB + 4  # parameters, the state in host memory, and a count
     abstract = jo.plan(step, params, jo.abstract_state(tx, params), x, chip="h100", drive=MINE)["as given"]
     one = dataclasses.replace(row, io=2 * row.io, exposed=abstract.exposed, overhead=abstract.overhead,
                               hidden=abstract.hidden, per_day=abstract.per_day)  # fmt: skip
