@@ -426,13 +426,17 @@ def run(*args):
 
 def test_on_the_command_line():
     seven = "plan --params 7e9 --master float32 --chip h100 --tokens 65536".split()
-    done = run(*seven, "--disk", "--host-bytes", "16GiB", "--drives", 4, "--drive", "990pro", "--json")
+    done = run(
+        *seven, "--disk", "--host-bytes", "16GiB", "--drives", 4, "--drive", "990pro", "--commit-every", 9, "--json"
+    )
     found = json.loads(done.stdout)
     assert found["drive"]["name"] == "990pro" and found["drives"] == 4
     row = next(option for option in found["options"] if option["name"] == "as given")
     assert 0 < row["disk"] == row["read"] < 12 * 7e9 and row["host"] - row["buffers"] <= 16 * 2**30
+    assert row["commits_per_day"] > 0 and row["commit"] > 14e9 and "commit_every=9" in row["code"]
     assert "under way" in run(*seven, "--disk").output
     for args, code, says in (
+        ([*seven, "--commit-every", 9], 2, "--disk: is what --host-bytes and --drives are for, and --commit-every"),
         ([*seven, "--host-bytes", "1GiB"], 2, "--disk: is what --host-bytes and --drives are for, and --commit-every"),
         ([*seven, "--disk", "--drive", "floppy"], 4, "'floppy' is not known. Known: pm9a3"),
         ([*seven, "--disk", "--host-bytes", "much"], 2, "host-bytes: expected a number of bytes"),
