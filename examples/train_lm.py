@@ -85,6 +85,7 @@ def parse(argv):
     add("--save-every", type=int, default=100)
     add("--disk", type=Path, nargs="+", metavar="DIR", help="keep the state here, and resume from what is here")
     add("--host-bytes", type=in_bytes, default=0, metavar="1MiB", help="of the state in memory, with --disk")
+    add("--commit-every", type=int, default=100, metavar="STEPS", help="what --disk keeps after a crash")
     add("--sample", type=int, default=400, metavar="BYTES", help="of text that the trained model writes")
     add("--blocking-saves", action="store_true", help="no copy of the state in host memory: training waits for saves")
     args = parser.parse_args(argv)
@@ -150,8 +151,7 @@ def eval_params(state):
     inner = state.opt_state[-1]  # behind the clipping
     if not isinstance(inner, optax.contrib.ScheduleFreeState):
         return state.params
-    z = jax.device_put(inner.z, jax.tree.map(lambda p: p.sharding, state.params))
-    return optax.contrib.schedule_free_eval_params(inner._replace(z=z), state.params)
+    return optax.contrib.schedule_free_eval_params(inner._replace(z=jo.to_device(inner.z)), state.params)
 
 
 def evaluate(state, data, args):
@@ -208,7 +208,7 @@ def main(argv=None):
         args.checkpoint_dir.absolute(),
         options=ocp.CheckpointManagerOptions(max_to_keep=2, save_interval_steps=args.save_every),
     )
-    disk = jo.disk(*args.disk, host_bytes=args.host_bytes) if args.disk else None
+    disk = jo.disk(*args.disk, host_bytes=args.host_bytes, commit_every=args.commit_every) if args.disk else None
     state = initial_state(args, model, optimizer(args, disk), device, manager, disk)
 
     start, stop = int(state.step), min(args.stop_at or args.steps, args.steps)
@@ -232,8 +232,8 @@ def main(argv=None):
             bar.set_postfix_str(report, refresh=False)
             if bar.disable and (i + 1) % max(1, args.steps // 20) == 0:  # no terminal, no bar
                 print(f"step {i + 1} of {stop}: {report}, {seconds * (stop - i - 1):.0f} s left", flush=True)
-        if disk and (i + 1 == stop or (i + 1) % args.save_every == 0):
-            disk.commit(i + 1, {"params": state.params, "opt_state": state.opt_state})
+        if disk:
+            disk.commit(i + 1, {"params": state.params, "opt_state": state.opt_state}, force=i + 1 == stop)
         if manager and (i + 1 == stop or manager.should_save(i + 1)):
             state = pipelined.state if pipelined else state
             items = {"params": state.params, "opt_state": state.opt_state}
@@ -244,8 +244,6 @@ def main(argv=None):
 
     if manager:
         manager.close()  # waits for the last save
-    if disk:
-        disk.close()
     state = pipelined.state if pipelined else state
     after = evaluate(state, held_out, args)
     print(f"held-out loss {before:.3f} -> {after:.3f} nats per byte, {speed:,.0f} tokens/s")
@@ -253,6 +251,8 @@ def main(argv=None):
     if args.sample > len(prompt):
         sample = generate(eval_params(state), model.apply, prompt, jax.random.key(1), args.context, args.sample)
         print(f"sample:\n{sample}")
+    if disk:
+        disk.close()
     return {"losses": losses, "held_out": (before, after), "state": state, "seconds": seconds, "sample": sample}
 
 

@@ -104,6 +104,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     nbytes = options.mib * 2**20
+    if not has_fio():
+        print("fio is not on the path: left out, beside our plain program alone", flush=True)
     folder = Path(tempfile.mkdtemp(dir=options.directory))
     try:
         slots = [make(folder / name, nbytes) for name in ("a", "b")]

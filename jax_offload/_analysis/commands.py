@@ -102,6 +102,7 @@ def _code_of(error: Exception) -> int:
 @click.option("--host-bytes", help="With --disk: of the state what stays in host memory: 64GiB.  [default: 0]")
 @click.option("--drive", help="What the disk is: pm9a3, pm9d3a, 990pro, or a .toml of yours.  [default: pm9a3]")
 @click.option("--drives", type=click.IntRange(min=1), default=1, show_default=True, help="With --disk: how many.")
+@click.option("--commit-every", type=click.IntRange(min=1), help="With --disk: of how many steps one is committed.")
 @click.option("--json", "as_json", is_flag=True, help="All figures, as JSON.")
 def plan(target: str | None, as_json: bool, **options: Any) -> None:
     """Whether a model fits, how much slower offloading makes it, and the line of code to write.
@@ -195,14 +196,14 @@ def _of_description(given: dict[str, Any]) -> Forecast:
         raise ValueError(f"--params: expected a number from 1 to {MOST:g}; got {given['params']:g}.")
     tokens, layers, width = given["tokens"], given["layers"], given["width"]
     setting = setting_of(given["chip"], tokens, None, given["device_memory"], given["drive"])
-    if not given["disk"] and (given["host_bytes"] or given["drives"] > 1):
-        raise ValueError("--disk: is what --host-bytes and --drives are for; give it too.")
+    if not given["disk"] and (given["host_bytes"] or given["drives"] > 1 or given["commit_every"]):
+        raise ValueError("--disk: is what --host-bytes and --drives are for, and --commit-every; give it too.")
     host_bytes = bytes_of("host-bytes", given["host_bytes"]) if given["host_bytes"] else 0
     model = described(
         int(given["params"]), given["optimizer"], given["param_dtype"], master=given["master"],
         storage=given["storage"], clip=given["clip"], layers=layers, width=width, devices=given["devices"],
         shard_over=given["shard_over"], fsdp=given["fsdp"],
-        disk=disk_of(given["drives"], host_bytes) if given["disk"] else None,
+        disk=disk_of(given["drives"], host_bytes, given["commit_every"] or 1) if given["disk"] else None,
     )  # fmt: skip
     missing = [option for option, value in (("--layers", layers or width), ("--tokens", tokens)) if not value]
     activations, said = None, f"{NO_ACTIVATIONS}; {' and '.join(missing)} would tell"

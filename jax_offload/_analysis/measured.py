@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jax_offload._analysis.on_disk import Files, files_by_leaves
+from jax_offload._analysis.on_disk import Files, depth_of, files_by_leaves
 from jax_offload._analysis.streams import Streams, streams
 from jax_offload._analysis.ways import Way
 from jax_offload._base.around import described
@@ -57,7 +57,7 @@ def measured(way: Way, params: Any, like: Measured) -> Measured:
     """Traced; or, of many leaves, by the bytes of another way."""
     if len(like.leaves) <= MANY_LEAVES:
         table, trace = table_and_trace(way.tx, params)
-        return Measured(table.leaves, None if trace is None else streams_of(trace, way.tx, params))
+        return of_table(table.leaves, trace, way.tx, params)
     placed = Measured([leaf for leaf, _, _ in placed_leaves(way.tx, params)[0]], None)
     away = like.host + like.disk
     if like.streams is None or not away:
@@ -67,6 +67,15 @@ def measured(way: Way, params: Any, like: Measured) -> Measured:
     files = files_by_leaves(placed.leaves, devices_of(jax.tree.leaves(params))[1])
     scaled |= {"window": files.window} if files.groups else {}
     return dataclasses.replace(placed, streams=dataclasses.replace(of, files=files, **scaled))
+
+
+def of_table(leaves: Sequence[Leaf], trace: Any | None, tx: Any, params: Any) -> Measured:
+    """Of a placement, and the trace of an update; ``None`` where that is not known."""
+    if trace is None:
+        return Measured(leaves, None)
+    found = streams_of(trace, tx, params)
+    files = dataclasses.replace(found.files, depth=depth_of(leaves))
+    return Measured(leaves, dataclasses.replace(found, files=files))
 
 
 def streams_of(trace: Any, tx: Any, params: Any) -> Streams:

@@ -25,6 +25,7 @@ from jax_offload._plan.plan import Planned
 
 # Whoever drives the step goes on to the next group until it waits for the first that is written, which waits for the
 # gradients: with so many groups being written, and so many more being read; large ones are fewer (`moving.beside`).
+# These are those of a disk that says no other depth.
 AHEAD = 2 * DEPTH + 1
 # Groups in host memory at a time: one more, which jax lets go in its next call.
 HELD = AHEAD + 1
@@ -66,11 +67,12 @@ class Files:
     """What a step reads and writes of one device, in its order.
 
     ``per_host``: how many times as much the files of its host are, whose drives its devices share: a part that several
-    have is there once.
+    have is there once. ``depth``: that of the disk.
     """
 
     groups: tuple[Group, ...] = ()
     per_host: float = 1.0
+    depth: int = DEPTH
 
     @property
     def read(self) -> int:
@@ -96,12 +98,13 @@ class Files:
         last = first
         while last + 1 < len(self.groups) and self._behind(last + 1) <= first:
             last += 1
-        return last + 1 + beside(group.of_all(group.read) for group in self.groups[last + 1 : last + 1 + DEPTH])
+        following = self.groups[last + 1 : last + 1 + self.depth]
+        return last + 1 + beside((group.of_all(group.read) for group in following), self.depth)
 
     def _behind(self, number: int) -> int:
         """The first of the groups that are still being written when this one runs."""
-        before = self.groups[max(0, number - DEPTH) : number]
-        return number - beside(group.of_all(group.written) for group in before[::-1])
+        before = self.groups[max(0, number - self.depth) : number]
+        return number - beside((group.of_all(group.written) for group in before[::-1]), self.depth)
 
     def seconds(self, drive: Drive, drives: int) -> float:
         """Of reading and writing all of it."""
@@ -128,6 +131,11 @@ class Files:
 NO_FILES = Files()
 
 
+def depth_of(leaves: Iterable[Leaf]) -> int:
+    """That of the disk on which some of the leaves are."""
+    return max((getattr(leaf.place.home, "depth", DEPTH) for leaf in leaves if leaf.place is not None), default=DEPTH)
+
+
 def files_in(updates: Iterable[Update], on_a_host: int = 1, *, all_away: bool = False) -> Files:
     """Of a step's updates, by their plans. ``on_a_host``: how many devices are. ``all_away``: as if all that is in host
     memory were on disk."""
@@ -146,7 +154,12 @@ def files_in(updates: Iterable[Update], on_a_host: int = 1, *, all_away: bool = 
 def _per_host(parts: Sequence[tuple[int, int]], on_a_host: int) -> float:
     """Of leaves, by the bytes of a shard and how many shards there are: what a host's devices have, by what one has."""
     own = sum(nbytes for nbytes, _ in parts)
-    return sum(nbytes * min(shards, on_a_host) for nbytes, shards in parts) / own if own else 1.0
+    return of_a_host(parts, on_a_host) / own if own else 1.0
+
+
+def of_a_host(parts: Iterable[tuple[int, int]], on_a_host: int) -> int:
+    """Bytes that a host has of arrays, each part once, by the bytes of a shard and how many shards there are."""
+    return sum(nbytes * min(shards, on_a_host) for nbytes, shards in parts)
 
 
 def _grouped(slices: Iterable[Iterable[Group]]) -> Iterator[Group]:
@@ -187,7 +200,8 @@ def files_by_leaves(leaves: Iterable[Leaf], on_a_host: int = 1) -> Files:
     for leaf in there:
         together.setdefault(leaf.path if leaf.owner is None else leaf.owner, []).append(leaf)
     parts = [(leaf.shard_bytes, leaf.nbytes // max(1, leaf.shard_bytes)) for leaf in there]
-    return Files(tuple(_grouped(map(_by_leaves, together.values()))), _per_host(parts, on_a_host))
+    groups = tuple(_grouped(map(_by_leaves, together.values())))
+    return Files(groups, _per_host(parts, on_a_host), depth_of(there))
 
 
 def _by_leaves(leaves: Sequence[Leaf]) -> list[Group]:

@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding
 from jax_offload._analysis.exposure import BACKWARD, FORWARD
 from jax_offload._analysis.forecast import Forecast
 from jax_offload._analysis.host import POOL_HEADROOM
-from jax_offload._analysis.measured import MANY_LEAVES, Measured, devices_of, measured, streams_of
-from jax_offload._analysis.on_disk import HELD, NO_FILES, files_by_leaves
+from jax_offload._analysis.measured import MANY_LEAVES, Measured, devices_of, measured, of_table
+from jax_offload._analysis.on_disk import HELD, NO_FILES, files_by_leaves, of_a_host
 from jax_offload._analysis.option import Option
 from jax_offload._analysis.setting import Setting, of_the_cores, of_the_disk, priced
 from jax_offload._analysis.split import best_share
@@ -26,6 +26,7 @@ from jax_offload._analysis.units import in_bytes, in_seconds
 from jax_offload._analysis.ways import (
     ON_THE_CORES,
     Way,
+    commits_of,
     drives_of,
     inner_of,
     known,
@@ -64,7 +65,8 @@ def of_optimizer(
     matrices = sum(math.prod(np.shape(x)) for x in leaves if np.ndim(x) >= 2)
     flops, dtype = setting.flops_per_token or 6.0 * matrices, dtype_of(leaves)
     setting = dataclasses.replace(setting, flops_per_token=flops, devices=devices_of(leaves), dtype=dtype)
-    own = sum(nbytes(x) // math.prod(shards_of(sharding_of(x), np.shape(x))) for x in leaves)
+    parts_of = [(nbytes(x) // (n := math.prod(shards_of(sharding_of(x), np.shape(x)))), n) for x in leaves]
+    own = sum(size for size, _ in parts_of)
 
     inner, given = inner_of(tx)
     inside = not isinstance(tx, Offloaded) and _offloads_inside(inner, params)
@@ -72,13 +74,13 @@ def of_optimizer(
     first = Way(name, "tx as it is; step = jo.jit(step, donate_argnums=(0, 1))", tx) if inside else way(
         name, inner, called, given)  # fmt: skip
     table, trace = table_and_trace(first.tx, params)
-    setting = dataclasses.replace(setting, drives=drives_of(given))
-    found = Measured(table.leaves, None if trace is None else streams_of(trace, first.tx, params))
+    setting = dataclasses.replace(setting, drives=drives_of(given), commit_every=commits_of(given))
+    found = of_table(table.leaves, trace, first.tx, params)
     notes = [f"how it streams is not known: {table.unknown}"] if table.unknown else []
     notes += [NO_ACTIVATIONS] if activations is None else []
     if activations is None and setting.tokens is None and setting.chip is not None:
         notes.append("tokens_per_step would tell what is hidden; until then `added` is the time of the link alone")
-    parts = Parts(own, activations, setting)
+    parts = Parts(own, of_a_host(parts_of, setting.devices[1]), activations, setting)
     options = [parts.option(first, found)]
     if inside:
         notes.append("an offload inside of a chain: for the other ways give what is in it, or jo.offload(chain)")
@@ -155,9 +157,10 @@ def _advised(option: Option, helps: bool) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """What every way has in common: ``own`` bytes of parameters on each device."""
+    """What every way has in common: ``own`` bytes of parameters on each device, ``on_a_host`` on all of a host."""
 
     own: int
+    on_a_host: int
     activations: int | None
     setting: Setting
 
@@ -172,11 +175,16 @@ class Parts:
             way.name, way.code, self.own, self.own - away, found.device, window, self.activations, peak, (peak, peak),
             found.host + away + cores.gradients + files.buffers, moved.loaded + away + cores.up,
             moved.stored + away + cores.gradients + cores.down, disk=found.disk, read=files.read,
-            written=files.written, buffers=files.buffers, same_numbers=way.same_numbers,
+            written=files.written, buffers=files.buffers, commit=self._commit(found), same_numbers=way.same_numbers,
         )  # fmt: skip
         # gradients go down to the cores beside the backward pass, whatever the update waits for
         share = FORWARD if way.ahead else 0.0 if moved.norm and not cores.dram else BACKWARD
         return priced(option, self.setting, share, cores, files)
+
+    def _commit(self, found: Measured) -> int:
+        """Bytes that one writes beside the groups; 0 where nothing is on disk."""
+        away = [(x.shard_bytes, x.nbytes // max(1, x.shard_bytes)) for x in found.leaves if not x.disk]
+        return self.on_a_host + of_a_host(away, self.setting.devices[1]) if found.disk else 0
 
     def best_share(self, way: Way, device: Measured, cores: Measured) -> float | None:
         """How much of the update the cores are to take, if a part of it."""

@@ -42,8 +42,12 @@ class Option:
       read: bytes that a step reads from it. Exact.
       written: bytes that it writes there. Exact.
       buffers: of ``host`` what is under way between disk and device, at most.
+      commit: bytes that a commit writes beside the groups: parameters, and what of the state is not on disk. The files
+        take twice that too. Of all devices of a host.
       io: seconds that a host's drives, which its devices share, need for what is read and written, by their data sheet.
-      per_day: bytes that are written to each drive in 24 hours; the most, where a step's arithmetic is not known.
+      per_day: bytes that are written to each drive in 24 hours; the most, where a step's arithmetic is not known. With
+        those of commits where the disk says how often, ``commit_every``.
+      commits_per_day: how many of these there are then; ``None`` where it does not say.
       dram: bytes that the host's cores move through its memory to update what is there; 0 where they do not.
       cores: seconds that they take for it.
       beside: of those what goes on beside the forward and the backward pass, where that is cut into several programs.
@@ -84,8 +88,10 @@ class Option:
     read: int = 0
     written: int = 0
     buffers: int = 0
+    commit: int = 0
     io: float | None = None
     per_day: float | None = None
+    commits_per_day: float | None = None
     dram: int = 0
     cores: float | None = None
     beside: float = 0.0

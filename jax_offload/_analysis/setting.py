@@ -32,6 +32,7 @@ class Setting:
       dtype: of the parameters, in which the matmuls compute; on a TPU these round it.
       seconds: of a step's arithmetic where it is known otherwise than by tokens.
       drive: that a state on disk is on; ``drives``: how many of them it is spread over.
+      commit_every: of how many steps one is committed; 1: nobody knows.
     """
 
     chip: Chip | None
@@ -45,6 +46,7 @@ class Setting:
     seconds: float | None = None
     drive: Drive = dataclasses.field(default_factory=lambda: drive_of(DEFAULT))
     drives: int = 1
+    commit_every: int = 1
 
     @property
     def rounds(self) -> bool:
@@ -99,7 +101,10 @@ def priced(
     if cores.unlooped and setting.devices[0] > setting.devices[1]:
         fits = False
         why = f"{option.name}: the update is no loop over elements, and takes leaves whole, on one host alone."
-    room, taken = setting.drive.capacity * setting.drives, 2 * option.disk * files.per_host
+    if files.groups and not option.commit:  # of a step: as if all of it were divided like what is on disk
+        beside = option.parameters + option.state + option.host - option.buffers
+        option = dataclasses.replace(option, commit=int(beside * files.per_host))
+    room, taken = setting.drive.capacity * setting.drives, 2 * option.disk * files.per_host + 2 * option.commit
     if files.groups and fits is not False and taken > room:
         why = f"{option.name}: the files take {in_bytes(taken)}, and there is room for {in_bytes(room)}."
     cores = cores if setting.chip is None else cores.on(setting.chip.platform)
@@ -162,16 +167,18 @@ def _from_disk(option: Option, setting: Setting, files: Files, cut: Programs) ->
     link = None if setting.chip is None else exposure.link_of(setting.chip)
     serial = None if link is None else link.one_after_the_other(option.loaded, option.stored)
     waits = max(io - files.hidden(drive, n, compute or 0.0, cut), serial or 0.0)
-    per_day = files.per_host * option.written / n * DAY / ((compute or 0.0) + waits)
-    option = dataclasses.replace(option, io=io, per_day=per_day)
+    hidden = 1 - waits / max(io, serial or 0.0)
+    commits = 1 / setting.commit_every if setting.commit_every > 1 else 0.0  # in a step, where they are known
+    waits += drive.seconds(0, commits * option.commit) / n
+    steps = DAY / ((compute or 0.0) + waits)
+    per_day = (files.per_host * option.written + commits * option.commit) / n * steps
+    option = dataclasses.replace(option, io=io, per_day=per_day, commits_per_day=commits * steps or None)
     if link is None:
         return option
     option = dataclasses.replace(option, link=link.seconds(option.loaded, option.stored), link_serial=serial)
     if not compute:
         return option
-    return dataclasses.replace(
-        option, exposed=waits, overhead=waits / compute, hidden=1 - waits / max(io, serial or 0.0), hidden_from=None
-    )
+    return dataclasses.replace(option, exposed=waits, overhead=waits / compute, hidden=hidden, hidden_from=None)
 
 
 def of_the_disk(options: Sequence[Option], setting: Setting) -> list[str]:
@@ -183,17 +190,28 @@ def of_the_disk(options: Sequence[Option], setting: Setting) -> list[str]:
         each = " by each device" if setting.devices[0] > 1 else ""
         said = (f"{option.name}: {in_bytes(option.written)} written in a step{each}, {how}{in_bytes(per_day)} a day "
                 f"{'on each drive' if n > 1 else 'on the drive'}")  # fmt: skip
-        if per_day <= drive.per_day:
-            found.append(f"{said}, of {in_bytes(drive.per_day)} that it is rated for")
-            continue
         times = per_day / drive.per_day
-        found.append(f"warning: {said}, {times:.1f} times the {in_bytes(drive.per_day)} that it is rated for: five "
+        found.append(f"{said}, of {in_bytes(drive.per_day)} that it is rated for" if times <= 1 else
+                     f"warning: {said}, {times:.1f} times the {in_bytes(drive.per_day)} that it is rated for: five "
                      f"years' worth in {5 * 365 / times:,.0f} days")  # fmt: skip
+        found.append(_of_commits(option, setting))
     if found:
         rates = f"reads {drive.read / 1e9:g} and writes {drive.write / 1e9:g} GB/s, one or the other"
         many = f"{n} drives, each" if n > 1 else "a drive"
         found.append(f"{many} as {drive.name}: {rates}; another: drive=")
     return found
+
+
+def _of_commits(option: Option, setting: Setting) -> str:
+    """What they write beside the groups."""
+    drive, n, every = setting.drive, setting.drives, setting.commit_every
+    how = "in none of these figures, as jo.disk(..., commit_every=n) does not say when"
+    if option.commits_per_day is not None:
+        per_day = in_bytes(option.commit * option.commits_per_day / n)
+        how = f"one in {every} steps, {per_day} a day{' on each drive' if n > 1 else ''}, is in these figures"
+    writes = f"{in_bytes(option.commit)} more, parameters and what of the state is not on disk"
+    takes = in_seconds(drive.seconds(0, option.commit) / n)
+    return f"a commit writes {writes}, in {takes}: {how}; the files take twice that, and twice the state on disk"
 
 
 def of_the_cores(options: Sequence[Option], setting: Setting, uncut: bool = False) -> list[str]:

@@ -72,14 +72,19 @@ def on_disk(inner: Any, called: str, options: Mapping[str, Any], host_bytes: int
     return way(ON_DISK, inner, called, {**options, "disk": disk_of(1, host_bytes)})
 
 
-def disk_of(drives: int, host_bytes: int) -> Disk:
+def disk_of(drives: int, host_bytes: int, commit_every: int = 1) -> Disk:
     """Files that nobody makes, on so many drives."""
-    return Disk([Path(f"/nvme{k or ''}/run") for k in range(drives)], host_bytes)
+    return Disk([Path(f"/nvme{k or ''}/run") for k in range(drives)], host_bytes, commit_every=commit_every)
 
 
 def drives_of(options: Mapping[str, Any]) -> int:
     """Over how many drives an offload's files are spread: a directory is taken for one."""
     return len(options["disk"].directories) if "disk" in options else 1
+
+
+def commits_of(options: Mapping[str, Any]) -> int:
+    """Of how many steps one is committed; 1: of as many as somebody calls it for."""
+    return options["disk"].commit_every if "disk" in options else 1
 
 
 def resident(inner: Any, called: str) -> Way:

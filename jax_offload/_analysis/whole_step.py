@@ -30,9 +30,11 @@ from jax_offload._analysis.work import all_flops, seconds
 from jax_offload._base.around import step_described
 from jax_offload._base.jaxprs import jax_fun
 from jax_offload._base.on_disk import is_on_disk
+from jax_offload._drive.moving import DEPTH
 from jax_offload._drive.stages import BEFORE
 from jax_offload._emit.find import emitted, updates_in
 from jax_offload._emit.region import Update
+from jax_offload._files.files import Disk
 from jax_offload._interop.jit import Jitted
 from jax_offload._interop.pipelined import Pipelined
 from jax_offload._peak.donated import donations
@@ -66,7 +68,7 @@ def of_step(
     if named:
         base, args = _by_position(base), (*args, dict(named))
     with step_described():
-        drives, args = _drives(args), in_memory(args)
+        (drives, depth, commit_every), args = _disk(args), in_memory(args)
         leaves = [x for x in jax.tree.leaves(args) if hasattr(x, "dtype")]
         plain = traced(base, *args)
         driven = plain if is_driven(plain) else None
@@ -75,7 +77,9 @@ def of_step(
         else:
             plain = on_the_device(plain)
             own = traced(rewritten(jax_fun(plain)), *leaves)
-    setting = dataclasses.replace(setting, devices=devices_of(leaves), dtype=dtype_of(leaves), drives=drives)
+    setting = dataclasses.replace(
+        setting, devices=devices_of(leaves), dtype=dtype_of(leaves), drives=drives, commit_every=commit_every
+    )
     found = updates_in(plain)
     if not any(p for each in found for p in each.update.planned):
         raise ValueError(
@@ -109,6 +113,7 @@ def of_step(
     if driven is not None:
         given_away = donations(emitted(plain).jaxpr, len(leaves))
         moved, filed = streams(driven, setting.devices[1]), on_files(args, driven)
+        moved = dataclasses.replace(moved, files=dataclasses.replace(moved.files, depth=depth))
         with step_described():
             own = traced(base, *filed) if moved.files.groups else driven
         first = first_program(own, [x for x in jax.tree.leaves(filed) if hasattr(x, "dtype")], given_away, leaves)
@@ -175,10 +180,12 @@ def _solves(options: Sequence[Option], setting: Setting) -> list[str]:
     return [SOLVES] if setting.memory is not None and not options[0].fits else []
 
 
-def _drives(args: Any) -> int:
-    """Over how many drives a state on disk is spread: a directory is taken for one."""
-    homes = {x.place.home for x in jax.tree.leaves(args, is_leaf=is_on_disk) if is_on_disk(x)}
-    return max((len(getattr(home, "directories", ())) for home in homes), default=0) or 1
+def _disk(args: Any) -> tuple[int, int, int]:
+    """Over how many drives a state on disk is spread, a directory taken for one; its depth, and how often it is
+    committed. An abstract state does not tell."""
+    homes = [x.place.home for x in jax.tree.leaves(args, is_leaf=is_on_disk) if is_on_disk(x)]
+    home = next((home for home in homes if isinstance(home, Disk)), None)
+    return (1, DEPTH, 1) if home is None else (len(home.directories), home.depth, home.commit_every)
 
 
 def _gradients(found: Sequence[Any]) -> list[Any]:

@@ -23,7 +23,10 @@ _FIXES = {
     errno.ENOSPC: "Free space there, or give a store more directories.",
     errno.EDQUOT: "The quota is used up: raise it, or give a store more directories.",
     errno.EIO: "The disk failed; the system's log says how. Replace it, and restore from a checkpoint what it lost.",
-    errno.EROFS: "The filesystem has become read-only, which it does after errors; the system's log says why.",
+    errno.EROFS: "The filesystem is read-only: mounted so, or become so after errors, as the system's log says.",
+    errno.EACCES: "This process may not write there: give a directory in which it may.",
+    errno.EEXIST: "There is a file of that name: give a directory.",
+    errno.ENOTDIR: "A part of that path is a file: give a directory.",
 }
 
 

@@ -11,9 +11,10 @@ import numpy as np
 from jax_offload._disk import manifest as _manifest
 from jax_offload._disk.buffers import aligned
 from jax_offload._disk.directories import Directories
+from jax_offload._disk.late import Late, LateSource
 from jax_offload._disk.layout import Entry, arrays_in, laid_out
 from jax_offload._disk.manifest import Manifest, Together, Version
-from jax_offload._disk.transfers import Source, Striped, Transfers
+from jax_offload._disk.transfers import Striped, Transfers
 
 _EXTRA = "the arrays beside the groups"
 
@@ -46,7 +47,7 @@ class Commits:
         versions: Sequence[Version],
         data: Sequence[Striped],
         extra: tuple[Entry, ...],
-        arrays: Sequence[np.ndarray],
+        arrays: Sequence[Late],
         together: Together | None = None,
     ) -> Manifest:
         """Syncs the files of ``versions``, of those of both slots: the commit, which ``swap`` makes the last one.
@@ -56,7 +57,7 @@ class Commits:
         slot = 1 - self._manifest.extra_version.slot
         (layout,), lengths = laid_out([extra], self._manifest.directories, self._manifest.block)
         files = self._created(slot, lengths)
-        checksums = self._transfers.write(files, layout, Source.of(layout, arrays), _EXTRA).result()
+        checksums = self._transfers.write(files, layout, LateSource(layout, arrays), _EXTRA).result()
         before = self._manifest.versions or [None] * len(versions)
         changed = {new.slot for new, old in zip(versions, before, strict=True) if new != old}
         list(self._pool.map(self._directories.sync, [*files, *(file for used in changed for file in data[used])]))

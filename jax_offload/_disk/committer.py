@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jax_offload._disk.commits import Commits
+from jax_offload._disk.late import Late
 from jax_offload._disk.layout import Entry
 from jax_offload._disk.manifest import Manifest, Together
 from jax_offload._disk.transfers import Striped
@@ -36,7 +37,7 @@ class Committer:
         """Of the last commit; ``None`` before the first."""
         return self._commits.step
 
-    def commit(self, step: int, extra: Mapping[str, np.ndarray]) -> Callable[[], Future[None]]:
+    def commit(self, step: int, extra: Mapping[str, np.ndarray | Late]) -> Callable[[], Future[None]]:
         """What begins a commit, of these arrays too."""
         begin = self._preparing(step, extra, None)
 
@@ -46,7 +47,9 @@ class Committer:
 
         return lambda: self._thread.submit(now)
 
-    def prepare(self, step: int, extra: Mapping[str, np.ndarray], together: Together) -> Callable[[], Future[None]]:
+    def prepare(
+        self, step: int, extra: Mapping[str, np.ndarray | Late], together: Together
+    ) -> Callable[[], Future[None]]:
         """What begins the first half of a commit of several processes."""
         begin = self._preparing(step, extra, together)
         return lambda: self._thread.submit(begin)
@@ -69,16 +72,18 @@ class Committer:
             raise ValueError(
                 f"the store in {self._where!r} stopped when a commit failed: {self._stopped} "
                 f"It is as of {'nothing' if self.step is None else f'step {self.step}'}: see to the cause and open it "
-                "again."
+                "again, by disk.resume(target)."
             ) from self._stopped
 
     def shutdown(self) -> None:
         self._thread.shutdown()
 
-    def _preparing(self, step: int, extra: Mapping[str, np.ndarray], together: Together | None) -> Callable[[], None]:
+    def _preparing(
+        self, step: int, extra: Mapping[str, np.ndarray | Late], together: Together | None
+    ) -> Callable[[], None]:
         self.check()
         entries = tuple(Entry(name, array.shape, array.dtype.name) for name, array in extra.items())
-        arrays = list(extra.values())
+        arrays = [array if isinstance(array, Late) else _now(array) for array in extra.values()]
 
         def prepare() -> None:
             newest = self._versions.all_newest()
@@ -102,3 +107,9 @@ class Committer:
             # nothing may be written, to either slot.
             self.stop(error)
             raise
+
+
+def _now(array: np.ndarray) -> Late:
+    """An array that is there."""
+    values = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return Late(values.nbytes, lambda: values)

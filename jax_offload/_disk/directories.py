@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import warnings
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +21,27 @@ _IDENTITY = "directory.json"
 _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
+_open: weakref.WeakSet[Directories] = weakref.WeakSet()
+
+
+def _left_in_a_child() -> None:
+    """A child, a loader's process say, would keep the locks when this one has ended."""
+    for each in list(_open):
+        each.unlock()
+
+
+os.register_at_fork(after_in_child=_left_in_a_child)
+
+
+def make(paths: Sequence[Path], files: Files) -> None:
+    """Makes directories where there are none."""
+    for path in paths:
+        try:
+            files.make_directory(Path(path))
+        except OSError as error:
+            raise failed(error, "making the directory of a store", Path(path)) from error
+
+
 class Directories:
     """Directories that are locked until ``close``. Files of a name are one in each: a file striped over them."""
 
@@ -28,6 +51,7 @@ class Directories:
         self._locks: list[int] = []
         self._opened: list[Opened] = []
         self._warned = False
+        _open.add(self)
         if not self.paths:
             raise ValueError("a store needs a directory: directories is empty")
         if len({path.resolve() for path in self.paths}) < len(self.paths):
@@ -50,10 +74,12 @@ class Directories:
             if not self.files.lock(descriptor):
                 self.files.close(descriptor)
                 holder = self.files.read(path / _LOCK).decode(errors="replace").strip() or "a process"
+                holder += ", this one, in which another jo.disk has it" if holder == self.files.process() else ""
                 self.close()
                 raise ValueError(
                     f"the store in {str(path)!r} is in use by {holder}: two would write over each other. End the "
-                    "other, close its store, or give this one a directory of its own."
+                    "other, close its store (disk.close(), in a notebook before the cell is run again), or give this "
+                    "one a directory of its own."
                 )
             self._locks.append(descriptor)
             text = self.files.process().encode().ljust(256)
@@ -173,6 +199,10 @@ class Directories:
     def close(self) -> None:
         """Closes everything, and ends the locks."""
         self.shut(tuple(self._opened))
-        for descriptor in self._locks:
+        self.unlock()
+
+    def unlock(self) -> None:
+        """Lets the locks go; those of a child are its parent's too, which has them until it does."""
+        locks, self._locks = self._locks, []
+        for descriptor in locks:
             self.files.close(descriptor)
-        self._locks = []

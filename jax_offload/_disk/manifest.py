@@ -171,11 +171,21 @@ def load_together(files: Files, directories: Sequence[Path], together: Together)
 
 
 def exists(files: Files, directories: Sequence[Path]) -> bool:
-    """Whether there is one, whole or not."""
-    for directory, name in places(directories):
-        with contextlib.suppress(FileNotFoundError):
+    """Whether there is one, whole or not. ``ValueError`` where it is, and the directories are in another order."""
+
+    def found(directory: Path, name: str) -> bool:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             files.size(directory / name)
             return True
+        return False
+
+    if any(found(*place) for place in places(directories)):
+        return True
+    if lost := [each for each in directories if found(Path(each), NAME) or found(Path(each), COPY)]:
+        raise ValueError(
+            f"{str(lost[0])!r} has a store's commit, as the first of its directories has, and the last; here they are "
+            f"{[str(each) for each in directories]}. Give those that it was made with, in their order."
+        )
     return False
 
 

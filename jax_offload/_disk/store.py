@@ -19,8 +19,9 @@ from jax_offload._disk import manifest as _manifest
 from jax_offload._disk.buffers import Buffers
 from jax_offload._disk.commits import Commits, slot_name
 from jax_offload._disk.committer import Committer
-from jax_offload._disk.directories import Directories
+from jax_offload._disk.directories import Directories, make
 from jax_offload._disk.files import Files
+from jax_offload._disk.late import Late
 from jax_offload._disk.layout import BLOCK, Entry, arrays_in, check, laid_out, named
 from jax_offload._disk.manifest import Manifest, Together, Version
 from jax_offload._disk.queues import Queues
@@ -82,11 +83,10 @@ class Store:
 
         Raises:
             ValueError: there is a store with a commit, or another process has it.
-            OSError: the space cannot be had. Nothing is left of it.
+            OSError: the directories or the space cannot be had. Nothing is left of it.
         """
         files = files or Files()
-        for path in directories:
-            files.make_directory(Path(path))
+        make(directories, files)
         places = Directories(directories, files)
         places.lock()
         try:
@@ -217,8 +217,9 @@ class Store:
 
         return self._queues.after(group, start, finish, lambda error: self._versions.end(group, error), writes=True)
 
-    def commit(self, step: int, extra: Mapping[str, np.ndarray]) -> Future[None]:
-        """Makes all that was written, and ``extra``, what the store opens with: in a thread, after the writes.
+    def commit(self, step: int, extra: Mapping[str, np.ndarray | Late]) -> Future[None]:
+        """Makes all that was written, and ``extra``, what the store opens with: in a thread, after the writes. A late
+        array of it is made in threads that write, and given up before this is done.
 
         Done means that it survives a loss of power. Reads go on beside it; later writes wait for it, as they go to the
         slots of the commit before. An error is raised by the future and by the next call of ``commit`` or ``close``;
@@ -226,7 +227,7 @@ class Store:
         """
         return self._queues.commit(self._committer.commit(step, extra))
 
-    def prepare(self, step: int, extra: Mapping[str, np.ndarray], together: Together) -> Future[None]:
+    def prepare(self, step: int, extra: Mapping[str, np.ndarray | Late], together: Together) -> Future[None]:
         """The first half of a commit of several processes: all of it is on disk, beside the one before.
 
         When all processes have done so it is the commit, whatever happens: ``swap`` it before anything is written.
@@ -240,6 +241,10 @@ class Store:
     def stop(self, error: BaseException) -> None:
         """Nothing is written any more, as another process's half of a commit has failed."""
         self._committer.stop(error)
+
+    def check(self) -> None:
+        """Raises ``ValueError`` where a commit failed."""
+        self._committer.check()
 
     def extra(self) -> dict[str, np.ndarray]:
         """The arrays beside the groups, of the last commit."""

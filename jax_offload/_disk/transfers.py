@@ -12,6 +12,7 @@ import numpy as np
 from jax_offload._disk.blocks import Opened, read_block, write_block
 from jax_offload._disk.buffers import Buffers
 from jax_offload._disk.files import Files
+from jax_offload._disk.late import LateSource
 from jax_offload._disk.layout import ALIGNED, Block, Group
 from jax_offload._disk.queues import together
 
@@ -78,7 +79,7 @@ class Transfers:
         jobs = [partial(one, block, checksum) for block, checksum in zip(group.blocks, checksums, strict=True)]
         return together(self._reads, jobs)
 
-    def write(self, files: Striped, group: Group, source: Source, what: str) -> Future[list[int]]:
+    def write(self, files: Striped, group: Group, source: Source | LateSource, what: str) -> Future[list[int]]:
         """Writes a group. The checksums of its blocks."""
 
         def one(block: Block) -> int:

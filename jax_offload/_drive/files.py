@@ -20,7 +20,13 @@ from jax_offload._ir.program import Program
 
 
 class Files(Protocol):
-    """The home of leaves on disk, as a step that runs sees it."""
+    """The home of leaves on disk, as a step that runs sees it.
+
+    Attributes:
+      depth: how many groups are read ahead, and written behind.
+    """
+
+    depth: int
 
     def check(self, token: Any) -> None:
         """Raises where the token is of another version than what is on disk."""
@@ -98,13 +104,16 @@ class OnFiles:
             if v in used and not step.host_leaves.get(v):
                 raise ValueError(
                     f"state: {leaf.name} is on disk, and this offload keeps it in memory. Fix: the offload, and the "
-                    "host_bytes, with which the state was made."
+                    "host_bytes, with which the state was made; into another one jo.to_host(tx, state) brings it, with "
+                    "a jo.disk(...) of other directories where some stays on disk."
                 )
         for v, known in step.host_leaves.items():
             if known and v not in self.reads:
                 raise ValueError(
                     f"state: a leaf {v.aval.dtype}{list(v.aval.shape)} is in memory, and this offload keeps it on "
-                    "disk. Fix: tx.init(params), or disk.resume(target), which give the state with its leaves on disk."
+                    "disk. Fix: tx.init(params) gives it so, and disk.resume(target) if it was made with this "
+                    "host_bytes; jo.to_host(tx, state) brings one of another there, with a jo.disk(...) of directories "
+                    "of its own."
                 )
 
 

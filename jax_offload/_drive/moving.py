@@ -20,14 +20,15 @@ from jax_offload._drive.files import OnFiles, home_of
 from jax_offload._drive.stages import BEFORE, GROUP, Staged
 from jax_offload._drive.tasks import Task
 
-# Stages whose leaves are being read, or written, while another runs; and their bytes, a direction: a row of a leaf may
-# be gigabytes, of which the one that is needed is enough.
+# Stages whose leaves are being read, or written, while another runs, unless a disk says how many; and of so many their
+# bytes, a direction: a row of a leaf may be gigabytes, of which the one that is needed is enough.
 DEPTH, AT_ONCE = 2, 2**29
 
 
-def beside(sizes: Iterable[int]) -> int:
+def beside(sizes: Iterable[int], depth: int = DEPTH) -> int:
     """How many groups of so many bytes, the nearest first, are read, or written, beside the one that is needed."""
-    return sum(total <= AT_ONCE for total in itertools.accumulate(itertools.islice(sizes, DEPTH)))
+    most = AT_ONCE * depth // DEPTH
+    return sum(total <= most for total in itertools.accumulate(itertools.islice(sizes, depth)))
 
 
 def _bytes_of(leaves: Iterable[Var]) -> int:
@@ -54,6 +55,7 @@ class Moving:
         places: Mapping[Var, Sharding],
     ) -> None:
         self._what, self._values, self._places = what, values, places
+        self._depth = max((home_of(leaf).depth for _, leaf in what.reads.values()), default=DEPTH)
         self._reads = {v: Part(leaf) for v, (_, leaf) in what.reads.items()}
         self._reads |= {w: Part(leaf, rows) for v, (_, leaf) in what.reads.items() for w, rows in step.parts.get(v, ())}
         self._read_by: dict[Place, list[tuple[Part, int]]] = {}  # leaf -> the tasks that read it, and what of it
@@ -79,10 +81,10 @@ class Moving:
         while self._writing and (self._first_is_written() or self._writes_too_much(task)):
             for writing in self._writing.popleft()[1]:
                 writing.exception()  # which is said when the step ends: other processes are in it too
-        now, ahead = self._read_of(task), [*itertools.islice(filter(None, map(self._read_of, following)), DEPTH)]
+        now, ahead = self._read_of(task), [*itertools.islice(filter(None, map(self._read_of, following)), self._depth)]
         if not now and not self._writing and ahead:  # the first of them is the one that is needed
             now, *ahead = ahead
-        for v in itertools.chain(now, *ahead[: beside(map(_bytes_of, ahead))]):
+        for v in itertools.chain(now, *ahead[: beside(map(_bytes_of, ahead), self._depth)]):
             if v not in self._reading:
                 part = self._reads[v]
                 self._reading[v] = home_of(part.leaf).fetch(part.leaf.name, self._places[v], part.rows)
@@ -98,8 +100,9 @@ class Moving:
         """The pass waits for none, and what only follows the groups needs no memory for bytes of them."""
         if task.stage.name == BEFORE:
             return False
-        most = beside(size for size, _ in reversed(self._writing)) if task.stage.name == GROUP else DEPTH
-        return len(self._writing) > most
+        if task.stage.name != GROUP:
+            return len(self._writing) > self._depth
+        return len(self._writing) > beside((size for size, _ in reversed(self._writing)), self._depth)
 
     def write(self, number: int, task: Task) -> None:
         """What this and earlier ones have made is being written, as far as no later one reads the old value: a gradient

@@ -9,33 +9,40 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Sharding
 from jax.tree_util import keystr
 
 from jax_offload._base import memory
+from jax_offload._base.arrays import is_array, nbytes
 from jax_offload._base.disk_moves import read_into
 from jax_offload._base.on_disk import OnDisk, is_on_disk
+from jax_offload._disk.late import Late
 from jax_offload._files.extents import (
+    Box,
     Parts,
     all_of,
     assembled,
     box_of_shape,
     boxes_of,
     check_covered,
-    parts_of,
     shape_of,
+    shards_of,
 )
 
 _TREE = "tree"  # the entry that says what the others are
-Extra = dict[str, np.ndarray[Any, Any]]
+Extra = dict[str, np.ndarray[Any, Any] | Late]
 _Found = Callable[[str, Sharding], Any]  # from a leaf's name and place in host memory to what stands for it, or values
 
 
 def packed(tree: Any) -> tuple[Extra, dict[str, OnDisk]]:
     """The arrays of a tree and what they are; and by their names there the leaves that are on disk.
 
+    They come to the host when they are written, a few at a time: the tree must stay as it is until then.
+
     Raises:
       TypeError: a leaf is no array, number or string.
+      ValueError: an array was donated.
     """
     extra: Extra = {}
     rows: list[dict[str, Any]] = []
@@ -47,16 +54,17 @@ def packed(tree: Any) -> tuple[Extra, dict[str, OnDisk]]:
             found[x.place.name] = x
         elif isinstance(x, (bool, int, float, str)):
             row["value"] = x
-        elif hasattr(x, "dtype"):
+        elif is_array(x):
+            _check_stored(keystr(path), x)
             if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
                 row["key"], x = str(jax.random.key_impl(x)), jax.random.key_data(x)
             row |= {"dtype": np.dtype(x.dtype).name, "shape": list(np.shape(x))}
             parts = _parts_here(x)
             if parts is not None:
                 row["parts"] = [box for box, _ in parts]
-                extra |= {f"{len(rows)}.{k}": _bytes(values) for k, (_, values) in enumerate(parts)}
+                extra |= {f"{len(rows)}.{k}": _late(values) for k, (_, values) in enumerate(parts)}
             else:
-                extra[str(len(rows))] = _bytes(np.asarray(x))
+                extra[str(len(rows))] = _late(x.addressable_data(0) if _is_copied(x) else x)
         else:
             what = type(x).__name__
             raise TypeError(f"tree: {keystr(path)} is a {what}; a commit holds arrays, numbers and strings.")
@@ -64,15 +72,45 @@ def packed(tree: Any) -> tuple[Extra, dict[str, OnDisk]]:
     return {_TREE: np.frombuffer(json.dumps(rows).encode(), np.uint8), **extra}, found
 
 
-def _parts_here(x: Any) -> Parts | None:
+def _parts_here(x: Any) -> Sequence[tuple[Box, jax.Array]] | None:
     """What this process has of an array that is divided between processes."""
     sharded = isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated)
-    return parts_of(x) if sharded else None
+    return shards_of(x) if sharded else None
 
 
-def _bytes(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _is_copied(x: Any) -> bool:
+    """Whether each device has all of an array: of one, another array has it than the one that remembers its copy on the
+    host, which would stay there for as long as it."""
+    return isinstance(x, jax.Array) and x.is_fully_replicated
+
+
+def _check_stored(path: str, x: Any) -> None:
+    """Raises where there is nothing to store, or what would not come back."""
+    if isinstance(x, Tracer):
+        raise TypeError(f"tree: {path} is traced. Fix: disk.commit outside of any jit, of what a step has returned.")
+    if isinstance(x, jax.Array) and x.is_deleted():
+        raise ValueError(
+            f"tree: {path} is {x.dtype}{list(x.shape)} that was donated to a step, and is no more. Fix: commit what "
+            "the step has returned, in the place of what it was given."
+        )
+    if isinstance(x.dtype, np.dtype) and (x.dtype.hasobject or not _is_named(x.dtype)):
+        raise TypeError(
+            f"tree: {path} is an array of {x.dtype!r}; a commit holds those of numbers in this machine's byte order. "
+            "Fix: a string as a str; x.astype(...) of another."
+        )
+
+
+def _is_named(dtype: np.dtype[Any]) -> bool:
+    """Whether it comes back by its name: text, records and other byte orders do not."""
+    try:
+        return jnp.dtype(dtype.name) == dtype
+    except TypeError:
+        return False
+
+
+def _late(x: Any) -> Late:
     """As bytes, as not all who write arrays know bfloat16."""
-    return np.frombuffer(np.ascontiguousarray(values).tobytes(), np.uint8)
+    return Late(nbytes(x), lambda: np.ascontiguousarray(x).reshape(-1).view(np.uint8))
 
 
 def unpacked(extra: Mapping[str, np.ndarray[Any, Any]], target: Any, on_disk: _Found, *, lands: bool = False) -> Any:
@@ -96,7 +134,8 @@ def unpacked(extra: Mapping[str, np.ndarray[Any, Any]], target: Any, on_disk: _F
             "target: its leaves are not those of the commit.\n"
             f"  only in the target {sorted(names - stored.keys())[:5]}\n"
             f"  only in the commit {sorted(stored.keys() - names)[:5]}\n"
-            "Give a tree like the one that was given to commit: jo.abstract_state(tx, params) in the state's place."
+            "Give a tree like the one that was given to commit: jo.abstract_state(tx, params) in the state's place, of "
+            "the optimizer of that run, with its storage= and the names of its parameters."
         )
     likes = [like for _, like in wanted]
     paths = [keystr(path) for path, _ in wanted]

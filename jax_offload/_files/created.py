@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -10,9 +11,11 @@ import optax
 from jax.sharding import Sharding
 
 from jax_offload._base.around import described
-from jax_offload._base.jaxprs import ClosedJaxpr, Jaxpr, closed, jax_fun, jaxpr_of, nameless, without_dead_code
+from jax_offload._base.donation import is_guard
+from jax_offload._base.jaxprs import Atom, Equation, Jaxpr, Var, closed, jax_fun, jaxpr_of, nameless, renamed, variables
 from jax_offload._base.on_disk import only_outside
 from jax_offload._files.files import Disk
+from jax_offload._ir.program import Program, flat, without_round_trips
 from jax_offload._ir.shares import structure
 from jax_offload._placement.placement import Leaf, Policy, place
 
@@ -30,24 +33,49 @@ def created(
     """The state that ``create(params)`` is, with those leaves on disk whose rows say so; each is made by itself."""
     with described(params):
         traced, _ = jaxpr_of(create, params)
-    values, compiled = [*traced.consts, *jax.tree.leaves(params)], dict[Hashable, Any]()
+    made = _Made(_unguarded(without_round_trips(flat(traced))), jax.tree.leaves(params))
     places = {k: leaf.place for k, (leaf, _, _) in enumerate(placed) if leaf.place is not None}
-    arrays = (_run(traced, [k], values, [placed[k][2]], compiled)[0] for k in places)
+    arrays = (made.run([k], [placed[k][2]])[0] for k in places)
     found = dict[int, Any](zip(places, disk.fill([*places.values()], arrays), strict=True))
     rest = [k for k in range(len(placed)) if k not in places]
-    found |= zip(rest, _run(traced, rest, values, [placed[k][2] for k in rest], compiled), strict=True)
+    found |= zip(rest, made.run(rest, [placed[k][2] for k in rest]), strict=True)
     return jax.tree.unflatten(treedef, [found[k] for k in range(len(placed))])
 
 
-def _run(
-    traced: ClosedJaxpr, wanted: Sequence[int], values: Sequence[Any], places: Sequence[Sharding], compiled: Any
-) -> list[Any]:
-    """Some results of a traced init, compiled once for all that are alike."""
-    inner = traced.jaxpr
-    inputs, outputs = [*inner.constvars, *inner.invars], [inner.outvars[k] for k in wanted]
-    program = Jaxpr([], inputs, outputs, inner.eqns, inner.effects, nameless(inner.debug_info))
-    jaxpr, used = without_dead_code(program)
-    key = structure(jaxpr), tuple(places)
-    if key not in compiled:
-        compiled[key] = jax.jit(jax_fun(closed(jaxpr)), out_shardings=list(places))
-    return compiled[key](*(x for x, u in zip(values, used, strict=True) if u))
+def _unguarded(init: Program) -> Program:
+    """Without the equation that all leaves go through where something may be donated, which nothing is here."""
+    eqns, same = list[Equation](), dict[Var, Atom]()
+    for eqn in init.eqns:
+        invars = [renamed(same, v) for v in eqn.invars]
+        if is_guard(eqn):
+            same |= zip(eqn.outvars, invars, strict=True)
+        else:
+            eqns.append(eqn.replace(invars=invars))
+    return dataclasses.replace(init, eqns=eqns, outputs=[renamed(same, v) for v in init.outputs])
+
+
+class _Made:
+    """Some results of a traced init at a time, compiled once for all that are alike: of many leaves few programs."""
+
+    def __init__(self, init: Program, params: Sequence[Any]) -> None:
+        self._init, self._values = init, dict(zip(init.inputs, [*init.consts, *params], strict=True))
+        self._maker = {v: k for k, eqn in enumerate(init.eqns) for v in eqn.outvars}
+        self._compiled = dict[Hashable, Any]()
+
+    def run(self, wanted: Sequence[int], places: Sequence[Sharding]) -> list[Any]:
+        """Results of these numbers, where they are to be."""
+        outputs = [self._init.outputs[k] for k in wanted]
+        needed, read = set[int](), {v: None for v in variables(outputs)}
+        reading = list(read)
+        while reading:
+            if (k := self._maker.get(reading.pop())) is not None and k not in needed:
+                needed.add(k)
+                reading += (new := dict.fromkeys(variables(self._init.eqns[k].invars)))
+                read |= new
+        eqns, inputs = [self._init.eqns[k] for k in sorted(needed)], [v for v in read if v in self._values]
+        effects = frozenset[Any]().union(*(eqn.effects for eqn in eqns))
+        jaxpr = Jaxpr([], inputs, outputs, eqns, effects, nameless(self._init.debug_info))
+        key = structure(jaxpr), tuple(places)
+        if key not in self._compiled:
+            self._compiled[key] = jax.jit(jax_fun(closed(jaxpr)), out_shardings=list(places))
+        return self._compiled[key](*(self._values[v] for v in inputs))

@@ -82,8 +82,12 @@ def parts_of(x: jax.Array | np.ndarray[Any, Any]) -> Parts:
     """What the devices of this process have of an array, each part once; one read of another disk is one part."""
     if isinstance(x, np.ndarray):
         return [(box_of_shape(x.shape), x)]
-    found = {box_of(s.index, x.shape): s.data for s in reversed(x.addressable_shards)}
-    return [(box, np.asarray(data)) for box, data in found.items()]
+    return [(box, np.asarray(data)) for box, data in shards_of(x)]
+
+
+def shards_of(x: jax.Array) -> list[tuple[Box, jax.Array]]:
+    """What the devices of this process have of an array, each part once, where it is."""
+    return list({box_of(s.index, x.shape): s.data for s in reversed(x.addressable_shards)}.items())
 
 
 def hull(boxes: Iterable[Box]) -> Box:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -19,19 +18,18 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Sharding
 
-from jax_offload._base.arrays import is_integer
 from jax_offload._base.on_disk import TOKEN, Ends, OnDisk, Place, Range
 from jax_offload._base.processes import allgathered, everywhere, several
 from jax_offload._disk.buffers import aligned
 from jax_offload._disk.files import Files
 from jax_offload._disk.store import Store
+from jax_offload._drive.moving import DEPTH
 from jax_offload._files.committed import Extra, packed, unpacked
+from jax_offload._files.due import is_due, number_of
 from jax_offload._files.extents import Parts, assembled, box_of_shape, boxes_of, check_covered, covered, gathered
 from jax_offload._files.ranges import groups_of, leaves_in
-from jax_offload._files.together import check_shared, committed, created, last_of_all, opened
-from jax_offload._files.under_way import UnderWay, of_commit
-
-_UNDER_WAY, _UNDER_WAY_BYTES = 4, 2**28  # leaves that are being written while files are filled
+from jax_offload._files.together import check_shared, committed, created, last_of_all, opened, opened_at_last
+from jax_offload._files.under_way import UnderWay, of_commit, written_in_turn
 
 
 class Disk:
@@ -41,6 +39,8 @@ class Disk:
       directories: where they are.
       host_bytes: of the state that stay in host memory.
       files: the system's calls, where they are counted or faults are put in their place.
+      depth: how many groups are read ahead, and written behind.
+      commit_every: of how many steps one is due.
 
     Example:
       >>> import tempfile, jax, jax.numpy as jnp, optax, jax_offload as jo
@@ -48,20 +48,28 @@ class Disk:
       >>> disk = jo.disk(tempfile.mkdtemp())
       >>> tx = jo.offload(optax.adamw(1e-3), disk=disk)
       >>> disk.commit(0, {"params": params, "state": tx.init(params)})
+      True
       >>> tree, step = disk.resume({"params": params, "state": jo.abstract_state(tx, params)})
       >>> step, tree["state"][0].mu["w"]
       (0, OnDisk([0].mu['w']: float32[256, 256]))
     """
 
-    def __init__(self, directories: Sequence[Path], host_bytes: int, files: Files | None = None) -> None:
+    def __init__(
+        self, directories: Sequence[Path], host_bytes: int, files: Files | None = None,
+        *, depth: int = DEPTH, commit_every: int = 1,
+    ) -> None:  # fmt: skip
         self.directories, self.host_bytes = tuple(directories), host_bytes
+        self.depth, self.commit_every = depth, commit_every
         self.files = files
         self._state: UnderWay | None = None
         self._version, self._run = 0, ""
         self._committed: int | None = None  # the version of the last commit
 
     def __repr__(self) -> str:
-        return f"disk({', '.join(repr(str(each)) for each in self.directories)}, host_bytes={self.host_bytes})"
+        said = [*(repr(str(each)) for each in self.directories), f"host_bytes={self.host_bytes}"]
+        said += [f"depth={self.depth}"] if self.depth != DEPTH else []
+        said += [f"commit_every={self.commit_every}"] if self.commit_every != 1 else []
+        return f"disk({', '.join(said)})"
 
     def __reduce__(self) -> Any:
         raise TypeError(f"disk: {self!r} has open files, and cannot be pickled or copied.")
@@ -82,30 +90,41 @@ class Disk:
         with store:
             return store.step
 
-    def commit(self, step: int, tree: Any) -> None:
-        """Saves a state as it is now, and all else that a run goes on from: it is what ``resume`` gives.
+    def commit(self, step: int, tree: Any, force: bool = False) -> bool:
+        """Saves a state as it is now, and all else that a run goes on from, where the step is due: it is what
+        ``resume`` gives.
 
-        Waits until all is written. A commit that does not end, for whatever reason, changes nothing: the one before is
-        there, whole.
+        One is that is a multiple of ``commit_every``, and any where there is no commit yet; else nothing is done, and
+        nothing waited for. When this returns all is written. A commit that does not end, for whatever reason, changes
+        nothing: the one before is there, whole.
 
         Of several processes all must call it. Each writes what its devices have; it is a commit of all, or of none.
 
         Args:
-          step: its number.
+          step: its number; not below that of the last commit.
           tree: with the whole state in it, and with the parameters of the same step, without which a state resumes
             nothing: ``{"params": params, "opt_state": state, "rng": key}``. What is not on disk is written with it.
+          force: whatever the step, as at the end of a run.
+
+        Returns:
+          Whether it was saved.
 
         Raises:
           TypeError: a leaf of the tree is no array, number or string.
-          ValueError: the state is not the one that is on disk, or not the whole of it; or another process failed.
+          ValueError: the state is not the one that is on disk, or not the whole of it; the step is below that of the
+            last commit; or another process failed.
         """
-        if not is_integer(step) or step < 0:
-            raise ValueError(f"step: expected an int >= 0; got {step!r}. The order is disk.commit(step, tree).")
-        committed(self.opened, int(step), lambda: self._beside(tree), self._run)
+        number, store = number_of(step), self.opened
+        store.check()  # else: of processes in one of which a commit failed, one may think so and another otherwise
+        if not (force or is_due(number, store.step, self.commit_every, self.directories[0])):
+            return False
+        committed(store, number, lambda: self._beside(tree), self._run)
         self._committed = self._version
+        return True
 
     def _beside(self, tree: Any) -> Extra:
         """What a commit of the tree has beside its groups, when these are written."""
+        self.under_way.check()
         extra, found = packed(tree)
         for leaf in found.values():
             if leaf.place.home is not self:
@@ -129,13 +148,16 @@ class Disk:
           ValueError: there is no commit, it is damaged, or the target is another run's.
         """
         self._let_go()
-        self._began(store := self._at_last())
+        self._began(store := opened_at_last(self.directories, self.files))
         return unpacked(store.extra(), target, self.handle), cast(int, store.step)
 
     def restored(self, target: Any, step: int | None) -> Any:
         """The tree of the last commit where ``target`` says, in any memory or on another disk: ``jo.restore``."""
         with contextlib.ExitStack() as stack:
-            store = stack.enter_context(self._at_last()) if self._state is None else self._state.store
+            if self._state is None:
+                store = stack.enter_context(opened_at_last(self.directories, self.files))
+            else:
+                store = self._state.store
             if store.step is None or (step is not None and step != store.step):
                 raise ValueError(f"step: the one commit of {self!r} is of step {store.step}; got step={step!r}.")
             leaves = leaves_in(store)
@@ -144,15 +166,6 @@ class Disk:
                 return of_commit(store, name, leaves[name], sharding)
 
             return unpacked(store.extra(), target, found, lands=True)
-
-    def _at_last(self) -> Store:
-        """The store, opened at the last commit."""
-        if (store := opened(self.directories, self.files)) is None:
-            raise ValueError(
-                f"disk: there is no commit in {', '.join(map(str, self.directories))}. Fix: the directories of the run "
-                "that is to go on, in their order; or tx.init(params) for a new one."
-            )
-        return store
 
     def _let_go(self) -> None:
         """Closes the files, whatever is under way: what was written since the last commit is void."""
@@ -182,21 +195,12 @@ class Disk:
         """
         self.create(leaves)
         try:
-            everywhere(lambda: self._fill(leaves, values), "disk: making the files of a state")
+            everywhere(lambda: written_in_turn(self.put, leaves, values), "disk: making the files of a state")
         except BaseException:
             self._let_go()
             raise
         self.advance()
         return [self.handle(each.name, each.on_its_way) for each in leaves]
-
-    def _fill(self, leaves: Sequence[Place], values: Iterable[Any]) -> None:
-        writing: deque[tuple[int, Future[None]]] = deque()
-        for each, x in zip(leaves, values, strict=True):
-            writing.append((x.nbytes, self.put(each.name, x)))
-            del x
-            while len(writing) >= _UNDER_WAY or sum(nbytes for nbytes, _ in writing) > _UNDER_WAY_BYTES:
-                writing.popleft()[1].result()
-        self.wait()
 
     def _began(self, store: Store) -> None:
         self._state = UnderWay(store, str(self.directories[0]))
@@ -237,11 +241,7 @@ class Disk:
         self.under_way.check()
         given = np.asarray(token)
         if given.dtype != TOKEN or int(given) != self._version:
-            raise ValueError(
-                f"disk: the state is not the one that is in {self.directories[0]}: it is of an earlier step, which has "
-                "been written over, or something has computed with it. Fix: hand on the state that the last step "
-                f"returned; disk.resume(target) goes back to the last commit, step {self.opened.step}."
-            )
+            raise self.under_way.stale()
 
     def fetch(self, name: str, sharding: Sharding, rows: Range | None = None) -> Future[jax.Array]:
         """The leaf in host memory, or some ranges of it, being read, once what is being written of it is there."""

@@ -8,6 +8,7 @@ So of the one or two commits that each has, all have one, and the newest of thes
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,16 @@ def opened(directories: Sequence[Path], files: Files | None) -> Store | None:
     return everywhere(at, "disk: opening the last commit", Store.close)
 
 
+def opened_at_last(directories: Sequence[Path], files: Files | None) -> Store:
+    """The same; ``ValueError`` where there is no commit."""
+    if (store := opened(directories, files)) is None:
+        raise ValueError(
+            f"disk: there is no commit in {', '.join(map(str, directories))}. Fix: the directories of the run that is "
+            "to go on, in their order; or tx.init(params) for a new one."
+        )
+    return store
+
+
 def check_shared(leaves: Sequence[Place]) -> None:
     """Raises ``ValueError`` where a leaf is not on devices of all processes."""
     everyone = {*range(jax.process_count())}
@@ -138,13 +149,22 @@ def committed(store: Store, step: int, beside: Callable[[], Any], run: str) -> N
       ValueError: it failed in another process.
     """
     if not several():
-        store.commit(step, beside()).result()
+        _ended(store.commit(step, beside()))
         return
     arrays = everywhere(beside, "disk.commit")
     together = Together(1 + (0 if store.together is None else store.together.number), run)
     try:
-        everywhere(lambda: store.prepare(step, arrays, together).result(), "disk.commit")
-        everywhere(lambda: store.swap().result(), "disk.commit, its last part,")
+        everywhere(lambda: _ended(store.prepare(step, arrays, together)), "disk.commit")
+        everywhere(lambda: _ended(store.swap()), "disk.commit, its last part,")
     except BaseException as error:
         store.stop(error)
+        raise
+
+
+def _ended(commit: Future[None]) -> None:
+    """Waits for it; who is interrupted (Ctrl-C) does too, as what is written from lies in the caller's arrays."""
+    try:
+        commit.result()
+    except KeyboardInterrupt:
+        commit.exception()
         raise

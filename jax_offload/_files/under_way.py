@@ -9,6 +9,8 @@ zeros for what it could not read, and ``advance``, at the end, is an error in al
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -16,12 +18,14 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from jax_offload._base.on_disk import Range
+from jax_offload._base.on_disk import Place, Range
 from jax_offload._base.processes import failed_anywhere, several
 from jax_offload._disk.buffers import aligned
 from jax_offload._disk.store import Store
 from jax_offload._files.extents import Parts, all_of, assembled, boxes_of, check_covered, gathered, parts_of, shape_of
 from jax_offload._files.ranges import InFiles, Room, leaves_in, read
+
+_AT_A_TIME, _BYTES_AT_A_TIME = 4, 2**28  # leaves that are being written while files are filled
 
 
 class UnderWay:
@@ -119,6 +123,16 @@ class UnderWay:
                 "goes back to it."
             )
 
+    def stale(self) -> ValueError:
+        """What is wrong with a state of another version than what is on disk."""
+        step = self.store.step
+        back = "" if step is None else f"; disk.resume(target) goes back to the last commit, step {step}"
+        return ValueError(
+            f"disk: the state is not the one that is in {self._where}: it is of an earlier step, which has been "
+            "written over, or something has computed with it. Fix: hand on the state that the last step returned"
+            f"{back}."
+        )
+
     def wait(self) -> None:
         """Until all is written; raises what writing has raised."""
         for future in list(self.writing.values()):
@@ -129,6 +143,20 @@ class UnderWay:
         self._reads.shutdown()
         self._writes.shutdown()
         self.store.close()
+
+
+def written_in_turn(
+    put: Callable[[str, Any], Future[None]], leaves: Sequence[Place], values: Iterable[Any]
+) -> None:  # fmt: skip
+    """Leaves of new files, of values that come one after the other: few of them are in memory at a time."""
+    writing: deque[tuple[int, Future[None]]] = deque()
+    for leaf, x in zip(leaves, values, strict=True):
+        writing.append((x.nbytes, put(leaf.name, x)))
+        del x
+        while len(writing) >= _AT_A_TIME or sum(nbytes for nbytes, _ in writing) > _BYTES_AT_A_TIME:
+            writing.popleft()[1].result()
+    for _, each in writing:
+        each.result()
 
 
 def of_commit(store: Store, name: str, leaf: InFiles, sharding: Sharding) -> Any:

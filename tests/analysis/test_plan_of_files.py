@@ -41,8 +41,9 @@ def a_group_each(monkeypatch):
     monkeypatch.setattr(by_rows, "PART_BYTES", GROUP)
 
 
-def on_disk(*directories, host_bytes=2 * GROUP, inner=ADAMW, **options):
-    return jo.offload(inner, disk=jo.disk(*directories or ("/somewhere",), host_bytes=host_bytes), **options)
+def on_disk(*directories, host_bytes=2 * GROUP, inner=ADAMW, depth=2, commit_every=1, **options):
+    files = jo.disk(*directories or ("/somewhere",), host_bytes=host_bytes, depth=depth, commit_every=commit_every)
+    return jo.offload(inner, disk=files, **options)
 
 
 @pytest.mark.parametrize("name", known_drives())
@@ -137,6 +138,39 @@ def test_behind_the_gradients_are_so_many_groups_and_no_more():
     assert row.exposed == pytest.approx((16 - AHEAD) * GROUP / 4e9 + (16 - BEHIND) * GROUP / 2e9)
 
 
+def test_a_deeper_disk_hides_more_and_takes_more():
+    """Nine groups are read behind the gradients, and five written; behind each of four programs, if that takes long."""
+    sixteen = {f"w{k:02}": x for k, x in enumerate([EIGHT["w0"]] * 16)}
+    given = {"chip": "h100", "tokens_per_step": 10**6, "drive": MINE}
+    row = jo.plan(on_disk(host_bytes=0, depth=4), sixteen, **given)["as given"]
+    assert row.buffers == row.host == 10 * GROUP and "depth=4" in row.code
+    assert row.exposed == pytest.approx((16 - 9) * GROUP / 4e9 + (16 - 5) * GROUP / 2e9)
+    slow, groups = (
+        jo.Drive("slow", read=1, write=1, capacity=99, writes_per_day=1),
+        (model_of_files.Group(1, 1, 1, 1, 1),),
+    )
+    four = Programs((0.25,) * 4, tuple((k // 8, 1) for k in range(32)))
+    hidden = [model_of_files.Files(groups * 32, depth=d).hidden(slow, 1, 1000.0, four) for d in (2, 4)]
+    assert hidden[0] < hidden[1]
+
+
+def test_commits_where_the_disk_says_how_often():
+    """Parameters and what of the state is not on disk, written each tenth step, in its time and in what wears the
+    drive; else they are told, and in no figure."""
+    given = {"chip": "h100", "tokens_per_step": 16384, "drive": MINE}
+    forecast, without = (jo.plan(on_disk(commit_every=n), EIGHT, **given) for n in (10, 1))
+    row, plain, compute = forecast["as given"], without["as given"], forecast.compute
+    commit = 4 * N + 2 * GROUP + 4
+    assert row.commit == plain.commit == commit and plain.commits_per_day is None
+    assert (row.io, row.hidden) == (plain.io, plain.hidden)
+    assert row.exposed == pytest.approx(plain.exposed + commit / 2e9 / 10)
+    assert row.commits_per_day == pytest.approx(DAY / 10 / (compute + row.exposed))
+    assert row.per_day == pytest.approx((6 * GROUP + commit / 10) * DAY / (compute + row.exposed))
+    said, plainly = (" ".join(str(each).split()) for each in (forecast, without))
+    assert "a commit writes 768 MiB more" in said and "one in 10 steps," in said and "commit_every=10" in row.code
+    assert "in none of these figures, as jo.disk(..., commit_every=n) does not say when; the files take" in plainly
+
+
 def test_a_drive_that_is_faster_than_the_link():
     fast = dataclasses.replace(MINE, read=1e13, write=1e13)
     row = jo.plan(on_disk(), EIGHT, chip="h100", tokens_per_step=10**6, drive=fast)["as given"]
@@ -186,7 +220,7 @@ def test_the_tiers_are_one_table():
 def test_a_drive_that_is_too_small():
     small = dataclasses.replace(MINE, capacity=1e9)
     row = jo.plan(on_disk(), EIGHT, drive=small)["as given"]
-    assert "the files take 1.50 GiB, and there is room for 954 MiB" in row.why_not
+    assert "the files take 3.00 GiB, and there is room for 954 MiB" in row.why_not  # a commit's in two slots too
 
 
 @pytest.mark.parametrize(("spec", "shard_over", "shards"), [(P("data"), None, 2), (P(), "data", 2), (P(), None, 1)])
@@ -204,7 +238,7 @@ def test_devices_of_a_host_share_its_drives(spec, shard_over, shards):
     assert compute > AHEAD * GROUP / 4e9 + BEHIND * GROUP / 2e9 and row.exposed == pytest.approx(waits)
     assert row.per_day == pytest.approx(8 * GROUP * DAY / (compute + waits))
     small = dataclasses.replace(MINE, capacity=16 * GROUP - 1)
-    assert "the files take 2.00 GiB" in jo.plan(tx, params, drive=small)["as given"].why_not
+    assert "the files take 3.00 GiB" in jo.plan(tx, params, drive=small)["as given"].why_not
 
 
 def with_host_memory(monkeypatch, available):
@@ -326,6 +360,7 @@ def test_plan_of_a_step(disk):
     assert (row.loaded, row.stored, row.window) == (6 * MIB,) * 3
     assert forecast.drives == 2 and row.io == pytest.approx((5 * MIB / 4e9 + 5 * MIB / 2e9) / 2)
     assert row.peak >= 2 * 3 * MIB + row.window and forecast["jo.jit"].host == 6 * MIB
+    assert row.commit == 4 * MIB + 4  # parameters, the state in host memory, and a count
     abstract = jo.plan(step, params, jo.abstract_state(tx, params), x, chip="h100", drive=MINE)["as given"]
     one = dataclasses.replace(row, io=2 * row.io, exposed=abstract.exposed, overhead=abstract.overhead,
                               hidden=abstract.hidden, per_day=abstract.per_day)  # fmt: skip
@@ -343,13 +378,16 @@ def test_inspect_and_verify_of_a_step(disk):
         assert jo.verify(step, params, state, x).errors == ()
 
 
-def test_it_is_as_the_driver_does(tmp_path, monkeypatch):
-    """Beside an accelerator a write waits for the gradients. Until then ``AHEAD`` groups are being read; when the step
-    has been driven, ``BEHIND`` are still being written."""
+@pytest.mark.parametrize(
+    ("depth", "ahead", "behind"), [(2, AHEAD, BEHIND), pytest.param(3, 7, 4, marks=pytest.mark.long("another depth"))]
+)
+def test_it_is_as_the_driver_does(depth, ahead, behind, tmp_path, monkeypatch):
+    """Beside an accelerator a write waits for the gradients. Until then so many groups are being read; when the step
+    has been driven, so many are still being written."""
     monkeypatch.setattr(stages, "GROUP_BYTES", 1)
-    disk = jo.disk(tmp_path)
+    disk = jo.disk(tmp_path, depth=depth)
     tx, fetched, put, written = jo.offload(ADAMW, disk=disk), [], [], []
-    go, last, first = threading.Event(), threading.Event(), 2 * (16 - BEHIND)  # two moments each
+    go, last, first = threading.Event(), threading.Event(), 2 * (16 - behind)  # two moments each
     params = jax.device_put({f"w{k:02}": jnp.ones((256, 256)) for k in range(16)}, jax.devices()[0])
     state, step = tx.init(params), jo.jit(lambda p, s: jo.update_params(tx, p, s, p), donate_argnums=(0, 1))
     fetching, putting, writing = Disk.fetch, Disk.put, UnderWay._write
@@ -365,10 +403,10 @@ def test_it_is_as_the_driver_does(tmp_path, monkeypatch):
     monkeypatch.setattr(UnderWay, "_write", held)
     driven = threading.Thread(target=step, args=(params, state))
     driven.start()
-    while len(fetched) < 2 * AHEAD:
+    while len(fetched) < 2 * ahead:
         time.sleep(0.01)
     time.sleep(0.5)
-    assert len(fetched) == 2 * AHEAD and not written
+    assert len(fetched) == 2 * ahead and not written
     go.set()
     driven.join(60)
     assert not driven.is_alive() and len(fetched) == len(put) == 32
@@ -388,14 +426,18 @@ def run(*args):
 
 def test_on_the_command_line():
     seven = "plan --params 7e9 --master float32 --chip h100 --tokens 65536".split()
-    done = run(*seven, "--disk", "--host-bytes", "16GiB", "--drives", 4, "--drive", "990pro", "--json")
+    done = run(
+        *seven, "--disk", "--host-bytes", "16GiB", "--drives", 4, "--drive", "990pro", "--commit-every", 9, "--json"
+    )
     found = json.loads(done.stdout)
     assert found["drive"]["name"] == "990pro" and found["drives"] == 4
     row = next(option for option in found["options"] if option["name"] == "as given")
     assert 0 < row["disk"] == row["read"] < 12 * 7e9 and row["host"] - row["buffers"] <= 16 * 2**30
+    assert row["commits_per_day"] > 0 and row["commit"] > 14e9 and "commit_every=9" in row["code"]
     assert "under way" in run(*seven, "--disk").output
     for args, code, says in (
-        ([*seven, "--host-bytes", "1GiB"], 2, "--disk: is what --host-bytes and --drives are for"),
+        ([*seven, "--commit-every", 9], 2, "--disk: is what --host-bytes and --drives are for, and --commit-every"),
+        ([*seven, "--host-bytes", "1GiB"], 2, "--disk: is what --host-bytes and --drives are for, and --commit-every"),
         ([*seven, "--disk", "--drive", "floppy"], 4, "'floppy' is not known. Known: pm9a3"),
         ([*seven, "--disk", "--host-bytes", "much"], 2, "host-bytes: expected a number of bytes"),
         ([*seven, "--disk", "--devices", 2], 2, "plan counts files for one device yet; got 2"),

@@ -328,7 +328,7 @@ def test_other_directories(place, tmp_path):
         (place[:1], "is striped over 2 directories, and 1 are given"),
         ([place[0], tmp_path / "empty"], "should be part 1 .*, and is none of its"),
         ([place[0], other[1]], "should be part 1 .*, and is another's"),
-        (place[::-1], "has no manifest.json"),
+        (place[::-1], "has a store's commit, as the first .* in their order"),
         ([place[0], place[0]], "a directory is given twice"),
         ([], "directories is empty"),
     ]:

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from jax_offload._disk.late import Late
 from jax_offload._disk.layout import ALIGNED, Entry, laid_out
 from jax_offload._disk.store import Store
 from tests.disk.faulty import ABOUT, BLOCK, GROUPS, Faulty, created, delays, extra_of, holds, same, values, write_all
@@ -226,3 +228,30 @@ def test_the_manifest_is_json(tmp_path):
     created([tmp_path]).close()
     body = json.loads((tmp_path / "manifest.json").read_text())["manifest"]
     assert body["step"] == 0 and body["about"] == ABOUT and body["groups"][1][0] == ["b/mu", [5000], "float32", []]
+
+
+def test_late_arrays_are_there_a_few_at_a_time(tmp_path):
+    """Of forty, each of several blocks, no more than the threads write of; and none when all is written."""
+    there, most, lock = set(), [0], threading.Lock()
+
+    def late(name, nbytes):
+        def make():
+            values = np.full(nbytes, len(name), np.uint8)
+            with lock:
+                there.add(name)
+                most[0] = max(most[0], len(there))
+            weakref.finalize(values, there.discard, name)
+            return values
+
+        return Late(nbytes, make)
+
+    extra = {f"a{k}": late(f"a{k}", 5 * BLOCK + 77) for k in range(40)}
+    extra |= {f"small{k}": late(f"small{k}", k) for k in range(9)}
+    with Store.create([tmp_path / "x"], GROUPS, about=ABOUT, block=BLOCK) as store:
+        write_all(store, 0)
+        store.commit(0, extra).result()
+        assert not there and 1 <= most[0] <= 2 * 8 + 9
+        found = store.extra()
+    assert {name: (len(x), {*x.tolist()}) for name, x in found.items()} == {
+        name: (each.nbytes, {len(name)} if each.nbytes else set()) for name, each in extra.items()
+    }

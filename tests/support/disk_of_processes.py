@@ -128,7 +128,7 @@ def bits(folder, how):
 def resumed(folder, how, host_bytes):
     """Committed, resumed, and on as it would have gone."""
     over = HOW[how][1]
-    disk = jo.disk(folder / how, folder / f"{how}-2", host_bytes=host_bytes)
+    disk = jo.disk(folder / how, folder / f"{how}-2", host_bytes=host_bytes, commit_every=2)
     txs = [jo.offload(INNER, min_bytes=0, shard_over=over, disk=d) for d in (None, disk)]
     steps = [step_of(tx, model(how)) for tx in txs]
     (want, host, losses), (got, state, found) = (
@@ -152,8 +152,10 @@ def resumed(folder, how, host_bytes):
             np.asarray(state[1][0].mu["a"])
     key = jax.jit(lambda: jax.random.key(7), out_shardings=NamedSharding(mesh_of(), P()))()
     tree = {"params": got, "state": state, "key": key, "seen": 24, "local": np.arange(3)}
-    disk.commit(3, tree)
+    assert disk.commit(3, tree) is True  # the first
     assert disk.last_commit == 3
+    if jax.process_index() == 0:
+        assert disk.commit(5, tree) is False  # which asks no other process
     before = shards((got, state))
     on_params, on_state, on = trained(steps[1], copied(got), state, 3, 5)
     after = shards((on_params, on_state))

@@ -48,7 +48,7 @@ def step_of(tx):
     return jo.jit(step, donate_argnums=(0, 1))
 
 
-def train(disk, width, layers, steps, devices=1, commit_every=1):
+def train(disk, width, layers, steps, devices=1, commits=True):
     """From where ``disk`` is, or from the start; says each step that it has committed."""
     tx, params, start = jo.offload(INNER, min_bytes=1024, disk=disk), model(width, layers, devices), 0
     if disk is not None and disk.last_commit is not None:
@@ -60,8 +60,7 @@ def train(disk, width, layers, steps, devices=1, commit_every=1):
     step = step_of(tx)
     for k in range(start, steps):
         params, state, _ = step(params, state, batch(k, width))
-        if disk is not None and (k + 1) % commit_every == 0:
-            disk.commit(k + 1, {"params": params, "state": state})
+        if commits and disk.commit(k + 1, {"params": params, "state": state}):
             print(k + 1, flush=True)
     return params, state
 
@@ -130,7 +129,7 @@ if __name__ == "__main__":
     if what.startswith("limited"):
         print("MiB", limited(folder if what == "limited" else None, host_bytes, *sizes))
         sys.exit()
-    files = None if what == "host" else jo.disk(folder, host_bytes=host_bytes)
-    params, state = train(files, *sizes, commit_every=1 if what == "kill" else 10**9)
+    files = None if what == "host" else jo.disk(folder, host_bytes=host_bytes, commit_every=2)
+    params, state = train(files, *sizes, commits=what == "kill")
     jax.block_until_ready(params)
     print("MiB", peak())

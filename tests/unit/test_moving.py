@@ -51,8 +51,8 @@ def test_what_gradients_hide():
 class Home:
     """Files whose writes end when somebody waits for them."""
 
-    def __init__(self):
-        self.log = []
+    def __init__(self, depth):
+        self.log, self.depth = [], depth
 
     def check(self, token):
         pass
@@ -72,11 +72,12 @@ class Home:
         return 0
 
 
-@pytest.mark.parametrize("nbytes", [400, 1000])
-def test_the_driver_reads_and_writes_no_more(nbytes, monkeypatch):
-    """Of three groups of as many bytes: of small ones all are under way, of large ones one; the pass hides its read."""
+@pytest.mark.parametrize(("nbytes", "depth"), [(400, 2), (1000, 2), (100, 1), (1000, 5)])
+def test_the_driver_reads_and_writes_no_more(nbytes, depth, monkeypatch):
+    """Of three groups of as many bytes: of small ones all are under way, of large ones one; the pass hides its read. A
+    disk says of how many, and they may have as many more bytes."""
     monkeypatch.setattr(moving, "AT_ONCE", 800)
-    home, x = Home(), jnp.zeros(nbytes // 4)
+    home, x = Home(depth), jnp.zeros(nbytes // 4)
     jaxpr = jaxpr_of(lambda *xs: [x + 1 for x in xs], *[x] * 3)[0].jaxpr
     places = [Place(home, str(k), x.shape, x.dtype, x.sharding) for k in range(3)]
     token = object()
@@ -96,4 +97,7 @@ def test_the_driver_reads_and_writes_no_more(nbytes, monkeypatch):
         under_way.write(k, task)
     small = "read 0, read 1, before, read 2, group, write 0, group, write 1, group, write 2"
     large = "read 0, before, group, write 0, 0 is written, read 1, group, write 1, 1 is written, read 2, group, write 2"
-    assert home.log == (small if nbytes == 400 else large).split(", ")
+    one = "read 0, before, read 1, group, write 0, read 2, group, write 1, 0 is written, group, write 2"
+    deep = "read 0, read 1, read 2, before, group, write 0, group, write 1, group, write 2"
+    want = {(400, 2): small, (1000, 2): large, (100, 1): one, (1000, 5): deep}[nbytes, depth]
+    assert home.log == want.split(", ")

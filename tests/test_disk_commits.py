@@ -1,0 +1,325 @@
+"""Which steps are committed, and what a run meets that is not as in the book: Ctrl-C, a fork, odd leaves, odd paths."""
+
+import contextlib
+import errno
+import os
+import signal
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+
+import jax_offload as jo
+from jax_offload._base import processes
+from jax_offload._disk.store import Store
+from jax_offload._drive import stages
+from jax_offload._files import created as making
+from jax_offload._files.due import is_due
+from tests.disk.faulty import ABOUT, Faulty, created
+from tests.support.trees import assert_equal, handles, read
+
+pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+ADAMW = optax.adamw(1e-2)
+
+
+def model(**leaves):
+    w = {"a": jnp.ones((64, 64)), "b": jnp.full((64, 64), 2.0)} | leaves
+    return jax.device_put(w, jax.devices()[0])
+
+
+def stepping(tx):
+    return jo.jit(lambda p, s: jo.update_params(tx, p, s, p), donate_argnums=(0, 1))
+
+
+class Run:
+    """Two parameters whose moments are on disk, with files that count their calls and may have faults."""
+
+    def __init__(self, folder, **options):
+        self.disk = jo.disk(folder, **options)
+        self.disk.files = self.files = Faulty()
+        self.tx = jo.offload(ADAMW, min_bytes=0, disk=self.disk)
+        self.step = stepping(self.tx)
+
+    def began(self):
+        params = model()
+        return params, self.tx.init(params)
+
+    def committed(self, step, params, state, **options):
+        return self.disk.commit(step, {"params": params, "state": state}, **options)
+
+    def resumed(self):
+        tree, step = self.disk.resume({"params": model(), "state": jo.abstract_state(self.tx, model())})
+        return tree["params"], tree["state"], step
+
+
+@pytest.fixture
+def run(tmp_path):
+    found = Run(tmp_path / "state", commit_every=2)
+    yield found
+    found.disk.close()
+
+
+# ---- which steps are due ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("step", "last", "every", "due"),
+    [(3, None, 2, True), (3, 2, 2, False), (4, 2, 2, True), (2, 2, 2, True), (5, 4, 1, True), (7, 3, 10, False)],
+)
+def test_which_step_is_due(step, last, every, due, tmp_path):
+    assert is_due(step, last, every, tmp_path) is due
+
+
+def test_every_second_step_is_kept(run, monkeypatch):
+    """The first, then every second; one that is not due asks no file, no other process, and looks at no tree. A run
+    that ends between two goes back to the first of them, bit for bit; ``force`` keeps any."""
+    params, state = run.began()
+    assert run.committed(1, params, state) is True
+    params, state = run.step(params, state)
+    assert run.committed(np.int64(2), params, state) is True
+    kept = read((params, state))
+    params, state = run.step(params, state)
+    run.disk.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "process_count", lambda: 2)
+        patch.setattr(processes, "allgathered", lambda mine: pytest.fail("asks"))
+        before = len(run.files.calls)
+        assert run.disk.commit(3, "not looked at") is False and len(run.files.calls) == before
+    assert run.disk.last_commit == 2
+    run.disk.close()
+    params, state, step = run.resumed()
+    assert step == 2
+    assert_equal(read((params, state)), kept)
+    params, state = run.step(params, state)
+    assert run.committed(jnp.int32(3), params, state, force=True) is True and run.disk.last_commit == 3
+    assert run.committed(3, params, state) is False
+    with pytest.raises(ValueError, match=r"step: the last commit in .* is of step 3, .*; got 2\. Fix: .*force=True"):
+        run.committed(2, params, state)
+    assert run.committed(2, params, state, force=True) is True and run.disk.last_commit == 2
+
+
+@pytest.mark.parametrize("step", [-1, True, 2.0, "2", None, np.float32(2), {"w": np.zeros(2)}])
+def test_what_is_no_step(run, step):
+    with pytest.raises(
+        ValueError, match=r"step: expected an int >= 0; got .*\. The order is disk\.commit\(step, tree\)"
+    ):
+        run.disk.commit(step, {})
+
+
+# ---- what interrupts a run -------------------------------------------------------------------------------------------
+
+
+def test_a_commit_that_is_interrupted_ends_first(run):
+    """As what is written lies in the caller's arrays, which the next step may be given."""
+    params, state = run.began()
+
+    def fault(name, *_):
+        if name == "sync" and threading.current_thread() is not threading.main_thread():
+            run.files.fault = lambda *_: None
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            time.sleep(0.2)
+
+    run.files.fault = fault
+    with pytest.raises(KeyboardInterrupt):
+        run.committed(2, params, state)
+    assert run.disk.last_commit == 2
+    params, state = run.step(params, state)
+    assert run.committed(4, params, state) and run.resumed()[2] == 4
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_step_that_is_interrupted_is_no_state(run, monkeypatch, error):
+    """It says so, and the last commit is there."""
+    monkeypatch.setattr(stages, "GROUP_BYTES", 1)
+    params, state = run.began()
+    run.committed(0, params, state)
+    want = read((params, state))
+    params, state = run.step(params, state)
+    put, calls = run.disk.put, []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise error
+        return put(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run.disk, "put", interrupted)
+        with pytest.raises(error):
+            run.step(params, state)
+    with pytest.raises(ValueError, match=r"an update of the state in .* did not end.*Fix: disk\.resume"):
+        run.committed(2, model(), state)
+    params, state, step = run.resumed()
+    assert step == 0
+    assert_equal(read((params, state)), want)
+    run.step(params, state)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
+def test_a_child_does_not_keep_the_files(tmp_path):
+    """Forked while they were open, it lives on when its parent has let them go."""
+    store = created([tmp_path / "x"])
+    out, into = os.pipe()
+    if (child := os.fork()) == 0:
+        os.close(into)
+        os.read(out, 1)
+        os._exit(0)
+    try:
+        time.sleep(0.1)
+        with pytest.raises(ValueError, match=r"in use by .* this one, in which another jo\.disk has it"):
+            Store.open([tmp_path / "x"])  # the child has not unlocked its parent's
+        store.close()
+        Store.open([tmp_path / "x"], about=ABOUT).close()
+    finally:
+        os.close(into)
+        os.waitpid(child, 0)
+        os.close(out)
+
+
+# ---- what is in a tree -----------------------------------------------------------------------------------------------
+
+
+def test_what_would_not_come_back(run):
+    params, state = run.began()
+    given = jax.tree.map(jnp.copy, params)
+    for wrong in (np.array(["text"]), np.array([{}], object), np.zeros(2, ">f4"), np.zeros(2, "i4,f4")):
+        with pytest.raises(TypeError, match=r"tree: \['more'\] is an array of .* Fix: "):
+            run.disk.commit(0, {"params": params, "state": state, "more": wrong})
+    for wrong in (jax.ShapeDtypeStruct((2,), "float32"), jnp.float32, print):
+        with pytest.raises(TypeError, match=r"tree: \['more'\] is a .*; a commit holds arrays, numbers and strings"):
+            run.disk.commit(0, {"params": params, "state": state, "more": wrong})
+    with pytest.raises(TypeError, match=r"tree: \['more'\] is traced\. Fix: disk\.commit outside of any jit"):
+        jax.eval_shape(lambda x: run.disk.commit(0, {"params": params, "state": state, "more": x}), np.float32(1))
+    run.step(given, state)
+    with pytest.raises(ValueError, match=r"tree: \['params'\]\['a'\] is float32\[64, 64\] that was donated to a step"):
+        run.committed(0, given, state)
+
+
+def odd():
+    return {
+        "complex": jnp.ones((4, 4), jnp.complex64) * 1j,
+        "half": jnp.ones((3, 5), jnp.bfloat16),
+        "empty": jnp.ones((0, 4)),
+        "no_columns": jnp.ones((4, 0)),
+        "scalar": jnp.float32(2),
+        "long": jnp.ones((7,)),
+    }
+
+
+def test_odd_leaves(tmp_path):
+    """Complex, of two bytes, empty, of rank 0, with whatever lies beside the state: the step is that of plain optax,
+    and comes back from a commit bit for bit."""
+    run = Run(tmp_path)
+    params = model(**odd())
+    state = run.tx.init(params)
+    assert len(handles(state)) >= 2 * 5
+    want = jax.jit(lambda p, s: jo.update_params(ADAMW, p, s, p))(params, jo.to_device(state))
+    params, state = run.step(params, state)
+    got = params, jo.to_device(state)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_allclose(np.asarray(a, np.complex64), np.asarray(b, np.complex64), rtol=1e-6)
+    beside = {"flags": np.array([True, False]), "four": np.ones(3, ml_dtypes.int4), "none": None, "nan": float("nan"),
+              "number": np.int8(3), "empty": np.zeros((0, 2)), "text": "x", "key": jax.random.key(3)}  # fmt: skip
+    assert run.disk.commit(1, {"params": params, "state": state, **beside})
+    kept = read((params, state))
+    tree, _ = run.disk.resume({"params": params, "state": jo.abstract_state(run.tx, params), **beside})
+    assert_equal(read((tree["params"], tree["state"])), kept)
+    assert jax.random.key_data(tree.pop("key")).tolist() == jax.random.key_data(beside.pop("key")).tolist()
+    assert_equal({name: tree[name] for name in beside}, beside)
+    assert tree["four"].dtype == ml_dtypes.int4 and tree["flags"].dtype == bool
+    run.disk.close()
+
+
+# ---- where it is -----------------------------------------------------------------------------------------------------
+
+
+def test_the_process_may_go_elsewhere(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    run = Run("state")
+    home = jo.disk("~/state")
+    assert home.directories == (tmp_path / "home" / "state",)
+    params, state = run.began()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    params, state = run.step(params, state)
+    assert run.committed(1, params, state) and run.resumed()[2] == 1
+    assert not any((tmp_path / "elsewhere").iterdir())
+    run.disk.close()
+
+
+def test_directories_in_another_order(tmp_path):
+    """There is a commit, and it is not opened: nor is it taken for a place where none is."""
+    x, y, z = (tmp_path / name for name in "xyz")
+    created([x, y]).close()
+    for wrong in ([y, x], [z, x], [z, y, z / "own"]):
+        with pytest.raises(ValueError, match=r"Give those that it was made with, in their order"):
+            jo.disk(*wrong).last_commit  # noqa: B018
+        with pytest.raises(ValueError, match=r"[Gg]ive "):
+            jo.offload(ADAMW, min_bytes=0, disk=jo.disk(*wrong)).init(model())
+
+
+def test_what_is_no_disk(tmp_path):
+    for wrong in (["/a", "/b"], 2**30, b"/a", None):
+        with pytest.raises(TypeError, match=r"directories: expected paths, jo\.disk\('/nvme/run'\).*; got .*Fix: "):
+            jo.disk(tmp_path, wrong)
+    for wrong, says in (("", "got an empty path. Fix"), ("~nobody-of-that-name/x", "is in no home: .*Fix")):
+        with pytest.raises(ValueError, match=f"directories: .*{says}"):
+            jo.disk(wrong)
+    for name, wrong in [
+        ("host_bytes", "16GiB"),
+        ("host_bytes", 1e9),
+        *((n, x) for n in ("depth", "commit_every") for x in (0, 2.0, True)),
+    ]:
+        with pytest.raises(ValueError, match=f"{name}: expected .*; got .*Fix: "):
+            jo.disk(tmp_path, **{name: wrong})
+    made = jo.disk(tmp_path, depth=3, commit_every=5)
+    assert repr(made) == f"disk('{tmp_path}', host_bytes=0, depth=3, commit_every=5)"
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_file_in_the_place_of_a_directory(tmp_path, inside):
+    (tmp_path / "file").write_text("")
+    run = Run(tmp_path / "file" / "state" if inside else tmp_path / "file")
+    assert run.disk.last_commit is None
+    with pytest.raises(
+        OSError, match=r"making the directory of a store: .* is a file.*: give a directory|There is a file"
+    ):
+        run.began()
+
+
+@pytest.mark.parametrize(
+    ("number", "says"), [(errno.EROFS, "filesystem is read-only"), (errno.EACCES, "may not write")]
+)
+def test_a_directory_in_which_nothing_can_be_made(tmp_path, number, says):
+    run = Run(tmp_path)
+
+    def refuses(path):
+        raise OSError(number, os.strerror(number))
+
+    run.files.make_directory = refuses
+    with pytest.raises(OSError, match=f"making the directory of a store: .*{says}"):
+        run.began()
+
+
+# ---- how it is made --------------------------------------------------------------------------------------------------
+
+
+def test_leaves_that_are_alike_are_made_by_one_program(tmp_path, monkeypatch):
+    """And of nothing but themselves: a program that is compiled for each leaf took minutes for a thousand."""
+    programs, structure = [], making.structure
+    monkeypatch.setattr(making, "structure", lambda jaxpr: programs.append(jaxpr) or structure(jaxpr))
+    with contextlib.closing(jo.disk(tmp_path)) as disk:
+        tx = jo.offload(jo.with_master_params(ADAMW), min_bytes=0, disk=disk)
+        w = {f"w{k}": jnp.full((8, 8), k, jnp.bfloat16) for k in range(12)}
+        state = tx.init(jax.device_put(w, jax.devices()[0]))
+        *leaves, _ = programs  # the last is what is not on disk
+        assert len(leaves) == 36 and len({*map(structure, leaves)}) == 2  # moments and masters
+        assert max(len(jaxpr.eqns) for jaxpr in leaves) <= 4
+        assert_equal(read(state.master), {name: x.astype(jnp.float32) for name, x in w.items()})
