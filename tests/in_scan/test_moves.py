@@ -11,9 +11,8 @@ import jax_offload as jo
 from tests.support.in_scan import MODEL, assert_moved, model_of
 from tests.support.steps import GRADIENTS, LOGS, MODELS, OPTIMIZERS, Case, batch
 
-UPDATE = pytest.mark.parametrize(
-    "update", [False, pytest.param(True, marks=pytest.mark.long("as by update_params"))], ids=["update_params", "update"]
-)
+BY_UPDATE = pytest.param(True, marks=pytest.mark.long("as by update_params"), id="update")
+UPDATE = pytest.mark.parametrize("update", [pytest.param(False, id="update_params"), BY_UPDATE])
 # factored moments of what is not factored: a leaf of one element
 NO_ROWS = {"adafactor": ("v_row['layers_b']", "v_col['layers_b']", "v['layers_w']")}
 
