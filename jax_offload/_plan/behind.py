@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import DropVar, Equation, Literal, Scan, variables
@@ -94,8 +94,7 @@ def moves_of(
         moves.append(move)
         moved |= {id(eqn) for eqn in own}
         inside |= {v for v in move.slice.inputs if v in scan.ys}
-    if not moves:
-        why += dict.fromkeys(flow.blocked.values())
+    why += dict.fromkeys(flow.blocked[v] for v in _missed(eqns[at + 1 :], flow.blocked, moved | claimed, next_of, scan))
     kept = frozenset(y for y in scan.ys if y in stacked or y not in inside) - _dropped(scan.ys)
     return Moves(tuple(moves), kept, frozenset(moved)), why
 
@@ -187,6 +186,19 @@ def _move(
 
     taken, needed = closure(program.eqns, {v: flow.dims.get(v) for v in targets}, dims_of)
     return move_of(program, taken, targets, needed, scan, next_of, waiting)
+
+
+def _missed(
+    eqns: Sequence[Equation], blocked: Iterable[Var], moved: Set[int], next_of: Mapping[Var, Var], scan: Scan
+) -> list[Var]:
+    """Those of the blocked for whose rows a leaf waits that has not moved and is worth it; not what is only logged."""
+    bits = {v: 1 << k for k, v in enumerate(blocked)}
+    needs, found = dict(bits), 0
+    for eqn in eqns:
+        if id(eqn) not in moved:
+            needs.update((v, needs.get(v, 0) | m) for v, m in zip(eqn.outvars, forward(eqn, needs), strict=True))
+            found |= union(needs[v] for v in eqn.outvars if v in next_of and _is_worth_it(v, scan.length))
+    return [v for v, bit in bits.items() if bit & found]
 
 
 def _is_worth_it(v: Var, size: int) -> bool:

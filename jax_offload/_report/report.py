@@ -29,6 +29,7 @@ from jax_offload._report.printed import ARGUMENT, Placement
 from jax_offload._state.traced_init import placed_leaves
 
 _UNSEEN = "not loaded by an update in what was traced; under vmap and derivatives none is seen"
+_NO_UPDATE = "no update of an offload was seen in it (under vmap and derivatives none is)"
 
 
 def placement(tx: optax.GradientTransformation | Callable[..., Any], *args: Any, **extra_args: Any) -> Placement:
@@ -138,7 +139,9 @@ def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
     loads = _loads(trace)
     kept = [(row, of) for row, of in zip(rows, loads.of or [[] for _ in rows], strict=True) if row.host or of]
     table = _table([row for row, _ in kept], [of for _, of in kept], unknown, loads)
-    table = dataclasses.replace(table, stays=loads.stays, elsewhere=loads.elsewhere)
+    away = any(row.host or row.disk for row in rows)
+    stays = (_NO_UPDATE,) if trace is not None and away and not updates_in(trace) else loads.stays
+    table = dataclasses.replace(table, stays=stays, elsewhere=loads.elsewhere)
     updates = _updates(trace)
     return dataclasses.replace(table, guessed=guessed(updates, of_step=True), in_turn=_in_turn(updates))
 

@@ -4,10 +4,12 @@ import re
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import jax_offload as jo
-from benchmarks.in_jax import paired
+from benchmarks.harness.cases import Shape
+from benchmarks.in_jax import paired, rewriting
 
 
 @pytest.fixture(autouse=True)
@@ -41,3 +43,10 @@ def test_no_stack_is_copied_on_a_cpu(turned):
     bodies = [part for part in re.split(r"\n(?=\S)", text) if not part.startswith("ENTRY")]
     assert any(re.search(stack, body) for body in bodies)
     assert not [line for body in bodies for line in body.splitlines() if re.search(rf"= {stack}\S* copy\(", line)]
+
+
+@pytest.mark.long("compiles a GPT four times")
+def test_what_rewriting_costs_is_measured(monkeypatch):
+    monkeypatch.setattr(rewriting, "SHAPE", Shape(1, 16, 1, vocab=16, context=4))
+    found = rewriting.row("toy", rewriting.in_turn(1, optax.sgd(1e-3), 1))
+    assert found["ratio"] > 0 and set(found["seconds"]) == {"jax.jit", "jo.jit"}

@@ -10,8 +10,8 @@ import optax
 import pytest
 
 import jax_offload as jo
-from tests.support.in_scan import ADAMW, MODEL, assert_close, model_of, reasons
-from tests.support.steps import FAST, L, batch, moved, scans
+from tests.support.in_scan import ADAMW, MODEL, assert_close, model_of, reasons, same_steps
+from tests.support.steps import FAST, L, batch, moved, of_flax, scans, training_step
 
 
 def updated_and_applied(tx, grads, state, params):
@@ -128,6 +128,17 @@ def test_why_nothing_moves(gradients_of, loss, expected):
     assert not any(moved(step, *args).values())
     (why,) = reasons(step, *args)
     assert expected in why
+
+
+def test_broadcast_variables_of_flax():
+    """``nn.scan(variable_broadcast=)``: every layer uses the same ones, and their gradient is whole after the last."""
+    model, tx = of_flax(0, shared=True), jo.offload(ADAMW, min_bytes=0)
+    params = model.init()
+    step = jo.jit(training_step(tx, model.loss), compiler_options=FAST)
+    args = params, tx.init(params), batch()
+    assert not any(moved(step, *args).values())
+    assert "every iteration of a scan uses it" in " ".join(reasons(step, *args))
+    same_steps(step, training_step(ADAMW, model.loss), tx, ADAMW, params)
 
 
 def test_one_microbatch():

@@ -219,6 +219,7 @@ STEPS_OF_PEOPLE = {
 
 
 SAID = {
+    without_update: "no update of an offload was seen in it",
     two_updates: "the step has 2 updates",
     in_cond: "it runs in a cond",
     another_in_cond: "another update runs in a cond of the step, and stays there",

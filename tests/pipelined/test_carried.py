@@ -90,6 +90,14 @@ def test_beside_and_late_results():
             np.testing.assert_allclose(got, want, rtol=1e-4)
 
 
+def step_of_params(tx):
+    def step(params, state, batch):
+        value, grads = jax.value_and_grad(loss_of)(params, batch)
+        return *new_params(tx, "update_params", grads, state, params), value
+
+    return step
+
+
 def train_states(tx):
     state = TrainState.create(apply_fn=model, params=parameters(), tx=tx)
     return state.replace(step=jax.device_put(jnp.int32(0), jax.devices()[0]))
@@ -130,6 +138,21 @@ def test_train_state_params_and_compiles(caplog):
     assert_close(got.params, wanted[-1][0].params, 1e-4)
     assert_placed(got.opt_state, home)
     assert in_the_scan(train, state, batch(0))
+
+
+def test_a_look_copies_no_state():
+    """Its program takes the carry over nowhere, and returns the parameters and nothing in host memory."""
+    tx = offloaded()
+    train = pipelined(step_of_params(tx))
+    carry, _ = advance(train, copied((parameters(), tx.init(parameters()))), list(map(batch, range(2))))
+    program = train._of(carry)
+    lowered = program._look.lower(*carry.kept, 0, None)
+    assert jax.tree.structure(lowered.out_info) == jax.tree.structure(parameters())
+    takes, returns = re.search(r"func public @main\((.*)\) -> \((.*)\)", lowered.as_text()).groups()
+    assert HOST in takes and HOST not in returns
+    assert "aliasing_output" not in takes and "buffer_donor" not in takes
+    kept = HOST in program._finish.lower(*carry.kept).as_text().split("->")[1]
+    assert kept, "the state, which the end of a run returns"
 
 
 def test_nnx():
