@@ -42,11 +42,15 @@ def mlp(layers, tokens, remat=False, width=4096):
     return loss, {f"w{k:02d}": of((width, width)) for k in range(layers)}, of((tokens, width))
 
 
-def gpt(remat=False, layers=8, width=2048, heads=16, batch=8, context=1024, vocab=32000, dtype=jnp.bfloat16):
-    """Plain attention, an embedding apart from the head."""
+def gpt(
+    remat=False, layers=8, width=2048, heads=16, batch=8, context=1024, vocab=32000, dtype=jnp.bfloat16, stacked=False
+):
+    """Plain attention, an embedding apart from the head; its layers one after the other, or ``stacked`` in a scan."""
     layer = {"qkv": (width, 3 * width), "o": (width, width), "up": (width, 11 * width // 4), "n1": (width,)}
     layer |= {"down": (11 * width // 4, width), "n2": (width,)}
     params = {f"l{k}": {name: of(shape, dtype) for name, shape in layer.items()} for k in range(layers)}
+    if stacked:
+        params = {"layers": {name: of((layers, *shape), dtype) for name, shape in layer.items()}}
     params |= {"embed": of((vocab, width), dtype), "head": of((width, vocab), dtype)}
 
     def norm(x, scale):
@@ -61,9 +65,11 @@ def gpt(remat=False, layers=8, width=2048, heads=16, batch=8, context=1024, voca
         return x + jax.nn.gelu(norm(x, p["n2"]) @ p["up"]) @ p["down"]
 
     def loss(params, tokens):
-        x = params["embed"][tokens]
-        for k in range(layers):
-            x = (jax.checkpoint(block) if remat else block)(x, params[f"l{k}"])
+        x, one = params["embed"][tokens], jax.checkpoint(block) if remat else block
+        if stacked:
+            x, _ = jax.lax.scan(lambda x, p: (one(x, p), None), x, params["layers"])
+        for k in range(0 if stacked else layers):
+            x = one(x, params[f"l{k}"])
         logits = (x @ params["head"]).astype(jnp.float32)[:, :-1]
         own = jnp.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
         return (jax.nn.logsumexp(logits, -1) - own).mean()
@@ -109,6 +115,9 @@ MODELS = {
     "convolutions": convolutions,
     "scanned": scanned,
     "scanned, a head": lambda: scanned(head=2**15),
+    "scanned, few tokens": lambda: scanned(24, tokens=512),
+    "scanned GPT": lambda: gpt(stacked=True),
+    "scanned GPT, checkpointed": lambda: gpt(remat=True, stacked=True),
 }
 
 
@@ -149,7 +158,7 @@ def peak(found):
             for v, s in zip(task.inputs, before, strict=True)
         ]
         if (own := of_program.get(program)) is None:
-            options = options_for_sending("cuda") if task.down else {}
+            options = options_for_sending("cuda") if task.sends else {}
             compiled = measure(H200, program.__wrapped__, tuple(operands), task.reused, after, options)
             assert compiled.host_temp == 0 and (compiled.loaded == 0 or task.stage.name == GROUP)
             own = of_program[program] = compiled.peak
@@ -246,7 +255,7 @@ def peak_on_two(found, places):
         kinds += [HOST_KIND for _ in task.down]
         after = [s.with_memory_kind(kind) for s, kind in zip(placed_by_cpu, kinds, strict=True)]
         places.update(zip(task.outputs, after, strict=False))
-        options = options_for_sending("cuda") if task.down else {}
+        options = options_for_sending("cuda") if task.sends else {}
         compiled = measure(H200, program.__wrapped__, tuple(operands), task.reused, after, options, n=2)
         peaks.append(compiled.peak + beside)
         alive |= {v for v in task.outputs if not is_host_aval(v.aval)}
