@@ -13,7 +13,7 @@ import jax_offload as jo
 from jax_offload._base.memory import is_host_aval
 from jax_offload._drive import by_parts, loops, row_groups, run, scan_parts, segments, stages
 from jax_offload._drive.cores import Cores
-from jax_offload._drive.pieces import Joined
+from jax_offload._drive.pieces import InTurn, Joined
 from tests.support.optimizers import assert_same, copied
 
 pytestmark = [
@@ -43,7 +43,7 @@ def model(layers=LAYERS, dtype=jnp.float32):
     keys = jax.random.split(jax.random.key(0), 5)
     shapes = {"w": (layers, WIDTH, WIDTH), "b": (layers, WIDTH)}
     tree = {name: jax.random.normal(key, shape) / 12 for (name, shape), key in zip(shapes.items(), keys, strict=False)}
-    ends = {"embed": (32, WIDTH), "head": (WIDTH, 2 * WIDTH)}
+    ends = {"embed": (32, WIDTH), "head": (WIDTH, 4 * WIDTH)}  # of which the head is large
     tree |= {
         name: jax.random.normal(key, shape) / 12 for (name, shape), key in zip(ends.items(), keys[2:], strict=False)
     }
@@ -95,7 +95,7 @@ CASES = {
     "bfloat16 in the pass": {"cast": jnp.bfloat16},
     "not donated": {"donate": ()},
     "masters": {"inner": jo.with_master_params(ADAMW), "dtype": jnp.bfloat16},
-    "one stack on the device": {"update_on": {"w": "host", "b": "device", "embed": "host", "head": "device"}},
+    "some stay on the device": {"update_on": {"w": "host", "b": "device", "embed": "host", "head": "device"}},
 }
 
 
@@ -123,6 +123,8 @@ def test_values(case, uncut):
             given = got[:2]
         driven, tasks = tasks_of(step)
         assert bool(joined_of(tasks)) is cut and (driven.one_program == "") is cut
+        in_turn = any(isinstance(piece, InTurn) for task in tasks for piece in task.stage.pieces)
+        assert in_turn is (case == "some stay on the device")
         results.append(jax.tree.map(np.asarray, jo.to_device(got)))
     jax.tree.map(np.testing.assert_array_equal, *results)
 
@@ -134,7 +136,7 @@ def test_its_programs():
     _, tasks = tasks_of(step)
     programs = [task for task in tasks if task.stage.name == stages.BEFORE]
     (w,) = [piece for piece in joined_of(tasks) if piece.outputs[0].aval.ndim == 3]
-    assert len(programs) == len(w.inputs) == LAYERS and w.ranges[0][1] == LAYERS and w.ranges[-1][0] == 0
+    assert len(programs) >= len(w.inputs) == LAYERS and w.ranges[0][1] == LAYERS and w.ranges[-1][0] == 0
     assert all(is_host_aval(v.aval) and v.aval.shape[1:] == (WIDTH, WIDTH) for v in w.inputs)
     made_by = [next(k for k, task in enumerate(programs) if v in task.outputs) for v in w.inputs]
     assert made_by == sorted({*made_by})  # each by another
@@ -164,6 +166,14 @@ def test_what_stays_in_one_scan(monkeypatch):
     why(ADAMW, returned=True)
     monkeypatch.setattr(row_groups, "GROUP_BYTES", 2**26)  # no leaf is more than one group
     why(ADAMW)
+
+
+def test_plan_counts_what_is_done_beside_the_pass():
+    tx, params = offload(), model()
+    step = jo.jit(step_of(tx, loss_of()), donate_argnums=(0, 1))
+    forecast = jo.plan(step, params, jo.abstract_state(tx, params), X, chip="h100")
+    assert any(f"in {LAYERS} programs" in note for note in forecast.notes)
+    assert any(note.endswith(" of it beside the pass") for note in forecast.notes)
 
 
 def test_repeats_bit_for_bit():
@@ -237,6 +247,6 @@ def test_parts_are_all_rows_in_the_order_of_the_scan(n, reverse):
     at = scan_parts._last_large(jaxpr)
     scan = scan_parts.scan_of(jaxpr.eqns[at])
     assert scan.reverse is reverse
-    ranges = scan_parts._ranges(jaxpr, at, scan)
+    ranges = scan_parts._ranges(jaxpr, at, scan, False)
     rows = [k for begin, end in ranges for k in (range(end - 1, begin - 1, -1) if reverse else range(begin, end))]
     assert rows == [*range(n)][:: -1 if reverse else 1] and 2 <= len(ranges) <= 8

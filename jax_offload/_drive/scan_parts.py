@@ -79,7 +79,7 @@ def with_scan_in_parts(step: Staged) -> Staged:
         return step
     eqn, scan = jaxpr.eqns[at], scan_of(jaxpr.eqns[at])
     assert scan is not None
-    stacks, ranges = _stacks(step, jaxpr, scan), _ranges(jaxpr, at, scan)
+    stacks, ranges = _stacks(step, jaxpr, scan), _ranges(jaxpr, at, scan, _begins_before(step, jaxpr, at))
     if not ranges or not any(len(ends_of_piece(stack.piece)) > 1 for stack in stacks):
         return step
     found = _in_parts(eqn, scan, stacks, ranges)
@@ -116,13 +116,24 @@ def _can_be_in_parts(eqn: Equation) -> bool:
     return not any(is_host_aval(aval) or typed_sharding(aval) is not None for aval in every)
 
 
-def _ranges(jaxpr: Jaxpr, at: int, scan: Scan) -> Ranges:
-    """Rows of each part, in the order in which the scan comes to them: as many parts as ``cuts_of`` makes programs."""
+def _begins_before(step: Staged, jaxpr: Jaxpr, at: int) -> bool:
+    """Whether the cores read a gradient that is there before the scan begins, of a head say."""
+    wanted = {v for stage in step.stages[1:] if stage.on_cores for v in stage.reads}
+    wanted |= {v for piece in step.stages[0].pieces if isinstance(piece, InTurn) for v in variables(piece.inputs)}
+    return any(v in wanted and is_sent(v.aval) for eqn in jaxpr.eqns[:at] for v in eqn.outvars)
+
+
+def _ranges(jaxpr: Jaxpr, at: int, scan: Scan, begun: bool) -> Ranges:
+    """Rows of each part, in the order in which the scan comes to them: as few as ``cuts_of`` makes a program of.
+
+    ``begun``: whether an earlier program is cut off ahead of the scan.
+    """
     own, total = flops(jaxpr.eqns[at]), sum(map(flops, jaxpr.eqns))
     before, n = sum(map(flops, jaxpr.eqns[:at])), scan.length
     for rows in range(1, -(-n // 2) + 1):
         each = own * rows / n
-        if own and each >= max((total - before - each) / (MOST - 1), LEAST * total):
+        left = total - before - (0 if begun else each)
+        if own and each >= max(left / (MOST - 1), LEAST * total):
             begins = range(n, 0, -rows) if scan.reverse else range(0, n, rows)
             return tuple((max(k - rows, 0), k) if scan.reverse else (k, min(k + rows, n)) for k in begins)
     return ()

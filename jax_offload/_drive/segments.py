@@ -113,18 +113,29 @@ def _cut(step: Staged, uncut: Staged, donated: Set[Var], division: Division) -> 
     cuts = cuts_of(jaxpr, ready, reads, *bounds, division)
     if not cuts:
         return uncut, LITTLE_LEFT
-    (whole, *later), _ = peaks(uncut, donated, division)
-    most = max(min(whole), *map(max, later), 0) * (TOLERANCE if division.devices == 1 else SPARES)
+    allowed, times = _allowed(step, uncut, donated, division), TOLERANCE if division.devices == 1 else SPARES
     while cuts:
         segments = _segments(jaxpr, pass_, others, defs, cuts)
         stages = [*_interleaved(segments, cuts, groups, ready), *rest[len(groups) :]] if on_disk else [*segments, *rest]
         found = dataclasses.replace(step, stages=stages)
         each, segment = peaks(found, donated, division)
-        worst = max(range(len(each)), key=lambda k: max(each[k]))
-        if max(each[worst]) <= most:
+        beyond = [max(n - times * most for n, most in zip(own, allowed, strict=True)) for own in each]
+        worst = max(range(len(each)), key=beyond.__getitem__)
+        if beyond[worst] <= 0:
             return found, ""
         del cuts[min(segment[worst], len(cuts) - 1)]
     return uncut, PEAK if division.devices == 1 else PERHAPS
+
+
+def _allowed(step: Staged, uncut: Staged, donated: Set[Var], division: Division) -> tuple[float, float]:
+    """The estimates that no program's may exceed, in the order of the trace and with all as early as it can be.
+
+    The least of both for both, where a cut changes what is made when. Parts of a scan are the scan's own iterations, so
+    that what is around it is as it was: each of its own kind.
+    """
+    (whole, *later), _ = peaks(uncut, donated, division)
+    least = max(min(whole), *map(max, later), 0)
+    return (least, least) if step is uncut else whole
 
 
 def _parts(piece: Piece) -> list[Var]:

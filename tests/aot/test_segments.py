@@ -17,7 +17,7 @@ from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, is_host_aval
 from jax_offload._drive import run
 from jax_offload._drive.cores import Cores
 from jax_offload._drive.run import Driven
-from jax_offload._drive.segments import PEAK, TOGETHER
+from jax_offload._drive.segments import PEAK
 from jax_offload._drive.stages import BEFORE, GROUP
 from jax_offload._interop.xla_options import options_for_sending
 from tests.aot.harness import H200, MIB, measure, mesh_for, require
@@ -195,7 +195,11 @@ def beside(monkeypatch):
         ("GPT", 0.5, 5, 11464, 7402),
         ("GPT, checkpointed", "host", 5, 2646, 2645),
         ("convolutions", "host", 2, 2450, 2449),
-        ("scanned, a head", "host", 2, 11264, 10496),
+        ("scanned", "host", 6, 8832, 8256),
+        ("scanned, a head", "host", 4, 11264, 10496),
+        ("scanned, few tokens", "host", 8, 3616, 2080),
+        ("scanned GPT", "host", 5, 16350, 15931),
+        ("scanned GPT, checkpointed", "host", 5, 3221, 2645),
     ],
 )
 def test_peak(name, share, programs, one, several, beside):
@@ -220,9 +224,24 @@ def test_peak_of_a_state_on_disk(name, programs, one, several, beside, tmp_path)
     check((name, "disk"), one, (programs, several), disk=jo.disk(tmp_path))
 
 
-@pytest.mark.parametrize(("name", "share", "why"), [("scanned", "host", TOGETHER), ("MLP, few tokens", 0.3, PEAK)])
-def test_what_stays_one_program(name, share, why, beside):
-    assert driven(name, True, update_on=share).one_program == why
+def test_rows_go_down_inside_a_part_of_a_scan(beside):
+    """Each beside the next matmul, into host memory that nothing has filled; on the device there is one at a time."""
+    require(H200)
+    found = driven("scanned", True, update_on="host")
+    task, program = found._tasks[1]
+    places = [here().with_memory_kind(HOST_KIND if is_host_aval(v.aval) else DEVICE_KIND) for v in task.outputs]
+    operands = tuple(of(v.aval.shape, v.aval.dtype) for v in task.inputs)
+    options = options_for_sending("cuda")
+    compiled = measure(H200, program.__wrapped__, operands, task.reused, places, options)
+    (row,) = (nbytes(v.aval) / 2 / MIB for v in task.outputs if is_host_aval(v.aval))
+    assert (row, compiled.stored, compiled.host_temp) == (64, 2 * row, 0)
+    activations = nbytes(operands[-1]) / MIB
+    assert compiled.temp <= 2 * activations + 1.01 * row and "AllocateBuffer" in compiled.text
+    assert compiled.timeline("h200").exposed < 1e-4
+
+
+def test_what_stays_one_program(beside):
+    assert driven("MLP, few tokens", True, update_on=0.3).one_program == PEAK
 
 
 def on_two(name, share, spec, segments):
