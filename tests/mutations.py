@@ -137,6 +137,10 @@ MUTATIONS = [
     Mutation("nobody waits for the one before", "_disk/queues.py", "before = [self._last[group]] if group in self._last else []", "before = []", DISK),
     Mutation("the state stays on the device", "_offload.py", "[leaf.host for leaf in plan]))", "[False for leaf in plan]))", "test_placement.py"),
     Mutation("rows go up to the first place", "_drive/by_parts.py", "x.view(v.aval.dtype), at, into[v])", "x.view(v.aval.dtype), 0, into[v])", "test_row_groups.py"),
+    Mutation("rows go up beside the pass", "_drive/row_groups.py", "-(-n * (k + 1 - of.last) // (n - of.last)) if k >= of.last else 0", "k + 1", "test_scan_parts.py"),
+    Mutation("a part's rows stay on the device", "_drive/scan_parts.py", ">= LEAST_ROW else row", "< 0 else row", "test_scan_parts.py -k 'programs'"),
+    Mutation("a reversed scan begins with the first row", "_drive/scan_parts.py", "jnp.uint32(end - 1) - k if scan.reverse", "jnp.uint32(begin) + k if scan.reverse", "test_scan_parts.py -k plain"),
+    Mutation("a gradient that is returned goes down", "_drive/scan_parts.py", " or {result, gradient} & returned:", ":", "test_scan_parts.py -k stays"),
     Mutation("what fills no tile is not stored", "_plan/plan.py", "else ((0, full), (full, rows))", "else ((0, full),)", "test_plan.py -k tile"),
     Mutation("a second norm is in one piece", "_ir/branches.py", "on | reduced))  # what", "on))  # what", "unit/test_branches.py"),
 ]  # fmt: skip
