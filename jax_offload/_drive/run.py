@@ -92,7 +92,9 @@ class Driven:
         self.by_rows = bool(by_rows)
         in_files = bool(self._reads) and on_accelerators(self._devices) and not any(s.on_cores for s in found.stages)
         if segments and (self._cores.cpu is not None or in_files):
-            self._step, self.one_program = found, _ = self.in_segments()
+            self._step, self.one_program = found, _ = self.in_segments(
+                any(device.platform == "tpu" for device in self._devices)
+            )
         self._compiled: dict[Hashable, Jit] = {}
         at_once = {v for s in found.stages if any(isinstance(p, Joined) for p in s.pieces) for v in s.reads}
         by_rows = {v: ends for v, ends in by_rows.items() if v not in at_once}
@@ -130,16 +132,17 @@ class Driven:
     def consts(self) -> dict[Var, Any]:
         return dict(zip(self._step.inputs, self._step.consts, strict=False))
 
-    def in_segments(self) -> tuple[Staged, str]:
+    def in_segments(self, rounds: bool) -> tuple[Staged, str]:
         """The step with the pass before its update in several programs, or as it is, and why.
 
         That is for the cores beside an accelerator: on a CPU their loops update in place what a later program may read.
+        ``rounds``: whether its matmuls round float32 to bfloat16.
         """
         if len(self._devices) > 1 and self._reads:
             return self._step, ON_DEVICES
         if len({device.process_index for device in self._devices}) > 1:
             return self._step, ON_PROCESSES
-        return in_segments(self._step, self._donated, self._division)
+        return in_segments(self._step, self._donated, self._division, rounds)
 
     def _place(self, v: Var) -> Sharding:
         """Where on the accelerators a value lives; one that is no argument's next value on all of them."""

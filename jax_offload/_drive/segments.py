@@ -48,7 +48,9 @@ TOLERANCE = 1.001  # a loss that is handed on is no more memory
 SPARES = 0.9
 
 
-def in_segments(step: Staged, donated: Set[Var], division: Division = ALONE) -> tuple[Staged, str]:
+def in_segments(
+    step: Staged, donated: Set[Var], division: Division = ALONE, rounds: bool = False
+) -> tuple[Staged, str]:  # fmt: skip
     """The step with its first program in several, where groups of the update have their gradients early; and why not.
 
     Groups of the cores follow all segments: these are under way by then, and each group waits for its gradients alone.
@@ -59,6 +61,8 @@ def in_segments(step: Staged, donated: Set[Var], division: Division = ALONE) -> 
       step: its stages; the first has the pass as its first piece.
       donated: what of its inputs is.
       division: of its arrays between devices.
+      rounds: whether matmuls round float32 to bfloat16, as on a TPU: what a loop stacks for another one takes half
+        then, but not what one program hands to another.
     """
     first, rest = step.stages[0], step.stages[1:]
     pass_ = first.pieces[0] if first.pieces else None
@@ -67,12 +71,13 @@ def in_segments(step: Staged, donated: Set[Var], division: Division = ALONE) -> 
         return step, NO_GROUPS
     if any(eqn.effects for eqn in pass_.jaxpr.eqns):
         return step, EFFECTS
-    alone = division.devices == 1 and not on_disk
+    alone, why = division.devices == 1 and not on_disk, ""
     if alone and (in_parts := with_scan_in_parts(step)) is not step:
-        found, why = _cut(in_parts, step, donated, division)
+        found, why = _cut(in_parts, step, donated, division, rounds)
         if not why and _are_apart(found):
             return found, ""
-    return _cut(step, step, donated, division)
+    found, whole = _cut(step, step, donated, division, rounds)
+    return found, PEAK if (why, whole) == (PEAK, TOGETHER) else whole
 
 
 def _groups(step: Staged) -> list[Stage]:
@@ -89,7 +94,9 @@ def _are_apart(step: Staged) -> bool:
     return all(len({maker[v] for v in variables(piece.inputs)}) > 1 for piece in joined)
 
 
-def _cut(step: Staged, uncut: Staged, donated: Set[Var], division: Division) -> tuple[Staged, str]:
+def _cut(
+    step: Staged, uncut: Staged, donated: Set[Var], division: Division, rounds: bool
+) -> tuple[Staged, str]:  # fmt: skip
     """A step with its first program in several, which take no more memory than that of the same step ``uncut``."""
     groups, (first, *rest) = _groups(step), step.stages
     pass_, *others = first.pieces
@@ -113,12 +120,12 @@ def _cut(step: Staged, uncut: Staged, donated: Set[Var], division: Division) -> 
     cuts = cuts_of(jaxpr, ready, reads, *bounds, division)
     if not cuts:
         return uncut, LITTLE_LEFT
-    allowed, times = _allowed(step, uncut, donated, division), TOLERANCE if division.devices == 1 else SPARES
+    allowed, times = _allowed(step, uncut, donated, division, rounds), TOLERANCE if division.devices == 1 else SPARES
     while cuts:
         segments = _segments(jaxpr, pass_, others, defs, cuts)
         stages = [*_interleaved(segments, cuts, groups, ready), *rest[len(groups) :]] if on_disk else [*segments, *rest]
         found = dataclasses.replace(step, stages=stages)
-        each, segment = peaks(found, donated, division)
+        each, segment = peaks(found, donated, division, rounds)
         beyond = [max(n - times * most for n, most in zip(own, allowed, strict=True)) for own in each]
         worst = max(range(len(each)), key=beyond.__getitem__)
         if beyond[worst] <= 0:
@@ -127,13 +134,15 @@ def _cut(step: Staged, uncut: Staged, donated: Set[Var], division: Division) -> 
     return uncut, PEAK if division.devices == 1 else PERHAPS
 
 
-def _allowed(step: Staged, uncut: Staged, donated: Set[Var], division: Division) -> tuple[float, float]:
+def _allowed(
+    step: Staged, uncut: Staged, donated: Set[Var], division: Division, rounds: bool
+) -> tuple[float, float]:  # fmt: skip
     """The estimates that no program's may exceed, in the order of the trace and with all as early as it can be.
 
     The least of both for both, where a cut changes what is made when. Parts of a scan are the scan's own iterations, so
     that what is around it is as it was: each of its own kind.
     """
-    (whole, *later), _ = peaks(uncut, donated, division)
+    (whole, *later), _ = peaks(uncut, donated, division, rounds)
     least = max(min(whole), *map(max, later), 0)
     return (least, least) if step is uncut else whole
 
@@ -143,7 +152,7 @@ def _parts(piece: Piece) -> list[Var]:
 
 
 def peaks(
-    step: Staged, donated: Set[Var], division: Division = ALONE
+    step: Staged, donated: Set[Var], division: Division = ALONE, rounds: bool = False
 ) -> tuple[list[tuple[int, int]], list[int]]:  # fmt: skip
     """Of each of the first programs, segments and groups of a state on disk, an estimate of the device memory while it
     runs, in the order of its trace and with all as early as it can be, with what lies beside it for others; and the
@@ -156,7 +165,7 @@ def peaks(
             own = _with_results(task)
             reused = {task.inputs[k] for k in task.reused}
             free = [isinstance(v, Var) and v in reused for v in task.stage.pieces[0].inputs]
-            two = (peak(own, free, early=early, division=division) for early in (False, True))
+            two = (peak(own, free, early=early, division=division, rounds=rounds) for early in (False, True))
             found.append((beside + next(two), beside + next(two)))
             segment.append(segment[-1] + 1 if segment else 0)
         elif task.stage.name == GROUP:  # its state as it comes, and as it goes

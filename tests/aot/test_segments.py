@@ -244,6 +244,12 @@ def test_what_stays_one_program(beside):
     assert driven("MLP, few tokens", True, update_on=0.3).one_program == PEAK
 
 
+def test_a_tpu_keeps_half_of_what_a_scan_stacks(beside):
+    """As nothing but matmuls reads it, in one program; between two it is float32."""
+    found = driven("scanned", False, update_on="host")
+    assert [found.in_segments(rounds)[1] for rounds in (False, True)] == ["", PEAK]
+
+
 def on_two(name, share, spec, segments):
     """A step on two devices, its batch divided, and where its arguments are."""
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
