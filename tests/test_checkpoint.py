@@ -279,6 +279,42 @@ def test_training_goes_on_alike_after_a_restore(tmp_path):
     assert_placed(back, tree)
 
 
+@pytest.mark.parametrize("share", ["host", 0.3])
+def test_what_the_cores_update(share, tmp_path, writer):
+    """Saved beside donated steps, whose loops write in its memory, it comes back bit for bit: into the same optimizer,
+    with which training goes on alike, and into one whose state the device updates."""
+    params = jax.device_put({k: jnp.ones((64, 64)) / 8 for k in "abc"}, jax.devices()[0])
+    txs = [jo.offload(optax.adamw(1e-2), min_bytes=0, update_on=on) for on in (share, "device")]
+
+    def loss(params, x):
+        return ((x @ params["a"] @ params["b"] @ params["c"]) ** 2).mean()
+
+    @partial(jo.jit, donate_argnums=0)
+    def step(tree, x):
+        grads = jax.grad(loss)(tree["params"], x)
+        params, state = jo.update_params(txs[0], grads, tree["opt_state"], tree["params"])
+        return {"params": params, "opt_state": state}
+
+    tree = {"params": params, "opt_state": txs[0].init(params)}
+    with ocp.CheckpointManager(tmp_path) as manager:
+        for i in range(4):
+            if i == 2:
+                expected = as_numpy(tree)
+                manager.save(i, args=jo.save_args(tree))
+                assert writer.waiting.wait(30)
+            tree = step(tree, jnp.full((4, 64), i + 1.0))
+        writer.set()
+        manager.wait_until_finished()
+        for tx in reversed(txs):
+            target = {"params": target_of(tree["params"]), "opt_state": jo.abstract_state(tx, tree["params"])}
+            back = jo.restore(manager, target)
+            assert_same(as_numpy(back), expected)
+            assert_placed(back, target)
+    for i in range(2, 4):
+        back = step(back, jnp.full((4, 64), i + 1.0))
+    assert_same(back, tree)
+
+
 def test_a_flax_train_state(tmp_path, writer):
     """A whole ``TrainState`` saved while its next steps run in the same memory, and restored onto itself."""
     tx, tree, _ = small()

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import jax_offload as jo
-from jax_offload._drive import by_parts, loops, row_groups, run
+from jax_offload._drive import by_parts, loops, row_groups, run, segments
 from jax_offload._drive.cores import Cores
 from tests.support.optimizers import assert_same, copied
 
@@ -32,6 +32,7 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(optax.linear_s
 def beside(monkeypatch):
     monkeypatch.setattr(run, "cores_beside", lambda devices: Cores(jax.devices()[1]))
     monkeypatch.setattr(row_groups, "GROUP_BYTES", 3 * ROW)  # of eight layers three, three and two
+    monkeypatch.setattr(segments, "with_scan_in_parts", lambda step: step)  # test_scan_parts.py
 
 
 def model(dtype=jnp.float32):

@@ -134,9 +134,14 @@ def on_abstract(x: Any) -> bool:
 
 
 def first_program(
-    step: ClosedJaxpr, leaves: Sequence[Any], donated: Sequence[bool], shown: Sequence[Any] | None = None
+    step: ClosedJaxpr,
+    leaves: Sequence[Any],
+    donated: Sequence[bool],
+    shown: Sequence[Any] | None = None,
+    rounds: bool = False,
 ) -> First:
-    """Of a traced step, with its flat arguments; ``shown``: these, with what is on disk in the place of its tokens.
+    """Of a traced step, with its flat arguments; ``shown``: these, with what is on disk in the place of its tokens;
+    ``rounds``: whether matmuls round float32 to bfloat16.
 
     Raises:
       ValueError: it cannot be driven.
@@ -165,7 +170,7 @@ def first_program(
     hosted = [is_host_aval(v.aval) for v in task.outputs] + [True for _ in task.down]
     out = [_in(device, HOST_KIND if host else DEVICE_KIND) for host in hosted]
     taken = {*wanted}
-    several, why_one = driven.in_segments()
+    several, why_one = driven.in_segments(rounds)
     return First(
         jax.jit(before, donate_argnums=0, out_shardings=out),
         (given[0], given[1]),

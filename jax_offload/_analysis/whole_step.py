@@ -116,7 +116,8 @@ def of_step(
         moved = dataclasses.replace(moved, files=dataclasses.replace(moved.files, depth=depth))
         with step_described():
             own = traced(base, *filed) if moved.files.groups else driven
-        first = first_program(own, [x for x in jax.tree.leaves(filed) if hasattr(x, "dtype")], given_away, leaves)
+        arrays = [x for x in jax.tree.leaves(filed) if hasattr(x, "dtype")]
+        first = first_program(own, arrays, given_away, leaves, setting.rounds)
         options.insert(1, of_this.driven("step = jo.jit(step, donate_argnums=...)", moved, first, given_away))
         starts += [first.starts] if moved.cores.dram or moved.files.groups else []
     notes = ["every argument that a result is like counts as donated"]

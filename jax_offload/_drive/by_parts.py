@@ -13,10 +13,10 @@ Beside one accelerator a large leaf goes by groups of rows where its gradient do
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
-from itertools import pairwise
+from itertools import zip_longest
 from typing import Any
 
 import jax
@@ -29,11 +29,12 @@ from jax_offload._drive.cores import is_sent, one_of
 from jax_offload._drive.loop_source import LoopSource, as_scalar, stored_type
 from jax_offload._drive.loops import Kernel, aligned, calls_of, independent, loops_of, work
 from jax_offload._drive.one_pass import handed_over, over_of, view_of, written_by
-from jax_offload._drive.pieces import Piece
-from jax_offload._drive.row_groups import Rows, begun, written
+from jax_offload._drive.pieces import Joined, Piece
+from jax_offload._drive.row_groups import Copied, Parts, Rows, begun, due, ends_of_piece, written
 from jax_offload._drive.stages import Stage
 from jax_offload._drive.tasks import Task
 
+BY_ROWS = (Rows, Parts)  # what comes in groups of rows
 WRITABLE = ("cpu", "gpu", "cuda", "rocm")
 Box = tuple[tuple[int, int], ...]  # from where to where, along each axis
 
@@ -49,6 +50,7 @@ class ByParts:
       up: results that go to the accelerators at once; the others stay in host memory.
       kernels: of each piece its loop.
       into: results that go up -> what they are written into, where that comes by rows.
+      joined: gradients that are there in parts.
 
     Attributes:
       written: inputs that results are written over, where they are divided as these.
@@ -62,51 +64,64 @@ class ByParts:
         up: Set[Var],
         kernels: Sequence[tuple[Kernel, LoopSource]],
         into: Mapping[Var, Var],
+        joined: Sequence[Joined] = (),
     ) -> None:
         self._pieces, self._inputs, self._outputs, self._up, self._kernels = pieces, inputs, outputs, up, kernels
-        self._into = into
+        self._into, self._joined = into, joined
+        self._rows = {v: ends_of_piece(p)[0] for p in pieces for v in variables(p.inputs)}  # of a group
         self._levels = independent(pieces)
         each = zip(pieces, kernels, strict=True)
         self.written = [v for piece, (_, source) in each for v in written_by(piece, source).values()]
 
     def __call__(self, *operands: Any) -> list[Any]:
         env = dict(zip(self._inputs, operands, strict=True))
+        for piece in self._joined:
+            (v,) = piece.outputs
+            env[v] = Parts([env[x] for x in variables(piece.inputs)], piece.ranges, self._rows[v])
         for together in self._levels:
-            by_rows = [k for k in together if any(isinstance(env[v], Rows) for v in variables(self._pieces[k].inputs))]
+            by_rows = [
+                k for k in together if any(isinstance(env[v], BY_ROWS) for v in variables(self._pieces[k].inputs))
+            ]
             started = [_started(*self._kernels[k], self._pieces[k], env) for k in together if k not in by_rows]
             work([part for parts, _ in started for part in parts])
             for _, by_box in started:
                 env.update((v, make(DEVICE_KIND if v in self._up else HOST_KIND)) for v, make in by_box.items())
-            for k in by_rows:
-                env.update(self._by_rows(*self._kernels[k], self._pieces[k], env))
+            runs = [self._by_rows(*self._kernels[k], self._pieces[k], env) for k in by_rows]
+            for _ in zip_longest(*runs):  # of all leaves the first part of their gradients, and then the next
+                pass
         return [env[v] for v in self._outputs]
 
-    def _by_rows(
-        self, kernel: Kernel, source: LoopSource, piece: Piece, env: Mapping[Var, Any]
-    ) -> dict[Var, jax.Array]:  # fmt: skip
-        """The results of a piece that is updated in groups of rows."""
+    def _by_rows(self, kernel: Kernel, source: LoopSource, piece: Piece, env: dict[Var, Any]) -> Iterator[None]:
+        """Updates a piece in groups of rows, and stops ahead of each part of its gradient."""
         given = [v.val if isinstance(v, Literal) else env[v] for v in piece.inputs]
         scalars = [as_scalar(one_of(given[i])) for i in source.scalars]
-        rows = {i: x for i in source.arrays if isinstance(x := given[i], Rows)}
+        rows = {i: x for i in source.arrays if isinstance(x := given[i], BY_ROWS)}
         like, over = next(iter(rows.values())), source.over.values()
-        here = {i: next(iter(_parts(given[i], i in over).values())) for i in source.arrays if i not in rows}
+        whole = {i: x.there if isinstance(x := given[i], Copied) else x for i in source.arrays if i not in rows}
+        here = {i: next(iter(_parts(x, i in over).values())) for i, x in whole.items()}
         own = [v for k, v in enumerate(piece.outputs) if k not in source.over]
         stay = {v: aligned(v.aval.shape, v.aval.dtype) for v in own if v not in self._up}
-        into = {v: rows.get(piece.inputs.index(self._into[v])) if v in self._into else None for v in own}
-        up = {v: begun(v.aval, like, into[v]) for v in own if v in self._up}
-        for k, (begin, end) in enumerate(pairwise((0, *like.ends))):
+        into = {v: given[piece.inputs.index(self._into[v])] if v in self._into else None for v in own}
+        up, waiting, gone = dict[Var, jax.Array](), deque[tuple[int, dict[Var, Any]]](), 0
+        for k, (begin, end) in enumerate(like.groups):
+            if isinstance(like, Parts) and like.is_first(k):
+                yield
             values = [rows[i].taken(k) if i in rows else here[i][begin:end] for i in source.arrays]
-            results = {v: aligned((end - begin, *v.aval.shape[1:]), v.aval.dtype) for v in up}
+            results = {v: aligned((end - begin, *v.aval.shape[1:]), v.aval.dtype) for v in own if v in self._up}
             arrays = [
                 *map(_flat, values),
                 *((stay[v][begin:end] if v in stay else results[v]).reshape(-1) for v in own),
             ]
             work(calls_of(kernel, arrays[0].size, [*arrays, *scalars]))
-            for v, x in results.items():
-                up[v] = written(up[v], x.view(v.aval.dtype), begin, into[v])
-        place = with_kind(like.array.sharding, HOST_KIND)
-        up |= {v: jax.device_put(x.view(v.aval.dtype), place, may_alias=True) for v, x in stay.items()}
-        return up | {piece.outputs[k]: given[i] for k, i in source.over.items()}
+            waiting.append((begin, results))
+            while gone < due(like, k):
+                (at, new), gone = waiting.popleft(), gone + 1
+                for v, x in new.items():
+                    to = up[v] if v in up else begun(v.aval, like, into[v])
+                    up[v] = written(to, x.view(v.aval.dtype), at, into[v])
+        place = with_kind(like.place, HOST_KIND)
+        env |= {v: jax.device_put(x.view(v.aval.dtype), place, may_alias=True) for v, x in stay.items()}
+        env |= up | {piece.outputs[k]: given[i] for k, i in source.over.items()}
 
 
 def by_parts(task: Task, next_of: Mapping[Var, Var], own: Set[Var]) -> ByParts | None:
@@ -116,11 +131,13 @@ def by_parts(task: Task, next_of: Mapping[Var, Var], own: Set[Var]) -> ByParts |
       next_of: result -> what it is the next value of.
       own: what may be written over.
     """
-    pieces = task.stage.pieces
+    joined = [piece for piece in task.stage.pieces if isinstance(piece, Joined)]
+    pieces = [piece for piece in task.stage.pieces if not isinstance(piece, Joined)]
     found = loops_of(pieces, [over_of(piece, pieces, next_of, own & task.free) for piece in pieces])
     up = {v for v in task.up if not is_host_aval(v.aval)}
-    into = {v: old for v in up if (old := next_of.get(v)) in task.by_rows and old in task.free and _are_alike(v, old)}
-    return None if found is None else ByParts(pieces, task.inputs, task.outputs, up, found, into)
+    by_rows = {*task.by_rows, *task.copied}
+    into = {v: old for v in up if (old := next_of.get(v)) in by_rows and old in task.free and _are_alike(v, old)}
+    return None if found is None else ByParts(pieces, task.inputs, task.outputs, up, found, into, joined)
 
 
 def _are_alike(v: Var, old: Var) -> bool:

@@ -13,7 +13,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,7 @@ LEFT = 1 / 16  # of the pass's arithmetic, that hides nothing worth the name
 LOOPS = ("scan", "while")
 
 Ends = tuple[int, ...]
+Range = tuple[int, int]
 
 
 def ends_of(shape: Sequence[int], state: int) -> Ends:
@@ -56,8 +57,8 @@ def come_by_rows(step: Staged) -> dict[Var, Ends]:
     read_by = Counter(v for s in step.stages if s.on_cores for p in s.pieces for v in {*variables(p.inputs)})
     late = {*step.inputs} | _made_last(step.stages[0])
     for stage in (s for s in step.stages if s.on_cores):
-        each = [(piece, _of_piece(piece)) for piece in stage.pieces]
-        if all(len(ends) < 2 for _, ends in each) or not all(map(_is_loop, stage.pieces)):
+        each = [(piece, ends_of_piece(piece)) for piece in stage.pieces]
+        if all(len(ends) < 2 for _, ends in each) or not all(map(is_loop, stage.pieces)):
             continue
         for piece, ends in each:
             sent = [v for v in {*variables(piece.inputs)} if is_sent(v.aval) and not is_host_aval(v.aval)]
@@ -66,11 +67,13 @@ def come_by_rows(step: Staged) -> dict[Var, Ends]:
     return found
 
 
-def _is_loop(piece: Piece) -> bool:
+def is_loop(piece: Piece) -> bool:
+    """Whether the cores update it as a loop of elements."""
     return piece.jaxpr is not None and loop_source(piece.jaxpr, {}) is not None
 
 
-def _of_piece(piece: Piece) -> Ends:
+def ends_of_piece(piece: Piece) -> Ends:
+    """Where the groups of the rows that it updates end."""
     state = sum(nbytes(v.aval) for v in variables(piece.inputs) if is_host_aval(v.aval))
     return ends_of(piece.outputs[0].aval.shape, state)
 
@@ -110,7 +113,16 @@ class Rows:
 
     array: jax.Array
     ends: Ends
+    last: ClassVar[int] = 0  # of its groups, the first that comes when the pass is over
     _sent: list[jax.Array | None] = dataclasses.field(default_factory=list[jax.Array | None])
+
+    @property
+    def groups(self) -> Sequence[Range]:
+        return [*itertools.pairwise((0, *self.ends))]
+
+    @property
+    def place(self) -> Sharding:
+        return self.array.sharding
 
     def send(self, last: int) -> None:
         """All groups up to one start on their way."""
@@ -125,14 +137,64 @@ class Rows:
         return np.asarray(there)
 
 
-def begun(aval: Aval, like: Rows, over: Rows | None) -> jax.Array:
+class Parts:
+    """A gradient in host memory in several arrays, each of some rows, which come one after the other.
+
+    Args:
+      arrays: they.
+      ranges: of each its first row, and the one behind its last.
+      rows: of a group.
+
+    Attributes:
+      groups: of rows, in the order in which they come.
+      last: the first of them that comes when the pass is over.
+    """
+
+    def __init__(self, arrays: Sequence[jax.Array], ranges: Sequence[Range], rows: int) -> None:
+        self._of = list[tuple[jax.Array, int]]()
+        self.groups, self.last, self.place = list[Range](), 0, arrays[0].sharding
+        for x, (first, behind) in zip(arrays, ranges, strict=True):
+            self.last = len(self.groups)
+            for begin in range(first, behind, rows):
+                self.groups.append((begin, min(begin + rows, behind)))
+                self._of.append((x, first))
+
+    def taken(self, k: int) -> Any:
+        """A group, once its array is there."""
+        (begin, end), (x, first) = self.groups[k], self._of[k]
+        return np.asarray(x)[begin - first : end - first]
+
+    def is_first(self, k: int) -> bool:
+        """Whether it may have to be waited for: it is the first of its array."""
+        return k == 0 or self._of[k][0] is not self._of[k - 1][0]
+
+
+@dataclasses.dataclass
+class Copied:
+    """A parameter on the device, and its copy on the host: the cores read this, and new rows are written over that."""
+
+    array: jax.Array
+    there: jax.Array
+
+
+def due(of: Rows | Parts, k: int) -> int:
+    """How many groups' new rows may have gone up once one is updated.
+
+    What writes rows on the device is a program, and waits for the pass to be over: of the groups before, as many go up
+    beside each of the last ones as get all of them there with the last.
+    """
+    n = len(of.groups)
+    return -(-n * (k + 1 - of.last) // (n - of.last)) if k >= of.last else 0
+
+
+def begun(aval: Aval, like: Rows | Parts, over: Rows | Copied | None) -> jax.Array:
     """What new rows of a leaf are written into: the old ones, or a new array where these are."""
     if over is not None:
         return over.array
-    return jnp.zeros(aval.shape, aval.dtype, device=with_kind(like.array.sharding, DEVICE_KIND))
+    return jnp.zeros(aval.shape, aval.dtype, device=with_kind(like.place, DEVICE_KIND))
 
 
-def written(x: jax.Array, rows: Any, begin: int, over: Rows | None) -> jax.Array:
+def written(x: jax.Array, rows: Any, begin: int, over: Rows | Copied | None) -> jax.Array:
     """``x``, which is given away, with rows that are on their way up. ``over``: the same array, with rows to come."""
     new = _written(x.sharding)(x, jax.device_put(rows, x.sharding, may_alias=True), np.int32(begin))
     if over is not None:

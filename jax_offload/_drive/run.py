@@ -26,6 +26,7 @@ from jax_offload._drive.cores import Cores, cores_beside, on_accelerators
 from jax_offload._drive.files import files_of
 from jax_offload._drive.moving import Moving
 from jax_offload._drive.one_pass import Run, one_pass
+from jax_offload._drive.pieces import Joined
 from jax_offload._drive.row_groups import come_by_rows
 from jax_offload._drive.segments import ON_A_CPU, ON_DEVICES, ON_PROCESSES, in_segments
 from jax_offload._drive.stages import Staged, staged
@@ -91,8 +92,12 @@ class Driven:
         self.by_rows = bool(by_rows)
         in_files = bool(self._reads) and on_accelerators(self._devices) and not any(s.on_cores for s in found.stages)
         if segments and (self._cores.cpu is not None or in_files):
-            self._step, self.one_program = found, _ = self.in_segments()
+            self._step, self.one_program = found, _ = self.in_segments(
+                any(device.platform == "tpu" for device in self._devices)
+            )
         self._compiled: dict[Hashable, Jit] = {}
+        at_once = {v for s in found.stages if any(isinstance(p, Joined) for p in s.pieces) for v in s.reads}
+        by_rows = {v: ends for v, ends in by_rows.items() if v not in at_once}
         tasks = tasks_of(found, self._donated | {*self._reads}, by_rows)
         sent = {v for task in tasks for v in task.down}
         own = to_be_written(tasks, self._donated, self._places, self._devices)
@@ -127,16 +132,17 @@ class Driven:
     def consts(self) -> dict[Var, Any]:
         return dict(zip(self._step.inputs, self._step.consts, strict=False))
 
-    def in_segments(self) -> tuple[Staged, str]:
+    def in_segments(self, rounds: bool) -> tuple[Staged, str]:
         """The step with the pass before its update in several programs, or as it is, and why.
 
         That is for the cores beside an accelerator: on a CPU their loops update in place what a later program may read.
+        ``rounds``: whether its matmuls round float32 to bfloat16.
         """
         if len(self._devices) > 1 and self._reads:
             return self._step, ON_DEVICES
         if len({device.process_index for device in self._devices}) > 1:
             return self._step, ON_PROCESSES
-        return in_segments(self._step, self._donated, self._division)
+        return in_segments(self._step, self._donated, self._division, rounds)
 
     def _place(self, v: Var) -> Sharding:
         """Where on the accelerators a value lives; one that is no argument's next value on all of them."""
@@ -164,7 +170,7 @@ class Driven:
             return guarded([*(env[v] for v in task.outputs), *(to_host(env[v]) for v in task.down)], list(operands))
 
         program.__name__ = f"step_{stage.name}"
-        options = {"out_shardings": places, "compiler_options": self._options[bool(task.down)] or None}
+        options = {"out_shardings": places, "compiler_options": self._options[task.sends] or None}
         compiled = jax.jit(program, **({} if beside else {"donate_argnums": task.reused, **options}))
         compiled = without_mesh(compiled) if beside else compiled
         if key is not None:

@@ -16,7 +16,8 @@ from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Jaxpr, Literal, Var, jaxpr_like, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._drive.cuts import LEAST, LEAST_OF_FILES, MOST, MOST_OF_FILES, cuts_of, parts_of
-from jax_offload._drive.pieces import InTurn, Piece
+from jax_offload._drive.pieces import InTurn, Joined, Piece
+from jax_offload._drive.scan_parts import with_scan_in_parts
 from jax_offload._drive.stages import BEFORE, GROUP, Stage, Staged
 from jax_offload._drive.tasks import Task, tasks_of
 from jax_offload._ir.shares import structure
@@ -31,7 +32,10 @@ ON_DEVICES = "its state is on disk, and it runs on several devices"
 ON_PROCESSES = "it runs on devices of several processes"
 EFFECTS = "it has side effects"
 ALL_FIRST = "the update needs all gradients first, as clipping by their norm does"
-TOGETHER = "one group of the update, or one loop of the pass (a scan over layers), has all of the large gradients"
+TOGETHER = (
+    "one group of the update, or one loop of the pass, has all of the large gradients (a scan over layers is cut where "
+    "loops of one accelerator's cores update them and nothing else reads them)"
+)
 LITTLE_LEFT = "little of it is left when the first gradients are there"
 PEAK = "cut, it would take more device memory, by an estimate"
 
@@ -44,7 +48,9 @@ TOLERANCE = 1.001  # a loss that is handed on is no more memory
 SPARES = 0.9
 
 
-def in_segments(step: Staged, donated: Set[Var], division: Division = ALONE) -> tuple[Staged, str]:
+def in_segments(
+    step: Staged, donated: Set[Var], division: Division = ALONE, rounds: bool = False
+) -> tuple[Staged, str]:  # fmt: skip
     """The step with its first program in several, where groups of the update have their gradients early; and why not.
 
     Groups of the cores follow all segments: these are under way by then, and each group waits for its gradients alone.
@@ -55,46 +61,98 @@ def in_segments(step: Staged, donated: Set[Var], division: Division = ALONE) -> 
       step: its stages; the first has the pass as its first piece.
       donated: what of its inputs is.
       division: of its arrays between devices.
+      rounds: whether matmuls round float32 to bfloat16, as on a TPU: what a loop stacks for another one takes half
+        then, but not what one program hands to another.
     """
     first, rest = step.stages[0], step.stages[1:]
-    pass_, *others = first.pieces or (None,)
-    on_disk = [*itertools.takewhile(lambda s: s.name == GROUP, rest)]
-    groups = on_disk or [*itertools.takewhile(lambda s: s.on_cores, (s for s in rest if s.name != "device"))]
-    if first.name != BEFORE or pass_ is None or pass_.jaxpr is None or not groups:
+    pass_ = first.pieces[0] if first.pieces else None
+    on_disk = any(s.name == GROUP for s in rest[:1])
+    if first.name != BEFORE or pass_ is None or pass_.jaxpr is None or not _groups(step):
         return step, NO_GROUPS
-    jaxpr = pass_.jaxpr
-    if any(eqn.effects for eqn in jaxpr.eqns):
+    if any(eqn.effects for eqn in pass_.jaxpr.eqns):
         return step, EFFECTS
+    alone, why = division.devices == 1 and not on_disk, ""
+    if alone and (in_parts := with_scan_in_parts(step)) is not step:
+        found, why = _cut(in_parts, step, donated, division, rounds)
+        if not why and _are_apart(found):
+            return found, ""
+    found, whole = _cut(step, step, donated, division, rounds)
+    return found, PEAK if (why, whole) == (PEAK, TOGETHER) else whole
+
+
+def _groups(step: Staged) -> list[Stage]:
+    """The groups of the update that follow its first program at once."""
+    rest = step.stages[1:]
+    on_disk = [*itertools.takewhile(lambda s: s.name == GROUP, rest)]
+    return on_disk or [*itertools.takewhile(lambda s: s.on_cores, (s for s in rest if s.name != "device"))]
+
+
+def _are_apart(step: Staged) -> bool:
+    """Whether parts of a scan are in different programs."""
+    maker = {v: k for k, stage in enumerate(step.stages) for v in stage.makes}
+    joined = [piece for stage in step.stages for piece in stage.pieces if isinstance(piece, Joined)]
+    return all(len({maker[v] for v in variables(piece.inputs)}) > 1 for piece in joined)
+
+
+def _cut(
+    step: Staged, uncut: Staged, donated: Set[Var], division: Division, rounds: bool
+) -> tuple[Staged, str]:  # fmt: skip
+    """A step with its first program in several, which take no more memory than that of the same step ``uncut``."""
+    groups, (first, *rest) = _groups(step), step.stages
+    pass_, *others = first.pieces
+    jaxpr, on_disk = pass_.jaxpr, groups[0].name == GROUP
+    assert jaxpr is not None
     of_pass = {v for eqn in jaxpr.eqns for v in eqn.outvars}
     others = [part for piece in others for part in _without_gradients_first(piece, of_pass)]
     defs, ready = _produced_at(jaxpr, others), list[int]()
     for group in groups:  # some rows of a parameter are written after others
         ready.append(max((defs.get(v, 0) for v in group.reads), default=0))
         defs.update(dict.fromkeys(group.makes, ready[-1]))
+    reads = [{*group.reads} for group in groups]
+    for part in (v for group in groups for piece in group.pieces for v in _parts(piece)):
+        ready.append(defs[part])
+        reads.append({part})
     if len({*ready} - {0}) < 2:
-        return step, _why_at_once(jaxpr, others, groups)
+        return uncut, _why_at_once(jaxpr, others, groups)
     if 1 in division.weights.values():
-        return step, REPLICATED
+        return uncut, REPLICATED
     bounds = (MOST_OF_FILES, LEAST_OF_FILES) if on_disk else (MOST, LEAST)
-    cuts = cuts_of(jaxpr, ready, [{*s.reads} for s in groups], *bounds, division)
+    cuts = cuts_of(jaxpr, ready, reads, *bounds, division)
     if not cuts:
-        return step, LITTLE_LEFT
-    (uncut, *later), _ = peaks(step, donated, division)
-    most = max(min(uncut), *map(max, later), 0) * (TOLERANCE if division.devices == 1 else SPARES)
+        return uncut, LITTLE_LEFT
+    allowed, times = _allowed(step, uncut, donated, division, rounds), TOLERANCE if division.devices == 1 else SPARES
     while cuts:
         segments = _segments(jaxpr, pass_, others, defs, cuts)
         stages = [*_interleaved(segments, cuts, groups, ready), *rest[len(groups) :]] if on_disk else [*segments, *rest]
         found = dataclasses.replace(step, stages=stages)
-        each, segment = peaks(found, donated, division)
-        worst = max(range(len(each)), key=lambda k: max(each[k]))
-        if max(each[worst]) <= most:
+        each, segment = peaks(found, donated, division, rounds)
+        beyond = [max(n - times * most for n, most in zip(own, allowed, strict=True)) for own in each]
+        worst = max(range(len(each)), key=beyond.__getitem__)
+        if beyond[worst] <= 0:
             return found, ""
         del cuts[min(segment[worst], len(cuts) - 1)]
-    return step, PEAK if division.devices == 1 else PERHAPS
+    return uncut, PEAK if division.devices == 1 else PERHAPS
+
+
+def _allowed(
+    step: Staged, uncut: Staged, donated: Set[Var], division: Division, rounds: bool
+) -> tuple[float, float]:  # fmt: skip
+    """The estimates that no program's may exceed, in the order of the trace and with all as early as it can be.
+
+    The least of both for both, where a cut changes what is made when. Parts of a scan are the scan's own iterations, so
+    that what is around it is as it was: each of its own kind.
+    """
+    (whole, *later), _ = peaks(uncut, donated, division, rounds)
+    least = max(min(whole), *map(max, later), 0)
+    return (least, least) if step is uncut else whole
+
+
+def _parts(piece: Piece) -> list[Var]:
+    return variables(piece.inputs) if isinstance(piece, Joined) else []
 
 
 def peaks(
-    step: Staged, donated: Set[Var], division: Division = ALONE
+    step: Staged, donated: Set[Var], division: Division = ALONE, rounds: bool = False
 ) -> tuple[list[tuple[int, int]], list[int]]:  # fmt: skip
     """Of each of the first programs, segments and groups of a state on disk, an estimate of the device memory while it
     runs, in the order of its trace and with all as early as it can be, with what lies beside it for others; and the
@@ -107,7 +165,7 @@ def peaks(
             own = _with_results(task)
             reused = {task.inputs[k] for k in task.reused}
             free = [isinstance(v, Var) and v in reused for v in task.stage.pieces[0].inputs]
-            two = (peak(own, free, early=early, division=division) for early in (False, True))
+            two = (peak(own, free, early=early, division=division, rounds=rounds) for early in (False, True))
             found.append((beside + next(two), beside + next(two)))
             segment.append(segment[-1] + 1 if segment else 0)
         elif task.stage.name == GROUP:  # its state as it comes, and as it goes
@@ -202,4 +260,4 @@ def _why_at_once(jaxpr: Jaxpr, others: Sequence[Piece], groups: Sequence[Stage])
     defs = {v for eqn in jaxpr.eqns for v in eqn.outvars}
     pieces = [p for p in others if not isinstance(p, InTurn) and len(defs.intersection(variables(p.inputs))) > 1]
     several = {v for piece in pieces for v in piece.outputs}
-    return ALL_FIRST if len(groups) > 1 and all(several & {*s.reads} for s in groups) else TOGETHER
+    return ALL_FIRST if all(several & {*s.reads} for s in groups) else TOGETHER

@@ -10,7 +10,8 @@ from types import MappingProxyType
 from jax_offload._base.jaxprs import Var
 from jax_offload._base.memory import is_host_aval
 from jax_offload._drive.cores import is_sent
-from jax_offload._drive.stages import Stage, Staged
+from jax_offload._drive.pieces import Joined
+from jax_offload._drive.stages import BEFORE, Stage, Staged
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Task:
       reused: the places of inputs whose buffers results take.
       by_rows: of what the cores read, what they take in groups of rows -> where these end. It stays on the device
         until then.
+      copied: of what the cores read, what they write new rows over where it is.
     """
 
     stage: Stage
@@ -38,6 +40,13 @@ class Task:
     free: frozenset[Var]
     reused: tuple[int, ...]
     by_rows: Mapping[Var, Sequence[int]] = dataclasses.field(default_factory=dict[Var, Sequence[int]])
+    copied: frozenset[Var] = frozenset()
+
+    @property
+    def sends(self) -> bool:
+        """Whether it is a program of the device that copies to the host, and nothing from it."""
+        own = self.stage.name == BEFORE and any(is_host_aval(v.aval) for v in self.outputs)
+        return bool(self.down) or own
 
     @property
     def kind(self) -> Hashable:
@@ -77,7 +86,10 @@ def tasks_of(
         free = frozenset(over) - others
         reused = _reusable(inputs, free, outputs, sent if stage.on_cores else set())
         own = {v: by_rows[v] for v in inputs if v in by_rows} if stage.on_cores else {}
-        tasks.append(Task(stage, inputs, outputs, down, up, over, free, reused, own))
+        in_parts = any(isinstance(piece, Joined) for piece in stage.pieces)
+        copied = free & {step.next_of.get(v) for v in up} if in_parts else frozenset[Var]()
+        copied = frozenset(v for v in copied if is_sent(v.aval) and not is_host_aval(v.aval))
+        tasks.append(Task(stage, inputs, outputs, down, up, over, free, reused, own, copied))
     return tasks
 
 

@@ -11,7 +11,7 @@ from jax.sharding import Sharding
 from jax_offload._base.jaxprs import Var
 from jax_offload._drive.by_parts import taken_over
 from jax_offload._drive.cores import Cores
-from jax_offload._drive.row_groups import AHEAD, Rows
+from jax_offload._drive.row_groups import AHEAD, Copied, Rows
 from jax_offload._drive.tasks import Task
 
 
@@ -31,13 +31,16 @@ class Values:
         """What the cores are going to need starts on its way, as far as it is there."""
         for v in task.inputs if task.stage.on_cores else ():
             if v in self.here and v not in self._there:
-                by_rows = v in task.by_rows and isinstance(self.here[v], jax.Array)
-                self._there[v] = self._by_rows(v, task) if by_rows else self._cores.sent(self.here[v])
+                self._there[v] = self._sent(v, task)
 
-    def _by_rows(self, v: Var, task: Task) -> Rows:
-        found = Rows(self.here[v], tuple(task.by_rows[v]))
-        found.send(AHEAD - 1)
-        return found
+    def _sent(self, v: Var, task: Task) -> Any:
+        x = self.here[v]
+        if v in task.by_rows and isinstance(x, jax.Array):
+            rows = Rows(x, tuple(task.by_rows[v]))
+            rows.send(AHEAD - 1)
+            return rows
+        there = self._cores.sent(x)
+        return Copied(x, there) if v in task.copied and isinstance(x, jax.Array) else there
 
     def operands(self, task: Task, by_parts: bool) -> list[Any]:
         """What it takes: ``by_parts`` as it was sent, else, of the cores, whole."""
@@ -45,7 +48,7 @@ class Values:
         if not task.stage.on_cores:
             return [self.here[v] for v in task.inputs]
         there = (self._there[v] for v in task.inputs)
-        return [x if isinstance(x, Rows) else self._cores.lent(x, assembled=not by_parts) for x in there]
+        return [x if isinstance(x, (Rows, Copied)) else self._cores.lent(x, assembled=not by_parts) for x in there]
 
     def put(self, task: Task, results: Sequence[Any], place: Callable[[Var], Sharding]) -> None:
         n = len(task.outputs)

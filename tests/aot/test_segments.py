@@ -17,7 +17,7 @@ from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, is_host_aval
 from jax_offload._drive import run
 from jax_offload._drive.cores import Cores
 from jax_offload._drive.run import Driven
-from jax_offload._drive.segments import PEAK, TOGETHER
+from jax_offload._drive.segments import PEAK
 from jax_offload._drive.stages import BEFORE, GROUP
 from jax_offload._interop.xla_options import options_for_sending
 from tests.aot.harness import H200, MIB, measure, mesh_for, require
@@ -42,11 +42,15 @@ def mlp(layers, tokens, remat=False, width=4096):
     return loss, {f"w{k:02d}": of((width, width)) for k in range(layers)}, of((tokens, width))
 
 
-def gpt(remat=False, layers=8, width=2048, heads=16, batch=8, context=1024, vocab=32000, dtype=jnp.bfloat16):
-    """Plain attention, an embedding apart from the head."""
+def gpt(
+    remat=False, layers=8, width=2048, heads=16, batch=8, context=1024, vocab=32000, dtype=jnp.bfloat16, stacked=False
+):
+    """Plain attention, an embedding apart from the head; its layers one after the other, or ``stacked`` in a scan."""
     layer = {"qkv": (width, 3 * width), "o": (width, width), "up": (width, 11 * width // 4), "n1": (width,)}
     layer |= {"down": (11 * width // 4, width), "n2": (width,)}
     params = {f"l{k}": {name: of(shape, dtype) for name, shape in layer.items()} for k in range(layers)}
+    if stacked:
+        params = {"layers": {name: of((layers, *shape), dtype) for name, shape in layer.items()}}
     params |= {"embed": of((vocab, width), dtype), "head": of((width, vocab), dtype)}
 
     def norm(x, scale):
@@ -61,9 +65,11 @@ def gpt(remat=False, layers=8, width=2048, heads=16, batch=8, context=1024, voca
         return x + jax.nn.gelu(norm(x, p["n2"]) @ p["up"]) @ p["down"]
 
     def loss(params, tokens):
-        x = params["embed"][tokens]
-        for k in range(layers):
-            x = (jax.checkpoint(block) if remat else block)(x, params[f"l{k}"])
+        x, one = params["embed"][tokens], jax.checkpoint(block) if remat else block
+        if stacked:
+            x, _ = jax.lax.scan(lambda x, p: (one(x, p), None), x, params["layers"])
+        for k in range(0 if stacked else layers):
+            x = one(x, params[f"l{k}"])
         logits = (x @ params["head"]).astype(jnp.float32)[:, :-1]
         own = jnp.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
         return (jax.nn.logsumexp(logits, -1) - own).mean()
@@ -109,6 +115,9 @@ MODELS = {
     "convolutions": convolutions,
     "scanned": scanned,
     "scanned, a head": lambda: scanned(head=2**15),
+    "scanned, few tokens": lambda: scanned(24, tokens=512),
+    "scanned GPT": lambda: gpt(stacked=True),
+    "scanned GPT, checkpointed": lambda: gpt(remat=True, stacked=True),
 }
 
 
@@ -149,7 +158,7 @@ def peak(found):
             for v, s in zip(task.inputs, before, strict=True)
         ]
         if (own := of_program.get(program)) is None:
-            options = options_for_sending("cuda") if task.down else {}
+            options = options_for_sending("cuda") if task.sends else {}
             compiled = measure(H200, program.__wrapped__, tuple(operands), task.reused, after, options)
             assert compiled.host_temp == 0 and (compiled.loaded == 0 or task.stage.name == GROUP)
             own = of_program[program] = compiled.peak
@@ -186,7 +195,11 @@ def beside(monkeypatch):
         ("GPT", 0.5, 5, 11464, 7402),
         ("GPT, checkpointed", "host", 5, 2646, 2645),
         ("convolutions", "host", 2, 2450, 2449),
-        ("scanned, a head", "host", 2, 11264, 10496),
+        ("scanned", "host", 6, 8832, 8256),
+        ("scanned, a head", "host", 4, 11264, 10496),
+        ("scanned, few tokens", "host", 8, 3616, 2080),
+        ("scanned GPT", "host", 5, 16350, 15931),
+        ("scanned GPT, checkpointed", "host", 5, 3221, 2645),
     ],
 )
 def test_peak(name, share, programs, one, several, beside):
@@ -211,9 +224,30 @@ def test_peak_of_a_state_on_disk(name, programs, one, several, beside, tmp_path)
     check((name, "disk"), one, (programs, several), disk=jo.disk(tmp_path))
 
 
-@pytest.mark.parametrize(("name", "share", "why"), [("scanned", "host", TOGETHER), ("MLP, few tokens", 0.3, PEAK)])
-def test_what_stays_one_program(name, share, why, beside):
-    assert driven(name, True, update_on=share).one_program == why
+def test_rows_go_down_inside_a_part_of_a_scan(beside):
+    """Each beside the next matmul, into host memory that nothing has filled; on the device there is one at a time."""
+    require(H200)
+    found = driven("scanned", True, update_on="host")
+    task, program = found._tasks[1]
+    places = [here().with_memory_kind(HOST_KIND if is_host_aval(v.aval) else DEVICE_KIND) for v in task.outputs]
+    operands = tuple(of(v.aval.shape, v.aval.dtype) for v in task.inputs)
+    options = options_for_sending("cuda")
+    compiled = measure(H200, program.__wrapped__, operands, task.reused, places, options)
+    (row,) = (nbytes(v.aval) / 2 / MIB for v in task.outputs if is_host_aval(v.aval))
+    assert (row, compiled.stored, compiled.host_temp) == (64, 2 * row, 0)
+    activations = nbytes(operands[-1]) / MIB
+    assert compiled.temp <= 2 * activations + 1.01 * row and "AllocateBuffer" in compiled.text
+    assert compiled.timeline("h200").exposed < 1e-4
+
+
+def test_what_stays_one_program(beside):
+    assert driven("MLP, few tokens", True, update_on=0.3).one_program == PEAK
+
+
+def test_a_tpu_keeps_half_of_what_a_scan_stacks(beside):
+    """As nothing but matmuls reads it, in one program; between two it is float32."""
+    found = driven("scanned", False, update_on="host")
+    assert [found.in_segments(rounds)[1] for rounds in (False, True)] == ["", PEAK]
 
 
 def on_two(name, share, spec, segments):
@@ -246,7 +280,7 @@ def peak_on_two(found, places):
         kinds += [HOST_KIND for _ in task.down]
         after = [s.with_memory_kind(kind) for s, kind in zip(placed_by_cpu, kinds, strict=True)]
         places.update(zip(task.outputs, after, strict=False))
-        options = options_for_sending("cuda") if task.down else {}
+        options = options_for_sending("cuda") if task.sends else {}
         compiled = measure(H200, program.__wrapped__, tuple(operands), task.reused, after, options, n=2)
         peaks.append(compiled.peak + beside)
         alive |= {v for v in task.outputs if not is_host_aval(v.aval)}
