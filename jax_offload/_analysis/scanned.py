@@ -26,7 +26,8 @@ def in_scans(
     are in that pass, which loads first and stores in the iteration itself."""
     waits = [_waits(plan, link, chip, shards, beside) for plan in plans]
     rows = [_rows(plan) for plan in plans]
-    loads = [sum(of.loaded) if plan.ahead or k else 0 for k, (plan, of) in enumerate(zip(plans, rows, strict=True))]
+    firsts = [_first(plan, of) for plan, of in zip(plans, rows, strict=True)]
+    loads = [n if plan.ahead or k else 0 for k, (plan, n) in enumerate(zip(plans, firsts, strict=True))]
     stores = [0 if plan.ahead else sum(of.stored) for plan, of in zip(plans, rows, strict=True)]
     both = sum(link.seconds(*each) for each in zip([*loads, 0], [0, *stores], strict=True))
     apart = link.one_after_the_other(sum(loads), sum(stores))
@@ -47,6 +48,12 @@ def _rows(plan: InScan) -> _Rows:
                       for of in (plan.loaded, plan.stored))  # fmt: skip
     own = sum(p.slice.loaded_bytes for p in plan.planned) / (sum(loaded) or 1)  # the rest is on other devices
     return _Rows(*([int(n * own) // plan.scan.length for n in each] for each in (loaded, stored)))
+
+
+def _first(plan: InScan, rows: _Rows) -> int:
+    """Bytes of the first row, but for what the step before hands on."""
+    handed, every = (sum(nbytes(v.aval) for v in of) for of in (plan.handed_on, plan.loaded))
+    return int(sum(rows.loaded) * (1 - handed / (every or 1)))
 
 
 def _waits(plan: InScan, link: Link, chip: Chip, shards: int, beside: float) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jax_offload as jo
 from benchmarks.harness.cases import SHAPES
 from benchmarks.in_jax import gpt
-from tests.aot.cases import device_sharding, measure_pipelined, measure_step, measure_turned, measure_update
+from tests.aot.cases import device_sharding, measure_pipelined, measure_step, measure_update
 from tests.aot.harness import H200, V5E, measure, mesh_for, require
 from tests.aot.model import ADAMW, CLIPPED, loss, parameters, two_by_two
 from tests.support.rows import rows
@@ -44,7 +44,7 @@ def test_scanned_and_clipped(tokens, storage, peak, exposed):
     require(H200)
     params = {"w": jax.ShapeDtypeStruct((12, 2, 4096, 4096), jnp.float32, sharding=device_sharding(H200))}
     tx = jo.offload(CLIPPED, storage=storage)
-    m = measure_turned(H200, tx, params, two_by_two, tokens_of(tokens), options=OPTIONS)
+    m = measure_pipelined(H200, tx, params, two_by_two, tokens_of(tokens))
     assert m.peak <= peak and m.host_temp == 0
     assert m.timeline(H200).exposed_share <= exposed and moves_each_byte_once(m)
 
@@ -53,7 +53,7 @@ def test_unrolled_and_clipped():
     """24 layers; 9728 MiB where 9216 are parameters, gradients and what the backward pass keeps."""
     require(H200)
     params = parameters(24, 4096, False, device_sharding(H200))
-    m = measure_turned(H200, jo.offload(CLIPPED), params, loss, tokens_of(16384), options=OPTIONS)
+    m = measure_pipelined(H200, jo.offload(CLIPPED), params, loss, tokens_of(16384))
     assert m.peak <= 9800 and m.host_temp == 0 and moves_each_byte_once(m, 24)
     assert m.timeline(H200).exposed_share <= 0.42
 
@@ -168,7 +168,7 @@ def test_a_tpu_copies_across_the_matmuls_of_an_iteration_when_clipped():
     require(V5E)
     params = {"w": jax.ShapeDtypeStruct((4, 2, 4096, 4096), jnp.float32, sharding=device_sharding(V5E))}
     x = jax.ShapeDtypeStruct((2048, 4096), jnp.float32, sharding=device_sharding(V5E))
-    m = measure_turned(V5E, jo.offload(CLIPPED), params, two_by_two, x)
+    m = measure_pipelined(V5E, jo.offload(CLIPPED), params, two_by_two, x, options=None)
     assert m.host_temp == 0 and moves_each_byte_once(m, 4) and m.duplex >= 0.85
 
 
@@ -182,7 +182,7 @@ def test_a_transformer_that_is_clipped(storage, exposed):
     params = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=sharding), params)
     batch = jax.ShapeDtypeStruct((16384 // shape.context, shape.context + 1), jnp.int32, sharding=sharding)
     tx = jo.offload(CLIPPED, storage=storage)
-    m = measure_turned(H200, tx, params, partial(gpt.loss, shape, None, jnp.bfloat16), batch, options=OPTIONS)
+    m = measure_pipelined(H200, tx, params, partial(gpt.loss, shape, None, jnp.bfloat16), batch)
     assert m.peak <= 1.1 * 13780 and m.host_temp == 0  # of the plain loop without clipping, and a tenth
     assert m.timeline(H200).exposed_share <= exposed and moves_each_byte_once(m, shape.layers)
 
@@ -195,7 +195,7 @@ def test_a_tpu_copies_across_both_halves():
     params = {"w": jax.ShapeDtypeStruct((6, 2, 4096, 4096), jnp.float32, sharding=sharding)}
     x = jax.ShapeDtypeStruct((16384, 4096), jnp.float32, sharding=sharding)
     plain = measure_update(V5E, jo.offload(CLIPPED), params, two_by_two, x)
-    m = measure_turned(V5E, jo.offload(CLIPPED), params, two_by_two, x)
+    m = measure_pipelined(V5E, jo.offload(CLIPPED), params, two_by_two, x, options=None)
     assert m.peak < plain.peak and m.host_temp == 0
     turned, in_turn = m.timeline("v5e"), plain.timeline("v5e")
     assert turned.exposed_share <= 0.7 and turned.step < in_turn.step
