@@ -26,7 +26,7 @@ def in_scans(
     are in that pass, which loads first and stores in the iteration itself."""
     waits = [_waits(plan, link, chip, shards, beside) for plan in plans]
     rows = [_rows(plan) for plan in plans]
-    firsts = [_first(plan, of) for plan, of in zip(plans, rows, strict=True)]
+    firsts = [sum(of.loaded) - first_rows(plan) for plan, of in zip(plans, rows, strict=True)]
     loads = [n if plan.ahead or k else 0 for k, (plan, n) in enumerate(zip(plans, firsts, strict=True))]
     stores = [0 if plan.ahead else sum(of.stored) for plan, of in zip(plans, rows, strict=True)]
     both = sum(link.seconds(*each) for each in zip([*loads, 0], [0, *stores], strict=True))
@@ -50,10 +50,10 @@ def _rows(plan: InScan) -> _Rows:
     return _Rows(*([int(n * own) // plan.scan.length for n in each] for each in (loaded, stored)))
 
 
-def _first(plan: InScan, rows: _Rows) -> int:
-    """Bytes of the first row, but for what the step before hands on."""
+def first_rows(plan: InScan) -> int:
+    """Bytes on one device that are there from step to step: of the first row."""
     handed, every = (sum(nbytes(v.aval) for v in of) for of in (plan.handed_on, plan.loaded))
-    return int(sum(rows.loaded) * (1 - handed / (every or 1)))
+    return sum(_rows(plan).loaded) * handed // (every or 1)
 
 
 def _waits(plan: InScan, link: Link, chip: Chip, shards: int, beside: float) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from jax_offload._base.arrays import is_array
+from jax_offload._base.arrays import is_array, nbytes
 from jax_offload._base.barriers import gate
 from jax_offload._base.donation import guarded
 from jax_offload._base.effects import only_callbacks, ordered
@@ -30,6 +30,7 @@ from jax_offload._base.jaxprs import (
 from jax_offload._base.jaxprs import (
     closed as as_closed,
 )
+from jax_offload._base.memory import is_host_aval
 from jax_offload._base.on_disk import READ
 from jax_offload._emit.deduplicate import functions
 from jax_offload._emit.find import holds_driven_update, holds_update, is_update
@@ -125,7 +126,8 @@ def lasting(closed: ClosedJaxpr, results: Mapping[int, int]) -> dict[int, tuple[
     """Of a step that begins with its update, the arguments whose first rows one call is to hand on to the next, by
     their numbers: the axis of the rows, and which is the first.
 
-    Of one scan, the first: the others have something beside their first loads.
+    Of one scan, the first: the others have something beside their first loads. And where more is updated before it, an
+    embedding say, its stores are beside these loads (GPT 1.3B: 645 ms either way, with 384 MiB less).
 
     Args:
       results: of arguments, the numbers of the results that are their next values.
@@ -135,8 +137,13 @@ def lasting(closed: ClosedJaxpr, results: Mapping[int, int]) -> dict[int, tuple[
     if held or ordered(closed.effects) or unreturned(program) is not None or (found := _parts(program)) is None:
         return {}
     step = found.step.program
+    before = 0
     for part in found.parts:
+        reads = part.inputs if isinstance(part, Slice) else variables(part.operands) if isinstance(part, Rest) else ()
+        before += sum(nbytes(v.aval) for v in reads if is_host_aval(v.aval))
         if isinstance(part, InScan) and part.lasting:
+            if before * part.scan.length > sum(nbytes(v.aval) for v in part.lasting):
+                return {}
             inputs = step.inputs[len(step.consts) :]
             numbers = {v: k for k, v in enumerate(inputs) if v in part.lasting and k in results}
             returned = {v: step.outputs[results[k]] for v, k in numbers.items()}

@@ -35,18 +35,27 @@ def moves_each_byte_once(m, layers=12):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "storage", "peak", "exposed"),
-    [(16384, None, 8200, 0.42), (32768, None, 13000, 0.12), (16384, "bfloat16", 8200, 0.15), (16384, INT8, 8200, 0.15)],
+    ("tokens", "storage", "peak", "exposed", "longer"),
+    [
+        (16384, None, 8200, 0.36, 1.15),
+        (32768, None, 13000, 0.01, 1.02),
+        (16384, "bfloat16", 8200, 0.01, 1.02),
+        (16384, INT8, 8200, 0.01, 1.02),
+    ],
     ids=str,
 )
-def test_scanned_and_clipped(tokens, storage, peak, exposed):
-    """12 layers of 2×4096². In the plain loop the update of a clipped step hides nothing: 1.05."""
+def test_scanned_and_clipped(tokens, storage, peak, exposed, longer):
+    """12 layers of 2×4096². In the plain loop the update of a clipped step hides nothing: 1.05.
+
+    No byte moves twice: the call before has loaded the first row (without, 0.39 and 1.17 times the resident step).
+    """
     require(H200)
     params = {"w": jax.ShapeDtypeStruct((12, 2, 4096, 4096), jnp.float32, sharding=device_sharding(H200))}
     tx = jo.offload(CLIPPED, storage=storage)
     m = measure_pipelined(H200, tx, params, two_by_two, tokens_of(tokens))
-    assert m.peak <= peak and m.host_temp == 0
-    assert m.timeline(H200).exposed_share <= exposed and moves_each_byte_once(m)
+    resident = measure_update(H200, CLIPPED, params, two_by_two, tokens_of(tokens), options=OPTIONS).timeline(H200)
+    assert m.peak <= peak and m.host_temp == 0 and m.loaded == m.stored == m.host_arguments
+    assert m.timeline(H200).exposed_share <= exposed and m.timeline(H200).step <= longer * resident.step
 
 
 def test_unrolled_and_clipped():
@@ -67,7 +76,7 @@ def test_unrolled_and_clipped():
     ),
 )
 def test_gradients_that_wait_on_the_host(model, tokens, peak, exposed):
-    """1536 MiB of them: the peaks are 7808, 21632 and 9728 where they wait on the device, exposed 0.39, 0.06, 0.39."""
+    """1536 MiB of them: the peaks are 8064, 21888 and 9728 where they wait on the device, exposed 0.35, 0, 0.39."""
     require(H200)
     params, layers = parameters(24, 4096, False, device_sharding(H200)), loss
     if model == "scanned":
@@ -101,8 +110,8 @@ def test_the_first_of_several_microbatches_hosts_the_update():
     train = jo.pipelined(step, donate_argnames=("params", "state"))
     turned, args, _ = train.turned(params, jo.abstract_state(tx, params), batches)
     m = measure(H200, turned.whole_step, args, (0, 1), None, OPTIONS)
-    assert m.peak <= 10900 and m.host_temp == 0  # resident 13184
-    assert m.timeline(H200).exposed_share <= 0.4
+    assert m.peak <= 11200 and m.host_temp == 0  # resident 13184
+    assert m.timeline(H200).exposed_share <= 0.36
 
 
 @pytest.mark.parametrize("gradients", ["device", "host"])
@@ -124,7 +133,8 @@ def test_what_waits_is_divided_as_the_parameters_are(gradients):
 def test_clipped_on_four_devices(spec, over):
     """12 layers of 2×4096²: collectives carry no more bytes than with plain optax. In the plain loop 1.02 to 1.08.
 
-    No more memory than there (5504, 6656): a stack laid out as its rows are gathered was copied (ZeRO-1: 9728).
+    No more memory than there (5504, 6656) but for the row that is handed on: a stack laid out as its rows are gathered
+    was copied (ZeRO-1: 9728).
     """
     require(H200)
     mesh = mesh_for(H200, (4,), ("data",))
@@ -137,8 +147,8 @@ def test_clipped_on_four_devices(spec, over):
     before = measure_update(H200, tx, params, two_by_two, x, update_params=True, options=OPTIONS, n=4)
     m = measure_pipelined(H200, tx, params, two_by_two, x, n=4)
     ours, theirs = m.timeline(H200), resident.timeline(H200)
-    assert m.peak <= before.peak + 1 < resident.peak and m.host_temp == 0 and moves_each_byte_once(m)
-    assert ours.exposed_share <= 0.1 and ours.step <= 1.03 * theirs.step
+    assert m.peak <= before.peak + 65 < resident.peak and m.host_temp == 0 and m.loaded == m.stored == m.host_arguments
+    assert ours.exposed_share <= 0.01 and ours.step <= 1.03 * theirs.step
     assert ours.collectives <= 1.001 * theirs.collectives
     assert ours.compute <= 1.03 * theirs.compute
 

@@ -145,6 +145,19 @@ def test_few_layers_and_gradients_on_the_host_hand_on_none():
     assert not rows_of(few) and not rows_of(away)
 
 
+@pytest.mark.parametrize(("width", "worth"), [(16, True), (512, False)])
+def test_not_beside_as_much_that_is_updated_before(width, worth):
+    """An embedding's stores are beside the first loads of the layers, if it is larger than one of these."""
+
+    def loss(params, batch):
+        x = batch["x"] @ params["embedding"] @ params["embedding"].T / width
+        return loss_of(params, batch | {"x": x})
+
+    tx, params = offloaded(), deep() | {"embedding": jax.device_put(jnp.ones((WIDTH, width)), jax.devices()[0])}
+    _, (_, made, *_), _ = pipelined(step_of(tx, loss=loss)).turned(params, tx.init(params), batch(0))
+    assert any(key.startswith("first/") for key in made) == worth
+
+
 @pytest.mark.parametrize("over", rows([None, "data"], "trains on eight devices", daily=[None]))
 def test_divided_as_their_state(over):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
