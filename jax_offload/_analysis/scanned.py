@@ -23,7 +23,7 @@ def in_scans(
 ) -> tuple[float, float]:  # fmt: skip
     """Seconds, at least and at most. A scan's first row is loaded before it, and its last one stored when it is over,
     while the next one's first is loaded, or before that. The forward pass hides the first of all, but where the updates
-    are in that pass, which loads first and stores in the iteration itself."""
+    are in that pass, which loads first what the step before has not handed on, and stores in the iteration itself."""
     waits = [_waits(plan, link, chip, shards, beside) for plan in plans]
     rows = [_rows(plan) for plan in plans]
     firsts = [sum(of.loaded) - first_rows(plan) for plan, of in zip(plans, rows, strict=True)]
