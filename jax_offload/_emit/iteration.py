@@ -156,21 +156,10 @@ class Emitter:
             fetched |= {v: _on_a_cpu(_instead, x, early[v]) for v, x in fetched.items() if v in early}
             inner.update(zip(phase.outputs, phase.run(*(inner[v] for v in phase.inputs)), strict=True))
             if p < end:
-                gates = [] if gate is None else [gate, *(self.passed_through if p == 0 else ())]
+                gates = [] if gate is None else [gate, *(self.plan.passed_through if p == 0 else ())]
                 inner.update(zip(gates, self.gated(at, p, fetched, [inner[v] for v in gates]), strict=True))
             then |= fetched
         return then
-
-    @property
-    def passed_through(self) -> list[Var]:
-        """Ahead: what comes into an iteration and is kept for the backward pass as it came.
-
-        Kept at once, it holds up the first load: XLA writes the next number of the iteration over the one by which it
-        is put into its stack, together with the row that is loaded (12x2x4096x4096, 16384 tokens: 204.1 ms, so 202.5).
-        """
-        program, n = self.plan.body.program, len(self.plan.scan.carry)
-        kept = [v for v in program.outputs[n:] if not isinstance(v, Literal)] if self.plan.ahead else []
-        return [v for v in dict.fromkeys(kept) if v in {*program.inputs}]
 
     def gated(self, at: Iteration, phase: int, then: Values, gates: Sequence[Any]) -> list[Any]:
         """What follows waits for this phase of the iteration, and for its transfers."""

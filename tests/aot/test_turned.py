@@ -37,7 +37,7 @@ def moves_each_byte_once(m, layers=12):
 @pytest.mark.parametrize(
     ("tokens", "storage", "peak", "exposed", "longer"),
     [
-        (16384, None, 8200, 0.36, 1.15),
+        (16384, None, 8200, 0.34, 1.14),
         (32768, None, 13000, 0.01, 1.02),
         (16384, "bfloat16", 8200, 0.01, 1.02),
         (16384, INT8, 8200, 0.01, 1.02),
@@ -76,7 +76,7 @@ def test_unrolled_and_clipped():
     ),
 )
 def test_gradients_that_wait_on_the_host(model, tokens, peak, exposed):
-    """1536 MiB of them: the peaks are 8064, 21888 and 9728 where they wait on the device, exposed 0.35, 0, 0.39."""
+    """1536 MiB of them: the peaks are 8064, 21888 and 9728 where they wait on the device, exposed 0.33, 0, 0.39."""
     require(H200)
     params, layers = parameters(24, 4096, False, device_sharding(H200)), loss
     if model == "scanned":
@@ -111,7 +111,7 @@ def test_the_first_of_several_microbatches_hosts_the_update():
     turned, args, _ = train.turned(params, jo.abstract_state(tx, params), batches)
     m = measure(H200, turned.whole_step, args, (0, 1), None, OPTIONS)
     assert m.peak <= 11200 and m.host_temp == 0  # resident 13184
-    assert m.timeline(H200).exposed_share <= 0.36
+    assert m.timeline(H200).exposed_share <= 0.34
 
 
 @pytest.mark.parametrize("gradients", ["device", "host"])
