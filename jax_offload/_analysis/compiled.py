@@ -19,8 +19,8 @@ from jax_offload._analysis.targets import check_installed, compile_for, prepare,
 from jax_offload._base.memory import HOST_KIND, on_host
 from jax_offload._drive.stages import BEFORE
 from jax_offload._interop.jit import Jitted
+from jax_offload._interop.matching import names_of
 from jax_offload._interop.pipelined import Pipelined
-from jax_offload._interop.rotated import names_of
 from jax_offload._interop.xla_options import compiler_options, options_for_sending
 
 

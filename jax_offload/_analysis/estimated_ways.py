@@ -18,7 +18,7 @@ from jax_offload._analysis.driven import First
 from jax_offload._analysis.exposure import BACKWARD, FORWARD
 from jax_offload._analysis.option import Option
 from jax_offload._analysis.queued import as_gated, in_pieces, through_the_window
-from jax_offload._analysis.scanned import hidden_at, in_scans
+from jax_offload._analysis.scanned import first_rows, hidden_at, in_scans
 from jax_offload._analysis.setting import Setting, priced
 from jax_offload._analysis.streams import Streams, streams
 from jax_offload._analysis.work import all_flops, seconds
@@ -62,10 +62,12 @@ class Traced:
     ) -> Option:  # fmt: skip
         """``turned``: the trace of the turned step, of which the time is that."""
         moved, program = streams(trace), emitted(trace).jaxpr
+        kept = 0 if turned is None else sum(map(first_rows, _scans(turned)))
+        moved = dataclasses.replace(moved, window=moved.window + kept)
         given = donations(program, len(program.invars))
         parameters, state, host = self._arguments(given)
         own = [0 if is_hosted(x) else _own(x) for x in self.leaves]
-        estimated, in_order = self._peaks(program, given, own)
+        estimated, in_order = (n + kept for n in self._peaks(program, given, own))
         # XLA may scatter many gradients at once, and hold them whole until then
         put_together = sum(nbytes(x) - self.division.own(x) for x in self.gradients) if self.shards > 1 else 0
         most = in_order if in_one_scan(program) else max(in_order, int(UNROLLED * estimated)) + put_together

@@ -23,10 +23,11 @@ def in_scans(
 ) -> tuple[float, float]:  # fmt: skip
     """Seconds, at least and at most. A scan's first row is loaded before it, and its last one stored when it is over,
     while the next one's first is loaded, or before that. The forward pass hides the first of all, but where the updates
-    are in that pass, which loads first and stores in the iteration itself."""
+    are in that pass, which loads first what the step before has not handed on, and stores in the iteration itself."""
     waits = [_waits(plan, link, chip, shards, beside) for plan in plans]
     rows = [_rows(plan) for plan in plans]
-    loads = [sum(of.loaded) if plan.ahead or k else 0 for k, (plan, of) in enumerate(zip(plans, rows, strict=True))]
+    firsts = [sum(of.loaded) - first_rows(plan) for plan, of in zip(plans, rows, strict=True)]
+    loads = [n if plan.ahead or k else 0 for k, (plan, n) in enumerate(zip(plans, firsts, strict=True))]
     stores = [0 if plan.ahead else sum(of.stored) for plan, of in zip(plans, rows, strict=True)]
     both = sum(link.seconds(*each) for each in zip([*loads, 0], [0, *stores], strict=True))
     apart = link.one_after_the_other(sum(loads), sum(stores))
@@ -47,6 +48,12 @@ def _rows(plan: InScan) -> _Rows:
                       for of in (plan.loaded, plan.stored))  # fmt: skip
     own = sum(p.slice.loaded_bytes for p in plan.planned) / (sum(loaded) or 1)  # the rest is on other devices
     return _Rows(*([int(n * own) // plan.scan.length for n in each] for each in (loaded, stored)))
+
+
+def first_rows(plan: InScan) -> int:
+    """Bytes on one device that are there from step to step: of the first row."""
+    handed, every = (sum(nbytes(v.aval) for v in of) for of in (plan.handed_on, plan.loaded))
+    return sum(_rows(plan).loaded) * handed // (every or 1)
 
 
 def _waits(plan: InScan, link: Link, chip: Chip, shards: int, beside: float) -> tuple[float, float]:
@@ -77,7 +84,8 @@ def hidden_at(plans: Sequence[InScan], link: Link, chip: Chip, shards: int) -> f
 
 def _behind_each(plan: InScan, chip: Chip) -> list[float]:
     """Arithmetic of each phase: before its gate runs what that needs, the rest whenever XLA likes, which is behind it
-    (GPT 2.7B, an H200: 5.1 ms before it, where what stands above it takes 6.7)."""
+    (GPT 2.7B, an H200: 5.1 ms before it, where what stands above it takes 6.7). What is kept as it came, behind the
+    first."""
     found: list[float] = []
     late = 0.0
     for phase, gate in zip(plan.body.slices, [*plan.body.gates, None], strict=True):
@@ -87,6 +95,7 @@ def _behind_each(plan: InScan, chip: Chip) -> list[float]:
             needed = _needed(phase.jaxpr, phase.outputs.index(gate), chip)
         found.append(late + needed)
         late = max(0.0, by_itself - needed)
+        late += 0.0 if len(found) > 1 else sum(2 * nbytes(v.aval) for v in plan.passed_through) / chip.reached.hbm
     return found
 
 

@@ -25,7 +25,8 @@ class Aux(NamedTuple):
 
 class Carry:
     """What one call of a pipelined step hands to the next: parameters and state that wait for an update, and what the
-    update needs. A pytree, of arrays and the number of the step; its parameters are not the current ones.
+    update needs. A pytree, of arrays and the number of the step, not to be changed: its parameters are not the current
+    ones, and of its state a row may be there twice, on the device too.
 
     To be saved: ``jax_offload.save_args(carry)``. To be restored: ``jax_offload.restore(manager, like)``, where
     ``like`` is a carry of the same step, from ``start``. What ``finish`` gives depends on no step, and is the better

@@ -68,16 +68,21 @@ class Jitted:
     Inside of another ``jit`` it is plain: jax takes ``compiler_options`` from the outermost only.
     """
 
-    def __init__(self, fun: Callable[..., Any], options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        options: dict[str, Any],
+        rewrite: Callable[[Callable[..., Any]], Callable[..., Any]] = rewritten,
+    ) -> None:
         functools.update_wrapper(self, fun)
-        self._options = options
+        self._options, self._rewrite = options, rewrite
         self._driven: DrivenJit | None = None
         self._was_called = False
 
     @functools.cached_property
     def whole_step(self) -> Callable[..., Any]:
         """What is traced."""
-        step = rewritten(self.__wrapped__)
+        step = self._rewrite(self.__wrapped__)
 
         @functools.wraps(self.__wrapped__)
         def guarded_step(*args: Any, **kwargs: Any) -> Any:

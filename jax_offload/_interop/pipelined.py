@@ -18,7 +18,8 @@ from jax.core import Tracer
 
 from jax_offload._interop.carry import Aux, Carry
 from jax_offload._interop.jit import Jitted
-from jax_offload._interop.rotated import Rotated, array_of, is_traced
+from jax_offload._interop.matching import array_of, is_traced
+from jax_offload._interop.rotated import Rotated
 
 
 def pipelined(

@@ -6,17 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from jax_offload._base.arrays import is_array
 from jax_offload._base.flops import MATMULS
-from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, as_array, jaxpr_of, sub_jaxprs, variables
+from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, as_array, jaxpr_of, scan_of, sub_jaxprs, variables
 from jax_offload._base.memory import HOST_KIND, is_host_aval, on_a_mesh, with_kind
 from jax_offload._base.shardings import constrained, typed_sharding
 from jax_offload._emit.find import is_update
 from jax_offload._interop import pending
+from jax_offload._interop.firsts import First, firsts_of, handing_on
 from jax_offload._interop.jit import Jitted
+from jax_offload._interop.matching import matched, names_of
 from jax_offload._ir.program import flat
 from jax_offload._step.cut import Cut, cut_step
 from jax_offload._step.returned import unreturned
@@ -25,7 +25,8 @@ Values = dict[str, Any]
 Kept = tuple[Values, Values, Values]
 """What waits for the update: of the carried arguments, of what was made for it, and of the step's other arguments.
 
-The first two are donated. The last are the caller's, a learning rate say, and may be given again.
+The first two are donated. The last are the caller's, a learning rate say, and may be given again. Among what was made
+are first rows (``firsts``).
 """
 
 
@@ -97,8 +98,9 @@ class Rotated:
         )
         homes = {v: pending.home_of(v, dict(zip(own, leaves, strict=True))) for v in produced}
         self._homes = {v: home for v, home in homes.items() if home is not None}
-        self._start = Jitted(self._before, {})
         self._places = [_place(x) for x in leaves]
+        self._firsts = {} if on_host else self._lasting(leaves)
+        self._start = Jitted(self._before, {"out_shardings": (self._made_places, None, None)} if self._firsts else {})
         self._finish = Jitted(self._after, {"donate_argnums": 0, "out_shardings": (self._places, None)})
         self._look = Jitted(self._current, {"static_argnums": (3, 4)})
         self._trains: dict[int, Jitted] = {}
@@ -106,8 +108,7 @@ class Rotated:
     def start(self, leaves: Sequence[Any], rest: Mapping[str, Any]) -> tuple[Kept, list[Any]]:
         """What is kept for the update, and what is known now."""
         produced, given, now = self._start(leaves, jax.tree.leaves(dict(rest)))
-        own = dict(zip(self._inputs, leaves, strict=True))
-        return ({name: own[v] for v, name in self._keys[0].items()}, produced, given), now
+        return (self._own(leaves), produced, given), now
 
     def train(self, following: Rotated, kept: Kept, rest: Mapping[str, Any]) -> tuple[Kept, list[Any], list[Any]]:
         """The late part of this one, then the first part of the one that follows: the same, where types are.
@@ -119,30 +120,54 @@ class Rotated:
     def turned(self, following: Rotated) -> Jitted:
         """What ``train`` calls, a step of what is kept and of the leaves of the other arguments."""
         if id(following) not in self._trains:
-
-            def train(own: Values, produced: Values, given: Values, arrays: Sequence[Any]) -> Any:
-                leaves, late = self._after(own, produced, given)
-                produced, given, now = following._before(leaves, arrays)
-                values = dict(zip(following._inputs, leaves, strict=True))
-                return ({name: values[v] for v, name in following._keys[0].items()}, produced, given), late, now
-
-            stay = dict(zip(following._inputs, self._places, strict=True))
-            own = {name: stay[v] for v, name in following._keys[0].items()}
-            places = (own, None, None), None, None
-            self._trains[id(following)] = Jitted(train, {"donate_argnums": (0, 1), "out_shardings": places})
+            own = following._own(self._places)
+            places = (own, following._made_places, None), None, None
+            how = {"donate_argnums": (0, 1), "out_shardings": places}
+            rewrite = handing_on(self._firsts, following._firsts)
+            self._trains[id(following)] = Jitted(self._train(following), how, rewrite)
         return self._trains[id(following)]
+
+    def _train(self, following: Rotated) -> Callable[..., Any]:
+        def train(own: Values, produced: Values, given: Values, arrays: Sequence[Any]) -> Any:
+            leaves, late = self._after(own, produced, given)
+            produced, given, now = following._gradients(leaves, arrays)
+            return (following._own(leaves), produced, given), late, now
+
+        return train
+
+    def _own(self, leaves: Sequence[Any]) -> Values:
+        """Of the carried arguments those that wait."""
+        values = dict(zip(self._inputs, leaves, strict=True))
+        return {name: values[v] for v, name in self._keys[0].items()}
+
+    @property
+    def _made_places(self) -> dict[str, Any] | None:
+        """Where what is made for the update lies, as far as that is not left to XLA."""
+        rows = {first.key: first.place for first in self._firsts.values()}
+        return dict.fromkeys(self._keys[1].values()) | rows if rows else None
+
+    def _lasting(self, leaves: Sequence[Any]) -> dict[str, First]:
+        """Of the carried arguments, how their first rows are handed on. The call is traced for that once more, where
+        there are scans and a trace is cheap."""
+        if not any(is_host_aval(v.aval) for v in self._keys[0]) or not any(map(scan_of, self._cut.before.jaxpr.eqns)):
+            return {}
+        program = self._cut.program
+        own, produced, given = ({name: v.aval for v, name in keys.items()} for keys in self._keys)
+        arrays = [v.aval for v in program.inputs[len(program.consts) + len(self._inputs) :]]
+        return firsts_of(self._train(self), (own, produced, given, arrays), self._own(leaves))
 
     def kept(self, leaves: Sequence[Any], rest: Mapping[str, Any]) -> Kept:
         """The types of what ``start`` keeps: a gradient lies as its state, as its type says, or as its parameter."""
         arrays = jax.tree.leaves(dict(rest))
         values = dict(zip(self._cut.program.inputs[len(self._cut.program.consts) :], [*leaves, *arrays], strict=True))
-        produced, _, _ = jax.eval_shape(self._before, leaves, arrays)
+        own, (produced, _, _) = self._own(leaves), jax.eval_shape(self._before, leaves, arrays)
         found = [(x, x.sharding) for x in reversed(leaves) if getattr(x, "sharding", None) is not None]
         places = {(x.shape, x.dtype): s for x, s in found if s.memory_kind != HOST_KIND}
         # where it is not said, as what is on the host, if that is on one device
         alone = next((s for _, s in found if s.memory_kind == HOST_KIND and s.num_devices == 1), None)
         hosts = {name for v, name in self._keys[1].items() if is_host_aval(v.aval)}
         homes = {name: self._homes[v] for v, name in self._keys[1].items() if v in self._homes}
+        homes |= {first.key: first.lies(own[name]) for name, first in self._firsts.items()}
 
         def placed(name: str, x: Any) -> Any:
             sharding = homes.get(name, places.get((x.shape, x.dtype), alone if name in hosts else None))
@@ -151,7 +176,7 @@ class Rotated:
             sharding = with_kind(sharding, HOST_KIND) if sharding is not None and name in hosts else sharding
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type)
 
-        own, given = ({name: values[v] for v, name in keys.items()} for keys in (self._keys[0], self._keys[2]))
+        given = {name: values[v] for v, name in self._keys[2].items()}
         return own, {name: placed(name, x) for name, x in produced.items()}, given
 
     def finish(self, kept: Kept) -> tuple[tuple[Any, ...], list[Any]]:
@@ -172,6 +197,11 @@ class Rotated:
         return filled[0] if len(filled) == 1 else filled
 
     def _before(self, leaves: Sequence[Any], arrays: Sequence[Any]) -> tuple[Values, Values, list[Any]]:
+        produced, given, now = self._gradients(leaves, arrays)
+        own = self._own(leaves)
+        return produced | {first.key: first.of(own[name]) for name, first in self._firsts.items()}, given, now
+
+    def _gradients(self, leaves: Sequence[Any], arrays: Sequence[Any]) -> tuple[Values, Values, list[Any]]:
         program = self._cut.program
         env = dict(zip(program.inputs, [*program.consts, *leaves, *arrays], strict=True))
         _run(self._cut, env, 0)
@@ -194,60 +224,9 @@ class Rotated:
         return result if attribute is None else getattr(result, attribute)
 
 
-def matched(carried: Mapping[str, Any], result: Any) -> tuple[list[int], tuple[Any, ...]]:
-    """The numbers of the result's leaves that are the next values of what is carried, and the trees of the others.
-
-    A result is one of several if they are returned as a tuple or list. It is the next value of the argument that is
-    like it; of several that are alike, in their order.
-    """
-    types = {name: types_of(x) for name, x in carried.items()}
-    several = type(result) in (tuple, list) and types_of(result) not in types.values()
-    numbered = jax.tree.unflatten(jax.tree.structure(result), range(len(jax.tree.leaves(result))))
-    results = list(zip(result, numbered, strict=True)) if several else [(result, numbered)]
-    found = [types_of(x) for x, _ in results]
-    places: list[int] = []
-    taken: set[int] = set()
-    for name, want in types.items():
-        like = [k for k, each in enumerate(found) if each == want]
-        free = [k for k in like if k not in taken]
-        if not free or len(like) > sum(each == want for each in types.values()):
-            what = f"{len(like)} results have" if free else "no result has"
-            raise ValueError(
-                f"step: {what} the tree, shapes and dtypes of the carried argument {name!r}; return its next value, "
-                "among the results and once. Another result of that type: in a dict of its own."
-            )
-        taken.add(free[0])
-        places += jax.tree.leaves(numbered[free[0]] if several else numbered)
-    return places, tuple(number for k, (_, number) in enumerate(results) if k not in taken)
-
-
-def types_of(tree: Any) -> Any:
-    leaves, treedef = jax.tree.flatten(tree)
-    return treedef, [(tuple(x.shape), x.dtype) for x in map(array_of, leaves)]
-
-
-def array_of(x: Any) -> Any:
-    return x if hasattr(x, "dtype") else jnp.asarray(x)
-
-
-def is_traced(x: Any) -> bool:
-    """Whether ``jit`` would trace ``x``: arrays and numbers."""
-    return is_array(x) or isinstance(x, jax.ShapeDtypeStruct | bool | int | float | complex)
-
-
 def _abstract(x: Any) -> Any:
     sharding, weak = getattr(x, "sharding", None), getattr(x, "weak_type", False)
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=weak)
-
-
-def names_of(tree: Mapping[str, Any]) -> list[str]:
-    """Of the leaves, each another."""
-    names = [
-        "/".join([name, *([inner] if (inner := jax.tree_util.keystr(path, simple=True, separator="/")) else [])])
-        for name, x in tree.items()
-        for path, _ in jax.tree_util.tree_flatten_with_path(x)[0]
-    ]
-    return [name if names.index(name) == k else f"{name} {k}" for k, name in enumerate(names)]
 
 
 def _place(x: Any) -> NamedSharding | None:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from jax_offload._base.arrays import is_array
+from jax_offload._base.arrays import is_array, nbytes
 from jax_offload._base.barriers import gate
 from jax_offload._base.donation import guarded
 from jax_offload._base.effects import only_callbacks, ordered
@@ -30,6 +30,7 @@ from jax_offload._base.jaxprs import (
 from jax_offload._base.jaxprs import (
     closed as as_closed,
 )
+from jax_offload._base.memory import is_host_aval
 from jax_offload._base.on_disk import READ
 from jax_offload._emit.deduplicate import functions
 from jax_offload._emit.find import holds_driven_update, holds_update, is_update
@@ -70,6 +71,17 @@ def rewritten(step: Callable[..., Any]) -> Callable[..., Any]:
 
 def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     """The step's results, of its flat arguments."""
+    return handing_on(closed, args, {})[0]
+
+
+def handing_on(
+    closed: ClosedJaxpr, args: Sequence[Any], rows: Mapping[int, Any]
+) -> tuple[list[Any], dict[int, Any]]:  # fmt: skip
+    """The step's results; and, as far as it loads them, the first rows of what its arguments become.
+
+    Args:
+      rows: of arguments, by their numbers, the first rows, which the step before has loaded.
+    """
     program = flat(closed)
     lost = unreturned(program)
     if lost is not None and not lost.meant:
@@ -79,29 +91,65 @@ def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
             stacklevel=2,
         )
     if any(map(holds_driven_update, program.eqns)) or any(eqn.primitive is READ for eqn in program.eqns):
-        return _as_it_is(closed, (_cut_at(program),), args)
+        return _as_it_is(closed, (_cut_at(program),), args), {}
     if lost is not None:
-        return _as_it_is(closed, (lost.why,), args)
+        return _as_it_is(closed, (lost.why,), args), {}
     found = None if ordered(closed.effects) else _parts(program)
     if found is None:
         if (by_step := _by_step(closed, program)) is not None:
-            return jax_fun(by_step)(*args)
-        return _as_it_is(closed, _why_not(closed, program), args)
+            return jax_fun(by_step)(*args), {}
+        return _as_it_is(closed, _why_not(closed, program), args), {}
     if not found.moved:
-        return _as_it_is(closed, found.step.stays, args)
+        return _as_it_is(closed, found.step.stays, args), {}
     step, program = found.step, found.step.program
     env: dict[Var, Any] = dict(zip(program.inputs, [*program.consts, *args], strict=True))
     operands = ((name, renamed(step.operands, v)) for v, name in step.update.names.items())
     names = {x: name for name, x in operands if not isinstance(x, Literal)}
     gated, loops = any(isinstance(part, Gate) for part in found.parts), Known()
+    leaves = {program.inputs[len(program.consts) + k]: k for k in rows}
+    handed = {v: (Var(jax.typeof(rows[k])), Var(jax.typeof(rows[k]))) for v, k in leaves.items()}
+    env |= {before: rows[leaves[v]] for v, (before, _) in handed.items()}
     for part in found.parts:
+        if isinstance(part, InScan):
+            part = dataclasses.replace(part, handed_on={v: handed[v] for v in part.lasting if v in handed})
         if isinstance(part, Gate):
             gate(env, part.held, part.waits_for)
         else:
             if gated and isinstance(part, Slice):
                 part = dataclasses.replace(part, jaxpr=in_time(part.jaxpr, loops))
             env.update(_results_of(part, env, names))
-    return guarded(values_of(env, program.outputs), list(args))
+    after = {leaves[v]: env[after] for v, (_, after) in handed.items() if after in env}
+    return guarded(values_of(env, program.outputs), list(args)), after
+
+
+def lasting(closed: ClosedJaxpr, results: Mapping[int, int]) -> dict[int, tuple[int, int]]:
+    """Of a step that begins with its update, the arguments whose first rows one call is to hand on to the next, by
+    their numbers: the axis of the rows, and which is the first.
+
+    Of one scan, the first: the others have something beside their first loads. And where more is updated before it, an
+    embedding say, its stores are beside these loads (GPT 1.3B: 645 ms either way, with 384 MiB less).
+
+    Args:
+      results: of arguments, the numbers of the results that are their next values.
+    """
+    program = flat(closed)
+    held = any(map(holds_driven_update, program.eqns)) or any(eqn.primitive is READ for eqn in program.eqns)
+    if held or ordered(closed.effects) or unreturned(program) is not None or (found := _parts(program)) is None:
+        return {}
+    step = found.step.program
+    before = 0
+    for part in found.parts:
+        reads = part.inputs if isinstance(part, Slice) else variables(part.operands) if isinstance(part, Rest) else ()
+        before += sum(nbytes(v.aval) for v in reads if is_host_aval(v.aval))
+        if isinstance(part, InScan) and part.lasting:
+            if before * part.scan.length > sum(nbytes(v.aval) for v in part.lasting):
+                return {}
+            inputs = step.inputs[len(step.consts) :]
+            numbers = {v: k for k, v in enumerate(inputs) if v in part.lasting and k in results}
+            returned = {v: step.outputs[results[k]] for v, k in numbers.items()}
+            kept = [v for v, x in returned.items() if part.next_of[v] is x]
+            return {numbers[v]: (part.rows[v].dim, part.first_row) for v in kept}
+    return {}
 
 
 def _parts(program: Program) -> Parts | None:

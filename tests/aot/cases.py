@@ -74,26 +74,6 @@ def measure_step(
     return measure_update(target, tx, params, loss, x, **kwargs)
 
 
-def measure_turned(
-    target: str,
-    tx: optax.GradientTransformation,
-    params: Any,
-    loss: Callable[[Any, Any], jax.Array],
-    batch: Any,
-    **kwargs: Any,
-) -> Measured:
-    """The step that ``jo.pipelined`` makes: the update for the gradients of the batch before, then new gradients."""
-    state = jo.abstract_state(tx, params)
-
-    def step(params: Any, state: Any, grads: Any, batch: Any) -> Any:
-        params, state = jo.update_params(tx, grads, state, params)
-        value, grads = jax.value_and_grad(loss)(params, batch)
-        return params, state, grads, value
-
-    out = jax.tree.map(lambda a: a.sharding, (params, state, params)) + (jax.tree.leaves(params)[0].sharding,)
-    return measure(target, rewritten(step), (params, state, params, batch), (0, 1, 2), out, **kwargs)
-
-
 def measure_pipelined(
     target: str,
     tx: optax.GradientTransformation,

@@ -39,7 +39,6 @@ from tests.aot.cases import (
     measure_pipelined,
     measure_sharded,
     measure_step,
-    measure_turned,
     measure_update,
 )
 from tests.aot.forecasts import HEADER
@@ -237,7 +236,7 @@ def turned() -> None:
             tx = jo.offload(CLIPPED, storage=storage)
             plain = measure_update(H200, tx, params, model_loss, x, options=options)
             _timed(f"{model} | {_name(storage)}, plain loop | {tokens}", plain, time)
-            m = measure_turned(H200, tx, params, model_loss, x, options=options)
+            m = measure_pipelined(H200, tx, params, model_loss, x)
             _timed(f"{model} | {_name(storage)}, `jo.pipelined` | {tokens}", m, time)
             m = measure_pipelined(H200, tx, params, model_loss, x, gradients="host")
             _timed(f"{model} | {_name(storage)}, gradients on the host | {tokens}", m, time)

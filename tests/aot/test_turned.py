@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jax_offload as jo
 from benchmarks.harness.cases import SHAPES
 from benchmarks.in_jax import gpt
-from tests.aot.cases import device_sharding, measure_pipelined, measure_step, measure_turned, measure_update
+from tests.aot.cases import device_sharding, measure_pipelined, measure_step, measure_update
 from tests.aot.harness import H200, V5E, measure, mesh_for, require
 from tests.aot.model import ADAMW, CLIPPED, loss, parameters, two_by_two
 from tests.support.rows import rows
@@ -35,25 +35,34 @@ def moves_each_byte_once(m, layers=12):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "storage", "peak", "exposed"),
-    [(16384, None, 8200, 0.42), (32768, None, 13000, 0.12), (16384, "bfloat16", 8200, 0.15), (16384, INT8, 8200, 0.15)],
+    ("tokens", "storage", "peak", "exposed", "longer"),
+    [
+        (16384, None, 8200, 0.34, 1.14),
+        (32768, None, 13000, 0.01, 1.02),
+        (16384, "bfloat16", 8200, 0.01, 1.02),
+        (16384, INT8, 8200, 0.01, 1.02),
+    ],
     ids=str,
 )
-def test_scanned_and_clipped(tokens, storage, peak, exposed):
-    """12 layers of 2×4096². In the plain loop the update of a clipped step hides nothing: 1.05."""
+def test_scanned_and_clipped(tokens, storage, peak, exposed, longer):
+    """12 layers of 2×4096². In the plain loop the update of a clipped step hides nothing: 1.05.
+
+    No byte moves twice: the call before has loaded the first row (without, 0.39 and 1.17 times the resident step).
+    """
     require(H200)
     params = {"w": jax.ShapeDtypeStruct((12, 2, 4096, 4096), jnp.float32, sharding=device_sharding(H200))}
     tx = jo.offload(CLIPPED, storage=storage)
-    m = measure_turned(H200, tx, params, two_by_two, tokens_of(tokens), options=OPTIONS)
-    assert m.peak <= peak and m.host_temp == 0
-    assert m.timeline(H200).exposed_share <= exposed and moves_each_byte_once(m)
+    m = measure_pipelined(H200, tx, params, two_by_two, tokens_of(tokens))
+    resident = measure_update(H200, CLIPPED, params, two_by_two, tokens_of(tokens), options=OPTIONS).timeline(H200)
+    assert m.peak <= peak and m.host_temp == 0 and m.loaded == m.stored == m.host_arguments
+    assert m.timeline(H200).exposed_share <= exposed and m.timeline(H200).step <= longer * resident.step
 
 
 def test_unrolled_and_clipped():
     """24 layers; 9728 MiB where 9216 are parameters, gradients and what the backward pass keeps."""
     require(H200)
     params = parameters(24, 4096, False, device_sharding(H200))
-    m = measure_turned(H200, jo.offload(CLIPPED), params, loss, tokens_of(16384), options=OPTIONS)
+    m = measure_pipelined(H200, jo.offload(CLIPPED), params, loss, tokens_of(16384))
     assert m.peak <= 9800 and m.host_temp == 0 and moves_each_byte_once(m, 24)
     assert m.timeline(H200).exposed_share <= 0.42
 
@@ -67,7 +76,7 @@ def test_unrolled_and_clipped():
     ),
 )
 def test_gradients_that_wait_on_the_host(model, tokens, peak, exposed):
-    """1536 MiB of them: the peaks are 7808, 21632 and 9728 where they wait on the device, exposed 0.39, 0.06, 0.39."""
+    """1536 MiB of them: the peaks are 8064, 21888 and 9728 where they wait on the device, exposed 0.33, 0, 0.39."""
     require(H200)
     params, layers = parameters(24, 4096, False, device_sharding(H200)), loss
     if model == "scanned":
@@ -101,8 +110,8 @@ def test_the_first_of_several_microbatches_hosts_the_update():
     train = jo.pipelined(step, donate_argnames=("params", "state"))
     turned, args, _ = train.turned(params, jo.abstract_state(tx, params), batches)
     m = measure(H200, turned.whole_step, args, (0, 1), None, OPTIONS)
-    assert m.peak <= 10900 and m.host_temp == 0  # resident 13184
-    assert m.timeline(H200).exposed_share <= 0.4
+    assert m.peak <= 11200 and m.host_temp == 0  # resident 13184
+    assert m.timeline(H200).exposed_share <= 0.34
 
 
 @pytest.mark.parametrize("gradients", ["device", "host"])
@@ -124,7 +133,8 @@ def test_what_waits_is_divided_as_the_parameters_are(gradients):
 def test_clipped_on_four_devices(spec, over):
     """12 layers of 2×4096²: collectives carry no more bytes than with plain optax. In the plain loop 1.02 to 1.08.
 
-    No more memory than there (5504, 6656): a stack laid out as its rows are gathered was copied (ZeRO-1: 9728).
+    No more memory than there (5504, 6656) but for the row that is handed on: a stack laid out as its rows are gathered
+    was copied (ZeRO-1: 9728).
     """
     require(H200)
     mesh = mesh_for(H200, (4,), ("data",))
@@ -137,8 +147,8 @@ def test_clipped_on_four_devices(spec, over):
     before = measure_update(H200, tx, params, two_by_two, x, update_params=True, options=OPTIONS, n=4)
     m = measure_pipelined(H200, tx, params, two_by_two, x, n=4)
     ours, theirs = m.timeline(H200), resident.timeline(H200)
-    assert m.peak <= before.peak + 1 < resident.peak and m.host_temp == 0 and moves_each_byte_once(m)
-    assert ours.exposed_share <= 0.1 and ours.step <= 1.03 * theirs.step
+    assert m.peak <= before.peak + 65 < resident.peak and m.host_temp == 0 and m.loaded == m.stored == m.host_arguments
+    assert ours.exposed_share <= 0.01 and ours.step <= 1.03 * theirs.step
     assert ours.collectives <= 1.001 * theirs.collectives
     assert ours.compute <= 1.03 * theirs.compute
 
@@ -168,7 +178,7 @@ def test_a_tpu_copies_across_the_matmuls_of_an_iteration_when_clipped():
     require(V5E)
     params = {"w": jax.ShapeDtypeStruct((4, 2, 4096, 4096), jnp.float32, sharding=device_sharding(V5E))}
     x = jax.ShapeDtypeStruct((2048, 4096), jnp.float32, sharding=device_sharding(V5E))
-    m = measure_turned(V5E, jo.offload(CLIPPED), params, two_by_two, x)
+    m = measure_pipelined(V5E, jo.offload(CLIPPED), params, two_by_two, x, options=None)
     assert m.host_temp == 0 and moves_each_byte_once(m, 4) and m.duplex >= 0.85
 
 
@@ -182,7 +192,7 @@ def test_a_transformer_that_is_clipped(storage, exposed):
     params = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=sharding), params)
     batch = jax.ShapeDtypeStruct((16384 // shape.context, shape.context + 1), jnp.int32, sharding=sharding)
     tx = jo.offload(CLIPPED, storage=storage)
-    m = measure_turned(H200, tx, params, partial(gpt.loss, shape, None, jnp.bfloat16), batch, options=OPTIONS)
+    m = measure_pipelined(H200, tx, params, partial(gpt.loss, shape, None, jnp.bfloat16), batch)
     assert m.peak <= 1.1 * 13780 and m.host_temp == 0  # of the plain loop without clipping, and a tenth
     assert m.timeline(H200).exposed_share <= exposed and moves_each_byte_once(m, shape.layers)
 
@@ -195,7 +205,7 @@ def test_a_tpu_copies_across_both_halves():
     params = {"w": jax.ShapeDtypeStruct((6, 2, 4096, 4096), jnp.float32, sharding=sharding)}
     x = jax.ShapeDtypeStruct((16384, 4096), jnp.float32, sharding=sharding)
     plain = measure_update(V5E, jo.offload(CLIPPED), params, two_by_two, x)
-    m = measure_turned(V5E, jo.offload(CLIPPED), params, two_by_two, x)
+    m = measure_pipelined(V5E, jo.offload(CLIPPED), params, two_by_two, x, options=None)
     assert m.peak < plain.peak and m.host_temp == 0
     turned, in_turn = m.timeline("v5e"), plain.timeline("v5e")
     assert turned.exposed_share <= 0.7 and turned.step < in_turn.step
