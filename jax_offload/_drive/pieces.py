@@ -89,6 +89,7 @@ def gradients_in_turn(update: Update, device: Update, eqn: Equation, defined: Se
     stay = {*variables(v for v, own in pairs if own in {*device.operands})} & {*defined}
     large = [v for i in update.gradients if (v := eqn.invars[i]) in {*defined} and is_large(v.aval)]
     others = [v for v in defined if v not in {*large} and not jnp.issubdtype(v.aval.dtype, jax.dtypes.extended)]
-    if update.serialise is Serialise.NONE or len(large) < 2 or stay.isdisjoint(large):
+    unknown = update.serialise in (Serialise.NONE, Serialise.DIVIDED)
+    if unknown or len(large) < 2 or stay.isdisjoint(large):
         return None
     return in_turn(large, others)

@@ -14,6 +14,7 @@ from jax_offload._base.arrays import nbytes
 from jax_offload._base.backward import LARGE, Backward
 from jax_offload._base.jaxprs import Var
 from jax_offload._base.memory import is_host_aval
+from jax_offload._ir.primitives import PLACED
 from jax_offload._ir.program import Program
 from jax_offload._ir.slices import Pass, Slice, cut, joined, repeats_effects
 from jax_offload._plan.plan import OnCores, Plan, Planned, PlannedPass, Whole, Window
@@ -161,17 +162,20 @@ def _window(
     region: Region, sizes: Sequence[int], program: Program, own_loop: str = "", gated: bool = False
 ) -> tuple[Window, int]:
     """The window for slices of these bytes, and up to how many bytes at once are not worth a pass of their own."""
-    # Where something is divided, collectives are in the scheduler's sight anyway.
-    alone = all(math.prod(shards) == 1 for shards in program.shards.values())
+    # Where something is divided, collectives are in the scheduler's sight anyway, and small pieces may be. What gathers
+    # (ZeRO-1) is a collective itself, beside which nothing would run (12x4096x4096, four devices: 7168 MiB, so 4432).
+    divided = any(math.prod(shards) > 1 for shards in program.shards.values())
+    if divided and any(eqn.primitive.name in PLACED - {"device_put"} for eqn in program.eqns):
+        own_loop = ""
     if region.window is not None:
-        return Window(region.window, "as given", own_loop=own_loop if alone else ""), region.window
+        return Window(region.window, "as given", own_loop=own_loop), region.window
     state = sum(nbytes(v.aval) // math.prod(program.shards.get(v, ())) for v in region.leaves)
     default, usual = default_window(state), _usual(sizes)
     largest = min(_large(state), state // GATED_SHARE) if gated else default.nbytes
     fits = usual <= max(largest, default.nbytes)
     chosen = Window(5 * usual // 2, "two and a half of its usual pieces") if fits else default
-    own_loop = own_loop or (SMALL_PIECES if 0 < usual < LEAST_HIDDEN else "")
-    chosen = dataclasses.replace(chosen, own_loop=own_loop if alone else "")
+    own_loop = own_loop or (SMALL_PIECES if not divided and 0 < usual < LEAST_HIDDEN else "")
+    chosen = dataclasses.replace(chosen, own_loop=own_loop)
     # An embedding may be larger than the window, up to twice what a small model's may be.
     return chosen, max(chosen.nbytes, min(_large(state), 2 * default.nbytes))
 

@@ -16,7 +16,7 @@ from typing import Any
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Equation
 from jax_offload._base.memory import is_host_aval
-from jax_offload._base.shardings import varies
+from jax_offload._base.shardings import Shards, varies
 from jax_offload._ir.masks import Mask, forward, union
 from jax_offload._ir.program import Var
 from jax_offload._ir.slices import Slice, slice_of
@@ -25,7 +25,8 @@ from jax_offload._ir.slices import Slice, slice_of
 class Serialise(enum.Enum):
     """Which gradients may wait for each other, as the trace around an update knows."""
 
-    NONE = "none: waiting for a number of an array that is divided between devices is a collective"
+    NONE = "none: of an array that may be divided between devices, who knows how, any number is a collective"
+    DIVIDED = "those of leaves that stay on the device: each part of a norm of what is divided would be a collective"
     SUMS = "those of a norm: where the backward pass is not in the program, none has to be made in time"
     ALL = "those of leaves that stay on the device too"
 
@@ -62,10 +63,12 @@ class AllInTurn:
     Attributes:
       gradients: those, in turn.
       last: the result of the prelude that waits for all of them.
+      shards: of each gradient, how it is divided between devices; empty where none is.
     """
 
     gradients: tuple[Var, ...]
     last: Var
+    shards: tuple[Shards, ...] = ()
 
     def __str__(self) -> str:
         return f"{len(self.gradients)} gradients in turn, each once the one before is made"
@@ -92,8 +95,12 @@ def serial_of(
     # Leaves that stay on the device are updated here. What is only stored, the last gradient say, is on the host.
     updated = [v for g, part in parts if g in large and not small(part, g) for v in part.outputs if v in results]
     updated = [v for v in updated if not is_host_aval(v.aval)]
-    if updated and not gated and serialise is Serialise.ALL and not any(varies(v.aval) for v in large):
-        return AllInTurn(tuple(large), min(updated, key=lambda v: nbytes(v.aval)))
+    divided = serialise is Serialise.DIVIDED
+    if updated and not gated and (divided or serialise is Serialise.ALL) and not any(varies(v.aval) for v in large):
+        shards = tuple(prelude.shards.get(v, ()) for v in large) if divided else ()
+        return AllInTurn(tuple(large), min(updated, key=lambda v: nbytes(v.aval)), shards)
+    if divided and not gated:
+        return None
     found: list[SerialPart] = []
     used: tuple[Var, ...] = ()
     for gradient, part in parts:

@@ -178,16 +178,20 @@ def _in_order(traced: Traced, updates: Any, state: Any, produced: list[int] | No
 
 
 def _serialise(options: Options, updates: Any, produced: list[int] | None) -> Serialise:
-    """Which gradients wait for each other: none where one is divided between devices, or might be."""
+    """Which gradients wait for each other: none where one might be divided between devices, and how is not known, or
+    is only while it is updated (ZeRO-1: 4693 instead of 4677 MiB, 12x4096x4096, half of it, four devices)."""
+    found = Serialise.SUMS if produced is None or not options.serialise else Serialise.ALL
     for path, x in jax.tree_util.tree_flatten_with_path(updates)[0]:
         if is_array(x) and is_large(x):
             typed, key = typed_sharding(jax.typeof(x)), key_of(path)
             explicit = typed is not None and is_explicit(typed.mesh)
             sharding = typed if explicit else options.partitions.get(key) or options.shardings.get(key)
-            parts = devices_of(x) if sharding is None else math.prod(shards_of(sharding, x.shape))
-            if parts > 1 or (is_constrained(x) and devices_of(x) > 1):
+            unknown = devices_of(x) > 1 and (sharding is None or is_constrained(x))
+            if unknown or key in options.partitions:
                 return Serialise.NONE
-    return Serialise.SUMS if produced is None or not options.serialise else Serialise.ALL
+            if math.prod(shards_of(sharding, x.shape)) > 1:
+                found = Serialise.DIVIDED if found is not Serialise.SUMS else Serialise.NONE
+    return found
 
 
 def _shards(options: Options, updates: Any, state: Any, params: Any) -> list[Shards | None]:

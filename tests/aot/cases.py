@@ -15,6 +15,7 @@ import jax_offload as jo
 from jax_offload._step.rewritten import rewritten
 from tests.aot.harness import MIB, Measured, measure, mesh_for
 from tests.aot.model import loss, parameters, step_of
+from tests.aot.zoo import Model
 
 OPTIONS = jo.compiler_options("cuda")
 
@@ -114,6 +115,25 @@ def measure_sharded(
     rows = NamedSharding(mesh, PartitionSpec("data"), memory_kind="device")
     x = jax.ShapeDtypeStruct((n * batch, width), jnp.float32, sharding=rows)
     return measure_update(target, tx, params, loss, x, n=n, **kwargs)
+
+
+def measure_divided(
+    target: str, tx: optax.GradientTransformation, model: Model, tokens: int, **kwargs: Any
+) -> Measured:
+    """The step of ``tx`` on four devices, each leaf divided along its first axis that four divides, and the batch;
+    ``tokens`` per device."""
+    mesh = mesh_for(target, (4,), ("data",))
+
+    def put(shape: tuple[int, ...], dtype: Any, axis: int | None) -> jax.ShapeDtypeStruct:
+        spec = PartitionSpec() if axis is None else PartitionSpec(*(None,) * axis, "data")
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec, memory_kind="device"))
+
+    def leaf(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        axes = [k for k, n in enumerate(shape) if n % 4 == 0 and len(shape) > 1]
+        return put(shape, model.dtype, axes[0] if axes else None)
+
+    params = jax.tree.map(leaf, model.params, is_leaf=lambda x: isinstance(x, tuple))
+    return measure_update(target, tx, params, model.loss, put(*model.batch(4 * tokens), 0), n=4, **kwargs)
 
 
 @dataclasses.dataclass(frozen=True)

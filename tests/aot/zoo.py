@@ -62,10 +62,10 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
     return (y * scale + bias).astype(x.dtype)
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool) -> jax.Array:
-    """A sequence at a time, its scores made twice: [batch, context, heads, size]."""
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool, mapped: bool = True) -> jax.Array:
+    """Scores are made twice, ``mapped`` a sequence at a time: [batch, context, heads, size]."""
     one = jax.checkpoint(lambda qkv: jax.nn.dot_product_attention(*qkv, is_causal=causal))
-    return jax.lax.map(one, (q, k, v))
+    return jax.lax.map(one, (q, k, v)) if mapped else one((q, k, v))
 
 
 def nats(x: jax.Array, head: jax.Array, targets: jax.Array) -> jax.Array:
@@ -106,8 +106,13 @@ def gpt(layers: int = 6, width: int = 2048, heads: int = 16, kv_heads: int = 4) 
     return Model(params, lambda tokens: ((tokens // CONTEXT, CONTEXT + 1), jnp.int32), loss)
 
 
-def vit(layers: int = 8, width: int = 1024, *, checkpoint: bool = False, fused: bool = False) -> Model:
-    """Biases everywhere; q, k and v from one matrix, or from three."""
+def vit(
+    layers: int = 8, width: int = 1024, *, checkpoint: bool = False, fused: bool = False, mapped: bool = True
+) -> Model:
+    """Biases everywhere; q, k and v from one matrix, or from three.
+
+    ``mapped``: attention takes one image at a time, which gathers images that are divided between devices.
+    """
     size = 64
     qkv = {"qkv": (width, 3 * width), "qkv_bias": (3 * width,)}
     if not fused:
@@ -126,7 +131,7 @@ def vit(layers: int = 8, width: int = 1024, *, checkpoint: bool = False, fused: 
         else:
             q, k, v = (y @ p[n] + p[f"{n}_bias"] for n in "qkv")
         q, k, v = (a.reshape(*x.shape[:2], -1, size) for a in (q, k, v))
-        x = x + attend(q, k, v, False).reshape(x.shape) @ p["o"] + p["o_bias"]
+        x = x + attend(q, k, v, False, mapped).reshape(x.shape) @ p["o"] + p["o_bias"]
         y = jax.nn.gelu(layer_norm(x, *p["norm_2"]) @ p["up"] + p["up_bias"])
         return x + y @ p["down"] + p["down_bias"]
 

@@ -164,6 +164,10 @@ def test_slices_of_a_divided_state_do_not_run_apart_and_count_on_one_device():
     assert chosen == Window(5 * 32 * KIB // 2, "two and a half of its usual pieces", own_loop="")
     unsharded, _ = window_of(program, next_of, shards=dict.fromkeys(hosts(next_of), (1, 1)))
     assert unsharded.own_loop
+    late, _ = window_of(program, next_of, shards=shards, own_loop="put off")
+    assert late.own_loop == "put off"
+    given, _ = window_of(program, next_of, 123, shards=shards, own_loop="put off")
+    assert given.own_loop == "put off"
 
 
 def fitted(program, next_of, nbytes):
