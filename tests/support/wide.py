@@ -19,7 +19,8 @@ PROCESSES = "starts processes"
 RANDOM = "random cases"
 
 WIDE = {
-    "analysis/test_cli.py::test_the_doctor_tells": PROCESSES,
+    "analysis/test_cli.py::test_plan_for_a_chip": COMPILES,
+    "analysis/test_doctor.py::test_the_doctor_tells": PROCESSES,
     "analysis/test_forecast.py::test_the_share_with_which_both_end": "seconds of traces",
     "analysis/test_plan_of_files.py::test_what_host_memory_is_left": "seconds of traces",
     "analysis/test_inspect.py::test_broken_steps[usual recipe-v5e:1x1-False]": COMPILES,
