@@ -26,6 +26,7 @@ WIDE = {
     "analysis/test_inspect.py::test_broken_steps[usual recipe-v5e:1x1-False]": COMPILES,
     "analysis/test_inspect.py::test_of_a_chip": COMPILES,
     "analysis/test_inspect.py::test_one_leaf_that_is_left_on_the_device[v5e": COMPILES,
+    "analysis/test_inspect_parts.py::test_of_a_compiled_step[4194304": COMPILES,
     "analysis/test_inspect_sharded.py::test_a_plan_of_a_stack": COMPILES,
     "analysis/test_liveness.py::test_compiled_rows": COMPILES,
     "aot/test_by_rows.py": COMPILES,
