@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax_offload as jo
 from jax_offload._analysis.exposure import BACKWARD, FORWARD, exposed, link_of, speed, tokens_to_hide
@@ -37,7 +38,7 @@ def rows() -> Iterator[str]:
             yield f"| {name}, {way} | " + " | ".join(f"{n:,}" for n in found) + " |"
 
 
-def draw(path: str) -> None:
+def draw(path: str | Path) -> None:
     import matplotlib
 
     matplotlib.use("svg")
@@ -45,7 +46,7 @@ def draw(path: str) -> None:
     from matplotlib import pyplot
 
     tokens = [2 ** (10 + k / 16) for k in range(16 * 8 + 1)]
-    figure, axes = pyplot.subplots(1, len(CHIPS), figsize=(12, 3.4), sharey=True, layout="constrained")
+    figure, axes = pyplot.subplots(1, len(CHIPS), figsize=(12, 3.9), sharey=True, layout="constrained")
     for axis, name in zip(axes, CHIPS, strict=True):
         chip = jo.chip(name)
         for k, (storage, nbytes) in enumerate(STORAGES.items()):
@@ -62,7 +63,8 @@ def draw(path: str) -> None:
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("added to the step, %")
-    axes[2].legend(fontsize=8, title="solid: jo.jit; dotted: nothing hidden", title_fontsize=8)
+    lines, names = axes[0].get_legend_handles_labels()
+    figure.legend(lines, names, loc="outside lower center", ncols=4, title="solid: jo.jit; dotted: nothing hidden")
     figure.savefig(path, metadata={"Date": None})
 
 

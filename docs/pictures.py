@@ -51,7 +51,7 @@ def decision() -> None:
     d.box(20, 130, 250, 50, BLUE, "What is large?")
     d.box(450, 105, 410, 44, PALE, "activations: jax.checkpoint, or offload those", INK)
     d.box(450, 161, 410, 44, PALE, "parameters, gradients: more devices, FSDP", INK)
-    d.box(20, 240, 250, 50, BLUE, "Clipped by their norm?")
+    d.box(20, 240, 250, 50, BLUE, "Are gradients clipped by\nthe norm of all of them?")
     d.box(20, 350, 250, 50, GREEN, "jo.offload(tx), jo.jit(step)")
     d.box(450, 240, 410, 50, GREEN, "jo.offload(tx), jo.pipelined(step)")
     d.box(20, 440, 250, 44, BLUE, "Tokens above the table's?")
@@ -116,37 +116,43 @@ def stream() -> None:
 
 
 def turned() -> None:
-    """Where the update of a whole step runs, without and with clipping."""
-    d, left, w = Drawing(900, 330), 170, 84
-    d.text(20, 28, "jo.jit: no clipping. A layer is updated in the iteration that makes its gradient", INK, bold=True)
+    """Where the update of a whole step runs: as written, by ``jo.jit``, by ``jo.pipelined``; the link beside it."""
+    d, left, w = Drawing(900, 470), 130, 62
+
+    def lanes(y: int, title: str) -> None:
+        d.text(20, y, title, INK, bold=True)
+        for lane, at in ("passes", 40), ("updates", 80), ("the link", 113):
+            d.text(left - 14, y + at, lane, INK, "end")
+
+    def layer(x: float, y: int, name: str, k: int) -> None:
+        d.box(x, y + 18, w - 4, 34, *((PALE, f"{name} {k}", INK) if name == "fwd" else (BLUE, f"{name} {k}")))
+
+    def update(x: float, y: int, k: int) -> None:
+        d.box(x, y + 61, 0.36 * w, 28, GREEN, f"{k}")
+
+    lanes(24, "Before, jax.jit: the state moves when all gradients are there, and arithmetic waits (red)")
     for k in range(4):
-        d.box(left + k * w, 46, w - 4, 34, PALE, f"fwd {k}", INK)
-        d.box(left + (k + 4) * w, 46, w - 4, 34, BLUE, f"bwd {3 - k}")
-        d.box(left + (k + 4) * w + 0.62 * w, 86, 0.36 * w, 28, GREEN, f"{3 - k}")
-    d.text(left - 14, 68, "one step", INK, "end")
-    d.text(left - 14, 105, "updates", INK, "end")
-    d.text(
-        20,
-        168,
-        "jo.pipelined: clipped by the norm of all gradients. The next batch's forward pass updates",
-        INK,
-        bold=True,
-    )
+        layer(left + k * w, 24, "fwd", k)
+        layer(left + (k + 4) * w, 24, "bwd", 3 - k)
+        x = left + 8 * w + k * w
+        d.box(x, 42, 0.6 * w, 34, RED)
+        update(x + 0.62 * w, 24, k)
+        d.box(x, 121, w - 2, 22, ORANGE)
+    lanes(184, "jo.jit: no clipping. A layer is updated in the iteration that makes its gradient")
     for k in range(4):
-        d.box(left + k * w, 186, w - 4, 34, BLUE, f"bwd {3 - k}")
-        d.box(left + (k + 4) * w + 14, 186, w - 4, 34, PALE, f"fwd {k}", INK)
-        d.box(left + (k + 4) * w + 14, 226, 0.36 * w, 28, GREEN, f"{k}")
-    d.shapes.append(f'<line x1="{left + 4 * w + 5}" x2="{left + 4 * w + 5}" y1="180" y2="262" stroke="{RED}" '
-                    'stroke-width="2"/>')  # fmt: skip
-    d.text(
-        left + 4 * w + 5,
-        284,
-        "the norm is known: each layer is updated just before its forward pass needs it",
-        RED,
-        "middle",
-    )
-    d.text(left - 14, 208, "two batches", INK, "end")
-    d.text(left - 14, 245, "updates", INK, "end")
+        layer(left + k * w, 184, "fwd", k)
+        layer(left + (k + 4) * w, 184, "bwd", 3 - k)
+        update(left + (k + 4) * w + 0.6 * w, 184, 3 - k)
+        d.box(left + (k + 4) * w, 281, w - 2, 22, ORANGE)
+    lanes(344, "jo.pipelined: clipped by the norm of all gradients. The next batch's forward pass updates")
+    for k in range(4):
+        layer(left + k * w, 344, "bwd", 3 - k)
+        layer(left + (k + 4) * w + 14, 344, "fwd", k)
+        update(left + (k + 4) * w + 14, 344, k)
+        d.box(left + (k + 4) * w + 14, 441, w - 2, 22, ORANGE)
+    line = left + 4 * w + 5
+    d.shapes.append(f'<line x1="{line}" x2="{line}" y1="356" y2="464" stroke="{RED}" stroke-width="2"/>')
+    d.text(line - 8, 424, "the norm is known", RED, "end")
     d.save("turned.svg")
 
 

@@ -116,7 +116,7 @@ MUTATIONS = [
     Mutation("hidden is what is waited for", "_analysis/found.py", "1 - waited / seconds if seconds", "waited / seconds if seconds", "analysis/test_inspect.py"),
     Mutation("loaded is what is stored", "_analysis/inspection.py", "for t in self.transfers if t.loads)", "for t in self.transfers if not t.loads)", "analysis/test_inspect.py analysis/test_inspect_sharded.py analysis/test_cli.py"),
     Mutation("a warning is an exit code", "_analysis/commands.py", "if result.errors:", "if result.problems:", "analysis/test_cli.py"),
-    Mutation("NaN passes the self-test", "_analysis/doctor.py", "if not off <= TOLERANCE:", "if off > TOLERANCE:", "analysis/test_cli.py"),
+    Mutation("NaN passes the self-test", "_analysis/doctor.py", "if not off <= TOLERANCE:", "if off > TOLERANCE:", "analysis/test_doctor.py"),
     Mutation("the rest of what is loaded at the speed of stores", "_analysis/exposure.py", "(loaded - together) / self.load + (stored - together) / self.store", "(loaded - together) / self.store + (stored - together) / self.load", "analysis/test_forecast.py analysis/test_plan_of_files.py"),
     Mutation("both directions of the link make up its time", "_analysis/timeline.py", "link=max(clock.busy[LOAD], clock.busy[STORE])", "link=clock.busy[LOAD] + clock.busy[STORE]", "aot/test_timeline.py"),
     Mutation("a copy has the speed of both directions", "_analysis/schedule.py", "2 * nbytes / self.chip.host_link_both", "nbytes / self.chip.host_link_both", "aot/test_timeline.py"),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jax_offload._analysis.host import POOL_VARIABLE, host_memory
+from jax_offload._analysis.host import POOL_VARIABLE, HostMemory, host_memory
 from jax_offload._analysis.link import measure_link
 from jax_offload._analysis.units import in_bytes
 from jax_offload._base.memory import HOST_KIND
@@ -73,8 +73,8 @@ def examine() -> Report:
         device = jax.local_devices()[0]
     except RuntimeError as error:
         return Report((*found, Check("devices", "bad", f"jax finds none: {error}", "install jax for this machine")))
-    found += [_devices(device), _kinds(device), _host(), _pool(device)]
-    if found[2].kind == "bad":
+    found += [_devices(device), _kinds(device), *_memory(device)]
+    if not Report(tuple(found)).ok:
         return Report(tuple(found))
     return Report((*found, _link(device), _self_test(device)))
 
@@ -106,15 +106,21 @@ def _kinds(device: Any) -> Check:
     return Check("memories", "bad", f"{', '.join(kinds)}: no {HOST_KIND}", "use a jax with pinned_host memory: 0.10 on")
 
 
-def _host() -> Check:
-    memory = host_memory()
+def _memory(device: Any) -> tuple[Check, ...]:
+    try:
+        memory = host_memory()
+    except ValueError as error:
+        return (Check("pinned pool", "bad", str(error), f"set {POOL_VARIABLE} to a number of GiB, or leave it out"),)
+    return _host(memory), _pool(device, memory)
+
+
+def _host(memory: HostMemory) -> Check:
     named = ("available", memory.available), ("left by the cgroup", memory.cgroup)
     said = [f"{in_bytes(n)} {what}" for what, n in named if n is not None]
     return Check("host memory", "ok" if said else "note", ", ".join(said) or "not known")
 
 
-def _pool(device: Any) -> Check:
-    memory = host_memory()
+def _pool(device: Any, memory: HostMemory) -> Check:
     said = f"{in_bytes(memory.pool)} in a process ({POOL_VARIABLE})"
     if device.platform not in ("gpu", "cuda", "rocm"):
         return Check("pinned pool", "ok", f"no limit of XLA's on this platform; on a GPU {said}")

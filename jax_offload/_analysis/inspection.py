@@ -132,7 +132,7 @@ class Inspection:
         if self.loops:
             rows = [(", ".join(x.leaves[:4]) + ("" if len(x.leaves) < 5 else f" and {len(x.leaves) - 4} more"),
                      str(x.times), _mib(x.nbytes)) for x in self.loops]  # fmt: skip
-            found.append(("loops", [("leaves", "chunks", "MiB each"), *rows]))
+            found.append(("loops", [("leaves", "iterations", "MiB each"), *rows]))
         rows = [("error" if p.error else "warning", f"{p.leaf}: {p.what}" if p.leaf else p.what) for p in self.problems]
         rows = rows or [("none", "")]
         rows += [("not seen", self.unseen)] if self.unseen else []

@@ -11,17 +11,18 @@ pytest.importorskip("click", reason="needs click: pip install 'jax_offload[cli]'
 pytest.importorskip("rich", reason="needs rich: pip install 'jax_offload[cli]'")
 
 import jax
-import optax
 from click.testing import CliRunner
 
 import jax_offload as jo
-from jax_offload._analysis import cli, doctor, dram
+from jax_offload._analysis import cli
 from jax_offload._analysis import commands as commands_of
 from jax_offload._analysis.commands import commands
 from jax_offload._analysis.found import Problem, Transfer
 from jax_offload._analysis.inspection import Inspection
 from jax_offload._analysis.synthetic import described, shape_of
+from tests.aot.harness import H200, require
 
+MATRIX = 256 * 256 * 4
 SEVEN = "plan --params 7e9 --param-dtype bfloat16 --master float32".split()
 
 
@@ -229,6 +230,38 @@ def test_inspect(tmp_path, monkeypatch):
     assert "no folder 'no'" in run("inspect", "steps_for_test:offloaded", "--timeline", "no/x.png").output
 
 
+def test_inspect_for_a_chip_that_is_not_there(tmp_path, monkeypatch):
+    """256² float32: 256 KiB of parameters on the device, and each moment once to the device and once back."""
+    require(H200)
+    pytest.importorskip("matplotlib")
+    (tmp_path / "steps_for_test.py").write_text(STEPS)
+    monkeypatch.chdir(tmp_path)
+    done = run("inspect", "steps_for_test:offloaded", "--target", H200, "--timeline", "out.png", "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert (found["target"], found["compiled_for"], found["problems"]) == (H200, True, [])
+    assert (found["parts"]["parameters"], found["host"]) == (MATRIX, 2 * MATRIX)
+    moved = {(t["leaf"], t["loads"], t["nbytes"]) for t in found["transfers"]}
+    assert moved == {(f"s[0].{m}", way, MATRIX) for m in ("mu", "nu") for way in (True, False)}
+    assert (tmp_path / "out.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_plan_for_a_chip_that_is_not_there(tmp_path, monkeypatch):
+    """Its rows are compiled: peaks are the compiler's, whose resident one holds all four matrices."""
+    require(H200)
+    (tmp_path / "steps_for_test.py").write_text(STEPS)
+    monkeypatch.chdir(tmp_path)
+    done = run("plan", "steps_for_test:offloaded", "--target", H200, "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    rows = {row["name"]: row for row in found["options"]}
+    assert list(rows) == ["resident", "jax.jit", "jo.jit"] and found["recommended"] == "resident"
+    assert [row["host"] for row in rows.values()] == [0, 2 * MATRIX, 2 * MATRIX]
+    assert [row["loaded"] for row in rows.values()] == [0, 2 * MATRIX, 2 * MATRIX]
+    assert 4 * MATRIX <= rows["resident"]["peak"] < 5 * MATRIX
+    assert found["labels"]["peak, host"] == "compiled for h200, not run"
+
+
 def test_a_warning_of_inspect_is_no_error(tmp_path, monkeypatch):
     """By the exit code; what is loaded and what is stored are told apart."""
     found = [Problem("a warning", error=False)]
@@ -253,43 +286,6 @@ def test_the_shape_of_a_model():
     assert shape_of(70 * 10**9, 80, 8192) == (80, 8192)
     model = described(10**9, "sgd", "float32")
     assert sum(x.size for x in jax.tree.leaves(model.params)) == pytest.approx(10**9, abs=model.width)
-
-
-@pytest.fixture
-def quick_to_measure(monkeypatch):
-    monkeypatch.setattr(dram, "ARRAY", 2**20)
-
-
-@pytest.mark.usefixtures("quick_to_measure")
-def test_the_doctor():
-    done = run("doctor", "--json")
-    assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
-    assert found["next_step"] == "run it where the accelerator is"
-    assert found["ok"] and [check["name"] for check in found["checks"]][-1] == "self-test"
-    assert "no accelerator" in found["checks"][1]["says"]
-    assert "of the host's memory for each device" in found["checks"][-2]["says"]
-    assert "verdict: this machine can offload; mind: devices" in run("doctor").stdout
-
-
-@pytest.mark.usefixtures("quick_to_measure")
-def test_the_doctor_tells_what_does_not_work(monkeypatch):
-    """A state that stays on the device; numbers that differ; an error."""
-    monkeypatch.setattr(doctor, "offload", lambda inner: inner)
-    assert "the state ended in" in doctor.examine().checks[-1].says
-    monkeypatch.setattr(doctor, "offload", lambda inner: jo.offload(optax.adamw(2e-3)))
-    assert "differ from the resident ones" in doctor.examine().checks[-1].says
-    monkeypatch.setattr(doctor, "offload", lambda inner: 1 / 0)
-    assert "ZeroDivisionError" in doctor.examine().checks[-1].says
-    assert run("doctor").exit_code == 7
-
-
-def test_numbers_that_are_nan_do_not_pass_the_doctor(monkeypatch):
-    broken = optax.chain(optax.adamw(1e-3), optax.scale(float("nan")))
-    monkeypatch.setattr(doctor, "offload", lambda inner: jo.offload(broken))
-    monkeypatch.setattr(doctor, "STEPS", 1)
-    check = doctor._self_test(jax.devices()[0])
-    assert check.kind == "bad" and "differ from the resident ones by nan" in check.says
 
 
 def test_what_to_install(monkeypatch, capsys):

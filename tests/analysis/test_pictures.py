@@ -2,14 +2,19 @@
 
 import dataclasses
 import json
+import re
+import runpy
+from pathlib import Path
 
 import pytest
 
+from benchmarks import break_even
 from jax_offload._analysis.picture import busy, lanes_of, trace, waits
 from jax_offload._analysis.schedule import Segment
 from jax_offload._analysis.timeline import Timeline, timeline
 from tests.aot.test_timeline import CHIP, DOT, L_DONE, MATRIX, L, M, computation
 
+DOCS = Path(__file__).parents[2] / "docs"
 ARGUMENTS = {0: "parameters", 1: "other arguments"}  # the third is in host memory
 
 
@@ -116,3 +121,37 @@ def test_a_trace_for_perfetto(tmp_path):
 def test_another_ending(tmp_path):
     with pytest.raises(ValueError, match=r"ends with '.pdf'; expected .png, .svg or .json"):
         dataclasses.replace(some(1)).save(tmp_path / "a.pdf")
+
+
+def test_the_table_of_break_even_is_what_its_script_prints():
+    assert "\n".join(break_even.rows()) in (DOCS / "should_i_offload.md").read_text()
+
+
+def test_the_chart_of_break_even_is_what_its_script_draws(tmp_path):
+    pytest.importorskip("matplotlib")
+    break_even.draw(tmp_path / "now.svg")
+    there, now = (path.read_text() for path in (DOCS / "break_even.svg", tmp_path / "now.svg"))
+    if (by := re.search(r"Matplotlib v[\d.]+", there)[0]) not in now:
+        pytest.skip(f"docs/break_even.svg is by {by}: another version draws it otherwise")
+    assert now == there, "python -m benchmarks.break_even docs/break_even.svg"
+
+
+def test_the_pictures_of_the_docs_are_what_their_script_draws(tmp_path):
+    script = tmp_path / "pictures.py"  # which writes beside itself
+    script.write_text((DOCS / "pictures.py").read_text())
+    runpy.run_path(str(script), run_name="__main__")
+    drawn = sorted(tmp_path.glob("*.svg"))
+    assert len(drawn) == 4
+    for path in drawn:
+        assert path.read_text() == (DOCS / path.name).read_text(), "python docs/pictures.py"
+
+
+def test_every_picture_is_shown_and_the_readme_leads_to_those_of_a_step():
+    readme = (DOCS.parent / "README.md").read_text()
+    shown = {
+        Path(x).name for page in DOCS.glob("*.md") for x in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text())
+    }
+    assert {path.name for path in DOCS.iterdir() if path.suffix in (".svg", ".png")} <= shown
+    for name in ("timeline-usual.png", "timeline-offloaded.png", "break_even.svg"):
+        assert f"](docs/{name})" in readme, name
+    assert "](turned.svg)" in (DOCS / "overlap.md").read_text()

@@ -6,6 +6,7 @@ takes a few minutes on two cores. ``python -m tests.aot.table defaults`` prints 
 hour. ``python -m tests.aot.table plan`` prints what ``jo.plan`` estimates beside what is compiled, in ten
 minutes. ``python -m tests.aot.table time`` prints simulated step times, of the model in ``timeline``, in two minutes.
 ``python -m tests.aot.table matrix axis=value,value sample=number`` prints peaks of whole models (``matrix``).
+``python -m tests.aot.table played`` simulated steps that docs/inspect.md has beside a second simulator's.
 ``python -m tests.aot.table quoted`` those of the losses that were reported of such models (``quoted``).
 """
 
@@ -49,6 +50,7 @@ from tests.aot.harness import H200, MIB, V5E, V5E_2X2, Measured, measure
 from tests.aot.matrix import matrix
 from tests.aot.model import ADAMW, CLIPPED, loss, parameters, two_by_two
 from tests.aot.model import ROWS as ON_A_GPU
+from tests.aot.played import played
 from tests.aot.quoted import quoted
 from tests.aot.unseen import unseen
 
@@ -317,6 +319,7 @@ if __name__ == "__main__":
         "unrolled": unrolled,
         "plan": forecasts,
         "biases": biases,
+        "played": played,
     }
     if sys.argv[1:2] == ["matrix"]:
         sys.exit(matrix(sys.argv[2:]))
