@@ -43,6 +43,9 @@ BELOW = 0.9
 # little (GPT 2.7B: 23968 MiB, 22934 estimated with 1657 of that; a Llama's attention 11535, and 9474 with 3414), and
 # below (24 layers clipped outside: 4616 MiB, 4744 estimated).
 ITERATION, BELOW_SCANNED = 0.65, 0.97
+# A TPU fuses what is elementwise into matmuls, and has some arrays in the memory of its cores: of what an iteration
+# needs the most by which it was less (24 layers, a v5e: 7808 MiB, 8256 estimated with 832 of that).
+FUSED = 0.55
 SCANNED = 0.5  # of a step's operations in its two largest scans: one forward, one backward
 
 
@@ -67,7 +70,7 @@ class Traced:
         given = donations(program, len(program.invars))
         parameters, state, host = self._arguments(given)
         own = [0 if is_hosted(x) else _own(x) for x in self.leaves]
-        estimated, in_order = (n + kept for n in self._peaks(program, given, own))
+        fused, estimated, in_order = (n + kept for n in self._peaks(program, given, own))
         # XLA may scatter many gradients at once, and hold them whole until then
         put_together = sum(nbytes(x) - self.division.own(x) for x in self.gradients) if self.shards > 1 else 0
         most = in_order if in_one_scan(program) else max(in_order, int(UNROLLED * estimated)) + put_together
@@ -79,7 +82,7 @@ class Traced:
         away = gradients if pending else 0  # they wait on the host
         least = estimated - away
         below = BELOW_SCANNED if in_one_scan(program) else BELOW
-        least = max(parameters + state, int(below * least))
+        least = max(parameters + state, min(fused - away, int(below * least)))
         option = Option(
             name, code, parameters, gradients - away, state, moved.window, rest, estimated - away,
             (least, most - away), host + away, moved.loaded + away, moved.stored + away,
@@ -108,10 +111,10 @@ class Traced:
         given = [k < len(first.args[0]) for k in range(len(inner.jaxpr.invars))]
         beside = sum(_own(x) for x in first.elsewhere.values() if not is_hosted(x))
         scanned = in_one_scan(inner.jaxpr)
-        estimated, in_order = (n + beside for n in self._peaks(inner.jaxpr, given, None))
+        fused, estimated, in_order = (n + beside for n in self._peaks(inner.jaxpr, given, None))
         most = in_order if scanned else max(in_order, int(UNROLLED * estimated))
         parameters, state, host = self._arguments(donated)
-        least = max(parameters + state, int((BELOW_SCANNED if scanned else BELOW) * estimated))
+        least = max(parameters + state, min(fused, int((BELOW_SCANNED if scanned else BELOW) * estimated)))
         rest = max(0, estimated - parameters - state)
         gradients = min(rest, sum(map(self.division.own, self.gradients)))
         cores, files = moved.cores, moved.files
@@ -127,12 +130,15 @@ class Traced:
         # the gradient of stacked layers is one array, which goes down when the scan is over
         return priced(option, self.setting, 0.0 if scanned else BACKWARD, cores, files, first.cut)
 
-    def _peaks(self, program: Any, given: Sequence[bool], own: Sequence[int] | None) -> tuple[int, int]:
-        """With each operation as early as it can be; and in the order of the trace, or, of layers in one scan, with as
-        much more in an iteration as was seen: there too XLA puts off what would free memory."""
+    def _peaks(self, program: Any, given: Sequence[bool], own: Sequence[int] | None) -> tuple[int, int, int]:
+        """With as much fused as was seen; with each operation as early as it can be; and in the order of the trace, or,
+        of layers in one scan, with as much more in an iteration as was seen: there too XLA puts off what would free
+        memory."""
         scanned, division = in_one_scan(program), self.division if own else ALONE
         find = partial(peak, program, given, division=division, own=own, rounds=self.setting.rounds)
-        return find(early=True), find(early=scanned, slack=ITERATION if scanned else 0.0)
+        early = find(early=True)
+        least = find(early=True, slack=-FUSED) if scanned and self.setting.rounds else early
+        return least, early, find(early=scanned, slack=ITERATION if scanned else 0.0)
 
     def _exposed(
         self, trace: Any, program: Any, moved: Streams, chip: Chip, compute: float, ahead: bool

@@ -9,8 +9,6 @@ from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.exposure import Link
 from jax_offload._analysis.work import seconds
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.jaxprs import Jaxpr, without_dead_code
-from jax_offload._peak.flattened import flattened, loop_of
 from jax_offload._plan.in_scan import InScan
 
 # Of the arithmetic of a phase after the first what has passed when XLA for GPUs begins to load there: the most that was
@@ -83,38 +81,7 @@ def hidden_at(plans: Sequence[InScan], link: Link, chip: Chip, shards: int) -> f
 
 
 def _behind_each(plan: InScan, chip: Chip) -> list[float]:
-    """Arithmetic of each phase: before its gate runs what that needs, the rest whenever XLA likes, which is behind it
-    (GPT 2.7B, an H200: 5.1 ms before it, where what stands above it takes 6.7). What is kept as it came, behind the
-    first."""
-    found: list[float] = []
-    late = 0.0
-    for phase, gate in zip(plan.body.slices, [*plan.body.gates, None], strict=True):
-        by_itself = seconds(phase.jaxpr, chip)
-        needed = by_itself
-        if gate is not None:
-            needed = _needed(phase.jaxpr, phase.outputs.index(gate), chip)
-        found.append(late + needed)
-        late = max(0.0, by_itself - needed)
-        late += 0.0 if len(found) > 1 else sum(2 * nbytes(v.aval) for v in plan.passed_through) / chip.reached.hbm
-    return found
-
-
-def _needed(jaxpr: Jaxpr, output: int, chip: Chip) -> float:
-    """Of what one result is made of. A loop is run whole, whatever of it is needed: XLA takes none apart (a state-space
-    model, an H200: 2.3 ms of its loops are needed before the gate, 3.0 run there)."""
-    wanted = [k == output for k in range(len(jaxpr.outvars))]
-    pruned = without_dead_code(jaxpr, wanted)[0]
-    return seconds(pruned, chip) + _in_loops(jaxpr, output, chip) - _in_loops(pruned, 0, chip)
-
-
-def _in_loops(jaxpr: Jaxpr, output: int, chip: Chip) -> float:
-    """Of the loops that one result is made of, all that they do."""
-    program, found = flattened(jaxpr), 0.0
-    live = {program.outputs[output]}
-    for node in reversed(program.nodes):
-        if live.isdisjoint(node.makes):
-            continue
-        live |= {*node.reads, *node.waits}
-        loop = loop_of(node.eqn)
-        found += 0.0 if loop is None else (loop.length or 1) * seconds(loop.body, chip)
-    return found
+    """Arithmetic of each phase, which is what runs between two gates. What is kept as it came, behind the first."""
+    found = [seconds(phase.jaxpr, chip) for phase in plan.body.slices]
+    kept = sum(2 * nbytes(v.aval) for v in plan.passed_through) / chip.reached.hbm
+    return [n + (kept if k == 1 else 0.0) for k, n in enumerate(found)]

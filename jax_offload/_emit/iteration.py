@@ -150,14 +150,18 @@ class Emitter:
         end = len(groups) - 1
         early: Values = {}
         then: Values = {}
-        for p, (phase, gate) in enumerate(zip(body.slices, [*body.gates, None], strict=True)):
+        for p, phase in enumerate(body.slices):
             early |= {} if p == end else self.early(at, groups[p], after)
             fetched = self.exchange(at, groups[p], stored, groups[p - 1], after)
             fetched |= {v: _on_a_cpu(_instead, x, early[v]) for v, x in fetched.items() if v in early}
             inner.update(zip(phase.outputs, phase.run(*(inner[v] for v in phase.inputs)), strict=True))
             if p < end:
+                gate = body.gates[p]
                 gates = [] if gate is None else [gate, *(self.plan.passed_through if p == 0 else ())]
-                inner.update(zip(gates, self.gated(at, p, fetched, [inner[v] for v in gates]), strict=True))
+                held = [v for v in body.held[p] if v not in gates]
+                passed = self.gated(at, p, fetched, [inner[v] for v in gates])
+                passed = _on_a_tpu(together, [*passed, *(inner[v] for v in held)]) if held else passed
+                inner.update(zip([*gates, *held], passed, strict=True))
             then |= fetched
         return then
 
@@ -243,6 +247,15 @@ def _on_a_cpu(run: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, ot
     XLA's CPU copies a buffer of which one row is written and another read, if nothing says that it is read first.
     """
     return jax.lax.platform_dependent(x, other, cpu=run, default=lambda x, _: x)
+
+
+def _on_a_tpu(run: Callable[[list[jax.Array]], list[jax.Array]], xs: list[jax.Array]) -> list[jax.Array]:
+    """``run(xs)`` there, elsewhere ``xs``.
+
+    XLA for TPUs runs what needs no gate before it, and gates on a weight's gradient late (a ViT-H/14, a v5e: 12.4 of an
+    iteration's 16.4 ms before it, and 3.5 exposed; now 7.2 and 0.6).
+    """
+    return jax.lax.platform_dependent(*xs, tpu=lambda *xs: run([*xs]), default=lambda *xs: [*xs])
 
 
 def _behind(x: jax.Array, other: jax.Array) -> jax.Array:

@@ -9,7 +9,8 @@ Nothing is compiled. What XLA does with equations is approximated by a few rules
 - A loop holds what it stacks from its beginning on, and beside it what one iteration needs at most: its carry, the rows
   that its matmuls read.
 - Donated arguments are written over by the results of their type.
-- On a TPU what a loop stacks in float32, and only matmuls read, takes half: they round it to bfloat16.
+- On a TPU what a loop stacks in float32, and only matmuls read, takes half: they round it to bfloat16. Of stacked
+  parameters in float32 there is a copy in half of the bytes beside a loop that only multiplies them.
 - Operations run in the order of the trace; or each as soon as it can, which is the least that a scheduler might need.
 """
 
@@ -24,7 +25,7 @@ from jax_offload._base.jaxprs import Jaxpr
 from jax_offload._ir.primitives import REDUCE
 from jax_offload._peak.donated import paired_with
 from jax_offload._peak.flattened import Flattened, Loop, Node, bodies, flattened, loop_of
-from jax_offload._peak.rounded import rounded
+from jax_offload._peak.rounded import rounded, rounded_ahead
 from jax_offload._peak.sequence import FUSED, GATE, IN_PLACE, as_soon_as_they_can
 from jax_offload._peak.sharded import ALONE, Division
 
@@ -83,8 +84,8 @@ class Lives:
         self, program: Flattened, early: bool, division: Division = ALONE, rounds: bool = False, slack: float = 0.0
     ) -> None:
         self.program, self.early, self.division, self.rounds, self.slack = program, early, division, rounds, slack
-        halved = rounded(program) if rounds else set[int]()
-        self.sizes = {k: n // 2 if k in halved else n for k, n in program.sizes.items()}
+        self.halved = rounded(program) if rounds else set[int]()
+        self.sizes = {k: n // 2 if k in self.halved else n for k, n in program.sizes.items()}
         self.full: dict[int, int] = {}  # a parameter that is divided -> the whole one, gathered for matmuls
         self.roots: dict[int, tuple[int, ...]] = {}  # of what is fused: the buffers that it is made of
         self.events: list[Event] = []
@@ -187,6 +188,9 @@ class Lives:
             self.sizes.update((new, self.sizes[old]) for old, new in zip(begun, carry, strict=True) if old >= 0)
             most = self._of_loop(loop, [self.sizes[k] for k in carry])
             most += int(self.slack * max(0, most - sum(self.sizes[k] for k in carry)))
+            if self.rounds:
+                copied = rounded_ahead(node, loop, self.program.types)
+                most += sum(self.sizes[k] // 2 for k in {*copied} - self.halved)
             self.events.append(Event(list(node.reads), stacked, most, node=node, taken=carried))
             self.events.append(Event([], carry))
         elif inner := bodies(node.eqn):

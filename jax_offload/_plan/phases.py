@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
+import jax
+import jax.numpy as jnp
+
+from jax_offload._base.arrays import nbytes
 from jax_offload._base.flops import flops
-from jax_offload._base.jaxprs import Equation, Literal
+from jax_offload._base.jaxprs import Equation, Literal, variables
 from jax_offload._ir.program import Program, Var
 from jax_offload._ir.slices import Slice, slice_of
 
@@ -19,21 +23,24 @@ class Phases:
     Attributes:
       program: it.
       slices: its phases.
-      gates: what is made last in each but the last; ``None`` where nothing in the program is worth dividing.
+      gates: the matmul that each but the last is there for; ``None`` where nothing in the program is worth dividing.
+      held: what the next phase's arithmetic reads, where that does not need the gate.
     """
 
     program: Program
     slices: tuple[Slice, ...]
     gates: tuple[Var | None, ...]
+    held: tuple[tuple[Var, ...], ...]
 
 
 def phases(program: Program, times: Sequence[float]) -> Phases | None:
     """Cuts behind matmuls, so that each phase has the share of the arithmetic that it has of the transfers' time.
 
-    What counts is the arithmetic that a matmul needs, and what is written behind it: what stands above it without being
-    needed, a matmul on the cotangent say, says nothing of when it runs. And the arithmetic is shared as the transfers
-    are, however long they take beside it: behind the first matmul past the half, a clipped GPT 1.3B with bfloat16
-    moments, turned round, had 0.33 of its transfers exposed (16,384 tokens, simulated); now 0.13.
+    A phase is what its last matmul needs. What stands above that without being needed, a weight's gradient say, is the
+    next one's: XLA for GPUs runs it behind the gate by itself, that for TPUs before it, unless it is held. And the
+    arithmetic is shared as the transfers are, however long they take beside it: behind the first matmul past the half,
+    a clipped GPT 1.3B with bfloat16 moments, turned round, had 0.33 of its transfers exposed (16,384 tokens,
+    simulated); now 0.13.
 
     Args:
       program: an iteration.
@@ -45,33 +52,73 @@ def phases(program: Program, times: Sequence[float]) -> Phases | None:
     work = [flops(eqn) for eqn in program.eqns]
     left = [sum(work) - done for done in itertools.accumulate(work)]
     heavy_of = _heavy_of(program.eqns, work)
-    cuts, done = [0], 0
+    cuts, done = list[int](), [0]
     for k in range(len(times) - 1):
         share = times[k] / (sum(times[k:]) or 1)
         before, after = (1 - share, share) if 0 < share < 1 else (1, 1)
+        start = cuts[-1] + 1 if cuts else 0
         needed = {
-            at: sum(work[h] for h in _bits(heavy_of[at] & ~done)) for at in range(cuts[-1], len(work)) if work[at]
+            at: sum(work[h] for h in _bits(heavy_of[at] & ~done[-1])) for at in range(start, len(work)) if work[at]
         }
         weight = {at: (min(n * before, left[at] * after), n) for at, n in needed.items()}
         best = max(weight, key=weight.__getitem__, default=-1)
         if len(times) > 2 and (not weight or not left[best]):
             return None
-        done |= heavy_of[best] if weight else 0
-        cuts.append(best + 1)
-    bounds = list(itertools.pairwise([*cuts, len(program.eqns)]))
-    parts = [program.eqns[a:b] for a, b in bounds]
-    results = {v for v in program.outputs if not isinstance(v, Literal)}
-    read = [{v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal)} for eqns in parts]
+        done.append(done[-1] | (heavy_of[best] if weight else 0))
+        cuts.append(best)
+    turns = _turns(program.eqns, work, done[1:])
+    parts = [[eqn for eqn, turn in zip(program.eqns, turns, strict=True) if turn == k] for k in range(len(times))]
+    read = [{v for eqn in eqns for v in variables(eqn.invars)} for eqns in parts]
+    results = {*variables(program.outputs)}
     slices: list[Slice] = []
     for k, eqns in enumerate(parts):
         wanted = results.union(*read[k + 1 :])
         outputs = [v for eqn in eqns for v in eqn.outvars if v in wanted]
         slices.append(slice_of(eqns, outputs, program.debug_info, {}))
     gates = [
-        next((v for v in program.eqns[cut - 1].outvars if v in s.outputs), None) if cut else None
-        for cut, s in zip(cuts[1:], slices, strict=False)
+        next((v for v in program.eqns[cut].outvars if v in s.outputs), None) if cut >= 0 else None
+        for cut, s in zip(cuts, slices, strict=False)
     ]
-    return Phases(program, tuple(slices), tuple(gates))
+    inputs = {*program.inputs}
+    held = [() if gate is None else _held(eqns, gate, inputs) for gate, eqns in zip(gates, parts[1:], strict=True)]
+    return Phases(program, tuple(slices), tuple(gates), tuple(held))
+
+
+def _turns(eqns: Sequence[Equation], work: Sequence[float], done: Sequence[int]) -> list[int]:
+    """Of each equation its phase: of what has no arithmetic, where it is first read. ``done``: when each phase but the
+    last is, as bits."""
+    first: dict[Var, int] = {}
+    turns: list[int] = []
+    for at, (eqn, n) in reversed([*enumerate(zip(eqns, work, strict=True))]):
+        turn = sum(not mask >> at & 1 for mask in done)
+        if not n:
+            turn = min((first[v] for v in eqn.outvars if v in first), default=len(done))
+        first.update((v, min(turn, first.get(v, turn))) for v in variables(eqn.invars))
+        turns.append(turn)
+    return turns[::-1]
+
+
+def _held(eqns: Sequence[Equation], gate: Var, inputs: Set[Var]) -> tuple[Var, ...]:
+    """Of each of a phase's matmuls that need no gate what would make it wait: the smallest array of those that it is
+    made of, and rather one that the program has made than an input, whose rows XLA may read where they are."""
+    behind, found = {gate}, list[Var]()
+    of: dict[Var, Var | None] = {}  # what the phase makes -> the array of those that it is made of, if any
+    for eqn in eqns:
+        made_of = [x for v in variables(eqn.invars) if (x := of.get(v, v)) is not None]
+        best = min(filter(_is_array, made_of), key=lambda v: (v in inputs, nbytes(v.aval)), default=None)
+        if behind.isdisjoint(made_of) and best is not None and flops(eqn):
+            found.append(best)
+            behind.add(best)
+        if behind.isdisjoint(made_of):
+            of.update(dict.fromkeys(eqn.outvars, best))
+        else:
+            behind.update(eqn.outvars)
+    return tuple(found)
+
+
+def _is_array(v: Var) -> bool:
+    """Of numbers, and no key."""
+    return v.aval.ndim > 0 and not jnp.issubdtype(v.aval.dtype, jax.dtypes.extended)
 
 
 def _heavy_of(eqns: Sequence[Equation], work: Sequence[float]) -> list[int]:

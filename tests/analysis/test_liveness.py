@@ -90,6 +90,20 @@ def test_a_tpu_keeps_in_half_what_only_matmuls_read():
     assert spared(lambda c, row: jnp.matmul(c, row, precision="highest")) == 0
 
 
+def test_a_tpu_rounds_the_parameters_that_a_loop_multiplies_ahead_of_it():
+    """Eight matrices, and beside the loop a copy of all in half of the bytes; not of what it adds up too."""
+
+    def more(read):
+        jaxpr = jax.make_jaxpr(lambda x, w: jax.lax.scan(lambda c, row: (read(c, row), None), x, w)[0])(
+            matrix(), matrix(8)
+        ).jaxpr
+        as_it_is, on_a_tpu = (peak(jaxpr, [False, False], rounds=rounds) for rounds in (False, True))
+        return (on_a_tpu - as_it_is) / MIB
+
+    assert more(lambda c, row: c @ row) == more(lambda c, row: (c.astype("bfloat16") @ row.astype("bfloat16")) + c) == 4
+    assert more(lambda c, row: c @ row + row) == more(lambda c, row: jnp.matmul(c, row, precision="highest")) == 0
+
+
 def test_gradients_go_as_soon_as_they_can():
     """Four layers, w - g: all gradients in the order of the trace, one at a time early."""
 

@@ -1,4 +1,4 @@
-"""What an iteration of a scan hides, where a loop in it runs whole; and what moves between scans."""
+"""What an iteration of a scan hides; and what moves between scans."""
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +9,7 @@ import jax_offload as jo
 from jax_offload._analysis import scanned
 from jax_offload._analysis.estimated_ways import _scans
 from jax_offload._analysis.exposure import link_of
-from jax_offload._analysis.scanned import LATE, _needed, hidden_at, in_scans
-from jax_offload._analysis.work import seconds
+from jax_offload._analysis.scanned import LATE, hidden_at, in_scans
 from jax_offload._report.report import traced
 from jax_offload._step.rewritten import rewritten
 from tests.aot.model import step_of
@@ -50,30 +49,3 @@ def test_a_later_phase_begins_to_load_late(name, late, monkeypatch):
     least, most = in_scans([plan], jo.Link(1e18, 1e18, 1e18), chip, 1, 0.0)
     assert least == pytest.approx(0, abs=1e-9) and most == pytest.approx(4 * max(0, late - 0.25), abs=1e-9)
     assert hidden_at([plan], link_of(chip), chip, 1) == 0.75
-
-
-def of(fun):
-    return jax.make_jaxpr(fun)(X).jaxpr
-
-
-def test_a_loop_is_not_taken_apart():
-    """Of two carried values the first is asked for, and each is a matmul in each of eight iterations."""
-
-    def both(x):
-        return jax.lax.scan(lambda c, _: ((c[0] @ c[0], c[1] @ c[1]), None), (x, x), None, length=8)[0]
-
-    jaxpr = of(both)
-    alone = seconds(of(lambda x: jax.lax.scan(lambda c, _: (c @ c, None), x, None, length=8)[0]), H200)
-    assert seconds(jaxpr, H200) == pytest.approx(2 * alone, rel=0.05)
-    for output in 0, 1:
-        assert _needed(jaxpr, output, H200) == pytest.approx(2 * alone, rel=0.05)
-
-
-def test_a_loop_that_is_not_needed_does_not_count():
-    def apart(x):
-        looped, _ = jax.lax.scan(lambda c, _: (c @ c, None), x, None, length=8)
-        return x @ x, looped
-
-    jaxpr, once = of(apart), seconds(of(lambda x: x @ x), H200)
-    assert _needed(jaxpr, 0, H200) == pytest.approx(once)
-    assert _needed(jaxpr, 1, H200) == pytest.approx(8 * once, rel=0.05)  # and a copy of what it begins with

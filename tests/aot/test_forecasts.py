@@ -44,9 +44,6 @@ FAR = {
     ("4 devices, 24×4096², FSDP, unrolled", "jax.jit"),
     ("4 devices, 24×4096², FSDP, unrolled", "jo.jit"),
 }
-# And of which more was compiled than the range says: 2 %, by a model that was chosen after it.
-OUTSIDE = {("v5e: 8 gated layers", "jax.jit")}
-LATE = {("v5e: ViT-H/14", "jo.jit")}  # which takes longer than its range says
 
 
 @pytest.mark.exhaustive("minutes to compile")
@@ -74,8 +71,8 @@ def test_the_page_has_no_other_misses():
     rows = [(name, way, [int(n or 0) for n in figures]) for name, way, *figures in row.findall(text)]
     assert len(rows) > 70
     for name, way, (_, low, high, compiled, least, most, simulated) in rows:
-        assert ((name, way) in OUTSIDE) is not (0.99 * low <= compiled <= high), (name, way)
-        assert ((name, way) in LATE) is not ((least or most) - 5 <= simulated <= most + 5), (name, way)
+        assert 0.99 * low <= compiled <= high, (name, way)
+        assert (least or most) - 5 <= simulated <= most + 5, (name, way)
     assert {(name, way) for name, way, (n, _, _, compiled, *_) in rows if abs(n / compiled - 1) > 0.1} == FAR
 
 

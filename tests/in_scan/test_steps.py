@@ -240,3 +240,19 @@ def test_steps(step_of):
     assert any(moved(step, *args).values()) == STEPS_OF_PEOPLE[step_of]
     if step_of in SAID:
         assert SAID[step_of] in " ".join(reasons(step, *args))
+
+
+def test_a_tpu_is_told_what_runs_behind_the_gate():
+    """A gradient that the gate does not need reads what is behind it, on a TPU alone: one barrier more."""
+    tx = jo.offload(optax.adamw(1e-3), min_bytes=0)
+    params = {"w": jax.ShapeDtypeStruct((4, 64, 64), jnp.float32)}
+
+    def loss(params, x):
+        return (jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])[0] ** 2).mean()
+
+    args = params, jo.abstract_state(tx, params), jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    traced = jo.jit(training_step(tx, loss)).trace(*args)
+    tpu, cuda = (
+        traced.lower(lowering_platforms=(name,)).as_text().count("optimization_barrier") for name in ("tpu", "cuda")
+    )
+    assert tpu == cuda + 1

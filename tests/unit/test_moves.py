@@ -130,7 +130,24 @@ def test_phases_of_what_depends():
     x, w = jnp.ones((N, N)), jnp.ones((N, N))
     program = flat(jax.make_jaxpr(fun)(x, x, w, w))
     matmuls = [eqn.outvars[0] for eqn in program.eqns if eqn.primitive.name == "dot_general"]
-    assert phases(program, (1, 1)).gates == (matmuls[6],)  # z, which needs dx, h, and y
+    cut = phases(program, (1, 1))
+    assert cut.gates == (matmuls[6],)  # z, which needs dx, h, and y
+    dots = [[v for v in part.outputs if v in matmuls] for part in cut.slices]
+    assert dots == [[matmuls[0], matmuls[6]], [*matmuls[1:4], *matmuls[7:]]]  # the others are the next phase's
+    assert cut.held == ((program.inputs[1],),)  # g, which all of these read but z @ w, which reads the gate
+
+
+def test_what_the_program_has_made_is_held_rather_than_an_input():
+    """The first matmul is the gate; of the second's operands sin(x) is in its phase, and w may be read in place."""
+
+    def fun(x, w):
+        y = jnp.sin(x)
+        return y @ y, jnp.tanh(y) @ w
+
+    program = flat(jax.make_jaxpr(fun)(jnp.ones((2 * N, 2 * N)), jnp.ones((2 * N, 1))))
+    cut = phases(program, (3, 1))
+    assert cut.gates == (program.outputs[0],)
+    assert cut.held == (tuple(program.eqns[0].outvars),)
 
 
 def nodes_of(*parts, kept=()):
