@@ -302,18 +302,17 @@ def test_a_pipelined_step_is_planned_as_the_step_that_it_turns_round():
 
 
 def test_a_step_that_is_pipelined_has_that_row_without_clipping_too():
-    """As many tokens as it says hide its transfers, but for the first row's load, and no fewer."""
+    """As many tokens as it says hide its transfers, and no fewer: the first row is there from the call before."""
     step, args = step_and_args(jo.offload(ADAMW), True, 4096)
     train = jo.pipelined(step, donate_argnames=("params", "state"))
     forecast = jo.plan(train, *args, chip="h200", tokens_per_step=4096)
     row = forecast["jo.pipelined"]
     assert row.exposed > 0 and "gradients too" in [option.name for option in forecast.options]
     assert "jo.pipelined" not in [option.name for option in jo.plan(step, *args).options]
-    first = row.loaded / 24 / exposure.link_of(chip("h200")).load
     for tokens, hidden in (row.hidden_from * 1.1, True), (row.hidden_from * 0.9, False):
         step, args = step_and_args(jo.offload(ADAMW), True, int(tokens))
         exposed = jo.plan(train, *args, chip="h200")["jo.pipelined"].exposed
-        assert (exposed == pytest.approx(first)) is hidden and exposed >= 0.99 * first
+        assert (exposed == pytest.approx(0.0, abs=1e-9)) is hidden
     assert forecast["jo.jit"].hidden_from is None and "a pipelined row tells it" in str(forecast)
 
 
