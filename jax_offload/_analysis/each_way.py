@@ -49,7 +49,15 @@ def of_each_way(make: Callable[[Any], Any], tx: Any, setting: Setting, target: s
 
     def row(each: Way) -> Option:
         step, args = _step_of(make, each.tx)
-        found = of_step(step, args, setting, target)
+        try:
+            found = of_step(step, args, setting, target)
+        except ValueError as error:
+            if not str(error).startswith("state: "):
+                raise
+            raise ValueError(
+                f"plan(make, tx): make(tx) is called once for each way, with another tx, here for {each.name!r}; the "
+                f"state that it returns is not that one's: jo.abstract_state(tx, params). {error}"
+            ) from error
         said = (_of(each.name, note) for note in found.notes if note != SOLVES)
         notes.extend(note for note in said if note not in notes)
         names = [option.name for option in found.options]

@@ -116,6 +116,13 @@ def _nothing_there(program: Compiled) -> list[Problem]:
         return []
     arrays = handed(program.text)
     state = [arrays[number,].nbytes for number, given in program.given.items() if given.state]
+    if not state:
+        return [
+            Problem(
+                "nothing that this step is given is in host memory, nor is it an optimizer's state: what no result "
+                "needs is left out by the compiler. Give the step a state, and return the new one"
+            )
+        ]
     return [
         Problem(
             f"nothing that this step is given is in host memory; its optimizer state has {len(state)} leaves, "

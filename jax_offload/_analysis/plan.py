@@ -25,6 +25,7 @@ from jax_offload._analysis.targets import target_of
 from jax_offload._analysis.units import bytes_of
 from jax_offload._analysis.whole_step import of_step
 from jax_offload._base.shardings import sharding_of
+from jax_offload._update.arguments import check_inner
 
 
 def plan(
@@ -119,6 +120,8 @@ def plan(
             )
         check_on_one_mesh(args[0], mesh)
         return of_optimizer(tx, args[0], setting, mesh)
+    if len(args) == 1 and (getattr(tx, "__module__", None) or "").partition(".")[0] == "optax":
+        check_inner(tx, "tx")  # the function that makes one
     if not callable(tx):
         raise TypeError(
             f"tx: expected an optax.GradientTransformation or a step, a function; got a {type(tx).__name__}. The order "

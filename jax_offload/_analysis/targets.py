@@ -66,8 +66,11 @@ def target_of(name: str) -> Target:
     """The target of that name.
 
     Raises:
+      TypeError: it is no name.
       ValueError: it is not known; or a TPU's name has no topology.
     """
+    if not isinstance(name, str):
+        raise TypeError(f'target: expected the name of a chip, "h200" or "v5e:2x2"; got {name!r}.')
     kind, _, topology = name.lower().partition(":")
     if kind in _GPUS and not topology:
         return Target(kind, "cuda", chip(kind))

@@ -142,11 +142,17 @@ def ways(inner: Any, given: Mapping[str, Any], called: str, known: Known) -> Seq
 
 def eight_bits(state: Any) -> dict[str, str] | None:
     """Rules for float32 moments in 8 bits, by the names of optax's states; ``None`` where there are none."""
-    found: dict[str, str] = {}
-    for path, _ in _wide(state):
-        parts = path.split("/")
-        found |= {name: dtype for name, dtype in (("mu", "int8"), ("nu", "uint8")) if name in parts}
-    return found or None
+    dtypes: dict[str, set[Any]] = {"mu": set(), "nu": set()}
+    for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
+        for name in dtypes.keys() & keystr(path, simple=True, separator="/").split("/"):
+            dtypes[name] |= {x.dtype} if getattr(x, "ndim", 0) else set()
+    floating = {name for name, of in dtypes.items() if jnp.dtype(jnp.float32) in of and all(map(_is_floating, of))}
+    return {name: dtype for name, dtype in (("mu", "int8"), ("nu", "uint8")) if name in floating} or None
+
+
+def _is_floating(dtype: Any) -> bool:
+    """Of integers there are no fewer bits to be had."""
+    return jnp.issubdtype(dtype, jnp.floating)
 
 
 def has_wide(state: Any) -> bool:

@@ -84,7 +84,8 @@ def of_step(
     if not any(p for each in found for p in each.update.planned):
         raise ValueError(
             "step: no update of an offload(...) in it loads anything from the host. Give a step that calls tx.update "
-            "or jo.update_params of tx = jo.offload(inner), with a state from jo.abstract_state(tx, params)."
+            "or jo.update_params of tx = jo.offload(inner), with a state from jo.abstract_state(tx, params). Of a "
+            "small model everything stays on the device: min_bytes=0 moves that too."
         )
     shards = setting.devices[0]
     if setting.chip is not None:

@@ -16,13 +16,13 @@ from jax_offload._base.paths import leaves_with_paths, names_of
 _ORDER = "The order is tx.update(updates, state, params), and jo.update_params(tx, grads, state, params)."
 
 
-def check_inner(inner: Any) -> None:
+def check_inner(inner: Any, argument: str = "inner") -> None:
     """Raises ``TypeError`` where what is to be wrapped is no transformation: the function that makes one, say."""
     if isinstance(inner, optax.GradientTransformation):
         return
     name = getattr(inner, "__name__", "") if callable(inner) else ""
     fix = f"Call it first: {name}(learning_rate)." if name else "For example optax.adamw(1e-3)."
-    raise TypeError(f"inner: expected an optax.GradientTransformation, got {inner!r}. {fix}")
+    raise TypeError(f"{argument}: expected an optax.GradientTransformation, got {inner!r}. {fix}")
 
 
 def check_transformation(tx: Any, call: str) -> None:
@@ -46,9 +46,10 @@ def check_params(params: Any) -> None:
                 "Give the tree that the model computes with, as in tx.init(params)."
             )
         if not isinstance(x, Number) and not any(hasattr(x, name) for name in ("shape", "__jax_array__")):
+            what = f"{keystr(path)} is a {type(x).__name__}" if path else f"got {x!r}"
             raise TypeError(
-                f"params: expected arrays, or what has shape and dtype; {keystr(path)} is a {type(x).__name__}. Leave "
-                "out of them what no gradient is for."
+                f"params: expected arrays, or what has shape and dtype; {what}. Leave out of them what no gradient is "
+                "for."
             )
 
 
