@@ -88,5 +88,6 @@ def _numbers(own: Mapping[str, Any]) -> dict[str, int]:
 
 def _divided(leaf: Any) -> Sharding | None:
     place = getattr(leaf, "sharding", None)
-    is_divided = isinstance(place, NamedSharding) and place.num_devices > 1
-    return with_kind(place, DEVICE_KIND) if is_divided else None
+    if not isinstance(place, NamedSharding) or place.num_devices == 1:
+        return None
+    return with_kind(place, DEVICE_KIND)

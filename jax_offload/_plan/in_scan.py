@@ -72,7 +72,7 @@ class InScan:
     sums: tuple[Var, ...]
     others: tuple[Var, ...]
     pins: Mapping[Var, NamedSharding]
-    handed_on: Mapping[Var, tuple[Var, Var]] = dataclasses.field(default_factory=dict)
+    handed_on: Mapping[Var, tuple[Var, Var]] = dataclasses.field(default_factory=dict[Var, tuple[Var, Var]])
 
     def __repr__(self) -> str:  # a jaxpr prints its parameters
         return f"InScan({len(self.moves)} slices)"
