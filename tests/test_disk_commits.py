@@ -279,8 +279,8 @@ def test_what_is_no_disk(tmp_path):
     ]:
         with pytest.raises(ValueError, match=f"{name}: expected .*; got .*Fix: "):
             jo.disk(tmp_path, **{name: wrong})
-    made = jo.disk(tmp_path, depth=3, commit_every=5)
-    assert repr(made) == f"disk('{tmp_path}', host_bytes=0, depth=3, commit_every=5)"
+    disk = jo.disk(tmp_path, depth=3, commit_every=5)
+    assert repr(disk) == f"disk('{tmp_path}', host_bytes=0, depth=3, commit_every=5)"
 
 
 @pytest.mark.parametrize("inside", [False, True])

@@ -59,13 +59,13 @@ def stays(features, path):
 @pytest.mark.parametrize("seed", rows(range(ALL), "random steps, traced", daily=lambda k: k < TRACED_DAILY))
 def test_what_can_move_does(seed):
     """Every leaf of every scan; and what stays says why."""
-    made = Made(seed)
-    table = jo.placement(made.step, made.params, made.state, batch())
+    one = Made(seed)
+    table = jo.placement(one.step, one.params, one.state, batch())
     layers = {row.path: IN_SCAN in row.streams for row in table.leaves if row.host and "layers" in row.path}
-    if made.features.optimizer == "adafactor":
+    if one.features.optimizer == "adafactor":
         layers = {path: moved for path, moved in layers.items() if not any(each in path for each in NO_ROWS)}
-    expected = {path: not stays(made.features, path) for path in layers}
-    assert layers == expected, (made.features, table.stays)
+    expected = {path: not stays(one.features, path) for path in layers}
+    assert layers == expected, (one.features, table.stays)
     assert all(expected.values()) or table.stays
 
 
@@ -81,12 +81,12 @@ def close(got, want, features, times=1):
 @pytest.mark.parametrize("seed", rows(range(ALL), "random steps", daily=lambda k: k < DAILY, never=lambda k: k >= LONG))
 def test_random_step(seed):
     """Each step of the same state, and the parameters after steps of its own."""
-    made = Made(seed)
-    params, state, features = made.params, made.state, made.features
-    if "storage" not in made.options:
-        plain, resident = made.step_of(made.inner, True), made.inner.init(params)
+    one = Made(seed)
+    params, state, features = one.params, one.state, one.features
+    if "storage" not in one.options:
+        plain, resident = one.step_of(one.inner, True), one.inner.init(params)
     else:  # plain optax has no such state
-        plain, resident = made.step_of(made.tx, False), state
+        plain, resident = one.step_of(one.tx, False), state
     plain = jax.jit(plain, compiler_options=FAST)
     places = jax.tree.map(lambda x: x.sharding, (params, state))
 
@@ -95,9 +95,9 @@ def test_random_step(seed):
 
     own = placed(params, resident)
     for k in range(N_STEPS):
-        got, want = made.step(*placed(params, resident), batch(k)), plain(params, resident, batch(k))
+        got, want = one.step(*placed(params, resident), batch(k)), plain(params, resident, batch(k))
         assert jax.tree.map(lambda x: x.sharding, got[:2]) == places
         close(got, want, features)
         params, resident = want[:2]
-        own = made.step(*own, batch(k))[:2]
+        own = one.step(*own, batch(k))[:2]
     close(own[0], params, features, times=10)

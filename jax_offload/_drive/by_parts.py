@@ -97,8 +97,8 @@ class ByParts:
         scalars = [as_scalar(one_of(given[i])) for i in source.scalars]
         rows = {i: x for i in source.arrays if isinstance(x := given[i], BY_ROWS)}
         like, over = next(iter(rows.values())), source.over.values()
-        whole = {i: x.there if isinstance(x := given[i], Copied) else x for i in source.arrays if i not in rows}
-        here = {i: next(iter(_parts(x, i in over).values())) for i, x in whole.items()}
+        uncut = {i: x.there if isinstance(x := given[i], Copied) else x for i in source.arrays if i not in rows}
+        here = {i: next(iter(_parts(x, i in over).values())) for i, x in uncut.items()}
         own = [v for k, v in enumerate(piece.outputs) if k not in source.over]
         stay = {v: aligned(v.aval.shape, v.aval.dtype) for v in own if v not in self._up}
         into = {v: given[piece.inputs.index(self._into[v])] if v in self._into else None for v in own}

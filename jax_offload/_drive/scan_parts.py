@@ -91,9 +91,9 @@ def with_scan_in_parts(step: Staged) -> Staged:
     of_result = {stack.result: own for stack, own in zip(stacks, parts, strict=True)}
     outputs = [x for v in variables(jaxpr.outvars) for x in of_result.get(v, [v])]
     names = dict(zip(jaxpr.invars, pass_.inputs, strict=True))
-    whole = slice_of(eqns, outputs, jaxpr.debug_info, {})
-    inputs = [names.get(v, v) for v in whole.inputs]
-    new = Piece(inputs, whole.outputs, whole.run, structure(whole.jaxpr), whole.jaxpr)
+    cut_out = slice_of(eqns, outputs, jaxpr.debug_info, {})
+    inputs = [names.get(v, v) for v in cut_out.inputs]
+    new = Piece(inputs, cut_out.outputs, cut_out.run, structure(cut_out.jaxpr), cut_out.jaxpr)
     others = [left for piece in others if (left := _without(piece, {*of_result})) is not None]
     first = dataclasses.replace(step.stages[0], pieces=(new, *others))
     pieces = [joined(own, stack.gradient, ranges) for stack, own in zip(stacks, parts, strict=True)]
@@ -196,23 +196,23 @@ def _in_parts(
 ) -> tuple[list[Equation], list[list[Var]]] | None:
     """The scan's equation as several, and of each stack its parts."""
     own = {stack.row for stack in stacks}
-    whole = [y for y in scan.ys if y not in own and not isinstance(y, DropVar)]
+    others = [y for y in scan.ys if y not in own and not isinstance(y, DropVar)]
     carry, rows = [*scan.init], list[Atom]()
     eqns, parts = list[Equation](), [list[Var]() for _ in stacks]
     for of in ranges:
         last = of is ranges[-1]
         operands = [*scan.consts, *scan.xs, *carry, *rows]
         with eqn.ctx.manager:
-            traced, _ = jaxpr_of(_part(scan, stacks, whole, of), *(v.aval for v in operands))
+            traced, _ = jaxpr_of(_part(scan, stacks, others, of), *(v.aval for v in operands))
         jaxpr = traced.jaxpr
-        made = {v for each in jaxpr.eqns for v in each.outvars}
+        defined = {v for each in jaxpr.eqns for v in each.outvars}
         produced = variables(jaxpr.outvars)
-        if traced.consts or len({*produced} & made) < len(jaxpr.outvars):
+        if traced.consts or len({*produced} & defined) < len(jaxpr.outvars):
             return None
-        n, m = len(scan.carry), len(whole)
+        n, m = len(scan.carry), len(others)
         carry, rows = produced[:n], produced[n : n + m]
         names: dict[Var, Atom] = dict(zip(jaxpr.invars, operands, strict=True))
-        outer = dict(zip(produced, [*scan.carry, *whole], strict=False)) if last else dict[Var, Var]()
+        outer = dict(zip(produced, [*scan.carry, *others], strict=False)) if last else dict[Var, Var]()
         for each in jaxpr.eqns:
             outs = [outer.get(v, v) for v in each.outvars]
             eqns.append(each.replace(invars=[renamed(names, v) for v in each.invars], outvars=outs))
@@ -221,7 +221,7 @@ def _in_parts(
     return eqns, parts
 
 
-def _part(scan: Scan, stacks: Sequence[Stack], whole: Sequence[Var], of: tuple[int, int]) -> Callable[..., Any]:
+def _part(scan: Scan, stacks: Sequence[Stack], others: Sequence[Var], of: tuple[int, int]) -> Callable[..., Any]:
     """Some iterations of a scan: of its constants, its stacked operands, its carry and what it stacks and others read.
 
     The last is an array of all rows from the first part on, into which each part writes its own.
@@ -234,7 +234,7 @@ def _part(scan: Scan, stacks: Sequence[Stack], whole: Sequence[Var], of: tuple[i
         consts, xs, carry = operands[:n], operands[n:m], list(operands[m : m + len(scan.init)])
         filled = list(operands[m + len(scan.init) :])
         if not filled:
-            filled = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in whole]
+            filled = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in others]
 
         def iteration(carried: Any, _: None) -> Any:
             k, carry, filled = carried
@@ -242,7 +242,7 @@ def _part(scan: Scan, stacks: Sequence[Stack], whole: Sequence[Var], of: tuple[i
             results = body(*consts, *carry, *(jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False) for x in xs))
             new = [
                 jax.lax.dynamic_update_index_in_dim(x, results[places[y]], i, 0)
-                for x, y in zip(filled, whole, strict=True)
+                for x, y in zip(filled, others, strict=True)
             ]
             rows = [_row(stack, results[places[stack.row]]) for stack in stacks]
             return (k + jnp.uint32(1), results[: len(carry)], new), rows

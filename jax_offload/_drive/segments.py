@@ -76,8 +76,8 @@ def in_segments(
         found, why = _cut(in_parts, step, donated, division, rounds)
         if not why and _are_apart(found):
             return found, ""
-    found, whole = _cut(step, step, donated, division, rounds)
-    return found, PEAK if (why, whole) == (PEAK, TOGETHER) else whole
+    found, why_uncut = _cut(step, step, donated, division, rounds)
+    return found, PEAK if (why, why_uncut) == (PEAK, TOGETHER) else why_uncut
 
 
 def _groups(step: Staged) -> list[Stage]:
@@ -142,9 +142,9 @@ def _allowed(
     The least of both for both, where a cut changes what is made when. Parts of a scan are the scan's own iterations, so
     that what is around it is as it was: each of its own kind.
     """
-    (whole, *later), _ = peaks(uncut, donated, division, rounds)
-    least = max(min(whole), *map(max, later), 0)
-    return (least, least) if step is uncut else whole
+    (uncut_peaks, *later), _ = peaks(uncut, donated, division, rounds)
+    least = max(min(uncut_peaks), *map(max, later), 0)
+    return (least, least) if step is uncut else uncut_peaks
 
 
 def _parts(piece: Piece) -> list[Var]:

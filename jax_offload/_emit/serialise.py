@@ -51,10 +51,10 @@ def waiting(gradients: Sequence[jax.Array], shards: Sequence[Shards] = ()) -> tu
     for g, parts in zip(gradients, shards or [()] * len(gradients), strict=True):
         g, read = together((g, read))
         held.append(g)
-        divided = [k for k, n in enumerate(parts) if n > 1]
-        few = [n if k in divided else 1 for k, n in enumerate(g.shape)]
-        number = jax.lax.squeeze(jax.lax.slice(g, [0] * g.ndim, few), [k for k in range(g.ndim) if k not in divided])
-        kind = (number.shape, parts, typed_sharding(jax.typeof(number))) if divided else None
+        split = [k for k, n in enumerate(parts) if n > 1]
+        few = [n if k in split else 1 for k, n in enumerate(g.shape)]
+        number = jax.lax.squeeze(jax.lax.slice(g, [0] * g.ndim, few), [k for k in range(g.ndim) if k not in split])
+        kind = (number.shape, parts, typed_sharding(jax.typeof(number))) if split else None
         number = jnp.real(number).astype(jnp.int32) & zero
         if kind in kinds:
             read[kinds.index(kind)] |= number

@@ -33,12 +33,12 @@ def created(
     """The state that ``create(params)`` is, with those leaves on disk whose rows say so; each is made by itself."""
     with described(params):
         traced, _ = jaxpr_of(create, params)
-    made = _Made(_unguarded(without_round_trips(flat(traced))), jax.tree.leaves(params))
+    maker = _Made(_unguarded(without_round_trips(flat(traced))), jax.tree.leaves(params))
     places = {k: leaf.place for k, (leaf, _, _) in enumerate(placed) if leaf.place is not None}
-    arrays = (made.run([k], [placed[k][2]])[0] for k in places)
+    arrays = (maker.run([k], [placed[k][2]])[0] for k in places)
     found = dict[int, Any](zip(places, disk.fill([*places.values()], arrays), strict=True))
     rest = [k for k in range(len(placed)) if k not in places]
-    found |= zip(rest, made.run(rest, [placed[k][2] for k in rest]), strict=True)
+    found |= zip(rest, maker.run(rest, [placed[k][2] for k in rest]), strict=True)
     return jax.tree.unflatten(treedef, [found[k] for k in range(len(placed))])
 
 

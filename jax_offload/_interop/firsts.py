@@ -51,9 +51,9 @@ def firsts_of(train: Callable[..., Any], types: tuple[Any, ...], own: Mapping[st
     """Of the carried arguments ``own``, which a call takes and hands on by these names, those with such rows."""
     closed, result = jaxpr_of(train, *types)
     (kept, _, _), _, _ = jax.tree.unflatten(result, range(result.num_leaves))
-    numbers = _numbers(own)
-    found = rewritten.lasting(closed, {k: kept[name] for name, k in numbers.items()})
-    return {name: First(f"first/{name}", *found[k], _divided(own[name])) for name, k in numbers.items() if k in found}
+    number_of = _numbers(own)
+    found = rewritten.lasting(closed, {k: kept[name] for name, k in number_of.items()})
+    return {name: First(f"first/{name}", *found[k], _divided(own[name])) for name, k in number_of.items() if k in found}
 
 
 def handing_on(firsts: Firsts, of_next: Firsts) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -68,13 +68,13 @@ def handing_on(firsts: Firsts, of_next: Firsts) -> Callable[[Callable[..., Any]]
             rows = {name: produced[first.key] for name, first in firsts.items() if of_next.get(name) == first}
             args = own, {key: x for key, x in produced.items() if key not in keys}, given, arrays
             closed, result = jaxpr_of(train, *args)
-            numbers = _numbers(own)
-            given_rows = {numbers[name]: x for name, x in rows.items()}
+            number_of = _numbers(own)
+            given_rows = {number_of[name]: x for name, x in rows.items()}
             results, after = rewritten.handing_on(closed, jax.tree.leaves(args), given_rows)
             (own, produced, given), late, now = jax.tree.unflatten(result, results)
-            loaded = {name: after[k] for name, k in numbers.items() if k in after}
-            made = {x.key: loaded[name] if name in loaded else x.of(own[name]) for name, x in of_next.items()}
-            return (own, produced | made, given), late, now
+            loaded = {name: after[k] for name, k in number_of.items() if k in after}
+            next_rows = {x.key: loaded[name] if name in loaded else x.of(own[name]) for name, x in of_next.items()}
+            return (own, produced | next_rows, given), late, now
 
         return run
 

@@ -164,8 +164,8 @@ def _window(
     """The window for slices of these bytes, and up to how many bytes at once are not worth a pass of their own."""
     # Where something is divided, collectives are in the scheduler's sight anyway, and small pieces may be. What gathers
     # (ZeRO-1) is a collective itself, beside which nothing would run (12x4096x4096, four devices: 7168 MiB, so 4432).
-    divided = any(math.prod(shards) > 1 for shards in program.shards.values())
-    if divided and any(eqn.primitive.name in PLACED - {"device_put"} for eqn in program.eqns):
+    is_divided = any(math.prod(shards) > 1 for shards in program.shards.values())
+    if is_divided and any(eqn.primitive.name in PLACED - {"device_put"} for eqn in program.eqns):
         own_loop = ""
     if region.window is not None:
         return Window(region.window, "as given", own_loop=own_loop), region.window
@@ -174,7 +174,7 @@ def _window(
     largest = min(_large(state), state // GATED_SHARE) if gated else default.nbytes
     fits = usual <= max(largest, default.nbytes)
     chosen = Window(5 * usual // 2, "two and a half of its usual pieces") if fits else default
-    own_loop = own_loop or (SMALL_PIECES if not divided and 0 < usual < LEAST_HIDDEN else "")
+    own_loop = own_loop or (SMALL_PIECES if not is_divided and 0 < usual < LEAST_HIDDEN else "")
     chosen = dataclasses.replace(chosen, own_loop=own_loop)
     # An embedding may be larger than the window, up to twice what a small model's may be.
     return chosen, max(chosen.nbytes, min(_large(state), 2 * default.nbytes))

@@ -66,8 +66,8 @@ def phases(program: Program, times: Sequence[float]) -> Phases | None:
             return None
         done.append(done[-1] | (heavy_of[best] if weight else 0))
         cuts.append(best)
-    turns = _turns(program.eqns, work, done[1:])
-    parts = [[eqn for eqn, turn in zip(program.eqns, turns, strict=True) if turn == k] for k in range(len(times))]
+    phase_of = _phase_of(program.eqns, work, done[1:])
+    parts = [[eqn for eqn, turn in zip(program.eqns, phase_of, strict=True) if turn == k] for k in range(len(times))]
     read = [{v for eqn in eqns for v in variables(eqn.invars)} for eqns in parts]
     results = {*variables(program.outputs)}
     slices: list[Slice] = []
@@ -84,18 +84,18 @@ def phases(program: Program, times: Sequence[float]) -> Phases | None:
     return Phases(program, tuple(slices), tuple(gates), tuple(held))
 
 
-def _turns(eqns: Sequence[Equation], work: Sequence[float], done: Sequence[int]) -> list[int]:
+def _phase_of(eqns: Sequence[Equation], work: Sequence[float], done: Sequence[int]) -> list[int]:
     """Of each equation its phase: of what has no arithmetic, where it is first read. ``done``: when each phase but the
     last is, as bits."""
     first: dict[Var, int] = {}
-    turns: list[int] = []
+    phase_of: list[int] = []
     for at, (eqn, n) in reversed([*enumerate(zip(eqns, work, strict=True))]):
         turn = sum(not mask >> at & 1 for mask in done)
         if not n:
             turn = min((first[v] for v in eqn.outvars if v in first), default=len(done))
         first.update((v, min(turn, first.get(v, turn))) for v in variables(eqn.invars))
-        turns.append(turn)
-    return turns[::-1]
+        phase_of.append(turn)
+    return phase_of[::-1]
 
 
 def _held(eqns: Sequence[Equation], gate: Var, inputs: Set[Var]) -> tuple[Var, ...]:

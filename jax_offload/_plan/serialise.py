@@ -95,11 +95,11 @@ def serial_of(
     # Leaves that stay on the device are updated here. What is only stored, the last gradient say, is on the host.
     updated = [v for g, part in parts if g in large and not small(part, g) for v in part.outputs if v in results]
     updated = [v for v in updated if not is_host_aval(v.aval)]
-    divided = serialise is Serialise.DIVIDED
-    if updated and not gated and (divided or serialise is Serialise.ALL) and not any(varies(v.aval) for v in large):
-        shards = tuple(prelude.shards.get(v, ()) for v in large) if divided else ()
+    by_shards = serialise is Serialise.DIVIDED
+    if updated and not gated and (by_shards or serialise is Serialise.ALL) and not any(varies(v.aval) for v in large):
+        shards = tuple(prelude.shards.get(v, ()) for v in large) if by_shards else ()
         return AllInTurn(tuple(large), min(updated, key=lambda v: nbytes(v.aval)), shards)
-    if divided and not gated:
+    if by_shards and not gated:
         return None
     found: list[SerialPart] = []
     used: tuple[Var, ...] = ()

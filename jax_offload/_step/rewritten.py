@@ -145,10 +145,10 @@ def lasting(closed: ClosedJaxpr, results: Mapping[int, int]) -> dict[int, tuple[
             if before * part.scan.length > sum(nbytes(v.aval) for v in part.lasting):
                 return {}
             inputs = step.inputs[len(step.consts) :]
-            numbers = {v: k for k, v in enumerate(inputs) if v in part.lasting and k in results}
-            returned = {v: step.outputs[results[k]] for v, k in numbers.items()}
+            number_of = {v: k for k, v in enumerate(inputs) if v in part.lasting and k in results}
+            returned = {v: step.outputs[results[k]] for v, k in number_of.items()}
             kept = [v for v, x in returned.items() if part.next_of[v] is x]
-            return {numbers[v]: (part.rows[v].dim, part.first_row) for v in kept}
+            return {number_of[v]: (part.rows[v].dim, part.first_row) for v in kept}
     return {}
 
 

@@ -47,10 +47,10 @@ def test_parameters_of_other_kinds(tree):
 def test_keywords_static_arguments_and_side_effects():
     """All of them trace as they run: the same state comes and goes."""
     state = TX.init(params())
-    step, seen = step_of(TX), []
+    step, modes = step_of(TX), []
 
     def fun(p, s, *, x, mode="a"):
-        seen.append(mode)
+        modes.append(mode)
         jax.debug.print("{}", x.sum())
         return step(p, s, x)
 
@@ -58,7 +58,7 @@ def test_keywords_static_arguments_and_side_effects():
     for each in fun, static, jo.jit(fun, static_argnames="mode", donate_argnums=(0, 1)):
         assert jo.plan(each, params(), state, x=X, mode="b")["jo.jit"].host == 2 * 64 * 64 * 4
     assert jo.verify(static, params(), state, x=X, mode="b").parts["parameters"] == 64 * 64 * 4
-    assert {*seen} == {"b"}
+    assert {*modes} == {"b"}
 
 
 def test_arguments_that_were_donated_are_looked_at_all_the_same():

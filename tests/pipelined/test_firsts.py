@@ -154,8 +154,8 @@ def test_not_beside_as_much_that_is_updated_before(width, worth):
         return loss_of(params, batch | {"x": x})
 
     tx, params = offloaded(), deep() | {"embedding": jax.device_put(jnp.ones((WIDTH, width)), jax.devices()[0])}
-    _, (_, made, *_), _ = pipelined(step_of(tx, loss=loss)).turned(params, tx.init(params), batch(0))
-    assert any(key.startswith("first/") for key in made) == worth
+    _, (_, produced, *_), _ = pipelined(step_of(tx, loss=loss)).turned(params, tx.init(params), batch(0))
+    assert any(key.startswith("first/") for key in produced) == worth
 
 
 @pytest.mark.parametrize("over", rows([None, "data"], "trains on eight devices", daily=[None]))
