@@ -86,7 +86,14 @@ class Directories:
             self.files.pwritev(descriptor, text, 0)
 
     def identify(self, store: str) -> None:
-        """Says in each directory which of which store it is."""
+        """Says in each directory which of which store it is.
+
+        What one of no commit had said before goes first, the last directory's first of all: whenever this ends, no
+        directory is of another store than the first one is.
+        """
+        for path in reversed(self.paths):
+            self.files.remove(path / _IDENTITY)
+            self.files.sync_directory(path)
         for k, path in enumerate(self.paths):
             save(self.files, path, _IDENTITY, json.dumps([store, k]).encode())
 

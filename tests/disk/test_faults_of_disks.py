@@ -1,5 +1,6 @@
 """What disks and systems do wrong is an error that says what and where, and leaves the last commit whole."""
 
+import contextlib
 import errno
 import json
 import os
@@ -340,6 +341,27 @@ def test_other_directories(place, tmp_path):
     for taken in (place[0], place[1]):
         with pytest.raises(ValueError, match="is part of another store"):
             Store.create([tmp_path / "new", taken], GROUPS, about=ABOUT)
+    holds(place, 0)
+
+
+def test_a_store_that_was_begun_several_times(place):
+    """However often its making has ended before the first commit, and wherever, it can be made. Three directories."""
+    place = [*place, place[0].parent / "z"]
+    interrupted = 0
+    for ends in range(1, 40):
+        calls = iter(range(ends))
+
+        def fault(name, path, *_, calls=calls):
+            if name in ("replace", "sync_directory") and next(calls, None) is None:
+                raise KeyboardInterrupt
+
+        with contextlib.suppress(KeyboardInterrupt):
+            Store.create(place, GROUPS, about=ABOUT, files=Faulty(fault)).close()
+            break
+        interrupted = ends
+        Store.create(place, GROUPS, about=ABOUT).close()
+    assert interrupted > 8  # of each directory its name, and the sync of it, were interrupted
+    created(place).close()
     holds(place, 0)
 
 
