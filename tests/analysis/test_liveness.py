@@ -274,7 +274,8 @@ def test_gradients_on_the_host_are_estimated_and_compiled():
     train = jo.pipelined(step, donate_argnames=("params", "state"), gradients="host")
     row = jo.plan(train, *args, target=H200)["gradients too"]
     guess, gradients = estimated["gradients too"], estimated["jo.pipelined"].gradients
-    assert guess.peak == estimated["jo.pipelined"].peak - gradients
+    first = 2 * 4096 * 4096 * 4  # of each moment, that row is handed on where no gradients wait on the host
+    assert guess.peak == estimated["jo.pipelined"].peak - gradients - first
     assert guess.host == row.host == estimated["jo.pipelined"].host + gradients
     assert row.peak == pytest.approx(guess.peak, rel=0.1)
 
