@@ -15,6 +15,7 @@ from jax_offload._drive import by_parts, loops, row_groups, run, scan_parts, seg
 from jax_offload._drive.cores import Cores
 from jax_offload._drive.pieces import InTurn, Joined
 from tests.support.optimizers import assert_same, copied
+from tests.support.slow import slow
 
 pytestmark = [
     pytest.mark.skipif(not loops.has_numba(), reason="numba is not installed (extra cores)"),
@@ -189,20 +190,6 @@ def test_repeats_bit_for_bit():
         return [np.asarray(x).tobytes() for x in jax.tree.leaves((params, jo.to_device(state)))]
 
     assert train() == train()
-
-
-@jax.custom_vjp
-def slow(x):
-    """The identity, whose derivative takes a while."""
-    return x
-
-
-def _slow_backward(_, g):
-    some = jax.lax.fori_loop(0, 6000, lambda _, y: jnp.tanh(y @ y), g[:16, :16])
-    return (g + 1e-30 * some.mean(),)
-
-
-slow.defvjp(lambda x: (x, None), _slow_backward)
 
 
 @pytest.mark.parametrize("cut", [True, False])

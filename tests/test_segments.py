@@ -22,6 +22,7 @@ from jax_offload._drive.cores import Cores, cores_beside
 from jax_offload._drive.jitted import DrivenJit
 from jax_offload._plan import by_rows
 from tests.support.optimizers import assert_same, copied
+from tests.support.slow import slow
 
 pytestmark = [
     pytest.mark.usefixtures("small_groups"),
@@ -309,20 +310,6 @@ class Watched(Cores):
         if x.ndim == 2 and sharding.memory_kind == "device":
             self.log.append(all(y.is_ready() for y in self.last))
         return super().brought_back(x, sharding)
-
-
-@jax.custom_vjp
-def slow(x):
-    """The identity, whose derivative takes a while."""
-    return x
-
-
-def _slow_backward(_, g):
-    some = jax.lax.fori_loop(0, 6000, lambda _, y: jnp.tanh(y @ y), g[:64, :64])
-    return (g + 1e-30 * some.mean(),)
-
-
-slow.defvjp(lambda x: (x, None), _slow_backward)
 
 
 @pytest.mark.parametrize(("cut", "devices"), [(True, 1), (False, 1), (True, 2)])

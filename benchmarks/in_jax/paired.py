@@ -10,9 +10,6 @@ gates, the loops, the rows, and nothing about the link.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import random
 import statistics
 import time
@@ -26,6 +23,7 @@ import numpy as np
 import optax
 
 import jax_offload as jo
+from benchmarks.in_jax.finished import finished
 
 LAYERS, WIDTH, TOKENS = 8, 512, 1024
 ADAMW = optax.adamw(1e-3)
@@ -140,13 +138,7 @@ def main() -> None:
                 step = 1e3 * statistics.median(row["seconds"])
                 print(f"| {model}: {name} | {step:.0f} | {one['median']:.2f} | {spread} |", flush=True)
                 rows.append(row)
-    about = (
-        f"{LAYERS} layers of {WIDTH}x{WIDTH}, {TOKENS} tokens, AdamW, float32; {os.cpu_count()} cores of "
-        f"{platform.processor() or platform.machine()}, jax {jax.__version__}, optax {optax.__version__}"
-    )
-    print(f"\n{about}; load {os.getloadavg()[0]:.1f}")
-    if args.json:
-        args.json.write_text(json.dumps({"about": about, "load": os.getloadavg(), "rows": rows}, indent=1) + "\n")
+    finished(f"{LAYERS} layers of {WIDTH}x{WIDTH}, {TOKENS} tokens, AdamW, float32", rows, args.json)
 
 
 if __name__ == "__main__":

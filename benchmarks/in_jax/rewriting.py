@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -26,6 +23,7 @@ import optax
 import jax_offload as jo
 from benchmarks.harness.cases import Shape
 from benchmarks.in_jax import gpt
+from benchmarks.in_jax.finished import finished
 from benchmarks.in_jax.system import training_step
 
 SHAPE = Shape(12, 64, 2, vocab=256, context=32)
@@ -78,13 +76,7 @@ def main() -> None:
             times = " | ".join(f"{s:.2f}" for s in one["seconds"].values())
             print(f"| {one['what']} | {times} | {one['ratio']:.2f} | {one['trace and lower']:.2f} |", flush=True)
             rows.append(one)
-    about = (
-        f"a GPT of {SHAPE.layers} layers of {SHAPE.width}; {os.cpu_count()} cores of "
-        f"{platform.processor() or platform.machine()}, jax {jax.__version__}, optax {optax.__version__}"
-    )
-    print(f"\n{about}; load {os.getloadavg()[0]:.1f}")
-    if args.json:
-        args.json.write_text(json.dumps({"about": about, "load": os.getloadavg(), "rows": rows}, indent=1) + "\n")
+    finished(f"a GPT of {SHAPE.layers} layers of {SHAPE.width}", rows, args.json)
 
 
 if __name__ == "__main__":

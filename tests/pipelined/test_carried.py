@@ -33,6 +33,7 @@ from tests.support.pipelined import (
     offloaded,
     parameters,
     pipelined,
+    step_of,
 )
 from tests.support.rows import rows
 from tests.support.trees import FAST
@@ -90,14 +91,6 @@ def test_beside_and_late_results():
             np.testing.assert_allclose(got, want, rtol=1e-4)
 
 
-def step_of_params(tx):
-    def step(params, state, batch):
-        value, grads = jax.value_and_grad(loss_of)(params, batch)
-        return *new_params(tx, "update_params", grads, state, params), value
-
-    return step
-
-
 def train_states(tx):
     state = TrainState.create(apply_fn=model, params=parameters(), tx=tx)
     return state.replace(step=jax.device_put(jnp.int32(0), jax.devices()[0]))
@@ -143,7 +136,7 @@ def test_train_state_params_and_compiles(caplog):
 def test_a_look_copies_no_state():
     """Its program takes the carry over nowhere, and returns the parameters and nothing in host memory."""
     tx = offloaded()
-    train = pipelined(step_of_params(tx))
+    train = pipelined(step_of(tx))
     carry, _ = advance(train, copied((parameters(), tx.init(parameters()))), list(map(batch, range(2))))
     program = train._of(carry)
     lowered = program._look.lower(*carry.kept, 0, None)
