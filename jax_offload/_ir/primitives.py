@@ -12,3 +12,4 @@ ELEMENTWISE = frozenset(
 ) | {elementwise.NAME, marks.NAME}
 PLACED = frozenset("device_put sharding_constraint reshard".split())  # those of them that say where something is
 REDUCE = frozenset("reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_xor reduce_prod argmax argmin".split())
+CHECKPOINT = frozenset(("checkpoint", "remat2"))

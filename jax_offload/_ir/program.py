@@ -34,7 +34,7 @@ from jax_offload._base.marks import is_mark
 from jax_offload._base.memory import Space
 from jax_offload._base.private import says_nothing_of_placement
 from jax_offload._base.shardings import Shards
-from jax_offload._ir.primitives import ELEMENTWISE, PLACED
+from jax_offload._ir.primitives import CHECKPOINT, ELEMENTWISE, PLACED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,14 +115,18 @@ Expand = Callable[[Equation], Program | None]  # what takes the place of an equa
 
 
 def flat(
-    step: ClosedJaxpr, *, any_jit: bool = False, checkpoints: bool = False, expand: Expand | None = None
+    step: ClosedJaxpr,
+    *,
+    any_jit: bool = False,
+    opens: Callable[[Equation], bool] = lambda _: False,
+    expand: Expand | None = None,
 ) -> Program:
     """A closed jaxpr as a program.
 
     Args:
       step: the jaxpr.
       any_jit: whether each ``jit`` is inlined, whatever it says of placement.
-      checkpoints: whether each ``jax.checkpoint`` is, behind the barrier that keeps what it computes again apart.
+      opens: of a ``jax.checkpoint``, whether it is, behind the barrier that keeps what it computes again apart.
       expand: what takes the place of which equations, in branches and loops too.
     """
     eqns: list[Equation] = []
@@ -137,7 +141,7 @@ def flat(
         for eqn in jaxpr.eqns:
             ins = [read(v) for v in eqn.invars]
             inner = _inlinable(eqn, ins, any_jit)
-            if inner is None and checkpoints and eqn.primitive.name in ("remat2", "checkpoint"):
+            if inner is None and eqn.primitive.name in CHECKPOINT and opens(eqn):
                 inner = as_closed(eqn.params["jaxpr"])
                 if eqn.params["differentiated"] and eqn.params["prevent_cse"]:
                     behind = {v: Var(v.aval) for v in ins if not isinstance(v, Literal)}

@@ -152,7 +152,7 @@ def in_scan(program: Program, scan: Scan, moves: Moves, *, ahead: bool) -> InSca
     reread = {} if ahead else {k: r for k, x in enumerate(scan.xs) if (r := _reread(program, x, scan, {*in_place}))}
     again = [pair for each in reread.values() for pair in zip(each.slice.inputs, each.dims, strict=True)]
     own = {*hosts, *in_place, *scan.ys}
-    groups, body = _in_turn(hosts, loaded, stored, flat(scan.body, checkpoints=True))
+    groups, body = _in_turn(hosts, loaded, stored, flat(scan.body, opens=lambda _: True))
     return InScan(
         scan=scan,
         body=body,

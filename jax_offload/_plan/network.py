@@ -55,9 +55,14 @@ class Piece:
 def is_heavy(node: Node) -> bool:
     """Whether a node is part of a pass through the network: a matmul, a loop, a call."""
     if isinstance(node.payload, Equation):
-        name = node.payload.primitive.name
-        return not (name in ELEMENTWISE or name in REDUCE or changes_only_shapes(name))
+        return is_heavy_equation(node.payload)
     return node.kept  # a scan with updates inside; an update is none
+
+
+def is_heavy_equation(eqn: Equation) -> bool:
+    """The same of an equation."""
+    name = eqn.primitive.name
+    return not (name in ELEMENTWISE or name in REDUCE or changes_only_shapes(name))
 
 
 def is_large(v: Var) -> bool:
@@ -107,14 +112,19 @@ class Network:
 
     def put_off(self) -> Iterator[tuple[int, Var]]:
         """What XLA would put off, with its place: large results of heavy nodes that no heavy node needs (gradients that
-        are returned, or reduced to a norm), and the small results of the step (a loss keeps what it is a mean of)."""
+        are returned, or reduced to a norm), and what else the step returns (a loss keeps what it is a mean of, a bias's
+        gradient the cotangent that it is a sum of), but for what is made of the former."""
         own = {v for node in self.order if not isinstance(node.payload, Equation | Piece) for v in node.reads}
+        late = set[Var]()
         for k, node in enumerate(self.order):
             if is_heavy(node):  # what an update in one piece reads it takes in turn
-                late = (v for v in node.makes if v in self.read and v not in self.reach and v not in own)
-                yield from ((k, v) for v in late if is_large(v))
+                found = [v for v in node.makes if v in self.read and v not in self.reach and v not in own]
+                late.update(v for v in found if is_large(v))
+                yield from ((k, v) for v in found if v in late)
+            elif isinstance(node.payload, Equation) and not late.isdisjoint(node.reads):
+                late.update(v for v in node.makes if is_large(v))
         for v in self.outputs:
-            if not is_large(v) and v not in self.reach and (k := self.after.get(v, -1)) >= 0:
+            if v not in late and v not in self.reach and (k := self.after.get(v, -1)) >= 0:
                 yield k, v
 
     def stores(self) -> Iterator[tuple[int, Var]]:

@@ -24,6 +24,7 @@ from jax_offload._plan.moves import Stays
 from jax_offload._plan.network import Piece
 from jax_offload._plan.plan import Chunked
 from jax_offload._step.inlined import Inlined, inlined
+from jax_offload._step.opened import opened
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +75,7 @@ def parts_of(plain: Program) -> Parts | None:
     12x4096x4096, microbatches of 16384 tokens, compiled for an H200: 0.07 of the transfers exposed, and not 1.05. Where
     the step begins with the update, for the gradients of the batch before, the first one's forward pass can.
     """
+    plain = opened(plain)
     found = inlined(plain)
     if found is None:
         return None
@@ -84,7 +86,7 @@ def parts_of(plain: Program) -> Parts | None:
     whys: list[str] = []
     for at, first in ways:
         why = why_not_peeled(plain, at)
-        again = None if why else inlined(peeled(plain, at, first=first))
+        again = None if why else inlined(opened(peeled(plain, at, first=first)))
         if again is not None:
             decided = _decided(again, apart=True)
             if decided.moved:
