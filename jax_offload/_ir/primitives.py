@@ -3,12 +3,12 @@
 from jax_offload._base import elementwise, marks
 
 ELEMENTWISE = frozenset(
-    """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil
-    clamp clz complex conj convert_element_type copy cos cosh device_put digamma div eq erf erf_inv erfc exp
-    exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p log2 logistic lt max min mul mulhi ne neg nextafter
-    not one_minus_square optimization_barrier or population_count pow real reduce_precision rem reshard round rsqrt select_n
-    sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
-    stop_gradient sub tan tanh xor""".split()
+    """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt
+    ceil clamp clz complex conj convert_element_type copy cos cosh device_put digamma div eq erf erf_inv erfc exp
+    exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p log2 logistic lt max min mul mulhi ne neg
+    nextafter not one_minus_square optimization_barrier or population_count pow real reduce_precision rem reshard
+    round rsqrt select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh
+    sqrt square stop_gradient sub tan tanh xor""".split()
 ) | {elementwise.NAME, marks.NAME}
 PLACED = frozenset("device_put sharding_constraint reshard".split())  # those of them that say where something is
 REDUCE = frozenset("reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_xor reduce_prod argmax argmin".split())

