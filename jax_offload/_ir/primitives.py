@@ -5,16 +5,18 @@ from jax_offload._base import elementwise, marks
 ELEMENTWISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt
     ceil clamp clz complex conj convert_element_type copy cos cosh device_put digamma div eq erf erf_inv erfc exp
-    exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p log2 logistic lt max min mul mulhi ne neg
-    nextafter not one_minus_square optimization_barrier or population_count pow real reduce_precision rem reshard
+    exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg
+    nextafter not optimization_barrier or population_count pow real reduce_precision rem reshard
     round rsqrt select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh
     sqrt square stop_gradient sub tan tanh xor""".split()
 ) | {elementwise.NAME, marks.NAME}
 PLACED = frozenset("device_put sharding_constraint reshard".split())  # those of them that say where something is
 REDUCE = frozenset("reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_xor reduce_prod argmax argmin".split())
 CHECKPOINT = frozenset(("checkpoint", "remat2"))
-# they rearrange elements, or make random ones, and are no part of a pass through a network
-REARRANGED = frozenset(
-    """concatenate dynamic_slice dynamic_update_slice name rev split stack tile unstack random_bits random_clone
-    random_fold_in random_seed random_split random_unwrap random_wrap rng_bit_generator threefry2x32""".split()
+# No part of a pass through a network either, whatever becomes of rows: they rearrange elements or make random ones, or
+# only the newest jax has them.
+CHEAP = frozenset(
+    """concatenate dynamic_slice dynamic_update_slice log2 mulhi name one_minus_square random_bits random_clone
+    random_fold_in random_seed random_split random_unwrap random_wrap rev rng_bit_generator split stack threefry2x32
+    tile unstack""".split()
 )
