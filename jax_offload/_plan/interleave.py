@@ -55,9 +55,9 @@ def interleaved(nodes: Sequence[Node], which: Sequence[int], outputs: Sequence[V
     for k in pieces:
         piece, reader = nodes[k].payload, passes.next_reader(nodes[k])
         spots, at = (behind, passes.produced_after(nodes[k])) if reader is None else (ahead, reader)
-        made = [v for v in nodes[k].reads if reader is None and passes.after.get(v) == at and is_large(v)]
+        gradients = [v for v in nodes[k].reads if reader is None and passes.after.get(v) == at and is_large(v)]
         held = [] if reader is None else [v for v in piece.operands if is_large(v) and not is_host_aval(v.aval)]
-        spots.add(at, _Spot(k, piece.loads, piece.token, held, made))
+        spots.add(at, _Spot(k, piece.loads, piece.token, held, gradients))
     updates = behind.updates
     if 2 * max(updates, default=0) > sum(updates):
         raise Stays(AT_ONCE if sum(updates) >= LEAST_GATES else FEW_PLACES)
@@ -91,7 +91,7 @@ class _Spot:
       piece: its number.
       loads: its host leaves.
       tokens: what is there once it is through.
-      made: its gradients.
+      gradients: what it needs of them.
       stored: whether it only is stored, for the next step.
       held: its operands on the device: ahead of a pass XLA would update as soon as it can, and the loads of the piece
         would hide behind nothing (24x4096x4096, clipping, 16384 tokens: 0.65 of the transfers exposed).
@@ -101,7 +101,7 @@ class _Spot:
     loads: Sequence[Var]
     tokens: Sequence[Var]
     held: Sequence[Var] = ()
-    made: Sequence[Var] = ()
+    gradients: Sequence[Var] = ()
     stored: bool = False
 
     @property
@@ -161,7 +161,7 @@ class _Spots:
             tokens = [v for spot in before if spot.moves for v in spot.tokens]
             if not ahead:
                 tokens += [v for spot in here if not spot.moves for v in spot.tokens]
-                tokens += [v for spot in here if spot.moves and g is None for v in spot.made]
+                tokens += [v for spot in here if spot.moves and g is None for v in spot.gradients]
             whose = groups[g] if g is not None and ahead else [at]
             held = [v for k in whose for spot in self.at.get(k, []) for v in spot.held]
             last = at - 1 if ahead else at
