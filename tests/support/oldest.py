@@ -47,6 +47,7 @@ NAMED = {
     "test_wrappers.py": "wrappers around an offload",
     "test_docstrings.py::test_example[": "every example",
     "test_interleaved.py": "pieces and gates of an unrolled step",
+    "test_opened.py": "what is computed again, and primitives of which each has its own",
     "test_sharded.py::test_zero_1": "meshes with Auto and Explicit axes",
     "test_sharded.py::test_under_shard_map": "shard_map",
     "test_sharded.py::test_a_mesh_of_mixed_axes": "both kinds of axes",
