@@ -106,6 +106,13 @@ class Network:
         """The first heavy node that needs a result of a piece."""
         return min((self.first[v] for v in node.makes if v in self.first), default=None)
 
+    def overwritten(self, node: Node, at: int) -> list[Var]:
+        """Operands of the step that node ``at`` reads, and a piece too, or a cheap node that reads the piece's results,
+        the sum of a parameter and its update."""
+        sums = (self.order[k] for v in node.makes for k in self.readers[v] if not is_heavy(self.order[k]))
+        read = dict.fromkeys(v for each in (node, *sums) for v in each.reads if is_large(v) and v not in self.after)
+        return [v for v in read if at in self.readers[v]]
+
     def flops(self, begin: int, end: int) -> float:
         """Of the equations from ``begin`` to ``end``, without the latter."""
         eqns = (node.payload for node in self.order[begin:end])
