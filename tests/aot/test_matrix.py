@@ -29,6 +29,8 @@ MORE = [
     # what was reported of models that no test had: ``quoted`` has all of them
     Cell("gpt-12", 16384, 0.1, "none", "parameters'", "update", "jit"),
     Cell("mixed", 65536, 0.25, "none", "parameters'", "update", "jit"),
+    Cell("toy", 16384, 0.1, "none", "parameters'", "update", "jo.jit+options"),  # a copy of each matrix: 3268, 3200
+    Cell("gpt-12", 16384, 0.75, "none", "parameters'", "update", "jo.jit"),
 ]
 
 
@@ -59,20 +61,16 @@ def test_a_part_of_the_matrix():
 
 
 def test_what_is_on_record_of_the_reported_losses():
-    """A cell is of the matrix; one is above resident; to 1 % peaks fall with it, but for one; losses come first."""
+    """A cell is of the matrix; none is above resident; to 1 % peaks fall with the fraction; losses come first."""
     rows = kept()
     assert all(value in values for c in QUOTED for value, values in zip(astuple(c), AXES.values(), strict=True))
-    # one loop over chunks, whose gates take room (docs/notebook.md)
-    known = Cell("toy", 16384, 0.1, "none", "parameters'", "update", "jo.jit+options")
-    assert [c for c, row in rows.items() if row["ours"] > SLACK * row["resident"]] == [known]
+    assert all(row["ours"] <= SLACK * row["resident"] for row in rows.values())
     by_cell: dict[Cell, list[tuple[float, int]]] = {}
     for c, row in rows.items():
         by_cell.setdefault(replace(c, fraction=0.0), []).append((-c.fraction, row["ours"]))
-    odd = Cell("gpt-12", 16384, 0.1, "none", "parameters'", "update", "jo.jit+options")  # 6172, and 6602 at .25
-    by_cell[replace(odd, fraction=0.0)].remove((-0.1, rows[odd]["ours"]))
     for peaks in by_cell.values():
         falling = [ours for _, ours in sorted(peaks)]
         assert all(more >= fewer / SLACK for fewer, more in itertools.pairwise(falling))
     worse = max(rows, key=lambda c: rows[c]["resident"])
     lines = table(rows | {worse: rows[worse] | {"ours": 2 * rows[worse]["resident"]}}).splitlines()
-    assert lines[2].startswith(f"| {worse} |") and lines[-1].startswith(f"2 of {len(rows)} above resident")
+    assert lines[2].startswith(f"| {worse} |") and lines[-1].startswith(f"1 of {len(rows)} above resident")

@@ -253,9 +253,9 @@ def test_an_unrolled_transformer_with_many_tokens():
     require(H200)
     resident = gpt("optax", 24, rewritten=False, tokens=65536, scans=0)
     m = gpt("jax_offload", 24, tokens=65536, scans=0)
-    assert m.peak <= 0.38 * resident.peak
+    assert m.peak <= 0.32 * resident.peak
     ours, theirs = m.timeline(H200), resident.timeline(H200)
-    assert ours.exposed_share <= 0.15 and ours.step <= 1.02 * theirs.step
+    assert ours.exposed_share <= 0.11 and ours.step <= theirs.step
 
 
 @LONG
