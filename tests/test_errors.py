@@ -196,6 +196,17 @@ def test_mixed_memory_outside_update_is_an_error_of_jax():
         jax.jit(lambda s, p: s[0].mu["w"] + p["w"])(state, params())
 
 
+def test_an_ordered_effect_beside_host_memory_is_an_error_of_jax():
+    tx = jo.offload(ADAM, min_bytes=0)
+
+    def step(state, params):
+        jax.debug.print("{}", params["b"][0], ordered=True)
+        return tx.update(params, state, params)
+
+    with pytest.raises(ValueError, match=re.escape("safe_zip() argument 1 has length")):
+        jax.jit(step)(tx.init(params()), params())
+
+
 def test_a_choice_between_memories_or_dtypes_outside_is_an_error_of_jax():
     """docs/troubleshooting.md says what to write instead: that works."""
     said = pytest.raises(TypeError, match="branches must have equal output types")

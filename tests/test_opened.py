@@ -95,6 +95,56 @@ def test_which_blocks_are_opened(block, rows, left):
     assert blocks_left(parts(block, rows)) == left
 
 
+def nested(params, x):
+    inner = jax.checkpoint(apply)
+    for k in range(LAYERS):
+        x = jax.checkpoint(lambda x, p: inner(jnp.sin(x), p))(x, params[f"block_{k}"])
+    return (x**2).mean()
+
+
+def may_be_merged(params, x):
+    for k in range(LAYERS):
+        x = jax.checkpoint(apply, prevent_cse=False)(x, params[f"block_{k}"])
+    return (x**2).mean()
+
+
+@pytest.mark.parametrize(("model", "gates"), [(nested, 2 * LAYERS), (may_be_merged, LAYERS)])
+def test_blocks_in_blocks_are_opened_and_none_that_is_not_kept_apart(with_time, model, gates):
+    """Of a block in a block, what it computes again stays one equation: that makes no gradients."""
+    found = parts(SEVERAL, model=model)
+    assert blocks_left(found) == LAYERS
+    assert gates <= sum(isinstance(part, Gate) for part in found) < 2 * gates + LAYERS
+    tx, params = jo.offload(ADAMW, **OPTIONS), parameters(SEVERAL)
+    (ours, _, _), (plain, _, _) = (
+        jitted(step_of(inner, model))(params, inner.init(params), batch(0))
+        for jitted, inner in ((jo.jit, tx), (jax.jit, ADAMW))
+    )
+    assert_close(ours, plain, 1e-5)
+
+
+def test_operands_are_kept_apart_one_by_one():
+    """As jax lowers ``prevent_cse`` of each argument."""
+    block = jax.checkpoint(lambda x, w: jnp.tanh(x @ w), prevent_cse=(True, False))
+    both = jax.make_jaxpr(jax.grad(lambda w, x: block(x, w).sum()))(jnp.ones((WIDTH, 8)), batch(0))
+    found = [eqn for eqn in flat(both, opens=lambda _: True).eqns if eqn.primitive.name == "optimization_barrier"]
+    assert [v.aval.shape for eqn in found for v in eqn.invars].count((WIDTH, 8)) == 0 < len(found)
+
+
+def test_a_pass_after_the_update_leaves_its_blocks_open(with_time):
+    """A second loss, of new parameters, is made of the update's results, and so of the gradients."""
+
+    def twice(tx):
+        def step(params, state, x):
+            params, state, value = step_of(tx)(params, state, x)
+            return params, state, value, (x @ params["block_0"]["up"]).mean()
+
+        return step
+
+    tx, params = jo.offload(ADAMW, **OPTIONS), parameters(SEVERAL)
+    found = parts_of(flat(jax.make_jaxpr(twice(tx))(params, tx.init(params), batch(0))))
+    assert found is not None and blocks_left(found.parts) == 0
+
+
 def test_nothing_computed_again_is_taken_from_the_forward_pass(with_time):
     """Each block that is opened is behind a barrier, as jax lowers a ``jax.checkpoint``."""
     tx, params = jo.offload(ADAMW, **OPTIONS), parameters(SEVERAL)

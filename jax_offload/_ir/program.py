@@ -143,10 +143,9 @@ def flat(
             inner = _inlinable(eqn, ins, any_jit)
             if inner is None and eqn.primitive.name in CHECKPOINT and opens(eqn):
                 inner = as_closed(eqn.params["jaxpr"])
-                if eqn.params["differentiated"] and eqn.params["prevent_cse"]:
-                    behind = {v: Var(v.aval) for v in ins if not isinstance(v, Literal)}
+                if behind := {v: Var(v.aval) for v in _kept_apart(eqn, ins)}:
                     eqns.append(equation_of_together(behind))
-                    ins = [v if isinstance(v, Literal) else behind[v] for v in ins]
+                    ins = [v if isinstance(v, Literal) else behind.get(v, v) for v in ins]
             if inner is not None:
                 ins = ins[len(ins) - len(inner.jaxpr.invars) :]  # without a cond's index
                 # the same inner jaxpr may be called many times: its constants and variables get new names each time
@@ -170,6 +169,13 @@ def flat(
 
     outputs = walk(step.jaxpr, {}, False)
     return Program([*const_vars, *step.jaxpr.invars], outputs, eqns, consts, step.jaxpr.debug_info)
+
+
+def _kept_apart(eqn: Equation, ins: Sequence[Atom]) -> list[Var]:
+    """The operands of a ``jax.checkpoint`` that jax lowers it with behind a barrier."""
+    said: bool | tuple[bool, ...] = eqn.params["prevent_cse"] if eqn.params["differentiated"] else False
+    each = said if isinstance(said, tuple) else (said,) * len(ins)
+    return [v for v, apart in zip(ins, each, strict=True) if apart and not isinstance(v, Literal)]
 
 
 def _leaf_by_leaf(eqn: Equation) -> Iterator[Equation]:
