@@ -102,13 +102,19 @@ def nested(params, x):
     return (x**2).mean()
 
 
-def may_be_merged(params, x):
+def may_be_merged(params, x, apart=False):
     for k in range(LAYERS):
-        x = jax.checkpoint(apply, prevent_cse=False)(x, params[f"block_{k}"])
+        x = jax.checkpoint(apply, prevent_cse=apart)(x, params[f"block_{k}"])
     return (x**2).mean()
 
 
-@pytest.mark.parametrize(("model", "gates"), [(nested, 2 * LAYERS), (may_be_merged, LAYERS)])
+def may_be_merged_in_part(params, x):
+    return may_be_merged(params, x, (True, False))
+
+
+@pytest.mark.parametrize(
+    ("model", "gates"), [(nested, 2 * LAYERS), (may_be_merged, LAYERS), (may_be_merged_in_part, LAYERS)]
+)
 def test_blocks_in_blocks_are_opened_and_none_that_is_not_kept_apart(with_time, model, gates):
     """Of a block in a block, what it computes again stays one equation: that makes no gradients."""
     found = parts(SEVERAL, model=model)
