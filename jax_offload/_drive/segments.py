@@ -16,8 +16,7 @@ from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Jaxpr, Literal, Var, jaxpr_like, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._drive.cuts import LEAST, LEAST_OF_FILES, MOST, MOST_OF_FILES, cuts_of, parts_of
-from jax_offload._drive.pieces import InTurn, Joined, Piece
-from jax_offload._drive.scan_parts import with_scan_in_parts
+from jax_offload._drive.pieces import InTurn, Piece
 from jax_offload._drive.stages import BEFORE, GROUP, Stage, Staged
 from jax_offload._drive.tasks import Task, tasks_of
 from jax_offload._ir.shares import structure
@@ -32,10 +31,7 @@ ON_DEVICES = "its state is on disk, and it runs on several devices"
 ON_PROCESSES = "it runs on devices of several processes"
 EFFECTS = "it has side effects"
 ALL_FIRST = "the update needs all gradients first, as clipping by their norm does"
-TOGETHER = (
-    "one group of the update, or one loop of the pass, has all of the large gradients (a scan over layers is cut where "
-    "loops of one accelerator's cores update them and nothing else reads them)"
-)
+TOGETHER = "one group of the update, or one loop of the pass, has all of the large gradients"
 LITTLE_LEFT = "little of it is left when the first gradients are there"
 PEAK = "cut, it would take more device memory, by an estimate"
 
@@ -64,20 +60,13 @@ def in_segments(
       rounds: whether matmuls round float32 to bfloat16, as on a TPU: what a loop stacks for another one takes half
         then, but not what one program hands to another.
     """
-    first, rest = step.stages[0], step.stages[1:]
+    first = step.stages[0]
     pass_ = first.pieces[0] if first.pieces else None
-    on_disk = any(s.name == GROUP for s in rest[:1])
     if first.name != BEFORE or pass_ is None or pass_.jaxpr is None or not _groups(step):
         return step, NO_GROUPS
     if any(eqn.effects for eqn in pass_.jaxpr.eqns):
         return step, EFFECTS
-    alone, why = division.devices == 1 and not on_disk, ""
-    if alone and (in_parts := with_scan_in_parts(step)) is not step:
-        found, why = _cut(in_parts, step, donated, division, rounds)
-        if not why and _are_apart(found):
-            return found, ""
-    found, why_uncut = _cut(step, step, donated, division, rounds)
-    return found, PEAK if (why, why_uncut) == (PEAK, TOGETHER) else why_uncut
+    return _cut(step, donated, division, rounds)
 
 
 def _groups(step: Staged) -> list[Stage]:
@@ -87,17 +76,8 @@ def _groups(step: Staged) -> list[Stage]:
     return on_disk or [*itertools.takewhile(lambda s: s.on_cores, (s for s in rest if s.name != "device"))]
 
 
-def _are_apart(step: Staged) -> bool:
-    """Whether parts of a scan are in different programs."""
-    maker = {v: k for k, stage in enumerate(step.stages) for v in stage.makes}
-    joined = [piece for stage in step.stages for piece in stage.pieces if isinstance(piece, Joined)]
-    return all(len({maker[v] for v in variables(piece.inputs)}) > 1 for piece in joined)
-
-
-def _cut(
-    step: Staged, uncut: Staged, donated: Set[Var], division: Division, rounds: bool
-) -> tuple[Staged, str]:  # fmt: skip
-    """A step with its first program in several, which take no more memory than that of the same step ``uncut``."""
+def _cut(step: Staged, donated: Set[Var], division: Division, rounds: bool) -> tuple[Staged, str]:
+    """A step with its first program in several, which take no more memory by an estimate."""
     groups, (first, *rest) = _groups(step), step.stages
     pass_, *others = first.pieces
     jaxpr, on_disk = pass_.jaxpr, groups[0].name == GROUP
@@ -109,46 +89,27 @@ def _cut(
         ready.append(max((defs.get(v, 0) for v in group.reads), default=0))
         defs.update(dict.fromkeys(group.makes, ready[-1]))
     reads = [{*group.reads} for group in groups]
-    for part in (v for group in groups for piece in group.pieces for v in _parts(piece)):
-        ready.append(defs[part])
-        reads.append({part})
     if len({*ready} - {0}) < 2:
-        return uncut, _why_at_once(jaxpr, others, groups)
+        return step, _why_at_once(jaxpr, others, groups)
     if 1 in division.weights.values():
-        return uncut, REPLICATED
+        return step, REPLICATED
     bounds = (MOST_OF_FILES, LEAST_OF_FILES) if on_disk else (MOST, LEAST)
     cuts = cuts_of(jaxpr, ready, reads, *bounds, division)
     if not cuts:
-        return uncut, LITTLE_LEFT
-    allowed, times = _allowed(step, uncut, donated, division, rounds), TOLERANCE if division.devices == 1 else SPARES
+        return step, LITTLE_LEFT
+    (own_peaks, *later), _ = peaks(step, donated, division, rounds)
+    allowed = max(min(own_peaks), *map(max, later), 0) * (TOLERANCE if division.devices == 1 else SPARES)
     while cuts:
         segments = _segments(jaxpr, pass_, others, defs, cuts)
         stages = [*_interleaved(segments, cuts, groups, ready), *rest[len(groups) :]] if on_disk else [*segments, *rest]
         found = dataclasses.replace(step, stages=stages)
         each, segment = peaks(found, donated, division, rounds)
-        beyond = [max(n - times * most for n, most in zip(own, allowed, strict=True)) for own in each]
+        beyond = [max(own) - allowed for own in each]
         worst = max(range(len(each)), key=beyond.__getitem__)
         if beyond[worst] <= 0:
             return found, ""
         del cuts[min(segment[worst], len(cuts) - 1)]
-    return uncut, PEAK if division.devices == 1 else PERHAPS
-
-
-def _allowed(
-    step: Staged, uncut: Staged, donated: Set[Var], division: Division, rounds: bool
-) -> tuple[float, float]:  # fmt: skip
-    """The estimates that no program's may exceed, in the order of the trace and with all as early as it can be.
-
-    The least of both for both, where a cut changes what is made when. Parts of a scan are the scan's own iterations, so
-    that what is around it is as it was: each of its own kind.
-    """
-    (uncut_peaks, *later), _ = peaks(uncut, donated, division, rounds)
-    least = max(min(uncut_peaks), *map(max, later), 0)
-    return (least, least) if step is uncut else uncut_peaks
-
-
-def _parts(piece: Piece) -> list[Var]:
-    return variables(piece.inputs) if isinstance(piece, Joined) else []
+    return step, PEAK if division.devices == 1 else PERHAPS
 
 
 def peaks(
