@@ -127,8 +127,6 @@ MUTATIONS = [
     Mutation("a cgroup's limit is no limit", "_analysis/host.py", "return min((n for n in (self.available, self.cgroup) if n is not None), default=None)", "return max((n for n in (self.available, self.cgroup) if n is not None), default=None)", "analysis/test_forecast.py analysis/test_plan_of_files.py -k 'cgroup or pool or host_memory'"),
     Mutation("a group before another that it reads from", "_drive/segments.py", "        defs.update(dict.fromkeys(group.makes, ready[-1]))\n", "", "test_segments.py"),
     Mutation("the device waits for the file", "_drive/segments.py", "bisect.bisect_left(cuts, at) + 1, len", "bisect.bisect_left(cuts, at), len", "test_segments.py -k disk"),
-    Mutation("cut, the pass may take twice the memory", "_drive/segments.py", "max(own) - allowed for", "max(own) - 2 * allowed for", "test_segments.py"),
-    Mutation("arrays that lie beside the pass are not counted", "_drive/segments.py", "beside = alive - sum(here.get(v, 0) for v in {*task.inputs})", "beside = 0", "test_segments.py"),
     Mutation("a last program with next to no arithmetic", "_drive/cuts.py", " or total - done[place] < smallest * total:", ":", "test_segments.py"),
     Mutation("a program behind each gradient", "_drive/cuts.py", "(cuts and done[place] - done[cuts[-1]] < least)", "False", "test_segments.py"),
     Mutation("a loop needs nothing but what it reads and makes", "_peak/liveness.py", "alive + event.meanwhile)", "alive)", "analysis/test_liveness.py -k 'loop or estimated or divided'"),

@@ -64,7 +64,7 @@ class First:
         if (n := len(self.cut.shares)) > 1:
             return (
                 f"{BEFORE!r} is looked at in one piece; beside an accelerator jo.jit runs it in {n} "
-                "programs, which take no more memory by an estimate: the update begins with the gradients of the first"
+                "programs: the update begins with the gradients of the first"
             )
         return f"the update begins when {BEFORE!r} has ended, as it is one program: {self.one_program}"
 
@@ -167,7 +167,7 @@ def first_program(
     hosted = [is_host_aval(v.aval) for v in task.outputs] + [True for _ in task.down]
     out = [_in(device, HOST_KIND if host else DEVICE_KIND) for host in hosted]
     taken = {*wanted}
-    several, why_one = driven.in_segments(rounds)
+    several, why_one = driven.in_segments()
     return First(
         jax.jit(before, donate_argnums=0, out_shardings=out),
         (given[0], given[1]),

@@ -25,10 +25,9 @@ from jax_offload._drive.pieces import Piece
 from jax_offload._drive.tasks import Task
 from jax_offload._ir.program import flat
 
-BFLOAT16 = np.dtype(jnp.bfloat16)
 # A kernel computes bfloat16 in float32 and rounds after each operation, except where the next operation widens the
 # result to float32: XLA's CPU code does the same.
-_TYPES = ("float32", "int32", "uint32", "uint16", "bool")
+BFLOAT16 = np.dtype(jnp.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +91,8 @@ class OnePass:
             for other in replicas[1:]:
                 cores.memory_of(other)[...] = cores.memory_of(replicas[0])
         kinds = [DEVICE_KIND if v in self._up else HOST_KIND for v in results]
-        old = {over[i]: given[i] for i in in_place}
-        return [old[k] if k in old else cores.assembled(made[k], given[like], kind) for k, kind in enumerate(kinds)]
+        every = zip(map(kernel.over.get, range(len(results))), made, kinds, strict=True)
+        return [given[i] if i in in_place else cores.assembled(x, given[like], kind) for i, x, kind in every]
 
 
 def one_pass(task: Task, next_of: Mapping[Var, Var], own: Set[Var], up: Set[Var]) -> OnePass | None:
@@ -115,19 +114,19 @@ def one_pass(task: Task, next_of: Mapping[Var, Var], own: Set[Var], up: Set[Var]
 
 def _over(piece: Piece, pieces: Sequence[Piece], next_of: Mapping[Var, Var], own: Set[Var]) -> dict[int, int]:
     """Results and the inputs that they overwrite: the next value of an input that nothing else reads."""
+
+    def type_of(v: Var) -> Any:
+        return v.aval.shape, v.aval.dtype, is_host_aval(v.aval)
+
     times = Counter(v for each in pieces for v in variables(each.inputs))
     positions = {v: i for i, v in enumerate(piece.inputs) if isinstance(v, Var) and v in own and times[v] == 1}
     old = {k: next_of[v] for k, v in enumerate(piece.outputs) if v in next_of}
-    return {k: positions[x] for k, x in old.items() if x in positions and _type(x) == _type(piece.outputs[k])}
-
-
-def _type(v: Var) -> Any:
-    return v.aval.shape, v.aval.dtype, is_host_aval(v.aval)
+    return {k: positions[x] for k, x in old.items() if x in positions and type_of(x) == type_of(piece.outputs[k])}
 
 
 def _run(kernel: Kernel, arrays: Sequence[Any], scalars: Sequence[Any]) -> None:
     parts = [np.ascontiguousarray(x).reshape(-1) for x in arrays]
-    parts = [x.view(_stored_type(x.dtype)) for x in parts]
+    parts = [x.view(np.uint16) if x.dtype == BFLOAT16 else x for x in parts]
     numbers = [np.asarray(cores.one_of(x))[()] for x in scalars]
     numbers = [np.float32(x) if x.dtype == BFLOAT16 else x for x in numbers]
     run = _compiled(kernel.text, kernel.signature)
@@ -194,9 +193,8 @@ def _kernel(jaxpr: Jaxpr, over: Mapping[int, int]) -> Kernel:
     program = flat(closed(jaxpr), any_jit=True)
     inputs, outputs = program.inputs, variables(program.outputs)
     (shape, *more) = {v.aval.shape for v in outputs} or {()}
-    if more or shape == () or program.consts or len(outputs) < len(program.outputs):
-        raise _NotElementwise
-    if {v.aval.shape for v in (*inputs, *(v for eqn in program.eqns for v in eqn.outvars))} - {(), shape}:
+    every = {v.aval.shape for v in (*inputs, *(v for eqn in program.eqns for v in eqn.outvars))}
+    if more or shape == () or program.consts or len(outputs) < len(program.outputs) or every - {(), shape}:
         raise _NotElementwise
     arrays = tuple(i for i, v in enumerate(inputs) if v.aval.shape == shape)
     scalars = tuple(i for i, v in enumerate(inputs) if v.aval.shape == ())
@@ -224,36 +222,31 @@ def _kernel(jaxpr: Jaxpr, over: Mapping[int, int]) -> Kernel:
         f"    for i in range({next(iter(taken))}.size):",
         *(f"        {line}" for line in lines),
     ]
-    only_read = {name: name not in targets.values() for name in taken}
-    types = [f"Array({_stored_type(v.aval.dtype)}, 1, 'C', {only_read[name]})" for name, v in taken.items()]
-    scalar_types = [_type_of(inputs[i]) for i in scalars]
-    signature = f"void(int64, int64, {', '.join([*types, *scalar_types])})".replace("bool", "boolean")
+    types = [f"Array({_stored_type(v)}, 1, 'C', {name not in targets.values()})" for name, v in taken.items()]
+    types += [_type_of(inputs[i]) for i in scalars]
+    signature = f"void(int64, int64, {', '.join(types)})".replace("bool", "boolean")
     return Kernel("\n".join(lines), signature, arrays, scalars, dict(over))
 
 
 def _type_of(v: Any) -> str:
     name = "float32" if v.aval.dtype == BFLOAT16 else str(v.aval.dtype)
-    if name not in _TYPES:
+    if name not in ("float32", "int32", "uint32", "uint16", "bool"):
         raise _NotElementwise
     return name
 
 
-def _stored_type(dtype: Any) -> str:
-    """The type as which a kernel reads and writes an array."""
-    return "uint16" if dtype == BFLOAT16 else str(dtype)
+def _stored_type(v: Any) -> str:
+    return "uint16" if v.aval.dtype == BFLOAT16 else _type_of(v)
 
 
 def _converted(way: str, text: str, v: Any) -> str:
-    _type_of(v)
     return f"{way}_bfloat16({text})" if v.aval.dtype == BFLOAT16 else text
 
 
 def _operand(v: Any, names: Mapping[Var, str]) -> str:
-    if not isinstance(v, Literal):
-        return names[v]
-    if np.ndim(v.val) != 0:
+    if isinstance(v, Literal) and np.ndim(v.val) != 0:
         raise _NotElementwise
-    return f"{_type_of(v)}({np.asarray(v.val).item()!r})"  # infinity is inf, and NaN nan
+    return f"{_type_of(v)}({np.asarray(v.val).item()!r})" if isinstance(v, Literal) else names[v]
 
 
 _OPERATORS = {"add": "+", "add_any": "+", "sub": "-", "mul": "*", "and": "&", "or": "|", "xor": "^", "shift_left": "<<"}

@@ -33,7 +33,6 @@ from jax_offload._drive.undivided import without_mesh
 from jax_offload._drive.values import Values
 from jax_offload._emit.find import holds_driven_update
 from jax_offload._ir.program import flat
-from jax_offload._peak.sharded import division_of
 from jax_offload._step.cut import cut_step, unguarded
 
 Jit = Callable[..., Any]
@@ -69,8 +68,6 @@ class Driven:
         self._options = options, for_sending
         placed = [getattr(x, "sharding", None) for x in args]
         self._devices = {d for s in placed if s is not None for d in s.device_set} or {*jax.devices()[:1]}
-        updated = [v.aval for v in found.next_of.values() if not is_host_aval(v.aval)]
-        self._division = division_of(args, updated, len(self._devices))
         self._cores = cores_beside(self._devices) if any(s.on_cores for s in found.stages) else Cores()
         own = found.inputs[len(found.consts) :]
         own = own[: len(own) - len(self._files.reads)]
@@ -88,9 +85,7 @@ class Driven:
         self._step, self.one_program = found, ON_A_CPU
         in_files = bool(self._reads) and on_accelerators(self._devices) and not any(s.on_cores for s in found.stages)
         if segments and (self._cores.cpu is not None or in_files):
-            self._step, self.one_program = found, _ = self.in_segments(
-                any(device.platform == "tpu" for device in self._devices)
-            )
+            self._step, self.one_program = found, _ = self.in_segments()
         self._compiled: dict[Hashable, Jit] = {}
         tasks = tasks_of(found, self._donated | {*self._reads})
         sent = {v for task in tasks for v in task.down}
@@ -109,7 +104,10 @@ class Driven:
             files.read(task, tasks[k + 1 :])
             if isinstance(run, OnePass) and self._cores.cpu is None:
                 values.take(run.written)
-            results = run(*values.operands(task, isinstance(run, OnePass)))
+            operands = values.operands(task, isinstance(run, OnePass))
+            values.free_sent(task, self._donated)
+            results = run(*operands)
+            del operands
             if k == 0 and self._cores.cpu is not None:
                 # behind the first program, whose gradients the cores wait for, and ahead of all others
                 values.take(self._written)
@@ -129,17 +127,20 @@ class Driven:
     def consts(self) -> dict[Var, Any]:
         return dict(zip(self._step.inputs, self._step.consts, strict=False))
 
-    def in_segments(self, rounds: bool) -> tuple[Staged, str]:
+    def in_segments(self) -> tuple[Staged, str]:
         """The step with the pass before its update in several programs, or as it is, and why.
 
-        That is for the cores beside an accelerator: on a CPU their loops update in place what a later program may read.
-        ``rounds``: whether its matmuls round float32 to bfloat16.
+        That is for the cores beside an accelerator: on a CPU they update in place what a later program may read.
         """
         if len(self._devices) > 1 and self._reads:
             return self._step, ON_DEVICES
         if len({device.process_index for device in self._devices}) > 1:
             return self._step, ON_PROCESSES
-        return in_segments(self._step, self._donated, self._division, rounds)
+        updated = (v for v in self._step.next_of.values() if not is_host_aval(v.aval) and v.aval.ndim > 1)
+        replicated = len(self._devices) > 1 and any(
+            (s := self._places.get(v)) is None or s.is_fully_replicated for v in updated
+        )
+        return in_segments(self._step, replicated)
 
     def _place(self, v: Var) -> Sharding:
         """Where on the accelerators a value lives; one that is no argument's next value on all of them."""

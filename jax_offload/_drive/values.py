@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Sharding
 
 from jax_offload._base.jaxprs import Var
-from jax_offload._drive.cores import Cores, taken_over
+from jax_offload._drive.cores import Cores, is_sent, taken_over
 from jax_offload._drive.tasks import Task
 
 
@@ -47,6 +47,14 @@ class Values:
         else:
             self.here |= defined
             self._there |= down
+
+    def free_sent(self, task: Task, donated: Set[Var]) -> None:
+        """Frees what a task of the cores has in host memory by now, so that its new values take its place."""
+        if task.stage.on_cores:
+            sent = [v for v in task.over if is_sent(v.aval) and self._there.get(v) is not self.here.get(v)]
+            there = {v: self._there[v] for v in sent}
+            self.drop(sent, donated)
+            self._there |= there
 
     def drop(self, over: Sequence[Var], donated: Set[Var]) -> None:
         """Forgets values, and frees those that were donated, unless they are handed on under another name."""
