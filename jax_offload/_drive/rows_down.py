@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax.memory import Space
+import jax
 
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import (
@@ -65,7 +65,7 @@ def rows_sent_down(step: Staged) -> Staged:
         for y in scan.ys:
             late, result = _elementwise(jaxpr, y)
             if result in alone and nbytes(result.aval) >= scan.length * LEAST_ROW:
-                stacks[y] = Stack(late, result, Var(result.aval.update(memory_space=Space.Host)))
+                stacks[y] = Stack(late, result, Var(result.aval.update(memory_space=jax.memory.Space.Host)))
     if not stacks:
         return step
     late = {id(eqn) for stack in stacks.values() for eqn in stack.late}
