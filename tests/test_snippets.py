@@ -166,7 +166,7 @@ def test_on_disk(tmp_path):
 def test_looking_at_a_step(tmp_path):
     """Without a target here: ``tests/analysis`` compiles for chips that are absent."""
     found = Reader(tmp_path).namespace
-    found["train"] = jo.pipelined(found["step"], donate_argnames=("params", "state"))
+    found["train"] = jo.pipelined(found["step"], donate_argnums=(0, 1))
     code = "\n".join(blocks("docs/inspect.md"))
     code = re.sub(r', target="\w+"', "", code).replace('seen.timeline.save("step.png")', "")
     before, measured = code.split("measured = ")
