@@ -911,7 +911,8 @@ def jitted(step: Step) -> Record:
 
 def pipelined(step: Step) -> Record:
     r, record = step.r, Record()
-    counted = r["outside"] is None  # its counts begin uncommitted, so that the second call of a program compiles again
+    # Counts outside of an offload begin uncommitted, so that the second call of a program compiles again.
+    counted = r["outside"] is None and r["second"] != "plain beside"
     train = jo.pipelined(
         step.function,
         donate_argnames=[name for name in step.arguments if name in step.carried],
