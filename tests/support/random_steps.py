@@ -913,12 +913,16 @@ def pipelined(step: Step) -> Record:
     r, record = step.r, Record()
     # Counts outside of an offload begin uncommitted, so that the second call of a program compiles again.
     counted = r["outside"] is None and r["second"] != "plain beside"
-    train = jo.pipelined(
-        step.function,
-        donate_argnames=[name for name in step.arguments if name in step.carried],
-        static_argnames="flag" if r["static"] else (),
-        gradients="host" if step.mode.endswith("host") else "device",
-    )
+    carried = [name for name in step.arguments if name in step.carried]
+    if r["donate by"] == "name":
+        carried.sort(key=lambda name: zlib.crc32(name.encode()))  # the order does not matter
+        how: dict[str, Any] = {"donate_argnames": carried}
+    else:
+        how = {"donate_argnums": [step.arguments.index(name) for name in carried]}
+    if r["static"]:
+        at = step.arguments.index("flag") - len(step.arguments) * (r["static by"] == "negative")
+        how |= {"static_argnames": "flag"} if r["static by"] == "name" else {"static_argnums": at}
+    train = jo.pipelined(step.function, **how, gradients="host" if step.mode.endswith("host") else "device")
     home = places(step.carried)
     seen: list[tuple[Any, Any]] = []
     carry: Any = None
@@ -935,7 +939,6 @@ def pipelined(step: Step) -> Record:
         record.last_compiles = counted * (compiles() - before)
         seen.append((aux.now, aux.late))
     results, late = train.finish(carry, with_late=True)
-    carried = [name for name in step.arguments if name in step.carried]
     results = dict(zip(carried, results if len(carried) > 1 else (results,), strict=True))
     jax.block_until_ready(jax.tree.leaves(results))
     seen.append((None, late))
