@@ -107,6 +107,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "select": (None,) * 6 + ("w", "callable", "tree"),
     "min_bytes": (0, 0, 0, 300, None),
     "window": (None, None, 1, 1500, 2**20),
+    "host_bytes": (0, 0, 3000),
     "order": (None, None, None, "rules"),
     "storage": (None,) * 9 + ("bfloat16", "int8"),
 }  # fmt: skip
@@ -440,7 +441,7 @@ def options(r: Recipe, params: Any, mode: str, folder: Path) -> dict[str, Any]:
     if r["mesh"] in ("ZeRO-1", "explicit ZeRO-1"):
         found["shard_over"] = "d"
     found |= {"cores": {"update_on": "host"}, "hybrid": {"update_on": 0.5}}.get(mode, {})
-    return found | ({"disk": jo.disk(folder)} if mode == "disk" else {})
+    return found | ({"disk": jo.disk(folder, host_bytes=r["host_bytes"])} if mode == "disk" else {})
 
 
 def transformation(r: Recipe, params: Any, mode: str, folder: Path, *, plain: bool = False) -> Any:
@@ -732,7 +733,12 @@ class Step:
                     found.append({"grads": grads})
                 case "moments":
                     mu = optax.tree.get_all_with_path(new["state"], "mu")
-                    found.append([optax.tree.norm(jo.to_device(x) if self.mode != "plain" else x) for _, x in mu])
+                    found.append(
+                        [
+                            optax.tree.norm(jo.to_device(x) if self.mode != "plain" or self.r["storage"] else x)
+                            for _, x in mu
+                        ]
+                    )
         return {"metrics": found}
 
 
