@@ -40,8 +40,8 @@ class Argument:
       state: whether it belongs to the state of an optimizer.
       dtype, nbytes: of the array.
       gradient: whether it waits for the update, between two calls of a pipelined step.
-      kept_on_host: whether the update that owns it keeps it in host memory; ``None`` where no update of an ``offload`` is
-        seen in the step.
+      kept_on_host: whether the update that owns it keeps it in host memory; ``None`` where no update of an ``offload``
+        is seen in the step.
     """
 
     path: str
