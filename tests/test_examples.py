@@ -165,13 +165,8 @@ def test_the_demo_says_what_offloading_did(demo):
     drawn = words(" ".join(texts)).replace(", ", " ")
     for name in ("losses", "state", "memory", "time"):
         assert words(" ".join(shown.titles[name])).replace(", ", " ") in drawn
-    for said in (
-        shown.run("resident"),
-        shown.run("offloaded"),
-        *shown.apart,
-        shown.limit,
-        *map(shown.peak, shown.ways),
-    ):
+    runs, peaks = map(shown.run, ("resident", "offloaded")), map(shown.peak, shown.ways)
+    for said in (*runs, *shown.apart, shown.limit, *peaks):
         assert words(said).replace(", ", " ") in drawn and said in words(printed)
     assert [len(losses) for losses in shown.losses.values()] == [4, 6]
     np.testing.assert_allclose(*(losses[:4] for losses in shown.losses.values()), rtol=0, atol=1e-4)
