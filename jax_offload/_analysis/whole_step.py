@@ -39,7 +39,8 @@ from jax_offload._interop.jit import Jitted
 from jax_offload._interop.pipelined import Pipelined
 from jax_offload._peak.donated import donations
 from jax_offload._peak.sharded import division_of, gathered_ahead
-from jax_offload._report.report import traced, unwrapped
+from jax_offload._report.callables import unwrapped
+from jax_offload._report.report import traced
 from jax_offload._step.rewritten import rewritten
 
 LABELS = (("host, each way, window", "exact"), ("peak, activations, hidden, added", "estimated, from the trace"))
