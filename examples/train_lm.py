@@ -215,16 +215,23 @@ def main(argv=None):
     print(f"held-out loss {before:.3f} nats per byte")
     losses, times, seconds, speed = [], [], 0.0, 0.0
     pipelined = Pipelined(state) if args.pipelined else None
-    bar = tqdm(range(start, stop), initial=start, total=stop, disable=None, unit="step")
-    for i in bar:
-        batch, began = _data.batch(train, i, args.batch, args.context), time.perf_counter()
+
+    def one(batch):
+        """A step: its loss, and the seconds that it took."""
+        nonlocal state
+        began = time.perf_counter()
         if pipelined:
             loss = pipelined(batch)
         else:
             state, loss = (disk_step if disk else train_step)(state, batch)
-        losses.append(float(loss))
+        return float(loss), time.perf_counter() - began
+
+    bar = tqdm(range(start, stop), initial=start, total=stop, disable=None, unit="step")
+    for i in bar:
+        loss, took = one(_data.batch(train, i, args.batch, args.context))
+        losses.append(loss)
         if i > start + args.pipelined:  # those before were compiled
-            times.append(time.perf_counter() - began)
+            times.append(took)
             seconds = float(np.median(times))
             speed = args.batch * args.context / seconds
             report = f"loss {losses[-1]:.3f}, {speed:,.0f} tokens/s, {seconds * 1e3:.0f} ms per step"
@@ -252,7 +259,8 @@ def main(argv=None):
         print(f"sample:\n{sample}")
     if disk:
         disk.close()
-    return {"losses": losses, "held_out": (before, after), "state": state, "seconds": seconds, "sample": sample}
+    found = {"losses": losses, "held_out": (before, after), "state": state, "seconds": seconds, "sample": sample}
+    return found | {"again": lambda: one(_data.batch(train, stop, args.batch, args.context))[1]}  # donates the state
 
 
 if __name__ == "__main__":

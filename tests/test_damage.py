@@ -421,7 +421,7 @@ def test_processes_sum_up_what_each_of_them_holds(tmp_path):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     children = [subprocess.Popen([*command, str(i)], env=env, **pipes) for i in range(2)]
     try:
-        said = [child.communicate(timeout=120)[0] for child in children]
+        said = [child.communicate(timeout=600)[0] for child in children]
     finally:
         for child in children:
             child.kill()

@@ -16,7 +16,7 @@ from jax_offload._analysis.buffers import BATCH, GRADIENTS, PARAMETERS, STATE
 from jax_offload._analysis.chips import Chip, chip, known_as
 from jax_offload._analysis.driven import First, first_program, in_memory, is_driven, leaves_of, on_files
 from jax_offload._analysis.hlo import Op, computations
-from jax_offload._analysis.targets import check_installed, compile_for, prepare, target_of
+from jax_offload._analysis.targets import Target, check_installed, compile_for, target_of
 from jax_offload._base.around import step_described
 from jax_offload._base.arrays import is_traced
 from jax_offload._base.memory import HOST_KIND, on_host
@@ -40,8 +40,8 @@ class Argument:
       state: whether it belongs to the state of an optimizer.
       dtype, nbytes: of the array.
       gradient: whether it waits for the update, between two calls of a pipelined step.
-      kept_on_host: whether the update that owns it keeps it in host memory; ``None`` where no update of an ``offload`` is
-        seen in the step.
+      kept_on_host: whether the update that owns it keeps it in host memory; ``None`` where no update of an ``offload``
+        is seen in the step.
     """
 
     path: str
@@ -162,6 +162,7 @@ def arguments_of(entry: Sequence[Op]) -> dict[int, Op]:
 
 def compiled(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: str | None) -> Compiled:
     """A step, jitted or not, lowered or compiled, for its own devices or for ``target``."""
+    to = None if target is None else target_of(target)  # before a trace starts jax: its plugins read the environment
     if isinstance(step, jax.stages.Compiled | jax.stages.Lowered):
         if args or kwargs or (target and isinstance(step, jax.stages.Compiled)):
             raise ValueError(
@@ -181,16 +182,16 @@ def compiled(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], target
         raise TypeError(f"step: expected a training step, jitted, lowered or compiled; got a {type(step).__name__}.")
     if isinstance(step, Pipelined):
         step, args, carried = step.turned(*args, **kwargs)
-        return _of_step(step, args, {}, target, _Known(carried))
+        return _of_step(step, args, {}, to, _Known(carried))
     step, args, kwargs = jitted(*opened(step, args, kwargs))
     if isinstance(step, Jitted) and (first := _first_of(step, args, kwargs)) is not None:
         return of_first(first, target)
-    return _of_step(step, args, kwargs, target, _known(step, args, kwargs))
+    return _of_step(step, args, kwargs, to, _known(step, args, kwargs))
 
 
-def _of_step(step: Any, args: Any, kwargs: Any, target: str | None, known: _Known) -> Compiled:
-    if target is not None:
-        return _for_target(step, args, kwargs, target, known)
+def _of_step(step: Any, args: Any, kwargs: Any, to: Target | None, known: _Known) -> Compiled:
+    if to is not None:
+        return _for_target(step, args, kwargs, to, known)
     lowered = step.lower(*args, **kwargs)
     return _of_jax(lowered.compile(), lowered, known)
 
@@ -212,9 +213,8 @@ def of_first(first: First, target: str | None) -> Compiled:
         options = options_for_sending(jax.default_backend())
         found = _of_jax(lowered.compile(compiler_options=options or None), lowered)
     else:
-        found = _for_target(
-            first.jitted, first.args, {}, target, _Known(), options_for_sending(target_of(target).platform)
-        )
+        to = target_of(target)
+        found = _for_target(first.jitted, first.args, {}, to, _Known(), options_for_sending(to.platform))
     others = (_argument(name, x, on_host(x) or getattr(x.sharding, "memory_kind", None) == HOST_KIND, state=True)
               for name, x in first.elsewhere.items())  # fmt: skip
     return dataclasses.replace(found, program=BEFORE, elsewhere=tuple(others))
@@ -235,10 +235,8 @@ def _of_jax(executable: Any, lowered: Any, known: _Known = _Known()) -> Compiled
     return _compiled(text, lowered, memory, given, target, figures, compiled_for=False)
 
 
-def _for_target(step: Any, args: Any, kwargs: Any, target: str, known: _Known, options: Any = None) -> Compiled:
-    to = target_of(target)
+def _for_target(step: Any, args: Any, kwargs: Any, to: Target, known: _Known, options: Any = None) -> Compiled:
     check_installed(to)
-    prepare()
     shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves((args, dict(kwargs)))]
     n = max((len(s.device_set) for s in shardings if s is not None), default=1)
     if any(d.platform != "cpu" for s in shardings if s is not None for d in s.device_set):

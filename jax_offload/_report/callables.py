@@ -1,8 +1,8 @@
 """Any callable training step as a pure function, and as something that ``jax`` can trace and lower.
 
-A step of ``flax.nnx.jit`` changes its arguments in place, one of ``equinox.filter_jit`` takes and returns functions among
-its arrays, and a method, a ``functools.partial`` or a lambda calls a jitted step. All of them come down to a function
-of arrays, which returns what the step returns and what it changes.
+A step of ``flax.nnx.jit`` changes its arguments in place, one of ``equinox.filter_jit`` takes and returns functions
+among its arrays, and a method, a ``functools.partial`` or a lambda calls a jitted step. All of them come down to a
+function of arrays, which returns what the step returns and what it changes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from jax_offload._base.arrays import is_traced
 
 _JIT = type(jax.jit(lambda: None))
 _HINT = (
-    "jax_offload traces this step with its arguments, without running it. Pass everything that it reads or changes as an "
-    "argument, or pass the jitted function that it calls, step(*args)."
+    "jax_offload traces this step with its arguments, without running it. Pass everything that it reads or changes as "
+    "an argument, or pass the jitted function that it calls, step(*args)."
 )
 
 
@@ -72,8 +72,8 @@ def jitted(
 ) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
     """A step with the methods ``trace`` and ``lower``, and the arguments that these take.
 
-    What ``jax.jit`` or ``jax_offload.jit`` returned stays as it is. Any other callable is jitted: what is no array among
-    its arguments is static, and an argument is donated where a ``jit`` inside donates all of it.
+    What ``jax.jit`` or ``jax_offload.jit`` returned stays as it is. Any other callable is jitted: arguments that are no
+    arrays are static, and an argument is donated where a ``jit`` inside donates all of it.
     """
     if is_jit(step):
         return step, args, kwargs
@@ -92,7 +92,8 @@ def jitted(
     except Exception as error:
         error.add_note(_HINT)
         raise
-    donated = {v for eqn in traced.eqns for v, d in zip(eqn.invars, eqn.params.get("donated_invars", ())) if d}
+    calls = [(eqn.invars, flags) for eqn in traced.eqns if (flags := eqn.params.get("donated_invars"))]
+    donated = {v for operands, flags in calls for v, is_donated in zip(operands, flags, strict=True) if is_donated}
     flags = iter([v in donated for v in traced.invars])
 
     def donates(argument: Any) -> bool:

@@ -44,7 +44,7 @@ class Row:
     """One compiled step.
 
     Attributes:
-      model: a key of ``MODELS``.
+      model: a key of ``MODELS`` or ``TWO``.
       tokens: tokens per step and device.
       optimizer: a name that says the options, and what makes the optimizer.
       way: ``"jit"``, ``"jo.jit"``, ``"pipelined"`` or ``"pipelined, gradients on the host"``.
@@ -134,6 +134,40 @@ MODELS: dict[str, tuple[Callable[[], tuple[Tree, Any, Any]], Any]] = {
     "MLP with biases and norms": (of_zoo("mlp"), jnp.float32),
 }
 
+
+def network(params: jax.Array, x: jax.Array) -> jax.Array:
+    layer = jax.checkpoint(lambda x, w: jnp.tanh(x @ w))
+    return jax.lax.scan(lambda x, w: (layer(x, w), None), x, params)[0]
+
+
+def both(a: jax.Array, b: jax.Array, x: jax.Array) -> jax.Array:
+    return (network(b, network(a, x)) ** 2).mean()
+
+
+def simultaneous(tx: Any, ty: Any) -> Callable[..., Any]:
+    """Two networks, an optimizer for each, both updated from one backward pass."""
+
+    def step(a: Tree, b: Tree, s: Tree, t: Tree, x: Any) -> Any:
+        ga, gb = jax.grad(both, (0, 1))(a, b, x)
+        (a, s), (b, t) = jo.update_params(tx, ga, s, a), jo.update_params(ty, gb, t, b)
+        return a, b, s, t
+
+    return step
+
+
+def alternating(tx: Any, ty: Any) -> Callable[..., Any]:
+    """Two networks, the second one's gradient taken where the first one is new, as in a GAN."""
+
+    def step(a: Tree, b: Tree, s: Tree, t: Tree, x: Any) -> Any:
+        a, s = jo.update_params(tx, jax.grad(both)(a, b, x), s, a)
+        b, t = jo.update_params(ty, jax.grad(both, 1)(a, b, x), t, b)
+        return a, b, s, t
+
+    return step
+
+
+PAIR = "two networks of 12x4096^2"
+TWO = {f"{PAIR}, simultaneous": simultaneous, f"{PAIR}, alternating": alternating}
 RESIDENT = ("resident", lambda: ADAMW)
 OFFLOAD = ("adamw", lambda: jo.offload(ADAMW))
 CLIP = ("clipped adamw", lambda: jo.offload(CLIPPED))
@@ -148,7 +182,8 @@ DISK = ("adamw on disk", lambda: jo.offload(ADAMW, disk=jo.disk(tempfile.mkdtemp
 FACTORED = ("adafactor", lambda: jo.offload(optax.adafactor(1e-3)))
 LAMB = ("lamb", lambda: jo.offload(optax.lamb(1e-3)))
 
-SCANNED, PAIRS, LAYERS, TWELVE = "24x4096^2 scanned", "12x(2x4096^2) scanned", "24x4096^2 unrolled", "12x4096^2 unrolled"
+SCANNED, PAIRS = "24x4096^2 scanned", "12x(2x4096^2) scanned"
+LAYERS, TWELVE = "24x4096^2 unrolled", "12x4096^2 unrolled"
 MANY = 16384
 ROWS = [
     *(Row(SCANNED, tokens, RESIDENT, "jit") for tokens in (512, MANY)),
@@ -182,6 +217,7 @@ ROWS = [
     Row("12x4096^2 scanned", 512, ZERO, "jo.jit", H200, "zero-1"),
     Row("12x4096^2 scanned", 512, ("clipped adamw", lambda: jo.offload(CLIPPED)), "pipelined", H200, "fsdp"),
     *(Row("12x4096^2 scanned", 512, OFFLOAD, way, V5E) for way in ("jit", "jo.jit")),
+    *(Row(model, MANY, OFFLOAD) for model in TWO),
 ]
 
 
@@ -212,6 +248,8 @@ def abstract(row: Row) -> tuple[Tree, Any, Any]:
 
 def compiled(row: Row) -> dict[str, float]:
     """A row of the table: MiB per device, milliseconds (simulated), and the share of the link's time exposed."""
+    if row.model in TWO:
+        return measured(*two_networks(row), row.target)
     params, batch, loss = abstract(row)
     tx = row.optimizer[1]()
 
@@ -236,7 +274,20 @@ def compiled(row: Row) -> dict[str, float]:
     else:
         options = jo.compiler_options("tpu" if row.target == V5E else "cuda")
         jitted = jax.jit(step, donate_argnums=(0, 1), compiler_options=options)
-    found = jo.inspect(jitted, params, state, batch, target=row.target)
+    return measured(jitted, (params, state, batch), row.target)
+
+
+def two_networks(row: Row) -> tuple[Any, tuple[Any, ...]]:
+    like = NamedSharding(mesh_of(1), P(), memory_kind="device")
+    a, b = (jax.ShapeDtypeStruct((12, 4096, 4096), jnp.float32, sharding=like) for _ in range(2))
+    x = jax.ShapeDtypeStruct((row.tokens, 4096), jnp.float32, sharding=like)
+    tx, ty = row.optimizer[1](), row.optimizer[1]()
+    step = jo.jit(TWO[row.model](tx, ty), donate_argnums=(0, 1, 2, 3))
+    return step, (a, b, jo.abstract_state(tx, a), jo.abstract_state(ty, b), x)
+
+
+def measured(step: Any, args: tuple[Any, ...], target: str) -> dict[str, float]:
+    found = jo.inspect(step, *args, target=target)
     t = found.timeline
     assert t is not None
     return {

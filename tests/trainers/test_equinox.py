@@ -45,22 +45,22 @@ def test_filter_jit(donate):
     assert memories == [{"pinned_host"}] * STEPS
 
 
-@pytest.mark.parametrize("donate", ["all", "none"])
-def test_what_looks_at_a_step_takes_it_as_it_is(donate):
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable", "ignore:offload\\(\\)")
+def test_what_looks_at_a_step_takes_it_as_it_is():
     """``filter_jit`` takes and returns functions among its arrays; what it donates is seen."""
     arrays, static = eqx.partition(eqx.nn.MLP(128, 128, 128, 1, key=jax.random.key(0)), eqx.is_array)
     model, tx = eqx.combine(jax.device_put(arrays, jax.devices()[0]), static), jo.offload(optax.adamw(1e-3))
 
-    @eqx.filter_jit(donate=donate)
-    def step(model, state, x):
+    def written(model, state, x):
         grads = eqx.filter_grad(lambda model: (jax.vmap(model)(x) ** 2).mean())(model)
         updates, state = tx.update(grads, state, eqx.filter(model, eqx.is_inexact_array))
         return eqx.apply_updates(model, updates), state
 
     state, x = tx.init(eqx.filter(model, eqx.is_inexact_array)), jnp.ones((8, 128))
+    step = eqx.filter_jit(written, donate="all")
     found = jo.verify(step, model, state, x)
     assert found.problems == ()
-    assert (found.peak < 1000 * 1024) is (donate == "all")  # parameters and moments once, or twice
+    assert found.peak < jo.verify(eqx.filter_jit(written), model, state, x).peak
     table = jo.placement(step, model, state, x)
     assert "whole, 2 leaves together" in words(table) and "not loaded" not in words(table)
     assert len([leaf for leaf in table.leaves if leaf.host]) == 4
