@@ -1,6 +1,6 @@
 """Checkpoints with orbax of a state that is partly on the host: saved while training goes on, restored in place.
 
-What orbax does, and what was measured: docs/checkpoints.md. orbax is imported only here, and only when called.
+What orbax does, and what was measured: docs/state.md. orbax is imported only here, and only when called.
 """
 
 from __future__ import annotations
