@@ -459,7 +459,7 @@ STATIC: dict[str, tuple[Any, ...]] = {
     "bool int float": (True, 1, 1.0),
     "strings": ("a", "b", "a"),
     "None": (None, 0, None),
-    "tuples": ((1, 2), (1.0, 2), ()),
+    "tuples": ((1, 2), ("a", 2), ()),
     "numpy": (np.float32(1), np.float64(1), 1),
     "default": (),
     "enum": (Colour.RED, Colour.BLUE, Colour.RED),
