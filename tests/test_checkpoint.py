@@ -731,7 +731,7 @@ def test_loading_only_the_weights_under_lookahead(tmp_path):
 
 
 def test_the_weights_out_of_a_full_checkpoint(three_steps):
-    """The recipe of docs/checkpoints.md with plain orbax, where they were not saved as an item of their own."""
+    """The recipe of docs/state.md with plain orbax, where they were not saved as an item of their own."""
     folder, values, target = three_steps
     only = {"params": target["params"]}
     with ocp.CheckpointManager(folder) as manager:

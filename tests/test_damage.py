@@ -26,7 +26,7 @@ HOST = "pinned_host"
 
 
 def opened(folder):
-    """Without orbax's look at ``_CHECKPOINT_METADATA``, which damage there may end (docs/checkpoints.md)."""
+    """Without orbax's look at ``_CHECKPOINT_METADATA``, which damage there may end (docs/state.md)."""
     return ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(lightweight_initialize=True))
 
 
@@ -430,7 +430,7 @@ def test_processes_sum_up_what_each_of_them_holds(tmp_path):
 
 
 def test_a_manager_that_orbax_does_not_open(run):
-    """Why docs/checkpoints.md opens it without the metadata of its steps. Should orbax bear it, we need not."""
+    """Why docs/state.md opens it without the metadata of its steps. Should orbax bear it, we need not."""
     folder, _, target = run
     path = folder / "2" / "_CHECKPOINT_METADATA"
     data = path.read_bytes()

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jax_offload._drive.loops import has_numba
+from jax_offload._drive.cores import has_numba
 from tests.support.words import words
 
 ROOT = Path(__file__).parent.parent

@@ -45,7 +45,6 @@ class First:
       elsewhere: the step's other arguments, by their names: other programs take them.
       cut: in which programs jo.jit runs it beside an accelerator, and the groups of the update behind these.
       one_program: why in no more than one.
-      by_rows: whether some of what the cores read comes to them in groups of rows.
     """
 
     jitted: Any
@@ -53,7 +52,6 @@ class First:
     elsewhere: Mapping[str, Any]
     cut: Programs = ONE
     one_program: str = ""
-    by_rows: bool = False
 
     @property
     def uncut(self) -> bool:
@@ -66,10 +64,9 @@ class First:
         if (n := len(self.cut.shares)) > 1:
             return (
                 f"{BEFORE!r} is looked at in one piece; beside an accelerator jo.jit runs it in {n} "
-                "programs, which take no more memory by an estimate: the update begins with the gradients of the first"
+                "programs: the update begins with the gradients of the first"
             )
-        rows = "; rows of stacked layers come down, and go up, while others are updated" if self.by_rows else ""
-        return f"the update begins when {BEFORE!r} has ended, as it is one program: {self.one_program}{rows}"
+        return f"the update begins when {BEFORE!r} has ended, as it is one program: {self.one_program}"
 
 
 def is_driven(step: ClosedJaxpr) -> bool:
@@ -170,14 +167,13 @@ def first_program(
     hosted = [is_host_aval(v.aval) for v in task.outputs] + [True for _ in task.down]
     out = [_in(device, HOST_KIND if host else DEVICE_KIND) for host in hosted]
     taken = {*wanted}
-    several, why_one = driven.in_segments(rounds)
+    several, why_one = driven.in_segments()
     return First(
         jax.jit(before, donate_argnums=0, out_shardings=out),
         (given[0], given[1]),
         {name: x for k, (name, x) in enumerate(zip(names, shown or leaves, strict=True)) if k not in taken},
         programs_of(several),
         why_one,
-        driven.by_rows,
     )
 
 

@@ -15,12 +15,10 @@ from jax_offload._analysis.exposure import Link
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Var
 from jax_offload._base.memory import is_host_aval
-from jax_offload._drive.by_parts import WRITABLE
-from jax_offload._drive.cores import is_sent
-from jax_offload._drive.loop_source import loop_source
-from jax_offload._drive.loops import has_numba
-from jax_offload._drive.row_groups import ends_of
+from jax_offload._drive.cores import has_numba, is_sent
+from jax_offload._drive.kernel import kernel_of
 from jax_offload._drive.stages import GROUP_BYTES
+from jax_offload._drive.tasks import WRITABLE
 from jax_offload._ir.slices import Slice
 from jax_offload._plan.plan import OnCores, Planned
 
@@ -41,9 +39,7 @@ class Share:
       gradients: that go down.
       down: what else does: parameters.
       up: what goes to the device: new parameters.
-      last: of that, what the last group of slices, or of rows, makes, which comes up alone.
-      rows: of the gradients, what comes down while the cores are at it: of a leaf of several groups, which stacked
-        layers are, all rows but the first ones.
+      last: of that, what the last group of slices makes, which comes up alone.
       worked: that the update itself reads and writes, in all of its passes. What is the same on all accelerators of a
         host is updated once for them.
       unlooped: of that, what is no loop of elements: its leaves are taken whole, which only one process can.
@@ -57,7 +53,6 @@ class Share:
     down: int = 0
     up: int = 0
     last: int = 0
-    rows: int = 0
     worked: int = 0
     unlooped: int = 0
     copied: int = 0
@@ -81,14 +76,13 @@ class Share:
         Args:
           link: to the host.
           dram: bytes per second that the cores reach.
-          hides: seconds of the backward pass, beside which gradients go down; but for those that go by rows.
+          hides: seconds of the backward pass, beside which gradients go down.
           loaded: bytes that come up in all, the device's own share of the state too.
           stored: bytes that go down in all.
           beside: seconds that the cores are at it while the pass still goes on.
         """
-        first = self.gradients - self.rows
-        late = max(0.0, first / link.store - hides)
-        meanwhile = link.seconds(loaded, stored - first)
+        late = max(0.0, self.gradients / link.store - hides)
+        meanwhile = link.seconds(loaded, stored - self.gradients)
         cores = self.dram / dram - beside
         waits = late + max(0.0, meanwhile - cores) + self.last / link.load
         return waits + cores, waits
@@ -107,15 +101,13 @@ def share_of(planned: Iterable[Planned], gradients: Iterable[Var], on_a_host: in
     on_cores, defined = [p for p in planned if isinstance(p.transfer, OnCores)], {*gradients}
     own, groups = [p.slice for p in on_cores], [[p.slice for p in group] for group in grouped(on_cores)]
     read = {v: _own(v, s) for s in own for v in s.inputs if not is_host_aval(v.aval) and is_sent(v.aval)}
-    first, last = _in_rows(groups, on_a_host)
     return Share(
         loaded=sum(s.loaded_bytes for s in own),
         stored=sum(map(_stored, own)),
         gradients=sum(n for v, n in read.items() if v in defined),
-        rows=sum(int(n * (1 - first.get(v, 1.0))) for v, n in read.items() if v in defined),
         down=sum(n for v, n in read.items() if v not in defined),
         up=sum(map(_up, own)),
-        last=int(last * sum(map(_up, groups[-1]))) if groups else 0,
+        last=sum(map(_up, groups[-1])) if groups else 0,
         worked=sum(_worked(group, on_a_host) for group in groups),
         unlooped=sum(_moved(s) for s in own if not _is_loop(s)),
         copied=sum(_stored(s) for group in groups if not all(map(_is_loop, group)) for s in group),
@@ -134,23 +126,6 @@ def grouped(planned: Iterable[Planned]) -> list[list[Planned]]:
         groups[-1].append(p)
         size += p.slice.loaded_bytes
     return groups
-
-
-def _in_rows(groups: Sequence[Sequence[Slice]], on_a_host: int) -> tuple[dict[Var, float], float]:
-    """Operands that come by rows, as ``_drive.row_groups`` has it -> the share of the first ones; and what of the last
-    group is its last rows."""
-    first: dict[Var, float] = {}
-    last = 1.0
-    for group in groups:
-        last = 1.0
-        if on_a_host > 1 or not all(map(_is_loop, group)):
-            continue
-        for s in group:
-            ends = ends_of(s.outputs[0].aval.shape, s.loaded_bytes)
-            if len(ends) > 1:
-                first |= dict.fromkeys(s.inputs, ends[0] / ends[-1])
-                last = 1 - ends[-2] / ends[-1] if s is group[-1] else 1.0
-    return first, last
 
 
 def _own(v: Var, s: Slice) -> int:
@@ -175,7 +150,7 @@ def _moved(s: Slice) -> int:
 
 
 def _is_loop(s: Slice) -> bool:
-    return has_numba() and loop_source(s.jaxpr, {}) is not None
+    return has_numba() and kernel_of(s.jaxpr, {}) is not None
 
 
 def _stored(s: Slice) -> int:

@@ -8,9 +8,7 @@ import itertools
 
 from jax_offload._analysis.work import all_flops
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.jaxprs import Var, variables
 from jax_offload._base.memory import is_host_aval
-from jax_offload._drive.pieces import Joined
 from jax_offload._drive.stages import BEFORE, GROUP, Stage, Staged
 
 
@@ -59,30 +57,10 @@ def programs_of(step: Staged) -> Programs:
         passed += stage.name == BEFORE
         if stage.name == GROUP:
             groups.append((passed - 1, _state(stage)))
-        elif stage.on_cores and (parts := _parts(stage)):
-            behind = [max(maker.get(v, 0) for v in of) for of in parts]
-            groups += [(k, int(_state(stage) * share)) for k, share in zip(behind, _shares(stage), strict=True)]
         elif stage.on_cores:
             groups.append((max((maker.get(v, 0) for v in stage.reads), default=0), _state(stage)))
     return Programs(tuple(n / sum(flops) for n in flops), tuple(groups))
 
 
-def _joined(stage: Stage) -> list[Joined]:
-    return [piece for piece in stage.pieces if isinstance(piece, Joined)]
-
-
-def _parts(stage: Stage) -> list[tuple[Var, ...]]:
-    """The parts of stacked gradients, those together that are made together."""
-    return [*zip(*(variables(piece.inputs) for piece in _joined(stage)), strict=True)]
-
-
-def _shares(stage: Stage) -> list[float]:
-    """Of the rows, those of each part."""
-    ranges = _joined(stage)[0].ranges
-    rows = sum(end - begin for begin, end in ranges)
-    return [(end - begin) / rows for begin, end in ranges]
-
-
 def _state(stage: Stage) -> int:
-    parts = {v for piece in _joined(stage) for v in variables(piece.inputs)}
-    return sum(nbytes(v.aval) for v in stage.reads if is_host_aval(v.aval) and v not in parts)
+    return sum(nbytes(v.aval) for v in stage.reads if is_host_aval(v.aval))

@@ -19,7 +19,7 @@ from jax_offload._analysis.on_disk import NO_FILES, Files
 from jax_offload._analysis.option import Option, smallest
 from jax_offload._analysis.programs import ONE, Programs
 from jax_offload._analysis.units import in_bytes, in_seconds
-from jax_offload._drive.loops import has_numba
+from jax_offload._drive.cores import has_numba
 
 
 @dataclasses.dataclass(frozen=True)

@@ -127,9 +127,9 @@ def test_a_step_seen_whole(entry):
 
 
 def test_what_the_documentation_shows():
-    page = (Path(__file__).parents[2] / "docs/trainers.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/frameworks.md").read_text()
     names = {"jax": jax, "optax": optax, "jo": jo, "batch": jnp.ones((4, 128))}
-    blocks = re.findall(r"```python\n(.*?)```", page.partition("## Equinox")[2].partition("## Tunix")[0], re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", page.partition("## Equinox")[2].partition("## Haiku")[0], re.DOTALL)
     assert len(blocks) == 2
     for block in blocks:
         exec(block, names)
