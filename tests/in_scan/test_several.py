@@ -181,10 +181,13 @@ def test_two_offloads_by_group(inner):
 
 
 @pytest.mark.parametrize("gradients", ["device", "host"])
-def test_pipelined(gradients, make=simultaneous):
+def test_pipelined(gradients):
     tx, ty = offloaded(CLIPPED), offloaded(CLIPPED)
     carried = {"donate_argnames": ("a", "b", "s", "t")}
-    train, plain = jo.pipelined(make(tx, ty), **carried, gradients=gradients), jax.jit(make(CLIPPED, CLIPPED))
+    train, plain = (
+        jo.pipelined(simultaneous(tx, ty), **carried, gradients=gradients),
+        jax.jit(simultaneous(CLIPPED, CLIPPED)),
+    )
     a, b = new(0), new(1)
     want = (a + 0, b + 0, CLIPPED.init(a), CLIPPED.init(b))
     carry, aux = train.start(a, b, tx.init(a), ty.init(b), batch(0))
