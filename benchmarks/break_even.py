@@ -21,7 +21,7 @@ CHIPS = ("a100", "h100", "gh200", "v5e")
 FLOPS = 6.0  # for each parameter and token
 
 
-def overhead(chip: jo.Chip, nbytes: float, tokens: float, share: float) -> float:
+def overhead(chip: jo.types.Chip, nbytes: float, tokens: float, share: float) -> float:
     """Of a step in bfloat16, for each parameter on a device."""
     compute = FLOPS * tokens / speed(chip, "bfloat16")
     return exposed(nbytes / link_of(chip).both, compute, share) / compute

@@ -30,7 +30,7 @@ class Drive:
 
     Example:
       >>> import jax_offload as jo
-      >>> mine = jo.Drive("mine", read=2.2e9, write=5.2e9, capacity=2e12, writes_per_day=0.3)
+      >>> mine = jo.types.Drive("mine", read=2.2e9, write=5.2e9, capacity=2e12, writes_per_day=0.3)
       >>> mine.seconds(read=22 * 10**8, written=52 * 10**8), mine.per_day / 1e9
       (2.0, 600.0)
     """

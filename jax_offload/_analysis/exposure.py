@@ -34,7 +34,7 @@ class Link:
 
     Example:
       >>> import jax_offload as jo
-      >>> link = jo.Link(load=55e9, store=55e9, both=50e9)
+      >>> link = jo.types.Link(load=55e9, store=55e9, both=50e9)
       >>> link.seconds(loaded=10**9, stored=10**9)  # together, 0.02; one after the other 0.036
       0.02
     """

@@ -247,7 +247,7 @@ def test_seconds_as_people_read_them():
 
 def test_a_link_that_loads_at_another_speed_than_it_stores():
     """What is left of one direction goes at the speed of that one alone."""
-    link = jo.Link(load=10.0, store=20.0, both=5.0)
+    link = jo.types.Link(load=10.0, store=20.0, both=5.0)
     assert link.seconds(30, 10) == 10 / 5 + 20 / 10
     assert link.seconds(10, 50) == 10 / 5 + 40 / 20
     assert link.one_after_the_other(30, 10) == 30 / 10 + 10 / 20

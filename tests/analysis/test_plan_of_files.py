@@ -33,7 +33,7 @@ ADAMW = optax.adamw(1e-3)
 # Eight parameters of 64 MiB, each with 128 of moments: a group of its own.
 EIGHT = {f"w{k}": jax.ShapeDtypeStruct((4096, 4096), jnp.float32) for k in range(8)}
 GROUP, N = 128 * MIB, 8 * 4096**2
-MINE = jo.Drive("mine", read=4e9, write=2e9, capacity=1e12, writes_per_day=1)
+MINE = jo.types.Drive("mine", read=4e9, write=2e9, capacity=1e12, writes_per_day=1)
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def on_disk(*directories, host_bytes=2 * GROUP, inner=ADAMW, depth=2, commit_eve
 @pytest.mark.parametrize("name", known_drives())
 def test_every_figure_of_a_drive_has_a_source(name):
     drive = jo.drive(name)
-    figures = {f.name for f in dataclasses.fields(jo.Drive)} - {"name", "sources"}
+    figures = {f.name for f in dataclasses.fields(jo.types.Drive)} - {"name", "sources"}
     assert set(drive.sources) == figures | {"sheet"} and drive.sources["sheet"].startswith("https://")
     assert 1e9 < drive.write <= drive.read < 2e10 and 1e11 < drive.capacity < 1e14 and drive.writes_per_day < 10
 
@@ -62,7 +62,7 @@ def test_a_pass_in_several_programs():
     assert [cut.beside(4.0, compute) for compute in (8.0, 2.0)] == [2.0, 1.5]
     assert [Programs(groups=((0, 1), (0, 1))).beside(4.0, 8.0), ONE.beside(4.0, 8.0)] == [0, 0]
     files = model_of_files.Files((model_of_files.Group(1, 1, 1, 1, 1),) * 8)
-    slow = jo.Drive("slow", read=1, write=1, capacity=99, writes_per_day=1)
+    slow = jo.types.Drive("slow", read=1, write=1, capacity=99, writes_per_day=1)
     third = Programs((0.25, 0.25, 0.5), ((1, 1),) * 4 + ((2, 1),) * 4)
     hidden = [[files.hidden(slow, 1, compute, each) for each in (ONE, third)] for compute in (40.0, 4.0)]
     assert hidden == [[8, 15], [4, 4]]
@@ -146,7 +146,7 @@ def test_a_deeper_disk_hides_more_and_takes_more():
     assert row.buffers == row.host == 10 * GROUP and "depth=4" in row.code
     assert row.exposed == pytest.approx((16 - 9) * GROUP / 4e9 + (16 - 5) * GROUP / 2e9)
     slow, groups = (
-        jo.Drive("slow", read=1, write=1, capacity=99, writes_per_day=1),
+        jo.types.Drive("slow", read=1, write=1, capacity=99, writes_per_day=1),
         (model_of_files.Group(1, 1, 1, 1, 1),),
     )
     four = Programs((0.25,) * 4, tuple((k // 8, 1) for k in range(32)))

@@ -46,6 +46,6 @@ def test_a_later_phase_begins_to_load_late(name, late, monkeypatch):
     (plan, _), chip = plans(), jo.chip(name)
     monkeypatch.setattr(scanned, "_behind_each", lambda plan, chip: [1.0, 1.0])
     monkeypatch.setattr(scanned, "_moving", lambda plan, link: [0.75, 0.75])
-    least, most = in_scans([plan], jo.Link(1e18, 1e18, 1e18), chip, 1, 0.0)
+    least, most = in_scans([plan], jo.types.Link(1e18, 1e18, 1e18), chip, 1, 0.0)
     assert least == pytest.approx(0, abs=1e-9) and most == pytest.approx(4 * max(0, late - 0.25), abs=1e-9)
     assert hidden_at([plan], link_of(chip), chip, 1) == 0.75
