@@ -114,30 +114,15 @@ def compiled(args):
         yield _picture.Way(name, parts, seen.host, seen.timeline.compute, seen.timeline.exposed, seen.timeline)
 
 
-def estimated(args):
-    """The ways as ``jo.plan`` works them out from the trace, where that compiler is not installed."""
-    *_, (_, step, state, tokens) = steps(args)
-    forecast = jo.plan(step, state, tokens, chip=args.chip)
-    rows = {"resident": "resident", "jax.jit": "offload,\njax.jit", "jo.pipelined": "jax_offload"}
-    for option in (option for option in forecast.options if option.name in rows):
-        parts = {
-            "parameters": option.parameters,
-            "gradients": option.gradients,
-            "optimizer state": option.state + option.window,
-            "activations and the rest": option.activations or 0,
-        }
-        yield _picture.Way(rows[option.name], parts, option.host, forecast.compute or 0.0, option.exposed or 0.0)
-
-
 def ways(args):
-    """``(how they are known, the ways)``."""
+    """``(how they are known, the ways)``; none of them where XLA's compiler for the chip is not installed."""
     try:
         found = list(compiled(args))
     except ValueError as error:
         if "target" not in str(error):
             raise
-        print(f"not compiled, but estimated from the trace: {error}")
-        return f"estimated for an {args.chip.upper()}, not compiled, not run", list(estimated(args))
+        print(f"not compiled: {error}")
+        return f"not compiled for an {args.chip.upper()}", []
     return f"compiled for an {args.chip.upper()}, not run", found
 
 
@@ -148,15 +133,22 @@ def lines(shown):
     peaks = ", ".join(f"{name} {way.peak / _picture.GIB:.1f}" for name, way in by_name.items())
     times = ", ".join(f"{name} {way.compute + way.waits:.2f}" for name, way in by_name.items())
     here = ", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in shown.seconds.items())
-    kinds, ours, capacity = shown.state["offloaded"], by_name["jax_offload"], shown.capacity / _picture.GIB
+    kinds, capacity = shown.state["offloaded"], shown.capacity / _picture.GIB
     both = (
         f"resident and offloaded differ by {max(apart):.1e} at most in {len(apart)} steps" if apart else "not compared"
     )
-    return [
+    found = [
         f"losses   {both}",
         f"state    {kinds.get('pinned_host', 0) / sum(kinds.values()):.1%} of {sum(kinds.values()) / 2**20:.1f} MiB in "
-        f"pinned host memory; of {shown.large}: {ours.host / _picture.GIB:.1f} GiB",
-        f"memory   that one's peak in a step, GiB: {peaks}; an {shown.chip} has {capacity:.0f} ({shown.how})",
+        "pinned host memory",
+    ]
+    if not by_name:
+        return [*found, f"memory   {shown.how}", f"time     measured here: {here}"]
+    ours = by_name["jax_offload"]
+    return [
+        *found,
+        f"memory   of {shown.large}, a step's peak, GiB: {peaks}; an {shown.chip} has {capacity:.0f}; pinned host memory "
+        f"{ours.host / _picture.GIB:.1f} ({shown.how})",
         f"time     of such a step, s: {times}, {ours.waits:.2f} of it waits (simulated); measured here: {here}",
     ]
 

@@ -32,17 +32,13 @@ from jax_offload._state.state import to_host as to_host
 from jax_offload._update.update_params import update_params as update_params
 
 if _typing.TYPE_CHECKING:
+    from jax_offload._analysis.answer import Plan as Plan
+    from jax_offload._analysis.answer import Row as Row
     from jax_offload._analysis.chips import Chip as Chip
     from jax_offload._analysis.chips import chip as chip
-    from jax_offload._analysis.drives import Drive as Drive
-    from jax_offload._analysis.drives import drive as drive
-    from jax_offload._analysis.exposure import Link as Link
-    from jax_offload._analysis.forecast import Forecast as Forecast
     from jax_offload._analysis.inspection import Inspection as Inspection
     from jax_offload._analysis.inspection import inspect as inspect
     from jax_offload._analysis.inspection import verify as verify
-    from jax_offload._analysis.link import measure_link as measure_link
-    from jax_offload._analysis.option import Option as Option
     from jax_offload._analysis.plan import plan as plan
     from jax_offload._analysis.profiled import Profile as Profile
     from jax_offload._analysis.profiled import profile as profile
@@ -56,17 +52,13 @@ except _metadata.PackageNotFoundError:  # a checkout that is not installed
 # What only looks at steps is imported when it is asked for: name, and the module in _analysis that has it.
 _LAZY = {
     "Chip": "chips",
-    "Drive": "drives",
-    "Forecast": "forecast",
     "Inspection": "inspection",
-    "Link": "exposure",
-    "Option": "option",
+    "Plan": "answer",
     "Profile": "profiled",
+    "Row": "answer",
     "Timeline": "timeline",
     "chip": "chips",
-    "drive": "drives",
     "inspect": "inspection",
-    "measure_link": "link",
     "plan": "plan",
     "profile": "profiled",
     "verify": "inspection",
@@ -75,14 +67,12 @@ _LAZY = {
 __all__ = [
     "Chip",
     "Disk",
-    "Drive",
-    "Forecast",
     "Inspection",
     "Leaf",
-    "Link",
-    "Option",
     "Placement",
+    "Plan",
     "Profile",
+    "Row",
     "Storage",
     "StoredState",
     "Timeline",
@@ -90,11 +80,9 @@ __all__ = [
     "chip",
     "compiler_options",
     "disk",
-    "drive",
     "from_plain",
     "inspect",
     "jit",
-    "measure_link",
     "offload",
     "pipelined",
     "placement",

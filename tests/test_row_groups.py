@@ -158,22 +158,6 @@ def test_what_goes_whole(monkeypatch):
     assert by_rows(step) == []
 
 
-def test_plan_says_so_and_counts_it():
-    """Of three groups the first gradients come down, and the last parameters go up, while nothing else is done."""
-
-    def plan(fun):
-        tx, params = offload(update_on="host", min_bytes=2 * 4 * WIDTH * WIDTH), model()
-        step = jo.jit(step_of(tx, fun), donate_argnums=(0, 1))
-        return jo.plan(step, params, jo.abstract_state(tx, params), X, chip="h100")
-
-    forecast, n = plan(loss), LAYERS * WIDTH * WIDTH
-    assert any("rows of stacked layers come down, and go up, while" in note for note in forecast.notes)
-    assert any("a pass in several programs would hide" in note for note in forecast.notes)  # it is one loop
-    row, link = forecast["as given"], 55e9
-    assert row.exposed == pytest.approx(40 * n / 76.8e9 + (3 / 8 + 2 / 8) * 4 * n / link)
-    assert not any("rows of stacked layers" in note for note in plan(unrolled).notes)
-
-
 def test_where_the_groups_end():
     assert row_groups.ends_of((8, 4), 8 * ROW) == (3, 6, 8)
     assert row_groups.ends_of((2, 4), 100 * ROW) == (1, 2)  # a row is more than a group

@@ -173,14 +173,6 @@ def test_what_stays_in_one_scan(monkeypatch):
     why(ADAMW)
 
 
-def test_plan_counts_what_is_done_beside_the_pass():
-    tx, params = offload(), model()
-    step = jo.jit(step_of(tx, loss_of()), donate_argnums=(0, 1))
-    forecast = jo.plan(step, params, jo.abstract_state(tx, params), X, chip="h100")
-    assert any(f"in {LAYERS} programs" in note for note in forecast.notes)
-    assert any(note.endswith(" of it beside the pass") for note in forecast.notes)
-
-
 def test_repeats_bit_for_bit():
     def train():
         step, params = jo.jit(step_of(tx := offload(), loss_of()), donate_argnums=(0, 1)), copied(model())
