@@ -147,8 +147,8 @@ def lines(shown):
     ours = by_name["jax_offload"]
     return [
         *found,
-        f"memory   of {shown.large}, a step's peak, GiB: {peaks}; an {shown.chip} has {capacity:.0f}; pinned host memory "
-        f"{ours.host / _picture.GIB:.1f} ({shown.how})",
+        f"memory   of {shown.large}, a step's peak, GiB: {peaks}; an {shown.chip} has {capacity:.0f}; pinned host "
+        f"memory {ours.host / _picture.GIB:.1f} ({shown.how})",
         f"time     of such a step, s: {times}, {ours.waits:.2f} of it waits (simulated); measured here: {here}",
     ]
 

@@ -179,8 +179,8 @@ def test_chunks_of_a_sharded_leaf_need_no_collectives(axes, shape, spec, how):
 
 @pytest.mark.parametrize("abstract", [False, True], ids=["mesh", "abstract mesh"])
 def test_explicit_axes_stream_as_the_step_does(abstract):
-    """Without a mesh set, jax 0.12 does not divide what a traced init makes; the state that a step is handed is divided,
-    and the table of the transformation says what the step does."""
+    """Without a mesh set, jax 0.12 does not divide what a traced init makes; the state that a step is handed is
+    divided, and the table of the transformation says what the step does."""
     axes = dict(axis_types=(AXES.Explicit,))
     mesh = jax.sharding.AbstractMesh((8,), ("d",), **axes) if abstract else jax.make_mesh((8,), ("d",), **axes)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))

@@ -194,8 +194,8 @@ class Setting:
             least = min(ranked, key=lambda row: row.peak)
             first = f"Nothing fits: {least.name} takes least and is {least.why} on {on}."
             if spread is not None and spread.fits is not False:
-                return first, (f"Divide the parameters over the {self.devices} devices (FSDP): {spread.name} then takes "
-                               f"{in_bytes(spread.peak)} of {in_bytes(usable)}.")  # fmt: skip
+                needs = f"{in_bytes(spread.peak)} of {in_bytes(usable)}"
+                return first, f"Divide the parameters over the devices (FSDP): {spread.name} then takes {needs}."
             return first, self._more(ranked) or "Divide the parameters over more devices, or take larger ones."
         changes = "" if best.same_numbers else ", and changes the numbers, as nothing else fits"
         if best.fits:
@@ -232,8 +232,8 @@ class Setting:
         compiled = any(row.compiled for row in rows)
         if self.device_memory is not None and self.usable is not None:
             found.append(
-                f"memory: {in_bytes(self.device_memory)} on a device; {jax_takes(self.platform)[1]}; less a headroom of "
-                f"{HEADROOM:.0%}, {in_bytes(self.usable)} count"
+                f"memory: {in_bytes(self.device_memory)} on a device; {jax_takes(self.platform)[1]}; less a headroom "
+                f"of {HEADROOM:.0%}, {in_bytes(self.usable)} count"
             )
         if self.activations is None and not compiled:
             found.append("activations: not known, and in no sum")
@@ -262,8 +262,8 @@ class Setting:
         speed, each = self.flops_per_token * self.tokens / self.devices / self.compute, self.flops_per_token
         return (
             f"{said}; {self.tokens:,} tokens of {each / max(1, self.parameters):.3g} operations a parameter at "
-            f"{speed / 1e12:.4g} TFLOP/s take {in_seconds(self.compute)}, of which the backward pass, two thirds, hides "
-            "what jo.jit streams, and the forward pass, a third, what jo.pipelined does"
+            f"{speed / 1e12:.4g} TFLOP/s take {in_seconds(self.compute)}; the backward pass, two thirds of it, hides "
+            "what jo.jit streams, and the forward pass what jo.pipelined does"
         )
 
 

@@ -129,10 +129,10 @@ class Chips:
           device: a ``jax.Device``; the first one where it is left out.
 
         Returns:
-          A ``Chip`` with ``host_link``, ``host_link_both`` and ``dram_bandwidth`` in bytes per second, the best of three
-          runs, and ``dram_bytes``, this host's memory for each of its accelerators. The other figures are those of the
-          chip of that name, or of an ``h100`` where none is known; ``sources`` says which. On a CPU jax copies nothing,
-          and the link's figures say nothing.
+          A ``Chip`` with ``host_link``, ``host_link_both`` and ``dram_bandwidth`` in bytes per second, the best of
+          three runs, and ``dram_bytes``, this host's memory for each of its accelerators. The other figures are those
+          of the chip of that name, or of an ``h100`` where none is known; ``sources`` says which. On a CPU jax copies
+          nothing, and the link's figures say nothing.
 
         Raises:
           TypeError: ``device`` is no device.

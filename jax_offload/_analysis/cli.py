@@ -37,6 +37,18 @@ EXIT_CODES = """Exit codes:
   7  this machine cannot offload: doctor says why
   8  the compiler for the target is not installed
   9  the function of yours raises, or its module does"""
+PLAN = """Does it fit, what to write, what does it cost?
+
+MODEL is a number of parameters, 13B or 13e9; or module:function, a function without
+arguments that returns (optimizer, parameters), or (make, optimizer, ...), where
+make(optimizer, ...) returns (step, *arguments)."""
+CHECK = """Is the offload of a step real? Exit code 6 says that it is not.
+
+STEP is module:function: a function without arguments that returns (step, *arguments),
+the step jitted with its donation."""
+INSPECT = """What does a compiled step do with device memory, host memory and the link?
+
+STEP is as in check."""
 WRONG, NOTHING_FITS, NOT_KNOWN, NOT_REAL, SELF_TEST_FAILED, NOT_INSTALLED, RAISES = 2, 3, 4, 6, 7, 8, 9
 PICTURES = (".png", ".svg", ".json")
 _MODEL = ("optimizer", "param_dtype", "master", "storage", "clip", "devices", "replicated")  # of a number alone
@@ -61,56 +73,43 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def parser() -> argparse.ArgumentParser:
     how: dict[str, Any] = {"epilog": EXIT_CODES, "formatter_class": argparse.RawDescriptionHelpFormatter}
-    top = argparse.ArgumentParser("jax-offload", description="Know before a run whether it fits, what to write and what "
-                                  "it costs; check a step; see whether this machine can offload.", **how)  # fmt: skip
+    top = argparse.ArgumentParser("jax-offload", description="Know before a run whether it fits.", **how)
     top.add_argument("--version", action="version", version=f"jax-offload {__version__}")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Any, says: str) -> Any:
         found = commands.add_parser(name, help=says.partition("\n")[0], description=says, **how)
         found.set_defaults(run=run)
-        return found
-
-    each = command("plan", _plan, "Does it fit, what to write, what does it cost?\n\nMODEL is a number of parameters, 13B "
-                   "or 13e9; or module:function, a function without\narguments that returns (optimizer, parameters), or "
-                   "(make, optimizer, ...), where\nmake(optimizer, ...) returns (step, *arguments).")  # fmt: skip
-    each.add_argument("model", nargs="?", metavar="MODEL")
-    each.add_argument("--params", help="the same as MODEL, where that is a number")
-    for name, says in (
-        ("--chip", "the accelerator: h100, v5e, ..., or a .toml of yours"),
-        ("--device-memory", "of one device: 80GiB; the chip's where it is left out"),
-        ("--host-memory", "of each host: 256GiB; the chip's figure where it is left out"),
-        ("--activations", "of one device, where you know them: 10GiB"),
-        ("--target", "compile the step of module:function for this chip: h100, v5e:2x2 (extra aot)"),
-    ):
-        each.add_argument(name, help=says)
-    each.add_argument("--tokens", type=_number, help="a step, over all devices")
-    each.add_argument("--layers", type=_number, help="with --tokens, gives activations by a formula")
-    each.add_argument("--width", type=_number, help="of a layer; follows from the number where --layers is given")
-    each.add_argument("--disk", action="store_true", help="add a row with the state on disk")
-    each.add_argument("--optimizer", default="adamw", help="a name in optax or optax.contrib (default: adamw)")
-    each.add_argument("--param-dtype", default="bfloat16", help="(default: bfloat16)")
-    each.add_argument("--master", help="dtype of master parameters: float32")
-    each.add_argument("--storage", help="how moments are stored: bfloat16, int8 (changes the numbers)")
-    each.add_argument("--clip", action="store_true", help="clip gradients by their global norm")
-    each.add_argument("--devices", type=_number, default=1, help="over which parameters are divided (FSDP)")
-    each.add_argument("--fsdp", action="store_true", help="divide parameters over the devices: the default")
-    each.add_argument("--replicated", action="store_true", help="keep parameters whole on every device instead")
-    each.add_argument("--verbose", action="store_true", help="transfers and code of each row, and sources of figures")
-
-    each = command("check", _check, "Is the offload of a step real? Exit code 6 says that it is not.\n\nSTEP is "
-                   "module:function: a function without arguments that returns (step, *arguments),\nthe step jitted with "
-                   "its donation.")  # fmt: skip
-    each.add_argument("step", metavar="STEP")
-    each.add_argument("--target", help="a chip to compile for that need not be there: h200, v5e:2x2 (extra aot)")
-    inspects = command("inspect", _inspect, "What does a compiled step do with device memory, host memory and the link?"
-                       "\n\nSTEP is as in check.")  # fmt: skip
-    inspects.add_argument("step", metavar="STEP")
-    inspects.add_argument("--target", help="as in check")
-    inspects.add_argument("--timeline", help="where to save its simulated run: .png, .svg, or .json for Perfetto")
-    command("doctor", _doctor, "Can this machine offload? What is installed, a measured link, and a self-test.")
-    for found in commands.choices.values():
         found.add_argument("--json", action="store_true", dest="as_json", help="all figures, as JSON")
+        return found.add_argument
+
+    option = command("plan", _plan, PLAN)
+    option("model", nargs="?", metavar="MODEL")
+    option("--params", help="the same as MODEL, where that is a number")
+    option("--chip", help="the accelerator: h100, v5e, ..., or a .toml of yours")
+    option("--device-memory", help="of one device: 80GiB; the chip's where it is left out")
+    option("--host-memory", help="of each host: 256GiB; the chip's figure where it is left out")
+    option("--activations", help="of one device, where you know them: 10GiB")
+    option("--target", help="compile the step of module:function for this chip: h100, v5e:2x2 (extra aot)")
+    option("--tokens", type=_number, help="a step, over all devices")
+    option("--layers", type=_number, help="with --tokens, gives activations by a formula")
+    option("--width", type=_number, help="of a layer; follows from the number where --layers is given")
+    option("--disk", action="store_true", help="add a row with the state on disk")
+    option("--optimizer", default="adamw", help="a name in optax or optax.contrib (default: adamw)")
+    option("--param-dtype", default="bfloat16", help="(default: bfloat16)")
+    option("--master", help="dtype of master parameters: float32")
+    option("--storage", help="how moments are stored: bfloat16, int8 (changes the numbers)")
+    option("--clip", action="store_true", help="clip gradients by their global norm")
+    option("--devices", type=_number, default=1, help="over which parameters are divided (FSDP)")
+    option("--fsdp", action="store_true", help="divide parameters over the devices: the default")
+    option("--replicated", action="store_true", help="keep parameters whole on every device instead")
+    option("--verbose", action="store_true", help="transfers and code of each row, and sources of figures")
+    for name, run, says in ("check", _check, CHECK), ("inspect", _inspect, INSPECT):
+        option = command(name, run, says)
+        option("step", metavar="STEP")
+        option("--target", help="a chip to compile for that need not be there: h200, v5e:2x2 (extra aot)")
+    option("--timeline", help="where to save its simulated run: .png, .svg, or .json for Perfetto")
+    command("doctor", _doctor, "Can this machine offload? What is installed, a measured link, and a self-test.")
     return top
 
 

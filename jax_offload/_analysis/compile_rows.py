@@ -67,7 +67,7 @@ class Steps:
     def advice(self) -> str:
         """What to do where it does not compile."""
         wheel = "" if self.target is None else f"{target_of(self.target).missing} is not installed; "
-        return f"{wheel}{EXTRA} and target=, such as \"h100\", give each row's peak and time"
+        return f'{wheel}{EXTRA} and target=, such as "h100", give each row\'s peak and time'
 
     def compiled(self, row: Row, way: Any) -> Row:
         """A row with the compiler's figures, where there is a target and its compiler."""

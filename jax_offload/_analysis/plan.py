@@ -31,7 +31,7 @@ from jax_offload._analysis.sizes import (
 from jax_offload._analysis.targets import target_of
 from jax_offload._analysis.units import bytes_of, count_of, in_bytes
 from jax_offload._base.arrays import Offloaded, nbytes
-from jax_offload._files.files import Disk
+from jax_offload._files.option import disk as disk_option
 from jax_offload._offload import DEFAULT_MIN_BYTES, offload
 from jax_offload._placement.placement import unmanaged
 from jax_offload._plan.decide import LEAST_WINDOW
@@ -73,8 +73,8 @@ def plan(
 ) -> Plan:
     """Whether a model fits, what to write, and what offloading adds to a step. ``print`` the answer.
 
-    ``plan(tx, params)`` answers from sizes. Bytes of parameters, gradients, state, window and host memory are exact: the
-    code that places and schedules the state counts them. Activations follow from a stated formula of a transformer
+    ``plan(tx, params)`` answers from sizes. Bytes of parameters, gradients, state, window and host memory are exact:
+    the code that places and schedules the state counts them. Activations follow from a stated formula of a transformer
     where ``layers``, ``width`` and ``tokens_per_step`` are given; otherwise they are absent, and a row says below what
     they have to stay. Time comes from one model, which is printed with its inputs.
 
@@ -224,7 +224,7 @@ class Rows:
         over = given.get("shard_over") or (axes[0] if len(axes) == 1 else axes)
         base = {**given, "shard_over": over} if over else given
         zero = " ZeRO-1" if over else ""
-        found = [self.row(self.resident)]
+        found: list[Row | None] = [self.row(self.resident)]
         if over and not given.keys() & {"disk", "storage"}:
             found.append(self.row(self.way(f"resident{zero}", {"shard_over": over, "fraction": 0.0}, "jax.jit")))
         found.append(self.row(self.offloaded, first))
@@ -235,16 +235,16 @@ class Rows:
         if waits:
             run = "jo.pipelined"
             found.append(self.tried(f"pipelined{zero if base is not given else ''}", on_device, run))
-        found = [row for row in found if row is not None]
-        if not any(row.fits for row in found if row.name.startswith("resident")):
-            found += self._solved(found[-1], on_device, run)
+        rows = [row for row in found if row is not None]
+        if not any(row.fits for row in rows if row.name.startswith("resident")):
+            rows += self._solved(rows[-1], on_device, run)
         if self.setting.devices <= ON_A_HOST and not given.keys() & {"update_on", "disk", "shard_over"}:
-            found += filter(None, [self.tried("cores", {**given, "update_on": "host"}, "jo.jit")])
+            rows += filter(None, [self.tried("cores", {**given, "update_on": "host"}, "jo.jit")])
         if disk and "disk" not in given:
-            found.append(self.row(self.way("disk", {**on_device, "disk": Disk("/nvme/run", 0)})))
-        if not any(row.fits is not False and row.same_numbers for row in found) and "storage" not in given:
-            found += self._in_fewer_bits(on_device, run)
-        return found
+            rows.append(self.row(self.way("disk", {**on_device, "disk": disk_option("/nvme/run")})))
+        if not any(row.fits is not False and row.same_numbers for row in rows) and "storage" not in given:
+            rows += self._in_fewer_bits(on_device, run)
+        return rows
 
     def tried(self, name: str, options: Mapping[str, Any], run: str) -> Row | None:
         """A row; or a note, where a step of yours cannot run so."""

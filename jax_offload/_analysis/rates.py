@@ -59,8 +59,8 @@ def measured(device: Any = None) -> Chip:
 
 
 def rates_of(device: Any) -> Rates:
-    """The link of one device in a compiled program, as in a step, and its host's memory. On a CPU jax copies nothing, and
-    the link's figures say nothing."""
+    """The link of one device in a compiled program, as in a step, and its host's memory. On a CPU jax copies nothing,
+    and the link's figures say nothing."""
     if not isinstance(device, jax.Device):
         raise TypeError(
             f"device: expected a jax.Device, of jax.local_devices(); got {device!r}. jax_offload.chip(name) has the "
