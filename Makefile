@@ -96,7 +96,7 @@ donation: .venvs/$(NEWEST)/.installed  ## all ways of donating and returning: as
 conformance: .venvs/$(NEWEST)/.installed  ## optax's own tests: plain, the usual recipe, offloaded
 	.venvs/$(NEWEST)/bin/python -m tests.conformance.run
 
-peaks: .venvs/$(NEWEST)/.installed  ## the table of docs/peaks.md, compiled for an H200 and a TPU
+peaks: .venvs/$(NEWEST)/.installed  ## the table of peaks in notes/results.md, compiled for an H200 and a TPU
 	.venvs/$(NEWEST)/bin/python -m tests.aot.table
 
 # ARGS="--minutes 9" on a GPU, with EXTRAS=examples,cuda (and rivals for PyTorch's); ARGS="--compiled h200" without,

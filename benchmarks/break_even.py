@@ -1,4 +1,4 @@
-"""From how many tokens per step on offloading is hidden: the chart of docs/should_i_offload.md, and its table.
+"""From how many tokens per step on offloading is hidden: the chart of docs/plan.md, and its table.
 
     python -m benchmarks.break_even docs/break_even.svg
 

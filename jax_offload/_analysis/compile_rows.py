@@ -18,7 +18,7 @@ from jax_offload._base.around import shardings_of
 from jax_offload._base.paths import key_of
 from jax_offload._interop.jit import jit
 from jax_offload._interop.pipelined import pipelined
-from jax_offload._report.report import unwrapped
+from jax_offload._report.callables import unwrapped
 
 EXTRA = "pip install 'jax_offload[aot]'"
 
@@ -121,10 +121,7 @@ class Steps:
 
     def _jitted(self, step: Any, run: str) -> Any:
         donated = self._donated
-        if run == "jo.pipelined":
-            names = list(signatures.signature(step).parameters)
-            return pipelined(step, donate_argnames=[names[k] for k in donated])
-        return (jax.jit if run == "jax.jit" else jit)(step, donate_argnums=donated)
+        return {"jax.jit": jax.jit, "jo.jit": jit, "jo.pipelined": pipelined}[run](step, donate_argnums=donated)
 
 
 def handed_on(step: Callable[..., Any], args: Sequence[Any]) -> tuple[int, ...]:

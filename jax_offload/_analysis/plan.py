@@ -49,7 +49,7 @@ _DEFAULTS: Mapping[str, Any] = {
 _CODE = {
     "jax.jit": "step = jax.jit(step, donate_argnums=(0, 1))",
     "jo.jit": "step = jo.jit(step, donate_argnums=(0, 1))",
-    "jo.pipelined": 'step = jo.pipelined(step, donate_argnames=("params", "state"))',
+    "jo.pipelined": "step = jo.pipelined(step, donate_argnums=(0, 1))",
 }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -25,8 +25,10 @@ from jax_offload._interop.rotated import Rotated
 def pipelined(
     step: Callable[..., Any],
     *,
-    donate_argnames: str | Sequence[str],
+    donate_argnames: str | Sequence[str] = (),
+    donate_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
+    static_argnums: int | Sequence[int] = (),
     gradients: Literal["device", "host"] = "device",
 ) -> Pipelined:
     """A training step that runs each batch's update in the forward pass of the next batch, where transfers hide.
@@ -44,11 +46,15 @@ def pipelined(
     between two calls would act on the pending update: ``finish`` first, and ``start`` again.
 
     Args:
-      step: a function of parameters, state, a batch, as for ``jax_offload.jit``; each of the carried arguments is
-        returned with its next value, a result of the same tree, shapes and dtypes.
-      donate_argnames: the names of the arguments that are carried from call to call. They are donated: those of
-        ``start`` by the first call or ``finish``.
-      static_argnames: the names of arguments that are no arrays, as ``jax.jit``'s.
+      step: a function of parameters, state, a batch, as for ``jax_offload.jit``. It returns the next value of each
+        carried argument, a result of the same tree, shapes and dtypes, in any order and in a tuple with whatever else
+        it returns. Where several arguments are alike, parameters and a target network say, its update tells which
+        result is which. If that leaves a doubt, an error says so; a step that returns a dict with the names of the
+        carried arguments as keys leaves none.
+      donate_argnames, donate_argnums: the names or positions of the arguments that are carried from call to call, as
+        ``jax.jit``'s. They are donated: those of ``start`` by the first call or ``finish``. ``finish`` returns them in
+        the order in which they are given here, positions first.
+      static_argnames, static_argnums: the names or positions of arguments that are no arrays, as ``jax.jit``'s.
       gradients: where they wait. ``"host"``: those of 64 KiB and more in pinned host memory, where the backward pass
         stores them as it makes them. The peak is lower by about their bytes, which the link carries once more each way:
         for where a device is too small, or the forward pass long enough to hide them (docs/overlap.md).
@@ -57,7 +63,8 @@ def pipelined(
       A ``Pipelined``: ``start``, the call itself, ``finish``, and ``params`` for a look at the current parameters.
 
     Raises:
-      ValueError: at the first call, where the step has no update that can be seen, does not return what it carries, or
+      ValueError: a name or position is no parameter of the step, or nothing is carried. At the first call: the step
+        has no update that can be seen, does not return what it carries, leaves in doubt which result is which, or
         calls the loss in its update.
 
     Example:
@@ -73,16 +80,38 @@ def pipelined(
     """
     step = step.__wrapped__ if isinstance(step, Jitted) else step  # it rewrites the whole, turned round
     parameters = inspect.signature(step).parameters
-    names: list[tuple[str, ...]] = []
-    for what, given in (("donate_argnames", donate_argnames), ("static_argnames", static_argnames)):
-        names.append((given,) if isinstance(given, str) else tuple(given))
-        if any(name not in parameters for name in names[-1]) or (what == "donate_argnames" and not names[-1]):
-            raise ValueError(f"{what}: expected names among {list(parameters)}, got {given!r}.")
-    if both := {*names[0]} & {*names[1]}:
+    carried = _chosen(parameters, "donate", donate_argnames, donate_argnums)
+    static = _chosen(parameters, "static", static_argnames, static_argnums)
+    if not carried:
+        raise ValueError(
+            f"donate_argnames: expected names among {list(parameters)}, got {donate_argnames!r}; name what the step "
+            "carries from call to call, its parameters and state."
+        )
+    if both := {*carried} & {*static}:
         raise ValueError(f"static_argnames: what is carried is not static, got {sorted(both)} in both.")
     if gradients not in ("device", "host"):
         raise ValueError(f"gradients: expected 'device' or 'host', got {gradients!r}.")
-    return Pipelined(step, *names, on_host=gradients == "host")
+    return Pipelined(step, carried, static, on_host=gradients == "host")
+
+
+def _chosen(
+    parameters: Mapping[str, inspect.Parameter], which: str, names: str | Sequence[str], numbers: int | Sequence[int]
+) -> tuple[str, ...]:
+    """The names of the parameters that are chosen by position or by name, as ``jax.jit`` does."""
+    given = list(parameters)
+    wanted = (names,) if isinstance(names, str) else tuple(names)
+    if any(name not in parameters for name in wanted):
+        raise ValueError(f"{which}_argnames: expected names among {given}, got {names!r}.")
+    places = (numbers,) if isinstance(numbers, int) else tuple(numbers)
+    if any(not -len(given) <= k < len(given) for k in places):
+        raise ValueError(
+            f"{which}_argnums: expected positions among the step's {len(given)} parameters {given}, got {numbers!r}."
+        )
+    chosen = tuple(dict.fromkeys([*(given[k] for k in places), *wanted]))
+    kinds = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    if various := [str(parameters[name]) for name in chosen if parameters[name].kind in kinds]:
+        raise ValueError(f"{which}_argnames: {various[0]} stands for several arguments; give each a name of its own.")
+    return chosen
 
 
 class Pipelined:

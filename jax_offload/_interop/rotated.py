@@ -19,6 +19,7 @@ from jax_offload._interop.jit import Jitted
 from jax_offload._interop.matching import matched, names_of
 from jax_offload._ir.program import flat
 from jax_offload._step.cut import Cut, cut_step
+from jax_offload._step.origins import origins_of
 from jax_offload._step.returned import unreturned
 
 Values = dict[str, Any]
@@ -62,10 +63,15 @@ class Rotated:
             return jax.tree.leaves(result)
 
         closed, _ = jaxpr_of(call, [on_a_mesh(x) for x in leaves], arrays)
-        places, self._others = matched(carried, structure.pop())
         program = flat(closed, any_jit=True)
         inputs = program.inputs[len(program.consts) :]
         own, given = inputs[: len(leaves)], inputs[len(leaves) :]
+        owners = [name for name, x in carried.items() for _ in jax.tree.leaves(x)]
+
+        def origins(bits: Mapping[str, int]) -> list[int]:
+            return origins_of(program, {v: bits.get(name, 0) for v, name in zip(own, owners, strict=True)})
+
+        places, self._others = matched(carried, structure.pop(), origins)
         program = pending.on_host(program, dict(zip(own, leaves, strict=True))) if on_host else program
         self._cut = cut = cut_step(program)
         if _models_in_update(cut, own, given):
@@ -193,8 +199,7 @@ class Rotated:
 
     def aux(self, values: Sequence[Any], places: Sequence[int]) -> Any:
         """The results beside those that are carried on, with ``None`` in the place of those not among ``places``."""
-        filled = jax.tree.map(dict(zip(places, values, strict=True)).get, self._others)
-        return filled[0] if len(filled) == 1 else filled
+        return jax.tree.map(dict(zip(places, values, strict=True)).get, self._others)
 
     def _before(self, leaves: Sequence[Any], arrays: Sequence[Any]) -> tuple[Values, Values, list[Any]]:
         produced, given, now = self._gradients(leaves, arrays)

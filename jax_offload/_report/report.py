@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from jax_offload._emit.region import Update
 from jax_offload._placement.placement import Leaf, unmanaged
 from jax_offload._plan.by_rows import Parts, parts_of
 from jax_offload._plan.plan import Planned
+from jax_offload._report.callables import opened, unwrapped
 from jax_offload._report.guessed import guessed
 from jax_offload._report.printed import ARGUMENT, Placement
 from jax_offload._state.traced_init import abstract_leaves, placed_leaves
@@ -101,23 +101,14 @@ def table_and_trace(tx: Any, params: Any, **extra_args: Any) -> tuple[Placement,
     return dataclasses.replace(table, guessed=guessed(_updates(trace), of_step=False)), trace
 
 
-def unwrapped(step: Any) -> Callable[..., Any]:
-    """A step as it is traced, without the ``jit`` around it."""
-    if hasattr(step, "whole_step"):  # what jax_offload's own make of a step
-        step = step.whole_step
-    elif hasattr(step, "lower") and hasattr(step, "__wrapped__"):
-        # jax takes compiler_options in no jit inside of another
-        own = getattr(step, "__self__", None)
-        step = step.__wrapped__ if own is None else functools.partial(step.__wrapped__, own)
-    return step
-
-
 def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
+    step, args, kwargs = opened(step, args, kwargs)
     step = unwrapped(step)
 
     def call(args: Any, kwargs: Any) -> list[Any]:
+        given = jax.tree.leaves((args, kwargs))  # the step may change its arguments in place
         step(*args, **kwargs)
-        return [x if isinstance(x, jax.Array) else 0 for x in jax.tree.leaves((args, kwargs))]  # static, or mutable
+        return [x if isinstance(x, jax.Array) else 0 for x in given]  # static, or mutable
 
     rows: list[Leaf] = []
 

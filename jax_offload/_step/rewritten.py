@@ -22,7 +22,6 @@ from jax_offload._base.jaxprs import (
     Var,
     jax_fun,
     jaxpr_of,
-    renamed,
     scan_of,
     values_of,
     variables,
@@ -44,6 +43,7 @@ from jax_offload._ir.slices import Slice
 from jax_offload._plan.in_scan import InScan
 from jax_offload._plan.interleave import Gate
 from jax_offload._plan.network import Piece
+from jax_offload._step.inlined import runs_one_twice
 from jax_offload._step.parts import Parts, Rest, parts_of
 from jax_offload._step.returned import unreturned
 from jax_offload._step.unskipped import choosing
@@ -103,8 +103,7 @@ def handing_on(
         return _as_it_is(closed, found.step.stays, args), {}
     step, program = found.step, found.step.program
     env: dict[Var, Any] = dict(zip(program.inputs, [*program.consts, *args], strict=True))
-    operands = ((name, renamed(step.operands, v)) for v, name in step.update.names.items())
-    names = {x: name for name, x in operands if not isinstance(x, Literal)}
+    names = step.names
     gated, loops = any(isinstance(part, Gate) for part in found.parts), Known()
     leaves = {program.inputs[len(program.consts) + k]: k for k in rows}
     handed = {v: (Var(jax.typeof(rows[k])), Var(jax.typeof(rows[k]))) for v, k in leaves.items()}
@@ -265,8 +264,8 @@ def _why_not(closed: ClosedJaxpr, plain: Program) -> tuple[str, ...]:
     if updates and (names := ordered(closed.effects)):
         whose = "" if only_callbacks(closed.effects) else f"of mutable arrays or checks ({', '.join(names)}) "
         return (f"the step has effects {whose}whose order would be lost",)
-    if updates > 1:
-        return (f"the step has {updates} updates, and only one alone moves",)
+    if runs_one_twice([eqn.params["update"] for eqn in plain.eqns if is_update(eqn)]):
+        return ("the step calls one jitted update several times; take the inner jit away",)
     words = {"while": "a while (skip= is one)"}
     where = (words.get(name, f"a {name}") for name in inside)
     return tuple(f"it runs in {each} of the step, and only what each step runs once moves" for each in where)

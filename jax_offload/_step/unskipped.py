@@ -58,11 +58,12 @@ def _chosen(eqn: Equation) -> Program | None:
     at = inside[0]
     run, *olds = body.inputs[len(body.consts) + loop.carry :]
     of_update, eqns = {*body.eqns[at].outvars}, list(body.eqns)
-    kept = {new: old for old, new in zip(olds, body.outputs[1:], strict=True) if new in of_update and new is not old}
+    pairs = list(zip(olds, body.outputs[1:], strict=True))
+    kept = {new: old for old, new in pairs if not isinstance(new, Literal) and new in of_update and new is not old}
     eqns[at], known = _keeping(body.eqns[at], run, kept)
     outputs: list[Atom] = [body.outputs[0]]
-    for old, new in zip(olds, body.outputs[1:], strict=True):
-        if new is old or new in known:
+    for old, new in pairs:
+        if new is old or (not isinstance(new, Literal) and new in known):
             outputs.append(new)
         elif is_host_aval(old.aval):  # a choice there would be the host's
             return None

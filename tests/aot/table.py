@@ -1,11 +1,11 @@
 """Prints tables of peaks as Markdown. Compiled, not run: the figures are the compiler's for the named chip.
 
-``python -m tests.aot.table [h200] [v5e]`` prints that of docs/peaks.md; ``python -m tests.aot.table sharded`` that of
+``python -m tests.aot.table [h200] [v5e]`` prints peaks; ``python -m tests.aot.table sharded`` that of
 docs/sharding.md, per device, on four of them; ``python -m tests.aot.table precision`` those of docs/precision.md. Each
-takes a few minutes on two cores. ``python -m tests.aot.table defaults`` prints that of docs/streaming.md, in half an
+takes a few minutes on two cores. ``python -m tests.aot.table defaults`` prints that of notes/results.md, in half an
 hour. ``python -m tests.aot.table time`` prints simulated step times, of the model in ``timeline``, in two minutes.
 ``python -m tests.aot.table matrix axis=value,value sample=number`` prints peaks of whole models (``matrix``).
-``python -m tests.aot.table played`` simulated steps that docs/inspect.md has beside a second simulator's.
+``python -m tests.aot.table played`` simulated steps that notes/results.md has beside a second simulator's.
 ``python -m tests.aot.table quoted`` those of the losses that were reported of such models (``quoted``).
 """
 
