@@ -1,4 +1,4 @@
-"""What limits pinned memory on this host: what is free, the cgroup, and XLA's pool."""
+"""The limits of pinned memory on this host: free memory, the cgroup, and XLA's pool."""
 
 from __future__ import annotations
 
@@ -31,34 +31,23 @@ class HostMemory:
         """The least of what is available and what the cgroup leaves."""
         return min((n for n in (self.available, self.cgroup) if n is not None), default=None)
 
-    def why_not(self, nbytes: int) -> str:
-        """Why so many bytes of pinned memory do not fit; empty where they do."""
-        if self.cgroup is not None and nbytes > self.cgroup:
-            return f"the cgroup leaves {_gib(self.cgroup)} GiB of host memory, and the state takes {_gib(nbytes)}"
-        if self.available is not None and nbytes > self.available:
-            return f"the host has {_gib(self.available)} GiB available, and the state takes {_gib(nbytes)}"
-        return ""
 
-    def pool_advice(self, nbytes: int, platform: str) -> str:
-        """What to set the pool's variable to; empty where the pool has room, fragmented too."""
-        needed = int(nbytes * POOL_HEADROOM)
-        if platform == "tpu" or needed <= self.pool:
-            return ""
-        return f"{POOL_VARIABLE}={-(-needed // 2**30)}"
+def pool_limit() -> int:
+    """Bytes that XLA pins at most on a GPU, in one process.
 
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.1f}"
+    Raises:
+      ValueError: the environment says something else than a number.
+    """
+    said = os.environ.get(POOL_VARIABLE)
+    try:
+        return POOL_DEFAULT if said is None else int(float(said) * 2**30)
+    except ValueError as error:
+        raise ValueError(f"{POOL_VARIABLE}: expected a number of GiB in the environment; got {said!r}.") from error
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
-    """Of this host, for this process. ``root``: where the kernel's files are, for tests."""
-    pool = os.environ.get(POOL_VARIABLE)
-    try:
-        limit = POOL_DEFAULT if pool is None else int(float(pool) * 2**30)
-    except ValueError as error:
-        raise ValueError(f"{POOL_VARIABLE}: expected a number of GiB in the environment; got {pool!r}.") from error
-    return HostMemory(_available(root), _cgroup_left(root), limit)
+    """Bytes of this host, for this process. ``root``: the folder of the kernel's files, for tests."""
+    return HostMemory(_available(root), _cgroup_left(root), pool_limit())
 
 
 def _available(root: Path) -> int | None:
