@@ -459,7 +459,7 @@ STATIC: dict[str, tuple[Any, ...]] = {
     "bool int float": (True, 1, 1.0),
     "strings": ("a", "b", "a"),
     "None": (None, 0, None),
-    "tuples": ((1, 2), (1.0, 2), ()),
+    "tuples": ((1, 2), ("a", 2), ()),
     "numpy": (np.float32(1), np.float64(1), 1),
     "default": (),
     "enum": (Colour.RED, Colour.BLUE, Colour.RED),
@@ -1015,7 +1015,7 @@ REFUSED: list[tuple[str, Callable[[Recipe, str], bool], str]] = [
     ("pipelined", lambda r, m: bool(r["second"] or r["target"]), "Return a dict with the carried arguments' names"),
     ("", lambda r, m: r["mesh"] == "explicit ZeRO-1", "shard_over: on a mesh with Explicit axes"),
     ("pipelined, host", lambda r, m: True, "none that the update reads is a float array of 64 KiB"),
-    ("pipelined, host", lambda r, m: bool(r["second"] or r["skip"] or r["accumulate"]), "only one by itself loads"),
+    ("pipelined, host", lambda r, m: bool(r["second"] or r["skip"] or r["accumulate"]), "Use gradients='device'"),
 ]
 
 

@@ -112,7 +112,6 @@ WIDE = {
     "pipelined/test_arguments.py::test_arguments_of_every_kind": STEPS,
     "test_put_off.py::test_the_numbers": STEPS,
     "test_report.py::test_chunks_of_a_sharded": SHARDINGS,
-    "test_random_steps.py": RANDOM,
     "test_segments.py::test_on_disk_repeats": "as the values",
     "test_segments.py::test_values[checkpointed": STEPS,
     "test_segments.py::test_values[looped": STEPS,
