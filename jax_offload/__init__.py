@@ -35,13 +35,13 @@ if _typing.TYPE_CHECKING:
     from jax_offload._analysis.answer import Plan as Plan
     from jax_offload._analysis.answer import Row as Row
     from jax_offload._analysis.chips import Chip as Chip
-    from jax_offload._analysis.chips import chip as chip
     from jax_offload._analysis.inspection import Inspection as Inspection
     from jax_offload._analysis.inspection import inspect as inspect
     from jax_offload._analysis.inspection import verify as verify
     from jax_offload._analysis.plan import plan as plan
     from jax_offload._analysis.profiled import Profile as Profile
     from jax_offload._analysis.profiled import profile as profile
+    from jax_offload._analysis.rates import chip as chip
     from jax_offload._analysis.timeline import Timeline as Timeline
 
 try:
@@ -57,7 +57,7 @@ _LAZY = {
     "Profile": "profiled",
     "Row": "answer",
     "Timeline": "timeline",
-    "chip": "chips",
+    "chip": "rates",
     "inspect": "inspection",
     "plan": "plan",
     "profile": "profiled",
