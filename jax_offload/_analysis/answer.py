@@ -21,6 +21,12 @@ FRACTION, OTHER_NAME, BY_DEFAULT = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT
 MOST = 0.95  # of a GPU's memory that jax can be told to take
 ON_A_HOST = 8  # devices that share a host, at most
 ASK = "give activations, or layers, width and tokens"
+WORDS = {
+    "fraction": "offloading this fraction",
+    "window": "offloading with a smaller window",
+    "cores": "updating on the host's cores",
+    "disk": "a state on disk",
+}
 HEADER = ("", "params", "grads", "state", "window", "activations", "sum", "fits", "host", "adds")
 
 
@@ -52,6 +58,13 @@ class Row:
       fits: whether it fits; ``None`` where a part of the sum, or the memory, is not known.
       room: bytes that what is not known may take; below zero where it does not fit.
       why: why it does not fit, or what has to hold.
+
+    Example:
+      >>> import jax, optax, jax_offload as jo
+      >>> params = {"w": jax.ShapeDtypeStruct((1024, 1024), "float32")}
+      >>> row = jo.plan(optax.adamw(1e-3), params, device_memory="80GiB")["offload"]
+      >>> row.host, row.loaded, row.fits, row.missing
+      (8388608, 8388608, None, ('activations',))
     """
 
     name: str
@@ -144,10 +157,10 @@ class Setting:
         each = self.seconds_per_token
         return None if each is None or self.tokens is None else each * self.tokens
 
-    def judged(self, row: Row, compute: float | None) -> Row:
+    def judged(self, row: Row) -> Row:
         """With whether it fits."""
-        if row.overhead is None and row.added is not None and compute:
-            row = dataclasses.replace(row, overhead=row.added / compute)
+        if row.overhead is None and row.added is not None and self.compute:
+            row = dataclasses.replace(row, overhead=row.added / self.compute)
         if row.fits is False:
             return row  # the compiler says so
         usable, limit = self.usable, self.host_memory
@@ -197,12 +210,13 @@ class Setting:
                 needs = f"{in_bytes(spread.peak)} of {in_bytes(usable)}"
                 return first, f"Divide the parameters over the devices (FSDP): {spread.name} then takes {needs}."
             return first, self._more(ranked) or "Divide the parameters over more devices, or take larger ones."
+        name = WORDS.get(best.name, best.name)
         changes = "" if best.same_numbers else ", and changes the numbers, as nothing else fits"
         if best.fits:
             adds = "" if best.added is None else f" and adds {shown_added(best)} to a step"
-            first = f"{best.name} fits with {in_bytes(best.peak)} of {in_bytes(usable)} on {on}{adds}{changes}."
+            first = f"{name} fits with {in_bytes(best.peak)} of {in_bytes(usable)} on {on}{adds}{changes}."
         else:
-            first = f"{best.name} fits {best.why} on {on}{changes}."
+            first = f"{name} fits {best.why} on {on}{changes}."
         first = first[0].upper() + first[1:]
         if best is resident and best.fits:
             return first, "Nothing has to be offloaded."
@@ -286,6 +300,12 @@ class Plan:
       compute: seconds of a step's arithmetic.
       assumptions: the inputs, and what was assumed.
       sources: where the chip's figures are from.
+
+    Example:
+      >>> import optax, jax_offload as jo
+      >>> found = jo.plan(optax.adamw(1e-3), "70B", devices=64, chip="h100", activations="10GiB")
+      >>> found.recommended.name, round(found.usable / 2**30)
+      ('resident', 57)
     """
 
     options: tuple[Row, ...]

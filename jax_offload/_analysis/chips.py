@@ -78,72 +78,21 @@ class Chip:
         return dataclasses.asdict(self) | {"sources": dict(self.sources)}
 
 
-class Chips:
-    """The figures of an accelerator, by its name or measured.
-
-    Args:
-      name: one of those of the library (``a100``, ``h100``, ``h200``, ``b200``, ``gh200``, ``gb200``, ``v5e``, ``v5p``,
-        ``v6e``), or what jax calls it, ``jax.devices()[0].device_kind``; the path of a file of your own,
-        ``my_chip.toml``, with the fields of ``Chip`` at its top level; or a ``Chip``, which comes back. Such a file
-        needs ``hbm_bytes``, ``flops``, ``hbm_bandwidth``, ``host_link`` and ``dram_bytes``; a ``like = "h100"`` in it
-        takes all that it does not say from that chip.
-
-    Returns:
-      A ``Chip``. ``jax_offload.chip.measured()`` returns the accelerator of this machine, its link measured.
-
-    Raises:
-      TypeError: ``name`` is none of these.
-      ValueError: no chip has that name; or the file lacks a figure, or has one that is unknown or not a number.
-
-    Example:
-      >>> import jax_offload as jo
-      >>> jo.chip("TPU v5e").hbm_bytes / 2**30
-      16.0
-    """
-
-    def __call__(self, name: str | Path | Chip) -> Chip:
-        if isinstance(name, Chip):
-            return name
-        if not isinstance(name, str | Path):
-            raise TypeError(
-                f"chip: expected a name, a path or a Chip; got a {type(name).__name__}. Known: {_listed()}."
-            )
-        path = Path(name)
-        if path.suffix == ".toml":
-            return _of_file(path)
-        found = known_as(str(name))
-        if found is None:
-            raise ValueError(
-                f"chip: {str(name)!r} is not known. Known: {_listed()}; or the path of a .toml with the figures of "
-                "another."
-            )
-        return _known()[found]
-
-    def measured(self, device: Any = None) -> Chip:
-        """The figures of an accelerator of this machine, with its link and its host's memory measured.
-
-        It takes a second or two: 16 GiB are copied, and 6 GiB of host memory are read and written. 2 GiB of the device,
-        and as many of host memory, are taken meanwhile.
-
-        Args:
-          device: a ``jax.Device``; the first one where it is left out.
-
-        Returns:
-          A ``Chip`` with ``host_link``, ``host_link_both`` and ``dram_bandwidth`` in bytes per second, the best of
-          three runs, and ``dram_bytes``, this host's memory for each of its accelerators. The other figures are those
-          of the chip of that name, or of an ``h100`` where none is known; ``sources`` says which. On a CPU jax copies
-          nothing, and the link's figures say nothing.
-
-        Raises:
-          TypeError: ``device`` is no device.
-          ValueError: the device has no pinned host memory.
-        """
-        from jax_offload._analysis.rates import measured
-
-        return measured(device)
-
-
-chip = Chips()
+def chip(name: str | Path | Chip) -> Chip:
+    """The figures of an accelerator, see ``jax_offload.chip``."""
+    if isinstance(name, Chip):
+        return name
+    if not isinstance(name, str | Path):
+        raise TypeError(f"chip: expected a name, a path or a Chip; got a {type(name).__name__}. Known: {_listed()}.")
+    path = Path(name)
+    if path.suffix == ".toml":
+        return _of_file(path)
+    found = known_as(str(name))
+    if found is None:
+        raise ValueError(
+            f"chip: {str(name)!r} is not known. Known: {_listed()}; or the path of a .toml with the figures of another."
+        )
+    return _known()[found]
 
 
 def known_chips() -> tuple[str, ...]:

@@ -11,7 +11,6 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,8 +19,7 @@ import optax
 from jax_offload import __version__
 from jax_offload._analysis.answer import Plan
 from jax_offload._analysis.doctor import examine
-from jax_offload._analysis.inspection import inspect as inspect_of
-from jax_offload._analysis.inspection import verify
+from jax_offload._analysis.inspection import inspect
 from jax_offload._analysis.plan import eight_bits, plan
 from jax_offload._analysis.targets import prepare
 from jax_offload._analysis.units import count_of
@@ -42,20 +40,12 @@ PLAN = """Does it fit, what to write, what does it cost?
 MODEL is a number of parameters, 13B or 13e9; or module:function, a function without
 arguments that returns (optimizer, parameters), or (make, optimizer, ...), where
 make(optimizer, ...) returns (step, *arguments)."""
-CHECK = """Is the offload of a step real? Exit code 6 says that it is not.
+CHECK = """Is the offload of a step real, and what does the step do with memory and the link?
 
 STEP is module:function: a function without arguments that returns (step, *arguments),
 the step jitted with its donation."""
-INSPECT = """What does a compiled step do with device memory, host memory and the link?
-
-STEP is as in check."""
 WRONG, NOTHING_FITS, NOT_KNOWN, NOT_REAL, SELF_TEST_FAILED, NOT_INSTALLED, RAISES = 2, 3, 4, 6, 7, 8, 9
-PICTURES = (".png", ".svg", ".json")
 _MODEL = ("optimizer", "param_dtype", "master", "storage", "clip", "devices", "replicated")  # of a number alone
-
-
-class NotReal(ValueError):
-    """The offload of a step is not real."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -104,11 +94,9 @@ def parser() -> argparse.ArgumentParser:
     option("--fsdp", action="store_true", help="divide parameters over the devices: the default")
     option("--replicated", action="store_true", help="keep parameters whole on every device instead")
     option("--verbose", action="store_true", help="transfers and code of each row, and sources of figures")
-    for name, run, says in ("check", _check, CHECK), ("inspect", _inspect, INSPECT):
-        option = command(name, run, says)
-        option("step", metavar="STEP")
-        option("--target", help="a chip to compile for that need not be there: h200, v5e:2x2 (extra aot)")
-    option("--timeline", help="where to save its simulated run: .png, .svg, or .json for Perfetto")
+    option = command("check", _check, CHECK)
+    option("step", metavar="STEP")
+    option("--target", help="a chip to compile for that need not be there: h200, v5e:2x2 (extra aot)")
     command("doctor", _doctor, "Can this machine offload? What is installed, a measured link, and a self-test.")
     return top
 
@@ -119,8 +107,6 @@ def _number(text: str) -> int:
 
 def _code_of(error: Exception) -> int:
     says = str(error)
-    if isinstance(error, NotReal):
-        return NOT_REAL
     if says.startswith(("chip:", "target:")) and "Known: " in says:
         return NOT_KNOWN
     return NOT_INSTALLED if says.startswith("target:") and "pip install" in says else WRONG
@@ -171,33 +157,12 @@ def calling(found: Plan, called: str) -> Plan:
 
 
 def _check(step: str, target: str | None, as_json: bool) -> int:
-    given = _step(step, target)
-    try:
-        found = verify(*given, target=target)
-    except ValueError as error:
-        raise NotReal(str(error)) if str(error).startswith("verify():") else error from error
-    if as_json:
-        print(json.dumps(found.to_dict(), indent=1))
-    else:
-        where = f"compiled for {found.target}" if found.compiled_for else f"on {found.target}"
-        lines = [f"The offload is real, {where}.", *(f"- {problem.what}" for problem in found.problems)]
-        print("\n".join([*lines, *([f"Not seen: {found.unseen}"] if found.unseen else [])]))
-    return 0
-
-
-def _inspect(step: str, target: str | None, timeline: str | None, as_json: bool) -> int:
-    if timeline and Path(timeline).suffix not in PICTURES:
-        raise ValueError(
-            f"--timeline: {timeline!r} ends with {Path(timeline).suffix!r}; expected {', '.join(PICTURES)}."
-        )
-    if timeline and not Path(timeline).absolute().parent.is_dir():
-        raise ValueError(f"--timeline: there is no folder {str(Path(timeline).parent)!r}.")
-    found = inspect_of(*_step(step, target), target=target)
-    if timeline and found.timeline is None:
-        raise ValueError("--timeline: the chip's figures are not known; give --target.")
-    if timeline and found.timeline is not None:
-        found.timeline.save(timeline)
-    print(json.dumps(found.to_dict(), indent=1) if as_json else found)
+    if target is not None:
+        _on_the_cpu()
+    found = inspect(*_several(step, load(step), "(step, *arguments)"), target=target)
+    where = f"compiled for {found.target}" if found.compiled_for else f"on {found.target}"
+    said = "The offload is not real" if found.errors else "The offload is real"
+    print(json.dumps(found.to_dict(), indent=1) if as_json else f"{said}, {where}.\n\n{found}")
     return NOT_REAL if found.errors else 0
 
 
@@ -242,12 +207,6 @@ def _optimizer(optimizer: str, master: str | None, storage: str | None, clip: bo
             tx, storage=(eight_bits(jax.eval_shape(tx.init, probe)) or storage) if storage == "int8" else storage
         )
     return tx, code
-
-
-def _step(name: str, target: str | None) -> Any:
-    if target is not None:
-        _on_the_cpu()
-    return _several(name, load(name), "(step, *arguments)")
 
 
 def _several(name: str, loaded: Any, wanted: str) -> Any:

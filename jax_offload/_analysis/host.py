@@ -58,38 +58,22 @@ def _available(root: Path) -> int | None:
 
 
 def _cgroup_left(root: Path) -> int | None:
-    """The least that a group on the way up has left; groups of version 2, or of version 1."""
+    """The least that a group of this process has left, or one above it (cgroup v2)."""
+    own = next((line[3:] for line in _text(root / "proc/self/cgroup").splitlines() if line.startswith("0::")), None)
+    parts = [] if own is None else [part for part in own.split("/") if part and part != ".."]
     left: list[int] = []
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            base, names = root / "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        else:
-            continue
-        parts = [part for part in path.split("/") if part and part != ".."]
-        # in a container the group's own path may not be mounted: its root is then the container's
-        for k in range(len(parts), -1, -1):
-            group = base.joinpath(*parts[:k])
-            limit, used = (_number(group / name) for name in names)
-            if limit is not None and limit < 2**60:  # version 1 says "none" by a very large number
-                left.append(max(0, limit - max(0, (used or 0) - _reclaimable(group))))
+    for k in range(len(parts) + 1):  # in a container the group's own path may not be mounted
+        group = root.joinpath("sys/fs/cgroup", *parts[:k])
+        limit, used = (_text(group / name).strip() for name in ("memory.max", "memory.current"))
+        if limit.isdigit():
+            left.append(max(0, int(limit) - max(0, int(used or 0) - _reclaimable(group))))
     return min(left, default=None)
 
 
 def _reclaimable(group: Path) -> int:
     """Bytes of files in memory that the kernel gives back when they are needed."""
-    for line in _text(group / "memory.stat").splitlines():
-        name, _, value = line.partition(" ")
-        if name in ("inactive_file", "total_inactive_file"):
-            return int(value)
-    return 0
-
-
-def _number(path: Path) -> int | None:
-    text = _text(path).strip()
-    return int(text) if text.isdigit() else None
+    words = (line.split() for line in _text(group / "memory.stat").splitlines())
+    return next((int(n) for name, n in words if name == "inactive_file"), 0)
 
 
 def _text(path: Path) -> str:

@@ -21,7 +21,6 @@ from jax_offload._analysis.compile_rows import Steps
 from jax_offload._analysis.sizes import (
     Sizes,
     devices_of,
-    divided,
     model_of,
     own_bytes,
     replicated_axes,
@@ -121,7 +120,7 @@ def plan(
       >>> found["resident"].fits, found["resident"].peak / 2**30
       (False, 9.0)
       >>> found.recommended.code
-      'tx = jo.offload(inner, fraction=0.35); step = jo.jit(step, donate_argnums=(0, 1))'
+      'tx = jo.offload(inner, fraction=0.5); step = jo.jit(step, donate_argnums=(0, 1))'
     """
     optimizers = optax.GradientTransformation | optax.MultiSteps
     of_step = callable(tx) and isinstance(params, optimizers)
@@ -167,18 +166,21 @@ def answer(
     """``said``: what is assumed of the model."""
     inner, given = inner_of(tx)
     if not isinstance(tx, Offloaded) and _offloads_inside(inner, params):
-        ways = [Way("as given", "tx as it is; " + _CODE["jo.jit"], tx)]
-        found = [_row(each, params, setting, made) for each in ways]
+        found = [_row(Way("as given", "tx as it is; " + _CODE["jo.jit"], tx), params, setting, made)]
         note = "an offload inside of a chain: for other rows give jo.offload(the whole chain)"
         return setting.plan(found, found, [*said, note], _dtypes(params, inner))
     rows = Rows(inner, given, params, setting, made)
     table = rows.of(disk)
-    notes = [*said, *rows.notes]
-    spread = None
-    if all(row.fits is False for row in table) and (axes := replicated_axes(params)):
-        apart = Rows(inner, {k: v for k, v in given.items() if k != "shard_over"}, divided(params, axes), setting)
-        spread = min(map(apart.row, (apart.resident, apart.offloaded)), key=_by_cost)
-    return setting.plan(table, sorted(table, key=_by_cost), notes, _dtypes(params, inner), spread)
+    n, apart = setting.devices, [row for row in table if row.name.endswith(" ZeRO-1")]
+    divided = [
+        setting.judged(dataclasses.replace(
+            row, name=row.name.removesuffix(" ZeRO-1"), parameters=row.parameters // n, gradients=row.gradients // n,
+            fits=None,
+        ))
+        for row in (apart if all(row.fits is False for row in table) else [])
+    ]  # fmt: skip
+    spread = min(divided, key=_by_cost, default=None)
+    return setting.plan(table, sorted(table, key=_by_cost), [*said, *rows.notes], _dtypes(params, inner), spread)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -315,7 +317,7 @@ def _row(way: Way, params: Any, setting: Setting, made: Steps | None = None, siz
         row = dataclasses.replace(row, added=0.0)
     if made is not None:
         row = made.compiled(row, way)
-    return setting.judged(row, setting.compute)
+    return setting.judged(row)
 
 
 def _by_cost(row: Row) -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from jax_offload._analysis.chips import Chip, chip, known_as
+from jax_offload._analysis.chips import Chip, known_as
+from jax_offload._analysis.chips import chip as chip_of
 from jax_offload._analysis.host import host_memory
 from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, Space, check_platform
 from jax_offload._interop.xla_options import compiler_options
@@ -40,11 +42,10 @@ class Rates:
     dram: float | None
 
 
-def measured(device: Any = None) -> Chip:
-    """See ``jax_offload.chip.measured``."""
+def _measured(device: Any) -> Chip:
     device = jax.local_devices()[0] if device is None else device
     rates, name = rates_of(device), known_as(device.device_kind)
-    like = chip(name or "h100")
+    like = chip_of(name or "h100")
     limit = (device.memory_stats() or {}).get("bytes_limit")
     usable, sharing = host_memory().usable, max(1, jax.local_device_count())
     figures: dict[str, Any] = {
@@ -122,3 +123,54 @@ def _best(run: Callable[[], Any]) -> float:
         jax.block_until_ready(run())
         found.append(time.perf_counter() - began)
     return min(found)
+
+
+class Chips:
+    """The figures of an accelerator, by its name or measured.
+
+    Args:
+      name: one of those of the library (``a100``, ``h100``, ``h200``, ``b200``, ``gh200``, ``gb200``, ``v5e``, ``v5p``,
+        ``v6e``), or what jax calls it, ``jax.devices()[0].device_kind``; the path of a file of your own,
+        ``my_chip.toml``, with the fields of ``Chip`` at its top level; or a ``Chip``, which comes back. Such a file
+        needs ``hbm_bytes``, ``flops``, ``hbm_bandwidth``, ``host_link`` and ``dram_bytes``; a ``like = "h100"`` in it
+        takes all that it does not say from that chip.
+
+    Returns:
+      A ``Chip``. ``jax_offload.chip.measured()`` returns the accelerator of this machine, its link measured.
+
+    Raises:
+      TypeError: ``name`` is none of these.
+      ValueError: no chip has that name; or the file lacks a figure, or has one that is unknown or not a number.
+
+    Example:
+      >>> import jax_offload as jo
+      >>> jo.chip("TPU v5e").hbm_bytes / 2**30
+      16.0
+    """
+
+    def __call__(self, name: str | Path | Chip) -> Chip:
+        return chip_of(name)
+
+    def measured(self, device: Any = None) -> Chip:
+        """The figures of an accelerator of this machine, with its link and its host's memory measured.
+
+        It takes a second or two: 16 GiB are copied, and 6 GiB of host memory are read and written. 2 GiB of the device,
+        and as many of host memory, are taken meanwhile.
+
+        Args:
+          device: a ``jax.Device``; the first one where it is left out.
+
+        Returns:
+          A ``Chip`` with ``host_link``, ``host_link_both`` and ``dram_bandwidth`` in bytes per second, the best of
+          three runs, and ``dram_bytes``, this host's memory for each of its accelerators. The other figures are those
+          of the chip of that name, or of an ``h100`` where none is known; ``sources`` says which. On a CPU jax copies
+          nothing, and the link's figures say nothing.
+
+        Raises:
+          TypeError: ``device`` is no device.
+          ValueError: the device has no pinned host memory.
+        """
+        return _measured(device)
+
+
+chip = Chips()

@@ -154,24 +154,6 @@ def replicated_axes(params: Any) -> tuple[str, ...]:
     return tuple(name for name, size in sizes if size > 1 and name not in used)
 
 
-def divided(params: Any, axes: tuple[str, ...]) -> Any:
-    """Replicated parameters, each divided along its largest axis over ``axes`` of their mesh (FSDP)."""
-
-    def one(x: Any) -> Any:
-        s = sharding_of(x)
-        if not isinstance(s, NamedSharding):
-            return x
-        n = math.prod(s.mesh.shape[name] for name in axes)
-        fitting = [k for k, size in enumerate(x.shape) if size % n == 0]
-        if not fitting:
-            return x
-        largest = max(fitting, key=lambda k: x.shape[k])
-        spec = PartitionSpec(*(axes if k == largest else None for k in range(len(x.shape))))
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(s.mesh, spec))
-
-    return jax.tree.map(one, params)
-
-
 def devices_of(params: Any) -> int:
     return max((s.num_devices for x in jax.tree.leaves(params) if (s := sharding_of(x)) is not None), default=1)
 
