@@ -215,7 +215,7 @@ def test_beside_an_accelerator_donated_state_is_written_in_place():
 def test_memory_that_is_not_given_away_is_not_written(monkeypatch):
     """A GPU's XLA refuses to take what a NumPy view is held of: the view keeps its numbers, and the step is right."""
 
-    def refused(arrays):
+    def refused(*arrays):
         raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: Donation requested for buffer with external reference")
 
     monkeypatch.setattr(cores, "_handed_over", lambda places: refused)

@@ -33,22 +33,21 @@ _NO_UPDATE = "no update of an offload was seen in it (under vmap and derivatives
 
 
 def placement(tx: optax.GradientTransformation | Callable[..., Any], *args: Any, **extra_args: Any) -> Placement:
-    """Where each leaf of the optimizer state lives and why, and how ``update`` brings it to the device.
+    """Say where each leaf of the optimizer state lives and why, and how ``update`` brings it to the device.
 
-    ``placement(tx, params)``: of a transformation with an ``offload`` anywhere inside it, by tracing its ``update``.
-    The order of loading is guessed from the paths, and ``guessed`` says so.
+    ``placement(tx, params)`` traces the ``update`` of a transformation with an ``offload`` anywhere inside it. It
+    guesses the order of loading from the paths, and ``guessed`` says so.
 
-    ``placement(step, *args)``: of a training step, jitted or not, by tracing that: what it really emits, through
-    ``update`` or ``update_params``, in the order in which its gradients appear. The rows are all arguments in host
-    memory, by their paths in the arguments.
+    ``placement(step, *args)`` traces a training step, jitted or not: the schedule that it really emits, in the order in
+    which its gradients appear. The rows are all arguments in host memory, by their paths in the arguments.
 
     Args:
       tx: the transformation, or the step.
-      *args: the parameters; or the step's arguments, static ones too. Concrete or abstract: nothing is allocated.
-      **extra_args: what ``tx.update`` needs besides gradients, state and parameters; the step's keyword arguments.
+      *args: the parameters, or the step's arguments, static ones too. Concrete or abstract; nothing is allocated.
+      **extra_args: what ``tx.update`` needs besides gradients, state and parameters, or the step's keyword arguments.
 
     Returns:
-      A ``Placement``, to be printed or read. Where what is to be traced raises, it says so in ``unknown``.
+      A ``Placement``, to print or read. If the function to trace raises, ``unknown`` says so.
 
     Raises:
       TypeError: ``tx`` is neither a transformation nor a function.
