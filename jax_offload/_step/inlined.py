@@ -64,8 +64,9 @@ def inlined(program: Program) -> Inlined | None:
             given |= {v: renamed(operands, defined) for v, defined in zip(eqn.outvars, recipe.outputs, strict=True)}
         else:
             eqns.append(eqn.replace(invars=[renamed(given, v) for v in eqn.invars]))
-    # of an update that is the rest of one, not all arguments are left
-    left = {v: operands[old] for v, old in update.next_values.items() if old in operands}
+    # An update that is the rest of one has not all of its arguments left, nor makes all of its results.
+    made = {v for each in recipe.eqns for v in each.outvars}
+    left = {v: operands[old] for v, old in update.next_values.items() if old in operands and v in made}
     next_of = {v: x for v, x in left.items() if not isinstance(x, Literal)}
     outputs = [renamed(given, v) for v in program.outputs]
     shards = {x: n for v, n in recipe.shards.items() if v in operands and not isinstance(x := operands[v], Literal)}
