@@ -1,8 +1,8 @@
 """Bounds of values in a program, by interval arithmetic: enough to show that a second moment is never negative.
 
-A state leaf is bounded by induction: what ``init`` makes is within the bounds, and an update of a state within them makes
-one within them. Bounds that an update widens are widened to one of a few round numbers, so that the search ends. What an
-equation is not known to do is unbounded, so that the answer is never too narrow. NaN is in no bounds.
+A state leaf is bounded by induction: what ``init`` makes is within the bounds, and an update of a state within them
+makes one within them. Bounds that an update widens are widened to one of a few round numbers, so that the search ends.
+What an equation is not known to do is unbounded, so that the answer is never too narrow. NaN is in no bounds.
 """
 
 from __future__ import annotations
