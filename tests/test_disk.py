@@ -580,20 +580,17 @@ def test_nothing_computes_with_what_stands_for_a_leaf(after, disk):
     state = tx.init(params)
     if after == "a step":
         params, state = jo.jit(lambda p, s: jo.update_params(tx, p, s, p))(params, state)
-    for name, compute in ON_TOKENS.items():
+    for compute in ON_TOKENS.values():
         with pytest.raises((TypeError, ValueError), match=r"jo\.to_device.*jo\.save_args"):
             compute(state)
-            pytest.fail(name)
 
 
 def test_plain_orbax_says_what_saves_a_state_on_disk(disk, tmp_path):
     state = offload(optax.adamw(1e-2), disk).init(model())
-    with (
-        ocp.CheckpointManager(tmp_path / "manager") as manager,
-        pytest.raises((TypeError, ValueError), match=r"jo\.save_args"),
-    ):
-        manager.save(0, args=ocp.args.StandardSave({"opt_state": state}))
-        manager.wait_until_finished()
+    with ocp.CheckpointManager(tmp_path / "manager") as manager:
+        args = ocp.args.StandardSave({"opt_state": state})
+        with pytest.raises((TypeError, ValueError), match=r"jo\.save_args"):
+            manager.save(0, args=args)
     with ocp.PyTreeCheckpointer() as checkpointer, pytest.raises((TypeError, ValueError), match=r"jo\.save_args"):
         checkpointer.save(tmp_path / "tree", state)
 

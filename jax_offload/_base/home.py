@@ -57,7 +57,6 @@ def check_returned(context: Any, names: Sequence[str], home: Home, where: str) -
     kept = [[on_host for parts, _, on_host in results if parts[-len(name) :] == name] for name in map(_parts, names)]
     forced = [k for k, found in enumerate(kept) if found and not any(found)]
     if not forced or sum(on_host for *_, on_host in results) >= len(names):
-        home.reached |= any(any(found) for found in kept)
         return
     first = next(path for parts, path, _ in results if parts[-len(name := _parts(names[forced[0]])) :] == name)
     home.tell(

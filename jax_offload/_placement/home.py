@@ -44,8 +44,9 @@ def arrived(home: Home, leaves: Sequence[Any], plan: Sequence[Leaf], moved: bool
             "do with jax.lax.with_sharding_constraint or jax.device_put and shardings that name no memory (Tunix's "
             "PeftTrainer before its first step under `with mesh:`; MaxText in the step itself), restores without a "
             "target do, pickle and NumPy do. This update puts them back, but until it has, all of them are on the "
-            "device; if they are moved at every step, nothing is gained. Fix: leave out the move, or jax_offload.to_host(tx, "
-            "state) after it, or move with jax_offload.state_shardings(tx, params). See docs/trainers.md."
+            "device; if they are moved at every step, nothing is gained. Fix: leave out the move, or "
+            "jax_offload.to_host(tx, state) after it, or move with jax_offload.state_shardings(tx, params). See "
+            "docs/trainers.md."
         )
 
 
