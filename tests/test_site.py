@@ -23,7 +23,8 @@ def site(tmp_path_factory):
 
 def test_every_public_name_is_in_the_reference(site):
     page = (site / "api.html").read_text()
-    missing = [name for name in jo.__all__ if f'id="jax_offload.{name}"' not in page]
+    names = [name for name in jo.__all__ if name != "types"] + [f"types.{name}" for name in jo.types.__all__]
+    missing = [name for name in names if f'id="jax_offload.{name}"' not in page]
     assert not missing
     assert "Raises:" in page
     code = re.findall(r"<code>(.*?)</code></pre>", page, re.DOTALL)  # examples are code, and not quotations

@@ -110,10 +110,12 @@ class _Known:
       carried: what a pipelined step carries, which it has in dicts, by names.
       arrays: the names of the arrays in the arguments, their types, and whether the update that owns them keeps them in
         host memory.
+      options: of the step's own ``jit`` for XLA's compiler; ``None`` where it has been given none.
     """
 
     carried: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     arrays: Sequence[tuple[str, Any, bool | None]] = ()
+    options: Mapping[str, Any] | None = None
 
     def of(self, given: Sequence[tuple[str, Any]]) -> list[tuple[str, bool | None]]:
         """For arrays with their paths, in the order of the arguments: the names, and the flags."""
@@ -141,13 +143,18 @@ def _known(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Know
     jaxpr, kwargs = step.trace(*args, **kwargs).jaxpr.jaxpr, dict(kwargs)
     names = jaxpr.debug_info.arg_names or [None for _ in jaxpr.invars]
     named = [(name or "", v.aval) for name, v in zip(names, jaxpr.invars, strict=True)]
-    with step_described():  # as the step is written: ``jax_offload.jit`` takes updates apart
-        kept = kept_on_host(traced(lambda args, kwargs: step.__wrapped__(*args, **kwargs), args, kwargs))
+    ours = isinstance(step, Jitted)
+    fun = step.__wrapped__ if ours else step  # ``jax_offload.jit`` takes updates apart
+    with step_described():
+        trace = traced(lambda args, kwargs: fun(*args, **kwargs), args, kwargs)
+    kept = kept_on_host(trace)
+    own = dict(kv for eqn in trace.jaxpr.eqns for kv in eqn.params.get("compiler_options_kvs", ()))
+    options = step._options.get("compiler_options") if ours else own or None
     flags = dict[int | None, bool]()
     if kept is not None:
         leaves = [(_path(path), x) for path, x in tree_flatten_with_path((args, kwargs))[0] if is_traced(x)]
         flags = dict(zip(_places(leaves, named), kept, strict=True))
-    return _Known(arrays=[(name, x, flags.get(k)) for k, (name, x) in enumerate(named)])
+    return _Known(arrays=[(name, x, flags.get(k)) for k, (name, x) in enumerate(named)], options=options)
 
 
 def _path(path: tuple[Any, ...]) -> str:
@@ -246,6 +253,7 @@ def _for_target(step: Any, args: Any, kwargs: Any, to: Target, known: _Known, op
             "JAX_PLATFORMS=cpu, or hand over jax.ShapeDtypeStructs on a mesh of jax.devices('cpu')."
         )
     lowered = step.trace(*args, **kwargs).lower(lowering_platforms=(to.platform,))
+    options = known.options if options is None else options
     if options is None:
         options = compiler_options(to.platform) if hasattr(step, "whole_step") else {}
     executable = compile_for(to, lowered.compiler_ir("stablehlo"), n, options)

@@ -43,7 +43,7 @@ class Profile:
     Example:
       >>> import jax, jax.numpy as jnp, jax_offload as jo
       >>> seen = jo.profile(jax.jit(lambda x: jnp.tanh(x @ x)), jnp.ones((256, 256)))
-      >>> isinstance(seen, jo.Profile), seen.exposed  # a CPU has no link
+      >>> isinstance(seen, jo.types.Profile), seen.exposed  # a CPU has no link
       (True, 0.0)
     """
 

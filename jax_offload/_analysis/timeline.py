@@ -38,7 +38,7 @@ class Timeline:
     Example:
       >>> import jax, jax.numpy as jnp, jax_offload as jo
       >>> t = jo.inspect(jax.jit(lambda x: x @ x), jnp.ones((256, 256)), chip="h200").timeline
-      >>> t.loaded, t.exposed, isinstance(t, jo.Timeline)
+      >>> t.loaded, t.exposed, isinstance(t, jo.types.Timeline)
       (0, 0.0, True)
     """
 

@@ -36,8 +36,9 @@ def pipelined(
     Use it for optimizers that need all gradients before they can update any parameter, such as clipping by the global
     norm. Otherwise ``jax_offload.jit`` hides transfers in the backward pass. The step is an ordinary one, unchanged::
 
-        train = jo.pipelined(step, donate_argnums=(0, 1)) carry, aux = train.start(params, state, batch)  # gradients
-        only carry, aux = train(carry, batch)                # the pending update, then the gradients of this batch
+        train = jo.pipelined(step, donate_argnums=(0, 1))
+        carry, aux = train.start(params, state, batch)  # gradients only
+        carry, aux = train(carry, batch)                # the pending update, then the gradients of this batch
         params, state = train.finish(carry)             # before evaluation, checkpoints, the end
 
     The numbers are those of the plain loop. ``aux.now`` is whatever the step returns besides the carried values; the
@@ -50,10 +51,12 @@ def pipelined(
         returns. If several arguments look alike, such as parameters and a target network, the update tells which result
         is which. If that leaves a doubt, an error says so; a step that returns a dict with the names of the carried
         arguments as keys leaves none.
-      donate_argnames, donate_argnums: the names or positions of the arguments that are carried from call to call, as
-        for ``jax.jit``. They are donated: the arguments of ``start`` by the first call or by ``finish``. ``finish``
-        returns them in the order given here, positions first.
-      static_argnames, static_argnums: the names or positions of arguments that are not arrays, as for ``jax.jit``.
+      donate_argnames: the names of the arguments that are carried from call to call, as for ``jax.jit``. They are
+        donated: the arguments of ``start`` by the first call or by ``finish``. ``finish`` returns them in the order
+        given here, those of ``donate_argnums`` first.
+      donate_argnums: the same by position.
+      static_argnames: the names of arguments that are not arrays, as for ``jax.jit``.
+      static_argnums: the same by position.
       gradients: where the gradients wait. With ``"host"`` those of 64 KiB and more wait in pinned host memory, where
         the backward pass stores them as it makes them. The peak falls by about their bytes, and the link carries them
         once more each way. Use it if a device is too small, or if the forward pass is long enough to hide them

@@ -26,7 +26,7 @@ from jax_offload._plan.plan import Planned
 from jax_offload._report.callables import opened, unwrapped
 from jax_offload._report.guessed import guessed
 from jax_offload._report.printed import ARGUMENT, Placement
-from jax_offload._state.traced_init import placed_leaves
+from jax_offload._state.traced_init import abstract_leaves, placed_leaves
 
 _UNSEEN = "not loaded by an update in what was traced; under vmap and derivatives none is seen"
 _NO_UPDATE = "no update of an offload was seen in it (under vmap and derivatives none is)"
@@ -84,15 +84,17 @@ def _of_transformation(tx: Any, params: Any, **extra_args: Any) -> Placement:
 
 def table_and_trace(tx: Any, params: Any, **extra_args: Any) -> tuple[Placement, Any]:
     """The table of a transformation, and its traced update, a closed jaxpr; ``None`` where that raises."""
-    leaves = [leaf for leaf, _, _ in placed_leaves(tx, params)[0]]
+    placed, treedef = placed_leaves(tx, params)
+    leaves = [leaf for leaf, _, _ in placed]
+    # of the types that a step is handed: with Explicit axes these say how each leaf is divided
+    state = jax.tree.unflatten(treedef, abstract_leaves(placed))
 
-    def update(params: Any, extra_args: Any) -> list[Any]:
-        state, treedef = jax.tree.flatten(tx.init(params))
-        optax.with_extra_args_support(tx).update(params, jax.tree.unflatten(treedef, state), params, **extra_args)
-        return state
+    def update(params: Any, state: Any, extra_args: Any) -> list[Any]:
+        optax.with_extra_args_support(tx).update(params, state, params, **extra_args)
+        return [x if isinstance(x, jax.Array) else 0 for x in jax.tree.leaves(state)]
 
     with described(params):
-        trace, unknown = _trace(update, params, extra_args)
+        trace, unknown = _trace(update, params, state, extra_args)
     loads = _loads(trace)
     table = _table(leaves, loads.of or [[] for _ in leaves], unknown, loads)
     return dataclasses.replace(table, guessed=guessed(_updates(trace), of_step=False)), trace

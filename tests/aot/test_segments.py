@@ -193,7 +193,7 @@ def beside(monkeypatch):
         ("GPT", "host", 5, 11131, 6814),
         ("GPT", 0.5, 5, 11464, 7402),
         ("GPT, checkpointed", "host", 5, 2646, 2645),
-        ("convolutions", "host", 2, 2450, 2449),
+        ("convolutions", "host", 3, 2450, 2376),
         ("scanned", "host", 1, 8000, 8000),
         ("scanned, a head", "host", 2, 10496, 10496),
         ("scanned, few tokens", "host", 1, 2072, 2072),
