@@ -101,13 +101,14 @@ def table_and_trace(tx: Any, params: Any, **extra_args: Any) -> tuple[Placement,
 
 def unwrapped(step: Any) -> Callable[..., Any]:
     """A step as it is traced, without the ``jit`` around it."""
+    own = getattr(step, "__self__", None)  # of a method
     if hasattr(step, "whole_step"):  # what jax_offload's own make of a step
         step = step.whole_step
     elif hasattr(step, "lower") and hasattr(step, "__wrapped__"):
-        # jax takes compiler_options in no jit inside of another
-        own = getattr(step, "__self__", None)
-        step = step.__wrapped__ if own is None else functools.partial(step.__wrapped__, own)
-    return step
+        step = step.__wrapped__  # jax takes compiler_options in no jit inside of another
+    else:
+        return step
+    return step if own is None else functools.partial(step, own)
 
 
 def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
