@@ -20,7 +20,6 @@ from jax.extend.core import DebugInfo, Effects, Primitive
 
 from jax_offload._base.private import dce_jaxpr
 
-
 jit = jax.jit  # jax's own, also where a user puts jax_offload.jit in its place
 
 

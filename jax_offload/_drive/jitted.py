@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Hashable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from itertools import compress
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jax.core import Tracer
 from jax.sharding import Sharding
 
 from jax_offload._base.jaxprs import ClosedJaxpr, jit
+from jax_offload._base.memory import on_host
 from jax_offload._drive.run import Driven
 
 
@@ -60,7 +62,7 @@ class DrivenSteps:
     """The steps of one function that are driven, compiled for each ``Undone``, sharding of arguments and donation."""
 
     def __init__(self) -> None:
-        self._programs: dict[Hashable, tuple[Driven, Undone]] = {}
+        self._programs: dict[Hashable, tuple[Driven, Sequence[bool]]] = {}
         self._shardings: dict[tuple[Sharding, int], Sharding] = {}
         self._any = False
 
@@ -99,12 +101,9 @@ class DrivenSteps:
         key = undone, how, tuple(map(self._sharding, leaves))
         if key not in self._programs:
             donated = [info.donated for info in jax.tree.leaves(jitted.trace(*args, **kwargs).args_info)]
-            self._programs[key] = Driven(undone.step, leaves, donated, *compiling), undone
-        driven, _ = self._programs[key]
-        if driven.returned:
-            for k, x in zip(driven.returned, _handed_over([leaves[k] for k in driven.returned]), strict=True):
-                leaves[k] = x
-        result = jax.tree.unflatten(undone.result, driven(leaves))
+            self._programs[key] = Driven(undone.step, leaves, donated, *compiling), donated
+        driven, donated = self._programs[key]
+        result = jax.tree.unflatten(undone.result, _handed_over(driven(leaves), compress(leaves, donated)))
         places = options.get("out_shardings")
         return result if places is None else _put(result, places)
 
@@ -119,9 +118,17 @@ class DrivenSteps:
         return self._shardings[key], x.committed
 
 
+def _handed_over(results: list[jax.Array], donated: Iterable[Any]) -> list[jax.Array]:
+    """Results, of which those on the device that were donated become others: ``jax.jit`` deletes what is donated."""
+    given = {id(x) for x in donated}
+    same = {id(x): x for x in results if id(x) in given and not on_host(x)}
+    new = dict(zip(same, _renamed([*same.values()]), strict=True)) if same else {}
+    return [new.get(id(x), x) for x in results]
+
+
 @functools.partial(jit, donate_argnums=0)
-def _handed_over(arrays: list[jax.Array]) -> list[jax.Array]:
-    """Donated arrays that are returned as they are: ``jax.jit`` deletes them, and returns others with their memory."""
+def _renamed(arrays: list[jax.Array]) -> list[jax.Array]:
+    """The arrays, as others in their memory."""
     return arrays
 
 

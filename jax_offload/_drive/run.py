@@ -21,7 +21,6 @@ from jax_offload._base.jaxprs import (
     jax_fun,
     jit,
     values_of,
-    variables,
     without_dead_code,
 )
 from jax_offload._base.memory import (
@@ -120,7 +119,7 @@ class Driven:
     def __call__(self, args: Sequence[Any], kept: Set[int] = frozenset()) -> list[Any]:
         """The step's results, flat, of its flat arguments.
 
-        ``kept``: the identities of arrays whose buffers stay as they are, also where an argument is one that is donated.
+        ``kept``: the identities of arrays whose buffers stay as they are, also where a donated argument is one.
         """
         arrays = [*self._constants, *self._as_arrays(args)]
         given = dict(zip(self._step.inputs, arrays, strict=False))
@@ -139,7 +138,7 @@ class Driven:
             values.put(task, results, self._place)
             values.drop(task.over, self._donated)
             files.write(k, task)
-        return files.results()
+        return [x if x.committed else jax.device_put(x, self._everywhere) for x in self._as_arrays(files.results())]
 
     def _as_arrays(self, xs: Sequence[Any]) -> list[Any]:
         """Arguments as ``jax.jit`` makes arrays of them: NumPy arrays, whose owner may write them anew, and numbers."""
@@ -160,14 +159,8 @@ class Driven:
         found = self._as_arrays([x if isinstance(x, jax.Array) else np.asarray(x) for x in self._step.consts])
         if self._cores.cpu is None:
             return found
-        return [x if v in by_device or not x.ndim else to_host(x) for v, x in zip(self._step.inputs, found, strict=False)]
-
-    @functools.cached_property
-    def returned(self) -> list[int]:
-        """The arguments on the device that are donated and returned as they are."""
-        inputs = self._step.inputs[len(self._step.consts) :]
-        given = {*variables(self._step.outputs)} & self._donated
-        return [k for k, v in enumerate(inputs) if v in given and not is_host_aval(v.aval)]
+        read = zip(self._step.inputs, found, strict=False)
+        return [x if v in by_device or not x.ndim else to_host(x) for v, x in read]
 
     @property
     def first(self) -> tuple[Task, Callable[..., Sequence[Any]], Sequence[Var]]:

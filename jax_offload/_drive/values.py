@@ -30,7 +30,7 @@ class Values:
       aliased: whether two names may have one array.
     """
 
-    def __init__(self, cores: Cores, given: dict[Var, Any], kept: Set[int] = frozenset(), aliased: bool = False) -> None:
+    def __init__(self, cores: Cores, given: dict[Var, Any], kept: Set[int], aliased: bool) -> None:
         self.here, self._there, self._cores = given, dict[Var, Any](), cores
         self._kept, self._aliased = kept, aliased
 

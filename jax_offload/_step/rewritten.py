@@ -49,7 +49,6 @@ from jax_offload._step.parts import Parts, Rest, parts_of
 from jax_offload._step.returned import unreturned
 from jax_offload._step.unskipped import choosing
 
-
 Drive = Callable[[ClosedJaxpr, Any, Set[int | str]], Any]
 
 
