@@ -9,12 +9,13 @@ from itertools import compress
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import Sharding
 
 from jax_offload._base.jaxprs import ClosedJaxpr, jit
 from jax_offload._base.memory import on_host
-from jax_offload._drive.run import Driven
+from jax_offload._drive.run import Driven, places_of
 
 
 @jax.tree_util.register_pytree_node_class
@@ -98,7 +99,7 @@ class DrivenSteps:
             given = (_put(given[0], tuple(places) if isinstance(places, list) else places), given[1])
         leaves = jax.tree.leaves(given)
         how = repr([options.get(name) for name in ("donate_argnums", "donate_argnames", "compiler_options")])
-        key = undone, how, tuple(map(self._sharding, leaves))
+        key = undone, how, tuple(map(self._same, places_of(leaves), map(np.ndim, leaves)))
         if key not in self._programs:
             donated = [info.donated for info in jax.tree.leaves(jitted.trace(*args, **kwargs).args_info)]
             self._programs[key] = Driven(undone.step, leaves, donated, *compiling), donated
@@ -107,15 +108,12 @@ class DrivenSteps:
         places = options.get("out_shardings")
         return result if places is None else _put(result, places)
 
-    def _sharding(self, x: Any) -> Hashable:
-        """Where an argument is, and whether it is committed there; the same for shardings that mean the same."""
-        if not isinstance(x, jax.Array):
-            return None
-        key = x.sharding, x.ndim
-        if key not in self._shardings:
-            same = (s for (s, n) in self._shardings if n == x.ndim and s.is_equivalent_to(x.sharding, n))
-            self._shardings[key] = next((s for s in same if s.memory_kind == x.sharding.memory_kind), x.sharding)
-        return self._shardings[key], x.committed
+    def _same(self, place: Sharding | None, ndim: int) -> Sharding | None:
+        """The first sharding that means what this one does."""
+        if place is not None and (place, ndim) not in self._shardings:
+            alike = (s for s, n in self._shardings if n == ndim and s.is_equivalent_to(place, n))
+            self._shardings[place, ndim] = next((s for s in alike if s.memory_kind == place.memory_kind), place)
+        return None if place is None else self._shardings[place, ndim]
 
 
 def _handed_over(results: list[jax.Array], donated: Iterable[Any]) -> list[jax.Array]:

@@ -81,7 +81,7 @@ class Driven:
         found = staged(cut_step(self._files.program), self._files.ends)
         self._files.check(found)
         self._options = options, for_sending
-        placed = _committed(args)
+        placed = places_of(args)
         self._devices = {d for s in placed if s is not None for d in s.device_set} or {*ambient_sharding().device_set}
         updated = [v.aval for v in found.next_of.values() if not is_host_aval(v.aval)]
         self._division = division_of(args, updated, len(self._devices))
@@ -138,7 +138,7 @@ class Driven:
             values.put(task, results, self._place)
             values.drop(task.over, self._donated)
             files.write(k, task)
-        return [x if x.committed else jax.device_put(x, self._everywhere) for x in self._as_arrays(files.results())]
+        return [x if _is_placed(x) else jax.device_put(x, self._everywhere) for x in files.results()]
 
     def _as_arrays(self, xs: Sequence[Any]) -> list[Any]:
         """Arguments as ``jax.jit`` makes arrays of them: NumPy arrays, whose owner may write them anew, and numbers."""
@@ -239,11 +239,19 @@ class Driven:
         return program
 
 
-def _committed(args: Sequence[Any]) -> list[Any]:
-    """The shardings of what is committed to one, as jax moves the others there; of all where nothing is."""
+def _is_placed(x: Any) -> bool:
+    """Whether a result is committed, as results of ``jax.jit`` are beside an argument that is; tokens are no arrays."""
+    return not isinstance(x, jax.Array) or x.committed
+
+
+def places_of(args: Sequence[Any]) -> list[Sharding | None]:
+    """The shardings of arguments; ``None`` for those that jax moves to the devices of what is committed to some."""
     placed = [getattr(x, "sharding", None) for x in args]
     committed = [s if getattr(x, "committed", True) else None for x, s in zip(args, placed, strict=True)]
-    return committed if any(s is not None for s in committed) else placed
+    found = committed if any(s is not None for s in committed) else placed
+    devices = {d for s in found if s is not None for d in s.device_set}
+    alone = SingleDeviceSharding(*devices, memory_kind=DEVICE_KIND) if len(devices) == 1 else None
+    return [alone if s is None else s for s in found]
 
 
 def _first(next_of: Mapping[Var, Var], v: Var) -> Var:
