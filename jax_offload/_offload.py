@@ -16,6 +16,7 @@ from jax_offload._base.arrays import Offloaded, is_array, is_integer
 from jax_offload._base.collector import collector_waits
 from jax_offload._base.donation import guarded
 from jax_offload._base.eager import compiled_where_eager
+from jax_offload._base.home import Home
 from jax_offload._base.on_disk import opened
 from jax_offload._base.shardings import Layouts, Shardings, inside_shard_map
 from jax_offload._emit.skip import updated_unless
@@ -24,7 +25,7 @@ from jax_offload._files.files import Disk
 from jax_offload._files.option import budget_of, check_disk, places_of
 from jax_offload._placement.by_parameter import Select
 from jax_offload._placement.cores import share_of_cores
-from jax_offload._placement.home import Home, check_eager, check_not_in_pmap, returned
+from jax_offload._placement.home import arrived, check_eager, check_not_in_pmap, returned
 from jax_offload._placement.placement import Leaf, Policy, marked, place, place_next, warn_of_nothing
 from jax_offload._placement.zero import axes_of, check_not_manual, check_typed, partitions, resharded, resharded_state
 from jax_offload._plan.options import Options
@@ -158,7 +159,7 @@ def offload(
             state = inner.init(params)
             plan = place(policy, state, params)
             known = {**remembered.unambiguous(params), **own}  # of others out_shardings say how the state is divided
-            state = guarded(_store(state, plan, params, known))
+            state = guarded(_store(state, plan, params, known), home=home, where="init")
             if around().runs:
                 warn_of_nothing(plan)
                 return state
@@ -181,7 +182,7 @@ def offload(
                 state = jax.jit(create, out_shardings=shardings)(params)
             else:
                 state = created(disk, create, params, placed, treedef)
-            home.created(state)
+            home.reached |= any(map(_memory.on_host, jax.tree.leaves(state)))
         if around().remembers:
             look(inner, state)
         remembered.remember(own)
@@ -212,13 +213,13 @@ def offload(
             check_not_manual()
             sharded = partitions(place(policy, state, like), like, shardings, remembered)
         plan = place(policy, state, like)
-        home.arrived(jax.tree.leaves(state), plan, around().moved)
+        arrived(home, jax.tree.leaves(state), plan, around().moved)
         state = returned(state, plan) if around().moved is None else state
         on_cores = frozenset(k for k, leaf in enumerate(plan) if leaf.on_cores)
         on_disk = frozenset(k for k, leaf in enumerate(plan) if leaf.disk)
         options = Options(
             window, order, shardings, sharded, on_cores=on_cores, on_disk=on_disk,
-            remembered=frozenset(from_memory), unknown=without_sharding(like, shardings),
+            remembered=frozenset(from_memory), unknown=without_sharding(like, shardings), home=home,
         )  # fmt: skip
 
         def recipe(updates: Any, state: Any, params: Any, extra_args: Any) -> Any:

@@ -125,6 +125,7 @@ class Pipelined:
     ) -> None:
         self._step, self._names, self._static, self.on_host = step, names, static, on_host
         self._programs: dict[Any, Rotated] = {}
+        self._same = jax.jit(lambda *_: (), static_argnums=range(len(static)))
         self._signature = inspect.signature(step)
         self._rest = self._signature.replace(
             parameters=[p for name, p in self._signature.parameters.items() if name not in names]
@@ -282,7 +283,10 @@ class Pipelined:
             if other := [x for x in jax.tree.leaves(x) if not is_traced(x)]:
                 raise TypeError(f"{name}: a {type(other[0]).__name__} is no array; name it in static_argnames.")
         leaves, treedef = jax.tree.flatten((carried, rest))
-        key = treedef, tuple(map(_type, leaves)), tuple(static.items())
+        # The trace of a function of nothing but the static arguments is the same object wherever jax would take them
+        # for the same: of equal types, and under the same settings of jax (types of 64 bits, precision, a mesh).
+        settings = self._same.trace(*(static.get(name, inspect.Parameter.empty) for name in self._static)).jaxpr
+        key = treedef, tuple(map(_type, leaves)), settings
         if key not in self._programs:
 
             def step(own: Any) -> Any:

@@ -76,12 +76,7 @@ def rules_of(storage: Any) -> Rules:
     if storage is None:
         return ()
     if not isinstance(storage, Mapping):
-        only = _format(storage)
-        if only.dtype == "uint8":
-            raise ValueError(
-                "storage: uint8 is for what is never negative: storage={'mu': 'int8', 'nu': 'uint8'}, say."
-            )
-        return ((None, only),)
+        return ((None, _format(storage)),)
     for rule in storage:
         try:
             re.compile(rule)
@@ -132,6 +127,26 @@ def formats(rules: Rules, state: Any, params: Any, min_bytes: int) -> list[Stora
             )
         )
     return found
+
+
+def check_unsigned(state: Any, found: Sequence[Storage | None], bounds: Sequence[tuple[float, float]]) -> None:
+    """Raises ``ValueError`` where a leaf that may become negative is to be stored in an unsigned format.
+
+    Args:
+      state: a plain state.
+      found: the format of each leaf.
+      bounds: the least and the largest value of each leaf, as far as the optimizer's equations show them.
+    """
+    flat = jax.tree_util.tree_flatten_with_path(state)[0]
+    rows = zip(flat, found, bounds, strict=True)
+    if wrong := [path for (path, _), form, (least, _) in rows if form is not None and form.unsigned and not least >= 0]:
+        name = jax.tree_util.keystr(wrong[0], simple=True, separator="/")
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise ValueError(
+            f"storage: uint8 is for what is never negative, and the equations of the optimizer's update do not show "
+            f"that of the state leaf {name}{more}: a negative number would become NaN. Fix: 'int8' (or 'bfloat16') for "
+            "it, and uint8 for second moments: storage={'mu': 'int8', 'nu': 'uint8'}."
+        )
 
 
 def _unfit(x: Any, storage: Storage, master: bool) -> str:

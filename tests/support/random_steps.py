@@ -1010,6 +1010,12 @@ def difference(x: Any, y: Any, tolerance: float) -> str | None:
 
 # ---- what is documented not to work ----------------------------------------------------------------------------------
 
+
+def in_a_branch(r: Recipe) -> bool:
+    """Whether the update is one of several, or in a branch or a loop of the step."""
+    return bool(r["second"] or r["skip"] or r["accumulate"]) or r["outside"] in ("MultiSteps", "apply_if_finite")
+
+
 REFUSED: list[tuple[str, Callable[[Recipe, str], bool], str]] = [
     # The second optimizer's loss reads the parameters that the first one's update has made.
     ("pipelined", lambda r, m: r["second"] in ("gan", "alternating", "plain beside"), "calls the loss again"),
@@ -1017,7 +1023,7 @@ REFUSED: list[tuple[str, Callable[[Recipe, str], bool], str]] = [
     ("pipelined", lambda r, m: bool(r["second"] or r["target"]), "Return a dict with the carried arguments' names"),
     ("", lambda r, m: r["mesh"] == "explicit ZeRO-1", "shard_over: on a mesh with Explicit axes"),
     ("pipelined, host", lambda r, m: True, "none that the update reads is a float array of 64 KiB"),
-    ("pipelined, host", lambda r, m: bool(r["second"] or r["skip"] or r["accumulate"]), "Use gradients='device'"),
+    ("pipelined, host", lambda r, m: in_a_branch(r), "Use gradients='device'"),
 ]
 
 
