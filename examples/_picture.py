@@ -49,7 +49,7 @@ class Shown:
     large: str  # the model of ``ways``
     chip: str
     capacity: int  # bytes of the chip's memory
-    how: str  # compiled or estimated
+    how: str  # compiled or not
     ways: list[Way] = field(default_factory=list)
 
     @property
@@ -153,7 +153,7 @@ def _peaks(axes, shown):
     bottom = np.zeros(len(names))
     for part, color in PARTS.items():
         heights = np.array([way.parts.get(part, 0) / GIB for way in shown.ways])
-        if heights.max(initial=0) > 0.005 * max(way.peak for way in shown.ways) / GIB:
+        if heights.max(initial=0) > 0.005 * max((way.peak for way in shown.ways), default=0) / GIB:
             axes.bar(range(len(names)), heights, 0.66, bottom=bottom, color=color, label=part)
         bottom += heights
     for x, total in enumerate(bottom):

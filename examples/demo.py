@@ -127,30 +127,15 @@ def compiled(args):
         yield _picture.Way(name, parts, seen.host, seen.timeline.compute, seen.timeline.exposed, seen.timeline)
 
 
-def estimated(args):
-    """The ways as ``jo.plan`` works them out from the trace, where that compiler is not installed."""
-    *_, (_, step, state, tokens) = steps(args)
-    forecast = jo.plan(step, state, tokens, chip=args.chip)
-    rows = {"resident": "resident", "jax.jit": "offload,\njax.jit", "jo.pipelined": "jax_offload"}
-    for option in (option for option in forecast.options if option.name in rows):
-        parts = {
-            "parameters": option.parameters,
-            "gradients": option.gradients,
-            "optimizer state": option.state + option.window,
-            "activations and the rest": option.activations or 0,
-        }
-        yield _picture.Way(rows[option.name], parts, option.host, forecast.compute or 0.0, option.exposed or 0.0)
-
-
 def ways(args):
-    """``(how they are known, the ways)``."""
+    """``(how they are known, the ways)``; none of them where XLA's compiler for the chip is not installed."""
     try:
         found = list(compiled(args))
     except ValueError as error:
         if "target" not in str(error):
             raise
-        print(f"not compiled, but estimated from the trace: {error}")
-        return f"estimated for an {args.chip.upper()}, not compiled, not run", list(estimated(args))
+        print(f"not compiled: {error}")
+        return f"not compiled for an {args.chip.upper()}", []
     return f"compiled for an {args.chip.upper()}, not run", found
 
 

@@ -9,38 +9,32 @@ from jax_offload._precision.storage import StoredState as StoredState
 from jax_offload._report.printed import Placement as Placement
 
 if _typing.TYPE_CHECKING:
+    from jax_offload._analysis.answer import Plan as Plan
+    from jax_offload._analysis.answer import Row as Row
     from jax_offload._analysis.chips import Chip as Chip
-    from jax_offload._analysis.drives import Drive as Drive
-    from jax_offload._analysis.exposure import Link as Link
-    from jax_offload._analysis.forecast import Forecast as Forecast
     from jax_offload._analysis.inspection import Inspection as Inspection
-    from jax_offload._analysis.option import Option as Option
     from jax_offload._analysis.profiled import Profile as Profile
     from jax_offload._analysis.timeline import Timeline as Timeline
 
 # Classes of what only looks at steps are imported when they are asked for: the name, and the module of _analysis.
 _LAZY = {
     "Chip": "chips",
-    "Drive": "drives",
-    "Forecast": "forecast",
     "Inspection": "inspection",
-    "Link": "exposure",
-    "Option": "option",
+    "Plan": "answer",
     "Profile": "profiled",
+    "Row": "answer",
     "Timeline": "timeline",
 }
 
 __all__ = [
     "Chip",
     "Disk",
-    "Drive",
-    "Forecast",
     "Inspection",
     "Leaf",
-    "Link",
-    "Option",
     "Placement",
+    "Plan",
     "Profile",
+    "Row",
     "StoredState",
     "Timeline",
 ]

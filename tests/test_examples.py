@@ -180,17 +180,14 @@ def test_the_demo_says_what_offloading_did(demo):
     assert ours.parts["optimizer state"] < usual.parts["optimizer state"] <= resident.parts["optimizer state"]
 
 
-@pytest.mark.long("traces a GPT of 7e9 parameters")
-def test_the_demo_estimates_where_it_cannot_compile(demo, monkeypatch):
+def test_the_demo_says_where_it_cannot_compile(demo, monkeypatch):
     def inspect(*_, **__):
         raise ValueError("target: jax-cuda13-plugin, which compiles for h200, is not installed.")
 
     monkeypatch.setattr("jax_offload.inspect", inspect)
     shown, picture, printed = demo("--beside", "0")
-    assert shown.how == "estimated for an H200, not compiled, not run"
-    assert "not compiled, but estimated from the trace: target: jax-cuda13-plugin" in printed
-    resident, *_, ours = shown.ways
-    assert resident.host == 0 < ours.host and resident.peak > ours.peak
+    assert shown.how == "not compiled for an H200" and shown.ways == []
+    assert "not compiled: target: jax-cuda13-plugin" in printed and "not compiled for an H200" in printed
     assert shown.losses.keys() == {"offloaded"} and picture.stat().st_size > 10_000
 
 

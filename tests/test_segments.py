@@ -397,19 +397,6 @@ def test_on_a_cpu_the_cores_run_the_pass_too(monkeypatch):
     assert len(programs_of(driven)) == 1 and driven.one_program == segments.ON_A_CPU
 
 
-def test_plan_says_when_the_cores_begin():
-    """And counts what they do beside the pass: by the last gradients they are through with some."""
-
-    def notes(inner, n=N):
-        tx, params = offload(inner), dict([*model().items()][:n])
-        forecast = jo.plan(jo.jit(step_of(tx)), params, jo.abstract_state(tx, params), X, chip="h100")
-        return [note for note in forecast.notes if "the update begins" in note or "GB/s" in note]
-
-    (several, early), (one, late) = notes(ADAMW), notes(optax.chain(optax.clip_by_global_norm(0.1), ADAMW))
-    assert "in 4 programs" in several and one.endswith(segments.ALL_FIRST)
-    assert late.endswith("hidden behind nothing") and early.endswith(" of it beside the pass"), early
-
-
 # ---- the cut -------------------------------------------------------------------------------------------------------
 
 

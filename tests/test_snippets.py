@@ -139,6 +139,17 @@ def test_sharding(tmp_path):
     assert moment.sharding.shard_shape(moment.shape) != moment.shape
 
 
+def test_reading_a_plan(tmp_path, capsys, monkeypatch):
+    """Without a target here: ``tests/analysis`` compiles for chips that are absent."""
+    monkeypatch.setenv("COLUMNS", "96")
+    found = Reader(tmp_path).namespace
+    for block in blocks("docs/plan.md"):
+        exec(block.replace('target="h200"', 'chip="h200"'), found)
+    shown = re.search(r"```text\n(.*?)```", (ROOT / "docs/plan.md").read_text(), re.DOTALL)[1]
+    assert shown in capsys.readouterr().out
+    assert found["found"]["pipelined"].fits and not found["found"]["resident"].fits
+
+
 def test_updates_on_the_hosts_cores(tmp_path):
     found = run("docs/host_cores.md", Reader(tmp_path).namespace)
     state = found["tx"].init(found["params"])

@@ -215,7 +215,7 @@ def test_beside_an_accelerator_donated_state_is_written_in_place():
 def test_memory_that_is_not_given_away_is_not_written(monkeypatch):
     """A GPU's XLA refuses to take what a NumPy view is held of: the view keeps its numbers, and the step is right."""
 
-    def refused(arrays):
+    def refused(*arrays):
         raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: Donation requested for buffer with external reference")
 
     monkeypatch.setattr(cores, "_handed_over", lambda places: refused)
@@ -663,14 +663,11 @@ def test_nothing_in_host_memory_to_update():
 
 
 def test_what_looks_at_a_step_says_which_of_its_programs():
-    """The first, with the peak; the rows of the device are of the same step without ``update_on``."""
+    """The first, with the peak."""
     tx, params = offload(update_on=0.5), model()
     state, step = tx.init(params), jo.jit(step_of(tx), donate_argnums=(0, 1))
     report = jo.verify(step, params, state, X)
     assert report.program == "before" and "drives this step in several programs" in str(report)
-    forecast = jo.plan(step, params, state, X)
-    assert [option.name for option in forecast.options][:4] == ["resident", "as given", "jax.jit", "jo.jit"]
-    assert forecast["as given"].dram and not forecast["jo.jit"].dram
     assert jo.profile(step, params, state, X, steps=1).simulated is None
 
 

@@ -112,7 +112,7 @@ def _computed_again(
     """What of earlier equations is repeated for ``reads``, and what these need beside ``free``: fewer bytes.
 
     Backwards from what is read, each value gives way to what it is made of, where that is no more; forwards
-    again, where it was no less either.
+    again, where it was no less either. What can be made of the rest does not cross.
     """
 
     def operands(v: Var) -> set[Var]:
@@ -140,6 +140,14 @@ def _computed_again(
             need = (need - alone) | {v}
             for x in operands(v):
                 users[x].discard(v)
+    for v in sorted(need, key=producer.__getitem__):  # a mask, say, of what crosses anyway
+        chain, waiting = {v}, [v]
+        while waiting and all(_is_cheap(eqns[producer[x]]) for x in waiting):
+            waiting = [x for x in operands(waiting.pop()) - chain - again - need] + waiting
+            chain.update(waiting)
+        if not waiting:
+            need.remove(v)
+            again |= chain
     return [eqns[k] for k in sorted({producer[v] for v in again})], need
 
 

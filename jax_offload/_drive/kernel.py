@@ -148,28 +148,28 @@ def _compiled(text: str, signature: str) -> Callable[..., None]:
 def _roundings() -> dict[str, Any]:
     """bfloat16 numbers, as bits, to float32 and back: to the nearest, in a tie to the even one; NaN stays NaN."""
     import numba  # pyright: ignore
+    from llvmlite import ir  # pyright: ignore
+    from numba.extending import intrinsic  # pyright: ignore
 
-    u32 = np.uint32  # after each operation, as numba widens the result of every one
+    i16, i32, f32 = ir.IntType(16), ir.IntType(32), ir.FloatType()
 
-    @numba.njit
-    def from_bfloat16(bits: Any) -> Any:
-        return u32(u32(bits) << u32(16)).view(np.float32)
+    def widened(b: Any, bits: Any) -> Any:
+        return b.bitcast(b.shl(b.zext(bits, i32), i32(16)), f32)
 
-    @numba.njit
-    def nearest(x: Any) -> Any:
-        bits = np.float32(x).view(u32)
-        odd = u32(u32(bits >> u32(16)) & u32(1))
-        return u32(0x7FC00000) if x != x else u32(bits + u32(odd + u32(0x7FFF)))
+    def narrowed(b: Any, x: Any) -> Any:
+        bits = b.bitcast(x, i32)
+        odd = b.and_(b.lshr(bits, i32(16)), i32(1))
+        nearest = b.trunc(b.lshr(b.add(bits, b.add(odd, i32(0x7FFF))), i32(16)), i16)
+        return b.select(b.fcmp_unordered("uno", x, x), i16(0x7FC0), nearest)
 
-    @numba.njit
-    def to_bfloat16(x: Any) -> Any:
-        return np.uint16(nearest(x) >> u32(16))
+    def function(old: Any, new: Any, emit: Callable[[Any, Any], Any]) -> Any:
+        return intrinsic(lambda typing, x: (new(old), lambda context, b, signature, args: emit(b, args[0])))
 
-    @numba.njit
-    def rounded(x: Any) -> Any:
-        return u32(nearest(x) & u32(0xFFFF0000)).view(np.float32)
-
-    return {"from_bfloat16": from_bfloat16, "to_bfloat16": to_bfloat16, "rounded": rounded}
+    return {
+        "from_bfloat16": function(numba.uint16, numba.float32, widened),
+        "to_bfloat16": function(numba.float32, numba.uint16, narrowed),
+        "rounded": function(numba.float32, numba.float32, lambda b, x: widened(b, narrowed(b, x))),
+    }
 
 
 class _NotElementwise(Exception):

@@ -65,7 +65,7 @@ def rows_sent_down(step: Staged) -> Staged:
         for y in scan.ys:
             late, result = _elementwise(jaxpr, y)
             if result in alone and nbytes(result.aval) >= scan.length * LEAST_ROW:
-                stacks[y] = Stack(late, result, Var(result.aval.update(memory_space=jax.memory.Space.Host)))
+                stacks[y] = Stack(late, result, Var(_in_host_memory(result.aval)))
     if not stacks:
         return step
     late = {id(eqn) for stack in stacks.values() for eqn in stack.late}
@@ -85,6 +85,10 @@ def rows_sent_down(step: Staged) -> Staged:
             first.append(piece)
     later = (dataclasses.replace(s, pieces=tuple(_reading(p, host) for p in s.pieces)) for s in step.stages[1:])
     return dataclasses.replace(step, stages=[dataclasses.replace(step.stages[0], pieces=tuple(first)), *later])
+
+
+def _in_host_memory(aval: Any) -> Any:
+    return aval.update(memory_space=jax.memory.Space.Host)
 
 
 def _read_by_cores_alone(step: Staged) -> set[Var]:
@@ -132,7 +136,7 @@ def _sending(eqn: Equation, stacks: Mapping[Var, Stack]) -> Equation:
         return [*results[:n], *(_row(stacks[y].late, x) if y in stacks else x for y, x in rows)]
 
     with eqn.ctx.manager:
-        traced, _ = jaxpr_of(sending, *scan.body.in_avals)
+        traced, _ = jaxpr_of(sending, *(v.aval for v in scan.body.jaxpr.invars))
     made = [*scan.carry, *(stacks[y].host if y in stacks else y for y in scan.ys)]
     # not unrolled: rows of several iterations would be put together in host memory
     return eqn.replace(params=eqn.params | {"jaxpr": traced, "unroll": 1}, outvars=made)

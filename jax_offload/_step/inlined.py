@@ -88,8 +88,9 @@ def inlined(program: Program) -> Inlined | None:
             eqns.append(new)
         operands |= given
         results |= {v: renamed(given, made) for v, made in zip(eqn.outvars, recipe.outputs, strict=True)}
-        # of an update that is the rest of one, not all arguments are left
-        left = {v: given[old] for v, old in update.next_values.items() if old in given}
+        # An update that is the rest of one has not all of its arguments left, nor makes all of its results.
+        made = {v for each in recipe.eqns for v in each.outvars}
+        left = {v: given[old] for v, old in update.next_values.items() if old in given and v in made}
         pairs = {v: x for v, x in left.items() if not isinstance(x, Literal)}
         divided = {x: n for v, n in recipe.shards.items() if v in given and not isinstance(x := given[v], Literal)}
         shards |= divided

@@ -53,16 +53,13 @@ def test_gradients_go_down_as_they_are_made(share, tokens, peak, hidden):
 
 
 @pytest.mark.parametrize(("share", "tokens", "peak"), [("host", 16384, 8256), (0.3, 16384, 9344)])
-def test_it_is_what_inspect_and_plan_look_at(share, tokens, peak):
-    """The estimate is a range, as the layers are in no scan."""
+def test_inspect_looks_at_the_pass(share, tokens, peak):
     require(H200)
     fun, args, _ = model(share, tokens)
     step = jo.jit(fun, donate_argnums=(0, 1))
     report = jo.inspect(step, *args, target=H200)
     assert report.program == "before" and report.errors == () and report.peak / MIB == pytest.approx(peak, rel=0.02)
     assert {t.leaf for t in report.transfers} == {"gradients"}
-    low, high = jo.plan(step, *args)["as given"].peak_range
-    assert 0.9 * low <= report.peak <= high
 
 
 @pytest.mark.parametrize(("tokens", "peak"), [(512, 1184), (16384, 8000)])

@@ -459,7 +459,7 @@ STATIC: dict[str, tuple[Any, ...]] = {
     "bool int float": (True, 1, 1.0),
     "strings": ("a", "b", "a"),
     "None": (None, 0, None),
-    "tuples": ((1, 2), (1.0, 2), ()),
+    "tuples": ((1, 2), ("a", 2), ()),
     "numpy": (np.float32(1), np.float64(1), 1),
     "default": (),
     "enum": (Colour.RED, Colour.BLUE, Colour.RED),
@@ -495,12 +495,13 @@ class Step:
         self.loss = loss_of(r, self.names)
         tx = transformation(r, params, mode, folder / "one")
         self.txs = [tx]
-        carried: dict[str, Any] = {"params": params, "state": self.created(tx, params)}
+        resident = mode == "plain" or r["fraction"] == 0.0
+        carried: dict[str, Any] = {"params": params, "state": self.created(tx, params, resident)}
         if r["second"]:
             other = self.placed(packed(r, parameters(r, "critic")))
             plain = r["second"] == "plain beside"
             self.txs.append(transformation(r, other, mode, folder / "two", plain=plain))
-            carried |= {"critic": other, "critic_state": self.created(self.txs[1], other)}
+            carried |= {"critic": other, "critic_state": self.created(self.txs[1], other, plain or resident)}
         if r["target"]:
             carried["target"] = self.placed(packed(r, parameters(r, "target")))
         if r["count"] or r["second"] in ("alternating", "in a cond"):
@@ -528,10 +529,9 @@ class Step:
         divided = kind == "fsdp" and len(shape) >= 2 and shape[-1] % 2 == 0
         return NamedSharding(mesh, PartitionSpec(*[None] * (len(shape) - 1), "d") if divided else PartitionSpec())
 
-    def created(self, tx: Any, params: Any) -> Any:
-        """A state that shares no buffer with the parameters, as the step may donate both."""
-        state = tx.init(params)
-        return jax.tree.map(jnp.copy, state) if self.mode == "plain" else state
+    def created(self, tx: Any, params: Any, plain: bool) -> Any:
+        """A state that shares no buffer with the parameters, as the step may donate both; plain optax shares some."""
+        return jax.tree.map(jnp.copy, tx.init(params)) if plain else tx.init(params)
 
     def placed(self, tree: Any) -> Any:
         return jax.tree.map(lambda x: jax.device_put(np.asarray(x), self.sharding(*np.shape(x))), tree)
@@ -1010,12 +1010,20 @@ def difference(x: Any, y: Any, tolerance: float) -> str | None:
 
 # ---- what is documented not to work ----------------------------------------------------------------------------------
 
+
+def in_a_branch(r: Recipe) -> bool:
+    """Whether the update is one of several, or in a branch or a loop of the step."""
+    return bool(r["second"] or r["skip"] or r["accumulate"]) or r["outside"] in ("MultiSteps", "apply_if_finite")
+
+
 REFUSED: list[tuple[str, Callable[[Recipe, str], bool], str]] = [
+    # The second optimizer's loss reads the parameters that the first one's update has made.
+    ("pipelined", lambda r, m: r["second"] in ("gan", "alternating", "plain beside"), "calls the loss again"),
     ("pipelined", lambda r, m: r["results"] == "nested", "the next value of each"),
     ("pipelined", lambda r, m: bool(r["second"] or r["target"]), "Return a dict with the carried arguments' names"),
     ("", lambda r, m: r["mesh"] == "explicit ZeRO-1", "shard_over: on a mesh with Explicit axes"),
     ("pipelined, host", lambda r, m: True, "none that the update reads is a float array of 64 KiB"),
-    ("pipelined, host", lambda r, m: bool(r["second"] or r["skip"] or r["accumulate"]), "only one by itself loads"),
+    ("pipelined, host", lambda r, m: in_a_branch(r), "Use gradients='device'"),
 ]
 
 

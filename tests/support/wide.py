@@ -19,16 +19,11 @@ PROCESSES = "starts processes"
 RANDOM = "random cases"
 
 WIDE = {
-    "analysis/test_cli.py::test_plan_for_a_chip": COMPILES,
     "analysis/test_doctor.py::test_the_doctor_tells": PROCESSES,
-    "analysis/test_forecast.py::test_the_share_with_which_both_end": "seconds of traces",
-    "analysis/test_plan_of_files.py::test_what_host_memory_is_left": "seconds of traces",
     "analysis/test_inspect.py::test_broken_steps[usual recipe-v5e:1x1-False]": COMPILES,
     "analysis/test_inspect.py::test_of_a_chip": COMPILES,
     "analysis/test_inspect.py::test_one_leaf_that_is_left_on_the_device[v5e": COMPILES,
     "analysis/test_inspect_parts.py::test_of_a_compiled_step[4194304": COMPILES,
-    "analysis/test_inspect_sharded.py::test_a_plan_of_a_stack": COMPILES,
-    "analysis/test_liveness.py::test_compiled_rows": COMPILES,
     "aot/test_by_rows.py": COMPILES,
     "aot/test_defaults.py": COMPILES,
     "aot/test_donation.py": COMPILES,
@@ -112,7 +107,6 @@ WIDE = {
     "pipelined/test_arguments.py::test_arguments_of_every_kind": STEPS,
     "test_put_off.py::test_the_numbers": STEPS,
     "test_report.py::test_chunks_of_a_sharded": SHARDINGS,
-    "test_random_steps.py": RANDOM,
     "test_segments.py::test_on_disk_repeats": "as the values",
     "test_segments.py::test_values[checkpointed": STEPS,
     "test_segments.py::test_values[looped": STEPS,

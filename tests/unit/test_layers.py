@@ -16,7 +16,6 @@ LAYERS = [
     "_base",
     "_disk",
     "_ir",
-    "_peak",
     "_plan",
     "_emit",
     "_placement",

@@ -1,7 +1,4 @@
-"""What ``jo.plan(step, *args)`` says of steps, beside what XLA compiles for an H200.
-
-The predictor's rules were made on the first rows. ``AFTER`` came when they were done, and changed none of them.
-"""
+"""Steps of several models, with abstract arguments, for compiled tests and tables."""
 
 from __future__ import annotations
 
@@ -15,17 +12,12 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_offload as jo
-from benchmarks.harness import systems
-from benchmarks.harness.cases import SHAPES, Shape
-from benchmarks.harness.systems import OURS
-from benchmarks.in_jax.system import program
 from jax_offload._step.rewritten import rewritten as whole
 from tests.aot.cases import device_sharding
-from tests.aot.harness import H200, MIB, V5E, Measured, measure, mesh_for
+from tests.aot.harness import H200, Measured, measure, mesh_for
 from tests.aot.model import ADAMW, CLIPPED, loss, parameters, step_of
 
 TURNED: dict[str, Literal["device", "host"]] = {"jo.pipelined": "device", "gradients too": "host"}
-INT8 = {"mu": "int8", "nu": "uint8"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,20 +57,6 @@ def toys() -> Iterator[Model]:
     yield _model("24×4096², stacked, clipped outside", outside, params, loss, _batch((512, 4096)), 512)
 
 
-def gpts() -> Iterator[Model]:
-    """The benchmark's GPT 1.3B: in one scan, in six, unrolled."""
-    for scans, clip in (1, False), (1, True), (6, False), (0, False), (0, True):
-        form = "unrolled" if not scans else f"{scans} scan{'s' if scans > 1 else ''}"
-        yield _gpt(f"GPT 1.3B, {form}{', clipped' if clip else ''}", SHAPES["1.3b"], 16384, scans, clip)
-
-
-def after() -> Iterator[Model]:
-    """Three that the rules had not seen: a GPT of another shape, a mixture of experts, a ViT; each in one scan."""
-    yield _gpt("GPT 2.7B, 1 scan", SHAPES["2.7b"], 8192, 1, False)
-    yield mixture()
-    yield vit()
-
-
 def sharded(layers: int = 24, width: int = 4096, tokens: int = 512) -> Iterator[Model]:
     """On four devices, so many tokens on each: parameters divided (FSDP), and the state alone (ZeRO-1)."""
     mesh = mesh_for(H200, (4,), ("data",))
@@ -98,33 +76,6 @@ def sharded(layers: int = 24, width: int = 4096, tokens: int = 512) -> Iterator[
         step = step_of(tx, loss, update_params=True)
         args = params, jo.abstract_state(tx, params), x
         yield Model(f"4 devices, {layers}×{width}², {name}", step, args, 4 * tokens, devices=4)
-
-
-def options() -> Iterator[Model]:
-    """Lower precision, the turned step with its gradients on the device and on the host, and a TPU."""
-    for storage, called in ("bfloat16", "bfloat16"), (INT8, "int8"):
-        tx = jo.offload(ADAMW, storage=storage)
-        yield _toy(f"24×4096², stacked, {called}", tx)
-        yield vit(called, tx)
-    ways, clipped = ("jo.pipelined", "gradients too"), jo.offload(CLIPPED)
-    yield dataclasses.replace(_toy("24×4096², stacked, clipped", clipped), ways=ways)
-    yield dataclasses.replace(vit("clipped", clipped), ways=ways)
-    yield on_chip(V5E, _toy("24×4096², stacked", jo.offload(ADAMW)))
-    yield on_chip(V5E, vit())
-
-
-def _toy(name: str, tx: Any) -> Model:
-    params = parameters(24, 4096, True, device_sharding(H200))
-    return _model(name, tx, params, loss, _batch((16384, 4096)), 16384)
-
-
-def on_chip(chip: str, model: Model) -> Model:
-    def there(x: Any) -> Any:
-        sharding = device_sharding(chip).with_memory_kind(x.sharding.memory_kind)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    args, name = jax.tree.map(there, model.args), f"{chip.partition(':')[0]}: {model.name}"
-    return dataclasses.replace(model, name=name, args=args, chip=chip)
 
 
 def mixture(layers: int = 12, width: int = 2048, experts: int = 8, tokens: int = 4096, capacity: int = 1024) -> Model:
@@ -211,43 +162,3 @@ def _batch(shape: tuple[int, ...], dtype: Any = jnp.float32) -> Any:
 
 def _model(name: str, tx: Any, params: Any, of: Callable[..., Any], batch: Any, tokens: int) -> Model:
     return Model(name, step_of(tx, of), (params, jo.abstract_state(tx, params), batch), tokens)
-
-
-def _gpt(name: str, shape: Shape, tokens: int, scans: int, clip: bool) -> Model:
-    case = systems.case(OURS, shape, tokens, scans=scans, clip=clip)
-    it = program(case, device_sharding(H200), jnp.bfloat16, "xla")
-    return Model(name, it.step, (it.params, it.state, it.tokens), tokens)
-
-
-def rows(models: Iterator[Model]) -> Iterator[str]:
-    for model in models:
-        forecast = jo.plan(model.step, *model.args, chip=model.chip.partition(":")[0], tokens_per_step=model.tokens)
-        for way in model.ways:
-            option, m = forecast[way], model.compiled(way)
-            low, high = (n / MIB for n in option.peak_range)
-            estimate = f"{option.peak / MIB:.0f} ({low:.0f}–{high:.0f})"
-            off = round(option.peak / MIB / m.peak - 1, 3)
-            miss = f"{off:+.1%}" if off else "0.0%"
-            t = m.timeline(model.chip.partition(":")[0])
-            # the share of the step: what the simulated schedule exposes, and what is predicted, of the simulated step
-            simulated, (least, most) = t.exposed / t.step, (x / t.step for x in option.exposed_range or (0.0, 0.0))
-            predicted = f"{least:.0%}" if most - least < 0.01 else f"{100 * least:.0f}–{most:.0%}"
-            held = "" if low <= m.peak <= high else " **missed**"
-            in_time = "" if least - 0.05 <= simulated <= most + 0.05 else " **missed**"
-            yield (
-                f"| {model.name}, {model.tokens} tokens | `{way}` | {estimate} | {m.peak:.0f} | {miss}{held} | "
-                f"{predicted} | {simulated:.0%}{in_time} |"
-            )
-
-
-HEADER = (
-    "| model | | estimated peak, MiB | compiled | miss | predicted added | simulated |\n"
-    "|---|---|---:|---:|---:|---:|---:|"
-)
-PARTS: dict[str, Callable[[], Iterator[Model]]] = {
-    "toys": toys,
-    "gpts": gpts,
-    "after": after,
-    "options": options,
-    "sharded": sharded,
-}

@@ -1,4 +1,4 @@
-"""The measured link, with a clock and copies whose speeds are known."""
+"""``jo.chip.measured``, with a clock and copies whose speeds are known."""
 
 import itertools
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ import jax
 import pytest
 
 import jax_offload as jo
-from jax_offload._analysis import dram, link
+from jax_offload._analysis import rates
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 ALONE = {(HOST, DEVICE): 50e9, (DEVICE, HOST): 40e9}  # bytes per second, by where from and where to
@@ -49,34 +49,41 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch):
     machine = Machine()
-    monkeypatch.setattr(link, "time", SimpleNamespace(perf_counter=lambda: machine.now))
-    monkeypatch.setattr(link, "dram_bandwidth", lambda: 7e9)
+    monkeypatch.setattr(rates, "time", SimpleNamespace(perf_counter=lambda: machine.now))
+    monkeypatch.setattr(rates, "dram_bandwidth", lambda: 7e9)
     monkeypatch.setattr(jax, "jit", machine.jit)
     return machine
 
 
 def test_each_way_alone_and_both_at_once(machine):
     """The best of three; ``both`` is what one way has while the other is busy."""
-    found = jo.measure_link()
-    assert (found.load, found.store, found.both, found.dram) == pytest.approx((50e9, 40e9, 30e9, 7e9))
+    found = jo.chip.measured()
+    assert (found.host_link, found.host_link_both, found.dram_bandwidth) == pytest.approx((40e9, 60e9, 7e9))
+    assert found.name == "cpu" and found.flops == jo.chip("h100").flops
+    assert (found.sources["host_link"], found.sources["flops"]) == ("measured on this machine", "as h100")
     assert machine.programs == [((HOST, DEVICE),), ((DEVICE, HOST),), ((HOST, DEVICE), (DEVICE, HOST))]
 
 
 def test_it_copies_no_more_than_its_docstring_says(machine):
     """Four runs each: with the pieces that an accelerator has, 16 GiB in all."""
-    jo.measure_link()
-    scale = link.PIECE // link.ON_CPU
+    jo.chip.measured()
+    scale = rates.PIECE // rates.ON_CPU
     assert [n * scale / 2**30 for n in machine.copied] == [4, 4, 8]
 
 
 def test_where_jax_has_no_cpu_there_is_no_figure_of_its_memory(machine, monkeypatch):
-    monkeypatch.setattr(link, "dram_bandwidth", lambda: None)
-    assert jo.measure_link().dram is None
+    monkeypatch.setattr(rates, "dram_bandwidth", lambda: None)
+    assert jo.chip.measured().dram_bandwidth is None
 
 
 def test_the_host_s_memory_by_the_best_of_three(monkeypatch):
-    """Two arrays are read and one is written; the first run compiles and does not count."""
-    monkeypatch.setattr(dram, "ARRAY", 2**12)
-    took = [(0.0, 0.25), (1.0, 5.0), (6.0, 8.0), (9.0, 12.0)]
-    monkeypatch.setattr(dram, "time", SimpleNamespace(perf_counter=itertools.chain(*took).__next__))
-    assert dram.dram_bandwidth() == 3 * 2**12 / 2
+    """Two arrays are read and one is written; the first run, which compiles, is not timed."""
+    monkeypatch.setattr(rates, "ARRAY", 2**12)
+    took = [(1.0, 5.0), (6.0, 8.0), (9.0, 12.0)]
+    monkeypatch.setattr(rates, "time", SimpleNamespace(perf_counter=itertools.chain(*took).__next__))
+    assert rates.dram_bandwidth() == 3 * 2**12 / 2
+
+
+def test_what_is_no_device():
+    with pytest.raises(TypeError, match=r"device: expected a jax.Device, of jax.local_devices\(\); got 'foo'"):
+        jo.chip.measured("foo")
