@@ -9,6 +9,7 @@ import dataclasses
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 import jax
@@ -18,6 +19,8 @@ import numpy as np
 from jax.extend.core import DebugInfo, Effects, Primitive
 
 from jax_offload._base.private import dce_jaxpr
+
+jit = jax.jit  # jax's own, also where a user puts jax_offload.jit in its place
 
 
 class Aval(Protocol):
@@ -208,9 +211,14 @@ def holds_equations(eqn: Equation) -> bool:
     return bool(eqn.params) and any(True for _ in jex.jaxprs_in_params(eqn.params))
 
 
-def jaxpr_of(fun: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:
-    """The jaxpr of ``fun`` for the types of ``args``, and the structure of its result."""
-    jaxpr, result = jax.make_jaxpr(fun, return_shape=True)(*args)
+def jaxpr_of(
+    fun: Callable[..., Any], *args: Any, static: Sequence[int] = (), named: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[ClosedJaxpr, Any]:
+    """The jaxpr of ``fun`` for the types of ``args``, and the structure of its result.
+
+    ``static``: the numbers of the arguments that are no operands. ``named``: keyword arguments.
+    """
+    jaxpr, result = jax.make_jaxpr(fun, static_argnums=tuple(static), return_shape=True)(*args, **named)
     return cast(ClosedJaxpr, jaxpr), jax.tree.structure(result)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from jax_offload._base.arrays import is_array, nbytes
+from jax_offload._base.arrays import nbytes
 from jax_offload._base.barriers import gate
 from jax_offload._base.donation import guarded
 from jax_offload._base.effects import only_callbacks, ordered
@@ -25,6 +25,7 @@ from jax_offload._base.jaxprs import (
     scan_of,
     values_of,
     variables,
+    without_dead_code,
 )
 from jax_offload._base.jaxprs import (
     closed as as_closed,
@@ -48,25 +49,53 @@ from jax_offload._step.parts import Parts, Rest, parts_of
 from jax_offload._step.returned import unreturned
 from jax_offload._step.unskipped import choosing
 
+Drive = Callable[[ClosedJaxpr, Any, Set[int | str]], Any]
 
-def rewritten(step: Callable[..., Any]) -> Callable[..., Any]:
-    """``step``, to be traced by ``jit``, with its updates inside the scans that make their gradients."""
+
+def rewritten(step: Callable[..., Any], drive: Drive | None = None) -> Callable[..., Any]:
+    """``step``, to be traced by ``jit``, with its updates inside the scans that make their gradients.
+
+    Args:
+      step: a function; arguments of it that hold no traced value are static.
+      drive: returns what takes the place of the results where Python is to drive the step: given its closed jaxpr, the
+        structure of the results, and the numbers and names of static arguments. ``None``: the step stays as it is.
+    """
 
     @functools.wraps(step)
     def run(*args: Any, **kwargs: Any) -> Any:
-        leaves, treedef = jax.tree.flatten((args, kwargs))
-        arrays = [k for k, x in enumerate(leaves) if is_array(x) or isinstance(x, Tracer)]  # of mutable arrays too
-
-        def on_arrays(*values: Any) -> Any:
-            filled = dict(enumerate(leaves)) | dict(zip(arrays, values, strict=True))
-            args, kwargs = jax.tree.unflatten(treedef, filled.values())
-            return step(*args, **kwargs)
-
-        given = [leaves[k] for k in arrays]
-        closed, result = jaxpr_of(on_arrays, *given)
-        return jax.tree.unflatten(result, emitted(closed, given))
+        fixed = [i for i, x in enumerate(args) if _is_static(x)]
+        named = {name: x for name, x in kwargs.items() if _is_static(x)}
+        given = {name: x for name, x in kwargs.items() if name not in named}
+        fun = functools.partial(step, **named) if named else step
+        closed, result = jaxpr_of(fun, *args, static=fixed, named=given)
+        if drive is not None and _is_driven(closed):
+            return drive(closed, result, {*fixed, *named})
+        leaves = jax.tree.leaves(([x for i, x in enumerate(args) if i not in fixed], given))
+        results = emitted(closed, leaves) if _updates(closed) else jax_fun(closed)(*leaves)
+        return jax.tree.unflatten(result, results)
 
     return run
+
+
+def _updates(closed: ClosedJaxpr) -> bool:
+    """Whether a function is a step: it updates something, or reads a leaf from disk."""
+    return any(holds_update(eqn) or eqn.primitive is READ for eqn in closed.jaxpr.eqns)
+
+
+def _is_static(x: Any) -> bool:
+    """Whether an argument of a function that ``jit`` traces is static; of those without leaves it makes no odds."""
+    leaves = jax.tree.leaves(x)
+    try:
+        return not any(isinstance(leaf, (Tracer, jax.Array)) for leaf in leaves) and hash(x) is not None
+    except TypeError:
+        return False
+
+
+def _is_driven(closed: ClosedJaxpr) -> bool:
+    """Whether Python is to drive a step: for one of its results the host's cores update, or files are read."""
+    if not any(map(holds_driven_update, closed.jaxpr.eqns)):
+        return False
+    return any(map(holds_driven_update, without_dead_code(closed.jaxpr)[0].eqns))
 
 
 def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
