@@ -77,7 +77,7 @@ def test_shows_an_example(name):
     assert shown or inspect.isclass(attrgetter(name)(jo))  # some are only returned
 
 
-@pytest.mark.oldest("every example", only=["*"])
+@pytest.mark.oldest("every example")
 @pytest.mark.parametrize("name", NAMES)
 def test_example(name):
     if name in ("profile", "types.Profile") and jax.__version_info__ < (0, 11):
