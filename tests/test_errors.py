@@ -11,6 +11,8 @@ import pytest
 import jax_offload as jo
 from jax_offload._base import memory as _memory
 
+pytestmark = pytest.mark.oldest("messages that quote jax")
+
 ADAM = optax.adam(1e-3)
 
 

@@ -19,7 +19,6 @@ from jax_offload._base.jaxprs import Literal, jaxpr_of, values_of
 from jax_offload._base.on_disk import is_on_disk
 from jax_offload._drive import cuts, run, segments, stages
 from jax_offload._drive.cores import Cores, cores_beside
-from jax_offload._drive.jitted import DrivenJit
 from jax_offload._plan import by_rows
 from tests.support.optimizers import assert_same, copied
 from tests.support.slow import slow
@@ -107,6 +106,8 @@ LOOPED = lambda x, w: jax.lax.fori_loop(0, 2, lambda _, x: plain_layer(x, w), x)
 LAYERS = {"plain": plain_layer, "checkpointed": CHECKPOINTED, "looped": LOOPED}
 
 
+@pytest.mark.long("more kinds of steps", only=["checkpointed*", "looped*"])
+@pytest.mark.long("more donations", only=["plain-False*"])
 @pytest.mark.parametrize("share", ["host", 0.6])
 @pytest.mark.parametrize("donate", [True, False])
 @pytest.mark.parametrize("layer", LAYERS)
@@ -193,6 +194,7 @@ def busy():
         thread.join()
 
 
+@pytest.mark.exhaustive("seven hundred steps", only=["host-700", "0.6-700"])
 @pytest.mark.usefixtures("busy")
 @pytest.mark.parametrize(
     ("share", "steps"),
@@ -276,6 +278,7 @@ def test_small_leaves_on_the_device_hold_nothing_up(disk):
     assert names(driven_by(step))[:3] == ["before", "before", "group"]
 
 
+@pytest.mark.long("as the values")
 @pytest.mark.usefixtures("busy")
 def test_on_disk_repeats_bit_for_bit(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "on_accelerators", lambda devices: True)
@@ -458,4 +461,4 @@ def test_a_driver_is_made_once_a_step():
     step, state = jo.jit(step_of(tx)), tx.init(params)
     for _ in range(3):
         params, state, _ = step(params, state, X)
-    assert isinstance(step._driven, DrivenJit) and len(step._driven._programs) == 1
+    assert len(step._driven._programs) == 1

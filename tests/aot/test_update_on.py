@@ -39,6 +39,7 @@ def first_program(share, tokens):
     return measure(H200, program.__wrapped__, operands, (), places, options_for_sending("cuda"))
 
 
+@pytest.mark.long("compiles more of the same for a chip", but=["host-512*"])
 @pytest.mark.parametrize(
     ("share", "tokens", "peak", "hidden"),
     [("host", 512, 1856, 0.95), ("host", 16384, 8256, 0.95), (0.3, 16384, 9344, 0.85)],
@@ -52,6 +53,7 @@ def test_gradients_go_down_as_they_are_made(share, tokens, peak, hidden):
     assert found.hidden >= hidden
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 @pytest.mark.parametrize(("share", "tokens", "peak"), [("host", 16384, 8256), (0.3, 16384, 9344)])
 def test_inspect_looks_at_the_pass(share, tokens, peak):
     require(H200)
@@ -62,6 +64,7 @@ def test_inspect_looks_at_the_pass(share, tokens, peak):
     assert {t.leaf for t in report.transfers} == {"gradients"}
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 def test_the_stack_of_gradients_is_nowhere_on_the_device():
     """Rows go down inside the scan that makes them."""
     require(H200)
