@@ -119,7 +119,7 @@ class DrivenSteps:
 def _handed_over(results: list[jax.Array], donated: Iterable[Any]) -> list[jax.Array]:
     """Results, of which those on the device that were donated become others: ``jax.jit`` deletes what is donated."""
     given = {id(x) for x in donated}
-    same = {id(x): x for x in results if id(x) in given and not on_host(x)}
+    same = {id(x): x for x in results if id(x) in given and isinstance(x, jax.Array) and not on_host(x)}
     new = dict(zip(same, _renamed([*same.values()]), strict=True)) if same else {}
     return [new.get(id(x), x) for x in results]
 
