@@ -9,6 +9,7 @@ import dataclasses
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 import jax
@@ -18,6 +19,8 @@ import numpy as np
 from jax.extend.core import DebugInfo, Effects, Primitive
 
 from jax_offload._base.private import dce_jaxpr
+
+jit = jax.jit  # jax's own, also where a user puts jax_offload.jit in its place
 
 
 class Aval(Protocol):
@@ -208,15 +211,26 @@ def holds_equations(eqn: Equation) -> bool:
     return bool(eqn.params) and any(True for _ in jex.jaxprs_in_params(eqn.params))
 
 
-def jaxpr_of(fun: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:
-    """The jaxpr of ``fun`` for the types of ``args``, and the structure of its result."""
-    jaxpr, result = jax.make_jaxpr(fun, return_shape=True)(*args)
+def jaxpr_of(
+    fun: Callable[..., Any], *args: Any, static: Sequence[int] = (), named: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[ClosedJaxpr, Any]:
+    """The jaxpr of ``fun`` for the types of ``args``, and the structure of its result.
+
+    ``static``: the numbers of the arguments that are no operands. ``named``: keyword arguments.
+    """
+    jaxpr, result = jax.make_jaxpr(fun, static_argnums=tuple(static), return_shape=True)(*args, **named)
     return cast(ClosedJaxpr, jaxpr), jax.tree.structure(result)
 
 
 def jax_fun(jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
-    """A closed jaxpr as a function."""
-    return jex.jaxpr_as_fun(cast(Any, jaxpr))
+    """A closed jaxpr as a function, whose results are arrays: jax would return a constant as the Python number."""
+    run: Callable[..., list[Any]] = jex.jaxpr_as_fun(cast(Any, jaxpr))
+    outputs = jaxpr.jaxpr.outvars
+    if not any(isinstance(v, Literal) for v in outputs):
+        return run
+    return lambda *args: [
+        as_array(v) if isinstance(v, Literal) else x for v, x in zip(outputs, run(*args), strict=True)
+    ]
 
 
 def closed(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> ClosedJaxpr:

@@ -1,70 +1,133 @@
-"""A jitted step whose updates the host's cores have a part in: called as the ``jit`` would be."""
+"""Jitted steps that are driven from Python: what ``jax.jit`` returns in their place, and what is called then."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Hashable, Mapping
+import dataclasses
+import functools
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from itertools import compress
 from typing import Any
 
 import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Sharding
 
-from jax_offload._base.on_disk import is_on_disk
-from jax_offload._drive.run import Driven
+from jax_offload._base.jaxprs import ClosedJaxpr, jit
+from jax_offload._base.memory import on_host
+from jax_offload._drive.run import Driven, places_of
 
 
-class DrivenJit:
-    """A step, driven from Python; compiled for each kind of arguments: their tree, types, shardings and static values.
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True, eq=False)
+class Undone:
+    """A step that jax has traced and that is to be driven. It stands for each of its results, a tree without leaves.
 
-    Args:
-      jitted: the step under ``jax.jit``, which traces it.
-      fun: the step.
-      options: those of ``jax.jit``.
-      compiler_options: for the programs of the device.
-      for_sending: for those that send something to the host.
+    So ``jax.jit`` finds it in its own cache, by all that jax tells apart: types, static arguments, contexts.
+
+    Attributes:
+      step: the closed jaxpr.
+      result: the structure of what it returns.
+      static: the arguments that are static: the numbers of positional ones, the names of others.
     """
 
-    def __init__(
-        self,
-        jitted: Any,
-        fun: Callable[..., Any],
-        options: Mapping[str, Any],
-        compiler_options: Mapping[str, Any],
-        for_sending: Mapping[str, Any],
-    ) -> None:
-        self._jitted, self._options = jitted, options
-        self._static = _static(fun, options)
-        self._programs: dict[Hashable, tuple[Driven, Any]] = {}
-        self._compiler_options = compiler_options, for_sending
+    step: ClosedJaxpr
+    result: Any
+    static: Set[int | str]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The step's results; its arguments as for ``jax.jit``."""
-        indices, names = self._static
-        indices = {i % len(args) for i in indices if -len(args) <= i < len(args)}
-        given = (
-            tuple(x for i, x in enumerate(args) if i not in indices),
-            {name: x for name, x in kwargs.items() if name not in names},
+    def tree_flatten(self) -> tuple[tuple[()], Undone]:
+        return (), self
+
+    @classmethod
+    def tree_unflatten(cls, undone: Undone, _: Any) -> Undone:
+        return undone
+
+    def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call without those that are static."""
+        return (
+            tuple(x for i, x in enumerate(args) if i not in self.static),
+            {name: x for name, x in kwargs.items() if name not in self.static},
         )
-        if (places := self._options.get("in_shardings")) is not None:
+
+    def is_traced(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        return any(isinstance(x, Tracer) for x in jax.tree.leaves(self.given(args, kwargs)))
+
+
+def undone_in(result: Any) -> Undone | None:
+    """What a result says is still to be done."""
+    leaves = jax.tree.leaves(result, is_leaf=lambda x: isinstance(x, Undone))
+    return leaves[0] if leaves and isinstance(leaves[0], Undone) else None
+
+
+class DrivenSteps:
+    """The steps of one function that are driven, compiled for each ``Undone``, sharding of arguments and donation."""
+
+    def __init__(self) -> None:
+        self._programs: dict[Hashable, tuple[Driven, Sequence[bool]]] = {}
+        self._shardings: dict[tuple[Sharding, int], Sharding] = {}
+        self._any = False
+
+    def __bool__(self) -> bool:
+        return self._any
+
+    def left_out(self, step: ClosedJaxpr, result: Any, static: Set[int | str]) -> Any:
+        """What the trace of a driven step returns."""
+        self._any = True
+        undone = Undone(step, result, static)
+        return jax.tree.unflatten(result, [undone] * result.num_leaves)
+
+    def __call__(
+        self,
+        undone: Undone,
+        jitted: Any,
+        options: Mapping[str, Any],
+        compiling: tuple[Mapping[str, Any], Mapping[str, Any]],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """The results of a step.
+
+        Args:
+          undone: the step.
+          jitted: the object of ``jax.jit`` that has returned it, and that has checked its arguments.
+          options: those of ``jax.jit``.
+          compiling: the compiler's options for the programs of the device, and for those that send to the host.
+          args, kwargs: the step's arguments.
+        """
+        given = undone.given(args, kwargs)
+        if (places := options.get("in_shardings")) is not None:
             given = (_put(given[0], tuple(places) if isinstance(places, list) else places), given[1])
-        leaves, tree = jax.tree.flatten(given)
-        statics = tuple((i, args[i]) for i in sorted(indices)), tuple((k, kwargs[k]) for k in names if k in kwargs)
-        key = tree, statics, tuple(map(_kind, jax.tree.leaves(given, is_leaf=is_on_disk)))
+        leaves = jax.tree.leaves(given)
+        how = repr([options.get(name) for name in ("donate_argnums", "donate_argnames", "compiler_options")])
+        key = undone, how, tuple(map(self._same, places_of(leaves), map(np.ndim, leaves)))
         if key not in self._programs:
-            traced = self._jitted.trace(*args, **kwargs)
-            donated = [info.donated for info in jax.tree.leaves(traced.args_info)]
-            self._programs[key] = Driven(traced.jaxpr, leaves, donated, *self._compiler_options), traced.out_tree
-        driven, out_tree = self._programs[key]
-        result = jax.tree.unflatten(out_tree, driven(leaves))
-        places = self._options.get("out_shardings")
+            donated = [info.donated for info in jax.tree.leaves(jitted.trace(*args, **kwargs).args_info)]
+            self._programs[key] = Driven(undone.step, leaves, donated, *compiling), donated
+        driven, donated = self._programs[key]
+        result = jax.tree.unflatten(undone.result, _handed_over(driven(leaves), compress(leaves, donated)))
+        places = options.get("out_shardings")
         return result if places is None else _put(result, places)
 
+    def _same(self, place: Sharding | None, ndim: int) -> Sharding | None:
+        """The first sharding that means what this one does."""
+        if place is not None and (place, ndim) not in self._shardings:
+            alike = (s for s, n in self._shardings if n == ndim and s.is_equivalent_to(place, n))
+            self._shardings[place, ndim] = next((s for s in alike if s.memory_kind == place.memory_kind), place)
+        return None if place is None else self._shardings[place, ndim]
 
-def _kind(x: Any) -> Hashable:
-    """What a step is compiled for; a token is read here, wherever it is."""
-    if is_on_disk(x):
-        token = jax.typeof(x.token)
-        return x.place, token.shape, token.dtype
-    return jax.typeof(x), getattr(x, "sharding", None)
+
+def _handed_over(results: list[jax.Array], donated: Iterable[Any]) -> list[jax.Array]:
+    """Results, of which those on the device that were donated become others: ``jax.jit`` deletes what is donated."""
+    given = {id(x) for x in donated}
+    same = {id(x): x for x in results if id(x) in given and not on_host(x)}
+    new = dict(zip(same, _renamed([*same.values()]), strict=True)) if same else {}
+    return [new.get(id(x), x) for x in results]
+
+
+@functools.partial(jit, donate_argnums=0)
+def _renamed(arrays: list[jax.Array]) -> list[jax.Array]:
+    """The arrays, as others in their memory."""
+    return arrays
 
 
 def _put(tree: Any, places: Any) -> Any:
@@ -77,17 +140,3 @@ def _put(tree: Any, places: Any) -> Any:
         for x, s in zip(leaves, where, strict=True)
     ]
     return jax.tree.unflatten(treedef, moved)
-
-
-def _static(fun: Callable[..., Any], options: Mapping[str, Any]) -> tuple[set[int], set[str]]:
-    """The places and the names of static arguments: each parameter that one of both names, as ``jax.jit`` has it."""
-    given = options.get("static_argnums"), options.get("static_argnames")
-    indices: set[int] = {given[0]} if isinstance(given[0], int) else set(given[0] or ())
-    names: set[str] = {given[1]} if isinstance(given[1], str) else set(given[1] or ())
-    try:
-        parameters = list(inspect.signature(fun).parameters)
-    except (TypeError, ValueError):
-        return indices, names
-    by_name = {k for k, name in enumerate(parameters) if name in names}
-    by_number = {parameters[k] for k in indices if -len(parameters) <= k < len(parameters)}
-    return indices | by_name, names | by_number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any
 
@@ -11,31 +12,38 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from jax_offload._base.donation import guarded
 from jax_offload._base.jaxprs import (
+    Atom,
     ClosedJaxpr,
     Equation,
     Literal,
     Var,
     closed,
     jax_fun,
+    jit,
     values_of,
     without_dead_code,
 )
-from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, is_host_aval, to_device, to_host, with_kind
-from jax_offload._drive.by_parts import ByParts, by_parts, check_by_parts, to_be_written
+from jax_offload._base.memory import (
+    DEVICE_KIND,
+    HOST_KIND,
+    ambient_sharding,
+    is_host_aval,
+    to_device,
+    to_host,
+    with_kind,
+)
 from jax_offload._drive.cores import Cores, cores_beside, on_accelerators
 from jax_offload._drive.files import files_of
+from jax_offload._drive.kernel import OnePass, one_pass
 from jax_offload._drive.moving import Moving
-from jax_offload._drive.one_pass import Run, one_pass
-from jax_offload._drive.pieces import Joined
-from jax_offload._drive.row_groups import come_by_rows
+from jax_offload._drive.rows_down import rows_sent_down
 from jax_offload._drive.segments import ON_A_CPU, ON_DEVICES, ON_PROCESSES, in_segments
 from jax_offload._drive.stages import Staged, staged
-from jax_offload._drive.tasks import Task, tasks_of
+from jax_offload._drive.tasks import Task, check_processes, tasks_of, to_be_written
 from jax_offload._drive.undivided import without_mesh
 from jax_offload._drive.values import Values
 from jax_offload._emit.find import holds_driven_update
 from jax_offload._ir.program import flat
-from jax_offload._peak.sharded import division_of
 from jax_offload._step.cut import cut_step, unguarded
 
 Jit = Callable[..., Any]
@@ -54,7 +62,6 @@ class Driven:
 
     Attributes:
       one_program: why it is not.
-      by_rows: whether some of what the cores read comes to them in groups of rows.
     """
 
     def __init__(
@@ -70,10 +77,8 @@ class Driven:
         found = staged(cut_step(self._files.program), self._files.ends)
         self._files.check(found)
         self._options = options, for_sending
-        placed = [getattr(x, "sharding", None) for x in args]
-        self._devices = {d for s in placed if s is not None for d in s.device_set} or {*jax.devices()[:1]}
-        updated = [v.aval for v in found.next_of.values() if not is_host_aval(v.aval)]
-        self._division = division_of(args, updated, len(self._devices))
+        placed = places_of(args)
+        self._devices = {d for s in placed if s is not None for d in s.device_set} or {*ambient_sharding().device_set}
         self._cores = cores_beside(self._devices) if any(s.on_cores for s in found.stages) else Cores()
         own = found.inputs[len(found.consts) :]
         own = own[: len(own) - len(self._files.reads)]
@@ -86,40 +91,71 @@ class Driven:
         firsts = {v: _first(found.next_of, v) for v in found.next_of}
         self._places |= {v: self._places[old] for v, old in firsts.items() if old in self._places}
         self._donated = {v for v, given in zip(own, donated, strict=True) if given}
+        if len(self._devices) == 1 and (self._cores.cpu is not None or not segments):
+            found = rows_sent_down(found)
         self._step, self.one_program = found, ON_A_CPU
-        beside_one = len(self._devices) == 1 and (self._cores.cpu is not None or not segments)
-        by_rows = come_by_rows(found) if beside_one else {}
-        self.by_rows = bool(by_rows)
         in_files = bool(self._reads) and on_accelerators(self._devices) and not any(s.on_cores for s in found.stages)
         if segments and (self._cores.cpu is not None or in_files):
-            self._step, self.one_program = found, _ = self.in_segments(
-                any(device.platform == "tpu" for device in self._devices)
-            )
+            self._step, self.one_program = found, _ = self.in_segments()
         self._compiled: dict[Hashable, Jit] = {}
-        at_once = {v for s in found.stages if any(isinstance(p, Joined) for p in s.pieces) for v in s.reads}
-        by_rows = {v: ends for v, ends in by_rows.items() if v not in at_once}
-        tasks = tasks_of(found, self._donated | {*self._reads}, by_rows)
+        tasks = tasks_of(found, self._donated | {*self._reads})
         sent = {v for task in tasks for v in task.down}
         own = to_be_written(tasks, self._donated, self._places, self._devices)
         self._tasks = [(task, self._run_by(task, sent, own)) for task in tasks]
-        self._written = [v for _, run in self._tasks if isinstance(run, ByParts) for v in run.written]
+        self._hands_on = any(task.stage.loop is not None for task in tasks)
+        self._written = [v for _, run in self._tasks if isinstance(run, OnePass) for v in run.written]
 
-    def __call__(self, args: Sequence[Any]) -> list[Any]:
-        """The step's results, flat, of its flat arguments."""
-        given = dict(zip(self._step.inputs, [*self._step.consts, *args], strict=False))
-        values, tasks = Values(self._cores, given), [task for task, _ in self._tasks]
+    def __call__(self, args: Sequence[Any], kept: Set[int] = frozenset()) -> list[Any]:
+        """The step's results, flat, of its flat arguments.
+
+        ``kept``: the identities of arrays whose buffers stay as they are, also where a donated argument is one.
+        """
+        arrays = [*self._constants, *self._as_arrays(args)]
+        given = dict(zip(self._step.inputs, arrays, strict=False))
+        aliased = self._hands_on or bool(kept) or len({*map(id, arrays)}) < len(arrays)
+        kept = kept | {id(x) for v, x in given.items() if v not in self._donated}
+        values, tasks = Values(self._cores, given, kept, aliased), [task for task, _ in self._tasks]
         files = Moving(self._files, self._step, tasks, given, self._reads)
         for k, (task, run) in enumerate(self._tasks):
             for following, _ in self._tasks[k + 1 : k + 2]:
                 values.send(following)
             files.read(task, tasks[k + 1 :])
-            results = run(*values.operands(task, isinstance(run, ByParts)))
-            if k == 0:  # behind the first program, whose gradients the cores wait for, and ahead of all others
+            values.claim(task.free)
+            if isinstance(run, OnePass) and self._cores.cpu is None:
+                values.take(run.written)
+            operands = values.operands(task, isinstance(run, OnePass))
+            values.free_sent(task, self._donated)
+            results = run(*operands)
+            del operands
+            if k == 0 and self._cores.cpu is not None:
+                # behind the first program, whose gradients the cores wait for, and ahead of all others
                 values.take(self._written)
             values.put(task, results, self._place)
             values.drop(task.over, self._donated)
             files.write(k, task)
-        return files.results()
+        return [x if _is_placed(x) else jax.device_put(x, self._everywhere) for x in files.results()]
+
+    def _as_arrays(self, xs: Sequence[Any]) -> list[Any]:
+        """Arguments as ``jax.jit`` makes arrays of them: NumPy arrays, whose owner may write them anew, and numbers."""
+        found = list(xs)
+        if others := [k for k, x in enumerate(xs) if not isinstance(x, jax.Array)]:
+            for k, x in zip(others, self._bring([xs[k] for k in others]), strict=True):
+                found[k] = x
+        return found
+
+    @functools.cached_property
+    def _bring(self) -> Jit:
+        return jit(lambda xs: xs, out_shardings=self._everywhere)
+
+    @functools.cached_property
+    def _constants(self) -> list[jax.Array]:
+        """The constants as arrays; beside an accelerator those that only the cores read are in host memory."""
+        by_device = {v for s in self._step.stages if not s.on_cores for v in s.reads} | {*self._step.results}
+        found = self._as_arrays([x if isinstance(x, jax.Array) else np.asarray(x) for x in self._step.consts])
+        if self._cores.cpu is None:
+            return found
+        read = zip(self._step.inputs, found, strict=False)
+        return [x if v in by_device or not x.ndim else to_host(x) for v, x in read]
 
     @property
     def first(self) -> tuple[Task, Callable[..., Sequence[Any]], Sequence[Var]]:
@@ -132,17 +168,20 @@ class Driven:
     def consts(self) -> dict[Var, Any]:
         return dict(zip(self._step.inputs, self._step.consts, strict=False))
 
-    def in_segments(self, rounds: bool) -> tuple[Staged, str]:
+    def in_segments(self) -> tuple[Staged, str]:
         """The step with the pass before its update in several programs, or as it is, and why.
 
-        That is for the cores beside an accelerator: on a CPU their loops update in place what a later program may read.
-        ``rounds``: whether its matmuls round float32 to bfloat16.
+        That is for the cores beside an accelerator: on a CPU they update in place what a later program may read.
         """
         if len(self._devices) > 1 and self._reads:
             return self._step, ON_DEVICES
         if len({device.process_index for device in self._devices}) > 1:
             return self._step, ON_PROCESSES
-        return in_segments(self._step, self._donated, self._division, rounds)
+        updated = (v for v in self._step.next_of.values() if not is_host_aval(v.aval) and v.aval.ndim > 1)
+        replicated = len(self._devices) > 1 and any(
+            (s := self._places.get(v)) is None or s.is_fully_replicated for v in updated
+        )
+        return in_segments(self._step, replicated)
 
     def _place(self, v: Var) -> Sharding:
         """Where on the accelerators a value lives; one that is no argument's next value on all of them."""
@@ -171,7 +210,7 @@ class Driven:
 
         program.__name__ = f"step_{stage.name}"
         options = {"out_shardings": places, "compiler_options": self._options[task.sends] or None}
-        compiled = jax.jit(program, **({} if beside else {"donate_argnums": task.reused, **options}))
+        compiled = jit(program, **({} if beside else {"donate_argnums": task.reused, **options}))
         compiled = without_mesh(compiled) if beside else compiled
         if key is not None:
             self._compiled[key] = compiled
@@ -184,18 +223,35 @@ class Driven:
             return None
         return with_kind(place, HOST_KIND if is_host_aval(v.aval) else DEVICE_KIND)
 
-    def _run_by(self, task: Task, sent: Set[Var], own: Set[Var]) -> Run:
-        """How a task runs: as a program of XLA's, or one of the cores in loops of one pass."""
+    def _run_by(self, task: Task, sent: Set[Var], own: Set[Var]) -> Callable[..., Sequence[Any]]:
+        """How a task runs: as a program of XLA's, or on the cores in one pass."""
         program = self._program(task)
         if not task.stage.on_cores:
             return program
-        if self._cores.cpu is None:
-            free = task.free - sent
-            return one_pass(task.stage.pieces, task.inputs, task.outputs, program, self._step.next_of, free)
-        if (loops := by_parts(task, self._step.next_of, own)) is not None:
-            return loops
-        check_by_parts(task.stage, len({device.process_index for device in self._devices}))
-        return program
+        on_a_cpu = self._cores.cpu is None
+        if on_a_cpu and len(self._devices) > 1:
+            return program
+        own = task.free - sent if on_a_cpu else own & task.free
+        up = {v for v in (task.stage.makes if on_a_cpu else task.up) if not is_host_aval(v.aval)}
+        found = one_pass(task, self._step.next_of, own, up)
+        if found is None and not on_a_cpu:
+            check_processes(task, len({device.process_index for device in self._devices}))
+        return found or program
+
+
+def _is_placed(x: Any) -> bool:
+    """Whether a result is committed, as results of ``jax.jit`` are beside an argument that is; tokens are no arrays."""
+    return not isinstance(x, jax.Array) or x.committed
+
+
+def places_of(args: Sequence[Any]) -> list[Sharding | None]:
+    """The shardings of arguments; ``None`` for those that jax moves to the devices of what is committed to some."""
+    placed = [getattr(x, "sharding", None) for x in args]
+    committed = [s if getattr(x, "committed", True) else None for x, s in zip(args, placed, strict=True)]
+    found = committed if any(s is not None for s in committed) else placed
+    devices = {d for s in found if s is not None for d in s.device_set}
+    alone = SingleDeviceSharding(*devices, memory_kind=DEVICE_KIND) if len(devices) == 1 else None
+    return [alone if s is None else s for s in found]
 
 
 def _first(next_of: Mapping[Var, Var], v: Var) -> Var:
@@ -214,6 +270,11 @@ def _everywhere(placed: Sequence[Any], devices: Set[Any]) -> Sharding:
     return SingleDeviceSharding(next(iter(devices))) if mesh is None else NamedSharding(mesh, PartitionSpec())
 
 
+def _free(operands: Sequence[Atom], free: Set[Var]) -> list[bool]:
+    """The operands of a loop whose buffers it may take: these, and what is made of literals."""
+    return [isinstance(v, Literal) or v in free for v in operands]
+
+
 class _Loop:
     """A ``while`` of the step that holds an update, ``skip=`` is one: its condition is read, its body driven."""
 
@@ -222,7 +283,7 @@ class _Loop:
         self._places = [self._eqn.outvars.index(v) for v in task.outputs]
         self._body: Driven | None = None
         condition, self._used = without_dead_code(self._eqn.params["cond_jaxpr"].jaxpr)
-        self._condition = jax.jit(jax_fun(closed(condition, self._eqn.params["cond_jaxpr"].consts)))
+        self._condition = jit(jax_fun(closed(condition, self._eqn.params["cond_jaxpr"].consts)))
 
     def __call__(self, *operands: Any) -> list[Any]:
         params = self._eqn.params
@@ -231,9 +292,9 @@ class _Loop:
         consts, carry = given[n:m], given[m:]
         while self._holds([*given[:n], *carry]):
             if self._body is None:
-                donated = [False] * len(consts) + [v in self._free for v in self._eqn.invars[m:]]
+                donated = [False] * len(consts) + _free(self._eqn.invars[m:], self._free)
                 self._body = Driven(params["body_jaxpr"], [*consts, *carry], donated, *self._options)
-            carry = self._body([*consts, *carry])
+            carry = self._body([*consts, *carry], {*map(id, given[:n])})
         return [carry[k] for k in self._places]
 
     def _holds(self, operands: Sequence[Any]) -> bool:
@@ -260,7 +321,7 @@ class _Branch:
 
     def _branch(self, branch: ClosedJaxpr, given: Sequence[Any]) -> Callable[[Sequence[Any]], Sequence[Any]]:
         if any(map(holds_driven_update, branch.jaxpr.eqns)):
-            return Driven(branch, given, [v in self._free for v in self._eqn.invars[1:]], *self._options)
+            return Driven(branch, given, _free(self._eqn.invars[1:], self._free), *self._options)
         return handed_on(branch)
 
 
@@ -269,7 +330,7 @@ def handed_on(branch: ClosedJaxpr) -> Callable[[Sequence[Any]], Sequence[Any]]:
     places = {v: i for i, v in enumerate(branch.jaxpr.invars)}
     own = [None if isinstance(v, Literal) else places.get(v) for v in branch.jaxpr.outvars]
     rest, used = without_dead_code(branch.jaxpr, [i is None for i in own])
-    run = jax.jit(jax_fun(closed(rest, branch.consts)))
+    run = jit(jax_fun(closed(rest, branch.consts)))
 
     def called(given: Sequence[Any]) -> list[Any]:
         operands = (x for x, is_used in zip(given, used, strict=True) if is_used)

@@ -130,5 +130,6 @@ def assembled(parts: Parts, sharding: Sharding, shape: tuple[int, ...] | None = 
     boxes = {d: box_of(index or (), shape) for d, index in _here(sharding, shape).items()}
     found = {box: gathered(parts, box) for box in dict.fromkeys(boxes.values())}
     alone = {d: with_kind(SingleDeviceSharding(d), str(sharding.memory_kind)) for d in boxes}
-    shards = [jax.device_put(found[box], alone[d], may_alias=True) for d, box in boxes.items()]
+    with jax.enable_x64(True):  # a context is one thread's, and this may be another: each leaf keeps its dtype
+        shards = [jax.device_put(found[box], alone[d], may_alias=True) for d, box in boxes.items()]
     return well_typed(jax.make_array_from_single_device_arrays(shape, sharding, shards))

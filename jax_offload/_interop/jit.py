@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +15,9 @@ import numpy as np
 from jax.tree_util import keystr
 
 from jax_offload._base.donation import guarded
+from jax_offload._base.jaxprs import jit as jit_of_jax
 from jax_offload._base.memory import mesh_is_set, on_host, under_jit
-from jax_offload._base.on_disk import UpdatedFromDisk
-from jax_offload._drive.jitted import DrivenJit
-from jax_offload._emit.region import UpdatedOnCores
+from jax_offload._drive.jitted import DrivenSteps, undone_in
 from jax_offload._interop.xla_options import compiler_options, options_for_sending
 from jax_offload._step.rewritten import rewritten
 
@@ -29,10 +30,14 @@ def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
     are those of the plain step. What needs all gradients first (clipping by their norm) is updated after the scan, as
     under ``jax.jit``; ``jax_offload.placement(step, *args)`` says what is updated where, and why.
 
-    It sets ``jax_offload.compiler_options`` for the default backend, unless ``compiler_options`` are given. And no
-    donated buffer crosses memory kinds, whoever moves something there. A step that calls ``update``,
-    ``update_params`` or ``init`` is as safe with plain ``jax.jit``; this one also covers functions that only hand a
-    state on: the ``call`` of an exported step, a copy of the parameters beside the state.
+    It sets ``jax_offload.compiler_options``, unless ``compiler_options`` are given. And no donated buffer crosses
+    memory kinds, whoever moves something there. A step that calls ``update``, ``update_params`` or ``init`` is as safe
+    with plain ``jax.jit``; this one also covers functions that only hand a state on: the ``call`` of an exported step,
+    a copy of the parameters beside the state.
+
+    Everything else is ``jax.jit``'s own work: caches, static arguments, contexts such as ``jax.enable_x64``,
+    ``jax.disable_jit``, ``jax.export``. Where the host's cores update (``update_on=``), or the state is on disk, the
+    step is driven from Python as several programs, with the same arguments and results.
 
     Args:
       fun: the function; where it is left out, a decorator is returned.
@@ -42,7 +47,7 @@ def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
       The step, with the methods of what ``jax.jit`` returns.
 
     Raises:
-      TypeError: ``fun`` is not a function; at the first call, an option is none of ``jax.jit``'s.
+      TypeError: ``fun`` is not a function, or an option is none of ``jax.jit``'s.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, jax_offload as jo
@@ -62,43 +67,87 @@ def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
     return Jitted(fun, options)
 
 
-class Jitted:
-    """A step under ``jax.jit``, made when it is first needed: before, jax may not ask which backend there is.
+class Step:
+    """A function as ``jax.jit`` traces it: rewritten, and with the function's names and signature, which jax reads.
 
-    Inside of another ``jit`` it is plain: jax takes ``compiler_options`` from the outermost only.
+    It does not keep the function alive: jax drops what it has compiled of a function together with the function.
+
+    Args:
+      fun: the function.
+      rewrite: what it is rewritten by.
+      driven: where the steps are kept that Python drives, whose results jax is not to make; ``None``: it makes all.
+    """
+
+    def __init__(self, fun: Callable[..., Any], rewrite: Callable[..., Any], driven: DrivenSteps | None = None) -> None:
+        for name in functools.WRAPPER_ASSIGNMENTS:
+            if hasattr(fun, name):
+                setattr(self, name, getattr(fun, name))
+        try:
+            self._fun: Callable[[], Any] = weakref.ref(fun)
+        except TypeError:
+            self._fun = lambda: fun
+        self._rewrite, self.driven = rewrite, driven
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self._fun()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+            return self.__wrapped__(*args, **kwargs)
+        step = self._rewrite(self.__wrapped__, *([self.driven.left_out] if self.driven is not None else []))
+        return guarded(step(*args, **kwargs), (args, kwargs))
+
+
+_steps: weakref.WeakKeyDictionary[Callable[..., Any], tuple[Step, Step]] = weakref.WeakKeyDictionary()
+
+
+def _steps_of(fun: Callable[..., Any], rewrite: Callable[..., Any]) -> tuple[Step, Step]:
+    """A function as jax traces it, inside of a program and as one: the same for each function, as jax's caches ask."""
+    if rewrite is not rewritten:
+        step = Step(fun, rewrite)
+        return step, step
+    try:
+        return _steps.get(fun) or _steps.setdefault(fun, (Step(fun, rewrite), Step(fun, rewrite, DrivenSteps())))
+    except TypeError:  # no weak reference, or no hash: jax has no cache for such either
+        return Step(fun, rewrite), Step(fun, rewrite, DrivenSteps())
+
+
+class Jitted:
+    """Two objects of ``jax.jit``: of the step inside of another program, and of the step as a program.
+
+    jax takes ``compiler_options`` from the outermost ``jit`` only, so the first has none of ours. The second leaves a
+    step that is driven from Python undone, and says so in its result.
     """
 
     def __init__(
-        self,
-        fun: Callable[..., Any],
-        options: dict[str, Any],
-        rewrite: Callable[[Callable[..., Any]], Callable[..., Any]] = rewritten,
+        self, fun: Callable[..., Any], options: dict[str, Any], rewrite: Callable[..., Any] = rewritten
     ) -> None:
         functools.update_wrapper(self, fun)
-        self._options, self._rewrite = options, rewrite
-        self._driven: DrivenJit | None = None
+        self.whole_step, self._called = _steps_of(fun, rewrite)
+        self.__wrapped__ = self.whole_step.__wrapped__  # which the steps do not keep alive
+        self._options, self._inner = options, jit_of_jax(self.whole_step, **options)
+        self._made: tuple[Any, Any, Any] | None = None
         self._was_called = False
 
-    @functools.cached_property
-    def whole_step(self) -> Callable[..., Any]:
-        """What is traced."""
-        step = self._rewrite(self.__wrapped__)
+    @property
+    def _outermost(self) -> Any:
+        return self._as_program[0]
 
-        @functools.wraps(self.__wrapped__)
-        def guarded_step(*args: Any, **kwargs: Any) -> Any:
-            return guarded(step(*args, **kwargs), (args, kwargs))
+    @property
+    def _as_program(self) -> tuple[Any, Any, Any]:
+        """The step as a program; the compiler's options, also for programs that only send something to the host.
 
-        return guarded_step
-
-    @functools.cached_property
-    def _inner(self) -> Any:
-        return jax.jit(self.whole_step, **{k: v for k, v in self._options.items() if k != "compiler_options"})
-
-    @functools.cached_property
-    def _jitted(self) -> Any:
-        options: dict[str, Any] = {"compiler_options": compiler_options(jax.default_backend()) or None}
-        options.update(self._options)
-        return jax.jit(self.whole_step, **options)
+        They are made when they are first needed: a backend says whether jaxlib knows our options.
+        """
+        if self._made is None:
+            if "compiler_options" in self._options:
+                compiling = [self._options["compiler_options"] or {}] * 2
+            else:
+                compiling = [compiler_options("cuda"), options_for_sending("cuda")]
+            options = self._options | {"compiler_options": compiling[0] or None}
+            self._made = jit_of_jax(self._called, **options), *compiling
+        return self._made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if under_jit():
@@ -106,23 +155,49 @@ class Jitted:
         if not self._was_called:
             self._was_called = True
             _warn_of_uncommitted(_donated(self.__wrapped__, self._options, args, kwargs))
-        if self._driven is None:
-            try:
-                return self._jitted(*args, **kwargs)
-            except (UpdatedOnCores, UpdatedFromDisk):  # that it is, its first trace tells
-                platform, given = jax.default_backend(), self._options.get("compiler_options")
-                for_all = compiler_options(platform) if given is None else given
-                for_sending = options_for_sending(platform) if given is None else given
-                self._driven = DrivenJit(self._jitted, self.__wrapped__, self._options, for_all, for_sending)
-        return self._driven(*args, **kwargs)
+        result = self._outermost(*args, **kwargs)
+        if self._driven is None or (undone := undone_in(result)) is None:
+            return result
+        if undone.is_traced(args, kwargs):  # under vmap, or a derivative
+            return self._inner(*args, **kwargs)
+        jitted, *compiling = self._as_program
+        return self._driven(undone, jitted, self._options, compiling, args, kwargs)
+
+    @property
+    def _driven(self) -> DrivenSteps | None:
+        """The steps that are driven from Python, once there is one."""
+        return self._called.driven or None
+
+    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+        """As that of what ``jax.jit`` returns."""
+        traced = self._outermost.trace(*args, **kwargs)
+        if self._driven is None or undone_in(traced.out_info) is None:
+            return traced
+        return self._inner.trace(*args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """As that of what ``jax.jit`` returns."""
+        return self.trace(*args, **kwargs).lower()
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """As that of what ``jax.jit`` returns."""
+        return self._inner.eval_shape(*args, **kwargs)
+
+    def clear_cache(self) -> None:
+        """As that of what ``jax.jit`` returns."""
+        self._inner.clear_cache()
+        self._outermost.clear_cache()
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") or "_inner" not in self.__dict__:
             raise AttributeError(name)
-        return getattr(self._jitted, name)
+        return getattr(self._outermost, name)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else functools.partial(self, instance)
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __reduce__(self) -> Any:
+        return functools.partial(jit, **self._options), (self.__wrapped__,)
 
 
 def _donated(fun: Callable[..., Any], options: dict[str, Any], args: Any, kwargs: Any) -> dict[str, Any]:

@@ -50,12 +50,13 @@ class Encoded:
 
 
 class StoredState(NamedTuple):
-    """State of ``offload(..., storage=)``.
+    """The state of ``offload(..., storage=)``.
 
     Attributes:
-      rounds: int32 of shape ``()``, the number of updates; the seed of stochastic rounding.
-      inner_state: of the wrapped transformation, some leaves ``Encoded``: their ``values`` have the leaf's shape and
-        the format's dtype, ``values_scale`` is a float32 per block of the last axis, ``None`` where there are none.
+      rounds: the number of updates, an int32 scalar, which seeds stochastic rounding.
+      inner_state: the state of the wrapped transformation, with some leaves ``Encoded``. Their ``values`` have the
+        leaf's shape and the format's dtype; their ``values_scale`` is a float32 for each block of the last axis, or
+        ``None`` if the format has no blocks.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, jax_offload as jo

@@ -1,0 +1,340 @@
+"""A small update through the features of ``jax.jit``: under ``jax.jit``, under ``jo.jit``, and driven from Python."""
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jax_offload as jo
+
+COMPILES = [0]
+jax.monitoring.register_event_duration_secs_listener(
+    lambda name, *_, **__: COMPILES.__setitem__(0, COMPILES[0] + name.endswith("backend_compile_duration"))
+)
+WAYS = ("jit", "update_on", "disk")
+RATES = np.linspace(0.5, 1.5, 64, dtype=np.float32).reshape(8, 8)
+
+
+def inner():
+    return optax.sgd(0.1, momentum=0.9)
+
+
+def x_of(k):
+    return np.arange(32, dtype=np.float32).reshape(4, 8) / 32 + k
+
+
+def loss(p, x):
+    return jnp.tanh(x @ p).var()
+
+
+def updated(tx, p, s, g):
+    u, s = tx.update(g, s, p)
+    return optax.apply_updates(p, u), s
+
+
+def plain(tx, p, s, x):
+    return updated(tx, p, s, jax.grad(loss)(p, x))
+
+
+def with_flag(tx, p, s, x, flag=2):
+    """True is not 1: a mean, or a factor."""
+    factor = 3 if flag is True else flag
+    return *updated(tx, p, s, jax.grad(loss)(p, x) * factor), factor * loss(p, x)
+
+
+def trains(tx, p, s, x, train=True):
+    return plain(tx, p, s, x) if train else (p, s)
+
+
+def hands_on(tx, p, s, x, ids, rate):
+    return *plain(tx, p, s, x), {"ids": ids, "x": x, "rate": rate, "old": p}
+
+
+def with_constant(tx, p, s, x):
+    return updated(tx, p, s, jax.grad(loss)(p, x) * RATES)
+
+
+def changes(tx, p, s, x):
+    """Chooses by a branch, and compares new and old, which are one array where the step is skipped."""
+    g = jax.grad(loss)(p, x)
+    new, s = jax.lax.cond(jnp.isfinite(g).all(), lambda: updated(tx, p, s, g), lambda: (p, s))
+    return new, s, new - p
+
+
+def loops(tx, p, s, n, x):
+    """A loop whose condition reads what its carry begins with."""
+
+    def body(carry):
+        p, s, k = carry
+        return *plain(tx, p, s, x), k + 1
+
+    return jax.lax.while_loop(lambda carry: carry[2] < n + 2, body, (p, s, n))
+
+
+def swaps(tx, p, s, x, a, b):
+    """A loop that hands the caller's arrays on in its carry."""
+
+    def body(carry):
+        k, p, s, a, b = carry
+        return k + 1, *plain(tx, p, s, x), b, a
+
+    return *jax.lax.while_loop(lambda carry: carry[0] < 3 + x[0, 0], body, (0, p, s, a, b))[1:], a + 1
+
+
+def same_twice(tx, p, s, x, a, b):
+    return *plain(tx, p, s, x), a + b
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+    """A step, how it is jitted, and the further arguments of its calls after parameters and state."""
+
+    step: Callable
+    calls: tuple = ((x_of(0),), (x_of(1),), (x_of(2),))
+    options: dict = dataclasses.field(default_factory=dict)
+    named: tuple = ()
+    around: tuple = ()
+
+
+class Config:  # hashable, and a pytree with an array in it
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __hash__(self):
+        return 0
+
+    def __eq__(self, other):
+        return isinstance(other, Config) and self.factor == other.factor
+
+    def __rmul__(self, other):
+        return other * self.factor
+
+    def __mul__(self, other):
+        return self.factor * other
+
+
+jax.tree_util.register_pytree_node(Config, lambda c: ((c.factor,), None), lambda _, xs: Config(*xs))
+
+TYPED = tuple((x_of(0), flag) for flag in (True, 1, 1.0, np.float32(1), True, Config(np.int64(4))))
+NAMED = tuple({"flag": flag} for flag in (True, 1, np.int32(2), np.bool_(True)))
+FEATURES = {
+    "types": Feature(plain, ((x_of(0),), (x_of(1)[:2],), (x_of(0).astype(np.float16),), (jnp.asarray(x_of(2)),))),
+    "static by number": Feature(with_flag, TYPED, {"static_argnums": 3}),
+    "static by name": Feature(with_flag, ((x_of(0),),) * 4, {"static_argnames": "flag"}, NAMED),
+    "static from the end, left out": Feature(with_flag, options={"static_argnums": -1}),
+    "train or evaluate": Feature(
+        trains, ((x_of(0),),) * 4, {"static_argnames": "train"}, tuple({"train": t} for t in (False, True, True, False))
+    ),
+    "handed on": Feature(
+        hands_on, ((x_of(0), np.arange(4), 0.5), (x_of(1), [1, 2], True), (x_of(1), np.int64(3), np.float64(2)))
+    ),
+    "handed on, donated": Feature(
+        lambda tx, p, s, x, a: (*plain(tx, p, s, x), a), ((x_of(0), jnp.ones(3)),), {"donate_argnums": (0, 1, 3)}
+    ),
+    "a NumPy constant": Feature(with_constant),
+    "skipped": Feature(changes, ((x_of(0),), (x_of(0) * np.nan,), (x_of(1),)), {"donate_argnums": (0, 1)}),
+    "a loop": Feature(loops, ((jnp.int32(0), x_of(0)), (jnp.int32(5), x_of(0))), {"donate_argnums": (0, 1, 2)}),
+    "a loop that swaps": Feature(swaps, ((x_of(0), jnp.ones(2), jnp.zeros(2)),) * 2, {"donate_argnums": (0, 1)}),
+    "donated by name": Feature(plain, options={"donate_argnames": ("p", "s")}),
+    "one array twice": Feature(same_twice, ((x_of(0), *(jnp.ones(4),) * 2),) * 2),
+    "shardings of the results": Feature(
+        plain, options={"out_shardings": (jax.sharding.SingleDeviceSharding(jax.devices()[0]), None)}
+    ),
+    "precision": Feature(plain, around=(None, functools.partial(jax.default_matmul_precision, "highest"), None)),
+}
+
+
+def offloaded(way, tmp_path, tx=None):
+    how = {"jit": {}, "update_on": {"update_on": "host"}, "disk": {"disk": jo.disk(tmp_path / "state")}}[way]
+    return jo.offload(tx or inner(), min_bytes=0, **how)
+
+
+def signature(step, tx):
+    """The step of an optimizer: with the names of its arguments, as static ones are found by them."""
+    return functools.partial(step, tx)
+
+
+def run(jit, tx, feature):
+    """What each call returns, which of its arguments are deleted, and the compiles when all are made once more."""
+    step = jit(signature(feature.step, tx), **feature.options)
+    p = jax.device_put(jnp.eye(8) + 0.1, jax.devices()[0])
+    s, found, steady = tx.init(jnp.copy(p)), [], 0
+    for again in (False, False, True):
+        for k, call in enumerate(feature.calls):
+            args = [jnp.copy(x) if isinstance(x, jax.Array) and "twice" not in str(feature) else x for x in call]
+            around = feature.around[k] if k < len(feature.around) else None
+            old, before = (p, args), COMPILES[0]
+            with around() if around else contextlib.nullcontext():
+                p, s, *rest = step(p, s, *args, **(feature.named[k] if feature.named else {}))
+                jax.block_until_ready((p, rest))
+            steady += COMPILES[0] - before if again else 0
+            deleted = [x.is_deleted() for x in jax.tree.leaves(old) if isinstance(x, jax.Array)]
+            found.append((p, rest, deleted))
+            p = jnp.copy(p)
+    return found, steady
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_step_is_as_under_jit(name, way, tmp_path):
+    want, _ = run(jax.jit, inner(), FEATURES[name])
+    got, steady = run(jo.jit, offloaded(way, tmp_path), FEATURES[name])
+    for k, ((p, rest, deleted), (p_want, rest_want, deleted_want)) in enumerate(zip(got, want, strict=True)):
+        for x, y in zip(jax.tree.leaves((p, rest)), jax.tree.leaves((p_want, rest_want)), strict=True):
+            assert isinstance(x, jax.Array), (k, type(x))
+            assert (x.dtype, x.weak_type, x.shape) == (y.dtype, y.weak_type, y.shape), k
+            np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=2e-5, atol=1e-6, err_msg=f"call {k}")
+        assert jax.tree.structure(rest) == jax.tree.structure(rest_want)
+        assert deleted == deleted_want, k
+    assert steady == 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_buffer_that_is_filled_anew_changes_no_result(way, tmp_path):
+    tx = offloaded(way, tmp_path)
+    step = jo.jit(signature(hands_on, tx))
+    p = jax.device_put(jnp.eye(8), jax.devices()[0])
+    s, x, ids, log = tx.init(p), x_of(0), np.arange(4), []
+    for k in range(2):
+        x[...], ids[...] = k, k
+        p, s, out = step(p, s, x, ids, 0.5)
+        jax.block_until_ready((p, out))
+        log.append(out)
+    assert [int(out["ids"][0]) for out in log] == [0, 1]
+    assert [float(out["x"][0, 0]) for out in log] == [0, 1]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_wide_numbers_in_a_context(way, tmp_path):
+    with jax.enable_x64(True):
+        tx = offloaded(way, tmp_path)
+        p = jax.device_put(np.eye(8), jax.devices()[0])
+        step, s = jo.jit(signature(plain, tx)), tx.init(p)
+        q, s = step(p, s, x_of(0).astype(np.float64))
+        q, s = step(q, s, x_of(1).astype(np.float64))
+        want, state = p, inner().init(p)
+        for k in range(2):
+            want, state = jax.jit(signature(plain, inner()))(want, state, x_of(k).astype(np.float64))
+        assert q.dtype == np.float64
+        np.testing.assert_allclose(q, want, rtol=1e-12)
+
+
+@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("way", WAYS)
+def test_one_compile_on_a_mesh(way, axes, tmp_path):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(axes,), devices=jax.devices()[:2])
+    tx = offloaded(way, tmp_path)
+    with jax.set_mesh(mesh):
+        place = NamedSharding(mesh, PartitionSpec("data", None))
+        p = jax.device_put(jnp.eye(8), place)
+        step, s = jo.jit(signature(plain, tx), donate_argnums=(0, 1)), tx.init(p)
+        x = jax.device_put(jnp.asarray(x_of(0)), NamedSharding(mesh, PartitionSpec()))
+        p, s = step(p, s, x)
+        before = COMPILES[0]
+        for _ in range(2):
+            p, s = step(p, s, x)
+        assert COMPILES[0] == before
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_optimizer_with_a_state_of_scalars_compiles_once(way, tmp_path):
+    tx = offloaded(way, tmp_path, optax.optimistic_gradient_descent(0.1))
+    p = jax.device_put(jnp.eye(8), jax.devices()[0])
+    step, s = jo.jit(signature(plain, tx)), tx.init(p)
+    p, s = step(p, s, x_of(0))
+    before = COMPILES[0]
+    for _ in range(3):
+        p, s = step(p, s, x_of(0))
+    assert COMPILES[0] == before
+
+
+# ---- jo.jit itself --------------------------------------------------------------------------------------------------
+
+
+def double(x, by=2):
+    return x * by
+
+
+def test_jax_finds_what_it_compiled_of_a_function():
+    x = jnp.ones(3)
+    jo.jit(double)(x)
+    before = COMPILES[0]
+    for _ in range(3):
+        jo.jit(double)(x)
+    assert COMPILES[0] == before
+
+
+def test_what_a_function_closes_over_goes_with_it():
+    big = jnp.ones(10)
+    step = jo.jit((lambda big: lambda: big * 2)(big))
+    step()
+    seen = weakref.ref(big)
+    del big, step
+    gc.collect()
+    assert seen() is None
+
+
+def test_disabled():
+    def step(x):
+        return x + 1 if x.sum() > 2 else x  # Python's own control flow
+
+    with jax.disable_jit():
+        assert jo.jit(step)(jnp.ones(3)).sum() == 6
+
+
+def test_exported():
+    exported = jax.export.export(jo.jit(double))(jnp.ones(3))
+    assert exported.call(jnp.ones(3)).sum() == 6
+
+
+def test_in_the_place_of_jax_jit(monkeypatch):
+    monkeypatch.setattr(jax, "jit", jo.jit)
+    assert jax.jit(lambda x: x + 1)(jnp.ones(3)).sum() == 6
+    tx = jo.offload(inner(), min_bytes=0)
+    p = jax.device_put(jnp.eye(8), jax.devices()[0])
+    jax.jit(signature(plain, tx))(p, tx.init(p), x_of(0))
+
+
+def test_errors_name_the_arguments_of_the_user():
+    def chooses(params, batch):
+        return params if batch["x"] > 0 else batch
+
+    with pytest.raises(jax.errors.TracerBoolConversionError, match=r"chooses.*\n?.*batch\['x'\]") as error:
+        jo.jit(chooses)(jnp.ones(3), {"x": jnp.ones(())})
+    assert "values[" not in str(error.value) and "on_arrays" not in str(error.value)
+    with pytest.raises(TypeError, match="params"):
+        jo.jit(chooses)("text", {"x": 1})
+    with pytest.raises(TypeError, match="no_such_option"):
+        jo.jit(chooses, no_such_option=1)
+
+
+def test_it_has_what_the_result_of_jax_jit_has():
+    step = jo.jit(double, static_argnames="by")
+    assert isinstance(step, jax.stages.Wrapped)
+    assert step.lower(jnp.ones(3), by=3).compile()(jnp.ones(3)).sum() == 9
+    assert step.trace(jnp.ones(3), by=3).jaxpr.jaxpr.debug_info.arg_names[0] == "x"
+    assert step.eval_shape(jnp.ones(3)).shape == (3,)
+    assert pickle.loads(pickle.dumps(step))(jnp.ones(3), by=4).sum() == 12
+    assert step.__wrapped__ is double and step.__name__ == "double"
+    step.clear_cache()
+    assert jax.vmap(jo.jit(double))(jnp.ones((2, 3))).sum() == 12
+
+
+def test_a_driven_step_inside_of_a_program_says_what_to_do(tmp_path):
+    tx = offloaded("update_on", tmp_path)
+    p = jax.device_put(jnp.eye(8), jax.devices()[0])
+    step, s = jo.jit(signature(plain, tx)), tx.init(p)
+    step(p, s, x_of(0))
+    for run in (jax.jit(step), lambda *args: step.lower(*args)):
+        with pytest.raises(ValueError, match="update_on"):
+            run(p, s, x_of(0))
