@@ -32,6 +32,7 @@ from jax_offload._base.memory import (
     to_host,
     with_kind,
 )
+from jax_offload._base.on_disk import Token
 from jax_offload._drive.cores import Cores, cores_beside, on_accelerators
 from jax_offload._drive.files import files_of
 from jax_offload._drive.kernel import OnePass, one_pass
@@ -136,9 +137,10 @@ class Driven:
         return [x if _is_placed(x) else jax.device_put(x, self._everywhere) for x in files.results()]
 
     def _as_arrays(self, xs: Sequence[Any]) -> list[Any]:
-        """Arguments as ``jax.jit`` makes arrays of them: NumPy arrays, whose owner may write them anew, and numbers."""
+        """Arguments as ``jax.jit`` makes arrays of them: NumPy arrays, whose owner may write them anew, and numbers. What
+        stands for a leaf on disk is none."""
         found = list(xs)
-        if others := [k for k, x in enumerate(xs) if not isinstance(x, jax.Array)]:
+        if others := [k for k, x in enumerate(xs) if not isinstance(x, jax.Array | Token)]:
             for k, x in zip(others, self._bring([xs[k] for k in others]), strict=True):
                 found[k] = x
         return found
