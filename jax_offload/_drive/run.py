@@ -137,8 +137,10 @@ class Driven:
         return [x if _is_placed(x) else jax.device_put(x, self._everywhere) for x in files.results()]
 
     def _as_arrays(self, xs: Sequence[Any]) -> list[Any]:
-        """Arguments as ``jax.jit`` makes arrays of them: NumPy arrays, whose owner may write them anew, and numbers. What
-        stands for a leaf on disk is none."""
+        """Arguments as ``jax.jit`` makes arrays of them: NumPy arrays, whose owner may write them anew, and numbers.
+
+        What stands for a leaf on disk stays as it is.
+        """
         found = list(xs)
         if others := [k for k, x in enumerate(xs) if not isinstance(x, jax.Array | Token)]:
             for k, x in zip(others, self._bring([xs[k] for k in others]), strict=True):
