@@ -1,7 +1,7 @@
 # Two commands do everything: `make demo` and `make test`. Both need only Python >= 3.11.
 .DELETE_ON_ERROR:
 SHELL := /bin/sh
-# FULL=1: what is long or wide too, on the oldest jax all that is daily; CI does
+# FULL=1: what is long too, on the oldest jax all that is daily; CI does
 PYTEST := -m pytest -n 2 --dist worksteal
 
 # The oldest supported jax is what Python 3.11 resolves to, the newest what 3.12 and later do.
@@ -59,7 +59,7 @@ test-newest: .venvs/$(NEWEST)/.installed
 	.venvs/$(NEWEST)/bin/python -c 'import jax, sys; print(f"== newest: Python {sys.version.split()[0]}, jax {jax.__version__}")'
 	.venvs/$(NEWEST)/bin/python $(PYTEST) $(if $(FULL),,--daily)
 
-# What is long runs on the newest jax alone; of what is daily, what tests/support/oldest.py names.
+# What is long runs on the newest jax alone; of what is daily, what is marked oldest.
 test-oldest:
 	@if [ "$(NEWEST)" = "$(OLDEST)" ]; then \
 	    echo "!! ONLY PYTHON $(OLDEST) IS INSTALLED: jax's newest supported version, which needs 3.12, WAS NOT TESTED"; \
@@ -96,7 +96,7 @@ donation: .venvs/$(NEWEST)/.installed  ## all ways of donating and returning: as
 conformance: .venvs/$(NEWEST)/.installed  ## optax's own tests: plain, the usual recipe, offloaded
 	.venvs/$(NEWEST)/bin/python -m tests.conformance.run
 
-peaks: .venvs/$(NEWEST)/.installed  ## the table of docs/peaks.md, compiled for an H200 and a TPU
+peaks: .venvs/$(NEWEST)/.installed  ## the table of peaks in notes/results.md, compiled for an H200 and a TPU
 	.venvs/$(NEWEST)/bin/python -m tests.aot.table
 
 # ARGS="--minutes 9" on a GPU, with EXTRAS=examples,cuda (and rivals for PyTorch's); ARGS="--compiled h200" without,

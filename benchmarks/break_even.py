@@ -1,4 +1,4 @@
-"""From how many tokens per step on offloading is hidden: the chart of docs/should_i_offload.md, and its table.
+"""From how many tokens per step on offloading is hidden: the chart of docs/plan.md, and its table.
 
     python -m benchmarks.break_even docs/break_even.svg
 
@@ -13,18 +13,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax_offload as jo
-from jax_offload._analysis.exposure import BACKWARD, FORWARD, exposed, link_of, speed, tokens_to_hide
+from jax_offload._analysis.roofline import BACKWARD, FORWARD, OPERATIONS, added, arithmetic, link, tokens_to_hide
 
 # bytes that a parameter's state takes each way, at each step
 STORAGES = {"float32 moments, masters": 12.0, "float32 moments": 8.0, "bfloat16": 4.0, "int8": 2.0625}
 CHIPS = ("a100", "h100", "gh200", "v5e")
-FLOPS = 6.0  # for each parameter and token
 
 
-def overhead(chip: jo.Chip, nbytes: float, tokens: float, share: float) -> float:
+def overhead(chip: jo.types.Chip, nbytes: float, tokens: float, share: float) -> float:
     """Of a step in bfloat16, for each parameter on a device."""
-    compute = FLOPS * tokens / speed(chip, "bfloat16")
-    return exposed(nbytes / link_of(chip).both, compute, share) / compute
+    compute = arithmetic(chip, OPERATIONS * tokens, "bfloat16")
+    return added(_both_ways(chip, nbytes), compute, share) / compute
+
+
+def _both_ways(chip: jo.Chip, nbytes: float) -> float:
+    """Seconds of so many bytes each way."""
+    return link(chip, 2**30, 2**30) * nbytes / 2**30
 
 
 def rows() -> Iterator[str]:
@@ -33,8 +37,8 @@ def rows() -> Iterator[str]:
     for way, share in ("`jo.jit`", BACKWARD), ("`jo.pipelined`", FORWARD):
         for name in CHIPS:
             chip = jo.chip(name)
-            each = FLOPS / speed(chip, "bfloat16")
-            found = [tokens_to_hide(nbytes / link_of(chip).both, share, each) for nbytes in STORAGES.values()]
+            each = arithmetic(chip, OPERATIONS, "bfloat16")
+            found = [tokens_to_hide(_both_ways(chip, nbytes), each, share) for nbytes in STORAGES.values()]
             yield f"| {name}, {way} | " + " | ".join(f"{n:,}" for n in found) + " |"
 
 

@@ -1,4 +1,4 @@
-"""Draws the pictures of docs that are not measured: ``python docs/pictures.py`` writes them beside itself."""
+"""Draw the schemes of the documentation: ``python docs/pictures.py`` writes them beside itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ INK, BLUE, PALE, ORANGE, GREEN, RED, GREY = "#26323f", "#4c6a92", "#dbe3ee", "#c
 
 
 class Drawing:
-    """Shapes of an SVG, in pixels from the top left."""
+    """The shapes of an SVG, in pixels from the top left."""
 
     def __init__(self, width: int, height: int) -> None:
         self.size, self.shapes = (width, height), list[str]()
@@ -46,16 +46,16 @@ class Drawing:
 
 def decision() -> None:
     d = Drawing(880, 520)
-    d.box(20, 20, 250, 60, BLUE, "Does the resident step fit?\njo.plan: row resident")
-    d.box(450, 20, 410, 60, GREEN, "Do not offload: it costs time and gains nothing")
-    d.box(20, 130, 250, 50, BLUE, "What is large?")
+    d.box(20, 20, 250, 60, BLUE, "Does the resident step fit?\n(jo.plan, row resident)")
+    d.box(450, 20, 410, 60, GREEN, "Do not offload: it only costs time")
+    d.box(20, 130, 250, 50, BLUE, "What fills the device?")
     d.box(450, 105, 410, 44, PALE, "activations: jax.checkpoint, or offload those", INK)
     d.box(450, 161, 410, 44, PALE, "parameters, gradients: more devices, FSDP", INK)
-    d.box(20, 240, 250, 50, BLUE, "Are gradients clipped by\nthe norm of all of them?")
+    d.box(20, 240, 250, 50, BLUE, "Do you clip by the\nglobal norm?")
     d.box(20, 350, 250, 50, GREEN, "jo.offload(tx), jo.jit(step)")
     d.box(450, 240, 410, 50, GREEN, "jo.offload(tx), jo.pipelined(step)")
-    d.box(20, 440, 250, 44, BLUE, "Tokens above the table's?")
-    d.box(360, 440, 140, 44, GREEN, "It is hidden")
+    d.box(20, 440, 250, 44, BLUE, "More tokens than the\ntable above asks for?")
+    d.box(360, 440, 140, 44, GREEN, "Transfers hide")
     d.box(560, 440, 300, 44, PALE, "fraction=, storage=, shard_over=,\nor more tokens", INK)
     d.arrow((270, 50), (448, 50), label="yes")
     d.arrow((145, 80), (145, 128), label="no")
@@ -68,18 +68,18 @@ def decision() -> None:
     d.arrow((655, 290), (655, 415), (290, 415), (240, 438))
     d.arrow((270, 462), (358, 462), label="yes")
     d.arrow((145, 484), (145, 506), (710, 506), (710, 486))
-    d.text(160, 501, "no: fewer bytes over the link", INK)
+    d.text(160, 501, "no: move fewer bytes", INK)
     d.save("decision.svg")
 
 
 def memory() -> None:
-    """Of a model with parameters P, AdamW and gradients as large; heights are to scale."""
+    """Draw the memory of a model with AdamW; heights are to scale."""
     d, unit, bottom = Drawing(880, 346), 60, 290
     for x, title, parts in (
         (40, "resident\nat all times", [("parameters", BLUE, 1), ("gradients", "#8fa6c4", 1), ("mu, nu", ORANGE, 2)]),
         (250, "usual recipe\nbetween steps", [("parameters", BLUE, 1)]),
         (450, "usual recipe\ninside the step", [("parameters", BLUE, 1), ("gradients", "#8fa6c4", 1),
-                                                ("mu, nu: all of it came", ORANGE, 2)]),
+                                                ("mu, nu: all loaded", ORANGE, 2)]),
         (660, "jax_offload\ninside the step", [("parameters", BLUE, 1), ("gradients", "#8fa6c4", 1),
                                                ("window", ORANGE, 0.4)]),
     ):  # fmt: skip
@@ -90,16 +90,16 @@ def memory() -> None:
         for k, line in enumerate(title.split("\n")):
             d.text(x + 85, bottom + 22 + 18 * k, line, INK, "middle", bold=not k)
     d.shapes.append(f'<line x1="20" x2="860" y1="{bottom}" y2="{bottom}" stroke="{INK}"/>')
-    d.text(20, 24, "Device memory, without activations: the peak inside the step is what runs out", INK, bold=True)
+    d.text(20, 24, "Device memory without activations. The peak inside the step is what runs out.", INK, bold=True)
     d.save("memory.svg")
 
 
 def stream() -> None:
-    """An unrolled step: gradients from the last layer to the first, a window that has room for two layers."""
+    """Draw an unrolled step, from the last layer to the first, with a window for two layers."""
     d, left, w = Drawing(880, 350), 150, 126
     rows = {"backward pass": 50, "host to device": 98, "update": 146, "device to host": 194, "the window": 254}
     d.text(
-        20, 28, "The state of a layer comes, is updated and goes, while the passes of other layers run", INK, bold=True
+        20, 28, "A layer's state is loaded, updated and stored while the passes of other layers run.", INK, bold=True
     )
     for name, y in rows.items():
         d.text(left - 14, y + 22, name, INK, "end")
@@ -116,7 +116,7 @@ def stream() -> None:
 
 
 def turned() -> None:
-    """Where the update of a whole step runs: as written, by ``jo.jit``, by ``jo.pipelined``; the link beside it."""
+    """Draw where the update runs under ``jax.jit``, ``jo.jit`` and ``jo.pipelined``, beside the link."""
     d, left, w = Drawing(900, 470), 130, 62
 
     def lanes(y: int, title: str) -> None:
@@ -130,7 +130,7 @@ def turned() -> None:
     def update(x: float, y: int, k: int) -> None:
         d.box(x, y + 61, 0.36 * w, 28, GREEN, f"{k}")
 
-    lanes(24, "Before, jax.jit: the state moves when all gradients are there, and arithmetic waits (red)")
+    lanes(24, "jax.jit: the state moves after the backward pass, and the arithmetic waits (red).")
     for k in range(4):
         layer(left + k * w, 24, "fwd", k)
         layer(left + (k + 4) * w, 24, "bwd", 3 - k)
@@ -138,13 +138,13 @@ def turned() -> None:
         d.box(x, 42, 0.6 * w, 34, RED)
         update(x + 0.62 * w, 24, k)
         d.box(x, 121, w - 2, 22, ORANGE)
-    lanes(184, "jo.jit: no clipping. A layer is updated in the iteration that makes its gradient")
+    lanes(184, "jo.jit, without clipping: a layer is updated in the iteration that makes its gradient.")
     for k in range(4):
         layer(left + k * w, 184, "fwd", k)
         layer(left + (k + 4) * w, 184, "bwd", 3 - k)
         update(left + (k + 4) * w + 0.6 * w, 184, 3 - k)
         d.box(left + (k + 4) * w, 281, w - 2, 22, ORANGE)
-    lanes(344, "jo.pipelined: clipped by the norm of all gradients. The next batch's forward pass updates")
+    lanes(344, "jo.pipelined, with clipping: the next batch's forward pass updates each layer.")
     for k in range(4):
         layer(left + k * w, 344, "bwd", 3 - k)
         layer(left + (k + 4) * w + 14, 344, "fwd", k)

@@ -31,21 +31,62 @@ class Way:
     def peak(self):
         return sum(self.parts.values())
 
+    @property
+    def plain(self):
+        """Its name, on one line."""
+        return " ".join(self.name.split())
+
 
 @dataclass
 class Shown:
-    """All that the picture shows."""
+    """All that the picture shows, and the words for it."""
 
     model: str  # that was trained here
     losses: dict[str, list[float]]  # by run
-    seconds: dict[str, float]  # of a step, by run
+    seconds: dict[str, float]  # of a step, by run: medians of steps taken in turn
     state: dict[str, dict[str, int]]  # by run: bytes by memory kind
     device: str
     large: str  # the model of ``ways``
     chip: str
     capacity: int  # bytes of the chip's memory
-    how: str  # compiled or estimated
+    how: str  # compiled or not
     ways: list[Way] = field(default_factory=list)
+
+    @property
+    def titles(self):
+        """Of the parts of the picture, in pieces."""
+        return {
+            "losses": (f"Losses, {self.model}", f"run on {self.device}", "medians of steps taken in turn"),
+            "state": ("Where its optimizer state lives",),
+            "memory": ("Device memory at a step's peak, GiB", self.large, self.how),
+            "time": ("Time of that step, ms", "simulated, not measured"),
+        }
+
+    def run(self, name):
+        return f"{name}, {self.seconds[name] * 1e3:.0f} ms per step"
+
+    @property
+    def apart(self):
+        """The difference of the losses, if both ran."""
+        return [f"difference, while both run: {max(apart):.1e} at most"] if (apart := difference(self.losses)) else []
+
+    def lives(self, name):
+        return ", ".join(where(kind, nbytes) for kind, nbytes in sorted(self.state[name].items()))
+
+    def peak(self, way):
+        return ("does not fit, " if way.peak > self.capacity else "") + f"{way.peak / GIB:.0f}"
+
+    @property
+    def limit(self):
+        return f"an {self.chip} has {self.capacity / GIB:.0f}"
+
+    def time(self, way):
+        fits = "" if way.peak <= self.capacity else "if it fitted, "
+        return f"{fits}{(way.compute + way.waits) * 1e3:,.0f}, waits for transfers {way.waits * 1e3:,.0f}"
+
+
+def where(kind, nbytes):
+    return f"{'host memory' if kind == 'pinned_host' else 'device'} {nbytes / 2**20:.1f} MiB"
 
 
 def draw(shown, path):
@@ -61,6 +102,7 @@ def draw(shown, path):
     _times(figure.add_subplot(top[3]), shown)
     _timelines(figure.add_subplot(grid[1]), shown)
     figure.savefig(path, dpi=120)
+    return figure
 
 
 def _losses(axes, below, shown):
@@ -68,9 +110,9 @@ def _losses(axes, below, shown):
     for name, widths in (("resident", 4.0), ("offloaded", 0.9)):
         values = shown.losses.get(name, [])
         if values:
-            seconds = f"{name}, {shown.seconds[name] * 1e3:.0f} ms per step"
-            axes.plot(range(1, len(values) + 1), values, color=colors[name], linewidth=widths, label=seconds)
-    axes.set_title(f"Losses, {shown.model},\nrun on {shown.device}", loc="left", fontsize=10)
+            steps = range(1, len(values) + 1)
+            axes.plot(steps, values, color=colors[name], linewidth=widths, label=shown.run(name))
+    axes.set_title(",\n".join(shown.titles["losses"]), loc="left", fontsize=10)
     axes.set_ylabel("loss, nats per byte")
     axes.legend(frameon=False, fontsize=9)
     axes.tick_params(labelbottom=False)
@@ -79,7 +121,7 @@ def _losses(axes, below, shown):
     below.sharex(axes)
     below.set_ylim(0, 1.6 * max([*apart, 1e-9]))
     below.ticklabel_format(axis="y", style="sci", scilimits=(0, 0), useMathText=True)
-    below.text(0.99, 0.9, "difference, while both run", transform=below.transAxes, ha="right", va="top", fontsize=8)
+    below.text(0.99, 0.9, "".join(shown.apart), transform=below.transAxes, ha="right", va="top", fontsize=8)
     below.set_xlabel("step")
     _frame(axes), _frame(below)
 
@@ -98,12 +140,11 @@ def _state(axes, shown):
             mib = nbytes / 2**20
             axes.bar(x, mib, 0.62, bottom=bottom, color=GREEN if kind == "pinned_host" else ORANGE)
             if mib > 0.05 * sum(kinds.values()) / 2**20:
-                where = "host memory" if kind == "pinned_host" else "device"
-                axes.text(x, bottom + mib / 2, f"{where}\n{mib:.1f} MiB", ha="center", va="center", color="white",
-                          fontsize=9)  # fmt: skip
+                label = where(kind, nbytes).replace(" memory ", " memory\n").replace("device ", "device\n")
+                axes.text(x, bottom + mib / 2, label, ha="center", va="center", color="white", fontsize=9)
             bottom += mib
     axes.set_xticks(range(len(shown.state)), list(shown.state))
-    axes.set_title("Where its optimizer state lives, MiB", loc="left", fontsize=10)
+    axes.set_title(",\n".join(shown.titles["state"]), loc="left", fontsize=10)
     _frame(axes)
 
 
@@ -112,20 +153,21 @@ def _peaks(axes, shown):
     bottom = np.zeros(len(names))
     for part, color in PARTS.items():
         heights = np.array([way.parts.get(part, 0) / GIB for way in shown.ways])
-        if heights.max(initial=0) > 0.005 * max(way.peak for way in shown.ways) / GIB:
+        if heights.max(initial=0) > 0.005 * max((way.peak for way in shown.ways), default=0) / GIB:
             axes.bar(range(len(names)), heights, 0.66, bottom=bottom, color=color, label=part)
         bottom += heights
     for x, total in enumerate(bottom):
         over = total > shown.capacity / GIB
-        axes.text(x, total * 1.02, ("does\nnot fit\n" if over else "") + f"{total:.0f}", ha="center", va="bottom",
-                  fontsize=10, color=RED if over else "black", weight="bold")  # fmt: skip
+        label = shown.peak(shown.ways[x]).replace("does not fit, ", "does\nnot fit\n")
+        axes.text(x, total * 1.02, label, ha="center", va="bottom", fontsize=10, color=RED if over else "black",
+                  weight="bold")  # fmt: skip
     axes.axhline(shown.capacity / GIB, color=RED, linewidth=1.0, linestyle="--")
-    axes.text(len(names) - 0.55, shown.capacity / GIB * 1.01, f"an {shown.chip} has {shown.capacity / GIB:.0f}",
+    axes.text(len(names) - 0.55, shown.capacity / GIB * 1.01, shown.limit,
               color=RED, ha="right", va="bottom", fontsize=9)  # fmt: skip
     axes.set_ylim(0, 1.5 * max(bottom.max(initial=0), shown.capacity / GIB))
     axes.set_xticks(range(len(names)), names)
     axes.legend(frameon=False, fontsize=8, loc="upper left", ncols=2, columnspacing=1.0, handlelength=1.2)
-    axes.set_title(f"Device memory at a step's peak, GiB\n{shown.large},\n{shown.how}", loc="left", fontsize=10)
+    axes.set_title(",\n".join(shown.titles["memory"]), loc="left", fontsize=10)
     _frame(axes)
 
 
@@ -142,7 +184,7 @@ def _times(axes, shown):
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     axes.legend(handles.values(), handles.keys(), frameon=False, fontsize=8, loc="upper left", ncols=2)
     axes.set_xticks(range(len(shown.ways)), [way.name for way in shown.ways])
-    axes.set_title("Time of that step, ms\nsimulated, not measured\n(hatched: if it fitted)", loc="left", fontsize=10)
+    axes.set_title(",\n".join(shown.titles["time"]) + "\n(hatched: if it fitted)", loc="left", fontsize=10)
     _frame(axes)
 
 
@@ -161,7 +203,7 @@ def _timelines(axes, shown):
         return
     ticks, row = {}, 0.0
     for way in ways:
-        axes.text(0, row - 0.62, " ".join(way.name.split()), fontsize=10, weight="bold", va="center")
+        axes.text(0, row - 0.62, way.plain, fontsize=10, weight="bold", va="center")
         for lane, color in LANES.items():
             segments = [s for s in way.timeline.segments if s.lane == lane]
             axes.broken_barh(spans([(s.begin, s.end) for s in segments], way.timeline.step), (row - 0.36, 0.72),

@@ -58,6 +58,19 @@ def trained(args, rest):
     return runs
 
 
+def measured(runs, rounds=15):
+    """Seconds of a step of each run: medians of steps that are taken in turn, so that what disturbs one disturbs all.
+
+    The steps donate the states of the runs.
+    """
+    times = {name: [] for name in runs}
+    for k in range(rounds + 2):
+        for name, run in runs.items():
+            seconds = run["again"]()
+            times[name] += [seconds] if k > 1 else []  # the first two start the pipeline again
+    return {name: float(np.median(each)) for name, each in times.items()}
+
+
 def memories(tree):
     """Bytes of its arrays, by memory kind. Counts, a few bytes, are left out."""
     found = {}
@@ -114,50 +127,30 @@ def compiled(args):
         yield _picture.Way(name, parts, seen.host, seen.timeline.compute, seen.timeline.exposed, seen.timeline)
 
 
-def estimated(args):
-    """The ways as ``jo.plan`` works them out from the trace, where that compiler is not installed."""
-    *_, (_, step, state, tokens) = steps(args)
-    forecast = jo.plan(step, state, tokens, chip=args.chip)
-    rows = {"resident": "resident", "jax.jit": "offload,\njax.jit", "jo.pipelined": "jax_offload"}
-    for option in (option for option in forecast.options if option.name in rows):
-        parts = {
-            "parameters": option.parameters,
-            "gradients": option.gradients,
-            "optimizer state": option.state + option.window,
-            "activations and the rest": option.activations or 0,
-        }
-        yield _picture.Way(rows[option.name], parts, option.host, forecast.compute or 0.0, option.exposed or 0.0)
-
-
 def ways(args):
-    """``(how they are known, the ways)``."""
+    """``(how they are known, the ways)``; none of them where XLA's compiler for the chip is not installed."""
     try:
         found = list(compiled(args))
     except ValueError as error:
         if "target" not in str(error):
             raise
-        print(f"not compiled, but estimated from the trace: {error}")
-        return f"estimated for an {args.chip.upper()}, not compiled, not run", list(estimated(args))
+        print(f"not compiled: {error}")
+        return f"not compiled for an {args.chip.upper()}", []
     return f"compiled for an {args.chip.upper()}, not run", found
 
 
 def lines(shown):
-    """What the picture says, in four lines."""
-    apart = _picture.difference(shown.losses)
-    by_name = {" ".join(way.name.split()): way for way in shown.ways}
-    peaks = ", ".join(f"{name} {way.peak / _picture.GIB:.1f}" for name, way in by_name.items())
-    times = ", ".join(f"{name} {way.compute + way.waits:.2f}" for name, way in by_name.items())
-    here = ", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in shown.seconds.items())
-    kinds, ours, capacity = shown.state["offloaded"], by_name["jax_offload"], shown.capacity / _picture.GIB
-    both = (
-        f"resident and offloaded differ by {max(apart):.1e} at most in {len(apart)} steps" if apart else "not compared"
-    )
+    """What the picture says, in its words."""
+    both = [shown.run(name) for name in shown.losses] + shown.apart
+    state = [f"{name} {shown.lives(name)}" for name in shown.state]
     return [
-        f"losses   {both}",
-        f"state    {kinds.get('pinned_host', 0) / sum(kinds.values()):.1%} of {sum(kinds.values()) / 2**20:.1f} MiB in "
-        f"pinned host memory; of {shown.large}: {ours.host / _picture.GIB:.1f} GiB",
-        f"memory   that one's peak in a step, GiB: {peaks}; an {shown.chip} has {capacity:.0f} ({shown.how})",
-        f"time     of such a step, s: {times}, {ours.waits:.2f} of it waits (simulated); measured here: {here}",
+        f"{part:8} {', '.join(shown.titles[part])}: {'; '.join(said)}"
+        for part, said in {
+            "losses": both,
+            "state": state,
+            "memory": [f"{way.plain} {shown.peak(way)}" for way in shown.ways] + [shown.limit],
+            "time": [f"{way.plain} {shown.time(way)}" for way in shown.ways],
+        }.items()
     ]
 
 
@@ -168,11 +161,12 @@ def main(argv=None):
     print("\n== the same step with a large model", flush=True)
     how, found = ways(args)
     chip, device = jo.chip(args.chip), jax.devices()[0]
+    state = {name: memories(run["state"].opt_state) for name, run in runs.items()}
     shown = _picture.Shown(
         model=f"a GPT ({train_lm.parse(rest).model})",
         losses={name: run["losses"] for name, run in runs.items()},
-        seconds={name: run["seconds"] for name, run in runs.items()},
-        state={name: memories(run["state"].opt_state) for name, run in runs.items()},
+        seconds=measured(runs),
+        state=state,
         device={"cpu": "this machine's CPU"}.get(device.platform, device.device_kind),
         large=f"a GPT of {args.compiled} parameters, {args.tokens[0]} × {args.tokens[1]} tokens",
         chip=args.chip.upper(),

@@ -1,4 +1,4 @@
-"""Fine-tune an nnx model, its optimizer's state in host memory: from Python's source to Python's manual."""
+"""Fine-tune an nnx model with its optimizer's state in host memory, from Python's source to Python's manual."""
 
 from pydoc_data.topics import topics
 
@@ -29,7 +29,7 @@ class Model(nnx.Module):
         return self.head(nnx.relu(self.hidden(self.embed(x).reshape(len(x), -1))))
 
 
-@nnx.jit(donate_argnums=(0, 1))  # in the order of the results, as ever with memory kinds
+@nnx.jit(donate_argnums=(0, 1))
 def train_step(model, optimizer, batch):
     def loss_fn(model):
         logits = model(batch[:, :-1])

@@ -1,10 +1,10 @@
-"""Train a small GPT on real text, the optimizer's state in host memory.
+"""Train a small GPT on real text, with the optimizer's state in host memory and gradients clipped by their norm.
 
-python examples/train_lm.py                              # Python's own source, minutes on two cores
-python examples/train_lm.py --resident --stop-at 50      # the same losses, the state on the device
-python examples/train_lm.py --pipelined                  # the state moves while the next batch's layers compute
-python examples/train_lm.py --model 7b --context 2048    # on an H200, which is too small for --resident
-python examples/train_lm.py --disk DIR --host-bytes 1MiB # what is beyond 1 MiB of the state in files; resumes
+python examples/train_lm.py --pipelined                  # hides the transfers: use this on an accelerator
+python examples/train_lm.py                              # the same step under jax.jit, which waits for them
+python examples/train_lm.py --resident --stop-at 50      # the same losses, with the state on the device
+python examples/train_lm.py --pipelined --model 7b --context 2048  # on an H200, too small for --resident
+python examples/train_lm.py --disk DIR --host-bytes 1MiB # keeps the state beyond 1 MiB in files, and resumes
 """
 
 import argparse
@@ -117,17 +117,16 @@ def step(state, batch):
     return state.apply_gradients(grads=grads), loss
 
 
-# Donated, so that neither parameters nor state exist twice. With memory kinds, results must come in the order
-# of the arguments, as a TrainState's do.
+# The state is donated, so that neither it nor the parameters exist twice.
 train_step = jax.jit(step, donate_argnums=0)
 
 
-# With a part of the state in files: jo.jit reads and writes them around the update.
+# jo.jit reads and writes the part of the state that is in files.
 disk_step = jo.jit(step, donate_argnums=0)
 
 
 class Pipelined:
-    """The same steps, but that a batch's update runs with the next batch, or when the state is asked for."""
+    """Run the same steps, each update in the next batch's forward pass, or when the state is asked for."""
 
     def __init__(self, state):
         self.step, self._state, self._carry = jo.pipelined(step, donate_argnames="state"), state, None
@@ -216,16 +215,23 @@ def main(argv=None):
     print(f"held-out loss {before:.3f} nats per byte")
     losses, times, seconds, speed = [], [], 0.0, 0.0
     pipelined = Pipelined(state) if args.pipelined else None
-    bar = tqdm(range(start, stop), initial=start, total=stop, disable=None, unit="step")
-    for i in bar:
-        batch, began = _data.batch(train, i, args.batch, args.context), time.perf_counter()
+
+    def one(batch):
+        """A step: its loss, and the seconds that it took."""
+        nonlocal state
+        began = time.perf_counter()
         if pipelined:
             loss = pipelined(batch)
         else:
             state, loss = (disk_step if disk else train_step)(state, batch)
-        losses.append(float(loss))
+        return float(loss), time.perf_counter() - began
+
+    bar = tqdm(range(start, stop), initial=start, total=stop, disable=None, unit="step")
+    for i in bar:
+        loss, took = one(_data.batch(train, i, args.batch, args.context))
+        losses.append(loss)
         if i > start + args.pipelined:  # those before were compiled
-            times.append(time.perf_counter() - began)
+            times.append(took)
             seconds = float(np.median(times))
             speed = args.batch * args.context / seconds
             report = f"loss {losses[-1]:.3f}, {speed:,.0f} tokens/s, {seconds * 1e3:.0f} ms per step"
@@ -253,7 +259,8 @@ def main(argv=None):
         print(f"sample:\n{sample}")
     if disk:
         disk.close()
-    return {"losses": losses, "held_out": (before, after), "state": state, "seconds": seconds, "sample": sample}
+    found = {"losses": losses, "held_out": (before, after), "state": state, "seconds": seconds, "sample": sample}
+    return found | {"again": lambda: one(_data.batch(train, stop, args.batch, args.context))[1]}  # donates the state
 
 
 if __name__ == "__main__":

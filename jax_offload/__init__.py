@@ -9,7 +9,7 @@ import typing as _typing
 from importlib import import_module as _import_module
 from importlib import metadata as _metadata
 
-from jax_offload._files.files import Disk as Disk
+from jax_offload import types as types
 from jax_offload._files.option import disk as disk
 from jax_offload._interop.checkpoint import restore as restore
 from jax_offload._interop.checkpoint import save_args as save_args
@@ -17,11 +17,8 @@ from jax_offload._interop.jit import jit as jit
 from jax_offload._interop.pipelined import pipelined as pipelined
 from jax_offload._interop.xla_options import compiler_options as compiler_options
 from jax_offload._offload import offload as offload
-from jax_offload._placement.placement import Leaf as Leaf
 from jax_offload._precision.formats import Storage as Storage
 from jax_offload._precision.masters import with_master_params as with_master_params
-from jax_offload._precision.storage import StoredState as StoredState
-from jax_offload._report.printed import Placement as Placement
 from jax_offload._report.report import placement as placement
 from jax_offload._state.convert import from_plain as from_plain
 from jax_offload._state.convert import to_plain as to_plain
@@ -32,21 +29,11 @@ from jax_offload._state.state import to_host as to_host
 from jax_offload._update.update_params import update_params as update_params
 
 if _typing.TYPE_CHECKING:
-    from jax_offload._analysis.chips import Chip as Chip
-    from jax_offload._analysis.chips import chip as chip
-    from jax_offload._analysis.drives import Drive as Drive
-    from jax_offload._analysis.drives import drive as drive
-    from jax_offload._analysis.exposure import Link as Link
-    from jax_offload._analysis.forecast import Forecast as Forecast
-    from jax_offload._analysis.inspection import Inspection as Inspection
     from jax_offload._analysis.inspection import inspect as inspect
     from jax_offload._analysis.inspection import verify as verify
-    from jax_offload._analysis.link import measure_link as measure_link
-    from jax_offload._analysis.option import Option as Option
     from jax_offload._analysis.plan import plan as plan
-    from jax_offload._analysis.profiled import Profile as Profile
     from jax_offload._analysis.profiled import profile as profile
-    from jax_offload._analysis.timeline import Timeline as Timeline
+    from jax_offload._analysis.rates import chip as chip
 
 try:
     __version__ = _metadata.version("jax_offload")
@@ -55,46 +42,22 @@ except _metadata.PackageNotFoundError:  # a checkout that is not installed
 
 # What only looks at steps is imported when it is asked for: name, and the module in _analysis that has it.
 _LAZY = {
-    "Chip": "chips",
-    "Drive": "drives",
-    "Forecast": "forecast",
-    "Inspection": "inspection",
-    "Link": "exposure",
-    "Option": "option",
-    "Profile": "profiled",
-    "Timeline": "timeline",
-    "chip": "chips",
-    "drive": "drives",
+    "chip": "rates",
     "inspect": "inspection",
-    "measure_link": "link",
     "plan": "plan",
     "profile": "profiled",
     "verify": "inspection",
 }
 
 __all__ = [
-    "Chip",
-    "Disk",
-    "Drive",
-    "Forecast",
-    "Inspection",
-    "Leaf",
-    "Link",
-    "Option",
-    "Placement",
-    "Profile",
     "Storage",
-    "StoredState",
-    "Timeline",
     "abstract_state",
     "chip",
     "compiler_options",
     "disk",
-    "drive",
     "from_plain",
     "inspect",
     "jit",
-    "measure_link",
     "offload",
     "pipelined",
     "placement",
@@ -106,6 +69,7 @@ __all__ = [
     "to_device",
     "to_host",
     "to_plain",
+    "types",
     "update_params",
     "verify",
     "with_master_params",

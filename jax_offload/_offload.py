@@ -16,6 +16,7 @@ from jax_offload._base.arrays import Offloaded, is_array, is_integer
 from jax_offload._base.collector import collector_waits
 from jax_offload._base.donation import guarded
 from jax_offload._base.eager import compiled_where_eager
+from jax_offload._base.home import Home
 from jax_offload._base.on_disk import opened
 from jax_offload._base.shardings import Layouts, Shardings, inside_shard_map
 from jax_offload._emit.skip import updated_unless
@@ -24,7 +25,7 @@ from jax_offload._files.files import Disk
 from jax_offload._files.option import budget_of, check_disk, places_of
 from jax_offload._placement.by_parameter import Select
 from jax_offload._placement.cores import share_of_cores
-from jax_offload._placement.home import Home, check_eager, check_not_in_pmap, returned
+from jax_offload._placement.home import arrived, check_eager, check_not_in_pmap, returned
 from jax_offload._placement.placement import Leaf, Policy, marked, place, place_next, warn_of_nothing
 from jax_offload._placement.zero import axes_of, check_not_manual, check_typed, partitions, resharded, resharded_state
 from jax_offload._plan.options import Options
@@ -54,73 +55,68 @@ def offload(
     update_on: Any = "device",
     disk: Disk | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Keeps the state of ``inner`` in pinned host memory and streams it through the device inside ``update``.
+    """Keep the state of ``inner`` in pinned host memory, and stream it through the device inside ``update``.
 
-    The state's tree, shapes and dtypes are those of ``inner``; only memory kinds differ. The arithmetic is that of
-    ``inner``, on the device. ``init`` and ``update`` have optax's signatures; extra arguments are passed on.
+    The state's tree, shapes and dtypes are those of ``inner``; only the memory kinds differ. The arithmetic is that of
+    ``inner``, on the device. ``init`` and ``update`` have optax's signatures and pass extra arguments on.
 
     Args:
       inner: any optax transformation, or an ``optax.MultiSteps``.
-      fraction: share of the eligible state, in bytes over all devices, that lives on the host: a float in [0, 1],
-        or a pytree prefix of the parameters with a float per subtree. Leaves are taken in the order of the backward
-        pass, up to where the error is smallest. 0, without ``shard_over`` and ``storage``, is ``inner`` itself, which
-        also takes ``skip``; the other options are checked all the same.
-      select: which parameters' state may move: a pytree prefix of the parameters with bools; regular expressions
-        (one or several) searched in a parameter's path ``a/b/c``; or a callable on that path and the state leaf. A
-        rule that matches no parameter is an error.
-      min_bytes: state leaves of fewer bytes, 64 KiB where it is left out, stay on the device, as rank-0 leaves and
-        PRNG keys always do.
-      window: bytes of state on a device at a time while it streams. A piece, the leaves that one update needs
-        together, that is larger goes through a loop in chunks of half a window, if its rows can be updated apart; else
-        it is loaded whole (``jax_offload.placement`` says which, and why). ``None``: room for two and a half of the
-        largest usual piece (pieces up to it are 80 % of the state), so that one loads while another is updated; but
-        where that piece is larger than 256 MiB and a 32nd of the state, that, and never more for it than an eighth
-        of the state on one device, or 1 MiB. Where the usual piece is smaller than 8 MiB, all stream after the backward
-        pass, in a loop of their own: copies this small hide little, and cost memory among its matmuls.
-        ``jax_offload.placement`` names the window, and why it is that.
-      order: regular expressions searched in a parameter's path, in the order in which the gradients of what they match
-        appear in the backward pass, ``["head", "layers", "embed"]``; what none matches comes last, and within one
-        ``layers_10`` before ``layers_2``. A rule that matches no parameter is an error. ``None``: ``layers_10`` before
-        ``layers_2`` for what a ``fraction`` takes; for streaming the order of the traced gradients, where jax tells it.
-      shard_over: axes of the parameters' mesh, ``"data"``, over which the state is divided although parameters are
-        replicated there (ZeRO-1, Rajbhandari et al. 2020): leaves of their parameter's shape and of ``min_bytes`` or
-        more, in host memory or not. It is the first axis of the leaf that divides evenly and is not sharded yet; in
-        leaves with three or more axes the first, which counts the layers of a scanned model, is tried last.
-        Gradients are scattered before the update, and the updates gathered; with ``jax_offload.update_params``
-        it is the new parameters that are gathered. ``jax_offload.placement`` shows what became of each leaf.
-      storage: how leaves are stored, in fewer bits than ``inner`` computes with: a mapping from paths in the state to
-        dtypes, ``{"mu": "bfloat16", "nu": "uint8"}``, or one dtype, for all floating leaves but masters. The formats,
-        and what each is for: ``jax_offload.Storage``. A path is a regular expression that matches whole components of
-        ``0/mu/layers/w``; the first that matches counts, and one that matches nothing is an error. Leaves of fewer than
-        ``min_bytes``, and those that would not become smaller, stay as they are; where a leaf lives is decided by what
-        it takes as it is stored. ``inner`` computes on what it would have; each chunk is decoded and encoded on the
-        device, with stochastic rounding that is a function of the step, the leaf and the place in it. Derivatives do
-        not pass through a state in fewer bits. The state becomes a ``StoredState``: ``jax_offload.to_plain`` and
-        ``from_plain`` convert.
-      update_on: who updates what is in host memory: ``"device"``, or ``"host"``, whose cores do it where it is, so that
-        gradients go down, parameters come up, and the state never moves (ZeRO-Offload, Ren et al. 2021); or both at
-        once: the share of those bytes that the host's cores update, a float in [0, 1]. They take the leaves whose
-        gradients are there first, whole parameters at a time. Or a pytree prefix of the parameters with one of these
-        per subtree; or rules, ``[("embed", "host"), ("layers_.*/mlp", 0.5)]``, regular expressions searched in a
-        parameter's path: the first that is found counts, where none is it is the device, and one that matches no
-        parameter is an error. What is on the host stays as ``init`` gives it, in pinned host memory. Only a step of
-        ``jax_offload.jit`` can do this, which is then several programs (docs/host_or_device.md).
-      disk: a ``jax_offload.disk``, whose files hold what is beyond its ``host_bytes`` of what would be in host memory.
-        Each step of ``jax_offload.jit`` reads it, updates it on the device and writes it, group by group. In the state
-        something stands for such a leaf, which ``numpy.asarray`` reads; the state is of one step, and ``disk.commit``
-        saves it. No ``update_on`` with it (docs/disk.md).
+      fraction: the share of the eligible bytes, over all devices, that lives on the host: a float in [0, 1], or a
+        pytree prefix of the parameters with a float for each subtree. Leaves are taken in the order of the backward
+        pass, up to the smallest error. With 0, and without ``shard_over`` and ``storage``, the result is ``inner``
+        itself, which then takes ``skip`` too; the other options are still checked.
+      select: the parameters whose state may move: a pytree prefix of the parameters with bools; one or several regular
+        expressions, searched in a parameter's path ``a/b/c``; or a function of that path and the state leaf. A rule
+        that matches no parameter is an error.
+      min_bytes: the size in bytes below which a state leaf stays on the device, 64 KiB by default. Scalars and PRNG
+        keys always stay.
+      window: the bytes of state that are on a device at a time while the state streams. A group of leaves that one
+        update needs together, and that is larger than the window, goes through a loop in chunks of half a window if its
+        rows can be updated apart; otherwise it is loaded whole. ``None`` makes room for two and a half of the largest
+        usual groups, so that one loads while another is updated; it makes less room if that would be more than 256 MiB
+        and a large part of the state. ``jax_offload.placement`` prints the window and why it has that size, and how
+        each leaf streams.
+      order: regular expressions searched in a parameter's path, in the order in which the gradients of the matching
+        parameters appear in the backward pass, ``["head", "layers", "embed"]``. Parameters that none matches come last.
+        A rule that matches no parameter is an error. ``None`` takes the order of the traced gradients where jax tells
+        it, and otherwise ``layers_10`` before ``layers_2``.
+      shard_over: the mesh axes, such as ``"data"``, over which to divide the state of parameters that are replicated
+        there (ZeRO-1, Rajbhandari et al. 2020). Leaves of their parameter's shape and of ``min_bytes`` or more are
+        divided, along the first axis that divides evenly and is not sharded yet; in leaves with three or more axes the
+        first axis, which counts the layers of a scanned model, is tried last. Gradients are scattered before the update
+        and updates gathered after it; ``jax_offload.update_params`` gathers the new parameters instead.
+      storage: the dtypes in which to store leaves: one dtype for all floating leaves except masters, or a mapping from
+        paths in the state to dtypes, ``{"mu": "bfloat16", "nu": "uint8"}``. ``jax_offload.Storage`` lists the formats.
+        A path is a regular expression that matches whole components of ``0/mu/layers/w``; the first match counts, and a
+        path that matches nothing is an error. Leaves below ``min_bytes``, and leaves that would not shrink, keep their
+        dtype. ``inner`` computes in its own dtypes: each chunk is decoded and encoded on the device, with stochastic
+        rounding that depends on the step, the leaf and the position. Derivatives do not pass through a stored state.
+        The state becomes a ``StoredState``, which ``jax_offload.to_plain`` and ``from_plain`` convert.
+      update_on: who updates the state in host memory. With ``"device"`` the accelerator does. With ``"host"`` the
+        host's cores do: gradients go down, parameters come up, and the state never moves (ZeRO-Offload, Ren et al.
+        2021). A float in [0, 1] is the share of bytes that the cores update while the accelerator updates the rest;
+        whole parameters go to one side, first to the cores those whose gradients appear first. A pytree prefix of the
+        parameters says it for each subtree. Rules, ``[("embed", "host"), ("layers_.*/mlp", 0.5)]``, are regular
+        expressions searched in a parameter's path: the first match counts, unmatched parameters update on the device,
+        and a rule that matches no parameter is an error. Only a step of ``jax_offload.jit`` can update on the host
+        (docs/host_cores.md).
+      disk: a ``jax_offload.disk``, whose files hold the part of the state that exceeds its ``host_bytes``. Each step of
+        ``jax_offload.jit`` reads that part, updates it on the device and writes it, group by group. A placeholder
+        stands for such a leaf in the state, and ``numpy.asarray`` reads it; ``disk.commit`` saves the state. It does
+        not go with ``update_on`` (docs/disk.md).
 
     Returns:
-      A transformation whose ``update`` leaves every state leaf where the options say, wherever it came from: a
-      resident state becomes an offloaded one in its first step. ``update(..., skip=)``, a bool, traced or not: where it
-      holds the updates are zero, and not a byte of the state changes or moves; for dynamic loss scaling. Outside of any
-      ``jit`` an update is compiled as ``jax.jit`` would: what it reads through a closure is that of the first call, and
-      extra arguments that are functions, ints or strings compile anew where they change.
+      A transformation whose ``update`` leaves each state leaf where the options say, wherever it came from: a resident
+      state becomes an offloaded one in its first step. ``update(..., skip=)`` takes a bool, traced or not; where it is
+      true the updates are zero and the state keeps every bit. Outside any ``jit`` an update is compiled as ``jax.jit``
+      would compile it: it reads closures at the first call only, and recompiles when an extra argument that is a
+      function, an int or a string changes.
 
     Raises:
-      TypeError: ``inner`` is not an optax transformation, or is an ``offload(...)`` already.
-      ValueError: an option is out of range or does not fit the parameters; the platform has no pinned host memory; a
-        state is not this optimizer's.
+      TypeError: ``inner`` is not an optax transformation, or is already an ``offload(...)``.
+      ValueError: an option is out of range or does not fit the parameters, the platform has no pinned host memory, or a
+        state belongs to another optimizer.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, jax_offload as jo
@@ -163,7 +159,7 @@ def offload(
             state = inner.init(params)
             plan = place(policy, state, params)
             known = {**remembered.unambiguous(params), **own}  # of others out_shardings say how the state is divided
-            state = guarded(_store(state, plan, params, known))
+            state = guarded(_store(state, plan, params, known), home=home, where="init")
             if around().runs:
                 warn_of_nothing(plan)
                 return state
@@ -186,7 +182,7 @@ def offload(
                 state = jax.jit(create, out_shardings=shardings)(params)
             else:
                 state = created(disk, create, params, placed, treedef)
-            home.created(state)
+            home.reached |= any(map(_memory.on_host, jax.tree.leaves(state)))
         if around().remembers:
             look(inner, state)
         remembered.remember(own)
@@ -217,13 +213,13 @@ def offload(
             check_not_manual()
             sharded = partitions(place(policy, state, like), like, shardings, remembered)
         plan = place(policy, state, like)
-        home.arrived(jax.tree.leaves(state), plan, around().moved)
+        arrived(home, jax.tree.leaves(state), plan, around().moved)
         state = returned(state, plan) if around().moved is None else state
         on_cores = frozenset(k for k, leaf in enumerate(plan) if leaf.on_cores)
         on_disk = frozenset(k for k, leaf in enumerate(plan) if leaf.disk)
         options = Options(
             window, order, shardings, sharded, on_cores=on_cores, on_disk=on_disk,
-            remembered=frozenset(from_memory), unknown=without_sharding(like, shardings),
+            remembered=frozenset(from_memory), unknown=without_sharding(like, shardings), home=home,
         )  # fmt: skip
 
         def recipe(updates: Any, state: Any, params: Any, extra_args: Any) -> Any:

@@ -5,7 +5,7 @@ an H200 and a TPU that need not be there.
 """
 
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 
 # A CPU that computes in bfloat16 itself rounds where a fusion ends, and so differently in two programs: 2 units in the
 # last place between streamed and resident. With older instructions XLA computes in float32 and rounds once.
@@ -20,12 +20,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import pytest
 
-from tests.support import oldest, wide
-
 LEFT_OUT = pytest.StashKey[Counter[tuple[str, str]]]()
 HOW = {
     "long": "make test FULL=1, or pytest without --daily",
-    "wide": "make test FULL=1, or pytest without --daily",
     "exhaustive": "pytest --everything",
     "newest": "they run on the newest jax",
 }
@@ -50,8 +47,8 @@ def small_groups(monkeypatch):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--daily", action="store_true", help="without what is long or wide (make test)")
-    parser.addoption("--oldest", action="store_true", help="only what tests/support/oldest.py names (make test)")
+    parser.addoption("--daily", action="store_true", help="without what is long (make test)")
+    parser.addoption("--oldest", action="store_true", help="only what is marked for the oldest jax (make test)")
     parser.addoption("--everything", action="store_true", help="also what is exhaustive: hours")
     parser.addoption("--trainers", action="store_true", help="also tests/trainers (make trainers)")
 
@@ -66,31 +63,56 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out what is ``long``, ``wide`` or ``exhaustive``, and what the oldest jax need not run."""
-    complete = config.args == ["tests"]
-    names = oldest.chosen(items, complete) if config.getoption("--oldest") else None
-    others = {} if config.getoption("--everything") else wide.seldom(items, complete)
-    others |= wide.left_out(items, complete) if config.getoption("--daily") else {}
+    """Leaves out what is ``long`` or ``exhaustive``, and what the oldest jax need not run."""
+    _check_marks(items, complete=config.args == ["tests"])
     kept, left_out = [], []
     for item in items:
-        why = _left_out(item, config, names) or others.get(item)
+        why = _left_out(item, config)
         config.stash[LEFT_OUT].update([why] if why else [])
         (left_out if why else kept).append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = kept
 
 
-def _left_out(item, config, names):
+def _left_out(item, config):
     """The mark by which a test is left out, and its reason; ``None``: it runs."""
-    for mark, runs in (("exhaustive", "--everything"), ("long", None)):
+    everything, daily = config.getoption("--everything"), config.getoption("--daily")
+    for mark in [*([] if everything else ["exhaustive"]), *(["long"] if daily else [])]:
         for each in item.iter_markers(mark):
+            if _is_of(each, item):
+                return mark, each.args[0]
+    if config.getoption("--oldest") and not any(_is_of(each, item) for each in item.iter_markers("oldest")):
+        return "newest", "not marked for the oldest jax"
+    return None
+
+
+def _is_of(mark, item):
+    """Whether a mark is meant for a case: ``only`` some, or all ``but`` some."""
+    only, but = mark.kwargs.get("only"), mark.kwargs.get("but", ())
+    return (only is None or _named(item, only)) and not _named(item, but)
+
+
+def _named(item, cases):
+    """Whether a case is named, by its id, or by how that begins: ``"adamw"``, ``"adamw*"``."""
+    name = item.callspec.id if hasattr(item, "callspec") else ""
+    return any(name.startswith(case[:-1]) if case.endswith("*") else name == case for case in cases)
+
+
+def _check_marks(items, complete):
+    """Raises where a mark has no reason; or, where all tests are collected, names a case that is gone."""
+    of_test = defaultdict(list)
+    for item in items:
+        of_test[item.nodeid.partition("[")[0]].append(item)
+        for each in (each for mark in ("long", "exhaustive", "oldest") for each in item.iter_markers(mark)):
             if len(each.args) != 1 or not isinstance(each.args[0], str):
                 raise pytest.UsageError(
-                    f"{item.nodeid}: {mark} wants a reason, @pytest.mark.{mark}('compiles 40 programs')."
+                    f"{item.nodeid}: {each.name} wants a reason, @pytest.mark.{each.name}('compiles 40 programs')."
                 )
-            if not config.getoption("--everything") if runs else config.getoption("--daily"):
-                return mark, each.args[0]
-    return ("newest", "not among those that tests/support/oldest.py names") if names and item not in names else None
+    for name, cases in of_test.items() if complete else ():
+        marks = [each for mark in ("long", "exhaustive", "oldest") for each in cases[0].iter_markers(mark)]
+        named = [case for each in marks for case in (*each.kwargs.get("only", ()), *each.kwargs.get("but", ()))]
+        if gone := [case for case in named if not any(_named(item, [case]) for item in cases)]:
+            raise pytest.UsageError(f"{name}: its marks name {gone}, and it has no such cases.")
 
 
 def pytest_sessionfinish(session):

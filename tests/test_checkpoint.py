@@ -167,10 +167,8 @@ def writer(monkeypatch):
 
     async def delayed(*args, **kwargs):
         waiting.set()
-        for _ in range(2000):  # not for ever: closing a manager, as a failing test does, waits for its writer
-            if go.is_set():
-                break
-            await asyncio.sleep(0.005)
+        # not for ever: closing a manager, as a failing test does, waits for its writer
+        await asyncio.get_running_loop().run_in_executor(None, go.wait, 300)
         return await write(*args, **kwargs)
 
     monkeypatch.setattr(serialization, "async_serialize_from_host", delayed)
@@ -189,14 +187,14 @@ def host_leaves(tree):
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
 def test_saving_beside_donated_steps(tmp_path, writer, fraction):
-    """A save whose writer sleeps while training goes on in the same memory holds the values of its own step."""
+    """A save whose writer waits while training goes on in the same memory holds the values of its own step."""
     tx, tree, step = small(fraction=fraction)
     for i in range(3):
         tree = step(tree, i)
     expected = as_numpy(tree)
     with ocp.CheckpointManager(tmp_path) as manager:
         manager.save(3, args=jo.save_args(tree))
-        assert writer.waiting.wait(30)
+        assert writer.waiting.wait(300)
         for i in range(3, 6):
             hosted, before = host_leaves(tree), addresses(host_leaves(tree))
             tree = step(tree, i)
@@ -229,7 +227,7 @@ def test_what_is_written_is_the_copy(tmp_path, writer, copy):
     assert_placed(args.item, tree)
     with ocp.CheckpointManager(tmp_path) as manager:
         manager.save(1, args=args)
-        assert writer.waiting.wait(30)
+        assert writer.waiting.wait(300)
         scribble(tree)
         writer.set()
         manager.wait_until_finished()
@@ -246,7 +244,7 @@ def test_plain_saves_hold_on_to_host_memory(tmp_path, writer):
     tree = step(tree, 0)
     with ocp.CheckpointManager(tmp_path) as manager:
         manager.save(1, args=ocp.args.StandardSave(tree))
-        assert writer.waiting.wait(30)
+        assert writer.waiting.wait(300)
         step(tree, 1)
         assert not any(x.is_deleted() for x in host_leaves(tree))  # donation was denied
         writer.set()
@@ -301,7 +299,7 @@ def test_what_the_cores_update(share, tmp_path, writer):
             if i == 2:
                 expected = as_numpy(tree)
                 manager.save(i, args=jo.save_args(tree))
-                assert writer.waiting.wait(30)
+                assert writer.waiting.wait(300)
             tree = step(tree, jnp.full((4, 64), i + 1.0))
         writer.set()
         manager.wait_until_finished()
@@ -331,7 +329,7 @@ def test_a_flax_train_state(tmp_path, writer):
     expected, target = as_numpy(state), target_of(state)
     with ocp.CheckpointManager(tmp_path) as manager:
         manager.save(1, args=jo.save_args(state))
-        assert writer.waiting.wait(30)
+        assert writer.waiting.wait(300)
         for i in range(3):
             state = train(state, jnp.full((4, 64), i))
         writer.set()
@@ -733,7 +731,7 @@ def test_loading_only_the_weights_under_lookahead(tmp_path):
 
 
 def test_the_weights_out_of_a_full_checkpoint(three_steps):
-    """The recipe of docs/checkpoints.md with plain orbax, where they were not saved as an item of their own."""
+    """The recipe of docs/state.md with plain orbax, where they were not saved as an item of their own."""
     folder, values, target = three_steps
     only = {"params": target["params"]}
     with ocp.CheckpointManager(folder) as manager:

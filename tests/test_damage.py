@@ -26,7 +26,7 @@ HOST = "pinned_host"
 
 
 def opened(folder):
-    """Without orbax's look at ``_CHECKPOINT_METADATA``, which damage there may end (docs/checkpoints.md)."""
+    """Without orbax's look at ``_CHECKPOINT_METADATA``, which damage there may end (docs/state.md)."""
     return ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(lightweight_initialize=True))
 
 
@@ -421,7 +421,7 @@ def test_processes_sum_up_what_each_of_them_holds(tmp_path):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     children = [subprocess.Popen([*command, str(i)], env=env, **pipes) for i in range(2)]
     try:
-        said = [child.communicate(timeout=120)[0] for child in children]
+        said = [child.communicate(timeout=600)[0] for child in children]
     finally:
         for child in children:
             child.kill()
@@ -430,7 +430,7 @@ def test_processes_sum_up_what_each_of_them_holds(tmp_path):
 
 
 def test_a_manager_that_orbax_does_not_open(run):
-    """Why docs/checkpoints.md opens it without the metadata of its steps. Should orbax bear it, we need not."""
+    """Why docs/state.md opens it without the metadata of its steps. Should orbax bear it, we need not."""
     folder, _, target = run
     path = folder / "2" / "_CHECKPOINT_METADATA"
     data = path.read_bytes()

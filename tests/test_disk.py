@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax.training.train_state import TrainState
 
@@ -264,7 +265,7 @@ def test_host_bytes(budget, on_disk, tmp_path):
     params = model()
     state = tx.init(params)
     assert len(handles(state)) == on_disk
-    in_memory = [x for x in jax.tree.leaves(state) if getattr(x, "ndim", 0) == 2]
+    in_memory = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array) and x.ndim == 2]
     assert sum(x.nbytes for x in in_memory) <= budget
     assert {x.sharding.memory_kind for x in in_memory} <= {"pinned_host"}
     if 0 < on_disk < 8:
@@ -551,3 +552,79 @@ def test_abstract_state_is_that_of_a_checkpoint(disk):
     state = jo.abstract_state(offload(optax.adamw(1e-2), disk), model())
     assert jax.tree.structure(state) == jax.tree.structure(optax.adamw(1e-2).init(model()))
     assert state[0].mu["layer_1"]["w"].sharding.memory_kind == "pinned_host"
+
+
+ON_TOKENS = {
+    "a norm": optax.tree.norm,
+    "a sum": optax.tree.sum,
+    "a multiple": lambda state: jax.tree.map(lambda x: 2 * x, state),
+    "a difference": lambda state: jax.tree.map(lambda x, y: x - y, state, state),
+    "a comparison": lambda state: jax.tree.map(lambda x: x == 0, state),
+    "jax's functions": lambda state: jax.tree.map(jnp.square, state),
+    "finite": lambda state: jax.tree.map(jnp.isfinite, state),
+    "a choice": lambda state: jax.tree.map(lambda x: jnp.where(True, x, 0), state),
+    "a cast": lambda state: optax.tree.cast(state, jnp.bfloat16),
+    "jax's arrays": lambda state: jax.tree.map(jnp.asarray, state),
+    "numpy's arrays": jax.device_get,
+    "numpy's functions": lambda state: jax.tree.map(np.square, state),
+    "a program": lambda state: jax.jit(optax.tree.norm)(state),
+    "a program of jo.jit": lambda state: jo.jit(optax.tree.norm)(state),
+    "a copy on a device": lambda state: jax.device_put(state, jax.devices()[0]),
+    "pickle": lambda state: pickle.dumps(jax.tree.leaves(state)),
+}
+
+
+@pytest.mark.parametrize("after", ["init", "a step"])
+def test_nothing_computes_with_what_stands_for_a_leaf(after, disk):
+    tx, params = offload(optax.adamw(1e-2), disk), model()
+    state = tx.init(params)
+    if after == "a step":
+        params, state = jo.jit(lambda p, s: jo.update_params(tx, p, s, p))(params, state)
+    for compute in ON_TOKENS.values():
+        with pytest.raises((TypeError, ValueError), match=r"jo\.to_device.*jo\.save_args"):
+            compute(state)
+
+
+def test_plain_orbax_says_what_saves_a_state_on_disk(disk, tmp_path):
+    state = offload(optax.adamw(1e-2), disk).init(model())
+    with ocp.CheckpointManager(tmp_path / "manager") as manager:
+        args = ocp.args.StandardSave({"opt_state": state})
+        with pytest.raises((TypeError, ValueError), match=r"jo\.save_args"):
+            manager.save(0, args=args)
+    with ocp.PyTreeCheckpointer() as checkpointer, pytest.raises((TypeError, ValueError), match=r"jo\.save_args"):
+        checkpointer.save(tmp_path / "tree", state)
+
+
+def test_what_looks_at_the_types_of_a_state_sees_those_of_its_leaves(disk):
+    params = model()
+    state, plain = offload(optax.adamw(1e-2), disk).init(params), optax.adamw(1e-2).init(params)
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(plain), strict=True):
+        assert (x.shape, x.dtype, x.size, x.nbytes) == (y.shape, y.dtype, y.size, y.nbytes)
+    assert float(optax.tree.norm(optax.tree.zeros_like(state))) == 0
+    assert jax.jit(lambda state, x: x + 1)(state, 1) == 2
+
+
+def test_a_step_that_computes_with_a_state_says_what_does(disk):
+    tx, params = offload(optax.adamw(1e-2), disk), model()
+    state = tx.init(params)
+
+    def twice(params, state):
+        for _ in range(2):
+            params, state = jo.update_params(tx, params, state, params)
+        return params, state
+
+    def with_a_norm(params, state):
+        params, state = jo.update_params(tx, params, state, params)
+        return params, state, optax.tree.norm(optax.tree.get(state, "mu"))
+
+    def with_a_norm_on_the_device(params, state):
+        params, state = jo.update_params(tx, params, state, params)
+        return params, state, optax.tree.norm(jo.to_device(optax.tree.get(state, "mu")))
+
+    for step, message in (
+        (twice, r"updates it again.*call such a step several times"),
+        (with_a_norm, r"reads a leaf, for a norm.*between two steps jo\.to_device.*jo\.save_args"),
+        (with_a_norm_on_the_device, r"outside of its update.*jo\.to_device\(optax\.tree\.get"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            jo.jit(step)(params, state)

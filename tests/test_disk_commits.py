@@ -5,7 +5,6 @@ import errno
 import os
 import signal
 import threading
-import time
 
 import jax
 import jax.numpy as jnp
@@ -117,16 +116,25 @@ def test_what_is_no_step(run, step):
 def test_a_commit_that_is_interrupted_ends_first(run):
     """As what is written lies in the caller's arrays, which the next step may be given."""
     params, state = run.began()
+    interrupted = threading.Event()
 
     def fault(name, *_):
         if name == "sync" and threading.current_thread() is not threading.main_thread():
             run.files.fault = lambda *_: None
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            time.sleep(0.2)
+            assert interrupted.wait(300)
+
+    def handle(*_):
+        interrupted.set()
+        raise KeyboardInterrupt
 
     run.files.fault = fault
-    with pytest.raises(KeyboardInterrupt):
-        run.committed(2, params, state)
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run.committed(2, params, state)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert run.disk.last_commit == 2
     params, state = run.step(params, state)
     assert run.committed(4, params, state) and run.resumed()[2] == 4
@@ -164,13 +172,14 @@ def test_a_step_that_is_interrupted_is_no_state(run, monkeypatch, error):
 def test_a_child_does_not_keep_the_files(tmp_path):
     """Forked while they were open, it lives on when its parent has let them go."""
     store = created([tmp_path / "x"])
-    out, into = os.pipe()
+    (out, into), (begun, begins) = os.pipe(), os.pipe()
     if (child := os.fork()) == 0:
         os.close(into)
+        os.write(begins, b".")
         os.read(out, 1)
         os._exit(0)
     try:
-        time.sleep(0.1)
+        os.read(begun, 1)  # what runs after a fork has run in the child
         with pytest.raises(ValueError, match=r"in use by .* this one, in which another jo\.disk has it"):
             Store.open([tmp_path / "x"])  # the child has not unlocked its parent's
         store.close()
@@ -178,7 +187,8 @@ def test_a_child_does_not_keep_the_files(tmp_path):
     finally:
         os.close(into)
         os.waitpid(child, 0)
-        os.close(out)
+        for descriptor in (out, begun, begins):
+            os.close(descriptor)
 
 
 # ---- what is in a tree -----------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def start(folder, what, *args, processes=2):
 
 def ended(folder, children, *, killed=False):
     """What each has said. Where one is killed the others may be too."""
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + 600
     while any(child.poll() is None for child in children) and time.monotonic() < deadline:
         if any(child.poll() for child in children):
             time.sleep(1)

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import warnings
+from operator import attrgetter
 from pathlib import Path
 
 import jax
@@ -15,14 +16,15 @@ import pytest
 
 import jax_offload as jo
 
-VALUES = {name for name in jo.__all__ if isinstance(getattr(jo, name), type)}
+NAMES = [name for name in jo.__all__ if name != "types"] + [f"types.{name}" for name in jo.types.__all__]
+VALUES = {name for name in NAMES if isinstance(attrgetter(name)(jo), type)}
 NEVER_RAISE = {*VALUES, "to_device"}  # they hold values, or take whatever they are given
 LINES = 9  # of an example's source: what one takes in at a glance
 
 
 def section(name, title):
     """A section of a docstring, without the indentation; empty where there is none."""
-    doc = inspect.cleandoc(getattr(jo, name).__doc__ or "")
+    doc = inspect.cleandoc(attrgetter(name)(jo).__doc__ or "")
     found = re.search(rf"^{title}:\n((?:[ ]+.*\n|\n)+)", doc + "\n", re.MULTILINE)
     return inspect.cleandoc("\n" + found[1]) if found else ""
 
@@ -33,7 +35,7 @@ def documented(text):
 
 
 def examples(name):
-    found = doctest.DocTestFinder(recurse=False).find(getattr(jo, name), name)
+    found = doctest.DocTestFinder(recurse=False).find(attrgetter(name)(jo), name)
     return [test for test in found if test.examples]
 
 
@@ -48,9 +50,9 @@ def run(name):
     return "".join(said) if failed else ""
 
 
-@pytest.mark.parametrize("name", jo.__all__)
+@pytest.mark.parametrize("name", NAMES)
 def test_says_what_it_takes_and_gives(name):
-    given = getattr(jo, name)
+    given = attrgetter(name)(jo)
     parameters = list(inspect.signature(given).parameters)
     assert len(given.__doc__.splitlines()) > 1
     # the parameters of a class that only holds values are its attributes
@@ -59,32 +61,32 @@ def test_says_what_it_takes_and_gives(name):
     assert inspect.isclass(given) or (sections[0] and section(name, "Returns"))
 
 
-@pytest.mark.parametrize("name", sorted({*jo.__all__} - NEVER_RAISE))
+@pytest.mark.parametrize("name", sorted({*NAMES} - NEVER_RAISE))
 def test_says_what_it_raises(name):
     kinds = documented(section(name, "Raises"))
     assert kinds and all(issubclass(getattr(builtins, kind), Exception) for kind in kinds)
 
 
-@pytest.mark.parametrize("name", jo.__all__)
+@pytest.mark.parametrize("name", NAMES)
 def test_shows_an_example(name):
     assert section(name, "Example")
     (test,) = examples(name)
     assert sum(each.source.count("\n") for each in test.examples) <= LINES
     assert "jax_offload as jo" in test.examples[0].source
     shown = any(re.search(rf"\bjo\.{name}\b", each.source) for each in test.examples)
-    assert shown or inspect.isclass(getattr(jo, name))  # some are only returned
+    assert shown or inspect.isclass(attrgetter(name)(jo))  # some are only returned
 
 
-@pytest.mark.parametrize("name", jo.__all__)
+@pytest.mark.parametrize("name", NAMES)
 def test_example(name):
-    if name in ("profile", "Profile") and jax.__version_info__ < (0, 11):
+    if name in ("profile", "types.Profile") and jax.__version_info__ < (0, 11):
         pytest.skip("jax 0.10's profiler crashes in a process that has compiled for a chip that is not there")
     assert not run(name)
 
 
 def test_examples_on_one_device():
     """As they are copied: into a process of their own, in which nobody has set flags."""
-    code = "from tests import test_docstrings as t; print(*(t.run(name) for name in t.jo.__all__), sep='')"
+    code = "from tests import test_docstrings as t; print(*(t.run(name) for name in t.NAMES), sep='')"
     env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     root = Path(__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", code], env=env, cwd=root, capture_output=True, text=True)

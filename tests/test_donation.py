@@ -461,7 +461,7 @@ def test_donation_without_the_guard_ends_the_process_on_cpu():
         subprocess.Popen([sys.executable, "-c", RUN.format(off)], stdout=-1, stderr=-1, text=True)
         for off in (True, False)
     )
-    out, err = without.communicate(timeout=120)
+    out, err = without.communicate(timeout=600)
     assert without.returncode != 0 and "finished" not in out and "memory kind" in err, err
-    out, err = guarded.communicate(timeout=120)
+    out, err = guarded.communicate(timeout=600)
     assert guarded.returncode == 0 and "finished" in out, err

@@ -215,7 +215,7 @@ def test_what_nnx_keeps_beside_the_state_stays_on_the_device():
 
 
 def test_a_state_that_flax_moved_is_on_the_host_after_a_step(mesh):
-    """Outside jit flax applies an annotation to the new state's variables, with device memory (docs/flax.md)."""
+    """Outside jit flax applies an annotation to the new state's variables, with device memory (docs/frameworks.md)."""
     with jax.set_mesh(mesh):
         _, optimizer, _, _ = nnx_train(offloaded(), lambda build: build)
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(nnx.state(optimizer)) if x.nbytes >= 2**16}

@@ -12,7 +12,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from jax_offload._analysis.streams import streams
 from jax_offload._base.jaxprs import scan_of
 from jax_offload._emit import results
 from jax_offload._emit.find import updates_in
@@ -275,10 +274,6 @@ def test_bytes_on_one_device(model):
     parts = [each.update for each in updates_in(trace) if isinstance(each.update, Moved)]
     moments = 2 * LAYERS * WIDTH * WIDTH * 4
     assert sum(p.slice.loaded_bytes for part in parts for p in part.planned) == moments // 4
-    moved, row = streams(trace), moments // 4 // LAYERS
-    once_more = row if model is stacked else 0  # inside a scan one row moves twice
-    assert (moved.loaded, moved.stored) == (moments // 4 + once_more,) * 2
-    assert moved.window == (3 * row if model is stacked else moments // 4)
 
 
 def printing(tx):

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jax_offload._drive.loops import has_numba
+from jax_offload._drive.cores import has_numba
 from tests.support.words import words
 
 ROOT = Path(__file__).parent.parent
-DEVICES, SECONDS = 4, 120
+DEVICES, SECONDS = 4, 600
 SMALL = "--model test --batch 8 --context 32 --steps 3 --fsdp 2 --window 65536".split()
 LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "KUBERNETES_", "TPU_", "MEGASCALE_", "JAX_", "XLA_FLAGS")
 

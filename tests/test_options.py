@@ -1,6 +1,7 @@
 import subprocess
 import sys
 
+import optax
 import pytest
 
 import jax_offload as jo
@@ -37,4 +38,8 @@ def test_what_the_package_shows_is_its_public_surface():
     assert shown == sorted(jo.__all__)
     assert all(hasattr(jo, name) for name in jo.__all__)  # some are imported only now
     assert {name for name in vars(jo) if not name.startswith("_")} == set(jo.__all__)
+    classes = [getattr(jo.types, name) for name in jo.types.__all__]
+    assert all(isinstance(each, type) for each in classes)
+    assert [name for name in dir(jo.types) if not name.startswith("__")] == sorted(jo.types.__all__)
+    assert isinstance(jo.placement(jo.offload(optax.adam(1e-3)), {}), jo.types.Placement)
     assert {"__doc__", "__version__"} <= {*dir(jo)}

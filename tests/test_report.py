@@ -177,16 +177,18 @@ def test_chunks_of_a_sharded_leaf_need_no_collectives(axes, shape, spec, how):
     assert state[0].mu["w"].sharding.is_equivalent_to(sharding.with_memory_kind("pinned_host"), len(shape))
 
 
-def test_explicit_shardings_of_a_state_that_is_about_to_follow_its_gradient():
-    """Without a mesh set, jax 0.12 does not shard what init makes: the new moments' rows do not fit the old buffers."""
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(AXES.Explicit,))
+@pytest.mark.parametrize("abstract", [False, True], ids=["mesh", "abstract mesh"])
+def test_explicit_axes_stream_as_the_step_does(abstract):
+    """Without a mesh set, jax 0.12 does not divide what a traced init makes; the state that a step is handed is
+    divided, and the table of the transformation says what the step does."""
+    axes = dict(axis_types=(AXES.Explicit,))
+    mesh = jax.sharding.AbstractMesh((8,), ("d",), **axes) if abstract else jax.make_mesh((8,), ("d",), **axes)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
     params = {"w": S((8, 64, 64), jnp.float32, sharding=sharding)}
-    table = jo.placement(jo.offload(optax.adamw(1e-3), window=2**14), params)
-    assert not table.unknown
-    sharded = jax.eval_shape(jnp.zeros_like, params["w"]).sharding is not None
-    how = "2 chunks of axis 1" if sharded else "whole: its next value is of another type, or not its own"
-    assert table.leaves[1].streams == f"{how}, 2 leaves together"
+    tx = jo.offload(optax.adamw(1e-3), window=2**14)
+    table = jo.placement(tx, params)
+    of_step = jo.placement(lambda p, s: jo.update_params(tx, p, s, p), params, jo.abstract_state(tx, params))
+    assert table.leaves[1].streams == of_step.leaves[0].streams == "2 chunks of axis 1, 2 leaves together"
 
 
 def test_functions_among_the_extra_arguments():

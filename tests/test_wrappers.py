@@ -257,3 +257,65 @@ def test_an_optax_whose_multi_steps_is_another(name, changed, monkeypatch):
         warnings.simplefilter("error")
         jo.offload(INNER)
     assert hasattr(optax.MultiSteps.update, "_jax_offload")
+
+
+def told(warned):
+    return [str(w.message) for w in warned if "were in host memory" in str(w.message)]
+
+
+def anywhere(tree):
+    """Shardings that name no memory, of one device, for every leaf."""
+    mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
+    return jax.tree.map(lambda _: jax.sharding.NamedSharding(mesh, PartitionSpec()), tree)
+
+
+@pytest.mark.parametrize("jit", [jax.jit, jo.jit], ids=["jax", "jo"])
+@pytest.mark.parametrize("way", ["out", "init and out", "move", "init and move", "resident and out"])
+def test_who_brings_the_state_to_the_device_is_told_once(way, jit):
+    tx, mine = jo.offload(INNER, min_bytes=0), jax.device_put(params(), anywhere(params()))
+    home = jo.state_shardings(tx, mine)
+    given = anywhere(home) if way.endswith("out") else home
+    if way.startswith("resident"):
+        state = INNER.init(mine)
+    elif "init" not in way:
+        state = tx.init(mine)
+    elif "out" in way:
+        with pytest.warns(UserWarning, match=r"were in host memory.*result\[1\]\[0\].mu.* jit of the init"):
+            state = jax.jit(tx.init, out_shardings=given)(mine)
+    else:
+        state = jax.jit(tx.init, out_shardings=given)(mine)
+
+    def step(params, state, x):
+        state = jax.device_put(state, anywhere(state)) if "move" in way else state
+        updates, state = tx.update(gradients(params, x), state, params)
+        return optax.apply_updates(params, updates), state
+
+    step = jit(step, out_shardings=(anywhere(mine), given))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for x in BATCHES[:3]:
+            mine, state = step(mine, state, x)
+    (message,) = told(warned)
+    assert "6 leaves" in message and "state_shardings(tx, params)" in message and ".mu['b']" in message
+
+
+@pytest.mark.parametrize("jit", [jax.jit, jo.jit], ids=["jax", "jo"])
+def test_nobody_is_told_who_leaves_the_state_in_host_memory(jit):
+    """A resident state that becomes an offloaded one, a state made in a jit, and steps that return a part of it."""
+    for start in "resident", "eager", "jit":
+        tx, mine = jo.offload(INNER, min_bytes=0), params()
+        state = {"resident": INNER.init, "eager": tx.init, "jit": jax.jit(tx.init)}[start](mine)
+
+        def step(params, state, x, tx=tx):
+            updates, state = tx.update(gradients(params, x), state, params)
+            return optax.apply_updates(params, updates), state
+
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            jit(lambda *args, step=step: step(*args)[0])(mine, state, BATCHES[0])  # an update that is only looked at
+            jit(lambda *args, step=step: jo.to_device(step(*args)[1][1][0].mu))(mine, state, BATCHES[0])
+            whole = jit(step)
+            for x in BATCHES[:3]:
+                mine, state = whole(mine, state, jax.device_put(x, jax.devices()[0]))
+        assert not told(warned), start
+        assert at_home(state)

@@ -1,4 +1,4 @@
-"""Step times and the allocator's peaks on rows of docs/peaks.md, beside what the compiled program predicts."""
+"""Step times and the allocator's peaks on rows of notes/results.md, beside what the compiled program predicts."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def text(results: dict[str, Any], name: str) -> str:
             models(r),
             "By tokens per step, 1.3b, peaks in GiB:",
             tokens(r),
-            "By how the layers are scanned, 1.3b, 16384 tokens, no clipping (docs/streaming.md has more):",
+            "By how the layers are scanned, 1.3b, 16384 tokens, no clipping (notes/results.md has more):",
             layouts(r),
             "The largest model of width 4096, in one scan, at 2048 tokens, within "
             f"{limits['device']} of the device (95 % of an\nH200) and {limits['host']} of host memory:",

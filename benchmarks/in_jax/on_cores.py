@@ -31,7 +31,7 @@ import numpy as np
 import optax
 
 import jax_offload as jo
-from jax_offload._drive import loops as loops_of_cores
+from jax_offload._drive import cores
 
 OPTIMIZERS = {
     "AdamW": optax.adamw(1e-3),
@@ -55,7 +55,7 @@ def driven(inner: optax.GradientTransformation, n: int, *, loops: bool = True) -
         held[:] = step(*held, grads)
         jax.block_until_ready(held)
 
-    with contextlib.nullcontext() if loops else mock.patch.object(loops_of_cores, "has_numba", return_value=False):
+    with contextlib.nullcontext() if loops else mock.patch.object(cores, "has_numba", return_value=False):
         run()  # what runs it is chosen here
     return run
 

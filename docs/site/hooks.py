@@ -1,7 +1,8 @@
-"""What the site needs beyond Markdown: links to files of the repository that are not pages of ``docs``.
+"""Make the site's front page of the README, and copy linked files of the repository to the site.
 
-On a page such a link is ``../examples/train_lm.py``, which works where the repository is read. The site has a copy of
-each file that is linked, under ``files/``: Markdown as a page, source as a page with its code, all else as it is.
+A page links to a file outside ``docs`` as ``../examples/train_lm.py``, which works when the repository is read. The
+site holds a copy of each such file under ``files/``: Markdown as a page, source as a page with its code, others
+unchanged.
 """
 
 from __future__ import annotations
@@ -16,24 +17,26 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"\]\(([\w./-]+)((?:#[\w-]+)?)\)")
-NAMED = re.compile(r"\[(\w+\.md)\]\((?=\1)")  # a link that is called like its file
+FRONT = "README.md"
 SOURCE = {".py": "python", ".toml": "toml"}
 
 
 def _on_site(path: str) -> str:
-    """Where the site has a file of the repository."""
+    """The path on the site of a file of the repository."""
+    if path == FRONT:
+        return "index.md"
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     return f"files/{path}.md" if Path(path).suffix in SOURCE else f"files/{path}"
 
 
 def _repository(path: str, link: str) -> str:
-    """The file of the repository that a link in the file ``path`` of it leads to."""
+    """The file of the repository to which ``link`` leads in the file ``path``."""
     return os.path.normpath(os.path.join(os.path.dirname(path), link))
 
 
 def _linked(path: str, text: str) -> Iterator[str]:
-    """The files outside of ``docs`` that a page links to. What is not there is left, for mkdocs to complain of."""
+    """Yield the files outside ``docs`` to which a page links; mkdocs complains about missing ones."""
     for link, _ in LINK.findall(text):
         found = _repository(path, link)
         if not found.startswith(("docs/", "..")) and (ROOT / found).is_file():
@@ -41,6 +44,7 @@ def _linked(path: str, text: str) -> Iterator[str]:
 
 
 def _rewritten(path: str, text: str) -> str:
+    """``text`` of the file ``path``, with its links as the site has them."""
     here = os.path.dirname(_on_site(path))
 
     def link(found: re.Match[str]) -> str:
@@ -52,11 +56,14 @@ def _rewritten(path: str, text: str) -> str:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the files that pages link to, and those that these link to."""
+    """Add the front page, the files to which pages link, and the files to which those link."""
+    front = (ROOT / FRONT).read_text()
     todo = [
         path for page in files.documentation_pages() for path in _linked(f"docs/{page.src_uri}", page.content_string)
     ]
-    done = set[str]()
+    todo += _linked(FRONT, front)
+    files.append(File.generated(config, "index.md", content=_rewritten(FRONT, front)))
+    done = {FRONT}
     while todo:
         path = todo.pop()
         if path in done:
@@ -73,12 +80,6 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links to those files as the site has them, and links to pages by their titles."""
-
-    def titled(link: re.Match[str]) -> str:
-        page = ROOT / "docs" / link[1]
-        title = page.read_text().partition("\n")[0].removeprefix("# ") if page.is_file() else link[1]
-        return f"[{title}]("
-
-    markdown = NAMED.sub(titled, markdown)
-    return markdown if page.file.src_uri.startswith("files/") else _rewritten(f"docs/{page.file.src_uri}", markdown)
+    """Rewrite the links of a page of ``docs``; generated pages have theirs rewritten already."""
+    uri = page.file.src_uri
+    return markdown if uri == "index.md" or uri.startswith("files/") else _rewritten(f"docs/{uri}", markdown)

@@ -79,27 +79,7 @@ class Chip:
 
 
 def chip(name: str | Path | Chip) -> Chip:
-    """The figures of an accelerator.
-
-    Args:
-      name: one of those of the library (``a100``, ``h100``, ``h200``, ``b200``, ``gh200``, ``gb200``, ``v5e``, ``v5p``,
-        ``v6e``), or what jax calls it, ``jax.devices()[0].device_kind``; the path of a file of your own,
-        ``my_chip.toml``, with the fields of ``Chip`` at its top level; or a ``Chip``, which comes back. Such a file
-        needs ``hbm_bytes``, ``flops``, ``hbm_bandwidth``, ``host_link`` and ``dram_bytes``; a ``like = "h100"`` in it
-        takes all that it does not say from that chip.
-
-    Returns:
-      A ``Chip``.
-
-    Raises:
-      TypeError: ``name`` is none of these.
-      ValueError: no chip has that name; or the file lacks a figure, or has one that is unknown or not a number.
-
-    Example:
-      >>> import jax_offload as jo
-      >>> jo.chip("TPU v5e").hbm_bytes / 2**30
-      16.0
-    """
+    """The figures of an accelerator, see ``jax_offload.chip``."""
     if isinstance(name, Chip):
         return name
     if not isinstance(name, str | Path):
@@ -127,18 +107,6 @@ def known_as(name: str) -> str | None:
     return first if first in _known() and all(map(_SAME_CARD.fullmatch, rest)) else None
 
 
-def figures_in(argument: str, path: Path) -> dict[str, Any]:
-    """What a file of the user's says, as TOML has it.
-
-    Raises:
-      ValueError: it cannot be read, or is no TOML. The message names ``argument`` and the file.
-    """
-    try:
-        return tomllib.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{argument}: {path} is no TOML, lines of name = number: {error}") from error
-
-
 def _listed() -> str:
     return ", ".join(known_chips())
 
@@ -151,7 +119,10 @@ def _known() -> dict[str, Chip]:
 def _of_file(path: Path) -> Chip:
     if not path.exists():
         raise ValueError(f"chip: there is no file {str(path)!r}. Known without one: {_listed()}.")
-    table = figures_in("chip", path)
+    try:
+        table = tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"chip: {path} is no TOML, lines of name = number: {error}") from error
     like = table.pop("like", None)
     base = {} if like is None else chip(like).to_dict()
     base.pop("name", None)

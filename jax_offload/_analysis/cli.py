@@ -1,19 +1,248 @@
-"""The command ``jax-offload``, as far as it needs nothing that is not always installed."""
+"""The command ``jax-offload``."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import json
+import re
 import sys
-from importlib.util import find_spec
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-MISSING = 8  # the exit code where the extra is not installed
+import jax
+import optax
+
+from jax_offload import __version__
+from jax_offload._analysis.answer import Plan
+from jax_offload._analysis.doctor import examine
+from jax_offload._analysis.inspection import inspect
+from jax_offload._analysis.plan import eight_bits, plan
+from jax_offload._analysis.targets import prepare
+from jax_offload._analysis.units import count_of
+from jax_offload._offload import offload
+from jax_offload._precision.masters import with_master_params
+
+EXIT_CODES = """Exit codes:
+  0  it fits, or may; all is well
+  2  an option is wrong
+  3  nothing fits
+  4  the chip is not known
+  6  the offload of the step is not real: check says why
+  7  this machine cannot offload: doctor says why
+  8  the compiler for the target is not installed
+  9  the function of yours raises, or its module does"""
+PLAN = """Does it fit, what to write, what does it cost?
+
+MODEL is a number of parameters, 13B or 13e9; or module:function, a function without
+arguments that returns (optimizer, parameters), or (make, optimizer, ...), where
+make(optimizer, ...) returns (step, *arguments)."""
+CHECK = """Is the offload of a step real, and what does the step do with memory and the link?
+
+STEP is module:function: a function without arguments that returns (step, *arguments),
+the step jitted with its donation."""
+WRONG, NOTHING_FITS, NOT_KNOWN, NOT_REAL, SELF_TEST_FAILED, NOT_INSTALLED, RAISES = 2, 3, 4, 6, 7, 8, 9
+_MODEL = ("optimizer", "param_dtype", "master", "storage", "clip", "devices", "replicated")  # of a number alone
 
 
-def main() -> None:
-    """The entry point: the commands, or what to install for them."""
-    missing = [name for name in ("click", "rich") if find_spec(name) is None]
-    if missing:
-        print(f"jax-offload needs {' and '.join(missing)}: pip install 'jax_offload[cli]'", file=sys.stderr)
-        raise SystemExit(MISSING)
-    from jax_offload._analysis.commands import commands
+def main(argv: Sequence[str] | None = None) -> None:
+    """The entry point; ``argv``: the arguments, those of the process where it is left out."""
+    given = vars(parser().parse_args(argv))
+    run = given.pop("run")
+    try:
+        code = run(**given)
+    except (ValueError, TypeError) as error:
+        print(f"jax-offload: {error}", file=sys.stderr)
+        raise SystemExit(_code_of(error)) from error
+    if code:
+        raise SystemExit(code)
 
-    commands()
+
+def parser() -> argparse.ArgumentParser:
+    how: dict[str, Any] = {"epilog": EXIT_CODES, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    top = argparse.ArgumentParser("jax-offload", description="Know before a run whether it fits.", **how)
+    top.add_argument("--version", action="version", version=f"jax-offload {__version__}")
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Any, says: str) -> Any:
+        found = commands.add_parser(name, help=says.partition("\n")[0], description=says, **how)
+        found.set_defaults(run=run)
+        found.add_argument("--json", action="store_true", dest="as_json", help="all figures, as JSON")
+        return found.add_argument
+
+    option = command("plan", _plan, PLAN)
+    option("model", nargs="?", metavar="MODEL")
+    option("--params", help="the same as MODEL, where that is a number")
+    option("--chip", help="the accelerator: h100, v5e, ..., or a .toml of yours")
+    option("--device-memory", help="of one device: 80GiB; the chip's where it is left out")
+    option("--host-memory", help="of each host: 256GiB; the chip's figure where it is left out")
+    option("--activations", help="of one device, where you know them: 10GiB")
+    option("--target", help="compile the step of module:function for this chip: h100, v5e:2x2 (extra aot)")
+    option("--tokens", type=_number, help="a step, over all devices")
+    option("--layers", type=_number, help="with --tokens, gives activations by a formula")
+    option("--width", type=_number, help="of a layer; follows from the number where --layers is given")
+    option("--disk", action="store_true", help="add a row with the state on disk")
+    option("--optimizer", default="adamw", help="a name in optax or optax.contrib (default: adamw)")
+    option("--param-dtype", default="bfloat16", help="(default: bfloat16)")
+    option("--master", help="dtype of master parameters: float32")
+    option("--storage", help="how moments are stored: bfloat16, int8 (changes the numbers)")
+    option("--clip", action="store_true", help="clip gradients by their global norm")
+    option("--devices", type=_number, default=1, help="over which parameters are divided (FSDP)")
+    option("--fsdp", action="store_true", help="divide parameters over the devices: the default")
+    option("--replicated", action="store_true", help="keep parameters whole on every device instead")
+    option("--verbose", action="store_true", help="transfers and code of each row, and sources of figures")
+    option = command("check", _check, CHECK)
+    option("step", metavar="STEP")
+    option("--target", help="a chip to compile for that need not be there: h200, v5e:2x2 (extra aot)")
+    command("doctor", _doctor, "Can this machine offload? What is installed, a measured link, and a self-test.")
+    return top
+
+
+def _number(text: str) -> int:
+    return count_of("expected a number", text)
+
+
+def _code_of(error: Exception) -> int:
+    says = str(error)
+    if says.startswith(("chip:", "target:")) and "Known: " in says:
+        return NOT_KNOWN
+    return NOT_INSTALLED if says.startswith("target:") and "pip install" in says else WRONG
+
+
+def _plan(
+    model: str | None, params: str | None, tokens: int | None, verbose: bool, as_json: bool, fsdp: bool,
+    target: str | None, disk: bool, **given: Any,
+) -> int:  # fmt: skip
+    if model is not None and params is not None:
+        raise ValueError(f"--params: {params} and MODEL, {model}, both say what the model is; leave out one.")
+    model = model or params
+    if model is None:
+        raise ValueError('MODEL: say how many parameters the model has, 13B or 13e9; or give "module:function".')
+    if fsdp and given["replicated"]:
+        raise ValueError("--fsdp: divides parameters, and --replicated keeps them whole; leave out one.")
+    _on_the_cpu()
+    of_model = {name: given.pop(name) for name in _MODEL}
+    given |= {"tokens_per_step": tokens, "disk": disk}
+    if ":" in model:
+        other = [name for name, value in vars(parser().parse_args(["plan", "1"])).items()
+                 if name in of_model and of_model[name] != value]  # fmt: skip
+        if other:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in other)
+            raise ValueError(f"{names}: of a model that a number describes; {model} has its own.")
+        found = plan(
+            *_several(model, load(model), "(optimizer, parameters) or (make, optimizer)"), target=target, **given
+        )
+    else:
+        n = count_of("params", model)
+        tx, called = _optimizer(**{name: of_model[name] for name in ("optimizer", "master", "storage", "clip")})
+        shape = {name: of_model[name] for name in ("devices", "replicated", "param_dtype")}
+        found = calling(plan(tx, n, target=target, **shape, **given), called)
+    print(json.dumps(found.to_dict(), indent=1) if as_json else found.describe(verbose))
+    return NOTHING_FITS if found.recommended is None and found.usable is not None else 0
+
+
+def calling(found: Plan, called: str) -> Plan:
+    """The plan with the optimizer's name in its lines of code."""
+
+    def named(row: Any) -> Any:
+        return dataclasses.replace(row, code=re.sub(r"\binner\b", lambda _: called, row.code, count=1))
+
+    best = found.recommended
+    return dataclasses.replace(
+        found, options=tuple(map(named, found.options)), recommended=None if best is None else named(best)
+    )
+
+
+def _check(step: str, target: str | None, as_json: bool) -> int:
+    if target is not None:
+        _on_the_cpu()
+    found = inspect(*_several(step, load(step), "(step, *arguments)"), target=target)
+    where = f"compiled for {found.target}" if found.compiled_for else f"on {found.target}"
+    said = "The offload is not real" if found.errors else "The offload is real"
+    print(json.dumps(found.to_dict(), indent=1) if as_json else f"{said}, {where}.\n\n{found}")
+    return NOT_REAL if found.errors else 0
+
+
+def _doctor(as_json: bool) -> int:
+    report = examine()
+    print(json.dumps(report.to_dict(), indent=1) if as_json else report)
+    return 0 if report.ok else SELF_TEST_FAILED
+
+
+def _on_the_cpu() -> None:
+    """Nothing runs: no accelerator is to be started, or asked for."""
+    prepare()
+    with contextlib.suppress(RuntimeError):  # it is up already
+        jax.config.update("jax_platforms", "cpu")
+
+
+def _optimizer(optimizer: str, master: str | None, storage: str | None, clip: bool) -> tuple[Any, str]:
+    """The optimizer that the options describe, and its code."""
+    for module, called in (optax, "optax"), (optax.contrib, "optax.contrib"):
+        make = None if optimizer.startswith("_") else getattr(module, optimizer, None)
+        if make is None:
+            continue
+        try:
+            tx: Any = make(1e-3)
+        except Exception as error:
+            raise ValueError(
+                f"--optimizer: {called}.{optimizer}(1e-3) raises {type(error).__name__}: {error}"
+            ) from error
+        if isinstance(tx, optax.GradientTransformation):
+            code = f"{called}.{optimizer}(1e-3)"
+            break
+    else:
+        raise ValueError(f"--optimizer: optax has no {optimizer!r}. Names are those of optax: adamw, adam, lion, sgd.")
+    if clip:
+        tx = optax.chain(optax.clip_by_global_norm(1.0), tx)
+        code = f"optax.chain(optax.clip_by_global_norm(1.0), {code})"
+    if master is not None:
+        tx, code = with_master_params(tx, master), f"jo.with_master_params({code})"
+    if storage is not None:
+        probe = {"w": jax.ShapeDtypeStruct((128, 128), "float32")}
+        tx = offload(
+            tx, storage=(eight_bits(jax.eval_shape(tx.init, probe)) or storage) if storage == "int8" else storage
+        )
+    return tx, code
+
+
+def _several(name: str, loaded: Any, wanted: str) -> Any:
+    if not isinstance(loaded, tuple | list) or len(loaded) < 2:
+        raise ValueError(f"{name}: expected {wanted}; got a {type(loaded).__name__}.")
+    return loaded
+
+
+def load(name: str) -> Any:
+    """What the function ``module:function`` returns; modules of the working directory are found too."""
+    module, _, function = name.partition(":")
+    if not module or not function:
+        raise ValueError(f"{name}: expected module:function.")
+    sys.path.insert(0, "")
+    with _of_theirs(name):
+        try:
+            found = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if not f"{module}.".startswith(f"{error.name}."):  # one that it imports
+                raise
+            found = None
+    if found is None:
+        raise ValueError(f"{name}: No module named {module!r}")
+    if not callable(made := getattr(found, function, None)):
+        has = f"has a {type(made).__name__} of that name" if hasattr(found, function) else "has nothing of that name"
+        raise ValueError(f"{name}: expected a function without arguments; {module} {has}.")
+    with _of_theirs(name):
+        return made()
+
+
+@contextlib.contextmanager
+def _of_theirs(name: str) -> Iterator[None]:
+    """What their code raises is told with its traceback, and is not taken for an error of an option."""
+    try:
+        yield
+    except Exception as error:
+        traceback.print_exception(error)
+        print(f"jax-offload: {name} raises {type(error).__name__}: {error}", file=sys.stderr)
+        raise SystemExit(RAISES) from error

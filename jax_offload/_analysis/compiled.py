@@ -10,25 +10,38 @@ from typing import Any
 
 import jax
 import optax
+from jax.tree_util import tree_flatten_with_path
 
 from jax_offload._analysis.buffers import BATCH, GRADIENTS, PARAMETERS, STATE
 from jax_offload._analysis.chips import Chip, chip, known_as
 from jax_offload._analysis.driven import First, first_program, in_memory, is_driven, leaves_of, on_files
 from jax_offload._analysis.hlo import Op, computations
-from jax_offload._analysis.targets import check_installed, compile_for, prepare, target_of
+from jax_offload._analysis.targets import Target, check_installed, compile_for, target_of
+from jax_offload._base.around import step_described
+from jax_offload._base.arrays import is_traced
 from jax_offload._base.memory import HOST_KIND, on_host
 from jax_offload._drive.stages import BEFORE
+from jax_offload._emit.find import kept_on_host
 from jax_offload._interop.jit import Jitted
 from jax_offload._interop.matching import names_of
 from jax_offload._interop.pipelined import Pipelined
 from jax_offload._interop.xla_options import compiler_options, options_for_sending
+from jax_offload._report.callables import jitted, opened
+from jax_offload._report.report import traced
 
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """An array that is handed to a step: its path, whether it is in host memory then, and whether it is of a state.
+    """An array that is handed to a step.
 
-    ``gradient``: whether it waits for the update, between two calls of a pipelined step.
+    Attributes:
+      path: its name, as far as that is known: with or without the name of the step's argument that it is in.
+      host: whether it is in host memory when it is handed over.
+      state: whether it belongs to the state of an optimizer.
+      dtype, nbytes: of the array.
+      gradient: whether it waits for the update, between two calls of a pipelined step.
+      kept_on_host: whether the update that owns it keeps it in host memory; ``None`` where no update of an ``offload``
+        is seen in the step.
     """
 
     path: str
@@ -37,6 +50,7 @@ class Argument:
     dtype: str
     nbytes: int
     gradient: bool = False
+    kept_on_host: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +102,66 @@ class Compiled:
         return roles
 
 
+@dataclasses.dataclass(frozen=True)
+class _Known:
+    """What is known of a step's arguments beside their arrays.
+
+    Attributes:
+      carried: what a pipelined step carries, which it has in dicts, by names.
+      arrays: the names of the arrays in the arguments, their types, and whether the update that owns them keeps them in
+        host memory.
+      options: of the step's own ``jit`` for XLA's compiler; ``None`` where it has been given none.
+    """
+
+    carried: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    arrays: Sequence[tuple[str, Any, bool | None]] = ()
+    options: Mapping[str, Any] | None = None
+
+    def of(self, given: Sequence[tuple[str, Any]]) -> list[tuple[str, bool | None]]:
+        """For arrays with their paths, in the order of the arguments: the names, and the flags."""
+        places = _places(given, [(name, x) for name, x, _ in self.arrays])
+        known = [(name, kept) for name, _, kept in self.arrays]
+        return [(path, None) if at is None else known[at] for (path, _), at in zip(given, places, strict=True)]
+
+
+def _places(given: Sequence[tuple[str, Any]], named: Sequence[tuple[str, Any]]) -> list[int | None]:
+    """Where arrays with their paths are among those that have names too, which are in the same order."""
+    found: list[int | None] = []
+    begin = 0
+    for path, x in given:
+        same = (
+            (x.dtype, tuple(x.shape)) == (y.dtype, tuple(y.shape)) and name.endswith(path) for name, y in named[begin:]
+        )
+        at = next((k for k, is_same in enumerate(same, begin) if is_same), None)
+        begin = begin if at is None else at + 1
+        found.append(at)
+    return found
+
+
+def _known(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Known:
+    """What the trace of a step tells."""
+    jaxpr, kwargs = step.trace(*args, **kwargs).jaxpr.jaxpr, dict(kwargs)
+    names = jaxpr.debug_info.arg_names or [None for _ in jaxpr.invars]
+    named = [(name or "", v.aval) for name, v in zip(names, jaxpr.invars, strict=True)]
+    ours = isinstance(step, Jitted)
+    fun = step.__wrapped__ if ours else step  # ``jax_offload.jit`` takes updates apart
+    with step_described():
+        trace = traced(lambda args, kwargs: fun(*args, **kwargs), args, kwargs)
+    kept = kept_on_host(trace)
+    own = dict(kv for eqn in trace.jaxpr.eqns for kv in eqn.params.get("compiler_options_kvs", ()))
+    options = step._options.get("compiler_options") if ours else own or None
+    flags = dict[int | None, bool]()
+    if kept is not None:
+        leaves = [(_path(path), x) for path, x in tree_flatten_with_path((args, kwargs))[0] if is_traced(x)]
+        flags = dict(zip(_places(leaves, named), kept, strict=True))
+    return _Known(arrays=[(name, x, flags.get(k)) for k, (name, x) in enumerate(named)], options=options)
+
+
+def _path(path: tuple[Any, ...]) -> str:
+    """The path of an array in (args, kwargs), without the argument that it is in."""
+    return jax.tree_util.keystr(path[2:]) if len(path) > 1 else ""
+
+
 def arguments_of(entry: Sequence[Op]) -> dict[int, Op]:
     """The arguments of a program by their number."""
     return {int(op.rest.partition(")")[0]): op for op in entry if op.opcode == "parameter"}
@@ -95,6 +169,7 @@ def arguments_of(entry: Sequence[Op]) -> dict[int, Op]:
 
 def compiled(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: str | None) -> Compiled:
     """A step, jitted or not, lowered or compiled, for its own devices or for ``target``."""
+    to = None if target is None else target_of(target)  # before a trace starts jax: its plugins read the environment
     if isinstance(step, jax.stages.Compiled | jax.stages.Lowered):
         if args or kwargs or (target and isinstance(step, jax.stages.Compiled)):
             raise ValueError(
@@ -104,7 +179,7 @@ def compiled(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], target
         lowered = step if isinstance(step, jax.stages.Lowered) else None
         if lowered is not None and target:
             raise ValueError(f"inspect(): a lowered step has its platform; target={target!r} needs the step itself.")
-        return _of_jax(lowered.compile() if lowered is not None else step, lowered, {})
+        return _of_jax(lowered.compile() if lowered is not None else step, lowered)
     if len(args) == 1 and isinstance(args[0], optax.GradientTransformation | optax.MultiSteps):
         raise TypeError(
             "step: expected a training step and its arguments; got a function and an optimizer, the (make, tx) of "
@@ -112,17 +187,20 @@ def compiled(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], target
         )
     if not callable(step):
         raise TypeError(f"step: expected a training step, jitted, lowered or compiled; got a {type(step).__name__}.")
-    carried: dict[str, Any] = {}
     if isinstance(step, Pipelined):
         step, args, carried = step.turned(*args, **kwargs)
-        kwargs = {}
+        return _of_step(step, args, {}, to, _Known(carried))
+    step, args, kwargs = jitted(*opened(step, args, kwargs))
     if isinstance(step, Jitted) and (first := _first_of(step, args, kwargs)) is not None:
         return of_first(first, target)
-    jitted: Any = step if hasattr(step, "lower") and hasattr(step, "trace") else jax.jit(step)
-    if target is None:
-        lowered = jitted.lower(*args, **kwargs)
-        return _of_jax(lowered.compile(), lowered, carried)
-    return _for_target(jitted, args, kwargs, target, carried)
+    return _of_step(step, args, kwargs, to, _known(step, args, kwargs))
+
+
+def _of_step(step: Any, args: Any, kwargs: Any, to: Target | None, known: _Known) -> Compiled:
+    if to is not None:
+        return _for_target(step, args, kwargs, to, known)
+    lowered = step.lower(*args, **kwargs)
+    return _of_jax(lowered.compile(), lowered, known)
 
 
 def _first_of(step: Jitted, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> First | None:
@@ -140,37 +218,32 @@ def of_first(first: First, target: str | None) -> Compiled:
     if target is None:
         lowered = first.jitted.lower(*first.args)
         options = options_for_sending(jax.default_backend())
-        found = _of_jax(lowered.compile(compiler_options=options or None), lowered, {})
+        found = _of_jax(lowered.compile(compiler_options=options or None), lowered)
     else:
-        found = _for_target(first.jitted, first.args, {}, target, {}, options_for_sending(target_of(target).platform))
+        to = target_of(target)
+        found = _for_target(first.jitted, first.args, {}, to, _Known(), options_for_sending(to.platform))
     others = (_argument(name, x, on_host(x) or getattr(x.sharding, "memory_kind", None) == HOST_KIND, state=True)
               for name, x in first.elsewhere.items())  # fmt: skip
     return dataclasses.replace(found, program=BEFORE, elsewhere=tuple(others))
 
 
-def _of_jax(executable: Any, lowered: Any, carried: Mapping[str, Any]) -> Compiled:
+def _of_jax(executable: Any, lowered: Any, known: _Known = _Known()) -> Compiled:
     memory = executable.memory_analysis()
-    leaves = jax.tree.leaves(executable.input_shardings)
-    devices = next((list(s.device_set) for s in leaves if s.device_set), None) or jax.local_devices()
+    shardings = jax.tree.leaves(executable.input_shardings)  # of those arguments that the program has kept
+    devices = next((list(s.device_set) for s in shardings if s.device_set), None) or jax.local_devices()
     kind = devices[0].device_kind
-    known = known_as(kind)
-    info = jax.tree_util.tree_flatten_with_path(executable.args_info)[0]
-    handed = [getattr(getattr(x, "sharding", None), "memory_kind", None) for _, x in info]
-    if len(leaves) == len(info):
-        handed = [s.memory_kind for s in leaves]
+    named = known_as(kind)
+    target, figures = (devices[0].platform, None) if named is None else (kind, chip(named))
     text = executable.as_text()
-    target, figures = (devices[0].platform, None) if known is None else (kind, chip(known))
-    return _compiled(
-        text, lowered, memory, _given(executable.args_info, handed, carried), target, figures, compiled_for=False
-    )
+    given = _numbered(text, _given(executable.args_info, known))
+    if len(shardings) == len(arguments_of(computations(text)["ENTRY"])):
+        hosts = [s.memory_kind == HOST_KIND for s in shardings]
+        given = {n: dataclasses.replace(x, host=hosts[n], state=x.state or hosts[n]) for n, x in given.items()}
+    return _compiled(text, lowered, memory, given, target, figures, compiled_for=False)
 
 
-def _for_target(
-    jitted: Any, args: Any, kwargs: Any, target: str, carried: Mapping[str, Any], options: Any = None
-) -> Compiled:
-    to = target_of(target)
+def _for_target(step: Any, args: Any, kwargs: Any, to: Target, known: _Known, options: Any = None) -> Compiled:
     check_installed(to)
-    prepare()
     shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves((args, dict(kwargs)))]
     n = max((len(s.device_set) for s in shardings if s is not None), default=1)
     if any(d.platform != "cpu" for s in shardings if s is not None for d in s.device_set):
@@ -179,19 +252,17 @@ def _for_target(
             f"{next(d.platform for s in shardings if s is not None for d in s.device_set)}. Start jax with "
             "JAX_PLATFORMS=cpu, or hand over jax.ShapeDtypeStructs on a mesh of jax.devices('cpu')."
         )
-    traced = jitted.trace(*args, **kwargs)
-    lowered = traced.lower(lowering_platforms=(to.platform,))
+    lowered = step.trace(*args, **kwargs).lower(lowering_platforms=(to.platform,))
+    options = known.options if options is None else options
     if options is None:
-        options = compiler_options(to.platform) if hasattr(jitted, "whole_step") else {}
+        options = compiler_options(to.platform) if hasattr(step, "whole_step") else {}
     executable = compile_for(to, lowered.compiler_ir("stablehlo"), n, options)
-    handed = [None if s is None else s.memory_kind for s in shardings]
-    tree = (args, dict(kwargs))
     text = executable.hlo_modules()[0].to_string()
     return _compiled(
         text,
         lowered,
         executable.get_compiled_memory_stats(),
-        _given(tree, handed, carried),
+        _numbered(text, _given((args, dict(kwargs)), known)),
         to.name,
         to.chip,
         compiled_for=True,
@@ -199,7 +270,14 @@ def _for_target(
 
 
 def _compiled(
-    text: str, lowered: Any, m: Any, given: list[Argument], target: str, figures: Chip | None, *, compiled_for: bool
+    text: str,
+    lowered: Any,
+    m: Any,
+    given: Mapping[int, Argument],
+    target: str,
+    figures: Chip | None,
+    *,
+    compiled_for: bool,
 ) -> Compiled:
     return Compiled(
         text=text,
@@ -210,27 +288,24 @@ def _compiled(
         - m.host_alias_size_in_bytes
         + m.host_temp_size_in_bytes,
         host_temp=m.host_temp_size_in_bytes,
-        given=_numbered(text, given),
+        given=given,
         target=target,
         chip=figures,
         compiled_for=compiled_for,
     )
 
 
-def _given(tree: Any, handed: Sequence[str | None], carried: Mapping[str, Any]) -> list[Argument]:
-    """The arrays in a step's (args, kwargs), in jax's order.
-
-    ``carried``: what a pipelined step carries, which it has in dicts, by names.
-    """
+def _given(tree: Any, known: _Known) -> list[Argument]:
+    """The arrays in a step's (args, kwargs), in jax's order."""
+    arrays = [(path, x) for path, x in tree_flatten_with_path(tree)[0] if hasattr(x, "dtype") and hasattr(x, "shape")]
+    states, by_name = _states(tree), _states_by_name(known.carried)
     found: list[Argument] = []
-    states, named = _states(tree), _states_by_name(carried)
-    for (path, x), kind in zip(jax.tree_util.tree_flatten_with_path(tree)[0], handed, strict=True):
-        host = kind == HOST_KIND
-        if hasattr(x, "dtype") and hasattr(x, "shape"):
-            name = jax.tree_util.keystr(path[2:]) if len(path) > 1 else ""
-            state = host or _below(path, states) or getattr(path[-1] if path else None, "key", None) in named
-            waits = bool(carried) and len(path) > 1 and getattr(path[1], "idx", None) == 1
-            found.append(_argument(name, x, host, state, waits))
+    names = known.of([(_path(path), x) for path, x in arrays])
+    for (path, x), (name, kept) in zip(arrays, names, strict=True):
+        host = getattr(getattr(x, "sharding", None), "memory_kind", None) == HOST_KIND
+        state = host or _below(path, states) or getattr(path[-1] if path else None, "key", None) in by_name
+        waits = bool(known.carried) and len(path) > 1 and getattr(path[1], "idx", None) == 1
+        found.append(dataclasses.replace(_argument(name, x, host, state, waits), kept_on_host=kept))
     return found
 
 
@@ -244,7 +319,7 @@ def _below(path: tuple[Any, ...], states: set[tuple[Any, ...]]) -> bool:
 
 
 def _states_by_name(carried: Mapping[str, Any]) -> set[str]:
-    states, paths = _states(carried), jax.tree_util.tree_flatten_with_path(carried)[0]
+    states, paths = _states(carried), tree_flatten_with_path(carried)[0]
     return {name for name, (path, _) in zip(names_of(carried), paths, strict=True) if _below(path, states)}
 
 
@@ -255,7 +330,7 @@ def _states(tree: Any) -> set[tuple[Any, ...]]:
         module = type(x).__module__ or ""
         return module.split(".")[0] in ("optax", "jax_offload") and not hasattr(x, "shape")
 
-    return {path for path, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_state)[0] if is_state(x)}
+    return {path for path, x in tree_flatten_with_path(tree, is_leaf=is_state)[0] if is_state(x)}
 
 
 def _numbered(text: str, given: Sequence[Argument]) -> dict[int, Argument]:

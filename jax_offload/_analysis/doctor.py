@@ -13,9 +13,10 @@ import numpy as np
 import optax
 
 from jax_offload._analysis.host import POOL_VARIABLE, HostMemory, host_memory
-from jax_offload._analysis.link import measure_link
+from jax_offload._analysis.rates import rates_of
 from jax_offload._analysis.units import in_bytes
 from jax_offload._base.memory import HOST_KIND
+from jax_offload._base.text import aligned
 from jax_offload._interop.jit import jit
 from jax_offload._offload import offload
 from jax_offload._update.update_params import update_params
@@ -58,7 +59,12 @@ class Report:
     def next_step(self) -> str:
         """The first thing to do."""
         wanted = [c for kind in ("bad", "note") for c in self.checks if c.kind == kind and c.next]
-        return wanted[0].next if wanted else "jax-offload plan --chip NAME module:function"
+        return wanted[0].next if wanted else "jax-offload plan module:function --chip NAME"
+
+    def __str__(self) -> str:
+        marks = {"ok": "✓", "note": "!", "bad": "✗"}
+        lines = aligned([(marks[check.kind], check.name, check.says) for check in self.checks])
+        return "\n".join([f"verdict: {self.verdict}", f"next: {self.next_step}", *lines])
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as what JSON has."""
@@ -133,7 +139,7 @@ def _pool(device: Any, memory: HostMemory) -> Check:
 
 
 def _link(device: Any) -> Check:
-    link = measure_link(device)
+    link = rates_of(device)
     said = f"{link.load / 1e9:.1f} GB/s from the host, {link.store / 1e9:.1f} to it, {link.both / 1e9:.1f} each at once"
     said = "none on a CPU" if device.platform == "cpu" else said
     if link.dram is not None:

@@ -14,24 +14,20 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from jax_offload._analysis.programs import ONE, Programs, programs_of
 from jax_offload._base.arrays import is_traced
-from jax_offload._base.jaxprs import ClosedJaxpr, Equation, Literal, Var
-from jax_offload._base.jaxprs import closed as as_closed
+from jax_offload._base.jaxprs import ClosedJaxpr
 from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, is_host_aval, on_a_mesh
 from jax_offload._base.on_disk import TOKEN, OnDisk, Place, is_on_disk
 from jax_offload._base.shardings import sharding_of
 from jax_offload._drive.run import Driven
-from jax_offload._drive.segments import ALL_FIRST
 from jax_offload._drive.stages import BEFORE
-from jax_offload._emit.find import holds_driven_update, is_update, updates_in
+from jax_offload._emit.find import holds_driven_update, updates_in
 from jax_offload._emit.region import Update
-from jax_offload._ir.program import Program, expanded
 
 SAYS = (
     "jo.jit drives this step in several programs, as the host's cores update a part of the state, or it is on disk. "
     f"This is the first, {BEFORE!r}: the forward and the backward pass; then the update comes, group by group. "
-    "It is looked at in one piece; plan(step, *args) says in how many jo.jit runs it"
+    "It is looked at in one piece, whatever programs jo.jit cuts it into"
 )
 
 
@@ -43,33 +39,11 @@ class First:
       jitted: it, a function of two dicts, of which the first is donated.
       args: these, abstract or not, by the arguments' names.
       elsewhere: the step's other arguments, by their names: other programs take them.
-      cut: in which programs jo.jit runs it beside an accelerator, and the groups of the update behind these.
-      one_program: why in no more than one.
-      by_rows: whether some of what the cores read comes to them in groups of rows.
     """
 
     jitted: Any
     args: tuple[dict[str, Any], dict[str, Any]]
     elsewhere: Mapping[str, Any]
-    cut: Programs = ONE
-    one_program: str = ""
-    by_rows: bool = False
-
-    @property
-    def uncut(self) -> bool:
-        """Whether it is one program although the update needs no number that is made of all gradients."""
-        return len(self.cut.shares) == 1 and self.one_program != ALL_FIRST
-
-    @property
-    def starts(self) -> str:
-        """When the update begins."""
-        if (n := len(self.cut.shares)) > 1:
-            return (
-                f"{BEFORE!r} is looked at in one piece; beside an accelerator jo.jit runs it in {n} "
-                "programs, which take no more memory by an estimate: the update begins with the gradients of the first"
-            )
-        rows = "; rows of stacked layers come down, and go up, while others are updated" if self.by_rows else ""
-        return f"the update begins when {BEFORE!r} has ended, as it is one program: {self.one_program}{rows}"
 
 
 def is_driven(step: ClosedJaxpr) -> bool:
@@ -138,10 +112,8 @@ def first_program(
     leaves: Sequence[Any],
     donated: Sequence[bool],
     shown: Sequence[Any] | None = None,
-    rounds: bool = False,
 ) -> First:
-    """Of a traced step, with its flat arguments; ``shown``: these, with what is on disk in the place of its tokens;
-    ``rounds``: whether matmuls round float32 to bfloat16.
+    """Of a traced step, with its flat arguments; ``shown``: these, with what is on disk in the place of its tokens.
 
     Raises:
       ValueError: it cannot be driven.
@@ -170,14 +142,10 @@ def first_program(
     hosted = [is_host_aval(v.aval) for v in task.outputs] + [True for _ in task.down]
     out = [_in(device, HOST_KIND if host else DEVICE_KIND) for host in hosted]
     taken = {*wanted}
-    several, why_one = driven.in_segments(rounds)
     return First(
         jax.jit(before, donate_argnums=0, out_shardings=out),
         (given[0], given[1]),
         {name: x for k, (name, x) in enumerate(zip(names, shown or leaves, strict=True)) if k not in taken},
-        programs_of(several),
-        why_one,
-        driven.by_rows,
     )
 
 
@@ -197,22 +165,6 @@ def _names(step: ClosedJaxpr, n: int) -> list[str]:
     names = [str(name) for name in step.jaxpr.debug_info.arg_names or ()][-n:]
     names = names if len(names) == n else [f"argument {k}" for k in range(n)]
     return [name if name and names.index(name) == k else f"{name or 'argument'} {k}" for k, name in enumerate(names)]
-
-
-def on_the_device(step: ClosedJaxpr) -> ClosedJaxpr:
-    """A traced step with all of its updates on the device, and its state in host memory."""
-
-    def moved(eqn: Equation) -> Program | None:
-        if not is_update(eqn) or not holds_driven_update(eqn):
-            return None
-        update = eqn.params["update"].updated_by(cores=False)
-        claims = [dataclasses.replace(claim, on_disk=frozenset[Var]()) for claim in update.claims]
-        update = dataclasses.replace(update, claims=claims)
-        ins = [Var(v.aval) if isinstance(v, Literal) else v for v in eqn.invars]
-        other = eqn.replace(params=eqn.params | {"update": update}, invars=ins)
-        return Program(ins, list(eqn.outvars), [other], [], step.jaxpr.debug_info)
-
-    return as_closed(expanded(step.jaxpr, moved), step.consts)
 
 
 def leaves_of(args: Any) -> list[Any]:

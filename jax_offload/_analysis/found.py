@@ -133,16 +133,10 @@ def _nothing_there(program: Compiled) -> list[Problem]:
     ]
 
 
-def _simple(path: str) -> str:
-    """``[0].mu['w']`` as ``0/mu/w``, as transfers are named."""
-    return "/".join(filter(None, re.split(r"\['?|'?\]|\.", path)))
-
-
 def _not_where_they_should_be(program: Compiled) -> list[Problem]:
     entry = arguments_of(computations(program.text)["ENTRY"])
     arrays = {number: array for (number, *_), array in handed(program.text).items() if number in entry}
-    streamed = {m[2] for m in re.finditer(SCOPE.pattern + r'([^"]*?)/[\w.-]+"', program.text)}
-    # by type, as nothing says which result is the next value of which argument
+    # by type: a compiled program does not say which result is the next value of which argument
     taken = Counter((x.dtype, x.shape) for x in arrays.values() if x.host)
     given_back = Counter((x.dtype, x.shape) for x in results(program.text).values() if x.host)
     found = []
@@ -150,11 +144,13 @@ def _not_where_they_should_be(program: Compiled) -> list[Problem]:
         given, scope = program.given.get(number), entry[number].scope
         if given is None:
             continue
-        path, kind = _simple(scope), (array.dtype, array.shape)
-        streams = given_back[kind] > taken[kind] or any(path == x or path.endswith("/" + x) for x in streamed)
+        kind = array.dtype, array.shape
+        kept = given.kept_on_host
+        if kept is None:  # no update is seen
+            kept = given.state and given_back[kind] > taken[kind]
         if given.host and not array.host:
             found.append(Problem("is handed over in host memory, and the program takes it on the device", scope))
-        elif given.state and not given.host and streams:
+        elif kept and not given.host:
             found.append(
                 Problem(
                     "belongs in host memory and arrives on the device, where it stays throughout the step. Move it "

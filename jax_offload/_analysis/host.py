@@ -1,4 +1,4 @@
-"""What limits pinned memory on this host: what is free, the cgroup, and XLA's pool."""
+"""The limits of pinned memory on this host: free memory, the cgroup, and XLA's pool."""
 
 from __future__ import annotations
 
@@ -31,34 +31,23 @@ class HostMemory:
         """The least of what is available and what the cgroup leaves."""
         return min((n for n in (self.available, self.cgroup) if n is not None), default=None)
 
-    def why_not(self, nbytes: int) -> str:
-        """Why so many bytes of pinned memory do not fit; empty where they do."""
-        if self.cgroup is not None and nbytes > self.cgroup:
-            return f"the cgroup leaves {_gib(self.cgroup)} GiB of host memory, and the state takes {_gib(nbytes)}"
-        if self.available is not None and nbytes > self.available:
-            return f"the host has {_gib(self.available)} GiB available, and the state takes {_gib(nbytes)}"
-        return ""
 
-    def pool_advice(self, nbytes: int, platform: str) -> str:
-        """What to set the pool's variable to; empty where the pool has room, fragmented too."""
-        needed = int(nbytes * POOL_HEADROOM)
-        if platform == "tpu" or needed <= self.pool:
-            return ""
-        return f"{POOL_VARIABLE}={-(-needed // 2**30)}"
+def pool_limit() -> int:
+    """Bytes that XLA pins at most on a GPU, in one process.
 
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.1f}"
+    Raises:
+      ValueError: the environment says something else than a number.
+    """
+    said = os.environ.get(POOL_VARIABLE)
+    try:
+        return POOL_DEFAULT if said is None else int(float(said) * 2**30)
+    except ValueError as error:
+        raise ValueError(f"{POOL_VARIABLE}: expected a number of GiB in the environment; got {said!r}.") from error
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
-    """Of this host, for this process. ``root``: where the kernel's files are, for tests."""
-    pool = os.environ.get(POOL_VARIABLE)
-    try:
-        limit = POOL_DEFAULT if pool is None else int(float(pool) * 2**30)
-    except ValueError as error:
-        raise ValueError(f"{POOL_VARIABLE}: expected a number of GiB in the environment; got {pool!r}.") from error
-    return HostMemory(_available(root), _cgroup_left(root), limit)
+    """Bytes of this host, for this process. ``root``: the folder of the kernel's files, for tests."""
+    return HostMemory(_available(root), _cgroup_left(root), pool_limit())
 
 
 def _available(root: Path) -> int | None:
@@ -69,38 +58,22 @@ def _available(root: Path) -> int | None:
 
 
 def _cgroup_left(root: Path) -> int | None:
-    """The least that a group on the way up has left; groups of version 2, or of version 1."""
+    """The least that a group of this process has left, or one above it (cgroup v2)."""
+    own = next((line[3:] for line in _text(root / "proc/self/cgroup").splitlines() if line.startswith("0::")), None)
+    parts = [] if own is None else [part for part in own.split("/") if part and part != ".."]
     left: list[int] = []
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            base, names = root / "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        else:
-            continue
-        parts = [part for part in path.split("/") if part and part != ".."]
-        # in a container the group's own path may not be mounted: its root is then the container's
-        for k in range(len(parts), -1, -1):
-            group = base.joinpath(*parts[:k])
-            limit, used = (_number(group / name) for name in names)
-            if limit is not None and limit < 2**60:  # version 1 says "none" by a very large number
-                left.append(max(0, limit - max(0, (used or 0) - _reclaimable(group))))
+    for k in range(len(parts) + 1):  # in a container the group's own path may not be mounted
+        group = root.joinpath("sys/fs/cgroup", *parts[:k])
+        limit, used = (_text(group / name).strip() for name in ("memory.max", "memory.current"))
+        if limit.isdigit():
+            left.append(max(0, int(limit) - max(0, int(used or 0) - _reclaimable(group))))
     return min(left, default=None)
 
 
 def _reclaimable(group: Path) -> int:
     """Bytes of files in memory that the kernel gives back when they are needed."""
-    for line in _text(group / "memory.stat").splitlines():
-        name, _, value = line.partition(" ")
-        if name in ("inactive_file", "total_inactive_file"):
-            return int(value)
-    return 0
-
-
-def _number(path: Path) -> int | None:
-    text = _text(path).strip()
-    return int(text) if text.isdigit() else None
+    words = (line.split() for line in _text(group / "memory.stat").splitlines())
+    return next((int(n) for name, n in words if name == "inactive_file"), 0)
 
 
 def _text(path: Path) -> str:

@@ -26,24 +26,23 @@ _UNSEEN_ON_A_CPU = (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Inspection:
-    """What an executable does with device memory, host memory and the link between them; ``print`` it.
+    """What a compiled step does with device memory, host memory and the link between them; ``print`` it.
 
-    What ``jax_offload.inspect`` returns. Bytes, per device; the printed tables have MiB.
+    ``jax_offload.inspect`` returns it. Figures are bytes on each device; the printed tables have MiB.
 
     Attributes:
-      target: the chip it is compiled for, or the platform that it is for.
-      peak: of device memory in the step, as XLA's compiler has it.
-      parts: of it, by what it is: parameters, gradients, activations, window, what other devices hand over and
-        so on. Worked out from the schedule: what lives when the most is held; ``rest`` is what XLA has beside, or below
-        zero what it saves.
-      host: pinned host memory that the step's arguments, results and temporaries take.
-      host_temp: of it, temporaries. A program that streams in place has none.
-      transfers: between host and device, one for each leaf and direction.
-      loops: those in which transfers are.
-      problems: what is wrong; empty where all is well.
-      timeline: the simulated run; ``None`` where there are no figures of the chip.
-      compiled_for: whether it is compiled for a chip that is not there.
-      program: which program this is, where ``update_on`` has the step driven in several: ``"before"``, the first.
+      target: the chip for which the step was compiled, or the platform.
+      peak: the peak of device memory in the step, from XLA's compiler.
+      parts: the peak by kind: parameters, gradients, activations, window and others. They are worked out from the
+        lifetimes in the schedule; ``rest`` is the difference to XLA's peak and may be negative.
+      host: pinned host memory of the step's arguments, results and temporaries.
+      host_temp: the temporaries among them. A program that streams in place has none.
+      transfers: one for each leaf and direction between host and device.
+      loops: the loops that contain transfers.
+      problems: what is wrong; empty if all is well.
+      timeline: the simulated run; ``None`` if the chip's figures are unknown.
+      compiled_for: whether the step was compiled for a chip that is not there.
+      program: ``"before"``, the first program, if the step runs as several programs.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, jax_offload as jo
@@ -173,23 +172,21 @@ def _aligned(rows: list[tuple[str, ...]]) -> str:
 def inspect(
     step: Any, *args: Any, target: str | None = None, chip: str | Path | Chip | None = None, **kwargs: Any
 ) -> Inspection:
-    """What an executable really does with device memory, host memory and the link between them.
+    """Compile a step and say what it does with device memory, host memory and the link between them.
 
-    It compiles the step, for the devices of its arguments or for a chip that is not there, and reads the scheduled
-    program: nothing runs, and nothing is allocated on a device.
-
-    On a CPU jax leaves out the copies between host and device, so there are no transfers to see, and the peak says
-    little: use ``target``. What then cannot be told is in ``unseen``.
+    It compiles for the devices of the arguments, or for a chip that is not there, and reads the scheduled program.
+    Nothing runs, and nothing is allocated on a device. On a CPU jax leaves out the copies between memories, so there
+    are no transfers to see and the peak says little; pass ``target``. ``unseen`` says what cannot be told.
 
     Args:
-      step: a training step, jitted with its donation, or by ``jax_offload.jit``; or what ``jax_offload.pipelined``
-        returned, of which the call between ``start`` and ``finish`` is looked at; or what ``.lower(...)`` or
-        ``.compile()`` of one returned.
-      *args: the step's arguments, concrete or abstract (``jax.ShapeDtypeStruct`` with a sharding). None where ``step``
-        is lowered or compiled. A pipelined step's are those of ``start``, or of the call.
-      target: a chip to compile for: ``"h200"``, ``"h100"``, ``"v5e:2x2"``, or ``v5p`` and ``v6e`` with a topology.
-        Needs the extra ``aot``, and arguments that are abstract or on the CPU.
-      chip: whose speeds to simulate with, as ``jax_offload.chip`` takes it. The target's where it is left out.
+      step: a training step, jitted with its donation, or by ``jax_offload.jit``; the result of
+        ``jax_offload.pipelined``, whose call between ``start`` and ``finish`` is inspected; or the result of
+        ``.lower(...)`` or ``.compile()``.
+      *args: the step's arguments, concrete or abstract (``jax.ShapeDtypeStruct`` with a sharding); none if ``step`` is
+        lowered or compiled. For a pipelined step, the arguments of ``start`` or of the call.
+      target: a chip to compile for: ``"h200"``, ``"h100"``, ``"v5e:2x2"``, or ``v5p`` and ``v6e`` with a topology. It
+        needs the extra ``aot``, and arguments that are abstract or on the CPU.
+      chip: the chip whose speeds the simulation uses, as ``jax_offload.chip`` takes it; the target's if left out.
       **kwargs: the step's keyword arguments.
 
     Returns:
@@ -197,7 +194,7 @@ def inspect(
 
     Raises:
       TypeError: ``step`` is none of these.
-      ValueError: the target or the chip is not known; its compiler is not installed; or it has too few devices.
+      ValueError: the target or the chip is not known, its compiler is not installed, or it has too few devices.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, jax_offload as jo
@@ -242,24 +239,25 @@ def inspected(program: Compiled, chip: str | Path | Chip | None) -> Inspection:
 def verify(
     step: Any, *args: Any, target: str | None = None, chip: str | Path | Chip | None = None, **kwargs: Any
 ) -> Inspection:
-    """Raises where an offload is not real: a line for a test of your own.
+    """Raise if the offload of a step is not real: one line for your script or a test.
 
-    Nothing of the state is in host memory; a leaf is handed over on the device that should not be, or does not go back;
-    a donated buffer crosses memory kinds; all of the state is on the device at once, as by the usual recipe. The last
-    is seen with a ``target`` or on an accelerator only: on a CPU jax leaves out the copies, and ``unseen`` says so.
+    The offload is not real if nothing of the state is in host memory, if a leaf arrives on the device or does not
+    return to the host although it should, if a donated buffer crosses memory kinds, or if all of the state is on the
+    device at once, as in the usual recipe. The last can be seen only with a ``target`` or on an accelerator, because
+    jax leaves out the copies on a CPU; ``unseen`` then says so.
 
     Args:
-      step: as of ``jax_offload.inspect``.
-      *args: the step's.
-      target: as of ``jax_offload.inspect``.
-      chip: as of ``jax_offload.inspect``.
+      step: the step, as for ``jax_offload.inspect``.
+      *args: the step's arguments.
+      target: the chip to compile for, as for ``jax_offload.inspect``.
+      chip: the chip whose speeds to simulate with, as for ``jax_offload.inspect``.
       **kwargs: the step's keyword arguments.
 
     Returns:
-      The ``Inspection``, in which warnings may be left.
+      The ``Inspection``, which may contain warnings.
 
     Raises:
-      ValueError: the offload is not real; it says why and what to do. Or as ``jax_offload.inspect``.
+      ValueError: the offload is not real, with the reason and the fix; or as ``jax_offload.inspect``.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, jax_offload as jo

@@ -24,27 +24,26 @@ Interval = tuple[float, float]
 class Profile:
     """Where the time of a step went, measured, in seconds per step; ``print`` it.
 
-    What ``jax_offload.profile`` returns. ``step`` is ``compute + exposed + exposed_collectives + idle``.
+    ``jax_offload.profile`` returns it. ``step`` is ``compute + exposed + exposed_collectives + idle``.
 
     Attributes:
-      step: from the beginning of the first operation to the end of the last, over the number of steps.
-      compute: while something is computed.
-      loading: while something is copied from the host.
-      storing: while something is copied to the host.
-      overlap: while something is copied, either way, and something is computed.
-      exposed: while something is copied and nothing is computed.
-      collectives: while devices exchange something.
-      exposed_collectives: while they do, and nothing is computed or copied.
-      idle: none of these.
-      steps: how many were measured.
-      simulated: what the model says; ``None`` where there are no figures of the chip, or ``update_on`` has the step
-        driven in several programs.
-      timeline: all measured steps, to be saved as a picture or a trace.
+      step: from the beginning of the first operation to the end of the last, divided by the number of steps.
+      compute: the time during which something is computed.
+      loading: the time during which something is copied from the host.
+      storing: the time during which something is copied to the host.
+      overlap: the time during which something is copied and something is computed.
+      exposed: the time during which something is copied and nothing is computed.
+      collectives: the time during which devices exchange something.
+      exposed_collectives: the part of it during which nothing is computed or copied.
+      idle: the remaining time.
+      steps: the number of measured steps.
+      simulated: the simulated timeline; ``None`` if the chip's figures are unknown or the step is several programs.
+      timeline: all measured steps, to save as a picture or a trace.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_offload as jo
       >>> seen = jo.profile(jax.jit(lambda x: jnp.tanh(x @ x)), jnp.ones((256, 256)))
-      >>> isinstance(seen, jo.Profile), seen.exposed  # a CPU has no link
+      >>> isinstance(seen, jo.types.Profile), seen.exposed  # a CPU has no link
       (True, 0.0)
     """
 
@@ -141,27 +140,27 @@ def _length(intervals: Iterable[Interval]) -> float:
 
 
 def profile(step: Any, *args: Any, steps: int = 3, chip: str | Path | Chip | None = None) -> Profile:
-    """Runs a step some times under jax's profiler, and says where its time went and how far the simulation is off.
+    """Run a step several times under jax's profiler, and say where its time went and how far the simulation is off.
 
-    What the step donates it must return: a result with the structure, shapes and dtypes of an argument takes its place
-    in the next step. Runs once before measuring, to compile. The arguments are gone afterwards, where they are donated.
+    The step must return what it donates: a result with the structure, shapes and dtypes of an argument takes its place
+    in the next run. It runs once before measuring, to compile. Donated arguments are gone afterwards.
 
-    On jax 0.10 its profiler crashes in a process that has compiled for a ``target``.
-    The reading of a GPU's and a TPU's trace is tested on traces made by hand only, and on a CPU's.
+    On jax 0.10 the profiler crashes in a process that has compiled for a ``target``. Reading the traces of GPUs and
+    TPUs has been tested only on traces made by hand.
 
     Args:
       step: a training step, jitted.
       *args: its arguments, on the devices.
-      steps: how many to measure.
-      chip: whose speeds to simulate with, as ``jax_offload.chip`` takes it; found by the device's name where it is left
+      steps: how many runs to measure.
+      chip: the chip whose speeds to simulate with, as ``jax_offload.chip`` takes it; found by the device's name if left
         out.
 
     Returns:
       A ``Profile``.
 
     Raises:
-      ValueError: ``steps`` is below 1; a donated argument is not returned; the trace is empty, or a TPU's
-        that does not say how long copies were in flight.
+      ValueError: ``steps`` is below 1, a donated argument is not returned, or the trace is empty or a TPU's that does
+        not say how long copies were in flight.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_offload as jo

@@ -63,7 +63,7 @@ class Target:
 
 
 def target_of(name: str) -> Target:
-    """The target of that name.
+    """The target of that name; from then on its plugin finds what it reads from the environment.
 
     Raises:
       TypeError: it is no name.
@@ -71,6 +71,7 @@ def target_of(name: str) -> Target:
     """
     if not isinstance(name, str):
         raise TypeError(f'target: expected the name of a chip, "h200" or "v5e:2x2"; got {name!r}.')
+    prepare()
     kind, _, topology = name.lower().partition(":")
     if kind in _GPUS and not topology:
         return Target(kind, "cuda", chip(kind))

@@ -15,30 +15,30 @@ from jax_offload._analysis.schedule import COLLECTIVES, LOAD, STORE, WITHIN, Clo
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Timeline:
-    """Of one step, seconds and bytes: ``step`` is ``compute + exposed + exposed_collectives``.
+    """The timeline of one step, in seconds and bytes: ``step`` is ``compute + exposed + exposed_collectives``.
 
-    What ``jax_offload.inspect`` and ``jax_offload.profile`` have. Simulated, it is a model, not a measurement: no
-    latency, no launch, no contention.
+    ``jax_offload.inspect`` and ``jax_offload.profile`` hold one. A simulated timeline is a model, not a measurement: it
+    knows no latency, no launch and no contention.
 
     Attributes:
-      step: the whole.
-      compute: arithmetic, with waits for copies within the device.
-      link: the busier direction between host and device alone.
-      collectives: all of them, those that are not asynchronous too.
+      step: the whole step.
+      compute: arithmetic, including waits for copies within the device.
+      link: the time of the busier direction between host and device alone.
+      collectives: all collectives, also those that are not asynchronous.
       exposed: waits for copies between host and device.
       exposed_collectives: waits for collectives.
       loaded: bytes from the host.
       stored: bytes to the host.
-      chip: whose speeds it assumes; empty where it is measured.
-      segments: what took time: ``lane``, ``begin``, ``end``, ``name``, ``nbytes``.
-      memory: (seconds, bytes in device memory), whenever that changes; empty where it is measured.
-      peak: of ``memory``, by kind.
-      window: the most bytes of the state, and of what becomes of it, that are in device memory at a time.
+      chip: the chip whose speeds the simulation uses; empty if measured.
+      segments: what took time, each with ``lane``, ``begin``, ``end``, ``name``, ``nbytes``.
+      memory: pairs of seconds and bytes in device memory, one for each change; empty if measured.
+      peak: the peak of ``memory``, by kind.
+      window: the most bytes of the state, and of its new values, in device memory at a time.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_offload as jo
       >>> t = jo.inspect(jax.jit(lambda x: x @ x), jnp.ones((256, 256)), chip="h200").timeline
-      >>> t.loaded, t.exposed, isinstance(t, jo.Timeline)
+      >>> t.loaded, t.exposed, isinstance(t, jo.types.Timeline)
       (0, 0.0, True)
     """
 

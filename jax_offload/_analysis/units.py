@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 _UNITS = {"": 1, "b": 1} | {
@@ -28,6 +29,23 @@ def bytes_of(argument: str, given: object) -> int:
     if number is None or not 0 < number < 2**63:
         raise ValueError(f'{argument}: expected a number of bytes, or text such as "80GiB" or "16e9"; got {given!r}.')
     return int(number)
+
+
+def count_of(argument: str, given: object) -> int:
+    """``given`` as a count: a number, or text such as ``"13B"``, ``"350M"`` or ``"13e9"``.
+
+    Raises:
+      ValueError: it is neither, or not from 1 to 1e15. The message names ``argument``.
+    """
+    number: float | None = None
+    if isinstance(given, str) and (found := re.fullmatch(r"\s*([\d.]+(?:e[+-]?\d+)?)\s*([kmbt]?)\s*", given.lower())):
+        with contextlib.suppress(ValueError):
+            number = float(found[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[found[2]]
+    elif not isinstance(given, str | bool):
+        number = float(given)  # pyright: ignore[reportArgumentType]
+    if number is None or not 1 <= number <= 1e15:
+        raise ValueError(f'{argument}: expected how many there are, 13e9 or "13B", up to 1e15; got {given!r}.')
+    return round(number)
 
 
 def in_bytes(n: float) -> str:

@@ -20,21 +20,22 @@ def identity_primitive(name: str, lower: Callable[..., list[Any]]) -> Primitive:
     function itself. Results that nobody uses go, and their operands with them.
     """
 
-    def bind_all_but_zeros(tangents: Sequence[Any]) -> list[Any]:
+    def bind_all_but_zeros(tangents: Sequence[Any], params: dict[str, Any]) -> list[Any]:
         arrays = [i for i, t in enumerate(tangents) if nonzero(t)]
-        bound = dict(zip(arrays, primitive.bind(*(tangents[i] for i in arrays)) if arrays else (), strict=True))
+        new = primitive.bind(*(tangents[i] for i in arrays), **params) if arrays else ()
+        bound = dict(zip(arrays, new, strict=True))
         return [bound.get(i, t) for i, t in enumerate(tangents)]
 
     primitive = Primitive(name)
     primitive.multiple_results = True
-    primitive.def_impl(lambda *xs: list(xs))
-    primitive.def_abstract_eval(lambda *avals: list(avals))
+    primitive.def_impl(lambda *xs, **_: list(xs))
+    primitive.def_abstract_eval(lambda *avals, **_: list(avals))
     set_rules(
         primitive,
         lower=lower,
-        jvp=lambda xs, tangents: (primitive.bind(*xs), bind_all_but_zeros(tangents)),
-        batch=lambda xs, dims: (primitive.bind(*xs), dims),
-        transpose=lambda cotangents, *_: bind_all_but_zeros(cotangents),
+        jvp=lambda xs, tangents, **params: (primitive.bind(*xs, **params), bind_all_but_zeros(tangents, params)),
+        batch=lambda xs, dims, **params: (primitive.bind(*xs, **params), dims),
+        transpose=lambda cotangents, *_, **params: bind_all_but_zeros(cotangents, params),
         dce=_without_unused,
     )
     return primitive

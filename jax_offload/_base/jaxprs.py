@@ -223,8 +223,14 @@ def jaxpr_of(
 
 
 def jax_fun(jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
-    """A closed jaxpr as a function."""
-    return jex.jaxpr_as_fun(cast(Any, jaxpr))
+    """A closed jaxpr as a function, whose results are arrays: jax would return a constant as the Python number."""
+    run: Callable[..., list[Any]] = jex.jaxpr_as_fun(cast(Any, jaxpr))
+    outputs = jaxpr.jaxpr.outvars
+    if not any(isinstance(v, Literal) for v in outputs):
+        return run
+    return lambda *args: [
+        as_array(v) if isinstance(v, Literal) else x for v, x in zip(outputs, run(*args), strict=True)
+    ]
 
 
 def closed(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> ClosedJaxpr:

@@ -1,7 +1,8 @@
 """A leaf of a state that is on disk: what stands for it in the state's tree, and how a trace reads and writes it.
 
 Such a leaf is no operand of any program. In a state its place has an ``OnDisk``: a pytree node whose one child is a
-token, a number that says which version of the state it is of. In a traced update ``read`` makes the leaf, in host
+token, which says which version of the state it is of. Outside of traces a token has no value, so that computing
+with it is an error. Inside of one it is a number. In a traced update ``read`` makes the leaf, in host
 memory, of the token, and ``write`` a token of the next value; what is between is the update of a host leaf. Who drives
 the step from Python takes both away; in any other program they are an error where it is lowered.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, cast
 
@@ -22,9 +24,10 @@ from jax.sharding import NamedSharding, Sharding
 from jax_offload._base.calls import identity_primitive
 from jax_offload._base.jaxprs import jaxpr_of
 from jax_offload._base.memory import Space
-from jax_offload._base.private import set_rules
+from jax_offload._base.private import set_rules, trace_as
 
-TOKEN = np.dtype(np.uint32)
+TOKEN = np.dtype(np.float32)  # a floating one, which jnp.isfinite does not pass unseen; it holds whole numbers below
+VERSIONS = 2**24
 Range = tuple[int, int]  # rows of a leaf, the same of every part that its first axis has on several devices
 Ends = tuple[int, ...]  # where the ranges end that are together in files; the last is as many as there are
 
@@ -82,13 +85,90 @@ class Place:
         return other is not None and (self.home, self.name) == (other.home, other.name)
 
 
+class ComputesOnDisk(TypeError):
+    """Something other than an update computes with a leaf that is on disk."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(
+            f"disk: {place.name}, {place.dtype}{list(place.shape)}, is on disk, where only an update under jo.jit "
+            "computes with it. Fix: jo.to_device(part of the state) reads it to compute with, "
+            "numpy.asarray(leaf) to look at; args=jo.save_args(tree) saves it with orbax, and disk.commit(step, "
+            "tree) where it is."
+        )
+
+
+def _refusing(name: str) -> Callable[..., Any]:
+    def refuse(self: Token, *args: Any, **kwargs: Any) -> Any:
+        raise ComputesOnDisk(self.place)
+
+    refuse.__name__ = name
+    return refuse
+
+
+class Token:
+    """What ``jax.tree.leaves`` gives of a leaf on disk, outside of traces: the version of the state that it is of.
+
+    It has the leaf's shape and dtype, and nothing else that an array has. Whatever asks for its values, arithmetic,
+    NumPy, jax's functions, programs other than a step that ``jax_offload.jit`` drives, pickle and orbax, gets
+    ``ComputesOnDisk``.
+    """
+
+    __slots__ = ("place", "version")
+
+    def __init__(self, version: int, place: Place) -> None:
+        self.version, self.place = version, place
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.place.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.place.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.place.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.place.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.place.dtype.itemsize
+
+    def __repr__(self) -> str:
+        return f"OnDisk({_said(self.place)}; jo.to_device reads it to compute with, jo.save_args saves it)"
+
+    for _name in (
+        "add radd sub rsub mul rmul matmul rmatmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow neg pos abs "
+        "divmod rdivmod invert and rand or ror xor rxor lshift rshift lt le gt ge eq ne bool int float complex index "
+        "len iter getitem jax_array array array_ufunc deepcopy copy reduce"
+    ).split():
+        locals()[f"__{_name}__"] = _refusing(f"__{_name}__")
+    for _name in "real imag T mT at".split():
+        locals()[_name] = property(_refusing(_name))
+    for _name in (
+        "astype view conj conjugate sum mean std var max min prod dot reshape ravel flatten transpose squeeze item "
+        "tolist copy"
+    ).split():
+        locals()[_name] = _refusing(_name)
+    del _name
+    __hash__ = object.__hash__
+
+
+trace_as(Token, jax.typeof(np.zeros((), TOKEN)), Token.__array__)
+
+
 @jax.tree_util.register_pytree_with_keys_class
 class OnDisk:
     """Stands in a state for a leaf that is on disk.
 
-    Its one child in the tree is a token, a ``uint32`` that changes with every update: a state of an earlier step is an
-    error, as its leaves have been written over. ``numpy.asarray(leaf)`` reads the leaf. Arithmetic on it, and pickle,
-    are errors: ``disk.commit`` saves it.
+    Its one child in the tree is a token, which changes with every update: a state of an earlier step is an error, as
+    its leaves have been written over. ``numpy.asarray(leaf)`` reads the leaf. Arithmetic on it, programs but a step of
+    ``jax_offload.jit``, pickle and orbax are errors: ``jax_offload.to_device`` reads it, ``disk.commit`` and
+    ``jax_offload.save_args`` save it.
 
     Attributes:
       token: the version.
@@ -98,14 +178,21 @@ class OnDisk:
     __slots__ = ("place", "token")
 
     def __init__(self, token: Any, place: Place) -> None:
+        if isinstance(token, np.ndarray | np.generic | int) or (
+            isinstance(token, jax.Array) and not isinstance(token, Tracer)
+        ):
+            token = Token(int(token), place)
         self.token, self.place = token, place
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], Place]:
         return ((jax.tree_util.GetAttrKey("token"), self.token),), self.place
 
     @classmethod
-    def tree_unflatten(cls, place: Place, children: tuple[Any]) -> OnDisk:
-        return cls(children[0], place)
+    def tree_unflatten(cls, place: Place, children: tuple[Any]) -> Any:
+        (child,) = children
+        if isinstance(child, np.ndarray | jax.Array) and child.shape == place.shape and child.dtype == place.dtype:
+            return child  # the leaf itself, which something has read
+        return cls(child, place)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -126,9 +213,16 @@ class OnDisk:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         if isinstance(self.token, Tracer):
-            raise UpdatedFromDisk
+            raise ValueError(
+                f"disk: a step reads {_said(self.place)} outside of its update; what is on disk is read between "
+                "steps. Fix: read a part of the state that the step has returned, jo.to_device(optax.tree.get(state, "
+                "'mu'))."
+            )
         found = self.place.home.array(self.place.name, self.token)
         return found if dtype is None else found.astype(dtype)
+
+    def __jax_array__(self) -> Any:
+        raise ComputesOnDisk(self.place)
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -137,7 +231,11 @@ class OnDisk:
         )
 
     def __repr__(self) -> str:
-        return f"OnDisk({self.place.name}: {self.dtype}{list(self.shape)})"
+        return f"OnDisk({_said(self.place)})"
+
+
+def _said(place: Place) -> str:
+    return f"{place.name}: {place.dtype}{list(place.shape)}"
 
 
 def is_on_disk(x: Any) -> bool:

@@ -10,11 +10,13 @@
 | ``dce_jaxpr`` | ``jaxprs.without_dead_code`` | 0.10 to 0.12 |
 | ``jvp_jaxpr`` | ``calls.call_primitive`` | 0.10 to 0.12 |
 | the tables of a primitive's rules; symbols for zero | ``set_rules``, ``nonzero``, ``zero_tangent`` | 0.10 to 0.12 |
+| how the arguments of a program are typed, and made ready for it, by class | ``trace_as`` | 0.10 to 0.12 |
 | ``lower_fun``, ``jaxpr_subcomp`` | ``lowered``, ``lowered_jaxpr`` | 0.10 to 0.12 |
 | types and operations of MLIR | ``lowered_as_map``, ``lowered_as_barrier`` | 0.10 to 0.12 |
 | for how many devices a lowering is | ``is_for_one_device`` | 0.10 to 0.12 |
 | a module's entry, ``main`` in its symbol table | ``take_back_aliases`` | 0.10 to 0.12 |
 | the attributes of its arguments, set before the body is lowered | ``take_back_aliases`` | 0.10 to 0.12 |
+| the paths and the memory of its results | ``results_of_main`` | 0.10 to 0.12 |
 | the equation that made a tracer, and those of its trace | ``equation_of``, ``equations_of_trace`` | 0.10 to 0.12 |
 | the variable that a tracer is | ``variable_of`` | 0.10 to 0.12 |
 | the tracers that an equation of a trace reads | ``traced_operands``, ``operands_of`` | 0.10 to 0.12 |
@@ -39,7 +41,9 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+from jax._src import core as private_core
 from jax._src import distributed
+from jax._src import dtypes as private_dtypes
 from jax._src.interpreters import ad as private_ad  # jax.interpreters.ad has not all of it
 from jax.core import ShapedArray
 from jax.extend.mlir import ir
@@ -48,6 +52,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
 ALIAS, DONOR, KIND = "tf.aliasing_output", "jax.buffer_donor", "mhlo.memory_kind"
+INFO = "jax.result_info"
 
 
 def _has_moved(what: str, so: str = "") -> RuntimeError:
@@ -108,6 +113,12 @@ def set_rules(
         if rule is not None:
             _part_of(module, name)[primitive] = rule
     mlir.register_lowering(primitive, lower)
+
+
+def trace_as(kind: type, aval: ShapedArray, refuse: Callable[..., Any]) -> None:
+    """Lets jax trace objects of a class, as arguments of that type; a program that is run on one calls ``refuse``."""
+    _part_of(private_core, "pytype_aval_mappings")[kind] = lambda _: aval
+    _part_of(private_dtypes, "canonicalize_value_handlers")[kind] = refuse
 
 
 def nonzero(tangent: Any) -> bool:
@@ -194,11 +205,25 @@ def take_back_aliases(context: Any, default_kind: str) -> None:
     main.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(a) for a in changed])
 
 
+def results_of_main(context: Any) -> list[tuple[str, bool]]:
+    """The results of the program that is being lowered: of each its path, and whether it is in pinned host memory.
+
+    Args:
+      context: that of a lowering rule.
+    """
+    _check_lowering()
+    main = context.module_context.symbol_table["main"]
+    results = (
+        [mlir.ir.DictAttr(each) for each in main.attributes["res_attrs"]] if "res_attrs" in main.attributes else []
+    )
+    return [(each[INFO].value, KIND in each and each[KIND].value == "pinned_host") for each in results if INFO in each]
+
+
 @functools.cache
 def _check_lowering() -> None:
     """Raises ``RuntimeError`` where jax lowers a function otherwise than ``take_back_aliases`` relies on."""
     lower = getattr(mlir, "lower_jaxpr_to_fun", None)
-    missing = {ALIAS, DONOR, KIND} - set(_strings(lower.__code__) if lower is not None else ())
+    missing = {ALIAS, DONOR, KIND, INFO} - set(_strings(lower.__code__) if lower is not None else ())
     if missing:
         raise _has_moved(f"no {sorted(missing)} in lower_jaxpr_to_fun", ", so donated host memory could be overwritten")
 

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax.core import Tracer
 
+from jax_offload._base.memory import is_host_aval
 from jax_offload._base.private import equation_of, equations_of_trace, traced_operands
 
 
@@ -29,6 +31,13 @@ def is_constrained(value: Any) -> bool:
     """Whether a traced value's sharding was said where it was made; as far as jax tells."""
     eqn = equation_of(_origin(value))
     return eqn is not None and eqn.primitive.name == "sharding_constraint"
+
+
+def was_on_host(value: Any) -> bool:
+    """Whether a traced value that is in device memory was brought there in its trace, from host memory."""
+    eqn = equation_of(value) if isinstance(value, Tracer) else None
+    operands = [] if eqn is None else traced_operands(eqn)
+    return any(is_host_aval(x.aval) and x.aval.shape == value.aval.shape for x in operands)
 
 
 _SCALING = frozenset("convert_element_type mul div max min clamp select_n".split())

@@ -13,16 +13,30 @@ values are divided again; of what is replicated one copy is taken.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
-from collections.abc import Iterable
+import functools
+import math
+import os
+import socket
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, on_host, to_host, with_kind
+from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, copy_on_host, on_host, to_host, well_typed, with_kind
+from jax_offload._base.private import address_of
+
+# Elements that a thread takes at least, and parts of an array for each thread, which may be kept waiting by others.
+_AT_LEAST, _PARTS = 2**16, 8
+_MOST_CORES = 4096  # of a host; more share their numbers
+_ALIGNED = 64  # bytes; XLA takes memory with this alignment without a copy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,3 +121,116 @@ def cores_beside(devices: Iterable[Any]) -> Cores:
             "update_on: jax runs without its CPU backend, which updates what is on the host. Fix: add ',cpu' to "
             "JAX_PLATFORMS, or update_on='device'."
         ) from error
+
+
+Box = tuple[tuple[int, int], ...]  # the first index, and the one behind the last, along each axis
+
+
+def _box(index: Sequence[slice], shape: Sequence[int]) -> Box:
+    return tuple(each.indices(n)[:2] for each, n in zip(index, shape, strict=True))
+
+
+def shards_of(x: Any) -> dict[Box, list[Any]]:
+    """The parts of an array that this process has, with the replicas of each."""
+    if not isinstance(x, jax.Array):
+        return {tuple((0, n) for n in np.shape(x)): [x]}
+    found: dict[Box, list[Any]] = {}
+    for shard in x.addressable_shards:
+        found.setdefault(_box(shard.index, x.shape), []).append(shard.data)
+    return found
+
+
+def values_in(x: Any, shards: Mapping[Box, Sequence[Any]], box: Box) -> Any:
+    """An array's elements in a box, to read. Waits until they are there."""
+    for own, replicas in shards.items():
+        if all(a <= begin and end <= b for (a, b), (begin, end) in zip(own, box, strict=True)):
+            within = (slice(begin - a, end - a) for (a, _), (begin, end) in zip(own, box, strict=True))
+            return np.asarray(replicas[0])[tuple(within)]
+    return np.asarray(x)[tuple(slice(*each) for each in box)]  # divided along another axis
+
+
+def memory_of(x: jax.Array) -> Any:
+    """An array's memory, to overwrite. XLA, which knows of no view then, still hands it over in the next step."""
+    buffer = (ctypes.c_char * x.nbytes).from_address(address_of(jax.block_until_ready(x)))
+    return np.frombuffer(buffer, x.dtype).reshape(x.shape)
+
+
+def aligned(box: Box, dtype: Any) -> Any:
+    """Memory for a part of a result."""
+    shape = [end - begin for begin, end in box]
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    raw = np.empty(size + _ALIGNED, np.uint8)
+    start = -raw.ctypes.data % _ALIGNED
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def assembled(parts: Mapping[Box, Any], like: jax.Array, kind: str) -> jax.Array:
+    """A result, divided between devices as an operand is."""
+    shards: list[jax.Array] = []
+    for device, index in like.sharding.addressable_devices_indices_map(like.shape).items():
+        place = with_kind(SingleDeviceSharding(device), kind)
+        shards.append(jax.device_put(parts[_box(index or (), like.shape)], place, may_alias=True))
+    return well_typed(jax.make_array_from_single_device_arrays(like.shape, with_kind(like.sharding, kind), shards))
+
+
+def taken_over(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """Donated arrays in memory of the step's own, where they are. Waits for nothing.
+
+    They pass through a program that does nothing and that they are donated to. It runs when all programs that read
+    them have ended, marks them as deleted for everybody else, and copies what is not XLA's own, as an array is that
+    was made of NumPy's. On a GPU XLA refuses while somebody holds a NumPy view; then they are copied.
+    """
+    try:
+        return _handed_over(tuple(x.sharding for x in arrays))(*arrays) if arrays else ()
+    except jax.errors.JaxRuntimeError:
+        if any(x.is_deleted() for x in arrays):
+            raise
+        copies = [copy_on_host(x) for x in arrays]
+        for x in arrays:
+            x.delete()
+        return copies
+
+
+@functools.lru_cache(256)
+def _handed_over(shardings: tuple[Sharding, ...]) -> Callable[..., Sequence[jax.Array]]:
+    donated = tuple(range(len(shardings)))
+    return jax.jit(lambda *xs: xs, donate_argnums=donated, out_shardings=shardings)
+
+
+@functools.cache
+def has_numba() -> bool:
+    """Whether kernels can be compiled (extra ``cores``)."""
+    try:
+        import numba  # noqa: F401  # pyright: ignore
+    except ImportError:
+        return False
+    return True
+
+
+def on_all_threads(size: int, run: Callable[[int, int], None]) -> None:
+    """``run(start, stop)`` for parts of so many elements, by the threads that are free for them."""
+    part = max(_AT_LEAST, -(-size // (_PARTS * threads())))
+    starts = range(0, size, part)
+    if len(starts) == 1:
+        run(0, size)
+    else:
+        list(_pool().map(lambda start: run(start, min(start + part, size)), starts))
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads(), "jax_offload")
+
+
+@functools.cache
+def threads() -> int:
+    """As many as the process may use cores; of those that others of the job may use too, its share."""
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    if jax.process_count() == 1:
+        return len(cores)
+    mine = np.zeros(_MOST_CORES, np.int32)
+    mine[[core % _MOST_CORES for core in cores]] = 1
+    host = np.int32(zlib.crc32(socket.gethostname().encode()) >> 1)
+    # All processes are here, as each comes to its first kernel in the same step.
+    hosts, masks = multihost_utils.process_allgather((host, mine))
+    return max(1, int((mine / np.maximum(masks[hosts == host].sum(0), 1)).sum() + 1e-6))

@@ -17,7 +17,6 @@ from jax_offload._base.flops import flops
 from jax_offload._base.jaxprs import Equation, Jaxpr, Var, variables
 from jax_offload._ir.primitives import ELEMENTWISE
 from jax_offload._ir.slices import Slice, slice_of
-from jax_offload._peak.sharded import ALONE, Division
 
 # Programs at most, and the least share of the arithmetic in each but the first: a step of 10 ms has then a program in
 # 0.6 ms at least, and starting one takes the host a tenth of that.
@@ -38,9 +37,8 @@ CHEAP = ELEMENTWISE.union(_VIEWS) - _NOT_AGAIN
 
 
 def cuts_of(
-    jaxpr: Jaxpr, ready: Sequence[int], updated: Sequence[Set[Var]], most: int = MOST, smallest: float = LEAST,
-    division: Division = ALONE,
-) -> list[int]:  # fmt: skip
+    jaxpr: Jaxpr, ready: Sequence[int], updated: Sequence[Set[Var]], most: int = MOST, smallest: float = LEAST
+) -> list[int]:
     """Behind how many equations each program but the last ends.
 
     The first ends with the first group's gradients, and each later one has its share of the arithmetic that is left.
@@ -51,7 +49,6 @@ def cuts_of(
       updated: for each group what it reads: a parameter that is updated while it is still to be read is kept twice.
       most: programs.
       smallest: share of the arithmetic in one.
-      division: of its arrays between devices.
     """
     eqns = jaxpr.eqns
     done = [0.0, *itertools.accumulate(map(flops, eqns))]
@@ -65,14 +62,14 @@ def cuts_of(
 
     def crossing(cut: int) -> int:
         reads = {v for v, k in producer.items() if k < cut < last.get(v, 0)}
-        return sum(division.own(v.aval) for v in _computed_again(reads, given, eqns, producer, price)[1])
+        return sum(nbytes(v.aval) for v in _computed_again(reads, given, eqns, producer, price)[1])
 
     cuts: list[int] = []
     for place, following in itertools.pairwise(places):
         if (cuts and done[place] - done[cuts[-1]] < least) or total - done[place] < smallest * total:
             continue
         early = {v for vs, at in zip(updated, ready, strict=True) if at <= place for v in vs}
-        kept = [(last[v], division.own(v.aval)) for v in jaxpr.invars if v in early and last.get(v, 0) > place]
+        kept = [(last[v], nbytes(v.aval)) for v in jaxpr.invars if v in early and last.get(v, 0) > place]
         near = sorted(range(place, following), key=alive.__getitem__)[:CANDIDATES]
         cuts.append(min(sorted(near), key=lambda k: crossing(k) + sum(size for end, size in kept if end > k)))
     return cuts
@@ -115,7 +112,7 @@ def _computed_again(
     """What of earlier equations is repeated for ``reads``, and what these need beside ``free``: fewer bytes.
 
     Backwards from what is read, each value gives way to what it is made of, where that is no more; forwards
-    again, where it was no less either.
+    again, where it was no less either. What can be made of the rest does not cross.
     """
 
     def operands(v: Var) -> set[Var]:
@@ -143,6 +140,14 @@ def _computed_again(
             need = (need - alone) | {v}
             for x in operands(v):
                 users[x].discard(v)
+    for v in sorted(need, key=producer.__getitem__):  # a mask, say, of what crosses anyway
+        chain, waiting = {v}, [v]
+        while waiting and all(_is_cheap(eqns[producer[x]]) for x in waiting):
+            waiting = [x for x in operands(waiting.pop()) - chain - again - need] + waiting
+            chain.update(waiting)
+        if not waiting:
+            need.remove(v)
+            again |= chain
     return [eqns[k] for k in sorted({producer[v] for v in again})], need
 
 

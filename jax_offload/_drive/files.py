@@ -175,9 +175,11 @@ def files_of(step: Program) -> OnFiles:
 
 
 _COMPUTES = (
-    "disk: the step computes with a state on disk outside of its update: chooses between two, or reads a leaf. Fix: "
-    "jo.jit(step), in which the state goes from argument to update to result, as through optax's chains; skip= or "
-    "lax.cond for an update that is not to be."
+    "disk: the step computes with a state on disk outside of its one update: updates it again, chooses between two "
+    "states, or reads a leaf, for a norm say. Fix: jo.jit(step), in which the state goes from argument to one update "
+    "to result. For several updates call such a step several times, or accumulate gradients in "
+    "jo.offload(optax.MultiSteps(...), disk=...); skip= or lax.cond is for an update that is not to be; and between "
+    "two steps jo.to_device(optax.tree.get(state, 'mu')) reads a part of the state, and jo.save_args saves it."
 )
 
 

@@ -45,22 +45,6 @@ class InTurn(Piece):
         return InTurn([*inputs], outputs, functools.partial(_wait, large), large=large)
 
 
-@dataclasses.dataclass(frozen=True)
-class Joined(Piece):
-    """A stacked gradient, its output, of the parts that scans make of it, in the order in which these run.
-
-    ``ranges``: of each part its first row, and the one behind its last.
-    """
-
-    ranges: tuple[tuple[int, int], ...] = ()
-
-
-def joined(parts: Sequence[Var], gradient: Var, ranges: Sequence[tuple[int, int]]) -> Joined:
-    """The piece that puts a gradient together; loops of the cores read its parts where they are."""
-    in_place = [k for k, _ in sorted(enumerate(ranges), key=lambda each: each[1])]
-    return Joined([*parts], [gradient], lambda *xs: [jnp.concatenate([xs[k] for k in in_place])], ranges=(*ranges,))
-
-
 def _wait(large: int, *values: Any) -> list[Any]:
     """The smallest that is no large gradient, or of these the smallest, waits for the last of them."""
     if large < 2:

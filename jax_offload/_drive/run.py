@@ -32,21 +32,18 @@ from jax_offload._base.memory import (
     to_host,
     with_kind,
 )
-from jax_offload._drive.by_parts import ByParts, by_parts, check_by_parts, to_be_written
 from jax_offload._drive.cores import Cores, cores_beside, on_accelerators
 from jax_offload._drive.files import files_of
+from jax_offload._drive.kernel import OnePass, one_pass
 from jax_offload._drive.moving import Moving
-from jax_offload._drive.one_pass import Run, one_pass
-from jax_offload._drive.pieces import Joined
-from jax_offload._drive.row_groups import come_by_rows
+from jax_offload._drive.rows_down import rows_sent_down
 from jax_offload._drive.segments import ON_A_CPU, ON_DEVICES, ON_PROCESSES, in_segments
 from jax_offload._drive.stages import Staged, staged
-from jax_offload._drive.tasks import Task, tasks_of
+from jax_offload._drive.tasks import Task, check_processes, tasks_of, to_be_written
 from jax_offload._drive.undivided import without_mesh
 from jax_offload._drive.values import Values
 from jax_offload._emit.find import holds_driven_update
 from jax_offload._ir.program import flat
-from jax_offload._peak.sharded import division_of
 from jax_offload._step.cut import cut_step, unguarded
 
 Jit = Callable[..., Any]
@@ -65,7 +62,6 @@ class Driven:
 
     Attributes:
       one_program: why it is not.
-      by_rows: whether some of what the cores read comes to them in groups of rows.
     """
 
     def __init__(
@@ -83,8 +79,6 @@ class Driven:
         self._options = options, for_sending
         placed = places_of(args)
         self._devices = {d for s in placed if s is not None for d in s.device_set} or {*ambient_sharding().device_set}
-        updated = [v.aval for v in found.next_of.values() if not is_host_aval(v.aval)]
-        self._division = division_of(args, updated, len(self._devices))
         self._cores = cores_beside(self._devices) if any(s.on_cores for s in found.stages) else Cores()
         own = found.inputs[len(found.consts) :]
         own = own[: len(own) - len(self._files.reads)]
@@ -97,24 +91,19 @@ class Driven:
         firsts = {v: _first(found.next_of, v) for v in found.next_of}
         self._places |= {v: self._places[old] for v, old in firsts.items() if old in self._places}
         self._donated = {v for v, given in zip(own, donated, strict=True) if given}
+        if len(self._devices) == 1 and (self._cores.cpu is not None or not segments):
+            found = rows_sent_down(found)
         self._step, self.one_program = found, ON_A_CPU
-        beside_one = len(self._devices) == 1 and (self._cores.cpu is not None or not segments)
-        by_rows = come_by_rows(found) if beside_one else {}
-        self.by_rows = bool(by_rows)
         in_files = bool(self._reads) and on_accelerators(self._devices) and not any(s.on_cores for s in found.stages)
         if segments and (self._cores.cpu is not None or in_files):
-            self._step, self.one_program = found, _ = self.in_segments(
-                any(device.platform == "tpu" for device in self._devices)
-            )
+            self._step, self.one_program = found, _ = self.in_segments()
         self._compiled: dict[Hashable, Jit] = {}
-        at_once = {v for s in found.stages if any(isinstance(p, Joined) for p in s.pieces) for v in s.reads}
-        by_rows = {v: ends for v, ends in by_rows.items() if v not in at_once}
-        tasks = tasks_of(found, self._donated | {*self._reads}, by_rows)
+        tasks = tasks_of(found, self._donated | {*self._reads})
         sent = {v for task in tasks for v in task.down}
         own = to_be_written(tasks, self._donated, self._places, self._devices)
         self._tasks = [(task, self._run_by(task, sent, own)) for task in tasks]
         self._hands_on = any(task.stage.loop is not None for task in tasks)
-        self._written = [v for _, run in self._tasks if isinstance(run, ByParts) for v in run.written]
+        self._written = [v for _, run in self._tasks if isinstance(run, OnePass) for v in run.written]
 
     def __call__(self, args: Sequence[Any], kept: Set[int] = frozenset()) -> list[Any]:
         """The step's results, flat, of its flat arguments.
@@ -132,8 +121,14 @@ class Driven:
                 values.send(following)
             files.read(task, tasks[k + 1 :])
             values.claim(task.free)
-            results = run(*values.operands(task, isinstance(run, ByParts)))
-            if k == 0:  # behind the first program, whose gradients the cores wait for, and ahead of all others
+            if isinstance(run, OnePass) and self._cores.cpu is None:
+                values.take(run.written)
+            operands = values.operands(task, isinstance(run, OnePass))
+            values.free_sent(task, self._donated)
+            results = run(*operands)
+            del operands
+            if k == 0 and self._cores.cpu is not None:
+                # behind the first program, whose gradients the cores wait for, and ahead of all others
                 values.take(self._written)
             values.put(task, results, self._place)
             values.drop(task.over, self._donated)
@@ -177,17 +172,20 @@ class Driven:
     def consts(self) -> dict[Var, Any]:
         return dict(zip(self._step.inputs, self._step.consts, strict=False))
 
-    def in_segments(self, rounds: bool) -> tuple[Staged, str]:
+    def in_segments(self) -> tuple[Staged, str]:
         """The step with the pass before its update in several programs, or as it is, and why.
 
-        That is for the cores beside an accelerator: on a CPU their loops update in place what a later program may read.
-        ``rounds``: whether its matmuls round float32 to bfloat16.
+        That is for the cores beside an accelerator: on a CPU they update in place what a later program may read.
         """
         if len(self._devices) > 1 and self._reads:
             return self._step, ON_DEVICES
         if len({device.process_index for device in self._devices}) > 1:
             return self._step, ON_PROCESSES
-        return in_segments(self._step, self._donated, self._division, rounds)
+        updated = (v for v in self._step.next_of.values() if not is_host_aval(v.aval) and v.aval.ndim > 1)
+        replicated = len(self._devices) > 1 and any(
+            (s := self._places.get(v)) is None or s.is_fully_replicated for v in updated
+        )
+        return in_segments(self._step, replicated)
 
     def _place(self, v: Var) -> Sharding:
         """Where on the accelerators a value lives; one that is no argument's next value on all of them."""
@@ -229,18 +227,20 @@ class Driven:
             return None
         return with_kind(place, HOST_KIND if is_host_aval(v.aval) else DEVICE_KIND)
 
-    def _run_by(self, task: Task, sent: Set[Var], own: Set[Var]) -> Run:
-        """How a task runs: as a program of XLA's, or one of the cores in loops of one pass."""
+    def _run_by(self, task: Task, sent: Set[Var], own: Set[Var]) -> Callable[..., Sequence[Any]]:
+        """How a task runs: as a program of XLA's, or on the cores in one pass."""
         program = self._program(task)
         if not task.stage.on_cores:
             return program
-        if self._cores.cpu is None:
-            free = task.free - sent
-            return one_pass(task.stage.pieces, task.inputs, task.outputs, program, self._step.next_of, free)
-        if (loops := by_parts(task, self._step.next_of, own)) is not None:
-            return loops
-        check_by_parts(task.stage, len({device.process_index for device in self._devices}))
-        return program
+        on_a_cpu = self._cores.cpu is None
+        if on_a_cpu and len(self._devices) > 1:
+            return program
+        own = task.free - sent if on_a_cpu else own & task.free
+        up = {v for v in (task.stage.makes if on_a_cpu else task.up) if not is_host_aval(v.aval)}
+        found = one_pass(task, self._step.next_of, own, up)
+        if found is None and not on_a_cpu:
+            check_processes(task, len({device.process_index for device in self._devices}))
+        return found or program
 
 
 def _is_placed(x: Any) -> bool:

@@ -1,8 +1,7 @@
 """The forward and backward pass in several programs, so that the first gradients' update need not wait for the last.
 
 All results of one program become ready together. Cut behind the gradients of a group, the pass leaves them while it
-goes on: the cores, or the drives, have work then. Where that would take more device memory than one program, by the
-estimate of ``_peak``, there are fewer cuts, or none.
+goes on: the cores, or the drives, have work then. One rule says where (``cuts.py``).
 """
 
 from __future__ import annotations
@@ -12,18 +11,12 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence, Set
 
-from jax_offload._base.arrays import nbytes
-from jax_offload._base.jaxprs import Jaxpr, Literal, Var, jaxpr_like, variables
-from jax_offload._base.memory import is_host_aval
+from jax_offload._base.jaxprs import Jaxpr, Var, variables
 from jax_offload._drive.cuts import LEAST, LEAST_OF_FILES, MOST, MOST_OF_FILES, cuts_of, parts_of
-from jax_offload._drive.pieces import InTurn, Joined, Piece
-from jax_offload._drive.scan_parts import with_scan_in_parts
+from jax_offload._drive.pieces import InTurn, Piece
 from jax_offload._drive.stages import BEFORE, GROUP, Stage, Staged
-from jax_offload._drive.tasks import Task, tasks_of
 from jax_offload._ir.shares import structure
 from jax_offload._ir.slices import slice_of
-from jax_offload._peak.liveness import peak
-from jax_offload._peak.sharded import ALONE, Division
 
 # Why the pass is one program; what follows "the forward and the backward pass are one program: ".
 NO_GROUPS = "no update of the cores, or of a state on disk, follows it at once"
@@ -32,25 +25,12 @@ ON_DEVICES = "its state is on disk, and it runs on several devices"
 ON_PROCESSES = "it runs on devices of several processes"
 EFFECTS = "it has side effects"
 ALL_FIRST = "the update needs all gradients first, as clipping by their norm does"
-TOGETHER = (
-    "one group of the update, or one loop of the pass, has all of the large gradients (a scan over layers is cut where "
-    "loops of one accelerator's cores update them and nothing else reads them)"
-)
+TOGETHER = "one group of the update, or one loop of the pass, has all of the large gradients"
 LITTLE_LEFT = "little of it is left when the first gradients are there"
-PEAK = "cut, it would take more device memory, by an estimate"
-
-REPLICATED = "parameters are replicated on several devices, where an estimate of memory is too rough"
-PERHAPS = "cut, it may take more device memory, by an estimate that is rougher on several devices"
-
-TOLERANCE = 1.001  # a loss that is handed on is no more memory
-# On several devices estimates were 6 % off either way, so cuts have to spare that; of replicated parameters they are no
-# guide: compiled for two H200, parts took 2.4 and 6.6 % more in two of five cases (docs/notebook.md).
-SPARES = 0.9
+REPLICATED = "parameters are replicated on several devices, and each program would reduce their gradients by itself"
 
 
-def in_segments(
-    step: Staged, donated: Set[Var], division: Division = ALONE, rounds: bool = False
-) -> tuple[Staged, str]:  # fmt: skip
+def in_segments(step: Staged, replicated: bool = False) -> tuple[Staged, str]:
     """The step with its first program in several, where groups of the update have their gradients early; and why not.
 
     Groups of the cores follow all segments: these are under way by then, and each group waits for its gradients alone.
@@ -59,25 +39,15 @@ def in_segments(
 
     Args:
       step: its stages; the first has the pass as its first piece.
-      donated: what of its inputs is.
-      division: of its arrays between devices.
-      rounds: whether matmuls round float32 to bfloat16, as on a TPU: what a loop stacks for another one takes half
-        then, but not what one program hands to another.
+      replicated: whether it runs on several devices that have the same parameters.
     """
-    first, rest = step.stages[0], step.stages[1:]
+    first = step.stages[0]
     pass_ = first.pieces[0] if first.pieces else None
-    on_disk = any(s.name == GROUP for s in rest[:1])
     if first.name != BEFORE or pass_ is None or pass_.jaxpr is None or not _groups(step):
         return step, NO_GROUPS
     if any(eqn.effects for eqn in pass_.jaxpr.eqns):
         return step, EFFECTS
-    alone, why = division.devices == 1 and not on_disk, ""
-    if alone and (in_parts := with_scan_in_parts(step)) is not step:
-        found, why = _cut(in_parts, step, donated, division, rounds)
-        if not why and _are_apart(found):
-            return found, ""
-    found, why_uncut = _cut(step, step, donated, division, rounds)
-    return found, PEAK if (why, why_uncut) == (PEAK, TOGETHER) else why_uncut
+    return (step, REPLICATED) if replicated else _cut(step)
 
 
 def _groups(step: Staged) -> list[Stage]:
@@ -87,17 +57,7 @@ def _groups(step: Staged) -> list[Stage]:
     return on_disk or [*itertools.takewhile(lambda s: s.on_cores, (s for s in rest if s.name != "device"))]
 
 
-def _are_apart(step: Staged) -> bool:
-    """Whether parts of a scan are in different programs."""
-    maker = {v: k for k, stage in enumerate(step.stages) for v in stage.makes}
-    joined = [piece for stage in step.stages for piece in stage.pieces if isinstance(piece, Joined)]
-    return all(len({maker[v] for v in variables(piece.inputs)}) > 1 for piece in joined)
-
-
-def _cut(
-    step: Staged, uncut: Staged, donated: Set[Var], division: Division, rounds: bool
-) -> tuple[Staged, str]:  # fmt: skip
-    """A step with its first program in several, which take no more memory than that of the same step ``uncut``."""
+def _cut(step: Staged) -> tuple[Staged, str]:
     groups, (first, *rest) = _groups(step), step.stages
     pass_, *others = first.pieces
     jaxpr, on_disk = pass_.jaxpr, groups[0].name == GROUP
@@ -109,75 +69,15 @@ def _cut(
         ready.append(max((defs.get(v, 0) for v in group.reads), default=0))
         defs.update(dict.fromkeys(group.makes, ready[-1]))
     reads = [{*group.reads} for group in groups]
-    for part in (v for group in groups for piece in group.pieces for v in _parts(piece)):
-        ready.append(defs[part])
-        reads.append({part})
     if len({*ready} - {0}) < 2:
-        return uncut, _why_at_once(jaxpr, others, groups)
-    if 1 in division.weights.values():
-        return uncut, REPLICATED
+        return step, _why_at_once(jaxpr, others, groups)
     bounds = (MOST_OF_FILES, LEAST_OF_FILES) if on_disk else (MOST, LEAST)
-    cuts = cuts_of(jaxpr, ready, reads, *bounds, division)
+    cuts = cuts_of(jaxpr, ready, reads, *bounds)
     if not cuts:
-        return uncut, LITTLE_LEFT
-    allowed, times = _allowed(step, uncut, donated, division, rounds), TOLERANCE if division.devices == 1 else SPARES
-    while cuts:
-        segments = _segments(jaxpr, pass_, others, defs, cuts)
-        stages = [*_interleaved(segments, cuts, groups, ready), *rest[len(groups) :]] if on_disk else [*segments, *rest]
-        found = dataclasses.replace(step, stages=stages)
-        each, segment = peaks(found, donated, division, rounds)
-        beyond = [max(n - times * most for n, most in zip(own, allowed, strict=True)) for own in each]
-        worst = max(range(len(each)), key=beyond.__getitem__)
-        if beyond[worst] <= 0:
-            return found, ""
-        del cuts[min(segment[worst], len(cuts) - 1)]
-    return uncut, PEAK if division.devices == 1 else PERHAPS
-
-
-def _allowed(
-    step: Staged, uncut: Staged, donated: Set[Var], division: Division, rounds: bool
-) -> tuple[float, float]:  # fmt: skip
-    """The estimates that no program's may exceed, in the order of the trace and with all as early as it can be.
-
-    The least of both for both, where a cut changes what is made when. Parts of a scan are the scan's own iterations, so
-    that what is around it is as it was: each of its own kind.
-    """
-    (uncut_peaks, *later), _ = peaks(uncut, donated, division, rounds)
-    least = max(min(uncut_peaks), *map(max, later), 0)
-    return (least, least) if step is uncut else uncut_peaks
-
-
-def _parts(piece: Piece) -> list[Var]:
-    return variables(piece.inputs) if isinstance(piece, Joined) else []
-
-
-def peaks(
-    step: Staged, donated: Set[Var], division: Division = ALONE, rounds: bool = False
-) -> tuple[list[tuple[int, int]], list[int]]:  # fmt: skip
-    """Of each of the first programs, segments and groups of a state on disk, an estimate of the device memory while it
-    runs, in the order of its trace and with all as early as it can be, with what lies beside it for others; and the
-    number of the segment that it is or follows."""
-    here = {v: division.own(v.aval) for v in step.inputs if not is_host_aval(v.aval)}
-    alive, found, segment = sum(here.values()), list[tuple[int, int]](), list[int]()
-    for task in tasks_of(step, donated):
-        if task.stage.name == BEFORE:
-            beside = alive - sum(here.get(v, 0) for v in {*task.inputs})
-            own = _with_results(task)
-            reused = {task.inputs[k] for k in task.reused}
-            free = [isinstance(v, Var) and v in reused for v in task.stage.pieces[0].inputs]
-            two = (peak(own, free, early=early, division=division, rounds=rounds) for early in (False, True))
-            found.append((beside + next(two), beside + next(two)))
-            segment.append(segment[-1] + 1 if segment else 0)
-        elif task.stage.name == GROUP:  # its state as it comes, and as it goes
-            window = 2 * sum(nbytes(v.aval) for v in task.inputs if is_host_aval(v.aval))
-            found.append((alive + window, alive + window))
-            segment.append(segment[-1])
-        else:
-            break
-        defs = {v: division.own(v.aval) for v in task.outputs if not is_host_aval(v.aval)}
-        alive += sum(defs.values()) - sum(here.pop(v, 0) for v in task.free)
-        here |= defs
-    return found, segment
+        return step, LITTLE_LEFT
+    segments = _segments(jaxpr, pass_, others, defs, cuts)
+    stages = [*_interleaved(segments, cuts, groups, ready), *rest[len(groups) :]] if on_disk else [*segments, *rest]
+    return dataclasses.replace(step, stages=stages), ""
 
 
 def _interleaved(
@@ -188,17 +88,6 @@ def _interleaved(
     for k, segment in enumerate(segments):
         yield segment
         yield from (group for group, at in zip(groups, after, strict=True) if at == k)
-
-
-def _with_results(task: Task) -> Jaxpr:
-    """The task's pass, with those results that are arrays on the device at its end: not what it has sent down."""
-    pass_, *others = task.stage.pieces
-    assert pass_.jaxpr is not None
-    wanted = {*task.outputs}.union(*(variables(p.inputs) for p in others if not isinstance(p, InTurn)))
-    for serial in (p for p in others if isinstance(p, InTurn)):
-        wanted |= {v for v, held in zip(variables(serial.inputs), serial.outputs, strict=True) if held in wanted}
-    kept = [v for v in pass_.jaxpr.outvars if isinstance(v, Literal) or v in wanted]
-    return jaxpr_like(pass_.jaxpr, pass_.jaxpr.eqns, kept)
 
 
 def _produced_at(jaxpr: Jaxpr, others: Sequence[Piece]) -> dict[Var, int]:

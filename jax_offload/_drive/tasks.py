@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence, Set
-from types import MappingProxyType
+from typing import Any
+
+from jax.sharding import Sharding
 
 from jax_offload._base.jaxprs import Var
 from jax_offload._base.memory import is_host_aval
 from jax_offload._drive.cores import is_sent
-from jax_offload._drive.pieces import Joined
 from jax_offload._drive.stages import BEFORE, Stage, Staged
+
+WRITABLE = ("cpu", "gpu", "cuda", "rocm")  # platforms whose host memory has an address for us
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,9 +29,6 @@ class Task:
       over: what nobody reads after it.
       free: of that, what is the step's own or was donated: its buffers may be taken.
       reused: the places of inputs whose buffers results take.
-      by_rows: of what the cores read, what they take in groups of rows -> where these end. It stays on the device
-        until then.
-      copied: of what the cores read, what they write new rows over where it is.
     """
 
     stage: Stage
@@ -39,8 +39,6 @@ class Task:
     over: list[Var]
     free: frozenset[Var]
     reused: tuple[int, ...]
-    by_rows: Mapping[Var, Sequence[int]] = dataclasses.field(default_factory=dict[Var, Sequence[int]])
-    copied: frozenset[Var] = frozenset()
 
     @property
     def sends(self) -> bool:
@@ -55,21 +53,17 @@ class Task:
         return None if kind is None else (kind, len(self.inputs), len(self.down), self.reused, self.stage.on_cores)
 
 
-def tasks_of(
-    step: Staged, donated: Set[Var], by_rows: Mapping[Var, Sequence[int]] = MappingProxyType({})
-) -> list[Task]:
+def tasks_of(step: Staged, donated: Set[Var]) -> list[Task]:
     """The stages of a step, with what each leaves for which.
 
     Args:
-      step: they.
-      donated: what of its inputs is.
-      by_rows: what the cores take in groups of rows -> where these end.
+      step: the stages.
+      donated: the inputs that are donated.
     """
     stages, results = step.stages, {*step.results}
     last = {v: k for k, stage in enumerate(stages) for v in stage.reads}
     by_cores = {v for stage in stages if stage.on_cores for v in stage.reads}
     by_device = {v for stage in stages if not stage.on_cores for v in stage.reads} | results
-    at_once = by_cores - by_rows.keys()
     # not ours: what was not donated, and what a loop that does not run hands on
     others = {*step.inputs} - donated | {v for stage in stages if stage.loop is not None for v in stage.makes}
     tasks: list[Task] = []
@@ -79,17 +73,13 @@ def tasks_of(
         inputs, defined = _side_by_side(stage.reads, defined, step.next_of)
         over = [v for v in inputs if last[v] == k and v not in results]
         sends = not stage.on_cores and stage.loop is None
-        down = [v for v in defined if v in at_once and is_sent(v.aval) and not is_host_aval(v.aval)] if sends else []
+        down = [v for v in defined if v in by_cores and is_sent(v.aval) and not is_host_aval(v.aval)] if sends else []
         sent.update(down)
         outputs = [v for v in defined if v in by_device or v not in down]
         up = [v for v in defined if v in by_device] if stage.on_cores else []
         free = frozenset(over) - others
         reused = _reusable(inputs, free, outputs, sent if stage.on_cores else set())
-        own = {v: by_rows[v] for v in inputs if v in by_rows} if stage.on_cores else {}
-        in_parts = any(isinstance(piece, Joined) for piece in stage.pieces)
-        copied = free & {step.next_of.get(v) for v in up} if in_parts else frozenset[Var]()
-        copied = frozenset(v for v in copied if is_sent(v.aval) and not is_host_aval(v.aval))
-        tasks.append(Task(stage, inputs, outputs, down, up, over, free, reused, own, copied))
+        tasks.append(Task(stage, inputs, outputs, down, up, over, free, reused))
     return tasks
 
 
@@ -124,3 +114,23 @@ def _reusable(inputs: Sequence[Var], free: Set[Var], outputs: Sequence[Var], sen
             wanted[kind(v)] -= 1
             found.append(k)
     return tuple(found)
+
+
+def to_be_written(
+    tasks: Sequence[Task], donated: Set[Var], places: Mapping[Var, Sharding], devices: Set[Any]
+) -> set[Var]:
+    """The donated leaves that the cores may overwrite beside accelerators: host leaves that one task alone reads."""
+    if any(device.platform not in WRITABLE for device in devices):
+        return set()
+    read_by = Counter(v for task in tasks for v in task.inputs)
+    return {v for v in donated if is_host_aval(v.aval) and read_by[v] == 1 and {*places[v].device_set} == {*devices}}
+
+
+def check_processes(task: Task, processes: int) -> None:
+    """Raises ``ValueError`` where a task takes leaves whole that are divided between processes."""
+    if processes > 1 and any(is_sent(v.aval) for v in task.inputs):
+        raise ValueError(
+            "update_on: an update that is more than arithmetic on elements (LAMB, Adafactor, Muon), or any without "
+            f"numba, takes every leaf whole, and the step runs in {processes} processes. Fix: pip install "
+            "jax_offload[cores] for AdamW and the like; else update_on='device', and shard_over= for less of the state."
+        )

@@ -12,9 +12,7 @@ from jax.sharding import Sharding
 
 from jax_offload._base.jaxprs import Var
 from jax_offload._base.memory import copy_on_host, on_host
-from jax_offload._drive.by_parts import taken_over
-from jax_offload._drive.cores import Cores
-from jax_offload._drive.row_groups import AHEAD, Copied, Rows
+from jax_offload._drive.cores import Cores, is_sent, taken_over
 from jax_offload._drive.tasks import Task
 
 
@@ -58,24 +56,14 @@ class Values:
         """What the cores are going to need starts on its way, as far as it is there."""
         for v in task.inputs if task.stage.on_cores else ():
             if v in self.here and v not in self._there:
-                self._there[v] = self._sent(v, task)
-
-    def _sent(self, v: Var, task: Task) -> Any:
-        x = self.here[v]
-        if v in task.by_rows and isinstance(x, jax.Array):
-            rows = Rows(x, tuple(task.by_rows[v]))
-            rows.send(AHEAD - 1)
-            return rows
-        there = self._cores.sent(x)
-        return Copied(x, there) if v in task.copied and isinstance(x, jax.Array) else there
+                self._there[v] = self._cores.sent(self.here[v])
 
     def operands(self, task: Task, by_parts: bool) -> list[Any]:
         """What it takes: ``by_parts`` as it was sent, else, of the cores, whole."""
         self.send(task)
         if not task.stage.on_cores:
             return [self.here[v] for v in task.inputs]
-        there = (self._there[v] for v in task.inputs)
-        return [x if isinstance(x, (Rows, Copied)) else self._cores.lent(x, assembled=not by_parts) for x in there]
+        return [self._cores.lent(self._there[v], assembled=not by_parts) for v in task.inputs]
 
     def put(self, task: Task, results: Sequence[Any], place: Callable[[Var], Sharding]) -> None:
         n = len(task.outputs)
@@ -86,6 +74,14 @@ class Values:
         else:
             self.here |= defined
             self._there |= down
+
+    def free_sent(self, task: Task, donated: Set[Var]) -> None:
+        """Frees what a task of the cores has in host memory by now, so that its new values take its place."""
+        if task.stage.on_cores:
+            sent = [v for v in task.over if is_sent(v.aval) and self._there.get(v) is not self.here.get(v)]
+            there = {v: self._there[v] for v in sent}
+            self.drop(sent, donated)
+            self._there |= there
 
     def drop(self, over: Sequence[Var], donated: Set[Var]) -> None:
         """Forgets values, and frees those that were donated, unless they are handed on under another name."""

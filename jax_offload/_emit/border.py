@@ -38,12 +38,24 @@ def without_scalars(eqn: Equation) -> tuple[Equation, list[Equation]]:
         return eqn, []
     env: dict[Var, Atom] = dict(zip(operands, eqn.invars, strict=True))
     apart = [copy_of(each, env) for each in reversed(taken)]
+    # A result that is such a number is made ahead as well: an update that returns what it is given would be none.
+    results = list(zip(program.outputs, eqn.outvars, strict=True))
+    ahead = {env[x]: v for x, v in results if not isinstance(x, Literal) and x in scalars}
+    apart = [
+        each.replace(
+            invars=[renamed(ahead, v) for v in each.invars],  # pyright: ignore[reportArgumentType]
+            outvars=[ahead.get(v, v) for v in each.outvars],
+        )
+        for each in apart
+    ]
+    kept = [(x, v) for x, v in results if isinstance(x, Literal) or x not in scalars]
     left = [each for each in program.eqns if scalars.isdisjoint(each.outvars)]
-    read = {v for each in left for v in variables(each.invars)} | {*variables(program.outputs)}
+    read = {v for each in left for v in variables(each.invars)}
     given = [v for v in env if v in scalars and v in read]
-    rest = dataclasses.replace(program, inputs=[*program.inputs, *given], eqns=left)
+    rest = dataclasses.replace(program, inputs=[*program.inputs, *given], eqns=left, outputs=[x for x, _ in kept])
     params = params_of(update.replanned(rest, update.gradients))
-    return eqn.replace(invars=[*eqn.invars, *(env[v] for v in given)], params=params), apart
+    operand_of = [renamed(ahead, env[v]) for v in given]  # pyright: ignore[reportArgumentType]
+    return eqn.replace(invars=[*eqn.invars, *operand_of], outvars=[v for _, v in kept], params=params), apart
 
 
 def absorbed(eqn: Equation, eqns: Sequence[Equation]) -> Equation:

@@ -8,6 +8,7 @@ from typing import Any
 
 from jax_offload._base.calls import equations
 from jax_offload._base.jaxprs import Equation, Literal, closed, sub_jaxprs, variables
+from jax_offload._base.memory import is_host_aval
 from jax_offload._base.on_disk import READ
 from jax_offload._emit.region import REGION, Moved, Update
 from jax_offload._ir.program import Program, Var, as_program, expanded, flat, without_round_trips
@@ -88,6 +89,23 @@ def updates_in(step: Any) -> list[Found]:
     moved = {v for eqn in jaxpr.eqns if eqn.primitive.name in _MOVES for v in eqn.outvars}
     results = {*variables(jaxpr.outvars)}
     return list(_found(jaxpr, {v: v for v in own - moved | own & results}))
+
+
+def kept_on_host(step: Any) -> list[bool] | None:
+    """For each argument of a step's closed jaxpr, whether an update keeps it in host memory, wherever it arrives.
+
+    ``None`` where there is no update in the step.
+    """
+    found = updates_in(step)
+    kept = {
+        v
+        for each in found
+        if isinstance(each.update, Update)
+        for new, old in each.update.next_values.items()
+        if is_host_aval(new.aval)
+        for v in each.inputs_of([old])
+    }
+    return [v in kept for v in step.jaxpr.invars] if found else None
 
 
 _MOVES = (

@@ -190,7 +190,9 @@ class Update:
                 names=self.names,
                 lowered=lowered,
             )
-            return guarded(results, list(args))
+            names = [self.names.get(v) if isinstance(v, Var) else None for v in self.program.outputs]
+            homes = [claim.options.home for claim in self.claims if claim.options.home is not None]
+            return guarded(results, list(args), names=names, home=homes[-1] if homes else None)
 
 
 class MovedPlan(Protocol):

@@ -18,7 +18,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Sharding
 
-from jax_offload._base.on_disk import TOKEN, Ends, OnDisk, Place, Range
+from jax_offload._base.on_disk import TOKEN, VERSIONS, Ends, OnDisk, Place, Range, Token
 from jax_offload._base.processes import allgathered, everywhere, several
 from jax_offload._disk.buffers import aligned
 from jax_offload._disk.files import Files
@@ -204,7 +204,9 @@ class Disk:
 
     def _began(self, store: Store) -> None:
         self._state = UnderWay(store, str(self.directories[0]))
-        self._version, self._run = allgathered([secrets.randbits(31), secrets.token_hex(8)])[0]  # no state of before
+        self._version, self._run = allgathered([secrets.randbelow(VERSIONS), secrets.token_hex(8)])[
+            0
+        ]  # no state of before
         self._committed = None if store.step is None else self._version
 
     @property
@@ -234,13 +236,12 @@ class Disk:
         return self.under_way.leaf(name).ends
 
     def _token(self) -> np.ndarray[Any, Any]:
-        return np.asarray(self._version, TOKEN)
+        return np.asarray(self._version, TOKEN)  # what a program returns in the place of a token
 
     def check(self, token: Any) -> None:
         """Raises ``ValueError`` where the token is of another version than what is on disk."""
         self.under_way.check()
-        given = np.asarray(token)
-        if given.dtype != TOKEN or int(given) != self._version:
+        if _version(token) != self._version:
             raise self.under_way.stale()
 
     def fetch(self, name: str, sharding: Sharding, rows: Range | None = None) -> Future[jax.Array]:
@@ -255,7 +256,7 @@ class Disk:
         """The token of the next version, all of whose leaves have been put; an error in all processes where something
         failed in one."""
         self.under_way.advance(self._run, self._version)
-        self._version = (self._version + 1) % 2**32
+        self._version = (self._version + 1) % VERSIONS
         return self._token()
 
     def array(self, name: str, token: Any) -> np.ndarray[Any, Any]:
@@ -276,11 +277,11 @@ class Disk:
         return assembled(self._as_of(name, token), sharding, self.under_way.leaf(name).shape)
 
     def _as_of(self, name: str, token: Any) -> Parts:
-        of_commit = int(np.asarray(token)) == self._committed
+        of_commit = _version(token) == self._committed
         if not of_commit:
             self.check(token)
         found = self.under_way.parts(name, aligned, of_commit)  # whoever asks may keep it
-        if not of_commit or int(np.asarray(token)) != self._committed:  # else an update or a commit began meanwhile
+        if not of_commit or _version(token) != self._committed:  # else an update or a commit began meanwhile
             self.check(token)
         return found
 
@@ -294,3 +295,7 @@ class Disk:
         state, self._state = self._state, None
         if state is not None:
             state.close()
+
+
+def _version(token: Any) -> int:
+    return token.version if isinstance(token, Token) else int(token)

@@ -1,6 +1,6 @@
 """Checkpoints with orbax of a state that is partly on the host: saved while training goes on, restored in place.
 
-What orbax does, and what was measured: docs/checkpoints.md. orbax is imported only here, and only when called.
+What orbax does, and what was measured: docs/state.md. orbax is imported only here, and only when called.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ _MARK = "jax_offload.save_args"  # in our entry: where it stands in the file and
 
 
 def save_args(tree: Any, *, copy: bool = True) -> Any:
-    """Arguments for saving ``tree`` with orbax, asynchronously too, while the next steps donate its arrays.
+    """Return orbax's arguments for saving ``tree`` while the next steps donate its arrays.
 
-    ``manager.save(step, args=jo.save_args(tree))``, or one item of an ``ocp.args.Composite``. The arguments are orbax's
-    ``StandardSave``, and so is what is written; with it goes a CRC-32 per leaf, by which ``restore`` knows damage.
+    Call ``manager.save(step, args=jo.save_args(tree))``, or pass it as an item of an ``ocp.args.Composite``. The
+    arguments are orbax's ``StandardSave`` and write the same files, with a CRC-32 for each leaf by which ``restore``
+    notices damage.
 
-    orbax writes host leaves out of the memory in which they are, without a copy, while training goes on. A GPU refuses
-    to donate memory that is being written out ("Donation requested for buffer with external reference"); a CPU copies
-    at every such step. Copies made here, from host to host and never through device memory, leave the originals free.
+    orbax writes host leaves from the memory in which they are, in the background. A GPU refuses to donate memory that
+    is being written out ("Donation requested for buffer with external reference"), and a CPU copies it in every such
+    step. The copies made here, from host to host, leave the originals free.
 
-    Leaves on disk are read one after the other when orbax writes them, and once before for their checksums. Save what
-    ``disk.commit`` has just saved, and training may go on until the next commit; else call
-    ``manager.wait_until_finished()`` before the next step, or the save fails. What is divided between processes is read
-    now, each process's part of all of it into its host memory, until the save has finished.
+    Leaves on disk are read one after the other while orbax writes them, and once before for their checksums. Commit
+    first and training may go on until the next commit; otherwise call ``manager.wait_until_finished()`` before the next
+    step, or the save fails. Leaves that are divided between processes are read at once into host memory, until the save
+    has finished.
 
     Args:
       tree: arrays and numbers, such as ``{"params": params, "opt_state": state}``.
       copy: whether to copy the host leaves, which takes as much pinned host memory again until the save has finished.
-        ``False`` takes none; then call ``manager.wait_until_finished()`` before the next step that donates.
+        If ``False``, call ``manager.wait_until_finished()`` before the next step that donates.
 
     Returns:
       An ``orbax.checkpoint.args.StandardSave``.
@@ -70,29 +71,28 @@ def save_args(tree: Any, *, copy: bool = True) -> Any:
 def restore(
     manager: Any, target: Any = None, *, step: int | None = None, item: str | None = None, fallback: bool = False
 ) -> Any:
-    """What ``manager`` holds of a step, each leaf read straight into the memory where it belongs, and checked.
+    """Read a checkpoint, each leaf straight into the memory where it belongs, and check it.
 
     Args:
-      manager: an ``orbax.checkpoint.CheckpointManager``; or a ``jax_offload.disk``, whose last commit is read.
-      target: a tree of ``jax.ShapeDtypeStruct``s with shardings, such as ``jo.abstract_state(tx, params)``: every leaf
-        lands with the sharding and in the memory that it says. ``None``: arrays land in pinned host memory, sharded as
-        when they were saved where those devices exist, else as jax places arrays that nobody placed; only rank-0
-        leaves and PRNG keys land on the device. Named tuples come back as dicts and lists then, as in plain orbax.
-      step: which step; ``None``: the latest.
-      item: which item, where the checkpoint was saved as an ``ocp.args.Composite``.
-      fallback: whether a damaged checkpoint gives way, with a warning, to the one before it. That then is what you
-        train on: ``manager.latest_step()`` still tells the damaged one, until ``manager.delete(step)``.
+      manager: an ``orbax.checkpoint.CheckpointManager``, or a ``jax_offload.disk``, whose last commit is read.
+      target: a tree of ``jax.ShapeDtypeStruct``s with shardings, such as ``jo.abstract_state(tx, params)``. Every leaf
+        lands with that sharding in that memory. With ``None`` arrays land in pinned host memory, sharded as they were
+        saved if those devices exist and otherwise as jax places unplaced arrays; scalars and PRNG keys land on the
+        device, and named tuples come back as dicts and lists, as in plain orbax.
+      step: the step to read; ``None`` for the latest.
+      item: the item to read, if the checkpoint was saved as an ``ocp.args.Composite``.
+      fallback: whether to read the checkpoint before a damaged one instead, with a warning. ``manager.latest_step()``
+        still names the damaged one, until ``manager.delete(step)``.
 
     Returns:
-      A tree of the target's structure. A checkpoint that was not saved with ``jo.save_args`` carries no checksums:
-      then only damage that orbax notices is noticed. One that was saved when they were sums of words is checked by
-      these, which do not see the order of words, and with a warning.
+      A tree of the target's structure. A checkpoint that was not saved with ``jo.save_args`` carries no checksums, so
+      only damage that orbax notices is noticed.
 
     Raises:
       ImportError: orbax is not installed.
-      TypeError: ``manager`` is no ``CheckpointManager``.
-      ValueError: there is no such checkpoint; its tree, shapes or dtypes are not the target's; the target lacks a
-        sharding; or the checkpoint is damaged, and ``fallback`` is not set or no earlier one is left.
+      TypeError: ``manager`` is neither a ``CheckpointManager`` nor a disk.
+      ValueError: there is no such checkpoint; its tree, shapes or dtypes differ from the target's; the target lacks a
+        sharding; or the checkpoint is damaged and ``fallback`` is not set or finds no earlier one.
 
     Example:
       >>> import tempfile, jax, jax.numpy as jnp, optax, orbax.checkpoint as ocp, jax_offload as jo

@@ -78,7 +78,7 @@ def sums_of(leaves: list[Any]) -> list[int]:
 
 
 def _late(leaf: OnDisk) -> Late:
-    home, name, token = leaf.place.home, leaf.place.name, np.asarray(leaf.token)
+    home, name, token = leaf.place.home, leaf.place.name, leaf.token
     return late(leaf.shape, leaf.dtype, lambda: home.array(name, token))
 
 

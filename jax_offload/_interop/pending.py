@@ -63,17 +63,22 @@ def on_host(program: Program, carried: Mapping[Var, Any]) -> Program:
       ValueError: the step's update cannot load them.
     """
     program = choosing(program) or program  # an update that always runs, and loads them
-    updates = [k for k, eqn in enumerate(program.eqns) if is_update(eqn)]
     inside = [eqn.primitive.name for eqn in program.eqns if not is_update(eqn) and holds_update(eqn)]
-    if inside or len(updates) > 1:
-        where = f"runs in a {inside[0]}" if inside else f"is one of {len(updates)}"
+    if inside:
         raise ValueError(
-            f"gradients='host': the step's update {where}, and only one by itself loads them. Use gradients='device'."
+            f"gradients='host': the step's update runs in a {inside[0]}, where it cannot load them. Use "
+            "gradients='device'."
         )
-    if not updates:
-        return program
-    before, after = program.eqns[: updates[0]], program.eqns[updates[0] + 1 :]
-    eqn, scalars = without_scalars(program.eqns[updates[0]])
+    for number in range(sum(map(is_update, program.eqns))):
+        program = _of_update(program, number, carried)
+    return program
+
+
+def _of_update(program: Program, number: int, carried: Mapping[Var, Any]) -> Program:
+    """The same for the gradients of one update, by its number in the program."""
+    at = [k for k, eqn in enumerate(program.eqns) if is_update(eqn)][number]
+    before, after = program.eqns[:at], program.eqns[at + 1 :]
+    eqn, scalars = without_scalars(program.eqns[at])
     update: Update = eqn.params["update"]
     given = dict(zip(update.operands, eqn.invars, strict=True))
     gradients = [given[update.operands[i]] for i in update.gradients]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -25,40 +25,50 @@ from jax_offload._interop.rotated import Rotated
 def pipelined(
     step: Callable[..., Any],
     *,
-    donate_argnames: str | Sequence[str],
+    donate_argnames: str | Sequence[str] = (),
+    donate_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
+    static_argnums: int | Sequence[int] = (),
     gradients: Literal["device", "host"] = "device",
 ) -> Pipelined:
-    """A training step that runs each batch's update in the forward pass of the next batch, where transfers hide.
+    """Turn a training step round: each batch's update runs in the forward pass of the next batch, where transfers hide.
 
-    For optimizers that need all gradients before they can update any parameter (clipping by the global norm); without
-    such, ``jax_offload.jit`` hides transfers in the backward pass. The step is an ordinary one, unchanged::
+    Use it for optimizers that need all gradients before they can update any parameter, such as clipping by the global
+    norm. Otherwise ``jax_offload.jit`` hides transfers in the backward pass. The step is an ordinary one, unchanged::
 
-        train = jo.pipelined(step, donate_argnames=("params", "state"))
+        train = jo.pipelined(step, donate_argnums=(0, 1))
         carry, aux = train.start(params, state, batch)  # gradients only
         carry, aux = train(carry, batch)                # the pending update, then the gradients of this batch
         params, state = train.finish(carry)             # before evaluation, checkpoints, the end
 
-    The numbers are those of the plain loop. ``aux.now`` is what the step returns beside what it carries; what of it
-    needs the new parameters comes one call later, in ``aux.late``. A hyperparameter in the state that is changed
-    between two calls would act on the pending update: ``finish`` first, and ``start`` again.
+    The numbers are those of the plain loop. ``aux.now`` is whatever the step returns besides the carried values; the
+    part of it that needs the new parameters arrives one call later, in ``aux.late``. A hyperparameter in the state that
+    changes between two calls would act on the pending update: call ``finish`` first, and ``start`` again.
 
     Args:
-      step: a function of parameters, state, a batch, as for ``jax_offload.jit``; each of the carried arguments is
-        returned with its next value, a result of the same tree, shapes and dtypes.
-      donate_argnames: the names of the arguments that are carried from call to call. They are donated: those of
-        ``start`` by the first call or ``finish``.
-      static_argnames: the names of arguments that are no arrays, as ``jax.jit``'s.
-      gradients: where they wait. ``"host"``: those of 64 KiB and more in pinned host memory, where the backward pass
-        stores them as it makes them. The peak is lower by about their bytes, which the link carries once more each way:
-        for where a device is too small, or the forward pass long enough to hide them (docs/overlap.md).
+      step: a function of parameters, state and a batch, as for ``jax_offload.jit``. It returns the next value of each
+        carried argument, with the same tree, shapes and dtypes, in any order and in a tuple with whatever else it
+        returns. If several arguments look alike, such as parameters and a target network, the update tells which result
+        is which. If that leaves a doubt, an error says so; a step that returns a dict with the names of the carried
+        arguments as keys leaves none.
+      donate_argnames: the names of the arguments that are carried from call to call, as for ``jax.jit``. They are
+        donated: the arguments of ``start`` by the first call or by ``finish``. ``finish`` returns them in the order
+        given here, those of ``donate_argnums`` first.
+      donate_argnums: the same by position.
+      static_argnames: the names of arguments that are not arrays, as for ``jax.jit``.
+      static_argnums: the same by position.
+      gradients: where the gradients wait. With ``"host"`` those of 64 KiB and more wait in pinned host memory, where
+        the backward pass stores them as it makes them. The peak falls by about their bytes, and the link carries them
+        once more each way. Use it if a device is too small, or if the forward pass is long enough to hide them
+        (docs/step.md).
 
     Returns:
       A ``Pipelined``: ``start``, the call itself, ``finish``, and ``params`` for a look at the current parameters.
 
     Raises:
-      ValueError: at the first call, where the step has no update that can be seen, does not return what it carries, or
-        calls the loss in its update.
+      ValueError: a name or position is no parameter of the step, or nothing is carried. At the first call: the step has
+        no visible update, does not return what it carries, leaves in doubt which result is which, or calls the loss in
+        its update.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, jax_offload as jo
@@ -73,26 +83,49 @@ def pipelined(
     """
     step = step.__wrapped__ if isinstance(step, Jitted) else step  # it rewrites the whole, turned round
     parameters = inspect.signature(step).parameters
-    names: list[tuple[str, ...]] = []
-    for what, given in (("donate_argnames", donate_argnames), ("static_argnames", static_argnames)):
-        names.append((given,) if isinstance(given, str) else tuple(given))
-        if any(name not in parameters for name in names[-1]) or (what == "donate_argnames" and not names[-1]):
-            raise ValueError(f"{what}: expected names among {list(parameters)}, got {given!r}.")
-    if both := {*names[0]} & {*names[1]}:
+    carried = _chosen(parameters, "donate", donate_argnames, donate_argnums)
+    static = _chosen(parameters, "static", static_argnames, static_argnums)
+    if not carried:
+        raise ValueError(
+            f"donate_argnames: expected names among {list(parameters)}, got {donate_argnames!r}; name what the step "
+            "carries from call to call, its parameters and state."
+        )
+    if both := {*carried} & {*static}:
         raise ValueError(f"static_argnames: what is carried is not static, got {sorted(both)} in both.")
     if gradients not in ("device", "host"):
         raise ValueError(f"gradients: expected 'device' or 'host', got {gradients!r}.")
-    return Pipelined(step, *names, on_host=gradients == "host")
+    return Pipelined(step, carried, static, on_host=gradients == "host")
+
+
+def _chosen(
+    parameters: Mapping[str, inspect.Parameter], which: str, names: str | Sequence[str], numbers: int | Sequence[int]
+) -> tuple[str, ...]:
+    """The names of the parameters that are chosen by position or by name, as ``jax.jit`` does."""
+    given = list(parameters)
+    wanted = (names,) if isinstance(names, str) else tuple(names)
+    if any(name not in parameters for name in wanted):
+        raise ValueError(f"{which}_argnames: expected names among {given}, got {names!r}.")
+    places = (numbers,) if isinstance(numbers, int) else tuple(numbers)
+    if any(not -len(given) <= k < len(given) for k in places):
+        raise ValueError(
+            f"{which}_argnums: expected positions among the step's {len(given)} parameters {given}, got {numbers!r}."
+        )
+    chosen = tuple(dict.fromkeys([*(given[k] for k in places), *wanted]))
+    kinds = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    if various := [str(parameters[name]) for name in chosen if parameters[name].kind in kinds]:
+        raise ValueError(f"{which}_argnames: {various[0]} stands for several arguments; give each a name of its own.")
+    return chosen
 
 
 class Pipelined:
-    """What ``pipelined`` returns."""
+    """A step that ``jax_offload.pipelined`` turned round: ``start``, call, ``finish``."""
 
     def __init__(
         self, step: Callable[..., Any], names: tuple[str, ...], static: tuple[str, ...], *, on_host: bool = False
     ) -> None:
         self._step, self._names, self._static, self.on_host = step, names, static, on_host
         self._programs: dict[Any, Rotated] = {}
+        self._same = jax.jit(lambda *_: (), static_argnums=range(len(static)))
         self._signature = inspect.signature(step)
         self._rest = self._signature.replace(
             parameters=[p for name, p in self._signature.parameters.items() if name not in names]
@@ -110,16 +143,16 @@ class Pipelined:
         return Pipelined(self._step, self._names, self._static, on_host=on_host)
 
     def start(self, *args: Any, **kwargs: Any) -> tuple[Carry, Aux]:
-        """The gradients of the first batch.
+        """Compute the gradients of the first batch.
 
         Args:
-          *args, **kwargs: the step's.
+          *args, **kwargs: the step's arguments.
 
         Returns:
-          What the first call or ``finish`` takes, and what the step returns beside that.
+          The carry, for the first call or ``finish``, and an ``Aux`` with what else the step returns.
 
         Raises:
-          TypeError: a carried argument is missing, or another is no array and not named in ``static_argnames``.
+          TypeError: a carried argument is missing, or another argument is not an array and not static.
           ValueError: the step cannot be turned round, as ``pipelined`` says.
         """
         given = self._given(args, kwargs)
@@ -129,18 +162,18 @@ class Pipelined:
         return Carry(kept, 0, program), Aux(program.aux(now, program.now), None, 0)
 
     def __call__(self, carry: Carry, *args: Any, **kwargs: Any) -> tuple[Carry, Aux]:
-        """The pending update, then the gradients of the next batch.
+        """Run the pending update, then compute the gradients of the next batch.
 
         Args:
-          carry: from ``start`` or the call before; it is donated, and good for one call.
-          *args, **kwargs: the step's, without what is carried.
+          carry: the carry from ``start`` or the last call. It is donated, and good for one call.
+          *args, **kwargs: the step's arguments without the carried ones.
 
         Returns:
-          The next carry, and what the step returns beside it: ``now`` of this batch, ``late`` of the one before.
+          The next carry, and an ``Aux``: ``now`` belongs to this batch, ``late`` to the batch before.
 
         Raises:
-          TypeError: ``carry`` is none, or another argument is no array and not named in ``static_argnames``.
-          ValueError: ``carry`` was used already, or is of another step.
+          TypeError: ``carry`` is not a carry, or another argument is not an array and not static.
+          ValueError: ``carry`` was used already, or belongs to another step.
         """
         old = self._of(carry)
         given = self._rest.bind(*args, **kwargs).arguments
@@ -151,18 +184,18 @@ class Pipelined:
         return Carry(kept, number, program), Aux(program.aux(now, program.now), old.aux(late, old.late), number)
 
     def finish(self, carry: Carry, *, with_late: bool = False) -> Any:
-        """The pending update alone: before an evaluation or a checkpoint, and at the end.
+        """Run the pending update alone: before an evaluation or a checkpoint, and at the end.
 
         Args:
-          carry: from ``start`` or the last call; it is donated.
-          with_late: whether to return too what ``aux.late`` of a further call would have.
+          carry: the carry from ``start`` or the last call; it is donated.
+          with_late: whether to return the ``aux.late`` that a further call would give, too.
 
         Returns:
-          The carried arguments, a tuple or the only one; with ``with_late`` a pair of that and the rest.
+          The carried arguments, as a tuple or as the only one; with ``with_late`` a pair of these and the rest.
 
         Raises:
-          TypeError: ``carry`` is none.
-          ValueError: ``carry`` was used already, or is of another step.
+          TypeError: ``carry`` is not a carry.
+          ValueError: ``carry`` was used already, or belongs to another step.
         """
         program = self._of(carry)
         carry.used = True
@@ -171,17 +204,18 @@ class Pipelined:
         return (results, program.aux(late, program.late)) if with_late else results
 
     def params(self, carry: Carry) -> Any:
-        """A look at the current parameters, after the pending update, which stays pending.
+        """Return the current parameters after the pending update, which stays pending.
 
         Args:
-          carry: from ``start`` or the last call; it stays good.
+          carry: the carry from ``start`` or the last call; it stays good.
 
         Returns:
-          The carried argument ``params``, or the attribute of that name of the only one that has it.
+          The carried argument ``params``, or the attribute of that name of the only carried argument that has it.
 
         Raises:
-          TypeError: ``carry`` is none.
-          ValueError: ``carry`` was used already or is of another step; no carried argument is or has ``params``.
+          TypeError: ``carry`` is not a carry.
+          ValueError: ``carry`` was used already or belongs to another step, or no carried argument is or has
+            ``params``.
         """
         program = self._of(carry)
         if "params" in self._names:
@@ -249,7 +283,10 @@ class Pipelined:
             if other := [x for x in jax.tree.leaves(x) if not is_traced(x)]:
                 raise TypeError(f"{name}: a {type(other[0]).__name__} is no array; name it in static_argnames.")
         leaves, treedef = jax.tree.flatten((carried, rest))
-        key = treedef, tuple(map(_type, leaves)), tuple(static.items())
+        # The trace of a function of nothing but the static arguments is the same object wherever jax would take them
+        # for the same: of equal types, and under the same settings of jax (types of 64 bits, precision, a mesh).
+        settings = self._same.trace(*(static.get(name, inspect.Parameter.empty) for name in self._static)).jaxpr
+        key = treedef, tuple(map(_type, leaves)), settings
         if key not in self._programs:
 
             def step(own: Any) -> Any:

@@ -12,13 +12,15 @@ from jax_offload._base.flops import MATMULS
 from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, as_array, jaxpr_of, scan_of, sub_jaxprs, variables
 from jax_offload._base.memory import HOST_KIND, is_host_aval, on_a_mesh, with_kind
 from jax_offload._base.shardings import constrained, typed_sharding
-from jax_offload._emit.find import is_update
+from jax_offload._emit.find import holds_update, is_update
 from jax_offload._interop import pending
 from jax_offload._interop.firsts import First, firsts_of, handing_on
 from jax_offload._interop.jit import Jitted
 from jax_offload._interop.matching import matched, names_of
+from jax_offload._ir.primitives import CHECKPOINT
 from jax_offload._ir.program import flat
 from jax_offload._step.cut import Cut, cut_step
+from jax_offload._step.origins import origins_of
 from jax_offload._step.returned import unreturned
 
 Values = dict[str, Any]
@@ -62,17 +64,19 @@ class Rotated:
             return jax.tree.leaves(result)
 
         closed, _ = jaxpr_of(call, [on_a_mesh(x) for x in leaves], arrays)
-        places, self._others = matched(carried, structure.pop())
         program = flat(closed, any_jit=True)
         inputs = program.inputs[len(program.consts) :]
         own, given = inputs[: len(leaves)], inputs[len(leaves) :]
+        owners = [name for name, x in carried.items() for _ in jax.tree.leaves(x)]
+
+        def origins(bits: Mapping[str, int]) -> list[int]:
+            return origins_of(program, {v: bits.get(name, 0) for v, name in zip(own, owners, strict=True)})
+
+        places, self._others = matched(carried, structure.pop(), origins)
         program = pending.on_host(program, dict(zip(own, leaves, strict=True))) if on_host else program
         self._cut = cut = cut_step(program)
-        if _models_in_update(cut, own, given):
-            raise ValueError(
-                "step: its update calls the loss again, as a line search does, and would need the batch after its "
-                "turn; use jax_offload.jit."
-            )
+        if why := _model_in_update(cut, own, given):
+            raise ValueError(f"step: {why}.")
         self._results = [program.outputs[k] for k in places]
         after_gradients = {v for part in (cut.update, cut.after) for v in part.outputs}
         if after_gradients.isdisjoint(variables(self._results)):
@@ -193,8 +197,7 @@ class Rotated:
 
     def aux(self, values: Sequence[Any], places: Sequence[int]) -> Any:
         """The results beside those that are carried on, with ``None`` in the place of those not among ``places``."""
-        filled = jax.tree.map(dict(zip(places, values, strict=True)).get, self._others)
-        return filled[0] if len(filled) == 1 else filled
+        return jax.tree.map(dict(zip(places, values, strict=True)).get, self._others)
 
     def _before(self, leaves: Sequence[Any], arrays: Sequence[Any]) -> tuple[Values, Values, list[Any]]:
         produced, given, now = self._gradients(leaves, arrays)
@@ -239,8 +242,9 @@ def _place(x: Any) -> NamedSharding | None:
     return place if is_divisible else None
 
 
-def _models_in_update(cut: Cut, own: Sequence[Var], given: Sequence[Var]) -> bool:
-    """Whether the update multiplies matrices, and with arrays that are made of the batch alone: it runs the model."""
+def _model_in_update(cut: Cut, own: Sequence[Var], given: Sequence[Var]) -> str:
+    """Why the part of a step with its update runs the model: it multiplies matrices, and with arrays that are made of
+    the batch alone. Empty where it does not."""
     batch, others = {*given}, {*own}
     for eqn in cut.program.eqns:
         ins = {*variables(eqn.invars)}
@@ -248,16 +252,29 @@ def _models_in_update(cut: Cut, own: Sequence[Var], given: Sequence[Var]) -> boo
     found = {v for v in cut.update.inputs if v in batch and v.aval.ndim}
     for eqn in cut.update.jaxpr.eqns:
         if not found.isdisjoint(variables(eqn.invars)):
+            if holds_update(eqn) and _multiplies(eqn, in_updates=False):
+                name = _WORDS.get(eqn.primitive.name, f"a {eqn.primitive.name}")
+                return (
+                    f"its update runs in {name} together with the passes through the model, and is not cut there; "
+                    "call the update outside of it, or use jax_offload.jit"
+                )
             if _multiplies(eqn):
-                return True
+                return (
+                    "its update calls the loss again, as a line search does, and would need the batch after its turn; "
+                    "use jax_offload.jit"
+                )
             found.update(eqn.outvars)
-    return False
+    return ""
 
 
-def _multiplies(eqn: Equation) -> bool:
+_WORDS = {"scan": "a lax.scan", "while": "a lax.while_loop", "cond": "a lax.cond", "shard_map": "a jax.shard_map"}
+_WORDS |= dict.fromkeys(CHECKPOINT, "a jax.checkpoint")
+
+
+def _multiplies(eqn: Equation, *, in_updates: bool = True) -> bool:
     inside = [inner for jaxpr, _ in sub_jaxprs(eqn) for inner in jaxpr.eqns]
-    inside += eqn.params["update"].program.eqns if is_update(eqn) else []
-    return eqn.primitive.name in MATMULS or any(map(_multiplies, inside))
+    inside += eqn.params["update"].program.eqns if is_update(eqn) and in_updates else []
+    return eqn.primitive.name in MATMULS or any(_multiplies(inner, in_updates=in_updates) for inner in inside)
 
 
 def _run(cut: Cut, env: dict[Var, Any], part: int) -> None:

@@ -55,7 +55,7 @@ def check_target(target: Any, stored: dict[str, Any], folder: Any) -> None:
             f"  only in the target     {some(wanted.keys() - stored.keys())}\n"
             f"  only in the checkpoint {some(stored.keys() - wanted.keys())}\n"
             "Give a target for all that was saved. What the checkpoint lacks, an optimizer state say, make anew with "
-            f"tx.init(params) after the restore; parts of what it has: docs/checkpoints.md."
+            f"tx.init(params) after the restore; parts of what it has: docs/state.md."
             f"{_other_storage(wanted, stored)}"
         )
     for name, x in wanted.items():

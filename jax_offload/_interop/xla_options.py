@@ -32,20 +32,20 @@ def options_for_sending(platform: str) -> dict[str, Any]:
 
 
 def compiler_options(platform: str) -> dict[str, Any]:
-    """Options for ``jax.jit(..., compiler_options=)`` that make the streaming overlap. Everything else holds without.
+    """Return the options for ``jax.jit(..., compiler_options=)`` that make transfers overlap with arithmetic.
 
-    With memory to spare, XLA spends it on overlap. ``| {"xla_gpu_memory_limit_slop_factor": percent}`` limits
-    temporaries to that share (default 95) of what 80 % of the device leaves beside arguments and results: a lower
-    peak, less overlap.
+    Streaming works without them. XLA spends spare memory on overlap: add ``{"xla_gpu_memory_limit_slop_factor":
+    percent}`` to limit temporaries to that share (95 by default) of what 80 % of the device leaves beside arguments and
+    results. A lower share gives a lower peak and less overlap.
 
     Args:
-      platform: "cuda" (or "gpu"), "tpu" or "cpu". For the last two there is none that was found to help.
+      platform: ``"cuda"`` (or ``"gpu"``), ``"tpu"`` or ``"cpu"``. No option was found to help on the last two.
 
     Returns:
-      A dict; an option that the running jaxlib does not know is left out.
+      A dict, without options that the running jaxlib does not know.
 
     Raises:
-      ValueError: ``platform`` is another.
+      ValueError: ``platform`` is none of these.
 
     Example:
       >>> import jax, jax_offload as jo

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -13,47 +12,42 @@ from jax.tree_util import keystr
 
 from jax_offload._base import memory
 from jax_offload._base.around import around
+from jax_offload._base.home import Home
 from jax_offload._base.memory import on_host, to_host
 from jax_offload._base.private import under_pmap
+from jax_offload._base.tracers import was_on_host
 from jax_offload._placement.placement import Leaf
 
 
-@dataclasses.dataclass
-class Home:
-    """What one ``offload`` remembers of its state: whether it has been in host memory.
+def arrived(home: Home, leaves: Sequence[Any], plan: Sequence[Leaf], moved: bool | None = None) -> None:
+    """A state comes to an ``update``. Warns where it has been in host memory before and is not there now.
 
-    So a resident state that is to become an offloaded one can be told from one that somebody has moved.
+    A resident state, which has not been there, is no fault: the update brings it there.
+
+    Args:
+      home: what is known of it.
+      leaves, plan: the leaves of the state, and where they belong.
+      moved: whether a wrapper has found it in device memory; ``None``: the leaves tell.
     """
-
-    reached: bool = False
-
-    def created(self, state: Any) -> None:
-        """An ``init`` has made this state; one that is only traced has not."""
-        self.reached |= any(on_host(x) for x in jax.tree.leaves(state))
-
-    def arrived(self, leaves: Sequence[Any], plan: Sequence[Leaf], moved: bool | None = None) -> None:
-        """A state comes to an ``update``. Warns where it has been in host memory before and is not there now.
-
-        ``moved`` where that is known and the leaves do not tell.
-        """
-        at_home = [(x, leaf) for x, leaf in zip(leaves, plan, strict=True) if leaf.host and isinstance(x, jax.Array)]
-        away = [leaf for x, leaf in at_home if (not on_host(x) if moved is None else moved)]
-        if not around().runs:
-            return
-        if at_home and not away:
-            self.reached = True
-        elif away and self.reached:
-            size = sum(leaf.nbytes for leaf in away)
-            warnings.warn(
-                f"offload(): {len(away)} leaves of the optimizer state ({size} bytes, the first is {away[0].path}) "
-                "were in host memory and arrive at update in device memory: something between has moved them. Trainers "
-                "do with jax.lax.with_sharding_constraint or jax.device_put and shardings that name no memory (Tunix's "
-                "PeftTrainer before its first step under `with mesh:`), restores without a target do, pickle and NumPy "
-                "do. This update puts them back, but until it has, all of them are on the device; if they are moved "
-                "after every step, nothing is gained. Fix: jax_offload.to_host(tx, state) after the move, or move with "
-                "jax_offload.state_shardings(tx, params). See docs/trainers.md.",
-                stacklevel=2,
-            )
+    home.updates()
+    at_home = [(x, leaf) for x, leaf in zip(leaves, plan, strict=True) if leaf.host and isinstance(x, jax.Array)]
+    away = [(x, leaf) for x, leaf in at_home if (not on_host(x) if moved is None else moved)]
+    if not around().runs:
+        return
+    if at_home and not away:
+        home.reached = True
+    elif away and (home.reached or any(was_on_host(x) for x, _ in away)):
+        size = sum(leaf.nbytes for _, leaf in away)
+        home.tell(
+            f"offload(): {len(away)} leaves of the optimizer state ({size} bytes, the first is {away[0][1].path}) "
+            "were in host memory and arrive at update in device memory: something between has moved them. Trainers "
+            "do with jax.lax.with_sharding_constraint or jax.device_put and shardings that name no memory (Tunix's "
+            "PeftTrainer before its first step under `with mesh:`; MaxText in the step itself), restores without a "
+            "target do, pickle and NumPy do. This update puts them back, but until it has, all of them are on the "
+            "device; if they are moved at every step, nothing is gained. Fix: leave out the move, or "
+            "jax_offload.to_host(tx, state) after it, or move with jax_offload.state_shardings(tx, params). See "
+            "docs/trainers.md."
+        )
 
 
 def returned(state: Any, plan: Sequence[Leaf]) -> Any:

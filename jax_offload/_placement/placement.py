@@ -26,28 +26,26 @@ from jax_offload._plan.order import Order, ranks
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """Where one state leaf lives, and why.
-
-    A row of the table that ``jax_offload.placement`` gives.
+    """Where one state leaf lives, and why: a row of the table that ``jax_offload.placement`` returns.
 
     Attributes:
-      path: of the leaf in the state, or in the arguments of a step, as ``jax.tree_util.keystr`` prints it.
-      shape: of the leaf, over all devices.
-      dtype: of the leaf as it is stored; its type where it is no array.
-      nbytes: its size in bytes, over all devices; what is replicated counts once.
-      param: path of the parameter that it belongs to, ``a/b/c``; ``None`` where there is none.
-      owner: that parameter's number in the order of flattening.
-      host: whether it lives in pinned host memory.
+      path: the leaf's path in the state, or in the arguments of a step, as ``jax.tree_util.keystr`` prints it.
+      shape: the global shape.
+      dtype: the dtype in which the leaf is stored; its type if it is not an array.
+      nbytes: the size in bytes over all devices, with replicas counted once.
+      param: the path ``a/b/c`` of the parameter to which the leaf belongs; ``None`` if there is none.
+      owner: that parameter's number in flattening order.
+      host: whether the leaf lives in pinned host memory.
       why: the rule that decided; "argument" in the table of a step.
-      rank: its place in the order in which leaves are taken: that of the backward pass, as ``order`` or paths tell.
-      shard_over: further axes of the mesh that it is to be divided over, beyond those of its parameter.
-      sharding: how it is divided between devices: its ``PartitionSpec``. Empty where there is no mesh.
-      shard_bytes: its size in bytes on each device.
-      streams: how ``update`` brings it to the device: whole or in chunks, how often, and why.
-      window: in bytes, as its ``offload`` was given it.
-      order: as its ``offload`` was given it.
-      on_cores: whether the host's cores update it, where it is.
-      disk: whether it is on disk, and not in pinned host memory.
+      rank: the leaf's place in the order in which leaves are taken, that of the backward pass.
+      shard_over: the mesh axes over which the leaf is divided beyond its parameter's.
+      sharding: the leaf's ``PartitionSpec`` as text; empty without a mesh.
+      shard_bytes: the size in bytes on each device.
+      streams: how ``update`` brings the leaf to the device: whole or in chunks, how often, and why.
+      window: the ``window`` of its ``offload``, in bytes.
+      order: the ``order`` of its ``offload``.
+      on_cores: whether the host's cores update it.
+      disk: whether it is on disk instead of in pinned host memory.
       place: which leaf of which ``jax_offload.disk`` it is then.
 
     Example:

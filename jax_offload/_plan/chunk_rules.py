@@ -26,6 +26,7 @@ from jax_offload._base.jaxprs import (
     branches_of,
     called_by,
     nameless,
+    values_of,
 )
 from jax_offload._base.shardings import types_of_axes
 from jax_offload._plan.rules import RULES, Answer, Dependent, Dim, Partial, Rows, Run, Where, rule, without_rows
@@ -69,7 +70,7 @@ def run_chunk(
         with eqn.ctx.manager:
             results = run(chunk, *operands)
         values.update(zip(eqn.outvars, results, strict=True))
-    return [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
+    return values_of(values, jaxpr.outvars)
 
 
 def _read(env: Dims, atoms: Sequence[Atom]) -> list[Dim]:

@@ -107,6 +107,8 @@ def move_of(
     dims = tuple(needed[v] for v in s.inputs)
     if any(needed[v] is None for v in s.loads):
         raise Stays("a leaf on the host that has no such rows is needed")
+    if not core(s).loads.issuperset(s.loads):
+        raise Stays("a branch of its update loads or stores it, and the other does not")
     rows = [(v, d) for v, d in needed.items() if isinstance(d, Rows) and v in program.shards]
     if any(program.shards[v][d.dim] > 1 for v, d in rows):
         raise Stays("its layers are divided between devices, each of which has other ones")

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from jax.sharding import NamedSharding, Sharding
 
+from jax_offload._base.home import Home
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.shardings import Layouts, Shardings
 from jax_offload._ir.program import Var
@@ -28,6 +29,7 @@ class Options:
       on_disk: of those that are read from disk for the update.
       remembered: the paths of the parameters whose sharding is known from an earlier ``init`` alone.
       unknown: of those that may be divided between devices, and of which nothing tells how.
+      home: where the state is seen.
     """
 
     window: int | None = None
@@ -39,6 +41,7 @@ class Options:
     on_disk: frozenset[int] = frozenset()
     remembered: frozenset[str] = frozenset()
     unknown: frozenset[str] = frozenset()
+    home: Home | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def order_key(self) -> tuple[str, ...] | None:

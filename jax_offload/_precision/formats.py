@@ -61,8 +61,8 @@ class Storage:
         - ``"int8"``: the dynamic map of Dettmers et al. 2022 (8-bit optimizers, arXiv:2110.02861), blocks scaled by
           their largest magnitude; seven octades of 8 where the paper has decades of 10, so that every point is exact in
           binary, and with both ends of each, so that the largest of a block is. 1 byte and the scale.
-        - ``"uint8"``: for second moments: the unsigned map, of the square root; what is negative becomes NaN. 1 byte
-          and the scale.
+        - ``"uint8"``: for second moments: the unsigned map, of the square root. 1 byte and the scale. ``init`` refuses
+          it for a leaf that the optimizer's update might make negative, a first moment say.
       block: elements along the last axis that share a scale, which is a float32. ``"float32"`` and ``"bfloat16"``
         have none.
 
@@ -97,6 +97,11 @@ class Storage:
     def itemsize(self) -> int:
         """Bytes of one element, without the scale."""
         return jnp.dtype(self.dtype).itemsize
+
+    @property
+    def unsigned(self) -> bool:
+        """Whether it has no negative numbers."""
+        return jnp.issubdtype(jnp.dtype(self.dtype), jnp.unsignedinteger)
 
 
 def _meant(given: Any, dtype: str) -> str:

@@ -48,43 +48,42 @@ class WithMasterParams(optax.GradientTransformationExtraArgs):
 def with_master_params(
     inner: optax.GradientTransformation, dtype: Any = jnp.float32, *, low_bits: bool = False
 ) -> optax.GradientTransformationExtraArgs:
-    """Updates a copy of the parameters in ``dtype``, and makes the parameters follow it (mixed precision training,
-    Micikevicius et al. 2018, arXiv:1710.03740).
+    """Update a float32 copy of the parameters, which the parameters then follow.
 
-    ``jo.offload(jo.with_master_params(optax.adamw(1e-3)))``: the copies, the *masters*, are part of the state, live in
-    host memory and stream within the same window. ``inner`` sees gradients and parameters in ``dtype``. Parameters that
-    are as precise as ``dtype`` already have no master.
+    This is mixed precision training (Micikevicius et al. 2018, arXiv:1710.03740).
+    ``jo.offload(jo.with_master_params(optax.adamw(1e-3)))`` keeps the copies, the *master parameters*, in host memory
+    and streams them with the moments. ``inner`` sees gradients and parameters in ``dtype``. Parameters that are already
+    as precise as ``dtype`` get no master.
 
-    Parameters land exactly on ``master.astype(param.dtype)``: always through ``jo.update_params``; through ``update``
-    and ``optax.apply_updates`` wherever both the old and the new value are zero or normal, the old one is less than
-    2^15 (bfloat16) or 2^12 (float16) times the new one in magnitude unless that is zero, and their difference is
-    finite. The updates are in ``dtype``.
+    Each parameter lands exactly on ``master.astype(param.dtype)``. With ``jo.update_params`` that always holds. With
+    ``update`` and ``optax.apply_updates`` it holds if the old and the new value are zero or normal, their difference is
+    finite, and the old value is less than 2^15 (bfloat16) or 2^12 (float16) times the new one in magnitude, unless the
+    new one is zero. The updates have dtype ``dtype``.
 
-    A parameter that was changed from outside, by loading weights or swapping in an average, is not
-    ``master.astype(param.dtype)`` any more. Its master then follows it: the next update starts from the new value.
-    Element by element, and compared as bits, so that rounding cannot cause it within the bounds above; beyond them
-    the master gives up what the parameter missed, at most 2^-24 of the parameter's old magnitude.
+    If you change a parameter from outside, by loading weights or swapping in an average, its master follows: the next
+    update starts from the new value. The comparison is element by element and bit by bit, so that rounding within the
+    bounds above cannot cause it. Beyond them the master gives up what the parameter missed, at most 2^-24 of the
+    parameter's old magnitude.
 
     Args:
-      inner: any optax transformation, its state not offloaded by itself.
-      dtype: of the masters; a floating dtype.
-      low_bits: for bfloat16 parameters, whether to keep only the 16 bits by which a float32 master differs: 2 bytes
-        per parameter instead of 4. The master is read off both, and so follows a changed parameter by itself, to
-        within half a unit in its last place. The parameter then is the master rounded to nearest with ties away from
-        zero, because with ties to even the bits would not tell the master. Where the parameter would miss that through
-        ``optax.apply_updates``, beyond the bounds above, the master is what the parameter lands on.
+      inner: any optax transformation that is not offloaded itself.
+      dtype: the floating dtype of the masters.
+      low_bits: for bfloat16 parameters, whether to keep only the 16 bits by which a float32 master differs: 2 bytes per
+        parameter instead of 4. The master is read off both, so it follows a changed parameter by itself, to within half
+        a unit in its last place. The parameter is then the master rounded to nearest with ties away from zero, because
+        ties to even would make the bits ambiguous. Where ``optax.apply_updates`` would miss that value, beyond the
+        bounds above, the master takes the value on which the parameter lands.
 
     Returns:
-      A transformation whose state has the fields ``master``, a tree like the parameters with ``optax.MaskedNode``s for
-      those that have no master, and ``inner_state``. Masters take 4 bytes per parameter in float32, the bits kept by
-      ``low_bits`` 2.
+      A transformation whose state has the fields ``master`` and ``inner_state``. ``master`` is a tree like the
+      parameters, with an ``optax.MaskedNode`` for each parameter without a master.
 
     Raises:
-      TypeError: ``inner`` is not an optax transformation, or is an ``offload(...)``: that goes outside.
-      ValueError: ``dtype`` is not a floating dtype, or has not the range of a parameter's; a parameter to be given a
-        master has less than 16 bits; ``low_bits`` is set and ``dtype`` not float32, or a parameter is float16;
-        ``update`` is called without ``params``, or with others than ``init`` was; a chain inside of an ``offload``
-        changes the updates behind the masters.
+      TypeError: ``inner`` is not an optax transformation, or is an ``offload(...)``, which goes outside.
+      ValueError: ``dtype`` is not floating or lacks the range of a parameter's dtype; a parameter that needs a master
+        has less than 16 bits; ``low_bits`` is set and ``dtype`` is not float32 or a parameter is float16; ``update`` is
+        called without ``params`` or with other parameters than ``init``; or a chain inside an ``offload`` changes the
+        updates behind the masters.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, jax_offload as jo

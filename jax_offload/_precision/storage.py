@@ -50,12 +50,13 @@ class Encoded:
 
 
 class StoredState(NamedTuple):
-    """State of ``offload(..., storage=)``.
+    """The state of ``offload(..., storage=)``.
 
     Attributes:
-      rounds: int32 of shape ``()``, the number of updates; the seed of stochastic rounding.
-      inner_state: of the wrapped transformation, some leaves ``Encoded``: their ``values`` have the leaf's shape and
-        the format's dtype, ``values_scale`` is a float32 per block of the last axis, ``None`` where there are none.
+      rounds: the number of updates, an int32 scalar, which seeds stochastic rounding.
+      inner_state: the state of the wrapped transformation, with some leaves ``Encoded``. Their ``values`` have the
+        leaf's shape and the format's dtype; their ``values_scale`` is a float32 for each block of the last axis, or
+        ``None`` if the format has no blocks.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, jax_offload as jo
@@ -75,12 +76,7 @@ def rules_of(storage: Any) -> Rules:
     if storage is None:
         return ()
     if not isinstance(storage, Mapping):
-        only = _format(storage)
-        if only.dtype == "uint8":
-            raise ValueError(
-                "storage: uint8 is for what is never negative: storage={'mu': 'int8', 'nu': 'uint8'}, say."
-            )
-        return ((None, only),)
+        return ((None, _format(storage)),)
     for rule in storage:
         try:
             re.compile(rule)
@@ -131,6 +127,26 @@ def formats(rules: Rules, state: Any, params: Any, min_bytes: int) -> list[Stora
             )
         )
     return found
+
+
+def check_unsigned(state: Any, found: Sequence[Storage | None], bounds: Sequence[tuple[float, float]]) -> None:
+    """Raises ``ValueError`` where a leaf that may become negative is to be stored in an unsigned format.
+
+    Args:
+      state: a plain state.
+      found: the format of each leaf.
+      bounds: the least and the largest value of each leaf, as far as the optimizer's equations show them.
+    """
+    flat = jax.tree_util.tree_flatten_with_path(state)[0]
+    rows = zip(flat, found, bounds, strict=True)
+    if wrong := [path for (path, _), form, (least, _) in rows if form is not None and form.unsigned and not least >= 0]:
+        name = jax.tree_util.keystr(wrong[0], simple=True, separator="/")
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise ValueError(
+            f"storage: uint8 is for what is never negative, and the equations of the optimizer's update do not show "
+            f"that of the state leaf {name}{more}: a negative number would become NaN. Fix: 'int8' (or 'bfloat16') for "
+            "it, and uint8 for second moments: storage={'mu': 'int8', 'nu': 'uint8'}."
+        )
 
 
 def _unfit(x: Any, storage: Storage, master: bool) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,11 +14,13 @@ import optax
 from jax.tree_util import keystr
 
 from jax_offload._placement.placement import stays
+from jax_offload._precision.bounds import CannotTrace, state_bounds
 from jax_offload._precision.formats import Storage
 from jax_offload._precision.storage import (
     Rules,
     StoredState,
     as_stored,
+    check_unsigned,
     formats,
     is_encoded,
     next_stored,
@@ -37,14 +40,27 @@ class WithStorage(optax.GradientTransformationExtraArgs):
 def with_storage(inner: optax.GradientTransformationExtraArgs, rules: Rules, min_bytes: int) -> WithStorage:
     """``inner`` with its state in the formats that the rules say, decoded for each update and encoded after it."""
 
+    shown = set[Any]()  # trees of states whose unsigned leaves were shown to hold no negative number
+
+    def check_signs(state: Any, found: Sequence[Storage | None], updates: Any, params: Any, extra_args: Any) -> None:
+        key = jax.tree.structure(state), tuple(found)
+        if any(storage is not None and storage.unsigned for storage in found) and key not in shown:
+            bounds = state_bounds(inner.init, inner.update, updates, state, params, extra_args)
+            check_unsigned(state, found, bounds)
+            shown.add(key)
+
     def init_fn(params: Any) -> StoredState:
         state = inner.init(params)
-        return stored(state, formats(rules, state, params, min_bytes))
+        found = formats(rules, state, params, min_bytes)
+        with contextlib.suppress(CannotTrace):  # it takes extra arguments, which its first update has
+            check_signs(state, found, params, params, {})
+        return stored(state, found)
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, StoredState]:
         before = plain(state)
-        updates, after = checked_update(inner, updates, before, params, extra_args)
-        return updates, next_stored(state, before, after)
+        new, after = checked_update(inner, updates, before, params, extra_args)
+        check_signs(before, _formats_of(state), updates, params, extra_args)
+        return new, next_stored(state, before, after)
 
     def adopted(state: Any, params: Any) -> Any:
         if not any(map(is_encoded, jax.tree.leaves(state, is_leaf=is_encoded))):
@@ -82,7 +98,7 @@ def check_stored(state: Any, rules: Rules, params: Any, min_bytes: int, init: Ca
         raise ValueError(f"state: is a {type(state).__name__}, not one that offload(..., storage=) keeps. {fix}")
     leaves, treedef = jax.tree.flatten(state.inner_state, is_leaf=is_encoded)
     decoded = [jax.ShapeDtypeStruct(x.values.shape, x.dtype) if is_encoded(x) else x for x in leaves]
-    wanted, got = formats(rules, jax.tree.unflatten(treedef, decoded), params, min_bytes), list(map(_format_of, leaves))
+    wanted, got = formats(rules, jax.tree.unflatten(treedef, decoded), params, min_bytes), _formats_of(state)
     if got == wanted or got == _formats_at_first(init, params):
         return
     k = next(k for k, (a, b) in enumerate(zip(got, wanted, strict=True)) if a != b)
@@ -91,6 +107,10 @@ def check_stored(state: Any, rules: Rules, params: Any, min_bytes: int, init: Ca
         f"state: {jax.tree_util.keystr(path)} is stored as {got[k] or leaves[k].dtype}, and storage says {wanted[k]}. "
         f"{fix}"
     )
+
+
+def _formats_of(state: StoredState) -> list[Storage | None]:
+    return list(map(_format_of, jax.tree.leaves(state.inner_state, is_leaf=is_encoded)))
 
 
 def _format_of(x: Any) -> Storage | None:
@@ -102,4 +122,4 @@ def _formats_at_first(init: Callable[[Any], Any], params: Any) -> list[Storage |
         state = jax.eval_shape(init, params)
     except Exception:  # init cannot run on what we have
         return None
-    return [_format_of(x) for x in jax.tree.leaves(state.inner_state, is_leaf=is_encoded)]
+    return _formats_of(state)

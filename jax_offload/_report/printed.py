@@ -22,25 +22,23 @@ _SHARDING = 4
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Placement:
-    """The table of what lives where and why, and how it is streamed; ``print`` it.
+    """The table of what lives where and why, and how it streams; ``print`` it.
 
-    What ``jax_offload.placement`` returns. Sizes are in bytes; the printed table has MiB, a group for every memory,
-    reason and way of streaming, the largest first, and a row for leaves that are alike (``['layers_{00..23}']``,
-    ``.{mu,nu}``). It is as wide as the terminal, or 80 columns; a notebook shows it as HTML.
+    ``jax_offload.placement`` returns it. Sizes are in bytes; the printed table has MiB. It shows one group for each
+    memory, reason and way of streaming, the largest first, and one row for leaves that are alike
+    (``['layers_{00..23}']``, ``.{mu,nu}``). It is as wide as the terminal, or 80 columns; a notebook shows it as HTML.
 
     Attributes:
-      leaves: a row for every state leaf, a ``Leaf``; of a step for every argument in host memory.
-      unknown: why ``update`` could not be traced; empty where it could.
-      windows: bytes of the state on each device at a time while it streams, ``nbytes``, and ``why`` so many: one for
-        each ``offload`` that streams something.
-      stays: of a step of ``jax_offload.jit``, why leaves are not updated within its passes, forward and backward:
-        inside the scan that makes their gradients, or reads them, or between layers that are unrolled.
-      guessed: what the trace does not tell, and where it is taken from: the order of the backward pass, how parameters
-        are sharded.
-      in_turn: of a step, which gradients wait for each other, so that no backward pass is put off: what a norm of all
-        of them is made of, or what updates leaves that stay on the device.
-      elsewhere: of a step, how it loads what is none of its arguments: what it makes itself, by ``init`` say, or what
-        an update has made for another.
+      leaves: a ``Leaf`` for every state leaf; for a step, for every argument in host memory.
+      unknown: why ``update`` could not be traced; empty if it could.
+      windows: for each ``offload`` that streams something, the bytes of state on each device at a time, ``nbytes``, and
+        ``why`` there are so many.
+      stays: for a step of ``jax_offload.jit``, why leaves are not updated inside its passes.
+      guessed: what the trace does not tell and where it was taken from: the order of the backward pass, the shardings
+        of parameters.
+      in_turn: for a step, which gradients wait for each other, so that no backward pass is put off.
+      elsewhere: for a step, how it loads host arrays that are not its arguments: those that it makes itself, or that
+        one update makes for another.
 
     Example:
       >>> import jax, optax, jax_offload as jo

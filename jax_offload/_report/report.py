@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,31 +23,31 @@ from jax_offload._emit.region import Update
 from jax_offload._placement.placement import Leaf, unmanaged
 from jax_offload._plan.by_rows import Parts, parts_of
 from jax_offload._plan.plan import Planned
+from jax_offload._report.callables import opened, unwrapped
 from jax_offload._report.guessed import guessed
 from jax_offload._report.printed import ARGUMENT, Placement
-from jax_offload._state.traced_init import placed_leaves
+from jax_offload._state.traced_init import abstract_leaves, placed_leaves
 
 _UNSEEN = "not loaded by an update in what was traced; under vmap and derivatives none is seen"
 _NO_UPDATE = "no update of an offload was seen in it (under vmap and derivatives none is)"
 
 
 def placement(tx: optax.GradientTransformation | Callable[..., Any], *args: Any, **extra_args: Any) -> Placement:
-    """Where each leaf of the optimizer state lives and why, and how ``update`` brings it to the device.
+    """Say where each leaf of the optimizer state lives and why, and how ``update`` brings it to the device.
 
-    ``placement(tx, params)``: of a transformation with an ``offload`` anywhere inside it, by tracing its ``update``.
-    The order of loading is guessed from the paths, and ``guessed`` says so.
+    ``placement(tx, params)`` traces the ``update`` of a transformation with an ``offload`` anywhere inside it. It
+    guesses the order of loading from the paths, and ``guessed`` says so.
 
-    ``placement(step, *args)``: of a training step, jitted or not, by tracing that: what it really emits, through
-    ``update`` or ``update_params``, in the order in which its gradients appear. The rows are all arguments in host
-    memory, by their paths in the arguments.
+    ``placement(step, *args)`` traces a training step, jitted or not: the schedule that it really emits, in the order in
+    which its gradients appear. The rows are all arguments in host memory, by their paths in the arguments.
 
     Args:
       tx: the transformation, or the step.
-      *args: the parameters; or the step's arguments, static ones too. Concrete or abstract: nothing is allocated.
-      **extra_args: what ``tx.update`` needs besides gradients, state and parameters; the step's keyword arguments.
+      *args: the parameters, or the step's arguments, static ones too. Concrete or abstract; nothing is allocated.
+      **extra_args: what ``tx.update`` needs besides gradients, state and parameters, or the step's keyword arguments.
 
     Returns:
-      A ``Placement``, to be printed or read. Where what is to be traced raises, it says so in ``unknown``.
+      A ``Placement``, to print or read. If the function to trace raises, ``unknown`` says so.
 
     Raises:
       TypeError: ``tx`` is neither a transformation nor a function.
@@ -85,38 +84,30 @@ def _of_transformation(tx: Any, params: Any, **extra_args: Any) -> Placement:
 
 def table_and_trace(tx: Any, params: Any, **extra_args: Any) -> tuple[Placement, Any]:
     """The table of a transformation, and its traced update, a closed jaxpr; ``None`` where that raises."""
-    leaves = [leaf for leaf, _, _ in placed_leaves(tx, params)[0]]
+    placed, treedef = placed_leaves(tx, params)
+    leaves = [leaf for leaf, _, _ in placed]
+    # of the types that a step is handed: with Explicit axes these say how each leaf is divided
+    state = jax.tree.unflatten(treedef, abstract_leaves(placed))
 
-    def update(params: Any, extra_args: Any) -> list[Any]:
-        state, treedef = jax.tree.flatten(tx.init(params))
-        optax.with_extra_args_support(tx).update(params, jax.tree.unflatten(treedef, state), params, **extra_args)
-        return state
+    def update(params: Any, state: Any, extra_args: Any) -> list[Any]:
+        optax.with_extra_args_support(tx).update(params, state, params, **extra_args)
+        return [x if isinstance(x, jax.Array) else 0 for x in jax.tree.leaves(state)]
 
     with described(params):
-        trace, unknown = _trace(update, params, extra_args)
+        trace, unknown = _trace(update, params, state, extra_args)
     loads = _loads(trace)
     table = _table(leaves, loads.of or [[] for _ in leaves], unknown, loads)
     return dataclasses.replace(table, guessed=guessed(_updates(trace), of_step=False)), trace
 
 
-def unwrapped(step: Any) -> Callable[..., Any]:
-    """A step as it is traced, without the ``jit`` around it."""
-    own = getattr(step, "__self__", None)  # of a method
-    if hasattr(step, "whole_step"):  # what jax_offload's own make of a step
-        step = step.whole_step
-    elif hasattr(step, "lower") and hasattr(step, "__wrapped__"):
-        step = step.__wrapped__  # jax takes compiler_options in no jit inside of another
-    else:
-        return step
-    return step if own is None else functools.partial(step, own)
-
-
 def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
+    step, args, kwargs = opened(step, args, kwargs)
     step = unwrapped(step)
 
     def call(args: Any, kwargs: Any) -> list[Any]:
+        given = jax.tree.leaves((args, kwargs))  # the step may change its arguments in place
         step(*args, **kwargs)
-        return [x if isinstance(x, jax.Array) else 0 for x in jax.tree.leaves((args, kwargs))]  # static, or mutable
+        return [x if isinstance(x, jax.Array) else 0 for x in given]  # static, or mutable
 
     rows: list[Leaf] = []
 

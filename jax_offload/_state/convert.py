@@ -18,14 +18,14 @@ from jax_offload._update.arguments import check_transformation
 
 
 def to_plain(tx: optax.GradientTransformation, state: Any) -> Any:
-    """``state`` as the optimizers inside of ``tx`` would have it without ``storage=``: every leaf in its own dtype.
+    """Decode a state of ``storage=``: return what the optimizers inside ``tx`` would hold without it.
 
-    Each leaf stays in the memory where it is; ``jo.to_device`` brings it to the device. Leaf by leaf, so that the whole
-    need not fit there. A state without ``storage=`` is plain already. Exact: every stored number is one of float32.
+    Each leaf stays in its memory; ``jo.to_device`` moves it. The conversion goes leaf by leaf, so the whole state need
+    not fit on the device, and it is exact. A state without ``storage=`` is returned as it is.
 
     Args:
       tx: a transformation with an ``offload`` anywhere inside it.
-      state: its state, or a part of that, ``optax.tree.get(state, "mu")`` say.
+      state: the state of ``tx``, or a part of it such as ``optax.tree.get(state, "mu")``.
 
     Returns:
       A tree like the state of the optimizers inside, with its shapes and dtypes.
@@ -53,24 +53,24 @@ def to_plain(tx: optax.GradientTransformation, state: Any) -> Any:
 
 
 def from_plain(tx: optax.GradientTransformation, state: Any, params: Any = None) -> Any:
-    """A plain state as ``tx`` keeps it: stored as ``storage=`` says, each leaf where ``tx`` keeps it.
+    """Encode a plain state as ``tx`` stores it, each leaf where ``tx`` keeps it.
 
-    ``jo.from_plain(new_tx, jo.to_plain(old_tx, state))`` changes how a run stores its state. Rounds to nearest; exact
-    where the format has the number. Leaf by leaf: of what is on the host only one leaf at a time is on the device. The
-    count of rounds, the seed of stochastic rounding, starts anew.
+    ``jo.from_plain(new_tx, jo.to_plain(old_tx, state))`` changes how a run stores its state. It rounds to nearest, and
+    is exact if the format has the number. The conversion goes leaf by leaf: at most one host leaf is on the device at a
+    time. The count of rounds, which seeds stochastic rounding, starts anew.
 
     Args:
       tx: a transformation with an ``offload`` anywhere inside it.
-      state: the state that plain optax would have: ``to_plain``'s, or a resident run's.
-      params: the parameters, concrete or abstract; where they are left out, their tree is read off the state.
+      state: the state that plain optax would hold: from ``to_plain`` or from a resident run.
+      params: the parameters, concrete or abstract. If they are left out, their tree is read off the state.
 
     Returns:
-      The state as ``tx.init`` would give it, with these values.
+      The state as ``tx.init`` would return it, with these values.
 
     Raises:
       TypeError: ``tx`` is not a transformation.
-      ValueError: the state is stored already, or is not one that ``tx``'s optimizers have, or the parameters' tree
-        cannot be read off it.
+      ValueError: the state is already stored, belongs to other optimizers, or the parameters' tree cannot be read off
+        it.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, jax_offload as jo

@@ -27,22 +27,21 @@ from jax_offload._update.arguments import check_transformation
 
 
 def abstract_state(tx: optax.GradientTransformation, params: Any) -> Any:
-    """The state that ``tx.init(params)`` would give, as ``ShapeDtypeStruct``s with shardings and memory kinds.
+    """Return the state of ``tx.init(params)`` as ``jax.ShapeDtypeStruct``s with shardings and memory kinds.
 
-    An orbax restore target: with it a checkpoint, of a resident run too, lands where the options say. And an argument
-    to lower a step with: on one device the shardings are on a mesh of that device, because jax forgets the memory of an
-    abstract value in a ``SingleDeviceSharding``. Arrays there, as plain orbax would restore them, make the second call
-    of a step compile again; ``jo.restore`` and ``jo.state_shardings`` give what ``init`` gives.
+    Use it as a restore target: a checkpoint, of a resident run too, then lands where the options say. Use it to lower a
+    step without data. Read the shardings for ``out_shardings`` off it: ``jax.tree.map(lambda x: x.sharding, ...)``.
+    Nothing is allocated.
 
     Args:
       tx: a transformation with an ``offload`` anywhere inside it.
-      params: the parameters, concrete or abstract. A state leaf of its parameter's shape takes its sharding, divided
-        further where ``shard_over`` says so; a factored one that of its parameter's axes that are left; others are
-        replicated over the same devices. Abstract parameters without a sharding count as unplaced: on the mesh
-        that is set, or on the default device.
+      params: the parameters, concrete or abstract. A state leaf of its parameter's shape takes the parameter's
+        sharding, divided further if ``shard_over`` says so; a factored leaf takes the sharding of the axes that it
+        still has; other leaves are replicated over the same devices. Abstract parameters without a sharding count as
+        unplaced: on the mesh that is set, or on the default device.
 
     Returns:
-      A tree like the state's, with the shapes, over all devices, and the dtypes of its leaves. Nothing is allocated.
+      A tree like the state, with the global shapes and the dtypes of its leaves.
 
     Raises:
       TypeError: ``tx`` is not a transformation.
@@ -92,13 +91,13 @@ def _of_token(sharding: Sharding) -> Sharding:
 
 
 def to_device(state: Any) -> Any:
-    """``state`` with every host leaf in device memory: to read, log, or compute with it outside ``update``.
+    """Move every host leaf of ``state`` to device memory, to read, log or compute with it outside ``update``.
 
-    Arithmetic that mixes memories outside ``update`` is an error of jax. Move a part, not the whole:
-    ``jo.to_device(state[0].mu)``. The whole state need not fit on the device. What is on disk is read.
+    jax raises if arithmetic outside ``update`` mixes memories. Move only the part that you read,
+    ``jo.to_device(state[0].mu)``: the whole state need not fit on the device. Leaves on disk are read.
 
     Args:
-      state: a state, or a part of one; concrete, or traced under ``jit``. Leaves that are no ``jax.Array`` stay.
+      state: a state or a part of one, concrete or traced. Leaves that are not a ``jax.Array`` stay as they are.
 
     Returns:
       A tree like ``state``. Shapes, dtypes and shardings stay; only memory kinds change.
@@ -122,21 +121,23 @@ def to_device(state: Any) -> Any:
 
 
 def to_host(tx: optax.GradientTransformation, state: Any, params: Any = None) -> Any:
-    """``state`` with every leaf where ``tx`` keeps it: after ``to_device``, to migrate a running resident job, or
-    where pickle or NumPy has taken it through. NumPy arrays that belong in host memory go there directly.
+    """Move every leaf of ``state`` to where ``tx`` keeps it.
+
+    Use it after ``to_device``, to migrate a running resident job, or after pickle or NumPy. NumPy arrays that belong in
+    host memory go there directly.
 
     Args:
       tx: a transformation with an ``offload`` anywhere inside it.
-      state: its state, in any memory. Under ``jit``, donate it.
-      params: the parameters, concrete or abstract. Where they are left out, their tree is read off the state, as
+      state: the state of ``tx``, in any memory. Under ``jit``, donate it.
+      params: the parameters, concrete or abstract. If they are left out, their tree is read off the state, as
         ``optax.tree.map_params`` does.
 
     Returns:
-      A tree like ``state``, with its shapes and dtypes, each leaf in the memory that ``tx`` keeps it in.
+      A tree like ``state``, with its shapes and dtypes, each leaf in the memory in which ``tx`` keeps it.
 
     Raises:
       TypeError: ``tx`` is not a transformation.
-      ValueError: the parameters' tree cannot be read off the state, or the state is not ``tx``'s.
+      ValueError: the parameters' tree cannot be read off the state, or the state belongs to another optimizer.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, jax_offload as jo

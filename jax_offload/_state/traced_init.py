@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -33,15 +34,15 @@ from jax_offload._update.arguments import check_transformation
 def placed_state(tx: optax.GradientTransformation, params: Any) -> Any:
     """``abstract_state``, with shardings as the arrays that ``init`` gives have them."""
     leaves, treedef = placed_leaves(tx, params, remember=True)
-    return jax.tree.unflatten(
-        treedef,
-        [
-            typed(
-                jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s, weak_type=getattr(x, "weak_type", False)), leaf.place
-            )
-            for leaf, x, s in leaves
-        ],
-    )
+    return jax.tree.unflatten(treedef, abstract_leaves(leaves))
+
+
+def abstract_leaves(leaves: Iterable[tuple[Leaf, Any, Sharding]]) -> list[Any]:
+    """The leaves of ``abstract_state``, of what ``placed_leaves`` returns."""
+    return [
+        typed(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s, weak_type=getattr(x, "weak_type", False)), leaf.place)
+        for leaf, x, s in leaves
+    ]
 
 
 def placed_leaves(

@@ -34,7 +34,7 @@ def streamed_around(tx: Any, update: Callable[..., Any], updates: Any, state: An
         rows, treedef = traced_init(tx, like)
     except Exception:  # init cannot run on what we have: the update itself says more
         return NotImplemented
-    host = [leaf.host for leaf, _ in rows]
+    host = [leaf.host or leaf.disk for leaf, _ in rows]
     state, closed = opened(state)
     state = as_stored(state, jax.tree.unflatten(treedef, [aval for _, aval in rows]))
     if not any(host) or jax.tree.structure(state) != treedef:

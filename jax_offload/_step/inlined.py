@@ -1,9 +1,9 @@
-"""A whole step with its update inlined, and which of its results are the next values of what."""
+"""A whole step with its updates inlined, and which of its results are the next values of what."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from jax_offload._base.composite import decomposed
 from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, renamed, variables
@@ -16,21 +16,35 @@ from jax_offload._plan.transfers import same_type
 
 
 @dataclasses.dataclass(frozen=True)
-class Inlined:
-    """A step with its update inlined.
+class Own:
+    """An equation of an update.
 
     Attributes:
-      program: it.
-      own: the equations of the update, by identity, as they are in the update's own program.
-      operands: the update's inputs -> what the step gives them.
+      update: the number of the update among those of the step.
+      equation: the equation in the update's own program.
+    """
+
+    update: int
+    equation: Equation
+
+
+@dataclasses.dataclass(frozen=True)
+class Inlined:
+    """A step with its updates inlined.
+
+    Attributes:
+      program: the step.
+      updates: the updates, in the order of the step.
+      own: the equations of the updates, by identity.
+      operands: an update's input -> what the step gives it.
       next_of: result -> the variable of the step that it is the next value of.
       waiting: the same of gradients that wait in host memory for the next step.
       stays: why leaves do not move.
     """
 
     program: Program
-    update: Update
-    own: Mapping[int, Equation]
+    updates: tuple[Update, ...]
+    own: Mapping[int, Own]
     operands: Mapping[Var, Atom]
     next_of: Mapping[Var, Var]
     waiting: Mapping[Var, Var]
@@ -38,40 +52,59 @@ class Inlined:
 
     @property
     def gradients(self) -> list[Var]:
-        """As variables of the step."""
-        operands = self.update.operands
-        return variables([renamed(self.operands, operands[i]) for i in self.update.gradients])
+        """The gradients of all updates, as variables of the step."""
+        found = [(update, i) for update in self.updates for i in update.gradients]
+        return variables([renamed(self.operands, update.operands[i]) for update, i in found])
+
+    @property
+    def names(self) -> dict[Var, str]:
+        """The names of the states' leaves and of their next values, as variables of the step."""
+        pairs = [(renamed(self.operands, v), name) for update in self.updates for v, name in update.names.items()]
+        return {v: name for v, name in pairs if isinstance(v, Var)}
 
 
 def inlined(program: Program) -> Inlined | None:
-    """The program with its only update inlined; ``None`` where it has none, or several."""
-    found = [eqn for eqn in program.eqns if is_update(eqn)]
-    if len(found) != 1:
+    """The program with its updates inlined; ``None`` where it has none, or runs one jitted update twice."""
+    found = [eqn.params["update"] for eqn in program.eqns if is_update(eqn)]
+    if not found or runs_one_twice(found):
         return None
-    update: Update = found[0].params["update"]
-    recipe = scalars_hoisted(update.program)
-    recipe = dataclasses.replace(recipe, eqns=decomposed(recipe.eqns))
-    operands = dict(zip(recipe.inputs, found[0].invars, strict=True))
-    given: dict[Var, Atom] = dict(operands)
     eqns: list[Equation] = []
-    own: dict[int, Equation] = {}
+    own: dict[int, Own] = {}
+    operands: dict[Var, Atom] = {}
+    results: dict[Var, Atom] = {}
+    next_of: dict[Var, Var] = {}
+    shards = dict(program.shards)
     for eqn in program.eqns:
-        if eqn is found[0]:
-            for each in recipe.eqns:
-                new = each.replace(invars=[renamed(operands, v) for v in each.invars])
-                own[id(new)] = each
-                eqns.append(new)
-            given |= {v: renamed(operands, defined) for v, defined in zip(eqn.outvars, recipe.outputs, strict=True)}
-        else:
-            eqns.append(eqn.replace(invars=[renamed(given, v) for v in eqn.invars]))
-    # of an update that is the rest of one, not all arguments are left
-    left = {v: operands[old] for v, old in update.next_values.items() if old in operands}
-    next_of = {v: x for v, x in left.items() if not isinstance(x, Literal)}
-    outputs = [renamed(given, v) for v in program.outputs]
-    shards = {x: n for v, n in recipe.shards.items() if v in operands and not isinstance(x := operands[v], Literal)}
-    shards |= {v: shards[x] for v, x in next_of.items() if x in shards and v.aval.shape == x.aval.shape}
-    inlined_step = dataclasses.replace(program, eqns=eqns, outputs=outputs, shards=shards)
-    return Inlined(inlined_step, update, own, operands, next_of, _waiting(inlined_step, next_of))
+        ins = [renamed(results, v) for v in eqn.invars]
+        if not is_update(eqn):
+            eqns.append(eqn.replace(invars=ins))
+            continue
+        update: Update = eqn.params["update"]
+        recipe = scalars_hoisted(update.program)
+        given = dict(zip(recipe.inputs, ins, strict=True))
+        for each in decomposed(recipe.eqns):
+            new = each.replace(invars=[renamed(given, v) for v in each.invars])
+            own[id(new)] = Own(found.index(update), each)
+            eqns.append(new)
+        operands |= given
+        results |= {v: renamed(given, made) for v, made in zip(eqn.outvars, recipe.outputs, strict=True)}
+        # An update that is the rest of one has not all of its arguments left, nor makes all of its results.
+        made = {v for each in recipe.eqns for v in each.outvars}
+        left = {v: given[old] for v, old in update.next_values.items() if old in given and v in made}
+        pairs = {v: x for v, x in left.items() if not isinstance(x, Literal)}
+        divided = {x: n for v, n in recipe.shards.items() if v in given and not isinstance(x := given[v], Literal)}
+        shards |= divided
+        shards |= {v: shards[x] for v, x in pairs.items() if x in shards and v.aval.shape == x.aval.shape}
+        next_of |= pairs
+    outputs = [renamed(results, v) for v in program.outputs]
+    step = dataclasses.replace(program, eqns=eqns, outputs=outputs, shards=shards)
+    return Inlined(step, tuple(found), own, operands, next_of, _waiting(step, next_of))
+
+
+def runs_one_twice(updates: Sequence[Update]) -> bool:
+    """Whether two updates are one trace, of a jitted function that is called twice: their variables are the same."""
+    inputs = [v for update in updates for v in update.program.inputs]
+    return len({*inputs}) < len(inputs)
 
 
 def _waiting(program: Program, next_of: Mapping[Var, Var]) -> dict[Var, Var]:

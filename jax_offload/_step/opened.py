@@ -29,7 +29,7 @@ def opened(program: Program) -> Program:
     the forward pass (``prevent_cse=False``): across gates it does not.
     """
     updates = [eqn.params["update"] for eqn in program.eqns if is_update(eqn)]
-    if len(updates) != 1 or not _has_time(updates[0]):
+    if not updates or not all(map(_has_time, updates)):
         return program
     while several := _making_several(program):
         program = flat(program.closed, opens=lambda eqn, several=several: id(eqn) in several)

@@ -47,7 +47,7 @@ class Parts:
     """A step, taken apart.
 
     Attributes:
-      step: it, with its update inlined.
+      step: the step, with its updates inlined.
       parts: each after what it needs: slices, scans with updates inside, what is left of the update, in one piece or in
         pieces between gates.
       moved: whether anything of the update runs elsewhere than in it.
@@ -167,25 +167,33 @@ def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> tuple
         elif id(eqn) not in moved:
             nodes.append(Node(eqn, variables(eqn.invars), eqn.outvars, bool(eqn.effects)))
     wanted = needed(nodes, variables(program.outputs))
-    # what of the update a scan needs, a learning rate say, stands before it
+    # what of an update a scan needs, a learning rate say, stands before it
     ahead = needed(nodes, [v for node in nodes if isinstance(node.payload, InScan) for v in node.reads], kept=False)
-    inside = {k for k in wanted - ahead if id(nodes[k].payload) in step.own}
-    results = {*variables(program.outputs)}.union(*(nodes[k].reads for k in wanted - inside))
-    if inside:
-        own = [nodes[k] for k in sorted(inside)]
-        defined = {v for node in own for v in node.makes}
-        rest = _rest(step, [node.payload for node in own], results)
-        reads = dict.fromkeys(v for node in own for v in node.reads if v not in defined)
-        place = min(inside)
-        wanted = wanted - inside | {place}
+    inside: dict[int, list[int]] = {}
+    for k in sorted(wanted - ahead):
+        if (own := step.own.get(id(nodes[k].payload))) is not None:
+            inside.setdefault(own.update, []).append(k)
+    results = {*variables(program.outputs)}
+    read_by = {k: {*nodes[k].reads} for k in wanted}
+    left: dict[int, Rest] = {}  # the place of what is left of an update -> that
+    for number, which in inside.items():
+        eqns = [nodes[k].payload for k in which]
+        others = results.union(*(read_by[k] for k in wanted - {*which}))
+        left[which[0]] = _rest(step, number, eqns, others)
+    results |= set[Var]().union(*(read_by[k] for k in wanted - {k for which in inside.values() for k in which}))
+    wanted -= {k for which in inside.values() for k in which[1:]}
+    for place, rest in left.items():
+        reads = list(dict.fromkeys(variables(rest.operands)))
         results |= {*reads}
         gated = dataclasses.replace(rest, update=dataclasses.replace(rest.update, backward=None))
-        nodes[place] = Node(gated, list(reads), variables(rest.update.program.outputs))
+        nodes[place] = Node(gated, reads, variables(rest.update.program.outputs))
+    if left:
         nodes = [node if k in wanted else Node(None, [], []) for k, node in enumerate(nodes)]
         if not plans:
-            order, why = _between_passes(step, gated, nodes, sorted(wanted), place)
+            order, why = _between_passes(step, nodes, sorted(wanted), [*left])
             if order is None:  # nothing but the update holds the passes back
-                nodes[place] = dataclasses.replace(nodes[place], payload=rest)
+                for place, rest in left.items():
+                    nodes[place] = dataclasses.replace(nodes[place], payload=rest)
     if order is None:
         order = in_turn(topological(nodes, sorted(wanted))) if plans else topological(nodes, sorted(wanted))
 
@@ -201,16 +209,19 @@ def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> tuple
 
 
 def _between_passes(
-    step: Inlined, rest: Rest, nodes: Sequence[Node], which: Sequence[int], place: int
+    step: Inlined, nodes: Sequence[Node], which: Sequence[int], places: Sequence[int]
 ) -> tuple[list[Node] | None, str]:
-    """The order with what is left of the update, node ``place``, between the passes: in pieces, or else in one,
-    and why; ``None`` where gates have no place."""
+    """The order with what is left of the updates, the nodes at ``places``, between the passes: in pieces, or else each
+    in one, and why; ``None`` where gates have no place."""
     outputs = variables(step.program.outputs)
     try:
-        pieces = [nodes[k] for k in which if k != place] + _pieces(step, rest)
+        pieces = [nodes[k] for k in which if k not in places]
+        for place in places:
+            pieces += _pieces(step, nodes[place].payload)
         return interleaved(pieces, range(len(pieces)), outputs), ""
     except Stays as stays:
-        why = str(stays) if rest.update.planned else ""  # nothing is on the host
+        on_host = any(nodes[place].payload.update.planned for place in places)
+        why = str(stays) if on_host else ""
     try:
         return interleaved(nodes, which, outputs), why
     except Stays:
@@ -252,10 +263,11 @@ def _pieces(step: Inlined, rest: Rest) -> list[Node]:
     return [Node(piece, piece.slice.inputs, piece.slice.outputs) for piece in found if piece.slice.outputs]
 
 
-def _rest(step: Inlined, eqns: Sequence[Equation], wanted: Set[Var]) -> Rest:
-    """The update of what does not move."""
-    update, recipe = step.update, step.update.program
-    own = [step.own[id(eqn)] for eqn in eqns]
+def _rest(step: Inlined, number: int, eqns: Sequence[Equation], wanted: Set[Var]) -> Rest:
+    """What is left of an update, by its number."""
+    update = step.updates[number]
+    recipe = update.program
+    own = [step.own[id(eqn)].equation for eqn in eqns]
     defined = {v for eqn in own for v in eqn.outvars}
     outputs: list[Atom] = [v for eqn in own for v in eqn.outvars if v in wanted]
     read = dict.fromkeys(v for eqn in own for v in variables(eqn.invars) if v not in defined)

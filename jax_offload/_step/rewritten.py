@@ -22,7 +22,6 @@ from jax_offload._base.jaxprs import (
     Var,
     jax_fun,
     jaxpr_of,
-    renamed,
     scan_of,
     values_of,
     variables,
@@ -31,7 +30,7 @@ from jax_offload._base.jaxprs import (
 from jax_offload._base.jaxprs import (
     closed as as_closed,
 )
-from jax_offload._base.memory import is_host_aval
+from jax_offload._base.memory import is_host_aval, on_host
 from jax_offload._base.on_disk import READ
 from jax_offload._emit.deduplicate import functions
 from jax_offload._emit.find import holds_driven_update, holds_update, is_update
@@ -45,6 +44,7 @@ from jax_offload._ir.slices import Slice
 from jax_offload._plan.in_scan import InScan
 from jax_offload._plan.interleave import Gate
 from jax_offload._plan.network import Piece
+from jax_offload._step.inlined import runs_one_twice
 from jax_offload._step.parts import Parts, Rest, parts_of
 from jax_offload._step.returned import unreturned
 from jax_offload._step.unskipped import choosing
@@ -123,17 +123,48 @@ def handing_on(
         return _as_it_is(closed, (_cut_at(program),), args), {}
     if lost is not None:
         return _as_it_is(closed, (lost.why,), args), {}
-    found = None if ordered(closed.effects) else _parts(program)
+    try:
+        found = None if ordered(closed.effects) else _parts(program)
+        if found is not None and found.moved:
+            return _traced(found, args, rows)
+    except Exception as fault:  # whatever is wrong with a rewritten step, the one that was written runs
+        why = f"its rewriting failed ({type(fault).__name__}: {str(fault).partition(chr(10))[0][:200]})"
+        warnings.warn(
+            f"jax_offload: the step runs as it is written, and hides no transfers, as {why}. Its numbers are right. "
+            "Please report this with the step.",
+            stacklevel=2,
+        )
+        return _as_it_is(closed, (why,), args), {}
     if found is None:
         if (by_step := _by_step(closed, program)) is not None:
             return jax_fun(by_step)(*args), {}
         return _as_it_is(closed, _why_not(closed, program), args), {}
-    if not found.moved:
-        return _as_it_is(closed, found.step.stays, args), {}
+    return _as_it_is(closed, found.step.stays, args), {}
+
+
+class CannotRewrite(Exception):
+    """A rewritten step is not what was written: a part lacks an operand, or makes another type."""
+
+
+def _traced(found: Parts, args: Sequence[Any], rows: Mapping[int, Any]) -> tuple[list[Any], dict[int, Any]]:
+    """The results of the parts, traced and checked by themselves first: a step that fails leaves nothing behind."""
+
+    def run(args: Sequence[Any], rows: Mapping[int, Any]) -> tuple[list[Any], dict[int, Any]]:
+        return _in_parts(found, args, rows)
+
+    traced, result = jaxpr_of(run, list(args), dict(rows))
+    return jax.tree.unflatten(result, jax_fun(traced)(*args, *(rows[k] for k in sorted(rows))))
+
+
+def _in_parts(found: Parts, args: Sequence[Any], rows: Mapping[int, Any]) -> tuple[list[Any], dict[int, Any]]:
+    """The results of the parts, each of which is given what the program has, and makes it.
+
+    Raises:
+      CannotRewrite: one does not.
+    """
     step, program = found.step, found.step.program
     env: dict[Var, Any] = dict(zip(program.inputs, [*program.consts, *args], strict=True))
-    operands = ((name, renamed(step.operands, v)) for v, name in step.update.names.items())
-    names = {x: name for name, x in operands if not isinstance(x, Literal)}
+    names = step.names
     gated, loops = any(isinstance(part, Gate) for part in found.parts), Known()
     leaves = {program.inputs[len(program.consts) + k]: k for k in rows}
     handed = {v: (Var(jax.typeof(rows[k])), Var(jax.typeof(rows[k]))) for v, k in leaves.items()}
@@ -143,12 +174,25 @@ def handing_on(
             part = dataclasses.replace(part, handed_on={v: handed[v] for v in part.lasting if v in handed})
         if isinstance(part, Gate):
             gate(env, part.held, part.waits_for)
-        else:
-            if gated and isinstance(part, Slice):
-                part = dataclasses.replace(part, jaxpr=in_time(part.jaxpr, loops))
-            env.update(_results_of(part, env, names))
+            continue
+        if gated and isinstance(part, Slice):
+            part = dataclasses.replace(part, jaxpr=in_time(part.jaxpr, loops))
+        if lacking := [v for v in _operands_of(part) if v not in env]:
+            raise CannotRewrite(f"a part reads {lacking[0].aval}, and none before it makes that")
+        for v, x in _results_of(part, env, names):
+            if (x.shape, x.dtype, on_host(x)) != (v.aval.shape, v.aval.dtype, is_host_aval(v.aval)):
+                raise CannotRewrite(f"a part makes {jax.typeof(x)} in place of {v.aval}")
+            env[v] = x
+    if lacking := [v for v in variables(program.outputs) if v not in env]:
+        raise CannotRewrite(f"no part makes the result {lacking[0].aval}")
     after = {leaves[v]: env[after] for v, (_, after) in handed.items() if after in env}
     return guarded(values_of(env, program.outputs), list(args)), after
+
+
+def _operands_of(part: Slice | InScan | Rest | Piece) -> list[Var]:
+    if isinstance(part, Slice):
+        return part.inputs
+    return part.slice.inputs if isinstance(part, Piece) else variables(part.operands)
 
 
 def lasting(closed: ClosedJaxpr, results: Mapping[int, int]) -> dict[int, tuple[int, int]]:
@@ -294,8 +338,8 @@ def _why_not(closed: ClosedJaxpr, plain: Program) -> tuple[str, ...]:
     if updates and (names := ordered(closed.effects)):
         whose = "" if only_callbacks(closed.effects) else f"of mutable arrays or checks ({', '.join(names)}) "
         return (f"the step has effects {whose}whose order would be lost",)
-    if updates > 1:
-        return (f"the step has {updates} updates, and only one alone moves",)
+    if runs_one_twice([eqn.params["update"] for eqn in plain.eqns if is_update(eqn)]):
+        return ("the step calls one jitted update several times; take the inner jit away",)
     words = {"while": "a while (skip= is one)"}
     where = (words.get(name, f"a {name}") for name in inside)
     return tuple(f"it runs in {each} of the step, and only what each step runs once moves" for each in where)

@@ -9,14 +9,14 @@ the new values of all leaves at once is a choice for each of them in the same wa
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
 from jax_offload._base.calls import params_of
 from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, branches_of, closed_like, jaxpr_of, renamed
 from jax_offload._base.loops import at_most_once_of
-from jax_offload._base.memory import is_host_aval
+from jax_offload._base.memory import is_host_aval, to_device, to_host
 from jax_offload._emit.border import copy_of
 from jax_offload._emit.find import holds_update, is_update
 from jax_offload._emit.region import Update
@@ -58,11 +58,12 @@ def _chosen(eqn: Equation) -> Program | None:
     at = inside[0]
     run, *olds = body.inputs[len(body.consts) + loop.carry :]
     of_update, eqns = {*body.eqns[at].outvars}, list(body.eqns)
-    kept = {new: old for old, new in zip(olds, body.outputs[1:], strict=True) if new in of_update and new is not old}
+    pairs = list(zip(olds, body.outputs[1:], strict=True))
+    kept = {new: old for old, new in pairs if not isinstance(new, Literal) and new in of_update and new is not old}
     eqns[at], known = _keeping(body.eqns[at], run, kept)
     outputs: list[Atom] = [body.outputs[0]]
-    for old, new in zip(olds, body.outputs[1:], strict=True):
-        if new is old or new in known:
+    for old, new in pairs:
+        if new is old or (not isinstance(new, Literal) and new in known):
             outputs.append(new)
         elif is_host_aval(old.aval):  # a choice there would be the host's
             return None
@@ -138,8 +139,34 @@ def _both(eqn: Equation) -> list[Equation]:
         env: dict[Var, Atom] = dict(zip(branch.inputs, eqn.invars[1:], strict=True))
         eqns += [again for each in branch.eqns for again in _both(copy_of(each, env))]
         cases.append([renamed(env, v) for v in branch.outputs])
-    which = eqn.invars[0]
-    return eqns + [_choice(which, no, yes).replace(outvars=[v]) for v, no, yes in zip(eqn.outvars, *cases, strict=True)]
+    for v, no, yes in zip(eqn.outvars, *cases, strict=True):
+        eqns += _chosen_on_device(eqn.invars[0], no, yes, v, eqns)
+    return eqns
+
+
+def _chosen_on_device(which: Atom, no: Atom, yes: Atom, v: Var, eqns: Sequence[Equation]) -> list[Equation]:
+    """``v`` as a choice; of what is in host memory, between the loaded values, before the result is stored.
+
+    ``eqns`` may load or store the two already.
+    """
+    if not is_host_aval(v.aval):
+        return [_choice(which, no, yes).replace(outvars=[v])]
+    moves = [e for e in eqns if e.primitive.name == "device_put"]
+    found, loaded = list[Equation](), list[Atom]()
+    for x in (no, yes):
+        known = [e.invars[0] for e in moves if e.outvars[0] is x]
+        known += [e.outvars[0] for e in moves if e.invars[0] is x and not is_host_aval(e.outvars[0].aval)]
+        if not known:
+            found.append(_moved(to_device, x))
+            known = [found[-1].outvars[0]]
+        loaded.append(known[0])
+    choice = _choice(which, *loaded)
+    return [*found, choice, _moved(to_host, choice.outvars[0]).replace(outvars=[v])]
+
+
+def _moved(move: Callable[[jax.Array], jax.Array], x: Atom) -> Equation:
+    (eqn,) = jaxpr_of(move, x.aval)[0].jaxpr.eqns
+    return eqn.replace(invars=[x], outvars=[Var(eqn.outvars[0].aval)])
 
 
 def _reading_less(eqn: Equation) -> Equation:

@@ -49,26 +49,26 @@ def update_params(
     skip: Any = None,
     **extra_args: Any,
 ) -> tuple[optax.Params, optax.OptState]:
-    """``tx.update`` and ``optax.apply_updates`` in one, so that no tree of updates ever exists.
+    """Update the parameters: ``tx.update`` and ``optax.apply_updates`` in one, without a tree of updates.
 
-    New parameters are written where the old ones are, in the same loop that streams the state. That matters where the
-    updates cannot take the gradients' memory: with bfloat16 parameters and float32 arithmetic, say.
+    The loop that streams the state writes the new parameters in place of the old ones. That saves memory where the
+    updates could not take the gradients' memory, for example with bfloat16 parameters and float32 arithmetic.
 
     Args:
       tx: a transformation with an ``offload`` anywhere inside it.
-      grads: the gradients, a tree like ``params``, of their shapes.
-      state: ``tx``'s state.
+      grads: the gradients, a tree like ``params`` with the same shapes.
+      state: the state of ``tx``.
       params: the parameters.
-      skip: a bool, traced or not. Where it holds, parameters and state stay as they are, bit for bit, and nothing
-        moves (but in an update that ``jo.pipelined`` hides): ``~is_finite`` of flax's
-        ``DynamicScale``. On several devices it must be the same on all.
-      **extra_args: passed on to ``tx.update``.
+      skip: a bool, traced or not. Where it is true, parameters and state keep every bit, and nothing moves unless
+        ``jo.pipelined`` or ``jo.jit`` hides the update in a pass. Pass ``~is_finite`` of flax's ``DynamicScale``. It
+        must be the same on all devices.
+      **extra_args: arguments for ``tx.update``.
 
     Returns:
       The new parameters, with the dtypes of the old ones, and the new state.
 
     Raises:
-      ValueError: gradients, state and parameters do not fit each other or ``tx``, or are in each other's places.
+      ValueError: gradients, state and parameters do not fit each other or ``tx``, or are in the wrong order.
 
     Example:
       >>> import functools, jax, jax.numpy as jnp, optax, jax_offload as jo

@@ -8,7 +8,7 @@ import pytest
 import jax_offload as jo
 from jax_offload._analysis.chips import _FILE, known_as, known_chips
 
-FIGURES = {f.name for f in dataclasses.fields(jo.Chip)} - {"name", "platform", "sources"}
+FIGURES = {f.name for f in dataclasses.fields(jo.types.Chip)} - {"name", "platform", "sources"}
 
 
 @pytest.mark.parametrize("name", known_chips())

@@ -5,17 +5,13 @@ import platform
 from importlib import metadata
 from types import SimpleNamespace
 
-import pytest
-
-pytest.importorskip("click", reason="needs click: pip install 'jax_offload[cli]'")
-pytest.importorskip("rich", reason="needs rich: pip install 'jax_offload[cli]'")
-
 import jax
 import jaxlib
 import optax
+import pytest
 
 import jax_offload as jo
-from jax_offload._analysis import doctor, dram
+from jax_offload._analysis import doctor, rates
 from jax_offload._analysis.host import HostMemory
 from tests.analysis.test_cli import run
 
@@ -24,7 +20,7 @@ GIB = 2**30
 
 @pytest.fixture
 def quick_to_measure(monkeypatch):
-    monkeypatch.setattr(dram, "ARRAY", 2**20)
+    monkeypatch.setattr(rates, "ARRAY", 2**20)
 
 
 @pytest.mark.usefixtures("quick_to_measure")

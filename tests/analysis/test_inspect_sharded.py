@@ -6,9 +6,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_offload as jo
-from tests.aot.forecasts import sharded
 from tests.aot.harness import H200, mesh_for, require
 from tests.aot.model import ADAMW, CLIPPED, loss, parameters, step_of
+from tests.aot.steps import sharded
 
 MIB = 2**20
 MODELS = ("FSDP, stacked", "FSDP, unrolled", "ZeRO-1, stacked", "ZeRO-1, unrolled", "replicated, stacked")
@@ -57,13 +57,3 @@ def test_a_resident_state():
     fun = jax.jit(lambda p, s: ADAMW.update(p, s, p), donate_argnums=1)
     with pytest.raises(ValueError, match=r"state has 3 leaves, 12.00 MiB, on the device"):
         jo.verify(fun, params, state, target=H200)
-
-
-def test_a_plan_of_a_stack_divided_along_its_scan():
-    """A result that is another view of what it is made of takes its argument's place: 16 MiB on the host, not 32."""
-    require(H200)
-    params, tx = parameters(8, 1024, True, placed("data")), jo.offload(ADAMW)
-    batch = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=placed("data"))
-    args = params, jo.abstract_state(tx, params), batch
-    row = jo.plan(step_of(tx, loss, update_params=True), *args, target=H200)["jo.jit"]
-    assert row.host == 16 * MIB == jo.plan(step_of(tx, loss, update_params=True), *args)["jo.jit"].host

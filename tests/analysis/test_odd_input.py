@@ -25,14 +25,6 @@ def step_of(tx):
     return lambda p, s, x: jo.update_params(tx, jax.grad(loss)(p, x), s, p)
 
 
-def test_integers_have_no_row_in_fewer_bits():
-    """The row of 8 bits was asked for by nobody, and plan raised for it; a float beside them may be in bfloat16."""
-    floats = {"w": jax.ShapeDtypeStruct((256, 1024), jnp.float32)}
-    rows = {option.name for option in jo.plan(ADAMW, floats).options}
-    with_ints = {option.name for option in jo.plan(ADAMW, {**floats, "n": jnp.arange(4)}).options}
-    assert rows - with_ints == {"int8"} and with_ints < rows
-
-
 @pytest.mark.parametrize(
     "tree",
     [
@@ -55,8 +47,6 @@ def test_keywords_static_arguments_and_side_effects():
         return step(p, s, x)
 
     static = jax.jit(fun, static_argnames="mode", donate_argnums=(0, 1))
-    for each in fun, static, jo.jit(fun, static_argnames="mode", donate_argnums=(0, 1)):
-        assert jo.plan(each, params(), state, x=X, mode="b")["jo.jit"].host == 2 * 64 * 64 * 4
     assert jo.verify(static, params(), state, x=X, mode="b").parts["parameters"] == 64 * 64 * 4
     assert {*modes} == {"b"}
 
@@ -72,17 +62,8 @@ def test_arguments_that_were_donated_are_looked_at_all_the_same():
     ("call", "error", "says"),
     [
         (lambda: jo.plan(optax.adamw, params()), TypeError, r"tx: expected .*adamw.*Call it first: adamw\("),
-        (lambda: jo.plan(TX, "abc"), TypeError, "params: expected arrays, .*; got 'abc'. Leave out"),
-        (lambda: jo.plan(step_of(TX), params(), TX.init(params()), X, target=5), TypeError, "target: expected.*got 5"),
+        (lambda: jo.plan(TX, "abc"), ValueError, "params: expected how many there are, .* got 'abc'"),
         (lambda: jo.inspect(step_of(TX), target=5), TypeError, 'target: expected .* "v5e:2x2"; got 5'),
-        (
-            lambda: jo.plan(lambda tx: (step_of(tx), params(), jo.abstract_state(TX, params()), X), TX), ValueError,
-            r"make\(tx\) is called once for each way.*here for 'bfloat16'.*jo.abstract_state\(tx, params\)",
-        ),
-        (
-            lambda: jo.plan(lambda tx: (step_of(tx), params(), jo.abstract_state(tx, params()), X), ADAMW), ValueError,
-            "step: no update .* Of a small model everything stays on the device: min_bytes=0",
-        ),
         (
             lambda: jo.verify(lambda p, s, x: None, params(), TX.init(params()), X), ValueError,
             "what no result needs is left out by the compiler. Give the step a state, and return the new one",

@@ -1,4 +1,4 @@
-"""The step that the table of docs/peaks.md is about, and its rows: needs no compiler of a chip, and no test tools."""
+"""The step of the peaks in notes/results.md, and its rows: needs no compiler of a chip, and no test tools."""
 
 from __future__ import annotations
 

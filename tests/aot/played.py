@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.aot.forecasts import Model, mixture, toys, vit
+from tests.aot.steps import Model, mixture, toys, vit
 
 CHOSEN = (
     ("24×4096², stacked", "jo.jit"),

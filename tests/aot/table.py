@@ -1,12 +1,11 @@
 """Prints tables of peaks as Markdown. Compiled, not run: the figures are the compiler's for the named chip.
 
-``python -m tests.aot.table [h200] [v5e]`` prints that of docs/peaks.md; ``python -m tests.aot.table sharded`` that of
+``python -m tests.aot.table [h200] [v5e]`` prints peaks; ``python -m tests.aot.table sharded`` that of
 docs/sharding.md, per device, on four of them; ``python -m tests.aot.table precision`` those of docs/precision.md. Each
-takes a few minutes on two cores. ``python -m tests.aot.table defaults`` prints that of docs/streaming.md, in half an
-hour. ``python -m tests.aot.table plan`` prints what ``jo.plan`` estimates beside what is compiled, in ten
-minutes. ``python -m tests.aot.table time`` prints simulated step times, of the model in ``timeline``, in two minutes.
+takes a few minutes on two cores. ``python -m tests.aot.table defaults`` prints that of notes/results.md, in half an
+hour. ``python -m tests.aot.table time`` prints simulated step times, of the model in ``timeline``, in two minutes.
 ``python -m tests.aot.table matrix axis=value,value sample=number`` prints peaks of whole models (``matrix``).
-``python -m tests.aot.table played`` simulated steps that docs/inspect.md has beside a second simulator's.
+``python -m tests.aot.table played`` simulated steps that notes/results.md has beside a second simulator's.
 ``python -m tests.aot.table quoted`` those of the losses that were reported of such models (``quoted``).
 """
 
@@ -31,7 +30,6 @@ from benchmarks.harness.systems import OURS, RECIPE, RESIDENT
 from jax.sharding import PartitionSpec as P
 from jax_offload._step.rewritten import rewritten as whole_step
 
-from tests.aot.afterwards import afterwards
 from tests.aot.biases import biases
 from tests.aot.cases import (
     Point,
@@ -42,17 +40,12 @@ from tests.aot.cases import (
     measure_step,
     measure_update,
 )
-from tests.aot.forecasts import HEADER
-from tests.aot.forecasts import PARTS as SEEN
-from tests.aot.forecasts import rows as forecast_rows
-from tests.aot.frozen import frozen
 from tests.aot.harness import H200, MIB, V5E, V5E_2X2, Measured, measure
 from tests.aot.matrix import matrix
 from tests.aot.model import ADAMW, CLIPPED, loss, parameters, two_by_two
 from tests.aot.model import ROWS as ON_A_GPU
 from tests.aot.played import played
 from tests.aot.quoted import quoted
-from tests.aot.unseen import unseen
 
 NAMES = {H200: "H200", V5E: "TPU v5e", V5E_2X2: "v5e 2×2"}
 
@@ -269,20 +262,6 @@ def unrolled() -> None:
     row("the same, clipping outside, `update`", outside, CLIPPED, *model)
 
 
-def forecasts() -> None:
-    """What ``jo.plan`` says of steps, beside what is compiled. ``python -m tests.aot.table plan [toys|...]``."""
-    parts = {**SEEN, "unseen": unseen, "frozen": frozen, "afterwards": afterwards}
-    chosen = [name for name in sys.argv[2:] if name in parts] or list(parts)
-    print(HEADER)
-    for name in chosen:
-        for row in forecast_rows(parts[name]()):
-            print(row, flush=True)
-    print(
-        "\nAdamW, float32 state on the host. Estimated from the trace; compiled for an H200, and simulated from the "
-        f"schedule, not run. Added: exposed transfers as a share of the simulated step. jax {jax.__version__}."
-    )
-
-
 def _name(storage: Any) -> str:
     return "float32" if storage is None else storage if isinstance(storage, str) else "int8"
 
@@ -317,7 +296,6 @@ if __name__ == "__main__":
         "time": time,
         "turned": turned,
         "unrolled": unrolled,
-        "plan": forecasts,
         "biases": biases,
         "played": played,
     }

@@ -216,7 +216,7 @@ def mixed(layers: int = 12, width: int = 2048) -> Model:
 
 
 def toy(layers: int = 6, width: int = 4096) -> Model:
-    """The network of docs/peaks.md, unrolled, in float32."""
+    """The network of notes/results.md, unrolled, in float32."""
     params = {f"w{i:03d}": (width, width) for i in range(layers)}
     return Model(params, lambda tokens: ((tokens, width), jnp.float32), toy_loss, jnp.float32)
 

@@ -21,7 +21,7 @@ ABOUT = {"optimizer": "adam", "process": [0, 1]}
 
 
 class Faulty(Files):
-    """``fault(name, path, arguments)`` is called before each call, and may raise, sleep, or return what is returned."""
+    """``fault(name, path, arguments)`` is called before each call, and may raise, wait, or return what is returned."""
 
     def __init__(self, fault=None):
         self.fault = fault or (lambda name, path, *arguments: None)
@@ -87,6 +87,16 @@ def delays(seconds, of):
     def fault(name, *_):
         if name == of:
             time.sleep(seconds)
+
+    return fault
+
+
+def held(of, until):
+    """Calls of this name wait for an event."""
+
+    def fault(name, *_):
+        if name == of:
+            assert until.wait(300)
 
     return fault
 

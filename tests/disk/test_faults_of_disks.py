@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from tests.disk.faulty import (
     delays,
     error,
     extra_of,
+    held,
     holds,
     same,
     values,
@@ -162,13 +164,16 @@ def test_a_commit_that_fails_stops_writes_that_wait_for_it(place):
     store = created(place, files=files)
     write_all(store, 1)
 
+    asked = threading.Event()
+
     def fault(name, path, *arguments):
-        delays(0.05, "sync")(name)
+        held("sync", asked)(name)
         error(FAILED, "sync")(name, path)
 
     files.fault = fault
     commit = store.commit(1, extra_of(1))
     late = write_all(store, 2)  # these go to the slots of step 0
+    asked.set()
     assert isinstance(commit.exception(), OSError)
     assert all(isinstance(future.exception(), ValueError) for future in late)
     with pytest.raises(ValueError, match="stopped"):

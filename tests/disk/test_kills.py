@@ -14,7 +14,7 @@ from tests.disk.faulty import Faulty, created, extra_of, holds, write_all
 
 
 def test_kills_at_random_moments():
-    ran = subprocess.run([sys.executable, "-m", "tests.disk.kills", "6"], capture_output=True, text=True, timeout=300)
+    ran = subprocess.run([sys.executable, "-m", "tests.disk.kills", "6"], capture_output=True, text=True, timeout=1200)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.startswith("6 kills: each time whole")
 

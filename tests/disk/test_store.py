@@ -13,7 +13,20 @@ import pytest
 from jax_offload._disk.late import Late
 from jax_offload._disk.layout import ALIGNED, Entry, laid_out
 from jax_offload._disk.store import Store
-from tests.disk.faulty import ABOUT, BLOCK, GROUPS, Faulty, created, delays, extra_of, holds, same, values, write_all
+from tests.disk.faulty import (
+    ABOUT,
+    BLOCK,
+    GROUPS,
+    Faulty,
+    created,
+    delays,
+    extra_of,
+    held,
+    holds,
+    same,
+    values,
+    write_all,
+)
 
 
 @pytest.fixture(params=[1, 3], ids=["one directory", "striped"])
@@ -75,10 +88,12 @@ def test_what_is_written_after_a_commit_was_asked_for_is_not_in_it(tmp_path):
     files = Faulty()
     store = created([tmp_path], files=files)
     write_all(store, 1)
-    files.fault = delays(0.05, "sync")
+    goes_on = threading.Event()
+    files.fault = held("sync", goes_on)
     first = store.commit(1, extra_of(1))
     late = write_all(store, 2)
     assert not any(future.done() for future in late)  # they would go to the slots of the commit before
+    goes_on.set()
     holds_now(store, 2, committed=1)
     assert first.done()
     store.close()
@@ -107,7 +122,8 @@ def test_arrays_are_held_until_they_are_written_and_no_longer(tmp_path):
     """Also those that waited for a commit, whose future is kept."""
     files = Faulty()
     with created([tmp_path], files=files) as store:
-        files.fault = delays(0.02, "sync")
+        goes_on = threading.Event()
+        files.fault = held("sync", goes_on)
         commit = store.commit(1, {})
         written = []
         for step, group in enumerate([0, 1, 2, 0]):
@@ -115,9 +131,10 @@ def test_arrays_are_held_until_they_are_written_and_no_longer(tmp_path):
             written.append((weakref.ref(arrays[0]), store.write(group, arrays)))
             del arrays
         assert not commit.done() and all(array() is not None for array, _ in written)
+        goes_on.set()
         for _, future in written:
             future.result()
-        end = time.monotonic() + 10
+        end = time.monotonic() + 300
         while any(array() is not None for array, _ in written) and time.monotonic() < end:
             time.sleep(0.01)  # until the thread that wrote it has let it go
             gc.collect()

@@ -206,7 +206,7 @@ STEPS_OF_PEOPLE = {
     through_a_tower: True,
     raveling: False,
     without_update: False,
-    two_updates: False,
+    two_updates: False,  # the first one moves into the forward pass that reads its parameters
     in_cond: False,
     another_in_cond: True,
     skipping: True,
@@ -220,7 +220,7 @@ STEPS_OF_PEOPLE = {
 
 SAID = {
     without_update: "no update of an offload was seen in it",
-    two_updates: "the step has 2 updates",
+    two_updates: "it moves to the host in this step",
     in_cond: "it runs in a cond",
     another_in_cond: "another update runs in a cond of the step, and stays there",
     skipping_what_is_not_finite: "it runs in a while (skip= is one)",

@@ -1,5 +1,6 @@
 """What ``jo.pipelined`` says of steps, names and carries that do not fit."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -58,6 +59,29 @@ ERRORS = {
 def test_steps_that_cannot_be_turned_around(kind):
     with pytest.raises(ValueError, match=ERRORS[kind]):
         started(*broken(kind))
+
+
+WITHIN = {  # a step that runs as a whole in something, and what the error calls that
+    "a lax.cond": lambda step, p, s, x: jax.lax.cond(
+        x["x"].sum() < 1e9, step, lambda p, s, x: (p, s, jnp.zeros(())), p, s, x
+    ),
+    "a jax.checkpoint": lambda step, p, s, x: jax.checkpoint(step)(p, s, x),
+    "a lax.scan": lambda step, p, s, x: jax.lax.fori_loop(
+        0, 1, lambda _, c: step(c[0], c[1], x), (p, s, jnp.zeros(()))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITHIN)
+def test_an_update_beside_the_model_in_one_equation(name):
+    """The reason is where the update runs, and no line search is blamed."""
+    tx = offloaded()
+
+    def step(params, state, batch):
+        return WITHIN[name](step_of(tx), params, state, batch)
+
+    with pytest.raises(ValueError, match=f"its update runs in {name} together with the passes through the model"):
+        started(step, tx)
 
 
 def test_bad_names():

@@ -67,7 +67,7 @@ def loss(params, x):
 
 
 def step_of(tx, params):
-    """With the shardings of the results given, as docs/multihost.md does."""
+    """With the shardings of the results given, as docs/sharding.md does."""
     mesh = jax.tree.leaves(params)[0].sharding.mesh
 
     def step(params, state, x):

@@ -20,9 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
 from jax_offload._drive import run
-from jax_offload._drive.by_parts import ByParts
-from jax_offload._drive.cores import Cores
-from jax_offload._drive.loops import threads
+from jax_offload._drive.cores import Cores, threads
+from jax_offload._drive.kernel import OnePass
 
 WIDTH, STEPS = 64, 3
 FLAG = r"(--xla_force_host_platform_device_count=)(\d+)"
@@ -87,7 +86,7 @@ def main():
             off = jax.jit(lambda pairs: [jnp.abs(jo.to_device(a) - b).max() for a, b in pairs])(list(pairs))
             outcome["off"] = max(outcome["off"], *map(float, off))
         ((driven, _),) = step._driven._programs.values()
-        outcome["by parts"] = sum(isinstance(each, ByParts) for _, each in driven._tasks)
+        outcome["by parts"] = sum(isinstance(each, OnePass) for _, each in driven._tasks)
     except ValueError as error:
         outcome["error"] = str(error)
     outcome["threads"] = threads() if outcome["by parts"] else 0

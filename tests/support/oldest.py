@@ -31,7 +31,6 @@ NAMED = {
     "test_update_on.py::test_memory": "memory that is not ours to write",
     "test_update_on.py::test_sharded": "meshes of driven steps",
     "test_update_on.py::test_static": "arguments as jit takes them",
-    "test_scan_parts.py::test_its_programs": "results of a scan in host memory",
     "test_elementwise.py": "a primitive with a lowering of its own",
     "test_composite.py": "the same",
     "test_formats.py": "arithmetic of few bits",

@@ -45,6 +45,29 @@ def test_filter_jit(donate):
     assert memories == [{"pinned_host"}] * STEPS
 
 
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable", "ignore:offload\\(\\)")
+def test_what_looks_at_a_step_takes_it_as_it_is():
+    """``filter_jit`` takes and returns functions among its arrays; what it donates is seen."""
+    arrays, static = eqx.partition(eqx.nn.MLP(128, 128, 128, 1, key=jax.random.key(0)), eqx.is_array)
+    model, tx = eqx.combine(jax.device_put(arrays, jax.devices()[0]), static), jo.offload(optax.adamw(1e-3))
+
+    def written(model, state, x):
+        grads = eqx.filter_grad(lambda model: (jax.vmap(model)(x) ** 2).mean())(model)
+        updates, state = tx.update(grads, state, eqx.filter(model, eqx.is_inexact_array))
+        return eqx.apply_updates(model, updates), state
+
+    state, x = tx.init(eqx.filter(model, eqx.is_inexact_array)), jnp.ones((8, 128))
+    step = eqx.filter_jit(written, donate="all")
+    found = jo.verify(step, model, state, x)
+    assert found.problems == ()
+    assert found.peak < jo.verify(eqx.filter_jit(written), model, state, x).peak
+    table = jo.placement(step, model, state, x)
+    assert "whole, 2 leaves together" in words(table) and "not loaded" not in words(table)
+    assert len([leaf for leaf in table.leaves if leaf.host]) == 4
+    with pytest.raises(ValueError, match="belongs in host memory and arrives on the device"):
+        jo.verify(step, model, jo.to_device(state), x)
+
+
 class Layers(eqx.Module):
     """Linear layers stacked, scanned: their arrays have an axis of layers, and what is static is of one."""
 
@@ -104,9 +127,9 @@ def test_a_step_seen_whole(entry):
 
 
 def test_what_the_documentation_shows():
-    page = (Path(__file__).parents[2] / "docs/trainers.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/frameworks.md").read_text()
     names = {"jax": jax, "optax": optax, "jo": jo, "batch": jnp.ones((4, 128))}
-    blocks = re.findall(r"```python\n(.*?)```", page.partition("## Equinox")[2].partition("## Tunix")[0], re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", page.partition("## Equinox")[2].partition("## Haiku")[0], re.DOTALL)
     assert len(blocks) == 2
     for block in blocks:
         exec(block, names)

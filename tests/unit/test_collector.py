@@ -39,12 +39,12 @@ def test_the_last_of_several_threads_lets_it_go_on():
     def other():
         with collector_waits():
             inside.set()
-            leave.wait(10)
+            leave.wait(300)
 
     thread = threading.Thread(target=other)
     with collector_waits():
         thread.start()
-        assert inside.wait(10)
+        assert inside.wait(300)
     assert not gc.isenabled()
     leave.set()
     thread.join()

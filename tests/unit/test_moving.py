@@ -1,4 +1,4 @@
-"""How many groups of a state on disk are under way, by number and by bytes; the driver and the plan alike."""
+"""How many groups of a state on disk are under way, by number and by bytes."""
 
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
-from jax_offload._analysis.on_disk import AHEAD, BEHIND, HELD, Files, Group
 from jax_offload._base.jaxprs import jaxpr_of
 from jax_offload._base.on_disk import Place
 from jax_offload._drive import moving
@@ -23,29 +22,6 @@ MIB = 2**20
 )
 def test_beside_the_one_that_is_needed(mib, groups):
     assert beside(n * MIB for n in mib) == groups
-
-
-def files(*mib):
-    return Files(tuple(Group(n * MIB, n * MIB, n * MIB, n * MIB, n * MIB) for n in mib))
-
-
-@pytest.mark.parametrize(
-    ("mib", "buffers"),
-    [
-        ([64] * 16, HELD * 64),
-        ([600] * 8, 2 * 600),  # one, and one that jax lets go
-        ([300] * 8, 4 * 300),  # one is written, one computed, one read; and that
-        ([64, 64, 2000, 64, 64], 2000 + 4 * 64),  # small ones stand around it
-    ],
-)
-def test_buffers(mib, buffers):
-    assert files(*mib).buffers == buffers * MIB
-
-
-def test_what_gradients_hide():
-    drive = SimpleNamespace(seconds=lambda read, written: (read + 1000 * written) / MIB)
-    assert files(*[64] * 16).hidden(drive, 1, 1e9) == 64 * (AHEAD + 1000 * BEHIND)
-    assert files(*[600] * 16).hidden(drive, 1, 1e9) == 600 * (1 + 1000 * 1)
 
 
 class Home:

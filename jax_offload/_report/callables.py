@@ -1,0 +1,105 @@
+"""Any callable training step as a pure function, and as something that ``jax`` can trace and lower.
+
+A step of ``flax.nnx.jit`` changes its arguments in place, one of ``equinox.filter_jit`` takes and returns functions
+among its arrays, and a method, a ``functools.partial`` or a lambda calls a jitted step. All of them come down to a
+function of arrays, which returns what the step returns and what it changes.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from jax_offload._base.arrays import is_traced
+
+_JIT = type(jax.jit(lambda: None))
+_HINT = (
+    "jax_offload traces this step with its arguments, without running it. Pass everything that it reads or changes as "
+    "an argument, or pass the jitted function that it calls, step(*args)."
+)
+
+
+def is_jit(step: Any) -> bool:
+    """Whether a step is what ``jax.jit`` or ``jax_offload.jit`` returned."""
+    return isinstance(step, _JIT) or hasattr(step, "whole_step")
+
+
+def opened(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """A step without the partials and the bound methods around it, with the arguments that these add."""
+    kwargs = dict(kwargs)
+    while True:
+        if isinstance(step, functools.partial):
+            step, args, kwargs = step.func, (*step.args, *args), {**step.keywords, **kwargs}
+        elif isinstance(step, types.MethodType):
+            step, args = step.__func__, (step.__self__, *args)
+        else:
+            return step, args, kwargs
+
+
+def unwrapped(step: Any) -> Callable[..., Any]:
+    """The function under a ``jit``, which is traced again, without that ``jit``."""
+    if hasattr(step, "whole_step"):
+        return step.whole_step
+    # jax takes compiler_options in no jit inside of another
+    return step.__wrapped__ if hasattr(step, "lower") and hasattr(step, "__wrapped__") else step
+
+
+def pure(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The step as a function that returns what it changes in place too.
+
+    The function returns the step's result where that is made of arrays and no argument has changed; else a pair of
+    lists: the arrays in the result, and the arrays in the arguments that have changed.
+    """
+
+    @functools.wraps(step, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = jax.tree.leaves((args, kwargs))
+        result = step(*args, **kwargs)
+        changed = [new for old, new in zip(given, jax.tree.leaves((args, kwargs)), strict=True) if new is not old]
+        if not changed and all(map(is_traced, jax.tree.leaves(result))):
+            return result
+        return [x for x in jax.tree.leaves(result) if is_traced(x)], changed
+
+    return call
+
+
+def jitted(
+    step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
+    """A step with the methods ``trace`` and ``lower``, and the arguments that these take.
+
+    What ``jax.jit`` or ``jax_offload.jit`` returned stays as it is. Any other callable is jitted: arguments that are no
+    arrays are static, and an argument is donated where a ``jit`` inside donates all of it.
+    """
+    if is_jit(step):
+        return step, args, kwargs
+    leaves, treedef = jax.tree.flatten((args, dict(kwargs)))
+    call = pure(step)
+
+    @functools.wraps(step, updated=())
+    def of_arrays(*args: Any, **kwargs: Any) -> Any:
+        arrays = iter(jax.tree.leaves((args, kwargs)))
+        args, kwargs = jax.tree.unflatten(treedef, [next(arrays) if is_traced(x) else x for x in leaves])
+        return call(*args, **kwargs)
+
+    args, kwargs = jax.tree.unflatten(treedef, [x if is_traced(x) else None for x in leaves])
+    try:
+        traced = jax.jit(of_arrays).trace(*args, **kwargs).jaxpr.jaxpr
+    except Exception as error:
+        error.add_note(_HINT)
+        raise
+    calls = [(eqn.invars, flags) for eqn in traced.eqns if (flags := eqn.params.get("donated_invars"))]
+    donated = {v for operands, flags in calls for v, is_donated in zip(operands, flags, strict=True) if is_donated}
+    flags = iter([v in donated for v in traced.invars])
+
+    def donates(argument: Any) -> bool:
+        own = [next(flags) for _ in jax.tree.leaves(argument)]
+        return bool(own) and all(own)
+
+    positions = [k for k, x in enumerate(args) if donates(x)]
+    names = [name for name, x in sorted(kwargs.items()) if donates(x)]
+    return jax.jit(of_arrays, donate_argnums=positions, donate_argnames=names), args, kwargs

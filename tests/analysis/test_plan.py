@@ -1,0 +1,385 @@
+"""``jo.plan`` from sizes: bytes that are exact, a fit that leaves nothing out, and a verdict."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_offload as jo
+from tests.analysis.test_cli import run
+
+ADAMW, LION = optax.adamw(1e-3), optax.lion(1e-4)
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
+GIB = 2**30
+
+
+def mesh_of(devices, axis="data"):
+    """Of the CPU's devices as far as there are so many, else of none."""
+    if devices <= len(jax.devices()):
+        return jax.make_mesh((devices,), (axis,), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+    return AbstractMesh((devices,), (axis,))
+
+
+def dense(layers, width, devices=1, spec=P(), dtype="bfloat16", unrolled=False):
+    """A transformer of 12 width² a layer, in one array a kind or one a layer."""
+    place = None if devices == 1 else NamedSharding(mesh_of(devices), spec)
+    shapes = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
+    if unrolled:
+        place = None if place is None else NamedSharding(place.mesh, P(*spec[1:]))
+        return {f"layer_{k}": {n: jax.ShapeDtypeStruct(s, dtype, sharding=place) for n, s in shapes.items()}
+                for k in range(layers)}  # fmt: skip
+    return {n: jax.ShapeDtypeStruct((layers, *s), dtype, sharding=place) for n, s in shapes.items()}
+
+
+def experts(devices):
+    place = NamedSharding(mesh_of(devices), P(None, "data"))
+    leaf = lambda *shape: jax.ShapeDtypeStruct(shape, "bfloat16", sharding=place)  # noqa: E731
+    return {"attention": leaf(32, 4096, 10240), "up": leaf(32, 8, 4096, 2 * 14336), "down": leaf(32, 8, 14336, 4096)}
+
+
+def vit_g(devices):
+    place = NamedSharding(mesh_of(devices), P())
+    leaf = lambda *shape: jax.ShapeDtypeStruct(shape, "float32", sharding=place)  # noqa: E731
+    blocks = {"qkv": leaf(48, 1664, 4992), "out": leaf(48, 1664, 1664), "up": leaf(48, 1664, 8192)}
+    return {"patch": leaf(588, 1664), "blocks": blocks | {"down": leaf(48, 8192, 1664), "norm": leaf(48, 2, 1664)}}
+
+
+def unequal():
+    """Layers that double in width, as in a convolutional network, with biases that stay on the device."""
+    sizes = [2**k for k in range(8, 14)]
+    return {f"conv_{k}": {"kernel": jax.ShapeDtypeStruct((3, 3, n, 2 * n), "float32"),
+                          "bias": jax.ShapeDtypeStruct((2 * n,), "float32")} for k, n in enumerate(sizes)}  # fmt: skip
+
+
+FSDP = P(None, "data")
+MODELS = {  # about so many parameters, on so many devices
+    "1e9": (ADAMW, lambda: dense(20, 2048)),
+    "1e9, unrolled": (ADAMW, lambda: dense(20, 2048, unrolled=True)),
+    "7e9, masters": (jo.with_master_params(ADAMW), lambda: dense(32, 4096)),
+    "7e9, replicated on 8": (ADAMW, lambda: dense(32, 4096, 8)),
+    "13e9, clipped": (CLIPPED, lambda: dense(40, 5120)),
+    "13e9, FSDP on 8, unrolled": (ADAMW, lambda: dense(40, 5120, 8, FSDP, unrolled=True)),
+    "47e9 of 8 experts, on 8": (ADAMW, lambda: experts(8)),
+    "2e9, a ViT on 8": (LION, lambda: vit_g(8)),
+    "unequal layers": (CLIPPED, unequal),
+    "70e9, FSDP on 8": (jo.with_master_params(ADAMW), lambda: dense(80, 8192, 8, FSDP)),
+    "70e9, FSDP on 64": (jo.with_master_params(CLIPPED), lambda: dense(80, 8192, 64, FSDP)),
+    "405e9, FSDP on 64": (ADAMW, lambda: dense(126, 16384, 64, FSDP)),
+}
+
+
+def own(x):
+    """Bytes on one device."""
+    shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+    return int(np.prod(shape, dtype=np.int64)) * x.dtype.itemsize
+
+
+def named(row, inner):
+    """The transformation of a row, from the code that it prints."""
+    return eval(row.code.partition("; ")[0].removeprefix("tx = "), {"inner": inner, "jo": jo, "optax": optax})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_row_s_bytes_are_those_of_the_run(name):
+    """The state is where its arrays would be, and what streams is all that is in host memory, once each way."""
+    inner, params = MODELS[name][0], MODELS[name][1]()
+    found = jo.plan(inner, params, chip="h100", device_memory="400GiB", host_memory="9TB", activations="1MiB")
+    assert 2 <= len(found.options) <= 8
+    for row in found.options:
+        tx = named(row, inner)
+        state = [x for x in jax.tree.leaves(jo.abstract_state(tx, params)) if hasattr(x, "sharding")]
+        host = [own(x) for x in state if x.sharding.memory_kind == "pinned_host"]
+        parameters = sum(map(own, jax.tree.leaves(params)))
+        assert (row.parameters, row.gradients, row.state) == (
+            parameters, parameters, sum(map(own, state)) - sum(host))  # fmt: skip
+        if row.name == "cores":  # gradients come down, and new parameters go up
+            large = sum(own(x) for x in jax.tree.leaves(params) if x.size * x.dtype.itemsize >= 2**16)
+            assert (row.loaded, row.window) == (large, 0) and row.host >= sum(host) + large
+            continue
+        assert row.host == row.loaded == row.stored == sum(host)
+        windows = [w.nbytes for w in jo.placement(tx, params).windows] if host else []
+        assert row.window == min(sum(windows), row.host) or "window" not in row.code
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "64" not in name and "unrolled" not in name])
+def test_every_row_s_bytes_are_the_compiled_arguments(name):
+    inner, params = MODELS[name][0], MODELS[name][1]()
+    for row in jo.plan(inner, params).options:
+        if row.name not in ("resident", "offload", "resident ZeRO-1", "offload ZeRO-1"):
+            continue
+        tx = named(row, inner)
+        step = jax.jit(lambda p, s, g, tx=tx: jo.update_params(tx, g, s, p), donate_argnums=(0, 1))
+        placed = jax.tree.map(lambda x: x if x.sharding else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=(
+            jax.sharding.SingleDeviceSharding(jax.devices()[0]))), params)  # fmt: skip
+        compiled = step.lower(placed, jo.abstract_state(tx, placed), placed).compile()
+        arguments = compiled.memory_analysis().argument_size_in_bytes  # of both memories, on a CPU
+        assert row.parameters + row.gradients + row.state + row.host == arguments
+
+
+def test_abstract_meshes_of_both_kinds_and_real_ones_agree():
+    """An AbstractMesh has Explicit axes unless told otherwise: windows used to be counted whole there."""
+    meshes = [jax.make_mesh((8,), ("data",), axis_types=(kind,)) for kind in (AxisType.Auto, AxisType.Explicit)]
+    meshes += [AbstractMesh((8,), ("data",), axis_types=(kind,)) for kind in (AxisType.Auto, AxisType.Explicit)]
+
+    def rows(mesh):
+        params = {"w": jax.ShapeDtypeStruct((16, 1024, 4096), "bfloat16", sharding=NamedSharding(mesh, FSDP))}
+        return jo.plan(CLIPPED, params, chip="h100", tokens_per_step=4096, activations="1GiB").options
+
+    first, *others = map(rows, meshes)
+    assert all(other == first for other in others)
+    assert first[1].window <= first[1].host / 8
+
+
+@pytest.mark.parametrize("options", [[], ["--replicated"], ["--layers", "80"], ["--master", "float32", "--clip"]])
+def test_the_command_gives_the_same_figures(options):
+    """The same question in both forms; the number in each spelling."""
+    keywords = {"replicated": "--replicated" in options, "layers": 80 if "--layers" in options else None}
+    tx = jo.with_master_params(CLIPPED) if "--clip" in options else ADAMW
+    given = {"chip": "h100", "devices": 8, "tokens_per_step": 131072, "device_memory": "80GiB", **keywords}
+    found = jo.plan(tx, "70B", **given).to_dict()
+    for model in ["70B"], ["70e9"], ["--params", "70e9"], ["--params", "70B"]:
+        asked = "--chip h100 --devices 8 --tokens 131072 --device-memory 80GiB --json".split()
+        said = run("plan", *model, *asked, *options)
+        printed = json.loads(said.stdout)
+        for ours, theirs in zip(found["options"], printed["options"], strict=True):
+            assert {k: v for k, v in ours.items() if k != "code"} == {k: v for k, v in theirs.items() if k != "code"}
+        assert (found["verdict"], found["recommended"]) == (printed["verdict"], printed["recommended"])
+
+
+def test_fits_counts_what_jax_takes(monkeypatch):
+    """Three quarters of the device by default, less 5 %; on a TPU all of it."""
+    params = {"w": jax.ShapeDtypeStruct((64, 4096, 4096), "bfloat16")}  # 2 GiB; resident 8 GiB
+
+    def usable(**kwargs):
+        return jo.plan(ADAMW, params, activations="1MiB", **kwargs)
+
+    assert usable(device_memory="80GiB").usable == int(80 * GIB * 0.75 * 0.95)
+    assert usable(device_memory="16GiB", chip="v5e").usable == int(16 * GIB * 0.95)
+    limit = (8 * GIB + 2**21) / 0.95
+    for share in ("0.5", "0.75", "0.9"):
+        monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", share)
+        over, under = (usable(device_memory=int(limit / float(share) + n)) for n in (-(2**22), 2**22))
+        assert (over["resident"].fits, under["resident"].fits) == (False, True)
+        assert f"jax takes {float(share):.0%} (XLA_PYTHON_CLIENT_MEM_FRACTION)" in str(over).replace("\n  ", " ")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "much")
+    with pytest.raises(ValueError, match=r"XLA_PYTHON_CLIENT_MEM_FRACTION: expected a share .* got 'much'"):
+        usable(device_memory="80GiB")
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+    assert usable(device_memory="80GiB").usable == int(80 * GIB * 0.95)
+
+
+@pytest.mark.parametrize("memory", [None, "80GiB", "80GB", "61GiB"])
+def test_nothing_fits_while_a_part_is_missing(memory):
+    """Without activations a row says below what they have to stay."""
+    params = {"layers": jax.ShapeDtypeStruct((40, 5120, 65000), "bfloat16")}
+    found = jo.plan(jo.offload(ADAMW), params, chip="h100", tokens_per_step=65536, device_memory=memory)
+    assert not any(row.fits for row in found.options)
+    for row in found.options:
+        assert row.activations is None and row.room == found.usable - row.peak
+        assert (row.fits is False) == (row.room < 0)
+        assert row.fits is False or row.why.startswith("if activations stay below ")
+    assert "fraction" not in [row.name for row in found.options]
+    assert "Give activations, or layers, width and tokens" in found.verdict or "give activations" in found.verdict or (
+        found.recommended is None)  # fmt: skip
+
+
+def test_activations_follow_from_layers_width_and_tokens():
+    """The inputs of 32 layers, and 17 elements a token and column for the one that is recomputed; else absent."""
+    params = dense(32, 4096)
+    found = jo.plan(ADAMW, params, chip="h200", tokens_per_step=65536, layers=32, width=4096)
+    assert found["resident"].activations == 65536 * 4096 * 2 * (32 + 17)
+    assert "checkpoint around each of 32 layers" in " ".join(found.assumptions)
+    for some in {"layers": 32, "width": 4096}, {"tokens_per_step": 65536, "layers": 32}, {}:
+        assert jo.plan(ADAMW, params, chip="h200", **some)["resident"].activations is None
+    sharded = jo.plan(ADAMW, dense(32, 4096, 8, FSDP), chip="h200", tokens_per_step=65536, layers=32, width=4096)
+    gathered = 3 * 12 * 4096**2 * 2  # two layers' parameters and a gradient are whole on a device
+    assert sharded["resident"].activations == 8192 * 4096 * 2 * (32 + 17) + gathered
+
+
+def test_device_memory_solves_for_the_smallest_fraction():
+    """16 layers apart; a hundredth less does not fit."""
+    params = dense(16, 2048, unrolled=True)
+    memory = int((params_bytes := 2 * 16 * 12 * 2048**2) * 2.8 / (0.75 * 0.95))
+    found = jo.plan(ADAMW, params, device_memory=memory, activations=0.1 * GIB, chip="h100", tokens_per_step=512)
+    row = found["fraction"]
+    assert row.fits and found.recommended is row and found["resident"].fits is False
+    share = float(row.code.partition("fraction=")[2].partition(")")[0])
+    assert 0 < share < 1 and row.parameters == params_bytes
+    less = jo.plan(jo.offload(ADAMW, fraction=share - 0.02), params, device_memory=memory, activations=0.1 * GIB)
+    assert less["as given"].fits is False
+    assert jo.plan(named(row, ADAMW), params, device_memory=memory, activations=0.1 * GIB)["as given"].peak == row.peak
+    assert row.added < found["offload"].added
+
+
+def test_a_smaller_window_where_the_usual_one_is_what_does_not_fit():
+    params = dense(32, 4096)
+    whole = jo.plan(ADAMW, params, activations="1GiB", device_memory="400GiB")["offload"]
+    memory = int((whole.peak - whole.window // 2) / (0.75 * 0.95))
+    found = jo.plan(ADAMW, params, activations="1GiB", device_memory=memory)
+    row = found["window"]
+    assert row.fits and found["offload"].fits is False and found.recommended is row
+    assert 0.4 * whole.window < row.window <= 0.5 * whole.window and f"window={row.window}" in row.code
+
+
+def test_resident_zero_1_is_a_row_and_comes_before_offloading():
+    found = jo.plan(ADAMW, dense(32, 4096, 8), chip="h100", activations="10GiB", tokens_per_step=65536)
+    assert [row.name for row in found.options][:4] == ["resident", "resident ZeRO-1", "offload", "offload ZeRO-1"]
+    assert found["resident"].fits is False and found.recommended.name == "resident ZeRO-1"
+    assert found.recommended.state == pytest.approx(found["resident"].state / 8, rel=1e-3)
+    assert "fraction=0.0" in found.recommended.code and "shard_over='data'" in found.recommended.code
+
+
+def test_parameters_that_are_whole_on_every_device_are_told_to_be_divided():
+    found = jo.plan(ADAMW, "70B", devices=8, replicated=True, chip="h100", tokens_per_step=65536)
+    assert found.recommended is None
+    assert "Divide the parameters over the devices (FSDP): offload then takes 33." in found.verdict
+    apart = jo.plan(ADAMW, "70B", devices=8, chip="h100", tokens_per_step=65536)
+    assert apart.recommended.name == "offload" and apart["offload"].peak / GIB == pytest.approx(33.6, abs=0.1)
+    assert "divided over the devices (FSDP)" in str(apart).replace("\n  ", " ")
+
+
+def test_what_changes_numbers_is_marked_and_comes_last():
+    """8 bits only where no other row fits; here the host's memory is what is short."""
+    params = {"w": jax.ShapeDtypeStruct((16, 4096, 4096), "float32")}  # 1 GiB, moments 2 GiB
+    given = {"chip": "h100", "activations": "1GiB", "tokens_per_step": 512, "device_memory": "5GiB"}
+    enough = jo.plan(ADAMW, params, host_memory="3GiB", **given)
+    assert all(row.same_numbers for row in enough.options) and enough.recommended.name == "offload"
+    short = jo.plan(ADAMW, params, host_memory="1GiB", **given)
+    assert short.recommended.name == "int8 moments" and not short.recommended.same_numbers
+    assert "changes the numbers, as nothing else fits" in short.verdict and "int8 moments *" in str(short)
+    assert short["offload"].why == "host: 1.10 GiB over"
+    asked = jo.plan(jo.offload(ADAMW, storage="bfloat16"), params, **given)
+    assert not asked["as given"].same_numbers and asked["resident"].same_numbers
+
+
+def test_the_machine_that_asks_does_not_count(monkeypatch, tmp_path):
+    """Its memory, its disk, its cgroup: the question is about an H100."""
+    from jax_offload._analysis import host
+
+    first = jo.plan(CLIPPED, "13B", chip="h100", tokens_per_step=16384)
+    monkeypatch.setattr(host, "host_memory", lambda *_: pytest.fail("the host was asked for its memory"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert jo.plan(CLIPPED, "13B", chip="h100", tokens_per_step=16384) == first
+    assert first.host_memory == jo.chip("h100").dram_bytes
+    assert not any("disk" in line for line in str(first).splitlines())
+
+
+def test_clipping_is_hidden_by_the_next_forward_pass():
+    """An update that waits for the norm of all gradients is hidden by nothing; pipelined by a third of the step."""
+    found = jo.plan(CLIPPED, "13B", chip="h100", tokens_per_step=16384)
+    moved = found["offload"].link
+    assert moved == pytest.approx(4 * 13e9 / 50e9, rel=1e-3)
+    assert found["offload"].added == pytest.approx(moved)
+    assert found["pipelined"].added == pytest.approx(moved - found.compute / 3)
+    assert found.compute == pytest.approx(6 * 13e9 * 16384 / 650e12, rel=1e-3)
+    assert found.recommended.name == "pipelined" and "jo.pipelined" in found.recommended.code
+    plain = jo.plan(ADAMW, "13B", chip="h100", tokens_per_step=16384)
+    assert "pipelined" not in [row.name for row in plain.options]
+    assert plain["offload"].added == 0 and plain["offload"].hidden_from == pytest.approx(13000, rel=0.01)
+
+
+def test_one_model_of_time_with_the_timeline():
+    """The same figures of the chip: what the roofline says of a copy is what the timeline plays."""
+    h100 = jo.chip("h100")
+    slow = dataclasses.replace(h100, host_link=h100.host_link / 2, host_link_both=h100.host_link_both / 2)
+    fast, half = (jo.plan(CLIPPED, "1B", chip=chip, tokens_per_step=4096)["offload"].link for chip in (h100, slow))
+    assert half == pytest.approx(2 * fast)
+
+
+def test_what_is_printed():
+    """Two sentences and a line of code, eight rows at most, then inputs."""
+    found = jo.plan(CLIPPED, "13B", chip="h100", device_memory="80GiB", tokens_per_step=16384)
+    text = str(found)
+    verdict, table, rest = text.replace("  tx", "\n\n  tx", 1).partition("GiB on one device:")[0], *(
+        text.partition("GiB on one device:")[2].split("\n\n", 1))  # fmt: skip
+    assert found.verdict.count(". ") == 1 and found.recommended.code in verdict
+    assert len(table.strip().splitlines()) <= 9 and len(text.split()) < 300
+    assert "13,000,0" in rest or "12,999,9" in rest
+    assert "in bfloat16; state in bfloat16, 4 bytes a parameter" in rest.replace("\n  ", " ")
+    assert "a model, not measured" in rest and "headroom of 5%" in rest.replace("\n  ", " ")
+    assert len(found.describe(verbose=True)) > len(text) and found.describe(verbose=True).startswith(text)
+    assert found._repr_html_().count("<tr>") == 1 + 1 + len(found.options)
+    json.dumps(found.to_dict())
+    with pytest.raises(KeyError, match="'fast' is none of"):
+        found["fast"]
+
+
+def test_a_disk_where_it_is_asked_for():
+    """All of the state; of the window at a time nothing is known, so that it does not fit for certain."""
+    found = jo.plan(ADAMW, "13B", chip="h100", disk=True, tokens_per_step=65536, activations="1GiB")
+    row = found["disk"]
+    assert row.disk == pytest.approx(4 * 13e9, rel=1e-3) and row.host == 0
+    assert row.fits is None and row.missing == ("the window",)
+    assert "disk" not in [r.name for r in jo.plan(ADAMW, "13B", chip="h100").options]
+    assert "disk=" in row.code
+
+
+def test_what_is_given_counts():
+    """Options of an offload are kept; a chain around one is taken as it is."""
+    given = jo.plan(jo.offload(ADAMW, fraction=0.5, window=2**28), "7B", chip="h100")
+    assert [row.name for row in given.options][:2] == ["resident", "as given"]
+    assert "fraction=0.5, window=268435456" in given["as given"].code
+    chain = jo.plan(optax.chain(optax.clip_by_global_norm(1.0), jo.offload(ADAMW)), "7B", chip="h100")
+    assert [row.name for row in chain.options] == ["as given"]
+    assert chain["as given"].host == jo.plan(ADAMW, "7B", chip="h100")["offload"].host
+    steps = jo.plan(optax.MultiSteps(ADAMW, 4), "7B")
+    assert steps["resident"].state > jo.plan(ADAMW, "7B")["resident"].state
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "says"),
+    [
+        ({"chip": "h900"}, "chip: 'h900' is not known. Known: a100"),
+        ({"tokens_per_step": 0}, "tokens_per_step: expected a whole number, 1 or more; got 0"),
+        ({"tokens_per_step": float("nan")}, "tokens_per_step: expected a whole number"),
+        ({"device_memory": "much"}, "device_memory: expected a number of bytes, or text"),
+        ({"host_memory": -1}, "host_memory: expected a number of bytes"),
+        ({"activations": "lots"}, "activations: expected a number of bytes"),
+        ({"layers": 0}, "layers: expected a whole number, 1 or more; got 0"),
+        ({"flops_per_token": -1.0}, "flops_per_token: expected a number above 0; got -1.0"),
+        ({"target": "h200"}, "target: compiles a step, plan.make, tx, target='h200'"),
+    ],
+)
+def test_what_is_wrong_is_told(kwargs, says):
+    with pytest.raises(ValueError, match=says):
+        jo.plan(ADAMW, {"w": jax.ShapeDtypeStruct((1024, 1024), "float32")}, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("params", "kwargs", "says"),
+    [
+        ("13X", {}, 'params: expected how many there are, 13e9 or "13B"'),
+        (0, {}, "params: expected how many"),
+        (float("inf"), {}, "params: expected how many"),
+        (1e9, {"devices": 0}, "devices: expected a whole number"),
+        (1e9, {"devices": 7, "width": 4096}, "width: 7 devices do not divide 4096 columns"),
+        (1e9, {"param_dtype": "int8"}, "param_dtype: expected a floating dtype"),
+        (1e6, {"layers": 80, "width": 9999}, "are too few for 80 layers of width 9999"),
+    ],
+)
+def test_a_model_that_a_number_describes(params, kwargs, says):
+    with pytest.raises(ValueError, match=says):
+        jo.plan(ADAMW, params, **kwargs)
+
+
+@pytest.mark.parametrize("n", [1e9, 13e9, 70e9, 405e9])
+@pytest.mark.parametrize("devices", [1, 8, 24, 64])
+def test_a_model_has_as_many_parameters_as_were_asked_for(n, devices):
+    found = jo.plan(ADAMW, n, devices=devices)
+    assert found["resident"].parameters * devices == pytest.approx(2 * n, rel=1e-3)
+
+
+def test_types_that_are_wrong():
+    with pytest.raises(TypeError, match=r"tx: expected .*adamw.*Call it first: adamw\("):
+        jo.plan(optax.adamw, {"w": jnp.ones((2, 2))})
+    with pytest.raises(TypeError, match="plan takes arrays"):
+        jo.plan(ADAMW, {"w": 3.0})
+    with pytest.raises(TypeError, match="expected the parameters alone; got 2 arguments"):
+        jo.plan(ADAMW, {"w": jnp.ones((2, 2))}, 3)

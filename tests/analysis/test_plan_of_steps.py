@@ -1,0 +1,167 @@
+"""``jo.plan(make, tx)``: the rows of a step of yours, compiled for a chip that need not be there."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jax_offload as jo
+from tests.aot import steps
+from tests.aot.cases import device_sharding
+from tests.aot.harness import H200, require
+from tests.aot.model import ADAMW, CLIPPED, loss, parameters, step_of
+
+NAMES = ["resident", "offload", "cores"]
+
+
+def maker(layers=8, width=512, tokens=256, stacked=True):
+    def make(tx):
+        params = parameters(layers, width, stacked, device_sharding(H200))
+        batch = jax.ShapeDtypeStruct((tokens, width), jnp.float32, sharding=device_sharding(H200))
+        return step_of(tx, loss, update_params=True), params, jo.abstract_state(tx, params), batch
+
+    return make
+
+
+def test_without_a_target_only_what_is_exact():
+    """The parameters are those that the state is made of; how much a step takes is not known."""
+    found = jo.plan(maker(), ADAMW, chip="h100", device_memory="1GiB")
+    sizes = jo.plan(ADAMW, parameters(8, 512, True, None), chip="h100", device_memory="1GiB")
+    assert [row.name for row in found.options] == NAMES
+    assert [row.peak for row in found.options] == [row.peak for row in sizes.options]
+    assert all(row.fits is None for row in found.options)
+    assert "pip install 'jax_offload[aot]'" in str(found) and "target=" in str(found)
+
+
+@pytest.mark.parametrize("inner", [ADAMW, CLIPPED], ids=["adamw", "clipped"])
+def test_each_row_is_what_inspect_finds(inner):
+    require(H200)
+    make, target = maker(), H200
+    found = jo.plan(make, inner, target=target)
+    assert [row.name for row in found.options] == (
+        NAMES if inner is ADAMW else ["resident", "offload", "pipelined", "cores"])  # fmt: skip
+    step, *args = make(inner)
+    resident = jo.inspect(jax.jit(step, donate_argnums=(0, 1)), *args, target=target)
+    step, *args = make(jo.offload(inner))
+    offload = jo.inspect(jo.jit(step, donate_argnums=(0, 1)), *args, target=target)
+    assert (found["resident"].peak, found["offload"].peak) == (resident.peak, offload.peak)
+    assert found["offload"].host == offload.host == 2 * 8 * 512**2 * 4
+    assert found["offload"].added == offload.timeline.exposed and found["offload"].compiled == H200
+    if inner is CLIPPED:
+        turned = jo.inspect(jo.pipelined(step, donate_argnames=("params", "state")), *args, target=target)
+        assert found["pipelined"].peak == turned.peak
+    for row in found.options:
+        assert row.peak == row.parameters + row.gradients + row.state + row.window + row.activations
+
+
+STEPS = {
+    "stacked": maker(),
+    "unrolled": maker(stacked=False),
+    "many tokens": maker(4, 512, 8192),
+    "mixture of experts": steps.mixture(2, 512, 4, 1024, 512),
+    "ViT": steps.vit(layers=2, width=256, heads=4, images=4),
+    "clipped": maker(),
+}
+
+
+@pytest.mark.long("compiles six steps, each in several forms, for an H200")
+@pytest.mark.parametrize("name", STEPS)
+def test_fits_agrees_with_the_compiler(name, monkeypatch):
+    """No row that is said to fit is over what jax has; none within a tenth below it is refused."""
+    require(H200)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")
+    given, inner = STEPS[name], CLIPPED if name == "clipped" else ADAMW
+    make = given if callable(given) else remade(given)
+    known = jo.plan(make, inner, target=H200, device_memory="100GiB")
+    for row in known.options:
+        if row.name not in ("resident", "offload", "pipelined"):
+            continue
+        for share, fits in ((0.9, True), (0.94, True), (1.0, False), (1.1, False)):  # of what jax has, that it takes
+            memory = int(row.peak / share / 0.75)
+            tried = jo.plan(make, inner, target=H200, device_memory=memory)
+            judged = tried[row.name]
+            assert judged.peak == row.peak and judged.fits is fits
+            assert tried.recommended is None or tried.recommended.peak <= 0.75 * memory
+
+
+def remade(model):
+    """``make`` of a step that the models have with an optimizer already."""
+    loss_of = model.step.__closure__
+    of = next(cell.cell_contents for cell in loss_of if callable(cell.cell_contents) and not hasattr(
+        cell.cell_contents, "init") and not hasattr(cell.cell_contents, "keywords"))  # fmt: skip
+
+    def make(tx):
+        params, _, batch = model.args
+        return step_of(tx, of), params, jo.abstract_state(tx, params), batch
+
+    return make
+
+
+def test_the_smallest_fraction_that_fits_is_compiled_too():
+    require(H200)
+    make = maker(16, 512, stacked=False)
+    whole = jo.plan(make, ADAMW, target=H200)
+    peak = (whole["resident"].peak + whole["offload"].peak) // 2
+    found = jo.plan(make, ADAMW, target=H200, device_memory=int(peak / 0.75 / 0.95))
+    row = found["fraction"]
+    assert row.fits and row.compiled == H200 and found["resident"].fits is False
+    assert whole["offload"].peak < row.peak <= peak and row.host < whole["offload"].host
+
+
+def test_a_train_state():
+    """Flax's, the only argument that comes back."""
+    require(H200)
+    params = parameters(4, 512, True, device_sharding(H200))
+
+    def make(tx):
+        count = jax.ShapeDtypeStruct((), jnp.int32, sharding=device_sharding(H200))
+        state = TrainState(step=count, apply_fn=loss, params=params, tx=tx, opt_state=jo.abstract_state(tx, params))
+
+        def step(state, batch):
+            value, grads = jax.value_and_grad(loss)(state.params, batch)
+            new, opt_state = jo.update_params(tx, grads, state.opt_state, state.params)
+            return state.replace(step=state.step + 1, params=new, opt_state=opt_state), value
+
+        return step, state, jax.ShapeDtypeStruct((64, 512), jnp.float32, sharding=device_sharding(H200))
+
+    found = jo.plan(make, ADAMW, target=H200)
+    assert found["offload"].peak < found["resident"].peak
+    assert found["resident"].peak >= 4 * 4 * 512**2 * 4  # parameters, gradients and moments: all donated, none twice
+
+
+def test_sharded_over_eight_devices():
+    """Bytes are those of one device, in the exact parts and as compiled."""
+    require(H200)
+    from tests.aot.harness import mesh_for
+
+    mesh = mesh_for(H200, (4,), ("data",))
+
+    def make(tx):
+        params = parameters(4, 1024, True, NamedSharding(mesh, PartitionSpec(None, "data"), memory_kind="device"))
+        x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))
+        return step_of(tx, loss, update_params=True), params, jo.abstract_state(tx, params), x
+
+    found = jo.plan(make, ADAMW, target=H200)
+    assert found.devices == 4 and found["offload"].host == 2 * 4 * 1024**2 * 4 // 4
+    assert found["offload"].peak < found["resident"].peak
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "says"),
+    [
+        (lambda tx: 3, TypeError, r"make\(tx\) is to return \(step, \*arguments\).*got a int"),
+        (lambda tx: (lambda p: p, 1, 2), TypeError, r"cannot be called with the 2 argument\(s\)"),
+        (lambda tx: (lambda p: p, jnp.ones(2)), ValueError, "make: it has made no state .* jo.abstract_state"),
+    ],
+)  # fmt: skip
+def test_what_is_told(make, error, says):
+    with pytest.raises(error, match=says):
+        jo.plan(make, optax.adamw(1e-3))
+
+
+def test_a_step_alone_is_told_what_to_give():
+    step, params, state, x = maker()(jo.offload(ADAMW))
+    with pytest.raises(TypeError, match=r"plan\(make, tx\).*jo.inspect\(step, \*args, target="):
+        jo.plan(step, params, state, x)

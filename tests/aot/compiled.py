@@ -1,0 +1,341 @@
+"""The table of compiled steps that no change may make worse: peaks, bytes and overlap, as ``jo.inspect`` reads them.
+
+``python -m tests.aot.compiled`` compiles every row and prints it beside the stored one; ``--write`` stores the result
+in ``compiled.json``; words select the rows whose names contain them. ``test_compiled.py`` compiles the rows and
+compares. Nothing runs: the compiler's figures are exact, the step times are simulated from its schedule.
+"""
+
+import tests.conftest  # noqa: F401, I001  (first: it sets up jax's CPU devices)
+import dataclasses
+import functools
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+import jax_offload as jo
+from tests.aot import zoo
+from tests.aot.model import loss as toy_loss
+from tests.aot.model import two_by_two
+
+TABLE = Path(__file__).with_name("compiled.json")
+MIB = 2**20
+H200, V5E = "h200", "v5e:1x1"
+PEAK, EXPOSED = 0.03, 0.05  # how much worse a row may become, as shares of the peak and of the link's time
+
+INT8 = {"mu": "int8", "nu": "uint8"}
+ADAMW = optax.adamw(1e-3)
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
+OUTSIDE = lambda **options: optax.chain(optax.clip_by_global_norm(1.0), jo.offload(ADAMW, **options))  # noqa: E731
+
+Tree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One compiled step.
+
+    Attributes:
+      model: a key of ``MODELS`` or ``TWO``.
+      tokens: tokens per step and device.
+      optimizer: a name that says the options, and what makes the optimizer.
+      way: ``"jit"``, ``"jo.jit"``, ``"pipelined"`` or ``"pipelined, gradients on the host"``.
+      target: the chip.
+      mesh: ``""`` for one device; ``"fsdp"``, ``"zero-1"`` or ``"replicated"`` for four.
+    """
+
+    model: str
+    tokens: int
+    optimizer: tuple[str, Callable[[], Any]]
+    way: str = "jo.jit"
+    target: str = H200
+    mesh: str = ""
+
+    @property
+    def name(self) -> str:
+        where = self.target + (f" x4 {self.mesh}" if self.mesh else "")
+        return " | ".join((self.model, f"{self.tokens} tokens", self.optimizer[0], self.way, where))
+
+
+def stack(layers: int, *shape: int) -> Callable[[], tuple[Tree, Any, Any]]:
+    loss = two_by_two if len(shape) == 3 else toy_loss
+    params = {"w": (layers, *shape)}
+    return lambda: (params, lambda tokens: ((tokens, shape[-1]), jnp.float32), loss)
+
+
+def unrolled(layers: int, width: int) -> Callable[[], tuple[Tree, Any, Any]]:
+    params = {f"w{k:03d}": (width, width) for k in range(layers)}
+    return lambda: (params, lambda tokens: ((tokens, width), jnp.float32), toy_loss)
+
+
+def transformer(
+    layers: int, width: int, heads: int, hidden: int, vocab: int, *, experts: int = 0
+) -> Callable[[], tuple[Tree, Any, Any]]:
+    """Blocks in one scan, tied embeddings, gated MLPs; with ``experts``, each token goes to the best of them."""
+    size = width // heads
+    block = {"norm_1": (width,), "qkv": (width, 3 * width), "o": (width, width), "norm_2": (width,)}
+    e = (experts,) if experts else ()
+    block |= {"gate": (*e, width, hidden), "up": (*e, width, hidden), "down": (*e, hidden, width)}
+    block |= {"router": (width, experts)} if experts else {}
+    params = {"embed": (vocab, width), "norm": (width,), "blocks": {k: (layers, *s) for k, s in block.items()}}
+
+    def mlp(y: jax.Array, p: Tree) -> jax.Array:
+        if not experts:
+            return (jax.nn.gelu(y @ p["gate"]) * (y @ p["up"])) @ p["down"]
+        tokens = y.reshape(experts, -1, width)  # as many for each, as a balanced router gives them
+        share = jax.nn.softmax((tokens @ p["router"]).astype(jnp.float32)).max(-1, keepdims=True).astype(y.dtype)
+        h = jax.nn.silu(jnp.einsum("etw,ewh->eth", tokens, p["gate"])) * jnp.einsum("etw,ewh->eth", tokens, p["up"])
+        return (jnp.einsum("eth,ehw->etw", h, p["down"]) * share).reshape(y.shape)
+
+    def apply(x: jax.Array, p: Tree) -> jax.Array:
+        p = {k: w.astype(x.dtype) for k, w in p.items()}
+        y = (zoo.norm(x, p["norm_1"]) @ p["qkv"]).reshape(*x.shape[:2], 3, heads, size)
+        x = x + zoo.attend(y[:, :, 0], y[:, :, 1], y[:, :, 2], True).reshape(x.shape) @ p["o"]
+        return x + mlp(zoo.norm(x, p["norm_2"]), p)
+
+    def loss(params: Tree, tokens: jax.Array) -> jax.Array:
+        embed = params["embed"].astype(jnp.bfloat16)
+        body = jax.checkpoint(apply)
+        x, _ = jax.lax.scan(lambda x, p: (body(x, p), None), embed[tokens[:, :-1]], params["blocks"])
+        return zoo.nats(zoo.norm(x, params["norm"]), embed.T, tokens[:, 1:])
+
+    return lambda: (params, lambda tokens: ((tokens // zoo.CONTEXT, zoo.CONTEXT + 1), jnp.int32), loss)
+
+
+def of_zoo(name: str) -> Callable[[], tuple[Tree, Any, Any]]:
+    def built() -> tuple[Tree, Any, Any]:
+        model = zoo.MODELS[name]()
+        return model.params, model.batch, model.loss
+
+    return built
+
+
+MODELS: dict[str, tuple[Callable[[], tuple[Tree, Any, Any]], Any]] = {
+    "24x4096^2 scanned": (stack(24, 4096, 4096), jnp.float32),
+    "12x(2x4096^2) scanned": (stack(12, 2, 4096, 4096), jnp.float32),
+    "24x4096^2 scanned, bfloat16": (stack(24, 4096, 4096), jnp.bfloat16),
+    "24x4096^2 unrolled": (unrolled(24, 4096), jnp.float32),
+    "12x4096^2 unrolled": (unrolled(12, 4096), jnp.float32),
+    "12x4096^2 scanned": (stack(12, 4096, 4096), jnp.float32),
+    "GPT 1.3B scanned": (transformer(24, 2048, 16, 5504, 50304), jnp.float32),
+    "Gemma 2B scanned": (transformer(18, 2048, 8, 16384, 256128), jnp.float32),
+    "MoE scanned": (transformer(8, 2048, 16, 5504, 32000, experts=8), jnp.float32),
+    "ViT": (of_zoo("vit"), jnp.float32),
+    "GPT unrolled, bfloat16": (of_zoo("gpt"), jnp.bfloat16),
+    "ConvNet, bfloat16": (of_zoo("convnet"), jnp.bfloat16),
+    "MLP with biases and norms": (of_zoo("mlp"), jnp.float32),
+}
+
+
+def network(params: jax.Array, x: jax.Array) -> jax.Array:
+    layer = jax.checkpoint(lambda x, w: jnp.tanh(x @ w))
+    return jax.lax.scan(lambda x, w: (layer(x, w), None), x, params)[0]
+
+
+def both(a: jax.Array, b: jax.Array, x: jax.Array) -> jax.Array:
+    return (network(b, network(a, x)) ** 2).mean()
+
+
+def simultaneous(tx: Any, ty: Any) -> Callable[..., Any]:
+    """Two networks, an optimizer for each, both updated from one backward pass."""
+
+    def step(a: Tree, b: Tree, s: Tree, t: Tree, x: Any) -> Any:
+        ga, gb = jax.grad(both, (0, 1))(a, b, x)
+        (a, s), (b, t) = jo.update_params(tx, ga, s, a), jo.update_params(ty, gb, t, b)
+        return a, b, s, t
+
+    return step
+
+
+def alternating(tx: Any, ty: Any) -> Callable[..., Any]:
+    """Two networks, the second one's gradient taken where the first one is new, as in a GAN."""
+
+    def step(a: Tree, b: Tree, s: Tree, t: Tree, x: Any) -> Any:
+        a, s = jo.update_params(tx, jax.grad(both)(a, b, x), s, a)
+        b, t = jo.update_params(ty, jax.grad(both, 1)(a, b, x), t, b)
+        return a, b, s, t
+
+    return step
+
+
+PAIR = "two networks of 12x4096^2"
+TWO = {f"{PAIR}, simultaneous": simultaneous, f"{PAIR}, alternating": alternating}
+RESIDENT = ("resident", lambda: ADAMW)
+OFFLOAD = ("adamw", lambda: jo.offload(ADAMW))
+CLIP = ("clipped adamw", lambda: jo.offload(CLIPPED))
+CLIP_OUTSIDE = ("clip, adamw", OUTSIDE)
+HALF = ("adamw, fraction 0.5", lambda: jo.offload(ADAMW, fraction=0.5))
+TENTH = ("adamw, fraction 0.1", lambda: jo.offload(ADAMW, fraction=0.1))
+EIGHT = ("adamw, int8", lambda: jo.offload(ADAMW, storage=INT8))
+MASTERS = ("masters of adamw", lambda: jo.offload(jo.with_master_params(ADAMW)))
+ZERO = ("adamw, ZeRO-1", lambda: jo.offload(ADAMW, shard_over="data"))
+CORES = ("adamw on the cores", lambda: jo.offload(ADAMW, update_on="host"))
+DISK = ("adamw on disk", lambda: jo.offload(ADAMW, disk=jo.disk(tempfile.mkdtemp())))
+FACTORED = ("adafactor", lambda: jo.offload(optax.adafactor(1e-3)))
+LAMB = ("lamb", lambda: jo.offload(optax.lamb(1e-3)))
+
+SCANNED, PAIRS = "24x4096^2 scanned", "12x(2x4096^2) scanned"
+LAYERS, TWELVE = "24x4096^2 unrolled", "12x4096^2 unrolled"
+MANY = 16384
+ROWS = [
+    *(Row(SCANNED, tokens, RESIDENT, "jit") for tokens in (512, MANY)),
+    Row(LAYERS, 512, RESIDENT, "jit"),
+    *(Row(SCANNED, tokens, OFFLOAD, way) for tokens in (512, MANY) for way in ("jit", "jo.jit")),
+    *(Row(LAYERS, tokens, OFFLOAD, way) for tokens in (512, MANY) for way in ("jit", "jo.jit")),
+    Row(LAYERS, 32768, OFFLOAD, "jit"),
+    Row(SCANNED, 512, CLIP, "jit"),
+    Row(SCANNED, 512, CLIP_OUTSIDE, "jit"),
+    Row(LAYERS, 512, CLIP, "jit"),
+    Row(PAIRS, MANY, ("resident, clipped", lambda: CLIPPED), "jit"),
+    *(Row(PAIRS, tokens, CLIP, "pipelined") for tokens in (MANY, 32768)),
+    Row(PAIRS, MANY, CLIP, "pipelined, gradients on the host"),
+    Row(TWELVE, MANY, CLIP, "pipelined"),
+    Row(PAIRS, MANY, ("clipped adamw, int8", lambda: jo.offload(CLIPPED, storage=INT8)), "pipelined"),
+    *(Row(TWELVE, MANY, each) for each in (HALF, TENTH)),
+    *(Row(SCANNED, MANY, each) for each in (EIGHT, FACTORED, LAMB)),
+    *(Row("24x4096^2 scanned, bfloat16", MANY, MASTERS, way) for way in ("jit", "jo.jit")),
+    Row("GPT 1.3B scanned", MANY, RESIDENT, "jit"),
+    Row("GPT 1.3B scanned", MANY, OFFLOAD),
+    Row("GPT 1.3B scanned", MANY, CLIP, "pipelined"),
+    Row("Gemma 2B scanned", MANY, OFFLOAD),
+    Row("MoE scanned", MANY, OFFLOAD),
+    *(Row("ViT", MANY, OFFLOAD, way) for way in ("jit", "jo.jit")),
+    *(Row("GPT unrolled, bfloat16", MANY, OFFLOAD, way) for way in ("jit", "jo.jit")),
+    Row("ConvNet, bfloat16", MANY, OFFLOAD, "jit"),
+    Row("MLP with biases and norms", MANY, OFFLOAD),
+    *(Row("12x4096^2 scanned", 512, each) for each in (CORES, DISK)),
+    Row(TWELVE, 512, CORES),
+    *(Row("12x4096^2 scanned", 512, OFFLOAD, "jo.jit", H200, mesh) for mesh in ("fsdp", "replicated")),
+    Row("12x4096^2 scanned", 512, ZERO, "jo.jit", H200, "zero-1"),
+    Row("12x4096^2 scanned", 512, ("clipped adamw", lambda: jo.offload(CLIPPED)), "pipelined", H200, "fsdp"),
+    *(Row("12x4096^2 scanned", 512, OFFLOAD, way, V5E) for way in ("jit", "jo.jit")),
+    *(Row(model, MANY, OFFLOAD) for model in TWO),
+]
+
+
+@functools.cache
+def mesh_of(n: int) -> Mesh:
+    """Devices that stand for the chip's: ``inspect`` takes the chip from ``target``."""
+    return Mesh(np.array(jax.devices("cpu")[:n]), ("data",))
+
+
+def abstract(row: Row) -> tuple[Tree, Any, Any]:
+    """Parameters and a batch, abstract, and the loss."""
+    built, dtype = MODELS[row.model]
+    shapes, batch_of, loss = built()
+    n = 4 if row.mesh else 1
+    mesh = mesh_of(n)
+
+    def leaf(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        spec = [None] * len(shape)
+        if row.mesh == "fsdp" and len(shape) > 1:
+            spec[1] = "data"  # pyright: ignore[reportArgumentType]
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec), memory_kind="device"))
+
+    params = jax.tree.map(leaf, shapes, is_leaf=lambda x: isinstance(x, tuple))
+    shape, of_batch = batch_of(n * row.tokens)
+    rows = NamedSharding(mesh, P("data") if row.mesh else P(), memory_kind="device")
+    return params, jax.ShapeDtypeStruct(shape, of_batch, sharding=rows), loss
+
+
+def compiled(row: Row) -> dict[str, float]:
+    """A row of the table: MiB per device, milliseconds (simulated), and the share of the link's time exposed."""
+    if row.model in TWO:
+        return measured(*two_networks(row), row.target)
+    params, batch, loss = abstract(row)
+    tx = row.optimizer[1]()
+
+    def step(params: Tree, state: Tree, batch: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        if row.optimizer[0].startswith("resident"):
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, value
+        return *jo.update_params(tx, grads, state, params), value
+
+    if row.optimizer[0].startswith("resident"):
+        state = jax.eval_shape(tx.init, params)
+        like = jax.tree.leaves(params)[0].sharding
+        state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=like.update(spec=P())), state)
+    else:
+        state = jo.abstract_state(tx, params)
+    if row.way.startswith("pipelined"):
+        gradients = "host" if "host" in row.way else "device"
+        jitted: Any = jo.pipelined(step, donate_argnames=("params", "state"), gradients=gradients)
+    elif row.way == "jo.jit":
+        jitted = jo.jit(step, donate_argnums=(0, 1))
+    else:
+        options = jo.compiler_options("tpu" if row.target == V5E else "cuda")
+        jitted = jax.jit(step, donate_argnums=(0, 1), compiler_options=options)
+    return measured(jitted, (params, state, batch), row.target)
+
+
+def two_networks(row: Row) -> tuple[Any, tuple[Any, ...]]:
+    like = NamedSharding(mesh_of(1), P(), memory_kind="device")
+    a, b = (jax.ShapeDtypeStruct((12, 4096, 4096), jnp.float32, sharding=like) for _ in range(2))
+    x = jax.ShapeDtypeStruct((row.tokens, 4096), jnp.float32, sharding=like)
+    tx, ty = row.optimizer[1](), row.optimizer[1]()
+    step = jo.jit(TWO[row.model](tx, ty), donate_argnums=(0, 1, 2, 3))
+    return step, (a, b, jo.abstract_state(tx, a), jo.abstract_state(ty, b), x)
+
+
+def measured(step: Any, args: tuple[Any, ...], target: str) -> dict[str, float]:
+    found = jo.inspect(step, *args, target=target)
+    t = found.timeline
+    assert t is not None
+    return {
+        "peak": round(found.peak / MIB, 1),
+        "host": round(found.host / MIB, 1),
+        "loaded": round(found.loaded / MIB, 1),
+        "stored": round(found.stored / MIB, 1),
+        "step_ms": round(t.step * 1e3, 2),
+        "exposed": round(t.exposed / t.link if t.link else 0.0, 3),
+    }
+
+
+def stored() -> dict[str, dict[str, float]]:
+    """The table as it was last written."""
+    return json.loads(TABLE.read_text())["rows"] if TABLE.exists() else {}
+
+
+def worse(now: dict[str, float], before: dict[str, float]) -> list[str]:
+    """What a row has lost beside the stored one."""
+    found = []
+    if now["peak"] > before["peak"] * (1 + PEAK) + 1:
+        found.append(f"peak {before['peak']} -> {now['peak']} MiB")
+    if now["exposed"] > before["exposed"] + EXPOSED:
+        found.append(f"exposed {before['exposed']} -> {now['exposed']}")
+    for way in ("loaded", "stored"):
+        if now[way] > before[way] * 1.01 + 1:
+            found.append(f"{way} {before[way]} -> {now[way]} MiB")
+    return found
+
+
+def main(arguments: list[str]) -> None:
+    write, words = "--write" in arguments, [word for word in arguments if word != "--write"]
+    table = stored()
+    for row in ROWS:
+        if not all(word in row.name for word in words):
+            continue
+        try:
+            now: Any = compiled(row)
+        except Exception as error:
+            print(f"{row.name}: {type(error).__name__}: {str(error).splitlines()[0][:150]}", flush=True)
+            continue
+        lost = worse(now, table[row.name]) if row.name in table else ["new"]
+        print(row.name, now, *lost, flush=True)
+        if write:
+            table[row.name] = now
+            head = {"jax": jax.__version__, "optax": optax.__version__, "units": "MiB per device; ms simulated"}
+            TABLE.write_text(json.dumps({**head, "rows": table}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

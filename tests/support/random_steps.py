@@ -1,0 +1,1150 @@
+"""Random training steps, run in every mode of the package and compared with plain optax under ``jax.jit``.
+
+A recipe names one choice for each field of ``FIELDS``. ``recipe(seed)`` draws one, ``differences`` runs it in one of
+``MODES``, and ``shrunk`` looks for the simplest recipe that still differs. From the command line::
+
+    python -m tests.support.random_steps 0 100         # hunts in seeds 0 to 99, and shrinks what it finds
+    python -m tests.support.random_steps '{"skip": "cond"}' "jo.jit"
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import inspect
+import json
+import random
+import re
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+import zlib
+from collections import Counter, namedtuple
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from optax import contrib
+
+import jax_offload as jo
+
+MODES = ("jax.jit", "jo.jit", "pipelined", "pipelined, host", "cores", "hybrid", "disk")
+CALLS, BATCH, CLASSES = 3, 4, 11
+Recipe = dict[str, Any]
+Net = namedtuple("Net", "first second third rest")
+
+
+class Colour(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+# The first choice of each field is the simplest one, to which ``shrunk`` sets it; a choice that stands there
+# several times is drawn more often.
+FIELDS: dict[str, tuple[Any, ...]] = {
+    # the model
+    "x64 by": ("config", "config", "context"),
+    "dtype": ("float64",) * 4 + ("float32", "float32", "bfloat16", "bfloat16 with masters", "float32 with masters"),
+    "width": (8, 8, 8, 64),
+    "layers": (3, 2, 4, 1),
+    "stack": ("scan",) * 4 + ("unrolled", "unrolled", "pairs", "nested", "reverse", "unroll", "axis 1", "indexed",
+              "tied", "dict", "vmap", "nothing"),
+    "second stack": (None, None, None, "scan", "unrolled", "pairs", "reverse"),
+    "remat": (None, None, None, "all", "dots"),
+    "bias": (False, True),
+    "embed": (None, None, "tokens", "dense"),
+    "head": (False, True),
+    "scalar": (False, False, True),
+    "unused leaf": (False, False, False, True),
+    "tree": ("dict", "dict", "odd dict", "tuple", "list", "namedtuple", "with None", "nested"),
+    "oddity": (None, None, None, "literal", "literal carry", "constant", "twice", "unchanged", "numpy", "weak", "cond",
+               "while", "int", "argument"),
+    "oddity to": ("loss", "metrics", "nowhere"),
+    "loss has aux": (False, False, True),
+    # the step
+    "gradients": (None, None, None, "scaled", "clipped", "by value", "cast", "nan_to_num"),
+    "accumulate": (None,) * 5 + ("scan", "fori", "python", "scan and literal"),
+    "form": ("update", "update_params"),
+    "skip": (None,) * 4 + ("skip", "cond", "where"),
+    "bad batch": (False, True),
+    "second": (None,) * 5 + ("gan", "alternating", "in a cond", "plain beside", "same gradients"),
+    "target": (None, None, None, "average", "copy", "old"),
+    "count": (False, True),
+    "key": (False, False, True),
+    "metrics": ((), ("loss",), ("loss", "norm"), ("literal",), ("numpy",), ("batch",), ("lr",), ("twice",),
+                ("odd dict",), ("none",), ("new norm", "loss"), ("change",), ("old",), ("new",), ("weak",),
+                ("count in state",), ("loss", "literal", "batch", "new norm"), ("gradients",), ("moments",)),
+    "results": ("tuple",) * 5 + ("list", "dict", "namedtuple", "nested", "metrics first"),
+    "order of arguments": (0, 0, 1, 2, 3),
+    "order of results": (0, 0, 1, 2, 3),
+    "train state": (False, False, False, True),
+    "jitted inside": (None,) * 5 + ("loss", "update", "step"),
+    # how it is called
+    "static": (None,) * 5 + ("bool int float", "strings", "None", "tuples", "numpy", "default", "enum", "function"),
+    "static by": ("name", "number", "negative"),
+    "donate": ("all", "all", "none", "parameters", "state", "others"),
+    "donate by": ("name", "number"),
+    "batch": ("numpy", "jax", "wide numpy", "keyword", "dict"),
+    "lr": (None, None, None, "float", "numpy", "weak", "int"),
+    "mesh": (None,) * 7 + ("replicated", "fsdp", "ZeRO-1", "explicit", "explicit ZeRO-1"),
+    # the optimizer
+    "optimizer": ("adamw",) * 4 + ("adam schedule", "sgd momentum", "sgd", "lion", "adafactor", "rmsprop", "adagrad",
+                  "muon", "optimistic", "schedule_free", "lamb", "adan", "noisy", "novograd", "amsgrad", "radam",
+                  "ademamix", "lookahead-like", "yogi", "sm3", "lbfgs-like", "prodigy", "by rates", "dog"),
+    "inside": (None,) * 5 + ("clip", "clip", "MultiSteps", "apply_if_finite", "masked", "partition", "inject", "ema",
+               "zero_nans", "named_chain", "flatten", "conditionally"),
+    "outside": (None,) * 7 + ("clip", "MultiSteps", "apply_if_finite", "masked", "partition", "inject", "ema"),
+    # the options of jo.offload
+    "fraction": (1.0,) * 5 + (0.5, 0.25, 0.0),
+    "select": (None,) * 6 + ("w", "callable", "tree"),
+    "min_bytes": (0, 0, 0, 300, None),
+    "window": (None, None, 1, 1500, 2**20),
+    "host_bytes": (0, 0, 3000),
+    "order": (None, None, None, "rules"),
+    "storage": (None,) * 9 + ("bfloat16", "int8"),
+}  # fmt: skip
+
+
+def recipe(seed: int) -> Recipe:
+    """Draws a recipe; most of it is simple, so that what is odd meets in pairs and triples rather than all at once."""
+    rng = random.Random(seed)
+    simple = rng.choice((0.0, 0.3, 0.6))
+    r = {name: choices[0] if rng.random() < simple else rng.choice(choices) for name, choices in FIELDS.items()}
+    if r["storage"]:  # it encodes moments of float32
+        r |= {"dtype": "float32", "optimizer": "adamw"}
+    if r["mesh"]:  # XLA's maximum over devices drops a NaN
+        r |= {"bad batch": False, "storage": None}
+    return r
+
+
+def complete(odd: Recipe) -> Recipe:
+    """A recipe that is simple but for the fields that are given."""
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in {**SIMPLE, **odd}.items()}
+
+
+SIMPLE: Recipe = {name: choices[0] for name, choices in FIELDS.items()}
+
+
+def odd(r: Recipe) -> Recipe:
+    """The fields of a recipe that are not simple: ``complete`` makes the recipe again."""
+    return {name: value for name, value in r.items() if value != SIMPLE[name]}
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+
+def normal(name: str, *shape: int, dtype: Any = np.float64) -> np.ndarray[Any, Any]:
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    return (rng.standard_normal(shape) / np.sqrt(shape[-1] if shape else 1)).astype(dtype)
+
+
+def parameters(r: Recipe, name: str) -> dict[str, Any]:
+    """The parameters by name, before ``packed``."""
+    n, width = r["layers"], r["width"]
+    params: dict[str, Any] = {}
+    for at, kind in ((1, r["stack"]), (2, r["second stack"])):
+        if kind in (None, "nothing"):
+            continue
+        shape = (n, 2, width, width) if kind == "nested" else (n, width, width)
+        w = normal(f"{name} w{at}", *shape)
+        w = np.moveaxis(w, 0, 1).copy() if kind == "axis 1" else w
+        b = normal(f"{name} b{at}", n, width) / 3
+        params[f"w{at}"] = list(w) if kind == "unrolled" else w
+        if kind == "dict":
+            params[f"w{at}"] = {f"layer_{k}": {"w": w[k]} for k in reversed(range(n))}
+        if r["bias"]:
+            params[f"b{at}"] = b
+    if r["embed"] is not None:
+        params["embed"] = normal(f"{name} e", CLASSES if r["embed"] == "tokens" else width, width)
+    if r["head"] or not params:
+        params["head"] = normal(f"{name} h", width, 3)
+    if r["scalar"]:
+        params["scale"] = np.float64(0.7)
+    if r["unused leaf"]:
+        params["unused"] = normal(f"{name} u", 5)
+    dtype = r["dtype"].split()[0]
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
+
+
+def packed(r: Recipe, params: dict[str, Any]) -> Any:
+    """The parameters in the containers of the recipe; ``unpacked`` is its inverse."""
+    kind, names = r["tree"], sorted(params)
+    values = [params[name] for name in names]
+    match kind:
+        case "odd dict":
+            return dict(reversed(params.items()))
+        case "tuple":
+            return tuple(values)
+        case "list":
+            return values
+        case "namedtuple":
+            return Net(*(values + [None] * 3)[:3], tuple(values[3:]))
+        case "with None":
+            return {"none": None, "empty": {}, "net": (params, None), "zzz": ()}
+        case "nested":
+            return {"model": {"inner": {name: {"value": x} for name, x in params.items()}}}
+    return params
+
+
+def unpacked(r: Recipe, tree: Any, names: list[str]) -> dict[str, Any]:
+    match r["tree"]:
+        case "tuple" | "list":
+            return dict(zip(names, tree, strict=True))
+        case "namedtuple":
+            return dict(zip(names, [*tree[:3], *tree.rest], strict=False))
+        case "with None":
+            return tree["net"][0]
+        case "nested":
+            return {name: x["value"] for name, x in tree["model"]["inner"].items()}
+    return tree
+
+
+def layer(r: Recipe) -> Callable[[Any, Any, Any], Any]:
+    def body(x: Any, w: Any, b: Any) -> Any:
+        return x + jnp.tanh(x @ w + b)
+
+    policy = {"dots": jax.checkpoint_policies.dots_saveable}.get(r["remat"])
+    return jax.checkpoint(body, policy=policy) if r["remat"] else body
+
+
+ONES = np.linspace(0.9, 1.1, BATCH)[:, None]
+
+
+def oddly(oddity: str | None, run: Callable[[], Any], k: Any, w: Any, extra: Any) -> tuple[Any, Any, Any]:
+    """The activations after a layer, what is carried beside them, and what the scan returns of it."""
+    if oddity == "cond":
+        return *lax.cond(k % 2 == 0, lambda: (run(), 1.0), lambda: (0.5 * run(), 2.0)), None
+    y = run()
+    match oddity:
+        case "literal":
+            return y, extra, {"zero": 0.0, "one": 1, "true": True, "mean": y.mean()}
+        case "literal carry":
+            return y, 2.0, None
+        case "constant":
+            return y, extra, (jnp.zeros(3), np.arange(2.0))
+        case "twice":
+            return y, extra, [mean := y.mean(), mean, y, y]
+        case "unchanged":
+            return y, extra, (w, k)
+        case "numpy":
+            return y * ONES.astype(y.dtype), extra, None
+        case "weak":
+            return y, extra + 1.0, extra
+        case "while":
+            n = lax.while_loop(lambda n: n < k + 2, lambda n: n + 1, 0)
+            return lax.fori_loop(0, 2, lambda i, y: jnp.sin(y) + i * n, y), extra, None
+        case "int":
+            return y, extra, {"k": k, "most": jnp.argmax(y)}
+        case "argument":
+            return y, extra, extra
+    return y, extra, None
+
+
+def stacked(r: Recipe, kind: str, x: Any, w: Any, b: Any) -> tuple[Any, Any]:
+    """The activations after a stack of layers, and what is odd about it."""
+    one, n = layer(r), r["layers"]
+    first: Any = jnp.float32(1.5) if r["oddity"] == "argument" else 1.0 if r["oddity"] else 0.0
+    zero = jnp.zeros(r["width"], x.dtype)
+
+    if kind in ("unrolled", "dict"):
+        ys, extra = [], first
+        for k in range(n):
+            wk = w[f"layer_{k}"]["w"] if kind == "dict" else w[k]
+            run = lambda x=x, wk=wk, k=k: one(x, wk, zero if b is None else b[k])  # noqa: E731
+            x, extra, y = oddly(r["oddity"], run, jnp.int32(k), wk, extra)
+            x = x.astype(zero.dtype)
+            ys.append(y)
+        return x, (ys, extra)
+
+    def body(carry: Any, p: Any) -> Any:
+        (x, extra), (ws, bs, k) = carry, p
+        if kind == "pairs":
+            (ws, bs) = ws
+        if kind == "indexed":
+            ws = w[k]
+        bs = zero if bs is None else bs
+
+        def run() -> Any:
+            if kind == "nested":
+                return lax.scan(lambda x, w: (one(x, w, bs).astype(x.dtype), None), x, ws)[0]
+            if kind == "vmap":
+                return jax.vmap(lambda row: one(row, ws, bs))(x)
+            return one(x, ws, bs).astype(x.dtype)
+
+        y, extra, ys = oddly(r["oddity"], run, k, ws, extra)
+        return (y.astype(x.dtype), extra), ys
+
+    ws = None if kind == "indexed" else jnp.moveaxis(w, 1, 0) if kind == "axis 1" else w
+    xs: Any = ((ws, b), None, jnp.arange(n)) if kind == "pairs" else (ws, b, jnp.arange(n))
+    unroll = 2 if kind == "unroll" else 1
+    (x, extra), ys = lax.scan(body, (x, first), xs, reverse=kind == "reverse", unroll=unroll)
+    if kind == "tied":
+        (x, extra), _ = lax.scan(body, (x, extra), xs)
+    return x, (ys, extra)
+
+
+def loss_of(r: Recipe, names: list[str]) -> Callable[..., Any]:
+    """A loss of parameters, a batch and a key: a scalar, and with it what ``loss has aux`` says."""
+
+    def loss(tree: Any, batch: Any, key: Any, other: Any = None) -> Any:
+        params = unpacked(r, tree, names)
+        x = params["embed"][batch["ids"]] if r["embed"] == "tokens" else batch["x"].astype(r["dtype"].split()[0])
+        x = x @ params["embed"] if r["embed"] == "dense" else x
+        if key is not None:
+            x = x * jax.random.bernoulli(key, 0.8, x.shape)
+        found: list[Any] = []
+        for at, kind in ((1, r["stack"]), (2, r["second stack"])):
+            if kind not in (None, "nothing"):
+                x, ys = stacked(r, kind, x, params[f"w{at}"], params.get(f"b{at}"))
+                found.append(ys)
+        x = x * params["scale"] if r["scalar"] else x
+        x = x @ params["head"] if "head" in params else x
+        value = jnp.mean((x.astype(jnp.promote_types(x.dtype, jnp.float32)) - 0.3) ** 2)
+        if other is not None:
+            leaves = [p for p in jax.tree.leaves(other) if jnp.issubdtype(p.dtype, jnp.inexact)]
+            value = value + 0.01 * sum(jnp.mean(jnp.sin(p.astype(value.dtype))) for p in leaves)
+        if r["oddity to"] == "loss":
+            floats = [y for y in jax.tree.leaves(found) if jnp.issubdtype(jnp.result_type(y), jnp.inexact)]
+            value = value + 1e-3 * sum(jnp.mean(jnp.asarray(y, value.dtype) ** 2) for y in floats)
+        aux = {"odd": found if r["oddity to"] == "metrics" else None}
+        aux |= {"z": 0.0, "a": True, "x": x.mean()} if r["loss has aux"] else {}
+        return value.astype(jnp.promote_types(value.dtype, jnp.float32)), aux
+
+    return jax.jit(loss) if r["jitted inside"] == "loss" else loss
+
+
+# ---- the optimizer ---------------------------------------------------------------------------------------------------
+
+
+def schedule(count: Any) -> Any:
+    return 1e-2 / (1.0 + 0.1 * count)
+
+
+def matrices(params: Any) -> Any:
+    return jax.tree.map(lambda p: jnp.ndim(p) >= 2, params)
+
+
+def labels(params: Any) -> Any:
+    return jax.tree.map(lambda p: "matrix" if jnp.ndim(p) >= 2 else "rest", params)
+
+
+def by_rates() -> optax.GradientTransformation:
+    """AdamW with a NumPy constant for each parameter, made from the shapes."""
+
+    def scaled(u: Any) -> Any:
+        return u * np.linspace(0.5, 1.5, u.size).reshape(u.shape).astype(u.dtype)
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return jax.tree.map(scaled, updates), state
+
+    return optax.chain(optax.adamw(1e-2), optax.GradientTransformation(lambda p: optax.EmptyState(), update))
+
+
+def with_slow_weights() -> optax.GradientTransformation:
+    """A transformation that keeps parameters in its state, and takes them over every third step, like lookahead."""
+
+    def init(params: Any) -> Any:
+        return {"slow": jax.tree.map(jnp.copy, params), "count": jnp.zeros((), jnp.int32)}
+
+    def update(updates: Any, state: Any, params: Any) -> Any:
+        sync = state["count"] % 3 == 2
+        fast = jax.tree.map(lambda p, u: p + u, params, updates)
+        slow = jax.tree.map(lambda f, s: jnp.where(sync, s + (0.5 * (f - s)).astype(s.dtype), s), fast, state["slow"])
+        updates = jax.tree.map(lambda p, u, s: jnp.where(sync, s - p, u).astype(u.dtype), params, updates, slow)
+        return updates, {"slow": slow, "count": state["count"] + 1}
+
+    return optax.chain(optax.adam(1e-2), optax.GradientTransformation(init, update))
+
+
+OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
+    "adamw": lambda: optax.adamw(1e-2),
+    "adam schedule": lambda: optax.adam(optax.warmup_cosine_decay_schedule(1e-3, 1e-2, 2, 60)),
+    "sgd momentum": lambda: optax.sgd(schedule, momentum=0.9, nesterov=True),
+    "sgd": lambda: optax.sgd(1e-1),
+    "lion": lambda: optax.lion(1e-3),
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4, momentum=0.9),
+    "rmsprop": lambda: optax.rmsprop(1e-3, eps=1e-2, centered=True, momentum=0.9),
+    "adagrad": lambda: optax.adagrad(1e-1),
+    "muon": lambda: contrib.muon(1e-2),
+    "optimistic": lambda: optax.optimistic_gradient_descent(1e-1),
+    "schedule_free": lambda: contrib.schedule_free_adamw(1e-2, warmup_steps=2),
+    "lamb": lambda: optax.lamb(1e-2, weight_decay=1e-3),
+    "adan": lambda: optax.adan(1e-2, weight_decay=1e-3),
+    "noisy": lambda: optax.chain(optax.add_noise(1e-2, 0.55, key=0), optax.adam(1e-2)),
+    "novograd": lambda: optax.novograd(1e-2),
+    "amsgrad": lambda: optax.amsgrad(1e-2),
+    "radam": lambda: optax.radam(1e-2),
+    "ademamix": lambda: contrib.ademamix(1e-2, weight_decay=1e-3),
+    "lookahead-like": with_slow_weights,
+    "yogi": lambda: optax.yogi(1e-2),
+    "sm3": lambda: optax.chain(optax.masked(optax.sm3(1e-2), matrices)),
+    "lbfgs-like": lambda: optax.lbfgs(1e-2, memory_size=2, linesearch=None),
+    "prodigy": lambda: contrib.prodigy(1e-1),
+    "by rates": by_rates,
+    "dog": lambda: contrib.dog(1e-1),
+}
+
+
+def wrapped(kind: str | None, inner: Any) -> optax.GradientTransformation:
+    match kind:
+        case "clip":
+            return optax.chain(optax.clip_by_global_norm(0.05), inner)
+        case "MultiSteps":
+            return optax.MultiSteps(inner, 2).gradient_transformation()
+        case "apply_if_finite":
+            return optax.apply_if_finite(inner, 3)
+        case "masked":
+            return optax.chain(optax.masked(inner, matrices), optax.scale(0.9))
+        case "partition":
+            return optax.partition({"matrix": inner, "rest": optax.sgd(1e-1, momentum=0.9)}, labels)
+        case "inject":
+            make = lambda factor: optax.chain(inner, optax.scale(factor))  # noqa: E731
+            return optax.inject_hyperparams(make)(factor=lambda count: 1.0 / (1.0 + count))
+        case "ema":
+            return optax.chain(inner, optax.ema(0.9))
+        case "zero_nans":
+            return optax.chain(optax.zero_nans(), inner)
+        case "named_chain":
+            return optax.named_chain(("clip", optax.clip(0.1)), ("inner", inner))
+        case "flatten":
+            return optax.flatten(inner)
+        case "conditionally":
+            return optax.conditionally_mask(inner, lambda count: count % 3 != 2)
+    return inner
+
+
+def options(r: Recipe, params: Any, mode: str, folder: Path) -> dict[str, Any]:
+    """The options of ``jo.offload``."""
+    found: dict[str, Any] = {"fraction": r["fraction"], "window": r["window"]}
+    if r["min_bytes"] is not None:
+        found["min_bytes"] = r["min_bytes"]
+    first = jax.tree_util.keystr(jax.tree_util.tree_leaves_with_path(params)[0][0], simple=True, separator="/")
+    match r["select"]:
+        case "w":
+            found["select"] = re.escape(first)
+        case "callable":
+            found["select"] = lambda path, leaf: path == first or leaf.ndim > 2
+        case "tree":
+            found["select"] = jax.tree.map(lambda p: p.ndim >= 2, params)
+    if r["order"]:
+        found["order"] = [re.escape(first)]
+    if r["storage"]:
+        found["storage"] = "bfloat16" if r["storage"] == "bfloat16" else {"mu": "int8"}
+    if r["mesh"] in ("ZeRO-1", "explicit ZeRO-1"):
+        found["shard_over"] = "d"
+    found |= {"cores": {"update_on": "host"}, "hybrid": {"update_on": 0.5}}.get(mode, {})
+    return found | ({"disk": jo.disk(folder, host_bytes=r["host_bytes"])} if mode == "disk" else {})
+
+
+def transformation(r: Recipe, params: Any, mode: str, folder: Path, *, plain: bool = False) -> Any:
+    """The optimizer, offloaded but for ``plain``."""
+    tx = wrapped(r["inside"], OPTIMIZERS[r["optimizer"]]())
+    tx = jo.with_master_params(tx) if "masters" in r["dtype"] else tx
+    if not plain and (mode != "plain" or r["storage"]):  # plain optax has no state in fewer bits
+        tx = jo.offload(tx, **options(r, params, mode, folder))
+    return wrapped(r["outside"], tx)
+
+
+# ---- the step --------------------------------------------------------------------------------------------------------
+
+STATIC: dict[str, tuple[Any, ...]] = {
+    "bool int float": (True, 1, 1.0),
+    "strings": ("a", "b", "a"),
+    "None": (None, 0, None),
+    "tuples": ((1, 2), ("a", 2), ()),
+    "numpy": (np.float32(1), np.float64(1), 1),
+    "default": (),
+    "enum": (Colour.RED, Colour.BLUE, Colour.RED),
+    "function": (jnp.sin, jnp.cos, jnp.sin),
+}
+
+
+def factor_of(flag: Any) -> float:
+    """A number that depends on a static argument and its type."""
+    what = flag.__name__ if callable(flag) else repr((type(flag).__name__, flag))
+    return 1.0 + zlib.crc32(what.encode()) % 5 / 5
+
+
+def batches(r: Recipe) -> list[Any]:
+    dtype = np.float64 if r["batch"] == "wide numpy" else np.float32
+    found = [
+        {"x": normal(f"x{k}", BATCH, r["width"], dtype=dtype) * 3, "ids": (np.arange(BATCH) * (k + 2)) % CLASSES}
+        for k in range(CALLS)
+    ]
+    if r["bad batch"] and r["embed"] != "tokens":
+        found[1]["x"][0, 0] = np.nan
+    return found
+
+
+class Step:
+    """A step of a recipe in one mode: the function, and what it begins with."""
+
+    def __init__(self, r: Recipe, mode: str, folder: Path) -> None:
+        self.r, self.mode = r, mode
+        raw = parameters(r, "net")
+        self.names = sorted(raw)
+        params = self.placed(packed(r, raw))
+        self.loss = loss_of(r, self.names)
+        tx = transformation(r, params, mode, folder / "one")
+        self.txs = [tx]
+        resident = mode == "plain" or r["fraction"] == 0.0
+        carried: dict[str, Any] = {"params": params, "state": self.created(tx, params, resident)}
+        if r["second"]:
+            other = self.placed(packed(r, parameters(r, "critic")))
+            plain = r["second"] == "plain beside"
+            self.txs.append(transformation(r, other, mode, folder / "two", plain=plain))
+            carried |= {"critic": other, "critic_state": self.created(self.txs[1], other, plain or resident)}
+        if r["target"]:
+            carried["target"] = self.placed(packed(r, parameters(r, "target")))
+        if r["count"] or r["second"] in ("alternating", "in a cond"):
+            carried["count"] = self.placed(np.int32(0))
+        if r["key"]:
+            carried["key"] = jax.device_put(jax.random.key(3), self.sharding())
+        if r["train state"]:
+            carried = {"train": {"state": carried.pop("state"), "params": carried.pop("params")}, **carried}
+        self.carried = carried
+        self.arguments = [*carried]
+        random.Random(r["order of arguments"]).shuffle(self.arguments) if r["order of arguments"] else None
+        self.arguments += ["batch"] + (["lr"] if r["lr"] else []) + (["flag"] if r["static"] else [])
+        self.returned = [*carried, "metrics"]
+        random.Random(r["order of results"]).shuffle(self.returned) if r["order of results"] else None
+        self.result_type = namedtuple("Result", self.returned)
+        if r["results"] == "metrics first":
+            self.returned = ["metrics", *(name for name in self.returned if name != "metrics")]
+
+    def sharding(self, *shape: int) -> Any:
+        kind = self.r["mesh"]
+        if kind is None or self.mode == "plain":
+            return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        types = (AxisType.Explicit if "explicit" in kind else AxisType.Auto,)
+        mesh = jax.make_mesh((2,), ("d",), axis_types=types, devices=jax.devices()[:2])
+        divided = kind == "fsdp" and len(shape) >= 2 and shape[-1] % 2 == 0
+        return NamedSharding(mesh, PartitionSpec(*[None] * (len(shape) - 1), "d") if divided else PartitionSpec())
+
+    def created(self, tx: Any, params: Any, plain: bool) -> Any:
+        """A state that shares no buffer with the parameters, as the step may donate both; plain optax shares some."""
+        return jax.tree.map(jnp.copy, tx.init(params)) if plain else tx.init(params)
+
+    def placed(self, tree: Any) -> Any:
+        return jax.tree.map(lambda x: jax.device_put(np.asarray(x), self.sharding(*np.shape(x))), tree)
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        default = inspect.Parameter.empty if self.r["static"] != "default" else 3
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        signature = inspect.Signature(
+            [
+                inspect.Parameter(n, kind, default=default if n == "flag" else inspect.Parameter.empty)
+                for n in self.arguments
+            ]
+        )
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            return self.body(dict(bound.arguments))
+
+        step.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
+        return (
+            jax.jit(step, static_argnames=("flag",) if self.r["static"] else ())
+            if (self.r["jitted inside"] == "step" and self.mode in ("plain", "jax.jit", "jo.jit"))
+            else step
+        )
+
+    def body(self, given: dict[str, Any]) -> Any:
+        r = self.r
+        if r["train state"]:
+            given |= given.pop("train")
+        new: dict[str, Any] = {}
+        batch = given["batch"]
+        key = given.get("key")
+        if key is not None:
+            new["key"], key = jax.random.split(key)
+        value, aux, grads = self.gradients(given["params"], batch, key, given.get("target"))
+        if r["lr"]:
+            grads = jax.tree.map(lambda g: (g * given["lr"]).astype(g.dtype), grads)
+        if r["static"]:
+            grads = jax.tree.map(lambda g: g * factor_of(given["flag"]), grads)
+        new["params"], new["state"] = self.update(0, grads, given["state"], given["params"], value)
+        if "count" in given:
+            new["count"] = given["count"] + 1
+        if r["second"]:
+            new["critic"], new["critic_state"] = self.second(given, new, batch, key, grads)
+        match r["target"]:
+            case "average":
+                mixed = lambda t, p: (0.9 * t + 0.1 * p).astype(t.dtype)  # noqa: E731
+                new["target"] = jax.tree.map(mixed, given["target"], new["params"])
+            case "copy":
+                new["target"] = jax.tree.map(jnp.copy, new["params"])
+            case "old":
+                new["target"] = given["params"]
+        new["metrics"] = self.metrics(given, new, value, grads, aux)
+        if r["train state"]:
+            new["train"] = {"state": new.pop("state"), "params": new.pop("params")}
+        values = [new[name] for name in self.returned]
+        match r["results"]:
+            case "list":
+                return values
+            case "dict":
+                return dict(zip(self.returned, values, strict=True))
+            case "namedtuple":
+                return self.result_type(*values)
+            case "nested":
+                return values[0], tuple(values[1:])
+        return tuple(values)
+
+    def carried_of(self, result: Any) -> dict[str, Any]:
+        """The results of a step by name."""
+        match self.r["results"]:
+            case "dict":
+                return result
+            case "nested":
+                result = (result[0], *result[1])
+        return dict(zip(self.returned, result, strict=False))
+
+    def gradients(self, params: Any, batch: Any, key: Any, other: Any) -> tuple[Any, Any, Any]:
+        r = self.r
+        grad = jax.value_and_grad(self.loss, has_aux=True)
+        if r["accumulate"] is None:
+            (value, aux), grads = grad(params, batch, key, other)
+        else:
+            micro = jax.tree.map(lambda x: jnp.reshape(x, (2, -1, *jnp.shape(x)[1:])), batch)
+            if r["oddity"] == "numpy":  # its constant has one row for each example
+                micro = jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * 2), batch)
+            zeros = jax.tree.map(jnp.zeros_like, params)
+
+            def body(sums: Any, one: Any) -> Any:
+                (value, aux), grads = grad(params, one, key, other)
+                kept = {"value": value, "aux": aux} | ({"no": 0.0} if r["accumulate"] == "scan and literal" else {})
+                return jax.tree.map(jnp.add, sums, grads), kept
+
+            if r["accumulate"] == "fori":
+                part = lambda i: jax.tree.map(lambda x: x[i], micro)  # noqa: E731
+                grads = lax.fori_loop(0, 2, lambda i, sums: body(sums, part(i))[0], zeros)
+                value, aux = optax.tree.norm(grads), None
+            elif r["accumulate"] == "python":
+                grads, kept = zeros, []
+                for i in range(2):
+                    grads, one = body(grads, jax.tree.map(lambda x, i=i: x[i], micro))
+                    kept.append(one)
+                value, aux = kept[0]["value"] + kept[1]["value"], [each["aux"] for each in kept]
+            else:
+                grads, kept = lax.scan(body, zeros, micro)
+                value, aux = kept.pop("value").mean(), kept
+        match r["gradients"]:
+            case "scaled":
+                grads = jax.tree.map(lambda g: 0.5 * g, grads)
+            case "clipped":
+                norm = optax.tree.norm(grads)
+                grads = jax.tree.map(lambda g: (g * jnp.minimum(1.0, 0.05 / (norm + 1e-9))).astype(g.dtype), grads)
+            case "by value":
+                grads = jax.tree.map(lambda g: jnp.clip(g, -1e-2, 1e-2), grads)
+            case "cast":
+                grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+            case "nan_to_num":
+                grads = jax.tree.map(jnp.nan_to_num, grads)
+        return value, aux, grads
+
+    def update(self, at: int, grads: Any, state: Any, params: Any, value: Any) -> tuple[Any, Any]:
+        r, tx = self.r, self.txs[at]
+        plain = self.mode == "plain" or (at == 1 and r["second"] == "plain beside")
+        bad = ~jnp.isfinite(value)
+
+        def updated(grads: Any, state: Any, params: Any, **skip: Any) -> Any:
+            if r["form"] == "update_params" and not plain:
+                return jo.update_params(tx, grads, state, params, **skip)
+            updates, state = tx.update(grads, state, params, **skip)
+            return optax.apply_updates(params, updates), state
+
+        run = jax.jit(updated) if r["jitted inside"] == "update" else updated
+        if at == 1 or r["skip"] is None:
+            return run(grads, state, params)
+        if r["skip"] == "skip" and not plain:
+            return updated(grads, state, params, skip=bad)
+        if r["skip"] == "cond":
+            return lax.cond(bad, lambda: (params, state), lambda: run(grads, state, params))
+        if r["skip"] == "skip":  # what skip= promises
+            return jax.tree.map(lambda a, b: jnp.where(bad, a, b), (params, state), updated(grads, state, params))
+        grads = jax.tree.map(lambda g: jnp.where(bad, jnp.zeros_like(g), g), grads)
+        return run(grads, state, params)
+
+    def second(self, given: Any, new: Any, batch: Any, key: Any, grads: Any) -> tuple[Any, Any]:
+        old = given["critic"], given["critic_state"]
+
+        def run() -> Any:
+            if self.r["second"] == "same gradients":
+                return self.update(1, grads, old[1], old[0], 0.0)
+            value, _, own = self.gradients(old[0], batch, key, new["params"])
+            return self.update(1, own, old[1], old[0], value)
+
+        match self.r["second"]:
+            case "alternating":
+                return lax.cond(given["count"] % 2 == 0, run, lambda: old)
+            case "in a cond":
+                value, _, own = self.gradients(old[0], batch, key, None)
+                return lax.cond(
+                    given["count"] % 3 != 1, lambda: self.update(1, own, old[1], old[0], value), lambda: old
+                )
+        return run()
+
+    def metrics(self, given: Any, new: Any, value: Any, grads: Any, aux: Any) -> Any:
+        found: list[Any] = [aux] if self.r["oddity to"] == "metrics" or self.r["loss has aux"] else []
+        for name in self.r["metrics"]:
+            match name:
+                case "loss":
+                    found.append(value)
+                case "norm":
+                    found.append(optax.tree.norm(grads))
+                case "literal":
+                    found.append({"float": 1.0, "int": 7, "bool": False})
+                case "numpy":
+                    found.append((np.arange(3), np.float64(2)))
+                case "batch":
+                    found.append(given["batch"])
+                case "lr":
+                    found.append(given.get("lr"))
+                case "twice":
+                    found.append([value, value, {"again": value}])
+                case "odd dict":
+                    found.append({"z": value, "a": optax.tree.norm(new["params"]), "m": optax.tree.norm(grads)})
+                case "none":
+                    found.append(None)
+                case "new norm":
+                    found.append(optax.tree.norm(new["params"]))
+                case "change":
+                    found.append(optax.tree.norm(jax.tree.map(jnp.subtract, new["params"], given["params"])))
+                case "old":
+                    found.append({"old": given["params"]})
+                case "new":
+                    found.append({"new": jax.tree.map(jnp.copy, new["params"])})
+                case "weak":
+                    found.append(jnp.asarray(2.0) * 1.0)
+                case "count in state":
+                    found.append([x + 1 for _, x in optax.tree.get_all_with_path(new["state"], "count") if x.ndim == 0])
+                case "gradients":
+                    found.append({"grads": grads})
+                case "moments":
+                    mu = optax.tree.get_all_with_path(new["state"], "mu")
+                    found.append(
+                        [
+                            optax.tree.norm(jo.to_device(x) if self.mode != "plain" or self.r["storage"] else x)
+                            for _, x in mu
+                        ]
+                    )
+        return {"metrics": found}
+
+
+# ---- running it ------------------------------------------------------------------------------------------------------
+
+_compiles = Counter()
+
+
+def _listen(event: str, duration: float, **kwargs: Any) -> None:
+    _compiles[event] += 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_listen)
+
+
+def compiles() -> int:
+    return _compiles["/jax/core/compile/backend_compile_duration"]
+
+
+def is_token(x: Any) -> bool:
+    """Whether ``x`` stands for a leaf on disk."""
+    return type(x).__name__ == "OnDisk"
+
+
+def read(tree: Any) -> Any:
+    """The values of a tree, wherever its leaves are."""
+
+    def value(x: Any) -> Any:
+        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return np.asarray(jax.random.key_data(x))
+        return np.array(x)
+
+    return jax.tree.map(value, tree, is_leaf=is_token)
+
+
+def types(tree: Any) -> Any:
+    """What a result is: an array, its type, and whether it is weak."""
+
+    def of(x: Any) -> str:
+        if isinstance(x, jax.Array) or is_token(x):
+            return f"{np.dtype(x.dtype) if is_token(x) else x.dtype}{' weak' * getattr(x, 'weak_type', False)}"
+        return f"{type(x).__name__} {getattr(x, 'dtype', '')}"
+
+    return jax.tree.map(of, tree, is_leaf=is_token)
+
+
+def places(tree: Any) -> Any:
+    """The kind of memory of each leaf, and its devices. How XLA divides a result, it decides itself."""
+
+    def of(x: Any) -> str:
+        if is_token(x):
+            return "disk"
+        return f"{x.sharding.memory_kind} on {sorted(d.id for d in x.sharding.device_set) if x.ndim else 'any'}"
+
+    return jax.tree.map(of, tree, is_leaf=is_token)
+
+
+class Record:
+    """What calls of a step have returned: a list of dicts by name of the carried arguments and ``metrics``."""
+
+    def __init__(self) -> None:
+        self.values: list[dict[str, Any]] = []
+        self.types: list[dict[str, Any]] = []
+        self.wrong: list[str] = []
+        self.last_compiles = 0
+        self.deleted: list[str] = []
+        self.kept: list[str] = []  # although it was donated
+
+    def add(self, result: dict[str, Any]) -> None:
+        self.values.append(read(result))
+        self.types.append(types(result))
+
+
+def donated(step: Step) -> list[str]:
+    names = [*step.carried]
+    match step.r["donate"]:
+        case "none":
+            return []
+        case "parameters":
+            return [name for name in names if name in ("params", "train", "target", "critic")]
+        case "state":
+            return [name for name in names if "state" in name or name == "train"]
+        case "others":
+            return [name for name in names if name not in ("params", "state", "train")]
+    return names
+
+
+def rest_of(step: Step, k: int) -> dict[str, Any]:
+    """The arguments of a call that are not carried."""
+    r = step.r
+    batch = step.placed(batches(r)[k]) if r["batch"] == "jax" else batches(r)[k]
+    found: dict[str, Any] = {"batch": batch}
+    if r["lr"]:
+        weak = jnp.asarray(0.5) if r["mesh"] is None else 0.5
+        found["lr"] = {"float": 0.5, "numpy": np.float32(0.5), "weak": weak, "int": 2}[r["lr"]]
+    if r["static"] and STATIC[r["static"]]:
+        found["flag"] = STATIC[r["static"]][min(k, 2)]
+    return found
+
+
+@contextlib.contextmanager
+def x64(on: bool, by: str) -> Iterator[None]:
+    """Arrays of 64 bits, said to this thread or to all."""
+    if by == "context":
+        with jax.enable_x64(on):
+            yield
+        return
+    before = jax.config.read("jax_enable_x64")
+    jax.config.update("jax_enable_x64", on)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", before)
+
+
+def run(r: Recipe, mode: str, folder: Path) -> Record:
+    """Some calls of a step, each of the results of the one before."""
+    with contextlib.ExitStack() as contexts:
+        contexts.enter_context(x64(r["dtype"] == "float64", r["x64 by"]))
+        step = Step(r, mode, folder)
+        if "explicit" in str(r["mesh"]) and mode != "plain":
+            contexts.enter_context(jax.set_mesh(step.sharding().mesh))
+        if mode.startswith("pipelined"):
+            return pipelined(step)
+        return jitted(step)
+
+
+def jitted(step: Step) -> Record:
+    r, record = step.r, Record()
+    jit = jax.jit if step.mode in ("plain", "jax.jit") else jo.jit
+    names = donated(step)
+    kwargs: dict[str, Any] = {}
+    if r["donate by"] == "name":
+        kwargs["donate_argnames"] = names
+    else:
+        kwargs["donate_argnums"] = tuple(step.arguments.index(name) for name in names)
+    if r["static"]:
+        at = step.arguments.index("flag")
+        at = at - len(step.arguments) if r["static by"] == "negative" else at
+        kwargs |= {"static_argnames": "flag"} if r["static by"] == "name" else {"static_argnums": at}
+    call = jit(step.function, **kwargs)
+    carried = step.carried
+    home = None if step.mode == "plain" else places(carried)
+    for k in range(CALLS):
+        rest = rest_of(step, k)
+        given = {name: carried.get(name, rest.get(name)) for name in step.arguments}
+        if "flag" in given and "flag" not in rest:
+            del given["flag"]
+        before = compiles()
+        if r["batch"] == "keyword":
+            at = step.arguments.index("batch")
+            by_name = {name: given[name] for name in step.arguments[at:] if name in given}
+            if r["static"] and r["static by"] != "name" and "flag" in by_name:
+                by_name["flag"] = given["flag"]
+            result = call(*[given[name] for name in step.arguments[:at]], **by_name)
+        else:
+            result = call(*given.values())
+        jax.block_until_ready(jax.tree.leaves(result))
+        record.last_compiles = compiles() - before
+        new = step.carried_of(result)
+        record.add({name: new[name] for name in step.returned})
+        for name in step.arguments:
+            arrays = [x for x in jax.tree.leaves(given.get(name)) if isinstance(x, jax.Array)]
+            gone = [x.is_deleted() for x in arrays]
+            if any(gone) and name not in names:
+                record.wrong.append(f"call {k}: {name} is deleted, and was not donated")
+            if arrays and name in names and name in ("params", "target", "critic"):
+                handed_on = {*map(id, jax.tree.leaves(result))} & {*map(id, arrays)}
+                (record.deleted if all(gone) or handed_on else record.kept).append(f"call {k}: {name}")
+        carried = {name: new[name] for name in carried}
+        if home is not None and (moved := [*unequal(places(carried), home)]):
+            record.wrong += [f"call {k}: placed {line}" for line in moved]
+            break
+    return record
+
+
+def pipelined(step: Step) -> Record:
+    r, record = step.r, Record()
+    # Counts outside of an offload begin uncommitted, so that the second call of a program compiles again.
+    counted = r["outside"] is None and r["second"] != "plain beside"
+    carried = [name for name in step.arguments if name in step.carried]
+    if r["donate by"] == "name":
+        carried.sort(key=lambda name: zlib.crc32(name.encode()))  # the order does not matter
+        how: dict[str, Any] = {"donate_argnames": carried}
+    else:
+        how = {"donate_argnums": [step.arguments.index(name) for name in carried]}
+    if r["static"]:
+        at = step.arguments.index("flag") - len(step.arguments) * (r["static by"] == "negative")
+        how |= {"static_argnames": "flag"} if r["static by"] == "name" else {"static_argnums": at}
+    train = jo.pipelined(step.function, **how, gradients="host" if step.mode.endswith("host") else "device")
+    home = places(step.carried)
+    seen: list[tuple[Any, Any]] = []
+    carry: Any = None
+    for k in range(CALLS):
+        rest = rest_of(step, k)
+        before = compiles()
+        if k == 0:
+            given = {name: step.carried.get(name, rest.get(name)) for name in step.arguments}
+            given = {name: x for name, x in given.items() if name != "flag" or "flag" in rest}
+            carry, aux = train.start(**given)
+        else:
+            carry, aux = train(carry, **rest)
+        jax.block_until_ready(jax.tree.leaves((carry, aux.now, aux.late)))
+        record.last_compiles = counted * (compiles() - before)
+        seen.append((aux.now, aux.late))
+    results, late = train.finish(carry, with_late=True)
+    results = dict(zip(carried, results if len(carried) > 1 else (results,), strict=True))
+    jax.block_until_ready(jax.tree.leaves(results))
+    seen.append((None, late))
+    found = places({name: results[name] for name in step.carried})
+    record.wrong += [f"finish: placed {line}" for line in unequal(found, home)]
+    none = lambda x: x is None  # noqa: E731
+    for k in range(CALLS):
+        now, later = seen[k][0], seen[k + 1][1]
+        metrics = jax.tree.map(lambda a, b: b if a is None else a, now, later, is_leaf=none)
+        record.add({"metrics": metrics} if k < CALLS - 1 else {**results, "metrics": metrics})
+    return record
+
+
+def unequal(got: Any, want: Any) -> Iterator[str]:
+    a, b = jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(want)
+    if len(a) != len(b):
+        yield f"{len(a)} leaves instead of {len(b)}"
+    for (path, x), y in zip(a, b, strict=False):
+        if x != y:
+            yield f"{jax.tree_util.keystr(path)}: {x} instead of {y}"
+
+
+TOLERANCE = {"float64": 1e-7, "float32": 2e-3, "bfloat16": 6e-2}
+
+
+def compared(r: Recipe, got: Record, want: Record) -> list[str]:
+    """The differences between two records."""
+    found = list(got.wrong)
+    tolerance = 3e-2 if r["storage"] else TOLERANCE[r["dtype"].split()[0]]
+    if r["gradients"] == "cast":
+        tolerance = max(tolerance, 2e-3)
+    for k, (new, old) in enumerate(zip(got.values, want.values, strict=False)):
+        for name, values in new.items():
+            a, b = (jax.tree_util.tree_flatten_with_path(x)[0] for x in (values, old[name]))
+            if len(a) != len(b):
+                found.append(f"call {k}: {name}: {len(a)} leaves instead of {len(b)}")
+                continue
+            for (path, x), (_, y) in zip(a, b, strict=True):
+                if (what := difference(x, y, tolerance)) is not None:
+                    found.append(f"call {k}: {name}{jax.tree_util.keystr(path)}: {what}")
+            kinds = unequal(got.types[k][name], want.types[k][name])
+            found += [f"call {k}: type of {name}{line}" for line in kinds]
+    branches = r["second"] in ("alternating", "in a cond") or r["skip"] == "cond"  # compiled when they are first taken
+    if not got.wrong and r["mesh"] is None and not branches and got.last_compiles > 0 and want.last_compiles == 0:
+        found.append(f"{got.last_compiles} compiles in the last call")
+    if r["mesh"] is None:
+        found += [f"not deleted: {each}" for each in want.deleted if each in got.kept]
+    return found
+
+
+def difference(x: Any, y: Any, tolerance: float) -> str | None:
+    if x.shape != y.shape:
+        return f"shape {x.shape} instead of {y.shape}"
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return None if np.array_equal(x, y) else f"{x} instead of {y}"
+    x, y = np.asarray(x, np.float64).ravel(), np.asarray(y, np.float64).ravel()
+    finite = np.isfinite(y)
+    if not np.array_equal(x[~finite], y[~finite], equal_nan=True):
+        return "not finite in other places"
+    error, norm = np.linalg.norm(x[finite] - y[finite]), np.linalg.norm(y[finite])
+    return None if error <= tolerance * norm + 1e-9 else f"off by {error / max(norm, 1e-30):.1e}"
+
+
+# ---- what is documented not to work ----------------------------------------------------------------------------------
+
+
+def in_a_branch(r: Recipe) -> bool:
+    """Whether the update is one of several, or in a branch or a loop of the step."""
+    return bool(r["second"] or r["skip"] or r["accumulate"]) or r["outside"] in ("MultiSteps", "apply_if_finite")
+
+
+REFUSED: list[tuple[str, Callable[[Recipe, str], bool], str]] = [
+    # The second optimizer's loss reads the parameters that the first one's update has made.
+    ("pipelined", lambda r, m: r["second"] in ("gan", "alternating", "plain beside"), "calls the loss again"),
+    ("pipelined", lambda r, m: r["results"] == "nested", "the next value of each"),
+    ("pipelined", lambda r, m: bool(r["second"] or r["target"]), "Return a dict with the carried arguments' names"),
+    ("", lambda r, m: r["mesh"] == "explicit ZeRO-1", "shard_over: on a mesh with Explicit axes"),
+    ("pipelined, host", lambda r, m: True, "none that the update reads is a float array of 64 KiB"),
+    ("pipelined, host", lambda r, m: in_a_branch(r), "Use gradients='device'"),
+]
+
+
+def refusal(r: Recipe, mode: str, error: Exception) -> bool:
+    """Whether the docs say that this recipe raises this error in this mode."""
+    return isinstance(error, ValueError | TypeError) and any(
+        mode.startswith(where) and when(r, mode) and re.search(text, str(error)) for where, when, text in REFUSED
+    )
+
+
+def allowed(r: Recipe, mode: str) -> bool:
+    """Whether the options of a recipe go with a mode."""
+    return mode in ("jax.jit", "jo.jit") or r["fraction"] != 0.0
+
+
+def reference(r: Recipe) -> Record | Exception:
+    """Plain optax under ``jax.jit``, or the error that it raises."""
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return run(r, "plain", Path(folder))
+        except Exception as error:
+            return error
+
+
+class Refused(Exception):
+    """The package raises an error that its docs promise."""
+
+
+def differences(r: Recipe, mode: str, want: Record) -> list[str]:
+    """How a recipe in a mode differs from plain optax; an error is a difference.
+
+    Raises:
+      Refused: the docs say that this recipe raises an error in this mode, and it does.
+    """
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return compared(r, run(r, mode, Path(folder)), want)
+        except Exception as error:
+            if refusal(r, mode, error):
+                raise Refused(str(error)) from error
+            where = [f"{Path(f.filename).name}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)]
+            return [f"{type(error).__name__}: {str(error)[:400]} [{' '.join(where[-4:])}]"]
+
+
+def kind_of(lines: list[str]) -> str:
+    """What failures of one kind have in common."""
+    return re.sub(r"0x[0-9a-f]+|\d+(\.\d+)?(e[-+]?\d+)?|\[.*", "#", lines[0])[:60] if lines else ""
+
+
+def shrunk(r: Recipe, mode: str, lines: list[str], seconds: float = 60) -> tuple[Recipe, list[str]]:
+    """The simplest recipe that was found to fail likewise: halves of what is odd are made simple, then quarters."""
+    until, kind = time.monotonic() + seconds, kind_of(lines)
+    size = max(1, len(odd(r)) // 2)
+    while size:
+        names = [*odd(r)]
+        for at in range(0, len(names), size):
+            trial = {**r, **{name: SIMPLE[name] for name in names[at : at + size]}}
+            if time.monotonic() > until:
+                return r, lines
+            want = reference(trial)
+            if isinstance(want, Exception):
+                continue
+            with contextlib.suppress(Refused):
+                found = differences(trial, mode, want)
+                if found and kind_of(found) == kind:
+                    r, lines = trial, found
+        size = size // 2 if size > 1 or len(odd(r)) == len(names) else 1
+    return r, lines
+
+
+def hunt(seeds: range, modes: tuple[str, ...] = MODES, each: int = 3, fixed: Recipe | None = None) -> None:
+    """Prints the differences of random steps, and shrinks the first of each kind.
+
+    Args:
+      seeds: of the recipes.
+      modes: those to choose from.
+      each: in how many of the modes that its options allow a recipe runs.
+      fixed: fields that have one value in all recipes.
+    """
+    counts: Counter[str] = Counter()
+    kinds: Counter[str] = Counter()
+    for seed in seeds:
+        r = {**recipe(seed), **(fixed or {})}
+        began = time.monotonic()
+        want = reference(r)
+        counts["seconds, plain"] += int(time.monotonic() - began)
+        if isinstance(want, Exception):
+            counts["plain raises"] += 1
+            print(f"# {seed} plain raises {type(want).__name__}: {str(want)[:150]!r} {odd(r)}", flush=True)
+            continue
+        fitting = [m for m in modes if allowed(r, m)]
+        for mode in random.Random(seed).sample(fitting, min(each, len(fitting))):
+            began = time.monotonic()
+            try:
+                lines = differences(r, mode, want)
+            except Refused as error:
+                counts["refused"] += 1
+                print(f"# {seed} {mode} refused: {str(error)[:80]}", flush=True)
+                continue
+            counts["different" if lines else "same"] += 1
+            counts[f"seconds, {mode}"] += int(time.monotonic() - began)
+            if lines:
+                kinds[kind_of(lines)] += 1
+                print(f"DIFFERENT {seed} {mode!r} {kind_of(lines)} {odd(r)}", flush=True)
+                if kinds[kind_of(lines)] == 1:
+                    small, lines = shrunk(r, mode, lines)
+                    print(f"SMALL {mode!r} {json.dumps(odd(small))}\n    " + "\n    ".join(lines[:3]), flush=True)
+        if seed % 10 == 9:
+            print(f"# {seed} {dict(counts)}", flush=True)
+    print(f"# end {dict(counts)}\n# {kinds.most_common()}", flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1].startswith("{"):
+        given = complete(json.loads(sys.argv[1]))
+        plain = reference(given)
+        print(
+            plain if isinstance(plain, Exception) else "\n".join(differences(given, sys.argv[2], plain)) or "the same"
+        )
+    else:
+        chosen = MODES if len(sys.argv) < 4 or not sys.argv[3] else tuple(sys.argv[3].split("|"))
+        hunt(range(int(sys.argv[1]), int(sys.argv[2])), chosen, fixed=json.loads("".join(sys.argv[4:5]) or "{}"))

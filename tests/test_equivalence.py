@@ -1,0 +1,49 @@
+"""One table: every optimizer on every path, on one device and divided, for layers of each kind, equals plain optax."""
+
+import itertools
+
+import pytest
+
+from tests.support.random_steps import FIELDS, MODES, OPTIMIZERS, Refused, complete, differences, odd, reference
+from tests.support.rows import rows
+
+WRAPPERS = [("inside", name) for name in dict.fromkeys(FIELDS["inside"]) if name] + [
+    ("outside", name) for name in dict.fromkeys(FIELDS["outside"]) if name
+]
+INNER = [("optimizer", name) for name in OPTIMIZERS] + WRAPPERS
+SHARDINGS = (None, "fsdp", "ZeRO-1")
+MODELS = ("scan", "unrolled", "pairs")
+TABLE = list(itertools.product(range(len(INNER)), range(len(MODES)), range(len(SHARDINGS)), range(len(MODELS))))
+
+
+def _in_turn(inner, mode, sharding, model):
+    """Each optimizer on one path, with a sharding and a model that change from one optimizer to the next."""
+    return (inner % len(MODES), inner % 3, inner // 3 % 3) == (mode, sharding, model)
+
+
+def _often(inner, mode, sharding, model):
+    """Each optimizer on each path, likewise."""
+    return ((inner + mode) % 3, (inner + mode) // 3 % 3) == (sharding, model)
+
+
+@pytest.mark.parametrize(
+    ("inner", "mode", "sharding", "model"),
+    rows(
+        TABLE, "equivalence", daily=_in_turn, never=lambda *case: not _often(*case) and not _in_turn(*case)
+    ),
+    ids=str,
+)  # fmt: skip
+def test_equals_plain_optax(inner, mode, sharding, model):
+    """Values, types, memory kinds and deletion of three steps, clipped by the global norm."""
+    field, name = INNER[inner]
+    r = complete({
+        field: name, "mesh": SHARDINGS[sharding], "stack": MODELS[model], "bias": True, "embed": "tokens", "head": True,
+        "width": 64, "gradients": "clipped", "metrics": ("loss", "norm", "new norm"),
+    })  # fmt: skip
+    want = reference(r)
+    assert not isinstance(want, Exception), want
+    try:
+        found = differences(r, MODES[mode], want)
+    except Refused:
+        pytest.skip("the docs say that this raises an error")
+    assert not found, (MODES[mode], odd(r), found[:4])
