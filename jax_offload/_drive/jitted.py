@@ -104,7 +104,8 @@ class DrivenSteps:
             donated = [info.donated for info in jax.tree.leaves(jitted.trace(*args, **kwargs).args_info)]
             self._programs[key] = Driven(undone.step, leaves, donated, *compiling), donated
         driven, donated = self._programs[key]
-        result = jax.tree.unflatten(undone.result, _handed_over(driven(leaves), compress(leaves, donated)))
+        results = driven.committed(_handed_over(driven(leaves), compress(leaves, donated)))
+        result = jax.tree.unflatten(undone.result, results)
         places = options.get("out_shardings")
         return result if places is None else _put(result, places)
 

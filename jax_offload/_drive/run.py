@@ -134,7 +134,11 @@ class Driven:
             values.put(task, results, self._place)
             values.drop(task.over, self._donated)
             files.write(k, task)
-        return [x if _is_placed(x) else jax.device_put(x, self._everywhere) for x in files.results()]
+        return files.results()
+
+    def committed(self, results: Sequence[Any]) -> list[Any]:
+        """Results as ``jax.jit`` has them beside an argument that is committed, a host leaf: so are they."""
+        return [x if _is_placed(x) else jax.device_put(x, self._everywhere) for x in results]
 
     def _as_arrays(self, xs: Sequence[Any]) -> list[Any]:
         """Arguments as ``jax.jit`` makes arrays of them: NumPy arrays, whose owner may write them anew, and numbers.

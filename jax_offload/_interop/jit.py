@@ -8,7 +8,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -82,15 +82,14 @@ class Step:
         for name in functools.WRAPPER_ASSIGNMENTS:
             if hasattr(fun, name):
                 setattr(self, name, getattr(fun, name))
-        try:
-            self._fun: Callable[[], Any] = weakref.ref(fun)
-        except TypeError:
-            self._fun = lambda: fun
-        self._rewrite, self.driven = rewrite, driven
+        self._fun, self._rewrite, self.driven = weakref.ref(fun), rewrite, driven
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        return self._fun()
+        return cast(Callable[..., Any], self._fun())
+
+    def __repr__(self) -> str:
+        return repr(self.__wrapped__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
@@ -109,7 +108,7 @@ def _steps_of(fun: Callable[..., Any], rewrite: Callable[..., Any]) -> tuple[Ste
         return step, step
     try:
         return _steps.get(fun) or _steps.setdefault(fun, (Step(fun, rewrite), Step(fun, rewrite, DrivenSteps())))
-    except TypeError:  # no weak reference, or no hash: jax has no cache for such either
+    except TypeError:  # it has no hash
         return Step(fun, rewrite), Step(fun, rewrite, DrivenSteps())
 
 
@@ -123,6 +122,7 @@ class Jitted:
     def __init__(
         self, fun: Callable[..., Any], options: dict[str, Any], rewrite: Callable[..., Any] = rewritten
     ) -> None:
+        jit_of_jax(fun, **options)  # it says what it does not take
         functools.update_wrapper(self, fun)
         self.whole_step, self._called = _steps_of(fun, rewrite)
         self.__wrapped__ = self.whole_step.__wrapped__  # which the steps do not keep alive
@@ -195,6 +195,9 @@ class Jitted:
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
+
+    def __repr__(self) -> str:
+        return repr(self._inner)
 
     def __reduce__(self) -> Any:
         return functools.partial(jit, **self._options), (self.__wrapped__,)
