@@ -106,7 +106,6 @@ MUTATIONS = [
     Mutation("a checksum of each replica", "_interop/checksums.py", "if s.replica_id == 0]", "]", "test_damage.py test_checkpoint.py -k 'checksum or placement or sums'"),
     Mutation("a gradient waits divided as what is divided least", "_interop/pending.py", "if n == max(parts)]", "if n == min(parts)]", "pipelined/test_pending.py"),
     Mutation("bfloat16 gradients wait in float32", "_interop/pending.py", "<= nbytes(out.aval):", "> nbytes(out.aval):", "pipelined/test_pending.py -k bfloat16"),
-    Mutation("a call hands on the last row for the first", "_emit/iteration.py", "jnp.where(k == last, plan.first_row, after)", "jnp.where(k == last, after, after)", "pipelined/test_firsts.py"),
     Mutation("gradients that wait on the host are planned for the device", "_interop/rotated.py", "with_kind(sharding, HOST_KIND) if sharding is not None and name in hosts", "with_kind(sharding, HOST_KIND) if sharding is None and name in hosts", "pipelined/test_pending.py"),
     Mutation("new parameters divided as XLA likes", "_interop/rotated.py", "return place if is_divisible else None", "return None", "pipelined/test_sharded.py -k divided"),
     Mutation("a carry is finished twice", "_interop/pipelined.py", "        program = self._of(carry)\n        carry.used = True\n", "        program = self._of(carry)\n", "pipelined/test_errors.py -k used_once"),

@@ -22,9 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_offload._base.jaxprs import Literal, Var, as_array, jax_fun
-from jax_offload._base.memory import to_device
 from jax_offload._emit.iteration import Emitter, Values
-from jax_offload._emit.rows import read_rows
 from jax_offload._emit.transfers import Names
 from jax_offload._plan.in_scan import InScan
 
@@ -50,7 +48,6 @@ def scanned(plan: InScan, env: Mapping[Var, Any], names: Names) -> Values:
     for v, x in done.new.items():
         emitter.store(done.host, v, x, plan.last_row)
     produced = dict(zip(scan.carry, carried, strict=True)) | dict(zip(plan.kept, ys, strict=True))
-    produced |= {after: done.loaded[v] for v, (_, after) in plan.handed_on.items()}
     return produced | emitter.updated(done)
 
 
@@ -82,6 +79,4 @@ def one_after_the_other(plan: InScan, env: Mapping[Var, Any]) -> Values:
     values.update(zip([*scan.carry, *scan.ys], [*carry, *ys], strict=True))
     if not plan.ahead:
         update()
-    for v, (_, after) in plan.handed_on.items():
-        values[after] = to_device(read_rows(values[plan.next_of[v]], plan.rows[v].dim, plan.first_row, 1, 1, None))
     return values

@@ -194,7 +194,6 @@ class Emitter:
         i = last - k if scan.reverse else k
         before = jnp.minimum(i + 1, last) if scan.reverse else jnp.maximum(i - 1, 0)
         after = jnp.maximum(i - 1, 0) if scan.reverse else jnp.minimum(i + 1, last)
-        after = jnp.where(k == last, plan.first_row, after) if plan.handed_on else after
         own = self.own_rows(at, i)
         if plan.ahead:
             fed, carried = self.before_it(at, own, i, k, carried)
@@ -216,13 +215,12 @@ class Emitter:
     def first(self, env: Mapping[Var, Any], row: int) -> Iteration:
         """What the first iteration, of this row, has in hand.
 
-        Ahead, the step before may have handed that on. Behind, it has nothing to store yet. It stores what was loaded
-        for it, where that came from; or zeros, which the second one overwrites.
+        Behind, it has nothing to store yet. It stores what was loaded for it, where that came from; or zeros, which the
+        second one overwrites.
         """
         plan = self.plan
         host = {v: env[v] for v in plan.hosts}
-        there = {v: env[before] for v, (before, _) in plan.handed_on.items()}
-        loaded = {v: there[v] if v in there else self.load(host, v, row) for v in plan.loaded}
+        loaded = {v: self.load(host, v, row) for v in plan.loaded}
         blank = {v: zeros(jax.eval_shape(lambda v=v: self.load(host, v, 0))) for v in plan.stored if v not in loaded}
         device = {v: env[v] for v in plan.in_place} | {v: zeros(v.aval) for v in plan.new}
         return Iteration(host, device, loaded, loaded | blank, {v: zeros(v.aval) for v in plan.sums})

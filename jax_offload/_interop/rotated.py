@@ -9,12 +9,11 @@ import jax
 from jax.sharding import NamedSharding
 
 from jax_offload._base.flops import MATMULS
-from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, as_array, jaxpr_of, scan_of, sub_jaxprs, variables
+from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, as_array, jaxpr_of, sub_jaxprs, variables
 from jax_offload._base.memory import HOST_KIND, is_host_aval, on_a_mesh, with_kind
 from jax_offload._base.shardings import constrained, typed_sharding
 from jax_offload._emit.find import holds_update, is_update
 from jax_offload._interop import pending
-from jax_offload._interop.firsts import First, firsts_of, handing_on
 from jax_offload._interop.jit import Jitted
 from jax_offload._interop.matching import matched, names_of
 from jax_offload._ir.primitives import CHECKPOINT
@@ -27,8 +26,7 @@ Values = dict[str, Any]
 Kept = tuple[Values, Values, Values]
 """What waits for the update: of the carried arguments, of what was made for it, and of the step's other arguments.
 
-The first two are donated. The last are the caller's, a learning rate say, and may be given again. Among what was made
-are first rows (``firsts``).
+The first two are donated. The last are the caller's, a learning rate say, and may be given again.
 """
 
 
@@ -103,8 +101,7 @@ class Rotated:
         homes = {v: pending.home_of(v, dict(zip(own, leaves, strict=True))) for v in produced}
         self._homes = {v: home for v, home in homes.items() if home is not None}
         self._places = [_place(x) for x in leaves]
-        self._firsts = {} if on_host else self._lasting(leaves)
-        self._start = Jitted(self._before, {"out_shardings": (self._made_places, None, None)} if self._firsts else {})
+        self._start = Jitted(self._before, {})
         self._finish = Jitted(self._after, {"donate_argnums": 0, "out_shardings": (self._places, None)})
         self._look = Jitted(self._current, {"static_argnums": (3, 4)})
         self._trains: dict[int, Jitted] = {}
@@ -124,17 +121,15 @@ class Rotated:
     def turned(self, following: Rotated) -> Jitted:
         """What ``train`` calls, a step of what is kept and of the leaves of the other arguments."""
         if id(following) not in self._trains:
-            own = following._own(self._places)
-            places = (own, following._made_places, None), None, None
+            places = (following._own(self._places), None, None), None, None
             how = {"donate_argnums": (0, 1), "out_shardings": places}
-            rewrite = handing_on(self._firsts, following._firsts)
-            self._trains[id(following)] = Jitted(self._train(following), how, rewrite)
+            self._trains[id(following)] = Jitted(self._train(following), how)
         return self._trains[id(following)]
 
     def _train(self, following: Rotated) -> Callable[..., Any]:
         def train(own: Values, produced: Values, given: Values, arrays: Sequence[Any]) -> Any:
             leaves, late = self._after(own, produced, given)
-            produced, given, now = following._gradients(leaves, arrays)
+            produced, given, now = following._before(leaves, arrays)
             return (following._own(leaves), produced, given), late, now
 
         return train
@@ -143,22 +138,6 @@ class Rotated:
         """Of the carried arguments those that wait."""
         values = dict(zip(self._inputs, leaves, strict=True))
         return {name: values[v] for v, name in self._keys[0].items()}
-
-    @property
-    def _made_places(self) -> dict[str, Any] | None:
-        """Where what is made for the update lies, as far as that is not left to XLA."""
-        rows = {first.key: first.place for first in self._firsts.values()}
-        return dict.fromkeys(self._keys[1].values()) | rows if rows else None
-
-    def _lasting(self, leaves: Sequence[Any]) -> dict[str, First]:
-        """Of the carried arguments, how their first rows are handed on. The call is traced for that once more, where
-        there are scans and a trace is cheap."""
-        if not any(is_host_aval(v.aval) for v in self._keys[0]) or not any(map(scan_of, self._cut.before.jaxpr.eqns)):
-            return {}
-        program = self._cut.program
-        own, produced, given = ({name: v.aval for v, name in keys.items()} for keys in self._keys)
-        arrays = [v.aval for v in program.inputs[len(program.consts) + len(self._inputs) :]]
-        return firsts_of(self._train(self), (own, produced, given, arrays), self._own(leaves))
 
     def kept(self, leaves: Sequence[Any], rest: Mapping[str, Any]) -> Kept:
         """The types of what ``start`` keeps: a gradient lies as its state, as its type says, or as its parameter."""
@@ -171,7 +150,6 @@ class Rotated:
         alone = next((s for _, s in found if s.memory_kind == HOST_KIND and s.num_devices == 1), None)
         hosts = {name for v, name in self._keys[1].items() if is_host_aval(v.aval)}
         homes = {name: self._homes[v] for v, name in self._keys[1].items() if v in self._homes}
-        homes |= {first.key: first.lies(own[name]) for name, first in self._firsts.items()}
 
         def placed(name: str, x: Any) -> Any:
             sharding = homes.get(name, places.get((x.shape, x.dtype), alone if name in hosts else None))
@@ -200,11 +178,6 @@ class Rotated:
         return jax.tree.map(dict(zip(places, values, strict=True)).get, self._others)
 
     def _before(self, leaves: Sequence[Any], arrays: Sequence[Any]) -> tuple[Values, Values, list[Any]]:
-        produced, given, now = self._gradients(leaves, arrays)
-        own = self._own(leaves)
-        return produced | {first.key: first.of(own[name]) for name, first in self._firsts.items()}, given, now
-
-    def _gradients(self, leaves: Sequence[Any], arrays: Sequence[Any]) -> tuple[Values, Values, list[Any]]:
         program = self._cut.program
         env = dict(zip(program.inputs, [*program.consts, *leaves, *arrays], strict=True))
         _run(self._cut, env, 0)

@@ -19,7 +19,6 @@ from jax_offload._plan.plan import InIterations, Planned, Window
 from jax_offload._plan.rules import Dim, Partial, Rows
 
 LEAST_GAIN = 0.95  # of the link's time in two groups, for which it is worth to have three
-LEAST_ROWS = 8  # of which one may stay on the device all the time
 Groups = tuple[tuple[Var, ...], ...]
 
 
@@ -51,8 +50,6 @@ class InScan:
       sums: results that are summed up.
       others: what else the updates read.
       pins: shardings.
-      handed_on: ahead, leaf -> an operand, its first row, and a result, that row of its next value: the last iteration
-        loads it for the step that follows, which so begins with nothing to wait for.
     """
 
     scan: Scan
@@ -72,7 +69,6 @@ class InScan:
     sums: tuple[Var, ...]
     others: tuple[Var, ...]
     pins: Mapping[Var, NamedSharding]
-    handed_on: Mapping[Var, tuple[Var, Var]] = dataclasses.field(default_factory=dict[Var, tuple[Var, Var]])
 
     def __repr__(self) -> str:  # a jaxpr prints its parameters
         return f"InScan({len(self.moves)} slices)"
@@ -92,15 +88,13 @@ class InScan:
     @property
     def _reads(self) -> list[Atom]:
         xs = [v for k, v in enumerate(self.scan.xs) if k not in self.reread and k not in self.fed]
-        first = [before for before, _ in self.handed_on.values()]
-        return [*self.scan.consts, *self.scan.init, *xs, *self.hosts, *self.in_place, *self.others, *first]
+        return [*self.scan.consts, *self.scan.init, *xs, *self.hosts, *self.in_place, *self.others]
 
     @property
     def makes(self) -> list[Var]:
         """What the rest of the step may read of it."""
         updated = [v for move in self.moves for v in move.slice.outputs if v not in move.feeds]
-        first = [after for _, after in self.handed_on.values()]
-        return [v for v in [*self.scan.carry, *self.kept, *updated, *first] if not isinstance(v, DropVar)]
+        return [v for v in [*self.scan.carry, *self.kept, *updated] if not isinstance(v, DropVar)]
 
     @property
     def first_row(self) -> int:
@@ -109,12 +103,6 @@ class InScan:
     @property
     def last_row(self) -> int:
         return self.scan.length - 1 - self.first_row
-
-    @property
-    def next_of(self) -> dict[Var, Var]:
-        """Leaf that moves -> its next value."""
-        pairs = (pair for move in self.moves for pair in zip(move.buffers, move.slice.outputs, strict=True))
-        return {old: v for old, v in pairs if old is not None and is_host_aval(v.aval)}
 
     @property
     def passed_through(self) -> list[Var]:
@@ -129,13 +117,6 @@ class InScan:
         at_once = not self.ahead or {*self.loaded} != {*self.stored} or not self.groups[-1]
         kept = [] if at_once else [v for v in program.outputs[n:] if not isinstance(v, Literal)]
         return [v for v in dict.fromkeys(kept) if v in {*program.inputs}]
-
-    @property
-    def lasting(self) -> tuple[Var, ...]:
-        """Leaves whose first rows are worth to be on the device from the end of one step to the begin of the next."""
-        if not self.ahead or self.scan.length < LEAST_ROWS:
-            return ()
-        return tuple(v for v in self.loaded if v in self.stored)
 
 
 def in_scan(program: Program, scan: Scan, moves: Moves, *, ahead: bool) -> InScan:

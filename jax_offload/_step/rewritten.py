@@ -11,7 +11,6 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from jax_offload._base.arrays import nbytes
 from jax_offload._base.barriers import gate
 from jax_offload._base.donation import guarded
 from jax_offload._base.effects import only_callbacks, ordered
@@ -100,17 +99,6 @@ def _is_driven(closed: ClosedJaxpr) -> bool:
 
 def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     """The step's results, of its flat arguments."""
-    return handing_on(closed, args, {})[0]
-
-
-def handing_on(
-    closed: ClosedJaxpr, args: Sequence[Any], rows: Mapping[int, Any]
-) -> tuple[list[Any], dict[int, Any]]:  # fmt: skip
-    """The step's results; and, as far as it loads them, the first rows of what its arguments become.
-
-    Args:
-      rows: of arguments, by their numbers, the first rows, which the step before has loaded.
-    """
     program = flat(closed)
     lost = unreturned(program)
     if lost is not None and not lost.meant:
@@ -120,13 +108,13 @@ def handing_on(
             stacklevel=2,
         )
     if any(map(holds_driven_update, program.eqns)) or any(eqn.primitive is READ for eqn in program.eqns):
-        return _as_it_is(closed, (_cut_at(program),), args), {}
+        return _as_it_is(closed, (_cut_at(program),), args)
     if lost is not None:
-        return _as_it_is(closed, (lost.why,), args), {}
+        return _as_it_is(closed, (lost.why,), args)
     try:
         found = None if ordered(closed.effects) else _parts(program)
         if found is not None and found.moved:
-            return _traced(found, args, rows)
+            return _traced(found, args)
     except Exception as fault:  # whatever is wrong with a rewritten step, the one that was written runs
         why = f"its rewriting failed ({type(fault).__name__}: {str(fault).partition(chr(10))[0][:200]})"
         warnings.warn(
@@ -134,29 +122,25 @@ def handing_on(
             "Please report this with the step.",
             stacklevel=2,
         )
-        return _as_it_is(closed, (why,), args), {}
+        return _as_it_is(closed, (why,), args)
     if found is None:
         if (by_step := _by_step(closed, program)) is not None:
-            return jax_fun(by_step)(*args), {}
-        return _as_it_is(closed, _why_not(closed, program), args), {}
-    return _as_it_is(closed, found.step.stays, args), {}
+            return jax_fun(by_step)(*args)
+        return _as_it_is(closed, _why_not(closed, program), args)
+    return _as_it_is(closed, found.step.stays, args)
 
 
 class CannotRewrite(Exception):
     """A rewritten step is not what was written: a part lacks an operand, or makes another type."""
 
 
-def _traced(found: Parts, args: Sequence[Any], rows: Mapping[int, Any]) -> tuple[list[Any], dict[int, Any]]:
+def _traced(found: Parts, args: Sequence[Any]) -> list[Any]:
     """The results of the parts, traced and checked by themselves first: a step that fails leaves nothing behind."""
-
-    def run(args: Sequence[Any], rows: Mapping[int, Any]) -> tuple[list[Any], dict[int, Any]]:
-        return _in_parts(found, args, rows)
-
-    traced, result = jaxpr_of(run, list(args), dict(rows))
-    return jax.tree.unflatten(result, jax_fun(traced)(*args, *(rows[k] for k in sorted(rows))))
+    traced, _ = jaxpr_of(lambda *args: _in_parts(found, args), *args)
+    return jax_fun(traced)(*args)
 
 
-def _in_parts(found: Parts, args: Sequence[Any], rows: Mapping[int, Any]) -> tuple[list[Any], dict[int, Any]]:
+def _in_parts(found: Parts, args: Sequence[Any]) -> list[Any]:
     """The results of the parts, each of which is given what the program has, and makes it.
 
     Raises:
@@ -166,12 +150,7 @@ def _in_parts(found: Parts, args: Sequence[Any], rows: Mapping[int, Any]) -> tup
     env: dict[Var, Any] = dict(zip(program.inputs, [*program.consts, *args], strict=True))
     names = step.names
     gated, loops = any(isinstance(part, Gate) for part in found.parts), Known()
-    leaves = {program.inputs[len(program.consts) + k]: k for k in rows}
-    handed = {v: (Var(jax.typeof(rows[k])), Var(jax.typeof(rows[k]))) for v, k in leaves.items()}
-    env |= {before: rows[leaves[v]] for v, (before, _) in handed.items()}
     for part in found.parts:
-        if isinstance(part, InScan):
-            part = dataclasses.replace(part, handed_on={v: handed[v] for v in part.lasting if v in handed})
         if isinstance(part, Gate):
             gate(env, part.held, part.waits_for)
             continue
@@ -185,44 +164,13 @@ def _in_parts(found: Parts, args: Sequence[Any], rows: Mapping[int, Any]) -> tup
             env[v] = x
     if lacking := [v for v in variables(program.outputs) if v not in env]:
         raise CannotRewrite(f"no part makes the result {lacking[0].aval}")
-    after = {leaves[v]: env[after] for v, (_, after) in handed.items() if after in env}
-    return guarded(values_of(env, program.outputs), list(args)), after
+    return guarded(values_of(env, program.outputs), list(args))
 
 
 def _operands_of(part: Slice | InScan | Rest | Piece) -> list[Var]:
     if isinstance(part, Slice):
         return part.inputs
     return part.slice.inputs if isinstance(part, Piece) else variables(part.operands)
-
-
-def lasting(closed: ClosedJaxpr, results: Mapping[int, int]) -> dict[int, tuple[int, int]]:
-    """Of a step that begins with its update, the arguments whose first rows one call is to hand on to the next, by
-    their numbers: the axis of the rows, and which is the first.
-
-    Of one scan, the first: the others have something beside their first loads. And where more is updated before it, an
-    embedding say, its stores are beside these loads (GPT 1.3B: 645 ms either way, with 384 MiB less).
-
-    Args:
-      results: of arguments, the numbers of the results that are their next values.
-    """
-    program = flat(closed)
-    held = any(map(holds_driven_update, program.eqns)) or any(eqn.primitive is READ for eqn in program.eqns)
-    if held or ordered(closed.effects) or unreturned(program) is not None or (found := _parts(program)) is None:
-        return {}
-    step = found.step.program
-    before = 0
-    for part in found.parts:
-        reads = part.inputs if isinstance(part, Slice) else variables(part.operands) if isinstance(part, Rest) else ()
-        before += sum(nbytes(v.aval) for v in reads if is_host_aval(v.aval))
-        if isinstance(part, InScan) and part.lasting:
-            if before * part.scan.length > sum(nbytes(v.aval) for v in part.lasting):
-                return {}
-            inputs = step.inputs[len(step.consts) :]
-            number_of = {v: k for k, v in enumerate(inputs) if v in part.lasting and k in results}
-            returned = {v: step.outputs[results[k]] for v, k in number_of.items()}
-            kept = [v for v, x in returned.items() if part.next_of[v] is x]
-            return {number_of[v]: (part.rows[v].dim, part.first_row) for v in kept}
-    return {}
 
 
 def _parts(program: Program) -> Parts | None:
