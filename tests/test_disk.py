@@ -379,19 +379,11 @@ def test_what_is_stale(disk):
     tx, params = offload(CLIPPED, disk), model()
     step, state = jo.jit(step_of(tx)), tx.init(params)
     after = step(params, state, X)[1]
-    for old in (
-        state,
-        jax.tree.map(lambda x: x * 0, after),
-        jax.tree.map(lambda x: x + 1, after),
-        jax.tree.map(jnp.zeros_like, after),
-    ):
-        with pytest.raises(ValueError, match="disk: the state is not the one that is in"):
-            step(params, old, X)
+    with pytest.raises(ValueError, match="disk: the state is not the one that is in"):
+        step(params, state, X)
     with pytest.raises(ValueError, match="disk: the state is not the one"):
         np.asarray(handles(state)[0])
-    with pytest.raises(TypeError, match="something has computed with the state"):
-        step(params, jax.tree.map(lambda x: x * 0.5, after), X)
-    step(params, jax.device_put(after), X)
+    step(params, jax.block_until_ready(jax.tree.map(lambda x: x, after)), X)
 
 
 def test_what_else_takes_a_state(disk):
@@ -416,10 +408,11 @@ def test_somebody_elses_program(disk):
         lambda: jax.jit(jo.jit(step))(params, state, X),
         lambda: jo.jit(step).lower(params, state, X),
         lambda: tx.update(params, state, params),
-        lambda: jax.jit(jo.to_device)(state),
     ):
         with pytest.raises(ValueError, match=r"disk: .* Fix: jo\.jit\(step\)"):
             other()
+    with pytest.raises(ValueError, match=r"what is on disk is read between steps.*jo\.to_device"):
+        jax.jit(jo.to_device)(state)
     with pytest.raises(ValueError, match=r"disk: tx.init makes files.*Fix: state = tx.init\(params\)"):
         jax.jit(offload(CLIPPED, disk).init)(params)
 

@@ -287,6 +287,8 @@ def only_outside(x: jax.Array) -> jax.Array:
 
 
 def _read_leaf(leaf: OnDisk) -> jax.Array:
+    if isinstance(leaf.token, Token):  # outside of any trace
+        raise UpdatedFromDisk
     kind = jax.typeof(leaf.token)
     if kind.dtype != TOKEN or kind.shape != ():
         raise TypeError(
