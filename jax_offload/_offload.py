@@ -11,7 +11,15 @@ import optax
 from jax.core import Tracer
 
 from jax_offload._base import memory as _memory
-from jax_offload._base.around import Remembered, around, shardings_of, without_sharding
+from jax_offload._base.around import (
+    NESTED,
+    Remembered,
+    around,
+    check_not_within_offload,
+    shardings_of,
+    within_offload,
+    without_sharding,
+)
 from jax_offload._base.arrays import Offloaded, is_array, is_integer
 from jax_offload._base.collector import collector_waits
 from jax_offload._base.donation import guarded
@@ -34,7 +42,7 @@ from jax_offload._precision.storage import rules_of
 from jax_offload._precision.with_storage import with_storage
 from jax_offload._state.traced_init import placed_leaves
 from jax_offload._state.wrappers import adopt_multi_steps
-from jax_offload._update.arguments import check_gradients, check_inner, check_params, check_places
+from jax_offload._update.arguments import check_gradients, check_inner, check_on_device, check_params, check_places
 from jax_offload._update.features import adopted, checked_update, look
 from jax_offload._update.streamed import streamed
 from jax_offload._update.update_params import sharded_params
@@ -129,7 +137,7 @@ def offload(
       'pinned_host'
     """
     if isinstance(inner, Offloaded):
-        raise TypeError("inner: is an offload(...) already; wrap an optimizer once.")
+        raise TypeError(NESTED)
     if isinstance(inner, optax.MultiSteps):
         inner = inner.gradient_transformation()
     check_inner(inner)
@@ -152,11 +160,13 @@ def offload(
     adopt_multi_steps()
 
     def init_fn(params: optax.Params) -> optax.OptState:
+        check_not_within_offload()
         check_params(params)
         own = shardings_of(params)
 
         def create(params: Any) -> Any:
-            state = inner.init(params)
+            with within_offload():
+                state = inner.init(params)
             plan = place(policy, state, params)
             known = {**remembered.unambiguous(params), **own}  # of others out_shardings say how the state is divided
             state = guarded(_store(state, plan, params, known), home=home, where="init")
@@ -200,9 +210,11 @@ def offload(
     ) -> tuple[optax.Updates, optax.OptState]:
         if skip is not None:
             return updated_unless(skip, lambda u, s: update_fn(u, s, params, **extra_args), updates, state)
+        check_not_within_offload()
         state, stored = opened(state)
         check_places(inner.init, updates, state, params)
         check_gradients(updates, params)
+        check_on_device(updates, params)
         like = updates if params is None else params
         state = adopted(inner, state, like)
         from_types = shardings_of(like)
@@ -227,7 +239,8 @@ def offload(
             like = updates if params is None else params
             updates, params = resharded(updates, sharded, params), sharded_params(params, options)
             try:
-                updates, new_state = checked_update(inner, updates, _load(state), params, extra_args)
+                with within_offload():
+                    updates, new_state = checked_update(inner, updates, _load(state), params, extra_args)
             except Exception as error:
                 check_typed(sharded, error)
                 raise
@@ -238,6 +251,7 @@ def offload(
         return updates, stored(new_state)
 
     return Offloaded(init_fn, update_fn).wrapping(
+        offload,
         optimizer,
         fraction=fraction,
         select=select,

@@ -111,6 +111,8 @@ def saved(tmp_path_factory):
     return found
 
 
+@pytest.mark.long("more shardings", but=["fraction 1, 8 devices, ZeRO-1"])
+@pytest.mark.oldest("restores into every placement")
 @pytest.mark.parametrize(
     ("fraction", "devices", "zero"),
     rows(
@@ -537,6 +539,7 @@ def damages(rng):
         yield "a bit flipped", lambda data: flip(data, rng)
 
 
+@pytest.mark.long("random cases")
 def test_damage_to_any_file_is_an_error_or_harmless(three_steps):
     """Every file in turn: what comes back is what was saved, or an error that says where, and what to do."""
     folder, values, target = three_steps

@@ -238,6 +238,7 @@ PEAKS = {  # 4950 resident, unrolled, and 6496 stacked; outside there is a secon
 }
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 @pytest.mark.parametrize(
     ("name", "stacked", "where", "form"),
     rows(
@@ -259,6 +260,7 @@ def test_peak(name, stacked, where, form):
     assert m.host_temp == 0
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_peak_with_a_large_embedding(where):
     """Its columns' norms are known before it streams: in one with them, it was loaded whole. (6912, resident 5252.)"""

@@ -12,6 +12,8 @@ from flax.training.train_state import TrainState
 
 import jax_offload as jo
 
+pytestmark = pytest.mark.oldest("committed arguments and weak types")
+
 TX = jo.offload(optax.adamw(1e-3), fraction=0.5, min_bytes=0)
 
 

@@ -10,6 +10,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax_offload._base.composite import NAME, composite, decomposed
 from jax_offload._base.jaxprs import closed, jax_fun, jaxpr_of
 
+pytestmark = pytest.mark.oldest("the same")
+
 
 def _halves(x, y=None, *, factor):
     scaled = x * factor if y is None else x * y + factor

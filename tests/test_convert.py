@@ -11,6 +11,7 @@ from tests.support.rows import rows
 from tests.test_storage import ADAM_STORAGE, ADAMW, HOST, encoded, gradients, parameters
 
 
+@pytest.mark.long("more formats", but=["False-int8"])
 @pytest.mark.parametrize("storage", rows(ADAM_STORAGE, "compiles every conversion", daily=["int8"]))
 @pytest.mark.parametrize("given", [True, False])
 def test_to_plain_and_back(storage, given):
@@ -50,6 +51,7 @@ def test_conversion_through_chains_under_jit_and_of_float32():
     assert all(a is b for a, b in zip(jax.tree.leaves(jo.to_plain(same, s)), jax.tree.leaves(s), strict=True))
 
 
+@pytest.mark.long("more formats")
 def test_a_checkpoint_changes_its_storage(tmp_path):
     ocp = pytest.importorskip("orbax.checkpoint")
     params = parameters()

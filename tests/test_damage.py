@@ -213,6 +213,7 @@ def trial(run, target, times, seed):
     return ends
 
 
+@pytest.mark.long("random cases", but=["True"])
 @pytest.mark.parametrize("given", [True, False])
 def test_random_damage(run, given):
     ends = trial(run, run[2] if given else None, times=100, seed=given)
@@ -271,6 +272,7 @@ def metadata_files(folder):
     return found
 
 
+@pytest.mark.long("more damages", but=["cut in half"])
 @pytest.mark.parametrize("damage", ["removed", "emptied", "cut in half", "zeroed", "other text", "a list"])
 def test_damage_to_orbaxs_metadata_offers_the_fallback(run, damage):
     folder, _, target = run
@@ -331,6 +333,7 @@ def plausible(run, target, most, seed):
     return ends
 
 
+@pytest.mark.long("more damages", but=["True"])
 @pytest.mark.parametrize("given", [True, False])
 def test_metadata_that_says_something_else(run, given):
     ends = plausible(run, run[2] if given else None, most=15, seed=given)
@@ -408,6 +411,7 @@ def test_without_checksums_only_where_there_never_were_any(run):
 # Several processes
 
 
+@pytest.mark.long("starts processes")
 def test_processes_sum_up_what_each_of_them_holds(tmp_path):
     """Two processes of two devices: their checksums are those of whole arrays, and both notice damage."""
     port = free_port()

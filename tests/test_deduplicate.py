@@ -10,6 +10,8 @@ import jax_offload as jo
 from jax_offload._emit.find import emitted
 from tests.support.trees import equations
 
+pytestmark = pytest.mark.oldest("jits that are called many times")
+
 WIDTHS = {f"layers_{i}": 8 for i in range(6)} | {"head": 4}
 
 

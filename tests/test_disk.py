@@ -100,6 +100,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.long("more optimizers", but=["lamb"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name, tmp_path):
     inner = OPTIMIZERS[name]
@@ -110,6 +111,21 @@ def test_optimizers(name, tmp_path):
     assert handles(state)
 
 
+@pytest.mark.long("more optimizers", but=["adamw"])
+@pytest.mark.exhaustive(
+    "more optimizers",
+    but=[
+        "ada*",
+        "apply_if_finite*",
+        "lion*",
+        "multi_transform*",
+        "nadam*",
+        "polyak*",
+        "reduce_on*",
+        "schedule_free*",
+        "sgd*",
+    ],
+)
 @pytest.mark.parametrize(
     "name",
     rows(sorted(TABLE), "all of them take minutes", daily=["adamw", "lamb", "MultiSteps:skip", "prodigy", "muon"]),
@@ -158,6 +174,7 @@ def test_every_optimizer(name, tmp_path):
     files.close()
 
 
+@pytest.mark.long("more of host memory", but=["4096-each", "None-one"])
 @pytest.mark.parametrize("groups", ["one", "each"])
 @pytest.mark.parametrize("window", [None, 4096])
 def test_as_in_host_memory_bit_for_bit(window, groups, disk, monkeypatch):
@@ -174,6 +191,7 @@ def test_as_in_host_memory_bit_for_bit(window, groups, disk, monkeypatch):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.long("more formats", but=["storage1"])
 @pytest.mark.parametrize("storage", ["bfloat16", {"mu": "int8", "nu": "uint8"}])
 def test_stored_in_fewer_bits(storage, disk):
     """As in host memory, whose rounding is the same function of the step and the place; in a half or a quarter of the
@@ -256,6 +274,7 @@ def test_a_step_returns_while_its_last_writes_are_under_way(disk, monkeypatch):
 # ---- where it is -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long("more of host memory", but=["32767*", "81920*"])
 @pytest.mark.parametrize(
     ("budget", "on_disk"), [(0, 8), (2 * MATRIX - 1, 8), (2 * MATRIX, 6), (5 * MATRIX, 4), (2**30, 0)]
 )

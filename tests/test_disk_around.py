@@ -113,6 +113,7 @@ def skipping(tx, form="update_params"):
     return step
 
 
+@pytest.mark.long("more kinds of steps", but=["update-None-{}", "update_params-AxisType.Auto*"])
 @pytest.mark.parametrize(
     ("form", "place", "options"),
     [
@@ -173,6 +174,7 @@ def test_a_commit_after_a_skipped_update(disk):
 # ---- MultiSteps around -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long("more kinds of steps", but=["{}"])
 @pytest.mark.parametrize("options", [{}, {"storage": STORED}, {"masters": True}], ids=str)
 def test_multi_steps_around(options, disk):
     """Every third call updates, and what is on disk is what it would be in memory."""

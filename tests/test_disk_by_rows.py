@@ -85,6 +85,7 @@ OPTIMIZERS = {  # and how many groups the layers are, in all passes over their s
 }  # fmt: skip
 
 
+@pytest.mark.long("more kinds of parts", but=["adamw-16384"])
 @pytest.mark.parametrize("window", [None, 2**14])
 @pytest.mark.parametrize("name", rows(list(OPTIMIZERS), "alike", daily=["adamw", "lamb"]))
 def test_as_in_host_memory(name, window, disk):
@@ -106,6 +107,7 @@ def test_as_in_host_memory(name, window, disk):
         assert programs_in(step) == 5  # of two layers and of one, of 64 rows and of 32, and of the biases
 
 
+@pytest.mark.long("more kinds of parts")
 @pytest.mark.parametrize(("window", "transfer"), [(2 * ROW, Whole), (2 * ROW - 1, Chunked)])
 def test_a_part_is_planned_with_the_window_of_the_whole(window, transfer):
     """The rows that it loads, and that they go in chunks where they are larger than the window."""
@@ -119,6 +121,7 @@ def test_a_part_is_planned_with_the_window_of_the_whole(window, transfer):
     assert isinstance(part.update.transfer, transfer) and part.update.window is p.window
 
 
+@pytest.mark.long("more kinds of parts")
 @pytest.mark.parametrize("window", rows([None, 2**12], "alike", daily=[None]))
 @pytest.mark.parametrize("storage", ["bfloat16", {"mu": "int8", "nu": "uint8"}], ids=str)
 def test_stored_in_fewer_bits(storage, window, disk):
@@ -134,6 +137,7 @@ def test_stored_in_fewer_bits(storage, window, disk):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.long("more kinds of parts")
 @pytest.mark.parametrize("donate", [(0, 1), (1,)])
 def test_masters(donate, disk):
     """And parameters that are not donated stay as they are."""
@@ -149,6 +153,7 @@ def test_masters(donate, disk):
         np.testing.assert_array_equal(np.float32(x), np.float32(master.astype(jnp.bfloat16)))
 
 
+@pytest.mark.long("more kinds of parts")
 def test_what_is_not_donated_stays(disk):
     tx = jo.offload(optax.adamw(1e-2), min_bytes=256, disk=disk)
     params, grads = network(), network(100)
@@ -161,6 +166,7 @@ def test_what_is_not_donated_stays(disk):
     assert_close(got, run(optax.adamw(1e-2), params, grads, 2)[0], 1e-6)
 
 
+@pytest.mark.long("more kinds of parts")
 def test_a_step_that_is_skipped_changes_nothing(disk):
     tx = jo.offload(optax.adamw(1e-2), min_bytes=256, disk=disk)
     params, grads = network(), network(100)
@@ -178,6 +184,7 @@ def test_a_step_that_is_skipped_changes_nothing(disk):
     assert_close(params, run(optax.adamw(1e-2), network(), grads, 2)[0], 1e-6)
 
 
+@pytest.mark.long("more kinds of parts")
 def test_leaves_that_share_a_loop_share_their_parts(tmp_path):
     """Rows of one are three times as long as the other's: their parts are powers of two, and end together."""
     rng, results = np.random.default_rng(0), []
@@ -212,6 +219,7 @@ def shifting():
     return optax.GradientTransformation(init, update)
 
 
+@pytest.mark.long("more kinds of parts")
 def test_what_is_written_whole_waits_for_all_that_read_rows_of_it(disk):
     tx, params, grads = jo.offload(shifting(), min_bytes=256, disk=disk), network(), network(100)
     got, state = run(tx, params, grads)
@@ -260,6 +268,7 @@ def test_the_table_says_how(disk):
         assert words in said, said
 
 
+@pytest.mark.long("more kinds of parts")
 def test_the_step_turned_round(disk):
     def loss(params, x):
         return sum(((p * x.mean()) ** 2).sum() for p in jax.tree.leaves(params))
@@ -280,6 +289,7 @@ def test_the_step_turned_round(disk):
     assert_close((read(got), jax.tree.leaves(read(state))), (read(want[0]), jax.tree.leaves(read(want[1]))), 1e-5)
 
 
+@pytest.mark.long("more kinds of parts")
 def test_a_state_of_other_leaves(disk, tmp_path):
     """In the same directories, by then."""
     tx, params, grads = jo.offload(optax.adamw(1e-2), min_bytes=256, disk=disk), network(), network(100)
@@ -292,6 +302,7 @@ def test_a_state_of_other_leaves(disk, tmp_path):
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long("more kinds of parts")
 def test_a_leaf_is_a_group_of_the_store_for_each_part(disk):
     """Of two layers, of 64 rows; the bias, of less bytes, is one."""
     params = network()
@@ -309,6 +320,7 @@ def test_a_leaf_is_a_group_of_the_store_for_each_part(disk):
             np.testing.assert_array_equal(np.asarray(x), np.zeros(x.shape, x.dtype))
 
 
+@pytest.mark.long("more kinds of parts", but=["larger"])
 @pytest.mark.parametrize("then", ["as before", "larger", "whole", "smaller"])
 def test_the_ranges_stay(then, tmp_path, monkeypatch):
     """Files go on as they were made, whatever is the size of a group by then: bit for bit."""
@@ -343,6 +355,7 @@ def test_the_ranges_stay(then, tmp_path, monkeypatch):
         each.close()
 
 
+@pytest.mark.long("more kinds of parts")
 def test_a_checkpoint_of_it(disk, tmp_path):
     tx = jo.offload(optax.adamw(1e-2), min_bytes=256, disk=disk)
     params, state = run(tx, network(), network(100), 2)
@@ -366,6 +379,8 @@ def mesh_of(axes=AxisType.Auto, shape=(2, 2, 2), devices=None):
     return jax.make_mesh(shape, ("data", "fsdp", "tensor"), axis_types=(axes,) * 3, devices=devices)
 
 
+@pytest.mark.long("more kinds of parts", but=["rows-AxisType.Auto"])
+@pytest.mark.oldest("types of rows of a divided leaf, in host memory")
 @pytest.mark.parametrize("axes", rows([AxisType.Auto, AxisType.Explicit], "alike", daily=[AxisType.Auto]))
 @pytest.mark.parametrize("how", rows([*SPECS, "zero"], "alike", daily=["rows", "zero"]))
 def test_sharded(how, axes, disk):
@@ -387,6 +402,7 @@ def test_sharded(how, axes, disk):
         assert x.sharding == y.sharding
 
 
+@pytest.mark.long("more kinds of parts")
 @pytest.mark.parametrize("other", rows(["fewer devices", "other axes", "one device"], "alike", daily=["other axes"]))
 def test_resumed_in_another_sharding(other, tmp_path):
     """By rows, where its first axis is divided as before; else whole."""

@@ -42,6 +42,8 @@ def resumed(folder, devices):
     return step, found
 
 
+@pytest.mark.long("starts processes")
+@pytest.mark.exhaustive("a hundred processes", only=["100*"])
 @pytest.mark.parametrize("devices", rows([1, 4], "as many processes again", daily=[1]))
 @pytest.mark.parametrize("kills", rows([3, 100], "a hundred processes", daily=[3]))
 def test_killed_at_any_moment_it_goes_on_bit_for_bit(kills, devices, tmp_path, monkeypatch):

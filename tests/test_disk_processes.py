@@ -52,6 +52,7 @@ def found(said, word):
     return [[int(line.split()[1]) for line in text.splitlines() if line.startswith(f"{word} ")] for text in said]
 
 
+@pytest.mark.long("starts processes")
 @pytest.mark.parametrize("how", ["zero", pytest.param("all", marks=pytest.mark.long("more shardings"))])
 def test_as_in_host_memory(tmp_path, how):
     """Moments bit for bit, of gradients that are given; committed and resumed, bit for bit too."""

@@ -67,6 +67,7 @@ def in_memory(name, storage):
     return jax.jit(step_of(tx)), tx
 
 
+@pytest.mark.exhaustive("ninety states on disk", but=["lamb*", "lion-int8-none"])
 @pytest.mark.parametrize(("name", "storage", "cache"), rows(CASES, "ninety states on disk", daily=DAILY))
 def test_an_update_is_that_of_a_state_in_memory(name, storage, cache, tmp_path, monkeypatch):
     """Two donated updates, each from the same state; what the cache has no room for is on disk, the rest pinned."""

@@ -85,6 +85,8 @@ def assert_as_in_abstract_state(tx, params, state):
 # ---- values and places ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long("more shardings", but=["sharded-AxisType.Auto", "zero-AxisType.Explicit"])
+@pytest.mark.oldest("arrays put together of parts, in host memory")
 @pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(
     "how", rows(["sharded", "replicated", "zero", "a mesh of one device"], "alike", daily=["sharded", "zero"])
@@ -117,6 +119,7 @@ def test_as_in_host_memory(how, axes, disk, monkeypatch):
     assert_close(got, want, 1e-6)
 
 
+@pytest.mark.long("more shardings", but=["data"])
 @pytest.mark.parametrize("over", [None, "data"])
 def test_a_batch_divided_between_devices(over, disk):
     """With ``state_shardings`` for the results, and compiled once. Gradients that the update divides leave their
@@ -151,6 +154,7 @@ def test_a_batch_divided_between_devices(over, disk):
     assert_as_in_abstract_state(tx, params, state)
 
 
+@pytest.mark.long("more optimizers", but=["adafactor"])
 @pytest.mark.parametrize("name", rows(list(OPTIMIZERS), "ten optimizers", daily=["lamb", "adafactor", "MultiSteps"]))
 def test_optimizers(name, disk):
     mesh = mesh_of()
@@ -163,6 +167,7 @@ def test_optimizers(name, disk):
     assert_as_in_abstract_state(tx, params, state)
 
 
+@pytest.mark.long("more formats", but=["{'mu'*"])
 @pytest.mark.parametrize("storage", ["bfloat16", {"mu": "int8", "nu": "uint8"}], ids=str)
 def test_stored_in_fewer_bits(storage, disk):
     mesh = mesh_of()
@@ -175,6 +180,7 @@ def test_stored_in_fewer_bits(storage, disk):
     assert_close(results[1][0], results[0][0], 1e-5)
 
 
+@pytest.mark.long("more shardings", but=["data"])
 @pytest.mark.parametrize("over", [None, "data"])
 def test_masters(over, disk):
     mesh = mesh_of()
@@ -228,6 +234,7 @@ def test_each_part_is_in_the_files_once(disk):
         assert {entry.shape for entry in entries} == {x.sharding.shard_shape(x.shape)}
 
 
+@pytest.mark.long("more shardings", but=["zero"])
 @pytest.mark.parametrize(
     "other", rows(["mesh", "specs", "one device", "from one device", "zero"], "alike", daily=["mesh", "zero"])
 )

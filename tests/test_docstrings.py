@@ -77,6 +77,7 @@ def test_shows_an_example(name):
     assert shown or inspect.isclass(attrgetter(name)(jo))  # some are only returned
 
 
+@pytest.mark.oldest("every example")
 @pytest.mark.parametrize("name", NAMES)
 def test_example(name):
     if name in ("profile", "types.Profile") and jax.__version_info__ < (0, 11):
@@ -84,6 +85,7 @@ def test_example(name):
     assert not run(name)
 
 
+@pytest.mark.long("every example again")
 def test_examples_on_one_device():
     """As they are copied: into a process of their own, in which nobody has set flags."""
     code = "from tests import test_docstrings as t; print(*(t.run(name) for name in t.NAMES), sep='')"

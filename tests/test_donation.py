@@ -108,6 +108,7 @@ def unguarded(monkeypatch):
     monkeypatch.setattr(_donation, "take_back_aliases", lambda *_: None)
 
 
+@pytest.mark.oldest("aliases between memories, of which jax decides")
 @MATRIX
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_donation_crosses_no_memory_kinds(case, fraction, platform):
@@ -120,6 +121,7 @@ def test_donation_crosses_no_memory_kinds(case, fraction, platform):
         assert any(possible.values())
 
 
+@pytest.mark.long("more donations", but=["params -> params, state-*"])
 @MATRIX
 def test_donation_computes_the_same(case, fraction):
     build, _, state_first, _ = CASES[case]
@@ -136,6 +138,7 @@ def test_donation_computes_the_same(case, fraction):
     assert step._cache_size() == compilations
 
 
+@pytest.mark.long("why there is a guard", but=["params -> params, state-*"])
 @MATRIX
 def test_donation_without_the_guard_crosses_kinds(case, fraction, monkeypatch):
     """So that we notice when jax does not any more, and that the tests above could fail."""
@@ -150,6 +153,7 @@ def test_donation_without_the_guard_crosses_kinds(case, fraction, monkeypatch):
     assert aliases and not crossed(aliases)
 
 
+@pytest.mark.long("more donations", but=["params -> params, state-*"])
 @MATRIX
 def test_donation_that_crosses_nothing_is_left_as_it_is(case, fraction, monkeypatch):
     step, args, donate, _ = make(case, fraction)
@@ -159,6 +163,7 @@ def test_donation_that_crosses_nothing_is_left_as_it_is(case, fraction, monkeypa
     assert (guarded == pairs(jax.jit(lambda *a: step(*a), donate_argnums=donate), *args)) == (not without)
 
 
+@pytest.mark.oldest("aliases that jax takes for it")
 @pytest.mark.parametrize("case", [case for case, (*_, unsafe) in CASES.items() if any(unsafe)])
 def test_donation_with_out_shardings(case):
     step, args, donate, _ = make(case, 1.0)
@@ -213,6 +218,7 @@ PLACES = {
 }
 
 
+@pytest.mark.oldest("a primitive under jax's transformations")
 @pytest.mark.parametrize("place", PLACES)
 def test_donation_wherever_update_stands(place, monkeypatch):
     step = PLACES[place]
@@ -225,6 +231,7 @@ def test_donation_wherever_update_stands(place, monkeypatch):
         assert crossed(pairs(jax.jit(lambda *a: step(*a), donate_argnums=1), *create(optimizer(1.0)))[0])
 
 
+@pytest.mark.oldest("what jax forwards, and what is static")
 def test_donation_of_batched_updates():
     params, state = create(optimizer(1.0))
     params = jax.device_put(jax.tree.map(lambda p: jnp.stack([p, 2 * p]), params), DEVICE)
@@ -268,6 +275,7 @@ def test_donation_to_what_moves_a_state(move, monkeypatch):
     assert crossed(pairs(jax.jit(lambda x: fun(x), donate_argnums=0), arg)[0])
 
 
+@pytest.mark.oldest("what jax forwards, and what is static")
 def test_donation_of_what_jax_forwards():
     """A leaf that no update touches is no result of the program: it would be copied where nobody donates."""
     params, state = create(optimizer(1.0))
@@ -285,6 +293,7 @@ def test_donation_adds_nothing_where_there_is_no_host_memory():
     assert "jax_offload_donation" not in text
 
 
+@pytest.mark.oldest("export")
 def test_donation_through_an_exported_step():
     """Inside of it all is well; whoever calls it sees nothing of ours, and jo.jit helps."""
     args = create(optimizer(1.0))
@@ -334,6 +343,7 @@ def test_donation_where_nothing_is_new():
     assert kinds(donating(*host_and_device())) == ["device", "pinned_host"]
 
 
+@pytest.mark.oldest("what jax forwards, and what is static")
 def test_donation_of_static_arguments_defaults_and_methods():
     @partial(jo.jit, donate_argnums=(1, 2), static_argnums=0, static_argnames="keep")
     def step(n, h, d, keep=True):
@@ -356,6 +366,7 @@ def test_donation_of_static_arguments_defaults_and_methods():
     assert (Trainer.step.__name__, Trainer.step.__doc__) == ("step", "Steps.")
 
 
+@pytest.mark.oldest("lowering and compiling apart")
 def test_donation_ahead_of_time():
     donating = jo.jit(swap, donate_argnums=(0, 1))
     shapes = donating.eval_shape(*host_and_device())
@@ -389,6 +400,7 @@ def mesh_step(axis_type, spec):
     return step, arguments
 
 
+@pytest.mark.long("more shardings")
 @MESH
 @pytest.mark.parametrize("donate", [0, 1, (0, 1)], ids=str)
 @pytest.mark.parametrize("given", [False, True], ids=["no out_shardings", "out_shardings"])
@@ -430,6 +442,7 @@ def test_donation_inside_shard_map():
 # What it relies on.
 
 
+@pytest.mark.oldest("what jax may move")
 def test_donation_is_loud_where_jax_has_moved(monkeypatch):
     def lower_jaxpr_to_fun():
         return "tf.aliasing_output", "mhlo.memory_kind"

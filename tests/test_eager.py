@@ -10,6 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
 
+pytestmark = pytest.mark.oldest("updates outside of jit")
+
 DEVICE = jax.devices()[0]
 
 

@@ -10,6 +10,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax_offload._base.elementwise import elementwise
 from jax_offload._precision.formats import NAMES, Storage, decode, encode
 
+pytestmark = pytest.mark.oldest("a primitive with a lowering of its own")
+
 
 def _grow(x, y, *, factor):
     x = lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFFFF00), jnp.float32)

@@ -11,6 +11,8 @@ import pytest
 import jax_offload as jo
 from jax_offload._base import memory as _memory
 
+pytestmark = pytest.mark.oldest("messages that quote jax")
+
 ADAM = optax.adam(1e-3)
 
 
@@ -86,18 +88,51 @@ def test_missing_params():
         tx.update(params(), tx.init(params()))
 
 
-def test_offload_twice():
-    with pytest.raises(TypeError, match="inner: is an offload"):
-        jo.offload(jo.offload(ADAM))
+@pytest.mark.parametrize(
+    "nested",
+    [lambda tx: tx, lambda tx: optax.chain(optax.clip(1.0), tx), lambda tx: optax.apply_if_finite(tx, 3)],
+    ids=["itself", "chain", "apply_if_finite"],
+)
+def test_an_offload_inside_an_offload(nested):
+    """One rule, wherever the inner one stands."""
+    inner = jo.offload(ADAM, min_bytes=0)
+    with pytest.raises(TypeError, match=r"inner: .*offload\(...\)"):
+        jo.offload(nested(inner), min_bytes=0).init(params())
 
 
-def test_offload_inside_a_chain_inside_offload_is_fine():
-    tx = jo.offload(optax.chain(jo.offload(ADAM, min_bytes=0), optax.scale(2.0)), min_bytes=0)
-    updates, state = jax.jit(tx.update)(params(), tx.init(params()))
-    plain = optax.chain(ADAM, optax.scale(2.0))
-    expected, _ = jax.jit(plain.update)(params(), plain.init(params()))
-    assert jnp.array_equal(updates["w"], expected["w"])
-    assert state[0][0].mu["w"].sharding.memory_kind == "pinned_host"
+@pytest.mark.parametrize("argument", ["params", "updates"])
+@pytest.mark.parametrize("form", ["update", "update_params"])
+def test_parameters_and_gradients_in_host_memory(argument, form):
+    tx = jo.offload(ADAM, min_bytes=0)
+    state = tx.init(params())
+
+    def step(grads, state, params):
+        run = jo.update_params if form == "update_params" else lambda tx, *args: tx.update(*args)
+        return run(tx, grads, state, params)
+
+    there = jax.device_put(params(), jax.memory.Space.Host)
+    given = (there, params()) if argument == "updates" else (params(), there)
+    for run in (step, jax.jit(step), jo.jit(step)):
+        with pytest.raises(ValueError, match=rf"{argument}: \['\w'\] is in pinned host memory.*jo\.to_device"):
+            run(given[0], state, given[1])
+
+
+def test_a_callable_select_that_selects_nothing():
+    """As a pattern that matches nothing."""
+    for select in (lambda path, leaf: "embed" in path, "embed", ["embed"]):
+        with pytest.raises(ValueError, match=r"select: .*\bw\b"):
+            jo.offload(ADAM, min_bytes=0, select=select).init(params())
+
+
+@pytest.mark.parametrize("options", [{}, {"storage": "bfloat16"}, {"fraction": 0.5}, {"update_on": "host"}])
+def test_a_pickle_is_the_recipe(options):
+    cloudpickle = pytest.importorskip("cloudpickle")
+    tx = jo.offload(jo.with_master_params(optax.chain(optax.clip_by_global_norm(1.0), ADAM)), min_bytes=0, **options)
+    for _ in range(2):  # before and after init
+        again = cloudpickle.loads(cloudpickle.dumps(tx))
+        got, want = again.init(params()), tx.init(params())
+        assert jax.tree.structure(got) == jax.tree.structure(want)
+        assert jax.tree.map(lambda x: x.sharding, got) == jax.tree.map(lambda x: x.sharding, want)
 
 
 def test_not_an_optimizer():

@@ -42,6 +42,7 @@ def kinds(state):
     return {x.sharding.memory_kind for x in jax.tree.leaves(state) if x.nbytes >= 2**16}
 
 
+@pytest.mark.long("trains a GPT")
 def test_offloaded_and_resident_losses_agree(train, uninterrupted, capsys):
     resident = train("--steps", 6, "--resident")
     np.testing.assert_allclose(uninterrupted["losses"], resident["losses"], rtol=0, atol=1e-4)
@@ -53,6 +54,7 @@ def test_offloaded_and_resident_losses_agree(train, uninterrupted, capsys):
         assert after < before - 0.5
 
 
+@pytest.mark.long("trains a GPT")
 def test_a_resumed_run_goes_on_as_if_uninterrupted(train, uninterrupted, tmp_path, capsys):
     options = ("--steps", 6, "--checkpoint-dir", tmp_path, "--save-every", 2)
     first = train(*options, "--stop-at", 3)
@@ -68,6 +70,7 @@ def test_a_resumed_run_goes_on_as_if_uninterrupted(train, uninterrupted, tmp_pat
     assert rest["compiled"] == 1
 
 
+@pytest.mark.long("trains a GPT")
 def test_in_files_it_gives_the_same_losses_and_resumes(train, uninterrupted, tmp_path, capsys):
     options = ("--steps", 6, "--disk", tmp_path / "a", tmp_path / "b", "--host-bytes", "0.25MiB", "--commit-every", 2)
     first = train(*options, "--stop-at", 3)

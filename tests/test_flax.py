@@ -14,6 +14,8 @@ import jax_offload as jo
 from jax_offload._base.paths import names_of
 from tests.support.optimizers import assert_same, copied
 
+pytestmark = pytest.mark.oldest("boxes and nnx, for which jax's shardings changed")
+
 P = PartitionSpec
 X = jax.random.normal(jax.random.key(1), (16, 128))
 WINDOW = 2**16  # a leaf's moments do not fit: they stream in chunks where they can

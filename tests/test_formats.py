@@ -14,6 +14,8 @@ import jax_offload as jo
 from jax_offload._precision.elements import _point, mixed
 from jax_offload._precision.formats import NAMES, decode, encode, encoded_shapes
 
+pytestmark = pytest.mark.oldest("arithmetic of few bits")
+
 NARROW = [name for name in NAMES if name != "float32"]
 BLOCKS = [name for name in NARROW if name != "bfloat16"]
 EIGHT_BITS = ["int8", "uint8"]

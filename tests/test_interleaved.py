@@ -24,6 +24,8 @@ from tests.support.rows import rows
 from tests.support.trees import assert_close, equations
 from tests.support.words import words
 
+pytestmark = pytest.mark.oldest("pieces and gates of an unrolled step")
+
 LAYERS, WIDTH, ROWS = 6, 128, 64
 STEPS = 20
 ADAMW = optax.adamw(1e-2)
@@ -166,6 +168,7 @@ def test_the_backward_pass_waits_for_every_gradient(loss):
     assert len(early) == LAYERS and sum(early) <= 1
 
 
+@pytest.mark.long("more kinds of steps", but=["outside-0.5-True"])
 @pytest.mark.parametrize("update_params", [True, False])
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 @pytest.mark.parametrize("clip", ["none", "inside", "outside"])
@@ -206,6 +209,7 @@ def test_loops_begin_with_their_results(monkeypatch):
     assert_close(params, resident("none", in_rows, 3)[0], 1e-4)
 
 
+@pytest.mark.long("more kinds of steps", but=["inside-loss"])
 @pytest.mark.parametrize("model", [loss, checkpointed])
 @pytest.mark.parametrize("clip", ["inside", "outside"])
 def test_the_step_turned_round(clip, model):

@@ -135,6 +135,7 @@ def test_the_low_bits_and_the_parameter_are_the_master(through, examples):
     assert (bits(new) == away)[reachable].all()
 
 
+@pytest.mark.oldest("masters, step by step")
 @pytest.mark.parametrize("low_bits", [False, True])
 @pytest.mark.parametrize("window", [None, 6000])
 def test_parameters_follow_their_masters_step_by_step(low_bits, window):

@@ -90,6 +90,7 @@ def parts(row, mesh):
     return math.prod(mesh[name] for names in row["spec"] for name in names)
 
 
+@pytest.mark.long("starts processes")
 @pytest.mark.parametrize("zero1", [False, pytest.param(True, marks=pytest.mark.long("as FSDP"))], ids=["fsdp", "zero1"])
 def test_processes_train_as_one(tmp_path, zero1):
     text = tmp_path / "text.txt"
@@ -113,6 +114,7 @@ def test_processes_train_as_one(tmp_path, zero1):
             check_placement(outcome, zero1)
 
 
+@pytest.mark.long("starts processes", but=["device"])
 @pytest.mark.parametrize("gradients", ["device", pytest.param("host", marks=pytest.mark.long("as on the device"))])
 def test_processes_train_as_one_with_the_step_turned_round(tmp_path, gradients):
     [alone] = start(tmp_path, 1, None, gradients, script="multihost_turned.py")
@@ -131,6 +133,7 @@ def test_processes_train_as_one_with_the_step_turned_round(tmp_path, gradients):
         }
 
 
+@pytest.mark.long("starts processes")
 @pytest.mark.skipif(not has_numba(), reason="numba is not installed (extra cores)")
 @pytest.mark.parametrize("how", ["fsdp", "zero1"])
 def test_each_process_updates_its_own_part_on_its_cores(tmp_path, how):
@@ -144,6 +147,7 @@ def test_each_process_updates_its_own_part_on_its_cores(tmp_path, how):
         assert outcome["threads"] == max(1, alone["threads"] // 2)
 
 
+@pytest.mark.long("starts processes")
 def test_an_update_that_needs_whole_leaves_is_an_error_in_several_processes(tmp_path):
     for outcome in start(tmp_path, 2, by_arguments, "lamb", "fsdp", script="multihost_cores.py"):
         assert "takes every leaf whole, and the step runs in 2 processes. Fix: " in outcome["error"]

@@ -139,6 +139,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.long("more optimizers", but=["adamw-True"])
 @pytest.mark.parametrize("donated", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_values_placement_and_buffers(name, donated, kernels):

@@ -17,6 +17,8 @@ from jax_offload._step import opened, rewritten
 from jax_offload._step.parts import Parts, parts_of
 from tests.support.trees import assert_close, equations
 
+pytestmark = pytest.mark.oldest("what is computed again, and primitives of which each has its own")
+
 LAYERS, WIDTH, ROWS = 4, 256, 64
 STEPS = 20
 ADAMW = optax.adamw(1e-2)

@@ -207,6 +207,7 @@ _DAILY += ["lbfgs", "momo", "dpsgd", "monitor", "ema", "galore", "split_real_and
 _SELDOM = [n for n in TABLE if n.startswith("scale_by_") or (":" in n and n not in _DAILY)]
 
 
+@pytest.mark.long("more optimizers", but=["adamw", "adafactor:factored"])
 @pytest.mark.parametrize("name", rows(TABLE, "trains for 50 steps, four times", daily=_DAILY, never=_SELDOM))
 def test_same_values(name, request):
     entry = TABLE[name]
@@ -293,6 +294,7 @@ def _offload(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     return jo.offload(tx, min_bytes=0)
 
 
+@pytest.mark.long("more optimizers", but=["MultiSteps, clip"])
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_wrappers_inside_and_outside(name):
     wrap = WRAPPERS[name]
@@ -370,6 +372,7 @@ def test_losses_of_whole_steps(name, dtype):
     np.testing.assert_allclose(losses["offloaded"], losses["resident"], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.long("more shardings")
 @pytest.mark.parametrize(
     "name", rows(["adamw", "adafactor:factored", "chain"], "on eight devices", daily=["adafactor:factored"])
 )
@@ -437,6 +440,7 @@ def assert_on_host(state: Any, resident: Any = None) -> None:
 _WITH_CHUNKS = {name for name, _ in MODES.values()}
 
 
+@pytest.mark.long("more optimizers")
 @pytest.mark.parametrize(
     "name",
     rows(
@@ -463,6 +467,8 @@ def test_eagerly(name):
             assert_on_host(state)
 
 
+@pytest.mark.long("more optimizers", but=["adamw*", "MultiSteps"])
+@pytest.mark.oldest("scans and loops", only=["adamw*"])
 @pytest.mark.parametrize("name", MODES)
 def test_scan(name):
     entry, inner, tx, params, value, grads = problem(*MODES[name])
@@ -483,6 +489,8 @@ def test_scan(name):
     assert_on_host(got[0][1])
 
 
+@pytest.mark.long("more optimizers", but=["MultiSteps*"])
+@pytest.mark.oldest("branches", only=["MultiSteps*"])
 @pytest.mark.parametrize("name", MODES)
 def test_cond(name):
     entry, inner, tx, params, value, grads = problem(*MODES[name])
@@ -506,6 +514,8 @@ def test_cond(name):
         states = [want[1], got[1]]
 
 
+@pytest.mark.long("more optimizers", but=["adafactor*"])
+@pytest.mark.oldest("batching of factored leaves", only=["adafactor*"])
 @pytest.mark.parametrize("name", MODES)
 def test_vmap(name):
     """Over stacked parameters, gradients and states; there whole leaves are loaded."""
@@ -530,6 +540,8 @@ def test_vmap(name):
     assert_on_host(got[1], inner.init(params))
 
 
+@pytest.mark.long("more optimizers", but=["adamw, chunks*"])
+@pytest.mark.oldest("derivatives by a state")
 @pytest.mark.parametrize(
     ("name", "jitted"),
     rows(
@@ -568,6 +580,7 @@ def test_grad(name, jitted):
     assert_same(got, want, name, tolerance=1e-5)
 
 
+@pytest.mark.long("more optimizers", but=["apply_if_finite", "lookahead", "momo"])
 @pytest.mark.parametrize("name", rows(TABLE, "traces every optimizer in a scan and under vmap", daily=_DAILY))
 def test_traces_where_the_plain_optimizer_does(name):
     """scan and vmap of every optimizer, traced: the types tell placement; values, cond and grad are for MODES."""

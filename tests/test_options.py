@@ -7,6 +7,8 @@ import pytest
 import jax_offload as jo
 from jax_offload._interop import xla_options as _options
 
+pytestmark = pytest.mark.oldest("options of XLA by platform")
+
 
 def test_compiler_options_by_platform(monkeypatch):
     assert jo.compiler_options("cuda") == jo.compiler_options("gpu") == _options._GPU

@@ -13,6 +13,8 @@ import pytest
 import jax_offload as jo
 from tests.support.trees import kinds_of
 
+pytestmark = pytest.mark.oldest("types of memory in a trace")
+
 HOST, DEVICE = "pinned_host", "device"
 
 

@@ -67,6 +67,7 @@ STATEFUL = [name for name, entry in TABLE.items() if entry.state]
 _ALWAYS = ("adamw", "adafactor:factored", "MultiSteps", "lamb", "prodigy", "muon", "lion", "apply_if_finite")
 
 
+@pytest.mark.oldest("the plan that is printed is the one that is emitted", only=["a*"])
 @pytest.mark.parametrize(
     ("name", "window", "through"),
     rows(
@@ -135,6 +136,7 @@ def scans_that_move(jaxpr):
                 yield from scans_that_move(each)
 
 
+@pytest.mark.oldest("the same of an iteration; effects")
 @pytest.mark.parametrize("ahead", [False, True])
 def test_an_iteration_moves_a_row_of_every_leaf(ahead, monkeypatch):
     """Each is loaded once an iteration and stored once, but for what the first one finds and the last one leaves."""
@@ -164,6 +166,7 @@ def test_an_iteration_moves_a_row_of_every_leaf(ahead, monkeypatch):
     assert outside == (dataclasses.replace(row, stores=0, stored=0) if ahead else row)
 
 
+@pytest.mark.oldest("the same of an iteration; effects")
 @pytest.mark.parametrize("window", [None, 2**12])
 @pytest.mark.parametrize("of_host", [True, False])
 def test_an_effect_happens_once(of_host, window):

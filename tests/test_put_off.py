@@ -60,6 +60,7 @@ def test_clipping_outside_is_seen_in_the_trace():
     assert "once the backward pass is over" not in table(tx, 64, update_params=False)
 
 
+@pytest.mark.long("more kinds of steps", but=["outside, half-True"])
 @pytest.mark.parametrize("update_params", [True, False])
 @pytest.mark.parametrize(
     ("inner", "tx"),

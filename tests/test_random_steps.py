@@ -28,8 +28,26 @@ def test_random_step(seed):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_difference_is_noticed(mode, monkeypatch):
+def test_a_difference_is_noticed(mode):
     """The comparison is not blind: a learning rate that differs by a thousandth shows in every mode."""
     r = complete({"width": 64})
     want = reference(complete({"width": 64, "lr": "float"}))
     assert any("off by" in line for line in differences(r, mode, want))
+
+
+@pytest.mark.parametrize(
+    ("fields", "mode"),
+    [
+        ({"skip": "cond", "bad batch": True}, "disk"),  # the state is handed on as it came
+        ({"second": "alternating"}, "disk"),
+        ({"x64 by": "context"}, "disk"),
+        ({"metrics": ("batch",)}, "cores"),
+        ({"head": True, "metrics": ("numpy",)}, "hybrid"),
+        ({"static": "bool int float"}, "cores"),
+        ({"static": "numpy"}, "pipelined"),
+        ({"accumulate": "scan", "second": "plain beside", "optimizer": "lbfgs-like"}, "hybrid"),
+    ],
+)
+def test_what_was_found(fields, mode):
+    """Recipes that differed once, shrunk."""
+    check(complete(fields), mode)

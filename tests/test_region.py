@@ -16,6 +16,8 @@ from jax_offload._emit.find import updates_in
 from jax_offload._emit.region import NAME
 from jax_offload._step.cut import cut_step
 
+pytestmark = pytest.mark.oldest("the update's equation: binding, transformations, lowering")
+
 HOST = jax.memory.Space.Host
 TX = jo.offload(optax.adamw(1e-2), min_bytes=0)
 X = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)

@@ -27,6 +27,7 @@ def streams(inner, params=PARAMS, **extra):
     return {leaf.path: leaf.streams for leaf in table.leaves}
 
 
+@pytest.mark.oldest("what is printed of them")
 def test_chunks_and_whole_leaves():
     table = streams(CLIPPED)
     assert table["[1][0].mu['layers']['w']"] == "6 chunks of axis 0, 2 leaves together"
@@ -143,6 +144,8 @@ def test_order_that_matches_nothing_names_the_rule_and_the_paths():
 AXES = jax.sharding.AxisType
 
 
+@pytest.mark.long("more shardings", but=["shape0*", "shape2*"])
+@pytest.mark.oldest("what is printed of them")
 @pytest.mark.parametrize("axes", [AXES.Auto, AXES.Explicit])
 @pytest.mark.parametrize(
     ("shape", "spec", "how"),
@@ -257,6 +260,7 @@ def by_group(**options):
 GROUPS = {"small": jnp.zeros((128, 1024)), "large": jnp.zeros((128, 1024))}
 
 
+@pytest.mark.oldest("windows and orders of several")
 @pytest.mark.parametrize("through", ["update", "update_params"])
 def test_each_offload_keeps_its_window(through):
     tx = by_group(small={"window": 2**17}, large={"window": 2**24})
@@ -280,6 +284,7 @@ def test_each_offload_keeps_its_window(through):
     assert sorted(planned.values()) == sorted({*found.values()})
 
 
+@pytest.mark.oldest("windows and orders of several")
 def test_each_offload_keeps_its_order():
     names = ["a", "b", "c", "d"]
     params = {kind: {name: S((32, 32), jnp.float32) for name in names} for kind in ("one", "two")}

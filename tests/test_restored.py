@@ -12,6 +12,8 @@ import pytest
 import jax_offload as jo
 from jax_offload._base.memory import is_host_aval, well_typed
 
+pytestmark = pytest.mark.oldest("arrays as a checkpoint gives them")
+
 DEVICE = jax.devices()[0]
 
 

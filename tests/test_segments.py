@@ -106,6 +106,8 @@ LOOPED = lambda x, w: jax.lax.fori_loop(0, 2, lambda _, x: plain_layer(x, w), x)
 LAYERS = {"plain": plain_layer, "checkpointed": CHECKPOINTED, "looped": LOOPED}
 
 
+@pytest.mark.long("more kinds of steps", only=["checkpointed*", "looped*"])
+@pytest.mark.long("more donations", only=["plain-False*"])
 @pytest.mark.parametrize("share", ["host", 0.6])
 @pytest.mark.parametrize("donate", [True, False])
 @pytest.mark.parametrize("layer", LAYERS)
@@ -192,6 +194,7 @@ def busy():
         thread.join()
 
 
+@pytest.mark.exhaustive("seven hundred steps", only=["host-700", "0.6-700"])
 @pytest.mark.usefixtures("busy")
 @pytest.mark.parametrize(
     ("share", "steps"),
@@ -275,6 +278,7 @@ def test_small_leaves_on_the_device_hold_nothing_up(disk):
     assert names(driven_by(step))[:3] == ["before", "before", "group"]
 
 
+@pytest.mark.long("as the values")
 @pytest.mark.usefixtures("busy")
 def test_on_disk_repeats_bit_for_bit(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "on_accelerators", lambda devices: True)

@@ -16,6 +16,8 @@ from jax_offload._ir.program import flat, without_round_trips
 from jax_offload._ir.slices import slice_of
 from jax_offload._plan.serialise import AllInTurn, InParts, Serialise, serial_of, serial_parts, small
 
+pytestmark = pytest.mark.oldest("barriers")
+
 SHAPE = (256, 260)  # large enough to wait for each other
 SPECIAL = [np.nan, np.inf, -np.inf, -0.0, 1e30, 1e-40]
 

@@ -110,6 +110,7 @@ def assert_state(state, expected, tx, params):
         assert spec_of(x) == spec_of(want) == entries(*spec), name
 
 
+@pytest.mark.long("more shardings", but=["lamb-1-AxisType.Auto"])
 @pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(
     ("name", "window"), [("adamw", None), ("adamw", 1), ("clip", 1), ("lion", 1), ("lamb", 1), ("MultiSteps", 1)]
@@ -169,6 +170,8 @@ ZERO_REPLICATED = {
 }
 
 
+@pytest.mark.long("more shardings", but=["sharded-update-1*", "replicated-update_params-1*"])
+@pytest.mark.oldest("meshes with Auto and Explicit axes")
 @pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(("form", "window"), [("update", 1), ("update_params", None), ("update_params", 1)])
 @pytest.mark.parametrize(
@@ -191,6 +194,7 @@ def test_zero_1(specs, zero, window, form, axes):
     assert_close((params, state), want, 2e-5)
 
 
+@pytest.mark.long("more shardings")
 @pytest.mark.parametrize(
     ("name", "low_bits", "form", "axes"),
     [
@@ -251,6 +255,8 @@ def test_chunks_know_the_place_of_their_rows_on_every_shard():
     assert_close(state, by_row().update({"w": w}, plain)[1], 1e-6)
 
 
+@pytest.mark.long("more shardings")
+@pytest.mark.oldest("meshes with Auto and Explicit axes")
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_zero_1_for_every_kind_of_optimizer(name):
     mesh = mesh_of(AxisType.Auto)
@@ -367,6 +373,7 @@ def test_a_resident_state_is_divided_in_its_first_step_or_by_to_host():
     assert_close(state, resident(OPTIMIZERS["adamw"], 1)[1], 2e-5)
 
 
+@pytest.mark.oldest("shardings of abstract parameters")
 def test_init_under_jit_and_abstract_parameters():
     """Nothing is materialised on the way: shapes and shardings are all that it takes."""
     mesh = mesh_of(AxisType.Auto)
@@ -380,6 +387,7 @@ def test_init_under_jit_and_abstract_parameters():
     assert spec_of(state[0].mu["layers"]["w"]) == (None, ("data",))
 
 
+@pytest.mark.oldest("shard_map")
 @pytest.mark.parametrize("rows", [16, 4])
 def test_under_shard_map(rows):
     """Every device updates its own part of everything, in chunks: shapes there are local, and divided no further."""
@@ -404,6 +412,7 @@ def test_under_shard_map(rows):
     assert got[1][0].mu["w"].sharding.memory_kind == HOST
 
 
+@pytest.mark.oldest("shard_map")
 def test_under_shard_map_with_two_specs():
     """What varies over other axes must not be gated with the rest: types say so."""
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
@@ -437,6 +446,7 @@ def test_looking_is_not_remembered_and_two_layouts_are_an_error():
         jax.jit(lambda *args: tx.update(*args))(a, state, a)
 
 
+@pytest.mark.oldest("both kinds of axes")
 def test_a_mesh_of_mixed_axes():
     mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Explicit, AxisType.Auto))
     with jax.set_mesh(mesh):
@@ -511,6 +521,7 @@ def test_an_update_that_cannot_know_the_shardings_says_so():
     jax.jit(tx.update)(params, state, params)
 
 
+@pytest.mark.long("more shardings")
 @pytest.mark.parametrize("inside", [True, False])
 def test_clipping_is_by_the_global_norm(inside):
     mesh = mesh_of(AxisType.Auto)

@@ -49,6 +49,8 @@ def host_leaves(state):
     return [x for x in jax.tree.leaves(state) if x.ndim and x.nbytes >= 1024]
 
 
+@pytest.mark.long("more kinds of steps", but=["True-stored", "True-masters"])
+@pytest.mark.oldest("branches over host memory")
 @pytest.mark.parametrize("name", OFFLOADS)
 @pytest.mark.parametrize("compiled", rows([True, False], "eagerly: compiles each call", daily=[True]))
 def test_a_skipped_update_changes_no_bit_and_the_next_goes_on(name, compiled):
@@ -131,6 +133,7 @@ def test_updates_of_another_dtype_than_the_gradients():
     np.testing.assert_allclose(updates["layers"], wanted["layers"], rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.oldest("the same on a mesh")
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("shard_over", [None, "data"])
 def test_sharded(axis_type, shard_over):
@@ -203,6 +206,7 @@ def scaled_training(tx, params, steps, through):
     return params, state, history
 
 
+@pytest.mark.long("more kinds of steps")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
 def test_dynamic_scale_skips_inside_and_gives_the_numbers_of_the_choice_outside(dtype):
     inner = jo.with_master_params(ADAMW) if dtype == jnp.float16 else ADAMW

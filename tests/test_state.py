@@ -16,6 +16,8 @@ import pytest
 import jax_offload as jo
 from tests.support.trees import kinds_of
 
+pytestmark = pytest.mark.oldest("shardings and memory kinds of states")
+
 HOST, DEVICE = "pinned_host", "device"
 
 

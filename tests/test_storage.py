@@ -51,6 +51,7 @@ def encoded(state):
     return [x for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Encoded)) if isinstance(x, Encoded)]
 
 
+@pytest.mark.long("more formats")
 @pytest.mark.parametrize("storage", rows(ADAM_STORAGE, "trains twice", daily=["mixed", "int8"]))
 @pytest.mark.parametrize("window", rows([None, 40_000], "trains twice", daily=[40_000]))
 def test_steps_equal_those_of_a_resident_state_in_the_same_format(storage, window):
@@ -175,6 +176,8 @@ def test_what_is_not_finite_shows(value):
     )
 
 
+@pytest.mark.long("more shardings", but=["int8-data-AxisType.Auto"])
+@pytest.mark.oldest("encoders under Shardy")
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("shard_over", rows([None, "data"], "trains on eight devices", daily=["data"]))
 @pytest.mark.parametrize("storage", rows(["mixed", "int8"], "trains on eight devices", daily=["int8"]))
@@ -272,6 +275,7 @@ def test_eight_bit_integers_want_float32_leaves():
         np.testing.assert_array_equal(np.float32(x), np.float32(y))
 
 
+@pytest.mark.long("more formats")
 @pytest.mark.parametrize(
     "dtype", rows([jnp.bfloat16, jnp.float16], "compiles all that it says to do", daily=[jnp.bfloat16])
 )

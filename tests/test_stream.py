@@ -67,6 +67,7 @@ def close(a, b, dtype, scale=0.0):
         assert difference <= 1e-6 * max(np.linalg.norm(np.float64(b)), scale)
 
 
+@pytest.mark.long("more optimizers", but=["lamb-rows", "clip-bf16"])
 @pytest.mark.parametrize(
     ("window", "dtype"),
     [
@@ -157,6 +158,7 @@ def test_which_updates_are_independent_along_an_axis(name, chunked):
     assert loops(tx.update, params, tx.init(params), params) == chunked
 
 
+@pytest.mark.oldest("a loop that runs once")
 @pytest.mark.parametrize(
     "name",
     rows(
@@ -186,6 +188,8 @@ def test_small_pieces_run_apart_and_equal_resident(name, dtype):
             close(a, b, dtype, 1.0 if name == "schedule_free" else 0.0)
 
 
+@pytest.mark.long("more shardings")
+@pytest.mark.oldest("a loop that runs once")
 @pytest.mark.parametrize("axes", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 def test_small_pieces_of_replicated_parameters(axes):
     mesh = jax.make_mesh((8,), ("d",), axis_types=(axes,))
@@ -229,6 +233,7 @@ def test_a_tail_is_written_in_whole_tiles_and_less_than_one(shards):
     jax.tree.map(lambda a, b: close(a, b, jnp.float32), got, want)
 
 
+@pytest.mark.long("more optimizers", but=["offload-clip"])
 @pytest.mark.parametrize(
     "name",
     rows(["adamw", "clip", "MultiSteps", "schedule_free"], "compiles two programs", daily=["clip", "schedule_free"]),
@@ -252,6 +257,8 @@ def test_update_params_is_update_and_apply_updates(name, outside):
         close(a, b, jnp.bfloat16)
 
 
+@pytest.mark.long("more derivatives")
+@pytest.mark.oldest("derivatives through an update")
 def test_grad_through_a_state_that_is_a_constant():
     """Its tangents are zeros that jax makes; by the learning rate, through two updates."""
     params = parameters()
@@ -270,6 +277,7 @@ def test_grad_through_a_state_that_is_a_constant():
         np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
+@pytest.mark.oldest("batching")
 def test_vmap_falls_back_to_whole_leaves():
     params = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), parameters())
     inner = optax.adamw(1e-2)
@@ -279,6 +287,8 @@ def test_vmap_falls_back_to_whole_leaves():
     jax.tree.map(lambda a, b: close(a, b, a.dtype), result, expected)
 
 
+@pytest.mark.long("more derivatives", but=["None"])
+@pytest.mark.oldest("derivatives through an update")
 @pytest.mark.parametrize("window", [500, None])
 def test_grad_through_update(window):
     """The third one: Adam's first hardly depends on the size of the gradient, so that its derivative is rounding."""

@@ -61,6 +61,24 @@ def compile_fast(monkeypatch):
     monkeypatch.setattr(interop_jit, "compiler_options", lambda platform: trajectories.FAST)
 
 
+@pytest.mark.exhaustive(
+    "trains for 20 steps, plain and rewritten",
+    but=[
+        "scanned, loss*",
+        "scanned, where*",
+        "fsdp, Explicit*",
+        "zero, int8*",
+        "turned, unrolled, plateau*",
+        "turned, scanned, loss*",
+        "turned, zero*",
+        "turned, fsdp*",
+        "waiting, unrolled",
+        "waiting, skip*",
+        "turned, apply*",
+        "turned, unrolled, skip",
+        "unrolled, skip",
+    ],
+)
 @pytest.mark.parametrize("name", rows(RUNS, WHY, daily=DAILY))
 def test_twenty_steps(name):
     run, moves = RUNS[name]

@@ -156,6 +156,7 @@ def assert_as_resident(inner: Any, tx: Any, params: Any, *, jitted: bool = False
 # ---- tests -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long("random cases")
 @settings
 @hypothesis.given(params=trees, name=st.sampled_from(list(OPTIMIZERS)))
 def test_random_trees(params, name):
@@ -171,6 +172,7 @@ def test_random_trees_jitted(params, name, window):
     assert_as_resident(inner, jo.offload(inner, min_bytes=0, window=window), params, jitted=True)
 
 
+@pytest.mark.long("random cases")
 @settings
 @hypothesis.given(params=trees, data=st.data())
 def test_fraction_is_any_prefix(params, data):
@@ -192,6 +194,7 @@ def test_fraction_is_any_prefix(params, data):
     assert_as_resident(optax.adam(1e-2), tx, params)
 
 
+@pytest.mark.long("random cases")
 @settings
 @hypothesis.given(params=trees, data=st.data())
 def test_select_is_any_prefix(params, data):
@@ -205,6 +208,7 @@ def test_select_is_any_prefix(params, data):
     assert [k == "pinned_host" for k in kinds(moments)] == want
 
 
+@pytest.mark.long("more optimizers", but=["adafactor*", "MultiSteps*"])
 @pytest.mark.parametrize("params", [{}, [], (), {"a": None, "b": []}, Pair((), {}), Layer(None, None)], ids=repr)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_empty_trees(name, params):
@@ -232,6 +236,7 @@ def test_python_scalars():
     assert_same(tx.update(grads, state, params), inner.update(grads, inner.init(params), params), "python scalars")
 
 
+@pytest.mark.long("random cases")
 def test_flax_modules():
     """The parameters of an nnx and of a linen model, with rules on their paths."""
 

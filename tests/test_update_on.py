@@ -105,6 +105,7 @@ def either(request):
 # ---- the executor ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.oldest("the step, cut and driven")
 @pytest.mark.parametrize(
     "share", ["host", 0.3, 0.7, {"layer_1": "device", "layer_2": 0.5, "layer_3": "host"}, [("layer_[13]", "host")]]
 )
@@ -113,6 +114,7 @@ def test_a_driven_step_is_the_step(share, small_groups):
     from_the_same(step_of(tx), step_of(CLIPPED), tx, model())
 
 
+@pytest.mark.oldest("what is sent between backends")
 @pytest.mark.usefixtures("other_backend", "small_groups")
 @pytest.mark.parametrize("share", ["host", 0.3])
 @pytest.mark.parametrize("donate", [True, False])
@@ -158,6 +160,7 @@ def test_compiled_once_and_anew_for_other_types():
     assert len(step._driven._programs) == 2
 
 
+@pytest.mark.oldest("views of host memory, and what jax says of donation")
 @pytest.mark.parametrize("numba", [True, False])
 def test_what_is_donated_is_updated_in_its_buffers(numba, monkeypatch):
     if not numba:
@@ -173,6 +176,7 @@ def test_what_is_donated_is_updated_in_its_buffers(numba, monkeypatch):
     assert where == [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state) if x.ndim == 2]
 
 
+@pytest.mark.oldest("views of host memory, and what jax says of donation")
 def test_what_is_not_donated_stays(small_groups):
     tx, params = offload(), model()
     state = tx.init(params)
@@ -188,6 +192,7 @@ def addresses(state):
     return [shard.data.unsafe_buffer_pointer() for x in leaves for shard in x.addressable_shards]
 
 
+@pytest.mark.oldest("the same beside an accelerator")
 @pytest.mark.skipif(not cores.has_numba(), reason="numba is not installed (extra cores)")
 @pytest.mark.usefixtures("other_backend", "small_groups")
 def test_beside_an_accelerator_donated_state_is_written_in_place():
@@ -210,6 +215,7 @@ def test_beside_an_accelerator_donated_state_is_written_in_place():
     assert_same(jo.to_device((params, state, last)), want, "in place")
 
 
+@pytest.mark.oldest("memory that is not ours to write")
 @pytest.mark.skipif(not cores.has_numba(), reason="numba is not installed (extra cores)")
 @pytest.mark.usefixtures("other_backend")
 def test_memory_that_is_not_given_away_is_not_written(monkeypatch):
@@ -294,6 +300,7 @@ def test_a_split_is_deterministic(share, small_groups):
     assert [np.asarray(x).tobytes() for x in train()] == [np.asarray(x).tobytes() for x in train()]
 
 
+@pytest.mark.oldest("arguments as jit takes them")
 def test_static_arguments_shardings_and_keywords():
     tx, params = offload(), model()
     state = tx.init(params)
@@ -327,6 +334,7 @@ INSIDE = {
 }
 
 
+@pytest.mark.long("more kinds of steps", but=["beside-0.5-masters"])
 @pytest.mark.parametrize("name", INSIDE)
 @pytest.mark.parametrize("share", ["host", 0.5])
 def test_inside(name, share, small_groups, either):
@@ -337,6 +345,7 @@ def test_inside(name, share, small_groups, either):
     from_the_same(step_of(tx), step_of(plain), tx, params, xs=(X, 2 * X, X))
 
 
+@pytest.mark.long("more kinds of steps")
 @pytest.mark.parametrize("share", ["host", 0.5])
 def test_around(share):
     inner = offload(optax.adamw(1e-2), share)
@@ -348,6 +357,7 @@ def test_around(share):
         from_the_same(step_of(tx), step_of(plain), tx, model(), xs=(X, 2 * X, X))
 
 
+@pytest.mark.long("more kinds of steps", but=["beside-update"])
 @pytest.mark.parametrize("through", ["update", "update_params"])
 def test_a_skipped_step_changes_no_bit(through, small_groups, either):
     def step_with(tx, skipping):
@@ -376,6 +386,7 @@ def test_a_skipped_step_changes_no_bit(through, small_groups, either):
     assert_same(jo.to_device(donated(*after, X)), jo.to_device(step(*got, X)), "the next one")
 
 
+@pytest.mark.long("more kinds of steps", but=["here-switch", "beside-apply_if_finite"])
 @pytest.mark.parametrize("how", ["apply_if_finite", "cond", "switch"])
 def test_an_update_in_a_branch(how, small_groups, either):
     """The branch that is taken runs, here one that changes nothing, as plain optax's does; what it hands on stays."""
@@ -471,6 +482,8 @@ def test_a_train_state():
     assert got.opt_state[0].mu["layer_1"]["w"].sharding.memory_kind == "pinned_host"
 
 
+@pytest.mark.long("more shardings", but=["ZeRO-1-inner1-0.5"])
+@pytest.mark.oldest("meshes of driven steps")
 @pytest.mark.parametrize("share", ["host", 0.5])
 @pytest.mark.parametrize("inner", [optax.adamw(1e-2), CLIPPED])
 @pytest.mark.parametrize("how", ["as the parameters", "ZeRO-1"])
@@ -478,6 +491,10 @@ def test_sharded(inner, share, how, small_groups):
     sharded(inner, share, how, jax.make_mesh((4, 2), ("data", "model")))
 
 
+@pytest.mark.long(
+    "more shardings", but=["ZeRO-1-inner1-0.5-AxisType.Auto", "as the parameters-inner2-host-AxisType.Explicit"]
+)
+@pytest.mark.oldest("meshes of driven steps")
 @pytest.mark.usefixtures("small_groups")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("share", ["host", 0.5])
@@ -547,6 +564,22 @@ def test_axes_that_the_types_tell():
 WRITTEN_ONLY = {"scale_by_backtracking_linesearch:store", "scale_by_zoom_linesearch", "snapshot"}
 
 
+@pytest.mark.long("more optimizers", but=["adamw", "lamb"])
+@pytest.mark.exhaustive(
+    "more optimizers",
+    but=[
+        "ada*",
+        "apply_if_finite*",
+        "lion*",
+        "multi_transform*",
+        "nadam*",
+        "polyak*",
+        "reduce_on*",
+        "schedule_free*",
+        "sgd*",
+        "lamb",
+    ],
+)
 @pytest.mark.parametrize(
     "name",
     rows(sorted(TABLE), "all of them take minutes", daily=["adamw", "lamb", "MultiSteps:skip", "prodigy", "muon"]),

@@ -76,6 +76,7 @@ def lines(run):
     return sum(count.values())
 
 
+@pytest.mark.long("more optimizers", but=["8 bits"])
 @pytest.mark.parametrize("case", CASES)
 def test_twice_the_leaves_are_twice_the_work(case):
     tx = jo.offload(CASES[case](), min_bytes=0, **OPTIONS.get(case, {}))

@@ -15,6 +15,8 @@ import jax_offload as jo
 from jax_offload._emit.find import emitted
 from tests.support.optimizers import assert_same, copied
 
+pytestmark = pytest.mark.oldest("wrappers around an offload")
+
 INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 MOVED = re.compile(r"6 leaves of the optimizer state .* were in host memory and arrive at update in device memory")
 BATCHES = [np.asarray(jax.random.normal(jax.random.key(i), (8, 32))) for i in range(7)]
@@ -67,6 +69,7 @@ def inside(kind):
     return jo.offload(INNER, min_bytes=0), INNER
 
 
+@pytest.mark.long("more kinds of steps", but=["chained-host"])
 @pytest.mark.parametrize("moved", [None, jo.to_device], ids=["host", "device"])
 @pytest.mark.parametrize("kind", ["alone", "chained"])
 def test_multi_steps_around(kind, moved):
@@ -81,6 +84,7 @@ def test_multi_steps_around(kind, moved):
     assert_same(state, expected_state, "state")
 
 
+@pytest.mark.long("more kinds of steps")
 @pytest.mark.parametrize("moved", [None, jo.to_device], ids=["host", "device"])
 def test_multi_steps_that_skips(moved):
     """A whole mini-step may be skipped: then a ``cond`` chooses, and its branches must agree about memories."""
@@ -100,6 +104,7 @@ def test_multi_steps_that_skips(moved):
     assert_same(state, expected_state, "state")
 
 
+@pytest.mark.long("more kinds of steps")
 def test_multi_steps_streams_what_it_loads():
     """The choice is made slice by slice on the device: no host buffer is computed with, every leaf moves once."""
     tx, tree = optax.MultiSteps(jo.offload(INNER, min_bytes=0), 2), params()
@@ -110,6 +115,7 @@ def test_multi_steps_streams_what_it_loads():
     assert not re.search(r"<host>[^=\n]*= cond", program)
 
 
+@pytest.mark.long("more kinds of steps")
 def test_multi_steps_around_fewer_bits_and_update_params():
     tx = optax.MultiSteps(jo.offload(INNER, min_bytes=0, storage={"mu": "bfloat16"}), 2)
     by_update, state = train(tx, jo.to_device)
@@ -135,6 +141,7 @@ def warnings_of(do):
     return [str(w.message) for w in caught if MOVED.search(str(w.message))]
 
 
+@pytest.mark.long("more kinds of steps", only=["True*"])
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_state_that_was_moved_is_named(wrapped):
     def make():
@@ -196,6 +203,7 @@ def test_shard_map_is_not_taken_for_pmap():
     assert at_home(state)
 
 
+@pytest.mark.long("more kinds of steps")
 def test_multi_steps_around_keeps_each_window():
     tx = jo.offload(INNER, min_bytes=0, window=2**14)
     tree = jax.device_put({name: jnp.ones((128, 128)) for name in "ab"}, jax.devices()[0])

@@ -20,6 +20,7 @@ from jax_offload._analysis.targets import Target, check_installed, compile_for, 
 from jax_offload._base.around import step_described
 from jax_offload._base.arrays import is_traced
 from jax_offload._base.memory import HOST_KIND, on_host
+from jax_offload._base.private_compiler import options_of
 from jax_offload._drive.stages import BEFORE
 from jax_offload._emit.find import kept_on_host
 from jax_offload._interop.jit import Jitted
@@ -110,7 +111,7 @@ class _Known:
       carried: what a pipelined step carries, which it has in dicts, by names.
       arrays: the names of the arrays in the arguments, their types, and whether the update that owns them keeps them in
         host memory.
-      options: of the step's own ``jit`` for XLA's compiler; ``None`` where it has been given none.
+      options: of the step's own ``jit`` for XLA's compiler; ``None``: those of ``jax_offload.compiler_options``.
     """
 
     carried: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
@@ -140,16 +141,13 @@ def _places(given: Sequence[tuple[str, Any]], named: Sequence[tuple[str, Any]]) 
 
 def _known(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Known:
     """What the trace of a step tells."""
-    jaxpr, kwargs = step.trace(*args, **kwargs).jaxpr.jaxpr, dict(kwargs)
+    whole, kwargs = step.trace(*args, **kwargs), dict(kwargs)
+    jaxpr = whole.jaxpr.jaxpr
     names = jaxpr.debug_info.arg_names or [None for _ in jaxpr.invars]
     named = [(name or "", v.aval) for name, v in zip(names, jaxpr.invars, strict=True)]
-    ours = isinstance(step, Jitted)
-    fun = step.__wrapped__ if ours else step  # ``jax_offload.jit`` takes updates apart
-    with step_described():
-        trace = traced(lambda args, kwargs: fun(*args, **kwargs), args, kwargs)
-    kept = kept_on_host(trace)
-    own = dict(kv for eqn in trace.jaxpr.eqns for kv in eqn.params.get("compiler_options_kvs", ()))
-    options = step._options.get("compiler_options") if ours else own or None
+    with step_described():  # as the step is written: ``jax_offload.jit`` takes updates apart
+        kept = kept_on_host(traced(lambda args, kwargs: step.__wrapped__(*args, **kwargs), args, kwargs))
+    options = step._options.get("compiler_options") if isinstance(step, Jitted) else options_of(whole)
     flags = dict[int | None, bool]()
     if kept is not None:
         leaves = [(_path(path), x) for path, x in tree_flatten_with_path((args, kwargs))[0] if is_traced(x)]
@@ -254,8 +252,7 @@ def _for_target(step: Any, args: Any, kwargs: Any, to: Target, known: _Known, op
         )
     lowered = step.trace(*args, **kwargs).lower(lowering_platforms=(to.platform,))
     options = known.options if options is None else options
-    if options is None:
-        options = compiler_options(to.platform) if hasattr(step, "whole_step") else {}
+    options = compiler_options(to.platform) if options is None else dict(options)
     executable = compile_for(to, lowered.compiler_ir("stablehlo"), n, options)
     text = executable.hlo_modules()[0].to_string()
     return _compiled(

@@ -26,6 +26,11 @@ from jax_offload._base.arrays import is_array
 from jax_offload._base.paths import key_of
 from jax_offload._base.shardings import Shardings, devices_of, same_sharding, sharding_of
 
+NESTED = (
+    "inner: there is an offload(...) inside the optimizer that offload wraps. Wrap once: the whole chain, "
+    "jo.offload(optax.chain(clip, adamw)), or the part that has a state, optax.chain(clip, jo.offload(adamw))."
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Around:
@@ -37,12 +42,14 @@ class Around:
       remembers: whether the parameters' shardings are remembered.
       moved: ``None`` where no wrapper loads and stores the state for the ``offload`` that asks; else whether its state
         was moved to the device for that.
+      within_offload: whether an ``offload`` traces what it wraps.
     """
 
     shardings: Shardings | None = None
     runs: bool = True
     remembers: bool = True
     moved: bool | None = None
+    within_offload: bool = False
 
 
 _AROUND: contextvars.ContextVar[Around] = contextvars.ContextVar("jax_offload_around", default=Around())  # noqa: B039
@@ -80,6 +87,17 @@ def step_described() -> contextlib.AbstractContextManager[None]:
 def wrapped(moved: bool) -> contextlib.AbstractContextManager[None]:
     """Inside, each ``offload`` leaves its state on the device, where a wrapper has loaded it."""
     return _within(moved=moved)
+
+
+def within_offload() -> contextlib.AbstractContextManager[None]:
+    """Inside, an ``offload`` traces the optimizer that it wraps, which has to be a plain one."""
+    return _within(within_offload=True)
+
+
+def check_not_within_offload() -> None:
+    """Raises ``TypeError`` where one ``offload`` stands somewhere inside another."""
+    if _AROUND.get().within_offload:
+        raise TypeError(NESTED)
 
 
 def shardings_of(params: Any) -> Shardings:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -16,20 +16,31 @@ BLOCK_SCALES = ".values_scale"  # how the path of a leaf ends that has a scale f
 
 
 class Offloaded(optax.GradientTransformationExtraArgs):
-    """What ``offload`` returns, so that wrapping twice can be told.
+    """What ``offload`` returns. It knows its recipe: a pickle of it is the recipe, without what a run remembered.
 
     Attributes:
-      inner: what it wraps; ``None`` where it is not an optimizer of its own.
-      options: that it was given.
+      inner: the optimizer inside; ``None`` where this is no optimizer of its own.
+      options: the options of ``offload``.
+      maker: ``offload``.
     """
 
     inner: optax.GradientTransformation | None = None
     options: Mapping[str, Any] = MappingProxyType({})
+    maker: Callable[..., Any] | None = None
 
-    def wrapping(self, inner: optax.GradientTransformation, **options: Any) -> Offloaded:
-        """Itself, which remembers what it wraps."""
-        self.inner, self.options = inner, options
+    def wrapping(self, maker: Callable[..., Any], inner: optax.GradientTransformation, **options: Any) -> Offloaded:
+        """Return this transformation, which now knows how it was made."""
+        self.maker, self.inner, self.options = maker, inner, options
         return self
+
+    def __reduce__(self) -> Any:
+        if self.maker is None:
+            return type(self), tuple(self)
+        return _made, (self.maker, self.inner, dict(self.options))
+
+
+def _made(maker: Callable[..., Any], inner: optax.GradientTransformation, options: Mapping[str, Any]) -> Any:
+    return maker(inner, **options)
 
 
 def is_like(path: str, shape: tuple[int, ...], param: tuple[int, ...]) -> bool:

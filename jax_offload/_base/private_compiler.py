@@ -3,6 +3,7 @@
 | needed | for | seen in jax |
 |---|---|---|
 | the options of XLA's compiler, a list of devices, and ``compile`` of a client | ``compiled`` | 0.10 to 0.12 |
+| the options of XLA's compiler that a jitted function was given | ``options_of`` | 0.10 to 0.12 |
 """
 
 from __future__ import annotations
@@ -14,6 +15,11 @@ import numpy as np
 from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 
 from jax_offload._base.private import _part_of
+
+
+def options_of(traced: Any) -> dict[str, Any]:
+    """The ``compiler_options`` of the ``jit`` that a ``jax.stages.Traced`` is from."""
+    return dict(_part_of(traced, "_params")["compiler_options_kvs"])
 
 
 def compiled(module: Any, devices: Sequence[Any], ids: Sequence[int], options: Mapping[str, Any]) -> Any:

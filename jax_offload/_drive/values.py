@@ -46,11 +46,12 @@ class Values:
                     self._there[v] = new
 
     def take(self, own: Sequence[Var]) -> None:
-        """Donated host leaves become the step's own memory, for the cores to write."""
+        """Donated host leaves, and what the cores have made, become the step's own memory, for the cores to write."""
         self.claim(own)
-        taken = dict(zip(own, taken_over([self.here[v] for v in own]), strict=True))
+        given, made = [v for v in own if v in self.here], [v for v in own if v not in self.here]
+        taken = dict(zip(given, taken_over([self.here[v] for v in given]), strict=True))
         self.here |= taken
-        self._there |= taken
+        self._there |= taken | dict(zip(made, taken_over([self._there[v] for v in made]), strict=True))
 
     def send(self, task: Task) -> None:
         """What the cores are going to need starts on its way, as far as it is there."""

@@ -78,8 +78,7 @@ class Disk:
 
     @property
     def last_commit(self) -> int | None:
-        """The step of the last commit in these directories; ``None`` where there is none. Of several processes all
-        must ask."""
+        """The step of the last commit in the directory, or ``None``; with several processes all must ask."""
         if self._state is not None:
             return self._state.store.step
         if several():
@@ -91,28 +90,25 @@ class Disk:
             return store.step
 
     def commit(self, step: int, tree: Any, force: bool = False) -> bool:
-        """Saves a state as it is now, and all else that a run goes on from, where the step is due: it is what
-        ``resume`` gives.
+        """Save the state as it is now, with everything else that a run continues from, if the step is due.
 
-        One is that is a multiple of ``commit_every``, and any where there is no commit yet; else nothing is done, and
-        nothing waited for. When this returns all is written. A commit that does not end, for whatever reason, changes
-        nothing: the one before is there, whole.
-
-        Of several processes all must call it. Each writes what its devices have; it is a commit of all, or of none.
+        A step is due if it is a multiple of ``commit_every``, and if there is no commit yet. Otherwise nothing is done
+        or waited for. When this returns, everything is written. A commit that does not complete, for whatever reason,
+        changes nothing. With several processes all must call it, and the commit belongs to all or to none.
 
         Args:
-          step: its number; not below that of the last commit.
-          tree: with the whole state in it, and with the parameters of the same step, without which a state resumes
-            nothing: ``{"params": params, "opt_state": state, "rng": key}``. What is not on disk is written with it.
-          force: whatever the step, as at the end of a run.
+          step: the number of the step, not below that of the last commit.
+          tree: the whole state, with the parameters of the same step and whatever else the run needs: ``{"params":
+            params, "opt_state": state, "rng": key}``. Leaves that are not on disk are written with it.
+          force: whether to save whatever the step, for example at the end of a run.
 
         Returns:
-          Whether it was saved.
+          Whether it saved.
 
         Raises:
-          TypeError: a leaf of the tree is no array, number or string.
-          ValueError: the state is not the one that is on disk, or not the whole of it; the step is below that of the
-            last commit; or another process failed.
+          TypeError: a leaf of the tree is not an array, a number or a string.
+          ValueError: the state is not the one on disk, or not the whole of it; the step is below that of the last
+            commit; or another process failed.
         """
         number, store = number_of(step), self.opened
         store.check()  # else: of processes in one of which a commit failed, one may think so and another otherwise
@@ -137,15 +133,15 @@ class Disk:
         return extra
 
     def resume(self, target: Any) -> tuple[Any, int]:
-        """The tree of the last commit, and its step. What was written since is forgotten.
+        """Return the tree of the last commit and its step. Everything written since is forgotten.
 
         Args:
-          target: a tree like the one that was committed, abstract or not, which says where arrays go:
-            ``{"params": shapes, "opt_state": jo.abstract_state(tx, shapes)}``. What is on disk stays there. Of several
-            processes, all of which must call it, each gets what its devices had.
+          target: a tree like the committed one, abstract or not, which says where arrays go: ``{"params": shapes,
+            "opt_state": jo.abstract_state(tx, shapes)}``. Leaves on disk stay there. With several processes, all of
+            which must call it, each gets what its devices had.
 
         Raises:
-          ValueError: there is no commit, it is damaged, or the target is another run's.
+          ValueError: there is no commit, it is damaged, or the target belongs to another run.
         """
         self._let_go()
         self._began(store := opened_at_last(self.directories, self.files))
@@ -291,7 +287,7 @@ class Disk:
             self._state.wait()
 
     def close(self) -> None:
-        """Ends all reading and writing, and closes the files. What was not committed is lost."""
+        """End all reading and writing, and close the files. What was not committed is lost."""
         state, self._state = self._state, None
         if state is not None:
             state.close()

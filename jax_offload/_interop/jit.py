@@ -23,31 +23,31 @@ from jax_offload._step.rewritten import rewritten
 
 
 def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """``jax.jit`` for a training step: it sees the whole step, and hides transfers in its scans.
+    """Jit a training step as ``jax.jit`` does, and hide the transfers of its optimizer state.
 
-    Where a ``lax.scan`` makes the gradients of stacked layers, their update runs inside that scan, each layer's as soon
-    as its gradient is there, while the state of its neighbours moves. The stacked gradients then never exist. Numbers
-    are those of the plain step. What needs all gradients first (clipping by their norm) is updated after the scan, as
-    under ``jax.jit``; ``jax_offload.placement(step, *args)`` says what is updated where, and why.
+    Where a ``lax.scan`` makes the gradients of stacked layers, each layer is updated inside that scan as soon as its
+    gradient exists, while the state of its neighbours moves; the stacked gradients then never exist. Between unrolled
+    layers, each update runs where its gradient appears. The numbers are those of the plain step. An update that needs
+    all gradients first, such as clipping by their norm, runs after the backward pass; ``jax_offload.pipelined`` hides
+    that one. ``jax_offload.placement(step, *args)`` says where each leaf is updated, and why.
 
-    It sets ``jax_offload.compiler_options``, unless ``compiler_options`` are given. And no donated buffer crosses
-    memory kinds, whoever moves something there. A step that calls ``update``, ``update_params`` or ``init`` is as safe
-    with plain ``jax.jit``; this one also covers functions that only hand a state on: the ``call`` of an exported step,
-    a copy of the parameters beside the state.
+    It sets ``jax_offload.compiler_options``, unless ``compiler_options`` are given. No donated buffer crosses memory
+    kinds: ``jax.jit`` of a step that calls ``update``, ``update_params`` or ``init`` is as safe, but this function also
+    covers programs that only hand a state on, such as the ``call`` of an exported step.
 
     Everything else is ``jax.jit``'s own work: caches, static arguments, contexts such as ``jax.enable_x64``,
-    ``jax.disable_jit``, ``jax.export``. Where the host's cores update (``update_on=``), or the state is on disk, the
-    step is driven from Python as several programs, with the same arguments and results.
+    ``jax.disable_jit``, ``jax.export``. If the host's cores update (``update_on=``) or the state is on disk, the step
+    runs as several programs from Python, with the same arguments and results.
 
     Args:
-      fun: the function; where it is left out, a decorator is returned.
-      **options: ``jax.jit``'s.
+      fun: the function. Without it a decorator is returned.
+      **options: the options of ``jax.jit``.
 
     Returns:
-      The step, with the methods of what ``jax.jit`` returns.
+      The step, with the methods of a function of ``jax.jit``.
 
     Raises:
-      TypeError: ``fun`` is not a function, or an option is none of ``jax.jit``'s.
+      TypeError: ``fun`` is not a function, or ``jax.jit`` does not know an option.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, jax_offload as jo

@@ -122,6 +122,7 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
     by_params = policy.select is not None or not is_scalar(policy.fraction)
 
     leaves: list[Leaf] = []
+    asked: list[bool] = []  # what select says of the leaves that may move
     groups: list[float | None] = []  # the fraction that governs a leaf; None: it stays
     for index, (path, x) in enumerate(paths_state):
         i = owner(path)
@@ -129,8 +130,9 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
         like_param = not why and i is not None and is_like(name, np.shape(x), np.shape(paths_params[i][1]))
         if not why and i is None and by_params:
             why = "belongs to no one parameter"
-        if not why and i is not None and not selected(i, x):
-            why = "not selected"
+        if not why and i is not None:
+            asked.append(selected(i, x))
+            why = "" if asked[-1] else "not selected"
         if not why:
             governing = float(fractions[i] if i is not None else policy.fraction)
         groups.append(governing)
@@ -139,6 +141,11 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
                  None if i is None else names[i], i, False, why, order[index],
                  policy.shard_over if like_param else ())
         )  # fmt: skip
+    if callable(policy.select) and asked and not any(asked):
+        raise ValueError(
+            f"select: {policy.select!r} selects no leaf of the state, of the {len(asked)} that may move. It is called "
+            f"with a parameter's path and a state leaf; the paths are {', '.join(names[:8])}."
+        )
     placed = _take(leaves, groups, subtrees("fraction", policy.fraction, params, names, owner, paths_state))
     placed = placed if policy.host_bytes is None else _with_disk(placed, policy.host_bytes)
     shares = per_parameter("update_on", policy.update_on, params, names)

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jax.tree_util import keystr
 
+from jax_offload._base.memory import on_host
 from jax_offload._base.paths import leaves_with_paths, names_of
 
 _ORDER = "The order is tx.update(updates, state, params), and jo.update_params(tx, grads, state, params)."
@@ -92,6 +93,18 @@ def check_gradients(updates: Any, params: Any) -> None:
                 f"updates: the gradient of {name} has the shape {np.shape(g)}, and the parameter {np.shape(p)}. Give "
                 "gradients of the parameters that are given: jax.grad of a function of params."
             )
+
+
+def check_on_device(updates: Any, params: Any) -> None:
+    """Raises ``ValueError`` for parameters or gradients in host memory, with which the device cannot compute."""
+    for argument, tree in (("params", params), ("updates", updates)):
+        for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            if on_host(x):
+                raise ValueError(
+                    f"{argument}: {keystr(path) or 'the array'} is in pinned host memory. offload streams the "
+                    f"optimizer's state, not its {argument}. Fix: move them inside the step, {argument} = "
+                    f"jo.to_device({argument}), or keep them on the device."
+                )
 
 
 def check_tree(updates: Any, params: Any, cause: Exception) -> None:

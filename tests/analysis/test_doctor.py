@@ -120,6 +120,7 @@ def test_the_doctor_goes_no_further_where_nothing_can_work(monkeypatch):
     assert found["checks"][-1]["says"] == "jax finds none: Unknown backend: 'tpu'" and not ran
 
 
+@pytest.mark.long("starts processes")
 @pytest.mark.usefixtures("quick_to_measure")
 def test_the_doctor_tells_what_does_not_work(monkeypatch):
     """A state that stays on the device; numbers that differ; an error."""

@@ -141,6 +141,7 @@ def test_a_good_step(target, stacked):
         assert report.loops and all(set(x.leaves) == {"state[0].mu['w']", "state[0].nu['w']"} for x in report.loops)
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 def test_of_a_chip_that_is_not_named_by_the_target():
     require(H200)
     args = arguments(OURS)
@@ -176,6 +177,7 @@ BROKEN = {
 }  # fmt: skip
 
 
+@pytest.mark.long("compiles more of the same for a chip", only=["usual recipe-v5e:1x1-False"])
 @pytest.mark.filterwarnings("ignore:offload\\(\\)")  # of the state that has been moved
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("target", [H200, V5E])
@@ -192,6 +194,7 @@ def test_broken_steps(name, target, stacked):
         jo.verify(jax.jit(fun, donate_argnums=(0, 1)), params, state, batch, target=target)
 
 
+@pytest.mark.long("compiles more of the same for a chip", only=["v5e*"])
 @pytest.mark.filterwarnings("ignore:offload\\(\\)")  # of the state that has been moved
 @pytest.mark.parametrize("target", [H200, V5E])
 def test_one_leaf_that_is_left_on_the_device(target):

@@ -68,6 +68,7 @@ def test_by_hand():
     ]  # fmt: skip
 
 
+@pytest.mark.long("compiles more of the same for a chip", only=["4194304*"])
 @pytest.mark.parametrize(("window", "chunks"), [(8 * MIB, 4), (4 * MIB, 8)])
 def test_of_a_compiled_step(window, chunks):
     """8 layers of 1 MiB, two moments: a window holds two chunks of both, one that comes and one that goes."""

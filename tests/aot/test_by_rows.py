@@ -20,6 +20,7 @@ def loss(params, x):
     return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])[0].astype(jnp.float32).sum()
 
 
+@pytest.mark.long("compiles more of the same for a chip", but=["False"])
 @pytest.mark.parametrize("masters", [False, True])
 def test_the_parameter_is_updated_in_place(masters, tmp_path, monkeypatch):
     """One program for all groups; beside the parameter and its gradient it holds rows, before and after their update.

@@ -17,6 +17,7 @@ from tests.support.rows import rows
 ADAMW = optax.adamw(1e-3)
 
 
+@pytest.mark.long("compiles more of the same for a chip", but=["stacked and clipped"])
 @pytest.mark.parametrize(
     "at",
     rows(
@@ -47,6 +48,7 @@ def test_never_above_resident(at):
     assert ours.host_temp == 0
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 def test_a_small_stacked_state_is_off_the_device():
     """Not only no worse: what is left is parameters, gradients, and less than two windows (27 MiB) more."""
     require(H200)
@@ -54,6 +56,7 @@ def test_a_small_stacked_state_is_off_the_device():
     assert at.measured(H200, jo.offload(ADAMW)).peak <= 2 * 108 + 2 * 27 + 16
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 @pytest.mark.parametrize("stacked", [True, False])
 @pytest.mark.parametrize(
     ("inner", "kwargs", "dtype"),
@@ -78,6 +81,7 @@ def test_other_optimizers_and_formats(inner, kwargs, dtype, stacked):
     assert ours.host_arguments > 0
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 def test_a_small_model_with_an_embedding_and_biases():
     """What is smaller than 64 KiB stays; the embedding is most of the state."""
     require(H200)
@@ -96,6 +100,7 @@ def test_a_small_model_with_an_embedding_and_biases():
     assert ours <= bounded(resident)
 
 
+@pytest.mark.long("compiles more of the same for a chip", but=["stacked"])
 @pytest.mark.parametrize(
     "at",
     [

@@ -14,6 +14,8 @@ import jax_offload as jo
 from tests.aot.harness import H200, V5E, measure, mesh_for, require
 from tests.support.rows import rows
 
+pytestmark = pytest.mark.oldest("aliases in compiled programs")
+
 SHAPES = {"embed": (512, 256), "up": (256, 512), "square": (256, 256), "down": (512, 256), "stacked": (3, 256, 256)}
 RETURNED = {
     "params, state": lambda params, state, grads: (params, state),
@@ -51,6 +53,7 @@ def compiled(target, donated, returned):
     return measure(target, step, (params, state), DONATED[donated])
 
 
+@pytest.mark.long("compiles more of the same for a chip", but=["h200"])
 @pytest.mark.parametrize("target", [H200, V5E])
 def test_the_order_of_results_costs_nothing(target):
     """Returned as given nothing crosses, and jax pairs by itself."""
@@ -58,6 +61,7 @@ def test_the_order_of_results_costs_nothing(target):
     assert crossing.peak <= safe.peak and crossing.host_temp <= safe.host_temp
 
 
+@pytest.mark.long("compiles more of the same for a chip", but=["params-grads, params, state-h200"])
 @pytest.mark.parametrize("target", [H200, V5E])
 @pytest.mark.parametrize(
     ("donated", "returned"), rows(itertools.product(DONATED, RETURNED), "compiles for two chips", daily=DAILY)

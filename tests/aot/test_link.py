@@ -4,6 +4,8 @@ import pytest
 
 from tests.aot.link import hidden, traffic
 
+pytestmark = pytest.mark.oldest("reading what XLA prints")
+
 HEAD = "HloModule m, is_scheduled=true\n\nENTRY %main (a: f32[256]) -> f32[256] {\n"
 LOAD = "  %{0}-start = (f32[256]{{0}}, f32[256]{{0:S(5)}}, u32[]) copy-start(%a)\n"
 STORE = "  %{0}-start = (f32[256]{{0:S(5)}}, f32[256]{{0}}, u32[]) copy-start(%b)\n"

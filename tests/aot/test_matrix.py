@@ -34,6 +34,8 @@ MORE = [
 ]
 
 
+@pytest.mark.long("compiles more of the same for a chip")
+@pytest.mark.exhaustive("compiles whole models, minutes each", but=["mlp | 65536 | 1.0*"])
 @pytest.mark.parametrize("cell", [*DAILY, *(pytest.param(cell, marks=LONG) for cell in MORE)], ids=str)
 def test_no_peak_is_above_resident(cell):
     require(H200)
@@ -41,6 +43,8 @@ def test_no_peak_is_above_resident(cell):
     assert ours <= SLACK * resident
 
 
+@pytest.mark.long("compiles more of the same for a chip")
+@pytest.mark.exhaustive("compiles whole models, minutes each")
 @LONG
 def test_peaks_fall_with_the_fraction():
     """Where a piece read its gradient ahead of its gate: 1476, 1556, 1652, 1596 and 1727 MiB."""
@@ -50,6 +54,7 @@ def test_peaks_fall_with_the_fraction():
     assert peaks == sorted(peaks)
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 def test_a_part_of_the_matrix():
     found = cells(["model=gpt,mlp", "fraction=0.5", "clip=none", "way=jit"])
     assert len(found) == 2 * 3 * 4 * 2 and {cell.model for cell in found} == {"gpt", "mlp"}
@@ -60,6 +65,7 @@ def test_a_part_of_the_matrix():
         cells(["clip=both"])
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 def test_what_is_on_record_of_the_reported_losses():
     """A cell is of the matrix; none is above resident; to 1 % peaks fall with the fraction; losses come first."""
     rows = kept()

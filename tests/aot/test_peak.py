@@ -17,6 +17,8 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 SKIPPING = optax.MultiSteps(CLIPPED, 2, should_skip_update_fn=optax.skip_not_finite).gradient_transformation()
 
 
+@pytest.mark.long("compiles more of the same for a chip", but=["adamw"])
+@pytest.mark.oldest("what that jax's XLA makes of gates")
 @pytest.mark.parametrize(
     ("tx", "at_most", "state"),
     rows(
@@ -43,6 +45,7 @@ def test_unrolled_step_peaks_near_its_parameters(tx, at_most, state):
     assert m.host_temp == 0  # the host holds the state once
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 @pytest.mark.parametrize(
     "tx",
     rows(
@@ -64,6 +67,7 @@ def test_activations_of_many_tokens_do_not_pile_up(tx):
     assert m.duplex >= 0.88  # apply_if_finite 0.896
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 @pytest.mark.parametrize(
     ("tx", "at_most", "state"),
     rows(
@@ -115,6 +119,8 @@ def test_stacked_step_peaks_near_parameters_and_gradients(target, tx, at_most, o
     assert m.duplex >= (0.95 if jax.__version_info__ >= (0, 11) else 0.6)
 
 
+@pytest.mark.long("compiles more of the same for a chip", but=["lamb"])
+@pytest.mark.oldest("what that jax's XLA makes of loops")
 @pytest.mark.parametrize(
     ("tx", "at_most", "passes"),
     rows(
@@ -141,6 +147,7 @@ def test_reductions_over_a_stacked_leaf_are_put_together_from_its_chunks(tx, at_
     assert m.host_temp == 0
 
 
+@pytest.mark.long("compiles more of the same for a chip", but=["inside"])
 @pytest.mark.parametrize("clip", ["inside", "outside"])
 def test_clipped_updates_use_both_directions_of_the_link(clip):
     """Everything waits for the norm; then only the link matters."""
@@ -151,6 +158,7 @@ def test_clipped_updates_use_both_directions_of_the_link(clip):
     assert m.peak <= 3450
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 def test_leaves_of_one_buffer_share_a_loop():
     """A loop over lion's one moment reads or writes it; over two leaves, it reads one and writes the other."""
     require(H200)
@@ -165,6 +173,7 @@ def test_leaves_of_one_buffer_share_a_loop():
     assert measure_update(H200, jo.offload(optax.lion(1e-3)), params, loss, x).duplex >= 0.9
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 @pytest.mark.parametrize(("target", "at_most"), [(H200, 1924), (V5E, 1924)])
 def test_update_params_writes_parameters_inside_the_loop(target, at_most):
     """Stacked bfloat16 parameters, float32 arithmetic and moments: a tree of updates would take 1536 MiB."""
@@ -174,6 +183,7 @@ def test_update_params_writes_parameters_inside_the_loop(target, at_most):
     assert m.host_temp == 0
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 def test_update_params_moves_clipping_into_the_loop():
     """Clipping outside ``offload`` makes a second copy of the gradients, unless the whole chain is streamed at once."""
     require(H200)
@@ -181,6 +191,7 @@ def test_update_params_moves_clipping_into_the_loop():
     assert measure_step(H200, tx, stacked=True, update_params=True).peak <= 3500
 
 
+@pytest.mark.oldest("what that jax's XLA hides")
 def test_copies_overlap_with_the_backward_pass():
     """Without clipping; the usual recipe hides half, because its loads wait for nothing and are waited for at once."""
     require(H200)
@@ -189,6 +200,7 @@ def test_copies_overlap_with_the_backward_pass():
     assert m.peak <= 2300
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 @pytest.mark.parametrize(
     ("tx", "update_params", "at_most", "hidden"),
     rows(
@@ -213,12 +225,14 @@ def test_near_its_limit_xla_does_not_put_matmuls_off(tx, update_params, at_most,
     assert m.hidden >= hidden
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 def test_the_usual_recipe_does_not_lower_the_peak():
     """The comparison that everything here rests on; fails when XLA learns to bound it."""
     require(H200)
     assert measure_step(H200, usual_recipe(ADAMW)).peak > 5000
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 def test_window_bounds_what_is_on_the_device():
     require(H200)
     layer = 2 * 64 * MIB  # mu and nu
@@ -229,6 +243,7 @@ def test_window_bounds_what_is_on_the_device():
     assert eight - four <= 4 * 128 + 16
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 def test_the_trace_tells_the_order_where_names_do_not():
     require(H200)
     sharding = device_sharding(H200)
@@ -247,6 +262,7 @@ def test_the_trace_tells_the_order_where_names_do_not():
     assert measure_update(H200, wrong, params, loss, x).peak > measure_update(H200, right, params, loss, x).peak
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("name", ["adamw", "schedule_free_adamw"])
 def test_init_peak_is_two_leaves(name, jitted, monkeypatch):
@@ -270,6 +286,7 @@ def test_init_peak_is_two_leaves(name, jitted, monkeypatch):
     assert m.temp <= leaves * (4096 + 8 * 23) * 4096 * 4 / MIB
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 @pytest.mark.long("compiles 95 layers for a TPU")
 @pytest.mark.parametrize("tx", [ADAMW, CLIPPED], ids=["no clipping", "clipping inside"])
 def test_ninety_five_layers_fit_a_v5e_of_16_gb(tx):
@@ -278,6 +295,7 @@ def test_ninety_five_layers_fit_a_v5e_of_16_gb(tx):
     assert measure_step(V5E, jo.offload(tx), stacked=True, n_layers=95).peak < 16 * 1024
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 def test_a_tail_of_rows_on_a_tpu():
     """588 rows, 12 of them behind the last whole chunk: libtpu 0.0.52 refuses to write 12."""
     require(V5E)

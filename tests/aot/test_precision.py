@@ -20,6 +20,7 @@ PARAMETERS = 24 * 4096**2
 NEW = jax.__version_info__ >= (0, 11)  # before that XLA overlaps less
 
 
+@pytest.mark.long("compiles more of the same for a chip", but=["storage4-2.1-True"])
 @pytest.mark.parametrize("stacked", [True, False])
 @pytest.mark.parametrize(
     ("storage", "each_way"),
@@ -51,6 +52,7 @@ def test_fewer_bits_move_fewer_bytes_at_no_higher_a_peak(storage, each_way, stac
         assert stacked or m.hidden >= 0.95
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 @pytest.mark.parametrize(
     ("inner", "storage", "each_way", "at_most"),
     rows(
@@ -77,6 +79,7 @@ def test_masters_stream_in_the_same_window(inner, storage, each_way, at_most, st
     assert m.peak <= at_most
 
 
+@pytest.mark.long("compiles more of the same for a chip", but=["True-h200*"])
 @pytest.mark.parametrize(
     ("target", "stacked"),
     rows(

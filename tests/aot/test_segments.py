@@ -183,6 +183,8 @@ def beside(monkeypatch):
     monkeypatch.setattr(run, "on_accelerators", lambda devices: True)
 
 
+@pytest.mark.long("compiles more of the same for a chip")
+@pytest.mark.exhaustive("compiles whole models, minutes each", only=["GPT*"])
 @pytest.mark.parametrize(
     ("name", "share", "programs", "one", "several"),
     [
@@ -206,6 +208,8 @@ def test_peak(name, share, programs, one, several, beside):
     check((name, share), one, (programs, several), update_on=share)
 
 
+@pytest.mark.long("compiles more of the same for a chip")
+@pytest.mark.exhaustive("compiles whole models, minutes each", only=["GPT*"])
 @pytest.mark.parametrize(
     ("name", "programs", "one", "several"),
     [
@@ -261,6 +265,7 @@ def peak_on_two(found, places):
     return len(peaks), max(peaks)
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 @pytest.mark.parametrize(
     ("name", "share", "programs", "one", "several"),
     [

@@ -17,6 +17,7 @@ A_MINUTE = pytest.mark.exhaustive("a minute each")
 WHY = "compiles for four devices"
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 @pytest.mark.parametrize(
     ("target", "stacked", "spec", "tx", "at_most"),
     rows(
@@ -40,6 +41,7 @@ def test_parameters_that_are_sharded(target, stacked, spec, tx, at_most):
     assert m.host_temp == 0
 
 
+@pytest.mark.long("compiles more of the same for a chip", but=["h200-False-tx2-True-2250"])
 @pytest.mark.parametrize(
     ("target", "stacked", "tx", "update_params", "at_most"),
     rows(
@@ -76,6 +78,7 @@ def test_zero_1(target, stacked, tx, update_params, at_most):
     assert "all-to-all" not in m.collectives
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 @pytest.mark.long("compiles for four devices")
 def test_half_of_a_divided_state_is_not_above_resident():
     """12 layers, 16384 tokens per device. Updated apart without taking gradients in turn: 6080 MiB, resident 5824."""
@@ -86,6 +89,7 @@ def test_half_of_a_divided_state_is_not_above_resident():
     assert m.collectives.get("all-reduce", 0) <= 1  # of numbers of all gradients, that they are there
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 @pytest.mark.long("a minute to compile for four devices")
 def test_a_divided_transformer_is_not_above_resident():
     """A checkpointed ViT, 4096 tokens per device, under plain ``jit``: among the matmuls 1642 MiB, resident 818."""

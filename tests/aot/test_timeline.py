@@ -18,6 +18,8 @@ from jax_offload._analysis.timeline import timeline
 from tests.aot.cases import measure_step
 from tests.aot.harness import H200, MIB, V5E, require
 
+pytestmark = pytest.mark.oldest("reading what XLA prints")
+
 # A 256×256 float32 is 2**18 bytes, and a matmul of two takes 2 * 256**3 operations.
 MATRIX, FLOPS = 2**18, 2 * 256**3
 # With these a matmul takes 1 s, a copy of a matrix over the link 0.5 s, its passage through the interconnect 0.25 s,

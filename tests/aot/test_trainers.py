@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 
 import jax_offload as jo
 from tests.aot.cases import device_sharding, loss, measure_step, parameters
@@ -11,6 +12,7 @@ from tests.aot.harness import H200, measure, require
 LAYERS, STATE = 16, 16 * 2 * 64  # MiB
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 def test_a_state_that_was_moved_goes_home_first():
     """Updated in place it cannot be, and beside the old one the new would be above resident."""
     require(H200)
@@ -29,6 +31,7 @@ def test_a_state_that_was_moved_goes_home_first():
     assert measure(H200, step, (params, moved, batch), (0, 1), out).peak <= resident.peak + 160
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 def test_multi_steps_around():
     """Its accumulators stay on the device; of the state only the window is there, and on the host only the state."""
     require(H200)

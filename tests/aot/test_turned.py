@@ -34,6 +34,7 @@ def moves_each_byte_once(m, layers=12):
     return m.host_arguments <= least <= most <= m.host_arguments * (1 + 1 / layers) + 0.1
 
 
+@pytest.mark.long("compiles more of the same for a chip", but=["16384-None*"])
 @pytest.mark.parametrize(
     ("tokens", "storage", "peak", "exposed", "longer"),
     [
@@ -58,6 +59,7 @@ def test_scanned_and_clipped(tokens, storage, peak, exposed, longer):
     assert m.timeline(H200).exposed_share <= exposed and m.timeline(H200).step <= longer * resident.step
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 def test_unrolled_and_clipped():
     """24 layers; 9728 MiB where 9216 are parameters, gradients and what the backward pass keeps."""
     require(H200)
@@ -67,6 +69,7 @@ def test_unrolled_and_clipped():
     assert m.timeline(H200).exposed_share <= 0.42
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 @pytest.mark.parametrize(
     ("model", "tokens", "peak", "exposed"),
     rows(
@@ -87,6 +90,7 @@ def test_gradients_that_wait_on_the_host(model, tokens, peak, exposed):
     assert m.timeline(H200).exposed_share <= exposed and moves_each_byte_once(m)
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 @pytest.mark.long("half a minute to compile")
 def test_the_first_of_several_microbatches_hosts_the_update():
     """4 of 16384 tokens, 12 layers of 2×4096²; in the plain loop and as one scan 0.99 of the transfers are exposed."""
@@ -114,6 +118,7 @@ def test_the_first_of_several_microbatches_hosts_the_update():
     assert m.timeline(H200).exposed_share <= 0.34
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 @pytest.mark.parametrize("gradients", ["device", "host"])
 def test_what_waits_is_divided_as_the_parameters_are(gradients):
     """12 layers on four devices: a stack of gradients that waits whole is 768 MiB on each (5376; now 4560, 4384)."""
@@ -128,6 +133,7 @@ def test_what_waits_is_divided_as_the_parameters_are(gradients):
     assert m.collectives["reduce-scatter"] == 1
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 @pytest.mark.long("compiles for four devices")
 @pytest.mark.parametrize(("spec", "over"), [(P(None, None, "data"), None), (P(), "data")], ids=["FSDP", "ZeRO-1"])
 def test_clipped_on_four_devices(spec, over):
@@ -153,6 +159,7 @@ def test_clipped_on_four_devices(spec, over):
     assert ours.compute <= 1.03 * theirs.compute
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 @pytest.mark.long("compiles for four devices")
 @pytest.mark.parametrize(
     ("spec", "over", "peak"), [(P("data"), None, 4100), (P(), "data", 4600)], ids=["FSDP", "ZeRO-1"]
@@ -173,6 +180,7 @@ def test_unrolled_and_clipped_on_four_devices(spec, over, peak):
     assert ours.collectives <= 1.001 * theirs.collectives
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 @pytest.mark.long("a TPU's compiler takes its time")
 def test_a_tpu_copies_across_the_matmuls_of_an_iteration_when_clipped():
     require(V5E)
@@ -182,6 +190,7 @@ def test_a_tpu_copies_across_the_matmuls_of_an_iteration_when_clipped():
     assert m.host_temp == 0 and moves_each_byte_once(m, 4) and m.duplex >= 0.85
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 @pytest.mark.parametrize(("storage", "exposed"), [(None, 0.5), ("bfloat16", 0.25)])
 @LONG
 def test_a_transformer_that_is_clipped(storage, exposed):
@@ -197,6 +206,7 @@ def test_a_transformer_that_is_clipped(storage, exposed):
     assert m.timeline(H200).exposed_share <= exposed and moves_each_byte_once(m, shape.layers)
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 @LONG
 def test_a_tpu_copies_across_both_halves():
     """6 layers of 2×4096². Of the link's 134 ms the forward pass, 55 ms, hides its own time."""
@@ -221,6 +231,7 @@ def clipped_outside(tx):
 FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.1)
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 @pytest.mark.parametrize(
     ("clip", "update_params"),
     rows(
@@ -247,6 +258,8 @@ def test_a_fraction_of_an_unrolled_model_is_never_above_resident(tokens, clip, u
     assert peaks == sorted(peaks)
 
 
+@pytest.mark.long("compiles more of the same for a chip")
+@pytest.mark.exhaustive("compiles whole models, minutes each")
 @pytest.mark.parametrize(
     ("fraction", "clip"),
     [

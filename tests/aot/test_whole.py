@@ -37,6 +37,7 @@ def moves_each_byte_once(m, layers=N):
     return True
 
 
+@pytest.mark.oldest("what that jax's XLA makes of the whole step")
 @pytest.mark.parametrize(("tokens", "at_most"), [(512, 2350), (MANY, 9300)])
 def test_24_scanned_layers(tokens, at_most):
     require(H200)
@@ -49,6 +50,7 @@ def test_24_scanned_layers(tokens, at_most):
         assert ours.compute <= 1.03 * theirs.compute
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 @pytest.mark.long("compiles 24 unrolled layers twice")
 def test_24_unrolled_layers():
     """Each piece of the update stands where its gradient is made. No arithmetic of ours hides the copies."""
@@ -61,6 +63,7 @@ def test_24_unrolled_layers():
     assert ours.compute <= 1.03 * theirs.compute
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 def test_half_of_12_unrolled_layers():
     """A layer is a sixth of the state that moves. In chunks 0.98 of it was exposed."""
     require(H200)
@@ -71,6 +74,8 @@ def test_half_of_12_unrolled_layers():
     assert m.timeline(H200).exposed_share <= 0.05
 
 
+@pytest.mark.long("compiles more of the same for a chip")
+@pytest.mark.exhaustive("compiles whole models, minutes each")
 def test_layers_with_biases_and_norms():
     """These stay on the device, and are updated between the matrices: 27.1 ms of a step of 54.1 were exposed."""
     require(H200)
@@ -112,6 +117,7 @@ def sample(name, tokens, update_params):
     return tokens == MANY and update_params == (name in ("int8 storage", "masters"))
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 @pytest.mark.parametrize(
     ("inner", "storage", "loss", "dtype", "leaves", "exposed", "tokens", "update_params"),
     [
@@ -143,6 +149,7 @@ def test_neither_stacked_gradients_nor_state_are_on_the_device(
         assert ours.exposed_share <= exposed and ours.compute <= 1.045 * theirs.compute
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 @pytest.mark.parametrize(("microbatches", "at_most"), rows([(2, 7500), (4, 8500)], "compiles twice", daily=[(2, 7500)]))
 def test_the_last_of_several_microbatches_hosts_the_update(microbatches, at_most):
     """Of 16,384 tokens each, in a scan around that of the layers; without that 1.05 of the transfers are exposed."""
@@ -169,6 +176,7 @@ def test_the_last_of_several_microbatches_hosts_the_update(microbatches, at_most
     assert ours.exposed_share <= 0.08 and ours.step <= 1.02 * theirs.step
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 @pytest.mark.long("half a minute to compile")
 def test_several_steps_in_a_scan():
     """Each is rewritten as a step of its own; before, nothing was hidden (1.12), and the stacked gradients existed."""
@@ -191,6 +199,7 @@ def test_several_steps_in_a_scan():
     assert m.loaded <= 3 * m.host_arguments * 9 / 8 + 0.1
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 @pytest.mark.parametrize("update_params", [True, False])
 def test_a_gradient_norm_that_is_logged_is_summed_up_in_the_scan(update_params):
     require(H200)
@@ -229,6 +238,7 @@ def gpt(system, layers, *, rewritten=True, tokens=MANY, scans=1, **options):
     return measure(H200, step, (it.params, it.state, it.tokens), (0, 1), it.shardings, OPTIONS)
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 @pytest.mark.long("half a minute to compile")
 def test_a_scanned_transformer():
     """The embedding is updated behind the scan, so that its copies are not hidden: with 24 layers 0.12."""
@@ -238,6 +248,7 @@ def test_a_scanned_transformer():
     assert m.timeline(H200).exposed_share <= 0.28
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 @LONG
 def test_a_scanned_transformer_of_24_layers():
     require(H200)
@@ -247,6 +258,7 @@ def test_a_scanned_transformer_of_24_layers():
     assert ours.exposed_share <= 0.13 and ours.step <= 1.05 * theirs.step
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 @pytest.mark.exhaustive("minutes to compile")
 def test_an_unrolled_transformer_with_many_tokens():
     """The embedding's gradient is the last: its new state, 8 % of all, is stored when nothing is left to hide that."""
@@ -258,6 +270,7 @@ def test_an_unrolled_transformer_with_many_tokens():
     assert ours.exposed_share <= 0.11 and ours.step <= theirs.step
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 @LONG
 def test_the_peak_falls_with_the_fraction():
     require(H200)
@@ -266,6 +279,8 @@ def test_the_peak_falls_with_the_fraction():
     assert peaks == sorted(peaks) and peaks[-1] < resident.peak
 
 
+@pytest.mark.long("compiles more of the same for a chip")
+@pytest.mark.exhaustive("a TPU's compiler takes its time")
 @pytest.mark.parametrize(
     ("layers", "tokens", "exposed"),
     [
@@ -294,6 +309,11 @@ def gathered(m):
     return max(array.nbytes for arrays in found for array in arrays) / MIB
 
 
+@pytest.mark.long("compiles more of the same for a chip", but=["False-spec1*"])
+@pytest.mark.exhaustive(
+    "compiles more of the same for a chip", but=["True-spec0-16384", "True-spec1-16384", "False-spec1-16384"]
+)
+@pytest.mark.oldest("and of its collectives")
 @pytest.mark.parametrize("tokens", rows([512, MANY], "compiles for four devices", daily=[MANY]))
 @pytest.mark.parametrize("spec", [FSDP, REPLICATED])
 @pytest.mark.parametrize("update_params", [True, False])
@@ -317,6 +337,8 @@ def test_on_four_devices(spec, update_params, tokens):
         assert times[0].exposed_share <= 0.05 and times[0].step <= 1.03 * times[1].step
 
 
+@pytest.mark.long("compiles more of the same for a chip")
+@pytest.mark.exhaustive("a TPU's compiler takes its time")
 @pytest.mark.parametrize("spec", rows([FSDP, REPLICATED], "a TPU's compiler takes its time", daily=[REPLICATED]))
 def test_on_four_tpus(spec):
     require(V5E_2X2)
@@ -329,6 +351,7 @@ def test_on_four_tpus(spec):
     assert m.timeline("v5e").collectives <= 1.001 * before.timeline("v5e").collectives
 
 
+@pytest.mark.long("compiles more of the same for a chip")
 def test_layers_on_different_devices_are_updated_after_the_scan():
     """Each iteration's layer is on one device: XLA gathers all of them ahead of the scan, and would the state too."""
     require(H200)

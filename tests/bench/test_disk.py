@@ -10,6 +10,7 @@ from benchmarks.disk import __main__ as disk
 from benchmarks.disk import step
 
 
+@pytest.mark.long("starts processes", but=["False"])
 @pytest.mark.parametrize("by_fio", [False, True])
 def test_runs(by_fio, tmp_path, monkeypatch):
     try:

@@ -84,6 +84,7 @@ def test_the_first_values_are_of_steps_seen_whole():
     assert result["wrong"] == [] and "pinned_host" in result["memory_kinds"].values()
 
 
+@pytest.mark.exhaustive("more of what tests/pipelined runs", but=["clip*"])
 @pytest.mark.long("trains toys, turned round and plain")
 @pytest.mark.parametrize(
     "name",

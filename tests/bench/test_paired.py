@@ -18,6 +18,7 @@ def small(monkeypatch):
         monkeypatch.setattr(paired, name, n)
 
 
+@pytest.mark.long("starts processes")
 @pytest.mark.parametrize("stacked", [True, False])
 def test_every_system_runs(stacked):
     found = paired.rounds(paired.systems(stacked, True), 2)

@@ -36,6 +36,8 @@ def resident():
     return jax_system.run(on_toy("optax"))
 
 
+@pytest.mark.long("starts processes")
+@pytest.mark.exhaustive("starts processes", but=["jax_offload, jo.jit*", "usual recipe*"])
 @pytest.mark.parametrize(
     ("system", "tolerance"),
     rows(
@@ -107,6 +109,7 @@ def test_the_models_are_as_large_as_they_say():
     assert billions["6.7b"] == pytest.approx(6.7, abs=0.1)
 
 
+@pytest.mark.long("starts processes")
 def test_one_command_runs_resumes_and_lists_what_cannot_run(tmp_path, monkeypatch, capsys):
     out = tmp_path / "results.json"
     arguments = ["--toy", "--parts", "cases", "--clip", "no", "--scans", "0", "--out", str(out)]

@@ -111,6 +111,7 @@ def calls_of_a_run(place):
         return list(files.calls)
 
 
+@pytest.mark.long("starts processes", but=["0"])
 @pytest.mark.parametrize("first", range(4))
 def test_killed_at_any_call(tmp_path, first):
     """From the first call of ``create`` on, by the system's own hand."""

@@ -130,6 +130,7 @@ def _matrices(params):
     return jax.tree.map(lambda p: optax.contrib.MuonDimensionNumbers(1, 2) if p.ndim == 3 else None, params)
 
 
+@pytest.mark.long("more optimizers", but=["clip_by_global_norm"])
 @pytest.mark.parametrize("name", rows(TOGETHER, WHY, daily=["clip_by_global_norm", "apply_if_finite", "lamb", "muon"]))
 def test_layers_together(name):
     inner, some = TOGETHER[name]

@@ -219,3 +219,24 @@ def test_one_jitted_update_that_is_called_twice_stays_and_says_so():
     args = a, b, tx.init(a), tx.init(b), batch(0)
     assert any("jitted update" in why for why in jo.placement(jo.jit(step), *args).stays)
     assert close(jo.jit(step)(*args), jax.jit(step)(*args))
+
+
+@pytest.mark.parametrize("donated", [(), (0, 1)])
+@pytest.mark.parametrize("share", ["host", 0.5])
+def test_the_cores_update_one_state_twice_in_a_step(share, donated):
+    def step_of(tx):
+        def step(params, state, x):
+            for _ in range(2):
+                updates, state = tx.update(jax.grad(lambda p: network(p, x).var())(params), state, params)
+                params = optax.apply_updates(params, updates)
+            return params, state
+
+        return step
+
+    inner = optax.lamb(1e-2)
+    tx = jo.offload(inner, min_bytes=0, update_on=share)
+    got, want = (new(0), tx.init(new(0))), (new(0), inner.init(new(0)))
+    step, plain = jo.jit(step_of(tx), donate_argnums=donated), jax.jit(step_of(inner))
+    for k in range(3):
+        got, want = step(*got, batch(k)), plain(*want, batch(k))
+    assert close(got, want)

@@ -44,6 +44,7 @@ ON_MESHES = [(name, bool(k & 1), axes) for k, (name, axes) in enumerate(itertool
 ON_MESHES += [(name, not update, axes) for name, update, axes in ON_MESHES]
 
 
+@pytest.mark.oldest("the whole step on a mesh")
 @pytest.mark.parametrize(
     ("name", "update", "axes"),
     rows(

@@ -229,6 +229,8 @@ SAID = {
 }
 
 
+@pytest.mark.long("more kinds of steps", but=["skipping", "in_cond"])
+@pytest.mark.oldest("steps as people write them")
 @pytest.mark.parametrize("step_of", STEPS_OF_PEOPLE, ids=lambda f: f.__name__)
 def test_steps(step_of):
     model, tx = model_of(MODEL), jo.offload(ADAMW, min_bytes=0)

@@ -33,6 +33,8 @@ BY_UPDATE_PARAMS = {
 }
 
 
+@pytest.mark.long("more kinds of steps", but=["blocks with norms*", "several scans*"])
+@pytest.mark.oldest("the whole step, with Flax's scans", only=["flax*", "nested*", "checkpoint*"])
 @pytest.mark.parametrize(
     ("model", "update"),
     rows(
@@ -71,6 +73,7 @@ def test_logs(log):
     check(Case(log=log, model="bias, embedding, head"))
 
 
+@pytest.mark.long("more optimizers", but=["adafactor*"])
 @pytest.mark.parametrize(
     ("optimizer", "update"),
     rows(

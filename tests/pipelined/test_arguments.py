@@ -40,6 +40,7 @@ def step_of_many(params, state, batch, rate, *more, tx, power=2, kind="square", 
     return optax.apply_updates(params, updates), state, value
 
 
+@pytest.mark.long("more kinds of steps")
 @pytest.mark.parametrize("numpy", [False, True])
 def test_arguments_of_every_kind(numpy):
     """None is donated but what is carried: a rate and a batch are given again and again."""

@@ -67,6 +67,7 @@ def assert_waits_on_host(train, params, state, shape=(LAYERS, WIDTH, WIDTH), dty
 # Numbers and placement
 
 
+@pytest.mark.long("more kinds of steps", but=["update-how3"])
 @pytest.mark.parametrize(
     ("form", "how"),
     rows(
@@ -98,6 +99,7 @@ MORE = {
 }
 
 
+@pytest.mark.long("more optimizers")
 @pytest.mark.parametrize(
     "name",
     rows(
@@ -118,6 +120,7 @@ def test_storage():
     check(step_of(tx), step_of(plain_tx, "update"), tx.init, plain_tx.init, loss_atol=3e-4, atol=1e-2, **ON_HOST)
 
 
+@pytest.mark.long("more kinds of steps")
 def test_bfloat16_gradients_wait_as_they_are():
     """They are made of bfloat16 parameters, 64 KiB of them, and cast to float32 by the update alone."""
     inner, wide = jo.with_master_params(ADAMW), 2 * WIDTH

@@ -35,6 +35,8 @@ FSDP = {"layers": P(None, "data"), "head": P("data"), "bias": P()}
 TWO_AXES = {"layers": P(None, "data", "model"), "head": P("model"), "bias": P()}
 
 
+@pytest.mark.long("more shardings", but=["AxisType.Auto-specs0-device"])
+@pytest.mark.oldest("the turned step on a mesh")
 @pytest.mark.parametrize(
     ("axis_type", "specs", "gradients"),
     rows(
@@ -90,6 +92,7 @@ def test_fully_sharded(axis_type, specs, gradients):
         assert moments[k].sharding.is_equivalent_to(like[k].with_memory_kind(HOST), moments[k].ndim)
 
 
+@pytest.mark.long("more shardings", but=["AxisType.Auto-update-0.25"])
 @pytest.mark.parametrize(
     ("axis_type", "form", "fraction"),
     rows(

@@ -36,6 +36,8 @@ from tests.support.steps import scans
 from tests.support.storage import resident
 
 
+@pytest.mark.long("more kinds of steps", but=["update_params-how1", "update-how0"])
+@pytest.mark.oldest("the turned step")
 @pytest.mark.parametrize(
     ("form", "how"),
     [
@@ -54,6 +56,7 @@ def test_clipped_adamw(form, how):
     check(step_of(tx, form, **how), step_of(ADAMW, "update", **how), tx.init, ADAMW.init, params, scan=scan)
 
 
+@pytest.mark.long("more optimizers")
 @pytest.mark.parametrize(
     "name", rows(OPTIMIZERS, "trains plain and turned", daily=["clipping outside", "half", "MultiSteps"])
 )
@@ -68,6 +71,7 @@ def test_storage():
     check(step_of(tx), step_of(plain_tx, "update"), tx.init, plain_tx.init, loss_atol=3e-4, atol=1e-2)
 
 
+@pytest.mark.long("more kinds of steps")
 def test_masters_of_bfloat16_parameters():
     """bfloat16 keeps 8 bits: where a parameter rounds apart once, losses differ by more than those of float32."""
     inner = jo.with_master_params(ADAMW)
@@ -130,6 +134,7 @@ def test_microbatches(form, how, gradients):
     assert (3 in lengths) == (how == {})  # else the layers are unrolled, or one is left
 
 
+@pytest.mark.long("more kinds of steps")
 def test_masters_of_three_matmuls():
     """Three equal leaves take turns in three phases of an iteration."""
     inner = jo.with_master_params(ADAMW)

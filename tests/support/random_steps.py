@@ -531,7 +531,11 @@ class Step:
 
     def created(self, tx: Any, params: Any, plain: bool) -> Any:
         """A state that shares no buffer with the parameters, as the step may donate both; plain optax shares some."""
-        return jax.tree.map(jnp.copy, tx.init(params)) if plain else tx.init(params)
+        state = tx.init(params)
+        if not plain:
+            return state
+        state = jax.tree.map(jnp.copy, state)
+        return state if self.r["mesh"] is None else jax.device_put(state, self.sharding())
 
     def placed(self, tree: Any) -> Any:
         return jax.tree.map(lambda x: jax.device_put(np.asarray(x), self.sharding(*np.shape(x))), tree)
@@ -1022,6 +1026,7 @@ REFUSED: list[tuple[str, Callable[[Recipe, str], bool], str]] = [
     ("pipelined", lambda r, m: r["results"] == "nested", "the next value of each"),
     ("pipelined", lambda r, m: bool(r["second"] or r["target"]), "Return a dict with the carried arguments' names"),
     ("", lambda r, m: r["mesh"] == "explicit ZeRO-1", "shard_over: on a mesh with Explicit axes"),
+    ("disk", lambda r, m: "moments" in r["metrics"], "outside of its update"),
     ("pipelined, host", lambda r, m: True, "none that the update reads is a float array of 64 KiB"),
     ("pipelined, host", lambda r, m: in_a_branch(r), "Use gradients='device'"),
 ]

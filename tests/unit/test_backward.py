@@ -9,6 +9,8 @@ import pytest
 from jax_offload._base import private
 from jax_offload._base.backward import backward_of
 
+pytestmark = pytest.mark.oldest("the stages, on jax's own jaxprs")
+
 LAYERS, WIDTH, ROWS = 3, 256, 64
 PARAMS = {f"w{k}": jnp.ones((WIDTH, WIDTH)) for k in range(LAYERS)}
 ACTIVATION, MATMUL = ROWS * WIDTH * 4, 2 * ROWS * WIDTH**2

@@ -12,6 +12,8 @@ from jax_offload._base.jaxprs import branches_of, jax_fun
 from jax_offload._ir.branches import scalars_hoisted
 from tests.unit._programs import device, host, load, program_of, values_of
 
+pytestmark = pytest.mark.oldest("the stages, on jax's own jaxprs")
+
 SIZES = host(4, 3), device(4, 3), device()
 INDEX = device(dtype=jnp.int32)
 

@@ -8,6 +8,8 @@ from jax_offload._plan.plan import Chunked, Whole
 from jax_offload._plan.transfers import buffers, transfer_of
 from tests.unit._programs import device, host, load, program_of, store
 
+pytestmark = pytest.mark.oldest("the stages, on jax's own jaxprs")
+
 SHAPE = 64, 8, 128
 WINDOW = 64 * 8 * 128  # bytes: a quarter of a leaf
 

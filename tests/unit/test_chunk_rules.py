@@ -26,6 +26,8 @@ from jax_offload._plan.chunk_rules import chunked_dims, run_chunk
 from jax_offload._plan.rules import Dependent, Partial, Rows
 from tests.support.trees import FAST
 
+pytestmark = pytest.mark.oldest("the stages, on jax's own jaxprs")
+
 SIZE, LEAF = 6, (6, 5)  # of the chunked axis, and the leaf
 CHUNKS = ((0, 4), (4, 6))  # the last one is shorter
 

@@ -7,6 +7,8 @@ import pytest
 
 from jax_offload._base.collector import collector_waits
 
+pytestmark = pytest.mark.oldest("the stages, on jax's own jaxprs")
+
 
 @pytest.fixture(autouse=True)
 def _as_it_was():

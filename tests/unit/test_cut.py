@@ -16,6 +16,8 @@ from jax_offload._ir.program import flat, without_round_trips
 from jax_offload._ir.slices import cut, joined
 from tests.unit._programs import device, host, inputs_of, load, program_of, run, store, values_of
 
+pytestmark = pytest.mark.oldest("the stages, on jax's own jaxprs")
+
 
 def passes_of(fun, *args, apart=False):
     """The program and its passes, which are first shown to be the program."""

@@ -16,6 +16,8 @@ import jax_offload as jo
 from jax_offload._placement.placement import unmanaged
 from jax_offload._report.folded import folded
 
+pytestmark = pytest.mark.oldest("the stages, on jax's own jaxprs")
+
 LEAF = dataclasses.replace(unmanaged(S((8, 8), jnp.float32)), host=True)
 
 

@@ -10,6 +10,8 @@ import pytest
 
 from jax_offload._base import jaxprs
 
+pytestmark = pytest.mark.oldest("the stages, on jax's own jaxprs")
+
 
 def declared():
     """The classes that only type checkers see, and the protocols."""

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.oldest("the stages, on jax's own jaxprs")
+
 PACKAGE = Path(__file__).parents[2] / "jax_offload"
 # From the bottom up. What makes or reads a state knows its formats, and stands above those.
 LAYERS = [

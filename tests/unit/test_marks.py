@@ -8,6 +8,8 @@ from jax_offload._base.marks import NAME, mark, mark_of, marks_in
 from jax_offload._base.private import equation_of
 from jax_offload._ir.program import flat, without_round_trips
 
+pytestmark = pytest.mark.oldest("the stages, on jax's own jaxprs")
+
 
 def marked_twice(x):
     y = mark(x * 2, "double")

@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from jax_offload._ir.masks import groups
 
+pytestmark = pytest.mark.oldest("the stages, on jax's own jaxprs")
+
 
 @pytest.mark.parametrize(
     ("masks", "expected"),

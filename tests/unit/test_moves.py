@@ -20,6 +20,8 @@ from jax_offload._plan.phases import phases
 from jax_offload._plan.rules import Rows
 from tests.unit._programs import device, host, load, program_of, store
 
+pytestmark = pytest.mark.oldest("the stages, on jax's own jaxprs")
+
 L, N = 4, 3
 
 

@@ -13,6 +13,8 @@ from jax_offload._drive.files import OnFiles
 from jax_offload._drive.moving import beside
 from jax_offload._drive.stages import BEFORE, GROUP
 
+pytestmark = pytest.mark.oldest("the stages, on jax's own jaxprs")
+
 MIB = 2**20
 
 

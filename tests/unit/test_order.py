@@ -8,6 +8,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_offload._base.tracers import is_constrained, production_order
 from jax_offload._plan.order import ranks
 
+pytestmark = pytest.mark.oldest("the stages, on jax's own jaxprs")
+
 X = jax.ShapeDtypeStruct((4, 4), jnp.float32)
 
 

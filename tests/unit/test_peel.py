@@ -12,6 +12,8 @@ from jax_offload._ir.peel import peeled, why_not_peeled
 from jax_offload._ir.program import flat
 from tests.support.trees import FAST
 
+pytestmark = pytest.mark.oldest("the stages, on jax's own jaxprs")
+
 
 def summing(length, reverse, w, xs):
     def body(carry, x):

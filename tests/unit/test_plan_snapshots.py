@@ -16,6 +16,8 @@ import pytest
 import jax_offload as jo
 from jax_offload._emit.find import updates_in
 
+pytestmark = pytest.mark.oldest("the stages, on jax's own jaxprs")
+
 PLANS = Path(__file__).parent / "plans"
 
 

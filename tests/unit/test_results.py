@@ -10,6 +10,8 @@ from jax_offload._base.jaxprs import closed, jax_fun, scan_of
 from jax_offload._emit import results
 from tests.support.trees import FAST
 
+pytestmark = pytest.mark.oldest("the stages, on jax's own jaxprs")
+
 W = np.linspace(-1, 1, 16, dtype=np.float32).reshape(4, 4)
 ROWS = np.linspace(-2, 2, 60, dtype=np.float32).reshape(5, 3, 4)
 

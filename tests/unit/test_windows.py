@@ -21,6 +21,8 @@ from jax_offload._plan.decide import (
 from jax_offload._plan.plan import Chunked, Whole, Window
 from tests.unit._programs import device, host, load, program_of, store
 
+pytestmark = pytest.mark.oldest("the stages, on jax's own jaxprs")
+
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 
