@@ -15,7 +15,8 @@ from jax.sharding import Sharding
 
 from jax_offload._base.jaxprs import ClosedJaxpr, jit
 from jax_offload._base.memory import on_host
-from jax_offload._drive.run import Driven, places_of
+from jax_offload._drive.run import Driven, WithoutUpdate, places_of
+from jax_offload._step.rewritten import is_driven
 
 
 @jax.tree_util.register_pytree_node_class
@@ -63,7 +64,7 @@ class DrivenSteps:
     """The steps of one function that are driven, compiled for each ``Undone``, sharding of arguments and donation."""
 
     def __init__(self) -> None:
-        self._programs: dict[Hashable, tuple[Driven, Sequence[bool]]] = {}
+        self._programs: dict[Hashable, tuple[Driven | WithoutUpdate, Sequence[bool]]] = {}
         self._shardings: dict[tuple[Sharding, int], Sharding] = {}
         self._any = False
 
@@ -102,7 +103,9 @@ class DrivenSteps:
         key = undone, how, tuple(map(self._same, places_of(leaves), map(np.ndim, leaves)))
         if key not in self._programs:
             donated = [info.donated for info in jax.tree.leaves(jitted.trace(*args, **kwargs).args_info)]
-            self._programs[key] = Driven(undone.step, leaves, donated, *compiling), donated
+            step = undone.step
+            driven = Driven(step, leaves, donated, *compiling) if is_driven(step) else WithoutUpdate(step)
+            self._programs[key] = driven, donated
         driven, donated = self._programs[key]
         results = driven.committed(_handed_over(driven(leaves), compress(leaves, donated)))
         result = jax.tree.unflatten(undone.result, results)
@@ -117,7 +120,7 @@ class DrivenSteps:
         return None if place is None else self._shardings[place, ndim]
 
 
-def _handed_over(results: list[jax.Array], donated: Iterable[Any]) -> list[jax.Array]:
+def _handed_over(results: Sequence[Any], donated: Iterable[Any]) -> list[Any]:
     """Results, of which those on the device that were donated become others: ``jax.jit`` deletes what is donated."""
     given = {id(x) for x in donated}
     same = {id(x): x for x in results if id(x) in given and isinstance(x, jax.Array) and not on_host(x)}

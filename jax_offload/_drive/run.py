@@ -141,15 +141,8 @@ class Driven:
         return [x if _is_placed(x) else jax.device_put(x, self._everywhere) for x in results]
 
     def _as_arrays(self, xs: Sequence[Any]) -> list[Any]:
-        """Arguments as ``jax.jit`` makes arrays of them: NumPy arrays, whose owner may write them anew, and numbers.
-
-        What stands for a leaf on disk stays as it is: ``Moving`` reads the leaf.
-        """
-        found = list(xs)
-        if others := [k for k, x in enumerate(xs) if not isinstance(x, jax.Array | Token)]:
-            for k, x in zip(others, self._bring([xs[k] for k in others]), strict=True):
-                found[k] = x
-        return found
+        """Arguments as ``jax.jit`` makes arrays of them: NumPy arrays, whose owner may write them anew, and numbers."""
+        return _as_arrays(xs, self._bring)
 
     @functools.cached_property
     def _bring(self) -> Jit:
@@ -245,6 +238,28 @@ class Driven:
         if found is None and not on_a_cpu:
             check_processes(task, len({device.process_index for device in self._devices}))
         return found or program
+
+
+def _as_arrays(xs: Sequence[Any], bring: Jit) -> list[Any]:
+    """Values, of which those that are neither arrays nor stand for what is on disk are brought to the step's memory."""
+    found = list(xs)
+    if others := [k for k, x in enumerate(xs) if not isinstance(x, jax.Array | Token)]:
+        for k, x in zip(others, bring([xs[k] for k in others]), strict=True):
+            found[k] = x
+    return found
+
+
+class WithoutUpdate:
+    """A step with a state on disk that it hands on: it evaluates, say. It is called as ``Driven`` is."""
+
+    def __init__(self, step: ClosedJaxpr) -> None:
+        self._run, self._bring = handed_on(step), jit(lambda xs: xs)
+
+    def __call__(self, args: Sequence[Any]) -> Sequence[Any]:
+        return self._run(_as_arrays(args, self._bring))
+
+    def committed(self, results: Sequence[Any]) -> Sequence[Any]:
+        return results
 
 
 def _is_placed(x: Any) -> bool:

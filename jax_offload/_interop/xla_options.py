@@ -17,12 +17,13 @@ from jax_offload._base.jaxprs import jit
 # transfers exposed with sixteen, 94 with 32, 87 with 64, and 316, 312 MiB less at the peak). More are too many for GPT
 # 1.3B in six scans: 12089 MiB with 32, 13617 with 64 (614, 590 and 591 ms with 16, 32 and 64). It helps where gates
 # hold the loads back; without them all are hoisted.
-_GPU = {"xla_gpu_experimental_parallel_async_compute_limit": 32}
+_COPIES = "xla_gpu_experimental_parallel_async_compute_limit"
+_GPU = {_COPIES: 32}
 
 
 # Where copies go down only, gradients that the host's cores need, more in flight are gradients that wait: 24 unrolled
 # layers of 4096x4096 take 1856 MiB with one at 512 tokens, 3088 with sixteen, 8256 and 12352 at 16384.
-_GPU_DOWN = {"xla_gpu_experimental_parallel_async_compute_limit": 1}
+_GPU_DOWN = {_COPIES: 1}
 
 
 def options_for_sending(platform: str) -> dict[str, Any]:
@@ -61,7 +62,7 @@ def compiler_options(platform: str) -> dict[str, Any]:
 
 @functools.cache
 def _known(name: str, value: Any) -> bool:
-    if name in _GPU and jax.__version_info__ < (0, 13):
+    if name == _COPIES and jax.__version_info__ < (0, 13):
         return True  # tried; a newer one is asked
     try:
         jit(lambda: 0).lower().compile(compiler_options={name: value})

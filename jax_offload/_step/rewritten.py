@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from jax_offload._base.jaxprs import (
     jax_fun,
     jaxpr_of,
     scan_of,
+    sub_jaxprs,
     values_of,
     variables,
     without_dead_code,
@@ -30,7 +31,7 @@ from jax_offload._base.jaxprs import (
     closed as as_closed,
 )
 from jax_offload._base.memory import is_host_aval, on_host
-from jax_offload._base.on_disk import READ
+from jax_offload._base.on_disk import READ, is_on_disk
 from jax_offload._emit.deduplicate import functions
 from jax_offload._emit.find import holds_driven_update, holds_update, is_update
 from jax_offload._emit.in_scan import one_after_the_other, scanned
@@ -56,8 +57,9 @@ def rewritten(step: Callable[..., Any], drive: Drive | None = None) -> Callable[
 
     Args:
       step: a function; arguments of it that hold no traced value are static.
-      drive: returns what takes the place of the results where Python is to drive the step: given its closed jaxpr, the
-        structure of the results, and the numbers and names of static arguments. ``None``: the step stays as it is.
+      drive: returns what takes the place of the results where Python is to drive the step, or a part of its state is on
+        disk, which is no operand of any program: given its closed jaxpr, the structure of the results, and the numbers
+        and names of static arguments. ``None``: the step stays as it is.
     """
 
     @functools.wraps(step)
@@ -67,7 +69,8 @@ def rewritten(step: Callable[..., Any], drive: Drive | None = None) -> Callable[
         given = {name: x for name, x in kwargs.items() if name not in named}
         fun = functools.partial(step, **named) if named else step
         closed, result = jaxpr_of(fun, *args, static=fixed, named=given)
-        if drive is not None and _is_driven(closed):
+        on_disk = any(map(is_on_disk, jax.tree.leaves((args, kwargs), is_leaf=is_on_disk)))
+        if drive is not None and (on_disk or is_driven(closed)):
             return drive(closed, result, {*fixed, *named})
         leaves = jax.tree.leaves(([x for i, x in enumerate(args) if i not in fixed], given))
         results = emitted(closed, leaves) if _updates(closed) else jax_fun(closed)(*leaves)
@@ -90,11 +93,17 @@ def _is_static(x: Any) -> bool:
         return False
 
 
-def _is_driven(closed: ClosedJaxpr) -> bool:
+def is_driven(closed: ClosedJaxpr) -> bool:
     """Whether Python is to drive a step: for one of its results the host's cores update, or files are read."""
-    if not any(map(holds_driven_update, closed.jaxpr.eqns)):
-        return False
-    return any(map(holds_driven_update, without_dead_code(closed.jaxpr)[0].eqns))
+
+    def holds(eqn: Equation) -> bool:
+        return eqn.primitive is READ or holds_driven_update(eqn) or any(map(holds, _inside(eqn)))
+
+    return any(map(holds, closed.jaxpr.eqns)) and any(map(holds, without_dead_code(closed.jaxpr)[0].eqns))
+
+
+def _inside(eqn: Equation) -> Iterator[Equation]:
+    return (inner for jaxpr, _ in sub_jaxprs(eqn) for inner in jaxpr.eqns)
 
 
 def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
