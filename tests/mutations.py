@@ -98,7 +98,7 @@ MUTATIONS = [
     Mutation("a process swaps before all have prepared", "_files/together.py", "        everywhere(lambda: _ended(store.prepare(step, arrays, together)), \"disk.commit\")\n", "        _ended(store.prepare(step, arrays, together))\n", "disk/test_together.py"),
     Mutation("a commit that another process has not", "_files/together.py", "set.intersection(*(", "set.union(*(", "disk/test_together.py"),
     Mutation("two runs' commits of one number are one", "_files/together.py", "[[each.number, each.run, step]", "[[each.number, 0, step]", "disk/test_together.py"),
-    Mutation("orbax reads what has gone on", "_files/files.py", " or int(given) != self._version:", ":", "test_disk_moves.py"),
+    Mutation("orbax reads what has gone on", "_files/files.py", " or _version(token) != self._committed:", ":", "test_disk_moves.py"),
     Mutation("a leaf restored onto a disk is not checked", "_interop/checkpoint.py", "if got != sums[name]", "if False", "test_disk_moves.py"),
     Mutation("what is saved is what training writes over", "_interop/checkpoint.py", "[memory.copy_on_host(x) for x in host]", "host", "test_checkpoint.py -k written_is_the_copy"),
     Mutation("a checkpoint of another dtype is converted", "_interop/stored.py", "if got != (tuple(x.shape), np.dtype(x.dtype)):", "if got[0] != tuple(x.shape):", "test_checkpoint.py -k wrong_with_the_call"),

@@ -121,19 +121,24 @@ def test_eager_init_warns_of_numpy_parameters():
 @pytest.mark.parametrize("donate", [{"donate_argnums": (0, 1)}, {"donate_argnames": ("params", "state")}])
 @pytest.mark.parametrize("kind", [jnp.asarray, np.asarray])
 def test_the_first_step_of_jo_jit_warns_of_parameters_that_a_traced_init_could_not_tell(donate, kind):
-    def step(params, state, x):
-        return jo.update_params(TX, jax.grad(loss)(params, x), state, params)
+    def new_step():
+        """Another function each time: what is compiled of a function is found again."""
+
+        def step(params, state, x):
+            return jo.update_params(TX, jax.grad(loss)(params, x), state, params)
+
+        return jo.jit(step, **donate)
 
     x = jnp.ones((2, 16))  # a batch is as uncommitted in each step
     loose = {**committed(), "w": kind(parameters()["w"])}
     states = [jax.jit(TX.init)(given) for given in (loose, committed())]
     with pytest.warns(UserWarning, match=r"jo.jit: params\['w'\] is not committed.*params = jax.device_put\(params"):
-        loose, state = (first := jo.jit(step, **donate))(loose, states[0], x)
+        loose, state = (first := new_step())(loose, states[0], x)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         first(loose, state, x)
         assert first._cache_size() == 2
-        second = jo.jit(step, **donate)
+        second = new_step()
         second(*second(committed(), states[1], x), x)
         assert second._cache_size() == 1
 

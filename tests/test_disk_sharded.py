@@ -289,8 +289,10 @@ def test_a_step_on_other_devices_than_the_state(disk):
     tx = jo.offload(CLIPPED, min_bytes=0, disk=disk)
     state = tx.init(params)
     elsewhere = mesh_of(shape=(1, 2, 2), devices=jax.devices()[4:])
+    arrays = NamedSharding(elsewhere, P())
+    state = jax.tree.map(lambda x: jax.device_put(x, arrays) if isinstance(x, jax.Array) else x, state)
     with pytest.raises(ValueError, match=r"disk: the state is on .*, and the step runs on .* Fix: disk\.resume"):
-        step_of(tx)(network(elsewhere), jax.device_put(state, NamedSharding(elsewhere, P())), network(elsewhere))
+        step_of(tx)(network(elsewhere), state, network(elsewhere))
 
 
 # ---- boxes ---------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from jax.sharding import Sharding
 
 from jax_offload._base.jaxprs import ClosedJaxpr, jit
 from jax_offload._base.memory import on_host
+from jax_offload._base.on_disk import Token
 from jax_offload._drive.run import Driven, WithoutUpdate, places_of
 from jax_offload._step.rewritten import is_driven
 
@@ -140,7 +141,7 @@ def _put(tree: Any, places: Any) -> Any:
     leaves, treedef = jax.tree.flatten(tree)
     where = jax.tree.leaves(broadcast, is_leaf=lambda x: x is None)
     moved = [
-        x if s is None or getattr(x, "sharding", None) == s else jax.device_put(x, s)
+        x if s is None or isinstance(x, Token) or getattr(x, "sharding", None) == s else jax.device_put(x, s)
         for x, s in zip(leaves, where, strict=True)
     ]
     return jax.tree.unflatten(treedef, moved)

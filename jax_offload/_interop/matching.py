@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_offload._base.arrays import is_array
+from jax_offload._base.on_disk import is_on_disk
 from jax_offload._ir.masks import Mask, union
 from jax_offload._step.origins import UPDATED
 
@@ -30,15 +32,16 @@ def matched(carried: Mapping[str, Any], result: Any, origins: Origins) -> tuple[
       ValueError: an argument has no next value among the results, or it is not certain which one that is.
     """
     types = {name: types_of(x) for name, x in carried.items()}
-    numbered = jax.tree.unflatten(jax.tree.structure(result), range(len(jax.tree.leaves(result))))
+    leaves, treedef = jax.tree.flatten(result)
+    numbered = jax.tree.unflatten(treedef, map(Number, range(len(leaves))))
     if types_of(result) not in types.values() and (named := _by_name(result, numbered)).keys() >= carried.keys():
         for name, (x, _) in named.items():
             if name in types and types_of(x) != types[name]:
                 raise ValueError(
                     f"step: what it returns as {name!r} has not the tree, shapes and dtypes of the carried argument."
                 )
-        places = [k for name in carried for k in jax.tree.leaves(named[name][1])]
-        return places, {name: numbers for name, (_, numbers) in named.items() if name not in carried}
+        places = [leaf.number for name in carried for leaf in jax.tree.leaves(named[name][1])]
+        return places, _plain({name: numbers for name, (_, numbers) in named.items() if name not in carried})
     several = type(result) in (tuple, list) and types_of(result) not in types.values()
     results = list(zip(result, numbered, strict=True)) if several else [(result, numbered)]
     kinds = [types_of(x) for x, _ in results]
@@ -47,9 +50,20 @@ def matched(carried: Mapping[str, Any], result: Any, origins: Origins) -> tuple[
         if name not in place_of:
             alike = [other for other, each in types.items() if each == want]
             place_of |= _told_apart(alike, {k: results[k][1] for k, each in enumerate(kinds) if each == want}, origins)
-    places = [k for name in carried for k in jax.tree.leaves(results[place_of[name]][1])]
+    places = [leaf.number for name in carried for leaf in jax.tree.leaves(results[place_of[name]][1])]
     others = tuple(numbers for k, (_, numbers) in enumerate(results) if k not in place_of.values())
-    return places, others[0] if len(others) == 1 else others
+    return places, _plain(others[0] if len(others) == 1 else others)
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """Stands for a leaf of a result: its number. A plain number would be the version of a leaf on disk."""
+
+    number: int
+
+
+def _plain(numbered: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.number, numbered)
 
 
 def _by_name(result: Any, numbered: Any) -> dict[str, tuple[Any, Any]]:
@@ -78,7 +92,7 @@ def _told_apart(names: Sequence[str], results: Mapping[int, Any], origins: Origi
         bits = {name: UPDATED << (k + 1) for k, name in enumerate(names)}
         made, any_of_them = origins(bits), union(bits.values())
         for name, bit in bits.items():
-            masks = {k: [made[leaf] for leaf in jax.tree.leaves(numbers)] for k, numbers in results.items()}
+            masks = {k: [made[leaf.number] for leaf in jax.tree.leaves(numbers)] for k, numbers in results.items()}
             own = [
                 k
                 for k, each in masks.items()
@@ -100,7 +114,7 @@ def _told_apart(names: Sequence[str], results: Mapping[int, Any], origins: Origi
 
 
 def types_of(tree: Any) -> Any:
-    leaves, treedef = jax.tree.flatten(tree)
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_on_disk)  # which has the leaf's type, and not its token's
     return treedef, [(tuple(x.shape), x.dtype) for x in map(array_of, leaves)]
 
 

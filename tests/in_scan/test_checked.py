@@ -6,20 +6,19 @@ The hook is ``rewritten.parts_of``, the decision which part runs where: no publi
 import dataclasses
 
 import jax
+import optax
 import pytest
 
 import jax_offload as jo
 from jax_offload._ir.slices import Slice
 from jax_offload._step import rewritten
 from tests.support.pipelined import (
-    ADAMW,
     advance,
     assert_close,
     assert_placed,
     batch,
     copied,
     loop,
-    offloaded,
     parameters,
     pipelined,
     step_of,
@@ -61,8 +60,9 @@ def test_a_broken_policy_costs_time_and_no_number(kind, monkeypatch):
         return None if found is None else dataclasses.replace(found, parts=broken(found.parts))
 
     monkeypatch.setattr(rewritten, "parts_of", parts_of)
-    params, tx = parameters(), offloaded()
-    wanted, _ = loop(step_of(ADAMW, "update"), (params, ADAMW.init(params)), BATCHES)
+    params, tx = parameters(), jo.offload(optax.adamw(1e-2), min_bytes=0)  # whose update moves into the scan
+    inner = optax.adamw(1e-2)
+    wanted, _ = loop(step_of(inner, "update"), (params, inner.init(params)), BATCHES)
     step, state = step_of(tx), tx.init(params)
     jitted, got = jo.jit(step, donate_argnums=(0, 1), compiler_options=FAST), copied((params, state))
     with pytest.warns(UserWarning, match=f"the step runs as it is written, .* its rewriting failed .{why}"):
