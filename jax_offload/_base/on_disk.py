@@ -141,24 +141,20 @@ class Token:
     def __repr__(self) -> str:
         return f"OnDisk({_said(self.place)}; jo.to_device reads it to compute with, jo.save_args saves it)"
 
-    for _name in (
-        "add radd sub rsub mul rmul matmul rmatmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow neg pos abs "
-        "divmod rdivmod invert and rand or ror xor rxor lshift rshift lt le gt ge eq ne bool int float complex index "
-        "len iter getitem jax_array array array_ufunc deepcopy copy reduce"
-    ).split():
-        locals()[f"__{_name}__"] = _refusing(f"__{_name}__")
-    for _name in "real imag T mT at".split():
-        locals()[_name] = property(_refusing(_name))
-    for _name in (
-        "astype view conj conjugate sum mean std var max min prod dot reshape ravel flatten transpose squeeze item "
-        "tolist copy"
-    ).split():
-        locals()[_name] = _refusing(_name)
-    del _name
     __hash__ = object.__hash__
 
 
-trace_as(Token, jax.typeof(np.zeros((), TOKEN)), Token.__array__)
+_OPERATORS = """add radd sub rsub mul rmul matmul rmatmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow neg pos
+abs divmod rdivmod invert and rand or ror xor rxor lshift rshift lt le gt ge eq ne bool int float complex index len iter
+getitem jax_array array array_ufunc deepcopy copy reduce""".split()
+_PROPERTIES = "real imag T mT at".split()
+_METHODS = """astype view conj conjugate sum mean std var max min prod dot reshape ravel flatten transpose squeeze item
+tolist copy""".split()
+for _name in (*(f"__{name}__" for name in _OPERATORS), *_METHODS):
+    setattr(Token, _name, _refusing(_name))
+for _name in _PROPERTIES:
+    setattr(Token, _name, property(_refusing(_name)))
+trace_as(Token, jax.typeof(np.zeros((), TOKEN)), _refusing("__array__"))
 
 
 @jax.tree_util.register_pytree_with_keys_class

@@ -213,9 +213,9 @@ def results_of_main(context: Any) -> list[tuple[str, bool]]:
     """
     _check_lowering()
     main = context.module_context.symbol_table["main"]
-    results = (
-        [mlir.ir.DictAttr(each) for each in main.attributes["res_attrs"]] if "res_attrs" in main.attributes else []
-    )
+    if "res_attrs" not in main.attributes:
+        return []
+    results: list[Any] = [mlir.ir.DictAttr(each) for each in main.attributes["res_attrs"]]
     return [(each[INFO].value, KIND in each and each[KIND].value == "pinned_host") for each in results if INFO in each]
 
 

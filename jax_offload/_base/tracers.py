@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from jax_offload._base.memory import is_host_aval
@@ -36,8 +37,8 @@ def is_constrained(value: Any) -> bool:
 def was_on_host(value: Any) -> bool:
     """Whether a traced value that is in device memory was brought there in its trace, from host memory."""
     eqn = equation_of(value) if isinstance(value, Tracer) else None
-    operands = [] if eqn is None else traced_operands(eqn)
-    return any(is_host_aval(x.aval) and x.aval.shape == value.aval.shape for x in operands)
+    shape = np.shape(value)
+    return eqn is not None and any(is_host_aval(x.aval) and np.shape(x) == shape for x in traced_operands(eqn))
 
 
 _SCALING = frozenset("convert_element_type mul div max min clamp select_n".split())

@@ -74,15 +74,14 @@ class Step:
 
     Args:
       fun: the function.
-      rewrite: what it is rewritten by.
       driven: where the steps are kept that Python drives, whose results jax is not to make; ``None``: it makes all.
     """
 
-    def __init__(self, fun: Callable[..., Any], rewrite: Callable[..., Any], driven: DrivenSteps | None = None) -> None:
+    def __init__(self, fun: Callable[..., Any], driven: DrivenSteps | None = None) -> None:
         for name in functools.WRAPPER_ASSIGNMENTS:
             if hasattr(fun, name):
                 setattr(self, name, getattr(fun, name))
-        self._fun, self._rewrite, self.driven = weakref.ref(fun), rewrite, driven
+        self._fun, self.driven = weakref.ref(fun), driven
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -94,22 +93,19 @@ class Step:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
             return self.__wrapped__(*args, **kwargs)
-        step = self._rewrite(self.__wrapped__, *([self.driven.left_out] if self.driven is not None else []))
+        step = rewritten(self.__wrapped__, None if self.driven is None else self.driven.left_out)
         return guarded(step(*args, **kwargs), (args, kwargs))
 
 
 _steps: weakref.WeakKeyDictionary[Callable[..., Any], tuple[Step, Step]] = weakref.WeakKeyDictionary()
 
 
-def _steps_of(fun: Callable[..., Any], rewrite: Callable[..., Any]) -> tuple[Step, Step]:
+def _steps_of(fun: Callable[..., Any]) -> tuple[Step, Step]:
     """A function as jax traces it, inside of a program and as one: the same for each function, as jax's caches ask."""
-    if rewrite is not rewritten:
-        step = Step(fun, rewrite)
-        return step, step
     try:
-        return _steps.get(fun) or _steps.setdefault(fun, (Step(fun, rewrite), Step(fun, rewrite, DrivenSteps())))
+        return _steps.get(fun) or _steps.setdefault(fun, (Step(fun), Step(fun, DrivenSteps())))
     except TypeError:  # it has no hash
-        return Step(fun, rewrite), Step(fun, rewrite, DrivenSteps())
+        return Step(fun), Step(fun, DrivenSteps())
 
 
 class Jitted:
@@ -119,35 +115,31 @@ class Jitted:
     step that is driven from Python undone, and says so in its result.
     """
 
-    def __init__(
-        self, fun: Callable[..., Any], options: dict[str, Any], rewrite: Callable[..., Any] = rewritten
-    ) -> None:
+    def __init__(self, fun: Callable[..., Any], options: dict[str, Any]) -> None:
         jit_of_jax(fun, **options)  # it says what it does not take
         functools.update_wrapper(self, fun)
-        self.whole_step, self._called = _steps_of(fun, rewrite)
+        self.whole_step, self._called = _steps_of(fun)
         self.__wrapped__ = self.whole_step.__wrapped__  # which the steps do not keep alive
         self._options, self._inner = options, jit_of_jax(self.whole_step, **options)
-        self._made: tuple[Any, Any, Any] | None = None
         self._was_called = False
 
     @property
     def _outermost(self) -> Any:
         return self._as_program[0]
 
-    @property
-    def _as_program(self) -> tuple[Any, Any, Any]:
+    @functools.cached_property
+    def _as_program(self) -> tuple[Any, tuple[dict[str, Any], dict[str, Any]]]:
         """The step as a program; the compiler's options, also for programs that only send something to the host.
 
         They are made when they are first needed: a backend says whether jaxlib knows our options.
         """
-        if self._made is None:
-            if "compiler_options" in self._options:
-                compiling = [self._options["compiler_options"] or {}] * 2
-            else:
-                compiling = [compiler_options("cuda"), options_for_sending("cuda")]
-            options = self._options | {"compiler_options": compiling[0] or None}
-            self._made = jit_of_jax(self._called, **options), *compiling
-        return self._made
+        if "compiler_options" in self._options:
+            given = self._options["compiler_options"] or {}
+            compiling = given, given
+        else:
+            compiling = compiler_options("cuda"), options_for_sending("cuda")
+        options: dict[str, Any] = {**self._options, "compiler_options": compiling[0] or None}
+        return jit_of_jax(self._called, **options), compiling
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if under_jit():
@@ -160,7 +152,7 @@ class Jitted:
             return result
         if undone.is_traced(args, kwargs):  # under vmap, or a derivative
             return self._inner(*args, **kwargs)
-        jitted, *compiling = self._as_program
+        jitted, compiling = self._as_program
         return self._driven(undone, jitted, self._options, compiling, args, kwargs)
 
     @property
@@ -185,8 +177,8 @@ class Jitted:
 
     def clear_cache(self) -> None:
         """As that of what ``jax.jit`` returns."""
-        self._inner.clear_cache()
-        self._outermost.clear_cache()
+        for jitted in (self._inner, self._outermost):
+            jitted.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_inner" not in self.__dict__:
