@@ -5,7 +5,7 @@ import pytest
 from tests.support.random_steps import MODES, Refused, allowed, complete, differences, odd, recipe, reference
 from tests.support.rows import rows
 
-DAILY, LONG = 60, 300
+DAILY, LONG = 60, 180
 
 
 def check(r, mode):
