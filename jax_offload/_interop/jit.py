@@ -126,8 +126,9 @@ class Jitted:
         functools.update_wrapper(self, fun)
         self.whole_step, self._called = _steps_of(fun, rewrite)
         self.__wrapped__ = self.whole_step.__wrapped__  # which the steps do not keep alive
-        self._options, self._inner = options, jit_of_jax(self.whole_step, **options)
-        self._made: tuple[Any, Any, Any] | None = None
+        self._options = options
+        self._inner: Any = jit_of_jax(self.whole_step, **options)
+        self._made: tuple[Any, tuple[dict[str, Any], dict[str, Any]]] | None = None
         self._was_called = False
 
     @property
@@ -135,18 +136,17 @@ class Jitted:
         return self._as_program[0]
 
     @property
-    def _as_program(self) -> tuple[Any, Any, Any]:
-        """The step as a program; the compiler's options, also for programs that only send something to the host.
+    def _as_program(self) -> tuple[Any, tuple[dict[str, Any], dict[str, Any]]]:
+        """The step as a program; the compiler's options, and those for programs that only send something to the host.
 
         They are made when they are first needed: a backend says whether jaxlib knows our options.
         """
         if self._made is None:
+            for_all, for_sending = compiler_options("cuda"), options_for_sending("cuda")
             if "compiler_options" in self._options:
-                compiling = [self._options["compiler_options"] or {}] * 2
-            else:
-                compiling = [compiler_options("cuda"), options_for_sending("cuda")]
-            options = self._options | {"compiler_options": compiling[0] or None}
-            self._made = jit_of_jax(self._called, **options), *compiling
+                for_all = for_sending = self._options["compiler_options"] or {}
+            options: dict[str, Any] = self._options | {"compiler_options": for_all or None}
+            self._made = jit_of_jax(self._called, **options), (for_all, for_sending)
         return self._made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -160,7 +160,7 @@ class Jitted:
             return result
         if undone.is_traced(args, kwargs):  # under vmap, or a derivative
             return self._inner(*args, **kwargs)
-        jitted, *compiling = self._as_program
+        jitted, compiling = self._as_program
         return self._driven(undone, jitted, self._options, compiling, args, kwargs)
 
     @property
