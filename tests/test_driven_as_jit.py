@@ -20,7 +20,7 @@ import jax_offload as jo
 COMPILES = [0]
 
 
-def _count(event: str, duration: float, **_):
+def _count(event: str, duration_secs: float, **_: str | int) -> None:
     COMPILES[0] += event.endswith("backend_compile_duration")
 
 
