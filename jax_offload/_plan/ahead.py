@@ -19,7 +19,7 @@ from jax_offload._plan.rules import Dependent, Rows
 
 
 def moves_ahead(
-    program: Program, scan: Scan, at: int, next_of: Mapping[Var, Var], own: Set[int], claimed: Set[int]
+    program: Program, scan: Scan, at: int, next_of: Mapping[Var, Var], own: Set[int], claimed: Set[int], read: Set[Var]
 ) -> tuple[Moves, list[str]]:
     """What of an update can move into the scan that is equation ``at`` and comes after it, and why the rest cannot.
 
@@ -29,6 +29,7 @@ def moves_ahead(
       next_of: result -> the leaf of state or parameters that it is the next value of.
       own: the equations of the update, by identity.
       claimed: the equations that move elsewhere.
+      read: what the scans read that host other moves, beyond what the equations of the program say.
     """
     eqns = [eqn for eqn in program.eqns[:at] if id(eqn) not in claimed]
 
@@ -53,7 +54,7 @@ def moves_ahead(
     for which in sorted({*group}):
         xs = [x for x, g in zip(hosts_of, group, strict=True) if g == which]
         try:
-            move, taken = _move(program, eqns, xs, scan, at, next_of, own)
+            move, taken = _move(program, eqns, xs, scan, at, next_of, own, read)
         except (Stays, Dependent) as reason:
             why.append(str(reason))
             continue
@@ -70,6 +71,7 @@ def _move(
     at: int,
     next_of: Mapping[Var, Var],
     own: Set[int],
+    read: Set[Var],
 ) -> tuple[Move, list[Equation]]:
     def dims_of(eqn: Equation, needed: Mapping[Var, Rows | None]) -> list[Rows | None] | None:
         return pulled(eqn, needed, scan.length, own)
@@ -86,7 +88,7 @@ def _move(
     defined = [v for eqn in taken if id(eqn) in inside for v in eqn.outvars]
     read_by_scan = {v for v in [*scan.consts, *scan.init] if not isinstance(v, Literal)}
     results = {v for v in program.outputs if not isinstance(v, Literal)}
-    others = {
+    others = read | {
         v
         for k, eqn in enumerate(program.eqns)
         if id(eqn) not in inside and k != at

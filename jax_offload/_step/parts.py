@@ -126,7 +126,8 @@ def _decided(found: Inlined, apart: bool = False) -> Parts:
             moved |= moves.eqns
     for at, scan in scans:
         if at not in plans and id(step.program.eqns[at]) not in moved:
-            moves, why = moves_ahead(step.program, scan, at, step.next_of, {*step.own}, moved)
+            read = {v for plan in plans.values() for v in plan.operands}
+            moves, why = moves_ahead(step.program, scan, at, step.next_of, {*step.own}, moved, read)
             stay_ahead += why
             if moves.moves:
                 plans[at] = in_scan(step.program, scan, moves, ahead=True)
