@@ -120,20 +120,14 @@ class Jitted:
         functools.update_wrapper(self, fun)
         self.whole_step, self._called = _steps_of(fun)
         self.__wrapped__ = self.whole_step.__wrapped__  # which the steps do not keep alive
-<<<<<<< HEAD
-        self._options, self._inner = options, jit_of_jax(self.whole_step, **options)
-=======
         self._options = options
         self._inner: Any = jit_of_jax(self.whole_step, **options)
-        self._made: tuple[Any, tuple[dict[str, Any], dict[str, Any]]] | None = None
->>>>>>> jit
         self._was_called = False
 
     @property
     def _outermost(self) -> Any:
         return self._as_program[0]
 
-<<<<<<< HEAD
     @functools.cached_property
     def _as_program(self) -> tuple[Any, tuple[dict[str, Any], dict[str, Any]]]:
         """The step as a program; the compiler's options, also for programs that only send something to the host.
@@ -147,21 +141,6 @@ class Jitted:
             compiling = compiler_options("cuda"), options_for_sending("cuda")
         options: dict[str, Any] = {**self._options, "compiler_options": compiling[0] or None}
         return jit_of_jax(self._called, **options), compiling
-=======
-    @property
-    def _as_program(self) -> tuple[Any, tuple[dict[str, Any], dict[str, Any]]]:
-        """The step as a program; the compiler's options, and those for programs that only send something to the host.
-
-        They are made when they are first needed: a backend says whether jaxlib knows our options.
-        """
-        if self._made is None:
-            for_all, for_sending = compiler_options("cuda"), options_for_sending("cuda")
-            if "compiler_options" in self._options:
-                for_all = for_sending = self._options["compiler_options"] or {}
-            options: dict[str, Any] = self._options | {"compiler_options": for_all or None}
-            self._made = jit_of_jax(self._called, **options), (for_all, for_sending)
-        return self._made
->>>>>>> jit
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if under_jit():
@@ -200,7 +179,7 @@ class Jitted:
     def clear_cache(self) -> None:
         """As that of what ``jax.jit`` returns."""
         for jitted in (self._inner, self._outermost):
-            jitted.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
+            jitted.clear_cache()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_inner" not in self.__dict__:
