@@ -49,7 +49,7 @@ _MODEL = ("optimizer", "param_dtype", "master", "storage", "clip", "devices", "r
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The entry point; ``argv``: the arguments, those of the process where it is left out."""
+    """Run the command line. ``argv``: the arguments; by default those of the process."""
     given = vars(parser().parse_args(argv))
     run = given.pop("run")
     try:
@@ -195,7 +195,7 @@ def _optimizer(optimizer: str, master: str | None, storage: str | None, clip: bo
             code = f"{called}.{optimizer}(1e-3)"
             break
     else:
-        raise ValueError(f"--optimizer: optax has no {optimizer!r}. Names are those of optax: adamw, adam, lion, sgd.")
+        raise ValueError(f"--optimizer: optax has no {optimizer!r}. Use a name in optax: adamw, adam, lion or sgd.")
     if clip:
         tx = optax.chain(optax.clip_by_global_norm(1.0), tx)
         code = f"optax.chain(optax.clip_by_global_norm(1.0), {code})"

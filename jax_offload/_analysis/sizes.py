@@ -27,7 +27,7 @@ from jax_offload._state.traced_init import placed_leaves, placed_state
 from jax_offload._update.update_params import update_params
 
 AXIS = "data"  # of the mesh of a model that only a number describes
-PER_WIDTH = 128  # columns of width a layer has in such a model, and a multiple of which its width is
+PER_WIDTH = 128  # such a model has this many columns of width per layer, and its width is a multiple of this
 
 
 @dataclasses.dataclass(frozen=True)
