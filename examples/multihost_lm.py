@@ -104,7 +104,7 @@ def main(argv=None):
     # Both are created where they belong, by one program on all processes: nothing is gathered, nothing is sent.
     params_at = jax.tree.map(partial(param_sharding, mesh), jax.eval_shape(init))
     params = jax.jit(init, out_shardings=params_at)()
-    state_at = jo.state_shardings(tx, params)
+    state_at = jax.tree.map(lambda x: x.sharding, jo.abstract_state(tx, params))
     state = jax.jit(tx.init, out_shardings=state_at)(params)
     placement = jo.placement(tx, params)
     say(f"{jax.process_count()} processes, {jax.device_count()} devices, mesh {dict(mesh.shape)}\n{placement}")

@@ -192,7 +192,8 @@ def initial_state(args, model, tx, device, manager, disk):
         items = {"params": params, "opt_state": tx.init(params)}  # which makes the files
     else:
         params = jax.jit(init, out_shardings=on_device)(jax.random.key(args.seed))
-        opt_state = jax.jit(tx.init, out_shardings=jo.state_shardings(tx, shapes))(params)
+        state_at = jax.tree.map(lambda x: x.sharding, jo.abstract_state(tx, shapes))
+        opt_state = jax.jit(tx.init, out_shardings=state_at)(params)
         items = {"params": params, "opt_state": opt_state}
     return TrainState(step=jax.device_put(np.int32(step), on_device), apply_fn=model.apply, tx=tx, **items)
 

@@ -23,7 +23,6 @@ from jax_offload._report.report import placement as placement
 from jax_offload._state.convert import from_plain as from_plain
 from jax_offload._state.convert import to_plain as to_plain
 from jax_offload._state.state import abstract_state as abstract_state
-from jax_offload._state.state import state_shardings as state_shardings
 from jax_offload._state.state import to_device as to_device
 from jax_offload._state.state import to_host as to_host
 from jax_offload._update.update_params import update_params as update_params
@@ -65,7 +64,6 @@ __all__ = [
     "profile",
     "restore",
     "save_args",
-    "state_shardings",
     "to_device",
     "to_host",
     "to_plain",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from jax_offload._base.around import (
     within_offload,
     without_sharding,
 )
-from jax_offload._base.arrays import Offloaded, is_array, is_integer
+from jax_offload._base.arrays import Offloaded, is_array
 from jax_offload._base.collector import collector_waits
 from jax_offload._base.donation import guarded
 from jax_offload._base.eager import compiled_where_eager
@@ -31,19 +32,22 @@ from jax_offload._emit.skip import updated_unless
 from jax_offload._files.created import created, refused
 from jax_offload._files.files import Disk
 from jax_offload._files.option import budget_of, check_disk, places_of
-from jax_offload._placement.by_parameter import Select
-from jax_offload._placement.cores import share_of_cores
-from jax_offload._placement.home import arrived, check_eager, check_not_in_pmap, returned
-from jax_offload._placement.placement import Leaf, Policy, marked, place, place_next, warn_of_nothing
-from jax_offload._placement.zero import axes_of, check_not_manual, check_typed, partitions, resharded, resharded_state
+from jax_offload._placement.arguments import (
+    check_gradients,
+    check_inner,
+    check_on_device,
+    check_params,
+    check_places,
+)
+from jax_offload._placement.home import arrived, check_eager, returned
+from jax_offload._placement.options import Policy, Select, check_window, policy_of
+from jax_offload._placement.placement import Leaf, marked, place, place_next, warn_of_nothing
+from jax_offload._placement.zero import check_not_manual, check_typed, partitions, resharded, resharded_state
 from jax_offload._plan.options import Options
 from jax_offload._plan.order import Order
-from jax_offload._precision.storage import rules_of
-from jax_offload._precision.with_storage import with_storage
-from jax_offload._state.traced_init import placed_leaves
-from jax_offload._state.wrappers import adopt_multi_steps
-from jax_offload._update.arguments import check_gradients, check_inner, check_on_device, check_params, check_places
-from jax_offload._update.features import adopted, checked_update, look
+from jax_offload._precision.masters import checked_update
+from jax_offload._precision.storage import adopted, rules_of, warn_of_unstored, with_storage
+from jax_offload._state.state import placed_leaves
 from jax_offload._update.streamed import streamed
 from jax_offload._update.update_params import sharded_params
 
@@ -141,23 +145,17 @@ def offload(
     if isinstance(inner, optax.MultiSteps):
         inner = inner.gradient_transformation()
     check_inner(inner)
-    if window is not None and (not is_integer(window) or window <= 0):
-        raise ValueError(f"window: expected a number of bytes > 0, an int, or None; got {window!r}. 2**28 are 256 MiB.")
-    policy = Policy(fraction, select, min_bytes, order, axes_of(shard_over), share_of_cores(update_on), budget_of(disk))
+    check_window(window)
+    policy = policy_of(fraction, select, min_bytes, order, shard_over, update_on, budget_of(disk))
     check_disk(disk, policy)
     rules = rules_of(storage)
-    if policy.update_on != 0 and isinstance(fraction, (int, float)) and fraction == 0:
-        raise ValueError(
-            f"update_on: with fraction=0 nothing is in host memory to be updated there; got {update_on!r}. Fix: leave "
-            "one of both out."
-        )
     if isinstance(fraction, (int, float)) and fraction == 0 and not policy.shard_over and not rules:
         return _skipping(optax.with_extra_args_support(inner), policy)
     inner = optax.with_extra_args_support(inner)
     optimizer, inner = inner, with_storage(inner, rules, min_bytes) if rules else inner
+    update = inner.update if rules else functools.partial(checked_update, inner)  # stored, it checks what it decodes
     remembered = Remembered()
     home = Home()
-    adopt_multi_steps()
 
     def init_fn(params: optax.Params) -> optax.OptState:
         check_not_within_offload()
@@ -193,8 +191,8 @@ def offload(
             else:
                 state = created(disk, create, params, placed, treedef)
             home.reached |= any(map(_memory.on_host, jax.tree.leaves(state)))
-        if around().remembers:
-            look(inner, state)
+        if rules and around().remembers:
+            warn_of_unstored(rules, state)
         remembered.remember(own)
         return state
 
@@ -216,7 +214,8 @@ def offload(
         check_gradients(updates, params)
         check_on_device(updates, params)
         like = updates if params is None else params
-        state = adopted(inner, state, like)
+        if rules:
+            state = adopted(state, rules, like, min_bytes, inner.init)
         from_types = shardings_of(like)
         from_memory = {p: s for p, s in inside_shard_map(remembered.unambiguous(like)).items() if p not in from_types}
         shardings = {**from_memory, **from_types}
@@ -225,8 +224,8 @@ def offload(
             check_not_manual()
             sharded = partitions(place(policy, state, like), like, shardings, remembered)
         plan = place(policy, state, like)
-        arrived(home, jax.tree.leaves(state), plan, around().moved)
-        state = returned(state, plan) if around().moved is None else state
+        arrived(home, jax.tree.leaves(state), plan)
+        state = returned(state, plan)
         on_cores = frozenset(k for k, leaf in enumerate(plan) if leaf.on_cores)
         on_disk = frozenset(k for k, leaf in enumerate(plan) if leaf.disk)
         options = Options(
@@ -240,7 +239,7 @@ def offload(
             updates, params = resharded(updates, sharded, params), sharded_params(params, options)
             try:
                 with within_offload():
-                    updates, new_state = checked_update(inner, updates, _load(state), params, extra_args)
+                    updates, new_state = update(updates, _load(state), params, **extra_args)
             except Exception as error:
                 check_typed(sharded, error)
                 raise
@@ -290,11 +289,8 @@ def _load(state: Any) -> Any:
 
 def _store(state: Any, plan: list[Leaf], params: Any, shardings: Shardings) -> Any:
     """``state`` with the leaves that the plan puts on the host there; what is there already stays."""
-    check_not_in_pmap(plan)
     leaves, treedef = jax.tree.flatten(state)
     leaves = resharded_state(leaves, plan, params, shardings)
-    if around().moved is not None:  # what stands around stores it
-        return jax.tree.unflatten(treedef, leaves)
     return jax.tree.unflatten(treedef, _memory.all_to_host(leaves, [leaf.host for leaf in plan]))
 
 

@@ -93,7 +93,8 @@ def job(folder: Path, steps: int, slow: float) -> None:
             params, state = tree["params"], tree["state"]
         else:
             params = jax.jit(init, out_shardings=on_device)()
-            state = jax.jit(tx.init, out_shardings=jo.state_shardings(tx, shapes))(params)
+            at = jax.tree.map(lambda x: x.sharding, jo.abstract_state(tx, shapes))
+            state = jax.jit(tx.init, out_shardings=at)(params)
         with open(folder / "log", "a") as log:
             log.write(f"{start}\n")
         for i in range(start, steps):

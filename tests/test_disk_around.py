@@ -1,4 +1,4 @@
-"""What stands around an update whose state is on disk: ``skip=``, ``optax.MultiSteps``, ``jo.pipelined``."""
+"""What stands around an update whose state is on disk: ``skip=``, ``jo.pipelined``."""
 
 import jax
 import jax.numpy as jnp
@@ -169,33 +169,6 @@ def test_a_commit_after_a_skipped_update(disk):
     assert step == 2
     assert_equal(read((params, state)), committed)
     assert_equal(read(run(skipping(tx), params, state, [False, True, False])), undisturbed)
-
-
-# ---- MultiSteps around -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long("more kinds of steps", but=["{}"])
-@pytest.mark.parametrize("options", [{}, {"storage": STORED}, {"masters": True}], ids=str)
-def test_multi_steps_around(options, disk):
-    """Every third call updates, and what is on disk is what it would be in memory."""
-    options = dict(options)
-    masters = options.pop("masters", False)
-    inner = jo.with_master_params(CLIPPED) if masters else CLIPPED
-    results = []
-    for files in (None, disk):
-        tx = optax.MultiSteps(jo.offload(inner, min_bytes=1024, disk=files, **options), 3).gradient_transformation()
-
-        def step(params, state, x, _, tx=tx):
-            return jo.update_params(tx, jax.grad(loss)(params, x), state, params)
-
-        params = model(dtype=jnp.bfloat16 if masters else jnp.float32)
-        results.append(run(step, params, tx.init(params), [False] * 7))
-    (want, host), (got, state) = results
-    assert len(handles(state)) >= 6
-    assert int(state.mini_step) == 1 and int(state.gradient_step) == 2
-    if not options:
-        assert_close(read(state), read(host), 2e-2 if masters else 2e-5)
-    assert_close(read(got), read(want), 2e-2 if masters else 1e-5)
 
 
 # ---- pipelined -------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import jax_offload as jo
 from jax_offload._base.on_disk import is_on_disk
 from jax_offload._files.extents import box_of, boxes_of, gathered, hull
 from tests.support.rows import rows
-from tests.support.trees import assert_close, assert_equal, handles, read
+from tests.support.trees import assert_close, assert_equal, handles, read, shardings_in
 
 pytestmark = [
     pytest.mark.usefixtures("small_groups"),
@@ -122,8 +122,8 @@ def test_as_in_host_memory(how, axes, disk, monkeypatch):
 @pytest.mark.long("more shardings", but=["data"])
 @pytest.mark.parametrize("over", [None, "data"])
 def test_a_batch_divided_between_devices(over, disk):
-    """With ``state_shardings`` for the results, and compiled once. Gradients that the update divides leave their
-    program divided."""
+    """With the shardings of ``abstract_state`` for the results, and compiled once. Gradients that the update divides
+    leave their program divided."""
     mesh = mesh_of()
     params = jax.tree.map(lambda x: x / 8, network(mesh, REPLICATED))
     x = jax.device_put(np.random.default_rng(0).normal(size=(8, 32)).astype(np.float32), NamedSharding(mesh, P("data")))
@@ -139,7 +139,7 @@ def test_a_batch_divided_between_devices(over, disk):
         def step(params, state, x, tx=tx):
             return jo.update_params(tx, jax.grad(loss)(params, x), state, params)
 
-        places = jax.tree.map(lambda p: p.sharding, params), jo.state_shardings(tx, params)
+        places = jax.tree.map(lambda p: p.sharding, params), shardings_in(jo.abstract_state(tx, params))
         step, after, state = jo.jit(step, out_shardings=places), params, tx.init(params)
         for _ in range(3):
             after, state = step(after, state, x)

@@ -27,7 +27,7 @@ from jax_offload._base import donation as _donation
 from jax_offload._base import private as _private
 from jax_offload._emit.find import emitted
 from tests.support.donations import CASES, KIND, STEPS, arrays, buffers, create, on_device
-from tests.support.trees import kinds
+from tests.support.trees import kinds, shardings_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 
@@ -429,7 +429,7 @@ def test_donation_on_several_devices(axis_type, donate, given, spec):
 def test_donation_inside_shard_map():
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
     params, state = create(optimizer(1.0), NamedSharding(mesh, P("x")))
-    specs = P("x"), jax.tree.map(lambda s: s.spec, jo.state_shardings(optimizer(1.0), params))
+    specs = P("x"), jax.tree.map(lambda s: s.spec, shardings_in(jo.abstract_state(optimizer(1.0), params)))
     step = jax.shard_map(update, mesh=mesh, in_specs=specs, out_specs=specs)
     expected = jax.jit(step)(params, state)
     donating = jax.jit(step, donate_argnums=1)

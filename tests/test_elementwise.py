@@ -79,5 +79,5 @@ def test_few_operations_encode_and_decode(name):
     x = jax.ShapeDtypeStruct((64, 512), jnp.float32)
     there = jax.make_jaxpr(lambda x, seed: encode(x, storage, seed))(x, np.uint32(1))
     back = jax.make_jaxpr(lambda *values: decode(*values, storage))(*jax.eval_shape(lambda x: encode(x, storage), x))
-    assert len(there.eqns) <= 12
+    assert len(there.eqns) <= 14
     assert len(back.eqns) <= 6

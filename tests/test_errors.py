@@ -313,7 +313,7 @@ def test_state_and_updates_in_each_others_place():
         tx.update(tx.init(params()), params(), params())
 
 
-@pytest.mark.parametrize("look", [jo.placement, jo.abstract_state, jo.state_shardings, lambda tx, s: tx.init(s)])
+@pytest.mark.parametrize("look", [jo.placement, jo.abstract_state, lambda tx, s: tx.init(s)])
 @pytest.mark.parametrize("storage", [None, "bfloat16"])
 def test_a_state_in_the_place_of_the_parameters(look, storage):
     tx = jo.offload(ADAM, min_bytes=0, storage=storage)
@@ -324,7 +324,7 @@ def test_a_state_in_the_place_of_the_parameters(look, storage):
             look(tx, given)
 
 
-@pytest.mark.parametrize("look", [jo.abstract_state, jo.state_shardings, jo.to_host, jo.from_plain, jo.to_plain])
+@pytest.mark.parametrize("look", [jo.abstract_state, jo.to_host, jo.from_plain, jo.to_plain])
 def test_a_transformation_behind_what_it_is_about(look):
     with pytest.raises(
         TypeError, match=r"tx: expected an optax.GradientTransformation, got a dict.*\(tx, (params|state)\)"

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jax_offload as jo
 from jax_offload._base.paths import names_of
 from tests.support.optimizers import assert_same, copied
+from tests.support.trees import shardings_in
 
 pytestmark = pytest.mark.oldest("boxes and nnx, for which jax's shardings changed")
 
@@ -80,7 +81,7 @@ def test_train_state(mesh, boxed):
         state = TrainState.create(apply_fn=model.apply, params=copied(params), tx=tx)
         yield state, []
         # Plain optax leaves its moments on one device.
-        opt_state = jax.device_put(state.opt_state, jo.state_shardings(tx, params))
+        opt_state = jax.device_put(state.opt_state, shardings_in(jo.abstract_state(tx, params)))
         state, losses = state.replace(step=jax.device_put(0, replicated), opt_state=opt_state), []
         shardings = jax.tree.map(lambda x: x.sharding, state)
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated))
@@ -121,7 +122,8 @@ def test_linen_boxes_survive(mesh):
     assert isinstance(box, nn.Partitioned) and box.names == (None, "model")
     assert jax.tree.structure(jo.abstract_state(tx, params)) == jax.tree.structure(plain)
     # What flax's users write: shardings of the state from its annotations, in device memory. Theirs with our memories:
-    annotated, ours = nn.get_sharding(jax.eval_shape(tx.init, params), mesh), jo.state_shardings(tx, params)
+    annotated = nn.get_sharding(jax.eval_shape(tx.init, params), mesh)
+    ours = shardings_in(jo.abstract_state(tx, params))
     for a, b in zip(jax.tree.leaves(annotated), jax.tree.leaves(nn.unbox(ours)), strict=True):
         assert a.with_memory_kind(b.memory_kind).spec == b.spec
 

@@ -40,7 +40,7 @@ def test_an_order_that_is_said_inside_of_a_wrapper_is_not_guessed():
 
     def guessed(order):
         inner = jo.offload(optax.adam(1e-3), min_bytes=0, order=order)
-        return jo.placement(optax.MultiSteps(inner, 2).gradient_transformation(), params).guessed
+        return jo.placement(optax.apply_if_finite(inner, 2), params).guessed
 
     assert not guessed(NAMES) and "order: guessed" in guessed(None)[0]
 
@@ -57,7 +57,7 @@ def test_the_table_marks_shardings_that_the_trace_does_not_tell():
         return table.leaves[0].streams.split(",")[0], table.guessed
 
     assert of_step()[0] == "2 chunks of axis 0" and "not known of ['w'], counted as on one device" in of_step()[1][0]
-    jo.state_shardings(tx, sharded)
+    jo.abstract_state(tx, sharded)
     assert of_step() == (
         "whole",
         ("shardings: remembered from init, or from where they were asked for: P('d') of ['w']",),
@@ -66,7 +66,7 @@ def test_the_table_marks_shardings_that_the_trace_does_not_tell():
     assert jo.placement(tx, {"v": jax.ShapeDtypeStruct((64, 64), jnp.float32)}).guessed == (
         "shardings: 1 of the parameters have none, counted as on one device",
     )
-    jo.state_shardings(tx, alone)  # two now: which of them is it?
+    jo.abstract_state(tx, alone)  # two now: which of them is it?
     assert of_step()[0] == "2 chunks of axis 0" and "not known of ['w']" in of_step()[1][0]
     on_one = jo.offload(optax.adam(1e-3), min_bytes=0)
     shown = jo.placement(lambda state, params: on_one.update(params, state, params), on_one.init(alone), alone)
@@ -82,6 +82,6 @@ def test_what_one_offload_knows_of_a_parameter_is_known():
         return [jo.offload(optax.adam(1e-3), min_bytes=0) for _ in range(2)]
 
     state, (asked, other) = jo.abstract_state(optax.chain(*chain()), params), chain()
-    jo.state_shardings(asked, params)
+    jo.abstract_state(asked, params)
     table = jo.placement(lambda s, p: jo.update_params(optax.chain(asked, other), p, s, p), state, params)
     assert table.guessed == ("shardings: remembered from init, or from where they were asked for: P('d') of ['w']",)

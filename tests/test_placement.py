@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jax_offload as jo
-from tests.support.trees import kinds_of
+from tests.support.trees import kinds_of, shardings_in
 
 pytestmark = pytest.mark.oldest("types of memory in a trace")
 
@@ -186,7 +186,7 @@ def test_shardings_follow_the_parameters():
         assert state[0].mu["w"].sharding == params["w"].sharding.with_memory_kind(HOST)
         assert state[0].nu["b"].sharding.memory_kind == DEVICE
         _, state = jax.jit(tx.update)(params, state, params)
-    assert jax.tree.map(lambda x: x.sharding, tx.init(params)) == jo.state_shardings(tx, params)
+    assert jax.tree.map(lambda x: x.sharding, tx.init(params)) == shardings_in(jo.abstract_state(tx, params))
 
 
 def test_a_leaf_of_min_bytes_moves():

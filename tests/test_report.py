@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 import jax_offload as jo
 from jax_offload._emit.find import updates_in
 from jax_offload._plan.decide import SMALL_PIECES, default_window
+from tests.support.trees import shardings_in
 from tests.support.words import words
 
 S = jax.ShapeDtypeStruct
@@ -166,9 +167,7 @@ def test_chunks_of_a_sharded_leaf_need_no_collectives(axes, shape, spec, how):
         tx = jo.offload(inner, min_bytes=0, window=2**15)
         state = tx.init(params)
         assert jo.placement(tx, params).leaves[1].streams == f"{how}, 2 leaves together"
-        step = jax.jit(
-            tx.update, out_shardings=(jax.tree.map(lambda p: p.sharding, params), jo.state_shardings(tx, params))
-        )
+        step = jax.jit(tx.update, out_shardings=(shardings_in(params), shardings_in(jo.abstract_state(tx, params))))
         compiled = step.lower(params, state, params).compile()
         for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
             assert collective not in compiled.as_text()

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
 from tests.support.rows import rows
-from tests.support.trees import gradients
+from tests.support.trees import gradients, shardings_in
 
 HOST = "pinned_host"
 ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
@@ -141,7 +141,7 @@ def test_sharded(axis_type, shard_over):
     specs = {"layers": P(None, "fsdp"), "embed": P("fsdp"), "norm": P()}
     params = {k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in parameters().items()}
     tx = jo.offload(ADAMW, min_bytes=1024, shard_over=shard_over)
-    out = jax.tree.map(lambda x: x.sharding, params), jo.state_shardings(tx, params)
+    out = jax.tree.map(lambda x: x.sharding, params), shardings_in(jo.abstract_state(tx, params))
     with jax.set_mesh(mesh):
         state = jax.jit(tx.init, out_shardings=out[1])(params)
         step = jax.jit(lambda p, s, skip: jo.update_params(tx, gradients(p), s, p, skip=skip), out_shardings=out)

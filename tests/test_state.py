@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jax_offload as jo
-from tests.support.trees import kinds_of
+from tests.support.trees import kinds_of, shardings_in
 
 pytestmark = pytest.mark.oldest("shardings and memory kinds of states")
 
@@ -104,19 +104,13 @@ def test_abstract_state(abstract):
     given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), p) if abstract else p
     state, like = tx.init(p), jo.abstract_state(tx, given)
     jax.tree.map(lambda x, a: (_same(x, a), None)[1], state, like)
-    jax.tree.map(lambda s, a: (_what_shows(s, a), None)[1], jo.state_shardings(tx, given), like)
-    out = jax.jit(tx.init, out_shardings=jo.state_shardings(tx, given))(p)
-    assert jax.tree.map(lambda x: x.sharding, out) == jo.state_shardings(tx, given)
+    out = jax.jit(tx.init, out_shardings=shardings_in(like))(p)
+    assert shardings_in(out) == shardings_in(like)
 
 
 def _same(x, a):
-    assert (x.shape, x.dtype) == (a.shape, a.dtype)
-    _what_shows(x.sharding, a)
-
-
-def _what_shows(sharding, a):
-    assert sharding.memory_kind == a.sharding.memory_kind
-    assert sharding.is_equivalent_to(a.sharding, a.ndim)
+    assert (x.shape, x.dtype, x.sharding.memory_kind) == (a.shape, a.dtype, a.sharding.memory_kind)
+    assert x.sharding.is_equivalent_to(a.sharding, a.ndim)
 
 
 def _step(tx):
@@ -128,7 +122,7 @@ def _step(tx):
 
 
 def test_a_step_lowers_with_abstract_state():
-    """jax forgets the memory of an abstract value on a single device: all would be taken for device memory."""
+    """jax itself forgets the memory of an abstract value on a single device, and takes it for device memory."""
     p, tx = params(), jo.offload(optax.adamw(1e-3), min_bytes=0)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), p)
     state = jo.abstract_state(tx, like)
@@ -147,7 +141,11 @@ def test_what_abstract_state_brings_compiles_once(tmp_path):
     with ocp.CheckpointManager(tmp_path / "run") as manager:
         manager.save(0, args=jo.save_args(tx.init(p)))
         restored = jo.restore(manager, jo.abstract_state(tx, p))
-    for state in (restored, jax.jit(tx.init, out_shardings=jo.state_shardings(tx, p))(p)):
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), p)
+    for state in (
+        restored,
+        *(jax.jit(tx.init, out_shardings=shardings_in(jo.abstract_state(tx, q)))(p) for q in (p, abstract)),
+    ):
         step, q = jax.jit(_step(tx)), p
         for _ in range(2):
             q, state = step(q, state, p)

@@ -1,6 +1,5 @@
-"""What trainers do around an ``offload``: ``optax.MultiSteps``, moving its state, ``pmap``."""
+"""What trainers do around an ``offload``: moving its state, ``pmap``, ``optax.MultiSteps``."""
 
-import functools
 import re
 import warnings
 
@@ -12,8 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jax_offload as jo
-from jax_offload._emit.find import emitted
 from tests.support.optimizers import assert_same, copied
+from tests.support.trees import shardings_in
 
 pytestmark = pytest.mark.oldest("wrappers around an offload")
 
@@ -40,9 +39,9 @@ def step_of(tx):
     return step
 
 
-def train(tx, moved=None, step=None):
+def train(tx, moved=None):
     """Parameters and state after the batches. ``moved``: what a trainer does to the state before its first step."""
-    step, trained = step or step_of(tx), params()
+    step, trained = step_of(tx), params()
     state = tx.init(trained)
     state = state if moved is None else moved(state)
     for x in BATCHES:
@@ -58,80 +57,24 @@ def at_home(state):
     return len(moments) == len(on_host) and {id(x) for x in moments} == {id(x) for x in on_host}
 
 
-def inside(kind):
-    """An ``offload`` as the optimizer that ``MultiSteps`` is given, and the plain one that it equals."""
-    if kind == "chained":
-        offloaded = jo.offload(optax.scale_by_adam(), min_bytes=0)
-        return [
-            optax.chain(optax.clip_by_global_norm(1.0), tx, optax.scale(-1e-2))
-            for tx in (offloaded, optax.scale_by_adam())
-        ]
-    return jo.offload(INNER, min_bytes=0), INNER
+LOOKS = {
+    "abstract_state": jo.abstract_state,
+    "placement": jo.placement,
+    "to_host": lambda tx, p: jo.to_host(tx, tx.init(p), p),
+    "update_params": lambda tx, p: jo.update_params(tx, p, tx.init(p), p),
+    "jitted": lambda tx, p: jax.jit(lambda s, p: jo.update_params(tx, p, s, p))(tx.init(p), p),
+}
 
 
-@pytest.mark.long("more kinds of steps", but=["chained-host"])
-@pytest.mark.parametrize("moved", [None, jo.to_device], ids=["host", "device"])
-@pytest.mark.parametrize("kind", ["alone", "chained"])
-def test_multi_steps_around(kind, moved):
-    offloaded, plain = (optax.MultiSteps(tx, 3) for tx in inside(kind))
-    trained, state = train(offloaded, moved)
-    step, expected = step_of(plain), params()
-    expected_state = plain.init(expected)
-    for x in BATCHES:
-        expected, expected_state = step(expected, expected_state, jax.device_put(x, jax.devices()[0]))
-    assert_same(trained, expected, "parameters")
-    assert jax.tree.structure(state) == jax.tree.structure(expected_state)
-    assert_same(state, expected_state, "state")
-
-
-@pytest.mark.long("more kinds of steps")
-@pytest.mark.parametrize("moved", [None, jo.to_device], ids=["host", "device"])
-def test_multi_steps_that_skips(moved):
-    """A whole mini-step may be skipped: then a ``cond`` chooses, and its branches must agree about memories."""
-
-    def unwanted(updates, *_):
-        return updates["b"][0] > -0.27, {}
-
-    offloaded = optax.MultiSteps(jo.offload(INNER, min_bytes=0), 2, should_skip_update_fn=unwanted)
-    trained, state = train(offloaded, moved)
-    plain = optax.MultiSteps(INNER, 2, should_skip_update_fn=unwanted)
-    step, expected = step_of(plain), params()
-    expected_state = plain.init(expected)
-    for x in BATCHES:
-        expected, expected_state = step(expected, expected_state, jax.device_put(x, jax.devices()[0]))
-    assert 0 < int(state.gradient_step) < 3, "some mini-steps must be skipped, and some not"
-    assert_same(trained, expected, "parameters")
-    assert_same(state, expected_state, "state")
-
-
-@pytest.mark.long("more kinds of steps")
-def test_multi_steps_streams_what_it_loads():
-    """The choice is made slice by slice on the device: no host buffer is computed with, every leaf moves once."""
-    tx, tree = optax.MultiSteps(jo.offload(INNER, min_bytes=0), 2), params()
-    program = str(emitted(jax.make_jaxpr(tx.update)(tree, jo.abstract_state(tx, tree), tree)))
-    assert "select_n" in program
-    assert not re.search(r"<host>[^=\n]*= select_n", program)
-    assert program.count("memory_kind=device") + program.count("MemorySpace.Device") >= 6
-    assert not re.search(r"<host>[^=\n]*= cond", program)
-
-
-@pytest.mark.long("more kinds of steps")
-def test_multi_steps_around_fewer_bits_and_update_params():
-    tx = optax.MultiSteps(jo.offload(INNER, min_bytes=0, storage={"mu": "bfloat16"}), 2)
-    by_update, state = train(tx, jo.to_device)
-    fused = jax.jit(lambda p, s, x: jo.update_params(tx, gradients(p, x), s, p))
-    by_params, other = train(tx, step=fused)
-    assert_same(by_update, by_params, "parameters")
-    assert_same(state, other, "state")
-
-
-def test_plain_multi_steps_does_not_notice():
-    plain = optax.MultiSteps(optax.adam(1e-2), 2)
-    program = str(jax.make_jaxpr(plain.update)(params(), plain.init(params()), params()))
-    assert "host" not in program and "optimization_barrier" not in program
-    jo.offload(optax.adam(1e-2))
-    jo.offload(optax.adam(1e-2))
-    assert not hasattr(optax.MultiSteps.update.__wrapped__, "__wrapped__"), "told once, however many there are"
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+def test_multi_steps_around_is_refused(look):
+    """It selects between the old state and the new one where both are whole; inside, it streams."""
+    tx, tree = jo.offload(INNER, min_bytes=0), params()
+    for around in optax.MultiSteps(tx, 2), optax.MultiSteps(tx, 2).gradient_transformation():
+        with pytest.raises(ValueError, match=r"tx: optax.MultiSteps is around.*jo.offload\(optax.MultiSteps\(opt"):
+            look(around, tree)
+    look(jo.offload(optax.MultiSteps(INNER, 2), min_bytes=0), tree)
+    look(optax.MultiSteps(jo.offload(INNER, min_bytes=2**20), 2), tree)
 
 
 def warnings_of(do):
@@ -141,12 +84,9 @@ def warnings_of(do):
     return [str(w.message) for w in caught if MOVED.search(str(w.message))]
 
 
-@pytest.mark.long("more kinds of steps", only=["True*"])
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_a_state_that_was_moved_is_named(wrapped):
+def test_a_state_that_was_moved_is_named():
     def make():
-        tx = jo.offload(INNER, min_bytes=0)
-        return optax.MultiSteps(tx, 2) if wrapped else tx
+        return jo.offload(INNER, min_bytes=0)
 
     assert warnings_of(lambda: train(make())) == []
     text = warnings_of(lambda: train(make(), jo.to_device))
@@ -154,8 +94,7 @@ def test_a_state_that_was_moved_is_named(wrapped):
     # A resident state that becomes an offloaded one has never been there, whatever tables were printed before.
     tx = make()
     jo.placement(tx, params())
-    plain = optax.MultiSteps(INNER, 2) if wrapped else INNER
-    resident = plain.init(params())
+    resident = INNER.init(params())
     assert warnings_of(lambda: step_of(tx)(params(), resident, BATCHES[0])) == []
     # Moved back after a step: a new type, so a new trace.
     step = step_of(tx)
@@ -176,15 +115,17 @@ def replicated(tree):
     return jax.tree.map(lambda x: jnp.stack([np.asarray(x)] * 8), tree)
 
 
-def test_pmap_is_refused():
+def test_pmap_is_told_of():
+    """It returns all of a state in device memory, as a ``jit`` does whose ``out_shardings`` name none."""
     tx, tree = jo.offload(INNER, min_bytes=0), replicated(params())
-    with pytest.raises(ValueError, match=r"jax\.pmap returns every array in device memory.*Use jax\.jit"):
+    with pytest.warns(UserWarning, match=r"are returned in device memory.*instead of jax.pmap.*jax.jit over a mesh"):
         jax.pmap(tx.init)(tree)
     state = replicated(INNER.init(params()))
-    step = functools.partial(jax.pmap, axis_name="i")
-    for update in (tx.update, jax.jit(tx.update)):
-        with pytest.raises(ValueError, match=r"jax\.pmap returns every array in device memory"):
-            step(lambda g, s, p, update=update: update(jax.lax.pmean(g, "i"), s, p))(tree, state, tree)
+    for update in (jo.offload(INNER, min_bytes=0).update, jax.jit(jo.offload(INNER, min_bytes=0).update)):
+        step = jax.pmap(lambda g, s, p, update=update: update(jax.lax.pmean(g, "i"), s, p), axis_name="i")
+        with pytest.warns(UserWarning, match="are returned in device memory.*instead of jax.pmap"):
+            results = step(tree, state, tree)
+        assert_same(results, jax.pmap(INNER.update)(tree, state, tree), "update")
 
 
 def test_pmap_of_what_stays_on_the_device_works():
@@ -201,17 +142,6 @@ def test_shard_map_is_not_taken_for_pmap():
     tree = jax.device_put(copied(tree), jax.NamedSharding(mesh, PartitionSpec()))
     _, state = jax.jit(jax.shard_map(tx.update, **specs))(tree, tx.init(tree), tree)
     assert at_home(state)
-
-
-@pytest.mark.long("more kinds of steps")
-def test_multi_steps_around_keeps_each_window():
-    tx = jo.offload(INNER, min_bytes=0, window=2**14)
-    tree = jax.device_put({name: jnp.ones((128, 128)) for name in "ab"}, jax.devices()[0])
-    for each in tx, optax.MultiSteps(tx, 2):
-        table = jo.placement(each, tree)
-        assert [w.nbytes for w in table.windows] == [2**14]
-        streams = [leaf.streams for leaf in table.leaves if leaf.host]
-        assert len(streams) == 4 and all("chunks" in each for each in streams)
 
 
 def test_what_only_looks_is_no_state_that_was_moved():
@@ -240,33 +170,6 @@ def test_nothing_outlives_its_trace():
         jax.jit(lambda g, s, p: jo.update_params(tx, g, s, p))(tree, state, tree)
 
 
-def _other_arguments(self, updates, state, params=None, *, step=None, **extra_args):
-    raise NotImplementedError
-
-
-def _other_transformation(self):
-    return optax.GradientTransformation(self.init, lambda *args: args[:2])
-
-
-@pytest.mark.parametrize(
-    ("name", "changed"), [("update", _other_arguments), ("gradient_transformation", _other_transformation)]
-)
-def test_an_optax_whose_multi_steps_is_another(name, changed, monkeypatch):
-    """What we cannot stream through is not touched, and we say so."""
-    ours = optax.MultiSteps.update
-    monkeypatch.setattr(optax.MultiSteps, "update", getattr(ours, "__wrapped__", ours))
-    monkeypatch.setattr(optax.MultiSteps, name, changed)
-    before = optax.MultiSteps.update
-    with pytest.warns(UserWarning, match=r"optax .* made otherwise .*MultiSteps.*Fix: offload\(optax.MultiSteps"):
-        jo.offload(INNER)
-    assert optax.MultiSteps.update is before
-    monkeypatch.undo()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        jo.offload(INNER)
-    assert hasattr(optax.MultiSteps.update, "_jax_offload")
-
-
 def told(warned):
     return [str(w.message) for w in warned if "were in host memory" in str(w.message)]
 
@@ -281,7 +184,7 @@ def anywhere(tree):
 @pytest.mark.parametrize("way", ["out", "init and out", "move", "init and move", "resident and out"])
 def test_who_brings_the_state_to_the_device_is_told_once(way, jit):
     tx, mine = jo.offload(INNER, min_bytes=0), jax.device_put(params(), anywhere(params()))
-    home = jo.state_shardings(tx, mine)
+    home = shardings_in(jo.abstract_state(tx, mine))
     given = anywhere(home) if way.endswith("out") else home
     if way.startswith("resident"):
         state = INNER.init(mine)
@@ -304,7 +207,7 @@ def test_who_brings_the_state_to_the_device_is_told_once(way, jit):
         for x in BATCHES[:3]:
             mine, state = step(mine, state, x)
     (message,) = told(warned)
-    assert "6 leaves" in message and "state_shardings(tx, params)" in message and ".mu['b']" in message
+    assert "6 leaves" in message and "abstract_state(tx, params)" in message and ".mu['b']" in message
 
 
 @pytest.mark.parametrize("jit", [jax.jit, jo.jit], ids=["jax", "jo"])

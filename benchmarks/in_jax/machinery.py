@@ -29,8 +29,7 @@ import jax.numpy as jnp
 import optax
 
 import jax_offload as jo
-from jax_offload._precision.storage import rules_of
-from jax_offload._precision.with_storage import with_storage
+from jax_offload._precision.storage import rules_of, with_storage
 
 SMALL_LOOPS = "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=0"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {SMALL_LOOPS}"  # read when the first program compiles

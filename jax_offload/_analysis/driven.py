@@ -16,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jax_offload._base.arrays import is_traced
 from jax_offload._base.jaxprs import ClosedJaxpr
-from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, is_host_aval, on_a_mesh
+from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, in_its_memory, is_host_aval
 from jax_offload._base.on_disk import TOKEN, OnDisk, Place, is_on_disk
 from jax_offload._base.shardings import sharding_of
 from jax_offload._drive.run import Driven
@@ -62,7 +62,7 @@ def in_memory(args: Any) -> Any:
     place = _in(_device_of(jax.tree.leaves(args)), HOST_KIND)
 
     def moved(x: Any) -> Any:
-        return on_a_mesh(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)) if is_on_disk(x) else x
+        return in_its_memory(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)) if is_on_disk(x) else x
 
     return jax.tree.map(moved, args, is_leaf=is_on_disk)
 
@@ -130,7 +130,8 @@ def first_program(
     at = {v: k for k, v in enumerate(inputs)}
     wanted, free = [at[v] for v in task.inputs if v in at], {*task.reused}
     given = [
-        {names[k]: on_a_mesh(leaves[k]) for p, k in enumerate(wanted) if (p in free) is own} for own in (True, False)
+        {names[k]: in_its_memory(leaves[k]) for p, k in enumerate(wanted) if (p in free) is own}
+        for own in (True, False)
     ]
     consts = driven.consts
 

@@ -166,7 +166,7 @@ def _not_where_they_should_be(program: Compiled) -> list[Problem]:
                 Problem(
                     f"{times - given_back[dtype, shape]} of {times} leaves {dtype}{list(shape)} in host memory are not "
                     "returned there: the next step finds them on the device. Return the state, with out_shardings of "
-                    "jax_offload.state_shardings(tx, params) where there are any",
+                    "jax_offload.abstract_state(tx, params) where there are any",
                     leaves[0] if len(leaves) == 1 else "",
                 )
             )

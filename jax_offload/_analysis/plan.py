@@ -32,10 +32,10 @@ from jax_offload._analysis.units import bytes_of, count_of, in_bytes
 from jax_offload._base.arrays import Offloaded, nbytes
 from jax_offload._files.option import disk as disk_option
 from jax_offload._offload import DEFAULT_MIN_BYTES, offload
+from jax_offload._placement.arguments import check_inner, check_params
 from jax_offload._placement.placement import unmanaged
 from jax_offload._plan.decide import LEAST_WINDOW
-from jax_offload._state.traced_init import placed_leaves
-from jax_offload._update.arguments import check_inner, check_params
+from jax_offload._state.state import placed_leaves
 
 RECOMPUTED = 17  # elements that the one layer under recomputation holds, for each token and column of its width
 GATHERED = 3  # layers that are whole on a device where parameters are divided: in use, prefetched, and a gradient

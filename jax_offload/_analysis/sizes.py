@@ -23,7 +23,7 @@ from jax_offload._ir.masks import forward
 from jax_offload._placement.placement import Leaf
 from jax_offload._plan.plan import Planned
 from jax_offload._report.report import table_and_trace, traced
-from jax_offload._state.traced_init import placed_leaves, placed_state
+from jax_offload._state.state import abstract_state, placed_leaves
 from jax_offload._update.update_params import update_params
 
 AXIS = "data"  # of the mesh of a model that only a number describes
@@ -111,7 +111,7 @@ def _across_the_cores(tx: Any, params: Any, leaves: Sequence[Leaf]) -> tuple[int
     if not owners:
         return 0, 0
     with described(params):
-        trace = traced(lambda p, s: update_params(tx, p, s, p), params, placed_state(tx, params))
+        trace = traced(lambda p, s: update_params(tx, p, s, p), params, abstract_state(tx, params))
     slices = [p.slice for each in updates_in(trace) for p in each.update.planned if p.on_cores]
     read = {v for s in slices for v in s.inputs if v.aval.shape and not is_host_aval(v.aval)}
     theirs = [x for k, x in enumerate(jax.tree.leaves(params)) if k in owners]

@@ -7,8 +7,7 @@ or ``optax.MultiSteps``, hands on no others. So three things reach an ``offload`
   would be lost at the next branch, whose operands are new variables;
 * whether what is traced is going to run. A description may neither warn nor be remembered as a step would be, and what
   each ``offload`` remembers is its own: nobody else can put it back;
-* whether a wrapper has loaded the state, and stores it. The wrapper chooses between the old state and the new one, and
-  ``cond`` wants both in one memory while it is traced: nothing can be put right later.
+* whether an ``offload`` traces what it wraps, which must not hold another one.
 """
 
 from __future__ import annotations
@@ -40,15 +39,12 @@ class Around:
       shardings: of the parameters, by path; ``None``: only what their types tell.
       runs: whether what is traced is going to run, as far as an ``offload`` can know.
       remembers: whether the parameters' shardings are remembered.
-      moved: ``None`` where no wrapper loads and stores the state for the ``offload`` that asks; else whether its state
-        was moved to the device for that.
       within_offload: whether an ``offload`` traces what it wraps.
     """
 
     shardings: Shardings | None = None
     runs: bool = True
     remembers: bool = True
-    moved: bool | None = None
     within_offload: bool = False
 
 
@@ -82,11 +78,6 @@ def described(params: Any, *, remember: bool = False) -> contextlib.AbstractCont
 def step_described() -> contextlib.AbstractContextManager[None]:
     """Inside, a whole step is traced to be read."""
     return _within(runs=False, remembers=False)
-
-
-def wrapped(moved: bool) -> contextlib.AbstractContextManager[None]:
-    """Inside, each ``offload`` leaves its state on the device, where a wrapper has loaded it."""
-    return _within(moved=moved)
 
 
 def within_offload() -> contextlib.AbstractContextManager[None]:

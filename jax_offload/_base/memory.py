@@ -107,28 +107,25 @@ def copy_on_host(x: jax.Array) -> jax.Array:
     return well_typed(jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts))
 
 
-_ALONE = "one_device"  # the axis of our meshes of one device, by which they are told from a user's
+class HostStruct(jax.ShapeDtypeStruct):
+    """The type of an array in the host memory of one device, which jax would take for one in device memory."""
+
+    __slots__ = ()
 
 
-def on_a_mesh(x: Any) -> Any:
-    """An abstract value on one device, on a mesh of that device: else jax forgets in which memory it is."""
-    sharding = getattr(x, "sharding", None)
-    if not isinstance(x, jax.ShapeDtypeStruct) or not isinstance(sharding, SingleDeviceSharding):
-        return x
-    mesh = Mesh(np.array(list(sharding.device_set)), (_ALONE,))
-    named = NamedSharding(mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=named, weak_type=x.weak_type)
+private.trace_as_on_host(HostStruct)
 
 
-def off_our_mesh(x: Any) -> Any:
-    """What was put on a mesh by ``on_a_mesh``, as it was: what a step returns is not on that mesh either."""
-    sharding = getattr(x, "sharding", None)
-    if not isinstance(x, jax.ShapeDtypeStruct) or not isinstance(sharding, NamedSharding):
-        return x
-    if sharding.mesh.axis_names != (_ALONE,):
-        return x
-    single = SingleDeviceSharding(next(iter(sharding.device_set)), memory_kind=sharding.memory_kind)
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=single, weak_type=x.weak_type)
+def abstract(shape: Sequence[int], dtype: Any, sharding: Sharding | None, weak_type: bool = False) -> Any:
+    """An abstract value, whose type says that it is in host memory where its sharding does."""
+    on_host = sharding is not None and sharding.memory_kind == HOST_KIND
+    return (HostStruct if on_host else jax.ShapeDtypeStruct)(shape, dtype, sharding=sharding, weak_type=weak_type)
+
+
+def in_its_memory(x: Any) -> Any:
+    """``x``, typed so if it is a ``ShapeDtypeStruct``."""
+    plain = type(x) is jax.ShapeDtypeStruct
+    return abstract(x.shape, x.dtype, x.sharding, x.weak_type) if plain else x
 
 
 def under_jit() -> bool:

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from jax_offload._base.calls import identity_primitive
 from jax_offload._base.jaxprs import jaxpr_of
-from jax_offload._base.memory import Space
+from jax_offload._base.memory import HostStruct, Space
 from jax_offload._base.private import set_rules, trace_as
 
 TOKEN = np.dtype(np.float32)  # a floating one, which jnp.isfinite does not pass unseen; it holds whole numbers below
@@ -238,7 +238,7 @@ def is_on_disk(x: Any) -> bool:
     return isinstance(x, OnDisk)
 
 
-class OnDiskStruct(jax.ShapeDtypeStruct):
+class OnDiskStruct(HostStruct):
     """The type of a leaf that belongs on disk, with its ``place``. To others it is one that belongs in host memory."""
 
     __slots__ = ("place",)

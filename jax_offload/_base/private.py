@@ -10,7 +10,7 @@
 | ``dce_jaxpr`` | ``jaxprs.without_dead_code`` | 0.10 to 0.12 |
 | ``jvp_jaxpr`` | ``calls.call_primitive`` | 0.10 to 0.12 |
 | the tables of a primitive's rules; symbols for zero | ``set_rules``, ``nonzero``, ``zero_tangent`` | 0.10 to 0.12 |
-| how the arguments of a program are typed, and made ready for it, by class | ``trace_as`` | 0.10 to 0.12 |
+| how arguments of a program are typed and made ready, by class | ``trace_as``, ``trace_as_on_host`` | 0.10 to 0.12 |
 | ``lower_fun``, ``jaxpr_subcomp`` | ``lowered``, ``lowered_jaxpr`` | 0.10 to 0.12 |
 | types and operations of MLIR | ``lowered_as_map``, ``lowered_as_barrier`` | 0.10 to 0.12 |
 | for how many devices a lowering is | ``is_for_one_device`` | 0.10 to 0.12 |
@@ -23,7 +23,6 @@
 | ``memory_space`` and ``manual_axis_type`` of a type | ``memory_space_of``, ``manual_axes_of`` | 0.10 to 0.12 |
 | whether a ``jit`` is being traced | ``under_jit`` | 0.10 to 0.12 |
 | what a ``jit`` says of placement | ``says_nothing_of_placement`` | 0.10 to 0.12 |
-| the file that ``jax.pmap`` is in | ``under_pmap`` | 0.10 to 0.12 |
 | the names of effects | ``effects`` | 0.10 to 0.12 |
 | ``unsafe_buffer_pointer`` of an array | ``address_of`` | 0.10 to 0.12 |
 | keys and barriers of the service that processes meet in | ``coordination`` | 0.10 to 0.12 |
@@ -32,8 +31,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType
@@ -119,6 +116,13 @@ def trace_as(kind: type, aval: ShapedArray, refuse: Callable[..., Any]) -> None:
     """Lets jax trace objects of a class, as arguments of that type; a program that is run on one calls ``refuse``."""
     _part_of(private_core, "pytype_aval_mappings")[kind] = lambda _: aval
     _part_of(private_dtypes, "canonicalize_value_handlers")[kind] = refuse
+
+
+def trace_as_on_host(kind: type[jax.ShapeDtypeStruct]) -> None:
+    """Lets jax trace abstract values of a class as values in host memory, whatever their sharding tells it."""
+    rules = _part_of(private_core, "pytype_aval_mappings")
+    plain = rules[jax.ShapeDtypeStruct]
+    rules[kind] = lambda x: plain(x).update(memory_space=jax.memory.Space.Host)
 
 
 def nonzero(tangent: Any) -> bool:
@@ -312,13 +316,3 @@ def says_nothing_of_placement(params: Mapping[str, Any]) -> bool:
         and all(x is None for x in (*params["in_layouts"], *params["out_layouts"]))
         and not params["compiler_options_kvs"]
     )
-
-
-def under_pmap() -> bool:
-    """Whether ``jax.pmap`` traces this: types do not tell; its function on the stack does."""
-    pmap, frame = _part_of(inspect.unwrap(jax.pmap), "__code__").co_filename, sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_filename == pmap:
-            return True
-        frame = frame.f_back
-    return False

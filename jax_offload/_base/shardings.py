@@ -2,7 +2,7 @@
 
 Inside a traced program jax tells shardings only where a mesh's axes are Explicit. With Auto axes ``offload`` remembers
 what it has seen of its parameters: in eager init, and wherever shardings are asked for (``abstract_state``,
-``state_shardings``). The streaming needs it, for windows count bytes per device and a loop takes the same rows of every
+``abstract_state``). The streaming needs it, for windows count bytes per device and a loop takes the same rows of every
 shard; ``shard_over`` cannot do without.
 """
 

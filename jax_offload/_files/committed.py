@@ -184,7 +184,7 @@ def _array(values: np.ndarray[Any, Any], dtype: Any, shape: Sequence[int]) -> np
 
 
 def _place_of(like: Any) -> Sharding:
-    sharding = getattr(memory.off_our_mesh(like), "sharding", None)
+    sharding = getattr(like, "sharding", None)
     return memory.ambient_sharding() if sharding is None else sharding
 
 

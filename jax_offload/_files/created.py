@@ -17,7 +17,8 @@ from jax_offload._base.on_disk import only_outside
 from jax_offload._files.files import Disk
 from jax_offload._ir.program import Program, flat, without_round_trips
 from jax_offload._ir.shares import structure
-from jax_offload._placement.placement import Leaf, Policy, place
+from jax_offload._placement.options import Policy
+from jax_offload._placement.placement import Leaf, place
 
 
 def refused(state: Any, policy: Policy, params: Any) -> Any:

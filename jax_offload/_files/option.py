@@ -13,7 +13,8 @@ from jax_offload._base.arrays import is_integer
 from jax_offload._base.on_disk import Place
 from jax_offload._drive.moving import DEPTH
 from jax_offload._files.files import Disk
-from jax_offload._placement.placement import Leaf, Policy
+from jax_offload._placement.options import Policy
+from jax_offload._placement.placement import Leaf
 from jax_offload._plan.by_rows import rows_in_part
 
 

@@ -172,7 +172,6 @@ def _restore_step(ocp: Any, manager: Any, step: int, item: str | None, target: A
             if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is not None:
                 memory.check_platform(x.sharding.addressable_devices)
     wanted, treedef = jax.tree.flatten(target)
-    target = jax.tree.map(memory.off_our_mesh, target)
     check_target(target, stored, folder)
     names, likes = named(target)
 

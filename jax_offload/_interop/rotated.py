@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 from jax_offload._base.flops import MATMULS
 from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, as_array, jaxpr_of, sub_jaxprs, variables
-from jax_offload._base.memory import HOST_KIND, is_host_aval, on_a_mesh, with_kind
+from jax_offload._base.memory import HOST_KIND, in_its_memory, is_host_aval, with_kind
 from jax_offload._base.shardings import constrained, typed_sharding
 from jax_offload._emit.find import holds_update, is_update
 from jax_offload._interop import pending
@@ -61,7 +61,7 @@ class Rotated:
             structure[:] = [result]
             return jax.tree.leaves(result)
 
-        closed, _ = jaxpr_of(call, [on_a_mesh(x) for x in leaves], arrays)
+        closed, _ = jaxpr_of(call, [in_its_memory(x) for x in leaves], arrays)
         program = flat(closed, any_jit=True)
         inputs = program.inputs[len(program.consts) :]
         own, given = inputs[: len(leaves)], inputs[len(leaves) :]

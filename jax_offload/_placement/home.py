@@ -14,24 +14,18 @@ from jax_offload._base import memory
 from jax_offload._base.around import around
 from jax_offload._base.home import Home
 from jax_offload._base.memory import on_host, to_host
-from jax_offload._base.private import under_pmap
 from jax_offload._base.tracers import was_on_host
 from jax_offload._placement.placement import Leaf
 
 
-def arrived(home: Home, leaves: Sequence[Any], plan: Sequence[Leaf], moved: bool | None = None) -> None:
+def arrived(home: Home, leaves: Sequence[Any], plan: Sequence[Leaf]) -> None:
     """A state comes to an ``update``. Warns where it has been in host memory before and is not there now.
 
     A resident state, which has not been there, is no fault: the update brings it there.
-
-    Args:
-      home: what is known of it.
-      leaves, plan: the leaves of the state, and where they belong.
-      moved: whether a wrapper has found it in device memory; ``None``: the leaves tell.
     """
     home.updates()
     at_home = [(x, leaf) for x, leaf in zip(leaves, plan, strict=True) if leaf.host and isinstance(x, jax.Array)]
-    away = [(x, leaf) for x, leaf in at_home if (not on_host(x) if moved is None else moved)]
+    away = [(x, leaf) for x, leaf in at_home if not on_host(x)]
     if not around().runs:
         return
     if at_home and not away:
@@ -45,8 +39,8 @@ def arrived(home: Home, leaves: Sequence[Any], plan: Sequence[Leaf], moved: bool
             "PeftTrainer before its first step under `with mesh:`; MaxText in the step itself), restores without a "
             "target do, pickle and NumPy do. This update puts them back, but until it has, all of them are on the "
             "device; if they are moved at every step, nothing is gained. Fix: leave out the move, or "
-            "jax_offload.to_host(tx, state) after it, or move with jax_offload.state_shardings(tx, params). See "
-            "docs/frameworks.md."
+            "jax_offload.to_host(tx, state) after it, or move with the shardings of "
+            "jax_offload.abstract_state(tx, params). See docs/frameworks.md."
         )
 
 
@@ -63,19 +57,6 @@ def returned(state: Any, plan: Sequence[Leaf]) -> Any:
         for x, leaf in zip(leaves, plan, strict=True)
     ]
     return jax.tree.unflatten(treedef, moved)
-
-
-def check_not_in_pmap(plan: Sequence[Leaf]) -> None:
-    """Raises ``ValueError`` where ``jax.pmap`` would bring to the device what the plan puts on the host.
-
-    It is a ``jit`` with shardings for all results, in device memory.
-    """
-    if any(leaf.host for leaf in plan) and under_pmap():
-        raise ValueError(
-            "offload(): jax.pmap returns every array in device memory, so the optimizer state would come back to "
-            "the device in every step. Use jax.jit with the batch sharded over a mesh (jax.make_mesh, "
-            "NamedSharding; docs/sharding.md) or jax.shard_map inside jax.jit; or fraction=0."
-        )
 
 
 def check_eager(params: Any, placed: Sequence[tuple[Leaf, Any, Any]]) -> None:

@@ -15,12 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
 
-from jax_offload._base.arrays import is_array, is_integer, is_like, nbytes
+from jax_offload._base.arrays import is_array, is_like, nbytes
 from jax_offload._base.marks import mark
 from jax_offload._base.on_disk import Place
 from jax_offload._base.paths import names_of, owners
-from jax_offload._placement.by_parameter import Select, is_scalar, per_parameter, selector, subtrees
-from jax_offload._placement.cores import first_up_to
+from jax_offload._placement.options import Governing, Policy, per_parameter, selector
 from jax_offload._plan.order import Order, ranks
 
 
@@ -76,40 +75,6 @@ class Leaf:
     place: Place | None = dataclasses.field(default=None, repr=False, compare=False)
 
 
-@dataclasses.dataclass(frozen=True)
-class Policy:
-    """The placement options of ``offload``, checked."""
-
-    fraction: Any
-    select: Select
-    min_bytes: int
-    order: Order = None
-    shard_over: tuple[str, ...] = ()
-    update_on: Any = 0.0
-    host_bytes: int | None = None  # of what may be in host memory; the rest is on disk. None: there is no disk
-
-    def __post_init__(self) -> None:
-        for f in jax.tree.leaves(self.fraction):
-            if isinstance(f, bool) or not isinstance(f, (int, float, np.floating)) or not 0 <= f <= 1:
-                raise ValueError(
-                    "fraction: expected a float in [0, 1], or a pytree prefix of the parameters with one per "
-                    f"subtree; got {self.fraction!r}. fraction=0.5 offloads half of the eligible bytes."
-                )
-        if not is_integer(self.min_bytes) or self.min_bytes < 0:
-            raise ValueError(
-                f"min_bytes: expected a number of bytes >= 0, an int; got {self.min_bytes!r}. 2**16 are 64 KiB."
-            )
-        if self.order is not None and (
-            not isinstance(self.order, Sequence)
-            or isinstance(self.order, str)
-            or not all(isinstance(rule, str) for rule in self.order)
-        ):
-            raise ValueError(
-                "order: expected regular expressions, in the order in which the gradients of what they match appear "
-                f"in the backward pass; got {self.order!r}. For example order=['head', 'layers', 'embed']."
-            )
-
-
 def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
     """One ``Leaf`` for every leaf of ``state`` (arrays or abstract values), in the order of its flattening."""
     paths_params = jax.tree_util.tree_flatten_with_path(params)[0]
@@ -117,25 +82,25 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
     paths_state = jax.tree_util.tree_flatten_with_path(state)[0]
     order = ranks(state, params, policy.order)
     names = names_of([path for path, _ in paths_params])
-    fractions = per_parameter("fraction", policy.fraction, params, names)
+    fraction, share = (
+        per_parameter(name, said, params, names)
+        for name, said in (("fraction", policy.fraction), ("update_on", policy.update_on))
+    )
     selected = selector(policy.select, params, [(name, p) for name, (_, p) in zip(names, paths_params, strict=True)])
-    by_params = policy.select is not None or not is_scalar(policy.fraction)
 
     leaves: list[Leaf] = []
     asked: list[bool] = []  # what select says of the leaves that may move
-    groups: list[float | None] = []  # the fraction that governs a leaf; None: it stays
+    fractions: list[Governing] = []  # None: the leaf stays
     for index, (path, x) in enumerate(paths_state):
         i = owner(path)
-        why, governing, name = stays(x, policy.min_bytes), None, keystr(path)
+        why, name = stays(x, policy.min_bytes), keystr(path)
         like_param = not why and i is not None and is_like(name, np.shape(x), np.shape(paths_params[i][1]))
-        if not why and i is None and by_params:
+        if not why and i is None and (policy.select is not None or fraction(None) is None):
             why = "belongs to no one parameter"
         if not why and i is not None:
             asked.append(selected(i, x))
             why = "" if asked[-1] else "not selected"
-        if not why:
-            governing = float(fractions[i] if i is not None else policy.fraction)
-        groups.append(governing)
+        fractions.append(None if why else fraction(i))
         leaves.append(
             Leaf(name, np.shape(x), getattr(x, "dtype", type(x)), nbytes(x),
                  None if i is None else names[i], i, False, why, order[index],
@@ -146,10 +111,16 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
             f"select: {policy.select!r} selects no leaf of the state, of the {len(asked)} that may move. It is called "
             f"with a parameter's path and a state leaf; the paths are {', '.join(names[:8])}."
         )
-    placed = _take(leaves, groups, subtrees("fraction", policy.fraction, params, names, owner, paths_state))
-    placed = placed if policy.host_bytes is None else _with_disk(placed, policy.host_bytes)
-    shares = per_parameter("update_on", policy.update_on, params, names)
-    return _with_cores(placed, shares, subtrees("update_on", policy.update_on, params, names, owner, paths_state))
+    hosts = _first_leaves(leaves, fractions, range(len(leaves)))
+    leaves = [
+        leaf if said is None else dataclasses.replace(
+            leaf, host=k in hosts, why="eligible" if k in hosts else f"beyond fraction={said[1]:g}")
+        for k, (leaf, said) in enumerate(zip(leaves, fractions, strict=True))
+    ]  # fmt: skip
+    if policy.host_bytes is not None:
+        leaves = _with_disk(leaves, policy.host_bytes)
+    cores = _first_leaves(leaves, [share(leaf.owner) if leaf.host else None for leaf in leaves], _whose(leaves))
+    return [dataclasses.replace(leaf, on_cores=True) if k in cores else leaf for k, leaf in enumerate(leaves)]
 
 
 def place_next(policy: Policy, state: Any, plan: list[Leaf], after: Any, params: Any) -> list[Leaf]:
@@ -203,39 +174,35 @@ def stays(x: Any, min_bytes: int) -> str:
     return f"< min_bytes={min_bytes}" if nbytes(x) < min_bytes else ""
 
 
-def _take(leaves: list[Leaf], fractions: list[float | None], subtree: list[int]) -> list[Leaf]:
-    """Per subtree with a fraction of its own: leaves in backward order, up to where the error in bytes is smallest.
+def _first_leaves(leaves: Sequence[Leaf], said: Sequence[Governing], whose: Sequence[Hashable]) -> set[int]:
+    """The numbers of the leaves that make up a share of the bytes, first those whose gradients come first.
 
-    The last gradients of the backward pass have the least work left to hide behind, so what stays is theirs.
+    The last gradients of the backward pass have the least work left to hide behind, so what is left out is theirs. Each
+    subtree has a share of its own. Leaves that belong together are not parted, and the error in bytes is the smallest
+    that this allows.
+
+    Args:
+      leaves: the leaves of a state.
+      said: for each, the subtree that governs it and the share; ``None``: it is not asked.
+      whose: what each belongs to.
     """
-    host: set[int] = set()
-    for group in sorted(set(subtree)):
-        eligible = [i for i, s in enumerate(subtree) if s == group and fractions[i] is not None]
-        eligible.sort(key=lambda i: leaves[i].rank)
-        if not eligible:
-            continue
-        target = fractions[eligible[0]] * sum(leaves[i].nbytes for i in eligible)  # pyright: ignore[reportOptionalOperand]
-        sums = np.cumsum([0] + [leaves[i].nbytes for i in eligible])
-        host.update(eligible[: int(np.argmin(np.abs(sums - target)))])
-    return [
-        leaf if leaf.why else dataclasses.replace(
-            leaf, host=i in host, why="eligible" if i in host else f"beyond fraction={fractions[i]:g}")
-        for i, leaf in enumerate(leaves)
-    ]  # fmt: skip
+    found = set[int]()
+    for each in dict.fromkeys(governing for governing in said if governing is not None):
+        groups = _together([k for k, governing in enumerate(said) if governing == each], leaves, whose)
+        sums = np.cumsum([0] + [sum(leaves[k].nbytes for k in group) for group in groups])
+        count = int(np.argmin(np.abs(sums - float(each[1]) * sums[-1])))
+        found |= {k for group in groups[:count] for k in group}
+    return found
 
 
 def _with_disk(leaves: list[Leaf], host_bytes: int) -> list[Leaf]:
-    """The leaves, those marked that are on disk: of what ``offload`` keeps in host memory all that is beyond
-    ``host_bytes``.
+    """The leaves, with those on disk marked: all that ``offload`` keeps in host memory beyond ``host_bytes``.
 
     What stays are whole parameters, those whose gradients come last: the state of the first is read while the
     gradients are made.
     """
-    together: dict[Hashable, list[int]] = {}
-    for i in sorted((i for i, leaf in enumerate(leaves) if leaf.host), key=lambda i: -leaves[i].rank):
-        together.setdefault(leaves[i].path if leaves[i].owner is None else leaves[i].owner, []).append(i)
     left, disk = host_bytes, set[int]()
-    for group in together.values():
+    for group in reversed(_together([k for k, leaf in enumerate(leaves) if leaf.host], leaves, _whose(leaves))):
         size = sum(leaves[i].nbytes for i in group)
         left, fits = (left - size, True) if size <= left else (left, False)
         disk |= set() if fits else {*group}
@@ -243,14 +210,13 @@ def _with_disk(leaves: list[Leaf], host_bytes: int) -> list[Leaf]:
     return [dataclasses.replace(x, disk=True, why=why) if i in disk else x for i, x in enumerate(leaves)]
 
 
-def _with_cores(leaves: list[Leaf], shares: Sequence[float], subtree: list[int]) -> list[Leaf]:
-    """The leaves, those marked that the host's cores update: of what is in host memory, per subtree, the share that is
-    said for its parameters."""
-    found = set[int]()
-    for group in sorted(set(subtree) - {-1}) if any(shares) else ():
-        own = [i for i, s in enumerate(subtree) if s == group and leaves[i].host]
-        whose = [leaves[i].owner for i in own]
-        share = next((shares[i] for i in whose if i is not None), max(shares))
-        sizes, ranks = [leaves[i].nbytes for i in own], [leaves[i].rank for i in own]
-        found |= {own[k] for k in first_up_to(share, sizes, ranks, whose)}
-    return [dataclasses.replace(leaf, on_cores=True) if i in found else leaf for i, leaf in enumerate(leaves)]
+def _whose(leaves: Sequence[Leaf]) -> list[Hashable]:
+    return [leaf.path if leaf.owner is None else leaf.owner for leaf in leaves]
+
+
+def _together(chosen: Sequence[int], leaves: Sequence[Leaf], whose: Sequence[Hashable]) -> list[list[int]]:
+    """The chosen leaves, those that belong together in one list, in the order of the backward pass."""
+    found: dict[Hashable, list[int]] = {}
+    for k in sorted(chosen, key=lambda k: leaves[k].rank):
+        found.setdefault(whose[k], []).append(k)
+    return list(found.values())

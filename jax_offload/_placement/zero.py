@@ -1,19 +1,19 @@
-"""ZeRO-1: a state divided over mesh axes along which its parameters are replicated (Rajbhandari et al. 2020).
+"""How a state is divided: as its parameters are, and over further mesh axes, ZeRO-1 (Rajbhandari et al. 2020).
 
-Each device updates its part: gradients are scattered as they are reduced, and what becomes of them is gathered.
+With ZeRO-1 each device updates its part: gradients are scattered as they are reduced, and new values are gathered.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from jax_offload._base.around import Remembered
+from jax_offload._base.around import Remembered, described
 from jax_offload._base.paths import key_of
 from jax_offload._base.shardings import (
     Layouts,
@@ -26,18 +26,6 @@ from jax_offload._base.shardings import (
     typed_sharding,
 )
 from jax_offload._placement.placement import Leaf
-
-
-def axes_of(shard_over: Any) -> tuple[str, ...]:
-    """``shard_over`` as a tuple of names."""
-    axes = (shard_over,) if isinstance(shard_over, str) else shard_over
-    if axes is None:
-        return ()
-    if not isinstance(axes, Sequence) or not axes or not all(isinstance(name, str) for name in axes):
-        raise ValueError(f"shard_over: expected the name of a mesh axis, or several; got {shard_over!r}.")
-    if len(set(axes)) < len(axes):
-        raise ValueError(f"shard_over: names an axis twice: {shard_over!r}.")
-    return tuple(axes)
 
 
 def partitioned(
@@ -108,7 +96,7 @@ def partitions(plan: Sequence[Leaf], params: Any, shardings: Shardings, remember
                 "trace does not tell which it is. Make an offload(...) for each model and mesh."
                 if several
                 else f"shard_over: the sharding of parameter {name} is not known: with Auto mesh axes a trace does not "
-                "tell. Call tx.init on the parameters, or jax_offload.state_shardings(tx, params), before update is "
+                "tell. Call tx.init on the parameters, or jax_offload.abstract_state(tx, params), before update is "
                 "traced; an offload(...) that each step makes anew, as in inject_hyperparams, belongs around that."
             )
     return found
@@ -193,3 +181,49 @@ def resharded_state(leaves: Sequence[Any], plan: Sequence[Leaf], params: Any, sh
 
 def _parameter(name: str) -> str:
     return f"parameter {name}"
+
+
+Axes = tuple[int | None, ...]  # for each axis of a leaf the axis of its parameter; None: none of them
+
+
+def axes_in_parameter(
+    init: Callable[[Any], Any], params: Any, leaves: Sequence[tuple[int | None, tuple[int, ...]]]
+) -> list[Axes | None]:
+    """For each state leaf, given as (number of its parameter, shape), its axes; ``None`` where they are not known.
+
+    A row factor of a square matrix has the shape of a column factor. So ``init`` is traced once more, with parameters
+    all of whose axes differ: what their sizes become tells which is which.
+    """
+    flat, treedef = jax.tree.flatten(params)
+    if all(i is None or len(shape) in (0, len(np.shape(flat[i]))) for i, shape in leaves):
+        return [None] * len(leaves)
+    changed = [jax.ShapeDtypeStruct(_distinct(np.shape(x)), x.dtype) for x in flat]
+    try:
+        with described(()):
+            probe = jax.tree.leaves(jax.eval_shape(init, jax.tree.unflatten(treedef, changed)))
+    except Exception:  # an init that looks at more than shapes
+        return [None] * len(leaves)
+    if len(probe) != len(leaves):
+        return [None] * len(leaves)
+    return [
+        None if i is None else _axes(shape, x.shape, np.shape(flat[i]), changed[i].shape)
+        for (i, shape), x in zip(leaves, probe, strict=True)
+    ]
+
+
+def _axes(
+    leaf: tuple[int, ...], probe: tuple[int, ...], param: tuple[int, ...], changed: tuple[int, ...]
+) -> Axes | None:
+    if len(leaf) != len(probe):
+        return None
+    index = {n: axis for axis, n in enumerate(changed)}
+    axes = [index.get(m) for m in probe]
+    return tuple(a if a is not None and param[a] == n else None for a, n in zip(axes, leaf, strict=True))
+
+
+def _distinct(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """About the same sizes, none twice; of equal ones a later axis is larger, as a stable sort would have it."""
+    sizes, last = list(shape), 0
+    for axis in sorted(range(len(shape)), key=lambda axis: (shape[axis], axis)):
+        sizes[axis] = last = max(shape[axis], last + 1)
+    return tuple(sizes)

@@ -23,8 +23,6 @@ class Options:
       window, order: its arguments.
       shardings: of the parameters, by path, as far as they are known.
       partitions: of the gradients, by the parameters' paths, where the state is divided further (ZeRO-1).
-      serialise: whether gradients of what stays on the device wait for each other. Not where every one has an
-        accumulator there: all would.
       on_cores: the numbers of the state's leaves that are updated where they are, by the host's cores.
       on_disk: of those that are read from disk for the update.
       remembered: the paths of the parameters whose sharding is known from an earlier ``init`` alone.
@@ -36,7 +34,6 @@ class Options:
     order: Order = None
     shardings: Shardings = dataclasses.field(default_factory=dict[str, Sharding])
     partitions: Layouts = dataclasses.field(default_factory=dict[str, NamedSharding])
-    serialise: bool = True
     on_cores: frozenset[int] = frozenset()
     on_disk: frozenset[int] = frozenset()
     remembered: frozenset[str] = frozenset()
@@ -71,7 +68,6 @@ def merged(claims: Sequence[Claim]) -> Options:
     return Options(
         shardings={path: s for each in claims for path, s in each.options.shardings.items()},
         partitions={path: s for each in claims for path, s in each.options.partitions.items()},
-        serialise=all(each.options.serialise for each in claims),
         remembered=frozenset[str]().union(*(each.options.remembered for each in claims)),
         unknown=frozenset[str]().union(*(each.options.unknown for each in claims)),
     )

@@ -23,7 +23,8 @@ class _Float:
 # Blocks are scaled by a power of two so that their largest magnitude is at most the least of the last binade: rounding
 # up then neither overflows nor changes the scale.
 SCALED = {"float16": _Float(10, -14, 15), "float8_e4m3fn": _Float(3, -6, 8), "float8_e5m2": _Float(2, -14, 15)}
-BITS = {"int8": 7, "uint8": 8}
+INTEGERS = ("int8", "uint8")
+_MIDDLE = 128.0  # the code of zero in a uint8 block that has a negative number
 _SNAP = 1e-4  # of a step: a value this near a point of the map is that point: the arithmetic is off by 7e-5 at most
 
 
@@ -39,8 +40,17 @@ def magnitude(x: jax.Array, *, dtype: str) -> jax.Array:
     a block is not always NaN where one is: XLA's CPU loses it in vectors."""
     if dtype in SCALED:
         return _where(lax.is_finite(x), lax.abs(_held(x, dtype)), 0)
-    valid = lax.is_finite(x) if dtype == "int8" else lax.is_finite(x) & (x >= 0)
-    return _where(valid, lax.abs(x), math.inf)
+    return _where(lax.is_finite(x), lax.abs(x), math.inf)
+
+
+def negative(x: jax.Array) -> jax.Array:
+    """1 for a negative number, else 0."""
+    return _where(x < 0, lax.full_like(x, 1), 0)
+
+
+def with_sign(largest: jax.Array, negative: jax.Array) -> jax.Array:
+    """The scale of a ``uint8`` block: less than zero if one of its numbers is."""
+    return _where(negative > 0, -largest, largest)
 
 
 def scale_of(largest: jax.Array, *, dtype: str) -> jax.Array:
@@ -49,8 +59,8 @@ def scale_of(largest: jax.Array, *, dtype: str) -> jax.Array:
     return lax.bitcast_convert_type((power + 127) << 23, jnp.float32)
 
 
-def or_nan(largest: jax.Array) -> jax.Array:
-    return _where(largest == math.inf, lax.full_like(largest, math.nan), largest)
+def or_nan(scale: jax.Array) -> jax.Array:
+    return _where(lax.abs(scale) == math.inf, lax.full_like(scale, math.nan), scale)
 
 
 def to_bfloat16(x: jax.Array, *place: jax.Array, strides: tuple[int, ...]) -> jax.Array:
@@ -69,18 +79,30 @@ def to_float(x: jax.Array, scale: jax.Array, *place: jax.Array, dtype: str, stri
     return _where(lax.is_finite(x), values, x).astype(dtype)
 
 
-def to_code(x: jax.Array, largest: jax.Array, *place: jax.Array, dtype: str, strides: tuple[int, ...]) -> jax.Array:
-    part = magnitude(x, dtype=dtype) / _where(largest > 0, largest, 1)
+def to_code(x: jax.Array, scale: jax.Array, *place: jax.Array, dtype: str, strides: tuple[int, ...]) -> jax.Array:
+    part = magnitude(x, dtype=dtype) / _where(scale != 0, lax.abs(scale), 1)
     noise = _noise(*place, strides=strides, margin=_SNAP) if place else None
-    signed = dtype == "int8"
-    code = _to_map(part if signed else lax.sqrt(part), BITS[dtype], noise, squared=not signed)
-    return (lax.sign(x) * code).astype(dtype)  # what is zero has no sign
+    if dtype == "int8":
+        return (lax.sign(x) * _to_map(part, 21, noise)).astype(dtype)  # zero has no sign
+    signed = scale < 0
+    root = _where(signed, part, lax.sqrt(part))
+    code = lax.sign(x) * _to_map(root, _thrice_bits(signed), noise, squared=~signed)
+    return (code + _where(signed, lax.full_like(code, _MIDDLE), 0)).astype(dtype)
 
 
-def from_code(code: jax.Array, largest: jax.Array, *, dtype: str) -> jax.Array:
+def from_code(code: jax.Array, scale: jax.Array, *, dtype: str) -> jax.Array:
     code = code.astype(jnp.float32)
-    point = _point(lax.abs(code), BITS[dtype])
-    return lax.sign(code) * point * largest if dtype == "int8" else point * point * largest
+    if dtype == "int8":
+        return lax.sign(code) * _point(lax.abs(code), 21) * scale
+    signed = scale < 0
+    code = code - _where(signed, lax.full_like(code, _MIDDLE), 0)
+    point = _point(lax.abs(code), _thrice_bits(signed))
+    return _where(signed, lax.neg(lax.sign(code)), point) * point * scale
+
+
+def _thrice_bits(signed: jax.Array) -> jax.Array:
+    """Three times the bits of a code without its sign: an octade of 8 is three binades."""
+    return 24 - 3 * signed.astype(jnp.int32)
 
 
 def _noise(*place: jax.Array, strides: tuple[int, ...], margin: float = 0.0) -> jax.Array:
@@ -126,30 +148,37 @@ def _to_grid(x: jax.Array, form: _Float, noise: jax.Array | None) -> jax.Array:
     return lax.sign(x) * jnp.maximum(count, 1) * (binade * 2.0**-form.mantissa)
 
 
-def _to_map(x: jax.Array, bits: int, noise: jax.Array | None, *, squared: bool) -> jax.Array:
-    """Numbers in [0, 1] as codes of the dynamic map, at least 1; ``squared``: rounding keeps the mean of their squares.
+def _to_map(x: jax.Array, thrice: Any, noise: jax.Array | None, squared: jax.Array | None = None) -> jax.Array:
+    """Numbers in [0, 1] as codes of the dynamic map, at least 1.
 
     A code of n + 1 binary digits lies in the octade (8^-(k+1), 8^-k], k = bits - 1 - n, which has 2^n points, evenly
     apart. So codes are a linear function of x in each octade, and a continuous one in all.
+
+    Args:
+      x: the numbers.
+      thrice: three times the number of bits.
+      noise: what decides between two points; ``None``: the nearer one.
+      squared: where rounding keeps the mean of the squares.
     """
-    thirds = (lax.bitcast_convert_type(x, jnp.int32) - 1 >> 23) + (3 * bits - 127)  # ceil(log2(x)) + 3 bits - 1
+    thirds = (lax.bitcast_convert_type(x, jnp.int32) - 1 >> 23) + (thrice - 127)  # ceil(log2(x)) + thrice - 1
     n = (jnp.maximum(thirds, 0) * (11 << 18)) & 0x7F800000  # a third of it, where a float has its exponent
     points = lax.bitcast_convert_type(n + (127 << 23), jnp.float32)
-    steps = lax.bitcast_convert_type(((124 + 3 * bits) << 23) - (n + n), jnp.float32)  # 8^(bits - 1) / points^2
+    steps = lax.bitcast_convert_type(((124 + thrice) << 23) - (n + n), jnp.float32)  # 8^(bits - 1) / points^2
     place = x * steps * (8 / 7)  # from zero, in steps of the octade
     code = place + (points * (6 / 7) - 1)
-    if squared:
+    if squared is not None:
         below = jnp.floor(code)
         share = code - below
         both = place + place - share
-        code = below + share * both / (both - share + 1)
+        code = _where(squared, below + share * both / (both - share + 1), code)
     return jnp.maximum(jnp.floor(code + (0.5 if noise is None else noise)), 1)
 
 
-def _point(code: jax.Array, bits: int) -> jax.Array:
+def _point(code: jax.Array, thrice: Any) -> jax.Array:
     """The number that a code of the dynamic map, a float, stands for; exact."""
     n = _power_below(code)
-    return n * n * (7 * code - 6 * n + 7) * 2.0 ** (-3 * bits)
+    unit = 2.0**-thrice if isinstance(thrice, int) else lax.bitcast_convert_type((127 - thrice) << 23, jnp.float32)
+    return n * n * (7 * code - 6 * n + 7) * unit
 
 
 def _power_below(x: jax.Array) -> jax.Array:

@@ -27,19 +27,21 @@ from jax_offload._base.arrays import is_integer
 from jax_offload._base.elementwise import elementwise
 from jax_offload._base.shardings import constrained, padded, shards_of, typed_sharding
 from jax_offload._precision.elements import (
-    BITS,
+    INTEGERS,
     SCALED,
     from_code,
     magnitude,
+    negative,
     or_nan,
     scale_of,
     to_bfloat16,
     to_code,
     to_float,
+    with_sign,
 )
 
 BLOCK = 128
-NAMES = ("float32", "bfloat16", *SCALED, *BITS)
+NAMES = ("float32", "bfloat16", *SCALED, *INTEGERS)
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32"}
 _SHORT |= dict.fromkeys(("fp8", "f8", "float8", "fp8_e4m3", "e4m3", "float8_e4m3"), "float8_e4m3fn")
 _SHORT |= dict.fromkeys(("fp8_e5m2", "e5m2"), "float8_e5m2")
@@ -61,8 +63,8 @@ class Storage:
         - ``"int8"``: the dynamic map of Dettmers et al. 2022 (8-bit optimizers, arXiv:2110.02861), blocks scaled by
           their largest magnitude; seven octades of 8 where the paper has decades of 10, so that every point is exact in
           binary, and with both ends of each, so that the largest of a block is. 1 byte and the scale.
-        - ``"uint8"``: for second moments: the unsigned map, of the square root. 1 byte and the scale. ``init`` refuses
-          it for a leaf that the optimizer's update might make negative, a first moment say.
+        - ``"uint8"``: for second moments: the unsigned map, of the square root. A block with a negative number takes
+          the map of ``"int8"``. 1 byte and the scale, whose sign says which map it is.
       block: elements along the last axis that share a scale, which is a float32. ``"float32"`` and ``"bfloat16"``
         have none.
 
@@ -98,11 +100,6 @@ class Storage:
         """Bytes of one element, without the scale."""
         return jnp.dtype(self.dtype).itemsize
 
-    @property
-    def unsigned(self) -> bool:
-        """Whether it has no negative numbers."""
-        return jnp.issubdtype(jnp.dtype(self.dtype), jnp.unsignedinteger)
-
 
 def _meant(given: Any, dtype: str) -> str:
     """The format that was probably meant, in words; empty where it is another dtype's name, or none is near."""
@@ -127,15 +124,19 @@ def encode(x: jax.Array, storage: Storage, seed: Any = None) -> tuple[jax.Array,
         return x, None
     if storage.dtype == "bfloat16":
         return elementwise(to_bfloat16, x, *_places(x, seed), strides=_strides(x)), None
-    largest = jnp.max(elementwise(magnitude, _in_blocks(x, storage.block), dtype=storage.dtype), axis=-1)
-    scale = elementwise(scale_of, largest, dtype=storage.dtype) if storage.dtype in SCALED else largest
+    blocks = _in_blocks(x, storage.block)
+    scale = jnp.max(elementwise(magnitude, blocks, dtype=storage.dtype), axis=-1)
+    if storage.dtype in SCALED:
+        scale = elementwise(scale_of, scale, dtype=storage.dtype)
+    elif storage.dtype == "uint8":
+        scale = elementwise(with_sign, scale, jnp.max(elementwise(negative, blocks), axis=-1))
     values = elementwise(
         to_float if storage.dtype in SCALED else to_code,
         *(x, _per_element(scale, x, storage.block), *_places(x, seed)),
         dtype=storage.dtype,
         strides=_strides(x),
     )
-    return values, scale if storage.dtype in SCALED else elementwise(or_nan, largest)
+    return values, scale if storage.dtype in SCALED else elementwise(or_nan, scale)
 
 
 def decode(values: jax.Array, scale: jax.Array | None, storage: Storage) -> jax.Array:

@@ -13,7 +13,7 @@ from jax_offload._base.arrays import Offloaded
 from jax_offload._base.marks import mark, mark_of
 from jax_offload._base.memory import on_host, to_device
 from jax_offload._base.shardings import constrained, typed_sharding
-from jax_offload._update.arguments import check_inner
+from jax_offload._placement.arguments import changes_shapes, check_inner, check_state, check_tree
 
 LANDING = "brings a parameter to its master"  # what the trace says of an update
 
@@ -29,16 +29,6 @@ class MasterState(NamedTuple):
 
     master: Any
     inner_state: Any
-
-    @staticmethod
-    def apply_updates(params: Any, updates: Any, state: Any) -> Any:
-        """What ``update_params`` does instead of ``optax.apply_updates`` where such a node is in the state."""
-        return applied_to_masters(params, updates, state)
-
-    @staticmethod
-    def check_updates(updates: Any, state: Any) -> None:
-        """What an ``offload`` asks once it has updated, where such a node is in the state."""
-        check_last_word(updates, state)
 
 
 class WithMasterParams(optax.GradientTransformationExtraArgs):
@@ -173,7 +163,26 @@ def _check_order(inner_state: Any) -> None:
         raise TypeError(_ORDER)
 
 
-def check_last_word(updates: Any, state: Any) -> None:
+def checked_update(
+    tx: optax.GradientTransformationExtraArgs, updates: Any, state: Any, params: Any, **extra_args: Any
+) -> tuple[Any, Any]:
+    """``tx.update``; ``ValueError`` where gradients, state and parameters do not fit each other, or masters do not
+    have the last word."""
+    like = updates if params is None else params
+    try:
+        new, after = tx.update(updates, state, params, **extra_args)
+    except Exception as error:
+        check_state(tx.init, state, like, error)
+        check_tree(updates, params, error)
+        raise
+    other_tree = jax.tree.structure(after) != jax.tree.structure(state)
+    if other_tree or changes_shapes(state, after) or changes_shapes(like, new):
+        check_state(tx.init, state, like, None)
+    _check_last_word(new, state)
+    return new, after
+
+
+def _check_last_word(updates: Any, state: Any) -> None:
     """Raises ``ValueError`` where a chain, being traced, has changed the updates of masters.
 
     The parameter then lands elsewhere than its master, which follows it, and the bits for which it is kept are lost.

@@ -1,4 +1,4 @@
-"""A state that is stored in fewer bits than its optimizer computes with."""
+"""A state that is stored in fewer bits than its optimizer computes with, and the transformation that keeps one."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.core import Tracer
+from jax.tree_util import keystr
 
 from jax_offload._base import memory
 from jax_offload._base.barriers import opaque
@@ -21,7 +24,7 @@ from jax_offload._base.paths import KeyPath
 from jax_offload._placement.placement import stays
 from jax_offload._precision.elements import mixed
 from jax_offload._precision.formats import Storage, decode, encode, encoded_shapes
-from jax_offload._precision.masters import MasterState
+from jax_offload._precision.masters import MasterState, checked_update
 
 Rules = tuple[tuple[str | None, Storage], ...]  # ``None``: all that can be stored
 
@@ -105,7 +108,7 @@ def formats(rules: Rules, state: Any, params: Any, min_bytes: int) -> list[Stora
     names = []  # of what a rule may match
     masters = _master_paths(state)
     for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        name = keystr(path, simple=True, separator="/")
         names.extend([] if stays(x, 0) else [name])
         matching = [] if stays(x, 0) else [each for each in rules if _match(each[0], name)]
         used.update(rule for rule, _ in matching)
@@ -127,26 +130,6 @@ def formats(rules: Rules, state: Any, params: Any, min_bytes: int) -> list[Stora
             )
         )
     return found
-
-
-def check_unsigned(state: Any, found: Sequence[Storage | None], bounds: Sequence[tuple[float, float]]) -> None:
-    """Raises ``ValueError`` where a leaf that may become negative is to be stored in an unsigned format.
-
-    Args:
-      state: a plain state.
-      found: the format of each leaf.
-      bounds: the least and the largest value of each leaf, as far as the optimizer's equations show them.
-    """
-    flat = jax.tree_util.tree_flatten_with_path(state)[0]
-    rows = zip(flat, found, bounds, strict=True)
-    if wrong := [path for (path, _), form, (least, _) in rows if form is not None and form.unsigned and not least >= 0]:
-        name = jax.tree_util.keystr(wrong[0], simple=True, separator="/")
-        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        raise ValueError(
-            f"storage: uint8 is for what is never negative, and the equations of the optimizer's update do not show "
-            f"that of the state leaf {name}{more}: a negative number would become NaN. Fix: 'int8' (or 'bfloat16') for "
-            "it, and uint8 for second moments: storage={'mu': 'int8', 'nu': 'uint8'}."
-        )
 
 
 def _unfit(x: Any, storage: Storage, master: bool) -> str:
@@ -227,18 +210,6 @@ def _seeds(rounds: jax.Array, *, n: int) -> list[jax.Array]:
     return seeds
 
 
-def as_stored(state: Any, like: Any) -> Any:
-    """``state`` with the nodes of ``like``, where its leaves are the same: ``nnx.update`` makes dicts of them."""
-    leaves, treedef = jax.tree.flatten(like)
-    got = jax.tree.leaves(state)
-    same = len(got) == len(leaves) and all(_type(a) == _type(b) for a, b in zip(got, leaves, strict=True))
-    return jax.tree.unflatten(treedef, got) if same else state
-
-
-def _type(x: Any) -> Any:
-    return np.shape(x), getattr(x, "dtype", None)
-
-
 def _encoded(x: jax.Array, storage: Storage, seed: Any, dtype: str | None = None) -> Encoded:
     values, *scale = composite(_encode, x, *([] if seed is None else [seed]), storage=storage)
     return Encoded(values, scale[0] if scale else None, storage, dtype or np.dtype(x.dtype).name)
@@ -256,6 +227,87 @@ def _encode(x: jax.Array, seed: Any = None, *, storage: Storage) -> list[jax.Arr
 
 def _decode(values: jax.Array, scale: Any = None, *, storage: Storage) -> list[jax.Array]:
     return [decode(values, scale, storage)]
+
+
+def with_storage(
+    inner: optax.GradientTransformationExtraArgs, rules: Rules, min_bytes: int
+) -> optax.GradientTransformationExtraArgs:
+    """``inner`` with its state in the formats that the rules say, decoded for each update and encoded after it."""
+
+    def init_fn(params: Any) -> StoredState:
+        state = inner.init(params)
+        return stored(state, formats(rules, state, params, min_bytes))
+
+    def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, StoredState]:
+        before = plain(state)
+        new, after = checked_update(inner, updates, before, params, **extra_args)
+        return new, next_stored(state, before, after)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def warn_of_unstored(rules: Rules, state: Any) -> None:
+    """Says which leaves one dtype for all leaves out although they are numbers of the optimizer: complex ones."""
+    flat = jax.tree_util.tree_flatten_with_path(state.inner_state)[0]
+    left = [keystr(path) for path, x in flat if not stays(x, 0) and jnp.issubdtype(x.dtype, jnp.complexfloating)]
+    if left and rules[0][0] is None:
+        warnings.warn(
+            f"storage: {rules[0][1].dtype!r} leaves {len(left)} complex leaves of the state as they are, the first is "
+            f"{left[0]}: no format stores complex numbers. To say so without this warning, name the others: "
+            "storage={'mu/layers': 'bfloat16'}, say; or train real and imaginary parts apart "
+            "(optax.contrib.split_real_and_imaginary).",
+            stacklevel=5,
+        )
+
+
+def adopted(state: Any, rules: Rules, params: Any, min_bytes: int, init: Callable[[Any], Any]) -> StoredState:
+    """A state that comes to an update of ``with_storage``: ``nnx.update`` makes dicts of its nodes.
+
+    Some optimizers return leaves in other dtypes than they made: momentum of a bfloat16 or integer leaf becomes
+    float32 in the first update. Such a leaf stays in the format that its first dtype asked for: a carry keeps its tree.
+
+    Raises:
+      ValueError: it is stored otherwise than the rules say, and than ``init`` stores it.
+    """
+    if not any(map(is_encoded, jax.tree.leaves(state, is_leaf=is_encoded))):
+        state = _with_nodes_of(state, jax.eval_shape(init, params))
+    fix = "Convert it: jo.from_plain(tx, jo.to_plain(old_tx, state)), params given where their tree is not in it."
+    if not isinstance(state, StoredState):
+        raise ValueError(f"state: is a {type(state).__name__}, not one that offload(..., storage=) keeps. {fix}")
+    leaves, treedef = jax.tree.flatten(state.inner_state, is_leaf=is_encoded)
+    decoded = [jax.ShapeDtypeStruct(x.values.shape, x.dtype) if is_encoded(x) else x for x in leaves]
+    wanted, got = formats(rules, jax.tree.unflatten(treedef, decoded), params, min_bytes), _formats_of(state)
+    if got == wanted or got == _formats_at_first(init, params):
+        return state
+    k = next(k for k, (a, b) in enumerate(zip(got, wanted, strict=True)) if a != b)
+    path = jax.tree_util.tree_flatten_with_path(state.inner_state, is_leaf=is_encoded)[0][k][0]
+    raise ValueError(
+        f"state: {keystr(path)} is stored as {got[k] or leaves[k].dtype}, and storage says {wanted[k]}. {fix}"
+    )
+
+
+def _with_nodes_of(state: Any, like: Any) -> Any:
+    """``state`` with the nodes of ``like``, where its leaves are the same."""
+    wanted, treedef = jax.tree.flatten(like)
+    leaves = jax.tree.leaves(state)
+    types = [[(np.shape(x), getattr(x, "dtype", None)) for x in each] for each in (leaves, wanted)]
+    return jax.tree.unflatten(treedef, leaves) if types[0] == types[1] else state
+
+
+def _formats_of(state: StoredState) -> list[Storage | None]:
+    return list(map(_format_of, jax.tree.leaves(state.inner_state, is_leaf=is_encoded)))
+
+
+def _format_of(x: Any) -> Storage | None:
+    return x.storage if is_encoded(x) else None
+
+
+def _formats_at_first(init: Callable[[Any], Any], params: Any) -> list[Storage | None] | None:
+    try:
+        state = jax.eval_shape(init, params)
+    except Exception:  # init cannot run on what we have
+        return None
+    return _formats_of(state)
 
 
 # Leaf by leaf: as whole trees neither state need fit on the device.

@@ -11,7 +11,7 @@ from jax_offload._plan.options import claimed, merged
 
 _ORDER = "order: guessed from the parameters' paths; "
 _READ, _SAY = "placement(step, *args) reads it from the step", "the step does not tell it, offload(order=) does"
-_ASK = "tx.init(params) or state_shardings(tx, params) before the step tells them, for parameters of one sharding"
+_ASK = "tx.init(params) or abstract_state(tx, params) before the step tells them, for parameters of one sharding"
 
 
 def guessed(updates: Sequence[Update], *, of_step: bool) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from jax_offload._plan.plan import Planned
 from jax_offload._report.callables import opened, unwrapped
 from jax_offload._report.guessed import guessed
 from jax_offload._report.printed import ARGUMENT, Placement
-from jax_offload._state.traced_init import abstract_leaves, placed_leaves
+from jax_offload._state.state import abstract_leaves, placed_leaves
 
 _UNSEEN = "not loaded by an update in what was traced; under vmap and derivatives none is seen"
 _NO_UPDATE = "no update of an offload was seen in it (under vmap and derivatives none is)"
@@ -235,7 +235,7 @@ def traced(fun: Callable[..., Any], *args: Any) -> Any:
         filled = dict(enumerate(leaves)) | dict(zip(arrays, values, strict=True))
         return fun(*jax.tree.unflatten(treedef, filled.values()))
 
-    return jax.jit(with_arrays).trace(*(_memory.on_a_mesh(leaves[k]) for k in arrays)).jaxpr
+    return jax.jit(with_arrays).trace(*(_memory.in_its_memory(leaves[k]) for k in arrays)).jaxpr
 
 
 def _in_words(loads: Sequence[Planned], ways: _Loads) -> str:

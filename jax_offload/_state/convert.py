@@ -11,10 +11,9 @@ import optax
 from jax.core import Tracer
 
 from jax_offload._base.disk_moves import check_in_memory
+from jax_offload._placement.arguments import check_transformation
 from jax_offload._precision.storage import Encoded, StoredState, decoded_in_place, encoded_in_place, is_encoded
-from jax_offload._state.state import params_like, to_host
-from jax_offload._state.traced_init import placed_state
-from jax_offload._update.arguments import check_transformation
+from jax_offload._state.state import abstract_state, params_like, to_host
 
 
 def to_plain(tx: optax.GradientTransformation, state: Any) -> Any:
@@ -84,7 +83,7 @@ def from_plain(tx: optax.GradientTransformation, state: Any, params: Any = None)
     if any(_is_stored(x) for x in jax.tree.leaves(state, is_leaf=_is_stored)):
         raise ValueError("state: is stored, not plain; jo.to_plain(tx, state) gives the plain one.")
     params = params_like(tx, state, plain=True) if params is None else params
-    wanted, treedef = jax.tree.flatten(placed_state(tx, params), is_leaf=_is_stored)
+    wanted, treedef = jax.tree.flatten(abstract_state(tx, params), is_leaf=_is_stored)
     try:
         parts = treedef.flatten_up_to(state)
         stored = [_stored(part, like) for part, like in zip(parts, wanted, strict=True)]

@@ -6,6 +6,9 @@ counts, and nothing is allocated.
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -16,14 +19,20 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jax_offload._base import memory
+from jax_offload._base.around import described
+from jax_offload._base.arrays import is_like
 from jax_offload._base.disk_moves import brought, read_to
 from jax_offload._base.donation import guarded
-from jax_offload._base.on_disk import is_on_disk, place_of, typed
-from jax_offload._base.shardings import sharding_of
+from jax_offload._base.jaxprs import Literal, jaxpr_of
+from jax_offload._base.marks import marks_in
+from jax_offload._base.on_disk import is_on_disk, typed
+from jax_offload._base.paths import owners
+from jax_offload._base.shardings import is_explicit, sharding_of, shards_of, typed_sharding, without_axes
+from jax_offload._placement.arguments import AROUND, check_transformation
+from jax_offload._placement.placement import Leaf, unmanaged
+from jax_offload._placement.zero import axes_in_parameter, state_sharding
 from jax_offload._precision.masters import MasterState
 from jax_offload._precision.storage import StoredState, is_encoded
-from jax_offload._state.traced_init import placed_leaves, placed_state, traced_init
-from jax_offload._update.arguments import check_transformation
 
 
 def abstract_state(tx: optax.GradientTransformation, params: Any) -> Any:
@@ -54,40 +63,8 @@ def abstract_state(tx: optax.GradientTransformation, params: Any) -> Any:
       >>> mu.shape, mu.dtype.name, mu.sharding.memory_kind
       ((256, 256), 'float32', 'pinned_host')
     """
-    return jax.tree.map(lambda x: typed(memory.on_a_mesh(x), place_of(x)), placed_state(tx, params))
-
-
-def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
-    """The shardings of ``tx.init(params)``: for the ``out_shardings`` of a step, or of ``jax.jit(tx.init)``.
-
-    Args:
-      tx: a transformation with an ``offload`` anywhere inside it.
-      params: the parameters, concrete or abstract, as for ``jax_offload.abstract_state``.
-
-    Returns:
-      A tree like the state's, of ``jax.sharding.Sharding``s with memory kinds; for a leaf on disk that of the number
-      that stands there. Nothing is allocated.
-
-    Raises:
-      TypeError: ``tx`` is not a transformation.
-      ValueError: the parameters are a state, or an option of an ``offload`` does not fit them.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, optax, jax_offload as jo
-      >>> params = jax.device_put({"w": jnp.ones((256, 256))}, jax.devices()[0])
-      >>> tx = jo.offload(optax.adamw(1e-3))
-      >>> state = jax.jit(tx.init, out_shardings=jo.state_shardings(tx, params))(params)
-      >>> state[0].mu["w"].sharding.memory_kind
-      'pinned_host'
-    """
     leaves, treedef = placed_leaves(tx, params, remember=True)
-    return jax.tree.unflatten(treedef, [_of_token(s) if leaf.disk else s for leaf, _, s in leaves])
-
-
-def _of_token(sharding: Sharding) -> Sharding:
-    """That of the number that stands in a state for a leaf on disk."""
-    everywhere = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
-    return memory.with_kind(everywhere, memory.DEVICE_KIND)
+    return jax.tree.unflatten(treedef, abstract_leaves(leaves))
 
 
 def to_device(state: Any) -> Any:
@@ -162,7 +139,7 @@ def to_host(tx: optax.GradientTransformation, state: Any, params: Any = None) ->
             "If the parameters' tree could not be read off the state, pass params."
         )
     if any(leaf.disk for leaf, _ in leaves) or any(map(is_on_disk, got)):
-        return jax.tree.unflatten(treedef, brought(got, lambda: jax.tree.leaves(placed_state(tx, params))))
+        return jax.tree.unflatten(treedef, brought(got, lambda: jax.tree.leaves(abstract_state(tx, params))))
     # Tracers do not tell shardings: under jit the next update divides what is to be divided.
     traced = any(isinstance(x, Tracer) for x in [*got, *jax.tree.leaves(params)])
     numpy = [not isinstance(x, jax.Array) for x in got]
@@ -222,3 +199,82 @@ def params_like(tx: optax.GradientTransformation, state: Any, *, plain: bool = F
         raise ValueError("params: the state has no tree of their structure; give them as params=.")
     copies = [jax.tree.map(like_param, each, is_leaf=lambda x: is_encoded(x) or is_on_disk(x)) for each in copies]
     return max(copies, key=lambda each: len(jax.tree.leaves(each)))
+
+
+def abstract_leaves(leaves: Iterable[tuple[Leaf, Any, Sharding]]) -> list[Any]:
+    """The leaves of ``abstract_state``, of what ``placed_leaves`` returns."""
+    return [
+        typed(memory.abstract(x.shape, x.dtype, s, weak_type=getattr(x, "weak_type", False)), leaf.place)
+        for leaf, x, s in leaves
+    ]
+
+
+def placed_leaves(
+    tx: optax.GradientTransformation, params: Any, *, remember: bool = False
+) -> tuple[list[tuple[Leaf, Any, Sharding]], Any]:
+    """For every state leaf its row of the table, its type and its sharding; and the state's tree."""
+    leaves, treedef = traced_init(tx, params, remember=remember)
+    flat = jax.tree.leaves(params)
+    shardings = [_sharding(x) for x in flat]
+    everywhere = _replicated(shardings)
+    axes = axes_in_parameter(tx.init, params, [(leaf.owner, aval.shape) for leaf, aval in leaves])
+    placed = []
+    for (leaf, aval), of_param in zip(leaves, axes, strict=True):
+        own = None if leaf.owner is None else shardings[leaf.owner]
+        shape = () if leaf.owner is None else np.shape(flat[leaf.owner])
+        sharding, note = everywhere, ""
+        if own is not None and aval.shape != () and is_like(leaf.path, aval.shape, shape):
+            sharding, why = state_sharding(leaf, aval.shape, own, shape, f"parameter {leaf.param}")
+            note = f" ({why})" if why else ""
+        elif of_param is not None and isinstance(own, NamedSharding):
+            sharding = without_axes(own, of_param)
+        told = typed_sharding(aval)
+        if told is not None and isinstance(everywhere, NamedSharding) and is_explicit(told.mesh):
+            sharding = NamedSharding(everywhere.mesh, told.spec)  # with Explicit axes the types tell
+        spec = f"P({', '.join(map(repr, sharding.spec))})" if isinstance(sharding, NamedSharding) else ""
+        shard_bytes = leaf.nbytes // math.prod(shards_of(sharding, aval.shape))
+        leaf = dataclasses.replace(leaf, sharding=f"{spec}{note}", shard_bytes=shard_bytes)
+        kind = memory.HOST_KIND if leaf.host or leaf.disk else memory.DEVICE_KIND
+        sharding = memory.with_kind(sharding, kind)
+        leaf = leaf if leaf.place is None else dataclasses.replace(leaf, place=leaf.place.at(sharding))
+        placed.append((leaf, aval, sharding))
+    return placed, treedef
+
+
+def traced_init(
+    tx: optax.GradientTransformation, params: Any, *, remember: bool = False
+) -> tuple[list[tuple[Leaf, Any]], Any]:
+    """For every state leaf its row of the table and its type; and the state's tree."""
+    check_transformation(tx, "(tx, params)")
+    found: list[Any] = []
+
+    def init(params: Any) -> Any:
+        state = tx.init(params)
+        found.extend(jax.tree_util.tree_flatten_with_path(state)[0])
+        return state
+
+    with described(params, remember=remember):
+        closed, treedef = jaxpr_of(init, params)
+    rows = marks_in(closed)
+    owner = owners([path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]])
+    leaves = []
+    for (path, x), v, aval in zip(found, closed.jaxpr.outvars, closed.out_avals, strict=True):
+        row = unmanaged(aval if hasattr(x, "dtype") else x) if isinstance(v, Literal) or v not in rows else rows[v]
+        name = jax.tree_util.keystr(path)
+        if (row.host or row.disk) and ".inner_opt_state" in name.removesuffix(row.path):
+            raise ValueError(AROUND)
+        leaf = dataclasses.replace(row, path=name, owner=owner(path), host=memory.is_host_aval(aval) and not row.disk)
+        leaves.append((leaf, aval))
+    return leaves, treedef
+
+
+def _sharding(param: Any) -> Sharding:
+    placed = sharding_of(param)
+    traced = isinstance(param, Tracer)
+    loose = isinstance(param, jax.Array) and not traced and not param.committed and memory.mesh_is_set()
+    return memory.ambient_sharding() if placed is None or loose else placed
+
+
+def _replicated(shardings: list[Sharding]) -> Sharding:
+    first = shardings[0] if shardings else memory.ambient_sharding()
+    return NamedSharding(first.mesh, PartitionSpec()) if isinstance(first, NamedSharding) else first

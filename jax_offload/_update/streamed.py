@@ -180,7 +180,7 @@ def _in_order(traced: Traced, updates: Any, state: Any, produced: list[int] | No
 def _serialise(options: Options, updates: Any, produced: list[int] | None) -> Serialise:
     """Which gradients wait for each other: none where one might be divided between devices, and how is not known, or
     is only while it is updated (ZeRO-1: 4693 instead of 4677 MiB, 12x4096x4096, half of it, four devices)."""
-    found = Serialise.SUMS if produced is None or not options.serialise else Serialise.ALL
+    found = Serialise.SUMS if produced is None else Serialise.ALL
     for path, x in jax.tree_util.tree_flatten_with_path(updates)[0]:
         if is_array(x) and is_large(x):
             typed, key = typed_sharding(jax.typeof(x)), key_of(path)

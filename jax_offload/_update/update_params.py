@@ -14,10 +14,10 @@ from jax_offload._base.eager import compiled_where_eager
 from jax_offload._base.on_disk import opened
 from jax_offload._base.shardings import types_tell
 from jax_offload._emit.skip import carried_unless
+from jax_offload._placement.arguments import check_not_in_multi_steps, check_transformation
 from jax_offload._placement.zero import resharded
 from jax_offload._plan.options import Options
-from jax_offload._update.arguments import check_transformation
-from jax_offload._update.features import applied
+from jax_offload._precision.masters import applied_to_masters
 from jax_offload._update.streamed import part_of_recipe, streamed
 
 
@@ -83,6 +83,7 @@ def update_params(
     if skip is not None:
         return carried_unless(skip, lambda c: update_params(tx, grads, c[1], c[0], **extra_args), (params, state))
     check_transformation(tx, "(tx, grads, state, params)")
+    check_not_in_multi_steps(tx, state)
     tx = optax.with_extra_args_support(tx)
     state, stored = opened(state)
 
@@ -91,7 +92,7 @@ def update_params(
             return tx.update(grads, state, params, **extra_args)
 
         (updates, state), given = part_of_recipe(update, grads, state, params, extra_args)
-        new = applied(params if types_tell(updates) else sharded_params(params, given), updates, state)
+        new = applied_to_masters(params if types_tell(updates) else sharded_params(params, given), updates, state)
         return _replicated_into(params, new, given), state
 
     params, state = streamed(recipe, (grads, state, params, extra_args), next_of=(2, 1))

@@ -29,13 +29,3 @@ def test_a_state_that_was_moved_goes_home_first():
     out = jax.tree.map(lambda x: x.sharding, (params, home))
     resident = measure_step(H200, optax.adamw(1e-3), n_layers=LAYERS)
     assert measure(H200, step, (params, moved, batch), (0, 1), out).peak <= resident.peak + 160
-
-
-@pytest.mark.long("compiles more of the same for a chip")
-def test_multi_steps_around():
-    """Its accumulators stay on the device; of the state only the window is there, and on the host only the state."""
-    require(H200)
-    resident = measure_step(H200, optax.MultiSteps(optax.adamw(1e-3), 2), n_layers=LAYERS)
-    around = measure_step(H200, optax.MultiSteps(jo.offload(optax.adamw(1e-3)), 2), n_layers=LAYERS)
-    assert around.peak <= resident.peak - 0.8 * STATE
-    assert (around.host_temp, around.loaded, around.stored) == (0, STATE, STATE)

@@ -33,7 +33,6 @@ FORMS = {  # offloaded, plain, how the update is called
     "skip": (offloaded(), ADAMW, "update", {"skip": jnp.bool_(False)}),
     "apply_if_finite": (offloaded(FINITE), FINITE, "update_params", {}),
     "apply_if_finite outside": (optax.apply_if_finite(offloaded(), 3), FINITE, "update", {}),
-    "MultiSteps outside": (optax.MultiSteps(offloaded(), 2), optax.MultiSteps(ADAMW, 2), "update", {}),
     "no parameters": (offloaded(optax.sgd(1e-2, 0.9)), optax.sgd(1e-2, 0.9), "update", {}),
 }
 

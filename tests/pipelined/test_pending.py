@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
 from jax_offload._base.jaxprs import jaxpr_of
-from jax_offload._base.memory import on_a_mesh
+from jax_offload._base.memory import in_its_memory
 from jax_offload._emit.find import holds_update
 from jax_offload._interop.pending import home_of
 from jax_offload._plan.in_scan import InScan
@@ -44,6 +44,7 @@ from tests.support.pipelined import (
 )
 from tests.support.rows import rows
 from tests.support.storage import resident
+from tests.support.trees import shardings_in
 
 ON_HOST = {"gradients": "host"}
 
@@ -181,7 +182,7 @@ def test_the_backward_scan_stores_them():
     tx = offloaded()
     train = pipelined(step_of(tx), **ON_HOST)
     jitted, args, _ = train.turned(parameters(), tx.init(parameters()), batch(0))
-    step = jax.make_jaxpr(jitted.whole_step)(*jax.tree.map(on_a_mesh, args))
+    step = jax.make_jaxpr(jitted.whole_step)(*jax.tree.map(in_its_memory, args))
     parts = [eqn.params["update"].plan for eqn in step.eqns if holds_update(eqn)]
     forward, backward = (part for part in parts if isinstance(part, InScan))
     (waiting,) = backward.stored
@@ -234,7 +235,7 @@ def test_fully_sharded(axis_type):
     batches = [jax.device_put(batch(k), NamedSharding(mesh, P("data"))) for k in range(5)]
     wanted, losses = loop(step_of(ADAMW, "update"), (parameters(), ADAMW.init(parameters())), map(batch, range(5)))
     with jax.set_mesh(mesh):
-        state = jax.jit(tx.init, out_shardings=jo.state_shardings(tx, params))(params)
+        state = jax.jit(tx.init, out_shardings=shardings_in(jo.abstract_state(tx, params)))(params)
         train = pipelined(step, **ON_HOST)
         carry, returned = advance(train, (params, state), batches)
         assert kinds(carry)[LAYERS, WIDTH, WIDTH] == HOST

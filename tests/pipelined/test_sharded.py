@@ -30,6 +30,7 @@ from tests.support.pipelined import (
     step_of,
 )
 from tests.support.rows import rows
+from tests.support.trees import shardings_in
 
 FSDP = {"layers": P(None, "data"), "head": P("data"), "bias": P()}
 TWO_AXES = {"layers": P(None, "data", "model"), "head": P("model"), "bias": P()}
@@ -73,7 +74,7 @@ def test_fully_sharded(axis_type, specs, gradients):
     batches = [jax.device_put(batch(k), NamedSharding(mesh, P("data"))) for k in range(5)]
     wanted, losses = loop(step_of(plain_tx, "update"), (parameters(), ADAMW.init(parameters())), map(batch, range(5)))
     with jax.set_mesh(mesh):
-        state = jax.jit(tx.init, out_shardings=jo.state_shardings(tx, params))(params)
+        state = jax.jit(tx.init, out_shardings=shardings_in(jo.abstract_state(tx, params)))(params)
         train = pipelined(step_on(tx, "update_params"), gradients=gradients)
         carry, returned = advance(train, (params, state), batches[:3])
         for each in batches[3:]:

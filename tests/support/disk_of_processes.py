@@ -26,6 +26,7 @@ from jax_offload._base.processes import allgathered
 from jax_offload._disk.files import Files
 from jax_offload._drive import stages
 from jax_offload._plan import by_rows
+from tests.support.trees import shardings_in
 
 WIDTH = 16
 SHAPES = {"a": (WIDTH, WIDTH), "b": (WIDTH, WIDTH), "c": (4, WIDTH, WIDTH)}  # the last one's rows are parts
@@ -74,7 +75,7 @@ def step_of(tx, params):
         value, grads = jax.value_and_grad(loss)(params, x)
         return *jo.update_params(tx, grads, state, params), value
 
-    places = jax.tree.map(lambda x: x.sharding, params), jo.state_shardings(tx, params), NamedSharding(mesh, P())
+    places = shardings_in(params), shardings_in(jo.abstract_state(tx, params)), NamedSharding(mesh, P())
     return jo.jit(step, donate_argnums=(0, 1), out_shardings=places)
 
 
@@ -242,9 +243,9 @@ def of_another_number(folder):
 
 
 def around(folder):
-    """A skipped step, MultiSteps around, masters of bfloat16 parameters: as in host memory."""
+    """A skipped step, MultiSteps inside, masters of bfloat16 parameters: as in host memory."""
     masters = lambda disk: jo.offload(jo.with_master_params(optax.adamw(1e-2)), min_bytes=0, disk=disk)  # noqa: E731
-    multi = lambda disk: optax.MultiSteps(jo.offload(INNER, min_bytes=0, disk=disk), 2).gradient_transformation()  # noqa: E731
+    multi = lambda disk: jo.offload(optax.MultiSteps(INNER, 2), min_bytes=0, disk=disk)  # noqa: E731
     plain = lambda disk: jo.offload(INNER, min_bytes=0, disk=disk)  # noqa: E731
     for name, make, dtype in (
         ("plain", plain, "float32"),

@@ -101,7 +101,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
                   "ademamix", "lookahead-like", "yogi", "sm3", "lbfgs-like", "prodigy", "by rates", "dog"),
     "inside": (None,) * 5 + ("clip", "clip", "MultiSteps", "apply_if_finite", "masked", "partition", "inject", "ema",
                "zero_nans", "named_chain", "flatten", "conditionally"),
-    "outside": (None,) * 7 + ("clip", "MultiSteps", "apply_if_finite", "masked", "partition", "inject", "ema"),
+    "outside": (None,) * 7 + ("clip", "apply_if_finite", "masked", "partition", "inject", "ema"),
     # the options of jo.offload
     "fraction": (1.0,) * 5 + (0.5, 0.25, 0.0),
     "select": (None,) * 6 + ("w", "callable", "tree"),
@@ -1017,7 +1017,7 @@ def difference(x: Any, y: Any, tolerance: float) -> str | None:
 
 def in_a_branch(r: Recipe) -> bool:
     """Whether the update is one of several, or in a branch or a loop of the step."""
-    return bool(r["second"] or r["skip"] or r["accumulate"]) or r["outside"] in ("MultiSteps", "apply_if_finite")
+    return bool(r["second"] or r["skip"] or r["accumulate"]) or r["outside"] == "apply_if_finite"
 
 
 REFUSED: list[tuple[str, Callable[[Recipe, str], bool], str]] = [

@@ -85,7 +85,6 @@ class Run:
       way: ``jo.jit``, or ``pipelined`` with its gradients on the ``device`` or the ``host``.
       inner, clip, guard: the optimizer, by its name; where the norm of gradients is clipped (``inside`` of the offload,
         or ``outside``); and what is done about a batch that overflows.
-      around: ``MultiSteps`` around the offload.
       average: an average of the new parameters is carried beside.
       finishes: a turned step is finished and started again in the middle.
     """
@@ -100,7 +99,6 @@ class Run:
     fraction: float = 1.0
     window: int | None = 2**20
     update: bool = False
-    around: bool = False
     average: bool = False
     microbatches: int = 1
     checkpoint: bool = False
@@ -114,8 +112,7 @@ class Run:
         return jo.with_master_params(inner) if self.masters else inner
 
     def outer(self, tx: Any) -> Any:
-        tx = optax.chain(optax.clip_by_global_norm(CLIP), tx) if self.clip == "outside" else tx
-        return several(tx) if self.around else tx
+        return optax.chain(optax.clip_by_global_norm(CLIP), tx) if self.clip == "outside" else tx
 
     def offloaded(self) -> Any:
         options: dict[str, Any] = {"min_bytes": 1024, "window": self.window, "fraction": self.fraction}
@@ -268,7 +265,7 @@ def _trained(run: Run, tx: Any, mesh: Any, params: Any, place: Any) -> Found:
         for each in batches:
             carried, other = jitted(carried, each)
             beside.append(other)
-        same_types = run.guard != "scale" and not run.around  # those begin with weak types, and uncommitted
+        same_types = run.guard != "scale"  # those begin with weak types, and uncommitted
         assert jitted._cache_size() == 1 or not same_types
     else:
         gradients: Any = "host" if "host" in run.way else "device"
@@ -348,7 +345,6 @@ def random_run(seed: int) -> Run:
             fraction=one_of(1.0, 1.0, 0.5, 0.25),
             window=one_of(2**20, 2**20, None, 2**14),
             update=one_of(False, True),
-            around=one_of(False, False, False, False, True),
             average=one_of(False, False, True),
             microbatches=one_of(1, 1, 1, 2, 4),
             checkpoint=one_of(False, True),
@@ -362,14 +358,13 @@ def random_run(seed: int) -> Run:
 
 def _possible(run: Run) -> bool:
     waits_on_host = run.way == "pipelined, host"
-    several_steps = run.inner == "MultiSteps" or run.around
+    several_steps = run.inner == "MultiSteps"
     return not (
         (waits_on_host and (run.guard == "where" or several_steps or run.inner == "apply_if_finite"))
         or (waits_on_host and run.masters and run.layers == "unrolled")  # gradients of 32 KiB
         or (run.guard in ("skip", "scale") and run.update)  # no argument of update
         or (run.guard == "scale" and run.microbatches > 1)
-        or (run.masters and (run.update or run.around or run.clip == "outside" or run.storage is not None))
-        or (run.around and run.inner in ("MultiSteps", "plateau"))
+        or (run.masters and (run.update or run.clip == "outside" or run.storage is not None))
         or (run.storage is not None and run.inner in ("schedule_free", "noise"))
         or (run.mesh is None and run.explicit)
         or (run.mesh is not None and run.microbatches > 1)

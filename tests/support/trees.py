@@ -64,3 +64,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
         yield eqn
         for inner in jex.jaxprs_in_params(eqn.params):
             yield from equations(inner)
+
+
+def shardings_in(tree):
+    return jax.tree.map(lambda x: x.sharding, tree)

@@ -10,7 +10,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
-from jax_offload._base.memory import on_a_mesh, to_device, to_host, with_kind
+from jax_offload._base.memory import in_its_memory, to_device, to_host, with_kind
 from jax_offload._ir.program import Program, flat, without_round_trips
 from jax_offload._ir.slices import Pass
 
@@ -25,7 +25,7 @@ def device(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
 def host(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
     """A leaf of the state in host memory."""
     here = with_kind(jax.sharding.SingleDeviceSharding(jax.devices()[0]), "pinned_host")
-    return on_a_mesh(jax.ShapeDtypeStruct(shape, dtype, sharding=here))
+    return in_its_memory(jax.ShapeDtypeStruct(shape, dtype, sharding=here))
 
 
 def program_of(fun: Callable[..., Any], *args: jax.ShapeDtypeStruct) -> Program:

@@ -13,7 +13,7 @@ import pytest
 pytestmark = pytest.mark.oldest("the stages, on jax's own jaxprs")
 
 PACKAGE = Path(__file__).parents[2] / "jax_offload"
-# From the bottom up. What makes or reads a state knows its formats, and stands above those.
+# From the bottom up.
 LAYERS = [
     "_base",
     "_disk",
@@ -21,10 +21,10 @@ LAYERS = [
     "_plan",
     "_emit",
     "_placement",
+    "_precision",
     "_update",
     "_step",
     "_drive",
-    "_precision",
     "_state",
     "_report",
     "_files",

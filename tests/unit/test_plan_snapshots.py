@@ -57,7 +57,6 @@ CASES = {
     "prodigy": (jo.offload(optax.contrib.prodigy(1.0), min_bytes=0, **GIVEN), PARAMS),
     "schedule_free": (jo.offload(optax.contrib.schedule_free_adamw(1e-3), min_bytes=0, **GIVEN), PARAMS),
     "MultiSteps": (jo.offload(optax.MultiSteps(CLIPPED, 2), min_bytes=0, **GIVEN), PARAMS),
-    "MultiSteps around": (optax.MultiSteps(jo.offload(CLIPPED, min_bytes=0, **GIVEN), 2), PARAMS),
     "partition": (
         optax.partition(
             {

@@ -12,6 +12,7 @@ import optax
 from jax.tree_util import keystr
 
 from jax_offload._base.memory import on_host
+from jax_offload._base.on_disk import is_on_disk
 from jax_offload._base.paths import leaves_with_paths, names_of
 
 _ORDER = "The order is tx.update(updates, state, params), and jo.update_params(tx, grads, state, params)."
@@ -33,6 +34,19 @@ def check_transformation(tx: Any, call: str) -> None:
             f"tx: expected an optax.GradientTransformation, got a {type(tx).__name__}. The order of arguments is "
             f"{call}."
         )
+
+
+AROUND = (
+    "tx: optax.MultiSteps is around an offload(...). It chooses between the old and the new state in every call, so "
+    "the whole state would be copied between memories at once. Fix: jo.offload(optax.MultiSteps(optimizer, k))."
+)
+
+
+def check_not_in_multi_steps(tx: Any, state: Any) -> None:
+    """Raises ``ValueError`` where a ``MultiSteps`` is given a state that an ``offload`` inside it keeps on the host."""
+    around = isinstance(getattr(tx.update, "__self__", None), optax.MultiSteps)
+    if around and any(on_host(x) or is_on_disk(x) for x in jax.tree.leaves(state, is_leaf=is_on_disk)):
+        raise ValueError(AROUND)
 
 
 def check_params(params: Any) -> None:
