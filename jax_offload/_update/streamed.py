@@ -1,10 +1,15 @@
-"""From a recipe that loads everything, updates and stores everything, to the same thing streamed."""
+"""From a recipe that loads everything, updates and stores everything, to the same thing streamed.
+
+The recipe is traced; the offloads inside it are equations of that trace, which carry their own recipes.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -13,7 +18,7 @@ from jax.tree_util import keystr
 
 from jax_offload._base.arrays import is_array, is_like
 from jax_offload._base.backward import backward_of
-from jax_offload._base.jaxprs import Literal
+from jax_offload._base.jaxprs import Literal, jaxpr_of
 from jax_offload._base.paths import key_of, leaves_with_paths, owners
 from jax_offload._base.shardings import (
     Layouts,
@@ -26,13 +31,13 @@ from jax_offload._base.shardings import (
     types_tell,
 )
 from jax_offload._base.tracers import is_constrained, production_order
+from jax_offload._emit.find import holds_update, updates_in, without_updates
 from jax_offload._emit.region import Update, bound
-from jax_offload._ir.program import Program, Var
+from jax_offload._ir.program import Program, Var, flat, without_round_trips
 from jax_offload._placement.zero import resharded
-from jax_offload._plan.options import Options, claimed, merged
+from jax_offload._plan.options import Claim, Options, claimed, merged
 from jax_offload._plan.order import ranks
 from jax_offload._plan.serialise import Serialise, is_large
-from jax_offload._update.recipe import Traced, traced
 
 
 def streamed(
@@ -75,21 +80,26 @@ def part_of_recipe(fun: Callable[..., Any], *args: Any) -> tuple[Any, Options]:
 
 
 def _update(traced: Traced, given: Options, updates: Any, state: Any, params: Any, next_of: tuple[int, ...]) -> Update:
-    """What the recipe's trace comes to: sharded and ordered. ``updates`` as they were produced."""
-    shards = traced.of_inputs(_shards(given, updates, state, params))
-    program = dataclasses.replace(traced.program, shards=shards)
+    """The recipe's trace as an update that is not emitted yet. ``updates`` as they were produced."""
+    program = dataclasses.replace(traced.program, shards=traced.of_inputs(_shards(given, updates, state, params)))
     next_values = _next_values(traced, program.outputs, next_of, updates, given.partitions)
     produced = production_order(jax.tree.leaves(updates))
-    rank = _rank(traced, state, updates if params is None else params, produced)
-    names = traced.of_inputs([None] * traced.starts[1] + _names(state))
+    of_updates, of_state = [path for path, _ in leaves_with_paths(updates)], leaves_with_paths(state)
+    owner = owners(of_updates)
+    owner_of = [owner(path) for path, _ in of_state]
+    order = _in_order(traced, updates, owner_of, produced)
+    place = {i: k for k, i in enumerate(order)}
+    rank = [(len(place) if i is None else place[i]) * len(of_state) + k for k, i in enumerate(owner_of)]
+    names = [keystr(path, simple=True, separator="/") for path, _ in of_state]
+    own, named = (traced.of_inputs([None] * len(of_updates) + said) for said in (rank, names))
     return Update(
         program,
-        _in_order(traced, updates, state, produced),
+        tuple(traced.position[i] for i in order if i in traced.position),
         _serialise(given, updates, produced),
-        names | {new: names[old] for new, old in next_values.items() if old in names},
+        named | {new: named[old] for new, old in next_values.items() if old in named},
         next_values,
         traced.claims,
-        rank,
+        own,
         is_manual(),
         traced.sharded,
         backward=backward_of(jax.tree.leaves(updates)),
@@ -137,33 +147,16 @@ def _same_places(new: Any, old: Any) -> list[tuple[int, int]]:
     return [(k, places[path]) for path, k in paths[1] if path in places]
 
 
-def _rank(traced: Traced, state: Any, like: Any, produced: list[int] | None) -> dict[Var, int]:
-    """Of every leaf of the state its place in the backward pass, as its ``offload`` orders it."""
-    inputs, start, rank = traced.inputs, traced.starts[1], {}
-    of = {v: each.options.order_key for v, each in claimed(traced.claims).items()}
-    for order in {None, *of.values()}:
-        for k, place in enumerate(ranks(state, like, order, produced)):
-            at = traced.position.get(start + k)
-            if at is not None and of.get(inputs[at]) == order:
-                rank[inputs[at]] = place
-    return rank
-
-
-def _names(state: Any) -> list[str]:
-    paths = jax.tree_util.tree_flatten_with_path(state)[0]
-    return [keystr(path, simple=True, separator="/") for path, _ in paths]
-
-
-def _in_order(traced: Traced, updates: Any, state: Any, produced: list[int] | None) -> tuple[int, ...]:
-    """The gradients' numbers among the arrays, in the order of the backward pass.
+def _in_order(traced: Traced, updates: Any, owner_of: Sequence[int | None], produced: list[int] | None) -> list[int]:
+    """The numbers of the gradients, in the order of the backward pass.
 
     An ``offload`` with an ``order`` says it of the gradients of its own leaves, and the only one also of those whose
     state nobody has; the others keep their places.
     """
     of, start = claimed(traced.claims), traced.starts[1]
-    owner, said = owners([path for path, _ in leaves_with_paths(updates)]), dict[int, tuple[str, ...] | None]()
-    for k, (path, _) in enumerate(leaves_with_paths(state)):
-        at, i = traced.position.get(start + k), owner(path)
+    said: dict[int, tuple[str, ...] | None] = {}
+    for k, i in enumerate(owner_of):
+        at = traced.position.get(start + k)
         if at is not None and i is not None and (claim := of.get(traced.inputs[at])) is not None:
             said.setdefault(i, claim.options.order_key)
     rank = ranks(updates, updates, None, produced)
@@ -174,7 +167,7 @@ def _in_order(traced: Traced, updates: Any, state: Any, produced: list[int] | No
         places = [at for at, i in enumerate(in_order) if said.get(i, order if one else None) == order]
         for at, i in zip(places, sorted((in_order[at] for at in places), key=rank.__getitem__), strict=True):
             in_order[at] = i
-    return tuple(traced.position[i] for i in in_order if i in traced.position)
+    return in_order
 
 
 def _serialise(options: Options, updates: Any, produced: list[int] | None) -> Serialise:
@@ -215,3 +208,88 @@ def _shards(options: Options, updates: Any, state: Any, params: Any) -> list[Sha
                 # what does not divide evenly, scales of blocks, is not divided: see `fitted`
                 found.append(tuple(k if n % k == 0 else 1 for n, k in zip(np.shape(x), shards, strict=True)))
     return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A recipe's trace.
+
+    Attributes:
+      program: its inputs, but for the constants, are the arrays among the arguments' leaves.
+      out_tree: of what the recipe returns.
+      trees: of its arguments.
+      arrays: the numbers of the arguments' leaves that are arrays.
+      claims: of the ``offload`` whose recipe it is, and of those in it.
+      sharded: the program that leaves updates divided which are gathered in ``program`` (ZeRO-1).
+    """
+
+    program: Program
+    out_tree: Any
+    trees: tuple[Any, ...]
+    arrays: list[int]
+    claims: tuple[Claim, ...] = ()
+    sharded: Program | None = None
+
+    @property
+    def inputs(self) -> list[Var]:
+        """Of the program: one for each array."""
+        return self.program.inputs[len(self.program.consts) :]
+
+    @functools.cached_property
+    def starts(self) -> list[int]:
+        """The number of the first leaf of each argument."""
+        return [0, *accumulate(tree.num_leaves for tree in self.trees)]
+
+    @functools.cached_property
+    def position(self) -> dict[int, int]:
+        """Number of a leaf -> number of the array that it is."""
+        return {i: k for k, i in enumerate(self.arrays)}
+
+    def operands(self, args: tuple[Any, ...]) -> list[Any]:
+        leaves = jax.tree.leaves(args)
+        return [leaves[i] for i in self.arrays]
+
+    def of_inputs(self, values: Sequence[Any]) -> dict[Var, Any]:
+        """What is said of the arguments' leaves, as said of the program's inputs; ``None`` is nothing."""
+        inputs, position = self.inputs, self.position
+        return {inputs[position[i]]: x for i, x in enumerate(values) if x is not None and i in position}
+
+
+def traced(recipe: Callable[..., Any], args: tuple[Any, ...], options: Options | None = None) -> Traced:
+    """``recipe``'s trace for ``args``, whose second one is the state.
+
+    Every ``offload`` in it is an equation that carries its own recipe and what it was told. These recipes take the
+    places of the equations, also in branches and loops, so that the whole is cut and streamed at once; and each leaf
+    streams as its own ``offload`` says, whose operand it is.
+    """
+    leaves, treedef = jax.tree.flatten(args)
+    arrays = [i for i, x in enumerate(leaves) if is_array(x)]
+
+    out_tree: list[Any] = []
+
+    def on_arrays(values: list[Any]) -> list[Any]:  # with one argument, jax takes half the time of one for each array
+        filled = list(leaves)
+        for i, value in zip(arrays, values, strict=True):
+            filled[i] = value
+        results, tree = jax.tree.flatten(recipe(*jax.tree.unflatten(treedef, filled)))
+        out_tree[:] = [tree]
+        return results
+
+    jaxpr, _ = jaxpr_of(on_arrays, [leaves[i] for i in arrays])
+    found = updates_in(jaxpr) if any(map(holds_update, jaxpr.jaxpr.eqns)) else []
+    inside = [(each, each.update) for each in found if isinstance(each.update, Update)]
+    program = without_updates(jaxpr) if inside else without_round_trips(flat(jaxpr))
+    sharded = without_updates(jaxpr, sharded=True) if any(update.sharded for _, update in inside) else None
+    trace = Traced(program, out_tree[0], tuple(treedef.children()), arrays, sharded=sharded)
+    claims = []
+    if options is not None:
+        start, end = trace.starts[1:3]
+        own = {i - start: v for i, v in zip(arrays, trace.inputs, strict=True) if start <= i < end}
+        of = [frozenset(v for k, v in own.items() if k in some) for some in (options.on_cores, options.on_disk)]
+        claims.append(Claim(options, frozenset(own.values()), *of))
+    for each, update in inside:
+        claims += (
+            Claim(c.options, *(frozenset(each.inputs_of(leaves)) for leaves in (c.leaves, c.on_cores, c.on_disk)))
+            for c in update.claims
+        )
+    return dataclasses.replace(trace, claims=tuple(claims))
