@@ -14,12 +14,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from jax_offload._ir.program import flat
-from jax_offload._precision.formats import decode, encode
-from jax_offload._precision.storage import Encoded, _seeds, plain, rules_of
 from tests.support.rows import rows
-from tests.support.storage import resident
-from tests.support.trees import gradients, shardings_in
+from tests.support.trees import gradients, kinds, shardings_in
 
 HOST = "pinned_host"
 ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
@@ -47,8 +43,12 @@ def stepper(tx):
     return step
 
 
+def is_encoded(x):
+    return hasattr(x, "values_scale")
+
+
 def encoded(state):
-    return [x for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Encoded)) if isinstance(x, Encoded)]
+    return list(filter(is_encoded, jax.tree.leaves(state, is_leaf=is_encoded)))
 
 
 @pytest.mark.long("more formats")
@@ -57,7 +57,7 @@ def encoded(state):
 def test_steps_equal_those_of_a_resident_state_in_the_same_format(storage, window):
     rules = ADAM_STORAGE[storage]
     tx = jo.offload(ADAMW, storage=rules, min_bytes=1024, window=window)
-    plain_tx = resident(ADAMW, rules_of(rules), 1024)
+    plain_tx = jo.offload(ADAMW, storage=rules, min_bytes=1024, fraction=0)
     params = parameters()
     a, sa = jax.tree.map(jnp.copy, params), tx.init(params)
     b, sb = jax.tree.map(jnp.copy, params), plain_tx.init(params)
@@ -329,18 +329,18 @@ def test_a_block_with_negative_numbers_takes_the_map_of_int8(through):
     odd = jnp.arange(512) // 128 % 2 == 1
     states = []
     for mu in "uint8", "int8":
-        tx = jo.offload(
-            optax.adamw(1e-2), storage={"mu": mu, "nu": "uint8"}, window=2**14 if through == "chunks" else None
-        )
+        window = 2**14 if through == "chunks" else None
+        tx = jo.offload(optax.adamw(1e-2), storage={"mu": mu, "nu": "uint8"}, window=window, min_bytes=1024)
         state, update = tx.init(params), tx.update if through == "eagerly" else jax.jit(tx.update)
         for k in range(3):
             grads = jax.random.normal(jax.random.key(k), (64, 512))
             _, state = update({"w": jnp.where(odd, -jnp.abs(grads), jnp.abs(grads))}, state, params)
         states.append(jo.to_plain(tx, state)[0])
     got, want = ([np.asarray(x["w"]) for x in (state.mu, state.nu)] for state in states)
-    np.testing.assert_array_equal(got[0][:, odd], want[0][:, odd])
-    np.testing.assert_array_equal(got[1], want[1])
-    assert (got[0][:, ~odd] > 0).all() and (got[0][:, ~odd] != want[0][:, ~odd]).any()
+    # fusion may change a last bit, and with it, once in a while, which way a number is rounded
+    assert (got[0][:, odd] != want[0][:, odd]).mean() < 1e-3 and (got[1] != want[1]).mean() < 1e-3
+    assert (got[0][:, ~odd] > 0).all() and (got[0][:, odd] < 0).all()
+    assert (got[0][:, ~odd] != want[0][:, ~odd]).mean() > 0.5
 
 
 def test_bad_input():
@@ -395,7 +395,7 @@ def test_a_leaf_that_becomes_wider_in_its_first_update(through):
         _, state = step(gradients(params, k), state, np.bool_(False) if through == "skip" else None)
         _, want = inner.update(gradients(params, k), want, params)
     kept = state.inner_state["m"]
-    assert isinstance(kept["wide"], Encoded) and kept["wide"].values.dtype == jnp.bfloat16
+    assert is_encoded(kept["wide"]) and kept["wide"].values.dtype == jnp.bfloat16
     assert kept["narrow"].dtype == jnp.float32 and kept["narrow"].sharding.memory_kind == HOST
     np.testing.assert_allclose(kept["narrow"], want["m"]["narrow"], rtol=1e-6)
     np.testing.assert_allclose(np.float32(kept["wide"].values), want["m"]["wide"], rtol=2**-6)
@@ -408,8 +408,17 @@ def test_a_leaf_that_becomes_wider_in_its_first_update(through):
         other.update(params, state, params)
 
 
-def test_seeds_differ_by_step_and_leaf():
-    assert len({int(seed) for r in range(50) for seed in _seeds(jnp.int32(r), n=50)}) == 2500
+def test_every_step_and_leaf_is_rounded_otherwise():
+    """Leaves of the same numbers, and the same numbers step by step."""
+    params = jax.device_put({f"layers_{k}": jnp.ones((16, 128)) for k in range(20)}, jax.devices()[0])
+    grads = jax.tree.map(lambda p: jnp.linspace(0.5, 1, p.size).reshape(p.shape), params)
+    inner = optax.GradientTransformation(optax.trace(0.0).init, optax.trace(0.0).update)
+    tx = jo.offload(inner, storage="float8_e4m3fn", min_bytes=0)
+    state, update, seen = tx.init(params), jax.jit(tx.update), set()
+    for _ in range(20):
+        _, state = update(grads, state)
+        seen |= {np.asarray(x.values).tobytes() for x in encoded(state)}
+    assert len(seen) == 400
 
 
 @pytest.mark.parametrize("storage", ADAM_STORAGE)
@@ -426,19 +435,40 @@ def test_no_leaf_has_numbers_of_its_own_in_the_program(storage):
     assert constants(8) == constants(3)
 
 
-@pytest.mark.parametrize(
-    ("name", "there", "back"), [("bfloat16", 20, 1), ("float8_e4m3fn", 66, 6), ("int8", 60, 20), ("uint8", 72, 20)]
-)
-def test_encoders_are_small(name, there, back):
-    """XLA's time for fusing a step grows with the operations of each leaf; int8 once had 125 and 33."""
+@pytest.mark.parametrize(("name", "most"), [("bfloat16", 70), ("float8_e4m3fn", 220), ("int8", 220), ("uint8", 260)])
+def test_encoders_are_small(name, most):
+    """XLA's time for fusing a step grows with the operations of each leaf."""
 
-    def count(f, *args):
-        return len(flat(jax.make_jaxpr(f)(*args)).eqns)
+    def operations(**options):
+        tx = jo.offload(optax.trace(0.9), min_bytes=0, **options)
+        params = jax.device_put({"w": jnp.ones((16, 256))}, jax.devices()[0])
+        return jax.jit(tx.update).lower(params, tx.init(params)).as_text().count("stablehlo.")
 
-    x, format = jnp.ones((16, 256)), jo.Storage(name)
-    values, scale = encode(x, format)
-    assert count(lambda x, seed: encode(x, format, seed), x, jnp.uint32(0)) <= there
-    assert count(lambda values, scale: decode(values, scale, format), values, scale) <= back
+    assert operations(storage=name) - operations() <= most
+
+
+@pytest.mark.parametrize("storage", rows(ADAM_STORAGE, "compiles three steps", daily=["int8", "mixed"]))
+def test_under_vmap_and_shard_map(storage):
+    """As one by one; inside ``shard_map`` each device rounds by places of its own."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    tx = jo.offload(optax.adamw(1e-2), storage=ADAM_STORAGE[storage], min_bytes=0)
+    params = jax.device_put({"w": jax.random.normal(jax.random.key(0), (8, 16, 256))}, jax.devices()[0])
+
+    def steps(params):
+        state = tx.init(params)
+        for k in range(2):
+            _, state = tx.update(gradients(params, k), state, params)
+        return jo.to_plain(tx, state)[0]
+
+    many, alone = jax.jit(jax.vmap(steps))(params), jax.jit(steps)({"w": params["w"][3]})
+    mapped = jax.jit(jax.shard_map(steps, mesh=mesh, in_specs=P("x"), out_specs=jax.tree.map(
+        lambda x: P("x") if x.ndim else P(), alone)))(jax.device_put(params, NamedSharding(mesh, P("x"))))  # fmt: skip
+    one = jax.jit(steps)(params)
+    for moment in "mu", "nu":
+        got, want, divided, whole = (np.asarray(getattr(x, moment)["w"]) for x in (many, alone, mapped, one))
+        assert (np.abs(got[3] - want) > 1e-6 * np.abs(want)).mean() < 1e-3
+        assert np.linalg.norm(divided - whole) < 0.15 * np.linalg.norm(whole)
+    assert kinds(many.mu) == [HOST]
 
 
 def test_rules_for_an_optimizer_without_such_leaves():
@@ -458,7 +488,7 @@ def test_complex_leaves_are_not_left_out_in_silence():
             UserWarning, match=r"storage: 'bfloat16' leaves 2 complex leaves .* first is \[0\].mu\['im'\]"
         ):
             state = init(params)
-    assert [x.dtype.name for x in jax.tree.leaves(plain(state)[0].mu)] == ["complex64", "float32"]
+    assert [x.dtype.name for x in jax.tree.leaves(jo.to_plain(tx, state)[0].mu)] == ["complex64", "float32"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         jo.offload(optax.adam(1e-3), storage={".*/re": "bfloat16"}, min_bytes=0).init(params)

@@ -29,7 +29,6 @@ import jax.numpy as jnp
 import optax
 
 import jax_offload as jo
-from jax_offload._precision.storage import rules_of, with_storage
 
 SMALL_LOOPS = "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=0"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {SMALL_LOOPS}"  # read when the first program compiles
@@ -69,7 +68,7 @@ CASES = {
     "with_master_params, bfloat16": case(MASTERS, jnp.bfloat16),
     "moments in 8 bits": case(ADAMW, storage=IN_8_BITS),
     "moments in 8 bits, beside the same on the device": dataclasses.replace(
-        case(ADAMW, storage=IN_8_BITS), plain=with_storage(optax.with_extra_args_support(ADAMW), rules_of(IN_8_BITS), 0)
+        case(ADAMW, storage=IN_8_BITS), plain=jo.offload(ADAMW, storage=IN_8_BITS, min_bytes=0, fraction=0)
     ),
 }
 

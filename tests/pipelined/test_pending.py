@@ -15,7 +15,6 @@ from jax_offload._base.memory import in_its_memory
 from jax_offload._emit.find import holds_update
 from jax_offload._interop.pending import home_of
 from jax_offload._plan.in_scan import InScan
-from jax_offload._precision.storage import rules_of
 from tests.support.pipelined import (
     ADAMW,
     CLIP,
@@ -43,7 +42,6 @@ from tests.support.pipelined import (
     step_of,
 )
 from tests.support.rows import rows
-from tests.support.storage import resident
 from tests.support.trees import shardings_in
 
 ON_HOST = {"gradients": "host"}
@@ -117,7 +115,7 @@ def test_optimizers(name):
 
 
 def test_storage():
-    tx, plain_tx = offloaded(storage="bfloat16"), resident(ADAMW, rules_of("bfloat16"), 1024)
+    tx, plain_tx = offloaded(storage="bfloat16"), jo.offload(ADAMW, storage="bfloat16", min_bytes=1024, fraction=0)
     check(step_of(tx), step_of(plain_tx, "update"), tx.init, plain_tx.init, loss_atol=3e-4, atol=1e-2, **ON_HOST)
 
 

@@ -12,7 +12,6 @@ import pytest
 import jax_offload as jo
 from jax_offload._emit.find import updates_in
 from jax_offload._emit.region import Moved
-from jax_offload._precision.storage import rules_of
 from tests.support.pipelined import (
     ADAMW,
     CLIP,
@@ -33,7 +32,6 @@ from tests.support.pipelined import (
 )
 from tests.support.rows import rows
 from tests.support.steps import scans
-from tests.support.storage import resident
 
 
 @pytest.mark.long("more kinds of steps", but=["update_params-how1", "update-how0"])
@@ -67,7 +65,7 @@ def test_optimizers(name):
 
 def test_storage():
     """Fusion may change a last bit of a moment, and with it, once in a while, which way a number is rounded."""
-    tx, plain_tx = offloaded(storage="bfloat16"), resident(ADAMW, rules_of("bfloat16"), 1024)
+    tx, plain_tx = offloaded(storage="bfloat16"), jo.offload(ADAMW, storage="bfloat16", min_bytes=1024, fraction=0)
     check(step_of(tx), step_of(plain_tx, "update"), tx.init, plain_tx.init, loss_atol=3e-4, atol=1e-2)
 
 

@@ -12,8 +12,6 @@ import numpy as np
 import optax
 
 import jax_offload as jo
-from jax_offload._precision.storage import rules_of
-from tests.support import storage
 from tests.support.steps import FAST, MODELS, Case, Model, batch, difference, moved, scans
 
 STEPS = 20
@@ -47,7 +45,7 @@ def resident(case: Case) -> tuple[list[Any], list[Any]]:
     model, tx = model_of(case.model), case.inner()
     if case.options:
         ((_, formats),) = case.options
-        tx = storage.resident(tx, rules_of(dict(formats)), 0)
+        tx = jo.offload(tx, storage=dict(formats), min_bytes=0, fraction=0)
     params = model.init(case.dtype)
     step = jax.jit(dataclasses.replace(case, update=True).step(tx, model.loss), compiler_options=FAST)
     return trained(step, params, tx.init(params), batches(model, STEPS))
