@@ -1,4 +1,4 @@
-"""Where a state comes from and goes to between updates: nothing brings it back to the device unnoticed."""
+"""Notice a state that something has moved to the device between updates, and check what eager ``init`` can know."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from jax_offload._placement.placement import Leaf
 
 
 def arrived(home: Home, leaves: Sequence[Any], plan: Sequence[Leaf]) -> None:
-    """A state comes to an ``update``. Warns where it has been in host memory before and is not there now.
+    """Warn if a state that has been in host memory arrives at an ``update`` in device memory.
 
-    A resident state, which has not been there, is no fault: the update brings it there.
+    A resident state, which has never been in host memory, is no fault: the update moves it there.
     """
     home.updates()
     at_home = [(x, leaf) for x, leaf in zip(leaves, plan, strict=True) if leaf.host and isinstance(x, jax.Array)]
@@ -45,11 +45,10 @@ def arrived(home: Home, leaves: Sequence[Any], plan: Sequence[Leaf]) -> None:
 
 
 def returned(state: Any, plan: Sequence[Leaf]) -> Any:
-    """``state`` of a traced update, with the leaves that belong on the host there before anything is updated.
+    """Move the leaves of a traced state that belong on the host there before anything is updated.
 
-    Updated from where they are, old and new leaves would stand on the device side by side, as none can be written into
-    the other's buffer: 6280 MiB instead of 4936, where a resident step takes 5048 (compiled for an H200). What is to be
-    divided further is divided on the device.
+    If they were updated from device memory, old and new leaves would be on the device side by side, because neither
+    can be written into the other's buffer. Leaves that ZeRO-1 divides are divided on the device first.
     """
     leaves, treedef = jax.tree.flatten(state)
     moved = [
@@ -60,7 +59,7 @@ def returned(state: Any, plan: Sequence[Leaf]) -> Any:
 
 
 def check_eager(params: Any, placed: Sequence[tuple[Leaf, Any, Any]]) -> None:
-    """What only concrete parameters can tell: whether their platform can hold the state, and if they are committed."""
+    """Check what only concrete parameters tell: whether the platform can hold the state, and if they are committed."""
     arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
     state = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for leaf, x, s in placed if leaf.host]
     if not any(leaf.host or leaf.disk for leaf, _, _ in placed):

@@ -1,4 +1,4 @@
-"""The options of ``offload`` that say which leaf lives where, divided how, and who updates it: each checked once.
+"""Parse and check the options of ``offload`` that place the state: where, how divided, and who updates it.
 
 ``fraction``, ``select`` and ``update_on`` may be said of each parameter: one value for all, a pytree prefix of the
 parameters, or regular expressions that are searched in the parameters' paths.
@@ -60,7 +60,7 @@ class Policy:
 def policy_of(
     fraction: Any, select: Select, min_bytes: Any, order: Any, shard_over: Any, update_on: Any, host_bytes: int | None
 ) -> Policy:
-    """The options as ``offload`` takes them, checked.
+    """Check the options as ``offload`` takes them.
 
     Raises:
       ValueError: an option is out of range, or two do not go together.
@@ -90,13 +90,13 @@ def policy_of(
 
 
 def check_window(window: Any) -> None:
-    """Raises ``ValueError`` for a window that is no number of bytes."""
+    """Raise ``ValueError`` if the window is not a number of bytes."""
     if window is not None and (not is_integer(window) or window <= 0):
         raise ValueError(f"window: expected a number of bytes > 0, an int, or None; got {window!r}. 2**28 are 256 MiB.")
 
 
 def _axes(shard_over: Any) -> tuple[str, ...]:
-    """``shard_over`` as a tuple of names."""
+    """Return ``shard_over`` as a tuple of names."""
     axes = (shard_over,) if isinstance(shard_over, str) else shard_over
     if axes is None:
         return ()
@@ -127,7 +127,7 @@ def _shares_of_cores(update_on: Any) -> Any:
 
 
 def _are_rules(update_on: Any) -> bool:
-    """Whether these are pairs that begin with a regular expression; ``("host", "device")`` is a prefix of two."""
+    """Return whether these are pairs that begin with a regular expression; ``("host", "device")`` is a prefix tree."""
     return (
         isinstance(update_on, (list, tuple))
         and bool(update_on)
@@ -141,7 +141,7 @@ def _is_number(said: Any) -> bool:
 
 
 def per_parameter(name: str, said: Any, params: Any, names: Sequence[str]) -> Callable[[int | None], Governing]:
-    """The option ``name`` as a function of a parameter's number; ``None`` is a leaf that belongs to none.
+    """Return the option ``name`` as a function of a parameter's number, or of ``None`` for a leaf without one.
 
     Args:
       said: a number, a prefix of the parameters' tree, or ``Rules`` for their paths.
@@ -160,7 +160,7 @@ def per_parameter(name: str, said: Any, params: Any, names: Sequence[str]) -> Ca
 
 
 def selector(select: Select, params: Any, named: list[tuple[str, Any]]) -> Callable[[int, Any], bool]:
-    """``select`` as a function of (index of the parameter, state leaf)."""
+    """Return ``select`` as a function of (index of the parameter, state leaf)."""
     if select is None or not named:
         return lambda i, leaf: True
     if callable(select):
@@ -194,7 +194,7 @@ def _check_takes_two(select: Callable[..., Any]) -> None:
 
 
 def _broadcast(name: str, prefix: Any, params: Any) -> list[Any]:
-    """The leaves of a prefix tree, one for every parameter."""
+    """Return the leaf of a prefix tree for every parameter."""
     try:
         return jax.tree.leaves(jax.tree.broadcast(prefix, params))
     except ValueError as error:

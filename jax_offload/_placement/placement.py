@@ -1,6 +1,6 @@
-"""Which state leaves live in host memory. Pure functions of shapes, dtypes and paths.
+"""Decide which state leaves live in host memory, from shapes, dtypes and paths alone.
 
-Nothing here asks for a device, so every process of a multi-host run, and every trace, comes to the same answer.
+Nothing here asks for a device, so every process of a multi-host run and every trace reaches the same answer.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Leaf:
 
 
 def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
-    """One ``Leaf`` for every leaf of ``state`` (arrays or abstract values), in the order of its flattening."""
+    """Return one ``Leaf`` for every leaf of ``state`` (arrays or abstract values), in flattening order."""
     paths_params = jax.tree_util.tree_flatten_with_path(params)[0]
     owner = owners([path for path, _ in paths_params])
     paths_state = jax.tree_util.tree_flatten_with_path(state)[0]
@@ -124,7 +124,7 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
 
 
 def place_next(policy: Policy, state: Any, plan: list[Leaf], after: Any, params: Any) -> list[Leaf]:
-    """``place`` for the state that follows ``state``, of which ``plan`` is: the same where no leaf changes its type."""
+    """Place the state ``after``: like ``state``, whose plan is ``plan``, unless a leaf has changed its type."""
 
     def types(tree: Any) -> list[Any]:
         return [(np.shape(x), getattr(x, "dtype", type(x))) for x in jax.tree.leaves(tree)]
@@ -134,9 +134,9 @@ def place_next(policy: Policy, state: Any, plan: list[Leaf], after: Any, params:
 
 
 def marked(state: Any, plan: Sequence[Leaf]) -> Any:
-    """``state``, whose trace says of each leaf what was decided, where that is going to be read.
+    """Mark each leaf of ``state`` in the trace with its row of the table.
 
-    Chains and wrappers pass leaves on untouched, so the table can say why whatever stands around an ``offload``.
+    Chains and wrappers pass leaves on untouched, so the table finds the marks whatever is around an ``offload``.
     """
     leaves, treedef = jax.tree.flatten(state)
     rows = [mark(x, leaf) if is_array(x) else x for x, leaf in zip(leaves, plan, strict=True)]
@@ -144,7 +144,7 @@ def marked(state: Any, plan: Sequence[Leaf]) -> Any:
 
 
 def warn_of_nothing(plan: Sequence[Leaf]) -> None:
-    """Says aloud that nothing will be offloaded."""
+    """Warn if nothing will be offloaded."""
     if not any(leaf.host or leaf.shard_over for leaf in plan) and any(leaf.nbytes and leaf.shape for leaf in plan):
         reasons = sorted({leaf.why for leaf in plan if leaf.nbytes and leaf.shape})
         largest = max(leaf.nbytes for leaf in plan)
@@ -156,13 +156,13 @@ def warn_of_nothing(plan: Sequence[Leaf]) -> None:
 
 
 def unmanaged(x: Any) -> Leaf:
-    """The row of a leaf that no ``offload`` has seen."""
+    """Return the row of a leaf that no ``offload`` manages."""
     dtype = getattr(x, "dtype", type(x))
     return Leaf("", np.shape(x), dtype, nbytes(x), None, None, False, "outside any offload", 0)
 
 
 def stays(x: Any, min_bytes: int) -> str:
-    """Why a leaf stays on the device whatever the options say; empty where it may move."""
+    """Return why a leaf stays on the device whatever the options say; empty if it may move."""
     if getattr(x, "dtype", None) is None:
         return "not an array"
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -175,16 +175,19 @@ def stays(x: Any, min_bytes: int) -> str:
 
 
 def _first_leaves(leaves: Sequence[Leaf], said: Sequence[Governing], whose: Sequence[Hashable]) -> set[int]:
-    """The numbers of the leaves that make up a share of the bytes, first those whose gradients come first.
+    """Choose the leaves that make up a share of the bytes, in the order in which their gradients appear.
 
-    The last gradients of the backward pass have the least work left to hide behind, so what is left out is theirs. Each
-    subtree has a share of its own. Leaves that belong together are not parted, and the error in bytes is the smallest
-    that this allows.
+    The last gradients of the backward pass have the least work left to hide behind, so the share leaves out their
+    state. Each subtree has its own share. Leaves that belong together stay together, and the error in bytes is the
+    smallest possible.
 
     Args:
       leaves: the leaves of a state.
-      said: for each, the subtree that governs it and the share; ``None``: it is not asked.
-      whose: what each belongs to.
+      said: for each leaf, the subtree that governs it and the subtree's share; ``None`` for a leaf with no say.
+      whose: a key for each leaf; leaves with equal keys stay together.
+
+    Returns:
+      The numbers of the chosen leaves.
     """
     found = set[int]()
     for each in dict.fromkeys(governing for governing in said if governing is not None):
@@ -196,10 +199,10 @@ def _first_leaves(leaves: Sequence[Leaf], said: Sequence[Governing], whose: Sequ
 
 
 def _with_disk(leaves: list[Leaf], host_bytes: int) -> list[Leaf]:
-    """The leaves, with those on disk marked: all that ``offload`` keeps in host memory beyond ``host_bytes``.
+    """Put on disk the leaves that exceed ``host_bytes`` of host memory.
 
-    What stays are whole parameters, those whose gradients come last: the state of the first is read while the
-    gradients are made.
+    Whole parameters stay in memory, first those whose gradients appear last: the state of the others is read while
+    the gradients are computed.
     """
     left, disk = host_bytes, set[int]()
     for group in reversed(_together([k for k, leaf in enumerate(leaves) if leaf.host], leaves, _whose(leaves))):
@@ -215,7 +218,7 @@ def _whose(leaves: Sequence[Leaf]) -> list[Hashable]:
 
 
 def _together(chosen: Sequence[int], leaves: Sequence[Leaf], whose: Sequence[Hashable]) -> list[list[int]]:
-    """The chosen leaves, those that belong together in one list, in the order of the backward pass."""
+    """Group the chosen leaves by ``whose``, in the order of the backward pass."""
     found: dict[Hashable, list[int]] = {}
     for k in sorted(chosen, key=lambda k: leaves[k].rank):
         found.setdefault(whose[k], []).append(k)

@@ -31,11 +31,11 @@ from jax_offload._placement.placement import Leaf
 def partitioned(
     sharding: Sharding | None, shape: Sequence[int], over: Sequence[str], whose: str
 ) -> NamedSharding | str:
-    """``sharding`` divided over further mesh axes too, or why it cannot be.
+    """Divide ``sharding`` over further mesh axes; return the reason as text if that is impossible.
 
-    It takes the first axis of the array that divides evenly, of those that are not sharded yet if there is one. Of
-    three and more axes the first comes last: in a scanned model it counts the layers, and each layer's gradient, as it
-    appears, can then be scattered to all devices.
+    The first axis of the array that divides evenly is divided, preferably one that is not sharded yet. In arrays of
+    three or more axes the first axis is tried last: in a scanned model it counts the layers, and each layer's gradient
+    can then be scattered to all devices as it appears.
 
     Raises:
       ValueError: the mesh has no such axis, or there is no mesh.
@@ -70,16 +70,16 @@ def partitioned(
 
 
 def partitions(plan: Sequence[Leaf], params: Any, shardings: Shardings, remembered: Remembered) -> Layouts:
-    """By their paths, the parameters whose state is divided further: how, and how their gradients and updates are.
+    """Return the shardings, by path, of the parameters whose state ZeRO-1 divides; gradients and updates take them too.
 
     Args:
       plan: the table of the state.
       params: the parameters, or gradients.
-      shardings: of the parameters, as far as they are known.
-      remembered: what they were in, for the message.
+      shardings: the parameters' shardings, where they are known.
+      remembered: the shardings of earlier calls, for the message.
 
     Raises:
-      ValueError: some are not known.
+      ValueError: the sharding of a parameter is not known.
     """
     flat = jax.tree_util.tree_flatten_with_path(params)[0]
     found: Layouts = {}
@@ -103,7 +103,7 @@ def partitions(plan: Sequence[Leaf], params: Any, shardings: Shardings, remember
 
 
 def check_not_manual() -> None:
-    """Raises ``ValueError`` inside ``shard_map``, where gradients cannot be divided over axes of the mesh."""
+    """Raise ``ValueError`` inside ``shard_map``, where gradients cannot be divided over axes of the mesh."""
     if manual := jax.sharding.get_abstract_mesh().manual_axes:
         raise ValueError(
             f"shard_over: update is traced inside shard_map, manual over {manual}. Take it out of shard_map, or leave "
@@ -112,7 +112,7 @@ def check_not_manual() -> None:
 
 
 def check_typed(sharded: Layouts, error: Exception) -> None:
-    """Says what to do where an optimizer mixes divided arrays with others, which types forbid."""
+    """Say what to do if an optimizer mixes divided arrays with others, which Explicit axes forbid."""
     if sharded and type(error).__name__ == "ShardingTypeError":
         raise ValueError(
             "shard_over: on a mesh with Explicit axes this optimizer cannot mix gradients that are divided with state "
@@ -121,10 +121,9 @@ def check_typed(sharded: Layouts, error: Exception) -> None:
 
 
 def resharded(tree: Any, shardings: Mapping[str, Sharding], like: Any = None) -> Any:
-    """A tree like the parameters, those that have an entry in that sharding.
+    """Constrain the leaves of a tree like the parameters to the shardings that are given for their paths.
 
-    ``like``: the parameters. Gradients of each example have one more axis, the first; where types do not tell
-    shardings they stay as they are.
+    Gradients of single examples have one axis more than ``like``, the parameters; on Auto axes they stay as they are.
     """
     if not shardings:
         return tree
@@ -144,14 +143,14 @@ def resharded(tree: Any, shardings: Mapping[str, Sharding], like: Any = None) ->
 def state_sharding(
     leaf: Leaf, shape: Sequence[int], own: Sharding, param: Sequence[int], whose: str
 ) -> tuple[Sharding, str]:
-    """How a state leaf is divided that is like its parameter: as that, and over ``leaf.shard_over``; or why not that.
+    """Return the sharding of a state leaf of its parameter's shape, and why ZeRO-1 does not divide it further.
 
     Args:
-      leaf: its row of the table.
-      shape: of the leaf; blocks of the last axis may have one scale each.
+      leaf: the leaf's row of the table.
+      shape: the leaf's shape; there may be one scale for each block of the last axis.
       own: the parameter's sharding.
       param: the parameter's shape.
-      whose: its name, for messages.
+      whose: the parameter's name, for messages.
     """
     sharded = partitioned(own, param, leaf.shard_over, whose) if leaf.shard_over else own
     sharding, why = (own, sharded) if isinstance(sharded, str) else (sharded, "")
@@ -159,10 +158,10 @@ def state_sharding(
 
 
 def resharded_state(leaves: Sequence[Any], plan: Sequence[Leaf], params: Any, shardings: Shardings) -> list[Any]:
-    """The leaves of a state, those that are to be divided further like that, as far as the parameters' are known.
+    """Constrain the leaves of a state that ZeRO-1 divides, where their parameters' shardings are known.
 
-    One that is not, a scale that stays on the device say, is made of gradients that are: it too stays as it was, or the
-    second step would be another program, and a loop's carry of another type.
+    A leaf that is too small to be divided, such as a scale on the device, is computed from gradients that are divided.
+    It keeps its sharding too: otherwise the second step would be another program, and a loop's carry would change type.
     """
     flat = jax.tree_util.tree_flatten_with_path(params)[0]
     owners = {leaf.owner for leaf in plan if leaf.shard_over}
@@ -189,10 +188,18 @@ Axes = tuple[int | None, ...]  # for each axis of a leaf the axis of its paramet
 def axes_in_parameter(
     init: Callable[[Any], Any], params: Any, leaves: Sequence[tuple[int | None, tuple[int, ...]]]
 ) -> list[Axes | None]:
-    """For each state leaf, given as (number of its parameter, shape), its axes; ``None`` where they are not known.
+    """Find the axes of its parameter that a smaller state leaf, such as a factored second moment, has.
 
-    A row factor of a square matrix has the shape of a column factor. So ``init`` is traced once more, with parameters
-    all of whose axes differ: what their sizes become tells which is which.
+    A row factor of a square matrix has the shape of a column factor. So ``init`` is traced once more with parameters
+    whose axes all have different sizes, which tell the factors apart.
+
+    Args:
+      init: the ``init`` of a transformation.
+      params: the parameters.
+      leaves: for each state leaf, its parameter's number and its shape.
+
+    Returns:
+      The axes of each leaf; ``None`` if they are not known.
     """
     flat, treedef = jax.tree.flatten(params)
     if all(i is None or len(shape) in (0, len(np.shape(flat[i]))) for i, shape in leaves):
@@ -222,7 +229,7 @@ def _axes(
 
 
 def _distinct(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """About the same sizes, none twice; of equal ones a later axis is larger, as a stable sort would have it."""
+    """Return about the same sizes, all different; of two equal sizes the later one becomes the larger."""
     sizes, last = list(shape), 0
     for axis in sorted(range(len(shape)), key=lambda axis: (shape[axis], axis)):
         sizes[axis] = last = max(shape[axis], last + 1)
