@@ -67,7 +67,8 @@ def peeled(program: Program, at: int, *, first: bool = False) -> Program:
             numbers = jnp.arange(scan.length, dtype=jnp.int32)[others]
             carry, ys = jax.lax.scan(at, list(init), numbers, scan.length - 1, scan.reverse, scan.unroll)
         if not first:
-            carry, y = one(carry, mine)
+            # Behind the others: its pass needs nothing of theirs, and would keep its activations beside them.
+            carry, y = one(*jax.lax.optimization_barrier((carry, mine)))
         pairs = ([row[None], rows] if in_front else [rows, row[None]] for rows, row in zip(ys, y, strict=True))
         return [*carry, *map(jnp.concatenate, pairs)]
 
