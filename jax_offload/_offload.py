@@ -1,4 +1,4 @@
-"""The transform: an optax optimizer with its state in pinned host memory."""
+"""Wrap an optax optimizer so that its state lives in pinned host memory."""
 
 from __future__ import annotations
 
@@ -265,8 +265,7 @@ def offload(
 
 
 def _skipping(inner: optax.GradientTransformationExtraArgs, policy: Policy) -> optax.GradientTransformationExtraArgs:
-    """``inner`` where nothing is offloaded: it too must not lose ``skip``, which a chain would not miss. And a rule
-    that fits no parameter is found before the fraction is more than 0."""
+    """Return ``inner``, which offloads nothing, with ``skip``; rules that match no parameter are errors here too."""
 
     def init_fn(params: optax.Params) -> optax.OptState:
         state = inner.init(params)
@@ -288,7 +287,7 @@ def _load(state: Any) -> Any:
 
 
 def _store(state: Any, plan: list[Leaf], params: Any, shardings: Shardings) -> Any:
-    """``state`` with the leaves that the plan puts on the host there; what is there already stays."""
+    """Move to the host the leaves of ``state`` that the plan puts there."""
     leaves, treedef = jax.tree.flatten(state)
     leaves = resharded_state(leaves, plan, params, shardings)
     return jax.tree.unflatten(treedef, _memory.all_to_host(leaves, [leaf.host for leaf in plan]))

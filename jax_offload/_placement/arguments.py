@@ -1,4 +1,4 @@
-"""What is given to ``init`` and ``update``, where it cannot be right: an error that names the leaf and the argument."""
+"""Check the arguments of ``init`` and ``update``; errors name the leaf and the argument."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ORDER = "The order is tx.update(updates, state, params), and jo.update_params(t
 
 
 def check_inner(inner: Any, argument: str = "inner") -> None:
-    """Raises ``TypeError`` where what is to be wrapped is no transformation: the function that makes one, say."""
+    """Raise ``TypeError`` if ``inner`` is not a transformation but, for example, the function that makes one."""
     if isinstance(inner, optax.GradientTransformation):
         return
     name = getattr(inner, "__name__", "") if callable(inner) else ""
@@ -28,7 +28,7 @@ def check_inner(inner: Any, argument: str = "inner") -> None:
 
 
 def check_transformation(tx: Any, call: str) -> None:
-    """Raises ``TypeError`` where what should be a transformation is something else: the parameters, say."""
+    """Raise ``TypeError`` if ``tx`` is not a transformation but, for example, the parameters."""
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(
             f"tx: expected an optax.GradientTransformation, got a {type(tx).__name__}. The order of arguments is "
@@ -43,15 +43,14 @@ AROUND = (
 
 
 def check_not_in_multi_steps(tx: Any, state: Any) -> None:
-    """Raises ``ValueError`` where a ``MultiSteps`` is given a state that an ``offload`` inside it keeps on the host."""
+    """Raise ``ValueError`` if an ``offload`` inside a ``MultiSteps`` keeps the state on the host."""
     around = isinstance(getattr(tx.update, "__self__", None), optax.MultiSteps)
     if around and any(on_host(x) or is_on_disk(x) for x in jax.tree.leaves(state, is_leaf=is_on_disk)):
         raise ValueError(AROUND)
 
 
 def check_params(params: Any) -> None:
-    """Raises ``ValueError`` where a state stands in the place of the parameters, as a table of it would look plausible,
-    and ``TypeError`` where a leaf is no array."""
+    """Raise ``ValueError`` for a state in the parameters' place, and ``TypeError`` for a leaf that is not an array."""
     nodes = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_state)[0]
     for path, x in nodes:
         if _is_state(x):
@@ -63,20 +62,20 @@ def check_params(params: Any) -> None:
         if not isinstance(x, Number) and not any(hasattr(x, name) for name in ("shape", "__jax_array__")):
             what = f"{keystr(path)} is a {type(x).__name__}" if path else f"got {x!r}"
             raise TypeError(
-                f"params: expected arrays, or what has shape and dtype; {what}. Leave out of them what no gradient is "
-                "for."
+                f"params: expected arrays, or values with shape and dtype; {what}. Leave out the leaves that receive "
+                "no gradient."
             )
 
 
 def _is_state(x: Any) -> bool:
-    """Whether it is a state of optax's, or one of ours; optax's own trees of parameters have other names."""
+    """Return whether ``x`` is a state of optax or of this package; optax names its trees of parameters otherwise."""
     kind = type(x)
     known = kind.__module__.partition(".")[0] in ("optax", "jax_offload")
     return known and isinstance(x, tuple) and kind.__name__.endswith("State")
 
 
 def check_places(init: Callable[[Any], Any], updates: Any, state: Any, params: Any) -> None:
-    """Raises ``ValueError`` where the state is in the place of the updates or of the parameters, and they in its."""
+    """Raise ``ValueError`` if the state and the updates, or the parameters, are in each other's place."""
     trees = [jax.tree.structure(x) for x in (updates, state, params)]
     for argument, given, k, other in (("params", params, 2, 0), ("updates", updates, 0, 2)):
         if params is None or trees[1] != trees[other] or trees[k] == trees[other]:
@@ -93,9 +92,9 @@ def check_places(init: Callable[[Any], Any], updates: Any, state: Any, params: A
 
 
 def check_gradients(updates: Any, params: Any) -> None:
-    """Raises ``ValueError`` for a gradient of another shape than its parameter.
+    """Raise ``ValueError`` for a gradient of another shape than its parameter.
 
-    Gradients of more axes are those of examples, one by one, which ``optax.contrib.dpsgd`` takes.
+    Gradients with more axes belong to single examples, which ``optax.contrib.dpsgd`` takes.
     """
     if params is None or jax.tree.structure(updates) != jax.tree.structure(params):
         return
@@ -110,7 +109,7 @@ def check_gradients(updates: Any, params: Any) -> None:
 
 
 def check_on_device(updates: Any, params: Any) -> None:
-    """Raises ``ValueError`` for parameters or gradients in host memory, with which the device cannot compute."""
+    """Raise ``ValueError`` for parameters or gradients in host memory, where the device cannot compute with them."""
     for argument, tree in (("params", params), ("updates", updates)):
         for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
             if on_host(x):
@@ -122,7 +121,7 @@ def check_on_device(updates: Any, params: Any) -> None:
 
 
 def check_tree(updates: Any, params: Any, cause: Exception) -> None:
-    """Raises ``ValueError`` where an update of gradients with another tree than the parameters' has failed."""
+    """Raise ``ValueError`` if an update failed because the gradients' tree is not that of the parameters."""
     if params is None or jax.tree.structure(updates) == jax.tree.structure(params):
         return
     given, wanted = ({*names_of([path for path, _ in leaves_with_paths(x)])} for x in (updates, params))
@@ -135,7 +134,7 @@ def check_tree(updates: Any, params: Any, cause: Exception) -> None:
 
 
 def check_state(init: Callable[[Any], Any], state: Any, like: Any, cause: Exception | None) -> None:
-    """Raises ``ValueError`` where a state has not the tree that ``init`` gives, or a leaf not the shape."""
+    """Raise ``ValueError`` if the state's tree or a leaf's shape is not the one that ``init`` gives."""
     try:
         expected = jax.eval_shape(init, like)
     except Exception:  # init cannot run on what we have: the original error says more
@@ -156,7 +155,7 @@ def check_state(init: Callable[[Any], Any], state: Any, like: Any, cause: Except
 
 
 def changes_shapes(before: Any, after: Any) -> bool:
-    """Whether the trees are the same, and not the shapes of their leaves."""
+    """Return whether two equal trees have leaves of other shapes."""
     if jax.tree.structure(before) != jax.tree.structure(after):
         return False
     return [np.shape(x) for x in jax.tree.leaves(before)] != [np.shape(x) for x in jax.tree.leaves(after)]

@@ -1,13 +1,13 @@
-"""Number formats for a stored state: how float32 becomes 16 or 8 bits, and comes back. Pure functions of arrays.
+"""Encode arrays in the number formats of a stored state, and decode them.
 
-Encoding happens on the device, elementwise but for one maximum per block, so that it fuses with the update and may run
-in chunks. Three rules hold for every format here:
+Encoding happens on the device. It is elementwise except for one maximum per block, so it fuses with the update and may
+run in chunks. Three rules hold for every format:
 
-- What the format has comes back exactly, however often it is encoded: an untouched moment does not drift.
-- Rounding is stochastic where a seed is given, so that increments of less than half a step are not lost: the second
+- A number of the format comes back exactly, however often it is encoded: an untouched moment does not drift.
+- Rounding is stochastic if a seed is given, so that increments of less than half a step are not lost: the second
   moment of Adam, with ``b2=0.999``, moves by 0.1 % at a time, and bfloat16 has steps of 0.4 %.
-- Nothing but zero becomes zero. A second moment that did would divide an update by ``eps`` alone (the "zero-point
-  problem", Li et al. 2023, arXiv:2309.01507); too large a one only makes a step small.
+- Only zero becomes zero. A second moment that became zero would divide an update by ``eps`` alone (the "zero-point
+  problem", Li et al. 2023, arXiv:2309.01507); one that is too large only makes a step small.
 """
 
 from __future__ import annotations
@@ -102,22 +102,22 @@ class Storage:
 
 
 def _meant(given: Any, dtype: str) -> str:
-    """The format that was probably meant, in words; empty where it is another dtype's name, or none is near."""
+    """Suggest the format that was probably meant; empty for the name of another dtype, or if none is near."""
     name = dtype or str(given).lower().removeprefix("torch.")
     near = [_SHORT[name]] if name in _SHORT else difflib.get_close_matches(name, NAMES, n=1, cutoff=0.75)
     return f" Did you mean {near[0]!r}?" if near and (name in _SHORT or not dtype) else ""
 
 
 def encode(x: jax.Array, storage: Storage, seed: Any = None) -> tuple[jax.Array, jax.Array | None]:
-    """``x`` as values in the storage's dtype, of its shape, and a float32 scale per block, of shape ``(..., blocks)``.
+    """Encode ``x`` as values in the format's dtype and a float32 scale for each block, of shape ``(..., blocks)``.
 
     Args:
       x: of shape ``(..., n)`` and any floating dtype.
       storage: the format. bfloat16 has no scale.
-      seed: uint32, of which the rounding is a function, and of the place in ``x``; ``None``: to nearest.
+      seed: a uint32 that, with the place in ``x``, decides the rounding; ``None`` rounds to nearest.
 
     NaN stays NaN. Infinity stays, or becomes NaN in formats without it. In the two 8-bit integers, which have neither,
-    a whole block becomes NaN with it.
+    the whole block becomes NaN.
     """
     x = x.astype(jnp.float32)
     if storage.dtype == "float32":
@@ -140,7 +140,7 @@ def encode(x: jax.Array, storage: Storage, seed: Any = None) -> tuple[jax.Array,
 
 
 def decode(values: jax.Array, scale: jax.Array | None, storage: Storage) -> jax.Array:
-    """What ``encode`` was given, as far as the format has it, in float32."""
+    """Decode what ``encode`` returns to float32."""
     if scale is None:
         return values.astype(jnp.float32)
     wide = _per_element(scale, values, storage.block)
@@ -151,7 +151,7 @@ def decode(values: jax.Array, scale: jax.Array | None, storage: Storage) -> jax.
 
 @functools.lru_cache(1024)
 def encoded_shapes(shape: tuple[int, ...], storage: Storage) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """The shapes of what ``encode`` returns."""
+    """Return the shapes of the values and the scales that ``encode`` returns."""
     x = jax.ShapeDtypeStruct(shape, jnp.float32)
     values, scale = jax.eval_shape(lambda x: encode(x, storage), x)
     return values.shape, None if scale is None else scale.shape
@@ -162,7 +162,7 @@ def _strides(x: jax.Array) -> tuple[int, ...]:
 
 
 def _places(x: jax.Array, seed: Any) -> list[jax.Array]:
-    """For every element of ``x`` the seed and its index along each axis; nothing where there is no seed."""
+    """Return the seed and the index along each axis for every element of ``x``; an empty list without a seed."""
     if seed is None:
         return []
     sharding = typed_sharding(jax.typeof(x))
@@ -171,17 +171,17 @@ def _places(x: jax.Array, seed: Any) -> list[jax.Array]:
 
 
 def _per_element(scale: jax.Array, x: jax.Array, block: int) -> jax.Array:
-    """The scale of its block for every element of ``x``."""
+    """Return the scale of its block for every element of ``x``."""
     return _as_rows(jnp.broadcast_to(scale[..., None], (*scale.shape, min(block, x.shape[-1]))), x)
 
 
 def _in_blocks(x: jax.Array, block: int) -> jax.Array:
-    """``(..., n)`` as ``(..., blocks, block)``, the last block filled with zeros."""
+    """Reshape ``(..., n)`` to ``(..., blocks, block)``, with the last block filled with zeros."""
     block = min(block, x.shape[-1])
     rest = -x.shape[-1] % block
     shape = (*x.shape[:-1], (x.shape[-1] + rest) // block, block)
     typed = typed_sharding(jax.typeof(x))
-    if typed is not None:  # the types want to be told; a device has whole blocks, or all of them
+    if typed is not None:  # Explicit axes need the spec; a device holds whole blocks, or all of them
         spec = padded(typed.spec, x.ndim)
         last = spec[-1] if not rest and shape[-2] % shards_of(typed, x.shape)[-1] == 0 else None
         x = constrained(x, typed.update(spec=PartitionSpec(*spec[:-1], last)))
@@ -192,7 +192,7 @@ def _in_blocks(x: jax.Array, block: int) -> jax.Array:
 
 
 def _as_rows(blocks: jax.Array, like: jax.Array) -> jax.Array:
-    """``(..., blocks, block)`` as ``(..., n)``, like ``like``."""
+    """Reshape ``(..., blocks, block)`` to the shape of ``like``."""
     typed = typed_sharding(jax.typeof(blocks))
     if typed is not None:
         typed = typed.update(spec=PartitionSpec(*padded(typed.spec, blocks.ndim)[:-1]))

@@ -1,4 +1,4 @@
-"""Master parameters: the optimizer's own, more precise copy of the parameters that the model computes with."""
+"""Keep master parameters: the optimizer's own, more precise copy of the model's parameters."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from jax_offload._base.memory import on_host, to_device
 from jax_offload._base.shardings import constrained, typed_sharding
 from jax_offload._placement.arguments import changes_shapes, check_inner, check_state, check_tree
 
-LANDING = "brings a parameter to its master"  # what the trace says of an update
+LANDING = "brings a parameter to its master"  # the mark of such an update in the trace
 
 
 class MasterState(NamedTuple):
     """State of ``with_master_params``.
 
     Attributes:
-      master: a tree like the parameters, in the masters' dtype; ``optax.MaskedNode`` for those that need none. With
-        ``low_bits``: int16, what the parameter lacks of its master.
-      inner_state: of the wrapped transformation.
+      master: a tree like the parameters, in the masters' dtype; ``optax.MaskedNode`` for parameters that need none.
+        With ``low_bits``: the int16 bits that the parameter lacks.
+      inner_state: the state of the wrapped transformation.
     """
 
     master: Any
@@ -32,7 +32,7 @@ class MasterState(NamedTuple):
 
 
 class WithMasterParams(optax.GradientTransformationExtraArgs):
-    """What ``with_master_params`` returns, so that a wrong order can be told."""
+    """The type that ``with_master_params`` returns, which tells a wrong order."""
 
 
 def with_master_params(
@@ -158,7 +158,7 @@ _ORDER = (
 
 
 def _check_order(inner_state: Any) -> None:
-    """Raises ``TypeError`` where something inside, an ``offload``, keeps leaves on the host."""
+    """Raise ``TypeError`` if an ``offload`` inside keeps leaves on the host."""
     if any(on_host(x) for x in jax.tree.leaves(inner_state)):
         raise TypeError(_ORDER)
 
@@ -166,8 +166,11 @@ def _check_order(inner_state: Any) -> None:
 def checked_update(
     tx: optax.GradientTransformationExtraArgs, updates: Any, state: Any, params: Any, **extra_args: Any
 ) -> tuple[Any, Any]:
-    """``tx.update``; ``ValueError`` where gradients, state and parameters do not fit each other, or masters do not
-    have the last word."""
+    """Call ``tx.update`` and check its results.
+
+    Raises:
+      ValueError: gradients, state and parameters do not fit each other, or something changes the updates of masters.
+    """
     like = updates if params is None else params
     try:
         new, after = tx.update(updates, state, params, **extra_args)
@@ -183,10 +186,10 @@ def checked_update(
 
 
 def _check_last_word(updates: Any, state: Any) -> None:
-    """Raises ``ValueError`` where a chain, being traced, has changed the updates of masters.
+    """Raise ``ValueError`` if a traced chain has changed the updates of masters.
 
-    The parameter then lands elsewhere than its master, which follows it, and the bits for which it is kept are lost.
-    Only where the state is a chain's, with something behind the masters: a wrapper may choose between updates.
+    The parameter would then miss its master, and the master would follow it and lose the bits that it is kept for. Only
+    chains with something behind the masters are checked: a wrapper may choose between updates.
     """
     if not _has_successor(state):
         return
@@ -194,7 +197,7 @@ def _check_last_word(updates: Any, state: Any) -> None:
     for node in filter(_is_state, jax.tree.leaves(state, is_leaf=_is_state)):
         try:
             of_leaves = _masters_like(node, treedef)
-        except ValueError:  # of all parameters in one vector, which was taken apart since
+        except ValueError:  # the masters are one vector, which was split afterwards
             of_leaves = leaves
         if any(m is not None and mark_of(u) != LANDING for m, u in zip(of_leaves, leaves, strict=True)):
             raise ValueError(
@@ -209,7 +212,7 @@ def _is_state(x: Any) -> bool:
 
 
 def _has_successor(state: Any) -> bool:
-    """Whether there are masters in a chain's state, a plain tuple, before the last of its parts."""
+    """Return whether a chain's state, a plain tuple, has masters before its last part."""
 
     def has_masters(x: Any) -> bool:
         return any(map(_is_state, jax.tree.leaves(x, is_leaf=_is_state)))
@@ -221,13 +224,13 @@ def _has_successor(state: Any) -> bool:
 
 
 def masters_of(state: Any, treedef: Any) -> list[Any]:
-    """For every parameter its master in ``state``; ``None`` where it has none, or only the low bits of one."""
+    """Return every parameter's master in ``state``; ``None`` if it has none, or only the low bits of one."""
     found: list[Any] = [None] * treedef.num_leaves
     for node in jax.tree.leaves(state, is_leaf=_is_state):
         if _is_state(node):
             try:
                 masters = _masters_like(node, treedef)
-            except ValueError:  # of a part of the parameters, or of all in one vector
+            except ValueError:  # the masters are for a part of the parameters, or all in one vector
                 continue
             found = [old if m is None or m.dtype == jnp.int16 else m for old, m in zip(found, masters, strict=True)]
     return found
@@ -242,9 +245,9 @@ def _masters_like(state: MasterState, treedef: Any) -> list[Any]:
 
 
 def applied_to_masters(params: Any, updates: Any, state: Any) -> Any:
-    """``optax.apply_updates``, but exactly on the masters, wherever the updates lead to them.
+    """Apply updates as ``optax.apply_updates`` does, but land exactly on the masters if the updates lead to them.
 
-    They do not where a transformation around ``with_master_params`` has changed them.
+    They do not if a transformation around ``with_master_params`` has changed them.
     """
     leaves, treedef = jax.tree.flatten(params)
     steps = treedef.flatten_up_to(updates)
@@ -252,8 +255,8 @@ def applied_to_masters(params: Any, updates: Any, state: Any) -> Any:
     def land(p: Any, u: Any, master: Any) -> Any:
         if master is None:
             return optax.apply_updates(p, u)
-        # A master may be divided further than its parameter, where types keep them apart: what is gathered is the new
-        # parameter, not its master, which has twice the bytes.
+        # With Explicit axes a master may be divided further than its parameter. Gather the new parameter, not the
+        # master, which has twice the bytes.
         of_param, of_master = (typed_sharding(jax.typeof(x)) for x in (p, master))
         p, u = constrained(p, of_master), constrained(u, of_master)
         target = master.astype(p.dtype)
@@ -267,18 +270,18 @@ def applied_to_masters(params: Any, updates: Any, state: Any) -> Any:
 
 
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:
-    """``x.astype(dtype).astype(x.dtype)``, which XLA would take for ``x``, as it allows itself more precision."""
+    """Round as ``x.astype(dtype).astype(x.dtype)`` does, which XLA would simplify to ``x``."""
     info = jnp.finfo(dtype)
     normal = lax.reduce_precision(x, info.nexp, info.nmant)
     if info.minexp <= jnp.finfo(x.dtype).minexp:
         return normal
-    # what is subnormal in the narrower dtype; reduce_precision would make it zero
+    # numbers that are subnormal in the narrower dtype, which reduce_precision would make zero
     steps = lax.round(x * 2.0 ** (info.nmant - info.minexp), lax.RoundingMethod.TO_NEAREST_EVEN)
     return jnp.where(jnp.abs(x) < 2.0**info.minexp, steps * 2.0 ** (info.minexp - info.nmant), normal)
 
 
 def _following(master: jax.Array, p: jax.Array) -> jax.Array:
-    """The master of ``p``; where ``p`` is not its rounding, that was changed from outside, and the master is ``p``."""
+    """Return the master of ``p``, or ``p`` itself where it is not the rounded master: something has changed it."""
     unsigned = {2: jnp.uint16, 4: jnp.uint32}[p.dtype.itemsize]
     was, now = (lax.bitcast_convert_type(x, unsigned) for x in (master.astype(p.dtype), p))  # XLA cannot look through
     same = (was == now) | (((was | now) << 1) == 0)  # p + -0 is +0
@@ -286,14 +289,14 @@ def _following(master: jax.Array, p: jax.Array) -> jax.Array:
 
 
 def _joined(p: jax.Array, low: jax.Array) -> jax.Array:
-    """The float32 master of a bfloat16 parameter and the bits that it lacks; of zero, infinity and NaN themselves."""
+    """Join a bfloat16 parameter and the bits that it lacks to its float32 master; zero, infinity and NaN stay."""
     high = lax.bitcast_convert_type(p, jnp.uint16).astype(jnp.int32) << 16
     master = lax.bitcast_convert_type(high + low.astype(jnp.int32), jnp.float32)
     return jnp.where((p == 0) | ~jnp.isfinite(p), p.astype(jnp.float32), master)
 
 
 def _landing(p: jax.Array, master: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The update that brings ``p`` to the rounded master, and the bits that it lacks there."""
+    """Return the update that brings ``p`` to the rounded master, and the bits that it then lacks."""
     bits = lax.bitcast_convert_type(master, jnp.int32)
     nan = jnp.isnan(master)
     target = lax.bitcast_convert_type(

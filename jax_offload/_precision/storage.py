@@ -1,4 +1,4 @@
-"""A state that is stored in fewer bits than its optimizer computes with, and the transformation that keeps one."""
+"""Store a state in fewer bits than its optimizer computes with."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from jax_offload._precision.elements import mixed
 from jax_offload._precision.formats import Storage, decode, encode, encoded_shapes
 from jax_offload._precision.masters import MasterState, checked_update
 
-Rules = tuple[tuple[str | None, Storage], ...]  # ``None``: all that can be stored
+Rules = tuple[tuple[str | None, Storage], ...]  # ``None`` matches every leaf
 
 
 @functools.partial(
-    # in the order of their names, so that a dict of both has its leaves in the same order
+    # sorted by name, so that a dict of both has its leaves in the same order
     jax.tree_util.register_dataclass,
     data_fields=["values", "values_scale"],
     meta_fields=["storage", "dtype"],
 )
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """A leaf of the state as it is stored.
+    """A stored leaf of the state.
 
     Attributes:
-      values: of the leaf's shape, in the storage's dtype.
-      values_scale: float32, of shape ``(..., blocks)``; ``None`` where the format has none.
+      values: an array of the leaf's shape and the format's dtype.
+      values_scale: a float32 array of shape ``(..., blocks)``; ``None`` if the format has no scales.
       storage: the format.
-      dtype: of the leaf that the optimizer sees, by name.
+      dtype: the name of the dtype that the optimizer sees.
     """
 
     values: Any
@@ -75,7 +75,7 @@ class StoredState(NamedTuple):
 
 
 def rules_of(storage: Any) -> Rules:
-    """``storage`` as ``offload`` takes it, checked."""
+    """Check ``storage`` as ``offload`` takes it."""
     if storage is None:
         return ()
     if not isinstance(storage, Mapping):
@@ -95,17 +95,17 @@ def _format(value: Any) -> Storage:
 
 
 def formats(rules: Rules, state: Any, params: Any, min_bytes: int) -> list[Storage | None]:
-    """For every leaf of a plain state how it is stored; ``None``: as it is.
+    """Return the format of every leaf of a plain state; ``None`` for a leaf that keeps its dtype.
 
     A rule is a regular expression that matches whole components of a path in the state, ``0/mu/layers/w``. The first
-    that matches counts.
+    match counts.
 
     Raises:
-      ValueError: a rule matches nothing that can be stored otherwise, or a leaf that cannot be.
+      ValueError: a rule matches no leaf, or a leaf that no format can store.
     """
     found: list[Storage | None] = []
     used: set[str | None] = {None}
-    names = []  # of what a rule may match
+    names = []  # the paths that a rule may match
     masters = _master_paths(state)
     for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
         name = keystr(path, simple=True, separator="/")
@@ -133,7 +133,7 @@ def formats(rules: Rules, state: Any, params: Any, min_bytes: int) -> list[Stora
 
 
 def _unfit(x: Any, storage: Storage, master: bool) -> str:
-    """Why a leaf cannot be stored so; empty where it can."""
+    """Return why a leaf cannot be stored in this format; empty if it can."""
     if master:
         return "it is a master parameter. Take it out; with_master_params(dtype=, low_bits=) says how masters are kept."
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -170,19 +170,19 @@ def is_encoded(x: Any) -> bool:
 
 
 def stored(state: Any, found: Sequence[Storage | None]) -> StoredState:
-    """A plain state in these formats, rounded to nearest."""
+    """Encode a plain state in these formats, rounded to nearest."""
     leaves, treedef = jax.tree.flatten(state)
     kept = [x if storage is None else _encoded(x, storage, None) for x, storage in zip(leaves, found, strict=True)]
     return StoredState(jnp.zeros((), jnp.int32), jax.tree.unflatten(treedef, kept))
 
 
 def plain(state: StoredState) -> Any:
-    """The state that the optimizer sees."""
+    """Decode a stored state to the one that the optimizer sees."""
     return jax.tree.map(lambda x: _decoded(x) if is_encoded(x) else x, state.inner_state, is_leaf=is_encoded)
 
 
 def next_stored(state: StoredState, before: Any, after: Any) -> StoredState:
-    """``after``, a plain state that follows ``before``, in the formats of ``state``, whose plain state that was."""
+    """Encode ``after`` as ``state`` is; leaves that are the same as in ``before``, its plain form, stay encoded."""
     olds, treedef = jax.tree.flatten(state.inner_state, is_leaf=is_encoded)
     new = jax.tree.leaves(after)
     changed = [is_encoded(old) and x is not was for old, was, x in zip(olds, jax.tree.leaves(before), new, strict=True)]
@@ -196,11 +196,10 @@ def next_stored(state: StoredState, before: Any, after: Any) -> StoredState:
 
 
 def _seeds(rounds: jax.Array, *, n: int) -> list[jax.Array]:
-    """A seed for each of ``n`` leaves.
+    """Return a seed for each of ``n`` leaves.
 
-    Each counts on from the one before, which is opaque: so all are made by the same operation, which XLA compiles
-    once. What rounds one element in one round has nothing to do with the next, as their number is mixed; between
-    leaves it need not be mixed again.
+    Each seed is computed from an opaque copy of the one before, so that all come from the same operation, which XLA
+    compiles once. The number of the round is mixed, which makes the rounds independent.
     """
     seeds, number = [], mixed(rounds.astype(jnp.uint32))
     for _ in range(n):
@@ -232,7 +231,7 @@ def _decode(values: jax.Array, scale: Any = None, *, storage: Storage) -> list[j
 def with_storage(
     inner: optax.GradientTransformationExtraArgs, rules: Rules, min_bytes: int
 ) -> optax.GradientTransformationExtraArgs:
-    """``inner`` with its state in the formats that the rules say, decoded for each update and encoded after it."""
+    """Keep the state of ``inner`` in the formats of the rules: decode it for each update and encode it afterwards."""
 
     def init_fn(params: Any) -> StoredState:
         state = inner.init(params)
@@ -247,7 +246,7 @@ def with_storage(
 
 
 def warn_of_unstored(rules: Rules, state: Any) -> None:
-    """Says which leaves one dtype for all leaves out although they are numbers of the optimizer: complex ones."""
+    """Warn of complex leaves, which one dtype for all leaves cannot store."""
     flat = jax.tree_util.tree_flatten_with_path(state.inner_state)[0]
     left = [keystr(path) for path, x in flat if not stays(x, 0) and jnp.issubdtype(x.dtype, jnp.complexfloating)]
     if left and rules[0][0] is None:
@@ -261,13 +260,14 @@ def warn_of_unstored(rules: Rules, state: Any) -> None:
 
 
 def adopted(state: Any, rules: Rules, params: Any, min_bytes: int, init: Callable[[Any], Any]) -> StoredState:
-    """A state that comes to an update of ``with_storage``: ``nnx.update`` makes dicts of its nodes.
+    """Check the state that is given to an update of ``with_storage``, and restore its nodes.
 
-    Some optimizers return leaves in other dtypes than they made: momentum of a bfloat16 or integer leaf becomes
-    float32 in the first update. Such a leaf stays in the format that its first dtype asked for: a carry keeps its tree.
+    ``nnx.update`` turns the nodes into dicts. Some optimizers return leaves in other dtypes than ``init`` makes:
+    momentum of a bfloat16 or integer leaf becomes float32 in the first update. Such a leaf keeps the format of its
+    first dtype, because a carry keeps its tree.
 
     Raises:
-      ValueError: it is stored otherwise than the rules say, and than ``init`` stores it.
+      ValueError: a leaf is stored neither as the rules say nor as ``init`` stores it.
     """
     if not any(map(is_encoded, jax.tree.leaves(state, is_leaf=is_encoded))):
         state = _with_nodes_of(state, jax.eval_shape(init, params))
@@ -287,7 +287,7 @@ def adopted(state: Any, rules: Rules, params: Any, min_bytes: int, init: Callabl
 
 
 def _with_nodes_of(state: Any, like: Any) -> Any:
-    """``state`` with the nodes of ``like``, where its leaves are the same."""
+    """Put the leaves of ``state`` into the tree of ``like`` if their types agree."""
     wanted, treedef = jax.tree.flatten(like)
     leaves = jax.tree.leaves(state)
     types = [[(np.shape(x), getattr(x, "dtype", None)) for x in each] for each in (leaves, wanted)]
@@ -310,15 +310,16 @@ def _formats_at_first(init: Callable[[Any], Any], params: Any) -> list[Storage |
     return _formats_of(state)
 
 
-# Leaf by leaf: as whole trees neither state need fit on the device.
+# These convert leaf by leaf, because the whole state need not fit on the device.
 
 
 def decoded_in_place(x: Encoded) -> jax.Array:
-    """The leaf, in the memory where its values are, sharded as they are."""
+    """Decode a leaf in the memory and with the sharding of its values."""
     return _converted(lambda x: _decoded(x), x, x.values)
 
 
 def encoded_in_place(x: jax.Array, storage: Storage) -> Encoded:
+    """Encode a leaf in its memory and with its sharding, rounded to nearest."""
     return _converted(lambda x: _encoded(x, storage, None), x, x)
 
 

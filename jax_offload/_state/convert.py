@@ -1,19 +1,17 @@
-"""From a stored state to the one of plain optax, and back."""
+"""Convert a stored state to that of plain optax, and back."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.core import Tracer
 
 from jax_offload._base.disk_moves import check_in_memory
 from jax_offload._placement.arguments import check_transformation
 from jax_offload._precision.storage import Encoded, StoredState, decoded_in_place, encoded_in_place, is_encoded
-from jax_offload._state.state import abstract_state, params_like, to_host
+from jax_offload._state.state import params_like, to_host, traced_init
 
 
 def to_plain(tx: optax.GradientTransformation, state: Any) -> Any:
@@ -41,7 +39,7 @@ def to_plain(tx: optax.GradientTransformation, state: Any) -> Any:
       ('float32', 'pinned_host')
     """
     check_in_memory(state, "jo.to_plain")
-    check_transformation(tx, "(tx, state)")  # of which it needs no more: a stored state tells all
+    check_transformation(tx, "(tx, state)")  # the stored state tells everything else
 
     def plain(node: Any) -> Any:
         if _is_stored(node):
@@ -83,7 +81,8 @@ def from_plain(tx: optax.GradientTransformation, state: Any, params: Any = None)
     if any(_is_stored(x) for x in jax.tree.leaves(state, is_leaf=_is_stored)):
         raise ValueError("state: is stored, not plain; jo.to_plain(tx, state) gives the plain one.")
     params = params_like(tx, state, plain=True) if params is None else params
-    wanted, treedef = jax.tree.flatten(abstract_state(tx, params), is_leaf=_is_stored)
+    rows, treedef = traced_init(tx, params)
+    wanted, treedef = jax.tree.flatten(jax.tree.unflatten(treedef, [aval for _, aval in rows]), is_leaf=_is_stored)
     try:
         parts = treedef.flatten_up_to(state)
         stored = [_stored(part, like) for part, like in zip(parts, wanted, strict=True)]
@@ -94,7 +93,7 @@ def from_plain(tx: optax.GradientTransformation, state: Any, params: Any = None)
 
 
 class _Mismatch(ValueError):
-    """A leaf is not of the type that it should be."""
+    """A leaf has another type than ``tx`` expects."""
 
 
 def _stored(state: Any, like: Any) -> Any:
@@ -102,9 +101,7 @@ def _stored(state: Any, like: Any) -> Any:
         return state
     wanted, treedef = jax.tree.flatten(like.inner_state, is_leaf=is_encoded)
     leaves = [_encoded(x, w) if is_encoded(w) else x for x, w in zip(treedef.flatten_up_to(state), wanted, strict=True)]
-    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(leaves))
-    rounds = jnp.zeros((), jnp.int32) if traced else jax.device_put(np.zeros((), np.int32), like.rounds.sharding)
-    return StoredState(rounds, jax.tree.unflatten(treedef, leaves))
+    return StoredState(np.zeros((), np.int32), jax.tree.unflatten(treedef, leaves))
 
 
 def _encoded(x: Any, like: Encoded) -> Encoded:

@@ -1,7 +1,7 @@
-"""Reading, moving and describing a state that is partly on the host. Works through chains and wrappers.
+"""Read, move and describe a state that is partly on the host, through chains and wrappers.
 
-Everything is read off the traced ``init`` of the whole transformation, so that an ``offload`` anywhere inside it
-counts, and nothing is allocated.
+The ``init`` of the whole transformation is traced, so that an ``offload`` anywhere inside it counts and nothing is
+allocated.
 """
 
 from __future__ import annotations
@@ -159,13 +159,13 @@ def _type(x: Any) -> tuple[tuple[int, ...], Any]:
 
 @jax.tree_util.register_static
 class _Params:
-    """Stands for a whole tree of parameters in the probe of an init, and has no leaves."""
+    """A stand-in for a whole tree of parameters in the probe of an init; it has no leaves."""
 
 
 def params_like(tx: optax.GradientTransformation, state: Any, *, plain: bool = False) -> Any:
-    """The parameters' tree, with a state leaf of each in its place, read off a state of ``tx``: of its largest part.
+    """Read the parameters' tree off a state of ``tx``: the largest part of the state that is like the parameters.
 
-    ``plain``: whether the state is that of the optimizers inside, without ``storage=``.
+    ``plain`` says whether the state is that of the optimizers inside, without ``storage=``.
     """
 
     def is_probe(x: Any) -> bool:
@@ -202,7 +202,7 @@ def params_like(tx: optax.GradientTransformation, state: Any, *, plain: bool = F
 
 
 def abstract_leaves(leaves: Iterable[tuple[Leaf, Any, Sharding]]) -> list[Any]:
-    """The leaves of ``abstract_state``, of what ``placed_leaves`` returns."""
+    """Return the leaves of ``abstract_state`` for the result of ``placed_leaves``."""
     return [
         typed(memory.abstract(x.shape, x.dtype, s, weak_type=getattr(x, "weak_type", False)), leaf.place)
         for leaf, x, s in leaves
@@ -212,7 +212,7 @@ def abstract_leaves(leaves: Iterable[tuple[Leaf, Any, Sharding]]) -> list[Any]:
 def placed_leaves(
     tx: optax.GradientTransformation, params: Any, *, remember: bool = False
 ) -> tuple[list[tuple[Leaf, Any, Sharding]], Any]:
-    """For every state leaf its row of the table, its type and its sharding; and the state's tree."""
+    """Return the row of the table, the type and the sharding of every state leaf, and the state's tree."""
     leaves, treedef = traced_init(tx, params, remember=remember)
     flat = jax.tree.leaves(params)
     shardings = [_sharding(x) for x in flat]
@@ -244,7 +244,7 @@ def placed_leaves(
 def traced_init(
     tx: optax.GradientTransformation, params: Any, *, remember: bool = False
 ) -> tuple[list[tuple[Leaf, Any]], Any]:
-    """For every state leaf its row of the table and its type; and the state's tree."""
+    """Return the row of the table and the type of every state leaf, and the state's tree."""
     check_transformation(tx, "(tx, params)")
     found: list[Any] = []
 

@@ -1,6 +1,6 @@
-"""From a recipe that loads everything, updates and stores everything, to the same thing streamed.
+"""Turn a recipe that loads everything, updates and stores everything into a streamed update.
 
-The recipe is traced; the offloads inside it are equations of that trace, which carry their own recipes.
+The recipe is traced. The offloads inside it are equations of the trace, which carry their own recipes.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ def streamed(
     next_of: tuple[int, ...],
     options: Options | None = None,
 ) -> Any:
-    """``recipe(*args)``, with host leaves loaded, used and stored slice by slice.
+    """Run ``recipe(*args)`` with host leaves loaded, used and stored slice by slice.
 
     Args:
       recipe: a function of (updates, state, params, extra arguments).
-      args: its arguments; what is not an array in them becomes part of the program.
+      args: its arguments; values that are not arrays become part of the program.
       next_of: for each tree that the recipe returns, the number of the argument that it is the next value of.
-      options: of the ``offload`` whose recipe it is; ``None``: each ``offload`` inside has its own.
+      options: those of the ``offload`` whose recipe it is; ``None`` if each ``offload`` inside has its own.
     """
     updates, state, params, *rest = args
-    # Sharded further before anything else: then they are scattered as they are reduced, and only parts are alive.
+    # Divide the gradients first: they are then scattered as they are reduced, and only parts of them are alive.
     if options is not None:
         args = (resharded(updates, options.partitions, params), state, params, *rest)
     trace = traced(recipe, args, options)
@@ -70,9 +70,9 @@ def streamed(
 
 
 def part_of_recipe(fun: Callable[..., Any], *args: Any) -> tuple[Any, Options]:
-    """``fun(*args)`` in a recipe that is being traced, and what the offloads in it know of the parameters.
+    """Call ``fun(*args)`` in a recipe that is being traced; return its result and what its offloads know.
 
-    Updates that are divided further stay so, where types do not tell: it is for the recipe to gather what it makes.
+    On Auto axes updates that ZeRO-1 divides stay divided: the recipe gathers what it computes from them.
     """
     trace = traced(fun, args)
     update = Update(trace.sharded or trace.program, (), Serialise.NONE, {}, {}, trace.claims, {}, is_manual())
@@ -80,7 +80,7 @@ def part_of_recipe(fun: Callable[..., Any], *args: Any) -> tuple[Any, Options]:
 
 
 def _update(traced: Traced, given: Options, updates: Any, state: Any, params: Any, next_of: tuple[int, ...]) -> Update:
-    """The recipe's trace as an update that is not emitted yet. ``updates`` as they were produced."""
+    """Make an update, which is not emitted yet, of the recipe's trace. ``updates`` are not divided yet."""
     program = dataclasses.replace(traced.program, shards=traced.of_inputs(_shards(given, updates, state, params)))
     next_values = _next_values(traced, program.outputs, next_of, updates, given.partitions)
     produced = production_order(jax.tree.leaves(updates))
@@ -108,9 +108,9 @@ def _update(traced: Traced, given: Options, updates: Any, state: Any, params: An
 
 
 def _ungathered(traced: Traced, updates: Any, partitions: Layouts) -> Program:
-    """The program without the last thing that it does with updates: put them into the sharding of their parameters.
+    """Leave out the equations at the end of the program that gather the updates.
 
-    Its first results are the updates, leaf for leaf as they came: an optimizer keeps their tree.
+    The program's first results are the updates, leaf for leaf: an optimizer keeps their tree.
     """
     program = traced.program
     gathered = {eqn.outvars[0]: eqn.invars[0] for eqn in program.eqns if eqn.primitive.name == "sharding_constraint"}
@@ -125,7 +125,7 @@ def _ungathered(traced: Traced, updates: Any, partitions: Layouts) -> Program:
 def _next_values(
     traced: Traced, outputs: Sequence[Any], next_of: tuple[int, ...], updates: Any, partitions: Layouts
 ) -> dict[Var, Var]:
-    """Result -> the input whose next value it is, and whose buffer it may take."""
+    """Map each result to the input whose next value it is, and whose buffer it may take."""
     paths = [key_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(updates)[0]]
     inputs, starts, found, result = traced.inputs, traced.starts, {}, 0
     for tree, argument in zip(traced.out_tree.children(), next_of, strict=True):
@@ -139,7 +139,7 @@ def _next_values(
 
 
 def _same_places(new: Any, old: Any) -> list[tuple[int, int]]:
-    """The numbers of leaves of two tree structures that are in the same place: an update may add to a state."""
+    """Pair the numbers of the leaves that have the same path in two trees: an update may add leaves to a state."""
     if new == old:
         return [(k, k) for k in range(new.num_leaves)]
     paths = [jax.tree_util.tree_flatten_with_path(tree.unflatten(range(tree.num_leaves)))[0] for tree in (old, new)]
@@ -148,10 +148,10 @@ def _same_places(new: Any, old: Any) -> list[tuple[int, int]]:
 
 
 def _in_order(traced: Traced, updates: Any, owner_of: Sequence[int | None], produced: list[int] | None) -> list[int]:
-    """The numbers of the gradients, in the order of the backward pass.
+    """Return the numbers of the gradients in the order of the backward pass.
 
-    An ``offload`` with an ``order`` says it of the gradients of its own leaves, and the only one also of those whose
-    state nobody has; the others keep their places.
+    The ``order`` of an ``offload`` sorts the gradients of its own leaves; if there is only one, it also sorts gradients
+    without a state. The others keep their places.
     """
     of, start = claimed(traced.claims), traced.starts[1]
     said: dict[int, tuple[str, ...] | None] = {}
@@ -171,8 +171,10 @@ def _in_order(traced: Traced, updates: Any, owner_of: Sequence[int | None], prod
 
 
 def _serialise(options: Options, updates: Any, produced: list[int] | None) -> Serialise:
-    """Which gradients wait for each other: none where one might be divided between devices, and how is not known, or
-    is only while it is updated (ZeRO-1: 4693 instead of 4677 MiB, 12x4096x4096, half of it, four devices)."""
+    """Return which gradients wait for each other.
+
+    None do if a gradient may be divided between devices in an unknown way, or only while it is updated (ZeRO-1).
+    """
     found = Serialise.SUMS if produced is None else Serialise.ALL
     for path, x in jax.tree_util.tree_flatten_with_path(updates)[0]:
         if is_array(x) and is_large(x):
@@ -188,7 +190,7 @@ def _serialise(options: Options, updates: Any, produced: list[int] | None) -> Se
 
 
 def _shards(options: Options, updates: Any, state: Any, params: Any) -> list[Shards | None]:
-    """For every leaf of (updates, state, params) how it is divided, as far as that is known."""
+    """Return how every leaf of (updates, state, params) is divided, where that is known."""
     like = updates if params is None else params
     flat = jax.tree_util.tree_flatten_with_path(like)[0]
     own = {path: shards_of(options.shardings.get(key_of(path)), np.shape(x)) for path, x in flat}
@@ -212,15 +214,15 @@ def _shards(options: Options, updates: Any, state: Any, params: Any) -> list[Sha
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A recipe's trace.
+    """The trace of a recipe.
 
     Attributes:
-      program: its inputs, but for the constants, are the arrays among the arguments' leaves.
-      out_tree: of what the recipe returns.
-      trees: of its arguments.
+      program: the traced program; its inputs, except the constants, are the arrays among the arguments' leaves.
+      out_tree: the tree of the results.
+      trees: the trees of the arguments.
       arrays: the numbers of the arguments' leaves that are arrays.
-      claims: of the ``offload`` whose recipe it is, and of those in it.
-      sharded: the program that leaves updates divided which are gathered in ``program`` (ZeRO-1).
+      claims: the claims of the ``offload`` whose recipe it is, and of the offloads in it.
+      sharded: like ``program``, but it leaves divided the updates that ``program`` gathers (ZeRO-1).
     """
 
     program: Program
@@ -232,17 +234,17 @@ class Traced:
 
     @property
     def inputs(self) -> list[Var]:
-        """Of the program: one for each array."""
+        """The inputs of the program, one for each array."""
         return self.program.inputs[len(self.program.consts) :]
 
     @functools.cached_property
     def starts(self) -> list[int]:
-        """The number of the first leaf of each argument."""
+        """The number of each argument's first leaf."""
         return [0, *accumulate(tree.num_leaves for tree in self.trees)]
 
     @functools.cached_property
     def position(self) -> dict[int, int]:
-        """Number of a leaf -> number of the array that it is."""
+        """From the number of a leaf to its number among the arrays."""
         return {i: k for k, i in enumerate(self.arrays)}
 
     def operands(self, args: tuple[Any, ...]) -> list[Any]:
@@ -250,7 +252,7 @@ class Traced:
         return [leaves[i] for i in self.arrays]
 
     def of_inputs(self, values: Sequence[Any]) -> dict[Var, Any]:
-        """What is said of the arguments' leaves, as said of the program's inputs; ``None`` is nothing."""
+        """Map the program's inputs to the values that are given for the arguments' leaves; ``None`` is left out."""
         inputs, position = self.inputs, self.position
         return {inputs[position[i]]: x for i, x in enumerate(values) if x is not None and i in position}
 
@@ -258,9 +260,9 @@ class Traced:
 def traced(recipe: Callable[..., Any], args: tuple[Any, ...], options: Options | None = None) -> Traced:
     """``recipe``'s trace for ``args``, whose second one is the state.
 
-    Every ``offload`` in it is an equation that carries its own recipe and what it was told. These recipes take the
-    places of the equations, also in branches and loops, so that the whole is cut and streamed at once; and each leaf
-    streams as its own ``offload`` says, whose operand it is.
+    Every ``offload`` in it is an equation that carries its own recipe and options. The recipes replace the equations,
+    also in branches and loops, so that the whole is cut and streamed at once. Each leaf streams as its own ``offload``
+    says.
     """
     leaves, treedef = jax.tree.flatten(args)
     arrays = [i for i, x in enumerate(leaves) if is_array(x)]

@@ -1,4 +1,4 @@
-"""An update and its application in one: the public ``update_params``, and what is sharded further around it."""
+"""Update and apply in one: the public ``update_params``."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from jax_offload._update.streamed import part_of_recipe, streamed
 
 
 def sharded_params(params: Any, options: Options) -> Any:
-    """Parameters divided as their gradients are. What they were is said first, lest XLA divide them before a loop."""
+    """Divide the parameters as their gradients are. Their own sharding comes first, or XLA divides them too early."""
     return resharded(resharded(params, options.replicated), options.partitions)
 
 
 def _replicated_into(params: Any, new: Any, options: Options) -> Any:
-    """The new parameters, whole again, in the memory of the old ones.
+    """Gather the new parameters into the memory of the old ones.
 
-    XLA does not gather into a donated buffer. A choice between both, whose outcome it cannot know, it makes in place.
+    XLA does not gather into a donated buffer, but it selects in place between two arrays if it cannot know the outcome.
     """
     if not options.partitions:
         return new
