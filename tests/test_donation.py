@@ -235,17 +235,6 @@ def test_donation_to_what_moves_a_state(move):
     assert shardings(out) == shardings(expected)
 
 
-@pytest.mark.oldest("what jax forwards, and what is static")
-def test_donation_of_what_jax_forwards():
-    """A leaf that no update touches is no result of the program: it would be copied where nobody donates."""
-    given = create(optimizer(1.0))
-    step = jo.jit(lambda p, s: (p, s, p["v"] + 1))
-    for _ in range(2):
-        handed_on = step(*given)[:2]
-        for a, b in zip(jax.tree.leaves(handed_on), jax.tree.leaves(given), strict=True):
-            assert a.unsafe_buffer_pointer() == b.unsafe_buffer_pointer()
-
-
 @pytest.mark.oldest("export")
 def test_donation_through_an_exported_step():
     """Inside of it all is well; whoever calls it sees nothing of ours, and jo.jit helps."""
