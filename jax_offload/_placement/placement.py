@@ -16,8 +16,8 @@ import numpy as np
 from jax.tree_util import keystr
 
 from jax_offload._base.arrays import is_array, is_like, nbytes
-from jax_offload._base.marks import mark
 from jax_offload._base.on_disk import Place
+from jax_offload._base.own_primitives import mark
 from jax_offload._base.paths import names_of, owners
 from jax_offload._placement.options import Governing, Policy, per_parameter, selector
 from jax_offload._plan.order import Order, ranks

@@ -19,7 +19,7 @@ from jax.tree_util import keystr
 
 from jax_offload._base import memory
 from jax_offload._base.barriers import opaque
-from jax_offload._base.composite import composite
+from jax_offload._base.own_primitives import composite
 from jax_offload._base.paths import KeyPath
 from jax_offload._placement.placement import stays
 from jax_offload._precision.elements import mixed
