@@ -101,7 +101,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
                   "ademamix", "lookahead-like", "yogi", "sm3", "lbfgs-like", "prodigy", "by rates", "dog"),
     "inside": (None,) * 5 + ("clip", "clip", "MultiSteps", "apply_if_finite", "masked", "partition", "inject", "ema",
                "zero_nans", "named_chain", "flatten", "conditionally"),
-    "outside": (None,) * 7 + ("clip", "apply_if_finite", "masked", "partition", "inject", "ema"),
+    "outside": (None,) * 7 + ("clip", "clip", "apply_if_finite", "masked", "partition", "inject", "ema"),
     # the options of jo.offload
     "fraction": (1.0,) * 5 + (0.5, 0.25, 0.0),
     "select": (None,) * 6 + ("w", "callable", "tree"),
