@@ -1,6 +1,7 @@
 """Law 2: every optimizer of optax and optax.contrib gives the same numbers with its state on the host.
 
-Wrapped whole and in part, under jit with donation, eagerly, in scan, cond and vmap, and differentiated. CPU tests prove values and placement, never memory or speed.
+Wrapped whole and in part, under jit with donation, eagerly, in scan, cond and vmap, and differentiated. CPU tests prove
+values and placement, never memory or speed.
 """
 
 from __future__ import annotations
