@@ -275,34 +275,6 @@ def test_eight_bit_integers_want_float32_leaves():
         np.testing.assert_array_equal(np.float32(x), np.float32(y))
 
 
-@pytest.mark.long("more formats")
-@pytest.mark.parametrize(
-    "dtype", rows([jnp.bfloat16, jnp.float16], "compiles all that it says to do", daily=[jnp.bfloat16])
-)
-def test_what_the_message_about_eight_bit_integers_says_to_do(dtype):
-    params = parameters(dtype)
-    int8 = {"mu": "int8", "nu": "uint8"}
-    with_masters, mu_alone = jo.with_master_params(ADAMW), optax.adamw(1e-2, mu_dtype=jnp.float32)
-
-    def stored_in(inner, storage):
-        tx = jo.offload(inner, storage=storage, min_bytes=1024)
-        _, state = jax.jit(tx.update)(gradients(params), tx.init(params), params)
-        assert all(x.values.sharding.memory_kind == HOST for x in encoded(state))
-        return {(x.dtype, x.storage.dtype) for x in encoded(state)}
-
-    for inner, storage in (ADAMW, int8), (mu_alone, int8), (mu_alone, {"nu": "uint8"}):
-        with pytest.raises(ValueError, match=rf"storage: .*it is {params['embed'].dtype}, .*mu_dtype=jnp\.float32"):
-            stored_in(inner, storage)
-    name = params["embed"].dtype.name
-    assert stored_in(with_masters, int8) == {("float32", "int8"), ("float32", "uint8")}
-    assert stored_in(mu_alone, {"mu": "int8"}) == {("float32", "int8")}  # nu as it is
-    assert stored_in(ADAMW, {"mu": "float8_e4m3fn"}) == {(name, "float8_e4m3fn")}
-    assert stored_in(ADAMW, {"mu": "float8_e4m3fn", "nu": "float8_e5m2"}) == {
-        (name, "float8_e4m3fn"),
-        (name, "float8_e5m2"),
-    }
-
-
 def test_with_nnx():
     """nnx keeps its state in boxes, and makes dicts of what is in them."""
     model = nnx.Linear(16, 256, rngs=nnx.Rngs(0))

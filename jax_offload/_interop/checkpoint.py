@@ -106,7 +106,9 @@ def restore(
     """
     if isinstance(manager, Disk):
         if target is None or item is not None or fallback:
-            given = "target: expected a tree like the one that was committed" if target is None else "item, fallback: "
+            given = (
+                "target: expected a tree like the committed one" if target is None else "item, fallback: not for a disk"
+            )
             raise ValueError(
                 f"{given}; a disk has one commit of one tree. Fix: jo.restore(disk, {{'params': shapes, 'opt_state': "
                 "jo.abstract_state(tx, shapes)})."
