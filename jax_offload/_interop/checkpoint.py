@@ -106,9 +106,7 @@ def restore(
     """
     if isinstance(manager, Disk):
         if target is None or item is not None or fallback:
-            given = (
-                "target: expected a tree like the committed one" if target is None else "item, fallback: not for a disk"
-            )
+            given = "item, fallback: not for a disk" if target is not None else "target: expected the committed tree"
             raise ValueError(
                 f"{given}; a disk has one commit of one tree. Fix: jo.restore(disk, {{'params': shapes, 'opt_state': "
                 "jo.abstract_state(tx, shapes)})."
