@@ -11,7 +11,7 @@ import jax
 
 from jax_offload._base.jaxprs import closed, jax_fun
 from jax_offload._base.memory import is_host_aval, to_device, to_host
-from jax_offload._emit.loop import looped, or_batched
+from jax_offload._emit.chunks import looped, or_batched
 from jax_offload._emit.transfers import Names, prefetch, update_of, write_back
 from jax_offload._ir.core import core
 from jax_offload._ir.program import Var

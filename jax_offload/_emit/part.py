@@ -1,63 +1,45 @@
-"""A slice on some rows of its leaves, which are arrays of their own; on the device it has all rows, in the old buffers.
-
-The number of the first row is an operand: so one program serves all parts that have as many rows.
-"""
+"""A slice on some rows of its leaves on disk, which are arrays of their own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
 from jax_offload._base.barriers import read_once
 from jax_offload._base.jaxprs import Var, values_of
 from jax_offload._base.memory import is_host_aval
-from jax_offload._base.shardings import constrained, typed_sharding
 from jax_offload._emit.deduplicate import functions
-from jax_offload._emit.rows import read_rows, write_rows
+from jax_offload._emit.rows import buffers_of, fresh
 from jax_offload._emit.transfers import Names
 from jax_offload._plan.by_rows import PlannedPart
-from jax_offload._plan.rules import Partial
 
 
 def part(planned: PlannedPart, names: Names) -> Callable[..., list[Any]]:
     """``run(start, operands, before)``: the slice's results, for its rows of each shard from ``start`` on.
 
-    Of host leaves operands and results are these rows; of arrays on the device they are all rows. ``before`` is for
-    each result what earlier parts have left, where it has no operand's buffer; ``None`` in the first part.
+    Of host leaves operands and results are these rows, as arrays of their own; of arrays on the device they are all
+    rows, in the old buffers. ``before`` is for each result what earlier parts have left, where it has no operand's
+    buffer; ``None`` in the first part. The first row is an operand, so one program serves all parts of as many rows.
     """
     s, how, n = planned.of, planned.how, planned.rows
-    shards, pins = how.shards, s.pins
-    place = {v: i for i, v in enumerate(s.inputs)}
-    pairs = zip(s.outputs, how.buffers, strict=True)
-    kept = [None if old is None or is_host_aval(v.aval) else place[old] for v, old in pairs]
+    buffers = buffers_of(s, how, names)
+    into = [v if old is None else old for v, old in zip(s.outputs, how.buffers, strict=True)]
+    overwritten = [v for v in s.inputs if v in into and not is_host_aval(v.aval)]
 
     def run(start: Any, operands: Sequence[Any], before: Sequence[Any]) -> list[Any]:
-        given = list(operands)
-        for i, (v, dim) in enumerate(zip(s.inputs, how.dims, strict=True)):
-            if dim is not None and not is_host_aval(v.aval):
-                given[i] = read_rows(given[i], dim.dim, start, n, shards, pins.get(v))
-        held = [i for i in kept if i is not None]
-        for i, x in zip(held, read_once([given[i] for i in held]), strict=True):
-            given[i] = x
-        new, found = _updated(planned, [start, *given], names), list[Any]()
-        for v, to, i, x, old in zip(s.outputs, how.out_dims, kept, new, before, strict=True):
-            if is_host_aval(v.aval):
-                found.append(x)
-            elif isinstance(to, Partial):
-                found.append(x if old is None else to.combine(old, x))
-            else:
-                old = operands[i] if i is not None else old
-                if old is None:
-                    old = constrained(jnp.zeros(v.aval.shape, v.aval.dtype), typed_sharding(v.aval) or pins.get(v))
-                found.append(write_rows(old, x, to.dim, start, shards, pins.get(v)))
-        return found
+        wholes = dict(zip(s.inputs, operands, strict=True))
+        given = {v: x if is_host_aval(v.aval) else buffers.read(v, x, start, n) for v, x in wholes.items()}
+        given |= zip(overwritten, read_once([given[v] for v in overwritten]), strict=True)
+        left = {v: x for v, x in zip(s.outputs, before, strict=True) if x is not None}
+        wholes |= {v: x for v, x in fresh(s, how).items() if not is_host_aval(v.aval)} | left
+        new = _of_rows(planned, [start, *(given[v] for v in s.inputs)], names)
+        stored = buffers.keep(s, how, new, wholes, start)
+        return [stored[v] if v in stored else wholes[v] for v in into]
 
     return run
 
 
-def _updated(planned: PlannedPart, operands: Sequence[Any], names: Names) -> list[Any]:
+def _of_rows(planned: PlannedPart, operands: Sequence[Any], names: Names) -> list[Any]:
     """The slice's results for these rows: through its window, as any slice's."""
     env: dict[Var, Any] = {**planned.consts, **dict(zip(planned.operands, operands, strict=True))}
     of_rows = [*zip(planned.of.inputs, planned.operands[1:], strict=True)]

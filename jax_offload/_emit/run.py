@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax_offload._base.barriers import gate, opaque
 from jax_offload._base.jaxprs import values_of
 from jax_offload._base.shardings import zeros
+from jax_offload._emit.chunks import or_batched
 from jax_offload._emit.deduplicate import functions
-from jax_offload._emit.loop import or_batched
 from jax_offload._emit.serialise import run_prelude
 from jax_offload._emit.transfers import Names
 from jax_offload._ir.program import Program, Var

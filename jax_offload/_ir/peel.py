@@ -12,9 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_offload._base.jaxprs import jax_fun, jaxpr_of, scan_of
-from jax_offload._base.loops import once
 from jax_offload._base.memory import is_host_aval
-from jax_offload._base.shardings import typed_sharding
 from jax_offload._ir.program import Program, flat, replaced
 
 
@@ -36,7 +34,6 @@ def peeled(program: Program, at: int, *, first: bool = False) -> Program:
     eqn = program.eqns[at]
     scan = scan_of(eqn)
     assert scan is not None  # else there is a reason
-    typed = any(typed_sharding(y.aval) is not None for y in scan.ys)
     body = jax_fun(scan.body)
     in_front = first != scan.reverse  # which row the iteration has
     others, apart = (slice(1, None), 0) if in_front else (slice(-1), -1)
@@ -57,12 +54,7 @@ def peeled(program: Program, at: int, *, first: bool = False) -> Program:
         y: list[Any] = []
         if first:
             init, y = one(list(init), mine)
-        if scan.length == 2 and not typed:
-            # Inlined, the activations of both iterations begin with zeros that jax 0.10's XLA makes in one operation
-            # (12x4096x4096, 16384 tokens, H200: 9408 MiB, resident 8256; so 7360).
-            carry, ys = once(one, list(init), rest, [y.aval for y in scan.ys])
-        else:
-            carry, ys = jax.lax.scan(one, list(init), rest, scan.length - 1, scan.reverse, scan.unroll)
+        carry, ys = jax.lax.scan(one, list(init), rest, scan.length - 1, scan.reverse, scan.unroll)
         if not first:
             carry, y = one(carry, mine)
         pairs = ([row[None], rows] if in_front else [rows, row[None]] for rows, row in zip(ys, y, strict=True))

@@ -1,4 +1,4 @@
-"""The plan of a scan with updates inside."""
+"""The plan of a scan with updates inside: its iteration in two halves, between which transfers change direction."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from jax.sharding import NamedSharding
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.jaxprs import Atom, DropVar, Equation, Literal, Scan
+from jax_offload._base.flops import flops
+from jax_offload._base.jaxprs import Atom, DropVar, Equation, Literal, Scan, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.program import Program, Var, flat
 from jax_offload._ir.slices import Slice, slice_of
-from jax_offload._plan.moves import Move, Moves, Stays, closure, pulled
-from jax_offload._plan.phases import Phases, phases
-from jax_offload._plan.plan import InIterations, Planned, Window
+from jax_offload._plan.hoist import CannotHoist, Move, Moves, closure, pulled
+from jax_offload._plan.plan import InIterations, Planned, RowWise, Window
 from jax_offload._plan.rules import Dim, Partial, Rows
 
-LEAST_GAIN = 0.95  # of the link's time in two groups, for which it is worth to have three
-Groups = tuple[tuple[Var, ...], ...]
+Groups = tuple[tuple[Var, ...], tuple[Var, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,9 +26,7 @@ class Reread:
     """An operand of the scan that is made of parameters which the scan overwrites: made of their rows, row by row."""
 
     slice: Slice
-    shape: tuple[int, ...]
-    axis: int
-    dims: tuple[Dim, ...]
+    how: RowWise
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -37,7 +34,7 @@ class InScan:
     """A scan, and what moves into it.
 
     Attributes:
-      scan, body: it, and its iteration, a phase for each group of leaves.
+      scan, body: it, and its iteration, a half for each group of leaves.
       moves: the updates inside.
       kept: results that stay stacked.
       ahead: whether the updates come before the iteration's own arithmetic, which reads what they make, or after it.
@@ -45,7 +42,7 @@ class InScan:
       fed: number of one of the scan's ``xs`` -> the result of an update whose rows it has.
       rows: of leaves and other operands, along which axis their rows lie.
       hosts: leaves that move: ``loaded``, those that are read, and ``stored``, those that are written back;
-        ``groups``: those that take turns, each stored in the phase of its place, and loaded in the next.
+        ``groups``: the two that take turns, each stored in one half and loaded in the other.
       in_place, new: on the device: operands that are overwritten by rows, and results with a buffer of their own.
       sums: results that are summed up.
       others: what else the updates read.
@@ -53,7 +50,7 @@ class InScan:
     """
 
     scan: Scan
-    body: Phases
+    body: Halves
     moves: tuple[Move, ...]
     kept: tuple[Var, ...]
     ahead: bool
@@ -104,24 +101,10 @@ class InScan:
     def last_row(self) -> int:
         return self.scan.length - 1 - self.first_row
 
-    @property
-    def passed_through(self) -> list[Var]:
-        """Ahead, what comes into an iteration and is kept for the backward pass as it came: after the first phase.
-
-        Kept at once, it holds up the first load: XLA writes the next number of the iteration over the one by which it
-        is put into its stack, together with the row that is loaded (12x2x4096x4096, 16384 tokens: 204.1 ms, so 202.5).
-        Not where the first phase loads nothing (Lion: 703 ms, 697 at once), or gradients wait on the host, which are
-        loaded and not stored (65536 tokens: 771 ms, 714 at once).
-        """
-        program, n = self.body.program, len(self.scan.carry)
-        at_once = not self.ahead or {*self.loaded} != {*self.stored} or not self.groups[-1]
-        kept = [] if at_once else [v for v in program.outputs[n:] if not isinstance(v, Literal)]
-        return [v for v in dict.fromkeys(kept) if v in {*program.inputs}]
-
 
 def in_scan(program: Program, scan: Scan, moves: Moves, *, ahead: bool) -> InScan:
     """The plan of the moves into a scan of a step."""
-    reads = [pair for move in moves.moves for pair in zip(move.slice.inputs, move.dims, strict=True)]
+    reads = [pair for move in moves.moves for pair in zip(move.slice.inputs, move.how.dims, strict=True)]
     writes = [write for move in moves.moves for write in _writes(move)]
     in_place = [old for v, old, _ in writes if old is not None and not is_host_aval(v.aval)]
     new = [(v, d) for v, old, d in writes if old is None and isinstance(d, Rows)]
@@ -131,12 +114,12 @@ def in_scan(program: Program, scan: Scan, moves: Moves, *, ahead: bool) -> InSca
     stored = [v for v in hosts if v in dict(overwritten)]
     updated = {v for move in moves.moves for v in move.slice.outputs} if ahead else set[Var]()
     reread = {} if ahead else {k: r for k, x in enumerate(scan.xs) if (r := _reread(program, x, scan, {*in_place}))}
-    again = [pair for each in reread.values() for pair in zip(each.slice.inputs, each.dims, strict=True)]
+    again = [pair for each in reread.values() for pair in zip(each.slice.inputs, each.how.dims, strict=True)]
     own = {*hosts, *in_place, *scan.ys}
-    groups, body = _in_turn(hosts, loaded, stored, flat(scan.body, opens=lambda _: True))
+    groups = _balanced(hosts)
     return InScan(
         scan=scan,
-        body=body,
+        body=halves(flat(scan.body, opens=lambda _: True), _share(groups, {*loaded}, {*stored})),
         moves=moves.moves,
         kept=tuple(y for y in scan.ys if y in moves.kept),
         ahead=ahead,
@@ -157,7 +140,7 @@ def in_scan(program: Program, scan: Scan, moves: Moves, *, ahead: bool) -> InSca
 
 def _writes(move: Move) -> Iterator[tuple[Var, Var | None, Dim]]:
     """What an update makes for others than the scan: the result, the operand in whose buffer it is, and its rows."""
-    for v, old, d in zip(move.slice.outputs, move.buffers, move.out_dims, strict=True):
+    for v, old, d in zip(move.slice.outputs, move.how.buffers, move.how.out_dims, strict=True):
         if v not in move.feeds:
             yield v, old, d
 
@@ -171,43 +154,91 @@ def _reread(program: Program, x: Atom, scan: Scan, in_place: set[Var]) -> Reread
 
     try:
         taken, needed = closure(program.eqns, {x: Rows(0)}, dims_of)
-    except Stays:
+    except CannotHoist:
         return None
     s = slice_of(taken, [x], program.debug_info, {})
     if not any(v in in_place for v in s.inputs) or any(is_host_aval(v.aval) for v in s.inputs):
         return None
     lead = next(v for v in s.inputs if v in in_place)
     rows = needed[lead]
-    return None if rows is None else Reread(s, lead.aval.shape, rows.dim, tuple(needed[v] for v in s.inputs))
+    if rows is None:
+        return None
+    dims = tuple(needed[v] for v in s.inputs)
+    return Reread(s, RowWise(lead.aval.shape, rows.dim, dims, (Rows(0),), (None,)))
 
 
-def times_of(groups: Groups, loaded: Set[Var], stored: Set[Var]) -> list[int]:
-    """Bytes that the busier direction carries in each phase."""
-    out = [sum(nbytes(v.aval) for v in group if v in stored) for group in groups]
-    back = [sum(nbytes(v.aval) for v in group if v in loaded) for group in groups]
-    return [max(out[k], back[k - 1]) for k in range(len(groups))]
+def _share(groups: Groups, loaded: Set[Var], stored: Set[Var]) -> float:
+    """The part of the link's time that falls into the first half, in which the first group goes and the other comes."""
+    out, back = ([sum(nbytes(v.aval) for v in group if v in moved) for group in groups] for moved in (stored, loaded))
+    first, second = max(out[0], back[1]), max(out[1], back[0])
+    return first / ((first + second) or 1)
 
 
-def _in_turn(
-    hosts: Sequence[Var], loaded: Sequence[Var], stored: Sequence[Var], body: Program
-) -> tuple[Groups, Phases]:
-    """Leaves in two groups, or in three where the link has less to wait for, and the phases of an iteration.
-
-    Three equal leaves, masters and two moments, in two groups: while two go one way, one goes the other.
-    """
-    found = [_balanced(hosts, 2), *itertools.permutations(_balanced(hosts, 3))]
-    times = [times_of(groups, {*loaded}, {*stored}) for groups in found]
-    best = min(range(len(found)), key=lambda k: sum(times[k]))
-    cut = phases(body, times[best]) if sum(times[best]) < LEAST_GAIN * sum(times[0]) else None
-    if cut is None:
-        best, cut = 0, phases(body, times[0])
-    assert cut is not None  # of two there are always
-    return found[best], cut
-
-
-def _balanced(hosts: Sequence[Var], count: int) -> Groups:
-    """Groups of about as many bytes."""
-    groups: list[list[Var]] = [[] for _ in range(count)]
+def _balanced(hosts: Sequence[Var]) -> Groups:
+    """Two groups of about as many bytes."""
+    groups = list[Var](), list[Var]()
     for v in sorted(hosts, key=lambda v: -nbytes(v.aval)):
         min(groups, key=lambda group: sum(nbytes(u.aval) for u in group)).append(v)
-    return tuple(map(tuple, groups))
+    return tuple(groups[0]), tuple(groups[1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Halves:
+    """A program, run one half after the other.
+
+    Attributes:
+      program: the program.
+      slices: its halves.
+      gate: the matmul that the first half is there for; ``None`` where the program has no matmul.
+    """
+
+    program: Program
+    slices: tuple[Slice, Slice]
+    gate: Var | None
+
+    @property
+    def held(self) -> list[Var]:
+        """What the first half makes for the second, beside the gate."""
+        made = {*self.slices[0].outputs} - {self.gate}
+        return [v for v in self.slices[1].inputs if v in made]
+
+
+def halves(program: Program, share: float) -> Halves:
+    """Cuts behind a matmul, so that the first half has ``share`` of the arithmetic.
+
+    The first half is what that matmul needs. What stands above it without being needed, a weight's gradient say, is in
+    the second: XLA for GPUs would run it behind the gate anyway.
+    """
+    work = [flops(eqn) for eqn in program.eqns]
+    left = [sum(work) - done for done in itertools.accumulate(work)]
+    needed = _work_needed(program.eqns, work)
+    share = share if 0 < share < 1 else 0.5
+    weight = {at: (min((1 - share) * sum(work[k] for k in needed[at]), share * left[at]), len(needed[at]))
+              for at, n in enumerate(work) if n}  # fmt: skip
+    cut = max(weight, key=weight.__getitem__, default=None)
+    first = set[int]() if cut is None else needed[cut]
+    is_late, parts = dict[Var, bool](), (list[Equation](), list[Equation]())
+    for at, eqn in reversed([*enumerate(program.eqns)]):
+        # what has no matmul stands where it is first read
+        late = at not in first if work[at] else all(is_late.get(v, True) for v in eqn.outvars)
+        is_late.update((v, late and is_late.get(v, True)) for v in variables(eqn.invars))
+        parts[late].append(eqn)
+    before, after = (eqns[::-1] for eqns in parts)
+    results = {*variables(program.outputs)}
+    read_after = results.union(*(variables(eqn.invars) for eqn in after))
+    slices = [
+        slice_of(eqns, [v for eqn in eqns for v in eqn.outvars if v in wanted], program.debug_info, {})
+        for eqns, wanted in ((before, read_after), (after, results))
+    ]
+    gate = None if cut is None else next((v for v in program.eqns[cut].outvars if v in slices[0].outputs), None)
+    return Halves(program, (slices[0], slices[1]), gate)
+
+
+def _work_needed(eqns: Sequence[Equation], work: Sequence[float]) -> list[set[int]]:
+    """For each equation the places of those with matmuls that it needs, its own too."""
+    of, found = dict[Var, set[int]](), list[set[int]]()
+    for k, eqn in enumerate(eqns):
+        needs = set[int]().union(*(of.get(v, ()) for v in variables(eqn.invars))) | ({k} if work[k] else set[int]())
+        of.update(dict.fromkeys(eqn.outvars, needs))
+        found.append(needs)
+    return found

@@ -17,7 +17,7 @@ from jax_offload._base.jaxprs import Var
 from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.topological import Node, topological
 from jax_offload._plan.decide import FLOPS_PER_BYTE
-from jax_offload._plan.moves import Stays
+from jax_offload._plan.hoist import CannotHoist
 from jax_offload._plan.network import Done, Network, Piece, is_heavy, is_large
 
 LEAST_GATES = 4  # with fewer there is nothing to hold back
@@ -44,7 +44,7 @@ def interleaved(nodes: Sequence[Node], which: Sequence[int], outputs: Sequence[V
       outputs: of the step.
 
     Raises:
-      Stays: there are not enough places.
+      CannotHoist: there are not enough places.
     """
     pieces = [k for k in which if isinstance(nodes[k].payload, Piece)]
     outer = [k for k in which if not isinstance(nodes[k].payload, Piece)]
@@ -61,7 +61,7 @@ def interleaved(nodes: Sequence[Node], which: Sequence[int], outputs: Sequence[V
         spots.add(at, _Spot(k, piece.loads, piece.token, held, gradients, overwrites))
     updates = behind.updates
     if 2 * max(updates, default=0) > sum(updates):
-        raise Stays(AT_ONCE if sum(updates) >= LEAST_GATES else FEW_PLACES)
+        raise CannotHoist(AT_ONCE if sum(updates) >= LEAST_GATES else FEW_PLACES)
     for place, v in passes.put_off():
         behind.add(place, _Spot(None, [], [v]))
     for place, v in passes.stores():
@@ -80,7 +80,7 @@ def interleaved(nodes: Sequence[Node], which: Sequence[int], outputs: Sequence[V
             gates[is_ahead, at] = len(all_nodes)
             all_nodes.append(Node(gate, [*gate.held, *gate.waits_for], []))
     if len(gates) < LEAST_GATES:
-        raise Stays(FEW_PLACES)
+        raise CannotHoist(FEW_PLACES)
     sequence = behind.pieces(-1)
     for place, node in enumerate(order):
         if is_heavy(node):

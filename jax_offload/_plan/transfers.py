@@ -61,7 +61,7 @@ def transfer_of(s: Slice, reuse: Mapping[Var, Var], window: int) -> Transfer:
             why = "a result has no such axis"
             continue
         old_of = [None if isinstance(d, Partial) else old for old, d in zip(old_of, written, strict=True)]
-        return Chunked(lead.shape, axis, shards, rows, tuple(dims), tuple(written), tuple(old_of))
+        return Chunked(lead.shape, axis, tuple(dims), tuple(written), tuple(old_of), shards, rows)
     return Whole(why)
 
 

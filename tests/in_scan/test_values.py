@@ -108,16 +108,6 @@ def test_masters(update, gradients):
 
 
 @pytest.mark.parametrize("update", [False, True], ids=["update_params", "update"])
-def test_three_equal_leaves_take_turns(update):
-    """A master and two moments of one parameter: while one is stored one is loaded, in three phases of an iteration."""
-    case = Case("checkpoint", dtype="bfloat16", gradients="to float32", update=update)
-    check(case)
-    params, tx = model_of(case.model).init(case.dtype), case.tx()
-    (scan,) = scans(jo.jit(case.step(tx, model_of(case.model).loss)), params, tx.init(params), batch())
-    assert [len(group) for group in scan.groups] == [1, 1, 1]
-
-
-@pytest.mark.parametrize("update", [False, True], ids=["update_params", "update"])
 @pytest.mark.parametrize("fraction", rows([0.75, 0.5, 0.25], WHY, daily=[0.5]))
 def test_fraction(fraction, update):
     """What stays on the device is updated in the scan too: no gradient is stacked."""

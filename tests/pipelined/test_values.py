@@ -32,7 +32,6 @@ from tests.support.pipelined import (
     step_of,
 )
 from tests.support.rows import rows
-from tests.support.steps import scans
 from tests.support.storage import resident
 
 
@@ -132,29 +131,6 @@ def test_microbatches(form, how, gradients):
     turned, args, _ = train.turned(parameters(), tx.init(parameters()), batch(0))
     lengths = [eqn.params["length"] for eqn in turned.trace(*args).jaxpr.eqns if eqn.primitive.name == "scan"]
     assert (3 in lengths) == (how == {})  # else the layers are unrolled, or one is left
-
-
-@pytest.mark.long("more kinds of steps")
-def test_masters_of_three_matmuls():
-    """Three equal leaves take turns in three phases of an iteration."""
-    inner = jo.with_master_params(ADAMW)
-    tx, params = offloaded(inner), parameters(dtype=jnp.bfloat16)
-
-    def loss(params, batch):
-        def layer(h, w):
-            for _ in range(3):
-                h = h + jnp.tanh(h @ w.astype(h.dtype)) / 3
-            return h, None
-
-        return ((jax.lax.scan(layer, batch["x"], params["layers"])[0][:, :8] - batch["y"]) ** 2).mean()
-
-    train, _ = check(
-        step_of(tx, loss=loss), step_of(inner, "update_params", loss=loss), tx.init, inner.init, params,
-        loss_atol=5e-3, one=4e-3, atol=2e-2,
-    )  # fmt: skip
-    turned, args, _ = train.turned(params, tx.init(params), batch(0))
-    (scan,) = scans(turned, *args)
-    assert scan.ahead and [len(group) for group in scan.groups] == [1, 1, 1]
 
 
 def test_a_forward_scan_with_updates_is_not_unrolled():
