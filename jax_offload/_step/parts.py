@@ -17,7 +17,6 @@ from jax_offload._ir.slices import Slice, slice_of
 from jax_offload._ir.topological import Node, needed, topological
 from jax_offload._plan.hoist import MICROBATCHES, CannotHoist, Hoist
 from jax_offload._plan.in_scan import InScan, in_scan
-from jax_offload._plan.in_turn import in_turn
 from jax_offload._plan.interleave import Gate, interleaved
 from jax_offload._plan.network import Piece
 from jax_offload._plan.plan import Chunked
@@ -195,7 +194,7 @@ def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> tuple
                 for place, rest in left.items():
                     nodes[place] = dataclasses.replace(nodes[place], payload=rest)
     if order is None:
-        order = in_turn(topological(nodes, sorted(wanted))) if plans else topological(nodes, sorted(wanted))
+        order = topological(nodes, sorted(wanted))
 
     parts: list[Any] = []
     for is_equations, group in itertools.groupby(order, lambda node: isinstance(node.payload, Equation)):
