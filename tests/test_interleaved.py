@@ -16,7 +16,7 @@ from jax_offload._emit.find import updates_in
 from jax_offload._emit.region import Moved
 from jax_offload._ir.program import Var, flat
 from jax_offload._ir.slices import Slice
-from jax_offload._plan.interleave import Gate, Piece
+from jax_offload._plan.gates import Gate, Piece
 from jax_offload._step.parts import parts_of
 from tests.support.rows import rows
 from tests.support.trees import assert_close

@@ -251,8 +251,7 @@ def _buffers(plan: InScan, names: Names) -> Buffers:
 def _on_a_tpu(run: Callable[[list[jax.Array]], list[jax.Array]], xs: list[jax.Array]) -> list[jax.Array]:
     """``run(xs)`` there, elsewhere ``xs``.
 
-    XLA for TPUs runs what needs no gate before it, and gates on a weight's gradient late (a ViT-H/14, a v5e: 12.4 of an
-    iteration's 16.4 ms before it, and 3.5 exposed; now 7.2 and 0.6).
+    XLA for TPUs runs what needs no gate before it, so the first half would be most of the iteration.
     """
     return jax.lax.platform_dependent(*xs, tpu=lambda *xs: run([*xs]), default=lambda *xs: [*xs])
 

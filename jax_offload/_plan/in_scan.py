@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 
 from jax.sharding import NamedSharding
 
@@ -17,8 +18,6 @@ from jax_offload._ir.slices import Slice, slice_of
 from jax_offload._plan.hoist import CannotHoist, Move, Moves, closure, pulled
 from jax_offload._plan.plan import InIterations, Planned, RowWise, Window
 from jax_offload._plan.rules import Dim, Partial, Rows
-
-Groups = tuple[tuple[Var, ...], tuple[Var, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,38 +33,20 @@ class InScan:
     """A scan, and what moves into it.
 
     Attributes:
-      scan, body: it, and its iteration, a half for each group of leaves.
+      scan: the scan.
       moves: the updates inside.
       kept: results that stay stacked.
       ahead: whether the updates come before the iteration's own arithmetic, which reads what they make, or after it.
-      reread: number of one of the scan's ``xs`` -> how its rows are made.
       fed: number of one of the scan's ``xs`` -> the result of an update whose rows it has.
-      rows: of leaves and other operands, along which axis their rows lie.
-      hosts: leaves that move: ``loaded``, those that are read, and ``stored``, those that are written back;
-        ``groups``: the two that take turns, each stored in one half and loaded in the other.
-      in_place, new: on the device: operands that are overwritten by rows, and results with a buffer of their own.
-      sums: results that are summed up.
-      others: what else the updates read.
-      pins: shardings.
+      reread: number of one of the scan's ``xs`` -> how its rows are made.
     """
 
     scan: Scan
-    body: Halves
     moves: tuple[Move, ...]
     kept: tuple[Var, ...]
     ahead: bool
     fed: Mapping[int, Var]
     reread: Mapping[int, Reread]
-    rows: Mapping[Var, Rows]
-    hosts: tuple[Var, ...]
-    loaded: tuple[Var, ...]
-    stored: tuple[Var, ...]
-    groups: Groups
-    in_place: tuple[Var, ...]
-    new: tuple[Var, ...]
-    sums: tuple[Var, ...]
-    others: tuple[Var, ...]
-    pins: Mapping[Var, NamedSharding]
 
     def __repr__(self) -> str:  # a jaxpr prints its parameters
         return f"InScan({len(self.moves)} slices)"
@@ -73,7 +54,9 @@ class InScan:
     @property
     def operands(self) -> list[Var]:
         """What it needs of the rest of the step."""
-        return list(dict.fromkeys(v for v in self._reads if not isinstance(v, Literal)))
+        xs = [v for k, v in enumerate(self.scan.xs) if k not in self.reread and k not in self.fed]
+        reads = [*self.scan.consts, *self.scan.init, *xs, *self.hosts, *self.in_place, *self.others]
+        return list(dict.fromkeys(variables(reads)))
 
     @property
     def planned(self) -> list[Planned]:
@@ -81,11 +64,6 @@ class InScan:
         row = sum(move.slice.loaded_bytes for move in self.moves) // self.scan.length
         window = Window(3 * row, "the rows of an iteration, of the one before and of the one after it")
         return [Planned(move.slice, InIterations(self.scan.length, self.ahead), window) for move in self.moves]
-
-    @property
-    def _reads(self) -> list[Atom]:
-        xs = [v for k, v in enumerate(self.scan.xs) if k not in self.reread and k not in self.fed]
-        return [*self.scan.consts, *self.scan.init, *xs, *self.hosts, *self.in_place, *self.others]
 
     @property
     def makes(self) -> list[Var]:
@@ -101,48 +79,97 @@ class InScan:
     def last_row(self) -> int:
         return self.scan.length - 1 - self.first_row
 
+    @functools.cached_property
+    def loaded(self) -> tuple[Var, ...]:
+        """Leaves on the host whose rows are read."""
+        return tuple(v for v in self._reads if is_host_aval(v.aval))
+
+    @functools.cached_property
+    def stored(self) -> tuple[Var, ...]:
+        """Leaves on the host whose rows are written."""
+        return tuple(old for v, old, _ in self._writes if old is not None and is_host_aval(v.aval))
+
+    @functools.cached_property
+    def hosts(self) -> tuple[Var, ...]:
+        return tuple(dict.fromkeys([*self.loaded, *self.stored]))
+
+    @functools.cached_property
+    def in_place(self) -> tuple[Var, ...]:
+        """Operands on the device that are overwritten by rows."""
+        return tuple(old for v, old, _ in self._writes if old is not None and not is_host_aval(v.aval))
+
+    @functools.cached_property
+    def new(self) -> tuple[Var, ...]:
+        """Results on the device with a buffer of their own."""
+        return tuple(v for v, old, d in self._writes if old is None and isinstance(d, Rows))
+
+    @functools.cached_property
+    def sums(self) -> tuple[Var, ...]:
+        """Results that are summed up."""
+        return tuple(v for v, _, d in self._writes if isinstance(d, Partial))
+
+    @functools.cached_property
+    def others(self) -> tuple[Var, ...]:
+        """What else the updates read."""
+        own = {*self.hosts, *self.in_place, *self.scan.ys}
+        return tuple(v for v in self._reads if v not in own)
+
+    @functools.cached_property
+    def rows(self) -> dict[Var, Rows]:
+        """Where the rows of leaves and other operands are."""
+        writes = [(v if old is None else old, d) for v, old, d in self._writes]
+        return {v: d for v, d in [*self._reads.items(), *writes] if isinstance(d, Rows)}
+
+    @functools.cached_property
+    def pins(self) -> dict[Var, NamedSharding]:
+        """The shardings of leaves and other operands."""
+        return {v: s for move in self.moves for v, s in move.slice.pins.items()}
+
+    @functools.cached_property
+    def groups(self) -> tuple[Sequence[Var], Sequence[Var]]:
+        """Leaves on the host in two groups of about as many bytes: each is stored in one half of an iteration and
+        loaded in the other."""
+        groups = list[Var](), list[Var]()
+        for v in sorted(self.hosts, key=lambda v: -nbytes(v.aval)):
+            min(groups, key=lambda group: sum(nbytes(u.aval) for u in group)).append(v)
+        return groups
+
+    @functools.cached_property
+    def body(self) -> Halves:
+        """The iteration's own arithmetic, divided as the link's time is."""
+        out, back = (
+            [sum(nbytes(v.aval) for v in group if v in moved) for group in self.groups]
+            for moved in (self.stored, self.loaded)
+        )
+        first, second = max(out[0], back[1]), max(out[1], back[0])
+        return halves(flat(self.scan.body, opens=lambda _: True), first / ((first + second) or 1))
+
+    @functools.cached_property
+    def _reads(self) -> dict[Var, Dim]:
+        """What the updates read, and what is made again of it, with its rows."""
+        both = [(move.slice, move.how) for move in self.moves] + [(r.slice, r.how) for r in self.reread.values()]
+        return dict(pair for s, how in both for pair in zip(s.inputs, how.dims, strict=True))
+
+    @functools.cached_property
+    def _writes(self) -> list[tuple[Var, Var | None, Dim]]:
+        """What the updates make for others than the scan: the result, the operand in whose buffer it is, its rows."""
+        return [
+            each
+            for move in self.moves
+            for each in zip(move.slice.outputs, move.how.buffers, move.how.out_dims, strict=True)
+            if each[0] not in move.feeds
+        ]
+
 
 def in_scan(program: Program, scan: Scan, moves: Moves, *, ahead: bool) -> InScan:
     """The plan of the moves into a scan of a step."""
-    reads = [pair for move in moves.moves for pair in zip(move.slice.inputs, move.how.dims, strict=True)]
-    writes = [write for move in moves.moves for write in _writes(move)]
-    in_place = [old for v, old, _ in writes if old is not None and not is_host_aval(v.aval)]
-    new = [(v, d) for v, old, d in writes if old is None and isinstance(d, Rows)]
-    loaded = list(dict.fromkeys(v for v, _ in reads if is_host_aval(v.aval)))
-    overwritten = [(old, d) for v, old, d in writes if old is not None and is_host_aval(v.aval) and isinstance(d, Rows)]
-    hosts = list(dict.fromkeys([*loaded, *(old for old, _ in overwritten)]))
-    stored = [v for v in hosts if v in dict(overwritten)]
     updated = {v for move in moves.moves for v in move.slice.outputs} if ahead else set[Var]()
-    reread = {} if ahead else {k: r for k, x in enumerate(scan.xs) if (r := _reread(program, x, scan, {*in_place}))}
-    again = [pair for each in reread.values() for pair in zip(each.slice.inputs, each.how.dims, strict=True)]
-    own = {*hosts, *in_place, *scan.ys}
-    groups = _balanced(hosts)
-    return InScan(
-        scan=scan,
-        body=halves(flat(scan.body, opens=lambda _: True), _share(groups, {*loaded}, {*stored})),
-        moves=moves.moves,
-        kept=tuple(y for y in scan.ys if y in moves.kept),
-        ahead=ahead,
-        fed={k: x for k, x in enumerate(scan.xs) if not isinstance(x, Literal) and x in updated},
-        reread=reread,
-        rows={v: d for v, d in [*reads, *overwritten, *new, *again] if isinstance(d, Rows)},
-        hosts=tuple(hosts),
-        loaded=tuple(loaded),
-        stored=tuple(stored),
-        groups=groups,
-        in_place=tuple(in_place),
-        new=tuple(v for v, _ in new),
-        sums=tuple(v for v, _, d in writes if isinstance(d, Partial)),
-        others=tuple(dict.fromkeys(v for v, _ in [*reads, *again] if v not in own)),
-        pins={v: s for move in moves.moves for v, s in move.slice.pins.items()},
-    )
-
-
-def _writes(move: Move) -> Iterator[tuple[Var, Var | None, Dim]]:
-    """What an update makes for others than the scan: the result, the operand in whose buffer it is, and its rows."""
-    for v, old, d in zip(move.slice.outputs, move.how.buffers, move.how.out_dims, strict=True):
-        if v not in move.feeds:
-            yield v, old, d
+    fed = {k: x for k, x in enumerate(scan.xs) if not isinstance(x, Literal) and x in updated}
+    plan = InScan(scan, moves.moves, tuple(y for y in scan.ys if y in moves.kept), ahead, fed, {})
+    if ahead:
+        return plan
+    again = {k: r for k, x in enumerate(scan.xs) if (r := _reread(program, x, scan, {*plan.in_place}))}
+    return dataclasses.replace(plan, reread=again)
 
 
 def _reread(program: Program, x: Atom, scan: Scan, in_place: set[Var]) -> Reread | None:
@@ -165,21 +192,6 @@ def _reread(program: Program, x: Atom, scan: Scan, in_place: set[Var]) -> Reread
         return None
     dims = tuple(needed[v] for v in s.inputs)
     return Reread(s, RowWise(lead.aval.shape, rows.dim, dims, (Rows(0),), (None,)))
-
-
-def _share(groups: Groups, loaded: Set[Var], stored: Set[Var]) -> float:
-    """The part of the link's time that falls into the first half, in which the first group goes and the other comes."""
-    out, back = ([sum(nbytes(v.aval) for v in group if v in moved) for group in groups] for moved in (stored, loaded))
-    first, second = max(out[0], back[1]), max(out[1], back[0])
-    return first / ((first + second) or 1)
-
-
-def _balanced(hosts: Sequence[Var]) -> Groups:
-    """Two groups of about as many bytes."""
-    groups = list[Var](), list[Var]()
-    for v in sorted(hosts, key=lambda v: -nbytes(v.aval)):
-        min(groups, key=lambda group: sum(nbytes(u.aval) for u in group)).append(v)
-    return tuple(groups[0]), tuple(groups[1])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,8 +17,7 @@ SUBLANES = 8  # rows of a tile in a TPU's memory, of whatever dtype
 
 
 def tiles(rows: int, axis: int, ndim: int) -> tuple[tuple[int, int], ...]:
-    """Where those begin and end of some rows of an array that are written into host memory at a time: whole tiles, and
-    less than one.
+    """The ranges of rows that are written into host memory at a time: whole tiles, and less than one.
 
     ``Updating the sublane dimension across multiple lane chunks is only supported ...``, libtpu 0.0.52 says of 12 rows.
     """
@@ -168,12 +167,12 @@ class Planned:
 
     @property
     def bytes_in_flight(self) -> int:
-        """Of host leaves on one device while it runs, as the window counts them."""
+        """Bytes of host leaves on one device while it runs, as the window counts them."""
         return 0 if self.on_cores else min(self.slice.loaded_bytes, self.window.nbytes)
 
     @property
     def bytes_at_once(self) -> int:
-        """Of host leaves on one device while it runs, whatever the window."""
+        """Bytes of host leaves on one device while it runs, whatever the window."""
         return self.window.nbytes if self.in_chunks else 0 if self.on_cores else self.slice.loaded_bytes
 
 

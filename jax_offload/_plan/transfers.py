@@ -18,7 +18,7 @@ from jax_offload._plan.rules import Dependent, Dim, Partial, Rows
 
 
 def transfer_of(s: Slice, reuse: Mapping[Var, Var], window: int) -> Transfer:
-    """In chunks of which at most ``window`` bytes of host leaves are in flight, or whole, saying why.
+    """Decide that a slice goes in chunks, with at most ``window`` bytes of host leaves in flight, or whole, and why.
 
     A chunk of a sharded axis is the same rows of every shard, so that no device needs those of another.
 

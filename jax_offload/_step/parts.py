@@ -15,10 +15,9 @@ from jax_offload._ir.peel import peeled, why_not_peeled
 from jax_offload._ir.program import Program
 from jax_offload._ir.slices import Slice, slice_of
 from jax_offload._ir.topological import Node, needed, topological
+from jax_offload._plan.gates import Gate, Piece, interleaved
 from jax_offload._plan.hoist import MICROBATCHES, CannotHoist, Hoist
 from jax_offload._plan.in_scan import InScan, in_scan
-from jax_offload._plan.interleave import Gate, interleaved
-from jax_offload._plan.network import Piece
 from jax_offload._plan.plan import Chunked
 from jax_offload._step.inlined import Inlined, inlined
 from jax_offload._step.opened import opened

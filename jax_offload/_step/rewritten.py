@@ -33,16 +33,15 @@ from jax_offload._base.jaxprs import (
 from jax_offload._base.memory import is_host_aval, on_host
 from jax_offload._base.on_disk import READ, is_on_disk
 from jax_offload._emit.chunks import or_batched
-from jax_offload._emit.deduplicate import functions
 from jax_offload._emit.find import holds_driven_update, holds_update, is_update
 from jax_offload._emit.hoisted import one_after_the_other, scanned
 from jax_offload._emit.region import Update, bound, marked
+from jax_offload._emit.run import functions
 from jax_offload._emit.transfers import Names
 from jax_offload._ir.program import Program, as_program, expanded, flat, replaced
 from jax_offload._ir.slices import Slice
+from jax_offload._plan.gates import Gate, Piece
 from jax_offload._plan.in_scan import InScan
-from jax_offload._plan.interleave import Gate
-from jax_offload._plan.network import Piece
 from jax_offload._step.inlined import runs_one_twice
 from jax_offload._step.parts import Parts, Rest, parts_of
 from jax_offload._step.returned import unreturned
