@@ -55,7 +55,8 @@ def looped(s: Slice, how: Chunked, names: Names) -> Callable[..., list[Any]]:
                 return [[x[v] for v in vs] for vs, x in zip(keys, after, strict=True)]
 
             values = jax.lax.fori_loop(1, end, advance, [[*values.values()] for values in state])
-            state = tuple(dict(zip(vs, xs, strict=True)) for vs, xs in zip(keys, values, strict=True))
+            wholes, new = (dict(zip(vs, xs, strict=True)) for vs, xs in zip(keys, values, strict=True))
+            state = wholes, new
         wholes, _ = loop.exchange(*state, (full - 1) * rows, None)
         return [wholes[v] for v in into]
 
@@ -102,7 +103,7 @@ class _Loop:
                 stored[v], loaded[v] = written_after(stored[v], loaded[v])
             loaded |= self.buffers.exchange(arrays, stored, at, self.loads[k + 1 : k + 2] if then else [], start, n)
         loaded |= self.buffers.exchange(arrays, left, at, self.loads[:1] if then else [], start, n)
-        return arrays.maps[0], loaded
+        return dict(arrays.maps[0]), loaded
 
 
 def or_batched(looped: Any, at_once: Any) -> Any:

@@ -7,8 +7,8 @@ loaded; the new state is stored by the iteration after it.
 new state. Were it stored one iteration later, it would share a buffer of the loop with the rows that are being stored,
 and the update would wait for that.
 
-So both directions of the link have a whole iteration. Its arithmetic is in two halves, and the leaves are in two groups
-that take turns: one is stored while the other is loaded, and in the second half the other way round.
+So both directions of the link have a whole iteration. Its arithmetic is in phases, and the leaves are in as many
+groups that take turns: in each phase one group is stored while the one before it is loaded.
 """
 
 from __future__ import annotations
@@ -180,32 +180,32 @@ class Emitter:
             rows[place] = jax.lax.squeeze(x, (0,))
         return rows
 
-    def halves(self, hand: Hand, inner: Values, stored: Any, then: Any) -> Values:
+    def phases(self, hand: Hand, inner: Values, stored: Any, then: Any) -> Values:
         """Runs the iteration's own arithmetic while it stores the rows ``stored`` and loads the rows ``then``."""
-        plan, body = self.plan, self.plan.body
-        found = [Values(), Values()]
-        for half, (s, group) in enumerate(zip(body.slices, plan.groups, strict=True)):
+        plan, found = self.plan, Values()
+        for phase, (s, group) in enumerate(zip(plan.body.slices, plan.groups, strict=True)):
             new = {v: hand.new[v] for v in group if v in hand.new}
-            loaded = [v for v in plan.groups[1 - half] if v in plan.loaded]
-            found[half] = self.buffers.exchange(hand.wholes, new, stored, loaded, then)
+            loaded = [v for v in plan.groups[phase - 1] if v in plan.loaded]
+            fetched = self.buffers.exchange(hand.wholes, new, stored, loaded, then)
             inner.update(zip(s.outputs, s.run(*(inner[v] for v in s.inputs)), strict=True))
-            if half == 0:
-                self.gate(hand, found[0], inner)
-        return {**found[0], **found[1]}
+            if phase < len(plan.groups) - 1:
+                self.gate(phase, hand, fetched, inner)
+            found |= fetched
+        return found
 
-    def gate(self, hand: Hand, fetched: Values, inner: Values) -> None:
-        """What follows waits for the first half of the iteration, and for its transfers."""
+    def gate(self, phase: int, hand: Hand, fetched: Values, inner: Values) -> None:
+        """What follows waits for this phase of the iteration, and for its transfers."""
         groups, body = self.plan.groups, self.plan.body
-        held = [v for v in groups[1] if v in hand.new]
-        # where nothing is loaded, the second half loads what the first has stored
-        back = [] if fetched else [v for v in groups[0] if v in hand.new]
-        gate = [] if body.gate is None else [body.gate]
-        parts = [(inner, gate), (hand.new, held), (hand.wholes, back), (fetched, [*fetched])]
+        following = [v for v in groups[phase + 1] if v in hand.new]
+        # where nothing is loaded, the next phase loads what this one has stored
+        back = [] if fetched else [v for v in groups[phase] if v in hand.new]
+        gates = [v for v in (body.gates[phase],) if v is not None]
+        parts = [(inner, gates), (hand.new, following), (hand.wholes, back), (fetched, [*fetched])]
         values = iter(together([values[v] for values, vs in parts for v in vs]))
         for of, vs in parts:
             of.update({v: next(values) for v in vs})
-        both = [*gate, *body.held]
-        if gate and body.held:
+        if gates and (held := body.held(phase)):
+            both = [*gates, *held]
             inner.update(zip(both, _on_a_tpu(together, [inner[v] for v in both]), strict=True))
 
     def iteration(self, carry: Any, rows: Any) -> Any:
@@ -226,12 +226,12 @@ class Emitter:
         program = plan.body.program
         operands = [*program.consts, *self.consts, *carried, *(rows[j] for j in range(len(scan.xs)))]
         inner: Values = dict(zip(program.inputs, operands, strict=True))
-        then = self.halves(hand, inner, i if plan.ahead else before, after)
+        then = self.phases(hand, inner, i if plan.ahead else before, after)
         results = [as_array(v) if isinstance(v, Literal) else inner[v] for v in program.outputs]
         if not plan.ahead:
             # The update waits for all of the arithmetic: it overwrites what is being stored through the last of it. And
             # for the last loads: a TPU would start them after it, into what it has read.
-            ready = [v for v in plan.groups[0] if v in then]
+            ready = [v for v in plan.groups[-2] if v in then]
             results, late = together((results, [then[v] for v in ready]))
             then |= zip(ready, late, strict=True)
         carried, produced = results[: len(carried)], dict(zip(scan.ys, results[len(carried) :], strict=True))

@@ -10,7 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jax_offload._base.barriers import together
 from jax_offload._base.jaxprs import jax_fun, jaxpr_of, scan_of
 from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.program import Program, flat, replaced
@@ -58,11 +60,11 @@ def peeled(program: Program, at: int, *, first: bool = False) -> Program:
         def at(carry: list[Any], k: Any) -> tuple[list[Any], list[Any]]:
             return one(carry, [jax.lax.dynamic_index_in_dim(x, k, keepdims=False) for x in xs])
 
-        numbers = jnp.arange(scan.length, dtype=jnp.int32)[others]
+        numbers = np.arange(scan.length, dtype=np.int32)[others]
         carry, ys = jax.lax.scan(at, list(init), numbers, scan.length - 1, scan.reverse, scan.unroll)
         if not first:
             # Behind the others: its pass needs nothing of theirs, and would keep its activations beside them.
-            carry, y = one(*jax.lax.optimization_barrier((carry, mine)))
+            carry, y = one(*together((carry, mine)))
         pairs = ([row[None], rows] if in_front else [rows, row[None]] for rows, row in zip(ys, y, strict=True))
         return [*carry, *map(jnp.concatenate, pairs)]
 

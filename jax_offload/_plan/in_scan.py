@@ -1,4 +1,4 @@
-"""The plan of a scan with updates inside: its iteration in two halves, between which transfers change direction."""
+"""The plan of a scan with updates inside: its iteration in phases, between which transfers change direction."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from jax_offload._ir.slices import Slice, slice_of
 from jax_offload._plan.hoist import CannotHoist, Move, Moves, closure, pulled
 from jax_offload._plan.plan import InIterations, Planned, RowWise, Window
 from jax_offload._plan.rules import Dim, Partial, Rows
+
+LEAST_GAIN = 0.95  # of the link's time in two groups, for which it is worth to have three
+Groups = Sequence[Sequence[Var]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,24 +128,37 @@ class InScan:
         """The shardings of leaves and other operands."""
         return {v: s for move in self.moves for v, s in move.slice.pins.items()}
 
-    @functools.cached_property
-    def groups(self) -> tuple[Sequence[Var], Sequence[Var]]:
-        """Leaves on the host in two groups of about as many bytes: each is stored in one half of an iteration and
-        loaded in the other."""
-        groups = list[Var](), list[Var]()
-        for v in sorted(self.hosts, key=lambda v: -nbytes(v.aval)):
-            min(groups, key=lambda group: sum(nbytes(u.aval) for u in group)).append(v)
-        return groups
+    @property
+    def groups(self) -> Groups:
+        """Leaves on the host that take turns: each group is stored in its phase of an iteration, and loaded in the next
+        one."""
+        return self._in_turn[0]
+
+    @property
+    def body(self) -> Phases:
+        """The iteration's own arithmetic, divided as the link's time is."""
+        return self._in_turn[1]
 
     @functools.cached_property
-    def body(self) -> Halves:
-        """The iteration's own arithmetic, divided as the link's time is."""
+    def _in_turn(self) -> tuple[Groups, Phases]:
+        """Two groups, or three where the link has less to wait for: of three equal leaves, masters and two moments say,
+        two would go one way while one goes the other."""
+        body = flat(self.scan.body, opens=lambda _: True)
+        two, three = _balanced(self.hosts, 2), _balanced(self.hosts, 3)
+        gains = sum(self._times(three)) < LEAST_GAIN * sum(self._times(two))
+        if gains and (found := phases(body, self._times(three))) is not None:
+            return three, found
+        found = phases(body, self._times(two))
+        assert found is not None  # of two there are always
+        return two, found
+
+    def _times(self, groups: Groups) -> list[int]:
+        """Bytes that the busier direction carries in each phase."""
         out, back = (
-            [sum(nbytes(v.aval) for v in group if v in moved) for group in self.groups]
+            [sum(nbytes(v.aval) for v in group if v in moved) for group in groups]
             for moved in (self.stored, self.loaded)
         )
-        first, second = max(out[0], back[1]), max(out[1], back[0])
-        return halves(flat(self.scan.body, opens=lambda _: True), first / ((first + second) or 1))
+        return [max(out[k], back[k - 1]) for k in range(len(groups))]
 
     @functools.cached_property
     def _reads(self) -> dict[Var, Dim]:
@@ -194,56 +210,72 @@ def _reread(program: Program, x: Atom, scan: Scan, in_place: set[Var]) -> Reread
     return Reread(s, RowWise(lead.aval.shape, rows.dim, dims, (Rows(0),), (None,)))
 
 
+def _balanced(hosts: Sequence[Var], count: int) -> Groups:
+    """Groups of about as many bytes."""
+    groups = [list[Var]() for _ in range(count)]
+    for v in sorted(hosts, key=lambda v: -nbytes(v.aval)):
+        min(groups, key=lambda group: sum(nbytes(u.aval) for u in group)).append(v)
+    return groups
+
+
 @dataclasses.dataclass(frozen=True)
-class Halves:
-    """A program, run one half after the other.
+class Phases:
+    """A program, run one phase after the other.
 
     Attributes:
       program: the program.
-      slices: its halves.
-      gate: the matmul that the first half is there for; ``None`` where the program has no matmul.
+      slices: its phases.
+      gates: for each phase but the last the matmul that the phase is there for; ``None`` where there is no matmul.
     """
 
     program: Program
-    slices: tuple[Slice, Slice]
-    gate: Var | None
+    slices: Sequence[Slice]
+    gates: Sequence[Var | None]
 
-    @property
-    def held(self) -> list[Var]:
-        """What the first half makes for the second, beside the gate."""
-        made = {*self.slices[0].outputs} - {self.gate}
-        return [v for v in self.slices[1].inputs if v in made]
+    def held(self, phase: int) -> list[Var]:
+        """What a phase makes for the next one, beside the gate."""
+        made = {*self.slices[phase].outputs} - {self.gates[phase]}
+        return [v for v in self.slices[phase + 1].inputs if v in made]
 
 
-def halves(program: Program, share: float) -> Halves:
-    """Cuts behind a matmul, so that the first half has ``share`` of the arithmetic.
+def phases(program: Program, times: Sequence[float]) -> Phases | None:
+    """Cuts behind matmuls, so that each phase has the share of the arithmetic that it has of the transfers' ``times``.
 
-    The first half is what that matmul needs. What stands above it without being needed, a weight's gradient say, is in
-    the second: XLA for GPUs would run it behind the gate anyway.
+    A phase is what its last matmul needs. What stands above that without being needed, a weight's gradient say, is the
+    next one's: XLA for GPUs would run it behind the gate anyway.
+
+    Returns:
+      ``None`` where there are too few matmuls for more than two phases.
     """
     work = [flops(eqn) for eqn in program.eqns]
     left = [sum(work) - done for done in itertools.accumulate(work)]
     needed = _work_needed(program.eqns, work)
-    share = share if 0 < share < 1 else 0.5
-    weight = {at: (min((1 - share) * sum(work[k] for k in needed[at]), share * left[at]), len(needed[at]))
-              for at, n in enumerate(work) if n}  # fmt: skip
-    cut = max(weight, key=weight.__getitem__, default=None)
-    first = set[int]() if cut is None else needed[cut]
-    is_late, parts = dict[Var, bool](), (list[Equation](), list[Equation]())
+    cuts, done = list[int | None](), list[set[int]]()
+    for k in range(len(times) - 1):
+        share = times[k] / (sum(times[k:]) or 1)
+        share, before = share if 0 < share < 1 else 0.5, set[int]().union(*done)
+        own = {at: sum(work[h] for h in needed[at] - before) for at, n in enumerate(work) if n and at not in before}
+        cut = max(own, key=lambda at: (min((1 - share) * own[at], share * left[at]), own[at]), default=None)
+        if len(times) > 2 and (cut is None or not left[cut]):
+            return None
+        cuts.append(cut)
+        done.append(before if cut is None else before | needed[cut])
+    last, first_read, parts = len(done), dict[Var, int](), [list[Equation]() for _ in times]
     for at, eqn in reversed([*enumerate(program.eqns)]):
-        # what has no matmul stands where it is first read
-        late = at not in first if work[at] else all(is_late.get(v, True) for v in eqn.outvars)
-        is_late.update((v, late and is_late.get(v, True)) for v in variables(eqn.invars))
-        parts[late].append(eqn)
-    before, after = (eqns[::-1] for eqns in parts)
-    results = {*variables(program.outputs)}
-    read_after = results.union(*(variables(eqn.invars) for eqn in after))
-    slices = [
-        slice_of(eqns, [v for eqn in eqns for v in eqn.outvars if v in wanted], program.debug_info, {})
-        for eqns, wanted in ((before, read_after), (after, results))
-    ]
-    gate = None if cut is None else next((v for v in program.eqns[cut].outvars if v in slices[0].outputs), None)
-    return Halves(program, (slices[0], slices[1]), gate)
+        if work[at]:
+            turn = next((k for k, each in enumerate(done) if at in each), last)
+        else:  # it stands where it is first read
+            turn = min((first_read[v] for v in eqn.outvars if v in first_read), default=last)
+        first_read.update((v, min(turn, first_read.get(v, turn))) for v in variables(eqn.invars))
+        parts[turn].insert(0, eqn)
+    wanted, slices = {*variables(program.outputs)}, list[Slice]()
+    for eqns in reversed(parts):
+        outputs = [v for eqn in eqns for v in eqn.outvars if v in wanted]
+        slices.insert(0, slice_of(eqns, outputs, program.debug_info, {}))
+        wanted.update(v for eqn in eqns for v in variables(eqn.invars))
+    outs = [() if cut is None else program.eqns[cut].outvars for cut in cuts]
+    gates = [next((v for v in vs if v in s.outputs), None) for vs, s in zip(outs, slices, strict=False)]
+    return Phases(program, slices, gates)
 
 
 def _work_needed(eqns: Sequence[Equation], work: Sequence[float]) -> list[set[int]]:
