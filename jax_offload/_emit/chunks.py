@@ -21,8 +21,7 @@ from jax_offload._base.barriers import opaque, read_once, written_after
 from jax_offload._base.jaxprs import Var
 from jax_offload._emit.rows import Buffers, Values, buffers_of, fresh
 from jax_offload._emit.transfers import Names
-from jax_offload._ir.core import core
-from jax_offload._ir.slices import Slice
+from jax_offload._ir.slices import Slice, core
 from jax_offload._plan.plan import Chunked
 
 Chunk = tuple[Any, int]  # its first row, which may be traced, and its number of rows

@@ -29,8 +29,8 @@ from jax_offload._base.memory import is_host_aval
 from jax_offload._base.shardings import constrained, shards_of, typed_sharding, zeros
 from jax_offload._emit.rows import Buffers, Values
 from jax_offload._emit.transfers import Names
-from jax_offload._plan.chunk_rules import run_chunk
 from jax_offload._plan.in_scan import InScan
+from jax_offload._plan.rules import run_chunk
 
 
 def scanned(plan: InScan, env: Mapping[Var, Any], names: Names) -> Values:

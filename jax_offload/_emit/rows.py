@@ -20,11 +20,9 @@ from jax_offload._base.jaxprs import Var
 from jax_offload._base.memory import is_host_aval, to_device, to_host
 from jax_offload._base.shardings import constrained, padded, typed_sharding
 from jax_offload._emit.transfers import Names, prefetch, update_of, write_back
-from jax_offload._ir.core import core
-from jax_offload._ir.slices import Slice
-from jax_offload._plan.chunk_rules import run_chunk
+from jax_offload._ir.slices import Slice, core
 from jax_offload._plan.plan import RowWise, tiles
-from jax_offload._plan.rules import Dim, Partial, Rows
+from jax_offload._plan.rules import Dim, Partial, Rows, run_chunk
 
 Values = dict[Var, Any]
 Arrays = MutableMapping[Var, Any]

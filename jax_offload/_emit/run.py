@@ -18,10 +18,9 @@ from jax_offload._base.shardings import Shards, typed_sharding, zeros
 from jax_offload._emit.chunks import looped, or_batched
 from jax_offload._emit.rows import buffers_of, fresh
 from jax_offload._emit.transfers import Names, prefetch, update_of, write_back
-from jax_offload._ir.core import core
+from jax_offload._ir.conds import numbered, structure
 from jax_offload._ir.program import Program
-from jax_offload._ir.shares import numbered, structure
-from jax_offload._ir.slices import Slice
+from jax_offload._ir.slices import Slice, core
 from jax_offload._plan.by_rows import PlannedPart
 from jax_offload._plan.plan import Chunked, Plan, Planned, PlannedPass
 from jax_offload._plan.serialise import AllInTurn

@@ -16,16 +16,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import DropVar, Equation, Literal, Scan, scan_of, variables
 from jax_offload._base.memory import is_host_aval
-from jax_offload._ir.core import core
-from jax_offload._ir.masks import Mask, forward, groups, union
 from jax_offload._ir.primitives import ELEMENTWISE
 from jax_offload._ir.program import Program, Var
-from jax_offload._ir.slices import Slice, slice_of
-from jax_offload._ir.topological import Node
-from jax_offload._ir.topological import needed as nodes_needed
-from jax_offload._plan.chunk_rules import chunked_dims, rule_of
+from jax_offload._ir.propagate import Mask, Node, forward, groups, union
+from jax_offload._ir.propagate import needed as nodes_needed
+from jax_offload._ir.slices import Slice, core, slice_of
 from jax_offload._plan.plan import RowWise
-from jax_offload._plan.rules import Dependent, Partial, Rows, changes_only_shapes
+from jax_offload._plan.rules import Dependent, Partial, Rows, changes_only_shapes, chunked_dims, rule_of
 from jax_offload._plan.transfers import same_type
 
 NEEDS_ALL = "something that needs all gradients, their norm say, stands between them and their update"

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from jax.sharding import NamedSharding
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.flops import flops
-from jax_offload._base.jaxprs import Atom, DropVar, Equation, Literal, Scan, variables
+from jax_offload._base.jaxprs import Atom, DropVar, Equation, Literal, Scan, flops, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.program import Program, Var, flat
 from jax_offload._ir.slices import Slice, slice_of

@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jax_offload._base.flops import flops
-from jax_offload._base.jaxprs import scan_of
-from jax_offload._ir.topological import Node, makers, needed, topological
+from jax_offload._base.jaxprs import flops, scan_of
+from jax_offload._ir.propagate import Node, makers, needed, topological
 from jax_offload._plan.hoist import NEEDS_ALL, Hoist, pulled
 from jax_offload._plan.rules import Rows
 from tests.unit._programs import device, host, load, program_of, store
