@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding
 
-from jax_offload._base.barriers import read_once, together
+from jax_offload._base.barriers import read_once, together, written_after
 from jax_offload._base.jaxprs import Literal, Var, as_array, jax_fun
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.shardings import constrained, shards_of, typed_sharding, zeros
@@ -182,13 +182,20 @@ class Emitter:
 
     def phases(self, hand: Hand, inner: Values, stored: Any, then: Any) -> Values:
         """Runs the iteration's own arithmetic while it stores the rows ``stored`` and loads the rows ``then``."""
-        plan, found = self.plan, Values()
+        plan, last = self.plan, len(self.plan.groups) - 1
+        found, early = Values(), Values()
         for phase, (s, group) in enumerate(zip(plan.body.slices, plan.groups, strict=True)):
             new = {v: hand.new[v] for v in group if v in hand.new}
             loaded = [v for v in plan.groups[phase - 1] if v in plan.loaded]
+            if phase < last:
+                # XLA's CPU copies a buffer of which one row is written before another is read
+                own = self.buffers.exchange(hand.wholes, {}, 0, [v for v in new if v in plan.loaded], then)
+                new |= {v: _on_a_cpu(lambda x, read: written_after(x, read)[0], new[v], x) for v, x in own.items()}
+                early |= own
             fetched = self.buffers.exchange(hand.wholes, new, stored, loaded, then)
+            fetched |= {v: _on_a_cpu(lambda _, read: read, x, early[v]) for v, x in fetched.items() if v in early}
             inner.update(zip(s.outputs, s.run(*(inner[v] for v in s.inputs)), strict=True))
-            if phase < len(plan.groups) - 1:
+            if phase < last:
                 self.gate(phase, hand, fetched, inner)
             found |= fetched
         return found
@@ -246,6 +253,11 @@ def _buffers(plan: InScan, names: Names) -> Buffers:
         return _gathered(x) if _is_whole(plan.pins.get(v) or typed_sharding(v.aval), v.aval.shape) else x
 
     return Buffers(plan.rows, plan.pins, names, laid_out=laid_out)
+
+
+def _on_a_cpu(run: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, other: jax.Array) -> jax.Array:
+    """``run(x, other)`` there, elsewhere ``x``."""
+    return jax.lax.platform_dependent(x, other, cpu=run, default=lambda x, _: x)
 
 
 def _on_a_tpu(run: Callable[[list[jax.Array]], list[jax.Array]], xs: list[jax.Array]) -> list[jax.Array]:
