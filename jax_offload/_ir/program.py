@@ -298,3 +298,11 @@ def _inlinable(eqn: Equation, operands: list[Atom], any_jit: bool) -> ClosedJaxp
     if any_jit:
         return called_by(eqn)
     return called_by(eqn) if says_nothing_of_placement(eqn.params) else None
+
+
+def copy_of(eqn: Equation, env: dict[Var, Atom]) -> Equation:
+    """The same equation, of what ``env`` says, with results of its own, which ``env`` then knows."""
+    invars = [renamed(env, v) for v in eqn.invars]
+    outs = [Var(v.aval) for v in eqn.outvars]
+    env.update(zip(eqn.outvars, outs, strict=True))
+    return eqn.replace(invars=invars, outvars=outs)

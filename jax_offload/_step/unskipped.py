@@ -14,11 +14,10 @@ import jax
 from jax_offload._base.jaxprs import Atom, Equation, Var, branches_of, closed_like, jaxpr_of, renamed
 from jax_offload._base.memory import is_host_aval, to_device, to_host
 from jax_offload._base.own_primitives import params_of
-from jax_offload._emit.border import copy_of
 from jax_offload._emit.find import is_update
 from jax_offload._emit.region import Update
 from jax_offload._ir.conds import scalars_hoisted
-from jax_offload._ir.program import Program, flat
+from jax_offload._ir.program import Program, copy_of, flat
 from jax_offload._plan.hoist import is_cheap
 
 
