@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, jaxpr_of, renamed, variables
+from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, renamed, variables
 from jax_offload._base.memory import DEVICE_KIND, is_host_aval, to_device, to_host
 from jax_offload._base.own_primitives import params_of
 from jax_offload._base.shardings import constrained, same_sharding, shards_of, typed_sharding
@@ -29,10 +29,10 @@ from jax_offload._emit.region import Update
 from jax_offload._emit.transfers import prefetch, write_back
 from jax_offload._ir.conds import scalars_hoisted
 from jax_offload._ir.primitives import ELEMENTWISE
-from jax_offload._ir.program import Program, copy_of
+from jax_offload._ir.program import Program, copy_of, equation_of
 from jax_offload._ir.propagate import Mask, forward
 from jax_offload._ir.slices import is_summary
-from jax_offload._step.unskipped import choosing
+from jax_offload._step.choices import choosing
 
 _HOST, _GRADIENT = 1, 2  # bits of what an update's equations need
 LEAST = 2**16  # bytes, as of a leaf of the state
@@ -151,10 +151,9 @@ def _load(v: Var, name: str) -> Equation:
 def _equation(
     run: Callable[[jax.Array], jax.Array], v: Var, scope: AbstractContextManager[Any] | None = None
 ) -> Equation:
-    """The only equation of ``run`` of a variable."""
+    """The only equation of ``run`` of a variable, in a scope."""
     with scope or contextlib.nullcontext():
-        (eqn,) = jaxpr_of(run, v.aval)[0].jaxpr.eqns
-    return eqn.replace(invars=[v], outvars=[Var(eqn.outvars[0].aval)])
+        return equation_of(run, v)
 
 
 def _is_large(v: Var) -> bool:

@@ -22,6 +22,7 @@ from jax_offload._base.jaxprs import (
     called_by,
     holds_equations,
     jaxpr_like,
+    jaxpr_of,
     nameless,
     renamed,
     with_jaxprs,
@@ -306,3 +307,9 @@ def copy_of(eqn: Equation, env: dict[Var, Atom]) -> Equation:
     outs = [Var(v.aval) for v in eqn.outvars]
     env.update(zip(eqn.outvars, outs, strict=True))
     return eqn.replace(invars=invars, outvars=outs)
+
+
+def equation_of(run: Callable[..., Any], *operands: Atom) -> Equation:
+    """The only equation of ``run``, of these operands."""
+    (eqn,) = jaxpr_of(run, *(v.aval for v in operands))[0].jaxpr.eqns
+    return eqn.replace(invars=[*operands], outvars=[Var(eqn.outvars[0].aval)])

@@ -43,10 +43,10 @@ from jax_offload._ir.program import Program, as_program, expanded, flat, replace
 from jax_offload._ir.slices import Slice
 from jax_offload._plan.gates import Gate, Piece
 from jax_offload._plan.in_scan import InScan
+from jax_offload._step.choices import choosing
 from jax_offload._step.inlined import runs_one_twice
 from jax_offload._step.parts import Parts, Rest, parts_of
 from jax_offload._step.returned import unreturned
-from jax_offload._step.unskipped import choosing
 
 Drive = Callable[[ClosedJaxpr, Any, Set[int | str]], Any]
 

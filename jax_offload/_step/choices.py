@@ -7,17 +7,17 @@ scans of a step, or between its passes. A choice for each of the leaves can.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 
-from jax_offload._base.jaxprs import Atom, Equation, Var, branches_of, closed_like, jaxpr_of, renamed
+from jax_offload._base.jaxprs import Atom, Equation, Var, branches_of, closed_like, renamed
 from jax_offload._base.memory import is_host_aval, to_device, to_host
 from jax_offload._base.own_primitives import params_of
 from jax_offload._emit.find import is_update
 from jax_offload._emit.region import Update
 from jax_offload._ir.conds import scalars_hoisted
-from jax_offload._ir.program import Program, copy_of, flat
+from jax_offload._ir.program import Program, copy_of, equation_of, flat
 from jax_offload._plan.hoist import is_cheap
 
 
@@ -72,16 +72,11 @@ def _chosen_on_device(which: Atom, no: Atom, yes: Atom, v: Var, eqns: Sequence[E
         known = [e.invars[0] for e in moves if e.outvars[0] is x]
         known += [e.outvars[0] for e in moves if e.invars[0] is x and not is_host_aval(e.outvars[0].aval)]
         if not known:
-            found.append(_moved(to_device, x))
+            found.append(equation_of(to_device, x))
             known = [found[-1].outvars[0]]
         loaded.append(known[0])
     choice = _choice(which, *loaded)
-    return [*found, choice, _moved(to_host, choice.outvars[0]).replace(outvars=[v])]
-
-
-def _moved(move: Callable[[jax.Array], jax.Array], x: Atom) -> Equation:
-    (eqn,) = jaxpr_of(move, x.aval)[0].jaxpr.eqns
-    return eqn.replace(invars=[x], outvars=[Var(eqn.outvars[0].aval)])
+    return [*found, choice, equation_of(to_host, choice.outvars[0]).replace(outvars=[v])]
 
 
 def _reading_less(eqn: Equation) -> Equation:
@@ -102,5 +97,4 @@ def _reading_less(eqn: Equation) -> Equation:
 
 def _choice(run: Atom, old: Atom, new: Atom) -> Equation:
     """The new value where ``run`` holds, else the old one."""
-    (eqn,) = jaxpr_of(jax.lax.select_n, run.aval, old.aval, new.aval)[0].jaxpr.eqns
-    return eqn.replace(invars=[run, old, new], outvars=[Var(eqn.outvars[0].aval)])
+    return equation_of(jax.lax.select_n, run, old, new)
