@@ -29,7 +29,7 @@ from jax_offload._emit.region import Update
 from jax_offload._emit.transfers import prefetch, write_back
 from jax_offload._ir.conds import scalars_hoisted
 from jax_offload._ir.primitives import ELEMENTWISE
-from jax_offload._ir.program import Program, copy_of, equation_of
+from jax_offload._ir.program import Program, copy_of, only_equation
 from jax_offload._ir.propagate import Mask, forward
 from jax_offload._ir.slices import is_summary
 from jax_offload._step.choices import choosing
@@ -153,7 +153,7 @@ def _equation(
 ) -> Equation:
     """The only equation of ``run`` of a variable, in a scope."""
     with scope or contextlib.nullcontext():
-        return equation_of(run, v)
+        return only_equation(run, v)
 
 
 def _is_large(v: Var) -> bool:

@@ -309,7 +309,7 @@ def copy_of(eqn: Equation, env: dict[Var, Atom]) -> Equation:
     return eqn.replace(invars=invars, outvars=outs)
 
 
-def equation_of(run: Callable[..., Any], *operands: Atom) -> Equation:
+def only_equation(run: Callable[..., Any], *operands: Atom) -> Equation:
     """The only equation of ``run``, of these operands."""
     (eqn,) = jaxpr_of(run, *(v.aval for v in operands))[0].jaxpr.eqns
     return eqn.replace(invars=[*operands], outvars=[Var(eqn.outvars[0].aval)])

@@ -17,7 +17,7 @@ from jax_offload._base.own_primitives import params_of
 from jax_offload._emit.find import is_update
 from jax_offload._emit.region import Update
 from jax_offload._ir.conds import scalars_hoisted
-from jax_offload._ir.program import Program, copy_of, equation_of, flat
+from jax_offload._ir.program import Program, copy_of, flat, only_equation
 from jax_offload._plan.hoist import is_cheap
 
 
@@ -72,11 +72,11 @@ def _chosen_on_device(which: Atom, no: Atom, yes: Atom, v: Var, eqns: Sequence[E
         known = [e.invars[0] for e in moves if e.outvars[0] is x]
         known += [e.outvars[0] for e in moves if e.invars[0] is x and not is_host_aval(e.outvars[0].aval)]
         if not known:
-            found.append(equation_of(to_device, x))
+            found.append(only_equation(to_device, x))
             known = [found[-1].outvars[0]]
         loaded.append(known[0])
     choice = _choice(which, *loaded)
-    return [*found, choice, equation_of(to_host, choice.outvars[0]).replace(outvars=[v])]
+    return [*found, choice, only_equation(to_host, choice.outvars[0]).replace(outvars=[v])]
 
 
 def _reading_less(eqn: Equation) -> Equation:
@@ -97,4 +97,4 @@ def _reading_less(eqn: Equation) -> Equation:
 
 def _choice(run: Atom, old: Atom, new: Atom) -> Equation:
     """The new value where ``run`` holds, else the old one."""
-    return equation_of(jax.lax.select_n, run, old, new)
+    return only_equation(jax.lax.select_n, run, old, new)
