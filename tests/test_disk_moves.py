@@ -223,7 +223,7 @@ def test_what_is_wrong_says_so(disks):
             "step: the one commit of .* is of step 3; got step=2",
             lambda: jo.restore(files, target_of(offload()), step=2),
         ),
-        ("target: expected a tree like the one that was committed", lambda: jo.restore(files)),
+        ("target: expected the committed tree", lambda: jo.restore(files)),
         ("item, fallback: ", lambda: jo.restore(files, target_of(offload()), fallback=True)),
         ("target: its leaves are not those of the commit", lambda: jo.restore(files, {"params": params()})),
         (r"holds a state already.*Fix: .*disk.resume\(target\)", lambda: jo.restore(files, target_of(tx))),

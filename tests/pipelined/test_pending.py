@@ -21,7 +21,6 @@ from tests.support.pipelined import (
     DEVICE,
     HOST,
     LAYERS,
-    OPTIMIZERS,
     WIDTH,
     advance,
     assert_close,
@@ -96,27 +95,6 @@ MORE = {
     "one moment": (offloaded(LION), LION, "update", True),
     "no clipping": (offloaded(optax.adamw(1e-2)), optax.adamw(1e-2), "update_params", True),
 }
-
-
-@pytest.mark.long("more optimizers")
-@pytest.mark.parametrize(
-    "name",
-    rows(
-        {**OPTIMIZERS, **MORE},
-        "trains plain and turned",
-        daily=["clipping outside", "half", "apply_if_finite", "one moment"],
-    ),
-)
-def test_optimizers(name):
-    """With clipping outside, the scale is put off until the update: what waits is what the backward pass makes."""
-    tx, plain, form, scan = {**OPTIMIZERS, **MORE}[name]
-    train, _ = check(step_of(tx, form), step_of(plain, "update"), tx.init, plain.init, scan=scan, atol=2e-3, **ON_HOST)
-    assert_waits_on_host(train, parameters(), tx.init(parameters()))
-
-
-def test_storage():
-    tx, plain_tx = offloaded(storage="bfloat16"), jo.offload(ADAMW, storage="bfloat16", min_bytes=1024, fraction=0)
-    check(step_of(tx), step_of(plain_tx, "update"), tx.init, plain_tx.init, loss_atol=3e-4, atol=1e-2, **ON_HOST)
 
 
 @pytest.mark.long("more kinds of steps")
