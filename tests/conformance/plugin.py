@@ -129,12 +129,13 @@ def patched_inject(inject: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def patch_multi_steps() -> None:
-    """``MultiSteps`` is a class: wrap the two methods of each instance whose optimizer it can see into."""
+    """``MultiSteps`` is a class: wrap the two methods of each instance. An ``offload`` inside it is refused, so it is
+    always wrapped whole."""
     plain_init = optax.MultiSteps.__init__
 
     @functools.wraps(plain_init)
     def __init__(self, opt, *args, **kwargs):
-        outside = is_wrapped(opt) and WHERE != "inside"
+        outside = is_wrapped(opt)
         plain_init(self, _plain[opt] if outside else opt, *args, **kwargs)
         if outside:
             tx = wrap(base.GradientTransformationExtraArgs(self.init, self.update))
