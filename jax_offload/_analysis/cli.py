@@ -152,7 +152,7 @@ def calling(found: Plan, called: str) -> Plan:
 
     best = found.recommended
     return dataclasses.replace(
-        found, options=tuple(map(named, found.options)), recommended=None if best is None else named(best)
+        named(found), options=tuple(map(named, found.options)), recommended=None if best is None else named(best)
     )
 
 

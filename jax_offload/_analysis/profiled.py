@@ -16,6 +16,7 @@ from jax_offload._analysis.inspection import inspected
 from jax_offload._analysis.schedule import COLLECTIVES, COMPUTE, LOAD, STORE, Segment
 from jax_offload._analysis.timeline import Timeline
 from jax_offload._analysis.traces import segments_of
+from jax_offload._report.callables import replaced
 
 Interval = tuple[float, float]
 
@@ -186,20 +187,12 @@ def profile(step: Any, *args: Any, steps: int = 3, chip: str | Path | Chip | Non
 
 
 def _following(args: tuple[Any, ...], results: Any) -> tuple[Any, ...]:
-    """The arguments of the next step: results of the same structure and types, in their order, else the same again."""
-    given = list(results) if type(results) in (tuple, list) else [results]
-    found = []
-    for k, arg in enumerate(args):
-        same = next((i for i, x in enumerate(given) if _types(x) == _types(arg)), None)
-        gone = any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(arg))
-        if gone and same is None:
+    """The arguments of the next step: the results that replace donated ones, else the same again."""
+    found = replaced(args, results)
+    gone = [any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(arg)) for arg in args]
+    for k, is_gone in enumerate(gone):
+        if is_gone and k not in found:
             raise ValueError(
                 f"profile(): argument {k} is donated, and no result has its structure and types. Return it."
             )
-        found.append(given.pop(same) if same is not None and gone else arg)
-    return tuple(found)
-
-
-def _types(tree: Any) -> Any:
-    leaves, treedef = jax.tree.flatten(tree)
-    return treedef, [(getattr(x, "shape", None), getattr(x, "dtype", type(x))) for x in leaves]
+    return tuple(found[k] if is_gone else arg for k, (arg, is_gone) in enumerate(zip(args, gone, strict=True)))
