@@ -1,4 +1,12 @@
-"""Where a step runs, what fits there, and what follows: the judge of a plan's rows."""
+"""What fits where a step runs, what it costs by the one model of time, and the verdict.
+
+The model, a roofline: the arithmetic of a step takes its operations at the speed that large matmuls reach on the chip.
+The link takes the time of both directions at once, then of the rest of the larger one alone. The backward pass, two
+thirds of the arithmetic, hides what streams under ``jo.jit``; the forward pass, a third, under ``jo.pipelined``.
+Nothing hides an update that waits for a norm of all gradients, or one on the host's cores. The rest is added to the
+step. Latency, launches and contention for device memory are left out. Where there is a step to compile, ``timeline``
+plays its schedule instead, with the same speeds.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +16,48 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from jax_offload._analysis import roofline
+import jax
+
 from jax_offload._analysis.answer import Plan, Row
 from jax_offload._analysis.chips import POOL_HEADROOM, POOL_VARIABLE, Chip, pool_limit
 from jax_offload._analysis.sizes import Sizes
 from jax_offload._analysis.units import in_bytes, in_seconds
+
+BACKWARD, FORWARD, NOTHING = 2 / 3, 1 / 3, 0.0
+OPERATIONS = 6  # of the forward and the backward pass, for each parameter of a matrix and each token
+_ROUNDED = (None, "default", "fastest", "bfloat16")  # precisions at which a TPU rounds what its matmuls read
+
+
+def link_time(chip: Chip, loaded: int, stored: int) -> float:
+    """Seconds of copies both ways at once, then of the rest of one way."""
+    together, rest = min(loaded, stored), abs(loaded - stored)
+    return 2 * together / chip.host_link_both + rest / chip.host_link
+
+
+def compute_time(chip: Chip, operations: float, dtype: str) -> float:
+    """Seconds of matmuls of arrays of ``dtype``; a TPU rounds them to bfloat16 unless jax is told not to."""
+    rounds = chip.platform == "tpu" and jax.config.jax_default_matmul_precision in _ROUNDED  # pyright: ignore
+    fast = rounds or dtype in ("bfloat16", "float16")
+    return operations / (chip.reached.bf16 if fast else chip.reached.f32)
+
+
+def cores_time(chip: Chip, state: int, up: int, down: int) -> float | None:
+    """Seconds in which a host's cores read and write the state once, write what goes up and read what comes down, which
+    the link reads and writes as well; ``None`` without a figure of the host's memory."""
+    return None if chip.dram_bandwidth is None else 2 * (state + up + down) / chip.dram_bandwidth
+
+
+def exposed_time(moved: float, compute: float, hidden_by: float) -> float:
+    """Seconds that ``moved`` seconds of transfers add to a step, of whose arithmetic a share hides them."""
+    return max(0.0, moved - hidden_by * compute)
+
+
+def tokens_to_hide(moved: float, seconds_per_token: float, hidden_by: float) -> int | None:
+    """From how many tokens a step on nothing is added; ``None`` where nothing hides the transfers."""
+    if not moved:
+        return 0
+    return None if not hidden_by or not seconds_per_token else -int(-moved // (hidden_by * seconds_per_token))
+
 
 HEADROOM = 0.05  # of what jax takes of a device's memory; and of a host's memory twice that
 FRACTION, OTHER_NAME, BY_DEFAULT = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION", 0.75
@@ -89,7 +134,7 @@ class Setting:
     def seconds_per_token(self) -> float | None:
         if self.chip is None:
             return None
-        return roofline.arithmetic(self.chip, self.flops_per_token / self.devices, self.dtype)
+        return compute_time(self.chip, self.flops_per_token / self.devices, self.dtype)
 
     @property
     def compute(self) -> float | None:
@@ -103,15 +148,15 @@ class Setting:
             return dataclasses.replace(row, added=0.0, link=None if self.chip is None else 0.0)
         if self.chip is None or row.disk or row.loaded is None:
             return row
-        hides = roofline.NOTHING if sizes.waits or sizes.on_cores else roofline.BACKWARD
-        hides = roofline.FORWARD if run == "jo.pipelined" else hides
-        moved, least = roofline.link(self.chip, row.loaded, row.stored), None
-        added: float | None = roofline.added(moved, self.compute or 0.0, hides)
+        hides = NOTHING if sizes.waits or sizes.on_cores else BACKWARD
+        hides = FORWARD if run == "jo.pipelined" else hides
+        moved, least = link_time(self.chip, row.loaded, row.stored), None
+        added: float | None = exposed_time(moved, self.compute or 0.0, hides)
         if sizes.on_cores:
-            busy = roofline.cores(self.chip, sizes.on_cores, row.loaded, row.stored)
+            busy = cores_time(self.chip, sizes.on_cores, row.loaded, row.stored)
             added = None if busy is None else max(moved, busy)
         elif self.seconds_per_token is not None:
-            least = roofline.tokens_to_hide(moved, self.seconds_per_token, hides)
+            least = tokens_to_hide(moved, self.seconds_per_token, hides)
         return dataclasses.replace(row, link=moved, added=added, hidden_from=least)
 
     def judged(self, row: Row) -> Row:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jax_offload._analysis.schedule import COLLECTIVES, COMPUTE, LOAD, STORE, WITHIN
+from jax_offload._analysis.timeline import COLLECTIVES, COMPUTE, LOAD, STORE, WITHIN, Timeline
 from jax_offload._analysis.units import in_seconds
-
-if TYPE_CHECKING:
-    from jax_offload._analysis.timeline import Timeline
 
 _LANES = {
     COMPUTE: ("compute", "#4c6a92"),

@@ -16,8 +16,7 @@ import optax
 from jax_offload._analysis.answer import Plan, Row
 from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.chips import chip as chip_of
-from jax_offload._analysis.fits import ON_A_HOST, Setting
-from jax_offload._analysis.roofline import OPERATIONS
+from jax_offload._analysis.fits import ON_A_HOST, OPERATIONS, Setting
 from jax_offload._analysis.sizes import model_of, own_bytes, replicated_axes, sizes_of, smallest_share
 from jax_offload._analysis.steps import Steps
 from jax_offload._analysis.targets import target_of

@@ -1,16 +1,276 @@
-"""A scheduled program as a timeline: how long a step takes, and how much of its transfers nothing hides."""
+"""A scheduled program, played: when it computes, when it copies each way, and what it holds in device memory.
+
+A model, not a measurement: no latency, no launch, no contention. Arithmetic runs in the order of the schedule, matmuls
+at a share of the chip's peak, all else at the speed of its memory. Beside it run, each on a queue of its own, copies
+from the host, copies to it, collectives, and asynchronous copies within the device. What waits for a queue is exposed.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jax_offload._analysis.buffers import WINDOW, Buffers, Sharing
 from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.chips import chip as chip_of
-from jax_offload._analysis.picture import save
-from jax_offload._analysis.schedule import COLLECTIVES, LOAD, STORE, WITHIN, Clock, Program, Segment
+from jax_offload._analysis.hlo import Costs, Op, Scope, computations, started, trips
+
+COMPUTE, LOAD, STORE = "compute", "load", "store"
+COLLECTIVES, WITHIN = "collectives", "within the device"
+UNKNOWN = "not known"
+
+
+@dataclasses.dataclass(frozen=True)
+class Compute:
+    seconds: float
+    name: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    key: str
+    queue: str
+    seconds: float
+    nbytes: int = 0
+    name: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Wait:
+    key: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Rename:
+    """Of what is in flight: an asynchronous operation may go through others before it is done."""
+
+    key: str
+    to: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Another computation, some times."""
+
+    name: str
+    times: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Hold:
+    """Device memory, more or less by so many bytes of each kind."""
+
+    nbytes: tuple[tuple[str, int], ...]
+
+
+Event = Compute | Start | Wait | Rename | Run | Hold
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Something that takes time: on which lane, from when to when, its name, and the bytes that it copies.
+
+    Attributes:
+      waited: of a copy, when the program began to wait for it, to its end; else its end.
+    """
+
+    lane: str
+    begin: float
+    end: float
+    name: str
+    nbytes: int = 0
+    waited: float = 0.0
+
+
+class Program:
+    """The computations of a module as events, each costed once."""
+
+    def __init__(self, text: str, chip: Chip, roles: Mapping[int, str] | None = None) -> None:
+        self.chip, self.costs = chip, Costs(computations(text))
+        self.cache = "S(1)" if chip.platform == "tpu" else ""  # its memory on the chip
+        self.buffers = Buffers(text, self.costs, roles or {}, self.cache)
+        partitions = re.search(r"num_partitions=(\d+)", text.partition("\n")[0])
+        self.devices = int(partitions[1]) if partitions else 1
+        self.known: dict[str, list[Event]] = {}
+
+    def events(self, name: str) -> list[Event]:
+        if name not in self.known:
+            scope = self.costs.scopes[name]
+            held = self.buffers.held(name)
+            self.known[name] = [
+                event
+                for op, memory in zip(scope.ops, held, strict=True)
+                for event in (
+                    *([Hold(memory.begin)] if memory.begin else []),
+                    *self._events(name, scope, op),
+                    *([Hold(memory.end)] if memory.end else []),
+                )
+            ]
+        return self.known[name]
+
+    def _events(self, at: str, scope: Scope, op: Op) -> list[Event]:
+        if op.opcode in ("while", "call", "conditional"):
+            return self._calls(op)
+        if op.opcode.endswith("-done"):
+            return [Wait(op.operand)]
+        if op.opcode.endswith("-update"):
+            return [Rename(op.operand, op.name)]
+        if copy := started(op):
+            return [self._copy(op.name, copy.loads, copy.nbytes, leaf_of(self.buffers.sharing, at, op, copy.loads))]
+        nbytes = self.costs.collective(scope, op, self.devices)
+        if nbytes is not None:
+            return self._collective(op, nbytes / self.chip.reached.interconnect)
+        return self._arithmetic(at, scope, op)
+
+    def _calls(self, op: Op) -> list[Event]:
+        if op.opcode == "while":
+            return [Run(op.called("body"), trips(op, self.costs.scopes[op.called("condition")].ops))]
+        if op.opcode == "call":
+            return [Run(op.called("to_apply"), 1)]
+        branches = re.search(r"branch_computations=\{([^}]*)\}", op.rest)
+        last = re.findall(r"%([\w.\-]+)", branches[1])[-1] if branches else op.called("true_computation")
+        return [Run(last, 1)]
+
+    def _copy(self, key: str, loads: bool, nbytes: int, leaf: str) -> Start:
+        return Start(key, LOAD if loads else STORE, 2 * nbytes / self.chip.host_link_both, nbytes, leaf)
+
+    def _collective(self, op: Op, seconds: float) -> list[Event]:
+        # A TPU starts and ends one by a custom call in a fusion; the two have the channel in common.
+        targets = self.costs.targets(op)
+        if "AsyncCollectiveStart" in targets:
+            return [Start(self._channel(op), COLLECTIVES, seconds)]
+        if "AsyncCollectiveDone" in targets:
+            return [Wait(self._channel(op))]
+        start = Start(op.name, COLLECTIVES, seconds, 0, op.opcode.removesuffix("-start"))
+        return [start] if op.opcode.endswith("-start") else [start, Wait(op.name)]
+
+    def _channel(self, op: Op) -> str:
+        found = (re.search(r"channel_id=\d+", o.rest) for _, o in self.costs.inside(op))
+        return next(channel[0] for channel in found if channel)
+
+    def _arithmetic(self, at: str, scope: Scope, op: Op) -> list[Event]:
+        moved = self.costs.moved(scope, op)
+        matmuls = self.costs.matmuls(scope, op)
+        traffic = sum(m.nbytes for m in moved if not m.array.host and not self._cached(m.array.layout))
+        seconds = max(sum(self._multiplied(m.dtypes, m.flops) for m in matmuls), traffic / self.chip.reached.hbm)
+        if op.opcode.endswith("-start") and not matmuls:
+            return [Start(op.name, WITHIN, seconds)]
+        # What reads or writes the host's memory itself, the arithmetic waits for at once.
+        starts: list[Event] = []
+        for loads in (True, False):
+            if nbytes := sum(m.nbytes for m in moved if m.array.host and m.written is not loads):
+                starts.append(
+                    self._copy(f"{op.name} {loads}", loads, nbytes, leaf_of(self.buffers.sharing, at, op, loads))
+                )
+        waits = [Wait(start.key) for start in starts if isinstance(start, Start)]
+        return [*starts, *waits, *([Compute(seconds, label(op))] if seconds else [])]
+
+    def _cached(self, layout: str) -> bool:
+        return bool(self.cache) and self.cache in layout
+
+    def _multiplied(self, dtypes: tuple[str, ...], flops: float) -> float:
+        narrow = any(dtype in ("bf16", "f16") for dtype in dtypes)
+        return flops / (self.chip.reached.bf16 if narrow else self.chip.reached.f32)
+
+
+class Clock:
+    """Plays events: the time, and of each queue when it is free, how long it was busy and how long waited for.
+
+    Attributes:
+      segments: what took time, in the order of starting.
+      memory: (time, bytes in device memory) whenever that changes, and at the most ``at_most`` by kind.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.now = self.compute = 0.0
+        self.free: defaultdict[str, float] = defaultdict(float)
+        self.busy: defaultdict[str, float] = defaultdict(float)
+        self.waited: defaultdict[str, float] = defaultdict(float)
+        self.nbytes: defaultdict[str, int] = defaultdict(int)
+        self.segments: list[Segment] = []
+        self.kinds: defaultdict[str, int] = defaultdict(int, program.buffers.standing())
+        self.total = sum(self.kinds.values())
+        self.memory = [(0.0, self.total)]
+        self.most, self.at_most = self.total, dict(self.kinds)
+        self.window = self.kinds[WINDOW]  # the most that it was
+
+    def play(self, name: str) -> None:
+        in_flight: dict[str, int] = {}  # the place of its segment
+        for event in self.program.events(name):
+            match event:
+                case Compute(seconds, name):
+                    self.segments.append(Segment(COMPUTE, self.now, self.now + seconds, name))
+                    self.now += seconds
+                    self.compute += seconds
+                case Start(key):
+                    in_flight[key] = self._start(event)
+                case Wait(key):
+                    if key in in_flight:
+                        self._wait(in_flight.pop(key))
+                case Hold(nbytes):
+                    self._hold(nbytes)
+                case Rename(key, to):
+                    if key in in_flight:
+                        in_flight[to] = in_flight.pop(key)
+                case Run(inner, times):
+                    for _ in range(times):
+                        self.play(inner)
+        for place in sorted(in_flight.values(), key=lambda place: self.segments[place].end):
+            self._wait(place)
+
+    def _start(self, start: Start) -> int:
+        begin = max(self.now, self.free[start.queue])
+        end = begin + start.seconds
+        self.free[start.queue] = end
+        self.busy[start.queue] += start.seconds
+        self.nbytes[start.queue] += start.nbytes
+        self.segments.append(Segment(start.queue, begin, end, start.name, start.nbytes, end))
+        return len(self.segments) - 1
+
+    def _wait(self, place: int) -> None:
+        copy = self.segments[place]
+        if copy.end > self.now:
+            self.waited[copy.lane] += copy.end - self.now
+            self.segments[place] = dataclasses.replace(copy, waited=self.now)
+            self.now = copy.end
+
+    def _hold(self, nbytes: tuple[tuple[str, int], ...]) -> None:
+        for kind, more in nbytes:
+            self.kinds[kind] += more
+            self.total += more
+        if self.memory[-1][0] == self.now:
+            self.memory[-1] = self.now, max(self.total, self.memory[-1][1] if nbytes[0][1] > 0 else self.total)
+        else:
+            self.memory.append((self.now, self.total))
+        self.window = max(self.window, self.kinds[WINDOW])
+        if self.total > self.most:
+            self.most, self.at_most = self.total, dict(self.kinds)
+
+
+def label(op: Op) -> str:
+    """An operation by what jax calls it, without the names of functions around it."""
+    scope = op.scope.partition(";")[0]
+    if ours := re.search(r"jax_offload/(?:update|prefetch|write-back)/(.*)/", scope):
+        return f"update of {ours[1]}"
+    words = [word for word in scope.split("/") if word and not word.startswith("jit(")]
+    return "/".join(words[-4:]) or op.name
+
+
+def leaf_of(sharing: Sharing, at: str, op: Op, loads: bool) -> str:
+    """Whose copy it is: the argument that is read or written, else what its names in jax say."""
+    places = [(operand, ()) for operand in op.operands]
+    places = places if loads else [(op.name, place) for place, array in op.leaves.items() if array.host] + places
+    for value, place in places:
+        argument = sharing.argument(at, value, place)
+        if argument is not None and argument.arrays and argument.arrays[0].host:
+            return argument.scope or argument.name
+    named = re.search(r"jax_offload/(?:prefetch|write-back)/(.*)/", op.scope)
+    return named[1] if named else UNKNOWN
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,6 +333,8 @@ class Timeline:
         Raises:
           ValueError: the path ends otherwise, or matplotlib is not installed.
         """
+        from jax_offload._analysis.picture import save  # matplotlib's own imports may wait
+
         save(self, path)
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""placement(): traces an update or a step, and reads from it where each leaf lives and how it is streamed."""
+"""``placement``: traces an update or a step, and reads from it where each leaf lives and how it is streamed."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import jax
@@ -22,11 +22,49 @@ from jax_offload._emit.find import updates_in
 from jax_offload._emit.region import Update
 from jax_offload._placement.placement import Leaf, unmanaged
 from jax_offload._plan.by_rows import Parts, parts_of
+from jax_offload._plan.options import claimed, merged
 from jax_offload._plan.plan import Planned
 from jax_offload._report.callables import opened, unwrapped
-from jax_offload._report.guessed import guessed
 from jax_offload._report.printed import ARGUMENT, Placement
 from jax_offload._state.traced_init import abstract_leaves, placed_leaves
+
+_ORDER = "order: guessed from the parameters' paths; "
+_READ, _SAY = "placement(step, *args) reads it from the step", "the step does not tell it, offload(order=) does"
+_ASK = "tx.init(params) or state_shardings(tx, params) before the step tells them, for parameters of one sharding"
+
+
+def guessed(updates: Sequence[Update], *, of_step: bool) -> tuple[str, ...]:
+    """What these updates go by that is neither in their arguments nor in the trace around them."""
+    orders = [_ORDER + (_SAY if of_step else _READ)] if any(map(_in_guessed_order, updates)) else []
+    return tuple(dict.fromkeys([*orders, *(each for update in updates for each in _shardings(update, of_step))]))
+
+
+def _in_guessed_order(update: Update) -> bool:
+    """Whether several slices of an ``offload`` without ``order`` are loaded in an order that nothing tells."""
+    free = {v for v, claim in claimed(update.claims).items() if claim.options.order is None}
+    return not update.ordered and sum(not free.isdisjoint(p.slice.loads) for p in update.planned) > 1
+
+
+def _shardings(update: Update, of_step: bool) -> Iterator[str]:
+    known = merged(update.claims)
+    by_sharding: dict[str, list[str]] = {}
+    for path in sorted(known.remembered):
+        sharding = known.shardings[path]
+        if sharding.num_devices > 1:  # on one there is nothing to decide
+            text = f"P({', '.join(map(repr, sharding.spec))})" if isinstance(sharding, NamedSharding) else str(sharding)
+            by_sharding.setdefault(text, []).append(path)
+    if by_sharding:
+        each = "; ".join(f"{text} of {_some(paths)}" for text, paths in by_sharding.items())
+        yield f"shardings: remembered from init, or from where they were asked for: {each}"
+    if (unknown := known.unknown - known.shardings.keys()) and update.planned:
+        none = f"not known of {_some(unknown)}" if of_step else f"{len(unknown)} of the parameters have none"
+        yield f"shardings: {none}, counted as on one device" + (f"; {_ASK}" if of_step else "")
+
+
+def _some(paths: Sequence[str] | Set[str]) -> str:
+    first, *rest = sorted(paths)
+    return f"{first} and {len(rest)} more" if rest else first
+
 
 _UNSEEN = "not loaded by an update in what was traced; under vmap and derivatives none is seen"
 _NO_UPDATE = "no update of an offload was seen in it (under vmap and derivatives none is)"

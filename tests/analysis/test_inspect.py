@@ -11,9 +11,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_offload as jo
-from jax_offload._analysis.found import Transfer, transfers
-from jax_offload._analysis.schedule import COMPUTE, LOAD, Segment
-from jax_offload._analysis.timeline import Timeline
+from jax_offload._analysis.inspection import Transfer, transfers
+from jax_offload._analysis.timeline import COMPUTE, LOAD, Segment, Timeline
 from tests.aot.harness import H200, V5E, require
 from tests.aot.model import ADAMW, CLIPPED, loss, parameters, step_of
 

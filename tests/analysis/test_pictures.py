@@ -10,8 +10,7 @@ import pytest
 
 from benchmarks import break_even
 from jax_offload._analysis.picture import lanes_of, trace, waits
-from jax_offload._analysis.schedule import Segment
-from jax_offload._analysis.timeline import Timeline, timeline
+from jax_offload._analysis.timeline import Segment, Timeline, timeline
 from tests.aot.test_timeline import CHIP, DOT, L_DONE, MATRIX, L, M, computation
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_offload as jo
-from jax_offload._analysis.driven import leaves_of, on_files
+from jax_offload._analysis.compiled import leaves_of, on_files
 from jax_offload._base.around import step_described
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import jaxpr_of
