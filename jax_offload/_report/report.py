@@ -67,6 +67,7 @@ def _some(paths: Sequence[str] | Set[str]) -> str:
 
 
 _UNSEEN = "not loaded by an update in what was traced; under vmap and derivatives none is seen"
+_PUT = "whole, by a device_put of the step itself, which no window limits"
 _NO_UPDATE = "no update of an offload was seen in it (under vmap and derivatives none is)"
 
 
@@ -134,7 +135,7 @@ def table_and_trace(tx: Any, params: Any, **extra_args: Any) -> tuple[Placement,
     with described(params):
         trace, unknown = _trace(update, params, state, extra_args)
     loads = _loads(trace)
-    table = _table(leaves, loads.of or [[] for _ in leaves], unknown, loads)
+    table = _table(leaves, loads.for_each(leaves), unknown, loads)
     return dataclasses.replace(table, guessed=guessed(_updates(trace), of_step=False)), trace
 
 
@@ -167,7 +168,7 @@ def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
         traced(names, args, kwargs)
         trace, unknown = _trace(call, args, kwargs)
     loads = _loads(trace)
-    kept = [(row, of) for row, of in zip(rows, loads.of or [[] for _ in rows], strict=True) if row.host or of]
+    kept = [(row, of) for row, of in zip(rows, loads.for_each(rows), strict=True) if row.host or of[0]]
     table = _table([row for row, _ in kept], [of for _, of in kept], unknown, loads)
     away = any(row.host or row.disk for row in rows)
     stays = (_NO_UPDATE,) if trace is not None and away and not updates_in(trace) else loads.stays
@@ -188,6 +189,7 @@ class _Loads:
 
     Attributes:
       of: each of the leaves that it returns.
+      put: which of them the step itself moves to the device, as it does where an update runs ahead of a scan.
       parts: of a slice, by its id, how it comes from disk.
       times: of a slice, by its id, how often it runs, in scans of the step.
       unlisted: slices that load none of these.
@@ -195,10 +197,15 @@ class _Loads:
     """
 
     of: list[list[Planned]] = dataclasses.field(default_factory=list[list[Planned]])
+    put: Sequence[bool] = ()
     parts: dict[int, Parts] = dataclasses.field(default_factory=dict[int, Parts])
     times: dict[int, int] = dataclasses.field(default_factory=dict[int, int])
     unlisted: list[Planned] = dataclasses.field(default_factory=list[Planned])
     stays: tuple[str, ...] = ()
+
+    def for_each(self, leaves: Sequence[Leaf]) -> list[tuple[list[Planned], bool]]:
+        """``of`` and ``put`` of each leaf; nothing where the function could not be traced."""
+        return list(zip(self.of, self.put, strict=True)) or [([], False) for _ in leaves]
 
     def how(self, p: Planned) -> str:
         """In words."""
@@ -219,11 +226,12 @@ class _Loads:
         return tuple(f"{how}; {n} of these" if n > 1 else how for how, n in ways.items())
 
 
-def _table(leaves: Sequence[Leaf], of: Sequence[list[Planned]], unknown: str, loads: _Loads) -> Placement:
+def _table(leaves: Sequence[Leaf], of: Sequence[tuple[list[Planned], bool]], unknown: str, loads: _Loads) -> Placement:
     rows, windows = [], {}
-    for leaf, of_leaf in zip(leaves, of, strict=True):
+    for leaf, (of_leaf, put) in zip(leaves, of, strict=True):
         hidden = (leaf.host or leaf.disk) and not of_leaf and not unknown
-        rows.append(dataclasses.replace(leaf, streams=_UNSEEN if hidden else _in_words(of_leaf, loads)))
+        streams = (_PUT if put else _UNSEEN) if hidden else _in_words(of_leaf, loads)
+        rows.append(dataclasses.replace(leaf, streams=streams))
         windows |= {id(p.window): dataclasses.replace(p.window, leaf=leaf.path) for p in of_leaf
                     if id(p.window) not in windows and not p.on_cores}  # fmt: skip
     return Placement(tuple(rows), unknown, tuple(windows.values()))
@@ -255,8 +263,16 @@ def _loads(traced: Any) -> _Loads:
         if planned.slice.loads and not rows:
             unlisted.append(planned)
     updates = [each.update for each in found if isinstance(each.update, Update)]
+    moves = [eqn for eqn in traced.jaxpr.eqns if eqn.primitive.name == "device_put"]
+    put = {
+        x
+        for eqn in moves
+        for x, y in zip(eqn.invars, eqn.outvars, strict=True)
+        if not isinstance(x, jex.Literal) and _memory.is_host_aval(x.aval) and not _memory.is_host_aval(y.aval)
+    }
     return _Loads(
         of=[[] if isinstance(v, jex.Literal) else index[v] for v in leaves],
+        put=[not isinstance(v, jex.Literal) and v in put for v in leaves],
         parts={id(p): parts_of(p, u.next_values, u.on_disk) for u in updates if u.on_disk for p in u.planned},
         times={id(p): each.times for each in found for p in each.update.planned},
         unlisted=unlisted,
