@@ -27,7 +27,7 @@ from jax_offload._base.arrays import is_traced
 from jax_offload._base.jaxprs import ClosedJaxpr
 from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, is_host_aval, on_a_mesh, on_host
 from jax_offload._base.on_disk import TOKEN, OnDisk, Place, is_on_disk
-from jax_offload._base.private_compiler import options_of
+from jax_offload._base.private import options_of
 from jax_offload._base.shardings import sharding_of
 from jax_offload._drive.run import Driven
 from jax_offload._drive.stages import BEFORE
