@@ -165,19 +165,21 @@ class Setting:
             row = dataclasses.replace(row, overhead=row.added / self.compute)
         if row.fits is False or self.usable is None:  # or the compiler says so
             return row
-        row, host = dataclasses.replace(row, room=self.usable - row.peak), self.host
-        room = self.usable - row.peak
-        if room < 0:
-            return dataclasses.replace(row, fits=False, why=f"{in_bytes(-room)} over")
-        if host is not None and row.host > (most := int(host * (1 - 2 * HEADROOM))):
-            return dataclasses.replace(row, fits=False, why=f"host: {in_bytes(row.host - most)} over")
+        row = dataclasses.replace(row, room=(room := self.usable - row.peak))
+        if room < 0 or (over := self._over_on_the_host(row)) > 0:
+            why = f"{in_bytes(-room)} over" if room < 0 else f"host: {in_bytes(over)} over"
+            return dataclasses.replace(row, fits=False, why=why)
         return dataclasses.replace(row, fits=None if row.missing else True, why=_condition(row, room))
+
+    def _over_on_the_host(self, row: Row) -> int:
+        """Bytes that a row takes of the host beyond what is there, less a headroom; 0 where all is well."""
+        return 0 if self.host is None else max(0, row.host - int(self.host * (1 - 2 * HEADROOM)))
 
     def plan(self, rows: Sequence[Row], said: Sequence[str], dtypes: str, replicated: bool) -> Plan:
         """The answer. ``said``: what is assumed of the model; ``replicated``: whether parameters could be divided."""
         ranked = sorted(rows, key=_by_cost)
         best = ranked[0] if ranked[0].fits is not False and self.usable is not None else None
-        verdict, code = self._verdict(best, ranked, replicated)
+        verdict, code, row = self._verdict(best, ranked, replicated)
         return Plan(
             options=tuple(rows),
             recommended=best,
@@ -190,22 +192,30 @@ class Setting:
             chip=self.chip.name if self.chip else "",
             tokens_per_step=self.tokens,
             compute=self.compute,
-            assumptions=tuple(self._assumptions(best, rows, said, dtypes)),
+            assumptions=tuple(self._assumptions(row, rows, said, dtypes)),
             sources=dict(self.chip.sources) if self.chip else {},
         )
 
-    def _verdict(self, best: Row | None, ranked: Sequence[Row], replicated: bool) -> tuple[tuple[str, str], str]:
-        """Two sentences, what to do, and why or what else; and the line to write."""
+    def _verdict(
+        self, best: Row | None, ranked: Sequence[Row], replicated: bool
+    ) -> tuple[tuple[str, str], str, Row | None]:
+        """Two sentences, what to do, and why or what else; the line to write; and the row that it is for."""
         on, usable = "each device" if self.devices > 1 else "the device", self.usable
         if usable is None:
-            return ("Whether it fits is not known.", "Give a chip or device_memory; the bytes below are exact."), ""
+            known = "Whether it fits is not known.", "Give a chip or device_memory; the bytes below are exact."
+            return known, "", None
         resident = next((row for row in ranked if row.name == "resident"), None)
         if best is None:
             least = min(ranked, key=lambda row: row.peak)
             first = f"Nothing fits: {least.name} takes least and is {least.why} on {on}."
-            second, code = self._with_a_larger_share(ranked)
+            if (larger := self._with_a_larger_share(ranked)) is not None:
+                said, code, row = larger
+                return (first, said), code, row
             over = "the" if replicated else "more"
-            return (first, second or f"Divide the parameters over {over} devices (FSDP), or take larger ones."), code
+            second = f"Divide the parameters over {over} devices (FSDP), or take larger ones."
+            if (takes := least.activations or 0) > least.peak / 2:
+                second = f"Activations take {in_bytes(takes)}: take fewer tokens a step, or more devices."
+            return (first, second), "", None
         name = WORDS.get(best.name, best.name)
         changes = "" if best.same_numbers else ", and changes the numbers, as nothing else fits"
         if best.fits:
@@ -221,20 +231,21 @@ class Setting:
             if best.name.startswith("resident") and roomier:
                 leaves = in_bytes(roomier[0].room or 0)
                 second = f"Otherwise {roomier[0].name} leaves {leaves}; {ASK}, and plan decides."
-        return (first[0].upper() + first[1:], second), best.code
+        return (first[0].upper() + first[1:], second), best.code, best
 
-    def _with_a_larger_share(self, ranked: Sequence[Row]) -> tuple[str, str]:
-        """The first row that fits where jax takes more of the memory than it does: as a sentence, and what to write."""
+    def _with_a_larger_share(self, ranked: Sequence[Row]) -> tuple[str, str, Row] | None:
+        """The first row that fits where jax takes more of the memory than it does: a sentence, and what to write."""
         if self.platform != "cuda" or self.device_memory is None:
-            return "", ""
+            return None
         for row in ranked:
             share = math.ceil(100 * row.peak / (1 - HEADROOM) / self.device_memory) / 100
-            if (row.room or 0) < 0 and row.same_numbers and share <= MOST:
+            if (row.room or 0) < 0 and row.same_numbers and share <= MOST and not self._over_on_the_host(row):
                 share = MOST if row.missing else share
                 room = int(self.device_memory * share * (1 - HEADROOM)) - row.peak
                 fits = f"With {FRACTION}={share:g} in the environment, {WORDS.get(row.name, row.name)} fits"
-                return f"{fits} {_condition(row, room)}".rstrip() + ".", f"export {FRACTION}={share:g}\n{row.code}"
-        return "", ""
+                said = f"{fits} {_condition(row, room)}".rstrip() + "."
+                return said, f"export {FRACTION}={share:g}\n{row.code}", row
+        return None
 
     def _assumptions(self, best: Row | None, rows: Sequence[Row], said: Sequence[str], dtypes: str) -> list[str]:
         found = [f"{dtypes}; {self.devices} device{'s' * (self.devices > 1)}", *said]

@@ -274,6 +274,13 @@ def test_parameters_that_are_whole_on_every_device_are_told_to_be_divided():
     assert "divided over the devices (FSDP)" in str(apart).replace("\n  ", " ")
 
 
+def test_activations_that_are_most_of_what_is_over():
+    found = jo.plan(CLIPPED, "70B", devices=8, chip="h100", tokens_per_step=262144, layers=80)
+    assert found.recommended is None and found.verdict.endswith("take fewer tokens a step, or more devices.")
+    fewer = jo.plan(CLIPPED, "70B", devices=8, chip="h100", tokens_per_step=65536, layers=80)
+    assert fewer.recommended.fits and fewer["offload"].activations < found["offload"].activations / 3
+
+
 @pytest.mark.parametrize("activations", [None, "5GiB"])
 def test_a_larger_share_of_the_memory_where_only_that_fits(activations):
     """In 75 % nothing fits; the verdict says which share does, under what condition, and the lines to write."""
