@@ -367,7 +367,7 @@ def test_what_an_update_loads_that_is_no_argument_is_in_the_table_of_a_step():
 
 
 def test_a_leaf_that_is_updated_ahead_of_a_scan_is_seen():
-    """Clipped, so that the first of two updates runs ahead of the second pass: the embedding's is needed whole there."""
+    """Clipped, so that the first of two updates runs ahead of the second pass, which reads the embedding whole."""
     params = {"embed": S((512, 64), jnp.float32), "layers": S((4, 64, 64), jnp.float32)}
     params = jax.tree.map(lambda x: S(x.shape, x.dtype, sharding=SingleDeviceSharding(jax.devices()[0])), params)
     tx = jo.offload(CLIPPED, min_bytes=0)
