@@ -79,15 +79,14 @@ def examine() -> Report:
     except RuntimeError as error:
         return Report((*found, Check("devices", "bad", f"jax finds none: {error}", "install jax for this machine")))
     found += [_devices(device), _kinds(device), *_memory(device)]
-    if not Report(tuple(found)).ok:
-        return Report(tuple(found))
-    return Report((*found, _link(device), _self_test(device)))
+    if Report(tuple(found)).ok:
+        found += [_link(device), _self_test(device)]
+    return Report(tuple(found))
 
 
 def _versions() -> Check:
-    names = ("jax_offload", "jax", "jaxlib", "optax")
     said = [f"Python {platform.python_version()}"]
-    for name in names:
+    for name in ("jax_offload", "jax", "jaxlib", "optax"):
         try:
             said.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import html
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from jax_offload._analysis.compiled import SAYS, Compiled, arguments_of, compile
 from jax_offload._analysis.hlo import aliases, computations, handed, results, started, trips
 from jax_offload._analysis.timeline import COMPUTE, LOAD, STORE, UNKNOWN, Program, Segment, Timeline, leaf_of, played
 from jax_offload._analysis.units import in_seconds
+from jax_offload._base.text import aligned, html_table
 
 _MIB = 2**20
 _LARGE = 64 * _MIB  # below it, loading all of a state at once costs nothing
@@ -333,18 +333,13 @@ class Inspection:
         return ". ".join(found + ([f"the other programs. {SAYS}"] if self.program else []))
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as what JSON has, without the timeline's segments."""
-        plain = {"target": self.target, "compiled_for": self.compiled_for, "peak": self.peak, "host": self.host}
-        lists = {
-            name: [dataclasses.asdict(x) for x in getattr(self, name)] for name in ("transfers", "loops", "problems")
-        }
+        """All of it as JSON types, without the timeline's segments."""
+        plain = ("target", "compiled_for", "peak", "host", "host_temp", "unseen", "program")
+        lists = ("transfers", "loops", "problems")
         return {
-            **plain,
+            **{name: getattr(self, name) for name in plain},
+            **{name: [dataclasses.asdict(x) for x in getattr(self, name)] for name in lists},
             "parts": dict(self.parts),
-            "host_temp": self.host_temp,
-            **lists,
-            "unseen": self.unseen,
-            "program": self.program,
             "timeline": self.timeline and self.timeline.to_dict(),
         }
 
@@ -385,34 +380,25 @@ class Inspection:
         return found
 
     def __str__(self) -> str:
-        return "\n\n".join(f"{title}\n{_aligned(rows)}" for title, rows in self._tables())
+        return "\n\n".join(
+            "\n".join([title, *(f"  {line}" for line in aligned(rows if any(rows[0]) else rows[1:], _numeric(rows)))])
+            for title, rows in self._tables()
+        )
 
     def _repr_html_(self) -> str:
-        def row(cells: tuple[str, ...], tag: str) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-        return "".join(
-            f"<table><caption>{html.escape(title)}</caption>{row(head, 'th')}"
-            + "".join(row(cells, "td") for cells in rows)
-            + "</table>"
-            for title, (head, *rows) in self._tables()
-        )
+        return "".join(html_table(head, [(title, rows)], _numeric([head, *rows]))
+                       for title, (head, *rows) in self._tables())  # fmt: skip
 
 
 def _mib(nbytes: float) -> str:
     return f"{nbytes / _MIB:.2f}"
 
 
-def _aligned(rows: list[tuple[str, ...]]) -> str:
-    rows = rows if any(rows[0]) else rows[1:]
-    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-    numeric = [
-        all(row[k].replace(".", "").strip("-%").isdigit() for row in rows[1:] if row[k]) for k in range(len(widths))
-    ]
-    lines = (
-        "  ".join(c.rjust(w) if n else c.ljust(w) for c, w, n in zip(row, widths, numeric, strict=True)) for row in rows
-    )
-    return "\n".join(f"  {line}".rstrip() for line in lines)
+def _numeric(rows: Sequence[Sequence[str]]) -> list[int]:
+    """The columns below the header that hold numbers, which end flush."""
+    columns = zip(*rows[1:], strict=True)
+    return [k for k, cells in enumerate(columns)
+            if all(cell.replace(".", "").strip("-%").isdigit() for cell in cells if cell)]  # fmt: skip
 
 
 def inspect(

@@ -188,14 +188,13 @@ def profile(step: Any, *args: Any, steps: int = 3, chip: str | Path | Chip | Non
 
 def _following(args: tuple[Any, ...], results: Any) -> tuple[Any, ...]:
     """The arguments of the next step: the results that replace donated ones, else the same again."""
-    found = replaced(args, results)
     gone = [any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(arg)) for arg in args]
-    for k, is_gone in enumerate(gone):
-        if is_gone and k not in found:
-            raise ValueError(
-                f"profile(): argument {k} is donated, and no result has its structure and types. Return it."
-            )
-    return tuple(found[k] if is_gone else arg for k, (arg, is_gone) in enumerate(zip(args, gone, strict=True)))
+    found = replaced([arg if is_gone else None for arg, is_gone in zip(args, gone, strict=True)], results)
+    if lost := [k for k, is_gone in enumerate(gone) if is_gone and k not in found]:
+        raise ValueError(
+            f"profile(): argument {lost[0]} is donated, and no result has its structure and types. Return it."
+        )
+    return tuple(found.get(k, arg) for k, arg in enumerate(args))
 
 
 # XLA's, and NCCL's kernels.

@@ -115,7 +115,7 @@ def replaced(args: Sequence[Any], results: Any) -> dict[int, Any]:
         leaves, treedef = jax.tree.flatten(x)
         return treedef, [(getattr(leaf, "shape", None), getattr(leaf, "dtype", type(leaf))) for leaf in leaves]
 
-    left = [results] if not isinstance(results, tuple | list) or hasattr(results, "_fields") else list(results)
+    left = [results, *(results if isinstance(results, tuple | list) else ())]
     found: dict[int, Any] = {}
     for k, argument in enumerate(args):
         same = next((i for i, x in enumerate(left) if jax.tree.leaves(x) and types_of(x) == types_of(argument)), None)
