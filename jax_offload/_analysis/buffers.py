@@ -1,4 +1,4 @@
-"""Which values of a scheduled program share a buffer: what a loop carries, what is written over its operand."""
+"""Which values of a scheduled program share a buffer."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from jax_offload._analysis.hlo import Costs, Op, Scope, aliases, started
 
 Key = tuple[str, str, tuple[int, ...]]  # computation, operation, place in its type
 _FORWARD = ("bitcast", "opt-barrier", "add-dependency")
-# What only names values that are there.
+# Operations that only name existing values.
 NAMES = ("tuple", "get-tuple-element", *_FORWARD)
 
 
 class Sharing:
-    """Of a module's text: the values of one buffer have one ``find``.
+    """Groups the values of a module that share a buffer: ``find`` returns the same key for all of them.
 
     Attributes:
       reached: the computations that run, in the order of the text.
@@ -39,7 +39,7 @@ class Sharing:
         return self.costs.scopes[name].ops
 
     def argument(self, name: str, value: str, place: tuple[int, ...] = ()) -> Op | None:
-        """The argument of the program in whose buffer a value is."""
+        """The argument of the program whose buffer holds a value."""
         number = self.argument_of.get(self.find((name, value, place)))
         return None if number is None else self.arguments[number]
 
@@ -107,7 +107,7 @@ class Sharing:
                             self._join((called, parameter.name, place), (name, operand, place))
         else:
             for place, operand in in_place(self.costs, op):
-                # on the device XLA does so only where the operand ends there
+                # On the device XLA writes over an operand only if nothing reads it later.
                 if operand < len(op.operands) and place in op.leaves:
                     of = op.operands[operand]
                     read_once = len(scope.uses[of]) == 1 and scope.named[of].opcode == "get-tuple-element"
@@ -185,7 +185,7 @@ class Held:
 
 
 class Buffers:
-    """Of a module's text. ``roles`` has the kind of an argument by its number; the others are ``BATCH``."""
+    """The buffers of a module. ``roles`` maps an argument's number to its kind; other arguments are ``BATCH``."""
 
     def __init__(self, text: str, costs: Costs, roles: Mapping[int, str], cache: str = "") -> None:
         self.costs, self.cache, self.roles = costs, cache, roles
@@ -196,7 +196,7 @@ class Buffers:
     # -- what is in them
 
     def _describe(self) -> None:
-        """Size, kind and whether it is in host memory, of each buffer."""
+        """Find the size, the kind and the memory of each buffer."""
         self.nbytes: defaultdict[Key, int] = defaultdict(int)
         self.host: set[Key] = set()
         shapes = {leaf.shape for n, op in self.sharing.arguments.items() if self.roles.get(n) == PARAMETERS
@@ -253,9 +253,9 @@ class Buffers:
     # -- from when to when
 
     def held(self, name: str) -> list[Held]:
-        """Of each operation of a computation, in the order of the schedule, what it begins and ends to hold."""
+        """For each operation of a computation, in schedule order, the buffers that it begins and ends to hold."""
         ops, scope = self.ops(name), self.costs.scopes[name]
-        # what is called neither begins nor ends what it is handed and what it returns
+        # A called computation neither allocates nor frees its arguments and results.
         theirs = [*scope.parameters.values(), *([scope.root] if scope.root is not None and name != "ENTRY" else [])]
         outside = {self._of((name, op.name, place)) for op in theirs for place in op.leaves}
         begins: dict[Key, int] = {}
@@ -286,7 +286,7 @@ class Buffers:
                 and key not in self.sharing.argument_of
             ):
                 begin[i].append((self.kind[key], nbytes))
-                # what is written over an operand begins where that ends
+                # A result that overwrites an operand begins where the operand ends.
                 (begin if key in reused else end)[ends[key]].append((self.kind[key], -nbytes))
         return [Held(tuple(begin[i]), tuple(end[i])) for i in range(len(ops))]
 
@@ -317,7 +317,7 @@ class Buffers:
                 yield self._of((name, op.name, place))
 
     def _used(self, name: str, scope: Scope, op: Op) -> Iterator[Key]:
-        """What an operation reads; one that only names values does not."""
+        """The buffers that an operation reads; one that only names values reads none."""
         if op.opcode in NAMES:
             return
         operands = [op.operand] if op.opcode.endswith("-done") else op.operands

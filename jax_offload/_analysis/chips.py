@@ -23,7 +23,7 @@ from jax_offload._interop.xla_options import compiler_options
 _FILE = Path(__file__).with_name("chips.toml")
 _PLATFORMS = ("cuda", "tpu")
 _TPU_KINDS = {"v5 lite": "v5e", "v5": "v5p", "v6 lite": "v6e"}  # as jax has them in device_kind
-# What follows a GPU's name where it is the card of the figures: not PCIe, NVL, a part of it, or another memory.
+# Suffixes of the card that the figures describe, as opposed to PCIe, NVL, a MIG slice, or another memory.
 _SAME_CARD = re.compile(r"sxm\d*|hbm\w*|80gb|141gb|480gb")
 _NEEDED = ("hbm_bytes", "flops", "hbm_bandwidth", "host_link", "dram_bytes")
 
@@ -40,7 +40,7 @@ REPEATS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Reached:
-    """Speeds of real programs, per second; assumptions, which the simulated timeline counts with.
+    """Speeds that real programs reach, per second; assumptions that the simulated timeline uses.
 
     Attributes:
       bf16, f32: operations of large matmuls; other dtypes count as float32.
@@ -211,7 +211,7 @@ def _of_file(path: Path) -> Chip:
     like = table.pop("like", None)
     base = {} if like is None else chip(like).to_dict()
     base.pop("name", None)
-    # What follows from figures that the file has does not come from the other chip.
+    # A figure that follows from the file's own figures is not taken from the other chip.
     for key, of in {"reached": {"flops", "hbm_bandwidth", "interconnect"}, "host_link_both": {"host_link"}}.items():
         if table.keys() & of:
             base.pop(key, None)
@@ -236,7 +236,7 @@ def _parsed(name: str, table: Mapping[str, Any], where: str) -> Chip:
         raise ValueError(f"chip: platform in {where} is {platform!r}; expected one of {', '.join(_PLATFORMS)}.")
     flops, one_way = float(table["flops"]), float(table["host_link"])
     interconnect = float(table.get("interconnect", one_way))
-    # Where a file does not say what programs reach: the shares of our own chips.
+    # If a file does not say what programs reach, they reach the same shares as on the known chips.
     assumed = {"bf16": flops * 2 / 3, "f32": flops / 3, "hbm": table["hbm_bandwidth"] * 5 / 6}
     assumed["interconnect"] = interconnect * 7 / 9
     reached = assumed | dict(table.get("reached", {}))
@@ -347,7 +347,7 @@ def _best(run: Callable[[], Any]) -> float:
 
 
 def pool_limit() -> int:
-    """Bytes that XLA pins at most on a GPU, in one process.
+    """The most bytes that XLA pins on a GPU, in one process.
 
     Raises:
       ValueError: the environment says something else than a number.

@@ -129,7 +129,9 @@ def first_program(
     donated: Sequence[bool],
     shown: Sequence[Any] | None = None,
 ) -> First:
-    """Of a traced step, with its flat arguments; ``shown``: these, with what is on disk in the place of its tokens.
+    """The first program of a traced step.
+
+    leaves: the step's flat arguments; shown: the same, with the arrays on disk in place of their tokens.
 
     Raises:
       ValueError: it cannot be driven.
@@ -166,7 +168,7 @@ def first_program(
 
 
 def _device_of(leaves: Sequence[Any]) -> Any:
-    """Where they are: a sharding."""
+    """The sharding of the first of them that has one."""
     places = map(sharding_of, leaves)
     return next((s for s in places if s is not None), None) or SingleDeviceSharding(jax.devices()[0])
 
@@ -177,7 +179,7 @@ def _in(sharding: Any, kind: str) -> Any:
 
 
 def _names(step: ClosedJaxpr, n: int) -> list[str]:
-    """Of the arguments, each another."""
+    """The names of the arguments, each unique."""
     names = [str(name) for name in step.jaxpr.debug_info.arg_names or ()][-n:]
     names = names if len(names) == n else [f"argument {k}" for k in range(n)]
     return [name if name and names.index(name) == k else f"{name or 'argument'} {k}" for k, name in enumerate(names)]
@@ -262,7 +264,7 @@ class Compiled:
 
 @dataclasses.dataclass(frozen=True)
 class _Known:
-    """What is known of a step's arguments beside their arrays.
+    """What the trace of a step says about its arguments.
 
     Attributes:
       carried: what a pipelined step carries, which it has in dicts, by names.
@@ -318,7 +320,7 @@ def _path(path: tuple[Any, ...]) -> str:
 
 
 def arguments_of(entry: Sequence[Op]) -> dict[int, Op]:
-    """The arguments of a program by their number."""
+    """The arguments of a program, by number."""
     return {int(op.rest.partition(")")[0]): op for op in entry if op.opcode == "parameter"}
 
 
@@ -488,7 +490,7 @@ def _states(tree: Any) -> set[tuple[Any, ...]]:
 
 
 def _numbered(text: str, given: Sequence[Argument]) -> dict[int, Argument]:
-    """By the number in the program, which leaves out what the step does not use. jax names arguments by their paths."""
+    """The arguments by their number in the program, which leaves out unused ones; jax names them by their paths."""
     found: dict[int, Argument] = {}
     at = 0
     for number, op in sorted(arguments_of(computations(text)["ENTRY"]).items()):

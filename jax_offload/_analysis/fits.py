@@ -211,6 +211,11 @@ class Setting:
             if (larger := self._with_a_larger_share(ranked)) is not None:
                 said, code, row = larger
                 return (first, said), code, row
+            if on_device := [row for row in ranked if (row.room or 0) >= 0]:
+                least = min(on_device, key=self._over_on_the_host)
+                over = in_bytes(self._over_on_the_host(least))
+                first = f"Nothing fits: {least.name} needs {over} more of the host's memory for each device."
+                return (first, "Take a host with more, a state on disk (disk=True), or more devices."), "", None
             over = "the" if replicated else "more"
             second = f"Divide the parameters over {over} devices (FSDP), or take larger ones."
             if (takes := least.activations or 0) > least.peak / 2:

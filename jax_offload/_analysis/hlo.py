@@ -75,7 +75,7 @@ class Op:
         return found[1] if found else ""
 
     def integers(self, attribute: str) -> list[int]:
-        """Of ``attribute={1,2}``, or of ``"attribute":["1","2"]`` in what a backend says about itself."""
+        """The numbers in ``attribute={1,2}``, or in ``"attribute":["1","2"]`` of a backend's config."""
         found = re.search(rf'\b{attribute}(?:=\{{|":\[)([\d,"]*)[\]}}]', self.rest)
         return [int(n) for n in re.findall(r"\d+", found[1])] if found else []
 
@@ -120,12 +120,12 @@ def leaves(hlo_type: str) -> dict[tuple[int, ...], Array]:
 
 
 def handed(text: str) -> dict[tuple[int, ...], Array]:
-    """What a module is given, by number, as its head has it: a CPU's says nowhere else what is in host memory."""
+    """A module's arguments by number, from its head, the only place where a CPU's module names host memory."""
     return leaves(text.partition("\n")[0].partition("entry_computation_layout={")[2].partition("->")[0])
 
 
 def results(text: str) -> dict[tuple[int, ...], Array]:
-    """What a module returns, as its head has it: where a donated buffer is taken in spite of it, the root differs."""
+    """A module's results, from its head; the root may differ where a donated buffer is used."""
     return leaves(text.partition("\n")[0].partition("entry_computation_layout={")[2].partition("->")[2])
 
 
@@ -167,7 +167,7 @@ def trips(loop: Op, condition: list[Op]) -> int:
     return max(bounds, default=1)
 
 
-# What names values, and touches none of them. A loop's and a branch's operations are counted one by one.
+# Operations that name values and touch none. The operations inside loops and branches are counted one by one.
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota", "after-all", "partition-id"}
 FREE |= {"replica-id", "while", "conditional", "call", "opt-barrier", "add-dependency"}
 _FREE_CALLS = {"AllocateBuffer", "ConcatBitcast", "SliceBitcast"}  # a TPU's
@@ -219,7 +219,7 @@ class Costs:
         self.scopes = {name: Scope(ops) for name, ops in found.items()}
 
     def body(self, op: Op) -> Scope | None:
-        """What a fusion, or the start of something asynchronous, wraps."""
+        """The computation that a fusion or an asynchronous start wraps."""
         return self.scopes.get(op.called("calls") or (op.called("to_apply") if op.opcode == "call" else ""))
 
     def inside(self, op: Op) -> list[tuple[Scope, Op]]:
@@ -228,7 +228,7 @@ class Costs:
         return [] if body is None else [pair for o in body.ops for pair in ((body, o), *self.inside(o))]
 
     def targets(self, op: Op) -> list[str]:
-        """Of the custom calls that ``op`` is or wraps."""
+        """The targets of the custom calls that ``op`` is or wraps."""
         return [t for o in (op, *(o for _, o in self.inside(op))) if (t := _target(o))]
 
     def matmuls(self, scope: Scope, op: Op) -> list[Matmul]:
@@ -246,7 +246,7 @@ class Costs:
         return [m for m in (*read, *self._written(scope, op)) if m.nbytes]
 
     def _read(self, op: Op, k: int, nbytes: int) -> int:
-        """Of operand ``k``, which has ``nbytes``, those that ``op`` reads."""
+        """The bytes that ``op`` reads of its operand ``k``, which has ``nbytes``."""
         body = self.body(op)
         if body is not None and op.opcode not in FREE:
             parameter = body.parameters.get(k)
@@ -277,7 +277,7 @@ class Costs:
         return [Moved(array, nbytes, True) for array, nbytes in zip(results, rows, strict=False)]
 
     def _rows(self, scope: Scope, op: Op | None, array: Array, *, fused: bool) -> int:
-        """Of ``array``, which ``op`` makes, the bytes that it writes."""
+        """The bytes that ``op`` writes of ``array``, which it makes."""
         if op is None:
             return array.nbytes
         if fused and op.opcode == "parameter":  # returned as it came
@@ -390,13 +390,13 @@ def _convolution(op: Op, target: str, lhs: Array, rhs: Array, out: Array) -> flo
 
 
 def _window(op: Op, name: str, at: int) -> int:
-    """Of a window, stride=2x2 or pad=1_1x0_0, what it has for one dimension; below it, of the padding."""
+    """An attribute of a window, such as stride=2x2 or pad=1_1x0_0, for one dimension; of padding, its lower side."""
     found = re.search(rf"window=\{{[^}}]*\b{name}=(\S+?)[ }}]", op.rest)
     return int(found[1].split("x")[at].split("_")[0]) if found else int(name != "pad")
 
 
 def _pairs(image: int, kernel: int, result: int, *, stride: int, pad: int, lhs_dilate: int, rhs_dilate: int) -> int:
-    """Along a dimension, how often an element of the image meets one of the kernel: neither padding nor holes.
+    """How often an element of the image meets one of the kernel along a dimension, without padding and holes.
 
     A TPU writes batches of matmuls as convolutions with such holes.
     """

@@ -21,14 +21,14 @@ from jax_offload._base.text import aligned, html_table
 
 _MIB = 2**20
 _LARGE = 64 * _MIB  # below it, loading all of a state at once costs nothing
-# Of what is loaded, the share from which on nothing holds loads back. XLA for a TPU begins some late by itself: of four
-# leaves and their moments 0.75 are there at once, of sixteen 0.94.
+# If more than this share of the loaded bytes is on the device at once, nothing holds the loads back. XLA for a TPU
+# delays some loads by itself.
 _MOST, _MOST_OF_A_STREAM = 0.5, 0.9
 
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """What moves of a leaf in one step, one way.
+    """The transfers of one leaf in one direction during one step.
 
     Attributes:
       leaf: the argument, as jax names it, with its path.
@@ -49,7 +49,7 @@ class Transfer:
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A loop that moves chunks: of which leaves, how often it runs, and the bytes of an iteration, both ways."""
+    """A loop that moves chunks: the leaves, the number of iterations, and the bytes of one iteration, both ways."""
 
     leaves: tuple[str, ...]
     times: int
@@ -58,7 +58,7 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Something wrong, and how to mend it; with which leaf, if with one; whether it makes the offload unreal."""
+    """Something wrong and its fix; the leaf that it concerns, if one; whether it makes the offload unreal."""
 
     what: str
     leaf: str = ""
@@ -66,7 +66,7 @@ class Problem:
 
 
 def transfers(played: Timeline) -> tuple[Transfer, ...]:
-    """Of a simulated or measured run, one for each leaf and direction, in the order of their beginning."""
+    """The transfers of a simulated or measured run, one for each leaf and direction, in the order of their starts."""
     computing = [s for s in played.segments if s.lane == COMPUTE]
     begins = [s.begin for s in computing]
     found: dict[tuple[str, bool], list[Segment]] = {}
@@ -90,7 +90,7 @@ def transfers(played: Timeline) -> tuple[Transfer, ...]:
 
 
 def loops(program: Program) -> tuple[Loop, ...]:
-    """Those with transfers in them, in the order of the text."""
+    """The loops that contain transfers, in the order of the text."""
     found = []
     for name in program.buffers.sharing.reached:
         for op in program.buffers.ops(name):
@@ -141,7 +141,7 @@ def _nothing_there(program: Compiled) -> list[Problem]:
 def _not_where_they_should_be(program: Compiled) -> list[Problem]:
     entry = arguments_of(computations(program.text)["ENTRY"])
     arrays = {number: array for (number, *_), array in handed(program.text).items() if number in entry}
-    # by type: a compiled program does not say which result is the next value of which argument
+    # Matched by type: a compiled program does not say which result is the next value of which argument.
     taken = Counter((x.dtype, x.shape) for x in arrays.values() if x.host)
     given_back = Counter((x.dtype, x.shape) for x in results(program.text).values() if x.host)
     found = []
@@ -351,7 +351,7 @@ class Inspection:
             for name, nbytes in self.parts.items()
             if abs(nbytes) >= 0.005 * _MIB
         ]
-        # XLA's analysis counts all of a CPU's memory as the device's
+        # XLA's analysis counts all memory of a CPU as device memory.
         host = ("pinned host memory: a CPU counts it above", "") if self.target == "cpu" else None
         parts += [host or ("pinned host memory", _mib(self.host))]
         parts += [("  temporaries", _mib(self.host_temp))] if self.host_temp else []
@@ -442,9 +442,9 @@ def inspect(
 
 
 def inspected(program: Compiled, chip: str | Path | Chip | None) -> Inspection:
-    """Of a compiled step; ``chip``: whose speeds to simulate with."""
+    """Inspect a compiled step. ``chip``: the chip whose speeds the simulation uses."""
     speeds = program.chip if chip is None else chip
-    # Without figures the schedule still tells what lives when: the times are then nobody's.
+    # Without the chip's figures the schedule still tells what lives when; its times are then discarded.
     schedule = Program(program.text, chip_of("h200" if speeds is None else speeds), program.roles)
     run = played(schedule)
     parts = {kind: nbytes for kind, nbytes in run.peak.items() if nbytes}
@@ -455,7 +455,7 @@ def inspected(program: Compiled, chip: str | Path | Chip | None) -> Inspection:
         parts=parts,
         host=program.host,
         host_temp=program.host_temp,
-        # what the first program of several sends is what the cores read
+        # The first of several programs sends what the host's cores read.
         transfers=tuple(
             dataclasses.replace(t, leaf="gradients") if program.program and t.leaf == UNKNOWN else t
             for t in transfers(run)

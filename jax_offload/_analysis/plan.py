@@ -265,7 +265,7 @@ class _Rows:
     def _smallest_fraction(self, whole: Row, options: Mapping[str, Any], run: str) -> list[Row]:
         """The row of the smallest fraction that fits, to 0.01; none where a part of the sum is not known."""
         usable = self.setting.usable
-        if usable is None or not whole.fits:
+        if usable is None or whole.missing or whole.peak > usable:
             return []
         leaves = sizes_of(offload(self.inner, **options), self.params, run).leaves
         found, smallest, lowest, room = list[Row](), 1.0, 0.0, usable - (whole.peak - whole.state)

@@ -90,7 +90,7 @@ class Profile:
 
 
 def measured(segments: Sequence[Segment], steps: int, simulated: Timeline | None = None) -> Profile:
-    """The sums, per step, of what ran in so many steps.
+    """Sum up the segments of some steps, per step.
 
     Raises:
       ValueError: nothing ran.
@@ -132,7 +132,7 @@ def measured(segments: Sequence[Segment], steps: int, simulated: Timeline | None
 
 
 def _length(intervals: Iterable[Interval]) -> float:
-    """Of the times in any of them."""
+    """The total time that is in any of the intervals."""
     total, reached = 0.0, float("-inf")
     for begin, end in sorted(intervals):
         total += max(0.0, end - max(begin, reached))
@@ -197,11 +197,11 @@ def _following(args: tuple[Any, ...], results: Any) -> tuple[Any, ...]:
     return tuple(found.get(k, arg) for k, arg in enumerate(args))
 
 
-# XLA's, and NCCL's kernels.
+# The names of XLA's collectives and of NCCL's kernels.
 _COLLECTIVE = re.compile(
     "(all-gather|all-reduce|reduce-scatter|(ragged-)?all-to-all|collective-)|.*nccl", re.IGNORECASE
 )
-# Lines of a TPU's plane: operations one after the other, and those beside them, each as long as it is in flight.
+# Lines of a TPU's plane: operations in sequence, and asynchronous ones, each for as long as it is in flight.
 _OPS, _BESIDE = "XLA Ops", "Async XLA Ops"
 
 
@@ -232,7 +232,7 @@ def segments_of(data: Any, text: str = "") -> list[Segment]:
 
 
 def _of_a_tpu(plane: Any, text: str) -> Iterator[Segment]:
-    """Of its operations those that compute; of those beside them copies to and from the host, and collectives."""
+    """The operations that compute, and the asynchronous ones that copy to or from the host or are collectives."""
     copies = _copies(text)
     lines = {line.name: [event for event in line.events if event.duration_ns] for line in plane.lines}
     used = {_plain(event.name) for event in lines.get(_OPS, [])}

@@ -20,6 +20,7 @@ from jax_offload._base.memory import is_host_aval
 from jax_offload._base.shardings import names_in, sharding_of, shards_of
 from jax_offload._emit.find import updates_in
 from jax_offload._emit.region import Moved, Update
+from jax_offload._ir.propagate import forward
 from jax_offload._placement.placement import Leaf
 from jax_offload._plan.plan import Planned
 from jax_offload._report.report import table_and_trace, traced
@@ -113,9 +114,16 @@ def _across_the_cores(tx: Any, params: Any, leaves: Sequence[Leaf]) -> tuple[int
 
 
 def _waits_for_all(update: Update) -> bool:
-    """Whether something is made of the gradients before the slices run: their norm, or whether all are finite."""
+    """Whether a number made of gradients goes into a slice: their norm, or whether all of them are finite."""
+    if len(update.plan.passes) != 1:
+        return len(update.plan.passes) > 1
+    (only,) = update.plan.passes
     gradients = {update.operands[i] for i in update.gradients}
-    return len(update.plan.passes) > 1 or any(not gradients.isdisjoint(p.prelude.inputs) for p in update.plan.passes)
+    made: dict[Var, int] = {v: int(v in gradients) for v in only.prelude.inputs}
+    for eqn in only.prelude.jaxpr.eqns:
+        made.update(zip(eqn.outvars, forward(eqn, made), strict=True))
+    read = {v for p in only.slices for v in p.slice.inputs}
+    return any(made.get(v) and not v.aval.shape for v in only.prelude.outputs if v in read)
 
 
 def smallest_share(leaves: Sequence[Leaf], room: int) -> float:

@@ -46,7 +46,7 @@ class Wait:
 
 @dataclasses.dataclass(frozen=True)
 class Rename:
-    """Of what is in flight: an asynchronous operation may go through others before it is done."""
+    """Another name for something in flight: an asynchronous operation may pass through others before it is done."""
 
     key: str
     to: str
@@ -54,7 +54,7 @@ class Rename:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Another computation, some times."""
+    """Another computation, run some number of times."""
 
     name: str
     times: int
@@ -62,7 +62,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Hold:
-    """Device memory, more or less by so many bytes of each kind."""
+    """A change of device memory, in bytes of each kind."""
 
     nbytes: tuple[tuple[str, int], ...]
 
@@ -72,7 +72,7 @@ Event = Compute | Start | Wait | Rename | Run | Hold
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """Something that takes time: on which lane, from when to when, its name, and the bytes that it copies.
+    """Something that takes time: its lane, its begin and end in seconds, its name, and the bytes that it copies.
 
     Attributes:
       waited: of a copy, when the program began to wait for it, to its end; else its end.
@@ -139,7 +139,7 @@ class Program:
         return Start(key, LOAD if loads else STORE, 2 * nbytes / self.chip.host_link_both, nbytes, leaf)
 
     def _collective(self, op: Op, seconds: float) -> list[Event]:
-        # A TPU starts and ends one by a custom call in a fusion; the two have the channel in common.
+        # A TPU starts and ends a collective by custom calls in two fusions, which share the channel.
         targets = self.costs.targets(op)
         if "AsyncCollectiveStart" in targets:
             return [Start(self._channel(op), COLLECTIVES, seconds)]
@@ -159,7 +159,7 @@ class Program:
         seconds = max(sum(self._multiplied(m.dtypes, m.flops) for m in matmuls), traffic / self.chip.reached.hbm)
         if op.opcode.endswith("-start") and not matmuls:
             return [Start(op.name, WITHIN, seconds)]
-        # What reads or writes the host's memory itself, the arithmetic waits for at once.
+        # An operation that reads or writes host memory itself waits for the copy at once.
         starts: list[Event] = []
         for loads in (True, False):
             if nbytes := sum(m.nbytes for m in moved if m.array.host and m.written is not loads):
@@ -178,7 +178,7 @@ class Program:
 
 
 class Clock:
-    """Plays events: the time, and of each queue when it is free, how long it was busy and how long waited for.
+    """Plays events, and keeps the time, and when each queue is free, how long it was busy and how long it was awaited.
 
     Attributes:
       segments: what took time, in the order of starting.
@@ -253,7 +253,7 @@ class Clock:
 
 
 def label(op: Op) -> str:
-    """An operation by what jax calls it, without the names of functions around it."""
+    """The name that jax gives an operation, without the functions around it."""
     scope = op.scope.partition(";")[0]
     if ours := re.search(r"jax_offload/(?:update|prefetch|write-back)/(.*)/", scope):
         return f"update of {ours[1]}"
@@ -262,7 +262,7 @@ def label(op: Op) -> str:
 
 
 def leaf_of(sharing: Sharing, at: str, op: Op, loads: bool) -> str:
-    """Whose copy it is: the argument that is read or written, else what its names in jax say."""
+    """The leaf that a copy belongs to: the argument that it reads or writes, else the leaf in its jax name."""
     places = [(operand, ()) for operand in op.operands]
     places = places if loads else [(op.name, place) for place, array in op.leaves.items() if array.host] + places
     for value, place in places:
@@ -344,12 +344,12 @@ class Timeline:
 
 
 def timeline(text: str, chip: str | Path | Chip, roles: Mapping[int, str] | None = None) -> Timeline:
-    """Of a module's text, on a chip. ``roles``: what the arguments are, by number, of ``buffers.KINDS``."""
+    """Play a module's text on a chip. ``roles`` maps an argument's number to one of ``buffers.KINDS``."""
     return played(Program(text, chip_of(chip), roles))
 
 
 def played(program: Program) -> Timeline:
-    """Of a program with its chip."""
+    """Play a program on its chip."""
     clock = Clock(program)
     clock.play("ENTRY")
     return Timeline(

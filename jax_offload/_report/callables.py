@@ -44,7 +44,7 @@ def unwrapped(step: Any) -> Callable[..., Any]:
     """The function under a ``jit``, which is traced again, without that ``jit``."""
     if hasattr(step, "whole_step"):
         return step.whole_step
-    # jax takes compiler_options in no jit inside of another
+    # jax accepts no compiler_options in a jit inside another.
     return step.__wrapped__ if hasattr(step, "lower") and hasattr(step, "__wrapped__") else step
 
 

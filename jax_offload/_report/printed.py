@@ -16,7 +16,7 @@ from jax_offload._base.text import aligned, html_table, terminal_width
 from jax_offload._placement.placement import Leaf
 from jax_offload._plan.plan import Window
 
-# What may differ: a number (a layer's), or a field that is all letters (.mu and .nu). What stands between them may not.
+# Paths in one row may differ in a number (a layer's) or in a field of letters only (.mu and .nu).
 _PIECES = re.compile(r"(\d+|\.[A-Za-z_]+(?!\w))")
 
 

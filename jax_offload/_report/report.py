@@ -125,7 +125,7 @@ def table_and_trace(tx: Any, params: Any, **extra_args: Any) -> tuple[Placement,
     """The table of a transformation, and its traced update, a closed jaxpr; ``None`` where that raises."""
     placed, treedef = placed_leaves(tx, params)
     leaves = [leaf for leaf, _, _ in placed]
-    # of the types that a step is handed: with Explicit axes these say how each leaf is divided
+    # The types that a step is handed; with Explicit axes they say how each leaf is divided.
     state = jax.tree.unflatten(treedef, abstract_leaves(placed))
 
     def update(params: Any, state: Any, extra_args: Any) -> list[Any]:
@@ -178,7 +178,7 @@ def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
 
 
 def _in_turn(updates: Sequence[Update]) -> tuple[str, ...]:
-    """Which gradients the preludes of these updates use in turn."""
+    """How the preludes of these updates take gradients in turn, in words."""
     passes = [each for update in updates for each in update.plan.passes]
     return tuple(dict.fromkeys(text for each in passes if each.serial is not None and (text := str(each.serial))))
 

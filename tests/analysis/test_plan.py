@@ -255,6 +255,10 @@ def test_device_memory_solves_for_the_smallest_fraction():
     assert less["as given"].fits is False
     assert jo.plan(named(row, ADAMW), params, device_memory=memory, activations=0.1 * GIB)["as given"].peak == row.peak
     assert row.added < found["offload"].added
+    short = jo.plan(ADAMW, params, device_memory=memory, activations=0.1 * GIB, host_memory=int(row.host / 0.89))
+    assert short["fraction"].fits and short["offload"].why.startswith("host: ")  # the whole state is too much for it
+    many = jo.plan(ADAMW, params, device_memory=memory, activations=0.1 * GIB, chip="h100", tokens_per_step=65536)
+    assert many["fraction"].added == many["offload"].added == 0  # what stays is updated at once, and nothing waits
 
 
 def test_resident_zero_1_is_a_row_and_comes_before_offloading():
@@ -272,6 +276,13 @@ def test_parameters_that_are_whole_on_every_device_are_told_to_be_divided():
     apart = jo.plan(ADAMW, "70B", devices=8, chip="h100", tokens_per_step=65536)
     assert apart.recommended.name == "offload" and apart["offload"].peak / GIB == pytest.approx(33.6, abs=0.1)
     assert "divided over the devices (FSDP)" in str(apart).replace("\n  ", " ")
+
+
+def test_a_host_that_is_too_small():
+    found = jo.plan(jo.with_master_params(CLIPPED), "70B", devices=8, chip="h100", tokens_per_step=65536, layers=80,
+                    host_memory="256GiB")  # fmt: skip
+    assert found.recommended is None and found["pipelined"].room > 0
+    assert "more of the host's memory for each device. Take a host with more, a state on disk" in found.verdict
 
 
 def test_activations_that_are_most_of_what_is_over():
