@@ -8,6 +8,7 @@ from the host, copies to it, collectives, and asynchronous copies within the dev
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping
@@ -334,9 +335,13 @@ class Timeline:
         Raises:
           ValueError: the path ends otherwise, or matplotlib is not installed.
         """
-        from jax_offload._analysis.timeline import save  # matplotlib's own imports may wait
-
-        save(self, path)
+        path = Path(path)
+        if path.suffix == ".json":
+            path.write_text(json.dumps(trace(self)))
+        elif path.suffix in (".png", ".svg"):
+            draw(self, path)
+        else:
+            raise ValueError(f"save(): path {str(path)!r} ends with {path.suffix!r}; expected .png, .svg or .json.")
 
     def to_dict(self) -> dict[str, Any]:
         """The sums, without what they are sums of."""
