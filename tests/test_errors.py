@@ -187,13 +187,6 @@ def test_platform_without_host_memory():
         _memory.check_platform([device])
 
 
-def test_eager_init_asks_the_parameters_devices(monkeypatch):
-    asked = []
-    monkeypatch.setattr(_memory, "check_platform", asked.extend)
-    jo.offload(ADAM, min_bytes=0).init(jax.device_put(params(), jax.devices()[3]))
-    assert asked == [jax.devices()[3]]
-
-
 @pytest.mark.parametrize("other", [optax.sgd(1.0, momentum=0.9), optax.chain(optax.clip(1.0), ADAM)])
 def test_state_of_another_optimizer(other):
     tx = jo.offload(ADAM, min_bytes=0)
