@@ -140,7 +140,7 @@ def scans_that_move(jaxpr):
 @pytest.mark.parametrize("ahead", [False, True])
 def test_an_iteration_moves_a_row_of_every_leaf(ahead, monkeypatch):
     """Each is loaded once an iteration and stored once, but for what the first one finds and the last one leaves."""
-    monkeypatch.setattr(hoisted, "_on_a_cpu", lambda run, x, _: x)  # a CPU reads the rows to be overwritten first
+    monkeypatch.setattr(hoisted, "_on", lambda platforms, run, x, *_: x)  # a CPU reads the rows to be overwritten first
     case = Case("bias, embedding, head")
     model, tx = MODELS[case.model](), case.tx()
     params, x = model.init(case.dtype), jax.device_put(batch(0, model.width), jax.devices()[0])
