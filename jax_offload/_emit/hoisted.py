@@ -206,12 +206,13 @@ class Emitter:
         following = [v for v in groups[phase + 1] if v in hand.new]
         # where nothing is loaded, the next phase loads what this one has stored
         back = [] if fetched else [v for v in groups[phase] if v in hand.new]
-        gates = [v for v in (body.gates[phase],) if v is not None]
+        gate = body.gates[phase]
+        gates = [] if gate is None else [gate, *(self.plan.passed_through if phase == 0 else ())]
         parts = [(inner, gates), (hand.new, following), (hand.wholes, back), (fetched, [*fetched])]
         values = iter(together([values[v] for values, vs in parts for v in vs]))
         for of, vs in parts:
             of.update({v: next(values) for v in vs})
-        if gates and (held := body.held(phase)):
+        if gates and (held := [v for v in body.held(phase) if v not in gates]):
             # XLA for TPUs runs what needs no gate before it, so the first phase would be most of the iteration
             both = [*gates, *held]
             inner.update(zip(both, _on(["tpu"], together, [inner[v] for v in both]), strict=True))

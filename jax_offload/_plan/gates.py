@@ -24,6 +24,7 @@ from jax_offload._ir.propagate import Node, topological
 from jax_offload._ir.slices import Slice
 from jax_offload._plan.decide import FLOPS_PER_BYTE
 from jax_offload._plan.hoist import CannotHoist
+from jax_offload._plan.in_scan import InScan
 from jax_offload._plan.plan import Planned
 from jax_offload._plan.rules import changes_only_shapes
 
@@ -97,6 +98,38 @@ def interleaved(nodes: Sequence[Node], which: Sequence[int], outputs: Sequence[V
             after = [first[place], *after] if place in first else after
             sequence += [*before, *ahead.pieces(place), number[id(node)], *after, *behind.pieces(place)]
     return topological(all_nodes, [*sequence, *outer, *pieces])
+
+
+def in_turn(order: Sequence[Node]) -> list[Node]:
+    """``order`` with a gate before every loop that would not need the loop before it.
+
+    XLA's scheduler is free to run first the loop that was traced last, and then what both need is alive at once.
+    """
+    found, before = list[Node](), None
+    read = {v for node in order for v in node.reads}
+    needs: dict[Var, set[int]] = {}  # the loops, by identity, that a value is made of
+    for node in order:
+        loops = set[int]().union(*(needs.get(v, ()) for v in node.reads))
+        if _is_loop(node):
+            if before is not None and id(before) not in loops:
+                # it begins when all that it reads is there: its smallest operand waits for the smallest result
+                held, done = _smallest(node.reads), _smallest([v for v in before.makes if v in read])
+                found += [Node(Gate((*held,), (*done,)), [*held, *done], [])] if held and done else []
+            before = node
+            loops.add(id(node))
+        needs.update(dict.fromkeys(node.makes, loops))
+        found.append(node)
+    return found
+
+
+def _smallest(of: Sequence[Var]) -> list[Var]:
+    return sorted((v for v in of if not is_host_aval(v.aval)), key=lambda v: nbytes(v.aval))[:1]
+
+
+def _is_loop(node: Node) -> bool:
+    return isinstance(node.payload, InScan) or (
+        isinstance(node.payload, Equation) and node.payload.primitive.name in ("scan", "while")
+    )
 
 
 @dataclasses.dataclass(frozen=True)

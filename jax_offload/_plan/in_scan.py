@@ -138,6 +138,16 @@ class InScan:
         """The iteration's own arithmetic, divided as the link's time is."""
         return self._in_turn[1]
 
+    @property
+    def passed_through(self) -> list[Var]:
+        """Inputs of an iteration of a forward pass that it keeps as they are: they wait for its first phase.
+
+        Kept at once they hold up the first load. Not where leaves are only loaded, as gradients on the host are.
+        """
+        waits = self.ahead and {*self.loaded} == {*self.stored}
+        kept = variables(self.body.program.outputs[len(self.scan.carry) :]) if waits else []
+        return [v for v in dict.fromkeys(kept) if v in {*self.body.program.inputs}]
+
     @functools.cached_property
     def _in_turn(self) -> tuple[Groups, Phases]:
         """Two groups, or three where the link has less to wait for: of three equal leaves, masters and two moments say,
