@@ -27,8 +27,7 @@ from jax_offload._base.barriers import read_once, together, written_after
 from jax_offload._base.jaxprs import Literal, Var, as_array, jax_fun
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.shardings import constrained, shards_of, typed_sharding, zeros
-from jax_offload._emit.rows import Buffers, Values
-from jax_offload._emit.transfers import Names
+from jax_offload._emit.rows import Buffers, Names, Values
 from jax_offload._plan.in_scan import InScan
 from jax_offload._plan.rules import run_chunk
 
