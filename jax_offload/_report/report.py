@@ -21,12 +21,8 @@ from jax_offload._base.shardings import shards_of
 from jax_offload._emit.find import updates_in
 from jax_offload._emit.region import Update
 from jax_offload._placement.placement import Leaf, unmanaged
-<<<<<<< HEAD
 from jax_offload._plan.by_rows import DiskGroups, disk_groups
-=======
-from jax_offload._plan.by_rows import Parts, parts_of
 from jax_offload._plan.options import claimed, merged
->>>>>>> main
 from jax_offload._plan.plan import Planned
 from jax_offload._report.callables import opened, unwrapped
 from jax_offload._report.printed import ARGUMENT, Placement
@@ -201,12 +197,8 @@ class _Loads:
     """
 
     of: list[list[Planned]] = dataclasses.field(default_factory=list[list[Planned]])
-<<<<<<< HEAD
-    parts: dict[int, DiskGroups] = dataclasses.field(default_factory=dict[int, DiskGroups])
-=======
     put: Sequence[bool] = ()
-    parts: dict[int, Parts] = dataclasses.field(default_factory=dict[int, Parts])
->>>>>>> main
+    parts: dict[int, DiskGroups] = dataclasses.field(default_factory=dict[int, DiskGroups])
     times: dict[int, int] = dataclasses.field(default_factory=dict[int, int])
     unlisted: list[Planned] = dataclasses.field(default_factory=list[Planned])
     stays: tuple[str, ...] = ()
@@ -280,12 +272,8 @@ def _loads(traced: Any) -> _Loads:
     }
     return _Loads(
         of=[[] if isinstance(v, jex.Literal) else index[v] for v in leaves],
-<<<<<<< HEAD
-        parts={id(p): disk_groups(p, u.next_values, u.on_disk) for u in updates if u.on_disk for p in u.planned},
-=======
         put=[not isinstance(v, jex.Literal) and v in put for v in leaves],
-        parts={id(p): parts_of(p, u.next_values, u.on_disk) for u in updates if u.on_disk for p in u.planned},
->>>>>>> main
+        parts={id(p): disk_groups(p, u.next_values, u.on_disk) for u in updates if u.on_disk for p in u.planned},
         times={id(p): each.times for each in found for p in each.update.planned},
         unlisted=unlisted,
         stays=tuple(why for update in updates for why in update.stays),

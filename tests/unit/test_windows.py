@@ -1,7 +1,6 @@
 """How large a window is, what goes through it at once, and what waits for room in it: the rules of ``_plan.decide``."""
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -322,12 +321,3 @@ def test_a_new_leaf_on_the_host_has_no_buffer_to_carry():
     assert not only.in_own_loop and not any(p.window.own_loop for p in only.slices)
     (only,) = plan_of(program, next_of, [Region(hosts(next_of), None)], lambda v: 0, manual=True).passes
     assert not only.in_own_loop  # nor inside shard_map
-
-
-def test_a_plan_counts_what_moves():
-    program, next_of = norms([SQUARE] * 4)
-    size = 4 * math.prod(SQUARE)
-    plan = planned(program, next_of, Region(hosts(next_of), MIB))
-    assert (plan.loaded_bytes, plan.stored_bytes) == (4 * size, 4 * size)
-    plan = planned(program, next_of, Region(hosts(next_of), MIB - 1))
-    assert (plan.loaded_bytes, plan.stored_bytes) == (8 * size, 4 * size)
