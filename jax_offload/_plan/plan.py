@@ -177,10 +177,3 @@ class PlannedPass:
     def prelude_parts(self) -> tuple[SerialPart, ...]:
         """Those that run one after the other; the whole, where it is in no parts."""
         return self.serial.parts if isinstance(self.serial, InParts) else (SerialPart(self.prelude),)
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Passes over the host leaves, one after the other."""
-
-    passes: tuple[PlannedPass, ...]

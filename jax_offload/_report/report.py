@@ -179,7 +179,7 @@ def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
 
 def _in_turn(updates: Sequence[Update]) -> tuple[str, ...]:
     """How the preludes of these updates take gradients in turn, in words."""
-    passes = [each for update in updates for each in update.plan.passes]
+    passes = [each for update in updates for each in update.passes]
     return tuple(dict.fromkeys(text for each in passes if each.serial is not None and (text := str(each.serial))))
 
 

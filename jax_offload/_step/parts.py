@@ -231,9 +231,9 @@ def _pieces(step: Inlined, rest: Rest) -> list[Node]:
       CannotHoist: they cannot run between the parts of the step.
     """
     update, recipe = dataclasses.replace(rest.update, gated=True), rest.update.program
-    if len(update.plan.passes) != 1:
+    if len(update.passes) != 1:
         raise CannotHoist("a number made of all of its state, or of all rows of a leaf, takes a pass of its own, ahead")
-    (only,) = update.plan.passes
+    (only,) = update.passes
     if only.in_own_loop:
         raise CannotHoist(f"it runs in a loop of its own, {only.slices[0].window.own_loop}")
     if any(eqn.effects for eqn in recipe.eqns):
