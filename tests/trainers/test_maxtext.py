@@ -1,6 +1,8 @@
 """MaxText's pre-training on synthetic data and 8 devices, changed as docs/frameworks.md says."""
 
 import functools
+import re
+import textwrap
 import types
 import warnings
 from pathlib import Path
@@ -18,7 +20,7 @@ from tests.trainers._common import STEPS, assert_same_losses
 train = pytest.importorskip("maxtext.trainers.pre_train.train", exc_type=ImportError)
 
 from maxtext.configs import pyconfig  # noqa: E402
-from maxtext.utils import maxtext_utils, sharding, train_utils  # noqa: E402
+from maxtext.utils import sharding, train_utils  # noqa: E402
 
 OFFLOADED = {"optimizer_memory_host_offload": True}
 BLOCK = """\
@@ -127,6 +129,17 @@ def test_pre_training(entry, kind, tmp_path_factory):
     assert kinds == [{"pinned_host"}] * STEPS
     hidden = "in the scan that makes their gradients" in table
     assert hidden == (entry == "jo.jit" and kind in ("scanned", "accumulated"))
+
+
+def test_the_documentation_shows_these_changes():
+    page = (
+        (Path(__file__).parents[2] / "docs/frameworks.md")
+        .read_text()
+        .partition("## MaxText\n")[2]
+        .partition("\n## ")[0]
+    )
+    assert textwrap.indent(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], "  ") == STEP
+    assert "`tx = jo.offload(tx, min_bytes=0)`" in page and "if config.optimizer_memory_host_offload:" in page
 
 
 def test_clipping_inside_is_maxtexts_outside(tmp_path_factory):
