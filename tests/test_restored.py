@@ -35,13 +35,8 @@ def test_a_restored_state_has_the_types_of_what_init_made(manager, with_target):
     manager.save(0, args=jo.save_args(state))
     restored = jo.restore(manager, jo.abstract_state(tx, params) if with_target else None)
     leaves = jax.tree.leaves(restored)
-    assert sorted(jax.typeof(x).memory_space == jax.memory.Space.Host for x in leaves) == [
-        False,
-        True,
-        True,
-        True,
-        True,
-    ]
+    on_host = [jax.typeof(x).memory_space == jax.memory.Space.Host for x in leaves]
+    assert on_host == [x.ndim > 0 for x in leaves] and sum(on_host) == 4
     assert all(x.sharding.memory_kind == ("pinned_host" if x.ndim else "device") for x in leaves)
     restored = jax.tree.unflatten(jax.tree.structure(state), leaves) if with_target else state
     jax.tree.map(np.testing.assert_array_equal, restored, state)
