@@ -233,6 +233,11 @@ def _spliced(program: Program, operands: Sequence[Atom], eqns: list[Equation], t
     return [read(v) for v in program.outputs]
 
 
+def spliced(program: Program, operands: Sequence[Atom], eqns: list[Equation]) -> list[Atom]:
+    """Appends a program's equations to ``eqns``, with variables of their own, for these operands; gives its results."""
+    return _spliced(program, operands, eqns, {v for eqn in program.eqns for v in eqn.outvars})
+
+
 def replaced(program: Program, at: int, by: Program) -> Program:
     """``program`` with another in the place of its equation ``at``, of the same operands and results."""
     eqns = program.eqns[:at]

@@ -44,6 +44,7 @@ from jax_offload._ir.slices import Slice
 from jax_offload._plan.in_scan import InScan
 from jax_offload._plan.interleave import Gate
 from jax_offload._plan.network import Piece
+from jax_offload._step.canonical import canonical
 from jax_offload._step.inlined import runs_one_twice
 from jax_offload._step.parts import Parts, Rest, parts_of
 from jax_offload._step.returned import unreturned
@@ -121,7 +122,8 @@ def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     if lost is not None:
         return _as_it_is(closed, (lost.why,), args)
     try:
-        found = None if ordered(closed.effects) else _parts(program)
+        plain = canonical(program)
+        found = None if ordered(plain.effects) else _parts(plain)
         if found is not None and found.moved:
             return _traced(found, args)
     except Exception as fault:  # whatever is wrong with a rewritten step, the one that was written runs
