@@ -254,6 +254,13 @@ def _expanded_in(
     return with_jaxprs(params, lambda jaxpr: expanded(jaxpr, expand, enters))
 
 
+def without_effects_of_axes(program: Program) -> Program:
+    """The program without what jax notes of collectives inside ``shard_map``: they have no order to keep."""
+    eqns = [eqn.replace(effects=frozenset(e for e in eqn.effects if type(e).__name__ != "NamedAxisEffect"))
+            if eqn.effects else eqn for eqn in program.eqns]  # fmt: skip
+    return dataclasses.replace(program, eqns=eqns)
+
+
 def without_round_trips(program: Program) -> Program:
     """What is loaded and stored again untouched, or stored and loaded, is what it was: nothing moves.
     Nor where it is put into the sharding that it was just put into: an offload and one inside it both do. Nor does a
@@ -298,6 +305,8 @@ def _inlinable(eqn: Equation, operands: list[Atom], any_jit: bool) -> ClosedJaxp
     """
     if eqn.primitive.name == "cond" and isinstance(operands[0], Literal):
         return branches_of(eqn)[int(operands[0].val)]
+    if eqn.primitive.name == "eval_jaxpr":  # of a backward pass, and of mutable arrays
+        return called_by(eqn)
     if eqn.primitive.name not in ("jit", "pjit"):
         return None
     if any_jit:

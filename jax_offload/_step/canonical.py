@@ -42,7 +42,7 @@ def canonical(program: Program) -> Program:
     """A step's program in the one form, which has the same inputs and results."""
     if any(type(effect).__name__ == _REFERENCES for effect in program.effects):
         program = flat(without_references(program.closed))
-    for at in [k for k, eqn in enumerate(program.eqns) if eqn.primitive.name == "scan"]:
+    for at in [k for k, eqn in enumerate(program.eqns) if eqn.primitive.name == "scan"][::-1]:
         program = _by_rows(program, at)
     return _unrolled(program)
 
@@ -164,7 +164,11 @@ def _over_rows(
     own_xs = [taken[id(own[0])] for own in read.values()]
     inputs = [v for k, v in enumerate(body.inputs) if k not in read and k - n not in summed]
     carried = [k for k in range(m) if k not in summed]
-    outputs = [*(body.outputs[k] for k in carried), *body.outputs[m:], *(rows[add.outvars[0]] for add, _ in summed.values())]
+    outputs = [
+        *(body.outputs[k] for k in carried),
+        *body.outputs[m:],
+        *(rows[add.outvars[0]] for add, _ in summed.values()),
+    ]
     run_body = jax_fun(dataclasses.replace(
         body, inputs=[*inputs, *own_xs], outputs=[renamed(names, v) for v in outputs], eqns=eqns).closed)  # fmt: skip
 
@@ -199,7 +203,9 @@ def _unrolled(program: Program) -> Program:
         if eqn.primitive.name == "stack" and eqn.params["axis"] == 0 and len(eqn.invars) <= _MOST_UNROLLED
         and all(v in given for v in eqn.invars)
     }  # fmt: skip
-    if not any(eqn.primitive.name == "scan" and not of_layers.isdisjoint(variables(eqn.invars)) for eqn in program.eqns):
+    if not any(
+        eqn.primitive.name == "scan" and not of_layers.isdisjoint(variables(eqn.invars)) for eqn in program.eqns
+    ):
         return program
     rows: dict[Var, list[Atom]] = {}  # a stack that need not exist -> its rows
     eqns: list[Equation] = []
@@ -237,16 +243,6 @@ def _unrolled(program: Program) -> Program:
             rows.update((y, own[::-1] if scan.reverse else own) for y, own in zip(scan.ys, ys, strict=True))
         elif eqn.primitive.name == "unstack" and stacks and eqn.params["axis"] == 0:
             names.update(zip(eqn.outvars, rows[stacks[0]], strict=True))
-        elif stacks and _is_of_each_row(eqn, rows):
-            length = len(rows[stacks[0]])
-            made = [eqn.replace(invars=[row(v, k) if isinstance(v, Var) and v in rows else whole(v) for v in eqn.invars],
-                                outvars=[Var(x.aval.update(shape=x.aval.shape[1:])) for x in eqn.outvars]) for k in range(length)]
-            eqns += made
-            rows.update((v, [each.outvars[j] for each in made]) for j, v in enumerate(eqn.outvars))
         else:
             eqns.append(eqn.replace(invars=[whole(v) for v in eqn.invars]))
     return dataclasses.replace(program, eqns=eqns, outputs=[whole(v) for v in program.outputs])
-
-
-def _is_of_each_row(eqn: Equation, rows: Mapping[Var, Sequence[Atom]]) -> bool:
-    return False
