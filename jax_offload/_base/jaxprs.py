@@ -314,7 +314,7 @@ def run_equation(eqn: Equation, operands: Sequence[Any], params: dict[str, Any])
 
 # ---- effects, by name, because their classes are private
 
-_UNORDERED = frozenset(("DebugEffect", "IOEffect"))
+_UNORDERED = frozenset(("DebugEffect", "IOEffect", "NamedAxisEffect"))  # a collective names an axis
 _CALLBACKS = _UNORDERED | {"OrderedDebugEffect", "OrderedIOEffect"}
 
 
