@@ -69,13 +69,13 @@ def _by_rows(program: Program, at: int) -> Program:
             read[k] = own
     summed: dict[int, tuple[Equation, Equation]] = {}  # number of a carry -> the sum, and the row among zeros
     for k, v in enumerate(body.inputs[n : n + m]):
-        out = body.outputs[k]
-        add = None if isinstance(out, Literal) else maker.get(out)
+        add = maker.get(out) if isinstance(out := body.outputs[k], Var) else None
         if add is None or add.primitive.name not in ("add", "add_any") or readers.get(v) != [add]:
             continue
-        (row,) = [maker.get(x) for x in variables(add.invars) if x is not v] or [None]
-        placed = row is not None and _places_a_row(row, maker, scan.length) and _is_zeros(scan.init[k], program.eqns)
-        if placed and readers.get(out, []) == [] and readers[row.outvars[0]] == [add]:
+        row = next((maker[x] for x in variables(add.invars) if x in maker), None)
+        if row is None or not _places_a_row(row, maker, scan.length) or not _is_zeros(scan.init[k], program.eqns):
+            continue
+        if add.outvars[0] not in readers and readers[row.outvars[0]] == [add]:
             summed[k] = add, row
     starts = [eqn.invars[1:] for each in read.values() for eqn in each]
     starts += [row.invars[2:] for _, row in summed.values()]
