@@ -10,7 +10,7 @@ from jax_offload._base.memory import is_host_aval
 from jax_offload._base.own_primitives import params_of
 from jax_offload._emit.region import Update
 from jax_offload._ir.conds import scalars_hoisted
-from jax_offload._ir.propagate import Mask, forward
+from jax_offload._ir.propagate import Mask, forward, needed_for
 from jax_offload._ir.slices import is_summary
 
 _HOST, _GRADIENT = 1, 2
@@ -29,15 +29,11 @@ def without_scalars(eqn: Equation) -> tuple[Equation, list[Equation]]:
         needs.update(zip(each.outvars, forward(each, needs), strict=True))
         if all(needs[v] == _GRADIENT and (not v.aval.shape or v in summaries) for v in each.outvars):
             scalars.update(each.outvars)
-    wanted, taken = {*scalars}, list[Equation]()
-    for each in reversed(program.eqns):
-        if not wanted.isdisjoint(each.outvars):
-            taken.append(each)
-            wanted.update(variables(each.invars))
+    taken, _ = needed_for(program.eqns, scalars)
     if any(each.effects for each in taken):
         return eqn, []
     env: dict[Var, Atom] = dict(zip(operands, eqn.invars, strict=True))
-    apart = [copy_of(each, env) for each in reversed(taken)]
+    apart = [copy_of(each, env) for each in taken]
     # A result that is such a number is made ahead as well: an update that returns what it is given would be none.
     results = list(zip(program.outputs, eqn.outvars, strict=True))
     ahead = {env[x]: v for x, v in results if not isinstance(x, Literal) and x in scalars}

@@ -249,37 +249,48 @@ def _expanded_in(
     return with_jaxprs(params, lambda jaxpr: expanded(jaxpr, expand, enters))
 
 
-def without_round_trips(program: Program) -> Program:
-    """What is loaded and stored again untouched, or stored and loaded, is what it was: nothing moves.
-    Nor where it is put into the sharding that it was just put into: an offload and one inside it both do. Nor does a
-    mark do anything."""
-    moved_from: dict[Var, Atom] = {}  # result of a move between memories -> what it was
-    constrained: dict[Var, Any] = {}  # result of a sharding constraint -> what it says
-    same: dict[Var, Atom] = {}
+def without(program: Program, known: Callable[[Equation, Sequence[Atom]], Sequence[Atom] | None]) -> Program:
+    """``program`` without the equations whose results are there already.
 
-    def read(v: Atom) -> Atom:
-        return v if isinstance(v, Literal) else same.get(v, v)
-
+    ``known``: for an equation and its operands what its results are; ``None``: something new.
+    """
+    names: dict[Var, Atom] = {}
     eqns: list[Equation] = []
     for eqn in program.eqns:
-        ins = [read(v) for v in eqn.invars] if same else eqn.invars
+        ins = [renamed(names, v) for v in eqn.invars] if names else eqn.invars
+        if (results := known(eqn, ins)) is not None:
+            names.update(zip(eqn.outvars, results, strict=True))
+        else:
+            eqns.append(eqn if all(map(operator.is_, ins, eqn.invars)) else eqn.replace(invars=ins))
+    return dataclasses.replace(program, eqns=eqns, outputs=[renamed(names, v) for v in program.outputs])
+
+
+def without_round_trips(program: Program) -> Program:
+    """The program without moves that change nothing.
+
+    What is loaded and stored again untouched, or stored and loaded, is what it was. So is what is put into the sharding
+    that it was just put into: an offload and one inside it both do that. And a mark does nothing.
+    """
+    moved_from: dict[Var, Atom] = {}  # result of a move between memories -> what it was
+    constrained: dict[Var, Any] = {}  # result of a sharding constraint -> what it says
+
+    def known(eqn: Equation, ins: Sequence[Atom]) -> Sequence[Atom] | None:
+        x = ins[0] if ins else None
         if is_mark(eqn):
-            same[eqn.outvars[0]] = ins[0]
-            continue
+            return ins
         if _is_move(eqn):
             (out,) = eqn.outvars
-            moved_from[out] = origin = ins[0] if isinstance(ins[0], Literal) else moved_from.get(ins[0], ins[0])
-            if not isinstance(origin, Literal) and origin.aval == out.aval and origin is not ins[0]:
-                same[out] = origin
-                continue
+            moved_from[out] = origin = x if isinstance(x, Literal) else moved_from.get(x, x)
+            if isinstance(origin, Var) and origin.aval == out.aval and origin is not x:
+                return [origin]
         elif eqn.primitive.name in ("sharding_constraint", "reshard"):
             (out,), said = eqn.outvars, (eqn.params, eqn.outvars[0].aval)
-            if not isinstance(ins[0], Literal) and constrained.get(ins[0]) == said:
-                same[out] = ins[0]
-                continue
+            if isinstance(x, Var) and constrained.get(x) == said:
+                return [x]
             constrained[out] = said
-        eqns.append(eqn if ins is eqn.invars or all(map(operator.is_, ins, eqn.invars)) else eqn.replace(invars=ins))
-    return dataclasses.replace(program, eqns=eqns, outputs=[read(v) for v in program.outputs])
+        return None
+
+    return without(program, known)
 
 
 def _is_move(eqn: Equation) -> bool:

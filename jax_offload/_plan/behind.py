@@ -10,7 +10,7 @@ from jax_offload._base.jaxprs import DropVar, Equation, Literal, Scan, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.primitives import ELEMENTWISE
 from jax_offload._ir.program import Program, Var
-from jax_offload._ir.propagate import Mask, forward, groups, union
+from jax_offload._ir.propagate import NEEDS, Mask, forward, groups, needed_for, union
 from jax_offload._plan.moves import Move, Moves, Stays, closure, move_of, pulled, rows_like
 from jax_offload._plan.rules import Dependent, Partial, Rows, rule_of
 
@@ -103,19 +103,13 @@ def sums_up(program: Program, scan: Scan, at: int, gradients: Sequence[Var]) -> 
 
     What a microbatch adds needs nothing of the microbatch before; what a layer does, the cotangent.
     """
-    wanted = {*gradients}
-    for eqn in reversed(program.eqns[at + 1 :]):
-        if eqn.primitive.name in ELEMENTWISE and not wanted.isdisjoint(eqn.outvars):
-            wanted.update(variables(eqn.invars))
+    _, wanted = needed_for(program.eqns[at + 1 :], gradients, lambda eqn: eqn.primitive.name in ELEMENTWISE)
     sums = [k for k, v in enumerate(scan.carry) if v in wanted and v.aval.ndim]
     if not sums:
         return ""
     body, n = scan.body.jaxpr, len(scan.consts)
-    needs = {v: 1 << k for k, v in enumerate(body.invars[n : n + len(scan.carry)]) if v.aval.ndim}
-    maker: dict[Var, Equation] = {}
-    for eqn in body.eqns:
-        needs.update(zip(eqn.outvars, forward(eqn, needs), strict=True))
-        maker.update(dict.fromkeys(eqn.outvars, eqn))
+    carried = {v: 1 << k for k, v in enumerate(body.invars[n : n + len(scan.carry)]) if v.aval.ndim}
+    needs, maker = NEEDS.spread(body.eqns, carried), {v: eqn for eqn in body.eqns for v in eqn.outvars}
     defined = [v for k in sums if not isinstance(v := body.outvars[k], Literal) and needs.get(v, 0) & ~(1 << k)]
     if not defined:
         return MICROBATCHES

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Equation, Literal, flops, variables
 from jax_offload._ir.program import Program, Var
-from jax_offload._ir.slices import Slice, slice_of
+from jax_offload._ir.slices import Slice, consecutive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,13 +67,7 @@ def phases(program: Program, times: Sequence[float]) -> Phases | None:
         cuts.append(best)
     phase_of = _phase_of(program.eqns, work, done[1:])
     parts = [[eqn for eqn, turn in zip(program.eqns, phase_of, strict=True) if turn == k] for k in range(len(times))]
-    read = [{v for eqn in eqns for v in variables(eqn.invars)} for eqns in parts]
-    results = {*variables(program.outputs)}
-    slices: list[Slice] = []
-    for k, eqns in enumerate(parts):
-        wanted = results.union(*read[k + 1 :])
-        outputs = [v for eqn in eqns for v in eqn.outvars if v in wanted]
-        slices.append(slice_of(eqns, outputs, program.debug_info, {}))
+    slices = consecutive(parts, program.outputs, program.debug_info, {})
     gates = [
         next((v for v in program.eqns[cut].outvars if v in s.outputs), None) if cut >= 0 else None
         for cut, s in zip(cuts, slices, strict=False)
