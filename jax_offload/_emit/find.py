@@ -29,7 +29,7 @@ def without_updates(step: Any, *, sharded: bool = False) -> Program:
             return as_program(equations(update))
         return update.sharded if sharded and update.sharded is not None else update.program
 
-    return without_round_trips(flat(step, expand=expand))
+    return without_round_trips(flat(closed(expanded(step.jaxpr, expand), step.consts)))
 
 
 def emitted(step: Any) -> Any:

@@ -24,6 +24,7 @@ from jax_offload._base.jaxprs import (
     jaxpr_like,
     nameless,
     renamed,
+    variables,
     with_jaxprs,
     without_dead_code,
 )
@@ -35,6 +36,7 @@ from jax_offload._base.own_primitives import is_mark
 from jax_offload._base.private import says_nothing_of_placement
 from jax_offload._base.shardings import Shards
 from jax_offload._ir.primitives import CHECKPOINT, ELEMENTWISE, PLACED
+from jax_offload._ir.propagate import needed_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,21 +57,6 @@ class Program:
     @functools.cached_property
     def effects(self) -> frozenset[Any]:
         return frozenset[Any]().union(*(eqn.effects for eqn in self.eqns))
-
-    def _read_by_all(self) -> tuple[set[Var], list[Equation]] | None:
-        """What the results need, and by which equations; ``None`` where one may hold what they do not need.
-
-        jax's own way goes into every equation, and takes twice as long.
-        """
-        read, eqns = {v for v in self.outputs if not isinstance(v, Literal)}, list[Equation]()
-        for eqn in reversed(self.eqns):
-            if read.isdisjoint(eqn.outvars) and not eqn.effects:
-                continue
-            if eqn.primitive.name not in ELEMENTWISE and holds_equations(eqn):
-                return None
-            read.update([v for v in eqn.invars if not isinstance(v, Literal)])
-            eqns.append(eqn)
-        return read, eqns[::-1]
 
     @property
     def placing_equations(self) -> Jaxpr:
@@ -94,11 +81,12 @@ class Program:
 
     def only(self, used: Sequence[bool]) -> tuple[list[bool], Program]:
         """What is left for some of the results, and which of the inputs that needs; for a program without constants."""
-        if all(used) and (found := self._read_by_all()) is not None:
-            read, eqns = found
-            needed, inputs = [v in read for v in self.inputs], [v for v in self.inputs if v in read]
-            same = len(eqns) == len(self.eqns) and all(needed)
-            return needed, self if same else dataclasses.replace(self, inputs=inputs, eqns=eqns)
+        if all(used):  # jax's own way goes into every equation, and takes twice as long
+            eqns, read = needed_for(self.eqns, variables(self.outputs), kept=lambda eqn: bool(eqn.effects))
+            if not any(eqn.primitive.name not in ELEMENTWISE and holds_equations(eqn) for eqn in eqns):
+                needed, inputs = [v in read for v in self.inputs], [v for v in self.inputs if v in read]
+                same = len(eqns) == len(self.eqns) and all(needed)
+                return needed, self if same else dataclasses.replace(self, inputs=inputs, eqns=eqns)
         jaxpr, needed = without_dead_code(self.closed.jaxpr, used)
         inputs, eqns = list(jaxpr.invars), list(jaxpr.eqns)
         return needed, dataclasses.replace(self, inputs=inputs, outputs=list(jaxpr.outvars), eqns=eqns)
@@ -119,7 +107,6 @@ def flat(
     *,
     any_jit: bool = False,
     opens: Callable[[Equation], bool] = lambda _: False,
-    expand: Expand | None = None,
 ) -> Program:
     """A closed jaxpr as a program.
 
@@ -127,12 +114,10 @@ def flat(
       step: the jaxpr.
       any_jit: whether each ``jit`` is inlined, whatever it says of placement.
       opens: of a ``jax.checkpoint``, whether it is, behind the barrier that keeps what it computes again apart.
-      expand: what takes the place of which equations, in branches and loops too.
     """
     eqns: list[Equation] = []
     consts: list[Any] = list(step.consts)
     const_vars: list[Var] = list(step.jaxpr.constvars)
-    taken: set[Var] = set()
 
     def walk(jaxpr: Jaxpr, env: dict[Var, Atom], nested: bool) -> list[Atom]:
         def read(v: Atom) -> Atom:
@@ -155,15 +140,11 @@ def flat(
                 scope = dict(zip([*inner.jaxpr.constvars, *inner.jaxpr.invars], [*names, *ins], strict=True))
                 env.update(zip(eqn.outvars, walk(inner.jaxpr, scope, True), strict=True))
                 continue
-            if expand is not None and (program := expand(eqn)) is not None:
-                env.update(zip(eqn.outvars, _spliced(program, ins, eqns, taken), strict=True))
-                continue
             outs = eqn.outvars
             if nested:
                 outs = [v if isinstance(v, DropVar) else Var(v.aval) for v in eqn.outvars]
                 env.update(zip(eqn.outvars, outs, strict=True))
-            params = eqn.params if expand is None else _expanded_in(eqn.params, expand)
-            here = eqn.replace(invars=ins, outvars=outs, params=params)
+            here = eqn.replace(invars=ins, outvars=outs)
             eqns.extend([here] if len(ins) == 1 or eqn.primitive.name != "device_put" else _leaf_by_leaf(here))
         return [read(v) for v in jaxpr.outvars]
 

@@ -127,15 +127,22 @@ def needs_of(
 
 
 def needed_for(
-    eqns: Sequence[Equation], wanted: Iterable[Var], through: Callable[[Equation], bool] = lambda _: True
+    eqns: Sequence[Equation],
+    wanted: Iterable[Var],
+    through: Callable[[Equation], bool] = lambda _: True,
+    kept: Callable[[Equation], bool] = lambda _: False,
 ) -> tuple[list[Equation], set[Var]]:
     """The equations that make some variables and all that these need, in order; and every variable that counts.
 
-    ``through``: the equations that are gone through.
+    Args:
+      eqns: of a program.
+      wanted: variables.
+      through: the equations that are gone through.
+      kept: those that are needed in any case.
     """
     needed, taken = {*wanted}, list[Equation]()
     for eqn in reversed(eqns):
-        if not needed.isdisjoint(eqn.outvars) and through(eqn):
+        if (not needed.isdisjoint(eqn.outvars) and through(eqn)) or kept(eqn):
             taken.append(eqn)
             needed.update(variables(eqn.invars))
     return taken[::-1], needed
