@@ -130,7 +130,7 @@ CASES = {  # for every pass and slice the numbers of the host arguments; what th
     "a norm of gradients": (clipped, (GRAD, LEAF, LEAF), [[{1}, {2}]], ["mul", "reduce_sum", "sqrt"]),
     "a norm of gradients, ahead": (clipped, (GRAD, LEAF, LEAF), [[{1}, {2}]], ["mul", "reduce_sum", "sqrt"]),
     "dead code": (dead, (GRAD, LEAF, LEAF), [[{1}]], []),
-    "dead code in a branch": (dead_in_a_branch, (FLAG, GRAD, LEAF, LEAF), [[{3}]], []),
+    "dead code in a branch": (dead_in_a_branch, (FLAG, GRAD, LEAF, LEAF), [[{3}]], ["convert_element_type"]),
     "returned as it came": (untouched, (GRAD, LEAF, LEAF), [[]], []),
     "a constant that is moved": (with_a_constant, (GRAD, LEAF), [[{1}]], []),
 }  # fmt: skip
