@@ -115,7 +115,7 @@ Atom = Var | Literal
 
 
 def variables(atoms: Iterable[Atom]) -> list[Var]:
-    """Those that are variables."""
+    """The variables among some atoms."""
     return [v for v in atoms if not isinstance(v, Literal)]
 
 
@@ -340,14 +340,14 @@ MATMULS = frozenset(("dot_general", "conv_general_dilated"))
 
 
 def at_default_precision(eqn: Any) -> bool:
-    """Of a matmul or a convolution, whether it asks for no more: then a TPU rounds what it reads to bfloat16."""
+    """Whether a matmul or a convolution has the default precision, at which a TPU rounds its operands to bfloat16."""
     asked = eqn.params.get("precision")
     asked = asked if isinstance(asked, tuple) else (asked,)
     return all(each in (None, jax.lax.Precision.DEFAULT) for each in asked)
 
 
 def own_flops(eqn: Any) -> float:
-    """Floating point operations of a matmul or a convolution; 0 of all else. Of equations of a trace under way too."""
+    """The floating point operations of a matmul or a convolution, also of a trace under way; 0 for anything else."""
     name, params = eqn.primitive.name, eqn.params
     if name not in MATMULS:
         return 0.0

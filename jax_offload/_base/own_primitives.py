@@ -315,7 +315,7 @@ class _Said:
 
 
 def mark(x: jax.Array, says: Any) -> jax.Array:
-    """``x``, of which the trace says something from here on."""
+    """Return ``x``, marked: from here on the trace says ``says`` about it."""
     return _mark.bind(x, says=_Said(says))
 
 

@@ -128,7 +128,7 @@ def as_arrays(tangents: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def lowered(fun: Callable[..., Any], context: Any, *operands: Any, several: bool) -> Any:
-    """What ``fun`` is lowered to in a lowering rule; ``several``: it returns a list."""
+    """Lower ``fun`` inside a lowering rule; ``several``: it returns a list."""
     return _part_of(mlir, "lower_fun")(fun, multiple_results=several)(context, *operands)
 
 
@@ -157,7 +157,7 @@ def lowered_as_map(jaxpr: Any, context: Any, *operands: Any) -> Any:
 
 
 def lowered_as_barrier(values: Sequence[Any]) -> Sequence[Any]:
-    """The values, none of which is there before all are."""
+    """Lower a barrier: no value is available before all are."""
     return stablehlo.OptimizationBarrierOp(list(values)).results
 
 
@@ -257,7 +257,7 @@ def operands_of(eqn: Any) -> list[Any]:
 
 
 def memory_space_of(aval: Any) -> Any:
-    """The memory space of a type; ``None`` of what is no array."""
+    """The memory space of a type; ``None`` if it is no array's."""
     return getattr(aval, "memory_space", None)
 
 
@@ -267,7 +267,7 @@ def manual_axes_of(x: Any) -> Any:
 
 
 def address_of(x: jax.Array) -> int:
-    """Where an array in the host's memory begins."""
+    """The address of an array in the host's memory."""
     return x.unsafe_buffer_pointer()
 
 

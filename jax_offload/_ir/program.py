@@ -160,7 +160,7 @@ def _kept_apart(eqn: Equation, ins: Sequence[Atom]) -> list[Var]:
 
 
 def _leaf_by_leaf(eqn: Equation) -> Iterator[Equation]:
-    """A move of a whole tree as moves of its leaves, each of which has its own place."""
+    """Split the move of a whole tree into moves of its leaves, each with its own place."""
     of_leaf: dict[Any, dict[str, Any]] = {}  # a handful of ways, for hundreds of leaves
     for v, out, *said in zip(eqn.invars, eqn.outvars, *eqn.params.values(), strict=True):
         params = of_leaf.setdefault(tuple(map(id, said)), {k: (x,) for k, x in zip(eqn.params, said, strict=True)})
@@ -226,7 +226,7 @@ def replaced(program: Program, at: int, by: Program) -> Program:
 def _expanded_in(
     params: dict[str, Any], expand: Expand, enters: Callable[[Equation], bool] = lambda _: True
 ) -> dict[str, Any]:
-    """An equation's parameters, with what is to be expanded in their jaxprs; the same where there is nothing."""
+    """An equation's parameters with the jaxprs in them expanded; the same object if nothing changes."""
     return with_jaxprs(params, lambda jaxpr: expanded(jaxpr, expand, enters))
 
 

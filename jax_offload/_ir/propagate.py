@@ -232,7 +232,7 @@ def needed(nodes: Sequence[Node], wanted: Sequence[Var], kept: bool = True) -> s
 
 
 def topological(nodes: Sequence[Node], which: Iterable[int]) -> list[Node]:
-    """Those of ``nodes``, in the order that ``which`` names, but that each comes after what it needs.
+    """The nodes numbered ``which``, in that order, except that each comes after the nodes that it needs.
 
     Raises:
       RuntimeError: two of them need each other.

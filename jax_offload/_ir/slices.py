@@ -297,7 +297,7 @@ class Slice:
 
     @functools.cached_property
     def decoded_bytes(self) -> int:
-        """Bytes of ``loads`` on one device once they are float32, as what is stored in fewer bits is for the update."""
+        """Bytes of ``loads`` on one device, decoded to float32 where they are stored in fewer bits."""
         return sum(
             math.prod(v.aval.shape) * max(4, v.aval.dtype.itemsize) // math.prod(self.shards.get(v, ()))
             for v in self.loads
@@ -367,8 +367,8 @@ def slice_of(
     """The slice of some equations and results.
 
     Args:
-      eqns, outputs: they.
-      debug_info, shards: of the program.
+      eqns, outputs: the equations and results to include.
+      debug_info, shards: those of the program.
       given: the variables that other parts provide.
       can_be_cut: whether an equation may hold what its results do not need.
     """

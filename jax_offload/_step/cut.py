@@ -97,7 +97,7 @@ def unguarded(program: Program) -> Program:
 
 
 def _constants_where_used(program: Program, places: Sequence[int]) -> list[int]:
-    """The places, but that what is made of no argument is made where it is first read, and does not cross."""
+    """The places, with constants moved to the part that first reads them, so that they do not cross."""
     made = made_of(program.eqns, lambda _: False, program.inputs)
     constant = [made.isdisjoint(variables(eqn.invars)) and not eqn.effects for eqn in program.eqns]
     first: dict[Var, int] = dict.fromkeys(variables(program.outputs), 0)
