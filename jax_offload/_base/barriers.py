@@ -40,7 +40,7 @@ def together(values: T) -> T:
     """Return the arrays of a tree so that whatever uses one of them waits for all.
 
     XLA's schedulers put off what only a later result asks for: the reduction of a gradient to its part of a norm, or a
-    phase of an iteration beside transfers. And they make early what depends on nothing, such as zeros.
+    phase of an iteration beside transfers.
     """
     return jax.lax.optimization_barrier(values)
 

@@ -15,7 +15,7 @@ from jax_offload._ir.conds import scalars_hoisted
 from jax_offload._ir.primitives import CHECKPOINT
 from jax_offload._ir.program import Program, flat
 from jax_offload._plan.decide import FLOPS_PER_BYTE
-from jax_offload._plan.network import is_heavy_equation
+from jax_offload._plan.gates import is_heavy_equation
 from jax_offload._plan.transfers import same_type
 
 # ---- checkpointed blocks, opened where gates are to stand between the gradients that one makes
