@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_offload._base import private
-from jax_offload._base.own_primitives import mark, mark_of, marks_in
+from jax_offload._base.own_primitives import MARK, mark, mark_of, marks_in
 from jax_offload._base.trace import backward_of, is_constrained, production_order
 
 pytestmark = pytest.mark.oldest("the stages, on jax's own jaxprs")
@@ -206,5 +206,5 @@ def test_marks_are_in_the_trace_and_in_nothing_that_runs():
     step = jax.make_jaxpr(marked_twice)(1.0)
     assert [marks_in(step).get(v) for v in step.jaxpr.outvars] == ["double", None]
     assert asked(lambda xs: [*map(mark_of, xs)], lambda x: (x, *marked_twice(x)), 1.0) == [None, "double", None]
-    assert "mark" not in jax.jit(marked_twice).lower(1.0).as_text()
+    assert MARK not in jax.jit(marked_twice).lower(1.0).as_text()
     assert (jax.vmap(jax.grad(lambda x: marked_twice(x)[1]))(jnp.ones(3)) == 6).all()
