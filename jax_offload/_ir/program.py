@@ -257,16 +257,15 @@ def without_round_trips(program: Program) -> Program:
     constrained: dict[Var, Any] = {}  # result of a sharding constraint -> what it says
 
     def known(eqn: Equation, ins: Sequence[Atom]) -> Sequence[Atom] | None:
-        x = ins[0] if ins else None
         if is_mark(eqn):
             return ins
         if _is_move(eqn):
-            (out,) = eqn.outvars
+            (out,), x = eqn.outvars, ins[0]
             moved_from[out] = origin = x if isinstance(x, Literal) else moved_from.get(x, x)
             if isinstance(origin, Var) and origin.aval == out.aval and origin is not x:
                 return [origin]
         elif eqn.primitive.name in ("sharding_constraint", "reshard"):
-            (out,), said = eqn.outvars, (eqn.params, eqn.outvars[0].aval)
+            (out,), x, said = eqn.outvars, ins[0], (eqn.params, eqn.outvars[0].aval)
             if isinstance(x, Var) and constrained.get(x) == said:
                 return [x]
             constrained[out] = said

@@ -59,7 +59,7 @@ class Facts(Generic[T]):
         made = [each for each in (self._run(each, given) for each in inner) if len(each) == len(eqn.outvars)]
         if not made:
             return [self.join(given)] * len(eqn.outvars)
-        common = given[: inner[0].first] if self.choice_counts else []
+        common = given[: inner[0].first if self.choice_counts else 0]
         return [self.join([*common, *each]) for each in zip(*made, strict=True)]
 
     def _run(self, inner: Inner, given: Sequence[T]) -> list[T]:
