@@ -67,7 +67,7 @@ MUTATIONS = [
     Mutation("ZeRO-1 on the layers first", "_placement/zero.py", "[*range(1, len(shape)), 0]", "[0, *range(1, len(shape))]", "test_sharded.py -k zero"),
     Mutation("ZeRO-1 where nothing divides", "_placement/zero.py", "if shape[axis] % (shards[axis] * parts) == 0:", "if shape[axis] >= shards[axis] * parts:", "test_sharded.py"),
     Mutation("specs end with None", "_placement/zero.py", "while spec[-1] is None:", "while False:", "test_sharded.py"),
-    Mutation("needs of a cond are dropped", "_ir/propagate.py", "return [total | effect] * common +", "return [0] * common +", "test_visits.py test_stream.py -k finite"),
+    Mutation("needs of a cond are dropped", "_ir/propagate.py", "return [total | effect] * inner[0].first +", "return [0] * inner[0].first +", "test_visits.py test_stream.py -k finite"),
     Mutation("groups are not joined", "_ir/propagate.py", "        for other in roots[1:]:\n            parent[other] = root\n", "", "unit/test_propagate.py"),
     Mutation("all leaves are rounded alike", "_precision/storage.py", "number = jax.lax.add(number, np.uint32(0x9E3779B9))", "number = jax.lax.add(number, np.uint32(0))", "test_storage.py -k seeds"),
     Mutation("every step is rounded alike", "_precision/storage.py", "return StoredState(state.rounds + 1,", "return StoredState(state.rounds,", "test_storage.py -k 'increments or accumulation or equal'"),
