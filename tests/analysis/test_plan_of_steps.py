@@ -8,6 +8,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_offload as jo
+from jax_offload._analysis import compiled
 from tests.aot import steps
 from tests.aot.cases import device_sharding
 from tests.aot.harness import H200, require
@@ -67,7 +68,22 @@ STEPS = {
 }
 
 
+@pytest.fixture
+def compiled_once(monkeypatch):
+    """XLA compiles each program once, however often a plan asks."""
+    programs, compile_for = {}, compiled.compile_for
+
+    def once(target, module, n, options):
+        key = target.name, str(module), n, str(options)
+        if key not in programs:
+            programs[key] = compile_for(target, module, n, options)
+        return programs[key]
+
+    monkeypatch.setattr(compiled, "compile_for", once)
+
+
 @pytest.mark.long("compiles six steps, each in several forms, for an H200")
+@pytest.mark.usefixtures("compiled_once")
 @pytest.mark.parametrize("name", STEPS)
 def test_fits_agrees_with_the_compiler(name, monkeypatch):
     """No row that is said to fit is over what jax has; none within a tenth below it is refused."""
