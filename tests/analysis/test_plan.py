@@ -240,6 +240,7 @@ def test_activations_follow_from_layers_width_and_tokens():
     sharded = jo.plan(ADAMW, divided, chip="h200", tokens_per_step=65536, layers=32, width=4096)
     gathered = 3 * 12 * 4096**2 * 2  # two layers' parameters and a gradient are whole on a device
     assert sharded["resident"].activations == 8192 * 4096 * 2 * (32 + 17) + gathered
+    assert all(row.fits in (True, False) for row in sharded.options) and sharded.recommended.fits
 
 
 def test_device_memory_solves_for_the_smallest_fraction():
