@@ -192,8 +192,8 @@ def _answer(tx: Any, params: Any, setting: Setting, said: Sequence[str], made: S
     else:
         found = rows.table(given, disk)
     rows.notes += [
-        f"{row.name}: its window, what the program of a group takes, is the compiler's to say, and no figure has the "
-        f"disk's speed; in a step {in_bytes(row.disk)} are read and as many written"
+        f"{row.name}: only the compiler knows the window, the memory of one group's program, and the chip's figures do "
+        f"not include the disk's speed; each step reads {in_bytes(row.disk)} and writes as many"
         for row in found if row.disk
     ]  # fmt: skip
     return setting.plan(found, [*said, *rows.notes], _dtypes(params, inner), bool(replicated_axes(params)))

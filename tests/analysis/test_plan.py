@@ -370,7 +370,7 @@ def test_a_disk_where_it_is_asked_for():
     found = jo.plan(ADAMW, "13B", chip="h100", disk=True, tokens_per_step=65536, activations="1GiB")
     row = found["disk"]
     assert row.loaded == row.stored == row.disk and (row.link, row.added) == (None, None)
-    assert "no figure has the disk's speed; in a step 48.4 GiB are read" in str(found).replace("\n  ", " ")
+    assert "the disk's speed; each step reads 48.4 GiB and writes as many" in str(found).replace("\n  ", " ")
     assert row.disk == pytest.approx(4 * 13e9, rel=1e-3) and row.host == 0
     assert row.fits is None and row.missing == ("the window",)
     assert "disk" not in [r.name for r in jo.plan(ADAMW, "13B", chip="h100").options]
