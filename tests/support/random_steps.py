@@ -461,7 +461,7 @@ class Placed:
     """A leaf of an offloaded state where ``init`` has put it, and the path and the parameter that it belongs to."""
 
     def __init__(self, path: str, leaf: Any, params: dict[str, Any]) -> None:
-        self.path, self.leaf = re.sub(r"\.(values|scales)$", "", path), leaf  # of a leaf with storage=
+        self.path, self.leaf = re.sub(r"\.(values|values_scale)$", "", path), leaf  # of a leaf with storage=
         self.owner = max((name for name in params if self.path.endswith(name)), key=len, default=None)
         self.param = params.get(self.owner) if self.owner else None
         self.nbytes = math.prod(leaf.shape) * leaf.dtype.itemsize if is_array(leaf) else 0
@@ -532,7 +532,7 @@ def misplaced(r: Recipe, mode: str, state: Any, params: Any) -> Iterator[str]:
     wrong = abs(size(moved) - r["fraction"] * size(eligible))
     if wrong > (max((x.nbytes for x in eligible), default=0) / 2 if 0 < r["fraction"] < 1 else 0):
         yield f"{size(moved)} bytes left the device, of {size(eligible)} that may, with fraction={r['fraction']}"
-    if mode != "disk" and away["disk"] or mode == "disk" and size(away["pinned_host"]) > r["host_bytes"]:
+    if (mode != "disk" and away["disk"]) or (mode == "disk" and size(away["pinned_host"]) > r["host_bytes"]):
         yield f"{size(away['disk'])} bytes are on disk, {size(away['pinned_host'])} in host memory"
     for x in leaves:
         if r["mesh"] is None or not x.like_param or not isinstance(x.leaf, jax.Array):
