@@ -243,7 +243,9 @@ def offload(
             except Exception as error:
                 check_typed(sharded, error)
                 raise
-            new_state = _store(new_state, place_next(policy, state, plan, new_state, like), like, shardings)
+            after = place_next(policy, state, plan, new_state, like)
+            before = jax.tree.leaves(state) if after is plan else ()
+            new_state = _store(new_state, after, like, shardings, before)
             return resharded(updates, options.replicated), new_state
 
         updates, new_state = streamed(recipe, (updates, state, params, extra_args), next_of=(0, 1), options=options)
@@ -287,11 +289,11 @@ def _load(state: Any) -> Any:
     return jax.tree.unflatten(treedef, _memory.all_to_device(leaves))
 
 
-def _store(state: Any, plan: list[Leaf], params: Any, shardings: Shardings) -> Any:
+def _store(state: Any, plan: list[Leaf], params: Any, shardings: Shardings, before: Sequence[Any] = ()) -> Any:
     """``state`` with the leaves that the plan puts on the host there; what is there already stays."""
     check_not_in_pmap(plan)
     leaves, treedef = jax.tree.flatten(state)
-    leaves = resharded_state(leaves, plan, params, shardings)
+    leaves = resharded_state(leaves, plan, params, shardings, before)
     if around().moved is not None:  # what stands around stores it
         return jax.tree.unflatten(treedef, leaves)
     return jax.tree.unflatten(treedef, _memory.all_to_host(leaves, [leaf.host for leaf in plan]))
