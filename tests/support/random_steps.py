@@ -470,12 +470,16 @@ class Placed:
     def like_param(self) -> bool:
         return self.param is not None and self.param.shape == self.leaf.shape
 
-    def is_eligible(self, r: Recipe, first: str) -> bool:
-        """Whether the docs of ``jo.offload`` say that this leaf may leave the device."""
+    def is_large(self, r: Recipe) -> bool:
+        """Whether this leaf does not stay as it is whatever the other options say."""
         least = 2**16 if r["min_bytes"] is None else r["min_bytes"]
         if not is_array(self.leaf) or not self.leaf.shape or not self.nbytes or self.nbytes < least:
             return False
-        if jnp.issubdtype(self.leaf.dtype, jax.dtypes.prng_key):
+        return not jnp.issubdtype(self.leaf.dtype, jax.dtypes.prng_key)
+
+    def is_eligible(self, r: Recipe, first: str) -> bool:
+        """Whether the docs of ``jo.offload`` say that this leaf may leave the device."""
+        if not self.is_large(r):
             return False
         if r["select"] is None:
             return True
@@ -537,7 +541,7 @@ def misplaced(r: Recipe, mode: str, state: Any, params: Any) -> Iterator[str]:
     for x in leaves:
         if r["mesh"] is None or not x.like_param or not isinstance(x.leaf, jax.Array):
             continue
-        over = "ZeRO-1" in r["mesh"] and x in eligible and any(n % 2 == 0 for n in x.leaf.shape)
+        over = "ZeRO-1" in r["mesh"] and x.is_large(r) and any(n % 2 == 0 for n in x.leaf.shape)
         want, got = (math.prod(y.sharding.shard_shape(y.shape)) for y in (x.param, x.leaf))
         if got != (want // 2 if over else want):
             yield f"{x.path} is divided into {got} elements a device"
