@@ -102,7 +102,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
                   "ademamix", "lookahead-like", "yogi", "sm3", "lbfgs-like", "prodigy", "by rates", "dog"),
     "inside": (None,) * 5 + ("clip", "clip", "MultiSteps", "apply_if_finite", "masked", "partition", "inject", "ema",
                "zero_nans", "named_chain", "flatten", "conditionally"),
-    "outside": (None,) * 7 + ("clip", "MultiSteps", "apply_if_finite", "masked", "partition", "inject", "ema"),
+    "outside": (None,) * 7 + ("clip", "clip", "apply_if_finite", "masked", "partition", "inject", "ema"),
     # the options of jo.offload
     "fraction": (1.0,) * 5 + (0.5, 0.25, 0.0),
     "select": (None,) * 6 + ("w", "callable", "tree"),
@@ -499,8 +499,6 @@ def offloaded_in(r: Recipe, state: Any) -> Any:
     match r["outside"]:
         case "clip":
             return state[1]
-        case "MultiSteps":
-            return state.inner_opt_state
         case "apply_if_finite":
             return state.inner_state
         case "masked":
@@ -1039,7 +1037,8 @@ def jitted(step: Step) -> Record:
 def pipelined(step: Step) -> Record:
     r, record = step.r, Record(step)
     # Counts outside of an offload begin uncommitted, so that the second call of a program compiles again.
-    counted = r["outside"] is None and r["second"] != "plain beside"
+    # A program updates by the flag of one call and differentiates by that of the next.
+    counted = r["outside"] is None and r["second"] != "plain beside" and r["static"] in (None, "default")
     carried = [name for name in step.arguments if name in step.carried]
     if r["donate by"] == "name":
         carried.sort(key=lambda name: zlib.crc32(name.encode()))  # the order does not matter
@@ -1141,7 +1140,7 @@ def difference(x: Any, y: Any, tolerance: float) -> str | None:
 
 def in_a_branch(r: Recipe) -> bool:
     """Whether the update is one of several, or in a branch or a loop of the step."""
-    return bool(r["second"] or r["skip"] or r["accumulate"]) or r["outside"] in ("MultiSteps", "apply_if_finite")
+    return bool(r["second"] or r["skip"] or r["accumulate"]) or r["outside"] == "apply_if_finite"
 
 
 REFUSED: list[tuple[str, Callable[[Recipe, str], bool], str]] = [
