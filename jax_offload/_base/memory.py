@@ -130,7 +130,7 @@ def in_its_memory(x: Any) -> Any:
 
 def under_jit() -> bool:
     """Whether a program is being traced: then even an init of concrete parameters becomes a part of it."""
-    return private.under_jit()
+    return isinstance(jax.lax.neg(np.float32(0)), Tracer)
 
 
 def mesh_is_set() -> bool:

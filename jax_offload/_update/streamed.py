@@ -18,6 +18,7 @@ from jax.tree_util import keystr
 
 from jax_offload._base.arrays import is_array, is_like
 from jax_offload._base.jaxprs import Literal, jaxpr_of
+from jax_offload._base.memory import on_host, to_device
 from jax_offload._base.paths import key_of, leaves_with_paths, owners
 from jax_offload._base.shardings import (
     Layouts,
@@ -55,7 +56,10 @@ def streamed(
       options: those of the ``offload`` whose recipe it is; ``None`` if each ``offload`` inside has its own.
     """
     updates, state, params, *rest = args
-    # Divide the gradients first: they are then scattered as they are reduced, and only parts of them are alive.
+    # A number in host memory would put all that is made of it, a bias correction say, behind a pass of its own.
+    state = jax.tree.map(lambda x: to_device(x) if is_array(x) and on_host(x) and not np.ndim(x) else x, state)
+    args = updates, state, params, *rest
+    # Sharded further before anything else: then they are scattered as they are reduced, and only parts are alive.
     if options is not None:
         args = (resharded(updates, options.partitions, params), state, params, *rest)
     trace = traced(recipe, args, options)
