@@ -178,6 +178,24 @@ def scan_of(eqn: Equation) -> Scan | None:
     )
 
 
+def sharded_like(
+    eqn: Equation, fun: Callable[..., Any], more_in: Sequence[Any] = (), more_out: Sequence[Any] = ()
+) -> Callable[..., Any]:
+    """``fun`` under a ``shard_map`` that divides operands and results as the equation does.
+
+    ``more_in``, ``more_out``: the specs of further operands and results.
+    """
+    params = eqn.params
+    return jax.shard_map(
+        fun,
+        mesh=params["mesh"],
+        in_specs=(*params["in_specs"], *more_in),
+        out_specs=[*params["out_specs"], *more_out],
+        axis_names=params["newly_manual_axes"],
+        check_vma=params["check_vma"],
+    )
+
+
 _CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
@@ -319,7 +337,7 @@ def run_equation(eqn: Equation, operands: Sequence[Any], params: dict[str, Any])
 
 # ---- effects, by name, because their classes are private
 
-_UNORDERED = frozenset(("DebugEffect", "IOEffect"))
+_UNORDERED = frozenset(("DebugEffect", "IOEffect", "NamedAxisEffect"))  # a collective names an axis
 _CALLBACKS = _UNORDERED | {"OrderedDebugEffect", "OrderedIOEffect"}
 
 

@@ -5,6 +5,7 @@
 | where an equation has the jaxprs that it runs | ``jaxprs.inner_of`` | 0.10 to 0.12 |
 | how a ``scan`` says which of its operands are what | ``jaxprs.scan_of`` | 0.10 and 0.11, 0.12 |
 | ``dce_jaxpr`` | ``jaxprs.without_dead_code`` | 0.10 to 0.12 |
+| ``discharge_state`` | ``without_references`` | 0.10 to 0.12 |
 | the tables of a primitive's rules; symbols for zero | ``set_rules``, ``nonzero``, ``zero_tangent`` | 0.10 to 0.12 |
 | how the arguments of a program are typed, and made ready for it, by class | ``trace_as`` | 0.10 to 0.12 |
 | ``lower_fun``, ``jaxpr_subcomp``, and how they name types | ``lowered``, ``lowered_jaxpr`` | 0.10 to 0.12 |
@@ -38,6 +39,7 @@ from jax._src import core as private_core
 from jax._src import distributed
 from jax._src import dtypes as private_dtypes
 from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.state import discharge
 from jax.core import ShapedArray
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
@@ -77,6 +79,11 @@ _check_types()
 def dce_jaxpr(jaxpr: Any, used: Sequence[bool], *, keep_inputs: bool) -> tuple[Any, list[bool]]:
     """An open jaxpr without what the results that are used do not need, and which of its inputs are left."""
     return _part_of(pe, "dce_jaxpr")(jaxpr, list(used), instantiate=keep_inputs)
+
+
+def without_references(jaxpr: Any) -> Any:
+    """A closed jaxpr whose mutable arrays, which live inside it alone, are values."""
+    return _part_of(discharge, "discharge_state")(jaxpr)
 
 
 def set_rules(

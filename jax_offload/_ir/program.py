@@ -215,6 +215,11 @@ def _spliced(program: Program, operands: Sequence[Atom], eqns: list[Equation], t
     return [read(v) for v in program.outputs]
 
 
+def spliced(program: Program, operands: Sequence[Atom], eqns: list[Equation]) -> list[Atom]:
+    """Appends a program's equations to ``eqns``, with variables of their own, for these operands; gives its results."""
+    return _spliced(program, operands, eqns, {v for eqn in program.eqns for v in eqn.outvars})
+
+
 def replaced(program: Program, at: int, by: Program) -> Program:
     """``program`` with another in the place of its equation ``at``, of the same operands and results."""
     eqns = program.eqns[:at]
@@ -229,6 +234,13 @@ def _expanded_in(
 ) -> dict[str, Any]:
     """An equation's parameters with the jaxprs in them expanded; the same object if nothing changes."""
     return with_jaxprs(params, lambda jaxpr: expanded(jaxpr, expand, enters))
+
+
+def without_effects_of_axes(program: Program) -> Program:
+    """The program without what jax notes of collectives inside ``shard_map``: they have no order to keep."""
+    eqns = [eqn.replace(effects=frozenset(e for e in eqn.effects if type(e).__name__ != "NamedAxisEffect"))
+            if eqn.effects else eqn for eqn in program.eqns]  # fmt: skip
+    return dataclasses.replace(program, eqns=eqns)
 
 
 def without(program: Program, known: Callable[[Equation, Sequence[Atom]], Sequence[Atom] | None]) -> Program:
@@ -285,6 +297,8 @@ def _inlinable(eqn: Equation, operands: list[Atom], any_jit: bool) -> ClosedJaxp
     """
     if eqn.primitive.name == "cond" and isinstance(operands[0], Literal):
         return branches_of(eqn)[int(operands[0].val)]
+    if eqn.primitive.name in ("eval_jaxpr", "closed_call"):  # of a backward pass, and of mutable arrays
+        return called_by(eqn)
     if eqn.primitive.name not in ("jit", "pjit"):
         return None
     if any_jit:
