@@ -123,7 +123,7 @@ MUTATIONS = [
     Mutation("a program behind each gradient", "_drive/cuts.py", "(cuts and done[place] - done[cuts[-1]] < least)", "False", "test_segments.py"),
     Mutation("a short read goes on anywhere", "_disk/blocks.py", "now -= now % ALIGNED", "now -= 0", DISK),
     Mutation("nobody waits for the one before", "_disk/queues.py", "before = [self._last[group]] if group in self._last else []", "before = []", DISK),
-    Mutation("the state stays on the device", "_offload.py", "[leaf.host for leaf in plan]))", "[False for leaf in plan]))", "test_placement.py"),
+    Mutation("the state stays on the device", "_offload.py", "[leaf.host for leaf in plan]))", "[False for leaf in plan]))", "test_equivalence.py"),
     Mutation("what fills no tile is not stored", "_plan/plan.py", "else ((0, full), (full, rows))", "else ((0, full),)", "test_plan.py -k tile"),
     Mutation("a second norm is in one piece", "_ir/conds.py", "on | reduced))  # what", "on))  # what", "unit/test_branches.py"),
 ]  # fmt: skip

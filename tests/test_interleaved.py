@@ -162,6 +162,19 @@ def test_the_backward_pass_waits_for_every_gradient(loss):
     assert len(early) == LAYERS and sum(early) <= 1
 
 
+def test_counts_that_arrive_in_host_memory():
+    """As where a trainer moves a whole state there: an update is in pieces all the same, and gives the same numbers."""
+    tx, params = jo.offload(ADAMW, **OPTIONS), parameters()
+    step = jo.jit(step_of(tx, loss, True))
+    state = tx.init(params)
+    moved = jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind("pinned_host")), state)
+    plain, other = (jo.placement(step, params, each, batch(0)) for each in (state, moved))
+    assert not other.stays and not plain.stays
+    large = [[leaf.streams for leaf in table.leaves if leaf.nbytes > 1024] for table in (plain, other)]
+    assert large[0] == large[1]
+    assert_close(step(params, moved, batch(0)), step(params, state, batch(0)), 1e-6)
+
+
 @pytest.mark.long("more kinds of steps", but=["outside-0.5-True"])
 @pytest.mark.parametrize("update_params", [True, False])
 @pytest.mark.parametrize("fraction", [1.0, 0.5])

@@ -179,7 +179,9 @@ def model_of(
     if devices > 1:
         mesh = AbstractMesh((devices,), (AXIS,), axis_types=(AxisType.Auto,))
         place = NamedSharding(mesh, PartitionSpec() if replicated else PartitionSpec(None, AXIS))
-    shapes = {"attention": (layers, width, columns // 3), "mlp": (layers, width, columns - columns // 3)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "attention": (layers, width, columns // 3), "mlp": (layers, width, columns - columns // 3),
+    }  # fmt: skip
     if rest := (n - layers * width * columns) // width:
         shapes["embed"] = (rest, width)
     return {k: jax.ShapeDtypeStruct(s, jnp.dtype(dtype), sharding=place) for k, s in shapes.items()}, layers, width

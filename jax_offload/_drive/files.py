@@ -13,7 +13,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from jax_offload._base.jaxprs import Atom, Equation, Var, inner_of, renamed, variables
 from jax_offload._base.memory import HOST_KIND
-from jax_offload._base.on_disk import READ, WRITE, Ends, Place, Range
+from jax_offload._base.on_disk import IN_MEMORY, READ, WRITE, Ends, Place, Range
 from jax_offload._drive.stages import DRIVEN, Staged
 from jax_offload._emit.find import holds_driven_update, is_update
 from jax_offload._ir.program import Program
@@ -109,12 +109,7 @@ class OnFiles:
                 )
         for v, known in step.host_leaves.items():
             if known and v not in self.reads:
-                raise ValueError(
-                    f"state: a leaf {v.aval.dtype}{list(v.aval.shape)} is in memory, and this offload keeps it on "
-                    "disk. Fix: tx.init(params) gives it so, and disk.resume(target) if it was made with this "
-                    "host_bytes; jo.to_host(tx, state) brings one of another there, with a jo.disk(...) of directories "
-                    "of its own."
-                )
+                raise ValueError(f"state: a leaf {v.aval.dtype}{list(v.aval.shape)} {IN_MEMORY}")
 
 
 def files_of(step: Program) -> OnFiles:
