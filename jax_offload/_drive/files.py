@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 import jax
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from jax_offload._base.jaxprs import Atom, Equation, Var, renamed, sub_jaxprs, variables
+from jax_offload._base.jaxprs import Atom, Equation, Var, inner_of, renamed, variables
 from jax_offload._base.memory import HOST_KIND
 from jax_offload._base.on_disk import IN_MEMORY, READ, WRITE, Ends, Place, Range
 from jax_offload._drive.stages import DRIVEN, Staged
@@ -188,9 +188,7 @@ def _check_equation(eqn: Equation, reads: Mapping[Var, Any], written: Mapping[Va
 
 def _holds_files(eqn: Equation) -> bool:
     """Whether something is read or written in a branch or a loop of the step."""
-    return any(
-        inner.primitive in (READ, WRITE) or _holds_files(inner) for jaxpr, _ in sub_jaxprs(eqn) for inner in jaxpr.eqns
-    )
+    return any(inner.holds(lambda each: each.primitive in (READ, WRITE)) for inner in inner_of(eqn))
 
 
 def _devices(devices: Set[Any]) -> str:

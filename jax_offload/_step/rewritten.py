@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -19,13 +19,13 @@ from jax_offload._base.jaxprs import (
     Literal,
     Scan,
     Var,
+    holds,
     jax_fun,
     jaxpr_of,
     only_callbacks,
     ordered,
     scan_of,
     sharded_like,
-    sub_jaxprs,
     values_of,
     variables,
     without_dead_code,
@@ -98,14 +98,10 @@ def _is_static(x: Any) -> bool:
 def is_driven(closed: ClosedJaxpr) -> bool:
     """Whether Python is to drive a step: for one of its results the host's cores update, or files are read."""
 
-    def holds(eqn: Equation) -> bool:
-        return eqn.primitive is READ or holds_driven_update(eqn) or any(map(holds, _inside(eqn)))
+    def driven(eqn: Equation) -> bool:
+        return holds_driven_update(eqn) or holds(eqn, lambda each: each.primitive is READ)
 
-    return any(map(holds, closed.jaxpr.eqns)) and any(map(holds, without_dead_code(closed.jaxpr)[0].eqns))
-
-
-def _inside(eqn: Equation) -> Iterator[Equation]:
-    return (inner for jaxpr, _ in sub_jaxprs(eqn) for inner in jaxpr.eqns)
+    return any(map(driven, closed.jaxpr.eqns)) and any(map(driven, without_dead_code(closed.jaxpr)[0].eqns))
 
 
 def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
