@@ -462,7 +462,9 @@ class Placed:
 
     def __init__(self, path: str, leaf: Any, params: dict[str, Any]) -> None:
         self.path, self.leaf = re.sub(r"\.(values|values_scale)$", "", path), leaf  # of a leaf with storage=
-        self.owner = max((name for name in params if self.path.endswith(name)), key=len, default=None)
+        found = [(re.search(re.escape(name) + r"(\[\d+\])*$", self.path), name) for name in params]  # sm3 has lists
+        owners = [(hit.start(), -len(name), name) for hit, name in found if hit]
+        self.owner = min(owners)[-1] if owners else None
         self.param = params.get(self.owner) if self.owner else None
         self.nbytes = math.prod(leaf.shape) * leaf.dtype.itemsize if is_array(leaf) else 0
 
