@@ -68,8 +68,8 @@ MUTATIONS = [
     Mutation("ZeRO-1 on the layers first", "_placement/zero.py", "[*range(1, len(shape)), 0]", "[0, *range(1, len(shape))]", "test_sharded.py -k zero"),
     Mutation("ZeRO-1 where nothing divides", "_placement/zero.py", "if shape[axis] % (shards[axis] * parts) == 0:", "if shape[axis] >= shards[axis] * parts:", "test_sharded.py"),
     Mutation("specs end with None", "_placement/zero.py", "while spec[-1] is None:", "while False:", "test_sharded.py"),
-    Mutation("needs of a cond are dropped", "_ir/masks.py", "return [total | effect] * common +", "return [0] * common +", "test_visits.py test_stream.py -k finite"),
-    Mutation("groups are not joined", "_ir/masks.py", "        for other in roots[1:]:\n            parent[other] = root\n", "", "unit/test_masks.py"),
+    Mutation("needs of a cond are dropped", "_ir/propagate.py", "return [total | effect] * common +", "return [0] * common +", "test_visits.py test_stream.py -k finite"),
+    Mutation("groups are not joined", "_ir/propagate.py", "        for other in roots[1:]:\n            parent[other] = root\n", "", "unit/test_masks.py"),
     Mutation("all leaves are rounded alike", "_precision/storage.py", "number = jax.lax.add(number, np.uint32(0x9E3779B9))", "number = jax.lax.add(number, np.uint32(0))", "test_storage.py -k seeds"),
     Mutation("every step is rounded alike", "_precision/storage.py", "return StoredState(state.rounds + 1,", "return StoredState(state.rounds,", "test_storage.py -k 'increments or accumulation or equal'"),
     Mutation("untouched leaves are encoded again", "_precision/storage.py", "is_encoded(old) and x is not was", "is_encoded(old)", "test_storage.py -k 'again or drift'"),
@@ -103,7 +103,7 @@ MUTATIONS = [
     Mutation("what is saved is what training writes over", "_interop/checkpoint.py", "[memory.copy_on_host(x) for x in host]", "host", "test_checkpoint.py -k written_is_the_copy"),
     Mutation("a checkpoint of another dtype is converted", "_interop/stored.py", "if got != (tuple(x.shape), np.dtype(x.dtype)):", "if got[0] != tuple(x.shape):", "test_checkpoint.py -k wrong_with_the_call"),
     Mutation("restored without a target, counts are in host memory", "_interop/stored.py", "memory.HOST_KIND if stored.shape else memory.DEVICE_KIND", "memory.HOST_KIND", "test_checkpoint.py -k without_a_target"),
-    Mutation("a checksum of each replica", "_interop/checksums.py", "if s.replica_id == 0]", "]", "test_damage.py test_checkpoint.py -k 'checksum or placement or sums'"),
+    Mutation("a checksum of each replica", "_interop/checksums.py", "if shard.replica_id == 0:", "if True:", "test_damage.py test_checkpoint.py -k 'checksum or placement or sums'"),
     Mutation("a gradient waits divided as what is divided least", "_interop/pending.py", "if n == max(parts)]", "if n == min(parts)]", "pipelined/test_pending.py"),
     Mutation("bfloat16 gradients wait in float32", "_interop/pending.py", "<= nbytes(out.aval):", "> nbytes(out.aval):", "pipelined/test_pending.py -k bfloat16"),
     Mutation("gradients that wait on the host are planned for the device", "_interop/rotated.py", "with_kind(sharding, HOST_KIND) if sharding is not None and name in hosts", "with_kind(sharding, HOST_KIND) if sharding is None and name in hosts", "pipelined/test_pending.py"),
@@ -126,7 +126,7 @@ MUTATIONS = [
     Mutation("nobody waits for the one before", "_disk/queues.py", "before = [self._last[group]] if group in self._last else []", "before = []", DISK),
     Mutation("the state stays on the device", "_offload.py", "[leaf.host for leaf in plan]))", "[False for leaf in plan]))", "test_placement.py"),
     Mutation("what fills no tile is not stored", "_plan/plan.py", "else ((0, full), (full, rows))", "else ((0, full),)", "test_plan.py -k tile"),
-    Mutation("a second norm is in one piece", "_ir/branches.py", "on | reduced))  # what", "on))  # what", "unit/test_branches.py"),
+    Mutation("a second norm is in one piece", "_ir/conds.py", "on | reduced))  # what", "on))  # what", "unit/test_branches.py"),
 ]  # fmt: skip
 
 

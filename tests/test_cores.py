@@ -99,7 +99,12 @@ def groups(request):
 
 # ---- values, placement and donation ----------------------------------------------------------------------------------
 
-SHARES = ["host", 0.3, {"layer_0": "device", "layer_1": 0.5, "layer_2": "host", "layer_3": "host"}, [("[13]/w", "host")]]
+SHARES = [
+    "host",
+    0.3,
+    {"layer_0": "device", "layer_1": 0.5, "layer_2": "host", "layer_3": "host"},
+    [("[13]/w", "host")],
+]
 KINDS = {
     "plain": plain_layer,
     "checkpointed": jax.checkpoint(plain_layer),

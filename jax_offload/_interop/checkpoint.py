@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ import jax
 from jax_offload._base import memory
 from jax_offload._base.disk_moves import read_into
 from jax_offload._files.files import Disk
-from jax_offload._interop.checksums import checksums, is_key, word_sums
+from jax_offload._interop.checksums import checksums, is_key
 from jax_offload._interop.late import read_late, sums_of
 from jax_offload._interop.stored import Damaged, check_target, default_target, named, reading, some
 
@@ -27,7 +27,7 @@ def save_args(tree: Any, *, copy: bool = True) -> Any:
     """Return orbax's arguments for saving ``tree`` while the next steps donate its arrays.
 
     Call ``manager.save(step, args=jo.save_args(tree))``, or pass it as an item of an ``ocp.args.Composite``. The
-    arguments are orbax's ``StandardSave`` and write the same files, with a CRC-32 for each leaf by which ``restore``
+    arguments are orbax's ``StandardSave`` and write the same files, with a checksum for each leaf by which ``restore``
     notices damage.
 
     orbax writes host leaves from the memory in which they are, in the background. A GPU refuses to donate memory that
@@ -65,7 +65,7 @@ def save_args(tree: Any, *, copy: bool = True) -> Any:
     tree = read_late(ocp, tree)
     names, leaves = named(tree)
     sums = dict(zip(names, sums_of(leaves), strict=True))
-    return ocp.args.StandardSave(tree, custom_metadata={_NAME: {"by": _MARK, "crc32": sums}})
+    return ocp.args.StandardSave(tree, custom_metadata={_NAME: {"by": _MARK, "checksums": sums}})
 
 
 def restore(
@@ -156,15 +156,9 @@ def _restore_step(ocp: Any, manager: Any, step: int, item: str | None, target: A
         )
     metadata = reading(ocp.StandardCheckpointHandler().metadata, folder)
     stored = dict(zip(*named(metadata.tree), strict=True))
-    summed, sums = _stored_sums(metadata.custom_metadata, folder)
+    sums = _stored_sums(metadata.custom_metadata, folder)
     if sums is not None and sums.keys() != stored.keys():
         raise Damaged(f"its metadata names other leaves than were saved: {some(sums.keys() ^ stored.keys())}")
-    if sums is not None and summed is word_sums:
-        warnings.warn(
-            f"the checkpoint in {folder} was saved with sums of words, which do not see their order: of damage that "
-            "orbax does not notice, little more than single flipped bits is noticed for certain. Save it again.",
-            stacklevel=3,
-        )
     by_default = target is None
     if by_default:
         target = reading(jax.tree.map, default_target, metadata.tree)
@@ -189,7 +183,7 @@ def _restore_step(ocp: Any, manager: Any, step: int, item: str | None, target: A
         if by_default:
             leaves = [_on_device(x) if is_key(x) else x for x in leaves]
         if sums is not None:
-            found = zip((names[k] for k in indices), summed(leaves), strict=True)
+            found = zip((names[k] for k in indices), checksums(leaves), strict=True)
             if wrong := [name for name, got in found if got != sums[name]]:
                 raise Damaged(f"other values than were saved in {len(wrong)} of {len(names)} leaves: {some(wrong)}")
         return leaves
@@ -208,16 +202,15 @@ def _part(ocp: Any, folder: Any, target: Any) -> Any:
     return ocp.PyTreeCheckpointHandler().restore(folder, args=args)
 
 
-def _stored_sums(metadata: Any, folder: Any) -> tuple[Callable[[list[Any]], list[int]], dict[str, int] | None]:
-    """How the leaves were summed up, and the sum of each; ``None`` where ``save_args`` did not save them."""
+def _stored_sums(metadata: Any, folder: Any) -> dict[str, int] | None:
+    """The checksum of each leaf; ``None`` where ``save_args`` did not save them."""
     entry = metadata.get(_NAME) if isinstance(metadata, dict) else None
-    for key, summed in (("crc32", checksums), ("sums", word_sums)):
-        if isinstance(entry, dict) and isinstance(entry.get(key), dict):
-            return summed, entry[key]
+    if isinstance(entry, dict) and isinstance(entry.get("checksums"), dict):
+        return entry["checksums"]
     file = folder / "_METADATA"
     if entry is not None or (file.exists() and _MARK.encode() in file.read_bytes()):
         raise Damaged("its metadata held checksums, and they are not found")
-    return checksums, None
+    return None
 
 
 def _items(folder: Any) -> list[str]:
