@@ -338,7 +338,7 @@ def test_an_update_in_a_branch(how, groups):
     check(step_with(tx), step_with(plain), tx, model(), xs=(X, X * np.nan, X))
 
 
-# ---- what a user's program has around it -------------------------------------------------------------------------------
+# ---- what a user's program has around it ---------------------------------------------------------------------------
 
 
 @pytest.mark.oldest("arguments as jit takes them")

@@ -1,4 +1,4 @@
-"""The pass before an update of the cores, or of a state on disk, in several programs: early gradients are updated first."""
+"""The pass before an update of the cores, or of a state on disk, in several programs: first gradients first."""
 
 import threading
 

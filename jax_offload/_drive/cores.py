@@ -2,8 +2,8 @@
 
 The programs run on jax's CPU backend, and see pinned host memory as arrays of it, without a copy. XLA copies what such
 a view is donated for, so its programs make new buffers, which are pinned again by a copy where the platform does not
-take them as they are. Only kernels (``kernel.py``) write in place what was donated. A CPU whose own step it is counts
-as any other device.
+take them as they are. Only kernels (``kernel.py``) write in place what was donated. Where the step itself runs on a
+CPU, they read and write its memory too.
 
 With several accelerators kernels go shard by shard. XLA's programs update a leaf once, whole, for all of them: what is
 divided between them is put together in host memory, one more copy, and its new values are divided again; of what is
@@ -65,7 +65,7 @@ class Cores:
         Put into a memory space, not into a sharding, jax runs a program, which comes after those that have begun; of
         several processes it takes no other way.
         """
-        if not is_sent(x) or on_host(x):
+        if not is_sent(x) or on_host(x) or on_cpus(x.sharding.device_set):
             return x
         if not x.is_fully_addressable:
             return to_host(x)
@@ -85,6 +85,11 @@ class Cores:
         if jnp.issubdtype(x.dtype, jax.dtypes.extended):
             return jax.device_put(x, sharding)
         return jax.device_put(np.asarray(x), with_kind(sharding, x.sharding.memory_kind), may_alias=on_host(x))
+
+
+def on_cpus(devices: Iterable[Any]) -> bool:
+    """Whether all memory of these devices is the host's."""
+    return all(device.platform == "cpu" for device in devices)
 
 
 def is_sent(x: Any) -> bool:
