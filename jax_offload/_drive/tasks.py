@@ -119,7 +119,7 @@ def _reusable(inputs: Sequence[Var], free: Set[Var], outputs: Sequence[Var], sen
 def to_be_written(
     tasks: Sequence[Task], donated: Set[Var], places: Mapping[Var, Sharding], devices: Set[Any]
 ) -> set[Var]:
-    """The donated leaves that the cores may overwrite: those in host memory that one task alone reads, and the first."""
+    """The donated leaves in host memory that the cores may overwrite: the first task, and one other, read them."""
     if any(device.platform not in WRITABLE for device in devices):
         return set()
     read_by = Counter(v for task in tasks[1:] for v in task.inputs)  # the first has been started when they are taken
