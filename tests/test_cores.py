@@ -82,11 +82,12 @@ def check(step, plain, tx, params, *, xs=(X, X), donate=(0, 1), tolerance=1e-6):
     state = tx.init(params)
     for x in xs:
         want = plain(params, jo.to_device(state), x)
-        given = copied((params, state))
+        given = jax.tree.map(lambda leaf: copied(leaf) if leaf.ndim else leaf, (params, state))
         got = step(*given, x)
         assert_same(jo.to_device(got), want, "one update", tolerance)
         assert places(got[:2]) == places((params, state))
-        assert all(leaf.is_deleted() == bool(donate) for leaf in jax.tree.leaves(given) if leaf.ndim)
+        gone = [leaf.is_deleted() for leaf in jax.tree.leaves(given) if leaf.ndim]
+        assert np.isnan(x).any() or gone == [bool(donate)] * len(gone)  # a branch hands host leaves on
         params, state = got[:2]
     return got
 
@@ -419,9 +420,8 @@ def test_which_leaves():
     """The first gradients go to the cores; whole parameters, up to the share; rules by path, of which the first that
     matches counts."""
     assert on_cores(0.3) == {"layer_3/w"} and on_cores(0.5) == {"layer_3/w", "layer_2/w"} and on_cores(0.0) == set()
-    assert on_cores({"layer_0": "host", "layer_1": [0.0, 1.0], "layer_2": "device", "layer_3": 1.0}) == {
-        "layer_0/w", "layer_1/w", "layer_3/w"
-    }  # fmt: skip
+    by_layer = {"layer_0": "host", "layer_1": {"b": "device", "w": 1.0}, "layer_2": "device", "layer_3": 1.0}
+    assert on_cores(by_layer) == {"layer_0/w", "layer_1/w", "layer_3/w"}
     assert on_cores([("layer_2", "device"), ("layer_[23]/w", "host"), ("layer_1", 0.6)]) == {"layer_3/w", "layer_1/w"}
     assert on_cores([("layer_1", 0.0)]) == set()
 

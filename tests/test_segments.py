@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jax_offload as jo
-from jax_offload._drive import stages
+from jax_offload._drive import run, stages
 from jax_offload._plan import by_rows
 from tests.support.optimizers import assert_same
 
@@ -22,6 +22,12 @@ ADAMW = optax.adamw(1e-2)
 N, WIDTH = 4, 256
 PART = 2 * WIDTH * WIDTH  # bytes: a quarter of a layer's state
 X = np.random.default_rng(0).normal(size=(512, WIDTH)).astype(np.float32)
+
+
+@pytest.fixture(autouse=True)
+def on_an_accelerator(monkeypatch):
+    """On a CPU the pass before a state on disk is one program."""
+    monkeypatch.setattr(run, "on_cpus", lambda devices: False)
 
 
 def model():

@@ -38,7 +38,7 @@ from jax_offload._base.memory import (
     with_kind,
 )
 from jax_offload._base.on_disk import Token
-from jax_offload._drive.cores import Cores, cores_of_host, is_sent, run_undivided, taken_over, without_mesh
+from jax_offload._drive.cores import Cores, cores_of_host, is_sent, on_cpus, run_undivided, taken_over, without_mesh
 from jax_offload._drive.files import files_of
 from jax_offload._drive.kernel import OnePass, one_pass
 from jax_offload._drive.moving import Moving
@@ -164,10 +164,12 @@ class Driven:
         return dict(zip(self._step.inputs, self._step.consts, strict=False))
 
     def _may_be_cut(self, step: Staged) -> bool:
-        """Whether the pass may be in several programs: each would reduce gradients of replicated parameters by itself,
-        and files are read for one device at a time."""
+        """Whether the pass may be in several programs: each would reduce gradients of replicated parameters by itself.
+        Files are read for one device at a time; beside them, a CPU gains nothing."""
         several = len(self._devices) > 1
-        if len({device.process_index for device in self._devices}) > 1 or (several and self._reads):
+        if self._reads and (several or on_cpus(self._devices)):
+            return False
+        if len({device.process_index for device in self._devices}) > 1:
             return False
         updated = [v for v in step.next_of.values() if not is_host_aval(v.aval) and v.aval.ndim > 1]
         places = [self._places.get(v) for v in updated] if several else []
