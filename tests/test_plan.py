@@ -12,7 +12,7 @@ import pytest
 
 import jax_offload as jo
 from jax_offload._base.jaxprs import without_dead_code
-from jax_offload._emit import iteration
+from jax_offload._emit import hoisted
 from jax_offload._emit.find import emitted, updates_in
 from jax_offload._plan.plan import Chunked
 from tests.support.optimizers import TABLE, network
@@ -140,7 +140,7 @@ def scans_that_move(jaxpr):
 @pytest.mark.parametrize("ahead", [False, True])
 def test_an_iteration_moves_a_row_of_every_leaf(ahead, monkeypatch):
     """Each is loaded once an iteration and stored once, but for what the first one finds and the last one leaves."""
-    monkeypatch.setattr(iteration, "_on_a_cpu", lambda run, x, _: x)  # a CPU reads the rows to be overwritten first
+    monkeypatch.setattr(hoisted, "_on_a_cpu", lambda run, x, _: x)  # a CPU reads the rows to be overwritten first
     case = Case("bias, embedding, head")
     model, tx = MODELS[case.model](), case.tx()
     params, x = model.init(case.dtype), jax.device_put(batch(0, model.width), jax.devices()[0])

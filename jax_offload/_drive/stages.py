@@ -29,10 +29,9 @@ from jax_offload._base.jaxprs import (
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.on_disk import Ends, Range
 from jax_offload._drive.by_rows import ByRows, produced_once
-from jax_offload._emit.deduplicate import functions
 from jax_offload._emit.find import holds_driven_update, is_update
 from jax_offload._emit.region import Update, bound
-from jax_offload._emit.serialise import waiting
+from jax_offload._emit.run import functions, waiting
 from jax_offload._ir.conds import structure
 from jax_offload._ir.program import Program
 from jax_offload._ir.slices import Slice, slice_of
