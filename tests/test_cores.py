@@ -73,7 +73,8 @@ def offload(inner=CLIPPED, update_on="host", **options):
 
 
 def places(tree):
-    return [(x.sharding, x.sharding.memory_kind) for x in jax.tree.leaves(tree)]
+    """Of all arrays but scalars, which optax leaves uncommitted."""
+    return [(x.sharding, x.sharding.memory_kind) for x in jax.tree.leaves(tree) if x.ndim]
 
 
 def check(step, plain, tx, params, *, xs=(X, X), donate=(0, 1), tolerance=1e-6):

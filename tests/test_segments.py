@@ -1,4 +1,7 @@
-"""The pass before an update of the cores, or of a state on disk, in several programs: first gradients first."""
+"""The pass before an update whose state is on disk, in several programs: first gradients first.
+
+tests/aot/test_segments.py compiles them, and those before an update of the cores.
+"""
 
 import threading
 
@@ -90,8 +93,7 @@ def test_on_disk_repeats_bit_for_bit(tmp_path):
     assert train("a") == train("b")
 
 
-@pytest.mark.parametrize("way", ["cores", "disk"])
-def test_the_last_layer_is_updated_while_the_pass_goes_on(way, disk):
+def test_the_last_layer_is_updated_while_the_pass_goes_on(disk):
     """The derivative of the first layer waits until the last one's weights have their new value."""
     updated, log = threading.Event(), []
 
@@ -114,8 +116,7 @@ def test_the_last_layer_is_updated_while_the_pass_goes_on(way, disk):
         lambda x: (x, None),
         lambda _, g: (jax.pure_callback(wait, jax.ShapeDtypeStruct(g.shape, g.dtype), g),),
     )
-    where = {"cores": {"update_on": "host"}, "disk": {"disk": disk}}[way]
-    tx = jo.offload(optax.GradientTransformation(ADAMW.init, update), min_bytes=2048, **where)
+    tx = jo.offload(optax.GradientTransformation(ADAMW.init, update), min_bytes=2048, disk=disk)
     step, params = jo.jit(step_of(tx, lambda params, x: loss(params, x, first))), model()
     jax.block_until_ready(step(params, tx.init(params), X))
     assert log == [True]
