@@ -277,7 +277,7 @@ class _Found:
         self.on_disk |= {v: known for v, known in hosts if isinstance(v, Var)}
         self.scattered |= {x: s for v, s in _scattered(update) if isinstance(x := self.names[v], Var)}
         defined = produced_once(update, eqn.outvars)
-        for each in update.plan.passes:
+        for each in update.passes:
             self.on_device("scalars", self.piece_of(each.prelude))
             self.stages += _grouped(GROUP, [*self.pieces_of(each.slices, update, defined)], on_cores=False)
 
@@ -300,7 +300,7 @@ class _Found:
         device, cores = _shares(update)
         if len(self.stages) == 1:
             self.in_turn = _gradients_in_turn(update, device, eqn, {*before.outputs})
-        first, *later = cores.plan.passes
+        first, *later = cores.passes
         self.on_device(BEFORE, self.piece_of(first.prelude))
         if device.planned:
             self.stages.append(Stage("device", (self.whole(device),)))

@@ -118,7 +118,7 @@ def check(name, least, **offload):
     """Several programs take no more than one does."""
     (one, in_one), (several, in_several) = (peak(driven(name, cut, **offload)) for cut in (False, True))
     print(name, offload, several, in_one, in_several)
-    assert one == 1 and several >= least and in_several <= 1.01 * in_one
+    assert one == 1 and several >= least and in_several <= 1.02 * in_one
 
 
 @pytest.mark.long("compiles more of the same for a chip")
@@ -196,4 +196,4 @@ def test_peak_on_two_devices(name, share, programs):
     require(H200)
     found = [peak_on_two(*on_two(name, share, PartitionSpec(None, "x"), cut)) for cut in (False, True)]
     print(name, found)
-    assert found[0][0] == 1 and found[1][0] >= programs and found[1][1] <= 1.01 * found[0][1]
+    assert found[0][0] == 1 and found[1][0] >= programs and found[1][1] <= 1.02 * found[0][1]
