@@ -31,7 +31,7 @@ from jax_offload._files.files import Disk
 from jax_offload._files.option import budget_of, check_disk, places_of
 from jax_offload._placement.by_parameter import Select
 from jax_offload._placement.cores import share_of_cores
-from jax_offload._placement.home import arrived, check_eager, check_not_in_pmap, returned
+from jax_offload._placement.home import arrived, check_eager, returned
 from jax_offload._placement.placement import Leaf, Policy, marked, place, place_next, warn_of_nothing
 from jax_offload._placement.zero import axes_of, check_not_manual, check_typed, partitions, resharded, resharded_state
 from jax_offload._plan.options import Options
@@ -291,7 +291,6 @@ def _load(state: Any) -> Any:
 
 def _resharded(state: Any, plan: list[Leaf], params: Any, shardings: Shardings) -> Any:
     """``state`` with its leaves divided between devices as the plan says."""
-    check_not_in_pmap(plan)
     leaves, treedef = jax.tree.flatten(state)
     return jax.tree.unflatten(treedef, resharded_state(leaves, plan, params, shardings))
 

@@ -130,7 +130,8 @@ def check_returned(context: Any, names: Sequence[str], home: Home, where: str) -
         f"offload(): {len(forced)} leaves of the optimizer state were in host memory and are returned in device memory "
         f"(the first is {first}) by a jit of the {where}, whose out_shardings name no memory kind. The "
         "whole state is on the device then, and nothing is gained. Fix: out_shardings with "
-        "jax_offload.state_shardings(tx, params) in the state's place, or None there. See docs/frameworks.md.",
+        "jax_offload.state_shardings(tx, params) in the state's place, or None there. "
+        "jax.pmap returns every array in device memory: use jax.jit with a mesh. See docs/frameworks.md.",
         where,
     )
 

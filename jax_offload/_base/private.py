@@ -22,7 +22,6 @@
 | ``memory_space`` and ``manual_axis_type`` of a type | ``memory_space_of``, ``manual_axes_of`` | 0.10 to 0.12 |
 | whether a ``jit`` is being traced | ``under_jit`` | 0.10 to 0.12 |
 | what a ``jit`` says of placement | ``says_nothing_of_placement`` | 0.10 to 0.12 |
-| the file that ``jax.pmap`` is in | ``under_pmap`` | 0.10 to 0.12 |
 | the names of effects | ``effects`` | 0.10 to 0.12 |
 | ``unsafe_buffer_pointer`` of an array | ``address_of`` | 0.10 to 0.12 |
 | keys and barriers of the service that processes meet in | ``coordination`` | 0.10 to 0.12 |
@@ -33,8 +32,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType
@@ -304,19 +301,6 @@ def says_nothing_of_placement(params: Mapping[str, Any]) -> bool:
         and all(x is None for x in (*params["in_layouts"], *params["out_layouts"]))
         and not params["compiler_options_kvs"]
     )
-
-
-def under_pmap() -> bool:
-    """Whether ``jax.pmap`` traces this: types do not tell; its function on the stack does."""
-    pmap, frame = _part_of(inspect.unwrap(jax.pmap), "__code__").co_filename, sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_filename == pmap:
-            return True
-        frame = frame.f_back
-    return False
-
-
-# ---- compiling for devices that may only be described
 
 
 def options_of(traced: Any) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from jax_offload._base import memory
 from jax_offload._base.around import around
 from jax_offload._base.donation import Home
 from jax_offload._base.memory import on_host, to_host
-from jax_offload._base.private import under_pmap
 from jax_offload._base.trace import was_on_host
 from jax_offload._placement.placement import Leaf
 
@@ -63,19 +62,6 @@ def returned(state: Any, plan: Sequence[Leaf]) -> Any:
         for x, leaf in zip(leaves, plan, strict=True)
     ]
     return jax.tree.unflatten(treedef, moved)
-
-
-def check_not_in_pmap(plan: Sequence[Leaf]) -> None:
-    """Raises ``ValueError`` where ``jax.pmap`` would bring to the device what the plan puts on the host.
-
-    It is a ``jit`` with shardings for all results, in device memory.
-    """
-    if any(leaf.host for leaf in plan) and under_pmap():
-        raise ValueError(
-            "offload(): jax.pmap returns every array in device memory, so the optimizer state would come back to "
-            "the device in every step. Use jax.jit with the batch sharded over a mesh (jax.make_mesh, "
-            "NamedSharding; docs/sharding.md) or jax.shard_map inside jax.jit; or fraction=0."
-        )
 
 
 def check_eager(params: Any, placed: Sequence[tuple[Leaf, Any, Any]]) -> None:
