@@ -303,6 +303,9 @@ def says_nothing_of_placement(params: Mapping[str, Any]) -> bool:
     )
 
 
+# ---- compiling for devices that may only be described
+
+
 def options_of(traced: Any) -> dict[str, Any]:
     """The ``compiler_options`` of the ``jit`` that a ``jax.stages.Traced`` is from."""
     return dict(_part_of(traced, "_params")["compiler_options_kvs"])
