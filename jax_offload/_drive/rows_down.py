@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -68,7 +68,7 @@ def rows_sent_down(step: Staged) -> Staged:
         for y in () if scan.body.consts else scan.ys:
             late, gradient = _behind(pass_.jaxpr, y)
             if gradient in alone and nbytes(y.aval) >= scan.length * LEAST_ROW:
-                host = Var(y.aval.update(memory_space=jax.memory.Space.Host))
+                host = Var(cast(Any, y.aval).update(memory_space=jax.memory.Space.Host))
                 rows[y] = stacks[gradient] = Stack(host, late)
     if not rows:
         return step

@@ -156,9 +156,9 @@ def _joined(pieces: Sequence[Piece]) -> Piece:
     found: list[tuple[int, Equation]] = []
     for piece in pieces:
         assert piece.jaxpr is not None
-        names: dict[Var, Atom] = dict(zip(piece.jaxpr.outvars, piece.outputs, strict=True))
-        outputs += [v for own, v in names.items() if own not in {*piece.jaxpr.invars}]  # what it hands on has a name
-        names |= zip(piece.jaxpr.invars, piece.inputs, strict=True)
+        makes = [*zip(variables(piece.jaxpr.outvars), piece.outputs, strict=True)]
+        outputs += [v for own, v in makes if own not in {*piece.jaxpr.invars}]  # what it hands on has a name
+        names: dict[Var, Atom] = {**dict(makes), **dict(zip(piece.jaxpr.invars, piece.inputs, strict=True))}
         for k, eqn in enumerate(piece.jaxpr.eqns):
             ins, outs = [renamed(names, v) for v in eqn.invars], [cast(Var, renamed(names, v)) for v in eqn.outvars]
             at = k if piece is pieces[0] else max((made.get(v, -1) for v in variables(ins)), default=-1)
