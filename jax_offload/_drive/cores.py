@@ -1,14 +1,13 @@
 """The host's cores: where the programs run that update what is in host memory, and how arrays come to them.
 
-On a CPU the step's own device is the host, so nothing moves, and donated state is updated in its buffers. With an
-accelerator the programs run on jax's CPU backend, and see pinned host memory as arrays of it, without a copy. XLA
-copies what such a view is donated for (0.10 to 0.12, tried on a CPU), so new leaves are new buffers, and are pinned
-again by a copy where the platform does not take them as they are; only loops of elements (``by_parts.py``) write what
-was donated in place.
+The programs run on jax's CPU backend, and see pinned host memory as arrays of it, without a copy. XLA copies what such
+a view is donated for, so its programs make new buffers, which are pinned again by a copy where the platform does not
+take them as they are. Only kernels (``kernel.py``) write in place what was donated. Where the step itself runs on a
+CPU, they read and write its memory too.
 
-With several accelerators loops of elements go part by part (``by_parts.py``). A leaf that is none of those' is updated
-once, whole, for all of them: what is divided between them is put together in host memory, one more copy, and its new
-values are divided again; of what is replicated one copy is taken.
+With several accelerators kernels go shard by shard. XLA's programs update a leaf once, whole, for all of them: what is
+divided between them is put together in host memory, one more copy, and its new values are divided again; of what is
+replicated one copy is taken.
 """
 
 from __future__ import annotations
@@ -28,8 +27,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
+from jax_offload._base.jaxprs import (
+    Atom,
+    EquationContext,
+    Jaxpr,
+    Literal,
+    Var,
+    closed,
+    jax_fun,
+    jaxpr_of,
+    with_jaxprs,
+)
 from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, copy_on_host, on_host, to_host, well_typed, with_kind
 from jax_offload._base.private import address_of
 
@@ -44,10 +54,10 @@ class Cores:
     """Where host leaves are updated.
 
     Attributes:
-      cpu: the device of jax's CPU backend; ``None`` where the step's own device is one.
+      cpu: the device of jax's CPU backend.
     """
 
-    cpu: Any = None
+    cpu: Any
 
     def sent(self, x: Any) -> Any:
         """A value of the device on its way to host memory; scalars are read where they are. Waits for nothing.
@@ -55,30 +65,31 @@ class Cores:
         Put into a memory space, not into a sharding, jax runs a program, which comes after those that have begun; of
         several processes it takes no other way.
         """
-        if self.cpu is None or not is_sent(x) or on_host(x):
+        if not is_sent(x) or on_host(x) or on_cpus(x.sharding.device_set):
             return x
         if not x.is_fully_addressable:
             return to_host(x)
         return jax.device_put(x, with_kind(x.sharding, HOST_KIND), may_alias=False)
 
-    def lent(self, x: Any, *, assembled: bool = True) -> Any:
-        """What has been sent, as an operand of a program of the cores: whole, once it is there, or as it was sent."""
-        if self.cpu is None or not assembled:
-            return x
+    def lent(self, x: Any) -> Any:
+        """What has been sent, as an operand of a program of XLA's: whole, once it is there."""
         if jnp.issubdtype(x.dtype, jax.dtypes.extended):
             return jax.device_put(one_of(x), self.cpu)
         here = with_kind(SingleDeviceSharding(self.cpu), x.sharding.memory_kind)
         return jax.device_put(np.asarray(one_of(x)), here, may_alias=True)
 
-    def brought_back(self, x: Any, sharding: Sharding) -> Any:
-        """A result of such a program in the step's own memory; its copy is under way."""
-        if self.cpu is None:
-            return x
-        if self.cpu not in x.sharding.device_set:
+    def brought_back(self, x: Any, sharding: Sharding, *, by_shards: bool) -> Any:
+        """A result in the step's own memory, ``by_shards`` of a kernel; its copy is under way."""
+        if by_shards:
             return _resharded_as(x, sharding)
         if jnp.issubdtype(x.dtype, jax.dtypes.extended):
             return jax.device_put(x, sharding)
         return jax.device_put(np.asarray(x), with_kind(sharding, x.sharding.memory_kind), may_alias=on_host(x))
+
+
+def on_cpus(devices: Iterable[Any]) -> bool:
+    """Whether all memory of these devices is the host's."""
+    return all(device.platform == "cpu" for device in devices)
 
 
 def is_sent(x: Any) -> bool:
@@ -101,19 +112,12 @@ def _resharded_as(x: jax.Array, sharding: Sharding) -> jax.Array:
     return jax.device_put(x, sharding)
 
 
-def on_accelerators(devices: Iterable[Any]) -> bool:
-    """Whether they are other than the host's cores."""
-    return any(device.platform != "cpu" for device in devices)
-
-
-def cores_beside(devices: Iterable[Any]) -> Cores:
-    """The cores of the host of the devices that a step runs on.
+def cores_of_host() -> Cores:
+    """The cores of this process's host.
 
     Raises:
       ValueError: jax was told to do without its CPU backend.
     """
-    if not on_accelerators(devices := {*devices}):
-        return Cores()
     try:
         return Cores(jax.local_devices(backend="cpu")[0])
     except RuntimeError as error:
@@ -234,3 +238,52 @@ def threads() -> int:
     # All processes are here, as each comes to its first kernel in the same step.
     hosts, masks = multihost_utils.process_allgather((host, mine))
     return max(1, int((mine / np.maximum(masks[hosts == host].sum(0), 1)).sum() + 1e-6))
+
+
+_CONSTRAINTS = ("sharding_constraint", "reshard")
+
+
+def run_undivided(jaxpr: Jaxpr) -> Callable[..., list[Any]]:
+    """A jaxpr for a mesh as a function of arrays that are whole, on one device: without constraints and shardings."""
+    with _no_mesh():
+        traced = jaxpr_of(lambda x: x + 1, jax.ShapeDtypeStruct((), np.float32))[0]
+        return jax_fun(closed(_undivided(jaxpr, traced.jaxpr.eqns[0].ctx)))
+
+
+def without_mesh(run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run`` where no mesh is set: the step's is none of the cores'."""
+
+    def called(*operands: Any) -> Any:
+        with _no_mesh():
+            return run(*operands)
+
+    return called
+
+
+def _no_mesh() -> Any:
+    return jax.set_mesh(Mesh(np.empty((), object), ()))
+
+
+def _undivided(jaxpr: Jaxpr, context: EquationContext) -> Jaxpr:
+    """``context``: of an equation that was traced without a mesh, as these know theirs."""
+    names: dict[Var, Atom] = {}
+
+    def read(v: Atom) -> Atom:
+        return v if isinstance(v, Literal) else names[v]
+
+    def variable(v: Any) -> Any:
+        names[v] = new = Var(v.aval.update(sharding=None)) if hasattr(v.aval, "sharding") else v
+        return new
+
+    consts, inputs = [variable(v) for v in jaxpr.constvars], [variable(v) for v in jaxpr.invars]
+    eqns = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in _CONSTRAINTS:
+            names[eqn.outvars[0]] = read(eqn.invars[0])
+            continue
+        operands = [read(v) for v in eqn.invars]
+        inside = with_jaxprs(eqn.params, functools.partial(_undivided, context=context))
+        params = {k: None if isinstance(x, Sharding) else x for k, x in inside.items()}
+        results = [variable(v) for v in eqn.outvars]
+        eqns.append(eqn.replace(invars=operands, outvars=results, params=params, ctx=context))
+    return Jaxpr(consts, inputs, [read(v) for v in jaxpr.outvars], eqns, jaxpr.effects, jaxpr.debug_info)

@@ -21,7 +21,7 @@ import numpy as np
 from jax_offload._base.jaxprs import Equation, Jaxpr, Literal, Var, closed, variables
 from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, is_host_aval
 from jax_offload._drive import cores
-from jax_offload._drive.pieces import Piece
+from jax_offload._drive.stages import Piece
 from jax_offload._drive.tasks import Task
 from jax_offload._ir.program import flat
 

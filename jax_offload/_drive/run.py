@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
@@ -27,22 +30,22 @@ from jax_offload._base.memory import (
     DEVICE_KIND,
     HOST_KIND,
     ambient_sharding,
+    copy_on_host,
     is_host_aval,
+    on_host,
     to_device,
     to_host,
     with_kind,
 )
 from jax_offload._base.on_disk import Token
-from jax_offload._drive.cores import Cores, cores_beside, on_accelerators
+from jax_offload._drive.cores import Cores, cores_of_host, is_sent, on_cpus, run_undivided, taken_over, without_mesh
 from jax_offload._drive.files import files_of
 from jax_offload._drive.kernel import OnePass, one_pass
 from jax_offload._drive.moving import Moving
 from jax_offload._drive.rows_down import rows_sent_down
-from jax_offload._drive.segments import ON_A_CPU, ON_DEVICES, ON_PROCESSES, in_segments
+from jax_offload._drive.segments import in_segments
 from jax_offload._drive.stages import Staged, staged
 from jax_offload._drive.tasks import Task, check_processes, tasks_of, to_be_written
-from jax_offload._drive.undivided import without_mesh
-from jax_offload._drive.values import Values
 from jax_offload._emit.find import holds_driven_update
 from jax_offload._ir.program import flat
 from jax_offload._step.cut import cut_step, unguarded
@@ -60,9 +63,6 @@ class Driven:
       options: of the compiler, for the programs of the device.
       for_sending: for those that send something to the host.
       segments: whether the pass before the update may be in several programs.
-
-    Attributes:
-      one_program: why it is not.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Driven:
         self._options = options, for_sending
         placed = places_of(args)
         self._devices = {d for s in placed if s is not None for d in s.device_set} or {*ambient_sharding().device_set}
-        self._cores = cores_beside(self._devices) if any(s.on_cores for s in found.stages) else Cores()
+        self._cores = cores_of_host() if any(s.on_cores for s in found.stages) else None
         own = found.inputs[len(found.consts) :]
         own = own[: len(own) - len(self._files.reads)]
         self._everywhere = _everywhere(placed, self._devices)
@@ -92,17 +92,13 @@ class Driven:
         firsts = {v: _first(found.next_of, v) for v in found.next_of}
         self._places |= {v: self._places[old] for v, old in firsts.items() if old in self._places}
         self._donated = {v for v, given in zip(own, donated, strict=True) if given}
-        if len(self._devices) == 1 and (self._cores.cpu is not None or not segments):
-            found = rows_sent_down(found)
-        self._step, self.one_program = found, ON_A_CPU
-        in_files = bool(self._reads) and on_accelerators(self._devices) and not any(s.on_cores for s in found.stages)
-        if segments and (self._cores.cpu is not None or in_files):
-            self._step, self.one_program = found, _ = self.in_segments()
+        found = rows_sent_down(found) if len(self._devices) == 1 else found
+        found = found.with_one_piece_first
+        self._step = found = in_segments(found) if segments and self._may_be_cut(found) else found
         self._compiled: dict[Hashable, Jit] = {}
         tasks = tasks_of(found, self._donated | {*self._reads})
-        sent = {v for task in tasks for v in task.down}
-        own = to_be_written(tasks, self._donated, self._places, self._devices)
-        self._tasks = [(task, self._run_by(task, sent, own)) for task in tasks]
+        writable = to_be_written(tasks, self._donated, self._places, self._devices)
+        self._tasks = [(task, self._run_by(task, writable)) for task in tasks]
         self._hands_on = any(task.stage.loop is not None for task in tasks)
         self._written = [v for _, run in self._tasks if isinstance(run, OnePass) for v in run.written]
 
@@ -115,24 +111,24 @@ class Driven:
         given = dict(zip(self._step.inputs, arrays, strict=False))
         aliased = self._hands_on or bool(kept) or len({*map(id, arrays)}) < len(arrays)
         kept = kept | {id(x) for v, x in given.items() if v not in self._donated}
-        values, tasks = Values(self._cores, given, kept, aliased), [task for task, _ in self._tasks]
+        values = _Values(self._cores, given, self._donated, kept, aliased)
+        tasks = [task for task, _ in self._tasks]
         files = Moving(self._files, self._step, tasks, given, self._reads)
         for k, (task, run) in enumerate(self._tasks):
-            for following, _ in self._tasks[k + 1 : k + 2]:
+            for following in tasks[k + 1 : k + 2]:
                 values.send(following)
             files.read(task, tasks[k + 1 :])
             values.claim(task.free)
-            if isinstance(run, OnePass) and self._cores.cpu is None:
-                values.take(run.written)
-            operands = values.operands(task, isinstance(run, OnePass))
-            values.free_sent(task, self._donated)
+            by_shards = isinstance(run, OnePass)
+            operands = values.operands(task, by_shards)
+            values.free_sent(task)
             results = run(*operands)
             del operands
-            if k == 0 and self._cores.cpu is not None:
+            if k == 0:
                 # behind the first program, whose gradients the cores wait for, and ahead of all others
                 values.take(self._written)
-            values.put(task, results, self._place)
-            values.drop(task.over, self._donated)
+            values.put(task, results, self._place, by_shards)
+            values.drop(task.over)
             files.write(k, task)
         return files.results()
 
@@ -150,11 +146,9 @@ class Driven:
 
     @functools.cached_property
     def _constants(self) -> list[jax.Array]:
-        """The constants as arrays; beside an accelerator those that only the cores read are in host memory."""
+        """The constants as arrays; those that only the cores read are in host memory."""
         by_device = {v for s in self._step.stages if not s.on_cores for v in s.reads} | {*self._step.results}
         found = self._as_arrays([x if isinstance(x, jax.Array) else np.asarray(x) for x in self._step.consts])
-        if self._cores.cpu is None:
-            return found
         read = zip(self._step.inputs, found, strict=False)
         return [x if v in by_device or not x.ndim else to_host(x) for v, x in read]
 
@@ -169,20 +163,17 @@ class Driven:
     def consts(self) -> dict[Var, Any]:
         return dict(zip(self._step.inputs, self._step.consts, strict=False))
 
-    def in_segments(self) -> tuple[Staged, str]:
-        """The step with the pass before its update in several programs, or as it is, and why.
-
-        That is for the cores beside an accelerator: on a CPU they update in place what a later program may read.
-        """
-        if len(self._devices) > 1 and self._reads:
-            return self._step, ON_DEVICES
+    def _may_be_cut(self, step: Staged) -> bool:
+        """Whether the pass may be in several programs: each would reduce gradients of replicated parameters by itself.
+        Files are read for one device at a time; beside them, a CPU gains nothing."""
+        several = len(self._devices) > 1
+        if self._reads and (several or on_cpus(self._devices)):
+            return False
         if len({device.process_index for device in self._devices}) > 1:
-            return self._step, ON_PROCESSES
-        updated = (v for v in self._step.next_of.values() if not is_host_aval(v.aval) and v.aval.ndim > 1)
-        replicated = len(self._devices) > 1 and any(
-            (s := self._places.get(v)) is None or s.is_fully_replicated for v in updated
-        )
-        return in_segments(self._step, replicated)
+            return False
+        updated = [v for v in step.next_of.values() if not is_host_aval(v.aval) and v.aval.ndim > 1]
+        places = [self._places.get(v) for v in updated] if several else []
+        return not any(s is None or s.is_fully_replicated for s in places)
 
     def _place(self, v: Var) -> Sharding:
         """Where on the accelerators a value lives; one that is no argument's next value on all of them."""
@@ -190,7 +181,7 @@ class Driven:
 
     def _program(self, task: Task) -> Callable[..., Sequence[Any]]:
         """A task, compiled when it first runs, and once for all of its kind."""
-        stage, beside = task.stage, task.stage.on_cores and self._cores.cpu is not None
+        stage = task.stage
         if stage.loop is not None:
             kind = _Loop if stage.loop.primitive.name == "while" else _Branch
             return kind(stage.loop, task, self._options)
@@ -198,9 +189,9 @@ class Driven:
         key = None if task.kind is None else (task.kind, tuple(places))
         if key in self._compiled:
             return self._compiled[key]
-
-        if beside:
-            stage = stage.undivided
+        if stage.on_cores:
+            whole = [p if p.jaxpr is None else dataclasses.replace(p, run=run_undivided(p.jaxpr)) for p in stage.pieces]
+            stage = dataclasses.replace(stage, pieces=tuple(whole))
 
         def program(*operands: Any) -> list[Any]:
             env = dict(zip(task.inputs, operands, strict=True))
@@ -210,9 +201,11 @@ class Driven:
             return guarded([*(env[v] for v in task.outputs), *(to_host(env[v]) for v in task.down)], list(operands))
 
         program.__name__ = f"step_{stage.name}"
-        options = {"out_shardings": places, "compiler_options": self._options[task.sends] or None}
-        compiled = jit(program, **({} if beside else {"donate_argnums": task.reused, **options}))
-        compiled = without_mesh(compiled) if beside else compiled
+        if stage.on_cores:
+            compiled = without_mesh(jit(program))
+        else:
+            options = self._options[task.sends] or None
+            compiled = jit(program, donate_argnums=task.reused, out_shardings=places, compiler_options=options)
         if key is not None:
             self._compiled[key] = compiled
         return compiled
@@ -224,20 +217,101 @@ class Driven:
             return None
         return with_kind(place, HOST_KIND if is_host_aval(v.aval) else DEVICE_KIND)
 
-    def _run_by(self, task: Task, sent: Set[Var], own: Set[Var]) -> Callable[..., Sequence[Any]]:
+    def _run_by(self, task: Task, writable: Set[Var]) -> Callable[..., Sequence[Any]]:
         """How a task runs: as a program of XLA's, or on the cores in one pass."""
         program = self._program(task)
         if not task.stage.on_cores:
             return program
-        on_a_cpu = self._cores.cpu is None
-        if on_a_cpu and len(self._devices) > 1:
-            return program
-        own = task.free - sent if on_a_cpu else own & task.free
-        up = {v for v in (task.stage.makes if on_a_cpu else task.up) if not is_host_aval(v.aval)}
-        found = one_pass(task, self._step.next_of, own, up)
-        if found is None and not on_a_cpu:
+        up = {v for v in task.up if not is_host_aval(v.aval)}
+        found = one_pass(task, self._step.next_of, writable & task.free, up)
+        if found is None:
             check_processes(task, len({device.process_index for device in self._devices}))
         return found or program
+
+
+class _Values:
+    """The values of a step that runs: ``here`` in the step's own memory, ``there`` for the cores.
+
+    Two names may have one array: the caller passes it twice, or a branch or a loop returns an operand.
+
+    Args:
+      cores: where the programs of the cores run.
+      given: the arguments.
+      donated: those of them that are.
+      kept: the identities of arrays whose buffers are the caller's, whatever name they have.
+      aliased: whether two names may have one array.
+    """
+
+    def __init__(
+        self, cores: Cores | None, given: dict[Var, Any], donated: Set[Var], kept: Set[int], aliased: bool
+    ) -> None:
+        self.here, self._there, self._cores = given, dict[Var, Any](), cast(Cores, cores)  # no task asks for none
+        self._donated, self._kept, self._aliased = donated, kept, aliased
+
+    def claim(self, taken: Iterable[Var]) -> None:
+        """Makes sure that nobody else has the buffers of these: copies take the place of those that somebody has."""
+        if not self._aliased:
+            return
+        names = Counter(map(id, self.here.values()))
+        for v in taken:
+            x = self.here.get(v)
+            if isinstance(x, jax.Array) and (id(x) in self._kept or names[id(x)] > 1):
+                names[id(x)] -= 1
+                self.here[v] = new = copy_on_host(x) if on_host(x) else jnp.copy(x)
+                if self._there.get(v) is x:
+                    self._there[v] = new
+
+    def take(self, own: Sequence[Var]) -> None:
+        """Donated host leaves become the step's own memory, for the cores to write."""
+        self.claim(own)
+        taken = dict(zip(own, taken_over([self.here[v] for v in own]), strict=True))
+        self.here |= taken
+        self._there |= taken
+
+    def send(self, task: Task) -> None:
+        """What the cores are going to need starts on its way, as far as it is there."""
+        for v in task.inputs if task.stage.on_cores else ():
+            if v in self.here and v not in self._there:
+                self._there[v] = self._cores.sent(self.here[v])
+
+    def operands(self, task: Task, by_shards: bool) -> list[Any]:
+        """What it takes: a kernel as it was sent, another program of the cores whole."""
+        self.send(task)
+        if not task.stage.on_cores:
+            return [self.here[v] for v in task.inputs]
+        return [self._there[v] if by_shards else self._cores.lent(self._there[v]) for v in task.inputs]
+
+    def put(self, task: Task, results: Sequence[Any], place: Callable[[Var], Sharding], by_shards: bool) -> None:
+        """Keeps what a task has made, where others read it."""
+        n = len(task.outputs)
+        defined = dict(zip(task.outputs, results[:n], strict=True))
+        if task.stage.on_cores:
+            self._there |= defined
+            for v in task.up:
+                self.here[v] = self._cores.brought_back(defined[v], place(v), by_shards=by_shards)
+        else:
+            self.here |= defined
+            self._there |= zip(task.down, results[n:], strict=True)
+
+    def free_sent(self, task: Task) -> None:
+        """Frees what a task of the cores has in host memory by now, so that its new values take its place."""
+        if task.stage.on_cores:
+            sent = [v for v in task.over if is_sent(v.aval) and self._there.get(v) is not self.here.get(v)]
+            there = {v: self._there[v] for v in sent}
+            self.drop(sent)
+            self._there |= there
+
+    def drop(self, over: Sequence[Var]) -> None:
+        """Forgets values, and frees those that were donated, unless they are handed on under another name."""
+        gone = {v: self.here.pop(v, None) for v in over}
+        for v in over:
+            self._there.pop(v, None)
+        own = [x for v, x in gone.items() if v in self._donated and isinstance(x, jax.Array)]
+        left = [x for x in own if id(x) not in self._kept and not x.is_deleted()]
+        live = {id(x) for x in (*self.here.values(), *self._there.values())} if left else set[int]()
+        for x in left:
+            if id(x) not in live:
+                x.delete()
 
 
 def _as_arrays(xs: Sequence[Any], bring: Jit) -> list[Any]:

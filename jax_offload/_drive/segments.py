@@ -1,7 +1,10 @@
 """The forward and backward pass in several programs, so that the first gradients' update need not wait for the last.
 
 All results of one program become ready together. Cut behind the gradients of a group, the pass leaves them while it
-goes on: the cores, or the drives, have work then. One rule says where (``cuts.py``).
+goes on: the cores, or the drives, have work then.
+
+XLA fuses nothing across programs: what a later one reads of an earlier one is an array between the two. So values that
+are cheap (arithmetic on elements) are computed again where what they are made of is no larger.
 """
 
 from __future__ import annotations
@@ -9,45 +12,45 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 
-from jax_offload._base.jaxprs import Jaxpr, Var, variables
-from jax_offload._drive.cuts import LEAST, LEAST_OF_FILES, MOST, MOST_OF_FILES, cuts_of, parts_of
-from jax_offload._drive.pieces import InTurn, Piece
-from jax_offload._drive.stages import BEFORE, GROUP, Stage, Staged
-from jax_offload._ir.conds import structure
-from jax_offload._ir.slices import slice_of
+from jax_offload._base.arrays import nbytes
+from jax_offload._base.jaxprs import Equation, Jaxpr, Var, flops, variables
+from jax_offload._drive.stages import BEFORE, GROUP, Stage, Staged, piece_of
+from jax_offload._ir.primitives import ELEMENTWISE
+from jax_offload._ir.slices import Slice, slice_of
 
-# Why the pass is one program; what follows "the forward and the backward pass are one program: ".
-NO_GROUPS = "no update of the cores, or of a state on disk, follows it at once"
-ON_A_CPU = "it runs on the host's cores itself"
-ON_DEVICES = "its state is on disk, and it runs on several devices"
-ON_PROCESSES = "it runs on devices of several processes"
-EFFECTS = "it has side effects"
-ALL_FIRST = "the update needs all gradients first, as clipping by their norm does"
-TOGETHER = "one group of the update, or one loop of the pass, has all of the large gradients"
-LITTLE_LEFT = "little of it is left when the first gradients are there"
-REPLICATED = "parameters are replicated on several devices, and each program would reduce their gradients by itself"
+# Programs at most, and the least share of the arithmetic in each but the first: starting a program takes the host a
+# tenth of what it runs. A state on disk takes longer, and more groups behind more programs free gradients earlier.
+FOR_CORES, FOR_DISK = (8, 1 / 16), (32, 1 / 32)
+_NOT_AGAIN = {"optimization_barrier", "device_put", "sharding_constraint", "reshard"}
+_VIEWS = ["broadcast_in_dim", "iota", "one_minus_square", "reshape", "squeeze", "transpose"]
+CHEAP = ELEMENTWISE.union(_VIEWS) - _NOT_AGAIN
+# A value gives way to what it is made of although that is a little more (a softmax to its exponentials and their sums),
+# as what these are made of may be less (scores in bfloat16).
+SLACK = 1.05
 
 
-def in_segments(step: Staged, replicated: bool = False) -> tuple[Staged, str]:
-    """The step with its first program in several, where groups of the update have their gradients early; and why not.
+def in_segments(step: Staged) -> Staged:
+    """The step with its pass in several programs, where groups of the update have their gradients early.
 
     Groups of the cores follow all segments: these are under way by then, and each group waits for its gradients alone.
     Groups whose state is on disk run on the device. They follow the segment after the one that makes their gradients:
     so the device has work while the host waits for a file.
-
-    Args:
-      step: its stages; the first has the pass as its first piece.
-      replicated: whether it runs on several devices that have the same parameters.
     """
-    first = step.stages[0]
-    pass_ = first.pieces[0] if first.pieces else None
-    if first.name != BEFORE or pass_ is None or pass_.jaxpr is None or not _groups(step):
-        return step, NO_GROUPS
-    if any(eqn.effects for eqn in pass_.jaxpr.eqns):
-        return step, EFFECTS
-    return (step, REPLICATED) if replicated else _cut(step)
+    (first, *rest), groups = step.stages, _groups(step)
+    jaxpr = first.pieces[0].jaxpr
+    if not groups or jaxpr is None or any(eqn.effects for eqn in jaxpr.eqns):
+        return step
+    on_disk, ready = groups[0].name == GROUP, list[int]()
+    made_by = {v: k + 1 for k, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+    for group in groups:  # some rows of a parameter are written after others
+        ready.append(max((made_by.get(v, 0) for v in group.reads), default=0))
+        made_by.update(dict.fromkeys(group.makes, ready[-1]))
+    cuts = cuts_of(jaxpr, ready, *(FOR_DISK if on_disk else FOR_CORES))
+    segments = [Stage(BEFORE, (piece_of(part),)) for part in parts_of(jaxpr, {*first.pieces[0].outputs}, cuts)]
+    stages = [*_interleaved(segments, cuts, groups, ready), *rest[len(groups) :]] if on_disk else [*segments, *rest]
+    return dataclasses.replace(step, stages=stages)
 
 
 def _groups(step: Staged) -> list[Stage]:
@@ -55,29 +58,6 @@ def _groups(step: Staged) -> list[Stage]:
     rest = step.stages[1:]
     on_disk = [*itertools.takewhile(lambda s: s.name == GROUP, rest)]
     return on_disk or [*itertools.takewhile(lambda s: s.on_cores, (s for s in rest if s.name != "device"))]
-
-
-def _cut(step: Staged) -> tuple[Staged, str]:
-    groups, (first, *rest) = _groups(step), step.stages
-    pass_, *others = first.pieces
-    jaxpr, on_disk = pass_.jaxpr, groups[0].name == GROUP
-    assert jaxpr is not None
-    of_pass = {v for eqn in jaxpr.eqns for v in eqn.outvars}
-    others = [part for piece in others for part in _without_gradients_first(piece, of_pass)]
-    defs, ready = _produced_at(jaxpr, others), list[int]()
-    for group in groups:  # some rows of a parameter are written after others
-        ready.append(max((defs.get(v, 0) for v in group.reads), default=0))
-        defs.update(dict.fromkeys(group.makes, ready[-1]))
-    reads = [{*group.reads} for group in groups]
-    if len({*ready} - {0}) < 2:
-        return step, _why_at_once(jaxpr, others, groups)
-    bounds = (MOST_OF_FILES, LEAST_OF_FILES) if on_disk else (MOST, LEAST)
-    cuts = cuts_of(jaxpr, ready, reads, *bounds)
-    if not cuts:
-        return step, LITTLE_LEFT
-    segments = _segments(jaxpr, pass_, others, defs, cuts)
-    stages = [*_interleaved(segments, cuts, groups, ready), *rest[len(groups) :]] if on_disk else [*segments, *rest]
-    return dataclasses.replace(step, stages=stages), ""
 
 
 def _interleaved(
@@ -90,63 +70,61 @@ def _interleaved(
         yield from (group for group, at in zip(groups, after, strict=True) if at == k)
 
 
-def _produced_at(jaxpr: Jaxpr, others: Sequence[Piece]) -> dict[Var, int]:
-    """Behind how many equations each variable is there; what other pieces make, behind the last that they need."""
-    defs = {v: k + 1 for k, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
-    for piece in others:
-        if isinstance(piece, InTurn):
-            defs.update((new, defs.get(v, 0)) for v, new in zip(variables(piece.inputs), piece.outputs, strict=True))
-        else:
-            at = max((defs.get(v, 0) for v in variables(piece.inputs)), default=0)
-            defs.update(dict.fromkeys(piece.outputs, at))
-    return defs
+def cuts_of(jaxpr: Jaxpr, ready: Sequence[int], most: int, smallest: float) -> list[int]:
+    """Behind how many equations each program but the last ends: with the gradients of a group.
+
+    The first ends with the first group's, and each later one has its share of the arithmetic that is left.
+
+    Args:
+      jaxpr: of the pass.
+      ready: for each group of the update behind how many equations its gradients are there.
+      most: programs.
+      smallest: share of the arithmetic in one.
+    """
+    done = [0.0, *itertools.accumulate(map(flops, jaxpr.eqns))]
+    total, places = done[-1], sorted({*ready} - {0})
+    cuts: list[int] = []
+    for place in places[:-1]:
+        least = max((total - done[places[0]]) / (most - 1), smallest * total)
+        if total - done[place] >= smallest * total > 0 and (not cuts or done[place] - done[cuts[-1]] >= least):
+            cuts.append(place)
+    return cuts
 
 
-def _without_gradients_first(piece: Piece, defs: Set[Var]) -> list[Piece]:
-    """A piece as two, what needs nothing that is made of gradients and the rest: a learning rate, of which the groups
-    wait, beside the update of leaves that stay on the device."""
-    late = {v for v in variables(piece.inputs) if v in defs}
-    if piece.jaxpr is None or not late or any(eqn.effects for eqn in piece.jaxpr.eqns):
-        return [piece]
-    names = dict(zip(piece.jaxpr.invars, piece.inputs, strict=True))
-    late, eqns = {v for v, x in names.items() if x in late}, ([], [])
-    for eqn in piece.jaxpr.eqns:
-        waits = not late.isdisjoint(variables(eqn.invars))
-        eqns[waits].append(eqn)
-        late.update(eqn.outvars if waits else ())
-    wanted = {v for eqn in eqns[True] for v in variables(eqn.invars)}.union(piece.outputs)
-    found: list[Piece] = []
-    for own in eqns:
-        part = slice_of(own, [v for eqn in own for v in eqn.outvars if v in wanted], piece.jaxpr.debug_info, {})
-        inputs = [names.get(v, v) for v in part.inputs]
-        found += [Piece(inputs, part.outputs, part.run, structure(part.jaxpr), part.jaxpr)] if part.outputs else []
-    return found
+def parts_of(jaxpr: Jaxpr, results: Set[Var], cuts: Sequence[int]) -> list[Slice]:
+    """The equations up to each cut and behind the last, as programs of their own, with what they compute again."""
+    eqns, given = jaxpr.eqns, {*jaxpr.invars}
+    producer = {v: k for k, eqn in enumerate(eqns) for v in eqn.outvars}
+    crossing: set[Var] = set()  # what later parts read
+    parts: list[Slice] = []
+    for start, end in reversed([*itertools.pairwise([0, *cuts, len(eqns)])]):
+        own = eqns[start:end]
+        outputs = [v for eqn in own for v in eqn.outvars if v in results or v in crossing]
+        crossing -= {v for eqn in own for v in eqn.outvars}
+        reads = {v for eqn in own for v in variables(eqn.invars) if producer.get(v, start) < start}
+        again, more = _computed_again(reads, crossing | given, eqns, producer)
+        crossing |= more
+        parts.append(slice_of([*again, *own], outputs, jaxpr.debug_info, {}))
+    return parts[::-1]
 
 
-def _segments(
-    jaxpr: Jaxpr, pass_: Piece, others: Sequence[Piece], defs: dict[Var, int], cuts: Sequence[int]
-) -> list[Stage]:
-    """The pass in programs, each with those other pieces whose operands are there at its end."""
-    names = dict(zip(jaxpr.invars, pass_.inputs, strict=True))
-    pieces: list[list[Piece]] = []
-    for part in parts_of(jaxpr, {*pass_.outputs}, cuts):
-        inputs = [names.get(v, v) for v in part.inputs]
-        pieces.append([Piece(inputs, part.outputs, part.run, structure(part.jaxpr), part.jaxpr)])
-    for piece in others:
-        if isinstance(piece, InTurn):
-            of = [bisect.bisect_left(cuts, defs.get(v, 0)) for v in variables(piece.inputs)]
-            for k in sorted({*of}):
-                own = {v for v, at in zip(variables(piece.inputs), of, strict=True) if at == k}
-                pieces[k].append(piece.some(own))
-        else:
-            at = max((defs.get(v, 0) for v in variables(piece.inputs)), default=0)
-            pieces[bisect.bisect_left(cuts, at)].append(piece)
-    return [Stage(BEFORE, tuple(each)) for each in pieces]
+def _computed_again(
+    reads: Set[Var], free: Set[Var], eqns: Sequence[Equation], producer: Mapping[Var, int]
+) -> tuple[list[Equation], set[Var]]:
+    """What of earlier equations is repeated for ``reads``, and what these need beside ``free``: no more bytes.
 
-
-def _why_at_once(jaxpr: Jaxpr, others: Sequence[Piece], groups: Sequence[Stage]) -> str:
-    """Why no group has its gradients before the others: a number that is made of several is read by all."""
-    defs = {v for eqn in jaxpr.eqns for v in eqn.outvars}
-    pieces = [p for p in others if not isinstance(p, InTurn) and len(defs.intersection(variables(p.inputs))) > 1]
-    several = {v for piece in pieces for v in piece.outputs}
-    return ALL_FIRST if all(several & {*s.reads} for s in groups) else TOGETHER
+    Backwards from what is read, each cheap value gives way to what it is made of, where that is no larger.
+    """
+    need, again = {*reads} - free, set[Var]()
+    waiting = sorted(need, key=producer.__getitem__)
+    while waiting:
+        v = waiting.pop()
+        eqn = eqns[producer[v]]
+        more = {*variables(eqn.invars)} - free - need - again
+        cheap = eqn.primitive.name in CHEAP and not eqn.effects and len(eqn.outvars) == 1
+        if cheap and sum(nbytes(x.aval) for x in more) <= SLACK * nbytes(v.aval):
+            need = (need - {v}) | more
+            again.add(v)
+            for x in more:
+                bisect.insort(waiting, x, key=producer.__getitem__)
+    return [eqns[k] for k in sorted({producer[v] for v in again})], need

@@ -1,37 +1,69 @@
-"""A cut step as stages, one program each: before, the device's share of the update, groups of the cores', after."""
+"""A cut step as stages, one program each: the pass, the device's share of the update, groups of the cores, the rest."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.jaxprs import Atom, DropVar, Equation, Literal, Var, renamed, values_of, variables
+from jax_offload._base.jaxprs import (
+    Atom,
+    DropVar,
+    Equation,
+    Jaxpr,
+    Literal,
+    Var,
+    jax_fun,
+    jaxpr_of,
+    renamed,
+    values_of,
+    variables,
+)
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.on_disk import Ends, Range
 from jax_offload._drive.by_rows import ByRows, produced_once
-from jax_offload._drive.pieces import Piece, gradients_in_turn
-from jax_offload._drive.undivided import run_undivided
 from jax_offload._emit.find import holds_driven_update, is_update
 from jax_offload._emit.region import Update, bound
-from jax_offload._emit.run import functions
+from jax_offload._emit.run import functions, waiting
 from jax_offload._ir.conds import structure
 from jax_offload._ir.program import Program
 from jax_offload._ir.slices import Slice, slice_of
 from jax_offload._plan.plan import Chunked, Planned
+from jax_offload._plan.serialise import Serialise, is_large
 from jax_offload._step.cut import Cut
 
-# Bytes of the state in a group: a program of the cores takes about 10 ms for them, a hundred times what it takes to
-# start one, and the parameters of the last group are all that is brought back while nothing is updated.
+# Bytes of state in a group. Updating them takes the cores a hundred times what starting a program takes, and the last
+# group's parameters are all that comes back while nothing is updated.
 GROUP_BYTES = 2**26
-BEFORE = "before"  # the name of the stage that makes the gradients
+BEFORE = "before"  # the name of the stages that make the gradients
 DRIVEN = ("while", "cond")  # what an update may stand in
-GROUP = "group"  # the name of stages whose state is on disk, or beside what is
+GROUP = "group"  # the name of stages whose state is on disk, or beside a state on disk
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A part of a stage: ``outputs`` from ``inputs`` by ``run``; pieces of one ``kind`` do the same.
+
+    ``jaxpr``: what ``run`` does, where that is known.
+    """
+
+    inputs: list[Atom]
+    outputs: list[Var]
+    run: Callable[..., Sequence[Any]]
+    kind: Hashable = None
+    jaxpr: Jaxpr | None = None
+
+
+def piece_of(s: Slice, inputs: Sequence[Atom] | None = None) -> Piece:
+    """A slice as a piece. ``inputs``: its operands in the step, where they have other names there."""
+    return Piece([*(s.inputs if inputs is None else inputs)], s.outputs, s.run, structure(s.jaxpr), s.jaxpr)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,20 +97,12 @@ class Stage:
         for piece in self.pieces:
             env.update(zip(piece.outputs, piece.run(*values_of(env, piece.inputs)), strict=True))
 
-    @property
-    def undivided(self) -> Stage:
-        """The same for one device: what is divided between several is whole there."""
-        pieces = (p if p.jaxpr is None else dataclasses.replace(p, run=run_undivided(p.jaxpr)) for p in self.pieces)
-        return dataclasses.replace(self, pieces=tuple(pieces))
-
     def kind(self, order: Sequence[Var]) -> Hashable:
         """Equal for stages that compute the same, with inputs and results in this order; ``None``: not known."""
-        if any(piece.kind is None for piece in self.pieces):
+        atoms = [v for piece in self.pieces for v in (*piece.inputs, *piece.outputs)]
+        if any(piece.kind is None for piece in self.pieces) or any(isinstance(v, Literal) for v in atoms):
             return None
         number: dict[Var, int] = {}
-        atoms = [v for piece in self.pieces for v in (*piece.inputs, *piece.outputs)]
-        if any(isinstance(v, Literal) for v in atoms):
-            return None
         wiring = tuple(number.setdefault(v, len(number)) for v in variables(atoms))
         return tuple(piece.kind for piece in self.pieces), wiring, tuple(number[v] for v in order)
 
@@ -90,6 +114,7 @@ class Staged:
     Attributes:
       outputs: its results.
       next_of: result of an update -> the variable of the step that it is the next value of.
+      in_turn: gradients that wait for one another, in the order of the backward pass.
       host_leaves: variable of the step -> whether ``offload`` keeps it on disk, for updates of which a part is.
       scattered: gradients that such an update divides further (ZeRO-1) -> how. Its program has them so; made by another
         program, they would be reduced whole, and wait so on every device.
@@ -101,6 +126,7 @@ class Staged:
     stages: list[Stage]
     outputs: list[Atom]
     next_of: Mapping[Var, Var]
+    in_turn: Sequence[Var] = ()
     host_leaves: Mapping[Var, bool] = dataclasses.field(default_factory=dict[Var, bool])
     scattered: Mapping[Var, NamedSharding] = dataclasses.field(default_factory=dict[Var, NamedSharding])
     parts: Mapping[Var, Sequence[tuple[Var, Range]]] = dataclasses.field(
@@ -111,6 +137,59 @@ class Staged:
     def results(self) -> list[Var]:
         """What its stages make for whoever called it: of leaves that are made in parts these."""
         return [w for v in variables(self.outputs) for w in ([x for x, _ in self.parts.get(v, ())] or [v])]
+
+    @property
+    def with_one_piece_first(self) -> Staged:
+        """The step with the pieces of its first program as one, and gradients in turn in it."""
+        first, *later = self.stages
+        pieces = [*first.pieces]
+        if len(self.in_turn) > 1:
+            pieces[:1] = _in_turn(pieces[0], self.in_turn)
+        return dataclasses.replace(self, stages=[dataclasses.replace(first, pieces=(_joined(pieces),)), *later])
+
+
+def _joined(pieces: Sequence[Piece]) -> Piece:
+    """Pieces as one. Each equation of a later piece comes as soon as its operands are there: the groups of the update
+    then wait for a learning rate, and not for the gradients of leaves that stay on the device."""
+    outputs: list[Var] = []
+    made: dict[Var, int] = {}  # by which equation of the first piece, the pass
+    found: list[tuple[int, Equation]] = []
+    for piece in pieces:
+        assert piece.jaxpr is not None
+        makes = [*zip(variables(piece.jaxpr.outvars), piece.outputs, strict=True)]
+        outputs += [v for own, v in makes if own not in {*piece.jaxpr.invars}]  # what it hands on has a name
+        names: dict[Var, Atom] = {**dict(makes), **dict(zip(piece.jaxpr.invars, piece.inputs, strict=True))}
+        for k, eqn in enumerate(piece.jaxpr.eqns):
+            ins, outs = [renamed(names, v) for v in eqn.invars], [cast(Var, renamed(names, v)) for v in eqn.outvars]
+            at = k if piece is pieces[0] else max((made.get(v, -1) for v in variables(ins)), default=-1)
+            found.append((at, eqn.replace(invars=ins, outvars=outs)))
+            made.update(dict.fromkeys(outs, at))
+    eqns = [eqn for _, eqn in sorted(found, key=lambda each: each[0])]
+    return piece_of(slice_of(eqns, outputs, cast(Jaxpr, pieces[0].jaxpr).debug_info, {}))
+
+
+def _in_turn(first: Piece, gradients: Sequence[Var]) -> list[Piece]:
+    """The pass, and large gradients of it each of which waits for the one before; its smallest result waits for all.
+
+    Where some gradients stay on the device, nothing else asks for them: XLA would put their matmuls off to the end of
+    the program, and keep the activations of all layers. Copies to the host alone hold gradients in time by themselves.
+    """
+    others = [v for v in first.outputs if v not in {*gradients}]
+    others = [v for v in others if not is_host_aval(v.aval) and not jnp.issubdtype(v.aval.dtype, jax.dtypes.extended)]
+    last = min(others or gradients, key=lambda v: nbytes(v.aval))
+    held = list(dict.fromkeys([*gradients, last]))
+    raw = {v: Var(v.aval) for v in held}
+
+    def wait(*values: Any) -> list[Any]:
+        found, zero = waiting(values[: len(gradients)])
+        found += values[len(gradients) :]
+        k = held.index(last)
+        found[k] = jnp.where(zero == 0, found[k], jnp.zeros((), found[k].dtype))
+        return found
+
+    traced, _ = jaxpr_of(wait, *(v.aval for v in held))
+    turn = Piece([*raw.values()], held, wait, None, traced.jaxpr)
+    return [dataclasses.replace(first, outputs=[raw.get(v, v) for v in first.outputs]), turn]
 
 
 def staged(cut: Cut, ends: Mapping[Var, Ends] = MappingProxyType({})) -> Staged:
@@ -158,6 +237,7 @@ class _Found:
     names: dict[Var, Atom] = dataclasses.field(default_factory=dict[Var, Atom])
     next_of: dict[Var, Var] = dataclasses.field(default_factory=dict[Var, Var])
     visited: set[int] = dataclasses.field(default_factory=set[int])
+    in_turn: list[Var] = dataclasses.field(default_factory=list[Var])
     on_disk: dict[Var, bool] = dataclasses.field(default_factory=dict[Var, bool])
     scattered: dict[Var, NamedSharding] = dataclasses.field(default_factory=dict[Var, NamedSharding])
 
@@ -168,13 +248,12 @@ class _Found:
         """Adds to the last program of the device, or another."""
         last = self.stages[-1] if self.stages else None
         if last is not None and not last.on_cores and last.loop is None and last.name != GROUP:
-            self.stages.pop()
-            self.stages.append(dataclasses.replace(last, pieces=(*last.pieces, *pieces)))
+            self.stages[-1] = dataclasses.replace(last, pieces=(*last.pieces, *pieces))
         else:
             self.stages.append(Stage(name, pieces))
 
     def piece_of(self, s: Slice) -> Piece:
-        return Piece(self.in_step(s.inputs), s.outputs, s.run, structure(s.jaxpr), s.jaxpr)
+        return piece_of(s, self.in_step(s.inputs))
 
     def add(self, eqn: Equation, before: Slice) -> None:
         """The stages of an update."""
@@ -182,21 +261,18 @@ class _Found:
         if id(update) in self.visited:
             raise ValueError("step: runs one jitted update twice, which update_on cannot drive yet; unjit it.")
         self.visited.add(id(update))
+        self.names.update(zip(update.operands, self.in_step(eqn.invars), strict=True))
+        handed_on = [self.names.get(v, v) if v in {*update.operands} else v for v in update.program.outputs]
+        self.names.update(zip(eqn.outvars, handed_on, strict=True))
+        pairs = ((v, self.names.get(old)) for v, old in update.next_values.items())
+        self.next_of.update((v, x) for v, x in pairs if isinstance(x, Var))
         if update.on_disk:
             self.add_from_disk(update, eqn)
         else:
             self.add_shares(update, eqn, before)
 
-    def name(self, update: Update, eqn: Equation) -> None:
-        """Says what its variables are in the step."""
-        self.names.update(zip(update.operands, self.in_step(eqn.invars), strict=True))
-        self.names.update(zip(eqn.outvars, update.program.outputs, strict=True))
-        pairs = ((v, self.names.get(old)) for v, old in update.next_values.items())
-        self.next_of.update((v, x) for v, x in pairs if isinstance(x, Var))
-
     def add_from_disk(self, update: Update, eqn: Equation) -> None:
         """Groups of slices, or of some rows of them, for an update whose state is on disk."""
-        self.name(update, eqn)
         hosts = ((self.names[v], v in update.on_disk) for v in update.operands if is_host_aval(v.aval))
         self.on_disk |= {v: known for v, known in hosts if isinstance(v, Var)}
         self.scattered |= {x: s for v, s in _scattered(update) if isinstance(x := self.names[v], Var)}
@@ -222,28 +298,33 @@ class _Found:
     def add_shares(self, update: Update, eqn: Equation, before: Slice) -> None:
         """The device's part of an update, and the cores' in groups."""
         device, cores = _shares(update)
-        serial = gradients_in_turn(update, device, eqn, before.outputs) if len(self.stages) == 1 else None
-        if serial is not None:
-            self.on_device(BEFORE, serial)
-            self.names.update(zip(variables(serial.inputs), serial.outputs, strict=True))
-        self.name(update, eqn)
+        if len(self.stages) == 1:
+            self.in_turn = _gradients_in_turn(update, device, eqn, {*before.outputs})
         first, *later = cores.passes
         self.on_device(BEFORE, self.piece_of(first.prelude))
         if device.planned:
-            self.stages.append(Stage("device", (_all_of(device, self.names),)))
-        elif device.program.outputs:
-            self.on_device(BEFORE, _all_of(device, self.names))
+            self.stages.append(Stage("device", (self.whole(device),)))
+        elif any(v not in {*device.operands} for v in variables(device.program.outputs)):
+            self.on_device(BEFORE, self.whole(device))
         self.stages += _grouped("cores", [self.piece_of(p.slice) for p in first.slices])
         for each in later:
             self.stages.append(Stage("scalars", (self.piece_of(each.prelude),), on_cores=True))
             self.stages += _grouped("cores", [self.piece_of(p.slice) for p in each.slices])
+
+    def whole(self, update: Update) -> Piece:
+        """An update in one piece, which streams as in any program of the device."""
+        outputs = [v for v in variables(update.program.outputs) if v not in {*update.operands}]
+        places = [update.program.outputs.index(v) for v in outputs]
+        traced, _ = jaxpr_of(lambda *xs: [bound(update, xs)[k] for k in places], *(v.aval for v in update.operands))
+        return Piece(self.in_step(update.operands), outputs, jax_fun(traced), None, traced.jaxpr)
 
     def staged(self, program: Program) -> Staged:
         outputs, rules = self.in_step(program.outputs), self.rules
         scattered = {v: s for v, s in self.scattered.items() if v not in {*variables(outputs)}}
         inputs, consts = [*rules.starts.values(), *program.inputs], [*map(np.int32, rules.starts), *program.consts]
         next_of = self.next_of | rules.next_of
-        return Staged(inputs, consts, self.stages, outputs, next_of, self.on_disk, scattered, rules.parts)
+        stages, turn = self.stages, self.in_turn
+        return Staged(inputs, consts, stages, outputs, next_of, turn, self.on_disk, scattered, rules.parts)
 
 
 def _scattered(update: Update) -> Iterator[tuple[Var, NamedSharding]]:
@@ -268,10 +349,13 @@ def _shares(update: Update) -> tuple[Update, Update]:
     return device.updated_by(cores=False), host.updated_by(cores=True)
 
 
-def _all_of(update: Update, names: Mapping[Var, Atom]) -> Piece:
-    """An update in one piece, which streams as in any program of the device."""
-    inputs, outputs = [renamed(names, v) for v in update.operands], variables(update.program.outputs)
-    return Piece(inputs, outputs, lambda *args: bound(update, args))
+def _gradients_in_turn(update: Update, device: Update, eqn: Equation, defined: Set[Var]) -> list[Var]:
+    """The large gradients, where some of them stay on the device; none where nobody knows how they are divided."""
+    pairs = zip(eqn.invars, update.operands, strict=True)
+    stay = {*variables(v for v, own in pairs if own in {*device.operands})} & defined
+    large = [v for i in update.gradients if (v := eqn.invars[i]) in defined and is_large(v.aval)]
+    unknown = update.serialise in (Serialise.NONE, Serialise.DIVIDED)
+    return [] if unknown or stay.isdisjoint(large) else [*variables(large)]
 
 
 def _grouped(name: str, pieces: Sequence[Piece], *, on_cores: bool = True) -> Iterator[Stage]:

@@ -11,7 +11,7 @@ from jax.sharding import Sharding
 
 from jax_offload._base.jaxprs import Var
 from jax_offload._base.memory import is_host_aval
-from jax_offload._drive.cores import is_sent
+from jax_offload._drive.cores import is_sent, on_cpus
 from jax_offload._drive.stages import BEFORE, Stage, Staged
 
 WRITABLE = ("cpu", "gpu", "cuda", "rocm")  # platforms whose host memory has an address for us
@@ -119,11 +119,12 @@ def _reusable(inputs: Sequence[Var], free: Set[Var], outputs: Sequence[Var], sen
 def to_be_written(
     tasks: Sequence[Task], donated: Set[Var], places: Mapping[Var, Sharding], devices: Set[Any]
 ) -> set[Var]:
-    """The donated leaves that the cores may overwrite beside accelerators: host leaves that one task alone reads."""
+    """The donated leaves in host memory that the cores may overwrite: the first task, and one other, read them."""
     if any(device.platform not in WRITABLE for device in devices):
         return set()
-    read_by = Counter(v for task in tasks for v in task.inputs)
-    return {v for v in donated if is_host_aval(v.aval) and read_by[v] == 1 and {*places[v].device_set} == {*devices}}
+    read_by = Counter(v for task in tasks[1:] for v in task.inputs)  # the first has been started when they are taken
+    found = {v for v in donated if is_host_aval(v.aval) or on_cpus(devices)}
+    return {v for v in found if read_by[v] == 1 and {*places[v].device_set} == {*devices}}
 
 
 def check_processes(task: Task, processes: int) -> None:

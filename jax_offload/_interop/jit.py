@@ -1,25 +1,31 @@
-"""``jax.jit`` for a whole training step."""
+"""``jax.jit`` for a whole training step; a step with an update by the host's cores, or a state on disk, is driven."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import types
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+from itertools import compress
 from typing import Any, cast
 
 import jax
 import numpy as np
+from jax.core import Tracer
+from jax.sharding import Sharding
 from jax.tree_util import keystr
 
 from jax_offload._base.donation import guarded
+from jax_offload._base.jaxprs import ClosedJaxpr
 from jax_offload._base.jaxprs import jit as jit_of_jax
 from jax_offload._base.memory import mesh_is_set, on_host, under_jit
-from jax_offload._drive.jitted import DrivenSteps, undone_in
+from jax_offload._base.on_disk import Token
+from jax_offload._drive.run import Driven, WithoutUpdate, places_of
 from jax_offload._interop.xla_options import compiler_options, options_for_sending
-from jax_offload._step.rewritten import rewritten
+from jax_offload._step.rewritten import is_driven, rewritten
 
 
 def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -67,6 +73,124 @@ def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
     return Jitted(fun, options)
 
 
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True, eq=False)
+class Undone:
+    """A step that jax has traced and that is to be driven. It stands for each of its results, a tree without leaves.
+
+    So ``jax.jit`` finds it in its own cache, by all that jax tells apart: types, static arguments, contexts.
+
+    Attributes:
+      step: the closed jaxpr.
+      result: the structure of what it returns.
+      static: the arguments that are static: the numbers of positional ones, the names of others.
+    """
+
+    step: ClosedJaxpr
+    result: Any
+    static: Set[int | str]
+
+    def tree_flatten(self) -> tuple[tuple[()], Undone]:
+        return (), self
+
+    @classmethod
+    def tree_unflatten(cls, undone: Undone, _: Any) -> Undone:
+        return undone
+
+    def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call without those that are static."""
+        return (
+            tuple(x for i, x in enumerate(args) if i not in self.static),
+            {name: x for name, x in kwargs.items() if name not in self.static},
+        )
+
+    def is_traced(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        return any(isinstance(x, Tracer) for x in jax.tree.leaves(self.given(args, kwargs)))
+
+
+class DrivenSteps:
+    """The steps of one function that are driven, compiled for each ``Undone``, sharding of arguments and donation."""
+
+    def __init__(self) -> None:
+        self._programs: dict[Hashable, tuple[Driven | WithoutUpdate, Sequence[bool]]] = {}
+        self._shardings: dict[tuple[Sharding, int], Sharding] = {}
+        self.found = False  # once a step of the function is driven
+
+    def left_out(self, step: ClosedJaxpr, result: Any, static: Set[int | str]) -> Any:
+        """What the trace of a driven step returns."""
+        self.found = True
+        undone = Undone(step, result, static)
+        return jax.tree.unflatten(result, [undone] * result.num_leaves)
+
+    def __call__(
+        self,
+        undone: Undone,
+        jitted: Any,
+        options: Mapping[str, Any],
+        compiling: tuple[Mapping[str, Any], Mapping[str, Any]],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """The results of a step.
+
+        Args:
+          undone: the step.
+          jitted: the object of ``jax.jit`` that has returned it, and that has checked its arguments.
+          options: those of ``jax.jit``.
+          compiling: the compiler's options for the programs of the device, and for those that send to the host.
+          args, kwargs: the step's arguments.
+        """
+        given = undone.given(args, kwargs)
+        if (places := options.get("in_shardings")) is not None:
+            given = (_put(given[0], tuple(places) if isinstance(places, list) else places), given[1])
+        leaves = jax.tree.leaves(given)
+        how = repr([options.get(name) for name in ("donate_argnums", "donate_argnames", "compiler_options")])
+        key = undone, how, tuple(map(self._same, places_of(leaves), map(np.ndim, leaves)))
+        if key not in self._programs:
+            donated = [info.donated for info in jax.tree.leaves(jitted.trace(*args, **kwargs).args_info)]
+            step = undone.step
+            driven = Driven(step, leaves, donated, *compiling) if is_driven(step) else WithoutUpdate(step)
+            self._programs[key] = driven, donated
+        driven, donated = self._programs[key]
+        results = driven.committed(_handed_over(driven(leaves), compress(leaves, donated)))
+        result = jax.tree.unflatten(undone.result, results)
+        places = options.get("out_shardings")
+        return result if places is None else _put(result, places)
+
+    def _same(self, place: Sharding | None, ndim: int) -> Sharding | None:
+        """The first sharding that means what this one does."""
+        if place is not None and (place, ndim) not in self._shardings:
+            alike = (s for s, n in self._shardings if n == ndim and s.is_equivalent_to(place, n))
+            self._shardings[place, ndim] = next((s for s in alike if s.memory_kind == place.memory_kind), place)
+        return None if place is None else self._shardings[place, ndim]
+
+
+def _handed_over(results: Sequence[Any], donated: Iterable[Any]) -> list[Any]:
+    """Results, of which those on the device that were donated become others: ``jax.jit`` deletes what is donated."""
+    given = {id(x) for x in donated}
+    same = {id(x): x for x in results if id(x) in given and isinstance(x, jax.Array) and not on_host(x)}
+    new = dict(zip(same, _renamed([*same.values()]), strict=True)) if same else {}
+    return [new.get(id(x), x) for x in results]
+
+
+@functools.partial(jit_of_jax, donate_argnums=0)
+def _renamed(arrays: list[jax.Array]) -> list[jax.Array]:
+    """The arrays, as others in their memory."""
+    return arrays
+
+
+def _put(tree: Any, places: Any) -> Any:
+    """A tree where a prefix of shardings says; ``None`` says nothing."""
+    broadcast = jax.tree.broadcast(places, tree, is_leaf=lambda x: x is None)
+    leaves, treedef = jax.tree.flatten(tree)
+    where = jax.tree.leaves(broadcast, is_leaf=lambda x: x is None)
+    moved = [
+        x if s is None or isinstance(x, Token) or getattr(x, "sharding", None) == s else jax.device_put(x, s)
+        for x, s in zip(leaves, where, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, moved)
+
+
 class Step:
     """A function as ``jax.jit`` traces it: rewritten, and with the function's names and signature, which jax reads.
 
@@ -81,7 +205,7 @@ class Step:
         for name in functools.WRAPPER_ASSIGNMENTS:
             if hasattr(fun, name):
                 setattr(self, name, getattr(fun, name))
-        self._fun, self.driven = weakref.ref(fun), driven
+        self._fun, self._drive = weakref.ref(fun), None if driven is None else driven.left_out
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -93,19 +217,22 @@ class Step:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
             return self.__wrapped__(*args, **kwargs)
-        step = rewritten(self.__wrapped__, None if self.driven is None else self.driven.left_out)
+        step = rewritten(self.__wrapped__, self._drive)
         return guarded(step(*args, **kwargs), (args, kwargs))
 
 
-_steps: weakref.WeakKeyDictionary[Callable[..., Any], tuple[Step, Step]] = weakref.WeakKeyDictionary()
+Steps = tuple[Step, Step, DrivenSteps]
+_steps: weakref.WeakKeyDictionary[Callable[..., Any], Steps] = weakref.WeakKeyDictionary()
 
 
-def _steps_of(fun: Callable[..., Any]) -> tuple[Step, Step]:
+def _steps_of(fun: Callable[..., Any]) -> Steps:
     """A function as jax traces it, inside of a program and as one: the same for each function, as jax's caches ask."""
+    driven = DrivenSteps()
+    new = Step(fun), Step(fun, driven), driven
     try:
-        return _steps.get(fun) or _steps.setdefault(fun, (Step(fun), Step(fun, DrivenSteps())))
+        return _steps.get(fun) or _steps.setdefault(fun, new)
     except TypeError:  # it has no hash
-        return Step(fun), Step(fun, DrivenSteps())
+        return new
 
 
 class Jitted:
@@ -118,7 +245,7 @@ class Jitted:
     def __init__(self, fun: Callable[..., Any], options: dict[str, Any]) -> None:
         jit_of_jax(fun, **options)  # it says what it does not take
         functools.update_wrapper(self, fun)
-        self.whole_step, self._called = _steps_of(fun)
+        self.whole_step, self._called, self._driven = _steps_of(fun)
         self.__wrapped__ = self.whole_step.__wrapped__  # which the steps do not keep alive
         self._options = options
         self._inner: Any = jit_of_jax(self.whole_step, **options)
@@ -149,24 +276,25 @@ class Jitted:
             self._was_called = True
             _warn_of_uncommitted(_donated(self.__wrapped__, self._options, args, kwargs))
         result = self._outermost(*args, **kwargs)
-        if self._driven is None or (undone := undone_in(result)) is None:
+        undone = self._undone_in(result)
+        if undone is None:
             return result
         if undone.is_traced(args, kwargs):  # under vmap, or a derivative
             return self._inner(*args, **kwargs)
         jitted, compiling = self._as_program
         return self._driven(undone, jitted, self._options, compiling, args, kwargs)
 
-    @property
-    def _driven(self) -> DrivenSteps | None:
-        """The steps that are driven from Python, once there is one."""
-        return self._called.driven or None
+    def _undone_in(self, result: Any) -> Undone | None:
+        """The step that a result says Python is to drive."""
+        if not self._driven.found:
+            return None
+        leaves = jax.tree.leaves(result, is_leaf=lambda x: isinstance(x, Undone))
+        return leaves[0] if leaves and isinstance(leaves[0], Undone) else None
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """As that of what ``jax.jit`` returns."""
         traced = self._outermost.trace(*args, **kwargs)
-        if self._driven is None or undone_in(traced.out_info) is None:
-            return traced
-        return self._inner.trace(*args, **kwargs)
+        return traced if self._undone_in(traced.out_info) is None else self._inner.trace(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """As that of what ``jax.jit`` returns."""

@@ -30,7 +30,7 @@ def first_program(share, tokens):
     step, args, where = model(share, tokens)
     closed, _ = jaxpr_of(step, *args)
     leaves = jax.tree.leaves(args)
-    driven = Driven(closed, leaves, [True] * (len(leaves) - 1) + [False], {}, {})
+    driven = Driven(closed, leaves, [True] * (len(leaves) - 1) + [False], {}, {}, segments=False)
     (task, program), *_ = driven._tasks
     given = dict(zip(driven._step.inputs, [*driven._step.consts, *leaves], strict=True))
     kinds = [HOST_KIND if is_host_aval(v.aval) else DEVICE_KIND for v in task.outputs] + [HOST_KIND for _ in task.down]

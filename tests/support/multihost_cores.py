@@ -19,8 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from jax_offload._drive import run
-from jax_offload._drive.cores import Cores, threads
+from jax_offload._drive.cores import threads
 from jax_offload._drive.kernel import OnePass
 
 WIDTH, STEPS = 64, 3
@@ -60,7 +59,6 @@ def main():
     used = [
         d for k, d in enumerate(sorted(jax.devices(), key=lambda d: (d.process_index, d.id))) if k % local < local - 1
     ]
-    run.cores_beside = lambda devices: Cores(jax.local_devices()[-1])
     mesh = Mesh(np.array(used).reshape(2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     rng, spec = np.random.default_rng(0), P("data", "model") if args.how == "fsdp" else P(None, "model")
     params = {

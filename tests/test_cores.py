@@ -1,0 +1,502 @@
+"""The host's cores update a share of the state, in a step that is driven from Python.
+
+Values, placement and donation. The step runs on a CPU device other than the cores' own, as it
+does beside an accelerator. ``test_equivalence.py`` has every optimizer, wrapper and sharding on the cores.
+"""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_offload as jo
+from tests.support.optimizers import assert_same, copied
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Some donated buffers were not usable"),
+    pytest.mark.filterwarnings("ignore:offload.. leaves the whole optimizer state"),
+]
+ADAMW = optax.adamw(1e-2)
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(optax.linear_schedule(1e-2, 0.0, 10)))
+LAYERS, WIDTH = 4, 256  # a layer is large: its gradient takes its turn, and its rows go down by themselves
+X = np.random.default_rng(0).normal(size=(64, WIDTH)).astype(np.float32)
+COMPILES = [0]
+
+
+def _count(event: str, duration_secs: float, **_: str | int) -> None:
+    COMPILES[0] += event.endswith("backend_compile_duration")
+
+
+jax.monitoring.register_event_duration_secs_listener(_count)
+
+
+def placed(tree, where=None):
+    return jax.device_put(tree, where or jax.devices()[1])
+
+
+def model(dtype=jnp.float32, where=None):
+    w = {f"layer_{k}": jax.random.normal(jax.random.key(k), (WIDTH, WIDTH)) / 16 for k in range(LAYERS)}
+    return placed({name: {"w": x.astype(dtype), "b": jnp.full(WIDTH, 0.1, dtype)} for name, x in w.items()}, where)
+
+
+def plain_layer(x, p):
+    return jnp.tanh(x @ p["w"] + p["b"])
+
+
+def loss_of(layer=plain_layer):
+    def loss(params, x):
+        for name in sorted(params):
+            x = layer(x, params[name])
+        return (x.astype(jnp.float32) ** 2).mean()
+
+    return loss
+
+
+def step_of(tx, loss=None, **extra):
+    def step(params, state, x):
+        value, grads = jax.value_and_grad(loss or loss_of())(params, x)
+        params, state = jo.update_params(tx, grads, state, params, **extra)
+        return params, state, {"loss": value, "size": optax.global_norm(params)}
+
+    return step
+
+
+def offload(inner=CLIPPED, update_on="host", **options):
+    return jo.offload(inner, **{"min_bytes": 2048, "update_on": update_on, **options})
+
+
+def places(tree):
+    """Of all arrays but scalars, which optax leaves uncommitted."""
+    return [(x.sharding, x.sharding.memory_kind) for x in jax.tree.leaves(tree) if x.ndim]
+
+
+def check(step, plain, tx, params, *, xs=(X, X), donate=(0, 1), tolerance=1e-6):
+    """Updates one after the other, each compared with the plain one of the same state, and the last results."""
+    step, plain = jo.jit(step, donate_argnums=donate), jax.jit(plain)
+    state = tx.init(params)
+    for x in xs:
+        want = plain(params, jo.to_device(state), x)
+        given = jax.tree.map(lambda leaf: copied(leaf) if leaf.ndim else leaf, (params, state))
+        got = step(*given, x)
+        assert_same(jo.to_device(got), want, "one update", tolerance)
+        assert places(got[:2]) == places((params, state))
+        gone = [leaf.is_deleted() for leaf in jax.tree.leaves(given) if leaf.ndim]
+        assert np.isnan(x).any() or gone == [bool(donate)] * len(gone)  # a branch hands host leaves on
+        params, state = got[:2]
+    return got
+
+
+@pytest.fixture(params=["a group each", "one group"])
+def groups(request):
+    if request.param == "a group each":
+        request.getfixturevalue("small_groups")
+
+
+# ---- values, placement and donation ----------------------------------------------------------------------------------
+
+SHARES = [
+    "host",
+    0.3,
+    {"layer_0": "device", "layer_1": 0.5, "layer_2": "host", "layer_3": "host"},
+    [("[13]/w", "host")],
+]
+KINDS = {
+    "plain": plain_layer,
+    "checkpointed": jax.checkpoint(plain_layer),
+    "a scan in each": lambda x, p: jax.lax.fori_loop(0, 2, lambda _, x: plain_layer(x, p), x),
+    "a softmax": lambda x, p: x + jax.nn.softmax(plain_layer(x, p)),
+}
+
+
+@pytest.mark.oldest("the step, cut and driven")
+@pytest.mark.usefixtures("small_groups")
+@pytest.mark.parametrize("share", SHARES, ids=str)
+@pytest.mark.parametrize(("inner", "donate"), [(CLIPPED, (0, 1)), (ADAMW, (0, 1)), (ADAMW, ())])
+def test_a_driven_step_is_the_step(inner, donate, share):
+    """The pass is in several programs where no norm needs all gradients."""
+    tx = offload(inner, share)
+    got = check(step_of(tx), step_of(inner), tx, model(), donate=donate)
+    assert {x.sharding for x in jax.tree.leaves(got)} == {
+        SingleDeviceSharding(jax.devices()[1], memory_kind=kind) for kind in ("device", "pinned_host")
+    }
+
+
+@pytest.mark.usefixtures("small_groups")
+@pytest.mark.parametrize("share", ["host", 0.6])
+@pytest.mark.parametrize("layer", KINDS)
+def test_kinds_of_layers(layer, share):
+    tx, loss = offload(ADAMW, share), loss_of(KINDS[layer])
+    check(step_of(tx, loss), step_of(ADAMW, loss), tx, model())
+
+
+def stacked(reverse=False, unroll=1, cast=None, remat=False):
+    def layer(x, p):
+        return plain_layer(x, p), x.mean()
+
+    def loss(params, x):
+        x = x @ params["embed"].T @ params["embed"]
+        layers = {name: params[name] for name in ("w", "b")}
+        layers = layers if cast is None else jax.tree.map(lambda w: w.astype(cast), layers)
+        one = jax.checkpoint(layer) if remat else layer
+        x, means = jax.lax.scan(one, x.astype(layers["w"].dtype), layers, reverse=reverse, unroll=unroll)
+        return ((x @ params["head"]).astype(jnp.float32) ** 2).mean() + means.astype(jnp.float32).sum()
+
+    return loss
+
+
+STACKED = {
+    "plain": {},
+    "in reverse": {"reverse": True},
+    "unrolled twice": {"unroll": 2},
+    "checkpointed": {"remat": True},
+    "bfloat16 in the pass": {"cast": jnp.bfloat16, "tolerance": 2e-2},
+    "not donated": {"donate": ()},
+    "clipped by a norm that needs all gradients": {"inner": CLIPPED},
+    "no arithmetic on elements alone": {"inner": optax.lamb(1e-2)},
+    "gradients are returned too": {"returned": True},
+    "some stay on the device": {"update_on": {"w": "host", "b": "device", "embed": "host", "head": "device"}},
+}
+
+
+@pytest.mark.parametrize("case", STACKED)
+def test_stacked_layers(case):
+    """Their gradients go to host memory inside the scan that makes them."""
+    of = dict(STACKED[case])
+    own = {k: of.pop(k) for k in ("donate", "tolerance") if k in of}
+    inner, where, returned = of.pop("inner", ADAMW), of.pop("update_on", "host"), of.pop("returned", False)
+    shapes = {"w": (LAYERS, WIDTH, WIDTH), "b": (LAYERS, WIDTH), "embed": (32, WIDTH), "head": (WIDTH, WIDTH)}
+    keys = zip(shapes.items(), jax.random.split(jax.random.key(0), 4), strict=True)
+    params = placed({name: jax.random.normal(key, shape) / 16 for (name, shape), key in keys})
+
+    def step_with(tx):
+        def step(params, state, x):
+            value, grads = jax.value_and_grad(stacked(**of))(params, x)
+            return *jo.update_params(tx, grads, state, params), value, grads if returned else None
+
+        return step
+
+    tx = offload(inner, where, min_bytes=512)
+    check(step_with(tx), step_with(inner), tx, params, **own)
+
+
+def sharded(inner, share, how, mesh):
+    """Two updates of a state on a mesh: plain optax's numbers, all of it where it was, replicas alike to the bit."""
+    where = NamedSharding(mesh, P(None, "model") if mesh.axis_types[0] is AxisType.Auto else P())
+    params = jax.tree.map(lambda p: placed(p, where if p.ndim == 2 else NamedSharding(mesh, P())), model())
+    tx = offload(inner, share, **({"shard_over": "data"} if how == "ZeRO-1" else {}))
+    x = placed(X, NamedSharding(mesh, P("data", None)))
+    step, plain, state = jo.jit(step_of(tx), donate_argnums=(0, 1)), jax.jit(step_of(inner)), tx.init(params)
+    for _ in range(2):
+        want = plain(params, jo.to_device(state), x)
+        before, where = [leaf.sharding for leaf in jax.tree.leaves((params, state))], addresses(state)
+        params, state, _ = got = step(params, state, x)
+        assert_same(jo.to_device(got), want, "sharded")
+        assert inner is not ADAMW or share != "host" or where == addresses(state)
+        for leaf, place in zip(jax.tree.leaves((params, state)), before, strict=True):
+            assert leaf.sharding.is_equivalent_to(place, leaf.ndim) and leaf.sharding.memory_kind == place.memory_kind
+            shards = {(str(shard.index), np.asarray(shard.data).tobytes()) for shard in leaf.addressable_shards}
+            assert len(shards) == len({index for index, _ in shards})
+
+
+def addresses(state):
+    leaves = [x for x in jax.tree.leaves(state) if x.sharding.memory_kind == "pinned_host"]
+    return [shard.data.unsafe_buffer_pointer() for x in leaves for shard in x.addressable_shards]
+
+
+@pytest.mark.oldest("meshes of driven steps")
+@pytest.mark.usefixtures("small_groups")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(("inner", "share"), [(ADAMW, "host"), (CLIPPED, 0.5), (optax.lamb(1e-2), "host")])
+@pytest.mark.parametrize("how", ["as the parameters", "ZeRO-1"])
+def test_sharded(inner, share, how, kind):
+    """Kernels go by shards, and write each in place; LAMB takes leaves whole."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4], axis_types=(kind, kind))
+    with jax.set_mesh(mesh) if kind is AxisType.Explicit else contextlib.nullcontext():
+        sharded(inner, share, how, mesh)
+
+
+def test_compiled_once_and_anew_for_other_types(groups):
+    tx = offload(ADAMW)
+    step, params = jo.jit(step_of(tx), donate_argnums=(0, 1)), model()
+    state, x = tx.init(params), placed(X)
+    params, state, _ = step(params, state, x)
+    before = COMPILES[0]
+    for _ in range(3):
+        params, state, _ = step(params, state, x)
+    assert COMPILES[0] == before
+    step(params, state, placed(X[:4]))
+    assert COMPILES[0] > before
+
+
+def test_the_same_to_the_last_bit(groups):
+    """Two loops of many steps, their inputs donated."""
+    step = jo.jit(step_of(tx := offload(ADAMW, 0.6)), donate_argnums=(0, 1))
+
+    def train():
+        params = model()
+        state = tx.init(params)
+        for _ in range(20):
+            params, state, _ = step(params, state, X)
+        return [np.asarray(x).tobytes() for x in jax.tree.leaves((params, state))]
+
+    assert train() == train()
+
+
+# ---- whose memory is written -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.oldest("views of host memory, and what jax says of donation")
+def test_donated_state_is_written_in_place(groups):
+    """Where it was donated; where it was not, it keeps its numbers, and the new one lies elsewhere."""
+    pytest.importorskip("numba")
+    tx, params = offload(ADAMW), model()
+    state, plain = tx.init(params), jax.jit(step_of(ADAMW))
+    kept, where = jax.tree.map(np.array, jo.to_device((params, state))), addresses(state)
+    want = plain(*plain(params, jo.to_device(state), X)[:2], X)
+    first, second = (jo.jit(step_of(tx))(params, state, X) for _ in range(2))
+    assert where and {*where}.isdisjoint(addresses(first[1]))
+    jax.tree.map(np.testing.assert_array_equal, jo.to_device((params, state)), kept)
+    jax.tree.map(np.testing.assert_array_equal, jo.to_device(first), jo.to_device(second))
+    step, given, params = jo.jit(step_of(tx), donate_argnums=(0, 1)), state, copied(params)
+    for _ in range(2):
+        params, state, last = step(params, state, X)
+    assert addresses(state) == where and all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
+    assert_same(jo.to_device((params, state, last)), want, "in place")
+
+
+@pytest.mark.usefixtures("small_groups")
+def test_state_that_the_step_reads_too_is_not_written():
+    """Another program reads the old moments: they have the old numbers, wherever it runs in the step."""
+
+    def step_with(tx):
+        def step(params, state, x):
+            new = step_of(tx)(params, state, x)
+            return *new[:2], jax.tree.map(lambda x: jnp.sum(jo.to_device(x)), state)
+
+        return step
+
+    tx = offload(ADAMW)
+    check(step_with(tx), step_with(ADAMW), tx, model())
+
+
+@pytest.mark.parametrize("through", ["update", "update_params"])
+def test_a_skipped_step_changes_no_bit(through, groups):
+    def step_with(tx, skipping):
+        def step(params, state, x):
+            grads = jax.grad(loss_of())(params, x)
+            skip = {"skip": ~jnp.isfinite(optax.global_norm(grads))} if skipping else {}
+            if through == "update_params":
+                return jo.update_params(tx, grads, state, params, **skip)
+            updates, state = tx.update(grads, state, params, **skip)
+            return optax.apply_updates(params, updates), state
+
+        return step
+
+    tx = offload()
+    got = check(step_with(tx, True), step_with(CLIPPED, False), tx, model())
+    bits = [np.asarray(x).tobytes() for x in jax.tree.leaves(got)]
+    step, donated = jo.jit(step_with(tx, True)), jo.jit(step_with(tx, True), donate_argnums=(0, 1))
+    for run, given in (step, got), (donated, copied(got)):
+        after = run(*given, X * np.nan)
+        assert [np.asarray(x).tobytes() for x in jax.tree.leaves(after)] == bits
+    assert not any(x.is_deleted() for x in jax.tree.leaves(got))
+    assert_same(jo.to_device(donated(*after, X)), jo.to_device(step(*got, X)), "the next one")
+
+
+@pytest.mark.parametrize("how", ["apply_if_finite", "cond", "switch"])
+def test_an_update_in_a_branch(how, groups):
+    """The branch that is taken runs, here one that changes nothing, as plain optax's does; what it hands on stays."""
+
+    def step_with(tx):
+        def step(params, state, x):
+            grads = jax.grad(loss_of())(params, x)
+            finite = jnp.isfinite(optax.global_norm(grads))
+
+            def updated():
+                return jo.update_params(tx, grads, state, params)
+
+            def kept():
+                return params, state
+
+            if how == "cond":
+                return jax.lax.cond(finite, updated, kept)
+            if how == "switch":
+                return jax.lax.switch(finite.astype(jnp.int32) * 9 - 1, [kept, kept, updated])  # clamped
+            updates, new = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), new
+
+        return step
+
+    tx, plain = offload(), CLIPPED
+    if how == "apply_if_finite":
+        tx, plain = optax.apply_if_finite(tx, 2), optax.apply_if_finite(plain, 2)
+    check(step_with(tx), step_with(plain), tx, model(), xs=(X, X * np.nan, X))
+
+
+# ---- what a user's program has around it ---------------------------------------------------------------------------
+
+
+@pytest.mark.oldest("arguments as jit takes them")
+def test_static_arguments_shardings_and_keywords():
+    tx, params = offload(), model()
+    state, where = tx.init(params), SingleDeviceSharding(jax.devices()[1])
+    options = {"static_argnames": "times", "donate_argnums": 1, "in_shardings": (where, None, None)}
+
+    @functools.partial(jo.jit, **options, out_shardings=None)
+    def step(params, state, x, times):
+        grads = jax.tree.map(lambda g: times * g, jax.grad(loss_of())(params, x))
+        return jo.update_params(tx, grads, state, params)
+
+    def plain(params, state, x, times):
+        grads = jax.tree.map(lambda g: times * g, jax.grad(loss_of())(params, x))
+        return jo.update_params(CLIPPED, grads, state, params)
+
+    for times in 1, 2:
+        got = step(params, copied(state), X, times)
+        assert_same(jo.to_device(got), jax.jit(plain, static_argnums=3)(params, jo.to_device(state), X, times), "")
+
+
+def test_a_state_is_the_same_whoever_updates_it():
+    """Leaf for leaf what it is on the device, abstract too, so that a checkpoint of one is restored as another; and one
+    may change from step to step."""
+    txs, params = [offload(update_on=on) for on in ("host", 0.5, "device")], model()
+    states, targets = [tx.init(params) for tx in txs], [jo.abstract_state(tx, params) for tx in txs]
+    for same in states, targets:
+        kinds = [jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), tree) for tree in same]
+        assert kinds[0] == kinds[1] == kinds[2] and "pinned_host" in str(kinds[0])
+    state, step = states[0], jax.jit(step_of(CLIPPED))
+    for tx in txs:
+        want = step(params, jo.to_device(state), X)
+        params, state, _ = got = jo.jit(step_of(tx))(params, state, X)
+        assert_same(jo.to_device(got), want, "whoever")
+
+
+@pytest.mark.parametrize("storage", ["bfloat16", {"mu": "int8", "nu": "uint8"}])
+def test_stored_in_fewer_bits(storage):
+    """As on the device, whose rounding is the same function of the step and the place."""
+    results = []
+    for on in "host", "device":
+        tx, params = offload(ADAMW, on, storage=storage), model()
+        step, state = jo.jit(step_of(tx)), tx.init(params)
+        for _ in range(3):
+            params, state, _ = step(params, state, X)
+        results.append(jo.to_device(params))
+    assert_same(*results, "three steps", tolerance=1e-5)
+
+
+def test_a_train_state():
+    def trained(tx, jit):
+        state = TrainState.create(apply_fn=loss_of(), params=model(), tx=tx)
+
+        def step(state, x):
+            value, grads = jax.value_and_grad(state.apply_fn)(state.params, x)
+            return state.apply_gradients(grads=grads), value
+
+        step = jit(step, donate_argnums=0)
+        for _ in range(3):
+            state, _ = step(state, X)
+        return state
+
+    got, want = trained(offload(ADAMW), jo.jit), trained(ADAMW, jax.jit)
+    assert_same(jo.to_device(got.params), want.params, "parameters", tolerance=1e-5)
+    assert got.opt_state[0].mu["layer_1"]["w"].sharding.memory_kind == "pinned_host"
+
+
+# ---- which leaves, and what is said ---------------------------------------------------------------------------------
+
+
+def on_cores(update_on, params=None):
+    table = jo.placement(offload(update_on=update_on), params or model())
+    return {leaf.param for leaf in table.leaves if leaf.on_cores}
+
+
+def test_which_leaves():
+    """The first gradients go to the cores; whole parameters, up to the share; rules by path, of which the first that
+    matches counts."""
+    assert on_cores(0.3) == {"layer_3/w"} and on_cores(0.5) == {"layer_3/w", "layer_2/w"} and on_cores(0.0) == set()
+    by_layer = {"layer_0": "host", "layer_1": {"b": "device", "w": 1.0}, "layer_2": "device", "layer_3": 1.0}
+    assert on_cores(by_layer) == {"layer_0/w", "layer_1/w", "layer_3/w"}
+    assert on_cores([("layer_2", "device"), ("layer_[23]/w", "host"), ("layer_1", 0.6)]) == {"layer_3/w", "layer_1/w"}
+    assert on_cores([("layer_1", 0.0)]) == set()
+
+
+def test_what_placement_says():
+    params, tx = model(), offload()
+    table = jo.placement(offload(update_on=0.3), params)
+    streams = {leaf.param: leaf.streams for leaf in table.leaves if leaf.host}
+    assert streams["layer_3/w"] == "updated on the host's cores, 2 leaves together" in str(table)
+    assert "cores" not in streams["layer_1/w"]
+    shown = jo.placement(jo.jit(step_of(tx)), params, tx.init(params), X)
+    assert {leaf.streams for leaf in shown.leaves if leaf.host} == {"updated on the host's cores, 2 leaves together"}
+    assert shown.stays == ("the step is cut at it, as the host's cores update a part",)
+
+
+BAD = {
+    "cpu": "expected 'device', 'host', the share in",
+    True: "expected 'device', 'host', the share in",
+    -0.1: "expected 'device', 'host', the share in",
+    1.5: "expected 'device', 'host', the share in",
+    None: "expected 'device', 'host', the share in",
+    (("layer_9", "host"),): "no parameter's path matches",
+    (("layer_(", "host"),): "is not a regular expression",
+    (("layer_1", "host"), ("layer_2", 2)): "share in",
+}
+
+
+@pytest.mark.parametrize("value", BAD)
+def test_bad_values(value):
+    given = list(value) if isinstance(value, tuple) else value
+    with pytest.raises(ValueError, match=f"update_on: .*{BAD[value]}"):
+        offload(update_on=given).init(model())
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"update_on": {"other": "host"}}, "update_on: expected a single value or a pytree prefix"),
+        ({"update_on": "host", "fraction": 0}, "update_on: with fraction=0"),
+    ],
+)
+def test_options_that_do_not_fit(options, match):
+    with pytest.raises(ValueError, match=match):
+        jo.offload(ADAMW, **options).init(model())
+
+
+def test_what_looks_at_a_step_says_which_of_its_programs():
+    """The first, with the peak."""
+    tx, params = offload(update_on=0.5), model()
+    state, step = tx.init(params), jo.jit(step_of(tx), donate_argnums=(0, 1))
+    report = jo.verify(step, params, state, X)
+    assert report.program == "before" and "drives this step in several programs" in str(report)
+    assert jo.profile(step, params, state, X, steps=1).simulated is None
+
+
+def test_somebody_elses_program():
+    tx, params = offload(), model()
+    state, step = tx.init(params), step_of(tx)
+    for other in (
+        lambda: jax.jit(step)(params, state, X),
+        lambda: jax.jit(jo.jit(step))(params, state, X),
+        lambda: jo.jit(step).lower(params, state, X),
+        lambda: tx.update(params, state, params),
+        lambda: jax.jit(jax.vmap(lambda g: tx.update(g, state, params)[0]))(jax.tree.map(lambda p: p[None], params)),
+    ):
+        with pytest.raises(ValueError, match=r"update_on: .* Fix: jo\.jit\(step\)"):
+            other()
+
+
+def test_in_a_scan_of_the_step():
+    tx, params = offload(), model()
+
+    def scanned(params, state, xs):
+        return jax.lax.scan(lambda c, x: (step_of(tx)(*c, x)[:2], None), (params, state), xs)[0]
+
+    with pytest.raises(ValueError, match="update_on: the update stands in a scan of the step"):
+        jo.jit(scanned)(params, tx.init(params), jnp.stack([X, X]))
