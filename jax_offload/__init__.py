@@ -1,8 +1,9 @@
 """Train in JAX when the optimizer state does not fit on the accelerator.
 
-``tx = jax_offload.offload(optax.adamw(1e-3))`` keeps the optimizer's state in pinned host memory, and
-``jax_offload.jit(step)`` hides what moves. ``print(jax_offload.placement(tx, params))`` says what lives where, and
-``print(jax_offload.plan(tx, params, chip="h100"))`` whether it pays.
+``tx = jax_offload.offload(optax.adamw(1e-3))`` keeps the optimizer's state in pinned host memory.
+``jax_offload.jit(step)`` hides its transfers, and ``jax_offload.pipelined(step)`` does if gradients are clipped.
+``print(jax_offload.placement(tx, params))`` says what lives where, and
+``print(jax_offload.plan(tx, params, chip="h100"))`` whether the model fits and what offloading costs.
 """
 
 import typing as _typing

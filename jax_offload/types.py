@@ -1,4 +1,4 @@
-"""The classes of what ``jax_offload`` returns, for annotations and ``isinstance``. Nobody makes them by hand."""
+"""The classes that functions of ``jax_offload`` return, for annotations and ``isinstance``."""
 
 import typing as _typing
 from importlib import import_module as _import_module

@@ -15,7 +15,7 @@ HEADER = ("", "params", "grads", "state", "window", "activations", "sum", "fits"
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One way to run a step, and what it takes of one device; a row of a ``Plan``.
+    """One way to run a step, and the memory that it takes on one device; a row of a ``Plan``.
 
     Bytes are exact unless ``compiled`` says that XLA's compiler gave them; ``None`` stands for what is not known.
 
@@ -23,26 +23,26 @@ class Row:
       name: the name by which ``plan[name]`` finds it.
       code: the line to write.
       parameters: bytes of the parameters.
-      gradients: bytes of all gradients; of a compiled row those alive at its peak.
+      gradients: bytes of all gradients; in a compiled row, bytes of those alive at its peak.
       state: bytes of the optimizer state that stays on the device.
       window: bytes of the state on the device at a time while it streams; ``None`` for a state on disk, as only the
         compiler knows what the program of a group takes.
       host: bytes of pinned host memory, for one device.
       disk: bytes of the state on disk, for one device.
-      loaded: bytes from the host in one step; ``None`` where a norm of the state reads leaves first, which a step loads
-        once or twice.
+      loaded: bytes from the host in one step; ``None`` if a norm reads leaves of the state first, because a step then
+        loads them once or twice.
       stored: bytes to the host in one step.
-      activations: bytes of activations, by the formula, as given, or what is left of a compiled peak.
-      same_numbers: whether the step computes what the optimizer that was given computes.
-      compiled: the chip that the row was compiled for; empty where its parts are sums.
-      total: bytes of the compiled peak; ``None`` where the sum of the parts is the peak.
+      activations: bytes of activations, by the formula or as given; in a compiled row, the remainder of the peak.
+      same_numbers: whether the step computes the same numbers as the given optimizer.
+      compiled: the chip for which the row was compiled; empty if it was not.
+      total: bytes of the compiled peak; ``None`` if the peak is the sum of the parts.
       link: seconds that the transfers take alone.
       added: seconds that they add to a step.
       overhead: ``added`` as a share of the step's arithmetic.
-      hidden_from: tokens a step from which on nothing is added.
-      fits: whether it fits; ``None`` where a part of the sum, or the memory, is not known.
-      room: bytes that what is not known may take; below zero where it does not fit.
-      why: why it does not fit, or what has to hold.
+      hidden_from: the tokens per step from which on nothing is added.
+      fits: whether it fits; ``None`` if a part of the sum, or the memory, is not known.
+      room: bytes left for the unknown parts; negative if it does not fit.
+      why: why it does not fit, or under what condition it does.
 
     Example:
       >>> import jax, optax, jax_offload as jo
@@ -113,25 +113,23 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
-    """Rows for the ways to run a step, a verdict, and what was assumed; ``print`` it.
-
-    What ``jax_offload.plan`` returns.
+    """The answer of ``jax_offload.plan``: a row for each way to run a step, a verdict, and assumptions; ``print`` it.
 
     Attributes:
-      options: the rows, a ``Row`` each.
-      recommended: the row to take; ``None`` where nothing fits or the memory is not known.
-      verdict: two sentences.
-      code: the line to write: the recommended row's; or, where nothing fits, the one that fits with a larger share of
-        the device's memory, after the line that sets it. Empty where there is none.
-      device_memory: bytes of one device; ``None`` where they are not known.
-      usable: of these, what jax takes less the headroom: what a row may take.
-      host_memory: bytes of a host's memory for each of its devices; ``None`` where they are not known.
-      devices: how many the parameters are on.
-      chip: the accelerator; empty where none was given.
-      tokens_per_step: over all devices.
+      options: the rows, each a ``Row``.
+      recommended: the row to take; ``None`` if nothing fits or the memory is not known.
+      verdict: the recommendation in two sentences.
+      code: the line to write. If nothing fits, but a row would if jax took a larger share of the device's memory, the
+        line that sets the share and the line of that row. Empty if there is neither.
+      device_memory: bytes of one device; ``None`` if not known.
+      usable: bytes that a row may take: jax's share of ``device_memory``, less the headroom.
+      host_memory: bytes of a host's memory for each of its devices; ``None`` if not known.
+      devices: the number of devices that hold the parameters.
+      chip: the accelerator; empty if none was given.
+      tokens_per_step: the tokens in a step, over all devices.
       compute: seconds of a step's arithmetic.
-      assumptions: the inputs, and what was assumed.
-      sources: where the chip's figures are from.
+      assumptions: the inputs and the assumptions, as printed.
+      sources: where the chip's figures are published.
 
     Example:
       >>> import optax, jax_offload as jo
@@ -155,14 +153,14 @@ class Plan:
     sources: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
 
     def __getitem__(self, name: str) -> Row:
-        """The row of that name."""
+        """Return the row of that name; ``KeyError`` if there is none."""
         for row in self.options:
             if row.name == name:
                 return row
         raise KeyError(f"{name!r} is none of {[row.name for row in self.options]}")
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON types: bytes and seconds."""
+        """Return everything as JSON types, in bytes and seconds."""
         found = dataclasses.asdict(self)
         found["recommended"] = None if self.recommended is None else self.recommended.name
         for row, given in zip(found["options"], self.options, strict=True):
@@ -170,11 +168,11 @@ class Plan:
         return found
 
     def table(self) -> list[tuple[str, ...]]:
-        """The header and the rows as printed."""
+        """Return the header and the rows as printed."""
         return [HEADER, *(row._cells() for row in self.options)]
 
     def describe(self, verbose: bool = False) -> str:
-        """The printed form. ``verbose``: with each row's transfers and code, and where the chip's figures are from."""
+        """Return the printed form. ``verbose`` adds each row's transfers and code, and the chip's sources."""
         width = terminal_width()
         lines = textwrap.wrap(self.verdict, width, break_on_hyphens=False)
         lines += [*(f"  {line}" for line in self.code.splitlines()), "", "GiB on one device:"]

@@ -56,7 +56,7 @@ class Reached:
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One accelerator and its host: bytes, bytes per second, operations per second.
+    """The figures of one accelerator and its host, in bytes, bytes per second and operations per second.
 
     Attributes:
       name: the name by which ``chip`` knows it.
@@ -68,9 +68,9 @@ class Chip:
       host_link_both: bytes per second of both ways at once, their sum.
       interconnect: bytes per second to other accelerators, one way.
       dram_bytes: bytes of the host's memory for each of its accelerators.
-      reached: what programs reach of ``flops``, ``hbm_bandwidth`` and ``interconnect``.
+      reached: the speeds that programs reach, below ``flops``, ``hbm_bandwidth`` and ``interconnect``.
       dram_bandwidth: bytes per second of the host's memory for each of its accelerators; ``None`` if unknown.
-      sources: for each figure where it is published, or that it is assumed, and from what.
+      sources: for each figure, where it is published, or from what it is assumed.
 
     Example:
       >>> import jax_offload as jo
@@ -95,26 +95,27 @@ class Chip:
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures and their sources as JSON types."""
+        """Return the figures and their sources as JSON types."""
         return dataclasses.asdict(self) | {"sources": dict(self.sources)}
 
 
 class Chips:
-    """The figures of an accelerator, by its name or measured.
+    """Return the figures of an accelerator, known by its name or measured.
 
     Args:
-      name: one of those of the library (``a100``, ``h100``, ``h200``, ``b200``, ``gh200``, ``gb200``, ``v5e``, ``v5p``,
-        ``v6e``), or what jax calls it, ``jax.devices()[0].device_kind``; the path of a file of your own,
-        ``my_chip.toml``, with the fields of ``Chip`` at its top level; or a ``Chip``, which comes back. Such a file
-        needs ``hbm_bytes``, ``flops``, ``hbm_bandwidth``, ``host_link`` and ``dram_bytes``; a ``like = "h100"`` in it
-        takes all that it does not say from that chip.
+      name: a name that the library knows (``a100``, ``h100``, ``h200``, ``b200``, ``gh200``, ``gb200``, ``v5e``,
+        ``v5p``, ``v6e``); jax's name for a device, ``jax.devices()[0].device_kind``; the path of your own file,
+        ``my_chip.toml``, with the fields of ``Chip`` at its top level; or a ``Chip``, which is returned. A file needs
+        ``hbm_bytes``, ``flops``, ``hbm_bandwidth``, ``host_link`` and ``dram_bytes``. With ``like = "h100"`` it takes
+        the figures that it lacks from that chip.
 
     Returns:
-      A ``Chip``. ``jax_offload.chip.measured()`` returns the accelerator of this machine, its link measured.
+      A ``Chip``. ``jax_offload.chip.measured()`` returns this machine's accelerator, with its link measured.
 
     Raises:
       TypeError: ``name`` is none of these.
-      ValueError: no chip has that name; or the file lacks a figure, or has one that is unknown or not a number.
+      ValueError: no chip has that name; or the file lacks a figure, or holds an unknown one or one that is not a
+        number.
 
     Example:
       >>> import jax_offload as jo
@@ -141,22 +142,22 @@ class Chips:
         return _known()[found]
 
     def measured(self, device: Any = None) -> Chip:
-        """The figures of an accelerator of this machine, with its link and its host's memory measured.
+        """Measure the link and the host's memory of this machine, and return the figures of its accelerator.
 
-        It takes a second or two: 16 GiB are copied, and 6 GiB of host memory are read and written. 2 GiB of the device,
-        and as many of host memory, are taken meanwhile.
+        It takes a second or two: it copies 16 GiB, and reads and writes 6 GiB of host memory. Meanwhile it holds 2 GiB
+        of device memory and 2 GiB of host memory.
 
         Args:
-          device: a ``jax.Device``; the first one where it is left out.
+          device: a ``jax.Device``; the first one if left out.
 
         Returns:
           A ``Chip`` with ``host_link``, ``host_link_both`` and ``dram_bandwidth`` in bytes per second, the best of
           three runs, and ``dram_bytes``, this host's memory for each of its accelerators. The other figures are those
-          of the chip of that name, or of an ``h100`` where none is known; ``sources`` says which. On a CPU jax copies
-          nothing, and the link's figures say nothing.
+          of the known chip of that name, or else of an ``h100``; ``sources`` says which. On a CPU jax copies nothing,
+          and the link's figures mean nothing.
 
         Raises:
-          TypeError: ``device`` is no device.
+          TypeError: ``device`` is not a device.
           ValueError: the device has no pinned host memory.
         """
         device = jax.local_devices()[0] if device is None else device

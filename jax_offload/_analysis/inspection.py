@@ -313,7 +313,7 @@ class Inspection:
 
     @property
     def errors(self) -> tuple[Problem, ...]:
-        """Those problems for which the offload is not real."""
+        """The problems that make the offload unreal."""
         return tuple(problem for problem in self.problems if problem.error)
 
     @property
@@ -328,12 +328,12 @@ class Inspection:
 
     @property
     def unseen(self) -> str:
-        """What could be wrong and cannot be told from this program; empty where all can."""
+        """The faults that this program cannot show; empty if it can show all."""
         found = [_UNSEEN_ON_A_CPU] if self.target == "cpu" else []
         return ". ".join(found + ([f"the other programs. {SAYS}"] if self.program else []))
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON types, without the timeline's segments."""
+        """Return everything as JSON types, without the timeline's segments."""
         plain = ("target", "compiled_for", "peak", "host", "host_temp", "unseen", "program")
         lists = ("transfers", "loops", "problems")
         return {

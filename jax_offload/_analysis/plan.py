@@ -55,44 +55,44 @@ def plan(
     disk: bool = False,
     target: str | None = None,
 ) -> Plan:
-    """Whether a model fits, what to write, and what offloading adds to a step. ``print`` the answer.
+    """Say whether a model fits, what to write, and what offloading adds to a step. ``print`` the answer.
 
     ``plan(tx, params)`` answers from sizes. Bytes of parameters, gradients, state, window and host memory are exact:
-    the code that places and schedules the state counts them. Activations follow from a stated formula of a transformer
-    where ``layers``, ``width`` and ``tokens_per_step`` are given; otherwise they are absent, and a row says below what
-    they have to stay. Time comes from one model, which is printed with its inputs.
+    the code that places and schedules the state counts them. With ``layers``, ``width`` and ``tokens_per_step`` a
+    stated formula for transformers gives the activations; otherwise they are absent, and a row says how small they must
+    be. Times come from one model, which is printed with its inputs.
 
-    ``plan(make, tx, *args)`` answers for a step of yours. ``make(tx, *args)`` returns ``(step, *arguments)`` with a
+    ``plan(make, tx, *args)`` answers for your own step. ``make(tx, *args)`` returns ``(step, *arguments)`` with a
     state from ``jax_offload.abstract_state(tx, params)``, and is called once for each row. With ``target`` XLA's
-    compiler for that chip gives each row's peak and schedule, which takes seconds a row; without it only the exact
-    parts are known.
+    compiler for that chip gives each row's peak and schedule, in seconds per row; without it only the exact parts are
+    known.
 
-    A row fits if its sum is not above what jax takes of the device's memory, less a headroom of 5 %, with no part
-    missing. On a GPU jax takes 75 %, or ``XLA_PYTHON_CLIENT_MEM_FRACTION``.
+    A row fits if no part is missing and its sum is at most the memory that jax takes of the device, less a headroom of
+    5 %. On a GPU jax takes 75 %, or the share in ``XLA_PYTHON_CLIENT_MEM_FRACTION``.
 
     Args:
       tx: the optimizer, offloaded already or not; or ``make``, the function that makes a step.
-      params: the parameters, concrete or abstract, with their shardings; or how many there are, ``13e9`` or ``"13B"``,
-        for a transformer of equal layers. For ``make``: the optimizer.
+      params: the parameters, concrete or abstract, with their shardings; or their number, ``13e9`` or ``"13B"``, for a
+        transformer of equal layers. For ``make``: the optimizer.
       *args: further arguments of ``make``.
-      chip: the accelerator, by a name that ``jax_offload.chip`` takes or a ``Chip``; the target's where it is left out.
-      tokens_per_step: over all devices.
-      device_memory: bytes of one device, or text such as ``"80GiB"``; the chip's where it is left out. Where the whole
-        state does not fit, ``plan`` finds the smallest share that has to move.
-      host_memory: bytes of each host, or text; the chip's figure where it is left out.
-      activations: bytes of one device that they take, or text, where you know them.
-      layers: of the transformer.
-      width: of a layer.
-      flops_per_token: operations of the forward and the backward pass; where it is left out 6 for each parameter of
+      chip: the accelerator, a ``Chip`` or a name that ``jax_offload.chip`` takes; the target's if left out.
+      tokens_per_step: the tokens in a step, over all devices. Without them there is no time.
+      device_memory: the memory of one device, in bytes or as text such as ``"80GiB"``; the chip's if left out. If the
+        whole state does not fit, ``plan`` finds the smallest share that has to move.
+      host_memory: the memory of each host, in bytes or as text; the chip's figure if left out.
+      activations: the activations on one device, in bytes or as text, if you know them.
+      layers: the number of layers of the transformer.
+      width: the width of a layer.
+      flops_per_token: operations per token of the forward and the backward pass; if left out, 6 for each parameter with
         two or more axes.
-      devices: of a model that a number describes; its parameters are divided over them (FSDP).
-      replicated: whether such a model's parameters are whole on every device instead.
-      param_dtype: of such a model's parameters.
+      devices: the number of devices over which the parameters are divided (FSDP), if ``params`` is a number.
+      replicated: whether every device holds all parameters instead, if ``params`` is a number.
+      param_dtype: the dtype of the parameters, if ``params`` is a number.
       disk: whether to add a row with the state on disk.
       target: a chip to compile a step for, as ``jax_offload.inspect`` takes it (extra ``aot``).
 
     Returns:
-      A ``Plan``. Its ``recommended`` row is ``None`` where nothing fits.
+      A ``Plan``. Its ``recommended`` row is ``None`` if nothing fits.
 
     Raises:
       TypeError: ``tx`` is neither an optimizer nor a function.

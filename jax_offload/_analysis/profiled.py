@@ -63,11 +63,11 @@ class Profile:
 
     @property
     def off(self) -> float | None:
-        """How far the simulation is off: 0.1 where it says 10 % more than was measured."""
+        """The error of the simulated step: 0.1 if it is 10 % longer than the measured one; ``None`` if none is simulated."""
         return None if self.simulated is None or not self.step else self.simulated.step / self.step - 1
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as what JSON has, without the timeline's segments."""
+        """Return everything as JSON types, without the timeline's segments."""
         figures = {
             f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("simulated", "timeline")
         }

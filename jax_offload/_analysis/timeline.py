@@ -283,19 +283,19 @@ class Timeline:
     knows no latency, no launch and no contention.
 
     Attributes:
-      step: the whole step.
-      compute: arithmetic, including waits for copies within the device.
-      link: the time of the busier direction between host and device alone.
-      collectives: all collectives, also those that are not asynchronous.
-      exposed: waits for copies between host and device.
-      exposed_collectives: waits for collectives.
+      step: seconds of the whole step.
+      compute: seconds of arithmetic, including waits for copies within the device.
+      link: seconds that the busier direction between host and device would take alone.
+      collectives: seconds of all collectives, asynchronous or not.
+      exposed: seconds of waits for copies between host and device.
+      exposed_collectives: seconds of waits for collectives.
       loaded: bytes from the host.
       stored: bytes to the host.
       chip: the chip whose speeds the simulation uses; empty if measured.
-      segments: what took time, each with ``lane``, ``begin``, ``end``, ``name``, ``nbytes``.
+      segments: the operations and waits, each with ``lane``, ``begin``, ``end``, ``name``, ``nbytes``.
       memory: pairs of seconds and bytes in device memory, one for each change; empty if measured.
-      peak: the peak of ``memory``, by kind.
-      window: the most bytes of the state, and of its new values, in device memory at a time.
+      peak: the peak of ``memory``, in bytes by kind.
+      window: the most bytes of the state, old and new values, in device memory at a time.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_offload as jo
@@ -320,20 +320,20 @@ class Timeline:
 
     @property
     def exposed_share(self) -> float:
-        """0 where all copies are hidden, 1 where arithmetic hides none; more where both directions wait in turn."""
+        """``exposed / link``: 0 if all copies are hidden, 1 if none is, and more if both directions wait in turn."""
         return self.exposed / self.link if self.link else 0.0
 
     def save(self, path: str | Path) -> None:
-        """Writes a picture, ``.png`` or ``.svg``, or with ``.json`` a trace that https://ui.perfetto.dev opens.
+        """Write a picture, ``.png`` or ``.svg``, or with ``.json`` a trace that https://ui.perfetto.dev opens.
 
-        The picture has a lane for compute and one for each direction of the link, waits in red, and under them the
-        device memory that is held. It needs matplotlib (the extra ``plot``).
+        The picture has a lane for compute and one for each direction of the link, with waits in red, and below them the
+        device memory in use. It needs matplotlib (the extra ``plot``).
 
         Args:
-          path: of the file.
+          path: the path of the file, which ends with ``.png``, ``.svg`` or ``.json``.
 
         Raises:
-          ValueError: the path ends otherwise, or matplotlib is not installed.
+          ValueError: the path has another ending, or matplotlib is not installed.
         """
         path = Path(path)
         if path.suffix == ".json":
@@ -344,7 +344,7 @@ class Timeline:
             raise ValueError(f"save(): path {str(path)!r} ends with {path.suffix!r}; expected .png, .svg or .json.")
 
     def to_dict(self) -> dict[str, Any]:
-        """The sums, without what they are sums of."""
+        """Return the sums as JSON types, without segments and memory."""
         left_out = ("segments", "memory", "peak")
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in left_out}
 

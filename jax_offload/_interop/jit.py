@@ -53,7 +53,7 @@ def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
       The step, with the methods of a function of ``jax.jit``.
 
     Raises:
-      TypeError: ``fun`` is not a function, or ``jax.jit`` does not know an option.
+      TypeError: ``fun`` is not a function, or an option is unknown to ``jax.jit``.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, jax_offload as jo

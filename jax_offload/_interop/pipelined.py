@@ -1,9 +1,9 @@
-"""The training loop, software-pipelined: the update for a batch's gradients runs in the forward pass of the next one.
+"""The software-pipelined training loop: the update for a batch's gradients runs in the next batch's forward pass.
 
-What needs all gradients, clipping by their norm say, cannot run while the backward pass makes them. But the next step
-can begin with it: the norm is known by then, and each layer's update can run when the forward pass comes to it, while
-the state of its neighbours moves. It is exact: every forward pass sees the parameters that it would see in the plain
-loop. The price is that the gradients live from one call to the next.
+An update that needs all gradients, such as clipping by their norm, cannot run while the backward pass makes them. But
+the next step can begin with it: the norm is known by then, and each layer's update can run just before the layer's
+forward pass, while the state of its neighbors moves. The result is exact: every forward pass sees the parameters that
+it would see in the plain loop. In return the gradients live from one call to the next.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def pipelined(
     static_argnums: int | Sequence[int] = (),
     gradients: Literal["device", "host"] = "device",
 ) -> Pipelined:
-    """Turn a training step round: each batch's update runs in the forward pass of the next batch, where transfers hide.
+    """Turn a training step around: run each batch's update in the next batch's forward pass, which hides transfers.
 
     Use it for optimizers that need all gradients before they can update any parameter, such as clipping by the global
     norm. Otherwise ``jax_offload.jit`` hides transfers in the backward pass. The step is an ordinary one, unchanged::
@@ -52,7 +52,7 @@ def pipelined(
         arguments as keys leaves none.
       donate_argnames: the names of the arguments that are carried from call to call, as for ``jax.jit``. They are
         donated: the arguments of ``start`` by the first call or by ``finish``. ``finish`` returns them in the order
-        given here, those of ``donate_argnums`` first.
+        given here, after those of ``donate_argnums``.
       donate_argnums: the same by position.
       static_argnames: the names of arguments that are not arrays, as for ``jax.jit``.
       static_argnums: the same by position.
@@ -117,7 +117,7 @@ def _chosen(
 
 
 class Pipelined:
-    """A step that ``jax_offload.pipelined`` turned round: ``start``, call, ``finish``."""
+    """A step that ``jax_offload.pipelined`` has turned around: ``start``, call, ``finish``."""
 
     def __init__(
         self, step: Callable[..., Any], names: tuple[str, ...], static: tuple[str, ...], *, on_host: bool = False
@@ -132,7 +132,7 @@ class Pipelined:
 
     @property
     def step(self) -> Callable[..., Any]:
-        """The step that is turned round, as it was written."""
+        """The original step."""
         return self._step
 
     def start(self, *args: Any, **kwargs: Any) -> tuple[Carry, Aux]:
@@ -158,7 +158,7 @@ class Pipelined:
         """Run the pending update, then compute the gradients of the next batch.
 
         Args:
-          carry: the carry from ``start`` or the last call. It is donated, and good for one call.
+          carry: the carry from ``start`` or the last call. It is donated; use it once.
           *args, **kwargs: the step's arguments without the carried ones.
 
         Returns:
@@ -200,7 +200,7 @@ class Pipelined:
         """Return the current parameters after the pending update, which stays pending.
 
         Args:
-          carry: the carry from ``start`` or the last call; it stays good.
+          carry: the carry from ``start`` or the last call; it remains usable.
 
         Returns:
           The carried argument ``params``, or the attribute of that name of the only carried argument that has it.

@@ -260,12 +260,14 @@ def _value(env: Mapping[Var, Any], v: Atom) -> Any:
 
 
 class Aux(NamedTuple):
-    """What a step returns beside what it carries, as far as it is known.
+    """The results of a pipelined step besides the carried values.
 
     Attributes:
-      now: of this call's batch: a loss, a norm of gradients. ``None`` in the place of what needs the new parameters.
-      late: that, of the batch of the call before; ``None`` in the place of the rest. ``None`` from ``start``.
-      step: the number of this call's batch since ``start``, which has number 0; ``late`` is of ``step - 1``.
+      now: the results for this call's batch, such as a loss, with ``None`` in place of those that need the new
+        parameters.
+      late: the results that need the new parameters, for the batch of the call before, with ``None`` in place of the
+        others; ``None`` from ``start``.
+      step: the number of this call's batch; ``start`` has number 0. ``late`` belongs to ``step - 1``.
     """
 
     now: Any
@@ -274,13 +276,11 @@ class Aux(NamedTuple):
 
 
 class Carry:
-    """What one call of a pipelined step hands to the next: parameters and state that wait for an update, and what the
-    update needs. A pytree, of arrays and the number of the step, not to be changed: its parameters are not the current
-    ones.
+    """The pytree that one call of a pipelined step hands to the next: arguments with their pending update.
 
-    To be saved: ``jax_offload.save_args(carry)``. To be restored: ``jax_offload.restore(manager, like)``, where
-    ``like`` is a carry of the same step, from ``start``. What ``finish`` gives depends on no step, and is the better
-    checkpoint.
+    Do not change it: its parameters are not the current ones. ``jax_offload.save_args(carry)`` saves it, and
+    ``jax_offload.restore(manager, like)`` restores it, where ``like`` is a carry of the same step, from ``start``. The
+    results of ``finish`` do not depend on a step and make a better checkpoint.
     """
 
     def __init__(self, kept: Kept, step: Any, program: Rotated) -> None:

@@ -30,7 +30,7 @@ class Leaf:
     Attributes:
       path: the leaf's path in the state, or in the arguments of a step, as ``jax.tree_util.keystr`` prints it.
       shape: the global shape.
-      dtype: the dtype in which the leaf is stored; its type if it is not an array.
+      dtype: the name of the dtype in which the leaf is stored, or of its type if it is not an array.
       nbytes: the size in bytes over all devices, with replicas counted once.
       param: the path ``a/b/c`` of the parameter to which the leaf belongs; ``None`` if there is none.
       owner: that parameter's number in flattening order.
@@ -45,7 +45,7 @@ class Leaf:
       order: the ``order`` of its ``offload``.
       on_cores: whether the host's cores update it.
       disk: whether it is on disk instead of in pinned host memory.
-      place: which leaf of which ``jax_offload.disk`` it is then.
+      place: the ``jax_offload.disk`` and its leaf, if it is on disk; ``None`` otherwise.
 
     Example:
       >>> import jax, optax, jax_offload as jo

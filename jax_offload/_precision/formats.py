@@ -49,26 +49,27 @@ _SHORT |= dict.fromkeys(("fp8_e5m2", "e5m2"), "float8_e5m2")
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """How a leaf of the state is stored: ``jo.offload(inner, storage={"mu": jo.Storage("int8", block=256)})``.
+    """The format in which a leaf is stored: ``jo.offload(inner, storage={"mu": jo.Storage("int8", block=256)})``.
 
     Args:
       dtype: one of
 
-        - ``"float32"``: as it is.
+        - ``"float32"``: unchanged.
         - ``"bfloat16"``: the range of float32, 8 bits of precision. 2 bytes per element.
-        - ``"float16"``: 11 bits of precision, each block scaled by a power of two, as second moments do not fit its
-          range (as in FP8-LM, Peng et al. 2023, arXiv:2310.18313). 2 bytes and the scale.
+        - ``"float16"``: 11 bits of precision. A power of two scales each block, because second moments do not fit the
+          range (FP8-LM, Peng et al. 2023, arXiv:2310.18313). 2 bytes and the scale.
         - ``"float8_e4m3fn"``, ``"float8_e5m2"``: the same with 4 and 3 bits (FP8-LM; Micikevicius et al. 2022,
           arXiv:2209.05433). For the first moment. 1 byte and the scale.
-        - ``"int8"``: the dynamic map of Dettmers et al. 2022 (8-bit optimizers, arXiv:2110.02861), blocks scaled by
-          their largest magnitude; seven octades of 8 where the paper has decades of 10, so that every point is exact in
-          binary, and with both ends of each, so that the largest of a block is. 1 byte and the scale.
-        - ``"uint8"``: for second moments: the unsigned map, of the square root. A block with a negative number takes
-          the map of ``"int8"``. 1 byte and the scale, whose sign says which map it is.
-      block: elements along the last axis that share a scale, which is a float32. ``"float32"`` and ``"bfloat16"``
-        have none.
+        - ``"int8"``: the dynamic map of Dettmers et al. 2022 (8-bit optimizers, arXiv:2110.02861), with blocks scaled
+          by their largest magnitude. It has seven ranges by factors of 8 instead of the paper's by factors of 10, so
+          that every point is exact in binary, and both ends of each, so that a block's largest number is exact too. For
+          the first moment. 1 byte and the scale.
+        - ``"uint8"``: the unsigned map, of the square root, for second moments. A block with a negative number takes
+          the map of ``"int8"``; the sign of its scale says so. 1 byte and the scale.
+      block: the number of elements along the last axis that share a float32 scale. ``"float32"`` and ``"bfloat16"``
+        have no scale.
 
-    Leaves that would not become smaller (with a last axis of 1, say) stay as they are.
+    Leaves that would not become smaller, such as those with a last axis of 1, keep their dtype.
 
     Raises:
       ValueError: the dtype is not one of these, or the block is not positive.

@@ -128,17 +128,17 @@ class Placement:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the state in pinned host memory; what is replicated counts once."""
+        """Bytes of the state in pinned host memory, with replicas counted once."""
         return sum(leaf.nbytes for leaf in self.leaves if leaf.host)
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the state that stay in device memory; what is replicated counts once."""
+        """Bytes of the state that stay in device memory, with replicas counted once."""
         return sum(leaf.nbytes for leaf in self.leaves if not leaf.host and not leaf.disk)
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of the state on disk, read and written in every step; the files are twice that."""
+        """Bytes of the state on disk, which every step reads and writes; the files take twice as many."""
         return sum(leaf.nbytes for leaf in self.leaves if leaf.disk)
 
     @property
@@ -147,7 +147,7 @@ class Placement:
         return sum(leaf.shard_bytes for leaf in self.leaves if leaf.host)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as what JSON has: bytes, shapes as lists, a dictionary for every leaf."""
+        """Return everything as JSON types: bytes, shapes as lists, a dictionary for every leaf."""
         shown = ("path", "param", "nbytes", "shard_bytes", "host", "disk", "sharding", "why", "streams")
         leaves = [
             {name: getattr(leaf, name) for name in shown} | {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
@@ -167,7 +167,7 @@ class Placement:
         }
 
     def to_json(self) -> str:
-        """``to_dict()`` as a line of JSON."""
+        """Return ``to_dict()`` as a line of JSON."""
         return json.dumps(self.to_dict())
 
     def __repr__(self) -> str:
