@@ -27,10 +27,10 @@ from jax_offload._base.eager import compiled_where_eager
 from jax_offload._base.home import Home
 from jax_offload._base.on_disk import opened
 from jax_offload._base.shardings import Layouts, Shardings, inside_shard_map
+from jax_offload._disk.created import created, refused
+from jax_offload._disk.disk import Disk
+from jax_offload._disk.option import budget_of, check_disk, places_of
 from jax_offload._emit.skip import updated_unless
-from jax_offload._files.created import created, refused
-from jax_offload._files.files import Disk
-from jax_offload._files.option import budget_of, check_disk, places_of
 from jax_offload._placement.by_parameter import Select
 from jax_offload._placement.cores import share_of_cores
 from jax_offload._placement.home import arrived, check_eager, check_not_in_pmap, returned

@@ -240,7 +240,7 @@ def test_parts_are_written_while_later_ones_are_read(disk, monkeypatch):
     name = "[0].mu['layers']"
     assert {rows for _, each, rows in events if each == name} == {(0, 2), (2, 4), (4, 6), (6, 7)}
     assert events.index(("write", name, (0, 2))) < events.index(("read", name, (6, 7)))
-    assert disk.opened.buffers.most <= 7 * 4 * ROW  # groups of two layers, of as many bytes or less, in whole pages
+    assert disk.store.buffers.most <= 7 * 4 * ROW  # groups of two layers, of as many bytes or less, in whole pages
 
 
 def test_rows_in_a_part(monkeypatch):
@@ -289,16 +289,6 @@ def test_the_step_turned_round(disk):
     assert_close((read(got), jax.tree.leaves(read(state))), (read(want[0]), jax.tree.leaves(read(want[1]))), 1e-5)
 
 
-@pytest.mark.long("more kinds of parts")
-def test_a_state_of_other_leaves(disk, tmp_path):
-    """In the same directories, by then."""
-    tx, params, grads = jo.offload(optax.adamw(1e-2), min_bytes=256, disk=disk), network(), network(100)
-    theirs = tx.init(params)
-    disk.under_way.leaves = {f"other {name}": leaf for name, leaf in disk.under_way.leaves.items()}
-    with pytest.raises(ValueError, match=r"disk: there is no .* the state is another's. Fix: disk\.resume"):
-        step_of(tx)(params, theirs, grads)
-
-
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
@@ -308,7 +298,7 @@ def test_a_leaf_is_a_group_of_the_store_for_each_part(disk):
     params = network()
     state = jo.offload(optax.adamw(1e-2), min_bytes=256, disk=disk).init(params)
     found = {}
-    for (entry,) in disk.opened.groups:
+    for entry in disk.store.entries:
         found.setdefault(entry.path, []).append((entry.begin[0], entry.shape[0]))
     for moment in "mu", "nu":
         assert found[f"[0].{moment}['layers']"] == [(0, 2), (2, 2), (4, 2), (6, 1)]

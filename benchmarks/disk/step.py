@@ -36,8 +36,8 @@ import optax
 
 import jax_offload as jo
 from benchmarks.disk.__main__ import in_turn, said, spread
+from jax_offload._disk.disk import Disk
 from jax_offload._drive import run
-from jax_offload._files.files import Disk
 
 Timed = Callable[[], float]
 

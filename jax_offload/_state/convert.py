@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from jax_offload._base.disk_moves import check_in_memory
+from jax_offload._base.on_disk import check_in_memory
 from jax_offload._precision.storage import Encoded, StoredState, decoded_in_place, encoded_in_place, is_encoded
 from jax_offload._state.state import params_like, to_host
 from jax_offload._state.traced_init import placed_state

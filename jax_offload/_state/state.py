@@ -16,9 +16,8 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jax_offload._base import memory
-from jax_offload._base.disk_moves import brought, read_to
 from jax_offload._base.donation import guarded
-from jax_offload._base.on_disk import is_on_disk, place_of, typed
+from jax_offload._base.on_disk import brought, is_on_disk, place_of, read_to, typed
 from jax_offload._base.shardings import sharding_of
 from jax_offload._precision.masters import MasterState
 from jax_offload._precision.storage import StoredState, is_encoded

@@ -128,7 +128,7 @@ def bits(folder, how):
 def resumed(folder, how, host_bytes):
     """Committed, resumed, and on as it would have gone."""
     over = HOW[how][1]
-    disk = jo.disk(folder / how, folder / f"{how}-2", host_bytes=host_bytes, commit_every=2)
+    disk = jo.disk(folder / how, host_bytes=host_bytes, commit_every=2)
     txs = [jo.offload(INNER, min_bytes=0, shard_over=over, disk=d) for d in (None, disk)]
     steps = [step_of(tx, model(how)) for tx in txs]
     (want, host, losses), (got, state, found) = (
@@ -161,7 +161,7 @@ def resumed(folder, how, host_bytes):
     after = shards((on_params, on_state))
     disk.close()
 
-    again = jo.disk(folder / how, folder / f"{how}-2", host_bytes=host_bytes)
+    again = jo.disk(folder / how, host_bytes=host_bytes)
     assert again.last_commit == 3
     tx = jo.offload(INNER, min_bytes=0, shard_over=over, disk=again)
     tree, k = again.resume({**tree, "params": model(how), "state": jo.abstract_state(tx, model(how))})

@@ -1,4 +1,4 @@
-"""A state of which a part is on disk, made leaf by leaf: never is the whole of it in any memory."""
+"""Making a state that is partly on disk leaf by leaf, so that the whole of it is never in memory."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from jax_offload._base.around import described
 from jax_offload._base.donation import is_guard
 from jax_offload._base.jaxprs import Atom, Equation, Jaxpr, Var, closed, jax_fun, jaxpr_of, nameless, renamed, variables
 from jax_offload._base.on_disk import only_outside
-from jax_offload._files.files import Disk
+from jax_offload._disk.disk import Disk
 from jax_offload._ir.program import Program, flat, without_round_trips
 from jax_offload._ir.shares import structure
 from jax_offload._placement.placement import Leaf, Policy, place
 
 
 def refused(state: Any, policy: Policy, params: Any) -> Any:
-    """``state`` of a traced ``init``: an error where it is lowered, as no program makes files."""
+    """Make the state of a traced ``init`` an error when it is lowered, as no program makes files."""
     leaves, treedef = jax.tree.flatten(state)
     rows = place(policy, state, params)
     return jax.tree.unflatten(treedef, [only_outside(x) if r.disk else x for x, r in zip(leaves, rows, strict=True)])
@@ -30,10 +30,10 @@ def refused(state: Any, policy: Policy, params: Any) -> Any:
 def created(
     disk: Disk, create: Callable[[Any], Any], params: Any, placed: Sequence[tuple[Leaf, Any, Sharding]], treedef: Any
 ) -> optax.OptState:
-    """The state that ``create(params)`` is, with those leaves on disk whose rows say so; each is made by itself."""
+    """Return ``create(params)`` with the leaves on disk that ``placed`` puts there, each made by itself."""
     with described(params):
         traced, _ = jaxpr_of(create, params)
-    maker = _Made(_unguarded(without_round_trips(flat(traced))), jax.tree.leaves(params))
+    maker = _Maker(_unguarded(without_round_trips(flat(traced))), jax.tree.leaves(params))
     places = {k: leaf.place for k, (leaf, _, _) in enumerate(placed) if leaf.place is not None}
     arrays = (maker.run([k], [placed[k][2]])[0] for k in places)
     found = dict[int, Any](zip(places, disk.fill([*places.values()], arrays), strict=True))
@@ -43,7 +43,7 @@ def created(
 
 
 def _unguarded(init: Program) -> Program:
-    """Without the equation that all leaves go through where something may be donated, which nothing is here."""
+    """Drop the guard against donation, through which all leaves would go: nothing is donated here."""
     eqns, same = list[Equation](), dict[Var, Atom]()
     for eqn in init.eqns:
         invars = [renamed(same, v) for v in eqn.invars]
@@ -54,8 +54,8 @@ def _unguarded(init: Program) -> Program:
     return dataclasses.replace(init, eqns=eqns, outputs=[renamed(same, v) for v in init.outputs])
 
 
-class _Made:
-    """Some results of a traced init at a time, compiled once for all that are alike: of many leaves few programs."""
+class _Maker:
+    """Makes some results of a traced init at a time; leaves that are alike share a program."""
 
     def __init__(self, init: Program, params: Sequence[Any]) -> None:
         self._init, self._values = init, dict(zip(init.inputs, [*init.consts, *params], strict=True))
@@ -63,7 +63,7 @@ class _Made:
         self._compiled = dict[Hashable, Any]()
 
     def run(self, wanted: Sequence[int], places: Sequence[Sharding]) -> list[Any]:
-        """Results of these numbers, where they are to be."""
+        """Return the results of these numbers in these places."""
         outputs = [self._init.outputs[k] for k in wanted]
         needed, read = set[int](), {v: None for v in variables(outputs)}
         reading = list(read)
