@@ -16,16 +16,15 @@ from jax_offload._base.around import (
     Remembered,
     around,
     check_not_within_offload,
+    compiled_where_eager,
     shardings_of,
     within_offload,
     without_sharding,
 )
 from jax_offload._base.arrays import Offloaded, is_array, is_integer
-from jax_offload._base.collector import collector_waits
-from jax_offload._base.donation import guarded
-from jax_offload._base.eager import compiled_where_eager
-from jax_offload._base.home import Home
+from jax_offload._base.donation import Home, guarded
 from jax_offload._base.on_disk import opened
+from jax_offload._base.own_primitives import collector_waits
 from jax_offload._base.shardings import Layouts, Shardings, inside_shard_map
 from jax_offload._disk.created import created, refused
 from jax_offload._disk.disk import Disk

@@ -68,8 +68,8 @@ MUTATIONS = [
     Mutation("ZeRO-1 on the layers first", "_placement/zero.py", "[*range(1, len(shape)), 0]", "[0, *range(1, len(shape))]", "test_sharded.py -k zero"),
     Mutation("ZeRO-1 where nothing divides", "_placement/zero.py", "if shape[axis] % (shards[axis] * parts) == 0:", "if shape[axis] >= shards[axis] * parts:", "test_sharded.py"),
     Mutation("specs end with None", "_placement/zero.py", "while spec[-1] is None:", "while False:", "test_sharded.py"),
-    Mutation("needs of a cond are dropped", "_ir/masks.py", "return [total | effect] * common +", "return [0] * common +", "test_visits.py test_stream.py -k finite"),
-    Mutation("groups are not joined", "_ir/masks.py", "        for other in roots[1:]:\n            parent[other] = root\n", "", "unit/test_masks.py"),
+    Mutation("needs of a cond are dropped", "_ir/propagate.py", "return [total | effect] * common +", "return [0] * common +", "test_visits.py test_stream.py -k finite"),
+    Mutation("groups are not joined", "_ir/propagate.py", "        for other in roots[1:]:\n            parent[other] = root\n", "", "unit/test_masks.py"),
     Mutation("all leaves are rounded alike", "_precision/storage.py", "number = jax.lax.add(number, np.uint32(0x9E3779B9))", "number = jax.lax.add(number, np.uint32(0))", "test_storage.py -k seeds"),
     Mutation("every step is rounded alike", "_precision/storage.py", "return StoredState(state.rounds + 1,", "return StoredState(state.rounds,", "test_storage.py -k 'increments or accumulation or equal'"),
     Mutation("untouched leaves are encoded again", "_precision/storage.py", "is_encoded(old) and x is not was", "is_encoded(old)", "test_storage.py -k 'again or drift'"),
@@ -125,7 +125,7 @@ MUTATIONS = [
     Mutation("a program behind each gradient", "_drive/cuts.py", "(cuts and done[place] - done[cuts[-1]] < least)", "False", "test_segments.py"),
     Mutation("the state stays on the device", "_offload.py", "[leaf.host for leaf in plan]))", "[False for leaf in plan]))", "test_placement.py"),
     Mutation("what fills no tile is not stored", "_plan/plan.py", "else ((0, full), (full, rows))", "else ((0, full),)", "test_plan.py -k tile"),
-    Mutation("a second norm is in one piece", "_ir/branches.py", "on | reduced))  # what", "on))  # what", "unit/test_branches.py"),
+    Mutation("a second norm is in one piece", "_ir/conds.py", "on | reduced))  # what", "on))  # what", "unit/test_branches.py"),
 ]  # fmt: skip
 
 

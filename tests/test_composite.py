@@ -7,8 +7,8 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_offload._base.composite import NAME, composite, decomposed
 from jax_offload._base.jaxprs import closed, jax_fun, jaxpr_of
+from jax_offload._base.own_primitives import COMPOSITE, composite, decomposed
 
 pytestmark = pytest.mark.oldest("the same")
 
@@ -30,8 +30,8 @@ X, Y = (np.random.default_rng(k).normal(size=(8, 6)).astype(np.float32) for k in
 
 
 def test_one_equation_with_the_values_of_many():
-    assert [eqn.primitive.name for eqn in jax.make_jaxpr(_as_one)(X, Y).eqns] == [NAME]
-    assert NAME not in jax.jit(_as_one).lower(X, Y).as_text()
+    assert [eqn.primitive.name for eqn in jax.make_jaxpr(_as_one)(X, Y).eqns] == [COMPOSITE]
+    assert COMPOSITE not in jax.jit(_as_one).lower(X, Y).as_text()
     for got in (jax.jit(_as_one)(X, Y), _as_one(X, Y)):
         jax.tree.map(np.testing.assert_array_equal, got, jax.jit(_as_is)(X, Y))
 
@@ -91,6 +91,6 @@ def test_decomposed_keeps_operands_and_results():
     traced, _ = jaxpr_of(lambda x, y: [_as_one(x, y), jnp.cos(x)], X, Y)
     jaxpr = traced.jaxpr
     eqns = decomposed(jaxpr.eqns)
-    assert NAME not in {eqn.primitive.name for eqn in eqns} and len(eqns) > len(jaxpr.eqns)
+    assert COMPOSITE not in {eqn.primitive.name for eqn in eqns} and len(eqns) > len(jaxpr.eqns)
     got = jax_fun(closed(type(jaxpr)([], jaxpr.invars, jaxpr.outvars, eqns, jaxpr.effects, jaxpr.debug_info)))(X, Y)
     jax.tree.map(np.testing.assert_array_equal, got[:2], _as_is(jnp.asarray(X), jnp.asarray(Y)))

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_offload._base.elementwise import elementwise
+from jax_offload._base.own_primitives import elementwise
 from jax_offload._precision.formats import NAMES, Storage, decode, encode
 
 pytestmark = pytest.mark.oldest("a primitive with a lowering of its own")

@@ -13,7 +13,7 @@ from jax_offload._ir.program import flat
 from jax_offload._ir.slices import Slice
 from jax_offload._plan.interleave import Gate, Piece
 from jax_offload._plan.network import is_heavy_equation
-from jax_offload._step import opened, rewritten
+from jax_offload._step import inlined, rewritten
 from jax_offload._step.parts import Parts, parts_of
 from tests.support.trees import assert_close, equations
 
@@ -30,7 +30,7 @@ SEVERAL = {"up": (WIDTH, 4 * WIDTH), "bias": (4 * WIDTH,), "down": (4 * WIDTH, W
 
 @pytest.fixture
 def with_time(monkeypatch):
-    monkeypatch.setattr(opened, "FLOPS_PER_BYTE", 0)  # as if there were many tokens
+    monkeypatch.setattr(inlined, "FLOPS_PER_BYTE", 0)  # as if there were many tokens
 
 
 def parameters(block):

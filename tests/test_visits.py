@@ -14,8 +14,8 @@ from jax.interpreters import partial_eval as pe
 
 import jax_offload as jo
 from jax_offload._emit.find import emitted, updates_in
+from jax_offload._ir.conds import Shares
 from jax_offload._ir.program import flat
-from jax_offload._ir.shares import Shares
 
 PACKAGE = str(pathlib.Path(jo.__file__).parent)
 

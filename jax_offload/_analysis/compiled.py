@@ -20,7 +20,7 @@ from jax_offload._analysis.targets import Target, check_installed, compile_for, 
 from jax_offload._base.around import step_described
 from jax_offload._base.arrays import is_traced
 from jax_offload._base.memory import HOST_KIND, on_host
-from jax_offload._base.private_compiler import options_of
+from jax_offload._base.private import options_of
 from jax_offload._drive.stages import BEFORE
 from jax_offload._emit.find import kept_on_host
 from jax_offload._interop.jit import Jitted

@@ -19,7 +19,7 @@ from jax_offload._base.memory import is_host_aval
 from jax_offload._base.shardings import names_in, sharding_of, shards_of
 from jax_offload._emit.find import updates_in
 from jax_offload._emit.region import Moved, Update
-from jax_offload._ir.masks import forward
+from jax_offload._ir.propagate import forward
 from jax_offload._placement.placement import Leaf
 from jax_offload._plan.plan import Planned
 from jax_offload._report.report import table_and_trace, traced

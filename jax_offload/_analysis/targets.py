@@ -19,7 +19,7 @@ import jax
 from jax.experimental import topologies
 
 from jax_offload._analysis.chips import Chip, chip
-from jax_offload._base.private_compiler import compiled
+from jax_offload._base.private import compiled
 
 _GPUS = ("a100", "h100", "h200")
 # with topologies that each has; there are more

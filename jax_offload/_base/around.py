@@ -16,12 +16,16 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
+from jax_offload._base import memory
 from jax_offload._base.arrays import is_array
 from jax_offload._base.paths import key_of
 from jax_offload._base.shardings import Shardings, devices_of, same_sharding, sharding_of
@@ -144,3 +148,89 @@ class Remembered:
 def _shardings_in(params: Any) -> Shardings:
     flat = jax.tree_util.tree_flatten_with_path(params)[0]
     return {key_of(path): s for path, x in flat if (s := sharding_of(x)) is not None}
+
+
+# ---- an update outside of any ``jit``
+
+
+def compiled_where_eager(like: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate a function so that it is jitted outside of a trace, and runs as it is inside one.
+
+    Run equation by equation, an update would be traced anew, and each loop over chunks compiled, at every step.
+
+    Args:
+      like: from the function's arguments to the parameters, or what is sharded as they are. Arrays tell their
+        shardings, and tracers do not.
+    """
+
+    def decorate(fun: Callable[..., Any]) -> Callable[..., Any]:
+        like.__qualname__ = fun.__qualname__  # it is called first, so a missing argument is an error of its
+
+        @functools.partial(jax.jit, static_argnums=0)
+        def run(call: _Call, arrays: list[Any]) -> Any:
+            args, kwargs = call.filled(call.shardings)
+            with running(like(*args, **kwargs)):
+                args, kwargs = call.filled(arrays)
+                return fun(*args, **kwargs)
+
+        @functools.wraps(fun)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            leaves, treedef = jax.tree.flatten((args, kwargs))
+            if any(isinstance(x, Tracer) for x in leaves) or memory.under_jit():
+                return fun(*args, **kwargs)
+            operands = [i for i, x in enumerate(leaves) if _is_operand(x)]
+            shardings = tuple(_Placed(getattr(leaves[i], "sharding", None)) for i in operands)
+            given = tuple(None if i in {*operands} else _Static(x) for i, x in enumerate(leaves))
+            return run(_Call(treedef, given, shardings), [leaves[i] for i in operands])
+
+        return wrapper
+
+    return decorate
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """What is no operand, a function say: it is compiled in. Equal to the same value of the same type."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Static) or type(self.value) is not type(other.value):
+            return False
+        return self.value is other.value or (_hashable(self.value) and bool(self.value == other.value))
+
+    def __hash__(self) -> int:
+        return hash(self.value) if _hashable(self.value) else id(self.value)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Placed:
+    """Stands for an operand where only its sharding counts."""
+
+    sharding: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """All of a call's arguments but the operands; ``given`` has ``None`` in their places."""
+
+    treedef: Any
+    given: tuple[_Static | None, ...]
+    shardings: tuple[_Placed, ...]
+
+    def filled(self, operands: Any) -> Any:
+        values = iter(operands)
+        return jax.tree.unflatten(self.treedef, [next(values) if x is None else x.value for x in self.given])
+
+
+def _is_operand(x: Any) -> bool:
+    """Arrays, and numbers that change from step to step, as a loss does; what is an int or a bool may be a flag."""
+    return isinstance(x, (jax.Array, np.ndarray, np.generic, float, complex))
+
+
+def _hashable(x: Any) -> bool:
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True

@@ -14,6 +14,8 @@ none crosses stay as they are.
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,10 +23,9 @@ import jax
 from jax.tree_util import keystr
 
 from jax_offload._base import memory
-from jax_offload._base.calls import identity_primitive
-from jax_offload._base.home import Home, check_returned
 from jax_offload._base.jaxprs import Equation
-from jax_offload._base.private import take_back_aliases
+from jax_offload._base.own_primitives import identity_primitive
+from jax_offload._base.private import results_of_main, take_back_aliases
 
 
 def _lower(context: Any, *values: Any, names: tuple[str, ...], home: Home, where: str) -> list[Any]:
@@ -72,3 +73,67 @@ def guarded(
     for i, x in zip(new, bound, strict=True):
         leaves[i] = x
     return jax.tree.unflatten(treedef, leaves)
+
+
+# ---- where the state of one ``offload`` has been seen between updates
+#
+# A state is seen twice: as it comes to an update, whose types tell its memory, and where a program that returns it is
+# lowered, whose results tell theirs. A ``jit`` with ``out_shardings`` that name no memory returns it on the device,
+# whatever an update says. The user is told once.
+
+_latest: list[Home] = []
+
+
+class Home:
+    """What one ``offload`` has seen of its state.
+
+    Attributes:
+      reached: whether the state has been in host memory. A resident state that is to become an offloaded one has not.
+    """
+
+    def __init__(self) -> None:
+        self.reached = False
+        self._told = set[str]()
+
+    def tell(self, what: str, where: str = "step") -> None:
+        """Warns, the first time for a step, and the first time for an init."""
+        if where not in self._told:
+            self._told.add(where)
+            warnings.warn(what, stacklevel=3)
+
+    def updates(self) -> None:
+        """An update of this ``offload`` is traced: what a step returns next is its state."""
+        _latest[:] = [self]
+
+    @staticmethod
+    def latest() -> Home:
+        """That of the ``offload`` whose update was traced last."""
+        return _latest[0] if _latest else Home()
+
+
+def check_returned(context: Any, names: Sequence[str], home: Home, where: str) -> None:
+    """Warns where the program that is lowered returns a leaf in device memory that belongs in host memory.
+
+    Args:
+      context: that of a lowering rule.
+      names: paths of the leaves in their state, or of more: those of results end with them.
+      home: where the state is seen.
+      where: whether a ``"step"`` or an ``"init"`` returns it.
+    """
+    results = [(_words(path), path, on_host) for path, on_host in results_of_main(context)]
+    kept = [[on_host for parts, _, on_host in results if parts[-len(name) :] == name] for name in map(_words, names)]
+    forced = [k for k, found in enumerate(kept) if found and not any(found)]
+    if not forced or sum(on_host for *_, on_host in results) >= len(names):
+        return
+    first = next(path for parts, path, _ in results if parts[-len(name := _words(names[forced[0]])) :] == name)
+    home.tell(
+        f"offload(): {len(forced)} leaves of the optimizer state were in host memory and are returned in device memory "
+        f"(the first is {first}) by a jit of the {where}, whose out_shardings name no memory kind. The "
+        "whole state is on the device then, and nothing is gained. Fix: out_shardings with "
+        "jax_offload.state_shardings(tx, params) in the state's place, or None there. See docs/frameworks.md.",
+        where,
+    )
+
+
+def _words(path: str) -> list[str]:
+    return [part for part in re.findall(r"\w+", path) if part != "value"]  # nnx boxes each leaf

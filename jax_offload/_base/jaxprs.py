@@ -6,6 +6,7 @@ What of this jax does not document stands in the table of ``private``.
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import DebugInfo, Effects, Primitive
 
-from jax_offload._base.private import dce_jaxpr
+from jax_offload._base.private import dce_jaxpr, operands_of
 
 jit = jax.jit  # jax's own, also where a user puts jax_offload.jit in its place
 
@@ -291,3 +292,54 @@ def run_equation(eqn: Equation, operands: Sequence[Any], params: dict[str, Any])
     """The results of an equation's primitive for these operands and parameters: a list, of one too."""
     results: Any = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
     return results if eqn.primitive.multiple_results else [results]
+
+
+# ---- effects, by name, because their classes are private
+
+_UNORDERED = frozenset(("DebugEffect", "IOEffect"))
+_CALLBACKS = _UNORDERED | {"OrderedDebugEffect", "OrderedIOEffect"}
+
+
+def ordered(effects: Iterable[Any]) -> list[str]:
+    """The names of those whose order would be lost, were the equations arranged anew."""
+    return sorted({type(effect).__name__ for effect in effects} - _UNORDERED)
+
+
+def only_callbacks(effects: Iterable[Any]) -> bool:
+    """Whether all are of callbacks and prints: others, of mutable arrays and checks, jax knows in its own equations
+    only."""
+    return {type(effect).__name__ for effect in effects} <= _CALLBACKS
+
+
+# ---- arithmetic, as far as it counts: matmuls and convolutions
+
+MATMULS = frozenset(("dot_general", "conv_general_dilated"))
+
+
+def at_default_precision(eqn: Any) -> bool:
+    """Of a matmul or a convolution, whether it asks for no more: then a TPU rounds what it reads to bfloat16."""
+    asked = eqn.params.get("precision")
+    asked = asked if isinstance(asked, tuple) else (asked,)
+    return all(each in (None, jax.lax.Precision.DEFAULT) for each in asked)
+
+
+def own_flops(eqn: Any) -> float:
+    """Floating point operations of a matmul or a convolution; 0 of all else. Of equations of a trace under way too."""
+    name, params = eqn.primitive.name, eqn.params
+    if name not in MATMULS:
+        return 0.0
+    left, right = (v.aval.shape for v in operands_of(eqn)[:2])
+    out = math.prod(eqn.outvars[0].aval.shape)
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        return 2.0 * out * math.prod(left[i] for i in contracted)
+    kernel = params["dimension_numbers"].rhs_spec
+    return 2.0 * out * math.prod(right) / right[kernel[0]]
+
+
+def flops(eqn: Any) -> float:
+    """The same, with those inside of it: of a ``scan`` as often as it runs, of a ``cond`` the branch with most, of a
+    ``while`` once."""
+    times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+    inner = [sum(map(flops, jaxpr.eqns)) for jaxpr in jex.jaxprs_in_params(eqn.params)]
+    return own_flops(eqn) + times * (max(inner, default=0.0) if eqn.primitive.name == "cond" else sum(inner))

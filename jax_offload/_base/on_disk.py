@@ -22,9 +22,9 @@ from jax.core import Tracer
 from jax.extend.core import Primitive
 from jax.sharding import NamedSharding, Sharding
 
-from jax_offload._base.calls import identity_primitive
 from jax_offload._base.jaxprs import jaxpr_of
 from jax_offload._base.memory import Space
+from jax_offload._base.own_primitives import identity_primitive
 from jax_offload._base.private import set_rules, trace_as
 
 TOKEN = np.dtype(np.float32)  # a floating type, so that jnp.isfinite does not pass it by

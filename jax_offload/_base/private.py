@@ -8,7 +8,6 @@
 | the jaxprs among parameters; ``get_bind_params`` | ``jaxprs.with_jaxprs``, ``jaxprs.run_equation`` | 0.10 to 0.12 |
 | the names of arguments and results in a ``DebugInfo`` | ``jaxprs.nameless`` | 0.10 to 0.12 |
 | ``dce_jaxpr`` | ``jaxprs.without_dead_code`` | 0.10 to 0.12 |
-| ``jvp_jaxpr`` | ``calls.call_primitive`` | 0.10 to 0.12 |
 | the tables of a primitive's rules; symbols for zero | ``set_rules``, ``nonzero``, ``zero_tangent`` | 0.10 to 0.12 |
 | how the arguments of a program are typed, and made ready for it, by class | ``trace_as`` | 0.10 to 0.12 |
 | ``lower_fun``, ``jaxpr_subcomp`` | ``lowered``, ``lowered_jaxpr`` | 0.10 to 0.12 |
@@ -27,6 +26,8 @@
 | the names of effects | ``effects`` | 0.10 to 0.12 |
 | ``unsafe_buffer_pointer`` of an array | ``address_of`` | 0.10 to 0.12 |
 | keys and barriers of the service that processes meet in | ``coordination`` | 0.10 to 0.12 |
+| the options of XLA's compiler, a list of devices, and ``compile`` of a client | ``compiled`` | 0.10 to 0.12 |
+| the options of XLA's compiler that a jitted function was given | ``options_of`` | 0.10 to 0.12 |
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+import numpy as np
 from jax._src import core as private_core
 from jax._src import distributed
 from jax._src import dtypes as private_dtypes
-from jax._src.interpreters import ad as private_ad  # jax.interpreters.ad has not all of it
+from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax.core import ShapedArray
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
@@ -79,11 +81,6 @@ def _check_types() -> None:
 
 
 _check_types()
-
-
-def jvp_jaxpr(jaxpr: Any, nonzero: Sequence[bool]) -> tuple[Any, list[bool]]:
-    """The derivative of a closed jaxpr for tangents of some operands, and which results then have one."""
-    return _part_of(private_ad, "jvp_jaxpr")(jaxpr, list(nonzero), instantiate=False)
 
 
 def dce_jaxpr(jaxpr: Any, used: Sequence[bool], *, keep_inputs: bool) -> tuple[Any, list[bool]]:
@@ -134,11 +131,6 @@ def zero_tangent(primal: Any) -> Any:
 def as_arrays(tangents: Sequence[Any]) -> tuple[Any, ...]:
     """Tangents, those that are symbols for zero as zeros."""
     return tuple(map(_part_of(ad, "instantiate_zeros"), tangents))
-
-
-def in_front(x: Any, dim: int | None, size: int) -> Any:
-    """A batch with its batched axis in front; ``None``: it has none, and gets one."""
-    return _part_of(batching, "bdim_at_front")(x, dim, size)
 
 
 def lowered(fun: Callable[..., Any], context: Any, *operands: Any, several: bool) -> Any:
@@ -322,3 +314,31 @@ def under_pmap() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+# ---- compiling for devices that may only be described
+
+
+def options_of(traced: Any) -> dict[str, Any]:
+    """The ``compiler_options`` of the ``jit`` that a ``jax.stages.Traced`` is from."""
+    return dict(_part_of(traced, "_params")["compiler_options_kvs"])
+
+
+def compiled(module: Any, devices: Sequence[Any], ids: Sequence[int], options: Mapping[str, Any]) -> Any:
+    """The executable of a StableHLO module, divided between devices.
+
+    Args:
+      module: lowered for their platform.
+      devices: of one client, which compiles.
+      ids: their numbers in the program.
+      options: of XLA.
+    """
+    config = _part_of(xla_client, "CompileOptions")()
+    config.num_replicas, config.num_partitions = 1, len(devices)
+    build = config.executable_build_options
+    build.num_replicas, build.num_partitions = 1, len(devices)
+    build.use_spmd_partitioning = build.use_shardy_partitioner = True
+    build.device_assignment = _part_of(xla_client, "DeviceAssignment").create(np.array([ids]))
+    config.env_option_overrides = list(options.items())
+    chosen = _part_of(xla_client, "_xla", "DeviceList")(tuple(devices))
+    return devices[0].client.compile(module, chosen, config)

@@ -15,8 +15,8 @@ from jax_offload._base.donation import is_guard
 from jax_offload._base.jaxprs import Atom, Equation, Jaxpr, Var, closed, jax_fun, jaxpr_of, nameless, renamed, variables
 from jax_offload._base.on_disk import only_outside
 from jax_offload._disk.disk import Disk
+from jax_offload._ir.conds import structure
 from jax_offload._ir.program import Program, flat, without_round_trips
-from jax_offload._ir.shares import structure
 from jax_offload._placement.placement import Leaf, Policy, place
 
 

@@ -13,8 +13,7 @@ import math
 from collections.abc import Mapping, Sequence, Set
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.flops import flops
-from jax_offload._base.jaxprs import Equation, Jaxpr, Var, variables
+from jax_offload._base.jaxprs import Equation, Jaxpr, Var, flops, variables
 from jax_offload._ir.primitives import ELEMENTWISE
 from jax_offload._ir.slices import Slice, slice_of
 

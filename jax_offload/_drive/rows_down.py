@@ -31,8 +31,8 @@ from jax_offload._drive.cores import is_sent
 from jax_offload._drive.cuts import CHEAP
 from jax_offload._drive.pieces import InTurn, Piece
 from jax_offload._drive.stages import BEFORE, Staged
+from jax_offload._ir.conds import structure
 from jax_offload._ir.primitives import ELEMENTWISE
-from jax_offload._ir.shares import structure
 from jax_offload._ir.slices import slice_of
 
 LEAST_ROW = 2**16  # bytes; smaller rows go down together, at the end of the pass

@@ -15,7 +15,7 @@ from jax_offload._base.jaxprs import Jaxpr, Var, variables
 from jax_offload._drive.cuts import LEAST, LEAST_OF_FILES, MOST, MOST_OF_FILES, cuts_of, parts_of
 from jax_offload._drive.pieces import InTurn, Piece
 from jax_offload._drive.stages import BEFORE, GROUP, Stage, Staged
-from jax_offload._ir.shares import structure
+from jax_offload._ir.conds import structure
 from jax_offload._ir.slices import slice_of
 
 # Why the pass is one program; what follows "the forward and the backward pass are one program: ".

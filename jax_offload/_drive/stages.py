@@ -20,8 +20,8 @@ from jax_offload._drive.undivided import run_undivided
 from jax_offload._emit.deduplicate import functions
 from jax_offload._emit.find import holds_driven_update, is_update
 from jax_offload._emit.region import Update, bound
+from jax_offload._ir.conds import structure
 from jax_offload._ir.program import Program
-from jax_offload._ir.shares import structure
 from jax_offload._ir.slices import Slice, slice_of
 from jax_offload._plan.plan import Chunked, Planned
 from jax_offload._step.cut import Cut

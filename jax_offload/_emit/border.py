@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from jax_offload._base.calls import params_of
 from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, renamed, variables
 from jax_offload._base.memory import is_host_aval
+from jax_offload._base.own_primitives import params_of
 from jax_offload._emit.region import Update
-from jax_offload._ir.branches import scalars_hoisted
-from jax_offload._ir.dependence import is_summary
-from jax_offload._ir.masks import Mask, forward
+from jax_offload._ir.conds import scalars_hoisted
+from jax_offload._ir.propagate import Mask, forward
+from jax_offload._ir.slices import is_summary
 
 _HOST, _GRADIENT = 1, 2
 

@@ -13,10 +13,9 @@ from jax_offload._base.jaxprs import closed, jax_fun
 from jax_offload._base.memory import is_host_aval, to_device, to_host
 from jax_offload._emit.loop import looped, or_batched
 from jax_offload._emit.transfers import Names, prefetch, update_of, write_back
-from jax_offload._ir.core import core
+from jax_offload._ir.conds import numbered, structure
 from jax_offload._ir.program import Var
-from jax_offload._ir.shares import numbered, structure
-from jax_offload._ir.slices import Slice
+from jax_offload._ir.slices import Slice, core
 from jax_offload._plan.plan import Chunked, Planned
 
 

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jax_offload._base.calls import equations
 from jax_offload._base.jaxprs import Equation, Literal, closed, sub_jaxprs, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.on_disk import READ
+from jax_offload._base.own_primitives import equations
 from jax_offload._emit.region import REGION, Moved, Update
 from jax_offload._ir.program import Program, Var, as_program, expanded, flat, without_round_trips
 from jax_offload._plan.plan import Planned

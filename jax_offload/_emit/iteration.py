@@ -18,10 +18,9 @@ from jax_offload._base.memory import is_host_aval, to_device, to_host
 from jax_offload._base.shardings import constrained, shards_of, typed_sharding, zeros
 from jax_offload._emit.rows import read_rows, write_rows
 from jax_offload._emit.transfers import Names, prefetch, update_of, write_back
-from jax_offload._ir.core import core
-from jax_offload._plan.chunk_rules import run_chunk
+from jax_offload._ir.slices import core
 from jax_offload._plan.in_scan import InScan
-from jax_offload._plan.rules import Partial, Rows
+from jax_offload._plan.rules import Partial, Rows, run_chunk
 
 Values = dict[Var, Any]
 

@@ -25,11 +25,9 @@ from jax_offload._base.memory import is_host_aval, to_device, to_host
 from jax_offload._base.shardings import constrained, typed_sharding
 from jax_offload._emit.rows import read_rows, write_rows
 from jax_offload._emit.transfers import Names, prefetch, update_of, write_back
-from jax_offload._ir.core import Core, core
-from jax_offload._ir.slices import Slice
-from jax_offload._plan.chunk_rules import run_chunk
+from jax_offload._ir.slices import Core, Slice, core
 from jax_offload._plan.plan import Chunked, tiles
-from jax_offload._plan.rules import Partial, Rows
+from jax_offload._plan.rules import Partial, Rows, run_chunk
 
 Chunk = tuple[Any, int]  # its first row, which may be traced, and its number of rows
 Results = list[Any]  # of the slice, as far as they are written; ``None``: a sum that has not begun

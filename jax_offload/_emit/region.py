@@ -15,10 +15,7 @@ from typing import Any, Protocol
 import jax
 from jax.core import Tracer
 
-from jax_offload._base.backward import Backward
-from jax_offload._base.calls import call_primitive, params_of
 from jax_offload._base.donation import guarded
-from jax_offload._base.effects import only_callbacks
 from jax_offload._base.jaxprs import (
     ClosedJaxpr,
     Jaxpr,
@@ -27,14 +24,17 @@ from jax_offload._base.jaxprs import (
     jax_fun,
     jaxpr_of,
     nameless,
+    only_callbacks,
     values_of,
     variables,
     without_dead_code,
 )
 from jax_offload._base.on_disk import UpdatedFromDisk
+from jax_offload._base.own_primitives import call_primitive, params_of
+from jax_offload._base.trace import Backward
 from jax_offload._emit.run import stream
 from jax_offload._emit.transfers import Names
-from jax_offload._ir.branches import scalars_hoisted
+from jax_offload._ir.conds import scalars_hoisted
 from jax_offload._ir.program import Program, Var
 from jax_offload._plan.decide import plan_of
 from jax_offload._plan.options import Claim, regions

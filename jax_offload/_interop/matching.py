@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from jax_offload._base.arrays import is_array
 from jax_offload._base.on_disk import is_on_disk
-from jax_offload._ir.masks import Mask, union
-from jax_offload._step.origins import UPDATED
+from jax_offload._ir.propagate import Mask, union
+from jax_offload._step.returned import UPDATED
 
 Origins = Callable[[Mapping[str, Mask]], Sequence[Mask]]
 """Given a bit for each carried argument, what each leaf of the result is made of (``origins_of``)."""

@@ -8,8 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from jax_offload._base.flops import MATMULS
-from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, as_array, jaxpr_of, sub_jaxprs, variables
+from jax_offload._base.jaxprs import MATMULS, Atom, Equation, Literal, Var, as_array, jaxpr_of, sub_jaxprs, variables
 from jax_offload._base.memory import HOST_KIND, is_host_aval, on_a_mesh, with_kind
 from jax_offload._base.shardings import constrained, typed_sharding
 from jax_offload._emit.find import holds_update, is_update
@@ -19,8 +18,7 @@ from jax_offload._interop.matching import matched, names_of
 from jax_offload._ir.primitives import CHECKPOINT
 from jax_offload._ir.program import flat
 from jax_offload._step.cut import Cut, cut_step
-from jax_offload._step.origins import origins_of
-from jax_offload._step.returned import unreturned
+from jax_offload._step.returned import origins_of, unreturned
 
 Values = dict[str, Any]
 Kept = tuple[Values, Values, Values]

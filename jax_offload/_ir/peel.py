@@ -53,18 +53,22 @@ def peeled(program: Program, at: int, *, first: bool = False) -> Program:
         if scan.length == 1:
             carry, y = one(list(init), mine)
             return [*carry, *(row[None] for row in y)]
-        rest = [x[others] for x in xs]
         y: list[Any] = []
         if first:
             init, y = one(list(init), mine)
         if scan.length == 2 and not typed:
-            # Inlined, the activations of both iterations begin with zeros that jax 0.10's XLA makes in one operation
-            # (12x4096x4096, 16384 tokens, H200: 9408 MiB, resident 8256; so 7360).
-            carry, ys = once(one, list(init), rest, [y.aval for y in scan.ys])
+            # Inlined, the activations of both iterations begin with zeros that jax 0.10's XLA makes in one operation.
+            carry, ys = once(one, list(init), [x[others] for x in xs], [y.aval for y in scan.ys])
         else:
-            carry, ys = jax.lax.scan(one, list(init), rest, scan.length - 1, scan.reverse, scan.unroll)
+            # By their numbers: slices of the batches would be copies beside them.
+            def at(carry: list[Any], k: Any) -> tuple[list[Any], list[Any]]:
+                return one(carry, [jax.lax.dynamic_index_in_dim(x, k, keepdims=False) for x in xs])
+
+            numbers = jnp.arange(scan.length, dtype=jnp.int32)[others]
+            carry, ys = jax.lax.scan(at, list(init), numbers, scan.length - 1, scan.reverse, scan.unroll)
         if not first:
-            carry, y = one(carry, mine)
+            # Behind the others: its pass needs nothing of theirs, and would keep its activations beside them.
+            carry, y = one(*jax.lax.optimization_barrier((carry, mine)))
         pairs = ([row[None], rows] if in_front else [rows, row[None]] for rows, row in zip(ys, y, strict=True))
         return [*carry, *map(jnp.concatenate, pairs)]
 

@@ -1,6 +1,6 @@
 """jax's primitives by what they do to the elements of their operands."""
 
-from jax_offload._base import elementwise, marks
+from jax_offload._base.own_primitives import MAPPED, MARK
 
 ELEMENTWISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt
@@ -9,7 +9,7 @@ ELEMENTWISE = frozenset(
     nextafter not optimization_barrier or population_count pow real reduce_precision rem reshard
     round rsqrt select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh
     sqrt square stop_gradient sub tan tanh xor""".split()
-) | {elementwise.NAME, marks.NAME}
+) | {MAPPED, MARK}
 PLACED = frozenset("device_put sharding_constraint reshard".split())  # those of them that say where something is
 REDUCE = frozenset("reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_xor reduce_prod argmax argmin".split())
 CHECKPOINT = frozenset(("checkpoint", "remat2"))

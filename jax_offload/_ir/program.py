@@ -30,8 +30,8 @@ from jax_offload._base.jaxprs import (
 from jax_offload._base.jaxprs import (
     closed as as_closed,
 )
-from jax_offload._base.marks import is_mark
 from jax_offload._base.memory import Space
+from jax_offload._base.own_primitives import is_mark
 from jax_offload._base.private import says_nothing_of_placement
 from jax_offload._base.shardings import Shards
 from jax_offload._ir.primitives import CHECKPOINT, ELEMENTWISE, PLACED

@@ -12,10 +12,10 @@ from jax.tree_util import keystr
 
 from jax_offload._base import memory
 from jax_offload._base.around import around
-from jax_offload._base.home import Home
+from jax_offload._base.donation import Home
 from jax_offload._base.memory import on_host, to_host
 from jax_offload._base.private import under_pmap
-from jax_offload._base.tracers import was_on_host
+from jax_offload._base.trace import was_on_host
 from jax_offload._placement.placement import Leaf
 
 

@@ -16,8 +16,8 @@ import numpy as np
 from jax.tree_util import keystr
 
 from jax_offload._base.arrays import is_array, is_integer, is_like, nbytes
-from jax_offload._base.marks import mark
 from jax_offload._base.on_disk import Place
+from jax_offload._base.own_primitives import mark
 from jax_offload._base.paths import names_of, owners
 from jax_offload._placement.by_parameter import Select, is_scalar, per_parameter, selector, subtrees
 from jax_offload._placement.cores import first_up_to

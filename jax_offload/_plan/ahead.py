@@ -11,9 +11,8 @@ from collections.abc import Mapping, Set
 
 from jax_offload._base.jaxprs import Equation, Literal, Scan, Var, variables
 from jax_offload._base.memory import is_host_aval
-from jax_offload._ir.masks import groups
 from jax_offload._ir.program import Program
-from jax_offload._ir.topological import Node, needed
+from jax_offload._ir.propagate import Node, groups, needed
 from jax_offload._plan.moves import Move, Moves, Stays, closure, is_cheap, move_of, pulled
 from jax_offload._plan.rules import Dependent, Rows
 

@@ -8,12 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import DropVar, Equation, Literal, Scan, variables
 from jax_offload._base.memory import is_host_aval
-from jax_offload._ir.masks import Mask, forward, groups, union
 from jax_offload._ir.primitives import ELEMENTWISE
 from jax_offload._ir.program import Program, Var
-from jax_offload._plan.chunk_rules import rule_of
+from jax_offload._ir.propagate import Mask, forward, groups, union
 from jax_offload._plan.moves import Move, Moves, Stays, closure, move_of, pulled, rows_like
-from jax_offload._plan.rules import Dependent, Partial, Rows
+from jax_offload._plan.rules import Dependent, Partial, Rows, rule_of
 
 NEEDS_ALL = "something that needs all gradients, their norm say, stands between them and their update"
 OF_THE_SCAN = "a number that the same scan carries to its end stands between their gradients and their update"

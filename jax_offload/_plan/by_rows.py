@@ -16,11 +16,9 @@ import numpy as np
 from jax_offload._base.arrays import nbytes, row_indices
 from jax_offload._base.jaxprs import Atom, Aval, Jaxpr, Literal, Var, jaxpr_of, nameless, variables
 from jax_offload._base.memory import is_host_aval, to_device, to_host
-from jax_offload._ir.core import core
-from jax_offload._ir.slices import Slice
-from jax_offload._plan.chunk_rules import run_chunk
+from jax_offload._ir.slices import Slice, core
 from jax_offload._plan.plan import Chunked, Planned, Whole
-from jax_offload._plan.rules import Rows
+from jax_offload._plan.rules import Rows, run_chunk
 from jax_offload._plan.transfers import tile_of, transfer_of
 
 # Bytes of one parameter's leaves that are a part, at least, and less than twice that: a group (see `_drive/stages`).

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.backward import LARGE, Backward
 from jax_offload._base.jaxprs import Var
 from jax_offload._base.memory import is_host_aval
+from jax_offload._base.trace import LARGE, Backward
 from jax_offload._ir.primitives import PLACED
 from jax_offload._ir.program import Program
 from jax_offload._ir.slices import Pass, Slice, cut, joined, repeats_effects

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Equation, Var
 from jax_offload._base.memory import is_host_aval
-from jax_offload._ir.masks import Mask, union
-from jax_offload._ir.topological import Node
+from jax_offload._ir.propagate import Mask, Node, union
 from jax_offload._plan.in_scan import InScan
 from jax_offload._plan.interleave import Gate
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Var
 from jax_offload._base.memory import is_host_aval
-from jax_offload._ir.topological import Node, topological
+from jax_offload._ir.propagate import Node, topological
 from jax_offload._plan.decide import FLOPS_PER_BYTE
 from jax_offload._plan.moves import Stays
 from jax_offload._plan.network import Done, Network, Piece, is_heavy, is_large

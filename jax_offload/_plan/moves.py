@@ -14,12 +14,10 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Equation, Literal, Scan, variables
 from jax_offload._base.memory import is_host_aval
-from jax_offload._ir.core import core
 from jax_offload._ir.primitives import ELEMENTWISE
 from jax_offload._ir.program import Program, Var
-from jax_offload._ir.slices import Slice, slice_of
-from jax_offload._plan.chunk_rules import chunked_dims, rule_of
-from jax_offload._plan.rules import Dependent, Dim, Rows, changes_only_shapes
+from jax_offload._ir.slices import Slice, core, slice_of
+from jax_offload._plan.rules import Dependent, Dim, Rows, changes_only_shapes, chunked_dims, rule_of
 from jax_offload._plan.transfers import same_type
 
 _NONE: Mapping[Var, Var] = {}

@@ -11,12 +11,11 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 import jax.numpy as jnp
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.flops import flops
-from jax_offload._base.jaxprs import Equation, Var
+from jax_offload._base.jaxprs import Equation, Var, flops
 from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.primitives import CHEAP, ELEMENTWISE, REDUCE
+from jax_offload._ir.propagate import Node
 from jax_offload._ir.slices import Slice
-from jax_offload._ir.topological import Node
 from jax_offload._plan.plan import Planned
 from jax_offload._plan.rules import changes_only_shapes
 

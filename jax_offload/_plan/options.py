@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from jax.sharding import NamedSharding, Sharding
 
-from jax_offload._base.home import Home
+from jax_offload._base.donation import Home
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.shardings import Layouts, Shardings
 from jax_offload._ir.program import Var

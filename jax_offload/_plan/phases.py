@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.flops import flops
-from jax_offload._base.jaxprs import Equation, Literal, variables
+from jax_offload._base.jaxprs import Equation, Literal, flops, variables
 from jax_offload._ir.program import Program, Var
 from jax_offload._ir.slices import Slice, slice_of
 

@@ -17,8 +17,8 @@ from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Equation
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.shardings import Shards, varies
-from jax_offload._ir.masks import Mask, forward, union
 from jax_offload._ir.program import Var
+from jax_offload._ir.propagate import Mask, forward, union
 from jax_offload._ir.slices import Slice, slice_of
 
 

@@ -10,11 +10,9 @@ from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Aval, Var
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.shardings import padded, typed_sharding
-from jax_offload._ir.core import core
-from jax_offload._ir.slices import Slice
-from jax_offload._plan.chunk_rules import chunked_dims
+from jax_offload._ir.slices import Slice, core
 from jax_offload._plan.plan import Chunked, Transfer, Whole
-from jax_offload._plan.rules import Dependent, Dim, Partial, Rows
+from jax_offload._plan.rules import Dependent, Dim, Partial, Rows, chunked_dims
 
 
 def transfer_of(s: Slice, reuse: Mapping[Var, Var], window: int) -> Transfer:

@@ -24,7 +24,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jax_offload._base.arrays import is_integer
-from jax_offload._base.elementwise import elementwise
+from jax_offload._base.own_primitives import elementwise
 from jax_offload._base.shardings import constrained, padded, shards_of, typed_sharding
 from jax_offload._precision.elements import (
     BITS,

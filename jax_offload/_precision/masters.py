@@ -10,8 +10,8 @@ import optax
 from jax import lax
 
 from jax_offload._base.arrays import Offloaded
-from jax_offload._base.marks import mark, mark_of
 from jax_offload._base.memory import on_host, to_device
+from jax_offload._base.own_primitives import mark, mark_of
 from jax_offload._base.shardings import constrained, typed_sharding
 from jax_offload._update.arguments import check_inner
 

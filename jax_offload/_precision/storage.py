@@ -16,7 +16,7 @@ from jax.core import Tracer
 
 from jax_offload._base import memory
 from jax_offload._base.barriers import opaque
-from jax_offload._base.composite import composite
+from jax_offload._base.own_primitives import composite
 from jax_offload._base.paths import KeyPath
 from jax_offload._placement.placement import stays
 from jax_offload._precision.elements import mixed

@@ -21,8 +21,8 @@ from jax_offload._base import memory
 from jax_offload._base.around import described
 from jax_offload._base.arrays import is_like
 from jax_offload._base.jaxprs import Literal, jaxpr_of
-from jax_offload._base.marks import marks_in
 from jax_offload._base.on_disk import typed
+from jax_offload._base.own_primitives import marks_in
 from jax_offload._base.paths import owners
 from jax_offload._base.shardings import is_explicit, sharding_of, shards_of, typed_sharding, without_axes
 from jax_offload._placement.factored import axes_in_parameter

@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax_offload._base.donation import is_guard
-from jax_offload._base.effects import ordered
-from jax_offload._base.jaxprs import Atom, ClosedJaxpr, Equation, renamed, values_of, variables
+from jax_offload._base.jaxprs import Atom, ClosedJaxpr, Equation, ordered, renamed, values_of, variables
 from jax_offload._base.on_disk import READ
 from jax_offload._emit.find import holds_update
 from jax_offload._ir.program import Program, Var, flat

@@ -10,11 +10,10 @@ from typing import Any
 from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, renamed, scan_of, variables
 from jax_offload._emit.find import is_update
 from jax_offload._emit.region import Update
-from jax_offload._ir.masks import Mask, forward, union
 from jax_offload._ir.peel import peeled, why_not_peeled
 from jax_offload._ir.program import Program
+from jax_offload._ir.propagate import Mask, Node, forward, needed, topological, union
 from jax_offload._ir.slices import Slice, slice_of
-from jax_offload._ir.topological import Node, needed, topological
 from jax_offload._plan.ahead import moves_ahead
 from jax_offload._plan.behind import MICROBATCHES, moves_of, sums_up
 from jax_offload._plan.in_scan import InScan, in_scan
@@ -23,8 +22,7 @@ from jax_offload._plan.interleave import Gate, interleaved
 from jax_offload._plan.moves import Stays
 from jax_offload._plan.network import Piece
 from jax_offload._plan.plan import Chunked
-from jax_offload._step.inlined import Inlined, inlined
-from jax_offload._step.opened import opened
+from jax_offload._step.inlined import Inlined, inlined, opened
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,6 @@ from jax.core import Tracer
 
 from jax_offload._base.barriers import gate
 from jax_offload._base.donation import guarded
-from jax_offload._base.effects import only_callbacks, ordered
 from jax_offload._base.jaxprs import (
     ClosedJaxpr,
     Equation,
@@ -21,6 +20,8 @@ from jax_offload._base.jaxprs import (
     Var,
     jax_fun,
     jaxpr_of,
+    only_callbacks,
+    ordered,
     scan_of,
     sub_jaxprs,
     values_of,

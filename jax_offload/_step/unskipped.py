@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
-from jax_offload._base.calls import params_of
 from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, branches_of, closed_like, jaxpr_of, renamed
 from jax_offload._base.loops import at_most_once_of
 from jax_offload._base.memory import is_host_aval, to_device, to_host
+from jax_offload._base.own_primitives import params_of
 from jax_offload._emit.border import copy_of
 from jax_offload._emit.find import holds_update, is_update
 from jax_offload._emit.region import Update
-from jax_offload._ir.branches import scalars_hoisted
+from jax_offload._ir.conds import scalars_hoisted
 from jax_offload._ir.program import Program, flat, replaced
 from jax_offload._plan.moves import is_cheap
 

@@ -12,7 +12,6 @@ import numpy as np
 from jax.tree_util import keystr
 
 from jax_offload._base.arrays import is_array, is_like
-from jax_offload._base.backward import backward_of
 from jax_offload._base.jaxprs import Literal
 from jax_offload._base.paths import key_of, leaves_with_paths, owners
 from jax_offload._base.shardings import (
@@ -25,7 +24,7 @@ from jax_offload._base.shardings import (
     typed_sharding,
     types_tell,
 )
-from jax_offload._base.tracers import is_constrained, production_order
+from jax_offload._base.trace import backward_of, is_constrained, production_order
 from jax_offload._emit.region import Update, bound
 from jax_offload._ir.program import Program, Var
 from jax_offload._placement.zero import resharded

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jax_offload._base.around import compiled_where_eager
 from jax_offload._base.barriers import opaque
-from jax_offload._base.collector import collector_waits
-from jax_offload._base.eager import compiled_where_eager
 from jax_offload._base.on_disk import opened
+from jax_offload._base.own_primitives import collector_waits
 from jax_offload._base.shardings import types_tell
 from jax_offload._emit.skip import carried_unless
 from jax_offload._placement.zero import resharded

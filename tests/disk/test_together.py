@@ -120,10 +120,9 @@ def opened(place, process):
     if commits.last_of_all(place, Faulty()) is None:
         return 0
     store = commits.open_last(place, Faulty())
-    for found, want in zip(
-        store.read([0, 1], pages(store.nbytes([0, 1]))), mine(process, store.step).values(), strict=True
-    ):
-        np.testing.assert_array_equal(found, want)
+    found = store.read([0, 1], pages(store.nbytes([0, 1])))
+    for x, want in zip(found, mine(process, store.step).values(), strict=True):
+        np.testing.assert_array_equal(x, want)
     assert {*store.beside()["w"]} == {store.step}
     store.close()
     return store.step

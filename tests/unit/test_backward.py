@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from jax_offload._base import private
-from jax_offload._base.backward import backward_of
+from jax_offload._base.trace import backward_of
 
 pytestmark = pytest.mark.oldest("the stages, on jax's own jaxprs")
 

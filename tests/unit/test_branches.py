@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from jax_offload._base.jaxprs import branches_of, jax_fun
-from jax_offload._ir.branches import scalars_hoisted
+from jax_offload._ir.conds import scalars_hoisted
 from tests.unit._programs import device, host, load, program_of, values_of
 
 pytestmark = pytest.mark.oldest("the stages, on jax's own jaxprs")

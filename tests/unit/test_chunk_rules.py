@@ -18,12 +18,10 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_offload._base import composite, marks
-from jax_offload._base.elementwise import NAME, elementwise
+from jax_offload._base.own_primitives import COMPOSITE, MAPPED, MARK, elementwise, mark
 from jax_offload._ir.primitives import ELEMENTWISE, REDUCE
 from jax_offload._plan import rules
-from jax_offload._plan.chunk_rules import chunked_dims, run_chunk
-from jax_offload._plan.rules import Dependent, Partial, Rows
+from jax_offload._plan.rules import Dependent, Partial, Rows, chunked_dims, run_chunk
 from tests.support.trees import FAST
 
 pytestmark = pytest.mark.oldest("the stages, on jax's own jaxprs")
@@ -398,8 +396,8 @@ EXAMPLES: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "select_n": (lambda x, y: lax.select_n(x > y, x, y), FLOATS[:2]),
     "sharding_constraint": (_constrained, FLOATS[:1]),
     "stop_gradient": (lax.stop_gradient, FLOATS[:1]),
-    NAME: (lambda x, y: elementwise(lax.atan2, x, y), FLOATS[:2]),
-    marks.NAME: (lambda x: marks.mark(x, "positive"), FLOATS[:1]),
+    MAPPED: (lambda x, y: elementwise(lax.atan2, x, y), FLOATS[:2]),
+    MARK: (lambda x: mark(x, "positive"), FLOATS[:1]),
 }  # fmt: skip
 
 
@@ -426,7 +424,7 @@ def test_every_elementwise_name_is_a_primitive_of_jax():
 def test_every_rule_has_a_case():
     """But for two names that calls may have, and the composite's, which has tests of its own."""
     tried = {*EXAMPLES}.union(*(_names(case.jaxpr()) for case in ACCEPTED))
-    assert rules.RULES.keys() - tried <= {"pjit", "closed_call", composite.NAME}
+    assert rules.RULES.keys() - tried <= {"pjit", "closed_call", COMPOSITE}
 
 
 def _names(jaxpr):

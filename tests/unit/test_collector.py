@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from jax_offload._base.collector import collector_waits
+from jax_offload._base.own_primitives import collector_waits
 
 pytestmark = pytest.mark.oldest("the stages, on jax's own jaxprs")
 

@@ -95,10 +95,9 @@ def test_no_circles():
 
 
 def test_no_private_api_of_jax_outside_its_module():
-    """What jax may move stands in one module, behind named functions, with a table of what it is for; what compiling
-    for a chip that is not there needs of XLA's client, beside it."""
+    """What jax may move stands in one module, behind named functions, with a table of what it is for."""
     found = {module for module, path in MODULES.items() if PRIVATE.search(path.read_text())}
-    assert found == {"_base.private", "_base.private_compiler"}
+    assert found == {"_base.private"}
 
 
 _MODULES = r"^\s*(from|import) jax\.(_src|interpreters|extend\.mlir)"

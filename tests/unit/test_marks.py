@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_offload._base.marks import NAME, mark, mark_of, marks_in
+from jax_offload._base.own_primitives import MARK, mark, mark_of, marks_in
 from jax_offload._base.private import equation_of
 from jax_offload._ir.program import flat, without_round_trips
 
@@ -43,7 +43,7 @@ def test_a_program_has_none():
 
 def test_lowered_they_are_gone():
     text = jax.jit(marked_twice).lower(1.0).as_text()
-    assert NAME not in text and text.count("stablehlo.multiply") == 2
+    assert MARK not in text and text.count("stablehlo.multiply") == 2
 
 
 def test_derivatives_and_batches_pass():

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_offload._ir.masks import groups
+from jax_offload._ir.propagate import groups
 
 pytestmark = pytest.mark.oldest("the stages, on jax's own jaxprs")
 

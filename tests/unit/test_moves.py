@@ -9,10 +9,9 @@ import pytest
 from jax import lax
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.flops import flops
-from jax_offload._base.jaxprs import Literal, scan_of
+from jax_offload._base.jaxprs import Literal, flops, scan_of
 from jax_offload._ir.program import flat
-from jax_offload._ir.topological import Node, makers, needed, topological
+from jax_offload._ir.propagate import Node, makers, needed, topological
 from jax_offload._plan.behind import NEEDS_ALL, moves_of
 from jax_offload._plan.in_scan import _in_turn, times_of
 from jax_offload._plan.moves import pulled

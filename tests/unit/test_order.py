@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_offload._base.tracers import is_constrained, production_order
+from jax_offload._base.trace import is_constrained, production_order
 from jax_offload._plan.order import ranks
 
 pytestmark = pytest.mark.oldest("the stages, on jax's own jaxprs")

@@ -1,0 +1,341 @@
+"""Primitives of our own: calls of an update, functions that stay one equation, and marks."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import jax
+from jax.extend.core import Primitive
+
+from jax_offload._base.jaxprs import Atom, ClosedJaxpr, Equation, Jaxpr, Literal, Var, jax_fun, jaxpr_of, renamed
+from jax_offload._base.private import (
+    as_arrays,
+    equation_of,
+    is_for_one_device,
+    lowered,
+    lowered_as_map,
+    lowered_jaxpr,
+    nonzero,
+    set_rules,
+    zero_tangent,
+)
+
+_lock = threading.Lock()
+_waits = 0  # how many are under way, in all threads
+_was_on = False
+
+
+@contextlib.contextmanager
+def collector_waits() -> Iterator[None]:
+    """Keep Python's garbage collector from running while any of these is under way.
+
+    Tracing and lowering an update allocate hundreds of objects for each leaf, nearly all of which stay, and the
+    collector goes through them again and again.
+    """
+    global _waits, _was_on
+    with _lock:
+        if not _waits:
+            _was_on = gc.isenabled()
+            gc.disable()
+        _waits += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _waits -= 1
+            if not _waits and _was_on:
+                gc.enable()
+
+
+# ---- one that is there to be lowered, and one that says in equations what it does
+
+
+def identity_primitive(name: str, lower: Callable[..., list[Any]]) -> Primitive:
+    """A primitive that returns its operands, one result for each, and is there to be lowered by ``lower``.
+
+    Linear: derivatives pass it too, so that it is in the program of a gradient, which may need no result of the
+    function itself. Results that nobody uses go, and their operands with them.
+    """
+
+    def bind_all_but_zeros(tangents: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+        arrays = [i for i, t in enumerate(tangents) if nonzero(t)]
+        new = primitive.bind(*(tangents[i] for i in arrays), **params) if arrays else ()
+        bound = dict(zip(arrays, new, strict=True))
+        return [bound.get(i, t) for i, t in enumerate(tangents)]
+
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(lambda *xs, **_: list(xs))
+    primitive.def_abstract_eval(lambda *avals, **_: list(avals))
+    set_rules(
+        primitive,
+        lower=lower,
+        jvp=lambda xs, tangents, **params: (primitive.bind(*xs, **params), bind_all_but_zeros(tangents, params)),
+        batch=lambda xs, dims, **params: (primitive.bind(*xs, **params), dims),
+        transpose=lambda cotangents, *_, **params: bind_all_but_zeros(cotangents, params),
+        dce=_without_unused,
+    )
+    return primitive
+
+
+class Call(Protocol):
+    """What an equation of a ``call_primitive`` does, in its parameter ``update``: no equations yet."""
+
+    @property
+    def avals(self) -> tuple[list[Any], list[Any]]:
+        """The types of its operands, and of its results."""
+        ...
+
+    @property
+    def effects(self) -> frozenset[Any]: ...
+
+    @property
+    def recipe(self) -> Jaxpr:
+        """Equations that need of jax what the emitted ones will: it looks for memories, shardings and callbacks in the
+        jaxprs among an equation's parameters before it lowers any, and drops transfers where it has seen none."""
+        ...
+
+    def emitted(self, args: Sequence[Any], *, lowered: bool = False) -> list[Any]:
+        """Its results, by equations of the trace that is under way.
+
+        ``lowered``: whether these are lowered as they are; neither ``vmap`` nor a derivative will see them.
+        """
+        ...
+
+    def only(self, used: Sequence[bool]) -> tuple[list[bool], Call]:
+        """What is left for some of the results, and which of the operands that needs."""
+        ...
+
+
+def equations(call: Call) -> ClosedJaxpr:
+    """What a call emits, as a closed jaxpr."""
+    return jaxpr_of(call.emitted, call.avals[0])[0]
+
+
+def params_of(call: Call) -> dict[str, Any]:
+    """The parameters of an equation that does what ``call`` says."""
+    return {"update": call, "recipe": call.recipe}
+
+
+def call_primitive(name: str) -> Primitive:
+    """A primitive that does what its parameter ``update`` says, and says it in equations where it is lowered. Bind it
+    with ``params_of``.
+
+    Under ``vmap`` and differentiation these equations take its place, so that nothing needs to know of them.
+    """
+
+    def batched(axis: Any, xs: Sequence[Any], dims: Sequence[Any], *, update: Call, recipe: Jaxpr) -> Any:
+        axes = tuple(None if d is None else int(d) for d in dims)
+        over: dict[str, Any] = dict(axis_name=axis.name, axis_size=axis.size, spmd_axis_name=axis.spmd_name)
+        out = jax.vmap(jax_fun(equations(update)), axes, **over)(*xs)
+        return out, [0] * len(out)
+
+    def derived(xs: Sequence[Any], tangents: Sequence[Any], *, update: Call, recipe: Jaxpr) -> Any:
+        run, moving = jax_fun(equations(update)), {i: t for i, t in enumerate(tangents) if nonzero(t)}
+
+        def of_moving(*moved: Any) -> list[Any]:
+            given = dict(zip(moving, moved, strict=True))
+            return run(*(given.get(i, x) for i, x in enumerate(xs)))
+
+        primals, found = jax.jvp(of_moving, [xs[i] for i in moving], [*moving.values()])
+        return primals, [t if nonzero(t) else zero_tangent(x) for t, x in zip(found, primals, strict=True)]
+
+    def without_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
+        eqn = rest[-1]
+        if not any(used) and not eqn.effects:
+            return [False] * len(eqn.invars), None
+        needed, update = eqn.params["update"].only(list(used))
+        invars = [v for v, n in zip(eqn.invars, needed, strict=True) if n]
+        outvars = [v for v, u in zip(eqn.outvars, used, strict=True) if u]
+        return needed, eqn.replace(invars=invars, outvars=outvars, params=params_of(update), effects=update.effects)
+
+    @collector_waits()
+    def lower(context: Any, *args: Any, update: Call, recipe: Jaxpr) -> Any:
+        # Not as a function of its own: XLA's CPU rounds bfloat16 at its edges, as it inlines it too late.
+        return lowered(lambda *args: update.emitted(args, lowered=True), context, *args, several=True)
+
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(lambda *xs, update, recipe: jax_fun(equations(update))(*xs))
+    primitive.def_effectful_abstract_eval(lambda *_, update, recipe: (list(update.avals[1]), update.effects))
+    set_rules(primitive, lower=lower, jvp=derived, batch_over=batched, dce=without_unused)
+    return primitive
+
+
+def _without_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
+    eqn = rest[-1]  # jax 0.12 puts which operands are live before it
+    if not any(used):
+        return list(used), None
+    invars, outvars = ([v for v, u in zip(vs, used, strict=True) if u] for vs in (eqn.invars, eqn.outvars))
+    return list(used), eqn.replace(invars=invars, outvars=outvars)
+
+
+# ---- functions that stay one equation of a program until they are lowered
+
+COMPOSITE = "jax_offload_composite"
+MAPPED = "jax_offload_elementwise"
+
+Static = tuple[tuple[str, Hashable], ...]
+
+
+def composite(fun: Callable[..., Sequence[jax.Array]], *xs: jax.Array, **static: Hashable) -> list[jax.Array]:
+    """``fun(*xs, **static)``, several arrays, as one equation.
+
+    Cutting and planning a program take as long as it has equations. An encoder has a dozen for each leaf, and only a
+    chunk of the leaf needs to look into them.
+
+    Args:
+      fun: without effects, and without transfers between memories. It makes each of its results, and none twice.
+      xs: arrays.
+      static: what else ``fun`` takes.
+    """
+    return _composite.bind(*xs, fun=fun, static=tuple(sorted(static.items())))
+
+
+def elementwise(fun: Callable[..., jax.Array], *xs: jax.Array, **static: Hashable) -> jax.Array:
+    """``fun(*xs, **static)`` as one operation, for a ``fun`` that may as well be called with single elements of ``xs``.
+
+    XLA's passes visit every operation of a program, and its fusion weighs each against its neighbours, so the time to
+    compile grows with their number. XLA keeps the function of a ``map`` to itself.
+
+    Args:
+      fun: a function of arrays of any one shape, made of operations of ``jax.lax`` that work on each element by itself.
+      xs: arrays of equal shapes; all that are floating of one dtype, as XLA wants it.
+      static: what else ``fun`` takes.
+    """
+    return _elementwise.bind(*xs, fun=fun, static=tuple(sorted(static.items())))[0]
+
+
+def decomposition(eqn: Equation) -> ClosedJaxpr:
+    """The equations that a composite one stands for."""
+    return _jaxpr(eqn.params["fun"], eqn.params["static"], *(v.aval for v in eqn.invars))
+
+
+def decomposed(eqns: Iterable[Equation]) -> list[Equation]:
+    """The equations, composite ones as those that they stand for, of the same operands and results."""
+    found: list[Equation] = []
+    for eqn in eqns:
+        if eqn.primitive.name != COMPOSITE:
+            found.append(eqn)
+            continue
+        inner = decomposition(eqn)
+        consts = [Literal(x, v.aval) for x, v in zip(inner.consts, inner.jaxpr.constvars, strict=True)]
+        inputs = [*inner.jaxpr.constvars, *inner.jaxpr.invars]
+        names: dict[Var, Atom] = dict(zip(inputs, [*consts, *eqn.invars], strict=True))
+        defs = {v: Var(v.aval) for each in inner.jaxpr.eqns for v in each.outvars}
+        defs |= {v: out for v, out in zip(inner.jaxpr.outvars, eqn.outvars, strict=True) if not isinstance(v, Literal)}
+        names |= defs
+        for each in inner.jaxpr.eqns:
+            ins, outs = [renamed(names, v) for v in each.invars], [defs[v] for v in each.outvars]
+            found.append(each.replace(invars=ins, outvars=outs))
+    return found
+
+
+def _of_arrays(fun: Any, static: Static) -> Callable[..., list[Any]]:
+    """The function of its arrays alone, whose result is a list."""
+
+    def run(*xs: Any) -> list[Any]:
+        results = fun(*xs, **dict(static))
+        return list(results) if isinstance(results, (list, tuple)) else [results]
+
+    return run
+
+
+def _jaxpr(fun: Any, static: Static, *avals: Any) -> ClosedJaxpr:
+    return _traced(fun, static, avals, jax.config.jax_enable_x64)  # pyright: ignore
+
+
+@functools.lru_cache(1024)
+def _traced(fun: Any, static: Static, avals: tuple[Any, ...], x64: bool) -> ClosedJaxpr:
+    """The function for these types, traced once however many equations of a program are it."""
+    return jaxpr_of(_of_arrays(fun, static), *avals)[0]
+
+
+@functools.cache
+def _jitted(fun: Any, static: Static) -> Callable[..., Any]:
+    return jax.jit(_of_arrays(fun, static))
+
+
+def _batched(xs: Sequence[Any], dims: Sequence[Any], *, fun: Any, static: Static) -> tuple[Any, Any]:
+    out = jax.vmap(_of_arrays(fun, static), tuple(None if d is None else int(d) for d in dims))(*xs)
+    return out, [0] * len(out)
+
+
+def _derived(xs: Sequence[Any], tangents: Sequence[Any], *, fun: Any, static: Static) -> Any:
+    return jax.jvp(_of_arrays(fun, static), tuple(xs), as_arrays(tangents))
+
+
+def _lower(context: Any, *xs: Any, fun: Any, static: Static) -> Any:
+    return lowered_jaxpr(_jaxpr(fun, static, *context.avals_in), context, *xs)
+
+
+def _lower_as_map(context: Any, *xs: Any, fun: Any, static: Static) -> Any:
+    # Shardy has no rule for a map and gathers its operands; given one (sdy.sharding_rule) it crashes in real programs.
+    if not is_for_one_device(context):
+        return _lower(context, *xs, fun=fun, static=static)
+    scalars = [jax.ShapeDtypeStruct((), a.dtype) for a in context.avals_in]  # the same for leaves of all shapes
+    return lowered_as_map(_jaxpr(fun, static, *scalars), context, *xs)
+
+
+def _primitive_of_functions(name: str, lower: Callable[..., Any]) -> Primitive:
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(lambda *xs, fun, static: _jitted(fun, static)(*xs))
+    primitive.def_abstract_eval(lambda *avals, fun, static: list(_jaxpr(fun, static, *avals).out_avals))
+    set_rules(primitive, lower=lower, jvp=_derived, batch=_batched)
+    return primitive
+
+
+_composite = _primitive_of_functions(COMPOSITE, _lower)
+_elementwise = _primitive_of_functions(MAPPED, _lower_as_map)
+
+
+# ---- marks: equations that do nothing, by which a trace says of a value what its type does not
+#
+# Whoever reads the trace finds them. A program has none (``_ir/program``), and lowering drops them.
+
+MARK = "jax_offload_mark"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Said:
+    """Anything, as a parameter of an equation: those are to be hashed."""
+
+    what: Any
+
+
+def mark(x: jax.Array, says: Any) -> jax.Array:
+    """``x``, of which the trace says something from here on."""
+    return _mark.bind(x, says=_Said(says))
+
+
+def mark_of(x: Any) -> Any:
+    """What a traced value was marked with, if that was the last thing that happened to it."""
+    eqn = equation_of(x)
+    return eqn.params["says"].what if eqn is not None and eqn.primitive is _mark else None
+
+
+def is_mark(eqn: Equation) -> bool:
+    return eqn.primitive is _mark
+
+
+def marks_in(step: ClosedJaxpr) -> dict[Var, Any]:
+    """Variable -> what it was marked with, at the top of a closed jaxpr."""
+    return {eqn.outvars[0]: eqn.params["says"].what for eqn in step.jaxpr.eqns if eqn.primitive is _mark}
+
+
+_mark = Primitive(MARK)
+_mark.def_impl(lambda x, says: x)
+_mark.def_abstract_eval(lambda aval, says: aval)
+set_rules(
+    _mark,
+    lower=lambda context, x, says: [x],
+    jvp=lambda xs, tangents, says: (_mark.bind(*xs, says=says), *tangents),
+    batch=lambda xs, dims, says: (_mark.bind(*xs, says=says), *dims),
+)

@@ -1,0 +1,520 @@
+"""What hides in which steps: about thirty kinds of training steps, compiled for an H200.
+
+``python -m tests.aot.kinds`` compiles every kind and prints a table; ``--write`` stores it in ``kinds.json`` and in
+``docs/what_hides.md``; words select the kinds whose names contain them. ``test_kinds.py`` compiles them and compares.
+Nothing runs. Every network has twelve layers of 2048² float32 parameters, and every pass sees 16,384 tokens.
+"""
+
+import tests.conftest  # noqa: F401, I001  (first: it sets up jax's CPU devices)
+import dataclasses
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
+
+import jax_offload as jo
+
+TABLE = Path(__file__).with_name("kinds.json")
+PAGE = Path(__file__).parents[2] / "docs" / "what_hides.md"
+MARK = "<!-- python -m tests.aot.kinds --write -->"
+MIB = 2**20
+LAYERS, WIDTH, TOKENS = 12, 2048, 16384
+HIDDEN, TOO_HIGH = 0.10, 1.01  # the share of the link's time that a hidden step exposes; a peak above resident
+ADAMW = optax.adamw(1e-3)
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
+DEVICE = SingleDeviceSharding(jax.devices("cpu")[0], memory_kind="device")
+
+Tree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """One kind of step.
+
+    Attributes:
+      name: the title of the row.
+      make: returns the step, its abstract arguments and the positions of the donated ones, given ``jo.offload`` or
+        ``resident`` to wrap its optimizers with.
+      way: ``"jo.jit"`` or ``"pipelined"``.
+      package: the package that the step needs.
+    """
+
+    name: str
+    make: Callable[[Callable[[Any], Any]], tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]]
+    way: str = "jo.jit"
+    package: str = "jax"
+
+    @property
+    def key(self) -> str:
+        return f"{self.name} | {self.way}"
+
+
+def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=DEVICE)
+
+
+STACK, BATCH = array(LAYERS, WIDTH, WIDTH), array(TOKENS, WIDTH)
+
+
+def state_of(tx: Any, params: Tree) -> Tree:
+    """The abstract state of an optimizer, offloaded or not."""
+    try:
+        return jo.abstract_state(tx, params)
+    except (TypeError, ValueError):  # no offload in it
+        return jax.tree.map(lambda x: array(*x.shape, dtype=x.dtype), jax.eval_shape(tx.init, params))
+
+
+def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.tanh(x @ w)
+
+
+def scanned(params: jax.Array, x: jax.Array, **options: Any) -> jax.Array:
+    body = jax.checkpoint(layer)
+    return jax.lax.scan(lambda x, w: (body(x, w), None), x, params, **options)[0]
+
+
+def mean_square(x: jax.Array) -> jax.Array:
+    return (x**2).mean()
+
+
+def one(loss: Callable[[Tree, Any], jax.Array], params: Tree = STACK, inner: Any = ADAMW, batch: Any = BATCH) -> Any:
+    """A step with one network and one optimizer."""
+
+    def make(wrap: Callable[[Any], Any]) -> Any:
+        tx = wrap(inner)
+
+        def step(params: Tree, state: Tree, batch: Any) -> Any:
+            value, grads = jax.value_and_grad(loss)(params, batch)
+            return *jo.update_params(tx, grads, state, params), value
+
+        return step, (params, state_of(tx, params), batch), (0, 1)
+
+    return make
+
+
+def loss_of(network: Callable[..., jax.Array], **options: Any) -> Callable[[Tree, Any], jax.Array]:
+    return lambda params, batch: mean_square(network(params, batch, **options))
+
+
+# --- one optimizer ---------------------------------------------------------------------------------------------------
+
+UNROLLED = {f"w{k}": array(WIDTH, WIDTH) for k in range(LAYERS)}
+MATRICES = tuple(array(WIDTH, WIDTH) for _ in range(LAYERS))
+
+
+def unrolled(params: Tree, x: jax.Array) -> jax.Array:
+    for w in jax.tree.leaves(params):
+        x = layer(x, w)
+    return x
+
+
+def accumulated(metrics: bool) -> Any:
+    def make(wrap: Callable[[Any], Any]) -> Any:
+        tx = wrap(ADAMW)
+
+        def step(params: Tree, state: Tree, batches: Any) -> Any:
+            def add(total: Tree, batch: Any) -> Any:
+                value, grads = jax.value_and_grad(loss_of(scanned))(params, batch)
+                return jax.tree.map(jnp.add, total, grads), {"loss": value, "norm": jnp.abs(value)} if metrics else None
+
+            grads, seen = jax.lax.scan(add, jnp.zeros_like(params), batches)
+            return *jo.update_params(tx, grads / 4, state, params), jax.tree.map(jnp.mean, seen)
+
+        return step, (STACK, state_of(tx, STACK), array(4, TOKENS, WIDTH)), (0, 1)
+
+    return make
+
+
+def skipped(wrap: Callable[[Any], Any]) -> Any:
+    tx = wrap(ADAMW)
+
+    def step(params: Tree, state: Tree, batch: Any) -> Any:
+        value, grads = jax.value_and_grad(loss_of(scanned))(params, batch)
+        finite = jnp.isfinite(optax.tree.norm(grads))
+        if wrap is resident:
+            updates, new = tx.update(grads, state, params)
+            keep = partial(jnp.where, finite)
+            return *jax.tree.map(keep, (optax.apply_updates(params, updates), new), (params, state)), value
+        return *jo.update_params(tx, grads, state, params, skip=~finite), value
+
+    return step, (STACK, state_of(tx, STACK), BATCH), (0, 1)
+
+
+# --- several updates -------------------------------------------------------------------------------------------------
+
+
+def both(a: jax.Array, b: jax.Array, x: jax.Array) -> jax.Array:
+    return mean_square(scanned(b, scanned(a, x)))
+
+
+def pair(step_of: Callable[..., Any], inner: Any = ADAMW, other: Any = None) -> Any:
+    """A step with two networks, an optimizer for each."""
+
+    def make(wrap: Callable[[Any], Any]) -> Any:
+        tx, ty = wrap(inner), (wrap(inner) if other is None else other)
+        args = (STACK, STACK, state_of(tx, STACK), state_of(ty, STACK), BATCH)
+        return step_of(tx, ty), args, (0, 1, 2, 3)
+
+    return make
+
+
+def simultaneous(tx: Any, ty: Any) -> Any:
+    def step(a: Tree, b: Tree, s: Tree, t: Tree, x: Any) -> Any:
+        ga, gb = jax.grad(both, (0, 1))(a, b, x)
+        (a, s), (b, t) = jo.update_params(tx, ga, s, a), jo.update_params(ty, gb, t, b)
+        return a, b, s, t
+
+    return step
+
+
+def alternating(tx: Any, ty: Any) -> Any:
+    def step(a: Tree, b: Tree, s: Tree, t: Tree, x: Any) -> Any:
+        a, s = jo.update_params(tx, jax.grad(both)(a, b, x), s, a)
+        b, t = jo.update_params(ty, jax.grad(both, 1)(a, b, x), t, b)
+        return a, b, s, t
+
+    return step
+
+
+def in_a_branch(tx: Any, ty: Any) -> Any:
+    def step(a: Tree, b: Tree, s: Tree, t: Tree, x: Any) -> Any:
+        value, (ga, gb) = jax.value_and_grad(both, (0, 1))(a, b, x)
+        a, s = jo.update_params(tx, ga, s, a)
+        b, t = jax.lax.cond(value > 0, lambda: jo.update_params(ty, gb, t, b), lambda: (b, t))
+        return a, b, s, t
+
+    return step
+
+
+def with_a_target(wrap: Callable[[Any], Any]) -> Any:
+    tx = wrap(ADAMW)
+
+    def step(params: Tree, target: Tree, state: Tree, x: Any) -> Any:
+        def loss(params: Tree) -> jax.Array:
+            return mean_square(scanned(params, x) - jax.lax.stop_gradient(scanned(target, x)))
+
+        params, state = jo.update_params(tx, jax.grad(loss)(params), state, params)
+        return params, optax.incremental_update(params, target, 0.01), state
+
+    return step, (STACK, STACK, state_of(tx, STACK), BATCH), (0, 1, 2)
+
+
+def partitioned(wrap: Callable[[Any], Any]) -> Any:
+    params = {"a": STACK, "b": STACK}
+    tx = optax.partition({"a": wrap(ADAMW), "b": wrap(optax.sgd(1e-3, momentum=0.9))}, {"a": "a", "b": "b"})
+
+    def step(params: Tree, state: Tree, x: Any) -> Any:
+        grads = jax.grad(lambda p: both(p["a"], p["b"], x))(params)
+        return jo.update_params(tx, grads, state, params)
+
+    return step, (params, state_of(tx, params), BATCH), (0, 1)
+
+
+# --- layers in other shapes ------------------------------------------------------------------------------------------
+
+
+def nested(params: jax.Array, x: jax.Array) -> jax.Array:
+    """The stack reshaped in the step, and rematerialized by groups."""
+    groups = params.reshape(2, LAYERS // 2, WIDTH, WIDTH)
+    return jax.lax.scan(lambda x, group: (jax.checkpoint(scanned)(group, x), None), x, groups)[0]
+
+
+def stacked_in_the_step(params: Tree, x: jax.Array) -> jax.Array:
+    return scanned(jnp.stack(jax.tree.leaves(params)), x)
+
+
+def siamese(params: jax.Array, x: jax.Array) -> jax.Array:
+    half = TOKENS // 2
+    return scanned(params, x[:half]) - scanned(params, x[half:])
+
+
+def of_two_kinds(params: Tree, x: jax.Array) -> jax.Array:
+    def block(x: jax.Array, p: Tree) -> jax.Array:
+        return jax.nn.gelu(jnp.tanh(x @ p["a"]) @ p["b"]) + x
+
+    return jax.lax.scan(lambda x, p: (jax.checkpoint(block)(x, p), None), x, params)[0]
+
+
+def by_index(params: jax.Array, x: jax.Array) -> jax.Array:
+    body = jax.checkpoint(layer)
+    return jax.lax.fori_loop(0, LAYERS, lambda k, x: body(x, params[k]), x)
+
+
+# --- gradients made elsewhere ----------------------------------------------------------------------------------------
+
+
+def data_parallel(wrap: Callable[[Any], Any]) -> Any:
+    tx = wrap(ADAMW)
+    mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("data",))
+    whole, rows = NamedSharding(mesh, P(), memory_kind="device"), NamedSharding(mesh, P("data"), memory_kind="device")
+    params = jax.ShapeDtypeStruct(STACK.shape, STACK.dtype, sharding=whole)
+    batch = jax.ShapeDtypeStruct((4 * TOKENS, WIDTH), jnp.float32, sharding=rows)
+
+    def local(params: Tree, batch: Any) -> Any:
+        return jax.lax.pmean(jax.grad(loss_of(scanned))(params, batch), "data")
+
+    grads_of = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
+
+    def step(params: Tree, state: Tree, batch: Any) -> Any:
+        return jo.update_params(tx, grads_of(params, batch), state, params)
+
+    state = jo.abstract_state(tx, params) if wrap is not resident else jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), jax.eval_shape(tx.init, params))  # fmt: skip
+    return step, (params, state, batch), (0, 1)
+
+
+def into_refs(wrap: Callable[[Any], Any]) -> Any:
+    tx = wrap(ADAMW)
+
+    def step(params: Tree, state: Tree, batches: Any) -> Any:
+        total = jax.new_ref(jnp.zeros_like(params))
+
+        def add(carry: Any, batch: Any) -> Any:
+            total[...] += jax.grad(loss_of(scanned))(params, batch)
+            return carry, None
+
+        jax.lax.scan(add, None, batches)
+        return jo.update_params(tx, jax.freeze(total) / 4, state, params)
+
+    return step, (STACK, state_of(tx, STACK), array(4, TOKENS, WIDTH)), (0, 1)
+
+
+def microbatched(wrap: Callable[[Any], Any]) -> Any:
+    tx = wrap(ADAMW)
+
+    def step(params: Tree, state: Tree, batch: Any) -> Any:
+        grads = optax.microbatch(
+            jax.grad(loss_of(scanned)),
+            argnums=1,
+            microbatch_size=TOKENS,
+            accumulator=optax.microbatching.AccumulationType.MEAN,
+        )(params, batch)
+        return jo.update_params(tx, grads, state, params)
+
+    return step, (STACK, state_of(tx, STACK), array(4 * TOKENS, WIDTH)), (0, 1)
+
+
+@jax.custom_vjp
+def custom(params: Tree, x: jax.Array) -> jax.Array:
+    return scanned(params, x)
+
+
+custom.defvjp(lambda p, x: jax.vjp(scanned, p, x), lambda vjp, g: vjp(g))
+
+
+def penalized(params: Tree, x: jax.Array) -> jax.Array:
+    """The gradient of a gradient, as in a gradient penalty."""
+    value, slope = jax.value_and_grad(lambda x: mean_square(scanned(params, x)))(x)
+    return value + mean_square(slope)
+
+
+# --- frameworks ------------------------------------------------------------------------------------------------------
+
+
+def linen(wrap: Callable[[Any], Any]) -> Any:
+    from flax import linen as nn
+    from flax.training.train_state import TrainState
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any, _: Any) -> Any:
+            return jnp.tanh(nn.Dense(WIDTH, use_bias=False)(x)), None
+
+    class Network(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            scan = nn.scan(nn.remat(Block), {"params": 0}, split_rngs={"params": True}, length=LAYERS)
+            return scan()(x, None)[0]
+
+    tx, model = wrap(ADAMW), Network()
+    shapes = jax.eval_shape(model.init, jax.random.key(0), BATCH)["params"]
+    params = jax.tree.map(lambda x: array(*x.shape), shapes)
+    state = TrainState(step=array(dtype=jnp.int32), apply_fn=model.apply, params=params, tx=tx,
+                       opt_state=state_of(tx, params))  # fmt: skip
+
+    def step(state: Any, batch: Any) -> Any:
+        grads = jax.grad(lambda p: mean_square(state.apply_fn({"params": p}, batch)))(state.params)
+        return state.apply_gradients(grads=grads)
+
+    return step, (state, BATCH), (0,)
+
+
+def nnx_functional(wrap: Callable[[Any], Any]) -> Any:
+    from flax import nnx
+
+    class Block(nnx.Module):
+        def __init__(self, rngs: Any) -> None:
+            self.w = nnx.Param(jax.random.normal(rngs.params(), (WIDTH, WIDTH)))
+
+        def __call__(self, x: Any) -> Any:
+            return jnp.tanh(x @ self.w[...])
+
+    def new() -> Any:
+        return nnx.vmap(Block, in_axes=0, out_axes=0)(nnx.Rngs(0).split(LAYERS))
+
+    tx = wrap(ADAMW)
+    graph, abstract = nnx.split(nnx.eval_shape(new))
+    params = jax.tree.map(lambda x: array(*x.shape, dtype=x.dtype), abstract)
+
+    def loss(params: Tree, batch: Any) -> jax.Array:
+        def body(x: Any, row: Any) -> Any:
+            return nnx.merge(graph, row)(x), None
+
+        return mean_square(jax.lax.scan(jax.checkpoint(body), batch, params)[0])
+
+    def step(params: Tree, state: Tree, batch: Any) -> Any:
+        return jo.update_params(tx, jax.grad(loss)(params, batch), state, params)
+
+    return step, (params, state_of(tx, params), BATCH), (0, 1)
+
+
+def haiku(wrap: Callable[[Any], Any]) -> Any:
+    import haiku as hk
+
+    def network(x: Any) -> Any:
+        stack = hk.experimental.layer_stack(LAYERS)
+        return stack(hk.remat(lambda x: jnp.tanh(hk.Linear(WIDTH, with_bias=False)(x))))(x)
+
+    model = hk.without_apply_rng(hk.transform(network))
+    shapes = jax.eval_shape(model.init, jax.random.key(0), BATCH)
+    return one(loss_of(model.apply), jax.tree.map(lambda x: array(*x.shape), shapes))(wrap)
+
+
+def equinox(wrap: Callable[[Any], Any]) -> Any:
+    import equinox as eqx
+
+    new = eqx.filter_vmap(lambda key: eqx.nn.Linear(WIDTH, WIDTH, use_bias=False, key=key))
+    model = eqx.filter_eval_shape(new, jax.random.split(jax.random.key(0), LAYERS))
+    shapes, static = eqx.partition(model, lambda x: isinstance(x, jax.ShapeDtypeStruct))
+
+    def loss(params: Tree, batch: Any) -> jax.Array:
+        body = jax.checkpoint(lambda x, row: jnp.tanh(jax.vmap(eqx.combine(row, static))(x)))
+        return mean_square(jax.lax.scan(lambda x, row: (body(x, row), None), batch, params)[0])
+
+    return one(loss, jax.tree.map(lambda x: array(*x.shape), shapes))(wrap)
+
+
+KINDS = [
+    Kind("layers in a scan", one(loss_of(scanned))),
+    Kind("unrolled layers", one(loss_of(unrolled), UNROLLED)),
+    Kind("layers in a scan, clipped", one(loss_of(scanned), inner=CLIPPED)),
+    Kind("layers in a scan, clipped", one(loss_of(scanned), inner=CLIPPED), "pipelined"),
+    Kind("unrolled layers, clipped", one(loss_of(unrolled), UNROLLED, CLIPPED), "pipelined"),
+    Kind("skip where a gradient is not finite", skipped),
+    Kind("skip where a gradient is not finite", skipped, "pipelined"),
+    Kind("microbatches in a scan", accumulated(False)),
+    Kind("microbatches in a scan, with metrics", accumulated(True)),
+    Kind("two networks, updated at once", pair(simultaneous)),
+    Kind("two networks in turn, as in a GAN", pair(alternating)),
+    Kind("two networks, clipped separately", pair(simultaneous, CLIPPED), "pipelined"),
+    Kind("one of two updates in a cond", pair(in_a_branch)),
+    Kind("plain optax beside an offload", pair(simultaneous, other=optax.sgd(1e-3))),
+    Kind("a target network", with_a_target),
+    Kind("optax.partition around two offloads", partitioned),
+    Kind("a stack reshaped for a nested scan", one(loss_of(nested))),
+    Kind("layers stacked in the step", one(loss_of(stacked_in_the_step), MATRICES)),
+    Kind("one stack in two scans, as in DPO", one(loss_of(siamese))),
+    Kind("a scan over pairs of layers", one(loss_of(of_two_kinds), {"a": STACK, "b": STACK})),
+    Kind("a scan with unroll=2", one(loss_of(partial(scanned, unroll=2)))),
+    Kind("fori_loop by index", one(loss_of(by_index))),
+    Kind("shard_map, the update outside", data_parallel),
+    Kind("gradients summed in a Ref", into_refs),
+    Kind("optax.microbatch", microbatched),
+    Kind("custom_vjp around the network", one(loss_of(custom))),
+    Kind("the gradient of a gradient", one(penalized)),
+    Kind("linen nn.scan, TrainState", linen, package="flax"),
+    Kind("nnx, split and merged", nnx_functional, package="flax"),
+    Kind("Equinox, partitioned", equinox, package="equinox"),
+    Kind("Haiku layer_stack", haiku, package="haiku"),
+]
+
+
+def resident(inner: Any) -> Any:
+    return inner
+
+
+def installed(kind: Kind) -> bool:
+    return importlib.util.find_spec(kind.package) is not None
+
+
+def compiled(kind: Kind) -> dict[str, Any]:
+    """A row: peaks in MiB, the share of the link's time that the schedule exposes, and the first reason, if any."""
+    step, args, donate = kind.make(resident)
+    plain = jo.inspect(jax.jit(step, donate_argnums=donate), *args, target="h200")
+    step, args, donate = kind.make(jo.offload)
+    jitted: Any = {"jo.jit": jo.jit, "pipelined": jo.pipelined}[kind.way](step, donate_argnums=donate)
+    found = jo.inspect(jitted, *args, target="h200")
+    t = found.timeline
+    assert t is not None
+    exposed = round(t.exposed / t.link, 2)
+    stays = () if kind.way == "pipelined" else jo.placement(jitted, *args).stays
+    return {
+        "resident": round(plain.peak / MIB),
+        "peak": round(found.peak / MIB),
+        "exposed": exposed,
+        "why": stays[0] if exposed > HIDDEN and stays else "",
+    }
+
+
+def stored() -> dict[str, dict[str, Any]]:
+    """The rows as they were last written."""
+    return json.loads(TABLE.read_text()) if TABLE.exists() else {}
+
+
+def worse(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
+    """What a row has lost beside the stored one, and beside the resident step."""
+    found = []
+    if now["peak"] > before["peak"] * 1.03 + 1:
+        found.append(f"peak {before['peak']} -> {now['peak']} MiB")
+    if now["peak"] > now["resident"] * TOO_HIGH:
+        found.append(f"peak {now['peak']} MiB above resident, {now['resident']} MiB")
+    if now["exposed"] > before["exposed"] + 0.05:
+        found.append(f"exposed {before['exposed']} -> {now['exposed']}")
+    if now["exposed"] > HIDDEN and now["why"] != before["why"]:
+        found.append(f"the reason was {before['why']!r}, and is {now['why']!r}")
+    return found
+
+
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    """The rows in Markdown, as the page has them."""
+    lines = ["| step | run with | exposed | peak, resident | where, or why not |", "|---|---|---:|---:|---|"]
+    for kind in KINDS:
+        if (row := rows.get(kind.key)) is None:
+            continue
+        where = "the next forward pass" if kind.way == "pipelined" else "the backward pass"
+        what = where if row["exposed"] <= HIDDEN else row["why"] or f"{where}, in part"
+        lines.append(
+            f"| {kind.name} | `jo.{kind.way.removeprefix('jo.')}` | {row['exposed']:.2f} | "
+            f"{row['peak']}, {row['resident']} | {what} |"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> None:
+    write, words = "--write" in arguments, [word for word in arguments if word != "--write"]
+    rows = stored()
+    for kind in KINDS:
+        if not all(word in kind.key for word in words):
+            continue
+        if not installed(kind):
+            print(f"{kind.key}: {kind.package} is not installed", flush=True)
+            continue
+        rows[kind.key] = compiled(kind)
+        print(f"{kind.key}: {rows[kind.key]}", flush=True)
+    if write:
+        TABLE.write_text(json.dumps({k.key: rows[k.key] for k in KINDS if k.key in rows}, indent=1) + "\n")
+        page = PAGE.read_text()
+        PAGE.write_text(page[: page.index(MARK) + len(MARK)] + "\n\n" + table(rows) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
