@@ -15,7 +15,6 @@ from flax.training.train_state import TrainState
 
 import jax_offload as jo
 from jax_offload._base.on_disk import is_on_disk
-from jax_offload._drive import stages
 from tests.disk.faulty import Faulty
 from tests.support.optimizers import assert_same, copied
 from tests.support.trees import handles
@@ -84,74 +83,6 @@ def test_a_step_is_the_step(inner, disk):
     _, state, step = from_the_same(step_of(tx), step_of(inner), tx, model())
     assert len(handles(state)) == 8
     assert stages_in(step) == ["before", *["group"] * 4, "after"]
-
-
-OPTIMIZERS = {
-    "sgd": optax.sgd(1e-2, momentum=0.9),
-    "lion": optax.lion(1e-3),
-    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),
-    "lamb": optax.lamb(1e-2),
-    "prodigy": optax.contrib.prodigy(1.0),
-    "schedule": optax.adam(optax.cosine_decay_schedule(1e-2, 10)),
-    "apply_if_finite": optax.adam(1e-2),
-    "two": optax.chain(optax.trace(0.9), optax.scale_by_adam(), optax.scale(-1e-2)),
-    "ema of updates": optax.chain(optax.adam(1e-2), optax.ema(0.9)),
-}
-
-
-@pytest.mark.long("more optimizers", but=["lamb"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers(name, tmp_path):
-    inner = OPTIMIZERS[name]
-    tx = jo.offload(inner, min_bytes=128, disk=jo.disk(tmp_path))
-    if name == "apply_if_finite":
-        tx, inner = (optax.apply_if_finite(each, 2) for each in (tx, inner))
-    _, state, _ = from_the_same(step_of(tx), step_of(inner), tx, model())
-    assert handles(state)
-
-
-@pytest.mark.long("more of host memory", but=["4096-each", "None-one"])
-@pytest.mark.parametrize("groups", ["one", "each"])
-@pytest.mark.parametrize("window", [None, 4096])
-def test_as_in_host_memory_bit_for_bit(window, groups, disk, monkeypatch):
-    """But for parameters of groups with one leaf, in which XLA on a CPU turns a division into a product."""
-    if groups == "one":
-        monkeypatch.setattr(stages, "GROUP_BYTES", 2**30)
-    results = []
-    for where in (None, disk):
-        tx = offload(optax.adamw(1e-2), where, window=window)
-        params = model()
-        params, state, _ = jo.jit(step_of(tx), donate_argnums=(0, 1))(params, tx.init(params), X)
-        results.append(jax.tree.leaves((jo.to_device(state), params if groups == "one" else 0)))
-    for a, b in zip(*results, strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.long("more formats", but=["storage1"])
-@pytest.mark.parametrize("storage", ["bfloat16", {"mu": "int8", "nu": "uint8"}])
-def test_stored_in_fewer_bits(storage, disk):
-    """As in host memory, whose rounding is the same function of the step and the place; in a half or a quarter of the
-    bytes, and scales."""
-    results = []
-    for where in (None, disk):
-        tx = offload(optax.adamw(1e-2), where, storage=storage)
-        params = model()
-        step, state = jo.jit(step_of(tx), donate_argnums=(0, 1)), tx.init(params)
-        for _ in range(3):
-            params, state, _ = step(params, state, X)
-        results.append(copied(params))
-    assert len(handles(state)) >= 8
-    on_disk = sum(x.dtype.itemsize * int(np.prod(x.shape)) for x in handles(state))
-    assert 1 <= on_disk / (8 * MATRIX) / (0.5 if storage == "bfloat16" else 0.25) < 1.05
-    # two programs may round a number to neighbouring codes, where it is in the middle
-    assert_same(*results, "three steps", tolerance=1e-4)
-
-
-def test_masters(disk):
-    inner = jo.with_master_params(optax.adamw(1e-2))
-    tx = offload(inner, disk)
-    _, state, _ = from_the_same(step_of(tx), step_of(inner), tx, model(jnp.bfloat16))
-    assert len(handles(state)) == 12
 
 
 def test_a_train_state_and_a_chain(disk):

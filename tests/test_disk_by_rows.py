@@ -122,51 +122,6 @@ def test_a_part_is_planned_with_the_window_of_the_whole(window, transfer):
 
 
 @pytest.mark.long("more kinds of parts")
-@pytest.mark.parametrize("window", rows([None, 2**12], "alike", daily=[None]))
-@pytest.mark.parametrize("storage", ["bfloat16", {"mu": "int8", "nu": "uint8"}], ids=str)
-def test_stored_in_fewer_bits(storage, window, disk):
-    """As in host memory, whose rounding is the same function of the step and the place; scales go with their rows."""
-    params, grads, results = network(), network(100), []
-    for files in (None, disk):
-        tx = jo.offload(optax.adamw(1e-2), min_bytes=256, storage=storage, window=window, disk=files)
-        step = step_of(tx)
-        results.append(run(tx, params, grads, step=step))
-    assert groups_in(step)["layers"] == (2 if storage == "bfloat16" else 1)
-    assert_close(results[1][0], results[0][0], 1e-5)
-    for x, y in zip(*(jax.tree.leaves(read(state)) for _, state in results), strict=True):
-        np.testing.assert_array_equal(x, y)
-
-
-@pytest.mark.long("more kinds of parts")
-@pytest.mark.parametrize("donate", [(0, 1), (1,)])
-def test_masters(donate, disk):
-    """And parameters that are not donated stay as they are."""
-    params, grads, results = network(dtype=jnp.bfloat16), network(100, jnp.bfloat16), []
-    for files in (None, disk):
-        tx = jo.offload(jo.with_master_params(optax.adamw(1e-2)), min_bytes=256, disk=files)
-        step = step_of(tx, donate)
-        results.append(run(tx, params, grads, step=step))
-    (_, host), (got, state) = results
-    assert groups_in(step)["layers"] == 4
-    assert_close(read(state), read(host), 1e-6)
-    for x, master in zip(jax.tree.leaves(got), jax.tree.leaves(read(state.master)), strict=True):
-        np.testing.assert_array_equal(np.float32(x), np.float32(master.astype(jnp.bfloat16)))
-
-
-@pytest.mark.long("more kinds of parts")
-def test_what_is_not_donated_stays(disk):
-    tx = jo.offload(optax.adamw(1e-2), min_bytes=256, disk=disk)
-    params, grads = network(), network(100)
-    before, state, step = read(params), tx.init(params), step_of(tx, ())
-    want, _ = run(optax.adamw(1e-2), params, grads, 1)
-    got, state = step(params, state, grads)
-    assert_equal(read(params), before)
-    assert_close(got, want, 1e-6)
-    got, state = step(got, state, grads)
-    assert_close(got, run(optax.adamw(1e-2), params, grads, 2)[0], 1e-6)
-
-
-@pytest.mark.long("more kinds of parts")
 def test_a_step_that_is_skipped_changes_nothing(disk):
     tx = jo.offload(optax.adamw(1e-2), min_bytes=256, disk=disk)
     params, grads = network(), network(100)
@@ -367,29 +322,6 @@ SPECS = {
 
 def mesh_of(axes=AxisType.Auto, shape=(2, 2, 2), devices=None):
     return jax.make_mesh(shape, ("data", "fsdp", "tensor"), axis_types=(axes,) * 3, devices=devices)
-
-
-@pytest.mark.long("more kinds of parts", but=["rows-AxisType.Auto"])
-@pytest.mark.oldest("types of rows of a divided leaf, in host memory")
-@pytest.mark.parametrize("axes", rows([AxisType.Auto, AxisType.Explicit], "alike", daily=[AxisType.Auto]))
-@pytest.mark.parametrize("how", rows([*SPECS, "zero"], "alike", daily=["rows", "zero"]))
-def test_sharded(how, axes, disk):
-    """A range is the same rows of every shard."""
-    mesh, specs, over = mesh_of(axes), SPECS.get(how, SPECS["replicated"]), "data" if how == "zero" else None
-    with jax.set_mesh(mesh):
-        params, grads = network(mesh=mesh, specs=specs), network(100, mesh=mesh, specs=specs)
-        results = []
-        for files in (None, disk):
-            tx = jo.offload(optax.adamw(1e-2), min_bytes=256, shard_over=over, disk=files)
-            step = step_of(tx)
-            results.append(run(tx, params, grads, step=step))
-    (want, host), (got, state) = results
-    assert groups_in(step)["layers"] == 4
-    assert groups_in(step)["embed"] == 3
-    assert_equal(read(state), read(host))
-    assert_close(read(got), read(want), 1e-6)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert x.sharding == y.sharding
 
 
 @pytest.mark.long("more kinds of parts")

@@ -73,12 +73,25 @@ class Mortal(Faulty):
 
     def __init__(self, at=10**9):
         super().__init__(self._count)
-        self.left = at
+        self.left, self.opened = at, set()
 
     def _count(self, name, path, *_):
         self.left -= 1
         if self.left < 0:
             raise Killed
+
+    def open(self, path, **how):
+        descriptor = super().open(path, **how)
+        self.opened.add(descriptor)
+        return descriptor
+
+    def close(self, descriptor):
+        self.opened.discard(descriptor)
+        super().close(descriptor)
+
+    def bury(self):
+        for descriptor in [*self.opened]:
+            self.close(descriptor)
 
 
 def mine(process, step):
@@ -109,6 +122,7 @@ def run(place, files, process, steps, store=None, run="first"):
     if store is not None:
         store.close()
     if isinstance(end, Killed):
+        files.bury()
         NOW.broken()  # the other process waits in vain
     elif end is not None:
         raise end
@@ -161,7 +175,8 @@ def test_one_has_swapped_and_the_other_not(two, tmp_path, apart):
         if name == "replace" and path.name == apart and (tmp_path / "second").exists():
             raise Killed
 
-    files = [Faulty(), Faulty(fault)]
+    files = [Mortal(), Mortal()]
+    files[1].fault = fault
 
     def one(k):
         store = commits.create(tmp_path, ENTRIES, files[k])
