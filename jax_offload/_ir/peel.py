@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_offload._base.barriers import together
 from jax_offload._base.jaxprs import jax_fun, jaxpr_of, scan_of
 from jax_offload._base.loops import once
 from jax_offload._base.memory import is_host_aval
@@ -68,7 +69,7 @@ def peeled(program: Program, at: int, *, first: bool = False) -> Program:
             carry, ys = jax.lax.scan(at, list(init), numbers, scan.length - 1, scan.reverse, scan.unroll)
         if not first:
             # Behind the others: its pass needs nothing of theirs, and would keep its activations beside them.
-            carry, y = one(*jax.lax.optimization_barrier((carry, mine)))
+            carry, y = one(*together((carry, mine)))
         pairs = ([row[None], rows] if in_front else [rows, row[None]] for rows, row in zip(ys, y, strict=True))
         return [*carry, *map(jnp.concatenate, pairs)]
 
