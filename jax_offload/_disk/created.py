@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -11,13 +10,13 @@ import optax
 from jax.sharding import Sharding
 
 from jax_offload._base.around import described
-from jax_offload._base.donation import is_guard
-from jax_offload._base.jaxprs import Atom, Equation, Jaxpr, Var, closed, jax_fun, jaxpr_of, nameless, renamed, variables
+from jax_offload._base.jaxprs import Jaxpr, closed, jax_fun, jaxpr_of, nameless, variables
 from jax_offload._base.on_disk import only_outside
 from jax_offload._disk.disk import Disk
 from jax_offload._ir.conds import structure
 from jax_offload._ir.program import Program, flat, without_round_trips
 from jax_offload._placement.placement import Leaf, Policy, place
+from jax_offload._step.cut import unguarded
 
 
 def refused(state: Any, policy: Policy, params: Any) -> Any:
@@ -33,25 +32,13 @@ def created(
     """Return ``create(params)`` with the leaves on disk that ``placed`` puts there, each made by itself."""
     with described(params):
         traced, _ = jaxpr_of(create, params)
-    maker = _Maker(_unguarded(without_round_trips(flat(traced))), jax.tree.leaves(params))
+    maker = _Maker(unguarded(without_round_trips(flat(traced))), jax.tree.leaves(params))
     places = {k: leaf.place for k, (leaf, _, _) in enumerate(placed) if leaf.place is not None}
     arrays = (maker.run([k], [placed[k][2]])[0] for k in places)
     found = dict[int, Any](zip(places, disk.fill([*places.values()], arrays), strict=True))
     rest = [k for k in range(len(placed)) if k not in places]
     found |= zip(rest, maker.run(rest, [placed[k][2] for k in rest]), strict=True)
     return jax.tree.unflatten(treedef, [found[k] for k in range(len(placed))])
-
-
-def _unguarded(init: Program) -> Program:
-    """Drop the guard against donation, through which all leaves would go: nothing is donated here."""
-    eqns, same = list[Equation](), dict[Var, Atom]()
-    for eqn in init.eqns:
-        invars = [renamed(same, v) for v in eqn.invars]
-        if is_guard(eqn):
-            same |= zip(eqn.outvars, invars, strict=True)
-        else:
-            eqns.append(eqn.replace(invars=invars))
-    return dataclasses.replace(init, eqns=eqns, outputs=[renamed(same, v) for v in init.outputs])
 
 
 class _Maker:
