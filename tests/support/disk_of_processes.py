@@ -7,7 +7,6 @@ import errno
 import os
 import signal
 import sys
-import time
 import zlib
 from pathlib import Path
 
@@ -271,16 +270,12 @@ def around(folder):
 
 
 class Mortal(Files):
-    """Ends this process, as ``kill -9`` does, before a small file is put in the place of another for the ``n``-th time.
+    """Ends this process, as ``kill -9`` does, before a file of this name takes its place for the ``n``-th time."""
 
-    ``slowly``: seconds that each takes.
-    """
-
-    def __init__(self, name, n, slowly=0.0):
-        self.name, self.left, self.slowly = name, n, slowly
+    def __init__(self, name, n):
+        self.name, self.left = name, n
 
     def replace(self, source, target):
-        time.sleep(self.slowly)
         self.left -= target.name == self.name
         if target.name == self.name and self.left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -411,7 +406,7 @@ def train(folder, name="", n="0", process="0"):
     """Six steps from where the disk is, a commit after each; says them, and at the end what this process has."""
     disk = jo.disk(folder / "disk")
     mine = jax.process_index() == int(process)
-    disk.files = Mortal(name, int(n)) if mine else Mortal("", 0, 0.05 if name else 0.0)
+    disk.files = Mortal(name, int(n)) if mine else Mortal("", 0)
     if name == "full" and mine:
         disk.files = Full(int(n))
     tx, params, start = jo.offload(INNER, min_bytes=0, disk=disk), model("fsdp"), 0
