@@ -13,7 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax_offload as jo
-from jax_offload._analysis.roofline import BACKWARD, FORWARD, OPERATIONS, added, arithmetic, link, tokens_to_hide
+from jax_offload._analysis.fits import (
+    BACKWARD,
+    FORWARD,
+    OPERATIONS,
+    compute_time,
+    exposed_time,
+    link_time,
+    tokens_to_hide,
+)
 
 # bytes that a parameter's state takes each way, at each step
 STORAGES = {"float32 moments, masters": 12.0, "float32 moments": 8.0, "bfloat16": 4.0, "int8": 2.0625}
@@ -22,13 +30,13 @@ CHIPS = ("a100", "h100", "gh200", "v5e")
 
 def overhead(chip: jo.types.Chip, nbytes: float, tokens: float, share: float) -> float:
     """Of a step in bfloat16, for each parameter on a device."""
-    compute = arithmetic(chip, OPERATIONS * tokens, "bfloat16")
-    return added(_both_ways(chip, nbytes), compute, share) / compute
+    compute = compute_time(chip, OPERATIONS * tokens, "bfloat16")
+    return exposed_time(_both_ways(chip, nbytes), compute, share) / compute
 
 
 def _both_ways(chip: jo.Chip, nbytes: float) -> float:
     """Seconds of so many bytes each way."""
-    return link(chip, 2**30, 2**30) * nbytes / 2**30
+    return link_time(chip, 2**30, 2**30) * nbytes / 2**30
 
 
 def rows() -> Iterator[str]:
@@ -37,7 +45,7 @@ def rows() -> Iterator[str]:
     for way, share in ("`jo.jit`", BACKWARD), ("`jo.pipelined`", FORWARD):
         for name in CHIPS:
             chip = jo.chip(name)
-            each = arithmetic(chip, OPERATIONS, "bfloat16")
+            each = compute_time(chip, OPERATIONS, "bfloat16")
             found = [tokens_to_hide(_both_ways(chip, nbytes), each, share) for nbytes in STORAGES.values()]
             yield f"| {name}, {way} | " + " | ".join(f"{n:,}" for n in found) + " |"
 

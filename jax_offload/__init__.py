@@ -29,11 +29,11 @@ from jax_offload._state.state import to_host as to_host
 from jax_offload._update.update_params import update_params as update_params
 
 if _typing.TYPE_CHECKING:
+    from jax_offload._analysis.chips import chip as chip
     from jax_offload._analysis.inspection import inspect as inspect
     from jax_offload._analysis.inspection import verify as verify
     from jax_offload._analysis.plan import plan as plan
     from jax_offload._analysis.profiled import profile as profile
-    from jax_offload._analysis.rates import chip as chip
 
 try:
     __version__ = _metadata.version("jax_offload")
@@ -42,7 +42,7 @@ except _metadata.PackageNotFoundError:  # a checkout that is not installed
 
 # What only looks at steps is imported when it is asked for: name, and the module in _analysis that has it.
 _LAZY = {
-    "chip": "rates",
+    "chip": "chips",
     "inspect": "inspection",
     "plan": "plan",
     "profile": "profiled",

@@ -29,7 +29,6 @@ from jax_offload._base.shardings import Layouts, Shardings, inside_shard_map
 from jax_offload._disk.created import created, refused
 from jax_offload._disk.disk import Disk
 from jax_offload._disk.option import budget_of, check_disk, places_of
-from jax_offload._emit.skip import updated_unless
 from jax_offload._placement.by_parameter import Select
 from jax_offload._placement.cores import share_of_cores
 from jax_offload._placement.home import arrived, check_eager, check_not_in_pmap, returned
@@ -43,6 +42,7 @@ from jax_offload._state.traced_init import placed_leaves
 from jax_offload._state.wrappers import adopt_multi_steps
 from jax_offload._update.arguments import check_gradients, check_inner, check_on_device, check_params, check_places
 from jax_offload._update.features import adopted, checked_update, look
+from jax_offload._update.skip import checked_skip, old_where, zero_where
 from jax_offload._update.streamed import streamed
 from jax_offload._update.update_params import sharded_params
 
@@ -168,7 +168,7 @@ def offload(
                 state = inner.init(params)
             plan = place(policy, state, params)
             known = {**remembered.unambiguous(params), **own}  # of others out_shardings say how the state is divided
-            state = guarded(_store(state, plan, params, known), home=home, where="init")
+            state = guarded(_store(_resharded(state, plan, params, known), plan), home=home, where="init")
             if around().runs:
                 warn_of_nothing(plan)
                 return state
@@ -207,8 +207,7 @@ def offload(
         skip: Any = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        if skip is not None:
-            return updated_unless(skip, lambda u, s: update_fn(u, s, params, **extra_args), updates, state)
+        skip = None if skip is None else checked_skip(skip)
         check_not_within_offload()
         state, stored = opened(state)
         check_places(inner.init, updates, state, params)
@@ -233,20 +232,23 @@ def offload(
             remembered=frozenset(from_memory), unknown=without_sharding(like, shardings), home=home,
         )  # fmt: skip
 
-        def recipe(updates: Any, state: Any, params: Any, extra_args: Any) -> Any:
+        def recipe(updates: Any, state: Any, params: Any, extra_args: Any, skip: Any) -> Any:
             """The usual recipe: load everything, update, store everything. Its trace is then cut into slices."""
             like = updates if params is None else params
             updates, params = resharded(updates, sharded, params), sharded_params(params, options)
             try:
                 with within_offload():
-                    updates, new_state = checked_update(inner, updates, _load(state), params, extra_args)
+                    loaded = _load(state)
+                    updates, new_state = checked_update(inner, updates, loaded, params, extra_args)
             except Exception as error:
                 check_typed(sharded, error)
                 raise
-            new_state = _store(new_state, place_next(policy, state, plan, new_state, like), like, shardings)
-            return resharded(updates, options.replicated), new_state
+            after = place_next(policy, state, plan, new_state, like)
+            new_state = old_where(skip, loaded, _resharded(new_state, after, like, shardings))
+            return resharded(zero_where(skip, updates), options.replicated), _store(new_state, after)
 
-        updates, new_state = streamed(recipe, (updates, state, params, extra_args), next_of=(0, 1), options=options)
+        args = updates, state, params, extra_args, skip
+        updates, new_state = streamed(recipe, args, next_of=(0, 1), options=options)
         return updates, stored(new_state)
 
     return Offloaded(init_fn, update_fn).wrapping(
@@ -274,9 +276,9 @@ def _skipping(inner: optax.GradientTransformationExtraArgs, policy: Policy) -> o
         return state
 
     def update_fn(updates: Any, state: Any, params: Any = None, *, skip: Any = None, **extra_args: Any) -> Any:
-        if skip is None:
-            return inner.update(updates, state, params, **extra_args)
-        return updated_unless(skip, lambda u, s: inner.update(u, s, params, **extra_args), updates, state)
+        skip = None if skip is None else checked_skip(skip)
+        updates, new_state = inner.update(updates, state, params, **extra_args)
+        return zero_where(skip, updates), old_where(skip, state, new_state)
 
     has_rules = policy.select is not None or policy.order is not None
     return optax.GradientTransformationExtraArgs(init_fn if has_rules else inner.init, update_fn)
@@ -287,13 +289,18 @@ def _load(state: Any) -> Any:
     return jax.tree.unflatten(treedef, _memory.all_to_device(leaves))
 
 
-def _store(state: Any, plan: list[Leaf], params: Any, shardings: Shardings) -> Any:
-    """``state`` with the leaves that the plan puts on the host there; what is there already stays."""
+def _resharded(state: Any, plan: list[Leaf], params: Any, shardings: Shardings) -> Any:
+    """``state`` with its leaves divided between devices as the plan says."""
     check_not_in_pmap(plan)
     leaves, treedef = jax.tree.flatten(state)
-    leaves = resharded_state(leaves, plan, params, shardings)
+    return jax.tree.unflatten(treedef, resharded_state(leaves, plan, params, shardings))
+
+
+def _store(state: Any, plan: list[Leaf]) -> Any:
+    """``state`` with the leaves that the plan puts on the host there; what is there already stays."""
     if around().moved is not None:  # what stands around stores it
-        return jax.tree.unflatten(treedef, leaves)
+        return state
+    leaves, treedef = jax.tree.flatten(state)
     return jax.tree.unflatten(treedef, _memory.all_to_host(leaves, [leaf.host for leaf in plan]))
 
 

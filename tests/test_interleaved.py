@@ -12,16 +12,14 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from jax_offload._base.jaxprs import scan_of
-from jax_offload._emit import results
 from jax_offload._emit.find import updates_in
 from jax_offload._emit.region import Moved
 from jax_offload._ir.program import Var, flat
 from jax_offload._ir.slices import Slice
-from jax_offload._plan.interleave import Gate, Piece
+from jax_offload._plan.gates import Gate, Piece
 from jax_offload._step.parts import parts_of
 from tests.support.rows import rows
-from tests.support.trees import assert_close, equations
+from tests.support.trees import assert_close
 from tests.support.words import words
 
 pytestmark = pytest.mark.oldest("pieces and gates of an unrolled step")
@@ -53,14 +51,6 @@ def checkpointed(params, x):
     layer = jax.checkpoint(lambda x, w: jnp.tanh(x @ w))
     for k in range(LAYERS):
         x = layer(x, params[f"layer_{k}"].astype(jnp.bfloat16).astype(jnp.float32))
-    return ((x + params["bias"]) ** 2).mean()
-
-
-def in_rows(params, x):
-    """A loop in each layer, as attention has one over sequences."""
-    for k in range(LAYERS):
-        row = jax.checkpoint(lambda x, w=params[f"layer_{k}"]: jnp.tanh(x @ w))
-        x = jax.lax.map(row, x.reshape(4, -1, WIDTH)).reshape(x.shape)
     return ((x + params["bias"]) ** 2).mean()
 
 
@@ -193,20 +183,6 @@ def test_the_numbers_of_the_plain_step(clip, fraction, update_params):
     assert_close((params, value), (want, value_wanted), 1e-4)
     assert jax.tree.leaves(jax.tree.map(lambda x: x.sharding, state)) == jax.tree.leaves(placed)
     assert any(x.sharding.memory_kind == "pinned_host" for x in jax.tree.leaves(state))
-
-
-def test_loops_begin_with_their_results(monkeypatch):
-    monkeypatch.setattr(results, "LARGE", 1)
-    tx, params = offloaded("none", 0.5), parameters()
-    step = jo.jit(step_of(tx, in_rows, True))
-    scans = [eqn for eqn in equations(step.trace(params, tx.init(params), batch(0)).jaxpr.jaxpr) if scan_of(eqn)]
-    # their rows are carried, beside the number of the row; the first layer's loop backward makes none
-    assert [any(v.aval.shape == () for v in eqn.outvars) for eqn in scans].count(True) == 2 * LAYERS - 1
-    assert not any(scan_of(eqn).ys for eqn in scans)
-    state = tx.init(params)
-    for k in range(3):
-        params, state, _ = step(params, state, batch(k))
-    assert_close(params, resident("none", in_rows, 3)[0], 1e-4)
 
 
 @pytest.mark.long("more kinds of steps", but=["inside-loss"])

@@ -11,8 +11,7 @@ from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.primitives import CHECKPOINT
 from jax_offload._ir.program import flat
 from jax_offload._ir.slices import Slice
-from jax_offload._plan.interleave import Gate, Piece
-from jax_offload._plan.network import is_heavy_equation
+from jax_offload._plan.gates import Gate, Piece, is_heavy_equation
 from jax_offload._step import inlined, rewritten
 from jax_offload._step.parts import Parts, parts_of
 from tests.support.trees import assert_close, equations

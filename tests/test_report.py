@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
@@ -364,3 +364,24 @@ def test_what_an_update_loads_that_is_no_argument_is_in_the_table_of_a_step():
     table = jo.placement(thrice, params, jo.abstract_state(default, params))
     assert [leaf.streams for leaf in table.leaves] == ["whole, 2 leaves together, in each of 3 iterations"] * 2
     assert not table.elsewhere
+
+
+def test_a_leaf_that_is_updated_ahead_of_a_scan_is_seen():
+    """Clipped, so that the first of two updates runs ahead of the second pass, which reads the embedding whole."""
+    params = {"embed": S((512, 64), jnp.float32), "layers": S((4, 64, 64), jnp.float32)}
+    params = jax.tree.map(lambda x: S(x.shape, x.dtype, sharding=SingleDeviceSharding(jax.devices()[0])), params)
+    tx = jo.offload(CLIPPED, min_bytes=0)
+
+    def loss(params, x):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), params["embed"][x], params["layers"])
+        return (x**2).mean()
+
+    def step(params, state, x):
+        for _ in range(2):
+            params, state = jo.update_params(tx, jax.grad(loss)(params, x), state, params)
+        return params, state
+
+    table = jo.placement(jo.jit(step), params, jo.abstract_state(tx, params), S((8,), jnp.int32))
+    how = {leaf.path[-9:]: leaf.streams for leaf in table.leaves if leaf.shape}
+    assert how["['embed']"] == "whole, by a device_put of the step itself, which no window limits"
+    assert how["'layers']"].startswith("4 rows, in the scan that reads the parameters")

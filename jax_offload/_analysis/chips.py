@@ -1,25 +1,46 @@
-"""Accelerators as figures: those of ``chips.toml``, and any other from a small file of the user's."""
+"""Accelerators and their hosts as figures: those of ``chips.toml``, of a user's file, or measured on this machine."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import re
+import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, Space, check_platform
+from jax_offload._interop.xla_options import compiler_options
 
 _FILE = Path(__file__).with_name("chips.toml")
 _PLATFORMS = ("cuda", "tpu")
 _TPU_KINDS = {"v5 lite": "v5e", "v5": "v5p", "v6 lite": "v6e"}  # as jax has them in device_kind
-# What follows a GPU's name where it is the card of the figures: not PCIe, NVL, a part of it, or another memory.
+# Suffixes of the card that the figures describe, as opposed to PCIe, NVL, a MIG slice, or another memory.
 _SAME_CARD = re.compile(r"sxm\d*|hbm\w*|80gb|141gb|480gb")
+_NEEDED = ("hbm_bytes", "flops", "hbm_bandwidth", "host_link", "dram_bytes")
+
+POOL_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+POOL_DEFAULT = 64 * 2**30
+# XLA's pool was at 46.8 of 64 GB when an allocation failed: it fragments.
+POOL_HEADROOM = 64 / 46.8
+
+PIECE, PIECES = 2**26, 16  # copies of 64 MiB are far beyond the size at which their latency is felt
+ON_CPU = 2**20
+ARRAY = 2**29  # bytes of each of two arrays in host memory: far beyond what caches hold
+REPEATS = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Reached:
-    """Speeds of real programs, per second; assumptions, which the simulated timeline counts with.
+    """Speeds that real programs reach, per second; assumptions that the simulated timeline uses.
 
     Attributes:
       bf16, f32: operations of large matmuls; other dtypes count as float32.
@@ -38,17 +59,17 @@ class Chip:
     """One accelerator and its host: bytes, bytes per second, operations per second.
 
     Attributes:
-      name: by which ``chip`` knows it.
+      name: the name by which ``chip`` knows it.
       platform: ``"cuda"`` or ``"tpu"``.
-      hbm_bytes: device memory.
-      flops: of matmuls in bfloat16, dense, as the data sheet has it.
-      hbm_bandwidth: of device memory, as the data sheet has it.
-      host_link: copies between pinned host memory and the device, one way alone.
-      host_link_both: both ways at once, their sum.
-      interconnect: to other accelerators, one way.
-      dram_bytes: the host's memory, for each of its accelerators.
+      hbm_bytes: bytes of device memory.
+      flops: operations per second of dense matmuls in bfloat16, from the data sheet.
+      hbm_bandwidth: bytes per second of device memory, from the data sheet.
+      host_link: bytes per second between pinned host memory and the device, one way alone.
+      host_link_both: bytes per second of both ways at once, their sum.
+      interconnect: bytes per second to other accelerators, one way.
+      dram_bytes: bytes of the host's memory for each of its accelerators.
       reached: what programs reach of ``flops``, ``hbm_bandwidth`` and ``interconnect``.
-      dram_bandwidth: of the host's memory, for each of its accelerators; ``None`` where it is not known.
+      dram_bandwidth: bytes per second of the host's memory for each of its accelerators; ``None`` if unknown.
       sources: for each figure where it is published, or that it is assumed, and from what.
 
     Example:
@@ -74,25 +95,89 @@ class Chip:
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures and their sources as what JSON has."""
+        """The figures and their sources as JSON types."""
         return dataclasses.asdict(self) | {"sources": dict(self.sources)}
 
 
-def chip(name: str | Path | Chip) -> Chip:
-    """The figures of an accelerator, see ``jax_offload.chip``."""
-    if isinstance(name, Chip):
-        return name
-    if not isinstance(name, str | Path):
-        raise TypeError(f"chip: expected a name, a path or a Chip; got a {type(name).__name__}. Known: {_listed()}.")
-    path = Path(name)
-    if path.suffix == ".toml":
-        return _of_file(path)
-    found = known_as(str(name))
-    if found is None:
-        raise ValueError(
-            f"chip: {str(name)!r} is not known. Known: {_listed()}; or the path of a .toml with the figures of another."
-        )
-    return _known()[found]
+class Chips:
+    """The figures of an accelerator, by its name or measured.
+
+    Args:
+      name: one of those of the library (``a100``, ``h100``, ``h200``, ``b200``, ``gh200``, ``gb200``, ``v5e``, ``v5p``,
+        ``v6e``), or what jax calls it, ``jax.devices()[0].device_kind``; the path of a file of your own,
+        ``my_chip.toml``, with the fields of ``Chip`` at its top level; or a ``Chip``, which comes back. Such a file
+        needs ``hbm_bytes``, ``flops``, ``hbm_bandwidth``, ``host_link`` and ``dram_bytes``; a ``like = "h100"`` in it
+        takes all that it does not say from that chip.
+
+    Returns:
+      A ``Chip``. ``jax_offload.chip.measured()`` returns the accelerator of this machine, its link measured.
+
+    Raises:
+      TypeError: ``name`` is none of these.
+      ValueError: no chip has that name; or the file lacks a figure, or has one that is unknown or not a number.
+
+    Example:
+      >>> import jax_offload as jo
+      >>> jo.chip("TPU v5e").hbm_bytes / 2**30
+      16.0
+    """
+
+    def __call__(self, name: str | Path | Chip) -> Chip:
+        if isinstance(name, Chip):
+            return name
+        if not isinstance(name, str | Path):
+            raise TypeError(
+                f"chip: expected a name, a path or a Chip; got a {type(name).__name__}. Known: {_listed()}."
+            )
+        path = Path(name)
+        if path.suffix == ".toml":
+            return _of_file(path)
+        found = known_as(str(name))
+        if found is None:
+            raise ValueError(
+                f"chip: {str(name)!r} is not known. Known: {_listed()}; or the path of a .toml with the figures of "
+                "another."
+            )
+        return _known()[found]
+
+    def measured(self, device: Any = None) -> Chip:
+        """The figures of an accelerator of this machine, with its link and its host's memory measured.
+
+        It takes a second or two: 16 GiB are copied, and 6 GiB of host memory are read and written. 2 GiB of the device,
+        and as many of host memory, are taken meanwhile.
+
+        Args:
+          device: a ``jax.Device``; the first one where it is left out.
+
+        Returns:
+          A ``Chip`` with ``host_link``, ``host_link_both`` and ``dram_bandwidth`` in bytes per second, the best of
+          three runs, and ``dram_bytes``, this host's memory for each of its accelerators. The other figures are those
+          of the chip of that name, or of an ``h100`` where none is known; ``sources`` says which. On a CPU jax copies
+          nothing, and the link's figures say nothing.
+
+        Raises:
+          TypeError: ``device`` is no device.
+          ValueError: the device has no pinned host memory.
+        """
+        device = jax.local_devices()[0] if device is None else device
+        rates, name = rates_of(device), known_as(device.device_kind)
+        like = self(name or "h100")
+        limit = (device.memory_stats() or {}).get("bytes_limit")
+        usable = min((n for n in host_memory() if n is not None), default=None)
+        figures: dict[str, Any] = {
+            "host_link": min(rates.load, rates.store),
+            "host_link_both": 2 * rates.both,
+            "dram_bandwidth": rates.dram,
+            "dram_bytes": like.dram_bytes if usable is None else usable // max(1, jax.local_device_count()),
+            "hbm_bytes": like.hbm_bytes if name or not limit else int(limit),
+        }
+        sources = {key: f"as {like.name}" for key in like.sources} | dict.fromkeys(figures, "measured on this machine")
+        return dataclasses.replace(like, name=name or device.device_kind, sources=sources, **figures)
+
+
+chip = Chips()
+
+# -- from files
 
 
 def known_chips() -> tuple[str, ...]:
@@ -101,7 +186,7 @@ def known_chips() -> tuple[str, ...]:
 
 
 def known_as(name: str) -> str | None:
-    """Which of them a person or jax calls so: ``tpu-v5e``, ``NVIDIA H100 80GB HBM3``, ``TPU v5 lite``."""
+    """The known chip that a person or jax calls so: ``tpu-v5e``, ``NVIDIA H100 80GB HBM3``, ``TPU v5 lite``."""
     plain = re.sub(r"nvidia|tpu", "", name.lower()).strip(" -_")
     first, *rest = re.split(r"[\s_-]+", _TPU_KINDS.get(plain, plain))
     return first if first in _known() and all(map(_SAME_CARD.fullmatch, rest)) else None
@@ -126,7 +211,7 @@ def _of_file(path: Path) -> Chip:
     like = table.pop("like", None)
     base = {} if like is None else chip(like).to_dict()
     base.pop("name", None)
-    # What follows from figures that the file has does not come from the other chip.
+    # A figure that follows from the file's own figures is not taken from the other chip.
     for key, of in {"reached": {"flops", "hbm_bandwidth", "interconnect"}, "host_link_both": {"host_link"}}.items():
         if table.keys() & of:
             base.pop(key, None)
@@ -137,25 +222,25 @@ def _of_file(path: Path) -> Chip:
 
 
 def _parsed(name: str, table: Mapping[str, Any], where: str) -> Chip:
-    fields = {field.name: field for field in dataclasses.fields(Chip) if field.name != "name"}
-    if unknown := table.keys() - fields.keys():
+    fields = [field.name for field in dataclasses.fields(Chip) if field.name != "name"]
+    if unknown := table.keys() - {*fields}:
         raise ValueError(f"chip: {where} has {', '.join(sorted(unknown))}; a chip has {', '.join(fields)}.")
-    needed = ("hbm_bytes", "flops", "hbm_bandwidth", "host_link", "dram_bytes")
-    if missing := [key for key in needed if key not in table]:
+    if missing := [key for key in _NEEDED if key not in table]:
         raise ValueError(f'chip: {where} lacks {", ".join(missing)}. Add them, or a line like = "h100".')
-    for key in (*needed, "host_link_both", "interconnect", "dram_bandwidth"):
+    for key in (*_NEEDED, "host_link_both", "interconnect", "dram_bandwidth"):
         value = 1 if (value := table.get(key)) is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise ValueError(f"chip: {key} in {where} is {value!r}; expected a number above 0, in bytes or per second.")
     platform = table.get("platform", "cuda")
     if platform not in _PLATFORMS:
         raise ValueError(f"chip: platform in {where} is {platform!r}; expected one of {', '.join(_PLATFORMS)}.")
-    one_way, flops = float(table["host_link"]), float(table["flops"])
+    flops, one_way = float(table["flops"]), float(table["host_link"])
     interconnect = float(table.get("interconnect", one_way))
-    # Where a file does not say what programs reach: the shares of our own chips.
+    # If a file does not say what programs reach, they reach the same shares as on the known chips.
     assumed = {"bf16": flops * 2 / 3, "f32": flops / 3, "hbm": table["hbm_bandwidth"] * 5 / 6}
-    reached = assumed | {"interconnect": interconnect * 7 / 9} | dict(table.get("reached", {}))
-    if unknown := reached.keys() - {field.name for field in dataclasses.fields(Reached)}:
+    assumed["interconnect"] = interconnect * 7 / 9
+    reached = assumed | dict(table.get("reached", {}))
+    if unknown := reached.keys() - assumed.keys():
         raise ValueError(f"chip: reached in {where} has {', '.join(sorted(unknown))}; expected {', '.join(assumed)}.")
     return Chip(
         name=name,
@@ -171,3 +256,136 @@ def _parsed(name: str, table: Mapping[str, Any], where: str) -> Chip:
         reached=Reached(**{key: float(value) for key, value in reached.items()}),
         sources=dict(table.get("sources", {})),
     )
+
+
+# -- measured
+
+
+class Rates(NamedTuple):
+    """Bytes per second between a device and its host.
+
+    Attributes:
+      load, store: from the host alone, and to it alone.
+      both: each way, while both are busy.
+      dram: what the host's cores read and write, for each accelerator; ``None`` where jax has no CPU backend.
+    """
+
+    load: float
+    store: float
+    both: float
+    dram: float | None
+
+
+def rates_of(device: Any) -> Rates:
+    """Measure the link of one device in a compiled program, as in a step, and its host's memory.
+
+    On a CPU jax copies nothing, and the link's figures say nothing.
+    """
+    if not isinstance(device, jax.Device):
+        raise TypeError(
+            f"device: expected a jax.Device, of jax.local_devices(); got {device!r}. jax_offload.chip(name) has the "
+            "figures of a chip that is not there."
+        )
+    check_platform([device])
+    piece = ON_CPU if device.platform == "cpu" else PIECE
+    there, here = (SingleDeviceSharding(device, memory_kind=kind) for kind in (HOST_KIND, DEVICE_KIND))
+    sent = np.random.default_rng(0).integers(0, 2**32, piece // 4, np.uint32)
+    on_host, on_device = ([jax.device_put(sent, where) for _ in range(PIECES)] for where in (there, here))
+
+    def load(xs: Any) -> Any:
+        return [jax.device_put(x, Space.Device) for x in xs]
+
+    def store(xs: Any) -> Any:
+        return [jax.device_put(x, Space.Host) for x in xs]
+
+    def speed(move: Callable[..., Any], out: Any, *args: Any) -> float:
+        options: Any = compiler_options(device.platform) or None
+        program = jax.jit(move, out_shardings=out).lower(*args).compile(compiler_options=options)
+        return piece * PIECES / _best(lambda: program(*args))
+
+    loads, stores = speed(load, [here] * PIECES, on_host), speed(store, [there] * PIECES, on_device)
+    both = speed(lambda xs, ys: (load(xs), store(ys)), ([here] * PIECES, [there] * PIECES), on_host, on_device)
+    del on_host, on_device
+    dram, sharing = dram_bandwidth(), 1 if device.platform == "cpu" else jax.local_device_count()
+    return Rates(loads, stores, both, None if dram is None else dram / sharing)
+
+
+def dram_bandwidth() -> float | None:
+    """Bytes per second of ``a += 2 b`` by XLA's CPU code, whose threads use the cores that the process may use.
+
+    STREAM's triad, but into one of its operands, as an update is: 12 bytes cross for each element. ``None`` where jax
+    was told to do without its CPU backend.
+    """
+    try:
+        cpu = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None
+    with jax.default_device(cpu):
+        a, b = (jax.jit(lambda: jnp.full(ARRAY // 4, 0.1, jnp.float32))() for _ in range(2))
+        triad = jax.jit(lambda a, b: a + 2 * b, donate_argnums=0)
+        held = [a]
+
+        def run() -> Any:
+            held[0] = triad(held[0], b)
+            return held[0]
+
+        return 3 * ARRAY / _best(run)
+
+
+def _best(run: Callable[[], Any]) -> float:
+    """Seconds of the best of a few runs, after one that does not count."""
+    jax.block_until_ready(run())
+    found: list[float] = []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        jax.block_until_ready(run())
+        found.append(time.perf_counter() - began)
+    return min(found)
+
+
+# -- the host's memory
+
+
+def pool_limit() -> int:
+    """The most bytes that XLA pins on a GPU, in one process.
+
+    Raises:
+      ValueError: the environment says something else than a number.
+    """
+    said = os.environ.get(POOL_VARIABLE)
+    try:
+        return POOL_DEFAULT if said is None else int(float(said) * 2**30)
+    except ValueError as error:
+        raise ValueError(f"{POOL_VARIABLE}: expected a number of GiB in the environment; got {said!r}.") from error
+
+
+def host_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:
+    """Bytes that this process may take of the host: by the kernel, and by its cgroup; ``None`` where neither limits.
+
+    root: the folder of the kernel's files, for tests.
+    """
+    for line in _text(root / "proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024, _cgroup_left(root)
+    return None, _cgroup_left(root)
+
+
+def _cgroup_left(root: Path) -> int | None:
+    """The least that a group of this process has left, or one above it (cgroup v2)."""
+    own = next((line[3:] for line in _text(root / "proc/self/cgroup").splitlines() if line.startswith("0::")), "")
+    group, left = root / "sys/fs/cgroup", list[int]()
+    for part in ("", *own.strip("/").replace("..", "").split("/")):  # a container may not have the group's own path
+        group /= part
+        limit, used = (_text(group / name).strip() for name in ("memory.max", "memory.current"))
+        if limit.isdigit():
+            words = (line.split() for line in _text(group / "memory.stat").splitlines())
+            files = next((int(n) for name, n in words if name == "inactive_file"), 0)  # the kernel gives these back
+            left.append(max(0, int(limit) - max(0, int(used or 0) - files)))
+    return min(left, default=None)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -10,7 +10,7 @@ import json
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -127,19 +127,13 @@ def _plan(
     of_model = {name: given.pop(name) for name in _MODEL}
     given |= {"tokens_per_step": tokens, "disk": disk}
     if ":" in model:
-        other = [name for name, value in vars(parser().parse_args(["plan", "1"])).items()
-                 if name in of_model and of_model[name] != value]  # fmt: skip
-        if other:
-            names = ", ".join(f"--{name.replace('_', '-')}" for name in other)
-            raise ValueError(f"{names}: of a model that a number describes; {model} has its own.")
-        found = plan(
-            *_several(model, load(model), "(optimizer, parameters) or (make, optimizer)"), target=target, **given
-        )
+        default = vars(parser().parse_args(["plan", "1"]))
+        if other := [f"--{name.replace('_', '-')}" for name in _MODEL if of_model[name] != default[name]]:
+            raise ValueError(f"{', '.join(other)}: of a model that a number describes; {model} has its own.")
+        found = plan(*load(model, "(optimizer, parameters) or (make, optimizer)"), target=target, **given)
     else:
-        n = count_of("params", model)
-        tx, called = _optimizer(**{name: of_model[name] for name in ("optimizer", "master", "storage", "clip")})
-        shape = {name: of_model[name] for name in ("devices", "replicated", "param_dtype")}
-        found = calling(plan(tx, n, target=target, **shape, **given), called)
+        tx, called = _optimizer(**{name: of_model.pop(name) for name in ("optimizer", "master", "storage", "clip")})
+        found = calling(plan(tx, count_of("params", model), target=target, **of_model, **given), called)
     print(json.dumps(found.to_dict(), indent=1) if as_json else found.describe(verbose))
     return NOTHING_FITS if found.recommended is None and found.usable is not None else 0
 
@@ -152,14 +146,14 @@ def calling(found: Plan, called: str) -> Plan:
 
     best = found.recommended
     return dataclasses.replace(
-        found, options=tuple(map(named, found.options)), recommended=None if best is None else named(best)
+        named(found), options=tuple(map(named, found.options)), recommended=None if best is None else named(best)
     )
 
 
 def _check(step: str, target: str | None, as_json: bool) -> int:
     if target is not None:
         _on_the_cpu()
-    found = inspect(*_several(step, load(step), "(step, *arguments)"), target=target)
+    found = inspect(*load(step, "(step, *arguments)"), target=target)
     where = f"compiled for {found.target}" if found.compiled_for else f"on {found.target}"
     said = "The offload is not real" if found.errors else "The offload is real"
     print(json.dumps(found.to_dict(), indent=1) if as_json else f"{said}, {where}.\n\n{found}")
@@ -181,68 +175,50 @@ def _on_the_cpu() -> None:
 
 def _optimizer(optimizer: str, master: str | None, storage: str | None, clip: bool) -> tuple[Any, str]:
     """The optimizer that the options describe, and its code."""
-    for module, called in (optax, "optax"), (optax.contrib, "optax.contrib"):
-        make = None if optimizer.startswith("_") else getattr(module, optimizer, None)
-        if make is None:
-            continue
-        try:
-            tx: Any = make(1e-3)
-        except Exception as error:
-            raise ValueError(
-                f"--optimizer: {called}.{optimizer}(1e-3) raises {type(error).__name__}: {error}"
-            ) from error
-        if isinstance(tx, optax.GradientTransformation):
-            code = f"{called}.{optimizer}(1e-3)"
-            break
-    else:
+    homes = {name: module for name, module in (("optax.contrib", optax.contrib), ("optax", optax))
+             if not optimizer.startswith("_") and hasattr(module, optimizer)}  # fmt: skip
+    if not homes:
         raise ValueError(f"--optimizer: optax has no {optimizer!r}. Use a name in optax: adamw, adam, lion or sgd.")
+    name, module = homes.popitem()
+    code = f"{name}.{optimizer}(1e-3)"
+    try:
+        tx: Any = getattr(module, optimizer)(1e-3)
+    except Exception as error:
+        raise ValueError(f"--optimizer: {code} raises {type(error).__name__}: {error}") from error
+    if not isinstance(tx, optax.GradientTransformation):
+        raise ValueError(f"--optimizer: {code} is no optimizer. Use a name in optax: adamw, adam, lion or sgd.")
     if clip:
         tx = optax.chain(optax.clip_by_global_norm(1.0), tx)
         code = f"optax.chain(optax.clip_by_global_norm(1.0), {code})"
     if master is not None:
         tx, code = with_master_params(tx, master), f"jo.with_master_params({code})"
     if storage is not None:
-        probe = {"w": jax.ShapeDtypeStruct((128, 128), "float32")}
-        tx = offload(
-            tx, storage=(eight_bits(jax.eval_shape(tx.init, probe)) or storage) if storage == "int8" else storage
-        )
+        state = jax.eval_shape(tx.init, {"w": jax.ShapeDtypeStruct((128, 128), "float32")})
+        tx = offload(tx, storage=eight_bits(state) or storage if storage == "int8" else storage)
     return tx, code
 
 
-def _several(name: str, loaded: Any, wanted: str) -> Any:
-    if not isinstance(loaded, tuple | list) or len(loaded) < 2:
-        raise ValueError(f"{name}: expected {wanted}; got a {type(loaded).__name__}.")
-    return loaded
+def load(name: str, wanted: str) -> Any:
+    """What the function ``module:function`` returns, two things or more; it may be a module of the working directory.
 
-
-def load(name: str) -> Any:
-    """What the function ``module:function`` returns; modules of the working directory are found too."""
+    What their code raises is told with its traceback, and is not taken for an error of an option.
+    """
     module, _, function = name.partition(":")
     if not module or not function:
         raise ValueError(f"{name}: expected module:function.")
     sys.path.insert(0, "")
-    with _of_theirs(name):
-        try:
-            found = importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if not f"{module}.".startswith(f"{error.name}."):  # one that it imports
-                raise
-            found = None
-    if found is None:
-        raise ValueError(f"{name}: No module named {module!r}")
-    if not callable(made := getattr(found, function, None)):
-        has = f"has a {type(made).__name__} of that name" if hasattr(found, function) else "has nothing of that name"
-        raise ValueError(f"{name}: expected a function without arguments; {module} {has}.")
-    with _of_theirs(name):
-        return made()
-
-
-@contextlib.contextmanager
-def _of_theirs(name: str) -> Iterator[None]:
-    """What their code raises is told with its traceback, and is not taken for an error of an option."""
     try:
-        yield
+        made = getattr(importlib.import_module(module), function, None)
+        found = made() if callable(made) else None
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+            raise ValueError(f"{name}: No module named {module!r}") from error
         traceback.print_exception(error)
         print(f"jax-offload: {name} raises {type(error).__name__}: {error}", file=sys.stderr)
         raise SystemExit(RAISES) from error
+    if not callable(made):
+        has = "nothing" if made is None else f"a {type(made).__name__}"
+        raise ValueError(f"{name}: expected a function without arguments; {module} has {has} of that name.")
+    if not isinstance(found, tuple | list) or len(found) < 2:
+        raise ValueError(f"{name}: expected {wanted}; got a {type(found).__name__}.")
+    return found

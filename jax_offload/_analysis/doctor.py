@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jax_offload._analysis.host import POOL_VARIABLE, HostMemory, host_memory
-from jax_offload._analysis.rates import rates_of
+from jax_offload._analysis.chips import POOL_VARIABLE, host_memory, pool_limit, rates_of
 from jax_offload._analysis.units import in_bytes
 from jax_offload._base.memory import HOST_KIND
 from jax_offload._base.text import aligned
@@ -80,15 +79,14 @@ def examine() -> Report:
     except RuntimeError as error:
         return Report((*found, Check("devices", "bad", f"jax finds none: {error}", "install jax for this machine")))
     found += [_devices(device), _kinds(device), *_memory(device)]
-    if not Report(tuple(found)).ok:
-        return Report(tuple(found))
-    return Report((*found, _link(device), _self_test(device)))
+    if Report(tuple(found)).ok:
+        found += [_link(device), _self_test(device)]
+    return Report(tuple(found))
 
 
 def _versions() -> Check:
-    names = ("jax_offload", "jax", "jaxlib", "optax")
     said = [f"Python {platform.python_version()}"]
-    for name in names:
+    for name in ("jax_offload", "jax", "jaxlib", "optax"):
         try:
             said.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
@@ -113,29 +111,21 @@ def _kinds(device: Any) -> Check:
 
 
 def _memory(device: Any) -> tuple[Check, ...]:
+    named = dict(zip(("available", "left by the cgroup"), host_memory(), strict=True))
+    said = [f"{in_bytes(n)} {what}" for what, n in named.items() if n is not None]
+    host = Check("host memory", "ok" if said else "note", ", ".join(said) or "not known")
     try:
-        memory = host_memory()
+        limit = pool_limit()
     except ValueError as error:
-        return (Check("pinned pool", "bad", str(error), f"set {POOL_VARIABLE} to a number of GiB, or leave it out"),)
-    return _host(memory), _pool(device, memory)
-
-
-def _host(memory: HostMemory) -> Check:
-    named = ("available", memory.available), ("left by the cgroup", memory.cgroup)
-    said = [f"{in_bytes(n)} {what}" for what, n in named if n is not None]
-    return Check("host memory", "ok" if said else "note", ", ".join(said) or "not known")
-
-
-def _pool(device: Any, memory: HostMemory) -> Check:
-    said = f"{in_bytes(memory.pool)} in a process ({POOL_VARIABLE})"
+        return host, Check("pinned pool", "bad", str(error), f"set {POOL_VARIABLE} to a number of GiB, or leave it out")
+    pool = f"{in_bytes(limit)} in a process ({POOL_VARIABLE})"
     if device.platform not in ("gpu", "cuda", "rocm"):
-        return Check("pinned pool", "ok", f"no limit of XLA's on this platform; on a GPU {said}")
-    if memory.usable is not None and memory.usable > 2 * memory.pool:
-        return Check(
-            "pinned pool", "note", f"{said}, of {in_bytes(memory.usable)} that are there",
-            f"set {POOL_VARIABLE} to what the state needs and a third more, before jax starts",
-        )  # fmt: skip
-    return Check("pinned pool", "ok", said)
+        return host, Check("pinned pool", "ok", f"no limit of XLA's on this platform; on a GPU {pool}")
+    usable = min((n for n in named.values() if n is not None), default=0)
+    if usable > 2 * limit:
+        fix = f"set {POOL_VARIABLE} to what the state needs and a third more, before jax starts"
+        return host, Check("pinned pool", "note", f"{pool}, of {in_bytes(usable)} that are there", fix)
+    return host, Check("pinned pool", "ok", pool)
 
 
 def _link(device: Any) -> Check:

@@ -1,4 +1,7 @@
-"""Reads a scheduled HLO module, as XLA prints it, into lists of operations; nothing here interprets them."""
+"""Reads a scheduled HLO module, as XLA prints it, and counts what its operations cost.
+
+Multiplications, bytes of memory, bytes between devices; nothing here knows a chip's speed or the order of a schedule.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,7 @@ class Op:
         return found[1] if found else ""
 
     def integers(self, attribute: str) -> list[int]:
-        """Of ``attribute={1,2}``, or of ``"attribute":["1","2"]`` in what a backend says about itself."""
+        """The numbers in ``attribute={1,2}``, or in ``"attribute":["1","2"]`` of a backend's config."""
         found = re.search(rf'\b{attribute}(?:=\{{|":\[)([\d,"]*)[\]}}]', self.rest)
         return [int(n) for n in re.findall(r"\d+", found[1])] if found else []
 
@@ -117,12 +120,12 @@ def leaves(hlo_type: str) -> dict[tuple[int, ...], Array]:
 
 
 def handed(text: str) -> dict[tuple[int, ...], Array]:
-    """What a module is given, by number, as its head has it: a CPU's says nowhere else what is in host memory."""
+    """A module's arguments by number, from its head, the only place where a CPU's module names host memory."""
     return leaves(text.partition("\n")[0].partition("entry_computation_layout={")[2].partition("->")[0])
 
 
 def results(text: str) -> dict[tuple[int, ...], Array]:
-    """What a module returns, as its head has it: where a donated buffer is taken in spite of it, the root differs."""
+    """A module's results, from its head; the root may differ where a donated buffer is used."""
     return leaves(text.partition("\n")[0].partition("entry_computation_layout={")[2].partition("->")[2])
 
 
@@ -162,3 +165,241 @@ def trips(loop: Op, condition: list[Op]) -> int:
         return int(known[1])
     bounds = [int(op.rest.split(")")[0]) for op in condition if op.opcode == "constant" and op.type.startswith("s32[]")]
     return max(bounds, default=1)
+
+
+# Operations that name values and touch none. The operations inside loops and branches are counted one by one.
+FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota", "after-all", "partition-id"}
+FREE |= {"replica-id", "while", "conditional", "call", "opt-barrier", "add-dependency"}
+_FREE_CALLS = {"AllocateBuffer", "ConcatBitcast", "SliceBitcast"}  # a TPU's
+_COLLECTIVE = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
+
+
+class Scope:
+    """A computation, with its operations by name, and who uses what."""
+
+    def __init__(self, ops: list[Op]) -> None:
+        self.ops = ops
+        self.named = {op.name: op for op in ops}
+        self.uses: dict[str, list[tuple[Op, int]]] = {}
+        for op in ops:
+            for k, operand in enumerate(op.operands):
+                self.uses.setdefault(operand, []).append((op, k))
+        self.parameters = {int(op.rest.partition(")")[0]): op for op in ops if op.opcode == "parameter"}
+        self.root = next((op for op in ops if op.root), ops[-1] if ops else None)
+
+    def array(self, name: str) -> Array | None:
+        found = self.named[name].arrays if name in self.named else []
+        return found[0] if found else None
+
+    def source(self, name: str) -> Op | None:
+        """The operation that makes a value, below changes of its shape."""
+        op = self.named.get(name)
+        while op is not None and op.opcode == "bitcast":
+            op = self.named.get(op.operand)
+        return op
+
+
+@dataclasses.dataclass(frozen=True)
+class Matmul:
+    dtypes: tuple[str, ...]
+    flops: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Moved:
+    """An array, or the rows of it, that an operation reads or writes."""
+
+    array: Array
+    nbytes: int
+    written: bool
+
+
+class Costs:
+    def __init__(self, found: dict[str, list[Op]]) -> None:
+        self.scopes = {name: Scope(ops) for name, ops in found.items()}
+
+    def body(self, op: Op) -> Scope | None:
+        """The computation that a fusion or an asynchronous start wraps."""
+        return self.scopes.get(op.called("calls") or (op.called("to_apply") if op.opcode == "call" else ""))
+
+    def inside(self, op: Op) -> list[tuple[Scope, Op]]:
+        """All operations within ``op``, with where they stand."""
+        body = self.body(op)
+        return [] if body is None else [pair for o in body.ops for pair in ((body, o), *self.inside(o))]
+
+    def targets(self, op: Op) -> list[str]:
+        """The targets of the custom calls that ``op`` is or wraps."""
+        return [t for o in (op, *(o for _, o in self.inside(op))) if (t := _target(o))]
+
+    def matmuls(self, scope: Scope, op: Op) -> list[Matmul]:
+        return [m for at, o in ((scope, op), *self.inside(op)) if (m := _matmul(at, o))]
+
+    def moved(self, scope: Scope, op: Op) -> list[Moved]:
+        """What ``op`` reads and writes, rows where it takes no more. A fusion keeps to itself what is inside it."""
+        if op.opcode in FREE or _target(op) in _FREE_CALLS:
+            return []
+        read = [
+            Moved(array, self._read(op, k, array.nbytes), False)
+            for k, name in enumerate(op.operands)
+            if (array := scope.array(name))
+        ]
+        return [m for m in (*read, *self._written(scope, op)) if m.nbytes]
+
+    def _read(self, op: Op, k: int, nbytes: int) -> int:
+        """The bytes that ``op`` reads of its operand ``k``, which has ``nbytes``."""
+        body = self.body(op)
+        if body is not None and op.opcode not in FREE:
+            parameter = body.parameters.get(k)
+            return self._read_of(body, parameter.name, nbytes) if parameter else nbytes
+        opcode = op.opcode.removesuffix("-start")
+        if k == 0 and opcode == "dynamic-update-slice":
+            return 0  # in place: the other rows are there already
+        if k == 0 and opcode in ("dynamic-slice", "slice", "gather"):
+            return min(nbytes, _results(op)[0].nbytes)
+        return nbytes
+
+    def _read_of(self, scope: Scope, name: str, nbytes: int) -> int:
+        total = 0
+        for op, k in scope.uses.get(name, []):
+            if op.opcode == "bitcast":
+                total += self._read_of(scope, op.name, nbytes)
+            elif op.opcode != "tuple":  # a result that is an operand is not read
+                total += self._read(op, k, nbytes)
+        return min(nbytes, total)
+
+    def _written(self, scope: Scope, op: Op) -> list[Moved]:
+        body, results = self.body(op), _results(op)
+        if body is not None and body.root is not None and body.root.opcode == "tuple":
+            makers = [body.source(name) for name in body.root.operands]
+            rows = [self._rows(body, o, a, fused=True) for o, a in zip(makers, results, strict=False)]
+        else:
+            rows = [self._rows(scope, op, a, fused=False) if a is results[0] else a.nbytes for a in results]
+        return [Moved(array, nbytes, True) for array, nbytes in zip(results, rows, strict=False)]
+
+    def _rows(self, scope: Scope, op: Op | None, array: Array, *, fused: bool) -> int:
+        """The bytes that ``op`` writes of ``array``, which it makes."""
+        if op is None:
+            return array.nbytes
+        if fused and op.opcode == "parameter":  # returned as it came
+            return 0
+        if op.opcode.removesuffix("-start") == "dynamic-update-slice":
+            target, rows = scope.source(op.operand), scope.array(op.operands[1])
+            in_place = not fused or (target is not None and target.opcode == "parameter")
+            return rows.nbytes if rows and in_place else array.nbytes
+        body = self.body(op)
+        if body is not None and body.root is not None and body.root.opcode != "tuple":
+            return self._rows(body, body.source(body.root.name), array, fused=True)
+        return array.nbytes
+
+    def collective(self, scope: Scope, op: Op, devices: int) -> float | None:
+        """Bytes through each device's interconnect of the collective that ``op`` is, starts or wraps.
+
+        None where there is none, or where it stands beside a matmul: a TPU carries one on through fusions around
+        matmuls, in which it stands again.
+        """
+        opcode = op.opcode.removesuffix("-start")
+        if re.fullmatch(_COLLECTIVE, opcode):
+            return _ring(scope, op, opcode, devices)
+        inside = [(at, o) for at, o in self.inside(op) if re.fullmatch(_COLLECTIVE, o.opcode)]
+        if not inside or self.matmuls(scope, op):
+            return None
+        at, o = inside[0]
+        scattered = o.opcode == "all-reduce" and op.called("calls").startswith("all-reduce-scatter")
+        return _ring(at, o, "reduce-scatter" if scattered else o.opcode, devices)
+
+
+def _target(op: Op) -> str:
+    found = re.search(r'custom_call_target="([^"]*)"', op.rest)
+    return found[1] if found else ""
+
+
+def _results(op: Op) -> list[Array]:
+    """What an operation, or the one that it starts, makes."""
+    if not op.opcode.endswith("-start"):
+        return op.arrays
+    if op.opcode == "copy-start":  # (to, from, context)
+        return op.arrays[:1]
+    return arrays(op.type.rpartition("), ")[2])[:1]  # ((operands), result, context)
+
+
+def _ring(scope: Scope, op: Op, opcode: str, devices: int) -> float:
+    """Bytes that each device sends where a collective goes round in a ring."""
+    n = group_size(op, devices)
+    nbytes = sum(array.nbytes for name in op.operands if (array := scope.array(name)))
+    factor = {
+        "all-gather": n - 1,  # of what a device has
+        "all-reduce": 2 * (n - 1) / n,
+        "reduce-scatter": (n - 1) / n,
+        "all-to-all": (n - 1) / n,
+    }
+    return nbytes * factor.get(opcode, 1)
+
+
+def group_size(op: Op, devices: int) -> int:
+    """How many devices take part in a collective, from any of the three ways in which XLA writes it."""
+    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", op.rest):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
+        # 'x' is an axis; 'x':(2)4 a part of one, of 4
+        return math.prod(int(part or sizes[axis]) for axis, part in re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", mesh[2]))
+    if iota := re.search(r"replica_groups=\[\d+,(\d+)\]", op.rest):
+        return int(iota[1])
+    groups = re.search(r"replica_groups=\{\{([\d,]*)\}", op.rest)
+    return len(groups[1].split(",")) if groups else devices
+
+
+def _matmul(scope: Scope, op: Op) -> Matmul | None:
+    target = _target(op)
+    lhs, rhs = (scope.array(name) for name in (op.operands + ["", ""])[:2])
+    if lhs is None or rhs is None or not op.arrays:
+        return None
+    out = op.arrays[0]
+    if op.opcode == "dot":
+        flops = 2 * out.size * math.prod(lhs.shape[d] for d in op.integers("lhs_contracting_dims"))
+    elif target.startswith("__cublas"):
+        flops = 2 * out.size * math.prod(lhs.shape[d] for d in op.integers("lhs_contracting_dimensions"))
+    elif op.opcode == "convolution" or target.startswith("__cudnn$conv"):
+        flops = _convolution(op, target, lhs, rhs, out)
+    elif target.startswith("__cudnn$fmha"):
+        # batch, tokens, heads, width; multiplied five times backward, twice forward; masks save nothing
+        flops = 2 * lhs.size * rhs.shape[1] * (5 if "Backward" in target else 2)
+    else:
+        return None
+    return Matmul((lhs.dtype, rhs.dtype), flops)
+
+
+def _convolution(op: Op, target: str, lhs: Array, rhs: Array, out: Array) -> float:
+    """cuDNN names the dimensions of the forward pass, whichever of its three arrays a backward pass makes."""
+    image, kernel, result = lhs, rhs, out
+    if "BackwardInput" in target:
+        image, result = out, lhs
+    elif "BackwardFilter" in target:
+        kernel, result = out, rhs
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.rest)
+    if not labels:
+        return 2 * math.sqrt(lhs.size * rhs.size * out.size)
+    of_image, of_kernel, of_result = labels.groups()
+    channels = kernel.shape[of_kernel.index("i")] * result.shape[of_result.index("f")]
+    pairs = 1
+    for d in filter(str.isdigit, of_kernel):
+        at = int(d)
+        sizes = (a.shape[names.index(d)] for a, names in ((image, of_image), (kernel, of_kernel), (result, of_result)))
+        pairs *= _pairs(
+            *sizes, **{name: _window(op, name, at) for name in ("stride", "pad", "lhs_dilate", "rhs_dilate")}
+        )
+    return 2 * result.shape[of_result.index("b")] * channels * pairs
+
+
+def _window(op: Op, name: str, at: int) -> int:
+    """An attribute of a window, such as stride=2x2 or pad=1_1x0_0, for one dimension; of padding, its lower side."""
+    found = re.search(rf"window=\{{[^}}]*\b{name}=(\S+?)[ }}]", op.rest)
+    return int(found[1].split("x")[at].split("_")[0]) if found else int(name != "pad")
+
+
+def _pairs(image: int, kernel: int, result: int, *, stride: int, pad: int, lhs_dilate: int, rhs_dilate: int) -> int:
+    """How often an element of the image meets one of the kernel along a dimension, without padding and holes.
+
+    A TPU writes batches of matmuls as convolutions with such holes.
+    """
+    last = (image - 1) * lhs_dilate
+    places = (o * stride + k * rhs_dilate - pad for o in range(result) for k in range(kernel))
+    return sum(0 <= place <= last and place % lhs_dilate == 0 for place in places)

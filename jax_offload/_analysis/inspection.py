@@ -2,20 +2,266 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-import html
-from collections.abc import Mapping
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jax_offload._analysis.buffers import SCOPE
 from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.chips import chip as chip_of
-from jax_offload._analysis.compiled import Compiled, compiled
-from jax_offload._analysis.driven import SAYS
-from jax_offload._analysis.found import Loop, Problem, Transfer, loops, problems, transfers
-from jax_offload._analysis.schedule import UNKNOWN, Program
-from jax_offload._analysis.timeline import Timeline, played
+from jax_offload._analysis.compiled import SAYS, Compiled, arguments_of, compiled
+from jax_offload._analysis.hlo import aliases, computations, handed, results, started, trips
+from jax_offload._analysis.timeline import COMPUTE, LOAD, STORE, UNKNOWN, Program, Segment, Timeline, leaf_of, played
 from jax_offload._analysis.units import in_seconds
+from jax_offload._base.text import aligned, html_table
+
+_MIB = 2**20
+_LARGE = 64 * _MIB  # below it, loading all of a state at once costs nothing
+# If more than this share of the loaded bytes is on the device at once, nothing holds the loads back. XLA for a TPU
+# delays some loads by itself.
+_MOST, _MOST_OF_A_STREAM = 0.5, 0.9
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """The transfers of one leaf in one direction during one step.
+
+    Attributes:
+      leaf: the argument, as jax names it, with its path.
+      loads: whether from the host.
+      nbytes: per device.
+      pieces: how many copies.
+      hidden: of the time that the copies take, the share for which the program does not wait; simulated.
+      behind: the operation across which most of it moves; empty where nothing is computed meanwhile.
+    """
+
+    leaf: str
+    loads: bool
+    nbytes: int
+    pieces: int
+    hidden: float
+    behind: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A loop that moves chunks: the leaves, the number of iterations, and the bytes of one iteration, both ways."""
+
+    leaves: tuple[str, ...]
+    times: int
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Something wrong and its fix; the leaf that it concerns, if one; whether it makes the offload unreal."""
+
+    what: str
+    leaf: str = ""
+    error: bool = True
+
+
+def transfers(played: Timeline) -> tuple[Transfer, ...]:
+    """The transfers of a simulated or measured run, one for each leaf and direction, in the order of their starts."""
+    computing = [s for s in played.segments if s.lane == COMPUTE]
+    begins = [s.begin for s in computing]
+    found: dict[tuple[str, bool], list[Segment]] = {}
+    for s in played.segments:
+        if s.lane in (LOAD, STORE):
+            found.setdefault((s.name, s.lane == LOAD), []).append(s)
+    result = []
+    for (leaf, loads), copies in found.items():
+        seconds = sum(s.end - s.begin for s in copies)
+        waited = sum(min(s.end - s.waited, s.end - s.begin) for s in copies)
+        behind: Counter[str] = Counter()
+        for s in copies:
+            for other in computing[
+                max(bisect.bisect_right(begins, s.begin) - 1, 0) : bisect.bisect_left(begins, s.end)
+            ]:
+                behind[other.name] += max(0.0, min(s.end, other.end) - max(s.begin, other.begin))  # pyright: ignore
+        most = behind.most_common(1)
+        nbytes, share = sum(s.nbytes for s in copies), 1 - waited / seconds if seconds else 1.0
+        result.append(Transfer(leaf, loads, nbytes, len(copies), share, most[0][0] if most and most[0][1] > 0 else ""))
+    return tuple(result)
+
+
+def loops(program: Program) -> tuple[Loop, ...]:
+    """The loops that contain transfers, in the order of the text."""
+    found = []
+    for name in program.buffers.sharing.reached:
+        for op in program.buffers.ops(name):
+            body = op.called("body") if op.opcode == "while" else ""
+            if body in program.costs.scopes:
+                copies = [(o, copy) for o in program.buffers.ops(body) if (copy := started(o))]
+                leaves = dict.fromkeys(leaf_of(program.buffers.sharing, body, o, copy.loads) for o, copy in copies)
+                if copies:
+                    times = trips(op, program.buffers.ops(op.called("condition")))
+                    found.append(Loop(tuple(leaves), times, sum(copy.nbytes for _, copy in copies)))
+    return tuple(found)
+
+
+def problems(program: Compiled, schedule: Program, played: Timeline) -> tuple[Problem, ...]:
+    """What is wrong with a step that is meant to be offloaded, errors first."""
+    found = [
+        *_nothing_there(program),
+        *_not_where_they_should_be(program),
+        *_crossed(program),
+        *_all_at_once(program, played),
+        *_host_arithmetic(schedule),
+    ]
+    return tuple(sorted(found, key=lambda problem: not problem.error))
+
+
+def _nothing_there(program: Compiled) -> list[Problem]:
+    if any(given.host for given in (*program.given.values(), *program.elsewhere)) or "S(5)" in program.text:
+        return []
+    arrays = handed(program.text)
+    state = [arrays[number,].nbytes for number, given in program.given.items() if given.state]
+    if not state:
+        return [
+            Problem(
+                "nothing that this step is given is in host memory, nor is it an optimizer's state: what no result "
+                "needs is left out by the compiler. Give the step a state, and return the new one"
+            )
+        ]
+    return [
+        Problem(
+            f"nothing that this step is given is in host memory; its optimizer state has {len(state)} leaves, "
+            f"{sum(state) / _MIB:.2f} MiB, on the device. Wrap the optimizer, "
+            "jax_offload.offload(...), and make the state with its init; or move one that is there: "
+            "jax_offload.to_host(tx, state)"
+        )
+    ]
+
+
+def _not_where_they_should_be(program: Compiled) -> list[Problem]:
+    entry = arguments_of(computations(program.text)["ENTRY"])
+    arrays = {number: array for (number, *_), array in handed(program.text).items() if number in entry}
+    # Matched by type: a compiled program does not say which result is the next value of which argument.
+    taken = Counter((x.dtype, x.shape) for x in arrays.values() if x.host)
+    given_back = Counter((x.dtype, x.shape) for x in results(program.text).values() if x.host)
+    found = []
+    for number, array in arrays.items():
+        given, scope = program.given.get(number), entry[number].scope
+        if given is None:
+            continue
+        kind = array.dtype, array.shape
+        kept = given.kept_on_host
+        if kept is None:  # no update is seen
+            kept = given.state and given_back[kind] > taken[kind]
+        if given.host and not array.host:
+            found.append(Problem("is handed over in host memory, and the program takes it on the device", scope))
+        elif kept and not given.host:
+            found.append(
+                Problem(
+                    "belongs in host memory and arrives on the device, where it stays throughout the step. Move it "
+                    "before, jax_offload.to_host(tx, state), or restore into "
+                    "jax_offload.abstract_state(tx, params)",
+                    scope,
+                )
+            )
+    for (dtype, shape), times in taken.items():
+        leaves = [entry[number].scope for number, x in arrays.items() if (x.dtype, x.shape) == (dtype, shape)]
+        if times > given_back[dtype, shape]:
+            found.append(
+                Problem(
+                    f"{times - given_back[dtype, shape]} of {times} leaves {dtype}{list(shape)} in host memory are not "
+                    "returned there: the next step finds them on the device. Return the state, with out_shardings of "
+                    "jax_offload.state_shardings(tx, params) where there are any",
+                    leaves[0] if len(leaves) == 1 else "",
+                )
+            )
+    return found
+
+
+def _crossed(program: Compiled) -> list[Problem]:
+    """Donated buffers that are paired with a result in another memory, by the compiled program or before it."""
+    pairs: list[tuple[str, str]] = []
+    entry = computations(program.text)["ENTRY"]
+    arguments, root = arguments_of(entry), next((op for op in entry if op.root), None)
+    for place, number in aliases(program.text).items():
+        result = root.leaves.get(place) if root is not None else None
+        if result is not None and result.host != arguments[number].arrays[0].host:
+            pairs.append((arguments[number].scope, f"result {place[0] if place else 0}"))
+    signature = re.search(r"func\.func public @main\((.*?)\) -> \(?(.*?)\)? \{\n", program.lowered, re.DOTALL)
+    if signature and not pairs:
+        takes, gives = (re.split(r"tensor<", part)[1:] for part in signature.groups())
+        kinds = [_kind(text) for text in gives]
+        for k, text in enumerate(takes):
+            to = re.search(r"tf\.aliasing_output = (\d+)", text)
+            if to and int(to[1]) < len(kinds) and _kind(text) != kinds[int(to[1])]:
+                scope = arguments[k].scope if k in arguments else f"argument {k}"
+                pairs.append((scope, f"result {to[1]}"))
+    return [
+        Problem(
+            f"is donated, and its buffer is given to {result}, in another memory: that aborts on a CPU, and overwrites "
+            "memory on a GPU. Return what is donated in its order, or jit with jax_offload.jit",
+            leaf,
+        )
+        for leaf, result in pairs
+    ]
+
+
+def _kind(text: str) -> str:
+    found = re.search(r'mhlo\.memory_kind = "(\w+)"', text)
+    return found[1] if found else "device"
+
+
+def _all_at_once(program: Compiled, played: Timeline) -> list[Problem]:
+    state = sum(given.nbytes for given in program.given.values() if given.host)
+    loaded = defaultdict(int)
+    for s in played.segments:
+        if s.lane == LOAD and s.name != UNKNOWN:
+            loaded[s.name] += s.nbytes
+    held, total = played.window, sum(loaded.values())
+    ours = SCOPE.search(program.text) is not None
+    if not state or not total or held < (_MOST_OF_A_STREAM if ours else _MOST) * total or (ours and held < _LARGE):
+        return []
+    leaves = _leaves(sorted(loaded, key=lambda leaf: (-loaded[leaf], leaf)))
+    why = (
+        "its leaves are loaded whole: jax_offload.placement(step, *args) says why"
+        if ours
+        else "nothing holds the loads back, as by the usual recipe of device_put, update, device_put: the step's peak "
+        "does not fall. Let jax_offload.offload(...) load, update and store"
+    )
+    return [
+        Problem(
+            f"{held / _MIB:.2f} MiB of the state are on the device at once, of {total / _MIB:.2f} ({leaves}): {why}",
+            error=not ours,
+        )
+    ]
+
+
+def _host_arithmetic(schedule: Program) -> list[Problem]:
+    found: dict[str, dict[str, None]] = {}
+    scopes, sharing = schedule.costs.scopes, schedule.buffers.sharing
+    for at in sharing.reached:
+        for op in scopes[at].ops:
+            host = '_xla_compute_type="host"' in op.rest or 'custom_call_target="HostExecute"' in op.rest
+            if not host or op.opcode.endswith("-done"):
+                continue
+            called = re.search(r"\b(?:calls=|called_computations=\{)%([\w.\-]+)", op.rest)
+            body = scopes.get(called[1]) if called else None
+            computed = [x for x in (body.ops if body else [op]) if x.opcode not in ("parameter", "copy", "tuple")]
+            what = "is copied within host memory by the host's cores, as XLA does not write it in place"
+            if computed:
+                name = next((x.scope for x in (op, *computed) if x.scope), op.name)
+                what = (
+                    f"{name} is computed by the host's cores, as its operand is in host memory: move it to the device "
+                    "first, jax_offload.to_device or jax.device_put(x, jax.memory.Space.Device)"
+                )
+            read = [of for x in op.operands if (of := sharing.argument(at, x)) and of.arrays[0].host]
+            found.setdefault(what, {}).update((of.scope, None) for of in read)
+    return [Problem(what, _leaves(sorted(leaves)), error=False) for what, leaves in found.items()]
+
+
+def _leaves(names: Sequence[str]) -> str:
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else "".join(names)
+
 
 _MIB = 2**20
 _UNSEEN_ON_A_CPU = (
@@ -87,18 +333,13 @@ class Inspection:
         return ". ".join(found + ([f"the other programs. {SAYS}"] if self.program else []))
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as what JSON has, without the timeline's segments."""
-        plain = {"target": self.target, "compiled_for": self.compiled_for, "peak": self.peak, "host": self.host}
-        lists = {
-            name: [dataclasses.asdict(x) for x in getattr(self, name)] for name in ("transfers", "loops", "problems")
-        }
+        """All of it as JSON types, without the timeline's segments."""
+        plain = ("target", "compiled_for", "peak", "host", "host_temp", "unseen", "program")
+        lists = ("transfers", "loops", "problems")
         return {
-            **plain,
+            **{name: getattr(self, name) for name in plain},
+            **{name: [dataclasses.asdict(x) for x in getattr(self, name)] for name in lists},
             "parts": dict(self.parts),
-            "host_temp": self.host_temp,
-            **lists,
-            "unseen": self.unseen,
-            "program": self.program,
             "timeline": self.timeline and self.timeline.to_dict(),
         }
 
@@ -110,7 +351,7 @@ class Inspection:
             for name, nbytes in self.parts.items()
             if abs(nbytes) >= 0.005 * _MIB
         ]
-        # XLA's analysis counts all of a CPU's memory as the device's
+        # XLA's analysis counts all memory of a CPU as device memory.
         host = ("pinned host memory: a CPU counts it above", "") if self.target == "cpu" else None
         parts += [host or ("pinned host memory", _mib(self.host))]
         parts += [("  temporaries", _mib(self.host_temp))] if self.host_temp else []
@@ -139,34 +380,25 @@ class Inspection:
         return found
 
     def __str__(self) -> str:
-        return "\n\n".join(f"{title}\n{_aligned(rows)}" for title, rows in self._tables())
+        return "\n\n".join(
+            "\n".join([title, *(f"  {line}" for line in aligned(rows if any(rows[0]) else rows[1:], _numeric(rows)))])
+            for title, rows in self._tables()
+        )
 
     def _repr_html_(self) -> str:
-        def row(cells: tuple[str, ...], tag: str) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-        return "".join(
-            f"<table><caption>{html.escape(title)}</caption>{row(head, 'th')}"
-            + "".join(row(cells, "td") for cells in rows)
-            + "</table>"
-            for title, (head, *rows) in self._tables()
-        )
+        return "".join(html_table(head, [(title, rows)], _numeric([head, *rows]))
+                       for title, (head, *rows) in self._tables())  # fmt: skip
 
 
 def _mib(nbytes: float) -> str:
     return f"{nbytes / _MIB:.2f}"
 
 
-def _aligned(rows: list[tuple[str, ...]]) -> str:
-    rows = rows if any(rows[0]) else rows[1:]
-    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-    numeric = [
-        all(row[k].replace(".", "").strip("-%").isdigit() for row in rows[1:] if row[k]) for k in range(len(widths))
-    ]
-    lines = (
-        "  ".join(c.rjust(w) if n else c.ljust(w) for c, w, n in zip(row, widths, numeric, strict=True)) for row in rows
-    )
-    return "\n".join(f"  {line}".rstrip() for line in lines)
+def _numeric(rows: Sequence[Sequence[str]]) -> list[int]:
+    """The columns below the header that hold numbers, which end flush."""
+    columns = zip(*rows[1:], strict=True)
+    return [k for k, cells in enumerate(columns)
+            if all(cell.replace(".", "").strip("-%").isdigit() for cell in cells if cell)]  # fmt: skip
 
 
 def inspect(
@@ -210,9 +442,9 @@ def inspect(
 
 
 def inspected(program: Compiled, chip: str | Path | Chip | None) -> Inspection:
-    """Of a compiled step; ``chip``: whose speeds to simulate with."""
+    """Inspect a compiled step. ``chip``: the chip whose speeds the simulation uses."""
     speeds = program.chip if chip is None else chip
-    # Without figures the schedule still tells what lives when: the times are then nobody's.
+    # Without the chip's figures the schedule still tells what lives when; its times are then discarded.
     schedule = Program(program.text, chip_of("h200" if speeds is None else speeds), program.roles)
     run = played(schedule)
     parts = {kind: nbytes for kind, nbytes in run.peak.items() if nbytes}
@@ -223,7 +455,7 @@ def inspected(program: Compiled, chip: str | Path | Chip | None) -> Inspection:
         parts=parts,
         host=program.host,
         host_temp=program.host_temp,
-        # what the first program of several sends is what the cores read
+        # The first of several programs sends what the host's cores read.
         transfers=tuple(
             dataclasses.replace(t, leaf="gradients") if program.program and t.leaf == UNKNOWN else t
             for t in transfers(run)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import inspect
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,27 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jax_offload._analysis import roofline
-from jax_offload._analysis.answer import ON_A_HOST, Plan, Row, Setting
+from jax_offload._analysis.answer import Plan, Row
 from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.chips import chip as chip_of
-from jax_offload._analysis.compile_rows import Steps
-from jax_offload._analysis.sizes import (
-    Sizes,
-    devices_of,
-    model_of,
-    own_bytes,
-    replicated_axes,
-    sizes_of,
-    smallest_share,
-)
+from jax_offload._analysis.fits import ON_A_HOST, OPERATIONS, Setting
+from jax_offload._analysis.sizes import model_of, own_bytes, replicated_axes, sizes_of, smallest_share
+from jax_offload._analysis.steps import Steps
 from jax_offload._analysis.targets import target_of
 from jax_offload._analysis.units import bytes_of, count_of, in_bytes
 from jax_offload._base.arrays import Offloaded, nbytes
+from jax_offload._base.shardings import sharding_of
 from jax_offload._disk.option import disk as disk_option
-from jax_offload._offload import DEFAULT_MIN_BYTES, offload
+from jax_offload._offload import offload
 from jax_offload._placement.placement import unmanaged
-from jax_offload._plan.decide import LEAST_WINDOW
 from jax_offload._state.traced_init import placed_leaves
 from jax_offload._update.arguments import check_inner, check_params
 
@@ -41,15 +33,8 @@ RECOMPUTED = 17  # elements that the one layer under recomputation holds, for ea
 GATHERED = 3  # layers that are whole on a device where parameters are divided: in use, prefetched, and a gradient
 TRIES = 3  # of a fraction
 
-_DEFAULTS: Mapping[str, Any] = {
-    "fraction": 1.0, "select": None, "min_bytes": DEFAULT_MIN_BYTES, "window": None, "order": None,
-    "shard_over": None, "storage": None, "update_on": "device", "disk": None,
-}  # fmt: skip
-_CODE = {
-    "jax.jit": "step = jax.jit(step, donate_argnums=(0, 1))",
-    "jo.jit": "step = jo.jit(step, donate_argnums=(0, 1))",
-    "jo.pipelined": "step = jo.pipelined(step, donate_argnums=(0, 1))",
-}
+_OPTIMIZERS = optax.GradientTransformation | optax.MultiSteps
+_DEFAULTS = {name: option.default for name, option in inspect.signature(offload).parameters.items()}
 
 
 def plan(
@@ -122,16 +107,16 @@ def plan(
       >>> found.recommended.code
       'tx = jo.offload(inner, fraction=0.5); step = jo.jit(step, donate_argnums=(0, 1))'
     """
-    optimizers = optax.GradientTransformation | optax.MultiSteps
-    of_step = callable(tx) and isinstance(params, optimizers)
+    of_step = callable(tx) and isinstance(params, _OPTIMIZERS)
     if target is not None and chip is None:
         chip = target_of(target).chip
-    known = None if chip is None else chip_of(chip)
+    known, said, made = None if chip is None else chip_of(chip), list[str](), None
     if of_step:
         made = Steps(tx, args, target)
-        tx, params = params, made.parameters(inner_of(params)[0])
+        tx, params = params, made.parameters(_inner_of(params)[0])
+        said += [] if made.compiles else [f"nothing is compiled: {made.advice}"]
     else:
-        if callable(tx) and not isinstance(tx, optimizers) and not isinstance(params, int | float | str) and args:
+        if callable(tx) and not isinstance(tx, _OPTIMIZERS) and not isinstance(params, int | float | str) and args:
             raise TypeError(
                 "plan(make, tx) takes a function that makes a step of an optimizer, and the optimizer. To look at one "
                 "step: jo.inspect(step, *args, target=...)."
@@ -143,194 +128,160 @@ def plan(
             )
         if args:
             raise TypeError(f"plan(tx, params): expected the parameters alone; got {1 + len(args)} arguments.")
-        made = None
         check_inner(tx if not isinstance(tx, optax.MultiSteps) else tx.gradient_transformation(), "tx")
-    said: list[str] = []
+    tokens, layers, width = (
+        None if value is None else _whole(name, value)
+        for name, value in (("tokens_per_step", tokens_per_step), ("layers", layers), ("width", width))
+    )
     if isinstance(params, int | float | str | np.number) and not isinstance(params, bool):
-        n = count_of("params", params)
-        n_devices = _whole("devices", devices)
-        params, layers, width = _described(n, param_dtype, n_devices, replicated, layers, width, said)
+        n, count = count_of("params", params), _whole("devices", devices)
+        params, of, wide = model_of(n, param_dtype, count, replicated, layers, width)
+        how = "" if count == 1 else ", whole on each device" if replicated else ", divided over the devices (FSDP)"
+        said.append(f"model: {of} equal layers of width {wide}{how}")
+        layers, width = (None, None) if layers is None and width is None else (of, wide)
     check_params(params)
     _check_arrays(params)
-    setting = _setting(
-        params, known, tokens_per_step, device_memory, host_memory, activations, layers, width, flops_per_token, said
+    if flops_per_token is not None and (isinstance(flops_per_token, bool) or not 0 < flops_per_token < math.inf):
+        raise ValueError(f"flops_per_token: expected a number above 0; got {flops_per_token!r}.")
+    leaves, by_dtype = jax.tree.leaves(params), Counter[str]()
+    for x in leaves:
+        by_dtype[str(x.dtype)] += nbytes(x)
+    dtype = by_dtype.most_common(1)[0][0] if by_dtype else "float32"
+    count = max((s.num_devices for x in leaves if (s := sharding_of(x)) is not None), default=1)
+    if activations is not None:
+        activations = bytes_of("activations", activations)
+        said.append(f"activations: {in_bytes(activations)} on each device, as given")
+    elif layers is not None and width is not None and tokens is not None:
+        activations = _activations(leaves, dtype, count, layers, width, tokens, said)
+    matrices = sum(math.prod(np.shape(x)) for x in leaves if np.ndim(x) >= 2)
+    limit = device_memory if device_memory is not None else known and known.hbm_bytes
+    setting = Setting(
+        chip=known, tokens=tokens, devices=count, activations=activations, dtype=dtype,
+        flops_per_token=float(OPERATIONS * matrices) if flops_per_token is None else float(flops_per_token),
+        device_memory=None if limit is None else bytes_of("device_memory", limit),
+        host_memory=None if host_memory is None else bytes_of("host_memory", host_memory) // min(count, ON_A_HOST),
+        parameters=sum(math.prod(np.shape(x)) for x in leaves),
+    )  # fmt: skip
+    return _answer(tx, params, setting, said, made, disk)
+
+
+def _activations(
+    leaves: Sequence[Any], dtype: str, devices: int, layers: int, width: int, tokens: int, said: list[str]
+) -> int:
+    """Bytes of the activations of a transformer on one device, by a formula, which is ``said``."""
+    size, every = jnp.dtype(dtype).itemsize, sum(map(nbytes, leaves))
+    found = -(-tokens // devices) * width * size * (layers + RECOMPUTED)
+    formula = f"tokens on a device × width × {size} bytes × (layers + {RECOMPUTED})"
+    if sum(map(own_bytes, leaves)) < every:
+        found += GATHERED * every // layers
+        formula += f" + {GATHERED} gathered layers"
+    said.append(
+        f"activations: {formula} = {in_bytes(found)}, a checkpoint around each of {layers} layers of width "
+        f"{width}, flash attention, and a loss in chunks (Korthikanti et al. 2022)"
     )
-    if made is not None and not made.compiles:
-        said.append(f"nothing is compiled: {made.advice}")
-    return answer(tx, params, setting, said, made=made, disk=disk)
+    return found
 
 
-def answer(
-    tx: Any, params: Any, setting: Setting, said: Sequence[str], *, made: Steps | None = None, disk: bool = False
-) -> Plan:  # fmt: skip
-    """``said``: what is assumed of the model."""
-    inner, given = inner_of(tx)
+def _answer(tx: Any, params: Any, setting: Setting, said: Sequence[str], made: Steps | None, disk: bool) -> Plan:
+    """The rows of the plan, judged. ``said``: what is assumed of the model."""
+    inner, given = _inner_of(tx)
+    rows = _Rows(inner, params, setting, made)
     if not isinstance(tx, Offloaded) and _offloads_inside(inner, params):
-        found = [_row(Way("as given", "tx as it is; " + _CODE["jo.jit"], tx), params, setting, made)]
-        note = "an offload inside of a chain: for other rows give jo.offload(the whole chain)"
-        return setting.plan(found, found, [*said, note], _dtypes(params, inner))
-    rows = Rows(inner, given, params, setting, made)
-    table = rows.of(disk)
-    n, apart = setting.devices, [row for row in table if row.name.endswith(" ZeRO-1")]
-    divided = [
-        setting.judged(dataclasses.replace(
-            row, name=row.name.removesuffix(" ZeRO-1"), parameters=row.parameters // n, gradients=row.gradients // n,
-            fits=None,
-        ))
-        for row in (apart if all(row.fits is False for row in table) else [])
+        found = [rows.judged("as given", tx, "tx as it is", "jo.jit")]
+        rows.notes.append("an offload inside of a chain: for other rows give jo.offload(the whole chain)")
+    else:
+        found = rows.table(given, disk)
+    rows.notes += [
+        f"{row.name}: a disk's groups overlap as its speed has it, so that their window and time are not known; in a "
+        f"step {in_bytes(row.disk)} are read and as many written"
+        for row in found if row.disk
     ]  # fmt: skip
-    spread = min(divided, key=_by_cost, default=None)
-    return setting.plan(table, sorted(table, key=_by_cost), [*said, *rows.notes], _dtypes(params, inner), spread)
+    return setting.plan(found, [*said, *rows.notes], _dtypes(params, inner), bool(replicated_axes(params)))
 
 
-@dataclasses.dataclass(frozen=True)
-class Way:
-    """An optimizer, and how its step runs. ``run``: what compiles the step. ``same``: whether its numbers are those of
-    the optimizer that was given."""
-
-    name: str
-    code: str
-    tx: Any
-    run: str = "jo.jit"
-    same: bool = True
-
-
-class Rows:
+class _Rows:
     """The rows for one optimizer and its parameters.
 
     Attributes:
       notes: what was found on the way, such as a row that could not be compiled.
     """
 
-    def __init__(
-        self, inner: Any, given: dict[str, Any], params: Any, setting: Setting, made: Steps | None = None
-    ) -> None:
-        self.inner, self.given, self.params = inner, given, params
-        self.setting, self.made, self.notes = setting, made, list[str]()
-        self.resident = Way("resident", f"tx = inner; {_CODE['jax.jit']}", inner, "jax.jit")
-        self.offloaded = self.way("as given" if given else "offload", given)
+    def __init__(self, inner: Any, params: Any, setting: Setting, made: Steps | None) -> None:
+        self.inner, self.params, self.setting, self.made = inner, params, setting, made
+        self.notes, self.waits = list[str](), False
 
-    def way(self, name: str, options: Mapping[str, Any], run: str = "jo.jit") -> Way:
+    def judged(self, name: str, tx: Any, code: str, run: str, same: bool = True) -> Row:
+        """The row of an optimizer in a step of ``run``, compiled where there is a target."""
+        sizes, parameters = sizes_of(tx, self.params, run), sum(map(own_bytes, jax.tree.leaves(self.params)))
+        code = f"{code}; step = {run}(step, donate_argnums=(0, 1))"
+        row = Row(name, code, parameters, parameters, **sizes.nbytes,
+                  activations=self.setting.activations, same_numbers=same)  # fmt: skip
+        self.waits |= sizes.waits
+        row = self.setting.timed(row, sizes, run)
+        return self.setting.judged(row if self.made is None else self.made.compiled(row, tx, run))
+
+    def row(self, name: str, options: Mapping[str, Any], run: str = "jo.jit") -> Row:
         text = "".join(f", {key}={'jo.' if key == 'disk' else ''}{value!r}" for key, value in options.items())
-        changed = "storage" in options
-        return Way(name, f"tx = jo.offload(inner{text}); {_CODE[run]}", offload(self.inner, **options), run,
-                   not changed)  # fmt: skip
+        tx = offload(self.inner, **options)
+        return self.judged(name, tx, f"tx = jo.offload(inner{text})", run, same="storage" not in options)
 
-    def row(self, way: Way, sizes: Sizes | None = None) -> Row:
-        return _row(way, self.params, self.setting, self.made, sizes)
-
-    def of(self, disk: bool) -> list[Row]:
-        """All of them, eight at most."""
-        first, given = sizes_of(self.offloaded.tx, self.params), self.given
-        axes = () if {"shard_over", "disk"} & given.keys() else replicated_axes(self.params)
-        over = given.get("shard_over") or (axes[0] if len(axes) == 1 else axes)
-        base = {**given, "shard_over": over} if over else given
-        zero = " ZeRO-1" if over else ""
-        found: list[Row | None] = [self.row(self.resident)]
-        if over and not given.keys() & {"disk", "storage"}:
-            found.append(self.row(self.way(f"resident{zero}", {"shard_over": over, "fraction": 0.0}, "jax.jit")))
-        found.append(self.row(self.offloaded, first))
-        if base is not given:
-            found.append(self.row(self.way(f"offload{zero}", base)))
-        on_device = {key: value for key, value in base.items() if key not in ("disk", "update_on")}
-        waits, run = first.waits and "disk" not in given, "jo.jit"
-        if waits:
-            run = "jo.pipelined"
-            found.append(self.tried(f"pipelined{zero if base is not given else ''}", on_device, run))
-        rows = [row for row in found if row is not None]
-        if not any(row.fits for row in rows if row.name.startswith("resident")):
-            rows += self._solved(rows[-1], on_device, run)
-        if self.setting.devices <= ON_A_HOST and not given.keys() & {"update_on", "disk", "shard_over"}:
-            rows += filter(None, [self.tried("cores", {**given, "update_on": "host"}, "jo.jit")])
-        if disk and "disk" not in given:
-            rows.append(self.row(self.way("disk", {**on_device, "disk": disk_option("/nvme/run")})))
-        if not any(row.fits is not False and row.same_numbers for row in rows) and "storage" not in given:
-            rows += self._in_fewer_bits(on_device, run)
-        return rows
-
-    def tried(self, name: str, options: Mapping[str, Any], run: str) -> Row | None:
+    def tried(self, name: str, options: Mapping[str, Any], run: str = "jo.jit") -> list[Row]:
         """A row; or a note, where a step of yours cannot run so."""
         try:
-            return self.row(self.way(name, options, run))
+            return [self.row(name, options, run)]
         except (TypeError, ValueError) as error:
             if self.made is None:
                 raise
             self.notes.append(f"no row {name!r}: {str(error).splitlines()[0]}")
-            return None
-
-    def _solved(self, whole: Row, options: Mapping[str, Any], run: str) -> list[Row]:
-        """The smallest fraction that fits, to 0.01; or the largest window, where the whole state does not fit with its
-        own. None where a part of the sum is not known."""
-        usable = self.setting.usable
-        if usable is None or whole.missing or whole.window is None:
             return []
-        if not whole.fits:
-            window = (usable - whole.peak + whole.window) >> 20 << 20
-            row = None if window < LEAST_WINDOW or "window" in options else self.tried(
-                "window", {**options, "window": window}, run)  # fmt: skip
-            return [row] if row is not None and row.fits else []
-        leaves, best, smallest = sizes_of(self.way("", options).tx, self.params).leaves, None, 1.0
-        room, lowest = usable - (whole.peak - whole.state), 0.0
-        for _ in range(0 if "fraction" in options else TRIES):
+
+    def table(self, given: Mapping[str, Any], disk: bool) -> list[Row]:
+        """All rows, eight at most. ``given``: the options of the offload that was given."""
+        axes = () if {"shard_over", "disk"} & given.keys() else replicated_axes(self.params)
+        over = given.get("shard_over") or (axes[0] if len(axes) == 1 else axes)
+        base = {**given, "shard_over": over} if over else given
+        zero = " ZeRO-1" if over else ""
+        rows = [self.judged("resident", self.inner, "tx = inner", "jax.jit")]
+        if over and not given.keys() & {"disk", "storage"}:
+            rows.append(self.row(f"resident{zero}", {"shard_over": over, "fraction": 0.0}, "jax.jit"))
+        rows.append(self.row("as given" if given else "offload", given))
+        if base is not given:
+            rows.append(self.row(f"offload{zero}", base))
+        on_device = {key: value for key, value in base.items() if key not in ("disk", "update_on")}
+        run = "jo.pipelined" if self.waits and "disk" not in given else "jo.jit"
+        if run == "jo.pipelined":
+            rows += self.tried(f"pipelined{zero if base is not given else ''}", on_device, run)
+        if not any(row.fits for row in rows if row.name.startswith("resident")) and "fraction" not in given:
+            rows += self._smallest_fraction(rows[-1], on_device, run)
+        if self.setting.devices <= ON_A_HOST and not given.keys() & {"update_on", "disk", "shard_over"}:
+            rows += self.tried("cores", {**given, "update_on": "host"})
+        if disk and "disk" not in given:
+            rows.append(self.row("disk", {**on_device, "disk": disk_option("/nvme/run")}))
+        rules = None if "storage" in given else eight_bits(jax.eval_shape(self.inner.init, self.params))
+        if rules and not any(row.fits is not False and row.same_numbers for row in rows):
+            rows += self.tried("int8 moments", {**on_device, "storage": rules}, run)
+        return rows
+
+    def _smallest_fraction(self, whole: Row, options: Mapping[str, Any], run: str) -> list[Row]:
+        """The row of the smallest fraction that fits, to 0.01; none where a part of the sum is not known."""
+        usable = self.setting.usable
+        if usable is None or whole.missing or whole.peak > usable:
+            return []
+        leaves = sizes_of(offload(self.inner, **options), self.params, run).leaves
+        found, smallest, lowest, room = list[Row](), 1.0, 0.0, usable - (whole.peak - whole.state)
+        for _ in range(TRIES):
             share = math.ceil(100 * max(smallest_share(leaves, room), lowest)) / 100
-            if not 0 < share < smallest:
+            row = self.tried("fraction", {**options, "fraction": share}, run) if 0 < share < smallest else []
+            if not row or row[0].host >= whole.host or (found and not row[0].fits):
                 break
-            row = self.tried("fraction", {**options, "fraction": share}, run)
-            if row is None or row.host >= whole.host:
-                break
-            if row.fits:
-                best, smallest, room = row, share, usable - (row.peak - row.state)
-            elif best is None:
-                lowest = share + 0.01
+            if row[0].fits:
+                found, smallest, room = row, share, usable - (row[0].peak - row[0].state)
             else:
-                break
-        return [] if best is None else [best]
-
-    def _in_fewer_bits(self, options: Mapping[str, Any], run: str) -> list[Row]:
-        rules = eight_bits(jax.eval_shape(self.inner.init, self.params))
-        row = self.tried("int8 moments", {**options, "storage": rules}, run) if rules else None
-        return [] if row is None else [row]
+                lowest = share + 0.01
+        return found
 
 
-def _row(way: Way, params: Any, setting: Setting, made: Steps | None = None, sizes: Sizes | None = None) -> Row:
-    sizes = sizes_of(way.tx, params, streams=way.run != "jax.jit") if sizes is None else sizes
-    row = Row(
-        name=way.name, code=way.code, parameters=sizes.parameters, gradients=sizes.parameters, state=sizes.state,
-        window=sizes.window, activations=setting.activations, host=sizes.host, disk=sizes.disk, loaded=sizes.loaded,
-        stored=sizes.stored, same_numbers=way.same,
-    )  # fmt: skip
-    chip, compute = setting.chip, setting.compute
-    if chip is not None and not sizes.disk:
-        hides = roofline.NOTHING if sizes.waits else roofline.BACKWARD
-        hides = roofline.FORWARD if way.run == "jo.pipelined" else hides
-        moved, added = roofline.link(chip, row.loaded, row.stored), None
-        if on_cores := any(leaf.on_cores for leaf in sizes.leaves):
-            state = sum(leaf.shard_bytes for leaf in sizes.leaves if leaf.on_cores)
-            busy = roofline.cores(chip, state, sizes.loaded, sizes.stored)
-            added = None if busy is None else max(moved, busy)
-        else:
-            added = roofline.added(moved, compute or 0.0, hides)
-        each = setting.seconds_per_token
-        least = None if each is None or on_cores else roofline.tokens_to_hide(moved, each, hides)
-        row = dataclasses.replace(row, link=moved, added=added, hidden_from=least)
-    elif not sizes.loaded and not sizes.disk:
-        row = dataclasses.replace(row, added=0.0)
-    if made is not None:
-        row = made.compiled(row, way)
-    return setting.judged(row)
-
-
-def _by_cost(row: Row) -> tuple[Any, ...]:
-    """Rows that fit first, then those that may; of these the ones with the same numbers, and the cheapest."""
-    fits = {True: 0, None: 1, False: 2}[row.fits]
-    order = ("resident", "fraction", "offload", "as given", "pipelined", "window", "cores", "disk", "int8")
-    kind = next((k for k, name in enumerate(order) if row.name.startswith(name)), len(order))
-    added = math.inf if row.added is None else round(row.added, 6)
-    least = (added, kind, row.loaded + row.stored, row.disk)
-    return (fits, not row.same_numbers, *least)
-
-
-def inner_of(tx: Any) -> tuple[Any, dict[str, Any]]:
+def _inner_of(tx: Any) -> tuple[Any, dict[str, Any]]:
     """What an ``offload`` wraps, with the options that it was given beyond the defaults; else ``tx`` itself."""
     if isinstance(tx, Offloaded) and tx.inner is not None:
         return tx.inner, {k: v for k, v in tx.options.items() if v is not _DEFAULTS[k] and v != _DEFAULTS[k]}
@@ -352,65 +303,6 @@ def _offloads_inside(tx: Any, params: Any) -> bool:
     return any(leaf.why != (outside := unmanaged(aval).why) and bool(outside) for leaf, aval, _ in rows)
 
 
-def _described(
-    n: int, dtype: str, devices: int, replicated: bool, layers: int | None, width: int | None, said: list[str]
-) -> tuple[Any, int | None, int | None]:
-    """The parameters of a model that a number describes; and its layers and width, where any of them was given."""
-    layers = None if layers is None else _whole("layers", layers)
-    width = None if width is None else _whole("width", width)
-    try:
-        floating = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-    except TypeError:
-        floating = False
-    if not floating:
-        raise ValueError(f"param_dtype: expected a floating dtype such as bfloat16 or float32; got {dtype!r}.")
-    params, of, wide = model_of(n, dtype, devices, replicated, layers, width)
-    how = "" if devices == 1 else ", whole on each device" if replicated else ", divided over the devices (FSDP)"
-    said.append(f"model: {of} equal layers of width {wide}, 12 width² parameters each{how}")
-    return (params, None, None) if layers is None and width is None else (params, of, wide)
-
-
-def _setting(
-    params: Any, chip: Chip | None, tokens: Any, memory: Any, host: Any, activations: Any, layers: Any, width: Any,
-    flops: Any, said: list[str],
-) -> Setting:  # fmt: skip
-    """Checked; with what follows from the parameters."""
-    tokens = None if tokens is None else _whole("tokens_per_step", tokens)
-    layers = None if layers is None else _whole("layers", layers)
-    width = None if width is None else _whole("width", width)
-    if flops is not None and (isinstance(flops, bool) or not 0 < flops < math.inf):
-        raise ValueError(f"flops_per_token: expected a number above 0; got {flops!r}.")
-    devices, leaves = devices_of(params), jax.tree.leaves(params)
-    by_dtype: Counter[str] = Counter()
-    for x in leaves:
-        by_dtype[str(x.dtype)] += nbytes(x)
-    dtype = by_dtype.most_common(1)[0][0] if by_dtype else "float32"
-    matrices = sum(math.prod(np.shape(x)) for x in leaves if np.ndim(x) >= 2)
-    if activations is not None:
-        activations = bytes_of("activations", activations)
-        said.append(f"activations: {in_bytes(activations)} on each device, as given")
-    elif None not in (layers, width, tokens):
-        size, every = jnp.dtype(dtype).itemsize, sum(map(nbytes, leaves))
-        activations = -(-tokens // devices) * width * size * (layers + RECOMPUTED)
-        formula = f"tokens on a device × width × {size} bytes × (layers + {RECOMPUTED})"
-        if sum(map(own_bytes, leaves)) < every:
-            activations += GATHERED * every // layers
-            formula += f" + {GATHERED} gathered layers"
-        said.append(
-            f"activations: {formula} = {in_bytes(activations)}, a checkpoint around each of {layers} layers of width "
-            f"{width}, flash attention, and a loss in chunks (Korthikanti et al. 2022)"
-        )
-    if host is not None:
-        host = bytes_of("host_memory", host) // min(devices, ON_A_HOST)
-    return Setting(
-        chip=chip, tokens=tokens, devices=devices, activations=activations, dtype=dtype,
-        flops_per_token=float(flops) if flops is not None else float(roofline.OPERATIONS * matrices),
-        device_memory=bytes_of("device_memory", memory) if memory is not None else chip.hbm_bytes if chip else None,
-        host_memory=host if host is not None else chip.dram_bytes if chip else None, host_given=host is not None,
-        parameters=sum(math.prod(np.shape(x)) for x in leaves),
-    )  # fmt: skip
-
-
 def _whole(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not 1 <= value < math.inf:
         raise ValueError(f"{name}: expected a whole number, 1 or more; got {value!r}.")
@@ -428,7 +320,7 @@ def _check_arrays(params: Any) -> None:
 
 
 def _dtypes(params: Any, inner: Any) -> str:
-    """The types of parameters and state, as they count."""
+    """The types of parameters and state that the figures count."""
     n = sum(math.prod(np.shape(x)) for x in jax.tree.leaves(params))
     state = [x for x in jax.tree.leaves(jax.eval_shape(inner.init, params)) if getattr(x, "ndim", 0)]
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jax_offload._base.around import described
 from jax_offload._base.arrays import nbytes
@@ -32,52 +33,47 @@ PER_WIDTH = 128  # such a model has this many columns of width per layer, and it
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Exact bytes on one device and on its host.
+    """What an optimizer takes of one device and its host.
 
     Attributes:
-      parameters: of the parameters, and of their gradients as well.
-      state: of the optimizer state that stays on the device.
-      window: of the state on the device at a time while it streams; ``None`` where the update did not tell.
-      host: of pinned host memory that the state takes, with gradients that the host's cores read.
-      disk: of the state on disk.
-      loaded: from the host in one step.
-      stored: to the host in one step.
+      nbytes: bytes by the names that ``Row`` has for them, ``state`` to ``stored``; ``None`` where the update alone
+        does not tell.
       waits: whether the update waits for a number made of all gradients, such as their norm.
-      unknown: why the update could not be traced; empty where it could.
+      on_cores: bytes of state that the host's cores update.
       leaves: the rows of the placement.
     """
 
-    parameters: int
-    state: int
-    window: int | None
-    host: int
-    disk: int
-    loaded: int
-    stored: int
+    nbytes: Mapping[str, Any]
     waits: bool
-    unknown: str
-    leaves: Sequence[Leaf] = dataclasses.field(repr=False, compare=False)
+    on_cores: int
+    leaves: Sequence[Leaf] = dataclasses.field(repr=False)
 
 
-def sizes_of(tx: Any, params: Any, *, streams: bool = True) -> Sizes:
-    """The bytes of ``tx`` on these parameters.
-
-    ``streams``: whether some of its state may stream; if not, the update is not traced.
-    """
-    own = sum(map(own_bytes, jax.tree.leaves(params)))
-    if not streams:
-        leaves = [leaf for leaf, _, _ in placed_leaves(tx, params)[0]]
-        return Sizes(own, sum(leaf.shard_bytes for leaf in leaves), 0, 0, 0, 0, 0, False, "", leaves)
-    table, trace = table_and_trace(tx, params)
-    state, host, disk = (sum(leaf.shard_bytes for leaf in table.leaves if place(leaf)) for place in (
-        lambda leaf: not leaf.host and not leaf.disk, lambda leaf: leaf.host, lambda leaf: leaf.disk))  # fmt: skip
-    updates = [] if trace is None else [each.update for each in updates_in(trace)]
+def sizes_of(tx: Any, params: Any, run: str) -> Sizes:
+    """The bytes of ``tx`` on these parameters in a step of ``run``; under ``jax.jit`` nothing streams."""
+    if run == "jax.jit":
+        leaves: Sequence[Leaf] = [leaf for leaf, _, _ in placed_leaves(tx, params)[0]]
+        trace, updates = None, []
+    else:
+        table, trace = table_and_trace(tx, params)
+        leaves, updates = table.leaves, [] if trace is None else [each.update for each in updates_in(trace)]
     planned = [p for update in updates for p in update.planned if not p.on_cores]
-    loaded, stored = sum(p.slice.loaded_bytes for p in planned), sum(map(_stored, updates))
-    window = None if trace is None or disk else _window(planned)
-    down, up = _across_the_cores(tx, params, table.leaves)
-    waits = any(isinstance(update, Update) and _waits_for_all(update) for update in updates)
-    return Sizes(own, state, window, host + down, disk, loaded + up, stored + down, waits, table.unknown, table.leaves)
+    loaded: int | None = sum(p.slice.loaded_bytes for p in planned)
+    # A leaf that a norm of the state reads first is loaded twice, unless a scan of the step holds both updates.
+    if run == "jo.jit" and max(Counter(v for p in planned for v in p.slice.loads).values(), default=1) > 1:
+        loaded = None
+    disk, on_cores = (sum(leaf.shard_bytes for leaf in leaves if there(leaf)) for there in (
+        lambda leaf: leaf.disk, lambda leaf: leaf.on_cores))  # fmt: skip
+    down, up = _across_the_cores(tx, params, leaves) if on_cores else (0, 0)
+    found = {
+        "state": sum(leaf.shard_bytes for leaf in leaves if not leaf.host and not leaf.disk),
+        "window": 0 if run == "jax.jit" else None if trace is None or disk else _window(planned),
+        "host": sum(leaf.shard_bytes for leaf in leaves if leaf.host) + down,
+        "disk": disk,
+        "loaded": None if loaded is None else loaded + up,
+        "stored": sum(map(_stored, updates)) + down,
+    }
+    return Sizes(found, any(isinstance(u, Update) and _waits_for_all(u) for u in updates), on_cores, leaves)
 
 
 def own_bytes(x: Any) -> int:
@@ -85,8 +81,8 @@ def own_bytes(x: Any) -> int:
     return nbytes(x) // math.prod(shards_of(sharding_of(x), np.shape(x)))
 
 
-def _window(planned: Iterable[Planned]) -> int:
-    """The bytes of host leaves on the device at a time: each window, or all that streams through it if that is less."""
+def _window(planned: Sequence[Planned]) -> int:
+    """Bytes of host leaves on the device at a time: each window, or all that streams through it if that is less."""
     through: dict[int, list[Planned]] = {}
     for p in planned:
         through.setdefault(id(p.window), []).append(p)
@@ -97,7 +93,7 @@ def _window(planned: Iterable[Planned]) -> int:
 
 
 def _stored(update: Update | Moved) -> int:
-    """The bytes that an update stores on one device: each leaf is divided like the leaf it replaces."""
+    """Bytes that an update stores on one device: each leaf is divided like the leaf it replaces."""
     old: Mapping[Var, Var] = update.next_values if isinstance(update, Update) else {}
     slices = [p.slice for p in update.planned if not p.on_cores]
     slices += [each.prelude for each in update.plan.passes] if isinstance(update, Update) else []
@@ -105,15 +101,13 @@ def _stored(update: Update | Moved) -> int:
 
 
 def _across_the_cores(tx: Any, params: Any, leaves: Sequence[Leaf]) -> tuple[int, int]:
-    """The bytes of one device that go down to the host's cores, gradients and what else these read, and that come up:
+    """Bytes of one device that go down to the host's cores, gradients and what else these read, and that come up:
     new parameters, as ``jax_offload.update_params`` makes them there."""
-    owners = {leaf.owner for leaf in leaves if leaf.on_cores}
-    if not owners:
-        return 0, 0
     with described(params):
         trace = traced(lambda p, s: update_params(tx, p, s, p), params, placed_state(tx, params))
     slices = [p.slice for each in updates_in(trace) for p in each.update.planned if p.on_cores]
     read = {v for s in slices for v in s.inputs if v.aval.shape and not is_host_aval(v.aval)}
+    owners = {leaf.owner for leaf in leaves if leaf.on_cores}
     theirs = [x for k, x in enumerate(jax.tree.leaves(params)) if k in owners]
     up, every = sum(map(own_bytes, theirs)), sum(map(nbytes, theirs))
     return up * sum(nbytes(v.aval) for v in read) // every, up
@@ -128,7 +122,7 @@ def _waits_for_all(update: Update) -> bool:
     made: dict[Var, int] = {v: int(v in gradients) for v in only.prelude.inputs}
     for eqn in only.prelude.jaxpr.eqns:
         made.update(zip(eqn.outvars, forward(eqn, made), strict=True))
-    read = {v for p in only.slices for v in p.slice.inputs if not is_host_aval(v.aval)}
+    read = {v for p in only.slices for v in p.slice.inputs}
     return any(made.get(v) and not v.aval.shape for v in only.prelude.outputs if v in read)
 
 
@@ -154,19 +148,22 @@ def replicated_axes(params: Any) -> tuple[str, ...]:
     return tuple(name for name, size in sizes if size > 1 and name not in used)
 
 
-def devices_of(params: Any) -> int:
-    return max((s.num_devices for x in jax.tree.leaves(params) if (s := sharding_of(x)) is not None), default=1)
-
-
 def model_of(
-    n: int, dtype: Any, devices: int, replicated: bool, layers: int | None, width: int | None
+    n: int, dtype: str, devices: int, replicated: bool, layers: int | None, width: int | None
 ) -> tuple[dict[str, Any], int, int]:
     """Abstract parameters of equal layers, ``n`` in all to one row, with their layers and width; a layer has
     12 width² of them. What is left over is one matrix.
 
     Raises:
-      ValueError: the parameters are too few for the layers, or the devices do not divide the width.
+      ValueError: the dtype is none of floats, the parameters are too few for the layers, or the devices do not divide
+        the width.
     """
+    try:
+        floating = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        floating = False
+    if not floating:
+        raise ValueError(f"param_dtype: expected a floating dtype such as bfloat16 or float32; got {dtype!r}.")
     step = math.lcm(PER_WIDTH, 1 if replicated else devices)
     if width is None:
         ideal = (n / 12 / layers) ** 0.5 if layers else (PER_WIDTH * n / 12) ** (1 / 3)
@@ -180,18 +177,11 @@ def model_of(
             f"params: {n:g} are too few for {layers} layers of width {width}, {3 * layers * width:,} at least. Give "
             "fewer layers or a smaller width."
         )
-    mesh = AbstractMesh((devices,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,)) if devices > 1 else None
-
-    def leaf(*shape: int, spec: PartitionSpec) -> Any:
-        place = None if mesh is None else NamedSharding(mesh, PartitionSpec() if replicated else spec)
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=place)
-
-    over_width = PartitionSpec(None, AXIS)
-    found = {
-        "attention": leaf(layers, width, columns // 3, spec=over_width),
-        "mlp": leaf(layers, width, columns - columns // 3, spec=over_width),
-    }
-    rest = (n - layers * width * columns) // width
-    if rest:
-        found["embed"] = leaf(rest, width, spec=over_width)
-    return found, layers, width
+    place = None
+    if devices > 1:
+        mesh = AbstractMesh((devices,), (AXIS,), axis_types=(AxisType.Auto,))
+        place = NamedSharding(mesh, PartitionSpec() if replicated else PartitionSpec(None, AXIS))
+    shapes = {"attention": (layers, width, columns // 3), "mlp": (layers, width, columns - columns // 3)}
+    if rest := (n - layers * width * columns) // width:
+        shapes["embed"] = (rest, width)
+    return {k: jax.ShapeDtypeStruct(s, jnp.dtype(dtype), sharding=place) for k, s in shapes.items()}, layers, width

@@ -22,7 +22,7 @@ from jax_offload._analysis.chips import Chip, chip
 from jax_offload._base.private import compiled
 
 _GPUS = ("a100", "h100", "h200")
-# with topologies that each has; there are more
+# Some topologies of each; there are more.
 _TPUS = {"v5e": "1x1, 2x2, 2x4, 4x4, 8x8", "v5p": "1x1x1, 2x2x1, 2x2x2, 2x2x4", "v6e": "1x1, 2x2, 2x4, 4x4, 8x8"}
 _CUDA_PLUGIN = "jax_plugins.xla_cuda13"
 # libtpu asks a machine that is not there, unless told not to.
@@ -139,6 +139,6 @@ def compile_for(target: Target, module: Any, n: int, options: dict[str, Any]) ->
     check_installed(target)
     devices = _devices(target, n)
     ids = [device.id for device in devices] if target.platform == "tpu" else list(range(n))
-    # autotuning needs the device
+    # Autotuning needs the device.
     tuned = {"xla_gpu_autotune_level": 0} if target.platform == "cuda" else {}
     return compiled(module, devices, ids, {**tuned, **options})

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
+from collections.abc import Mapping
 
-_UNITS = {"": 1, "b": 1} | {
+_BYTES = {"": 1, "b": 1} | {
     f"{prefix}{suffix}": base**power
     for power, prefix in enumerate("kmgt", 1)
     for suffix, base in (("", 1000), ("b", 1000), ("ib", 1024))
 }
+_COUNTS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
 def bytes_of(argument: str, given: object) -> int:
@@ -18,14 +19,7 @@ def bytes_of(argument: str, given: object) -> int:
     Raises:
       ValueError: it is neither, or not above zero. The message names ``argument``.
     """
-    number: float | None = None
-    if isinstance(given, (int, float)) and not isinstance(given, bool):
-        number = float(given)
-    elif isinstance(given, str) and (found := re.fullmatch(r"\s*([\d.]+(?:e[+-]?\d+)?)\s*([a-z]*)\s*", given.lower())):
-        try:
-            number = float(found[1]) * _UNITS[found[2]]
-        except (KeyError, ValueError):
-            number = None
+    number = _number(given, _BYTES)
     if number is None or not 0 < number < 2**63:
         raise ValueError(f'{argument}: expected a number of bytes, or text such as "80GiB" or "16e9"; got {given!r}.')
     return int(number)
@@ -37,25 +31,27 @@ def count_of(argument: str, given: object) -> int:
     Raises:
       ValueError: it is neither, or not from 1 to 1e15. The message names ``argument``.
     """
-    number: float | None = None
-    if isinstance(given, str) and (found := re.fullmatch(r"\s*([\d.]+(?:e[+-]?\d+)?)\s*([kmbt]?)\s*", given.lower())):
-        with contextlib.suppress(ValueError):
-            number = float(found[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[found[2]]
-    elif not isinstance(given, str | bool):
-        number = float(given)  # pyright: ignore[reportArgumentType]
+    number = _number(given, _COUNTS)
     if number is None or not 1 <= number <= 1e15:
         raise ValueError(f'{argument}: expected how many there are, 13e9 or "13B", up to 1e15; got {given!r}.')
     return round(number)
 
 
+def _number(given: object, units: Mapping[str, float]) -> float | None:
+    if not isinstance(given, str):
+        return None if isinstance(given, bool) or not hasattr(given, "__float__") else float(given)  # pyright: ignore
+    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*([a-z]*)\s*", given.lower())
+    return None if not found or found[3] not in units else float(found[1] + (found[2] or "")) * units[found[3]]
+
+
 def in_bytes(n: float) -> str:
     """In the largest binary unit that gives a number of 1 or more, four digits at most."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(n) < 1000 or unit == "TiB":
-            digits = 0 if unit == "B" or abs(n) >= 100 else 1 if abs(n) >= 10 else 2
-            return f"{n:.{digits}f} {unit}"
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(n) >= 1000 and len(units) > 1:
         n /= 1024
-    raise AssertionError
+        del units[0]
+    digits = 0 if units[0] == "B" or abs(n) >= 100 else 1 if abs(n) >= 10 else 2
+    return f"{n:.{digits}f} {units[0]}"
 
 
 def in_seconds(seconds: float) -> str:

@@ -40,8 +40,7 @@ def together(values: T) -> T:
     """A tree of arrays, none of which is there before all are: so what uses one of them waits for the others.
 
     XLA's schedulers put off what only a later result asks for: a gradient of which a norm needs a number (12288 MiB,
-    in turn 8256: ``_emit/serialise``), a phase of an iteration beside transfers (``_emit/in_scan``). And they make
-    early what depends on nothing, zeros say (``_emit/results``).
+    in turn 8256: ``_emit/run``), a phase of an iteration beside transfers (``_emit/hoisted``).
     """
     return jax.lax.optimization_barrier(values)
 

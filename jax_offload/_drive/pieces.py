@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Atom, Equation, Jaxpr, Var, variables
 from jax_offload._emit.region import Update
-from jax_offload._emit.serialise import waiting
+from jax_offload._emit.run import waiting
 from jax_offload._plan.serialise import Serialise, is_large
 
 

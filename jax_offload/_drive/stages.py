@@ -17,9 +17,9 @@ from jax_offload._base.on_disk import Ends, Range
 from jax_offload._drive.by_rows import ByRows, produced_once
 from jax_offload._drive.pieces import Piece, gradients_in_turn
 from jax_offload._drive.undivided import run_undivided
-from jax_offload._emit.deduplicate import functions
 from jax_offload._emit.find import holds_driven_update, is_update
 from jax_offload._emit.region import Update, bound
+from jax_offload._emit.run import functions
 from jax_offload._ir.conds import structure
 from jax_offload._ir.program import Program
 from jax_offload._ir.slices import Slice, slice_of

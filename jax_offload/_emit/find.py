@@ -46,7 +46,7 @@ class Found:
     """An update in a traced step.
 
     Attributes:
-      update: it.
+      update: the update.
       origins: argument of its program -> variable of the step, where it is one, through branches, loops and moves.
       times: how often it runs, in scans of the step.
     """

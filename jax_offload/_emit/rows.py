@@ -1,17 +1,138 @@
-"""Rows of an array, read and written in a loop: the same rows of every shard of the axis.
+"""Rows of whole arrays, read, updated and written in a loop: over chunks, in a scan, or of rows that come from disk.
 
-No device then needs the rows of another, and XLA sees that it does not. ``sharding``, where it is given, is pinned at
-every step: left to itself XLA may divide the loop's carry like what is written into it, and gather the whole each time.
+Rows are the same of every shard of their axis, so that no device needs those of another, and XLA sees that it does not.
+A sharding, where it is given, is pinned at every step: left to itself XLA may divide the loop's carry like what is
+written into it, and gather the whole each time.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping, Sequence, Set
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jax_offload._base.arrays import row_indices
+from jax_offload._base.jaxprs import Var
+from jax_offload._base.memory import is_host_aval, to_device, to_host
 from jax_offload._base.shardings import constrained, padded, typed_sharding
+from jax_offload._emit.transfers import Names, prefetch, update_of, write_back
+from jax_offload._ir.slices import Slice, core
+from jax_offload._plan.plan import RowWise, tiles
+from jax_offload._plan.rules import Dim, Partial, Rows, run_chunk
+
+Values = dict[Var, Any]
+Arrays = MutableMapping[Var, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffers:
+    """How rows of whole arrays are read and written.
+
+    Attributes:
+      dims: where the rows of each array are; one that has none is read whole.
+      pins: the shardings of arrays.
+      names: the names of the state's leaves.
+      shards: into how many parts the axis of the rows is divided between devices.
+      laid_out: what is done to rows on the device before they are written, given their array.
+    """
+
+    dims: Mapping[Var, Dim]
+    pins: Mapping[Var, NamedSharding]
+    names: Names
+    shards: int = 1
+    laid_out: Callable[[Var, Any], Any] = lambda _, x: x
+
+    def read(self, v: Var, x: Any, start: Any, n: int = 1) -> Any:
+        """``n`` rows of each shard of ``x``, which is the array ``v``."""
+        dim = self.dims.get(v)
+        return read_rows(x, dim.dim, start, n, self.shards, self.pins.get(v)) if isinstance(dim, Rows) else x
+
+    def load(self, wholes: Arrays, v: Var, start: Any, n: int = 1) -> Any:
+        with prefetch(v, self.names):
+            return to_device(self.read(v, wholes[v], start, n))
+
+    def store(self, wholes: Arrays, v: Var, rows: Any, start: Any) -> None:
+        with write_back(v, self.names):
+            dim = self._dim(v)
+            n = rows.shape[dim] // self.shards
+            for begin, end in tiles(n, dim, rows.ndim):
+                some = rows if end - begin == n else self.read(v, rows, begin, end - begin)
+                self.write(wholes, v, to_host(some), start + begin)
+
+    def write(self, wholes: Arrays, v: Var, rows: Any, start: Any) -> None:
+        wholes[v] = write_rows(wholes[v], rows, self._dim(v), start, self.shards, self.pins.get(v))
+
+    def exchange(self, wholes: Arrays, stored: Values, at: Any, loaded: Sequence[Var], then: Any, n: int = 1) -> Values:
+        """Stores rows of some leaves, from row ``at`` on, while it loads ``n`` rows of others, from ``then`` on.
+
+        A host buffer that is read and written at the same time would be copied, so leaves take turns: a leaf is loaded
+        before the exchange that stores it, or after.
+        """
+        found = {v: self.load(wholes, v, then, n) for v in loaded}
+        for v, rows in stored.items():
+            self.store(wholes, v, rows, at)
+        return found
+
+    def updated(self, s: Slice, how: RowWise, given: Sequence[Any], start: Any, n: int = 1) -> list[Any]:
+        """The results of a slice for some rows, on the device, of its operands' rows there."""
+        rows = row_indices(how.where.size, start, n, self.shards)
+        with update_of(s.loads, self.names):
+            return run_chunk(core(s).jaxpr, how.dims, how.where, rows, *given)
+
+    def keep(
+        self, s: Slice, how: RowWise, new: Sequence[Any], wholes: Arrays, start: Any, *, first: Any = None,
+        without: Set[Var] = frozenset(),
+    ) -> Values:  # fmt: skip
+        """Writes the results of a slice for some rows, all but ``without``, into their arrays on the device.
+
+        Args:
+          s, how, new: the slice, how it runs on rows, and its results.
+          wholes: the arrays, which change. A sum that is not there begins with these rows.
+          start: the first row.
+          first: whether these are the first rows of a sum that is there, where only the program knows it.
+
+        Returns:
+          The rows of host leaves, which are not stored yet.
+        """
+        stored: Values = {}
+        for v, old, dim, x in zip(s.outputs, how.buffers, how.out_dims, new, strict=True):
+            into = v if old is None else old
+            if isinstance(dim, Partial):
+                total = x if v not in wholes else dim.combine(wholes[v], x)
+                wholes[v] = total if first is None else jnp.where(first, x, total)
+            elif is_host_aval(v.aval):
+                stored[into] = x
+            elif v not in without:
+                self.write(wholes, into, self.laid_out(into, x), start)
+        return stored
+
+    def _dim(self, v: Var) -> int:
+        dim = self.dims[v]
+        assert isinstance(dim, Rows)  # a sum has no rows to write
+        return dim.dim
+
+
+def buffers_of(s: Slice, how: RowWise, names: Names) -> Buffers:
+    """The buffers of a slice: its operands', and those of results that have none of these."""
+    into = [
+        (v, v if old is None else old, dim) for v, old, dim in zip(s.outputs, how.buffers, how.out_dims, strict=True)
+    ]
+    dims = {v: dim for _, v, dim in into} | dict(zip(s.inputs, how.dims, strict=True))
+    pins = {old: s.pins[v] for v, old, _ in into if v in s.pins} | s.pins
+    return Buffers(dims, pins, names, how.shards)
+
+
+def fresh(s: Slice, how: RowWise) -> Values:
+    """Blank arrays for the results of a slice that are new; a sum is none of them."""
+    return {
+        v: constrained(jnp.zeros(v.aval.shape, v.aval.dtype), typed_sharding(v.aval) or s.pins.get(v))
+        for v, old, dim in zip(s.outputs, how.buffers, how.out_dims, strict=True)
+        if old is None and isinstance(dim, Rows)
+    }
 
 
 def read_rows(x: jax.Array, dim: int, start: Any, n: int, shards: int, sharding: NamedSharding | None) -> jax.Array:

@@ -128,7 +128,7 @@ def is_traced(x: Any) -> bool:
 
 
 def names_of(tree: Mapping[str, Any]) -> list[str]:
-    """Of the leaves, each another."""
+    """A name for each leaf, no two alike."""
     names = [
         "/".join([name, *([inner] if (inner := jax.tree_util.keystr(path, simple=True, separator="/")) else [])])
         for name, x in tree.items()

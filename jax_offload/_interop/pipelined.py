@@ -16,10 +16,9 @@ from typing import Any, Literal
 import jax
 from jax.core import Tracer
 
-from jax_offload._interop.carry import Aux, Carry
 from jax_offload._interop.jit import Jitted
 from jax_offload._interop.matching import array_of, is_traced
-from jax_offload._interop.rotated import Rotated
+from jax_offload._interop.rotated import Aux, Carry, Rotated
 
 
 def pipelined(

@@ -1,9 +1,9 @@
-"""A step that is cut at its update and put together the other way round: what ``pipelined`` compiles."""
+"""A step that is cut at its update and put together the other way round: what ``pipelined`` compiles, and returns."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding
@@ -133,7 +133,7 @@ class Rotated:
         return train
 
     def _own(self, leaves: Sequence[Any]) -> Values:
-        """Of the carried arguments those that wait."""
+        """The carried arguments that wait."""
         values = dict(zip(self._inputs, leaves, strict=True))
         return {name: values[v] for v, name in self._keys[0].items()}
 
@@ -255,3 +255,39 @@ def _run(cut: Cut, env: dict[Var, Any], part: int) -> None:
 
 def _value(env: Mapping[Var, Any], v: Atom) -> Any:
     return as_array(v) if isinstance(v, Literal) else env[v]
+
+
+class Aux(NamedTuple):
+    """What a step returns beside what it carries, as far as it is known.
+
+    Attributes:
+      now: of this call's batch: a loss, a norm of gradients. ``None`` in the place of what needs the new parameters.
+      late: that, of the batch of the call before; ``None`` in the place of the rest. ``None`` from ``start``.
+      step: the number of this call's batch since ``start``, which has number 0; ``late`` is of ``step - 1``.
+    """
+
+    now: Any
+    late: Any
+    step: int
+
+
+class Carry:
+    """What one call of a pipelined step hands to the next: parameters and state that wait for an update, and what the
+    update needs. A pytree, of arrays and the number of the step, not to be changed: its parameters are not the current
+    ones.
+
+    To be saved: ``jax_offload.save_args(carry)``. To be restored: ``jax_offload.restore(manager, like)``, where
+    ``like`` is a carry of the same step, from ``start``. What ``finish`` gives depends on no step, and is the better
+    checkpoint.
+    """
+
+    def __init__(self, kept: Kept, step: Any, program: Rotated) -> None:
+        self.kept, self.step, self.program, self.used = kept, step, program, False
+
+
+_ATTRIBUTES = jax.tree_util.GetAttrKey("kept"), jax.tree_util.GetAttrKey("step")
+jax.tree_util.register_pytree_with_keys(
+    Carry,
+    lambda carry: (tuple(zip(_ATTRIBUTES, (carry.kept, carry.step), strict=True)), carry.program),
+    lambda program, children: Carry(*children, program),  # pyright: ignore[reportCallIssue, reportArgumentType]
+)

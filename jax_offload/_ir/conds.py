@@ -144,7 +144,7 @@ Branches = tuple[ClosedJaxpr, ...]
 class Shares:
     """The shares that slices have in equations.
 
-    Shares that do the same get the same branches, by which ``_emit/deduplicate`` finds slices that do the same.
+    Shares that do the same get the same branches, by which ``_emit/run`` finds slices that do the same.
     """
 
     def __init__(self) -> None:

@@ -10,12 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_offload._base.barriers import together
 from jax_offload._base.jaxprs import jax_fun, jaxpr_of, scan_of
-from jax_offload._base.loops import once
 from jax_offload._base.memory import is_host_aval
-from jax_offload._base.shardings import typed_sharding
 from jax_offload._ir.program import Program, flat, replaced
 
 
@@ -37,7 +36,6 @@ def peeled(program: Program, at: int, *, first: bool = False) -> Program:
     eqn = program.eqns[at]
     scan = scan_of(eqn)
     assert scan is not None  # else there is a reason
-    typed = any(typed_sharding(y.aval) is not None for y in scan.ys)
     body = jax_fun(scan.body)
     in_front = first != scan.reverse  # which row the iteration has
     others, apart = (slice(1, None), 0) if in_front else (slice(-1), -1)
@@ -57,16 +55,13 @@ def peeled(program: Program, at: int, *, first: bool = False) -> Program:
         y: list[Any] = []
         if first:
             init, y = one(list(init), mine)
-        if scan.length == 2 and not typed:
-            # Inlined, the activations of both iterations begin with zeros that jax 0.10's XLA makes in one operation.
-            carry, ys = once(one, list(init), [x[others] for x in xs], [y.aval for y in scan.ys])
-        else:
-            # By their numbers: slices of the batches would be copies beside them.
-            def at(carry: list[Any], k: Any) -> tuple[list[Any], list[Any]]:
-                return one(carry, [jax.lax.dynamic_index_in_dim(x, k, keepdims=False) for x in xs])
 
-            numbers = jnp.arange(scan.length, dtype=jnp.int32)[others]
-            carry, ys = jax.lax.scan(at, list(init), numbers, scan.length - 1, scan.reverse, scan.unroll)
+        # By their numbers: slices of the batches would be copies beside them.
+        def at(carry: list[Any], k: Any) -> tuple[list[Any], list[Any]]:
+            return one(carry, [jax.lax.dynamic_index_in_dim(x, k, keepdims=False) for x in xs])
+
+        numbers = np.arange(scan.length, dtype=np.int32)[others]
+        carry, ys = jax.lax.scan(at, list(init), numbers, scan.length - 1, scan.reverse, scan.unroll)
         if not first:
             # Behind the others: its pass needs nothing of theirs, and would keep its activations beside them.
             carry, y = one(*together((carry, mine)))

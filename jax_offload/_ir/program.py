@@ -22,6 +22,7 @@ from jax_offload._base.jaxprs import (
     called_by,
     holds_equations,
     jaxpr_like,
+    jaxpr_of,
     nameless,
     renamed,
     with_jaxprs,
@@ -298,3 +299,17 @@ def _inlinable(eqn: Equation, operands: list[Atom], any_jit: bool) -> ClosedJaxp
     if any_jit:
         return called_by(eqn)
     return called_by(eqn) if says_nothing_of_placement(eqn.params) else None
+
+
+def copy_of(eqn: Equation, env: dict[Var, Atom]) -> Equation:
+    """The same equation, of what ``env`` says, with results of its own, which ``env`` then knows."""
+    invars = [renamed(env, v) for v in eqn.invars]
+    outs = [Var(v.aval) for v in eqn.outvars]
+    env.update(zip(eqn.outvars, outs, strict=True))
+    return eqn.replace(invars=invars, outvars=outs)
+
+
+def only_equation(run: Callable[..., Any], *operands: Atom) -> Equation:
+    """The only equation of ``run``, of these operands."""
+    (eqn,) = jaxpr_of(run, *(v.aval for v in operands))[0].jaxpr.eqns
+    return eqn.replace(invars=[*operands], outvars=[Var(eqn.outvars[0].aval)])

@@ -18,7 +18,7 @@ from jax_offload._base.jaxprs import Atom, Aval, Jaxpr, Literal, Var, jaxpr_of, 
 from jax_offload._base.memory import is_host_aval, to_device, to_host
 from jax_offload._ir.slices import Slice, core
 from jax_offload._plan.plan import Chunked, Planned, Whole
-from jax_offload._plan.rules import Rows, run_chunk
+from jax_offload._plan.rules import Dim, Rows, run_chunk
 from jax_offload._plan.transfers import tile_of, transfer_of
 
 # Bytes of one parameter's leaves that are a part, at least, and less than twice that: a group (see `_drive/stages`).
@@ -115,11 +115,10 @@ class PlannedPart:
 def part_of(p: Planned, how: Chunked, rows: int) -> PlannedPart:
     """The plan of so many rows of a slice; arguments as those of ``PlannedPart``."""
     s, inner = p.slice, core(p.slice)
-    where = how.shape[how.axis], how.shape, how.axis
 
     def update(start: Any, *given: Any) -> list[Any]:
         args = [to_device(x) if v in inner.loads else x for v, x in zip(s.inputs, given, strict=True)]
-        new = run_chunk(inner.jaxpr, how.dims, where, row_indices(where[0], start, rows, how.shards), *args)
+        new = run_chunk(inner.jaxpr, how.dims, how.where, row_indices(how.where.size, start, rows, how.shards), *args)
         return [to_host(x) if is_host_aval(v.aval) else x for v, x in zip(s.outputs, new, strict=True)]
 
     given = [_some(v.aval, dim, rows * how.shards) for v, dim in zip(s.inputs, how.dims, strict=True)]
@@ -136,8 +135,8 @@ def part_of(p: Planned, how: Chunked, rows: int) -> PlannedPart:
     return PlannedPart(s, how, rows, planned, j.invars, j.outvars, dict(zip(j.constvars, traced.consts, strict=True)))
 
 
-def _some(aval: Any, dim: Rows | None, n: int) -> Aval:
+def _some(aval: Any, dim: Dim, n: int) -> Aval:
     """The type of ``n`` rows of an operand."""
-    if dim is None:
+    if not isinstance(dim, Rows):
         return aval
     return aval.update(shape=(*aval.shape[: dim.dim], n, *aval.shape[dim.dim + 1 :]))

@@ -21,26 +21,23 @@ from jax_offload._plan.plan import OnCores, Plan, Planned, PlannedPass, Whole, W
 from jax_offload._plan.serialise import Serialise, serial_of
 from jax_offload._plan.transfers import buffers, transfer_of
 
-# Slices of up to 256 MiB, or a 32nd of the state, are loaded whole, and the window has room for two and a half.
-# Larger ones go through a window of that size in chunks: far beyond what the latency of a copy can be felt in (see
-# docs/streaming.md).
+# Slices up to this size, or this share of the state, are loaded whole, and the window has room for two and a half.
+# Larger ones go through a window of that size in chunks, which are far too long for the latency of a copy to matter.
 DEFAULT_WINDOW, DEFAULT_SHARE = 2**28, 32
-# And none of more than an eighth of the state: whole, a stacked leaf of a small model is the state, twice as it is
-# updated (12x1536x1536, compiled for an H200: 651 MiB, resident 501, so 285). Below 1 MiB a copy is only its latency.
+# A slice of more than this share of the state is not loaded whole: a stacked leaf of a small model is all of the
+# state, and there twice while it is updated. Below the least window a copy is only its latency.
 SMALL_SHARE, LEAST_WINDOW = 8, 2**20
 # Pieces between gates may be half of the state: no two are on the device in full, and XLA runs no loop over chunks
-# beside a matmul (12x4096x4096, fraction=.5, 16384 tokens: 0.98 of the transfers exposed, 5186 MiB; so none and 5312,
-# resident 5952).
+# beside a matmul.
 GATED_SHARE = 2
 # The window is made for slices up to the size within which this share of the state is: an embedding does not count.
 USUAL = 0.8
-# Copies of smaller slices hide little, and XLA's scheduler puts off what the backward pass should free for them
-# (48 layers of 256x256, 512 tokens: 116 MiB, resident 69). They run in a loop of their own, out of its sight: 39 MiB.
+# Copies of smaller slices hide little, and XLA's scheduler puts off what the backward pass should free for them. They
+# run in a loop of their own, out of its sight.
 LEAST_HIDDEN = 2**23
 SMALL_PIECES = "as pieces this small hide little"
 # So it does wherever a step computes much longer than it moves its state: there nothing holds the gradients' matmuls
-# back, and little is lost by moving it afterwards. An H200 does 13000 operations while its link moves a byte. GPT 1.3B,
-# AdamW in float32, 16384 tokens: 16000 (8.9 GiB); 65536 tokens: 64000 (51.5 GiB, resident 50.1).
+# back, and little is lost by moving the state afterwards. An H200 does 13000 operations while its link moves a byte.
 FLOPS_PER_BYTE = 24000
 PUT_OFF = "or XLA would put off the matmuls that make the gradients; jax_offload.jit can hide these transfers"
 
@@ -163,7 +160,7 @@ def _window(
 ) -> tuple[Window, int]:
     """The window for slices of these bytes, and up to how many bytes at once are not worth a pass of their own."""
     # Where something is divided, collectives are in the scheduler's sight anyway, and small pieces may be. What gathers
-    # (ZeRO-1) is a collective itself, beside which nothing would run (12x4096x4096, four devices: 7168 MiB, so 4432).
+    # (ZeRO-1) is a collective itself, beside which nothing would run.
     is_divided = any(math.prod(shards) > 1 for shards in program.shards.values())
     if is_divided and any(eqn.primitive.name in PLACED - {"device_put"} for eqn in program.eqns):
         own_loop = ""

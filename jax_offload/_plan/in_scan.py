@@ -1,25 +1,25 @@
-"""The plan of a scan with updates inside."""
+"""The plan of a scan with updates inside: its iteration in phases, between which transfers change direction."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 
 from jax.sharding import NamedSharding
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.jaxprs import Atom, DropVar, Equation, Literal, Scan
+from jax_offload._base.jaxprs import Atom, DropVar, Equation, Literal, Scan, flops, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.program import Program, Var, flat
 from jax_offload._ir.slices import Slice, slice_of
-from jax_offload._plan.moves import Move, Moves, Stays, closure, pulled
-from jax_offload._plan.phases import Phases, phases
-from jax_offload._plan.plan import InIterations, Planned, Window
+from jax_offload._plan.hoist import CannotHoist, Move, Moves, closure, pulled
+from jax_offload._plan.plan import InIterations, Planned, RowWise, Window
 from jax_offload._plan.rules import Dim, Partial, Rows
 
 LEAST_GAIN = 0.95  # of the link's time in two groups, for which it is worth to have three
-Groups = tuple[tuple[Var, ...], ...]
+Groups = Sequence[Sequence[Var]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,9 +27,7 @@ class Reread:
     """An operand of the scan that is made of parameters which the scan overwrites: made of their rows, row by row."""
 
     slice: Slice
-    shape: tuple[int, ...]
-    axis: int
-    dims: tuple[Dim, ...]
+    how: RowWise
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -37,38 +35,20 @@ class InScan:
     """A scan, and what moves into it.
 
     Attributes:
-      scan, body: it, and its iteration, a phase for each group of leaves.
+      scan: the scan.
       moves: the updates inside.
       kept: results that stay stacked.
       ahead: whether the updates come before the iteration's own arithmetic, which reads what they make, or after it.
-      reread: number of one of the scan's ``xs`` -> how its rows are made.
       fed: number of one of the scan's ``xs`` -> the result of an update whose rows it has.
-      rows: of leaves and other operands, along which axis their rows lie.
-      hosts: leaves that move: ``loaded``, those that are read, and ``stored``, those that are written back;
-        ``groups``: those that take turns, each stored in the phase of its place, and loaded in the next.
-      in_place, new: on the device: operands that are overwritten by rows, and results with a buffer of their own.
-      sums: results that are summed up.
-      others: what else the updates read.
-      pins: shardings.
+      reread: number of one of the scan's ``xs`` -> how its rows are made.
     """
 
     scan: Scan
-    body: Phases
     moves: tuple[Move, ...]
     kept: tuple[Var, ...]
     ahead: bool
     fed: Mapping[int, Var]
     reread: Mapping[int, Reread]
-    rows: Mapping[Var, Rows]
-    hosts: tuple[Var, ...]
-    loaded: tuple[Var, ...]
-    stored: tuple[Var, ...]
-    groups: Groups
-    in_place: tuple[Var, ...]
-    new: tuple[Var, ...]
-    sums: tuple[Var, ...]
-    others: tuple[Var, ...]
-    pins: Mapping[Var, NamedSharding]
 
     def __repr__(self) -> str:  # a jaxpr prints its parameters
         return f"InScan({len(self.moves)} slices)"
@@ -76,7 +56,9 @@ class InScan:
     @property
     def operands(self) -> list[Var]:
         """What it needs of the rest of the step."""
-        return list(dict.fromkeys(v for v in self._reads if not isinstance(v, Literal)))
+        xs = [v for k, v in enumerate(self.scan.xs) if k not in self.reread and k not in self.fed]
+        reads = [*self.scan.consts, *self.scan.init, *xs, *self.hosts, *self.in_place, *self.others]
+        return list(dict.fromkeys(variables(reads)))
 
     @property
     def planned(self) -> list[Planned]:
@@ -84,11 +66,6 @@ class InScan:
         row = sum(move.slice.loaded_bytes for move in self.moves) // self.scan.length
         window = Window(3 * row, "the rows of an iteration, of the one before and of the one after it")
         return [Planned(move.slice, InIterations(self.scan.length, self.ahead), window) for move in self.moves]
-
-    @property
-    def _reads(self) -> list[Atom]:
-        xs = [v for k, v in enumerate(self.scan.xs) if k not in self.reread and k not in self.fed]
-        return [*self.scan.consts, *self.scan.init, *xs, *self.hosts, *self.in_place, *self.others]
 
     @property
     def makes(self) -> list[Var]:
@@ -104,62 +81,110 @@ class InScan:
     def last_row(self) -> int:
         return self.scan.length - 1 - self.first_row
 
-    @property
-    def passed_through(self) -> list[Var]:
-        """Ahead, what comes into an iteration and is kept for the backward pass as it came: after the first phase.
+    @functools.cached_property
+    def loaded(self) -> tuple[Var, ...]:
+        """Leaves on the host whose rows are read."""
+        return tuple(v for v in self._reads if is_host_aval(v.aval))
 
-        Kept at once, it holds up the first load: XLA writes the next number of the iteration over the one by which it
-        is put into its stack, together with the row that is loaded (12x2x4096x4096, 16384 tokens: 204.1 ms, so 202.5).
-        Not where the first phase loads nothing (Lion: 703 ms, 697 at once), or gradients wait on the host, which are
-        loaded and not stored (65536 tokens: 771 ms, 714 at once).
-        """
-        program, n = self.body.program, len(self.scan.carry)
-        at_once = not self.ahead or {*self.loaded} != {*self.stored} or not self.groups[-1]
-        kept = [] if at_once else [v for v in program.outputs[n:] if not isinstance(v, Literal)]
-        return [v for v in dict.fromkeys(kept) if v in {*program.inputs}]
+    @functools.cached_property
+    def stored(self) -> tuple[Var, ...]:
+        """Leaves on the host whose rows are written."""
+        return tuple(old for v, old, _ in self._writes if old is not None and is_host_aval(v.aval))
+
+    @functools.cached_property
+    def hosts(self) -> tuple[Var, ...]:
+        return tuple(dict.fromkeys([*self.loaded, *self.stored]))
+
+    @functools.cached_property
+    def in_place(self) -> tuple[Var, ...]:
+        """Operands on the device that are overwritten by rows."""
+        return tuple(old for v, old, _ in self._writes if old is not None and not is_host_aval(v.aval))
+
+    @functools.cached_property
+    def new(self) -> tuple[Var, ...]:
+        """Results on the device with a buffer of their own."""
+        return tuple(v for v, old, d in self._writes if old is None and isinstance(d, Rows))
+
+    @functools.cached_property
+    def sums(self) -> tuple[Var, ...]:
+        """Results that are summed up."""
+        return tuple(v for v, _, d in self._writes if isinstance(d, Partial))
+
+    @functools.cached_property
+    def others(self) -> tuple[Var, ...]:
+        """What else the updates read."""
+        own = {*self.hosts, *self.in_place, *self.scan.ys}
+        return tuple(v for v in self._reads if v not in own)
+
+    @functools.cached_property
+    def rows(self) -> dict[Var, Rows]:
+        """Where the rows of leaves and other operands are."""
+        writes = [(v if old is None else old, d) for v, old, d in self._writes]
+        return {v: d for v, d in [*self._reads.items(), *writes] if isinstance(d, Rows)}
+
+    @functools.cached_property
+    def pins(self) -> dict[Var, NamedSharding]:
+        """The shardings of leaves and other operands."""
+        return {v: s for move in self.moves for v, s in move.slice.pins.items()}
+
+    @property
+    def groups(self) -> Groups:
+        """Leaves on the host that take turns: each group is stored in its phase of an iteration, and loaded in the next
+        one."""
+        return self._in_turn[0]
+
+    @property
+    def body(self) -> Phases:
+        """The iteration's own arithmetic, divided as the link's time is."""
+        return self._in_turn[1]
+
+    @functools.cached_property
+    def _in_turn(self) -> tuple[Groups, Phases]:
+        """Two groups, or three where the link has less to wait for: of three equal leaves, masters and two moments say,
+        two would go one way while one goes the other."""
+        body = flat(self.scan.body, opens=lambda _: True)
+        two, three = _balanced(self.hosts, 2), _balanced(self.hosts, 3)
+        gains = sum(self._times(three)) < LEAST_GAIN * sum(self._times(two))
+        if gains and (found := phases(body, self._times(three))) is not None:
+            return three, found
+        found = phases(body, self._times(two))
+        assert found is not None  # of two there are always
+        return two, found
+
+    def _times(self, groups: Groups) -> list[int]:
+        """Bytes that the busier direction carries in each phase."""
+        out, back = (
+            [sum(nbytes(v.aval) for v in group if v in moved) for group in groups]
+            for moved in (self.stored, self.loaded)
+        )
+        return [max(out[k], back[k - 1]) for k in range(len(groups))]
+
+    @functools.cached_property
+    def _reads(self) -> dict[Var, Dim]:
+        """What the updates read, and what is made again of it, with its rows."""
+        both = [(move.slice, move.how) for move in self.moves] + [(r.slice, r.how) for r in self.reread.values()]
+        return dict(pair for s, how in both for pair in zip(s.inputs, how.dims, strict=True))
+
+    @functools.cached_property
+    def _writes(self) -> list[tuple[Var, Var | None, Dim]]:
+        """What the updates make for others than the scan: the result, the operand in whose buffer it is, its rows."""
+        return [
+            each
+            for move in self.moves
+            for each in zip(move.slice.outputs, move.how.buffers, move.how.out_dims, strict=True)
+            if each[0] not in move.feeds
+        ]
 
 
 def in_scan(program: Program, scan: Scan, moves: Moves, *, ahead: bool) -> InScan:
     """The plan of the moves into a scan of a step."""
-    reads = [pair for move in moves.moves for pair in zip(move.slice.inputs, move.dims, strict=True)]
-    writes = [write for move in moves.moves for write in _writes(move)]
-    in_place = [old for v, old, _ in writes if old is not None and not is_host_aval(v.aval)]
-    new = [(v, d) for v, old, d in writes if old is None and isinstance(d, Rows)]
-    loaded = list(dict.fromkeys(v for v, _ in reads if is_host_aval(v.aval)))
-    overwritten = [(old, d) for v, old, d in writes if old is not None and is_host_aval(v.aval) and isinstance(d, Rows)]
-    hosts = list(dict.fromkeys([*loaded, *(old for old, _ in overwritten)]))
-    stored = [v for v in hosts if v in dict(overwritten)]
     updated = {v for move in moves.moves for v in move.slice.outputs} if ahead else set[Var]()
-    reread = {} if ahead else {k: r for k, x in enumerate(scan.xs) if (r := _reread(program, x, scan, {*in_place}))}
-    again = [pair for each in reread.values() for pair in zip(each.slice.inputs, each.dims, strict=True)]
-    own = {*hosts, *in_place, *scan.ys}
-    groups, body = _in_turn(hosts, loaded, stored, flat(scan.body, opens=lambda _: True))
-    return InScan(
-        scan=scan,
-        body=body,
-        moves=moves.moves,
-        kept=tuple(y for y in scan.ys if y in moves.kept),
-        ahead=ahead,
-        fed={k: x for k, x in enumerate(scan.xs) if not isinstance(x, Literal) and x in updated},
-        reread=reread,
-        rows={v: d for v, d in [*reads, *overwritten, *new, *again] if isinstance(d, Rows)},
-        hosts=tuple(hosts),
-        loaded=tuple(loaded),
-        stored=tuple(stored),
-        groups=groups,
-        in_place=tuple(in_place),
-        new=tuple(v for v, _ in new),
-        sums=tuple(v for v, _, d in writes if isinstance(d, Partial)),
-        others=tuple(dict.fromkeys(v for v, _ in [*reads, *again] if v not in own)),
-        pins={v: s for move in moves.moves for v, s in move.slice.pins.items()},
-    )
-
-
-def _writes(move: Move) -> Iterator[tuple[Var, Var | None, Dim]]:
-    """What an update makes for others than the scan: the result, the operand in whose buffer it is, and its rows."""
-    for v, old, d in zip(move.slice.outputs, move.buffers, move.out_dims, strict=True):
-        if v not in move.feeds:
-            yield v, old, d
+    fed = {k: x for k, x in enumerate(scan.xs) if not isinstance(x, Literal) and x in updated}
+    plan = InScan(scan, moves.moves, tuple(y for y in scan.ys if y in moves.kept), ahead, fed, {})
+    if ahead:
+        return plan
+    again = {k: r for k, x in enumerate(scan.xs) if (r := _reread(program, x, scan, {*plan.in_place}))}
+    return dataclasses.replace(plan, reread=again)
 
 
 def _reread(program: Program, x: Atom, scan: Scan, in_place: set[Var]) -> Reread | None:
@@ -171,43 +196,92 @@ def _reread(program: Program, x: Atom, scan: Scan, in_place: set[Var]) -> Reread
 
     try:
         taken, needed = closure(program.eqns, {x: Rows(0)}, dims_of)
-    except Stays:
+    except CannotHoist:
         return None
     s = slice_of(taken, [x], program.debug_info, {})
     if not any(v in in_place for v in s.inputs) or any(is_host_aval(v.aval) for v in s.inputs):
         return None
     lead = next(v for v in s.inputs if v in in_place)
     rows = needed[lead]
-    return None if rows is None else Reread(s, lead.aval.shape, rows.dim, tuple(needed[v] for v in s.inputs))
-
-
-def times_of(groups: Groups, loaded: Set[Var], stored: Set[Var]) -> list[int]:
-    """Bytes that the busier direction carries in each phase."""
-    out = [sum(nbytes(v.aval) for v in group if v in stored) for group in groups]
-    back = [sum(nbytes(v.aval) for v in group if v in loaded) for group in groups]
-    return [max(out[k], back[k - 1]) for k in range(len(groups))]
-
-
-def _in_turn(
-    hosts: Sequence[Var], loaded: Sequence[Var], stored: Sequence[Var], body: Program
-) -> tuple[Groups, Phases]:
-    """Leaves in two groups, or in three where the link has less to wait for, and the phases of an iteration.
-
-    Three equal leaves, masters and two moments, in two groups: while two go one way, one goes the other.
-    """
-    found = [_balanced(hosts, 2), *itertools.permutations(_balanced(hosts, 3))]
-    times = [times_of(groups, {*loaded}, {*stored}) for groups in found]
-    best = min(range(len(found)), key=lambda k: sum(times[k]))
-    cut = phases(body, times[best]) if sum(times[best]) < LEAST_GAIN * sum(times[0]) else None
-    if cut is None:
-        best, cut = 0, phases(body, times[0])
-    assert cut is not None  # of two there are always
-    return found[best], cut
+    if rows is None:
+        return None
+    dims = tuple(needed[v] for v in s.inputs)
+    return Reread(s, RowWise(lead.aval.shape, rows.dim, dims, (Rows(0),), (None,)))
 
 
 def _balanced(hosts: Sequence[Var], count: int) -> Groups:
     """Groups of about as many bytes."""
-    groups: list[list[Var]] = [[] for _ in range(count)]
+    groups = [list[Var]() for _ in range(count)]
     for v in sorted(hosts, key=lambda v: -nbytes(v.aval)):
         min(groups, key=lambda group: sum(nbytes(u.aval) for u in group)).append(v)
-    return tuple(map(tuple, groups))
+    return groups
+
+
+@dataclasses.dataclass(frozen=True)
+class Phases:
+    """A program, run one phase after the other.
+
+    Attributes:
+      program: the program.
+      slices: its phases.
+      gates: for each phase but the last the matmul that the phase is there for; ``None`` where there is no matmul.
+    """
+
+    program: Program
+    slices: Sequence[Slice]
+    gates: Sequence[Var | None]
+
+    def held(self, phase: int) -> list[Var]:
+        """What a phase makes for the next one, beside the gate."""
+        made = {*self.slices[phase].outputs} - {self.gates[phase]}
+        return [v for v in self.slices[phase + 1].inputs if v in made]
+
+
+def phases(program: Program, times: Sequence[float]) -> Phases | None:
+    """Cuts behind matmuls, so that each phase has the share of the arithmetic that it has of the transfers' ``times``.
+
+    A phase is what its last matmul needs. What stands above that without being needed, a weight's gradient say, is the
+    next one's: XLA for GPUs would run it behind the gate anyway.
+
+    Returns:
+      ``None`` where there are too few matmuls for more than two phases.
+    """
+    work = [flops(eqn) for eqn in program.eqns]
+    left = [sum(work) - done for done in itertools.accumulate(work)]
+    needed = _work_needed(program.eqns, work)
+    cuts, done = list[int | None](), list[set[int]]()
+    for k in range(len(times) - 1):
+        share = times[k] / (sum(times[k:]) or 1)
+        share, before = share if 0 < share < 1 else 0.5, set[int]().union(*done)
+        own = {at: sum(work[h] for h in needed[at] - before) for at, n in enumerate(work) if n and at not in before}
+        cut = max(own, key=lambda at: (min((1 - share) * own[at], share * left[at]), own[at]), default=None)
+        if len(times) > 2 and (cut is None or not left[cut]):
+            return None
+        cuts.append(cut)
+        done.append(before if cut is None else before | needed[cut])
+    last, first_read, parts = len(done), dict[Var, int](), [list[Equation]() for _ in times]
+    for at, eqn in reversed([*enumerate(program.eqns)]):
+        if work[at]:
+            turn = next((k for k, each in enumerate(done) if at in each), last)
+        else:  # it stands where it is first read
+            turn = min((first_read[v] for v in eqn.outvars if v in first_read), default=last)
+        first_read.update((v, min(turn, first_read.get(v, turn))) for v in variables(eqn.invars))
+        parts[turn].insert(0, eqn)
+    wanted, slices = {*variables(program.outputs)}, list[Slice]()
+    for eqns in reversed(parts):
+        outputs = [v for eqn in eqns for v in eqn.outvars if v in wanted]
+        slices.insert(0, slice_of(eqns, outputs, program.debug_info, {}))
+        wanted.update(v for eqn in eqns for v in variables(eqn.invars))
+    outs = [() if cut is None else program.eqns[cut].outvars for cut in cuts]
+    gates = [next((v for v in vs if v in s.outputs), None) for vs, s in zip(outs, slices, strict=False)]
+    return Phases(program, slices, gates)
+
+
+def _work_needed(eqns: Sequence[Equation], work: Sequence[float]) -> list[set[int]]:
+    """For each equation the places of those with matmuls that it needs, its own too."""
+    of, found = dict[Var, set[int]](), list[set[int]]()
+    for k, eqn in enumerate(eqns):
+        needs = set[int]().union(*(of.get(v, ()) for v in variables(eqn.invars))) | ({k} if work[k] else set[int]())
+        of.update(dict.fromkeys(eqn.outvars, needs))
+        found.append(needs)
+    return found

@@ -49,7 +49,7 @@ class Options:
 
     @property
     def replicated(self) -> Shardings:
-        """Of the parameters whose state is sharded further: as they are themselves."""
+        """The own shardings of the parameters whose state is sharded further."""
         return {path: self.shardings[path] for path in self.partitions}
 
 
@@ -67,7 +67,7 @@ class Claim:
 
 
 def merged(claims: Sequence[Claim]) -> Options:
-    """What is known of the parameters: all that any of them knows."""
+    """All that any of the offloads knows of the parameters."""
     return Options(
         shardings={path: s for each in claims for path, s in each.options.shardings.items()},
         partitions={path: s for each in claims for path, s in each.options.partitions.items()},

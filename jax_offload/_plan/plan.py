@@ -10,15 +10,14 @@ from collections.abc import Mapping
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Var
 from jax_offload._ir.slices import Slice
-from jax_offload._plan.rules import Partial, Rows
+from jax_offload._plan.rules import Dim, Rows, Where
 from jax_offload._plan.serialise import InParts, Serial, SerialPart
 
 SUBLANES = 8  # rows of a tile in a TPU's memory, of whatever dtype
 
 
 def tiles(rows: int, axis: int, ndim: int) -> tuple[tuple[int, int], ...]:
-    """Where those begin and end of some rows of an array that are written into host memory at a time: whole tiles, and
-    less than one.
+    """The ranges of rows that are written into host memory at a time: whole tiles, and less than one.
 
     ``Updating the sublane dimension across multiple lane chunks is only supported ...``, libtpu 0.0.52 says of 12 rows.
     """
@@ -37,30 +36,40 @@ class Whole:
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunked:
-    """A slice that runs in a loop over chunks of its leaves.
+class RowWise:
+    """How a slice runs on some rows of its operands: in a loop over chunks, in a scan, or on rows from disk.
 
     Attributes:
-      shape: of the leaf that is chunked.
-      axis: along which.
-      shards: into how many parts that axis is divided between devices. A chunk is the same rows of each.
-      rows: of each shard, in a chunk.
-      dims: for every operand of the slice the dimension of the chunks.
-      out_dims: for every result.
-      buffers: for every result the operand whose buffer it overwrites; ``None``: a new one.
+      shape: the shape of the leaf that leads.
+      axis: the axis of that leaf along which the rows lie.
+      dims: for every operand of the slice where its rows are; ``None``: it has none, and is given whole.
+      out_dims: for every result; a ``Partial`` is added up.
+      buffers: for every result the operand whose buffer it overwrites, row by row; ``None``: a new one.
+      shards: into how many parts the axis is divided between devices; rows are the same of each.
     """
 
     shape: tuple[int, ...]
     axis: int
-    shards: int
-    rows: int
-    dims: tuple[Rows | None, ...]
-    out_dims: tuple[Rows | Partial, ...]
+    dims: tuple[Dim, ...]
+    out_dims: tuple[Dim, ...]
     buffers: tuple[Var | None, ...]
+    shards: int = 1
+
+    @property
+    def where(self) -> Where:
+        """The axis, for the rules of equations."""
+        return Where(self.shape[self.axis], self.shape, self.axis)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunked(RowWise):
+    """A slice that runs in a loop over chunks of its leaves; ``rows`` of each shard are a chunk."""
+
+    rows: int = 1
 
     @property
     def count(self) -> int:
-        """Of chunks."""
+        """The number of chunks."""
         return math.ceil(self.shape[self.axis] // self.shards / self.rows)
 
     def stores(self, result: int, ndim: int) -> int:
@@ -158,12 +167,12 @@ class Planned:
 
     @property
     def bytes_in_flight(self) -> int:
-        """Of host leaves on one device while it runs, as the window counts them."""
+        """Bytes of host leaves on one device while it runs, as the window counts them."""
         return 0 if self.on_cores else min(self.slice.loaded_bytes, self.window.nbytes)
 
     @property
     def bytes_at_once(self) -> int:
-        """Of host leaves on one device while it runs, whatever the window."""
+        """Bytes of host leaves on one device while it runs, whatever the window."""
         return self.window.nbytes if self.in_chunks else 0 if self.on_cores else self.slice.loaded_bytes
 
 

@@ -16,7 +16,7 @@ from jax_offload._plan.rules import Dependent, Dim, Partial, Rows, chunked_dims
 
 
 def transfer_of(s: Slice, reuse: Mapping[Var, Var], window: int) -> Transfer:
-    """In chunks of which at most ``window`` bytes of host leaves are in flight, or whole, saying why.
+    """Decide that a slice goes in chunks, with at most ``window`` bytes of host leaves in flight, or whole, and why.
 
     A chunk of a sharded axis is the same rows of every shard, so that no device needs those of another.
 
@@ -59,7 +59,7 @@ def transfer_of(s: Slice, reuse: Mapping[Var, Var], window: int) -> Transfer:
             why = "a result has no such axis"
             continue
         old_of = [None if isinstance(d, Partial) else old for old, d in zip(old_of, written, strict=True)]
-        return Chunked(lead.shape, axis, shards, rows, tuple(dims), tuple(written), tuple(old_of))
+        return Chunked(lead.shape, axis, tuple(dims), tuple(written), tuple(old_of), shards, rows)
     return Whole(why)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -44,7 +44,7 @@ def unwrapped(step: Any) -> Callable[..., Any]:
     """The function under a ``jit``, which is traced again, without that ``jit``."""
     if hasattr(step, "whole_step"):
         return step.whole_step
-    # jax takes compiler_options in no jit inside of another
+    # jax accepts no compiler_options in a jit inside another.
     return step.__wrapped__ if hasattr(step, "lower") and hasattr(step, "__wrapped__") else step
 
 
@@ -103,3 +103,22 @@ def jitted(
     positions = [k for k, x in enumerate(args) if donates(x)]
     names = [name for name, x in sorted(kwargs.items()) if donates(x)]
     return jax.jit(of_arrays, donate_argnums=positions, donate_argnames=names), args, kwargs
+
+
+def replaced(args: Sequence[Any], results: Any) -> dict[int, Any]:
+    """The arguments that a step hands on, by their place, with the results that take theirs in the next step.
+
+    These are the results, or the first of several, of the same structure, shapes and dtypes.
+    """
+
+    def types_of(x: Any) -> Any:
+        leaves, treedef = jax.tree.flatten(x)
+        return treedef, [(getattr(leaf, "shape", None), getattr(leaf, "dtype", type(leaf))) for leaf in leaves]
+
+    left = [results, *(results if isinstance(results, tuple | list) else ())]
+    found: dict[int, Any] = {}
+    for k, argument in enumerate(args):
+        same = next((i for i, x in enumerate(left) if jax.tree.leaves(x) and types_of(x) == types_of(argument)), None)
+        if same is not None:
+            found[k] = left.pop(same)
+    return found

@@ -1,11 +1,11 @@
-"""placement(): traces an update or a step, and reads from it where each leaf lives and how it is streamed."""
+"""``placement``: traces an update or a step, and reads from it where each leaf lives and how it is streamed."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import jax
@@ -22,13 +22,52 @@ from jax_offload._emit.find import updates_in
 from jax_offload._emit.region import Update
 from jax_offload._placement.placement import Leaf, unmanaged
 from jax_offload._plan.by_rows import Parts, parts_of
+from jax_offload._plan.options import claimed, merged
 from jax_offload._plan.plan import Planned
 from jax_offload._report.callables import opened, unwrapped
-from jax_offload._report.guessed import guessed
 from jax_offload._report.printed import ARGUMENT, Placement
 from jax_offload._state.traced_init import abstract_leaves, placed_leaves
 
+_ORDER = "order: guessed from the parameters' paths; "
+_READ, _SAY = "placement(step, *args) reads it from the step", "the step does not tell it, offload(order=) does"
+_ASK = "tx.init(params) or state_shardings(tx, params) before the step tells them, for parameters of one sharding"
+
+
+def guessed(updates: Sequence[Update], *, of_step: bool) -> tuple[str, ...]:
+    """What these updates go by that is neither in their arguments nor in the trace around them."""
+    orders = [_ORDER + (_SAY if of_step else _READ)] if any(map(_in_guessed_order, updates)) else []
+    return tuple(dict.fromkeys([*orders, *(each for update in updates for each in _shardings(update, of_step))]))
+
+
+def _in_guessed_order(update: Update) -> bool:
+    """Whether several slices of an ``offload`` without ``order`` are loaded in an order that nothing tells."""
+    free = {v for v, claim in claimed(update.claims).items() if claim.options.order is None}
+    return not update.ordered and sum(not free.isdisjoint(p.slice.loads) for p in update.planned) > 1
+
+
+def _shardings(update: Update, of_step: bool) -> Iterator[str]:
+    known = merged(update.claims)
+    by_sharding: dict[str, list[str]] = {}
+    for path in sorted(known.remembered):
+        sharding = known.shardings[path]
+        if sharding.num_devices > 1:  # on one there is nothing to decide
+            text = f"P({', '.join(map(repr, sharding.spec))})" if isinstance(sharding, NamedSharding) else str(sharding)
+            by_sharding.setdefault(text, []).append(path)
+    if by_sharding:
+        each = "; ".join(f"{text} of {_some(paths)}" for text, paths in by_sharding.items())
+        yield f"shardings: remembered from init, or from where they were asked for: {each}"
+    if (unknown := known.unknown - known.shardings.keys()) and update.planned:
+        none = f"not known of {_some(unknown)}" if of_step else f"{len(unknown)} of the parameters have none"
+        yield f"shardings: {none}, counted as on one device" + (f"; {_ASK}" if of_step else "")
+
+
+def _some(paths: Sequence[str] | Set[str]) -> str:
+    first, *rest = sorted(paths)
+    return f"{first} and {len(rest)} more" if rest else first
+
+
 _UNSEEN = "not loaded by an update in what was traced; under vmap and derivatives none is seen"
+_PUT = "whole, by a device_put of the step itself, which no window limits"
 _NO_UPDATE = "no update of an offload was seen in it (under vmap and derivatives none is)"
 
 
@@ -86,7 +125,7 @@ def table_and_trace(tx: Any, params: Any, **extra_args: Any) -> tuple[Placement,
     """The table of a transformation, and its traced update, a closed jaxpr; ``None`` where that raises."""
     placed, treedef = placed_leaves(tx, params)
     leaves = [leaf for leaf, _, _ in placed]
-    # of the types that a step is handed: with Explicit axes these say how each leaf is divided
+    # The types that a step is handed; with Explicit axes they say how each leaf is divided.
     state = jax.tree.unflatten(treedef, abstract_leaves(placed))
 
     def update(params: Any, state: Any, extra_args: Any) -> list[Any]:
@@ -96,7 +135,7 @@ def table_and_trace(tx: Any, params: Any, **extra_args: Any) -> tuple[Placement,
     with described(params):
         trace, unknown = _trace(update, params, state, extra_args)
     loads = _loads(trace)
-    table = _table(leaves, loads.of or [[] for _ in leaves], unknown, loads)
+    table = _table(leaves, loads.for_each(leaves), unknown, loads)
     return dataclasses.replace(table, guessed=guessed(_updates(trace), of_step=False)), trace
 
 
@@ -129,7 +168,7 @@ def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
         traced(names, args, kwargs)
         trace, unknown = _trace(call, args, kwargs)
     loads = _loads(trace)
-    kept = [(row, of) for row, of in zip(rows, loads.of or [[] for _ in rows], strict=True) if row.host or of]
+    kept = [(row, of) for row, of in zip(rows, loads.for_each(rows), strict=True) if row.host or of[0]]
     table = _table([row for row, _ in kept], [of for _, of in kept], unknown, loads)
     away = any(row.host or row.disk for row in rows)
     stays = (_NO_UPDATE,) if trace is not None and away and not updates_in(trace) else loads.stays
@@ -139,7 +178,7 @@ def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
 
 
 def _in_turn(updates: Sequence[Update]) -> tuple[str, ...]:
-    """Which gradients the preludes of these updates use in turn."""
+    """How the preludes of these updates take gradients in turn, in words."""
     passes = [each for update in updates for each in update.plan.passes]
     return tuple(dict.fromkeys(text for each in passes if each.serial is not None and (text := str(each.serial))))
 
@@ -150,6 +189,7 @@ class _Loads:
 
     Attributes:
       of: each of the leaves that it returns.
+      put: which of them the step itself moves to the device, as it does where an update runs ahead of a scan.
       parts: of a slice, by its id, how it comes from disk.
       times: of a slice, by its id, how often it runs, in scans of the step.
       unlisted: slices that load none of these.
@@ -157,10 +197,15 @@ class _Loads:
     """
 
     of: list[list[Planned]] = dataclasses.field(default_factory=list[list[Planned]])
+    put: Sequence[bool] = ()
     parts: dict[int, Parts] = dataclasses.field(default_factory=dict[int, Parts])
     times: dict[int, int] = dataclasses.field(default_factory=dict[int, int])
     unlisted: list[Planned] = dataclasses.field(default_factory=list[Planned])
     stays: tuple[str, ...] = ()
+
+    def for_each(self, leaves: Sequence[Leaf]) -> list[tuple[list[Planned], bool]]:
+        """``of`` and ``put`` of each leaf; nothing where the function could not be traced."""
+        return list(zip(self.of, self.put, strict=True)) or [([], False) for _ in leaves]
 
     def how(self, p: Planned) -> str:
         """In words."""
@@ -181,11 +226,12 @@ class _Loads:
         return tuple(f"{how}; {n} of these" if n > 1 else how for how, n in ways.items())
 
 
-def _table(leaves: Sequence[Leaf], of: Sequence[list[Planned]], unknown: str, loads: _Loads) -> Placement:
+def _table(leaves: Sequence[Leaf], of: Sequence[tuple[list[Planned], bool]], unknown: str, loads: _Loads) -> Placement:
     rows, windows = [], {}
-    for leaf, of_leaf in zip(leaves, of, strict=True):
+    for leaf, (of_leaf, put) in zip(leaves, of, strict=True):
         hidden = (leaf.host or leaf.disk) and not of_leaf and not unknown
-        rows.append(dataclasses.replace(leaf, streams=_UNSEEN if hidden else _in_words(of_leaf, loads)))
+        streams = (_PUT if put else _UNSEEN) if hidden else _in_words(of_leaf, loads)
+        rows.append(dataclasses.replace(leaf, streams=streams))
         windows |= {id(p.window): dataclasses.replace(p.window, leaf=leaf.path) for p in of_leaf
                     if id(p.window) not in windows and not p.on_cores}  # fmt: skip
     return Placement(tuple(rows), unknown, tuple(windows.values()))
@@ -217,8 +263,16 @@ def _loads(traced: Any) -> _Loads:
         if planned.slice.loads and not rows:
             unlisted.append(planned)
     updates = [each.update for each in found if isinstance(each.update, Update)]
+    moves = [eqn for eqn in traced.jaxpr.eqns if eqn.primitive.name == "device_put"]
+    put = {
+        x
+        for eqn in moves
+        for x, y in zip(eqn.invars, eqn.outvars, strict=True)
+        if not isinstance(x, jex.Literal) and _memory.is_host_aval(x.aval) and not _memory.is_host_aval(y.aval)
+    }
     return _Loads(
         of=[[] if isinstance(v, jex.Literal) else index[v] for v in leaves],
+        put=[not isinstance(v, jex.Literal) and v in put for v in leaves],
         parts={id(p): parts_of(p, u.next_values, u.on_disk) for u in updates if u.on_disk for p in u.planned},
         times={id(p): each.times for each in found for p in each.update.planned},
         unlisted=unlisted,

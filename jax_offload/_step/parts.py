@@ -14,13 +14,9 @@ from jax_offload._ir.peel import peeled, why_not_peeled
 from jax_offload._ir.program import Program
 from jax_offload._ir.propagate import Mask, Node, forward, needed, topological, union
 from jax_offload._ir.slices import Slice, slice_of
-from jax_offload._plan.ahead import moves_ahead
-from jax_offload._plan.behind import MICROBATCHES, moves_of, sums_up
+from jax_offload._plan.gates import Gate, Piece, interleaved
+from jax_offload._plan.hoist import MICROBATCHES, CannotHoist, Hoist
 from jax_offload._plan.in_scan import InScan, in_scan
-from jax_offload._plan.in_turn import in_turn
-from jax_offload._plan.interleave import Gate, interleaved
-from jax_offload._plan.moves import Stays
-from jax_offload._plan.network import Piece
 from jax_offload._plan.plan import Chunked
 from jax_offload._step.inlined import Inlined, inlined, opened
 
@@ -114,10 +110,11 @@ def _decided(found: Inlined, apart: bool = False) -> Parts:
     ]
     stay_behind, stay_ahead, summing = dict[int, list[str]](), list[str](), list[int]()
     for at, scan in reversed(scans):
-        moves, why = moves_of(step.program, scan, at, step.next_of, moved, step.waiting)
-        stay_behind[at] = why
-        if not moves.moves and not apart and (how := sums_up(step.program, scan, at, step.gradients)):
-            why.append(how)
+        hoist = Hoist(step.program, at, step.next_of, step.waiting, claimed=moved)
+        moves = hoist.behind()
+        stay_behind[at] = moves.why
+        if not moves.moves and not apart and (how := hoist.sums_up(step.gradients)):
+            moves.why.append(how)
             summing.append(at)
         if moves.moves:
             plans[at] = in_scan(step.program, scan, moves, ahead=False)
@@ -125,8 +122,8 @@ def _decided(found: Inlined, apart: bool = False) -> Parts:
     for at, scan in scans:
         if at not in plans and id(step.program.eqns[at]) not in moved:
             read = {v for plan in plans.values() for v in plan.operands}
-            moves, why = moves_ahead(step.program, scan, at, step.next_of, {*step.own}, moved, read)
-            stay_ahead += why
+            moves = Hoist(step.program, at, step.next_of, claimed=moved, own={*step.own}, read=read).ahead()
+            stay_ahead += moves.why
             if moves.moves:
                 plans[at] = in_scan(step.program, scan, moves, ahead=True)
                 moved |= moves.eqns
@@ -194,7 +191,7 @@ def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> tuple
                 for place, rest in left.items():
                     nodes[place] = dataclasses.replace(nodes[place], payload=rest)
     if order is None:
-        order = in_turn(topological(nodes, sorted(wanted))) if plans else topological(nodes, sorted(wanted))
+        order = topological(nodes, sorted(wanted))
 
     parts: list[Any] = []
     for is_equations, group in itertools.groupby(order, lambda node: isinstance(node.payload, Equation)):
@@ -218,12 +215,12 @@ def _between_passes(
         for place in places:
             pieces += _pieces(step, nodes[place].payload)
         return interleaved(pieces, range(len(pieces)), outputs), ""
-    except Stays as stays:
+    except CannotHoist as stays:
         on_host = any(nodes[place].payload.update.planned for place in places)
         why = str(stays) if on_host else ""
     try:
         return interleaved(nodes, which, outputs), why
-    except Stays:
+    except CannotHoist:
         return None, why
 
 
@@ -231,16 +228,16 @@ def _pieces(step: Inlined, rest: Rest) -> list[Node]:
     """What is left of an update in pieces.
 
     Raises:
-      Stays: they cannot run between the parts of the step.
+      CannotHoist: they cannot run between the parts of the step.
     """
     update, recipe = dataclasses.replace(rest.update, gated=True), rest.update.program
     if len(update.plan.passes) != 1:
-        raise Stays("a number made of all of its state, or of all rows of a leaf, takes a pass of its own, ahead")
+        raise CannotHoist("a number made of all of its state, or of all rows of a leaf, takes a pass of its own, ahead")
     (only,) = update.plan.passes
     if only.in_own_loop:
-        raise Stays(f"it runs in a loop of its own, {only.slices[0].window.own_loop}")
+        raise CannotHoist(f"it runs in a loop of its own, {only.slices[0].window.own_loop}")
     if any(eqn.effects for eqn in recipe.eqns):
-        raise Stays("it has effects, a callback say")
+        raise CannotHoist("it has effects, a callback say")
     given = dict(zip(recipe.inputs, rest.operands, strict=True))
     variable = {v: x for v, x in given.items() if not isinstance(x, Literal)}
 

@@ -33,22 +33,20 @@ from jax_offload._base.jaxprs import (
 )
 from jax_offload._base.memory import is_host_aval, on_host
 from jax_offload._base.on_disk import READ, is_on_disk
-from jax_offload._emit.deduplicate import functions
+from jax_offload._emit.chunks import or_batched
 from jax_offload._emit.find import holds_driven_update, holds_update, is_update
-from jax_offload._emit.in_scan import one_after_the_other, scanned
-from jax_offload._emit.loop import or_batched
+from jax_offload._emit.hoisted import one_after_the_other, scanned
 from jax_offload._emit.region import Update, bound, marked
-from jax_offload._emit.results import Known, in_time
+from jax_offload._emit.run import functions
 from jax_offload._emit.transfers import Names
 from jax_offload._ir.program import Program, as_program, expanded, flat, replaced
 from jax_offload._ir.slices import Slice
+from jax_offload._plan.gates import Gate, Piece
 from jax_offload._plan.in_scan import InScan
-from jax_offload._plan.interleave import Gate
-from jax_offload._plan.network import Piece
+from jax_offload._step.choices import choosing
 from jax_offload._step.inlined import runs_one_twice
 from jax_offload._step.parts import Parts, Rest, parts_of
 from jax_offload._step.returned import unreturned
-from jax_offload._step.unskipped import choosing
 
 Drive = Callable[[ClosedJaxpr, Any, Set[int | str]], Any]
 
@@ -159,13 +157,10 @@ def _in_parts(found: Parts, args: Sequence[Any]) -> list[Any]:
     step, program = found.step, found.step.program
     env: dict[Var, Any] = dict(zip(program.inputs, [*program.consts, *args], strict=True))
     names = step.names
-    gated, loops = any(isinstance(part, Gate) for part in found.parts), Known()
     for part in found.parts:
         if isinstance(part, Gate):
             gate(env, part.held, part.waits_for)
             continue
-        if gated and isinstance(part, Slice):
-            part = dataclasses.replace(part, jaxpr=in_time(part.jaxpr, loops))
         if lacking := [v for v in _operands_of(part) if v not in env]:
             raise CannotRewrite(f"a part reads {lacking[0].aval}, and none before it makes that")
         for v, x in _results_of(part, env, names):
@@ -184,10 +179,7 @@ def _operands_of(part: Slice | InScan | Rest | Piece) -> list[Var]:
 
 
 def _parts(program: Program) -> Parts | None:
-    """The parts of a step; where nothing of its update moves, those with an update that chooses instead of skipping.
-
-    That is kept if something then moves, as it costs the bytes of a step that is skipped.
-    """
+    """The parts of a step; where nothing of its update moves, those with an update that runs both of its branches."""
     found = parts_of(_noted_inside(program))
     if found is not None and _hides(found):
         return found
@@ -298,6 +290,4 @@ def _why_not(closed: ClosedJaxpr, plain: Program) -> tuple[str, ...]:
         return (f"the step has effects {whose}whose order would be lost",)
     if runs_one_twice([eqn.params["update"] for eqn in plain.eqns if is_update(eqn)]):
         return ("the step calls one jitted update several times; take the inner jit away",)
-    words = {"while": "a while (skip= is one)"}
-    where = (words.get(name, f"a {name}") for name in inside)
-    return tuple(f"it runs in {each} of the step, and only what each step runs once moves" for each in where)
+    return tuple(f"it runs in a {name} of the step, and only what each step runs once moves" for name in inside)

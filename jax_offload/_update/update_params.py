@@ -13,11 +13,11 @@ from jax_offload._base.barriers import opaque
 from jax_offload._base.on_disk import opened
 from jax_offload._base.own_primitives import collector_waits
 from jax_offload._base.shardings import types_tell
-from jax_offload._emit.skip import carried_unless
 from jax_offload._placement.zero import resharded
 from jax_offload._plan.options import Options
 from jax_offload._update.arguments import check_transformation
 from jax_offload._update.features import applied
+from jax_offload._update.skip import checked_skip, old_where
 from jax_offload._update.streamed import part_of_recipe, streamed
 
 
@@ -59,9 +59,8 @@ def update_params(
       grads: the gradients, a tree like ``params`` with the same shapes.
       state: the state of ``tx``.
       params: the parameters.
-      skip: a bool, traced or not. Where it is true, parameters and state keep every bit, and nothing moves unless
-        ``jo.pipelined`` or ``jo.jit`` hides the update in a pass. Pass ``~is_finite`` of flax's ``DynamicScale``. It
-        must be the same on all devices.
+      skip: a bool, traced or not. Where it is true, parameters and state keep every bit; the state is streamed all
+        the same. Pass ``~is_finite`` of flax's ``DynamicScale``. It must be the same on all devices.
       **extra_args: arguments for ``tx.update``.
 
     Returns:
@@ -80,19 +79,18 @@ def update_params(
       >>> optax.tree.get(state, "mu")["w"].sharding.memory_kind
       'pinned_host'
     """
-    if skip is not None:
-        return carried_unless(skip, lambda c: update_params(tx, grads, c[1], c[0], **extra_args), (params, state))
+    skip = None if skip is None else checked_skip(skip)
     check_transformation(tx, "(tx, grads, state, params)")
     tx = optax.with_extra_args_support(tx)
     state, stored = opened(state)
 
-    def recipe(grads: Any, state: Any, params: Any, extra_args: Any) -> Any:
+    def recipe(grads: Any, state: Any, params: Any, extra_args: Any, skip: Any) -> Any:
         def update(grads: Any, state: Any, params: Any, extra_args: Any) -> Any:
             return tx.update(grads, state, params, **extra_args)
 
-        (updates, state), given = part_of_recipe(update, grads, state, params, extra_args)
-        new = applied(params if types_tell(updates) else sharded_params(params, given), updates, state)
-        return _replicated_into(params, new, given), state
+        (updates, after), given = part_of_recipe(update, grads, state, params, extra_args)
+        new = applied(params if types_tell(updates) else sharded_params(params, given), updates, after)
+        return old_where(skip, (params, state), (_replicated_into(params, new, given), after))
 
-    params, state = streamed(recipe, (grads, state, params, extra_args), next_of=(2, 1))
+    params, state = streamed(recipe, (grads, state, params, extra_args, skip), next_of=(2, 1))
     return params, stored(state)

@@ -11,8 +11,7 @@ import optax
 import pytest
 
 import jax_offload as jo
-from jax_offload._analysis import doctor, rates
-from jax_offload._analysis.host import HostMemory
+from jax_offload._analysis import chips, doctor
 from tests.analysis.test_cli import run
 
 GIB = 2**30
@@ -20,7 +19,7 @@ GIB = 2**30
 
 @pytest.fixture
 def quick_to_measure(monkeypatch):
-    monkeypatch.setattr(rates, "ARRAY", 2**20)
+    monkeypatch.setattr(chips, "ARRAY", 2**20)
 
 
 @pytest.mark.usefixtures("quick_to_measure")
@@ -74,27 +73,50 @@ def test_the_doctor_s_memories():
     )  # fmt: skip
 
 
-def test_the_doctor_s_host_memory():
-    """What the kernel has, and what the cgroup leaves of it."""
-    says = "200 GiB available, 30.0 GiB left by the cgroup"
-    assert said(doctor._host(HostMemory(200 * GIB, 30 * GIB, 0))) == ("host memory", "ok", says, "")
-    assert doctor._host(HostMemory(200 * GIB, None, 0)).says == "200 GiB available"
-    assert said(doctor._host(HostMemory(None, None, 0))) == ("host memory", "note", "not known", "")
+@pytest.fixture
+def files(monkeypatch, tmp_path):
+    """Writes the kernel's files, which the doctor reads: what is available, and what the cgroup has and uses."""
+
+    def write(available=None, limit=None, used=0, cache=0):
+        group = tmp_path / "sys/fs/cgroup/job"
+        for folder in (tmp_path / "proc/self", group):
+            folder.mkdir(parents=True, exist_ok=True)
+        kernel = f"MemTotal: 1 kB\nMemAvailable: {available // 1024} kB\n" if available else ""
+        (tmp_path / "proc/meminfo").write_text(kernel)
+        (tmp_path / "proc/self/cgroup").write_text("0::/job\n")
+        (group / "memory.max").write_text("max" if limit is None else str(limit))
+        (group / "memory.current").write_text(str(used))
+        (group / "memory.stat").write_text(f"anon 1\ninactive_file {cache}\n")
+
+    real = chips.host_memory
+    monkeypatch.setattr(doctor, "host_memory", lambda: real(tmp_path))
+    return write
 
 
-def test_the_doctor_s_pool():
+def test_the_doctor_s_host_memory(files):
+    """What the kernel has, and what the cgroup leaves of it: what caches files is given back."""
+    files(200 * GIB, 64 * GIB, used=50 * GIB, cache=16 * GIB)
+    host, _ = doctor._memory(device())
+    assert said(host) == ("host memory", "ok", "200 GiB available, 30.0 GiB left by the cgroup", "")
+    files(200 * GIB)
+    assert doctor._memory(device())[0].says == "200 GiB available"
+    files()
+    assert said(doctor._memory(device())[0]) == ("host memory", "note", "not known", "")
+
+
+def test_the_doctor_s_pool(files):
     """On a GPU XLA pins no more than the pool has; more than twice of it are there, and are not used."""
-    memory = HostMemory(200 * GIB, None, 64 * GIB)
-    small = doctor._pool(device(), memory)
-    variable = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+    files(200 * GIB)
+    variable, (_, small) = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", doctor._memory(device())
     assert said(small) == (
         "pinned pool", "note", f"64.0 GiB in a process ({variable}), of 200 GiB that are there",
         f"set {variable} to what the state needs and a third more, before jax starts",
     )  # fmt: skip
-    assert doctor._pool(device(), HostMemory(200 * GIB, 128 * GIB, 64 * GIB)).kind == "ok"  # the cgroup leaves no more
-    assert "no limit of XLA's on this platform" in doctor._pool(device(platform="tpu"), memory).says
     report = doctor.Report((doctor._kinds(device()), small))
     assert (report.verdict, report.next_step) == ("this machine can offload; mind: pinned pool", small.next)
+    assert "no limit of XLA's on this platform" in doctor._memory(device(platform="tpu"))[1].says
+    files(200 * GIB, 128 * GIB)  # the cgroup leaves no more
+    assert doctor._memory(device())[1].kind == "ok"
 
 
 def test_the_doctor_goes_no_further_where_nothing_can_work(monkeypatch):

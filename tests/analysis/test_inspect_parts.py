@@ -4,8 +4,7 @@ import pytest
 
 import jax_offload as jo
 from jax_offload._analysis.compiled import Argument, Compiled
-from jax_offload._analysis.found import Loop
-from jax_offload._analysis.inspection import inspected
+from jax_offload._analysis.inspection import Loop, inspected
 from tests.analysis.test_inspect import ADAMW, MIB, arguments, step
 from tests.aot.harness import H200, require
 from tests.aot.test_timeline import CHIP, MATRIX, ON_HOST, M, computation

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 import jax_offload as jo
-from jax_offload._analysis import rates
+from jax_offload._analysis import chips
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 ALONE = {(HOST, DEVICE): 50e9, (DEVICE, HOST): 40e9}  # bytes per second, by where from and where to
@@ -49,8 +49,8 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch):
     machine = Machine()
-    monkeypatch.setattr(rates, "time", SimpleNamespace(perf_counter=lambda: machine.now))
-    monkeypatch.setattr(rates, "dram_bandwidth", lambda: 7e9)
+    monkeypatch.setattr(chips, "time", SimpleNamespace(perf_counter=lambda: machine.now))
+    monkeypatch.setattr(chips, "dram_bandwidth", lambda: 7e9)
     monkeypatch.setattr(jax, "jit", machine.jit)
     return machine
 
@@ -67,21 +67,21 @@ def test_each_way_alone_and_both_at_once(machine):
 def test_it_copies_no_more_than_its_docstring_says(machine):
     """Four runs each: with the pieces that an accelerator has, 16 GiB in all."""
     jo.chip.measured()
-    scale = rates.PIECE // rates.ON_CPU
+    scale = chips.PIECE // chips.ON_CPU
     assert [n * scale / 2**30 for n in machine.copied] == [4, 4, 8]
 
 
 def test_where_jax_has_no_cpu_there_is_no_figure_of_its_memory(machine, monkeypatch):
-    monkeypatch.setattr(rates, "dram_bandwidth", lambda: None)
+    monkeypatch.setattr(chips, "dram_bandwidth", lambda: None)
     assert jo.chip.measured().dram_bandwidth is None
 
 
 def test_the_host_s_memory_by_the_best_of_three(monkeypatch):
     """Two arrays are read and one is written; the first run, which compiles, is not timed."""
-    monkeypatch.setattr(rates, "ARRAY", 2**12)
+    monkeypatch.setattr(chips, "ARRAY", 2**12)
     took = [(1.0, 5.0), (6.0, 8.0), (9.0, 12.0)]
-    monkeypatch.setattr(rates, "time", SimpleNamespace(perf_counter=itertools.chain(*took).__next__))
-    assert rates.dram_bandwidth() == 3 * 2**12 / 2
+    monkeypatch.setattr(chips, "time", SimpleNamespace(perf_counter=itertools.chain(*took).__next__))
+    assert chips.dram_bandwidth() == 3 * 2**12 / 2
 
 
 def test_what_is_no_device():

@@ -8,8 +8,7 @@ import pytest
 from jax.profiler import ProfileData
 
 import jax_offload as jo
-from jax_offload._analysis.profiled import measured
-from jax_offload._analysis.traces import segments_of
+from jax_offload._analysis.profiled import measured, segments_of
 
 
 def trace_of(plane, **lines):

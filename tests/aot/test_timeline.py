@@ -11,10 +11,8 @@ import pytest
 
 import jax_offload as jo
 from jax_offload._analysis.chips import Reached
-from jax_offload._analysis.costs import group_size
-from jax_offload._analysis.hlo import Op
-from jax_offload._analysis.schedule import Program, Run
-from jax_offload._analysis.timeline import timeline
+from jax_offload._analysis.hlo import Op, group_size
+from jax_offload._analysis.timeline import Program, Run, timeline
 from tests.aot.cases import measure_step
 from tests.aot.harness import H200, MIB, V5E, require
 

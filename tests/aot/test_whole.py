@@ -1,6 +1,5 @@
 """Steps as ``jo.jit`` makes them, compiled (MiB): updates inside the scan that makes the gradients."""
 
-import dataclasses
 import itertools
 
 import jax
@@ -10,15 +9,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from benchmarks.harness import systems
-from benchmarks.harness.cases import SHAPES
-from benchmarks.in_jax.system import program
 from jax_offload._analysis.hlo import computations
 from jax_offload._step.rewritten import rewritten as whole
-from tests.aot.cases import device_sharding, in_float32, measure_sharded, measure_step, measure_update
+from tests.aot.cases import device_sharding, measure_sharded, measure_step, measure_update
 from tests.aot.harness import H200, MIB, V5E, V5E_2X2, measure, require
 from tests.aot.model import ADAMW, loss, parameters
-from tests.aot.zoo import MODELS
 from tests.support.rows import rows
 
 LONG = pytest.mark.exhaustive("half a minute to compile")
@@ -35,57 +30,6 @@ def moves_each_byte_once(m, layers=N):
     assert m.host_arguments <= m.loaded <= m.host_arguments * (1 + 1 / layers) + 0.1
     assert m.host_arguments <= m.stored <= m.host_arguments * (1 + 1 / layers) + 0.1
     return True
-
-
-@pytest.mark.oldest("what that jax's XLA makes of the whole step")
-@pytest.mark.parametrize(("tokens", "at_most"), [(512, 2350), (MANY, 9300)])
-def test_24_scanned_layers(tokens, at_most):
-    require(H200)
-    resident = measure_step(H200, ADAMW, stacked=True, batch=tokens, options=OPTIONS)
-    m = measure_step(H200, jo.offload(ADAMW), stacked=True, batch=tokens, options=OPTIONS, whole=True)
-    assert m.peak <= at_most < resident.peak and moves_each_byte_once(m, 24)
-    ours, theirs = m.timeline(H200), resident.timeline(H200)
-    if tokens == MANY:
-        assert ours.exposed_share <= 0.08 and ours.step <= 1.05 * theirs.step
-        assert ours.compute <= 1.03 * theirs.compute
-
-
-@pytest.mark.long("compiles more of the same for a chip")
-@pytest.mark.long("compiles 24 unrolled layers twice")
-def test_24_unrolled_layers():
-    """Each piece of the update stands where its gradient is made. No arithmetic of ours hides the copies."""
-    require(H200)
-    how = {"batch": MANY, "options": OPTIONS}
-    resident, m = measure_step(H200, ADAMW, **how), measure_step(H200, jo.offload(ADAMW), whole=True, **how)
-    assert m.peak <= 8450 < resident.peak and moves_each_byte_once(m, 24)
-    ours, theirs = m.timeline(H200), resident.timeline(H200)
-    assert ours.exposed_share <= 0.08 and ours.step <= 1.05 * theirs.step
-    assert ours.compute <= 1.03 * theirs.compute
-
-
-@pytest.mark.long("compiles more of the same for a chip")
-def test_half_of_12_unrolled_layers():
-    """A layer is a sixth of the state that moves. In chunks 0.98 of it was exposed."""
-    require(H200)
-    how = {"n_layers": 12, "batch": MANY, "options": OPTIONS}
-    resident = measure_step(H200, ADAMW, **how)
-    m = measure_step(H200, jo.offload(ADAMW, fraction=0.5), whole=True, **how)
-    assert m.peak <= 5400 < resident.peak and m.loaded == m.stored == m.host_arguments
-    assert m.timeline(H200).exposed_share <= 0.05
-
-
-@pytest.mark.long("compiles more of the same for a chip")
-@pytest.mark.exhaustive("compiles whole models, minutes each")
-def test_layers_with_biases_and_norms():
-    """These stay on the device, and are updated between the matrices: 27.1 ms of a step of 54.1 were exposed."""
-    require(H200)
-    mlp = MODELS["mlp"]()
-    params, batch = mlp.abstract(MANY, device_sharding(H200))
-    tx, how = in_float32(ADAMW), {"update_params": True, "options": OPTIONS}
-    resident = measure_update(H200, tx, params, mlp.loss, batch, **how)
-    m = measure_update(H200, jo.offload(tx), params, mlp.loss, batch, whole=True, **how)
-    assert m.peak < resident.peak
-    assert m.timeline(H200).exposed_share <= 0.35
 
 
 def axis_1(params, x):
@@ -224,59 +168,6 @@ def test_a_gradient_norm_that_is_logged_is_summed_up_in_the_scan(update_params):
 
 def sharding_of_a_scalar(sharding):
     return jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding)
-
-
-def gpt(system, layers, *, rewritten=True, tokens=MANY, scans=1, **options):
-    """The benchmark's GPT 1.3B with some of its layers, in one scan or none."""
-    system = systems.SYSTEMS[system]
-    system = dataclasses.replace(system, options=system.options | options)
-    shape = dataclasses.replace(SHAPES["1.3b"], layers=layers)
-    it = program(
-        systems.case(system, shape, tokens, scans=scans, clip=False), device_sharding(H200), jnp.bfloat16, "xla"
-    )
-    step = whole(it.step) if rewritten else it.step
-    return measure(H200, step, (it.params, it.state, it.tokens), (0, 1), it.shardings, OPTIONS)
-
-
-@pytest.mark.long("compiles more of the same for a chip")
-@pytest.mark.long("half a minute to compile")
-def test_a_scanned_transformer():
-    """The embedding is updated behind the scan, so that its copies are not hidden: with 24 layers 0.12."""
-    require(H200)
-    resident, m = gpt("optax", 12, rewritten=False), gpt("jax_offload", 12)
-    assert moves_each_byte_once(m) and m.peak <= 7000 <= resident.peak - 0.98 * m.host_arguments
-    assert m.timeline(H200).exposed_share <= 0.28
-
-
-@pytest.mark.long("compiles more of the same for a chip")
-@LONG
-def test_a_scanned_transformer_of_24_layers():
-    require(H200)
-    resident, m = gpt("optax", 24, rewritten=False), gpt("jax_offload", 24)
-    assert moves_each_byte_once(m, 24) and m.peak <= 9900 <= resident.peak
-    ours, theirs = m.timeline(H200), resident.timeline(H200)
-    assert ours.exposed_share <= 0.13 and ours.step <= 1.05 * theirs.step
-
-
-@pytest.mark.long("compiles more of the same for a chip")
-@pytest.mark.exhaustive("minutes to compile")
-def test_an_unrolled_transformer_with_many_tokens():
-    """The embedding's gradient is the last: its new state, 8 % of all, is stored when nothing is left to hide that."""
-    require(H200)
-    resident = gpt("optax", 24, rewritten=False, tokens=65536, scans=0)
-    m = gpt("jax_offload", 24, tokens=65536, scans=0)
-    assert m.peak <= 0.32 * resident.peak
-    ours, theirs = m.timeline(H200), resident.timeline(H200)
-    assert ours.exposed_share <= 0.11 and ours.step <= theirs.step
-
-
-@pytest.mark.long("compiles more of the same for a chip")
-@LONG
-def test_the_peak_falls_with_the_fraction():
-    require(H200)
-    resident = gpt("optax", 12, rewritten=False)
-    peaks = [gpt("jax_offload", 12, fraction=fraction).peak for fraction in (1, 0.75, 0.5, 0.25, 0.1)]
-    assert peaks == sorted(peaks) and peaks[-1] < resident.peak
 
 
 @pytest.mark.long("compiles more of the same for a chip")

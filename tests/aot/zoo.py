@@ -7,14 +7,11 @@ inputs are kept for the backward pass unless they are checkpointed.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-
-from tests.aot.model import loss as toy_loss
 
 CONTEXT = 2048  # tokens in a sequence
 PATCHES = 256  # tokens in an image
@@ -197,43 +194,4 @@ def mlp(layers: int = 8, width: int = 4096) -> Model:
     return Model(params, lambda tokens: ((tokens, width), DTYPE), loss)
 
 
-def mixed(layers: int = 12, width: int = 2048) -> Model:
-    """Leaves of many sizes in each block: matrices of two shapes, biases, a norm, a scale."""
-    block = {
-        "norm": (2, width), "up": (width, 2 * width), "up_bias": (2 * width,), "down": (2 * width, width),
-        "down_bias": (width,), "scale": (width,),
-    }  # fmt: skip
-    params = {f"block_{i}": block for i in range(layers)}
-
-    def loss(params: Params, x: jax.Array) -> jax.Array:
-        for i in range(layers):
-            p = params[f"block_{i}"]
-            y = jax.nn.gelu(layer_norm(x, *p["norm"]) @ p["up"] + p["up_bias"])
-            x = x + (y @ p["down"] + p["down_bias"]) * p["scale"]
-        return (x.astype(jnp.float32) ** 2).mean()
-
-    return Model(params, lambda tokens: ((tokens, width), DTYPE), loss)
-
-
-def toy(layers: int = 6, width: int = 4096) -> Model:
-    """The network of notes/results.md, unrolled, in float32."""
-    params = {f"w{i:03d}": (width, width) for i in range(layers)}
-    return Model(params, lambda tokens: ((tokens, width), jnp.float32), toy_loss, jnp.float32)
-
-
-MODELS: dict[str, Callable[[], Model]] = {
-    "gpt": gpt,
-    "vit": vit,
-    "vit-fused": functools.partial(vit, fused=True),
-    "vit-checkpoint": functools.partial(vit, checkpoint=True),
-    "vit-checkpoint-fused": functools.partial(vit, checkpoint=True, fused=True),
-    "convnet": convnet,
-    "mlp": mlp,
-    # those of ``quoted``
-    "gpt-12": functools.partial(gpt, 12),
-    "vit-12-checkpoint": functools.partial(vit, 12, checkpoint=True),
-    "vit-12-checkpoint-fused": functools.partial(vit, 12, checkpoint=True, fused=True),
-    "convnet-dense": functools.partial(convnet, stem=1),
-    "mixed": mixed,
-    "toy": toy,
-}
+MODELS: dict[str, Callable[[], Model]] = {"gpt": gpt, "vit": vit, "convnet": convnet, "mlp": mlp}

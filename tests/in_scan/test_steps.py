@@ -223,7 +223,6 @@ SAID = {
     two_updates: "it moves to the host in this step",
     in_cond: "it runs in a cond",
     another_in_cond: "another update runs in a cond of the step, and stays there",
-    skipping_what_is_not_finite: "it runs in a while (skip= is one)",
     raveling: "its rows are merged",
     with_a_ref: "effects of mutable arrays",
 }

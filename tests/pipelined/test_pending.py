@@ -15,14 +15,12 @@ from jax_offload._base.memory import on_a_mesh
 from jax_offload._emit.find import holds_update
 from jax_offload._interop.pending import home_of
 from jax_offload._plan.in_scan import InScan
-from jax_offload._precision.storage import rules_of
 from tests.support.pipelined import (
     ADAMW,
     CLIP,
     DEVICE,
     HOST,
     LAYERS,
-    OPTIMIZERS,
     WIDTH,
     advance,
     assert_close,
@@ -43,7 +41,6 @@ from tests.support.pipelined import (
     step_of,
 )
 from tests.support.rows import rows
-from tests.support.storage import resident
 
 ON_HOST = {"gradients": "host"}
 
@@ -97,27 +94,6 @@ MORE = {
     "one moment": (offloaded(LION), LION, "update", True),
     "no clipping": (offloaded(optax.adamw(1e-2)), optax.adamw(1e-2), "update_params", True),
 }
-
-
-@pytest.mark.long("more optimizers")
-@pytest.mark.parametrize(
-    "name",
-    rows(
-        {**OPTIMIZERS, **MORE},
-        "trains plain and turned",
-        daily=["clipping outside", "half", "apply_if_finite", "one moment"],
-    ),
-)
-def test_optimizers(name):
-    """With clipping outside, the scale is put off until the update: what waits is what the backward pass makes."""
-    tx, plain, form, scan = {**OPTIMIZERS, **MORE}[name]
-    train, _ = check(step_of(tx, form), step_of(plain, "update"), tx.init, plain.init, scan=scan, atol=2e-3, **ON_HOST)
-    assert_waits_on_host(train, parameters(), tx.init(parameters()))
-
-
-def test_storage():
-    tx, plain_tx = offloaded(storage="bfloat16"), resident(ADAMW, rules_of("bfloat16"), 1024)
-    check(step_of(tx), step_of(plain_tx, "update"), tx.init, plain_tx.init, loss_atol=3e-4, atol=1e-2, **ON_HOST)
 
 
 @pytest.mark.long("more kinds of steps")

@@ -9,10 +9,8 @@ import numpy as np
 import optax
 import pytest
 
-import jax_offload as jo
 from jax_offload._emit.find import updates_in
 from jax_offload._emit.region import Moved
-from jax_offload._precision.storage import rules_of
 from tests.support.pipelined import (
     ADAMW,
     CLIP,
@@ -32,53 +30,6 @@ from tests.support.pipelined import (
     step_of,
 )
 from tests.support.rows import rows
-from tests.support.steps import scans
-from tests.support.storage import resident
-
-
-@pytest.mark.long("more kinds of steps", but=["update_params-how1", "update-how0"])
-@pytest.mark.oldest("the turned step")
-@pytest.mark.parametrize(
-    ("form", "how"),
-    [
-        ("update", {}),
-        ("update_params", {}),
-        ("update_params", {"unrolled": True}),
-        ("update", {"unrolled": True}),
-        ("update_params", {"axis": 1}),
-        ("update", {"axis": 1}),
-    ],
-)
-def test_clipped_adamw(form, how):
-    tx = offloaded()
-    params = parameters(how.get("axis", 0))
-    scan = "unrolled" not in how
-    check(step_of(tx, form, **how), step_of(ADAMW, "update", **how), tx.init, ADAMW.init, params, scan=scan)
-
-
-@pytest.mark.long("more optimizers")
-@pytest.mark.parametrize(
-    "name", rows(OPTIMIZERS, "trains plain and turned", daily=["clipping outside", "half", "MultiSteps"])
-)
-def test_optimizers(name):
-    tx, plain, form, scan = OPTIMIZERS[name]
-    check(step_of(tx, form), step_of(plain, "update"), tx.init, plain.init, scan=scan)
-
-
-def test_storage():
-    """Fusion may change a last bit of a moment, and with it, once in a while, which way a number is rounded."""
-    tx, plain_tx = offloaded(storage="bfloat16"), resident(ADAMW, rules_of("bfloat16"), 1024)
-    check(step_of(tx), step_of(plain_tx, "update"), tx.init, plain_tx.init, loss_atol=3e-4, atol=1e-2)
-
-
-@pytest.mark.long("more kinds of steps")
-def test_masters_of_bfloat16_parameters():
-    """bfloat16 keeps 8 bits: where a parameter rounds apart once, losses differ by more than those of float32."""
-    inner = jo.with_master_params(ADAMW)
-    tx, params = offloaded(inner), parameters(dtype=jnp.bfloat16)
-    check(
-        step_of(tx), step_of(inner, "update_params"), tx.init, inner.init, params, loss_atol=5e-3, one=4e-3, atol=2e-2
-    )
 
 
 @pytest.mark.parametrize(
@@ -132,29 +83,6 @@ def test_microbatches(form, how, gradients):
     turned, args, _ = train.turned(parameters(), tx.init(parameters()), batch(0))
     lengths = [eqn.params["length"] for eqn in turned.trace(*args).jaxpr.eqns if eqn.primitive.name == "scan"]
     assert (3 in lengths) == (how == {})  # else the layers are unrolled, or one is left
-
-
-@pytest.mark.long("more kinds of steps")
-def test_masters_of_three_matmuls():
-    """Three equal leaves take turns in three phases of an iteration."""
-    inner = jo.with_master_params(ADAMW)
-    tx, params = offloaded(inner), parameters(dtype=jnp.bfloat16)
-
-    def loss(params, batch):
-        def layer(h, w):
-            for _ in range(3):
-                h = h + jnp.tanh(h @ w.astype(h.dtype)) / 3
-            return h, None
-
-        return ((jax.lax.scan(layer, batch["x"], params["layers"])[0][:, :8] - batch["y"]) ** 2).mean()
-
-    train, _ = check(
-        step_of(tx, loss=loss), step_of(inner, "update_params", loss=loss), tx.init, inner.init, params,
-        loss_atol=5e-3, one=4e-3, atol=2e-2,
-    )  # fmt: skip
-    turned, args, _ = train.turned(params, tx.init(params), batch(0))
-    (scan,) = scans(turned, *args)
-    assert scan.ahead and [len(group) for group in scan.groups] == [1, 1, 1]
 
 
 def test_a_forward_scan_with_updates_is_not_unrolled():

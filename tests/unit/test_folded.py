@@ -14,7 +14,7 @@ from jax import ShapeDtypeStruct as S
 
 import jax_offload as jo
 from jax_offload._placement.placement import unmanaged
-from jax_offload._report.folded import folded
+from jax_offload._report.printed import folded
 
 pytestmark = pytest.mark.oldest("the stages, on jax's own jaxprs")
 

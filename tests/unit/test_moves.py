@@ -1,21 +1,13 @@
 """What may move into a scan: rows found backwards, phases of an iteration, and parts in an order that works."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 
-from jax_offload._base.arrays import nbytes
-from jax_offload._base.jaxprs import Literal, flops, scan_of
-from jax_offload._ir.program import flat
+from jax_offload._base.jaxprs import flops, scan_of
 from jax_offload._ir.propagate import Node, makers, needed, topological
-from jax_offload._plan.behind import NEEDS_ALL, moves_of
-from jax_offload._plan.in_scan import _in_turn, times_of
-from jax_offload._plan.moves import pulled
-from jax_offload._plan.phases import phases
+from jax_offload._plan.hoist import NEEDS_ALL, Hoist, pulled
 from jax_offload._plan.rules import Rows
 from tests.unit._programs import device, host, load, program_of, store
 
@@ -77,80 +69,6 @@ def test_flops():
     assert flops(filters) == 2 * (7 * 3 * 3) * (2 * 3 * 3)  # results, and products for each
 
 
-@pytest.mark.parametrize(
-    ("matmuls", "times", "expected"),
-    [
-        *((n, (5, 5), [-(-n // 2), n // 2]) for n in range(5)),
-        (4, (3, 1), [3, 1]),
-        (4, (1, 0), [2, 2]),  # of a phase in which nothing moves
-        (3, (1, 1, 1), [1, 1, 1]),
-        (6, (1, 1, 1), [2, 2, 2]),
-        (6, (1, 2, 3), [1, 2, 3]),
-        (2, (1, 1, 1), None),
-        (0, (1, 1, 1), None),
-    ],
-)
-def test_phases(matmuls, times, expected):
-    def fun(x, w):
-        y = jnp.sin(x)
-        for _ in range(matmuls):
-            x = jnp.tanh(x @ w)
-        return x, y, w, 2.0
-
-    x, w = jnp.ones((2, N)), jnp.arange(N * N, dtype=jnp.float32).reshape(N, N) / 10
-    program = flat(jax.make_jaxpr(fun)(x, w))
-    cut = phases(program, times)
-    if expected is None:
-        assert cut is None
-        return
-    assert cut is not None
-    names = [[eqn.primitive.name for eqn in part.jaxpr.eqns] for part in cut.slices]
-    assert [each.count("dot_general") for each in names] == expected
-    assert len(cut.gates) == len(times) - 1
-    for gate, part, each in zip(cut.gates, cut.slices, names, strict=False):
-        assert (gate is None) == (matmuls == 0)
-        assert gate is None or (each[-1] == "dot_general" and gate in part.outputs)
-    env = dict(zip(program.inputs, (x, w), strict=True))
-    for part in cut.slices:
-        env.update(zip(part.outputs, part.run(*(env[v] for v in part.inputs)), strict=True))
-    got = [v.val if isinstance(v, Literal) else env[v] for v in program.outputs]
-    assert all(np.array_equal(a, b) for a, b in zip(got, fun(x, w), strict=True))
-
-
-def test_phases_of_what_depends():
-    """Matmuls that are written first and need nothing do not tell how far the pass is."""
-
-    def fun(x, g, v, w):
-        dx = g @ w
-        others = g.T @ x, g @ g, x @ g
-        h = jnp.tanh(x @ v)
-        y = h @ v
-        z = (dx * y) @ w
-        return others, z @ w, dx.T @ g
-
-    x, w = jnp.ones((N, N)), jnp.ones((N, N))
-    program = flat(jax.make_jaxpr(fun)(x, x, w, w))
-    matmuls = [eqn.outvars[0] for eqn in program.eqns if eqn.primitive.name == "dot_general"]
-    cut = phases(program, (1, 1))
-    assert cut.gates == (matmuls[6],)  # z, which needs dx, h, and y
-    dots = [[v for v in part.outputs if v in matmuls] for part in cut.slices]
-    assert dots == [[matmuls[0], matmuls[6]], [*matmuls[1:4], *matmuls[7:]]]  # the others are the next phase's
-    assert cut.held == ((program.inputs[1],),)  # g, which all of these read but z @ w, which reads the gate
-
-
-def test_what_the_program_has_made_is_held_rather_than_an_input():
-    """The first matmul is the gate; of the second's operands sin(x) is in its phase, and w may be read in place."""
-
-    def fun(x, w):
-        y = jnp.sin(x)
-        return y @ y, jnp.tanh(y) @ w
-
-    program = flat(jax.make_jaxpr(fun)(jnp.ones((2 * N, 2 * N)), jnp.ones((2 * N, 1))))
-    cut = phases(program, (3, 1))
-    assert cut.gates == (program.outputs[0],)
-    assert cut.held == (tuple(program.eqns[0].outvars),)
-
-
 def nodes_of(*parts, kept=()):
     """Nodes of letters: ``"ab>c"`` reads a and b and makes c."""
     found = [part.split(">") for part in parts]
@@ -179,36 +97,6 @@ def test_topological_in_a_circle():
         topological(nodes_of("b>a", "a>b"), {0, 1})
 
 
-def matmuls(count):
-    return flat(jax.make_jaxpr(lambda w: functools.reduce(lambda x, _: x @ w, range(count), w))(jnp.ones((N, N))))
-
-
-@pytest.mark.parametrize(
-    ("rows", "count", "expected"),
-    [
-        ((1, 2, 3, 4), 3, [[4, 1], [3, 2]]),
-        ((1, 1, 1), 3, [[1], [1], [1]]),
-        ((1, 1, 1), 2, [[1, 1], [1]]),  # too few matmuls for three phases
-        ((2, 2, 1), 3, [[2, 1], [2]]),  # no better in three
-        ((1,) * 5, 6, [[1, 1, 1], [1, 1]]),
-    ],
-)
-def test_leaves_in_turn(rows, count, expected):
-    hosts = program_of(lambda *xs: xs, *(host(n, 8) for n in rows)).inputs
-    groups, cut = _in_turn(hosts, hosts, hosts, matmuls(count))
-    assert sorted([v.aval.shape[0] for v in group] for group in groups) == sorted(expected)
-    assert len(cut.slices) == len(groups)
-
-
-def test_a_leaf_that_is_only_loaded():
-    """Two of three move both ways: in three groups the link has no less to wait for."""
-    mu, nu, g = hosts = program_of(lambda *xs: xs, *(host(4, 8) for _ in range(3))).inputs
-    row = nbytes(mu.aval)
-    groups, _ = _in_turn(hosts, hosts, [mu, nu], matmuls(3))
-    assert times_of(groups, {*hosts}, {mu, nu}) == [row, 2 * row]
-    assert times_of(((mu,), (nu,), (g,)), {*hosts}, {mu, nu}) == [row, row, row]
-
-
 def scanned(update):
     """The moves of a step: a scan over ``[L, N]`` gradients, then ``update`` of them, and a moment on the host.
 
@@ -223,7 +111,8 @@ def scanned(update):
     (at,) = [k for k, eqn in enumerate(program.eqns) if scan_of(eqn)]
     scan = scan_of(program.eqns[at])
     next_of = {program.outputs[0]: program.inputs[1]}
-    return program, scan, *moves_of(program, scan, at, next_of, set())
+    moves = Hoist(program, at, next_of).behind()
+    return program, scan, moves, moves.why
 
 
 def names(move):
@@ -233,17 +122,17 @@ def names(move):
 def test_an_update_moves():
     program, scan, moves, why = scanned(lambda g, mu, p, t: (store(0.9 * load(mu) + g), p + 1))
     (move,) = moves.moves
-    assert not why and not moves.kept and move.axis == 0
+    assert not why and not moves.kept and move.how.axis == 0
     assert names(move).count("device_put") == 2
-    assert dict(zip(move.slice.inputs, move.dims, strict=True)) == {scan.ys[0]: Rows(0), program.inputs[1]: Rows(0)}
-    assert move.buffers == (program.inputs[1],)
+    assert dict(zip(move.slice.inputs, move.how.dims, strict=True)) == {scan.ys[0]: Rows(0), program.inputs[1]: Rows(0)}
+    assert move.how.buffers == (program.inputs[1],)
 
 
 def test_what_is_known_moves_with_it():
     """A regulariser's gradient is made row by row; a scalar comes whole."""
     program, _scan, moves, _why = scanned(lambda g, mu, p, t: (store(t * load(mu) + g + jnp.sin(2.0 * p)),))
     (move,) = moves.moves
-    dims = dict(zip(move.slice.inputs, move.dims, strict=True))
+    dims = dict(zip(move.slice.inputs, move.how.dims, strict=True))
     assert dims[program.inputs[2]] == Rows(0) and dims[program.inputs[3]] is None and "sin" in names(move)
 
 
@@ -255,7 +144,10 @@ def test_a_gradient_that_is_returned_stays_too():
 def test_a_logged_norm_is_summed_up():
     _, _, moves, _ = scanned(lambda g, mu, p, t: (store(load(mu) + g), jnp.sqrt((g**2).sum())))
     (move,) = moves.moves
-    assert len(move.out_dims) == 2 and move.buffers[[type(d).__name__ for d in move.out_dims].index("Partial")] is None
+    assert (
+        len(move.how.out_dims) == 2
+        and move.how.buffers[[type(d).__name__ for d in move.how.out_dims].index("Partial")] is None
+    )
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ from jax_offload._base.around import shardings_of
 from jax_offload._base.paths import key_of
 from jax_offload._interop.jit import jit
 from jax_offload._interop.pipelined import pipelined
-from jax_offload._report.callables import unwrapped
+from jax_offload._report.callables import replaced, unwrapped
 
-EXTRA = "pip install 'jax_offload[aot]'"
+_RUN: dict[str, Callable[..., Any]] = {"jax.jit": jax.jit, "jo.jit": jit, "jo.pipelined": pipelined}
 
 
 class Steps:
@@ -33,8 +33,7 @@ class Steps:
 
     def __init__(self, make: Callable[..., Any], args: Sequence[Any], target: str | None) -> None:
         self.make, self.args, self.target = make, args, target
-        if target is not None:
-            target_of(target)
+        self.missing = "" if target is None else target_of(target).missing
         self._donated: tuple[int, ...] = ()
 
     def parameters(self, inner: optax.GradientTransformation) -> Any:
@@ -55,44 +54,44 @@ class Steps:
                 "make: it has made no state of the optimizer that it is given. Return (step, params, state, ...) with "
                 "state = jo.abstract_state(tx, params)."
             )
-        self._donated = handed_on(step, args)
+        self._donated = tuple(replaced(args, jax.eval_shape(step, *args)))
         return seen[0]
 
     @property
     def compiles(self) -> bool:
         """Whether there is a target whose compiler is installed."""
-        return self.target is not None and not target_of(self.target).missing
+        return self.target is not None and not self.missing
 
     @property
     def advice(self) -> str:
         """What to do where it does not compile."""
-        wheel = "" if self.target is None else f"{target_of(self.target).missing} is not installed; "
-        return f'{wheel}{EXTRA} and target=, such as "h100", give each row\'s peak and time'
+        wheel = f"{self.missing} is not installed; " if self.missing else ""
+        return f"{wheel}pip install 'jax_offload[aot]' and target=, such as \"h100\", give each row's peak and time"
 
-    def compiled(self, row: Row, way: Any) -> Row:
+    def compiled(self, row: Row, tx: Any, run: str) -> Row:
         """A row with the compiler's figures, where there is a target and its compiler."""
         if self.target is None or not self.compiles:
             return row
-        step, args = self._made(way.tx, way.name)
+        step, args = self._made(tx, row.name)
         try:
-            found = inspect(self._jitted(step, way.run), *args, target=self.target)
+            found = inspect(_RUN[run](step, donate_argnums=self._donated), *args, target=self.target)
         except jax.errors.JaxRuntimeError as error:  # a TPU's compiler gives up where memory does not suffice
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             return dataclasses.replace(row, compiled=self.target, fits=False, why="more than the compiler can place")
         gradients = found.parts.get("gradients", 0)
         rest = found.peak - row.parameters - row.state - (row.window or 0) - gradients
-        if rest < 0:
-            gradients, rest = max(0, gradients + rest), 0
         row = dataclasses.replace(
-            row, compiled=self.target, total=found.peak, gradients=gradients, activations=rest,
-            host=max(row.host, found.host),
+            row, compiled=self.target, total=found.peak, gradients=max(0, gradients + min(0, rest)),
+            activations=max(0, rest), host=max(row.host, found.host), hidden_from=None,
         )  # fmt: skip
         time = found.timeline
         if time is None or found.program:  # one of several programs, and time is theirs together
             return row
         share = time.exposed / time.compute if time.compute else None
-        return dataclasses.replace(row, added=time.exposed, overhead=share, link=time.link, hidden_from=None)
+        return dataclasses.replace(
+            row, loaded=found.loaded, stored=found.stored, added=time.exposed, overhead=share, link=time.link
+        )
 
     def _made(self, tx: Any, name: str) -> tuple[Any, tuple[Any, ...]]:
         """A step for one row, and its arguments."""
@@ -118,23 +117,3 @@ class Steps:
                 f"beside it: {error}. Fix: return step, params, state, batch, not one tuple of them."
             ) from error
         return unwrapped(step), tuple(args)
-
-    def _jitted(self, step: Any, run: str) -> Any:
-        donated = self._donated
-        return {"jax.jit": jax.jit, "jo.jit": jit, "jo.pipelined": pipelined}[run](step, donate_argnums=donated)
-
-
-def handed_on(step: Callable[..., Any], args: Sequence[Any]) -> tuple[int, ...]:
-    """The arguments that come back as results of the same tree and types, which a training step donates."""
-
-    def types(x: Any) -> Any:
-        return jax.tree.structure(x), [(np.shape(leaf), getattr(leaf, "dtype", None)) for leaf in jax.tree.leaves(x)]
-
-    out = jax.eval_shape(step, *args)
-    results = [types(x) for x in (out, *(out if isinstance(out, tuple | list) else ())) if jax.tree.leaves(x)]
-    found: list[int] = []
-    for k, x in enumerate(args):
-        if jax.tree.leaves(x) and (own := types(x)) in results:
-            results.remove(own)
-            found.append(k)
-    return tuple(found)

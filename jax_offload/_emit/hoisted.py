@@ -1,0 +1,291 @@
+"""A scan with the update of stacked leaves inside, row by row.
+
+*Behind*: iteration i makes the gradient of layer i and updates it at its end, with state that the iteration before has
+loaded; the new state is stored by the iteration after it.
+
+*Ahead*: iteration i begins with the update of layer i, with state that the iteration before has loaded, and stores the
+new state. Were it stored one iteration later, it would share a buffer of the loop with the rows that are being stored,
+and the update would wait for that.
+
+So both directions of the link have a whole iteration. Its arithmetic is in phases, and the leaves are in as many
+groups that take turns: in each phase one group is stored while the one before it is loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import NamedSharding
+
+from jax_offload._base.barriers import read_once, together, written_after
+from jax_offload._base.jaxprs import Literal, Var, as_array, jax_fun
+from jax_offload._base.memory import is_host_aval
+from jax_offload._base.shardings import constrained, shards_of, typed_sharding, zeros
+from jax_offload._emit.rows import Buffers, Values
+from jax_offload._emit.transfers import Names
+from jax_offload._plan.in_scan import InScan
+from jax_offload._plan.rules import run_chunk
+
+
+def scanned(plan: InScan, env: Mapping[Var, Any], names: Names) -> Values:
+    """What the scan and the moved equations make, of the values of their operands."""
+    scan = plan.scan
+
+    def value(v: Any) -> Any:
+        return as_array(v) if isinstance(v, Literal) else env[v]
+
+    others = {v: value(v) for v in plan.others}
+    emitter = Emitter(plan, _buffers(plan, names), [value(v) for v in scan.consts], others)
+    xs = {k: value(v) for k, v in enumerate(scan.xs) if k not in plan.reread and k not in plan.fed}
+    init = jnp.int32(0), [value(v) for v in scan.init], *emitter.packed(emitter.first(env))
+    # ahead, the second of two iterations in one would wait with its update for the stores of the first
+    unroll = 1 if plan.ahead else scan.unroll
+    (_, carried, *kept), ys = jax.lax.scan(
+        emitter.iteration, init, xs, length=scan.length, reverse=scan.reverse, unroll=unroll
+    )
+    last = emitter.unpacked(kept)
+    emitter.buffers.exchange(last.wholes, last.new, plan.last_row, [], 0)
+    produced = dict(zip(scan.carry, carried, strict=True)) | dict(zip(plan.kept, ys, strict=True))
+    return produced | emitter.results(last.wholes)
+
+
+def one_after_the_other(plan: InScan, env: Mapping[Var, Any]) -> Values:
+    """The same as in the step: the scan, and before it or after it the updates of whole leaves."""
+    scan, values = plan.scan, dict(env)
+
+    def update() -> None:
+        for move in plan.moves:
+            produced = move.slice.run(*(values[v] for v in move.slice.inputs))
+            values.update(zip(move.slice.outputs, produced, strict=True))
+
+    if plan.ahead:
+        update()
+    xs = {k: each.slice.run(*(env[v] for v in each.slice.inputs))[0] for k, each in plan.reread.items()}
+    xs |= {k: values[v] for k, v in plan.fed.items()}
+
+    def value(v: Any) -> Any:
+        return as_array(v) if isinstance(v, Literal) else values[v]
+
+    consts, init = [value(v) for v in scan.consts], [value(v) for v in scan.init]
+    rows = [xs[k] if k in xs else value(v) for k, v in enumerate(scan.xs)]
+
+    def iteration(carry: Any, rows: Any) -> Any:
+        results = jax_fun(scan.body)(*consts, *carry, *rows)
+        return results[: len(carry)], results[len(carry) :]
+
+    carry, ys = jax.lax.scan(iteration, init, rows, length=scan.length, reverse=scan.reverse, unroll=scan.unroll)
+    values.update(zip([*scan.carry, *scan.ys], [*carry, *ys], strict=True))
+    if not plan.ahead:
+        update()
+    return values
+
+
+@dataclasses.dataclass
+class Hand:
+    """What an iteration has in hand.
+
+    Attributes:
+      wholes: arrays, by the leaf that they are the values of: on the host, on the device, and sums.
+      loaded: rows of host leaves, on the device, for this iteration.
+      new: rows of host leaves that are not stored yet.
+    """
+
+    wholes: Values
+    loaded: Values
+    new: Values
+
+
+@dataclasses.dataclass(frozen=True)
+class Emitter:
+    """What an iteration does, and what there is before the first and after the last.
+
+    Attributes:
+      consts: the scan's constants.
+      others: what else the updates read, by the plan.
+    """
+
+    plan: InScan
+    buffers: Buffers
+    consts: Sequence[Any]
+    others: Values
+
+    @property
+    def keys(self) -> tuple[Sequence[Var], ...]:
+        """What a loop carries of each of the parts of a ``Hand``."""
+        plan = self.plan
+        return (*plan.hosts, *plan.in_place, *plan.new, *plan.sums), plan.loaded, () if plan.ahead else plan.stored
+
+    def packed(self, hand: Hand) -> list[list[Any]]:
+        return [[x[v] for v in vs] for vs, x in zip(self.keys, (hand.wholes, hand.loaded, hand.new), strict=True)]
+
+    def unpacked(self, kept: Sequence[Sequence[Any]]) -> Hand:
+        return Hand(*(dict(zip(vs, xs, strict=True)) for vs, xs in zip(self.keys, kept, strict=True)))
+
+    def first(self, env: Mapping[Var, Any]) -> Hand:
+        """What the first iteration has in hand.
+
+        Behind, it has nothing to store yet. It stores the row that was loaded for it, where that came from; or zeros,
+        which the second one overwrites.
+        """
+        plan = self.plan
+        wholes = {v: env[v] for v in (*plan.hosts, *plan.in_place)} | {
+            v: zeros(v.aval) for v in (*plan.new, *plan.sums)
+        }
+        loaded = self.buffers.exchange(wholes, {}, 0, plan.loaded, plan.first_row)
+        absent = [v for v in plan.stored if v not in loaded]
+        blank = {v: zeros(jax.eval_shape(lambda v=v: self.buffers.load(wholes, v, 0))) for v in absent}
+        return Hand(wholes, loaded, loaded | blank)
+
+    def results(self, wholes: Values) -> Values:
+        """What the moved equations have made, once the last iteration is through."""
+        found: Values = {}
+        for move in self.plan.moves:
+            for v, old in zip(move.slice.outputs, move.how.buffers, strict=True):
+                into = v if old is None else old
+                if v not in move.feeds:
+                    # pinned, or XLA divides the carry like what is made of it, and gathers all in each iteration
+                    pin = None if is_host_aval(v.aval) else self.plan.pins.get(into)
+                    found[v] = constrained(wholes[into], pin)
+        return found
+
+    def own_rows(self, hand: Hand, i: Any) -> Values:
+        """What iteration ``i`` reads of operands on the device."""
+        on_device = (*self.plan.in_place, *self.plan.new)
+        rows = read_once([self.buffers.read(v, hand.wholes[v], i) for v in on_device])
+        own = {v: constrained(x, self.plan.pins.get(v)) for v, x in zip(on_device, rows, strict=True)}
+        return own | {v: self.buffers.read(v, x, i) for v, x in self.others.items()}
+
+    def update(self, hand: Hand, own: Values, i: Any, k: Any) -> Values:
+        """Runs the updates on the rows ``i``; returns those that the scan itself reads."""
+        given, hand.new, fed = own | hand.loaded, Values(), Values()
+        for move in self.plan.moves:
+            s = move.slice
+            new = self.buffers.updated(s, move.how, [given[v] for v in s.inputs], i)
+            fed.update(zip(s.outputs, new, strict=True))
+            hand.new |= self.buffers.keep(s, move.how, new, hand.wholes, i, first=k == 0, without=move.feeds)
+        return {v: fed[v] for v in self.plan.fed.values()}
+
+    def reread(self, own: Values, i: Any) -> dict[int, Any]:
+        """Rows that are made of those of operands, by their place among the scan's ``xs``."""
+        rows: dict[int, Any] = {}
+        for place, each in self.plan.reread.items():
+            given = [own[v] for v in each.slice.inputs]
+            (x,) = run_chunk(each.slice.jaxpr, each.how.dims, each.how.where, i[None], *given)
+            rows[place] = jax.lax.squeeze(x, (0,))
+        return rows
+
+    def phases(self, hand: Hand, inner: Values, stored: Any, then: Any) -> Values:
+        """Runs the iteration's own arithmetic while it stores the rows ``stored`` and loads the rows ``then``."""
+        plan, last = self.plan, len(self.plan.groups) - 1
+        found, early = Values(), Values()
+        for phase, (s, group) in enumerate(zip(plan.body.slices, plan.groups, strict=True)):
+            new = {v: hand.new[v] for v in group if v in hand.new}
+            loaded = [v for v in plan.groups[phase - 1] if v in plan.loaded]
+            if phase < last:
+                # XLA's CPU copies a buffer of which one row is written before another is read
+                own = self.buffers.exchange(hand.wholes, {}, 0, [v for v in new if v in plan.loaded], then)
+                new |= {v: _on_a_cpu(lambda x, read: written_after(x, read)[0], new[v], x) for v, x in own.items()}
+                early |= own
+            fetched = self.buffers.exchange(hand.wholes, new, stored, loaded, then)
+            fetched |= {v: _on_a_cpu(lambda _, read: read, x, early[v]) for v, x in fetched.items() if v in early}
+            inner.update(zip(s.outputs, s.run(*(inner[v] for v in s.inputs)), strict=True))
+            if phase < last:
+                self.gate(phase, hand, fetched, inner)
+            found |= fetched
+        return found
+
+    def gate(self, phase: int, hand: Hand, fetched: Values, inner: Values) -> None:
+        """What follows waits for this phase of the iteration, and for its transfers."""
+        groups, body = self.plan.groups, self.plan.body
+        following = [v for v in groups[phase + 1] if v in hand.new]
+        # where nothing is loaded, the next phase loads what this one has stored
+        back = [] if fetched else [v for v in groups[phase] if v in hand.new]
+        gates = [v for v in (body.gates[phase],) if v is not None]
+        parts = [(inner, gates), (hand.new, following), (hand.wholes, back), (fetched, [*fetched])]
+        values = iter(together([values[v] for values, vs in parts for v in vs]))
+        for of, vs in parts:
+            of.update({v: next(values) for v in vs})
+        if gates and (held := body.held(phase)):
+            both = [*gates, *held]
+            inner.update(zip(both, _on_a_tpu(together, [inner[v] for v in both]), strict=True))
+
+    def iteration(self, carry: Any, rows: Any) -> Any:
+        """One, as the body of a scan."""
+        plan, scan = self.plan, self.plan.scan
+        k, carried, *kept = carry
+        hand, last = self.unpacked(kept), scan.length - 1
+        i = last - k if scan.reverse else k
+        before = jnp.minimum(i + 1, last) if scan.reverse else jnp.maximum(i - 1, 0)
+        after = jnp.maximum(i - 1, 0) if scan.reverse else jnp.minimum(i + 1, last)
+        own = self.own_rows(hand, i)
+        if plan.ahead:
+            fed = self.update(hand, own, i, k)
+            (*xs, carried) = together([*fed.values(), *hand.new.values(), carried])
+            fed, hand.new = dict(zip(fed, xs, strict=False)), dict(zip(hand.new, xs[len(fed) :], strict=True))
+            rows |= {place: jax.lax.squeeze(fed[v], (0,)) for place, v in plan.fed.items()}
+        rows |= self.reread(own, i)
+        program = plan.body.program
+        operands = [*program.consts, *self.consts, *carried, *(rows[j] for j in range(len(scan.xs)))]
+        inner: Values = dict(zip(program.inputs, operands, strict=True))
+        then = self.phases(hand, inner, i if plan.ahead else before, after)
+        results = [as_array(v) if isinstance(v, Literal) else inner[v] for v in program.outputs]
+        if not plan.ahead:
+            # The update waits for all of the arithmetic: it overwrites what is being stored through the last of it. And
+            # for the last loads: a TPU would start them after it, into what it has read.
+            ready = [v for v in plan.groups[-2] if v in then]
+            results, late = together((results, [then[v] for v in ready]))
+            then |= zip(ready, late, strict=True)
+        carried, produced = results[: len(carried)], dict(zip(scan.ys, results[len(carried) :], strict=True))
+        if not plan.ahead:
+            self.update(hand, own | {y: _row_major(x[None]) for y, x in produced.items()}, i, k)
+        hand.loaded = then
+        return (k + 1, carried, *self.packed(hand)), [produced[y] for y in plan.kept]
+
+
+def _buffers(plan: InScan, names: Names) -> Buffers:
+    def laid_out(v: Var, x: jax.Array) -> jax.Array:
+        return _gathered(x) if _is_whole(plan.pins.get(v) or typed_sharding(v.aval), v.aval.shape) else x
+
+    return Buffers(plan.rows, plan.pins, names, laid_out=laid_out)
+
+
+def _on_a_cpu(run: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, other: jax.Array) -> jax.Array:
+    """``run(x, other)`` there, elsewhere ``x``."""
+    return jax.lax.platform_dependent(x, other, cpu=run, default=lambda x, _: x)
+
+
+def _on_a_tpu(run: Callable[[list[jax.Array]], list[jax.Array]], xs: list[jax.Array]) -> list[jax.Array]:
+    """``run(xs)`` there, elsewhere ``xs``.
+
+    XLA for TPUs runs what needs no gate before it, so the first half would be most of the iteration.
+    """
+    return jax.lax.platform_dependent(*xs, tpu=lambda *xs: run([*xs]), default=lambda *xs: [*xs])
+
+
+def _row_major(x: jax.Array) -> jax.Array:
+    """``x``, laid out like the stack: a TPU would make the layout of a matmul's result that of the whole stack.
+
+    Only there: a GPU does not, and jax 0.10 gathers what is divided between devices to lay it out.
+    """
+    return jax.lax.platform_dependent(x, tpu=_in_order, default=lambda x: x)
+
+
+def _is_whole(sharding: NamedSharding | None, shape: tuple[int, ...]) -> bool:
+    """Whether an array is whole on each of several devices."""
+    return sharding is not None and sharding.mesh.size > 1 and math.prod(shards_of(sharding, shape)) == 1
+
+
+def _gathered(x: jax.Array) -> jax.Array:
+    """Rows that are whole on every device, laid out like the stack: XLA lays out what it gathers by the axis that is
+    divided, and would make that the layout of the whole stack, in a copy of it."""
+    return jax.lax.platform_dependent(x, tpu=_in_order, cuda=_in_order, default=lambda x: x)
+
+
+def _in_order(x: jax.Array) -> jax.Array:
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))

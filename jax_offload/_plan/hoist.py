@@ -1,0 +1,435 @@
+"""What of an update can run inside a scan of the step, on one row in each iteration.
+
+The results of a scan are stacked: row i is from iteration i. An update that keeps rows apart needs no more of a stacked
+gradient than the row of the layer that it updates, so it can run where that row is made (*behind*); then the stack
+never exists. Where a step begins with the update for the gradients of the batch before, it can run where the forward
+pass first reads the new row (*ahead*), while the state of the neighbouring layers moves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+
+from jax_offload._base.arrays import nbytes
+from jax_offload._base.jaxprs import DropVar, Equation, Literal, Scan, scan_of, variables
+from jax_offload._base.memory import is_host_aval
+from jax_offload._ir.primitives import ELEMENTWISE
+from jax_offload._ir.program import Program, Var
+from jax_offload._ir.propagate import Mask, Node, forward, groups, union
+from jax_offload._ir.propagate import needed as nodes_needed
+from jax_offload._ir.slices import Slice, core, slice_of
+from jax_offload._plan.plan import RowWise
+from jax_offload._plan.rules import Dependent, Partial, Rows, changes_only_shapes, chunked_dims, rule_of
+from jax_offload._plan.transfers import same_type
+
+NEEDS_ALL = "something that needs all gradients, their norm say, stands between them and their update"
+OF_THE_SCAN = "a number that the same scan carries to its end stands between their gradients and their update"
+BY_INDEX = "a scan takes its layers by their index, and sums their gradients up; scan over stacked parameters instead"
+SHARED = (
+    "every iteration of a scan uses it, and its gradient is the sum over all of them (tied layers, a recurrent net)"
+)
+MICROBATCHES = "its gradient is summed up over microbatches in a scan, the last of which cannot host the update"
+NEEDED_BEFORE = "new parameters are needed as a whole before the scan that reads them by layers"
+LEAST_ROW = 2**16  # bytes: smaller rows are updated faster together, after the scan
+_PLACED = frozenset(("dynamic_update_slice", "scatter", "scatter-add", "pad"))  # a row among zeros
+_HEAVY = frozenset(("scan", "while", "dot_general", "conv_general_dilated"))
+
+Places = dict[Var, Rows | None]  # where the rows of a variable are
+Dims = list[Rows | None]  # the same of an equation's operands
+DimsOf = Callable[[Equation, Mapping[Var, Rows | None]], Dims | None]
+
+
+class CannotHoist(Exception):
+    """Why an update does not move."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """Equations that move into a scan, and keep the rows of all arrays apart.
+
+    Attributes:
+      slice: its operands are stacked results of the scan, leaves of the state and the parameters, and what is known
+        before the scan; its results what the rest of the step reads.
+      how: it runs on the row of an iteration.
+      feeds: results that are read, by rows, by the scan itself.
+    """
+
+    slice: Slice
+    how: RowWise
+    feeds: frozenset[Var] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Moves:
+    """All that moves into one scan.
+
+    Attributes:
+      moves: the moves, apart where they share nothing.
+      kept: the stacked results that something still needs as a whole.
+      eqns: the equations that are gone from where they were, by identity.
+      why: why other updates do not move.
+    """
+
+    moves: tuple[Move, ...]
+    kept: frozenset[Var]
+    eqns: frozenset[int]
+    why: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Hoist:
+    """A scan of a step, into which updates could move.
+
+    Attributes:
+      program: the step, with its updates inlined.
+      at: the place of the scan among its equations.
+      next_of: result -> the leaf of state or parameters that it is the next value of.
+      waiting: gradient that goes to the host for the next step -> the array there that nothing reads any more.
+      claimed: the equations that move elsewhere, by identity.
+      own: the equations of the updates, by identity.
+      read: what the scans that host other moves read, beyond what the equations of the program say.
+    """
+
+    program: Program
+    at: int
+    next_of: Mapping[Var, Var]
+    waiting: Mapping[Var, Var] = dataclasses.field(default_factory=dict[Var, Var])
+    claimed: Set[int] = frozenset()
+    own: Set[int] = frozenset()
+    read: Set[Var] = frozenset()
+
+    @functools.cached_property
+    def scan(self) -> Scan:
+        scan = scan_of(self.program.eqns[self.at])
+        assert scan is not None
+        return scan
+
+    def behind(self) -> Moves:
+        """What can move into the scan, which makes its gradients."""
+        eqns, scan = self.program.eqns, self.scan
+        flow = _flow(eqns, scan, self.at, self.claimed)
+        stacked = self._results | {v for eqn in eqns if id(eqn) not in flow.eqns for v in variables(eqn.invars)}
+        used = stacked | {v for eqn in eqns for v in variables(eqn.invars)}
+        group = dict(zip(flow.eqns, groups(list(flow.eqns.values())), strict=True))
+        moves, why, moved, inside = list[Move](), list[str](), set[int](), set[Var]()
+        for number in sorted({*group.values()}):
+            own = {id(eqn) for eqn in eqns if group.get(id(eqn)) == number}
+            made = [v for eqn in eqns if id(eqn) in own for v in eqn.outvars]
+            targets = [v for v in made if (v in flow.dims and v in stacked) or (v in flow.partial and v in used)]
+            if not any((v in self.next_of or v in self.waiting) and self._is_worth_it(v) for v in targets):
+                continue
+
+            def dims_of(eqn: Equation, needed: Mapping[Var, Rows | None], own: Set[int] = own) -> Dims | None:
+                return flow.of(eqn) if id(eqn) in own else pulled(eqn, needed, scan.length)
+
+            try:
+                taken, needed = closure(eqns, {v: flow.dims.get(v) for v in targets}, dims_of)
+                move = self._move(taken, targets, needed)
+            except (CannotHoist, Dependent) as reason:
+                why.append(str(reason))
+                continue
+            reads = {*move.slice.inputs}
+            if any(reads & {*other.how.buffers} or {*other.slice.inputs} & {*move.how.buffers} for other in moves):
+                why.append("two gradients change the same leaf")
+                continue
+            moves.append(move)
+            moved |= own
+            inside |= {v for v in move.slice.inputs if v in scan.ys}
+        why += dict.fromkeys(flow.blocked[v] for v in self._missed(flow.blocked, moved))
+        dropped = {v for v in scan.ys if isinstance(v, DropVar)}
+        kept = frozenset(y for y in scan.ys if y in stacked or y not in inside) - dropped
+        return Moves(tuple(moves), kept, frozenset(moved), why)
+
+    def ahead(self) -> Moves:
+        """What can move into the scan, which reads the new parameters."""
+        scan, eqns = self.scan, [eqn for eqn in self.program.eqns[: self.at] if id(eqn) not in self.claimed]
+
+        def dims_of(eqn: Equation, needed: Mapping[Var, Rows | None]) -> Dims | None:
+            return pulled(eqn, needed, scan.length, self.own)
+
+        hosts_of = dict[Var, set[Var]]()  # of the scan's xs -> the host leaves that it is made of
+        for x in dict.fromkeys(variables(scan.xs)):
+            try:
+                taken, rows = closure(eqns, {x: Rows(0)}, dims_of)
+            except CannotHoist:
+                continue
+            made = {v for eqn in taken for v in eqn.outvars}
+            hosts = {v for v in rows if is_host_aval(v.aval) and v not in made}
+            if hosts and any(id(eqn) in self.own for eqn in taken):
+                hosts_of[x] = hosts
+        number = {v: k for k, v in enumerate({v for hosts in hosts_of.values() for v in hosts})}
+        group = groups([sum(1 << number[v] for v in hosts) for hosts in hosts_of.values()])
+        moves, why, moved = list[Move](), list[str](), set[int]()
+        for which in sorted({*group}):
+            xs = [x for x, g in zip(hosts_of, group, strict=True) if g == which]
+            wanted: Places = dict.fromkeys(xs, Rows(0))
+            try:
+                while True:  # with every leaf of the state its next value
+                    taken, rows = closure(eqns, wanted, dims_of)
+                    more = {v: rows[old] for v, old in self.next_of.items() if v not in wanted and rows.get(old)}
+                    if not more:
+                        break
+                    wanted |= more
+                move, inside = self._feeding(taken, rows, xs, wanted)
+            except (CannotHoist, Dependent) as reason:
+                why.append(str(reason))
+                continue
+            moves.append(move)
+            moved |= inside
+        return Moves(tuple(moves), frozenset(scan.ys), frozenset(moved), why)
+
+    def sums_up(self, gradients: Sequence[Var]) -> str:
+        """How gradients are what the scan carries out of its last iteration, scaled or cast; else empty.
+
+        What a microbatch adds needs nothing of the microbatch before; what a layer does, the cotangent.
+        """
+        scan, wanted = self.scan, {*gradients}
+        for eqn in reversed(self.program.eqns[self.at + 1 :]):
+            if eqn.primitive.name in ELEMENTWISE and not wanted.isdisjoint(eqn.outvars):
+                wanted.update(variables(eqn.invars))
+        sums = [k for k, v in enumerate(scan.carry) if v in wanted and v.aval.ndim]
+        if not sums:
+            return ""
+        body, n = scan.body.jaxpr, len(scan.consts)
+        needs = {v: 1 << k for k, v in enumerate(body.invars[n : n + len(scan.carry)]) if v.aval.ndim}
+        maker: dict[Var, Equation] = {}
+        for eqn in body.eqns:
+            needs.update(zip(eqn.outvars, forward(eqn, needs), strict=True))
+            maker.update(dict.fromkeys(eqn.outvars, eqn))
+        made = [v for k in sums if not isinstance(v := body.outvars[k], Literal) and needs.get(v, 0) & ~(1 << k)]
+        if not made:
+            return MICROBATCHES
+        added = [maker[x] for v in made for x in variables(maker[v].invars) if x in maker]
+        return BY_INDEX if any(eqn.primitive.name in _PLACED for eqn in added) else SHARED
+
+    @property
+    def _results(self) -> set[Var]:
+        return {*variables(self.program.outputs)}
+
+    def _is_worth_it(self, v: Var) -> bool:
+        """Whether a leaf moves into the scan: any on the host; on the device one whose rows are large."""
+        return is_host_aval(v.aval) or nbytes(v.aval) >= self.scan.length * LEAST_ROW
+
+    def _missed(self, blocked: Iterable[Var], moved: Set[int]) -> list[Var]:
+        """Those of the blocked for whose rows a leaf waits that has not moved and is worth it; not what is logged."""
+        bits = {v: 1 << k for k, v in enumerate(blocked)}
+        needs, found = dict(bits), 0
+        for eqn in self.program.eqns[self.at + 1 :]:
+            if id(eqn) not in moved and id(eqn) not in self.claimed:
+                needs.update((v, needs.get(v, 0) | m) for v, m in zip(eqn.outvars, forward(eqn, needs), strict=True))
+                found |= union(needs[v] for v in eqn.outvars if v in self.next_of and self._is_worth_it(v))
+        return [v for v, bit in bits.items() if bit & found]
+
+    def _feeding(
+        self, taken: list[Equation], rows: Places, xs: Sequence[Var], wanted: Places
+    ) -> tuple[Move, frozenset[int]]:
+        """The move of equations that make rows which the scan reads, and those that are gone from where they were."""
+        eqns, scan = self.program.eqns, self.scan
+        inside = {id(eqn) for eqn in taken} - self._also_before(taken)
+        made = [v for eqn in taken if id(eqn) in inside for v in eqn.outvars]
+        whole = {*variables([*scan.consts, *scan.init])}
+        if whole & {*made}:
+            raise CannotHoist(NEEDED_BEFORE)
+        outside = [eqn for k, eqn in enumerate(eqns) if id(eqn) not in inside and k != self.at]
+        stacked = self._results.union(self.read, *(variables(eqn.invars) for eqn in outside))
+        move = self._move(taken, [v for v in made if v in stacked or v in wanted], rows)
+        feeds = frozenset(v for v in xs if not (v in stacked and v in made))
+        return dataclasses.replace(move, feeds=feeds), frozenset(inside)
+
+    def _also_before(self, taken: list[Equation]) -> set[int]:
+        """Which of the equations that move stay where they are too: a norm that the others wait for is made of them.
+
+        Raises:
+          CannotHoist: they are dear, or load what is on the host.
+        """
+        twice, eqns = set[int](), self.program.eqns
+        while True:
+            inside = {id(eqn) for eqn in taken} - twice
+            nodes = [Node(eqn, variables(eqn.invars), [] if id(eqn) in inside else eqn.outvars) for eqn in eqns]
+            reading = [k for k, eqn in enumerate(eqns) if k == self.at or id(eqn) in inside]
+            before = nodes_needed(nodes, [v for k in reading for v in nodes[k].reads], kept=False)
+            wanted = {v for k in before if k != self.at for v in nodes[k].reads}
+            found: list[Equation] = []
+            for eqn in reversed(taken):
+                if id(eqn) in inside and not wanted.isdisjoint(eqn.outvars):
+                    found.append(eqn)
+                    wanted.update(variables(eqn.invars))
+            if not found:
+                return twice
+            if not all(is_cheap(eqn) for eqn in found) or any(is_host_aval(v.aval) for e in found for v in e.invars):
+                raise CannotHoist(NEEDED_BEFORE)
+            twice |= {id(eqn) for eqn in found}
+
+    def _move(self, eqns: list[Equation], targets: Sequence[Var], needed: Mapping[Var, Rows | None]) -> Move:
+        """The move of some equations.
+
+        Raises:
+          CannotHoist, Dependent: they do not keep rows apart.
+        """
+        program, scan = self.program, self.scan
+        s = slice_of(eqns, list(targets), program.debug_info, program.shards)
+        dims = tuple(needed[v] for v in s.inputs)
+        if any(needed[v] is None for v in s.loads):
+            raise CannotHoist("a leaf on the host that has no such rows is needed")
+        if not core(s).loads.issuperset(s.loads):
+            raise CannotHoist("a branch of its update loads or stores it, and the other does not")
+        if any(program.shards[v][d.dim] > 1 for v, d in needed.items() if isinstance(d, Rows) and v in program.shards):
+            raise CannotHoist("its layers are divided between devices, each of which has other ones")
+        rows = {v: d for v, d in zip(s.inputs, dims, strict=True) if d is not None}
+        lead = max([v for v in rows if v not in scan.ys] or rows, key=lambda v: nbytes(v.aval))
+        shape, axis = lead.aval.shape, rows[lead].dim
+        out_dims = tuple(chunked_dims(core(s).jaxpr, list(dims), scan.length, shape, axis))
+        if any(d is None or (isinstance(d, Rows) and d.per_row > 1) for d in out_dims):
+            raise CannotHoist("its rows are merged")
+        how = RowWise(shape, axis, dims, out_dims, (None,) * len(out_dims))
+        return Move(s, dataclasses.replace(how, buffers=self._buffers(s, how)))
+
+    def _buffers(self, s: Slice, how: RowWise) -> tuple[Var | None, ...]:
+        """Where each result is written: over the operand that it is the next value of, or what waited in its place."""
+        scan, dims = self.scan, dict(zip(s.inputs, how.dims, strict=True))
+        taken = {*scan.ys, *variables(scan.consts)}  # what the scan reads whole is read until its end
+        free = [v for v in s.inputs if v not in taken and v not in {*self.next_of.values()}]
+        found: list[Var | None] = []
+        for v, d in zip(s.outputs, how.out_dims, strict=True):
+            old = self.next_of.get(v, self.waiting.get(v))
+            if old is not None and v not in self.waiting and (old not in dims or dims[old] != d):
+                old = None
+            if old is not None and (old in taken or not same_type(old.aval, v.aval)):
+                old = None
+            if old is None and isinstance(d, Rows) and v in self._results and not is_host_aval(v.aval):
+                # new parameters that are made of an update after it: in place of the operand that is like them, and of
+                # a gradient that is divided further (ZeRO-1) rather the parameter
+                like_it = [x for x in free if x not in taken and dims[x] == d and same_type(x.aval, v.aval)]
+                old = min(like_it, key=lambda x: math.prod(s.shards.get(x, ())), default=None)
+            if old is None and is_host_aval(v.aval):
+                raise CannotHoist("it moves to the host in this step, or its next value is of another type")
+            found.append(old)
+            taken |= {old} if old is not None else set()
+        return tuple(found)
+
+
+@dataclasses.dataclass
+class _Flow:
+    """Where the rows of a scan's stacked results go.
+
+    Attributes:
+      dims: what is made of them, and still has rows; also arrays made elsewhere that it meets on the way.
+      partial: reductions over all rows.
+      known: the arrays made elsewhere: known before the scan, or at least without it.
+      eqns: by identity, the equations that keep the rows apart, with the bits of the stacked results they come from.
+      bits: of every variable.
+      blocked: why the rows of a variable go no further, of those that lead to no other loop or matmul.
+    """
+
+    dims: dict[Var, Rows]
+    bits: dict[Var, Mask]
+    partial: dict[Var, Partial] = dataclasses.field(default_factory=dict[Var, Partial])
+    known: dict[Var, Rows] = dataclasses.field(default_factory=dict[Var, Rows])
+    eqns: dict[int, Mask] = dataclasses.field(default_factory=dict[int, Mask])
+    blocked: dict[Var, str] = dataclasses.field(default_factory=dict[Var, str])
+
+    def of(self, eqn: Equation) -> Dims:
+        """Where the rows of an equation's operands are."""
+        return [None if isinstance(v, Literal) else self.dims.get(v, self.known.get(v)) for v in eqn.invars]
+
+
+def _flow(eqns: Sequence[Equation], scan: Scan, at: int, claimed: Set[int]) -> _Flow:
+    ys = [y for y in scan.ys if not isinstance(y, DropVar)]
+    flow = _Flow({y: Rows(0) for y in ys}, {y: 1 << i for i, y in enumerate(ys)})
+    later = {*scan.carry, *scan.ys}  # all that cannot be known before the scan has run
+    of_rows = {*scan.ys}
+    for eqn in eqns[at + 1 :]:
+        ins = variables(eqn.invars)
+        if not any(v in later for v in ins):
+            continue
+        later.update(eqn.outvars)
+        of_rows.update(eqn.outvars if any(v in of_rows for v in ins) else ())
+        rows = [v for v in ins if v in flow.bits and v in flow.dims]
+        if not rows or id(eqn) in claimed:
+            continue
+        if others := [v for v in ins if v in later and v not in rows]:
+            if eqn.primitive.name not in _HEAVY:
+                why = NEEDS_ALL if any(v in of_rows for v in others) else OF_THE_SCAN
+                flow.blocked.update(dict.fromkeys(rows, why))
+            continue
+        shape, dim = rows[0].aval.shape, flow.dims[rows[0]]
+        known = {v: d for v in ins if v not in later and (d := rows_like(v, shape, dim.dim)) is not None}
+        if any(flow.known.get(v, d) != d for v, d in known.items()) or (known and dim.per_row > 1):
+            flow.blocked.update(dict.fromkeys(rows, "its rows are merged"))
+            continue
+        dims = [None if isinstance(v, Literal) else flow.dims.get(v, known.get(v)) for v in eqn.invars]
+        try:
+            out, _ = rule_of(eqn, dims, scan.length, shape, dim.dim)
+        except Dependent as why:
+            if eqn.primitive.name not in _HEAVY:
+                flow.blocked.update(dict.fromkeys(rows, f"its update does not keep layers apart: {why}"))
+            continue
+        if any(d is None for d in out):
+            continue
+        flow.known.update(known)
+        flow.eqns[id(eqn)] = bits = union(flow.bits[v] for v in rows)
+        for v, d in zip(eqn.outvars, out, strict=True):
+            flow.bits[v] = bits
+            if isinstance(d, Partial):
+                flow.partial[v] = d
+            elif d is not None:
+                flow.dims[v] = d
+    return flow
+
+
+def closure(
+    eqns: Sequence[Equation], wanted: Mapping[Var, Rows | None], dims_of: DimsOf
+) -> tuple[list[Equation], Places]:
+    """The equations that make the rows of some variables, and of each variable that they need where its rows are.
+
+    Args:
+      eqns: the equations of the program.
+      wanted: variables, and where their rows are.
+      dims_of: of an equation and what is needed so far, where the rows of its operands are; ``None``: it is not taken.
+    """
+    needed, taken = dict(wanted), list[Equation]()
+    for eqn in reversed(eqns):
+        if any(v in needed for v in eqn.outvars) and (dims := dims_of(eqn, needed)) is not None:
+            taken.append(eqn)
+            for v, d in zip(eqn.invars, dims, strict=True):
+                if not isinstance(v, Literal) and needed.setdefault(v, d) != d:
+                    raise CannotHoist("an array is used with its rows in two places")
+    return taken[::-1], needed
+
+
+def pulled(eqn: Equation, needed: Mapping[Var, Rows | None], size: int, own: Set[int] = frozenset()) -> Dims | None:
+    """Where the rows of its operands are, if an equation can make the rows that are needed of its results, cheaply.
+
+    Those of ``own`` are not made twice, and may be dear.
+    """
+    wanted = {v: needed[v] for v in eqn.outvars if v in needed}
+    dims = {*wanted.values()}
+    cheap = is_cheap(eqn) or id(eqn) in own
+    if len(dims) != 1 or None in dims or not cheap or eqn.effects:
+        return None
+    (dim,) = dims
+    assert dim is not None
+    shape = next(iter(wanted)).aval.shape
+    if eqn.primitive.name == "transpose":
+        guess: Dims = [Rows(eqn.params["permutation"][dim.dim])]
+    else:
+        guess = [None if isinstance(v, Literal) else rows_like(v, shape, dim.dim) for v in eqn.invars]
+    try:
+        out, _ = rule_of(eqn, guess, size, shape, dim.dim)
+    except Dependent:
+        return None
+    return guess if all(d == dim for v, d in zip(eqn.outvars, out, strict=True) if v in wanted) else None
+
+
+def is_cheap(eqn: Equation) -> bool:
+    """Whether an equation may be run twice."""
+    name = eqn.primitive.name
+    return name in ELEMENTWISE or name == "cond" or changes_only_shapes(name)
+
+
+def rows_like(v: Var, shape: tuple[int, ...], dim: int) -> Rows | None:
+    """A guess: that an array which begins like one with rows along ``dim`` has them there too."""
+    return Rows(dim) if v.aval.shape[: dim + 1] == shape[: dim + 1] else None
