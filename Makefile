@@ -87,7 +87,7 @@ $(TRAINERS)/.installed: pyproject.toml
 	done
 	touch $@
 
-trainers: $(TRAINERS)/.installed  ## trainers that people use, unchanged: Tunix, Flax, Equinox, plain loops
+trainers: $(TRAINERS)/.installed  ## trainers that people use: MaxText, Tunix, Flax, Equinox, plain loops
 	$(TRAINERS)/bin/python -m pytest --trainers -rs tests/trainers
 
 donation: .venvs/$(NEWEST)/.installed  ## all ways of donating and returning: as lowered, as run, as compiled for an H200 and a TPU

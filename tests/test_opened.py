@@ -180,15 +180,6 @@ def test_the_numbers_of_the_plain_step(with_time, clip, fraction):
     assert kinds.count("pinned_host") == len(kinds) if fraction == 1 else 0 < kinds.count("pinned_host") < len(kinds)
 
 
-def test_a_matrix_is_overwritten_once_its_block_has_read_it():
-    """A block makes a gradient and reads the matrix: XLA would update it first between gates, and read a copy."""
-    updated = [part for part in parts(ONE, fraction=0.1) if isinstance(part, Piece) and part.how is None]
-    gates = [part for part in parts(ONE, fraction=0.1) if isinstance(part, Gate)]
-    matrices = [gate for gate in gates if {v.aval.shape for v in gate.held} == {(WIDTH, WIDTH)}]
-    assert len(updated) >= LAYERS - 1 == len(matrices) + 1  # the first block's input has no cotangent
-    assert all(v.aval.shape == (ROWS, WIDTH) for gate in matrices for v in gate.waits_for)
-
-
 def test_small_leaves_move_with_their_neighbours(with_time):
     """The bias is loaded with a matrix: as many gates hold host leaves as there are matrices."""
     gates = [part for part in parts(SEVERAL) if isinstance(part, Gate)]

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from jax.experimental.array_serialization import serialization
 
 import jax_offload as jo
 
@@ -123,8 +124,31 @@ def test_frameworks(section, tmp_path):
     assert BLOCK.findall(text)
     for block in BLOCK.findall(text):
         exec(compile(block, section, "exec"), found)
-    state = found["train_state"].opt_state if section == "Flax linen" else found["state"]
+    made = {"Flax linen": ("train_state", "opt_state"), "Flax nnx": ("optimizer", "opt_state")}
+    name, *attribute = made.get(section, ("state",))
+    state = getattr(found[name], *attribute) if attribute else found[name]
     assert moments(state).sharding.memory_kind == "pinned_host"
+
+
+@pytest.mark.parametrize("ocdbt", [False, True])
+def test_tensorstore(ocdbt, tmp_path, monkeypatch):
+    """A state on a mesh, saved and read by the recipe: values, shardings and memories."""
+    page = (ROOT / "docs/recipes.md").read_text().split("## A checkpoint of tensorstore arrays\n")[1]
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "data"))
+    params = jax.device_put({"layers": jnp.linspace(0, 1, 2**16, dtype=jnp.bfloat16).reshape(4, 128, 128)}, sharding)
+    tx = jo.offload(optax.adamw(1e-3), min_bytes=0)
+    _, state = jax.jit(tx.update)(params, tx.init(params), params)
+    namespace = {"jax": jax, "jo": jo, "tx": tx, "params": params, "state": state, "folder": tmp_path}
+    spec_of = serialization.get_tensorstore_spec
+    monkeypatch.setattr(serialization, "get_tensorstore_spec", lambda path: spec_of(path, ocdbt=ocdbt))
+    exec(BLOCK.search(page)[1], namespace)
+    assert namespace["state"] is not state
+    for new, old, target in zip(*map(jax.tree.leaves, (namespace["state"], state, jo.abstract_state(tx, params))),
+                                strict=True):  # fmt: skip
+        assert (new.dtype, new.sharding) == (target.dtype, target.sharding)
+        assert new.sharding.memory_kind == old.sharding.memory_kind == ("pinned_host" if new.ndim else "device")
+        np.testing.assert_array_equal(new, old)
 
 
 def test_precision(tmp_path):

@@ -108,7 +108,7 @@ def test_a_plan_goes_through_the_inputs_as_often_for_more_leaves():
         params = model(leaves)
         (found,) = updates_in(jax.make_jaxpr(tx.update)(params, tx.init(params), params))
         inputs = Gone(found.update.program.inputs)
-        dataclasses.replace(found.update, program=dataclasses.replace(found.update.program, inputs=inputs)).plan  # noqa: B018
+        dataclasses.replace(found.update, program=dataclasses.replace(found.update.program, inputs=inputs)).passes  # noqa: B018
         return inputs.times
 
     assert times(4) == times(16)

@@ -96,7 +96,7 @@ def _stored(update: Update | Moved) -> int:
     """Bytes that an update stores on one device: each leaf is divided like the leaf it replaces."""
     old: Mapping[Var, Var] = update.next_values if isinstance(update, Update) else {}
     slices = [p.slice for p in update.planned if not p.on_cores]
-    slices += [each.prelude for each in update.plan.passes] if isinstance(update, Update) else []
+    slices += [each.prelude for each in update.passes] if isinstance(update, Update) else []
     return sum(nbytes(v.aval) // math.prod(s.shards.get(old.get(v, v), ())) for s in slices for v in s.stores)
 
 
@@ -115,9 +115,9 @@ def _across_the_cores(tx: Any, params: Any, leaves: Sequence[Leaf]) -> tuple[int
 
 def _waits_for_all(update: Update) -> bool:
     """Whether a number made of gradients goes into a slice: their norm, or whether all of them are finite."""
-    if len(update.plan.passes) != 1:
-        return len(update.plan.passes) > 1
-    (only,) = update.plan.passes
+    if len(update.passes) != 1:
+        return len(update.passes) > 1
+    (only,) = update.passes
     gradients = {update.operands[i] for i in update.gradients}
     made: dict[Var, int] = {v: int(v in gradients) for v in only.prelude.inputs}
     for eqn in only.prelude.jaxpr.eqns:

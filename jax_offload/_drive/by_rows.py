@@ -139,7 +139,7 @@ class ByRows:
 
 def produced_once(update: Update, results: Sequence[Var]) -> dict[Var, Var]:
     """Result of an update -> the step's variable of it; not of what the step has twice, or the update reads again."""
-    slices = [s for each in update.plan.passes for s in (each.prelude, *(p.slice for p in each.slices))]
+    slices = [s for each in update.passes for s in (each.prelude, *(p.slice for p in each.slices))]
     times = Counter([v for s in slices for v in s.inputs] + variables(update.program.outputs))
     pairs = zip(results, update.program.outputs, strict=True)
     return {v: x for x, v in pairs if isinstance(v, Var) and times[v] == 1}

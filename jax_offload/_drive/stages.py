@@ -201,7 +201,7 @@ class _Found:
         self.on_disk |= {v: known for v, known in hosts if isinstance(v, Var)}
         self.scattered |= {x: s for v, s in _scattered(update) if isinstance(x := self.names[v], Var)}
         defined = produced_once(update, eqn.outvars)
-        for each in update.plan.passes:
+        for each in update.passes:
             self.on_device("scalars", self.piece_of(each.prelude))
             self.stages += _grouped(GROUP, [*self.pieces_of(each.slices, update, defined)], on_cores=False)
 
@@ -227,7 +227,7 @@ class _Found:
             self.on_device(BEFORE, serial)
             self.names.update(zip(variables(serial.inputs), serial.outputs, strict=True))
         self.name(update, eqn)
-        first, *later = cores.plan.passes
+        first, *later = cores.passes
         self.on_device(BEFORE, self.piece_of(first.prelude))
         if device.planned:
             self.stages.append(Stage("device", (_all_of(device, self.names),)))

@@ -19,8 +19,7 @@ from jax.custom_batching import custom_vmap
 
 from jax_offload._base.barriers import opaque, read_once, written_after
 from jax_offload._base.jaxprs import Var
-from jax_offload._emit.rows import Buffers, Values, buffers_of, fresh
-from jax_offload._emit.transfers import Names
+from jax_offload._emit.rows import Buffers, Names, Values, buffers_of, fresh
 from jax_offload._ir.slices import Slice, core
 from jax_offload._plan.plan import Chunked
 

@@ -27,8 +27,7 @@ from jax_offload._base.barriers import read_once, together, written_after
 from jax_offload._base.jaxprs import Literal, Var, as_array, jax_fun
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.shardings import constrained, shards_of, typed_sharding, zeros
-from jax_offload._emit.rows import Buffers, Values
-from jax_offload._emit.transfers import Names
+from jax_offload._emit.rows import Buffers, Names, Values
 from jax_offload._plan.in_scan import InScan
 from jax_offload._plan.rules import run_chunk
 
@@ -190,10 +189,10 @@ class Emitter:
             if phase < last:
                 # XLA's CPU copies a buffer of which one row is written before another is read
                 own = self.buffers.exchange(hand.wholes, {}, 0, [v for v in new if v in plan.loaded], then)
-                new |= {v: _on_a_cpu(lambda x, read: written_after(x, read)[0], new[v], x) for v, x in own.items()}
+                new |= {v: _on(["cpu"], lambda x, read: written_after(x, read)[0], new[v], x) for v, x in own.items()}
                 early |= own
             fetched = self.buffers.exchange(hand.wholes, new, stored, loaded, then)
-            fetched |= {v: _on_a_cpu(lambda _, read: read, x, early[v]) for v, x in fetched.items() if v in early}
+            fetched |= {v: _on(["cpu"], lambda _, read: read, x, early[v]) for v, x in fetched.items() if v in early}
             inner.update(zip(s.outputs, s.run(*(inner[v] for v in s.inputs)), strict=True))
             if phase < last:
                 self.gate(phase, hand, fetched, inner)
@@ -206,14 +205,16 @@ class Emitter:
         following = [v for v in groups[phase + 1] if v in hand.new]
         # where nothing is loaded, the next phase loads what this one has stored
         back = [] if fetched else [v for v in groups[phase] if v in hand.new]
-        gates = [v for v in (body.gates[phase],) if v is not None]
+        gate = body.gates[phase]
+        gates = [] if gate is None else [gate, *(self.plan.passed_through if phase == 0 else ())]
         parts = [(inner, gates), (hand.new, following), (hand.wholes, back), (fetched, [*fetched])]
         values = iter(together([values[v] for values, vs in parts for v in vs]))
         for of, vs in parts:
             of.update({v: next(values) for v in vs})
-        if gates and (held := body.held(phase)):
+        if gates and (held := [v for v in body.held(phase) if v not in gates]):
+            # XLA for TPUs runs what needs no gate before it, so the first phase would be most of the iteration
             both = [*gates, *held]
-            inner.update(zip(both, _on_a_tpu(together, [inner[v] for v in both]), strict=True))
+            inner.update(zip(both, _on(["tpu"], together, [inner[v] for v in both]), strict=True))
 
     def iteration(self, carry: Any, rows: Any) -> Any:
         """One, as the body of a scan."""
@@ -243,48 +244,31 @@ class Emitter:
             then |= zip(ready, late, strict=True)
         carried, produced = results[: len(carried)], dict(zip(scan.ys, results[len(carried) :], strict=True))
         if not plan.ahead:
-            self.update(hand, own | {y: _row_major(x[None]) for y, x in produced.items()}, i, k)
+            # laid out like the stack: a TPU would make the layout of a matmul's result that of the whole stack
+            rows = {y: _on(["tpu"], _in_order, x[None]) for y, x in produced.items()}
+            self.update(hand, own | rows, i, k)
         hand.loaded = then
         return (k + 1, carried, *self.packed(hand)), [produced[y] for y in plan.kept]
 
 
 def _buffers(plan: InScan, names: Names) -> Buffers:
     def laid_out(v: Var, x: jax.Array) -> jax.Array:
-        return _gathered(x) if _is_whole(plan.pins.get(v) or typed_sharding(v.aval), v.aval.shape) else x
+        # XLA lays out what it gathers by the axis that is divided, and would make that the layout of the whole stack
+        whole = _is_whole(plan.pins.get(v) or typed_sharding(v.aval), v.aval.shape)
+        return _on(["tpu", "cuda"], _in_order, x) if whole else x
 
     return Buffers(plan.rows, plan.pins, names, laid_out=laid_out)
 
 
-def _on_a_cpu(run: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, other: jax.Array) -> jax.Array:
-    """``run(x, other)`` there, elsewhere ``x``."""
-    return jax.lax.platform_dependent(x, other, cpu=run, default=lambda x, _: x)
-
-
-def _on_a_tpu(run: Callable[[list[jax.Array]], list[jax.Array]], xs: list[jax.Array]) -> list[jax.Array]:
-    """``run(xs)`` there, elsewhere ``xs``.
-
-    XLA for TPUs runs what needs no gate before it, so the first half would be most of the iteration.
-    """
-    return jax.lax.platform_dependent(*xs, tpu=lambda *xs: run([*xs]), default=lambda *xs: [*xs])
-
-
-def _row_major(x: jax.Array) -> jax.Array:
-    """``x``, laid out like the stack: a TPU would make the layout of a matmul's result that of the whole stack.
-
-    Only there: a GPU does not, and jax 0.10 gathers what is divided between devices to lay it out.
-    """
-    return jax.lax.platform_dependent(x, tpu=_in_order, default=lambda x: x)
+def _on(platforms: Sequence[str], run: Callable[..., Any], x: Any, *others: Any) -> Any:
+    """``run(x, *others)`` on these platforms, elsewhere ``x``."""
+    on_these = dict.fromkeys(platforms, run)
+    return jax.lax.platform_dependent(x, *others, **on_these, default=lambda x, *_: x)
 
 
 def _is_whole(sharding: NamedSharding | None, shape: tuple[int, ...]) -> bool:
     """Whether an array is whole on each of several devices."""
     return sharding is not None and sharding.mesh.size > 1 and math.prod(shards_of(sharding, shape)) == 1
-
-
-def _gathered(x: jax.Array) -> jax.Array:
-    """Rows that are whole on every device, laid out like the stack: XLA lays out what it gathers by the axis that is
-    divided, and would make that the layout of the whole stack, in a copy of it."""
-    return jax.lax.platform_dependent(x, tpu=_in_order, cuda=_in_order, default=lambda x: x)
 
 
 def _in_order(x: jax.Array) -> jax.Array:

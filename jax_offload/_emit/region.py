@@ -32,13 +32,13 @@ from jax_offload._base.jaxprs import (
 from jax_offload._base.on_disk import UpdatedFromDisk
 from jax_offload._base.own_primitives import call_primitive, params_of
 from jax_offload._base.trace import Backward
+from jax_offload._emit.rows import Names
 from jax_offload._emit.run import stream
-from jax_offload._emit.transfers import Names
 from jax_offload._ir.conds import scalars_hoisted
 from jax_offload._ir.program import Program, Var
-from jax_offload._plan.decide import plan_of
+from jax_offload._plan.decide import passes_of
 from jax_offload._plan.options import Claim, regions
-from jax_offload._plan.plan import Plan, Planned
+from jax_offload._plan.plan import Planned, PlannedPass
 from jax_offload._plan.serialise import Serialise
 
 NAME = "jax_offload_update"
@@ -96,14 +96,15 @@ class Update:
     ordered: bool = True
 
     def __repr__(self) -> str:  # a jaxpr prints its parameters
-        return f"Update({sum(len(each.slices) for each in self.plan.passes)} slices)"
+        return f"Update({sum(len(each.slices) for each in self.passes)} slices)"
 
     @functools.cached_property
-    def plan(self) -> Plan:
+    def passes(self) -> Sequence[PlannedPass]:
+        """How its slices run, pass after pass."""
         program = scalars_hoisted(self.program)
         found = regions(self.claims, program.inputs)
         gradients = [self.operands[i] for i in self.gradients]
-        return plan_of(
+        return passes_of(
             program, self.next_values, found, lambda v: self.rank.get(v, -1), manual=self.manual,
             backward=self.backward, gradients=gradients, serialise=self.serialise, on_cores=self.on_cores,
             gated=self.gated,
@@ -117,7 +118,7 @@ class Update:
     @property
     def planned(self) -> list[Planned]:
         """Its slices, in the order of loading."""
-        return [p for each in self.plan.passes for p in each.slices]
+        return [p for each in self.passes for p in each.slices]
 
     @property
     def on_cores(self) -> Set[Var]:
@@ -184,7 +185,7 @@ class Update:
         with jax.enable_x64(self.wide):
             results = stream(
                 self.program,
-                self.plan,
+                self.passes,
                 args,
                 gradients=self.gradients,
                 names=self.names,

@@ -7,6 +7,7 @@ written into it, and gather the whole each time.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping, Sequence, Set
 from typing import Any
@@ -19,11 +20,11 @@ from jax_offload._base.arrays import row_indices
 from jax_offload._base.jaxprs import Var
 from jax_offload._base.memory import is_host_aval, to_device, to_host
 from jax_offload._base.shardings import constrained, padded, typed_sharding
-from jax_offload._emit.transfers import Names, prefetch, update_of, write_back
 from jax_offload._ir.slices import Slice, core
 from jax_offload._plan.plan import RowWise, tiles
 from jax_offload._plan.rules import Dim, Partial, Rows, run_chunk
 
+Names = Mapping[Var, str]  # the leaf's path in the state, of each of its values
 Values = dict[Var, Any]
 Arrays = MutableMapping[Var, Any]
 
@@ -177,3 +178,21 @@ def _sharding_by_shard(sharding: NamedSharding | None, ndim: int, dim: int) -> N
         return None
     spec = padded(sharding.spec, ndim)
     return sharding.update(spec=PartitionSpec(*spec[: dim + 1], None, *spec[dim + 1 :]))
+
+
+# ---- what happens to a leaf of the state, by the names that a profile and the compiled program show
+
+
+def prefetch(v: Var, names: Names) -> contextlib.AbstractContextManager[Any]:
+    """The scope in which a leaf, or rows of it, is read and moved to the device."""
+    return jax.named_scope(f"jax_offload/prefetch/{names.get(v, 'state')}")
+
+
+def write_back(v: Var, names: Names) -> contextlib.AbstractContextManager[Any]:
+    """The scope in which a leaf, or rows of it, is moved to the host and written."""
+    return jax.named_scope(f"jax_offload/write-back/{names.get(v, 'state')}")
+
+
+def update_of(leaves: Sequence[Var], names: Names) -> contextlib.AbstractContextManager[Any]:
+    """The scope of an update that needs these leaves together; it has the name of the first."""
+    return jax.named_scope(f"jax_offload/update/{names.get(leaves[0], 'state') if leaves else 'state'}")

@@ -16,13 +16,12 @@ from jax_offload._base.jaxprs import Var, closed, jax_fun, values_of
 from jax_offload._base.memory import is_host_aval, to_device, to_host
 from jax_offload._base.shardings import Shards, typed_sharding, zeros
 from jax_offload._emit.chunks import looped, or_batched
-from jax_offload._emit.rows import buffers_of, fresh
-from jax_offload._emit.transfers import Names, prefetch, update_of, write_back
+from jax_offload._emit.rows import Names, buffers_of, fresh, prefetch, update_of, write_back
 from jax_offload._ir.conds import numbered, structure
 from jax_offload._ir.program import Program
 from jax_offload._ir.slices import Slice, core
 from jax_offload._plan.by_rows import PlannedPart
-from jax_offload._plan.plan import Chunked, Plan, Planned, PlannedPass
+from jax_offload._plan.plan import Chunked, Planned, PlannedPass
 from jax_offload._plan.serialise import AllInTurn
 
 Env = dict[Var, Any]
@@ -30,7 +29,7 @@ Env = dict[Var, Any]
 
 def stream(
     program: Program,
-    plan: Plan,
+    passes: Sequence[PlannedPass],
     args: Sequence[Any],
     *,
     gradients: Sequence[int],
@@ -41,7 +40,7 @@ def stream(
 
     Args:
       program: the usual recipe (load all, update, store all) as a program.
-      plan: of it.
+      passes: its plan.
       args: its arguments.
       gradients: positions in ``args`` of the incoming updates, which gate the loads.
       names: of the state's leaves, of their next values too.
@@ -49,9 +48,9 @@ def stream(
     """
     env: Env = dict(zip(program.inputs, [*program.consts, *args], strict=True))
     grads = {program.inputs[len(program.consts) + i] for i in gradients}
-    run = functions([p for each in plan.passes for p in each.slices], names, lowered=lowered)
+    run = functions([p for each in passes for p in each.slices], names, lowered=lowered)
     before: Sequence[Var] = ()  # what the loads of a pass wait for
-    for each in plan.passes:
+    for each in passes:
         run_prelude(each, env)
         if each.slices:
             if each.in_own_loop:

@@ -26,7 +26,7 @@ from jax_offload._base.own_primitives import params_of
 from jax_offload._base.shardings import constrained, same_sharding, shards_of, typed_sharding
 from jax_offload._emit.find import holds_update, is_update
 from jax_offload._emit.region import Update
-from jax_offload._emit.transfers import prefetch, write_back
+from jax_offload._emit.rows import prefetch, write_back
 from jax_offload._ir.conds import scalars_hoisted
 from jax_offload._ir.primitives import ELEMENTWISE
 from jax_offload._ir.program import Program, copy_of, only_equation

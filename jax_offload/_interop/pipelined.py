@@ -135,12 +135,6 @@ class Pipelined:
         """The step that is turned round, as it was written."""
         return self._step
 
-    def with_gradients(self, *, on_host: bool) -> Pipelined:
-        """The same with its gradients on the host, or on the device."""
-        if on_host is self.on_host:
-            return self
-        return Pipelined(self._step, self._names, self._static, on_host=on_host)
-
     def start(self, *args: Any, **kwargs: Any) -> tuple[Carry, Aux]:
         """Compute the gradients of the first batch.
 

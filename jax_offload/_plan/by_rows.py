@@ -37,7 +37,7 @@ def rows_in_part(row_bytes: int, ndim: int, size: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts:
+class DiskGroups:
     """How a slice comes from disk: so many rows at a time.
 
     Attributes:
@@ -54,18 +54,18 @@ class Parts:
         return f"from disk as a whole: {self.why}" if self.why else ""
 
 
-def parts_of(p: Planned, reuse: Mapping[Var, Var], there: Set[Var]) -> Parts:
+def disk_groups(p: Planned, reuse: Mapping[Var, Var], there: Set[Var]) -> DiskGroups:
     """The parts of a slice from files that are made for it; arguments as those of ``in_parts``."""
     loads = p.slice.loads
     size = loads[0].aval.shape[0] if loads else 1
     if any(v.aval.shape[:1] != (size,) for v in loads):
-        return Parts((size,), "leaves of different shapes depend on each other")
+        return DiskGroups((size,), "leaves of different shapes depend on each other")
     rows = rows_in_part(sum(nbytes(v.aval) // size for v in loads), max((v.aval.ndim for v in loads), default=1), size)
     how = in_parts(p, reuse, there) if rows else None
     if isinstance(how, Chunked):
         rows = max(1, rows // how.shards) * how.shards
-        return Parts(tuple(min(rows, size - begin) for begin in range(0, size, rows)))
-    return Parts((size,), "" if how is None else how.reason)
+        return DiskGroups(tuple(min(rows, size - begin) for begin in range(0, size, rows)))
+    return DiskGroups((size,), "" if how is None else how.reason)
 
 
 def in_parts(p: Planned, reuse: Mapping[Var, Var], there: Set[Var]) -> Chunked | Whole:

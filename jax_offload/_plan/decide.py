@@ -17,7 +17,7 @@ from jax_offload._base.trace import LARGE, Backward
 from jax_offload._ir.primitives import PLACED
 from jax_offload._ir.program import Program
 from jax_offload._ir.slices import Pass, Slice, cut, joined, repeats_effects
-from jax_offload._plan.plan import OnCores, Plan, Planned, PlannedPass, Whole, Window
+from jax_offload._plan.plan import OnCores, Planned, PlannedPass, Whole, Window
 from jax_offload._plan.serialise import Serialise, serial_of
 from jax_offload._plan.transfers import buffers, transfer_of
 
@@ -50,7 +50,7 @@ class Region:
     window: int | None
 
 
-def plan_of(
+def passes_of(
     program: Program,
     next_of: Mapping[Var, Var],
     regions: Sequence[Region],
@@ -62,7 +62,7 @@ def plan_of(
     serialise: Serialise = Serialise.NONE,
     on_cores: Set[Var] = frozenset(),
     gated: bool = False,
-) -> Plan:
+) -> list[PlannedPass]:
     """The slices of a traced update, those that are larger than their window in chunks if that can be.
 
     One pass if that is enough, and a second one, ahead, for scalars that need the state, if that lowers what is on the
@@ -111,17 +111,15 @@ def plan_of(
     carried = [_carried(slices, next_of, manual) for slices in found]
     if any(slices and loop is None for slices, loop in zip(found, carried, strict=True)):
         found, carried = _in_sight(found), [None for _ in found]
-    return Plan(
-        tuple(
-            PlannedPass(
-                each.prelude,
-                _scheduled(slices, rank, next_of),
-                loop,
-                serial_of(each.prelude, gradients, {*next_of}, serialise, gated=gated),
-            )
-            for each, slices, loop in zip(passes, found, carried, strict=True)
+    return [
+        PlannedPass(
+            each.prelude,
+            _scheduled(slices, rank, next_of),
+            loop,
+            serial_of(each.prelude, gradients, {*next_of}, serialise, gated=gated),
         )
-    )
+        for each, slices, loop in zip(passes, found, carried, strict=True)
+    ]
 
 
 def _in_sight(found: Sequence[Sequence[Planned]]) -> list[list[Planned]]:

@@ -24,6 +24,7 @@ from jax_offload._ir.propagate import Node, topological
 from jax_offload._ir.slices import Slice
 from jax_offload._plan.decide import FLOPS_PER_BYTE
 from jax_offload._plan.hoist import CannotHoist
+from jax_offload._plan.in_scan import InScan
 from jax_offload._plan.plan import Planned
 from jax_offload._plan.rules import changes_only_shapes
 
@@ -65,8 +66,7 @@ def interleaved(nodes: Sequence[Node], which: Sequence[int], outputs: Sequence[V
         spots, at = (behind, passes.produced_after(nodes[k])) if reader is None else (ahead, reader)
         gradients = [v for v in nodes[k].reads if reader is None and passes.after.get(v) == at and is_large(v)]
         held = [] if reader is None else [v for v in piece.operands if is_large(v) and not is_host_aval(v.aval)]
-        overwrites = [] if reader is not None or piece.loads else passes.overwritten(nodes[k], at)
-        spots.add(at, _Spot(k, piece.loads, piece.token, held, gradients, overwrites))
+        spots.add(at, _Spot(k, piece.loads, piece.token, held, gradients))
     updates = behind.updates
     if 2 * max(updates, default=0) > sum(updates):
         raise CannotHoist(AT_ONCE if sum(updates) >= LEAST_GATES else FEW_PLACES)
@@ -76,12 +76,6 @@ def interleaved(nodes: Sequence[Node], which: Sequence[int], outputs: Sequence[V
         behind.add(place, _Spot(None, [], [v], stored=True))
 
     all_nodes = list(nodes)
-    first = dict[int, int]()
-    for at, held in behind.overwritten():
-        goes_on = tuple(v for v in order[at].makes if passes.reach.get(v, -1) > at)
-        if goes_on:
-            first[at] = len(all_nodes)
-            all_nodes.append(Node(Gate(held, goes_on), [*held, *goes_on], []))
     gates: dict[tuple[bool, int], int] = {}
     for spots, is_ahead in (ahead, True), (behind, False):
         for at, gate in spots.gates(passes, is_ahead).items():
@@ -94,9 +88,40 @@ def interleaved(nodes: Sequence[Node], which: Sequence[int], outputs: Sequence[V
         if is_heavy(node):
             # a piece reads its gradient behind the gate: ahead of it XLA would put that off, and what it needs
             before, after = ([gates[key] for key in [(side, place)] if key in gates] for side in (True, False))
-            after = [first[place], *after] if place in first else after
             sequence += [*before, *ahead.pieces(place), number[id(node)], *after, *behind.pieces(place)]
     return topological(all_nodes, [*sequence, *outer, *pieces])
+
+
+def in_turn(order: Sequence[Node]) -> list[Node]:
+    """``order`` with a gate before every loop that would not need the loop before it.
+
+    XLA's scheduler is free to run first the loop that was traced last, and then what both need is alive at once.
+    """
+    found, before = list[Node](), None
+    read = {v for node in order for v in node.reads}
+    needs: dict[Var, set[int]] = {}  # the loops, by identity, that a value is made of
+    for node in order:
+        loops = set[int]().union(*(needs.get(v, ()) for v in node.reads))
+        if _is_loop(node):
+            if before is not None and id(before) not in loops:
+                # it begins when all that it reads is there: its smallest operand waits for the smallest result
+                held, done = _smallest(node.reads), _smallest([v for v in before.makes if v in read])
+                found += [Node(Gate((*held,), (*done,)), [*held, *done], [])] if held and done else []
+            before = node
+            loops.add(id(node))
+        needs.update(dict.fromkeys(node.makes, loops))
+        found.append(node)
+    return found
+
+
+def _smallest(of: Sequence[Var]) -> list[Var]:
+    return sorted((v for v in of if not is_host_aval(v.aval)), key=lambda v: nbytes(v.aval))[:1]
+
+
+def _is_loop(node: Node) -> bool:
+    return isinstance(node.payload, InScan) or (
+        isinstance(node.payload, Equation) and node.payload.primitive.name in ("scan", "while")
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +133,6 @@ class _Spot:
       loads: its host leaves.
       tokens: what is there once it is through.
       gradients: what it needs of them.
-      overwrites: parameters that the node reads which makes its gradient. Between gates XLA may put the update ahead of
-        the rest of that node, which would read a copy, made when the step begins.
       stored: whether it only is stored, for the next step.
       held: its operands on the device: ahead of a pass XLA would update as soon as it can, and the loads of the piece
         would hide behind nothing.
@@ -120,7 +143,6 @@ class _Spot:
     tokens: Sequence[Var]
     held: Sequence[Var] = ()
     gradients: Sequence[Var] = ()
-    overwrites: Sequence[Var] = ()
     stored: bool = False
 
     @property
@@ -147,13 +169,6 @@ class _Spots:
 
     def loads(self, at: int) -> list[Var]:
         return [v for spot in self.at.get(at, []) for v in spot.loads]
-
-    def overwritten(self) -> Iterator[tuple[int, tuple[Var, ...]]]:
-        """What is overwritten at a spot once the node there has read it."""
-        found = {
-            at: tuple(dict.fromkeys(v for spot in spots for v in spot.overwrites)) for at, spots in self.at.items()
-        }
-        return ((at, held) for at, held in found.items() if held)
 
     @property
     def updates(self) -> list[int]:
@@ -312,13 +327,6 @@ class Network:
     def next_reader(self, node: Node) -> int | None:
         """The first heavy node that needs a result of a piece."""
         return min((self.first[v] for v in node.makes if v in self.first), default=None)
-
-    def overwritten(self, node: Node, at: int) -> list[Var]:
-        """Operands of the step that node ``at`` reads, and a piece too, or a cheap node that reads the piece's results,
-        the sum of a parameter and its update."""
-        sums = (self.order[k] for v in node.makes for k in self.readers[v] if not is_heavy(self.order[k]))
-        read = dict.fromkeys(v for each in (node, *sums) for v in each.reads if is_large(v) and v not in self.after)
-        return [v for v in read if at in self.readers[v]]
 
     def flops(self, begin: int, end: int) -> float:
         """Operations of the equations from ``begin`` to ``end``, without the latter."""

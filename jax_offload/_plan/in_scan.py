@@ -84,7 +84,7 @@ class InScan:
     @functools.cached_property
     def loaded(self) -> tuple[Var, ...]:
         """Leaves on the host whose rows are read."""
-        return tuple(v for v in self._reads if is_host_aval(v.aval))
+        return tuple(dict.fromkeys(v for v, _ in self._reads if is_host_aval(v.aval)))
 
     @functools.cached_property
     def stored(self) -> tuple[Var, ...]:
@@ -114,13 +114,13 @@ class InScan:
     def others(self) -> tuple[Var, ...]:
         """What else the updates read."""
         own = {*self.hosts, *self.in_place, *self.scan.ys}
-        return tuple(v for v in self._reads if v not in own)
+        return tuple(dict.fromkeys(v for v, _ in self._reads if v not in own))
 
     @functools.cached_property
     def rows(self) -> dict[Var, Rows]:
         """Where the rows of leaves and other operands are."""
         writes = [(v if old is None else old, d) for v, old, d in self._writes]
-        return {v: d for v, d in [*self._reads.items(), *writes] if isinstance(d, Rows)}
+        return {v: d for v, d in [*self._reads, *writes] if isinstance(d, Rows)}
 
     @functools.cached_property
     def pins(self) -> dict[Var, NamedSharding]:
@@ -137,6 +137,16 @@ class InScan:
     def body(self) -> Phases:
         """The iteration's own arithmetic, divided as the link's time is."""
         return self._in_turn[1]
+
+    @property
+    def passed_through(self) -> list[Var]:
+        """Inputs of an iteration of a forward pass that it keeps as they are: they wait for its first phase.
+
+        Kept at once they hold up the first load. Not where leaves are only loaded, as gradients on the host are.
+        """
+        waits = self.ahead and {*self.loaded} == {*self.stored}
+        kept = variables(self.body.program.outputs[len(self.scan.carry) :]) if waits else []
+        return [v for v in dict.fromkeys(kept) if v in {*self.body.program.inputs}]
 
     @functools.cached_property
     def _in_turn(self) -> tuple[Groups, Phases]:
@@ -160,10 +170,10 @@ class InScan:
         return [max(out[k], back[k - 1]) for k in range(len(groups))]
 
     @functools.cached_property
-    def _reads(self) -> dict[Var, Dim]:
+    def _reads(self) -> list[tuple[Var, Dim]]:
         """What the updates read, and what is made again of it, with its rows."""
         both = [(move.slice, move.how) for move in self.moves] + [(r.slice, r.how) for r in self.reread.values()]
-        return dict(pair for s, how in both for pair in zip(s.inputs, how.dims, strict=True))
+        return [pair for s, how in both for pair in zip(s.inputs, how.dims, strict=True)]
 
     @functools.cached_property
     def _writes(self) -> list[tuple[Var, Var | None, Dim]]:

@@ -7,10 +7,9 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Var
 from jax_offload._ir.slices import Slice
-from jax_offload._plan.rules import Dim, Rows, Where
+from jax_offload._plan.rules import Dim, Where
 from jax_offload._plan.serialise import InParts, Serial, SerialPart
 
 SUBLANES = 8  # rows of a tile in a TPU's memory, of whatever dtype
@@ -71,15 +70,6 @@ class Chunked(RowWise):
     def count(self) -> int:
         """The number of chunks."""
         return math.ceil(self.shape[self.axis] // self.shards / self.rows)
-
-    def stores(self, result: int, ndim: int) -> int:
-        """Copies to host memory in which all chunks of a result, an array of ``ndim`` dimensions, are written."""
-        to = self.out_dims[result]
-        assert isinstance(to, Rows)  # a sum stays on the device
-        size = self.shape[self.axis] // self.shards
-        full, rest = divmod(size, self.rows)
-        of = [len(tiles(n * to.per_row, to.dim, ndim)) for n in (self.rows, rest)]
-        return full * of[0] + (of[1] if rest else 0)
 
     def __str__(self) -> str:
         return f"{self.count} chunks of axis {self.axis}"
@@ -150,18 +140,6 @@ class Planned:
         return isinstance(self.transfer, Chunked)
 
     @property
-    def loads(self) -> int:
-        """Copies from host memory."""
-        return len(self.slice.loads) * (self.transfer.count if isinstance(self.transfer, Chunked) else 1)
-
-    @property
-    def stores(self) -> int:
-        """Copies to host memory."""
-        results = [(k, v) for k, v in enumerate(self.slice.outputs) if v in self.slice.stores]
-        how = self.transfer
-        return sum(how.stores(k, len(v.aval.shape)) if isinstance(how, Chunked) else 1 for k, v in results)
-
-    @property
     def on_cores(self) -> bool:
         return isinstance(self.transfer, OnCores)
 
@@ -199,23 +177,3 @@ class PlannedPass:
     def prelude_parts(self) -> tuple[SerialPart, ...]:
         """Those that run one after the other; the whole, where it is in no parts."""
         return self.serial.parts if isinstance(self.serial, InParts) else (SerialPart(self.prelude),)
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Passes over the host leaves, one after the other."""
-
-    passes: tuple[PlannedPass, ...]
-
-    @property
-    def loaded_bytes(self) -> int:
-        """Bytes of host leaves that one update loads, over all devices."""
-        slices = [p.slice for each in self.passes for p in each.slices if not p.on_cores]
-        return sum(nbytes(v.aval) for s in slices for v in s.loads)
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of host leaves that one update stores, over all devices."""
-        slices = [p.slice for each in self.passes for p in each.slices if not p.on_cores]
-        slices += [each.prelude for each in self.passes]
-        return sum(nbytes(v.aval) for s in slices for v in s.stores)

@@ -21,7 +21,7 @@ from jax_offload._base.shardings import shards_of
 from jax_offload._emit.find import updates_in
 from jax_offload._emit.region import Update
 from jax_offload._placement.placement import Leaf, unmanaged
-from jax_offload._plan.by_rows import Parts, parts_of
+from jax_offload._plan.by_rows import DiskGroups, disk_groups
 from jax_offload._plan.options import claimed, merged
 from jax_offload._plan.plan import Planned
 from jax_offload._report.callables import opened, unwrapped
@@ -179,7 +179,7 @@ def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
 
 def _in_turn(updates: Sequence[Update]) -> tuple[str, ...]:
     """How the preludes of these updates take gradients in turn, in words."""
-    passes = [each for update in updates for each in update.plan.passes]
+    passes = [each for update in updates for each in update.passes]
     return tuple(dict.fromkeys(text for each in passes if each.serial is not None and (text := str(each.serial))))
 
 
@@ -198,7 +198,7 @@ class _Loads:
 
     of: list[list[Planned]] = dataclasses.field(default_factory=list[list[Planned]])
     put: Sequence[bool] = ()
-    parts: dict[int, Parts] = dataclasses.field(default_factory=dict[int, Parts])
+    parts: dict[int, DiskGroups] = dataclasses.field(default_factory=dict[int, DiskGroups])
     times: dict[int, int] = dataclasses.field(default_factory=dict[int, int])
     unlisted: list[Planned] = dataclasses.field(default_factory=list[Planned])
     stays: tuple[str, ...] = ()
@@ -273,7 +273,7 @@ def _loads(traced: Any) -> _Loads:
     return _Loads(
         of=[[] if isinstance(v, jex.Literal) else index[v] for v in leaves],
         put=[not isinstance(v, jex.Literal) and v in put for v in leaves],
-        parts={id(p): parts_of(p, u.next_values, u.on_disk) for u in updates if u.on_disk for p in u.planned},
+        parts={id(p): disk_groups(p, u.next_values, u.on_disk) for u in updates if u.on_disk for p in u.planned},
         times={id(p): each.times for each in found for p in each.update.planned},
         unlisted=unlisted,
         stays=tuple(why for update in updates for why in update.stays),

@@ -14,7 +14,7 @@ from jax_offload._ir.peel import peeled, why_not_peeled
 from jax_offload._ir.program import Program
 from jax_offload._ir.propagate import Mask, Node, forward, needed, topological, union
 from jax_offload._ir.slices import Slice, slice_of
-from jax_offload._plan.gates import Gate, Piece, interleaved
+from jax_offload._plan.gates import Gate, Piece, in_turn, interleaved
 from jax_offload._plan.hoist import MICROBATCHES, CannotHoist, Hoist
 from jax_offload._plan.in_scan import InScan, in_scan
 from jax_offload._plan.plan import Chunked
@@ -191,7 +191,7 @@ def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> tuple
                 for place, rest in left.items():
                     nodes[place] = dataclasses.replace(nodes[place], payload=rest)
     if order is None:
-        order = topological(nodes, sorted(wanted))
+        order = in_turn(topological(nodes, sorted(wanted))) if plans else topological(nodes, sorted(wanted))
 
     parts: list[Any] = []
     for is_equations, group in itertools.groupby(order, lambda node: isinstance(node.payload, Equation)):
@@ -231,9 +231,9 @@ def _pieces(step: Inlined, rest: Rest) -> list[Node]:
       CannotHoist: they cannot run between the parts of the step.
     """
     update, recipe = dataclasses.replace(rest.update, gated=True), rest.update.program
-    if len(update.plan.passes) != 1:
+    if len(update.passes) != 1:
         raise CannotHoist("a number made of all of its state, or of all rows of a leaf, takes a pass of its own, ahead")
-    (only,) = update.plan.passes
+    (only,) = update.passes
     if only.in_own_loop:
         raise CannotHoist(f"it runs in a loop of its own, {only.slices[0].window.own_loop}")
     if any(eqn.effects for eqn in recipe.eqns):

@@ -37,8 +37,8 @@ from jax_offload._emit.chunks import or_batched
 from jax_offload._emit.find import holds_driven_update, holds_update, is_update
 from jax_offload._emit.hoisted import one_after_the_other, scanned
 from jax_offload._emit.region import Update, bound, marked
+from jax_offload._emit.rows import Names
 from jax_offload._emit.run import functions
-from jax_offload._emit.transfers import Names
 from jax_offload._ir.program import Program, as_program, expanded, flat, replaced
 from jax_offload._ir.slices import Slice
 from jax_offload._plan.gates import Gate, Piece

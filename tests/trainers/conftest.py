@@ -2,7 +2,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-PACKAGES = ("jax", "optax", "flax", "orbax-checkpoint", "equinox", "google-tunix")
+PACKAGES = ("jax", "optax", "flax", "orbax-checkpoint", "equinox", "dm-haiku", "google-tunix", "maxtext")
 
 
 def pytest_collection_modifyitems(items):

@@ -68,64 +68,6 @@ def test_what_looks_at_a_step_takes_it_as_it_is():
         jo.verify(step, model, jo.to_device(state), x)
 
 
-class Layers(eqx.Module):
-    """Linear layers stacked, scanned: their arrays have an axis of layers, and what is static is of one."""
-
-    layers: eqx.nn.Linear
-
-    def __init__(self, key):
-        self.layers = eqx.filter_vmap(lambda key: eqx.nn.Linear(32, 32, key=key))(jax.random.split(key, 4))
-
-    def __call__(self, x):
-        arrays, static = eqx.partition(self.layers, eqx.is_array)
-        return jax.lax.scan(lambda x, layer: (x + jnp.tanh(eqx.combine(layer, static)(x)), None), x, arrays)[0]
-
-
-@pytest.mark.parametrize("entry", ["jit", "pipelined"])
-def test_a_step_seen_whole(entry):
-    """``jo.jit`` and ``jo.pipelined`` take a step of arrays: the model's, without what is static."""
-    inner = INNER if entry == "pipelined" else optax.adamw(1e-2)
-    params, static = eqx.partition(Layers(jax.random.key(0)), eqx.is_inexact_array)
-    params = jax.device_put(params, jax.devices()[0])
-
-    def step_of(tx):
-        def step(params, state, x):
-            model = eqx.combine(params, static)
-            loss, grads = eqx.filter_value_and_grad(lambda model: jnp.mean((jax.vmap(model)(x) - x[::-1]) ** 2))(model)
-            updates, state = tx.update(grads, state, params)
-            return eqx.apply_updates(params, updates), state, loss
-
-        return step
-
-    def losses_of(step, params, state):
-        losses = []
-        for x in BATCHES:
-            params, state, loss = step(params, state, x)
-            losses.append(float(loss))
-        return losses, params, state
-
-    expected, wanted, _ = losses_of(jax.jit(step_of(inner)), params, inner.init(params))
-    tx, params = jo.offload(inner, min_bytes=0), jax.tree.map(jnp.copy, params)
-    state = tx.init(params)
-    if entry == "jit":
-        step = jo.jit(step_of(tx), donate_argnums=(0, 1))
-        assert "in the scan that makes their gradients" in words(jo.placement(step, params, state, BATCHES[0]))
-        losses, params, state = losses_of(step, params, state)
-    else:
-        train = jo.pipelined(step_of(tx), donate_argnames=("params", "state"))
-        assert "in the scan that reads the parameters" in words(jo.placement(train, params, state, BATCHES[0]))
-        carry, aux = train.start(params, state, BATCHES[0])
-        losses = [float(aux.now)]
-        for x in BATCHES[1:]:
-            carry, aux = train(carry, x)
-            losses.append(float(aux.now))
-        params, state = train.finish(carry)
-    assert_same_losses(losses, expected)
-    assert kinds(state) == {"pinned_host"}
-    for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(wanted), strict=True):
-        assert jnp.allclose(x, y, atol=1e-5)
-
-
 def test_what_the_documentation_shows():
     page = (Path(__file__).parents[2] / "docs/frameworks.md").read_text()
     names = {"jax": jax, "optax": optax, "jo": jo, "batch": jnp.ones((4, 128))}

@@ -44,14 +44,14 @@ def train_state(tx, donate):
     return losses, memories
 
 
-def nnx_optimizer(tx, donate):
+def nnx_optimizer(tx, donate, **options):
     model = nnx.jit(lambda: NNX(nnx.Rngs(0)))()
     nnx.update(model, jax.device_put(nnx.state(model), jax.devices()[0]))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
-    @nnx.jit(donate_argnames=donate)
+    @nnx.jit(donate_argnames=donate, **options)
     def step(model, optimizer, x):
-        loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - x) ** 2))(model)
+        loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - x) ** 2), **options)(model)
         optimizer.update(model, grads)
         return loss
 
@@ -70,7 +70,8 @@ def test_train_state(donate):
 
 
 @pytest.mark.parametrize("donate", [(), ("model",), ("optimizer",), ("model", "optimizer")])
-def test_nnx_optimizer(donate):
-    losses, memories = nnx_optimizer(offloaded(), donate)
-    assert_same_losses(losses, nnx_optimizer(INNER, donate)[0])
+@pytest.mark.parametrize("options", [{}, {"graph": False}])
+def test_nnx_optimizer(options, donate):
+    losses, memories = nnx_optimizer(offloaded(), donate, **options)
+    assert_same_losses(losses, nnx_optimizer(INNER, donate, **options)[0])
     assert memories == [{"pinned_host"}] * STEPS
