@@ -244,7 +244,8 @@ def offload(
                 check_typed(sharded, error)
                 raise
             after = place_next(policy, state, plan, new_state, like)
-            new_state = old_where(skip, loaded, _resharded(new_state, after, like, shardings))
+            before = jax.tree.leaves(state) if after is plan else ()
+            new_state = old_where(skip, loaded, _resharded(new_state, after, like, shardings, before))
             return resharded(zero_where(skip, updates), options.replicated), _store(new_state, after)
 
         args = updates, state, params, extra_args, skip
@@ -289,11 +290,11 @@ def _load(state: Any) -> Any:
     return jax.tree.unflatten(treedef, _memory.all_to_device(leaves))
 
 
-def _resharded(state: Any, plan: list[Leaf], params: Any, shardings: Shardings) -> Any:
+def _resharded(state: Any, plan: list[Leaf], params: Any, shardings: Shardings, before: Sequence[Any] = ()) -> Any:
     """``state`` with its leaves divided between devices as the plan says."""
     check_not_in_pmap(plan)
     leaves, treedef = jax.tree.flatten(state)
-    return jax.tree.unflatten(treedef, resharded_state(leaves, plan, params, shardings))
+    return jax.tree.unflatten(treedef, resharded_state(leaves, plan, params, shardings, before))
 
 
 def _store(state: Any, plan: list[Leaf]) -> Any:

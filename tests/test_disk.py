@@ -321,11 +321,22 @@ def test_somebody_elses_program(disk):
         jax.jit(offload(CLIPPED, disk).init)(params)
 
 
-def test_a_state_in_memory(disk):
+@pytest.mark.parametrize("form", ["update", "update_params"])
+@pytest.mark.parametrize("where", ["host memory", "zeros on the device"])
+def test_a_state_in_memory(form, where, disk):
     tx, params = offload(CLIPPED, disk), model()
     state = jo.offload(CLIPPED, min_bytes=1024).init(params)
+    state = jax.tree.map(jnp.zeros_like, CLIPPED.init(params)) if where.startswith("zeros") else state
+
+    def step(params, state, x):
+        grads = jax.grad(loss)(params, x)
+        if form == "update_params":
+            return jo.update_params(tx, grads, state, params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
     with pytest.raises(ValueError, match=r"state: .* is in memory, and this offload keeps it on disk. Fix"):
-        jo.jit(step_of(tx))(params, state, X)
+        jo.jit(step)(params, state, X)
 
 
 def test_a_state_on_disk_that_belongs_in_memory(disk):

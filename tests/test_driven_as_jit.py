@@ -235,16 +235,25 @@ def test_wide_numbers_in_a_context(way, tmp_path):
         np.testing.assert_allclose(q, want, rtol=1e-12)
 
 
+@pytest.mark.parametrize("optimizer", [inner, lambda: optax.optimistic_gradient_descent(0.1)])
+@pytest.mark.parametrize("sharding_of", ["the parameters", "shard_map"])
 @pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("way", WAYS)
-def test_one_compile_on_a_mesh(way, axes, tmp_path):
+def test_one_compile_on_a_mesh(way, axes, sharding_of, optimizer, tmp_path):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(axes,), devices=jax.devices()[:2])
-    tx = offloaded(way, tmp_path)
+    tx = offloaded(way, tmp_path, optimizer())
+
+    def by_shard_map(tx, p, s, x):
+        rows = PartitionSpec("data", None)
+        grads = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=(PartitionSpec(), rows), out_specs=PartitionSpec())
+        return updated(tx, p, s, grads(p, x))
+
     with jax.set_mesh(mesh):
-        place = NamedSharding(mesh, PartitionSpec("data", None))
-        p = jax.device_put(jnp.eye(8), place)
-        step, s = jo.jit(signature(plain, tx), donate_argnums=(0, 1)), tx.init(p)
-        x = jax.device_put(jnp.asarray(x_of(0)), NamedSharding(mesh, PartitionSpec()))
+        place = NamedSharding(mesh, PartitionSpec("data", None) if sharding_of == "the parameters" else PartitionSpec())
+        p, function = jax.device_put(jnp.eye(8), place), plain if sharding_of == "the parameters" else by_shard_map
+        step, s = jo.jit(signature(function, tx), donate_argnums=(0, 1)), tx.init(p)
+        rows = PartitionSpec() if function is plain else PartitionSpec("data", None)
+        x = jax.device_put(jnp.asarray(x_of(0)), NamedSharding(mesh, rows))
         p, s = step(p, s, x)
         before = COMPILES[0]
         for _ in range(2):

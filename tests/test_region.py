@@ -1,6 +1,7 @@
 """An update is one marked equation of the step around it, and a step can be cut there."""
 
 import functools
+import gc
 
 import jax
 import jax.extend.core as jex
@@ -133,48 +134,44 @@ def test_placement_looks_into_what_stands_around(around):
     assert [leaf.streams for leaf in table.leaves if leaf.host] == [f"whole, 2 leaves together{often}"] * 6
 
 
-@pytest.mark.parametrize("through", ["update", "update_params"])
-def test_a_step_cut_at_its_update_is_the_step(through):
+def twice(params, state, x):
+    first, state = jo.update_params(TX, jax.grad(loss)(params, x), state, params)
+    second, state = jo.update_params(TX, jax.grad(loss)(first, x), state, first)
+    return second, state, loss(second, x)
+
+
+def donated(params, state, x):
+    return jax.jit(step, donate_argnums=(0, 1), compiler_options=jo.compiler_options("cpu"))(params, state, x)
+
+
+CUT = {  # the step, and how many updates stand in the middle part, which has arithmetic of the model too, or not
+    "update_params": (step, 1, False),
+    "update": (functools.partial(step, through="update"), 1, False),
+    "jit": (jax.jit(step), 1, False),
+    "jit with options": (donated, 1, False),
+    "two updates": (twice, 2, True),
+    "a scan": (in_scan, 0, False),
+    "a cond": (in_cond, 0, False),
+    "skip": (skipping, None, False),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_step_cut_at_its_update_is_the_step(name):
+    """A branch or a loop goes with its update, and between two updates lies what the second needs."""
+    f, updates, between = CUT[name]
     params = model()
     args = params, TX.init(params), X
-    f = functools.partial(step, through=through)
-    traced, shape = jax.make_jaxpr(f, return_shape=True)(*args)
-    cut = cut_step(traced)
-    got = cut.run(jax.tree.leaves(args), jax.jit)
-    same(jax.tree.unflatten(jax.tree.structure(shape), got), jax.jit(f)(*args))
-
-    assert names(cut.update.jaxpr) == [NAME]
-    assert NAME not in names(cut.before.jaxpr) + names(cut.after.jaxpr)
+    cut = cut_step(jax.make_jaxpr(f)(*args))
+    same(cut.run(jax.tree.leaves(args), jax.jit), jax.tree.leaves(jax.jit(f)(*args)))
+    before, update, after = (names(part.jaxpr) for part in cut.parts)
+    assert updates in (None, update.count(NAME)) and NAME not in before + after
+    assert ("tanh" in update) == between and ("tanh" in before) == (f not in (in_scan, in_cond))
     assert not cut.before.loads  # the model sees no host memory
-    gradients, new = cut.crossing
-    assert {v.aval.shape for v in gradients} == {(8, 8)}
-    assert len(gradients) == len(params)  # and no loss, no norm
-    assert len(new) == len(params)  # for the norm of the new ones
-    assert all(v in cut.before.outputs for v in cut.program.outputs[-4:-2])
-
-
-def test_between_two_updates_lies_what_the_second_needs():
-    params = model()
-    state = TX.init(params)
-
-    def twice(params, state, x):
-        first, state = jo.update_params(TX, jax.grad(loss)(params, x), state, params)
-        second, state = jo.update_params(TX, jax.grad(loss)(first, x), state, first)
-        return second, state, loss(second, x)
-
-    cut = cut_step(jax.make_jaxpr(twice)(params, state, X))
-    assert names(cut.update.jaxpr).count(NAME) == 2
-    assert "tanh" in names(cut.update.jaxpr)
-    same(cut.run(jax.tree.leaves((params, state, X)), jax.jit), jax.tree.leaves(jax.jit(twice)(params, state, X)))
-
-
-@pytest.mark.parametrize("around", [jax.jit(step), in_scan, in_cond, skipping])
-def test_a_branch_or_a_loop_goes_with_its_update(around):
-    params = model()
-    args = params, TX.init(params), X
-    cut = cut_step(jax.make_jaxpr(around)(*args))
-    same(cut.run(jax.tree.leaves(args), jax.jit), jax.tree.leaves(jax.jit(around)(*args)))
-    assert ("tanh" in names(cut.before.jaxpr)) == (around not in (in_scan, in_cond))
+    if updates == 1:
+        gradients, new = cut.crossing
+        assert [v.aval.shape for v in gradients] == [(8, 8)] * len(params)  # and no loss, no norm
+        assert len(new) == len(params)  # for the norm of the new ones
 
 
 def test_a_step_without_an_update():
@@ -219,30 +216,6 @@ def test_an_axis_of_vmap_is_known_inside(around):
 
     got, want = updates(jo.offload(inner, min_bytes=0)), updates(inner)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
-
-
-def test_mutable_arrays_in_an_optimizer():
-    params, calls = model(), jax.new_ref(jnp.float32(0.0))
-
-    def update(updates, state, params=None):
-        calls[...] += 1.0
-        return jax.tree.map(lambda g, m: g + m, updates, state), updates
-
-    tx = jo.offload(optax.GradientTransformation(lambda p: jax.tree.map(jnp.ones_like, p), update), min_bytes=0)
-    state = tx.init(params)
-    jax.jit(tx.update)(params, state, params)
-    assert calls[...] == 1.0
-
-
-def test_a_step_jitted_with_options_is_seen_and_cut():
-    params = model()
-    args = params, TX.init(params), X
-    assert len(jo.placement(jax.jit(step, compiler_options=jo.compiler_options("cpu")), *args).windows) == 1
-    out = jax.tree.map(lambda x: x.sharding, jax.eval_shape(step, *args)[2])
-    donated = jax.jit(step, donate_argnums=(0, 1), out_shardings=(None, None, out))
-    cut = cut_step(jax.make_jaxpr(donated)(*args))
-    assert "tanh" in names(cut.before.jaxpr)
-    assert names(cut.update.jaxpr) == [NAME]
 
 
 def test_a_cut_that_would_lose_the_order_of_effects():
@@ -354,7 +327,8 @@ def test_a_learning_rate_under_vmap_around_update_params():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
 
 
-def test_mutable_arrays_under_update_params():
+@pytest.mark.parametrize("through", ["update", "update_params"])
+def test_mutable_arrays_in_an_optimizer(through):
     params, calls = model(), jax.new_ref(jnp.float32(0.0))
 
     def update(updates, state, params=None):
@@ -362,9 +336,26 @@ def test_mutable_arrays_under_update_params():
         return jax.tree.map(lambda g, m: g + m, updates, state), updates
 
     tx = jo.offload(optax.GradientTransformation(lambda p: jax.tree.map(jnp.ones_like, p), update), min_bytes=0)
-    new, _ = jax.jit(functools.partial(jo.update_params, tx))(params, tx.init(params), params)
+    run = tx.update if through == "update" else functools.partial(jo.update_params, tx)
+    new, _ = jax.jit(run)(params, tx.init(params), params)
     assert calls[...] == 1.0
-    jax.tree.map(lambda a, p: np.testing.assert_allclose(a, 2 * p + 1, rtol=1e-6), new, params)
+    jax.tree.map(
+        lambda a, p: np.testing.assert_allclose(a, (1 if run is tx.update else 2) * p + 1, rtol=1e-6), new, params
+    )
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_the_garbage_collector_is_as_it_was(was_on):
+    """It waits while an update is traced and lowered, also where that fails."""
+    params = model()
+    (gc.enable if was_on else gc.disable)()
+    try:
+        jax.jit(step).lower(params, TX.init(params), X)
+        with pytest.raises((TypeError, ValueError, AttributeError)):
+            jax.jit(step).lower(params, {}, X)
+        assert gc.isenabled() == was_on
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("window", [None, 2**12])

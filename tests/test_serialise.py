@@ -186,7 +186,8 @@ tx = jo.offload(inner)
 def step(params, state):
     return tx.update(jax.tree.map(lambda x: jnp.flip(jnp.flip(x, -1), -1), params), state, params)
 def barriers():
-    return jax.jit(lambda *args: step(*args)).lower(params, state).as_text().count("optimization_barrier")
+    traced = jax.jit(lambda *args: step(*args)).trace(params, state)
+    return traced.lower(lowering_platforms=("cuda",)).as_text().count("optimization_barrier")
 before = barriers()
 tx.init(params)
 print(jax.device_count(), before, barriers())

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from jax_offload._base.jaxprs import sub_jaxprs
+from jax_offload._base.jaxprs import inner_of
 from jax_offload._base.memory import is_host_aval
 from jax_offload._emit.find import emitted
 from jax_offload._plan import transfers as _chunking
@@ -216,7 +216,7 @@ def written(jaxpr):
         if eqn.primitive.name == "dynamic_update_slice" and is_host_aval(eqn.invars[0].aval):
             yield eqn.invars[1].aval.shape[-2]
         batched = [eqn.params["call"].jaxpr] if eqn.primitive.name == "custom_vmap_call" else []
-        for inner in [*batched, *(inner for inner, _ in sub_jaxprs(eqn))]:
+        for inner in [*batched, *(inner.jaxpr for inner in inner_of(eqn))]:
             yield from written(inner)
 
 

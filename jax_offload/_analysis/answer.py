@@ -25,8 +25,8 @@ class Row:
       parameters: bytes of the parameters.
       gradients: bytes of all gradients; of a compiled row those alive at its peak.
       state: bytes of the optimizer state that stays on the device.
-      window: bytes of the state on the device at a time while it streams; ``None`` for a state on disk, whose groups
-        overlap as the disk's speed has it.
+      window: bytes of the state on the device at a time while it streams; ``None`` for a state on disk, as only the
+        compiler knows what the program of a group takes.
       host: bytes of pinned host memory, for one device.
       disk: bytes of the state on disk, for one device.
       loaded: bytes from the host in one step; ``None`` where a norm of the state reads leaves first, which a step loads

@@ -166,7 +166,8 @@ class Setting:
         if row.fits is False or self.usable is None:  # or the compiler says so
             return row
         row = dataclasses.replace(row, room=(room := self.usable - row.peak))
-        if room < 0 or (over := self._over_on_the_host(row)) > 0:
+        over = self._over_on_the_host(row)
+        if room < 0 or over > 0:
             why = f"{in_bytes(-room)} over" if room < 0 else f"host: {in_bytes(over)} over"
             return dataclasses.replace(row, fits=False, why=why)
         return dataclasses.replace(row, fits=None if row.missing else True, why=_condition(row, room))
@@ -206,12 +207,13 @@ class Setting:
             return known, "", None
         resident = next((row for row in ranked if row.name == "resident"), None)
         if best is None:
-            least = min(ranked, key=lambda row: row.peak)
+            same = [row for row in ranked if row.same_numbers] or ranked
+            least = min(same, key=lambda row: row.peak)
             first = f"Nothing fits: {least.name} takes least and is {least.why} on {on}."
             if (larger := self._with_a_larger_share(ranked)) is not None:
                 said, code, row = larger
                 return (first, said), code, row
-            if on_device := [row for row in ranked if (row.room or 0) >= 0]:
+            if on_device := [row for row in same if (row.room or 0) >= 0]:
                 least = min(on_device, key=self._over_on_the_host)
                 over = in_bytes(self._over_on_the_host(least))
                 first = f"Nothing fits: {least.name} needs {over} more of the host's memory for each device."

@@ -192,8 +192,8 @@ def _answer(tx: Any, params: Any, setting: Setting, said: Sequence[str], made: S
     else:
         found = rows.table(given, disk)
     rows.notes += [
-        f"{row.name}: a disk's groups overlap as its speed has it, so that their window and time are not known; in a "
-        f"step {in_bytes(row.disk)} are read and as many written"
+        f"{row.name}: only the compiler knows the window, the memory of one group's program, and the chip's figures do "
+        f"not include the disk's speed; each step reads {in_bytes(row.disk)} and writes as many"
         for row in found if row.disk
     ]  # fmt: skip
     return setting.plan(found, [*said, *rows.notes], _dtypes(params, inner), bool(replicated_axes(params)))

@@ -20,7 +20,7 @@ from jax_offload._base.memory import is_host_aval
 from jax_offload._base.shardings import names_in, sharding_of, shards_of
 from jax_offload._emit.find import updates_in
 from jax_offload._emit.region import Moved, Update
-from jax_offload._ir.propagate import forward
+from jax_offload._ir.propagate import NEEDS
 from jax_offload._placement.placement import Leaf
 from jax_offload._plan.plan import Planned
 from jax_offload._report.report import table_and_trace, traced
@@ -119,9 +119,7 @@ def _waits_for_all(update: Update) -> bool:
         return len(update.passes) > 1
     (only,) = update.passes
     gradients = {update.operands[i] for i in update.gradients}
-    made: dict[Var, int] = {v: int(v in gradients) for v in only.prelude.inputs}
-    for eqn in only.prelude.jaxpr.eqns:
-        made.update(zip(eqn.outvars, forward(eqn, made), strict=True))
+    made = NEEDS.spread(only.prelude.jaxpr.eqns, {v: int(v in gradients) for v in only.prelude.inputs})
     read = {v for p in only.slices for v in p.slice.inputs}
     return any(made.get(v) and not v.aval.shape for v in only.prelude.outputs if v in read)
 
@@ -181,7 +179,9 @@ def model_of(
     if devices > 1:
         mesh = AbstractMesh((devices,), (AXIS,), axis_types=(AxisType.Auto,))
         place = NamedSharding(mesh, PartitionSpec() if replicated else PartitionSpec(None, AXIS))
-    shapes = {"attention": (layers, width, columns // 3), "mlp": (layers, width, columns - columns // 3)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "attention": (layers, width, columns // 3), "mlp": (layers, width, columns - columns // 3),
+    }  # fmt: skip
     if rest := (n - layers * width * columns) // width:
         shapes["embed"] = (rest, width)
     return {k: jax.ShapeDtypeStruct(s, jnp.dtype(dtype), sharding=place) for k, s in shapes.items()}, layers, width

@@ -74,12 +74,12 @@ def _within(**changes: Any) -> Iterator[None]:
 
 
 def running(params: Any) -> contextlib.AbstractContextManager[None]:
-    """Inside, what is traced runs on parameters that are sharded like ``params``."""
+    """A context in which the traced function will run, on parameters that are sharded like ``params``."""
     return _within(shardings=_shardings_in(params), runs=True, remembers=True)
 
 
 def described(params: Any, *, remember: bool = False) -> contextlib.AbstractContextManager[None]:
-    """Inside, what is traced does not run: it is to be read, for parameters that are sharded like ``params``."""
+    """A context in which a function is traced only to be read, for parameters that are sharded like ``params``."""
     return _within(shardings=_shardings_in(params), runs=False, remembers=remember)
 
 
@@ -105,7 +105,7 @@ def check_not_within_offload() -> None:
 
 
 def shardings_of(params: Any) -> Shardings:
-    """Of each parameter, by its path, as far as anything tells."""
+    """The known shardings of parameters, by path."""
     given = _AROUND.get().shardings
     return _shardings_in(params) if given is None else given
 
@@ -140,7 +140,7 @@ class Remembered:
         return self._shardings.get(path, ())
 
     def unambiguous(self, params: Any) -> Shardings:
-        """Of those that were in one sharding only. Of others, two models' say, nobody knows which a trace is about."""
+        """The shardings of the parameters that had only one: a trace may be about any of several."""
         paths = [key_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
         return {path: found[0] for path in paths if len(found := self._shardings.get(path, ())) == 1}
 
@@ -190,7 +190,7 @@ def compiled_where_eager(like: Callable[..., Any]) -> Callable[[Callable[..., An
 
 @dataclasses.dataclass(frozen=True)
 class _Static:
-    """What is no operand, a function say: it is compiled in. Equal to the same value of the same type."""
+    """A value that is compiled in, such as a function. It equals the same value of the same type."""
 
     value: Any
 
@@ -224,7 +224,7 @@ class _Call:
 
 
 def _is_operand(x: Any) -> bool:
-    """Arrays, and numbers that change from step to step, as a loss does; what is an int or a bool may be a flag."""
+    """Whether ``x`` is an operand: an array, or a float, which may change at every step. An int may be a flag."""
     return isinstance(x, (jax.Array, np.ndarray, np.generic, float, complex))
 
 

@@ -50,7 +50,7 @@ def is_like(path: str, shape: tuple[int, ...], param: tuple[int, ...]) -> bool:
 
 
 def nbytes(x: Any) -> int:
-    """Bytes of an array or abstract value over all devices; 0 for what is not an array."""
+    """Bytes of an array or abstract value over all devices; 0 for anything else."""
     dtype = getattr(x, "dtype", None)
     return 0 if dtype is None else math.prod(np.shape(x)) * dtype.itemsize
 

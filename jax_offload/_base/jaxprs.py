@@ -8,10 +8,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, cast
 
 import jax
 import jax.extend.core as jex
@@ -115,7 +115,7 @@ Atom = Var | Literal
 
 
 def variables(atoms: Iterable[Atom]) -> list[Var]:
-    """Those that are variables."""
+    """The variables among some atoms."""
     return [v for v in atoms if not isinstance(v, Literal)]
 
 
@@ -132,22 +132,6 @@ def as_array(literal: Literal) -> jax.Array:
 def values_of(env: Mapping[Var, Any], atoms: Iterable[Atom]) -> list[Any]:
     """The arrays that these are, given those of the variables."""
     return [as_array(v) if isinstance(v, Literal) else env[v] for v in atoms]
-
-
-def sub_jaxprs(eqn: Equation) -> Iterator[tuple[Jaxpr, Sequence[Atom]]]:
-    """The jaxprs, open, that an equation runs, each with what the equation gives its inputs."""
-    params, name = eqn.params, eqn.primitive.name
-    found: list[tuple[Any, list[Atom]]]  # closed jaxprs, and the open one of jax.checkpoint
-    if name == "cond":
-        found = [(branch, eqn.invars[1:]) for branch in branches_of(eqn)]
-    elif name == "while":
-        found = [(params["body_jaxpr"], eqn.invars[params["cond_nconsts"] :])]
-    else:
-        found = [(params[key], eqn.invars) for key in _CALLED if key in params][:1]
-    for jaxpr, operands in found:
-        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-        if len(jaxpr.invars) == len(operands):
-            yield jaxpr, operands
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,12 +178,69 @@ def scan_of(eqn: Equation) -> Scan | None:
     )
 
 
+def sharded_like(
+    eqn: Equation, fun: Callable[..., Any], more_in: Sequence[Any] = (), more_out: Sequence[Any] = ()
+) -> Callable[..., Any]:
+    """``fun`` under a ``shard_map`` that divides operands and results as the equation does.
+
+    ``more_in``, ``more_out``: the specs of further operands and results.
+    """
+    params = eqn.params
+    return jax.shard_map(
+        fun,
+        mesh=params["mesh"],
+        in_specs=(*params["in_specs"], *more_in),
+        out_specs=[*params["out_specs"], *more_out],
+        axis_names=params["newly_manual_axes"],
+        check_vma=params["check_vma"],
+    )
+
+
 _CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
 def called_by(eqn: Equation) -> ClosedJaxpr:
     """The jaxpr that a call runs: a ``jit``, a function with derivatives of its own."""
     return next(eqn.params[name] for name in _CALLED if name in eqn.params)
+
+
+class Inner(NamedTuple):
+    """A jaxpr, open, that an equation runs.
+
+    Attributes:
+      first: the number of the equation's operand that is the first input.
+      carried: the numbers of the inputs that an iteration of a loop hands on to the next, as its first results.
+    """
+
+    jaxpr: Jaxpr
+    first: int
+    carried: range
+
+    def holds(self, which: Callable[[Equation], bool]) -> bool:
+        """Whether it has such an equation, in a branch, a loop or a call too."""
+        return any(holds(eqn, which) for eqn in self.jaxpr.eqns)
+
+
+def inner_of(eqn: Equation) -> list[Inner]:
+    """The jaxprs that an equation runs: of a ``cond`` all branches, of a ``while`` the body."""
+    params, name = eqn.params, eqn.primitive.name
+    first, carried = 0, range(0)
+    found: list[Any] = [params[key] for key in _CALLED if key in params][:1]
+    if name == "cond":
+        found, first = list(branches_of(eqn)), 1
+    elif name == "while":
+        n = params["body_nconsts"]
+        found, first, carried = [params["body_jaxpr"]], params["cond_nconsts"], range(n, n + len(eqn.outvars))
+    elif (scan := scan_of(eqn)) is not None:
+        n = len(scan.consts)
+        carried = range(n, n + len(scan.init))
+    inner = [Inner(getattr(each, "jaxpr", each), first, carried) for each in found]
+    return [each for each in inner if len(each.jaxpr.invars) == len(eqn.invars) - first]
+
+
+def holds(eqn: Equation, which: Callable[[Equation], bool]) -> bool:
+    """Whether an equation is such a one, or runs one in a branch, a loop or a call."""
+    return which(eqn) or any(inner.holds(which) for inner in inner_of(eqn))
 
 
 def branches_of(eqn: Equation) -> tuple[ClosedJaxpr, ...]:
@@ -296,7 +337,7 @@ def run_equation(eqn: Equation, operands: Sequence[Any], params: dict[str, Any])
 
 # ---- effects, by name, because their classes are private
 
-_UNORDERED = frozenset(("DebugEffect", "IOEffect"))
+_UNORDERED = frozenset(("DebugEffect", "IOEffect", "NamedAxisEffect"))  # a collective names an axis
 _CALLBACKS = _UNORDERED | {"OrderedDebugEffect", "OrderedIOEffect"}
 
 
@@ -317,14 +358,14 @@ MATMULS = frozenset(("dot_general", "conv_general_dilated"))
 
 
 def at_default_precision(eqn: Any) -> bool:
-    """Of a matmul or a convolution, whether it asks for no more: then a TPU rounds what it reads to bfloat16."""
+    """Whether a matmul or a convolution has the default precision, at which a TPU rounds its operands to bfloat16."""
     asked = eqn.params.get("precision")
     asked = asked if isinstance(asked, tuple) else (asked,)
     return all(each in (None, jax.lax.Precision.DEFAULT) for each in asked)
 
 
 def own_flops(eqn: Any) -> float:
-    """Floating point operations of a matmul or a convolution; 0 of all else. Of equations of a trace under way too."""
+    """The floating point operations of a matmul or a convolution, also of a trace under way; 0 for anything else."""
     name, params = eqn.primitive.name, eqn.params
     if name not in MATMULS:
         return 0.0

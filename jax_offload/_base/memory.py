@@ -133,7 +133,7 @@ def off_our_mesh(x: Any) -> Any:
 
 def under_jit() -> bool:
     """Whether a program is being traced: then even an init of concrete parameters becomes a part of it."""
-    return private.under_jit()
+    return isinstance(jax.lax.neg(np.float32(0)), Tracer)
 
 
 def mesh_is_set() -> bool:

@@ -288,6 +288,12 @@ def only_outside(x: jax.Array) -> jax.Array:
     return x
 
 
+def not_from_disk(x: jax.Array) -> jax.Array:
+    """``x``, a leaf that is kept on disk and reaches an update in device memory: an error where it is lowered."""
+    (x,) = _from_memory.bind(x)
+    return x
+
+
 def _read_leaf(leaf: OnDisk) -> jax.Array:
     if isinstance(leaf.token, Token):  # outside of any trace
         raise UpdatedFromDisk
@@ -329,6 +335,15 @@ def _refuse_init(*args: Any) -> Any:
     )
 
 
+def _refuse_memory(*args: Any) -> Any:
+    raise ValueError(f"state: a leaf {IN_MEMORY}")
+
+
+IN_MEMORY = (
+    "is in memory, and this offload keeps it on disk. Fix: tx.init(params) makes it there, and disk.resume(target) "
+    "brings it back if it was made with this host_bytes; jo.to_host(tx, state) brings one of another there, with a "
+    "jo.disk(...) of directories of its own."
+)
 READ, WRITE = Primitive("jax_offload_read"), Primitive("jax_offload_write")
 READ.def_impl(_refuse)
 WRITE.def_impl(_refuse)
@@ -337,6 +352,7 @@ WRITE.def_abstract_eval(lambda x, place: jax.typeof(np.zeros((), TOKEN)))
 for _primitive in READ, WRITE:
     set_rules(_primitive, lower=_refuse, jvp=_refuse, batch=_refuse)
 _in_files = identity_primitive("jax_offload_made_of_files", _refuse_init)
+_from_memory = identity_primitive("jax_offload_from_memory", _refuse_memory)
 
 
 # ---- moves between steps: a few leaves in memory at a time -----------------------------------------------------------

@@ -101,10 +101,13 @@ class Call(Protocol):
         jaxprs among an equation's parameters before it lowers any, and drops transfers where it has seen none."""
         ...
 
-    def emitted(self, args: Sequence[Any], *, lowered: bool = False) -> list[Any]:
+    def emitted(self, args: Sequence[Any], *, lowered: bool = False, for_cpu: bool = False) -> list[Any]:
         """Its results, by equations of the trace that is under way.
 
-        ``lowered``: whether these are lowered as they are; neither ``vmap`` nor a derivative will see them.
+        Args:
+          args: its operands.
+          lowered: whether these equations are lowered as they are; neither ``vmap`` nor a derivative will see them.
+          for_cpu: whether they are lowered for a CPU, whose compiler needs no help with the order of transfers.
         """
         ...
 
@@ -156,15 +159,16 @@ def call_primitive(name: str) -> Primitive:
         return needed, eqn.replace(invars=invars, outvars=outvars, params=params_of(update), effects=update.effects)
 
     @collector_waits()
-    def lower(context: Any, *args: Any, update: Call, recipe: Jaxpr) -> Any:
+    def lower(context: Any, *args: Any, update: Call, recipe: Jaxpr, for_cpu: bool = False) -> Any:
         # Not as a function of its own: XLA's CPU rounds bfloat16 at its edges, as it inlines it too late.
-        return lowered(lambda *args: update.emitted(args, lowered=True), context, *args, several=True)
+        return lowered(lambda *args: update.emitted(args, lowered=True, for_cpu=for_cpu), context, *args, several=True)
 
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_impl(lambda *xs, update, recipe: jax_fun(equations(update))(*xs))
     primitive.def_effectful_abstract_eval(lambda *_, update, recipe: (list(update.avals[1]), update.effects))
-    set_rules(primitive, lower=lower, jvp=derived, batch_over=batched, dce=without_unused)
+    for_cpu = functools.partial(lower, for_cpu=True)
+    set_rules(primitive, lower=lower, lower_for_cpu=for_cpu, jvp=derived, batch_over=batched, dce=without_unused)
     return primitive
 
 
@@ -311,7 +315,7 @@ class _Said:
 
 
 def mark(x: jax.Array, says: Any) -> jax.Array:
-    """``x``, of which the trace says something from here on."""
+    """Return ``x``, marked: from here on the trace says ``says`` about it."""
     return _mark.bind(x, says=_Said(says))
 
 

@@ -2,32 +2,24 @@
 
 | needed | for | seen in jax |
 |---|---|---|
-| the fields of variables, literals, jaxprs and equations | the types of ``jaxprs`` | 0.10 to 0.12 |
-| where an equation has the jaxprs that it runs | ``jaxprs.sub_jaxprs`` | 0.10 to 0.12 |
+| where an equation has the jaxprs that it runs | ``jaxprs.inner_of`` | 0.10 to 0.12 |
 | how a ``scan`` says which of its operands are what | ``jaxprs.scan_of`` | 0.10 and 0.11, 0.12 |
-| the jaxprs among parameters; ``get_bind_params`` | ``jaxprs.with_jaxprs``, ``jaxprs.run_equation`` | 0.10 to 0.12 |
-| the names of arguments and results in a ``DebugInfo`` | ``jaxprs.nameless`` | 0.10 to 0.12 |
 | ``dce_jaxpr`` | ``jaxprs.without_dead_code`` | 0.10 to 0.12 |
+| ``discharge_state`` | ``without_references`` | 0.10 to 0.12 |
 | the tables of a primitive's rules; symbols for zero | ``set_rules``, ``nonzero``, ``zero_tangent`` | 0.10 to 0.12 |
 | how the arguments of a program are typed, and made ready for it, by class | ``trace_as`` | 0.10 to 0.12 |
-| ``lower_fun``, ``jaxpr_subcomp`` | ``lowered``, ``lowered_jaxpr`` | 0.10 to 0.12 |
-| types and operations of MLIR | ``lowered_as_map``, ``lowered_as_barrier`` | 0.10 to 0.12 |
+| ``lower_fun``, ``jaxpr_subcomp``, and how they name types | ``lowered``, ``lowered_jaxpr`` | 0.10 to 0.12 |
 | for how many devices a lowering is | ``is_for_one_device`` | 0.10 to 0.12 |
-| a module's entry, ``main`` in its symbol table | ``take_back_aliases`` | 0.10 to 0.12 |
-| the attributes of its arguments, set before the body is lowered | ``take_back_aliases`` | 0.10 to 0.12 |
-| the paths and the memory of its results | ``results_of_main`` | 0.10 to 0.12 |
+| ``main`` of a module, with the attributes of its arguments and results | ``take_back_aliases`` | 0.10 to 0.12 |
 | the equation that made a tracer, and those of its trace | ``equation_of``, ``equations_of_trace`` | 0.10 to 0.12 |
-| the variable that a tracer is | ``variable_of`` | 0.10 to 0.12 |
-| the tracers that an equation of a trace reads | ``traced_operands``, ``operands_of`` | 0.10 to 0.12 |
+| the variable that a tracer is, and what an equation reads | ``variable_of``, ``operands_of`` | 0.10 to 0.12 |
 | ``memory_space`` and ``manual_axis_type`` of a type | ``memory_space_of``, ``manual_axes_of`` | 0.10 to 0.12 |
-| whether a ``jit`` is being traced | ``under_jit`` | 0.10 to 0.12 |
 | what a ``jit`` says of placement | ``says_nothing_of_placement`` | 0.10 to 0.12 |
 | the file that ``jax.pmap`` is in | ``under_pmap`` | 0.10 to 0.12 |
-| the names of effects | ``effects`` | 0.10 to 0.12 |
+| the names of effects | ``jaxprs.ordered`` | 0.10 to 0.12 |
 | ``unsafe_buffer_pointer`` of an array | ``address_of`` | 0.10 to 0.12 |
 | keys and barriers of the service that processes meet in | ``coordination`` | 0.10 to 0.12 |
-| the options of XLA's compiler, a list of devices, and ``compile`` of a client | ``compiled`` | 0.10 to 0.12 |
-| the options of XLA's compiler that a jitted function was given | ``options_of`` | 0.10 to 0.12 |
+| XLA's compile options, a list of devices, ``compile`` of a client | ``compiled``, ``options_of`` | 0.10 to 0.12 |
 """
 
 from __future__ import annotations
@@ -47,6 +39,7 @@ from jax._src import core as private_core
 from jax._src import distributed
 from jax._src import dtypes as private_dtypes
 from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.state import discharge
 from jax.core import ShapedArray
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
@@ -88,10 +81,16 @@ def dce_jaxpr(jaxpr: Any, used: Sequence[bool], *, keep_inputs: bool) -> tuple[A
     return _part_of(pe, "dce_jaxpr")(jaxpr, list(used), instantiate=keep_inputs)
 
 
+def without_references(jaxpr: Any) -> Any:
+    """A closed jaxpr whose mutable arrays, which live inside it alone, are values."""
+    return _part_of(discharge, "discharge_state")(jaxpr)
+
+
 def set_rules(
     primitive: jex.Primitive,
     *,
     lower: Callable[..., Any],
+    lower_for_cpu: Callable[..., Any] | None = None,
     jvp: Callable[..., Any],
     batch: Callable[..., Any] | None = None,
     batch_over: Callable[..., Any] | None = None,
@@ -110,6 +109,8 @@ def set_rules(
         if rule is not None:
             _part_of(module, name)[primitive] = rule
     mlir.register_lowering(primitive, lower)
+    if lower_for_cpu is not None:
+        mlir.register_lowering(primitive, lower_for_cpu, platform="cpu")
 
 
 def trace_as(kind: type, aval: ShapedArray, refuse: Callable[..., Any]) -> None:
@@ -134,7 +135,7 @@ def as_arrays(tangents: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def lowered(fun: Callable[..., Any], context: Any, *operands: Any, several: bool) -> Any:
-    """What ``fun`` is lowered to in a lowering rule; ``several``: it returns a list."""
+    """Lower ``fun`` inside a lowering rule; ``several``: it returns a list."""
     return _part_of(mlir, "lower_fun")(fun, multiple_results=several)(context, *operands)
 
 
@@ -163,7 +164,7 @@ def lowered_as_map(jaxpr: Any, context: Any, *operands: Any) -> Any:
 
 
 def lowered_as_barrier(values: Sequence[Any]) -> Sequence[Any]:
-    """The values, none of which is there before all are."""
+    """Lower a barrier: no value is available before all are."""
     return stablehlo.OptimizationBarrierOp(list(values)).results
 
 
@@ -257,18 +258,13 @@ def variable_of(x: Any) -> Any:
     return _part_of(x, "val")
 
 
-def traced_operands(eqn: Any) -> list[Any]:
-    """The traced values that an equation of ``equation_of`` reads."""
-    return list(_part_of(eqn, "in_tracers"))
-
-
 def operands_of(eqn: Any) -> list[Any]:
     """The variables and literals that an equation reads: one of a jaxpr, or one of a trace, of ``equation_of``."""
-    return list(eqn.invars) if isinstance(eqn, jex.JaxprEqn) else [variable_of(x) for x in traced_operands(eqn)]
+    return list(eqn.invars) if isinstance(eqn, jex.JaxprEqn) else [variable_of(x) for x in _part_of(eqn, "in_tracers")]
 
 
 def memory_space_of(aval: Any) -> Any:
-    """The memory space of a type; ``None`` of what is no array."""
+    """The memory space of a type; ``None`` if it is no array's."""
     return getattr(aval, "memory_space", None)
 
 
@@ -278,18 +274,13 @@ def manual_axes_of(x: Any) -> Any:
 
 
 def address_of(x: jax.Array) -> int:
-    """Where an array in the host's memory begins."""
+    """The address of an array in the host's memory."""
     return x.unsafe_buffer_pointer()
 
 
 def coordination() -> Any:
     """The client of the service by which ``jax.distributed`` brings processes together; ``None`` where it did not."""
     return _part_of(distributed, "global_state", "client")
-
-
-def under_jit() -> bool:
-    """Whether a program is being traced."""
-    return _part_of(jex, "unsafe_am_i_under_a_jit_DO_NOT_USE")()
 
 
 def says_nothing_of_placement(params: Mapping[str, Any]) -> bool:

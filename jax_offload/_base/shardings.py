@@ -59,7 +59,7 @@ def typed_sharding(aval: Any) -> NamedSharding | None:
 
 
 def types_of_axes(aval: Any) -> tuple[AxisType, ...]:
-    """Of the mesh that a type tells; none where it tells no mesh."""
+    """The types of the axes of a type's mesh; empty if it has none."""
     sharding = getattr(aval, "sharding", None)
     return () if sharding is None or sharding.mesh.empty else tuple(sharding.mesh.axis_types)
 

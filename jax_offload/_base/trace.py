@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax.extend.core as jex
 import jax.numpy as jnp
@@ -15,9 +16,9 @@ from jax.core import Tracer
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import flops
 from jax_offload._base.memory import is_host_aval
-from jax_offload._base.private import equation_of, equations_of_trace, operands_of, traced_operands, variable_of
+from jax_offload._base.private import equation_of, equations_of_trace, operands_of, variable_of
 
-# ---- the equation that made a value
+LARGE = 1 << 16  # elements: of smaller gradients the activations are not worth a thought
 
 
 def production_order(values: Sequence[Any]) -> list[int] | None:
@@ -27,39 +28,41 @@ def production_order(values: Sequence[Any]) -> list[int] | None:
     The backward pass is traced in the order in which gradients appear. What casts or scales a gradient comes later, in
     the order of the tree, so it is looked through.
     """
-    defined = [equation_of(_origin(x)) for x in values]
-    if not defined or any(eqn is None for eqn in defined):
+    if not values or any(equation_of(x) is None for x in values):
         return None
-    number_of = {id(eqn): k for k, eqn in enumerate(equations_of_trace(values[0]))}
-    found = [number_of.get(id(eqn)) for eqn in defined]
-    return None if None in found else found  # pyright: ignore[reportReturnType]
+    makers = {v: (k, eqn) for k, eqn in enumerate(equations_of_trace(values[0])) for v in eqn.outvars}
+    found = [makers.get(_origin(variable_of(x), makers)) for x in values]
+    return None if None in found else [made[0] for made in found if made is not None]
 
 
 def is_constrained(value: Any) -> bool:
     """Whether a traced value's sharding was said where it was made; as far as jax tells."""
-    eqn = equation_of(_origin(value))
-    return eqn is not None and eqn.primitive.name == "sharding_constraint"
+    if equation_of(value) is None:
+        return False
+    makers = {v: (k, eqn) for k, eqn in enumerate(equations_of_trace(value)) for v in eqn.outvars}
+    made = makers.get(_origin(variable_of(value), makers))
+    return made is not None and made[1].primitive.name == "sharding_constraint"
 
 
 def was_on_host(value: Any) -> bool:
     """Whether a traced value that is in device memory was brought there in its trace, from host memory."""
     eqn = equation_of(value) if isinstance(value, Tracer) else None
     shape = np.shape(value)
-    return eqn is not None and any(is_host_aval(x.aval) and np.shape(x) == shape for x in traced_operands(eqn))
+    return eqn is not None and any(is_host_aval(v.aval) and v.aval.shape == shape for v in _read_by(eqn))
 
 
 _SCALING = frozenset("convert_element_type mul div max min clamp select_n".split())
 _CHOOSING = frozenset("broadcast_in_dim eq ne lt le gt ge is_finite and or not".split())
 
 
-def _origin(tracer: Any) -> Any:
-    """What ``tracer`` is a cast, a multiple or a bound of."""
-    while (eqn := equation_of(tracer)) is not None and _scales(eqn):
-        like = [x for x in traced_operands(eqn) if x.aval.shape == tracer.aval.shape and _is_floating(x)]
+def _origin(v: Any, makers: dict[Any, tuple[int, Any]]) -> Any:
+    """The variable that ``v`` is a cast, a multiple or a bound of."""
+    while (made := makers.get(v)) is not None and _scales(made[1]):
+        like = [x for x in _read_by(made[1]) if x.aval.shape == v.aval.shape and _is_floating(x)]
         if len(like) != 1:
             break
-        tracer = like[0]
-    return tracer
+        v = like[0]
+    return v
 
 
 def _scales(eqn: Any) -> bool:
@@ -70,13 +73,16 @@ def _scales(eqn: Any) -> bool:
     return name in _SCALING
 
 
-def _is_floating(tracer: Any) -> bool:
-    return jnp.issubdtype(tracer.aval.dtype, jnp.floating)
+def _read_by(eqn: Any) -> list[Any]:
+    """The variables that an equation reads, of a jaxpr or of a trace."""
+    return [v for v in operands_of(eqn) if not isinstance(v, jex.Literal)]
+
+
+def _is_floating(v: Any) -> bool:
+    return bool(jnp.issubdtype(v.aval.dtype, jnp.floating))
 
 
 # ---- the passes that made gradients
-
-LARGE = 1 << 16  # elements: of smaller gradients the activations are not worth a thought
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,23 +100,6 @@ class Backward:
     scaled: bool
 
 
-def backward_of(gradients: Sequence[Any]) -> Backward | None:
-    """Of traced gradients; ``None`` where no large one is made in a trace: arguments, or what ``vmap`` or a derivative
-    around the update traces."""
-    large = [x for x in gradients if math.prod(np.shape(x)) >= LARGE and equation_of(x) is not None]
-    if not large:
-        return None
-    eqns, producers = list[Any](), dict[Any, Any]()
-    for x in large:
-        if variable_of(x) not in producers:  # in a branch, say, some are from the trace around it
-            more = equations_of_trace(x)
-            eqns, producers = eqns + more, producers | _makers(more)
-    trace, walk = _Scope({}, producers), _Walk()
-    for x in large:
-        walk.back_from(_value(variable_of(x), trace))
-    return Backward(sum(nbytes(v.aval) for v in walk.held), sum(map(flops, eqns)), walk.scales_by_them())
-
-
 _VIEWS = frozenset(
     """convert_element_type mul div neg max min clamp select_n transpose reshape squeeze add_any add sub integer_pow
     copy optimization_barrier pad slice split concatenate broadcast_in_dim""".split()
@@ -118,120 +107,97 @@ _VIEWS = frozenset(
 _LOOPS = frozenset(("scan", "while", "cond"))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Scope:
-    """The trace, or a call in it: what the variables of its jaxpr are that are operands of the call, and the equations
-    that make the others."""
+class _Value(NamedTuple):
+    """A variable in one of the calls of a trace, by the call's number: a jaxpr that is called twice has each twice."""
 
-    given: Mapping[Any, _Value]
-    producers: Mapping[Any, Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Value:
-    """A variable, where it is."""
-
+    call: int
     variable: Any
-    scope: _Scope
-
-    @property
-    def aval(self) -> Any:
-        return self.variable.aval
-
-    @property
-    def producer(self) -> Any:
-        """The equation that makes it; ``None`` for an argument, or a constant."""
-        return self.scope.producers.get(self.variable)
 
     @property
     def size(self) -> int:
-        return math.prod(self.aval.shape)
-
-    @property
-    def is_floating(self) -> bool:
-        return bool(jnp.issubdtype(self.aval.dtype, jnp.floating))
-
-    @property
-    def inputs(self) -> list[_Value]:
-        """The operands of the equation that makes it, but for literals."""
-        return [_value(v, self.scope) for v in operands_of(self.producer) if not isinstance(v, jex.Literal)]
+        return math.prod(self.variable.aval.shape)
 
 
-def _value(variable: Any, scope: _Scope) -> _Value:
-    """A variable, in a call that it is handed to where it comes from."""
-    return scope.given.get(variable) or _Value(variable, scope)
+class _Made(NamedTuple):
+    """The equation that makes a value, and what it reads."""
+
+    eqn: Any
+    inputs: list[_Value]
 
 
-def _makers(eqns: Sequence[Any]) -> dict[Any, Any]:
-    return {v: eqn for eqn in eqns for v in eqn.outvars}
+def backward_of(gradients: Sequence[Any]) -> Backward | None:
+    """The passes that made traced gradients.
 
-
-class _Walk:
-    """Back from gradients to the operations that make them, through scaling and the like, and into calls.
-
-    Attributes:
-      held: what these operations read.
-      scales: what the gradients are scaled by.
-      ends: the operations themselves, by identity, in the call that they are in.
+    ``None`` where no large one is made in a trace: arguments, or what ``vmap`` or a derivative around the update
+    traces.
     """
+    large = [x for x in gradients if math.prod(np.shape(x)) >= LARGE and equation_of(x) is not None]
+    if not large:
+        return None
+    eqns, makers, calls = list[Any](), dict[_Value, _Made](), itertools.count()
+    names: dict[Any, _Value] = {}
+    for x in large:
+        if variable_of(x) not in names:  # in a branch, say, some are from the trace around it
+            more = equations_of_trace(x)
+            eqns += more
+            _open(more, names, makers, calls)
+    return _passes([names[variable_of(x)] for x in large], makers, sum(map(flops, eqns)))
 
-    def __init__(self) -> None:
-        self.held: dict[_Value, None] = {}
-        self.scales: list[_Value] = []
-        self.ends: set[tuple[int, _Scope]] = set()
-        self._scopes: dict[tuple[int, _Scope], _Scope] = {}
 
-    def back_from(self, gradient: _Value) -> None:
-        visited, todo = set[_Value](), [gradient]
-        while todo:
-            x = todo.pop()
-            if x in visited or x.producer is None:
-                continue
+def _open(eqns: Sequence[Any], names: dict[Any, _Value], makers: dict[_Value, _Made], calls: Iterator[int]) -> None:
+    """Adds what makes each result of these equations to ``makers``, with calls opened.
+
+    ``names``: what variables are that stand for values outside; extended by the results.
+    """
+    call = next(calls)
+
+    def name(v: Any) -> _Value:
+        return names.get(v) or _Value(call, v)
+
+    for eqn in eqns:
+        if (jaxpr := _inner(eqn)) is None:
+            made = _Made(eqn, [name(v) for v in _read_by(eqn)])
+            names.update((v, _Value(call, v)) for v in eqn.outvars)
+            makers.update((names[v], made) for v in eqn.outvars)
+            continue
+        pairs = zip(jaxpr.invars, operands_of(eqn), strict=True)
+        inside = {v: name(x) for v, x in pairs if not isinstance(x, jex.Literal)}
+        _open(jaxpr.eqns, inside, makers, calls)
+        for v, x in zip(eqn.outvars, jaxpr.outvars, strict=True):
+            names[v] = _Value(call, v) if isinstance(x, jex.Literal) else inside.get(x, _Value(call, v))
+
+
+def _passes(gradients: Sequence[_Value], makers: dict[_Value, _Made], flops: float) -> Backward:
+    """Back from gradients to the operations that make them, through scaling and the like."""
+    held, scales, ends = dict[_Value, None](), list[_Value](), set[int]()
+    visited, todo = set[_Value](), [*gradients]
+    while todo:
+        x = todo.pop()
+        if x in visited or (made := makers.get(x)) is None:
+            continue
+        visited.add(x)
+        name, inputs = made.eqn.primitive.name, made.inputs
+        if name in _VIEWS or (name == "reduce_sum" and inputs and inputs[0].size == x.size):
+            arrays = [v for v in inputs if v.size >= x.size and _is_floating(v.variable)]
+            todo += arrays
+            scales += [v for v in inputs if v not in arrays]
+        else:
+            ends.add(id(made))
+            if name not in _LOOPS:  # a loop gives all that it makes at once
+                held |= dict.fromkeys(v for v in inputs if _is_floating(v.variable))
+    visited, todo, scaled = set[_Value](), scales, False
+    while todo and not scaled:  # a number that a gradient is scaled by is made of what these operations make
+        x = todo.pop()
+        if x not in visited and (made := makers.get(x)) is not None:
             visited.add(x)
-            name, inputs = x.producer.primitive.name, x.inputs
-            if (inside := self._inside(x)) is not None:
-                todo.append(inside)
-            elif name in _VIEWS or (name == "reduce_sum" and inputs and inputs[0].size == x.size):
-                arrays = [v for v in inputs if v.size >= x.size and v.is_floating]
-                todo += arrays
-                self.scales += [v for v in inputs if v not in arrays]
-            else:
-                self.ends.add((id(x.producer), x.scope))
-                if name not in _LOOPS:  # a loop gives all that it makes at once
-                    self.held |= dict.fromkeys(v for v in inputs if v.is_floating)
-
-    def scales_by_them(self) -> bool:
-        """Whether a number that a gradient is scaled by is made of what these operations make."""
-        visited, todo = set[_Value](), list(self.scales)
-        while todo:
-            x = todo.pop()
-            if x in visited or x.producer is None:
-                continue
-            visited.add(x)
-            if (id(x.producer), x.scope) in self.ends:
-                return True
-            inside = self._inside(x)  # a call beside the number may make gradients that it does not need
-            todo += x.inputs if inside is None else [inside]
-        return False
-
-    def _inside(self, x: _Value) -> _Value | None:
-        """The same as a result of the jaxpr that its equation runs once."""
-        eqn = x.producer
-        jaxpr = None if eqn.primitive.name in _LOOPS else _inner(eqn)
-        if jaxpr is None:
-            return None
-        key = id(eqn), x.scope
-        if key not in self._scopes:
-            pairs = zip(jaxpr.invars, operands_of(eqn), strict=True)
-            given = {v: _value(outer, x.scope) for v, outer in pairs if not isinstance(outer, jex.Literal)}
-            self._scopes[key] = _Scope(given, _makers(jaxpr.eqns))
-        out = jaxpr.outvars[eqn.outvars.index(x.variable)]
-        return None if isinstance(out, jex.Literal) else _value(out, self._scopes[key])
+            scaled = id(made) in ends
+            todo += made.inputs
+    return Backward(sum(nbytes(v.variable.aval) for v in held), flops, scaled)
 
 
 def _inner(eqn: Any) -> Any:
-    """The jaxpr that an equation runs, where there is one and its inputs are the equation's."""
-    for key in "jaxpr", "call_jaxpr":
+    """The jaxpr that an equation runs once, where there is one and its inputs are the equation's."""
+    for key in () if eqn.primitive.name in _LOOPS else ("jaxpr", "call_jaxpr"):
         if (found := eqn.params.get(key)) is not None:
             jaxpr = getattr(found, "jaxpr", found)
             sizes = len(operands_of(eqn)), len(eqn.outvars)  # a kernel's jaxpr has its results among its inputs

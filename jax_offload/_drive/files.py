@@ -9,9 +9,9 @@ from typing import Any
 
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from jax_offload._base.jaxprs import Atom, Equation, Var, renamed, sub_jaxprs, variables
+from jax_offload._base.jaxprs import Atom, Equation, Var, inner_of, renamed, variables
 from jax_offload._base.memory import HOST_KIND
-from jax_offload._base.on_disk import READ, WRITE, Ends, Place
+from jax_offload._base.on_disk import IN_MEMORY, READ, WRITE, Ends, Place
 from jax_offload._drive.stages import DRIVEN, Staged
 from jax_offload._emit.find import holds_driven_update, is_update
 from jax_offload._ir.program import Program
@@ -77,12 +77,7 @@ class OnFiles:
                 )
         for v, known in step.host_leaves.items():
             if known and v not in self.reads:
-                raise ValueError(
-                    f"state: a leaf {v.aval.dtype}{list(v.aval.shape)} is in memory, and this offload keeps it on "
-                    "disk. Fix: tx.init(params) gives it so, and disk.resume(target) if it was made with this "
-                    "host_bytes; jo.to_host(tx, state) brings one of another there, with a jo.disk(...) of directories "
-                    "of its own."
-                )
+                raise ValueError(f"state: a leaf {v.aval.dtype}{list(v.aval.shape)} {IN_MEMORY}")
 
 
 def files_of(step: Program) -> OnFiles:
@@ -161,9 +156,7 @@ def _check_equation(eqn: Equation, reads: Mapping[Var, Any], written: Mapping[Va
 
 def _holds_files(eqn: Equation) -> bool:
     """Whether a branch or a loop of the step reads or writes a leaf on disk."""
-    return any(
-        inner.primitive in (READ, WRITE) or _holds_files(inner) for jaxpr, _ in sub_jaxprs(eqn) for inner in jaxpr.eqns
-    )
+    return any(inner.holds(lambda each: each.primitive in (READ, WRITE)) for inner in inner_of(eqn))
 
 
 def _devices(devices: Set[Any]) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jax_offload._base.jaxprs import Equation, Literal, closed, sub_jaxprs, variables
+from jax_offload._base.jaxprs import Equation, Literal, closed, holds, inner_of, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.on_disk import READ
 from jax_offload._base.own_primitives import equations
@@ -29,7 +29,7 @@ def without_updates(step: Any, *, sharded: bool = False) -> Program:
             return as_program(equations(update))
         return update.sharded if sharded and update.sharded is not None else update.program
 
-    return without_round_trips(flat(step, expand=expand))
+    return without_round_trips(flat(closed(expanded(step.jaxpr, expand), step.consts)))
 
 
 def emitted(step: Any) -> Any:
@@ -72,9 +72,7 @@ def is_update(eqn: Equation) -> bool:
 
 def holds_update(eqn: Equation, which: Callable[[Update | Moved], bool] = lambda _: True) -> bool:
     """Whether an equation is an update, ``which`` says of what kind, or has one in a branch, a loop or a call."""
-    if eqn.primitive is REGION:
-        return which(eqn.params["update"])
-    return any(holds_update(inner, which) for jaxpr, _ in sub_jaxprs(eqn) for inner in jaxpr.eqns)
+    return holds(eqn, lambda each: each.primitive is REGION and which(each.params["update"]))
 
 
 def holds_driven_update(eqn: Equation) -> bool:
@@ -137,10 +135,10 @@ def _found(jaxpr: Any, origin: dict[Var, Var], times: int = 1) -> Iterator[Found
             update = eqn.params["update"]
             yield Found(update, known(update.operands, eqn.invars), times)
         else:
-            for inner, operands in sub_jaxprs(eqn):
-                own = known(inner.invars, operands)
-                yield from _found(inner, own, times * eqn.params.get("length", 1))
+            for inner in inner_of(eqn):
+                own = known(inner.jaxpr.invars, eqn.invars[inner.first :])
+                yield from _found(inner.jaxpr, own, times * eqn.params.get("length", 1))
                 if eqn.primitive.name in _CALLS:  # a gate, say, hands on what it is given
-                    for v, x in zip(eqn.outvars, inner.outvars, strict=True):
+                    for v, x in zip(eqn.outvars, inner.jaxpr.outvars, strict=True):
                         if not isinstance(x, Literal) and x in own:
                             origin[v] = own[x]

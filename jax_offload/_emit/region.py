@@ -171,7 +171,7 @@ class Update:
         claims = [dataclasses.replace(c, on_cores=c.leaves if cores else frozenset[Var]()) for c in self.claims]
         return dataclasses.replace(self, claims=claims)
 
-    def emitted(self, args: Sequence[Any], *, lowered: bool = False) -> list[Any]:
+    def emitted(self, args: Sequence[Any], *, lowered: bool = False, for_cpu: bool = False) -> list[Any]:
         """Its results, by the plan.
 
         Raises:
@@ -190,6 +190,7 @@ class Update:
                 gradients=self.gradients,
                 names=self.names,
                 lowered=lowered,
+                for_cpu=for_cpu,
             )
             names = [self.names.get(v) if isinstance(v, Var) else None for v in self.program.outputs]
             homes = [claim.options.home for claim in self.claims if claim.options.home is not None]
@@ -246,7 +247,7 @@ class Moved:
         operands = [v for v, n in zip(self.operands, needed, strict=True) if n]
         return needed, dataclasses.replace(self, jaxpr=closed(jaxpr), operands=operands)
 
-    def emitted(self, args: Sequence[Any], *, lowered: bool = False) -> list[Any]:
+    def emitted(self, args: Sequence[Any], *, lowered: bool = False, for_cpu: bool = False) -> list[Any]:
         return jax_fun(self.jaxpr)(*args)
 
 

@@ -35,6 +35,7 @@ def stream(
     gradients: Sequence[int],
     names: Names,
     lowered: bool,
+    for_cpu: bool = False,
 ) -> list[Any]:
     """Runs a traced update by its plan; returns its results.
 
@@ -45,6 +46,8 @@ def stream(
       gradients: positions in ``args`` of the incoming updates, which gate the loads.
       names: of the state's leaves, of their next values too.
       lowered: whether this is how the update is lowered: neither ``vmap`` nor a derivative comes to its loops.
+      for_cpu: whether it is lowered for a CPU. Its compiler takes a loop that runs once for a small call, and five
+        times as long for it; and it needs no loop, as it hoists no transfers.
     """
     env: Env = dict(zip(program.inputs, [*program.consts, *args], strict=True))
     grads = {program.inputs[len(program.consts) + i] for i in gradients}
@@ -53,7 +56,7 @@ def stream(
     for each in passes:
         run_prelude(each, env)
         if each.slices:
-            if each.in_own_loop:
+            if each.in_own_loop and not for_cpu:
                 _run_in_own_loop(each, run, env, grads, before, lowered=lowered)
             else:
                 _run_gated(each, run, env, grads, before)

@@ -30,7 +30,7 @@ from jax_offload._emit.rows import prefetch, write_back
 from jax_offload._ir.conds import scalars_hoisted
 from jax_offload._ir.primitives import ELEMENTWISE
 from jax_offload._ir.program import Program, copy_of, only_equation
-from jax_offload._ir.propagate import Mask, forward
+from jax_offload._ir.propagate import Mask, forward, needed_for
 from jax_offload._ir.slices import is_summary
 from jax_offload._step.choices import choosing
 
@@ -115,12 +115,8 @@ def _left_late(eqns: Sequence[Equation], gradients: Set[Var], carried: Set[Var])
             if sum(nbytes(v.aval) for v in of - carried if v.aval.shape) <= nbytes(out.aval):
                 sources_of[out] = of
     sources = {source for v in gradients for source in sources_of.get(v, {v})}
-    late, wanted = list[Equation](), gradients - sources
-    for eqn in reversed(eqns):
-        if not wanted.isdisjoint(eqn.outvars):
-            late.append(eqn)
-            wanted |= {*variables(eqn.invars)} - sources
-    return late[::-1], sources
+    late, _ = needed_for(eqns, gradients - sources, lambda eqn: sources.isdisjoint(eqn.outvars))
+    return late, sources
 
 
 def _reading_again(update: Equation, eqns: Sequence[Equation], stored: Mapping[Var, Var]) -> list[Equation]:
@@ -176,15 +172,11 @@ def _without_scalars(eqn: Equation) -> tuple[Equation, list[Equation]]:
         needs.update(zip(each.outvars, forward(each, needs), strict=True))
         if all(needs[v] == _GRADIENT and (not v.aval.shape or v in summaries) for v in each.outvars):
             scalars.update(each.outvars)
-    wanted, taken = {*scalars}, list[Equation]()
-    for each in reversed(program.eqns):
-        if not wanted.isdisjoint(each.outvars):
-            taken.append(each)
-            wanted.update(variables(each.invars))
+    taken, _ = needed_for(program.eqns, scalars)
     if any(each.effects for each in taken):
         return eqn, []
     env: dict[Var, Atom] = dict(zip(operands, eqn.invars, strict=True))
-    apart = [copy_of(each, env) for each in reversed(taken)]
+    apart = [copy_of(each, env) for each in taken]
     # A result that is such a number is made ahead as well: an update that returns what it is given would be none.
     results = list(zip(program.outputs, eqn.outvars, strict=True))
     ahead = {env[x]: v for x, v in results if not isinstance(x, Literal) and x in scalars}

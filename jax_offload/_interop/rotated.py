@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding
 
-from jax_offload._base.jaxprs import MATMULS, Atom, Equation, Literal, Var, as_array, jaxpr_of, sub_jaxprs, variables
+from jax_offload._base.jaxprs import MATMULS, Atom, Equation, Literal, Var, as_array, holds, jaxpr_of, variables
 from jax_offload._base.memory import HOST_KIND, is_host_aval, on_a_mesh, with_kind
 from jax_offload._base.shardings import constrained, typed_sharding
 from jax_offload._emit.find import holds_update, is_update
@@ -243,9 +243,11 @@ _WORDS |= dict.fromkeys(CHECKPOINT, "a jax.checkpoint")
 
 
 def _multiplies(eqn: Equation, *, in_updates: bool = True) -> bool:
-    inside = [inner for jaxpr, _ in sub_jaxprs(eqn) for inner in jaxpr.eqns]
-    inside += eqn.params["update"].program.eqns if is_update(eqn) and in_updates else []
-    return eqn.primitive.name in MATMULS or any(_multiplies(inner, in_updates=in_updates) for inner in inside)
+    def multiplies(each: Equation) -> bool:
+        inside = is_update(each) and in_updates and any(map(_multiplies, each.params["update"].program.eqns))
+        return inside or each.primitive.name in MATMULS
+
+    return holds(eqn, multiplies)
 
 
 def _run(cut: Cut, env: dict[Var, Any], part: int) -> None:

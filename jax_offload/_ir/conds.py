@@ -167,7 +167,7 @@ class Shares:
         return undivided if len(undivided) < 2 else self._of_cond(eqn, needs) or undivided
 
     def can_be_cut(self, eqn: Equation) -> bool:
-        """Whether an equation may hold what its results do not need: a share does not, unless what is in it does."""
+        """Whether an equation may hold equations that its results do not need, as a minimal share does not."""
         if eqn.primitive.name in ELEMENTWISE or not holds_equations(eqn):
             return False
         return id(eqn.params.get("branches")) not in self._least

@@ -25,6 +25,7 @@ from jax_offload._base.jaxprs import (
     jaxpr_of,
     nameless,
     renamed,
+    variables,
     with_jaxprs,
     without_dead_code,
 )
@@ -36,6 +37,7 @@ from jax_offload._base.own_primitives import is_mark
 from jax_offload._base.private import says_nothing_of_placement
 from jax_offload._base.shardings import Shards
 from jax_offload._ir.primitives import CHECKPOINT, ELEMENTWISE, PLACED
+from jax_offload._ir.propagate import needed_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,21 +58,6 @@ class Program:
     @functools.cached_property
     def effects(self) -> frozenset[Any]:
         return frozenset[Any]().union(*(eqn.effects for eqn in self.eqns))
-
-    def _read_by_all(self) -> tuple[set[Var], list[Equation]] | None:
-        """What the results need, and by which equations; ``None`` where one may hold what they do not need.
-
-        jax's own way goes into every equation, and takes twice as long.
-        """
-        read, eqns = {v for v in self.outputs if not isinstance(v, Literal)}, list[Equation]()
-        for eqn in reversed(self.eqns):
-            if read.isdisjoint(eqn.outvars) and not eqn.effects:
-                continue
-            if eqn.primitive.name not in ELEMENTWISE and holds_equations(eqn):
-                return None
-            read.update([v for v in eqn.invars if not isinstance(v, Literal)])
-            eqns.append(eqn)
-        return read, eqns[::-1]
 
     @property
     def placing_equations(self) -> Jaxpr:
@@ -95,11 +82,12 @@ class Program:
 
     def only(self, used: Sequence[bool]) -> tuple[list[bool], Program]:
         """What is left for some of the results, and which of the inputs that needs; for a program without constants."""
-        if all(used) and (found := self._read_by_all()) is not None:
-            read, eqns = found
-            needed, inputs = [v in read for v in self.inputs], [v for v in self.inputs if v in read]
-            same = len(eqns) == len(self.eqns) and all(needed)
-            return needed, self if same else dataclasses.replace(self, inputs=inputs, eqns=eqns)
+        if all(used):  # jax's own way goes into every equation, and takes twice as long
+            eqns, read = needed_for(self.eqns, variables(self.outputs), kept=lambda eqn: bool(eqn.effects))
+            if not any(eqn.primitive.name not in ELEMENTWISE and holds_equations(eqn) for eqn in eqns):
+                needed, inputs = [v in read for v in self.inputs], [v for v in self.inputs if v in read]
+                same = len(eqns) == len(self.eqns) and all(needed)
+                return needed, self if same else dataclasses.replace(self, inputs=inputs, eqns=eqns)
         jaxpr, needed = without_dead_code(self.closed.jaxpr, used)
         inputs, eqns = list(jaxpr.invars), list(jaxpr.eqns)
         return needed, dataclasses.replace(self, inputs=inputs, outputs=list(jaxpr.outvars), eqns=eqns)
@@ -120,7 +108,6 @@ def flat(
     *,
     any_jit: bool = False,
     opens: Callable[[Equation], bool] = lambda _: False,
-    expand: Expand | None = None,
 ) -> Program:
     """A closed jaxpr as a program.
 
@@ -128,12 +115,10 @@ def flat(
       step: the jaxpr.
       any_jit: whether each ``jit`` is inlined, whatever it says of placement.
       opens: of a ``jax.checkpoint``, whether it is, behind the barrier that keeps what it computes again apart.
-      expand: what takes the place of which equations, in branches and loops too.
     """
     eqns: list[Equation] = []
     consts: list[Any] = list(step.consts)
     const_vars: list[Var] = list(step.jaxpr.constvars)
-    taken: set[Var] = set()
 
     def walk(jaxpr: Jaxpr, env: dict[Var, Atom], nested: bool) -> list[Atom]:
         def read(v: Atom) -> Atom:
@@ -156,15 +141,11 @@ def flat(
                 scope = dict(zip([*inner.jaxpr.constvars, *inner.jaxpr.invars], [*names, *ins], strict=True))
                 env.update(zip(eqn.outvars, walk(inner.jaxpr, scope, True), strict=True))
                 continue
-            if expand is not None and (program := expand(eqn)) is not None:
-                env.update(zip(eqn.outvars, _spliced(program, ins, eqns, taken), strict=True))
-                continue
             outs = eqn.outvars
             if nested:
                 outs = [v if isinstance(v, DropVar) else Var(v.aval) for v in eqn.outvars]
                 env.update(zip(eqn.outvars, outs, strict=True))
-            params = eqn.params if expand is None else _expanded_in(eqn.params, expand)
-            here = eqn.replace(invars=ins, outvars=outs, params=params)
+            here = eqn.replace(invars=ins, outvars=outs)
             eqns.extend([here] if len(ins) == 1 or eqn.primitive.name != "device_put" else _leaf_by_leaf(here))
         return [read(v) for v in jaxpr.outvars]
 
@@ -180,7 +161,7 @@ def _kept_apart(eqn: Equation, ins: Sequence[Atom]) -> list[Var]:
 
 
 def _leaf_by_leaf(eqn: Equation) -> Iterator[Equation]:
-    """A move of a whole tree as moves of its leaves, each of which has its own place."""
+    """Split the move of a whole tree into moves of its leaves, each with its own place."""
     of_leaf: dict[Any, dict[str, Any]] = {}  # a handful of ways, for hundreds of leaves
     for v, out, *said in zip(eqn.invars, eqn.outvars, *eqn.params.values(), strict=True):
         params = of_leaf.setdefault(tuple(map(id, said)), {k: (x,) for k, x in zip(eqn.params, said, strict=True)})
@@ -234,6 +215,11 @@ def _spliced(program: Program, operands: Sequence[Atom], eqns: list[Equation], t
     return [read(v) for v in program.outputs]
 
 
+def spliced(program: Program, operands: Sequence[Atom], eqns: list[Equation]) -> list[Atom]:
+    """Appends a program's equations to ``eqns``, with variables of their own, for these operands; gives its results."""
+    return _spliced(program, operands, eqns, {v for eqn in program.eqns for v in eqn.outvars})
+
+
 def replaced(program: Program, at: int, by: Program) -> Program:
     """``program`` with another in the place of its equation ``at``, of the same operands and results."""
     eqns = program.eqns[:at]
@@ -246,41 +232,58 @@ def replaced(program: Program, at: int, by: Program) -> Program:
 def _expanded_in(
     params: dict[str, Any], expand: Expand, enters: Callable[[Equation], bool] = lambda _: True
 ) -> dict[str, Any]:
-    """An equation's parameters, with what is to be expanded in their jaxprs; the same where there is nothing."""
+    """An equation's parameters with the jaxprs in them expanded; the same object if nothing changes."""
     return with_jaxprs(params, lambda jaxpr: expanded(jaxpr, expand, enters))
 
 
-def without_round_trips(program: Program) -> Program:
-    """What is loaded and stored again untouched, or stored and loaded, is what it was: nothing moves.
-    Nor where it is put into the sharding that it was just put into: an offload and one inside it both do. Nor does a
-    mark do anything."""
-    moved_from: dict[Var, Atom] = {}  # result of a move between memories -> what it was
-    constrained: dict[Var, Any] = {}  # result of a sharding constraint -> what it says
-    same: dict[Var, Atom] = {}
+def without_effects_of_axes(program: Program) -> Program:
+    """The program without what jax notes of collectives inside ``shard_map``: they have no order to keep."""
+    eqns = [eqn.replace(effects=frozenset(e for e in eqn.effects if type(e).__name__ != "NamedAxisEffect"))
+            if eqn.effects else eqn for eqn in program.eqns]  # fmt: skip
+    return dataclasses.replace(program, eqns=eqns)
 
-    def read(v: Atom) -> Atom:
-        return v if isinstance(v, Literal) else same.get(v, v)
 
+def without(program: Program, known: Callable[[Equation, Sequence[Atom]], Sequence[Atom] | None]) -> Program:
+    """``program`` without the equations whose results are there already.
+
+    ``known``: for an equation and its operands what its results are; ``None``: something new.
+    """
+    names: dict[Var, Atom] = {}
     eqns: list[Equation] = []
     for eqn in program.eqns:
-        ins = [read(v) for v in eqn.invars] if same else eqn.invars
+        ins = [renamed(names, v) for v in eqn.invars] if names else eqn.invars
+        if (results := known(eqn, ins)) is not None:
+            names.update(zip(eqn.outvars, results, strict=True))
+        else:
+            eqns.append(eqn if all(map(operator.is_, ins, eqn.invars)) else eqn.replace(invars=ins))
+    return dataclasses.replace(program, eqns=eqns, outputs=[renamed(names, v) for v in program.outputs])
+
+
+def without_round_trips(program: Program) -> Program:
+    """The program without moves that change nothing.
+
+    What is loaded and stored again untouched, or stored and loaded, is what it was. So is what is put into the sharding
+    that it was just put into: an offload and one inside it both do that. And a mark does nothing.
+    """
+    moved_from: dict[Var, Atom] = {}  # result of a move between memories -> what it was
+    constrained: dict[Var, Any] = {}  # result of a sharding constraint -> what it says
+
+    def known(eqn: Equation, ins: Sequence[Atom]) -> Sequence[Atom] | None:
         if is_mark(eqn):
-            same[eqn.outvars[0]] = ins[0]
-            continue
+            return ins
         if _is_move(eqn):
-            (out,) = eqn.outvars
-            moved_from[out] = origin = ins[0] if isinstance(ins[0], Literal) else moved_from.get(ins[0], ins[0])
-            if not isinstance(origin, Literal) and origin.aval == out.aval and origin is not ins[0]:
-                same[out] = origin
-                continue
+            (out,), x = eqn.outvars, ins[0]
+            moved_from[out] = origin = x if isinstance(x, Literal) else moved_from.get(x, x)
+            if isinstance(origin, Var) and origin.aval == out.aval and origin is not x:
+                return [origin]
         elif eqn.primitive.name in ("sharding_constraint", "reshard"):
-            (out,), said = eqn.outvars, (eqn.params, eqn.outvars[0].aval)
-            if not isinstance(ins[0], Literal) and constrained.get(ins[0]) == said:
-                same[out] = ins[0]
-                continue
+            (out,), x, said = eqn.outvars, ins[0], (eqn.params, eqn.outvars[0].aval)
+            if isinstance(x, Var) and constrained.get(x) == said:
+                return [x]
             constrained[out] = said
-        eqns.append(eqn if ins is eqn.invars or all(map(operator.is_, ins, eqn.invars)) else eqn.replace(invars=ins))
-    return dataclasses.replace(program, eqns=eqns, outputs=[read(v) for v in program.outputs])
+        return None
+
+    return without(program, known)
 
 
 def _is_move(eqn: Equation) -> bool:
@@ -294,6 +297,8 @@ def _inlinable(eqn: Equation, operands: list[Atom], any_jit: bool) -> ClosedJaxp
     """
     if eqn.primitive.name == "cond" and isinstance(operands[0], Literal):
         return branches_of(eqn)[int(operands[0].val)]
+    if eqn.primitive.name in ("eval_jaxpr", "closed_call"):  # of a backward pass, and of mutable arrays
+        return called_by(eqn)
     if eqn.primitive.name not in ("jit", "pjit"):
         return None
     if any_jit:

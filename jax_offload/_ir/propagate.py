@@ -1,63 +1,110 @@
-"""Which results of an equation need which of its operands, and the order in which parts of a program run."""
+"""One engine that propagates facts through the equations of a program, forward and backward.
+
+A kind of fact is a rule: what an equation's results are, given its operands. The engine enters branches, calls and
+loops.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from jax_offload._base.jaxprs import Atom, Equation, Jaxpr, Literal, Var, branches_of, called_by
+from jax_offload._base.jaxprs import Atom, Equation, Inner, Jaxpr, Literal, Var, inner_of, variables
 
-# Sets of small numbers are the bits of an int.
-
-Mask = int
-Join = Callable[[Iterable[int]], int]
+T = TypeVar("T")
+Mask = int  # a set of small numbers, as the bits of an int
 
 
-_WITH_JAXPRS = frozenset(("cond", "jit", "pjit", "closed_call", "custom_jvp_call"))
+@dataclasses.dataclass(frozen=True)
+class Facts(Generic[T]):
+    """A kind of fact about values, and how an equation hands it from its operands to its results.
+
+    Attributes:
+      nothing: the fact about a constant, and about a variable of which nothing is said.
+      join: the fact about a value that is made of several, or is one of several.
+      rule: the facts about an equation's results, given the equation and the facts about its operands. ``None``: they
+        follow from the jaxprs that the equation runs, or are the join of its operands' facts where it runs none.
+      entered: the names of the primitives whose jaxprs are gone through; ``None``: all.
+      choice_counts: whether what chooses a branch is one of the values that the results are made of.
+    """
+
+    nothing: T
+    join: Callable[[Iterable[T]], T]
+    rule: Callable[[Equation, Sequence[T]], Sequence[T] | None] = lambda eqn, facts: None
+    entered: frozenset[str] | None = None
+    choice_counts: bool = True
+
+    def read(self, env: Mapping[Var, T], atoms: Iterable[Atom]) -> list[T]:
+        """What is known of some operands."""
+        return [self.nothing if isinstance(v, Literal) else env.get(v, self.nothing) for v in atoms]
+
+    def spread(self, eqns: Iterable[Equation], env: dict[Var, T]) -> dict[Var, T]:
+        """``env``, extended by what the equations make."""
+        for eqn in eqns:
+            env.update(zip(eqn.outvars, self.after(eqn, self.read(env, eqn.invars)), strict=True))
+        return env
+
+    def through(self, jaxpr: Jaxpr, given: Sequence[T]) -> list[T]:
+        """The facts about a jaxpr's results, given those about its inputs."""
+        return self.read(self.spread(jaxpr.eqns, dict(zip(jaxpr.invars, given, strict=True))), jaxpr.outvars)
+
+    def after(self, eqn: Equation, given: Sequence[T]) -> Sequence[T]:
+        """The facts about an equation's results, given those about its operands."""
+        if (found := self.rule(eqn, given)) is not None:
+            return found
+        # Through the equations inside, not from a set of operands for each result: in a cond around all of an update
+        # those sets together grow with the square of the leaves.
+        inner = inner_of(eqn) if self.entered is None or eqn.primitive.name in self.entered else []
+        made = [each for each in (self._run(each, given) for each in inner) if len(each) == len(eqn.outvars)]
+        if not made:
+            return [self.join(given)] * len(eqn.outvars)
+        common = given[: inner[0].first if self.choice_counts else 0]
+        return [self.join([*common, *each]) for each in zip(*made, strict=True)]
+
+    def _run(self, inner: Inner, given: Sequence[T]) -> list[T]:
+        """What a jaxpr makes; a loop's, once another iteration hands nothing more to the next."""
+        facts, carried = list(given[inner.first :]), inner.carried
+        while True:
+            made = self.through(inner.jaxpr, facts)
+            before = facts[carried.start : carried.stop]
+            made[: len(carried)] = map(self.join, zip(before, made, strict=False))
+            if made[: len(carried)] == before:
+                return made
+            facts[carried.start : carried.stop] = made[: len(carried)]
 
 
-def _nested(eqn: Equation) -> list[Jaxpr]:
-    """The jaxprs of ``cond`` and calls, into which ``partial_eval.dce_jaxpr`` cuts. A loop counts as one equation."""
-    if eqn.primitive.name not in _WITH_JAXPRS:
-        return []
-    return [branch.jaxpr for branch in branches_of(eqn)] if eqn.primitive.name == "cond" else [called_by(eqn).jaxpr]
+def union(masks: Iterable[Mask]) -> Mask:
+    total = 0
+    for mask in masks:
+        total |= mask
+    return total
 
 
-def forward(eqn: Equation, env: Mapping[Var, int], join: Join | None = None) -> list[int]:
-    """For each result, the union (or another ``join``) of what ``env`` says of the operands that it depends on."""
-    if join is None and eqn.primitive.name not in _WITH_JAXPRS:  # nearly all of them
-        total = 0
-        for v in eqn.invars:
-            if not isinstance(v, Literal) and (mask := env.get(v, 0)) is not total:
-                total |= mask
-        return [total] * len(eqn.outvars)
-    join = join or union
-    ins = [0 if isinstance(v, Literal) else env.get(v, 0) for v in eqn.invars]
-    if not (nested := _nested(eqn)):
-        return [join(ins)] * len(eqn.outvars)
-    # Through the equations inside, not from a set of operands for each result: in a cond around all of an update those
-    # sets together grow with the square of the leaves.
-    common = len(ins) - len(nested[0].invars)  # a cond's index
-    found = [_forward_through(jaxpr, ins[common:], join) for jaxpr in nested]
-    return [join([*ins[:common], *each]) for each in zip(*found, strict=True)]
+# Which operands results depend on. ``partial_eval.dce_jaxpr`` cuts into these in the same way; a loop is one equation.
+_CUT_INTO = frozenset(("cond", "jit", "pjit", "closed_call", "custom_jvp_call"))
+NEEDS = Facts[Mask](0, union, entered=_CUT_INTO)
+LATEST = Facts[int](0, lambda numbers: max(numbers, default=0), entered=_CUT_INTO)
 
 
-def _forward_through(jaxpr: Jaxpr, ins: Sequence[int], join: Join) -> list[int]:
-    env = dict(zip(jaxpr.invars, ins, strict=True))
-    for eqn in jaxpr.eqns:
-        env.update(zip(eqn.outvars, forward(eqn, env, join), strict=True))
-    return [0 if isinstance(v, Literal) else env.get(v, 0) for v in jaxpr.outvars]
+def forward(eqn: Equation, env: Mapping[Var, Mask]) -> Sequence[Mask]:
+    """For each result, the union of what ``env`` says of the operands that it depends on."""
+    if eqn.primitive.name in _CUT_INTO:
+        return NEEDS.after(eqn, NEEDS.read(env, eqn.invars))
+    total = 0  # nearly all of them
+    for v in eqn.invars:
+        if not isinstance(v, Literal) and (mask := env.get(v, 0)) is not total:
+            total |= mask
+    return [total] * len(eqn.outvars)
 
 
 def backward(eqn: Equation, needs: Sequence[Mask], effect: Mask) -> list[Mask]:
     """For each operand, who needs it: those who need a result that depends on it."""
     total = needs[0] if len(needs) == 1 else union(needs)
-    if not (nested := _nested(eqn)):
+    if eqn.primitive.name not in _CUT_INTO or not (inner := inner_of(eqn)):
         return [total | effect] * len(eqn.invars)
-    found = [needs_of(j.invars, j.eqns, j.outvars, needs)[1] for j in nested]
-    common = len(eqn.invars) - len(nested[0].invars)
-    return [total | effect] * common + [union(each) | effect for each in zip(*found, strict=True)]
+    found = [needs_of(each.jaxpr.invars, each.jaxpr.eqns, each.jaxpr.outvars, needs)[1] for each in inner]
+    return [total | effect] * inner[0].first + [union(each) | effect for each in zip(*found, strict=True)]
 
 
 def needs_of(
@@ -77,6 +124,37 @@ def needs_of(
         inside.append([env.get(v, 0) for v in eqn.outvars])
         add(eqn.invars, backward(eqn, inside[-1], 0))
     return inside[::-1], [env.get(v, 0) for v in inputs]
+
+
+def needed_for(
+    eqns: Sequence[Equation],
+    wanted: Iterable[Var],
+    through: Callable[[Equation], bool] = lambda _: True,
+    kept: Callable[[Equation], bool] = lambda _: False,
+) -> tuple[list[Equation], set[Var]]:
+    """The equations that make some variables and all that these need, in order; and every variable that counts.
+
+    Args:
+      eqns: of a program.
+      wanted: variables.
+      through: the equations that are gone through.
+      kept: those that are needed in any case.
+    """
+    needed, taken = {*wanted}, list[Equation]()
+    for eqn in reversed(eqns):
+        if (not needed.isdisjoint(eqn.outvars) and through(eqn)) or kept(eqn):
+            taken.append(eqn)
+            needed.update(variables(eqn.invars))
+    return taken[::-1], needed
+
+
+def made_of(eqns: Iterable[Equation], marked: Callable[[Equation], bool], start: Iterable[Var] = ()) -> set[Var]:
+    """The variables that are made of the results of marked equations, or of some variables; these too."""
+    found = {*start}
+    for eqn in eqns:
+        if marked(eqn) or not found.isdisjoint(variables(eqn.invars)):
+            found.update(eqn.outvars)
+    return found
 
 
 def groups(masks: Sequence[Mask]) -> list[int]:
@@ -107,13 +185,6 @@ def groups(masks: Sequence[Mask]) -> list[int]:
             joined[root] = union((new, *(joined.pop(r) for r in roots)))
     number: dict[int, int] = {}
     return [0 if not m else number.setdefault(find(next(bits(m))), len(number) + 1) for m in masks]
-
-
-def union(masks: Iterable[Mask]) -> Mask:
-    total = 0
-    for mask in masks:
-        total |= mask
-    return total
 
 
 def bits(mask: Mask) -> Iterator[int]:
@@ -161,7 +232,7 @@ def needed(nodes: Sequence[Node], wanted: Sequence[Var], kept: bool = True) -> s
 
 
 def topological(nodes: Sequence[Node], which: Iterable[int]) -> list[Node]:
-    """Those of ``nodes``, in the order that ``which`` names, but that each comes after what it needs.
+    """The nodes numbered ``which``, in that order, except that each comes after the nodes that it needs.
 
     Raises:
       RuntimeError: two of them need each other.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from jax.sharding import NamedSharding
@@ -32,6 +32,7 @@ from jax_offload._base.jaxprs import (
     holds_equations,
     jax_fun,
     nameless,
+    variables,
     without_dead_code,
 )
 from jax_offload._base.memory import is_host_aval
@@ -39,7 +40,7 @@ from jax_offload._base.shardings import Shards
 from jax_offload._ir.conds import Shares
 from jax_offload._ir.primitives import ELEMENTWISE, REDUCE
 from jax_offload._ir.program import Program
-from jax_offload._ir.propagate import Mask, backward, forward, groups, union
+from jax_offload._ir.propagate import LATEST, Mask, backward, forward, groups, union
 
 # ---- dependence
 
@@ -100,7 +101,9 @@ def read(program: Program, scalars_ahead: bool) -> Known:
     for eqn in program.eqns:
         if (known.summaries or eqn.primitive.name in REDUCE) and is_summary(eqn, known.summaries):
             known.summaries.update(v for v in eqn.outvars if v.aval.shape)
-        earliest = forward(eqn, known.earliest, _latest) if known.earliest else [0] * len(eqn.outvars)
+        earliest = (
+            LATEST.after(eqn, LATEST.read(known.earliest, eqn.invars)) if known.earliest else [0] * len(eqn.outvars)
+        )
         for v, mask, at in zip(eqn.outvars, forward(eqn, known.needs_host), earliest, strict=True):
             ahead = scalars_ahead and mask and v.aval.shape == ()
             if ahead:
@@ -140,7 +143,7 @@ def roots_of(program: Program, known: Known) -> list[Wanted]:
     for eqn in (eqn for eqn in program.eqns if eqn.effects):
         operands = [v for v in eqn.invars if not isinstance(v, Literal)]
         mask = union(known.needs_host.get(v, 0) for v in operands)
-        earliest = _latest(known.earliest.get(v, 0) for v in operands)
+        earliest = LATEST.join(known.earliest.get(v, 0) for v in operands)
         roots.append(Wanted(id(eqn), mask, last if mask else earliest))
     return roots
 
@@ -204,10 +207,6 @@ def _is_provided(eqn: Equation, v: Var, needs: Mask, known: Known, preludes: Mas
     shared = needs & preludes or needs.bit_count() > 1
     again = eqn.primitive.name in ELEMENTWISE  # cheaper computed again than kept, as an array, between its uses
     return bool(v.aval.shape == () or v in known.summaries or (shared and not again) or eqn.effects)
-
-
-def _latest(passes: Iterable[int]) -> int:
-    return max(passes, default=0)
 
 
 # ---- a slice without its loads and stores, so that a loop can load ahead of the update
@@ -298,7 +297,7 @@ class Slice:
 
     @functools.cached_property
     def decoded_bytes(self) -> int:
-        """Bytes of ``loads`` on one device once they are float32, as what is stored in fewer bits is for the update."""
+        """Bytes of ``loads`` on one device, decoded to float32 where they are stored in fewer bits."""
         return sum(
             math.prod(v.aval.shape) * max(4, v.aval.dtype.itemsize) // math.prod(self.shards.get(v, ()))
             for v in self.loads
@@ -368,8 +367,8 @@ def slice_of(
     """The slice of some equations and results.
 
     Args:
-      eqns, outputs: they.
-      debug_info, shards: of the program.
+      eqns, outputs: the equations and results to include.
+      debug_info, shards: those of the program.
       given: the variables that other parts provide.
       can_be_cut: whether an equation may hold what its results do not need.
     """
@@ -384,6 +383,18 @@ def slice_of(
         jaxpr, used = without_dead_code(jaxpr)
         inputs = [v for v, u in zip(inputs, used, strict=True) if u]
     return Slice(inputs, outputs, jaxpr, shards)
+
+
+def consecutive(
+    parts: Sequence[list[Equation]], results: Sequence[Atom], debug_info: DebugInfo, shards: Mapping[Var, Shards]
+) -> list[Slice]:
+    """The slices of parts that run one after the other: each provides what later ones read, and its results."""
+    wanted, found = {*variables(results)}, list[Slice]()
+    for eqns in reversed(parts):
+        outputs = [v for eqn in eqns for v in eqn.outvars if v in wanted]
+        found.append(slice_of(eqns, outputs, debug_info, shards))
+        wanted.update(v for eqn in eqns for v in variables(eqn.invars))
+    return found[::-1]
 
 
 def _without(eqn: Equation, given: Set[Var]) -> Equation:

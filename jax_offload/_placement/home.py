@@ -14,6 +14,7 @@ from jax_offload._base import memory
 from jax_offload._base.around import around
 from jax_offload._base.donation import Home
 from jax_offload._base.memory import on_host, to_host
+from jax_offload._base.on_disk import not_from_disk
 from jax_offload._base.private import under_pmap
 from jax_offload._base.trace import was_on_host
 from jax_offload._placement.placement import Leaf
@@ -57,12 +58,15 @@ def returned(state: Any, plan: Sequence[Leaf]) -> Any:
     the other's buffer: 6280 MiB instead of 4936, where a resident step takes 5048 (compiled for an H200). What is to be
     divided further is divided on the device.
     """
+
+    def to_its_place(x: Any, leaf: Leaf) -> Any:
+        if not isinstance(x, Tracer) or not leaf.host:
+            return x
+        x = not_from_disk(x) if leaf.disk and not on_host(x) else x
+        return x if leaf.shard_over else to_host(x)
+
     leaves, treedef = jax.tree.flatten(state)
-    moved = [
-        to_host(x) if leaf.host and not leaf.shard_over and isinstance(x, Tracer) else x
-        for x, leaf in zip(leaves, plan, strict=True)
-    ]
-    return jax.tree.unflatten(treedef, moved)
+    return jax.tree.unflatten(treedef, [to_its_place(x, leaf) for x, leaf in zip(leaves, plan, strict=True)])
 
 
 def check_not_in_pmap(plan: Sequence[Leaf]) -> None:

@@ -170,25 +170,35 @@ def state_sharding(
     return sharding if tuple(shape) == tuple(param) else fitted(sharding, shape), why
 
 
-def resharded_state(leaves: Sequence[Any], plan: Sequence[Leaf], params: Any, shardings: Shardings) -> list[Any]:
-    """The leaves of a state, those that are to be divided further like that, as far as the parameters' are known.
+def resharded_state(
+    leaves: Sequence[Any], plan: Sequence[Leaf], params: Any, shardings: Shardings, before: Sequence[Any] = ()
+) -> list[Any]:
+    """Divide the leaves of a state further, as far as the shardings of their parameters are known.
 
-    One that is not, a scale that stays on the device say, is made of gradients that are: it too stays as it was, or the
-    second step would be another program, and a loop's carry of another type.
+    A leaf that is not divided further, such as a scale that stays on the device or a factored moment, is made of
+    gradients that are. It keeps the sharding it had: otherwise the second step would be another program, and a loop's
+    carry would change its type.
+
+    Args:
+      leaves: of the state.
+      plan: its table.
+      params: the parameters.
+      shardings: of the parameters, as far as they are known.
+      before: the leaves of the state before the update; empty where it is not the same tree, or is being made.
     """
     flat = jax.tree_util.tree_flatten_with_path(params)[0]
     owners = {leaf.owner for leaf in plan if leaf.shard_over}
 
-    def sharded(x: Any, leaf: Leaf) -> Any:
+    def sharded(x: Any, leaf: Leaf, old: Any) -> Any:
         if leaf.owner is None or leaf.owner not in owners:
             return x
         path, param = flat[leaf.owner]
         if (name := key_of(path)) not in shardings or not (leaf.shard_over or np.ndim(x) == np.ndim(param)):
-            return x
+            return x if old is None else constrained(x, typed_sharding(jax.typeof(old)))
         sharding, why = state_sharding(leaf, np.shape(x), shardings[name], np.shape(param), _parameter(name))
         return x if why else constrained(x, sharding)
 
-    return [sharded(x, leaf) for x, leaf in zip(leaves, plan, strict=True)]
+    return [sharded(x, leaf, old) for x, leaf, old in zip(leaves, plan, before or [None] * len(plan), strict=True)]
 
 
 def _parameter(name: str) -> str:

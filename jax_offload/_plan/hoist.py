@@ -18,7 +18,7 @@ from jax_offload._base.jaxprs import DropVar, Equation, Literal, Scan, scan_of, 
 from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.primitives import ELEMENTWISE
 from jax_offload._ir.program import Program, Var
-from jax_offload._ir.propagate import Mask, Node, forward, groups, union
+from jax_offload._ir.propagate import NEEDS, Mask, Node, forward, groups, needed_for, union
 from jax_offload._ir.propagate import needed as nodes_needed
 from jax_offload._ir.slices import Slice, core, slice_of
 from jax_offload._plan.plan import RowWise
@@ -186,19 +186,14 @@ class Hoist:
 
         What a microbatch adds needs nothing of the microbatch before; what a layer does, the cotangent.
         """
-        scan, wanted = self.scan, {*gradients}
-        for eqn in reversed(self.program.eqns[self.at + 1 :]):
-            if eqn.primitive.name in ELEMENTWISE and not wanted.isdisjoint(eqn.outvars):
-                wanted.update(variables(eqn.invars))
+        scan, after = self.scan, self.program.eqns[self.at + 1 :]
+        _, wanted = needed_for(after, gradients, lambda eqn: eqn.primitive.name in ELEMENTWISE)
         sums = [k for k, v in enumerate(scan.carry) if v in wanted and v.aval.ndim]
         if not sums:
             return ""
         body, n = scan.body.jaxpr, len(scan.consts)
-        needs = {v: 1 << k for k, v in enumerate(body.invars[n : n + len(scan.carry)]) if v.aval.ndim}
-        maker: dict[Var, Equation] = {}
-        for eqn in body.eqns:
-            needs.update(zip(eqn.outvars, forward(eqn, needs), strict=True))
-            maker.update(dict.fromkeys(eqn.outvars, eqn))
+        carried = {v: 1 << k for k, v in enumerate(body.invars[n : n + len(scan.carry)]) if v.aval.ndim}
+        needs, maker = NEEDS.spread(body.eqns, carried), {v: eqn for eqn in body.eqns for v in eqn.outvars}
         made = [v for k in sums if not isinstance(v := body.outvars[k], Literal) and needs.get(v, 0) & ~(1 << k)]
         if not made:
             return MICROBATCHES
@@ -252,11 +247,7 @@ class Hoist:
             reading = [k for k, eqn in enumerate(eqns) if k == self.at or id(eqn) in inside]
             before = nodes_needed(nodes, [v for k in reading for v in nodes[k].reads], kept=False)
             wanted = {v for k in before if k != self.at for v in nodes[k].reads}
-            found: list[Equation] = []
-            for eqn in reversed(taken):
-                if id(eqn) in inside and not wanted.isdisjoint(eqn.outvars):
-                    found.append(eqn)
-                    wanted.update(variables(eqn.invars))
+            found, _ = needed_for([eqn for eqn in taken if id(eqn) in inside], wanted)
             if not found:
                 return twice
             if not all(is_cheap(eqn) for eqn in found) or any(is_host_aval(v.aval) for e in found for v in e.invars):

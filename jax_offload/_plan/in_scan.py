@@ -13,7 +13,7 @@ from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Atom, DropVar, Equation, Literal, Scan, flops, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.program import Program, Var, flat
-from jax_offload._ir.slices import Slice, slice_of
+from jax_offload._ir.slices import Slice, consecutive, slice_of
 from jax_offload._plan.hoist import CannotHoist, Move, Moves, closure, pulled
 from jax_offload._plan.plan import InIterations, Planned, RowWise, Window
 from jax_offload._plan.rules import Dim, Partial, Rows
@@ -277,11 +277,7 @@ def phases(program: Program, times: Sequence[float]) -> Phases | None:
             turn = min((first_read[v] for v in eqn.outvars if v in first_read), default=last)
         first_read.update((v, min(turn, first_read.get(v, turn))) for v in variables(eqn.invars))
         parts[turn].insert(0, eqn)
-    wanted, slices = {*variables(program.outputs)}, list[Slice]()
-    for eqns in reversed(parts):
-        outputs = [v for eqn in eqns for v in eqn.outvars if v in wanted]
-        slices.insert(0, slice_of(eqns, outputs, program.debug_info, {}))
-        wanted.update(v for eqn in eqns for v in variables(eqn.invars))
+    slices = consecutive(parts, program.outputs, program.debug_info, {})
     outs = [() if cut is None else program.eqns[cut].outvars for cut in cuts]
     gates = [next((v for v in vs if v in s.outputs), None) for vs, s in zip(outs, slices, strict=False)]
     return Phases(program, slices, gates)

@@ -197,7 +197,7 @@ def broadcast(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answe
 # ---- what computes
 
 
-@rule("optimization_barrier")
+@rule("optimization_barrier", "psum", "psum_invariant", "pvary", "pmax", "pmin")
 def waiting(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer:
     return dims, as_it_is(eqn)
 

@@ -25,9 +25,9 @@ from jax_offload._base.jaxprs import (
     Literal,
     Var,
     branches_of,
+    inner_of,
     jaxpr_of,
     scan_of,
-    sub_jaxprs,
 )
 
 Bounds = tuple[float, float]
@@ -173,7 +173,7 @@ def _of_equation(eqn: Equation, given: list[Bounds]) -> Sequence[Bounds]:
         consts, body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         fixed = given[consts : consts + body]
         return _stable(lambda c: _of_closed(eqn.params["body_jaxpr"], [*fixed, *c]), given[consts + body :])
-    inner = [jaxpr for jaxpr, _ in sub_jaxprs(eqn)]
+    inner = [each.jaxpr for each in inner_of(eqn)]
     if len(inner) == 1 and len(inner[0].outvars) == count:
         closed = next((x for x in eqn.params.values() if getattr(x, "jaxpr", None) is inner[0]), None)
         consts = [_of_value(x) for x in closed.consts] if closed is not None else []

@@ -276,7 +276,7 @@ def _loads(traced: Any) -> _Loads:
         parts={id(p): disk_groups(p, u.next_values, u.on_disk) for u in updates if u.on_disk for p in u.planned},
         times={id(p): each.times for each in found for p in each.update.planned},
         unlisted=unlisted,
-        stays=tuple(why for update in updates for why in update.stays),
+        stays=tuple(dict.fromkeys(why for update in updates for why in update.stays)),
     )
 
 

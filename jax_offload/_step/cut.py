@@ -7,15 +7,16 @@ they lie beside the next forward pass; on the host; or in groups, while their st
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax_offload._base.donation import is_guard
-from jax_offload._base.jaxprs import Atom, ClosedJaxpr, Equation, ordered, renamed, values_of, variables
+from jax_offload._base.jaxprs import ClosedJaxpr, Equation, ordered, values_of, variables
 from jax_offload._base.on_disk import READ
 from jax_offload._emit.find import holds_update
-from jax_offload._ir.program import Program, Var, flat
-from jax_offload._ir.slices import Slice, slice_of
+from jax_offload._ir.program import Program, Var, flat, without
+from jax_offload._ir.propagate import made_of, needed_for
+from jax_offload._ir.slices import Slice, consecutive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +66,7 @@ def cut_step(step: ClosedJaxpr | Program) -> Cut:
     """
     program = unguarded(step if isinstance(step, Program) else flat(step, any_jit=True))
     marks = [holds_update(eqn) or eqn.primitive is READ for eqn in program.eqns]  # a leaf is read where it is updated
+    marked = {id(eqn) for eqn, mark in zip(program.eqns, marks, strict=True) if mark}
     if not any(map(holds_update, program.eqns)):
         raise ValueError(
             "step: has no update of an offload(...) in it that can be seen; call tx.update or jo.update_params, and "
@@ -75,48 +77,29 @@ def cut_step(step: ClosedJaxpr | Program) -> Cut:
             f"step: has effects whose order a cut would lose: {', '.join(effects)}. Leave out mutable arrays, "
             "and set ordered=False."
         )
-    follows = _reached(program.eqns, marks, lambda eqn: (eqn.invars, eqn.outvars))
-    leads = _reached(program.eqns[::-1], marks[::-1], lambda eqn: (eqn.outvars, eqn.invars))[::-1]
+    follows = made_of(program.eqns, lambda eqn: id(eqn) in marked)
+    _, leads = needed_for(program.eqns, [v for eqn in program.eqns if id(eqn) in marked for v in variables(eqn.invars)])
+    late = [not follows.isdisjoint(variables(eqn.invars)) for eqn in program.eqns]
     places = [
-        1 if mark or (after and ahead) else 2 if after else 0
-        for mark, after, ahead in zip(marks, follows, leads, strict=True)
+        1 if mark or (after and not leads.isdisjoint(eqn.outvars)) else 2 if after else 0
+        for eqn, mark, after in zip(program.eqns, marks, late, strict=True)
     ]
     parts: list[list[Equation]] = [[], [], []]
     for eqn, place in zip(program.eqns, _constants_where_used(program, places), strict=True):
         parts[place].append(eqn)
 
-    reads = [{v for eqn in eqns for v in variables(eqn.invars)} for eqns in parts]
-    results = {*variables(program.outputs)}
-    slices = []
-    for k, eqns in enumerate(parts):
-        wanted = results.union(*reads[k + 1 :])
-        outputs = [v for eqn in eqns for v in eqn.outvars if v in wanted]
-        slices.append(slice_of(eqns, outputs, program.debug_info, _NO_SHARDS))
-    return Cut(program, *slices)
+    return Cut(program, *consecutive(parts, program.outputs, program.debug_info, {}))
 
 
 def unguarded(program: Program) -> Program:
     """The program without what keeps donation safe, which whoever jits its parts does."""
-    names: dict[Var, Atom] = {}
-    eqns: list[Equation] = []
-    for eqn in program.eqns:
-        ins = [renamed(names, v) for v in eqn.invars]
-        if is_guard(eqn):
-            names.update(zip(eqn.outvars, ins, strict=True))
-        else:
-            eqns.append(eqn.replace(invars=ins))
-    return dataclasses.replace(program, eqns=eqns, outputs=[renamed(names, v) for v in program.outputs])
+    return without(program, lambda eqn, ins: ins if is_guard(eqn) else None)
 
 
 def _constants_where_used(program: Program, places: Sequence[int]) -> list[int]:
-    """The places, but that what is made of no argument is made where it is first read, and does not cross."""
-    defined: set[Var] = {*program.inputs}  # of something
-    constant = []
-    for eqn in program.eqns:
-        of_something = any(v in defined for v in variables(eqn.invars))
-        constant.append(not of_something and not eqn.effects)
-        if of_something:
-            defined.update(eqn.outvars)
+    """The places, with constants moved to the part that first reads them, so that they do not cross."""
+    made = made_of(program.eqns, lambda _: False, program.inputs)
+    constant = [made.isdisjoint(variables(eqn.invars)) and not eqn.effects for eqn in program.eqns]
     first: dict[Var, int] = dict.fromkeys(variables(program.outputs), 0)
     found = list(places)
     for k in reversed(range(len(found))):
@@ -125,24 +108,4 @@ def _constants_where_used(program: Program, places: Sequence[int]) -> list[int]:
             found[k] = min((first[v] for v in eqn.outvars if v in first), default=0)
         for v in variables(eqn.invars):
             first[v] = min(first.get(v, found[k]), found[k])
-    return found
-
-
-_NO_SHARDS: Mapping[Var, Any] = {}
-
-
-def _reached(
-    eqns: Sequence[Equation],
-    marks: Sequence[bool],
-    ends: Callable[[Equation], tuple[Sequence[Atom], Sequence[Atom]]],
-) -> list[bool]:
-    """For every equation whether a marked one lies before it, along the edges that ``ends`` gives."""
-    reached: set[Var] = set()
-    found = []
-    for eqn, mark in zip(eqns, marks, strict=True):
-        start, end = ends(eqn)
-        hit = any(v in reached for v in variables(start))
-        found.append(hit)
-        if hit or mark:
-            reached.update(variables(end))
     return found

@@ -22,17 +22,15 @@ from jax_offload._plan.transfers import same_type
 
 
 def opened(program: Program) -> Program:
-    """``program`` with the equations of those ``jax.checkpoint`` inlined that make several large gradients.
+    """Inline the equations of each ``jax.checkpoint`` that makes several large gradients.
 
     Such a block is one equation, with which all of its gradients come at once: no gate can hold one of them back, and
     beside copies XLA puts their matmuls off behind the same block's attention. What is computed again stays behind its
-    barrier.
+    barrier. A block inside such a block is opened too.
 
-    A block inside such a block is one too.
-
-    Not where the link needs more than half of the passes' time: a block is the larger piece, beside whose attention
-    more is under way. Nor one of a single matrix, as there is nothing to put between. Nor one that XLA may merge with
-    the forward pass (``prevent_cse=False``): across gates it does not.
+    A block stays closed where the link needs more than half of the passes' time, as more transfers run beside the
+    attention of a larger piece; where it has a single matrix, as there is nothing to put between; and where XLA may
+    merge it with the forward pass (``prevent_cse=False``), which it does not do across gates.
     """
     updates = [eqn.params["update"] for eqn in program.eqns if is_update(eqn)]
     if not updates or not all(map(_has_time, updates)):

@@ -11,6 +11,7 @@ from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, renamed, scan
 from jax_offload._emit.find import is_update
 from jax_offload._emit.region import Update
 from jax_offload._ir.peel import peeled, why_not_peeled
+from jax_offload._ir.primitives import ELEMENTWISE
 from jax_offload._ir.program import Program
 from jax_offload._ir.propagate import Mask, Node, forward, needed, topological, union
 from jax_offload._ir.slices import Slice, slice_of
@@ -18,6 +19,7 @@ from jax_offload._plan.gates import Gate, Piece, in_turn, interleaved
 from jax_offload._plan.hoist import MICROBATCHES, CannotHoist, Hoist
 from jax_offload._plan.in_scan import InScan, in_scan
 from jax_offload._plan.plan import Chunked
+from jax_offload._step.canonical import canonical
 from jax_offload._step.inlined import Inlined, inlined, opened
 
 
@@ -33,6 +35,7 @@ class Rest:
         return dataclasses.replace(self, update=dataclasses.replace(self.update, stays=why))
 
 
+IN_A_SHARD_MAP = "its gradients are made inside a shard_map; call the update inside the same shard_map"
 Part = Slice | InScan | Rest | Piece | Gate
 
 
@@ -80,7 +83,7 @@ def parts_of(plain: Program) -> Parts | None:
     whys: list[str] = []
     for at, first in ways:
         why = why_not_peeled(plain, at)
-        again = None if why else inlined(opened(peeled(plain, at, first=first)))
+        again = None if why else inlined(opened(canonical(peeled(plain, at, first=first))))
         if again is not None:
             decided = _decided(again, apart=True)
             if decided.moved:
@@ -132,10 +135,24 @@ def _decided(found: Inlined, apart: bool = False) -> Parts:
     step = dataclasses.replace(step, stays=tuple(dict.fromkeys(stays)))
     parts, why = _parts(step, plans, moved)
     if why and not step.stays:
+        why = IN_A_SHARD_MAP if _from_a_shard_map(step) else why
         step = dataclasses.replace(step, stays=(why,))
         parts = [part.saying(step.stays) if isinstance(part, Rest) else part for part in parts]
     moved_any = bool(plans) or any(isinstance(part, Gate) for part in parts)
     return Parts(step, parts, moved_any, tuple(at for at in summing if at in awaited))
+
+
+def _from_a_shard_map(step: Inlined) -> bool:
+    """Whether a ``shard_map`` makes gradients, which at most elementwise arithmetic has changed since."""
+    wanted = {*step.gradients}
+    for eqn in reversed(step.program.eqns):
+        if wanted.isdisjoint(eqn.outvars):
+            continue
+        if eqn.primitive.name == "shard_map":
+            return True
+        if eqn.primitive.name in ELEMENTWISE:
+            wanted.update(variables(eqn.invars))
+    return False
 
 
 def _awaited(step: Inlined, scans: Iterable[int], moved: Set[int]) -> set[int]:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 
-from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, scan_of, sub_jaxprs, variables
+from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, inner_of, scan_of, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._emit.find import holds_update, is_update
 from jax_offload._emit.region import Update
 from jax_offload._ir.primitives import ELEMENTWISE
 from jax_offload._ir.program import Program
-from jax_offload._ir.propagate import Mask, union
+from jax_offload._ir.propagate import Facts, Mask, made_of, needed_for, union
 from jax_offload._plan.transfers import same_type
 from jax_offload._step.cut import unguarded
 
@@ -39,10 +38,12 @@ def unreturned(program: Program) -> Unreturned | None:
     holding = [eqn for eqn in program.eqns if holds_update(eqn)]
     if not holding:
         return None
-    used, results = _used(program), _made(program)
+    outputs = {*variables(program.outputs)}
+    _, used = needed_for(program.eqns, outputs)
+    results = made_of(program.eqns, holds_update) & outputs
     if not results:
         return Unreturned("nothing that the step returns is made by its update")
-    handed_on = {*variables(program.outputs)} & {*program.inputs}
+    handed_on = outputs & {*program.inputs}
     for eqn in holding:
         pairs = [(old, new, name) for old, new, name in _pairs(eqn) if is_host_aval(old.aval)]
         stale = [name for old, new, name in pairs if old in handed_on and new not in used]
@@ -58,24 +59,6 @@ def unreturned(program: Program) -> Unreturned | None:
         if as_it_was and used.isdisjoint(others) and any(new in used for _, new, _ in pairs):
             return Unreturned("the step returns the new state, and the parameters as they were")
     return None
-
-
-def _used(program: Program) -> set[Var]:
-    """The variables of which results are made."""
-    used = {*variables(program.outputs)}
-    for eqn in reversed(program.eqns):
-        if not used.isdisjoint(eqn.outvars):
-            used.update(variables(eqn.invars))
-    return used
-
-
-def _made(program: Program) -> set[Var]:
-    """The results that are made of what an update makes."""
-    late = set[Var]()
-    for eqn in program.eqns:
-        if holds_update(eqn) or not late.isdisjoint(variables(eqn.invars)):
-            late.update(eqn.outvars)
-    return late & {*variables(program.outputs)}
 
 
 def _pairs(eqn: Equation) -> Iterator[tuple[Var, Var, str]]:
@@ -120,24 +103,12 @@ def origins_of(program: Program, arguments: Mapping[Var, Mask]) -> list[Mask]:
     gradient says where parameters go, not which array they are.
     """
     program = unguarded(program)
-    return _through(program.inputs, program.eqns, program.outputs, [arguments.get(v, 0) for v in program.inputs])
+    env = {v: arguments.get(v, 0) for v in program.inputs}
+    return _CARRIED_ON.read(_CARRIED_ON.spread(program.eqns, env), program.outputs)
 
 
-def _through(
-    inputs: Sequence[Var], eqns: Sequence[Equation], outputs: Sequence[Atom], masks: Sequence[Mask]
-) -> list[Mask]:
-    env: dict[Var, Mask] = dict(zip(inputs, masks, strict=True))
-
-    def read(atoms: Sequence[Atom]) -> list[Mask]:
-        return [0 if isinstance(v, Literal) else env.get(v, 0) for v in atoms]
-
-    for eqn in eqns:
-        env.update(zip(eqn.outvars, _forward(eqn, read(eqn.invars)), strict=True))
-    return read(outputs)
-
-
-def _forward(eqn: Equation, masks: Sequence[Mask]) -> Sequence[Mask]:
-    """What the results of an equation are made of, given what its operands are made of."""
+def _of_rows(eqn: Equation, masks: Sequence[Mask]) -> Sequence[Mask] | None:
+    """What the results of an equation are elementwise arithmetic on, given what its operands are."""
     if is_update(eqn):
         update: Update = eqn.params["update"]
         given = dict(zip(update.operands, masks, strict=True)) | {update.operands[k]: 0 for k in update.gradients}
@@ -145,25 +116,7 @@ def _forward(eqn: Equation, masks: Sequence[Mask]) -> Sequence[Mask]:
         return [UPDATED | (0 if old is None else given.get(old, 0)) for old in olds]
     if eqn.primitive.name in _ROWS:
         return masks if len(masks) == len(eqn.outvars) else [union(masks)] * len(eqn.outvars)
-    carry, found = _carried(eqn), list[list[Mask]]()
-    for jaxpr, operands in sub_jaxprs(eqn):
-        given = list(masks[len(masks) - len(operands) :])
-        while True:
-            made = _through(jaxpr.invars, jaxpr.eqns, jaxpr.outvars, given)
-            before = [given[at] for at in carry]
-            made[: len(carry)] = map(operator.or_, before, made)
-            if made[: len(carry)] == before:
-                break  # one iteration hands nothing more to the next
-            given[carry.start : carry.stop] = made[: len(carry)]
-        if len(made) == len(eqn.outvars):
-            found.append(made)
-    return [union(each) for each in zip(*found, strict=True)] if found else [0] * len(eqn.outvars)
+    return None if inner_of(eqn) else [0] * len(eqn.outvars)
 
 
-def _carried(eqn: Equation) -> range:
-    """The places of what a loop carries, among the operands of its body."""
-    if (scan := scan_of(eqn)) is not None:
-        return range(len(scan.consts), len(scan.consts) + len(scan.init))
-    if eqn.primitive.name == "while":
-        return range(eqn.params["body_nconsts"], eqn.params["body_nconsts"] + len(eqn.outvars))
-    return range(0)
+_CARRIED_ON = Facts[Mask](0, union, rule=_of_rows, choice_counts=False)

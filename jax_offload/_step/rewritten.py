@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -17,13 +17,15 @@ from jax_offload._base.jaxprs import (
     ClosedJaxpr,
     Equation,
     Literal,
+    Scan,
     Var,
+    holds,
     jax_fun,
     jaxpr_of,
     only_callbacks,
     ordered,
     scan_of,
-    sub_jaxprs,
+    sharded_like,
     values_of,
     variables,
     without_dead_code,
@@ -39,10 +41,11 @@ from jax_offload._emit.hoisted import one_after_the_other, scanned
 from jax_offload._emit.region import Update, bound, marked
 from jax_offload._emit.rows import Names
 from jax_offload._emit.run import functions
-from jax_offload._ir.program import Program, as_program, expanded, flat, replaced
+from jax_offload._ir.program import Program, as_program, expanded, flat, replaced, without_effects_of_axes
 from jax_offload._ir.slices import Slice
 from jax_offload._plan.gates import Gate, Piece
 from jax_offload._plan.in_scan import InScan
+from jax_offload._step.canonical import canonical
 from jax_offload._step.choices import choosing
 from jax_offload._step.inlined import runs_one_twice
 from jax_offload._step.parts import Parts, Rest, parts_of
@@ -95,14 +98,10 @@ def _is_static(x: Any) -> bool:
 def is_driven(closed: ClosedJaxpr) -> bool:
     """Whether Python is to drive a step: for one of its results the host's cores update, or files are read."""
 
-    def holds(eqn: Equation) -> bool:
-        return eqn.primitive is READ or holds_driven_update(eqn) or any(map(holds, _inside(eqn)))
+    def driven(eqn: Equation) -> bool:
+        return holds_driven_update(eqn) or holds(eqn, lambda each: each.primitive is READ)
 
-    return any(map(holds, closed.jaxpr.eqns)) and any(map(holds, without_dead_code(closed.jaxpr)[0].eqns))
-
-
-def _inside(eqn: Equation) -> Iterator[Equation]:
-    return (inner for jaxpr, _ in sub_jaxprs(eqn) for inner in jaxpr.eqns)
+    return any(map(driven, closed.jaxpr.eqns)) and any(map(driven, without_dead_code(closed.jaxpr)[0].eqns))
 
 
 def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
@@ -120,7 +119,8 @@ def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     if lost is not None:
         return _as_it_is(closed, (lost.why,), args)
     try:
-        found = None if ordered(closed.effects) else _parts(program)
+        plain = canonical(program)
+        found = None if ordered(plain.effects) else _parts(plain)
         if found is not None and found.moved:
             return _traced(found, args)
     except Exception as fault:  # whatever is wrong with a rewritten step, the one that was written runs
@@ -262,23 +262,38 @@ def _saying(closed: ClosedJaxpr, why: tuple[str, ...], but: Set[int] = frozenset
 
 
 def _by_step(closed: ClosedJaxpr, program: Program) -> ClosedJaxpr | None:
-    """A loop over steps, a ``scan`` that holds the only update, with each of its iterations as a step of its own."""
+    """A step whose only update stands in a loop over steps or in a ``shard_map``, inside which is a step of its own."""
     holding = [eqn for eqn in program.eqns if holds_update(eqn)]
-    if len(holding) != 1 or (scan := scan_of(holding[0])) is None or closed.effects:
+    if len(holding) != 1 or closed.effects:
         return None
+    (eqn,) = holding
+    if (scan := scan_of(eqn)) is not None:
+        run = functools.partial(_steps, scan)
+    elif eqn.primitive.name == "shard_map" and not _varies_behind_barriers(eqn):
+        body = without_effects_of_axes(flat(as_closed(eqn.params["jaxpr"]))).closed
+        run = sharded_like(eqn, lambda *operands: emitted(body, operands))
+    else:
+        return None
+    traced, _ = jaxpr_of(run, *(v.aval for v in eqn.invars))
+    return replaced(program, program.eqns.index(eqn), as_program(traced)).closed
+
+
+def _varies_behind_barriers(eqn: Equation) -> bool:
+    """Whether all that a barrier in a ``shard_map`` returns varies over its axes, as jax 0.10 has it."""
+    return eqn.params["check_vma"] and jax.__version_info__ < (0, 11)
+
+
+def _steps(scan: Scan, *operands: Any) -> list[Any]:
+    """A loop over steps, each emitted for itself."""
     n, m = len(scan.consts), len(scan.init)
 
-    def run(*operands: Any) -> list[Any]:
-        def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-            produced = emitted(scan.body, [*operands[:n], *carry, *x])
-            return produced[:m], produced[m:]
+    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        produced = emitted(scan.body, [*operands[:n], *carry, *x])
+        return produced[:m], produced[m:]
 
-        init, xs = list(operands[n : n + m]), list(operands[n + m :])
-        carry, ys = jax.lax.scan(step, init, xs, scan.length, scan.reverse, scan.unroll)
-        return [*carry, *ys]
-
-    traced, _ = jaxpr_of(run, *(v.aval for v in holding[0].invars))
-    return replaced(program, program.eqns.index(holding[0]), as_program(traced)).closed
+    init, xs = list(operands[n : n + m]), list(operands[n + m :])
+    carry, ys = jax.lax.scan(step, init, xs, scan.length, scan.reverse, scan.unroll)
+    return [*carry, *ys]
 
 
 def _why_not(closed: ClosedJaxpr, plain: Program) -> tuple[str, ...]:

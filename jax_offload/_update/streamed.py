@@ -13,6 +13,7 @@ from jax.tree_util import keystr
 
 from jax_offload._base.arrays import is_array, is_like
 from jax_offload._base.jaxprs import Literal
+from jax_offload._base.memory import on_host, to_device
 from jax_offload._base.paths import key_of, leaves_with_paths, owners
 from jax_offload._base.shardings import (
     Layouts,
@@ -50,6 +51,9 @@ def streamed(
       options: of the ``offload`` whose recipe it is; ``None``: each ``offload`` inside has its own.
     """
     updates, state, params, *rest = args
+    # A number in host memory would put all that is made of it, a bias correction say, behind a pass of its own.
+    state = jax.tree.map(lambda x: to_device(x) if is_array(x) and on_host(x) and not np.ndim(x) else x, state)
+    args = updates, state, params, *rest
     # Sharded further before anything else: then they are scattered as they are reduced, and only parts are alive.
     if options is not None:
         args = (resharded(updates, options.partitions, params), state, params, *rest)

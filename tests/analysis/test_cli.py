@@ -60,6 +60,11 @@ def test_what_the_issue_asks_in_one_line():
         (["plan", "7B", "--params", "7e9"], 2, "both say what the model is"),
         ([*SEVEN, "--chip", "h900"], 4, "Known: a100"),
         ([*SEVEN, "--device-memory", "1GiB"], 3, "Nothing fits"),
+        (
+            ["plan", "13B", "--chip", "h100", "--device-memory", "64GiB"],
+            3,
+            "export XLA_PYTHON_CLIENT_MEM_FRACTION=0.95",
+        ),
         ([*SEVEN, "--device-memory", "much"], 2, "device_memory: expected"),
         ([*SEVEN, "--optimizer", "adamwww"], 2, "optax has no 'adamwww'"),
         ([*SEVEN, "--fsdp", "--replicated", "--devices", "8"], 2, "leave out one"),

@@ -8,34 +8,42 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jax_offload as jo
 from tests.aot.harness import H200, mesh_for, require
 from tests.aot.model import ADAMW, CLIPPED, loss, parameters, step_of
-from tests.aot.steps import sharded
 
 MIB = 2**20
-MODELS = ("FSDP, stacked", "FSDP, unrolled", "ZeRO-1, stacked", "ZeRO-1, unrolled", "replicated, stacked")
+MODELS = {  # stacked, how the parameters are divided, and shard_over
+    "FSDP, stacked": (True, (None, "data"), None),
+    "FSDP, unrolled": (False, ("data",), None),
+    "ZeRO-1, stacked": (True, (), "data"),
+    "ZeRO-1, unrolled": (False, (), "data"),
+}
 
 
-@pytest.mark.parametrize("name", MODELS[:4])
+def placed(*spec, kind="device"):
+    return NamedSharding(mesh_for(H200, (4,), ("data",)), PartitionSpec(*spec), memory_kind=kind)
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_per_device(name):
     """Six layers of 4 MiB: 24 of parameters, 48 of state; a quarter of the state, and under FSDP of all, on each."""
     require(H200)
-    model = list(sharded(6, 1024, 256))[MODELS.index(name)]
-    out = jax.tree.map(lambda a: a.sharding, model.args[:2])
-    report = jo.verify(jo.jit(model.step, donate_argnums=(0, 1), out_shardings=out), *model.args, target=H200)
+    stacked, spec, over = MODELS[name]
+    params, tx = parameters(6, 1024, stacked, placed(*spec)), jo.offload(ADAMW, shard_over=over)
+    batch = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=placed("data"))
+    args = params, jo.abstract_state(tx, params), batch
+    step = step_of(tx, loss, update_params=True)
+    out = jax.tree.map(lambda a: a.sharding, args[:2])
+    report = jo.verify(jo.jit(step, donate_argnums=(0, 1), out_shardings=out), *args, target=H200)
     assert report.problems == () and (report.host, report.host_temp) == (12 * MIB, 0)
     own = 6 if "FSDP" in name else 24
     assert own * MIB <= report.parts["parameters"] <= (own + 1) * MIB  # a layer's new ones, unrolled
-    again = 2 * MIB if "stacked" in name else 0  # a row of each moment moves twice
+    again = 2 * MIB if stacked else 0  # a row of each moment moves twice
     assert report.loaded == report.stored == 12 * MIB + again
     assert abs(report.parts["rest"]) <= 0.1 * report.peak
     assert report.timeline.collectives > 0
     if name == "FSDP, stacked":  # a layer for its matmuls
         assert report.parts["gathered from devices"] == 4 * MIB
-    elif "unrolled" in name:  # updated between the passes, a layer's moments at a time
+    elif not stacked:  # updated between the passes, a layer's moments at a time
         assert 0 < report.parts["window"] <= 2 * MIB
-
-
-def placed(*spec, kind="device"):
-    return NamedSharding(mesh_for(H200, (4,), ("data",)), PartitionSpec(*spec), memory_kind=kind)
 
 
 def test_a_pipelined_step():

@@ -8,10 +8,12 @@ from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_offload as jo
-from tests.aot import steps
+from jax_offload._analysis import compiled
 from tests.aot.cases import device_sharding
+from tests.aot.compiled import transformer
 from tests.aot.harness import H200, require
 from tests.aot.model import ADAMW, CLIPPED, loss, parameters, step_of
+from tests.aot.zoo import vit
 
 NAMES = ["resident", "offload", "cores"]
 
@@ -57,24 +59,50 @@ def test_each_row_is_what_inspect_finds(inner):
         assert row.peak == row.parameters + row.gradients + row.state + row.window + row.activations
 
 
+def maker_of(shapes, batch_of, loss, tokens, dtype=jnp.float32):
+    def placed(shape, dtype=dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=device_sharding(H200))
+
+    def make(tx):
+        params = jax.tree.map(placed, shapes, is_leaf=lambda x: isinstance(x, tuple))
+        return step_of(tx, loss, update_params=True), params, jo.abstract_state(tx, params), placed(*batch_of(tokens))
+
+    return make
+
+
+VIT = vit(2, 256)
 STEPS = {
     "stacked": maker(),
     "unrolled": maker(stacked=False),
     "many tokens": maker(4, 512, 8192),
-    "mixture of experts": steps.mixture(2, 512, 4, 1024, 512),
-    "ViT": steps.vit(layers=2, width=256, heads=4, images=4),
+    "mixture of experts": maker_of(*transformer(2, 512, 4, 1024, 512, experts=4)(), 2048),
+    "ViT": maker_of(VIT.params, VIT.batch, VIT.loss, 1024, jnp.bfloat16),
     "clipped": maker(),
 }
 
 
+@pytest.fixture
+def compiled_once(monkeypatch):
+    """XLA compiles each program once, however often a plan asks."""
+    programs, compile_for = {}, compiled.compile_for
+
+    def once(target, module, n, options):
+        key = target.name, str(module), n, str(options)
+        if key not in programs:
+            programs[key] = compile_for(target, module, n, options)
+        return programs[key]
+
+    monkeypatch.setattr(compiled, "compile_for", once)
+
+
 @pytest.mark.long("compiles six steps, each in several forms, for an H200")
+@pytest.mark.usefixtures("compiled_once")
 @pytest.mark.parametrize("name", STEPS)
 def test_fits_agrees_with_the_compiler(name, monkeypatch):
     """No row that is said to fit is over what jax has; none within a tenth below it is refused."""
     require(H200)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")
-    given, inner = STEPS[name], CLIPPED if name == "clipped" else ADAMW
-    make = given if callable(given) else remade(given)
+    make, inner = STEPS[name], CLIPPED if name == "clipped" else ADAMW
     known = jo.plan(make, inner, target=H200, device_memory="100GiB")
     peaks = {row.name: compiled_peak(make, inner, row) for row in known.options if row.name != "cores"}
     assert peaks == {name: known[name].peak for name in peaks} and len(peaks) >= 2
@@ -95,19 +123,6 @@ def compiled_peak(make, inner, row):
     names = {"inner": inner, "jo": jo, "jax": jax}
     step, *args = make(eval(tx, names))
     return jo.inspect(eval(run, names | {"step": step}), *args, target=H200).peak
-
-
-def remade(model):
-    """``make`` of a step that the models have with an optimizer already."""
-    loss_of = model.step.__closure__
-    of = next(cell.cell_contents for cell in loss_of if callable(cell.cell_contents) and not hasattr(
-        cell.cell_contents, "init") and not hasattr(cell.cell_contents, "keywords"))  # fmt: skip
-
-    def make(tx):
-        params, _, batch = model.args
-        return step_of(tx, of), params, jo.abstract_state(tx, params), batch
-
-    return make
 
 
 def test_the_smallest_fraction_that_fits_is_compiled_too():

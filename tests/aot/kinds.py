@@ -252,7 +252,8 @@ def by_index(params: jax.Array, x: jax.Array) -> jax.Array:
 # --- gradients made elsewhere ----------------------------------------------------------------------------------------
 
 
-def data_parallel(wrap: Callable[[Any], Any]) -> Any:
+def data_parallel(inside: bool, wrap: Callable[[Any], Any]) -> Any:
+    """Gradients made in a ``shard_map``, the update ``inside`` it or behind it."""
     tx = wrap(ADAMW)
     mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("data",))
     whole, rows = NamedSharding(mesh, P(), memory_kind="device"), NamedSharding(mesh, P("data"), memory_kind="device")
@@ -267,6 +268,11 @@ def data_parallel(wrap: Callable[[Any], Any]) -> Any:
     def step(params: Tree, state: Tree, batch: Any) -> Any:
         return jo.update_params(tx, grads_of(params, batch), state, params)
 
+    def local_step(params: Tree, state: Tree, batch: Any) -> Any:
+        return jo.update_params(tx, local(params, batch), state, params)
+
+    if inside:
+        step = jax.shard_map(local_step, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P(), check_vma=False)
     state = jo.abstract_state(tx, params) if wrap is not resident else jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), jax.eval_shape(tx.init, params))  # fmt: skip
     return step, (params, state, batch), (0, 1)
@@ -426,7 +432,8 @@ KINDS = [
     Kind("a scan over pairs of layers", one(loss_of(of_two_kinds), {"a": STACK, "b": STACK})),
     Kind("a scan with unroll=2", one(loss_of(partial(scanned, unroll=2)))),
     Kind("fori_loop by index", one(loss_of(by_index))),
-    Kind("shard_map, the update outside", data_parallel),
+    Kind("the whole step in a shard_map", partial(data_parallel, True)),
+    Kind("shard_map, the update outside", partial(data_parallel, False)),
     Kind("gradients summed in a Ref", into_refs),
     Kind("optax.microbatch", microbatched),
     Kind("custom_vjp around the network", one(loss_of(custom))),

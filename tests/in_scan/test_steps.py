@@ -214,7 +214,7 @@ STEPS_OF_PEOPLE = {
     accumulating: True,
     accumulating_backwards: True,
     in_a_loop: True,
-    with_a_ref: False,
+    with_a_ref: True,
 }
 
 
@@ -224,7 +224,6 @@ SAID = {
     in_cond: "it runs in a cond",
     another_in_cond: "another update runs in a cond of the step, and stays there",
     raveling: "its rows are merged",
-    with_a_ref: "effects of mutable arrays",
 }
 
 

@@ -69,6 +69,9 @@ WITHIN = {  # a step that runs as a whole in something, and what the error calls
     "a lax.scan": lambda step, p, s, x: jax.lax.fori_loop(
         0, 1, lambda _, c: step(c[0], c[1], x), (p, s, jnp.zeros(()))
     ),
+    "a lax.while_loop": lambda step, p, s, x: jax.lax.while_loop(
+        lambda c: c[2] < 1e9, lambda c: step(c[0], c[1], x), (p, s, jnp.zeros(()))
+    ),
 }
 
 

@@ -13,6 +13,7 @@ import contextlib
 import enum
 import inspect
 import json
+import math
 import random
 import re
 import sys
@@ -101,7 +102,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
                   "ademamix", "lookahead-like", "yogi", "sm3", "lbfgs-like", "prodigy", "by rates", "dog"),
     "inside": (None,) * 5 + ("clip", "clip", "MultiSteps", "apply_if_finite", "masked", "partition", "inject", "ema",
                "zero_nans", "named_chain", "flatten", "conditionally"),
-    "outside": (None,) * 7 + ("clip", "MultiSteps", "apply_if_finite", "masked", "partition", "inject", "ema"),
+    "outside": (None,) * 7 + ("clip", "clip", "apply_if_finite", "masked", "partition", "inject", "ema"),
     # the options of jo.offload
     "fraction": (1.0,) * 5 + (0.5, 0.25, 0.0),
     "select": (None,) * 6 + ("w", "callable", "tree"),
@@ -453,6 +454,97 @@ def transformation(r: Recipe, params: Any, mode: str, folder: Path, *, plain: bo
     return wrapped(r["outside"], tx)
 
 
+# ---- where a state belongs -------------------------------------------------------------------------------------------
+
+
+class Placed:
+    """A leaf of an offloaded state where ``init`` has put it, and the path and the parameter that it belongs to."""
+
+    def __init__(self, path: str, leaf: Any, params: dict[str, Any]) -> None:
+        self.path, self.leaf = re.sub(r"\.(values|values_scale)$", "", path), leaf  # of a leaf with storage=
+        self.owner = max((name for name in params if self.path.endswith(name)), key=len, default=None)
+        self.param = params.get(self.owner) if self.owner else None
+        self.nbytes = math.prod(leaf.shape) * leaf.dtype.itemsize if is_array(leaf) else 0
+
+    @property
+    def like_param(self) -> bool:
+        return self.param is not None and self.param.shape == self.leaf.shape
+
+    def is_large(self, r: Recipe) -> bool:
+        """Whether this leaf does not stay as it is whatever the other options say."""
+        least = 2**16 if r["min_bytes"] is None else r["min_bytes"]
+        if not is_array(self.leaf) or not self.leaf.shape or not self.nbytes or self.nbytes < least:
+            return False
+        return not jnp.issubdtype(self.leaf.dtype, jax.dtypes.prng_key)
+
+    def is_eligible(self, r: Recipe, first: str) -> bool:
+        """Whether the docs of ``jo.offload`` say that this leaf may leave the device."""
+        if not self.is_large(r):
+            return False
+        if r["select"] is None:
+            return True
+        if self.param is None:
+            return False
+        name = re.sub(r"[^\w]+", "/", self.owner).strip("/")
+        match r["select"]:
+            case "w":
+                return first in name
+            case "callable":
+                return name == first or len(self.leaf.shape) > 2
+        return self.param.ndim >= 2
+
+
+def offloaded_in(r: Recipe, state: Any) -> Any:
+    """The part of a new state that ``jo.offload`` has made, inside of what is ``outside``."""
+    match r["outside"]:
+        case "clip":
+            return state[1]
+        case "apply_if_finite":
+            return state.inner_state
+        case "masked":
+            return state[0].inner_state
+        case "partition":
+            return state.inner_states["matrix"].inner_state
+        case "inject":
+            return state.inner_state[0]
+        case "ema":
+            return state[0]
+    return state
+
+
+def misplaced(r: Recipe, mode: str, state: Any, params: Any) -> Iterator[str]:
+    """What of a new state is elsewhere than the options say; nothing of this is read from the package."""
+    others = sum(where != "device" for where in kinds_of_memory(state))
+    state = offloaded_in(r, state)
+    others -= sum(where != "device" for where in kinds_of_memory(state))
+    if others:
+        yield f"{others} leaves left the device that are not of the offloaded optimizer"
+    paths = jax.tree_util.tree_leaves_with_path(params)
+    by_path = {jax.tree_util.keystr(path): x for path, x in paths}
+    first = jax.tree_util.keystr(paths[0][0], simple=True, separator="/")
+    marked = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_token)[0]
+    leaves = [Placed(jax.tree_util.keystr(path), x, by_path) for path, x in marked]
+    eligible = [x for x in leaves if x.is_eligible(r, first)]
+    away: dict[str, list[Placed]] = {"disk": [], "pinned_host": [], "device": []}
+    for x, where in zip(leaves, kinds_of_memory(state), strict=True):
+        away[where].append(x)
+    moved = away["disk"] + away["pinned_host"]
+    yield from (f"{x.path} left the device" for x in moved if x not in eligible)
+    size = lambda xs: sum(x.nbytes for x in xs)  # noqa: E731
+    wrong = abs(size(moved) - r["fraction"] * size(eligible))
+    if wrong > (max((x.nbytes for x in eligible), default=0) / 2 if 0 < r["fraction"] < 1 else 0):
+        yield f"{size(moved)} bytes left the device, of {size(eligible)} that may, with fraction={r['fraction']}"
+    if (mode != "disk" and away["disk"]) or (mode == "disk" and size(away["pinned_host"]) > r["host_bytes"]):
+        yield f"{size(away['disk'])} bytes are on disk, {size(away['pinned_host'])} in host memory"
+    for x in leaves:
+        if r["mesh"] is None or not x.like_param or not isinstance(x.leaf, jax.Array):
+            continue
+        over = "ZeRO-1" in r["mesh"] and x.is_large(r) and any(n % 2 == 0 for n in x.leaf.shape)
+        want, got = (math.prod(y.sharding.shard_shape(y.shape)) for y in (x.param, x.leaf))
+        if got != (want // 2 if over else want):
+            yield f"{x.path} is divided into {got} elements a device"
+
+
 # ---- the step --------------------------------------------------------------------------------------------------------
 
 STATIC: dict[str, tuple[Any, ...]] = {
@@ -496,11 +588,13 @@ class Step:
         tx = transformation(r, params, mode, folder / "one")
         self.txs = [tx]
         resident = mode == "plain" or r["fraction"] == 0.0
+        self.misplaced, self.plain = list[str](), None
         carried: dict[str, Any] = {"params": params, "state": self.created(tx, params, resident)}
         if r["second"]:
             other = self.placed(packed(r, parameters(r, "critic")))
             plain = r["second"] == "plain beside"
             self.txs.append(transformation(r, other, mode, folder / "two", plain=plain))
+            self.plain = self.txs[1] if plain else None
             carried |= {"critic": other, "critic_state": self.created(self.txs[1], other, plain or resident)}
         if r["target"]:
             carried["target"] = self.placed(packed(r, parameters(r, "target")))
@@ -522,7 +616,7 @@ class Step:
 
     def sharding(self, *shape: int) -> Any:
         kind = self.r["mesh"]
-        if kind is None or self.mode == "plain":
+        if kind is None:
             return jax.sharding.SingleDeviceSharding(jax.devices()[0])
         types = (AxisType.Explicit if "explicit" in kind else AxisType.Auto,)
         mesh = jax.make_mesh((2,), ("d",), axis_types=types, devices=jax.devices()[:2])
@@ -532,10 +626,14 @@ class Step:
     def created(self, tx: Any, params: Any, plain: bool) -> Any:
         """A state that shares no buffer with the parameters, as the step may donate both; plain optax shares some."""
         state = tx.init(params)
+        if self.mode != "plain" and tx is not self.plain:
+            self.misplaced += misplaced(self.r, self.mode, state, params)
         if not plain:
             return state
-        state = jax.tree.map(jnp.copy, state)
-        return state if self.r["mesh"] is None else jax.device_put(state, self.sharding())
+        if self.r["mesh"] is None:
+            return jax.tree.map(jnp.copy, state)
+        home = lambda x: x.sharding if isinstance(x.sharding, NamedSharding) else self.sharding()  # noqa: E731
+        return jax.tree.map(lambda x: jax.device_put(jnp.copy(x), home(x)), state)
 
     def placed(self, tree: Any) -> Any:
         return jax.tree.map(lambda x: jax.device_put(np.asarray(x), self.sharding(*np.shape(x))), tree)
@@ -762,6 +860,15 @@ def compiles() -> int:
     return _compiles["/jax/core/compile/backend_compile_duration"]
 
 
+def is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array) or is_token(x)
+
+
+def kinds_of_memory(tree: Any) -> list[str]:
+    leaves = jax.tree.leaves(tree, is_leaf=is_token)
+    return ["disk" if is_token(x) else getattr(getattr(x, "sharding", None), "memory_kind", "device") for x in leaves]
+
+
 def is_token(x: Any) -> bool:
     """Whether ``x`` stands for a leaf on disk."""
     return type(x).__name__ == "OnDisk"
@@ -790,7 +897,7 @@ def types(tree: Any) -> Any:
 
 
 def places(tree: Any) -> Any:
-    """The kind of memory of each leaf, and its devices. How XLA divides a result, it decides itself."""
+    """The kind of memory of each leaf, and its devices."""
 
     def of(x: Any) -> str:
         if is_token(x):
@@ -800,13 +907,20 @@ def places(tree: Any) -> Any:
     return jax.tree.map(of, tree, is_leaf=is_token)
 
 
+def parts(tree: Any) -> Any:
+    """The shape of a device's part of each leaf."""
+    of = lambda x: x.sharding.shard_shape(x.shape) if hasattr(x, "sharding") and x.ndim else None  # noqa: E731
+    return [of(x) for x in jax.tree.leaves(tree, is_leaf=is_token)]
+
+
 class Record:
     """What calls of a step have returned: a list of dicts by name of the carried arguments and ``metrics``."""
 
-    def __init__(self) -> None:
+    def __init__(self, step: Step) -> None:
         self.values: list[dict[str, Any]] = []
         self.types: list[dict[str, Any]] = []
-        self.wrong: list[str] = []
+        self.parts = [{name: parts(x) for name, x in step.carried.items()}]
+        self.wrong = [f"after init {line}" for line in step.misplaced]
         self.last_compiles = 0
         self.deleted: list[str] = []
         self.kept: list[str] = []  # although it was donated
@@ -814,6 +928,7 @@ class Record:
     def add(self, result: dict[str, Any]) -> None:
         self.values.append(read(result))
         self.types.append(types(result))
+        self.parts.append({name: parts(x) for name, x in result.items() if name in self.parts[0]})
 
 
 def donated(step: Step) -> list[str]:
@@ -863,7 +978,7 @@ def run(r: Recipe, mode: str, folder: Path) -> Record:
     with contextlib.ExitStack() as contexts:
         contexts.enter_context(x64(r["dtype"] == "float64", r["x64 by"]))
         step = Step(r, mode, folder)
-        if "explicit" in str(r["mesh"]) and mode != "plain":
+        if "explicit" in str(r["mesh"]):
             contexts.enter_context(jax.set_mesh(step.sharding().mesh))
         if mode.startswith("pipelined"):
             return pipelined(step)
@@ -871,7 +986,7 @@ def run(r: Recipe, mode: str, folder: Path) -> Record:
 
 
 def jitted(step: Step) -> Record:
-    r, record = step.r, Record()
+    r, record = step.r, Record(step)
     jit = jax.jit if step.mode in ("plain", "jax.jit") else jo.jit
     names = donated(step)
     kwargs: dict[str, Any] = {}
@@ -920,9 +1035,10 @@ def jitted(step: Step) -> Record:
 
 
 def pipelined(step: Step) -> Record:
-    r, record = step.r, Record()
+    r, record = step.r, Record(step)
     # Counts outside of an offload begin uncommitted, so that the second call of a program compiles again.
-    counted = r["outside"] is None and r["second"] != "plain beside"
+    # A program updates by the flag of one call and differentiates by that of the next.
+    counted = r["outside"] is None and r["second"] != "plain beside" and r["static"] in (None, "default")
     carried = [name for name in step.arguments if name in step.carried]
     if r["donate by"] == "name":
         carried.sort(key=lambda name: zlib.crc32(name.encode()))  # the order does not matter
@@ -991,6 +1107,13 @@ def compared(r: Recipe, got: Record, want: Record) -> list[str]:
                     found.append(f"call {k}: {name}{jax.tree_util.keystr(path)}: {what}")
             kinds = unequal(got.types[k][name], want.types[k][name])
             found += [f"call {k}: type of {name}{line}" for line in kinds]
+    for k, (new, plain) in enumerate(zip(got.parts[1:], want.parts[1:], strict=True)):
+        for name, mine in new.items():
+            rows = zip(mine, got.parts[0][name], plain[name], want.parts[0][name], strict=True)
+            for x, first, theirs, whole in rows:
+                free = r["mesh"] == "ZeRO-1" and first == whole  # Auto axes leave the division of a result to XLA
+                if not free and x not in ((first,) if "ZeRO-1" in str(r["mesh"]) else (first, theirs)):
+                    found.append(f"call {k}: {name}: {x} on a device instead of {theirs}, at first {first}")
     branches = r["second"] in ("alternating", "in a cond") or r["skip"] == "cond"  # compiled when they are first taken
     if not got.wrong and r["mesh"] is None and not branches and got.last_compiles > 0 and want.last_compiles == 0:
         found.append(f"{got.last_compiles} compiles in the last call")
@@ -1017,7 +1140,7 @@ def difference(x: Any, y: Any, tolerance: float) -> str | None:
 
 def in_a_branch(r: Recipe) -> bool:
     """Whether the update is one of several, or in a branch or a loop of the step."""
-    return bool(r["second"] or r["skip"] or r["accumulate"]) or r["outside"] in ("MultiSteps", "apply_if_finite")
+    return bool(r["second"] or r["skip"] or r["accumulate"]) or r["outside"] == "apply_if_finite"
 
 
 REFUSED: list[tuple[str, Callable[[Recipe, str], bool], str]] = [
@@ -1028,6 +1151,7 @@ REFUSED: list[tuple[str, Callable[[Recipe, str], bool], str]] = [
     ("pipelined", lambda r, m: bool(r["second"] or r["target"]), "Return a dict with the carried arguments' names"),
     ("", lambda r, m: r["mesh"] == "explicit ZeRO-1", "shard_over: on a mesh with Explicit axes"),
     ("disk", lambda r, m: "moments" in r["metrics"], "outside of its update"),
+    ("disk", lambda r, m: r["gradients"] == "cast" and "bfloat16" in r["dtype"], "where a leaf keeps its type"),
     ("pipelined, host", lambda r, m: True, "none that the update reads is a float array of 64 KiB"),
     ("pipelined, host", lambda r, m: in_a_branch(r), "Use gradients='device'"),
 ]

@@ -422,9 +422,14 @@ def test_every_elementwise_name_is_a_primitive_of_jax():
 
 
 def test_every_rule_has_a_case():
-    """But for two names that calls may have, and the composite's, which has tests of its own."""
+    """But for two names that calls may have, and the composite's and the collectives', which have tests of their own."""
     tried = {*EXAMPLES}.union(*(_names(case.jaxpr()) for case in ACCEPTED))
-    assert rules.RULES.keys() - tried <= {"pjit", "closed_call", COMPOSITE}
+    assert rules.RULES.keys() - tried <= {
+        "pjit",
+        "closed_call",
+        COMPOSITE,
+        *"psum psum_invariant pvary pmax pmin".split(),
+    }
 
 
 def _names(jaxpr):

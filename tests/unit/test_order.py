@@ -1,11 +1,9 @@
-"""The order of the backward pass: as a trace tells it, as rules say, and as paths suggest."""
+"""The order in which state is taken: as a trace tells it, as rules say, and as paths suggest."""
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_offload._base.trace import is_constrained, production_order
 from jax_offload._plan.order import ranks
 
 pytestmark = pytest.mark.oldest("the stages, on jax's own jaxprs")
@@ -23,114 +21,6 @@ def order_of(params, **given):
 
 def tree(*names):
     return dict.fromkeys(names, X)
-
-
-# ---- production_order
-
-
-def found(fun, *args):
-    """What ``production_order`` says of the results of ``fun`` while it is traced."""
-    orders = []
-
-    def traced(*args):
-        values = fun(*args)
-        orders.append(production_order(values))
-        return values
-
-    jax.make_jaxpr(traced)(*args)
-    return orders[0]
-
-
-def earlier_first(by_gradient):
-    return sorted(range(len(by_gradient)), key=by_gradient.__getitem__)
-
-
-def test_a_value_is_born_with_its_equation():
-    def fun(x, y):
-        first, middle, last = jnp.sin(x), jnp.cos(y), jnp.tanh(x)
-        return [last, first, middle]
-
-    assert found(fun, X, X) == [2, 0, 1]
-
-
-@pytest.mark.parametrize(
-    "after",
-    [
-        lambda x: x.astype(jnp.bfloat16),
-        lambda x: x * 0.5,
-        lambda x: x / 3.0,
-        lambda x: (x * 0.5).astype(jnp.bfloat16) / 7,
-        lambda x: x * jnp.float32(2),
-        lambda x: jnp.where(jnp.isfinite(x), x, 0),
-        lambda x: jnp.clip(x, -1, 1),
-        lambda x: jnp.nan_to_num(x),
-    ],
-    ids=["cast", "times", "divided", "all", "a strong scalar", "where", "clip", "nan_to_num"],
-)
-def test_casts_and_scales_are_looked_through(after):
-    """They come in the order of the tree, once all gradients are there."""
-
-    def fun(x, y):
-        early, late = jnp.tanh(x), jnp.sin(y)
-        return [after(late), after(early)]
-
-    by_gradient = found(fun, X, X)
-    assert by_gradient is not None
-    assert earlier_first(by_gradient) == [1, 0]
-
-
-def test_a_function_that_does_more_is_not_looked_through():
-    """One that gives gradients may take parameters of their shape."""
-    layer = jax.jit(lambda w: jnp.tanh(w) * 2)
-    assert found(lambda x, y: [layer(y), layer(x)], X, X) == [0, 1]
-
-
-def test_a_traced_scale_is_looked_through():
-    scale = jax.ShapeDtypeStruct((), jnp.float32)
-    assert found(lambda x, scale: [jnp.sin(x) * scale, jnp.cos(x) * scale], X, scale) == [0, 2]
-
-
-def test_a_product_of_two_alike_is_not():
-    """Which of both it would be is not known."""
-    assert found(lambda x, y: [jnp.sin(x) * jnp.cos(y)], X, X) == [2]
-
-
-def test_a_sum_is_not():
-    assert found(lambda x, y: [jnp.sin(x) + 1.0], X, X) == [1]
-
-
-def test_arguments_and_arrays_have_no_production_order():
-    assert found(lambda x: [jnp.sin(x), x], X) is None
-    assert production_order([jnp.ones(3)]) is None
-    assert production_order([]) is None
-
-
-def test_gradients_are_produced_last_layer_first():
-    def loss(params, x):
-        for w in params:
-            x = jnp.tanh(x @ w)
-        return x.sum()
-
-    by_gradient = found(jax.grad(loss), [X, X, X], X)
-    assert by_gradient is not None
-    assert earlier_first(by_gradient) == [2, 1, 0]
-
-
-def test_a_sharding_that_was_said_is_seen_through_casts_too():
-    sharding = NamedSharding(jax.make_mesh((1,), ("d",)), PartitionSpec())
-    orders = []
-
-    def fun(x):
-        said = jax.lax.with_sharding_constraint(jnp.sin(x), sharding)
-        orders.extend(map(is_constrained, (said, said.astype(jnp.bfloat16) * 2, said + 1, jnp.cos(x), x)))
-        return said
-
-    jax.make_jaxpr(fun)(X)
-    assert orders == [True, True, False, False, False]
-    assert not is_constrained(jnp.ones(3))
-
-
-# ---- ranks
 
 
 def test_without_more_paths_tell_backwards_and_as_people_count():

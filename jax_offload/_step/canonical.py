@@ -1,0 +1,248 @@
+"""One form for steps that say the same in other words, so that what places updates has one form to know.
+
+- Mutable arrays whose life is inside the step become values.
+- A loop that takes its layers by their numbers, and sums their gradients up, becomes a scan over stacked layers.
+- A scan over layers that the step itself has stacked becomes the layers one after the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_offload._base.jaxprs import (
+    Atom,
+    Equation,
+    Literal,
+    Scan,
+    Var,
+    closed,
+    jax_fun,
+    jaxpr_of,
+    renamed,
+    scan_of,
+    values_of,
+    variables,
+    without_dead_code,
+)
+from jax_offload._base.private import without_references
+from jax_offload._ir.program import Program, flat, replaced, spliced
+from jax_offload._ir.slices import slice_of
+
+_REFERENCES = "InternalMutableArrayEffect"
+_MOST_UNROLLED = 256
+
+
+def canonical(program: Program) -> Program:
+    """A step's program in the one form, which has the same inputs and results."""
+    if any(type(effect).__name__ == _REFERENCES for effect in program.effects):
+        program = flat(without_references(program.closed))
+    for at in [k for k, eqn in enumerate(program.eqns) if eqn.primitive.name == "scan"][::-1]:
+        program = _by_rows(program, at)
+    return _unrolled(program)
+
+
+# Layers by their numbers -------------------------------------------------------------------------------------------
+
+
+def _by_rows(program: Program, at: int) -> Program:
+    """Equation ``at``, a scan, with what it reads and sums up at the iteration's number as rows instead."""
+    scan = scan_of(program.eqns[at])
+    assert scan is not None
+    body, n, m = flat(scan.body), len(scan.consts), len(scan.init)
+    if scan.length < 2 or body.consts or body.effects:
+        return program
+    maker = {v: eqn for eqn in body.eqns for v in eqn.outvars}
+    readers: dict[Var, list[Equation]] = {}
+    for eqn in body.eqns:
+        for v in {*variables(eqn.invars)}:
+            readers.setdefault(v, []).append(eqn)
+    read: dict[int, list[Equation]] = {}  # number of a const -> the equations that read its rows
+    for k, v in enumerate(body.inputs[:n]):
+        own = readers.get(v, [])
+        if own and v not in variables(body.outputs) and all(_takes_a_row(eqn, v, scan.length) for eqn in own):
+            read[k] = own
+    summed: dict[int, tuple[Equation, Equation]] = {}  # number of a carry -> the sum, and the row among zeros
+    for k, v in enumerate(body.inputs[n : n + m]):
+        add = maker.get(out) if isinstance(out := body.outputs[k], Var) else None
+        if add is None or add.primitive.name not in ("add", "add_any") or readers.get(v) != [add]:
+            continue
+        row = next((maker[x] for x in variables(add.invars) if x in maker), None)
+        if row is None or not _places_a_row(row, maker, scan.length) or not _is_zeros(scan.init[k], program.eqns):
+            continue
+        if add.outvars[0] not in readers and readers[row.outvars[0]] == [add]:
+            summed[k] = add, row
+    starts = [eqn.invars[1:] for each in read.values() for eqn in each]
+    starts += [row.invars[2:] for _, row in summed.values()]
+    if not starts or not _are_numbers_of_rows(program, at, body, starts):
+        return program
+    return replaced(program, at, _over_rows(scan, body, read, summed, program.eqns[at]))
+
+
+def _takes_a_row(eqn: Equation, v: Var, length: int) -> bool:
+    if eqn.primitive.name != "dynamic_slice" or eqn.invars[0] is not v or v in eqn.invars[1:]:
+        return False
+    return v.aval.shape[0] == length and eqn.params["slice_sizes"] == (1, *v.aval.shape[1:])
+
+
+def _places_a_row(eqn: Equation, maker: dict[Var, Equation], length: int) -> bool:
+    if eqn.primitive.name != "dynamic_update_slice":
+        return False
+    whole, row = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
+    return whole[0] == length and row == (1, *whole[1:]) and _is_zeros(eqn.invars[0], maker.values())
+
+
+def _is_zeros(x: Atom, eqns: Any) -> bool:
+    if isinstance(x, Literal):
+        return not np.any(x.val)
+    made = next((eqn for eqn in eqns if x in eqn.outvars), None)
+    return made is not None and made.primitive.name == "broadcast_in_dim" and _is_zeros(made.invars[0], ())
+
+
+def _are_numbers_of_rows(program: Program, at: int, body: Program, starts: Sequence[Sequence[Atom]]) -> bool:
+    """Whether all of these, where rows begin in the body of a scan, are the iteration's number and then zeros.
+
+    What they are made of is no argument of the step, so it is computed here.
+    """
+    eqn = program.eqns[at]
+    scan = scan_of(eqn)
+    assert scan is not None
+    atoms = list(dict.fromkeys(v for each in starts for v in each if not isinstance(v, Literal)))
+    m = len(scan.init)
+    numbered = jax_fun(dataclasses.replace(body, outputs=[*body.outputs[:m], *atoms]).closed)
+    before = slice_of(program.eqns[:at], variables(eqn.invars), program.debug_info, {})
+
+    def run(*inputs: Any) -> list[Any]:
+        env = dict(zip(before.outputs, before.run(*inputs), strict=True))
+        consts, carry, xs = _parted(scan, values_of(env, eqn.invars))
+
+        def one(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+            results = numbered(*consts, *carry, *x)
+            return results[:m], results[m:]
+
+        return jax.lax.scan(one, carry, xs, scan.length, scan.reverse)[1]
+
+    traced, _ = jaxpr_of(run, *(v.aval for v in before.inputs))
+    jaxpr, needed = without_dead_code(traced.jaxpr)
+    if any(needed):
+        return False
+    with jax.ensure_compile_time_eval():
+        values = dict(zip(atoms, map(np.asarray, jax_fun(closed(jaxpr, traced.consts))()), strict=True))
+    number = np.arange(scan.length)
+
+    def is_constant(x: Atom, wanted: Any) -> bool:
+        return bool(np.all((x.val if isinstance(x, Literal) else values[x]) == wanted))
+
+    return all(is_constant(k, number) and all(is_constant(x, 0) for x in zeros) for k, *zeros in starts)
+
+
+def _parted(scan: Scan, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    n, m = len(scan.consts), len(scan.init)
+    return list(operands[:n]), list(operands[n : n + m]), list(operands[n + m :])
+
+
+def _over_rows(
+    scan: Scan,
+    body: Program,
+    read: Mapping[int, Sequence[Equation]],
+    summed: Mapping[int, tuple[Equation, Equation]],
+    eqn: Equation,
+) -> Program:
+    """The scan, which reads the consts ``read`` by rows, and stacks the rows that the carries ``summed`` add up."""
+    n, m = len(scan.consts), len(scan.init)
+    sums = {id(each) for pair in summed.values() for each in pair}
+    rows = {out: row.invars[1] for k, (add, row) in summed.items() for out in add.outvars}
+    taken = {id(each): Var(each.outvars[0].aval) for own in read.values() for each in own}
+    names: dict[Var, Atom] = {each.outvars[0]: taken[id(own[0])] for own in read.values() for each in own}
+    eqns = [each.replace(invars=[renamed(names, v) for v in each.invars])
+            for each in body.eqns if id(each) not in sums and id(each) not in taken]  # fmt: skip
+    own_xs = [taken[id(own[0])] for own in read.values()]
+    inputs = [v for k, v in enumerate(body.inputs) if k not in read and k - n not in summed]
+    carried = [k for k in range(m) if k not in summed]
+    outputs = [
+        *(body.outputs[k] for k in carried),
+        *body.outputs[m:],
+        *(rows[add.outvars[0]] for add, _ in summed.values()),
+    ]
+    run_body = jax_fun(dataclasses.replace(
+        body, inputs=[*inputs, *own_xs], outputs=[renamed(names, v) for v in outputs], eqns=eqns).closed)  # fmt: skip
+
+    def run(*operands: Any) -> list[Any]:
+        consts, init, xs = _parted(scan, operands)
+        whole = [x for k, x in enumerate(consts) if k not in read]
+
+        def one(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+            own = [row[None] for row in x[len(xs) :]]
+            results = run_body(*whole, *carry, *x[: len(xs)], *own)
+            stacked = results[len(carried) :]
+            ys, sums = stacked[: len(stacked) - len(summed)], stacked[len(stacked) - len(summed) :]
+            return results[: len(carried)], [*ys, *(row[0] for row in sums)]
+
+        rows = [*xs, *(consts[k] for k in read)]
+        carry, ys = jax.lax.scan(one, [init[k] for k in carried], rows, scan.length, scan.reverse, scan.unroll)
+        found = dict(zip(carried, carry, strict=True)) | dict(zip(summed, ys[len(ys) - len(summed) :], strict=True))
+        return [*(found[k] for k in range(m)), *ys[: len(ys) - len(summed)]]
+
+    return flat(jaxpr_of(run, *(v.aval for v in eqn.invars))[0])
+
+
+# Layers that the step has stacked ------------------------------------------------------------------------------------
+
+
+def _unrolled(program: Program) -> Program:
+    """The scans over stacks of the program's inputs as the iterations one after the other."""
+    given = {*program.inputs}
+    of_layers = {
+        eqn.outvars[0]
+        for eqn in program.eqns
+        if eqn.primitive.name == "stack" and eqn.params["axis"] == 0 and len(eqn.invars) <= _MOST_UNROLLED
+        and all(v in given for v in eqn.invars)
+    }  # fmt: skip
+    if not any(
+        eqn.primitive.name == "scan" and not of_layers.isdisjoint(variables(eqn.invars)) for eqn in program.eqns
+    ):
+        return program
+    rows: dict[Var, list[Atom]] = {}  # a stack that need not exist -> its rows
+    eqns: list[Equation] = []
+    names: dict[Var, Atom] = {}
+
+    def emit(fun: Callable[..., Any], *operands: Atom) -> list[Atom]:
+        return spliced(flat(jaxpr_of(fun, *(v.aval for v in operands))[0]), operands, eqns)
+
+    def whole(v: Atom) -> Atom:
+        """The variable, or literal, itself: a stack whose rows are known is made."""
+        if not isinstance(v, Literal) and v in rows and v not in names:
+            (names[v],) = emit(lambda *xs: jnp.stack(xs), *rows[v])
+        return renamed(names, v)
+
+    def row(v: Atom, k: int) -> Atom:
+        if not isinstance(v, Literal) and v in rows:
+            return rows[v][k]
+        return emit(lambda x: x[k], whole(v))[0]
+
+    for eqn in program.eqns:
+        stacks = [v for v in variables(eqn.invars) if v in rows]
+        scan = scan_of(eqn)
+        if eqn.outvars and eqn.outvars[0] in of_layers:
+            rows[eqn.outvars[0]] = [renamed(names, v) for v in eqn.invars]
+        elif scan is not None and any(v in rows for v in variables(scan.xs)):
+            body, m = flat(scan.body), len(scan.init)
+            consts, carry = [whole(v) for v in scan.consts], [whole(v) for v in scan.init]
+            ys: list[list[Atom]] = [[] for _ in scan.ys]
+            for k in reversed(range(scan.length)) if scan.reverse else range(scan.length):
+                results = spliced(body, [*consts, *carry, *(row(x, k) for x in scan.xs)], eqns)
+                carry = results[:m]
+                for own, y in zip(ys, results[m:], strict=True):
+                    own.append(y)
+            names.update(zip(scan.carry, carry, strict=True))
+            rows.update((y, own[::-1] if scan.reverse else own) for y, own in zip(scan.ys, ys, strict=True))
+        elif eqn.primitive.name == "unstack" and stacks and eqn.params["axis"] == 0:
+            names.update(zip(eqn.outvars, rows[stacks[0]], strict=True))
+        else:
+            eqns.append(eqn.replace(invars=[whole(v) for v in eqn.invars]))
+    return dataclasses.replace(program, eqns=eqns, outputs=[whole(v) for v in program.outputs])
