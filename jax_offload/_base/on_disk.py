@@ -14,7 +14,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -34,24 +34,32 @@ Ends = tuple[int, ...]  # where the ranges of rows end that are together in file
 _BATCH = 2**26  # bytes of leaves that are read together on their way to a disk
 
 
-class Home(Protocol):
+class Home:
     """The ``jax_offload.disk`` of a leaf, as the modules below it see it. Two are never equal."""
 
-    def array(self, name: str, token: Any) -> np.ndarray[Any, Any]: ...
+    def array(self, name: str, token: Any) -> np.ndarray[Any, Any]:
+        raise NotImplementedError
 
-    def sharded(self, name: str, token: Any, sharding: Sharding) -> jax.Array: ...
+    def sharded(self, name: str, token: Any, sharding: Sharding) -> jax.Array:
+        raise NotImplementedError
 
-    def fill(self, leaves: Sequence[Place], values: Iterable[Any]) -> Sequence[OnDisk]: ...
+    def fill(self, leaves: Sequence[Place], values: Iterable[Any]) -> Sequence[OnDisk]:
+        raise NotImplementedError
 
-    def check(self, token: Any) -> None: ...
+    def check(self, token: Any) -> None:
+        raise NotImplementedError
 
-    def ends(self, name: str) -> Ends: ...
+    def ends(self, name: str) -> Ends:
+        raise NotImplementedError
 
-    def fetch(self, name: str, sharding: Sharding, rows: Range | None = None) -> Future[jax.Array]: ...
+    def fetch(self, name: str, sharding: Sharding, rows: Range | None = None) -> Future[jax.Array]:
+        raise NotImplementedError
 
-    def put(self, name: str, x: jax.Array, rows: Range | None = None) -> Future[None]: ...
+    def put(self, name: str, x: jax.Array, rows: Range | None = None) -> Future[None]:
+        raise NotImplementedError
 
-    def advance(self) -> Any: ...
+    def advance(self) -> Any:
+        raise NotImplementedError
 
 
 class UpdatedFromDisk(ValueError):

@@ -23,7 +23,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Sharding
 
-from jax_offload._base.on_disk import TOKEN, VERSIONS, Ends, OnDisk, Place, Range, Token
+from jax_offload._base.on_disk import TOKEN, VERSIONS, Ends, Home, OnDisk, Place, Range, Token
 from jax_offload._base.processes import allgathered, everywhere, failed_anywhere, several
 from jax_offload._disk import commits
 from jax_offload._disk.blocks import pages
@@ -51,7 +51,7 @@ _READERS, _WRITERS = 2, 4  # leaves of a few MiB were written faster by four thr
 _AT_A_TIME, _BYTES_AT_A_TIME = 4, 2**28  # leaves that are being written while new files are filled
 
 
-class Disk:
+class Disk(Home):
     """The part of a state that is in files; what ``jax_offload.disk`` returns.
 
     Attributes:
