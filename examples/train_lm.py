@@ -83,7 +83,7 @@ def parse(argv):
     add("--data", help="a text file or a folder; by default the sources of Python's standard library")
     add("--checkpoint-dir", type=Path, help="save here, and resume from what is here")
     add("--save-every", type=int, default=100)
-    add("--disk", type=Path, nargs="+", metavar="DIR", help="keep the state here, and resume from what is here")
+    add("--disk", type=Path, metavar="DIR", help="keep the state here, and resume from what is here")
     add("--host-bytes", type=in_bytes, default=0, metavar="1MiB", help="of the state in memory, with --disk")
     add("--commit-every", type=int, default=100, metavar="STEPS", help="what --disk keeps after a crash")
     add("--sample", type=int, default=400, metavar="BYTES", help="of text that the trained model writes")
@@ -208,7 +208,7 @@ def main(argv=None):
         args.checkpoint_dir.absolute(),
         options=ocp.CheckpointManagerOptions(max_to_keep=2, save_interval_steps=args.save_every),
     )
-    disk = jo.disk(*args.disk, host_bytes=args.host_bytes, commit_every=args.commit_every) if args.disk else None
+    disk = jo.disk(args.disk, host_bytes=args.host_bytes, commit_every=args.commit_every) if args.disk else None
     state = initial_state(args, model, optimizer(args, disk), device, manager, disk)
 
     start, stop = int(state.step), min(args.stop_at or args.steps, args.steps)

@@ -11,7 +11,7 @@ from importlib import import_module as _import_module
 from importlib import metadata as _metadata
 
 from jax_offload import types as types
-from jax_offload._files.option import disk as disk
+from jax_offload._disk.option import disk as disk
 from jax_offload._interop.checkpoint import restore as restore
 from jax_offload._interop.checkpoint import save_args as save_args
 from jax_offload._interop.jit import jit as jit

@@ -3,7 +3,7 @@
 import typing as _typing
 from importlib import import_module as _import_module
 
-from jax_offload._files.files import Disk as Disk
+from jax_offload._disk.disk import Disk as Disk
 from jax_offload._placement.placement import Leaf as Leaf
 from jax_offload._precision.storage import StoredState as StoredState
 from jax_offload._report.printed import Placement as Placement

@@ -15,11 +15,9 @@ import pytest
 
 import jax_offload as jo
 from jax_offload._base import processes
-from jax_offload._disk.store import Store
+from jax_offload._disk import created as making
 from jax_offload._drive import stages
-from jax_offload._files import created as making
-from jax_offload._files.due import is_due
-from tests.disk.faulty import ABOUT, Faulty, created
+from tests.disk.faulty import Faulty
 from tests.support.trees import assert_equal, handles, read
 
 pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
@@ -64,14 +62,6 @@ def run(tmp_path):
 
 
 # ---- which steps are due ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("step", "last", "every", "due"),
-    [(3, None, 2, True), (3, 2, 2, False), (4, 2, 2, True), (2, 2, 2, True), (5, 4, 1, True), (7, 3, 10, False)],
-)
-def test_which_step_is_due(step, last, every, due, tmp_path):
-    assert is_due(step, last, every, tmp_path) is due
 
 
 def test_every_second_step_is_kept(run, monkeypatch):
@@ -169,9 +159,10 @@ def test_a_step_that_is_interrupted_is_no_state(run, monkeypatch, error):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
-def test_a_child_does_not_keep_the_files(tmp_path):
+def test_a_child_does_not_keep_the_files(run):
     """Forked while they were open, it lives on when its parent has let them go."""
-    store = created([tmp_path / "x"])
+    params, state = run.began()
+    run.committed(2, params, state)
     (out, into), (begun, begins) = os.pipe(), os.pipe()
     if (child := os.fork()) == 0:
         os.close(into)
@@ -180,10 +171,12 @@ def test_a_child_does_not_keep_the_files(tmp_path):
         os._exit(0)
     try:
         os.read(begun, 1)  # what runs after a fork has run in the child
+        other = Run(run.disk.directory)
         with pytest.raises(ValueError, match=r"in use by .* this one, in which another jo\.disk has it"):
-            Store.open([tmp_path / "x"])  # the child has not unlocked its parent's
-        store.close()
-        Store.open([tmp_path / "x"], about=ABOUT).close()
+            other.resumed()  # the child has not unlocked its parent's
+        run.disk.close()
+        assert other.resumed()[2] == 2
+        other.disk.close()
     finally:
         os.close(into)
         os.waitpid(child, 0)
@@ -255,7 +248,7 @@ def test_the_process_may_go_elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = Run("state")
     home = jo.disk("~/state")
-    assert home.directories == (tmp_path / "home" / "state",)
+    assert home.directory == tmp_path / "home" / "state"
     params, state = run.began()
     monkeypatch.chdir(tmp_path / "elsewhere")
     params, state = run.step(params, state)
@@ -264,33 +257,18 @@ def test_the_process_may_go_elsewhere(tmp_path, monkeypatch):
     run.disk.close()
 
 
-def test_directories_in_another_order(tmp_path):
-    """There is a commit, and it is not opened: nor is it taken for a place where none is."""
-    x, y, z = (tmp_path / name for name in "xyz")
-    created([x, y]).close()
-    for wrong in ([y, x], [z, x], [z, y, z / "own"]):
-        with pytest.raises(ValueError, match=r"Give those that it was made with, in their order"):
-            jo.disk(*wrong).last_commit  # noqa: B018
-        with pytest.raises(ValueError, match=r"[Gg]ive "):
-            jo.offload(ADAMW, min_bytes=0, disk=jo.disk(*wrong)).init(model())
-
-
 def test_what_is_no_disk(tmp_path):
     for wrong in (["/a", "/b"], 2**30, b"/a", None):
-        with pytest.raises(TypeError, match=r"directories: expected paths, jo\.disk\('/nvme/run'\).*; got .*Fix: "):
-            jo.disk(tmp_path, wrong)
-    for wrong, says in (("", "got an empty path. Fix"), ("~nobody-of-that-name/x", "is in no home: .*Fix")):
-        with pytest.raises(ValueError, match=f"directories: .*{says}"):
+        with pytest.raises(TypeError, match=r"directory: expected a path, jo\.disk\('/nvme/run'\).*; got .*Fix: "):
             jo.disk(wrong)
-    for name, wrong in [
-        ("host_bytes", "16GiB"),
-        ("host_bytes", 1e9),
-        *((n, x) for n in ("depth", "commit_every") for x in (0, 2.0, True)),
-    ]:
+    for wrong, says in (("", "got an empty path. Fix"), ("~nobody-of-that-name/x", "is in no home: .*Fix")):
+        with pytest.raises(ValueError, match=f"directory: .*{says}"):
+            jo.disk(wrong)
+    wrong = [("host_bytes", "16GiB"), ("host_bytes", 1e9), *(("commit_every", x) for x in (0, 2.0, True))]
+    for name, given in wrong:
         with pytest.raises(ValueError, match=f"{name}: expected .*; got .*Fix: "):
-            jo.disk(tmp_path, **{name: wrong})
-    disk = jo.disk(tmp_path, depth=3, commit_every=5)
-    assert repr(disk) == f"disk('{tmp_path}', host_bytes=0, depth=3, commit_every=5)"
+            jo.disk(tmp_path, **{name: given})
+    assert repr(jo.disk(tmp_path, commit_every=5)) == f"disk('{tmp_path}', host_bytes=0, commit_every=5)"
 
 
 @pytest.mark.parametrize("inside", [False, True])

@@ -11,11 +11,10 @@ import pytest
 
 import jax_offload as jo
 from jax_offload._base.on_disk import is_on_disk
-from jax_offload._disk.files import Files
 from jax_offload._drive import stages
 from jax_offload._drive.moving import DEPTH
-from jax_offload._files.files import Disk
 from jax_offload._interop.stored import named
+from tests.disk.faulty import NO_SPACE, Faulty, error, no_fault
 from tests.test_disk_kills import child
 
 INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
@@ -235,39 +234,30 @@ def test_what_is_wrong_says_so(disks):
             wrong()
 
 
-def test_a_move_that_fails_leaves_nothing(disks, monkeypatch):
+def test_a_move_that_fails_leaves_nothing(disks):
     files = disks()
     tx, memory = offload(files), offload()
     _, state = trained(memory)
-    put, calls = files.put, []
-
-    def failing(name, x):
-        calls.append(name)
-        if len(calls) == 5:
-            raise OSError(28, "No space left on device")
-        return put(name, x)
-
-    monkeypatch.setattr(files, "put", failing)
+    files.files = Faulty(error(NO_SPACE, "pwritev", 5))
     with pytest.raises(OSError, match="No space left"):
         jo.to_host(tx, state)
+    files.files.fault = no_fault
     same(jo.to_host(tx, state), state)
 
 
 def test_host_bytes_are_those_of_what_is_under_way(tmp_path, monkeypatch):
-    """Of 24 groups six, and a block for each thread: one is updated, ``DEPTH`` are read, as many computed or written,
-    as a program runs on after its call, and one jax has not let go, which it does in its next call. Here a seventh may
-    be, where a thread of XLA's was kept from letting go what it has computed with."""
+    """Of 24 groups six: one is updated, ``DEPTH`` are read, as many computed or written, as a program runs on after its
+    call, and one jax has not let go, which it does in its next call. Here a seventh may be, where a thread of XLA's was
+    kept from letting go what it has computed with."""
     monkeypatch.setattr(stages, "GROUP_BYTES", 1)
-    files = Disk([tmp_path], 0, Files())
+    files = jo.disk(tmp_path)
     tx = offload(files)
     weights = jax.device_put({f"layer_{k}": jnp.full((64, 64), float(k)) for k in range(24)}, jax.devices()[0])
     step, state = step_of(tx), tx.init(weights)
     for k in range(4):
         weights, state = step(weights, state, weights)
         files.commit(k, {"params": weights, "state": state})
-    store = files.opened
-    assert 2 * LEAF <= store.buffers.most <= (3 + 2 * DEPTH) * 2 * LEAF
-    assert store.staging.most <= store.most_staging
+    assert 2 * LEAF <= files.store.buffers.most <= (3 + 2 * DEPTH) * 2 * LEAF
     files.close()
 
 

@@ -35,7 +35,7 @@ import optax
 
 import jax_offload as jo
 from benchmarks.disk.__main__ import in_turn, said, spread
-from jax_offload._files.files import Disk
+from jax_offload._disk.disk import Disk
 
 Timed = Callable[[], float]
 

@@ -14,20 +14,26 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
+import jax_offload as jo
 from jax_offload._base.memory import HOST_KIND
 from jax_offload._base.on_disk import Place
 from jax_offload._disk.files import Files
 from jax_offload._drive.moving import DEPTH
-from jax_offload._files.files import Disk
 
 
 class Counted(Files):
-    """Bytes that were read and written in blocks, and from when to when each call took."""
+    """Bytes of the state that were read and written, and from when to when each call took."""
 
     def __init__(self) -> None:
         self.bytes = {"read": 0, "write": 0}
         self.calls: list[tuple[float, float]] = []
         self._lock = Lock()
+        self._of_state: set[int] = set()
+
+    def open(self, path: Path, *, create: bool = False, direct: bool = False) -> int:
+        descriptor = super().open(path, create=create, direct=direct)
+        (self._of_state.add if path.name.startswith("state") else self._of_state.discard)(descriptor)
+        return descriptor
 
     def preadv(self, descriptor: int, buffer: Any, offset: int) -> int:
         return self._count("read", super().preadv, descriptor, buffer, offset)
@@ -39,7 +45,7 @@ class Counted(Files):
         begin = time.perf_counter()
         moved = call(*args)
         with self._lock:
-            self.bytes[kind] += moved
+            self.bytes[kind] += moved if args[0] in self._of_state else 0
             self.calls.append((begin, time.perf_counter()))
         return moved
 
@@ -61,7 +67,8 @@ class Sweeps:
 
     def __init__(self, folder: Path, nbytes: int, group: int, leaf: int) -> None:
         self.files = Counted()
-        self.disk = Disk([folder], 0, self.files)
+        self.disk = jo.disk(folder)
+        self.disk.files = self.files
         self.where = SingleDeviceSharding(jax.devices("cpu")[0], memory_kind=HOST_KIND)
         names = [str(k) for k in range(nbytes // leaf)]
         self.groups = [names[k : k + group // leaf] for k in range(0, len(names), group // leaf)]
@@ -69,8 +76,9 @@ class Sweeps:
         made = jax.jit(lambda k: jax.random.normal(k, (leaf // 4,), jnp.float32), out_shardings=self.where)
         self.results = [made(jax.random.key(k)) for k in range(group // leaf)]
         of_one = self.results[0]
-        self.disk.create([Place(self.disk, name, of_one.shape, of_one.dtype, self.where) for name in names])
-        self.step = 0
+        places = [Place(self.disk, name, of_one.shape, of_one.dtype, self.where) for name in names]
+        self.disk.fill(places, (of_one for _ in names))
+        self.names, self.step = names, 0
         for _ in range(2):  # both slots: space that was only reserved is written at another speed
             self.write()
         self.sweep()
@@ -116,19 +124,18 @@ class Sweeps:
         return taken, {kind: self.files.bytes[kind] - before[kind] for kind in before}
 
     def most_bytes(self) -> tuple[int, int]:
-        """Host memory of the store's own: the most that there was, and what it is bounded by: groups that are read or
-        updated, one that jax has not let go yet (it does in its next call), and a block in each thread."""
-        store = self.disk.opened
-        group = max(len(names) for names in self.groups) * store.nbytes(0)
-        return store.buffers.most + store.staging.most, (2 + DEPTH) * group + store.most_staging
+        """The most host memory that groups took, and its bound: groups that are read or updated, and one that jax has
+        not let go yet (it does in its next call)."""
+        store = self.disk.store
+        group = max(len(names) for names in self.groups) * store.nbytes([0])
+        return store.buffers.most, (2 + DEPTH) * group
 
     def _put(self, group: list[str]) -> list[Future[None]]:
         return [self.disk.put(name, x) for name, x in zip(group, self.results, strict=False)]
 
     def _commit(self) -> None:
         self.disk.advance()
-        self.disk.wait()
-        self.disk.opened.commit(self.step, {}).result()
+        self.disk.commit(self.step, {name: self.disk.handle(name, self.where) for name in self.names})
         self.step += 1
 
     def close(self) -> None:

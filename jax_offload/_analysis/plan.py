@@ -23,7 +23,7 @@ from jax_offload._analysis.targets import target_of
 from jax_offload._analysis.units import bytes_of, count_of, in_bytes
 from jax_offload._base.arrays import Offloaded, nbytes
 from jax_offload._base.shardings import sharding_of
-from jax_offload._files.option import disk as disk_option
+from jax_offload._disk.option import disk as disk_option
 from jax_offload._offload import offload
 from jax_offload._placement.arguments import check_inner, check_params
 from jax_offload._placement.placement import unmanaged

@@ -1,10 +1,10 @@
-"""A leaf of a state that is on disk: what stands for it in the state's tree, and how a trace reads and writes it.
+"""A leaf of a state that is on disk: its placeholder, how a trace reads and writes it, and how it moves between steps.
 
-Such a leaf is no operand of any program. In a state its place has an ``OnDisk``: a pytree node whose one child is a
-token, which says which version of the state it is of. Outside of traces a token has no value, so that computing
-with it is an error. Inside of one it is a number. In a traced update ``read`` makes the leaf, in host
-memory, of the token, and ``write`` a token of the next value; what is between is the update of a host leaf. Who drives
-the step from Python takes both away; in any other program they are an error where it is lowered.
+Such a leaf is no operand of any program. The state's tree has an ``OnDisk`` in its place: a pytree node whose one child
+is a token, the version of the state. Outside of traces a token has no value, so computing with it is an error; inside,
+it is a number. In a traced update ``READ`` makes the leaf, in host memory, from the token, and ``WRITE`` makes a token
+from the next value; in between, it is updated as a host leaf. Whoever drives the step from Python takes both equations
+out; in any other program they are an error when it is lowered.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -26,30 +27,43 @@ from jax_offload._base.memory import HostStruct, Space
 from jax_offload._base.own_primitives import identity_primitive
 from jax_offload._base.private import set_rules, trace_as
 
-TOKEN = np.dtype(np.float32)  # a floating one, which jnp.isfinite does not pass unseen; it holds whole numbers below
-VERSIONS = 2**24
-Range = tuple[int, int]  # rows of a leaf, the same of every part that its first axis has on several devices
-Ends = tuple[int, ...]  # where the ranges end that are together in files; the last is as many as there are
+TOKEN = np.dtype(np.float32)  # a floating type, so that jnp.isfinite does not pass it by
+VERSIONS = 2**24  # whole numbers below this are exact in it
+Range = tuple[int, int]  # rows of a leaf, the same ones of every device's part along its first axis
+Ends = tuple[int, ...]  # where the ranges of rows end that are together in files; the last is the number of rows
+_BATCH = 2**26  # bytes of leaves that are read together on their way to a disk
 
 
-class Home(Protocol):
-    """Where leaves are: a ``jax_offload.disk``. Two are never equal."""
+class Home:
+    """The ``jax_offload.disk`` of a leaf, as the modules below it see it. Two are never equal."""
 
     def array(self, name: str, token: Any) -> np.ndarray[Any, Any]:
-        """A leaf's values, which are read now; raises for a token of another version."""
-        ...
+        raise NotImplementedError
 
     def sharded(self, name: str, token: Any, sharding: Sharding) -> jax.Array:
-        """A leaf's values in host memory, divided between processes."""
-        ...
+        raise NotImplementedError
 
     def fill(self, leaves: Sequence[Place], values: Iterable[Any]) -> Sequence[OnDisk]:
-        """New files with these leaves, of values that come one after the other; raises where there are some."""
-        ...
+        raise NotImplementedError
+
+    def check(self, token: Any) -> None:
+        raise NotImplementedError
+
+    def ends(self, name: str) -> Ends:
+        raise NotImplementedError
+
+    def fetch(self, name: str, sharding: Sharding, rows: Range | None = None) -> Future[jax.Array]:
+        raise NotImplementedError
+
+    def put(self, name: str, x: jax.Array, rows: Range | None = None) -> Future[None]:
+        raise NotImplementedError
+
+    def advance(self) -> Any:
+        raise NotImplementedError
 
 
 class UpdatedFromDisk(ValueError):
-    """A program for the device is made of an update whose state is on disk."""
+    """Someone makes a program for the device from an update whose state is on disk."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -60,9 +74,9 @@ class UpdatedFromDisk(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Which leaf it is: its home, its name there, its type, and where it is in host memory on its way, if known.
+    """Which leaf it is: its home, its name there, its type, and its place in host memory on its way, if known.
 
-    ``rows``: how many are together in files that are made of it; 0: all.
+    ``rows``: how many rows new files keep together; 0 for all.
     """
 
     home: Home
@@ -74,19 +88,19 @@ class Place:
 
     @property
     def on_its_way(self) -> Sharding:
-        """Where it is to be, of a leaf that was placed."""
+        """The place in host memory of a leaf that was placed."""
         return cast(Sharding, self.sharding)
 
     def at(self, sharding: Sharding) -> Place:
         return dataclasses.replace(self, sharding=sharding)
 
     def is_leaf(self, other: Place | None) -> bool:
-        """Whether both are one leaf, wherever it is on its way."""
+        """Whether both are the same leaf, whatever its place on its way."""
         return other is not None and (self.home, self.name) == (other.home, other.name)
 
 
 class ComputesOnDisk(TypeError):
-    """Something other than an update computes with a leaf that is on disk."""
+    """Something other than an update computes with a leaf on disk."""
 
     def __init__(self, place: Place) -> None:
         super().__init__(
@@ -106,11 +120,11 @@ def _refusing(name: str) -> Callable[..., Any]:
 
 
 class Token:
-    """What ``jax.tree.leaves`` gives of a leaf on disk, outside of traces: the version of the state that it is of.
+    """What ``jax.tree.leaves`` returns for a leaf on disk, outside of traces: the version of its state.
 
-    It has the leaf's shape and dtype, and nothing else that an array has. Whatever asks for its values, arithmetic,
-    NumPy, jax's functions, programs other than a step that ``jax_offload.jit`` drives, pickle and orbax, gets
-    ``ComputesOnDisk``.
+    It has the leaf's shape and dtype, and nothing else that an array has. Whatever asks for values gets
+    ``ComputesOnDisk``: arithmetic, NumPy, jax's functions, programs other than a step that ``jax_offload.jit`` drives,
+    pickle and orbax.
     """
 
     __slots__ = ("place", "version")
@@ -159,15 +173,15 @@ trace_as(Token, jax.typeof(np.zeros((), TOKEN)), _refusing("__array__"))
 
 @jax.tree_util.register_pytree_with_keys_class
 class OnDisk:
-    """Stands in a state for a leaf that is on disk.
+    """The placeholder of a leaf on disk in a state.
 
-    Its one child in the tree is a token, which changes with every update: a state of an earlier step is an error, as
-    its leaves have been written over. ``numpy.asarray(leaf)`` reads the leaf. Arithmetic on it, programs but a step of
-    ``jax_offload.jit``, pickle and orbax are errors: ``jax_offload.to_device`` reads it, ``disk.commit`` and
-    ``jax_offload.save_args`` save it.
+    Its one child in the tree is a token, which changes with every update: using the state of an earlier step is an
+    error, as its leaves have been written over. ``numpy.asarray(leaf)`` reads the leaf, ``jax_offload.to_device`` reads
+    it to compute with, and ``disk.commit`` and ``jax_offload.save_args`` save it. Arithmetic, pickle, plain orbax and
+    programs other than a step of ``jax_offload.jit`` raise errors.
 
     Attributes:
-      token: the version.
+      token: the version of the state.
       place: which leaf it is.
     """
 
@@ -187,7 +201,7 @@ class OnDisk:
     def tree_unflatten(cls, place: Place, children: tuple[Any]) -> Any:
         (child,) = children
         if isinstance(child, np.ndarray | jax.Array) and child.shape == place.shape and child.dtype == place.dtype:
-            return child  # the leaf itself, which something has read
+            return child  # something has read the leaf
         return cls(child, place)
 
     @property
@@ -200,7 +214,7 @@ class OnDisk:
 
     @property
     def sharding(self) -> Sharding:
-        """Where its values are in host memory, on their way to the devices and back."""
+        """The place of its values in host memory, on their way to the devices and back."""
         return self.place.on_its_way
 
     @property
@@ -245,7 +259,7 @@ class OnDiskStruct(HostStruct):
 
 
 def typed(x: jax.ShapeDtypeStruct, place: Place | None) -> jax.ShapeDtypeStruct:
-    """``x`` as the type of the leaf of this place."""
+    """Return ``x`` as the type of the leaf of this place."""
     if place is None:
         return x
     found = OnDiskStruct(x.shape, x.dtype, sharding=x.sharding, weak_type=x.weak_type)
@@ -254,12 +268,12 @@ def typed(x: jax.ShapeDtypeStruct, place: Place | None) -> jax.ShapeDtypeStruct:
 
 
 def place_of(like: Any) -> Place | None:
-    """Where a type says that a leaf belongs; ``None`` in memory."""
+    """Return where a type says that a leaf belongs; ``None`` for memory."""
     return like.place if isinstance(like, OnDiskStruct) else None
 
 
 def opened(state: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """A state with its leaves on disk read, and a function that writes those of the state that follows it."""
+    """Read the leaves of a state that are on disk, and return a function that writes those of the next state."""
     flat, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_on_disk)
     places = {path: x.place for path, x in flat if is_on_disk(x)}
     if not places:
@@ -277,7 +291,7 @@ def opened(state: Any) -> tuple[Any, Callable[[Any], Any]]:
 
 
 def only_outside(x: jax.Array) -> jax.Array:
-    """``x``, a leaf of a traced ``init`` that files are to be made of: an error where that is lowered."""
+    """Return ``x``, a leaf of a traced ``init`` that belongs in files: an error when the trace is lowered."""
     (x,) = _in_files.bind(x)
     return x
 
@@ -347,3 +361,77 @@ for _primitive in READ, WRITE:
     set_rules(_primitive, lower=_refuse, jvp=_refuse, batch=_refuse)
 _in_files = identity_primitive("jax_offload_made_of_files", _refuse_init)
 _from_memory = identity_primitive("jax_offload_from_memory", _refuse_memory)
+
+
+# ---- moves between steps: a few leaves in memory at a time -----------------------------------------------------------
+
+
+def read_to(leaf: OnDisk, sharding: Sharding) -> jax.Array:
+    """Read a leaf to where the sharding says. One that is divided between processes is never whole in one of them."""
+    if leaf.sharding.is_fully_addressable:
+        return jax.device_put(np.asarray(leaf), sharding)
+    here = leaf.place.home.sharded(leaf.place.name, leaf.token, leaf.sharding)
+    return jax.device_put(here, sharding)
+
+
+def check_in_memory(state: Any, what: str) -> None:
+    """Raise ``ValueError`` if a leaf of the state is on disk, as ``what`` takes leaves in memory."""
+    leaves = jax.tree.leaves(state, is_leaf=is_on_disk)
+    if found := [x for x in leaves if is_on_disk(x)]:
+        raise ValueError(
+            f"{what}: {len(found)} leaves of the state are on disk, the first is {found[0]!r}. Fix: jo.to_device(part) "
+            "reads a part of the state; jo.to_host(tx, state), with a tx without disk=, all of it."
+        )
+
+
+def read_into(target: Sequence[Any], read: Callable[[Sequence[int]], Sequence[Any]]) -> list[Any]:
+    """Read leaves to where ``target`` says; those that belong on disk are read and written a few at a time.
+
+    Args:
+      target: the leaves' types.
+      read: returns the values of the leaves of these numbers, in place if they belong in memory.
+    """
+    places = {k: place for k, like in enumerate(target) if (place := place_of(like)) is not None}
+    rest = [k for k in range(len(target)) if k not in places]
+    found = dict(zip(rest, read(rest), strict=True))
+    for home in dict.fromkeys(place.home for place in places.values()):
+        mine = [k for k, place in places.items() if place.home is home]
+        values = (x for batch in _batches(mine, places) for x in read(batch))
+        found |= zip(mine, home.fill([places[k] for k in mine], values), strict=True)
+    return [found[k] for k in range(len(target))]
+
+
+def brought(leaves: Sequence[Any], types: Callable[[], Sequence[Any]]) -> list[Any]:
+    """Move leaves from memory or disk to memory or disk, each to where ``types()`` says."""
+    if any(isinstance(x.token if is_on_disk(x) else x, Tracer) for x in leaves):
+        raise ValueError(
+            "state: is on disk, or is to be, which no program does. Fix: jo.to_host(tx, state) outside jit."
+        )
+    target = types()
+    if all(_is_there(x, place_of(like)) for x, like in zip(leaves, target, strict=True)):
+        return [x if is_on_disk(x) else _brought(x, like) for x, like in zip(leaves, target, strict=True)]
+    return read_into(target, lambda indices: [_brought(leaves[k], target[k]) for k in indices])
+
+
+def _is_there(x: Any, place: Place | None) -> bool:
+    return x.place.is_leaf(place) if is_on_disk(x) else place is None
+
+
+def _brought(x: Any, like: Any) -> Any:
+    if is_on_disk(x):
+        sharded = not x.sharding.is_fully_addressable
+        x = read_to(x, like.sharding if place_of(like) is None else x.sharding) if sharded else np.asarray(x)
+    return x if place_of(like) is not None else jax.device_put(x, like.sharding)
+
+
+def _batches(indices: Sequence[int], places: Mapping[int, Place]) -> Iterator[list[int]]:
+    """Split leaves into batches of at most ``_BATCH`` bytes, or one leaf."""
+    batch, nbytes = list[int](), 0
+    for k in indices:
+        size = math.prod(places[k].shape) * places[k].dtype.itemsize
+        if batch and nbytes + size > _BATCH:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(k)
+        nbytes += size
+    yield batch

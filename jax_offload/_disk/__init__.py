@@ -1,1 +1,1 @@
-"""State in files: what is below jax. A store, its blocks, and sweeps over it."""
+"""State on disk: the store, what of it is being read and written, commits."""

@@ -1,101 +1,162 @@
-"""Commits: what makes the newest values of all groups, and arrays beside them, what a store opens with."""
+"""Commits of one or several processes, each of which has a store of its own: a commit belongs to all or to none.
+
+Each process prepares it: all of it is on its disk, beside the commit before. When all have, it counts. Each process,
+once it knows, swaps it in, and only then writes over the one before; a process that ended between the two finds it
+prepared. So each process has one or two commits, they have one in common, and the newest of these is the last.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import Executor
-from dataclasses import replace
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
-import numpy as np
+import jax
 
-from jax_offload._disk import manifest as _manifest
-from jax_offload._disk.buffers import aligned
-from jax_offload._disk.directories import Directories
-from jax_offload._disk.late import Late, LateSource
-from jax_offload._disk.layout import Entry, arrays_in, laid_out
-from jax_offload._disk.manifest import Manifest, Together, Version
-from jax_offload._disk.transfers import Striped, Transfers
-
-_EXTRA = "the arrays beside the groups"
+from jax_offload._base.on_disk import Place
+from jax_offload._base.processes import allgathered, everywhere, several
+from jax_offload._disk.files import Files
+from jax_offload._disk.store import NAME, Commit, Entry, Late, Store, commits
 
 
-def slot_name(of: str, slot: int) -> str:
-    """The name of a slot's files."""
-    return f"{of}.{'ab'[slot]}"
+def own(directory: Path, process: int | None = None) -> Path:
+    """The directory of a process, this one by default, within the given one."""
+    if not several():
+        return directory
+    return directory / f"process-{jax.process_index() if process is None else process}-of-{jax.process_count()}"
 
 
-class Commits:
-    """The last commit of a store, and how the next is made. The arrays beside the groups have two slots as well."""
+def last_of_all(directory: Path, files: Files) -> Commit | None:
+    """Find the newest commit that each process has; ``None`` where there is none. All processes must ask.
 
-    def __init__(
-        self, directories: Directories, transfers: Transfers, pool: Executor, manifest: Manifest, committed: bool
-    ) -> None:
-        self._directories = directories
-        self._transfers = transfers
-        self._pool = pool
-        self._manifest = manifest
-        self._files: dict[int, tuple[Sequence[int], Striped]] = {}  # by slot: lengths, and those opened
-        self.step = manifest.step if committed else None
-        if committed:
-            self._opened(
-                manifest.extra_version.slot, laid_out([manifest.extra], manifest.directories, manifest.block)[1]
+    Raises:
+      ValueError: some have one and others none, or another number of processes made them.
+    """
+
+    def look() -> list[Any]:
+        _check_count(directory)
+        mine = own(directory)
+        return [(mine / NAME).exists(), [[each.number, each.run, each.step] for each in commits(mine, files)]]
+
+    said = allgathered(everywhere(look, "disk: looking for the last commit"))
+    found = [[Commit(*each) for each in mine] for _, mine in said]
+    if common := set[Commit].intersection(*map(set, found)):
+        return max(common)
+    if not any(swapped for swapped, _ in said):
+        return None  # the first commit did not end
+    if lost := [k for k, mine in enumerate(found) if not mine]:
+        some = next(k for k, mine in enumerate(found) if mine)
+        raise ValueError(
+            f"disk: process {lost[0]} has no commit in {own(directory, lost[0])}, and process {some} the one of step "
+            f"{max(found[some]).step}. Is a disk mounted, is each process on the host that it was on? Otherwise "
+            "restore from a checkpoint into a directory that is empty."
+        )
+    raise ValueError(
+        f"disk: the processes have no commit of one run in {directory}; what they have: {found}. Fix: the directory of "
+        "one run."
+    )
+
+
+def _check_count(directory: Path) -> None:
+    """Raise ``ValueError`` where another number of processes has made files."""
+    now = jax.process_count()
+    counts = {int(each.parts[-2].rpartition("-")[2]) for each in directory.glob(f"process-*-of-*/{NAME}")}
+    counts |= {1} if (directory / NAME).exists() else set()
+    if counts and now not in counts:
+        raise ValueError(
+            f"disk: {directory} has the commit of {min(counts)} processes, each of which has its part, and now there "
+            f"are {now}. Fix: go on with {min(counts)}; or there jo.save_args(tree) to a checkpoint, and here "
+            "jo.restore(manager, target)."
+        )
+
+
+def create(directory: Path, entries: Sequence[Entry], files: Files) -> Store:
+    """Make an empty store of this process. ``ValueError`` where there is a commit."""
+    if (last := last_of_all(directory, files)) is not None:
+        raise ValueError(
+            f"disk: {directory} holds the state of another run, or of an earlier one, as of step {last.step}. Fix: "
+            "disk.resume(target) goes on with it; for a new run give a directory of its own."
+        )
+    return everywhere(lambda: Store.create(own(directory), entries, files), "disk: making files", Store.close)
+
+
+def open_last(directory: Path, files: Files) -> Store:
+    """Open the store of this process at the last commit of all. ``ValueError`` where there is none."""
+    if (last := last_of_all(directory, files)) is None:
+        raise ValueError(
+            f"disk: there is no commit in {directory}. Fix: the directory of the run that is to go on; or "
+            "tx.init(params) for a new one."
+        )
+    return everywhere(lambda: Store.open(own(directory), last, files), "disk: opening the last commit", Store.close)
+
+
+def commit(store: Store, step: int, beside: Callable[[], Mapping[str, Late]], run: str) -> None:
+    """Commit in all processes or in none, with the arrays beside the state.
+
+    Raises:
+      ValueError: it failed in another process.
+    """
+    arrays = everywhere(beside, "disk.commit")
+    try:
+        halves = [everywhere(lambda: _whole(lambda: store.prepare(step, arrays, run)), "disk.commit")]
+        halves.append(everywhere(lambda: _whole(store.swap), "disk.commit, its last part,"))
+    except BaseException as error:
+        store.stop(error)
+        raise
+    for interrupt in filter(None, halves):
+        raise interrupt
+
+
+def _whole(do: Callable[[], None]) -> KeyboardInterrupt | None:
+    """Do it to its end, as it reads from the caller's arrays, and return the Ctrl-C that came meanwhile."""
+    with ThreadPoolExecutor(1, "disk commit") as thread:
+        future = thread.submit(do)
+        try:
+            future.result()
+        except KeyboardInterrupt as interrupt:
+            future.result()
+            return interrupt
+    return None
+
+
+def check_shared(leaves: Sequence[Place]) -> None:
+    """Raise ``ValueError`` where a leaf is not on devices of all processes."""
+    everyone = {*range(jax.process_count())}
+    for leaf in leaves:
+        if (on := {d.process_index for d in leaf.on_its_way.device_set}) != everyone:
+            raise ValueError(
+                f"disk: {leaf.name} is on devices of {len(on)} of the {len(everyone)} processes, {sorted(on)}, and "
+                "their files hold one state. Fix: parameters on a mesh of all devices, jax.make_mesh(...)."
             )
 
-    def prepare(
-        self,
-        step: int,
-        versions: Sequence[Version],
-        data: Sequence[Striped],
-        extra: tuple[Entry, ...],
-        arrays: Sequence[Late],
-        together: Together | None = None,
-    ) -> Manifest:
-        """Syncs the files of ``versions``, of those of both slots: the commit, which ``swap`` makes the last one.
 
-        With ``together`` it stands beside the last one until then.
-        """
-        slot = 1 - self._manifest.extra_version.slot
-        (layout,), lengths = laid_out([extra], self._manifest.directories, self._manifest.block)
-        files = self._created(slot, lengths)
-        checksums = self._transfers.write(files, layout, LateSource(layout, arrays), _EXTRA).result()
-        before = self._manifest.versions or [None] * len(versions)
-        changed = {new.slot for new, old in zip(versions, before, strict=True) if new != old}
-        list(self._pool.map(self._directories.sync, [*files, *(file for used in changed for file in data[used])]))
-        manifest = replace(
-            self._manifest,
-            step=step,
-            versions=tuple(versions),
-            extra=extra,
-            extra_version=Version(slot, tuple(checksums)),
-            together=together,
+def number_of(step: Any) -> int:
+    """Return the number of a step: a Python integer, NumPy's, or a jax array of one.
+
+    Raises:
+      ValueError: it is something else, or below 0.
+    """
+    try:
+        found = -1 if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        found = -1
+    if found < 0:
+        said = repr(step) if isinstance(step, (int, float, str)) else f"a {type(step).__name__}"
+        raise ValueError(f"step: expected an int >= 0; got {said}. The order is disk.commit(step, tree).")
+    return found
+
+
+def is_due(step: int, last: int | None, every: int, where: Path) -> bool:
+    """Whether a step is to be committed, one of every so many, after the commit of step ``last``, or after none.
+
+    Raises:
+      ValueError: it is before the last commit.
+    """
+    if last is not None and step < last:
+        raise ValueError(
+            f"step: the last commit in {where} is of step {last}, and a run that is resumed goes on from there; got "
+            f"{step}. Fix: count on from the step that disk.resume(target) gave; force=True commits it all the same."
         )
-        if together is not None:
-            _manifest.save_next(self._directories.files, self._directories.paths, manifest)
-        return manifest
-
-    def swap(self, manifest: Manifest) -> None:
-        """Makes it the last one. An error leaves the one before, or this."""
-        _manifest.save_both(self._directories.files, self._directories.paths, manifest)
-        self._manifest, self.step = manifest, manifest.step
-
-    def extra(self) -> dict[str, np.ndarray]:
-        """The arrays beside the groups."""
-        manifest = self._manifest
-        (layout,), lengths = laid_out([manifest.extra], manifest.directories, manifest.block)
-        buffer = aligned(layout.nbytes)
-        version = manifest.extra_version
-        files = self._opened(version.slot, lengths)
-        self._transfers.read(files, layout, buffer, version.checksums, _EXTRA).result()
-        return {entry.path: array for entry, array in zip(layout.entries, arrays_in(layout, buffer), strict=True)}
-
-    def _created(self, slot: int, lengths: Sequence[int]) -> Striped:
-        if slot in self._files and self._files[slot][0] == lengths:
-            return self._files[slot][1]
-        self._directories.shut(self._files.pop(slot, ((), ()))[1])
-        self._directories.allocate(slot_name("extra", slot), lengths, sum(lengths))
-        return self._opened(slot, lengths)
-
-    def _opened(self, slot: int, lengths: Sequence[int]) -> Striped:
-        if slot not in self._files:
-            self._files[slot] = lengths, self._directories.open(slot_name("extra", slot), lengths)
-        return self._files[slot][1]
+    return last is None or step % every == 0

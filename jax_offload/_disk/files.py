@@ -1,5 +1,4 @@
-"""The operating system's calls on files, each by a name: all that the disk tier asks of it, so that a test can put
-faults in their place."""
+"""The operating system's calls on files, each by a name: all that the disk tier asks of it."""
 
 from __future__ import annotations
 
@@ -11,8 +10,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-# Flags of ``open`` that leave out the page cache. A cache does nothing for state that is read once per step, in turn:
-# it costs a copy and the memory that the state was moved out of.
+# State is read once per step, in turn: a page cache would cost a copy and the memory that the state was moved out of.
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
@@ -20,7 +18,7 @@ class Files:
     """System calls. A test's subclass injects short reads, errors, delays and flipped bits."""
 
     def open(self, path: Path, *, create: bool = False, direct: bool = False) -> int:
-        """A descriptor for reading and writing. ``direct`` raises ``OSError`` (``EINVAL``) where that cannot be had."""
+        """Open for reading and writing. ``direct`` raises ``OSError`` (``EINVAL``) where the system cannot do that."""
         if direct and not _DIRECT:
             raise OSError(errno.EINVAL, "this system has no O_DIRECT", str(path))
         return os.open(path, os.O_RDWR | os.O_CLOEXEC | create * os.O_CREAT | direct * _DIRECT, 0o644)
@@ -29,19 +27,19 @@ class Files:
         os.close(descriptor)
 
     def preadv(self, descriptor: int, buffer: Any, offset: int) -> int:
-        """Bytes that came, which may be fewer than ``buffer`` holds."""
+        """Return how many bytes were read, which may be fewer than ``buffer`` holds."""
         return os.preadv(descriptor, [buffer], offset)
 
     def pwritev(self, descriptor: int, buffer: Any, offset: int) -> int:
-        """Bytes that went, which may be fewer than ``buffer`` holds."""
+        """Return how many bytes were written, which may be fewer than ``buffer`` holds."""
         return os.pwritev(descriptor, [buffer], offset)
 
     def sync(self, descriptor: int) -> None:
-        """Returns when the file's bytes, and what is needed to find them, will outlive a loss of power."""
+        """Wait until the file's bytes, and what the system needs to find them, will outlive a loss of power."""
         os.fdatasync(descriptor) if hasattr(os, "fdatasync") else os.fsync(descriptor)
 
     def sync_directory(self, path: Path) -> None:
-        """The same for a directory's names: files that were made, or renamed, in it."""
+        """Do the same for the names in a directory."""
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
@@ -49,8 +47,8 @@ class Files:
             os.close(descriptor)
 
     def allocate(self, descriptor: int, nbytes: int) -> None:
-        """Makes a file ``nbytes`` long, of space that is its own: a full disk shows now, not in the thousandth step."""
-        os.ftruncate(descriptor, 0)  # so that none is shorter than it says, nor longer
+        """Make a file ``nbytes`` long in space of its own: a full disk shows now and not in the thousandth step."""
+        os.ftruncate(descriptor, 0)
         if nbytes and hasattr(os, "posix_fallocate"):
             os.posix_fallocate(descriptor, 0, nbytes)
         elif nbytes:
@@ -64,11 +62,11 @@ class Files:
             return False
 
     def read(self, path: Path) -> bytes:
-        """A small file."""
+        """Read a small file."""
         return path.read_bytes()
 
     def write(self, path: Path, data: bytes) -> None:
-        """A small file, on disk when this returns. Its name may not be: see ``sync_directory``."""
+        """Write a small file and sync its bytes, but not its name: see ``sync_directory``."""
         with open(path, "wb") as file:
             file.write(data)
             file.flush()
@@ -81,7 +79,7 @@ class Files:
         return os.stat(path).st_size
 
     def free(self, path: Path) -> int:
-        """Bytes that this process may still write to the filesystem of a directory."""
+        """Return how many bytes this process may still write to the filesystem of a directory."""
         return shutil.disk_usage(path).free
 
     def replace(self, source: Path, target: Path) -> None:
@@ -91,7 +89,7 @@ class Files:
         path.unlink(missing_ok=True)
 
     def lock(self, descriptor: int) -> bool:
-        """Whether the lock of an open file is ours now. It ends with the process, however that ends."""
+        """Try to lock an open file. The lock ends with the process, however that ends."""
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -99,5 +97,5 @@ class Files:
         return True
 
     def process(self) -> str:
-        """This process, for another one to read."""
+        """Name this process for another one to read."""
         return f"process {os.getpid()} on {socket.gethostname()}"

@@ -1,280 +1,544 @@
-"""A store: groups of arrays in files, as of a commit.
+"""A store: arrays in files, as of a commit.
 
-Each group has two slots. The last commit is in one of them, and what is written since goes to the other; a commit
-syncs the files and swaps the manifest, which says of every group which slot it is. So whatever happens at any moment,
-the store opens at its last commit, whole. It takes twice the disk, however often commits are.
+Each array has two slots. The last commit is in one of them, and what is written since goes to the other; a commit syncs
+the files and swaps the manifest, which says which slot holds each array. So whatever happens at any moment, the store
+opens at its last commit, whole. It takes twice the disk, however often commits are made.
+
+A commit is made in two halves: ``prepare`` puts its manifest beside the last one, and ``swap`` puts it in the last
+one's place. Of several processes, each with a store of its own, a commit counts when all have prepared it.
+
+Nothing here runs ahead: each call returns when it is done. Threads may read and write different arrays at once.
 """
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import dataclasses
+import json
+import math
+import os
+import warnings
+import weakref
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from jax_offload._disk import manifest as _manifest
-from jax_offload._disk.buffers import Buffers
-from jax_offload._disk.commits import Commits, slot_name
-from jax_offload._disk.committer import Committer
-from jax_offload._disk.directories import Directories, make
+from jax_offload._disk.blocks import BLOCK, PAGE, Buffers, Opened, failed, padded, pages
 from jax_offload._disk.files import Files
-from jax_offload._disk.late import Late
-from jax_offload._disk.layout import BLOCK, Entry, arrays_in, check, laid_out, named
-from jax_offload._disk.manifest import Manifest, Together, Version
-from jax_offload._disk.queues import Queues
-from jax_offload._disk.transfers import Source, Transfers
-from jax_offload._disk.versions import Versions
 
-# For each directory and direction: four hide a disk's latency. Where reads queued behind writes, in one pool of eight,
-# both at once were 1.02 to 1.09 times slower (docs/notebook.md).
-THREADS = 8
+NAME, NEXT = "manifest.json", "manifest.next.json"
+_LOCK = "lock"
+_FORMAT = 2
+_THREADS = 8  # a direction: four hide a disk's latency
+_BESIDE = 2  # arrays beside the state that are in memory at once
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """An array in the store: what one device has of some rows of a leaf.
+
+    Attributes:
+      path: the leaf's name.
+      shape: the array's.
+      dtype: its name.
+      begin: where the array begins in the leaf.
+      leaf_shape: the leaf's shape, over all devices and processes.
+      rows: how many rows of the leaf each device has.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    begin: tuple[int, ...] = ()
+    leaf_shape: tuple[int, ...] = ()
+    rows: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Version:
+    """Bytes in one of the two slots, with the checksums of their blocks."""
+
+    slot: int
+    checksums: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Late:
+    """``nbytes`` that ``make`` gives when they are written, so that few such arrays are in memory at a time."""
+
+    nbytes: int
+    make: Callable[[], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Commit:
+    """Which commit it is: its number in the store, the run that made it (two may have made that number), its step."""
+
+    number: int
+    run: str
+    step: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a store holds at a commit: the state, and arrays beside it such as parameters."""
+
+    commit: Commit
+    state: tuple[tuple[Entry, Version], ...]
+    beside: tuple[tuple[Entry, Version], ...]
+    slot: int  # of the arrays beside the state
+
+
+def dtype_of(name: str) -> np.dtype:
+    """Return the dtype of this name, also one that ``ml_dtypes`` adds to NumPy's."""
+    try:
+        return np.dtype(name)
+    except TypeError:
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, name))
+
+
+def commits(directory: Path, files: Files) -> list[Commit]:
+    """List the commits in a directory, at most two: the last one, and one that was prepared.
+
+    Raises:
+      ValueError: the last one's manifest is damaged.
+    """
+    return [each.commit for each in _manifests(directory, files) if each is not None]
 
 
 class Store:
-    """Groups of arrays in files; made by ``create`` or ``open``.
+    """Arrays in the files of a directory; made by ``create`` or ``open``, and locked until ``close``."""
 
-    Reads, writes and commits take effect in the order in which they are asked for: a read gives the newest values that
-    were written to its group, and a commit holds all that was written before it was asked for. They run in threads, and
-    any thread may ask.
-    """
+    def __init__(self, lock: _Lock, entries: Sequence[Entry], last: Manifest | None) -> None:
+        self.directory, self._files, self._lock = lock.directory, lock.files, lock
+        self.entries, self._last = tuple(entries), last
+        self._offsets, length = _laid_out(entries)
+        self._newest: list[Version | None] = [each for _, each in last.state] if last else [None] * len(entries)
+        self._next: Manifest | None = None
+        self._stopped: BaseException | None = None
+        self._slots = [self._opened(f"state.{slot}", length) for slot in "ab"]
+        self._beside: dict[int, tuple[Opened, int]] = {}  # slot -> the file, and how long it is
+        if last is not None:  # so that a lost file shows now
+            length = _laid_out([entry for entry, _ in last.beside])[1]
+            self._beside[last.slot] = self._opened(f"beside.{'ab'[last.slot]}", length), length
+        self._reads = ThreadPoolExecutor(_THREADS, "disk reads")
+        self._writes = ThreadPoolExecutor(_THREADS, "disk writes")
+        self.buffers, self._staging = Buffers(), Buffers()
 
-    def __init__(self, directories: Directories, manifest: Manifest, committed: bool) -> None:
-        self._directories = directories
-        self.groups = manifest.groups
-        self._layouts, lengths = laid_out(manifest.groups, manifest.directories, manifest.block)
-        self._data = [directories.open(slot_name("groups", slot), lengths) for slot in (0, 1)]
-        before = manifest.versions if committed else [None] * len(self.groups)
-        self._versions, self._queues = Versions(before, self._what), Queues()
-        self._closed = False
-        self._reads = ThreadPoolExecutor(THREADS * manifest.directories, "disk reads")
-        self._pool = ThreadPoolExecutor(THREADS * manifest.directories, "disk")
-        self.buffers, self.staging = Buffers(), Buffers()
-        self._transfers = Transfers(directories.files, self._reads, self._pool, self.staging)
-        self._committer = Committer(
-            Commits(directories, self._transfers, self._pool, manifest, committed),
-            self._versions,
-            self._data,
-            manifest.together if committed else None,
-            str(directories.paths[0]),
-        )
-        self.most_staging = THREADS * manifest.directories * manifest.block  # one block for each thread that writes
+    # ---- make, open, close -----------------------------------------------------------------------------------------
 
     @classmethod
-    def create(
-        cls,
-        directories: Sequence[Path],
-        groups: Sequence[Sequence[Entry]],
-        *,
-        about: Mapping[str, Any],
-        files: Files | None = None,
-        block: int = BLOCK,
-    ) -> Store:
-        """An empty store. Write all groups, then ``commit``: before that there is nothing to open.
-
-        Args:
-            directories: where; several are striped, and are best on disks of their own. Made where they are not.
-            groups: what is read and written together.
-            about: what this is the state of, in values that JSON has. ``open`` compares it.
-            files: the system's calls.
-            block: bytes of one call of the system, a multiple of 4096.
+    def create(cls, directory: Path, entries: Sequence[Entry], files: Files) -> Store:
+        """Make an empty store. Write all entries, then commit: before that there is nothing to open.
 
         Raises:
-            ValueError: there is a store with a commit, or another process has it.
-            OSError: the directories or the space cannot be had. Nothing is left of it.
+          ValueError: there is a store with a commit, or another process has it.
+          OSError: the system refuses the directory or the space. Nothing is left of it.
         """
-        files = files or Files()
-        make(directories, files)
-        places = Directories(directories, files)
-        places.lock()
         try:
-            places.check_unused()
-            if cls.exists(directories, files=files):
-                raise ValueError(
-                    f"{str(directories[0])!r} holds a store. Open it, or remove it, or give a directory of its own."
-                )
-            _manifest.remove_next(files, places.paths)
-            entries = tuple(tuple(group) for group in groups)
-            none = Version(0, ())
-            manifest = Manifest(
-                uuid.uuid4().hex, -1, _manifest.plain(about), len(places.paths), block, entries, (), (), none
-            )
-            _, lengths = laid_out(entries, len(places.paths), block)
-            names = [slot_name("groups", slot) for slot in (0, 1)]
+            files.make_directory(directory)
+        except OSError as error:
+            raise failed(error, "making the directory of a store", directory) from error
+        lock = _Lock(directory, files)
+        try:
+            if _exists(directory / NAME, files):
+                raise ValueError(f"{str(directory)!r} holds a store. Open it, remove it, or give another directory.")
+            files.remove(directory / NEXT)  # no commit, as another process has not prepared it
+            _, length = _laid_out(entries)
+            paths = [directory / f"state.{slot}" for slot in "ab"]
             try:
-                for name in names:
-                    places.allocate(name, lengths, 2 * sum(lengths))
+                for path in paths:
+                    _allocate(path, length, 2 * length, files)
             except OSError:
-                for name in names:
-                    places.remove(name)
+                for path in paths:
+                    files.remove(path)
                 raise
-            places.identify(manifest.store)
-            return cls(places, manifest, committed=False)
+            return cls(lock, entries, None)
         except BaseException:
-            places.close()
+            lock.release()
             raise
 
     @classmethod
-    def open(
-        cls,
-        directories: Sequence[Path],
-        *,
-        about: Mapping[str, Any] | None = None,
-        files: Files | None = None,
-        together: Together | None = None,
-    ) -> Store:
-        """The store at its last commit; at ``together``, one of ``commits``, where processes have agreed on that.
+    def open(cls, directory: Path, commit: Commit, files: Files) -> Store:
+        """Open a store at one of its ``commits``, which is its last one from now on.
 
         Raises:
-            ValueError: there is none, it is about something else, another process has it, or files are missing or
-                damaged. What is in the groups is checked as it is read.
+          ValueError: another process has it, or files are missing or damaged. Arrays are checked when they are read.
         """
-        files = files or Files()
-        places = Directories(directories, files)
-        if together is None and not cls.exists(directories, files=files):
-            _manifest.load(files, places.paths)  # raises, without making a lock where nothing is
-        places.lock()
+        lock = _Lock(directory, files)
         try:
-            manifest = (
-                _manifest.load(files, places.paths)
-                if together is None
-                else _manifest.load_together(files, places.paths, together)
-            )
-            places.check_identity(manifest.store)
-            if about is not None:
-                _manifest.check_about(manifest, about, places.paths[0])
-            if together is not None:
-                _manifest.save_both(files, places.paths, manifest)
-                _manifest.remove_next(files, places.paths)
-            _manifest.mend(files, places.paths, manifest)
-            return cls(places, manifest, committed=True)
+            prepared, last = _manifests(directory, files)
+            if last is not None and last.commit == commit:
+                files.remove(directory / NEXT)
+            elif prepared is not None and prepared.commit == commit:
+                files.replace(directory / NEXT, directory / NAME)
+                last = prepared
+            else:
+                raise ValueError(
+                    f"the store in {str(directory)!r} has lost its commit number {commit.number} since it was looked "
+                    "for: another run is in its directory. End that, or give this one a directory of its own."
+                )
+            files.sync_directory(directory)
+            return cls(lock, [entry for entry, _ in last.state], last)
         except BaseException:
-            places.close()
+            lock.release()
             raise
 
-    @staticmethod
-    def exists(directories: Sequence[Path], *, files: Files | None = None) -> bool:
-        """Whether there is a store with a commit, whole or not."""
-        return _manifest.exists(files or Files(), directories)
+    def close(self) -> None:
+        """Let the files and the directory go. What was not committed is lost."""
+        self._reads.shutdown()
+        self._writes.shutdown()
+        self._lock.release()
 
-    @staticmethod
-    def commits(directories: Sequence[Path], *, files: Files | None = None) -> list[tuple[Together, int]]:
-        """The commits made together with other processes that are whole here, with their steps: two at most."""
-        found = _manifest.undamaged(files or Files(), directories)
-        return [(each.together, each.step) for each in found if each.together is not None]
+    # ---- read and write --------------------------------------------------------------------------------------------
 
     @property
     def step(self) -> int | None:
-        """Of the last commit; None before the first."""
-        return self._committer.step
+        """The step of the last commit; ``None`` before the first."""
+        return None if self._last is None else self._last.commit.step
 
     @property
-    def together(self) -> Together | None:
-        """The last commit, where it is one of several processes."""
-        return self._committer.together
+    def number(self) -> int:
+        """The number of the last commit; 0 before the first."""
+        return 0 if self._last is None else self._last.commit.number
 
-    def nbytes(self, group: int) -> int:
-        """Bytes of a group, in memory or in a slot."""
-        return self._layouts[group].nbytes
+    def nbytes(self, entries: Sequence[int]) -> int:
+        """How long a buffer must be into which these entries are read."""
+        return sum(padded(self.entries[k].nbytes) for k in entries)
 
-    def read(self, group: int, into: np.ndarray | None = None, *, committed: bool = False) -> Future[list[np.ndarray]]:
-        """The newest values of a group, or those of the last commit, as views of a buffer of the pool, or of ``into``.
+    def read(self, entries: Sequence[int], buffer: np.ndarray, *, committed: bool = False) -> list[np.ndarray]:
+        """Read the newest values of entries, or those of the last commit, one after the other into ``buffer``.
 
-        The buffer is the pool's again when nothing has a view of it any more. The future raises ``ValueError`` where
-        bytes are damaged, and ``OSError`` where they cannot be read.
+        Returns:
+          The arrays, as views of the buffer. Each begins on a page.
+
+        Raises:
+          ValueError: bytes are damaged, or were never written.
+          OSError: the system cannot read them.
         """
-        layout = self._layouts[group]
-        buffer = self.buffers.take(layout.nbytes) if into is None else into
+        found, jobs, at = list[np.ndarray](), list[Callable[[], Any]](), 0
+        for k in entries:
+            entry, offset = self.entries[k], self._offsets[k]
+            version = self._last.state[k][1] if committed and self._last else self._newest[k]
+            if version is None:
+                raise ValueError(f"{entry.path!r} in {str(self.directory)!r} was never written whole.")
+            jobs += _reads(self._slots[version.slot], entry, version, buffer[at:], offset)
+            found.append(buffer[at : at + entry.nbytes].view(dtype_of(entry.dtype)).reshape(entry.shape))
+            at += padded(entry.nbytes)
+        _all(self._reads, jobs)
+        return found
 
-        def start() -> Future[list[None]]:
-            version = self._versions.committed(group) if committed else self._versions.newest(group)
-            files = self._data[version.slot]
-            return self._transfers.read(files, layout, buffer, version.checksums, self._what(group))
+    def write(self, arrays: Mapping[int, np.ndarray]) -> None:
+        """Write new values of entries beside those of the last commit. ``OSError`` where the system cannot."""
+        self.check()
+        slots = {k: 1 - self._last.state[k][1].slot if self._last else 0 for k in arrays}
+        jobs = dict[int, list[Callable[[], int]]]()
+        for k, x in arrays.items():
+            self._newest[k] = None
+            jobs[k] = self._block_writes(self._slots[slots[k]], self.entries[k], x, self._offsets[k])
+        checksums = iter(_all(self._writes, [job for each in jobs.values() for job in each]))
+        for k, each in jobs.items():
+            self._newest[k] = Version(slots[k], tuple(next(checksums) for _ in each))
 
-        return self._queues.after(group, start, lambda _: arrays_in(layout, buffer), lambda error: None, writes=False)
+    def _block_writes(self, file: Opened, entry: Entry, x: np.ndarray, offset: int) -> list[Callable[[], int]]:
+        values = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
 
-    def write(self, group: int, arrays: Sequence[np.ndarray]) -> Future[None]:
-        """Writes new values of a group beside those of the last commit.
+        def one(begin: int) -> int:
+            memory = values[begin : begin + BLOCK]
+            if memory.nbytes % PAGE or (file.direct and memory.__array_interface__["data"][0] % PAGE):
+                whole = self._staging.take(BLOCK)[: padded(memory.nbytes)]
+                whole[: memory.nbytes] = memory
+                whole[memory.nbytes :] = 0
+                memory = whole
+            return file.write(memory, offset + begin, repr(entry.path))
 
-        ``arrays`` are held, and must stay as they are, until the future is done. It raises ``OSError`` where they
-        cannot be written, and so does the commit then.
+        return [lambda begin=begin: one(begin) for begin in range(0, values.nbytes, BLOCK)]
+
+    # ---- commits ---------------------------------------------------------------------------------------------------
+
+    def prepare(self, step: int, beside: Mapping[str, Late], run: str) -> None:
+        """Bring all that was written, and ``beside``, to the disk: a commit that ``swap`` makes the last one.
+
+        An error leaves the last commit as it is, and nothing is written any more.
         """
-        layout = self._layouts[group]
-        check(group, self.groups[group], arrays)
-        source = Source.of(layout, arrays)
-        slot = 0
+        self.check()
+        try:
+            if missing := [entry.path for entry, each in zip(self.entries, self._newest, strict=True) if each is None]:
+                raise ValueError(f"{missing[0]!r} was never written whole. Write every entry before a commit.")
+            state = [(entry, each) for entry, each in zip(self.entries, self._newest, strict=True) if each is not None]
+            slot = 0 if self._last is None else 1 - self._last.slot
+            stored = self._write_beside(slot, beside)
+            before = [None] * len(state) if self._last is None else [each for _, each in self._last.state]
+            changed = {new.slot for (_, new), old in zip(state, before, strict=True) if new != old}
+            _all(self._writes, [self._beside[slot][0].sync, *(self._slots[each].sync for each in sorted(changed))])
+            self._next = Manifest(Commit(self.number + 1, run, step), tuple(state), tuple(stored), slot)
+            _save(self._next, self.directory / NEXT, self._files)
+        except BaseException as error:
+            self.stop(error)
+            raise
 
-        def start() -> Future[list[int]]:
-            nonlocal slot
-            self._committer.check()
-            slot = self._versions.begin(group)
-            return self._transfers.write(self._data[slot], layout, source, self._what(group))
-
-        def finish(checksums: list[int]) -> None:
-            self._versions.end(group, Version(slot, tuple(checksums)))
-
-        return self._queues.after(group, start, finish, lambda error: self._versions.end(group, error), writes=True)
-
-    def commit(self, step: int, extra: Mapping[str, np.ndarray | Late]) -> Future[None]:
-        """Makes all that was written, and ``extra``, what the store opens with: in a thread, after the writes. A late
-        array of it is made in threads that write, and given up before this is done.
-
-        Done means that it survives a loss of power. Reads go on beside it; later writes wait for it, as they go to the
-        slots of the commit before. An error is raised by the future and by the next call of ``commit`` or ``close``;
-        the store on disk is then as it was.
-        """
-        return self._queues.commit(self._committer.commit(step, extra))
-
-    def prepare(self, step: int, extra: Mapping[str, np.ndarray | Late], together: Together) -> Future[None]:
-        """The first half of a commit of several processes: all of it is on disk, beside the one before.
-
-        When all processes have done so it is the commit, whatever happens: ``swap`` it before anything is written.
-        """
-        return self._queues.commit(self._committer.prepare(step, extra, together))
-
-    def swap(self) -> Future[None]:
-        """The second half: what was prepared is the last commit."""
-        return self._queues.commit(self._committer.swap)
+    def swap(self) -> None:
+        """Make the prepared commit the last one. An error leaves the one before or this one."""
+        try:
+            self._files.replace(self.directory / NEXT, self.directory / NAME)
+            self._files.sync_directory(self.directory)
+            self._last, self._next = self._next, None
+        except BaseException as error:  # which of the two commits the disk has is unknown, so no slot may be written
+            self.stop(error)
+            raise
 
     def stop(self, error: BaseException) -> None:
-        """Nothing is written any more, as another process's half of a commit has failed."""
-        self._committer.stop(error)
+        """Write nothing any more."""
+        self._stopped = self._stopped or error
 
     def check(self) -> None:
-        """Raises ``ValueError`` where a commit failed."""
-        self._committer.check()
+        """Raise ``ValueError`` where the store has stopped."""
+        if self._stopped is not None:
+            raise ValueError(
+                f"the store in {str(self.directory)!r} stopped when a commit failed: {self._stopped} "
+                f"It is as of {'nothing' if self.step is None else f'step {self.step}'}: see to the cause and open it "
+                "again, by disk.resume(target)."
+            ) from self._stopped
 
-    def extra(self) -> dict[str, np.ndarray]:
-        """The arrays beside the groups, of the last commit."""
-        return self._committer.extra()
+    def _write_beside(self, slot: int, beside: Mapping[str, Late]) -> list[tuple[Entry, Version]]:
+        entries = [Entry(name, (late.nbytes,), "uint8") for name, late in beside.items()]
+        offsets, length = _laid_out(entries)
+        if slot not in self._beside or self._beside[slot][1] != length:
+            if slot in self._beside:
+                self._lock.close(self._beside.pop(slot)[0])
+            name = f"beside.{'ab'[slot]}"
+            _allocate(self.directory / name, length, length, self._files)
+            self._beside[slot] = self._opened(name, length), length
+        file, _ = self._beside[slot]
 
-    def close(self) -> None:
-        """Waits for what is under way, and lets the directories go. What was not committed is lost.
+        def one(entry: Entry, offset: int) -> tuple[Entry, Version]:
+            jobs = self._block_writes(file, entry, beside[entry.path].make(), offset)
+            return entry, Version(slot, tuple(_all(self._writes, jobs)))
 
-        ``ValueError`` where a commit failed, once.
-        """
-        if self._closed:
-            return
-        self._closed = True
-        for future in self._queues.under_way():
-            future.result()
-        self._committer.shutdown()
-        self._reads.shutdown()
-        self._pool.shutdown()
-        self._directories.close()
-        self._committer.check()
+        with ThreadPoolExecutor(_BESIDE) as few:
+            return _all(few, [lambda each=each: one(*each) for each in zip(entries, offsets, strict=True)])
 
-    def __enter__(self) -> Store:
-        return self
+    def beside(self) -> dict[str, np.ndarray]:
+        """Read the arrays beside the state, of the last commit."""
+        if self._last is None:
+            return {}
+        found, jobs = dict[str, np.ndarray](), list[Callable[[], Any]]()
+        offsets, length = _laid_out([entry for entry, _ in self._last.beside])
+        (file, _), buffer = self._beside[self._last.slot], pages(length)
+        for (entry, version), offset in zip(self._last.beside, offsets, strict=True):
+            jobs += _reads(file, entry, version, buffer[offset:], offset)
+            found[entry.path] = buffer[offset : offset + entry.nbytes]
+        _all(self._reads, jobs)
+        return found
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    # ---- files -----------------------------------------------------------------------------------------------------
+
+    def _opened(self, name: str, length: int) -> Opened:
+        """Open a file. ``ValueError`` where it is missing, or not as long as it was made."""
+        path = self.directory / name
         try:
-            self.close()
-        except (OSError, ValueError):
-            if kind is None:  # else the block ends with an error of its own, which says more
-                raise
+            found = self._files.size(path)
+        except FileNotFoundError:
+            raise ValueError(
+                f"the store has lost {str(path)!r}: no such file. Is its disk mounted? Otherwise restore from a "
+                "checkpoint into a new store."
+            ) from None
+        if found != length:
+            raise ValueError(
+                f"{str(path)!r} holds {found} bytes, and was made with {length}. Restore from a checkpoint into a new "
+                "store."
+            )
+        known, opened = self._lock.opened, Opened.at(path, self._files)
+        known.append(opened)
+        if not opened.direct and all(each.direct for each in known[:-1]):
+            warnings.warn(
+                f"the filesystem of {str(self.directory)!r} has no O_DIRECT: the store goes through the page cache, "
+                "which is slower and takes memory that the system counts as cache. A directory on a local disk has it.",
+                stacklevel=2,
+            )
+        return opened
 
-    def _what(self, group: int) -> str:
-        return named(group, self.groups[group])
+
+def _laid_out(entries: Sequence[Entry]) -> tuple[list[int], int]:
+    """Where each entry begins in a file of them, and how long that is."""
+    offsets, length = list[int](), 0
+    for entry in entries:
+        offsets.append(length)
+        length += padded(entry.nbytes)
+    return offsets, length
+
+
+def _reads(file: Opened, entry: Entry, version: Version, buffer: np.ndarray, offset: int) -> list[Callable[[], None]]:
+    """Reads of an entry's blocks into the beginning of a buffer."""
+    whole = buffer[: padded(entry.nbytes)]
+
+    def one(begin: int, checksum: int) -> None:
+        file.read(whole[begin : begin + BLOCK], offset + begin, checksum, repr(entry.path))
+
+    begins = range(0, whole.nbytes, BLOCK)
+    return [lambda b=begin, c=checksum: one(b, c) for begin, checksum in zip(begins, version.checksums, strict=True)]
+
+
+def _all(pool: Executor, jobs: Sequence[Callable[[], T]]) -> list[T]:
+    """Run jobs in a pool, and raise the first error when none runs any more."""
+    futures: list[Future[T]] = [pool.submit(job) for job in jobs]
+    wait(futures)
+    return [future.result() for future in futures]
+
+
+def _exists(path: Path, files: Files) -> bool:
+    try:
+        files.size(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def _allocate(path: Path, length: int, need: int, files: Files) -> None:
+    """Make a file of space of its own. ``need`` is what the whole store takes, for the error."""
+    descriptor = files.open(path, create=True)
+    try:
+        files.allocate(descriptor, length)
+    except OSError as error:
+        doing = f"making {length} bytes of space ({files.free(path.parents[0])} are free) for {need} bytes in all"
+        raise failed(error, doing, path) from error
+    finally:
+        files.close(descriptor)
+    files.sync_directory(path.parents[0])
+
+
+# ---- the manifest, a small file that is swapped whole ----------------------------------------------------------------
+
+
+def _save(manifest: Manifest, path: Path, files: Files) -> None:
+    """Swap a manifest: after a loss of power at any moment there is the file before or this one, whole."""
+    body: dict[str, Any] = {"format": _FORMAT, "commit": dataclasses.astuple(manifest.commit), "slot": manifest.slot}
+    for name, pairs in (("state", manifest.state), ("beside", manifest.beside)):
+        body[name] = [[*dataclasses.astuple(entry), *dataclasses.astuple(version)] for entry, version in pairs]
+    temporary = path.with_name(f"{path.name}.new")
+    files.write(temporary, json.dumps({"manifest": body, "crc32": _checksum(body)}).encode())
+    files.replace(temporary, path)
+    files.sync_directory(path.parents[0])
+
+
+def _load(path: Path, files: Files) -> Manifest | None:
+    """Read a manifest; ``None`` where there is none. ``ValueError`` where it is damaged, or of another format."""
+    if not _exists(path, files):
+        return None
+    data = files.read(path)
+    try:
+        document = json.loads(data)
+        body, intact = document["manifest"], document["crc32"] == _checksum(document["manifest"])
+    except (ValueError, KeyError, TypeError):
+        body, intact = {}, False
+    if not intact:
+        raise ValueError(
+            f"the manifest {str(path)!r} is damaged, {len(data)} bytes long. The arrays' bytes are there, in two slots "
+            "each, and nothing says any more which of them the last commit is. Restore from a checkpoint into a new "
+            "store."
+        )
+    if body["format"] != _FORMAT:
+        raise ValueError(
+            f"the store of {str(path)!r} has format {body['format']}, and this version reads {_FORMAT}. Read it with "
+            "the version of jax_offload that wrote it, and save a checkpoint."
+        )
+    return Manifest(Commit(*body["commit"]), _rows(body["state"]), _rows(body["beside"]), body["slot"])
+
+
+def _rows(rows: Sequence[Sequence[Any]]) -> tuple[tuple[Entry, Version], ...]:
+    return tuple(
+        (Entry(path, tuple(shape), dtype, tuple(begin), tuple(leaf), n), Version(slot, tuple(checksums)))
+        for path, shape, dtype, begin, leaf, n, slot, checksums in rows
+    )
+
+
+def _manifests(directory: Path, files: Files) -> tuple[Manifest | None, Manifest | None]:
+    """Read what was prepared, as far as it is whole, and the last commit.
+
+    The former comes first: if its process swaps it meanwhile, it is found twice instead of not at all.
+    """
+    prepared = None
+    try:
+        prepared = _load(directory / NEXT, files)
+    except ValueError as error:
+        warnings.warn(f"{error} The commit before it is whole.", stacklevel=2)
+    return prepared, _load(directory / NAME, files)
+
+
+def _checksum(body: Any) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True).encode())
+
+
+# ---- the lock --------------------------------------------------------------------------------------------------------
+
+
+class _Lock:
+    """The lock of a directory, and its open files, until ``release``.
+
+    ``ValueError`` where another process, or another store of this one, has the lock.
+    """
+
+    def __init__(self, directory: Path, files: Files) -> None:
+        self.directory, self.files = directory, files
+        self.opened: list[Opened] = []
+        self._descriptor: int | None = None
+        path = directory / _LOCK
+        try:
+            descriptor = files.open(path, create=True)
+        except OSError as error:
+            raise failed(error, "opening the lock of a store", path) from error
+        if not files.lock(descriptor):
+            files.close(descriptor)
+            holder = files.read(path).decode(errors="replace").strip() or "a process"
+            holder += ", this one, in which another jo.disk has it" if holder == files.process() else ""
+            raise ValueError(
+                f"the store in {str(directory)!r} is in use by {holder}: two would write over each other. End the "
+                "other, close its store (disk.close(), in a notebook before the cell is run again), or give this "
+                "one a directory of its own."
+            )
+        self._descriptor = descriptor
+        _locks.add(self)
+        try:
+            files.pwritev(descriptor, files.process().encode().ljust(256), 0)
+        except BaseException:
+            self.unlock()
+            raise
+
+    def close(self, file: Opened) -> None:
+        """Close one of the files."""
+        self.opened.remove(file)
+        self.files.close(file.descriptor)
+
+    def release(self) -> None:
+        """Close the files, and let the lock go."""
+        for file in list(self.opened):
+            self.close(file)
+        self.unlock()
+
+    def unlock(self) -> None:
+        """Let the lock go; one that a child inherits stays its parent's."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            self.files.close(descriptor)
+
+
+_locks: weakref.WeakSet[_Lock] = weakref.WeakSet()
+
+
+def _release_in_a_child() -> None:
+    """A child, a data loader's process for example, would keep the locks when this process has ended."""
+    for lock in list(_locks):
+        lock.unlock()
+
+
+os.register_at_fork(after_in_child=_release_in_a_child)

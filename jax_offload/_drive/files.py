@@ -1,52 +1,20 @@
-"""What of a step is on disk: taken out of its program, of which it is then inputs and results."""
+"""The leaves on disk of a step: their reads become inputs of its program, and their writes results."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from concurrent.futures import Future
-from typing import Any, Protocol, cast
+from typing import Any
 
-import jax
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from jax_offload._base.jaxprs import Atom, Equation, Var, inner_of, renamed, variables
 from jax_offload._base.memory import HOST_KIND
-from jax_offload._base.on_disk import IN_MEMORY, READ, WRITE, Ends, Place, Range
+from jax_offload._base.on_disk import IN_MEMORY, READ, WRITE, Ends, Place
 from jax_offload._drive.stages import DRIVEN, Staged
 from jax_offload._emit.find import holds_driven_update, is_update
 from jax_offload._ir.program import Program
-
-
-class Files(Protocol):
-    """The home of leaves on disk, as a step that runs sees it.
-
-    Attributes:
-      depth: how many groups are read ahead, and written behind.
-    """
-
-    depth: int
-
-    def check(self, token: Any) -> None:
-        """Raises where the token is of another version than what is on disk."""
-        ...
-
-    def ends(self, name: str) -> Ends:
-        """Where the ranges of a leaf's rows end that are together in files."""
-        ...
-
-    def fetch(self, name: str, sharding: Sharding, rows: Range | None = None) -> Future[jax.Array]:
-        """The leaf, or some ranges of it, being read."""
-        ...
-
-    def put(self, name: str, x: jax.Array, rows: Range | None = None) -> Future[None]:
-        """Its next value, being written once it is there."""
-        ...
-
-    def advance(self) -> Any:
-        """The token of the next version, all of whose leaves have been put; raises where something failed."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +22,9 @@ class OnFiles:
     """A step without its reads and writes.
 
     Attributes:
-      program: it. What is read are inputs, its last; what is written are results, its last.
-      reads: such an input -> the token that it is read by, and which leaf it is.
-      writes: of each such result the leaf that it is the next value of; one that is handed on is not written.
+      program: the step, whose last inputs are the leaves that are read, and whose last results are those to write.
+      reads: an input that is read -> the token to read it by, and which leaf it is.
+      writes: for each result to write, the leaf whose next value it is. A leaf that is handed on is not written.
       tokens: the numbers of the step's results that are tokens -> their leaves.
     """
 
@@ -67,21 +35,21 @@ class OnFiles:
 
     @property
     def n_others(self) -> int:
-        """How many results there are that are no tokens."""
+        """The number of results that are not tokens."""
         return len(self.program.outputs) - len(self.writes)
 
     @property
     def ends(self) -> dict[Var, Ends]:
-        """Of what is read, and of results that are written and nothing else: where ranges of rows end in the files."""
+        """Where ranges of rows end in the files, for leaves that are read, and for results that are only written."""
         times = Counter(variables(self.program.outputs))
         used = {v for eqn in self.program.eqns for v in variables(eqn.invars)}
         written = zip(self.program.outputs[self.n_others :], self.writes, strict=True)
         found = {v: leaf for v, (_, leaf) in self.reads.items()}
         found |= {v: leaf for v, leaf in written if isinstance(v, Var) and times[v] == 1 and v not in used}
-        return {v: home_of(leaf).ends(leaf.name) for v, leaf in found.items()}
+        return {v: leaf.home.ends(leaf.name) for v, leaf in found.items()}
 
     def places(self, devices: Set[Any]) -> dict[Var, Sharding]:
-        """Where what is read is to be, in a step on these devices: on one of them all is there.
+        """Say where each leaf goes in host memory, in a step on these devices. On a single device, all go there.
 
         Raises:
           ValueError: the state is divided between other devices.
@@ -98,7 +66,7 @@ class OnFiles:
         return {v: s if alone is None or s.device_set == devices else alone for v, s in here.items()}
 
     def check(self, step: Staged) -> None:
-        """Raises ``ValueError`` where what the updates read from disk is not what ``offload`` keeps there."""
+        """Raise ``ValueError`` where the updates read other leaves from disk than ``offload`` keeps there."""
         used = {v for stage in step.stages for v in stage.reads}
         for v, (_, leaf) in self.reads.items():
             if v in used and not step.host_leaves.get(v):
@@ -113,10 +81,10 @@ class OnFiles:
 
 
 def files_of(step: Program) -> OnFiles:
-    """What of a step is on disk.
+    """Take the reads and writes of leaves on disk out of a step.
 
     Raises:
-      ValueError: it does something with such a leaf but update it, or with what stands for it.
+      ValueError: the step does something other than update such a leaf, or computes with its token.
     """
     reads: dict[Var, tuple[Atom, Place]] = {}
     written: dict[Var, tuple[Atom, Place]] = {}  # token -> what is written
@@ -153,7 +121,7 @@ def files_of(step: Program) -> OnFiles:
             f"disk: the step updates a state and returns a part of it, not {lost[0].name}, which is written over all "
             "the same. Fix: return the whole state."
         )
-    again = [(x, place) for x, place in found.values() if isinstance(x, Var) and x in reads]  # as it was
+    again = [(x, place) for x, place in found.values() if isinstance(x, Var) and x in reads]  # unchanged
     moved = [(reads[x][1], place) for x, place in again if reads[x][1] != place]
     if moved:
         old, new = moved[0]
@@ -187,14 +155,9 @@ def _check_equation(eqn: Equation, reads: Mapping[Var, Any], written: Mapping[Va
 
 
 def _holds_files(eqn: Equation) -> bool:
-    """Whether something is read or written in a branch or a loop of the step."""
+    """Whether a branch or a loop of the step reads or writes a leaf on disk."""
     return any(inner.holds(lambda each: each.primitive in (READ, WRITE)) for inner in inner_of(eqn))
 
 
 def _devices(devices: Set[Any]) -> str:
     return ", ".join(sorted(map(str, devices)))
-
-
-def home_of(leaf: Place) -> Files:
-    """Where it is."""
-    return cast(Files, leaf.home)

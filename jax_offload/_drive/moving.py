@@ -16,19 +16,18 @@ from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Literal, Var, values_of, variables
 from jax_offload._base.on_disk import Place
 from jax_offload._drive.by_rows import Part
-from jax_offload._drive.files import OnFiles, home_of
+from jax_offload._drive.files import OnFiles
 from jax_offload._drive.stages import BEFORE, GROUP, Staged
 from jax_offload._drive.tasks import Task
 
-# Stages whose leaves are being read, or written, while another runs, unless a disk says how many; and of so many their
-# bytes, a direction: a row of a leaf may be gigabytes, of which the one that is needed is enough.
+# How many stages' leaves are being read, or written, while another stage runs, and how many bytes of them each way: a
+# row of a leaf may be gigabytes, and then the one that is needed is enough.
 DEPTH, AT_ONCE = 2, 2**29
 
 
-def beside(sizes: Iterable[int], depth: int = DEPTH) -> int:
+def beside(sizes: Iterable[int]) -> int:
     """How many groups of so many bytes, the nearest first, are read, or written, beside the one that is needed."""
-    most = AT_ONCE * depth // DEPTH
-    return sum(total <= most for total in itertools.accumulate(itertools.islice(sizes, depth)))
+    return sum(total <= AT_ONCE for total in itertools.accumulate(itertools.islice(sizes, DEPTH)))
 
 
 def _bytes_of(leaves: Iterable[Var]) -> int:
@@ -55,7 +54,6 @@ class Moving:
         places: Mapping[Var, Sharding],
     ) -> None:
         self._what, self._values, self._places = what, values, places
-        self._depth = max((home_of(leaf).depth for _, leaf in what.reads.values()), default=DEPTH)
         self._reads = {v: Part(leaf) for v, (_, leaf) in what.reads.items()}
         self._reads |= {w: Part(leaf, rows) for v, (_, leaf) in what.reads.items() for w, rows in step.parts.get(v, ())}
         self._read_by: dict[Place, list[tuple[Part, int]]] = {}  # leaf -> the tasks that read it, and what of it
@@ -71,7 +69,7 @@ class Moving:
         self._reading: dict[Var, Future[jax.Array]] = {}
         self._writing: deque[tuple[int, list[Future[None]]]] = deque()  # with how many bytes they are
         for token, leaf in what.reads.values():
-            home_of(leaf).check(token.val if isinstance(token, Literal) else values[token])
+            leaf.home.check(token.val if isinstance(token, Literal) else values[token])
 
     def read(self, task: Task, following: Sequence[Task]) -> None:
         """What it needs, and what those that read files next are going to need starts on its way.
@@ -81,13 +79,13 @@ class Moving:
         while self._writing and (self._first_is_written() or self._writes_too_much(task)):
             for writing in self._writing.popleft()[1]:
                 writing.exception()  # which is said when the step ends: other processes are in it too
-        now, ahead = self._read_of(task), [*itertools.islice(filter(None, map(self._read_of, following)), self._depth)]
+        now, ahead = self._read_of(task), [*itertools.islice(filter(None, map(self._read_of, following)), DEPTH)]
         if not now and not self._writing and ahead:  # the first of them is the one that is needed
             now, *ahead = ahead
-        for v in itertools.chain(now, *ahead[: beside(map(_bytes_of, ahead), self._depth)]):
+        for v in itertools.chain(now, *ahead[: beside(map(_bytes_of, ahead))]):
             if v not in self._reading:
                 part = self._reads[v]
-                self._reading[v] = home_of(part.leaf).fetch(part.leaf.name, self._places[v], part.rows)
+                self._reading[v] = part.leaf.home.fetch(part.leaf.name, self._places[v], part.rows)
         self._values |= {v: self._reading.pop(v).result() for v in task.inputs if v in self._reads}
 
     def _read_of(self, task: Task) -> list[Var]:
@@ -101,8 +99,8 @@ class Moving:
         if task.stage.name == BEFORE:
             return False
         if task.stage.name != GROUP:
-            return len(self._writing) > self._depth
-        return len(self._writing) > beside((size for size, _ in reversed(self._writing)), self._depth)
+            return len(self._writing) > DEPTH
+        return len(self._writing) > beside((size for size, _ in reversed(self._writing)))
 
     def write(self, number: int, task: Task) -> None:
         """What this and earlier ones have made is being written, as far as no later one reads the old value: a gradient
@@ -117,7 +115,7 @@ class Moving:
         now = [v for v in self._held if all(self._last_read(part) <= number for part in self._unwritten[v])]
         parts = [(part, v) for v in now for part in self._unwritten.pop(v)]
         if parts:
-            writing = [home_of(each.leaf).put(each.leaf.name, self._values[v], each.rows) for each, v in parts]
+            writing = [each.leaf.home.put(each.leaf.name, self._values[v], each.rows) for each, v in parts]
             self._writing.append((_bytes_of(v for _, v in parts), writing))
         for v in now:
             del self._held[v]
@@ -133,7 +131,7 @@ class Moving:
         self._held |= dict.fromkeys(self._unwritten)  # with what no stage has made
         self._write(math.inf)
         others = values_of(self._values, self._outputs)
-        homes = {leaf.home: home_of(leaf) for leaf in self._what.tokens.values()}
-        tokens, rest = {home: files.advance() for home, files in homes.items()}, iter(others)
+        homes = dict.fromkeys(leaf.home for leaf in self._what.tokens.values())
+        tokens, rest = {home: home.advance() for home in homes}, iter(others)
         n = len(others) + len(self._what.tokens)
         return [tokens[leaf.home] if (leaf := self._what.tokens.get(k)) else next(rest) for k in range(n)]

@@ -204,7 +204,7 @@ class Driven:
         if stage.on_cores:
             compiled = without_mesh(jit(program))
         else:
-            options = self._options[task.sends] or None
+            options = dict(self._options[task.sends] or {}) or None
             compiled = jit(program, donate_argnums=task.reused, out_shardings=places, compiler_options=options)
         if key is not None:
             self._compiled[key] = compiled

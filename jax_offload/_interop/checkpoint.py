@@ -13,8 +13,8 @@ from typing import Any
 import jax
 
 from jax_offload._base import memory
-from jax_offload._base.disk_moves import read_into
-from jax_offload._files.files import Disk
+from jax_offload._base.on_disk import read_into
+from jax_offload._disk.disk import Disk
 from jax_offload._interop.checksums import checksums, is_key
 from jax_offload._interop.late import read_late, sums_of
 from jax_offload._interop.stored import Damaged, check_target, default_target, named, reading, some

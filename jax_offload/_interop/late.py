@@ -16,8 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_offload._base.disk_moves import read_to
-from jax_offload._base.on_disk import OnDisk, is_on_disk
+from jax_offload._base.on_disk import OnDisk, is_on_disk, read_to
 from jax_offload._interop.checksums import checksums
 
 _Read = Callable[[], np.ndarray[Any, Any]]

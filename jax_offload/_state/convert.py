@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import optax
 
-from jax_offload._base.disk_moves import check_in_memory
+from jax_offload._base.on_disk import check_in_memory
 from jax_offload._placement.arguments import check_transformation
 from jax_offload._precision.storage import Encoded, StoredState, decoded_in_place, encoded_in_place, is_encoded
 from jax_offload._state.state import params_like, to_host, traced_init

@@ -21,10 +21,9 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax_offload._base import memory
 from jax_offload._base.around import described
 from jax_offload._base.arrays import is_like
-from jax_offload._base.disk_moves import brought, read_to
 from jax_offload._base.donation import guarded
 from jax_offload._base.jaxprs import Literal, jaxpr_of
-from jax_offload._base.on_disk import is_on_disk, typed
+from jax_offload._base.on_disk import brought, is_on_disk, read_to, typed
 from jax_offload._base.own_primitives import marks_in
 from jax_offload._base.paths import owners
 from jax_offload._base.shardings import is_explicit, sharding_of, shards_of, typed_sharding, without_axes

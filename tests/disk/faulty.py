@@ -1,30 +1,28 @@
-"""Files with faults, and a store of a few small groups to have them in."""
+"""Files with faults, and a small training run whose state is on disk to have them in."""
 
 import errno
 import os
+import shutil
 import threading
-import time
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 
+import jax_offload as jo
 from jax_offload._disk.files import Files
-from jax_offload._disk.layout import Entry, dtype_of
-from jax_offload._disk.store import Store
 
-BLOCK = 8192
-GROUPS = [
-    [Entry("a/mu", (1000, 7), "float32"), Entry("a/nu", (33,), "bfloat16")],
-    [Entry("b/mu", (5000,), "float32"), Entry("b/none", (0, 3), "int8"), Entry("b/count", (), "int32")],
-    [Entry("c/mu", (2048,), "float32")],
-]
-ABOUT = {"optimizer": "adam", "process": [0, 1]}
+X = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
+NAMES = ["layer_1", "layer_2", "layer_3"]
+NO_SPACE, FAILED = errno.ENOSPC, errno.EIO
 
 
 class Faulty(Files):
     """``fault(name, path, arguments)`` is called before each call, and may raise, wait, or return what is returned."""
 
     def __init__(self, fault=None):
-        self.fault = fault or (lambda name, path, *arguments: None)
+        self.fault = fault or no_fault
         self.paths = {}
         self.calls = []
         self._lock = threading.Lock()
@@ -60,6 +58,10 @@ class Faulty(Files):
         self._before("allocate", self.paths[descriptor], nbytes)
         super().allocate(descriptor, nbytes)
 
+    def make_directory(self, path):
+        self._before("make_directory", path)
+        super().make_directory(path)
+
     def write(self, path, data):
         self._before("write", path, data)
         super().write(path, data)
@@ -68,6 +70,14 @@ class Faulty(Files):
         self._before("replace", target)
         super().replace(source, target)
 
+    def remove(self, path):
+        self._before("remove", path)
+        super().remove(path)
+
+
+def no_fault(name, path, *arguments):
+    pass
+
 
 def error(number, of, at=0, file=""):
     """From the call number ``at`` of this name on, to files whose names have ``file`` in them, the system's error."""
@@ -75,7 +85,7 @@ def error(number, of, at=0, file=""):
 
     def fault(name, path, *_):
         nonlocal count
-        if name == of and file in str(path):
+        if name == of and file in path.name:
             count += 1
             if count > at:
                 raise OSError(number, os.strerror(number))
@@ -83,61 +93,160 @@ def error(number, of, at=0, file=""):
     return fault
 
 
-def delays(seconds, of):
-    def fault(name, *_):
-        if name == of:
-            time.sleep(seconds)
+def short(of):
+    """Every second call moves a part only: whole pages, some bytes more, or less than a page."""
+    calls = 0
+
+    def fault(name, path, *arguments):
+        nonlocal calls
+        if name != of or "state" not in path.name:
+            return None
+        buffer, offset = arguments
+        calls += 1
+        if calls % 2:
+            return None
+        part = buffer[: min(len(buffer), (4096, 5000, 100)[calls // 2 % 3])]
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            return (os.preadv if of == "preadv" else os.pwritev)(descriptor, [part], offset)
+        finally:
+            os.close(descriptor)
 
     return fault
 
 
-def held(of, until):
-    """Calls of this name wait for an event."""
-
-    def fault(name, *_):
-        if name == of:
-            assert until.wait(300)
-
-    return fault
-
-
-def values(step, groups=GROUPS):
-    """Arrays of all groups as of a step, each unlike the others."""
-    rng = np.random.default_rng(step)
-    return [[(rng.normal(size=entry.shape) * 100).astype(dtype_of(entry.dtype)) for entry in group] for group in groups]
+def flipped(name, path, *arguments):
+    """A bit of what is read is another."""
+    if name == "preadv" and "state" in path.name:
+        buffer, offset = arguments
+        descriptor = os.open(path, os.O_RDWR)
+        moved = os.preadv(descriptor, [buffer], offset)
+        os.close(descriptor)
+        buffer[moved // 2] ^= 4
+        return moved
+    return None
 
 
-def extra_of(step):
-    return {"w": np.arange(3000.0) + step, "key": np.array([step, 7], np.uint32)}
+class PowerLoss:
+    """A fault that ends everything at call number ``at``: no call goes through from then on.
+
+    ``lose`` undoes each write since its file's last sync, and each renaming whose directory was not synced, with even
+    odds: what is left is what a loss of power may leave. Without ``lose`` it is what a killed process leaves.
+    """
+
+    def __init__(self, files, at, seed=0):
+        self.files, self.left, self.rng = files, at, np.random.default_rng(seed)
+        self.blocks, self.swaps = [], []
+        self._lock = threading.Lock()
+
+    @property
+    def dead(self):
+        return self.left < 0
+
+    def __call__(self, name, path, *arguments):
+        with self._lock:
+            self.left -= 1
+            if self.dead:
+                raise OSError(FAILED, "no power")
+            if name == "pwritev" and path.name != "lock":
+                buffer, offset = arguments
+                with open(path, "rb") as file:
+                    file.seek(offset)
+                    self.blocks.append((path, offset, file.read(len(buffer))))
+            if name == "replace":
+                self.swaps.append((path, path.read_bytes() if path.exists() else None))
+            if name == "sync":
+                self.blocks = [block for block in self.blocks if block[0] != path]
+            if name == "sync_directory":
+                self.swaps = [swap for swap in self.swaps if swap[0].parent != path]
+
+    def lose(self):
+        for path, offset, before in self.blocks:
+            if self.rng.random() < 0.5 and path.exists():
+                with open(path, "r+b") as file:
+                    file.seek(offset)
+                    file.write(before)
+        for path, before in reversed(self.swaps):
+            if self.rng.random() < 0.5:
+                path.unlink() if before is None else path.write_bytes(before)
 
 
-def write_all(store, step):
-    return [store.write(group, arrays) for group, arrays in enumerate(values(step, store.groups))]
+def model(width=64):
+    w = {name: jax.random.normal(jax.random.key(k), (64, width)) / 8 for k, name in enumerate(NAMES)}
+    return jax.device_put(w, jax.devices()[0])
 
 
-def created(directories, step=0, files=None, groups=GROUPS, block=BLOCK):
-    """A store with a commit."""
-    store = Store.create(directories, groups, about=ABOUT, files=files, block=block)
-    write_all(store, step)
-    store.commit(step, extra_of(step)).result()
-    return store
+class Run:
+    """Training whose state is on disk: two steps, a commit, and what each of two more steps gives from there on.
 
+    Every test begins with ``restart``, which puts the files of that commit back.
+    """
 
-def same(found, wanted):
-    for one, other in zip(found, wanted, strict=True):
-        assert one.dtype == other.dtype and one.shape == other.shape
-        assert one.tobytes() == other.tobytes()
+    def __init__(self, folder, inner=None, **options):
+        self.folder, self.kept = folder / "run", folder / "kept"
+        self.files = Faulty()
+        self.disk = self.of(self.folder, **options)
+        self.tx = jo.offload(inner or optax.adamw(1e-2), min_bytes=1024, disk=self.disk)
+        self.step = jo.jit(self._step, donate_argnums=(0, 1))
+        params, state = self.began = self.trained(model(), self.tx.init(model()), 2)
+        self.commit(2, params, state)
+        self.want = {2: self.values(params, state)}
+        for step in (3, 4):
+            params, state = self.trained(params, state)
+            self.want[step] = self.values(params, state)
+        self.disk.close()
+        shutil.copytree(self.folder, self.kept)
 
+    def of(self, folder, **options):
+        disk = jo.disk(folder, **options)
+        disk.files = self.files
+        return disk
 
-def holds(directories, step, groups=GROUPS):
-    """Opened anew, the store is as of this step, whole."""
-    with Store.open(directories, about=ABOUT) as store:
-        assert store.step == step
-        for group, arrays in enumerate(values(step, groups)):
-            same(store.read(group).result(), arrays)
-        found = store.extra()
-        assert found.keys() == extra_of(step).keys()
-        same(list(found.values()), list(extra_of(step).values()))
+    def _step(self, params, state, x):
+        def loss(params):
+            y = x
+            for name in NAMES:
+                y = jnp.tanh(y @ params[name])
+            return (y**2).mean()
 
+        return jo.update_params(self.tx, jax.grad(loss)(params), state, params)
 
-NO_SPACE, FAILED = errno.ENOSPC, errno.EIO
+    def trained(self, params, state, steps=1):
+        for _ in range(steps):
+            params, state = self.step(params, state, X)
+        return params, state
+
+    def commit(self, step, params, state, **options):
+        return self.disk.commit(step, {"params": params, "state": state}, **options)
+
+    def restart(self):
+        """The files and the state as of the commit of step 2, on a disk that is well."""
+        self.files.fault = no_fault
+        self.disk.close()
+        shutil.rmtree(self.folder)
+        shutil.copytree(self.kept, self.folder)
+        params, state, step = self.resumed()
+        assert step == 2
+        return params, state
+
+    def resumed(self, inner=None, width=64):
+        tx = self.tx if inner is None else jo.offload(inner, min_bytes=1024, disk=self.disk)
+        tree, step = self.disk.resume({"params": model(width), "state": jo.abstract_state(tx, model(width))})
+        return tree["params"], tree["state"], step
+
+    @staticmethod
+    def values(params, state):
+        return [np.asarray(x) for x in jax.tree.leaves((params, jo.to_device(state)))]
+
+    def holds(self, *steps):
+        """Opened again on a disk that is well, it is at one of these steps, whole, and goes on bit for bit."""
+        self.files.fault = no_fault
+        params, state, step = self.resumed()
+        assert step in steps
+        while True:
+            for a, b in zip(self.values(params, state), self.want[step], strict=True):
+                np.testing.assert_array_equal(a, b)
+            if step == 4:
+                return
+            params, state = self.trained(params, state)
+            step += 1

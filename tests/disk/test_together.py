@@ -3,22 +3,18 @@
 import json
 import shutil
 import threading
-from contextlib import suppress
-from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
-from jax.sharding import SingleDeviceSharding
 
 from jax_offload._base import processes
-from jax_offload._disk import manifest
-from jax_offload._disk.layout import Entry
-from jax_offload._files import together
-from jax_offload._files.under_way import UnderWay
-from tests.disk.faulty import FAILED, NO_SPACE, Faulty, error, extra_of, same, values
+from jax_offload._disk import commits
+from jax_offload._disk.blocks import pages
+from jax_offload._disk.store import NEXT, Entry, Late
+from tests.disk.faulty import NO_SPACE, Faulty, error, no_fault
 
-GROUPS = [[Entry("a/mu", (40,), "float32")], [Entry("b/mu", (20, 3), "float32")]]
+ENTRIES = [Entry("a/mu", (40,), "float32"), Entry("b/mu", (20, 3), "float32")]
 NOW = threading.local()
 
 
@@ -47,13 +43,11 @@ class Processes:
         results = [None] * self.n
 
         def one(k):
-            NOW.process = k
+            NOW.process, NOW.broken = k, self.barrier.abort
             try:
                 results[k] = do(k)
             except BaseException as raised:
                 results[k] = raised
-                if isinstance(raised, Killed):
-                    self.barrier.abort()
 
         threads = [threading.Thread(target=one, args=(k,)) for k in range(self.n)]
         for each in threads:
@@ -69,7 +63,7 @@ def two(monkeypatch):
     found = Processes()
     monkeypatch.setattr(jax, "process_count", lambda: found.n)
     monkeypatch.setattr(jax, "process_index", lambda: NOW.process)
-    for module in (processes, together):
+    for module in (processes, commits):
         monkeypatch.setattr(module, "allgathered", found.allgathered)
     return found
 
@@ -101,127 +95,114 @@ class Mortal(Faulty):
 
 
 def mine(process, step):
-    return values(10 * step + process, GROUPS)
+    rng = np.random.default_rng(10 * step + process)
+    return {k: rng.normal(size=entry.shape).astype(entry.dtype) for k, entry in enumerate(ENTRIES)}
 
 
-def write(store, process, step):
-    for group, arrays in enumerate(mine(process, step)):
-        store.write(group, arrays).result()
+def beside(step):
+    values = np.full(5000, step, np.uint8)
+    return {"w": Late(values.nbytes, lambda: values)}
+
+
+def commit(store, process, step, run="first"):
+    store.write(mine(process, step))
+    commits.commit(store, step, lambda: beside(step), run)
 
 
 def run(place, files, process, steps, store=None, run="first"):
-    """Makes a store, or goes on with it, and commits these steps; says which ended."""
-    store = store or together.created([place], GROUPS, files)
-    ended = []
-    for step in steps:
-        write(store, process, step)
-        together.committed(store, step, lambda step=step: extra_of(step), run)
-        ended.append(step)
-    store.close()
+    """Makes a store, or goes on with it, and commits these steps; gives those that ended, and what ended the rest."""
+    ended, end = [], None
+    try:
+        store = store or commits.create(place, ENTRIES, files)
+        for step in steps:
+            commit(store, process, step, run)
+            ended.append(step)
+    except BaseException as raised:
+        end = raised
+    if store is not None:
+        store.close()
+    if isinstance(end, Killed):
+        files.bury()
+        NOW.broken()  # the other process waits in vain
+    elif end is not None:
+        raise end
     return ended
 
 
 def opened(place, process):
     """The step that a process opens at, whole; 0 where there is no commit."""
-    if (store := together.opened([place], None)) is None:
+    if commits.last_of_all(place, Faulty()) is None:
         return 0
-    with store:
-        for group, arrays in enumerate(mine(process, store.step)):
-            same(store.read(group).result(), arrays)
-        same(list(store.extra().values()), list(extra_of(store.step).values()))
-        return store.step
-
-
-def calls_of_a_run(two, place):
-    files = [Mortal(), Mortal()]
-    assert two.run(lambda k: run(place, files[k], k, [1, 2, 3])) == [[1, 2, 3]] * 2
-    assert two.run(lambda k: opened(place, k)) == [3, 3]
-    return [len(each.calls) for each in files]
+    store = commits.open_last(place, Faulty())
+    found = store.read([0, 1], pages(store.nbytes([0, 1])))
+    for x, want in zip(found, mine(process, store.step).values(), strict=True):
+        np.testing.assert_array_equal(x, want)
+    assert {*store.beside()["w"]} == {store.step}
+    store.close()
+    return store.step
 
 
 @pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.long("more calls"))])
 @pytest.mark.parametrize("killed", [0, 1])
-def test_one_is_killed_at_any_call(two, tmp_path, killed, every):
+def test_one_is_killed_at_any_call(two, tmp_path, every, killed):
     """Both open at one commit, the last that ended or the one after it, and go on from there."""
-    count, found = calls_of_a_run(two, tmp_path / "all")[killed], []
-    for at in range(1 + killed, count, every):
+    files = [Mortal(), Mortal()]
+    assert two.run(lambda k: run(tmp_path / "all", files[k], k, [1, 2, 3])) == [[1, 2, 3]] * 2
+    found = []
+    count = len(files[killed].calls)
+    for at in (*range(1 + killed, count - 1, every), count - 1):  # and the last one, which syncs the third commit
         place = tmp_path / str(at)
-        files = [Mortal(at if k == killed else 10**9) for k in range(2)]
-        ended, stores = [0, 0], []
-
-        def one(k, place=place, files=files, ended=ended, stores=stores):
-            stores.append(store := together.created([place], GROUPS, files[k]))
-            for step in (1, 2, 3):
-                write(store, k, step)
-                together.committed(store, step, lambda step=step: extra_of(step), "first")
-                ended[k] = step
-
-        assert isinstance(two.run(one)[killed], Killed)
-        for each in stores:
-            each._reads.shutdown()
-            each._pool.shutdown()
-            each._committer.shutdown()
-        for each in files:
-            each.bury()
-        steps = two.run(lambda k, place=place: opened(place, k))
-        assert steps[0] == steps[1], (at, steps)
-        assert steps[0] in (max(ended), max(ended) + 1), (at, steps, ended)
-        found.append(steps[0])
-        begin = found[-1]
+        ended = two.run(lambda k, p=place, at=at: run(p, Mortal(at if k == killed else 10**9), k, [1, 2, 3]))
+        steps = two.run(lambda k, p=place: opened(p, k))
+        last = max((step for steps in ended for step in steps), default=0)
+        assert steps[0] == steps[1] and steps[0] in (last, last + 1), (at, steps, ended)
+        found.append(begin := steps[0])
 
         def on(k, place=place, begin=begin):
-            store = together.opened([place], None) if begin else None
-            return run(place, None, k, [begin + 1, begin + 2], store, "second")
+            store = commits.open_last(place, Faulty()) if begin else None
+            return run(place, Faulty(), k, [begin + 1, begin + 2], store, "second")
 
         assert two.run(on) == [[begin + 1, begin + 2]] * 2
-        assert two.run(lambda k, place=place: opened(place, k)) == [begin + 2] * 2
+        assert two.run(lambda k, p=place: opened(p, k)) == [begin + 2] * 2
         shutil.rmtree(place)
     assert {*found} == {0, 1, 2, 3} and found == sorted(found)
 
 
-@pytest.mark.parametrize("apart", ["manifest.next.json", "manifest.json", "manifest.copy.json"])
+@pytest.mark.parametrize("apart", [NEXT, "manifest.json"])
 def test_one_has_swapped_and_the_other_not(two, tmp_path, apart):
     """Process 1 ends before this file of the second commit, process 0 goes on as far as it can."""
 
     def fault(name, path, *_):
-        if name == "replace" and path.name == apart and NOW_SECOND[0]:
+        if name == "replace" and path.name == apart and (tmp_path / "second").exists():
             raise Killed
 
-    NOW_SECOND = [False]
-    files = [Faulty(), Faulty(fault)]
+    files = [Mortal(), Mortal()]
+    files[1].fault = fault
 
     def one(k):
-        store = together.created([tmp_path], GROUPS, files[k])
-        write(store, k, 1)
-        together.committed(store, 1, lambda: extra_of(1), "first")
-        NOW_SECOND[0] = True
-        write(store, k, 2)
-        try:
-            together.committed(store, 2, lambda: extra_of(2), "first")
-        finally:
-            store._directories.close()
+        store = commits.create(tmp_path, ENTRIES, files[k])
+        commit(store, k, 1)
+        (tmp_path / "second").touch()
+        return run(tmp_path, files[k], k, [2], store)
 
-    assert all(isinstance(each, Killed) for each in two.run(one))
-    assert two.run(lambda k: opened(tmp_path, k)) == ([1, 1] if apart == "manifest.next.json" else [2, 2])
+    two.run(one)
+    assert two.run(lambda k: opened(tmp_path, k)) == ([1, 1] if apart == NEXT else [2, 2])
 
 
 def test_a_full_disk_in_one_is_an_error_in_all(two, tmp_path):
     files = [Faulty(), Faulty()]
 
     def one(k):
-        store = together.created([tmp_path], GROUPS, files[k])
-        write(store, k, 1)
-        together.committed(store, 1, lambda: extra_of(1), "first")
-        files[1].fault = error(NO_SPACE, "write", file=manifest.NEXT)
-        write(store, k, 2)
-        try:
-            together.committed(store, 2, lambda: extra_of(2), "first")
-        except Exception as raised:
-            with pytest.raises(ValueError, match="stopped when a commit failed"):
-                store.prepare(2, extra_of(2), manifest.Together(3, "first"))
-            with suppress(ValueError):
-                store.close()
-            return raised
+        store = commits.create(tmp_path, ENTRIES, files[k])
+        commit(store, k, 1)
+        files[1].fault = error(NO_SPACE, "write", file=NEXT)
+        with pytest.raises((OSError, ValueError)) as raised:
+            commit(store, k, 2)
+        files[1].fault = no_fault
+        with pytest.raises(ValueError, match="stopped when a commit failed"):
+            store.check()
+        store.close()
+        return raised.value
 
     first, second = two.run(one)
     assert isinstance(first, ValueError) and "failed in 1 of 2 processes. Process 1: OSError" in str(first)
@@ -229,79 +210,48 @@ def test_a_full_disk_in_one_is_an_error_in_all(two, tmp_path):
     assert two.run(lambda k: opened(tmp_path, k)) == [1, 1]
 
 
-@pytest.mark.parametrize("of", ["preadv", "pwritev"])
-def test_what_fails_in_one_is_an_error_in_both_when_the_step_ends(two, tmp_path, of):
-    """Not before, where the other would wait for its part in the step: it has zeros for what it could not read."""
-    where = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-    leaves = [[replace(entry, begin=(0,) * len(entry.shape)) for entry in group] for group in GROUPS]
-
-    def one(k):
-        files = Faulty()
-        store = together.created([tmp_path], leaves, files)
-        write(store, k, 1)
-        under_way = UnderWay(store, str(tmp_path))
-        if k == 1:
-            files.fault = error(FAILED, of)
-        x = under_way.fetch("a/mu", where, None).result()
-        under_way.check()  # the next step begins in both, before the other knows
-        under_way.put("a/mu", x, None).exception()
-        with pytest.raises(ValueError, match=r"Nothing of the last commit is lost. Fix: disk.resume") as raised:
-            under_way.advance("run", 7)
-        with pytest.raises(ValueError, match="did not end, in process 1"):
-            under_way.check()
-        return str(raised.value), np.array(x)
-
-    (first, mine_of_0), (second, of_1) = two.run(one)
-    doing = "reading" if of == "preadv" else "writing"
-    assert f"in process 1 {doing} a/mu raised OSError" in first and "Input/output error" in first
-    assert second == first
-    same([mine_of_0], mine(0, 1)[0])
-    same([of_1], [np.zeros(40, np.float32)] if of == "preadv" else mine(1, 1)[0])
-
-
 def test_what_is_wrong_with_the_tree_stops_nothing(two, tmp_path):
     def one(k):
-        store = together.created([tmp_path], GROUPS, None)
-        write(store, k, 1)
+        store = commits.create(tmp_path, ENTRIES, Faulty())
+        store.write(mine(k, 1))
 
-        def beside():
+        def wrong():
             if k == 0:
                 raise TypeError("tree: no array")
-            return extra_of(1)
+            return beside(1)
 
         with pytest.raises((TypeError, ValueError), match="tree: no array"):
-            together.committed(store, 1, beside, "first")
-        together.committed(store, 1, lambda: extra_of(1), "first")
-        store.close()
+            commits.commit(store, 1, wrong, "first")
+        return run(tmp_path, None, k, [1], store)
 
-    assert two.run(one) == [None, None]
+    assert two.run(one) == [[1], [1]]
     assert two.run(lambda k: opened(tmp_path, k)) == [1, 1]
 
 
 def test_directories_that_are_not_of_one_run(two, tmp_path, monkeypatch):
     here, there = tmp_path / "here", tmp_path / "there"
-    two.run(lambda k: run(here, None, k, [1, 2]))
-    two.run(lambda k: run(there, None, k, [1, 2], run="another"))
-    look = lambda place: [str(each) for each in two.run(lambda k: together.last_of_all([place], None))]  # noqa: E731
+    two.run(lambda k: run(here, Faulty(), k, [1, 2]))
+    two.run(lambda k: run(there, Faulty(), k, [1, 2], run="another"))
+    look = lambda place: [str(each) for each in two.run(lambda k: commits.last_of_all(place, Faulty()))]  # noqa: E731
 
     shutil.move(here / "process-1-of-2", tmp_path / "away")
-    assert all("process 1 has no commit" in each and "process 0 that of step 2" in each for each in look(here))
-    assert all("process 1 has no commit" in str(each) for each in two.run(lambda k: run(here, None, k, [1])))
+    assert all("process 1 has no commit" in each and "process 0 the one of step 2" in each for each in look(here))
+    assert all("process 1 has no commit" in str(each) for each in two.run(lambda k: run(here, Faulty(), k, [1])))
 
     shutil.copytree(there / "process-1-of-2", here / "process-1-of-2")
     assert all("no commit of one run" in each for each in look(here))
 
     two.n = 1
     monkeypatch.setattr(NOW, "process", 0, raising=False)
-    for asked in (lambda: together.opened([there], None), lambda: together.created([there], GROUPS, None)):
+    for ask in (commits.open_last, commits.last_of_all):
         with pytest.raises(ValueError, match=r"has the commit of 2 processes, .* now there are 1\. Fix: .*save_args"):
-            asked()
+            ask(there, Faulty())
 
 
 def test_two_runs_on_one_directory(two, tmp_path):
-    two.run(lambda k: run(tmp_path, None, k, [1]))
-    stores = two.run(lambda k: together.opened([tmp_path], None))
-    for each in two.run(lambda k: together.opened([tmp_path], None)):
+    two.run(lambda k: run(tmp_path, Faulty(), k, [1]))
+    stores = two.run(lambda k: commits.open_last(tmp_path, Faulty()))
+    for each in two.run(lambda k: commits.open_last(tmp_path, Faulty())):
         assert isinstance(each, ValueError) and "in use by process" in str(each)
     for store in stores:
         store.close()

@@ -7,7 +7,6 @@ import errno
 import os
 import signal
 import sys
-import time
 import zlib
 from pathlib import Path
 
@@ -129,7 +128,7 @@ def bits(folder, how):
 def resumed(folder, how, host_bytes):
     """Committed, resumed, and on as it would have gone."""
     over = HOW[how][1]
-    disk = jo.disk(folder / how, folder / f"{how}-2", host_bytes=host_bytes, commit_every=2)
+    disk = jo.disk(folder / how, host_bytes=host_bytes, commit_every=2)
     txs = [jo.offload(INNER, min_bytes=0, shard_over=over, disk=d) for d in (None, disk)]
     steps = [step_of(tx, model(how)) for tx in txs]
     (want, host, losses), (got, state, found) = (
@@ -162,7 +161,7 @@ def resumed(folder, how, host_bytes):
     after = shards((on_params, on_state))
     disk.close()
 
-    again = jo.disk(folder / how, folder / f"{how}-2", host_bytes=host_bytes)
+    again = jo.disk(folder / how, host_bytes=host_bytes)
     assert again.last_commit == 3
     tx = jo.offload(INNER, min_bytes=0, shard_over=over, disk=again)
     tree, k = again.resume({**tree, "params": model(how), "state": jo.abstract_state(tx, model(how))})
@@ -272,16 +271,12 @@ def around(folder):
 
 
 class Mortal(Files):
-    """Ends this process, as ``kill -9`` does, before a small file is put in the place of another for the ``n``-th time.
+    """Ends this process, as ``kill -9`` does, before a file of this name takes its place for the ``n``-th time."""
 
-    ``slowly``: seconds that each takes.
-    """
-
-    def __init__(self, name, n, slowly=0.0):
-        self.name, self.left, self.slowly = name, n, slowly
+    def __init__(self, name, n):
+        self.name, self.left = name, n
 
     def replace(self, source, target):
-        time.sleep(self.slowly)
         self.left -= target.name == self.name
         if target.name == self.name and self.left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -412,7 +407,7 @@ def train(folder, name="", n="0", process="0"):
     """Six steps from where the disk is, a commit after each; says them, and at the end what this process has."""
     disk = jo.disk(folder / "disk")
     mine = jax.process_index() == int(process)
-    disk.files = Mortal(name, int(n)) if mine else Mortal("", 0, 0.05 if name else 0.0)
+    disk.files = Mortal(name, int(n)) if mine else Mortal("", 0)
     if name == "full" and mine:
         disk.files = Full(int(n))
     tx, params, start = jo.offload(INNER, min_bytes=0, disk=disk), model("fsdp"), 0

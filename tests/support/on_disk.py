@@ -1,7 +1,9 @@
 """A small training run whose state is on disk, in a process of its own: to be killed, or to be asked for its memory."""
 
+import os
 import re
 import resource
+import signal
 import sys
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import jax_offload as jo
 from jax_offload._base.on_disk import is_on_disk
 from jax_offload._drive import stages
 from jax_offload._plan import by_rows
+from tests.disk.faulty import Faulty, no_fault
 
 INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 WITH_MASTERS = jo.with_master_params(optax.adamw(1e-2))  # of parameters in two bytes a state in twelve
@@ -48,8 +51,9 @@ def step_of(tx):
     return jo.jit(step, donate_argnums=(0, 1))
 
 
-def train(disk, width, layers, steps, devices=1, commits=True):
-    """From where ``disk`` is, or from the start; says each step that it has committed."""
+def train(disk, width, layers, steps, devices=1, commits=True, kill_at=None):
+    """From where ``disk`` is, or from the start; says each step that it has committed. It kills itself so many calls of
+    the system's after the first of these."""
     tx, params, start = jo.offload(INNER, min_bytes=1024, disk=disk), model(width, layers, devices), 0
     if disk is not None and disk.last_commit is not None:
         target = {"params": params, "state": jo.abstract_state(tx, params)}
@@ -62,7 +66,19 @@ def train(disk, width, layers, steps, devices=1, commits=True):
         params, state, _ = step(params, state, batch(k, width))
         if commits and disk.commit(k + 1, {"params": params, "state": state}):
             print(k + 1, flush=True)
+            if kill_at is not None and disk.files.fault is no_fault:
+                disk.files.fault = killed_at(kill_at)
     return params, state
+
+
+def killed_at(calls):
+    left = iter(range(calls))
+
+    def fault(name, path, *arguments):
+        if next(left, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return fault
 
 
 def in_parts(set_=setattr):
@@ -130,6 +146,9 @@ if __name__ == "__main__":
         print("MiB", limited(folder if what == "limited" else None, host_bytes, *sizes))
         sys.exit()
     files = None if what == "host" else jo.disk(folder, host_bytes=host_bytes, commit_every=2)
-    params, state = train(files, *sizes, commits=what == "kill")
+    if what == "kill":
+        files.files = Faulty()
+        train(files, *sizes[:4], kill_at=sizes[4])
+    params, state = train(files, *sizes, commits=False)
     jax.block_until_ready(params)
     print("MiB", peak())

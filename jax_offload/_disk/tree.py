@@ -1,4 +1,4 @@
-"""A tree of which some leaves are on disk, as what a commit holds beside them: arrays by number, and what they are."""
+"""The tree of a commit: what it holds beside the leaves on disk, as arrays by number and one that describes them."""
 
 from __future__ import annotations
 
@@ -15,38 +15,33 @@ from jax.tree_util import keystr
 
 from jax_offload._base import memory
 from jax_offload._base.arrays import is_array, nbytes
-from jax_offload._base.disk_moves import read_into
-from jax_offload._base.on_disk import OnDisk, is_on_disk
-from jax_offload._disk.late import Late
-from jax_offload._files.extents import (
-    Box,
+from jax_offload._base.on_disk import OnDisk, is_on_disk, read_into
+from jax_offload._disk.boxes import (
     Parts,
-    all_of,
     assembled,
     box_of_shape,
     boxes_of,
     check_covered,
+    gathered,
+    parts_here,
     shape_of,
-    shards_of,
 )
+from jax_offload._disk.store import Late
 
-_TREE = "tree"  # the entry that says what the others are
-Extra = dict[str, np.ndarray[Any, Any] | Late]
-_Found = Callable[[str, Sharding], Any]  # from a leaf's name and place in host memory to what stands for it, or values
+_TREE = "tree"  # the array that says what the others are
+_Found = Callable[[str, Sharding], Any]  # a leaf's name and place in host memory -> its placeholder, or its values
 
 
-def packed(tree: Any) -> tuple[Extra, dict[str, OnDisk]]:
-    """The arrays of a tree and what they are; and by their names there the leaves that are on disk.
+def packed(tree: Any) -> tuple[dict[str, Late], dict[str, OnDisk]]:
+    """List the arrays of a tree that are not on disk, and by their names there the leaves that are.
 
-    They come to the host when they are written, a few at a time: the tree must stay as it is until then.
+    The arrays come to the host when they are written, a few at a time: the tree must stay as it is until then.
 
     Raises:
-      TypeError: a leaf is no array, number or string.
+      TypeError: a leaf is not an array, a number or a string.
       ValueError: an array was donated.
     """
-    extra: Extra = {}
-    rows: list[dict[str, Any]] = []
-    found: dict[str, OnDisk] = {}
+    beside, rows, found = dict[str, Late](), list[dict[str, Any]](), dict[str, OnDisk]()
     for path, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_on_disk)[0]:
         row: dict[str, Any] = {"path": keystr(path)}
         if is_on_disk(x):
@@ -59,33 +54,23 @@ def packed(tree: Any) -> tuple[Extra, dict[str, OnDisk]]:
             if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
                 row["key"], x = str(jax.random.key_impl(x)), jax.random.key_data(x)
             row |= {"dtype": np.dtype(x.dtype).name, "shape": list(np.shape(x))}
-            parts = _parts_here(x)
-            if parts is not None:
+            if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+                parts = parts_here(x)
                 row["parts"] = [box for box, _ in parts]
-                extra |= {f"{len(rows)}.{k}": _late(values) for k, (_, values) in enumerate(parts)}
+                beside |= {f"{len(rows)}.{k}": _late(values) for k, (_, values) in enumerate(parts)}
             else:
-                extra[str(len(rows))] = _late(x.addressable_data(0) if _is_copied(x) else x)
+                # An array keeps its copy on the host for as long as it lives; the shard is another array.
+                replicated = isinstance(x, jax.Array) and x.is_fully_replicated
+                beside[str(len(rows))] = _late(x.addressable_data(0) if replicated else x)
         else:
             what = type(x).__name__
             raise TypeError(f"tree: {keystr(path)} is a {what}; a commit holds arrays, numbers and strings.")
         rows.append(row)
-    return {_TREE: np.frombuffer(json.dumps(rows).encode(), np.uint8), **extra}, found
-
-
-def _parts_here(x: Any) -> Sequence[tuple[Box, jax.Array]] | None:
-    """What this process has of an array that is divided between processes."""
-    sharded = isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated)
-    return shards_of(x) if sharded else None
-
-
-def _is_copied(x: Any) -> bool:
-    """Whether each device has all of an array: of one, another array has it than the one that remembers its copy on the
-    host, which would stay there for as long as it."""
-    return isinstance(x, jax.Array) and x.is_fully_replicated
+    return {_TREE: _late(np.frombuffer(json.dumps(rows).encode(), np.uint8)), **beside}, found
 
 
 def _check_stored(path: str, x: Any) -> None:
-    """Raises where there is nothing to store, or what would not come back."""
+    """Raise where there is nothing to store, or what would not come back."""
     if isinstance(x, Tracer):
         raise TypeError(f"tree: {path} is traced. Fix: disk.commit outside of any jit, of what a step has returned.")
     if isinstance(x, jax.Array) and x.is_deleted():
@@ -101,7 +86,7 @@ def _check_stored(path: str, x: Any) -> None:
 
 
 def _is_named(dtype: np.dtype[Any]) -> bool:
-    """Whether it comes back by its name: text, records and other byte orders do not."""
+    """Whether a dtype comes back by its name: text, records and other byte orders do not."""
     try:
         return jnp.dtype(dtype.name) == dtype
     except TypeError:
@@ -109,23 +94,23 @@ def _is_named(dtype: np.dtype[Any]) -> bool:
 
 
 def _late(x: Any) -> Late:
-    """As bytes, as not all who write arrays know bfloat16."""
+    """An array as bytes, as NumPy does not know every dtype."""
     return Late(nbytes(x), lambda: np.ascontiguousarray(x).reshape(-1).view(np.uint8))
 
 
-def unpacked(extra: Mapping[str, np.ndarray[Any, Any]], target: Any, on_disk: _Found, *, lands: bool = False) -> Any:
-    """The tree that was committed, each array where the target says.
+def unpacked(beside: Mapping[str, np.ndarray[Any, Any]], target: Any, on_disk: _Found, *, lands: bool = False) -> Any:
+    """Return the tree that was committed, each array where the target says.
 
     Args:
-      extra: the commit's arrays.
-      target: a tree of its structure; what is on disk, or any array, may be abstract.
-      on_disk: of a leaf that is on disk what stands for it, or its values, by its name and its place in host memory.
+      beside: the commit's arrays.
+      target: a tree of the same structure; what is on disk, or any array, may be abstract.
+      on_disk: gives what stands for a leaf on disk, or its values.
       lands: whether leaves go to the disks that the target names.
 
     Raises:
       ValueError: the target has other leaves, or of other types.
     """
-    rows = json.loads(extra[_TREE].tobytes().decode())
+    rows = json.loads(beside[_TREE].tobytes().decode())
     stored = {row["path"]: (k, row) for k, row in enumerate(rows)}
     wanted, treedef = jax.tree_util.tree_flatten_with_path(target, is_leaf=is_on_disk)
     names = {keystr(path) for path, _ in wanted}
@@ -141,12 +126,12 @@ def unpacked(extra: Mapping[str, np.ndarray[Any, Any]], target: Any, on_disk: _F
     paths = [keystr(path) for path, _ in wanted]
 
     def read(indices: Sequence[int]) -> list[Any]:
-        return [_leaf(*stored[paths[k]], paths[k], likes[k], extra, on_disk) for k in indices]
+        return [_leaf(*stored[paths[k]], paths[k], likes[k], beside, on_disk) for k in indices]
 
     return jax.tree.unflatten(treedef, read_into(likes, read) if lands else read(range(len(likes))))
 
 
-def _leaf(number: int, row: Mapping[str, Any], path: str, like: Any, extra: Mapping[str, Any], on_disk: _Found) -> Any:
+def _leaf(number: int, row: Mapping[str, Any], path: str, like: Any, beside: Mapping[str, Any], on_disk: _Found) -> Any:
     if "value" in row:
         return row["value"]
     place = _place_of(like)
@@ -157,10 +142,10 @@ def _leaf(number: int, row: Mapping[str, Any], path: str, like: Any, extra: Mapp
     shape, dtype = tuple(row["shape"]), jnp.dtype(row["dtype"])
     if "key" not in row:
         _check(path, like, jax.ShapeDtypeStruct(shape, dtype))
-    parts = _parts_of(row, str(number), extra, dtype)
+    parts = _parts_of(row, str(number), beside, dtype)
     boxes = [box for box, _ in parts]
     check_covered(path, boxes_of(place, shape), boxes)
-    x = all_of(parts) if place.is_fully_addressable else assembled(parts, place, shape)
+    x = gathered(parts, box_of_shape(shape)) if place.is_fully_addressable else assembled(parts, place, shape)
     if "key" in row:
         x = jax.random.wrap_key_data(jnp.asarray(x), impl=row["key"])
         _check(path, like, x)
@@ -171,12 +156,12 @@ def _placed(x: Any, like: Any, place: Sharding) -> Any:
     return np.array(x) if isinstance(like, np.ndarray) else jax.device_put(x, place)
 
 
-def _parts_of(row: Mapping[str, Any], name: str, extra: Mapping[str, Any], dtype: Any) -> Parts:
-    """What a commit has of an array: the whole, or what this process had."""
+def _parts_of(row: Mapping[str, Any], name: str, beside: Mapping[str, Any], dtype: Any) -> Parts:
+    """The parts of an array in a commit: the whole, or what this process had."""
     if "parts" not in row:
-        return [(box_of_shape(row["shape"]), _array(extra[name], dtype, row["shape"]))]
+        return [(box_of_shape(row["shape"]), _array(beside[name], dtype, row["shape"]))]
     boxes = [tuple((begin, end) for begin, end in box) for box in row["parts"]]
-    return [(box, _array(extra[f"{name}.{k}"], dtype, shape_of(box))) for k, box in enumerate(boxes)]
+    return [(box, _array(beside[f"{name}.{k}"], dtype, shape_of(box))) for k, box in enumerate(boxes)]
 
 
 def _array(values: np.ndarray[Any, Any], dtype: Any, shape: Sequence[int]) -> np.ndarray[Any, Any]:
@@ -189,7 +174,7 @@ def _place_of(like: Any) -> Sharding:
 
 
 def _check(path: str, like: Any, found: Any) -> None:
-    """Raises ``ValueError`` where a leaf is of another type than was committed."""
+    """Raise ``ValueError`` where a leaf is of another type than was committed."""
     got = tuple(np.shape(like)) if not hasattr(like, "shape") else tuple(like.shape), getattr(like, "dtype", None)
     if got != (tuple(found.shape), found.dtype):
         raise ValueError(

@@ -1,8 +1,7 @@
-"""A state of which a part is on disk, made leaf by leaf: never is the whole of it in any memory."""
+"""Making a state that is partly on disk leaf by leaf, so that the whole of it is never in memory."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -11,18 +10,18 @@ import optax
 from jax.sharding import Sharding
 
 from jax_offload._base.around import described
-from jax_offload._base.donation import is_guard
-from jax_offload._base.jaxprs import Atom, Equation, Jaxpr, Var, closed, jax_fun, jaxpr_of, nameless, renamed, variables
+from jax_offload._base.jaxprs import Jaxpr, closed, jax_fun, jaxpr_of, nameless, variables
 from jax_offload._base.on_disk import only_outside
-from jax_offload._files.files import Disk
+from jax_offload._disk.disk import Disk
 from jax_offload._ir.conds import structure
 from jax_offload._ir.program import Program, flat, without_round_trips
 from jax_offload._placement.options import Policy
 from jax_offload._placement.placement import Leaf, place
+from jax_offload._step.cut import unguarded
 
 
 def refused(state: Any, policy: Policy, params: Any) -> Any:
-    """``state`` of a traced ``init``: an error where it is lowered, as no program makes files."""
+    """Make the state of a traced ``init`` an error when it is lowered, as no program makes files."""
     leaves, treedef = jax.tree.flatten(state)
     rows = place(policy, state, params)
     return jax.tree.unflatten(treedef, [only_outside(x) if r.disk else x for x, r in zip(leaves, rows, strict=True)])
@@ -31,10 +30,10 @@ def refused(state: Any, policy: Policy, params: Any) -> Any:
 def created(
     disk: Disk, create: Callable[[Any], Any], params: Any, placed: Sequence[tuple[Leaf, Any, Sharding]], treedef: Any
 ) -> optax.OptState:
-    """The state that ``create(params)`` is, with those leaves on disk whose rows say so; each is made by itself."""
+    """Return ``create(params)`` with the leaves on disk that ``placed`` puts there, each made by itself."""
     with described(params):
         traced, _ = jaxpr_of(create, params)
-    maker = _Made(_unguarded(without_round_trips(flat(traced))), jax.tree.leaves(params))
+    maker = _Maker(unguarded(without_round_trips(flat(traced))), jax.tree.leaves(params))
     places = {k: leaf.place for k, (leaf, _, _) in enumerate(placed) if leaf.place is not None}
     arrays = (maker.run([k], [placed[k][2]])[0] for k in places)
     found = dict[int, Any](zip(places, disk.fill([*places.values()], arrays), strict=True))
@@ -43,20 +42,8 @@ def created(
     return jax.tree.unflatten(treedef, [found[k] for k in range(len(placed))])
 
 
-def _unguarded(init: Program) -> Program:
-    """Without the equation that all leaves go through where something may be donated, which nothing is here."""
-    eqns, same = list[Equation](), dict[Var, Atom]()
-    for eqn in init.eqns:
-        invars = [renamed(same, v) for v in eqn.invars]
-        if is_guard(eqn):
-            same |= zip(eqn.outvars, invars, strict=True)
-        else:
-            eqns.append(eqn.replace(invars=invars))
-    return dataclasses.replace(init, eqns=eqns, outputs=[renamed(same, v) for v in init.outputs])
-
-
-class _Made:
-    """Some results of a traced init at a time, compiled once for all that are alike: of many leaves few programs."""
+class _Maker:
+    """Makes some results of a traced init at a time; leaves that are alike share a program."""
 
     def __init__(self, init: Program, params: Sequence[Any]) -> None:
         self._init, self._values = init, dict(zip(init.inputs, [*init.consts, *params], strict=True))
@@ -64,7 +51,7 @@ class _Made:
         self._compiled = dict[Hashable, Any]()
 
     def run(self, wanted: Sequence[int], places: Sequence[Sharding]) -> list[Any]:
-        """Results of these numbers, where they are to be."""
+        """Return the results of these numbers in these places."""
         outputs = [self._init.outputs[k] for k in wanted]
         needed, read = set[int](), {v: None for v in variables(outputs)}
         reading = list(read)

@@ -1,0 +1,391 @@
+"""``Disk``: leaves of a state in files, what of them is being read and written, and their commits.
+
+Two threads read leaves and four write them; each waits for what it needs, so that whoever drives the step does not. A
+read waits for what is being written of its leaf, and an error in writing is remembered: the files then hold parts of
+two steps.
+
+None of several processes stops in the middle of a step, where the others would wait for its part: it goes on, with
+zeros for what it could not read, and ``advance``, at the end, is an error in all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Sharding
+
+from jax_offload._base.on_disk import TOKEN, VERSIONS, Ends, Home, OnDisk, Place, Range, Token
+from jax_offload._base.processes import allgathered, everywhere, failed_anywhere, several
+from jax_offload._disk import commits
+from jax_offload._disk.blocks import pages
+from jax_offload._disk.boxes import (
+    Parts,
+    Room,
+    Stored,
+    assembled,
+    box_of_shape,
+    boxes_of,
+    check_covered,
+    covered,
+    entries_of,
+    gathered,
+    parts_of,
+    read_parts,
+    shape_of,
+    stored_in,
+)
+from jax_offload._disk.files import Files
+from jax_offload._disk.store import Late, Store
+from jax_offload._disk.tree import packed, unpacked
+
+_READERS, _WRITERS = 2, 4  # leaves of a few MiB were written faster by four threads than by two, and read no faster
+_AT_A_TIME, _BYTES_AT_A_TIME = 4, 2**28  # leaves that are being written while new files are filled
+
+
+class Disk(Home):
+    """The part of a state that is in files; what ``jax_offload.disk`` returns.
+
+    Attributes:
+      directory: where the files are.
+      host_bytes: how many bytes of the state stay in host memory.
+      commit_every: ``commit`` saves every so many steps.
+      files: the operating system's calls; a test may put others in their place.
+
+    Example:
+      >>> import tempfile, jax, jax.numpy as jnp, optax, jax_offload as jo
+      >>> params = jax.device_put({"w": jnp.ones((256, 256))}, jax.devices()[0])
+      >>> disk = jo.disk(tempfile.mkdtemp())
+      >>> tx = jo.offload(optax.adamw(1e-3), disk=disk)
+      >>> disk.commit(0, {"params": params, "state": tx.init(params)})
+      True
+      >>> tree, step = disk.resume({"params": params, "state": jo.abstract_state(tx, params)})
+      >>> step, tree["state"][0].mu["w"]
+      (0, OnDisk([0].mu['w']: float32[256, 256]))
+    """
+
+    def __init__(self, directory: Path, host_bytes: int = 0, commit_every: int = 1) -> None:
+        self.directory, self.host_bytes, self.commit_every = directory, host_bytes, commit_every
+        self.files = Files()
+        self._opened: Store | None = None
+        self._run, self._version = "", 0
+        self._committed: int | None = None  # the version of the last commit
+
+    def __repr__(self) -> str:
+        every = f", commit_every={self.commit_every}" if self.commit_every != 1 else ""
+        return f"disk({str(self.directory)!r}, host_bytes={self.host_bytes}{every})"
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"disk: {self!r} has open files, and cannot be pickled or copied.")
+
+    # ---- commits ---------------------------------------------------------------------------------------------------
+
+    @property
+    def last_commit(self) -> int | None:
+        """The step of the last commit in the directory, or ``None``; with several processes all must ask."""
+        if self._opened is not None:
+            return self._opened.step
+        last = commits.last_of_all(self.directory, self.files)
+        return None if last is None else last.step
+
+    def commit(self, step: int, tree: Any, force: bool = False) -> bool:
+        """Save the state as it is now, with everything else that a run continues from, if the step is due.
+
+        A step is due if it is a multiple of ``commit_every``, and if there is no commit yet. Otherwise nothing is done
+        or waited for. When this returns, everything is written. A commit that does not complete, for whatever reason,
+        changes nothing. With several processes all must call it, and the commit belongs to all or to none.
+
+        Args:
+          step: the number of the step, not below that of the last commit.
+          tree: the whole state, with the parameters of the same step and whatever else the run needs: ``{"params":
+            params, "opt_state": state, "rng": key}``. Leaves that are not on disk are written with it.
+          force: whether to save whatever the step, for example at the end of a run.
+
+        Returns:
+          Whether it saved.
+
+        Raises:
+          TypeError: a leaf of the tree is not an array, a number or a string.
+          ValueError: the state is not the one on disk, or not the whole of it; the step is below that of the last
+            commit; or another process failed.
+        """
+        number, store = commits.number_of(step), self.store
+        store.check()  # or one of several processes might find the step due, and another not
+        if not (force or commits.is_due(number, store.step, self.commit_every, self.directory)):
+            return False
+        commits.commit(store, number, lambda: self._beside(tree), self._run)
+        self._committed = self._version
+        return True
+
+    def _beside(self, tree: Any) -> dict[str, Late]:
+        """What a commit of the tree holds beside the leaves on disk, once these are written."""
+        self._check_whole()
+        beside, found = packed(tree)
+        for leaf in found.values():
+            if leaf.place.home is not self:
+                raise ValueError(f"tree: {leaf!r} is in {leaf.place.home!r}, and not in {self!r}.")
+            self.check(leaf.token)
+        if lost := self._leaves.keys() - found.keys():
+            raise ValueError(f"tree: has not the whole state; {min(lost)} is on disk and not in it.")
+        self.wait()
+        self._committed = None  # meanwhile a leaf that is being read may be of either commit
+        return beside
+
+    def resume(self, target: Any) -> tuple[Any, int]:
+        """Return the tree of the last commit and its step. Everything written since is forgotten.
+
+        Args:
+          target: a tree like the committed one, abstract or not, which says where arrays go: ``{"params": shapes,
+            "opt_state": jo.abstract_state(tx, shapes)}``. Leaves on disk stay there. With several processes, all of
+            which must call it, each gets what its devices had.
+
+        Raises:
+          ValueError: there is no commit, it is damaged, or the target belongs to another run.
+        """
+        self._let_go()
+        self._began(store := commits.open_last(self.directory, self.files))
+        assert store.step is not None
+        return unpacked(store.beside(), target, self.handle), store.step
+
+    def restored(self, target: Any, step: int | None) -> Any:
+        """Return the tree of the last commit where ``target`` says, in any memory or on another disk."""
+        with contextlib.ExitStack() as stack:
+            store = self._opened
+            if store is None:
+                store = commits.open_last(self.directory, self.files)
+                stack.callback(store.close)
+            if store.step is None or (step is not None and step != store.step):
+                raise ValueError(f"step: the one commit of {self!r} is of step {store.step}; got step={step!r}.")
+            leaves = stored_in(store)
+
+            def found(name: str, sharding: Sharding) -> Any:
+                leaf = leaves[name]
+                check_covered(name, boxes_of(sharding, leaf.shape), leaf.boxes)
+                parts = read_parts(store, leaf.entries, pages, committed=True)
+                here = sharding.is_fully_addressable
+                return gathered(parts, box_of_shape(leaf.shape)) if here else assembled(parts, sharding, leaf.shape)
+
+            return unpacked(store.beside(), target, found, lands=True)
+
+    # ---- open and close --------------------------------------------------------------------------------------------
+
+    @property
+    def store(self) -> Store:
+        """The store of the files; ``ValueError`` where none is open."""
+        if self._opened is None:
+            raise ValueError(
+                f"disk: {self!r} has no state yet, or is closed. Fix: tx.init(params), or disk.resume(target)."
+            )
+        return self._opened
+
+    def fill(self, leaves: Sequence[Place], values: Iterable[Any]) -> list[OnDisk]:
+        """Make files with these leaves, from values that come one after the other, so that few are in memory at a time.
+
+        Nothing is left of the files if a value does not come.
+        """
+        if self._opened is not None:
+            raise ValueError(
+                f"disk: {self!r} holds a state already. Fix: one jo.disk(...) for each offload and each run; "
+                "disk.resume(target) goes on with the state of the last commit."
+            )
+        commits.check_shared(leaves)
+        entries = [entry for leaf in leaves for entry in entries_of(leaf)]
+        self._began(commits.create(self.directory, entries, self.files))
+        try:
+            everywhere(lambda: self._write_in_turn(leaves, values), "disk: making the files of a state")
+        except BaseException:
+            self._let_go()
+            raise
+        self.advance()
+        return [self.handle(each.name, each.on_its_way) for each in leaves]
+
+    def _write_in_turn(self, leaves: Sequence[Place], values: Iterable[Any]) -> None:
+        writing: deque[tuple[int, Future[None]]] = deque()
+        for leaf, x in zip(leaves, values, strict=True):
+            writing.append((x.nbytes, self.put(leaf.name, x)))
+            del x
+            while len(writing) >= _AT_A_TIME or sum(nbytes for nbytes, _ in writing) > _BYTES_AT_A_TIME:
+                writing.popleft()[1].result()
+        for _, each in writing:
+            each.result()
+
+    def _began(self, store: Store) -> None:
+        self._opened, self._leaves = store, stored_in(store)
+        self._writing: dict[int, Future[None]] = {}  # entry of the store -> what writes it
+        self._updating = False
+        self._failed, self._known = "", ""  # what has failed here, and what all processes know of
+        self._readers = ThreadPoolExecutor(_READERS, "jax_offload reads")
+        self._writers = ThreadPoolExecutor(_WRITERS, "jax_offload writes")
+        begin = [secrets.randbelow(VERSIONS), secrets.token_hex(8)]  # no version of a run before
+        self._version, self._run = allgathered(begin)[0]
+        self._committed = None if store.step is None else self._version
+
+    def wait(self) -> None:
+        """Wait until everything is written, and raise what writing has raised."""
+        if self._opened is not None:
+            for future in list(self._writing.values()):
+                future.result()
+
+    def close(self) -> None:
+        """End all reading and writing, and close the files. What was not committed is lost."""
+        if self._opened is not None:
+            self._readers.shutdown()
+            self._writers.shutdown()
+            store, self._opened = self._opened, None
+            store.close()
+
+    def _let_go(self) -> None:
+        """Close the files, whatever fails: what was written since the last commit is void."""
+        with contextlib.suppress(Exception):
+            self.wait()
+        with contextlib.suppress(OSError, ValueError):
+            self.close()
+
+    # ---- what a step asks for --------------------------------------------------------------------------------------
+
+    def handle(self, name: str, sharding: Sharding) -> OnDisk:
+        """Return what stands for a leaf in a state of this version. ``sharding``: its place in host memory."""
+        leaf = self._leaf(name)
+        own = boxes_of(sharding, leaf.shape)
+        check_covered(name, own, leaf.boxes)  # so that this process can read it,
+        check_covered(name, leaf.boxes, own)  # and writes all of its part
+        return OnDisk(self._token(), Place(self, name, leaf.shape, leaf.dtype, sharding))
+
+    def ends(self, name: str) -> Ends:
+        """Where the ranges of a leaf's rows end that are together in the files."""
+        return self._leaf(name).ends
+
+    def check(self, token: Any) -> None:
+        """Raise ``ValueError`` where the token is of another version than the files."""
+        self._check_whole()
+        if _version(token) != self._version:
+            step = self.store.step
+            back = "" if step is None else f"; disk.resume(target) goes back to the last commit, step {step}"
+            raise ValueError(
+                f"disk: the state is not the one that is in {self.directory}: it is of an earlier step, which has been "
+                "written over, or something has computed with it. Fix: hand on the state that the last step returned"
+                f"{back}."
+            )
+
+    def fetch(self, name: str, sharding: Sharding, rows: Range | None = None) -> Future[jax.Array]:
+        """Start to read a leaf, or some ranges of it, into host memory, once what is being written of it is there."""
+        leaf = self._leaf(name)
+        return self._readers.submit(self._read, leaf, sharding, rows)
+
+    def _read(self, leaf: Stored, sharding: Sharding, rows: Range | None) -> jax.Array:
+        try:
+            parts = self._parts(leaf, self.store.buffers.take, rows)
+        except Exception as error:
+            if not several():
+                raise
+            self._fails(f"reading {leaf.name}", error)
+            parts = [(box, np.zeros(shape_of(box), leaf.dtype)) for _, box in leaf.within(rows)]
+        return jax.block_until_ready(assembled(parts, sharding, leaf.shape_of(rows)))
+
+    def _parts(self, leaf: Stored, room: Room, rows: Range | None = None, *, committed: bool = False) -> Parts:
+        """Read a leaf's values, or those of some ranges, now."""
+        found = leaf.within(rows)
+        for k, _ in found:
+            if not committed and (writing := self._writing.get(k)) is not None:
+                writing.result()
+        return read_parts(self.store, found, room, committed=committed)
+
+    def put(self, name: str, x: jax.Array, rows: Range | None = None) -> Future[None]:
+        """Start to write a leaf's next value, or that of some ranges, once it is there."""
+        found = self._leaf(name).within(rows)
+        self._updating = True
+        future = self._writers.submit(self._write, name, [x], found)
+        self._writing |= dict.fromkeys((k for k, _ in found), future)
+        return future
+
+    def _write(self, name: str, value: list[jax.Array], found: Sequence[tuple[int, Any]]) -> None:
+        try:
+            parts = parts_of(value.pop())  # the list outlives this call by a moment, and would keep the array
+            self.store.write({k: gathered(parts, box) for k, box in found})
+        except BaseException as error:
+            self._fails(f"writing {name}", error)
+            raise
+
+    def _fails(self, doing: str, error: BaseException) -> None:
+        self._failed = self._failed or f"{doing} raised {type(error).__name__}: {error}"
+
+    def advance(self) -> Any:
+        """Return the token of the next version, all of whose leaves have been put.
+
+        Raises:
+          ValueError: something has failed until now, in this process or another.
+        """
+        if failed := failed_anywhere(self._failed, self._run, self._version):
+            self._known = "; ".join(f"in process {k} {why}" if several() else why for k, why in sorted(failed.items()))
+        else:
+            self._updating = False
+        self._check_whole()
+        self._version = (self._version + 1) % VERSIONS
+        return self._token()
+
+    def _check_whole(self) -> None:
+        """Raise ``ValueError`` where an update did not end.
+
+        What failed in one of several processes does not count until all know it, or this one would leave the next step
+        to the others.
+        """
+        self.store  # noqa: B018
+        why = self._known if several() else self._failed
+        if why or self._updating:
+            raise ValueError(
+                f"disk: an update of the state in {self.directory} did not end, {why or 'something raised in it'}, and "
+                "what is on disk is of two steps. Nothing of the last commit is lost. Fix: disk.resume(target), which "
+                "goes back to it."
+            )
+
+    def _leaf(self, name: str) -> Stored:
+        self.store  # noqa: B018
+        if name not in self._leaves:
+            raise ValueError(
+                f"disk: there is no {name} in {self.directory}, the state is another's. Fix: disk.resume(target), "
+                "which gives the state of the last commit."
+            )
+        return self._leaves[name]
+
+    def _token(self) -> np.ndarray[Any, Any]:
+        return np.asarray(self._version, TOKEN)  # as a program returns it
+
+    # ---- what reads a leaf between steps ---------------------------------------------------------------------------
+
+    def array(self, name: str, token: Any) -> np.ndarray[Any, Any]:
+        """Read a leaf's values now. ``ValueError`` for a token of another version."""
+        if isinstance(token, Tracer):
+            raise TypeError("disk: a leaf on disk cannot be read in a trace.")
+        whole = box_of_shape(self._leaf(name).shape)
+        parts = self._as_of(name, token)
+        if not covered(whole, [box for box, _ in parts]):
+            raise ValueError(
+                f"disk: {name} is divided between processes, and this one has a part of it. Fix: jo.to_device(leaf), "
+                "in all processes, gives the leaf divided."
+            )
+        return gathered(parts, whole)
+
+    def sharded(self, name: str, token: Any, sharding: Sharding) -> jax.Array:
+        """Read a leaf that is divided between processes; all must ask."""
+        return assembled(self._as_of(name, token), sharding, self._leaf(name).shape)
+
+    def _as_of(self, name: str, token: Any) -> Parts:
+        committed = _version(token) == self._committed
+        if not committed:
+            self.check(token)
+        parts = self._parts(self._leaf(name), pages, committed=committed)  # memory that whoever asks may keep
+        if not committed or _version(token) != self._committed:  # an update or a commit may have begun meanwhile
+            self.check(token)
+        return parts
+
+
+def _version(token: Any) -> int:
+    return token.version if isinstance(token, Token) else int(token)

@@ -1,1 +1,0 @@
-"""The files of a state: the option ``disk=``, what is under way to and from them, and commits."""
