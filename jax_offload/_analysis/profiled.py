@@ -63,7 +63,7 @@ class Profile:
 
     @property
     def off(self) -> float | None:
-        """The error of the simulated step: 0.1 if it is 10 % longer than the measured one; ``None`` if none is simulated."""
+        """The simulation's error: 0.1 if its step is 10 % longer than the measured one; ``None`` without one."""
         return None if self.simulated is None or not self.step else self.simulated.step / self.step - 1
 
     def to_dict(self) -> dict[str, Any]:

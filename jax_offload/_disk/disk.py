@@ -55,10 +55,9 @@ class Disk(Home):
     """The part of a state that is in files; what ``jax_offload.disk`` returns.
 
     Attributes:
-      directory: where the files are.
+      directory: the directory of the files.
       host_bytes: how many bytes of the state stay in host memory.
-      commit_every: ``commit`` saves every so many steps.
-      files: the operating system's calls; a test may put others in their place.
+      commit_every: the number of steps from one due ``commit`` to the next.
 
     Example:
       >>> import tempfile, jax, jax.numpy as jnp, optax, jax_offload as jo
@@ -74,7 +73,7 @@ class Disk(Home):
 
     def __init__(self, directory: Path, host_bytes: int = 0, commit_every: int = 1) -> None:
         self.directory, self.host_bytes, self.commit_every = directory, host_bytes, commit_every
-        self.files = Files()
+        self.files = Files()  # a test may put other system calls in place of these
         self._opened: Store | None = None
         self._run, self._version = "", 0
         self._committed: int | None = None  # the version of the last commit
@@ -90,7 +89,7 @@ class Disk(Home):
 
     @property
     def last_commit(self) -> int | None:
-        """The step of the last commit in the directory, or ``None``; with several processes all must ask."""
+        """The step of the last commit in the directory, or ``None``. All of several processes must ask."""
         if self._opened is not None:
             return self._opened.step
         last = commits.last_of_all(self.directory, self.files)
@@ -99,15 +98,15 @@ class Disk(Home):
     def commit(self, step: int, tree: Any, force: bool = False) -> bool:
         """Save the state as it is now, with everything else that a run continues from, if the step is due.
 
-        A step is due if it is a multiple of ``commit_every``, and if there is no commit yet. Otherwise nothing is done
-        or waited for. When this returns, everything is written. A commit that does not complete, for whatever reason,
+        A step is due if it is a multiple of ``commit_every``, or if there is no commit yet. Otherwise the call returns
+        at once. After a commit everything is written. A commit that does not complete, for whatever reason,
         changes nothing. With several processes all must call it, and the commit belongs to all or to none.
 
         Args:
           step: the number of the step, not below that of the last commit.
           tree: the whole state, with the parameters of the same step and whatever else the run needs: ``{"params":
             params, "opt_state": state, "rng": key}``. Leaves that are not on disk are written with it.
-          force: whether to save whatever the step, for example at the end of a run.
+          force: whether to save a step that is not due, for example at the end of a run.
 
         Returns:
           Whether it saved.

@@ -18,30 +18,30 @@ from jax_offload._plan.by_rows import rows_in_part
 
 
 def disk(directory: str | os.PathLike[str], *, host_bytes: int = 0, commit_every: int = 1) -> Disk:
-    """Keep the part of a state that does not fit into host memory in files.
+    """Keep in files the part of a state that does not fit into host memory.
 
     Use it as ``jo.offload(inner, disk=jo.disk(folder))``. Each step of ``jax_offload.jit``, which drives it from
     Python, reads that part group by group, updates it on the device and writes it again, while it reads the next group
     and writes the last one. The numbers are those of a state in host memory (docs/disk.md).
 
-    Only ``commit`` saves anything: after a crash the files hold the last commit, whole. They take twice the bytes of
-    the leaves in them, as a leaf is never written over its committed values.
+    Only ``commit`` saves anything: after a crash the files hold the whole last commit. They take twice the bytes of
+    their leaves, because new values are never written over committed ones.
 
     Args:
-      directory: where the files go, made if missing; best a local NVMe drive or a RAID, which has the speed of all of
-        its drives. ``~`` is your home, and a relative path starts where the process is now.
+      directory: the directory for the files, made if missing. A local NVMe drive is best, or a RAID, which is as fast
+        as all of its drives together. ``~`` is your home, and a relative path starts at the current directory.
       host_bytes: how many bytes of the state stay in pinned host memory, over all devices, replicated bytes counted
-        once: whole parameters at a time, those whose gradients come last. Everything else that ``offload`` would keep
-        there is on disk. Buffers come on top: at most nine groups of 64 to 128 MiB, or of one row, or of one
+        once: whole parameters, those whose gradients come last. Everything else that ``offload`` would keep there is
+        on disk. Buffers come on top: at most nine groups of 64 to 128 MiB, or of one row, or of one
         parameter's leaves if the update does not keep their rows apart.
-      commit_every: ``commit`` saves every so many steps.
+      commit_every: the number of steps from one due ``commit`` to the next.
 
     Returns:
       A ``Disk``, for one ``offload``.
 
     Raises:
       TypeError: ``directory`` is not a path.
-      ValueError: the path is empty or in no home, or a number is not an integer in its range.
+      ValueError: the path is empty, its ``~`` has no home, or a number is not an integer in its range.
 
     Example:
       >>> import tempfile, jax, jax.numpy as jnp, optax, jax_offload as jo

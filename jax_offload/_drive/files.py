@@ -73,7 +73,7 @@ class OnFiles:
                 raise ValueError(
                     f"state: {leaf.name} is on disk, and this offload keeps it in memory. Fix: the offload, and the "
                     "host_bytes, with which the state was made; into another one jo.to_host(tx, state) brings it, with "
-                    "a jo.disk(...) of other directories where some stays on disk."
+                    "a jo.disk(...) of another directory where some stays on disk."
                 )
         for v, known in step.host_leaves.items():
             if known and v not in self.reads:
