@@ -31,6 +31,7 @@ from jax_offload._base.jaxprs import (
     without_dead_code,
 )
 from jax_offload._base.private import without_references
+from jax_offload._emit.find import is_update
 from jax_offload._ir.program import Program, flat, replaced, spliced
 from jax_offload._ir.slices import slice_of
 
@@ -195,14 +196,14 @@ def _over_rows(
 
 
 def _unrolled(program: Program) -> Program:
-    """The scans over stacks of the program's inputs as the iterations one after the other."""
-    given = {*program.inputs}
-    of_layers = {
-        eqn.outvars[0]
-        for eqn in program.eqns
-        if eqn.primitive.name == "stack" and eqn.params["axis"] == 0 and len(eqn.invars) <= _MOST_UNROLLED
-        and all(v in given for v in eqn.invars)
-    }  # fmt: skip
+    """The scans over stacks of parameters as the iterations one after the other; of batches they stay scans."""
+    layers = {v for eqn in program.eqns if is_update(eqn) for v in variables(eqn.invars)} & {*program.inputs}
+    of_layers: set[Var] = set()
+    for eqn in program.eqns:
+        if eqn.primitive.name == "convert_element_type" and layers.issuperset(eqn.invars):
+            layers.update(eqn.outvars)
+        elif eqn.primitive.name == "stack" and eqn.params["axis"] == 0 and len(eqn.invars) <= _MOST_UNROLLED:
+            of_layers.update(eqn.outvars if layers.issuperset(eqn.invars) else ())
     if not any(
         eqn.primitive.name == "scan" and not of_layers.isdisjoint(variables(eqn.invars)) for eqn in program.eqns
     ):
