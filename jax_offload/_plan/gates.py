@@ -29,7 +29,7 @@ from jax_offload._plan.plan import Planned
 from jax_offload._plan.rules import changes_only_shapes
 
 LEAST_GATES = 4  # with fewer there is nothing to hold back
-AT_ONCE = "most of its gradients are there only at once: a number needs all, their norm say, or one call makes them"
+AT_ONCE = "most of its gradients are there only at once: a number needs all, such as their norm, or one call makes them"
 FEW_PLACES = (
     f"its passes, forward and backward, have fewer than {LEAST_GATES} places where parts of an update could wait"
 )

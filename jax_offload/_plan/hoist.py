@@ -25,7 +25,7 @@ from jax_offload._plan.plan import RowWise
 from jax_offload._plan.rules import Dependent, Partial, Rows, changes_only_shapes, chunked_dims, rule_of
 from jax_offload._plan.transfers import same_type
 
-NEEDS_ALL = "something that needs all gradients, their norm say, stands between them and their update"
+NEEDS_ALL = "something that needs all gradients, such as their norm, stands between them and their update"
 OF_THE_SCAN = "a number that the same scan carries to its end stands between their gradients and their update"
 BY_INDEX = "a scan takes its layers by their index, and sums their gradients up; scan over stacked parameters instead"
 SHARED = (
