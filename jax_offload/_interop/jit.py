@@ -32,10 +32,12 @@ def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Jit a training step as ``jax.jit`` does, and hide the transfers of its optimizer state.
 
     Where a ``lax.scan`` makes the gradients of stacked layers, each layer is updated inside that scan as soon as its
-    gradient exists, while the state of its neighbours moves; the stacked gradients then never exist. Between unrolled
-    layers, each update runs where its gradient appears. The numbers are those of the plain step. An update that needs
-    all gradients first, such as clipping by their norm, runs after the backward pass; ``jax_offload.pipelined`` hides
-    that one. ``jax_offload.placement(step, *args)`` says where each leaf is updated, and why.
+    gradient exists, while the state of its neighbors moves; the stacked gradients then never exist. Between unrolled
+    layers, each update runs where its gradient appears. Loops that take layers by number, layers that the step stacks,
+    gradients summed in a ``jax.new_ref`` and a whole step inside a ``shard_map`` count as well (docs/what_hides.md).
+    The numbers are those of the plain step. An update that needs all gradients first, such as clipping by their norm,
+    runs after the backward pass; ``jax_offload.pipelined`` hides that one. ``jax_offload.placement(step, *args)`` says
+    where each leaf is updated, and why.
 
     It sets ``jax_offload.compiler_options``, unless ``compiler_options`` are given. No donated buffer crosses memory
     kinds: ``jax.jit`` of a step that calls ``update``, ``update_params`` or ``init`` is as safe, but this function also
