@@ -350,7 +350,7 @@ def _refuse_memory(*args: Any) -> Any:
 IN_MEMORY = (
     "is in memory, and this offload keeps it on disk. Fix: tx.init(params) makes it there, and disk.resume(target) "
     "brings it back if it was made with this host_bytes; jo.to_host(tx, state) brings one of another there, with a "
-    "jo.disk(...) of its own directory."
+    "jo.disk(...) with its own directory."
 )
 READ, WRITE = Primitive("jax_offload_read"), Primitive("jax_offload_write")
 READ.def_impl(_refuse)
