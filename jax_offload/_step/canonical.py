@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -200,10 +200,10 @@ def _unrolled(program: Program) -> Program:
     layers = {v for eqn in program.eqns if is_update(eqn) for v in variables(eqn.invars)} & {*program.inputs}
     of_layers: set[Var] = set()
     for eqn in program.eqns:
-        if eqn.primitive.name == "convert_element_type" and layers.issuperset(eqn.invars):
+        if eqn.primitive.name == "convert_element_type" and _all_in(eqn, layers):
             layers.update(eqn.outvars)
         elif eqn.primitive.name == "stack" and eqn.params["axis"] == 0 and len(eqn.invars) <= _MOST_UNROLLED:
-            of_layers.update(eqn.outvars if layers.issuperset(eqn.invars) else ())
+            of_layers.update(eqn.outvars if _all_in(eqn, layers) else ())
     if not any(
         eqn.primitive.name == "scan" and not of_layers.isdisjoint(variables(eqn.invars)) for eqn in program.eqns
     ):
@@ -247,3 +247,7 @@ def _unrolled(program: Program) -> Program:
         else:
             eqns.append(eqn.replace(invars=[whole(v) for v in eqn.invars]))
     return dataclasses.replace(program, eqns=eqns, outputs=[whole(v) for v in program.outputs])
+
+
+def _all_in(eqn: Equation, known: Set[Var]) -> bool:
+    return all(isinstance(v, Var) and v in known for v in eqn.invars)

@@ -58,7 +58,8 @@ def stacked_and_logged(params, x):
 
 def step_of(network, tx, update):
     def step(params, state, x):
-        value, grads = jax.value_and_grad(lambda params: (network(params, x) ** 2).mean())(params)
+        scale = jax.lax.convert_element_type(1, jnp.float32)  # a literal is an operand as others are
+        value, grads = jax.value_and_grad(lambda params: (network(params, x) ** 2).mean() * scale)(params)
         return *update(tx, grads, state, params), value
 
     return step
