@@ -77,7 +77,8 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        fix = ". Fix: jax.tree.map(lambda x: x.sharding, jax_offload.abstract_state(tx, params))"
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{fix if name == 'state_shardings' else ''}")
     return globals().setdefault(name, getattr(_import_module(f"{__name__}._analysis.{_LAZY[name]}"), name))
 
 
