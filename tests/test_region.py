@@ -252,7 +252,6 @@ def both(inner=lambda tx: tx):
 AROUND = {
     "a chain": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
     "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
-    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
     "a cond inside a cond": lambda tx: optax.conditionally_transform(
         optax.apply_if_finite(tx, 3), lambda step: step != 1
     ),

@@ -126,7 +126,7 @@ def test_a_function_of_yours(tmp_path, monkeypatch):
     for name, code, says in (
         ("raises", 9, "raises raises ValueError: of their own"),
         ("number", 2, "has a int of that name"),
-        ("strings", 2, "params: expected arrays, or what has shape and dtype; ['name'] is a str"),
+        ("strings", 2, "params: expected arrays, or values with shape and dtype; ['name'] is a str"),
         ("nothing", 2, "has nothing of that name"),
     ):
         done = run("plan", f"mine_for_test:{name}")
