@@ -17,6 +17,7 @@ from jax_offload._interop.jit import Jitted
 from jax_offload._interop.matching import matched, names_of
 from jax_offload._ir.primitives import CHECKPOINT
 from jax_offload._ir.program import flat
+from jax_offload._step.canonical import dereferenced
 from jax_offload._step.cut import Cut, cut_step
 from jax_offload._step.returned import origins_of, unreturned
 
@@ -60,7 +61,7 @@ class Rotated:
             return jax.tree.leaves(result)
 
         closed, _ = jaxpr_of(call, [in_its_memory(x) for x in leaves], arrays)
-        program = flat(closed, any_jit=True)
+        program = dereferenced(flat(closed, any_jit=True), any_jit=True)
         inputs = program.inputs[len(program.consts) :]
         own, given = inputs[: len(leaves)], inputs[len(leaves) :]
         owners = [name for name, x in carried.items() for _ in jax.tree.leaves(x)]

@@ -41,11 +41,17 @@ _MOST_UNROLLED = 256
 
 def canonical(program: Program) -> Program:
     """A step's program in the one form, which has the same inputs and results."""
-    if any(type(effect).__name__ == _REFERENCES for effect in program.effects):
-        program = flat(without_references(program.closed))
+    program = dereferenced(program)
     for at in [k for k, eqn in enumerate(program.eqns) if eqn.primitive.name == "scan"][::-1]:
         program = _by_rows(program, at)
     return _unrolled(program)
+
+
+def dereferenced(program: Program, *, any_jit: bool = False) -> Program:
+    """The program with values in place of the mutable arrays that live inside it."""
+    if not any(type(effect).__name__ == _REFERENCES for effect in program.effects):
+        return program
+    return flat(without_references(program.closed), any_jit=any_jit)
 
 
 # Layers by their numbers -------------------------------------------------------------------------------------------
@@ -70,13 +76,16 @@ def _by_rows(program: Program, at: int) -> Program:
             read[k] = own
     summed: dict[int, tuple[Equation, Equation]] = {}  # number of a carry -> the sum, and the row among zeros
     for k, v in enumerate(body.inputs[n : n + m]):
-        add = maker.get(out) if isinstance(out := body.outputs[k], Var) else None
+        out = body.outputs[k]
+        if isinstance(out, Literal) or body.outputs.count(out) > 1 or v in body.outputs:
+            continue
+        add = maker.get(out)
         if add is None or add.primitive.name not in ("add", "add_any") or readers.get(v) != [add]:
             continue
         row = next((maker[x] for x in variables(add.invars) if x in maker), None)
         if row is None or not _places_a_row(row, maker, scan.length) or not _is_zeros(scan.init[k], program.eqns):
             continue
-        if add.outvars[0] not in readers and readers[row.outvars[0]] == [add]:
+        if out not in readers and readers[row.outvars[0]] == [add] and row.outvars[0] not in body.outputs:
             summed[k] = add, row
     starts = [eqn.invars[1:] for each in read.values() for eqn in each]
     starts += [row.invars[2:] for _, row in summed.values()]
@@ -130,7 +139,7 @@ def _are_numbers_of_rows(program: Program, at: int, body: Program, starts: Seque
 
     traced, _ = jaxpr_of(run, *(v.aval for v in before.inputs))
     jaxpr, needed = without_dead_code(traced.jaxpr)
-    if any(needed):
+    if any(needed) or jaxpr.effects:  # an effect notes, for one, that a number is another on each device
         return False
     with jax.ensure_compile_time_eval():
         values = dict(zip(atoms, map(np.asarray, jax_fun(closed(jaxpr, traced.consts))()), strict=True))

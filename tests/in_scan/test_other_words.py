@@ -41,6 +41,35 @@ def by_a_given_number(params, x):
     return jax.lax.fori_loop(0, LAYERS, lambda k, x: layer(x, params[jnp.minimum(k + first, LAYERS - 1)]), x)
 
 
+def by_number_and_seen(params, x):
+    """A backward pass by hand, whose sum of gradients is a result of each iteration too."""
+
+    @jax.custom_vjp
+    def network(params, x):
+        return by_number(params, x)
+
+    def forwards(params, x):
+        xs = [x]
+        for k in range(LAYERS):
+            xs.append(layer(xs[-1], params[k]))
+        return xs[-1], (params, jnp.stack(xs[:-1]))
+
+    def backwards(kept, g):
+        params, xs = kept
+
+        def one(carry, k):
+            total, g = carry
+            w, g = jax.vjp(layer, xs[k], params[k])[1](g)[::-1]
+            total = total + jax.lax.dynamic_update_index_in_dim(jnp.zeros_like(total), w, k, 0)
+            return (total, g), total
+
+        (total, g), seen = jax.lax.scan(one, (jnp.zeros_like(params), g), jnp.arange(LAYERS), reverse=True)
+        return total + 0 * seen.sum(0), g
+
+    network.defvjp(forwards, backwards)
+    return network(params, x)
+
+
 def stacked(params, x):
     return scanned(jnp.stack(jax.tree.leaves(params)), x)
 
@@ -106,6 +135,7 @@ MOVES = {
 }
 STAYS = {
     "layers by their number, backwards": (step_of, by_number_backwards, one_stack),
+    "layers by their number, the sums seen": (step_of, by_number_and_seen, one_stack),
     "layers by a given number": (step_of, by_a_given_number, one_stack),
 }
 
@@ -185,6 +215,44 @@ def test_a_step_inside_a_shard_map(check_vma):
     stays = jo.placement(step, params, jo.abstract_state(tx, params), jnp.ones((BATCH, WIDTH))).stays
     assert bool(stays) == (check_vma and jax.__version_info__ < (0, 11))
     assert_as_plain(step, plain, (params, tx.init(params), ADAMW.init(params)))
+
+
+def test_layers_of_a_devices_own_in_a_shard_map():
+    """The layers run in another order on each device, so the loop stays as it is."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+
+    def make(tx):
+        def step(params, state, x):
+            def loss(params):
+                k = lambda i: (i + jax.lax.axis_index("data")) % LAYERS  # noqa: E731
+                return (jax.lax.fori_loop(0, LAYERS, lambda i, x: layer(x, params[k(i)]), x) ** 2).mean()
+
+            value, grads = jax.value_and_grad(loss)(params)
+            updates, state = tx.update(jax.lax.pmean(grads, "data"), state, params)
+            return optax.apply_updates(params, updates), state, jax.lax.pmean(value, "data")
+
+        specs = {"in_specs": (P(), P(), P("data")), "out_specs": (P(), P(), P())}
+        return jax.shard_map(step, mesh=mesh, check_vma=False, **specs)
+
+    tx, params = jo.offload(ADAMW, min_bytes=0), one_stack(NamedSharding(mesh, P()))
+    step, plain = jo.jit(make(tx), donate_argnums=(0, 1)), jax.jit(make(ADAMW))
+    assert_as_plain(step, plain, (params, tx.init(params), ADAMW.init(params)))
+
+
+def test_pipelined_takes_gradients_in_a_reference():
+    tx, params = jo.offload(ADAMW, min_bytes=0), one_stack(jax.devices()[0])
+    train = jo.pipelined(with_references(scanned, tx, jo.update_params), donate_argnums=(0, 1))
+    plain = jax.jit(with_references(scanned, ADAMW, apart))
+    theirs = params + 0, ADAMW.init(params)
+    batches = np.random.default_rng(0).normal(size=(3, BATCH, WIDTH)).astype(np.float32)
+    carry, _ = train.start(params, tx.init(params), batches[0])
+    for x in batches[1:]:
+        carry, _ = train(carry, x)
+    params, state = train.finish(carry)
+    for x in batches:
+        *theirs, _ = plain(*theirs, x)
+    assert np.linalg.norm(params - theirs[0]) <= 1e-5 * np.linalg.norm(theirs[0])
+    assert state[0].mu.sharding.memory_kind == "pinned_host"
 
 
 def test_gradients_from_a_shard_map_say_where_to_update():
