@@ -388,7 +388,8 @@ def test_stored_in_fewer_bits(storage):
         for _ in range(3):
             params, state, _ = step(params, state, X)
         results.append(jo.to_device(params))
-    assert_same(*results, "three steps", tolerance=1e-5)
+    # a last bit that differs may round to the next of 256 codes
+    assert_same(*results, "three steps", tolerance=1e-5 if storage == "bfloat16" else 1e-4)
 
 
 def test_a_train_state():
