@@ -1,4 +1,4 @@
-"""Accelerators and their hosts as figures: those of ``chips.toml``, of a user's file, or measured on this machine."""
+"""Figures for accelerators and their hosts, from ``chips.toml``, a user's file or a measurement on this machine."""
 
 from __future__ import annotations
 

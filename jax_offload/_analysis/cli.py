@@ -49,7 +49,7 @@ _MODEL = ("optimizer", "param_dtype", "master", "storage", "clip", "devices", "r
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line. ``argv``: the arguments; by default those of the process."""
+    """Run the command line with ``argv``, or with the arguments of the process."""
     given = vars(parser().parse_args(argv))
     run = given.pop("run")
     try:

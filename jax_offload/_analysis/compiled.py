@@ -52,7 +52,7 @@ class First:
     """The first program of a driven step.
 
     Attributes:
-      jitted: it, a function of two dicts, of which the first is donated.
+      jitted: the program, a function of two dicts. It donates the first.
       args: these, abstract or not, by the arguments' names.
       elsewhere: the step's other arguments, by their names: other programs take them.
     """
@@ -90,7 +90,7 @@ class _Nowhere(Home):
         raise TypeError(f"disk: {name} is abstract, and has no values.")
 
     def ends(self, name: str) -> tuple[int, ...]:
-        return ()  # of an update that is not looked at
+        return ()  # nobody reads this update's files
 
     def sharded(self, name: str, token: Any, sharding: Any) -> Any:
         return self.array(name, token)
@@ -131,10 +131,14 @@ def first_program(
 ) -> First:
     """The first program of a traced step.
 
-    leaves: the step's flat arguments; shown: the same, with the arrays on disk in place of their tokens.
+    Args:
+      step: the traced step.
+      leaves: its flat arguments.
+      donated: whether each of them is donated.
+      shown: the same arguments, with the arrays on disk in place of their tokens.
 
     Raises:
-      ValueError: it cannot be driven.
+      ValueError: Python cannot drive the step.
     """
     if any(on_abstract(x) for x in leaves):
         raise ValueError(

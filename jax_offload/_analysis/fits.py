@@ -173,11 +173,11 @@ class Setting:
         return dataclasses.replace(row, fits=None if row.missing else True, why=_condition(row, room))
 
     def _over_on_the_host(self, row: Row) -> int:
-        """Bytes that a row takes of the host beyond what is there, less a headroom; 0 where all is well."""
+        """Return the bytes by which a row exceeds the host's memory less its headroom, or 0."""
         return 0 if self.host is None else max(0, row.host - int(self.host * (1 - 2 * HEADROOM)))
 
     def plan(self, rows: Sequence[Row], said: Sequence[str], dtypes: str, replicated: bool) -> Plan:
-        """The answer. ``said``: what is assumed of the model; ``replicated``: whether parameters could be divided."""
+        """Return the answer. ``said`` lists the assumptions; ``replicated`` tells whether parameters could be divided."""
         ranked = sorted(rows, key=_by_cost)
         best = ranked[0] if ranked[0].fits is not False and self.usable is not None else None
         verdict, code, row = self._verdict(best, ranked, replicated)

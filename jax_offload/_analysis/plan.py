@@ -183,7 +183,7 @@ def _activations(
 
 
 def _answer(tx: Any, params: Any, setting: Setting, said: Sequence[str], made: Steps | None, disk: bool) -> Plan:
-    """The rows of the plan, judged. ``said``: what is assumed of the model."""
+    """Judge the rows of the plan. ``said`` lists the assumptions about the model."""
     inner, given = _inner_of(tx)
     rows = _Rows(inner, params, setting, made)
     if not isinstance(tx, Offloaded) and _offloads_inside(inner, params):

@@ -201,7 +201,7 @@ def _following(args: tuple[Any, ...], results: Any) -> tuple[Any, ...]:
 _COLLECTIVE = re.compile(
     "(all-gather|all-reduce|reduce-scatter|(ragged-)?all-to-all|collective-)|.*nccl", re.IGNORECASE
 )
-# Lines of a TPU's plane: operations in sequence, and asynchronous ones, each for as long as it is in flight.
+# The lines of a TPU's plane hold operations in sequence, and asynchronous ones while they are in flight.
 _OPS, _BESIDE = "XLA Ops", "Async XLA Ops"
 
 

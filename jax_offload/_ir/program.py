@@ -237,7 +237,7 @@ def _expanded_in(
 
 
 def without_effects_of_axes(program: Program) -> Program:
-    """The program without what jax notes of collectives inside ``shard_map``: they have no order to keep."""
+    """Drop the effects that jax records for collectives inside ``shard_map``: their order is free."""
     eqns = [eqn.replace(effects=frozenset(e for e in eqn.effects if type(e).__name__ != "NamedAxisEffect"))
             if eqn.effects else eqn for eqn in program.eqns]  # fmt: skip
     return dataclasses.replace(program, eqns=eqns)

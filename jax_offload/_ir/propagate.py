@@ -21,7 +21,7 @@ class Facts(Generic[T]):
     """A kind of fact about values, and how an equation hands it from its operands to its results.
 
     Attributes:
-      nothing: the fact about a constant, and about a variable of which nothing is said.
+      nothing: the fact about a constant, and about a variable that no rule mentions.
       join: the fact about a value that is made of several, or is one of several.
       rule: the facts about an equation's results, given the equation and the facts about its operands. ``None``: they
         follow from the jaxprs that the equation runs, or are the join of its operands' facts where it runs none.

@@ -1,4 +1,4 @@
-"""One form for steps that say the same in other words, so that what places updates has one form to know.
+"""Rewrite equivalent forms of a step into one form, the only one that placing updates has to know.
 
 - Mutable arrays whose life is inside the step become values.
 - A loop that takes its layers by their numbers, and sums their gradients up, becomes a scan over stacked layers.
@@ -40,7 +40,7 @@ _MOST_UNROLLED = 256
 
 
 def canonical(program: Program) -> Program:
-    """A step's program in the one form, which has the same inputs and results."""
+    """Return the step's program in that form, with the same inputs and results."""
     program = dereferenced(program)
     for at in [k for k, eqn in enumerate(program.eqns) if eqn.primitive.name == "scan"][::-1]:
         program = _by_rows(program, at)
@@ -48,7 +48,7 @@ def canonical(program: Program) -> Program:
 
 
 def dereferenced(program: Program, *, any_jit: bool = False) -> Program:
-    """The program with values in place of the mutable arrays that live inside it."""
+    """Replace the mutable arrays that live inside a program by values."""
     if not any(type(effect).__name__ == _REFERENCES for effect in program.effects):
         return program
     return flat(without_references(program.closed), any_jit=any_jit)
@@ -58,7 +58,7 @@ def dereferenced(program: Program, *, any_jit: bool = False) -> Program:
 
 
 def _by_rows(program: Program, at: int) -> Program:
-    """Equation ``at``, a scan, with what it reads and sums up at the iteration's number as rows instead."""
+    """Make a scan over rows of equation ``at``, a scan that reads and sums up rows by its iteration's number."""
     scan = scan_of(program.eqns[at])
     assert scan is not None
     body, n, m = flat(scan.body), len(scan.consts), len(scan.init)
@@ -205,7 +205,7 @@ def _over_rows(
 
 
 def _unrolled(program: Program) -> Program:
-    """The scans over stacks of parameters as the iterations one after the other; of batches they stay scans."""
+    """Unroll the scans over stacks of parameters. Scans over stacks of batches stay."""
     layers = {v for eqn in program.eqns if is_update(eqn) for v in variables(eqn.invars)} & {*program.inputs}
     of_layers: set[Var] = set()
     for eqn in program.eqns:
