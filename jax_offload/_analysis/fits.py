@@ -177,7 +177,7 @@ class Setting:
         return 0 if self.host is None else max(0, row.host - int(self.host * (1 - 2 * HEADROOM)))
 
     def plan(self, rows: Sequence[Row], said: Sequence[str], dtypes: str, replicated: bool) -> Plan:
-        """Return the answer. ``said`` lists the assumptions; ``replicated`` tells whether parameters could be divided."""
+        """Return the answer. ``said`` lists the assumptions; ``replicated``: parameters could be divided."""
         ranked = sorted(rows, key=_by_cost)
         best = ranked[0] if ranked[0].fits is not False and self.usable is not None else None
         verdict, code, row = self._verdict(best, ranked, replicated)
