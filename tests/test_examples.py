@@ -72,7 +72,7 @@ def test_a_resumed_run_goes_on_as_if_uninterrupted(train, uninterrupted, tmp_pat
 
 @pytest.mark.long("trains a GPT")
 def test_in_files_it_gives_the_same_losses_and_resumes(train, uninterrupted, tmp_path, capsys):
-    options = ("--steps", 6, "--disk", tmp_path / "a", tmp_path / "b", "--host-bytes", "0.25MiB", "--commit-every", 2)
+    options = ("--steps", 6, "--disk", tmp_path / "a", "--host-bytes", "0.25MiB", "--commit-every", 2)
     first = train(*options, "--stop-at", 3)
     capsys.readouterr()
     rest = train(*options)
