@@ -63,14 +63,15 @@ def results(
 
 def side_by_side(jobs: int, part: str, names: list[str], **how: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """``results`` of several workers at a time, for parts that do not measure time; each has its share of the cases."""
-    found: queue.Queue[tuple[str, dict[str, Any]] | None] = queue.Queue()
+    found: queue.Queue[tuple[str, dict[str, Any]] | Exception | None] = queue.Queue()
 
     def work(share: list[str]) -> None:
         try:
             for each in results(part, share, **how):
                 found.put(each)
-        finally:
             found.put(None)
+        except Exception as error:
+            found.put(error)
 
     threads = [threading.Thread(target=work, args=(names[k::jobs],), daemon=True) for k in range(jobs)]
     for thread in threads:
@@ -78,6 +79,8 @@ def side_by_side(jobs: int, part: str, names: list[str], **how: Any) -> Iterator
     left = jobs
     while left:
         each = found.get()
+        if isinstance(each, Exception):
+            raise each
         left -= each is None
         if each is not None:
             yield each
