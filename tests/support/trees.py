@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,6 +65,15 @@ def equations(jaxpr: Any) -> Iterator[Any]:
         yield eqn
         for inner in jex.jaxprs_in_params(eqn.params):
             yield from equations(inner)
+
+
+def in_scope(traced: Any, what: str, platform: str = "cuda") -> list[tuple[str, str]]:
+    """The leaf and the text of each operation that is lowered as a "prefetch", a "write-back" or an "update"."""
+    text = traced.lower(lowering_platforms=(platform,)).as_text(debug_info=True)
+    name = rf'^(#loc\d+) = loc\("[^"]*jax_offload/{what}/([^"]*)/[^/"]*"'
+    scopes = dict(re.findall(name, text, re.MULTILINE))
+    lines = ((line, re.search(r"loc\((#loc\d+)\)$", line)) for line in text.splitlines())
+    return [(scopes[loc[1]], line) for line, loc in lines if loc and loc[1] in scopes]
 
 
 def shardings_in(tree):
