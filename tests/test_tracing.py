@@ -85,7 +85,7 @@ def test_twice_the_leaves_are_twice_the_work(case):
         return lines(lambda: jax.jit(lambda *args: tx.update(*args)).trace(params, state, params).lower())
 
     _, once, twice = map(work, (2, 20, 40))  # the first run does what is done once
-    assert twice <= 2.05 * once
+    assert twice <= 2.1 * once
 
 
 def test_the_table_of_twice_the_leaves_is_twice_the_work():
