@@ -8,7 +8,6 @@ out: both the bytes and the operations of a step grow with the number of paramet
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,7 +45,7 @@ def rows() -> Iterator[str]:
         for name in CHIPS:
             chip = jo.chip(name)
             each = compute_time(chip, OPERATIONS, "bfloat16")
-            found = [math.ceil(_both_ways(chip, nbytes) / (share * each)) for nbytes in STORAGES.values()]
+            found = [-int(-_both_ways(chip, nbytes) // (share * each)) for nbytes in STORAGES.values()]
             yield f"| {name}, {way} | " + " | ".join(f"{n:,}" for n in found) + " |"
 
 
