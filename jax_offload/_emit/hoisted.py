@@ -181,18 +181,23 @@ class Emitter:
 
     def phases(self, hand: Hand, inner: Values, stored: Any, then: Any) -> Values:
         """Runs the iteration's own arithmetic while it stores the rows ``stored`` and loads the rows ``then``."""
-        plan, last = self.plan, len(self.plan.groups) - 1
+        plan, last, reads = self.plan, len(self.plan.groups) - 1, {*self.plan.loaded}
         found, early = Values(), Values()
         for phase, (s, group) in enumerate(zip(plan.body.slices, plan.groups, strict=True)):
             new = {v: hand.new[v] for v in group if v in hand.new}
-            loaded = [v for v in plan.groups[phase - 1] if v in plan.loaded]
+            loaded = [v for v in plan.groups[phase - 1] if v in reads]
             if phase < last:
                 # XLA's CPU copies a buffer of which one row is written before another is read
-                own = self.buffers.exchange(hand.wholes, {}, 0, [v for v in new if v in plan.loaded], then)
-                new |= {v: _on(["cpu"], lambda x, read: written_after(x, read)[0], new[v], x) for v, x in own.items()}
+                own = self.buffers.exchange(hand.wholes, {}, 0, [v for v in new if v in reads], then)
+                after = _on(
+                    ["cpu"], lambda xs, read: written_after(xs, read)[0], [new[v] for v in own], [*own.values()]
+                )
+                new |= zip(own, after, strict=True)
                 early |= own
             fetched = self.buffers.exchange(hand.wholes, new, stored, loaded, then)
-            fetched |= {v: _on(["cpu"], lambda _, read: read, x, early[v]) for v, x in fetched.items() if v in early}
+            there = [v for v in fetched if v in early]
+            read = _on(["cpu"], lambda _, read: read, [fetched[v] for v in there], [early[v] for v in there])
+            fetched |= zip(there, read, strict=True)
             inner.update(zip(s.outputs, s.run(*(inner[v] for v in s.inputs)), strict=True))
             if phase < last:
                 self.gate(phase, hand, fetched, inner)
@@ -245,7 +250,8 @@ class Emitter:
         carried, produced = results[: len(carried)], dict(zip(scan.ys, results[len(carried) :], strict=True))
         if not plan.ahead:
             # laid out like the stack: a TPU would make the layout of a matmul's result that of the whole stack
-            rows = {y: _on(["tpu"], _in_order, x[None]) for y, x in produced.items()}
+            in_order = _on(["tpu"], lambda xs: [*map(_in_order, xs)], [x[None] for x in produced.values()])
+            rows = dict(zip(produced, in_order, strict=True))
             self.update(hand, own | rows, i, k)
         hand.loaded = then
         return (k + 1, carried, *self.packed(hand)), [produced[y] for y in plan.kept]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -17,10 +17,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_offload._base.arrays import row_indices
-from jax_offload._base.jaxprs import Var
+from jax_offload._base.jaxprs import Var, jit
 from jax_offload._base.memory import is_host_aval, to_device, to_host
 from jax_offload._base.shardings import constrained, padded, typed_sharding
-from jax_offload._ir.slices import Slice, core
+from jax_offload._ir.conds import numbered, structure
+from jax_offload._ir.slices import Slice
 from jax_offload._plan.plan import RowWise, tiles
 from jax_offload._plan.rules import Dim, Partial, Rows, run_chunk
 
@@ -39,6 +40,7 @@ class Buffers:
       names: the names of the state's leaves.
       shards: into how many parts the axis of the rows is divided between devices.
       laid_out: what is done to rows on the device before they are written, given their array.
+      kinds: the functions that update rows; slices that are alike share one, which is traced once and inlined by XLA.
     """
 
     dims: Mapping[Var, Dim]
@@ -46,6 +48,8 @@ class Buffers:
     names: Names
     shards: int = 1
     laid_out: Callable[[Var, Any], Any] = lambda _, x: x
+    kinds: dict[Hashable, Callable[..., list[Any]]] = dataclasses.field(default_factory=dict)
+    key_of: Callable[[Any], Hashable] = dataclasses.field(default_factory=numbered)
 
     def read(self, v: Var, x: Any, start: Any, n: int = 1) -> Any:
         """``n`` rows of each shard of ``x``, which is the array ``v``."""
@@ -80,9 +84,14 @@ class Buffers:
 
     def updated(self, s: Slice, how: RowWise, given: Sequence[Any], start: Any, n: int = 1) -> list[Any]:
         """The results of a slice for some rows, on the device, of its operands' rows there."""
-        rows = row_indices(how.where.size, start, n, self.shards)
+        jaxpr = s.core.jaxpr
+        kind = structure(jaxpr, self.key_of), how.dims, how.where, n
+
+        def update_rows(start: Any, *given: Any) -> list[Any]:  # the name that profiles show
+            return run_chunk(jaxpr, how.dims, how.where, row_indices(how.where.size, start, n, self.shards), *given)
+
         with update_of(s.loads, self.names):
-            return run_chunk(core(s).jaxpr, how.dims, how.where, rows, *given)
+            return self.kinds.setdefault(kind, jit(update_rows))(start, *given)
 
     def keep(
         self, s: Slice, how: RowWise, new: Sequence[Any], wholes: Arrays, start: Any, *, first: Any = None,
@@ -140,8 +149,8 @@ def read_rows(x: jax.Array, dim: int, start: Any, n: int, shards: int, sharding:
     """``n`` rows from ``start`` on of each of the ``shards`` parts of axis ``dim``."""
     x = constrained(x, sharding)
     if shards == 1:
-        return jax.lax.dynamic_slice_in_dim(x, start, n, dim)
-    return _merged(jax.lax.dynamic_slice_in_dim(_by_shard(x, dim, shards, sharding), start, n, dim + 1), dim, sharding)
+        return _slice(x, start, n, dim)
+    return _merged(_slice(_by_shard(x, dim, shards, sharding), start, n, dim + 1), dim, sharding)
 
 
 def write_rows(
@@ -151,10 +160,29 @@ def write_rows(
     x = constrained(x, sharding)
     rows = constrained(rows, sharding)
     if shards == 1:
-        return constrained(jax.lax.dynamic_update_slice_in_dim(x, rows, start, dim), sharding)
+        return constrained(_update_slice(x, rows, start, dim), sharding)
     into, rows = (_by_shard(array, dim, shards, sharding) for array in (x, rows))
-    into = jax.lax.dynamic_update_slice_in_dim(into, rows, start, dim + 1)
+    into = _update_slice(into, rows, start, dim + 1)
     return _merged(constrained(into, _sharding_by_shard(sharding, into.ndim - 1, dim)), dim, sharding)
+
+
+def _slice(x: jax.Array, start: Any, n: int, dim: int) -> jax.Array:
+    """``n`` rows from ``start`` on, or the first or last ``n`` where ``start`` lies outside.
+
+    XLA copies with the GPU's copy engines only where a loop's slices begin at multiples of its counter; it leaves
+    clamping to the copy. Where the start is another function of the counter, a kernel reads the host's memory.
+    """
+    sizes = [*x.shape[:dim], n, *x.shape[dim + 1 :]]
+    return jax.lax.dynamic_slice(x, _starts(x, start, dim), sizes, allow_negative_indices=False)
+
+
+def _update_slice(x: jax.Array, rows: jax.Array, start: Any, dim: int) -> jax.Array:
+    return jax.lax.dynamic_update_slice(x, rows, _starts(x, start, dim), allow_negative_indices=False)
+
+
+def _starts(x: jax.Array, start: Any, dim: int) -> list[Any]:
+    start = jnp.asarray(start, jnp.int32)
+    return [start if k == dim else jnp.int32(0) for k in range(x.ndim)]
 
 
 def _by_shard(x: jax.Array, dim: int, shards: int, sharding: NamedSharding | None) -> jax.Array:

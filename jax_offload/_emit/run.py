@@ -19,7 +19,7 @@ from jax_offload._emit.chunks import looped, or_batched
 from jax_offload._emit.rows import Names, buffers_of, fresh, prefetch, update_of, write_back
 from jax_offload._ir.conds import numbered, structure
 from jax_offload._ir.program import Program
-from jax_offload._ir.slices import Slice, core
+from jax_offload._ir.slices import Slice
 from jax_offload._plan.by_rows import PlannedPart
 from jax_offload._plan.plan import Chunked, Planned, PlannedPass
 from jax_offload._plan.serialise import AllInTurn
@@ -225,7 +225,7 @@ def functions(
 
 
 def _update(s: Slice, *, shared: bool) -> _Update:
-    inner = core(s)
+    inner = s.core
     run = jax_fun(closed(inner.jaxpr))
 
     def update_slice(*args: Any) -> Any:  # the name that profiles show

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import heapq
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
@@ -20,7 +21,7 @@ from jax_offload._ir.primitives import ELEMENTWISE
 from jax_offload._ir.program import Program, Var
 from jax_offload._ir.propagate import NEEDS, Mask, Node, forward, groups, needed_for, union
 from jax_offload._ir.propagate import needed as nodes_needed
-from jax_offload._ir.slices import Slice, core, slice_of
+from jax_offload._ir.slices import Slice, slice_of
 from jax_offload._plan.plan import RowWise
 from jax_offload._plan.rules import Dependent, Partial, Rows, changes_only_shapes, chunked_dims, rule_of
 from jax_offload._plan.transfers import same_type
@@ -38,6 +39,7 @@ _PLACED = frozenset(("dynamic_update_slice", "scatter", "scatter-add", "pad"))  
 _HEAVY = frozenset(("scan", "while", "dot_general", "conv_general_dilated"))
 
 Places = dict[Var, Rows | None]  # where the rows of a variable are
+Makers = Mapping[Var, tuple[int, Equation]]
 Dims = list[Rows | None]  # the same of an equation's operands
 DimsOf = Callable[[Equation, Mapping[Var, Rows | None]], Dims | None]
 
@@ -109,15 +111,19 @@ class Hoist:
 
     def behind(self) -> Moves:
         """What can move into the scan, which makes its gradients."""
-        eqns, scan = self.program.eqns, self.scan
+        eqns, scan, ys = self.program.eqns, self.scan, {*self.scan.ys}
         flow = _flow(eqns, scan, self.at, self.claimed)
         stacked = self._results | {v for eqn in eqns if id(eqn) not in flow.eqns for v in variables(eqn.invars)}
         used = stacked | {v for eqn in eqns for v in variables(eqn.invars)}
-        group = dict(zip(flow.eqns, groups(list(flow.eqns.values())), strict=True))
+        makers, together = made_by(eqns), dict[int, list[Equation]]()
+        kept_apart = [eqn for eqn in eqns if id(eqn) in flow.eqns]
+        for eqn, number in zip(kept_apart, groups([flow.eqns[id(eqn)] for eqn in kept_apart]), strict=True):
+            together.setdefault(number, []).append(eqn)
         moves, why, moved, inside = list[Move](), list[str](), set[int](), set[Var]()
-        for number in sorted({*group.values()}):
-            own = {id(eqn) for eqn in eqns if group.get(id(eqn)) == number}
-            made = [v for eqn in eqns if id(eqn) in own for v in eqn.outvars]
+        read, written = set[Var](), set[Var]()
+        for group in together.values():
+            own = {id(eqn) for eqn in group}
+            made = [v for eqn in group for v in eqn.outvars]
             targets = [v for v in made if (v in flow.dims and v in stacked) or (v in flow.partial and v in used)]
             if not any((v in self.next_of or v in self.waiting) and self._is_worth_it(v) for v in targets):
                 continue
@@ -126,18 +132,20 @@ class Hoist:
                 return flow.of(eqn) if id(eqn) in own else pulled(eqn, needed, scan.length)
 
             try:
-                taken, needed = closure(eqns, {v: flow.dims.get(v) for v in targets}, dims_of)
+                taken, needed = closure(makers, {v: flow.dims.get(v) for v in targets}, dims_of)
                 move = self._move(taken, targets, needed)
             except (CannotHoist, Dependent) as reason:
                 why.append(str(reason))
                 continue
-            reads = {*move.slice.inputs}
-            if any(reads & {*other.how.buffers} or {*other.slice.inputs} & {*move.how.buffers} for other in moves):
+            reads, writes = {*move.slice.inputs}, {old for old in move.how.buffers if old is not None}
+            if not reads.isdisjoint(written) or not writes.isdisjoint(read):
                 why.append("two gradients change the same leaf")
                 continue
             moves.append(move)
             moved |= own
-            inside |= {v for v in move.slice.inputs if v in scan.ys}
+            inside |= reads & ys
+            read |= reads
+            written |= writes
         why += dict.fromkeys(flow.blocked[v] for v in self._missed(flow.blocked, moved))
         dropped = {v for v in scan.ys if isinstance(v, DropVar)}
         kept = frozenset(y for y in scan.ys if y in stacked or y not in inside) - dropped
@@ -150,10 +158,13 @@ class Hoist:
         def dims_of(eqn: Equation, needed: Mapping[Var, Rows | None]) -> Dims | None:
             return pulled(eqn, needed, scan.length, self.own)
 
+        makers, nexts = made_by(eqns), dict[Var, list[Var]]()
+        for v, old in self.next_of.items():
+            nexts.setdefault(old, []).append(v)
         hosts_of = dict[Var, set[Var]]()  # of the scan's xs -> the host leaves that it is made of
         for x in dict.fromkeys(variables(scan.xs)):
             try:
-                taken, rows = closure(eqns, {x: Rows(0)}, dims_of)
+                taken, rows = closure(makers, {x: Rows(0)}, dims_of)
             except CannotHoist:
                 continue
             made = {v for eqn in taken for v in eqn.outvars}
@@ -168,8 +179,8 @@ class Hoist:
             wanted: Places = dict.fromkeys(xs, Rows(0))
             try:
                 while True:  # with every leaf of the state its next value
-                    taken, rows = closure(eqns, wanted, dims_of)
-                    more = {v: rows[old] for v, old in self.next_of.items() if v not in wanted and rows.get(old)}
+                    taken, rows = closure(makers, wanted, dims_of)
+                    more = {v: d for old, d in rows.items() if d for v in nexts.get(old, ()) if v not in wanted}
                     if not more:
                         break
                     wanted |= more
@@ -200,9 +211,17 @@ class Hoist:
         added = [maker[x] for v in made for x in variables(maker[v].invars) if x in maker]
         return BY_INDEX if any(eqn.primitive.name in _PLACED for eqn in added) else SHARED
 
-    @property
-    def _results(self) -> set[Var]:
-        return {*variables(self.program.outputs)}
+    @functools.cached_property
+    def _results(self) -> frozenset[Var]:
+        return frozenset(variables(self.program.outputs))
+
+    @functools.cached_property
+    def _old(self) -> Set[Var]:
+        return {*self.next_of.values()}
+
+    @functools.cached_property
+    def _read_whole(self) -> Set[Var]:
+        return {*self.scan.ys, *variables(self.scan.consts)}
 
     def _is_worth_it(self, v: Var) -> bool:
         """Whether a leaf moves into the scan: any on the host; on the device one whose rows are large."""
@@ -265,14 +284,14 @@ class Hoist:
         dims = tuple(needed[v] for v in s.inputs)
         if any(needed[v] is None for v in s.loads):
             raise CannotHoist("a leaf on the host that has no such rows is needed")
-        if not core(s).loads.issuperset(s.loads):
+        if not s.core.loads.issuperset(s.loads):
             raise CannotHoist("a branch of its update loads or stores it, and the other does not")
         if any(program.shards[v][d.dim] > 1 for v, d in needed.items() if isinstance(d, Rows) and v in program.shards):
             raise CannotHoist("its layers are divided between devices, each of which has other ones")
         rows = {v: d for v, d in zip(s.inputs, dims, strict=True) if d is not None}
         lead = max([v for v in rows if v not in scan.ys] or rows, key=lambda v: nbytes(v.aval))
         shape, axis = lead.aval.shape, rows[lead].dim
-        out_dims = tuple(chunked_dims(core(s).jaxpr, list(dims), scan.length, shape, axis))
+        out_dims = tuple(chunked_dims(s.core.jaxpr, list(dims), scan.length, shape, axis))
         if any(d is None or (isinstance(d, Rows) and d.per_row > 1) for d in out_dims):
             raise CannotHoist("its rows are merged")
         how = RowWise(shape, axis, dims, out_dims, (None,) * len(out_dims))
@@ -280,15 +299,15 @@ class Hoist:
 
     def _buffers(self, s: Slice, how: RowWise) -> tuple[Var | None, ...]:
         """Where each result is written: over the operand that it is the next value of, or what waited in its place."""
-        scan, dims = self.scan, dict(zip(s.inputs, how.dims, strict=True))
-        taken = {*scan.ys, *variables(scan.consts)}  # what the scan reads whole is read until its end
-        free = [v for v in s.inputs if v not in taken and v not in {*self.next_of.values()}]
+        dims, taken = dict(zip(s.inputs, how.dims, strict=True)), set[Var]()
+        # what the scan reads whole is read until its end
+        free = [v for v in s.inputs if v not in self._read_whole and v not in self._old]
         found: list[Var | None] = []
         for v, d in zip(s.outputs, how.out_dims, strict=True):
             old = self.next_of.get(v, self.waiting.get(v))
             if old is not None and v not in self.waiting and (old not in dims or dims[old] != d):
                 old = None
-            if old is not None and (old in taken or not same_type(old.aval, v.aval)):
+            if old is not None and (old in taken or old in self._read_whole or not same_type(old.aval, v.aval)):
                 old = None
             if old is None and isinstance(d, Rows) and v in self._results and not is_host_aval(v.aval):
                 # new parameters that are made of an update after it: in place of the operand that is like them, and of
@@ -371,23 +390,37 @@ def _flow(eqns: Sequence[Equation], scan: Scan, at: int, claimed: Set[int]) -> _
     return flow
 
 
-def closure(
-    eqns: Sequence[Equation], wanted: Mapping[Var, Rows | None], dims_of: DimsOf
-) -> tuple[list[Equation], Places]:
+def made_by(eqns: Sequence[Equation]) -> Makers:
+    """For each variable the place of the equation that makes it, and the equation."""
+    return {v: (k, eqn) for k, eqn in enumerate(eqns) for v in eqn.outvars}
+
+
+def closure(makers: Makers, wanted: Mapping[Var, Rows | None], dims_of: DimsOf) -> tuple[list[Equation], Places]:
     """The equations that make the rows of some variables, and of each variable that they need where its rows are.
 
     Args:
-      eqns: the equations of the program.
+      makers: the equations of the program, by what they make.
       wanted: variables, and where their rows are.
       dims_of: of an equation and what is needed so far, where the rows of its operands are; ``None``: it is not taken.
     """
     needed, taken = dict(wanted), list[Equation]()
-    for eqn in reversed(eqns):
-        if any(v in needed for v in eqn.outvars) and (dims := dims_of(eqn, needed)) is not None:
-            taken.append(eqn)
-            for v, d in zip(eqn.invars, dims, strict=True):
-                if not isinstance(v, Literal) and needed.setdefault(v, d) != d:
-                    raise CannotHoist("an array is used with its rows in two places")
+    todo = {makers[v][0]: makers[v][1] for v in wanted if v in makers}
+    places = [-k for k in todo]  # the last equation first: all that reads its results is known by then
+    heapq.heapify(places)
+    while places:
+        eqn = todo[-heapq.heappop(places)]
+        if (dims := dims_of(eqn, needed)) is None:
+            continue
+        taken.append(eqn)
+        for v, d in zip(eqn.invars, dims, strict=True):
+            if isinstance(v, Literal):
+                continue
+            if needed.setdefault(v, d) != d:
+                raise CannotHoist("an array is used with its rows in two places")
+            if v in makers and makers[v][0] not in todo:
+                k, maker = makers[v]
+                todo[k] = maker
+                heapq.heappush(places, -k)
     return taken[::-1], needed
 
 

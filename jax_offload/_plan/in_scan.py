@@ -14,7 +14,7 @@ from jax_offload._base.jaxprs import Atom, DropVar, Equation, Literal, Scan, flo
 from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.program import Program, Var, flat
 from jax_offload._ir.slices import Slice, consecutive, slice_of
-from jax_offload._plan.hoist import CannotHoist, Move, Moves, closure, pulled
+from jax_offload._plan.hoist import CannotHoist, Makers, Move, Moves, closure, made_by, pulled
 from jax_offload._plan.plan import InIterations, Planned, RowWise, Window
 from jax_offload._plan.rules import Dim, Partial, Rows
 
@@ -165,7 +165,7 @@ class InScan:
         """Bytes that the busier direction carries in each phase."""
         out, back = (
             [sum(nbytes(v.aval) for v in group if v in moved) for group in groups]
-            for moved in (self.stored, self.loaded)
+            for moved in ({*self.stored}, {*self.loaded})
         )
         return [max(out[k], back[k - 1]) for k in range(len(groups))]
 
@@ -193,11 +193,12 @@ def in_scan(program: Program, scan: Scan, moves: Moves, *, ahead: bool) -> InSca
     plan = InScan(scan, moves.moves, tuple(y for y in scan.ys if y in moves.kept), ahead, fed, {})
     if ahead:
         return plan
-    again = {k: r for k, x in enumerate(scan.xs) if (r := _reread(program, x, scan, {*plan.in_place}))}
+    makers, in_place = made_by(program.eqns), {*plan.in_place}
+    again = {k: r for k, x in enumerate(scan.xs) if (r := _reread(program, makers, x, scan, in_place))}
     return dataclasses.replace(plan, reread=again)
 
 
-def _reread(program: Program, x: Atom, scan: Scan, in_place: set[Var]) -> Reread | None:
+def _reread(program: Program, makers: Makers, x: Atom, scan: Scan, in_place: set[Var]) -> Reread | None:
     if isinstance(x, Literal):
         return None
 
@@ -205,7 +206,7 @@ def _reread(program: Program, x: Atom, scan: Scan, in_place: set[Var]) -> Reread
         return None if any(v in in_place for v in eqn.outvars) else pulled(eqn, needed, scan.length)
 
     try:
-        taken, needed = closure(program.eqns, {x: Rows(0)}, dims_of)
+        taken, needed = closure(makers, {x: Rows(0)}, dims_of)
     except CannotHoist:
         return None
     s = slice_of(taken, [x], program.debug_info, {})
@@ -221,9 +222,11 @@ def _reread(program: Program, x: Atom, scan: Scan, in_place: set[Var]) -> Reread
 
 def _balanced(hosts: Sequence[Var], count: int) -> Groups:
     """Groups of about as many bytes."""
-    groups = [list[Var]() for _ in range(count)]
+    groups, sizes = [list[Var]() for _ in range(count)], [0] * count
     for v in sorted(hosts, key=lambda v: -nbytes(v.aval)):
-        min(groups, key=lambda group: sum(nbytes(u.aval) for u in group)).append(v)
+        smallest = sizes.index(min(sizes))
+        groups[smallest].append(v)
+        sizes[smallest] += nbytes(v.aval)
     return groups
 
 
@@ -276,8 +279,8 @@ def phases(program: Program, times: Sequence[float]) -> Phases | None:
         else:  # it stands where it is first read
             turn = min((first_read[v] for v in eqn.outvars if v in first_read), default=last)
         first_read.update((v, min(turn, first_read.get(v, turn))) for v in variables(eqn.invars))
-        parts[turn].insert(0, eqn)
-    slices = consecutive(parts, program.outputs, program.debug_info, {})
+        parts[turn].append(eqn)
+    slices = consecutive([part[::-1] for part in parts], program.outputs, program.debug_info, {})
     outs = [() if cut is None else program.eqns[cut].outvars for cut in cuts]
     gates = [next((v for v in vs if v in s.outputs), None) for vs, s in zip(outs, slices, strict=False)]
     return Phases(program, slices, gates)
