@@ -181,8 +181,8 @@ def _update_slice(x: jax.Array, rows: jax.Array, start: Any, dim: int) -> jax.Ar
 
 
 def _starts(x: jax.Array, start: Any, dim: int) -> list[Any]:
-    start = jnp.asarray(start, jnp.int32)
-    return [start if k == dim else jnp.int32(0) for k in range(x.ndim)]
+    start, zero = jnp.asarray(start, jnp.int32), jnp.int32(0)
+    return [start if k == dim else zero for k in range(x.ndim)]
 
 
 def _by_shard(x: jax.Array, dim: int, shards: int, sharding: NamedSharding | None) -> jax.Array:

@@ -22,14 +22,6 @@ LEAST_GAIN = 0.95  # of the link's time in two groups, for which it is worth to 
 Groups = Sequence[Sequence[Var]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Reread:
-    """An operand of the scan that is made of parameters which the scan overwrites: made of their rows, row by row."""
-
-    slice: Slice
-    how: RowWise
-
-
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class InScan:
     """A scan, and what moves into it.
@@ -40,7 +32,8 @@ class InScan:
       kept: results that stay stacked.
       ahead: whether the updates come before the iteration's own arithmetic, which reads what they make, or after it.
       fed: number of one of the scan's ``xs`` -> the result of an update whose rows it has.
-      reread: number of one of the scan's ``xs`` -> how its rows are made.
+      reread: number of one of the scan's ``xs`` -> how its rows are made again of those of parameters, where the scan
+        overwrites these.
     """
 
     scan: Scan
@@ -48,7 +41,7 @@ class InScan:
     kept: tuple[Var, ...]
     ahead: bool
     fed: Mapping[int, Var]
-    reread: Mapping[int, Reread]
+    reread: Mapping[int, Move]
 
     def __repr__(self) -> str:  # a jaxpr prints its parameters
         return f"InScan({len(self.moves)} slices)"
@@ -172,8 +165,8 @@ class InScan:
     @functools.cached_property
     def _reads(self) -> list[tuple[Var, Dim]]:
         """What the updates read, and what is made again of it, with its rows."""
-        both = [(move.slice, move.how) for move in self.moves] + [(r.slice, r.how) for r in self.reread.values()]
-        return [pair for s, how in both for pair in zip(s.inputs, how.dims, strict=True)]
+        both = [*self.moves, *self.reread.values()]
+        return [pair for each in both for pair in zip(each.slice.inputs, each.how.dims, strict=True)]
 
     @functools.cached_property
     def _writes(self) -> list[tuple[Var, Var | None, Dim]]:
@@ -198,7 +191,7 @@ def in_scan(program: Program, scan: Scan, moves: Moves, *, ahead: bool) -> InSca
     return dataclasses.replace(plan, reread=again)
 
 
-def _reread(program: Program, makers: Makers, x: Atom, scan: Scan, in_place: set[Var]) -> Reread | None:
+def _reread(program: Program, makers: Makers, x: Atom, scan: Scan, in_place: set[Var]) -> Move | None:
     if isinstance(x, Literal):
         return None
 
@@ -217,7 +210,7 @@ def _reread(program: Program, makers: Makers, x: Atom, scan: Scan, in_place: set
     if rows is None:
         return None
     dims = tuple(needed[v] for v in s.inputs)
-    return Reread(s, RowWise(lead.aval.shape, rows.dim, dims, (Rows(0),), (None,)))
+    return Move(s, RowWise(lead.aval.shape, rows.dim, dims, (Rows(0),), (None,)))
 
 
 def _balanced(hosts: Sequence[Var], count: int) -> Groups:
