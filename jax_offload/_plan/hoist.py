@@ -220,6 +220,20 @@ class Hoist:
         return {*self.next_of.values()}
 
     @functools.cached_property
+    def _before_rows(self) -> Set[Var]:
+        """What the scan needs before its first iteration."""
+        return {*variables([*self.scan.consts, *self.scan.init])}
+
+    @functools.cached_property
+    def _readers(self) -> Mapping[Var, list[int]]:
+        """For each variable the places of the equations that read it."""
+        found = dict[Var, list[int]]()
+        for k, eqn in enumerate(self.program.eqns):
+            for v in variables(eqn.invars):
+                found.setdefault(v, []).append(k)
+        return found
+
+    @functools.cached_property
     def _read_whole(self) -> Set[Var]:
         return {*self.scan.ys, *variables(self.scan.consts)}
 
@@ -241,17 +255,19 @@ class Hoist:
         self, taken: list[Equation], rows: Places, xs: Sequence[Var], wanted: Places
     ) -> tuple[Move, frozenset[int]]:
         """The move of equations that make rows which the scan reads, and those that are gone from where they were."""
-        eqns, scan = self.program.eqns, self.scan
         inside = {id(eqn) for eqn in taken} - self._also_before(taken)
         made = [v for eqn in taken if id(eqn) in inside for v in eqn.outvars]
-        whole = {*variables([*scan.consts, *scan.init])}
-        if whole & {*made}:
+        if not self._before_rows.isdisjoint(made):
             raise CannotHoist(NEEDED_BEFORE)
-        outside = [eqn for k, eqn in enumerate(eqns) if id(eqn) not in inside and k != self.at]
-        stacked = self._results.union(self.read, *(variables(eqn.invars) for eqn in outside))
+        stacked = {v for v in made if v in self._results or v in self.read or self._read_outside(v, inside)}
         move = self._move(taken, [v for v in made if v in stacked or v in wanted], rows)
-        feeds = frozenset(v for v in xs if not (v in stacked and v in made))
+        feeds = frozenset(v for v in xs if v not in stacked)
         return dataclasses.replace(move, feeds=feeds), frozenset(inside)
+
+    def _read_outside(self, v: Var, inside: Set[int]) -> list[int]:
+        """The places of the equations that read a variable, other than the scan and those that are ``inside``."""
+        eqns = self.program.eqns
+        return [k for k in self._readers.get(v, ()) if k != self.at and id(eqns[k]) not in inside]
 
     def _also_before(self, taken: list[Equation]) -> set[int]:
         """Which of the equations that move stay where they are too: a norm that the others wait for is made of them.
@@ -262,6 +278,9 @@ class Hoist:
         twice, eqns = set[int](), self.program.eqns
         while True:
             inside = {id(eqn) for eqn in taken} - twice
+            made = [v for eqn in taken if id(eqn) in inside for v in eqn.outvars]
+            if not any(k < self.at for v in made for k in self._read_outside(v, inside)):
+                return twice
             nodes = [Node(eqn, variables(eqn.invars), [] if id(eqn) in inside else eqn.outvars) for eqn in eqns]
             reading = [k for k, eqn in enumerate(eqns) if k == self.at or id(eqn) in inside]
             before = nodes_needed(nodes, [v for k in reading for v in nodes[k].reads], kept=False)
