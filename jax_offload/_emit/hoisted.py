@@ -33,7 +33,7 @@ from jax_offload._plan.rules import run_chunk
 
 
 def scanned(plan: InScan, env: Mapping[Var, Any], names: Names) -> Values:
-    """What the scan and the moved equations make, of the values of their operands."""
+    """Run the scan with the moved equations inside; return what both make."""
     scan = plan.scan
 
     def value(v: Any) -> Any:
@@ -55,7 +55,7 @@ def scanned(plan: InScan, env: Mapping[Var, Any], names: Names) -> Values:
 
 
 def one_after_the_other(plan: InScan, env: Mapping[Var, Any]) -> Values:
-    """The same as in the step: the scan, and before it or after it the updates of whole leaves."""
+    """Run the scan, and before or after it the updates of whole leaves: what the rewritten scan stands for."""
     scan, values = plan.scan, dict(env)
 
     def update() -> None:
@@ -87,7 +87,7 @@ def one_after_the_other(plan: InScan, env: Mapping[Var, Any]) -> Values:
 
 @dataclasses.dataclass
 class Hand:
-    """What an iteration has in hand.
+    """The values that one iteration hands to the next.
 
     Attributes:
       wholes: arrays, by the leaf that they are the values of: on the host, on the device, and sums.
@@ -102,7 +102,7 @@ class Hand:
 
 @dataclasses.dataclass(frozen=True)
 class Emitter:
-    """What an iteration does, and what there is before the first and after the last.
+    """Emits the iterations, what precedes the first, and what follows the last.
 
     Attributes:
       consts: the scan's constants.
@@ -116,7 +116,7 @@ class Emitter:
 
     @property
     def keys(self) -> tuple[Sequence[Var], ...]:
-        """What a loop carries of each of the parts of a ``Hand``."""
+        """The variables that the loop carries, for each field of ``Hand``."""
         plan = self.plan
         return (*plan.hosts, *plan.in_place, *plan.new, *plan.sums), plan.loaded, () if plan.ahead else plan.stored
 
@@ -127,7 +127,7 @@ class Emitter:
         return Hand(*(dict(zip(vs, xs, strict=True)) for vs, xs in zip(self.keys, kept, strict=True)))
 
     def first(self, env: Mapping[Var, Any]) -> Hand:
-        """What the first iteration has in hand.
+        """The values that the first iteration starts with.
 
         Behind, it has nothing to store yet. It stores the row that was loaded for it, where that came from; or zeros,
         which the second one overwrites.
@@ -142,7 +142,7 @@ class Emitter:
         return Hand(wholes, loaded, loaded | blank)
 
     def results(self, wholes: Values) -> Values:
-        """What the moved equations have made, once the last iteration is through."""
+        """Return what the moved equations have made after the last iteration."""
         found: Values = {}
         for move in self.plan.moves:
             for v, old in zip(move.slice.outputs, move.how.buffers, strict=True):
@@ -154,7 +154,7 @@ class Emitter:
         return found
 
     def own_rows(self, hand: Hand, i: Any) -> Values:
-        """What iteration ``i`` reads of operands on the device."""
+        """Read the rows of operands on the device for iteration ``i``."""
         on_device = (*self.plan.in_place, *self.plan.new)
         rows = read_once([self.buffers.read(v, hand.wholes[v], i) for v in on_device])
         own = {v: constrained(x, self.plan.pins.get(v)) for v, x in zip(on_device, rows, strict=True)}
@@ -222,7 +222,7 @@ class Emitter:
             inner.update(zip(both, _on(["tpu"], together, [inner[v] for v in both]), strict=True))
 
     def iteration(self, carry: Any, rows: Any) -> Any:
-        """One, as the body of a scan."""
+        """Run one iteration, as the body of a scan."""
         plan, scan = self.plan, self.plan.scan
         k, carried, *kept = carry
         hand, last = self.unpacked(kept), scan.length - 1

@@ -1,4 +1,4 @@
-"""What of an update can run inside a scan of the step, on one row in each iteration.
+"""Find the parts of an update that can run inside a scan of the step, on one row in each iteration.
 
 The results of a scan are stacked: row i is from iteration i. An update that keeps rows apart needs no more of a stacked
 gradient than the row of the layer that it updates, so it can run where that row is made (*behind*); then the stack
@@ -45,7 +45,7 @@ DimsOf = Callable[[Equation, Mapping[Var, Rows | None]], Dims | None]
 
 
 class CannotHoist(Exception):
-    """Why an update does not move."""
+    """An update does not move; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Move:
 
 @dataclasses.dataclass(frozen=True)
 class Moves:
-    """All that moves into one scan.
+    """Everything that moves into one scan.
 
     Attributes:
       moves: the moves, apart where they share nothing.
@@ -110,7 +110,7 @@ class Hoist:
         return scan
 
     def behind(self) -> Moves:
-        """What can move into the scan, which makes its gradients."""
+        """Return what can move into the scan, which makes the gradients."""
         eqns, scan, ys = self.program.eqns, self.scan, {*self.scan.ys}
         flow = _flow(eqns, scan, self.at, self.claimed)
         stacked = self._results | {v for eqn in eqns if id(eqn) not in flow.eqns for v in variables(eqn.invars)}
@@ -152,7 +152,7 @@ class Hoist:
         return Moves(tuple(moves), kept, frozenset(moved), why)
 
     def ahead(self) -> Moves:
-        """What can move into the scan, which reads the new parameters."""
+        """Return what can move into the scan, which reads the new parameters."""
         scan, eqns = self.scan, [eqn for eqn in self.program.eqns[: self.at] if id(eqn) not in self.claimed]
 
         def dims_of(eqn: Equation, needed: Mapping[Var, Rows | None]) -> Dims | None:
@@ -193,9 +193,10 @@ class Hoist:
         return Moves(tuple(moves), frozenset(scan.ys), frozenset(moved), why)
 
     def sums_up(self, gradients: Sequence[Var]) -> str:
-        """How gradients are what the scan carries out of its last iteration, scaled or cast; else empty.
+        """Say why gradients are sums that the scan carries out of its last iteration; empty where they are not.
 
-        What a microbatch adds needs nothing of the microbatch before; what a layer does, the cotangent.
+        The sums may be scaled or cast. A microbatch adds its share without the microbatch before it; a layer needs the
+        cotangent of its neighbor.
         """
         scan, after = self.scan, self.program.eqns[self.at + 1 :]
         _, wanted = needed_for(after, gradients, lambda eqn: eqn.primitive.name in ELEMENTWISE)
@@ -242,7 +243,7 @@ class Hoist:
         return is_host_aval(v.aval) or nbytes(v.aval) >= self.scan.length * LEAST_ROW
 
     def _missed(self, blocked: Iterable[Var], moved: Set[int]) -> list[Var]:
-        """Those of the blocked for whose rows a leaf waits that has not moved and is worth it; not what is logged."""
+        """Return the blocked variables that hold back a leaf worth moving; what is only logged holds back none."""
         bits = {v: 1 << k for k, v in enumerate(blocked)}
         needs, found = dict(bits), 0
         for eqn in self.program.eqns[self.at + 1 :]:
@@ -254,7 +255,7 @@ class Hoist:
     def _feeding(
         self, taken: list[Equation], rows: Places, xs: Sequence[Var], wanted: Places
     ) -> tuple[Move, frozenset[int]]:
-        """The move of equations that make rows which the scan reads, and those that are gone from where they were."""
+        """Return the move of equations that make rows for the scan, and the equations that leave their place."""
         inside = {id(eqn) for eqn in taken} - self._also_before(taken)
         made = [v for eqn in taken if id(eqn) in inside for v in eqn.outvars]
         if not self._before_rows.isdisjoint(made):
@@ -270,10 +271,10 @@ class Hoist:
         return [k for k in self._readers.get(v, ()) if k != self.at and id(eqns[k]) not in inside]
 
     def _also_before(self, taken: list[Equation]) -> set[int]:
-        """Which of the equations that move stay where they are too: a norm that the others wait for is made of them.
+        """Return which of the moving equations also stay in place, because a norm that the others wait for needs them.
 
         Raises:
-          CannotHoist: they are dear, or load what is on the host.
+          CannotHoist: they are expensive, or load a leaf from the host.
         """
         twice, eqns = set[int](), self.program.eqns
         while True:
@@ -293,7 +294,7 @@ class Hoist:
             twice |= {id(eqn) for eqn in found}
 
     def _move(self, eqns: list[Equation], targets: Sequence[Var], needed: Mapping[Var, Rows | None]) -> Move:
-        """The move of some equations.
+        """Make the move of some equations.
 
         Raises:
           CannotHoist, Dependent: they do not keep rows apart.
@@ -317,7 +318,7 @@ class Hoist:
         return Move(s, dataclasses.replace(how, buffers=self._buffers(s, how)))
 
     def _buffers(self, s: Slice, how: RowWise) -> tuple[Var | None, ...]:
-        """Where each result is written: over the operand that it is the next value of, or what waited in its place."""
+        """Choose where each result is written: over its old value, or over the array that waited in its place."""
         dims, taken = dict(zip(s.inputs, how.dims, strict=True)), set[Var]()
         # what the scan reads whole is read until its end
         free = [v for v in s.inputs if v not in self._read_whole and v not in self._old]
@@ -349,7 +350,7 @@ class _Flow:
       partial: reductions over all rows.
       known: the arrays made elsewhere: known before the scan, or at least without it.
       eqns: by identity, the equations that keep the rows apart, with the bits of the stacked results they come from.
-      bits: of every variable.
+      bits: for each variable the stacked results that it is made of.
       blocked: why the rows of a variable go no further, of those that lead to no other loop or matmul.
     """
 
@@ -415,7 +416,7 @@ def made_by(eqns: Sequence[Equation]) -> Makers:
 
 
 def closure(makers: Makers, wanted: Mapping[Var, Rows | None], dims_of: DimsOf) -> tuple[list[Equation], Places]:
-    """The equations that make the rows of some variables, and of each variable that they need where its rows are.
+    """Find the equations that make the rows of some variables, and where the rows of everything that they need are.
 
     Args:
       makers: the equations of the program, by what they make.
@@ -444,9 +445,9 @@ def closure(makers: Makers, wanted: Mapping[Var, Rows | None], dims_of: DimsOf) 
 
 
 def pulled(eqn: Equation, needed: Mapping[Var, Rows | None], size: int, own: Set[int] = frozenset()) -> Dims | None:
-    """Where the rows of its operands are, if an equation can make the rows that are needed of its results, cheaply.
+    """Return where an equation's operands have their rows, if it makes the needed rows of its results cheaply.
 
-    Those of ``own`` are not made twice, and may be dear.
+    Equations of ``own`` run only once, so they may be expensive.
     """
     wanted = {v: needed[v] for v in eqn.outvars if v in needed}
     dims = {*wanted.values()}

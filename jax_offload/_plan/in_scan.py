@@ -24,7 +24,7 @@ Groups = Sequence[Sequence[Var]]
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class InScan:
-    """A scan, and what moves into it.
+    """A scan, and the updates that move into it.
 
     Attributes:
       scan: the scan.
@@ -48,7 +48,7 @@ class InScan:
 
     @property
     def operands(self) -> list[Var]:
-        """What it needs of the rest of the step."""
+        """The values that it needs from the rest of the step."""
         xs = [v for k, v in enumerate(self.scan.xs) if k not in self.reread and k not in self.fed]
         reads = [*self.scan.consts, *self.scan.init, *xs, *self.hosts, *self.in_place, *self.others]
         return list(dict.fromkeys(variables(reads)))
@@ -62,7 +62,7 @@ class InScan:
 
     @property
     def makes(self) -> list[Var]:
-        """What the rest of the step may read of it."""
+        """The values that the rest of the step may read from it."""
         updated = [v for move in self.moves for v in move.slice.outputs if v not in move.feeds]
         return [v for v in [*self.scan.carry, *self.kept, *updated] if not isinstance(v, DropVar)]
 
@@ -133,9 +133,10 @@ class InScan:
 
     @property
     def passed_through(self) -> list[Var]:
-        """Inputs of an iteration of a forward pass that it keeps as they are: they wait for its first phase.
+        """Inputs that an iteration of a forward pass keeps for the backward pass; they wait for its first phase.
 
-        Kept at once they hold up the first load. Not where leaves are only loaded, as gradients on the host are.
+        Kept at once, they would delay the first load. Where leaves are only loaded, as gradients on the host are,
+        nothing has to wait.
         """
         waits = self.ahead and {*self.loaded} == {*self.stored}
         kept = variables(self.body.program.outputs[len(self.scan.carry) :]) if waits else []
@@ -164,13 +165,13 @@ class InScan:
 
     @functools.cached_property
     def _reads(self) -> list[tuple[Var, Dim]]:
-        """What the updates read, and what is made again of it, with its rows."""
+        """Each variable that an update or a reread operand is made of, with its rows."""
         both = [*self.moves, *self.reread.values()]
         return [pair for each in both for pair in zip(each.slice.inputs, each.how.dims, strict=True)]
 
     @functools.cached_property
     def _writes(self) -> list[tuple[Var, Var | None, Dim]]:
-        """What the updates make for others than the scan: the result, the operand in whose buffer it is, its rows."""
+        """Each result that leaves the scan, with the operand whose buffer it takes, and its rows."""
         return [
             each
             for move in self.moves
@@ -180,7 +181,7 @@ class InScan:
 
 
 def in_scan(program: Program, scan: Scan, moves: Moves, *, ahead: bool) -> InScan:
-    """The plan of the moves into a scan of a step."""
+    """Plan the moves into a scan of a step."""
     updated = {v for move in moves.moves for v in move.slice.outputs} if ahead else set[Var]()
     fed = {k: x for k, x in enumerate(scan.xs) if not isinstance(x, Literal) and x in updated}
     plan = InScan(scan, moves.moves, tuple(y for y in scan.ys if y in moves.kept), ahead, fed, {})
@@ -214,7 +215,7 @@ def _reread(program: Program, makers: Makers, x: Atom, scan: Scan, in_place: set
 
 
 def _balanced(hosts: Sequence[Var], count: int) -> Groups:
-    """Groups of about as many bytes."""
+    """Divide leaves on the host into ``count`` groups of about equal bytes."""
     groups, sizes = [list[Var]() for _ in range(count)], [0] * count
     for v in sorted(hosts, key=lambda v: -nbytes(v.aval)):
         smallest = sizes.index(min(sizes))
