@@ -9,13 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jax.interpreters import partial_eval as pe
 
 import jax_offload as jo
 from jax_offload._emit.find import emitted, updates_in
-from jax_offload._ir.conds import Shares
-from jax_offload._ir.program import flat
 
 PACKAGE = str(pathlib.Path(jo.__file__).parent)
 
@@ -120,39 +116,3 @@ def test_slices_of_a_branch_are_traced_once():
     update = emitted(jax.make_jaxpr(tx.update)(params, tx.init(params), params))
     called = [id(eqn.params["jaxpr"]) for eqn in update.eqns if eqn.params.get("name") == "update_slice"]
     assert (len(set(called)), len(called)) == (1, 6)
-
-
-def test_a_share_is_what_cutting_for_one_slice_leaves():
-    def update(flag, scale, a, b, c):
-        def inner(a, b):
-            return jax.lax.cond(a.sum() > 0, lambda: (a * scale, b + a), lambda: (a, jnp.sin(b)))
-
-        def yes():
-            x, y = inner(a, b)
-            return x, y + 1.0, jax.jit(lambda c, x: (c * x, jnp.cos(c)))(c, x)
-
-        return jax.lax.cond(flag, yes, lambda: (a, b, (a, b)))
-
-    args = True, 2.0, jnp.arange(4.0), jnp.arange(4.0) - 1, jnp.arange(4.0) + 3
-    jaxpr = jax.make_jaxpr(update)(*args).jaxpr
-    (cond,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "cond")
-    wanted = jax.tree.leaves(update(*args))
-    needs = [0b0001, 0b0010, 0b0100, 0b1010]  # slice 1 needs two results
-    shares = Shares().of(cond, needs)
-    assert sorted(shares) == [0, 1, 2, 3]
-    for k, share in shares.items():
-        used = [bool(need >> k & 1) for need in needs]
-        cut, _ = pe.dce_jaxpr(jaxpr.replace(outvars=cond.outvars), used)
-        (left,) = (eqn for eqn in cut.eqns if eqn.primitive.name == "cond")
-        assert (share.invars, share.outvars) == (left.invars, left.outvars)
-        assert list(map(size, share.params["branches"])) == list(map(size, left.params["branches"]))
-        eqns = [share if eqn is cond else eqn for eqn in jaxpr.eqns]
-        program = ClosedJaxpr(jaxpr.replace(eqns=eqns, outvars=share.outvars), ())
-        got = jaxpr_as_fun(program)(*args)
-        for x, y in zip(got, [y for y, u in zip(wanted, used, strict=True) if u], strict=True):
-            assert jnp.array_equal(x, y)
-
-
-def size(closed):
-    """The number of equations, with those of calls and branches."""
-    return sum(1 + sum(map(size, eqn.params.get("branches", ()))) for eqn in flat(closed).eqns)

@@ -1,5 +1,6 @@
 """jax's primitives by what they do to the elements of their operands."""
 
+from jax_offload._base.jaxprs import Equation
 from jax_offload._base.own_primitives import MAPPED, MARK
 
 ELEMENTWISE = frozenset(
@@ -13,10 +14,15 @@ ELEMENTWISE = frozenset(
 PLACED = frozenset("device_put sharding_constraint reshard".split())  # those of them that say where something is
 REDUCE = frozenset("reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_xor reduce_prod argmax argmin".split())
 CHECKPOINT = frozenset(("checkpoint", "remat2"))
-# No part of a pass through a network either, whatever becomes of rows: they rearrange elements or make random ones, or
-# only the newest jax has them.
-CHEAP = frozenset(
+SHAPES = frozenset("broadcast_in_dim iota pad reshape slice squeeze transpose".split())  # they compute nothing
+_OTHERS = frozenset(  # they rearrange elements or make random ones, or only the newest jax has them
     """concatenate dynamic_slice dynamic_update_slice log2 mulhi name one_minus_square random_bits random_clone
     random_fold_in random_seed random_split random_unwrap random_wrap rev rng_bit_generator split stack threefry2x32
     tile unstack""".split()
 )
+CHEAP = ELEMENTWISE | REDUCE | SHAPES | _OTHERS
+
+
+def is_cheap(eqn: Equation) -> bool:
+    """Whether an equation takes about as long as its operands are read: it is no part of a pass through a network."""
+    return eqn.primitive.name in CHEAP

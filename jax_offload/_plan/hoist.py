@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import DropVar, Equation, Literal, Scan, scan_of, variables
 from jax_offload._base.memory import is_host_aval
-from jax_offload._ir.primitives import ELEMENTWISE
+from jax_offload._ir.primitives import ELEMENTWISE, SHAPES
 from jax_offload._ir.program import Program, Var
 from jax_offload._ir.propagate import NEEDS, Mask, Node, forward, groups, needed_for, union
 from jax_offload._ir.propagate import needed as nodes_needed
 from jax_offload._ir.slices import Slice, core, slice_of
 from jax_offload._plan.plan import RowWise
-from jax_offload._plan.rules import Dependent, Partial, Rows, changes_only_shapes, chunked_dims, rule_of
+from jax_offload._plan.rules import Dependent, Partial, Rows, chunked_dims, rule_of
 from jax_offload._plan.transfers import same_type
 
 NEEDS_ALL = "something that needs all gradients, such as their norm, stands between them and their update"
@@ -250,7 +250,9 @@ class Hoist:
             found, _ = needed_for([eqn for eqn in taken if id(eqn) in inside], wanted)
             if not found:
                 return twice
-            if not all(is_cheap(eqn) for eqn in found) or any(is_host_aval(v.aval) for e in found for v in e.invars):
+            if not all(_may_run_twice(eqn) for eqn in found) or any(
+                is_host_aval(v.aval) for e in found for v in e.invars
+            ):
                 raise CannotHoist(NEEDED_BEFORE)
             twice |= {id(eqn) for eqn in found}
 
@@ -398,7 +400,7 @@ def pulled(eqn: Equation, needed: Mapping[Var, Rows | None], size: int, own: Set
     """
     wanted = {v: needed[v] for v in eqn.outvars if v in needed}
     dims = {*wanted.values()}
-    cheap = is_cheap(eqn) or id(eqn) in own
+    cheap = _may_run_twice(eqn) or id(eqn) in own
     if len(dims) != 1 or None in dims or not cheap or eqn.effects:
         return None
     (dim,) = dims
@@ -415,10 +417,9 @@ def pulled(eqn: Equation, needed: Mapping[Var, Rows | None], size: int, own: Set
     return guess if all(d == dim for v, d in zip(eqn.outvars, out, strict=True) if v in wanted) else None
 
 
-def is_cheap(eqn: Equation) -> bool:
-    """Whether an equation may be run twice."""
+def _may_run_twice(eqn: Equation) -> bool:
     name = eqn.primitive.name
-    return name in ELEMENTWISE or name == "cond" or changes_only_shapes(name)
+    return name in ELEMENTWISE or name == "cond" or name in SHAPES
 
 
 def rows_like(v: Var, shape: tuple[int, ...], dim: int) -> Rows | None:

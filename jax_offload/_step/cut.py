@@ -14,7 +14,7 @@ from jax_offload._base.donation import is_guard
 from jax_offload._base.jaxprs import ClosedJaxpr, Equation, ordered, values_of, variables
 from jax_offload._base.on_disk import READ
 from jax_offload._emit.find import holds_update
-from jax_offload._ir.program import Program, Var, flat, without
+from jax_offload._ir.program import Program, Var, flat, rebuilt
 from jax_offload._ir.propagate import made_of, needed_for
 from jax_offload._ir.slices import Slice, consecutive
 
@@ -93,7 +93,7 @@ def cut_step(step: ClosedJaxpr | Program) -> Cut:
 
 def unguarded(program: Program) -> Program:
     """The program without what keeps donation safe, which whoever jits its parts does."""
-    return without(program, lambda eqn, ins: ins if is_guard(eqn) else None)
+    return rebuilt(program, lambda _, eqn, ins: ins if is_guard(eqn) else None)
 
 
 def _constants_where_used(program: Program, places: Sequence[int]) -> list[int]:

@@ -11,7 +11,6 @@ from jax_offload._base.memory import is_host_aval
 from jax_offload._base.own_primitives import decomposed
 from jax_offload._emit.find import is_update
 from jax_offload._emit.region import Update
-from jax_offload._ir.conds import scalars_hoisted
 from jax_offload._ir.primitives import CHECKPOINT
 from jax_offload._ir.program import Program, flat
 from jax_offload._plan.decide import FLOPS_PER_BYTE
@@ -133,7 +132,7 @@ def inlined(program: Program) -> Inlined | None:
             eqns.append(eqn.replace(invars=ins))
             continue
         update: Update = eqn.params["update"]
-        recipe = scalars_hoisted(update.program)
+        recipe = update.program
         given = dict(zip(recipe.inputs, ins, strict=True))
         for each in decomposed(recipe.eqns):
             new = each.replace(invars=[renamed(given, v) for v in each.invars])

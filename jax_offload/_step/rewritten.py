@@ -46,7 +46,6 @@ from jax_offload._ir.slices import Slice
 from jax_offload._plan.gates import Gate, Piece
 from jax_offload._plan.in_scan import InScan
 from jax_offload._step.canonical import canonical
-from jax_offload._step.choices import choosing
 from jax_offload._step.inlined import runs_one_twice
 from jax_offload._step.parts import Parts, Rest, parts_of
 from jax_offload._step.returned import unreturned
@@ -120,7 +119,7 @@ def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
         return _as_it_is(closed, (lost.why,), args)
     try:
         plain = canonical(program)
-        found = None if ordered(plain.effects) else _parts(plain)
+        found = None if ordered(plain.effects) else parts_of(_noted_inside(plain))
         if found is not None and found.moved:
             return _traced(found, args)
     except Exception as fault:  # whatever is wrong with a rewritten step, the one that was written runs
@@ -176,20 +175,6 @@ def _operands_of(part: Slice | InScan | Rest | Piece) -> list[Var]:
     if isinstance(part, Slice):
         return part.inputs
     return part.slice.inputs if isinstance(part, Piece) else variables(part.operands)
-
-
-def _parts(program: Program) -> Parts | None:
-    """The parts of a step; where nothing of its update moves, those with an update that runs both of its branches."""
-    found = parts_of(_noted_inside(program))
-    if found is not None and _hides(found):
-        return found
-    again = choosing(program)
-    other = None if again is None else parts_of(_noted_inside(again))
-    return other if other is not None and _hides(other) else found
-
-
-def _hides(found: Parts) -> bool:
-    return any(isinstance(part, InScan | Piece) for part in found.parts)
 
 
 def _results_of(part: Slice | InScan | Rest | Piece, env: Mapping[Var, Any], names: Names) -> Iterable[tuple[Var, Any]]:

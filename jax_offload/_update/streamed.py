@@ -33,6 +33,7 @@ from jax_offload._base.shardings import (
 from jax_offload._base.trace import backward_of, is_constrained, production_order
 from jax_offload._emit.find import holds_update, updates_in, without_updates
 from jax_offload._emit.region import Update, bound
+from jax_offload._ir.branches import without_branches
 from jax_offload._ir.program import Program, Var, flat, without_round_trips
 from jax_offload._placement.zero import resharded
 from jax_offload._plan.options import Claim, Options, claimed, merged
@@ -283,8 +284,9 @@ def traced(recipe: Callable[..., Any], args: tuple[Any, ...], options: Options |
     jaxpr, _ = jaxpr_of(on_arrays, [leaves[i] for i in arrays])
     found = updates_in(jaxpr) if any(map(holds_update, jaxpr.jaxpr.eqns)) else []
     inside = [(each, each.update) for each in found if isinstance(each.update, Update)]
-    program = without_updates(jaxpr) if inside else without_round_trips(flat(jaxpr))
-    sharded = without_updates(jaxpr, sharded=True) if any(update.sharded for _, update in inside) else None
+    program = without_branches(without_updates(jaxpr) if inside else without_round_trips(flat(jaxpr)))
+    divided = any(update.sharded for _, update in inside)
+    sharded = without_branches(without_updates(jaxpr, sharded=True)) if divided else None
     trace = Traced(program, out_tree[0], tuple(treedef.children()), arrays, sharded=sharded)
     claims = []
     if options is not None:
