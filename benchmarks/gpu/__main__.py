@@ -1,4 +1,6 @@
-"""All that a GPU has to tell first: values, donation, link, steps, driven ones. 9 minutes a part, 40 in all, at most.
+"""All that a GPU has to tell first: values, donation, random steps, reports, link, steps, driven ones.
+
+It takes 9 minutes a part and 40 in all, at most.
 
     python -m benchmarks.gpu                        # make gpu; again: goes on with what it left
     python -m benchmarks.gpu --parts values --only "AdamW; stacked"
@@ -23,7 +25,7 @@ from benchmarks.gpu.summary import failed, markdown, wrong
 from benchmarks.harness import workers
 from benchmarks.harness.store import path_for
 
-PARTS = ("values", "donation", "link", "steps", "driven")
+PARTS = ("values", "donation", "random", "reports", "link", "steps", "driven")
 TOTAL_MINUTES = 40
 WRONG, NO_GPU, FAILED = 1, 2, 3
 
@@ -41,6 +43,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--only", metavar="REGEX", help="cases whose names match")
     add("--minutes", type=float, default=9, help="for each part; what runs then is stopped, and left for another call")
     add("--case-seconds", type=float, default=240, help="give up on a case after that long")
+    add("--jobs", type=int, default=1, help="workers at a time, in the parts that do not measure time")
     add("--toy", action="store_true")
     add("--again", action="store_true", help="also what has a result already")
     add("--out", type=Path, help="the file of results")
@@ -54,7 +57,8 @@ def run_part(part: str, args: argparse.Namespace, record: Record, platform: str,
     chosen = [name for name in module.cases(args.toy) if not args.only or re.search(args.only, name)]
     waiting = [name for name in chosen if args.again or record.result(part, name) is None]
     programs = record.path.with_name(f"{record.path.stem}-programs")
-    for name, result in conduct.results(
+    for name, result in conduct.side_by_side(
+        1 if module.TIMED else args.jobs,
         part,
         list(waiting),
         ends=ends,

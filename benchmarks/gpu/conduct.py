@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import queue
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,3 +59,28 @@ def results(
                 yield name, result
                 if not lives or ends - time.monotonic() <= LEAST_SECONDS:
                     break
+
+
+def side_by_side(jobs: int, part: str, names: list[str], **how: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """``results`` of several workers at a time, for parts that do not measure time; each has its share of the cases."""
+    found: queue.Queue[tuple[str, dict[str, Any]] | Exception | None] = queue.Queue()
+
+    def work(share: list[str]) -> None:
+        try:
+            for each in results(part, share, **how):
+                found.put(each)
+            found.put(None)
+        except Exception as error:
+            found.put(error)
+
+    threads = [threading.Thread(target=work, args=(names[k::jobs],), daemon=True) for k in range(jobs)]
+    for thread in threads:
+        thread.start()
+    left = jobs
+    while left:
+        each = found.get()
+        if isinstance(each, Exception):
+            raise each
+        left -= each is None
+        if each is not None:
+            yield each

@@ -17,6 +17,7 @@ from tests.support.donations import CASES, STEPS, arrays, buffers
 
 # A wrong reuse of a buffer may end the process: then a new one runs the rest.
 ALONE = False
+TIMED = False
 VALUES = 1e-5  # relative, of a leaf: with and without donation are two programs
 FRACTIONS = (1.0, 0.5)
 

@@ -20,6 +20,7 @@ from benchmarks.harness.clock import clocked
 from jax_offload._base.on_disk import is_on_disk
 
 ALONE = True  # of processes whose pinned memory is another's nobody knows how fast they would be
+TIMED = True
 WARMUP, STEPS, TOY_STEPS = 3, 10, 2
 SIZE, TOY = (8, 4096, 8192), (3, 128, 8)  # layers, width, batch
 ADAMW = partial(optax.adamw, 1e-4)

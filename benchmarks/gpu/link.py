@@ -8,6 +8,7 @@ from typing import Any
 from benchmarks.harness import link
 
 ALONE = False
+TIMED = True
 # What says most first: the sizes of real leaves.
 SIZES = [64, 16, 256, 8, 32, 128, 4, 512, 2, 1]
 DRIVER = "by the driver"

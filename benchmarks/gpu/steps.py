@@ -15,13 +15,12 @@ import jax.numpy as jnp
 import jax_offload as jo
 from benchmarks.harness.clock import clocked
 from benchmarks.in_jax.recipe import usual_recipe
-from benchmarks.in_jax.system import compiled_peak, nbytes, peak, profiled
-from jax_offload._analysis.chips import known_chips
-from jax_offload._analysis.timeline import timeline
+from benchmarks.in_jax.system import compiled_peak, nbytes, peak, predicted_step_seconds, profiled
 from tests.aot import model
 from tests.aot.link import traffic
 
 ALONE = True  # the allocator's peak is a process's
+TIMED = True
 WARMUP, STEPS, TOY_STEPS = 3, 10, 2
 TOY = (3, 128, 8)  # layers, width, batch: a layer's moment is just large enough to be offloaded
 # The first as in the README's table; the second with the options that let the copies overlap.
@@ -41,12 +40,6 @@ def cases(toy: bool) -> list[str]:
                 found.append(f"{name}; {way}")
                 seen.add(key)
     return found
-
-
-def predicted_step_seconds(text: str, device_kind: str) -> float | None:
-    """The step's time by the scheduled program, for a chip of which there are figures: a GH200 is no H200."""
-    chip = next((chip for chip in known_chips() if re.search(rf"\b{chip}\b", device_kind.lower())), None)
-    return timeline(text, chip).step if chip else None
 
 
 def initial(params: Any) -> Any:

@@ -64,6 +64,22 @@ def donation(results: Found) -> str:
     return said + (f"\n\n{table(' pattern | what was wrong ', rows)}" if rows else "")
 
 
+def random(results: Found) -> str:
+    """How many random steps were equal in each mode; those that were not, one by one."""
+    modes: dict[str, list[int]] = {}
+    for r in results.values():
+        said = modes.setdefault(r.get("mode", "failed"), [0, 0, 0])
+        said[0 if "left_out" in r else 1 if r.get("wrong") or "error" in r else 2] += 1
+    head = " mode | equal to plain optax | not equal | refused, or plain optax raises "
+    rows = [[mode, str(same), str(other), str(left)] for mode, (left, other, same) in sorted(modes.items())]
+    return table(head, rows)
+
+
+def reports(results: Found) -> str:
+    """Every report as it was printed."""
+    return "\n\n".join(f"`{name}`\n\n```\n{r.get('text') or r.get('error')}\n```" for name, r in results.items())
+
+
 def link(results: Found) -> str:
     rows = [row for r in results.values() for row in r.get("rows", [])]
     return link_table(rows) if rows else "Nothing was measured."
@@ -106,7 +122,15 @@ def driven(results: Found) -> str:
     return table(head, without(results, 6, row))
 
 
-TABLES = {"values": values, "donation": donation, "link": link, "steps": steps, "driven": driven}
+TABLES = {
+    "values": values,
+    "donation": donation,
+    "random": random,
+    "reports": reports,
+    "link": link,
+    "steps": steps,
+    "driven": driven,
+}
 
 
 def markdown(data: dict[str, Any]) -> str:

@@ -25,6 +25,7 @@ from examples import _data
 from jax_offload._interop import jit as interop_jit
 
 ALONE = False
+TIMED = False
 SHAPE, TOY = Shape(3, 256, 4, vocab=256, context=64), Shape(2, 64, 2, vocab=512, context=16)
 SEQUENCES, STEPS, TOY_STEPS = 8, 50, 4
 LOSS = 1e-4  # relative

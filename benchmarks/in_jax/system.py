@@ -5,6 +5,7 @@ python -m benchmarks.in_jax.system "$CASE"
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 import time
@@ -26,10 +27,12 @@ import numpy as np
 import optax
 
 import jax_offload as jo
-from benchmarks.harness import timeline
+from benchmarks.harness.timeline import summary
 from benchmarks.in_jax import gpt
 from benchmarks.in_jax.recipe import usual_recipe
 from examples import _data
+from jax_offload._analysis.chips import known_chips
+from jax_offload._analysis.timeline import timeline
 from tests.aot.link import traffic
 
 
@@ -193,7 +196,8 @@ def run(case: Case) -> dict[str, Any]:
     def two_more_steps() -> None:
         jax.block_until_ready([one_step(i) for i in range(2)])
 
-    moved = traffic(compiled.as_text())
+    text = compiled.as_text()
+    moved = traffic(text)
     return {
         "step_seconds": seconds,
         "losses": losses,
@@ -203,6 +207,7 @@ def run(case: Case) -> dict[str, Any]:
         **({"loaded_bytes": moved.loaded, "stored_bytes": moved.stored} if on_gpu else {}),
         **(profiled(two_more_steps, 2) if on_gpu else {}),
         "compiled_peak_bytes": compiled_peak(compiled.memory_analysis()),
+        "predicted_step_seconds": predicted_step_seconds(text, device.device_kind),
         "state_bytes": nbytes(it.state, host=False),
         "host_state_bytes": nbytes(it.state, host=True),
         "host_peak_rss_bytes": peak_rss(),
@@ -220,9 +225,15 @@ def profiled(run: Callable[[], None], steps: int) -> dict[str, Any]:
             with jax.profiler.trace(folder):
                 run()
             (trace,) = Path(folder).glob("**/*.trace.json.gz")
-            return timeline.summary(trace, steps)
+            return summary(trace, steps)
     except Exception as error:  # the times that were measured without it stand
         return {"profiler_error": f"{type(error).__name__}: {error}"[:200]}
+
+
+def predicted_step_seconds(text: str, device_kind: str) -> float | None:
+    """The step's time by the scheduled program, for a chip with known figures: a GH200 is no H200."""
+    chip = next((chip for chip in known_chips() if re.search(rf"\b{chip}\b", device_kind.lower())), None)
+    return timeline(text, chip).step if chip else None
 
 
 def peak(device: jax.Device) -> int | None:

@@ -14,8 +14,10 @@ import pytest
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import conduct, donation, driven, link, record, steps, summary, values, where
 from benchmarks.harness import workers
+from benchmarks.in_jax import system
 
 ONE_EACH = "^AdamW; (unrolled; default|host)$|^TrainState -> grads, TrainState; fraction 0.5$|^1 MiB$"
+ONE_EACH += "|^seed 1$|^placement; jo.jit$"
 TWO_WAYS = r"^stacked layers \(lax.scan\); (offloaded|resident)$"
 
 
@@ -36,6 +38,8 @@ def test_one_command_runs_each_part_and_goes_on(tmp_path, monkeypatch, capsys):
     assert {part: len(cases) for part, cases in found.items()} == {
         "values": 1,
         "donation": 1,
+        "random": 1,
+        "reports": 1,
         "link": 1,
         "steps": 2,
         "driven": 1,
@@ -214,9 +218,9 @@ def test_scheduled_programs_are_kept(tmp_path):
 def test_a_steps_time_is_predicted_where_the_model_knows_the_chip():
     text = "HloModule m\n\nENTRY %main (a: f32[1000,1000]) -> f32[1000,1000] {\n"
     text += "  %a = f32[1000,1000]{1,0} parameter(0)\n  %b = f32[1000,1000]{1,0} negate(%a)\n}\n"
-    assert steps.predicted_step_seconds(text, "NVIDIA H200") == pytest.approx(2e-6)  # 8 MB at 4 TB/s
-    assert steps.predicted_step_seconds(text, "NVIDIA GH200 480GB") == pytest.approx(8 / 3.3e6)
-    assert steps.predicted_step_seconds(text, "NVIDIA L40S") is None
+    assert system.predicted_step_seconds(text, "NVIDIA H200") == pytest.approx(2e-6)  # 8 MB at 4 TB/s
+    assert system.predicted_step_seconds(text, "NVIDIA GH200 480GB") == pytest.approx(8 / 3.3e6)
+    assert system.predicted_step_seconds(text, "NVIDIA L40S") is None
 
 
 def test_rows_differ_only_where_they_say():

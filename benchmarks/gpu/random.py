@@ -1,0 +1,35 @@
+"""Random steps of ``tests/support/random_steps.py`` on the device, each in one mode beside plain optax."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from tests.support.random_steps import MODES, Refused, allowed, differences, odd, recipe, reference
+
+ALONE, TIMED = False, False
+SEEDS, TOY = range(400), range(2)
+ONE_DEVICE = {"mesh": None}
+
+
+def cases(toy: bool) -> list[str]:
+    return [f"seed {seed}" for seed in (TOY if toy else SEEDS)]
+
+
+def run(name: str, toy: bool, programs: Path | None = None) -> dict[str, Any]:
+    seed = int(name.split()[1])
+    r = recipe(seed) | ONE_DEVICE
+    modes = [mode for mode in MODES if allowed(r, mode)]
+    mode = modes[seed % len(modes)]
+    with jax.default_matmul_precision("highest"):
+        want = reference(r)
+        if isinstance(want, Exception):
+            return {"mode": mode, "left_out": f"plain optax raises {type(want).__name__}: {want}"[:200]}
+        try:
+            found = differences(r, mode, want)
+        except Refused as refused:
+            return {"mode": mode, "left_out": f"refused: {refused}"[:200]}
+    wrong = [f"{mode}: {line}" for line in found[:4]]
+    return {"mode": mode, "wrong": wrong, **({"odd": odd(r)} if wrong else {})}
