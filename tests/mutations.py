@@ -66,7 +66,6 @@ MUTATIONS = [
     Mutation("ZeRO-1 on the layers first", "_placement/zero.py", "[*range(1, len(shape)), 0]", "[0, *range(1, len(shape))]", "test_sharded.py -k zero"),
     Mutation("ZeRO-1 where nothing divides", "_placement/zero.py", "if shape[axis] % (shards[axis] * parts) == 0:", "if shape[axis] >= shards[axis] * parts:", "test_sharded.py"),
     Mutation("specs end with None", "_placement/zero.py", "while spec[-1] is None:", "while False:", "test_sharded.py"),
-    Mutation("needs of a cond are dropped", "_ir/propagate.py", "return [total | effect] * inner[0].first +", "return [0] * inner[0].first +", "test_visits.py test_stream.py -k finite"),
     Mutation("groups are not joined", "_ir/propagate.py", "        for other in roots[1:]:\n            parent[other] = root\n", "", "unit/test_propagate.py"),
     Mutation("all leaves are rounded alike", "_precision/storage.py", "number = jax.lax.add(number, np.uint32(0x9E3779B9))", "number = jax.lax.add(number, np.uint32(0))", "test_storage.py -k seeds"),
     Mutation("every step is rounded alike", "_precision/storage.py", "return StoredState(state.rounds + 1,", "return StoredState(state.rounds,", "test_storage.py -k 'increments or accumulation or equal'"),
@@ -121,7 +120,8 @@ MUTATIONS = [
     Mutation("the device waits for the file", "_drive/segments.py", "bisect.bisect_left(cuts, at) + 1, len", "bisect.bisect_left(cuts, at), len", "test_segments.py -k disk"),
     Mutation("the state stays on the device", "_offload.py", "[leaf.host for leaf in plan]))", "[False for leaf in plan]))", "test_equivalence.py"),
     Mutation("what fills no tile is not stored", "_plan/plan.py", "else ((0, full), (full, rows))", "else ((0, full),)", "test_plan.py -k tile"),
-    Mutation("a second norm is in one piece", "_ir/conds.py", "on | reduced))  # what", "on))  # what", "unit/test_branches.py"),
+    Mutation("the other branch is chosen", "_ir/branches.py", "loaded = [new.run(to_device, x)[0] for x in cases]", "loaded = [new.run(to_device, x)[0] for x in cases[::-1]]", "test_programs.py -k finite"),
+    Mutation("an update that goes on with another's state leaves its branch", "_step/canonical.py", "follows = any(", "follows = False and any(", "in_scan/test_steps.py -k another_in_cond"),
 ]  # fmt: skip
 
 

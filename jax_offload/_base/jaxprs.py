@@ -6,8 +6,11 @@ What of this jax does not document stands in the table of ``private``.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
+import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
@@ -17,6 +20,8 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import io_callback
+from jax.extend import source_info_util
 from jax.extend.core import DebugInfo, Effects, Primitive
 
 from jax_offload._base.private import dce_jaxpr, operands_of
@@ -70,6 +75,7 @@ if TYPE_CHECKING:
         params: dict[str, Any]
         effects: Effects
         ctx: EquationContext
+        source_info: source_info_util.SourceInfo
 
         def replace(
             self,
@@ -335,21 +341,71 @@ def run_equation(eqn: Equation, operands: Sequence[Any], params: dict[str, Any])
     return results if eqn.primitive.multiple_results else [results]
 
 
-# ---- effects, by name, because their classes are private
+def says_nothing_of_placement(eqn: Equation) -> bool:
+    """Whether a ``jit`` equation leaves donation, shardings, layouts and compiling to others, as a plain one does."""
+    plain = _plain_jit().params
+    names = plain.keys() - {"jaxpr", "name", "keep_unused", "inline", "ctx_mesh"}
+    return all({*eqn.params[name]} <= {*plain[name]} for name in names)
 
-_UNORDERED = frozenset(("DebugEffect", "IOEffect", "NamedAxisEffect"))  # a collective names an axis
-_CALLBACKS = _UNORDERED | {"OrderedDebugEffect", "OrderedIOEffect"}
+
+@functools.cache
+def _plain_jit() -> Equation:
+    (eqn,) = jaxpr_of(jit(lambda x: x), 0.0)[0].jaxpr.eqns
+    return eqn
+
+
+# ---- lines of the user's program
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+def located(why: str, eqn: Equation) -> str:
+    """A reason with the line of the user's program that an equation comes from: the innermost one outside of installed
+    packages, else the innermost one."""
+    frames = source_info_util.summarize(eqn.source_info, num_frames=64).splitlines()  # the innermost is the last
+    found = [match for frame in frames if (match := re.match(r"(.+?):(\d+)(:\d+)? \(", frame))]
+    places = [(match[1], match[2]) for match in found if not match[1].startswith(_PACKAGE)]
+    own = [place for place in places if not re.search(r"[/\\](site|dist)-packages[/\\]", place[0])]
+    if not places:
+        return why
+    path, line = (own or places)[-1]
+    inside = path.startswith(os.getcwd() + os.sep)
+    return f"{why} (at {os.path.relpath(path) if inside else path}:{line})"
+
+
+# ---- effects, whose classes are private: known by examples
+
+
+def _nothing(_: Any) -> None: ...
+
+
+AXES = (lambda x: jax.lax.psum(x, "i"),)
+REFERENCES = (lambda x: jax.new_ref(x)[...],)
+_UNORDERED = (lambda x: jax.debug.callback(_nothing, x), lambda x: io_callback(_nothing, None, x), *AXES)
+_ORDERED = (
+    lambda x: jax.debug.callback(_nothing, x, ordered=True),
+    lambda x: io_callback(_nothing, None, x, ordered=True),
+)
+
+
+@functools.cache
+def effects_of(examples: tuple[Callable[[Any], Any], ...]) -> frozenset[type]:
+    """The classes of effects that the first equations of some functions have."""
+    eqns = [jax.make_jaxpr(fun, axis_env=[("i", 1)])(0.0).eqns[0] for fun in examples]
+    return frozenset(type(effect) for eqn in eqns for effect in eqn.effects)
 
 
 def ordered(effects: Iterable[Any]) -> list[str]:
     """The names of those whose order would be lost, were the equations arranged anew."""
-    return sorted({type(effect).__name__ for effect in effects} - _UNORDERED)
+    kinds = {type(effect) for effect in effects}
+    return sorted(kind.__name__ for kind in kinds - effects_of(_UNORDERED)) if kinds else []
 
 
 def only_callbacks(effects: Iterable[Any]) -> bool:
     """Whether all are of callbacks and prints: others, of mutable arrays and checks, jax knows in its own equations
     only."""
-    return {type(effect).__name__ for effect in effects} <= _CALLBACKS
+    kinds = {type(effect) for effect in effects}
+    return not kinds or kinds <= effects_of(_UNORDERED) | effects_of(_ORDERED)
 
 
 # ---- arithmetic, as far as it counts: matmuls and convolutions

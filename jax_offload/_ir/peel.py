@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_offload._base.barriers import together
-from jax_offload._base.jaxprs import jax_fun, jaxpr_of, scan_of
+from jax_offload._base.jaxprs import jax_fun, scan_of
 from jax_offload._base.memory import is_host_aval
-from jax_offload._ir.program import Program, flat, replaced
+from jax_offload._ir.program import Program, replaced, traced_for
 
 
 def why_not_peeled(program: Program, at: int) -> str:
@@ -68,5 +68,4 @@ def peeled(program: Program, at: int, *, first: bool = False) -> Program:
         pairs = ([row[None], rows] if in_front else [rows, row[None]] for rows, row in zip(ys, y, strict=True))
         return [*carry, *map(jnp.concatenate, pairs)]
 
-    closed, _ = jaxpr_of(run, *(v.aval for v in eqn.invars))
-    return replaced(program, at, flat(closed))
+    return replaced(program, at, traced_for(eqn, run))

@@ -9,9 +9,11 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from typing import Any
 
 import numpy as np
+from jax.extend import source_info_util
 
 from jax_offload._base.barriers import equation_of_together
 from jax_offload._base.jaxprs import (
+    AXES,
     Atom,
     ClosedJaxpr,
     DebugInfo,
@@ -22,11 +24,12 @@ from jax_offload._base.jaxprs import (
     Var,
     branches_of,
     called_by,
-    holds_equations,
+    effects_of,
     jaxpr_like,
     jaxpr_of,
     nameless,
     renamed,
+    says_nothing_of_placement,
     variables,
     with_jaxprs,
     without_dead_code,
@@ -35,10 +38,9 @@ from jax_offload._base.jaxprs import (
     closed as as_closed,
 )
 from jax_offload._base.memory import Space, is_host_aval
-from jax_offload._base.own_primitives import is_mark
-from jax_offload._base.private import says_nothing_of_placement
+from jax_offload._base.own_primitives import is_composite, is_mark
 from jax_offload._base.shardings import Shards
-from jax_offload._ir.primitives import CHECKPOINT, ELEMENTWISE, PLACED
+from jax_offload._ir.primitives import CHECKPOINT, PLACED, can_be_cut, is_cheap
 from jax_offload._ir.propagate import needed_for
 
 
@@ -67,7 +69,7 @@ class Program:
         once. jax goes through all equations four times for that, and most are arithmetic."""
         kinds: dict[Any, Equation] = {}
         for eqn in self.eqns:
-            if (name := eqn.primitive.name) in PLACED or name not in ELEMENTWISE:
+            if (name := eqn.primitive.name) in PLACED or not is_cheap(eqn):
                 kinds.setdefault(tuple(map(id, eqn.params.values())) if name == "device_put" else id(eqn), eqn)
         eqns = list(kinds.values())
         defined = {v for eqn in eqns for v in eqn.outvars}
@@ -86,7 +88,7 @@ class Program:
         """What is left for some of the results, and which of the inputs that needs; for a program without constants."""
         if all(used):  # jax's own way goes into every equation, and takes twice as long
             eqns, read = needed_for(self.eqns, variables(self.outputs), kept=lambda eqn: bool(eqn.effects))
-            if not any(eqn.primitive.name not in ELEMENTWISE and holds_equations(eqn) for eqn in eqns):
+            if not any(map(can_be_cut, eqns)):
                 needed, inputs = [v in read for v in self.inputs], [v for v in self.inputs if v in read]
                 same = len(eqns) == len(self.eqns) and all(needed)
                 return needed, self if same else dataclasses.replace(self, inputs=inputs, eqns=eqns)
@@ -222,6 +224,12 @@ def rebuilt(program: Program, rebuild: Rebuild) -> Program:
     return dataclasses.replace(program, eqns=new.eqns, outputs=new.read(program.outputs))
 
 
+def traced_for(eqn: Equation, run: Callable[..., Any]) -> Program:
+    """The program of ``run`` for an equation's operands, from the same line of the user's program."""
+    with source_info_util.user_context(eqn.source_info.traceback):
+        return flat(jaxpr_of(run, *(v.aval for v in eqn.invars))[0])
+
+
 def replaced(program: Program, at: int, by: Program) -> Program:
     """``program`` with another in the place of its equation ``at``, of the same operands and results."""
     this = program.eqns[at]
@@ -244,9 +252,24 @@ def expanded(jaxpr: Jaxpr, expand: Callable[[Equation], Program | None]) -> Jaxp
     return jaxpr if same else jaxpr_like(jaxpr, new.eqns, new.read(jaxpr.outvars))
 
 
+def decomposed(eqns: Iterable[Equation]) -> list[Equation]:
+    """The equations, composite ones as those that they stand for, of the same operands and results."""
+    new = Builder()
+    for eqn in eqns:
+        if not is_composite(eqn):
+            new.put(eqn)
+            continue
+        inside = Builder()
+        names = dict(zip(inside.call(flat(called_by(eqn)), eqn.invars), eqn.outvars, strict=True))
+        for each in inside.eqns:
+            ins, outs = [renamed(names, v) for v in each.invars], [names.get(v, v) for v in each.outvars]
+            new.put(each.replace(invars=ins, outvars=outs))
+    return new.eqns
+
+
 def without_effects_of_axes(program: Program) -> Program:
     """Drop the effects that jax records for collectives inside ``shard_map``: their order is free."""
-    eqns = [eqn.replace(effects=frozenset(e for e in eqn.effects if type(e).__name__ != "NamedAxisEffect"))
+    eqns = [eqn.replace(effects=frozenset(e for e in eqn.effects if type(e) not in effects_of(AXES)))
             if eqn.effects else eqn for eqn in program.eqns]  # fmt: skip
     return dataclasses.replace(program, eqns=eqns)
 
@@ -299,9 +322,8 @@ def _inlinable(eqn: Equation, operands: list[Atom], any_jit: bool) -> ClosedJaxp
         return called_by(eqn)
     if eqn.primitive.name not in ("jit", "pjit"):
         return None
-    if any_jit:
-        return called_by(eqn)
-    return called_by(eqn) if says_nothing_of_placement(eqn.params) else None
+    inlined = not is_composite(eqn) and (any_jit or says_nothing_of_placement(eqn))
+    return called_by(eqn) if inlined else None
 
 
 # ---- programs that do the same

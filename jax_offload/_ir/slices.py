@@ -29,7 +29,6 @@ from jax_offload._base.jaxprs import (
     Literal,
     Var,
     closed,
-    holds_equations,
     jax_fun,
     nameless,
     variables,
@@ -37,7 +36,7 @@ from jax_offload._base.jaxprs import (
 )
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.shardings import Shards
-from jax_offload._ir.primitives import ELEMENTWISE, REDUCE
+from jax_offload._ir.primitives import ELEMENTWISE, REDUCE, can_be_cut
 from jax_offload._ir.program import Program
 from jax_offload._ir.propagate import LATEST, Mask, backward, bits, forward, groups, union
 
@@ -370,7 +369,7 @@ def slice_of(
     eqns = [_without(eqn, given) for eqn in eqns] if given else eqns
     effects: Effects = frozenset[Any]().union(*(eqn.effects for eqn in eqns if eqn.effects))
     jaxpr = Jaxpr([], inputs, outputs, eqns, effects, nameless(debug_info))  # the names are the program's
-    if any(eqn.primitive.name not in ELEMENTWISE and holds_equations(eqn) for eqn in eqns):
+    if any(map(can_be_cut, eqns)):
         jaxpr, used = without_dead_code(jaxpr)
         inputs = [v for v, u in zip(inputs, used, strict=True) if u]
     return Slice(inputs, outputs, jaxpr, shards)

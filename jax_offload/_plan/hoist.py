@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.jaxprs import DropVar, Equation, Literal, Scan, scan_of, variables
+from jax_offload._base.jaxprs import DropVar, Equation, Literal, Scan, located, scan_of, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.primitives import ELEMENTWISE, SHAPES
 from jax_offload._ir.program import Program, Var
@@ -129,11 +129,11 @@ class Hoist:
                 taken, needed = closure(eqns, {v: flow.dims.get(v) for v in targets}, dims_of)
                 move = self._move(taken, targets, needed)
             except (CannotHoist, Dependent) as reason:
-                why.append(str(reason))
+                why.append(located(str(reason), self.program.eqns[self.at]))
                 continue
             reads = {*move.slice.inputs}
             if any(reads & {*other.how.buffers} or {*other.slice.inputs} & {*move.how.buffers} for other in moves):
-                why.append("two gradients change the same leaf")
+                why.append(located("two gradients change the same leaf", self.program.eqns[self.at]))
                 continue
             moves.append(move)
             moved |= own
@@ -175,7 +175,7 @@ class Hoist:
                     wanted |= more
                 move, inside = self._feeding(taken, rows, xs, wanted)
             except (CannotHoist, Dependent) as reason:
-                why.append(str(reason))
+                why.append(located(str(reason), self.program.eqns[self.at]))
                 continue
             moves.append(move)
             moved |= inside
@@ -196,9 +196,10 @@ class Hoist:
         needs, maker = NEEDS.spread(body.eqns, carried), {v: eqn for eqn in body.eqns for v in eqn.outvars}
         made = [v for k in sums if not isinstance(v := body.outvars[k], Literal) and needs.get(v, 0) & ~(1 << k)]
         if not made:
-            return MICROBATCHES
+            return located(MICROBATCHES, self.program.eqns[self.at])
         added = [maker[x] for v in made for x in variables(maker[v].invars) if x in maker]
-        return BY_INDEX if any(eqn.primitive.name in _PLACED for eqn in added) else SHARED
+        by_index = any(eqn.primitive.name in _PLACED for eqn in added)
+        return located(BY_INDEX if by_index else SHARED, self.program.eqns[self.at])
 
     @property
     def _results(self) -> set[Var]:
@@ -346,19 +347,20 @@ def _flow(eqns: Sequence[Equation], scan: Scan, at: int, claimed: Set[int]) -> _
         if others := [v for v in ins if v in later and v not in rows]:
             if eqn.primitive.name not in _HEAVY:
                 why = NEEDS_ALL if any(v in of_rows for v in others) else OF_THE_SCAN
-                flow.blocked.update(dict.fromkeys(rows, why))
+                flow.blocked.update(dict.fromkeys(rows, located(why, eqn)))
             continue
         shape, dim = rows[0].aval.shape, flow.dims[rows[0]]
         known = {v: d for v in ins if v not in later and (d := rows_like(v, shape, dim.dim)) is not None}
         if any(flow.known.get(v, d) != d for v, d in known.items()) or (known and dim.per_row > 1):
-            flow.blocked.update(dict.fromkeys(rows, "its rows are merged"))
+            flow.blocked.update(dict.fromkeys(rows, located("its rows are merged", eqn)))
             continue
         dims = [None if isinstance(v, Literal) else flow.dims.get(v, known.get(v)) for v in eqn.invars]
         try:
             out, _ = rule_of(eqn, dims, scan.length, shape, dim.dim)
         except Dependent as why:
             if eqn.primitive.name not in _HEAVY:
-                flow.blocked.update(dict.fromkeys(rows, f"its update does not keep layers apart: {why}"))
+                why = located(f"its update does not keep layers apart: {why}", eqn)
+                flow.blocked.update(dict.fromkeys(rows, why))
             continue
         if any(d is None for d in out):
             continue

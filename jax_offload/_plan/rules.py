@@ -36,7 +36,6 @@ from jax_offload._base.jaxprs import (
     run_equation,
     values_of,
 )
-from jax_offload._base.own_primitives import COMPOSITE, decomposition
 from jax_offload._base.shardings import types_of_axes
 from jax_offload._ir.primitives import ELEMENTWISE, REDUCE
 
@@ -368,9 +367,9 @@ def rule_of(
 # ---- the rules of equations that hold others
 
 
-@rule("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", COMPOSITE)
+@rule("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
 def called(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer:
-    inner = decomposition(eqn) if eqn.primitive.name == COMPOSITE else called_by(eqn)
+    inner = called_by(eqn)
     jaxpr, all_dims = _inside(inner, dims)
 
     def run(chunk: jax.Array, *args: Any) -> list[Any]:

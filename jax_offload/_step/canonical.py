@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_offload._base.jaxprs import (
+    REFERENCES,
     Atom,
     Equation,
     Literal,
@@ -24,6 +25,7 @@ from jax_offload._base.jaxprs import (
     Var,
     branches_of,
     closed,
+    effects_of,
     jax_fun,
     jaxpr_of,
     renamed,
@@ -39,10 +41,9 @@ from jax_offload._emit.find import holds_update, is_update
 from jax_offload._emit.region import Update
 from jax_offload._ir.branches import choice
 from jax_offload._ir.primitives import is_cheap
-from jax_offload._ir.program import Builder, Program, flat, rebuilt, replaced, without_round_trips
+from jax_offload._ir.program import Builder, Program, flat, rebuilt, replaced, traced_for, without_round_trips
 from jax_offload._ir.slices import slice_of
 
-_REFERENCES = "InternalMutableArrayEffect"
 _MOST_UNROLLED = 256
 
 
@@ -56,7 +57,7 @@ def canonical(program: Program) -> Program:
 
 def dereferenced(program: Program, *, any_jit: bool = False) -> Program:
     """Replace the mutable arrays that live inside a program by values."""
-    if not any(type(effect).__name__ == _REFERENCES for effect in program.effects):
+    if not any(type(effect) in effects_of(REFERENCES) for effect in program.effects):
         return program
     return flat(without_references(program.closed), any_jit=any_jit)
 
@@ -117,6 +118,7 @@ def _choosing(
     """
     update: Update = eqn.params["update"]
     program, olds = update.program, update.next_values
+    named = dict[Atom, str](update.names)
     pairs = [*zip(eqn.invars, update.operands, strict=True), *zip(eqn.outvars, program.outputs, strict=True)]
     names: dict[Var, Atom] = {v: x for v, x in pairs if isinstance(v, Var)}
     more = [v for v in dict.fromkeys(variables([which, *(x for xs in cases.values() for x in xs)])) if v not in names]
@@ -133,7 +135,10 @@ def _choosing(
     update = dataclasses.replace(
         update.replanned(program, update.gradients),
         next_values={new: olds[x] for new, x in same.items() if isinstance(x, Var) and x in olds},
-        names={**update.names, **{new: update.names[x] for new, x in same.items() if x in update.names}},
+        names={
+            **update.names,
+            **{v: update.names[x] for v, x in same.items() if isinstance(x, Var) and x in update.names},
+        },
     )
     results = [Var(v.aval) for v in program.outputs[len(kept) :]]
     outvars = [*(v for v, _ in kept), *results]
@@ -285,7 +290,7 @@ def _over_rows(
         found = dict(zip(carried, carry, strict=True)) | dict(zip(summed, ys[len(ys) - len(summed) :], strict=True))
         return [*(found[k] for k in range(m)), *ys[: len(ys) - len(summed)]]
 
-    return flat(jaxpr_of(run, *(v.aval for v in eqn.invars))[0])
+    return traced_for(eqn, run)
 
 
 # Layers that the step has stacked ------------------------------------------------------------------------------------
