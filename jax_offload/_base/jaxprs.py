@@ -24,7 +24,7 @@ from jax.experimental import io_callback
 from jax.extend import source_info_util
 from jax.extend.core import DebugInfo, Effects, Primitive
 
-from jax_offload._base.private import dce_jaxpr, operands_of
+from jax_offload._base.private import dce_jaxpr
 
 jit = jax.jit  # jax's own, also where a user puts jax_offload.jit in its place
 
@@ -159,6 +159,29 @@ class Scan:
     length: int
     reverse: bool
     unroll: int
+
+    def parted(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """The equation's operands as consts, init and xs."""
+        n = len(self.consts)
+        m = n + len(self.init)
+        return list(operands[:n]), list(operands[n:m]), list(operands[m:])
+
+    def run(
+        self,
+        body: Callable[..., list[Any]],
+        consts: Sequence[Any],
+        init: Sequence[Any],
+        xs: Any,
+        length: int | None = None,
+    ) -> tuple[list[Any], list[Any]]:
+        """A scan in the same direction with another body and other operands: what it carries out, and its rows."""
+
+        def one(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+            produced = body(*consts, *carry, *x)
+            return produced[: len(init)], produced[len(init) :]
+
+        length = self.length if length is None else length
+        return jax.lax.scan(one, list(init), list(xs), length, self.reverse, self.unroll)
 
 
 def scan_of(eqn: Equation) -> Scan | None:
@@ -421,11 +444,11 @@ def at_default_precision(eqn: Any) -> bool:
 
 
 def own_flops(eqn: Any) -> float:
-    """The floating point operations of a matmul or a convolution, also of a trace under way; 0 for anything else."""
+    """The floating point operations of a matmul or a convolution; 0 for anything else."""
     name, params = eqn.primitive.name, eqn.params
     if name not in MATMULS:
         return 0.0
-    left, right = (v.aval.shape for v in operands_of(eqn)[:2])
+    left, right = (v.aval.shape for v in eqn.invars[:2])
     out = math.prod(eqn.outvars[0].aval.shape)
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]

@@ -11,7 +11,7 @@
 | ``lower_fun`` | ``lowered`` | 0.10 to 0.12 |
 | ``main`` of a module, with the attributes of its arguments and results | ``take_back_aliases`` | 0.10 to 0.12 |
 | the equation that made a tracer, and those of its trace | ``equation_of``, ``equations_of_trace`` | 0.10 to 0.12 |
-| the variable that a tracer is, and what an equation reads | ``variable_of``, ``operands_of`` | 0.10 to 0.12 |
+| the variable that a tracer is | ``variable_of`` | 0.10 to 0.12 |
 | ``memory_space`` and ``manual_axis_type`` of a type | ``memory_space_of``, ``manual_axes_of`` | 0.10 to 0.12 |
 | keys and barriers of the service that processes meet in | ``coordination`` | 0.10 to 0.12 |
 | XLA's compile options, a list of devices, ``compile`` of a client | ``compiled``, ``options_of`` | 0.10 to 0.12 |
@@ -195,12 +195,18 @@ def _strings(code: CodeType) -> Iterator[str]:
 
 
 def equation_of(x: Any) -> Any:
-    """The equation that made a traced value, with ``primitive``, ``params`` and ``outvars``.
+    """The equation that made a traced value, as one of a jaxpr.
 
     ``None`` for an argument, and for what is not traced into a jaxpr: an array, the tangent of a derivative.
     """
     _check_tracers()
-    return _part_of(x, "parent") if isinstance(x, _part_of(pe, "DynamicJaxprTracer")) else None
+    eqn = _part_of(x, "parent") if isinstance(x, _part_of(pe, "DynamicJaxprTracer")) else None
+    return None if eqn is None else _as_equation(eqn)
+
+
+def _as_equation(eqn: Any) -> Any:
+    operands = [variable_of(x) for x in _part_of(eqn, "in_tracers")]
+    return jex.new_jaxpr_eqn(operands, eqn.outvars, eqn.primitive, eqn.params, jex.no_effects)
 
 
 @functools.cache
@@ -213,19 +219,14 @@ def _check_tracers() -> None:
 
 
 def equations_of_trace(x: Any) -> list[Any]:
-    """All the equations so far of the trace that a traced value is of, as ``equation_of`` gives them."""
+    """All the equations so far of the trace that a traced value is of."""
     found = [e() if isinstance(e, weakref.ref) else e for e in _part_of(x, "_trace", "frame", "tracing_eqns")]
-    return [eqn for eqn in found if eqn is not None]  # jax keeps no equation that nothing is left of
+    return [_as_equation(eqn) for eqn in found if eqn is not None]  # jax keeps no equation that nothing is left of
 
 
 def variable_of(x: Any) -> Any:
     """The variable, or the literal, that a traced value is in the jaxpr of its trace."""
     return _part_of(x, "val")
-
-
-def operands_of(eqn: Any) -> list[Any]:
-    """The variables and literals that an equation reads: one of a jaxpr, or one of a trace, of ``equation_of``."""
-    return list(eqn.invars) if isinstance(eqn, jex.JaxprEqn) else [variable_of(x) for x in _part_of(eqn, "in_tracers")]
 
 
 def memory_space_of(aval: Any) -> Any:

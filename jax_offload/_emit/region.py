@@ -31,10 +31,10 @@ from jax_offload._base.jaxprs import (
 )
 from jax_offload._base.on_disk import UpdatedFromDisk
 from jax_offload._base.own_primitives import call_primitive, params_of
-from jax_offload._base.trace import Backward
 from jax_offload._emit.rows import Names
 from jax_offload._emit.run import stream
 from jax_offload._ir.program import Program, Var
+from jax_offload._ir.trace import Backward
 from jax_offload._plan.decide import passes_of
 from jax_offload._plan.options import Claim, regions
 from jax_offload._plan.plan import Planned, PlannedPass

@@ -39,29 +39,28 @@ def peeled(program: Program, at: int, *, first: bool = False) -> Program:
     body = jax_fun(scan.body)
     in_front = first != scan.reverse  # which row the iteration has
     others, apart = (slice(1, None), 0) if in_front else (slice(-1), -1)
-    n, m = len(scan.consts), len(scan.init)
 
     def run(*operands: Any) -> list[Any]:
-        consts, init, xs = operands[:n], operands[n : n + m], operands[n + m :]
+        consts, init, xs = scan.parted(operands)
 
         def one(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
             produced = body(*consts, *carry, *x)
-            return produced[:m], produced[m:]
+            return produced[: len(init)], produced[len(init) :]
+
+        # By their numbers: slices of the batches would be copies beside them.
+        def at(*args: Any) -> list[Any]:
+            *given, k = args
+            return body(*given, *(jax.lax.dynamic_index_in_dim(x, k, keepdims=False) for x in xs))
 
         mine = [x[apart] for x in xs]
         if scan.length == 1:
-            carry, y = one(list(init), mine)
+            carry, y = one(init, mine)
             return [*carry, *(row[None] for row in y)]
         y: list[Any] = []
         if first:
-            init, y = one(list(init), mine)
-
-        # By their numbers: slices of the batches would be copies beside them.
-        def at(carry: list[Any], k: Any) -> tuple[list[Any], list[Any]]:
-            return one(carry, [jax.lax.dynamic_index_in_dim(x, k, keepdims=False) for x in xs])
-
+            init, y = one(init, mine)
         numbers = np.arange(scan.length, dtype=np.int32)[others]
-        carry, ys = jax.lax.scan(at, list(init), numbers, scan.length - 1, scan.reverse, scan.unroll)
+        carry, ys = scan.run(at, consts, init, [numbers], scan.length - 1)
         if not first:
             # Behind the others: its pass needs nothing of theirs, and would keep its activations beside them.
             carry, y = one(*together((carry, mine)))

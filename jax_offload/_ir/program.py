@@ -25,6 +25,7 @@ from jax_offload._base.jaxprs import (
     branches_of,
     called_by,
     effects_of,
+    inner_of,
     jaxpr_like,
     jaxpr_of,
     nameless,
@@ -108,6 +109,7 @@ def flat(
     step: ClosedJaxpr,
     *,
     any_jit: bool = False,
+    any_call: bool = False,
     opens: Callable[[Equation], bool] = lambda _: False,
 ) -> Program:
     """A closed jaxpr as a program.
@@ -115,6 +117,7 @@ def flat(
     Args:
       step: the jaxpr.
       any_jit: whether each ``jit`` is inlined, whatever it says of placement.
+      any_call: whether all are that run a jaxpr once, to be read and not to be run: checkpoints, derivatives, shards.
       opens: of a ``jax.checkpoint``, whether it is, behind the barrier that keeps what it computes again apart.
     """
     eqns: list[Equation] = []
@@ -125,7 +128,7 @@ def flat(
         own = Builder(eqns, names)
         for eqn in jaxpr.eqns:
             ins = own.read(eqn.invars)
-            inner = _inlinable(eqn, ins, any_jit)
+            inner = _run_once(eqn) if any_call else _inlinable(eqn, ins, any_jit)
             if inner is None and eqn.primitive.name in CHECKPOINT and opens(eqn):
                 inner = as_closed(eqn.params["jaxpr"])
                 if behind := {v: Var(v.aval) for v in _kept_apart(eqn, ins)}:
@@ -309,6 +312,13 @@ def without_round_trips(program: Program) -> Program:
 
 def _is_move(eqn: Equation) -> bool:
     return eqn.primitive.name == "device_put" and all(isinstance(d, Space) for d in eqn.params["devices"])
+
+
+def _run_once(eqn: Equation) -> ClosedJaxpr | None:
+    """The jaxpr that an equation runs once, where its inputs and results are the equation's."""
+    inner = [] if eqn.primitive.name in ("cond", "while", "scan") else inner_of(eqn)
+    same = bool(inner) and len(inner[0].jaxpr.outvars) == len(eqn.outvars)
+    return as_closed(inner[0].jaxpr) if same else None
 
 
 def _inlinable(eqn: Equation, operands: list[Atom], any_jit: bool) -> ClosedJaxpr | None:

@@ -135,10 +135,7 @@ def _choosing(
     update = dataclasses.replace(
         update.replanned(program, update.gradients),
         next_values={new: olds[x] for new, x in same.items() if isinstance(x, Var) and x in olds},
-        names={
-            **update.names,
-            **{v: update.names[x] for v, x in same.items() if isinstance(x, Var) and x in update.names},
-        },
+        names={**update.names, **{new: named[x] for new, x in same.items() if x in named}},
     )
     results = [Var(v.aval) for v in program.outputs[len(kept) :]]
     outvars = [*(v for v, _ in kept), *results]
@@ -221,13 +218,7 @@ def _are_numbers_of_rows(program: Program, at: int, body: Program, starts: Seque
 
     def run(*inputs: Any) -> list[Any]:
         env = dict(zip(before.outputs, before.run(*inputs), strict=True))
-        consts, carry, xs = _parted(scan, values_of(env, eqn.invars))
-
-        def one(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-            results = numbered(*consts, *carry, *x)
-            return results[:m], results[m:]
-
-        return jax.lax.scan(one, carry, xs, scan.length, scan.reverse)[1]
+        return scan.run(numbered, *scan.parted(values_of(env, eqn.invars)))[1]
 
     traced, _ = jaxpr_of(run, *(v.aval for v in before.inputs))
     jaxpr, needed = without_dead_code(traced.jaxpr)
@@ -241,11 +232,6 @@ def _are_numbers_of_rows(program: Program, at: int, body: Program, starts: Seque
         return bool(np.all((x.val if isinstance(x, Literal) else values[x]) == wanted))
 
     return all(is_constant(k, number) and all(is_constant(x, 0) for x in zeros) for k, *zeros in starts)
-
-
-def _parted(scan: Scan, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    n, m = len(scan.consts), len(scan.init)
-    return list(operands[:n]), list(operands[n : n + m]), list(operands[n + m :])
 
 
 def _over_rows(
@@ -274,19 +260,16 @@ def _over_rows(
     run_body = jax_fun(dataclasses.replace(
         body, inputs=[*inputs, *own_xs], outputs=[renamed(names, v) for v in outputs], eqns=eqns).closed)  # fmt: skip
 
+    def with_rows(*args: Any) -> list[Any]:
+        k = len(args) - len(own_xs)
+        results = run_body(*args[:k], *(row[None] for row in args[k:]))
+        k = len(results) - len(summed)
+        return [*results[:k], *(row[0] for row in results[k:])]
+
     def run(*operands: Any) -> list[Any]:
-        consts, init, xs = _parted(scan, operands)
+        consts, init, xs = scan.parted(operands)
         whole = [x for k, x in enumerate(consts) if k not in read]
-
-        def one(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-            own = [row[None] for row in x[len(xs) :]]
-            results = run_body(*whole, *carry, *x[: len(xs)], *own)
-            stacked = results[len(carried) :]
-            ys, sums = stacked[: len(stacked) - len(summed)], stacked[len(stacked) - len(summed) :]
-            return results[: len(carried)], [*ys, *(row[0] for row in sums)]
-
-        rows = [*xs, *(consts[k] for k in read)]
-        carry, ys = jax.lax.scan(one, [init[k] for k in carried], rows, scan.length, scan.reverse, scan.unroll)
+        carry, ys = scan.run(with_rows, whole, [init[k] for k in carried], [*xs, *(consts[k] for k in read)])
         found = dict(zip(carried, carry, strict=True)) | dict(zip(summed, ys[len(ys) - len(summed) :], strict=True))
         return [*(found[k] for k in range(m)), *ys[: len(ys) - len(summed)]]
 

@@ -271,14 +271,7 @@ def _varies_behind_barriers(eqn: Equation) -> bool:
 
 def _steps(scan: Scan, *operands: Any) -> list[Any]:
     """A loop over steps, each emitted for itself."""
-    n, m = len(scan.consts), len(scan.init)
-
-    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        produced = emitted(scan.body, [*operands[:n], *carry, *x])
-        return produced[:m], produced[m:]
-
-    init, xs = list(operands[n : n + m]), list(operands[n + m :])
-    carry, ys = jax.lax.scan(step, init, xs, scan.length, scan.reverse, scan.unroll)
+    carry, ys = scan.run(lambda *args: emitted(scan.body, args), *scan.parted(operands))
     return [*carry, *ys]
 
 

@@ -30,11 +30,11 @@ from jax_offload._base.shardings import (
     typed_sharding,
     types_tell,
 )
-from jax_offload._base.trace import backward_of, is_constrained, production_order
 from jax_offload._emit.find import holds_update, updates_in, without_updates
 from jax_offload._emit.region import Update, bound
 from jax_offload._ir.branches import without_branches
 from jax_offload._ir.program import Program, Var, flat, without_round_trips
+from jax_offload._ir.trace import backward_of, is_constrained, production_order
 from jax_offload._placement.zero import resharded
 from jax_offload._plan.options import Claim, Options, claimed, merged
 from jax_offload._plan.order import ranks

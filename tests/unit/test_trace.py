@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_offload._base import private
 from jax_offload._base.own_primitives import MARK, mark, mark_of, marks_in
-from jax_offload._base.trace import backward_of, is_constrained, production_order
+from jax_offload._ir.trace import backward_of, is_constrained, production_order
 
 pytestmark = pytest.mark.oldest("the stages, on jax's own jaxprs")
 

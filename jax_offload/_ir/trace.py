@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
-import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.jaxprs import flops
+from jax_offload._base.jaxprs import DebugInfo, Equation, Var, flops, variables
 from jax_offload._base.memory import is_host_aval
-from jax_offload._base.private import equation_of, equations_of_trace, operands_of, variable_of
+from jax_offload._base.private import equation_of, equations_of_trace, variable_of
+from jax_offload._ir.program import Program, flat
 
 LARGE = 1 << 16  # elements: of smaller gradients the activations are not worth a thought
 
@@ -48,7 +47,7 @@ def was_on_host(value: Any) -> bool:
     """Whether a traced value that is in device memory was brought there in its trace, from host memory."""
     eqn = equation_of(value) if isinstance(value, Tracer) else None
     shape = np.shape(value)
-    return eqn is not None and any(is_host_aval(v.aval) and v.aval.shape == shape for v in _read_by(eqn))
+    return eqn is not None and any(is_host_aval(v.aval) and v.aval.shape == shape for v in variables(eqn.invars))
 
 
 _SCALING = frozenset("convert_element_type mul div max min clamp select_n".split())
@@ -58,7 +57,7 @@ _CHOOSING = frozenset("broadcast_in_dim eq ne lt le gt ge is_finite and or not".
 def _origin(v: Any, makers: dict[Any, tuple[int, Any]]) -> Any:
     """The variable that ``v`` is a cast, a multiple or a bound of."""
     while (made := makers.get(v)) is not None and _scales(made[1]):
-        like = [x for x in _read_by(made[1]) if x.aval.shape == v.aval.shape and _is_floating(x)]
+        like = [x for x in variables(made[1].invars) if x.aval.shape == v.aval.shape and _is_floating(x)]
         if len(like) != 1:
             break
         v = like[0]
@@ -71,11 +70,6 @@ def _scales(eqn: Any) -> bool:
     if name in ("jit", "pjit"):
         return all(e.primitive.name in _CHOOSING or _scales(e) for e in eqn.params["jaxpr"].jaxpr.eqns)
     return name in _SCALING
-
-
-def _read_by(eqn: Any) -> list[Any]:
-    """The variables that an equation reads, of a jaxpr or of a trace."""
-    return [v for v in operands_of(eqn) if not isinstance(v, jex.Literal)]
 
 
 def _is_floating(v: Any) -> bool:
@@ -107,24 +101,6 @@ _VIEWS = frozenset(
 _LOOPS = frozenset(("scan", "while", "cond"))
 
 
-class _Value(NamedTuple):
-    """A variable in one of the calls of a trace, by the call's number: a jaxpr that is called twice has each twice."""
-
-    call: int
-    variable: Any
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.variable.aval.shape)
-
-
-class _Made(NamedTuple):
-    """The equation that makes a value, and what it reads."""
-
-    eqn: Any
-    inputs: list[_Value]
-
-
 def backward_of(gradients: Sequence[Any]) -> Backward | None:
     """The passes that made traced gradients.
 
@@ -134,72 +110,44 @@ def backward_of(gradients: Sequence[Any]) -> Backward | None:
     large = [x for x in gradients if math.prod(np.shape(x)) >= LARGE and equation_of(x) is not None]
     if not large:
         return None
-    eqns, makers, calls = list[Any](), dict[_Value, _Made](), itertools.count()
-    names: dict[Any, _Value] = {}
+    eqns, known = list[Equation](), set[Var]()
     for x in large:
-        if variable_of(x) not in names:  # in a branch, say, some are from the trace around it
-            more = equations_of_trace(x)
-            eqns += more
-            _open(more, names, makers, calls)
-    return _passes([names[variable_of(x)] for x in large], makers, sum(map(flops, eqns)))
+        if variable_of(x) not in known:  # in a branch, say, some are from the trace around it
+            eqns += equations_of_trace(x)
+            known.update(v for eqn in eqns for v in eqn.outvars)
+    traced = Program([], [variable_of(x) for x in large], eqns, [], DebugInfo("jit", "gradients", None, None))
+    program = flat(traced.closed, any_call=True)
+    return _passes(variables(program.outputs), program.eqns)
 
 
-def _open(eqns: Sequence[Any], names: dict[Any, _Value], makers: dict[_Value, _Made], calls: Iterator[int]) -> None:
-    """Adds what makes each result of these equations to ``makers``, with calls opened.
-
-    ``names``: what variables are that stand for values outside; extended by the results.
-    """
-    call = next(calls)
-
-    def name(v: Any) -> _Value:
-        return names.get(v) or _Value(call, v)
-
-    for eqn in eqns:
-        if (jaxpr := _inner(eqn)) is None:
-            made = _Made(eqn, [name(v) for v in _read_by(eqn)])
-            names.update((v, _Value(call, v)) for v in eqn.outvars)
-            makers.update((names[v], made) for v in eqn.outvars)
-            continue
-        pairs = zip(jaxpr.invars, operands_of(eqn), strict=True)
-        inside = {v: name(x) for v, x in pairs if not isinstance(x, jex.Literal)}
-        _open(jaxpr.eqns, inside, makers, calls)
-        for v, x in zip(eqn.outvars, jaxpr.outvars, strict=True):
-            names[v] = _Value(call, v) if isinstance(x, jex.Literal) else inside.get(x, _Value(call, v))
-
-
-def _passes(gradients: Sequence[_Value], makers: dict[_Value, _Made], flops: float) -> Backward:
+def _passes(gradients: Sequence[Var], eqns: Sequence[Equation]) -> Backward:
     """Back from gradients to the operations that make them, through scaling and the like."""
-    held, scales, ends = dict[_Value, None](), list[_Value](), set[int]()
-    visited, todo = set[_Value](), [*gradients]
+    makers = {v: eqn for eqn in eqns for v in eqn.outvars}
+    held, scales, ends = dict[Var, None](), list[Var](), set[int]()
+    visited, todo = set[Var](), [*gradients]
     while todo:
         x = todo.pop()
         if x in visited or (made := makers.get(x)) is None:
             continue
         visited.add(x)
-        name, inputs = made.eqn.primitive.name, made.inputs
-        if name in _VIEWS or (name == "reduce_sum" and inputs and inputs[0].size == x.size):
-            arrays = [v for v in inputs if v.size >= x.size and _is_floating(v.variable)]
+        name, inputs = made.primitive.name, variables(made.invars)
+        if name in _VIEWS or (name == "reduce_sum" and inputs and _size(inputs[0]) == _size(x)):
+            arrays = [v for v in inputs if _size(v) >= _size(x) and _is_floating(v)]
             todo += arrays
             scales += [v for v in inputs if v not in arrays]
         else:
             ends.add(id(made))
             if name not in _LOOPS:  # a loop gives all that it makes at once
-                held |= dict.fromkeys(v for v in inputs if _is_floating(v.variable))
-    visited, todo, scaled = set[_Value](), scales, False
+                held |= dict.fromkeys(v for v in inputs if _is_floating(v))
+    visited, todo, scaled = set[Var](), scales, False
     while todo and not scaled:  # a number that a gradient is scaled by is made of what these operations make
         x = todo.pop()
         if x not in visited and (made := makers.get(x)) is not None:
             visited.add(x)
             scaled = id(made) in ends
-            todo += made.inputs
-    return Backward(sum(nbytes(v.variable.aval) for v in held), flops, scaled)
+            todo += variables(made.invars)
+    return Backward(sum(nbytes(v.aval) for v in held), sum(map(flops, eqns)), scaled)
 
 
-def _inner(eqn: Any) -> Any:
-    """The jaxpr that an equation runs once, where there is one and its inputs are the equation's."""
-    for key in () if eqn.primitive.name in _LOOPS else ("jaxpr", "call_jaxpr"):
-        if (found := eqn.params.get(key)) is not None:
-            jaxpr = getattr(found, "jaxpr", found)
-            sizes = len(operands_of(eqn)), len(eqn.outvars)  # a kernel's jaxpr has its results among its inputs
-            return jaxpr if hasattr(jaxpr, "eqns") and (len(jaxpr.invars), len(jaxpr.outvars)) == sizes else None
-    return None
+def _size(v: Var) -> int:
+    return math.prod(v.aval.shape)
