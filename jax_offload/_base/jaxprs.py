@@ -75,7 +75,7 @@ if TYPE_CHECKING:
         params: dict[str, Any]
         effects: Effects
         ctx: EquationContext
-        source_info: source_info_util.SourceInfo
+        source_info: Any  # a SourceInfo of jax.extend.source_info_util
 
         def replace(
             self,
@@ -85,6 +85,7 @@ if TYPE_CHECKING:
             params: dict[str, Any] = ...,
             effects: Effects = ...,
             ctx: EquationContext = ...,
+            source_info: Any = ...,
         ) -> Equation: ...
 
     class Jaxpr:
@@ -402,17 +403,18 @@ def located(why: str, eqn: Equation) -> str:
 def _nothing(_: Any) -> None: ...
 
 
-AXES = (lambda x: jax.lax.psum(x, "i"),)
-REFERENCES = (lambda x: jax.new_ref(x)[...],)
-_UNORDERED = (lambda x: jax.debug.callback(_nothing, x), lambda x: io_callback(_nothing, None, x), *AXES)
-_ORDERED = (
+Examples = tuple[Callable[[Any], Any], ...]
+AXES: Examples = (lambda x: jax.lax.psum(x, "i"),)
+REFERENCES: Examples = (lambda x: jax.new_ref(x)[...],)
+_UNORDERED: Examples = (lambda x: jax.debug.callback(_nothing, x), lambda x: io_callback(_nothing, None, x), *AXES)
+_ORDERED: Examples = (
     lambda x: jax.debug.callback(_nothing, x, ordered=True),
     lambda x: io_callback(_nothing, None, x, ordered=True),
 )
 
 
 @functools.cache
-def effects_of(examples: tuple[Callable[[Any], Any], ...]) -> frozenset[type]:
+def effects_of(examples: Examples) -> frozenset[type]:
     """The classes of effects that the first equations of some functions have."""
     eqns = [jax.make_jaxpr(fun, axis_env=[("i", 1)])(0.0).eqns[0] for fun in examples]
     return frozenset(type(effect) for eqn in eqns for effect in eqn.effects)

@@ -263,7 +263,8 @@ def decomposed(eqns: Iterable[Equation]) -> list[Equation]:
             new.put(eqn)
             continue
         inside = Builder()
-        names = dict(zip(inside.call(flat(called_by(eqn)), eqn.invars), eqn.outvars, strict=True))
+        results = variables(inside.call(flat(called_by(eqn)), eqn.invars))
+        names: dict[Var, Var] = dict(zip(results, eqn.outvars, strict=True))
         for each in inside.eqns:
             ins, outs = [renamed(names, v) for v in each.invars], [names.get(v, v) for v in each.outvars]
             new.put(each.replace(invars=ins, outvars=outs))

@@ -45,8 +45,8 @@ def is_constrained(value: Any) -> bool:
 
 def was_on_host(value: Any) -> bool:
     """Whether a traced value that is in device memory was brought there in its trace, from host memory."""
-    eqn = equation_of(value) if isinstance(value, Tracer) else None
     shape = np.shape(value)
+    eqn = equation_of(value) if isinstance(value, Tracer) else None
     return eqn is not None and any(is_host_aval(v.aval) and v.aval.shape == shape for v in variables(eqn.invars))
 
 

@@ -118,7 +118,7 @@ def _choosing(
     """
     update: Update = eqn.params["update"]
     program, olds = update.program, update.next_values
-    named = dict[Atom, str](update.names)
+    named: dict[Any, str] = {**update.names}
     pairs = [*zip(eqn.invars, update.operands, strict=True), *zip(eqn.outvars, program.outputs, strict=True)]
     names: dict[Var, Atom] = {v: x for v, x in pairs if isinstance(v, Var)}
     more = [v for v in dict.fromkeys(variables([which, *(x for xs in cases.values() for x in xs)])) if v not in names]

@@ -134,7 +134,8 @@ def inlined(program: Program) -> Inlined | None:
         recipe = update.program
         given = dict(zip(recipe.inputs, ins, strict=True))
         for each in decomposed(recipe.eqns):
-            new = each.replace(invars=[renamed(given, v) for v in each.invars])
+            line = each.source_info.replace(traceback=eqn.source_info.traceback)  # of the user's call
+            new = each.replace(invars=[renamed(given, v) for v in each.invars], source_info=line)
             own[id(new)] = Own(found.index(update), each)
             eqns.append(new)
         operands |= given

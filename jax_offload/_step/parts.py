@@ -60,7 +60,7 @@ class Parts:
         """The same, which says why the last of them does not host the update."""
         if not why:
             return self
-        stays = tuple(f"{each}: {why}" if each.startswith(MICROBATCHES) else each for each in self.step.stays)
+        stays = tuple(f"{MICROBATCHES}: {why}" if each.startswith(MICROBATCHES) else each for each in self.step.stays)
         parts: list[Part] = [part.saying(stays) if isinstance(part, Rest) else part for part in self.parts]
         return dataclasses.replace(self, step=dataclasses.replace(self.step, stays=stays), parts=parts)
 
@@ -234,8 +234,9 @@ def _between_passes(
             pieces += _pieces(step, nodes[place].payload)
         return interleaved(pieces, range(len(pieces)), outputs), ""
     except CannotHoist as stays:
-        on_host = [update for place in places if (update := nodes[place].payload.update).planned]
-        why = located(str(stays), on_host[0].program.eqns[-1]) if on_host else ""
+        on_host = any(nodes[place].payload.update.planned for place in places)
+        own = next(eqn for eqn in step.program.eqns if id(eqn) in step.own)
+        why = located(str(stays), own) if on_host else ""
     try:
         return interleaved(nodes, which, outputs), why
     except CannotHoist:
