@@ -1,4 +1,4 @@
-"""An update is one marked equation of the step around it, and a step can be cut there."""
+"""An update is one marked equation of the step around it."""
 
 import functools
 import gc
@@ -15,7 +15,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jax_offload as jo
 from jax_offload._emit.find import updates_in
 from jax_offload._emit.region import NAME
-from jax_offload._step.cut import cut_step
 
 pytestmark = pytest.mark.oldest("the update's equation: binding, transformations, lowering")
 
@@ -134,51 +133,6 @@ def test_placement_looks_into_what_stands_around(around):
     assert [leaf.streams for leaf in table.leaves if leaf.host] == [f"whole, 2 leaves together{often}"] * 6
 
 
-def twice(params, state, x):
-    first, state = jo.update_params(TX, jax.grad(loss)(params, x), state, params)
-    second, state = jo.update_params(TX, jax.grad(loss)(first, x), state, first)
-    return second, state, loss(second, x)
-
-
-def donated(params, state, x):
-    return jax.jit(step, donate_argnums=(0, 1), compiler_options=jo.compiler_options("cpu"))(params, state, x)
-
-
-CUT = {  # the step, and how many updates stand in the middle part, which has arithmetic of the model too, or not
-    "update_params": (step, 1, False),
-    "update": (functools.partial(step, through="update"), 1, False),
-    "jit": (jax.jit(step), 1, False),
-    "jit with options": (donated, 1, False),
-    "two updates": (twice, 2, True),
-    "a scan": (in_scan, 0, False),
-    "a cond": (in_cond, 0, False),
-    "skip": (skipping, None, False),
-}
-
-
-@pytest.mark.parametrize("name", CUT)
-def test_a_step_cut_at_its_update_is_the_step(name):
-    """A branch or a loop goes with its update, and between two updates lies what the second needs."""
-    f, updates, between = CUT[name]
-    params = model()
-    args = params, TX.init(params), X
-    cut = cut_step(jax.make_jaxpr(f)(*args))
-    same(cut.run(jax.tree.leaves(args), jax.jit), jax.tree.leaves(jax.jit(f)(*args)))
-    before, update, after = (names(part.jaxpr) for part in cut.parts)
-    assert updates in (None, update.count(NAME)) and NAME not in before + after
-    assert ("tanh" in update) == between and ("tanh" in before) == (f not in (in_scan, in_cond))
-    assert not cut.before.loads  # the model sees no host memory
-    if updates == 1:
-        gradients, new = cut.crossing
-        assert [v.aval.shape for v in gradients] == [(8, 8)] * len(params)  # and no loss, no norm
-        assert len(new) == len(params)  # for the norm of the new ones
-
-
-def test_a_step_without_an_update():
-    with pytest.raises(ValueError, match="step: has no update"):
-        cut_step(jax.make_jaxpr(loss)(model(), X))
-
-
 def test_transfers_and_updates_have_the_leafs_name():
     params = model()
     for window in (None, 100, 10**6):  # apart, in chunks, whole
@@ -216,18 +170,6 @@ def test_an_axis_of_vmap_is_known_inside(around):
 
     got, want = updates(jo.offload(inner, min_bytes=0)), updates(inner)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
-
-
-def test_a_cut_that_would_lose_the_order_of_effects():
-    params = model()
-
-    def ordered(params, state, x):
-        params, state, metrics = step(params, state, x)
-        jax.debug.print("{}", metrics["size"], ordered=True)
-        return params, state
-
-    with pytest.raises(ValueError, match="step: has effects whose order a cut would lose: OrderedDebugEffect"):
-        cut_step(jax.make_jaxpr(ordered)(params, TX.init(params), X))
 
 
 def test_a_jaxpr_prints_the_update_in_a_word():

@@ -438,13 +438,6 @@ def only_callbacks(effects: Iterable[Any]) -> bool:
 MATMULS = frozenset(("dot_general", "conv_general_dilated"))
 
 
-def at_default_precision(eqn: Any) -> bool:
-    """Whether a matmul or a convolution has the default precision, at which a TPU rounds its operands to bfloat16."""
-    asked = eqn.params.get("precision")
-    asked = asked if isinstance(asked, tuple) else (asked,)
-    return all(each in (None, jax.lax.Precision.DEFAULT) for each in asked)
-
-
 def own_flops(eqn: Any) -> float:
     """The floating point operations of a matmul or a convolution; 0 for anything else."""
     name, params = eqn.primitive.name, eqn.params
