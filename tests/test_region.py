@@ -1,24 +1,19 @@
-"""An update is one marked equation of the step around it."""
+"""An update under the transformations of jax, inside loops and branches, and beside other updates."""
 
 import functools
 import gc
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.interpreters import partial_eval as pe
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_offload as jo
-from jax_offload._emit.find import updates_in
-from jax_offload._emit.region import NAME
 
 pytestmark = pytest.mark.oldest("the update's equation: binding, transformations, lowering")
 
-HOST = jax.memory.Space.Host
 TX = jo.offload(optax.adamw(1e-2), min_bytes=0)
 X = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
 
@@ -46,37 +41,11 @@ def step(params, state, x, through="update_params"):
     return params, state, {"loss": value, "norm": norm, "size": optax.global_norm(params), "one": 1.0}
 
 
-def names(jaxpr):
-    return [eqn.primitive.name for eqn in jaxpr.eqns]
-
-
 def same(got, want):
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-6, atol=1e-7)
         assert getattr(a, "sharding", None) == getattr(b, "sharding", None)  # the kind of memory too
-
-
-@pytest.mark.parametrize("through", ["update", "update_params"])
-def test_an_update_is_one_equation(through):
-    params = model()
-    traced = jax.make_jaxpr(functools.partial(step, through=through))(params, TX.init(params), X)
-    assert names(traced.jaxpr).count(NAME) == 1
-    (found,) = updates_in(traced)
-    host = [v for v in traced.jaxpr.invars if v.aval.memory_space == HOST]
-    assert sorted(map(id, host)) == sorted(id(v) for of, _ in found.loads for v in of)
-    assert not any(v.aval.memory_space == HOST for eqn in traced.jaxpr.eqns[:-1] for v in eqn.outvars
-                   if eqn.primitive.name != NAME)  # fmt: skip
-
-
-def test_what_is_handed_on_is_no_result_of_the_equation():
-    """jax forwards it; as a result it would be copied."""
-    params = model()
-    tx = jo.offload(optax.masked(optax.adamw(1e-2), {"a": True, "b": False, "c": True}), min_bytes=0)
-    traced = jax.make_jaxpr(tx.update)(params, tx.init(params), params)
-    (eqn,) = (eqn for eqn in traced.jaxpr.eqns if eqn.primitive.name == NAME)
-    assert traced.jaxpr.invars[1] in traced.jaxpr.outvars  # the update of b
-    assert len(eqn.outvars) == len(traced.jaxpr.outvars) - 1
 
 
 @pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
@@ -96,19 +65,6 @@ def test_a_jitted_update_under_vmap_and_derivatives(axes):
     for derive in jax.grad, jax.jacfwd:
         got, want = (jax.jit(derive(total(tx)))(one) for tx in (TX, plain))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-9), got, want)
-
-
-def test_what_nobody_uses_is_not_run():
-    params = model()
-    traced = jax.make_jaxpr(lambda g, s, p: TX.update(g, s, p)[0]["a"])(params, TX.init(params), params)
-    jaxpr, _ = pe.dce_jaxpr(traced.jaxpr, [True])
-    (eqn,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == NAME)
-    assert len(eqn.outvars) == 1
-    (found,) = updates_in(jex.ClosedJaxpr(jaxpr, ()))  # what it says is what runs
-    assert found.update is eqn.params["update"]
-    host = [v for v in traced.jaxpr.invars if v.aval.memory_space == HOST]
-    assert [of for of, _ in found.loads] == [[host[0], host[3]]]  # the moments of a
-    assert not any(p.slice.stores for _, p in found.loads)
 
 
 def in_scan(params, state, x):
@@ -170,11 +126,6 @@ def test_an_axis_of_vmap_is_known_inside(around):
 
     got, want = updates(jo.offload(inner, min_bytes=0)), updates(inner)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
-
-
-def test_a_jaxpr_prints_the_update_in_a_word():
-    params = model()
-    assert "update=Update(3 slices)" in str(jax.make_jaxpr(TX.update)(params, TX.init(params), params))
 
 
 def windows_of(step, *args):

@@ -9,21 +9,14 @@ import jax
 
 from jax_offload._base.jaxprs import jit
 
-# The latency-hiding scheduler counts a host copy as async compute, of which it lets two be in flight. With sixteen,
-# 96 % of the bytes of an unrolled AdamW step compiled for an H200 are in flight across a matmul instead of 50 %, for
-# 64 MiB more at the peak (24 layers of 4096x4096). For float32 moments four are enough; masters, accumulators, and
-# moments in 8 bits with their scales are more copies per leaf, and a layer of a scan has many leaves: a decoder's
-# eleven with masters and two moments are 33 each way (737 million parameters, 8,192 tokens, simulated: 144 ms of
-# transfers exposed with sixteen, 94 with 32, 87 with 64, and 316, 312 MiB less at the peak). More are too many for GPT
-# 1.3B in six scans: 12089 MiB with 32, 13617 with 64 (614, 590 and 591 ms with 16, 32 and 64). It helps where gates
-# hold the loads back; without them all are hoisted.
+# The latency-hiding scheduler counts a host copy as async compute, of which it lets two be in flight; masters,
+# accumulators and moments in 8 bits are more copies per leaf. notes/xla.md has the figures.
 _COPIES = "xla_gpu_experimental_parallel_async_compute_limit"
-_GPU = {_COPIES: 32}
-
-
-# Where copies go down only, gradients that the host's cores need, more in flight are gradients that wait: 24 unrolled
-# layers of 4096x4096 take 1856 MiB with one at 512 tokens, 3088 with sixteen, 8256 and 12352 at 16384.
-_GPU_DOWN = {_COPIES: 1}
+# XLA records the body of a loop as a CUDA graph, and by default its copies run one after the other with its kernels.
+_GRAPHS = "xla_gpu_command_buffer_scheduling_mode"
+_GPU = {_COPIES: 32, _GRAPHS: "CONCURRENT"}
+# Where copies go down only, gradients that the host's cores need, more in flight are gradients that wait.
+_GPU_DOWN = {_COPIES: 1, _GRAPHS: "CONCURRENT"}
 
 
 def options_for_sending(platform: str) -> dict[str, Any]:
@@ -62,7 +55,7 @@ def compiler_options(platform: str) -> dict[str, Any]:
 
 @functools.cache
 def _known(name: str, value: Any) -> bool:
-    if name == _COPIES and jax.__version_info__ < (0, 13):
+    if name in _GPU and jax.__version_info__ < (0, 13):
         return True  # tried; a newer one is asked
     try:
         jit(lambda: 0).lower().compile(compiler_options={name: value})
