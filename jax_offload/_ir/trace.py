@@ -29,18 +29,28 @@ def production_order(values: Sequence[Any]) -> list[int] | None:
     """
     if not values or any(equation_of(x) is None for x in values):
         return None
-    makers = {v: (k, eqn) for k, eqn in enumerate(equations_of_trace(values[0])) for v in eqn.outvars}
+    makers = _makers(values[0])
     found = [makers.get(_origin(variable_of(x), makers)) for x in values]
     return None if None in found else [made[0] for made in found if made is not None]
 
 
-def is_constrained(value: Any) -> bool:
-    """Whether a traced value's sharding was said where it was made; as far as jax tells."""
-    if equation_of(value) is None:
-        return False
-    makers = {v: (k, eqn) for k, eqn in enumerate(equations_of_trace(value)) for v in eqn.outvars}
-    made = makers.get(_origin(variable_of(value), makers))
-    return made is not None and made[1].primitive.name == "sharding_constraint"
+def are_constrained(values: Sequence[Any]) -> list[bool]:
+    """For each value, whether it is traced and its sharding was said where it was made; as far as jax tells."""
+    makers: dict[Any, tuple[int, Any]] = {}
+    found: list[bool] = []
+    for x in values:
+        made = None
+        if equation_of(x) is not None:
+            if variable_of(x) not in makers:  # in a branch, say, some are from the trace around it
+                makers |= _makers(x)
+            made = makers.get(_origin(variable_of(x), makers))
+        found.append(made is not None and made[1].primitive.name == "sharding_constraint")
+    return found
+
+
+def _makers(x: Any) -> dict[Any, tuple[int, Any]]:
+    """Variable -> the equation that makes it and its number, in the trace that a value is of."""
+    return {v: (k, eqn) for k, eqn in enumerate(equations_of_trace(x)) for v in eqn.outvars}
 
 
 def was_on_host(value: Any) -> bool:
