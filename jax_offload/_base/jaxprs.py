@@ -6,8 +6,11 @@ What of this jax does not document stands in the table of ``private``.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
+import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
@@ -17,9 +20,11 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import io_callback
+from jax.extend import source_info_util
 from jax.extend.core import DebugInfo, Effects, Primitive
 
-from jax_offload._base.private import dce_jaxpr, operands_of
+from jax_offload._base.private import dce_jaxpr
 
 jit = jax.jit  # jax's own, also where a user puts jax_offload.jit in its place
 
@@ -70,6 +75,7 @@ if TYPE_CHECKING:
         params: dict[str, Any]
         effects: Effects
         ctx: EquationContext
+        source_info: Any  # a SourceInfo of jax.extend.source_info_util
 
         def replace(
             self,
@@ -79,6 +85,7 @@ if TYPE_CHECKING:
             params: dict[str, Any] = ...,
             effects: Effects = ...,
             ctx: EquationContext = ...,
+            source_info: Any = ...,
         ) -> Equation: ...
 
     class Jaxpr:
@@ -153,6 +160,29 @@ class Scan:
     length: int
     reverse: bool
     unroll: int
+
+    def parted(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """The equation's operands as consts, init and xs."""
+        n = len(self.consts)
+        m = n + len(self.init)
+        return list(operands[:n]), list(operands[n:m]), list(operands[m:])
+
+    def run(
+        self,
+        body: Callable[..., list[Any]],
+        consts: Sequence[Any],
+        init: Sequence[Any],
+        xs: Any,
+        length: int | None = None,
+    ) -> tuple[list[Any], list[Any]]:
+        """A scan in the same direction with another body and other operands: what it carries out, and its rows."""
+
+        def one(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+            produced = body(*consts, *carry, *x)
+            return produced[: len(init)], produced[len(init) :]
+
+        length = self.length if length is None else length
+        return jax.lax.scan(one, list(init), list(xs), length, self.reverse, self.unroll)
 
 
 def scan_of(eqn: Equation) -> Scan | None:
@@ -335,21 +365,72 @@ def run_equation(eqn: Equation, operands: Sequence[Any], params: dict[str, Any])
     return results if eqn.primitive.multiple_results else [results]
 
 
-# ---- effects, by name, because their classes are private
+def says_nothing_of_placement(eqn: Equation) -> bool:
+    """Whether a ``jit`` equation leaves donation, shardings, layouts and compiling to others, as a plain one does."""
+    plain = _plain_jit().params
+    names = plain.keys() - {"jaxpr", "name", "keep_unused", "inline", "ctx_mesh"}
+    return all({*eqn.params[name]} <= {*plain[name]} for name in names)
 
-_UNORDERED = frozenset(("DebugEffect", "IOEffect", "NamedAxisEffect"))  # a collective names an axis
-_CALLBACKS = _UNORDERED | {"OrderedDebugEffect", "OrderedIOEffect"}
+
+@functools.cache
+def _plain_jit() -> Equation:
+    (eqn,) = jaxpr_of(jit(lambda x: x), 0.0)[0].jaxpr.eqns
+    return eqn
+
+
+# ---- lines of the user's program
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+def located(why: str, eqn: Equation) -> str:
+    """A reason with the line of the user's program that an equation comes from: the innermost one outside of installed
+    packages, else the innermost one."""
+    frames = source_info_util.summarize(eqn.source_info, num_frames=64).splitlines()  # the innermost is the last
+    found = [match for frame in frames if (match := re.match(r"(.+?):(\d+)(:\d+)? \(", frame))]
+    places = [(match[1], match[2]) for match in found if not match[1].startswith(_PACKAGE)]
+    own = [place for place in places if not re.search(r"[/\\](site|dist)-packages[/\\]", place[0])]
+    if not places:
+        return why
+    path, line = (own or places)[-1]
+    inside = path.startswith(os.getcwd() + os.sep)
+    return f"{why} (at {os.path.relpath(path) if inside else path}:{line})"
+
+
+# ---- effects, whose classes are private: known by examples
+
+
+def _nothing(_: Any) -> None: ...
+
+
+Examples = tuple[Callable[[Any], Any], ...]
+AXES: Examples = (lambda x: jax.lax.psum(x, "i"),)
+REFERENCES: Examples = (lambda x: jax.new_ref(x)[...],)
+_UNORDERED: Examples = (lambda x: jax.debug.callback(_nothing, x), lambda x: io_callback(_nothing, None, x), *AXES)
+_ORDERED: Examples = (
+    lambda x: jax.debug.callback(_nothing, x, ordered=True),
+    lambda x: io_callback(_nothing, None, x, ordered=True),
+)
+
+
+@functools.cache
+def effects_of(examples: Examples) -> frozenset[type]:
+    """The classes of effects that the first equations of some functions have."""
+    eqns = [jax.make_jaxpr(fun, axis_env=[("i", 1)])(0.0).eqns[0] for fun in examples]
+    return frozenset(type(effect) for eqn in eqns for effect in eqn.effects)
 
 
 def ordered(effects: Iterable[Any]) -> list[str]:
     """The names of those whose order would be lost, were the equations arranged anew."""
-    return sorted({type(effect).__name__ for effect in effects} - _UNORDERED)
+    kinds = {type(effect) for effect in effects}
+    return sorted(kind.__name__ for kind in kinds - effects_of(_UNORDERED)) if kinds else []
 
 
 def only_callbacks(effects: Iterable[Any]) -> bool:
     """Whether all are of callbacks and prints: others, of mutable arrays and checks, jax knows in its own equations
     only."""
-    return {type(effect).__name__ for effect in effects} <= _CALLBACKS
+    kinds = {type(effect) for effect in effects}
+    return not kinds or kinds <= effects_of(_UNORDERED) | effects_of(_ORDERED)
 
 
 # ---- arithmetic, as far as it counts: matmuls and convolutions
@@ -357,19 +438,12 @@ def only_callbacks(effects: Iterable[Any]) -> bool:
 MATMULS = frozenset(("dot_general", "conv_general_dilated"))
 
 
-def at_default_precision(eqn: Any) -> bool:
-    """Whether a matmul or a convolution has the default precision, at which a TPU rounds its operands to bfloat16."""
-    asked = eqn.params.get("precision")
-    asked = asked if isinstance(asked, tuple) else (asked,)
-    return all(each in (None, jax.lax.Precision.DEFAULT) for each in asked)
-
-
 def own_flops(eqn: Any) -> float:
-    """The floating point operations of a matmul or a convolution, also of a trace under way; 0 for anything else."""
+    """The floating point operations of a matmul or a convolution; 0 for anything else."""
     name, params = eqn.primitive.name, eqn.params
     if name not in MATMULS:
         return 0.0
-    left, right = (v.aval.shape for v in operands_of(eqn)[:2])
+    left, right = (v.aval.shape for v in eqn.invars[:2])
     out = math.prod(eqn.outvars[0].aval.shape)
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]

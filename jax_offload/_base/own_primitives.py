@@ -7,20 +7,16 @@ import dataclasses
 import functools
 import gc
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
 from jax.extend.core import Primitive
 
-from jax_offload._base.jaxprs import Atom, ClosedJaxpr, Equation, Jaxpr, Literal, Var, jax_fun, jaxpr_of, renamed
+from jax_offload._base.jaxprs import ClosedJaxpr, Equation, Jaxpr, Var, jax_fun, jaxpr_of, jit
 from jax_offload._base.private import (
-    as_arrays,
     equation_of,
-    is_for_one_device,
     lowered,
-    lowered_as_map,
-    lowered_jaxpr,
     nonzero,
     set_rules,
     zero_tangent,
@@ -182,10 +178,7 @@ def _without_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
 
 # ---- functions that stay one equation of a program until they are lowered
 
-COMPOSITE = "jax_offload_composite"
-MAPPED = "jax_offload_elementwise"
-
-Static = tuple[tuple[str, Hashable], ...]
+_COMPOSITE = "jax_offload_composite"
 
 
 def composite(fun: Callable[..., Sequence[jax.Array]], *xs: jax.Array, **static: Hashable) -> list[jax.Array]:
@@ -199,105 +192,20 @@ def composite(fun: Callable[..., Sequence[jax.Array]], *xs: jax.Array, **static:
       xs: arrays.
       static: what else ``fun`` takes.
     """
-    return _composite.bind(*xs, fun=fun, static=tuple(sorted(static.items())))
-
-
-def elementwise(fun: Callable[..., jax.Array], *xs: jax.Array, **static: Hashable) -> jax.Array:
-    """``fun(*xs, **static)`` as one operation, for a ``fun`` that may as well be called with single elements of ``xs``.
-
-    XLA's passes visit every operation of a program, and its fusion weighs each against its neighbours, so the time to
-    compile grows with their number. XLA keeps the function of a ``map`` to itself.
-
-    Args:
-      fun: a function of arrays of any one shape, made of operations of ``jax.lax`` that work on each element by itself.
-      xs: arrays of equal shapes; all that are floating of one dtype, as XLA wants it.
-      static: what else ``fun`` takes.
-    """
-    return _elementwise.bind(*xs, fun=fun, static=tuple(sorted(static.items())))[0]
-
-
-def decomposition(eqn: Equation) -> ClosedJaxpr:
-    """The equations that a composite one stands for."""
-    return _jaxpr(eqn.params["fun"], eqn.params["static"], *(v.aval for v in eqn.invars))
-
-
-def decomposed(eqns: Iterable[Equation]) -> list[Equation]:
-    """The equations, composite ones as those that they stand for, of the same operands and results."""
-    found: list[Equation] = []
-    for eqn in eqns:
-        if eqn.primitive.name != COMPOSITE:
-            found.append(eqn)
-            continue
-        inner = decomposition(eqn)
-        consts = [Literal(x, v.aval) for x, v in zip(inner.consts, inner.jaxpr.constvars, strict=True)]
-        inputs = [*inner.jaxpr.constvars, *inner.jaxpr.invars]
-        names: dict[Var, Atom] = dict(zip(inputs, [*consts, *eqn.invars], strict=True))
-        defs = {v: Var(v.aval) for each in inner.jaxpr.eqns for v in each.outvars}
-        defs |= {v: out for v, out in zip(inner.jaxpr.outvars, eqn.outvars, strict=True) if not isinstance(v, Literal)}
-        names |= defs
-        for each in inner.jaxpr.eqns:
-            ins, outs = [renamed(names, v) for v in each.invars], [defs[v] for v in each.outvars]
-            found.append(each.replace(invars=ins, outvars=outs))
-    return found
-
-
-def _of_arrays(fun: Any, static: Static) -> Callable[..., list[Any]]:
-    """The function of its arrays alone, whose result is a list."""
-
-    def run(*xs: Any) -> list[Any]:
-        results = fun(*xs, **dict(static))
-        return list(results) if isinstance(results, (list, tuple)) else [results]
-
-    return run
-
-
-def _jaxpr(fun: Any, static: Static, *avals: Any) -> ClosedJaxpr:
-    return _traced(fun, static, avals, jax.config.jax_enable_x64)  # pyright: ignore
-
-
-@functools.lru_cache(1024)
-def _traced(fun: Any, static: Static, avals: tuple[Any, ...], x64: bool) -> ClosedJaxpr:
-    """The function for these types, traced once however many equations of a program are it."""
-    return jaxpr_of(_of_arrays(fun, static), *avals)[0]
+    return list(_jitted(fun, tuple(sorted(static.items())))(*xs))
 
 
 @functools.cache
-def _jitted(fun: Any, static: Static) -> Callable[..., Any]:
-    return jax.jit(_of_arrays(fun, static))
+def _jitted(fun: Callable[..., Any], static: tuple[tuple[str, Hashable], ...]) -> Callable[..., Any]:
+    def run(*xs: Any) -> Any:
+        return fun(*xs, **dict(static))
+
+    run.__name__ = _COMPOSITE
+    return jit(run)
 
 
-def _batched(xs: Sequence[Any], dims: Sequence[Any], *, fun: Any, static: Static) -> tuple[Any, Any]:
-    out = jax.vmap(_of_arrays(fun, static), tuple(None if d is None else int(d) for d in dims))(*xs)
-    return out, [0] * len(out)
-
-
-def _derived(xs: Sequence[Any], tangents: Sequence[Any], *, fun: Any, static: Static) -> Any:
-    return jax.jvp(_of_arrays(fun, static), tuple(xs), as_arrays(tangents))
-
-
-def _lower(context: Any, *xs: Any, fun: Any, static: Static) -> Any:
-    return lowered_jaxpr(_jaxpr(fun, static, *context.avals_in), context, *xs)
-
-
-def _lower_as_map(context: Any, *xs: Any, fun: Any, static: Static) -> Any:
-    # Shardy has no rule for a map and gathers its operands; given one (sdy.sharding_rule) it crashes in real programs.
-    if not is_for_one_device(context):
-        return _lower(context, *xs, fun=fun, static=static)
-    scalars = [jax.ShapeDtypeStruct((), a.dtype) for a in context.avals_in]  # the same for leaves of all shapes
-    return lowered_as_map(_jaxpr(fun, static, *scalars), context, *xs)
-
-
-def _primitive_of_functions(name: str, lower: Callable[..., Any]) -> Primitive:
-    primitive = Primitive(name)
-    primitive.multiple_results = True
-    primitive.def_impl(lambda *xs, fun, static: _jitted(fun, static)(*xs))
-    primitive.def_abstract_eval(lambda *avals, fun, static: list(_jaxpr(fun, static, *avals).out_avals))
-    set_rules(primitive, lower=lower, jvp=_derived, batch=_batched)
-    return primitive
-
-
-_composite = _primitive_of_functions(COMPOSITE, _lower)
-_elementwise = _primitive_of_functions(MAPPED, _lower_as_map)
+def is_composite(eqn: Equation) -> bool:
+    return eqn.primitive.name in ("jit", "pjit") and eqn.params["name"] == _COMPOSITE
 
 
 # ---- marks: equations that do nothing, by which a trace says of a value what its type does not

@@ -8,15 +8,11 @@
 | ``discharge_state`` | ``without_references`` | 0.10 to 0.12 |
 | the tables of a primitive's rules; symbols for zero | ``set_rules``, ``nonzero``, ``zero_tangent`` | 0.10 to 0.12 |
 | how arguments of a program are typed and made ready, by class | ``trace_as``, ``trace_as_on_host`` | 0.10 to 0.12 |
-| ``lower_fun``, ``jaxpr_subcomp``, and how they name types | ``lowered``, ``lowered_jaxpr`` | 0.10 to 0.12 |
-| for how many devices a lowering is | ``is_for_one_device`` | 0.10 to 0.12 |
+| ``lower_fun`` | ``lowered`` | 0.10 to 0.12 |
 | ``main`` of a module, with the attributes of its arguments and results | ``take_back_aliases`` | 0.10 to 0.12 |
 | the equation that made a tracer, and those of its trace | ``equation_of``, ``equations_of_trace`` | 0.10 to 0.12 |
-| the variable that a tracer is, and what an equation reads | ``variable_of``, ``operands_of`` | 0.10 to 0.12 |
+| the variable that a tracer is | ``variable_of`` | 0.10 to 0.12 |
 | ``memory_space`` and ``manual_axis_type`` of a type | ``memory_space_of``, ``manual_axes_of`` | 0.10 to 0.12 |
-| what a ``jit`` says of placement | ``says_nothing_of_placement`` | 0.10 to 0.12 |
-| the names of effects | ``jaxprs.ordered`` | 0.10 to 0.12 |
-| ``unsafe_buffer_pointer`` of an array | ``address_of`` | 0.10 to 0.12 |
 | keys and barriers of the service that processes meet in | ``coordination`` | 0.10 to 0.12 |
 | XLA's compile options, a list of devices, ``compile`` of a client | ``compiled``, ``options_of`` | 0.10 to 0.12 |
 """
@@ -38,7 +34,6 @@ from jax._src import dtypes as private_dtypes
 from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.state import discharge
 from jax.core import ShapedArray
-from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
@@ -133,48 +128,14 @@ def zero_tangent(primal: Any) -> Any:
     return ad.Zero(_part_of(jax.typeof(primal), "to_tangent_aval")())
 
 
-def as_arrays(tangents: Sequence[Any]) -> tuple[Any, ...]:
-    """Tangents, those that are symbols for zero as zeros."""
-    return tuple(map(_part_of(ad, "instantiate_zeros"), tangents))
-
-
 def lowered(fun: Callable[..., Any], context: Any, *operands: Any, several: bool) -> Any:
     """Lower ``fun`` inside a lowering rule; ``several``: it returns a list."""
     return _part_of(mlir, "lower_fun")(fun, multiple_results=several)(context, *operands)
 
 
-def lowered_jaxpr(jaxpr: Any, context: Any, *operands: Any) -> Any:
-    """What a closed jaxpr without effects is lowered to in a lowering rule. ``lowered`` would trace it again."""
-    module = _part_of(context, "module_context")
-    if context.platforms is not None:
-        module = module.replace(platforms=context.platforms)
-    consts = [_part_of(mlir, "ir_constant")(x) for x in jaxpr.consts]
-    results, _ = _part_of(mlir, "jaxpr_subcomp")(
-        module, jaxpr.jaxpr, context.name_stack, context.tokens_in, consts, *operands,
-        dim_var_values=context.dim_var_values, const_lowering=context.const_lowering, outer_traceback=None,
-    )  # fmt: skip
-    return results
-
-
-def lowered_as_map(jaxpr: Any, context: Any, *operands: Any) -> Any:
-    """A closed jaxpr of scalars, as one operation of the program that runs it on every element."""
-    (out,) = context.avals_out
-    element, dims = _part_of(mlir, "dtype_to_ir_type")(out.dtype), _part_of(mlir, "dense_int_array")
-    op = stablehlo.MapOp(ir.RankedTensorType.get(out.shape, element), operands, dims(list(range(out.ndim))))
-    block = op.regions[0].blocks.append(*(ir.RankedTensorType.get((), x.type.element_type) for x in operands))
-    with ir.InsertionPoint(block):
-        stablehlo.return_(lowered_jaxpr(jaxpr, context, *block.arguments))
-    return op.results
-
-
 def lowered_as_barrier(values: Sequence[Any]) -> Sequence[Any]:
     """Lower a barrier: no value is available before all are."""
     return stablehlo.OptimizationBarrierOp(list(values)).results
-
-
-def is_for_one_device(context: Any) -> bool:
-    """Whether a lowering rule is asked for a program that runs on one device."""
-    return getattr(_part_of(context, "module_context", "axis_context"), "num_devices", None) == 1
 
 
 def take_back_aliases(context: Any, default_kind: str) -> None:
@@ -234,12 +195,18 @@ def _strings(code: CodeType) -> Iterator[str]:
 
 
 def equation_of(x: Any) -> Any:
-    """The equation that made a traced value, with ``primitive``, ``params`` and ``outvars``.
+    """The equation that made a traced value, as one of a jaxpr.
 
     ``None`` for an argument, and for what is not traced into a jaxpr: an array, the tangent of a derivative.
     """
     _check_tracers()
-    return _part_of(x, "parent") if isinstance(x, _part_of(pe, "DynamicJaxprTracer")) else None
+    eqn = _part_of(x, "parent") if isinstance(x, _part_of(pe, "DynamicJaxprTracer")) else None
+    return None if eqn is None else _as_equation(eqn)
+
+
+def _as_equation(eqn: Any) -> Any:
+    operands = [variable_of(x) for x in _part_of(eqn, "in_tracers")]
+    return jex.new_jaxpr_eqn(operands, eqn.outvars, eqn.primitive, eqn.params, jex.no_effects)
 
 
 @functools.cache
@@ -252,19 +219,14 @@ def _check_tracers() -> None:
 
 
 def equations_of_trace(x: Any) -> list[Any]:
-    """All the equations so far of the trace that a traced value is of, as ``equation_of`` gives them."""
+    """All the equations so far of the trace that a traced value is of."""
     found = [e() if isinstance(e, weakref.ref) else e for e in _part_of(x, "_trace", "frame", "tracing_eqns")]
-    return [eqn for eqn in found if eqn is not None]  # jax keeps no equation that nothing is left of
+    return [_as_equation(eqn) for eqn in found if eqn is not None]  # jax keeps no equation that nothing is left of
 
 
 def variable_of(x: Any) -> Any:
     """The variable, or the literal, that a traced value is in the jaxpr of its trace."""
     return _part_of(x, "val")
-
-
-def operands_of(eqn: Any) -> list[Any]:
-    """The variables and literals that an equation reads: one of a jaxpr, or one of a trace, of ``equation_of``."""
-    return list(eqn.invars) if isinstance(eqn, jex.JaxprEqn) else [variable_of(x) for x in _part_of(eqn, "in_tracers")]
 
 
 def memory_space_of(aval: Any) -> Any:
@@ -277,28 +239,9 @@ def manual_axes_of(x: Any) -> Any:
     return getattr(x if isinstance(x, ShapedArray) else jax.typeof(x), "manual_axis_type", None)
 
 
-def address_of(x: jax.Array) -> int:
-    """The address of an array in the host's memory."""
-    return x.unsafe_buffer_pointer()
-
-
 def coordination() -> Any:
     """The client of the service by which ``jax.distributed`` brings processes together; ``None`` where it did not."""
     return _part_of(distributed, "global_state", "client")
-
-
-def says_nothing_of_placement(params: Mapping[str, Any]) -> bool:
-    """Whether a ``jit`` equation, by its parameters, leaves donation, shardings, layouts and compiling to others."""
-    wanted = "donated_invars in_shardings out_shardings in_layouts out_layouts compiler_options_kvs".split()
-    if missing := [name for name in wanted if name not in params]:
-        raise _has_moved(f"no {missing} among the parameters of a jit")
-    shardings = (*params["in_shardings"], *params["out_shardings"])
-    return (
-        not any(params["donated_invars"])
-        and all(type(s).__name__ == "UnspecifiedValue" for s in shardings)
-        and all(x is None for x in (*params["in_layouts"], *params["out_layouts"]))
-        and not params["compiler_options_kvs"]
-    )
 
 
 # ---- compiling for devices that may only be described

@@ -20,8 +20,7 @@ from jax_offload._base.arrays import is_integer
 from jax_offload._base.jaxprs import Jaxpr, closed, jax_fun, jaxpr_of, nameless, variables
 from jax_offload._base.on_disk import Place, only_outside
 from jax_offload._disk.disk import Disk
-from jax_offload._ir.conds import structure
-from jax_offload._ir.program import Program, flat, without_round_trips
+from jax_offload._ir.program import Program, flat, structure, without_round_trips
 from jax_offload._ir.propagate import needed_for
 from jax_offload._placement.options import Policy
 from jax_offload._placement.placement import Leaf, place

@@ -18,7 +18,7 @@ from jax_offload._base.memory import is_host_aval
 from jax_offload._base.on_disk import Ends, Place, Range
 from jax_offload._emit.region import Update
 from jax_offload._emit.run import part
-from jax_offload._ir.conds import structure
+from jax_offload._ir.program import structure
 from jax_offload._plan.by_rows import in_parts, part_of
 from jax_offload._plan.plan import Chunked, Planned
 

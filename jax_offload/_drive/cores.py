@@ -41,7 +41,6 @@ from jax_offload._base.jaxprs import (
     with_jaxprs,
 )
 from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, copy_on_host, on_host, to_host, with_kind
-from jax_offload._base.private import address_of
 
 # Elements that a thread takes at least, and parts of an array for each thread, which may be kept waiting by others.
 _AT_LEAST, _PARTS = 2**16, 8
@@ -132,7 +131,7 @@ def replicas_of(x: Any) -> dict[Box, list[Any]]:
 
 def memory_of(x: jax.Array) -> Any:
     """An array's memory, to overwrite. XLA, which knows of no view then, still hands it over in the next step."""
-    buffer = (ctypes.c_char * x.nbytes).from_address(address_of(jax.block_until_ready(x)))
+    buffer = (ctypes.c_char * x.nbytes).from_address(jax.block_until_ready(x).unsafe_buffer_pointer())
     return np.frombuffer(buffer, x.dtype).reshape(x.shape)
 
 

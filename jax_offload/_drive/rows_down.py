@@ -29,7 +29,7 @@ from jax_offload._base.jaxprs import (
 from jax_offload._base.memory import to_device, to_host
 from jax_offload._drive.cores import is_sent
 from jax_offload._drive.stages import Piece, Staged, piece_of
-from jax_offload._ir.conds import structure
+from jax_offload._ir.program import structure
 from jax_offload._ir.slices import slice_of
 
 LEAST_ROW = 2**16  # bytes; smaller rows go down together, at the end of the pass

@@ -32,8 +32,7 @@ from jax_offload._drive.by_rows import ByRows, produced_once
 from jax_offload._emit.find import holds_driven_update, is_update
 from jax_offload._emit.region import Update, bound
 from jax_offload._emit.run import functions, waiting
-from jax_offload._ir.conds import structure
-from jax_offload._ir.program import Program
+from jax_offload._ir.program import Program, structure
 from jax_offload._ir.slices import Slice, slice_of
 from jax_offload._plan.plan import Chunked, Planned
 from jax_offload._plan.serialise import Serialise, is_large

@@ -31,11 +31,10 @@ from jax_offload._base.jaxprs import (
 )
 from jax_offload._base.on_disk import UpdatedFromDisk
 from jax_offload._base.own_primitives import call_primitive, params_of
-from jax_offload._base.trace import Backward
 from jax_offload._emit.rows import Names
 from jax_offload._emit.run import stream
-from jax_offload._ir.conds import scalars_hoisted
 from jax_offload._ir.program import Program, Var
+from jax_offload._ir.trace import Backward
 from jax_offload._plan.decide import passes_of
 from jax_offload._plan.gates import Piece
 from jax_offload._plan.in_scan import InScan
@@ -103,7 +102,7 @@ class Update:
     @functools.cached_property
     def passes(self) -> Sequence[PlannedPass]:
         """How its slices run, pass after pass."""
-        program = scalars_hoisted(self.program)
+        program = self.program
         found = regions(self.claims, program.inputs)
         gradients = [self.operands[i] for i in self.gradients]
         return passes_of(

@@ -20,7 +20,7 @@ from jax_offload._base.arrays import row_indices
 from jax_offload._base.jaxprs import Var, jit
 from jax_offload._base.memory import is_host_aval, to_device, to_host
 from jax_offload._base.shardings import constrained, padded, typed_sharding
-from jax_offload._ir.conds import numbered, structure
+from jax_offload._ir.program import numbered, structure
 from jax_offload._ir.slices import Slice
 from jax_offload._plan.plan import RowWise, tiles
 from jax_offload._plan.rules import Dim, Partial, Rows, run_chunk

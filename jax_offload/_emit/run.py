@@ -16,8 +16,7 @@ from jax_offload._base.memory import is_host_aval, to_device, to_host
 from jax_offload._base.shardings import Shards, typed_sharding, zeros
 from jax_offload._emit.chunks import looped, or_batched
 from jax_offload._emit.rows import Names, buffers_of, fresh, prefetch, update_of, write_back
-from jax_offload._ir.conds import numbered, structure
-from jax_offload._ir.program import Program
+from jax_offload._ir.program import Program, numbered, structure
 from jax_offload._ir.slices import Slice
 from jax_offload._plan.by_rows import PlannedPart
 from jax_offload._plan.plan import Chunked, Planned, PlannedPass

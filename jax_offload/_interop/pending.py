@@ -27,12 +27,10 @@ from jax_offload._base.shardings import constrained, same_sharding, shards_of, t
 from jax_offload._emit.find import holds_update, is_update
 from jax_offload._emit.region import Update
 from jax_offload._emit.rows import prefetch, write_back
-from jax_offload._ir.conds import scalars_hoisted
 from jax_offload._ir.primitives import ELEMENTWISE
-from jax_offload._ir.program import Program, copy_of, only_equation
+from jax_offload._ir.program import Builder, Program
 from jax_offload._ir.propagate import Mask, forward, needed_for
 from jax_offload._ir.slices import is_summary
-from jax_offload._step.choices import choosing
 
 _HOST, _GRADIENT = 1, 2  # bits of what an update's equations need
 LEAST = 2**16  # bytes, as of a leaf of the state
@@ -66,7 +64,6 @@ def on_host(program: Program, carried: Mapping[Var, Any]) -> Program:
     Raises:
       ValueError: the step's update cannot load them.
     """
-    program = choosing(program) or program  # an update that always runs, and loads them
     inside = [eqn.primitive.name for eqn in program.eqns if not is_update(eqn) and holds_update(eqn)]
     if inside:
         raise ValueError(
@@ -98,7 +95,7 @@ def _of_update(program: Program, number: int, carried: Mapping[Var, Any]) -> Pro
     stored = {v: eqns[-1].outvars[0] for v, eqns in stores.items()}
     loaded = {v: _load(x, f"gradients/{k}") for k, (v, x) in enumerate(stored.items())}
     behind: dict[Var, Atom] = {v: each.outvars[0] for v, each in loaded.items()}
-    inside_update = [*loaded.values(), *(copy_of(each, behind) for each in late)]
+    inside_update = [*loaded.values(), *Builder(names=behind).copy(*late)]
     eqn = _absorbed(eqn.replace(invars=[renamed(behind, v) for v in eqn.invars]), inside_update)
     after = _reading_again(eqn, after, stored)
     storing = [each for eqns in stores.values() for each in eqns]
@@ -148,8 +145,11 @@ def _equation(
     run: Callable[[jax.Array], jax.Array], v: Var, scope: AbstractContextManager[Any] | None = None
 ) -> Equation:
     """The only equation of ``run`` of a variable, in a scope."""
+    new = Builder()
     with scope or contextlib.nullcontext():
-        return only_equation(run, v)
+        new.run(run, v)
+    (eqn,) = new.eqns
+    return eqn
 
 
 def _is_large(v: Var) -> bool:
@@ -162,7 +162,7 @@ def _is_large(v: Var) -> bool:
 def _without_scalars(eqn: Equation) -> tuple[Equation, list[Equation]]:
     """The equation of an update that is given the numbers that need gradients and no state, and what makes these."""
     update: Update = eqn.params["update"]
-    program, operands = scalars_hoisted(update.program), update.operands
+    program, operands = update.program, update.operands
     needs: dict[Var, Mask] = {v: _HOST for v in operands if is_host_aval(v.aval)}
     needs |= {operands[i]: _GRADIENT for i in update.gradients}
     summaries, scalars = set[Var](), set[Var]()
@@ -176,7 +176,7 @@ def _without_scalars(eqn: Equation) -> tuple[Equation, list[Equation]]:
     if any(each.effects for each in taken):
         return eqn, []
     env: dict[Var, Atom] = dict(zip(operands, eqn.invars, strict=True))
-    apart = [copy_of(each, env) for each in taken]
+    apart = Builder(names=env).copy(*taken)
     # A result that is such a number is made ahead as well: an update that returns what it is given would be none.
     results = list(zip(program.outputs, eqn.outvars, strict=True))
     ahead = {env[x]: v for x, v in results if not isinstance(x, Literal) and x in scalars}
@@ -215,7 +215,7 @@ def _absorbed(eqn: Equation, eqns: Sequence[Equation]) -> Equation:
         if x not in defined and x not in env
     }
     env |= more
-    first = [copy_of(each, env) for each in eqns]
+    first = Builder(names=env).copy(*eqns)
     inside = {v: env[x] for v, x in gone.items()}
     then = [each.replace(invars=[renamed(inside, v) for v in each.invars]) for each in program.eqns]
     inputs = [*more.values(), *(v for v, _ in kept)]

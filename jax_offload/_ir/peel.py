@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_offload._base.barriers import together
-from jax_offload._base.jaxprs import jax_fun, jaxpr_of, scan_of
+from jax_offload._base.jaxprs import jax_fun, scan_of
 from jax_offload._base.memory import is_host_aval
-from jax_offload._ir.program import Program, flat, replaced
+from jax_offload._ir.program import Program, replaced, traced_for
 
 
 def why_not_peeled(program: Program, at: int) -> str:
@@ -39,34 +39,32 @@ def peeled(program: Program, at: int, *, first: bool = False) -> Program:
     body = jax_fun(scan.body)
     in_front = first != scan.reverse  # which row the iteration has
     others, apart = (slice(1, None), 0) if in_front else (slice(-1), -1)
-    n, m = len(scan.consts), len(scan.init)
 
     def run(*operands: Any) -> list[Any]:
-        consts, init, xs = operands[:n], operands[n : n + m], operands[n + m :]
+        consts, init, xs = scan.parted(operands)
 
         def one(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
             produced = body(*consts, *carry, *x)
-            return produced[:m], produced[m:]
+            return produced[: len(init)], produced[len(init) :]
+
+        # By their numbers: slices of the batches would be copies beside them.
+        def at(*args: Any) -> list[Any]:
+            *given, k = args
+            return body(*given, *(jax.lax.dynamic_index_in_dim(x, k, keepdims=False) for x in xs))
 
         mine = [x[apart] for x in xs]
         if scan.length == 1:
-            carry, y = one(list(init), mine)
+            carry, y = one(init, mine)
             return [*carry, *(row[None] for row in y)]
         y: list[Any] = []
         if first:
-            init, y = one(list(init), mine)
-
-        # By their numbers: slices of the batches would be copies beside them.
-        def at(carry: list[Any], k: Any) -> tuple[list[Any], list[Any]]:
-            return one(carry, [jax.lax.dynamic_index_in_dim(x, k, keepdims=False) for x in xs])
-
+            init, y = one(init, mine)
         numbers = np.arange(scan.length, dtype=np.int32)[others]
-        carry, ys = jax.lax.scan(at, list(init), numbers, scan.length - 1, scan.reverse, scan.unroll)
+        carry, ys = scan.run(at, consts, init, [numbers], scan.length - 1)
         if not first:
             # Behind the others: its pass needs nothing of theirs, and would keep its activations beside them.
             carry, y = one(*together((carry, mine)))
         pairs = ([row[None], rows] if in_front else [rows, row[None]] for rows, row in zip(ys, y, strict=True))
         return [*carry, *map(jnp.concatenate, pairs)]
 
-    closed, _ = jaxpr_of(run, *(v.aval for v in eqn.invars))
-    return replaced(program, at, flat(closed))
+    return replaced(program, at, traced_for(eqn, run))

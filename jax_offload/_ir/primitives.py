@@ -1,6 +1,7 @@
 """jax's primitives by what they do to the elements of their operands."""
 
-from jax_offload._base.own_primitives import MAPPED, MARK
+from jax_offload._base.jaxprs import Equation, called_by, holds_equations
+from jax_offload._base.own_primitives import MARK, is_composite
 
 ELEMENTWISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt
@@ -9,14 +10,25 @@ ELEMENTWISE = frozenset(
     nextafter not optimization_barrier or population_count pow real reduce_precision rem reshard
     round rsqrt select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh
     sqrt square stop_gradient sub tan tanh xor""".split()
-) | {MAPPED, MARK}
+) | {MARK}
 PLACED = frozenset("device_put sharding_constraint reshard".split())  # those of them that say where something is
 REDUCE = frozenset("reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_xor reduce_prod argmax argmin".split())
 CHECKPOINT = frozenset(("checkpoint", "remat2"))
-# No part of a pass through a network either, whatever becomes of rows: they rearrange elements or make random ones, or
-# only the newest jax has them.
-CHEAP = frozenset(
+SHAPES = frozenset("broadcast_in_dim iota pad reshape slice squeeze transpose".split())  # they compute nothing
+_OTHERS = frozenset(  # they rearrange elements or make random ones, or only the newest jax has them
     """concatenate dynamic_slice dynamic_update_slice log2 mulhi name one_minus_square random_bits random_clone
     random_fold_in random_seed random_split random_unwrap random_wrap rev rng_bit_generator split stack threefry2x32
     tile unstack""".split()
 )
+CHEAP = ELEMENTWISE | REDUCE | SHAPES | _OTHERS
+
+
+def can_be_cut(eqn: Equation) -> bool:
+    """Whether an equation may hold equations that its results do not need."""
+    return eqn.primitive.name not in ELEMENTWISE and not is_composite(eqn) and holds_equations(eqn)
+
+
+def is_cheap(eqn: Equation) -> bool:
+    """Whether an equation takes about as long as its operands are read: it is no part of a pass through a network."""
+    name = eqn.primitive.name
+    return name in CHEAP or (name in ("jit", "pjit") and all(map(is_cheap, called_by(eqn).jaxpr.eqns)))

@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
+from jax.extend import source_info_util
 
 from jax_offload._base.barriers import equation_of_together
 from jax_offload._base.jaxprs import (
+    AXES,
     Atom,
     ClosedJaxpr,
     DebugInfo,
@@ -20,11 +24,13 @@ from jax_offload._base.jaxprs import (
     Var,
     branches_of,
     called_by,
-    holds_equations,
+    effects_of,
+    inner_of,
     jaxpr_like,
     jaxpr_of,
     nameless,
     renamed,
+    says_nothing_of_placement,
     variables,
     with_jaxprs,
     without_dead_code,
@@ -32,11 +38,10 @@ from jax_offload._base.jaxprs import (
 from jax_offload._base.jaxprs import (
     closed as as_closed,
 )
-from jax_offload._base.memory import Space
-from jax_offload._base.own_primitives import is_mark
-from jax_offload._base.private import says_nothing_of_placement
+from jax_offload._base.memory import Space, is_host_aval
+from jax_offload._base.own_primitives import is_composite, is_mark
 from jax_offload._base.shardings import Shards
-from jax_offload._ir.primitives import CHECKPOINT, ELEMENTWISE, PLACED
+from jax_offload._ir.primitives import CHECKPOINT, PLACED, can_be_cut, is_cheap
 from jax_offload._ir.propagate import needed_for
 
 
@@ -65,7 +70,7 @@ class Program:
         once. jax goes through all equations four times for that, and most are arithmetic."""
         kinds: dict[Any, Equation] = {}
         for eqn in self.eqns:
-            if (name := eqn.primitive.name) in PLACED or name not in ELEMENTWISE:
+            if (name := eqn.primitive.name) in PLACED or not is_cheap(eqn):
                 kinds.setdefault(tuple(map(id, eqn.params.values())) if name == "device_put" else id(eqn), eqn)
         eqns = list(kinds.values())
         defined = {v for eqn in eqns for v in eqn.outvars}
@@ -84,7 +89,7 @@ class Program:
         """What is left for some of the results, and which of the inputs that needs; for a program without constants."""
         if all(used):  # jax's own way goes into every equation, and takes twice as long
             eqns, read = needed_for(self.eqns, variables(self.outputs), kept=lambda eqn: bool(eqn.effects))
-            if not any(eqn.primitive.name not in ELEMENTWISE and holds_equations(eqn) for eqn in eqns):
+            if not any(map(can_be_cut, eqns)):
                 needed, inputs = [v in read for v in self.inputs], [v for v in self.inputs if v in read]
                 same = len(eqns) == len(self.eqns) and all(needed)
                 return needed, self if same else dataclasses.replace(self, inputs=inputs, eqns=eqns)
@@ -100,13 +105,11 @@ def as_program(jaxpr: ClosedJaxpr) -> Program:
     return Program(inputs, list(inner.outvars), list(inner.eqns), list(jaxpr.consts), inner.debug_info)
 
 
-Expand = Callable[[Equation], Program | None]  # what takes the place of an equation
-
-
 def flat(
     step: ClosedJaxpr,
     *,
     any_jit: bool = False,
+    any_call: bool = False,
     opens: Callable[[Equation], bool] = lambda _: False,
 ) -> Program:
     """A closed jaxpr as a program.
@@ -114,40 +117,36 @@ def flat(
     Args:
       step: the jaxpr.
       any_jit: whether each ``jit`` is inlined, whatever it says of placement.
+      any_call: whether all are that run a jaxpr once, to be read and not to be run: checkpoints, derivatives, shards.
       opens: of a ``jax.checkpoint``, whether it is, behind the barrier that keeps what it computes again apart.
     """
     eqns: list[Equation] = []
     consts: list[Any] = list(step.consts)
     const_vars: list[Var] = list(step.jaxpr.constvars)
 
-    def walk(jaxpr: Jaxpr, env: dict[Var, Atom], nested: bool) -> list[Atom]:
-        def read(v: Atom) -> Atom:
-            return v if isinstance(v, Literal) else env.get(v, v)
-
+    def walk(jaxpr: Jaxpr, names: dict[Var, Atom], nested: bool) -> list[Atom]:
+        own = Builder(eqns, names)
         for eqn in jaxpr.eqns:
-            ins = [read(v) for v in eqn.invars]
-            inner = _inlinable(eqn, ins, any_jit)
+            ins = own.read(eqn.invars)
+            inner = _run_once(eqn) if any_call else _inlinable(eqn, ins, any_jit)
             if inner is None and eqn.primitive.name in CHECKPOINT and opens(eqn):
                 inner = as_closed(eqn.params["jaxpr"])
                 if behind := {v: Var(v.aval) for v in _kept_apart(eqn, ins)}:
                     eqns.append(equation_of_together(behind))
-                    ins = [v if isinstance(v, Literal) else behind.get(v, v) for v in ins]
+                    ins = [renamed(behind, v) for v in ins]
             if inner is not None:
                 ins = ins[len(ins) - len(inner.jaxpr.invars) :]  # without a cond's index
                 # the same inner jaxpr may be called many times: its constants and variables get new names each time
-                names = [Var(v.aval) for v in inner.jaxpr.constvars]
-                const_vars.extend(names)
+                consts_here = [Var(v.aval) for v in inner.jaxpr.constvars]
+                const_vars.extend(consts_here)
                 consts.extend(inner.consts)
-                scope = dict(zip([*inner.jaxpr.constvars, *inner.jaxpr.invars], [*names, *ins], strict=True))
-                env.update(zip(eqn.outvars, walk(inner.jaxpr, scope, True), strict=True))
+                scope = dict(zip([*inner.jaxpr.constvars, *inner.jaxpr.invars], [*consts_here, *ins], strict=True))
+                own.names.update(zip(eqn.outvars, walk(inner.jaxpr, scope, True), strict=True))
                 continue
-            outs = eqn.outvars
-            if nested:
-                outs = [v if isinstance(v, DropVar) else Var(v.aval) for v in eqn.outvars]
-                env.update(zip(eqn.outvars, outs, strict=True))
-            here = eqn.replace(invars=ins, outvars=outs)
-            eqns.extend([here] if len(ins) == 1 or eqn.primitive.name != "device_put" else _leaf_by_leaf(here))
-        return [read(v) for v in jaxpr.outvars]
+            (own.copy if nested else own.put)(eqn)
+            if len(ins) > 1 and eqn.primitive.name == "device_put":
+                eqns.extend(_leaf_by_leaf(eqns.pop()))
+        return own.read(jaxpr.outvars)
 
     outputs = walk(step.jaxpr, {}, False)
     return Program([*const_vars, *step.jaxpr.invars], outputs, eqns, consts, step.jaxpr.debug_info)
@@ -168,107 +167,129 @@ def _leaf_by_leaf(eqn: Equation) -> Iterator[Equation]:
         yield eqn.replace(invars=[v], outvars=[out], params=params)
 
 
-def expanded(jaxpr: Jaxpr, expand: Expand, enters: Callable[[Equation], bool] = lambda _: True) -> Jaxpr:
-    """An open jaxpr with equations in it expanded, and nothing inlined; itself where there are none to be.
+@dataclasses.dataclass
+class Builder:
+    """Equations that are being put together.
 
-    ``enters``: the equations whose jaxprs are looked into.
+    Attributes:
+      eqns: the equations so far.
+      names: variable -> the value that stands for it.
     """
-    eqns: list[Equation] = []
-    env: dict[Var, Atom] = {}
-    taken: set[Var] = set()
 
-    def read(v: Atom) -> Atom:
-        return v if isinstance(v, Literal) else env.get(v, v)
+    eqns: list[Equation] = dataclasses.field(default_factory=list[Equation])
+    names: dict[Var, Atom] = dataclasses.field(default_factory=dict[Var, Atom])
 
-    for eqn in jaxpr.eqns:
-        ins = [read(v) for v in eqn.invars]
-        if (program := expand(eqn)) is not None:
-            env.update(zip(eqn.outvars, _spliced(program, ins, eqns, taken), strict=True))
-            continue
-        params = _expanded_in(eqn.params, expand, enters) if enters(eqn) else eqn.params
-        same = params is eqn.params and all(map(operator.is_, ins, eqn.invars))
-        eqns.append(eqn if same else eqn.replace(invars=ins, params=params))
-    same = len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns))
-    outputs = [read(v) for v in jaxpr.outvars]
-    return jaxpr if same else jaxpr_like(jaxpr, eqns, outputs)
+    def read(self, atoms: Iterable[Atom]) -> list[Atom]:
+        """The values that stand for these."""
+        return [renamed(self.names, v) for v in atoms]
+
+    def put(self, eqn: Equation) -> None:
+        """Append an equation, which makes the variables that it makes anyway."""
+        ins = self.read(eqn.invars) if self.names else eqn.invars
+        self.eqns.append(eqn if all(map(operator.is_, ins, eqn.invars)) else eqn.replace(invars=ins))
+
+    def copy(self, *eqns: Equation) -> list[Equation]:
+        """Append equations with variables of their own for their results; return all equations."""
+        for eqn in eqns:
+            outs = [v if isinstance(v, DropVar) else Var(v.aval) for v in eqn.outvars]
+            self.eqns.append(eqn.replace(invars=self.read(eqn.invars), outvars=outs))
+            self.names.update(zip(eqn.outvars, outs, strict=True))
+        return self.eqns
+
+    def inside(self, program: Program, operands: Sequence[Atom]) -> Builder:
+        """Return a builder that appends to the same equations, and knows a program's inputs by these operands."""
+        consts = [Literal(x, v.aval) for x, v in zip(program.consts, program.inputs, strict=False)]
+        return Builder(self.eqns, dict(zip(program.inputs, [*consts, *operands], strict=True)))
+
+    def call(self, program: Program, operands: Sequence[Atom]) -> list[Atom]:
+        """Append a program's equations for these operands; return its results."""
+        inner = self.inside(program, operands)
+        inner.copy(*program.eqns)
+        return inner.read(program.outputs)
+
+    def run(self, fun: Callable[..., Any], *operands: Atom) -> list[Atom]:
+        """Append the equations of ``fun`` for these operands; return its results."""
+        return self.call(flat(jaxpr_of(fun, *(v.aval for v in operands))[0]), operands)
 
 
-def _spliced(program: Program, operands: Sequence[Atom], eqns: list[Equation], taken: set[Var]) -> list[Atom]:
-    """Appends a program's equations to ``eqns``, for these operands; gives its results.
+# The results of what takes an equation's place, given the builder and the operands; ``None``: it stays.
+Rebuild = Callable[[Builder, Equation, list[Atom]], Sequence[Atom] | None]
 
-    ``taken``: the variables of programs that are there already. A second one that has them too gets new ones.
-    """
-    consts = [Literal(x, v.aval) for x, v in zip(program.consts, program.inputs, strict=False)]
-    env: dict[Var, Atom] = dict(zip(program.inputs, [*consts, *operands], strict=True))
 
-    def read(v: Atom) -> Atom:
-        return v if isinstance(v, Literal) else env.get(v, v)
-
+def rebuilt(program: Program, rebuild: Rebuild) -> Program:
+    """Return a program in which other equations take the place of some."""
+    new = Builder()
     for eqn in program.eqns:
-        ins, outs = [read(v) for v in eqn.invars], eqn.outvars
-        if not taken.isdisjoint(outs):
-            outs = [v if isinstance(v, DropVar) else Var(v.aval) for v in outs]
-            env.update(zip(eqn.outvars, outs, strict=True))
-        taken.update(outs)
-        same = outs is eqn.outvars and all(map(operator.is_, ins, eqn.invars))
-        eqns.append(eqn if same else eqn.replace(invars=ins, outvars=outs))
-    return [read(v) for v in program.outputs]
+        if (results := rebuild(new, eqn, new.read(eqn.invars))) is None:
+            new.put(eqn)
+        else:
+            new.names.update(zip(eqn.outvars, results, strict=True))
+    return dataclasses.replace(program, eqns=new.eqns, outputs=new.read(program.outputs))
 
 
-def spliced(program: Program, operands: Sequence[Atom], eqns: list[Equation]) -> list[Atom]:
-    """Appends a program's equations to ``eqns``, with variables of their own, for these operands; gives its results."""
-    return _spliced(program, operands, eqns, {v for eqn in program.eqns for v in eqn.outvars})
+def traced_for(eqn: Equation, run: Callable[..., Any]) -> Program:
+    """The program of ``run`` for an equation's operands, from the same line of the user's program."""
+    with source_info_util.user_context(eqn.source_info.traceback):
+        return flat(jaxpr_of(run, *(v.aval for v in eqn.invars))[0])
 
 
 def replaced(program: Program, at: int, by: Program) -> Program:
     """``program`` with another in the place of its equation ``at``, of the same operands and results."""
-    eqns = program.eqns[:at]
-    defined = _spliced(by, program.eqns[at].invars, eqns, set())
-    env = dict(zip(program.eqns[at].outvars, defined, strict=True))
-    eqns += [eqn.replace(invars=[renamed(env, v) for v in eqn.invars]) for eqn in program.eqns[at + 1 :]]
-    return dataclasses.replace(program, eqns=eqns, outputs=[renamed(env, v) for v in program.outputs])
+    this = program.eqns[at]
+    return rebuilt(program, lambda new, eqn, ins: new.call(by, ins) if eqn is this else None)
 
 
-def _expanded_in(
-    params: dict[str, Any], expand: Expand, enters: Callable[[Equation], bool] = lambda _: True
-) -> dict[str, Any]:
-    """An equation's parameters with the jaxprs in them expanded; the same object if nothing changes."""
-    return with_jaxprs(params, lambda jaxpr: expanded(jaxpr, expand, enters))
+def expanded(jaxpr: Jaxpr, expand: Callable[[Equation], Program | None]) -> Jaxpr:
+    """An open jaxpr with programs in the place of equations, also inside others; itself where there are none.
+
+    ``expand``: returns the program that takes an equation's place.
+    """
+    new = Builder()
+    for eqn in jaxpr.eqns:
+        if (program := expand(eqn)) is not None:
+            new.names.update(zip(eqn.outvars, new.call(program, new.read(eqn.invars)), strict=True))
+            continue
+        params = with_jaxprs(eqn.params, lambda inner: expanded(inner, expand))
+        new.put(eqn if params is eqn.params else eqn.replace(params=params))
+    same = len(new.eqns) == len(jaxpr.eqns) and all(map(operator.is_, new.eqns, jaxpr.eqns))
+    return jaxpr if same else jaxpr_like(jaxpr, new.eqns, new.read(jaxpr.outvars))
+
+
+def decomposed(eqns: Iterable[Equation]) -> list[Equation]:
+    """The equations, composite ones as those that they stand for, of the same operands and results."""
+    new = Builder()
+    for eqn in eqns:
+        if not is_composite(eqn):
+            new.put(eqn)
+            continue
+        inside = Builder()
+        results = variables(inside.call(flat(called_by(eqn)), eqn.invars))
+        names: dict[Var, Var] = dict(zip(results, eqn.outvars, strict=True))
+        for each in inside.eqns:
+            ins, outs = [renamed(names, v) for v in each.invars], [names.get(v, v) for v in each.outvars]
+            new.put(each.replace(invars=ins, outvars=outs))
+    return new.eqns
 
 
 def without_effects_of_axes(program: Program) -> Program:
     """Drop the effects that jax records for collectives inside ``shard_map``: their order is free."""
-    eqns = [eqn.replace(effects=frozenset(e for e in eqn.effects if type(e).__name__ != "NamedAxisEffect"))
+    eqns = [eqn.replace(effects=frozenset(e for e in eqn.effects if type(e) not in effects_of(AXES)))
             if eqn.effects else eqn for eqn in program.eqns]  # fmt: skip
     return dataclasses.replace(program, eqns=eqns)
-
-
-def without(program: Program, known: Callable[[Equation, Sequence[Atom]], Sequence[Atom] | None]) -> Program:
-    """``program`` without the equations whose results are there already.
-
-    ``known``: for an equation and its operands what its results are; ``None``: something new.
-    """
-    names: dict[Var, Atom] = {}
-    eqns: list[Equation] = []
-    for eqn in program.eqns:
-        ins = [renamed(names, v) for v in eqn.invars] if names else eqn.invars
-        if (results := known(eqn, ins)) is not None:
-            names.update(zip(eqn.outvars, results, strict=True))
-        else:
-            eqns.append(eqn if all(map(operator.is_, ins, eqn.invars)) else eqn.replace(invars=ins))
-    return dataclasses.replace(program, eqns=eqns, outputs=[renamed(names, v) for v in program.outputs])
 
 
 def without_round_trips(program: Program) -> Program:
     """The program without moves that change nothing.
 
     What is loaded and stored again untouched, or stored and loaded, is what it was. So is what is put into the sharding
-    that it was just put into: an offload and one inside it both do that. And a mark does nothing.
+    that it was just put into: an offload and one inside it both do that. What is loaded twice is loaded once. A mark
+    does nothing.
     """
     moved_from: dict[Var, Atom] = {}  # result of a move between memories -> what it was
+    loaded: dict[Var, Var] = {}  # what is in host memory -> the same on the device
     constrained: dict[Var, Any] = {}  # result of a sharding constraint -> what it says
 
-    def known(eqn: Equation, ins: Sequence[Atom]) -> Sequence[Atom] | None:
+    def known(_: Builder, eqn: Equation, ins: list[Atom]) -> Sequence[Atom] | None:
         if is_mark(eqn):
             return ins
         if _is_move(eqn):
@@ -276,6 +297,10 @@ def without_round_trips(program: Program) -> Program:
             moved_from[out] = origin = x if isinstance(x, Literal) else moved_from.get(x, x)
             if isinstance(origin, Var) and origin.aval == out.aval and origin is not x:
                 return [origin]
+            if isinstance(x, Var) and is_host_aval(x.aval) and not is_host_aval(out.aval):
+                if x in loaded and loaded[x].aval == out.aval:
+                    return [loaded[x]]
+                loaded[x] = out
         elif eqn.primitive.name in ("sharding_constraint", "reshard"):
             (out,), x, said = eqn.outvars, ins[0], (eqn.params, eqn.outvars[0].aval)
             if isinstance(x, Var) and constrained.get(x) == said:
@@ -283,11 +308,18 @@ def without_round_trips(program: Program) -> Program:
             constrained[out] = said
         return None
 
-    return without(program, known)
+    return rebuilt(program, known)
 
 
 def _is_move(eqn: Equation) -> bool:
     return eqn.primitive.name == "device_put" and all(isinstance(d, Space) for d in eqn.params["devices"])
+
+
+def _run_once(eqn: Equation) -> ClosedJaxpr | None:
+    """The jaxpr that an equation runs once, where its inputs and results are the equation's."""
+    inner = [] if eqn.primitive.name in ("cond", "while", "scan") else inner_of(eqn)
+    same = bool(inner) and len(inner[0].jaxpr.outvars) == len(eqn.outvars)
+    return as_closed(inner[0].jaxpr) if same else None
 
 
 def _inlinable(eqn: Equation, operands: list[Atom], any_jit: bool) -> ClosedJaxpr | None:
@@ -301,20 +333,52 @@ def _inlinable(eqn: Equation, operands: list[Atom], any_jit: bool) -> ClosedJaxp
         return called_by(eqn)
     if eqn.primitive.name not in ("jit", "pjit"):
         return None
-    if any_jit:
-        return called_by(eqn)
-    return called_by(eqn) if says_nothing_of_placement(eqn.params) else None
+    inlined = not is_composite(eqn) and (any_jit or says_nothing_of_placement(eqn))
+    return called_by(eqn) if inlined else None
 
 
-def copy_of(eqn: Equation, env: dict[Var, Atom]) -> Equation:
-    """The same equation, of what ``env`` says, with results of its own, which ``env`` then knows."""
-    invars = [renamed(env, v) for v in eqn.invars]
-    outs = [Var(v.aval) for v in eqn.outvars]
-    env.update(zip(eqn.outvars, outs, strict=True))
-    return eqn.replace(invars=invars, outvars=outs)
+# ---- programs that do the same
 
 
-def only_equation(run: Callable[..., Any], *operands: Atom) -> Equation:
-    """The only equation of ``run``, of these operands."""
-    (eqn,) = jaxpr_of(run, *(v.aval for v in operands))[0].jaxpr.eqns
-    return eqn.replace(invars=[*operands], outvars=[Var(eqn.outvars[0].aval)])
+def structure(jaxpr: Jaxpr, key_of: Callable[[Any], Hashable] | None = None) -> Hashable:
+    """Equal for jaxprs that differ in the names of variables only.
+
+    ``key_of``: of types, settings and parameters; for many jaxprs one of ``numbered``.
+    """
+    key_of, named = key_of or _hashable, {v: k for k, v in enumerate(jaxpr.invars)}
+
+    def read(v: Atom) -> Hashable:
+        return (key_of(v.aval), np.asarray(v.val).tobytes()) if isinstance(v, Literal) else named[v]
+
+    found: list[Hashable] = [key_of(v.aval) for v in jaxpr.invars]
+    for eqn in jaxpr.eqns:
+        found += [eqn.primitive, key_of(eqn.ctx), len(eqn.invars), *[read(v) for v in eqn.invars]]
+        for name, value in eqn.params.items():
+            found += [name, key_of(value)]
+        for v in eqn.outvars:
+            found.append(key_of(v.aval))
+            named[v] = len(named)
+    return (*found, *[read(v) for v in jaxpr.outvars])
+
+
+def numbered() -> Callable[[Any], Hashable]:
+    """A function that gives equal objects one number, and hashes each once: a program's equations share theirs, and
+    jax takes as long for the hash of a type as for the rest of an equation here."""
+    indices: dict[Hashable, int] = {}
+    known: dict[int, tuple[Any, int]] = {}  # with the object itself, so that nothing else gets its id
+
+    def number(x: Any) -> int:
+        if (found := known.get(id(x))) is None:
+            found = known[id(x)] = x, indices.setdefault((x.__class__, _hashable(x)), len(indices))
+        return found[1]
+
+    return number
+
+
+def _hashable(value: Any) -> Hashable:
+    """What is no key, a jaxpr with its arrays say, is only like itself."""
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return value

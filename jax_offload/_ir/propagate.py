@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from jax_offload._base.jaxprs import Atom, Equation, Inner, Jaxpr, Literal, Var, inner_of, variables
+from jax_offload._base.own_primitives import is_composite
 
 T = TypeVar("T")
 Mask = int  # a set of small numbers, as the bits of an int
@@ -89,7 +90,7 @@ LATEST = Facts[int](0, lambda numbers: max(numbers, default=0), entered=_CUT_INT
 
 def forward(eqn: Equation, env: Mapping[Var, Mask]) -> Sequence[Mask]:
     """For each result, the union of what ``env`` says of the operands that it depends on."""
-    if eqn.primitive.name in _CUT_INTO:
+    if eqn.primitive.name in _CUT_INTO and not is_composite(eqn):
         return NEEDS.after(eqn, NEEDS.read(env, eqn.invars))
     total = 0  # nearly all of them
     for v in eqn.invars:
@@ -101,7 +102,7 @@ def forward(eqn: Equation, env: Mapping[Var, Mask]) -> Sequence[Mask]:
 def backward(eqn: Equation, needs: Sequence[Mask], effect: Mask) -> list[Mask]:
     """For each operand, who needs it: those who need a result that depends on it."""
     total = needs[0] if len(needs) == 1 else union(needs)
-    if eqn.primitive.name not in _CUT_INTO or not (inner := inner_of(eqn)):
+    if eqn.primitive.name not in _CUT_INTO or is_composite(eqn) or not (inner := inner_of(eqn)):
         return [total | effect] * len(eqn.invars)
     found = [needs_of(each.jaxpr.invars, each.jaxpr.eqns, each.jaxpr.outvars, needs)[1] for each in inner]
     return [total | effect] * inner[0].first + [union(each) | effect for each in zip(*found, strict=True)]

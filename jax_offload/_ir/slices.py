@@ -29,7 +29,6 @@ from jax_offload._base.jaxprs import (
     Literal,
     Var,
     closed,
-    holds_equations,
     jax_fun,
     nameless,
     variables,
@@ -37,10 +36,9 @@ from jax_offload._base.jaxprs import (
 )
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.shardings import Shards
-from jax_offload._ir.conds import Shares
-from jax_offload._ir.primitives import ELEMENTWISE, REDUCE
+from jax_offload._ir.primitives import ELEMENTWISE, REDUCE, can_be_cut
 from jax_offload._ir.program import Program
-from jax_offload._ir.propagate import LATEST, Mask, backward, forward, groups, union
+from jax_offload._ir.propagate import LATEST, Mask, backward, bits, forward, groups, union
 
 # ---- dependence
 
@@ -169,9 +167,7 @@ def parts_of(roots: Sequence[Wanted], last: int) -> tuple[list[Part], dict[Root,
     return parts, number_of
 
 
-def divide(
-    program: Program, known: Known, parts: Sequence[Part], number_of: Mapping[Root, int], shares: Shares
-) -> None:
+def divide(program: Program, known: Known, parts: Sequence[Part], number_of: Mapping[Root, int]) -> None:
     """Puts the program's equations into the parts that need them, from the last one on, and says who provides what.
 
     A variable that one part provides to others is that part's result.
@@ -188,8 +184,8 @@ def divide(
                 provider[v] = number_of[v] if v in known.scalars else known.earliest.get(v, 0)
                 needs[k] = 1 << provider[v]
                 provided.append(v)
-        for part, share in shares.of(eqn, needs, effect).items():
-            parts[part].eqns.append(share)
+        for part in bits(union(needs) | effect):
+            parts[part].eqns.append(eqn)
             parts[part].given.update(v for v in provided if provider[v] != part)
         for v, mask in zip(eqn.invars, backward(eqn, needs, effect), strict=True):
             if mask and not isinstance(v, Literal):
@@ -346,12 +342,8 @@ def cut(program: Program, scalars_ahead: bool) -> list[Pass]:
     """
     known = read(program, scalars_ahead)
     parts, number_of = parts_of(roots_of(program, known), known.last)
-    shares = Shares()
-    divide(program, known, parts, number_of, shares)
-    slices = [
-        slice_of(part.eqns, part.outputs, program.debug_info, program.shards, part.given, shares.can_be_cut)
-        for part in parts
-    ]
+    divide(program, known, parts, number_of)
+    slices = [slice_of(part.eqns, part.outputs, program.debug_info, program.shards, part.given) for part in parts]
     passes = [Pass(prelude, []) for prelude in slices[: known.last + 1]]
     for part, s in [*zip(parts, slices, strict=True)][known.last + 1 :]:
         if s.jaxpr.eqns:
@@ -365,7 +357,6 @@ def slice_of(
     debug_info: DebugInfo,
     shards: Mapping[Var, Shards],
     given: Set[Var] = frozenset(),
-    can_be_cut: Callable[[Equation], bool] = holds_equations,
 ) -> Slice:
     """The slice of some equations and results.
 
@@ -373,7 +364,6 @@ def slice_of(
       eqns, outputs: the equations and results to include.
       debug_info, shards: those of the program.
       given: the variables that other parts provide.
-      can_be_cut: whether an equation may hold what its results do not need.
     """
     defined = {v for eqn in eqns for v in eqn.outvars} - given
     read = [v for vs in [*(eqn.invars for eqn in eqns), outputs] for v in vs if not isinstance(v, Literal)]

@@ -15,7 +15,7 @@ from jax_offload._base.around import around
 from jax_offload._base.donation import Home
 from jax_offload._base.memory import on_host, to_host
 from jax_offload._base.on_disk import not_from_disk
-from jax_offload._base.trace import was_on_host
+from jax_offload._ir.trace import was_on_host
 from jax_offload._placement.placement import Leaf
 
 

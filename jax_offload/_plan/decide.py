@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Var
 from jax_offload._base.memory import is_host_aval
-from jax_offload._base.trace import LARGE, Backward
 from jax_offload._ir.primitives import PLACED
 from jax_offload._ir.program import Program
 from jax_offload._ir.slices import Pass, Slice, cut, joined, repeats_effects
+from jax_offload._ir.trace import LARGE, Backward
 from jax_offload._plan.plan import OnCores, Planned, PlannedPass, Whole, Window
 from jax_offload._plan.serialise import Serialise, serial_of
 from jax_offload._plan.transfers import buffers, transfer_of

@@ -20,14 +20,13 @@ import jax.numpy as jnp
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Equation, Var, flops
 from jax_offload._base.memory import is_host_aval
-from jax_offload._ir.primitives import CHEAP, ELEMENTWISE, REDUCE
+from jax_offload._ir.primitives import is_cheap
 from jax_offload._ir.propagate import Node, topological
 from jax_offload._ir.slices import Slice
 from jax_offload._plan.decide import FLOPS_PER_BYTE
 from jax_offload._plan.hoist import CannotHoist
 from jax_offload._plan.in_scan import InScan
 from jax_offload._plan.plan import Planned
-from jax_offload._plan.rules import changes_only_shapes
 
 LEAST_GATES = 4  # with fewer there is nothing to hold back
 AT_ONCE = "most of its gradients are there only at once: a number needs all, such as their norm, or one call makes them"
@@ -289,8 +288,7 @@ def is_heavy_equation(eqn: Equation) -> bool:
 
     A norm's scale that is taken out of a leaf is not: a gate that held it instead of an activation would hold nothing.
     """
-    name = eqn.primitive.name
-    return not (name in ELEMENTWISE or name in REDUCE or name in CHEAP or changes_only_shapes(name))
+    return not is_cheap(eqn)
 
 
 def is_large(v: Var) -> bool:

@@ -15,15 +15,15 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.jaxprs import DropVar, Equation, Literal, Scan, scan_of, variables
+from jax_offload._base.jaxprs import DropVar, Equation, Literal, Scan, located, scan_of, variables
 from jax_offload._base.memory import is_host_aval
-from jax_offload._ir.primitives import ELEMENTWISE
+from jax_offload._ir.primitives import ELEMENTWISE, SHAPES
 from jax_offload._ir.program import Program, Var
 from jax_offload._ir.propagate import NEEDS, Mask, Node, forward, groups, needed_for, union
 from jax_offload._ir.propagate import needed as nodes_needed
 from jax_offload._ir.slices import Slice, slice_of
 from jax_offload._plan.plan import RowWise
-from jax_offload._plan.rules import Dependent, Partial, Rows, changes_only_shapes, chunked_dims, rule_of
+from jax_offload._plan.rules import Dependent, Partial, Rows, chunked_dims, rule_of
 from jax_offload._plan.transfers import same_type
 
 NEEDS_ALL = "something that needs all gradients, such as their norm, stands between them and their update"
@@ -135,11 +135,11 @@ class Hoist:
                 taken, needed = closure(makers, {v: flow.dims.get(v) for v in targets}, dims_of)
                 move = self._move(taken, targets, needed)
             except (CannotHoist, Dependent) as reason:
-                why.append(str(reason))
+                why.append(located(str(reason), self.program.eqns[self.at]))
                 continue
             reads, writes = {*move.slice.inputs}, {old for old in move.how.buffers if old is not None}
             if not reads.isdisjoint(written) or not writes.isdisjoint(read):
-                why.append("two gradients change the same leaf")
+                why.append(located("two gradients change the same leaf", self.program.eqns[self.at]))
                 continue
             moves.append(move)
             moved |= own
@@ -186,7 +186,7 @@ class Hoist:
                     wanted |= more
                 move, inside = self._feeding(taken, rows, xs, wanted)
             except (CannotHoist, Dependent) as reason:
-                why.append(str(reason))
+                why.append(located(str(reason), self.program.eqns[self.at]))
                 continue
             moves.append(move)
             moved |= inside
@@ -208,9 +208,10 @@ class Hoist:
         needs, maker = NEEDS.spread(body.eqns, carried), {v: eqn for eqn in body.eqns for v in eqn.outvars}
         made = [v for k in sums if not isinstance(v := body.outvars[k], Literal) and needs.get(v, 0) & ~(1 << k)]
         if not made:
-            return MICROBATCHES
+            return located(MICROBATCHES, self.program.eqns[self.at])
         added = [maker[x] for v in made for x in variables(maker[v].invars) if x in maker]
-        return BY_INDEX if any(eqn.primitive.name in _PLACED for eqn in added) else SHARED
+        by_index = any(eqn.primitive.name in _PLACED for eqn in added)
+        return located(BY_INDEX if by_index else SHARED, self.program.eqns[self.at])
 
     @functools.cached_property
     def _results(self) -> frozenset[Var]:
@@ -289,7 +290,9 @@ class Hoist:
             found, _ = needed_for([eqn for eqn in taken if id(eqn) in inside], wanted)
             if not found:
                 return twice
-            if not all(is_cheap(eqn) for eqn in found) or any(is_host_aval(v.aval) for e in found for v in e.invars):
+            if not all(_may_run_twice(eqn) for eqn in found) or any(
+                is_host_aval(v.aval) for e in found for v in e.invars
+            ):
                 raise CannotHoist(NEEDED_BEFORE)
             twice |= {id(eqn) for eqn in found}
 
@@ -383,19 +386,20 @@ def _flow(eqns: Sequence[Equation], scan: Scan, at: int, claimed: Set[int]) -> _
         if others := [v for v in ins if v in later and v not in rows]:
             if eqn.primitive.name not in _HEAVY:
                 why = NEEDS_ALL if any(v in of_rows for v in others) else OF_THE_SCAN
-                flow.blocked.update(dict.fromkeys(rows, why))
+                flow.blocked.update(dict.fromkeys(rows, located(why, eqn)))
             continue
         shape, dim = rows[0].aval.shape, flow.dims[rows[0]]
         known = {v: d for v in ins if v not in later and (d := rows_like(v, shape, dim.dim)) is not None}
         if any(flow.known.get(v, d) != d for v, d in known.items()) or (known and dim.per_row > 1):
-            flow.blocked.update(dict.fromkeys(rows, "its rows are merged"))
+            flow.blocked.update(dict.fromkeys(rows, located("its rows are merged", eqn)))
             continue
         dims = [None if isinstance(v, Literal) else flow.dims.get(v, known.get(v)) for v in eqn.invars]
         try:
             out, _ = rule_of(eqn, dims, scan.length, shape, dim.dim)
         except Dependent as why:
             if eqn.primitive.name not in _HEAVY:
-                flow.blocked.update(dict.fromkeys(rows, f"its update does not keep layers apart: {why}"))
+                why = located(f"its update does not keep layers apart: {why}", eqn)
+                flow.blocked.update(dict.fromkeys(rows, why))
             continue
         if any(d is None for d in out):
             continue
@@ -451,7 +455,7 @@ def pulled(eqn: Equation, needed: Mapping[Var, Rows | None], size: int, own: Set
     """
     wanted = {v: needed[v] for v in eqn.outvars if v in needed}
     dims = {*wanted.values()}
-    cheap = is_cheap(eqn) or id(eqn) in own
+    cheap = _may_run_twice(eqn) or id(eqn) in own
     if len(dims) != 1 or None in dims or not cheap or eqn.effects:
         return None
     (dim,) = dims
@@ -468,10 +472,9 @@ def pulled(eqn: Equation, needed: Mapping[Var, Rows | None], size: int, own: Set
     return guess if all(d == dim for v, d in zip(eqn.outvars, out, strict=True) if v in wanted) else None
 
 
-def is_cheap(eqn: Equation) -> bool:
-    """Whether an equation may be run twice."""
+def _may_run_twice(eqn: Equation) -> bool:
     name = eqn.primitive.name
-    return name in ELEMENTWISE or name == "cond" or changes_only_shapes(name)
+    return name in ELEMENTWISE or name == "cond" or name in SHAPES
 
 
 def rows_like(v: Var, shape: tuple[int, ...], dim: int) -> Rows | None:

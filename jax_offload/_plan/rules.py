@@ -36,7 +36,6 @@ from jax_offload._base.jaxprs import (
     run_equation,
     values_of,
 )
-from jax_offload._base.own_primitives import COMPOSITE, decomposition
 from jax_offload._base.shardings import types_of_axes
 from jax_offload._ir.primitives import ELEMENTWISE, REDUCE
 
@@ -85,31 +84,24 @@ class Registered:
 
     Attributes:
       makes_rows: asked though no operand has rows, as a result may.
-      only_shapes: the primitive computes nothing, so it may run twice: an update moves past it.
     """
 
     answer: Rule
     makes_rows: bool
-    only_shapes: bool
 
 
 RULES: dict[str, Registered] = {}
 
 
-def rule(*names: str, makes_rows: bool = False, only_shapes: bool = False) -> Callable[[Rule], Rule]:
+def rule(*names: str, makes_rows: bool = False) -> Callable[[Rule], Rule]:
     """Registers a rule for the primitives of these names: see ``Registered``."""
 
     def register(answer: Rule) -> Rule:
         assert RULES.keys().isdisjoint(names), f"two rules for one of {names}"
-        RULES.update(dict.fromkeys(names, Registered(answer, makes_rows, only_shapes)))
+        RULES.update(dict.fromkeys(names, Registered(answer, makes_rows)))
         return answer
 
     return register
-
-
-def changes_only_shapes(name: str) -> bool:
-    """Whether a primitive of this name computes nothing, as its rule says."""
-    return name in RULES and RULES[name].only_shapes
 
 
 # ---- what rules are made of
@@ -163,7 +155,7 @@ def _without(rows: Rows, removed: Sequence[int]) -> Rows:
 # ---- what may make rows
 
 
-@rule("iota", makes_rows=True, only_shapes=True)
+@rule("iota", makes_rows=True)
 def counted(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer:
     params, axis = eqn.params, where.axis
     if not where.begins(params["shape"]):
@@ -180,7 +172,7 @@ def counted(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer:
     return [Rows(axis)], numbered
 
 
-@rule("broadcast_in_dim", makes_rows=True, only_shapes=True)
+@rule("broadcast_in_dim", makes_rows=True)
 def broadcast(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer:
     axis, rows, mapped = where.axis, dims[0], eqn.params["broadcast_dimensions"]
     if rows is not None:
@@ -262,19 +254,19 @@ def multiplied(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answ
 # ---- what only changes shapes
 
 
-@rule("pad", only_shapes=True)
+@rule("pad")
 def padded(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer | None:
     rows = _of_first(eqn, dims)
     return ([rows], as_it_is(eqn)) if eqn.params["padding_config"][rows.dim] == (0, 0, 0) else None
 
 
-@rule("squeeze", only_shapes=True)
+@rule("squeeze")
 def squeezed(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer | None:
     rows, removed = _of_first(eqn, dims), eqn.params["dimensions"]
     return ([_without(rows, removed)], as_it_is(eqn)) if rows.dim not in removed else None
 
 
-@rule("slice", only_shapes=True)
+@rule("slice")
 def sliced(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer | None:
     rows = _of_first(eqn, dims)
     all_rows = eqn.outvars[0].aval.shape[rows.dim] == eqn.invars[0].aval.shape[rows.dim]
@@ -283,13 +275,13 @@ def sliced(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer |
     return [rows], resized(eqn, "limit_indices", rows)
 
 
-@rule("transpose", only_shapes=True)
+@rule("transpose")
 def transposed(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer:
     rows = _of_first(eqn, dims)
     return [Rows(eqn.params["permutation"].index(rows.dim), rows.per_row)], as_it_is(eqn)
 
 
-@rule("reshape", only_shapes=True)
+@rule("reshape")
 def reshaped(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer | None:
     rows, new = _of_first(eqn, dims), eqn.params["new_sizes"]
     if eqn.params.get("dimensions") is not None:
@@ -375,9 +367,9 @@ def rule_of(
 # ---- the rules of equations that hold others
 
 
-@rule("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", COMPOSITE)
+@rule("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
 def called(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer:
-    inner = decomposition(eqn) if eqn.primitive.name == COMPOSITE else called_by(eqn)
+    inner = called_by(eqn)
     jaxpr, all_dims = _inside(inner, dims)
 
     def run(chunk: jax.Array, *args: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Encode and decode single numbers in few bits, each in one operation of XLA (``elementwise``)."""
+"""Encode and decode numbers in few bits, each by itself."""
 
 from __future__ import annotations
 

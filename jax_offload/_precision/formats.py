@@ -24,7 +24,6 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jax_offload._base.arrays import is_integer
-from jax_offload._base.own_primitives import elementwise
 from jax_offload._base.shardings import constrained, padded, shards_of, typed_sharding
 from jax_offload._precision.elements import (
     INTEGERS,
@@ -124,20 +123,19 @@ def encode(x: jax.Array, storage: Storage, seed: Any = None) -> tuple[jax.Array,
     if storage.dtype == "float32":
         return x, None
     if storage.dtype == "bfloat16":
-        return elementwise(to_bfloat16, x, *_places(x, seed), strides=_strides(x)), None
+        return to_bfloat16(x, *_places(x, seed), strides=_strides(x)), None
     blocks = _in_blocks(x, storage.block)
-    scale = jnp.max(elementwise(magnitude, blocks, dtype=storage.dtype), axis=-1)
+    scale = jnp.max(magnitude(blocks, dtype=storage.dtype), axis=-1)
     if storage.dtype in SCALED:
-        scale = elementwise(scale_of, scale, dtype=storage.dtype)
+        scale = scale_of(scale, dtype=storage.dtype)
     elif storage.dtype == "uint8":
-        scale = elementwise(with_sign, scale, jnp.max(elementwise(negative, blocks), axis=-1))
-    values = elementwise(
-        to_float if storage.dtype in SCALED else to_code,
+        scale = with_sign(scale, jnp.max(negative(blocks), axis=-1))
+    values = (to_float if storage.dtype in SCALED else to_code)(
         *(x, _per_element(scale, x, storage.block), *_places(x, seed)),
         dtype=storage.dtype,
         strides=_strides(x),
     )
-    return values, scale if storage.dtype in SCALED else elementwise(or_nan, scale)
+    return values, scale if storage.dtype in SCALED else or_nan(scale)
 
 
 def decode(values: jax.Array, scale: jax.Array | None, storage: Storage) -> jax.Array:
@@ -147,7 +145,7 @@ def decode(values: jax.Array, scale: jax.Array | None, storage: Storage) -> jax.
     wide = _per_element(scale, values, storage.block)
     if storage.dtype in SCALED:
         return values.astype(jnp.float32) * wide
-    return elementwise(from_code, values, wide, dtype=storage.dtype)
+    return from_code(values, wide, dtype=storage.dtype)
 
 
 @functools.lru_cache(1024)

@@ -3,12 +3,13 @@
 - Mutable arrays whose life is inside the step become values.
 - A loop that takes its layers by their numbers, and sums their gradients up, becomes a scan over stacked layers.
 - A scan over layers that the step itself has stacked becomes the layers one after the other.
+- An update in a branch becomes one that always runs, and chooses between the old values and the new ones.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -16,12 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_offload._base.jaxprs import (
+    REFERENCES,
     Atom,
     Equation,
     Literal,
     Scan,
     Var,
+    branches_of,
     closed,
+    effects_of,
     jax_fun,
     jaxpr_of,
     renamed,
@@ -30,18 +34,22 @@ from jax_offload._base.jaxprs import (
     variables,
     without_dead_code,
 )
+from jax_offload._base.memory import is_host_aval
+from jax_offload._base.own_primitives import params_of
 from jax_offload._base.private import without_references
-from jax_offload._emit.find import is_update
-from jax_offload._ir.program import Program, flat, replaced, spliced
+from jax_offload._emit.find import holds_update, is_update
+from jax_offload._emit.region import Update
+from jax_offload._ir.branches import choice
+from jax_offload._ir.primitives import is_cheap
+from jax_offload._ir.program import Builder, Program, flat, rebuilt, replaced, traced_for, without_round_trips
 from jax_offload._ir.slices import slice_of
 
-_REFERENCES = "InternalMutableArrayEffect"
 _MOST_UNROLLED = 256
 
 
 def canonical(program: Program) -> Program:
     """Return the step's program in that form, with the same inputs and results."""
-    program = dereferenced(program)
+    program = always_updating(dereferenced(program))
     for at in [k for k, eqn in enumerate(program.eqns) if eqn.primitive.name == "scan"][::-1]:
         program = _by_rows(program, at)
     return _unrolled(program)
@@ -49,9 +57,90 @@ def canonical(program: Program) -> Program:
 
 def dereferenced(program: Program, *, any_jit: bool = False) -> Program:
     """Replace the mutable arrays that live inside a program by values."""
-    if not any(type(effect).__name__ == _REFERENCES for effect in program.effects):
+    if not any(type(effect) in effects_of(REFERENCES) for effect in program.effects):
         return program
     return flat(without_references(program.closed), any_jit=any_jit)
+
+
+# Updates in branches -----------------------------------------------------------------------------------------------
+
+
+def always_updating(program: Program) -> Program:
+    """Move updates out of branches that hold nothing dear beside them.
+
+    An update that goes on with another's state stays in its branch.
+    """
+    inputs = {*program.inputs}
+
+    def rule(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
+        follows = any(is_host_aval(v.aval) and v not in inputs for v in variables(operands))
+        return None if follows else _unbranched(new, eqn, operands)
+
+    return rebuilt(program, rule)
+
+
+def _unbranched(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
+    """The results of a ``cond`` around updates, which run outside of it; ``None`` for any other equation."""
+    if eqn.primitive.name != "cond" or eqn.effects or not holds_update(eqn):
+        return None
+    branches = [rebuilt(flat(branch), _unbranched) for branch in branches_of(eqn)]
+    if not all(is_update(each) or is_cheap(each) for branch in branches for each in branch.eqns):
+        return None
+    which, *given = operands
+    inside = [Builder().inside(branch, given) for branch in branches]
+    eqns = [each for own, branch in zip(inside, branches, strict=True) for each in own.copy(*branch.eqns)]
+    cases = list(zip(*(own.read(branch.outputs) for own, branch in zip(inside, branches, strict=True)), strict=True))
+    read = {v for each in eqns for v in variables(each.invars)}
+    unknown = {v for each in eqns for v in each.outvars}
+    found = dict[int, Atom]()
+    for each in eqns:
+        if is_update(each):
+            own = {k: xs for k, xs in enumerate(cases) if _is_only_made_by(each, xs, unknown)}
+            others = {v for k, xs in enumerate(cases) if k not in own for v in variables(xs)}
+            each, chosen = _choosing(each, which, own, read | others)
+            found |= chosen
+        unknown -= {*each.outvars}
+        new.eqns.append(each)
+    return [found[k] if k in found else choice(new, which, xs) for k, xs in enumerate(cases)]
+
+
+def _is_only_made_by(eqn: Equation, xs: Sequence[Atom], unknown: Set[Var]) -> bool:
+    """Whether one of some values is made by an equation, and the others are known before it."""
+    return [v in eqn.outvars for v in variables(xs) if v in unknown] == [True]
+
+
+def _choosing(
+    eqn: Equation, which: Atom, cases: Mapping[int, Sequence[Atom]], read: Set[Var]
+) -> tuple[Equation, dict[int, Atom]]:
+    """An update that makes some choices between its results and other values, and what it makes of each.
+
+    ``read``: what is read of its own results.
+    """
+    update: Update = eqn.params["update"]
+    program, olds = update.program, update.next_values
+    named: dict[Any, str] = {**update.names}
+    pairs = [*zip(eqn.invars, update.operands, strict=True), *zip(eqn.outvars, program.outputs, strict=True)]
+    names: dict[Var, Atom] = {v: x for v, x in pairs if isinstance(v, Var)}
+    more = [v for v in dict.fromkeys(variables([which, *(x for xs in cases.values() for x in xs)])) if v not in names]
+    inputs = [Var(v.aval) for v in more]
+    names |= zip(more, inputs, strict=True)
+    inner = Builder(list(program.eqns))
+    chosen = [choice(inner, renamed(names, which), [renamed(names, x) for x in xs]) for xs in cases.values()]
+    kept = [(v, x) for v, x in zip(eqn.outvars, program.outputs, strict=True) if v in read]
+    made = [next(names[v] for v in variables(xs) if v in eqn.outvars) for xs in cases.values()]
+    outputs = [*(x for _, x in kept), *chosen]
+    program = dataclasses.replace(program, inputs=[*program.inputs, *inputs], outputs=outputs, eqns=inner.eqns)
+    program = without_round_trips(program)
+    same = dict(zip(variables(program.outputs), [*(x for _, x in kept), *made], strict=True))
+    update = dataclasses.replace(
+        update.replanned(program, update.gradients),
+        next_values={new: olds[x] for new, x in same.items() if isinstance(x, Var) and x in olds},
+        names={**update.names, **{new: named[x] for new, x in same.items() if x in named}},
+    )
+    results = [Var(v.aval) for v in program.outputs[len(kept) :]]
+    outvars = [*(v for v, _ in kept), *results]
+    eqn = eqn.replace(invars=[*eqn.invars, *more], outvars=outvars, params=params_of(update))
+    return eqn, dict(zip(cases, results, strict=True))
 
 
 # Layers by their numbers -------------------------------------------------------------------------------------------
@@ -129,13 +218,7 @@ def _are_numbers_of_rows(program: Program, at: int, body: Program, starts: Seque
 
     def run(*inputs: Any) -> list[Any]:
         env = dict(zip(before.outputs, before.run(*inputs), strict=True))
-        consts, carry, xs = _parted(scan, values_of(env, eqn.invars))
-
-        def one(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-            results = numbered(*consts, *carry, *x)
-            return results[:m], results[m:]
-
-        return jax.lax.scan(one, carry, xs, scan.length, scan.reverse)[1]
+        return scan.run(numbered, *scan.parted(values_of(env, eqn.invars)))[1]
 
     traced, _ = jaxpr_of(run, *(v.aval for v in before.inputs))
     jaxpr, needed = without_dead_code(traced.jaxpr)
@@ -149,11 +232,6 @@ def _are_numbers_of_rows(program: Program, at: int, body: Program, starts: Seque
         return bool(np.all((x.val if isinstance(x, Literal) else values[x]) == wanted))
 
     return all(is_constant(k, number) and all(is_constant(x, 0) for x in zeros) for k, *zeros in starts)
-
-
-def _parted(scan: Scan, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    n, m = len(scan.consts), len(scan.init)
-    return list(operands[:n]), list(operands[n : n + m]), list(operands[n + m :])
 
 
 def _over_rows(
@@ -182,23 +260,20 @@ def _over_rows(
     run_body = jax_fun(dataclasses.replace(
         body, inputs=[*inputs, *own_xs], outputs=[renamed(names, v) for v in outputs], eqns=eqns).closed)  # fmt: skip
 
+    def with_rows(*args: Any) -> list[Any]:
+        k = len(args) - len(own_xs)
+        results = run_body(*args[:k], *(row[None] for row in args[k:]))
+        k = len(results) - len(summed)
+        return [*results[:k], *(row[0] for row in results[k:])]
+
     def run(*operands: Any) -> list[Any]:
-        consts, init, xs = _parted(scan, operands)
+        consts, init, xs = scan.parted(operands)
         whole = [x for k, x in enumerate(consts) if k not in read]
-
-        def one(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-            own = [row[None] for row in x[len(xs) :]]
-            results = run_body(*whole, *carry, *x[: len(xs)], *own)
-            stacked = results[len(carried) :]
-            ys, sums = stacked[: len(stacked) - len(summed)], stacked[len(stacked) - len(summed) :]
-            return results[: len(carried)], [*ys, *(row[0] for row in sums)]
-
-        rows = [*xs, *(consts[k] for k in read)]
-        carry, ys = jax.lax.scan(one, [init[k] for k in carried], rows, scan.length, scan.reverse, scan.unroll)
+        carry, ys = scan.run(with_rows, whole, [init[k] for k in carried], [*xs, *(consts[k] for k in read)])
         found = dict(zip(carried, carry, strict=True)) | dict(zip(summed, ys[len(ys) - len(summed) :], strict=True))
         return [*(found[k] for k in range(m)), *ys[: len(ys) - len(summed)]]
 
-    return flat(jaxpr_of(run, *(v.aval for v in eqn.invars))[0])
+    return traced_for(eqn, run)
 
 
 # Layers that the step has stacked ------------------------------------------------------------------------------------
@@ -218,44 +293,40 @@ def _unrolled(program: Program) -> Program:
     ):
         return program
     rows: dict[Var, list[Atom]] = {}  # a stack that need not exist -> its rows
-    eqns: list[Equation] = []
-    names: dict[Var, Atom] = {}
-
-    def emit(fun: Callable[..., Any], *operands: Atom) -> list[Atom]:
-        return spliced(flat(jaxpr_of(fun, *(v.aval for v in operands))[0]), operands, eqns)
+    new = Builder()
 
     def whole(v: Atom) -> Atom:
         """The variable, or literal, itself: a stack whose rows are known is made."""
-        if not isinstance(v, Literal) and v in rows and v not in names:
-            (names[v],) = emit(lambda *xs: jnp.stack(xs), *rows[v])
-        return renamed(names, v)
+        if not isinstance(v, Literal) and v in rows and v not in new.names:
+            (new.names[v],) = new.run(lambda *xs: jnp.stack(xs), *rows[v])
+        return renamed(new.names, v)
 
     def row(v: Atom, k: int) -> Atom:
         if not isinstance(v, Literal) and v in rows:
             return rows[v][k]
-        return emit(lambda x: x[k], whole(v))[0]
+        return new.run(lambda x: x[k], whole(v))[0]
 
     for eqn in program.eqns:
         stacks = [v for v in variables(eqn.invars) if v in rows]
         scan = scan_of(eqn)
         if eqn.outvars and eqn.outvars[0] in of_layers:
-            rows[eqn.outvars[0]] = [renamed(names, v) for v in eqn.invars]
+            rows[eqn.outvars[0]] = new.read(eqn.invars)
         elif scan is not None and any(v in rows for v in variables(scan.xs)):
             body, m = flat(scan.body), len(scan.init)
             consts, carry = [whole(v) for v in scan.consts], [whole(v) for v in scan.init]
             ys: list[list[Atom]] = [[] for _ in scan.ys]
             for k in reversed(range(scan.length)) if scan.reverse else range(scan.length):
-                results = spliced(body, [*consts, *carry, *(row(x, k) for x in scan.xs)], eqns)
+                results = new.call(body, [*consts, *carry, *(row(x, k) for x in scan.xs)])
                 carry = results[:m]
                 for own, y in zip(ys, results[m:], strict=True):
                     own.append(y)
-            names.update(zip(scan.carry, carry, strict=True))
+            new.names.update(zip(scan.carry, carry, strict=True))
             rows.update((y, own[::-1] if scan.reverse else own) for y, own in zip(scan.ys, ys, strict=True))
         elif eqn.primitive.name == "unstack" and stacks and eqn.params["axis"] == 0:
-            names.update(zip(eqn.outvars, rows[stacks[0]], strict=True))
+            new.names.update(zip(eqn.outvars, rows[stacks[0]], strict=True))
         else:
-            eqns.append(eqn.replace(invars=[whole(v) for v in eqn.invars]))
-    return dataclasses.replace(program, eqns=eqns, outputs=[whole(v) for v in program.outputs])
+            new.eqns.append(eqn.replace(invars=[whole(v) for v in eqn.invars]))
+    return dataclasses.replace(program, eqns=new.eqns, outputs=[whole(v) for v in program.outputs])
 
 
 def _all_in(eqn: Equation, known: Set[Var]) -> bool:

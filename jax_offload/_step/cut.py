@@ -7,14 +7,13 @@ they lie beside the next forward pass; on the host; or in groups, while their st
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from jax_offload._base.donation import is_guard
-from jax_offload._base.jaxprs import ClosedJaxpr, Equation, ordered, values_of, variables
+from jax_offload._base.jaxprs import Equation, ordered, variables
 from jax_offload._base.on_disk import READ
 from jax_offload._emit.find import holds_update
-from jax_offload._ir.program import Program, Var, flat, without
+from jax_offload._ir.program import Program, Var, rebuilt
 from jax_offload._ir.propagate import made_of, needed_for
 from jax_offload._ir.slices import Slice, consecutive
 
@@ -39,32 +38,17 @@ class Cut:
     def parts(self) -> tuple[Slice, Slice, Slice]:
         return self.before, self.update, self.after
 
-    @property
-    def crossing(self) -> tuple[tuple[Var, ...], tuple[Var, ...]]:
-        """What is made before the updates and read in or after them, gradients say; and what they make for after."""
-        before, update, after = self.parts
-        later = {*update.inputs, *after.inputs}
-        return tuple(v for v in before.outputs if v in later), tuple(v for v in update.outputs if v in {*after.inputs})
 
-    def run(self, args: Sequence[Any], jit: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda f: f) -> list:
-        """The step's results, flat, of its flat arguments; each part wrapped in ``jit``."""
-        env = dict(zip(self.program.inputs, [*self.program.consts, *args], strict=True))
-        for part in self.parts:
-            env.update(zip(part.outputs, jit(part.run)(*(env[v] for v in part.inputs)), strict=True))
-        return values_of(env, self.program.outputs)
+def cut_step(program: Program) -> Cut:
+    """Cut a step's program, in which every ``jit`` is inlined, at its updates.
 
-
-def cut_step(step: ClosedJaxpr | Program) -> Cut:
-    """A step's closed jaxpr, or its program, cut at its updates.
-
-    A ``jit`` around all or a part of it is gone through, and what it says of donation, shardings and compiling is not
-    kept. What else an update stands in goes with it as a whole: a branch, a loop (``skip=``, gradient accumulation that
-    updates inside), ``shard_map``, ``jax.checkpoint``.
+    A branch, a loop (gradient accumulation that updates inside), ``shard_map`` or ``jax.checkpoint`` in which an update
+    stands goes with it as a whole.
 
     Raises:
       ValueError: no ``offload`` updates anything in the step, or it has effects whose order a cut would lose.
     """
-    program = unguarded(step if isinstance(step, Program) else flat(step, any_jit=True))
+    program = unguarded(program)
     marks = [holds_update(eqn) or eqn.primitive is READ for eqn in program.eqns]  # a leaf is read where it is updated
     marked = {id(eqn) for eqn, mark in zip(program.eqns, marks, strict=True) if mark}
     if not any(map(holds_update, program.eqns)):
@@ -93,7 +77,7 @@ def cut_step(step: ClosedJaxpr | Program) -> Cut:
 
 def unguarded(program: Program) -> Program:
     """The program without what keeps donation safe, which whoever jits its parts does."""
-    return without(program, lambda eqn, ins: ins if is_guard(eqn) else None)
+    return rebuilt(program, lambda _, eqn, ins: ins if is_guard(eqn) else None)
 
 
 def _constants_where_used(program: Program, places: Sequence[int]) -> list[int]:

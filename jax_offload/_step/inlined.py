@@ -8,12 +8,10 @@ from collections.abc import Mapping, Sequence
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Atom, DropVar, Equation, Literal, Var, renamed, variables
 from jax_offload._base.memory import is_host_aval
-from jax_offload._base.own_primitives import decomposed
 from jax_offload._emit.find import is_update
 from jax_offload._emit.region import Update
-from jax_offload._ir.conds import scalars_hoisted
 from jax_offload._ir.primitives import CHECKPOINT
-from jax_offload._ir.program import Program, flat
+from jax_offload._ir.program import Program, decomposed, flat
 from jax_offload._plan.decide import FLOPS_PER_BYTE
 from jax_offload._plan.gates import is_heavy_equation
 from jax_offload._plan.transfers import same_type
@@ -133,10 +131,11 @@ def inlined(program: Program) -> Inlined | None:
             eqns.append(eqn.replace(invars=ins))
             continue
         update: Update = eqn.params["update"]
-        recipe = scalars_hoisted(update.program)
+        recipe = update.program
         given = dict(zip(recipe.inputs, ins, strict=True))
         for each in decomposed(recipe.eqns):
-            new = each.replace(invars=[renamed(given, v) for v in each.invars])
+            line = each.source_info.replace(traceback=eqn.source_info.traceback)  # of the user's call
+            new = each.replace(invars=[renamed(given, v) for v in each.invars], source_info=line)
             own[id(new)] = Own(found.index(update), each)
             eqns.append(new)
         operands |= given

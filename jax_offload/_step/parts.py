@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, renamed, scan_of, variables
+from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, located, renamed, scan_of, variables
 from jax_offload._emit.find import is_update
 from jax_offload._emit.region import Update
 from jax_offload._ir.peel import peeled, why_not_peeled
@@ -58,9 +58,9 @@ class Parts:
 
     def saying_of_microbatches(self, why: str) -> Parts:
         """The same, which says why the last of them does not host the update."""
-        if not why or MICROBATCHES not in self.step.stays:
+        if not why:
             return self
-        stays = tuple(f"{each}: {why}" if each == MICROBATCHES else each for each in self.step.stays)
+        stays = tuple(f"{MICROBATCHES}: {why}" if each.startswith(MICROBATCHES) else each for each in self.step.stays)
         parts: list[Part] = [part.saying(stays) if isinstance(part, Rest) else part for part in self.parts]
         return dataclasses.replace(self, step=dataclasses.replace(self.step, stays=stays), parts=parts)
 
@@ -135,24 +135,25 @@ def _decided(found: Inlined, apart: bool = False) -> Parts:
     step = dataclasses.replace(step, stays=tuple(dict.fromkeys(stays)))
     parts, why = _parts(step, plans, moved)
     if why and not step.stays:
-        why = IN_A_SHARD_MAP if _from_a_shard_map(step) else why
+        made = _shard_map_of_gradients(step)
+        why = why if made is None else located(IN_A_SHARD_MAP, made)
         step = dataclasses.replace(step, stays=(why,))
         parts = [part.saying(step.stays) if isinstance(part, Rest) else part for part in parts]
     moved_any = bool(plans) or any(isinstance(part, Gate) for part in parts)
     return Parts(step, parts, moved_any, tuple(at for at in summing if at in awaited))
 
 
-def _from_a_shard_map(step: Inlined) -> bool:
-    """Whether a ``shard_map`` makes gradients, which at most elementwise arithmetic has changed since."""
+def _shard_map_of_gradients(step: Inlined) -> Equation | None:
+    """The ``shard_map`` that makes gradients, which at most elementwise arithmetic has changed since."""
     wanted = {*step.gradients}
     for eqn in reversed(step.program.eqns):
         if wanted.isdisjoint(eqn.outvars):
             continue
         if eqn.primitive.name == "shard_map":
-            return True
+            return eqn
         if eqn.primitive.name in ELEMENTWISE:
             wanted.update(variables(eqn.invars))
-    return False
+    return None
 
 
 def _awaited(step: Inlined, scans: Iterable[int], moved: Set[int]) -> set[int]:
@@ -234,7 +235,8 @@ def _between_passes(
         return interleaved(pieces, range(len(pieces)), outputs), ""
     except CannotHoist as stays:
         on_host = any(nodes[place].payload.update.planned for place in places)
-        why = str(stays) if on_host else ""
+        own = next(eqn for eqn in step.program.eqns if id(eqn) in step.own)
+        why = located(str(stays), own) if on_host else ""
     try:
         return interleaved(nodes, which, outputs), why
     except CannotHoist:

@@ -22,6 +22,7 @@ from jax_offload._base.jaxprs import (
     holds,
     jax_fun,
     jaxpr_of,
+    located,
     only_callbacks,
     ordered,
     scan_of,
@@ -41,12 +42,11 @@ from jax_offload._emit.hoisted import one_after_the_other, scanned
 from jax_offload._emit.region import Update, bound, marked
 from jax_offload._emit.rows import Names
 from jax_offload._emit.run import functions
-from jax_offload._ir.program import Program, as_program, expanded, flat, replaced, without_effects_of_axes
+from jax_offload._ir.program import Program, expanded, flat, replaced, traced_for, without_effects_of_axes
 from jax_offload._ir.slices import Slice
 from jax_offload._plan.gates import Gate, Piece
 from jax_offload._plan.in_scan import InScan
 from jax_offload._step.canonical import canonical
-from jax_offload._step.choices import choosing
 from jax_offload._step.inlined import runs_one_twice
 from jax_offload._step.parts import Parts, Rest, parts_of
 from jax_offload._step.returned import unreturned
@@ -120,7 +120,7 @@ def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
         return _as_it_is(closed, (lost.why,), args)
     try:
         plain = canonical(program)
-        found = None if ordered(plain.effects) else _parts(plain)
+        found = None if ordered(plain.effects) else parts_of(_noted_inside(plain))
         if found is not None and found.moved:
             return _traced(found, args)
     except Exception as fault:  # whatever is wrong with a rewritten step, the one that was written runs
@@ -178,20 +178,6 @@ def _operands_of(part: Slice | InScan | Rest | Piece) -> list[Var]:
     return part.slice.inputs if isinstance(part, Piece) else variables(part.operands)
 
 
-def _parts(program: Program) -> Parts | None:
-    """The parts of a step; where nothing of its update moves, those with an update that runs both of its branches."""
-    found = parts_of(_noted_inside(program))
-    if found is not None and _hides(found):
-        return found
-    again = choosing(program)
-    other = None if again is None else parts_of(_noted_inside(again))
-    return other if other is not None and _hides(other) else found
-
-
-def _hides(found: Parts) -> bool:
-    return any(isinstance(part, InScan | Piece) for part in found.parts)
-
-
 def _results_of(part: Slice | InScan | Rest | Piece, env: Mapping[Var, Any], names: Names) -> Iterable[tuple[Var, Any]]:
     """What a part makes."""
     if isinstance(part, InScan):
@@ -238,11 +224,12 @@ def _as_it_is(closed: ClosedJaxpr, why: tuple[str, ...], args: Sequence[Any]) ->
 def _noted_inside(program: Program) -> Program:
     """A step with an update of its own, and others in its branches or loops, which say why they stay there."""
     own = frozenset(id(eqn.params["update"]) for eqn in program.eqns if is_update(eqn))
-    names = [eqn.primitive.name for eqn in program.eqns if not is_update(eqn) and holds_update(eqn)]
-    if not own or not names:
+    inside = [eqn for eqn in program.eqns if not is_update(eqn) and holds_update(eqn)]
+    if not own or not inside:
         return program
-    why = tuple(f"another update runs in a {name} of the step, and stays there" for name in dict.fromkeys(names))
-    return flat(_saying(program.closed, why, own))
+    words = "another update runs in a {} of the step, and stays there"
+    why = dict.fromkeys(located(words.format(eqn.primitive.name), eqn) for eqn in inside)
+    return flat(_saying(program.closed, tuple(why), own))
 
 
 def _saying(closed: ClosedJaxpr, why: tuple[str, ...], but: Set[int] = frozenset()) -> ClosedJaxpr:
@@ -274,8 +261,7 @@ def _by_step(closed: ClosedJaxpr, program: Program) -> ClosedJaxpr | None:
         run = sharded_like(eqn, lambda *operands: emitted(body, operands))
     else:
         return None
-    traced, _ = jaxpr_of(run, *(v.aval for v in eqn.invars))
-    return replaced(program, program.eqns.index(eqn), as_program(traced)).closed
+    return replaced(program, program.eqns.index(eqn), traced_for(eqn, run)).closed
 
 
 def _varies_behind_barriers(eqn: Equation) -> bool:
@@ -285,24 +271,19 @@ def _varies_behind_barriers(eqn: Equation) -> bool:
 
 def _steps(scan: Scan, *operands: Any) -> list[Any]:
     """A loop over steps, each emitted for itself."""
-    n, m = len(scan.consts), len(scan.init)
-
-    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        produced = emitted(scan.body, [*operands[:n], *carry, *x])
-        return produced[:m], produced[m:]
-
-    init, xs = list(operands[n : n + m]), list(operands[n + m :])
-    carry, ys = jax.lax.scan(step, init, xs, scan.length, scan.reverse, scan.unroll)
+    carry, ys = scan.run(lambda *args: emitted(scan.body, args), *scan.parted(operands))
     return [*carry, *ys]
 
 
 def _why_not(closed: ClosedJaxpr, plain: Program) -> tuple[str, ...]:
     """Why a step that is left as it is has no update that moves."""
-    inside = [eqn.primitive.name for eqn in plain.eqns if not is_update(eqn) and holds_update(eqn)]
-    updates = sum(map(is_update, plain.eqns)) + len(inside)
-    if updates and (names := ordered(closed.effects)):
+    inside = [eqn for eqn in plain.eqns if not is_update(eqn) and holds_update(eqn)]
+    updates = [eqn for eqn in plain.eqns if is_update(eqn)]
+    if (updates or inside) and (names := ordered(closed.effects)):
         whose = "" if only_callbacks(closed.effects) else f"of mutable arrays or checks ({', '.join(names)}) "
-        return (f"the step has effects {whose}whose order would be lost",)
-    if runs_one_twice([eqn.params["update"] for eqn in plain.eqns if is_update(eqn)]):
-        return ("the step calls one jitted update several times; take the inner jit away",)
-    return tuple(f"it runs in a {name} of the step, and only what each step runs once moves" for name in inside)
+        having = next(eqn for eqn in plain.eqns if ordered(eqn.effects))
+        return (located(f"the step has effects {whose}whose order would be lost", having),)
+    if runs_one_twice([eqn.params["update"] for eqn in updates]):
+        return (located("the step calls one jitted update several times; take the inner jit away", updates[-1]),)
+    words = "it runs in a {} of the step, and only what each step runs once moves"
+    return tuple(located(words.format(eqn.primitive.name), eqn) for eqn in inside)

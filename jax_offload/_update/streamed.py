@@ -30,10 +30,11 @@ from jax_offload._base.shardings import (
     typed_sharding,
     types_tell,
 )
-from jax_offload._base.trace import backward_of, is_constrained, production_order
 from jax_offload._emit.find import holds_update, updates_in, without_updates
 from jax_offload._emit.region import Update, bound
+from jax_offload._ir.branches import without_branches
 from jax_offload._ir.program import Program, Var, flat, without_round_trips
+from jax_offload._ir.trace import are_constrained, backward_of, production_order
 from jax_offload._placement.zero import resharded
 from jax_offload._plan.options import Claim, Options, claimed, merged
 from jax_offload._plan.order import ranks
@@ -177,16 +178,19 @@ def _serialise(options: Options, updates: Any, produced: list[int] | None) -> Se
     None do if a gradient may be divided between devices in an unknown way, or only while it is updated (ZeRO-1).
     """
     found = Serialise.SUMS if produced is None else Serialise.ALL
-    for path, x in jax.tree_util.tree_flatten_with_path(updates)[0]:
-        if is_array(x) and is_large(x):
-            typed, key = typed_sharding(jax.typeof(x)), key_of(path)
-            explicit = typed is not None and is_explicit(typed.mesh)
-            sharding = typed if explicit else options.partitions.get(key) or options.shardings.get(key)
-            unknown = devices_of(x) > 1 and (sharding is None or is_constrained(x))
-            if unknown or key in options.partitions:
-                return Serialise.NONE
-            if math.prod(shards_of(sharding, x.shape)) > 1:
-                found = Serialise.DIVIDED if found is not Serialise.SUMS else Serialise.NONE
+    leaves = jax.tree_util.tree_flatten_with_path(updates)[0]
+    large = [(key_of(path), x) for path, x in leaves if is_array(x) and is_large(x)]
+    several = [x for _, x in large if devices_of(x) > 1]
+    constrained = dict(zip(map(id, several), are_constrained(several), strict=True))
+    for key, x in large:
+        typed = typed_sharding(jax.typeof(x))
+        explicit = typed is not None and is_explicit(typed.mesh)
+        sharding = typed if explicit else options.partitions.get(key) or options.shardings.get(key)
+        unknown = id(x) in constrained and (sharding is None or constrained[id(x)])
+        if unknown or key in options.partitions:
+            return Serialise.NONE
+        if math.prod(shards_of(sharding, x.shape)) > 1:
+            found = Serialise.DIVIDED if found is not Serialise.SUMS else Serialise.NONE
     return found
 
 
@@ -280,8 +284,9 @@ def traced(recipe: Callable[..., Any], args: tuple[Any, ...], options: Options |
     jaxpr, _ = jaxpr_of(on_arrays, [leaves[i] for i in arrays])
     found = updates_in(jaxpr) if any(map(holds_update, jaxpr.jaxpr.eqns)) else []
     inside = [(each, each.update) for each in found if isinstance(each.update, Update)]
-    program = without_updates(jaxpr) if inside else without_round_trips(flat(jaxpr))
-    sharded = without_updates(jaxpr, sharded=True) if any(update.sharded for _, update in inside) else None
+    program = without_branches(without_updates(jaxpr) if inside else without_round_trips(flat(jaxpr)))
+    divided = any(update.sharded for _, update in inside)
+    sharded = without_branches(without_updates(jaxpr, sharded=True)) if divided else None
     trace = Traced(program, out_tree[0], tuple(treedef.children()), arrays, sharded=sharded)
     claims = []
     if options is not None:

@@ -9,6 +9,7 @@ import tests.conftest  # noqa: F401, I001  (first: it sets up jax's CPU devices)
 import dataclasses
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -468,7 +469,7 @@ def compiled(kind: Kind) -> dict[str, Any]:
         "resident": round(plain.peak / MIB),
         "peak": round(found.peak / MIB),
         "exposed": exposed,
-        "why": stays[0] if exposed > HIDDEN and stays else "",
+        "why": re.sub(r" \(at \S+\)", "", stays[0]) if exposed > HIDDEN and stays else "",
     }
 
 

@@ -1,6 +1,7 @@
 """Why an update does not move into a scan, and what a step does then: it says so."""
 
 import warnings
+from pathlib import Path
 
 import jax
 import jax.experimental
@@ -104,6 +105,10 @@ def scaled_by_the_cotangent(loss):
     return gradients
 
 
+def of_other_layers(change):
+    return lambda loss: lambda params, x: jax.tree.map(change, jax.grad(loss)(params, x))
+
+
 def unrolled(params, x):
     for k in range(L):
         x = jnp.tanh(x @ params["layers"][k])
@@ -136,6 +141,34 @@ def test_why_nothing_moves(gradients_of, loss, expected):
     assert not any(moved(step, *args).values())
     (why,) = reasons(step, *args)
     assert expected in why
+
+
+def test_a_reason_names_the_line_of_the_users_program():
+    model, adamw = model_of("scan"), jo.offload(ADAMW, min_bytes=0)
+    clipping = jo.offload(optax.chain(optax.clip_by_global_norm(1.0), ADAMW), min_bytes=0)
+    params = model.init()
+
+    def normed(params, state, x):
+        grads = jax.grad(model.loss)(params, x)
+        norm = optax.tree.norm(grads)
+        return jo.update_params(adamw, jax.tree.map(lambda g: g / norm, grads), state, params)  # normed
+
+    def clipped(params, state, x):
+        grads = jax.grad(model.loss)(params, x)
+        return jo.update_params(clipping, grads, state, params)  # clipped
+
+    def looping(params, state, x):
+        def one(carry):
+            k, params, state = carry
+            return k + 1, *jo.update_params(adamw, jax.grad(model.loss)(params, x), state, params)
+
+        return jax.lax.while_loop(lambda carry: carry[0] < 2, one, (0, params, state))  # looping
+
+    lines = Path(__file__).read_text().splitlines()
+    for step, tx in (normed, adamw), (clipped, clipping), (looping, adamw):
+        line = 1 + next(k for k, text in enumerate(lines) if text.endswith(f"  # {step.__name__}"))
+        (why,) = reasons(jo.jit(step), params, tx.init(params), batch())
+        assert why.endswith(f"tests/in_scan/test_stays.py:{line})"), why
 
 
 def test_broadcast_variables_of_flax():

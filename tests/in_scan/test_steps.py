@@ -207,7 +207,7 @@ STEPS_OF_PEOPLE = {
     raveling: False,
     without_update: False,
     two_updates: False,  # the first one moves into the forward pass that reads its parameters
-    in_cond: False,
+    in_cond: True,
     another_in_cond: True,
     skipping: True,
     skipping_what_is_not_finite: False,
@@ -221,7 +221,6 @@ STEPS_OF_PEOPLE = {
 SAID = {
     without_update: "no update of an offload was seen in it",
     two_updates: "it moves to the host in this step",
-    in_cond: "it runs in a cond",
     another_in_cond: "another update runs in a cond of the step, and stays there",
     raveling: "its rows are merged",
 }

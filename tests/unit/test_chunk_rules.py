@@ -18,7 +18,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_offload._base.own_primitives import COMPOSITE, MAPPED, MARK, elementwise, mark
+from jax_offload._base.own_primitives import MARK, mark
 from jax_offload._ir.primitives import ELEMENTWISE, REDUCE
 from jax_offload._plan import rules
 from jax_offload._plan.rules import Dependent, Partial, Rows, chunked_dims, run_chunk
@@ -396,7 +396,6 @@ EXAMPLES: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "select_n": (lambda x, y: lax.select_n(x > y, x, y), FLOATS[:2]),
     "sharding_constraint": (_constrained, FLOATS[:1]),
     "stop_gradient": (lax.stop_gradient, FLOATS[:1]),
-    MAPPED: (lambda x, y: elementwise(lax.atan2, x, y), FLOATS[:2]),
     MARK: (lambda x: mark(x, "positive"), FLOATS[:1]),
 }  # fmt: skip
 
@@ -422,12 +421,11 @@ def test_every_elementwise_name_is_a_primitive_of_jax():
 
 
 def test_every_rule_has_a_case():
-    """But for two names that calls may have, the composite's and the collectives', which have their own tests."""
+    """But for two names that calls may have, and the collectives', which have their own tests."""
     tried = {*EXAMPLES}.union(*(_names(case.jaxpr()) for case in ACCEPTED))
     assert rules.RULES.keys() - tried <= {
         "pjit",
         "closed_call",
-        COMPOSITE,
         *"psum psum_invariant pvary pmax pmin".split(),
     }
 

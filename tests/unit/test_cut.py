@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 from jax_offload._base.jaxprs import jax_fun
 from jax_offload._ir.program import flat, without_round_trips
@@ -37,7 +36,7 @@ def primitives(s):
 
 
 W = 6, 4
-LEAF, GRAD, SQUARE, NUMBER, FLAG = host(*W), device(*W), (device(4, 4), host(4, 4)), device(), device(dtype=bool)
+LEAF, GRAD, SQUARE, NUMBER = host(*W), device(*W), (device(4, 4), host(4, 4)), device()
 
 
 def independent(g, h, m, n):
@@ -95,11 +94,6 @@ def dead(g, m, n):
     return store(load(m) + g), g
 
 
-def dead_in_a_branch(ok, g, m, n):
-    _, n = lax.cond(ok, lambda m, n: (load(m) + g, load(n) - g), lambda m, n: (load(m), load(n)), m, n)
-    return store(n)
-
-
 def untouched(g, m, n):
     return g, m, store(load(n)), 3.0
 
@@ -130,7 +124,6 @@ CASES = {  # for every pass and slice the numbers of the host arguments; what is
     "a norm of gradients": (clipped, (GRAD, LEAF, LEAF), [[{1}, {2}]], ["mul", "reduce_sum", "sqrt"]),
     "a norm of gradients, ahead": (clipped, (GRAD, LEAF, LEAF), [[{1}, {2}]], ["mul", "reduce_sum", "sqrt"]),
     "dead code": (dead, (GRAD, LEAF, LEAF), [[{1}]], []),
-    "dead code in a branch": (dead_in_a_branch, (FLAG, GRAD, LEAF, LEAF), [[{3}]], ["convert_element_type"]),
     "returned as it came": (untouched, (GRAD, LEAF, LEAF), [[]], []),
     "a constant that is moved": (with_a_constant, (GRAD, LEAF), [[{1}]], None),
 }  # fmt: skip
@@ -142,35 +135,6 @@ def test_slices_and_what_is_computed_ahead(case):
     program, passes = passes_of(fun, *args, apart=case.endswith("ahead"))
     assert [[{program.inputs.index(v) for v in s.loads} for s in each.slices] for each in passes] == leaves
     assert ahead in (None, primitives(passes[0].prelude))
-
-
-def test_a_number_and_an_array_of_one_equation():
-    """The array's slice is given the number, which the equation that makes both does not make once more."""
-    scaled = jax.jit(lambda m: m * np.arange(4, dtype=np.float32))  # a branch with constants is not divided
-
-    def update(ok, m):
-        x, norm = lax.cond(ok, lambda m: (scaled(m), (m * m).sum()), lambda m: (m, jnp.float32(1)), load(m))
-        return store(x / norm)
-
-    _, (first, second) = passes_of(update, FLAG, LEAF, apart=True)
-    ((number,), inside) = first.slices[0].outputs, second.slices[0]
-    (cond,) = (eqn for eqn in inside.jaxpr.eqns if eqn.primitive.name == "cond")
-    assert number.aval.shape == () and number in inside.inputs
-    assert [v.aval.shape for v in cond.outvars] == [W]
-
-
-def test_a_branch_is_divided_between_slices():
-    """A ``cond`` that serves two slices is a ``cond`` for each, with the leaves of that alone."""
-
-    def update(ok, g, m, n):
-        m, n = lax.cond(ok, lambda m, n: (load(m) + g, load(n) - g), lambda m, n: (load(m), load(n)), m, n)
-        return store(m), store(n)
-
-    _, (only,) = passes_of(update, FLAG, GRAD, LEAF, LEAF)
-    for s in only.slices:
-        (cond,) = (eqn for eqn in s.jaxpr.eqns if eqn.primitive.name == "cond")
-        assert len(s.loads) == len(cond.outvars) == 1
-        assert sorted(len(branch.jaxpr.eqns) for branch in cond.params["branches"]) == [1, 2]
 
 
 def effects(s):

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_offload._base import private
 from jax_offload._base.own_primitives import MARK, mark, mark_of, marks_in
-from jax_offload._base.trace import backward_of, is_constrained, production_order
+from jax_offload._ir.trace import are_constrained, backward_of, production_order
 
 pytestmark = pytest.mark.oldest("the stages, on jax's own jaxprs")
 
@@ -81,8 +81,8 @@ def test_a_sharding_that_was_said_is_seen_through_casts_too():
         said = jax.lax.with_sharding_constraint(jnp.sin(x), sharding)
         return said, said.astype(jnp.bfloat16) * 2, said + 1, jnp.cos(x), x
 
-    assert asked(lambda xs: [*map(is_constrained, xs)], fun, X) == [True, True, False, False, False]
-    assert not is_constrained(jnp.ones(3))
+    assert asked(are_constrained, fun, X) == [True, True, False, False, False]
+    assert are_constrained([jnp.ones(3)]) == [False]
 
 
 # ---- the passes that made them
