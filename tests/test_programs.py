@@ -169,10 +169,3 @@ def test_what_plain_optax_traces_is_traced_offloaded(part):
 @pytest.mark.parametrize("seed", [42, 62, 118, 1141, 1770])
 def test_programs_that_failed(seed):
     assert check(seed)
-
-
-@pytest.mark.exhaustive("2500 random programs")
-@pytest.mark.parametrize("part", range(50))
-def test_many_more(part):
-    for seed in range(1000 + 50 * part, 1050 + 50 * part):
-        check(seed)
