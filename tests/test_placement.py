@@ -13,8 +13,6 @@ import pytest
 import jax_offload as jo
 from tests.support.trees import kinds_of, shardings_in
 
-pytestmark = pytest.mark.oldest("types of memory in a trace")
-
 HOST, DEVICE = "pinned_host", "device"
 
 
