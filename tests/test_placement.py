@@ -21,10 +21,6 @@ def layers(n=12):
     return jax.device_put({"embed": jnp.ones((128, 64)), **params, "head": jnp.ones((64, 128))}, jax.devices()[0])
 
 
-def on_host(tx, params):
-    return [leaf.path for leaf in jo.placement(tx, params).leaves if leaf.host]
-
-
 def test_default_takes_every_large_leaf_and_no_other():
     tx = jo.offload(optax.adamw(1e-3), min_bytes=1024)
     state = tx.init(layers())

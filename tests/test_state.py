@@ -18,7 +18,7 @@ from tests.support.trees import kinds_of, shardings_in
 
 pytestmark = pytest.mark.oldest("shardings and memory kinds of states")
 
-HOST, DEVICE = "pinned_host", "device"
+DEVICE = "device"
 
 
 def params():

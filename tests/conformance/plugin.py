@@ -81,7 +81,7 @@ def wrap(inner: base.GradientTransformation) -> base.GradientTransformation:
 
 
 def on_host(x: Any) -> bool:
-    return jax.typeof(x).memory_space == jax.memory.Space.Host
+    return isinstance(x, jax.Array) and jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
 def is_wrapped(x: object) -> bool:
