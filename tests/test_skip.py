@@ -9,12 +9,9 @@ import numpy as np
 import optax
 import pytest
 from flax.training.dynamic_scale import DynamicScale
-from flax.training.train_state import TrainState
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from tests.support.trees import gradients, shardings_in
+from tests.support.trees import gradients
 
 HOST = "pinned_host"
 ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
@@ -78,19 +75,6 @@ def test_a_skipped_update_changes_no_bit_and_the_next_goes_on(name):
     assert all(x.sharding.memory_kind == HOST for x in host_leaves(after))
 
 
-def test_donated_and_compiled_once():
-    tx, params = OFFLOADS["adamw"], parameters()
-    step = jax.jit(lambda p, s, skip: jo.update_params(tx, gradients(p), s, p, skip=skip), donate_argnums=(0, 1))
-    state, kept = tx.init(params), jax.tree.map(np.asarray, params)
-    params, state = step(params, state, jnp.array(True))
-    for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(kept), strict=True):
-        np.testing.assert_array_equal(x, y)
-    for skip in False, True, False:
-        params, state = step(params, state, jnp.array(skip))
-    assert int(optax.tree.get(state, "count")) == 2
-    assert step._cache_size() == 1
-
-
 def test_a_zero_keeps_its_sign():
     """-0 + 0 is +0: the updates of a skipped step are -0."""
     tx, params = OFFLOADS["adamw"], jax.tree.map(lambda x: x.at[0].set(-0.0), parameters())
@@ -125,26 +109,6 @@ def test_updates_of_another_dtype_than_the_gradients():
         assert bool(jnp.any(updates["layers"])) != skip
     wanted, _ = jax.jit(lambda s: tx.update(gradients(params), s, params))(state)
     np.testing.assert_allclose(updates["layers"], wanted["layers"], rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.oldest("the same on a mesh")
-@pytest.mark.parametrize(("axis_type", "shard_over"), [(AxisType.Auto, None), (AxisType.Explicit, "data")])
-def test_sharded(axis_type, shard_over):
-    mesh = jax.make_mesh((4, 2), ("data", "fsdp"), axis_types=(axis_type,) * 2)
-    specs = {"layers": P(None, "fsdp"), "embed": P("fsdp"), "norm": P()}
-    params = {k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in parameters().items()}
-    tx = jo.offload(ADAMW, min_bytes=1024, shard_over=shard_over)
-    out = jax.tree.map(lambda x: x.sharding, params), shardings_in(jo.abstract_state(tx, params))
-    with jax.set_mesh(mesh):
-        state = jax.jit(tx.init, out_shardings=out[1])(params)
-        step = jax.jit(lambda p, s, skip: jo.update_params(tx, gradients(p), s, p, skip=skip), out_shardings=out)
-        assert_same(step(params, state, jnp.array(True)), (params, state))
-        got, after = step(params, state, jnp.array(False))
-        wanted, _ = jax.jit(lambda p, s: jo.update_params(tx, gradients(p), s, p), out_shardings=out)(params, state)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7)
-        assert x.sharding == y.sharding
-    assert [x.sharding for x in jax.tree.leaves(after)] == jax.tree.leaves(out[1])
 
 
 def test_bad_input():
@@ -218,20 +182,6 @@ def test_dynamic_scale_skips_inside_and_gives_the_numbers_of_the_choice_outside(
         assert [f for f, _, _ in same] == finite and [s for _, s, _ in same] == scales
         for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(other), strict=True):
             np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=2e-3, atol=2e-4)
-
-
-def test_in_a_train_state():
-    """TrainState does not pass extra arguments on: the step does what apply_gradients would."""
-    tx, params = OFFLOADS["adamw"], parameters()
-    state = TrainState.create(apply_fn=None, params=params, tx=tx)
-
-    @jax.jit
-    def step(state, skip):
-        new, opt_state = jo.update_params(tx, gradients(state.params), state.opt_state, state.params, skip=skip)
-        return state.replace(step=state.step + 1, params=new, opt_state=opt_state)
-
-    after = step(state, jnp.array(True))
-    assert_same((after.params, after.opt_state), (state.params, state.opt_state))
 
 
 @pytest.mark.parametrize("through", ["update", "update_params"])
