@@ -136,6 +136,7 @@ def test_the_table_says_where_and_why():
     assert [g.split(":")[0] for g in groups[-2:]] == ["optimizer state", "window"]
 
 
+@pytest.mark.long("starts two processes")
 def test_placement_does_not_depend_on_the_process():
     program = (
         "import tests.conftest, jax_offload as jo, optax; from tests.test_placement import layers\n"
