@@ -138,13 +138,12 @@ def test_processes_train_as_one_with_the_step_turned_round(tmp_path, gradients):
 @pytest.mark.parametrize("how", ["fsdp", "zero1"])
 def test_each_process_updates_its_own_part_on_its_cores(tmp_path, how):
     [alone] = start(tmp_path, 1, None, "clipped", how, script="multihost_cores.py")
-    assert alone["by parts"] and alone["off"] < 1e-5 and not alone["error"]
+    assert alone["off"] < 1e-5 and not alone["error"]
     for outcome in start(tmp_path, 2, by_arguments, "clipped", how, script="multihost_cores.py"):
         np.testing.assert_allclose(outcome["losses"], alone["losses"], rtol=1e-6)
-        assert outcome["by parts"] == alone["by parts"] and outcome["off"] < 1e-5 and outcome["stayed"]
+        assert outcome["off"] < 1e-5 and outcome["stayed"]
         assert outcome["kinds"] == alone["kinds"] and "pinned_host" in outcome["kinds"]
         assert 2 * outcome["held"] == alone["held"]
-        assert outcome["threads"] == max(1, alone["threads"] // 2)
 
 
 @pytest.mark.long("starts processes")
