@@ -21,6 +21,7 @@ from tests.test_multihost import LAUNCHERS, ROOT, free_port
 
 P = PartitionSpec
 HOST = "pinned_host"
+LONG = pytest.mark.long("more damages")
 
 
 def opened(folder):
@@ -220,8 +221,7 @@ def trial(run, target, times, seed):
     return ends
 
 
-@pytest.mark.long("random cases", but=["True"])
-@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("given", [True, pytest.param(False, marks=LONG)])
 def test_random_damage(run, given):
     ends = trial(run, run[2] if given else None, times=100, seed=given)
     assert ends["damaged"] >= 40 and ends["same"] >= 10, ends
@@ -244,8 +244,9 @@ def metadata_files(folder):
     return found
 
 
-@pytest.mark.long("more damages", but=["cut in half"])
-@pytest.mark.parametrize("damage", ["removed", "cut in half", "zeroed", "a list"])
+@pytest.mark.parametrize(
+    "damage", ["cut in half", *(pytest.param(each, marks=LONG) for each in ("removed", "zeroed", "a list"))]
+)
 def test_damage_to_orbaxs_metadata_offers_the_fallback(run, damage):
     folder, _, target = run
     noticed = set()
@@ -303,8 +304,7 @@ def plausible(run, target, most, seed):
     return ends
 
 
-@pytest.mark.long("more damages", but=["True"])
-@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("given", [True, pytest.param(False, marks=LONG)])
 def test_metadata_that_says_something_else(run, given):
     ends = plausible(run, run[2] if given else None, most=15, seed=given)
     assert ends["_METADATA", "damaged"] >= 5, ends

@@ -139,9 +139,13 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.long("more optimizers", but=["adamw-True"])
-@pytest.mark.parametrize("donated", [True, False])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "donated"),
+    [
+        ("adamw", True),
+        *(pytest.param(n, n == "masters", marks=pytest.mark.long("more optimizers")) for n in OPTIMIZERS),
+    ],
+)
 def test_values_placement_and_buffers(name, donated, kernels):
     make, dtype = OPTIMIZERS[name]
     inner = make(rate(1e-3))

@@ -151,12 +151,12 @@ ZERO_REPLICATED = {
 }
 
 
-@pytest.mark.long("more shardings", but=["sharded-update-1*", "replicated-update_params-None*"])
 @pytest.mark.oldest("meshes with Auto and Explicit axes")
 @pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize(("form", "window"), [("update", 1), ("update_params", None)])
 @pytest.mark.parametrize(
-    ("specs", "zero"), [(SPECS, ZERO), (REPLICATED, ZERO_REPLICATED)], ids=["sharded", "replicated"]
+    ("specs", "zero", "form", "window"),
+    [(SPECS, ZERO, "update", 1), (REPLICATED, ZERO_REPLICATED, "update_params", None)],
+    ids=["sharded", "replicated"],
 )
 def test_zero_1(specs, zero, window, form, axes):
     mesh = mesh_of(axes)

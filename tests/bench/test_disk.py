@@ -9,8 +9,7 @@ import pytest
 from benchmarks.disk import __main__ as disk
 
 
-@pytest.mark.long("starts processes", but=["False"])
-@pytest.mark.parametrize("by_fio", [False, True])
+@pytest.mark.parametrize("by_fio", [False, pytest.param(True, marks=pytest.mark.long("starts processes"))])
 def test_runs(by_fio, tmp_path, monkeypatch):
     try:
         os.close(os.open(tmp_path / "direct", os.O_RDWR | os.O_CREAT | os.O_DIRECT))
