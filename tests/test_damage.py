@@ -21,7 +21,6 @@ from tests.test_multihost import LAUNCHERS, ROOT, free_port
 
 P = PartitionSpec
 HOST = "pinned_host"
-LONG = pytest.mark.long("more damages")
 
 
 def opened(folder):
@@ -132,6 +131,10 @@ def files(folder):
     return sorted(p for p in folder.rglob("*") if p.is_file())
 
 
+def largest(folder):
+    return max(files(folder), key=lambda p: p.stat().st_size)
+
+
 def outcome(run, target):
     """ "same", or "damaged" with an earlier one offered; anything else is an error of the test."""
     folder, trees, _ = run
@@ -221,10 +224,44 @@ def trial(run, target, times, seed):
     return ends
 
 
-@pytest.mark.parametrize("given", [True, pytest.param(False, marks=LONG)])
+@pytest.mark.long("random cases", but=["True"])
+@pytest.mark.parametrize("given", [True, False])
 def test_random_damage(run, given):
     ends = trial(run, run[2] if given else None, times=100, seed=given)
     assert ends["damaged"] >= 40 and ends["same"] >= 10, ends
+
+
+@pytest.mark.exhaustive("a thousand damages to a checkpoint")
+@pytest.mark.parametrize("given", [True, False])
+def test_a_thousand_random_damages(run, given):
+    ends = trial(run, run[2] if given else None, times=1000, seed=2 + given)
+    print(ends)
+    assert ends["damaged"] >= 400 and ends["same"] >= 100, ends
+
+
+def test_two_flips_in_the_values(run):
+    """Among 250 there are four pairs in the same bit of two words, which cancel out in a plain sum."""
+    path, rng = largest(run[0] / "2"), np.random.default_rng(0)
+    data, table = path.read_bytes(), bits(run[1][2]["table"])[0][2]
+    start = data.index(table)  # it is stored as it is
+    damaged = [two_flips(table, rng) for _ in range(250)]
+    intact, *found = sums(*(np.frombuffer(x, np.uint32) for x in (table, *damaged)))
+    assert intact not in found
+    for each in damaged[::10]:
+        path.write_bytes(data[:start] + each + data[start + len(table) :])
+        assert outcome(run, run[2]) == "damaged"
+    path.write_bytes(data)
+
+
+def test_words_in_each_others_place(run):
+    path = largest(run[0] / "2")
+    data, table = path.read_bytes(), bits(run[1][2]["table"])[0][2]
+    path.write_bytes(data.replace(table, table[4:8] + table[:4] + table[8:]))
+    try:
+        assert outcome(run, run[2]) == outcome(run, None) == "damaged"
+        assert_falls_back(run, run[2])
+    finally:
+        path.write_bytes(data)
 
 
 # orbax's own files
@@ -244,17 +281,18 @@ def metadata_files(folder):
     return found
 
 
-@pytest.mark.parametrize(
-    "damage", ["cut in half", *(pytest.param(each, marks=LONG) for each in ("removed", "zeroed", "a list"))]
-)
+@pytest.mark.long("more damages", but=["cut in half"])
+@pytest.mark.parametrize("damage", ["removed", "emptied", "cut in half", "zeroed", "other text", "a list"])
 def test_damage_to_orbaxs_metadata_offers_the_fallback(run, damage):
     folder, _, target = run
     noticed = set()
     for path in metadata_files(folder / "2"):
         data = path.read_bytes()
         changed = {
+            "emptied": b"",
             "cut in half": data[: len(data) // 2],
             "zeroed": bytes(len(data)),
+            "other text": b"{",
             "a list": b"[1]",
         }
         path.unlink() if damage == "removed" else path.write_bytes(changed[damage])
@@ -304,10 +342,19 @@ def plausible(run, target, most, seed):
     return ends
 
 
-@pytest.mark.parametrize("given", [True, pytest.param(False, marks=LONG)])
+@pytest.mark.long("more damages", but=["True"])
+@pytest.mark.parametrize("given", [True, False])
 def test_metadata_that_says_something_else(run, given):
     ends = plausible(run, run[2] if given else None, most=15, seed=given)
     assert ends["_METADATA", "damaged"] >= 5, ends
+
+
+@pytest.mark.exhaustive("every number in the metadata")
+@pytest.mark.parametrize("given", [True, False])
+def test_all_metadata_that_says_something_else(run, given):
+    ends = plausible(run, run[2] if given else None, most=10**6, seed=0)
+    print(ends)
+    assert ends["_METADATA", "damaged"] >= 100, ends
 
 
 # Our entry in the metadata
