@@ -20,16 +20,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import capacity, systems, workers
+from benchmarks.harness import systems, workers
 from benchmarks.harness.cases import Case
-from benchmarks.harness.machine import host_memory
 from benchmarks.harness.report import markdown
 from benchmarks.harness.store import Store, path_for
 
-PARTS = ["link", "cases", "capacity", "machinery"]
+PARTS = ["link", "cases", "machinery"]
 LEAST_SECONDS = 5  # nothing begins with less time left
-# What XLA may take of an H200 in in_jax/system.py, for programs that are only compiled; and a host of the usual size.
-COMPILED_LIMITS = {"h200": {"device": int(0.95 * 143771 * 2**20), "host": 2**37}}
 
 
 def selected(cases: Iterator[Case], args: argparse.Namespace) -> Iterator[Case]:
@@ -123,33 +120,6 @@ def run_cases(call: Call) -> None:
         print(f"{case.system}, {case.tokens} tokens, {case.scans=}, {case.clip=}: {said}", flush=True)
 
 
-def run_capacity(call: Call) -> None:
-    args, results = call.args, call.store.data
-    limits = COMPILED_LIMITS[args.compiled] if args.compiled else {"device": None, "host": None}
-    results["capacity_limits"] = limits if args.compiled else {"device": None, "host": host_memory()}
-
-    def probe(case: Case) -> dict[str, Any]:
-        if call.over:
-            raise capacity.OutOfTime
-        result = call.run(case)
-        if call.over and workers.stopped_after(result) is not None:
-            raise capacity.OutOfTime
-        return result
-
-    found = {c["system"]: c for c in results.get("capacity", [])}
-    everyone = [*systems.MAIN, systems.MASTERS, systems.MASTERS_INT8, systems.TORCH_RESIDENT, *systems.TORCH]
-    for system in everyone:
-        named = not args.only or any(re.search(pattern, system.name) for pattern in args.only)
-        before = {} if args.again else found.get(system.name, {})
-        if call.over or not named or (before and not before.get("unfinished")):
-            continue
-        known = capacity.probes_of(before)
-        found[system.name] = capacity.search(system, probe, limits["device"], limits["host"], known=known)
-        print(f"{system.name}: {found[system.name]}", flush=True)
-        results["capacity"] = list(found.values())
-        call.store.save()
-
-
 def run_machinery(call: Call) -> None:
     if not call.args.again and "machinery" in call.store.data:
         return
@@ -173,10 +143,10 @@ def main(argv: list[str] | None = None) -> Path:
     path = args.out or path_for(chip, "compiled" if args.compiled else "toy" if args.toy else "")
     store = Store(path, f"{chip}, compiled for, not run" if args.compiled else chip)
     call = Call(args, store, platform, ends)
-    parts = {"link": run_link, "cases": run_cases, "capacity": run_capacity, "machinery": run_machinery}
+    parts = {"link": run_link, "cases": run_cases, "machinery": run_machinery}
     for name in PARTS:
         needs_to_run = args.compiled and name in ("link", "machinery")
-        if name in args.parts and not needs_to_run and not (args.toy and name == "capacity") and not call.over:
+        if name in args.parts and not needs_to_run and not call.over:
             parts[name](call)
     store.save()
     print(markdown(store.data))

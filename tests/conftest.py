@@ -5,7 +5,6 @@ an H200 and a TPU that need not be there.
 """
 
 import os
-from collections import Counter, defaultdict
 
 # A CPU that computes in bfloat16 itself rounds where a fusion ends, and so differently in two programs: 2 units in the
 # last place between streamed and resident. With older instructions XLA computes in float32 and rounds once.
@@ -19,13 +18,6 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
 import pytest
-
-LEFT_OUT = pytest.StashKey[Counter[tuple[str, str]]]()
-HOW = {
-    "long": "make test FULL=1, or pytest without --daily",
-    "exhaustive": "pytest --everything",
-    "newest": "they run on the newest jax",
-}
 
 
 @pytest.fixture
@@ -53,10 +45,6 @@ def pytest_addoption(parser):
     parser.addoption("--trainers", action="store_true", help="also tests/trainers (make trainers)")
 
 
-def pytest_configure(config):
-    config.stash[LEFT_OUT] = Counter()
-
-
 def pytest_ignore_collect(collection_path, config):
     """The trainers are a test of their own, with packages of their own."""
     return True if collection_path.name == "trainers" and not config.getoption("--trainers") else None
@@ -64,74 +52,25 @@ def pytest_ignore_collect(collection_path, config):
 
 def pytest_collection_modifyitems(config, items):
     """Leaves out what is ``long`` or ``exhaustive``, and what the oldest jax need not run."""
-    _check_marks(items, complete=config.args == ["tests"])
-    kept, left_out = [], []
-    for item in items:
-        why = _left_out(item, config)
-        config.stash[LEFT_OUT].update([why] if why else [])
-        (left_out if why else kept).append(item)
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = kept
+    left_out = [is_left_out(item, config) for item in items]
+    config.hook.pytest_deselected(items=[item for item, out in zip(items, left_out, strict=True) if out])
+    items[:] = [item for item, out in zip(items, left_out, strict=True) if not out]
 
 
-def _left_out(item, config):
-    """The mark by which a test is left out, and its reason; ``None``: it runs."""
+def is_left_out(item, config):
     everything, daily = config.getoption("--everything"), config.getoption("--daily")
-    for mark in [*([] if everything else ["exhaustive"]), *(["long"] if daily else [])]:
-        for each in item.iter_markers(mark):
-            if _is_of(each, item):
-                return mark, each.args[0]
-    if config.getoption("--oldest") and not any(_is_of(each, item) for each in item.iter_markers("oldest")):
-        return "newest", "not marked for the oldest jax"
-    return None
+    marks = [*([] if everything else ["exhaustive"]), *(["long"] if daily else [])]
+    return any(marked(item, mark) for mark in marks) or (config.getoption("--oldest") and not marked(item, "oldest"))
 
 
-def _is_of(mark, item):
-    """Whether a mark is meant for a case: ``only`` some, or all ``but`` some."""
-    only, but = mark.kwargs.get("only"), mark.kwargs.get("but", ())
-    return (only is None or _named(item, only)) and not _named(item, but)
+def marked(item, name):
+    """Whether a mark is meant for a case: for ``only`` some, or all ``but`` some, by their ids, or how those begin."""
+    case = item.callspec.id if hasattr(item, "callspec") else ""
 
+    def named(cases):
+        return any(case.startswith(each[:-1]) if each.endswith("*") else case == each for each in cases)
 
-def _named(item, cases):
-    """Whether a case is named, by its id, or by how that begins: ``"adamw"``, ``"adamw*"``."""
-    name = item.callspec.id if hasattr(item, "callspec") else ""
-    return any(name.startswith(case[:-1]) if case.endswith("*") else name == case for case in cases)
-
-
-def _check_marks(items, complete):
-    """Raises where a mark has no reason; or, where all tests are collected, names a case that is gone."""
-    of_test = defaultdict(list)
-    for item in items:
-        of_test[item.nodeid.partition("[")[0]].append(item)
-        for each in (each for mark in ("long", "exhaustive", "oldest") for each in item.iter_markers(mark)):
-            if len(each.args) != 1 or not isinstance(each.args[0], str):
-                raise pytest.UsageError(
-                    f"{item.nodeid}: {each.name} wants a reason, @pytest.mark.{each.name}('compiles 40 programs')."
-                )
-    for name, cases in of_test.items() if complete else ():
-        marks = [each for mark in ("long", "exhaustive", "oldest") for each in cases[0].iter_markers(mark)]
-        named = [case for each in marks for case in (*each.kwargs.get("only", ()), *each.kwargs.get("but", ()))]
-        if gone := [case for case in named if not any(_named(item, [case]) for item in cases)]:
-            raise pytest.UsageError(f"{name}: its marks name {gone}, and it has no such cases.")
-
-
-def pytest_sessionfinish(session):
-    """Of xdist's workers: what is left out is known where tests are collected."""
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["left_out"] = [(*k, n) for k, n in session.config.stash[LEFT_OUT].items()]
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node):
-    found = getattr(node, "workeroutput", {}).get("left_out", ())
-    node.config.stash[LEFT_OUT] = Counter({(mark, why): n for mark, why, n in found})  # each collects all tests
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    """Not in the header, which ``-q`` leaves out."""
-    found = config.stash[LEFT_OUT]
-    for mark, how in HOW.items():
-        reasons = {why: n for (each, why), n in found.items() if each == mark}
-        if reasons:
-            listed = "; ".join(f"{n} {why}" for why, n in sorted(reasons.items(), key=lambda each: -each[1]))
-            terminalreporter.write_line(f"left out, {sum(reasons.values())} {mark} ({how}): {listed}")
+    return any(
+        ("only" not in mark.kwargs or named(mark.kwargs["only"])) and not named(mark.kwargs.get("but", ()))
+        for mark in item.iter_markers(name)
+    )

@@ -21,18 +21,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 from orbax.checkpoint._src.serialization import serialization
 
 import jax_offload as jo
-from tests.support.rows import rows
 from tests.support.trees import kinds_of, shardings_in
 
 HOST, DEVICE = "pinned_host", "device"
 P = PartitionSpec
 
-PLACEMENTS = [
-    pytest.param(fraction, devices, zero, id=f"fraction {fraction:g}, {devices} devices{', ZeRO-1' * zero}")
-    for zero in (False, True)
-    for devices in (1, 4, 8)
-    for fraction in (0.0, 0.5, 1.0)
-]
+
+PLACEMENTS = [(0.0, 1, False), (0.0, 8, False), (0.5, 4, True), (0.5, 8, False), (1.0, 4, False), (1.0, 8, True)]
 
 SHAPES = {"embed": (16, 8), "layers": (2, 8, 8), "bias": (8,), "half": (8, 16)}
 SPECS = {"embed": P("data"), "layers": P(), "bias": P(), "half": P(None, "data")}
@@ -101,28 +96,15 @@ def saved(tmp_path_factory):
     """A checkpoint of every placement, each with values of its own: its folder and its values."""
     found = []
     for seed, placement in enumerate(PLACEMENTS):
-        tree, folder = filled(abstract(*placement.values), seed), tmp_path_factory.mktemp("placement")
+        tree, folder = filled(abstract(*placement), seed), tmp_path_factory.mktemp("placement")
         with ocp.CheckpointManager(folder) as manager:
             manager.save(seed, args=jo.save_args(tree))
         found.append((folder, tree))
     return found
 
 
-@pytest.mark.long("more shardings", but=["fraction 1, 8 devices, ZeRO-1"])
 @pytest.mark.oldest("restores into every placement")
-@pytest.mark.parametrize(
-    ("fraction", "devices", "zero"),
-    rows(
-        PLACEMENTS,
-        "restores from 18 placements",
-        daily=[
-            "fraction 1, 1 devices",
-            "fraction 0, 8 devices",
-            "fraction 0.5, 4 devices",
-            "fraction 1, 8 devices, ZeRO-1",
-        ],
-    ),
-)
+@pytest.mark.parametrize(("fraction", "devices", "zero"), PLACEMENTS)
 def test_every_placement_restores_into_every_other(saved, fraction, devices, zero):
     target = abstract(fraction, devices, zero)
     assert (HOST in jax.tree.leaves(kinds_of(target["opt_state"]))) == (fraction > 0)
@@ -184,10 +166,9 @@ def host_leaves(tree):
     return [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind == HOST]
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
-def test_saving_beside_donated_steps(tmp_path, writer, fraction):
+def test_saving_beside_donated_steps(tmp_path, writer):
     """A save whose writer waits while training goes on in the same memory holds the values of its own step."""
-    tx, tree, step = small(fraction=fraction)
+    tx, tree, step = small(fraction=0.5)
     for i in range(3):
         tree = step(tree, i)
     expected = as_numpy(tree)
@@ -235,33 +216,6 @@ def test_what_is_written_is_the_copy(tmp_path, writer, copy):
         else:
             with pytest.raises(ValueError, match="other values than were saved"):
                 jo.restore(manager, target_of(tree))
-
-
-def test_copies_of_sharded_leaves(tmp_path):
-    for spec in (P("data"), P()):
-        x = jax.device_put(np.arange(64.0, dtype=np.float32), NamedSharding(mesh(4), spec, memory_kind=HOST))
-        y = jo.save_args({"x": x}).item["x"]
-        assert y.sharding == x.sharding and bits(y) == bits(x)
-        for a, b in zip(x.addressable_shards, y.addressable_shards, strict=True):
-            assert a.device == b.device
-            assert a.data.unsafe_buffer_pointer() != b.data.unsafe_buffer_pointer()
-
-
-def test_training_goes_on_alike_after_a_restore(tmp_path):
-    tx, tree, step = small()
-    with ocp.CheckpointManager(tmp_path) as manager:
-        for i in range(6):
-            if i == 3:
-                manager.save(i, args=jo.save_args(tree))
-            tree = step(tree, i)
-        manager.wait_until_finished()
-        back = jo.restore(
-            manager, {"params": target_of(tree["params"]), "opt_state": jo.abstract_state(tx, tree["params"])}
-        )
-    for i in range(3, 6):
-        back = step(back, i)
-    assert_same(back, tree)
-    assert_placed(back, tree)
 
 
 @pytest.mark.parametrize("share", ["host", 0.3])
@@ -375,26 +329,9 @@ def test_restored_host_leaves_never_stand_on_the_device(tmp_path, puts, given):
     assert (((64, 64), DEVICE) in puts) == given  # the parameters, which only a target sends there
 
 
-@pytest.mark.skipif(jax.default_backend() == "cpu", reason="a CPU has no memory of its own to measure")
-def test_peak_of_a_restore_on_an_accelerator(tmp_path):
-    device = jax.devices()[0]
-    sharding = SingleDeviceSharding(device, memory_kind=HOST)
-    tree = {"mu": jax.jit(lambda: jnp.ones((16, 2**20)), out_shardings=sharding)()}
-    with ocp.CheckpointManager(tmp_path) as manager:
-        manager.save(1, args=jo.save_args(tree))
-        manager.wait_until_finished()
-        start = jax.device_put(jnp.ones(2**25), device)  # the peak so far, which nothing after it may exceed
-        start.block_until_ready()
-        peak = device.memory_stats()["peak_bytes_in_use"]
-        start.delete()
-        held = jax.device_put(jnp.ones((peak - device.memory_stats()["bytes_in_use"]) // 4 - 2**20), device)
-        assert_placed(jo.restore(manager, target_of(tree)), tree)
-        assert device.memory_stats()["peak_bytes_in_use"] <= peak + 2**23, held.nbytes
-
-
 def test_without_a_target_on_the_recorded_mesh(saved):
     """Ours lands on the host, sharded as it was; plain orbax lands on the device, whatever it was."""
-    folder, tree = saved[[p.values for p in PLACEMENTS].index((1.0, 4, False))]
+    folder, tree = saved[PLACEMENTS.index((1.0, 4, False))]
     with ocp.CheckpointManager(folder) as manager:
         back, plain = jo.restore(manager), manager.restore(manager.latest_step())
     expected, treedef = jax.tree.flatten({k: back[k] for k in ("key", "opt_state", "params")})
@@ -413,7 +350,7 @@ def test_without_a_target_on_another_machine(saved, monkeypatch, with_mesh):
         raise ValueError("The available devices are different")
 
     monkeypatch.setattr(sharding.NamedShardingMetadata, "to_jax_sharding", absent)
-    folder, tree = saved[[p.values for p in PLACEMENTS].index((0.5, 8, False))]
+    folder, tree = saved[PLACEMENTS.index((0.5, 8, False))]
     with ocp.CheckpointManager(folder) as manager:
         if with_mesh:
             with jax.set_mesh(mesh(2)):
@@ -485,40 +422,6 @@ def files(folder):
 def flip(data, rng):
     at = rng.integers(len(data))
     return data[:at] + bytes([data[at] ^ 1 << rng.integers(8)]) + data[at + 1 :]
-
-
-def damages(rng):
-    yield "emptied", lambda data: b""
-    yield "cut in half", lambda data: data[: len(data) // 2]
-    yield "zeroed", lambda data: bytes(len(data))
-    yield "missing", None
-    for _ in range(6):
-        yield "a bit flipped", lambda data: flip(data, rng)
-
-
-@pytest.mark.long("random cases")
-def test_damage_to_any_file_is_an_error_or_harmless(three_steps):
-    """Every file in turn: what comes back is what was saved, or an error that says where, and what to do."""
-    folder, values, target = three_steps
-    rng, noticed = np.random.default_rng(0), {}
-    for path in files(folder / "3"):
-        data = path.read_bytes()
-        for what, damage in damages(rng):
-            path.unlink() if damage is None else path.write_bytes(damage(data))
-            with ocp.CheckpointManager(folder) as manager:
-                try:
-                    back = jo.restore(manager, target, step=3)
-                except ValueError as error:
-                    said = str(error)
-                    assert f"checkpoint of step 3 in {folder / '3'} is damaged" in said
-                    assert "fallback=True" in said and "[1, 2, 3]" in said
-                    noticed.setdefault(path.name, []).append(what)
-                else:
-                    jax.tree.map(np.testing.assert_array_equal, back, values[3])
-            path.write_bytes(data)
-    largest = max(files(folder / "3"), key=lambda p: p.stat().st_size).name
-    assert noticed[largest].count("a bit flipped") >= 4  # mostly the values themselves, where orbax notices none
-    assert {"_METADATA", "manifest.ocdbt"} <= noticed.keys()
 
 
 def damage_values(folder):

@@ -7,13 +7,14 @@ import optax
 import pytest
 
 import jax_offload as jo
-from tests.support.rows import rows
 from tests.test_storage import ADAM_STORAGE, ADAMW, HOST, encoded, gradients, parameters
 
+LONG = pytest.mark.long("compiles every conversion")
 
-@pytest.mark.long("more formats", but=["False-int8"])
-@pytest.mark.parametrize("storage", rows(ADAM_STORAGE, "compiles every conversion", daily=["int8"]))
-@pytest.mark.parametrize("given", [True, False])
+
+@pytest.mark.parametrize(
+    ("storage", "given"), [("int8", False), *(pytest.param(name, True, marks=LONG) for name in ADAM_STORAGE)]
+)
 def test_to_plain_and_back(storage, given):
     params = parameters()
     tx = jo.offload(ADAMW, storage=ADAM_STORAGE[storage], min_bytes=1024)

@@ -95,15 +95,6 @@ def test_pipelined_gives_the_same_losses_and_resumes(train, uninterrupted, tmp_p
 
 
 @pytest.mark.long("trains a GPT")
-@pytest.mark.parametrize("optimizer", ["muon", "schedule_free_adamw"])
-def test_other_optimizers_partly_offloaded(train, optimizer):
-    result = train("--steps", 3, "--optimizer", optimizer, "--fraction", 0.5)
-    assert kinds(result["state"].opt_state) == {"pinned_host", "device"}
-    assert result["compiled"] == 1
-    assert result["held_out"][1] < result["held_out"][0]
-
-
-@pytest.mark.long("trains a GPT")
 def test_bfloat16_parameters_with_masters_and_moments_in_8_bits(train):
     # in the smaller model the moments, once in 8 bits, are below min_bytes
     run = "--model", "tiny", "--batch", 2, "--context", 64, "--steps", 4
@@ -183,6 +174,7 @@ def test_the_demo_says_what_offloading_did(demo):
     assert ours.parts["optimizer state"] < usual.parts["optimizer state"] <= resident.parts["optimizer state"]
 
 
+@pytest.mark.long("trains a GPT")
 def test_the_demo_says_where_it_cannot_compile(demo, monkeypatch):
     def inspect(*_, **__):
         raise ValueError("target: jax-cuda13-plugin, which compiles for h200, is not installed.")

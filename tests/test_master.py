@@ -124,8 +124,7 @@ def test_the_low_bits_and_the_parameter_are_the_master(through, examples):
 
 
 @pytest.mark.oldest("masters, step by step")
-@pytest.mark.parametrize("low_bits", [False, True])
-@pytest.mark.parametrize("window", [None, 6000])
+@pytest.mark.parametrize(("low_bits", "window"), [(False, 6000), (True, None)])
 def test_parameters_follow_their_masters_step_by_step(low_bits, window):
     tx = jo.offload(jo.with_master_params(ADAMW, low_bits=low_bits), min_bytes=1024, window=window)
     params = parameters()
@@ -254,8 +253,7 @@ def test_what_stands_around_masters_may_still_change_the_updates():
     assert (new["w"] == 0.75).all()
 
 
-@pytest.mark.parametrize("storage", [None, "bfloat16"])
-@pytest.mark.parametrize("after", [optax.scale(0.5), optax.add_decayed_weights(0.1)])
+@pytest.mark.parametrize(("after", "storage"), [(optax.scale(0.5), None), (optax.add_decayed_weights(0.1), "bfloat16")])
 @pytest.mark.filterwarnings("ignore:offload:UserWarning")
 def test_masters_have_the_last_word_in_a_chain(after, storage):
     params = {"w": jnp.ones((4, 4), jnp.bfloat16), "b": jnp.ones(4)}

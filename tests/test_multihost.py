@@ -7,12 +7,12 @@ import socket
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from jax_offload._drive.cores import has_numba
 from tests.support.words import words
 
 ROOT = Path(__file__).parent.parent
@@ -91,7 +91,7 @@ def parts(row, mesh):
 
 
 @pytest.mark.long("starts processes")
-@pytest.mark.parametrize("zero1", [False, pytest.param(True, marks=pytest.mark.long("as FSDP"))], ids=["fsdp", "zero1"])
+@pytest.mark.parametrize("zero1", [False, True], ids=["fsdp", "zero1"])
 def test_processes_train_as_one(tmp_path, zero1):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(1000)))
@@ -114,8 +114,8 @@ def test_processes_train_as_one(tmp_path, zero1):
             check_placement(outcome, zero1)
 
 
-@pytest.mark.long("starts processes", but=["device"])
-@pytest.mark.parametrize("gradients", ["device", pytest.param("host", marks=pytest.mark.long("as on the device"))])
+@pytest.mark.long("starts processes")
+@pytest.mark.parametrize("gradients", ["device", "host"])
 def test_processes_train_as_one_with_the_step_turned_round(tmp_path, gradients):
     [alone] = start(tmp_path, 1, None, gradients, script="multihost_turned.py")
     assert len({*alone["losses"]}) == 3 and "in the scan that reads the parameters" in words(alone["placement"])
@@ -134,17 +134,16 @@ def test_processes_train_as_one_with_the_step_turned_round(tmp_path, gradients):
 
 
 @pytest.mark.long("starts processes")
-@pytest.mark.skipif(not has_numba(), reason="numba is not installed (extra cores)")
+@pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed (extra cores)")
 @pytest.mark.parametrize("how", ["fsdp", "zero1"])
 def test_each_process_updates_its_own_part_on_its_cores(tmp_path, how):
     [alone] = start(tmp_path, 1, None, "clipped", how, script="multihost_cores.py")
-    assert alone["by parts"] and alone["off"] < 1e-5 and not alone["error"]
+    assert alone["off"] < 1e-5 and not alone["error"]
     for outcome in start(tmp_path, 2, by_arguments, "clipped", how, script="multihost_cores.py"):
         np.testing.assert_allclose(outcome["losses"], alone["losses"], rtol=1e-6)
-        assert outcome["by parts"] == alone["by parts"] and outcome["off"] < 1e-5 and outcome["stayed"]
+        assert outcome["off"] < 1e-5 and outcome["stayed"]
         assert outcome["kinds"] == alone["kinds"] and "pinned_host" in outcome["kinds"]
         assert 2 * outcome["held"] == alone["held"]
-        assert outcome["threads"] == max(1, alone["threads"] // 2)
 
 
 @pytest.mark.long("starts processes")

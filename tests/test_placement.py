@@ -13,18 +13,12 @@ import pytest
 import jax_offload as jo
 from tests.support.trees import kinds_of, shardings_in
 
-pytestmark = pytest.mark.oldest("types of memory in a trace")
-
 HOST, DEVICE = "pinned_host", "device"
 
 
 def layers(n=12):
     params = {f"layers_{i}": {"w": jnp.full((64, 64), i + 1.0, jnp.float32), "b": jnp.zeros(64)} for i in range(n)}
     return jax.device_put({"embed": jnp.ones((128, 64)), **params, "head": jnp.ones((64, 128))}, jax.devices()[0])
-
-
-def on_host(tx, params):
-    return [leaf.path for leaf in jo.placement(tx, params).leaves if leaf.host]
 
 
 def test_default_takes_every_large_leaf_and_no_other():
@@ -142,6 +136,7 @@ def test_the_table_says_where_and_why():
     assert [g.split(":")[0] for g in groups[-2:]] == ["optimizer state", "window"]
 
 
+@pytest.mark.long("starts two processes")
 def test_placement_does_not_depend_on_the_process():
     program = (
         "import tests.conftest, jax_offload as jo, optax; from tests.test_placement import layers\n"

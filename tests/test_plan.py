@@ -11,7 +11,6 @@ from jax.sharding import SingleDeviceSharding
 
 import jax_offload as jo
 from tests.aot.harness import H200, require
-from tests.support.rows import rows
 
 ADAMW = optax.adamw(1e-3)
 OPTIMIZERS = {
@@ -31,9 +30,12 @@ SHAPES = {"embed": (1024, 128), "layers": (6, 128, 128), "out": (128, 384)}
 DAILY = [("adamw", 2**18), ("accumulated, clipped", 2**18), ("lamb", None), ("masters", None)]
 
 
+MORE = [(name, 2**18) for name in OPTIMIZERS if (name, 2**18) not in DAILY]
+
+
 @pytest.mark.parametrize(
     ("name", "window"),
-    rows([(n, w) for n in OPTIMIZERS for w in (None, 2**18)], "compiles a step for an H200", daily=DAILY),
+    [*DAILY, *(pytest.param(*case, marks=pytest.mark.long("compiles a step for an H200")) for case in MORE)],
 )
 def test_what_is_printed_is_what_moves(name, window):
     """Each leaf as often as its row says and in as many pieces, and once back."""

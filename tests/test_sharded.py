@@ -110,25 +110,6 @@ def assert_state(state, expected, tx, params):
         assert spec_of(x) == spec_of(want) == entries(*spec), name
 
 
-@pytest.mark.long("more shardings", but=["lamb-1-AxisType.Auto"])
-@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize(
-    ("name", "window"), [("adamw", None), ("adamw", 1), ("clip", 1), ("lion", 1), ("lamb", 1), ("MultiSteps", 1)]
-)
-def test_state_is_sharded_like_its_parameters(name, window, axes):
-    mesh = mesh_of(axes)
-    with jax.set_mesh(mesh):
-        params, grads = network(mesh), network(mesh, seed=100)
-        tx = jo.offload(OPTIMIZERS[name], min_bytes=0, window=window)
-        state = tx.init(params)
-        specs = optax.tree.map_params(tx, lambda x, spec: spec, state, SPECS, transform_non_params=lambda x: P())
-        assert_state(state, specs, tx, params)
-        params, state = run(tx, params, grads)
-        assert_state(state, specs, tx, params)
-    want = resident(OPTIMIZERS[name])
-    assert_close((params, state), want, 2e-5)
-
-
 def test_factored_leaves_have_the_axes_that_are_left():
     """Of a square matrix both factors have the same shape; the specs tell them apart."""
     mesh = mesh_of(AxisType.Auto)
@@ -170,12 +151,12 @@ ZERO_REPLICATED = {
 }
 
 
-@pytest.mark.long("more shardings", but=["sharded-update-1*", "replicated-update_params-1*"])
 @pytest.mark.oldest("meshes with Auto and Explicit axes")
 @pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize(("form", "window"), [("update", 1), ("update_params", None), ("update_params", 1)])
 @pytest.mark.parametrize(
-    ("specs", "zero"), [(SPECS, ZERO), (REPLICATED, ZERO_REPLICATED)], ids=["sharded", "replicated"]
+    ("specs", "zero", "form", "window"),
+    [(SPECS, ZERO, "update", 1), (REPLICATED, ZERO_REPLICATED, "update_params", None)],
+    ids=["sharded", "replicated"],
 )
 def test_zero_1(specs, zero, window, form, axes):
     mesh = mesh_of(axes)
@@ -192,43 +173,6 @@ def test_zero_1(specs, zero, window, form, axes):
     )
     want = resident(OPTIMIZERS["clip"])
     assert_close((params, state), want, 2e-5)
-
-
-@pytest.mark.long("more shardings")
-@pytest.mark.parametrize(
-    ("name", "low_bits", "form", "axes"),
-    [
-        ("adamw", False, "update", AxisType.Explicit),
-        ("adamw", False, "update_params", AxisType.Explicit),
-        ("adamw", False, "update_params", AxisType.Auto),
-        ("adamw", True, "update_params", AxisType.Explicit),
-        ("lamb", False, "update_params", AxisType.Explicit),
-    ],
-)
-def test_masters_that_are_divided_further_than_their_parameters(name, low_bits, form, axes):
-    mesh = mesh_of(axes)
-    params, grads = (optax.tree.cast(network(None, seed=seed), jnp.bfloat16) for seed in (0, 100))
-    with jax.set_mesh(mesh):
-        a, g = (jax.device_put(x, jax.tree.map(lambda s: NamedSharding(mesh, s), SPECS)) for x in (params, grads))
-        tx = jo.offload(
-            jo.with_master_params(OPTIMIZERS[name], low_bits=low_bits), min_bytes=0, window=1, shard_over="data"
-        )
-        wanted_specs = optax.tree.map_params(tx, lambda x, s: s, tx.init(a), ZERO, transform_non_params=lambda x: P())
-        a, state = run(tx, a, g, form)
-        assert_state(state, wanted_specs, tx, a)
-    assert jax.tree.map(spec_of, a) == jax.tree.map(lambda s: entries(*s), SPECS, is_leaf=lambda s: isinstance(s, P))
-    assert {(x.dtype.name, x.sharding.memory_kind) for x in jax.tree.leaves(a)} == {("bfloat16", DEVICE)}
-    plain = jo.with_master_params(OPTIMIZERS[name], low_bits=low_bits)
-    b, want, step = params, plain.init(params), jax.jit(step_of(plain, form), compiler_options=FAST)
-    for _ in range(3):
-        b, want = step(b, want, grads)
-    ulp = jax.tree.map(lambda x, y: np.abs(np.float32(x) - np.float32(y)).max() / np.abs(np.float32(y)).max(), a, b)
-    assert max(jax.tree.leaves(ulp)) <= 2**-7  # a last bit of a master decides, once in a while, how it is rounded
-    assert_close(state.inner_state, want.inner_state, 2e-5)
-    if not low_bits:
-        assert_close(state.master, want.master, 2e-5)
-        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(state.master), strict=True):
-            np.testing.assert_array_equal(np.float32(x), np.float32(np.asarray(y).astype(jnp.bfloat16)))
 
 
 def by_row():
@@ -278,11 +222,10 @@ def test_a_state_divided_already_stays_as_it_is():
     assert jo.placement(tx, params).leaves[1].sharding == "P(None, 'data') (sharded over these axes already)"
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.5])
-def test_what_stays_on_the_device_is_divided_too(fraction):
+def test_what_stays_on_the_device_is_divided_too():
     mesh = mesh_of(AxisType.Auto)
     params, grads = network(mesh, REPLICATED), network(mesh, REPLICATED, seed=100)
-    tx = jo.offload(OPTIMIZERS["adamw"], min_bytes=0, fraction=fraction, shard_over="data")
+    tx = jo.offload(OPTIMIZERS["adamw"], min_bytes=0, fraction=0.5, shard_over="data")
     got = run(tx, params, grads)
     want = resident(OPTIMIZERS["adamw"])
     assert_close(got, want, 2e-5)
@@ -291,23 +234,7 @@ def test_what_stays_on_the_device_is_divided_too(fraction):
         lambda s: entries(*s), ZERO_REPLICATED, is_leaf=lambda s: isinstance(s, P)
     )
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(got[1]) if x.ndim}
-    assert kinds == ({DEVICE} if fraction == 0 else {DEVICE, HOST})
-
-
-@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
-def test_random_numbers_of_leaves_that_go_in_chunks(axes):
-    """jax makes them on a mesh with Auto axes, whatever the axes are (they were cut into chunks once)."""
-    mesh = mesh_of(axes, (8,), ("data",))
-    inner = optax.chain(optax.add_noise(1e-3, 0.5, 0), optax.adamw(1e-2))
-    tx = jo.offload(inner, min_bytes=0, window=2**12)
-    place = NamedSharding(mesh, P(None, "data"))
-    with jax.set_mesh(mesh):
-        params = {k: jax.device_put(jnp.ones((4, 32, 64)), place) for k in ("v", "w")}
-        grads = jax.tree.map(jnp.sin, params)
-        (got, state), want = (jax.jit(step_of(x, "update"))(params, x.init(params), grads) for x in (tx, inner))
-    assert_close(got, want[0], 1e-6)
-    mu = optax.tree.get(state, "mu")["w"]
-    assert mu.sharding.memory_kind == HOST and mu.sharding.is_equivalent_to(place.with_memory_kind(HOST), 3)
+    assert kinds == {DEVICE, HOST}
 
 
 @pytest.mark.parametrize(
@@ -365,14 +292,13 @@ def test_init_under_jit_and_abstract_parameters():
 
 
 @pytest.mark.oldest("shard_map")
-@pytest.mark.parametrize("rows", [16, 4])
-def test_under_shard_map(rows):
+def test_under_shard_map():
     """Every device updates its own part of everything, in chunks: shapes there are local, and divided no further."""
     mesh = mesh_of(AxisType.Auto, (8,), ("x",))
     sharding = NamedSharding(mesh, P("x"))
     rng = np.random.default_rng(0)
     params, grads = (
-        jax.device_put({"w": rng.standard_normal((8 * rows, 32, 16), np.float32)}, sharding) for _ in range(2)
+        jax.device_put({"w": rng.standard_normal((8 * 4, 32, 16), np.float32)}, sharding) for _ in range(2)
     )
     tx = jo.offload(optax.adamw(1e-2), min_bytes=0, window=1)
     state = tx.init(params)
@@ -382,7 +308,7 @@ def test_under_shard_map(rows):
         out_shardings=jax.tree.map(lambda x: x.sharding, (grads, state)),
     )
     streams = {leaf.streams for leaf in jo.placement(step, grads, state, params).leaves if leaf.host}
-    assert streams == {f"{rows} chunks of axis 0, 2 leaves together"}
+    assert streams == {"4 chunks of axis 0, 2 leaves together"}
     got = step(grads, state, params)
     want = optax.adamw(1e-2).update(jax.device_get(grads), optax.adamw(1e-2).init(params), jax.device_get(params))
     assert_close(got, want, 2e-5)
@@ -485,9 +411,8 @@ def test_an_update_that_cannot_know_the_shardings_says_so():
     jax.jit(tx.update)(params, state, params)
 
 
-@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
-def test_eagerly(axes):
-    mesh = mesh_of(axes)
+def test_eagerly():
+    mesh = mesh_of(AxisType.Auto)
     params = network(mesh)
     tx = jo.offload(OPTIMIZERS["adamw"], min_bytes=0, window=1, shard_over="data")
     updates, state = tx.update(params, tx.init(params), params)

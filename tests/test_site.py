@@ -9,6 +9,8 @@ import pytest
 
 import jax_offload as jo
 
+pytestmark = pytest.mark.long("builds the site")
+
 ROOT = Path(__file__).parents[1]
 
 

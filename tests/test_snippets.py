@@ -109,7 +109,9 @@ def test_the_readme(capsys):
     assert "resident" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("page", ["step", "options", "recipes", "state"])
+@pytest.mark.parametrize(
+    "page", ["step", "options", pytest.param("recipes", marks=pytest.mark.long("many steps")), "state"]
+)
 def test_a_page(page, tmp_path):
     found = run(f"docs/{page}.md", Reader(tmp_path).namespace)
     assert moments(found["state"]).sharding.memory_kind == "pinned_host"

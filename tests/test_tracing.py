@@ -12,8 +12,6 @@ import pytest
 import jax_offload as jo
 from tests.support.trees import assert_close, kinds
 
-pytestmark = pytest.mark.oldest("jits that are called many times")
-
 PACKAGE = str(pathlib.Path(jo.__file__).parent)
 
 

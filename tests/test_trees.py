@@ -155,15 +155,6 @@ def assert_as_resident(inner: Any, tx: Any, params: Any, *, jitted: bool = False
 # ---- tests -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long("random cases")
-@settings
-@hypothesis.given(params=trees, name=st.sampled_from(list(OPTIMIZERS)))
-def test_random_trees(params, name):
-    inner = OPTIMIZERS[name]()
-    state = assert_as_resident(inner, jo.offload(inner, min_bytes=0), params)
-    assert [k == "pinned_host" for k in kinds(state)] == [eligible(x) for x in jax.tree.leaves(state)]
-
-
 @few
 @hypothesis.given(params=trees, name=st.sampled_from(list(OPTIMIZERS)), window=st.sampled_from([None, 1, 40]))
 def test_random_trees_jitted(params, name, window):
@@ -207,9 +198,8 @@ def test_select_is_any_prefix(params, data):
     assert [k == "pinned_host" for k in kinds(moments)] == want
 
 
-@pytest.mark.long("more optimizers", but=["adafactor*", "MultiSteps*"])
-@pytest.mark.parametrize("params", [{}, [], (), {"a": None, "b": []}, Pair((), {}), Layer(None, None)], ids=repr)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("params", [[], {"a": None, "b": []}, Pair((), {}), Layer(None, None)], ids=repr)
+@pytest.mark.parametrize("name", ["adafactor", "MultiSteps"])
 def test_empty_trees(name, params):
     inner = OPTIMIZERS[name]()
     for options in {}, {"fraction": 0.5}, {"select": lambda path, leaf: True}, {"window": 1}:
@@ -233,34 +223,3 @@ def test_python_scalars():
     state = tx.init(params)
     assert kinds(state) == ["device", "device", "pinned_host", "device", "pinned_host"]
     assert_same(tx.update(grads, state, params), inner.update(grads, inner.init(params), params), "python scalars")
-
-
-@pytest.mark.long("random cases")
-def test_flax_modules():
-    """The parameters of an nnx and of a linen model, with rules on their paths."""
-
-    class Net(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs) -> None:
-            self.embed = nnx.Embed(11, 4, rngs=rngs)
-            self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(3)])
-
-        def __call__(self, tokens: jax.Array) -> jax.Array:
-            x = self.embed(tokens)
-            for layer in self.layers:
-                x = jnp.tanh(layer(x))
-            return x
-
-    model = Net(nnx.Rngs(0))
-    for params in (
-        nnx.state(model, nnx.Param),
-        nnx.to_pure_dict(nnx.state(model, nnx.Param)),
-        flax.linen.Dense(4).init(jax.random.key(0), jnp.ones((2, 3))),
-        FrozenDict(flax.linen.Dense(4).init(jax.random.key(0), jnp.ones((2, 3)))),
-    ):
-        params = jax.device_put(params, DEVICE)
-        kernels = r"kernel|embedding"
-        tx = jo.offload(optax.adamw(1e-2), select=kernels, min_bytes=0)
-        assert_as_resident(optax.adamw(1e-2), tx, params, jitted=True)
-        rows = jo.placement(tx, params).leaves
-        assert all(row.host == ("kernel" in row.path or "embedding" in row.path) for row in rows)
-        assert any(row.host for row in rows)

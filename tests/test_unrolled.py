@@ -11,8 +11,6 @@ import jax_offload as jo
 from tests.support.trees import assert_close
 from tests.support.words import words
 
-pytestmark = pytest.mark.oldest("pieces and gates of an unrolled step")
-
 LAYERS, WIDTH = 6, 128
 ADAMW = optax.adamw(1e-2)
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), ADAMW)

@@ -7,8 +7,6 @@ import pytest
 
 import jax_offload as jo
 
-pytestmark = pytest.mark.oldest("how windows are chosen")
-
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 MOMENTUM = optax.sgd(1e-3, momentum=0.9)  # a leaf of the state for each parameter
 

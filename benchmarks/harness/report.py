@@ -1,11 +1,10 @@
-"""The Markdown of a file of results: tables, and the goals with what was measured for them."""
+"""The Markdown of a file of results: its tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
-from benchmarks.harness.goals import goals
 from benchmarks.harness.readings import Entry, model_of, overhead, rate_while_copying, seconds
 
 GIB = 2**30
@@ -87,25 +86,6 @@ def link_table(rows: list[dict[str, Any]]) -> str:
     return f"{table(head, [[str(mib), *(rate(kind, mib) for kind in kinds)] for mib in sizes])}\n\n{about}"
 
 
-def capacity_table(found: list[dict[str, Any]]) -> str:
-    def one(c: dict[str, Any]) -> list[str]:
-        if "error" in c:
-            return [c["system"], f"did not run: {c['error']}", "", "", "", ""]
-        at = c["at"]
-        host = at.get("host_taken_bytes", at.get("host_bytes"))
-        peak = at.get("device_peak_bytes")
-        return [
-            c["system"],
-            f"{c['parameters'] / 1e9:.2f}",
-            str(c["layers"]),
-            f"{peak / GIB:.1f}" if peak is not None else "",
-            f"{host / GIB:.1f}" if host is not None else "",
-            "not finished" if c.get("unfinished") else c.get("ended_by", ""),
-        ]
-
-    return table(" system | parameters, 1e9 | layers | peak, GiB | host, GiB | ended by ", map(one, found))
-
-
 def markdown(results: dict[str, Any]) -> str:
     about = results["about"]
     parts = [f"# {about['device']}, {about['date']}", f"`{about['command']}`, {about['machine']}."]
@@ -114,17 +94,8 @@ def markdown(results: dict[str, Any]) -> str:
     if results.get("link_error"):
         parts.append(f"Of the link not all was measured: {results['link_error']}")
     if results.get("cases"):
-        if any(e["result"].get("compiled") for e in results["cases"]):
-            parts.append(COMPILED)
-        else:
-            said = {True: "met", False: "**missed**", None: "not measured"}
-            parts += ["## Goals", table(" goal | measured | ", [[g, m, said[met]] for g, m, met in goals(results)])]
+        parts += [COMPILED] * any(e["result"].get("compiled") for e in results["cases"])
         parts += ["## Steps", cases_tables(results["cases"])]
-    if results.get("capacity"):
-        limits = results["capacity_limits"]
-        stated = f"Within {limits['device'] / GIB:.0f} GiB of the device" if limits.get("device") else "On this device"
-        stated += f" and {limits['host'] / GIB:.0f} GiB of host memory" if limits.get("host") else ""
-        parts += ["## How big can it get", f"{stated}; width 4096, 2048 tokens.", capacity_table(results["capacity"])]
     if results.get("machinery"):
         rows = [[r["what"], *(f"{r[k]:.3f}" for k in ("plain", "ours", "ratio"))] for r in results["machinery"]]
         parts += ["## On the CPU", table(" | plain optax | offloaded | ratio ", rows)]

@@ -9,7 +9,7 @@ import jax_offload as jo
 from tests.aot.cases import device_sharding, loss, measure_step, parameters
 from tests.aot.harness import H200, measure, require
 
-LAYERS, STATE = 16, 16 * 2 * 64  # MiB
+LAYERS = 16
 
 
 @pytest.mark.long("compiles more of the same for a chip")

@@ -8,44 +8,16 @@ from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
 from tests.aot.cases import device_sharding, measure_pipelined, measure_update
-from tests.aot.harness import H200, V5E, measure, mesh_for, require
+from tests.aot.harness import H200, measure, mesh_for, require
 from tests.aot.model import CLIPPED, loss, parameters, two_by_two
-from tests.support.rows import rows
 
-LONG = pytest.mark.exhaustive("compiles the step for each fraction")
 OPTIONS = jo.compiler_options("cuda")
-INT8 = {"mu": "int8", "nu": "uint8"}
-
-
-def tokens_of(n, width=4096):
-    return jax.ShapeDtypeStruct((n, width), jnp.float32, sharding=device_sharding(H200))
 
 
 def moves_each_byte_once(m, layers=12):
     """At most one row moves twice."""
     least, most = sorted((m.loaded, m.stored))
     return m.host_arguments <= least <= most <= m.host_arguments * (1 + 1 / layers) + 0.1
-
-
-@pytest.mark.long("compiles more of the same for a chip")
-@pytest.mark.parametrize(
-    ("model", "tokens", "peak", "exposed"),
-    rows(
-        [("scanned", 16384, 6500, 0.65), ("scanned", 65536, 20300, 0.12), ("unrolled", 16384, 8300, 0.65)],
-        "compiles the turned step",
-        daily=[("scanned", 16384, 6500, 0.65)],
-    ),
-)
-def test_gradients_that_wait_on_the_host(model, tokens, peak, exposed):
-    """1536 MiB of them: the peaks are 8064, 21888 and 9728 where they wait on the device, exposed 0.33, 0, 0.39."""
-    require(H200)
-    params, layers = parameters(24, 4096, False, device_sharding(H200)), loss
-    if model == "scanned":
-        params = {"w": jax.ShapeDtypeStruct((12, 2, 4096, 4096), jnp.float32, sharding=device_sharding(H200))}
-        layers = two_by_two
-    m = measure_pipelined(H200, jo.offload(CLIPPED), params, layers, tokens_of(tokens), gradients="host")
-    assert m.peak <= peak and m.host_temp == 0 and m.host_arguments == pytest.approx(3 * 1536, abs=1)
-    assert m.timeline(H200).exposed_share <= exposed and moves_each_byte_once(m)
 
 
 @pytest.mark.long("compiles more of the same for a chip")
@@ -74,21 +46,6 @@ def test_the_first_of_several_microbatches_hosts_the_update():
     m = measure(H200, turned.whole_step, args, (0, 1), None, OPTIONS)
     assert m.peak <= 11200 and m.host_temp == 0  # resident 13184
     assert m.timeline(H200).exposed_share <= 0.38
-
-
-@pytest.mark.long("compiles more of the same for a chip")
-@pytest.mark.parametrize("gradients", ["device", "host"])
-def test_what_waits_is_divided_as_the_parameters_are(gradients):
-    """12 layers on four devices: a stack of gradients that waits whole is 768 MiB on each (5376; now 4560, 4384)."""
-    require(H200)
-    mesh = mesh_for(H200, (4,), ("data",))
-    params = parameters(12, 4096, True, NamedSharding(mesh, P(None, "data"), memory_kind="device"))
-    x = jax.ShapeDtypeStruct(
-        (4 * 16384, 4096), jnp.float32, sharding=NamedSharding(mesh, P("data"), memory_kind="device")
-    )
-    m = measure_pipelined(H200, jo.offload(CLIPPED), params, loss, x, gradients=gradients, n=4)
-    assert m.peak <= (4650 if gradients == "device" else 4400) and m.host_temp == 0
-    assert m.collectives["reduce-scatter"] == 1
 
 
 @pytest.mark.long("compiles more of the same for a chip")
@@ -136,21 +93,3 @@ def test_unrolled_and_clipped_on_four_devices(spec, over, peak):
     assert m.peak <= peak < resident.peak and m.host_temp == 0 and moves_each_byte_once(m)
     assert ours.exposed_share <= 0.1 and ours.step <= 1.04 * theirs.step
     assert ours.collectives <= 1.001 * theirs.collectives
-
-
-@pytest.mark.long("compiles more of the same for a chip")
-@LONG
-def test_a_tpu_copies_across_both_halves():
-    """6 layers of 2×4096². Of the link's 134 ms the forward pass, 55 ms, hides its own time."""
-    require(V5E)
-    sharding = device_sharding(V5E)
-    params = {"w": jax.ShapeDtypeStruct((6, 2, 4096, 4096), jnp.float32, sharding=sharding)}
-    x = jax.ShapeDtypeStruct((16384, 4096), jnp.float32, sharding=sharding)
-    plain = measure_update(V5E, jo.offload(CLIPPED), params, two_by_two, x)
-    m = measure_pipelined(V5E, jo.offload(CLIPPED), params, two_by_two, x, options=None)
-    assert m.peak < plain.peak and m.host_temp == 0
-    turned, in_turn = m.timeline("v5e"), plain.timeline("v5e")
-    assert turned.exposed_share <= 0.7 and turned.step < in_turn.step
-    waiting = measure_pipelined(V5E, jo.offload(CLIPPED), params, two_by_two, x, gradients="host", options=None)
-    assert waiting.peak <= m.peak - 600 and waiting.host_temp == 0  # of 768 MiB of gradients
-    assert waiting.host_arguments == pytest.approx(3 * 768, abs=1)

@@ -7,11 +7,9 @@ import sys
 import pytest
 
 from benchmarks.disk import __main__ as disk
-from benchmarks.disk import step
 
 
-@pytest.mark.long("starts processes", but=["False"])
-@pytest.mark.parametrize("by_fio", [False, True])
+@pytest.mark.parametrize("by_fio", [False, pytest.param(True, marks=pytest.mark.long("starts processes"))])
 def test_runs(by_fio, tmp_path, monkeypatch):
     try:
         os.close(os.open(tmp_path / "direct", os.O_RDWR | os.O_CREAT | os.O_DIRECT))
@@ -29,15 +27,4 @@ def test_runs(by_fio, tmp_path, monkeypatch):
     for row in found["rows"][:3]:
         assert {name: len(rates) for name, rates in row["bytes_per_second"].items()} == dict.fromkeys(ways, 2)
     assert 0 < found["bytes_of_buffers"] <= found["bound"]
-    assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
-
-
-@pytest.mark.long("compiles two steps")
-def test_a_step_runs(tmp_path, monkeypatch):
-    options = ["--toy", "--directory", str(tmp_path), "--json", str(tmp_path / "found.json")]
-    monkeypatch.setattr(sys, "argv", ["step", *options])
-    step.main()
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert {name: len(seconds) for name, seconds in found["seconds"].items()} == {"host": 2, "disk": 2, "pass": 2}
-    assert all(second >= found["waits"] > 0 for seconds in found["seconds"].values() for second in seconds)
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]

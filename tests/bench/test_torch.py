@@ -129,11 +129,6 @@ def test_resident_trains_as_optax_does(data, clip):
     assert result["versions"]["torch"] == torch.__version__.split("+")[0]
 
 
-def test_clipping_changes_the_losses(data):
-    """Else the test above would not show that anything was clipped."""
-    assert np.abs(np.subtract(losses_of_jax(data, False), losses_of_jax(data, True))).max() > 2e-4
-
-
 def worker(case):
     command = [sys.executable, "-m", "benchmarks.in_torch.system", case.to_json()]
     root = Path(__file__).parents[2]
@@ -169,49 +164,3 @@ def test_what_does_not_run_says_why(system):
         assert result == {"error": f"{module} is missing: pip install {package}"}
     else:
         assert result == {"error": "needs CUDA"}
-
-
-def test_torchao_does_not_clip():
-    pytest.importorskip("torchao", reason="pip install torchao")
-    case = dataclasses.replace(CASE, system="torchao CPUOffloadOptimizer", clip=True)
-    assert torch_system.run(case)["error"].startswith("no exact clipping")
-
-
-def raising(error):
-    def system(*_):
-        raise error
-
-    return system
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), "out of device memory"),
-        (ModuleNotFoundError("No module named 'megatron.core'", name="megatron.core"), "pip install megatron-core"),
-        (RuntimeError("CUDA error: out of memory\nmore"), "out of pinned host memory"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "out of host memory"),
-    ],
-)
-def test_reasons(monkeypatch, error, message):
-    monkeypatch.setitem(torch_rivals.SYSTEMS, "torch resident", raising(error))
-    assert message in torch_system.run(CASE)["error"]
-
-
-def test_other_errors_reach_the_report(monkeypatch):
-    monkeypatch.setitem(torch_rivals.SYSTEMS, "torch resident", raising(RuntimeError("of its own")))
-    with pytest.raises(RuntimeError, match="of its own"):
-        torch_system.run(CASE)
-
-
-def test_managed_memory_is_not_asked_for_beyond_what_is_free(monkeypatch):
-    """It can hang the device."""
-    pytest.importorskip("bitsandbytes", reason="pip install bitsandbytes")
-    needed = 16 * SHAPE.parameters + 2 * CASE.tokens * SHAPE.width * SHAPE.layers
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(needed / 0.8) - 10, 1 << 40))
-    monkeypatch.setattr(torch_rivals, "build", raising(AssertionError("built")))
-    device = torch.device("cuda", 0)
-    with pytest.raises(torch_rivals.Unavailable, match="not tried"):
-        torch_rivals.bitsandbytes(CASE, device)
-    with pytest.raises(AssertionError, match="built"):  # 8 bits need less
-        torch_rivals.bitsandbytes_8bit(CASE, device)

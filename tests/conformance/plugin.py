@@ -7,8 +7,8 @@ the test modules are imported, by one whose result is wrapped as the column asks
     offload  by ``jax_offload.offload``
     recipe   by the usual recipe: the whole state to the device, update, the whole state back
 
-The outermost transformation that a test makes is the one that is wrapped, as ``offload(chain(...))``. In the
-columns ``offload-inside`` and ``recipe-inside`` it is the innermost, as ``chain(..., offload(...))``.
+The outermost transformation that a test makes is the one that is wrapped, as ``offload(chain(...))``. The other order
+is compared with plain optax by ``tests/test_equivalence.py``.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ import pytest
 from optax._src import base
 
 import jax_offload
-from jax_offload._base import memory as _memory
 
-METHOD, _, WHERE = os.environ["CONFORMANCE_COLUMN"].partition("-")
+METHOD = os.environ["CONFORMANCE_COLUMN"]
 REPORT = os.environ["CONFORMANCE_REPORT"]
 MESH = os.environ["CONFORMANCE_MESH"] == "1"
 SELECT = os.environ["CONFORMANCE_SELECT"].splitlines()  # regular expressions: labels in which each is found run
@@ -72,13 +71,17 @@ def wrap(inner: base.GradientTransformation) -> base.GradientTransformation:
 
     @functools.wraps(tx.update)
     def update(updates, state, params=None, **extra_args):
-        _counts["updates with host state"] += any(map(_memory.on_host, jax.tree.leaves(state)))
+        _counts["updates with host state"] += any(map(on_host, jax.tree.leaves(state)))
         return tx.update(updates, state, params, **extra_args)
 
     wrapped = tx._replace(update=update)
     _plain[wrapped] = inner
     _counts["optimizers wrapped"] += 1
     return wrapped
+
+
+def on_host(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
 def is_wrapped(x: object) -> bool:
@@ -103,16 +106,14 @@ def within_optax(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def patched(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """``factory``, its result wrapped where the test itself called it and the column wants it wrapped."""
+    """``factory``, its result wrapped where the test itself called it."""
     plain_factory = within_optax(factory)
 
     @functools.wraps(factory)
     def make(*args, **kwargs):
-        holds_wrapped = any(map(is_wrapped, jax.tree.leaves((args, kwargs), is_leaf=is_wrapped)))
-        if WHERE != "inside":
-            args, kwargs = unwrapped((args, kwargs))
+        args, kwargs = unwrapped((args, kwargs))
         result = plain_factory(*args, **kwargs)
-        return result if _depth or (WHERE == "inside" and holds_wrapped) else wrap(result)
+        return result if _depth else wrap(result)
 
     return make
 
@@ -122,8 +123,7 @@ def patched_inject(inject: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(inject)
     def make(*args, **kwargs):
-        factory = inject(*args, **kwargs)
-        return factory if WHERE == "inside" else patched(factory)
+        return patched(inject(*args, **kwargs))
 
     return make
 

@@ -19,8 +19,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from jax_offload._drive.cores import threads
-from jax_offload._drive.kernel import OnePass
 
 WIDTH, STEPS = 64, 3
 FLAG = r"(--xla_force_host_platform_device_count=)(\d+)"
@@ -74,7 +72,7 @@ def main():
     step, plain = jo.jit(step_of(tx), donate_argnums=(0, 1)), jax.jit(step_of(inner))
     state = tx.init(params)
     places = [x.sharding for x in jax.tree.leaves((params, state))]
-    outcome = {"losses": [], "error": "", "off": 0.0, "by parts": 0}
+    outcome = {"losses": [], "error": "", "off": 0.0}
     try:
         for x in batches:
             want = plain(params, jo.to_device(state), x)
@@ -83,11 +81,8 @@ def main():
             pairs = zip(jax.tree.leaves((params, state)), jax.tree.leaves(want[:2]), strict=True)
             off = jax.jit(lambda pairs: [jnp.abs(jo.to_device(a) - b).max() for a, b in pairs])(list(pairs))
             outcome["off"] = max(outcome["off"], *map(float, off))
-        ((driven, _),) = step._driven._programs.values()
-        outcome["by parts"] = sum(isinstance(each, OnePass) for _, each in driven._tasks)
     except ValueError as error:
         outcome["error"] = str(error)
-    outcome["threads"] = threads() if outcome["by parts"] else 0
     leaves = jax.tree.leaves((params, state))
     outcome["stayed"] = all(x.sharding == place for x, place in zip(leaves, places, strict=True))
     outcome["held"] = sum(s.data.nbytes for x in leaves for s in x.addressable_shards) if not outcome["error"] else 0

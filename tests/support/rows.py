@@ -1,8 +1,4 @@
-"""Which cases of a table run daily, by name; the others are marked, with the reason.
-
-``make test`` runs what has no mark, ``make test FULL=1`` what is ``long`` too, ``pytest --everything`` also what is
-``exhaustive``. The cases of a table are named here and not counted: every n-th of them left out whatever stood there.
-"""
+"""A table for ``pytest.mark.parametrize`` of which only some cases run daily."""
 
 from __future__ import annotations
 
@@ -11,48 +7,39 @@ from typing import Any
 
 import pytest
 
+Chosen = Collection[Any] | Callable[..., bool]
 
-def rows(
-    cases: Iterable[Any],
-    why: str,
-    *,
-    daily: Collection[Any] | Callable[..., bool],
-    never: Collection[Any] | Callable[..., bool] = (),
-) -> list[Any]:
-    """``cases`` for ``pytest.mark.parametrize``.
+
+def rows(cases: Iterable[Any], why: str, *, daily: Chosen, never: Chosen = ()) -> list[Any]:
+    """Marks the cases that do not run daily as ``long``, and those that never do as ``exhaustive``.
 
     Args:
       cases: values, tuples of them where a test takes several, or ``pytest.param``.
-      why: what is long about all of them.
-      daily: those that run daily, by their id where they have one and else by value; or a function of a case's values.
-      never: those that run with ``--everything`` only.
+      why: the reason that stands in the marks.
+      daily: the cases that run daily: their ids or values, or a function of a case's values.
+      never: the cases that run with ``--everything`` only.
+
+    Returns:
+      The cases, each as ``pytest.param``.
 
     Raises:
-      ValueError: one of those named is no case (it was renamed, or is gone), none is daily, or one is both.
+      ValueError: ``daily`` or ``never`` names a case that is not in the table.
     """
-    cases = [case if hasattr(case, "marks") else pytest.param(*_values(case)) for case in cases]
-    often, seldom = (_chosen(cases, chosen) for chosen in (daily, never))
-    if not any(often):
-        raise ValueError("daily: names no case. A test of which nothing runs daily is marked itself.")
-    both = [case for case, a, b in zip(cases, often, seldom, strict=True) if a and b]
-    if both:
-        raise ValueError(f"{both} are daily and never.")
-    marked = []
-    for case, is_daily, is_never in zip(cases, often, seldom, strict=True):
-        marks = () if is_daily else ((pytest.mark.exhaustive if is_never else pytest.mark.long)(why),)
-        marked.append(pytest.param(*case.values, id=case.id, marks=(*case.marks, *marks)))
-    return marked
+    params = [case if hasattr(case, "marks") else pytest.param(*_values(case)) for case in cases]
+    names = [case.id or (case.values if len(case.values) > 1 else case.values[0]) for case in params]
+
+    def chosen(by: Chosen) -> list[bool]:
+        if callable(by):
+            return [bool(by(*case.values)) for case in params]
+        if missing := [name for name in by if name not in names]:
+            raise ValueError(f"{missing} are no cases of this table, which has {names}.")
+        return [name in by for name in names]
+
+    marks = [() if d else (pytest.mark.exhaustive(why),) if n else (pytest.mark.long(why),)
+             for d, n in zip(chosen(daily), chosen(never), strict=True)]  # fmt: skip
+    return [pytest.param(*case.values, id=case.id, marks=(*case.marks, *mark))
+            for case, mark in zip(params, marks, strict=True)]  # fmt: skip
 
 
 def _values(case: Any) -> tuple[Any, ...]:
     return case if isinstance(case, tuple) else (case,)
-
-
-def _chosen(cases: list[Any], chosen: Collection[Any] | Callable[..., bool]) -> list[bool]:
-    if callable(chosen):
-        return [bool(chosen(*case.values)) for case in cases]
-    names = [case.id or (case.values if len(case.values) > 1 else case.values[0]) for case in cases]
-    missing = [name for name in chosen if name not in names]
-    if missing:
-        raise ValueError(f"{missing} are no cases of this table, which has {names}.")
-    return [name in chosen for name in names]
