@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.tree_util import keystr, tree_flatten_with_path, tree_map_with_path
+from jax.tree_util import tree_map_with_path
 
 from jax_offload._analysis.answer import ON_A_HOST, Plan, Row
 from jax_offload._analysis.chips import Chip
@@ -239,7 +239,7 @@ class _Rows:
             return []
 
     def table(self, given: Mapping[str, Any], disk: bool) -> list[Row]:
-        """All rows, eight at most. ``given``: the options of the offload that was given."""
+        """Return all rows, eight at most. ``given``: the options of the offload that was given."""
         axes = () if {"shard_over", "disk"} & given.keys() else replicated_axes(self.params)
         over = given.get("shard_over") or (axes[0] if len(axes) == 1 else axes)
         base = {**given, "shard_over": over} if over else given
@@ -260,9 +260,6 @@ class _Rows:
             rows += self.tried("cores", {**given, "update_on": "host"})
         if disk and "disk" not in given:
             rows.append(self.row("disk", {**on_device, "disk": disk_option("/nvme/run")}))
-        rules = None if "storage" in given else eight_bits(jax.eval_shape(self.inner.init, self.params))
-        if rules and not any(row.fits is not False and row.same_numbers for row in rows):
-            rows += self.tried("int8 moments", {**on_device, "storage": rules}, run)
         return rows
 
     def _smallest_fraction(self, whole: Row, options: Mapping[str, Any], run: str) -> list[Row]:
@@ -366,16 +363,6 @@ def _inner_of(tx: Any) -> tuple[Any, dict[str, Any]]:
     if isinstance(tx, Offloaded) and tx.inner is not None:
         return tx.inner, {k: v for k, v in tx.options.items() if v is not _DEFAULTS[k] and v != _DEFAULTS[k]}
     return tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx, {}
-
-
-def eight_bits(state: Any) -> dict[str, str] | None:
-    """Return rules for float32 moments in 8 bits, by the names of optax's states; ``None`` if there are none."""
-    flat = [(keystr(path, simple=True, separator="/").split("/"), x) for path, x in tree_flatten_with_path(state)[0]]
-    found = dict[str, str]()
-    for name, dtype in ("mu", "int8"), ("nu", "uint8"):
-        if {str(x.dtype) for path, x in flat if name in path and getattr(x, "ndim", 0)} == {"float32"}:
-            found[name] = dtype
-    return found or None
 
 
 def _offloads_inside(tx: Any, params: Any) -> bool:

@@ -118,13 +118,7 @@ def placement(tx: optax.GradientTransformation | Callable[..., Any], *args: Any,
 
 
 def _of_transformation(tx: Any, params: Any, **extra_args: Any) -> Placement:
-    return table_andtrace_of(tx, params, **extra_args)[0]
-
-
-def table_andtrace_of(tx: Any, params: Any, **extra_args: Any) -> tuple[Placement, Any]:
-    """The table of a transformation, and its traced update, a closed jaxpr; ``None`` where that raises."""
     placed, treedef = placed_leaves(tx, params)
-    leaves = [leaf for leaf, _, _ in placed]
     # The types that a step is handed; with Explicit axes they say how each leaf is divided.
     state = jax.tree.unflatten(treedef, abstract_leaves(placed))
 
@@ -134,9 +128,9 @@ def table_andtrace_of(tx: Any, params: Any, **extra_args: Any) -> tuple[Placemen
 
     with described(params):
         trace, unknown = trace_of(update, params, state, extra_args)
-    loads = _loads(trace)
+    loads, leaves = _loads(trace), [leaf for leaf, _, _ in placed]
     table = _table(leaves, loads.for_each(leaves), unknown, loads)
-    return dataclasses.replace(table, guessed=guessed(_updates(trace), of_step=False)), trace
+    return dataclasses.replace(table, guessed=guessed(_updates(trace), of_step=False))
 
 
 def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
@@ -148,33 +142,36 @@ def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
         step(*args, **kwargs)
         return [x if isinstance(x, jax.Array) else 0 for x in given]  # static, or mutable
 
-    rows: list[Leaf] = []
-
-    def names(args: Any, kwargs: Any) -> None:
-        flat = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_on_disk)[0]
-        for (path, x), sharding in zip(flat, shardings, strict=True):
-            row, path, host = unmanaged(x), jax.tree_util.keystr(path[1:]), _memory.on_host(x)
-            spec = f"P({', '.join(map(repr, sharding.spec))})" if isinstance(sharding, NamedSharding) else ""
-            spec = spec if getattr(sharding, "num_devices", 1) > 1 else ""
-            own = row.nbytes // math.prod(shards_of(sharding, row.shape))
-            rows.append(
-                dataclasses.replace(
-                    row, path=path, host=host, sharding=spec, shard_bytes=own, why=ARGUMENT, disk=is_on_disk(x)
-                )
-            )
-
-    shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves((args, kwargs))]  # tracers do not tell
     with step_described():
-        traced(names, args, kwargs)
         trace, unknown = trace_of(call, args, kwargs)
-    loads = _loads(trace)
+    flat = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_on_disk)[0]
+    rows, loads = [_argument(jax.tree_util.keystr(path[1:]), x) for path, x in flat], _loads(trace)
     kept = [(row, of) for row, of in zip(rows, loads.for_each(rows), strict=True) if row.host or of[0]]
     table = _table([row for row, _ in kept], [of for _, of in kept], unknown, loads)
     away = any(row.host or row.disk for row in rows)
-    stays = (_NO_UPDATE,) if trace is not None and away and not updates_in(trace) else loads.stays
-    table = dataclasses.replace(table, stays=stays, elsewhere=loads.elsewhere)
     updates = _updates(trace)
-    return dataclasses.replace(table, guessed=guessed(updates, of_step=True), in_turn=_in_turn(updates))
+    return dataclasses.replace(
+        table,
+        stays=(_NO_UPDATE,) if trace is not None and away and not updates_in(trace) else loads.stays,
+        elsewhere=loads.elsewhere,
+        guessed=guessed(updates, of_step=True),
+        in_turn=_in_turn(updates),
+    )
+
+
+def _argument(path: str, x: Any) -> Leaf:
+    """Return the row of a step's argument."""
+    row, sharding, disk = unmanaged(x), getattr(x, "sharding", None), is_on_disk(x)
+    mesh = isinstance(sharding, NamedSharding) and sharding.num_devices > 1
+    return dataclasses.replace(
+        row,
+        path=path,
+        host=not disk and getattr(sharding, "memory_kind", None) == _memory.HOST_KIND,
+        sharding=f"P({', '.join(map(repr, sharding.spec))})" if mesh else "",
+        shard_bytes=row.nbytes // math.prod(shards_of(sharding, row.shape)),
+        why=ARGUMENT,
+        disk=disk,
+    )
 
 
 def _in_turn(updates: Sequence[Update]) -> tuple[str, ...]:

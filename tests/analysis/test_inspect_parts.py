@@ -1,9 +1,12 @@
 """The parts of a peak, and a loop's iterations, beside what is worked out by hand."""
 
+from types import SimpleNamespace
+
 import pytest
 
 import jax_offload as jo
 from jax_offload._analysis.compiled import Argument, Compiled
+from jax_offload._analysis.hlo import Module
 from jax_offload._analysis.inspection import Loop, inspected
 from tests.analysis.test_inspect import ADAMW, MIB, arguments, step
 from tests.aot.harness import H200, require
@@ -44,15 +47,20 @@ STEP = computation(
 )
 TEXT = "HloModule m, is_scheduled=true\n\n" + BODY + "%c (t: s32[]) -> pred[] {\n}\n\n" + STEP
 GIVEN = {
-    0: Argument("params", False, False, "f32", MATRIX),
-    1: Argument("batch", False, False, "f32", MATRIX // 2),
-    2: Argument("state.mu", True, True, "f32", MATRIX),
+    0: Argument("params", host=False, state=False),
+    1: Argument("batch", host=False, state=False),
+    2: Argument("state.mu", host=True, state=True),
 }
+SIZES = ("argument_size", "output_size", "alias_size", "host_argument_size", "host_output_size", "host_alias_size")
+MEMORY = SimpleNamespace(
+    temp_size_in_bytes=5 * MATRIX, host_temp_size_in_bytes=MATRIX, **{f"{name}_in_bytes": 0 for name in SIZES}
+)
 
 
 def test_by_hand():
     """Most is held in the loop: the gradient, what was loaded and its sum, beside the arguments and the activation."""
-    report = inspected(Compiled(TEXT, "", 5 * MATRIX, MATRIX, 0, GIVEN, "h200", CHIP, compiled_for=True), None)
+    report = inspected(Compiled(Module(TEXT), "", MEMORY, GIVEN, "h200", CHIP, compiled_for=True), None)
+    assert (report.peak, report.host, report.host_temp) == (5 * MATRIX, MATRIX, MATRIX)
     assert report.parts == {
         "parameters": MATRIX,
         "other arguments": MATRIX // 2,
