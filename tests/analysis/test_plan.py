@@ -445,6 +445,8 @@ def test_a_model_has_as_many_parameters_as_were_asked_for(n, devices):
 def test_types_that_are_wrong():
     with pytest.raises(TypeError, match=r"tx: expected .*adamw.*Call it first: adamw\("):
         jo.plan(optax.adamw, {"w": jnp.ones((2, 2))})
+    for tree in {"w": np.ones((64, 64), np.float32)}, {"a": {1: {("x", 2): jax.ShapeDtypeStruct((64, 64), "float32")}}}:
+        assert jo.plan(jo.offload(ADAMW, min_bytes=0), tree)["as given"].host == 2 * 64 * 64 * 4
     assert jo.plan(ADAMW, {"w": 3.0})["resident"].parameters == 4
     with pytest.raises(TypeError, match=r"plan\(tx, params\) takes the parameters alone.* got 3 arguments"):
         jo.plan(ADAMW, {"w": jnp.ones((2, 2))}, 3)
