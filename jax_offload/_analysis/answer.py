@@ -20,9 +20,10 @@ from typing import Any
 
 import jax
 
-from jax_offload._analysis.chips import POOL_HEADROOM, POOL_VARIABLE, Chip, pool_limit
+from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.sizes import Sizes
 from jax_offload._analysis.units import in_bytes, in_seconds
+from jax_offload._base.memory import POOL_VARIABLE, pool_limit
 from jax_offload._base.text import aligned, html_table, terminal_width
 
 HEADER = ("", "params", "grads", "state", "window", "activations", "sum", "fits", "host", "adds")
@@ -48,6 +49,7 @@ def compute_time(chip: Chip, operations: float, dtype: str) -> float:
 HEADROOM = 0.05  # of what jax takes of a device's memory; and of a host's memory twice that
 FRACTION, OTHER_NAME, BY_DEFAULT = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION", 0.75
 MOST = 0.95  # of a GPU's memory that jax can be told to take
+POOL_HEADROOM = 64 / 46.8  # XLA's pool was at 46.8 of 64 GB when an allocation failed: it fragments
 ON_A_HOST = 8  # devices that share a host, at most
 ASK = "give activations, or layers, width and tokens"
 WORDS = {
@@ -348,12 +350,8 @@ class Plan:
             second = f"Resident is {resident.why}." if resident and resident.why else "No other row is cheaper."
             return f"{first} {'Nothing has to be offloaded.' if best is resident else second}", best.code, best
         over = f"Resident is {resident.why}; {ASK}" if resident and resident.fits is False else ASK.capitalize()
-        second = f"{over}, and plan finds the smallest fraction."
-        roomier = [row for row in ranked if row.fits is not False and (row.room or 0) > (best.room or 0)]
-        if best.name.startswith("resident") and roomier:
-            leaves = in_bytes(roomier[0].room or 0)
-            second = f"Otherwise {roomier[0].name} leaves {leaves}; {ASK}, and plan decides."
-        return f"{name} fits {best.why} on {on}{changes}. {second}", best.code, best
+        said = f"{name} fits {best.why} on {on}{changes}. {over}, and plan finds the smallest fraction."
+        return said, best.code, best
 
     def _nothing_fits(self, on: str) -> tuple[str, str, Row | None]:
         """Return the answer if no row fits: a larger share of the device's memory if that suffices, or what to take."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import re
 import time
 import tomllib
@@ -26,11 +25,6 @@ _TPU_KINDS = {"v5 lite": "v5e", "v5": "v5p", "v6 lite": "v6e"}  # as jax has the
 # Suffixes of the card that the figures describe, as opposed to PCIe, NVL, a MIG slice, or another memory.
 _SAME_CARD = re.compile(r"sxm\d*|hbm\w*|80gb|141gb|480gb")
 _NEEDED = ("hbm_bytes", "flops", "hbm_bandwidth", "host_link", "dram_bytes")
-
-POOL_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-POOL_DEFAULT = 64 * 2**30
-# XLA's pool was at 46.8 of 64 GB when an allocation failed: it fragments.
-POOL_HEADROOM = 64 / 46.8
 
 PIECE, PIECES = 2**26, 16  # copies of 64 MiB are far beyond the size at which their latency is felt
 ON_CPU = 2**20
@@ -331,19 +325,6 @@ def _best(run: Callable[[], Any]) -> float:
 
 
 # -- the host's memory
-
-
-def pool_limit() -> int:
-    """The most bytes that XLA pins on a GPU, in one process.
-
-    Raises:
-      ValueError: the environment says something else than a number.
-    """
-    said = os.environ.get(POOL_VARIABLE)
-    try:
-        return POOL_DEFAULT if said is None else int(float(said) * 2**30)
-    except ValueError as error:
-        raise ValueError(f"{POOL_VARIABLE}: expected a number of GiB in the environment; got {said!r}.") from error
 
 
 def host_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:

@@ -13,9 +13,9 @@ import numpy as np
 import optax
 
 import jax_offload
-from jax_offload._analysis.chips import POOL_VARIABLE, chip, host_memory, pool_limit
+from jax_offload._analysis.chips import chip, host_memory
 from jax_offload._analysis.units import in_bytes
-from jax_offload._base.memory import HOST_KIND
+from jax_offload._base.memory import HOST_KIND, POOL_VARIABLE, pool_limit
 from jax_offload._base.text import aligned
 from jax_offload._interop.jit import jit
 from jax_offload._offload import offload
