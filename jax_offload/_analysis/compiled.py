@@ -24,7 +24,7 @@ from jax_offload._analysis.targets import Target, check_installed, compile_for, 
 from jax_offload._base.around import step_described
 from jax_offload._base.arrays import is_traced
 from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, in_its_memory, is_host_aval
-from jax_offload._base.on_disk import TOKEN, Home, OnDisk, Place, is_on_disk
+from jax_offload._base.on_disk import TOKEN, OnDisk, Place, is_on_disk
 from jax_offload._base.private import options_of
 from jax_offload._base.shardings import sharding_of
 from jax_offload._drive.run import Driven
@@ -280,20 +280,11 @@ def _numbered(module: Module, given: Sequence[Argument]) -> dict[int, Argument]:
 # -- the first program of a step that is driven
 
 
-class _Nowhere(Home):
-    """The home of leaves on disk in an abstract state."""
-
-    def array(self, name: str, token: Any) -> Any:
-        raise TypeError(f"disk: {name} is abstract, and has no values.")
+class _Nowhere:
+    """The home of leaves on disk in an abstract state: no step that is only looked at reads them."""
 
     def ends(self, name: str) -> tuple[int, ...]:
-        return ()  # nobody reads this update's files
-
-    def sharded(self, name: str, token: Any, sharding: Any) -> Any:
-        return self.array(name, token)
-
-    def fill(self, leaves: Any, values: Any) -> Any:
-        raise TypeError("disk: an abstract state has no files.")
+        return ()
 
 
 def on_files(args: Any, step: Any) -> Any:
