@@ -292,7 +292,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON types, in bytes and seconds."""
-        found = dataclasses.asdict(self) | {"recommended": self.recommended and self.recommended.name}
+        found: dict[str, Any] = dataclasses.asdict(self) | {"recommended": self.recommended and self.recommended.name}
         found |= {name: getattr(self, name) for name in ("verdict", "code", "usable", "compute", "assumptions")}
         for row, given in zip(found["options"], self.options, strict=True):
             row |= {"peak": given.peak, "missing": list(given.missing)}
@@ -358,11 +358,12 @@ class Plan:
         same = [row for row in self._ranked if row.same_numbers] or self._ranked
         least = min(same, key=lambda row: row.peak)
         first = f"Nothing fits: {least.name} takes least and is {least.why} on {on}."
-        for row in same if on_gpus(self.chip) and self.device_memory is not None else ():
-            share = math.ceil(100 * row.peak / (1 - HEADROOM) / self.device_memory) / 100
+        memory = (on_gpus(self.chip) and self.device_memory) or 0
+        for row in same if memory else ():
+            share = math.ceil(100 * row.peak / (1 - HEADROOM) / memory) / 100
             if (row.room or 0) < 0 and share <= MOST and not self._over_on_the_host(row):
                 share = MOST if row.missing else share
-                fits = _condition(row, int(self.device_memory * share * (1 - HEADROOM)) - row.peak)
+                fits = _condition(row, int(memory * share * (1 - HEADROOM)) - row.peak)
                 second = f"With {FRACTION}={share:g} in the environment, {WORDS.get(row.name, row.name)} fits {fits}"
                 return f"{first} {second.rstrip()}.", f"export {FRACTION}={share:g}\n{row.code}", row
         if on_device := [row for row in same if (row.room or 0) >= 0]:

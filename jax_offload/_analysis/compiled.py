@@ -228,8 +228,9 @@ def _given(
     """
     arrays = [(path, x) for path, x in tree_flatten_with_path(tree)[0] if is_traced(x)]
     paths = [(jax.tree_util.keystr(path[2:]) if len(path) > 1 else "", x) for path, x in arrays]
-    names = (jaxpr.debug_info.arg_names if jaxpr is not None else None) or ()
-    named = [(name or "", v.aval) for name, v in zip(names, jaxpr.invars if names else (), strict=True)]
+    invars = () if jaxpr is None else jaxpr.invars
+    names = () if jaxpr is None else jaxpr.debug_info.arg_names or [None for _ in invars]
+    named = [(name or "", v.aval) for name, v in zip(names, invars, strict=True)]
     states, by_name = _states(tree), _states_by_name(carried or {})
     found, begin = list[Argument](), 0
     for k, ((path, x), (name, _)) in enumerate(zip(arrays, paths, strict=True)):

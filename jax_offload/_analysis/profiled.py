@@ -104,7 +104,12 @@ def measured(segments: Sequence[Segment], steps: int, simulated: Timeline | None
     busy, compute, copying = _length([*copies, *spans[COMPUTE]]), _length(spans[COMPUTE]), _length(copies)
     loading, storing, collectives = (_length(spans[lane]) for lane in (LOAD, STORE, COLLECTIVES))
     alone = _length([*copies, *spans[COMPUTE], *spans[COLLECTIVES]]) - busy
-    sums = {"compute": compute, "collectives": collectives, "exposed": busy - compute, "exposed_collectives": alone}
+    sums: dict[str, Any] = {
+        "compute": compute,
+        "collectives": collectives,
+        "exposed": busy - compute,
+        "exposed_collectives": alone,
+    }
     timeline = Timeline(
         step=span,
         link=max(loading, storing),

@@ -161,7 +161,8 @@ def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
 
 def _argument(path: str, x: Any) -> Leaf:
     """Return the row of a step's argument."""
-    row, sharding, disk = unmanaged(x), getattr(x, "sharding", None), is_on_disk(x)
+    row, disk = unmanaged(x), is_on_disk(x)
+    sharding: Any = getattr(x, "sharding", None)
     mesh = isinstance(sharding, NamedSharding) and sharding.num_devices > 1
     return dataclasses.replace(
         row,
