@@ -218,16 +218,12 @@ class Plan:
         )
 
     @property
-    def operations(self) -> float | None:
-        """Operations of a step on one device; ``None`` without tokens."""
-        tokens = self.tokens_per_step
-        return None if tokens is None else OPERATIONS * self.multiplied * tokens / self.devices
-
-    @property
     def compute(self) -> float | None:
         """Seconds of a step's arithmetic; ``None`` without a chip or tokens."""
-        chip, operations = self.chip, self.operations
-        return None if chip is None or operations is None else compute_time(chip, operations, self.dtype)
+        if self.chip is None or self.tokens_per_step is None:
+            return None
+        operations = OPERATIONS * self.multiplied * self.tokens_per_step / self.devices
+        return compute_time(self.chip, operations, self.dtype)
 
     def judged(self, row: Row, sizes: Sizes, run: str) -> Row:
         """Add to a row what its transfers add to a step, by the model of time, and whether it fits."""
@@ -410,11 +406,11 @@ class Plan:
         said = f"time: {how}, not measured: {chip.name}'s link {one:g} GB/s one way, {both:g} each way at once"
         if compiled:
             return said
-        if not self.compute or not self.operations:
+        if not self.compute:
             return f"{said}; without tokens nothing is hidden"
         return (
             f"{said}; {self.tokens_per_step:,} tokens × {OPERATIONS} operations for each parameter of a matrix, at "
-            f"{self.operations / self.compute / 1e12:.4g} TFLOP/s, take {in_seconds(self.compute)}, of which the "
+            f"{1e-12 / compute_time(chip, 1.0, self.dtype):.4g} TFLOP/s, take {in_seconds(self.compute)}, of which the "
             "backward pass (2/3) hides jo.jit's copies, the forward pass jo.pipelined's"
         )
 

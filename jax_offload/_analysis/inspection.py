@@ -249,7 +249,6 @@ def _leaves(names: Sequence[str]) -> str:
     return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else "".join(names)
 
 
-_MIB = 2**20
 _UNSEEN_ON_A_CPU = (
     "whether the state streams or is on the device all at once, and arithmetic on the host: jax on a CPU leaves out "
     'the copies. Compile for a chip that need not be there: target="h200"'

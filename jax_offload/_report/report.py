@@ -128,8 +128,7 @@ def _of_transformation(tx: Any, params: Any, **extra_args: Any) -> Placement:
 
     with described(params):
         trace, unknown = trace_of(update, params, state, extra_args)
-    loads, leaves = _loads(trace), [leaf for leaf, _, _ in placed]
-    table = _table(leaves, loads.for_each(leaves), unknown, loads)
+    table = _table([leaf for leaf, _, _ in placed], unknown, _loads(trace))
     return dataclasses.replace(table, guessed=guessed(_updates(trace), of_step=False))
 
 
@@ -146,12 +145,12 @@ def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
         trace, unknown = trace_of(call, args, kwargs)
     flat = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_on_disk)[0]
     rows, loads = [_argument(jax.tree_util.keystr(path[1:]), x) for path, x in flat], _loads(trace)
-    kept = [(row, of) for row, of in zip(rows, loads.for_each(rows), strict=True) if row.host or of[0]]
-    table = _table([row for row, _ in kept], [of for _, of in kept], unknown, loads)
+    table = _table(rows, unknown, loads)
     away = any(row.host or row.disk for row in rows)
     updates = _updates(trace)
     return dataclasses.replace(
         table,
+        leaves=tuple(leaf for leaf in table.leaves if leaf.host or leaf.disk or leaf.streams),
         stays=(_NO_UPDATE,) if trace is not None and away and not updates_in(trace) else loads.stays,
         elsewhere=loads.elsewhere,
         guessed=guessed(updates, of_step=True),
@@ -201,10 +200,6 @@ class _Loads:
     unlisted: list[Planned] = dataclasses.field(default_factory=list[Planned])
     stays: tuple[str, ...] = ()
 
-    def for_each(self, leaves: Sequence[Leaf]) -> list[tuple[list[Planned], bool]]:
-        """``of`` and ``put`` of each leaf; nothing where the function could not be traced."""
-        return list(zip(self.of, self.put, strict=True)) or [([], False) for _ in leaves]
-
     def how(self, p: Planned) -> str:
         """In words."""
         parts, times = self.parts.get(id(p)), self.times.get(id(p), 1)
@@ -224,11 +219,12 @@ class _Loads:
         return tuple(f"{how}; {n} of these" if n > 1 else how for how, n in ways.items())
 
 
-def _table(leaves: Sequence[Leaf], of: Sequence[tuple[list[Planned], bool]], unknown: str, loads: _Loads) -> Placement:
+def _table(leaves: Sequence[Leaf], unknown: str, loads: _Loads) -> Placement:
     rows, windows = [], {}
-    for leaf, (of_leaf, put) in zip(leaves, of, strict=True):
+    of, put = loads.of or [[] for _ in leaves], loads.put or [False for _ in leaves]
+    for leaf, of_leaf, is_put in zip(leaves, of, put, strict=True):
         hidden = (leaf.host or leaf.disk) and not of_leaf and not unknown
-        streams = (_PUT if put else _UNSEEN) if hidden else _in_words(of_leaf, loads)
+        streams = (_PUT if is_put else _UNSEEN) if hidden else _in_words(of_leaf, loads)
         rows.append(dataclasses.replace(leaf, streams=streams))
         windows |= {id(p.window): dataclasses.replace(p.window, leaf=leaf.path) for p in of_leaf
                     if id(p.window) not in windows and not p.on_cores}  # fmt: skip
