@@ -97,7 +97,7 @@ class Compiled:
 
     @property
     def roles(self) -> dict[int, str]:
-        """What the arguments are: a parameter is of no state, and has the type of a result."""
+        """The kind of each argument by number: a parameter belongs to no state and has the type of a result."""
         root = self.module.scopes["ENTRY"].root
         results = {(array.dtype, array.shape) for array in (root.arrays if root else ())}
         roles: dict[int, str] = {}
@@ -117,7 +117,7 @@ class Compiled:
 
 
 def compiled(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: str | None) -> Compiled:
-    """Return a step, jitted or not, lowered or compiled, for its own devices or for ``target``."""
+    """Compile a step, jitted or not, lowered or compiled already, for its own devices or for ``target``."""
     to = None if target is None else target_of(target)  # before a trace starts jax: its plugins read the environment
     if isinstance(step, jax.stages.Compiled | jax.stages.Lowered):
         if args or kwargs or (target and isinstance(step, jax.stages.Compiled)):
@@ -252,7 +252,7 @@ def _below(path: tuple[Any, ...], states: Set[tuple[Any, ...]]) -> bool:
 
 
 def _states(tree: Any) -> set[tuple[Any, ...]]:
-    """The paths of the subtrees that are of a state: classes of optax and of ours are."""
+    """Return the paths of an optimizer's states: subtrees whose class is one of optax's or of this package."""
 
     def is_state(x: Any) -> bool:
         module = type(x).__module__ or ""
@@ -267,7 +267,7 @@ def _states_by_name(carried: Mapping[str, Any]) -> set[str]:
 
 
 def _numbered(module: Module, given: Sequence[Argument]) -> dict[int, Argument]:
-    """The arguments by their number in the program, which leaves out unused ones; jax names them by their paths."""
+    """Return the arguments by their number in the program, which leaves out unused ones and has jax's names for them."""
     found: dict[int, Argument] = {}
     at = 0
     for number, op in sorted(module.arguments.items()):
@@ -289,7 +289,7 @@ class _Nowhere:
 
 
 def on_files(args: Any, step: Any) -> Any:
-    """A step's arguments with those on disk that its updates read there. ``step``: traced with them."""
+    """Return a step's arguments, with those on disk that its updates read there. ``step``: traced with them."""
     if any(map(is_on_disk, jax.tree.leaves(args, is_leaf=is_on_disk))):
         return args
     index_of = {v: k for k, v in enumerate(step.jaxpr.invars)}

@@ -82,7 +82,7 @@ class Op:
 
     @cached_property
     def read_and_made(self) -> tuple[list[Array], list[Array]]:
-        """What an asynchronous start reads, and what it makes."""
+        """The arrays that an asynchronous start reads, and those that it makes."""
         first, second = ([x for place, x in self.leaves.items() if place[:1] == (n,)] for n in (0, 1))
         # (to, from, context) of a copy; ((operands), result, context); or the results alone.
         return (second, first) if self.opcode == "copy-start" else (first, second or self.arrays)
@@ -93,7 +93,7 @@ class Op:
 
     @property
     def callees(self) -> list[str]:
-        """The computations that it runs: of a loop, a call or a conditional."""
+        """The computations that a loop, a call or a conditional runs."""
         branches = re.search(r"branch_computations=\{([^}]*)\}", self.rest)
         found = _NAME.findall(branches[1]) if branches else []
         attributes = _RUN_BY.get(self.opcode, ())
@@ -145,7 +145,7 @@ def leaves(hlo_type: str) -> dict[tuple[int, ...], Array]:
 
 
 def started(op: Op) -> Copy | None:
-    """The copy between host and device that ``op`` starts."""
+    """Return the copy between host and device that ``op`` starts; ``None`` if it starts none."""
     if not op.opcode.endswith("-start"):
         return None
     read, (made, *_) = op.read_and_made
@@ -335,7 +335,7 @@ def _target(op: Op) -> str:
 
 
 def _results(op: Op) -> list[Array]:
-    """What an operation, or the one that it starts, makes."""
+    """Return the arrays that an operation, or the one that it starts, makes."""
     return op.read_and_made[1][:1] if op.opcode.endswith("-start") else op.arrays
 
 

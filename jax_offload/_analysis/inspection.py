@@ -66,7 +66,7 @@ class Problem:
 
 
 def transfers(played: Timeline) -> tuple[Transfer, ...]:
-    """The transfers of a simulated or measured run, one for each leaf and direction, in the order of their starts."""
+    """Return the transfers of a run, one for each leaf and direction, in the order of their starts."""
     computing = [s for s in played.segments if s.lane == COMPUTE]
     begins = [s.begin for s in computing]
     found: dict[tuple[str, bool], list[Segment]] = {}
@@ -90,7 +90,7 @@ def transfers(played: Timeline) -> tuple[Transfer, ...]:
 
 
 def loops(schedule: Program) -> tuple[Loop, ...]:
-    """The loops that contain transfers, in the order of the text."""
+    """Return the loops that contain transfers, in the order of the text."""
     found, buffers = list[Loop](), schedule.buffers
     for op in (op for name in buffers.reached for op in buffers.ops(name) if op.opcode == "while"):
         body = op.called("body")
@@ -103,7 +103,7 @@ def loops(schedule: Program) -> tuple[Loop, ...]:
 
 
 def problems(program: Compiled, schedule: Program, played: Timeline) -> tuple[Problem, ...]:
-    """What is wrong with a step that is meant to be offloaded, errors first."""
+    """Return the faults of a step that is meant to be offloaded, errors first."""
     found = [
         *_nothing_there(program),
         *_not_where_they_should_be(program),
@@ -169,7 +169,7 @@ def _not_where_they_should_be(program: Compiled) -> list[Problem]:
 
 
 def _crossed(program: Compiled) -> list[Problem]:
-    """Donated buffers that are paired with a result in another memory, by the compiled program or before it."""
+    """Find donated buffers that are paired with a result in another memory, by the compiled program or before it."""
     pairs: list[tuple[str, str]] = []
     arguments, root = program.module.arguments, program.module.scopes["ENTRY"].root
     for place, number in program.module.aliases.items():

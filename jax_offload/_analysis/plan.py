@@ -189,7 +189,7 @@ def _check_sizes(tx: Any, args: Sequence[Any], target: str | None) -> None:
 def _activations(
     leaves: Sequence[Any], dtype: str, devices: int, layers: int, width: int, tokens: int, said: list[str]
 ) -> int:
-    """Bytes of the activations of a transformer on one device, by a formula, which is ``said``."""
+    """Return the bytes of a transformer's activations on one device; append the formula to ``said``."""
     size, every = jnp.dtype(dtype).itemsize, sum(map(nbytes, leaves))
     found = -(-tokens // devices) * width * size * (layers + RECOMPUTED)
     formula = f"tokens on a device × width × {size} bytes × (layers + {RECOMPUTED})"
@@ -215,7 +215,7 @@ class _Rows:
         self.notes, self.waits = list[str](), False
 
     def judged(self, name: str, tx: Any, code: str, run: str, same: bool = True) -> Row:
-        """The row of an optimizer in a step of ``run``, compiled where there is a target."""
+        """Return the row of an optimizer in a step of ``run``, compiled if there is a target."""
         sizes, parameters = sizes_of(tx, self.params, run), sum(map(own_bytes, jax.tree.leaves(self.params)))
         code = f"{code}; step = {run}(step, donate_argnums=(0, 1))"
         row = Row(name, code, parameters, parameters, **sizes.nbytes,
@@ -229,7 +229,7 @@ class _Rows:
         return self.judged(name, tx, f"tx = jo.offload(inner{text})", run, same="storage" not in options)
 
     def tried(self, name: str, options: Mapping[str, Any], run: str = "jo.jit") -> list[Row]:
-        """A row; or a note, where a step of yours cannot run so."""
+        """Return a row; or none, with a note, if your step cannot run that way."""
         try:
             return [self.row(name, options, run)]
         except (TypeError, ValueError) as error:
@@ -263,7 +263,7 @@ class _Rows:
         return rows
 
     def _smallest_fraction(self, whole: Row, options: Mapping[str, Any], run: str) -> list[Row]:
-        """The row of the smallest fraction that fits, to 0.01; none where a part of the sum is not known."""
+        """Return the row of the smallest fraction that fits, to 0.01; none if a part of the sum is not known."""
         usable = self.setting.usable
         if usable is None or whole.missing or whole.peak > usable:
             return []
@@ -359,7 +359,7 @@ class Steps:
 
 
 def _inner_of(tx: Any) -> tuple[Any, dict[str, Any]]:
-    """What an ``offload`` wraps, with the options that it was given beyond the defaults; else ``tx`` itself."""
+    """Return the optimizer inside an ``offload``, with the options that differ from the defaults; else ``tx`` itself."""
     if isinstance(tx, Offloaded) and tx.inner is not None:
         return tx.inner, {k: v for k, v in tx.options.items() if v is not _DEFAULTS[k] and v != _DEFAULTS[k]}
     return tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx, {}
@@ -371,7 +371,7 @@ def _offloads_inside(tx: Any, params: Any) -> bool:
 
 
 def _dtypes(params: Any, inner: Any) -> str:
-    """The types of parameters and state that the figures count."""
+    """Describe the parameters and the state whose bytes are counted."""
     n = sum(math.prod(np.shape(x)) for x in jax.tree.leaves(params))
     state = [x for x in jax.tree.leaves(jax.eval_shape(inner.init, params)) if getattr(x, "ndim", 0)]
 
