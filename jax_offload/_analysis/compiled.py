@@ -267,7 +267,7 @@ def _states_by_name(carried: Mapping[str, Any]) -> set[str]:
 
 
 def _numbered(module: Module, given: Sequence[Argument]) -> dict[int, Argument]:
-    """Return the arguments by their number in the program, which leaves out unused ones and has jax's names for them."""
+    """Return the arguments by number in the program, which leaves out unused ones and has jax's names for them."""
     found: dict[int, Argument] = {}
     at = 0
     for number, op in sorted(module.arguments.items()):

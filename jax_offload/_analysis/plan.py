@@ -359,7 +359,7 @@ class Steps:
 
 
 def _inner_of(tx: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the optimizer inside an ``offload``, with the options that differ from the defaults; else ``tx`` itself."""
+    """Return the optimizer inside an ``offload``, with the options that are not the defaults; else ``tx`` itself."""
     if isinstance(tx, Offloaded) and tx.inner is not None:
         return tx.inner, {k: v for k, v in tx.options.items() if v is not _DEFAULTS[k] and v != _DEFAULTS[k]}
     return tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx, {}
