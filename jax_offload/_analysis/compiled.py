@@ -182,7 +182,9 @@ def _lowered(
             "jax.devices('cpu')."
         )
     lowered = step.trace(*args, **kwargs).lower(lowering_platforms=(to.platform,))
-    if options is None:
+    if options is None and isinstance(step, Jitted):
+        options = step.compiling(to.platform, args, kwargs)
+    elif options is None:
         options = (options_for_sending if sends else compiler_options)(to.platform)
     n = max((len(s.device_set) for s in places), default=1)
     executable = compile_for(to, lowered.compiler_ir("stablehlo"), n, dict(options))
