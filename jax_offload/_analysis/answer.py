@@ -53,7 +53,7 @@ POOL_HEADROOM = 64 / 46.8  # XLA's pool was at 46.8 of 64 GB when an allocation 
 ON_A_HOST = 8  # devices that share a host, at most
 ASK = "give activations, or layers, width and tokens"
 WORDS = {
-    "fraction": "offloading this fraction",
+    "fraction": "offloading a part of the state",
     "cores": "updating on the host's cores",
     "disk": "a state on disk",
 }
