@@ -32,7 +32,7 @@ def overhead(chip: jo.types.Chip, nbytes: float, tokens: float, share: float) ->
     return max(0.0, _both_ways(chip, nbytes) - share * compute) / compute
 
 
-def _both_ways(chip: jo.Chip, nbytes: float) -> float:
+def _both_ways(chip: jo.types.Chip, nbytes: float) -> float:
     """Seconds of so many bytes each way."""
     return link_time(chip, 2**30, 2**30) * nbytes / 2**30
 
