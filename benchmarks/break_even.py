@@ -18,7 +18,6 @@ from jax_offload._analysis.answer import (
     FORWARD,
     OPERATIONS,
     compute_time,
-    exposed_time,
     link_time,
 )
 
@@ -30,10 +29,10 @@ CHIPS = ("a100", "h100", "gh200", "v5e")
 def overhead(chip: jo.types.Chip, nbytes: float, tokens: float, share: float) -> float:
     """Of a step in bfloat16, for each parameter on a device."""
     compute = compute_time(chip, OPERATIONS * tokens, "bfloat16")
-    return exposed_time(_both_ways(chip, nbytes), compute, share) / compute
+    return max(0.0, _both_ways(chip, nbytes) - share * compute) / compute
 
 
-def _both_ways(chip: jo.Chip, nbytes: float) -> float:
+def _both_ways(chip: jo.types.Chip, nbytes: float) -> float:
     """Seconds of so many bytes each way."""
     return link_time(chip, 2**30, 2**30) * nbytes / 2**30
 

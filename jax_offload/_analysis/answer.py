@@ -20,9 +20,10 @@ from typing import Any
 
 import jax
 
-from jax_offload._analysis.chips import POOL_HEADROOM, POOL_VARIABLE, Chip, pool_limit
+from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.sizes import Sizes
 from jax_offload._analysis.units import in_bytes, in_seconds
+from jax_offload._base.memory import POOL_VARIABLE, pool_limit
 from jax_offload._base.text import aligned, html_table, terminal_width
 
 HEADER = ("", "params", "grads", "state", "window", "activations", "sum", "fits", "host", "adds")
@@ -45,14 +46,10 @@ def compute_time(chip: Chip, operations: float, dtype: str) -> float:
     return operations / (chip.reached.bf16 if fast else chip.reached.f32)
 
 
-def exposed_time(moved: float, compute: float, hidden_by: float) -> float:
-    """Return the seconds that ``moved`` seconds of transfers add to a step if a share of its arithmetic hides them."""
-    return max(0.0, moved - hidden_by * compute)
-
-
 HEADROOM = 0.05  # of what jax takes of a device's memory; and of a host's memory twice that
 FRACTION, OTHER_NAME, BY_DEFAULT = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION", 0.75
 MOST = 0.95  # of a GPU's memory that jax can be told to take
+POOL_HEADROOM = 64 / 46.8  # XLA's pool was at 46.8 of 64 GB when an allocation failed: it fragments
 ON_A_HOST = 8  # devices that share a host, at most
 ASK = "give activations, or layers, width and tokens"
 WORDS = {
@@ -60,12 +57,16 @@ WORDS = {
     "cores": "updating on the host's cores",
     "disk": "a state on disk",
 }
-CHEAPEST = ("resident", "fraction", "offload", "as given", "pipelined", "cores", "disk", "int8")
+CHEAPEST = ("resident", "fraction", "offload", "as given", "pipelined", "cores", "disk")
 
 
-def jax_takes(platform: str) -> tuple[float, str]:
+def on_gpus(chip: Chip | None) -> bool:
+    return chip is None or chip.platform == "cuda"
+
+
+def jax_takes(chip: Chip | None) -> tuple[float, str]:
     """Return the share of a device's memory that jax takes, and why."""
-    if platform == "tpu":
+    if not on_gpus(chip):
         return 1.0, "jax takes all of a TPU's memory"
     if os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower() == "platform":
         return 1.0, "XLA_PYTHON_CLIENT_ALLOCATOR=platform takes what there is"
@@ -210,26 +211,19 @@ class Plan:
     said: tuple[str, ...] = ()
 
     @property
-    def platform(self) -> str:
-        return self.chip.platform if self.chip else "cuda"
-
-    @property
     def usable(self) -> int | None:
         """Bytes that a row may take: jax's share of ``device_memory``, less the headroom; ``None`` if not known."""
-        share = jax_takes(self.platform)[0]
-        return None if self.device_memory is None else int(self.device_memory * share * (1 - HEADROOM))
-
-    @property
-    def operations(self) -> float | None:
-        """Operations of a step on one device; ``None`` without tokens."""
-        tokens = self.tokens_per_step
-        return None if tokens is None else OPERATIONS * self.multiplied * tokens / self.devices
+        return (
+            None if self.device_memory is None else int(self.device_memory * jax_takes(self.chip)[0] * (1 - HEADROOM))
+        )
 
     @property
     def compute(self) -> float | None:
         """Seconds of a step's arithmetic; ``None`` without a chip or tokens."""
-        known = self.chip is not None and self.operations is not None
-        return compute_time(self.chip, self.operations, self.dtype) if known else None
+        if self.chip is None or self.tokens_per_step is None:
+            return None
+        operations = OPERATIONS * self.multiplied * self.tokens_per_step / self.devices
+        return compute_time(self.chip, operations, self.dtype)
 
     def judged(self, row: Row, sizes: Sizes, run: str) -> Row:
         """Add to a row what its transfers add to a step, by the model of time, and whether it fits."""
@@ -256,7 +250,7 @@ class Plan:
             crossed, speed = 2 * (sizes.on_cores + row.loaded + row.stored), self.chip.dram_bandwidth
             return dataclasses.replace(row, link=moved, added=None if speed is None else max(moved, crossed / speed))
         hides = FORWARD if run == "jo.pipelined" else 0.0 if sizes.waits else BACKWARD
-        return dataclasses.replace(row, link=moved, added=exposed_time(moved, self.compute or 0.0, hides))
+        return dataclasses.replace(row, link=moved, added=max(0.0, moved - hides * (self.compute or 0.0)))
 
     def _over_on_the_host(self, row: Row) -> int:
         """Return the bytes by which a row exceeds the host's memory less its headroom, or 0."""
@@ -294,22 +288,18 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON types, in bytes and seconds."""
-        found = dataclasses.asdict(self) | {"recommended": self.recommended and self.recommended.name}
+        found: dict[str, Any] = dataclasses.asdict(self) | {"recommended": self.recommended and self.recommended.name}
         found |= {name: getattr(self, name) for name in ("verdict", "code", "usable", "compute", "assumptions")}
         for row, given in zip(found["options"], self.options, strict=True):
             row |= {"peak": given.peak, "missing": list(given.missing)}
         return found
-
-    def table(self) -> list[tuple[str, ...]]:
-        """Return the header and the rows as printed."""
-        return [HEADER, *(row._cells() for row in self.options)]
 
     def describe(self, verbose: bool = False) -> str:
         """Return the printed form. ``verbose`` adds each row's transfers and code, and the chip's sources."""
         width = terminal_width()
         lines = textwrap.wrap(self.verdict, width, break_on_hyphens=False)
         lines += [*(f"  {line}" for line in self.code.splitlines()), "", "GiB on one device:"]
-        lines += aligned(self.table(), range(1, len(HEADER)))
+        lines += aligned([HEADER, *(row._cells() for row in self.options)], range(1, len(HEADER)))
         if not all(row.same_numbers for row in self.options):
             lines.append("* changes the numbers")
         lines.append("")
@@ -331,9 +321,9 @@ class Plan:
 
     def _repr_html_(self) -> str:
         code = f"<pre>{html.escape(self.code)}</pre>" if self.code else ""
-        header, *rows = self.table()
         said = "".join(f"<li>{html.escape(each)}</li>" for each in self.assumptions)
-        table = html_table(header, [("GiB on one device", rows)], range(1, len(HEADER)))
+        rows = [row._cells() for row in self.options]
+        table = html_table(HEADER, [("GiB on one device", rows)], range(1, len(HEADER)))
         return f"<p>{html.escape(self.verdict)}</p>{code}{table}<ul>{said}</ul>"
 
     @cached_property
@@ -356,23 +346,20 @@ class Plan:
             second = f"Resident is {resident.why}." if resident and resident.why else "No other row is cheaper."
             return f"{first} {'Nothing has to be offloaded.' if best is resident else second}", best.code, best
         over = f"Resident is {resident.why}; {ASK}" if resident and resident.fits is False else ASK.capitalize()
-        second = f"{over}, and plan finds the smallest fraction."
-        roomier = [row for row in ranked if row.fits is not False and (row.room or 0) > (best.room or 0)]
-        if best.name.startswith("resident") and roomier:
-            leaves = in_bytes(roomier[0].room or 0)
-            second = f"Otherwise {roomier[0].name} leaves {leaves}; {ASK}, and plan decides."
-        return f"{name} fits {best.why} on {on}{changes}. {second}", best.code, best
+        said = f"{name} fits {best.why} on {on}{changes}. {over}, and plan finds the smallest fraction."
+        return said, best.code, best
 
     def _nothing_fits(self, on: str) -> tuple[str, str, Row | None]:
         """Return the answer if no row fits: a larger share of the device's memory if that suffices, or what to take."""
         same = [row for row in self._ranked if row.same_numbers] or self._ranked
         least = min(same, key=lambda row: row.peak)
         first = f"Nothing fits: {least.name} takes least and is {least.why} on {on}."
-        for row in same if self.platform == "cuda" and self.device_memory is not None else ():
-            share = math.ceil(100 * row.peak / (1 - HEADROOM) / self.device_memory) / 100
+        memory = (on_gpus(self.chip) and self.device_memory) or 0
+        for row in same if memory else ():
+            share = math.ceil(100 * row.peak / (1 - HEADROOM) / memory) / 100
             if (row.room or 0) < 0 and share <= MOST and not self._over_on_the_host(row):
                 share = MOST if row.missing else share
-                fits = _condition(row, int(self.device_memory * share * (1 - HEADROOM)) - row.peak)
+                fits = _condition(row, int(memory * share * (1 - HEADROOM)) - row.peak)
                 second = f"With {FRACTION}={share:g} in the environment, {WORDS.get(row.name, row.name)} fits {fits}"
                 return f"{first} {second.rstrip()}.", f"export {FRACTION}={share:g}\n{row.code}", row
         if on_device := [row for row in same if (row.room or 0) >= 0]:
@@ -392,7 +379,7 @@ class Plan:
         found, best, compiled = [*self.said], self._answer[2], any(row.compiled for row in self.options)
         if self.device_memory is not None and self.usable is not None:
             found.append(
-                f"memory: {in_bytes(self.device_memory)}; {jax_takes(self.platform)[1]}; less {HEADROOM:.0%} headroom, "
+                f"memory: {in_bytes(self.device_memory)}; {jax_takes(self.chip)[1]}; less {HEADROOM:.0%} headroom, "
                 f"{in_bytes(self.usable)} count"
             )
         if self.activations is None and not compiled:
@@ -405,7 +392,7 @@ class Plan:
                 there = f"{in_bytes(self.host_memory)} are there{of}, less {2 * HEADROOM:.0%} headroom"
             found.append(f"host: {in_bytes(best.host)} of pinned memory for each device; {there}")
             needed = math.ceil(best.host * min(self.devices, ON_A_HOST) * POOL_HEADROOM / 2**30)
-            if self.platform == "cuda" and needed * 2**30 > pool_limit():
+            if on_gpus(self.chip) and needed * 2**30 > pool_limit():
                 found.append(f"environment: {POOL_VARIABLE}={needed} before jax starts, if one process has the host")
         return tuple(found)
 
@@ -419,11 +406,11 @@ class Plan:
         said = f"time: {how}, not measured: {chip.name}'s link {one:g} GB/s one way, {both:g} each way at once"
         if compiled:
             return said
-        if not self.compute or not self.operations:
+        if not self.compute:
             return f"{said}; without tokens nothing is hidden"
         return (
             f"{said}; {self.tokens_per_step:,} tokens × {OPERATIONS} operations for each parameter of a matrix, at "
-            f"{self.operations / self.compute / 1e12:.4g} TFLOP/s, take {in_seconds(self.compute)}, of which the "
+            f"{1e-12 / compute_time(chip, 1.0, self.dtype):.4g} TFLOP/s, take {in_seconds(self.compute)}, of which the "
             "backward pass (2/3) hides jo.jit's copies, the forward pass jo.pipelined's"
         )
 

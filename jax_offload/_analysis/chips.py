@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import re
 import time
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +25,6 @@ _TPU_KINDS = {"v5 lite": "v5e", "v5": "v5p", "v6 lite": "v6e"}  # as jax has the
 # Suffixes of the card that the figures describe, as opposed to PCIe, NVL, a MIG slice, or another memory.
 _SAME_CARD = re.compile(r"sxm\d*|hbm\w*|80gb|141gb|480gb")
 _NEEDED = ("hbm_bytes", "flops", "hbm_bandwidth", "host_link", "dram_bytes")
-
-POOL_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-POOL_DEFAULT = 64 * 2**30
-# XLA's pool was at 46.8 of 64 GB when an allocation failed: it fragments.
-POOL_HEADROOM = 64 / 46.8
 
 PIECE, PIECES = 2**26, 16  # copies of 64 MiB are far beyond the size at which their latency is felt
 ON_CPU = 2**20
@@ -161,14 +155,16 @@ class Chips:
           ValueError: the device has no pinned host memory.
         """
         device = jax.local_devices()[0] if device is None else device
-        rates, name = rates_of(device), known_as(device.device_kind)
+        load, store, both = _link(device)
+        name, dram = known_as(device.device_kind), dram_bandwidth()
         like = self(name or "h100")
         limit = (device.memory_stats() or {}).get("bytes_limit")
         usable = min((n for n in host_memory() if n is not None), default=None)
+        sharing = 1 if device.platform == "cpu" else jax.local_device_count()
         figures: dict[str, Any] = {
-            "host_link": min(rates.load, rates.store),
-            "host_link_both": 2 * rates.both,
-            "dram_bandwidth": rates.dram,
+            "host_link": min(load, store),
+            "host_link_both": 2 * both,
+            "dram_bandwidth": None if dram is None else dram / sharing,
             "dram_bytes": like.dram_bytes if usable is None else usable // max(1, jax.local_device_count()),
             "hbm_bytes": like.hbm_bytes if name or not limit else int(limit),
         }
@@ -262,25 +258,11 @@ def _parsed(name: str, table: Mapping[str, Any], where: str) -> Chip:
 # -- measured
 
 
-class Rates(NamedTuple):
-    """Bytes per second between a device and its host.
+def _link(device: Any) -> tuple[float, float, float]:
+    """Measure the link of one device in compiled programs, as in a step.
 
-    Attributes:
-      load, store: from the host alone, and to it alone.
-      both: each way, while both are busy.
-      dram: what the host's cores read and write, for each accelerator; ``None`` where jax has no CPU backend.
-    """
-
-    load: float
-    store: float
-    both: float
-    dram: float | None
-
-
-def rates_of(device: Any) -> Rates:
-    """Measure the link of one device in a compiled program, as in a step, and its host's memory.
-
-    On a CPU jax copies nothing, and the link's figures say nothing.
+    Returns:
+      Bytes per second from the host alone, to it alone, and each way while both are busy.
     """
     if not isinstance(device, jax.Device):
         raise TypeError(
@@ -306,9 +288,7 @@ def rates_of(device: Any) -> Rates:
 
     loads, stores = speed(load, [here] * PIECES, on_host), speed(store, [there] * PIECES, on_device)
     both = speed(lambda xs, ys: (load(xs), store(ys)), ([here] * PIECES, [there] * PIECES), on_host, on_device)
-    del on_host, on_device
-    dram, sharing = dram_bandwidth(), 1 if device.platform == "cpu" else jax.local_device_count()
-    return Rates(loads, stores, both, None if dram is None else dram / sharing)
+    return loads, stores, both
 
 
 def dram_bandwidth() -> float | None:
@@ -345,19 +325,6 @@ def _best(run: Callable[[], Any]) -> float:
 
 
 # -- the host's memory
-
-
-def pool_limit() -> int:
-    """The most bytes that XLA pins on a GPU, in one process.
-
-    Raises:
-      ValueError: the environment says something else than a number.
-    """
-    said = os.environ.get(POOL_VARIABLE)
-    try:
-        return POOL_DEFAULT if said is None else int(float(said) * 2**30)
-    except ValueError as error:
-        raise ValueError(f"{POOL_VARIABLE}: expected a number of GiB in the environment; got {said!r}.") from error
 
 
 def host_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:

@@ -18,7 +18,7 @@ import optax
 from jax_offload import __version__
 from jax_offload._analysis.doctor import examine
 from jax_offload._analysis.inspection import inspect
-from jax_offload._analysis.plan import eight_bits, plan
+from jax_offload._analysis.plan import plan
 from jax_offload._analysis.targets import prepare
 from jax_offload._offload import offload
 from jax_offload._precision.masters import with_master_params
@@ -86,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
     option("--optimizer", default="adamw", help="a name in optax or optax.contrib (default: adamw)")
     option("--param-dtype", default="bfloat16", help="(default: bfloat16)")
     option("--master", help="dtype of master parameters: float32")
-    option("--storage", help="how moments are stored: bfloat16, int8 (changes the numbers)")
+    option("--storage", help="how moments are stored: bfloat16 (changes the numbers)")
     option("--clip", action="store_true", help="clip gradients by their global norm")
     option("--devices", default=1, help="over which parameters are divided (FSDP)")
     option("--replicated", action="store_true", help="keep parameters whole on every device instead")
@@ -162,8 +162,7 @@ def _optimizer(optimizer: str, master: str | None, storage: str | None, clip: bo
         dtype = "" if master == "float32" else f", {master!r}"
         tx, code = with_master_params(tx, master), f"jo.with_master_params({code}{dtype})"
     if storage is not None:
-        state = jax.eval_shape(tx.init, {"w": jax.ShapeDtypeStruct((128, 128), "float32")})
-        tx = offload(tx, storage=eight_bits(state) or storage if storage == "int8" else storage)
+        tx = offload(tx, storage=storage)
     return tx, code
 
 

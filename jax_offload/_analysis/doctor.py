@@ -13,9 +13,9 @@ import numpy as np
 import optax
 
 import jax_offload
-from jax_offload._analysis.chips import POOL_VARIABLE, host_memory, pool_limit, rates_of
+from jax_offload._analysis.chips import chip, host_memory
 from jax_offload._analysis.units import in_bytes
-from jax_offload._base.memory import HOST_KIND
+from jax_offload._base.memory import HOST_KIND, POOL_VARIABLE, pool_limit
 from jax_offload._base.text import aligned
 from jax_offload._interop.jit import jit
 from jax_offload._offload import offload
@@ -114,11 +114,11 @@ def _pool(device: Any) -> Check:
 
 
 def _link(device: Any) -> Check:
-    link = rates_of(device)
-    said = f"{link.load / 1e9:.1f} GB/s from the host, {link.store / 1e9:.1f} to it, {link.both / 1e9:.1f} each at once"
+    found = chip.measured(device)
+    said = f"{found.host_link / 1e9:.1f} GB/s one way, {found.host_link_both / 2e9:.1f} each way at once"
     said = "none on a CPU" if device.platform == "cpu" else said
-    if link.dram is not None:
-        said += f"; the cores reach {link.dram / 1e9:.1f} GB/s of the host's memory for each device"
+    if found.dram_bandwidth is not None:
+        said += f"; the cores reach {found.dram_bandwidth / 1e9:.1f} GB/s of the host's memory for each device"
     return Check("link", "ok", said)
 
 

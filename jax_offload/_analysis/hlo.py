@@ -17,6 +17,11 @@ _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](\{[^}]*\})?")
 _NAME = re.compile(r"%([\w.\-]+)")
 _METADATA = re.compile(r", metadata=\{([^}]*)\}")
 _SCOPE = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_RUN_BY = {
+    "while": ("condition", "body"),
+    "call": ("to_apply",),
+    "conditional": ("true_computation", "false_computation"),
+}
 _TOKEN = re.compile(rf"\(|\)|{_ARRAY.pattern}")
 
 
@@ -61,18 +66,38 @@ class Op:
     def operand(self) -> str:
         return self.operands[0] if self.operands else ""
 
-    @property
-    def arrays(self) -> list[Array]:
-        return arrays(self.type)
-
     @cached_property
     def leaves(self) -> dict[tuple[int, ...], Array]:
         """The arrays of its type, by their place in its tuples."""
         return leaves(self.type)
 
+    @cached_property
+    def arrays(self) -> list[Array]:
+        return list(self.leaves.values())
+
+    @property
+    def number(self) -> int:
+        """The number of a parameter."""
+        return int(self.rest.partition(")")[0])
+
+    @cached_property
+    def read_and_made(self) -> tuple[list[Array], list[Array]]:
+        """The arrays that an asynchronous start reads, and those that it makes."""
+        first, second = ([x for place, x in self.leaves.items() if place[:1] == (n,)] for n in (0, 1))
+        # (to, from, context) of a copy; ((operands), result, context); or the results alone.
+        return (second, first) if self.opcode == "copy-start" else (first, second or self.arrays)
+
     def called(self, attribute: str) -> str:
         found = re.search(attribute + r"=%([\w.\-]+)", self.rest)
         return found[1] if found else ""
+
+    @property
+    def callees(self) -> list[str]:
+        """The computations that a loop, a call or a conditional runs."""
+        branches = re.search(r"branch_computations=\{([^}]*)\}", self.rest)
+        found = _NAME.findall(branches[1]) if branches else []
+        attributes = _RUN_BY.get(self.opcode, ())
+        return found or [name for each in attributes if (name := self.called(each))]
 
     def integers(self, attribute: str) -> list[int]:
         """The numbers in ``attribute={1,2}``, or in ``"attribute":["1","2"]`` of a backend's config."""
@@ -119,44 +144,15 @@ def leaves(hlo_type: str) -> dict[tuple[int, ...], Array]:
     return found
 
 
-def handed(text: str) -> dict[tuple[int, ...], Array]:
-    """A module's arguments by number, from its head, the only place where a CPU's module names host memory."""
-    return leaves(text.partition("\n")[0].partition("entry_computation_layout={")[2].partition("->")[0])
-
-
-def results(text: str) -> dict[tuple[int, ...], Array]:
-    """A module's results, from its head; the root may differ where a donated buffer is used."""
-    return leaves(text.partition("\n")[0].partition("entry_computation_layout={")[2].partition("->")[2])
-
-
-def aliases(text: str) -> dict[tuple[int, ...], int]:
-    """Place of a result -> the argument whose buffer it takes, from the head of a module."""
-    head = text.partition("\n")[0].partition("entry_computation_layout")[0]
-    found = re.findall(r"\{([\d, ]*)\}: \((\d+), \{\}", head)
-    return {tuple(int(d) for d in place.split(",") if d.strip()): int(number) for place, number in found}
-
-
-def arrays(hlo_type: str) -> list[Array]:
-    return [
-        Array(dtype, tuple(int(d) for d in dims.split(",") if d), layout)
-        for dtype, dims, layout in _ARRAY.findall(hlo_type)
-    ]
-
-
 def started(op: Op) -> Copy | None:
-    """The copy between host and device that ``op`` starts."""
+    """Return the copy between host and device that ``op`` starts; ``None`` if it starts none."""
     if not op.opcode.endswith("-start"):
         return None
-    if op.opcode == "copy-start":  # (to, from, context)
-        to, source, *_ = op.arrays
-        return Copy(source.host, to.nbytes) if to.host != source.host else None
-    operands, _, results = op.type.rpartition("), ")  # ((operands), result, context)
-    if not any(array.host for array in op.arrays):
-        return None
-    result, *_ = arrays(results)
-    if not result.host:
-        return Copy(True, result.nbytes)
-    return Copy(False, max((array.nbytes for array in arrays(operands) if not array.host), default=0))
+    read, (made, *_) = op.read_and_made
+    if made.host:
+        nbytes = max((x.nbytes for x in read if not x.host), default=0)
+        return Copy(False, nbytes) if nbytes else None
+    return Copy(True, made.nbytes) if any(x.host for x in read) else None
 
 
 def trips(loop: Op, condition: list[Op]) -> int:
@@ -184,7 +180,7 @@ class Scope:
         for op in ops:
             for k, operand in enumerate(op.operands):
                 self.uses.setdefault(operand, []).append((op, k))
-        self.parameters = {int(op.rest.partition(")")[0]): op for op in ops if op.opcode == "parameter"}
+        self.parameters = {op.number: op for op in ops if op.opcode == "parameter"}
         self.root = next((op for op in ops if op.root), ops[-1] if ops else None)
 
     def array(self, name: str) -> Array | None:
@@ -214,9 +210,34 @@ class Moved:
     written: bool
 
 
-class Costs:
-    def __init__(self, found: dict[str, list[Op]]) -> None:
-        self.scopes = {name: Scope(ops) for name, ops in found.items()}
+class Module:
+    """A scheduled module, parsed once: its computations, what its head says, and what its operations cost.
+
+    Attributes:
+      scopes: the computations by name; the entry is ``ENTRY``.
+      arguments: those of the program, by number.
+      taken: types of the arguments by number, from the head: the only place where a CPU's module names host memory.
+      given_back: types of the results, from the head; the root may differ where a donated buffer is used.
+      aliases: place of a result -> the argument whose buffer it takes.
+      devices: how many the program runs on.
+      uses_host: whether an array in it is in host memory.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.scopes = {name: Scope(ops) for name, ops in computations(text).items()}
+        self.arguments = self.scopes["ENTRY"].parameters
+        head = text.partition("\n")[0]
+        aliases, _, layout = head.partition("entry_computation_layout={")
+        takes, _, gives = layout.partition("->")
+        self.taken = {number: array for (number, *_), array in leaves(takes).items() if number in self.arguments}
+        self.given_back = leaves(gives)
+        self.aliases = {
+            tuple(map(int, re.findall(r"\d+", place))): int(number)
+            for place, number in re.findall(r"\{([\d, ]*)\}: \((\d+), \{\}", aliases)
+        }
+        self.uses_host = _HOST in text
+        partitions = re.search(r"num_partitions=(\d+)", head)
+        self.devices = int(partitions[1]) if partitions else 1
 
     def body(self, op: Op) -> Scope | None:
         """The computation that a fusion or an asynchronous start wraps."""
@@ -291,7 +312,7 @@ class Costs:
             return self._rows(body, body.source(body.root.name), array, fused=True)
         return array.nbytes
 
-    def collective(self, scope: Scope, op: Op, devices: int) -> float | None:
+    def collective(self, scope: Scope, op: Op) -> float | None:
         """Bytes through each device's interconnect of the collective that ``op`` is, starts or wraps.
 
         None where there is none, or where it stands beside a matmul: a TPU carries one on through fusions around
@@ -299,13 +320,13 @@ class Costs:
         """
         opcode = op.opcode.removesuffix("-start")
         if re.fullmatch(_COLLECTIVE, opcode):
-            return _ring(scope, op, opcode, devices)
+            return _ring(scope, op, opcode, self.devices)
         inside = [(at, o) for at, o in self.inside(op) if re.fullmatch(_COLLECTIVE, o.opcode)]
         if not inside or self.matmuls(scope, op):
             return None
         at, o = inside[0]
         scattered = o.opcode == "all-reduce" and op.called("calls").startswith("all-reduce-scatter")
-        return _ring(at, o, "reduce-scatter" if scattered else o.opcode, devices)
+        return _ring(at, o, "reduce-scatter" if scattered else o.opcode, self.devices)
 
 
 def _target(op: Op) -> str:
@@ -314,12 +335,8 @@ def _target(op: Op) -> str:
 
 
 def _results(op: Op) -> list[Array]:
-    """What an operation, or the one that it starts, makes."""
-    if not op.opcode.endswith("-start"):
-        return op.arrays
-    if op.opcode == "copy-start":  # (to, from, context)
-        return op.arrays[:1]
-    return arrays(op.type.rpartition("), ")[2])[:1]  # ((operands), result, context)
+    """Return the arrays that an operation, or the one that it starts, makes."""
+    return op.read_and_made[1][:1] if op.opcode.endswith("-start") else op.arrays
 
 
 def _ring(scope: Scope, op: Op, opcode: str, devices: int) -> float:
@@ -368,38 +385,17 @@ def _matmul(scope: Scope, op: Op) -> Matmul | None:
 
 
 def _convolution(op: Op, target: str, lhs: Array, rhs: Array, out: Array) -> float:
-    """cuDNN names the dimensions of the forward pass, whichever of its three arrays a backward pass makes."""
-    image, kernel, result = lhs, rhs, out
+    """Every result meets all of its kernel, as if the image were as large with its padding.
+
+    cuDNN names the dimensions of the forward pass, whichever of its three arrays a backward pass makes. Holes in the
+    image are no work: a TPU writes batches of matmuls as convolutions with such holes.
+    """
+    kernel, result = rhs, out
     if "BackwardInput" in target:
-        image, result = out, lhs
+        result = lhs
     elif "BackwardFilter" in target:
         kernel, result = out, rhs
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.rest)
-    if not labels:
-        return 2 * math.sqrt(lhs.size * rhs.size * out.size)
-    of_image, of_kernel, of_result = labels.groups()
-    channels = kernel.shape[of_kernel.index("i")] * result.shape[of_result.index("f")]
-    pairs = 1
-    for d in filter(str.isdigit, of_kernel):
-        at = int(d)
-        sizes = (a.shape[names.index(d)] for a, names in ((image, of_image), (kernel, of_kernel), (result, of_result)))
-        pairs *= _pairs(
-            *sizes, **{name: _window(op, name, at) for name in ("stride", "pad", "lhs_dilate", "rhs_dilate")}
-        )
-    return 2 * result.shape[of_result.index("b")] * channels * pairs
-
-
-def _window(op: Op, name: str, at: int) -> int:
-    """An attribute of a window, such as stride=2x2 or pad=1_1x0_0, for one dimension; of padding, its lower side."""
-    found = re.search(rf"window=\{{[^}}]*\b{name}=(\S+?)[ }}]", op.rest)
-    return int(found[1].split("x")[at].split("_")[0]) if found else int(name != "pad")
-
-
-def _pairs(image: int, kernel: int, result: int, *, stride: int, pad: int, lhs_dilate: int, rhs_dilate: int) -> int:
-    """How often an element of the image meets one of the kernel along a dimension, without padding and holes.
-
-    A TPU writes batches of matmuls as convolutions with such holes.
-    """
-    last = (image - 1) * lhs_dilate
-    places = (o * stride + k * rhs_dilate - pad for o in range(result) for k in range(kernel))
-    return sum(0 <= place <= last and place % lhs_dilate == 0 for place in places)
+    labels = re.search(r"dim_labels=\w+_(\w+)->", op.rest)
+    features = kernel.shape[labels[1].index("o")] if labels else 1
+    holes = re.search(r"window=\{[^}]*\blhs_dilate=([\dx]+)", op.rest)
+    return 2 * result.size * kernel.size / features / math.prod(map(int, holes[1].split("x") if holes else ()))

@@ -13,9 +13,9 @@ from typing import Any
 from jax_offload._analysis.buffers import SCOPE
 from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.chips import chip as chip_of
-from jax_offload._analysis.compiled import SAYS, Compiled, arguments_of, compiled
-from jax_offload._analysis.hlo import aliases, computations, handed, results, started, trips
-from jax_offload._analysis.timeline import COMPUTE, LOAD, STORE, UNKNOWN, Program, Segment, Timeline, leaf_of, played
+from jax_offload._analysis.compiled import SAYS, Compiled, compiled
+from jax_offload._analysis.hlo import started, trips
+from jax_offload._analysis.timeline import COMPUTE, LOAD, STORE, UNKNOWN, Program, Segment, Timeline, leaf_of
 from jax_offload._analysis.units import in_seconds
 from jax_offload._base.text import aligned, html_table
 
@@ -66,7 +66,7 @@ class Problem:
 
 
 def transfers(played: Timeline) -> tuple[Transfer, ...]:
-    """The transfers of a simulated or measured run, one for each leaf and direction, in the order of their starts."""
+    """Return the transfers of a run, one for each leaf and direction, in the order of their starts."""
     computing = [s for s in played.segments if s.lane == COMPUTE]
     begins = [s.begin for s in computing]
     found: dict[tuple[str, bool], list[Segment]] = {}
@@ -89,23 +89,21 @@ def transfers(played: Timeline) -> tuple[Transfer, ...]:
     return tuple(result)
 
 
-def loops(program: Program) -> tuple[Loop, ...]:
-    """The loops that contain transfers, in the order of the text."""
-    found = []
-    for name in program.buffers.sharing.reached:
-        for op in program.buffers.ops(name):
-            body = op.called("body") if op.opcode == "while" else ""
-            if body in program.costs.scopes:
-                copies = [(o, copy) for o in program.buffers.ops(body) if (copy := started(o))]
-                leaves = dict.fromkeys(leaf_of(program.buffers.sharing, body, o, copy.loads) for o, copy in copies)
-                if copies:
-                    times = trips(op, program.buffers.ops(op.called("condition")))
-                    found.append(Loop(tuple(leaves), times, sum(copy.nbytes for _, copy in copies)))
+def loops(schedule: Program) -> tuple[Loop, ...]:
+    """Return the loops that contain transfers, in the order of the text."""
+    found, buffers = list[Loop](), schedule.buffers
+    for op in (op for name in buffers.reached for op in buffers.ops(name) if op.opcode == "while"):
+        body = op.called("body")
+        copies = [(o, copy) for o in buffers.ops(body) if (copy := started(o))]
+        leaves = dict.fromkeys(leaf_of(buffers, body, o, copy.loads) for o, copy in copies)
+        if copies:
+            times = trips(op, buffers.ops(op.called("condition")))
+            found.append(Loop(tuple(leaves), times, sum(copy.nbytes for _, copy in copies)))
     return tuple(found)
 
 
 def problems(program: Compiled, schedule: Program, played: Timeline) -> tuple[Problem, ...]:
-    """What is wrong with a step that is meant to be offloaded, errors first."""
+    """Return the faults of a step that is meant to be offloaded, errors first."""
     found = [
         *_nothing_there(program),
         *_not_where_they_should_be(program),
@@ -117,10 +115,9 @@ def problems(program: Compiled, schedule: Program, played: Timeline) -> tuple[Pr
 
 
 def _nothing_there(program: Compiled) -> list[Problem]:
-    if any(given.host for given in (*program.given.values(), *program.elsewhere)) or "S(5)" in program.text:
+    if any(given.host for given in program.given.values()) or program.host_elsewhere or program.module.uses_host:
         return []
-    arrays = handed(program.text)
-    state = [arrays[number,].nbytes for number, given in program.given.items() if given.state]
+    state = [program.module.taken[number].nbytes for number, given in program.given.items() if given.state]
     if not state:
         return [
             Problem(
@@ -139,51 +136,43 @@ def _nothing_there(program: Compiled) -> list[Problem]:
 
 
 def _not_where_they_should_be(program: Compiled) -> list[Problem]:
-    entry = arguments_of(computations(program.text)["ENTRY"])
-    arrays = {number: array for (number, *_), array in handed(program.text).items() if number in entry}
+    arrays, names = program.module.taken, {n: op.scope for n, op in program.module.arguments.items()}
     # Matched by type: a compiled program does not say which result is the next value of which argument.
     taken = Counter((x.dtype, x.shape) for x in arrays.values() if x.host)
-    given_back = Counter((x.dtype, x.shape) for x in results(program.text).values() if x.host)
+    given_back = Counter((x.dtype, x.shape) for x in program.module.given_back.values() if x.host)
     found = []
-    for number, array in arrays.items():
-        given, scope = program.given.get(number), entry[number].scope
-        if given is None:
+    for number, given in program.given.items():
+        array, kept = arrays.get(number), given.kept_on_host
+        if array is None:
             continue
-        kind = array.dtype, array.shape
-        kept = given.kept_on_host
         if kept is None:  # no update is seen
-            kept = given.state and given_back[kind] > taken[kind]
+            kept = given.state and given_back[array.dtype, array.shape] > taken[array.dtype, array.shape]
         if given.host and not array.host:
-            found.append(Problem("is handed over in host memory, and the program takes it on the device", scope))
+            what = "is handed over in host memory, and the program takes it on the device"
+            found.append(Problem(what, names[number]))
         elif kept and not given.host:
-            found.append(
-                Problem(
-                    "belongs in host memory and arrives on the device, where it stays throughout the step. Move it "
-                    "before, jax_offload.to_host(tx, state), or restore into "
-                    "jax_offload.abstract_state(tx, params)",
-                    scope,
-                )
+            what = (
+                "belongs in host memory and arrives on the device, where it stays throughout the step. Move it before, "
+                "jax_offload.to_host(tx, state), or restore into jax_offload.abstract_state(tx, params)"
             )
+            found.append(Problem(what, names[number]))
     for (dtype, shape), times in taken.items():
-        leaves = [entry[number].scope for number, x in arrays.items() if (x.dtype, x.shape) == (dtype, shape)]
-        if times > given_back[dtype, shape]:
-            found.append(
-                Problem(
-                    f"{times - given_back[dtype, shape]} of {times} leaves {dtype}{list(shape)} in host memory are not "
-                    "returned there: the next step finds them on the device. Return the state, with out_shardings of "
-                    "jax_offload.abstract_state(tx, params) where there are any",
-                    leaves[0] if len(leaves) == 1 else "",
-                )
+        leaves = [names[number] for number, x in arrays.items() if (x.dtype, x.shape) == (dtype, shape)]
+        if (lost := times - given_back[dtype, shape]) > 0:
+            what = (
+                f"{lost} of {times} leaves {dtype}{list(shape)} in host memory are not returned there: the next step "
+                "finds them on the device. Return the state, with out_shardings of "
+                "jax_offload.abstract_state(tx, params) where there are any"
             )
+            found.append(Problem(what, leaves[0] if len(leaves) == 1 else ""))
     return found
 
 
 def _crossed(program: Compiled) -> list[Problem]:
-    """Donated buffers that are paired with a result in another memory, by the compiled program or before it."""
+    """Find donated buffers that are paired with a result in another memory, by the compiled program or before it."""
     pairs: list[tuple[str, str]] = []
-    entry = computations(program.text)["ENTRY"]
-    arguments, root = arguments_of(entry), next((op for op in entry if op.root), None)
-    for place, number in aliases(program.text).items():
+    arguments, root = program.module.arguments, program.module.scopes["ENTRY"].root
+    for place, number in program.module.aliases.items():
         result = root.leaves.get(place) if root is not None else None
         if result is not None and result.host != arguments[number].arrays[0].host:
             pairs.append((arguments[number].scope, f"result {place[0] if place else 0}"))
@@ -196,14 +185,11 @@ def _crossed(program: Compiled) -> list[Problem]:
             if to and int(to[1]) < len(kinds) and _kind(text) != kinds[int(to[1])]:
                 scope = arguments[k].scope if k in arguments else f"argument {k}"
                 pairs.append((scope, f"result {to[1]}"))
-    return [
-        Problem(
-            f"is donated, and its buffer is given to {result}, in another memory: that aborts on a CPU, and overwrites "
-            "memory on a GPU. Return what is donated in its order, or jit with jax_offload.jit",
-            leaf,
-        )
-        for leaf, result in pairs
-    ]
+    why = (
+        "in another memory: that aborts on a CPU, and overwrites memory on a GPU. Return what is donated in its order, "
+        "or jit with jax_offload.jit"
+    )
+    return [Problem(f"is donated, and its buffer is given to {result}, {why}", leaf) for leaf, result in pairs]
 
 
 def _kind(text: str) -> str:
@@ -212,13 +198,13 @@ def _kind(text: str) -> str:
 
 
 def _all_at_once(program: Compiled, played: Timeline) -> list[Problem]:
-    state = sum(given.nbytes for given in program.given.values() if given.host)
-    loaded = defaultdict(int)
+    state = any(given.host for given in program.given.values())
+    loaded = defaultdict[str, int](int)
     for s in played.segments:
         if s.lane == LOAD and s.name != UNKNOWN:
             loaded[s.name] += s.nbytes
     held, total = played.window, sum(loaded.values())
-    ours = SCOPE.search(program.text) is not None
+    ours = any(SCOPE.search(op.scope) for scope in program.module.scopes.values() for op in scope.ops)
     if not state or not total or held < (_MOST_OF_A_STREAM if ours else _MOST) * total or (ours and held < _LARGE):
         return []
     leaves = _leaves(sorted(loaded, key=lambda leaf: (-loaded[leaf], leaf)))
@@ -238,8 +224,8 @@ def _all_at_once(program: Compiled, played: Timeline) -> list[Problem]:
 
 def _host_arithmetic(schedule: Program) -> list[Problem]:
     found: dict[str, dict[str, None]] = {}
-    scopes, sharing = schedule.costs.scopes, schedule.buffers.sharing
-    for at in sharing.reached:
+    scopes, buffers = schedule.module.scopes, schedule.buffers
+    for at in buffers.reached:
         for op in scopes[at].ops:
             host = '_xla_compute_type="host"' in op.rest or 'custom_call_target="HostExecute"' in op.rest
             if not host or op.opcode.endswith("-done"):
@@ -254,7 +240,7 @@ def _host_arithmetic(schedule: Program) -> list[Problem]:
                     f"{name} is computed by the host's cores, as its operand is in host memory: move it to the device "
                     "first, jax_offload.to_device or jax.device_put(x, jax.memory.Space.Device)"
                 )
-            read = [of for x in op.operands if (of := sharing.argument(at, x)) and of.arrays[0].host]
+            read = [of for x in op.operands if (of := buffers.argument(at, x)) and of.arrays[0].host]
             found.setdefault(what, {}).update((of.scope, None) for of in read)
     return [Problem(what, _leaves(sorted(leaves)), error=False) for what, leaves in found.items()]
 
@@ -263,7 +249,6 @@ def _leaves(names: Sequence[str]) -> str:
     return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else "".join(names)
 
 
-_MIB = 2**20
 _UNSEEN_ON_A_CPU = (
     "whether the state streams or is on the device all at once, and arithmetic on the host: jax on a CPU leaves out "
     'the copies. Compile for a chip that need not be there: target="h200"'
@@ -445,16 +430,18 @@ def inspected(program: Compiled, chip: str | Path | Chip | None) -> Inspection:
     """Inspect a compiled step. ``chip``: the chip whose speeds the simulation uses."""
     speeds = program.chip if chip is None else chip
     # Without the chip's figures the schedule still tells what lives when; its times are then discarded.
-    schedule = Program(program.text, chip_of("h200" if speeds is None else speeds), program.roles)
-    run = played(schedule)
+    schedule = Program(program.module, chip_of("h200" if speeds is None else speeds), program.roles)
+    run, m = schedule.timeline(), program.memory
+    peak = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
+    host = m.host_argument_size_in_bytes + m.host_output_size_in_bytes - m.host_alias_size_in_bytes
     parts = {kind: nbytes for kind, nbytes in run.peak.items() if nbytes}
-    parts["rest"] = program.peak - sum(parts.values())
+    parts["rest"] = peak - sum(parts.values())
     return Inspection(
         target=program.target,
-        peak=program.peak,
+        peak=peak,
         parts=parts,
-        host=program.host,
-        host_temp=program.host_temp,
+        host=host + m.host_temp_size_in_bytes,
+        host_temp=m.host_temp_size_in_bytes,
         # The first of several programs sends what the host's cores read.
         transfers=tuple(
             dataclasses.replace(t, leaf="gradients") if program.program and t.leaf == UNKNOWN else t

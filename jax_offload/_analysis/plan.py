@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.tree_util import keystr, tree_flatten_with_path, tree_map_with_path
+from jax.tree_util import tree_map_with_path
 
 from jax_offload._analysis.answer import ON_A_HOST, Plan, Row
 from jax_offload._analysis.chips import Chip
@@ -189,7 +189,7 @@ def _check_sizes(tx: Any, args: Sequence[Any], target: str | None) -> None:
 def _activations(
     leaves: Sequence[Any], dtype: str, devices: int, layers: int, width: int, tokens: int, said: list[str]
 ) -> int:
-    """Bytes of the activations of a transformer on one device, by a formula, which is ``said``."""
+    """Return the bytes of a transformer's activations on one device; append the formula to ``said``."""
     size, every = jnp.dtype(dtype).itemsize, sum(map(nbytes, leaves))
     found = -(-tokens // devices) * width * size * (layers + RECOMPUTED)
     formula = f"tokens on a device × width × {size} bytes × (layers + {RECOMPUTED})"
@@ -215,7 +215,7 @@ class _Rows:
         self.notes, self.waits = list[str](), False
 
     def judged(self, name: str, tx: Any, code: str, run: str, same: bool = True) -> Row:
-        """The row of an optimizer in a step of ``run``, compiled where there is a target."""
+        """Return the row of an optimizer in a step of ``run``, compiled if there is a target."""
         sizes, parameters = sizes_of(tx, self.params, run), sum(map(own_bytes, jax.tree.leaves(self.params)))
         code = f"{code}; step = {run}(step, donate_argnums=(0, 1))"
         row = Row(name, code, parameters, parameters, **sizes.nbytes,
@@ -229,7 +229,7 @@ class _Rows:
         return self.judged(name, tx, f"tx = jo.offload(inner{text})", run, same="storage" not in options)
 
     def tried(self, name: str, options: Mapping[str, Any], run: str = "jo.jit") -> list[Row]:
-        """A row; or a note, where a step of yours cannot run so."""
+        """Return a row; or none, with a note, if your step cannot run that way."""
         try:
             return [self.row(name, options, run)]
         except (TypeError, ValueError) as error:
@@ -239,7 +239,7 @@ class _Rows:
             return []
 
     def table(self, given: Mapping[str, Any], disk: bool) -> list[Row]:
-        """All rows, eight at most. ``given``: the options of the offload that was given."""
+        """Return all rows, eight at most. ``given``: the options of the offload that was given."""
         axes = () if {"shard_over", "disk"} & given.keys() else replicated_axes(self.params)
         over = given.get("shard_over") or (axes[0] if len(axes) == 1 else axes)
         base = {**given, "shard_over": over} if over else given
@@ -260,13 +260,10 @@ class _Rows:
             rows += self.tried("cores", {**given, "update_on": "host"})
         if disk and "disk" not in given:
             rows.append(self.row("disk", {**on_device, "disk": disk_option("/nvme/run")}))
-        rules = None if "storage" in given else eight_bits(jax.eval_shape(self.inner.init, self.params))
-        if rules and not any(row.fits is not False and row.same_numbers for row in rows):
-            rows += self.tried("int8 moments", {**on_device, "storage": rules}, run)
         return rows
 
     def _smallest_fraction(self, whole: Row, options: Mapping[str, Any], run: str) -> list[Row]:
-        """The row of the smallest fraction that fits, to 0.01; none where a part of the sum is not known."""
+        """Return the row of the smallest fraction that fits, to 0.01; none if a part of the sum is not known."""
         usable = self.setting.usable
         if usable is None or whole.missing or whole.peak > usable:
             return []
@@ -362,20 +359,10 @@ class Steps:
 
 
 def _inner_of(tx: Any) -> tuple[Any, dict[str, Any]]:
-    """What an ``offload`` wraps, with the options that it was given beyond the defaults; else ``tx`` itself."""
+    """Return the optimizer inside an ``offload``, with the options that are not the defaults; else ``tx`` itself."""
     if isinstance(tx, Offloaded) and tx.inner is not None:
         return tx.inner, {k: v for k, v in tx.options.items() if v is not _DEFAULTS[k] and v != _DEFAULTS[k]}
     return tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx, {}
-
-
-def eight_bits(state: Any) -> dict[str, str] | None:
-    """Return rules for float32 moments in 8 bits, by the names of optax's states; ``None`` if there are none."""
-    flat = [(keystr(path, simple=True, separator="/").split("/"), x) for path, x in tree_flatten_with_path(state)[0]]
-    found = dict[str, str]()
-    for name, dtype in ("mu", "int8"), ("nu", "uint8"):
-        if {str(x.dtype) for path, x in flat if name in path and getattr(x, "ndim", 0)} == {"float32"}:
-            found[name] = dtype
-    return found or None
 
 
 def _offloads_inside(tx: Any, params: Any) -> bool:
@@ -384,7 +371,7 @@ def _offloads_inside(tx: Any, params: Any) -> bool:
 
 
 def _dtypes(params: Any, inner: Any) -> str:
-    """The types of parameters and state that the figures count."""
+    """Describe the parameters and the state whose bytes are counted."""
     n = sum(math.prod(np.shape(x)) for x in jax.tree.leaves(params))
     state = [x for x in jax.tree.leaves(jax.eval_shape(inner.init, params)) if getattr(x, "ndim", 0)]
 

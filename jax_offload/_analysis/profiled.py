@@ -13,7 +13,7 @@ import jax
 
 from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.compiled import compiled
-from jax_offload._analysis.hlo import Copy, computations, started
+from jax_offload._analysis.hlo import Copy, Module, started
 from jax_offload._analysis.inspection import inspected
 from jax_offload._analysis.timeline import COLLECTIVES, COMPUTE, LOAD, STORE, Segment, Timeline
 from jax_offload._report.callables import replaced
@@ -104,31 +104,24 @@ def measured(segments: Sequence[Segment], steps: int, simulated: Timeline | None
     busy, compute, copying = _length([*copies, *spans[COMPUTE]]), _length(spans[COMPUTE]), _length(copies)
     loading, storing, collectives = (_length(spans[lane]) for lane in (LOAD, STORE, COLLECTIVES))
     alone = _length([*copies, *spans[COMPUTE], *spans[COLLECTIVES]]) - busy
+    sums: dict[str, Any] = {
+        "compute": compute,
+        "collectives": collectives,
+        "exposed": busy - compute,
+        "exposed_collectives": alone,
+    }
     timeline = Timeline(
         step=span,
-        compute=compute,
         link=max(loading, storing),
-        collectives=collectives,
-        exposed=busy - compute,
-        exposed_collectives=alone,
         loaded=sum(s.nbytes for s in moved if s.lane == LOAD),
         stored=sum(s.nbytes for s in moved if s.lane == STORE),
         segments=tuple(moved),
+        **sums,
     )
-    return Profile(
-        step=span / steps,
-        compute=compute / steps,
-        loading=loading / steps,
-        storing=storing / steps,
-        overlap=(copying + compute - busy) / steps,
-        exposed=(busy - compute) / steps,
-        collectives=collectives / steps,
-        exposed_collectives=alone / steps,
-        idle=(span - busy - alone) / steps,
-        steps=steps,
-        simulated=simulated,
-        timeline=timeline,
-    )
+    sums |= {"step": span, "loading": loading, "storing": storing}
+    sums |= {"overlap": copying + compute - busy, "idle": span - busy - alone}
+    each = {name: seconds / steps for name, seconds in sums.items()}
+    return Profile(**each, steps=steps, simulated=simulated, timeline=timeline)
 
 
 def _length(intervals: Iterable[Interval]) -> float:
@@ -184,7 +177,7 @@ def profile(step: Any, *args: Any, steps: int = 3, chip: str | Path | Chip | Non
                 args = _following(args, jax.block_until_ready(step(*args)))
         files = sorted(Path(folder).rglob("*.xplane.pb"))
         data = jax.profiler.ProfileData.from_file(str(files[0])) if files else None
-        return measured([] if data is None else segments_of(data, program.text), steps, simulated)
+        return measured([] if data is None else segments_of(data, program.module), steps, simulated)
 
 
 def _following(args: tuple[Any, ...], results: Any) -> tuple[Any, ...]:
@@ -206,18 +199,18 @@ _COLLECTIVE = re.compile(
 _OPS, _BESIDE = "XLA Ops", "Async XLA Ops"
 
 
-def segments_of(data: Any, text: str = "") -> list[Segment]:
+def segments_of(data: Any, module: Module | None = None) -> list[Segment]:
     """What ran on the first GPU or TPU of a ``jax.profiler.ProfileData``, or on a CPU's threads where there is none;
     seconds.
 
-    ``text``: of the compiled module, which says which way a TPU's copies go. Its trace does not.
+    ``module``: the compiled one, which says which way a TPU's copies go. Its trace does not.
 
     Raises:
       ValueError: a TPU's trace has copies between host and device, and not how long they were in flight.
     """
     planes = sorted(data.planes, key=lambda plane: plane.name)
     if tpu := next((plane for plane in planes if re.fullmatch(r"/device:TPU:\d+", plane.name)), None):
-        return sorted(_of_a_tpu(tpu, text), key=lambda s: s.begin)
+        return sorted(_of_a_tpu(tpu, module), key=lambda s: s.begin)
     devices = [plane for plane in planes if plane.name.startswith("/device:GPU")]
     found: list[Segment] = []
     for plane in devices[:1] or [plane for plane in planes if plane.name == "/host:CPU"]:
@@ -232,9 +225,9 @@ def segments_of(data: Any, text: str = "") -> list[Segment]:
     return sorted(found, key=lambda s: s.begin)
 
 
-def _of_a_tpu(plane: Any, text: str) -> Iterator[Segment]:
+def _of_a_tpu(plane: Any, module: Module | None) -> Iterator[Segment]:
     """The operations that compute, and the asynchronous ones that copy to or from the host or are collectives."""
-    copies = _copies(text)
+    copies = _copies(module) if module else {}
     lines = {line.name: [event for event in line.events if event.duration_ns] for line in plane.lines}
     used = {_plain(event.name) for event in lines.get(_OPS, [])}
     if _BESIDE not in lines and not used.isdisjoint(copies):
@@ -262,11 +255,11 @@ def _plain(name: str) -> str:
     return name.lstrip("%").partition(" ")[0]
 
 
-def _copies(text: str) -> dict[str, Copy]:
+def _copies(module: Module) -> dict[str, Copy]:
     """Copies between host and device, by the names of what starts them and what waits for them."""
     found: dict[str, Copy] = {}
-    for ops in computations(text).values():
-        for op in ops:
+    for scope in module.scopes.values():
+        for op in scope.ops:
             if (copy := started(op)) is not None:
                 found[op.name] = copy
             elif op.opcode.endswith(("-done", "-update")) and op.operand in found:

@@ -16,7 +16,6 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax_offload._base.around import described
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Var
-from jax_offload._base.memory import is_host_aval
 from jax_offload._base.shardings import names_in, sharding_of, shards_of
 from jax_offload._emit.find import updates_in
 from jax_offload._emit.region import Moved, Update
@@ -27,6 +26,7 @@ from jax_offload._report.report import trace_of
 from jax_offload._state.state import abstract_state, placed_leaves
 from jax_offload._update.update_params import update_params
 
+FLOATING = ("bfloat16", "float16", "float32", "float64")
 AXIS = "data"  # of the mesh of a model that only a number describes
 PER_WIDTH = 128  # such a model has this many columns of width per layer, and its width is a multiple of this
 
@@ -62,7 +62,10 @@ def sizes_of(tx: Any, params: Any, run: str) -> Sizes:
         loaded = None
     disk, on_cores = (sum(leaf.shard_bytes for leaf in leaves if there(leaf)) for there in (
         lambda leaf: leaf.disk, lambda leaf: leaf.on_cores))  # fmt: skip
-    down, up = _across_the_cores(updates, params, leaves) if on_cores else (0, 0)
+    # The cores read gradients and parameters, and send new parameters up, as ``jax_offload.update_params`` has it.
+    owners = {leaf.owner for leaf in leaves if leaf.on_cores}
+    up = sum(own_bytes(x) for k, x in enumerate(jax.tree.leaves(params)) if k in owners)
+    down = 2 * up
     found = {
         "state": sum(leaf.shard_bytes for leaf in leaves if not leaf.host and not leaf.disk),
         "window": 0 if run == "jax.jit" else None if trace is None or disk else _window(planned),
@@ -80,15 +83,11 @@ def own_bytes(x: Any) -> int:
 
 
 def _window(planned: Sequence[Planned]) -> int:
-    """Return the bytes of host leaves on the device at a time: each window, or all that streams through it if that is
-    less."""
-    through: dict[int, list[Planned]] = {}
+    """Return the bytes of host leaves on the device at a time: each window, or all that streams if that is less."""
+    at_once: dict[int, int] = {}
     for p in planned:
-        through.setdefault(id(p.window), []).append(p)
-    return sum(
-        min(sum(p.slice.loaded_bytes for p in ps), max(max(p.window.nbytes, p.bytes_at_once) for p in ps))
-        for ps in through.values()
-    )
+        at_once[id(p.window)] = max(at_once.get(id(p.window), 0), p.window.nbytes, p.bytes_at_once)
+    return min(sum(at_once.values()), sum(p.slice.loaded_bytes for p in planned))
 
 
 def _stored(update: Update | Moved) -> int:
@@ -97,17 +96,6 @@ def _stored(update: Update | Moved) -> int:
     slices = [p.slice for p in update.planned if not p.on_cores]
     slices += [each.prelude for each in update.passes] if isinstance(update, Update) else []
     return sum(nbytes(v.aval) // math.prod(s.shards.get(old.get(v, v), ())) for s in slices for v in s.stores)
-
-
-def _across_the_cores(updates: Sequence[Update | Moved], params: Any, leaves: Sequence[Leaf]) -> tuple[int, int]:
-    """Return the bytes of one device that go down to the host's cores, gradients and what else these read, and that
-    come up: new parameters, as ``jax_offload.update_params`` makes them there."""
-    slices = [p.slice for update in updates for p in update.planned if p.on_cores]
-    read = {v for s in slices for v in s.inputs if v.aval.shape and not is_host_aval(v.aval)}
-    owners = {leaf.owner for leaf in leaves if leaf.on_cores}
-    theirs = [x for k, x in enumerate(jax.tree.leaves(params)) if k in owners]
-    up, every = sum(map(own_bytes, theirs)), sum(map(nbytes, theirs))
-    return up * sum(nbytes(v.aval) for v in read) // every, up
 
 
 def _waits_for_all(update: Update) -> bool:
@@ -153,12 +141,8 @@ def model_of(
       ValueError: the dtype is none of floats, the parameters are too few for the layers, or the devices do not divide
         the width.
     """
-    try:
-        floating = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-    except TypeError:
-        floating = False
-    if not floating:
-        raise ValueError(f"param_dtype: expected a floating dtype such as bfloat16 or float32; got {dtype!r}.")
+    if str(dtype) not in FLOATING:
+        raise ValueError(f"param_dtype: expected one of {', '.join(FLOATING)}; got {dtype!r}.")
     step = math.lcm(PER_WIDTH, 1 if replicated else devices)
     if width is None:
         ideal = (n / 12 / layers) ** 0.5 if layers else (PER_WIDTH * n / 12) ** (1 / 3)

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jax_offload._analysis.buffers import WINDOW, Buffers, Sharing
+from jax_offload._analysis.buffers import WINDOW, Buffers
 from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.chips import chip as chip_of
-from jax_offload._analysis.hlo import Costs, Op, Scope, computations, started, trips
+from jax_offload._analysis.hlo import Module, Op, Scope, started, trips
 from jax_offload._analysis.units import in_seconds
 
 COMPUTE, LOAD, STORE = "compute", "load", "store"
@@ -27,13 +27,9 @@ UNKNOWN = "not known"
 
 
 @dataclasses.dataclass(frozen=True)
-class Compute:
-    seconds: float
-    name: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
 class Start:
+    """Something that runs beside the arithmetic, on a queue: a copy, a collective."""
+
     key: str
     queue: str
     seconds: float
@@ -42,34 +38,26 @@ class Start:
 
 
 @dataclasses.dataclass(frozen=True)
-class Wait:
-    key: str
+class Cost:
+    """What an operation of the schedule does, in this order.
 
+    Attributes:
+      begin: the bytes of each kind that it begins to hold in device memory.
+      starts: what it starts.
+      waits: the keys of what it waits for.
+      runs: another computation that it runs, and how often.
+      seconds: its arithmetic.
+      name: the name of that.
+      end: the bytes that it ceases to hold, below zero.
+    """
 
-@dataclasses.dataclass(frozen=True)
-class Rename:
-    """Another name for something in flight: an asynchronous operation may pass through others before it is done."""
-
-    key: str
-    to: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """Another computation, run some number of times."""
-
-    name: str
-    times: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Hold:
-    """A change of device memory, in bytes of each kind."""
-
-    nbytes: tuple[tuple[str, int], ...]
-
-
-Event = Compute | Start | Wait | Rename | Run | Hold
+    begin: tuple[tuple[str, int], ...] = ()
+    starts: tuple[Start, ...] = ()
+    waits: tuple[str, ...] = ()
+    runs: tuple[str, int] | None = None
+    seconds: float = 0.0
+    name: str = ""
+    end: tuple[tuple[str, int], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,139 +77,108 @@ class Segment:
 
 
 class Program:
-    """The computations of a module as events, each costed once."""
-
-    def __init__(self, text: str, chip: Chip, roles: Mapping[int, str] | None = None) -> None:
-        self.chip, self.costs = chip, Costs(computations(text))
-        self.cache = "S(1)" if chip.platform == "tpu" else ""  # its memory on the chip
-        self.buffers = Buffers(text, self.costs, roles or {}, self.cache)
-        partitions = re.search(r"num_partitions=(\d+)", text.partition("\n")[0])
-        self.devices = int(partitions[1]) if partitions else 1
-        self.known: dict[str, list[Event]] = {}
-
-    def events(self, name: str) -> list[Event]:
-        if name not in self.known:
-            scope = self.costs.scopes[name]
-            held = self.buffers.held(name)
-            self.known[name] = [
-                event
-                for op, memory in zip(scope.ops, held, strict=True)
-                for event in (
-                    *([Hold(memory.begin)] if memory.begin else []),
-                    *self._events(name, scope, op),
-                    *([Hold(memory.end)] if memory.end else []),
-                )
-            ]
-        return self.known[name]
-
-    def _events(self, at: str, scope: Scope, op: Op) -> list[Event]:
-        if op.opcode in ("while", "call", "conditional"):
-            return self._calls(op)
-        if op.opcode.endswith("-done"):
-            return [Wait(op.operand)]
-        if op.opcode.endswith("-update"):
-            return [Rename(op.operand, op.name)]
-        if copy := started(op):
-            return [self._copy(op.name, copy.loads, copy.nbytes, leaf_of(self.buffers.sharing, at, op, copy.loads))]
-        nbytes = self.costs.collective(scope, op, self.devices)
-        if nbytes is not None:
-            return self._collective(op, nbytes / self.chip.reached.interconnect)
-        return self._arithmetic(at, scope, op)
-
-    def _calls(self, op: Op) -> list[Event]:
-        if op.opcode == "while":
-            return [Run(op.called("body"), trips(op, self.costs.scopes[op.called("condition")].ops))]
-        if op.opcode == "call":
-            return [Run(op.called("to_apply"), 1)]
-        branches = re.search(r"branch_computations=\{([^}]*)\}", op.rest)
-        last = re.findall(r"%([\w.\-]+)", branches[1])[-1] if branches else op.called("true_computation")
-        return [Run(last, 1)]
-
-    def _copy(self, key: str, loads: bool, nbytes: int, leaf: str) -> Start:
-        return Start(key, LOAD if loads else STORE, 2 * nbytes / self.chip.host_link_both, nbytes, leaf)
-
-    def _collective(self, op: Op, seconds: float) -> list[Event]:
-        # A TPU starts and ends a collective by custom calls in two fusions, which share the channel.
-        targets = self.costs.targets(op)
-        if "AsyncCollectiveStart" in targets:
-            return [Start(self._channel(op), COLLECTIVES, seconds)]
-        if "AsyncCollectiveDone" in targets:
-            return [Wait(self._channel(op))]
-        start = Start(op.name, COLLECTIVES, seconds, 0, op.opcode.removesuffix("-start"))
-        return [start] if op.opcode.endswith("-start") else [start, Wait(op.name)]
-
-    def _channel(self, op: Op) -> str:
-        found = (re.search(r"channel_id=\d+", o.rest) for _, o in self.costs.inside(op))
-        return next(channel[0] for channel in found if channel)
-
-    def _arithmetic(self, at: str, scope: Scope, op: Op) -> list[Event]:
-        moved = self.costs.moved(scope, op)
-        matmuls = self.costs.matmuls(scope, op)
-        traffic = sum(m.nbytes for m in moved if not m.array.host and not self._cached(m.array.layout))
-        seconds = max(sum(self._multiplied(m.dtypes, m.flops) for m in matmuls), traffic / self.chip.reached.hbm)
-        if op.opcode.endswith("-start") and not matmuls:
-            return [Start(op.name, WITHIN, seconds)]
-        # An operation that reads or writes host memory itself waits for the copy at once.
-        starts: list[Event] = []
-        for loads in (True, False):
-            if nbytes := sum(m.nbytes for m in moved if m.array.host and m.written is not loads):
-                starts.append(
-                    self._copy(f"{op.name} {loads}", loads, nbytes, leaf_of(self.buffers.sharing, at, op, loads))
-                )
-        waits = [Wait(start.key) for start in starts if isinstance(start, Start)]
-        return [*starts, *waits, *([Compute(seconds, label(op))] if seconds else [])]
-
-    def _cached(self, layout: str) -> bool:
-        return bool(self.cache) and self.cache in layout
-
-    def _multiplied(self, dtypes: tuple[str, ...], flops: float) -> float:
-        narrow = any(dtype in ("bf16", "f16") for dtype in dtypes)
-        return flops / (self.chip.reached.bf16 if narrow else self.chip.reached.f32)
-
-
-class Clock:
-    """Plays events, and keeps the time, and when each queue is free, how long it was busy and how long it was awaited.
+    """A module on a chip: costs each computation once, and plays it.
 
     Attributes:
       segments: what took time, in the order of starting.
       memory: (time, bytes in device memory) whenever that changes, and at the most ``at_most`` by kind.
+      free, busy, waited, nbytes: when each queue is free; how long it was busy, and awaited; what it moved.
     """
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    def __init__(self, module: Module, chip: Chip, roles: Mapping[int, str] | None = None) -> None:
+        self.chip, self.module = chip, module
+        self.cache = "S(1)" if chip.platform == "tpu" else ""  # its memory on the chip
+        self.buffers = Buffers(module, roles or {}, self.cache)
+        self._known: dict[str, list[Cost]] = {}
         self.now = self.compute = 0.0
-        self.free: defaultdict[str, float] = defaultdict(float)
-        self.busy: defaultdict[str, float] = defaultdict(float)
-        self.waited: defaultdict[str, float] = defaultdict(float)
-        self.nbytes: defaultdict[str, int] = defaultdict(int)
+        self.free, self.busy, self.waited = (defaultdict[str, float](float) for _ in range(3))
+        self.nbytes = defaultdict[str, int](int)
         self.segments: list[Segment] = []
-        self.kinds: defaultdict[str, int] = defaultdict(int, program.buffers.standing())
+        self.kinds = defaultdict[str, int](int, self.buffers.standing())
         self.total = sum(self.kinds.values())
         self.memory = [(0.0, self.total)]
         self.most, self.at_most = self.total, dict(self.kinds)
         self.window = self.kinds[WINDOW]  # the most that it was
 
+    def costs(self, name: str) -> list[Cost]:
+        """Return what the operations of a computation do."""
+        if name not in self._known:
+            scope, held = self.module.scopes[name], self.buffers.held(name)
+            self._known[name] = [
+                cost
+                for op, (begin, end) in zip(scope.ops, held, strict=True)
+                if (cost := dataclasses.replace(self._cost(name, scope, op), begin=begin, end=end)) != Cost()
+            ]
+        return self._known[name]
+
+    def _cost(self, at: str, scope: Scope, op: Op) -> Cost:
+        if op.opcode == "while":
+            return Cost(runs=(op.called("body"), trips(op, self.module.scopes[op.called("condition")].ops)))
+        if op.opcode in ("call", "conditional"):  # of the branches the last one, or the one where it is true
+            return Cost(runs=(op.called("true_computation") or op.callees[-1], 1))
+        if op.opcode.endswith("-done"):
+            begun = scope.named.get(op.operand)
+            while begun is not None and begun.opcode.endswith("-update"):
+                begun = scope.named.get(begun.operand)
+            return Cost(waits=(begun.name if begun else op.operand,))
+        if op.opcode.endswith("-update"):
+            return Cost()
+        if copy := started(op):
+            leaf = leaf_of(self.buffers, at, op, copy.loads)
+            return Cost(starts=(self._copy(op.name, copy.loads, copy.nbytes, leaf),))
+        nbytes = self.module.collective(scope, op)
+        if nbytes is not None:
+            return self._collective(op, nbytes / self.chip.reached.interconnect)
+        return self._arithmetic(at, scope, op)
+
+    def _copy(self, key: str, loads: bool, nbytes: int, leaf: str) -> Start:
+        return Start(key, LOAD if loads else STORE, 2 * nbytes / self.chip.host_link_both, nbytes, leaf)
+
+    def _collective(self, op: Op, seconds: float) -> Cost:
+        # A TPU starts and ends a collective by custom calls in two fusions, which share the channel.
+        targets = self.module.targets(op)
+        if {"AsyncCollectiveStart", "AsyncCollectiveDone"} & {*targets}:
+            found = (re.search(r"channel_id=\d+", o.rest) for _, o in self.module.inside(op))
+            channel = next(of[0] for of in found if of)
+            starts = "AsyncCollectiveStart" in targets
+            return Cost(starts=(Start(channel, COLLECTIVES, seconds),)) if starts else Cost(waits=(channel,))
+        start = Start(op.name, COLLECTIVES, seconds, 0, op.opcode.removesuffix("-start"))
+        return Cost(starts=(start,), waits=() if op.opcode.endswith("-start") else (op.name,))
+
+    def _arithmetic(self, at: str, scope: Scope, op: Op) -> Cost:
+        moved, matmuls, reached = self.module.moved(scope, op), self.module.matmuls(scope, op), self.chip.reached
+        cached = {m for m in moved if self.cache and self.cache in m.array.layout}
+        traffic = sum(m.nbytes for m in moved if not m.array.host and m not in cached)
+        narrow = [any(dtype in ("bf16", "f16") for dtype in m.dtypes) for m in matmuls]
+        flops = sum(m.flops / (reached.bf16 if fast else reached.f32) for m, fast in zip(matmuls, narrow, strict=True))
+        seconds = max(flops, traffic / reached.hbm)
+        if op.opcode.endswith("-start") and not matmuls:
+            return Cost(starts=(Start(op.name, WITHIN, seconds),))
+        # An operation that reads or writes host memory itself waits for the copy at once.
+        starts = tuple(
+            self._copy(f"{op.name} {loads}", loads, nbytes, leaf_of(self.buffers, at, op, loads))
+            for loads in (True, False)
+            if (nbytes := sum(m.nbytes for m in moved if m.array.host and m.written is not loads))
+        )
+        return Cost(starts=starts, waits=tuple(s.key for s in starts), seconds=seconds, name=label(op))
+
     def play(self, name: str) -> None:
+        """Run a computation from now on."""
         in_flight: dict[str, int] = {}  # the place of its segment
-        for event in self.program.events(name):
-            match event:
-                case Compute(seconds, name):
-                    self.segments.append(Segment(COMPUTE, self.now, self.now + seconds, name))
-                    self.now += seconds
-                    self.compute += seconds
-                case Start(key):
-                    in_flight[key] = self._start(event)
-                case Wait(key):
-                    if key in in_flight:
-                        self._wait(in_flight.pop(key))
-                case Hold(nbytes):
-                    self._hold(nbytes)
-                case Rename(key, to):
-                    if key in in_flight:
-                        in_flight[to] = in_flight.pop(key)
-                case Run(inner, times):
-                    for _ in range(times):
-                        self.play(inner)
+        for cost in self.costs(name):
+            self._hold(cost.begin)
+            for start in cost.starts:
+                in_flight[start.key] = self._start(start)
+            for key in cost.waits:
+                if key in in_flight:
+                    self._wait(in_flight.pop(key))
+            for _ in range(cost.runs[1] if cost.runs else 0):
+                self.play(cost.runs[0] if cost.runs else "")
+            if cost.seconds:
+                self.segments.append(Segment(COMPUTE, self.now, self.now + cost.seconds, cost.name))
+                self.now += cost.seconds
+                self.compute += cost.seconds
+            self._hold(cost.end)
         for place in sorted(in_flight.values(), key=lambda place: self.segments[place].end):
             self._wait(place)
 
@@ -242,6 +199,8 @@ class Clock:
             self.now = copy.end
 
     def _hold(self, nbytes: tuple[tuple[str, int], ...]) -> None:
+        if not nbytes:
+            return
         for kind, more in nbytes:
             self.kinds[kind] += more
             self.total += more
@@ -253,6 +212,25 @@ class Clock:
         if self.total > self.most:
             self.most, self.at_most = self.total, dict(self.kinds)
 
+    def timeline(self) -> Timeline:
+        """Play the whole program."""
+        self.play("ENTRY")
+        return Timeline(
+            step=self.now,
+            compute=self.compute + self.waited[WITHIN],
+            link=max(self.busy[LOAD], self.busy[STORE]),
+            collectives=self.busy[COLLECTIVES],
+            exposed=self.waited[LOAD] + self.waited[STORE],
+            exposed_collectives=self.waited[COLLECTIVES],
+            loaded=self.nbytes[LOAD],
+            stored=self.nbytes[STORE],
+            chip=self.chip.name,
+            segments=tuple(self.segments),
+            memory=tuple(self.memory),
+            peak=self.at_most,
+            window=self.window,
+        )
+
 
 def label(op: Op) -> str:
     """The name that jax gives an operation, without the functions around it."""
@@ -263,12 +241,12 @@ def label(op: Op) -> str:
     return "/".join(words[-4:]) or op.name
 
 
-def leaf_of(sharing: Sharing, at: str, op: Op, loads: bool) -> str:
+def leaf_of(buffers: Buffers, at: str, op: Op, loads: bool) -> str:
     """The leaf that a copy belongs to: the argument that it reads or writes, else the leaf in its jax name."""
     places = [(operand, ()) for operand in op.operands]
     places = places if loads else [(op.name, place) for place, array in op.leaves.items() if array.host] + places
     for value, place in places:
-        argument = sharing.argument(at, value, place)
+        argument = buffers.argument(at, value, place)
         if argument is not None and argument.arrays and argument.arrays[0].host:
             return argument.scope or argument.name
     named = re.search(r"jax_offload/(?:prefetch|write-back)/(.*)/", op.scope)
@@ -351,28 +329,7 @@ class Timeline:
 
 def timeline(text: str, chip: str | Path | Chip, roles: Mapping[int, str] | None = None) -> Timeline:
     """Play a module's text on a chip. ``roles`` maps an argument's number to one of ``buffers.KINDS``."""
-    return played(Program(text, chip_of(chip), roles))
-
-
-def played(program: Program) -> Timeline:
-    """Play a program on its chip."""
-    clock = Clock(program)
-    clock.play("ENTRY")
-    return Timeline(
-        step=clock.now,
-        compute=clock.compute + clock.waited[WITHIN],
-        link=max(clock.busy[LOAD], clock.busy[STORE]),
-        collectives=clock.busy[COLLECTIVES],
-        exposed=clock.waited[LOAD] + clock.waited[STORE],
-        exposed_collectives=clock.waited[COLLECTIVES],
-        loaded=clock.nbytes[LOAD],
-        stored=clock.nbytes[STORE],
-        chip=program.chip.name,
-        segments=tuple(clock.segments),
-        memory=tuple(clock.memory),
-        peak=clock.at_most,
-        window=clock.window,
-    )
+    return Program(Module(text), chip_of(chip), roles).timeline()
 
 
 _LANES = {

@@ -164,6 +164,22 @@ def check_platform(devices: Iterable[Any]) -> None:
             )
 
 
+POOL_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+
+
+def pool_limit() -> int:
+    """Return the most bytes that XLA pins on a GPU, in one process.
+
+    Raises:
+      ValueError: the environment says something else than a number.
+    """
+    said = os.environ.get(POOL_VARIABLE, "64")
+    try:
+        return int(float(said) * 2**30)
+    except ValueError as error:
+        raise ValueError(f"{POOL_VARIABLE}: expected a number of GiB in the environment; got {said!r}.") from error
+
+
 def check_host_pool(
     leaves: Iterable[Any],
     platform: str,
@@ -177,16 +193,14 @@ def check_host_pool(
     """
     if platform not in ("gpu", "cuda", "rocm"):
         return
-    name = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-    limit = float(os.environ.get(name, 64))
-    needed = 0
+    limit, needed = pool_limit(), 0
     for x in leaves:
         if x.sharding is not None and x.sharding.memory_kind == HOST_KIND:
             shard = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
             needed += shard * len(x.sharding.addressable_devices)
-    if needed > limit * 2**30:
+    if needed > limit:
         raise ValueError(
-            f"{what} of {needed / 2**30:.1f} GiB does not fit XLA's pool of pinned host memory, "
-            f"{limit:g} GiB in this process. Set the environment variable {name} to more than {needed / 2**30:.0f} "
-            f"before jax starts, or {otherwise}."
+            f"{what} of {needed / 2**30:.1f} GiB does not fit XLA's pool of pinned host memory, {limit / 2**30:g} GiB "
+            f"in this process. Set the environment variable {POOL_VARIABLE} to more than {needed / 2**30:.0f} before "
+            f"jax starts, or {otherwise}."
         )

@@ -118,13 +118,7 @@ def placement(tx: optax.GradientTransformation | Callable[..., Any], *args: Any,
 
 
 def _of_transformation(tx: Any, params: Any, **extra_args: Any) -> Placement:
-    return table_andtrace_of(tx, params, **extra_args)[0]
-
-
-def table_andtrace_of(tx: Any, params: Any, **extra_args: Any) -> tuple[Placement, Any]:
-    """The table of a transformation, and its traced update, a closed jaxpr; ``None`` where that raises."""
     placed, treedef = placed_leaves(tx, params)
-    leaves = [leaf for leaf, _, _ in placed]
     # The types that a step is handed; with Explicit axes they say how each leaf is divided.
     state = jax.tree.unflatten(treedef, abstract_leaves(placed))
 
@@ -134,9 +128,8 @@ def table_andtrace_of(tx: Any, params: Any, **extra_args: Any) -> tuple[Placemen
 
     with described(params):
         trace, unknown = trace_of(update, params, state, extra_args)
-    loads = _loads(trace)
-    table = _table(leaves, loads.for_each(leaves), unknown, loads)
-    return dataclasses.replace(table, guessed=guessed(_updates(trace), of_step=False)), trace
+    table = _table([leaf for leaf, _, _ in placed], unknown, _loads(trace))
+    return dataclasses.replace(table, guessed=guessed(_updates(trace), of_step=False))
 
 
 def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
@@ -148,33 +141,37 @@ def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
         step(*args, **kwargs)
         return [x if isinstance(x, jax.Array) else 0 for x in given]  # static, or mutable
 
-    rows: list[Leaf] = []
-
-    def names(args: Any, kwargs: Any) -> None:
-        flat = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_on_disk)[0]
-        for (path, x), sharding in zip(flat, shardings, strict=True):
-            row, path, host = unmanaged(x), jax.tree_util.keystr(path[1:]), _memory.on_host(x)
-            spec = f"P({', '.join(map(repr, sharding.spec))})" if isinstance(sharding, NamedSharding) else ""
-            spec = spec if getattr(sharding, "num_devices", 1) > 1 else ""
-            own = row.nbytes // math.prod(shards_of(sharding, row.shape))
-            rows.append(
-                dataclasses.replace(
-                    row, path=path, host=host, sharding=spec, shard_bytes=own, why=ARGUMENT, disk=is_on_disk(x)
-                )
-            )
-
-    shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves((args, kwargs))]  # tracers do not tell
     with step_described():
-        traced(names, args, kwargs)
         trace, unknown = trace_of(call, args, kwargs)
-    loads = _loads(trace)
-    kept = [(row, of) for row, of in zip(rows, loads.for_each(rows), strict=True) if row.host or of[0]]
-    table = _table([row for row, _ in kept], [of for _, of in kept], unknown, loads)
+    flat = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_on_disk)[0]
+    rows, loads = [_argument(jax.tree_util.keystr(path[1:]), x) for path, x in flat], _loads(trace)
+    table = _table(rows, unknown, loads)
     away = any(row.host or row.disk for row in rows)
-    stays = (_NO_UPDATE,) if trace is not None and away and not updates_in(trace) else loads.stays
-    table = dataclasses.replace(table, stays=stays, elsewhere=loads.elsewhere)
     updates = _updates(trace)
-    return dataclasses.replace(table, guessed=guessed(updates, of_step=True), in_turn=_in_turn(updates))
+    return dataclasses.replace(
+        table,
+        leaves=tuple(leaf for leaf in table.leaves if leaf.host or leaf.disk or leaf.streams),
+        stays=(_NO_UPDATE,) if trace is not None and away and not updates_in(trace) else loads.stays,
+        elsewhere=loads.elsewhere,
+        guessed=guessed(updates, of_step=True),
+        in_turn=_in_turn(updates),
+    )
+
+
+def _argument(path: str, x: Any) -> Leaf:
+    """Return the row of a step's argument."""
+    row, disk = unmanaged(x), is_on_disk(x)
+    sharding: Any = getattr(x, "sharding", None)
+    mesh = isinstance(sharding, NamedSharding) and sharding.num_devices > 1
+    return dataclasses.replace(
+        row,
+        path=path,
+        host=not disk and getattr(sharding, "memory_kind", None) == _memory.HOST_KIND,
+        sharding=f"P({', '.join(map(repr, sharding.spec))})" if mesh else "",
+        shard_bytes=row.nbytes // math.prod(shards_of(sharding, row.shape)),
+        why=ARGUMENT,
+        disk=disk,
+    )
 
 
 def _in_turn(updates: Sequence[Update]) -> tuple[str, ...]:
@@ -203,10 +200,6 @@ class _Loads:
     unlisted: list[Planned] = dataclasses.field(default_factory=list[Planned])
     stays: tuple[str, ...] = ()
 
-    def for_each(self, leaves: Sequence[Leaf]) -> list[tuple[list[Planned], bool]]:
-        """``of`` and ``put`` of each leaf; nothing where the function could not be traced."""
-        return list(zip(self.of, self.put, strict=True)) or [([], False) for _ in leaves]
-
     def how(self, p: Planned) -> str:
         """In words."""
         parts, times = self.parts.get(id(p)), self.times.get(id(p), 1)
@@ -226,11 +219,12 @@ class _Loads:
         return tuple(f"{how}; {n} of these" if n > 1 else how for how, n in ways.items())
 
 
-def _table(leaves: Sequence[Leaf], of: Sequence[tuple[list[Planned], bool]], unknown: str, loads: _Loads) -> Placement:
+def _table(leaves: Sequence[Leaf], unknown: str, loads: _Loads) -> Placement:
     rows, windows = [], {}
-    for leaf, (of_leaf, put) in zip(leaves, of, strict=True):
+    of, put = loads.of or [[] for _ in leaves], loads.put or [False for _ in leaves]
+    for leaf, of_leaf, is_put in zip(leaves, of, put, strict=True):
         hidden = (leaf.host or leaf.disk) and not of_leaf and not unknown
-        streams = (_PUT if put else _UNSEEN) if hidden else _in_words(of_leaf, loads)
+        streams = (_PUT if is_put else _UNSEEN) if hidden else _in_words(of_leaf, loads)
         rows.append(dataclasses.replace(leaf, streams=streams))
         windows |= {id(p.window): dataclasses.replace(p.window, leaf=leaf.path) for p in of_leaf
                     if id(p.window) not in windows and not p.on_cores}  # fmt: skip

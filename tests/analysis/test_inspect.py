@@ -11,8 +11,6 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_offload as jo
-from jax_offload._analysis.inspection import Transfer, transfers
-from jax_offload._analysis.timeline import COMPUTE, LOAD, Segment, Timeline
 from tests.aot.harness import H200, V5E, require
 from tests.aot.model import ADAMW, CLIPPED, loss, parameters, step_of
 
@@ -135,9 +133,27 @@ def test_a_good_step(target, stacked):
     assert {(t.leaf, t.loads) for t in report.transfers} == expected
     assert report.loaded >= report.host and report.stored >= report.host
     assert (report.loaded, report.stored) == (report.timeline.loaded, report.timeline.stored)
+    hidden = sum(t.hidden * t.nbytes for t in report.transfers) / (report.loaded + report.stored)
+    assert hidden < 0.5 and all(0 <= t.hidden <= 1 for t in report.transfers)  # so few tokens hide next to nothing
+    assert target == V5E or all(t.behind for t in report.transfers if t.hidden > 0.5)
     assert target == V5E or abs(report.parts["rest"]) <= 0.15 * report.peak
     if stacked:
         assert report.loops and all(set(x.leaves) == {"state[0].mu['w']", "state[0].nu['w']"} for x in report.loops)
+
+
+@pytest.mark.long("compiles more of the same for a chip", only=["4194304*"])
+@pytest.mark.parametrize(("window", "chunks"), [(8 * MIB, 4), (4 * MIB, 8)])
+def test_the_parts_and_the_loop_of_a_window(window, chunks):
+    """8 layers of 1 MiB, two moments: a window holds two chunks of both, one that comes and one that goes."""
+    require(H200)
+    tx = jo.offload(ADAMW, min_bytes=0, window=window)
+    report = jo.inspect(step(tx), *arguments(tx, n=8, stacked=True), target=H200)
+    assert report.parts["parameters"] == 8 * MIB and report.parts["gradients"] >= 8 * MIB
+    assert report.parts["other arguments"] == MIB / 2
+    # the first chunk is loaded before the loop, the last one stored behind it
+    assert [(loop.times, loop.nbytes) for loop in report.loops] == [(chunks - 1, 4 * 8 * MIB // chunks)]
+    assert {(t.nbytes, t.pieces) for t in report.transfers} == {(8 * MIB, chunks)}
+    assert report.timeline.window == window
 
 
 @pytest.mark.long("compiles more of the same for a chip")
@@ -240,13 +256,6 @@ def test_arithmetic_on_the_host_is_named(target):
     assert found.leaf == "s[0].mu['w000'] and 3 more"
 
 
-def test_the_share_of_a_transfer_that_is_hidden():
-    """Eight of ten seconds, behind the operation that takes most of them; the rest is waited for."""
-    ran = Segment(COMPUTE, 0, 1, "tanh"), Segment(COMPUTE, 1, 8, "matmul"), Segment(LOAD, 0, 10, "w", 100, waited=8)
-    played = Timeline(10, 8, 10, 0, 2, 0, 100, 0, segments=ran)
-    assert transfers(played) == (Transfer("w", True, 100, 1, pytest.approx(0.8), "matmul"),)
-
-
 def test_how_it_prints():
     require(H200)
     report = jo.inspect(step(OURS), *arguments(OURS, n=30, width=128), target=H200)
@@ -280,6 +289,28 @@ def test_bad_input():
         jo.inspect({})
     with pytest.raises(ValueError, match=r"cannot compile for 'h300'. Known: a100, h100, h200, v5e:2x2"):
         jo.inspect(jnp.sin, jnp.ones(3), target="h300")
+    with pytest.raises(TypeError, match=r'target: expected .* "v5e:2x2"; got 5'):
+        jo.inspect(jnp.sin, jnp.ones(3), target=5)
+    with pytest.raises(ValueError, match=r"what no result needs is left out by the compiler. Give the step a state"):
+        jo.verify(lambda p, s: None, jnp.ones(3), OURS.init({"w": jnp.ones(3)}))
+
+
+def test_keywords_static_arguments_and_side_effects():
+    """All of them trace as they run: the same state comes and goes."""
+    params, modes = {"w": jax.device_put(jnp.ones((64, 64)), sharding())}, []
+
+    def fun(p, s, *, x, mode="a"):
+        modes.append(mode)
+        jax.debug.print("{}", x.sum())
+        return jo.update_params(OURS, jax.grad(lambda p: (x @ p["w"]).sum())(p), s, p)
+
+    static = jax.jit(fun, static_argnames="mode", donate_argnums=(0, 1))
+    state, x = OURS.init(params), jax.ShapeDtypeStruct((8, 64), jnp.float32)
+    assert jo.verify(static, params, state, x=x, mode="b").parts["parameters"] == 64 * 64 * 4
+    assert {*modes} == {"b"}
+    peak = jo.inspect(static, params, state, x=x).peak
+    static(params, state, x=jnp.ones((8, 64)))
+    assert params["w"].is_deleted() and jo.inspect(static, params, state, x=x).peak == peak
 
 
 @pytest.mark.parametrize("target", [None, H200])

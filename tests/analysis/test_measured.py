@@ -55,23 +55,15 @@ def machine(monkeypatch):
     return machine
 
 
-def test_each_way_alone_and_both_at_once(machine):
-    """The best of three; ``both`` is what one way has while the other is busy."""
+def test_each_way_alone_and_both_at_once(machine, monkeypatch):
+    """The best of three; ``both`` is what one way has while the other is busy. It copies what its docstring says: 16
+    GiB in four runs each, with the pieces that an accelerator has."""
     found = jo.chip.measured()
     assert (found.host_link, found.host_link_both, found.dram_bandwidth) == pytest.approx((40e9, 60e9, 7e9))
     assert found.name == "cpu" and found.flops == jo.chip("h100").flops
     assert (found.sources["host_link"], found.sources["flops"]) == ("measured on this machine", "as h100")
     assert machine.programs == [((HOST, DEVICE),), ((DEVICE, HOST),), ((HOST, DEVICE), (DEVICE, HOST))]
-
-
-def test_it_copies_no_more_than_its_docstring_says(machine):
-    """Four runs each: with the pieces that an accelerator has, 16 GiB in all."""
-    jo.chip.measured()
-    scale = chips.PIECE // chips.ON_CPU
-    assert [n * scale / 2**30 for n in machine.copied] == [4, 4, 8]
-
-
-def test_where_jax_has_no_cpu_there_is_no_figure_of_its_memory(machine, monkeypatch):
+    assert [n * chips.PIECE / chips.ON_CPU / 2**30 for n in machine.copied] == [4, 4, 8]
     monkeypatch.setattr(chips, "dram_bandwidth", lambda: None)
     assert jo.chip.measured().dram_bandwidth is None
 

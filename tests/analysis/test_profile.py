@@ -8,6 +8,7 @@ import pytest
 from jax.profiler import ProfileData
 
 import jax_offload as jo
+from jax_offload._analysis.hlo import Module
 from jax_offload._analysis.profiled import measured, segments_of
 
 
@@ -84,7 +85,7 @@ TPU = {
 def test_of_a_tpu():
     """20 ms: operations 8, but not the loop around one of them, nor what waits; a load of 4 ms, a store of 6, of which
     2 and 1 meet an operation; collectives 2 and 2, one of them alone. What moves within the device is no transfer."""
-    p = measured(segments_of(trace_of("/device:TPU:0", **TPU), HLO), 1)
+    p = measured(segments_of(trace_of("/device:TPU:0", **TPU), Module(HLO)), 1)
     expected = {"step": 20, "compute": 8, "loading": 4, "storing": 6, "overlap": 3, "exposed": 7, "idle": 3}
     expected |= {"collectives": 4, "exposed_collectives": 2}
     assert {name: getattr(p, name) for name in expected} == pytest.approx({k: v / 1e3 for k, v in expected.items()})
@@ -96,7 +97,7 @@ def test_of_a_tpu():
 def test_of_a_tpu_that_does_not_say_when_copies_are_in_flight():
     without = {name: events for name, events in TPU.items() if name != "Async XLA Ops"}
     with pytest.raises(ValueError, match=r"no line 'Async XLA Ops'.*it has Steps, XLA Modules, XLA Ops"):
-        segments_of(trace_of("/device:TPU:0", **without), HLO)
+        segments_of(trace_of("/device:TPU:0", **without), Module(HLO))
     assert {s.lane for s in segments_of(trace_of("/device:TPU:0", **without))} == {"compute", "collectives"}
 
 

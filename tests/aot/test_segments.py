@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_offload as jo
-from jax_offload._analysis.compiled import leaves_of, on_files
+from jax_offload._analysis.compiled import on_files
 from jax_offload._base.around import step_described
-from jax_offload._base.arrays import nbytes
+from jax_offload._base.arrays import is_traced, nbytes
 from jax_offload._base.jaxprs import jaxpr_of
 from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, is_host_aval
 from jax_offload._drive import run
@@ -83,7 +83,7 @@ def driven_and_leaves(loss, params, batch, segments, **where):
         closed, _ = jaxpr_of(step, *args)
         if (there := on_files(args, closed)) is not args:
             closed, _ = jaxpr_of(step, *there)
-    leaves = leaves_of(there)
+    leaves = [x for x in jax.tree.leaves(there) if is_traced(x)]
     return Driven(closed, leaves, [True] * (len(leaves) - 1) + [False], {}, {}, segments), leaves
 
 

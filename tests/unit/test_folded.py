@@ -1,28 +1,40 @@
 """Leaves that are alike are one row, whose path can be read as theirs and as no other's."""
 
-import dataclasses
 import itertools
 import json
 import re
 
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import ShapeDtypeStruct as S
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_offload as jo
-from jax_offload._placement.placement import unmanaged
-from jax_offload._report.printed import folded
 
 pytestmark = pytest.mark.oldest("the stages, on jax's own jaxprs")
 
-LEAF = dataclasses.replace(unmanaged(S((8, 8), jnp.float32)), host=True)
+
+def rows_of(params, **options):
+    """The paths in the rows of a printed table."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "9999")
+        lines = str(jo.placement(jo.offload(optax.trace(0.9), min_bytes=0, **options), params)).splitlines()
+    return [line.split()[-1] for line in lines if re.match(r"  +[\d.]+ +\d+ ", line)]
 
 
-def leaves(*paths, **changed):
-    return [dataclasses.replace(LEAF, path=path, **changed) for path in paths]
+def nested(*keys):
+    """Parameters by their keys, all alike."""
+    tree = {}
+    for *outer, last in keys:
+        inner = tree
+        for key in outer:
+            inner = inner.setdefault(key, {})
+        inner[last] = S((8, 8), jnp.float32)
+    return tree
 
 
 def paths_of(path):
@@ -41,44 +53,42 @@ def paths_of(path):
 
 
 @pytest.mark.parametrize(
-    ("paths", "rows"),
+    ("keys", "rows"),
     [
-        (
-            [f"[0].{moment}['layers_{i:02}']['w']" for moment in ("mu", "nu") for i in range(24)],
-            ["[0].{mu,nu}['layers_{00..23}']['w']"],
-        ),
-        (["['a0']", "['a1']", "['a3']", "['b0']"], ["['a{0,1,3}']", "['b0']"]),
-        (["['a0']['q']", "['a0']['k']"], ["['a0']['q']", "['a0']['k']"]),  # names are no numbers
-        ([f"['a{i}']['b{j}']" for i in range(3) for j in range(4)], ["['a{0..2}']['b{0..3}']"]),
-        (["['a0']['b0']", "['a0']['b1']", "['a1']['b0']"], ["['a{0,1}']['b0']", "['a0']['b1']"]),
-        (["['w']"], ["['w']"]),
-        ([""], [""]),  # a state that is one array
-        ([], []),
+        ([(f"layers_{i:02}", "w") for i in range(24)], ["['layers_{00..23}']['w']"]),
+        ([("a0",), ("a1",), ("a3",), ("b0",)], ["['a{0,1,3}']", "['b0']"]),
+        ([("a0", "q"), ("a0", "k")], ["['a0']['k']", "['a0']['q']"]),  # names are no numbers
+        ([(f"a{i}", f"b{j}") for i in range(3) for j in range(4)], ["['a{0..2}']['b{0..3}']"]),
+        ([("a0", "b0"), ("a0", "b1"), ("a1", "b0")], ["['a{0,1}']['b0']", "['a0']['b1']"]),
+        ([("w",)], ["['w']"]),
     ],
 )
-def test_what_is_one_row(paths, rows):
-    assert [row.path for row in folded(leaves(*paths))] == rows
+def test_what_is_one_row(keys, rows):
+    assert rows_of(nested(*keys)) == [f".trace{row}" for row in rows]
 
 
-@given(st.sets(st.tuples(st.sampled_from(["mu", "nu"]), st.integers(0, 12), st.integers(0, 3)), min_size=1))
+def test_a_state_that_is_one_array_and_none():
+    assert (rows_of(S((8, 8), jnp.float32)), rows_of({})) == ([".trace"], [])
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sets(st.tuples(st.integers(0, 12), st.integers(0, 3)), min_size=1))
 def test_a_rows_path_is_read_as_its_leaves(chosen):
-    found = folded(leaves(*(f"[0].{m}['layers_{i:02}'].blocks[{j}]" for m, i, j in sorted(chosen))))
-    assert sum(len(row.leaves) for row in found) == len(chosen)
-    for row in found:
-        assert paths_of(row.path) == {leaf.path for leaf in row.leaves}
+    found = rows_of(nested(*((f"layers_{i:02}", f"block{j}") for i, j in chosen)))
+    leaves = [f".trace['layers_{i:02}']['block{j}']" for i, j in chosen]
+    assert sorted(itertools.chain.from_iterable(map(paths_of, found))) == sorted(leaves)
 
 
-OTHER = {"shape": (4, 4), "dtype": jnp.dtype(jnp.int8), "host": False, "why": "rank 0", "streams": "whole"}
-
-
-@pytest.mark.parametrize(("field", "value"), [*OTHER.items(), ("sharding", "P('x')")])
-def test_what_is_not_alike_stays_apart(field, value):
-    assert len(folded([*leaves("['a0']"), *leaves("['a1']", **{field: value})])) == 2
-
-
-def test_the_largest_first_and_then_in_order():
-    small, large = leaves("['a']", "['b']"), leaves("['c']", nbytes=2 * LEAF.nbytes)
-    assert [row.path for row in folded([*small, *large])] == ["['c']", "['a']", "['b']"]
+def test_what_is_not_alike_stays_apart():
+    """Another shape, type, sharding, memory: and the largest come first, then in order."""
+    mesh = jax.make_mesh((8,), ("x",))
+    one, other = (S((8, 8), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*spec))) for spec in ((), ("x",)))
+    alike = S((8, 8), jnp.float32)
+    for second in S((4, 4), jnp.float32), S((8, 8), jnp.bfloat16):
+        assert rows_of({"a0": alike, "a1": second}) == [".trace['a0']", ".trace['a1']"]
+        assert rows_of({"a0": second, "a1": alike}) == [".trace['a1']", ".trace['a0']"]
+    assert len(rows_of({"a0": one, "a1": other})) == 2 > len(rows_of({"a0": one, "a1": one}))
+    assert len(rows_of({"a0": alike, "a1": alike}, select="a0")) == 2
 
 
 PARAMS = {f"layers_{i:02}": {"kernel_of_the_attention": S((512, 512), jnp.float32)} for i in range(100)}
