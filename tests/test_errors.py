@@ -100,23 +100,6 @@ def test_an_offload_inside_an_offload(nested):
         jo.offload(nested(inner), min_bytes=0).init(params())
 
 
-@pytest.mark.parametrize("argument", ["params", "updates"])
-@pytest.mark.parametrize("form", ["update", "update_params"])
-def test_parameters_and_gradients_in_host_memory(argument, form):
-    tx = jo.offload(ADAM, min_bytes=0)
-    state = tx.init(params())
-
-    def step(grads, state, params):
-        run = jo.update_params if form == "update_params" else lambda tx, *args: tx.update(*args)
-        return run(tx, grads, state, params)
-
-    there = jax.device_put(params(), jax.memory.Space.Host)
-    given = (there, params()) if argument == "updates" else (params(), there)
-    for run in (step, jax.jit(step), jo.jit(step)):
-        with pytest.raises(ValueError, match=rf"{argument}: \['\w'\] is in pinned host memory.*jo\.to_device"):
-            run(given[0], state, given[1])
-
-
 def test_a_callable_select_that_selects_nothing():
     """As a pattern that matches nothing."""
     for select in (lambda path, leaf: "embed" in path, "embed", ["embed"]):

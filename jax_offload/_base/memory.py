@@ -59,14 +59,17 @@ def to_device(x: jax.Array) -> jax.Array:
     return _moved(x, Space.Host, Space.Device) if on_host(x) else x
 
 
-def all_to_host(xs: Sequence[Any], chosen: Sequence[bool]) -> list[Any]:
-    """``xs``, the chosen ones in host memory."""
-    return _all_moved(xs, [c and not on_host(x) for c, x in zip(chosen, xs, strict=True)], Space.Device, Space.Host)
+def loaded(tree: Any) -> Any:
+    """Return ``tree`` with its host leaves in device memory."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return jax.tree.unflatten(treedef, _all_moved(leaves, [on_host(x) for x in leaves], Space.Host, Space.Device))
 
 
-def all_to_device(xs: Sequence[Any]) -> list[Any]:
-    """``xs``, those that are in host memory in device memory."""
-    return _all_moved(xs, [on_host(x) for x in xs], Space.Host, Space.Device)
+def stored(tree: Any, chosen: Iterable[bool]) -> Any:
+    """Return ``tree`` with the chosen leaves in host memory."""
+    leaves, treedef = jax.tree.flatten(tree)
+    move = [c and not on_host(x) for c, x in zip(chosen, leaves, strict=True)]
+    return jax.tree.unflatten(treedef, _all_moved(leaves, move, Space.Device, Space.Host))
 
 
 def _all_moved(xs: Sequence[Any], move: Sequence[bool], src: Any, to: Any) -> list[Any]:
@@ -144,6 +147,10 @@ def ambient_sharding() -> Sharding:
     if not mesh.empty:
         return NamedSharding(mesh, PartitionSpec())
     return jax.numpy.zeros(()).sharding
+
+
+def is_host_kind(sharding: Sharding) -> bool:
+    return sharding.memory_kind == HOST_KIND
 
 
 def with_kind(sharding: Sharding, kind: str) -> Sharding:

@@ -15,8 +15,7 @@ from jax_offload._base.on_disk import only_outside
 from jax_offload._disk.disk import Disk
 from jax_offload._ir.conds import structure
 from jax_offload._ir.program import Program, flat, without_round_trips
-from jax_offload._placement.options import Policy
-from jax_offload._placement.placement import Leaf, place
+from jax_offload._placement.placement import Leaf, Policy, place
 from jax_offload._step.cut import unguarded
 
 
