@@ -222,8 +222,8 @@ class Emitter:
         k, carried, *kept = carry
         hand, last = self.unpacked(kept), scan.length - 1
         i = last - k if scan.reverse else k
-        before = jnp.minimum(i + 1, last) if scan.reverse else jnp.maximum(i - 1, 0)
-        after = jnp.maximum(i - 1, 0) if scan.reverse else jnp.minimum(i + 1, last)
+        # The first iteration's ``before`` and the last one's ``after`` lie outside, and are clamped by the copies.
+        before, after = (i + 1, i - 1) if scan.reverse else (i - 1, i + 1)
         own = self.own_rows(hand, i)
         if plan.ahead:
             fed = self.update(hand, own, i, k)
