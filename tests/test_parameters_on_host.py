@@ -31,6 +31,10 @@ OPTIMIZERS: dict[str, Any] = {
     "half": lambda **options: jo.offload(ADAMW, fraction=0.5, **options),
     "no state": lambda **options: jo.offload(optax.sgd(1e-2), **options),
     "MultiSteps": lambda **options: jo.offload(optax.MultiSteps(ADAMW, 2), **options),
+    "two": lambda **options: optax.partition(
+        {"layers": jo.offload(ADAMW, **options), "rest": jo.offload(optax.sgd(1e-2, 0.9), **options)},
+        {"layers": "layers", "w": "rest", "b": "rest"},
+    ),
     "lamb": lambda **options: jo.offload(optax.lamb(1e-2), **options),
 }
 NORMS = ("clipped", "clip around", "lamb")  # which are summed up in another order

@@ -142,7 +142,9 @@ def _not_where_they_should_be(program: Compiled) -> list[Problem]:
     entry = arguments_of(computations(program.text)["ENTRY"])
     arrays = {number: array for (number, *_), array in handed(program.text).items() if number in entry}
     # Matched by type: a compiled program does not say which result is the next value of which argument.
-    taken = Counter((x.dtype, x.shape) for x in arrays.values() if x.host)
+    # A gradient in host memory is used up.
+    used_up = {number for number, x in program.given.items() if x.kept_on_host is False}
+    taken = Counter((x.dtype, x.shape) for number, x in arrays.items() if x.host and number not in used_up)
     given_back = Counter((x.dtype, x.shape) for x in results(program.text).values() if x.host)
     found = []
     for number, array in arrays.items():
