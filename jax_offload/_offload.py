@@ -26,9 +26,8 @@ from jax_offload._base.memory import loaded, on_host, stored, under_jit
 from jax_offload._base.on_disk import opened
 from jax_offload._base.own_primitives import collector_waits
 from jax_offload._base.shardings import Layouts, inside_shard_map
-from jax_offload._disk.created import created, refused
 from jax_offload._disk.disk import Disk
-from jax_offload._disk.option import check_disk, places_of
+from jax_offload._disk.option import check_disk, created, places_of, refused
 from jax_offload._placement.arguments import (
     arrived,
     check_eager,
