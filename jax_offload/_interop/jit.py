@@ -333,7 +333,7 @@ class Jitted:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_inner" not in self.__dict__:
             raise AttributeError(name)
-        return getattr(self._programs[0], name)
+        return getattr(self._programs[bool(self._called.in_scan)], name)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
