@@ -21,11 +21,11 @@ from jax_offload._offload import offload as offload
 from jax_offload._precision.formats import Storage as Storage
 from jax_offload._precision.masters import with_master_params as with_master_params
 from jax_offload._report.report import placement as placement
-from jax_offload._state.convert import from_plain as from_plain
-from jax_offload._state.convert import to_plain as to_plain
 from jax_offload._state.state import abstract_state as abstract_state
+from jax_offload._state.state import from_plain as from_plain
 from jax_offload._state.state import to_device as to_device
 from jax_offload._state.state import to_host as to_host
+from jax_offload._state.state import to_plain as to_plain
 from jax_offload._update.update_params import update_params as update_params
 
 if _typing.TYPE_CHECKING:

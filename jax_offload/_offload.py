@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +10,6 @@ import jax
 import optax
 from jax.core import Tracer
 
-from jax_offload._base import memory as _memory
 from jax_offload._base.around import (
     NESTED,
     Remembered,
@@ -24,30 +22,38 @@ from jax_offload._base.around import (
 )
 from jax_offload._base.arrays import Offloaded, is_array
 from jax_offload._base.donation import Home, guarded
+from jax_offload._base.memory import loaded, on_host, stored, under_jit
 from jax_offload._base.on_disk import opened
 from jax_offload._base.own_primitives import collector_waits
-from jax_offload._base.shardings import Layouts, Shardings, inside_shard_map
+from jax_offload._base.shardings import Layouts, inside_shard_map
 from jax_offload._disk.disk import Disk
-from jax_offload._disk.option import budget_of, check_disk, created, places_of, refused
+from jax_offload._disk.option import check_disk, created, places_of, refused
 from jax_offload._placement.arguments import (
+    arrived,
+    check_eager,
     check_gradients,
     check_inner,
     check_on_device,
     check_params,
     check_places,
 )
-from jax_offload._placement.home import arrived, check_eager, returned
-from jax_offload._placement.options import Policy, Select, check_window, policy_of
-from jax_offload._placement.placement import Leaf, marked, place, place_next, warn_of_nothing
+from jax_offload._placement.placement import (
+    Policy,
+    Select,
+    marked,
+    place,
+    place_next,
+    policy_of,
+    warn_of_nothing,
+)
 from jax_offload._placement.zero import check_not_manual, check_typed, partitions, resharded, resharded_state
 from jax_offload._plan.options import Options
 from jax_offload._plan.order import Order
 from jax_offload._precision.masters import checked_update
 from jax_offload._precision.storage import adopted, rules_of, warn_of_unstored, with_storage
 from jax_offload._state.state import placed_leaves
-from jax_offload._update.skip import checked_skip, old_where, zero_where
+from jax_offload._update.recipe import checked_skip, old_where, returned, sharded_params, where_it_was, zero_where
 from jax_offload._update.streamed import streamed
-from jax_offload._update.update_params import sharded_params
 
 DEFAULT_MIN_BYTES = 2**16  # below this a transfer costs the link its latency (about 10 us) rather than its bytes
 
@@ -118,7 +124,9 @@ def offload(
 
     Returns:
       A transformation whose ``update`` leaves each state leaf where the options say, wherever it came from: a resident
-      state becomes an offloaded one in its first step. ``update(..., skip=)`` takes a bool, traced or not; where it is
+      state becomes an offloaded one in its first step. Gradients and parameters may be in pinned host memory too: they
+      are streamed with the state, and each update returns to the memory of its gradient; not with ``update_on``,
+      ``disk`` or ``fraction=0``. ``update(..., skip=)`` takes a bool, traced or not; where it is
       true the updates are zero and the state keeps every bit. Outside any ``jit`` an update is compiled as ``jax.jit``
       would compile it: it reads closures at the first call only, and recompiles when an extra argument that is a
       function, an int or a string changes.
@@ -143,14 +151,17 @@ def offload(
     if isinstance(inner, optax.MultiSteps):
         inner = inner.gradient_transformation()
     check_inner(inner)
-    check_window(window)
-    policy = policy_of(fraction, select, min_bytes, order, shard_over, update_on, budget_of(disk))
+    said: dict[str, Any] = {
+        "fraction": fraction, "select": select, "min_bytes": min_bytes, "window": window, "order": order,
+        "shard_over": shard_over, "update_on": update_on, "disk": disk,
+    }  # fmt: skip
+    policy = policy_of(**said)
     check_disk(disk, policy)
     rules = rules_of(storage)
-    if isinstance(fraction, (int, float)) and fraction == 0 and not policy.shard_over and not rules:
-        return _skipping(optax.with_extra_args_support(inner), policy)
-    inner = optax.with_extra_args_support(inner)
-    optimizer, inner = inner, with_storage(inner, rules, min_bytes) if rules else inner
+    optimizer = inner = optax.with_extra_args_support(inner)
+    if policy.leaves_nothing and not rules:
+        return _skipping(inner, policy)
+    inner = with_storage(inner, rules, min_bytes) if rules else inner
     update = inner.update if rules else functools.partial(checked_update, inner)  # stored, it checks what it decodes
     remembered = Remembered()
     home = Home()
@@ -162,19 +173,18 @@ def offload(
 
         def create(params: Any) -> Any:
             with within_offload():
-                state = inner.init(params)
+                state = inner.init(loaded(params))
             plan = place(policy, state, params)
             known = {**remembered.unambiguous(params), **own}  # of others out_shardings say how the state is divided
-            state = guarded(_store(_resharded(state, plan, params, known), plan), home=home, where="init")
+            state = stored(resharded_state(state, plan, params, known), [leaf.host for leaf in plan])
+            state = guarded(state, home=home, where="init")
             if around().runs:
                 warn_of_nothing(plan)
                 return state
-            places = places_of(disk, plan, jax.tree.leaves(state))
-            rows = zip(plan, places, strict=True)
-            return marked(state, [dataclasses.replace(x, window=window, order=order, place=p) for x, p in rows])
+            return marked(state, plan, policy, places_of(disk, plan, jax.tree.leaves(state)))
 
         leaves = jax.tree.leaves(params)
-        if not leaves or not all(_is_concrete(x) for x in leaves) or _memory.under_jit():
+        if not leaves or any(isinstance(x, Tracer) or not is_array(x) for x in leaves) or under_jit():
             state = create(params)
             if disk is not None and around().runs:
                 state = refused(state, policy, params)
@@ -188,7 +198,7 @@ def offload(
                 state = jax.jit(create, out_shardings=shardings)(params)
             else:
                 state = created(disk, create, params, placed, treedef)
-            home.reached |= any(map(_memory.on_host, jax.tree.leaves(state)))
+            home.reached |= any(map(on_host, jax.tree.leaves(state)))
         if rules and around().remembers:
             warn_of_unstored(rules, state)
         remembered.remember(own)
@@ -204,23 +214,22 @@ def offload(
         skip: Any = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        skip = None if skip is None else checked_skip(skip)
+        skip = checked_skip(skip)
         check_not_within_offload()
-        state, stored = opened(state)
+        state, in_files = opened(state)
         check_places(inner.init, updates, state, params)
         check_gradients(updates, params)
-        check_on_device(updates, params)
         like = updates if params is None else params
         if rules:
             state = adopted(state, rules, like, min_bytes, inner.init)
         from_types = shardings_of(like)
         from_memory = {p: s for p, s in inside_shard_map(remembered.unambiguous(like)).items() if p not in from_types}
         shardings = {**from_memory, **from_types}
+        plan = place(policy, state, like)
         sharded: Layouts = {}
         if policy.shard_over:
             check_not_manual()
-            sharded = partitions(place(policy, state, like), like, shardings, remembered)
-        plan = place(policy, state, like)
+            sharded = partitions(plan, like, shardings, remembered)
         arrived(home, jax.tree.leaves(state), plan)
         state = returned(state, plan)
         on_cores = frozenset(k for k, leaf in enumerate(plan) if leaf.on_cores)
@@ -230,39 +239,27 @@ def offload(
             remembered=frozenset(from_memory), unknown=without_sharding(like, shardings), home=home,
         )  # fmt: skip
 
-        def recipe(updates: Any, state: Any, params: Any, extra_args: Any, skip: Any) -> Any:
+        def recipe(given: Any, state: Any, params: Any, extra_args: Any, skip: Any) -> Any:
             """The usual recipe: load everything, update, store everything. Its trace is then cut into slices."""
+            updates, old, params, extra_args = loaded((given, state, params, extra_args))
             like = updates if params is None else params
             updates, params = resharded(updates, sharded, params), sharded_params(params, options)
             try:
                 with within_offload():
-                    loaded = _load(state)
-                    updates, new_state = update(updates, loaded, params, **extra_args)
+                    updates, new = update(updates, old, params, **extra_args)
             except Exception as error:
                 check_typed(sharded, error)
                 raise
-            after = place_next(policy, state, plan, new_state, like)
-            before = jax.tree.leaves(state) if after is plan else ()
-            new_state = old_where(skip, loaded, _resharded(new_state, after, like, shardings, before))
-            return resharded(zero_where(skip, updates), options.replicated), _store(new_state, after)
+            after = place_next(policy, state, plan, new, like)
+            new = resharded_state(new, after, like, shardings, state if after is plan else None)
+            updates = resharded(zero_where(skip, updates), options.replicated)
+            return where_it_was(updates, given), stored(old_where(skip, old, new), [leaf.host for leaf in after])
 
         args = updates, state, params, extra_args, skip
-        updates, new_state = streamed(recipe, args, next_of=(0, 1), options=options)
-        return updates, stored(new_state)
+        updates, state = streamed(recipe, args, next_of=(0, 1), options=options)
+        return updates, in_files(state)
 
-    return Offloaded(init_fn, update_fn).wrapping(
-        offload,
-        optimizer,
-        fraction=fraction,
-        select=select,
-        min_bytes=min_bytes,
-        window=window,
-        order=order,
-        shard_over=shard_over,
-        storage=storage,
-        update_on=update_on,
-        disk=disk,
-    )
+    return Offloaded(init_fn, update_fn).wrapping(offload, optimizer, storage=storage, **said)
 
 
 def _skipping(inner: optax.GradientTransformationExtraArgs, policy: Policy) -> optax.GradientTransformationExtraArgs:
@@ -274,30 +271,10 @@ def _skipping(inner: optax.GradientTransformationExtraArgs, policy: Policy) -> o
         return state
 
     def update_fn(updates: Any, state: Any, params: Any = None, *, skip: Any = None, **extra_args: Any) -> Any:
-        skip = None if skip is None else checked_skip(skip)
+        skip = checked_skip(skip)
+        check_on_device(updates, params, "with fraction=0 nothing is streamed")
         updates, new_state = inner.update(updates, state, params, **extra_args)
         return zero_where(skip, updates), old_where(skip, state, new_state)
 
     has_rules = policy.select is not None or policy.order is not None
     return optax.GradientTransformationExtraArgs(init_fn if has_rules else inner.init, update_fn)
-
-
-def _load(state: Any) -> Any:
-    leaves, treedef = jax.tree.flatten(state)
-    return jax.tree.unflatten(treedef, _memory.all_to_device(leaves))
-
-
-def _resharded(state: Any, plan: list[Leaf], params: Any, shardings: Shardings, before: Sequence[Any] = ()) -> Any:
-    """Divide the leaves of ``state`` between devices as the plan says."""
-    leaves, treedef = jax.tree.flatten(state)
-    return jax.tree.unflatten(treedef, resharded_state(leaves, plan, params, shardings, before))
-
-
-def _store(state: Any, plan: list[Leaf]) -> Any:
-    """Move to the host the leaves of ``state`` that the plan puts there."""
-    leaves, treedef = jax.tree.flatten(state)
-    return jax.tree.unflatten(treedef, _memory.all_to_host(leaves, [leaf.host for leaf in plan]))
-
-
-def _is_concrete(x: Any) -> bool:
-    return is_array(x) and not isinstance(x, Tracer)

@@ -16,70 +16,47 @@ pytestmark = pytest.mark.oldest("messages that quote jax")
 ADAM = optax.adam(1e-3)
 
 
+NONE = "tx: expected an optax.GradientTransformation, got a dict"
+
+
 def params():
     return jax.device_put({"w": jnp.ones((32, 32)), "b": jnp.ones(32)}, jax.devices()[0])
 
 
-@pytest.mark.parametrize("fraction", [-0.1, 1.5, "half", True, {"w": 2.0, "b": 0.0}, float("nan")])
-def test_fraction_out_of_range(fraction):
-    with pytest.raises(ValueError, match=r"fraction: expected .*\[0, 1\]"):
-        jo.offload(ADAM, fraction=fraction)
+NAN, PREFIX = float("nan"), r"expected .*prefix of the parameters(.|\n)*parameters"
+OPTIONS = [
+    ("fraction", [-0.1, 1.5, "half", True, {"w": 2.0, "b": 0.0}, NAN], r"expected .*\[0, 1\]"),
+    ("fraction", [{"w": 1.0}, {"w": 1.0, "b": 1.0, "c": 1.0}, [1.0, 1.0]], PREFIX),
+    ("select", [["w", "embedd"]], r".*'embedd'.*b, w"),
+    ("select", [{"w": True}, {"w": 1.0, "b": 0.0}, 3], "expected"),
+    ("select", [["w", "["]], "'\\[' is not a regular expression"),
+    # a function that selects nothing, as a pattern that matches nothing
+    ("select", [lambda path, leaf: "embed" in path, "embed", ["embed"]], r".*\bw\b"),
+    ("min_bytes", [-1, 0.5, None, True], "expected a number of bytes"),
+    ("window", [0, -1, 1.5, True, "8MB", 8e6], r"expected a number of bytes .* 2\*\*28 are 256 MiB"),
+    ("order", ["w", [1]], "expected regular expressions"),
+    ("order", [["v"]], "no parameter's path matches"),
+    ("order", [["("]], "'\\(' is not a regular expression"),
+]
 
 
-@pytest.mark.parametrize("fraction", [{"w": 1.0}, {"w": 1.0, "b": 1.0, "c": 1.0}, [1.0, 1.0]])
-def test_fraction_that_does_not_fit_the_tree(fraction):
-    tx = jo.offload(ADAM, fraction=fraction, min_bytes=0)
-    for init in (tx.init, jax.jit(tx.init)):
-        with pytest.raises(ValueError, match=r"fraction: expected .*prefix of the parameters(.|\n)*parameters"):
-            init(params())
-
-
-def test_rule_that_matches_nothing_names_it_and_the_paths():
-    with pytest.raises(ValueError, match=r"select: .*'embedd'.*b, w"):
-        jo.offload(ADAM, select=["w", "embedd"]).init(params())
-
-
-def test_rule_survives_optax_probing_with_placeholders():
-    tx = jo.offload(ADAM, select="w", min_bytes=0)
-    optax.tree.map_params(tx, lambda x: x, tx.init(params()))
-
-
-@pytest.mark.parametrize("select", [{"w": True}, {"w": 1.0, "b": 0.0}])
-def test_select_that_does_not_fit(select):
-    with pytest.raises(ValueError, match=r"select: expected"):
-        jo.offload(ADAM, select=select).init(params())
-
-
-@pytest.mark.parametrize("min_bytes", [-1, 0.5, None, True])
-def test_min_bytes(min_bytes):
-    with pytest.raises(ValueError, match="min_bytes: expected a number of bytes"):
-        jo.offload(ADAM, min_bytes=min_bytes)
-
-
-@pytest.mark.parametrize("window", [0, -1, 1.5, True, "8MB", 8e6])
-def test_window(window):
-    with pytest.raises(ValueError, match=r"window: expected a number of bytes .* 2\*\*28 are 256 MiB"):
-        jo.offload(ADAM, window=window)
-
-
-@pytest.mark.parametrize("fraction", [0, 0.0, 1.0])
 @pytest.mark.parametrize(
-    "options",
-    [{"window": 0}, {"window": True}, {"min_bytes": -1}, {"order": "w"}, {"order": [1]}, {"order": ["v"]},
-     {"select": "v"}, {"select": 3}, {"select": {"w": True}}, {"select": ["w", "["]}, {"order": ["("]}],
-)  # fmt: skip
-def test_options_are_checked_whatever_the_fraction(options, fraction):
-    """A fraction of 0 keeps all on the device, and does not hide what is wrong until it is more."""
-    (name,) = options
-    with pytest.raises(ValueError, match=f"^{name}: "):
-        jo.offload(ADAM, fraction=fraction, **options).init(params())
+    ("name", "given", "words"), [(name, value, words) for name, values, words in OPTIONS for value in values], ids=str
+)
+def test_options(name, given, words):
+    """They are checked whatever the fraction: none does not hide what is wrong until it is more."""
+    for others in ({"fraction": 0}, {"fraction": 0.5}, {}) if name != "fraction" and not callable(given) else ({},):
+        for jit in (lambda init: init), jax.jit:
+            with pytest.raises(ValueError, match=f"^{name}: {words}"):
+                jit(jo.offload(ADAM, **{"min_bytes": 0, **others, name: given}).init)(params())
 
 
-def test_options_that_are_right_with_a_fraction_of_nothing():
-    tx = jo.offload(ADAM, fraction=0, select="w", order=["b", "w"], window=1)
+@pytest.mark.parametrize("fraction", [0, 1])
+def test_options_that_are_right(fraction):
+    tx = jo.offload(ADAM, fraction=fraction, select="w", order=["b", "w"], window=1, min_bytes=0)
     for init in (tx.init, jax.jit(tx.init)):
         assert jax.tree.map(jnp.shape, init(params())) == jax.tree.map(jnp.shape, ADAM.init(params()))
-    optax.tree.map_params(tx, lambda x: x, tx.init(params()))
+    optax.tree.map_params(tx, lambda x: x, tx.init(params()))  # which probes with placeholders
 
 
 def test_missing_params():
@@ -100,30 +77,6 @@ def test_an_offload_inside_an_offload(nested):
         jo.offload(nested(inner), min_bytes=0).init(params())
 
 
-@pytest.mark.parametrize("argument", ["params", "updates"])
-@pytest.mark.parametrize("form", ["update", "update_params"])
-def test_parameters_and_gradients_in_host_memory(argument, form):
-    tx = jo.offload(ADAM, min_bytes=0)
-    state = tx.init(params())
-
-    def step(grads, state, params):
-        run = jo.update_params if form == "update_params" else lambda tx, *args: tx.update(*args)
-        return run(tx, grads, state, params)
-
-    there = jax.device_put(params(), jax.memory.Space.Host)
-    given = (there, params()) if argument == "updates" else (params(), there)
-    for run in (step, jax.jit(step), jo.jit(step)):
-        with pytest.raises(ValueError, match=rf"{argument}: \['\w'\] is in pinned host memory.*jo\.to_device"):
-            run(given[0], state, given[1])
-
-
-def test_a_callable_select_that_selects_nothing():
-    """As a pattern that matches nothing."""
-    for select in (lambda path, leaf: "embed" in path, "embed", ["embed"]):
-        with pytest.raises(ValueError, match=r"select: .*\bw\b"):
-            jo.offload(ADAM, min_bytes=0, select=select).init(params())
-
-
 @pytest.mark.parametrize("options", [{}, {"storage": "bfloat16"}, {"fraction": 0.5}, {"update_on": "host"}])
 def test_a_pickle_is_the_recipe(options):
     cloudpickle = pytest.importorskip("cloudpickle")
@@ -135,17 +88,24 @@ def test_a_pickle_is_the_recipe(options):
         assert jax.tree.map(lambda x: x.sharding, got) == jax.tree.map(lambda x: x.sharding, want)
 
 
-def test_not_an_optimizer():
-    with pytest.raises(TypeError, match=r"inner: expected an optax.GradientTransformation, got .*adam"):
-        jo.offload(optax.adam)
-
-
-def test_an_optimizer_that_was_not_called():
-    for wrap in jo.offload, jo.with_master_params:
-        with pytest.raises(TypeError, match=r"inner: .*Call it first: adamw\(learning_rate\)"):
-            wrap(optax.adamw)
-    with pytest.raises(TypeError, match=r"inner: .*got 0.001. For example optax.adamw\(1e-3\)"):
-        jo.offload(1e-3)
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: jo.offload(optax.adam), r"inner: expected an optax.GradientTransformation, got .*adam"),
+        (lambda: jo.offload(optax.adamw), r"inner: .*Call it first: adamw\(learning_rate\)"),
+        (lambda: jo.with_master_params(optax.adamw), r"inner: .*Call it first: adamw\(learning_rate\)"),
+        (lambda: jo.offload(1e-3), r"inner: .*got 0.001. For example optax.adamw\(1e-3\)"),
+        (lambda: jo.jit(params()), r"fun: expected a step, a function; got a dict. Fix: jo.jit\(step"),
+        (lambda: jo.update_params(params(), *[params()] * 3), rf"{NONE}.*\(tx, grads, state, params\)"),
+        *(
+            (lambda look=look: look(params(), jo.offload(ADAM, min_bytes=0)), rf"{NONE}.*\(tx, (params|state)\)")
+            for look in (jo.abstract_state, jo.to_host, jo.from_plain, jo.to_plain)
+        ),
+    ],
+)
+def test_what_is_of_another_type(call, words):
+    with pytest.raises(TypeError, match=words):
+        call()
 
 
 def test_a_missing_argument_is_one_of_the_function_that_was_called():
@@ -315,24 +275,3 @@ def test_a_state_in_the_place_of_the_parameters(look, storage):
     for given, words in ((state, where), ({"params": params(), "opt": state}, r" in \['opt'\]")):
         with pytest.raises(ValueError, match=rf"params: expected the parameters.*an optimizer's state{words}.*State"):
             look(tx, given)
-
-
-@pytest.mark.parametrize("look", [jo.abstract_state, jo.to_host, jo.from_plain, jo.to_plain])
-def test_a_transformation_behind_what_it_is_about(look):
-    with pytest.raises(
-        TypeError, match=r"tx: expected an optax.GradientTransformation, got a dict.*\(tx, (params|state)\)"
-    ):
-        look(params(), jo.offload(ADAM, min_bytes=0))
-
-
-def test_what_is_no_transformation_in_update_params():
-    params = {"w": jnp.ones((4, 4))}
-    with pytest.raises(
-        TypeError, match=r"tx: expected an optax.GradientTransformation, got a dict.*\(tx, grads, state, params\)"
-    ):
-        jo.update_params(params, params, params, params)
-
-
-def test_what_is_no_step():
-    with pytest.raises(TypeError, match=r"fun: expected a step, a function; got a dict. Fix: jo.jit\(step"):
-        jo.jit(params())

@@ -138,7 +138,9 @@ def _nothing_there(program: Compiled) -> list[Problem]:
 def _not_where_they_should_be(program: Compiled) -> list[Problem]:
     arrays, names = program.module.taken, {n: op.scope for n, op in program.module.arguments.items()}
     # Matched by type: a compiled program does not say which result is the next value of which argument.
-    taken = Counter((x.dtype, x.shape) for x in arrays.values() if x.host)
+    # A gradient in host memory is used up.
+    used_up = {number for number, x in program.given.items() if x.kept_on_host is False}
+    taken = Counter((x.dtype, x.shape) for number, x in arrays.items() if x.host and number not in used_up)
     given_back = Counter((x.dtype, x.shape) for x in program.module.given_back.values() if x.host)
     found = []
     for number, given in program.given.items():

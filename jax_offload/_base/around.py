@@ -138,7 +138,8 @@ class Remembered:
 
 def _shardings_in(params: Any) -> Shardings:
     flat = jax.tree_util.tree_flatten_with_path(params)[0]
-    return {key_of(path): s for path, x in flat if (s := sharding_of(x)) is not None}
+    found = {key_of(path): s for path, x in flat if (s := sharding_of(x)) is not None}
+    return {path: memory.with_kind(s, memory.DEVICE_KIND) if memory.is_host_kind(s) else s for path, s in found.items()}
 
 
 # ---- an update outside of any ``jit``

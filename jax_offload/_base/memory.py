@@ -22,15 +22,15 @@ DEVICE_KIND = "device"
 
 
 def is_host_aval(aval: Any) -> bool:
-    """Whether an abstract value (the type of an array, a tracer, a jaxpr's variable) is in host memory."""
+    """Return whether an abstract value, the type of an array or of a jaxpr's variable, is in host memory."""
     return private.memory_space_of(aval) == Space.Host
 
 
 def on_host(x: Any) -> bool:
-    """Whether an array or a tracer is in host memory.
+    """Return whether an array or a tracer is in host memory.
 
-    Asks the type of a tracer, which has no ``sharding``: a check of that attribute would be silently inert under jit.
-    And the sharding of an array, whose type may be wrong (``well_typed``).
+    A tracer has no ``sharding``, so its type tells; a check of that attribute would do nothing under jit, without a
+    word. Of an array the sharding tells, because its type may be wrong (``well_typed``).
     """
     if not isinstance(x, jax.Array):
         return False
@@ -50,27 +50,30 @@ def well_typed(x: Any) -> Any:
 
 
 def to_host(x: jax.Array) -> jax.Array:
-    """``x`` in pinned host memory; a no-op where it is already there (moving again is not free, marin#3766)."""
+    """Move ``x`` to pinned host memory, unless it is there: moving again is not free (marin#3766)."""
     return x if on_host(x) else _moved(x, Space.Device, Space.Host)
 
 
 def to_device(x: jax.Array) -> jax.Array:
-    """``x`` in device memory; a no-op where it is already there."""
+    """Move ``x`` to device memory, unless it is there."""
     return _moved(x, Space.Host, Space.Device) if on_host(x) else x
 
 
-def all_to_host(xs: Sequence[Any], chosen: Sequence[bool]) -> list[Any]:
-    """``xs``, the chosen ones in host memory."""
-    return _all_moved(xs, [c and not on_host(x) for c, x in zip(chosen, xs, strict=True)], Space.Device, Space.Host)
+def loaded(tree: Any) -> Any:
+    """Return ``tree`` with its host leaves in device memory."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return jax.tree.unflatten(treedef, _all_moved(leaves, [on_host(x) for x in leaves], Space.Host, Space.Device))
 
 
-def all_to_device(xs: Sequence[Any]) -> list[Any]:
-    """``xs``, those that are in host memory in device memory."""
-    return _all_moved(xs, [on_host(x) for x in xs], Space.Host, Space.Device)
+def stored(tree: Any, chosen: Iterable[bool]) -> Any:
+    """Return ``tree`` with the chosen leaves in host memory."""
+    leaves, treedef = jax.tree.flatten(tree)
+    move = [c and not on_host(x) for c, x in zip(chosen, leaves, strict=True)]
+    return jax.tree.unflatten(treedef, _all_moved(leaves, move, Space.Device, Space.Host))
 
 
 def _all_moved(xs: Sequence[Any], move: Sequence[bool], src: Any, to: Any) -> list[Any]:
-    """In a trace by one equation, as a step moves hundreds of leaves."""
+    """Move the chosen leaves; in a trace by one equation, because a step moves hundreds."""
     found = list(xs)
     traced = [k for k, x in enumerate(xs) if move[k] and isinstance(x, Tracer)]
     if traced:
@@ -98,10 +101,10 @@ def _move(src: Any, to: Any) -> Equation:
 
 
 def copy_on_host(x: jax.Array) -> jax.Array:
-    """A copy of ``x`` in the memory in which ``x`` is. Host memory is copied from host to host.
+    """Copy ``x`` within its memory: host memory is copied from host to host.
 
-    Part by part, because jax does not copy arrays that are spread over processes; and not by a compiled identity,
-    which would compile per shape and may forward its argument.
+    Each part is copied by itself, because jax does not copy arrays that are spread over processes. A compiled identity
+    would compile for each shape and might forward its argument.
     """
     parts = [jax.device_put(part.data, part.data.sharding, may_alias=False) for part in x.addressable_shards]
     return well_typed(jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts))
@@ -117,44 +120,48 @@ private.trace_as_on_host(HostStruct)
 
 
 def abstract(shape: Sequence[int], dtype: Any, sharding: Sharding | None, weak_type: bool = False) -> Any:
-    """An abstract value, whose type says that it is in host memory where its sharding does."""
+    """Make an abstract value whose type says that it is in host memory if its sharding does."""
     on_host = sharding is not None and sharding.memory_kind == HOST_KIND
     return (HostStruct if on_host else jax.ShapeDtypeStruct)(shape, dtype, sharding=sharding, weak_type=weak_type)
 
 
 def in_its_memory(x: Any) -> Any:
-    """``x``, typed so if it is a ``ShapeDtypeStruct``."""
+    """Return ``x``; a ``ShapeDtypeStruct`` with a type that tells its memory."""
     plain = type(x) is jax.ShapeDtypeStruct
     return abstract(x.shape, x.dtype, x.sharding, x.weak_type) if plain else x
 
 
 def under_jit() -> bool:
-    """Whether a program is being traced: then even an init of concrete parameters becomes a part of it."""
+    """Return whether a program is being traced: then even an init of concrete parameters becomes a part of it."""
     return isinstance(jax.lax.neg(np.float32(0)), Tracer)
 
 
 def mesh_is_set() -> bool:
-    """Whether ``jax.set_mesh`` (or ``use_mesh``) is in force, which gives every array a home."""
+    """Return whether ``jax.set_mesh`` (or ``use_mesh``) is in force, which gives every array a home."""
     return not jax.sharding.get_abstract_mesh().empty
 
 
 def ambient_sharding() -> Sharding:
-    """Where jax puts an array that nobody placed: replicated over the mesh that is set, else the default device."""
+    """Return where jax puts an array that nobody placed: replicated over the mesh that is set, or one device."""
     mesh = jax.sharding.get_mesh()
     if not mesh.empty:
         return NamedSharding(mesh, PartitionSpec())
     return jax.numpy.zeros(()).sharding
 
 
+def is_host_kind(sharding: Sharding) -> bool:
+    return sharding.memory_kind == HOST_KIND
+
+
 def with_kind(sharding: Sharding, kind: str) -> Sharding:
-    """``sharding`` in memory ``kind``, built anew for one device (a plain sharding may carry no kind at all)."""
+    """Return ``sharding`` in memory ``kind``; for one device a new one, because a plain sharding may carry no kind."""
     if isinstance(sharding, SingleDeviceSharding):
         return SingleDeviceSharding(next(iter(sharding.device_set)), memory_kind=kind)
     return sharding.with_memory_kind(kind)
 
 
 def check_platform(devices: Iterable[Any]) -> None:
-    """Raises ``ValueError`` where a device has no pinned host memory: nothing falls back silently."""
+    """Raise ``ValueError`` if a device has no pinned host memory: nothing falls back silently."""
     for device in devices:
         kinds = sorted(m.kind for m in device.addressable_memories())
         if HOST_KIND not in kinds:
@@ -186,7 +193,7 @@ def check_host_pool(
     what: str = "offload(): the optimizer state",
     otherwise: str = "offload less (fraction, select)",
 ) -> None:
-    """Raises ``ValueError`` where this process's share of the host leaves exceeds XLA's pinned pool on a GPU.
+    """Raise ``ValueError`` if this process's share of the host leaves exceeds XLA's pinned pool on a GPU.
 
     XLA caps the pool, at 64 GB unless told otherwise, and says so only after the whole set-up, as a bare
     RESOURCE_EXHAUSTED.

@@ -22,8 +22,7 @@ from jax_offload._base.on_disk import Place, only_outside
 from jax_offload._disk.disk import Disk
 from jax_offload._ir.program import Program, flat, structure, without_round_trips
 from jax_offload._ir.propagate import needed_for
-from jax_offload._placement.options import Policy
-from jax_offload._placement.placement import Leaf, place
+from jax_offload._placement.placement import Leaf, Policy, place
 from jax_offload._plan.by_rows import rows_in_part
 from jax_offload._step.cut import unguarded
 
@@ -103,11 +102,6 @@ def check_disk(given: Any, policy: Policy) -> None:
         )
     if isinstance(policy.fraction, (int, float)) and policy.fraction == 0:
         raise ValueError("disk: with fraction=0 nothing leaves the device. Fix: leave one of both out.")
-
-
-def budget_of(given: Any) -> int | None:
-    """Return how many bytes may be in host memory; ``None`` where there is no disk."""
-    return given.host_bytes if isinstance(given, Disk) else None
 
 
 def places_of(given: Any, plan: Sequence[Leaf], leaves: Sequence[Any]) -> list[Place | None]:

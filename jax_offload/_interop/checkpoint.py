@@ -1,6 +1,6 @@
-"""Checkpoints with orbax of a state that is partly on the host: saved while training goes on, restored in place.
+"""Save a state that is partly on the host with orbax while training goes on, and restore each leaf in its place.
 
-What orbax does, and what was measured: docs/state.md. orbax is imported only here, and only when called.
+docs/state.md says what orbax does and what was measured. orbax is imported only here, and only when it is called.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from jax_offload._interop.stored import (
     sums_of,
 )
 
-_NAME = "jax_offload"  # of our entry in orbax's custom metadata
-_MARK = "jax_offload.save_args"  # in our entry: where it stands in the file and no entry is found, that was damaged
+_NAME = "jax_offload"  # the name of our entry in orbax's custom metadata
+_MARK = "jax_offload.save_args"  # stands in our entry: a file that holds it, and no such entry, is damaged
 
 
 def save_args(tree: Any, *, copy: bool = True) -> Any:
@@ -154,7 +154,7 @@ def restore(
 
 
 def _restore_step(ocp: Any, manager: Any, step: int, item: str | None, target: Any) -> Any:
-    """Raises ``Damaged`` for what another checkpoint may do better, ``ValueError`` for what none will."""
+    """Read one step; raise ``Damaged`` if another step may be whole, and ``ValueError`` if none can be right."""
     folder = _path(manager, step) / (item or "default")
     if item is not None and not folder.exists():
         there = sorted(path.name for path in folder.parent.iterdir())
@@ -179,7 +179,7 @@ def _restore_step(ocp: Any, manager: Any, step: int, item: str | None, target: A
     names, likes = named(target)
 
     def read(indices: Sequence[int]) -> list[Any]:
-        """Those leaves, and no others."""
+        """Read these leaves and no others."""
         if len(indices) == len(likes):
             args = ocp.args.StandardRestore(target)
             tree = reading(manager.restore, step, args=args if item is None else ocp.args.Composite(**{item: args}))
@@ -205,13 +205,13 @@ def _only(indices: Sequence[int], leaves: Sequence[Any], otherwise: Any) -> list
 
 
 def _part(ocp: Any, folder: Any, target: Any) -> Any:
-    """What a checkpoint has of the leaves of ``target`` that are no placeholders."""
+    """Read the leaves of ``target`` that are not placeholders."""
     args = ocp.args.PyTreeRestore(target, restore_args=ocp.checkpoint_utils.construct_restore_args(target))
     return ocp.PyTreeCheckpointHandler().restore(folder, args=args)
 
 
 def _stored_sums(metadata: Any, folder: Any) -> dict[str, int] | None:
-    """The checksum of each leaf; ``None`` where ``save_args`` did not save them."""
+    """Return the checksum of each leaf; ``None`` if ``save_args`` did not save them."""
     entry = metadata.get(_NAME) if isinstance(metadata, dict) else None
     if isinstance(entry, dict) and isinstance(entry.get("checksums"), dict):
         return entry["checksums"]
@@ -226,7 +226,7 @@ def _items(folder: Any) -> list[str]:
 
 
 def _on_device(key: jax.Array) -> jax.Array:
-    """A PRNG key in device memory; orbax's metadata do not tell keys from other arrays before they are read."""
+    """Move a PRNG key to the device: orbax's metadata do not tell keys from other arrays before they are read."""
     return jax.device_put(key, memory.with_kind(key.sharding, memory.DEVICE_KIND))
 
 
@@ -243,7 +243,7 @@ def _with_host_copies(tree: Any) -> Any:
 
 
 def _path(manager: Any, step: int) -> Any:
-    """The folder of a step, whatever prefix or padding the manager's options give its name."""
+    """Return the folder of a step, whatever prefix or padding the manager's options give its name."""
     for path in manager.directory.iterdir():
         number = re.fullmatch(r"(?:.*_)?(\d+)", path.name)
         if number and int(number[1]) == step:

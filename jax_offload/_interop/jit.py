@@ -272,7 +272,10 @@ class Jitted:
     def _outermost(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The one of the two programs that a step needs, as the first trace of its function tells."""
         if self._called.in_scan is None:
-            self._called.in_scan = in_one_scan(self._programs[0].trace(*args, **kwargs).jaxpr)
+            # on several devices concurrent graphs raise the peak above resident's
+            places = [getattr(x, "sharding", None) for x in jax.tree.leaves((args, kwargs))]
+            several = any(place is not None and len(place.device_set) > 1 for place in places)
+            self._called.in_scan = not several and in_one_scan(self._programs[0].trace(*args, **kwargs).jaxpr)
         return self._programs[self._called.in_scan]
 
     def compiling(self, platform: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""Check the arguments of ``init`` and ``update``; errors name the leaf and the argument."""
+"""Check the arguments of ``init`` and ``update``; errors and warnings name the leaf and the argument."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from numbers import Number
 from typing import Any
 
@@ -11,9 +12,14 @@ import numpy as np
 import optax
 from jax.tree_util import keystr
 
+from jax_offload._base import memory
+from jax_offload._base.around import around
+from jax_offload._base.donation import Home
 from jax_offload._base.memory import on_host
 from jax_offload._base.on_disk import is_on_disk
 from jax_offload._base.paths import leaves_with_paths, names_of
+from jax_offload._ir.trace import was_on_host
+from jax_offload._placement.placement import Leaf
 
 _ORDER = "The order is tx.update(updates, state, params), and jo.update_params(tx, grads, state, params)."
 
@@ -108,15 +114,14 @@ def check_gradients(updates: Any, params: Any) -> None:
             )
 
 
-def check_on_device(updates: Any, params: Any) -> None:
-    """Raise ``ValueError`` for parameters or gradients in host memory, where the device cannot compute with them."""
+def check_on_device(updates: Any, params: Any, why: str) -> None:
+    """Raise ``ValueError`` for parameters or gradients in host memory, where ``why`` says that they cannot be."""
     for argument, tree in (("params", params), ("updates", updates)):
-        for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        for path, x in leaves_with_paths(tree):
             if on_host(x):
                 raise ValueError(
-                    f"{argument}: {keystr(path) or 'the array'} is in pinned host memory. offload streams the "
-                    f"optimizer's state, not its {argument}. Fix: move them inside the step, {argument} = "
-                    f"jo.to_device({argument}), or keep them on the device."
+                    f"{argument}: {keystr(path) or 'the array'} is in pinned host memory, and {why}. Fix: move them "
+                    f"inside the step, {argument} = jo.to_device({argument}), or keep them on the device."
                 )
 
 
@@ -159,3 +164,59 @@ def changes_shapes(before: Any, after: Any) -> bool:
     if jax.tree.structure(before) != jax.tree.structure(after):
         return False
     return [np.shape(x) for x in jax.tree.leaves(before)] != [np.shape(x) for x in jax.tree.leaves(after)]
+
+
+def arrived(home: Home, leaves: Sequence[Any], plan: Sequence[Leaf]) -> None:
+    """Warn if a state that has been in host memory arrives at an ``update`` in device memory.
+
+    A resident state, which has never been in host memory, is no fault: the update moves it there.
+    """
+    home.updates()
+    at_home = [(x, leaf) for x, leaf in zip(leaves, plan, strict=True) if leaf.host and isinstance(x, jax.Array)]
+    away = [(x, leaf) for x, leaf in at_home if not on_host(x)]
+    if not around().runs:
+        return
+    if at_home and not away:
+        home.reached = True
+    elif away and (home.reached or any(was_on_host(x) for x, _ in away)):
+        size = sum(leaf.nbytes for _, leaf in away)
+        home.tell(
+            f"offload(): {len(away)} leaves of the optimizer state ({size} bytes, the first is {away[0][1].path}) "
+            "were in host memory and arrive at update in device memory: something between has moved them. Trainers "
+            "do with jax.lax.with_sharding_constraint or jax.device_put and shardings that name no memory (Tunix's "
+            "PeftTrainer before its first step under `with mesh:`; MaxText in the step itself), restores without a "
+            "target do, pickle and NumPy do. This update puts them back, but until it has, all of them are on the "
+            "device; if they are moved at every step, nothing is gained. Fix: leave out the move, or "
+            "jax_offload.to_host(tx, state) after it, or move with the shardings of "
+            "jax_offload.abstract_state(tx, params). See docs/frameworks.md."
+        )
+
+
+def check_eager(params: Any, placed: Sequence[tuple[Leaf, Any, Any]]) -> None:
+    """Check what only concrete parameters tell: whether the platform can hold the state, and if they are committed."""
+    arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
+    state = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for leaf, x, s in placed if leaf.host]
+    if not any(leaf.host or leaf.disk for leaf, _, _ in placed):
+        return
+    devices = {d for x in arrays for d in x.sharding.addressable_devices}
+    memory.check_platform(devices)
+    memory.check_host_pool(state, next(iter(devices)).platform if devices else jax.default_backend())
+    in_bytes = any(x.dtype.itemsize == 1 for x in state)
+    if in_bytes and any(d.platform == "tpu" for d in devices):
+        warnings.warn(
+            "storage: on a TPU XLA copies an 8-bit leaf that streams in chunks as a whole, at every chunk. "
+            "bfloat16 and float16 stream as they should (docs/precision.md).",
+            stacklevel=3,
+        )
+    flat = jax.tree_util.tree_flatten_with_path(params)[0]
+    loose = [(path, x) for path, x in flat if not getattr(x, "committed", False)]
+    if loose and not memory.mesh_is_set():
+        path, first = loose[0]
+        what = "" if isinstance(first, jax.Array) else ", a NumPy array"
+        warnings.warn(
+            "offload(): the parameters are not committed to a device (the first is "
+            f"{keystr(path) or 'params itself'}{what}). jax commits whatever a step with host memory returns, so the "
+            "second step would compile again. Fix: params = jax.device_put(params, jax.devices()[0]) (or a "
+            "NamedSharding) before init, or jax.set_mesh.",
+            stacklevel=3,
+        )

@@ -6,8 +6,9 @@ Nothing here asks for a device, so every process of a multi-host run and every t
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -15,12 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
 
-from jax_offload._base.arrays import is_array, is_like, nbytes
+from jax_offload._base.arrays import is_array, is_integer, is_like, nbytes
 from jax_offload._base.on_disk import Place
 from jax_offload._base.own_primitives import mark
-from jax_offload._base.paths import names_of, owners
-from jax_offload._placement.options import Governing, Policy, per_parameter, selector
+from jax_offload._base.paths import matches, names_of, owners
 from jax_offload._plan.order import Order, ranks
+
+Select = Any  # None | bool prefix tree | Callable[[str, ShapeDtypeStruct], bool] | str | Sequence[str]
+Governing = tuple[int, float] | None  # the subtree or rule that governs a parameter, and what it says
+_SHARES = {"device": 0.0, "host": 1.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,8 +119,8 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
             leaf, host=k in hosts, why="eligible" if k in hosts else f"beyond fraction={said[1]:g}")
         for k, (leaf, said) in enumerate(zip(leaves, fractions, strict=True))
     ]  # fmt: skip
-    if policy.host_bytes is not None:
-        leaves = _with_disk(leaves, policy.host_bytes)
+    if policy.disk is not None:
+        leaves = _with_disk(leaves, policy.disk.host_bytes)
     cores = _first_leaves(leaves, [share(leaf.owner) if leaf.host else None for leaf in leaves], _whose(leaves))
     return [dataclasses.replace(leaf, on_cores=True) if k in cores else leaf for k, leaf in enumerate(leaves)]
 
@@ -131,14 +135,19 @@ def place_next(policy: Policy, state: Any, plan: list[Leaf], after: Any, params:
     return plan if same else place(policy, after, params)
 
 
-def marked(state: Any, plan: Sequence[Leaf]) -> Any:
+def marked(state: Any, plan: Sequence[Leaf], policy: Policy, places: Sequence[Place | None]) -> Any:
     """Mark each leaf of ``state`` in the trace with its row of the table.
 
     Chains and wrappers pass leaves on untouched, so the table finds the marks whatever is around an ``offload``.
     """
     leaves, treedef = jax.tree.flatten(state)
-    rows = [mark(x, leaf) if is_array(x) else x for x, leaf in zip(leaves, plan, strict=True)]
-    return jax.tree.unflatten(treedef, rows)
+
+    def one(x: Any, leaf: Leaf, place: Place | None) -> Any:
+        if not is_array(x):
+            return x
+        return mark(x, dataclasses.replace(leaf, window=policy.window, order=policy.order, place=place))
+
+    return jax.tree.unflatten(treedef, list(map(one, leaves, plan, places)))
 
 
 def warn_of_nothing(plan: Sequence[Leaf]) -> None:
@@ -221,3 +230,193 @@ def _together(chosen: Sequence[int], leaves: Sequence[Leaf], whose: Sequence[Has
     for k in sorted(chosen, key=lambda k: leaves[k].rank):
         found.setdefault(whose[k], []).append(k)
     return list(found.values())
+
+
+# ---- the options, checked and read for each parameter
+#
+# ``fraction``, ``select`` and ``update_on`` are one value for all parameters, a pytree prefix of them, or regular
+# expressions that are searched in their paths.
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """An option as regular expressions: the first that is found in a parameter's path counts.
+
+    Attributes:
+      patterns: the expressions.
+      values: what each of them says.
+      otherwise: what holds for a parameter in whose path none is found.
+    """
+
+    patterns: tuple[str, ...]
+    values: tuple[Any, ...]
+    otherwise: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """The placement options of ``offload``, checked.
+
+    Attributes:
+      window: in bytes.
+      shard_over: the names of mesh axes.
+      update_on: the share of the host's cores, from 0 to 1: one, a tree of them, or ``Rules``.
+      disk: a ``jax_offload.disk``, or ``None``.
+    """
+
+    fraction: Any
+    select: Select
+    min_bytes: int
+    window: int | None
+    order: Order
+    shard_over: tuple[str, ...]
+    update_on: Any
+    disk: Any
+
+    @property
+    def leaves_nothing(self) -> bool:
+        """Whether all of the state stays on the device, divided as its parameters are."""
+        return _is_number(self.fraction) and self.fraction == 0 and not self.shard_over
+
+
+def policy_of(
+    *, fraction: Any, select: Any, min_bytes: Any, window: Any, order: Any, shard_over: Any, update_on: Any, disk: Any
+) -> Policy:
+    """Check the options as ``offload`` takes them.
+
+    Raises:
+      ValueError: an option is out of range, or two do not go together.
+    """
+    for f in jax.tree.leaves(fraction):
+        if isinstance(f, bool) or not isinstance(f, (int, float, np.floating)) or not 0 <= f <= 1:
+            raise ValueError(
+                "fraction: expected a float in [0, 1], or a pytree prefix of the parameters with one per "
+                f"subtree; got {fraction!r}. fraction=0.5 offloads half of the eligible bytes."
+            )
+    if not is_integer(min_bytes) or min_bytes < 0:
+        raise ValueError(f"min_bytes: expected a number of bytes >= 0, an int; got {min_bytes!r}. 2**16 are 64 KiB.")
+    if window is not None and (not is_integer(window) or window <= 0):
+        raise ValueError(f"window: expected a number of bytes > 0, an int, or None; got {window!r}. 2**28 are 256 MiB.")
+    if order is not None and (
+        not isinstance(order, Sequence) or isinstance(order, str) or not all(isinstance(rule, str) for rule in order)
+    ):
+        raise ValueError(
+            "order: expected regular expressions, in the order in which the gradients of what they match appear "
+            f"in the backward pass; got {order!r}. For example order=['head', 'layers', 'embed']."
+        )
+    shares = _shares_of_cores(update_on)
+    if shares != 0 and _is_number(fraction) and fraction == 0:
+        raise ValueError(
+            f"update_on: with fraction=0 nothing is in host memory to be updated there; got {update_on!r}. Fix: leave "
+            "one of both out."
+        )
+    return Policy(fraction, select, min_bytes, window, order, _axes(shard_over), shares, disk)
+
+
+def _axes(shard_over: Any) -> tuple[str, ...]:
+    """Return ``shard_over`` as a tuple of names."""
+    axes = (shard_over,) if isinstance(shard_over, str) else shard_over
+    if axes is None:
+        return ()
+    if not isinstance(axes, Sequence) or not axes or not all(isinstance(name, str) for name in axes):
+        raise ValueError(f"shard_over: expected the name of a mesh axis, or several; got {shard_over!r}.")
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"shard_over: names an axis twice: {shard_over!r}.")
+    return tuple(axes)
+
+
+def _shares_of_cores(update_on: Any) -> Any:
+    def share(x: Any) -> float:
+        if isinstance(x, str) and x in _SHARES:
+            return _SHARES[x]
+        if isinstance(x, bool) or not isinstance(x, (int, float, np.floating)) or not 0 <= x <= 1:
+            raise ValueError(
+                "update_on: expected 'device', 'host', the share in [0, 1] that the host's cores update, a pytree "
+                "prefix of the parameters with one of these per subtree, or pairs of a regular expression and one of "
+                f"these; got {update_on!r}. update_on=0.3 updates 30 % of what is in host memory there, "
+                "[('embed', 'host')] the embedding."
+            )
+        return float(x)
+
+    if _are_rules(update_on):
+        return Rules(tuple(rule for rule, _ in update_on), tuple(share(x) for _, x in update_on), 0.0)
+    leaves, treedef = jax.tree.flatten(update_on, is_leaf=lambda x: x is None)
+    return jax.tree.unflatten(treedef, [share(x) for x in leaves])
+
+
+def _are_rules(update_on: Any) -> bool:
+    """Return whether these are pairs that begin with a regular expression; ``("host", "device")`` is a prefix tree."""
+    return (
+        isinstance(update_on, (list, tuple))
+        and bool(update_on)
+        and all(isinstance(x, (list, tuple)) and len(x) == 2 and isinstance(x[0], str) for x in update_on)
+        and not all(rule in _SHARES for rule, _ in update_on)
+    )
+
+
+def _is_number(said: Any) -> bool:
+    return isinstance(said, (int, float, np.floating))
+
+
+def per_parameter(name: str, said: Any, params: Any, names: Sequence[str]) -> Callable[[int | None], Governing]:
+    """Return the option ``name`` as a function of a parameter's number, or of ``None`` for a leaf without one.
+
+    Args:
+      said: a number, a prefix of the parameters' tree, or ``Rules`` for their paths.
+      params, names: the parameters and their paths.
+    """
+    if _is_number(said) or not names:
+        return lambda i: (0, said) if _is_number(said) else None
+    if isinstance(said, Rules):
+        hits = matches(name, said.patterns, names)
+        rules = [next((k for k, hit in enumerate(hits) if i in hit), -1) for i in range(len(names))]
+        found = [(k, said.otherwise if k < 0 else said.values[k]) for k in rules]
+    else:
+        leaves, treedef = jax.tree.flatten(said)
+        found = [(k, leaves[k]) for k in _broadcast(name, jax.tree.unflatten(treedef, range(len(leaves))), params)]
+    return lambda i: None if i is None else found[i]
+
+
+def selector(select: Select, params: Any, named: list[tuple[str, Any]]) -> Callable[[int, Any], bool]:
+    """Return ``select`` as a function of (index of the parameter, state leaf)."""
+    if select is None or not named:
+        return lambda i, leaf: True
+    if callable(select):
+        _check_takes_two(select)
+        return lambda i, leaf: bool(select(named[i][0], leaf))
+    if isinstance(select, str) or (isinstance(select, Sequence) and all(isinstance(r, str) for r in select)):
+        rules = [select] if isinstance(select, str) else list(select)
+        chosen = set().union(*matches("select", rules, [name for name, _ in named]))
+        return lambda i, leaf: i in chosen
+    mask = _broadcast("select", select, params)
+    if not all(isinstance(m, (bool, np.bool_)) for m in mask):
+        raise ValueError(
+            "select: expected regular expressions, a callable on (path, leaf), or a pytree prefix of the "
+            f"parameters with a bool per subtree; got {select!r}."
+        )
+    return lambda i, leaf: bool(mask[i])
+
+
+def _check_takes_two(select: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(select)
+    except ValueError:  # of a builtin
+        return
+    try:
+        signature.bind("path", None)
+    except TypeError as error:
+        raise TypeError(
+            f"select: a callable is called with a parameter's path and a state leaf: {error}. For example "
+            'select=lambda path, leaf: "embed" in path.'
+        ) from error
+
+
+def _broadcast(name: str, prefix: Any, params: Any) -> list[Any]:
+    """Return the leaf of a prefix tree for every parameter."""
+    try:
+        return jax.tree.leaves(jax.tree.broadcast(prefix, params))
+    except ValueError as error:
+        raise ValueError(
+            f"{name}: expected a single value or a pytree prefix of the parameters.\n"
+            f"  got        {prefix!r}\n  parameters {jax.tree.structure(params)}\n{error}"
+        ) from error

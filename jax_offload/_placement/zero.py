@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jax_offload._base.around import Remembered, described
+from jax_offload._base.memory import on_host
 from jax_offload._base.paths import key_of
 from jax_offload._base.shardings import (
     Layouts,
@@ -131,6 +132,8 @@ def resharded(tree: Any, shardings: Mapping[str, Sharding], like: Any = None) ->
 
     def one(path: Any, x: Any) -> Any:
         sharding, shape = shardings.get(key_of(path)), shapes.get(key_of(path), np.shape(x))
+        if on_host(x):  # divided once it is loaded
+            return x
         if sharding is None or shape == np.shape(x):
             return constrained(x, sharding)
         if shape == np.shape(x)[1:] and isinstance(sharding, NamedSharding) and typed_sharding(jax.typeof(x)):
@@ -157,9 +160,7 @@ def state_sharding(
     return sharding if tuple(shape) == tuple(param) else fitted(sharding, shape), why
 
 
-def resharded_state(
-    leaves: Sequence[Any], plan: Sequence[Leaf], params: Any, shardings: Shardings, before: Sequence[Any] = ()
-) -> list[Any]:
+def resharded_state(state: Any, plan: Sequence[Leaf], params: Any, shardings: Shardings, before: Any = None) -> Any:
     """Divide the leaves of a state further, as far as the shardings of their parameters are known.
 
     A leaf that is not divided further, such as a scale that stays on the device or a factored moment, is made of
@@ -167,11 +168,11 @@ def resharded_state(
     carry would change its type.
 
     Args:
-      leaves: of the state.
+      state: the state.
       plan: its table.
       params: the parameters.
-      shardings: of the parameters, as far as they are known.
-      before: the leaves of the state before the update; empty where it is not the same tree, or is being made.
+      shardings: the parameters' shardings, as far as they are known.
+      before: the state before the update; ``None`` if it is not the same tree, or is being made.
     """
     flat = jax.tree_util.tree_flatten_with_path(params)[0]
     owners = {leaf.owner for leaf in plan if leaf.shard_over}
@@ -185,7 +186,9 @@ def resharded_state(
         sharding, why = state_sharding(leaf, np.shape(x), shardings[name], np.shape(param), _parameter(name))
         return x if why else constrained(x, sharding)
 
-    return [sharded(x, leaf, old) for x, leaf, old in zip(leaves, plan, before or [None] * len(plan), strict=True)]
+    leaves, treedef = jax.tree.flatten(state)
+    olds = [None] * len(plan) if before is None else jax.tree.leaves(before)
+    return jax.tree.unflatten(treedef, list(map(sharded, leaves, plan, olds)))
 
 
 def _parameter(name: str) -> str:

@@ -22,8 +22,7 @@ from jax_offload._base.barriers import opaque
 from jax_offload._base.own_primitives import composite
 from jax_offload._base.paths import KeyPath
 from jax_offload._placement.placement import stays
-from jax_offload._precision.elements import mixed
-from jax_offload._precision.formats import Storage, decode, encode, encoded_shapes
+from jax_offload._precision.formats import Storage, decode, encode, encoded_shapes, mixed
 from jax_offload._precision.masters import MasterState, checked_update
 
 Rules = tuple[tuple[str | None, Storage], ...]  # ``None`` matches every leaf
@@ -167,6 +166,10 @@ def _master_paths(state: Any) -> list[KeyPath]:
 
 def is_encoded(x: Any) -> bool:
     return isinstance(x, Encoded)
+
+
+def is_stored(x: Any) -> bool:
+    return isinstance(x, StoredState)
 
 
 def stored(state: Any, found: Sequence[Storage | None]) -> StoredState:

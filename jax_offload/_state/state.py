@@ -1,4 +1,4 @@
-"""Read, move and describe a state that is partly on the host, through chains and wrappers.
+"""Read, move, describe and convert a state that is partly on the host, through chains and wrappers.
 
 The ``init`` of the whole transformation is traced, so that an ``offload`` anywhere inside it counts and nothing is
 allocated.
@@ -23,7 +23,7 @@ from jax_offload._base.around import described
 from jax_offload._base.arrays import is_like
 from jax_offload._base.donation import guarded
 from jax_offload._base.jaxprs import Literal, jaxpr_of
-from jax_offload._base.on_disk import brought, is_on_disk, read_to, typed
+from jax_offload._base.on_disk import brought, check_in_memory, is_on_disk, read_to, typed
 from jax_offload._base.own_primitives import marks_in
 from jax_offload._base.paths import leaves_with_paths, owners
 from jax_offload._base.shardings import is_explicit, sharding_of, shards_of, typed_sharding, without_axes
@@ -31,7 +31,14 @@ from jax_offload._placement.arguments import AROUND, check_transformation
 from jax_offload._placement.placement import Leaf, unmanaged
 from jax_offload._placement.zero import axes_in_parameter, state_sharding
 from jax_offload._precision.masters import MasterState
-from jax_offload._precision.storage import StoredState, is_encoded
+from jax_offload._precision.storage import (
+    Encoded,
+    StoredState,
+    decoded_in_place,
+    encoded_in_place,
+    is_encoded,
+    is_stored,
+)
 
 
 def abstract_state(tx: optax.GradientTransformation, params: Any) -> Any:
@@ -156,6 +163,105 @@ def _type(x: Any) -> tuple[tuple[int, ...], Any]:
     return (x.shape if is_on_disk(x) else np.shape(x)), getattr(x, "dtype", None)
 
 
+def to_plain(tx: optax.GradientTransformation, state: Any) -> Any:
+    """Decode a state of ``storage=``: return what the optimizers inside ``tx`` would hold without it.
+
+    Each leaf stays in its memory; ``jo.to_device`` moves it. The conversion goes leaf by leaf, so the whole state need
+    not fit on the device, and it is exact. A state without ``storage=`` is returned as it is.
+
+    Args:
+      tx: a transformation with an ``offload`` anywhere inside it.
+      state: the state of ``tx``, or a part of it such as ``optax.tree.get(state, "mu")``.
+
+    Returns:
+      A tree like the state of the optimizers inside, with its shapes and dtypes.
+
+    Raises:
+      TypeError: ``tx`` is not a transformation.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, jax_offload as jo
+      >>> params = jax.device_put({"w": jnp.ones((256, 256))}, jax.devices()[0])
+      >>> tx = jo.offload(optax.adamw(1e-3), storage={"mu": "int8", "nu": "uint8"})
+      >>> plain = jo.to_plain(tx, tx.init(params))
+      >>> plain[0].mu["w"].dtype.name, plain[0].mu["w"].sharding.memory_kind
+      ('float32', 'pinned_host')
+    """
+    check_in_memory(state, "jo.to_plain")
+    check_transformation(tx, "(tx, state)")  # the stored state tells everything else
+
+    def plain(node: Any) -> Any:
+        if is_stored(node):
+            return jax.tree.map(plain, node.inner_state, is_leaf=is_encoded)
+        return decoded_in_place(node) if is_encoded(node) else node
+
+    return jax.tree.map(plain, state, is_leaf=lambda x: is_stored(x) or is_encoded(x))
+
+
+def from_plain(tx: optax.GradientTransformation, state: Any, params: Any = None) -> Any:
+    """Encode a plain state as ``tx`` stores it, each leaf where ``tx`` keeps it.
+
+    ``jo.from_plain(new_tx, jo.to_plain(old_tx, state))`` changes how a run stores its state. It rounds to nearest, and
+    is exact if the format has the number. The conversion goes leaf by leaf: at most one host leaf is on the device at a
+    time. The count of rounds, which seeds stochastic rounding, starts anew.
+
+    Args:
+      tx: a transformation with an ``offload`` anywhere inside it.
+      state: the state that plain optax would hold: from ``to_plain`` or from a resident run.
+      params: the parameters, concrete or abstract. If they are left out, their tree is read off the state.
+
+    Returns:
+      The state as ``tx.init`` would return it, with these values.
+
+    Raises:
+      TypeError: ``tx`` is not a transformation.
+      ValueError: the state is already stored, belongs to other optimizers, or the parameters' tree cannot be read off
+        it.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, jax_offload as jo
+      >>> params = jax.device_put({"w": jnp.ones((256, 256))}, jax.devices()[0])
+      >>> tx = jo.offload(optax.adamw(1e-3), storage="bfloat16")
+      >>> state = jo.from_plain(tx, optax.adamw(1e-3).init(params))
+      >>> mu = state.inner_state[0].mu["w"].values
+      >>> mu.dtype.name, mu.sharding.memory_kind
+      ('bfloat16', 'pinned_host')
+    """
+    if any(is_stored(x) for x in jax.tree.leaves(state, is_leaf=is_stored)):
+        raise ValueError("state: is stored, not plain; jo.to_plain(tx, state) gives the plain one.")
+    params = params_like(tx, state, plain=True) if params is None else params
+    rows, treedef = traced_init(tx, params)
+    wanted, treedef = jax.tree.flatten(jax.tree.unflatten(treedef, [aval for _, aval in rows]), is_leaf=is_stored)
+    try:
+        parts = treedef.flatten_up_to(state)
+        stored = [_stored_like(part, like) for part, like in zip(parts, wanted, strict=True)]
+    except (ValueError, TypeError) as error:
+        why = str(error) if isinstance(error, _Mismatch) else f"its tree is {jax.tree.structure(state)}"
+        raise ValueError(f"state: not a plain state of tx for these parameters: {why}") from error
+    return to_host(tx, jax.tree.unflatten(treedef, stored), params)
+
+
+class _Mismatch(ValueError):
+    """A leaf has another type than ``tx`` expects."""
+
+
+def _stored_like(state: Any, like: Any) -> Any:
+    if not is_stored(like):
+        return state
+    wanted, treedef = jax.tree.flatten(like.inner_state, is_leaf=is_encoded)
+    leaves = [
+        _encoded_like(x, w) if is_encoded(w) else x for x, w in zip(treedef.flatten_up_to(state), wanted, strict=True)
+    ]
+    return StoredState(np.zeros((), np.int32), jax.tree.unflatten(treedef, leaves))
+
+
+def _encoded_like(x: Any, like: Encoded) -> Encoded:
+    got, expected = (np.shape(x), np.dtype(x.dtype).name), (like.values.shape, like.dtype)
+    if got != expected:
+        raise _Mismatch(f"a leaf is {got[1]}{list(got[0])}, and tx has {expected[1]}{list(expected[0])}")
+    return encoded_in_place(x, like.storage)
+
+
 @jax.tree_util.register_static
 class _Params:
     """A stand-in for a whole tree of parameters in the probe of an init; it has no leaves."""
@@ -169,9 +275,6 @@ def params_like(tx: optax.GradientTransformation, state: Any, *, plain: bool = F
 
     def is_probe(x: Any) -> bool:
         return isinstance(x, _Params)
-
-    def unstored(x: Any) -> Any:
-        return x.inner_state if isinstance(x, StoredState) else x
 
     def like_param(x: Any) -> Any:
         array, dtype = (x.values, x.dtype) if is_encoded(x) else (x, getattr(x, "dtype", None))
@@ -190,7 +293,7 @@ def params_like(tx: optax.GradientTransformation, state: Any, *, plain: bool = F
         ):
             raise ValueError("masters are of another dtype than the parameters")
         if plain:
-            probe = jax.tree.map(unstored, probe, is_leaf=lambda x: isinstance(x, StoredState))
+            probe = jax.tree.map(lambda x: x.inner_state if is_stored(x) else x, probe, is_leaf=is_stored)
         jax.tree.map(lambda p, part: copies.append(part) if is_probe(p) else None, probe, state, is_leaf=is_probe)
     except Exception as error:
         raise ValueError("params: this optimizer's init must see them; give them as params=.") from error

@@ -18,7 +18,7 @@ from jax.tree_util import keystr
 
 from jax_offload._base.arrays import is_array, is_like
 from jax_offload._base.jaxprs import Literal, jaxpr_of
-from jax_offload._base.memory import on_host, to_device
+from jax_offload._base.memory import is_host_aval, on_host, to_device
 from jax_offload._base.paths import key_of, leaves_with_paths, owners
 from jax_offload._base.shardings import (
     Layouts,
@@ -35,6 +35,7 @@ from jax_offload._emit.region import Update, bound
 from jax_offload._ir.branches import without_branches
 from jax_offload._ir.program import Program, Var, flat, without_round_trips
 from jax_offload._ir.trace import are_constrained, backward_of, production_order
+from jax_offload._placement.arguments import check_on_device
 from jax_offload._placement.zero import resharded
 from jax_offload._plan.options import Claim, Options, claimed, merged
 from jax_offload._plan.order import ranks
@@ -91,9 +92,10 @@ def _update(traced: Traced, given: Options, updates: Any, state: Any, params: An
     owner_of = owners(state, updates)
     order = _in_order(traced, updates, owner_of, produced)
     place = {i: k for k, i in enumerate(order)}
-    rank = [(len(place) if i is None else place[i]) * len(owner_of) + k for k, i in enumerate(owner_of)]
+    whose = [*range(traced.starts[1]), *owner_of, *owners(params, updates)]
+    rank = [(len(place) if i is None else place[i]) * len(whose) + k for k, i in enumerate(whose)]
     names = [keystr(path, simple=True, separator="/") for path, _ in leaves_with_paths(state)]
-    own, named = (traced.of_inputs([None] * traced.starts[1] + said) for said in (rank, names))
+    own, named = traced.of_inputs(rank), traced.of_inputs([None] * traced.starts[1] + names)
     return Update(
         program,
         tuple(traced.position[i] for i in order if i in traced.position),
@@ -262,7 +264,7 @@ class Traced:
 
 
 def traced(recipe: Callable[..., Any], args: tuple[Any, ...], options: Options | None = None) -> Traced:
-    """``recipe``'s trace for ``args``, whose second one is the state.
+    """Trace ``recipe`` for ``args``, the second of which is the state.
 
     Every ``offload`` in it is an equation that carries its own recipe and options. The recipes replace the equations,
     also in branches and loops, so that the whole is cut and streamed at once. Each leaf streams as its own ``offload``
@@ -299,4 +301,12 @@ def traced(recipe: Callable[..., Any], args: tuple[Any, ...], options: Options |
             Claim(c.options, *(frozenset(each.inputs_of(leaves)) for leaves in (c.leaves, c.on_cores, c.on_disk)))
             for c in update.claims
         )
+    # Gradients and parameters in host memory go through the window of the first offload's state.
+    start, end, numbered = *trace.starts[1:3], zip(arrays, trace.inputs, strict=True)
+    others = {v for i, v in numbered if is_host_aval(v.aval) and not start <= i < end} - {*claimed(claims)}
+    if others and claims:
+        if any(each.on_cores or each.on_disk for each in claims):
+            updates, _, params, *_ = args
+            check_on_device(updates, params, "update_on= and disk= are for parameters on the device")
+        claims[0] = dataclasses.replace(claims[0], leaves=claims[0].leaves | others)
     return dataclasses.replace(trace, claims=tuple(claims))

@@ -4,38 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import optax
 
 from jax_offload._base.around import compiled_where_eager
-from jax_offload._base.barriers import opaque
+from jax_offload._base.memory import loaded
 from jax_offload._base.on_disk import opened
 from jax_offload._base.own_primitives import collector_waits
 from jax_offload._base.shardings import types_tell
 from jax_offload._placement.arguments import check_not_in_multi_steps, check_transformation
-from jax_offload._placement.zero import resharded
-from jax_offload._plan.options import Options
 from jax_offload._precision.masters import applied_to_masters
-from jax_offload._update.skip import checked_skip, old_where
+from jax_offload._update.recipe import checked_skip, old_where, replicated_into, sharded_params, where_it_was
 from jax_offload._update.streamed import part_of_recipe, streamed
-
-
-def sharded_params(params: Any, options: Options) -> Any:
-    """Divide the parameters as their gradients are. Their own sharding comes first, or XLA divides them too early."""
-    return resharded(resharded(params, options.replicated), options.partitions)
-
-
-def _replicated_into(params: Any, new: Any, options: Options) -> Any:
-    """Gather the new parameters into the memory of the old ones.
-
-    XLA does not gather into a donated buffer, but it selects in place between two arrays if it cannot know the outcome.
-    """
-    if not options.partitions:
-        return new
-    true = opaque(True)
-    new, old = resharded(new, options.replicated), resharded(params, options.replicated)
-    return resharded(jax.tree.map(lambda new, old: jnp.where(true, new, old), new, old), options.replicated)
 
 
 @compiled_where_eager(like=lambda tx, grads, state, params, **_: params)
@@ -58,13 +37,13 @@ def update_params(
       tx: a transformation with an ``offload`` anywhere inside it.
       grads: the gradients, a tree like ``params`` with the same shapes.
       state: the state of ``tx``.
-      params: the parameters.
+      params: the parameters. Those in pinned host memory, and such gradients, are streamed with the state.
       skip: a bool, traced or not. Where it is true, parameters and state keep every bit; the state is streamed all
         the same. Pass ``~is_finite`` of flax's ``DynamicScale``. It must be the same on all devices.
       **extra_args: arguments for ``tx.update``.
 
     Returns:
-      The new parameters, with the dtypes of the old ones, and the new state.
+      The new parameters, with the dtypes and in the memory of the old ones, and the new state.
 
     Raises:
       ValueError: gradients, state and parameters do not fit each other or ``tx``, or are in the wrong order.
@@ -79,7 +58,7 @@ def update_params(
       >>> optax.tree.get(state, "mu")["w"].sharding.memory_kind
       'pinned_host'
     """
-    skip = None if skip is None else checked_skip(skip)
+    skip = checked_skip(skip)
     check_transformation(tx, "(tx, grads, state, params)")
     check_not_in_multi_steps(tx, state)
     tx = optax.with_extra_args_support(tx)
@@ -89,9 +68,11 @@ def update_params(
         def update(grads: Any, state: Any, params: Any, extra_args: Any) -> Any:
             return tx.update(grads, state, params, **extra_args)
 
+        old, (grads, params, extra_args) = params, loaded((grads, params, extra_args))
         (updates, after), given = part_of_recipe(update, grads, state, params, extra_args)
         new = applied_to_masters(params if types_tell(updates) else sharded_params(params, given), updates, after)
-        return old_where(skip, (params, state), (_replicated_into(params, new, given), after))
+        new, after = old_where(skip, (params, state), (replicated_into(params, new, given), after))
+        return where_it_was(new, old), after
 
     params, state = streamed(recipe, (grads, state, params, extra_args, skip), next_of=(2, 1))
     return params, stored(state)

@@ -1,0 +1,132 @@
+"""Parameters and gradients in pinned host memory: streamed as the state is, and returned to where they were."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jax_offload as jo
+from tests.support.rows import rows
+from tests.support.trees import assert_close, kinds
+
+pytestmark = pytest.mark.oldest("types of memory in a trace")
+
+HOST, DEVICE = "pinned_host", "device"
+SPECS = {"layers": PartitionSpec(None, None, "data"), "w": PartitionSpec("data"), "b": PartitionSpec()}
+SHAPES = {"layers": (6, 32, 64), "w": (64, 32), "b": (32,)}
+CLIP, ADAMW = optax.clip_by_global_norm(1.0), optax.adamw(1e-2)
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda **options: jo.offload(ADAMW, **options),
+    "clipped": lambda **options: jo.offload(optax.chain(CLIP, ADAMW), **options),
+    "clip around": lambda **options: optax.chain(CLIP, jo.offload(ADAMW, **options)),
+    "masters": lambda **options: jo.offload(jo.with_master_params(ADAMW), **options),
+    "low bits": lambda **options: jo.offload(jo.with_master_params(ADAMW, low_bits=True), **options),
+    "stored": lambda **options: jo.offload(ADAMW, storage="bfloat16", **options),
+    "half": lambda **options: jo.offload(ADAMW, fraction=0.5, **options),
+    "no state": lambda **options: jo.offload(optax.sgd(1e-2), **options),
+    "MultiSteps": lambda **options: jo.offload(optax.MultiSteps(ADAMW, 2), **options),
+    "two": lambda **options: optax.partition(
+        {"layers": jo.offload(ADAMW, **options), "rest": jo.offload(optax.sgd(1e-2, 0.9), **options)},
+        {"layers": "layers", "w": "rest", "b": "rest"},
+    ),
+    "lamb": lambda **options: jo.offload(optax.lamb(1e-2), **options),
+}
+NORMS = ("clipped", "clip around", "lamb")  # which are summed up in another order
+
+
+def tree(seed: int, mesh: Any, dtype: Any, divided: bool) -> Any:
+    rng = np.random.default_rng(seed)
+    sharding = {k: NamedSharding(mesh, spec if divided else PartitionSpec()) for k, spec in SPECS.items()}
+    return {k: jax.device_put(jnp.asarray(rng.normal(size=s), dtype), sharding[k]) for k, s in SHAPES.items()}
+
+
+def to_host(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind(HOST)), tree)
+
+
+def step_of(tx: Any, form: str, skip: bool) -> Any:
+    given = {"skip": jnp.bool_(False)} if skip else {}
+
+    def step(grads: Any, state: Any, params: Any) -> Any:
+        if form == "update":
+            return tx.update(grads, state, params)
+        return jo.update_params(tx, grads, state, params, **given)
+
+    return step
+
+
+RUNS = {
+    "jit": jax.jit,
+    "donated": lambda step: jax.jit(step, donate_argnums=(1, 2)),
+    "eager": lambda step: step,
+    "jo.jit": lambda step: jo.jit(step, donate_argnums=(1, 2)),
+}
+CASES = [
+    (name, sharding, where, form, run)
+    for name in OPTIMIZERS
+    for sharding in ("one device", "fsdp", "ZeRO-1", "ZeRO-1, Explicit")
+    for where in ("params", "grads", "both")
+    for form in ("update_params", "update")
+    for run in RUNS
+    # a chain around an offload computes with the gradients before the offload sees them
+    if not (name == "clip around" and form == "update" and where != "params")
+]
+
+
+def _daily(name: str, sharding: str, where: str, form: str, run: str) -> bool:
+    if (where, form) not in {("params", "update_params"), ("both", "update_params"), ("grads", "update")}:
+        return False
+    turn = 3 * [*OPTIMIZERS].index(name) + ["params", "both", "grads"].index(where)
+    return (sharding, run) == (["fsdp", "one device", "ZeRO-1"][turn % 3 - turn // 9 % 3], [*RUNS][turn % 4])
+
+
+@pytest.mark.parametrize(
+    ("name", "sharding", "where", "form", "run"),
+    rows(CASES, "parameters on the host", daily=_daily, never=lambda *case: not _daily(*case)),
+)
+def test_as_from_the_device(name, sharding, where, form, run):
+    """Values, shardings and kinds of memory of two steps; gradients and parameters come back to where they were."""
+    divided, dtype = sharding == "fsdp", jnp.bfloat16 if name in ("masters", "low bits") else jnp.float32
+    explicit = AxisType.Explicit if "Explicit" in sharding else AxisType.Auto
+    mesh = jax.make_mesh((1 if sharding == "one device" else 4,), ("data",), axis_types=(explicit,))
+    tx = OPTIMIZERS[name](min_bytes=0, window=2**14, **({"shard_over": "data"} if "ZeRO" in sharding else {}))
+    skip = name == "adamw"
+    params, grads = tree(0, mesh, dtype, divided), tree(1, mesh, dtype, divided)
+    there = to_host(params) if where != "grads" else params, to_host(grads) if where != "params" else grads
+    with jax.set_mesh(mesh):
+        plain, step = jax.jit(step_of(tx, form, skip)), RUNS[run](step_of(tx, form, skip))
+        want, got = (params, tx.init(params)), (there[0], tx.init(there[0]))
+        assert kinds(got[1]) == kinds(want[1])
+        for _ in range(2):
+            want = plain(grads, want[1], want[0] if form == "update_params" else params)
+            # a donated argument is gone; updates are none
+            given = got[0] if form == "update_params" else jax.tree.map(lambda x: x.copy(), there[0])
+            got = step(there[1], got[1], given)
+            assert_close(got, want, 4e-3 if dtype == jnp.bfloat16 else 1e-5 if name in NORMS else 1e-6)
+            expected = HOST if where == "both" or (where == "params") == (form == "update_params") else DEVICE
+            assert {*kinds(got[0])} == {expected}
+            assert kinds(got[1]) == kinds(want[1])
+            for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+                assert x.sharding.with_memory_kind(DEVICE).is_equivalent_to(y.sharding.with_memory_kind(DEVICE), x.ndim)
+
+
+@pytest.mark.parametrize("options", ["update_on", "disk", "fraction"])
+@pytest.mark.parametrize("argument", ["params", "updates"])
+def test_where_they_have_to_be_on_the_device(options, argument, disk):
+    """The error names the argument, the leaf and the cure."""
+    params = tree(0, jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,)), jnp.float32, False)
+    there = to_host(params)
+    given = {"update_on": {"update_on": "host"}, "disk": {"disk": disk}, "fraction": {"fraction": 0}}[options]
+    tx = jo.offload(ADAMW, min_bytes=0, **given)
+    args = there if argument == "updates" else params, tx.init(params), there if argument == "params" else params
+    forms = [tx.update, lambda *args: jo.update_params(tx, *args)][: 1 if options == "fraction" else 2]
+    for update in forms:
+        for wrap in (jo.jit, jax.jit) if options == "fraction" else (jo.jit,):
+            with pytest.raises(ValueError, match=rf"{argument}: \['b'\] is in pinned host memory.*jo\.to_device"):
+                wrap(update)(*args)
