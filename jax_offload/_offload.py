@@ -27,9 +27,8 @@ from jax_offload._base.donation import Home, guarded
 from jax_offload._base.on_disk import opened
 from jax_offload._base.own_primitives import collector_waits
 from jax_offload._base.shardings import Layouts, Shardings, inside_shard_map
-from jax_offload._disk.created import created, refused
 from jax_offload._disk.disk import Disk
-from jax_offload._disk.option import budget_of, check_disk, places_of
+from jax_offload._disk.option import budget_of, check_disk, created, places_of, refused
 from jax_offload._placement.arguments import (
     check_gradients,
     check_inner,

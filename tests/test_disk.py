@@ -16,8 +16,7 @@ from flax.training.train_state import TrainState
 import jax_offload as jo
 from jax_offload._base.on_disk import is_on_disk
 from tests.disk.faulty import Faulty
-from tests.support.optimizers import assert_same, copied
-from tests.support.trees import handles
+from tests.support.trees import assert_same, copied, handles
 
 pytestmark = [
     pytest.mark.usefixtures("small_groups"),
@@ -379,6 +378,23 @@ def test_leaves_that_stay_as_they_are_and_leaves_that_change_places(disk, tmp_pa
         ValueError, match=r"disk: the update moves \['last'\]\['layer_1'\]\['w'\] as it is to \['before'\]"
     ):
         jo.jit(step_of(tx))(params, tx.init(params), X)
+
+
+def test_moments_that_an_update_makes_in_another_dtype(tmp_path):
+    """Of bfloat16 parameters and float32 gradients; each fix that the error names trains."""
+    params = model(jnp.bfloat16)
+    for how in (None, "a cast", "masters"):
+        inner = jo.with_master_params(optax.adamw(1e-2)) if how == "masters" else optax.adamw(1e-2)
+        tx = offload(inner, jo.disk(tmp_path / str(how)))
+        grads = jax.tree.map(lambda p, how=how: p.astype(p.dtype if how == "a cast" else jnp.float32), params)
+        state, step = tx.init(params), jo.jit(lambda p, s, g, tx=tx: jo.update_params(tx, g, s, p))
+        if how is None:
+            with pytest.raises(
+                ValueError, match=r"keeps its type\. Fix: .*g\.astype\(p\.dtype\).*with_master_params.*sel"
+            ):
+                step(params, state, grads)
+        else:
+            step(*step(params, state, grads), grads)
 
 
 def test_a_second_init(disk):

@@ -15,7 +15,7 @@ import pytest
 
 import jax_offload as jo
 from jax_offload._base import processes
-from jax_offload._disk import created as making
+from jax_offload._disk import option as making
 from jax_offload._drive import stages
 from tests.disk.faulty import Faulty
 from tests.support.trees import assert_equal, handles, read

@@ -11,8 +11,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
+from jax_offload._base.boxes import box_of, boxes_of, gathered
 from jax_offload._base.on_disk import is_on_disk
-from jax_offload._disk.boxes import box_of, boxes_of, gathered
 from tests.support.rows import rows
 from tests.support.trees import assert_close, assert_equal, handles, read, shardings_in
 

@@ -57,7 +57,9 @@ class Worker:
     """
 
     def __init__(self, module: str, *args: str, platform: str | None = None):
-        environment = dict(os.environ, **({"JAX_PLATFORMS": platform} if platform else {}))
+        # beside an accelerator jax's CPU backend updates what is on the host
+        platforms = {"JAX_PLATFORMS": platform if platform == "cpu" else f"{platform},cpu"} if platform else {}
+        environment = dict(os.environ, **platforms)
         self.stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  (closed with the worker)
         self.process = subprocess.Popen(
             [sys.executable, "-m", f"benchmarks.{module}", *args],

@@ -26,7 +26,7 @@ from jax_offload._base.around import step_described
 from jax_offload._base.arrays import is_traced
 from jax_offload._base.jaxprs import ClosedJaxpr
 from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, in_its_memory, is_host_aval, on_host
-from jax_offload._base.on_disk import TOKEN, Home, OnDisk, Place, is_on_disk
+from jax_offload._base.on_disk import TOKEN, OnDisk, Place, is_on_disk
 from jax_offload._base.private import options_of
 from jax_offload._base.shardings import sharding_of
 from jax_offload._drive.run import Driven
@@ -83,20 +83,11 @@ def in_memory(args: Any) -> Any:
     return jax.tree.map(moved, args, is_leaf=is_on_disk)
 
 
-class _Nowhere(Home):
-    """The home of leaves on disk in an abstract state."""
-
-    def array(self, name: str, token: Any) -> Any:
-        raise TypeError(f"disk: {name} is abstract, and has no values.")
+class _Nowhere:
+    """The home of leaves on disk in an abstract state: no step that is only looked at reads them."""
 
     def ends(self, name: str) -> tuple[int, ...]:
-        return ()  # nobody reads this update's files
-
-    def sharded(self, name: str, token: Any, sharding: Any) -> Any:
-        return self.array(name, token)
-
-    def fill(self, leaves: Any, values: Any) -> Any:
-        raise TypeError("disk: an abstract state has no files.")
+        return ()
 
 
 def on_files(args: Any, step: ClosedJaxpr) -> Any:

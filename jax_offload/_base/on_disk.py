@@ -12,8 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -34,34 +33,6 @@ Ends = tuple[int, ...]  # where the ranges of rows end that are together in file
 _BATCH = 2**26  # bytes of leaves that are read together on their way to a disk
 
 
-class Home:
-    """The ``jax_offload.disk`` of a leaf, as the modules below it see it. Two are never equal."""
-
-    def array(self, name: str, token: Any) -> np.ndarray[Any, Any]:
-        raise NotImplementedError
-
-    def sharded(self, name: str, token: Any, sharding: Sharding) -> jax.Array:
-        raise NotImplementedError
-
-    def fill(self, leaves: Sequence[Place], values: Iterable[Any]) -> Sequence[OnDisk]:
-        raise NotImplementedError
-
-    def check(self, token: Any) -> None:
-        raise NotImplementedError
-
-    def ends(self, name: str) -> Ends:
-        raise NotImplementedError
-
-    def fetch(self, name: str, sharding: Sharding, rows: Range | None = None) -> Future[jax.Array]:
-        raise NotImplementedError
-
-    def put(self, name: str, x: jax.Array, rows: Range | None = None) -> Future[None]:
-        raise NotImplementedError
-
-    def advance(self) -> Any:
-        raise NotImplementedError
-
-
 class UpdatedFromDisk(ValueError):
     """Someone makes a program for the device from an update whose state is on disk."""
 
@@ -76,10 +47,12 @@ class UpdatedFromDisk(ValueError):
 class Place:
     """Which leaf it is: its home, its name there, its type, and its place in host memory on its way, if known.
 
-    ``rows``: how many rows new files keep together; 0 for all.
+    Attributes:
+      home: the ``jax_offload.disk`` that has it; two are never equal.
+      rows: how many rows new files keep together; 0 for all.
     """
 
-    home: Home
+    home: Any
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -318,7 +291,9 @@ def _write_leaf(place: Place, x: Any) -> OnDisk:
     if (x.shape, x.dtype) != (place.shape, place.dtype):
         raise ValueError(
             f"disk: the update makes {place.name} {x.dtype}{list(x.shape)}, and it is {place.dtype}{list(place.shape)} "
-            "on disk, where a leaf keeps its type. Fix: min_bytes= or select= that leaves it in memory."
+            "on disk, where a leaf keeps its type. Fix: give gradients the parameters' dtype, jax.tree.map("
+            "lambda g, p: g.astype(p.dtype), grads, params); or keep the moments in float32 from the start, "
+            "jo.with_master_params(inner); or leave the leaf in memory, by min_bytes= or select=."
         )
     return OnDisk(WRITE.bind(x, place=place), place)
 

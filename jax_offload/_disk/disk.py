@@ -23,27 +23,21 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Sharding
 
-from jax_offload._base.on_disk import TOKEN, VERSIONS, Ends, Home, OnDisk, Place, Range, Token
-from jax_offload._base.processes import allgathered, everywhere, failed_anywhere, several
-from jax_offload._disk import commits
-from jax_offload._disk.blocks import pages
-from jax_offload._disk.boxes import (
+from jax_offload._base.boxes import (
     Parts,
-    Room,
-    Stored,
     assembled,
     box_of_shape,
     boxes_of,
-    check_covered,
     covered,
-    entries_of,
     gathered,
     parts_of,
-    read_parts,
     shape_of,
-    stored_in,
 )
-from jax_offload._disk.files import Files
+from jax_offload._base.on_disk import TOKEN, VERSIONS, Ends, OnDisk, Place, Range, Token
+from jax_offload._base.processes import allgathered, everywhere, failed_anywhere, several
+from jax_offload._disk import commits
+from jax_offload._disk.files import Files, pages
+from jax_offload._disk.leaves import Room, Stored, check_covered, entries_of, read_parts, stored_in
 from jax_offload._disk.store import Late, Store
 from jax_offload._disk.tree import packed, unpacked
 
@@ -51,7 +45,7 @@ _READERS, _WRITERS = 2, 4  # leaves of a few MiB were written faster by four thr
 _AT_A_TIME, _BYTES_AT_A_TIME = 4, 2**28  # leaves that are being written while new files are filled
 
 
-class Disk(Home):
+class Disk:
     """The part of a state that is in files; what ``jax_offload.disk`` returns.
 
     Attributes:

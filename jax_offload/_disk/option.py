@@ -1,20 +1,32 @@
-"""The option ``disk``: files for what does not fit into host memory."""
+"""The option ``disk``: files for what does not fit into host memory, which leaves go there, and how they are made.
+
+A state is made leaf by leaf, so that the whole of it is never in memory.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
+import optax
+from jax.sharding import Sharding
 
+from jax_offload._base.around import described
 from jax_offload._base.arrays import is_integer
-from jax_offload._base.on_disk import Place
+from jax_offload._base.jaxprs import Jaxpr, closed, jax_fun, jaxpr_of, nameless, variables
+from jax_offload._base.on_disk import Place, only_outside
 from jax_offload._disk.disk import Disk
+from jax_offload._ir.conds import structure
+from jax_offload._ir.program import Program, flat, without_round_trips
+from jax_offload._ir.propagate import needed_for
 from jax_offload._placement.options import Policy
-from jax_offload._placement.placement import Leaf
+from jax_offload._placement.placement import Leaf, place
 from jax_offload._plan.by_rows import rows_in_part
+from jax_offload._step.cut import unguarded
 
 
 def disk(directory: str | os.PathLike[str], *, host_bytes: int = 0, commit_every: int = 1) -> Disk:
@@ -114,3 +126,45 @@ def places_of(given: Any, plan: Sequence[Leaf], leaves: Sequence[Any]) -> list[P
         else None
         for key, row, x in zip(keys, plan, leaves, strict=True)
     ]
+
+
+def refused(state: Any, policy: Policy, params: Any) -> Any:
+    """Make the state of a traced ``init`` an error when it is lowered, as no program makes files."""
+    leaves, treedef = jax.tree.flatten(state)
+    rows = place(policy, state, params)
+    return jax.tree.unflatten(treedef, [only_outside(x) if r.disk else x for x, r in zip(leaves, rows, strict=True)])
+
+
+def created(
+    disk: Disk, create: Callable[[Any], Any], params: Any, placed: Sequence[tuple[Leaf, Any, Sharding]], treedef: Any
+) -> optax.OptState:
+    """Return ``create(params)`` with the leaves on disk that ``placed`` puts there, each made by itself."""
+    with described(params):
+        traced, _ = jaxpr_of(create, params)
+    maker = _Maker(unguarded(without_round_trips(flat(traced))), jax.tree.leaves(params))
+    places = {k: leaf.place for k, (leaf, _, _) in enumerate(placed) if leaf.place is not None}
+    arrays = (maker.run([k], [placed[k][2]])[0] for k in places)
+    found = dict[int, Any](zip(places, disk.fill([*places.values()], arrays), strict=True))
+    rest = [k for k in range(len(placed)) if k not in places]
+    found |= zip(rest, maker.run(rest, [placed[k][2] for k in rest]), strict=True)
+    return jax.tree.unflatten(treedef, [found[k] for k in range(len(placed))])
+
+
+class _Maker:
+    """Makes some results of a traced init at a time; leaves that are alike share a program."""
+
+    def __init__(self, init: Program, params: Sequence[Any]) -> None:
+        self._init, self._values = init, dict(zip(init.inputs, [*init.consts, *params], strict=True))
+        self._compiled = dict[Hashable, Any]()
+
+    def run(self, wanted: Sequence[int], places: Sequence[Sharding]) -> list[Any]:
+        """Return the results of these numbers in these places."""
+        outputs = [self._init.outputs[k] for k in wanted]
+        eqns, needed = needed_for(self._init.eqns, variables(outputs))
+        inputs = [v for v in self._values if v in needed]
+        effects = frozenset[Any]().union(*(eqn.effects for eqn in eqns))
+        jaxpr = Jaxpr([], inputs, outputs, eqns, effects, nameless(self._init.debug_info))
+        key = structure(jaxpr), tuple(places)
+        if key not in self._compiled:
+            self._compiled[key] = jax.jit(jax_fun(closed(jaxpr)), out_shardings=list(places))
+        return self._compiled[key](*(self._values[v] for v in inputs))

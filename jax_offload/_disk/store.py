@@ -26,8 +26,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jax_offload._disk.blocks import BLOCK, PAGE, Buffers, Opened, failed, padded, pages
-from jax_offload._disk.files import Files
+from jax_offload._disk.files import BLOCK, PAGE, Buffers, Files, Opened, failed, padded, pages
 
 NAME, NEXT = "manifest.json", "manifest.next.json"
 _LOCK = "lock"

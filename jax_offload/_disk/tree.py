@@ -15,17 +15,9 @@ from jax.tree_util import keystr
 
 from jax_offload._base import memory
 from jax_offload._base.arrays import is_array, nbytes
+from jax_offload._base.boxes import Parts, assembled, box_of_shape, boxes_of, gathered, parts_here, shape_of
 from jax_offload._base.on_disk import OnDisk, is_on_disk, read_into
-from jax_offload._disk.boxes import (
-    Parts,
-    assembled,
-    box_of_shape,
-    boxes_of,
-    check_covered,
-    gathered,
-    parts_here,
-    shape_of,
-)
+from jax_offload._disk.leaves import check_covered
 from jax_offload._disk.store import Late
 
 _TREE = "tree"  # the array that says what the others are

@@ -13,13 +13,12 @@ replicated one copy is taken.
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import functools
 import math
 import os
 import socket
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -29,6 +28,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
+from jax_offload._base.boxes import Box, box_of, box_of_shape, shape_of
 from jax_offload._base.jaxprs import (
     Atom,
     EquationContext,
@@ -40,7 +40,7 @@ from jax_offload._base.jaxprs import (
     jaxpr_of,
     with_jaxprs,
 )
-from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, copy_on_host, on_host, to_host, well_typed, with_kind
+from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, copy_on_host, on_host, to_host, with_kind
 from jax_offload._base.private import address_of
 
 # Elements that a thread takes at least, and parts of an array for each thread, which may be kept waiting by others.
@@ -49,42 +49,50 @@ _MOST_CORES = 4096  # of a host; more share their numbers
 _ALIGNED = 64  # bytes; XLA takes memory with this alignment without a copy
 
 
-@dataclasses.dataclass(frozen=True)
-class Cores:
-    """Where host leaves are updated.
+@functools.cache
+def cpu() -> Any:
+    """The device of jax's CPU backend, which updates host leaves with the cores of this process's host.
 
-    Attributes:
-      cpu: the device of jax's CPU backend.
+    Raises:
+      ValueError: jax was told to do without its CPU backend.
     """
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError as error:
+        raise ValueError(
+            "update_on: jax runs without its CPU backend, which updates what is on the host. Fix: add ',cpu' to "
+            "JAX_PLATFORMS, or update_on='device'."
+        ) from error
 
-    cpu: Any
 
-    def sent(self, x: Any) -> Any:
-        """A value of the device on its way to host memory; scalars are read where they are. Waits for nothing.
+def sent(x: Any) -> Any:
+    """A value of the device on its way to host memory; scalars are read where they are. Waits for nothing.
 
-        Put into a memory space, not into a sharding, jax runs a program, which comes after those that have begun; of
-        several processes it takes no other way.
-        """
-        if not is_sent(x) or on_host(x) or on_cpus(x.sharding.device_set):
-            return x
-        if not x.is_fully_addressable:
-            return to_host(x)
-        return jax.device_put(x, with_kind(x.sharding, HOST_KIND), may_alias=False)
+    Put into a memory space, not into a sharding, jax runs a program, which comes after those that have begun; of
+    several processes it takes no other way.
+    """
+    if not is_sent(x) or on_host(x) or on_cpus(x.sharding.device_set):
+        return x
+    if not x.is_fully_addressable:
+        return to_host(x)
+    return jax.device_put(x, with_kind(x.sharding, HOST_KIND), may_alias=False)
 
-    def lent(self, x: Any) -> Any:
-        """What has been sent, as an operand of a program of XLA's: whole, once it is there."""
-        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
-            return jax.device_put(one_of(x), self.cpu)
-        here = with_kind(SingleDeviceSharding(self.cpu), x.sharding.memory_kind)
-        return jax.device_put(np.asarray(one_of(x)), here, may_alias=True)
 
-    def brought_back(self, x: Any, sharding: Sharding, *, by_shards: bool) -> Any:
-        """A result in the step's own memory, ``by_shards`` of a kernel; its copy is under way."""
-        if by_shards:
-            return _resharded_as(x, sharding)
-        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
-            return jax.device_put(x, sharding)
-        return jax.device_put(np.asarray(x), with_kind(sharding, x.sharding.memory_kind), may_alias=on_host(x))
+def lent(x: Any) -> Any:
+    """What has been sent, as an operand of a program of XLA's: whole, once it is there."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return jax.device_put(one_of(x), cpu())
+    here = with_kind(SingleDeviceSharding(cpu()), x.sharding.memory_kind)
+    return jax.device_put(np.asarray(one_of(x)), here, may_alias=True)
+
+
+def brought_back(x: Any, sharding: Sharding, *, by_shards: bool) -> Any:
+    """A result in the step's own memory, ``by_shards`` of a kernel; its copy is under way."""
+    if by_shards:
+        return _resharded_as(x, sharding)
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return jax.device_put(x, sharding)
+    return jax.device_put(np.asarray(x), with_kind(sharding, x.sharding.memory_kind), may_alias=on_host(x))
 
 
 def on_cpus(devices: Iterable[Any]) -> bool:
@@ -112,45 +120,14 @@ def _resharded_as(x: jax.Array, sharding: Sharding) -> jax.Array:
     return jax.device_put(x, sharding)
 
 
-def cores_of_host() -> Cores:
-    """The cores of this process's host.
-
-    Raises:
-      ValueError: jax was told to do without its CPU backend.
-    """
-    try:
-        return Cores(jax.local_devices(backend="cpu")[0])
-    except RuntimeError as error:
-        raise ValueError(
-            "update_on: jax runs without its CPU backend, which updates what is on the host. Fix: add ',cpu' to "
-            "JAX_PLATFORMS, or update_on='device'."
-        ) from error
-
-
-Box = tuple[tuple[int, int], ...]  # the first index, and the one behind the last, along each axis
-
-
-def _box(index: Sequence[slice], shape: Sequence[int]) -> Box:
-    return tuple(each.indices(n)[:2] for each, n in zip(index, shape, strict=True))
-
-
-def shards_of(x: Any) -> dict[Box, list[Any]]:
-    """The parts of an array that this process has, with the replicas of each."""
+def replicas_of(x: Any) -> dict[Box, list[Any]]:
+    """The boxes of an array that this process has, each with its replicas."""
     if not isinstance(x, jax.Array):
-        return {tuple((0, n) for n in np.shape(x)): [x]}
+        return {box_of_shape(np.shape(x)): [x]}
     found: dict[Box, list[Any]] = {}
     for shard in x.addressable_shards:
-        found.setdefault(_box(shard.index, x.shape), []).append(shard.data)
+        found.setdefault(box_of(shard.index, x.shape), []).append(shard.data)
     return found
-
-
-def values_in(x: Any, shards: Mapping[Box, Sequence[Any]], box: Box) -> Any:
-    """An array's elements in a box, to read. Waits until they are there."""
-    for own, replicas in shards.items():
-        if all(a <= begin and end <= b for (a, b), (begin, end) in zip(own, box, strict=True)):
-            within = (slice(begin - a, end - a) for (a, _), (begin, end) in zip(own, box, strict=True))
-            return np.asarray(replicas[0])[tuple(within)]
-    return np.asarray(x)[tuple(slice(*each) for each in box)]  # divided along another axis
 
 
 def memory_of(x: jax.Array) -> Any:
@@ -161,20 +138,11 @@ def memory_of(x: jax.Array) -> Any:
 
 def aligned(box: Box, dtype: Any) -> Any:
     """Memory for a part of a result."""
-    shape = [end - begin for begin, end in box]
+    shape = shape_of(box)
     size = math.prod(shape) * np.dtype(dtype).itemsize
     raw = np.empty(size + _ALIGNED, np.uint8)
     start = -raw.ctypes.data % _ALIGNED
     return raw[start : start + size].view(dtype).reshape(shape)
-
-
-def assembled(parts: Mapping[Box, Any], like: jax.Array, kind: str) -> jax.Array:
-    """A result, divided between devices as an operand is."""
-    shards: list[jax.Array] = []
-    for device, index in like.sharding.addressable_devices_indices_map(like.shape).items():
-        place = with_kind(SingleDeviceSharding(device), kind)
-        shards.append(jax.device_put(parts[_box(index or (), like.shape)], place, may_alias=True))
-    return well_typed(jax.make_array_from_single_device_arrays(like.shape, with_kind(like.sharding, kind), shards))
 
 
 def taken_over(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:

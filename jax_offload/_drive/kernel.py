@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_offload._base.boxes import Box, assembled, gathered
 from jax_offload._base.jaxprs import Equation, Jaxpr, Literal, Var, closed, variables
-from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, is_host_aval
+from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, is_host_aval, with_kind
 from jax_offload._drive import cores
 from jax_offload._drive.stages import Piece
 from jax_offload._drive.tasks import Task
@@ -74,25 +75,28 @@ class OnePass:
         return [env[v] for v in self._task.outputs]
 
     def _updated(self, kernel: Kernel, given: Sequence[Any], results: Sequence[Var]) -> list[jax.Array]:
-        shards = {i: cores.shards_of(given[i]) for i in kernel.arrays}
+        shards = {i: cores.replicas_of(given[i]) for i in kernel.arrays}
         like = max((i for i in shards if isinstance(given[i], jax.Array)), key=lambda i: len(shards[i]))
         over = {i: k for k, i in kernel.over.items()}
         in_place = {i for i in over if shards[i].keys() == shards[like].keys()}
-        made: list[dict[cores.Box, Any]] = [{} for _ in results]
+        parts = {
+            i: [(own, np.asarray(data)) for own, (data, *_) in shards[i].items()] for i in shards.keys() - in_place
+        }
+        made: list[list[tuple[Box, Any]]] = [[] for _ in results]
         for box in shards[like]:
-            arrays = {i: cores.values_in(given[i], x, box) for i, x in shards.items() if i not in in_place}
+            arrays = {i: gathered(each, box) for i, each in parts.items()}
             arrays |= {i: np.array(arrays[i], order="C") for i in over if i not in in_place}
             arrays |= {i: cores.memory_of(shards[i][box][0]) for i in in_place}
             fresh = {k: cores.aligned(box, v.aval.dtype) for k, v in enumerate(results) if k not in kernel.over}
             _run(kernel, [*(arrays[i] for i in kernel.arrays), *fresh.values()], [given[i] for i in kernel.scalars])
             for k, x in (fresh | {k: arrays[i] for i, k in over.items()}).items():
-                made[k][box] = x
+                made[k].append((box, x))
         for replicas in (each for i in in_place for each in shards[i].values()):
             for other in replicas[1:]:
                 cores.memory_of(other)[...] = cores.memory_of(replicas[0])
-        kinds = [DEVICE_KIND if v in self._up else HOST_KIND for v in results]
-        every = zip(map(kernel.over.get, range(len(results))), made, kinds, strict=True)
-        return [given[i] if i in in_place else cores.assembled(x, given[like], kind) for i, x, kind in every]
+        places = [with_kind(given[like].sharding, DEVICE_KIND if v in self._up else HOST_KIND) for v in results]
+        every = zip(map(kernel.over.get, range(len(results))), made, places, strict=True)
+        return [given[i] if i in in_place else assembled(x, place, given[like].shape) for i, x, place in every]
 
 
 def one_pass(task: Task, next_of: Mapping[Var, Var], own: Set[Var], up: Set[Var]) -> OnePass | None:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,10 +38,10 @@ from jax_offload._base.memory import (
     with_kind,
 )
 from jax_offload._base.on_disk import Token
-from jax_offload._drive.cores import Cores, cores_of_host, is_sent, on_cpus, run_undivided, taken_over, without_mesh
-from jax_offload._drive.files import files_of
+from jax_offload._drive import cores
+from jax_offload._drive.cores import is_sent, on_cpus
+from jax_offload._drive.files import Moving, files_of
 from jax_offload._drive.kernel import OnePass, one_pass
-from jax_offload._drive.moving import Moving
 from jax_offload._drive.rows_down import rows_sent_down
 from jax_offload._drive.segments import in_segments
 from jax_offload._drive.stages import Staged, staged
@@ -80,7 +80,8 @@ class Driven:
         self._options = options, for_sending
         placed = places_of(args)
         self._devices = {d for s in placed if s is not None for d in s.device_set} or {*ambient_sharding().device_set}
-        self._cores = cores_of_host() if any(s.on_cores for s in found.stages) else None
+        if any(s.on_cores for s in found.stages):
+            cores.cpu()  # an error now where there is none
         own = found.inputs[len(found.consts) :]
         own = own[: len(own) - len(self._files.reads)]
         self._everywhere = _everywhere(placed, self._devices)
@@ -111,7 +112,7 @@ class Driven:
         given = dict(zip(self._step.inputs, arrays, strict=False))
         aliased = self._hands_on or bool(kept) or len({*map(id, arrays)}) < len(arrays)
         kept = kept | {id(x) for v, x in given.items() if v not in self._donated}
-        values = _Values(self._cores, given, self._donated, kept, aliased)
+        values = _Values(given, self._donated, kept, aliased)
         tasks = [task for task, _ in self._tasks]
         files = Moving(self._files, self._step, tasks, given, self._reads)
         for k, (task, run) in enumerate(self._tasks):
@@ -132,9 +133,9 @@ class Driven:
             files.write(k, task)
         return files.results()
 
-    def committed(self, results: Sequence[Any]) -> list[Any]:
-        """Results as ``jax.jit`` has them beside an argument that is committed, a host leaf: so are they."""
-        return [x if _is_placed(x) else jax.device_put(x, self._everywhere) for x in results]
+    def committed(self, x: Any) -> Any:
+        """A result as ``jax.jit`` has it beside an argument that is committed, a host leaf: so is it."""
+        return jax.device_put(x, self._everywhere) if isinstance(x, jax.Array) and not x.committed else x
 
     def _as_arrays(self, xs: Sequence[Any]) -> list[Any]:
         """Arguments as ``jax.jit`` makes arrays of them: NumPy arrays, whose owner may write them anew, and numbers."""
@@ -190,7 +191,9 @@ class Driven:
         if key in self._compiled:
             return self._compiled[key]
         if stage.on_cores:
-            whole = [p if p.jaxpr is None else dataclasses.replace(p, run=run_undivided(p.jaxpr)) for p in stage.pieces]
+            whole = [
+                p if p.jaxpr is None else dataclasses.replace(p, run=cores.run_undivided(p.jaxpr)) for p in stage.pieces
+            ]
             stage = dataclasses.replace(stage, pieces=tuple(whole))
 
         def program(*operands: Any) -> list[Any]:
@@ -202,7 +205,7 @@ class Driven:
 
         program.__name__ = f"step_{stage.name}"
         if stage.on_cores:
-            compiled = without_mesh(jit(program))
+            compiled = cores.without_mesh(jit(program))
         else:
             options = dict(self._options[task.sends] or {}) or None
             compiled = jit(program, donate_argnums=task.reused, out_shardings=places, compiler_options=options)
@@ -235,17 +238,14 @@ class _Values:
     Two names may have one array: the caller passes it twice, or a branch or a loop returns an operand.
 
     Args:
-      cores: where the programs of the cores run.
       given: the arguments.
       donated: those of them that are.
       kept: the identities of arrays whose buffers are the caller's, whatever name they have.
       aliased: whether two names may have one array.
     """
 
-    def __init__(
-        self, cores: Cores | None, given: dict[Var, Any], donated: Set[Var], kept: Set[int], aliased: bool
-    ) -> None:
-        self.here, self._there, self._cores = given, dict[Var, Any](), cast(Cores, cores)  # no task asks for none
+    def __init__(self, given: dict[Var, Any], donated: Set[Var], kept: Set[int], aliased: bool) -> None:
+        self.here, self._there = given, dict[Var, Any]()
         self._donated, self._kept, self._aliased = donated, kept, aliased
 
     def claim(self, taken: Iterable[Var]) -> None:
@@ -264,7 +264,7 @@ class _Values:
     def take(self, own: Sequence[Var]) -> None:
         """Donated host leaves become the step's own memory, for the cores to write."""
         self.claim(own)
-        taken = dict(zip(own, taken_over([self.here[v] for v in own]), strict=True))
+        taken = dict(zip(own, cores.taken_over([self.here[v] for v in own]), strict=True))
         self.here |= taken
         self._there |= taken
 
@@ -272,14 +272,14 @@ class _Values:
         """What the cores are going to need starts on its way, as far as it is there."""
         for v in task.inputs if task.stage.on_cores else ():
             if v in self.here and v not in self._there:
-                self._there[v] = self._cores.sent(self.here[v])
+                self._there[v] = cores.sent(self.here[v])
 
     def operands(self, task: Task, by_shards: bool) -> list[Any]:
         """What it takes: a kernel as it was sent, another program of the cores whole."""
         self.send(task)
         if not task.stage.on_cores:
             return [self.here[v] for v in task.inputs]
-        return [self._there[v] if by_shards else self._cores.lent(self._there[v]) for v in task.inputs]
+        return [self._there[v] if by_shards else cores.lent(self._there[v]) for v in task.inputs]
 
     def put(self, task: Task, results: Sequence[Any], place: Callable[[Var], Sharding], by_shards: bool) -> None:
         """Keeps what a task has made, where others read it."""
@@ -288,7 +288,7 @@ class _Values:
         if task.stage.on_cores:
             self._there |= defined
             for v in task.up:
-                self.here[v] = self._cores.brought_back(defined[v], place(v), by_shards=by_shards)
+                self.here[v] = cores.brought_back(defined[v], place(v), by_shards=by_shards)
         else:
             self.here |= defined
             self._there |= zip(task.down, results[n:], strict=True)
@@ -323,22 +323,10 @@ def _as_arrays(xs: Sequence[Any], bring: Jit) -> list[Any]:
     return found
 
 
-class WithoutUpdate:
-    """A step with a state on disk that it hands on: it evaluates, say. It is called as ``Driven`` is."""
-
-    def __init__(self, step: ClosedJaxpr) -> None:
-        self._run, self._bring = handed_on(step), jit(lambda xs: xs)
-
-    def __call__(self, args: Sequence[Any]) -> Sequence[Any]:
-        return self._run(_as_arrays(args, self._bring))
-
-    def committed(self, results: Sequence[Any]) -> Sequence[Any]:
-        return results
-
-
-def _is_placed(x: Any) -> bool:
-    """Whether a result is committed, as results of ``jax.jit`` are beside an argument that is; tokens are no arrays."""
-    return not isinstance(x, jax.Array) or x.committed
+def without_update(step: ClosedJaxpr) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """A step with a state on disk that it hands on, as a function of its flat arguments: it evaluates, say."""
+    run, bring = handed_on(step), jit(lambda xs: xs)
+    return lambda args: run(_as_arrays(args, bring))
 
 
 def places_of(args: Sequence[Any]) -> list[Sharding | None]:

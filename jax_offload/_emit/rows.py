@@ -140,8 +140,8 @@ def read_rows(x: jax.Array, dim: int, start: Any, n: int, shards: int, sharding:
     """``n`` rows from ``start`` on of each of the ``shards`` parts of axis ``dim``."""
     x = constrained(x, sharding)
     if shards == 1:
-        return jax.lax.dynamic_slice_in_dim(x, start, n, dim)
-    return _merged(jax.lax.dynamic_slice_in_dim(_by_shard(x, dim, shards, sharding), start, n, dim + 1), dim, sharding)
+        return _slice(x, start, n, dim)
+    return _merged(_slice(_by_shard(x, dim, shards, sharding), start, n, dim + 1), dim, sharding)
 
 
 def write_rows(
@@ -151,10 +151,29 @@ def write_rows(
     x = constrained(x, sharding)
     rows = constrained(rows, sharding)
     if shards == 1:
-        return constrained(jax.lax.dynamic_update_slice_in_dim(x, rows, start, dim), sharding)
+        return constrained(_update_slice(x, rows, start, dim), sharding)
     into, rows = (_by_shard(array, dim, shards, sharding) for array in (x, rows))
-    into = jax.lax.dynamic_update_slice_in_dim(into, rows, start, dim + 1)
+    into = _update_slice(into, rows, start, dim + 1)
     return _merged(constrained(into, _sharding_by_shard(sharding, into.ndim - 1, dim)), dim, sharding)
+
+
+def _slice(x: jax.Array, start: Any, n: int, dim: int) -> jax.Array:
+    """``n`` rows from ``start`` on, or the first or last ``n`` where ``start`` lies outside.
+
+    XLA copies with the GPU's copy engines only where a loop's slices begin at multiples of its counter; it leaves
+    clamping to the copy. Where the start is another function of the counter, a kernel reads the host's memory.
+    """
+    sizes = [*x.shape[:dim], n, *x.shape[dim + 1 :]]
+    return jax.lax.dynamic_slice(x, _starts(x, start, dim), sizes, allow_negative_indices=False)
+
+
+def _update_slice(x: jax.Array, rows: jax.Array, start: Any, dim: int) -> jax.Array:
+    return jax.lax.dynamic_update_slice(x, rows, _starts(x, start, dim), allow_negative_indices=False)
+
+
+def _starts(x: jax.Array, start: Any, dim: int) -> list[Any]:
+    start = jnp.asarray(start, jnp.int32)
+    return [start if k == dim else jnp.int32(0) for k in range(x.ndim)]
 
 
 def _by_shard(x: jax.Array, dim: int, shards: int, sharding: NamedSharding | None) -> jax.Array:

@@ -15,9 +15,18 @@ import jax
 from jax_offload._base import memory
 from jax_offload._base.on_disk import read_into
 from jax_offload._disk.disk import Disk
-from jax_offload._interop.checksums import checksums, is_key
-from jax_offload._interop.late import read_late, sums_of
-from jax_offload._interop.stored import Damaged, check_target, default_target, named, reading, some
+from jax_offload._interop.stored import (
+    Damaged,
+    check_target,
+    checksums,
+    default_target,
+    is_key,
+    named,
+    read_late,
+    reading,
+    some,
+    sums_of,
+)
 
 _NAME = "jax_offload"  # of our entry in orbax's custom metadata
 _MARK = "jax_offload.save_args"  # in our entry: where it stands in the file and no entry is found, that was damaged

@@ -23,7 +23,7 @@ from jax_offload._base.jaxprs import ClosedJaxpr
 from jax_offload._base.jaxprs import jit as jit_of_jax
 from jax_offload._base.memory import mesh_is_set, on_host, under_jit
 from jax_offload._base.on_disk import Token
-from jax_offload._drive.run import Driven, WithoutUpdate, places_of
+from jax_offload._drive.run import Driven, places_of, without_update
 from jax_offload._interop.xla_options import compiler_options, options_for_sending
 from jax_offload._step.rewritten import is_driven, rewritten
 
@@ -114,7 +114,7 @@ class DrivenSteps:
     """The steps of one function that are driven, compiled for each ``Undone``, sharding of arguments and donation."""
 
     def __init__(self) -> None:
-        self._programs: dict[Hashable, tuple[Driven | WithoutUpdate, Sequence[bool]]] = {}
+        self._programs: dict[Hashable, tuple[Callable[[Sequence[Any]], Sequence[Any]], Sequence[bool]]] = {}
         self._shardings: dict[tuple[Sharding, int], Sharding] = {}
         self.found = False  # once a step of the function is driven
 
@@ -151,10 +151,11 @@ class DrivenSteps:
         if key not in self._programs:
             donated = [info.donated for info in jax.tree.leaves(jitted.trace(*args, **kwargs).args_info)]
             step = undone.step
-            driven = Driven(step, leaves, donated, *compiling) if is_driven(step) else WithoutUpdate(step)
+            driven = Driven(step, leaves, donated, *compiling) if is_driven(step) else without_update(step)
             self._programs[key] = driven, donated
         driven, donated = self._programs[key]
-        results = driven.committed(_handed_over(driven(leaves), compress(leaves, donated)))
+        results = _handed_over(driven(leaves), compress(leaves, donated))
+        results = [*map(driven.committed, results)] if isinstance(driven, Driven) else results
         result = jax.tree.unflatten(undone.result, results)
         places = options.get("out_shardings")
         return result if places is None else _put(result, places)

@@ -17,6 +17,7 @@ from jax_offload._interop.jit import Jitted
 from jax_offload._interop.matching import matched, names_of
 from jax_offload._ir.primitives import CHECKPOINT
 from jax_offload._ir.program import flat
+from jax_offload._ir.propagate import made_of, needed_for
 from jax_offload._step.canonical import dereferenced
 from jax_offload._step.cut import Cut, cut_step
 from jax_offload._step.returned import origins_of, unreturned
@@ -72,7 +73,7 @@ class Rotated:
         places, self._others = matched(carried, structure.pop(), origins)
         program = pending.on_host(program, dict(zip(own, leaves, strict=True))) if on_host else program
         self._cut = cut = cut_step(program)
-        if why := _model_in_update(cut, own, given):
+        if why := _model_in_update(cut, dict(zip(own, owners, strict=True)), given):
             raise ValueError(f"step: {why}.")
         self._results = [program.outputs[k] for k in places]
         after_gradients = {v for part in (cut.update, cut.after) for v in part.outputs}
@@ -214,9 +215,15 @@ def _place(x: Any) -> NamedSharding | None:
     return place if is_divisible else None
 
 
-def _model_in_update(cut: Cut, own: Sequence[Var], given: Sequence[Var]) -> str:
-    """Why the part of a step with its update runs the model: it multiplies matrices, and with arrays that are made of
-    the batch alone. Empty where it does not."""
+def _model_in_update(cut: Cut, own: Mapping[Var, str], given: Sequence[Var]) -> str:
+    """Why the part of a step with its updates runs the model: it multiplies matrices, and with arrays that are made of
+    the batch alone. Empty where it does not.
+
+    Args:
+      cut: the step.
+      own: its carried leaves -> the argument that each belongs to.
+      given: its other arguments.
+    """
     batch, others = {*given}, {*own}
     for eqn in cut.program.eqns:
         ins = {*variables(eqn.invars)}
@@ -231,12 +238,32 @@ def _model_in_update(cut: Cut, own: Sequence[Var], given: Sequence[Var]) -> str:
                     "call the update outside of it, or use jax_offload.jit"
                 )
             if _multiplies(eqn):
-                return (
-                    "its update calls the loss again, as a line search does, and would need the batch after its turn; "
-                    "use jax_offload.jit"
-                )
+                return _LINE_SEARCH if holds_update(eqn) else _between_updates(cut.update.jaxpr.eqns, eqn, own)
             found.update(eqn.outvars)
     return ""
+
+
+_LINE_SEARCH = (
+    "its update calls the loss again, as a line search does, and would need the batch after its turn; use "
+    "jax_offload.jit"
+)
+
+
+def _between_updates(eqns: Sequence[Equation], model: Equation, own: Mapping[Var, str]) -> str:
+    """Why a step is not turned round whose ``model`` runs on what one update makes, for the gradients of another."""
+    (ahead, _), behind = needed_for(eqns, variables(model.invars)), made_of(eqns, lambda eqn: eqn is model)
+    after = [eqn for eqn in eqns if not behind.isdisjoint(variables(eqn.invars))]
+
+    def owner(eqns: Sequence[Equation]) -> str:
+        reads = (v for eqn in eqns if holds_update(eqn) for v in variables(eqn.invars) if v in own)
+        return " and ".join(dict.fromkeys(repr(own[v]) for v in sorted(reads, key=lambda v: not is_host_aval(v.aval))))
+
+    return (
+        f"the gradients for the update of {owner(after)} are taken after the update of {owner(ahead)}, at the values "
+        "that it makes, as for two networks in turn; pipelined runs all updates of a step together, in the next call, "
+        "where this batch is gone. Fix: take all gradients before the first update; or jax_offload.jit, which runs the "
+        "step as it is written"
+    )
 
 
 _WORDS = {"scan": "a lax.scan", "while": "a lax.while_loop", "cond": "a lax.cond", "shard_map": "a jax.shard_map"}

@@ -1,16 +1,35 @@
-"""What a checkpoint has, and whether a target fits it."""
+"""What orbax stores of a tree, and whether a target fits it: leaves on disk that are read late, and checksums.
+
+orbax takes arrays, and copies those of NumPy before it writes them in the background. A leaf on disk is given to it as
+an array without memory, whose copy reads the leaf when tensorstore asks for its values, so that few leaves are in
+memory at a time. orbax does not promise that, so it is tried before it is relied on.
+
+The checksum of an array shows what storage did to it, however it is sharded when it comes back: a sum modulo 2^64 of
+its 32-bit words (or shorter ones), each multiplied by an odd key that its position in the array decides. So every
+process sums what it holds, in any order, and none needs what is elsewhere. One changed word changes the sum for
+certain, as its key is odd; other damage, words in each other's place included, goes unseen about once in 2^32.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import functools
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
 from jax_offload._base import memory
-from jax_offload._interop.checksums import is_key
+from jax_offload._base.on_disk import OnDisk, is_on_disk, read_to
+
+_PIECE = 2**20  # bytes that are summed at a time, as 64-bit products of each word
+_THREADS = 8
+_Read = Callable[[], np.ndarray[Any, Any]]
 
 
 class Damaged(Exception):
@@ -103,3 +122,151 @@ def _recorded(sharding: Any) -> Sharding | None:
         return sharding.to_jax_sharding()
     except Exception:  # another machine's, in one way or another
         return None
+
+
+# ---- leaves on disk -------------------------------------------------------------------------------------------------
+
+
+class Late(np.ndarray):
+    """An array of zeros in one element's memory. ``read`` gives its values."""
+
+    read: _Read
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _WhenAsked(self)
+
+
+class _WhenAsked:
+    """What tensorstore takes for an array."""
+
+    def __init__(self, leaf: Late) -> None:
+        self.shape, self.dtype, self.ndim, self._read = leaf.shape, leaf.dtype, leaf.ndim, leaf.read
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        return self._read()
+
+
+def late(shape: tuple[int, ...], dtype: Any, read: _Read) -> Late:
+    found = np.broadcast_to(np.zeros((), dtype), shape).view(Late)
+    found.read = read
+    return found
+
+
+def read_late(ocp: Any, tree: Any) -> Any:
+    """A tree whose leaves on disk are read when orbax writes them.
+
+    Those that are divided between processes are read now, as orbax asks only one of these for an array of NumPy.
+
+    Raises:
+      ValueError: this orbax would write something else in their place.
+    """
+
+    def sharded(x: Any) -> bool:
+        return is_on_disk(x) and not x.sharding.is_fully_addressable
+
+    tree = jax.tree.map(lambda x: read_to(x, x.sharding) if sharded(x) else x, tree, is_leaf=is_on_disk)
+    if not any(map(is_on_disk, jax.tree.leaves(tree, is_leaf=is_on_disk))):
+        return tree
+    if not _works(ocp):
+        raise ValueError(
+            "jo.save_args: leaves of the state are on disk, and this orbax does not read them when it writes them. "
+            "Fix: disk.commit(step, tree) saves the state where it is; jo.restore(disk, target) reads that."
+        )
+    return jax.tree.map(lambda x: _late(x) if is_on_disk(x) else x, tree, is_leaf=is_on_disk)
+
+
+def sums_of(leaves: list[Any]) -> list[int]:
+    """Their checksums; of those that are read late one after the other."""
+    here = iter(checksums([x for x in leaves if not isinstance(x, Late)]))
+    return [checksums([x.read()])[0] if isinstance(x, Late) else next(here) for x in leaves]
+
+
+def _late(leaf: OnDisk) -> Late:
+    home, name, token = leaf.place.home, leaf.place.name, leaf.token
+    return late(leaf.shape, leaf.dtype, lambda: home.array(name, token))
+
+
+@functools.cache
+def _works(ocp: Any) -> bool:
+    want = np.arange(6, dtype=np.float32).reshape(2, 3)
+    with tempfile.TemporaryDirectory() as folder, ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        tree = {"x": late(want.shape, want.dtype, lambda: want)}
+        checkpointer.save(Path(folder) / "x", args=ocp.args.StandardSave(tree))
+        found = checkpointer.restore(Path(folder) / "x", args=ocp.args.StandardRestore({"x": np.zeros_like(want)}))
+    return np.array_equal(found["x"], want)
+
+
+# ---- checksums ------------------------------------------------------------------------------------------------------
+
+
+def checksums(leaves: Sequence[Any]) -> list[int]:
+    """Compute the checksum of each leaf, an array or a number, in 64 bits.
+
+    What is on a device is copied to the host for it, at most eight shards at a time. With several processes it is a
+    collective: all must call it with the same leaves.
+    """
+    leaves = [jax.random.key_data(x) if is_key(x) else x if hasattr(x, "dtype") else np.asarray(x) for x in leaves]
+    shards = [(i, *shard) for i, x in enumerate(leaves) for shard in _shards_here(x)]
+    sums = [0] * len(leaves)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for i, part in pool.map(lambda shard: (shard[0], _sum_of_shard(*shard[1:])), shards):
+            sums[i] += part
+    found = np.array([x % 2**64 for x in sums], np.uint64)
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        words = multihost_utils.process_allgather(found.view(np.uint32))  # jax has no 64 bits unless told to
+        found = np.asarray(words).view(np.uint64).sum(axis=0)
+    return [int(x) for x in found]
+
+
+def is_key(x: Any) -> bool:
+    """Whether ``x`` is an array of PRNG keys, or the description of one."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _shards_here(x: Any) -> Iterator[tuple[Any, tuple[int, ...]]]:
+    """The shards of ``x`` that this process sums, each with its start in ``x``: the first replica of each."""
+    if isinstance(x, jax.Array):
+        for shard in x.addressable_shards:
+            if shard.replica_id == 0:
+                yield shard.data, tuple(cut.indices(n)[0] for cut, n in zip(shard.index, x.shape, strict=True))
+    elif jax.process_index() == 0:
+        yield x, (0,) * x.ndim
+
+
+def _sum_of_shard(shard: Any, start: tuple[int, ...]) -> int:
+    if isinstance(shard, jax.Array):
+        # jax keeps the copy on the host for as long as the array lives, so the copy is made of an alias.
+        shard = jax.make_array_from_single_device_arrays(shard.shape, shard.sharding, [shard])
+    values = np.ascontiguousarray(shard)  # which has an axis at least
+    start = start or (0,)
+    words = values.view(f"uint{8 * min(4, values.dtype.itemsize)}")
+    if (count := values.dtype.itemsize // 4) > 1:
+        return _keyed_sum(words.reshape(*values.shape, count), (*start, 0))
+    return _keyed_sum(words, start)
+
+
+def _keyed_sum(words: np.ndarray, start: Sequence[int]) -> int:
+    """Sum ``words``, which begin at ``start`` in the whole array, each times the product of a key for each axis."""
+    row, total = words[:1].nbytes, 0
+    rows = max(1, _PIECE // max(1, row))
+    for begin in range(0, len(words), rows):
+        piece = words[begin : begin + rows]
+        if words.ndim > 1 and row > _PIECE:
+            sums = np.array([_keyed_sum(piece[0], start[1:])], np.uint64)
+        else:
+            sums = piece.astype(np.uint64)
+            for axis in range(words.ndim - 1, 0, -1):
+                sums = (sums * _keys(words.ndim - axis, start[axis], words.shape[axis])).sum(axis=axis)
+        total += int((sums * _keys(words.ndim, start[0] + begin, len(sums))).sum())
+    return total % 2**64
+
+
+def _keys(axis: int, begin: int, count: int) -> np.ndarray:
+    """Odd keys of the positions from ``begin`` on along an axis, counted from the last: SplitMix64's mixing."""
+    x = np.arange(begin, begin + count, dtype=np.uint64) + np.uint64(axis << 56)
+    x *= np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31)) | np.uint64(1)

@@ -9,27 +9,17 @@ import jax
 
 from jax_offload._base.jaxprs import jit
 
-# The latency-hiding scheduler counts a host copy as async compute, of which it lets two be in flight. With sixteen,
-# 96 % of the bytes of an unrolled AdamW step compiled for an H200 are in flight across a matmul instead of 50 %, for
-# 64 MiB more at the peak (24 layers of 4096x4096). For float32 moments four are enough; masters, accumulators, and
-# moments in 8 bits with their scales are more copies per leaf, and a layer of a scan has many leaves: a decoder's
-# eleven with masters and two moments are 33 each way (737 million parameters, 8,192 tokens, simulated: 144 ms of
-# transfers exposed with sixteen, 94 with 32, 87 with 64, and 316, 312 MiB less at the peak). More are too many for GPT
-# 1.3B in six scans: 12089 MiB with 32, 13617 with 64 (614, 590 and 591 ms with 16, 32 and 64). It helps where gates
-# hold the loads back; without them all are hoisted.
-_COPIES = "xla_gpu_experimental_parallel_async_compute_limit"
-_GPU = {_COPIES: 32}
-
-
-# Where copies go down only, gradients that the host's cores need, more in flight are gradients that wait: 24 unrolled
-# layers of 4096x4096 take 1856 MiB with one at 512 tokens, 3088 with sixteen, 8256 and 12352 at 16384.
-_GPU_DOWN = {_COPIES: 1}
+# How many host copies XLA's latency-hiding scheduler lets be in flight, two by default. A layer of a scan with masters
+# and two moments moves dozens of leaves each way; more copies than that only raise the peak.
+_COPIES, _MANY = "xla_gpu_experimental_parallel_async_compute_limit", 32
+# XLA records a loop's body as a CUDA graph, in which by default a copy waits for the kernel before it: notes/xla.md.
+_GRAPHS = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 
 
 def options_for_sending(platform: str) -> dict[str, Any]:
-    """As ``compiler_options``, for a program that copies to the host and nothing from it."""
-    options = _GPU_DOWN if platform in ("cuda", "gpu") else {}
-    return {name: value for name, value in options.items() if _known(name, value)}
+    """As ``compiler_options``, for a program that copies to the host and nothing from it: gradients that wait for the
+    host's cores. One copy at a time is in flight, as each further one is a gradient that waits on the device."""
+    return _options(platform, 1)
 
 
 def compiler_options(platform: str) -> dict[str, Any]:
@@ -54,15 +44,19 @@ def compiler_options(platform: str) -> dict[str, Any]:
       >>> int(double(21))
       42
     """
+    return _options(platform, _MANY)
+
+
+def _options(platform: str, copies: int) -> dict[str, Any]:
     if platform not in ("cuda", "gpu", "tpu", "cpu"):
         raise ValueError(f"platform: expected 'cuda', 'gpu', 'tpu' or 'cpu', got {platform!r}.")
-    options = _GPU if platform in ("cuda", "gpu") else {}
+    options = {_COPIES: copies} | _GRAPHS if platform in ("cuda", "gpu") else {}
     return {name: value for name, value in options.items() if _known(name, value)}
 
 
 @functools.cache
 def _known(name: str, value: Any) -> bool:
-    if name == _COPIES and jax.__version_info__ < (0, 13):
+    if jax.__version_info__ < (0, 13):
         return True  # tried; a newer one is asked
     try:
         jit(lambda: 0).lower().compile(compiler_options={name: value})

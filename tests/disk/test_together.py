@@ -10,7 +10,7 @@ import pytest
 
 from jax_offload._base import processes
 from jax_offload._disk import commits
-from jax_offload._disk.blocks import pages
+from jax_offload._disk.files import pages
 from jax_offload._disk.store import NEXT, Entry, Late
 from tests.disk.faulty import NO_SPACE, Faulty, error, no_fault
 

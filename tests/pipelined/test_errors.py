@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import jax_offload as jo
-from tests.support.pipelined import WIDTH, batch, broken, offloaded, parameters, pipelined, step_of
+from tests.support.pipelined import WIDTH, assert_close, batch, broken, offloaded, parameters, pipelined, step_of
 
 
 def started(step=None, tx=None, **options):
@@ -85,6 +85,32 @@ def test_an_update_beside_the_model_in_one_equation(name):
 
     with pytest.raises(ValueError, match=f"its update runs in {name} together with the passes through the model"):
         started(step, tx)
+
+
+def test_two_networks_in_turn():
+    """The error says which update is for which gradients; gradients that are taken first are turned round."""
+    tx = offloaded()
+
+    def loss(g, d, x):
+        return (jnp.tanh(x @ g) @ d).mean()
+
+    def step(g, g_state, d, d_state, x, *, first=False):
+        grads, ahead = jax.grad(loss)(g, d, x), jax.grad(loss, 1)(g, d, x)
+        g, g_state = jo.update_params(tx, grads, g_state, g)
+        grads = ahead if first else jax.grad(loss, 1)(g, d, x)
+        d, d_state = jo.update_params(tx, grads, d_state, d)
+        return {"g": g, "g_state": g_state, "d": d, "d_state": d_state}
+
+    g, d = (jax.device_put(jnp.eye(WIDTH) * k, jax.devices()[0]) for k in (1, 2))
+    given = g, tx.init(g), d, tx.init(d), jnp.ones((2, WIDTH))
+    train = jo.pipelined(step, donate_argnums=range(4), static_argnames="first")
+    late = r"gradients for the update of 'd_state' and 'd' are taken after the update of 'g_state' and 'g', .* Fix: "
+    with pytest.raises(ValueError, match=late):
+        train.start(*given)
+    want = jax.jit(step, static_argnames="first")(*given, first=True)
+    got = train.finish(train.start(*given, first=True)[0])
+    for name, x in zip(("g", "g_state", "d", "d_state"), got, strict=True):
+        assert_close(x, want[name], 1e-6)
 
 
 def test_bad_names():

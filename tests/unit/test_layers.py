@@ -76,7 +76,7 @@ def test_imports_go_down(module):
 
 def test_the_store_knows_nothing_of_jax():
     """So that whatever is held to be safe of it needs no jax to be tried."""
-    store = {"_disk.files", "_disk.blocks", "_disk.store"}
+    store = {"_disk.files", "_disk.store"}
     assert not [module for module in store if "import jax" in MODULES[module].read_text()]
     assert {name for module in store for name in imports(module)} <= store
 

@@ -8,9 +8,8 @@ import pytest
 
 from jax_offload._base.jaxprs import jaxpr_of
 from jax_offload._base.on_disk import Place
-from jax_offload._drive import moving
-from jax_offload._drive.files import OnFiles
-from jax_offload._drive.moving import beside
+from jax_offload._drive import files
+from jax_offload._drive.files import OnFiles, beside
 from jax_offload._drive.stages import BEFORE, GROUP
 
 pytestmark = pytest.mark.oldest("the stages, on jax's own jaxprs")
@@ -53,7 +52,7 @@ class Home:
 @pytest.mark.parametrize("nbytes", [400, 1000])
 def test_the_driver_reads_and_writes_no_more(nbytes, monkeypatch):
     """Of three groups of as many bytes: of small ones all are under way, of large ones one; the pass hides its read."""
-    monkeypatch.setattr(moving, "AT_ONCE", 800)
+    monkeypatch.setattr(files, "AT_ONCE", 800)
     home, x = Home(), jnp.zeros(nbytes // 4)
     jaxpr = jaxpr_of(lambda *xs: [x + 1 for x in xs], *[x] * 3)[0].jaxpr
     places = [Place(home, str(k), x.shape, x.dtype, x.sharding) for k in range(3)]
@@ -67,7 +66,7 @@ def test_the_driver_reads_and_writes_no_more(nbytes, monkeypatch):
     ]
     tasks = [SimpleNamespace(stage=SimpleNamespace(name=BEFORE), inputs=[], outputs=[]), *groups]
     values = {token: 0} | dict.fromkeys(jaxpr.outvars, x)
-    under_way = moving.Moving(what, step, tasks, values, dict.fromkeys(jaxpr.invars))
+    under_way = files.Moving(what, step, tasks, values, dict.fromkeys(jaxpr.invars))
     for k, task in enumerate(tasks):
         under_way.read(task, tasks[k + 1 :])
         home.log.append(task.stage.name)

@@ -1,0 +1,136 @@
+"""How a leaf in files is divided: into boxes, one for each part that some device of this process has of it, and these
+into ranges of rows.
+
+A range is the same rows of every device's part along the leaf's first axis. The division is that with which the files
+were made, and stays. Another sharding, after a ``resume`` for example, reads and writes the same boxes, and puts its
+parts together from them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from jax_offload._base.boxes import Box, Parts, boxes_of, covered, shape_of
+from jax_offload._base.on_disk import Ends, Place, Range
+from jax_offload._base.shardings import shards_of
+from jax_offload._disk.files import PAGE
+from jax_offload._disk.store import Entry, Store, dtype_of
+
+Room = Callable[[int], np.ndarray[Any, Any]]  # makes a buffer of so many bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A leaf in a store.
+
+    Attributes:
+      name: the leaf's.
+      entries: its entries in the store, with the box of each.
+      dtype: the leaf's.
+      shape: the leaf's, over all processes.
+      rows: how many rows each device has.
+    """
+
+    name: str
+    entries: Sequence[tuple[int, Box]]
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    rows: int
+
+    @property
+    def boxes(self) -> list[Box]:
+        return [box for _, box in self.entries]
+
+    @property
+    def ends(self) -> Ends:
+        """Where the ranges end, in rows of each device's part."""
+        return tuple(sorted({(box[0][1] - 1) % self.rows + 1 for box in self.boxes}))
+
+    def shape_of(self, rows: Range | None) -> tuple[int, ...]:
+        """The shape of an array with some ranges of every device's part."""
+        first, *rest = self.shape
+        return self.shape if rows is None else (first // self.rows * (rows[1] - rows[0]), *rest)
+
+    def within(self, rows: Range | None) -> list[tuple[int, Box]]:
+        """The entries of some ranges, each with its box in an array of just these rows."""
+        if rows is None:
+            return list(self.entries)
+        found = list[tuple[int, Box]]()
+        for k, ((begin, end), *rest) in self.entries:
+            shard, first = divmod(begin, self.rows)
+            if rows[0] <= first and first + end - begin <= rows[1]:
+                at = shard * (rows[1] - rows[0]) + first - rows[0]
+                found.append((k, ((at, at + end - begin), *rest)))
+        return found
+
+
+def stored_in(store: Store) -> dict[str, Stored]:
+    """The leaves of a store, by their names."""
+    found: dict[str, list[int]] = {}
+    for k, entry in enumerate(store.entries):
+        found.setdefault(entry.path, []).append(k)
+    return {name: _stored(store, entries) for name, entries in found.items()}
+
+
+def _stored(store: Store, entries: Sequence[int]) -> Stored:
+    some, boxed = store.entries[entries[0]], list[tuple[int, Box]]()
+    for k in entries:
+        entry = store.entries[k]
+        boxed.append((k, tuple((a, a + n) for a, n in zip(entry.begin, entry.shape, strict=True))))
+    in_order = sorted(boxed, key=lambda each: each[1])
+    return Stored(some.path, in_order, dtype_of(some.dtype), some.leaf_shape, some.rows)
+
+
+def entries_of(leaf: Place) -> list[Entry]:
+    """The entries of a leaf in new files: of each range a part for each box."""
+    shards = shards_of(leaf.on_its_way, leaf.shape)[0]
+    size = leaf.shape[0] // shards
+    step = max(1, leaf.rows // shards if leaf.rows else size)
+    found = list[Entry]()
+    for begin in range(0, size, step):
+        for (first, _), *rest in boxes_of(leaf.on_its_way, leaf.shape):
+            shape = (min(step, size - begin), *shape_of(tuple(rest)))
+            at = (first + begin, *(start for start, _ in rest))
+            found.append(Entry(leaf.name, shape, leaf.dtype.name, at, leaf.shape, size))
+    return found
+
+
+def read_parts(store: Store, found: Sequence[tuple[int, Box]], room: Room, *, committed: bool) -> Parts:
+    """Read entries of a leaf into one buffer; rows that follow each other there are one part.
+
+    Args:
+      store: the store.
+      found: the entries and their boxes.
+      room: makes the buffer.
+      committed: whether to read them as of the last commit.
+    """
+    entries, boxes = [k for k, _ in found], [box for _, box in found]
+    buffer = room(store.nbytes(entries))
+    arrays = store.read(entries, buffer, committed=committed)
+    follow = all(a[0][1] == b[0][0] and a[1:] == b[1:] for a, b in pairwise(boxes))
+    if len(found) == 1 or not follow or any(x.nbytes % PAGE for x in arrays[:-1]):
+        return list(zip(boxes, arrays, strict=True))
+    box: Box = ((boxes[0][0][0], boxes[-1][0][1]), *boxes[0][1:])
+    whole = buffer[: sum(x.nbytes for x in arrays)].view(arrays[0].dtype)
+    return [(box, whole.reshape(shape_of(box)))]
+
+
+def check_covered(what: str, wanted: Iterable[Box], have: Sequence[Box]) -> None:
+    """Raise ``ValueError`` where this process needs a part of a leaf that it does not have."""
+    for box in wanted:
+        if not covered(box, have):
+            raise ValueError(
+                f"target: {what} is divided otherwise between processes than in the commit; here {_said(box)} of it is "
+                f"needed, and {' and '.join(map(_said, have)) or 'nothing'} there. Fix: the mesh and the shardings of "
+                "the run that was committed. Into others through a checkpoint: jo.save_args(tree) in that run, "
+                "jo.restore(manager, target) in this."
+            )
+
+
+def _said(box: Box) -> str:
+    return f"[{', '.join(f'{a}:{b}' for a, b in box)}]"
