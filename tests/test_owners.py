@@ -91,7 +91,7 @@ OPTIMIZERS |= {
     "masters": lambda: jo.with_master_params(optax.sm3(1e-2), jnp.float32),
 }
 # what cannot be given any tree of parameters
-LEFT_OUT = {"lookahead", "scale_by_muon", "selective_transform", "flatten", "split_real_and_imaginary"}
+LEFT_OUT = {"lookahead", "scale_by_muon", "selective_transform", "split_real_and_imaginary"}
 
 
 def abstract(container: str, sizes: list[tuple[int, ...]], dtype: Any) -> Any:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence, Set
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax_offload._base.jaxprs import Atom, Equation, Var, inner_of, variables
 from jax_offload._base.memory import is_host_aval
+from jax_offload._emit.find import is_update
 from jax_offload._ir.program import Program
 
 
@@ -56,7 +57,7 @@ def check_order(parts: Sequence[Runs], given: Iterable[Var], results: Iterable[V
 
 
 def check_program(program: Program) -> None:
-    """Check the order of a program's equations, and the types and memory on both sides of each call and branch.
+    """Check the order of a program's equations, and that types and memory agree with what a branch or an update takes.
 
     Raises:
       CannotRewrite: an operand is missing, or two types differ.
@@ -68,20 +69,22 @@ def check_program(program: Program) -> None:
 
 
 def _check_calls(eqn: Equation) -> None:
+    if is_update(eqn):
+        own: Program = eqn.params["update"].program
+        _check_types("an update", [*eqn.invars, *own.outputs], [*own.inputs[len(own.consts) :], *eqn.outvars])
+        check_program(own)
     for inner in inner_of(eqn):
-        operands = eqn.invars[inner.first : inner.first + len(inner.jaxpr.invars)]
         if eqn.primitive.name == "cond":  # a loop slices its operands, and stacks its results
             jaxpr = inner.jaxpr
-            pairs = [*zip(operands, jaxpr.invars, strict=True), *zip(jaxpr.outvars, eqn.outvars, strict=True)]
-            for have, want in pairs:
-                if _type(have) != _type(want):
-                    raise CannotRewrite(f"a branch has {have.aval} in place of {want.aval}")
+            _check_types("a branch", [*eqn.invars[1:], *jaxpr.outvars], [*jaxpr.invars, *eqn.outvars])
         for each in inner.jaxpr.eqns:
             _check_calls(each)
 
 
-def _type(v: Atom) -> tuple[Any, ...]:
-    return v.aval.shape, v.aval.dtype, is_host_aval(v.aval)
+def _check_types(what: str, have: Sequence[Atom], want: Sequence[Atom]) -> None:
+    for x, v in zip(have, want, strict=True):
+        if (x.aval.shape, x.aval.dtype, is_host_aval(x.aval)) != (v.aval.shape, v.aval.dtype, is_host_aval(v.aval)):
+            raise CannotRewrite(f"{what} has {x.aval} in place of {v.aval}")
 
 
 def tell(what: str, fault: Exception) -> str:
