@@ -13,9 +13,9 @@ import optax
 import pytest
 
 import jax_offload as jo
-from tests.support.optimizers import TABLE, matrices
 from tests.support.rows import rows
 from tests.support.trees import kinds
+from tests.test_optimizers import TABLE, matrices
 
 SIZES = [(11, 13), (17, 19), (23,), (29, 31)]  # the sizes tell the parameters apart
 ALIKE = [(11, 13), (11, 13), (11,), (11, 13)]  # and here only the places do
@@ -75,7 +75,7 @@ def pair_of_trees() -> optax.GradientTransformation:
     return optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
 
 
-OPTIMIZERS = {name: entry.make for name, entry in TABLE.items() if entry.state and not entry.per_example}
+OPTIMIZERS = {name: entry.make for name, entry in TABLE.items() if not entry.per_example}
 OPTIMIZERS |= {
     "slots": slots,
     "pair of trees": pair_of_trees,

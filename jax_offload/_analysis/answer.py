@@ -56,7 +56,7 @@ MOST = 0.95  # of a GPU's memory that jax can be told to take
 ON_A_HOST = 8  # devices that share a host, at most
 ASK = "give activations, or layers, width and tokens"
 WORDS = {
-    "fraction": "offloading this fraction",
+    "fraction": "offloading a part of the state",
     "cores": "updating on the host's cores",
     "disk": "a state on disk",
 }
