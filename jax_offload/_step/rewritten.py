@@ -45,7 +45,6 @@ from jax_offload._ir.program import Program, as_program, expanded, flat, replace
 from jax_offload._ir.slices import Slice
 from jax_offload._plan.gates import Gate, Piece
 from jax_offload._plan.in_scan import InScan
-from jax_offload._plan.plan import RowWise
 from jax_offload._step.canonical import canonical
 from jax_offload._step.checked import CannotRewrite, Runs, check_order, check_program, tell
 from jax_offload._step.choices import choosing
@@ -163,17 +162,16 @@ def _in_parts(found: Parts, args: Sequence[Any]) -> list[Any]:
 
 
 def _as_run(part: Part) -> Runs:
-    """A part as the check sees it. It takes the leaves on the host whose rows it overwrites."""
+    """A part as the check sees it. It takes no buffer: where another part reads what one overwrites, XLA copies."""
     match part:
         case Slice():
             return Runs(part.inputs, part.outputs)
         case Gate():
             return Runs([*part.held, *part.waits_for], ())
         case InScan():
-            return Runs(part.operands, part.makes, {*part.stored})
+            return Runs(part.operands, part.makes)
         case Piece():
-            buffers = part.how.transfer.buffers if part.how and isinstance(part.how.transfer, RowWise) else ()
-            return Runs(part.slice.inputs, part.slice.outputs, {v for v in buffers if v and is_host_aval(v.aval)})
+            return Runs(part.slice.inputs, part.slice.outputs)
         case Rest():
             return Runs(variables(part.operands), variables(part.update.program.outputs))
 
