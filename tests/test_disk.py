@@ -466,6 +466,11 @@ ON_TOKENS = {
     "a program of jo.jit": lambda state: jo.jit(optax.tree.norm)(state),
     "a copy on a device": lambda state: jax.device_put(state, jax.devices()[0]),
     "pickle": lambda state: pickle.dumps(jax.tree.leaves(state)),
+    "a leaf's multiple": lambda state: 2 * state[0].mu["layer_1"]["w"],
+    "a leaf's sum": lambda state: state[0].mu["layer_1"]["w"].sum(),
+    "a leaf's rows": lambda state: state[0].mu["layer_1"]["w"][0],
+    "a leaf's cast": lambda state: state[0].mu["layer_1"]["w"].astype(jnp.bfloat16),
+    "a leaf's next value": lambda state: state[0].mu["layer_1"]["w"].at[0].set(0),
 }
 
 

@@ -1,4 +1,7 @@
-"""One table: every optimizer on every path, on one device and divided, for layers of each kind, equals plain optax."""
+"""One table: every optimizer on every path, on one device and divided, for layers of each kind, equals plain optax.
+
+Both forms of the update take turns.
+"""
 
 import itertools
 
@@ -13,25 +16,27 @@ WRAPPERS = [("inside", name) for name in dict.fromkeys(FIELDS["inside"]) if name
 INNER = [("optimizer", name) for name in OPTIMIZERS] + WRAPPERS
 SHARDINGS = (None, "fsdp", "ZeRO-1")
 MODELS = ("scan", "unrolled", "pairs")
-TABLE = list(itertools.product(range(len(INNER)), range(len(MODES)), range(len(SHARDINGS)), range(len(MODELS))))
+FORMS = ("update", "update_params")
+TABLE = list(itertools.product(*(range(len(each)) for each in (INNER, MODES, SHARDINGS, MODELS, FORMS))))
 
 
-def _in_turn(inner, mode, sharding, model):
-    """Each optimizer on one path, with a sharding and a model that change from one optimizer to the next."""
-    return (inner % len(MODES), inner % 3, inner // 3 % 3) == (mode, sharding, model)
+def _in_turn(inner, mode, sharding, model, form):
+    """Each optimizer on one path, with a sharding, a model and a form that change from one optimizer to the next."""
+    n = len(MODES)
+    return (inner % n, inner % 3, inner // 3 % 3, inner // n % 2) == (mode, sharding, model, form)
 
 
 @pytest.mark.parametrize(
-    ("inner", "mode", "sharding", "model"),
+    ("inner", "mode", "sharding", "model", "form"),
     rows(TABLE, "equivalence", daily=_in_turn, never=lambda *case: not _in_turn(*case)),
     ids=str,
 )
-def test_equals_plain_optax(inner, mode, sharding, model):
+def test_equals_plain_optax(inner, mode, sharding, model, form):
     """Values, types, memory kinds and deletion of three steps, clipped by the global norm."""
     field, name = INNER[inner]
     r = complete({
         field: name, "mesh": SHARDINGS[sharding], "stack": MODELS[model], "bias": True, "embed": "tokens", "head": True,
-        "width": 64, "gradients": "clipped", "metrics": ("loss", "norm", "new norm"),
+        "width": 64, "gradients": "clipped", "metrics": ("loss", "norm", "new norm"), "form": FORMS[form],
     })  # fmt: skip
     want = reference(r)
     assert not isinstance(want, Exception), want

@@ -46,6 +46,9 @@ def test_a_difference_is_noticed(mode):
         ({"static": "bool int float"}, "cores"),
         ({"static": "numpy"}, "pipelined"),
         ({"accumulate": "scan", "second": "plain beside", "optimizer": "lbfgs-like"}, "hybrid"),
+        ({"accumulate": "fori", "skip": "select"}, "jo.jit"),  # reads an old state again
+        ({"stack": "indexed", "skip": "skip", "second": "gan", "optimizer": "rprop"}, "jo.jit"),  # its rewriting failed
+        ({"tree": "tuple", "optimizer": "adagrad", "inside": "flatten", "select": "w", "scalar": True}, "jo.jit"),
     ],
 )
 def test_what_was_found(fields, mode):

@@ -108,7 +108,7 @@ def test_the_last_layer_is_updated_while_the_pass_goes_on(disk):
         return new, state
 
     def wait(g):
-        log.append(updated.wait(60))
+        log.append(updated.wait(300))
         return g
 
     first = jax.custom_vjp(lambda x: x)

@@ -85,7 +85,7 @@ class ComputesOnDisk(TypeError):
 
 
 def _refusing(name: str) -> Callable[..., Any]:
-    def refuse(self: Token, *args: Any, **kwargs: Any) -> Any:
+    def refuse(self: Token | OnDisk, *args: Any, **kwargs: Any) -> Any:
         raise ComputesOnDisk(self.place)
 
     refuse.__name__ = name
@@ -215,6 +215,15 @@ class OnDisk:
 
     def __repr__(self) -> str:
         return f"OnDisk({_said(self.place)})"
+
+
+_LOOKS = {f"__{name}__" for name in ("eq", "ne", "bool", "array_ufunc", "copy", "deepcopy")}
+# A leaf that is taken out of the state by name refuses what its token does, but for what it does itself and a look.
+for _name in (*(f"__{name}__" for name in _OPERATORS), *_METHODS):
+    if _name not in vars(OnDisk) and _name not in _LOOKS:
+        setattr(OnDisk, _name, _refusing(_name))
+for _name in _PROPERTIES:
+    setattr(OnDisk, _name, property(_refusing(_name)))
 
 
 def _said(place: Place) -> str:

@@ -47,6 +47,8 @@ def owners(state: Any, params: Any) -> list[int | None]:
     - whose leaves are the parameters, shape for shape,
     - whose leaves have at least no axes of other sizes than their parameters,
     - that has no fields of a state between a parameter's place and a leaf; and of these the outermost.
+
+    A leaf of another shape behind such fields is in no parameter's place: ``optax.flatten`` keeps one vector for all.
     """
     wanted = leaves_with_paths(params)
     index = {path: i for i, (path, _) in enumerate(wanted)}
@@ -75,9 +77,11 @@ def owners(state: Any, params: Any) -> list[int | None]:
     owner: list[int | None] = [None] * len(leaves)
     nested: set[KeyPath] = set()  # the subtrees that hold a copy
     copies: set[KeyPath] = set()
-    for begin in sorted(found, key=rank):
+    ranks = {begin: rank(begin) for begin in found}
+    for begin in sorted(found, key=ranks.__getitem__):
         above = {begin[:n] for n in range(len(begin) + 1)}
-        if begin not in nested and not above & copies:
+        _, _, foreign, fields, _ = ranks[begin]
+        if begin not in nested and not above & copies and not (foreign and fields):
             copies.add(begin)
             nested |= above
             for k, i in found[begin]:

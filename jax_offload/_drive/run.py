@@ -48,6 +48,7 @@ from jax_offload._drive.stages import Staged, staged
 from jax_offload._drive.tasks import Task, check_processes, tasks_of, to_be_written
 from jax_offload._emit.find import holds_driven_update
 from jax_offload._ir.program import flat
+from jax_offload._step.checked import Runs, check_order, tell
 from jax_offload._step.cut import cut_step, unguarded
 
 Jit = Callable[..., Any]
@@ -93,15 +94,27 @@ class Driven:
         firsts = {v: _first(found.next_of, v) for v in found.next_of}
         self._places |= {v: self._places[old] for v, old in firsts.items() if old in self._places}
         self._donated = {v for v, given in zip(own, donated, strict=True) if given}
-        found = rows_sent_down(found) if len(self._devices) == 1 else found
-        found = found.with_one_piece_first
-        self._step = found = in_segments(found) if segments and self._may_be_cut(found) else found
         self._compiled: dict[Hashable, Jit] = {}
-        tasks = tasks_of(found, self._donated | {*self._reads})
+        self._step, tasks = self._scheduled(found, segments)
         writable = to_be_written(tasks, self._donated, self._places, self._devices)
         self._tasks = [(task, self._run_by(task, writable)) for task in tasks]
         self._hands_on = any(task.stage.loop is not None for task in tasks)
         self._written = [v for _, run in self._tasks if isinstance(run, OnePass) for v in run.written]
+
+    def _scheduled(self, step: Staged, segments: bool) -> tuple[Staged, list[Task]]:
+        """The step in the programs that overlap best, or, where the check finds a fault in these, as it is cut."""
+        free = self._donated | {*self._reads}
+        try:
+            found = rows_sent_down(step) if len(self._devices) == 1 else step
+            found = found.with_one_piece_first
+            found = in_segments(found) if segments and self._may_be_cut(found) else found
+            tasks = tasks_of(found, free)
+            parts = [Runs(task.inputs, [*task.outputs, *task.down, *task.up], {*task.over}) for task in tasks]
+            check_order(parts, [*found.inputs, *(w for v in found.parts for w, _ in found.parts[v])], found.results)
+            return found, tasks
+        except Exception as fault:
+            tell("the step runs in fewer programs", fault)
+            return step, tasks_of(step, free)
 
     def __call__(self, args: Sequence[Any], kept: Set[int] = frozenset()) -> list[Any]:
         """The step's results, flat, of its flat arguments.

@@ -271,6 +271,8 @@ class Jitted:
 
     def _outermost(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The one of the two programs that a step needs, as the first trace of its function tells."""
+        if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+            return self._programs[0]  # the function itself runs, which may not be traceable
         if self._called.in_scan is None:
             # on several devices concurrent graphs raise the peak above resident's
             places = [getattr(x, "sharding", None) for x in jax.tree.leaves((args, kwargs))]

@@ -31,6 +31,12 @@ from jax_offload._ir.primitives import ELEMENTWISE
 from jax_offload._ir.program import Builder, Program
 from jax_offload._ir.propagate import Mask, forward, needed_for
 from jax_offload._ir.slices import is_summary
+from jax_offload._step.checked import check_program, tell
+
+
+class CannotWait(ValueError):
+    """Gradients cannot wait in host memory for their update."""
+
 
 _HOST, _GRADIENT = 1, 2  # bits of what an update's equations need
 LEAST = 2**16  # bytes, as of a leaf of the state
@@ -62,11 +68,23 @@ def on_host(program: Program, carried: Mapping[Var, Any]) -> Program:
       carried: those of its inputs that wait anyway -> the arrays, or types, that they are.
 
     Raises:
-      ValueError: the step's update cannot load them.
+      CannotWait: the step's update cannot load them.
     """
+    try:
+        found = _on_host(program, carried)
+        check_program(found)
+    except CannotWait:
+        raise
+    except Exception as fault:
+        tell("gradients wait on the device", fault)
+        return program
+    return found
+
+
+def _on_host(program: Program, carried: Mapping[Var, Any]) -> Program:
     inside = [eqn.primitive.name for eqn in program.eqns if not is_update(eqn) and holds_update(eqn)]
     if inside:
-        raise ValueError(
+        raise CannotWait(
             f"gradients='host': the step's update runs in a {inside[0]}, where it cannot load them. Use "
             "gradients='device'."
         )
@@ -87,7 +105,7 @@ def _of_update(program: Program, number: int, carried: Mapping[Var, Any]) -> Pro
     late, sources = _left_late(before, {*variables(gradients)} & {*filter(_is_large, defined)}, {*carried})
     moved = [v for v in defined if v in sources and _is_large(v)]
     if not moved:
-        raise ValueError(
+        raise CannotWait(
             f"gradients='host': none that the update reads is a float array of {LEAST >> 10} KiB or more. "
             "Use gradients='device'."
         )

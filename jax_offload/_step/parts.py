@@ -48,13 +48,13 @@ class Parts:
       parts: each after what it needs: slices, scans with updates inside, what is left of the update, in one piece or in
         pieces between gates.
       moved: whether anything of the update runs elsewhere than in it.
-      sums_up: the places of scans that carry sums of its gradients.
+      sums_up: the scans that carry sums of its gradients.
     """
 
     step: Inlined
     parts: list[Part]
     moved: bool
-    sums_up: tuple[int, ...] = ()
+    sums_up: tuple[Equation, ...] = ()
 
     def saying_of_microbatches(self, why: str) -> Parts:
         """The same, which says why the last of them does not host the update."""
@@ -79,7 +79,9 @@ def parts_of(plain: Program) -> Parts | None:
     parts = _decided(found)
     if parts.moved:
         return parts
-    ways = [(at, False) for at in parts.sums_up] or [(at, True) for at in _reading_updated(plain)]
+    place_of = {v: at for at, eqn in enumerate(plain.eqns) for v in eqn.outvars}  # those of a scan are the same there
+    summing = [place_of[eqn.outvars[0]] for eqn in parts.sums_up if eqn.outvars[0] in place_of]
+    ways = [(at, False) for at in summing] or [(at, True) for at in _reading_updated(plain)]
     whys: list[str] = []
     for at, first in ways:
         why = why_not_peeled(plain, at)
@@ -140,7 +142,7 @@ def _decided(found: Inlined, apart: bool = False) -> Parts:
         step = dataclasses.replace(step, stays=(why,))
         parts = [part.saying(step.stays) if isinstance(part, Rest) else part for part in parts]
     moved_any = bool(plans) or any(isinstance(part, Gate) for part in parts)
-    return Parts(step, parts, moved_any, tuple(at for at in summing if at in awaited))
+    return Parts(step, parts, moved_any, tuple(step.program.eqns[at] for at in summing if at in awaited))
 
 
 def _shard_map_of_gradients(step: Inlined) -> Equation | None:

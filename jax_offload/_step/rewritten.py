@@ -47,8 +47,9 @@ from jax_offload._ir.slices import Slice
 from jax_offload._plan.gates import Gate, Piece
 from jax_offload._plan.in_scan import InScan
 from jax_offload._step.canonical import canonical
+from jax_offload._step.checked import CannotRewrite, Runs, check_order, check_program, tell
 from jax_offload._step.inlined import runs_one_twice
-from jax_offload._step.parts import Parts, Rest, parts_of
+from jax_offload._step.parts import Part, Parts, Rest, parts_of
 from jax_offload._step.returned import unreturned
 
 Drive = Callable[[ClosedJaxpr, Any, Set[int | str]], Any]
@@ -120,26 +121,17 @@ def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
         return _as_it_is(closed, (lost.why,), args)
     try:
         plain = canonical(program)
+        check_program(plain)
         found = None if ordered(plain.effects) else parts_of(_noted_inside(plain))
         if found is not None and found.moved:
             return _traced(found, args)
     except Exception as fault:  # whatever is wrong with a rewritten step, the one that was written runs
-        why = f"its rewriting failed ({type(fault).__name__}: {str(fault).partition(chr(10))[0][:200]})"
-        warnings.warn(
-            f"jax_offload: the step runs as it is written, and hides no transfers, as {why}. Its numbers are right. "
-            "Please report this with the step.",
-            stacklevel=2,
-        )
-        return _as_it_is(closed, (why,), args)
+        return _as_it_is(closed, (tell("the step runs as it is written, and hides no transfers", fault),), args)
     if found is None:
         if (by_step := _by_step(closed, program)) is not None:
             return jax_fun(by_step)(*args)
         return _as_it_is(closed, _why_not(closed, program), args)
     return _as_it_is(closed, found.step.stays, args)
-
-
-class CannotRewrite(Exception):
-    """A rewritten step is not what was written: a part lacks an operand, or makes another type."""
 
 
 def _traced(found: Parts, args: Sequence[Any]) -> list[Any]:
@@ -155,27 +147,33 @@ def _in_parts(found: Parts, args: Sequence[Any]) -> list[Any]:
       CannotRewrite: one does not.
     """
     step, program = found.step, found.step.program
+    check_order([*map(_as_run, found.parts)], program.inputs, variables(program.outputs))
     env: dict[Var, Any] = dict(zip(program.inputs, [*program.consts, *args], strict=True))
     names = step.names
     for part in found.parts:
         if isinstance(part, Gate):
             gate(env, part.held, part.waits_for)
             continue
-        if lacking := [v for v in _operands_of(part) if v not in env]:
-            raise CannotRewrite(f"a part reads {lacking[0].aval}, and none before it makes that")
         for v, x in _results_of(part, env, names):
             if (x.shape, x.dtype, on_host(x)) != (v.aval.shape, v.aval.dtype, is_host_aval(v.aval)):
                 raise CannotRewrite(f"a part makes {jax.typeof(x)} in place of {v.aval}")
             env[v] = x
-    if lacking := [v for v in variables(program.outputs) if v not in env]:
-        raise CannotRewrite(f"no part makes the result {lacking[0].aval}")
     return guarded(values_of(env, program.outputs), list(args))
 
 
-def _operands_of(part: Slice | InScan | Rest | Piece) -> list[Var]:
-    if isinstance(part, Slice):
-        return part.inputs
-    return part.slice.inputs if isinstance(part, Piece) else variables(part.operands)
+def _as_run(part: Part) -> Runs:
+    """A part as the check sees it. It takes no buffer: where another part reads what one overwrites, XLA copies."""
+    match part:
+        case Slice():
+            return Runs(part.inputs, part.outputs)
+        case Gate():
+            return Runs([*part.held, *part.waits_for], ())
+        case InScan():
+            return Runs(part.operands, part.makes)
+        case Piece():
+            return Runs(part.slice.inputs, part.slice.outputs)
+        case Rest():
+            return Runs(variables(part.operands), variables(part.update.program.outputs))
 
 
 def _results_of(part: Slice | InScan | Rest | Piece, env: Mapping[Var, Any], names: Names) -> Iterable[tuple[Var, Any]]:

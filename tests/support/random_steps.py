@@ -38,7 +38,7 @@ from optax import contrib
 import jax_offload as jo
 
 MODES = ("jax.jit", "jo.jit", "pipelined", "pipelined, host", "cores", "hybrid", "disk")
-CALLS, BATCH, CLASSES = 3, 4, 11
+CALLS, BATCH, CLASSES = 4, 4, 11
 Recipe = dict[str, Any]
 Net = namedtuple("Net", "first second third rest")
 
@@ -65,6 +65,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "head": (False, True),
     "scalar": (False, False, True),
     "unused leaf": (False, False, False, True),
+    "further leaf": (None, None, None, None, "integers", "empty", "half", "odd shape"),
     "tree": ("dict", "dict", "odd dict", "tuple", "list", "namedtuple", "with None", "nested"),
     "oddity": (None, None, None, "literal", "literal carry", "constant", "twice", "unchanged", "numpy", "weak", "cond",
                "while", "int", "argument"),
@@ -74,7 +75,8 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "gradients": (None, None, None, "scaled", "clipped", "by value", "cast", "nan_to_num"),
     "accumulate": (None,) * 5 + ("scan", "fori", "python", "scan and literal"),
     "form": ("update", "update_params"),
-    "skip": (None,) * 4 + ("skip", "cond", "where"),
+    "skip": (None,) * 4 + ("skip", "cond", "where", "select"),
+    "loss scale": (False, False, False, True),
     "bad batch": (False, True),
     "second": (None,) * 5 + ("gan", "alternating", "in a cond", "plain beside", "same gradients"),
     "target": (None, None, None, "average", "copy", "old"),
@@ -88,6 +90,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "order of results": (0, 0, 1, 2, 3),
     "train state": (False, False, False, True),
     "jitted inside": (None,) * 5 + ("loss", "update", "step"),
+    "finishes": (False, True),  # a pipelined loop begins again in the middle
     # how it is called
     "static": (None,) * 5 + ("bool int float", "strings", "None", "tuples", "numpy", "default", "enum", "function"),
     "static by": ("name", "number", "negative"),
@@ -99,9 +102,10 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     # the optimizer
     "optimizer": ("adamw",) * 4 + ("adam schedule", "sgd momentum", "sgd", "lion", "adafactor", "rmsprop", "adagrad",
                   "muon", "optimistic", "schedule_free", "lamb", "adan", "noisy", "novograd", "amsgrad", "radam",
-                  "ademamix", "lookahead-like", "yogi", "sm3", "lbfgs-like", "prodigy", "by rates", "dog"),
+                  "ademamix", "lookahead-like", "yogi", "sm3", "lbfgs-like", "prodigy", "by rates", "dog", "adabelief",
+                  "adadelta", "adamax", "dadapt", "lars", "rprop", "simplified_ademamix"),
     "inside": (None,) * 5 + ("clip", "clip", "MultiSteps", "apply_if_finite", "masked", "partition", "inject", "ema",
-               "zero_nans", "named_chain", "flatten", "conditionally"),
+               "zero_nans", "named_chain", "flatten", "conditionally", "plateau", "MultiSteps that skips", "mechanize"),
     "outside": (None,) * 7 + ("clip", "clip", "apply_if_finite", "masked", "partition", "inject", "ema"),
     # the options of jo.offload
     "fraction": (1.0,) * 5 + (0.5, 0.25, 0.0),
@@ -110,7 +114,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "window": (None, None, 1, 1500, 2**20),
     "host_bytes": (0, 0, 3000),
     "order": (None, None, None, "rules"),
-    "storage": (None,) * 9 + ("bfloat16", "int8"),
+    "storage": (None,) * 9 + ("bfloat16", "int8", "float16", "float8_e5m2", "float8_e4m3fn"),
 }  # fmt: skip
 
 
@@ -172,7 +176,20 @@ def parameters(r: Recipe, name: str) -> dict[str, Any]:
     if r["unused leaf"]:
         params["unused"] = normal(f"{name} u", 5)
     dtype = r["dtype"].split()[0]
-    return jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), params) | further_leaf(r, name)
+
+
+def further_leaf(r: Recipe, name: str) -> dict[str, Any]:
+    match r["further leaf"]:
+        case "integers":
+            return {"table": jnp.arange(6, dtype=jnp.int32)}
+        case "empty":
+            return {"table": jnp.zeros((0, 3), r["dtype"].split()[0])}
+        case "half":
+            return {"table": jnp.asarray(normal(f"{name} t", 5, 4), jnp.float16)}
+        case "odd shape":
+            return {"table": jnp.asarray(normal(f"{name} t", 33, 1, 7), r["dtype"].split()[0])}
+    return {}
 
 
 def packed(r: Recipe, params: dict[str, Any]) -> Any:
@@ -309,8 +326,10 @@ def loss_of(r: Recipe, names: list[str]) -> Callable[..., Any]:
         x = x * params["scale"] if r["scalar"] else x
         x = x @ params["head"] if "head" in params else x
         value = jnp.mean((x.astype(jnp.promote_types(x.dtype, jnp.float32)) - 0.3) ** 2)
+        if "table" in params and is_float(params["table"]):
+            value = value + 0.01 * jnp.sum(jnp.sin(params["table"].astype(value.dtype)))
         if other is not None:
-            leaves = [p for p in jax.tree.leaves(other) if jnp.issubdtype(p.dtype, jnp.inexact)]
+            leaves = [p for p in jax.tree.leaves(other) if is_float(p) and p.size]
             value = value + 0.01 * sum(jnp.mean(jnp.sin(p.astype(value.dtype))) for p in leaves)
         if r["oddity to"] == "loss":
             floats = [y for y in jax.tree.leaves(found) if jnp.issubdtype(jnp.result_type(y), jnp.inexact)]
@@ -325,6 +344,10 @@ def loss_of(r: Recipe, names: list[str]) -> Callable[..., Any]:
 # ---- the optimizer ---------------------------------------------------------------------------------------------------
 
 
+def is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
 def schedule(count: Any) -> Any:
     return 1e-2 / (1.0 + 0.1 * count)
 
@@ -335,6 +358,10 @@ def matrices(params: Any) -> Any:
 
 def labels(params: Any) -> Any:
     return jax.tree.map(lambda p: "matrix" if jnp.ndim(p) >= 2 else "rest", params)
+
+
+def trained(params: Any) -> Any:
+    return jax.tree.map(lambda p: "train" if is_float(p) else "keep", params)
 
 
 def by_rates() -> optax.GradientTransformation:
@@ -391,6 +418,13 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "prodigy": lambda: contrib.prodigy(1e-1),
     "by rates": by_rates,
     "dog": lambda: contrib.dog(1e-1),
+    "adabelief": lambda: optax.adabelief(1e-2),
+    "adadelta": lambda: optax.adadelta(1.0),
+    "adamax": lambda: optax.adamax(1e-2),
+    "dadapt": lambda: contrib.dadapt_adamw(0.1, estim_lr0=1e-2),
+    "lars": lambda: optax.chain(optax.lars(1e-1, weight_decay=1e-3), optax.apply_every(2)),
+    "rprop": lambda: optax.rprop(1e-3),
+    "simplified_ademamix": lambda: contrib.simplified_ademamix(1e-4),
 }
 
 
@@ -419,6 +453,13 @@ def wrapped(kind: str | None, inner: Any) -> optax.GradientTransformation:
             return optax.flatten(inner)
         case "conditionally":
             return optax.conditionally_mask(inner, lambda count: count % 3 != 2)
+        case "plateau":
+            return optax.chain(inner, contrib.reduce_on_plateau(0.7, patience=1, cooldown=1, rtol=1.0))
+        case "MultiSteps that skips":
+            skips = optax.skip_not_finite
+            return optax.MultiSteps(inner, 2, should_skip_update_fn=skips).gradient_transformation()
+        case "mechanize":
+            return contrib.mechanize(inner)
     return inner
 
 
@@ -438,7 +479,7 @@ def options(r: Recipe, params: Any, mode: str, folder: Path) -> dict[str, Any]:
     if r["order"]:
         found["order"] = [re.escape(first)]
     if r["storage"]:
-        found["storage"] = "bfloat16" if r["storage"] == "bfloat16" else {"mu": "int8"}
+        found["storage"] = {"mu": "int8"} if r["storage"] == "int8" else r["storage"]
     if r["mesh"] in ("ZeRO-1", "explicit ZeRO-1"):
         found["shard_over"] = "d"
     found |= {"cores": {"update_on": "host"}, "hybrid": {"update_on": 0.5}}.get(mode, {})
@@ -448,6 +489,8 @@ def options(r: Recipe, params: Any, mode: str, folder: Path) -> dict[str, Any]:
 def transformation(r: Recipe, params: Any, mode: str, folder: Path, *, plain: bool = False) -> Any:
     """The optimizer, offloaded but for ``plain``."""
     tx = wrapped(r["inside"], OPTIMIZERS[r["optimizer"]]())
+    if r["further leaf"] == "integers":
+        tx = optax.partition({"train": tx, "keep": optax.set_to_zero()}, trained)
     tx = jo.with_master_params(tx) if "masters" in r["dtype"] else tx
     if not plain and (mode != "plain" or r["storage"]):  # plain optax has no state in fewer bits
         tx = jo.offload(tx, **options(r, params, mode, folder))
@@ -578,6 +621,11 @@ def batches(r: Recipe) -> list[Any]:
     return found
 
 
+def mapped(fun: Callable[[Any], Any], tree: Any) -> Any:
+    """``fun`` of the leaves that are floats."""
+    return jax.tree.map(lambda x: fun(x) if is_float(x) else x, tree)
+
+
 class Step:
     """A step of a recipe in one mode: the function, and what it begins with."""
 
@@ -602,6 +650,8 @@ class Step:
             carried["target"] = self.placed(packed(r, parameters(r, "target")))
         if r["count"] or r["second"] in ("alternating", "in a cond"):
             carried["count"] = self.placed(np.int32(0))
+        if r["loss scale"]:
+            carried["scale"] = self.placed({"scale": np.float32(4), "good": np.int32(0)})
         if r["key"]:
             carried["key"] = jax.device_put(jax.random.key(3), self.sharding())
         if r["train state"]:
@@ -672,11 +722,17 @@ class Step:
         key = given.get("key")
         if key is not None:
             new["key"], key = jax.random.split(key)
-        value, aux, grads = self.gradients(given["params"], batch, key, given.get("target"))
+        scale = given["scale"]["scale"] if r["loss scale"] else None
+        value, aux, grads = self.gradients(given["params"], batch, key, given.get("target"), scale)
+        if scale is not None:
+            finite = jnp.isfinite(optax.tree.norm(grads)) & jnp.isfinite(value)
+            good = jnp.where(finite, given["scale"]["good"] + 1, 0)
+            scale = jnp.where(finite, jnp.where(good == 2, 2 * scale, scale), scale / 2)
+            new["scale"] = {"good": good, "scale": scale}
         if r["lr"]:
-            grads = jax.tree.map(lambda g: (g * given["lr"]).astype(g.dtype), grads)
+            grads = mapped(lambda g: (g * given["lr"]).astype(g.dtype), grads)
         if r["static"]:
-            grads = jax.tree.map(lambda g: g * factor_of(given["flag"]), grads)
+            grads = mapped(lambda g: g * factor_of(given["flag"]), grads)
         new["params"], new["state"] = self.update(0, grads, given["state"], given["params"], value)
         if "count" in given:
             new["count"] = given["count"] + 1
@@ -714,9 +770,21 @@ class Step:
                 result = (result[0], *result[1])
         return dict(zip(self.returned, result, strict=False))
 
-    def gradients(self, params: Any, batch: Any, key: Any, other: Any) -> tuple[Any, Any, Any]:
+    def gradients(self, params: Any, batch: Any, key: Any, other: Any, scale: Any = None) -> tuple[Any, Any, Any]:
+        """The loss, what it says beside, and the gradients; these divided by ``scale``, with which the loss grows."""
         r = self.r
-        grad = jax.value_and_grad(self.loss, has_aux=True)
+
+        def grad(*args: Any) -> Any:
+            def scaled(*args: Any) -> Any:
+                value, aux = self.loss(*args)
+                return (value if scale is None else value * scale), aux
+
+            (value, aux), grads = jax.value_and_grad(scaled, has_aux=True, allow_int=True)(*args)
+            grads = jax.tree.map(lambda g, p: g if is_float(p) else jnp.zeros_like(p), grads, args[0])
+            if scale is not None:
+                value, grads = value / scale, mapped(lambda g: (g / scale).astype(g.dtype), grads)
+            return (value, aux), grads
+
         if r["accumulate"] is None:
             (value, aux), grads = grad(params, batch, key, other)
         else:
@@ -745,14 +813,14 @@ class Step:
                 value, aux = kept.pop("value").mean(), kept
         match r["gradients"]:
             case "scaled":
-                grads = jax.tree.map(lambda g: 0.5 * g, grads)
+                grads = mapped(lambda g: 0.5 * g, grads)
             case "clipped":
                 norm = optax.tree.norm(grads)
-                grads = jax.tree.map(lambda g: (g * jnp.minimum(1.0, 0.05 / (norm + 1e-9))).astype(g.dtype), grads)
+                grads = mapped(lambda g: (g * jnp.minimum(1.0, 0.05 / (norm + 1e-9))).astype(g.dtype), grads)
             case "by value":
-                grads = jax.tree.map(lambda g: jnp.clip(g, -1e-2, 1e-2), grads)
+                grads = mapped(lambda g: jnp.clip(g, -1e-2, 1e-2), grads)
             case "cast":
-                grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+                grads = mapped(lambda g: g.astype(jnp.float32), grads)
             case "nan_to_num":
                 grads = jax.tree.map(jnp.nan_to_num, grads)
         return value, aux, grads
@@ -763,9 +831,10 @@ class Step:
         bad = ~jnp.isfinite(value)
 
         def updated(grads: Any, state: Any, params: Any, **skip: Any) -> Any:
+            extra = skip | ({"value": value} if r["inside"] == "plateau" else {})
             if r["form"] == "update_params" and not plain:
-                return jo.update_params(tx, grads, state, params, **skip)
-            updates, state = tx.update(grads, state, params, **skip)
+                return jo.update_params(tx, grads, state, params, **extra)
+            updates, state = tx.update(grads, state, params, **extra)
             return optax.apply_updates(params, updates), state
 
         run = jax.jit(updated) if r["jitted inside"] == "update" else updated
@@ -775,7 +844,7 @@ class Step:
             return updated(grads, state, params, skip=bad)
         if r["skip"] == "cond":
             return lax.cond(bad, lambda: (params, state), lambda: run(grads, state, params))
-        if r["skip"] == "skip":  # what skip= promises
+        if r["skip"] in ("skip", "select"):  # what skip= promises
             return jax.tree.map(lambda a, b: jnp.where(bad, a, b), (params, state), updated(grads, state, params))
         grads = jax.tree.map(lambda g: jnp.where(bad, jnp.zeros_like(g), g), grads)
         return run(grads, state, params)
@@ -1051,31 +1120,31 @@ def pipelined(step: Step) -> Record:
         at = step.arguments.index("flag") - len(step.arguments) * (r["static by"] == "negative")
         how |= {"static_argnames": "flag"} if r["static by"] == "name" else {"static_argnums": at}
     train = jo.pipelined(step.function, **how, gradients="host" if step.mode.endswith("host") else "device")
-    home = places(step.carried)
-    seen: list[tuple[Any, Any]] = []
+    home, results = places(step.carried), dict(step.carried)
+    nows, lates = list[Any](), list[Any]()
     carry: Any = None
     for k in range(CALLS):
         rest = rest_of(step, k)
         before = compiles()
-        if k == 0:
-            given = {name: step.carried.get(name, rest.get(name)) for name in step.arguments}
+        if carry is None:
+            given = {name: results.get(name, rest.get(name)) for name in step.arguments}
             given = {name: x for name, x in given.items() if name != "flag" or "flag" in rest}
             carry, aux = train.start(**given)
         else:
             carry, aux = train(carry, **rest)
+            lates.append(aux.late)
+        nows.append(aux.now)
         jax.block_until_ready(jax.tree.leaves((carry, aux.now, aux.late)))
         record.last_compiles = counted * (compiles() - before)
-        seen.append((aux.now, aux.late))
-    results, late = train.finish(carry, with_late=True)
-    results = dict(zip(carried, results if len(carried) > 1 else (results,), strict=True))
-    jax.block_until_ready(jax.tree.leaves(results))
-    seen.append((None, late))
-    found = places({name: results[name] for name in step.carried})
-    record.wrong += [f"finish: placed {line}" for line in unequal(found, home)]
-    none = lambda x: x is None  # noqa: E731
-    for k in range(CALLS):
-        now, later = seen[k][0], seen[k + 1][1]
-        metrics = jax.tree.map(lambda a, b: b if a is None else a, now, later, is_leaf=none)
+        if k == CALLS - 1 or (r["finishes"] and k == CALLS // 2 - 1):
+            values, late = train.finish(carry, with_late=True)
+            results, carry = dict(zip(carried, values if len(carried) > 1 else (values,), strict=True)), None
+            jax.block_until_ready(jax.tree.leaves(results))
+            lates.append(late)
+            found = places({name: results[name] for name in step.carried})
+            record.wrong += [f"finish: placed {line}" for line in unequal(found, home)]
+    for k, (now, late) in enumerate(zip(nows, lates, strict=True)):
+        metrics = jax.tree.map(lambda a, b: b if a is None else a, now, late, is_leaf=lambda x: x is None)
         record.add({"metrics": metrics} if k < CALLS - 1 else {**results, "metrics": metrics})
     return record
 
@@ -1098,6 +1167,8 @@ def compared(r: Recipe, got: Record, want: Record) -> list[str]:
     tolerance = 3e-2 if r["storage"] else TOLERANCE[r["dtype"].split()[0]]
     if r["gradients"] == "cast":
         tolerance = max(tolerance, 2e-3)
+    if r["further leaf"] == "half":
+        tolerance = max(tolerance, 1e-2)
     for k, (new, old) in enumerate(zip(got.values, want.values, strict=False)):
         for name, values in new.items():
             a, b = (jax.tree_util.tree_flatten_with_path(x)[0] for x in (values, old[name]))
@@ -1109,7 +1180,7 @@ def compared(r: Recipe, got: Record, want: Record) -> list[str]:
                     found.append(f"call {k}: {name}{jax.tree_util.keystr(path)}: {what}")
             kinds = unequal(got.types[k][name], want.types[k][name])
             found += [f"call {k}: type of {name}{line}" for line in kinds]
-    for k, (new, plain) in enumerate(zip(got.parts[1:], want.parts[1:], strict=True)):
+    for k, (new, plain) in enumerate(zip(got.parts[1:], want.parts[1:], strict=not got.wrong)):
         for name, mine in new.items():
             rows = zip(mine, got.parts[0][name], plain[name], want.parts[0][name], strict=True)
             for x, first, theirs, whole in rows:
@@ -1127,6 +1198,8 @@ def compared(r: Recipe, got: Record, want: Record) -> list[str]:
 def difference(x: Any, y: Any, tolerance: float) -> str | None:
     if x.shape != y.shape:
         return f"shape {x.shape} instead of {y.shape}"
+    if x.dtype == np.int8 and x.size and np.abs(x.astype(int) - y).max() <= 1:
+        return None  # a moment's codes: where the last bit of the moment differs, the next code may be the nearest
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return None if np.array_equal(x, y) else f"{x} instead of {y}"
     x, y = np.asarray(x, np.float64).ravel(), np.asarray(y, np.float64).ravel()
@@ -1153,7 +1226,16 @@ REFUSED: list[tuple[str, Callable[[Recipe, str], bool], str]] = [
     ("pipelined", lambda r, m: bool(r["second"] or r["target"]), "Return a dict with the carried arguments' names"),
     ("", lambda r, m: r["mesh"] == "explicit ZeRO-1", "shard_over: on a mesh with Explicit axes"),
     ("disk", lambda r, m: "moments" in r["metrics"], "outside of its update"),
-    ("disk", lambda r, m: r["gradients"] == "cast" and "bfloat16" in r["dtype"], "where a leaf keeps its type"),
+    ("disk", lambda r, m: r["skip"] == "select", "outside of its one update"),
+    ("disk", lambda r, m: r["gradients"] == "cast", "where a leaf keeps its type"),
+    # A state of 16 bits that an optimizer makes wider in its first update.
+    (
+        "pipelined",
+        lambda r, m: r["further leaf"] == "half" or "bfloat16" in r["dtype"],
+        "tree, shapes and dtypes of the",
+    ),
+    ("", lambda r, m: r["select"] == "callable", "selects no leaf of the state"),
+    ("", lambda r, m: bool(r["order"]), "order: no parameter's path matches"),
     ("pipelined, host", lambda r, m: True, "none that the update reads is a float array of 64 KiB"),
     ("pipelined, host", lambda r, m: in_a_branch(r), "Use gradients='device'"),
 ]
@@ -1191,10 +1273,11 @@ def differences(r: Recipe, mode: str, want: Record) -> list[str]:
     Raises:
       Refused: the docs say that this recipe raises an error in this mode, and it does.
     """
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
         try:
-            return compared(r, run(r, mode, Path(folder)), want)
+            found = compared(r, run(r, mode, Path(folder)), want)
+            return found + [text for each in warned if "rewriting failed" in (text := str(each.message))]
         except Exception as error:
             if refusal(r, mode, error):
                 raise Refused(str(error)) from error

@@ -1,0 +1,95 @@
+"""The check of what a step is rewritten to, before it runs.
+
+A policy decides what runs where. If it leaves out an operand, or frees a buffer too early, the step that was written
+runs instead: a fault costs time, and never a crash or a number.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence, Set
+from typing import NamedTuple
+
+from jax_offload._base.jaxprs import Atom, Equation, Var, inner_of, variables
+from jax_offload._base.memory import is_host_aval
+from jax_offload._emit.find import is_update
+from jax_offload._ir.program import Program
+
+
+class CannotRewrite(Exception):
+    """A rewritten step is not the step that was written."""
+
+
+class Runs(NamedTuple):
+    """A part of a schedule.
+
+    Attributes:
+      reads: its operands.
+      makes: its results.
+      takes: operands whose buffers it overwrites or frees.
+    """
+
+    reads: Sequence[Var]
+    makes: Sequence[Var]
+    takes: Set[Var] = frozenset()
+
+
+def check_order(parts: Sequence[Runs], given: Iterable[Var], results: Iterable[Var]) -> None:
+    """Check that each operand is given or made earlier, and that no buffer is read after a part has taken it.
+
+    Raises:
+      CannotRewrite: one is not.
+    """
+    known, taken = {*given}, set[Var]()
+    for part in parts:
+        for v in part.reads:
+            if v not in known:
+                raise CannotRewrite(f"a part reads {v.aval}, and none before it makes that")
+            if v in taken:
+                raise CannotRewrite(f"a part reads {v.aval}, whose buffer an earlier part has taken")
+        known.update(part.makes)
+        taken |= part.takes
+    for v in results:
+        if v not in known:
+            raise CannotRewrite(f"no part makes the result {v.aval}")
+        if v in taken:
+            raise CannotRewrite(f"a part takes the buffer of the result {v.aval}")
+
+
+def check_program(program: Program) -> None:
+    """Check the order of a program's equations, and that types and memory agree with what a branch or an update takes.
+
+    Raises:
+      CannotRewrite: an operand is missing, or two types differ.
+    """
+    parts = [Runs(variables(eqn.invars), eqn.outvars) for eqn in program.eqns]
+    check_order(parts, program.inputs, variables(program.outputs))
+    for eqn in program.eqns:
+        _check_calls(eqn)
+
+
+def _check_calls(eqn: Equation) -> None:
+    if is_update(eqn):
+        own: Program = eqn.params["update"].program
+        _check_types("an update", [*eqn.invars, *own.outputs], [*own.inputs[len(own.consts) :], *eqn.outvars])
+        check_program(own)
+    for inner in inner_of(eqn):
+        if eqn.primitive.name == "cond":  # a loop slices its operands, and stacks its results
+            jaxpr = inner.jaxpr
+            _check_types("a branch", [*eqn.invars[1:], *jaxpr.outvars], [*jaxpr.invars, *eqn.outvars])
+        for each in inner.jaxpr.eqns:
+            _check_calls(each)
+
+
+def _check_types(what: str, have: Sequence[Atom], want: Sequence[Atom]) -> None:
+    for x, v in zip(have, want, strict=True):
+        if (x.aval.shape, x.aval.dtype, is_host_aval(x.aval)) != (v.aval.shape, v.aval.dtype, is_host_aval(v.aval)):
+            raise CannotRewrite(f"{what} has {x.aval} in place of {v.aval}")
+
+
+def tell(what: str, fault: Exception) -> str:
+    """Warn of a failed rewriting, and return why it failed. ``what``: what the step does instead."""
+    why = f"its rewriting failed ({type(fault).__name__}: {str(fault).partition(chr(10))[0][:200]})"
+    text = f"jax_offload: {what}, as {why}. Its numbers are right. Please report this with the step."
+    warnings.warn(text, stacklevel=3)
+    return why
