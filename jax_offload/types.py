@@ -16,7 +16,7 @@ if _typing.TYPE_CHECKING:
     from jax_offload._analysis.profiled import Profile as Profile
     from jax_offload._analysis.timeline import Timeline as Timeline
 
-# Classes of what only looks at steps are imported when they are asked for: the name, and the module of _analysis.
+# Classes that only look at steps are imported when they are asked for: the name, and the module of _analysis.
 _LAZY = {
     "Chip": "chips",
     "Inspection": "inspection",

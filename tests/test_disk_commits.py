@@ -196,7 +196,7 @@ def test_what_would_not_come_back(run):
     for wrong in (jax.ShapeDtypeStruct((2,), "float32"), jnp.float32, print):
         with pytest.raises(TypeError, match=r"tree: \['more'\] is a .*; a commit holds arrays, numbers and strings"):
             run.disk.commit(0, {"params": params, "state": state, "more": wrong})
-    with pytest.raises(TypeError, match=r"tree: \['more'\] is traced\. Fix: disk\.commit outside of any jit"):
+    with pytest.raises(TypeError, match=r"tree: \['more'\] is traced\. Fix: call disk\.commit outside any jit"):
         jax.eval_shape(lambda x: run.disk.commit(0, {"params": params, "state": state, "more": x}), np.float32(1))
     run.step(given, state)
     with pytest.raises(ValueError, match=r"tree: \['params'\]\['a'\] is float32\[64, 64\] that was donated to a step"):

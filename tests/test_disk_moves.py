@@ -224,7 +224,7 @@ def test_what_is_wrong_says_so(disks):
         ),
         ("target: expected the committed tree", lambda: jo.restore(files)),
         ("item, fallback: ", lambda: jo.restore(files, target_of(offload()), fallback=True)),
-        ("target: its leaves are not those of the commit", lambda: jo.restore(files, {"params": params()})),
+        ("target: its leaves differ from the commit's", lambda: jo.restore(files, {"params": params()})),
         (r"holds a state already.*Fix: .*disk.resume\(target\)", lambda: jo.restore(files, target_of(tx))),
         ("state: is on disk, or is to be, which no program does", lambda: jax.jit(lambda s: jo.to_host(tx, s))(state)),
         ("state: not the tree that tx.init gives", lambda: jo.to_host(offload(), state[1], weights)),

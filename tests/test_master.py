@@ -315,5 +315,5 @@ def test_bad_input():
     params = parameters()
     with pytest.raises(ValueError, match="params: with_master_params needs them"):
         tx.update(params, tx.init(params))
-    with pytest.raises(ValueError, match="its masters are not those of parameters"):
+    with pytest.raises(ValueError, match="its masters do not fit parameters"):
         tx.update({"w": params["embed"]}, tx.init(params), {"w": params["embed"]})

@@ -1,1 +1,1 @@
-"""What a step will cost and what it really does: chips, the compiled program, its timeline. Decides nothing."""
+"""Look at steps: what they will cost and what they really do. Nothing here decides anything."""

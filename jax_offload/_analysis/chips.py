@@ -64,7 +64,7 @@ class Chip:
       dram_bytes: bytes of the host's memory for each of its accelerators.
       reached: the speeds that programs reach, below ``flops``, ``hbm_bandwidth`` and ``interconnect``.
       dram_bandwidth: bytes per second of the host's memory for each of its accelerators; ``None`` if unknown.
-      sources: for each figure, where it is published, or from what it is assumed.
+      sources: for each figure, where it is published, or why it is assumed.
 
     Example:
       >>> import jax_offload as jo

@@ -94,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
     option = command("check", _check, CHECK)
     option("step", metavar="STEP")
     option("--target", help="a chip to compile for that need not be there: h200, v5e:2x2 (extra aot)")
-    command("doctor", _doctor, "Can this machine offload? What is installed, a measured link, and a self-test.")
+    command("doctor", _doctor, "Can this machine offload? List versions, measure the link, and run a self-test.")
     return top
 
 
@@ -139,7 +139,7 @@ def _doctor(as_json: bool) -> int:
 
 
 def _on_the_cpu() -> None:
-    """Nothing runs: no accelerator is to be started, or asked for."""
+    """Keep jax on the CPU: nothing runs, so no accelerator must be started or queried."""
     prepare()
     with contextlib.suppress(RuntimeError):  # it is up already
         jax.config.update("jax_platforms", "cpu")
@@ -167,9 +167,9 @@ def _optimizer(optimizer: str, master: str | None, storage: str | None, clip: bo
 
 
 def load(name: str, wanted: str) -> Any:
-    """What the function ``module:function`` returns, two things or more; it may be a module of the working directory.
+    """Call ``module:function`` and return its result, at least two values. The working directory is searched too.
 
-    What their code raises is told with its traceback, and is not taken for an error of an option.
+    An error that their code raises is printed with its traceback, and does not count as a wrong option.
     """
     module, _, function = name.partition(":")
     if not module or not function:

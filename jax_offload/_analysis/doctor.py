@@ -1,4 +1,4 @@
-"""Whether this machine can offload: what is installed, what memory there is, the link, and a short run."""
+"""Whether this machine can offload: installed packages, memories, the link, and a short run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Check:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What the doctor has found, check by check."""
+    """The doctor's findings, check by check."""
 
     checks: tuple[Check, ...]
 
@@ -51,7 +51,7 @@ class Report:
         bad, notes = ([check for check in self.checks if check.kind == kind] for kind in ("bad", "note"))
         verdict = "this machine can offload" + "; mind: " * bool(notes) + ", ".join(check.name for check in notes)
         if bad:
-            verdict = "this machine cannot offload as it is: " + ", ".join(check.name for check in bad)
+            verdict = "this machine cannot offload yet: " + ", ".join(check.name for check in bad)
         wanted = [check.next for check in (*bad, *notes) if check.next]
         next_step = wanted[0] if wanted else "jax-offload plan module:function --chip NAME"
         return dataclasses.asdict(self) | {"ok": self.ok, "verdict": verdict, "next_step": next_step}

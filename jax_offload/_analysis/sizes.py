@@ -33,7 +33,7 @@ PER_WIDTH = 128  # such a model has this many columns of width per layer, and it
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What an optimizer takes of one device and its host.
+    """The memory that an optimizer takes on one device and its host.
 
     Attributes:
       nbytes: bytes by the names that ``Row`` has for them, ``state`` to ``stored``; ``None`` where the update alone
@@ -135,7 +135,7 @@ def model_of(
     n: int, dtype: str, devices: int, replicated: bool, layers: int | None, width: int | None
 ) -> tuple[dict[str, Any], int, int]:
     """Abstract parameters of equal layers, ``n`` in all to one row, with their layers and width; a layer has
-    12 width² of them. What is left over is one matrix.
+    12 width² of them. One matrix holds the remainder.
 
     Raises:
       ValueError: the dtype is none of floats, the parameters are too few for the layers, or the devices do not divide

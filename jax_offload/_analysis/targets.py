@@ -63,11 +63,11 @@ class Target:
 
 
 def target_of(name: str) -> Target:
-    """The target of that name; from then on its plugin finds what it reads from the environment.
+    """Return the target of that name, and set the environment variables that its plugin reads.
 
     Raises:
-      TypeError: it is no name.
-      ValueError: it is not known; or a TPU's name has no topology.
+      TypeError: ``name`` is not a string.
+      ValueError: the target is not known, or a TPU's name has no topology.
     """
     if not isinstance(name, str):
         raise TypeError(f'target: expected the name of a chip, "h200" or "v5e:2x2"; got {name!r}.')

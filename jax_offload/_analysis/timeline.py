@@ -422,7 +422,7 @@ def _memory(axes: Any, timeline: Timeline, end: float) -> None:
 
 
 def trace(timeline: Timeline) -> dict[str, Any]:
-    """In Chrome's trace format, which Perfetto opens: a thread for each lane, and a counter for device memory."""
+    """Return Chrome's trace format, which Perfetto opens: a thread for each lane, a counter for device memory."""
     lanes = lanes_of(timeline)
     events: list[Mapping[str, Any]] = [
         {"ph": "M", "pid": 1, "tid": k, "name": name, "args": args}

@@ -45,7 +45,7 @@ def _number(given: object, units: Mapping[str, float]) -> float | None:
 
 
 def in_bytes(n: float) -> str:
-    """In the largest binary unit that gives a number of 1 or more, four digits at most."""
+    """Format bytes in the largest binary unit that gives at least 1, with at most four digits."""
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while abs(n) >= 1000 and len(units) > 1:
         n /= 1024
@@ -55,7 +55,7 @@ def in_bytes(n: float) -> str:
 
 
 def in_seconds(seconds: float) -> str:
-    """In s, ms or µs, with two significant digits at least."""
+    """Format seconds in s, ms or µs, with at least two significant digits."""
     if seconds >= 1:
         return f"{seconds:.2f} s"
     unit, n = ("ms", 1e3 * seconds) if seconds >= 1e-3 else ("µs", 1e6 * seconds)

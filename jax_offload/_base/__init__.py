@@ -1,1 +1,1 @@
-"""What knows jax: memory, shardings, paths, and all of its internals that are needed."""
+"""The modules that know jax: memory, shardings, paths, and all internals of jax that the package needs."""

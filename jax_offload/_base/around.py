@@ -1,13 +1,13 @@
-"""What stands around a trace and does not show in its arguments: the one context variable of the package.
+"""Facts about a trace that its arguments do not show: the one context variable of the package.
 
 ``init`` and ``update`` have optax's arguments, and what stands between a caller and an ``offload``, a chain, a ``cond``
 or ``optax.MultiSteps``, hands on no others. So three things reach an ``offload`` from the side:
 
 * how the parameters are sharded. With Auto axes no type tells, and a constraint that did would be in the program and
   would be lost at the next branch, whose operands are new variables;
-* whether what is traced is going to run. A description may neither warn nor be remembered as a step would be, and what
+* whether the traced function is going to run. A description may neither warn nor be remembered like a step, and what
   each ``offload`` remembers is its own: nobody else can put it back;
-* whether an ``offload`` traces what it wraps, which must not hold another one.
+* whether an ``offload`` traces its inner optimizer, which must not hold another one.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ NESTED = (
 
 @dataclasses.dataclass(frozen=True)
 class Around:
-    """What stands around a trace.
+    """Facts about a trace that its arguments do not show.
 
     Attributes:
       shardings: of the parameters, by path; ``None``: only what their types tell.
-      runs: whether what is traced is going to run, as far as an ``offload`` can know.
+      runs: whether the traced function is going to run, as far as an ``offload`` can know.
       remembers: whether the parameters' shardings are remembered.
-      within_offload: whether an ``offload`` traces what it wraps.
+      within_offload: whether an ``offload`` traces its inner optimizer.
     """
 
     shardings: Shardings | None = None
@@ -56,7 +56,7 @@ _AROUND: contextvars.ContextVar[Around] = contextvars.ContextVar("jax_offload_ar
 
 
 def around() -> Around:
-    """What stands around the trace that is under way."""
+    """Return the facts about the current trace."""
     return _AROUND.get()
 
 
@@ -102,8 +102,8 @@ def shardings_of(params: Any) -> Shardings:
 
 
 def without_sharding(params: Any, shardings: Shardings) -> frozenset[str]:
-    """The paths of those that have no entry in ``shardings`` and might be divided: a description gives them no
-    sharding, or a trace tells that their mesh is one of several devices, and no more."""
+    """The paths of parameters that have no entry in ``shardings`` and might be divided: a description gives them no
+    sharding, or a trace tells only that their mesh has several devices."""
     described = _AROUND.get().shardings is not None
     flat = [(key_of(path), x) for path, x in jax.tree_util.tree_flatten_with_path(params)[0]]
     missing = [(path, x) for path, x in flat if path not in shardings and is_array(x)]
@@ -111,14 +111,14 @@ def without_sharding(params: Any, shardings: Shardings) -> frozenset[str]:
 
 
 class Remembered:
-    """What one ``offload`` remembers of its parameters: the shardings that they had in eager ``init``, and wherever
-    the state's were asked for. A trace with Auto axes does not tell them; ``placement`` shows where they decided."""
+    """The parameters' shardings that one ``offload`` remembers: those that they had in eager ``init``, and wherever
+    the state's were asked for. A trace with Auto axes does not tell them. ``placement`` shows where they decided."""
 
     def __init__(self) -> None:
         self._shardings: dict[str, list[Sharding]] = {}
 
     def remember(self, shardings: Shardings) -> None:
-        """Adds what the parameters of an ``init`` were in. Types tell for themselves, at every trace."""
+        """Add the shardings of an ``init``'s parameters. Types carry their own, in every trace."""
         for path, sharding in shardings.items() if _AROUND.get().remembers else ():
             mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
             typed = isinstance(mesh, AbstractMesh) and bool(mesh.explicit_axes)
@@ -146,12 +146,12 @@ def _shardings_in(params: Any) -> Shardings:
 
 
 def compiled_where_eager(like: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a function so that it is jitted outside of a trace, and runs as it is inside one.
+    """Decorate a function so that it is jitted outside a trace, and runs unchanged inside one.
 
     Run equation by equation, an update would be traced anew, and each loop over chunks compiled, at every step.
 
     Args:
-      like: from the function's arguments to the parameters, or what is sharded as they are. Arrays tell their
+      like: maps the function's arguments to the parameters, or to values sharded like them. Arrays tell their
         shardings, and tracers do not.
     """
 

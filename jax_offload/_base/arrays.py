@@ -1,4 +1,4 @@
-"""What arrays and abstract values have in common."""
+"""Properties that arrays and abstract values share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCK_SCALES = ".values_scale"  # how the path of a leaf ends that has a scale f
 
 
 class Offloaded(optax.GradientTransformationExtraArgs):
-    """What ``offload`` returns. It knows its recipe: a pickle of it is the recipe, without what a run remembered.
+    """The result of ``offload``. Its pickle holds the recipe, and nothing that a run remembered.
 
     Attributes:
       inner: the optimizer inside; ``None`` where this is no optimizer of its own.

@@ -1,6 +1,6 @@
 """Barriers: each way in which one is used, and what XLA does without it.
 
-Nothing comes out of an ``optimization_barrier`` before all that goes into it is there, and XLA knows nothing of what
+Nothing comes out of an ``optimization_barrier`` before all of its operands exist, and XLA knows nothing of what
 comes out. Its outputs are to be used from then on in place of its inputs: one without used outputs is optimised away.
 """
 
@@ -22,12 +22,13 @@ T = TypeVar("T")
 
 
 def gate(env: dict[Var, Any], held: Sequence[Var], waits_for: Sequence[Var]) -> None:
-    """In ``env``, values that wait for others: host leaves for the stores that make room for them, say.
+    """Make values in ``env`` wait for others: host leaves, for example, for the stores that make room for them.
 
     XLA's scheduler hoists every host-to-device copy to the start of a program, because nothing holds it back; then
-    every loaded leaf lives until its update, and the peak is that of a resident state.
+    every loaded leaf lives until its update, and the peak is a resident state's.
 
-    Inside ``shard_map`` only among what varies over the same axes: jax 0.10 makes all outputs vary over all.
+    Inside ``shard_map`` only values that vary over the same axes wait for each other: jax 0.10 would make all outputs
+    vary over all axes.
     """
     for varying in {varying_over(env[v]) for v in held}:
         waiting, first = ([v for v in vs if varying_over(env[v]) == varying] for vs in (held, waits_for))
@@ -54,7 +55,7 @@ def read_once(rows: Sequence[Any]) -> list[Any]:
 
 
 def written_after(new: Any, read: Any) -> tuple[Any, Any]:
-    """Rows to write into a buffer, which wait until other rows of it have been read.
+    """Make rows that are written into a buffer wait until its other rows have been read.
 
     XLA copies a buffer that is read and written at the same time: all of it, in every iteration of a loop.
     """
@@ -65,27 +66,27 @@ def written_after(new: Any, read: Any) -> tuple[Any, Any]:
 def opaque(x: Any) -> Any:
     """Hide a number's value from XLA, which computes in advance with every value that it knows.
 
-    A loop that surely runs once would be unrolled, and would not update in place. Zeros in the place of what is skipped
-    would be a tree of their own. A choice whose outcome is known would not be made in the memory of what is not chosen:
+    A loop that surely runs once would be unrolled, and would not update in place. Zeros in the place of a skipped
+    update would be a tree of their own. A choice whose outcome is known would not be made in the rejected memory:
     a TPU copied each parameter twice. Seeds that count on would be constants, each in a kernel of its own.
     """
     return jax.lax.optimization_barrier(x)
 
 
 def equation_of_together(values: Mapping[Var, Var]) -> Equation:
-    """``together`` as an equation: variables -> those that they are behind it."""
+    """``together`` as an equation. ``values`` maps each operand to its result."""
     avals = [jax.ShapeDtypeStruct((), np.int32) for _ in values]
     (eqn,) = jaxpr_of(lambda *xs: together(xs), *avals)[0].jaxpr.eqns
     return eqn.replace(invars=list(values), outvars=list(values.values()))
 
 
 def _derived(values: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Tangents pass it one by one; jax may have those of host leaves on the device."""
+    """Pass tangents through one by one; jax may have put the tangents of host leaves on the device."""
     passed = [to_host(t) if nonzero(t) and on_host(x) else t for x, t in zip(values, tangents, strict=True)]
     return _GATE.bind(*values), passed
 
 
-# What jax.lax.optimization_barrier is, by name too, for those who read equations; but for its derivatives.
+# The same as jax.lax.optimization_barrier, also by name, except for its derivatives.
 _GATE = Primitive("optimization_barrier")
 _GATE.multiple_results = True
 _GATE.def_impl(lambda *values: list(values))

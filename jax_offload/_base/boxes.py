@@ -31,7 +31,7 @@ def shape_of(box: Box) -> tuple[int, ...]:
 
 
 def boxes_of(sharding: Sharding, shape: Sequence[int]) -> list[Box]:
-    """The boxes of a leaf in this process, each once: what is replicated has one copy in the files."""
+    """The boxes of a leaf in this process, each once: the files hold one copy of replicated parts."""
     return sorted({box_of(index or (), shape) for index in _here(sharding, shape).values()})
 
 
@@ -40,13 +40,13 @@ def _here(sharding: Sharding, shape: Sequence[int]) -> Mapping[Any, Any]:
 
 
 def covered(box: Box, by: Iterable[Box]) -> bool:
-    """Whether these boxes, no two of which overlap, cover ``box`` together."""
+    """Whether these boxes, which do not overlap, together cover ``box``."""
     overlaps = ([min(b, d) - max(a, c) for (a, b), (c, d) in zip(each, box, strict=True)] for each in by)
     return sum(math.prod(overlap) for overlap in overlaps if all(n > 0 for n in overlap)) == math.prod(shape_of(box))
 
 
 def parts_here(x: jax.Array) -> list[tuple[Box, jax.Array]]:
-    """What the devices of this process have of an array, each part once, where it is."""
+    """The parts of an array on this process's devices, each once, in the memory that holds it."""
     return list({box_of(s.index, x.shape): s.data for s in reversed(x.addressable_shards)}.items())
 
 

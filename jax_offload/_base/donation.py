@@ -8,8 +8,8 @@ aborts on a CPU, and memory is overwritten silently on a GPU.
 
 The pairs are attributes of the arguments of ``main``, set before its body is lowered. A lowering rule runs while the
 body is lowered, so a primitive in the body can take the pairs back: where one crosses memory kinds, all donated
-arguments are left to XLA (``jax.buffer_donor``), which pairs them by what it knows of their memory. Programs in which
-none crosses stay as they are.
+arguments are left to XLA (``jax.buffer_donor``), which knows their memories and pairs them. Programs in which
+no pair crosses stay unchanged.
 """
 
 from __future__ import annotations
@@ -85,10 +85,10 @@ _latest: list[Home] = []
 
 
 class Home:
-    """What one ``offload`` has seen of its state.
+    """The facts about its state that one ``offload`` has seen.
 
     Attributes:
-      reached: whether the state has been in host memory. A resident state that is to become an offloaded one has not.
+      reached: whether the state has been in host memory. A resident state that becomes an offloaded one has not.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class Home:
         self._told = set[str]()
 
     def tell(self, what: str, where: str = "step") -> None:
-        """Warns, the first time for a step, and the first time for an init."""
+        """Warn once for a step, and once for an init."""
         if where not in self._told:
             self._told.add(where)
             warnings.warn(what, stacklevel=3)
@@ -107,7 +107,7 @@ class Home:
 
     @staticmethod
     def latest() -> Home:
-        """That of the ``offload`` whose update was traced last."""
+        """The home of the ``offload`` whose update was traced last."""
         return _latest[0] if _latest else Home()
 
 
@@ -115,8 +115,8 @@ def check_returned(context: Any, names: Sequence[str], home: Home, where: str) -
     """Warns where the program that is lowered returns a leaf in device memory that belongs in host memory.
 
     Args:
-      context: that of a lowering rule.
-      names: paths of the leaves in their state, or of more: those of results end with them.
+      context: a lowering rule's context.
+      names: paths of the leaves in their state, or in a larger tree: the paths of results end with them.
       home: where the state is seen.
       where: whether a ``"step"`` or an ``"init"`` returns it.
     """

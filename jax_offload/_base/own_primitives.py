@@ -31,7 +31,7 @@ _was_on = False
 def collector_waits() -> Iterator[None]:
     """Keep Python's garbage collector from running while any of these is under way.
 
-    Tracing and lowering an update allocate hundreds of objects for each leaf, nearly all of which stay, and the
+    Tracing and lowering an update allocate hundreds of objects for each leaf. Nearly all of them stay, and the
     collector goes through them again and again.
     """
     global _waits, _was_on
@@ -49,11 +49,11 @@ def collector_waits() -> Iterator[None]:
                 gc.enable()
 
 
-# ---- one that is there to be lowered, and one that says in equations what it does
+# ---- a primitive with a lowering of its own, and a primitive that becomes equations
 
 
 def identity_primitive(name: str, lower: Callable[..., list[Any]]) -> Primitive:
-    """A primitive that returns its operands, one result for each, and is there to be lowered by ``lower``.
+    """Make a primitive that returns its operands, one result for each, and is lowered by ``lower``.
 
     Linear: derivatives pass it too, so that it is in the program of a gradient, which may need no result of the
     function itself. Results that nobody uses go, and their operands with them.
@@ -81,7 +81,7 @@ def identity_primitive(name: str, lower: Callable[..., list[Any]]) -> Primitive:
 
 
 class Call(Protocol):
-    """What an equation of a ``call_primitive`` does, in its parameter ``update``: no equations yet."""
+    """The parameter ``update`` of a ``call_primitive``'s equation: its work, not yet as equations."""
 
     @property
     def avals(self) -> tuple[list[Any], list[Any]]:
@@ -98,35 +98,35 @@ class Call(Protocol):
         ...
 
     def emitted(self, args: Sequence[Any], *, lowered: bool = False, for_cpu: bool = False) -> list[Any]:
-        """Its results, by equations of the trace that is under way.
+        """Emit equations into the current trace and return their results.
 
         Args:
           args: its operands.
-          lowered: whether these equations are lowered as they are; neither ``vmap`` nor a derivative will see them.
+          lowered: whether these equations are lowered unchanged, so that neither ``vmap`` nor a derivative sees them.
           for_cpu: whether they are lowered for a CPU, whose compiler needs no help with the order of transfers.
         """
         ...
 
     def only(self, used: Sequence[bool]) -> tuple[list[bool], Call]:
-        """What is left for some of the results, and which of the operands that needs."""
+        """Reduce the work to some of the results; return it and the operands that it needs."""
         ...
 
 
 def equations(call: Call) -> ClosedJaxpr:
-    """What a call emits, as a closed jaxpr."""
+    """Return the equations that a call emits, as a closed jaxpr."""
     return jaxpr_of(call.emitted, call.avals[0])[0]
 
 
 def params_of(call: Call) -> dict[str, Any]:
-    """The parameters of an equation that does what ``call`` says."""
+    """The parameters of an equation that runs ``call``."""
     return {"update": call, "recipe": call.recipe}
 
 
 def call_primitive(name: str) -> Primitive:
-    """A primitive that does what its parameter ``update`` says, and says it in equations where it is lowered. Bind it
-    with ``params_of``.
+    """Make a primitive that runs its parameter ``update``, and becomes equations when it is lowered. Bind it with
+    ``params_of``.
 
-    Under ``vmap`` and differentiation these equations take its place, so that nothing needs to know of them.
+    Under ``vmap`` and differentiation the equations take its place, so that no other rule is needed.
     """
 
     def batched(axis: Any, xs: Sequence[Any], dims: Sequence[Any], *, update: Call, recipe: Jaxpr) -> Any:
@@ -217,7 +217,7 @@ MARK = "jax_offload_mark"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Said:
-    """Anything, as a parameter of an equation: those are to be hashed."""
+    """Any value as a parameter of an equation, which must be hashable."""
 
     what: Any
 
@@ -228,7 +228,7 @@ def mark(x: jax.Array, says: Any) -> jax.Array:
 
 
 def mark_of(x: Any) -> Any:
-    """What a traced value was marked with, if that was the last thing that happened to it."""
+    """The mark of a traced value, if marking was the last operation on it."""
     eqn = equation_of(x)
     return eqn.params["says"].what if eqn is not None and eqn.primitive is _mark else None
 
@@ -238,7 +238,7 @@ def is_mark(eqn: Equation) -> bool:
 
 
 def marks_in(step: ClosedJaxpr) -> dict[Var, Any]:
-    """Variable -> what it was marked with, at the top of a closed jaxpr."""
+    """Map each marked variable at the top of a closed jaxpr to its mark."""
     return {eqn.outvars[0]: eqn.params["says"].what for eqn in step.jaxpr.eqns if eqn.primitive is _mark}
 
 

@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other where they have to agree. All of them ask, in the same order."""
+"""Let the processes of a run agree. All of them must ask, in the same order."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ def several() -> bool:
 
 
 def allgathered(mine: Any) -> list[Any]:
-    """What each process says, by its number; ``mine`` is what this one does: JSON, of a few KiB."""
+    """Return each process's message, by its number. ``mine``: this process's message, a few KiB of JSON."""
     if not several():
         return [mine]
     from jax.experimental import multihost_utils
 
     said = json.dumps(mine).encode().ljust(_BYTES)
     if len(said) > _BYTES:
-        raise ValueError(f"{len(said)} bytes are to be told to the other processes, {_BYTES} at most: {said[:200]!r}")
+        raise ValueError(f"a message of {len(said)} bytes is too long, {_BYTES} at most: {said[:200]!r}")
     rows = np.asarray(multihost_utils.process_allgather(np.frombuffer(said, np.uint8)))
     return [json.loads(row.tobytes()) for row in rows.reshape(-1, _BYTES)]
 
 
 def failed_anywhere(mine: str, run: str, number: int) -> dict[int, str]:
-    """What has failed, by the number of the process in which it did; empty where nothing has.
+    """Return the failures by the number of their process; empty if there are none.
 
-    What ``allgathered`` tells goes through a program on the devices, which waits for all that is under way there. This
-    goes from host to host: a step ends with it, and its programs run on.
+    ``allgathered`` runs a program on the devices, which waits for everything that runs there. This goes from host to
+    host: a step ends with it, and its programs run on.
 
     Args:
-      mine: what has failed in this process, empty where nothing has.
-      run: of the processes.
-      number: in the run of what may have failed; each is asked for once.
+      mine: the failure in this process; empty if there is none.
+      run: the name of the run.
+      number: the number of the question in the run; each is asked once.
     """
     if not several():
         return {0: mine} if mine else {}
@@ -58,10 +58,11 @@ def failed_anywhere(mine: str, run: str, number: int) -> dict[int, str]:
 
 
 def everywhere(do: Callable[[], T], doing: str, undo: Callable[[T], Any] = lambda _: None) -> T:
-    """What ``do`` gives, where it does in every process; else an error in each of them.
+    """Return the result of ``do`` if it succeeds in every process; otherwise raise in all of them.
 
     Raises:
-      Exception: what ``do`` raises here. ``undo`` is called where it has raised elsewhere, which is a ``ValueError``.
+      Exception: the error of ``do`` in this process.
+      ValueError: ``do`` failed in another process; ``undo`` has been called here.
     """
     if not several():
         return do()

@@ -1,9 +1,9 @@
 """How parameters are sharded, and how their state is: like them, or over further axes of the mesh too (ZeRO-1).
 
-Inside a traced program jax tells shardings only where a mesh's axes are Explicit. With Auto axes ``offload`` remembers
-what it has seen of its parameters: in eager init, and wherever shardings are asked for (``abstract_state``,
-``abstract_state``). The streaming needs it, for windows count bytes per device and a loop takes the same rows of every
-shard; ``shard_over`` cannot do without.
+Inside a traced program jax tells shardings only if a mesh's axes are Explicit. With Auto axes ``offload`` remembers the
+shardings that its parameters had in eager init, and wherever shardings are asked for (``abstract_state``). Streaming
+needs them, because windows count bytes per device and a loop takes the same rows of every shard; ``shard_over`` cannot
+do without them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Shards = tuple[int, ...]  # for each axis of an array, into how many parts it is
 
 
 def inside_shard_map(shardings: Shardings) -> Shardings:
-    """As they are where the trace is: inside ``shard_map`` shapes are local, and manual axes divide nothing more."""
+    """Adapt shardings to the trace: inside ``shard_map`` shapes are local, and manual axes divide nothing more."""
     manual = set(jax.sharding.get_abstract_mesh().manual_axes)
 
     def rest(spec: PartitionSpec) -> PartitionSpec:
@@ -39,7 +39,7 @@ def inside_shard_map(shardings: Shardings) -> Shardings:
 
 
 def same_sharding(a: Sharding, b: Sharding) -> bool:
-    """Whether two shardings say the same, in whatever memory."""
+    """Whether two shardings divide alike, in whatever memory."""
     if isinstance(a, NamedSharding) and isinstance(b, NamedSharding):
         n = max(len(a.spec), len(b.spec))
         entries = ([names_in(e) for e in padded(s.spec, n)] for s in (a, b))
@@ -53,7 +53,7 @@ def sharding_of(x: Any) -> Sharding | None:
 
 
 def typed_sharding(aval: Any) -> NamedSharding | None:
-    """What a type tells of its sharding: with Auto axes nothing."""
+    """The sharding that a type carries; with Auto axes it carries none."""
     sharding = getattr(aval, "sharding", None)
     return None if sharding is None or sharding.mesh.empty or not sharding.mesh.explicit_axes else sharding
 
@@ -109,7 +109,7 @@ def padded(spec: PartitionSpec, ndim: int) -> list[Any]:
 
 
 def fitted(sharding: Sharding, shape: Sequence[int]) -> Sharding:
-    """``sharding`` for an array of as many axes; those that it does not divide evenly, blocks say, are not divided."""
+    """``sharding`` for an array of as many axes; axes that it does not divide evenly, such as blocks, stay whole."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     spec, shards = padded(sharding.spec, len(shape)), shards_of(sharding, shape)

@@ -15,7 +15,7 @@ def terminal_width() -> int:
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """A line for each row, every column as wide as its widest cell; those of ``right`` end flush."""
+    """Format rows as lines, every column as wide as its widest cell; the columns ``right`` end flush."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
     def line(row: Sequence[str]) -> str:

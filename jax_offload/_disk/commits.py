@@ -1,4 +1,4 @@
-"""Commits of one or several processes, each of which has a store of its own: a commit belongs to all or to none.
+"""Commits of one or several processes, each with its own store: a commit belongs to all or to none.
 
 Each process prepares it: all of it is on its disk, beside the commit before. When all have, it counts. Each process,
 once it knows, swaps it in, and only then writes over the one before; a process that ended between the two finds it
@@ -54,8 +54,8 @@ def last_of_all(directory: Path, files: Files) -> Commit | None:
             "restore from a checkpoint into a directory that is empty."
         )
     raise ValueError(
-        f"disk: the processes have no commit of one run in {directory}; what they have: {found}. Fix: the directory of "
-        "one run."
+        f"disk: the processes have no commit of the same run in {directory}, but {found}. Fix: give the directory "
+        "of one run."
     )
 
 
@@ -66,8 +66,8 @@ def _check_count(directory: Path) -> None:
     counts |= {1} if (directory / NAME).exists() else set()
     if counts and now not in counts:
         raise ValueError(
-            f"disk: {directory} has the commit of {min(counts)} processes, each of which has its part, and now there "
-            f"are {now}. Fix: go on with {min(counts)}; or there jo.save_args(tree) to a checkpoint, and here "
+            f"disk: {directory} has the commit of {min(counts)} processes, each with its part, and now there "
+            f"are {now}. Fix: go on with {min(counts)}; or save a checkpoint there, jo.save_args(tree), and here "
             "jo.restore(manager, target)."
         )
 
@@ -149,7 +149,7 @@ def number_of(step: Any) -> int:
 
 
 def is_due(step: int, last: int | None, every: int, where: Path) -> bool:
-    """Whether a step is to be committed, one of every so many, after the commit of step ``last``, or after none.
+    """Whether a step is due for a commit, given the step ``last`` of the last commit, or ``None``.
 
     Raises:
       ValueError: it is before the last commit.

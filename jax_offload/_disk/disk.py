@@ -1,11 +1,11 @@
 """``Disk``: leaves of a state in files, what of them is being read and written, and their commits.
 
-Two threads read leaves and four write them; each waits for what it needs, so that whoever drives the step does not. A
-read waits for what is being written of its leaf, and an error in writing is remembered: the files then hold parts of
+Two threads read leaves and four write them; they wait for values, so that the thread that drives the step does not. A
+read waits for pending writes of its leaf, and an error in writing is remembered: the files then hold parts of
 two steps.
 
 None of several processes stops in the middle of a step, where the others would wait for its part: it goes on, with
-zeros for what it could not read, and ``advance``, at the end, is an error in all of them.
+zeros for values that it could not read, and ``advance``, at the end, raises in all of them.
 """
 
 from __future__ import annotations
@@ -90,14 +90,14 @@ class Disk:
         return None if last is None else last.step
 
     def commit(self, step: int, tree: Any, force: bool = False) -> bool:
-        """Save the state as it is now, with everything else that a run continues from, if the step is due.
+        """Save the current state, with everything else that a run continues from, if the step is due.
 
         A step is due if it is a multiple of ``commit_every``, or if there is no commit yet. Otherwise the call returns
         at once. After a commit everything is written. A commit that does not complete, for whatever reason,
         changes nothing. With several processes all must call it, and the commit belongs to all or to none.
 
         Args:
-          step: the number of the step, not below that of the last commit.
+          step: the number of the step, at least the last commit's.
           tree: the whole state, with the parameters of the same step and whatever else the run needs: ``{"params":
             params, "opt_state": state, "rng": key}``. Leaves that are not on disk are written with it.
           force: whether to save a step that is not due, for example at the end of a run.
@@ -119,7 +119,7 @@ class Disk:
         return True
 
     def _beside(self, tree: Any) -> dict[str, Late]:
-        """What a commit of the tree holds beside the leaves on disk, once these are written."""
+        """The part of a commit beside the leaves on disk, once these are written."""
         self._check_whole()
         beside, found = packed(tree)
         for leaf in found.values():
@@ -127,7 +127,7 @@ class Disk:
                 raise ValueError(f"tree: {leaf!r} is in {leaf.place.home!r}, and not in {self!r}.")
             self.check(leaf.token)
         if lost := self._leaves.keys() - found.keys():
-            raise ValueError(f"tree: has not the whole state; {min(lost)} is on disk and not in it.")
+            raise ValueError(f"tree: lacks a part of the state; {min(lost)} is on disk and not in the tree.")
         self.wait()
         self._committed = None  # meanwhile a leaf that is being read may be of either commit
         return beside
@@ -214,7 +214,7 @@ class Disk:
         self._opened, self._leaves = store, stored_in(store)
         self._writing: dict[int, Future[None]] = {}  # entry of the store -> what writes it
         self._updating = False
-        self._failed, self._known = "", ""  # what has failed here, and what all processes know of
+        self._failed, self._known = "", ""  # the failure here, and the failure that all processes know
         self._readers = ThreadPoolExecutor(_READERS, "jax_offload reads")
         self._writers = ThreadPoolExecutor(_WRITERS, "jax_offload writes")
         begin = [secrets.randbelow(VERSIONS), secrets.token_hex(8)]  # no version of a run before
@@ -264,12 +264,12 @@ class Disk:
             back = "" if step is None else f"; disk.resume(target) goes back to the last commit, step {step}"
             raise ValueError(
                 f"disk: the state is not the one that is in {self.directory}: it is of an earlier step, which has been "
-                "written over, or something has computed with it. Fix: hand on the state that the last step returned"
+                "overwritten, or something has computed with it. Fix: hand on the state that the last step returned"
                 f"{back}."
             )
 
     def fetch(self, name: str, sharding: Sharding, rows: Range | None = None) -> Future[jax.Array]:
-        """Start to read a leaf, or some ranges of it, into host memory, once what is being written of it is there."""
+        """Start to read a leaf, or ranges of it, into host memory, once pending writes of it have finished."""
         leaf = self._leaf(name)
         return self._readers.submit(self._read, leaf, sharding, rows)
 
@@ -284,7 +284,7 @@ class Disk:
         return jax.block_until_ready(assembled(parts, sharding, leaf.shape_of(rows)))
 
     def _parts(self, leaf: Stored, room: Room, rows: Range | None = None, *, committed: bool = False) -> Parts:
-        """Read a leaf's values, or those of some ranges, now."""
+        """Read a leaf's values, or some ranges of them, now."""
         found = leaf.within(rows)
         for k, _ in found:
             if not committed and (writing := self._writing.get(k)) is not None:
@@ -292,7 +292,7 @@ class Disk:
         return read_parts(self.store, found, room, committed=committed)
 
     def put(self, name: str, x: jax.Array, rows: Range | None = None) -> Future[None]:
-        """Start to write a leaf's next value, or that of some ranges, once it is there."""
+        """Start to write a leaf's next value, or some ranges of it, once it has been computed."""
         found = self._leaf(name).within(rows)
         self._updating = True
         future = self._writers.submit(self._write, name, [x], found)
@@ -334,9 +334,9 @@ class Disk:
         why = self._known if several() else self._failed
         if why or self._updating:
             raise ValueError(
-                f"disk: an update of the state in {self.directory} did not end, {why or 'something raised in it'}, and "
-                "what is on disk is of two steps. Nothing of the last commit is lost. Fix: disk.resume(target), which "
-                "goes back to it."
+                f"disk: an update of the state in {self.directory} did not end, {why or 'something raised in it'}, "
+                "and the files hold values of two steps. Nothing of the last commit is lost. Fix: disk.resume(target), "
+                "which goes back to it."
             )
 
     def _leaf(self, name: str) -> Stored:

@@ -32,10 +32,10 @@ def disk(directory: str | os.PathLike[str], *, host_bytes: int = 0, commit_every
 
     Use it as ``jo.offload(inner, disk=jo.disk(folder))``. Each step of ``jax_offload.jit``, which drives it from
     Python, reads that part group by group, updates it on the device and writes it again, while it reads the next group
-    and writes the last one. The numbers are those of a state in host memory (docs/disk.md).
+    and writes the last one. The numbers are the same as in host memory (docs/disk.md).
 
     Only ``commit`` saves anything: after a crash the files hold the whole last commit. They take twice the bytes of
-    their leaves, because new values are never written over committed ones.
+    their leaves, because new values never overwrite committed ones.
 
     Args:
       directory: the directory for the files, made if missing. A local NVMe drive is best, or a RAID, which is as fast
@@ -98,14 +98,14 @@ def check_disk(given: Any, policy: Policy) -> None:
         raise TypeError(f"disk: expected a jo.disk(directory, ...), got {given!r}. Fix: disk=jo.disk({given!r}).")
     if policy.update_on != 0:
         raise ValueError(
-            f"disk: the device updates what is on disk; got update_on={policy.update_on!r} too. Fix: leave one out."
+            f"disk: the device updates leaves on disk; got update_on={policy.update_on!r} too. Fix: leave one out."
         )
     if isinstance(policy.fraction, (int, float)) and policy.fraction == 0:
-        raise ValueError("disk: with fraction=0 nothing leaves the device. Fix: leave one of both out.")
+        raise ValueError("disk: with fraction=0 nothing leaves the device. Fix: leave one of them out.")
 
 
 def places_of(given: Any, plan: Sequence[Leaf], leaves: Sequence[Any]) -> list[Place | None]:
-    """Say which leaf of the disk each leaf of a state is; ``None`` for one in memory."""
+    """Map each leaf of a state to its leaf on the disk; ``None`` for a leaf in memory."""
     together: dict[Hashable, int] = {}  # bytes of a row, over all leaves of a parameter that have as many rows
     keys = [
         (row.path if row.owner is None else row.owner, np.shape(x)[:1]) for row, x in zip(plan, leaves, strict=True)

@@ -1,6 +1,6 @@
 """A store: arrays in files, as of a commit.
 
-Each array has two slots. The last commit is in one of them, and what is written since goes to the other; a commit syncs
+Each array has two slots. One holds the last commit, and later writes go to the other; a commit syncs
 the files and swaps the manifest, which says which slot holds each array. So whatever happens at any moment, the store
 opens at its last commit, whole. It takes twice the disk, however often commits are made.
 
@@ -79,7 +79,7 @@ class Late:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Commit:
-    """Which commit it is: its number in the store, the run that made it (two may have made that number), its step."""
+    """The identity of a commit: its number in the store, the run that made it (two may share a number), its step."""
 
     number: int
     run: str
@@ -88,7 +88,7 @@ class Commit:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a store holds at a commit: the state, and arrays beside it such as parameters."""
+    """The contents of a store at a commit: the state, and arrays beside it such as parameters."""
 
     commit: Commit
     state: tuple[tuple[Entry, Version], ...]
@@ -216,7 +216,7 @@ class Store:
         return sum(padded(self.entries[k].nbytes) for k in entries)
 
     def read(self, entries: Sequence[int], buffer: np.ndarray, *, committed: bool = False) -> list[np.ndarray]:
-        """Read the newest values of entries, or those of the last commit, one after the other into ``buffer``.
+        """Read the newest values of entries, or their committed values, one after the other into ``buffer``.
 
         Returns:
           The arrays, as views of the buffer. Each begins on a page.
@@ -238,7 +238,7 @@ class Store:
         return found
 
     def write(self, arrays: Mapping[int, np.ndarray]) -> None:
-        """Write new values of entries beside those of the last commit. ``OSError`` where the system cannot."""
+        """Write new values of entries beside the committed ones. Raise ``OSError`` if the system cannot."""
         self.check()
         slots = {k: 1 - self._last.state[k][1].slot if self._last else 0 for k in arrays}
         jobs = dict[int, list[Callable[[], int]]]()
@@ -268,7 +268,7 @@ class Store:
     def prepare(self, step: int, beside: Mapping[str, Late], run: str) -> None:
         """Bring all that was written, and ``beside``, to the disk: a commit that ``swap`` makes the last one.
 
-        An error leaves the last commit as it is, and nothing is written any more.
+        An error leaves the last commit untouched, and stops all further writes.
         """
         self.check()
         try:
@@ -462,7 +462,7 @@ def _rows(rows: Sequence[Sequence[Any]]) -> tuple[tuple[Entry, Version], ...]:
 
 
 def _manifests(directory: Path, files: Files) -> tuple[Manifest | None, Manifest | None]:
-    """Read what was prepared, as far as it is whole, and the last commit.
+    """Read the last commit, and a prepared one if it is whole.
 
     The former comes first: if its process swaps it meanwhile, it is found twice instead of not at all.
     """

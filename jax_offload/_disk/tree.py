@@ -1,4 +1,4 @@
-"""The tree of a commit: what it holds beside the leaves on disk, as arrays by number and one that describes them."""
+"""The tree of a commit: its content beside the leaves on disk, as numbered arrays and one that describes them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _Found = Callable[[str, Sharding], Any]  # a leaf's name and place in host memor
 def packed(tree: Any) -> tuple[dict[str, Late], dict[str, OnDisk]]:
     """List the arrays of a tree that are not on disk, and by their names there the leaves that are.
 
-    The arrays come to the host when they are written, a few at a time: the tree must stay as it is until then.
+    The arrays come to the host when they are written, a few at a time, so the tree must not change before that.
 
     Raises:
       TypeError: a leaf is not an array, a number or a string.
@@ -64,16 +64,16 @@ def packed(tree: Any) -> tuple[dict[str, Late], dict[str, OnDisk]]:
 def _check_stored(path: str, x: Any) -> None:
     """Raise where there is nothing to store, or what would not come back."""
     if isinstance(x, Tracer):
-        raise TypeError(f"tree: {path} is traced. Fix: disk.commit outside of any jit, of what a step has returned.")
+        raise TypeError(f"tree: {path} is traced. Fix: call disk.commit outside any jit, on the step's results.")
     if isinstance(x, jax.Array) and x.is_deleted():
         raise ValueError(
-            f"tree: {path} is {x.dtype}{list(x.shape)} that was donated to a step, and is no more. Fix: commit what "
-            "the step has returned, in the place of what it was given."
+            f"tree: {path} is {x.dtype}{list(x.shape)} that was donated to a step, and is deleted. Fix: commit the "
+            "step's results instead of its arguments."
         )
     if isinstance(x.dtype, np.dtype) and (x.dtype.hasobject or not _is_named(x.dtype)):
         raise TypeError(
-            f"tree: {path} is an array of {x.dtype!r}; a commit holds those of numbers in this machine's byte order. "
-            "Fix: a string as a str; x.astype(...) of another."
+            f"tree: {path} is an array of {x.dtype!r}; a commit holds numbers in this machine's byte order. "
+            "Fix: give text as a str; convert other dtypes with x.astype(...)."
         )
 
 
@@ -95,7 +95,7 @@ def unpacked(beside: Mapping[str, np.ndarray[Any, Any]], target: Any, on_disk: _
 
     Args:
       beside: the commit's arrays.
-      target: a tree of the same structure; what is on disk, or any array, may be abstract.
+      target: a tree of the same structure; leaves on disk, and any array, may be abstract.
       on_disk: gives what stands for a leaf on disk, or its values.
       lands: whether leaves go to the disks that the target names.
 
@@ -108,11 +108,11 @@ def unpacked(beside: Mapping[str, np.ndarray[Any, Any]], target: Any, on_disk: _
     names = {keystr(path) for path, _ in wanted}
     if names != stored.keys():
         raise ValueError(
-            "target: its leaves are not those of the commit.\n"
+            "target: its leaves differ from the commit's.\n"
             f"  only in the target {sorted(names - stored.keys())[:5]}\n"
             f"  only in the commit {sorted(stored.keys() - names)[:5]}\n"
-            "Give a tree like the one that was given to commit: jo.abstract_state(tx, params) in the state's place, of "
-            "the optimizer of that run, with its storage= and the names of its parameters."
+            "Give a tree like the committed one, with jo.abstract_state(tx, params) in the state's place, where tx is "
+            "the optimizer of that run, with its storage= and its parameters' names."
         )
     likes = [like for _, like in wanted]
     paths = [keystr(path) for path, _ in wanted]

@@ -1,1 +1,1 @@
-"""From a plan to equations of jax."""
+"""Turn a plan into equations of jax."""

@@ -64,7 +64,7 @@ def looped(s: Slice, how: Chunked, names: Names) -> Callable[..., list[Any]]:
 
 @dataclasses.dataclass(frozen=True)
 class _Loop:
-    """What happens to the chunks of a slice, given all of its operands; ``loads``: those that are loaded."""
+    """The loop over the chunks of a slice, given all of its operands; ``loads``: the operands that are loaded."""
 
     s: Slice
     how: Chunked
@@ -73,7 +73,7 @@ class _Loop:
     loads: Sequence[Var]
 
     def first(self, wholes: Values, chunk: Chunk) -> State:
-        """What there is once the first chunk is updated."""
+        """The values after the first chunk's update."""
         return self.update(wholes, {v: self.buffers.load(self.given, v, *chunk) for v in self.loads}, chunk)
 
     def advance(self, at: Any, then: Chunk, state: State) -> State:

@@ -1,4 +1,4 @@
-"""The updates in a traced step: which they are, where their leaves come from, and the step with what they emit."""
+"""Find the updates in a traced step and the origins of their leaves, and replace each with the equations it emits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def without_updates(step: Any, *, sharded: bool = False) -> Program:
 
 
 def emitted(step: Any) -> Any:
-    """A step's closed jaxpr, with what its updates emit in their places: the equations that are lowered."""
+    """A step's closed jaxpr with the equations of its updates in their places: the equations that are lowered."""
 
     def expand(eqn: Any) -> Program | None:
         return as_program(equations(eqn.params["update"])) if eqn.primitive is REGION else None
@@ -57,7 +57,7 @@ class Found:
     times: int = 1
 
     def inputs_of(self, arguments: Iterable[Var]) -> Iterator[Var]:
-        """Those variables of the step that these arguments of its program are, where they are one."""
+        """The step's variables for these arguments of its program, where they have one."""
         return (self.origins[v] for v in arguments if v in self.origins)
 
     @property
@@ -72,7 +72,7 @@ def is_update(eqn: Equation) -> bool:
 
 
 def holds_update(eqn: Equation, which: Callable[[Update | Moved], bool] = lambda _: True) -> bool:
-    """Whether an equation is an update, ``which`` says of what kind, or has one in a branch, a loop or a call."""
+    """Whether an equation is an update of the kind ``which``, or holds one in a branch, a loop or a call."""
     return holds(eqn, lambda each: each.primitive is REGION and which(each.params["update"]))
 
 
@@ -127,7 +127,7 @@ _CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call")
 
 
 def _found(jaxpr: Any, origin: dict[Var, Var], times: int = 1) -> Iterator[Found]:
-    """``origin``: variables of the jaxpr -> those of the step that they are. Moves are looked through where it does not
+    """``origin``: maps variables of the jaxpr to the step's. Moves are looked through where it does not
     tell."""
 
     def known(inner: Sequence[Var], operands: Sequence[Any]) -> dict[Var, Var]:
@@ -145,7 +145,7 @@ def _found(jaxpr: Any, origin: dict[Var, Var], times: int = 1) -> Iterator[Found
             for inner in inner_of(eqn):
                 own = known(inner.jaxpr.invars, eqn.invars[inner.first :])
                 yield from _found(inner.jaxpr, own, times * eqn.params.get("length", 1))
-                if eqn.primitive.name in _CALLS:  # a gate, say, hands on what it is given
+                if eqn.primitive.name in _CALLS:  # a gate, for example, hands on its operands
                     for v, x in zip(eqn.outvars, inner.jaxpr.outvars, strict=True):
                         if not isinstance(x, Literal) and x in own:
                             origin[v] = own[x]

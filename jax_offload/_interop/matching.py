@@ -1,4 +1,4 @@
-"""What a step is given to carry on and what it returns: which result is the next value of which argument."""
+"""Match a step's carried arguments with its results: which result is the next value of which argument."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from jax_offload._ir.propagate import Mask, union
 from jax_offload._step.returned import UPDATED
 
 Origins = Callable[[Mapping[str, Mask]], Sequence[Mask]]
-"""Given a bit for each carried argument, what each leaf of the result is made of (``origins_of``)."""
+"""Map bits for the carried arguments to the bits on which each leaf of the result depends (``origins_of``)."""
 
 _FIX = "Return a dict with the carried arguments' names as keys."
 
 
 def matched(carried: Mapping[str, Any], result: Any, origins: Origins) -> tuple[list[int], Any]:
-    """The numbers of the result's leaves that are the next values of what is carried, and the tree of the others.
+    """Return the numbers of the result's leaves that are next values of carried ones, and the tree of the others.
 
     A result is one of several if they are returned as a tuple or list, or as a dict or named tuple whose keys include
     the names of all that is carried. These names decide. Else the next value of an argument is the only result of its
@@ -38,7 +38,7 @@ def matched(carried: Mapping[str, Any], result: Any, origins: Origins) -> tuple[
         for name, (x, _) in named.items():
             if name in types and types_of(x) != types[name]:
                 raise ValueError(
-                    f"step: what it returns as {name!r} has not the tree, shapes and dtypes of the carried argument."
+                    f"step: its result {name!r} differs from the carried argument in tree, shapes or dtypes."
                 )
         places = [leaf.number for name in carried for leaf in jax.tree.leaves(named[name][1])]
         return places, _plain({name: numbers for name, (_, numbers) in named.items() if name not in carried})
@@ -107,8 +107,8 @@ def _told_apart(names: Sequence[str], results: Mapping[int, Any], origins: Origi
     if unknown:
         raise ValueError(
             f"step: {len(left)} results have the tree, shapes and dtypes of the carried argument"
-            f"{'s' * (len(unknown) > 1)} {' and '.join(map(repr, unknown))}, and the update does not tell which is the "
-            f"next value of which. {_FIX}"
+            f"{'s' * (len(unknown) > 1)} {' and '.join(map(repr, unknown))}, and the update does not tell which "
+            f"result is the next value of which argument. {_FIX}"
         )
     return found
 

@@ -40,7 +40,7 @@ def pipelined(
         carry, aux = train(carry, batch)                # the pending update, then the gradients of this batch
         params, state = train.finish(carry)             # before evaluation, checkpoints, the end
 
-    The numbers are those of the plain loop. ``aux.now`` is whatever the step returns besides the carried values; the
+    The numbers equal the plain loop's. ``aux.now`` is whatever the step returns besides the carried values; the
     part of it that needs the new parameters arrives one call later, in ``aux.late``. A hyperparameter in the state that
     changes between two calls would act on the pending update: call ``finish`` first, and ``start`` again.
 
@@ -52,14 +52,14 @@ def pipelined(
         arguments as keys leaves none.
       donate_argnames: the names of the arguments that are carried from call to call, as for ``jax.jit``. They are
         donated: the arguments of ``start`` by the first call or by ``finish``. ``finish`` returns them in the order
-        given here, after those of ``donate_argnums``.
+        given here, after the arguments of ``donate_argnums``.
       donate_argnums: the same by position.
       static_argnames: the names of arguments that are not arrays, as for ``jax.jit``.
       static_argnums: the same by position.
-      gradients: where the gradients wait. With ``"host"`` those of 64 KiB and more wait in pinned host memory, where
-        the backward pass stores them as it makes them. The peak falls by about their bytes, and the link carries them
-        once more each way. Use it if a device is too small, or if the forward pass is long enough to hide them
-        (docs/step.md).
+      gradients: where the gradients wait. With ``"host"``, gradients of 64 KiB and more wait in pinned host
+        memory, where the backward pass stores them as it makes them. The peak falls by about their bytes, and the link
+        carries them once more each way. Use it if a device is too small, or if the forward pass is long enough to hide
+        them (docs/step.md).
 
     Returns:
       A ``Pipelined``: ``start``, the call itself, ``finish``, and ``params`` for a look at the current parameters.
@@ -90,7 +90,7 @@ def pipelined(
             "carries from call to call, its parameters and state."
         )
     if both := {*carried} & {*static}:
-        raise ValueError(f"static_argnames: what is carried is not static, got {sorted(both)} in both.")
+        raise ValueError(f"static_argnames: a carried argument cannot be static; got {sorted(both)} in both.")
     if gradients not in ("device", "host"):
         raise ValueError(f"gradients: expected 'device' or 'host', got {gradients!r}.")
     return Pipelined(step, carried, static, on_host=gradients == "host")
@@ -226,13 +226,13 @@ class Pipelined:
         return self(carry, *rest.args, **rest.kwargs)
 
     def turned(self, *args: Any, **kwargs: Any) -> tuple[Jitted, tuple[Any, ...], dict[str, Any]]:
-        """The call as jax compiles it, its arguments, and the types of what is carried: what ``inspect`` looks at.
+        """Return the call as jax compiles it, its arguments, and the types of the carried values, for ``inspect``.
 
         Args:
-          *args, **kwargs: those of a call, or the step's as ``start`` takes them, which may be abstract.
+          *args, **kwargs: the arguments of a call, or of ``start``, which may be abstract.
 
         Raises:
-          TypeError: they are neither.
+          TypeError: the arguments fit neither.
         """
         if args and isinstance(args[0], Carry):
             carry, old = args[0], self._of(args[0])
@@ -256,7 +256,7 @@ class Pipelined:
                 "carry that start returned, and the rest."
             ) from error
         if missing := [name for name in self._names if name not in given]:
-            raise TypeError(f"start: {', '.join(missing)}: missing; what is carried has no default.")
+            raise TypeError(f"start: {', '.join(missing)}: missing; carried arguments have no default.")
         return given
 
     def _of(self, carry: Carry) -> Rotated:

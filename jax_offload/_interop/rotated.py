@@ -24,9 +24,9 @@ from jax_offload._step.returned import origins_of, unreturned
 
 Values = dict[str, Any]
 Kept = tuple[Values, Values, Values]
-"""What waits for the update: of the carried arguments, of what was made for it, and of the step's other arguments.
+"""The values that wait for the update: carried arguments, values made for it, and the step's other arguments.
 
-The first two are donated. The last are the caller's, a learning rate say, and may be given again.
+The first two are donated. The last are the caller's, such as a learning rate, and may be given again.
 """
 
 
@@ -107,19 +107,19 @@ class Rotated:
         self._trains: dict[int, Jitted] = {}
 
     def start(self, leaves: Sequence[Any], rest: Mapping[str, Any]) -> tuple[Kept, list[Any]]:
-        """What is kept for the update, and what is known now."""
+        """Return the values kept for the update, and the results known now."""
         produced, given, now = self._start(leaves, jax.tree.leaves(dict(rest)))
         return (self._own(leaves), produced, given), now
 
     def train(self, following: Rotated, kept: Kept, rest: Mapping[str, Any]) -> tuple[Kept, list[Any], list[Any]]:
-        """The late part of this one, then the first part of the one that follows: the same, where types are.
+        """Run the late part of this step, then the first part of the next one, which is the same step if the types are.
 
-        What is kept for the next update, what is known late of this one, and what is known now of the other.
+        The values kept for the next update, the late results of this step, and the results of the next one known now.
         """
         return self.turned(following)(*kept, jax.tree.leaves(dict(rest)))
 
     def turned(self, following: Rotated) -> Jitted:
-        """What ``train`` calls, a step of what is kept and of the leaves of the other arguments."""
+        """The step that ``train`` calls, a function of the kept values and of the other arguments' leaves."""
         if id(following) not in self._trains:
             places = (following._own(self._places), None, None), None, None
             how = {"donate_argnums": (0, 1), "out_shardings": places}
@@ -140,13 +140,13 @@ class Rotated:
         return {name: values[v] for v, name in self._keys[0].items()}
 
     def kept(self, leaves: Sequence[Any], rest: Mapping[str, Any]) -> Kept:
-        """The types of what ``start`` keeps: a gradient lies as its state, as its type says, or as its parameter."""
+        """The types of the values that ``start`` keeps. Gradients are divided like their state, type or parameter."""
         arrays = jax.tree.leaves(dict(rest))
         values = dict(zip(self._cut.program.inputs[len(self._cut.program.consts) :], [*leaves, *arrays], strict=True))
         own, (produced, _, _) = self._own(leaves), jax.eval_shape(self._before, leaves, arrays)
         found = [(x, x.sharding) for x in reversed(leaves) if getattr(x, "sharding", None) is not None]
         places = {(x.shape, x.dtype): s for x, s in found if s.memory_kind != HOST_KIND}
-        # where it is not said, as what is on the host, if that is on one device
+        # where no sharding is given, like the arrays on the host, if those are on one device
         alone = next((s for _, s in found if s.memory_kind == HOST_KIND and s.num_devices == 1), None)
         hosts = {name for v, name in self._keys[1].items() if is_host_aval(v.aval)}
         homes = {name: self._homes[v] for v, name in self._keys[1].items() if v in self._homes}
@@ -162,19 +162,19 @@ class Rotated:
         return own, {name: placed(name, x) for name, x in produced.items()}, given
 
     def finish(self, kept: Kept) -> tuple[tuple[Any, ...], list[Any]]:
-        """The carried arguments after the update, and what is known late.
+        """Return the carried arguments after the update, and the late results.
 
-        What was made for the update has no successor whose buffer it could be: it is not donated.
+        The values kept for the update are not donated, because no next value could take their buffers.
         """
         leaves, late = self._finish(*kept)
         return jax.tree.unflatten(self._treedef, leaves), late
 
     def look(self, kept: Kept, place: int, attribute: str | None) -> Any:
-        """One of the carried arguments after the update, or an attribute of it. Nothing is donated."""
+        """Return a carried argument after the update, or an attribute of it. Nothing is donated."""
         return self._look(*kept, place, attribute)
 
     def aux(self, values: Sequence[Any], places: Sequence[int]) -> Any:
-        """The results beside those that are carried on, with ``None`` in the place of those not among ``places``."""
+        """The results that are not carried on, with ``None`` for those not among ``places``."""
         return jax.tree.map(dict(zip(places, values, strict=True)).get, self._others)
 
     def _before(self, leaves: Sequence[Any], arrays: Sequence[Any]) -> tuple[Values, Values, list[Any]]:
@@ -206,7 +206,7 @@ def _abstract(x: Any) -> Any:
 
 
 def _place(x: Any) -> NamedSharding | None:
-    """How the next value of what is carried is divided: as it is itself, or the next call would be another program.
+    """The sharding of a carried value's next value: its own, or the next call would be another program.
 
     With Auto axes XLA may leave new parameters divided as the state that they were made with (ZeRO-1).
     """

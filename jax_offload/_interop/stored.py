@@ -1,12 +1,12 @@
-"""What orbax stores of a tree, and whether a target fits it: leaves on disk that are read late, and checksums.
+"""The parts of a tree that orbax stores, and whether a target fits them: leaves on disk, read late, and checksums.
 
-orbax takes arrays, and copies those of NumPy before it writes them in the background. A leaf on disk is given to it as
+orbax takes arrays, and copies NumPy's before it writes them in the background. It gets a leaf on disk as
 an array without memory, whose copy reads the leaf when tensorstore asks for its values, so that few leaves are in
 memory at a time. orbax does not promise that, so it is tried before it is relied on.
 
 The checksum of an array shows what storage did to it, however it is sharded when it comes back: a sum modulo 2^64 of
 its 32-bit words (or shorter ones), each multiplied by an odd key that its position in the array decides. So every
-process sums what it holds, in any order, and none needs what is elsewhere. One changed word changes the sum for
+process sums its own parts, in any order, and needs no others. One changed word changes the sum for
 certain, as its key is odd; other damage, words in each other's place included, goes unseen about once in 2^32.
 """
 
@@ -33,11 +33,11 @@ _Read = Callable[[], np.ndarray[Any, Any]]
 
 
 class Damaged(Exception):
-    """What is stored cannot be read, or is not what was saved."""
+    """Stored data cannot be read, or differs from the saved data."""
 
 
 def reading(read: Any, *args: Any, **kwargs: Any) -> Any:
-    """``read(...)``, where any error but one of memory or of the platform means that what is stored is damaged.
+    """Call ``read(...)``; any error except one of memory or of the platform means that the stored data is damaged.
 
     orbax and tensorstore raise whatever the first broken byte leads to: ``ValueError``, ``KeyError``, JSON and Unicode
     errors, a bare ``Exception``.
@@ -70,11 +70,11 @@ def check_target(target: Any, stored: dict[str, Any], folder: Any) -> None:
     wanted = dict(zip(*named(target), strict=True))
     if wanted.keys() != stored.keys():
         raise ValueError(
-            f"target: its leaves are not those of the checkpoint in {folder}.\n"
+            f"target: its leaves differ from those in the checkpoint in {folder}.\n"
             f"  only in the target     {some(wanted.keys() - stored.keys())}\n"
             f"  only in the checkpoint {some(stored.keys() - wanted.keys())}\n"
-            "Give a target for all that was saved. What the checkpoint lacks, an optimizer state say, make anew with "
-            f"tx.init(params) after the restore; parts of what it has: docs/state.md."
+            "Give a target for everything that was saved. If the checkpoint lacks an optimizer state, make one with "
+            f"tx.init(params) after the restore; to read a part of a checkpoint see docs/state.md."
             f"{_other_storage(wanted, stored)}"
         )
     for name, x in wanted.items():
@@ -94,7 +94,7 @@ def check_target(target: Any, stored: dict[str, Any], folder: Any) -> None:
 
 
 def _other_storage(wanted: Collection[str], stored: Collection[str]) -> str:
-    """What to do where one of two trees has leaves in fewer bits that the other has not."""
+    """Say what to do if one of two trees stores leaves in fewer bits than the other."""
     encoded = [{x.rpartition("/")[0] for x in names if x.endswith("/values")} for names in (wanted, stored)]
     if encoded[0] == encoded[1]:
         return ""
@@ -137,7 +137,7 @@ class Late(np.ndarray):
 
 
 class _WhenAsked:
-    """What tensorstore takes for an array."""
+    """An object that tensorstore takes for an array."""
 
     def __init__(self, leaf: Late) -> None:
         self.shape, self.dtype, self.ndim, self._read = leaf.shape, leaf.dtype, leaf.ndim, leaf.read
@@ -153,12 +153,12 @@ def late(shape: tuple[int, ...], dtype: Any, read: _Read) -> Late:
 
 
 def read_late(ocp: Any, tree: Any) -> Any:
-    """A tree whose leaves on disk are read when orbax writes them.
+    """Return a tree whose leaves on disk are read when orbax writes them.
 
-    Those that are divided between processes are read now, as orbax asks only one of these for an array of NumPy.
+    Leaves that are divided between processes are read now, because orbax asks only one process for a NumPy array.
 
     Raises:
-      ValueError: this orbax would write something else in their place.
+      ValueError: this version of orbax would write other values.
     """
 
     def sharded(x: Any) -> bool:
@@ -176,7 +176,7 @@ def read_late(ocp: Any, tree: Any) -> Any:
 
 
 def sums_of(leaves: list[Any]) -> list[int]:
-    """Their checksums; of those that are read late one after the other."""
+    """Return the checksums of leaves, one after the other for leaves that are read late."""
     here = iter(checksums([x for x in leaves if not isinstance(x, Late)]))
     return [checksums([x.read()])[0] if isinstance(x, Late) else next(here) for x in leaves]
 
@@ -202,7 +202,7 @@ def _works(ocp: Any) -> bool:
 def checksums(leaves: Sequence[Any]) -> list[int]:
     """Compute the checksum of each leaf, an array or a number, in 64 bits.
 
-    What is on a device is copied to the host for it, at most eight shards at a time. With several processes it is a
+    Shards on a device are copied to the host, at most eight at a time. With several processes it is a
     collective: all must call it with the same leaves.
     """
     leaves = [jax.random.key_data(x) if is_key(x) else x if hasattr(x, "dtype") else np.asarray(x) for x in leaves]

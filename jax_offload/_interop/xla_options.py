@@ -19,7 +19,7 @@ _IN_SCAN = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 
 
 def options_for_sending(platform: str) -> dict[str, Any]:
-    """As ``compiler_options``, for a program that copies to the host and nothing from it: gradients that wait for the
+    """Like ``compiler_options``, for a program that copies to the host and nothing from it: gradients that wait for the
     host's cores. One copy at a time is in flight, as each further one is a gradient that waits on the device."""
     return _options(platform, {_COPIES: 1})
 

@@ -25,7 +25,7 @@ def why_not_peeled(program: Program, at: int) -> str:
     if scan is None or not scan.length:
         return "it has no iterations"
     if eqn.effects:
-        return "it has effects, a callback say, whose order would change"
+        return "it has effects, such as a callback, whose order would change"
     if any(is_host_aval(v.aval) for v in (*scan.xs, *scan.ys)):
         return "it reads or makes rows in host memory, which would be copied there"
     return ""

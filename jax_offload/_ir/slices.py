@@ -47,12 +47,12 @@ Root = Var | int  # an equation with an effect is one by its identity
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """What is known of a program's variables, read forward.
+    """The facts about a program's variables, found by reading it forward.
 
     Attributes:
       needs_host: the host leaves that each needs, by no scalar that is ahead.
-      earliest: the first pass in which it can be known; those that are not here are known in the first of all.
-      scalars: those ahead, each with the host leaves that it needs, and the pass in which these are loaded for it.
+      earliest: the first pass in which a variable can be known; the first of all for variables that are not here.
+      scalars: the scalars computed ahead, each with its host leaves and the pass in which these are loaded.
       summaries: see ``is_summary``.
     """
 
@@ -77,13 +77,13 @@ class Wanted(NamedTuple):
 
 @dataclasses.dataclass
 class Part:
-    """What becomes a prelude or a slice.
+    """A part of the program that becomes a prelude or a slice.
 
     Attributes:
-      at: its pass.
+      at: the number of its pass.
       eqns: its equations, the last one first until all are found.
-      outputs: what it provides.
-      given: those of the results of its equations that others provide.
+      outputs: the values that it provides.
+      given: the results of its equations that other parts provide.
     """
 
     at: int
@@ -131,7 +131,7 @@ def is_summary(eqn: Equation, summaries: Set[Var]) -> bool:
 
 
 def roots_of(program: Program, known: Known) -> list[Wanted]:
-    """Scalars that are ahead, results, and effects (a callback, say), which must happen though nobody reads them."""
+    """Scalars computed ahead, results, and effects such as a callback, which must happen although nobody reads them."""
     last = known.last
     roots = [Wanted(v, mask, at) for v, (mask, at) in known.scalars.items()]
     for v in results_of(program):
@@ -147,7 +147,7 @@ def roots_of(program: Program, known: Known) -> list[Wanted]:
 
 
 def results_of(program: Program) -> list[Var]:
-    """What its equations make of its outputs, each once."""
+    """The outputs that its equations make, each once."""
     inputs = set(program.inputs)
     return list(dict.fromkeys(v for v in program.outputs if not isinstance(v, Literal) and v not in inputs))
 
@@ -210,12 +210,12 @@ def _is_provided(eqn: Equation, v: Var, needs: Mask, known: Known, preludes: Mas
 
 @dataclasses.dataclass(frozen=True)
 class Core:
-    """What a slice computes, on the device.
+    """The part of a slice that runs on the device.
 
     Attributes:
-      jaxpr: takes the slice's operands, those of ``loads`` already loaded, and returns its results, not yet stored.
-      loads: the host leaves among the operands that are loaded once and not used otherwise (by a ``cond`` in which
-        another ``offload`` loads them, say).
+      jaxpr: takes the slice's operands, with ``loads`` already loaded, and returns its results, not yet stored.
+      loads: the host leaves among the operands that are loaded once and have no other use, such as a ``cond`` in which
+        another ``offload`` loads them.
     """
 
     jaxpr: Jaxpr
@@ -304,7 +304,7 @@ class Slice:
 
 
 def repeats_effects(program: Program, passes: Sequence[Pass]) -> bool:
-    """Whether what happens once in the program, a callback say, would happen in more than one slice."""
+    """Whether an effect of the program, such as a callback, would happen in more than one slice."""
     slices = [s for each in passes for s in (each.prelude, *each.slices)]
     return sum(bool(eqn.effects) for s in slices for eqn in s.jaxpr.eqns) > sum(bool(e.effects) for e in program.eqns)
 
@@ -318,7 +318,7 @@ class Pass:
 
 
 def joined(a: Slice, b: Slice) -> Slice:
-    """Both slices as one. They have no effects: what has is not put into a loop."""
+    """Join two slices into one. They have no effects: slices with effects do not go into a loop."""
     inputs, outputs = (list(dict.fromkeys([*u, *v])) for u, v in ((a.inputs, b.inputs), (a.outputs, b.outputs)))
     defined = {v for eqn in a.jaxpr.eqns for v in eqn.outvars}
     # Both may compute a scale.
@@ -362,13 +362,13 @@ def slice_of(
 
     Args:
       eqns, outputs: the equations and results to include.
-      debug_info, shards: those of the program.
+      debug_info, shards: taken from the program.
       given: the variables that other parts provide.
     """
     defined = {v for eqn in eqns for v in eqn.outvars} - given
     read = [v for vs in [*(eqn.invars for eqn in eqns), outputs] for v in vs if not isinstance(v, Literal)]
     inputs = [v for v in dict.fromkeys(read) if v not in defined]
-    # an equation of which only some results are wanted (a cond) may still name the others: let dce cut inside it
+    # a cond with only some wanted results may still name the others: let dce cut inside it
     eqns = [_without(eqn, given) for eqn in eqns] if given else eqns
     effects: Effects = frozenset[Any]().union(*(eqn.effects for eqn in eqns if eqn.effects))
     jaxpr = Jaxpr([], inputs, outputs, eqns, effects, nameless(debug_info))  # the names are the program's

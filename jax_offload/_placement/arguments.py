@@ -126,15 +126,15 @@ def check_on_device(updates: Any, params: Any, why: str) -> None:
 
 
 def check_tree(updates: Any, params: Any, cause: Exception) -> None:
-    """Raise ``ValueError`` if an update failed because the gradients' tree is not that of the parameters."""
+    """Raise ``ValueError`` if an update failed because gradients and parameters have different trees."""
     if params is None or jax.tree.structure(updates) == jax.tree.structure(params):
         return
     given, wanted = ({*names_of([path for path, _ in leaves_with_paths(x)])} for x in (updates, params))
     if given != wanted:
         missing, more = (", ".join(sorted(names)[:5]) or "none" for names in (wanted - given, given - wanted))
         raise ValueError(
-            f"updates: their tree is not that of the parameters; without a gradient: {missing}; without a parameter: "
-            f"{more}. Give gradients of the parameters that are given: jax.grad of a function of params."
+            f"updates: their tree differs from the parameters'; without a gradient: {missing}; without a parameter: "
+            f"{more}. Give the gradients of these parameters: jax.grad of a function of params."
         ) from cause
 
 

@@ -40,7 +40,7 @@ class Leaf:
       owner: that parameter's number in flattening order.
       host: whether the leaf lives in pinned host memory.
       why: the rule that decided; "argument" in the table of a step.
-      rank: the leaf's place in the order in which leaves are taken, that of the backward pass.
+      rank: the leaf's place in the order in which leaves are taken, the order of the backward pass.
       shard_over: the mesh axes over which the leaf is divided beyond its parameter's.
       sharding: the leaf's ``PartitionSpec`` as text; empty without a mesh.
       shard_bytes: the size in bytes on each device.
@@ -190,7 +190,7 @@ def _first_leaves(leaves: Sequence[Leaf], said: Sequence[Governing], whose: Sequ
 
     Args:
       leaves: the leaves of a state.
-      said: for each leaf, the subtree that governs it and the subtree's share; ``None`` for a leaf with no say.
+      said: for each leaf, the subtree that governs it and the subtree's share; ``None`` for an ungoverned leaf.
       whose: a key for each leaf; leaves with equal keys stay together.
 
     Returns:

@@ -1,1 +1,1 @@
-"""What is loaded when, how, and through which window: decided, as a value."""
+"""The schedule of an update, as a value: what to load, when, how, and through which window."""

@@ -1,4 +1,4 @@
-"""From a traced update to its plan. Only decides: what follows the plan emits."""
+"""Make the plan of a traced update. This only decides; ``_emit`` follows the plan."""
 
 from __future__ import annotations
 
@@ -63,16 +63,16 @@ def passes_of(
     on_cores: Set[Var] = frozenset(),
     gated: bool = False,
 ) -> list[PlannedPass]:
-    """The slices of a traced update, those that are larger than their window in chunks if that can be.
+    """Plan the slices of a traced update; slices larger than their window go in chunks if their rows can be kept apart.
 
-    One pass if that is enough, and a second one, ahead, for scalars that need the state, if that lowers what is on the
-    device at once.
+    There is one pass, and a second one ahead of it for scalars that need the state if that lowers the memory on the
+    device.
 
     Args:
       program: the usual recipe (load all, update, store all) as a program.
       next_of: result -> the operand that it is the next value of.
-      regions: every host leaf is in one of them.
-      rank: of a host leaf, its place in the order of the backward pass.
+      regions: the regions; every host leaf is in one of them.
+      rank: a host leaf's place in the order of the backward pass.
       manual: whether the update is traced inside ``shard_map``.
       backward: the passes through the network, where gates in the update are all that holds these back.
       gradients: operands of the program, in the order of the backward pass.
@@ -130,7 +130,7 @@ def _in_sight(found: Sequence[Sequence[Planned]]) -> list[list[Planned]]:
 
 
 def _region(s: Slice, regions: Sequence[Region]) -> Region:
-    """Whose a slice is: of those with leaves in it the one with the smallest window."""
+    """The region of a slice: among the regions that have leaves in it, the one with the smallest window."""
     loads = set(s.loads)
     return min(
         (r for r in regions if loads & r.leaves),
@@ -195,7 +195,7 @@ def _usual(sizes: Sequence[int]) -> int:
 
 
 def _fitted(slices: Sequence[Slice], next_of: Mapping[Var, Var], window: Window) -> list[Planned]:
-    """The slices, those that are larger than the window in chunks if that can be.
+    """Plan the slices; those larger than the window go in chunks if their rows can be kept apart.
 
     A loop over one host leaf uses one direction of the link at a time, because nothing can be read from a buffer while
     it is written. So such leaves share a loop, if they have as many rows and one row of each fits.
@@ -225,7 +225,7 @@ def _fitted(slices: Sequence[Slice], next_of: Mapping[Var, Var], window: Window)
 def _scheduled(
     planned: Sequence[Planned], rank: Callable[[Var], int], next_of: Mapping[Var, Var]
 ) -> tuple[Planned, ...]:
-    """The slices of a pass in the order of the backward pass, and what the load of each waits for.
+    """Order the slices of a pass by the backward pass, and say what each load waits for.
 
     The larger the window, the earlier a load: when the first of those in flight can be updated. Then no gradient waits
     for its state. The first chunk of a loop would lie there through all of the backward pass.
@@ -254,15 +254,15 @@ def _must_be_back(sizes: Sequence[int], k: int, window: int) -> int:
 def _token(s: Slice, next_of: Mapping[Var, Var]) -> tuple[Var, ...]:
     """Its stores, or its part of a scalar where it only computes that.
 
-    And parameters that it has gathered: else XLA keeps all of them, whole, until the last is there.
+    And parameters that it has gathered: otherwise XLA keeps all of them, whole, until the last one exists.
     """
     pins = s.pins
     return (*s.stores, *(v for v in s.outputs if v in pins and v in next_of)) or tuple(s.outputs[:1])
 
 
 def _carried(slices: Sequence[Planned], next_of: Mapping[Var, Var], manual: bool) -> Mapping[Var, Var] | None:
-    """What a loop around the slices would carry in place; ``None`` where they are not to run apart, or cannot: those on
-    the host must be in the buffers that they are the next values of."""
+    """The values that a loop around the slices would carry in place; ``None`` if they need no loop, or cannot have one:
+    host leaves must take the buffers of the values that they replace."""
     if manual or not slices or not all(p.window.own_loop for p in slices) or any(p.slice.jaxpr.effects for p in slices):
         return None
     # XLA rounds arithmetic in float16 where a fusion ends, and a loop moves that: 3 units in the last place.

@@ -1,4 +1,4 @@
-"""What an ``offload`` was told and has seen about streaming, and whose a leaf of the state is."""
+"""The options of an ``offload`` and its facts about streaming, and the owner of each state leaf."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from jax_offload._plan.order import Order
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What ``offload`` was told, and has seen, about streaming.
+    """The options of an ``offload``, and the facts that it has seen, about streaming.
 
     Attributes:
       window, order: its arguments.
-      shardings: of the parameters, by path, as far as they are known.
-      partitions: of the gradients, by the parameters' paths, where the state is divided further (ZeRO-1).
+      shardings: the known shardings of parameters, by path.
+      partitions: the gradients' shardings, by the parameters' paths, where the state is divided further (ZeRO-1).
       on_cores: the numbers of the state's leaves that are updated where they are, by the host's cores.
-      on_disk: of those that are read from disk for the update.
+      on_disk: the numbers of the leaves that are read from disk for the update.
       remembered: the paths of the parameters whose sharding is known from an earlier ``init`` alone.
-      unknown: of those that may be divided between devices, and of which nothing tells how.
-      home: where the state is seen.
+      unknown: the paths of the parameters that may be divided between devices in an unknown way.
+      home: the facts about the state's memory.
     """
 
     window: int | None = None
@@ -54,7 +54,7 @@ class Options:
 class Claim:
     """An ``offload`` in a recipe, and the inputs of the recipe's program that are leaves of its state.
 
-    ``on_cores``: those of them that are updated by the host's cores; ``on_disk``: those that are on disk.
+    ``on_cores``: the leaves that the host's cores update; ``on_disk``: the leaves on disk.
     """
 
     options: Options
@@ -79,7 +79,7 @@ def claimed(claims: Sequence[Claim]) -> Mapping[Var, Claim]:
 
 
 def regions(claims: Sequence[Claim], inputs: Sequence[Var]) -> list[Region]:
-    """The host leaves of each ``offload``; last those that a wrapper has changed on the way, and that nobody claims."""
+    """The host leaves of each ``offload``; last, leaves that a wrapper has changed and that nobody claims."""
     of, hosts = claimed(claims), [v for v in inputs if is_host_aval(v.aval)]
     found = [Region(frozenset(v for v in hosts if of.get(v) is each), each.options.window) for each in claims]
     windows = [each.options.window for each in claims if each.options.window]

@@ -25,7 +25,7 @@ def ranks(state: Any, params: Any, order: Order = None, produced: Sequence[int] 
 
 
 def _backward_ranks(names: list[str], rules: Order, produced: Sequence[int] | None) -> list[int]:
-    """For every parameter its place in the backward pass: as the rules say, else as the trace tells, else guessed.
+    """The place of every parameter in the backward pass: by the rules, else by the trace, else guessed.
 
     The guess is the natural order of the paths, reversed. ``layers_10`` comes before ``layers_2``: the last layer's
     gradient appears first.

@@ -1,4 +1,4 @@
-"""The plan of an update, as a value: what is loaded when, how, and through which window. Deciding makes it
+"""The plan of an update, as a value: what to load, when, how, and through which window. Deciding makes it
 (``decide``), emitting follows it (``_emit``), and ``placement`` prints it."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def tiles(rows: int, axis: int, ndim: int) -> tuple[tuple[int, int], ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """A slice whose host leaves are loaded as they are; ``reason`` says why, where chunks would have been smaller."""
+    """A slice whose host leaves are loaded whole; ``reason`` says why, if chunks would have been smaller."""
 
     reason: str = ""
 
@@ -109,7 +109,7 @@ class Window:
 
     Attributes:
       own_loop: why all slices run in a loop of their own, once the backward pass is over; empty where they do not.
-      leaf: the path of the first leaf that streams through it, as far as it is known.
+      leaf: the path of the first leaf that streams through it, if known.
     """
 
     nbytes: int
@@ -175,5 +175,5 @@ class PlannedPass:
 
     @property
     def prelude_parts(self) -> tuple[SerialPart, ...]:
-        """Those that run one after the other; the whole, where it is in no parts."""
+        """The prelude's parts, which run one after the other; the whole prelude if it has no parts."""
         return self.serial.parts if isinstance(self.serial, InParts) else (SerialPart(self.prelude),)

@@ -2,11 +2,11 @@
 
 Each variable either has the chunked axis, at some dimension, or does not. Every equation must keep rows apart:
 elementwise arithmetic and reductions over other dimensions do, a sort along the axis does not. A reduction over the
-axis is put together from those of the chunks, if the slice does not use it itself.
+axis is put together from the chunks' results, if the slice does not use it itself.
 
 There is one registered rule for each primitive that keeps rows apart. It is asked where some operand has rows, and
 answers with the rows of the results and how the equation runs on a chunk, or with ``None``: then its rows depend on
-each other, or may, as those of a primitive without a rule do; the leaf is loaded whole. No rule is asked about a
+each other, or may, as under a primitive without a rule; the leaf is loaded whole. No rule is asked about a
 reduction over all rows, or about an equation with an effect.
 """
 
@@ -51,7 +51,7 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Partial:
-    """What a chunk adds to a reduction over all rows: ``combine`` puts the chunks' results together."""
+    """A chunk's share of a reduction over all rows: ``combine`` puts the chunks' results together."""
 
     combine: Callable[[Any, Any], Any]
 
@@ -61,7 +61,7 @@ class Dependent(Exception):
 
 
 class Where(NamedTuple):
-    """The chunked axis: its length, and the shape of a leaf with it. What is broadcast to that shape has rows too."""
+    """The chunked axis: its length, and the shape of a leaf with it. Values broadcast to that shape have rows too."""
 
     size: int
     shape: tuple[int, ...]
@@ -302,13 +302,13 @@ OTHER_AXES = "some of it is made on a mesh with Auto axes, as random numbers are
 
 
 def chunked_dims(jaxpr: Jaxpr, dims: Sequence[Dim], size: int, shape: tuple[int, ...], axis: int) -> list[Dim]:
-    """The chunked dimension of every result of ``jaxpr``, given those of its operands.
+    """The chunked dimension of every result of ``jaxpr``, given the operands' dimensions.
 
     Args:
-      jaxpr: of a slice.
-      dims: chunked dimension of each operand.
-      size: length of the chunked axis.
-      shape, axis: a leaf's shape and its chunked axis: what is broadcast to that shape is computed chunk by chunk.
+      jaxpr: a slice's jaxpr.
+      dims: the chunked dimension of each operand.
+      size: the length of the chunked axis.
+      shape, axis: a leaf's shape and its chunked axis. Values broadcast to that shape are computed chunk by chunk.
 
     Raises:
       Dependent: some equation mixes rows.
@@ -324,7 +324,7 @@ def chunked_dims(jaxpr: Jaxpr, dims: Sequence[Dim], size: int, shape: tuple[int,
 def run_chunk(
     jaxpr: Jaxpr, dims: Sequence[Dim], where: tuple[int, tuple[int, ...], int], chunk: jax.Array, *args: Any
 ) -> list[Any]:
-    """Evaluates ``jaxpr`` on operands of which the chunked dimension has only the rows with the numbers ``chunk``."""
+    """Evaluate ``jaxpr`` on operands whose chunked dimension has only the rows numbered ``chunk``."""
     size, shape, axis = where
     env: Dims = dict(zip(jaxpr.invars, dims, strict=True))
     values: dict[Var, Any] = dict(zip(jaxpr.invars, args, strict=True))
@@ -400,18 +400,18 @@ def chosen(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer:
 
 
 def _inside(called: ClosedJaxpr, dims: Sequence[Dim]) -> tuple[Jaxpr, list[Dim]]:
-    """What is called, with its constants as operands, and the chunked dimension of each."""
+    """The called jaxpr, with its constants as operands, and the chunked dimension of each."""
     j = called.jaxpr
     jaxpr = Jaxpr([], [*j.constvars, *j.invars], j.outvars, j.eqns, j.effects, nameless(j.debug_info))
     return jaxpr, [*(None for _ in called.consts), *dims]
 
 
 def _merged(dims: Sequence[Dim], results: Sequence[Atom]) -> Dim:
-    """The chunked dimension of a result of a ``cond``, given those of its branches' results."""
+    """The chunked dimension of a ``cond``'s result, given the dimensions of its branches' results."""
     nothing = [_is_zero(v) for v in results]  # what a chunk adds in a branch that returns 0
     found: set[Dim] = {dim for dim, zero in zip(dims, nothing, strict=True) if not zero} or {None}
     if len(found) > 1 or (any(nothing) and found - {Partial(lax.add), None}):
-        raise Dependent("cond whose branches differ in what they chunk")
+        raise Dependent("cond whose branches chunk different results")
     return found.pop()
 
 

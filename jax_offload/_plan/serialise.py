@@ -1,6 +1,6 @@
-"""Numbers that need all gradients, a norm say, take them in turn, as the backward pass makes them.
+"""Numbers that need all gradients, such as a norm, take them in turn, as the backward pass makes them.
 
-Nothing else asks for a gradient before the last is there, and XLA's latency-hiding scheduler then puts the weights'
+Nothing else asks for a gradient before the last one exists, and XLA's latency-hiding scheduler then puts the weights'
 matmuls off to the end of the backward pass: the activations and cotangents that they need are alive for all layers at
 once.
 """
@@ -25,19 +25,19 @@ from jax_offload._ir.slices import Slice, slice_of
 class Serialise(enum.Enum):
     """Which gradients may wait for each other, as the trace around an update knows."""
 
-    NONE = "none: of an array that may be divided between devices, who knows how, any number is a collective"
-    DIVIDED = "those of leaves that stay on the device: each part of a norm of what is divided would be a collective"
-    SUMS = "those of a norm: where the backward pass is not in the program, none has to be made in time"
-    ALL = "those of leaves that stay on the device too"
+    NONE = "none: an array may be divided between devices in an unknown way, and then any number is a collective"
+    DIVIDED = "gradients of leaves that stay on the device: each part of a divided array's norm would be a collective"
+    SUMS = "gradients of a norm: if the backward pass is not in the program, none has to be made in time"
+    ALL = "gradients of leaves that stay on the device too"
 
 
 @dataclasses.dataclass(frozen=True)
 class SerialPart:
-    """What of a prelude uses one gradient, or none, or several.
+    """The part of a prelude that uses one gradient, none, or several.
 
     Attributes:
-      gradient: the one.
-      waits_for: a number of an earlier part, for which the gradient waits; none: it does not wait.
+      gradient: the gradient, if it is one.
+      waits_for: values of an earlier part for which the gradient waits; empty if it does not wait.
     """
 
     slice: Slice
@@ -80,19 +80,20 @@ Serial = InParts | AllInTurn
 def serial_of(
     prelude: Slice, gradients: Sequence[Var], results: Set[Var], serialise: Serialise, *, gated: bool = False
 ) -> Serial | None:
-    """How the gradients that a prelude uses take turns; ``None``: they do not.
+    """Decide how the gradients that a prelude uses take turns; ``None``: they do not.
 
     Args:
       prelude: the slice that a pass runs first.
       gradients: operands of the update, in the order of the backward pass.
-      results: those of the update that are the next value of an operand.
-      serialise: which of them may wait.
+      results: the update's results that are the next value of an operand.
+      serialise: which of the gradients may wait.
       gated: whether the update is in pieces, between gates of the passes: these hold the gradients.
     """
     if serialise is Serialise.NONE and not gated:
         return None
     parts, large = serial_parts(prelude, gradients), [v for v in gradients if is_large(v.aval)]
-    # Leaves that stay on the device are updated here. What is only stored, the last gradient say, is on the host.
+    # Leaves that stay on the device are updated here. Values that are only stored, such as the last gradient, are
+    # on the host.
     updated = [v for g, part in parts if g in large and not small(part, g) for v in part.outputs if v in results]
     updated = [v for v in updated if not is_host_aval(v.aval)]
     by_shards = serialise is Serialise.DIVIDED
@@ -116,7 +117,7 @@ def serial_parts(s: Slice, gradients: Sequence[Var]) -> list[tuple[Var | None, S
     parts: list[list[Equation]] = [[] for _ in range(len(gradients) + 2)]
     for eqn in s.jaxpr.eqns:
         mask = union(forward(eqn, needs))
-        needs.update(dict.fromkeys(eqn.outvars, mask))  # of an equation that stands in one part: a cond, say
+        needs.update(dict.fromkeys(eqn.outvars, mask))  # of an equation that stands in one part, such as a cond
         parts[-1 if mask.bit_count() > 1 else mask.bit_length()].append(eqn)
     if s.jaxpr.effects or sum(map(bool, parts[1:-1])) < 2:
         return [(None, s)]
@@ -138,7 +139,7 @@ def serial_parts(s: Slice, gradients: Sequence[Var]) -> list[tuple[Var | None, S
 
 
 def small(s: Slice, gradient: Var) -> list[Var]:
-    """A result that is next to nothing beside the gradient it is made of: a part of a sum, say."""
+    """A result that is tiny beside the gradient from which it is made, such as a part of a sum."""
     few = [v for v in s.outputs if 32 * math.prod(v.aval.shape) <= max(32, math.prod(gradient.aval.shape))]
     return few[:1]
 

@@ -18,7 +18,7 @@ from jax_offload._plan.rules import Dependent, Dim, Partial, Rows, chunked_dims
 def transfer_of(s: Slice, reuse: Mapping[Var, Var], window: int) -> Transfer:
     """Decide that a slice goes in chunks, with at most ``window`` bytes of host leaves in flight, or whole, and why.
 
-    A chunk of a sharded axis is the same rows of every shard, so that no device needs those of another.
+    A chunk of a sharded axis is the same rows of every shard, so no device needs another's rows.
 
     Args:
       s: the slice.
@@ -64,7 +64,7 @@ def transfer_of(s: Slice, reuse: Mapping[Var, Var], window: int) -> Transfer:
 
 
 def _writable(dim: Dim, on_host: bool) -> TypeGuard[Rows | Partial]:
-    """Whether a result can be put together from those of the chunks."""
+    """Whether a result can be put together from the chunks' results."""
     return dim == Rows(dim.dim) if isinstance(dim, Rows) else dim is not None and not on_host
 
 
@@ -88,7 +88,7 @@ def tile_of(minor_dims: int) -> int:
 
 
 def buffers(s: Slice, reuse: Mapping[Var, Var]) -> list[Var | None]:
-    """For each result the operand whose buffer it overwrites, row by row as they are used; ``None``: a new one."""
+    """The operand whose buffer each result overwrites, row by row as the rows are used; ``None``: a new buffer."""
     taken: set[Var] = set()
     found: list[Var | None] = []
     for v in s.outputs:

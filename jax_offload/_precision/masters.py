@@ -240,7 +240,7 @@ def _masters_like(state: MasterState, treedef: Any) -> list[Any]:
     try:
         masters = treedef.flatten_up_to(state.master)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"state: its masters are not those of parameters with the tree {treedef}: {error}") from error
+        raise ValueError(f"state: its masters do not fit parameters with the tree {treedef}: {error}") from error
     return [None if isinstance(m, optax.MaskedNode) else m for m in masters]
 
 

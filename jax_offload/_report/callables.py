@@ -2,7 +2,7 @@
 
 A step of ``flax.nnx.jit`` changes its arguments in place, one of ``equinox.filter_jit`` takes and returns functions
 among its arrays, and a method, a ``functools.partial`` or a lambda calls a jitted step. All of them come down to a
-function of arrays, which returns what the step returns and what it changes.
+function of arrays, which returns the step's results and the arrays that it changes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def unwrapped(step: Any) -> Callable[..., Any]:
 
 
 def pure(step: Callable[..., Any]) -> Callable[..., Any]:
-    """The step as a function that returns what it changes in place too.
+    """Turn the step into a function that also returns the arrays that it changes in place.
 
     The function returns the step's result where that is made of arrays and no argument has changed; else a pair of
     lists: the arrays in the result, and the arrays in the arguments that have changed.
@@ -72,8 +72,8 @@ def jitted(
 ) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
     """A step with the methods ``trace`` and ``lower``, and the arguments that these take.
 
-    What ``jax.jit`` or ``jax_offload.jit`` returned stays as it is. Any other callable is jitted: arguments that are no
-    arrays are static, and an argument is donated where a ``jit`` inside donates all of it.
+    A function from ``jax.jit`` or ``jax_offload.jit`` stays unchanged. Any other callable is jitted: arguments that are
+    not arrays are static, and an argument is donated if a ``jit`` inside donates all of it.
     """
     if is_jit(step):
         return step, args, kwargs

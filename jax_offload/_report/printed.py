@@ -1,4 +1,4 @@
-"""The table of what lives where and why, and how it is streamed: a value, and its printed forms."""
+"""The table of places and ways of streaming, with reasons: a value, and its printed forms."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _PIECES = re.compile(r"(\d+|\.[A-Za-z_]+(?!\w))")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Leaves of one shape, dtype and sharding that live in one memory for one reason, and stream in one way.
+    """Leaves of the same shape, dtype and sharding that live in one memory for one reason, and stream in one way.
 
     Attributes:
-      path: of all of them: ``[0].{mu,nu}['layers_{00..23}']['w']``.
+      path: the paths of all of them: ``[0].{mu,nu}['layers_{00..23}']['w']``.
       leaves: those leaves, in the order of the state.
     """
 
@@ -38,7 +38,7 @@ class Row:
 
 
 def folded(leaves: Sequence[Leaf]) -> list[Row]:
-    """Rows for all of the leaves, the largest first; each row's paths are all those that its path can be read as."""
+    """Make rows for all leaves, the largest first. A row's path stands for the paths of all its leaves."""
     rows = [(tuple((piece,) for piece in _PIECES.split(leaf.path)), (leaf,)) for leaf in leaves]
     for k in range(1, max((len(path) for path, _ in rows), default=0), 2):
         groups: dict[object, list[tuple[tuple[tuple[str, ...], ...], tuple[Leaf, ...]]]] = {}
@@ -90,11 +90,11 @@ _SHARDING = 4
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Placement:
-    """The table of what lives where and why, and how it streams; ``print`` it.
+    """The table that says where each leaf lives and why, and how it streams; ``print`` it.
 
     ``jax_offload.placement`` returns it. Sizes are in bytes; the printed table has MiB. It shows one group for each
     memory, reason and way of streaming, the largest first, and one row for leaves that are alike
-    (``['layers_{00..23}']``, ``.{mu,nu}``). It is as wide as the terminal, or 80 columns; a notebook shows it as HTML.
+    (``['layers_{00..23}']``, ``.{mu,nu}``). It is as wide as the terminal, or 80 columns. A notebook shows it as HTML.
 
     Attributes:
       leaves: a ``Leaf`` for every state leaf; for a step, for every argument in host memory.
@@ -102,10 +102,10 @@ class Placement:
       windows: for each ``offload`` that streams something, the bytes of state on each device at a time, ``nbytes``, and
         ``why`` there are so many.
       stays: for a step of ``jax_offload.jit``, why leaves are not updated inside its passes.
-      guessed: what the trace does not tell and where it was taken from: the order of the backward pass, the shardings
+      guessed: facts that the trace does not show, and their sources: the order of the backward pass, the shardings
         of parameters.
       in_turn: for a step, which gradients wait for each other, so that no backward pass is put off.
-      elsewhere: for a step, how it loads host arrays that are not its arguments: those that it makes itself, or that
+      elsewhere: for a step, how it loads host arrays that are not its arguments: arrays that it makes itself, or that
         one update makes for another.
 
     Example:
@@ -196,7 +196,7 @@ def _mib(nbytes: int) -> str:
 
 
 def _groups(leaves: tuple[Leaf, ...]) -> list[tuple[str, list[tuple[str, ...]]]]:
-    """For each memory, reason and way of streaming what it is, and a header and rows; the largest first."""
+    """For each memory, reason and way of streaming a description, a header and rows; the largest first."""
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in folded(leaves):
         leaf = row.leaves[0]
@@ -244,7 +244,7 @@ def _text(groups: list[tuple[str, list[tuple[str, ...]]]], width: int) -> list[s
 
 
 def _sentences(table: Placement) -> list[str]:
-    """What stands under the table."""
+    """The sentences under the table."""
     host, disk = table.host_bytes, table.disk_bytes
     total = host + disk + table.device_bytes
     of_step = all(leaf.why == ARGUMENT for leaf in table.leaves)
@@ -266,5 +266,5 @@ def _sentences(table: Placement) -> list[str]:
     stays = [f"not updated within the passes of the step: {why}" for why in table.stays]
     unknown = [f"how it streams is not known: {table.unknown}"] if table.unknown else []
     in_turn = [f"before anything is loaded: {what}" for what in table.in_turn]
-    elsewhere = [f"beside these leaves, of what the step makes itself: {how}" for how in table.elsewhere]
+    elsewhere = [f"beside these leaves, arrays that the step makes itself: {how}" for how in table.elsewhere]
     return [summary, *windows, *elsewhere, *in_turn, *table.guessed, *stays, *unknown]

@@ -34,7 +34,7 @@ _ASK = "tx.init(params) or abstract_state(tx, params) before the step tells them
 
 
 def guessed(updates: Sequence[Update], *, of_step: bool) -> tuple[str, ...]:
-    """What these updates go by that is neither in their arguments nor in the trace around them."""
+    """The facts on which these updates rely that neither their arguments nor the trace around them show."""
     orders = [_ORDER + (_SAY if of_step else _READ)] if any(map(_in_guessed_order, updates)) else []
     return tuple(dict.fromkeys([*orders, *(each for update in updates for each in _shardings(update, of_step))]))
 
@@ -201,7 +201,7 @@ class _Loads:
     stays: tuple[str, ...] = ()
 
     def how(self, p: Planned) -> str:
-        """In words."""
+        """Describe a planned slice in words."""
         parts, times = self.parts.get(id(p)), self.times.get(id(p), 1)
         transfer, n, files = str(p.transfer), len(p.slice.loads), "" if parts is None else str(parts)
         if parts is not None and len(parts.sizes) > 1:
@@ -213,7 +213,7 @@ class _Loads:
 
     @property
     def elsewhere(self) -> tuple[str, ...]:
-        """How slices move that are in no row: of what another update of the step has made, or the step itself."""
+        """How slices move whose leaves are in no row, because another update or the step itself makes them."""
         said = Counter((self.how(p), p.window.nbytes) for p in self.unlisted)
         ways = {f"{how}, through {nbytes / 2**20:.2f} MiB": n for (how, nbytes), n in said.items()}
         return tuple(f"{how}; {n} of these" if n > 1 else how for how, n in ways.items())
@@ -275,7 +275,7 @@ def _loads(traced: Any) -> _Loads:
 
 
 def traced(fun: Callable[..., Any], *args: Any) -> Any:
-    """The closed jaxpr of ``fun`` on the arrays in its arguments; the others, functions say, stay as they are."""
+    """Return the closed jaxpr of ``fun`` on the arrays in its arguments; others, such as functions, stay unchanged."""
     leaves, treedef = jax.tree.flatten(args)
     arrays = [k for k, x in enumerate(leaves) if is_traced(x)]
 

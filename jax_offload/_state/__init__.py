@@ -1,1 +1,1 @@
-"""What makes, reads or converts a state."""
+"""Make, read or convert a state."""

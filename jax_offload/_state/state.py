@@ -44,8 +44,8 @@ from jax_offload._precision.storage import (
 def abstract_state(tx: optax.GradientTransformation, params: Any) -> Any:
     """Return the state of ``tx.init(params)`` as ``jax.ShapeDtypeStruct``s with shardings and memory kinds.
 
-    Use it as a restore target: a checkpoint, of a resident run too, then lands where the options say. Use it to lower a
-    step without data. Read the shardings for ``out_shardings`` off it: ``jax.tree.map(lambda x: x.sharding, ...)``.
+    Use it as a restore target: a checkpoint, even of a resident run, then lands where the options say. Use it to lower
+    a step without data. Read the shardings for ``out_shardings`` off it: ``jax.tree.map(lambda x: x.sharding, ...)``.
     Nothing is allocated.
 
     Args:
@@ -80,7 +80,7 @@ def to_device(state: Any) -> Any:
     ``jo.to_device(state[0].mu)``: the whole state need not fit on the device. Leaves on disk are read.
 
     Args:
-      state: a state or a part of one, concrete or traced. Leaves that are not a ``jax.Array`` stay as they are.
+      state: a state or a part of one, concrete or traced. Leaves that are not a ``jax.Array`` stay unchanged.
 
     Returns:
       A tree like ``state``. Shapes, dtypes and shardings stay; only memory kinds change.
@@ -146,7 +146,7 @@ def to_host(tx: optax.GradientTransformation, state: Any, params: Any = None) ->
         )
     if any(leaf.disk for leaf, _ in leaves) or any(map(is_on_disk, got)):
         return jax.tree.unflatten(treedef, brought(got, lambda: jax.tree.leaves(abstract_state(tx, params))))
-    # Tracers do not tell shardings: under jit the next update divides what is to be divided.
+    # Tracers do not tell shardings: under jit the next update divides the leaves.
     traced = any(isinstance(x, Tracer) for x in [*got, *jax.tree.leaves(params)])
     numpy = [not isinstance(x, jax.Array) for x in got]
     if traced:
@@ -270,7 +270,7 @@ class _Params:
 def params_like(tx: optax.GradientTransformation, state: Any, *, plain: bool = False) -> Any:
     """Read the parameters' tree off a state of ``tx``: the largest part of the state that is like the parameters.
 
-    ``plain`` says whether the state is that of the optimizers inside, without ``storage=``.
+    ``plain`` says whether the state belongs to the optimizers inside, without ``storage=``.
     """
 
     def is_probe(x: Any) -> bool:

@@ -1,4 +1,4 @@
-"""A whole step with its updates inlined, and which of its results are the next values of what."""
+"""A whole step with its updates inlined, and the values whose next values its results are."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from jax_offload._plan.transfers import same_type
 def opened(program: Program) -> Program:
     """Inline the equations of each ``jax.checkpoint`` that makes several large gradients.
 
-    Such a block is one equation, with which all of its gradients come at once: no gate can hold one of them back, and
-    beside copies XLA puts their matmuls off behind the same block's attention. What is computed again stays behind its
+    Such a block is one equation, and all of its gradients come at once: no gate can hold one of them back, and beside
+    copies XLA puts their matmuls off behind the same block's attention. Recomputed values stay behind their
     barrier. A block inside such a block is opened too.
 
     A block stays closed where the link needs more than half of the passes' time, as more transfers run beside the
@@ -44,8 +44,8 @@ def _has_time(update: Update) -> bool:
 
 
 def _making_several(program: Program) -> set[int]:
-    """The blocks, by identity, that make gradients of which the largest is at most half: results that nothing of a pass
-    through the network needs, but an update, a norm, or who calls the step."""
+    """The blocks, by identity, that make gradients whose largest is at most half of all. Gradients are results that no
+    pass through the network needs, only an update, a norm, or the caller."""
     needed, found = set[Var](), set[int]()
     for eqn in reversed(program.eqns):
         if is_update(eqn):  # of its results a pass may be made, by which its gradients are none of it
@@ -59,7 +59,7 @@ def _making_several(program: Program) -> set[int]:
 
 
 def _is_apart(eqn: Equation) -> bool:
-    """Whether it is a block that keeps all of what it computes again apart from the forward pass."""
+    """Whether an equation is a block that keeps all recomputed values apart from the forward pass."""
     if eqn.primitive.name not in CHECKPOINT:
         return False
     said: bool | tuple[bool, ...] = eqn.params["prevent_cse"]
@@ -71,7 +71,7 @@ class Own:
     """An equation of an update.
 
     Attributes:
-      update: the number of the update among those of the step.
+      update: the number of the update among the step's updates.
       equation: the equation in the update's own program.
     """
 
@@ -87,7 +87,7 @@ class Inlined:
       program: the step.
       updates: the updates, in the order of the step.
       own: the equations of the updates, by identity.
-      operands: an update's input -> what the step gives it.
+      operands: an update's input -> the step's operand.
       next_of: result -> the variable of the step that it is the next value of.
       waiting: the same of gradients that wait in host memory for the next step.
       stays: why leaves do not move.

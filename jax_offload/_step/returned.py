@@ -1,4 +1,4 @@
-"""Whether a step returns what its update makes: where it does not, it most likely was to."""
+"""Whether a step returns its updates' results; if it does not, it most likely should."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from jax_offload._step.cut import unguarded
 
 @dataclasses.dataclass(frozen=True)
 class Unreturned:
-    """What of an update a step does not return.
+    """The results of an update that a step does not return.
 
     Attributes:
-      why: in words.
-      meant: whether it may well be meant so: numbers made of the update are returned, and all else as it was.
+      why: the reason in words.
+      meant: whether that may be intended: the step returns numbers made of the update, and everything else unchanged.
     """
 
     why: str
@@ -30,9 +30,9 @@ class Unreturned:
 
 
 def unreturned(program: Program) -> Unreturned | None:
-    """What of its updates a step does not return; ``None`` where it has none, or returns what they make.
+    """The results of its updates that a step does not return; ``None`` if it has no updates, or returns all results.
 
-    A state that is neither returned as it was nor anew is not missed: that is how one looks at an update.
+    A state that is returned neither old nor new is not missed: that is how one looks at an update.
     """
     program = unguarded(program)
     holding = [eqn for eqn in program.eqns if holds_update(eqn)]
@@ -62,7 +62,7 @@ def unreturned(program: Program) -> Unreturned | None:
 
 
 def _pairs(eqn: Equation) -> Iterator[tuple[Var, Var, str]]:
-    """What goes into an update, or a loop around one, as a leaf, its next value that comes out, and its name."""
+    """Yield each leaf that goes into an update, or into a loop around one, with its next value and its name."""
     found: list[tuple[Atom, Var, str]] = []
     if is_update(eqn):
         update: Update = eqn.params["update"]
@@ -90,7 +90,7 @@ def _others(eqn: Equation) -> list[Var]:
 # ---- which arguments of a step its results carry on
 
 UPDATED: Mask = 1
-"""The bit of what an update makes; other bits are the caller's, who numbers the arguments with them."""
+"""The bit for an update's results; callers number the arguments with the other bits."""
 
 _ROWS = ELEMENTWISE | {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "rev"}
 
@@ -108,7 +108,7 @@ def origins_of(program: Program, arguments: Mapping[Var, Mask]) -> list[Mask]:
 
 
 def _of_rows(eqn: Equation, masks: Sequence[Mask]) -> Sequence[Mask] | None:
-    """What the results of an equation are elementwise arithmetic on, given what its operands are."""
+    """The bits of an equation's results: of elementwise arithmetic, the union of its operands' bits."""
     if is_update(eqn):
         update: Update = eqn.params["update"]
         given = dict(zip(update.operands, masks, strict=True)) | {update.operands[k]: 0 for k in update.gradients}

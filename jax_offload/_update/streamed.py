@@ -54,14 +54,14 @@ def streamed(
     Args:
       recipe: a function of (updates, state, params, extra arguments).
       args: its arguments; values that are not arrays become part of the program.
-      next_of: for each tree that the recipe returns, the number of the argument that it is the next value of.
-      options: those of the ``offload`` whose recipe it is; ``None`` if each ``offload`` inside has its own.
+      next_of: for each tree that the recipe returns, the number of the argument whose next value it is.
+      options: the options of the recipe's ``offload``; ``None`` if each ``offload`` inside has its own.
     """
     updates, state, params, *rest = args
-    # A number in host memory would put all that is made of it, a bias correction say, behind a pass of its own.
+    # A number in host memory would put all values made of it, such as a bias correction, behind a pass of its own.
     state = jax.tree.map(lambda x: to_device(x) if is_array(x) and on_host(x) and not np.ndim(x) else x, state)
     args = updates, state, params, *rest
-    # Sharded further before anything else: then they are scattered as they are reduced, and only parts are alive.
+    # Sharded further before anything else: the reduction then scatters them, and only parts are alive.
     if options is not None:
         args = (resharded(updates, options.partitions, params), state, params, *rest)
     trace = traced(recipe, args, options)
@@ -77,7 +77,7 @@ def streamed(
 def part_of_recipe(fun: Callable[..., Any], *args: Any) -> tuple[Any, Options]:
     """Call ``fun(*args)`` in a recipe that is being traced; return its result and what its offloads know.
 
-    On Auto axes updates that ZeRO-1 divides stay divided: the recipe gathers what it computes from them.
+    On Auto axes updates that ZeRO-1 divides stay divided: the recipe gathers the values computed from them.
     """
     trace = traced(fun, args)
     update = Update(trace.sharded or trace.program, (), Serialise.NONE, {}, {}, trace.claims, {}, is_manual())
@@ -250,7 +250,7 @@ class Traced:
 
     @functools.cached_property
     def position(self) -> dict[int, int]:
-        """From the number of a leaf to its number among the arrays."""
+        """Map the number of a leaf to its number among the arrays."""
         return {i: k for k, i in enumerate(self.arrays)}
 
     def operands(self, args: tuple[Any, ...]) -> list[Any]:

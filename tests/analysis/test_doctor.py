@@ -115,7 +115,7 @@ def test_the_doctor_goes_no_further_where_nothing_can_work(monkeypatch):
     monkeypatch.setattr(doctor, "_self_test", ran.append)
     monkeypatch.setattr(jax, "local_devices", lambda: [device(("device",))])
     done = run("doctor")
-    assert done.exit_code == 7 and "cannot offload as it is: memories\nnext: use a jax with pinned_host" in done.stdout
+    assert done.exit_code == 7 and "cannot offload yet: memories\nnext: use a jax with pinned_host" in done.stdout
     monkeypatch.setattr(jax, "local_devices", lambda: [device()])
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "much")
     done = run("doctor")

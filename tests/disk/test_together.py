@@ -239,7 +239,7 @@ def test_directories_that_are_not_of_one_run(two, tmp_path, monkeypatch):
     assert all("process 1 has no commit" in str(each) for each in two.run(lambda k: run(here, Faulty(), k, [1])))
 
     shutil.copytree(there / "process-1-of-2", here / "process-1-of-2")
-    assert all("no commit of one run" in each for each in look(here))
+    assert all("no commit of the same run" in each for each in look(here))
 
     two.n = 1
     monkeypatch.setattr(NOW, "process", 0, raising=False)
