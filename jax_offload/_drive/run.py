@@ -39,7 +39,7 @@ from jax_offload._base.memory import (
 )
 from jax_offload._base.on_disk import Token
 from jax_offload._drive import cores
-from jax_offload._drive.cores import is_sent, on_cpus
+from jax_offload._drive.cores import is_sent
 from jax_offload._drive.files import Moving, files_of
 from jax_offload._drive.kernel import OnePass, one_pass
 from jax_offload._drive.rows_down import rows_sent_down
@@ -166,9 +166,9 @@ class Driven:
 
     def _may_be_cut(self, step: Staged) -> bool:
         """Whether the pass may be in several programs: each would reduce gradients of replicated parameters by itself.
-        Files are read for one device at a time; beside them, a CPU gains nothing."""
+        Files are read for one device at a time."""
         several = len(self._devices) > 1
-        if self._reads and (several or on_cpus(self._devices)):
+        if self._reads and several:
             return False
         if len({device.process_index for device in self._devices}) > 1:
             return False
