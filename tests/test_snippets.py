@@ -170,7 +170,7 @@ def test_reading_a_plan(tmp_path, capsys, monkeypatch):
     found = Reader(tmp_path).namespace
     for block in blocks("docs/plan.md"):
         exec(block.replace('target="h200"', 'chip="h200"'), found)
-    shown = re.search(r"```text\n(.*?)```", (ROOT / "docs/plan.md").read_text(), re.DOTALL)[1]
+    shown = re.search(r"```\n\n```\n(.*?)```", (ROOT / "docs/plan.md").read_text(), re.DOTALL)[1]
     assert shown in capsys.readouterr().out
     assert found["found"]["pipelined"].fits and not found["found"]["resident"].fits
 
@@ -205,12 +205,14 @@ def test_looking_at_a_step(tmp_path):
     found["train"] = jo.pipelined(found["step"], donate_argnums=(0, 1))
     code = "\n".join(blocks("docs/inspect.md"))
     code = re.sub(r', target="\w+"', "", code).replace('seen.timeline.save("step.png")', "")
-    before, measured = code.split("measured = ")
+    before, measured = code.split("measured = ", 1)
     exec(before, found)
-    found |= {"params": Reader(tmp_path).params, "state": Reader(tmp_path).state}
+    plain, pipelined = ("measured = " + measured).split("carry, aux")
     found["step"] = jax.jit(found["step"], donate_argnums=(0, 1))
-    exec("measured = " + measured, found)
-    assert found["measured"].steps == 3
+    for code in plain, "carry, aux" + pipelined:
+        found |= {"params": Reader(tmp_path).params, "state": Reader(tmp_path).state, "measured": None}
+        exec(code, found)
+        assert found["measured"].steps == 3
 
 
 def test_what_is_searched_for_in_troubleshooting_is_what_is_said(tmp_path):

@@ -144,7 +144,8 @@ def profile(step: Any, *args: Any, steps: int = 3, chip: str | Path | Chip | Non
     """Run a step several times under jax's profiler, and say where its time went and how far the simulation is off.
 
     The step must return what it donates: a result with the structure, shapes and dtypes of an argument takes its place
-    in the next run. It runs once before measuring, to compile. Donated arguments are gone afterwards.
+    in the next run. It runs once before measuring, to compile. Donated arguments are gone afterwards. Profile a step of
+    ``jax_offload.pipelined`` with its carry: ``profile(train, carry, batch)``, after ``train.start``.
 
     On jax 0.10 the profiler crashes in a process that has compiled for a ``target``. Reading the traces of GPUs and
     TPUs has been tested only on traces made by hand.
