@@ -22,7 +22,7 @@ from jax_offload._base.boxes import Box, assembled, gathered
 from jax_offload._base.jaxprs import Equation, Jaxpr, Literal, Var, closed, variables
 from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, is_host_aval, with_kind
 from jax_offload._drive import cores
-from jax_offload._drive.stages import Piece
+from jax_offload._drive.by_rows import Piece
 from jax_offload._drive.tasks import Task
 from jax_offload._ir.program import flat
 

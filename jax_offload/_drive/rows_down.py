@@ -27,8 +27,9 @@ from jax_offload._base.jaxprs import (
     variables,
 )
 from jax_offload._base.memory import to_device, to_host
+from jax_offload._drive.by_rows import Piece
 from jax_offload._drive.cores import is_sent
-from jax_offload._drive.stages import Piece, Staged, piece_of
+from jax_offload._drive.stages import Staged, piece_of
 from jax_offload._ir.conds import structure
 from jax_offload._ir.slices import slice_of
 

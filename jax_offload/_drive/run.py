@@ -323,12 +323,6 @@ def _as_arrays(xs: Sequence[Any], bring: Jit) -> list[Any]:
     return found
 
 
-def without_update(step: ClosedJaxpr) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """A step with a state on disk that it hands on, as a function of its flat arguments: it evaluates, say."""
-    run, bring = handed_on(step), jit(lambda xs: xs)
-    return lambda args: run(_as_arrays(args, bring))
-
-
 def places_of(args: Sequence[Any]) -> list[Sharding | None]:
     """The shardings of arguments; ``None`` for those that jax moves to the devices of what is committed to some."""
     placed = [getattr(x, "sharding", None) for x in args]
@@ -407,17 +401,19 @@ class _Branch:
     def _branch(self, branch: ClosedJaxpr, given: Sequence[Any]) -> Callable[[Sequence[Any]], Sequence[Any]]:
         if any(map(holds_driven_update, branch.jaxpr.eqns)):
             return Driven(branch, given, _free(self._eqn.invars[1:], self._free), *self._options)
-        return handed_on(branch)
+        return without_update(branch)
 
 
-def handed_on(branch: ClosedJaxpr) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """A branch without such an update: what it returns of its operands are these, wherever they are."""
-    places = {v: i for i, v in enumerate(branch.jaxpr.invars)}
-    own = [None if isinstance(v, Literal) else places.get(v) for v in branch.jaxpr.outvars]
-    rest, used = without_dead_code(branch.jaxpr, [i is None for i in own])
-    run = jit(jax_fun(closed(rest, branch.consts)))
+def without_update(step: ClosedJaxpr) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """A step or a branch that updates nothing, as a function of its flat arguments. The arguments that it returns are
+    handed on, wherever they are: a state on disk too."""
+    places = {v: i for i, v in enumerate(step.jaxpr.invars)}
+    own = [None if isinstance(v, Literal) else places.get(v) for v in step.jaxpr.outvars]
+    rest, used = without_dead_code(step.jaxpr, [i is None for i in own])
+    run, bring = jit(jax_fun(closed(rest, step.consts))), jit(lambda xs: xs)
 
     def called(given: Sequence[Any]) -> list[Any]:
+        given = _as_arrays(given, bring)
         operands = (x for x, is_used in zip(given, used, strict=True) if is_used)
         results = iter(run(*operands) if None in own else ())
         return [next(results) if i is None else given[i] for i in own]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -28,7 +28,7 @@ from jax_offload._base.jaxprs import (
 )
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.on_disk import Ends, Range
-from jax_offload._drive.by_rows import ByRows, produced_once
+from jax_offload._drive.by_rows import ByRows, Piece, produced_once
 from jax_offload._emit.find import holds_driven_update, is_update
 from jax_offload._emit.region import Update, bound
 from jax_offload._emit.run import functions, waiting
@@ -45,20 +45,6 @@ GROUP_BYTES = 2**26
 BEFORE = "before"  # the name of the stages that make the gradients
 DRIVEN = ("while", "cond")  # what an update may stand in
 GROUP = "group"  # the name of stages whose state is on disk, or beside a state on disk
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """A part of a stage: ``outputs`` from ``inputs`` by ``run``; pieces of one ``kind`` do the same.
-
-    ``jaxpr``: what ``run`` does, where that is known.
-    """
-
-    inputs: list[Atom]
-    outputs: list[Var]
-    run: Callable[..., Sequence[Any]]
-    kind: Hashable = None
-    jaxpr: Jaxpr | None = None
 
 
 def piece_of(s: Slice, inputs: Sequence[Atom] | None = None) -> Piece:
@@ -283,8 +269,7 @@ class _Found:
 
     def pieces_of(self, slices: Sequence[Planned], update: Update, defined: Mapping[Var, Var]) -> Iterator[Piece]:
         for p in slices:
-            of_rows = [Piece(*each) for each in self.rules.pieces(p, update, self.names, defined)]
-            yield from of_rows or [self.planned_piece(p, update)]
+            yield from self.rules.pieces(p, update, self.names, defined) or [self.planned_piece(p, update)]
 
     def planned_piece(self, p: Planned, update: Update) -> Piece:
         def run(*args: Any) -> list[Any]:
