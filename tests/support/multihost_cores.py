@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 import jax_offload as jo
 from jax_offload._drive.cores import threads
 from jax_offload._drive.kernel import OnePass
+from jax_offload._interop.jit import Undone
 
 WIDTH, STEPS = 64, 3
 FLAG = r"(--xla_force_host_platform_device_count=)(\d+)"
@@ -83,7 +84,7 @@ def main():
             pairs = zip(jax.tree.leaves((params, state)), jax.tree.leaves(want[:2]), strict=True)
             off = jax.jit(lambda pairs: [jnp.abs(jo.to_device(a) - b).max() for a, b in pairs])(list(pairs))
             outcome["off"] = max(outcome["off"], *map(float, off))
-        ((driven, _),) = step._driven._programs.values()
+        ((driven, _),) = Undone.found_in(step._outermost(params, state, x)).programs.values()
         outcome["by parts"] = sum(isinstance(each, OnePass) for _, each in driven._tasks)
     except ValueError as error:
         outcome["error"] = str(error)
