@@ -103,7 +103,7 @@ MUTATIONS = [
     Mutation("a checkpoint of another dtype is converted", "_interop/stored.py", "if got != (tuple(x.shape), np.dtype(x.dtype)):", "if got[0] != tuple(x.shape):", "test_checkpoint.py -k wrong_with_the_call"),
     Mutation("restored without a target, counts are in host memory", "_interop/stored.py", "memory.HOST_KIND if stored.shape else memory.DEVICE_KIND", "memory.HOST_KIND", "test_checkpoint.py -k without_a_target"),
     Mutation("a checksum of each replica", "_interop/stored.py", "if shard.replica_id == 0:", "if True:", "test_damage.py test_checkpoint.py -k 'checksum or placement or sums'"),
-    Mutation("a gradient waits divided as what is divided least", "_interop/pending.py", "if n == max(parts)]", "if n == min(parts)]", "pipelined/test_sharded.py -k divided"),
+    Mutation("a gradient waits divided as what is divided least", "_interop/pending.py", "if n == max(parts)]", "if n == min(parts)]", "pipelined/test_pending.py"),
     Mutation("bfloat16 gradients wait in float32", "_interop/pending.py", "<= nbytes(out.aval):", "> nbytes(out.aval):", "pipelined/test_pending.py -k bfloat16"),
     Mutation("gradients that wait on the host are planned for the device", "_interop/rotated.py", "with_kind(sharding, HOST_KIND) if sharding is not None and name in hosts", "with_kind(sharding, HOST_KIND) if sharding is None and name in hosts", "pipelined/test_pending.py"),
     Mutation("new parameters divided as XLA likes", "_interop/rotated.py", "return place if is_divisible else None", "return None", "pipelined/test_sharded.py -k divided"),

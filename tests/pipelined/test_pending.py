@@ -5,8 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
+from jax_offload._base.jaxprs import jaxpr_of
+from jax_offload._interop.pending import home_of
 from tests.support.pipelined import (
     ADAMW,
     DEVICE,
@@ -135,6 +139,16 @@ def test_a_result_that_needs_gradients_and_new_parameters():
 def started(step, params=None):
     params = parameters() if params is None else params
     return pipelined(step, **ON_HOST).start(params, offloaded().init(params), batch(0))
+
+
+def test_a_gradient_waits_divided_as_its_state():
+    """Which may be divided further than its parameter."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    own, further = NamedSharding(mesh, P()), NamedSharding(mesh, P("x"), memory_kind="pinned_host")
+    w, m = (jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=s) for s in (own, further))
+    (v,) = jaxpr_of(lambda x: 2 * x, jnp.ones(w.shape))[0].jaxpr.outvars
+    assert home_of(v, {"w": w, "m": m}) == home_of(v, {"m": m, "w": w}) == NamedSharding(mesh, P("x"))
+    assert home_of(v, {"w": w}) is None
 
 
 def test_errors():
