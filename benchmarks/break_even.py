@@ -13,14 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax_offload as jo
-from jax_offload._analysis.fits import (
+from jax_offload._analysis.answer import (
     BACKWARD,
     FORWARD,
     OPERATIONS,
     compute_time,
     exposed_time,
     link_time,
-    tokens_to_hide,
 )
 
 # bytes that a parameter's state takes each way, at each step
@@ -46,7 +45,7 @@ def rows() -> Iterator[str]:
         for name in CHIPS:
             chip = jo.chip(name)
             each = compute_time(chip, OPERATIONS, "bfloat16")
-            found = [tokens_to_hide(_both_ways(chip, nbytes), each, share) for nbytes in STORAGES.values()]
+            found = [-int(-_both_ways(chip, nbytes) // (share * each)) for nbytes in STORAGES.values()]
             yield f"| {name}, {way} | " + " | ".join(f"{n:,}" for n in found) + " |"
 
 

@@ -4,7 +4,7 @@ python examples/multihost_lm.py                                  # one process, 
 srun python examples/multihost_lm.py --cluster auto              # jax finds the others: SLURM, TPU pods, Open MPI
 python examples/multihost_lm.py --coordinator HOST:PORT --processes 2 --process-id 0      # and 1 elsewhere
 
-docs/sharding.md says more.
+The step clips under jax.jit, which waits for the transfers; jo.pipelined would hide them. docs/sharding.md says more.
 """
 
 import argparse

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from tests.support.optimizers import assert_same, copied
+from tests.support.trees import assert_same, copied
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Some donated buffers were not usable"),

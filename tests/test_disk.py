@@ -16,8 +16,7 @@ from flax.training.train_state import TrainState
 import jax_offload as jo
 from jax_offload._base.on_disk import is_on_disk
 from tests.disk.faulty import Faulty
-from tests.support.optimizers import assert_same, copied
-from tests.support.trees import handles
+from tests.support.trees import assert_same, copied, handles
 
 pytestmark = [
     pytest.mark.usefixtures("small_groups"),

@@ -12,8 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_offload as jo
 from jax_offload._base.paths import names_of
-from tests.support.optimizers import assert_same, copied
-from tests.support.trees import shardings_in
+from tests.support.trees import assert_same, copied, shardings_in
 
 pytestmark = pytest.mark.oldest("boxes and nnx, for which jax's shardings changed")
 

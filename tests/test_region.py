@@ -1,25 +1,19 @@
-"""An update is one marked equation of the step around it, and a step can be cut there."""
+"""An update under the transformations of jax, inside loops and branches, and beside other updates."""
 
 import functools
 import gc
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.interpreters import partial_eval as pe
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_offload as jo
-from jax_offload._emit.find import updates_in
-from jax_offload._emit.region import NAME
-from jax_offload._step.cut import cut_step
 
 pytestmark = pytest.mark.oldest("the update's equation: binding, transformations, lowering")
 
-HOST = jax.memory.Space.Host
 TX = jo.offload(optax.adamw(1e-2), min_bytes=0)
 X = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
 
@@ -47,37 +41,11 @@ def step(params, state, x, through="update_params"):
     return params, state, {"loss": value, "norm": norm, "size": optax.global_norm(params), "one": 1.0}
 
 
-def names(jaxpr):
-    return [eqn.primitive.name for eqn in jaxpr.eqns]
-
-
 def same(got, want):
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-6, atol=1e-7)
         assert getattr(a, "sharding", None) == getattr(b, "sharding", None)  # the kind of memory too
-
-
-@pytest.mark.parametrize("through", ["update", "update_params"])
-def test_an_update_is_one_equation(through):
-    params = model()
-    traced = jax.make_jaxpr(functools.partial(step, through=through))(params, TX.init(params), X)
-    assert names(traced.jaxpr).count(NAME) == 1
-    (found,) = updates_in(traced)
-    host = [v for v in traced.jaxpr.invars if v.aval.memory_space == HOST]
-    assert sorted(map(id, host)) == sorted(id(v) for of, _ in found.loads for v in of)
-    assert not any(v.aval.memory_space == HOST for eqn in traced.jaxpr.eqns[:-1] for v in eqn.outvars
-                   if eqn.primitive.name != NAME)  # fmt: skip
-
-
-def test_what_is_handed_on_is_no_result_of_the_equation():
-    """jax forwards it; as a result it would be copied."""
-    params = model()
-    tx = jo.offload(optax.masked(optax.adamw(1e-2), {"a": True, "b": False, "c": True}), min_bytes=0)
-    traced = jax.make_jaxpr(tx.update)(params, tx.init(params), params)
-    (eqn,) = (eqn for eqn in traced.jaxpr.eqns if eqn.primitive.name == NAME)
-    assert traced.jaxpr.invars[1] in traced.jaxpr.outvars  # the update of b
-    assert len(eqn.outvars) == len(traced.jaxpr.outvars) - 1
 
 
 @pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
@@ -97,19 +65,6 @@ def test_a_jitted_update_under_vmap_and_derivatives(axes):
     for derive in jax.grad, jax.jacfwd:
         got, want = (jax.jit(derive(total(tx)))(one) for tx in (TX, plain))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-9), got, want)
-
-
-def test_what_nobody_uses_is_not_run():
-    params = model()
-    traced = jax.make_jaxpr(lambda g, s, p: TX.update(g, s, p)[0]["a"])(params, TX.init(params), params)
-    jaxpr, _ = pe.dce_jaxpr(traced.jaxpr, [True])
-    (eqn,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == NAME)
-    assert len(eqn.outvars) == 1
-    (found,) = updates_in(jex.ClosedJaxpr(jaxpr, ()))  # what it says is what runs
-    assert found.update is eqn.params["update"]
-    host = [v for v in traced.jaxpr.invars if v.aval.memory_space == HOST]
-    assert [of for of, _ in found.loads] == [[host[0], host[3]]]  # the moments of a
-    assert not any(p.slice.stores for _, p in found.loads)
 
 
 def in_scan(params, state, x):
@@ -132,51 +87,6 @@ def test_placement_looks_into_what_stands_around(around):
     assert len(table.windows) == 1
     often = ", in each of 2 iterations" if around is in_scan else ""
     assert [leaf.streams for leaf in table.leaves if leaf.host] == [f"whole, 2 leaves together{often}"] * 6
-
-
-def twice(params, state, x):
-    first, state = jo.update_params(TX, jax.grad(loss)(params, x), state, params)
-    second, state = jo.update_params(TX, jax.grad(loss)(first, x), state, first)
-    return second, state, loss(second, x)
-
-
-def donated(params, state, x):
-    return jax.jit(step, donate_argnums=(0, 1), compiler_options=jo.compiler_options("cpu"))(params, state, x)
-
-
-CUT = {  # the step, and how many updates stand in the middle part, which has arithmetic of the model too, or not
-    "update_params": (step, 1, False),
-    "update": (functools.partial(step, through="update"), 1, False),
-    "jit": (jax.jit(step), 1, False),
-    "jit with options": (donated, 1, False),
-    "two updates": (twice, 2, True),
-    "a scan": (in_scan, 0, False),
-    "a cond": (in_cond, 0, False),
-    "skip": (skipping, None, False),
-}
-
-
-@pytest.mark.parametrize("name", CUT)
-def test_a_step_cut_at_its_update_is_the_step(name):
-    """A branch or a loop goes with its update, and between two updates lies what the second needs."""
-    f, updates, between = CUT[name]
-    params = model()
-    args = params, TX.init(params), X
-    cut = cut_step(jax.make_jaxpr(f)(*args))
-    same(cut.run(jax.tree.leaves(args), jax.jit), jax.tree.leaves(jax.jit(f)(*args)))
-    before, update, after = (names(part.jaxpr) for part in cut.parts)
-    assert updates in (None, update.count(NAME)) and NAME not in before + after
-    assert ("tanh" in update) == between and ("tanh" in before) == (f not in (in_scan, in_cond))
-    assert not cut.before.loads  # the model sees no host memory
-    if updates == 1:
-        gradients, new = cut.crossing
-        assert [v.aval.shape for v in gradients] == [(8, 8)] * len(params)  # and no loss, no norm
-        assert len(new) == len(params)  # for the norm of the new ones
-
-
-def test_a_step_without_an_update():
-    with pytest.raises(ValueError, match="step: has no update"):
-        cut_step(jax.make_jaxpr(loss)(model(), X))
 
 
 def test_transfers_and_updates_have_the_leafs_name():
@@ -216,23 +126,6 @@ def test_an_axis_of_vmap_is_known_inside(around):
 
     got, want = updates(jo.offload(inner, min_bytes=0)), updates(inner)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
-
-
-def test_a_cut_that_would_lose_the_order_of_effects():
-    params = model()
-
-    def ordered(params, state, x):
-        params, state, metrics = step(params, state, x)
-        jax.debug.print("{}", metrics["size"], ordered=True)
-        return params, state
-
-    with pytest.raises(ValueError, match="step: has effects whose order a cut would lose: OrderedDebugEffect"):
-        cut_step(jax.make_jaxpr(ordered)(params, TX.init(params), X))
-
-
-def test_a_jaxpr_prints_the_update_in_a_word():
-    params = model()
-    assert "update=Update(3 slices)" in str(jax.make_jaxpr(TX.update)(params, TX.init(params), params))
 
 
 def windows_of(step, *args):

@@ -14,7 +14,7 @@ import pytest
 import jax_offload as jo
 from jax_offload._drive import stages
 from jax_offload._plan import by_rows
-from tests.support.optimizers import assert_same
+from tests.support.trees import assert_same
 
 pytestmark = [
     pytest.mark.usefixtures("small_groups"),

@@ -296,7 +296,7 @@ def test_what_stays_on_the_device_is_divided_too(fraction):
 
 @pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
 def test_random_numbers_of_leaves_that_go_in_chunks(axes):
-    """jax makes them on a mesh with Auto axes, whatever the axes are (random run 111 of test_trajectories cut them)."""
+    """jax makes them on a mesh with Auto axes, whatever the axes are (they were cut into chunks once)."""
     mesh = mesh_of(axes, (8,), ("data",))
     inner = optax.chain(optax.add_noise(1e-3, 0.5, 0), optax.adamw(1e-2))
     tx = jo.offload(inner, min_bytes=0, window=2**12)

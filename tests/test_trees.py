@@ -24,8 +24,7 @@ from flax.core import FrozenDict
 from hypothesis import strategies as st
 
 import jax_offload as jo
-from tests.support.optimizers import assert_same, eligible
-from tests.support.trees import FAST, kinds
+from tests.support.trees import FAST, assert_same, eligible, kinds
 
 DEVICE = jax.devices()[0]
 

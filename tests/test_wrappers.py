@@ -11,8 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jax_offload as jo
-from tests.support.optimizers import assert_same, copied
-from tests.support.trees import shardings_in
+from tests.support.trees import assert_same, copied, shardings_in
 
 pytestmark = pytest.mark.oldest("wrappers around an offload")
 

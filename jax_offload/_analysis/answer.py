@@ -1,16 +1,83 @@
-"""What ``plan`` returns: rows and a verdict, to be printed or read."""
+"""What ``plan`` returns: rows, whether they fit, what they cost by the one model of time, and the verdict.
+
+The model, a roofline: the arithmetic of a step takes its operations at the speed that large matmuls reach on the chip.
+The link takes the time of both directions at once, then of the rest of the larger one alone. The backward pass, two
+thirds of the arithmetic, hides what streams under ``jo.jit``; the forward pass, a third, under ``jo.pipelined``.
+Nothing hides an update that waits for a norm of all gradients, or one on the host's cores. The rest is added to the
+step. Latency, launches and contention for device memory are left out. Where there is a step to compile, ``timeline``
+plays its schedule instead, with the same speeds.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import html
+import math
+import os
 import textwrap
+from functools import cached_property
 from typing import Any
 
+import jax
+
+from jax_offload._analysis.chips import POOL_HEADROOM, POOL_VARIABLE, Chip, pool_limit
+from jax_offload._analysis.sizes import Sizes
 from jax_offload._analysis.units import in_bytes, in_seconds
 from jax_offload._base.text import aligned, html_table, terminal_width
 
 HEADER = ("", "params", "grads", "state", "window", "activations", "sum", "fits", "host", "adds")
+
+BACKWARD, FORWARD = 2 / 3, 1 / 3
+OPERATIONS = 6  # of the forward and the backward pass, for each parameter of a matrix and each token
+_ROUNDED = (None, "default", "fastest", "bfloat16")  # precisions at which a TPU rounds what its matmuls read
+
+
+def link_time(chip: Chip, loaded: int, stored: int) -> float:
+    """Return the seconds of copies both ways at once, then of the rest of one way."""
+    together, rest = min(loaded, stored), abs(loaded - stored)
+    return 2 * together / chip.host_link_both + rest / chip.host_link
+
+
+def compute_time(chip: Chip, operations: float, dtype: str) -> float:
+    """Return the seconds of matmuls in ``dtype``; a TPU rounds to bfloat16 unless jax is told not to."""
+    rounds = chip.platform == "tpu" and jax.config.jax_default_matmul_precision in _ROUNDED  # pyright: ignore
+    fast = rounds or dtype in ("bfloat16", "float16")
+    return operations / (chip.reached.bf16 if fast else chip.reached.f32)
+
+
+def exposed_time(moved: float, compute: float, hidden_by: float) -> float:
+    """Return the seconds that ``moved`` seconds of transfers add to a step if a share of its arithmetic hides them."""
+    return max(0.0, moved - hidden_by * compute)
+
+
+HEADROOM = 0.05  # of what jax takes of a device's memory; and of a host's memory twice that
+FRACTION, OTHER_NAME, BY_DEFAULT = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION", 0.75
+MOST = 0.95  # of a GPU's memory that jax can be told to take
+ON_A_HOST = 8  # devices that share a host, at most
+ASK = "give activations, or layers, width and tokens"
+WORDS = {
+    "fraction": "offloading a part of the state",
+    "cores": "updating on the host's cores",
+    "disk": "a state on disk",
+}
+CHEAPEST = ("resident", "fraction", "offload", "as given", "pipelined", "cores", "disk", "int8")
+
+
+def jax_takes(platform: str) -> tuple[float, str]:
+    """Return the share of a device's memory that jax takes, and why."""
+    if platform == "tpu":
+        return 1.0, "jax takes all of a TPU's memory"
+    if os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower() == "platform":
+        return 1.0, "XLA_PYTHON_CLIENT_ALLOCATOR=platform takes what there is"
+    name = FRACTION if os.environ.get(FRACTION) else OTHER_NAME
+    text = os.environ.get(name) or ""
+    try:
+        share = float(text) if text else BY_DEFAULT
+    except ValueError:
+        share = math.nan
+    if not share > 0:
+        raise ValueError(f"{name}: expected a share such as 0.9 in the environment; got {text!r}.")
+    return share, f"jax takes {share:.0%} ({name if text else f'by default; {FRACTION} sets another share'})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +102,9 @@ class Row:
       activations: bytes of activations, by the formula or as given; in a compiled row, the remainder of the peak.
       same_numbers: whether the step computes the same numbers as the given optimizer.
       compiled: the chip for which the row was compiled; empty if it was not.
-      total: bytes of the compiled peak; ``None`` if the peak is the sum of the parts.
       link: seconds that the transfers take alone.
       added: seconds that they add to a step.
       overhead: ``added`` as a share of the step's arithmetic.
-      hidden_from: the tokens per step from which on nothing is added.
       fits: whether it fits; ``None`` if a part of the sum, or the memory, is not known.
       room: bytes left for the unknown parts; negative if it does not fit.
       why: why it does not fit, or under what condition it does.
@@ -65,27 +130,23 @@ class Row:
     activations: int | None = None
     same_numbers: bool = True
     compiled: str = ""
-    total: int | None = None
     link: float | None = None
     added: float | None = None
     overhead: float | None = None
-    hidden_from: int | None = None
     fits: bool | None = None
     room: int | None = None
     why: str = ""
 
     @property
     def peak(self) -> int:
-        """Bytes on one device: the compiled peak, or the sum of the parts that are known."""
-        if self.total is not None:
-            return self.total
+        """Bytes on one device: the sum of the parts that are known, in a compiled row the compiled peak."""
         return self.parameters + self.gradients + self.state + (self.window or 0) + (self.activations or 0)
 
     @property
     def missing(self) -> tuple[str, ...]:
         """The parts of the sum that are not known."""
         parts = {"activations": self.activations, "the window": self.window}
-        return () if self.total is not None else tuple(name for name, nbytes in parts.items() if nbytes is None)
+        return tuple(name for name, nbytes in parts.items() if nbytes is None)
 
     @property
     def adds(self) -> str:
@@ -105,7 +166,6 @@ class Row:
         loaded = "once or twice as much" if self.loaded is None else in_bytes(self.loaded)
         said = [f"{in_bytes(self.stored)} to the host in a step and {loaded} from it"]
         said += [] if self.link is None else [f"the link alone {in_seconds(self.link)}"]
-        said += [] if self.hidden_from is None else [f"hidden from {self.hidden_from:,} tokens a step on"]
         said += [f"{in_bytes(self.disk)} on disk"] if self.disk else []
         said += [f"compiled for {self.compiled}"] if self.compiled else []
         return "; ".join(said)
@@ -115,21 +175,20 @@ class Row:
 class Plan:
     """The answer of ``jax_offload.plan``: a row for each way to run a step, a verdict, and assumptions; ``print`` it.
 
+    ``verdict`` has two sentences, ``code`` the line to write, and ``recommended`` the row to take.
+
     Attributes:
-      options: the rows, each a ``Row``.
-      recommended: the row to take; ``None`` if nothing fits or the memory is not known.
-      verdict: the recommendation in two sentences.
-      code: the line to write. If nothing fits, but a row would if jax took a larger share of the device's memory, the
-        line that sets the share and the line of that row. Empty if there is neither.
-      device_memory: bytes of one device; ``None`` if not known.
-      usable: bytes that a row may take: jax's share of ``device_memory``, less the headroom.
-      host_memory: bytes of a host's memory for each of its devices; ``None`` if not known.
+      chip: the accelerator, a ``Chip``; ``None`` if none was given.
+      tokens_per_step: the tokens in a step, over all devices; ``None`` if not known.
       devices: the number of devices that hold the parameters.
-      chip: the accelerator; empty if none was given.
-      tokens_per_step: the tokens in a step, over all devices.
-      compute: seconds of a step's arithmetic.
-      assumptions: the inputs and the assumptions, as printed.
-      sources: where the chip's figures are published.
+      activations: bytes on one device; ``None`` if not known.
+      dtype: the dtype of the largest parameter.
+      multiplied: the number of parameters in matrices, over all devices.
+      device_memory: bytes of one device; ``None`` if not known.
+      host_memory: bytes of a host's memory for each of its devices; ``None`` if not known.
+      replicated: whether devices hold the same parameters.
+      options: the rows, each a ``Row``.
+      said: the assumptions about the model; ``assumptions`` has all.
 
     Example:
       >>> import optax, jax_offload as jo
@@ -138,19 +197,93 @@ class Plan:
       ('resident', 57)
     """
 
-    options: tuple[Row, ...]
-    recommended: Row | None
-    verdict: str
-    code: str
-    device_memory: int | None
-    usable: int | None
-    host_memory: int | None
+    chip: Chip | None
+    tokens_per_step: int | None
     devices: int
-    chip: str = ""
-    tokens_per_step: int | None = None
-    compute: float | None = None
-    assumptions: tuple[str, ...] = ()
-    sources: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+    activations: int | None
+    dtype: str
+    multiplied: int
+    device_memory: int | None
+    host_memory: int | None
+    replicated: bool
+    options: tuple[Row, ...] = ()
+    said: tuple[str, ...] = ()
+
+    @property
+    def platform(self) -> str:
+        return self.chip.platform if self.chip else "cuda"
+
+    @property
+    def usable(self) -> int | None:
+        """Bytes that a row may take: jax's share of ``device_memory``, less the headroom; ``None`` if not known."""
+        share = jax_takes(self.platform)[0]
+        return None if self.device_memory is None else int(self.device_memory * share * (1 - HEADROOM))
+
+    @property
+    def operations(self) -> float | None:
+        """Operations of a step on one device; ``None`` without tokens."""
+        tokens = self.tokens_per_step
+        return None if tokens is None else OPERATIONS * self.multiplied * tokens / self.devices
+
+    @property
+    def compute(self) -> float | None:
+        """Seconds of a step's arithmetic; ``None`` without a chip or tokens."""
+        known = self.chip is not None and self.operations is not None
+        return compute_time(self.chip, self.operations, self.dtype) if known else None
+
+    def judged(self, row: Row, sizes: Sizes, run: str) -> Row:
+        """Add to a row what its transfers add to a step, by the model of time, and whether it fits."""
+        row = row if row.added is not None else self._timed(row, sizes, run)
+        if row.overhead is None and row.added is not None and self.compute:
+            row = dataclasses.replace(row, overhead=row.added / self.compute)
+        if row.fits is False or self.usable is None:  # or the compiler says so
+            return row
+        row = dataclasses.replace(row, room=(room := self.usable - row.peak))
+        over = self._over_on_the_host(row)
+        if room < 0 or over > 0:
+            why = f"{in_bytes(-room)} over" if room < 0 else f"host: {in_bytes(over)} over"
+            return dataclasses.replace(row, fits=False, why=why)
+        return dataclasses.replace(row, fits=None if row.missing else True, why=_condition(row, room))
+
+    def _timed(self, row: Row, sizes: Sizes, run: str) -> Row:
+        if not row.disk and not row.stored:
+            return dataclasses.replace(row, added=0.0, link=None if self.chip is None else 0.0)
+        if self.chip is None or row.disk or row.loaded is None:
+            return row
+        moved = link_time(self.chip, row.loaded, row.stored)
+        if sizes.on_cores:
+            # They read and write the state once, and what goes up and comes down, as the link does as well.
+            crossed, speed = 2 * (sizes.on_cores + row.loaded + row.stored), self.chip.dram_bandwidth
+            return dataclasses.replace(row, link=moved, added=None if speed is None else max(moved, crossed / speed))
+        hides = FORWARD if run == "jo.pipelined" else 0.0 if sizes.waits else BACKWARD
+        return dataclasses.replace(row, link=moved, added=exposed_time(moved, self.compute or 0.0, hides))
+
+    def _over_on_the_host(self, row: Row) -> int:
+        """Return the bytes by which a row exceeds the host's memory less its headroom, or 0."""
+        return 0 if self.host_memory is None else max(0, row.host - int(self.host_memory * (1 - 2 * HEADROOM)))
+
+    @cached_property
+    def _ranked(self) -> list[Row]:
+        return sorted(self.options, key=_by_cost)
+
+    @cached_property
+    def recommended(self) -> Row | None:
+        """The row to take; ``None`` if nothing fits or the memory is not known."""
+        return self._ranked[0] if self._ranked[0].fits is not False and self.usable is not None else None
+
+    @property
+    def verdict(self) -> str:
+        """The recommendation in two sentences."""
+        return self._answer[0]
+
+    @property
+    def code(self) -> str:
+        """The line to write; empty if there is none.
+
+        If nothing fits, but a row would if jax took a larger share of the device's memory: the line that sets the
+        share, and the line of that row.
+        """
+        return self._answer[1]
 
     def __getitem__(self, name: str) -> Row:
         """Return the row of that name; ``KeyError`` if there is none."""
@@ -161,8 +294,8 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON types, in bytes and seconds."""
-        found = dataclasses.asdict(self)
-        found["recommended"] = None if self.recommended is None else self.recommended.name
+        found = dataclasses.asdict(self) | {"recommended": self.recommended and self.recommended.name}
+        found |= {name: getattr(self, name) for name in ("verdict", "code", "usable", "compute", "assumptions")}
         for row, given in zip(found["options"], self.options, strict=True):
             row |= {"peak": given.peak, "missing": list(given.missing)}
         return found
@@ -185,7 +318,8 @@ class Plan:
         if verbose:
             for row in self.options:
                 lines += ["", f"{row.name}: {row.code}", f"  {row._details()}"]
-            lines += ["", *(f"{self.chip}.{key}: {source}" for key, source in self.sources.items())]
+            chip = self.chip
+            lines += ["", *(f"{chip.name}.{key}: {source}" for key, source in chip.sources.items())] if chip else []
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -201,6 +335,111 @@ class Plan:
         said = "".join(f"<li>{html.escape(each)}</li>" for each in self.assumptions)
         table = html_table(header, [("GiB on one device", rows)], range(1, len(HEADER)))
         return f"<p>{html.escape(self.verdict)}</p>{code}{table}<ul>{said}</ul>"
+
+    @cached_property
+    def _answer(self) -> tuple[str, str, Row | None]:
+        """Two sentences, what to do and why or what else; the line to write; and the row that it is for."""
+        best, ranked = self.recommended, self._ranked
+        on = "each device" if self.devices > 1 else "the device"
+        if self.usable is None:
+            known = "Whether it fits is not known. Give a chip or device_memory; the bytes below are exact."
+            return known, "", None
+        if best is None:
+            return self._nothing_fits(on)
+        resident = next((row for row in ranked if row.name == "resident"), None)
+        name = WORDS.get(best.name, best.name)
+        name = name[0].upper() + name[1:]
+        changes = "" if best.same_numbers else ", and changes the numbers, as nothing else fits"
+        if best.fits:
+            adds = "" if best.added is None else f" and adds {best.adds} to a step"
+            first = f"{name} fits with {in_bytes(best.peak)} of {in_bytes(self.usable)} on {on}{adds}{changes}."
+            second = f"Resident is {resident.why}." if resident and resident.why else "No other row is cheaper."
+            return f"{first} {'Nothing has to be offloaded.' if best is resident else second}", best.code, best
+        over = f"Resident is {resident.why}; {ASK}" if resident and resident.fits is False else ASK.capitalize()
+        second = f"{over}, and plan finds the smallest fraction."
+        roomier = [row for row in ranked if row.fits is not False and (row.room or 0) > (best.room or 0)]
+        if best.name.startswith("resident") and roomier:
+            leaves = in_bytes(roomier[0].room or 0)
+            second = f"Otherwise {roomier[0].name} leaves {leaves}; {ASK}, and plan decides."
+        return f"{name} fits {best.why} on {on}{changes}. {second}", best.code, best
+
+    def _nothing_fits(self, on: str) -> tuple[str, str, Row | None]:
+        """Return the answer if no row fits: a larger share of the device's memory if that suffices, or what to take."""
+        same = [row for row in self._ranked if row.same_numbers] or self._ranked
+        least = min(same, key=lambda row: row.peak)
+        first = f"Nothing fits: {least.name} takes least and is {least.why} on {on}."
+        for row in same if self.platform == "cuda" and self.device_memory is not None else ():
+            share = math.ceil(100 * row.peak / (1 - HEADROOM) / self.device_memory) / 100
+            if (row.room or 0) < 0 and share <= MOST and not self._over_on_the_host(row):
+                share = MOST if row.missing else share
+                fits = _condition(row, int(self.device_memory * share * (1 - HEADROOM)) - row.peak)
+                second = f"With {FRACTION}={share:g} in the environment, {WORDS.get(row.name, row.name)} fits {fits}"
+                return f"{first} {second.rstrip()}.", f"export {FRACTION}={share:g}\n{row.code}", row
+        if on_device := [row for row in same if (row.room or 0) >= 0]:
+            least = min(on_device, key=self._over_on_the_host)
+            over = in_bytes(self._over_on_the_host(least))
+            first = f"Nothing fits: {least.name} needs {over} more of the host's memory for each device."
+            return f"{first} Take a host with more, a state on disk (disk=True), or more devices.", "", None
+        over = "the" if self.replicated else "more"
+        second = f"Divide the parameters over {over} devices (FSDP), or take larger ones."
+        if (takes := least.activations or 0) > least.peak / 2:
+            second = f"Activations take {in_bytes(takes)}: take fewer tokens a step, or more devices."
+        return f"{first} {second}", "", None
+
+    @cached_property
+    def assumptions(self) -> tuple[str, ...]:
+        """The inputs and the assumptions, as printed."""
+        found, best, compiled = [*self.said], self._answer[2], any(row.compiled for row in self.options)
+        if self.device_memory is not None and self.usable is not None:
+            found.append(
+                f"memory: {in_bytes(self.device_memory)}; {jax_takes(self.platform)[1]}; less {HEADROOM:.0%} headroom, "
+                f"{in_bytes(self.usable)} count"
+            )
+        if self.activations is None and not compiled:
+            found.append("activations: not known, and in no sum")
+        found.append(self._time(compiled))
+        if best is not None and best.host:
+            there = "not checked without a chip or host_memory"
+            if self.host_memory is not None:
+                of = f" ({self.chip.name})" if self.chip and self.host_memory == self.chip.dram_bytes else ""
+                there = f"{in_bytes(self.host_memory)} are there{of}, less {2 * HEADROOM:.0%} headroom"
+            found.append(f"host: {in_bytes(best.host)} of pinned memory for each device; {there}")
+            needed = math.ceil(best.host * min(self.devices, ON_A_HOST) * POOL_HEADROOM / 2**30)
+            if self.platform == "cuda" and needed * 2**30 > pool_limit():
+                found.append(f"environment: {POOL_VARIABLE}={needed} before jax starts, if one process has the host")
+        return tuple(found)
+
+    def _time(self, compiled: bool) -> str:
+        """Return the inputs of the model of time."""
+        chip = self.chip
+        if chip is None:
+            return "time: not known without a chip"
+        how = "simulated from the compiled schedule" if compiled else "a model"
+        one, both = chip.host_link / 1e9, chip.host_link_both / 2e9
+        said = f"time: {how}, not measured: {chip.name}'s link {one:g} GB/s one way, {both:g} each way at once"
+        if compiled:
+            return said
+        if not self.compute or not self.operations:
+            return f"{said}; without tokens nothing is hidden"
+        return (
+            f"{said}; {self.tokens_per_step:,} tokens × {OPERATIONS} operations for each parameter of a matrix, at "
+            f"{self.operations / self.compute / 1e12:.4g} TFLOP/s, take {in_seconds(self.compute)}, of which the "
+            "backward pass (2/3) hides jo.jit's copies, the forward pass jo.pipelined's"
+        )
+
+
+def _condition(row: Row, room: int) -> str:
+    """Return what has to hold for a row to fit in memory that leaves so much room."""
+    verb = "stays" if row.missing == ("the window",) else "stay"
+    return f"if {' and '.join(row.missing)} {verb} below {in_bytes(room)}" if row.missing else ""
+
+
+def _by_cost(row: Row) -> tuple[Any, ...]:
+    """Sort rows that fit first, then those that may; among these rows with the same numbers, and the cheapest."""
+    fits = {True: 0, None: 1, False: 2}[row.fits]
+    kind = next((k for k, name in enumerate(CHEAPEST) if row.name.startswith(name)), len(CHEAPEST))
+    added = math.inf if row.added is None else round(row.added, 6)
+    return fits, not row.same_numbers, added, kind, (row.loaded or 0) + row.stored, row.disk
 
 
 def _gib(nbytes: int | None) -> str:

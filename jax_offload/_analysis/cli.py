@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import importlib
 import json
 import re
@@ -17,12 +16,10 @@ import jax
 import optax
 
 from jax_offload import __version__
-from jax_offload._analysis.answer import Plan
 from jax_offload._analysis.doctor import examine
 from jax_offload._analysis.inspection import inspect
 from jax_offload._analysis.plan import eight_bits, plan
 from jax_offload._analysis.targets import prepare
-from jax_offload._analysis.units import count_of
 from jax_offload._offload import offload
 from jax_offload._precision.masters import with_master_params
 
@@ -74,24 +71,24 @@ def parser() -> argparse.ArgumentParser:
         return found.add_argument
 
     option = command("plan", _plan, PLAN)
-    option("model", nargs="?", metavar="MODEL")
-    option("--params", help="the same as MODEL, where that is a number")
+    model = commands.choices["plan"].add_mutually_exclusive_group(required=True)
+    model.add_argument("model", nargs="?", metavar="MODEL")
+    model.add_argument("--params", help="the same as MODEL, where that is a number")
     option("--chip", help="the accelerator: h100, v5e, ..., or a .toml of yours")
     option("--device-memory", help="of one device: 80GiB; the chip's where it is left out")
     option("--host-memory", help="of each host: 256GiB; the chip's figure where it is left out")
     option("--activations", help="of one device, where you know them: 10GiB")
     option("--target", help="compile the step of module:function for this chip: h100, v5e:2x2 (extra aot)")
-    option("--tokens", type=_number, help="a step, over all devices")
-    option("--layers", type=_number, help="with --tokens, gives activations by a formula")
-    option("--width", type=_number, help="of a layer; follows from the number where --layers is given")
+    option("--tokens", dest="tokens_per_step", help="a step, over all devices")
+    option("--layers", help="with --tokens, gives activations by a formula")
+    option("--width", help="of a layer; follows from the number where --layers is given")
     option("--disk", action="store_true", help="add a row with the state on disk")
     option("--optimizer", default="adamw", help="a name in optax or optax.contrib (default: adamw)")
     option("--param-dtype", default="bfloat16", help="(default: bfloat16)")
     option("--master", help="dtype of master parameters: float32")
     option("--storage", help="how moments are stored: bfloat16, int8 (changes the numbers)")
     option("--clip", action="store_true", help="clip gradients by their global norm")
-    option("--devices", type=_number, default=1, help="over which parameters are divided (FSDP)")
-    option("--fsdp", action="store_true", help="divide parameters over the devices: the default")
+    option("--devices", default=1, help="over which parameters are divided (FSDP)")
     option("--replicated", action="store_true", help="keep parameters whole on every device instead")
     option("--verbose", action="store_true", help="transfers and code of each row, and sources of figures")
     option = command("check", _check, CHECK)
@@ -101,10 +98,6 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def _number(text: str) -> int:
-    return count_of("expected a number", text)
-
-
 def _code_of(error: Exception) -> int:
     says = str(error)
     if says.startswith(("chip:", "target:")) and "Known: " in says:
@@ -112,42 +105,21 @@ def _code_of(error: Exception) -> int:
     return NOT_INSTALLED if says.startswith("target:") and "pip install" in says else WRONG
 
 
-def _plan(
-    model: str | None, params: str | None, tokens: int | None, verbose: bool, as_json: bool, fsdp: bool,
-    target: str | None, disk: bool, **given: Any,
-) -> int:  # fmt: skip
-    if model is not None and params is not None:
-        raise ValueError(f"--params: {params} and MODEL, {model}, both say what the model is; leave out one.")
-    model = model or params
-    if model is None:
-        raise ValueError('MODEL: say how many parameters the model has, 13B or 13e9; or give "module:function".')
-    if fsdp and given["replicated"]:
-        raise ValueError("--fsdp: divides parameters, and --replicated keeps them whole; leave out one.")
+def _plan(model: str | None, params: str | None, verbose: bool, as_json: bool, **given: Any) -> int:
+    model, called = model or params or "", "inner"
     _on_the_cpu()
     of_model = {name: given.pop(name) for name in _MODEL}
-    given |= {"tokens_per_step": tokens, "disk": disk}
     if ":" in model:
         default = vars(parser().parse_args(["plan", "1"]))
         if other := [f"--{name.replace('_', '-')}" for name in _MODEL if of_model[name] != default[name]]:
             raise ValueError(f"{', '.join(other)}: of a model that a number describes; {model} has its own.")
-        found = plan(*load(model, "(optimizer, parameters) or (make, optimizer)"), target=target, **given)
+        found = plan(*load(model, "(optimizer, parameters) or (make, optimizer)"), **given)
     else:
         tx, called = _optimizer(**{name: of_model.pop(name) for name in ("optimizer", "master", "storage", "clip")})
-        found = calling(plan(tx, count_of("params", model), target=target, **of_model, **given), called)
-    print(json.dumps(found.to_dict(), indent=1) if as_json else found.describe(verbose))
+        found = plan(tx, model, **of_model, **given)
+    said = json.dumps(found.to_dict(), indent=1) if as_json else found.describe(verbose)
+    print(re.sub(r"\binner\b", called, said))
     return NOTHING_FITS if found.recommended is None and found.usable is not None else 0
-
-
-def calling(found: Plan, called: str) -> Plan:
-    """The plan with the optimizer's name in its lines of code."""
-
-    def named(row: Any) -> Any:
-        return dataclasses.replace(row, code=re.sub(r"\binner\b", lambda _: called, row.code, count=1))
-
-    best = found.recommended
-    return dataclasses.replace(
-        named(found), options=tuple(map(named, found.options)), recommended=None if best is None else named(best)
-    )
 
 
 def _check(step: str, target: str | None, as_json: bool) -> int:
@@ -175,23 +147,20 @@ def _on_the_cpu() -> None:
 
 def _optimizer(optimizer: str, master: str | None, storage: str | None, clip: bool) -> tuple[Any, str]:
     """The optimizer that the options describe, and its code."""
-    homes = {name: module for name, module in (("optax.contrib", optax.contrib), ("optax", optax))
-             if not optimizer.startswith("_") and hasattr(module, optimizer)}  # fmt: skip
-    if not homes:
+    home = next((m for m in (optax, optax.contrib) if optimizer[:1] != "_" and hasattr(m, optimizer)), None)
+    if home is None:
         raise ValueError(f"--optimizer: optax has no {optimizer!r}. Use a name in optax: adamw, adam, lion or sgd.")
-    name, module = homes.popitem()
-    code = f"{name}.{optimizer}(1e-3)"
+    code = f"{'optax' if home is optax else 'optax.contrib'}.{optimizer}(1e-3)"
     try:
-        tx: Any = getattr(module, optimizer)(1e-3)
+        tx: Any = getattr(home, optimizer)(1e-3)
     except Exception as error:
         raise ValueError(f"--optimizer: {code} raises {type(error).__name__}: {error}") from error
-    if not isinstance(tx, optax.GradientTransformation):
-        raise ValueError(f"--optimizer: {code} is no optimizer. Use a name in optax: adamw, adam, lion or sgd.")
     if clip:
         tx = optax.chain(optax.clip_by_global_norm(1.0), tx)
         code = f"optax.chain(optax.clip_by_global_norm(1.0), {code})"
     if master is not None:
-        tx, code = with_master_params(tx, master), f"jo.with_master_params({code})"
+        dtype = "" if master == "float32" else f", {master!r}"
+        tx, code = with_master_params(tx, master), f"jo.with_master_params({code}{dtype})"
     if storage is not None:
         state = jax.eval_shape(tx.init, {"w": jax.ShapeDtypeStruct((128, 128), "float32")})
         tx = offload(tx, storage=eight_bits(state) or storage if storage == "int8" else storage)

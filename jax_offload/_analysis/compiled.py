@@ -407,8 +407,10 @@ def _for_target(step: Any, args: Any, kwargs: Any, to: Target, known: _Known, op
         )
     lowered = step.trace(*args, **kwargs).lower(lowering_platforms=(to.platform,))
     options = known.options if options is None else options
-    options = compiler_options(to.platform) if options is None else dict(options)
-    executable = compile_for(to, lowered.compiler_ir("stablehlo"), n, options)
+    if options is None:
+        is_ours = isinstance(step, Jitted)
+        options = step.compiling(to.platform, args, kwargs) if is_ours else compiler_options(to.platform)
+    executable = compile_for(to, lowered.compiler_ir("stablehlo"), n, dict(options))
     text = executable.hlo_modules()[0].to_string()
     return _compiled(
         text,

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import platform
-from importlib import metadata
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 import optax
 
+import jax_offload
 from jax_offload._analysis.chips import POOL_VARIABLE, host_memory, pool_limit, rates_of
 from jax_offload._analysis.units import in_bytes
 from jax_offload._base.memory import HOST_KIND
@@ -22,11 +23,7 @@ from jax_offload._update.update_params import update_params
 
 STEPS = 5
 TOLERANCE = 1e-5  # of the resident run's numbers; XLA may round otherwise where a fusion ends
-# layers, width: 256 MiB of parameters and 512 of state on an accelerator, and next to nothing on a CPU
-SELF_TEST = {"cpu": (4, 256)}
-SELF_TEST_ELSEWHERE = (16, 2048)
-
-Kind = Literal["ok", "note", "bad"]
+ON_CPU, ELSEWHERE = (4, 256), (16, 2048)  # layers and width of the model of the self-test
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,64 +31,49 @@ class Check:
     """One line of the report. ``next``: what to do where it is not ok."""
 
     name: str
-    kind: Kind
+    kind: Literal["ok", "note", "bad"]
     says: str
     next: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
+    """What the doctor has found, check by check."""
+
     checks: tuple[Check, ...]
 
     @property
     def ok(self) -> bool:
         return all(check.kind != "bad" for check in self.checks)
 
-    @property
-    def verdict(self) -> str:
-        if not self.ok:
-            return "this machine cannot offload as it is: " + ", ".join(c.name for c in self.checks if c.kind == "bad")
-        notes = [check.name for check in self.checks if check.kind == "note"]
-        return "this machine can offload" + (f"; mind: {', '.join(notes)}" if notes else "")
-
-    @property
-    def next_step(self) -> str:
-        """The first thing to do."""
-        wanted = [c for kind in ("bad", "note") for c in self.checks if c.kind == kind and c.next]
-        return wanted[0].next if wanted else "jax-offload plan module:function --chip NAME"
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON types, with a verdict and the first thing to do."""
+        bad, notes = ([check for check in self.checks if check.kind == kind] for kind in ("bad", "note"))
+        verdict = "this machine can offload" + "; mind: " * bool(notes) + ", ".join(check.name for check in notes)
+        if bad:
+            verdict = "this machine cannot offload as it is: " + ", ".join(check.name for check in bad)
+        wanted = [check.next for check in (*bad, *notes) if check.next]
+        next_step = wanted[0] if wanted else "jax-offload plan module:function --chip NAME"
+        return dataclasses.asdict(self) | {"ok": self.ok, "verdict": verdict, "next_step": next_step}
 
     def __str__(self) -> str:
-        marks = {"ok": "✓", "note": "!", "bad": "✗"}
+        marks, said = {"ok": "✓", "note": "!", "bad": "✗"}, self.to_dict()
         lines = aligned([(marks[check.kind], check.name, check.says) for check in self.checks])
-        return "\n".join([f"verdict: {self.verdict}", f"next: {self.next_step}", *lines])
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it as what JSON has."""
-        said = {"ok": self.ok, "verdict": self.verdict, "next_step": self.next_step}
-        return dataclasses.asdict(self) | said
+        return "\n".join([f"verdict: {said['verdict']}", f"next: {said['next_step']}", *lines])
 
 
 def examine() -> Report:
-    """All checks; a few seconds."""
-    found = [_versions()]
+    """Run all checks, which takes a few seconds."""
+    modules = [f"{module.__name__} {module.__version__}" for module in (jax_offload, jax, jaxlib, optax)]
+    found = [Check("versions", "ok", ", ".join([f"Python {platform.python_version()}", *modules]))]
     try:
         device = jax.local_devices()[0]
     except RuntimeError as error:
         return Report((*found, Check("devices", "bad", f"jax finds none: {error}", "install jax for this machine")))
-    found += [_devices(device), _kinds(device), *_memory(device)]
+    found += [_devices(device), _kinds(device), _host_memory(), _pool(device)]
     if Report(tuple(found)).ok:
         found += [_link(device), _self_test(device)]
     return Report(tuple(found))
-
-
-def _versions() -> Check:
-    said = [f"Python {platform.python_version()}"]
-    for name in ("jax_offload", "jax", "jaxlib", "optax"):
-        try:
-            said.append(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            said.append(f"{name} (not installed as a package)")
-    return Check("versions", "ok", ", ".join(said))
 
 
 def _devices(device: Any) -> Check:
@@ -110,22 +92,25 @@ def _kinds(device: Any) -> Check:
     return Check("memories", "bad", f"{', '.join(kinds)}: no {HOST_KIND}", "use a jax with pinned_host memory: 0.10 on")
 
 
-def _memory(device: Any) -> tuple[Check, ...]:
-    named = dict(zip(("available", "left by the cgroup"), host_memory(), strict=True))
-    said = [f"{in_bytes(n)} {what}" for what, n in named.items() if n is not None]
-    host = Check("host memory", "ok" if said else "note", ", ".join(said) or "not known")
+def _host_memory() -> Check:
+    named = zip(("available", "left by the cgroup"), host_memory(), strict=True)
+    said = [f"{in_bytes(n)} {what}" for what, n in named if n is not None]
+    return Check("host memory", "ok" if said else "note", ", ".join(said) or "not known")
+
+
+def _pool(device: Any) -> Check:
     try:
         limit = pool_limit()
     except ValueError as error:
-        return host, Check("pinned pool", "bad", str(error), f"set {POOL_VARIABLE} to a number of GiB, or leave it out")
+        return Check("pinned pool", "bad", str(error), f"set {POOL_VARIABLE} to a number of GiB, or leave it out")
     pool = f"{in_bytes(limit)} in a process ({POOL_VARIABLE})"
     if device.platform not in ("gpu", "cuda", "rocm"):
-        return host, Check("pinned pool", "ok", f"no limit of XLA's on this platform; on a GPU {pool}")
-    usable = min((n for n in named.values() if n is not None), default=0)
+        return Check("pinned pool", "ok", f"no limit of XLA's on this platform; on a GPU {pool}")
+    usable = min((n for n in host_memory() if n is not None), default=0)
     if usable > 2 * limit:
         fix = f"set {POOL_VARIABLE} to what the state needs and a third more, before jax starts"
-        return host, Check("pinned pool", "note", f"{pool}, of {in_bytes(usable)} that are there", fix)
-    return host, Check("pinned pool", "ok", pool)
+        return Check("pinned pool", "note", f"{pool}, of {in_bytes(usable)} that are there", fix)
+    return Check("pinned pool", "ok", pool)
 
 
 def _link(device: Any) -> Check:
@@ -138,8 +123,8 @@ def _link(device: Any) -> Check:
 
 
 def _self_test(device: Any) -> Check:
-    """A few steps of a small model, offloaded and not: the state has to be on the host, and the numbers alike."""
-    layers, width = SELF_TEST.get(device.platform, SELF_TEST_ELSEWHERE)
+    """Train a small model offloaded and resident: the state has to be on the host, and the numbers alike."""
+    layers, width = ON_CPU if device.platform == "cpu" else ELSEWHERE
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     x = jax.device_put(jnp.asarray(np.random.default_rng(0).normal(size=(64, width)), jnp.float32), device)
 
@@ -152,17 +137,15 @@ def _self_test(device: Any) -> Check:
         step = jit(lambda p, s, x: update_params(tx, jax.grad(loss)(p, x), s, p), donate_argnums=(0, 1))
         for _ in range(STEPS):
             params, state = step(params, state, x)
-        return np.asarray(params), state
+        return np.asarray(params), {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state) if leaf.ndim}
 
     try:
-        ours, state = trained(offload(inner))
-        kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state) if leaf.ndim}
-        resident, _ = trained(inner)
+        (ours, kinds), (resident, _) = trained(offload(inner)), trained(inner)
     except Exception as error:  # whatever it is, it is what the report is for
         return Check("self-test", "bad", f"{type(error).__name__}: {str(error).splitlines()[0]}", "report it")
+    off = float(np.linalg.norm(ours - resident) / np.linalg.norm(resident))
     if kinds != {HOST_KIND}:
         return Check("self-test", "bad", f"the state ended in {sorted(map(str, kinds))}", "report it")
-    off = float(np.linalg.norm(ours - resident) / np.linalg.norm(resident))
     if not off <= TOLERANCE:
         return Check("self-test", "bad", f"{STEPS} steps differ from the resident ones by {off:.1e}", "report it")
     return Check("self-test", "ok", f"{STEPS} steps as the resident ones, to {off:.0e}; the state is in {HOST_KIND}")

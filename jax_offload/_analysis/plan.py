@@ -2,39 +2,45 @@
 
 from __future__ import annotations
 
-import inspect
+import dataclasses
+import inspect as signatures
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.tree_util import keystr, tree_flatten_with_path, tree_map_with_path
 
-from jax_offload._analysis.answer import Plan, Row
+from jax_offload._analysis.answer import ON_A_HOST, Plan, Row
 from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.chips import chip as chip_of
-from jax_offload._analysis.fits import ON_A_HOST, OPERATIONS, Setting
+from jax_offload._analysis.inspection import inspect
 from jax_offload._analysis.sizes import model_of, own_bytes, replicated_axes, sizes_of, smallest_share
-from jax_offload._analysis.steps import Steps
 from jax_offload._analysis.targets import target_of
 from jax_offload._analysis.units import bytes_of, count_of, in_bytes
+from jax_offload._base.around import shardings_of
 from jax_offload._base.arrays import Offloaded, nbytes
+from jax_offload._base.paths import key_of
 from jax_offload._base.shardings import sharding_of
 from jax_offload._disk.option import disk as disk_option
+from jax_offload._interop.jit import jit
+from jax_offload._interop.pipelined import pipelined
 from jax_offload._offload import offload
 from jax_offload._placement.arguments import check_inner, check_params
 from jax_offload._placement.placement import unmanaged
+from jax_offload._report.callables import replaced, unwrapped
 from jax_offload._state.state import placed_leaves
 
 RECOMPUTED = 17  # elements that the one layer under recomputation holds, for each token and column of its width
 GATHERED = 3  # layers that are whole on a device where parameters are divided: in use, prefetched, and a gradient
 TRIES = 3  # of a fraction
 
+_RUN: dict[str, Callable[..., Any]] = {"jax.jit": jax.jit, "jo.jit": jit, "jo.pipelined": pipelined}
 _OPTIMIZERS = optax.GradientTransformation | optax.MultiSteps
-_DEFAULTS = {name: option.default for name, option in inspect.signature(offload).parameters.items()}
+_DEFAULTS = {name: option.default for name, option in signatures.signature(offload).parameters.items()}
 
 
 def plan(
@@ -48,7 +54,6 @@ def plan(
     activations: int | str | None = None,
     layers: int | None = None,
     width: int | None = None,
-    flops_per_token: float | None = None,
     devices: int = 1,
     replicated: bool = False,
     param_dtype: str = "bfloat16",
@@ -83,8 +88,6 @@ def plan(
       activations: the activations on one device, in bytes or as text, if you know them.
       layers: the number of layers of the transformer.
       width: the width of a layer.
-      flops_per_token: operations per token of the forward and the backward pass; if left out, 6 for each parameter with
-        two or more axes.
       devices: the number of devices over which the parameters are divided (FSDP), if ``params`` is a number.
       replicated: whether every device holds all parameters instead, if ``params`` is a number.
       param_dtype: the dtype of the parameters, if ``params`` is a number.
@@ -107,62 +110,80 @@ def plan(
       >>> found.recommended.code
       'tx = jo.offload(inner, fraction=0.5); step = jo.jit(step, donate_argnums=(0, 1))'
     """
-    of_step = callable(tx) and isinstance(params, _OPTIMIZERS)
     if target is not None and chip is None:
         chip = target_of(target).chip
     known, said, made = None if chip is None else chip_of(chip), list[str](), None
-    if of_step:
+    if callable(tx) and isinstance(params, _OPTIMIZERS):
         made = Steps(tx, args, target)
         tx, params = params, made.parameters(_inner_of(params)[0])
-        said += [] if made.compiles else [f"nothing is compiled: {made.advice}"]
+        said += [] if made.target else [f"nothing is compiled: {made.advice}"]
     else:
-        if callable(tx) and not isinstance(tx, _OPTIMIZERS) and not isinstance(params, int | float | str) and args:
-            raise TypeError(
-                "plan(make, tx) takes a function that makes a step of an optimizer, and the optimizer. To look at one "
-                "step: jo.inspect(step, *args, target=...)."
-            )
-        if target is not None:
-            raise ValueError(
-                f"target: compiles a step, plan(make, tx, target={target!r}), and an optimizer alone is none. Give "
-                f"chip={target!r} instead."
-            )
-        if args:
-            raise TypeError(f"plan(tx, params): expected the parameters alone; got {1 + len(args)} arguments.")
-        check_inner(tx if not isinstance(tx, optax.MultiSteps) else tx.gradient_transformation(), "tx")
+        _check_sizes(tx, args, target)
     tokens, layers, width = (
-        None if value is None else _whole(name, value)
+        None if value is None else count_of(name, value)
         for name, value in (("tokens_per_step", tokens_per_step), ("layers", layers), ("width", width))
     )
     if isinstance(params, int | float | str | np.number) and not isinstance(params, bool):
-        n, count = count_of("params", params), _whole("devices", devices)
+        n, count = count_of("params", params), count_of("devices", devices)
         params, of, wide = model_of(n, param_dtype, count, replicated, layers, width)
         how = "" if count == 1 else ", whole on each device" if replicated else ", divided over the devices (FSDP)"
         said.append(f"model: {of} equal layers of width {wide}{how}")
         layers, width = (None, None) if layers is None and width is None else (of, wide)
     check_params(params)
-    _check_arrays(params)
-    if flops_per_token is not None and (isinstance(flops_per_token, bool) or not 0 < flops_per_token < math.inf):
-        raise ValueError(f"flops_per_token: expected a number above 0; got {flops_per_token!r}.")
-    leaves, by_dtype = jax.tree.leaves(params), Counter[str]()
-    for x in leaves:
-        by_dtype[str(x.dtype)] += nbytes(x)
-    dtype = by_dtype.most_common(1)[0][0] if by_dtype else "float32"
+    params = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jax.ShapeDtypeStruct((), jnp.result_type(x)), params)
+    leaves = jax.tree.leaves(params)
+    dtype = str(max(leaves, key=nbytes).dtype) if leaves else "float32"
     count = max((s.num_devices for x in leaves if (s := sharding_of(x)) is not None), default=1)
     if activations is not None:
         activations = bytes_of("activations", activations)
         said.append(f"activations: {in_bytes(activations)} on each device, as given")
     elif layers is not None and width is not None and tokens is not None:
         activations = _activations(leaves, dtype, count, layers, width, tokens, said)
-    matrices = sum(math.prod(np.shape(x)) for x in leaves if np.ndim(x) >= 2)
-    limit = device_memory if device_memory is not None else known and known.hbm_bytes
-    setting = Setting(
-        chip=known, tokens=tokens, devices=count, activations=activations, dtype=dtype,
-        flops_per_token=float(OPERATIONS * matrices) if flops_per_token is None else float(flops_per_token),
+    limit = known.hbm_bytes if known and device_memory is None else device_memory
+    host = known and known.dram_bytes
+    if host_memory is not None:
+        host = bytes_of("host_memory", host_memory) // min(count, ON_A_HOST)
+    setting = Plan(
+        chip=known,
+        tokens_per_step=tokens,
+        devices=count,
+        activations=activations,
+        dtype=dtype,
+        multiplied=sum(math.prod(np.shape(x)) for x in leaves if np.ndim(x) >= 2),
         device_memory=None if limit is None else bytes_of("device_memory", limit),
-        host_memory=None if host_memory is None else bytes_of("host_memory", host_memory) // min(count, ON_A_HOST),
-        parameters=sum(math.prod(np.shape(x)) for x in leaves),
-    )  # fmt: skip
-    return _answer(tx, params, setting, said, made, disk)
+        host_memory=host,
+        replicated=bool(replicated_axes(params)),
+    )
+    inner, given = _inner_of(tx)
+    rows = _Rows(inner, params, setting, made)
+    if not isinstance(tx, Offloaded) and _offloads_inside(inner, params):
+        found = [rows.judged("as given", tx, "tx as it is", "jo.jit")]
+        rows.notes.append("an offload inside of a chain: for other rows give jo.offload(the whole chain)")
+    else:
+        found = rows.table(given, disk)
+    rows.notes += [
+        f"{row.name}: only the compiler knows the window, the memory of one group's program, and the chip's figures do "
+        f"not include the disk's speed; each step reads {in_bytes(row.disk)} and writes as many"
+        for row in found
+        if row.disk
+    ]
+    said = [f"{_dtypes(params, inner)}; {count} device{'s' * (count > 1)}", *said, *rows.notes]
+    return dataclasses.replace(setting, options=tuple(found), said=tuple(said))
+
+
+def _check_sizes(tx: Any, args: Sequence[Any], target: str | None) -> None:
+    """Raise an error for what ``plan(tx, params)`` does not take."""
+    if args:
+        raise TypeError(
+            f"plan(tx, params) takes the parameters alone, and plan(make, tx) a function that makes a step; got "
+            f"{2 + len(args)} arguments. To look at one step: jo.inspect(step, *args, target=...)."
+        )
+    if target is not None:
+        raise ValueError(
+            f"target: compiles a step, plan(make, tx, target={target!r}), and an optimizer alone is none. Give "
+            f"chip={target!r} instead."
+        )
+    check_inner(tx if not isinstance(tx, optax.MultiSteps) else tx.gradient_transformation(), "tx")
 
 
 def _activations(
@@ -182,23 +203,6 @@ def _activations(
     return found
 
 
-def _answer(tx: Any, params: Any, setting: Setting, said: Sequence[str], made: Steps | None, disk: bool) -> Plan:
-    """Judge the rows of the plan. ``said`` lists the assumptions about the model."""
-    inner, given = _inner_of(tx)
-    rows = _Rows(inner, params, setting, made)
-    if not isinstance(tx, Offloaded) and _offloads_inside(inner, params):
-        found = [rows.judged("as given", tx, "tx as it is", "jo.jit")]
-        rows.notes.append("an offload inside of a chain: for other rows give jo.offload(the whole chain)")
-    else:
-        found = rows.table(given, disk)
-    rows.notes += [
-        f"{row.name}: only the compiler knows the window, the memory of one group's program, and the chip's figures do "
-        f"not include the disk's speed; each step reads {in_bytes(row.disk)} and writes as many"
-        for row in found if row.disk
-    ]  # fmt: skip
-    return setting.plan(found, [*said, *rows.notes], _dtypes(params, inner), bool(replicated_axes(params)))
-
-
 class _Rows:
     """The rows for one optimizer and its parameters.
 
@@ -206,7 +210,7 @@ class _Rows:
       notes: what was found on the way, such as a row that could not be compiled.
     """
 
-    def __init__(self, inner: Any, params: Any, setting: Setting, made: Steps | None) -> None:
+    def __init__(self, inner: Any, params: Any, setting: Plan, made: Steps | None) -> None:
         self.inner, self.params, self.setting, self.made = inner, params, setting, made
         self.notes, self.waits = list[str](), False
 
@@ -217,8 +221,7 @@ class _Rows:
         row = Row(name, code, parameters, parameters, **sizes.nbytes,
                   activations=self.setting.activations, same_numbers=same)  # fmt: skip
         self.waits |= sizes.waits
-        row = self.setting.timed(row, sizes, run)
-        return self.setting.judged(row if self.made is None else self.made.compiled(row, tx, run))
+        return self.setting.judged(row if self.made is None else self.made.compiled(row, tx, run), sizes, run)
 
     def row(self, name: str, options: Mapping[str, Any], run: str = "jo.jit") -> Row:
         text = "".join(f", {key}={'jo.' if key == 'disk' else ''}{value!r}" for key, value in options.items())
@@ -267,18 +270,95 @@ class _Rows:
         usable = self.setting.usable
         if usable is None or whole.missing or whole.peak > usable:
             return []
-        leaves = sizes_of(offload(self.inner, **options), self.params, run).leaves
-        found, smallest, lowest, room = list[Row](), 1.0, 0.0, usable - (whole.peak - whole.state)
+        leaves = [leaf for leaf, _, _ in placed_leaves(offload(self.inner, **options), self.params)[0]]
+        room, lowest = usable - (whole.peak - whole.state - (whole.window or 0)), 0.0
         for _ in range(TRIES):
             share = math.ceil(100 * max(smallest_share(leaves, room), lowest)) / 100
-            row = self.tried("fraction", {**options, "fraction": share}, run) if 0 < share < smallest else []
-            if not row or row[0].host >= whole.host or (found and not row[0].fits):
+            row = self.tried("fraction", {**options, "fraction": share}, run) if 0 < share < 1 else []
+            if not row or row[0].host >= whole.host:
                 break
-            if row[0].fits:
-                found, smallest, room = row, share, usable - (row[0].peak - row[0].state)
-            else:
-                lowest = share + 0.01
-        return found
+            if (over := row[0].peak - usable) <= 0:
+                return row
+            room, lowest = room - over, share + 0.01
+        return []
+
+
+class Steps:
+    """Makes the step for each row, and compiles it.
+
+    Attributes:
+      target: the chip to compile for; ``None`` if nothing is compiled.
+      advice: what to do to compile for one.
+    """
+
+    def __init__(self, make: Callable[..., Any], args: Sequence[Any], target: str | None) -> None:
+        self.make, self.args = make, args
+        missing = "" if target is None else target_of(target).missing
+        self.target = None if missing else target
+        self.advice = f"{missing} is not installed; " if missing else ""
+        self.advice += "pip install 'jax_offload[aot]' and target=, such as \"h100\", give each row's peak and time"
+        self._donated: tuple[int, ...] = ()
+
+    def parameters(self, inner: optax.GradientTransformation) -> Any:
+        """Return the parameters, abstract, that ``make`` hands to the optimizer's ``init``."""
+        seen: list[Any] = []
+
+        def init(params: Any) -> Any:
+            places = shardings_of(params)
+            seen.append(tree_map_with_path(
+                lambda path, x: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=places.get(key_of(path))), params
+            ))  # fmt: skip
+            return inner.init(params)
+
+        tx = optax.GradientTransformationExtraArgs(init, optax.with_extra_args_support(inner).update)
+        step, args = self._made(tx, "resident")
+        if not seen:
+            raise ValueError(
+                "make: it has made no state of the optimizer that it is given. Return (step, params, state, ...) with "
+                "state = jo.abstract_state(tx, params)."
+            )
+        self._donated = tuple(replaced(args, jax.eval_shape(step, *args)))
+        return seen[0]
+
+    def compiled(self, row: Row, tx: Any, run: str) -> Row:
+        """Return a row with the compiler's figures, if there is a target."""
+        if self.target is None:
+            return row
+        step, args = self._made(tx, row.name)
+        try:
+            found = inspect(_RUN[run](step, donate_argnums=self._donated), *args, target=self.target)
+        except jax.errors.JaxRuntimeError as error:  # a TPU's compiler gives up if memory does not suffice
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            return dataclasses.replace(row, compiled=self.target, fits=False, why="more than the compiler can place")
+        left = found.peak - row.parameters - row.state
+        window = min(row.window or 0, left)
+        gradients = min(found.parts.get("gradients", 0), left - window)
+        row = dataclasses.replace(
+            row, compiled=self.target, window=window, gradients=gradients, activations=left - window - gradients,
+            host=max(row.host, found.host),
+        )  # fmt: skip
+        time = found.timeline
+        if time is None or found.program:  # one of several programs, and time is theirs together
+            return row
+        share = time.exposed / time.compute if time.compute else None
+        return dataclasses.replace(
+            row, loaded=found.loaded, stored=found.stored, added=time.exposed, overhead=share, link=time.link
+        )
+
+    def _made(self, tx: Any, name: str) -> tuple[Any, tuple[Any, ...]]:
+        """Return a step for one row, and its arguments."""
+        try:
+            step, *args = self.make(tx, *self.args)
+            signatures.signature(step).bind(*args)
+        except (TypeError, ValueError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(
+                f"plan(make, tx): make(tx) is called once for each row, here for {name!r}, and is to return (step, "
+                "*arguments): a step that can be called with these arguments, the state among them from "
+                f"jo.abstract_state(tx, params) of the tx that it is given. {error}"
+            ) from error
+        return unwrapped(step), tuple(args)
 
 
 def _inner_of(tx: Any) -> tuple[Any, dict[str, Any]]:
@@ -289,34 +369,18 @@ def _inner_of(tx: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def eight_bits(state: Any) -> dict[str, str] | None:
-    """Rules for float32 moments in 8 bits, by the names of optax's states; ``None`` where there are none."""
-    dtypes: dict[str, set[Any]] = {"mu": set(), "nu": set()}
-    for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
-        for name in dtypes.keys() & jax.tree_util.keystr(path, simple=True, separator="/").split("/"):
-            dtypes[name] |= {x.dtype} if getattr(x, "ndim", 0) else set()
-    floating = {name for name, of in dtypes.items() if of == {jnp.dtype(jnp.float32)}}
-    return {name: dtype for name, dtype in (("mu", "int8"), ("nu", "uint8")) if name in floating} or None
+    """Return rules for float32 moments in 8 bits, by the names of optax's states; ``None`` if there are none."""
+    flat = [(keystr(path, simple=True, separator="/").split("/"), x) for path, x in tree_flatten_with_path(state)[0]]
+    found = dict[str, str]()
+    for name, dtype in ("mu", "int8"), ("nu", "uint8"):
+        if {str(x.dtype) for path, x in flat if name in path and getattr(x, "ndim", 0)} == {"float32"}:
+            found[name] = dtype
+    return found or None
 
 
 def _offloads_inside(tx: Any, params: Any) -> bool:
     rows = placed_leaves(tx, params)[0]
     return any(leaf.why != (outside := unmanaged(aval).why) and bool(outside) for leaf, aval, _ in rows)
-
-
-def _whole(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not 1 <= value < math.inf:
-        raise ValueError(f"{name}: expected a whole number, 1 or more; got {value!r}.")
-    return int(value)
-
-
-def _check_arrays(params: Any) -> None:
-    """Raises ``TypeError`` for a Python number: optax takes it, but what it will be has no bytes yet."""
-    for path, x in jax.tree_util.tree_flatten_with_path(params)[0]:
-        if not hasattr(x, "dtype"):
-            raise TypeError(
-                f"params: plan takes arrays, or what has shape and dtype; {jax.tree_util.keystr(path)} is {x!r}, a "
-                f"{type(x).__name__}. Give jnp.asarray({x!r}), or jax.ShapeDtypeStruct((), 'float32')."
-            )
 
 
 def _dtypes(params: Any, inner: Any) -> str:

@@ -23,7 +23,7 @@ from jax_offload._emit.region import Moved, Update
 from jax_offload._ir.propagate import NEEDS
 from jax_offload._placement.placement import Leaf
 from jax_offload._plan.plan import Planned
-from jax_offload._report.report import table_and_trace, traced
+from jax_offload._report.report import trace_of
 from jax_offload._state.state import abstract_state, placed_leaves
 from jax_offload._update.update_params import update_params
 
@@ -40,23 +40,21 @@ class Sizes:
         does not tell.
       waits: whether the update waits for a number made of all gradients, such as their norm.
       on_cores: bytes of state that the host's cores update.
-      leaves: the rows of the placement.
     """
 
     nbytes: Mapping[str, Any]
     waits: bool
     on_cores: int
-    leaves: Sequence[Leaf] = dataclasses.field(repr=False)
 
 
 def sizes_of(tx: Any, params: Any, run: str) -> Sizes:
-    """The bytes of ``tx`` on these parameters in a step of ``run``; under ``jax.jit`` nothing streams."""
-    if run == "jax.jit":
-        leaves: Sequence[Leaf] = [leaf for leaf, _, _ in placed_leaves(tx, params)[0]]
-        trace, updates = None, []
-    else:
-        table, trace = table_and_trace(tx, params)
-        leaves, updates = table.leaves, [] if trace is None else [each.update for each in updates_in(trace)]
+    """Return the bytes of ``tx`` on these parameters in a step of ``run``; under ``jax.jit`` nothing streams."""
+    leaves = [leaf for leaf, _, _ in placed_leaves(tx, params)[0]]
+    trace = None
+    if run != "jax.jit":
+        with described(params):
+            trace, _ = trace_of(lambda p, s: update_params(tx, p, s, p), params, abstract_state(tx, params))
+    updates = [] if trace is None else [each.update for each in updates_in(trace)]
     planned = [p for update in updates for p in update.planned if not p.on_cores]
     loaded: int | None = sum(p.slice.loaded_bytes for p in planned)
     # A leaf that a norm of the state reads first is loaded twice, unless a scan of the step holds both updates.
@@ -64,7 +62,7 @@ def sizes_of(tx: Any, params: Any, run: str) -> Sizes:
         loaded = None
     disk, on_cores = (sum(leaf.shard_bytes for leaf in leaves if there(leaf)) for there in (
         lambda leaf: leaf.disk, lambda leaf: leaf.on_cores))  # fmt: skip
-    down, up = _across_the_cores(tx, params, leaves) if on_cores else (0, 0)
+    down, up = _across_the_cores(updates, params, leaves) if on_cores else (0, 0)
     found = {
         "state": sum(leaf.shard_bytes for leaf in leaves if not leaf.host and not leaf.disk),
         "window": 0 if run == "jax.jit" else None if trace is None or disk else _window(planned),
@@ -73,16 +71,17 @@ def sizes_of(tx: Any, params: Any, run: str) -> Sizes:
         "loaded": None if loaded is None else loaded + up,
         "stored": sum(map(_stored, updates)) + down,
     }
-    return Sizes(found, any(isinstance(u, Update) and _waits_for_all(u) for u in updates), on_cores, leaves)
+    return Sizes(found, any(isinstance(u, Update) and _waits_for_all(u) for u in updates), on_cores)
 
 
 def own_bytes(x: Any) -> int:
-    """Bytes of an array on one device."""
+    """Return the bytes of an array on one device."""
     return nbytes(x) // math.prod(shards_of(sharding_of(x), np.shape(x)))
 
 
 def _window(planned: Sequence[Planned]) -> int:
-    """Bytes of host leaves on the device at a time: each window, or all that streams through it if that is less."""
+    """Return the bytes of host leaves on the device at a time: each window, or all that streams through it if that is
+    less."""
     through: dict[int, list[Planned]] = {}
     for p in planned:
         through.setdefault(id(p.window), []).append(p)
@@ -93,19 +92,17 @@ def _window(planned: Sequence[Planned]) -> int:
 
 
 def _stored(update: Update | Moved) -> int:
-    """Bytes that an update stores on one device: each leaf is divided like the leaf it replaces."""
+    """Return the bytes that an update stores on one device: each leaf is divided like the leaf it replaces."""
     old: Mapping[Var, Var] = update.next_values if isinstance(update, Update) else {}
     slices = [p.slice for p in update.planned if not p.on_cores]
     slices += [each.prelude for each in update.passes] if isinstance(update, Update) else []
     return sum(nbytes(v.aval) // math.prod(s.shards.get(old.get(v, v), ())) for s in slices for v in s.stores)
 
 
-def _across_the_cores(tx: Any, params: Any, leaves: Sequence[Leaf]) -> tuple[int, int]:
-    """Bytes of one device that go down to the host's cores, gradients and what else these read, and that come up:
-    new parameters, as ``jax_offload.update_params`` makes them there."""
-    with described(params):
-        trace = traced(lambda p, s: update_params(tx, p, s, p), params, abstract_state(tx, params))
-    slices = [p.slice for each in updates_in(trace) for p in each.update.planned if p.on_cores]
+def _across_the_cores(updates: Sequence[Update | Moved], params: Any, leaves: Sequence[Leaf]) -> tuple[int, int]:
+    """Return the bytes of one device that go down to the host's cores, gradients and what else these read, and that
+    come up: new parameters, as ``jax_offload.update_params`` makes them there."""
+    slices = [p.slice for update in updates for p in update.planned if p.on_cores]
     read = {v for s in slices for v in s.inputs if v.aval.shape and not is_host_aval(v.aval)}
     owners = {leaf.owner for leaf in leaves if leaf.on_cores}
     theirs = [x for k, x in enumerate(jax.tree.leaves(params)) if k in owners]
@@ -114,7 +111,7 @@ def _across_the_cores(tx: Any, params: Any, leaves: Sequence[Leaf]) -> tuple[int
 
 
 def _waits_for_all(update: Update) -> bool:
-    """Whether a number made of gradients goes into a slice: their norm, or whether all of them are finite."""
+    """Return whether a number made of gradients goes into a slice: their norm, or whether all of them are finite."""
     if len(update.passes) != 1:
         return len(update.passes) > 1
     (only,) = update.passes

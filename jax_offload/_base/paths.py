@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from jax.tree_util import GetAttrKey, keystr, tree_leaves_with_path
+
+from jax_offload._base.arrays import is_like
 
 KeyPath = tuple[Any, ...]
 
@@ -32,22 +35,53 @@ def matches(argument: str, rules: Sequence[str], names: Sequence[str]) -> list[s
     return hits
 
 
-def owners(params: list[KeyPath]) -> Callable[[KeyPath], int | None]:
-    """From a state leaf's path to its parameter: the longest parameter path inside it, the last one if several.
+def owners(state: Any, params: Any) -> list[int | None]:
+    """Return for every leaf of ``state`` the number of the parameter that it belongs to; ``None`` for a leaf of none.
 
-    ``[0].mu['layers']['w']`` belongs to ``['layers']['w']``. Paths are all that works for every optimizer: shapes
-    differ (factored moments), and what init computes from a parameter (zeros) does not depend on it.
+    A state holds copies of the parameters' tree, with one or several leaves in the place of each parameter: a moment,
+    factors of it, an accumulator for each axis. Keys alone do not tell where a copy begins, because a list of
+    parameters, a list of factors and a chain all count from 0. Of several subtrees inside one another, the copy is the
+    one
+
+    - in which every leaf lies in the place of a parameter,
+    - whose leaves are the parameters, shape for shape,
+    - whose leaves have at least no axes of other sizes than their parameters,
+    - that has no fields of a state between a parameter's place and a leaf; and of these the outermost.
     """
-    index = {path: i for i, path in enumerate(params)}
-    lengths = sorted({len(path) for path in params}, reverse=True)
+    wanted = leaves_with_paths(params)
+    index = {path: i for i, (path, _) in enumerate(wanted)}
+    lengths = sorted({len(path) for path in index})
+    found: dict[KeyPath, list[tuple[int, int]]] = {}  # from where a copy may begin to its leaves and their parameters
+    leaves, under = leaves_with_paths(state), Counter[KeyPath]()
+    for k, (path, _) in enumerate(leaves):
+        for start in range(len(path) + 1):
+            under[path[:start]] += 1
+            places = (index.get(path[start : start + n]) for n in lengths if start + n <= len(path))
+            if (i := next((i for i in places if i is not None), None)) is not None:
+                found.setdefault(path[:start], []).append((k, i))
 
-    def owner(path: KeyPath) -> int | None:
-        for n in lengths:
-            for start in range(len(path) - n, -1, -1):
-                if (i := index.get(path[start : start + n])) is not None:
-                    return i
-        return None
+    def rank(begin: KeyPath) -> tuple[Any, ...]:
+        whole, foreign, fields = True, False, 0
+        for k, i in found[begin]:
+            (path, x), (of_param, param) = leaves[k], wanted[i]
+            rest, shape, whose = path[len(begin) + len(of_param) :], np.shape(x), np.shape(param)
+            alike = shape == whose or is_like(keystr(path), shape, whose)
+            whole = whole and alike and not rest
+            foreign = foreign or not (alike or {*shape} <= {1, *whose})
+            fields = max(fields, sum(isinstance(key, GetAttrKey) for key in rest))
+        whole = whole and len(found[begin]) == len(wanted)
+        return len(found[begin]) < under[begin], not whole, foreign, fields, len(begin)
 
+    owner: list[int | None] = [None] * len(leaves)
+    nested: set[KeyPath] = set()  # the subtrees that hold a copy
+    copies: set[KeyPath] = set()
+    for begin in sorted(found, key=rank):
+        above = {begin[:n] for n in range(len(begin) + 1)}
+        if begin not in nested and not above & copies:
+            copies.add(begin)
+            nested |= above
+            for k, i in found[begin]:
+                owner[k] = i
     return owner
 
 

@@ -49,6 +49,7 @@ def looped(s: Slice, how: Chunked, names: Names) -> Callable[..., list[Any]]:
 
             def advance(i: Any, values: Any) -> Any:
                 wholes, new = (dict(zip(vs, xs, strict=True)) for vs, xs in zip(keys, values, strict=True))
+                i = jnp.minimum(i, full)  # not the counter itself, which is written when every copy has read it
                 after = loop.advance((i - 1) * rows, (i * rows, rows), (wholes, new))
                 return [[x[v] for v in vs] for vs, x in zip(keys, after, strict=True)]
 

@@ -12,6 +12,7 @@ from jax_offload._base.on_disk import READ
 from jax_offload._base.own_primitives import equations
 from jax_offload._emit.region import REGION, Moved, Update
 from jax_offload._ir.program import Program, Var, as_program, expanded, flat, without_round_trips
+from jax_offload._plan.in_scan import InScan
 from jax_offload._plan.plan import Planned
 
 
@@ -87,6 +88,12 @@ def updates_in(step: Any) -> list[Found]:
     moved = {v for eqn in jaxpr.eqns if eqn.primitive.name in _MOVES for v in eqn.outvars}
     results = {*variables(jaxpr.outvars)}
     return list(_found(jaxpr, {v: v for v in own - moved | own & results}))
+
+
+def in_one_scan(step: Any) -> bool:
+    """Whether the updates of a step's closed jaxpr have moved into one scan, and none between the passes."""
+    plans = [each.update.plan for each in updates_in(step) if isinstance(each.update, Moved)]
+    return len(plans) == 1 and isinstance(plans[0], InScan)
 
 
 def kept_on_host(step: Any) -> list[bool] | None:

@@ -221,8 +221,9 @@ class Emitter:
         plan, scan = self.plan, self.plan.scan
         k, carried, *kept = carry
         hand, last = self.unpacked(kept), scan.length - 1
-        i = last - k if scan.reverse else k
-        # The first iteration's ``before`` and the last one's ``after`` lie outside, and are clamped by the copies.
+        # XLA writes the counter's next value when every copy that reads it is done, so they read the minimum, which is
+        # the counter too. The first iteration's ``before`` and the last one's ``after`` are clamped by the copies.
+        i = last - k if scan.reverse else jnp.minimum(k, scan.length)
         before, after = (i + 1, i - 1) if scan.reverse else (i - 1, i + 1)
         own = self.own_rows(hand, i)
         if plan.ahead:

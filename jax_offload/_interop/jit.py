@@ -24,6 +24,7 @@ from jax_offload._base.jaxprs import jit as jit_of_jax
 from jax_offload._base.memory import mesh_is_set, on_host, under_jit
 from jax_offload._base.on_disk import Token
 from jax_offload._drive.run import Driven, places_of, without_update
+from jax_offload._emit.find import in_one_scan
 from jax_offload._interop.xla_options import compiler_options, options_for_sending
 from jax_offload._step.rewritten import is_driven, rewritten
 
@@ -210,6 +211,7 @@ class Step:
             if hasattr(fun, name):
                 setattr(self, name, getattr(fun, name))
         self._fun, self._drive = weakref.ref(fun), Undone.left if driven else None
+        self.in_scan: bool | None = None  # whether the first trace has moved all its updates into scans
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -254,23 +256,38 @@ class Jitted:
         self._inner: Any = jit_of_jax(self.whole_step, **options)
         self._was_called = False
 
-    @property
-    def _outermost(self) -> Any:
-        return self._as_program[0]
-
     @functools.cached_property
-    def _as_program(self) -> tuple[Any, tuple[dict[str, Any], dict[str, Any]]]:
-        """The step as a program; the compiler's options, also for programs that only send something to the host.
+    def _programs(self) -> tuple[Any, Any]:
+        """The step as a program, and as one whose state moves in scans: jax is to know the compiler's options first.
 
         They are made when they are first needed: a backend says whether jaxlib knows our options.
         """
         if "compiler_options" in self._options:
-            given = self._options["compiler_options"] or {}
-            compiling = given, given
-        else:
-            compiling = compiler_options("cuda"), options_for_sending("cuda")
-        options: dict[str, Any] = {**self._options, "compiler_options": compiling[0] or None}
-        return jit_of_jax(self._called, **options), compiling
+            given = jit_of_jax(self._called, **self._options)
+            return given, given
+        either = [compiler_options("cuda", in_scan=in_scan) or None for in_scan in (False, True)]
+        first, second = (jit_of_jax(self._called, **self._options, compiler_options=options) for options in either)
+        return first, second
+
+    def _outermost(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The one of the two programs that a step needs, as the first trace of its function tells."""
+        if self._called.in_scan is None:
+            self._called.in_scan = in_one_scan(self._programs[0].trace(*args, **kwargs).jaxpr)
+        return self._programs[self._called.in_scan]
+
+    def compiling(self, platform: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The compiler's options for these arguments on a platform."""
+        if "compiler_options" in self._options:
+            return dict(self._options["compiler_options"] or {})
+        self._outermost(args, kwargs)
+        return compiler_options(platform, in_scan=bool(self._called.in_scan))
+
+    def _compiling_parts(self) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """The compiler's options for the programs of a driven step, and for those that only send to the host."""
+        given = self._options.get("compiler_options")
+        if "compiler_options" in self._options:
+            return given or {}, given or {}
+        return compiler_options("cuda"), options_for_sending("cuda")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if under_jit():
@@ -278,18 +295,18 @@ class Jitted:
         if not self._was_called:
             self._was_called = True
             _warn_of_uncommitted(_donated(self.__wrapped__, self._options, args, kwargs))
-        result = self._outermost(*args, **kwargs)
+        jitted = self._outermost(args, kwargs)
+        result = jitted(*args, **kwargs)
         undone = Undone.found_in(result)
         if undone is None:
             return result
         if undone.is_traced(args, kwargs):  # under vmap, or a derivative
             return self._inner(*args, **kwargs)
-        jitted, compiling = self._as_program
-        return undone.run(jitted, self._options, compiling, args, kwargs)
+        return undone.run(jitted, self._options, self._compiling_parts(), args, kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """As that of what ``jax.jit`` returns."""
-        traced = self._outermost.trace(*args, **kwargs)
+        traced = self._outermost(args, kwargs).trace(*args, **kwargs)
         return traced if Undone.found_in(traced.out_info) is None else self._inner.trace(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
@@ -302,13 +319,14 @@ class Jitted:
 
     def clear_cache(self) -> None:
         """As that of what ``jax.jit`` returns."""
-        for jitted in (self._inner, self._outermost):
+        self._called.in_scan = None
+        for jitted in (self._inner, *self._programs):
             jitted.clear_cache()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_inner" not in self.__dict__:
             raise AttributeError(name)
-        return getattr(self._outermost, name)
+        return getattr(self._programs[bool(self._called.in_scan)], name)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)

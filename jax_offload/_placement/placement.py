@@ -78,7 +78,6 @@ class Leaf:
 def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
     """Return one ``Leaf`` for every leaf of ``state`` (arrays or abstract values), in flattening order."""
     paths_params = jax.tree_util.tree_flatten_with_path(params)[0]
-    owner = owners([path for path, _ in paths_params])
     paths_state = jax.tree_util.tree_flatten_with_path(state)[0]
     order = ranks(state, params, policy.order)
     names = names_of([path for path, _ in paths_params])
@@ -91,8 +90,7 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
     leaves: list[Leaf] = []
     asked: list[bool] = []  # what select says of the leaves that may move
     fractions: list[Governing] = []  # None: the leaf stays
-    for index, (path, x) in enumerate(paths_state):
-        i = owner(path)
+    for index, ((path, x), i) in enumerate(zip(paths_state, owners(state, params), strict=True)):
         why, name = stays(x, policy.min_bytes), keystr(path)
         like_param = not why and i is not None and is_like(name, np.shape(x), np.shape(paths_params[i][1]))
         if not why and i is None and (policy.select is not None or fraction(None) is None):

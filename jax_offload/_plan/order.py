@@ -19,11 +19,9 @@ def ranks(state: Any, params: Any, order: Order = None, produced: Sequence[int] 
       order: the rules of ``offload``.
       produced: for every parameter when its gradient was made, where the trace tells; ``order`` goes before it.
     """
-    paths = [path for path, _ in leaves_with_paths(params)]
-    backward, owner = _backward_ranks(names_of(paths), order, produced), owners(paths)
-    leaves = leaves_with_paths(state)
-    places = [len(backward) if (i := owner(path)) is None else backward[i] for path, _ in leaves]
-    return [place * len(leaves) + k for k, place in enumerate(places)]
+    backward = _backward_ranks(names_of([path for path, _ in leaves_with_paths(params)]), order, produced)
+    places = [len(backward) if i is None else backward[i] for i in owners(state, params)]
+    return [place * len(places) + k for k, place in enumerate(places)]
 
 
 def _backward_ranks(names: list[str], rules: Order, produced: Sequence[int] | None) -> list[int]:

@@ -118,10 +118,10 @@ def placement(tx: optax.GradientTransformation | Callable[..., Any], *args: Any,
 
 
 def _of_transformation(tx: Any, params: Any, **extra_args: Any) -> Placement:
-    return table_and_trace(tx, params, **extra_args)[0]
+    return table_andtrace_of(tx, params, **extra_args)[0]
 
 
-def table_and_trace(tx: Any, params: Any, **extra_args: Any) -> tuple[Placement, Any]:
+def table_andtrace_of(tx: Any, params: Any, **extra_args: Any) -> tuple[Placement, Any]:
     """The table of a transformation, and its traced update, a closed jaxpr; ``None`` where that raises."""
     placed, treedef = placed_leaves(tx, params)
     leaves = [leaf for leaf, _, _ in placed]
@@ -133,7 +133,7 @@ def table_and_trace(tx: Any, params: Any, **extra_args: Any) -> tuple[Placement,
         return [x if isinstance(x, jax.Array) else 0 for x in jax.tree.leaves(state)]
 
     with described(params):
-        trace, unknown = _trace(update, params, state, extra_args)
+        trace, unknown = trace_of(update, params, state, extra_args)
     loads = _loads(trace)
     table = _table(leaves, loads.for_each(leaves), unknown, loads)
     return dataclasses.replace(table, guessed=guessed(_updates(trace), of_step=False)), trace
@@ -166,7 +166,7 @@ def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
     shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves((args, kwargs))]  # tracers do not tell
     with step_described():
         traced(names, args, kwargs)
-        trace, unknown = _trace(call, args, kwargs)
+        trace, unknown = trace_of(call, args, kwargs)
     loads = _loads(trace)
     kept = [(row, of) for row, of in zip(rows, loads.for_each(rows), strict=True) if row.host or of[0]]
     table = _table([row for row, _ in kept], [of for _, of in kept], unknown, loads)
@@ -237,7 +237,7 @@ def _table(leaves: Sequence[Leaf], of: Sequence[tuple[list[Planned], bool]], unk
     return Placement(tuple(rows), unknown, tuple(windows.values()))
 
 
-def _trace(fun: Callable[..., list[Any]], *args: Any) -> tuple[Any, str]:
+def trace_of(fun: Callable[..., list[Any]], *args: Any) -> tuple[Any, str]:
     """A function's closed jaxpr; or ``None``, and why it cannot be traced."""
     try:
         return traced(fun, *args), ""

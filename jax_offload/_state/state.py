@@ -25,7 +25,7 @@ from jax_offload._base.donation import guarded
 from jax_offload._base.jaxprs import Literal, jaxpr_of
 from jax_offload._base.on_disk import brought, is_on_disk, read_to, typed
 from jax_offload._base.own_primitives import marks_in
-from jax_offload._base.paths import owners
+from jax_offload._base.paths import leaves_with_paths, owners
 from jax_offload._base.shardings import is_explicit, sharding_of, shards_of, typed_sharding, without_axes
 from jax_offload._placement.arguments import AROUND, check_transformation
 from jax_offload._placement.placement import Leaf, unmanaged
@@ -249,20 +249,20 @@ def traced_init(
 
     def init(params: Any) -> Any:
         state = tx.init(params)
-        found.extend(jax.tree_util.tree_flatten_with_path(state)[0])
+        found.append(state)
         return state
 
     with described(params, remember=remember):
         closed, treedef = jaxpr_of(init, params)
     rows = marks_in(closed)
-    owner = owners([path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]])
-    leaves = []
-    for (path, x), v, aval in zip(found, closed.jaxpr.outvars, closed.out_avals, strict=True):
+    leaves, (state,) = [], found
+    of_state = zip(leaves_with_paths(state), owners(state, params), strict=True)
+    for ((path, x), owner), v, aval in zip(of_state, closed.jaxpr.outvars, closed.out_avals, strict=True):
         row = unmanaged(aval if hasattr(x, "dtype") else x) if isinstance(v, Literal) or v not in rows else rows[v]
         name = jax.tree_util.keystr(path)
         if (row.host or row.disk) and ".inner_opt_state" in name.removesuffix(row.path):
             raise ValueError(AROUND)
-        leaf = dataclasses.replace(row, path=name, owner=owner(path), host=memory.is_host_aval(aval) and not row.disk)
+        leaf = dataclasses.replace(row, path=name, owner=owner, host=memory.is_host_aval(aval) and not row.disk)
         leaves.append((leaf, aval))
     return leaves, treedef
 

@@ -87,14 +87,12 @@ def _update(traced: Traced, given: Options, updates: Any, state: Any, params: An
     program = dataclasses.replace(traced.program, shards=traced.of_inputs(_shards(given, updates, state, params)))
     next_values = _next_values(traced, program.outputs, next_of, updates, given.partitions)
     produced = production_order(jax.tree.leaves(updates))
-    of_updates, of_state = [path for path, _ in leaves_with_paths(updates)], leaves_with_paths(state)
-    owner = owners(of_updates)
-    owner_of = [owner(path) for path, _ in of_state]
+    owner_of = owners(state, updates)
     order = _in_order(traced, updates, owner_of, produced)
     place = {i: k for k, i in enumerate(order)}
-    rank = [(len(place) if i is None else place[i]) * len(of_state) + k for k, i in enumerate(owner_of)]
-    names = [keystr(path, simple=True, separator="/") for path, _ in of_state]
-    own, named = (traced.of_inputs([None] * len(of_updates) + said) for said in (rank, names))
+    rank = [(len(place) if i is None else place[i]) * len(owner_of) + k for k, i in enumerate(owner_of)]
+    names = [keystr(path, simple=True, separator="/") for path, _ in leaves_with_paths(state)]
+    own, named = (traced.of_inputs([None] * traced.starts[1] + said) for said in (rank, names))
     return Update(
         program,
         tuple(traced.position[i] for i in order if i in traced.position),
@@ -199,10 +197,9 @@ def _shards(options: Options, updates: Any, state: Any, params: Any) -> list[Sha
     own = {path: shards_of(options.shardings.get(key_of(path)), np.shape(x)) for path, x in flat}
     shapes = {path: np.shape(x) for path, x in flat}
     sharded = {path: shards_of(s, shapes[path]) for path in own if (s := options.partitions.get(key_of(path)))}
-    owner, found = owners([path for path, _ in flat]), []
+    found: list[Shards | None] = []
     for tree, known in (updates, own | sharded), (state, own | sharded), (params, own):
-        for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
-            i = owner(path)
+        for (path, x), i in zip(leaves_with_paths(tree), owners(tree, like), strict=True):
             typed = typed_sharding(jax.typeof(x)) if is_array(x) else None
             if typed is not None and is_explicit(typed.mesh):
                 found.append(shards_of(typed, x.shape))

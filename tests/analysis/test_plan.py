@@ -330,7 +330,7 @@ def test_what_changes_numbers_is_marked_and_comes_last():
 def test_the_machine_that_asks_does_not_count():
     """Neither its memory nor its disk nor its cgroup: the question is about an H100."""
     found = jo.plan(CLIPPED, "13B", chip="h100", tokens_per_step=16384)
-    assert found.host_memory == jo.chip("h100").dram_bytes
+    assert found.host_memory == found.chip.dram_bytes
     assert not any("disk" in line for line in str(found).splitlines())
 
 
@@ -345,7 +345,9 @@ def test_clipping_is_hidden_by_the_next_forward_pass():
     assert found.recommended.name == "pipelined" and "jo.pipelined" in found.recommended.code
     plain = jo.plan(ADAMW, "13B", chip="h100", tokens_per_step=16384)
     assert "pipelined" not in [row.name for row in plain.options]
-    assert plain["offload"].added == 0 and plain["offload"].hidden_from == pytest.approx(13000, rel=0.01)
+    assert plain["offload"].added == 0
+    exposed = [jo.plan(ADAMW, "13B", chip="h100", tokens_per_step=n)["offload"].added for n in (12_900, 13_100)]
+    assert exposed[0] > 0 == exposed[1]
 
 
 def test_what_is_printed():
@@ -403,13 +405,12 @@ def test_accumulation():
     ("kwargs", "says"),
     [
         ({"chip": "h900"}, "chip: 'h900' is not known. Known: a100"),
-        ({"tokens_per_step": 0}, "tokens_per_step: expected a whole number, 1 or more; got 0"),
-        ({"tokens_per_step": float("nan")}, "tokens_per_step: expected a whole number"),
+        ({"tokens_per_step": 0}, "tokens_per_step: expected how many there are.* got 0"),
+        ({"tokens_per_step": float("nan")}, "tokens_per_step: expected how many"),
         ({"device_memory": "much"}, "device_memory: expected a number of bytes, or text"),
         ({"host_memory": -1}, "host_memory: expected a number of bytes"),
         ({"activations": "lots"}, "activations: expected a number of bytes"),
-        ({"layers": 0}, "layers: expected a whole number, 1 or more; got 0"),
-        ({"flops_per_token": -1.0}, "flops_per_token: expected a number above 0; got -1.0"),
+        ({"layers": 0}, "layers: expected how many there are.* got 0"),
         ({"target": "h200"}, "target: compiles a step, plan.make, tx, target='h200'"),
     ],
 )
@@ -424,7 +425,7 @@ def test_what_is_wrong_is_told(kwargs, says):
         ("13X", {}, 'params: expected how many there are, 13e9 or "13B"'),
         (0, {}, "params: expected how many"),
         (float("inf"), {}, "params: expected how many"),
-        (1e9, {"devices": 0}, "devices: expected a whole number"),
+        (1e9, {"devices": 0}, "devices: expected how many"),
         (1e9, {"devices": 7, "width": 4096}, "width: 7 devices do not divide 4096 columns"),
         (1e9, {"param_dtype": "int8"}, "param_dtype: expected a floating dtype"),
         (1e6, {"layers": 80, "width": 9999}, "are too few for 80 layers of width 9999"),
@@ -445,7 +446,6 @@ def test_a_model_has_as_many_parameters_as_were_asked_for(n, devices):
 def test_types_that_are_wrong():
     with pytest.raises(TypeError, match=r"tx: expected .*adamw.*Call it first: adamw\("):
         jo.plan(optax.adamw, {"w": jnp.ones((2, 2))})
-    with pytest.raises(TypeError, match="plan takes arrays"):
-        jo.plan(ADAMW, {"w": 3.0})
-    with pytest.raises(TypeError, match="expected the parameters alone; got 2 arguments"):
+    assert jo.plan(ADAMW, {"w": 3.0})["resident"].parameters == 4
+    with pytest.raises(TypeError, match=r"plan\(tx, params\) takes the parameters alone.* got 3 arguments"):
         jo.plan(ADAMW, {"w": jnp.ones((2, 2))}, 3)

@@ -38,8 +38,9 @@ def test_the_parameter_is_updated_in_place(masters, tmp_path, monkeypatch):
         tx.init(params),
         jo.jit(lambda p, s, x: jo.update_params(tx, jax.grad(loss)(p, x), s, p), donate_argnums=(0, 1)),
     )
-    undone = Undone.found_in(step._outermost(params, state, x := jnp.zeros((8, WIDTH), dtype)))
-    step(params, state, x)
+    args = params, state, jnp.zeros((8, WIDTH), dtype)
+    undone = Undone.found_in(step._outermost(args, {})(*args))
+    step(*args)
     ((driven, _),) = undone.programs.values()
     groups = [(task, run) for task, run in driven._tasks if task.stage.name == "group"]
     assert len(groups) == 6 and len({id(run) for _, run in groups}) == 1

@@ -84,7 +84,7 @@ def main():
             pairs = zip(jax.tree.leaves((params, state)), jax.tree.leaves(want[:2]), strict=True)
             off = jax.jit(lambda pairs: [jnp.abs(jo.to_device(a) - b).max() for a, b in pairs])(list(pairs))
             outcome["off"] = max(outcome["off"], *map(float, off))
-        ((driven, _),) = Undone.found_in(step._outermost(params, state, x)).programs.values()
+        ((driven, _),) = Undone.found_in(step._outermost((params, state, x), {})(params, state, x)).programs.values()
         outcome["by parts"] = sum(isinstance(each, OnePass) for _, each in driven._tasks)
     except ValueError as error:
         outcome["error"] = str(error)

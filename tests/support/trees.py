@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -66,5 +67,64 @@ def equations(jaxpr: Any) -> Iterator[Any]:
             yield from equations(inner)
 
 
+def in_scope(traced: Any, what: str, platform: str = "cuda") -> list[tuple[str, str]]:
+    """The leaf and the text of each operation that is lowered as a "prefetch", a "write-back" or an "update"."""
+    text = traced.lower(lowering_platforms=(platform,)).as_text(debug_info=True)
+    name = rf'^(#loc\d+) = loc\("[^"]*jax_offload/{what}/([^"]*)/[^/"]*"'
+    scopes = dict(re.findall(name, text, re.MULTILINE))
+    lines = ((line, re.search(r"loc\((#loc\d+)\)$", line)) for line in text.splitlines())
+    return [(scopes[loc[1]], line) for line, loc in lines if loc and loc[1] in scopes]
+
+
 def shardings_in(tree):
     return jax.tree.map(lambda x: x.sharding, tree)
+
+
+def copied(tree: Any) -> Any:
+    """``tree`` in new buffers of its own, which can be donated."""
+
+    def copy(x: jax.Array) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.device_put(jax.random.wrap_key_data(jax.random.key_data(x).copy()), x.sharding)
+        return jax.device_put(np.array(x), x.sharding)
+
+    return jax.tree.map(copy, tree)
+
+
+def assert_same(got: Any, want: Any, what: str, tolerance: float = 1e-6) -> None:
+    """Law 2, leaf by leaf: the tree, shapes and types are equal, and so are the numbers.
+
+    Whole numbers, booleans and keys exactly; floats of 32 bits to ``‖a − b‖ ≤ tolerance ‖b‖``; floats of 16 bits to one
+    unit in the last place of the larger of the two, element by element, in the leaf's own dtype. NaN and
+    infinity must stand in the same places.
+    """
+    paths, treedef = jax.tree_util.tree_flatten_with_path(got)
+    assert treedef == jax.tree.structure(want), what
+    for (path, a), b in zip(paths, jax.tree.leaves(want), strict=True):
+        where = f"{what}: {jax.tree_util.keystr(path)}"
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), where
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        else:
+            assert a.weak_type == b.weak_type, where
+        x, y = np.asarray(a), np.asarray(b)
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            assert np.array_equal(x, y), where
+            continue
+        bits, tiny = jnp.finfo(x.dtype).nmant, float(jnp.finfo(x.dtype).tiny)
+        wide = np.complex128 if np.iscomplexobj(x) else np.float64
+        x, y = x.astype(wide).ravel(), y.astype(wide).ravel()
+        finite = np.isfinite(y)
+        assert np.array_equal(x[~finite], y[~finite], equal_nan=True), f"{where}: {x[~finite]} instead of {y[~finite]}"
+        x, y = x[finite], y[finite]
+        if bits > 10:
+            error, scale = np.linalg.norm(x - y), np.linalg.norm(y)
+            assert error <= tolerance * scale, f"{where}: off by {error / max(scale, tiny):.1e}"
+        elif x.size:
+            ulp = 2.0 ** (np.floor(np.log2(np.maximum(np.maximum(np.abs(x), np.abs(y)), tiny))) - bits)
+            assert np.all(np.abs(x - y) <= ulp), f"{where}: off by {np.max(np.abs(x - y) / ulp):.1f} ulp"
+
+
+def eligible(x: Any) -> bool:
+    """Whether a leaf may be on the host at all: of rank >= 1, not empty, not a key."""
+    return x.ndim > 0 and x.size > 0 and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

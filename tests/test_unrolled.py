@@ -1,0 +1,190 @@
+"""Unrolled layers: which updates stand among the passes, which follow them, and what ``placement`` says of both."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_offload as jo
+from tests.support.trees import assert_close
+from tests.support.words import words
+
+pytestmark = pytest.mark.oldest("pieces and gates of an unrolled step")
+
+LAYERS, WIDTH = 6, 128
+ADAMW = optax.adamw(1e-2)
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), ADAMW)
+OPTIONS = {"min_bytes": 1024, "window": 2**20}  # a window that is given: pieces this small would run apart
+
+
+def parameters(width=WIDTH):
+    keys = jax.random.split(jax.random.key(0), LAYERS)
+    params = {f"layer_{k}": 0.1 * jax.random.normal(key, (width, width)) for k, key in enumerate(keys)}
+    return jax.device_put(params | {"bias": jnp.zeros(width)}, jax.devices()[0])
+
+
+def batch(rows=64, width=WIDTH):
+    return jax.random.normal(jax.random.key(100), (rows, width))
+
+
+def loss(params, x):
+    for name in sorted(params.keys() - {"bias"}):
+        x = jnp.tanh(x @ params[name])
+    return ((x + params["bias"]) ** 2).mean()
+
+
+def step_of(tx, update_params=True):
+    def step(params, state, x):
+        value, grads = jax.value_and_grad(loss)(params, x)
+        if update_params:
+            return *jo.update_params(tx, grads, state, params), value
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return step
+
+
+def test_counts_that_arrive_in_host_memory():
+    """As where a trainer moves a whole state there: an update is in pieces all the same, and gives the same numbers."""
+    tx, params = jo.offload(ADAMW, **OPTIONS), parameters()
+    step, state = jo.jit(step_of(tx)), tx.init(params)
+    moved = jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind("pinned_host")), state)
+    plain, other = (jo.placement(step, params, each, batch()) for each in (state, moved))
+    assert not other.stays and not plain.stays
+    large = [[leaf.streams for leaf in table.leaves if leaf.nbytes > 1024] for table in (plain, other)]
+    assert large[0] == large[1]
+    assert_close(step(params, moved, batch()), step(params, state, batch()), 1e-6)
+
+
+@pytest.mark.parametrize("given", ["new parameters", "gradients"])
+def test_one_array_as_gradient_and_as_parameter(given):
+    """An average of the parameters is updated with them twice: its pieces, in chunks, have an operand less."""
+    tx = jo.offload(ADAMW, min_bytes=1024, window=2**16)
+
+    def step_of(tx):
+        def step(params, state, x):
+            grads = jax.grad(loss)(params, x)
+            params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+            twice = params if given == "new parameters" else grads
+            updates, state = tx.update(twice, state, twice)
+            return params, updates, state
+
+        return step
+
+    params, step = parameters(), jo.jit(step_of(tx))
+    table = jo.placement(step, params, tx.init(params), batch())
+    assert sum("chunks of axis 0, 2 leaves together" in leaf.streams for leaf in table.leaves) == 2 * LAYERS
+    got = step(params, tx.init(params), batch())
+    assert_close(got, jax.jit(step_of(ADAMW))(params, ADAMW.init(params), batch()), 1e-6)
+    assert sum(x.sharding.memory_kind == "pinned_host" for x in jax.tree.leaves(got[2])) == 2 * LAYERS
+
+
+def test_pieces_with_a_number_that_the_trace_knows():
+    """A constant among the arguments of an update is no variable of the step."""
+
+    def scaled(inner):
+        def update(grads, state, params=None, *, scale):
+            return inner.update(jax.tree.map(lambda g: g * scale, grads), state, params)
+
+        return optax.GradientTransformationExtraArgs(inner.init, update)
+
+    def step_of(tx):
+        def step(params, state, x):
+            updates, state = tx.update(jax.grad(loss)(params, x), state, params, scale=jnp.float32(0.5))
+            return optax.apply_updates(params, updates), state
+
+        return step
+
+    plain, params = scaled(optax.sgd(0.1, momentum=0.9)), parameters()
+    tx = jo.offload(plain, **OPTIONS)
+    step, args = jo.jit(step_of(tx)), (params, tx.init(params), batch())
+    assert not jo.placement(step, *args).stays
+    assert_close(step(*args), jax.jit(step_of(plain))(params, plain.init(params), batch()), 1e-6)
+
+
+def printing(tx):
+    def update(grads, state, params=None):
+        jax.debug.callback(lambda g: None, grads["bias"][0])
+        return tx.update(grads, state, params)
+
+    return optax.GradientTransformation(tx.init, update)
+
+
+STAYS = {
+    "there only at once: a number needs all": (CLIPPED, OPTIONS, lambda params: params),
+    "fewer than 4 places": (ADAMW, OPTIONS, lambda params: {k: params[k] for k in ("layer_0", "bias")}),
+    "takes a pass of its own": (optax.lamb(1e-2), OPTIONS | {"window": 2**15}, lambda params: params),
+    "in a loop of its own, as pieces this small": (ADAMW, {"min_bytes": 1024}, lambda params: params),
+    "it has effects": (printing(ADAMW), OPTIONS, lambda params: params),
+}
+
+
+@pytest.mark.parametrize("said", STAYS)
+def test_why_an_update_is_left_in_one_piece(said):
+    inner, options, of = STAYS[said]
+    params, tx = of(parameters()), jo.offload(inner, **options)
+    step = jo.jit(step_of(tx))
+    args = params, tx.init(params), batch()
+    table = jo.placement(step, *args)
+    assert len(table.stays) == 1 and said in table.stays[0], table.stays
+    assert f"not updated within the passes of the step: {table.stays[0]}" in words(table)
+    assert any(leaf.host for leaf in table.leaves)
+    got, want = step(*args), jax.jit(step_of(inner, False))(params, inner.init(params), args[2])
+    assert_close((got[0], got[2]), (want[0], want[2]), 1e-6)
+
+
+MESHES = {
+    "divided": (P("data"), {}),
+    "divided, half": (P("data"), {"fraction": 0.5}),
+    "ZeRO-1": (P(), {"shard_over": "data"}),
+    "replicated": (P(), {}),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_nothing_is_said_of_what_moves_on_a_mesh(name):
+    spec, options = MESHES[name]
+    place = NamedSharding(jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,)), spec)
+    params = jax.device_put(parameters(2 * WIDTH), place)
+    x = jax.device_put(batch(width=2 * WIDTH), NamedSharding(place.mesh, P("data")))
+    tx = jo.offload(ADAMW, **OPTIONS, **options)
+    assert jo.placement(jo.jit(step_of(tx)), params, jo.abstract_state(tx, params), x).stays == ()
+
+
+def test_nothing_is_said_of_a_state_on_the_device():
+    params, tx = parameters(), jo.offload(CLIPPED, min_bytes=2**40)
+    with pytest.warns(UserWarning, match="leaves the whole optimizer state on the device"):
+        state = tx.init(params)
+    assert jo.placement(jo.jit(step_of(tx)), params, state, batch()).stays == ()
+
+
+def said_under(jit, tx, rows, update_params=True):
+    params, x = parameters(256), jax.ShapeDtypeStruct((rows, 256), jnp.float32)
+    return words(jo.placement(jit(step_of(tx, update_params)), params, jo.abstract_state(tx, params), x))
+
+
+@pytest.mark.parametrize(
+    ("tx", "rows", "apart"),
+    [
+        (jo.offload(ADAMW, **OPTIONS), 64, False),
+        (jo.offload(ADAMW, **OPTIONS), 4096, False),  # the copies hold the matmuls back
+        (jo.offload(ADAMW, **OPTIONS), 65536, True),  # too short for that
+        (jo.offload(ADAMW, fraction=0.5, **OPTIONS), 64, False),
+        (jo.offload(ADAMW, fraction=0.5, **OPTIONS), 4096, True),
+        (jo.offload(CLIPPED, **OPTIONS), 4096, True),
+    ],
+)
+def test_where_an_update_runs_under_plain_jit(tx, rows, apart):
+    """Of many tokens after the backward pass, and ``placement`` says so."""
+    said = "jax_offload.jit can hide these transfers"
+    assert (said in said_under(jax.jit, tx, rows)) == apart
+    if apart:
+        assert said not in said_under(jo.jit, jo.offload(ADAMW, **OPTIONS), rows)
+
+
+@pytest.mark.parametrize(("rows", "apart"), [(64, False), (4096, True)])
+def test_clipping_outside_is_seen_in_the_trace(rows, apart):
+    tx = optax.chain(optax.clip_by_global_norm(0.1), jo.offload(ADAMW, **OPTIONS))
+    assert ("once the backward pass is over" in said_under(jax.jit, tx, rows, update_params=False)) == apart
