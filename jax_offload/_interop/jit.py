@@ -271,6 +271,8 @@ class Jitted:
 
     def _outermost(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The one of the two programs that a step needs, as the first trace of its function tells."""
+        if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+            return self._programs[0]
         if self._called.in_scan is None:
             self._called.in_scan = in_one_scan(self._programs[0].trace(*args, **kwargs).jaxpr)
         return self._programs[self._called.in_scan]

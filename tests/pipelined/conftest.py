@@ -8,4 +8,4 @@ from tests.support.trees import FAST
 
 @pytest.fixture(autouse=True)
 def compile_fast(monkeypatch):
-    monkeypatch.setattr(interop_jit, "compiler_options", lambda platform: FAST)
+    monkeypatch.setattr(interop_jit, "compiler_options", lambda platform, **_: FAST)
