@@ -114,10 +114,18 @@ def test_order_goes_before_the_trace():
     assert order_of_streaming(tx) == ["zebra", "last", "first", "apple"]
 
 
-def test_order_decides_what_a_fraction_takes():
-    params = {name: S((32, 32), jnp.float32) for name in NAMES}
-    tx = jo.offload(optax.adam(1e-3), min_bytes=0, fraction=0.5, order=["apple", "first"])
-    assert {leaf.param for leaf in jo.placement(tx, params).leaves if leaf.host} == {"apple", "first"}
+@pytest.mark.parametrize(
+    ("names", "order", "taken"),
+    [
+        (NAMES, ["apple", "first"], {"apple", "first"}),
+        (["a1", "a2", "b1", "b2"], ["2", "a", "b"], {"a2", "b2"}),  # the first rule that matches counts
+        (["embed", "layers_2", "layers_10", "head"], None, {"layers_10", "layers_2"}),  # numbers count as numbers
+    ],
+)
+def test_order_decides_what_a_fraction_takes(names, order, taken):
+    params = {name: S((32, 32), jnp.float32) for name in names}
+    tx = jo.offload(optax.adam(1e-3), min_bytes=0, fraction=0.5, order=order)
+    assert {leaf.param for leaf in jo.placement(tx, params).leaves if leaf.host} == taken
 
 
 @pytest.mark.parametrize("order", ["layers", [1], [None]])

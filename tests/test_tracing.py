@@ -88,6 +88,40 @@ def test_twice_the_leaves_are_twice_the_work(case):
     assert twice <= 2.1 * once
 
 
+def layer(x, weights):
+    for w in weights.values():
+        x = jnp.tanh(x @ w)
+    return x
+
+
+def unrolled(params, x):
+    return (layer(x, params) ** 2).mean()
+
+
+def scanned(params, x):
+    return (jax.lax.scan(lambda x, w: (layer(x, w), None), x, params)[0] ** 2).mean()
+
+
+@pytest.mark.parametrize("way", [pytest.param(jo.jit, id="jit"), pytest.param(jo.pipelined, id="pipelined")])
+@pytest.mark.parametrize("loss", [unrolled, scanned])
+def test_a_step_of_twice_the_leaves_is_twice_the_work(loss, way):
+    """Where an update moves into a scan of the step, or between its passes, or the step is turned round."""
+    inner = optax.adam(1e-3) if way is jo.jit else clip_adamw()
+    tx = jo.offload(inner, min_bytes=0, window=2**24)
+
+    def step(params, state, x):
+        return jo.update_params(tx, jax.grad(loss)(params, x), state, params)
+
+    def work(leaves):
+        shape = (3, 64, 64) if loss is scanned else (64, 64)
+        params = {f"layers_{i}": jax.ShapeDtypeStruct(shape, jnp.float32) for i in range(leaves)}
+        args = params, jo.abstract_state(tx, params), jax.ShapeDtypeStruct((64, 64), jnp.float32)
+        return lines(lambda: jo.placement(way(step, donate_argnums=(0, 1)), *args))
+
+    _, once, twice = map(work, (2, 20, 40))
+    assert twice <= 2.1 * once
+
+
 def test_the_table_of_twice_the_leaves_is_twice_the_work():
     tx = jo.offload(clip_adamw(), min_bytes=0)
     few, once, twice = (lines(lambda n=n: str(jo.placement(tx, model(n)))) for n in (2, 20, 40))

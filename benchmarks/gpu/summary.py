@@ -149,5 +149,7 @@ def markdown(data: dict[str, Any]) -> str:
         if part in results:
             parts += [f"## {part.capitalize()}", text(results[part])]
         if data["left"].get(part):
-            parts.append(f"Not run, for lack of time, of `{part}`: {'; '.join(data['left'][part])}.")
+            first, more = data["left"][part][:8], len(data["left"][part]) - 8
+            others = f" and {more} more" if more > 0 else ""
+            parts.append(f"Not run, for lack of time, of `{part}`: {'; '.join(first)}{others}.")
     return "\n\n".join(parts) + "\n"

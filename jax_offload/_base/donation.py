@@ -121,11 +121,21 @@ def check_returned(context: Any, names: Sequence[str], home: Home, where: str) -
       where: whether a ``"step"`` or an ``"init"`` returns it.
     """
     results = [(_words(path), path, on_host) for path, on_host in results_of_main(context)]
-    kept = [[on_host for parts, _, on_host in results if parts[-len(name) :] == name] for name in map(_words, names)]
-    forced = [k for k, found in enumerate(kept) if found and not any(found)]
-    if not forced or sum(on_host for *_, on_host in results) >= len(names):
+    if sum(on_host for *_, on_host in results) >= len(names):
         return
-    first = next(path for parts, path, _ in results if parts[-len(name := _words(names[forced[0]])) :] == name)
+    by_end = dict[str, list[tuple[list[str], str, bool]]]()
+    for each in results:
+        by_end.setdefault(each[0][-1] if each[0] else "", []).append(each)
+
+    def returned(name: list[str]) -> list[tuple[str, bool]]:
+        found = by_end.get(name[-1], []) if name else results
+        return [(path, on_host) for parts, path, on_host in found if parts[len(parts) - len(name) :] == name]
+
+    kept = [returned(_words(name)) for name in names]
+    forced = [found for found in kept if found and not any(on_host for _, on_host in found)]
+    if not forced:
+        return
+    first = forced[0][0][0]
     home.tell(
         f"offload(): {len(forced)} leaves of the optimizer state were in host memory and are returned in device memory "
         f"(the first is {first}) by a jit of the {where}, whose out_shardings name no memory kind. The "

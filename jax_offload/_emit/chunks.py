@@ -20,7 +20,7 @@ from jax.custom_batching import custom_vmap
 from jax_offload._base.barriers import opaque, read_once, written_after
 from jax_offload._base.jaxprs import Var
 from jax_offload._emit.rows import Buffers, Names, Values, buffers_of, fresh
-from jax_offload._ir.slices import Slice, core
+from jax_offload._ir.slices import Slice
 from jax_offload._plan.plan import Chunked
 
 Chunk = tuple[Any, int]  # its first row, which may be traced, and its number of rows
@@ -34,7 +34,7 @@ def looped(s: Slice, how: Chunked, names: Names) -> Callable[..., list[Any]]:
     buffer of its own.
     """
     into = [v if old is None else old for v, old in zip(s.outputs, how.buffers, strict=True)]
-    loads = core(s).loads
+    loads = s.core.loads
 
     def run(*operands: Any) -> list[Any]:
         given = dict(zip(s.inputs, operands, strict=True))

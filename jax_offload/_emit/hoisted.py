@@ -33,7 +33,7 @@ from jax_offload._plan.rules import run_chunk
 
 
 def scanned(plan: InScan, env: Mapping[Var, Any], names: Names) -> Values:
-    """What the scan and the moved equations make, of the values of their operands."""
+    """Run the scan with the moved equations inside; return what both make."""
     scan = plan.scan
 
     def value(v: Any) -> Any:
@@ -55,7 +55,7 @@ def scanned(plan: InScan, env: Mapping[Var, Any], names: Names) -> Values:
 
 
 def one_after_the_other(plan: InScan, env: Mapping[Var, Any]) -> Values:
-    """The same as in the step: the scan, and before it or after it the updates of whole leaves."""
+    """Run the scan, and before or after it the updates of whole leaves: what the rewritten scan stands for."""
     scan, values = plan.scan, dict(env)
 
     def update() -> None:
@@ -87,7 +87,7 @@ def one_after_the_other(plan: InScan, env: Mapping[Var, Any]) -> Values:
 
 @dataclasses.dataclass
 class Hand:
-    """What an iteration has in hand.
+    """The values that one iteration hands to the next.
 
     Attributes:
       wholes: arrays, by the leaf that they are the values of: on the host, on the device, and sums.
@@ -102,7 +102,7 @@ class Hand:
 
 @dataclasses.dataclass(frozen=True)
 class Emitter:
-    """What an iteration does, and what there is before the first and after the last.
+    """Emits the iterations, what precedes the first, and what follows the last.
 
     Attributes:
       consts: the scan's constants.
@@ -116,7 +116,7 @@ class Emitter:
 
     @property
     def keys(self) -> tuple[Sequence[Var], ...]:
-        """What a loop carries of each of the parts of a ``Hand``."""
+        """The variables that the loop carries, for each field of ``Hand``."""
         plan = self.plan
         return (*plan.hosts, *plan.in_place, *plan.new, *plan.sums), plan.loaded, () if plan.ahead else plan.stored
 
@@ -127,7 +127,7 @@ class Emitter:
         return Hand(*(dict(zip(vs, xs, strict=True)) for vs, xs in zip(self.keys, kept, strict=True)))
 
     def first(self, env: Mapping[Var, Any]) -> Hand:
-        """What the first iteration has in hand.
+        """The values that the first iteration starts with.
 
         Behind, it has nothing to store yet. It stores the row that was loaded for it, where that came from; or zeros,
         which the second one overwrites.
@@ -142,7 +142,7 @@ class Emitter:
         return Hand(wholes, loaded, loaded | blank)
 
     def results(self, wholes: Values) -> Values:
-        """What the moved equations have made, once the last iteration is through."""
+        """Return what the moved equations have made after the last iteration."""
         found: Values = {}
         for move in self.plan.moves:
             for v, old in zip(move.slice.outputs, move.how.buffers, strict=True):
@@ -154,7 +154,7 @@ class Emitter:
         return found
 
     def own_rows(self, hand: Hand, i: Any) -> Values:
-        """What iteration ``i`` reads of operands on the device."""
+        """Read the rows of operands on the device for iteration ``i``."""
         on_device = (*self.plan.in_place, *self.plan.new)
         rows = read_once([self.buffers.read(v, hand.wholes[v], i) for v in on_device])
         own = {v: constrained(x, self.plan.pins.get(v)) for v, x in zip(on_device, rows, strict=True)}
@@ -181,18 +181,23 @@ class Emitter:
 
     def phases(self, hand: Hand, inner: Values, stored: Any, then: Any) -> Values:
         """Runs the iteration's own arithmetic while it stores the rows ``stored`` and loads the rows ``then``."""
-        plan, last = self.plan, len(self.plan.groups) - 1
+        plan, last, reads = self.plan, len(self.plan.groups) - 1, {*self.plan.loaded}
         found, early = Values(), Values()
         for phase, (s, group) in enumerate(zip(plan.body.slices, plan.groups, strict=True)):
             new = {v: hand.new[v] for v in group if v in hand.new}
-            loaded = [v for v in plan.groups[phase - 1] if v in plan.loaded]
+            loaded = [v for v in plan.groups[phase - 1] if v in reads]
             if phase < last:
                 # XLA's CPU copies a buffer of which one row is written before another is read
-                own = self.buffers.exchange(hand.wholes, {}, 0, [v for v in new if v in plan.loaded], then)
-                new |= {v: _on(["cpu"], lambda x, read: written_after(x, read)[0], new[v], x) for v, x in own.items()}
+                own = self.buffers.exchange(hand.wholes, {}, 0, [v for v in new if v in reads], then)
+                after = _on(
+                    ["cpu"], lambda xs, read: written_after(xs, read)[0], [new[v] for v in own], [*own.values()]
+                )
+                new |= zip(own, after, strict=True)
                 early |= own
             fetched = self.buffers.exchange(hand.wholes, new, stored, loaded, then)
-            fetched |= {v: _on(["cpu"], lambda _, read: read, x, early[v]) for v, x in fetched.items() if v in early}
+            there = [v for v in fetched if v in early]
+            read = _on(["cpu"], lambda _, read: read, [fetched[v] for v in there], [early[v] for v in there])
+            fetched |= zip(there, read, strict=True)
             inner.update(zip(s.outputs, s.run(*(inner[v] for v in s.inputs)), strict=True))
             if phase < last:
                 self.gate(phase, hand, fetched, inner)
@@ -217,7 +222,7 @@ class Emitter:
             inner.update(zip(both, _on(["tpu"], together, [inner[v] for v in both]), strict=True))
 
     def iteration(self, carry: Any, rows: Any) -> Any:
-        """One, as the body of a scan."""
+        """Run one iteration, as the body of a scan."""
         plan, scan = self.plan, self.plan.scan
         k, carried, *kept = carry
         hand, last = self.unpacked(kept), scan.length - 1
@@ -246,7 +251,8 @@ class Emitter:
         carried, produced = results[: len(carried)], dict(zip(scan.ys, results[len(carried) :], strict=True))
         if not plan.ahead:
             # laid out like the stack: a TPU would make the layout of a matmul's result that of the whole stack
-            rows = {y: _on(["tpu"], _in_order, x[None]) for y, x in produced.items()}
+            in_order = _on(["tpu"], lambda xs: [*map(_in_order, xs)], [x[None] for x in produced.values()])
+            rows = dict(zip(produced, in_order, strict=True))
             self.update(hand, own | rows, i, k)
         hand.loaded = then
         return (k + 1, carried, *self.packed(hand)), [produced[y] for y in plan.kept]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from jax.core import Tracer
@@ -37,6 +37,8 @@ from jax_offload._emit.run import stream
 from jax_offload._ir.conds import scalars_hoisted
 from jax_offload._ir.program import Program, Var
 from jax_offload._plan.decide import passes_of
+from jax_offload._plan.gates import Piece
+from jax_offload._plan.in_scan import InScan
 from jax_offload._plan.options import Claim, regions
 from jax_offload._plan.plan import Planned, PlannedPass
 from jax_offload._plan.serialise import Serialise
@@ -197,18 +199,6 @@ class Update:
             return guarded(results, list(args), names=names, home=homes[-1] if homes else None)
 
 
-class MovedPlan(Protocol):
-    """The plan of a part: of a scan with updates inside, of one piece."""
-
-    @property
-    def operands(self) -> list[Var]:
-        """Those of its equation, as variables of the step."""
-        ...
-
-    @property
-    def planned(self) -> list[Planned]: ...
-
-
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Moved:
     """A part of an update that runs elsewhere in a step, inside a scan say.
@@ -216,12 +206,12 @@ class Moved:
     Attributes:
       jaxpr: what it does, transfers and all.
       operands: those of its equation, as variables of the step.
-      plan: of it, with its slices, to be printed.
+      plan: where it runs, with its slices, to be printed.
     """
 
     jaxpr: ClosedJaxpr
     operands: list[Var]
-    plan: MovedPlan
+    plan: InScan | Piece
 
     def __repr__(self) -> str:
         return f"Moved({len(self.planned)} slices)"
@@ -251,7 +241,7 @@ class Moved:
         return jax_fun(self.jaxpr)(*args)
 
 
-def marked(run: Callable[[Sequence[Any]], list[Any]], args: Sequence[Any], plan: MovedPlan) -> list[Any]:
+def marked(run: Callable[[Sequence[Any]], list[Any]], args: Sequence[Any], plan: InScan | Piece) -> list[Any]:
     """``run(args)`` as one equation, a ``Moved`` of an update."""
     traced, _ = jaxpr_of(lambda *args: run(args), *args)
     if traced.consts or not only_callbacks(traced.effects):

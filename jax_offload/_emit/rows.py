@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -17,10 +17,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_offload._base.arrays import row_indices
-from jax_offload._base.jaxprs import Var
+from jax_offload._base.jaxprs import Var, jit
 from jax_offload._base.memory import is_host_aval, to_device, to_host
 from jax_offload._base.shardings import constrained, padded, typed_sharding
-from jax_offload._ir.slices import Slice, core
+from jax_offload._ir.conds import numbered, structure
+from jax_offload._ir.slices import Slice
 from jax_offload._plan.plan import RowWise, tiles
 from jax_offload._plan.rules import Dim, Partial, Rows, run_chunk
 
@@ -39,6 +40,7 @@ class Buffers:
       names: the names of the state's leaves.
       shards: into how many parts the axis of the rows is divided between devices.
       laid_out: what is done to rows on the device before they are written, given their array.
+      kinds: the functions that update rows; slices that are alike share one, which is traced once and inlined by XLA.
     """
 
     dims: Mapping[Var, Dim]
@@ -46,6 +48,8 @@ class Buffers:
     names: Names
     shards: int = 1
     laid_out: Callable[[Var, Any], Any] = lambda _, x: x
+    kinds: dict[Hashable, Callable[..., list[Any]]] = dataclasses.field(default_factory=dict)
+    key_of: Callable[[Any], Hashable] = dataclasses.field(default_factory=numbered)
 
     def read(self, v: Var, x: Any, start: Any, n: int = 1) -> Any:
         """``n`` rows of each shard of ``x``, which is the array ``v``."""
@@ -80,9 +84,14 @@ class Buffers:
 
     def updated(self, s: Slice, how: RowWise, given: Sequence[Any], start: Any, n: int = 1) -> list[Any]:
         """The results of a slice for some rows, on the device, of its operands' rows there."""
-        rows = row_indices(how.where.size, start, n, self.shards)
+        jaxpr = s.core.jaxpr
+        kind = structure(jaxpr, self.key_of), how.dims, how.where, n
+
+        def update_rows(start: Any, *given: Any) -> list[Any]:  # the name that profiles show
+            return run_chunk(jaxpr, how.dims, how.where, row_indices(how.where.size, start, n, self.shards), *given)
+
         with update_of(s.loads, self.names):
-            return run_chunk(core(s).jaxpr, how.dims, how.where, rows, *given)
+            return self.kinds.setdefault(kind, jit(update_rows))(start, *given)
 
     def keep(
         self, s: Slice, how: RowWise, new: Sequence[Any], wholes: Arrays, start: Any, *, first: Any = None,
@@ -172,8 +181,8 @@ def _update_slice(x: jax.Array, rows: jax.Array, start: Any, dim: int) -> jax.Ar
 
 
 def _starts(x: jax.Array, start: Any, dim: int) -> list[Any]:
-    start = jnp.asarray(start, jnp.int32)
-    return [start if k == dim else jnp.int32(0) for k in range(x.ndim)]
+    start, zero = jnp.asarray(start, jnp.int32), jnp.int32(0)
+    return [start if k == dim else zero for k in range(x.ndim)]
 
 
 def _by_shard(x: jax.Array, dim: int, shards: int, sharding: NamedSharding | None) -> jax.Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence, Set
@@ -12,14 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from jax_offload._base.barriers import gate, opaque, read_once, together
-from jax_offload._base.jaxprs import Var, closed, jax_fun, values_of
+from jax_offload._base.jaxprs import Var, closed, jax_fun, jit, values_of
 from jax_offload._base.memory import is_host_aval, to_device, to_host
 from jax_offload._base.shardings import Shards, typed_sharding, zeros
 from jax_offload._emit.chunks import looped, or_batched
 from jax_offload._emit.rows import Names, buffers_of, fresh, prefetch, update_of, write_back
 from jax_offload._ir.conds import numbered, structure
 from jax_offload._ir.program import Program
-from jax_offload._ir.slices import Slice, core
+from jax_offload._ir.slices import Slice
 from jax_offload._plan.by_rows import PlannedPart
 from jax_offload._plan.plan import Chunked, Planned, PlannedPass
 from jax_offload._plan.serialise import AllInTurn
@@ -164,47 +163,40 @@ def waiting(gradients: Sequence[jax.Array], shards: Sequence[Shards] = ()) -> tu
 # ---- slices that do the same to leaves of the same types, traced and lowered once: a network's layers, say
 
 
-@dataclasses.dataclass(frozen=True)
-class _Update:
-    """What a whole slice does between its transfers.
-
-    Attributes:
-      run: from its operands to its results, all on the device.
-      loaded: the places of the operands that are loaded for it.
-    """
-
-    run: Callable[..., list[Any]]
-    loaded: frozenset[int]
-
-
 def functions(
     planned: Sequence[Planned], names: Names, *, lowered: bool = False
 ) -> Callable[[Planned, dict[Var, Any]], None]:
     """How to run each of the slices in an environment; ``lowered``: where neither ``vmap`` nor a derivative comes.
 
-    Slices that are alike call one function, which XLA inlines, instead of tracing their own equations. With 400 leaves
-    that takes a quarter off the time of tracing and lowering a step.
+    Slices that are alike call one function, which XLA inlines, instead of tracing their own equations.
     """
-    kinds: dict[Hashable, int] = {}
     key_of = numbered()
-    kind = {id(p): kinds.setdefault(structure(p.slice.jaxpr, key_of), len(kinds)) for p in planned if not p.in_chunks}
+    kind = {id(p): structure(p.slice.jaxpr, key_of) for p in planned if not p.in_chunks}
     times = Counter(kind.values())
-    updates: dict[int, _Update] = {}
+    updates: dict[Hashable, tuple[Callable[..., list[Any]], Sequence[int]]] = {}
 
-    def update_for(p: Planned) -> _Update:
+    def update_for(p: Planned) -> tuple[Callable[..., list[Any]], Sequence[int]]:
+        """What a slice does between its transfers, and the places of the operands that are loaded for it."""
         k = kind[id(p)]
         if k not in updates:
-            updates[k] = _update(p.slice, shared=times[k] > 1 and not p.slice.jaxpr.effects)
+            inner = p.slice.core
+            run = jax_fun(closed(inner.jaxpr))
+
+            def update_slice(*args: Any) -> Any:  # the name that profiles show
+                return run(*args)
+
+            shared = times[k] > 1 and not p.slice.jaxpr.effects
+            loaded = [i for i, v in enumerate(p.slice.inputs) if v in inner.loads]
+            updates[k] = (jit(update_slice) if shared else run), loaded
         return updates[k]
 
     def unchunked(p: Planned, operands: Sequence[Any]) -> list[Any]:
-        s, update = p.slice, update_for(p)
-        given = list(operands)
-        for i in sorted(update.loaded):
+        s, given, (update, loaded) = p.slice, list(operands), update_for(p)
+        for i in loaded:
             with prefetch(s.inputs[i], names):
                 given[i] = to_device(given[i])
         with update_of(s.loads, names):
-            results = update.run(*given)
+            results = update(*given)
         for k, v in enumerate(s.outputs):
             if is_host_aval(v.aval):
                 with write_back(v, names):
@@ -222,17 +214,6 @@ def functions(
         env.update(zip(p.slice.outputs, results, strict=True))
 
     return run
-
-
-def _update(s: Slice, *, shared: bool) -> _Update:
-    inner = core(s)
-    run = jax_fun(closed(inner.jaxpr))
-
-    def update_slice(*args: Any) -> Any:  # the name that profiles show
-        return run(*args)
-
-    loaded = frozenset(i for i, v in enumerate(s.inputs) if v in inner.loads)
-    return _Update(jax.jit(update_slice) if shared else run, loaded)
 
 
 # ---- a slice on some rows of its leaves on disk, which are arrays of their own

@@ -226,35 +226,6 @@ class Core:
     loads: frozenset[Var]
 
 
-def core(s: Slice) -> Core:
-    moves = [
-        (eqn, v, eqn.outvars[0])
-        for eqn in s.jaxpr.eqns
-        if eqn.primitive.name == "device_put" and len(eqn.invars) == 1 and not isinstance(v := eqn.invars[0], Literal)
-    ]
-    hosts = {*s.loads}
-    loads = [(eqn, v, out) for eqn, v, out in moves if v in hosts and not is_host_aval(out.aval)]
-    loaded_by = {id(eqn) for eqn, _, _ in loads}
-    others = [eqn for eqn in s.jaxpr.eqns if id(eqn) not in loaded_by]
-    kept = {v for eqn in others for v in eqn.invars if not isinstance(v, Literal)}
-    on_device = {v: Var(out.aval) for _, v, out in loads if v not in kept}
-    loaded = {out: on_device[v] for _, v, out in loads if v in on_device}
-    stored = {out: v for _, v, out in moves if is_host_aval(out.aval)}
-
-    def read(v: Atom) -> Atom:
-        return v if isinstance(v, Literal) else loaded.get(v, v)
-
-    eqns = [
-        eqn.replace(invars=[read(v) for v in eqn.invars])
-        for eqn in s.jaxpr.eqns
-        if not any(v in loaded for v in eqn.outvars)
-    ]
-    inputs = [on_device.get(v, v) for v in s.inputs]
-    outputs = [read(stored.get(v, v)) for v in s.outputs]
-    jaxpr = Jaxpr([], inputs, outputs, eqns, s.jaxpr.effects, s.jaxpr.debug_info)
-    return Core(without_dead_code(jaxpr, keep_inputs=True)[0], frozenset(on_device))
-
-
 @dataclasses.dataclass(frozen=True)
 class Slice:
     """A part of a program: ``outputs`` from ``inputs``, both given as variables of the program.
@@ -272,6 +243,38 @@ class Slice:
     def run(self) -> Callable[..., list[Any]]:
         """``run(*inputs) -> outputs``, all at once."""
         return jax_fun(closed(self.jaxpr))
+
+    @functools.cached_property
+    def core(self) -> Core:
+        """What it computes, without its loads and stores."""
+        moves = [
+            (eqn, v, eqn.outvars[0])
+            for eqn in self.jaxpr.eqns
+            if eqn.primitive.name == "device_put"
+            and len(eqn.invars) == 1
+            and not isinstance(v := eqn.invars[0], Literal)
+        ]
+        hosts = {*self.loads}
+        loads = [(eqn, v, out) for eqn, v, out in moves if v in hosts and not is_host_aval(out.aval)]
+        loaded_by = {id(eqn) for eqn, _, _ in loads}
+        others = [eqn for eqn in self.jaxpr.eqns if id(eqn) not in loaded_by]
+        kept = {v for eqn in others for v in eqn.invars if not isinstance(v, Literal)}
+        on_device = {v: Var(out.aval) for _, v, out in loads if v not in kept}
+        loaded = {out: on_device[v] for _, v, out in loads if v in on_device}
+        stored = {out: v for _, v, out in moves if is_host_aval(out.aval)}
+
+        def read(v: Atom) -> Atom:
+            return v if isinstance(v, Literal) else loaded.get(v, v)
+
+        eqns = [
+            eqn.replace(invars=[read(v) for v in eqn.invars])
+            for eqn in self.jaxpr.eqns
+            if not any(v in loaded for v in eqn.outvars)
+        ]
+        inputs = [on_device.get(v, v) for v in self.inputs]
+        outputs = [read(stored.get(v, v)) for v in self.outputs]
+        jaxpr = Jaxpr([], inputs, outputs, eqns, self.jaxpr.effects, self.jaxpr.debug_info)
+        return Core(without_dead_code(jaxpr, keep_inputs=True)[0], frozenset(on_device))
 
     @functools.cached_property
     def loads(self) -> list[Var]:

@@ -16,7 +16,7 @@ import numpy as np
 from jax_offload._base.arrays import nbytes, row_indices
 from jax_offload._base.jaxprs import Atom, Aval, Jaxpr, Literal, Var, jaxpr_of, nameless, variables
 from jax_offload._base.memory import is_host_aval, to_device, to_host
-from jax_offload._ir.slices import Slice, core
+from jax_offload._ir.slices import Slice
 from jax_offload._plan.plan import Chunked, Planned, Whole
 from jax_offload._plan.rules import Dim, Rows, run_chunk
 from jax_offload._plan.transfers import tile_of, transfer_of
@@ -114,7 +114,7 @@ class PlannedPart:
 
 def part_of(p: Planned, how: Chunked, rows: int) -> PlannedPart:
     """The plan of so many rows of a slice; arguments as those of ``PlannedPart``."""
-    s, inner = p.slice, core(p.slice)
+    s, inner = p.slice, p.slice.core
 
     def update(start: Any, *given: Any) -> list[Any]:
         args = [to_device(x) if v in inner.loads else x for v, x in zip(s.inputs, given, strict=True)]

@@ -1,4 +1,4 @@
-"""What of an update can run inside a scan of the step, on one row in each iteration.
+"""Find the parts of an update that can run inside a scan of the step, on one row in each iteration.
 
 The results of a scan are stacked: row i is from iteration i. An update that keeps rows apart needs no more of a stacked
 gradient than the row of the layer that it updates, so it can run where that row is made (*behind*); then the stack
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import heapq
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
@@ -20,7 +21,7 @@ from jax_offload._ir.primitives import ELEMENTWISE
 from jax_offload._ir.program import Program, Var
 from jax_offload._ir.propagate import NEEDS, Mask, Node, forward, groups, needed_for, union
 from jax_offload._ir.propagate import needed as nodes_needed
-from jax_offload._ir.slices import Slice, core, slice_of
+from jax_offload._ir.slices import Slice, slice_of
 from jax_offload._plan.plan import RowWise
 from jax_offload._plan.rules import Dependent, Partial, Rows, changes_only_shapes, chunked_dims, rule_of
 from jax_offload._plan.transfers import same_type
@@ -38,12 +39,13 @@ _PLACED = frozenset(("dynamic_update_slice", "scatter", "scatter-add", "pad"))  
 _HEAVY = frozenset(("scan", "while", "dot_general", "conv_general_dilated"))
 
 Places = dict[Var, Rows | None]  # where the rows of a variable are
+Makers = Mapping[Var, tuple[int, Equation]]
 Dims = list[Rows | None]  # the same of an equation's operands
 DimsOf = Callable[[Equation, Mapping[Var, Rows | None]], Dims | None]
 
 
 class CannotHoist(Exception):
-    """Why an update does not move."""
+    """An update does not move; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Move:
 
 @dataclasses.dataclass(frozen=True)
 class Moves:
-    """All that moves into one scan.
+    """Everything that moves into one scan.
 
     Attributes:
       moves: the moves, apart where they share nothing.
@@ -108,16 +110,20 @@ class Hoist:
         return scan
 
     def behind(self) -> Moves:
-        """What can move into the scan, which makes its gradients."""
-        eqns, scan = self.program.eqns, self.scan
+        """Return what can move into the scan, which makes the gradients."""
+        eqns, scan, ys = self.program.eqns, self.scan, {*self.scan.ys}
         flow = _flow(eqns, scan, self.at, self.claimed)
         stacked = self._results | {v for eqn in eqns if id(eqn) not in flow.eqns for v in variables(eqn.invars)}
         used = stacked | {v for eqn in eqns for v in variables(eqn.invars)}
-        group = dict(zip(flow.eqns, groups(list(flow.eqns.values())), strict=True))
+        makers, together = made_by(eqns), dict[int, list[Equation]]()
+        kept_apart = [eqn for eqn in eqns if id(eqn) in flow.eqns]
+        for eqn, number in zip(kept_apart, groups([flow.eqns[id(eqn)] for eqn in kept_apart]), strict=True):
+            together.setdefault(number, []).append(eqn)
         moves, why, moved, inside = list[Move](), list[str](), set[int](), set[Var]()
-        for number in sorted({*group.values()}):
-            own = {id(eqn) for eqn in eqns if group.get(id(eqn)) == number}
-            made = [v for eqn in eqns if id(eqn) in own for v in eqn.outvars]
+        read, written = set[Var](), set[Var]()
+        for group in together.values():
+            own = {id(eqn) for eqn in group}
+            made = [v for eqn in group for v in eqn.outvars]
             targets = [v for v in made if (v in flow.dims and v in stacked) or (v in flow.partial and v in used)]
             if not any((v in self.next_of or v in self.waiting) and self._is_worth_it(v) for v in targets):
                 continue
@@ -126,34 +132,39 @@ class Hoist:
                 return flow.of(eqn) if id(eqn) in own else pulled(eqn, needed, scan.length)
 
             try:
-                taken, needed = closure(eqns, {v: flow.dims.get(v) for v in targets}, dims_of)
+                taken, needed = closure(makers, {v: flow.dims.get(v) for v in targets}, dims_of)
                 move = self._move(taken, targets, needed)
             except (CannotHoist, Dependent) as reason:
                 why.append(str(reason))
                 continue
-            reads = {*move.slice.inputs}
-            if any(reads & {*other.how.buffers} or {*other.slice.inputs} & {*move.how.buffers} for other in moves):
+            reads, writes = {*move.slice.inputs}, {old for old in move.how.buffers if old is not None}
+            if not reads.isdisjoint(written) or not writes.isdisjoint(read):
                 why.append("two gradients change the same leaf")
                 continue
             moves.append(move)
             moved |= own
-            inside |= {v for v in move.slice.inputs if v in scan.ys}
+            inside |= reads & ys
+            read |= reads
+            written |= writes
         why += dict.fromkeys(flow.blocked[v] for v in self._missed(flow.blocked, moved))
         dropped = {v for v in scan.ys if isinstance(v, DropVar)}
         kept = frozenset(y for y in scan.ys if y in stacked or y not in inside) - dropped
         return Moves(tuple(moves), kept, frozenset(moved), why)
 
     def ahead(self) -> Moves:
-        """What can move into the scan, which reads the new parameters."""
+        """Return what can move into the scan, which reads the new parameters."""
         scan, eqns = self.scan, [eqn for eqn in self.program.eqns[: self.at] if id(eqn) not in self.claimed]
 
         def dims_of(eqn: Equation, needed: Mapping[Var, Rows | None]) -> Dims | None:
             return pulled(eqn, needed, scan.length, self.own)
 
+        makers, nexts = made_by(eqns), dict[Var, list[Var]]()
+        for v, old in self.next_of.items():
+            nexts.setdefault(old, []).append(v)
         hosts_of = dict[Var, set[Var]]()  # of the scan's xs -> the host leaves that it is made of
         for x in dict.fromkeys(variables(scan.xs)):
             try:
-                taken, rows = closure(eqns, {x: Rows(0)}, dims_of)
+                taken, rows = closure(makers, {x: Rows(0)}, dims_of)
             except CannotHoist:
                 continue
             made = {v for eqn in taken for v in eqn.outvars}
@@ -168,8 +179,8 @@ class Hoist:
             wanted: Places = dict.fromkeys(xs, Rows(0))
             try:
                 while True:  # with every leaf of the state its next value
-                    taken, rows = closure(eqns, wanted, dims_of)
-                    more = {v: rows[old] for v, old in self.next_of.items() if v not in wanted and rows.get(old)}
+                    taken, rows = closure(makers, wanted, dims_of)
+                    more = {v: d for old, d in rows.items() if d for v in nexts.get(old, ()) if v not in wanted}
                     if not more:
                         break
                     wanted |= more
@@ -182,9 +193,10 @@ class Hoist:
         return Moves(tuple(moves), frozenset(scan.ys), frozenset(moved), why)
 
     def sums_up(self, gradients: Sequence[Var]) -> str:
-        """How gradients are what the scan carries out of its last iteration, scaled or cast; else empty.
+        """Say why gradients are sums that the scan carries out of its last iteration; empty where they are not.
 
-        What a microbatch adds needs nothing of the microbatch before; what a layer does, the cotangent.
+        The sums may be scaled or cast. A microbatch adds its share without the microbatch before it; a layer needs the
+        cotangent of its neighbor.
         """
         scan, after = self.scan, self.program.eqns[self.at + 1 :]
         _, wanted = needed_for(after, gradients, lambda eqn: eqn.primitive.name in ELEMENTWISE)
@@ -200,16 +212,38 @@ class Hoist:
         added = [maker[x] for v in made for x in variables(maker[v].invars) if x in maker]
         return BY_INDEX if any(eqn.primitive.name in _PLACED for eqn in added) else SHARED
 
-    @property
-    def _results(self) -> set[Var]:
-        return {*variables(self.program.outputs)}
+    @functools.cached_property
+    def _results(self) -> frozenset[Var]:
+        return frozenset(variables(self.program.outputs))
+
+    @functools.cached_property
+    def _old(self) -> Set[Var]:
+        return {*self.next_of.values()}
+
+    @functools.cached_property
+    def _before_rows(self) -> Set[Var]:
+        """What the scan needs before its first iteration."""
+        return {*variables([*self.scan.consts, *self.scan.init])}
+
+    @functools.cached_property
+    def _readers(self) -> Mapping[Var, list[int]]:
+        """For each variable the places of the equations that read it."""
+        found = dict[Var, list[int]]()
+        for k, eqn in enumerate(self.program.eqns):
+            for v in variables(eqn.invars):
+                found.setdefault(v, []).append(k)
+        return found
+
+    @functools.cached_property
+    def _read_whole(self) -> Set[Var]:
+        return {*self.scan.ys, *variables(self.scan.consts)}
 
     def _is_worth_it(self, v: Var) -> bool:
         """Whether a leaf moves into the scan: any on the host; on the device one whose rows are large."""
         return is_host_aval(v.aval) or nbytes(v.aval) >= self.scan.length * LEAST_ROW
 
     def _missed(self, blocked: Iterable[Var], moved: Set[int]) -> list[Var]:
-        """Those of the blocked for whose rows a leaf waits that has not moved and is worth it; not what is logged."""
+        """Return the blocked variables that hold back a leaf worth moving; what is only logged holds back none."""
         bits = {v: 1 << k for k, v in enumerate(blocked)}
         needs, found = dict(bits), 0
         for eqn in self.program.eqns[self.at + 1 :]:
@@ -221,28 +255,33 @@ class Hoist:
     def _feeding(
         self, taken: list[Equation], rows: Places, xs: Sequence[Var], wanted: Places
     ) -> tuple[Move, frozenset[int]]:
-        """The move of equations that make rows which the scan reads, and those that are gone from where they were."""
-        eqns, scan = self.program.eqns, self.scan
+        """Return the move of equations that make rows for the scan, and the equations that leave their place."""
         inside = {id(eqn) for eqn in taken} - self._also_before(taken)
         made = [v for eqn in taken if id(eqn) in inside for v in eqn.outvars]
-        whole = {*variables([*scan.consts, *scan.init])}
-        if whole & {*made}:
+        if not self._before_rows.isdisjoint(made):
             raise CannotHoist(NEEDED_BEFORE)
-        outside = [eqn for k, eqn in enumerate(eqns) if id(eqn) not in inside and k != self.at]
-        stacked = self._results.union(self.read, *(variables(eqn.invars) for eqn in outside))
+        stacked = {v for v in made if v in self._results or v in self.read or self._read_outside(v, inside)}
         move = self._move(taken, [v for v in made if v in stacked or v in wanted], rows)
-        feeds = frozenset(v for v in xs if not (v in stacked and v in made))
+        feeds = frozenset(v for v in xs if v not in stacked)
         return dataclasses.replace(move, feeds=feeds), frozenset(inside)
 
+    def _read_outside(self, v: Var, inside: Set[int]) -> list[int]:
+        """The places of the equations that read a variable, other than the scan and those that are ``inside``."""
+        eqns = self.program.eqns
+        return [k for k in self._readers.get(v, ()) if k != self.at and id(eqns[k]) not in inside]
+
     def _also_before(self, taken: list[Equation]) -> set[int]:
-        """Which of the equations that move stay where they are too: a norm that the others wait for is made of them.
+        """Return which of the moving equations also stay in place, because a norm that the others wait for needs them.
 
         Raises:
-          CannotHoist: they are dear, or load what is on the host.
+          CannotHoist: they are expensive, or load a leaf from the host.
         """
         twice, eqns = set[int](), self.program.eqns
         while True:
             inside = {id(eqn) for eqn in taken} - twice
+            made = [v for eqn in taken if id(eqn) in inside for v in eqn.outvars]
+            if not any(k < self.at for v in made for k in self._read_outside(v, inside)):
+                return twice
             nodes = [Node(eqn, variables(eqn.invars), [] if id(eqn) in inside else eqn.outvars) for eqn in eqns]
             reading = [k for k, eqn in enumerate(eqns) if k == self.at or id(eqn) in inside]
             before = nodes_needed(nodes, [v for k in reading for v in nodes[k].reads], kept=False)
@@ -255,7 +294,7 @@ class Hoist:
             twice |= {id(eqn) for eqn in found}
 
     def _move(self, eqns: list[Equation], targets: Sequence[Var], needed: Mapping[Var, Rows | None]) -> Move:
-        """The move of some equations.
+        """Make the move of some equations.
 
         Raises:
           CannotHoist, Dependent: they do not keep rows apart.
@@ -265,30 +304,30 @@ class Hoist:
         dims = tuple(needed[v] for v in s.inputs)
         if any(needed[v] is None for v in s.loads):
             raise CannotHoist("a leaf on the host that has no such rows is needed")
-        if not core(s).loads.issuperset(s.loads):
+        if not s.core.loads.issuperset(s.loads):
             raise CannotHoist("a branch of its update loads or stores it, and the other does not")
         if any(program.shards[v][d.dim] > 1 for v, d in needed.items() if isinstance(d, Rows) and v in program.shards):
             raise CannotHoist("its layers are divided between devices, each of which has other ones")
         rows = {v: d for v, d in zip(s.inputs, dims, strict=True) if d is not None}
         lead = max([v for v in rows if v not in scan.ys] or rows, key=lambda v: nbytes(v.aval))
         shape, axis = lead.aval.shape, rows[lead].dim
-        out_dims = tuple(chunked_dims(core(s).jaxpr, list(dims), scan.length, shape, axis))
+        out_dims = tuple(chunked_dims(s.core.jaxpr, list(dims), scan.length, shape, axis))
         if any(d is None or (isinstance(d, Rows) and d.per_row > 1) for d in out_dims):
             raise CannotHoist("its rows are merged")
         how = RowWise(shape, axis, dims, out_dims, (None,) * len(out_dims))
         return Move(s, dataclasses.replace(how, buffers=self._buffers(s, how)))
 
     def _buffers(self, s: Slice, how: RowWise) -> tuple[Var | None, ...]:
-        """Where each result is written: over the operand that it is the next value of, or what waited in its place."""
-        scan, dims = self.scan, dict(zip(s.inputs, how.dims, strict=True))
-        taken = {*scan.ys, *variables(scan.consts)}  # what the scan reads whole is read until its end
-        free = [v for v in s.inputs if v not in taken and v not in {*self.next_of.values()}]
+        """Choose where each result is written: over its old value, or over the array that waited in its place."""
+        dims, taken = dict(zip(s.inputs, how.dims, strict=True)), set[Var]()
+        # what the scan reads whole is read until its end
+        free = [v for v in s.inputs if v not in self._read_whole and v not in self._old]
         found: list[Var | None] = []
         for v, d in zip(s.outputs, how.out_dims, strict=True):
             old = self.next_of.get(v, self.waiting.get(v))
             if old is not None and v not in self.waiting and (old not in dims or dims[old] != d):
                 old = None
-            if old is not None and (old in taken or not same_type(old.aval, v.aval)):
+            if old is not None and (old in taken or old in self._read_whole or not same_type(old.aval, v.aval)):
                 old = None
             if old is None and isinstance(d, Rows) and v in self._results and not is_host_aval(v.aval):
                 # new parameters that are made of an update after it: in place of the operand that is like them, and of
@@ -311,7 +350,7 @@ class _Flow:
       partial: reductions over all rows.
       known: the arrays made elsewhere: known before the scan, or at least without it.
       eqns: by identity, the equations that keep the rows apart, with the bits of the stacked results they come from.
-      bits: of every variable.
+      bits: for each variable the stacked results that it is made of.
       blocked: why the rows of a variable go no further, of those that lead to no other loop or matmul.
     """
 
@@ -371,30 +410,44 @@ def _flow(eqns: Sequence[Equation], scan: Scan, at: int, claimed: Set[int]) -> _
     return flow
 
 
-def closure(
-    eqns: Sequence[Equation], wanted: Mapping[Var, Rows | None], dims_of: DimsOf
-) -> tuple[list[Equation], Places]:
-    """The equations that make the rows of some variables, and of each variable that they need where its rows are.
+def made_by(eqns: Sequence[Equation]) -> Makers:
+    """For each variable the place of the equation that makes it, and the equation."""
+    return {v: (k, eqn) for k, eqn in enumerate(eqns) for v in eqn.outvars}
+
+
+def closure(makers: Makers, wanted: Mapping[Var, Rows | None], dims_of: DimsOf) -> tuple[list[Equation], Places]:
+    """Find the equations that make the rows of some variables, and where the rows of everything that they need are.
 
     Args:
-      eqns: the equations of the program.
+      makers: the equations of the program, by what they make.
       wanted: variables, and where their rows are.
       dims_of: of an equation and what is needed so far, where the rows of its operands are; ``None``: it is not taken.
     """
     needed, taken = dict(wanted), list[Equation]()
-    for eqn in reversed(eqns):
-        if any(v in needed for v in eqn.outvars) and (dims := dims_of(eqn, needed)) is not None:
-            taken.append(eqn)
-            for v, d in zip(eqn.invars, dims, strict=True):
-                if not isinstance(v, Literal) and needed.setdefault(v, d) != d:
-                    raise CannotHoist("an array is used with its rows in two places")
+    todo = {makers[v][0]: makers[v][1] for v in wanted if v in makers}
+    places = [-k for k in todo]  # the last equation first: all that reads its results is known by then
+    heapq.heapify(places)
+    while places:
+        eqn = todo[-heapq.heappop(places)]
+        if (dims := dims_of(eqn, needed)) is None:
+            continue
+        taken.append(eqn)
+        for v, d in zip(eqn.invars, dims, strict=True):
+            if isinstance(v, Literal):
+                continue
+            if needed.setdefault(v, d) != d:
+                raise CannotHoist("an array is used with its rows in two places")
+            if v in makers and makers[v][0] not in todo:
+                k, maker = makers[v]
+                todo[k] = maker
+                heapq.heappush(places, -k)
     return taken[::-1], needed
 
 
 def pulled(eqn: Equation, needed: Mapping[Var, Rows | None], size: int, own: Set[int] = frozenset()) -> Dims | None:
-    """Where the rows of its operands are, if an equation can make the rows that are needed of its results, cheaply.
+    """Return where an equation's operands have their rows, if it makes the needed rows of its results cheaply.
 
-    Those of ``own`` are not made twice, and may be dear.
+    Equations of ``own`` run only once, so they may be expensive.
     """
     wanted = {v: needed[v] for v in eqn.outvars if v in needed}
     dims = {*wanted.values()}

@@ -14,7 +14,7 @@ from jax_offload._base.jaxprs import Atom, DropVar, Equation, Literal, Scan, flo
 from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.program import Program, Var, flat
 from jax_offload._ir.slices import Slice, consecutive, slice_of
-from jax_offload._plan.hoist import CannotHoist, Move, Moves, closure, pulled
+from jax_offload._plan.hoist import CannotHoist, Makers, Move, Moves, closure, made_by, pulled
 from jax_offload._plan.plan import InIterations, Planned, RowWise, Window
 from jax_offload._plan.rules import Dim, Partial, Rows
 
@@ -22,17 +22,9 @@ LEAST_GAIN = 0.95  # of the link's time in two groups, for which it is worth to 
 Groups = Sequence[Sequence[Var]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Reread:
-    """An operand of the scan that is made of parameters which the scan overwrites: made of their rows, row by row."""
-
-    slice: Slice
-    how: RowWise
-
-
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class InScan:
-    """A scan, and what moves into it.
+    """A scan, and the updates that move into it.
 
     Attributes:
       scan: the scan.
@@ -40,7 +32,8 @@ class InScan:
       kept: results that stay stacked.
       ahead: whether the updates come before the iteration's own arithmetic, which reads what they make, or after it.
       fed: number of one of the scan's ``xs`` -> the result of an update whose rows it has.
-      reread: number of one of the scan's ``xs`` -> how its rows are made.
+      reread: number of one of the scan's ``xs`` -> how its rows are made again of those of parameters, where the scan
+        overwrites these.
     """
 
     scan: Scan
@@ -48,14 +41,14 @@ class InScan:
     kept: tuple[Var, ...]
     ahead: bool
     fed: Mapping[int, Var]
-    reread: Mapping[int, Reread]
+    reread: Mapping[int, Move]
 
     def __repr__(self) -> str:  # a jaxpr prints its parameters
         return f"InScan({len(self.moves)} slices)"
 
     @property
     def operands(self) -> list[Var]:
-        """What it needs of the rest of the step."""
+        """The values that it needs from the rest of the step."""
         xs = [v for k, v in enumerate(self.scan.xs) if k not in self.reread and k not in self.fed]
         reads = [*self.scan.consts, *self.scan.init, *xs, *self.hosts, *self.in_place, *self.others]
         return list(dict.fromkeys(variables(reads)))
@@ -69,7 +62,7 @@ class InScan:
 
     @property
     def makes(self) -> list[Var]:
-        """What the rest of the step may read of it."""
+        """The values that the rest of the step may read from it."""
         updated = [v for move in self.moves for v in move.slice.outputs if v not in move.feeds]
         return [v for v in [*self.scan.carry, *self.kept, *updated] if not isinstance(v, DropVar)]
 
@@ -140,9 +133,10 @@ class InScan:
 
     @property
     def passed_through(self) -> list[Var]:
-        """Inputs of an iteration of a forward pass that it keeps as they are: they wait for its first phase.
+        """Inputs that an iteration of a forward pass keeps for the backward pass; they wait for its first phase.
 
-        Kept at once they hold up the first load. Not where leaves are only loaded, as gradients on the host are.
+        Kept at once, they would delay the first load. Where leaves are only loaded, as gradients on the host are,
+        nothing has to wait.
         """
         waits = self.ahead and {*self.loaded} == {*self.stored}
         kept = variables(self.body.program.outputs[len(self.scan.carry) :]) if waits else []
@@ -165,19 +159,19 @@ class InScan:
         """Bytes that the busier direction carries in each phase."""
         out, back = (
             [sum(nbytes(v.aval) for v in group if v in moved) for group in groups]
-            for moved in (self.stored, self.loaded)
+            for moved in ({*self.stored}, {*self.loaded})
         )
         return [max(out[k], back[k - 1]) for k in range(len(groups))]
 
     @functools.cached_property
     def _reads(self) -> list[tuple[Var, Dim]]:
-        """What the updates read, and what is made again of it, with its rows."""
-        both = [(move.slice, move.how) for move in self.moves] + [(r.slice, r.how) for r in self.reread.values()]
-        return [pair for s, how in both for pair in zip(s.inputs, how.dims, strict=True)]
+        """Each variable that an update or a reread operand is made of, with its rows."""
+        both = [*self.moves, *self.reread.values()]
+        return [pair for each in both for pair in zip(each.slice.inputs, each.how.dims, strict=True)]
 
     @functools.cached_property
     def _writes(self) -> list[tuple[Var, Var | None, Dim]]:
-        """What the updates make for others than the scan: the result, the operand in whose buffer it is, its rows."""
+        """Each result that leaves the scan, with the operand whose buffer it takes, and its rows."""
         return [
             each
             for move in self.moves
@@ -187,17 +181,18 @@ class InScan:
 
 
 def in_scan(program: Program, scan: Scan, moves: Moves, *, ahead: bool) -> InScan:
-    """The plan of the moves into a scan of a step."""
+    """Plan the moves into a scan of a step."""
     updated = {v for move in moves.moves for v in move.slice.outputs} if ahead else set[Var]()
     fed = {k: x for k, x in enumerate(scan.xs) if not isinstance(x, Literal) and x in updated}
     plan = InScan(scan, moves.moves, tuple(y for y in scan.ys if y in moves.kept), ahead, fed, {})
     if ahead:
         return plan
-    again = {k: r for k, x in enumerate(scan.xs) if (r := _reread(program, x, scan, {*plan.in_place}))}
+    makers, in_place = made_by(program.eqns), {*plan.in_place}
+    again = {k: r for k, x in enumerate(scan.xs) if (r := _reread(program, makers, x, scan, in_place))}
     return dataclasses.replace(plan, reread=again)
 
 
-def _reread(program: Program, x: Atom, scan: Scan, in_place: set[Var]) -> Reread | None:
+def _reread(program: Program, makers: Makers, x: Atom, scan: Scan, in_place: set[Var]) -> Move | None:
     if isinstance(x, Literal):
         return None
 
@@ -205,7 +200,7 @@ def _reread(program: Program, x: Atom, scan: Scan, in_place: set[Var]) -> Reread
         return None if any(v in in_place for v in eqn.outvars) else pulled(eqn, needed, scan.length)
 
     try:
-        taken, needed = closure(program.eqns, {x: Rows(0)}, dims_of)
+        taken, needed = closure(makers, {x: Rows(0)}, dims_of)
     except CannotHoist:
         return None
     s = slice_of(taken, [x], program.debug_info, {})
@@ -216,14 +211,16 @@ def _reread(program: Program, x: Atom, scan: Scan, in_place: set[Var]) -> Reread
     if rows is None:
         return None
     dims = tuple(needed[v] for v in s.inputs)
-    return Reread(s, RowWise(lead.aval.shape, rows.dim, dims, (Rows(0),), (None,)))
+    return Move(s, RowWise(lead.aval.shape, rows.dim, dims, (Rows(0),), (None,)))
 
 
 def _balanced(hosts: Sequence[Var], count: int) -> Groups:
-    """Groups of about as many bytes."""
-    groups = [list[Var]() for _ in range(count)]
+    """Divide leaves on the host into ``count`` groups of about equal bytes."""
+    groups, sizes = [list[Var]() for _ in range(count)], [0] * count
     for v in sorted(hosts, key=lambda v: -nbytes(v.aval)):
-        min(groups, key=lambda group: sum(nbytes(u.aval) for u in group)).append(v)
+        smallest = sizes.index(min(sizes))
+        groups[smallest].append(v)
+        sizes[smallest] += nbytes(v.aval)
     return groups
 
 
@@ -276,8 +273,8 @@ def phases(program: Program, times: Sequence[float]) -> Phases | None:
         else:  # it stands where it is first read
             turn = min((first_read[v] for v in eqn.outvars if v in first_read), default=last)
         first_read.update((v, min(turn, first_read.get(v, turn))) for v in variables(eqn.invars))
-        parts[turn].insert(0, eqn)
-    slices = consecutive(parts, program.outputs, program.debug_info, {})
+        parts[turn].append(eqn)
+    slices = consecutive([part[::-1] for part in parts], program.outputs, program.debug_info, {})
     outs = [() if cut is None else program.eqns[cut].outvars for cut in cuts]
     gates = [next((v for v in vs if v in s.outputs), None) for vs, s in zip(outs, slices, strict=False)]
     return Phases(program, slices, gates)

@@ -10,7 +10,7 @@ from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Aval, Var
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.shardings import padded, typed_sharding
-from jax_offload._ir.slices import Slice, core
+from jax_offload._ir.slices import Slice
 from jax_offload._plan.plan import Chunked, Transfer, Whole
 from jax_offload._plan.rules import Dependent, Dim, Partial, Rows, chunked_dims
 
@@ -32,7 +32,7 @@ def transfer_of(s: Slice, reuse: Mapping[Var, Var], window: int) -> Transfer:
     old_of = buffers(s, reuse)
     if any(old is None and is_host_aval(v.aval) for v, old in zip(s.outputs, old_of, strict=True)):
         return Whole("its next value is of another type, or not its own")
-    inner, why, pins = core(s), "it is smaller than a tile", s.pins
+    inner, why, pins = s.core, "it is smaller than a tile", s.pins
     gathered = sum(nbytes(v.aval) for v in s.outputs if v in pins)
     lead = max((v.aval for v in s.loads), key=nbytes)
     for axis in range(max(1, lead.ndim - 1)):

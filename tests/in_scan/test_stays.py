@@ -89,6 +89,11 @@ def by_norm(grads):
     return jax.tree.map(lambda g, norm=optax.tree.norm(grads): g / norm, grads)
 
 
+def changed_by(change):
+    """The gradients, changed."""
+    return lambda loss: lambda params, x: change(jax.grad(loss)(params, x))
+
+
 def scaled_by_the_cotangent(loss):
     """By a number that the backward scan carries out: the batch's gradient."""
 
@@ -118,7 +123,9 @@ def unrolled(params, x):
         ),
         (over_microbatches(), unrolled, "cannot host the update: it runs in a loop of its own"),
         (scaled_by_the_cotangent, None, "a number that the same scan carries to its end"),
-        (lambda loss: lambda params, x: by_norm(jax.grad(loss)(params, x)), None, "something that needs all gradients"),
+        (changed_by(by_norm), None, "something that needs all gradients"),
+        (changed_by(lambda g: jax.tree.map(lambda g: jnp.cumsum(g, 0), g)), None, "keep layers apart: cumsum"),
+        (changed_by(lambda g: jax.tree.map(lambda g: g[::-1], g)), None, "keep layers apart: rev"),
     ],
 )
 def test_why_nothing_moves(gradients_of, loss, expected):
