@@ -5,14 +5,12 @@ does beside an accelerator. ``test_equivalence.py`` has every optimizer, wrapper
 """
 
 import contextlib
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
@@ -222,19 +220,6 @@ def test_sharded(inner, share, how, kind):
         sharded(inner, share, how, mesh)
 
 
-def test_compiled_once_and_anew_for_other_types(groups):
-    tx = offload(ADAMW)
-    step, params = jo.jit(step_of(tx), donate_argnums=(0, 1)), model()
-    state, x = tx.init(params), placed(X)
-    params, state, _ = step(params, state, x)
-    before = COMPILES[0]
-    for _ in range(3):
-        params, state, _ = step(params, state, x)
-    assert COMPILES[0] == before
-    step(params, state, placed(X[:4]))
-    assert COMPILES[0] > before
-
-
 def test_the_same_to_the_last_bit(groups):
     """Two loops of many steps, their inputs donated."""
     step = jo.jit(step_of(tx := offload(ADAMW, 0.6)), donate_argnums=(0, 1))
@@ -343,26 +328,6 @@ def test_an_update_in_a_branch(how, groups):
 # ---- what a user's program has around it ---------------------------------------------------------------------------
 
 
-@pytest.mark.oldest("arguments as jit takes them")
-def test_static_arguments_shardings_and_keywords():
-    tx, params = offload(), model()
-    state, where = tx.init(params), SingleDeviceSharding(jax.devices()[1])
-    options = {"static_argnames": "times", "donate_argnums": 1, "in_shardings": (where, None, None)}
-
-    @functools.partial(jo.jit, **options, out_shardings=None)
-    def step(params, state, x, times):
-        grads = jax.tree.map(lambda g: times * g, jax.grad(loss_of())(params, x))
-        return jo.update_params(tx, grads, state, params)
-
-    def plain(params, state, x, times):
-        grads = jax.tree.map(lambda g: times * g, jax.grad(loss_of())(params, x))
-        return jo.update_params(CLIPPED, grads, state, params)
-
-    for times in 1, 2:
-        got = step(params, copied(state), X, times)
-        assert_same(jo.to_device(got), jax.jit(plain, static_argnums=3)(params, jo.to_device(state), X, times), "")
-
-
 def test_a_state_is_the_same_whoever_updates_it():
     """Leaf for leaf what it is on the device, abstract too, so that a checkpoint of one is restored as another; and one
     may change from step to step."""
@@ -376,38 +341,6 @@ def test_a_state_is_the_same_whoever_updates_it():
         want = step(params, jo.to_device(state), X)
         params, state, _ = got = jo.jit(step_of(tx))(params, state, X)
         assert_same(jo.to_device(got), want, "whoever")
-
-
-@pytest.mark.parametrize("storage", ["bfloat16", {"mu": "int8", "nu": "uint8"}])
-def test_stored_in_fewer_bits(storage):
-    """As on the device, whose rounding is the same function of the step and the place."""
-    results = []
-    for on in "host", "device":
-        tx, params = offload(ADAMW, on, storage=storage), model()
-        step, state = jo.jit(step_of(tx)), tx.init(params)
-        for _ in range(3):
-            params, state, _ = step(params, state, X)
-        results.append(jo.to_device(params))
-    # a last bit that differs may round to the next of 256 codes
-    assert_same(*results, "three steps", tolerance=1e-5 if storage == "bfloat16" else 1e-4)
-
-
-def test_a_train_state():
-    def trained(tx, jit):
-        state = TrainState.create(apply_fn=loss_of(), params=model(), tx=tx)
-
-        def step(state, x):
-            value, grads = jax.value_and_grad(state.apply_fn)(state.params, x)
-            return state.apply_gradients(grads=grads), value
-
-        step = jit(step, donate_argnums=0)
-        for _ in range(3):
-            state, _ = step(state, X)
-        return state
-
-    got, want = trained(offload(ADAMW), jo.jit), trained(ADAMW, jax.jit)
-    assert_same(jo.to_device(got.params), want.params, "parameters", tolerance=1e-5)
-    assert got.opt_state[0].mu["layer_1"]["w"].sharding.memory_kind == "pinned_host"
 
 
 # ---- which leaves, and what is said ---------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def found(said, word):
 @pytest.mark.long("starts processes")
 @pytest.mark.parametrize("how", ["zero", pytest.param("all", marks=pytest.mark.long("more shardings"))])
 def test_as_in_host_memory(tmp_path, how):
-    """Moments bit for bit, of gradients that are given; committed and resumed, bit for bit too."""
+    """Trained, committed and resumed, there bit for bit."""
     ended(tmp_path, start(tmp_path, "values", how))
 
 
@@ -87,17 +87,6 @@ def test_a_disk_that_fails_in_one(tmp_path):
     """Both stop in the same step, say why, and go on from the last commit."""
     said = ended(tmp_path, start(tmp_path, "failing"))
     assert found(said, "stopped")[0] == found(said, "stopped")[1] and len(found(said, "stopped")[0]) == 2
-
-
-@pytest.mark.long("more kinds of steps")
-def test_around_the_update(tmp_path):
-    ended(tmp_path, start(tmp_path, "around"))
-
-
-@pytest.mark.parametrize("what", ["stored", "turned"])
-@pytest.mark.long("more kinds of steps")
-def test_in_fewer_bits_and_turned(what, tmp_path):
-    ended(tmp_path, start(tmp_path, what))
 
 
 @pytest.mark.long("as with one process, and orbax")

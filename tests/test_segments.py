@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import jax_offload as jo
-from jax_offload._drive import run, stages
+from jax_offload._drive import stages
 from jax_offload._plan import by_rows
 from tests.support.trees import assert_same
 
@@ -25,12 +25,6 @@ ADAMW = optax.adamw(1e-2)
 N, WIDTH = 4, 256
 PART = 2 * WIDTH * WIDTH  # bytes: a quarter of a layer's state
 X = np.random.default_rng(0).normal(size=(512, WIDTH)).astype(np.float32)
-
-
-@pytest.fixture(autouse=True)
-def on_an_accelerator(monkeypatch):
-    """On a CPU the pass before a state on disk is one program."""
-    monkeypatch.setattr(run, "on_cpus", lambda devices: False)
 
 
 def model():
@@ -77,20 +71,6 @@ def test_values_on_disk(part, group, order, disk, monkeypatch):
         params, state, value = step(params, state, X)
         assert_same(jo.to_device((params, state, value)), want, "one update")
         assert {x.sharding.memory_kind for x in jax.tree.leaves(params)} == {"device"}
-
-
-def test_on_disk_repeats_bit_for_bit(tmp_path):
-    def train(folder):
-        disk = jo.disk(tmp_path / folder)
-        tx, params = jo.offload(ADAMW, min_bytes=2048, disk=disk), model()
-        step, state = jo.jit(step_of(tx), donate_argnums=(0, 1)), tx.init(params)
-        for _ in range(10):
-            params, state, _ = step(params, state, X)
-        found = [np.asarray(x).tobytes() for x in jax.tree.leaves((params, jo.to_device(state)))]
-        disk.close()
-        return found
-
-    assert train("a") == train("b")
 
 
 def test_the_last_layer_is_updated_while_the_pass_goes_on(disk):

@@ -274,13 +274,20 @@ def opened(state: Any) -> tuple[Any, Callable[[Any], Any]]:
 
 def only_outside(x: jax.Array) -> jax.Array:
     """Return ``x``, a leaf of a traced ``init`` that belongs in files: an error when the trace is lowered."""
-    (x,) = _in_files.bind(x)
-    return x
+    return _cannot_lower(
+        x,
+        "disk: tx.init makes files, which no program does. Fix: state = tx.init(params), outside of any jit; it makes "
+        "leaf after leaf.",
+    )
 
 
 def not_from_disk(x: jax.Array) -> jax.Array:
-    """``x``, a leaf that is kept on disk and reaches an update in device memory: an error where it is lowered."""
-    (x,) = _from_memory.bind(x)
+    """Return ``x``, a leaf that is kept on disk and reaches an update in device memory: an error when it is lowered."""
+    return _cannot_lower(x, f"state: a leaf {IN_MEMORY}")
+
+
+def _cannot_lower(x: jax.Array, why: str) -> jax.Array:
+    (x,) = _CANNOT_LOWER.bind(x, why=why)
     return x
 
 
@@ -320,15 +327,8 @@ def _refuse(*args: Any, **params: Any) -> Any:
     raise UpdatedFromDisk
 
 
-def _refuse_init(*args: Any) -> Any:
-    raise ValueError(
-        "disk: tx.init makes files, which no program does. Fix: state = tx.init(params), outside of any jit; it makes "
-        "leaf after leaf."
-    )
-
-
-def _refuse_memory(*args: Any) -> Any:
-    raise ValueError(f"state: a leaf {IN_MEMORY}")
+def _raise(*args: Any, why: str) -> Any:
+    raise ValueError(why)
 
 
 IN_MEMORY = (
@@ -343,8 +343,7 @@ READ.def_abstract_eval(lambda token, place: _host_type(place.shape, place.dtype,
 WRITE.def_abstract_eval(lambda x, place: jax.typeof(np.zeros((), TOKEN)))
 for _primitive in READ, WRITE:
     set_rules(_primitive, lower=_refuse, jvp=_refuse, batch=_refuse)
-_in_files = identity_primitive("jax_offload_made_of_files", _refuse_init)
-_from_memory = identity_primitive("jax_offload_from_memory", _refuse_memory)
+_CANNOT_LOWER = identity_primitive("jax_offload_cannot_lower", _raise)
 
 
 # ---- moves between steps: a few leaves in memory at a time -----------------------------------------------------------

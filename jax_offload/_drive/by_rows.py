@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_offload._base.jaxprs import Atom, Aval, Var, jaxpr_of, variables
+from jax_offload._base.jaxprs import Atom, Aval, Jaxpr, Var, jaxpr_of, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.on_disk import Ends, Place, Range
 from jax_offload._emit.region import Update
@@ -22,8 +22,19 @@ from jax_offload._ir.program import structure
 from jax_offload._plan.by_rows import in_parts, part_of
 from jax_offload._plan.plan import Chunked, Planned
 
-# Of a stage's piece: what it reads and makes, how, and what is equal for pieces that do the same.
-Some = tuple[list[Atom], list[Var], Callable[..., Sequence[Any]], Hashable]
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A part of a stage: ``outputs`` from ``inputs`` by ``run``; pieces of one ``kind`` do the same.
+
+    ``jaxpr``: what ``run`` does, where that is known.
+    """
+
+    inputs: list[Atom]
+    outputs: list[Var]
+    run: Callable[..., Sequence[Any]]
+    kind: Hashable = None
+    jaxpr: Jaxpr | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +67,7 @@ class ByRows:
     starts: dict[int, Var] = dataclasses.field(default_factory=dict[int, Var])
     next_of: dict[Var, Var] = dataclasses.field(default_factory=dict[Var, Var])
 
-    def pieces(self, p: Planned, update: Update, names: Mapping[Var, Any], defined: Mapping[Var, Var]) -> list[Some]:
+    def pieces(self, p: Planned, update: Update, names: Mapping[Var, Any], defined: Mapping[Var, Var]) -> list[Piece]:
         """A slice as pieces of some rows each; none where it takes its leaves whole.
 
         Args:
@@ -79,7 +90,7 @@ class ByRows:
 
     def _pieces(
         self, p: Planned, how: Chunked, update: Update, names: Mapping[Var, Any], ranges: Sequence[Range]
-    ) -> Iterator[Some]:
+    ) -> Iterator[Piece]:
         s = p.slice
         now: list[Any] = [names.get(v, v) for v in s.inputs]  # of each operand, as earlier pieces have left it
         left: list[Var | None] = [None for _ in s.outputs]  # and each result
@@ -107,7 +118,7 @@ class ByRows:
                       for v, i, x in zip(s.outputs, buffers, left, strict=True)]  # fmt: skip
             if n not in runs:
                 runs[n] = part(part_of(p, how, n), update.names)
-            yield (
+            yield Piece(
                 [self._start(begin), *inputs, *(x for x in before if x is not None)],
                 outputs,
                 _called(runs[n], len(inputs), [x is not None for x in before]),

@@ -1,13 +1,11 @@
-"""The host's cores: where the programs run that update what is in host memory, and how arrays come to them.
+"""The host's cores, which update leaves in host memory: how arrays reach them, and how results come back.
 
-The programs run on jax's CPU backend, and see pinned host memory as arrays of it, without a copy. XLA copies what such
-a view is donated for, so its programs make new buffers, which are pinned again by a copy where the platform does not
-take them as they are. Only kernels (``kernel.py``) write in place what was donated. Where the step itself runs on a
-CPU, they read and write its memory too.
+Their programs run on jax's CPU backend, which sees pinned host memory as its own arrays, without a copy. XLA would copy
+such a view if it were donated. So XLA's programs make new buffers, which are pinned again by a copy if the platform
+does not take them as they are; only kernels (``kernel.py``) write donated state in place.
 
-With several accelerators kernels go shard by shard. XLA's programs update a leaf once, whole, for all of them: what is
-divided between them is put together in host memory, one more copy, and its new values are divided again; of what is
-replicated one copy is taken.
+With several accelerators, kernels update shard by shard. XLA's programs update each leaf once, whole: the shards are
+put together in host memory, one more copy, and the new values are divided again; of replicas, one is read.
 """
 
 from __future__ import annotations
@@ -65,10 +63,9 @@ def cpu() -> Any:
 
 
 def sent(x: Any) -> Any:
-    """A value of the device on its way to host memory; scalars are read where they are. Waits for nothing.
+    """Start to copy a value to host memory, without waiting; scalars are read where they are.
 
-    Put into a memory space, not into a sharding, jax runs a program, which comes after those that have begun; of
-    several processes it takes no other way.
+    ``to_host`` runs a program, behind those that have begun. It is the only way jax has with several processes.
     """
     if not is_sent(x) or on_host(x) or on_cpus(x.sharding.device_set):
         return x
@@ -78,7 +75,7 @@ def sent(x: Any) -> Any:
 
 
 def lent(x: Any) -> Any:
-    """What has been sent, as an operand of a program of XLA's: whole, once it is there."""
+    """Return a value that was sent as an operand of a program of XLA: whole, once it has arrived."""
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
         return jax.device_put(one_of(x), cpu())
     here = with_kind(SingleDeviceSharding(cpu()), x.sharding.memory_kind)
@@ -86,7 +83,7 @@ def lent(x: Any) -> Any:
 
 
 def brought_back(x: Any, sharding: Sharding, *, by_shards: bool) -> Any:
-    """A result in the step's own memory, ``by_shards`` of a kernel; its copy is under way."""
+    """Start to copy a result to the step's own memory; ``by_shards``: a kernel made it."""
     if by_shards:
         return _resharded_as(x, sharding)
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
@@ -105,12 +102,12 @@ def is_sent(x: Any) -> bool:
 
 
 def one_of(x: Any) -> Any:
-    """A shard of what is the same on all devices, as a view of its memory; else the array."""
+    """Return one shard of a replicated array, a view of its memory; any other array as it is."""
     return x.addressable_data(0) if isinstance(x, jax.Array) and x.is_fully_replicated else x
 
 
 def _resharded_as(x: jax.Array, sharding: Sharding) -> jax.Array:
-    """What was updated by parts, as it is to be; where it is to be divided otherwise the accelerators see to that."""
+    """Return a kernel's result with the given sharding; the accelerators divide it otherwise if need be."""
     if x.sharding == sharding:
         return x
     if not x.sharding.is_equivalent_to(with_kind(sharding, str(x.sharding.memory_kind)), x.ndim):
@@ -130,13 +127,13 @@ def replicas_of(x: Any) -> dict[Box, list[Any]]:
 
 
 def memory_of(x: jax.Array) -> Any:
-    """An array's memory, to overwrite. XLA, which knows of no view then, still hands it over in the next step."""
+    """Return an array's memory, to overwrite. XLA knows of no view, so it still donates the array in the next step."""
     buffer = (ctypes.c_char * x.nbytes).from_address(jax.block_until_ready(x).unsafe_buffer_pointer())
     return np.frombuffer(buffer, x.dtype).reshape(x.shape)
 
 
 def aligned(box: Box, dtype: Any) -> Any:
-    """Memory for a part of a result."""
+    """Allocate memory for a part of a result, aligned as XLA takes it without a copy."""
     shape = shape_of(box)
     size = math.prod(shape) * np.dtype(dtype).itemsize
     raw = np.empty(size + _ALIGNED, np.uint8)
@@ -145,11 +142,11 @@ def aligned(box: Box, dtype: Any) -> Any:
 
 
 def taken_over(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """Donated arrays in memory of the step's own, where they are. Waits for nothing.
+    """Make donated arrays the step's own, in their memory, without waiting.
 
-    They pass through a program that does nothing and that they are donated to. It runs when all programs that read
-    them have ended, marks them as deleted for everybody else, and copies what is not XLA's own, as an array is that
-    was made of NumPy's. On a GPU XLA refuses while somebody holds a NumPy view; then they are copied.
+    They are donated to a program that does nothing. It runs when all programs that read them have ended, marks them as
+    deleted for everybody else, and copies memory that is not XLA's own, such as NumPy's. A GPU refuses while somebody
+    holds a NumPy view; then they are copied.
     """
     try:
         return _handed_over(tuple(x.sharding for x in arrays))(*arrays) if arrays else ()
@@ -195,7 +192,7 @@ def _pool() -> ThreadPoolExecutor:
 
 @functools.cache
 def threads() -> int:
-    """As many as the process may use cores; of those that others of the job may use too, its share."""
+    """Return the number of cores that this process may use: its share of those that other processes may use too."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     if jax.process_count() == 1:
         return len(cores)

@@ -26,8 +26,8 @@ from jax_offload._drive.tasks import Task
 from jax_offload._emit.find import holds_driven_update, is_update
 from jax_offload._ir.program import Program
 
-# How many stages' leaves are being read, or written, while another stage runs, and how many bytes of them each way: a
-# row of a leaf may be gigabytes, and then the one that is needed is enough.
+# How many stages' leaves are read ahead, or written behind, while another stage runs, and the most bytes each way: a
+# row of a leaf may be gigabytes, and then only the stage's own leaves are read.
 DEPTH, AT_ONCE = 2, 2**29
 
 
@@ -39,10 +39,10 @@ class OnFiles:
     """A step without its reads and writes.
 
     Attributes:
-      program: the step, whose last inputs are the leaves that are read, and whose last results are those to write.
-      reads: an input that is read -> the token to read it by, and which leaf it is.
+      program: the step. Its last inputs are the leaves to read, and its last results are the leaves to write.
+      reads: an input to read -> its token, and the leaf.
       writes: for each result to write, the leaf whose next value it is. A leaf that is handed on is not written.
-      tokens: the numbers of the step's results that are tokens -> their leaves.
+      tokens: the positions of the step's results that are tokens -> their leaves.
     """
 
     program: Program
@@ -57,7 +57,7 @@ class OnFiles:
 
     @property
     def ends(self) -> dict[Var, Ends]:
-        """Where ranges of rows end in the files, for leaves that are read, and for results that are only written."""
+        """Return where ranges of rows end in the files, for leaves that are read and results that are only written."""
         times = Counter(variables(self.program.outputs))
         used = {v for eqn in self.program.eqns for v in variables(eqn.invars)}
         written = zip(self.program.outputs[self.n_others :], self.writes, strict=True)
@@ -66,7 +66,7 @@ class OnFiles:
         return {v: leaf.home.ends(leaf.name) for v, leaf in found.items()}
 
     def places(self, devices: Set[Any]) -> dict[Var, Sharding]:
-        """Say where each leaf goes in host memory, in a step on these devices. On a single device, all go there.
+        """Return where each leaf goes in host memory, in a step on these devices.
 
         Raises:
           ValueError: the state is divided between other devices.
@@ -184,7 +184,7 @@ def _devices(devices: Set[Any]) -> str:
 
 
 def beside(sizes: Iterable[int]) -> int:
-    """How many groups of so many bytes, the nearest first, are read, or written, beside the one that is needed."""
+    """Return how many groups of these sizes, the nearest first, may be under way beside the current one."""
     return sum(total <= AT_ONCE for total in itertools.accumulate(itertools.islice(sizes, DEPTH)))
 
 
@@ -196,11 +196,11 @@ class Moving:
     """The reads and writes of one run of a step.
 
     Args:
-      what: of it is on disk.
-      step: its stages.
-      tasks: they, as they run.
-      values: of its inputs, and of all that is made of them.
-      places: where what is read is to be, on its way to the device.
+      what: the leaves on disk.
+      step: the stages of the step.
+      tasks: the same stages as they run.
+      values: the values of the step's variables, as far as they exist.
+      places: where each leaf goes in host memory, on its way to the device.
     """
 
     def __init__(
@@ -230,9 +230,9 @@ class Moving:
             leaf.home.check(token.val if isinstance(token, Literal) else values[token])
 
     def read(self, task: Task, following: Sequence[Task]) -> None:
-        """What it needs, and what those that read files next are going to need starts on its way.
+        """Read a task's leaves, and start to read those of the next tasks that read files.
 
-        Waits until that is there; before, until what was made long ago has been written, as its memory is for these.
+        First wait until old results have been written, as their memory serves these reads.
         """
         while self._writing and (self._first_is_written() or self._writes_too_much(task)):
             for writing in self._writing.popleft()[1]:
@@ -253,7 +253,7 @@ class Moving:
         return all(writing.done() for writing in self._writing[0][1])
 
     def _writes_too_much(self, task: Task) -> bool:
-        """The pass waits for none, and what only follows the groups needs no memory for bytes of them."""
+        """Whether a task waits for a write: the pass never does, and after the groups only the number counts."""
         if task.stage.name == BEFORE:
             return False
         if task.stage.name != GROUP:
@@ -261,8 +261,10 @@ class Moving:
         return len(self._writing) > beside((size for size, _ in reversed(self._writing)))
 
     def write(self, number: int, task: Task) -> None:
-        """What this and earlier ones have made is being written, as far as no later one reads the old value: a gradient
-        that is only stored is there first. Nothing of it is held here any more."""
+        """Start to write the results so far whose old values no later task reads, and let them go.
+
+        A gradient that is only stored exists before the last read of the old value.
+        """
         for v in task.inputs:
             if v in self._reads:
                 self._values.pop(v, None)
@@ -281,12 +283,12 @@ class Moving:
             del self._values[v]
 
     def _last_read(self, part: Part) -> int:
-        """The last of the tasks that read something of it."""
+        """Return the number of the last task that reads some of these rows."""
         return max((k for other, k in self._read_by.get(part.leaf, ()) if other.meets(part)), default=-1)
 
     def results(self) -> list[Any]:
-        """The step's results."""
-        self._held |= dict.fromkeys(self._unwritten)  # with what no stage has made
+        """Return the step's results, and start to write what is left."""
+        self._held |= dict.fromkeys(self._unwritten)  # arguments too, which no stage has made
         self._write(math.inf)
         others = values_of(self._values, self._outputs)
         homes = dict.fromkeys(leaf.home for leaf in self._what.tokens.values())

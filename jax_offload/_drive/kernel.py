@@ -22,7 +22,7 @@ from jax_offload._base.boxes import Box, assembled, gathered
 from jax_offload._base.jaxprs import Equation, Jaxpr, Literal, Var, closed, variables
 from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, is_host_aval, with_kind
 from jax_offload._drive import cores
-from jax_offload._drive.stages import Piece
+from jax_offload._drive.by_rows import Piece
 from jax_offload._drive.tasks import Task
 from jax_offload._ir.program import flat
 
@@ -152,28 +152,22 @@ def _compiled(text: str, signature: str) -> Callable[..., None]:
 def _roundings() -> dict[str, Any]:
     """bfloat16 numbers, as bits, to float32 and back: to the nearest, in a tie to the even one; NaN stays NaN."""
     import numba  # pyright: ignore
-    from llvmlite import ir  # pyright: ignore
-    from numba.extending import intrinsic  # pyright: ignore
 
-    i16, i32, f32 = ir.IntType(16), ir.IntType(32), ir.FloatType()
+    @numba.njit
+    def from_bfloat16(bits: Any) -> Any:
+        return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
 
-    def widened(b: Any, bits: Any) -> Any:
-        return b.bitcast(b.shl(b.zext(bits, i32), i32(16)), f32)
+    @numba.njit
+    def to_bfloat16(x: Any) -> Any:
+        bits = np.float32(x).view(np.uint32)
+        odd = (bits >> np.uint32(16)) & np.uint32(1)
+        return np.uint16((bits + odd + np.uint32(0x7FFF)) >> np.uint32(16)) if x == x else np.uint16(0x7FC0)
 
-    def narrowed(b: Any, x: Any) -> Any:
-        bits = b.bitcast(x, i32)
-        odd = b.and_(b.lshr(bits, i32(16)), i32(1))
-        nearest = b.trunc(b.lshr(b.add(bits, b.add(odd, i32(0x7FFF))), i32(16)), i16)
-        return b.select(b.fcmp_unordered("uno", x, x), i16(0x7FC0), nearest)
+    @numba.njit
+    def rounded(x: Any) -> Any:
+        return from_bfloat16(to_bfloat16(x))
 
-    def function(old: Any, new: Any, emit: Callable[[Any, Any], Any]) -> Any:
-        return intrinsic(lambda typing, x: (new(old), lambda context, b, signature, args: emit(b, args[0])))
-
-    return {
-        "from_bfloat16": function(numba.uint16, numba.float32, widened),
-        "to_bfloat16": function(numba.float32, numba.uint16, narrowed),
-        "rounded": function(numba.float32, numba.float32, lambda b, x: widened(b, narrowed(b, x))),
-    }
+    return {"from_bfloat16": from_bfloat16, "to_bfloat16": to_bfloat16, "rounded": rounded}
 
 
 class _NotElementwise(Exception):

@@ -1,7 +1,7 @@
-"""Stacked gradients that go to host memory while a scan makes them: each row as soon as it is there.
+"""Stacked gradients that go to host memory row by row, while a scan makes them.
 
-Beside one accelerator, for gradients that nothing but the cores' update reads. The stack is then nowhere on the device,
-and on its way beside the matmuls of the pass, after which the cores begin.
+This applies beside one accelerator, to gradients that only the cores' update reads. The stack never exists on the
+device, and its rows are copied during the matmuls of the pass; then the cores begin.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from jax_offload._base.jaxprs import (
     variables,
 )
 from jax_offload._base.memory import to_device, to_host
+from jax_offload._drive.by_rows import Piece
 from jax_offload._drive.cores import is_sent
-from jax_offload._drive.stages import Piece, Staged, piece_of
+from jax_offload._drive.stages import Staged, piece_of
 from jax_offload._ir.program import structure
 from jax_offload._ir.slices import slice_of
 
@@ -42,14 +43,14 @@ class Stack:
 
     Attributes:
       host: the variable of the stack in host memory.
-      late: what is done to its elements behind the scan, a cast say, and the cores do instead.
+      late: the arithmetic on its elements after the scan, such as a cast, which the cores do instead.
     """
 
     host: Var
     late: tuple[Equation, ...]
 
     def read(self, x: Any) -> Any:
-        """The gradient, of the stack in host memory."""
+        """Return the gradient, given the stack in host memory."""
         x = to_device(x)
         for eqn in self.late:
             (x,) = run_equation(eqn, [v.val if isinstance(v, Literal) else x for v in eqn.invars], eqn.params)
@@ -57,7 +58,7 @@ class Stack:
 
 
 def rows_sent_down(step: Staged) -> Staged:
-    """The step with its stacked gradients sent down by the scans that make them."""
+    """Let the scans that make stacked gradients send them to host memory."""
     first, *later = step.stages
     pass_ = first.pieces[0]
     assert pass_.jaxpr is not None
@@ -84,7 +85,7 @@ def rows_sent_down(step: Staged) -> Staged:
 
 
 def _read_by_cores_alone(step: Staged) -> set[Var]:
-    """What the pass makes for the cores and for nobody else."""
+    """Return the results of the pass that only the cores read."""
     first, *later = step.stages
     others = {*step.results, *(v for piece in first.pieces[1:] for v in variables(piece.inputs))}
     others = others.union(*(s.reads for s in later if not s.on_cores))
@@ -92,7 +93,7 @@ def _read_by_cores_alone(step: Staged) -> set[Var]:
 
 
 def _behind(jaxpr: Jaxpr, y: Var) -> tuple[tuple[Equation, ...], Var]:
-    """Arithmetic on the elements of ``y`` alone, and what the pass returns of that; ``y`` where others read it too."""
+    """Return the arithmetic on the elements of ``y`` alone and its result; nothing and ``y`` if others read ``y``."""
     late: list[Equation] = []
     v = y
     while readers := [eqn for eqn in jaxpr.eqns if v in variables(eqn.invars)]:
@@ -105,7 +106,7 @@ def _behind(jaxpr: Jaxpr, y: Var) -> tuple[tuple[Equation, ...], Var]:
 
 
 def _sending(eqn: Equation, rows: Mapping[Var, Stack]) -> Equation:
-    """An equation; or, of a scan that makes some of the stacks, the scan that sends them down."""
+    """Return an equation as it is, or a scan that makes some of the stacks as one that sends them down."""
     scan = scan_of(eqn)
     if scan is None or rows.keys().isdisjoint(scan.ys):
         return eqn
@@ -127,7 +128,7 @@ def _body(scan: Scan, sent: Sequence[bool]) -> Any:
 
 
 def _reading(piece: Piece, stacks: Mapping[Var, Stack]) -> Piece:
-    """A piece, which reads gradients in host memory."""
+    """Let a piece read its gradients in host memory."""
     if piece.jaxpr is None or stacks.keys().isdisjoint(variables(piece.inputs)):
         return piece
     found = [None if isinstance(v, Literal) else stacks.get(v) for v in piece.inputs]

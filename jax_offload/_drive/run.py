@@ -1,4 +1,4 @@
-"""Runs a step, stage after stage: the next one's operands on their way, run, what it made where others read it."""
+"""Run a step stage by stage: send operands ahead, run a stage, and keep its results where others read them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from jax_offload._base.memory import (
 )
 from jax_offload._base.on_disk import Token
 from jax_offload._drive import cores
-from jax_offload._drive.cores import is_sent, on_cpus
+from jax_offload._drive.cores import is_sent
 from jax_offload._drive.files import Moving, files_of
 from jax_offload._drive.kernel import OnePass, one_pass
 from jax_offload._drive.rows_down import rows_sent_down
@@ -55,15 +55,15 @@ Jit = Callable[..., Any]
 
 
 class Driven:
-    """A step for arguments of some types and places.
+    """A step that is compiled for arguments of certain types and shardings.
 
     Args:
-      step: its closed jaxpr.
-      args: such arguments.
-      donated: for each whether it is.
-      options: of the compiler, for the programs of the device.
-      for_sending: for those that send something to the host.
-      segments: whether the pass before the update may be in several programs.
+      step: the step's closed jaxpr.
+      args: arguments of these types and shardings.
+      donated: whether each of them is donated.
+      options: the compiler's options for programs of the device.
+      for_sending: the options for programs that only send something to the host.
+      segments: whether the pass before the update may be cut into several programs.
     """
 
     def __init__(
@@ -117,9 +117,9 @@ class Driven:
             return step, tasks_of(step, free)
 
     def __call__(self, args: Sequence[Any], kept: Set[int] = frozenset()) -> list[Any]:
-        """The step's results, flat, of its flat arguments.
+        """Return the step's flat results, given its flat arguments.
 
-        ``kept``: the identities of arrays whose buffers stay as they are, also where a donated argument is one.
+        ``kept``: the identities of arrays whose buffers must not change, even if a donated argument is one of them.
         """
         arrays = [*self._constants, *self._as_arrays(args)]
         given = dict(zip(self._step.inputs, arrays, strict=False))
@@ -147,11 +147,11 @@ class Driven:
         return files.results()
 
     def committed(self, x: Any) -> Any:
-        """A result as ``jax.jit`` has it beside an argument that is committed, a host leaf: so is it."""
+        """Commit a result, as ``jax.jit`` does if an argument is committed, here a host leaf."""
         return jax.device_put(x, self._everywhere) if isinstance(x, jax.Array) and not x.committed else x
 
     def _as_arrays(self, xs: Sequence[Any]) -> list[Any]:
-        """Arguments as ``jax.jit`` makes arrays of them: NumPy arrays, whose owner may write them anew, and numbers."""
+        """Make arrays of arguments as ``jax.jit`` does, of numbers and of NumPy arrays, which may be rewritten."""
         return _as_arrays(xs, self._bring)
 
     @functools.cached_property
@@ -160,7 +160,7 @@ class Driven:
 
     @functools.cached_property
     def _constants(self) -> list[jax.Array]:
-        """The constants as arrays; those that only the cores read are in host memory."""
+        """Return the constants as arrays, in host memory if only the cores read them."""
         by_device = {v for s in self._step.stages if not s.on_cores for v in s.reads} | {*self._step.results}
         found = self._as_arrays([x if isinstance(x, jax.Array) else np.asarray(x) for x in self._step.consts])
         read = zip(self._step.inputs, found, strict=False)
@@ -168,7 +168,7 @@ class Driven:
 
     @property
     def first(self) -> tuple[Task, Callable[..., Sequence[Any]], Sequence[Var]]:
-        """The first task, its program without the ``jit``, and the variables that the step's arguments are."""
+        """Return the first task, its program without ``jit``, and the variables of the step's arguments."""
         task, program = self._tasks[0]
         run = program.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
         return task, run, self._step.inputs[len(self._step.consts) :]
@@ -179,9 +179,9 @@ class Driven:
 
     def _may_be_cut(self, step: Staged) -> bool:
         """Whether the pass may be in several programs: each would reduce gradients of replicated parameters by itself.
-        Files are read for one device at a time; beside them, a CPU gains nothing."""
+        Files are read for one device at a time."""
         several = len(self._devices) > 1
-        if self._reads and (several or on_cpus(self._devices)):
+        if self._reads and several:
             return False
         if len({device.process_index for device in self._devices}) > 1:
             return False
@@ -190,11 +190,11 @@ class Driven:
         return not any(s is None or s.is_fully_replicated for s in places)
 
     def _place(self, v: Var) -> Sharding:
-        """Where on the accelerators a value lives; one that is no argument's next value on all of them."""
+        """Return a value's sharding on the accelerators: replicated, unless it is the next value of an argument."""
         return self._places.get(v) or self._everywhere
 
     def _program(self, task: Task) -> Callable[..., Sequence[Any]]:
-        """A task, compiled when it first runs, and once for all of its kind."""
+        """Make the program of a task; tasks of one kind share it."""
         stage = task.stage
         if stage.loop is not None:
             kind = _Loop if stage.loop.primitive.name == "while" else _Branch
@@ -227,14 +227,14 @@ class Driven:
         return compiled
 
     def _result_place(self, v: Var) -> Sharding | None:
-        """That of what it is the next value of, where it is divided."""
+        """Return the sharding of the value whose next value this is, if it is divided."""
         place = self._places.get(v)
         if not isinstance(place, NamedSharding):
             return None
         return with_kind(place, HOST_KIND if is_host_aval(v.aval) else DEVICE_KIND)
 
     def _run_by(self, task: Task, writable: Set[Var]) -> Callable[..., Sequence[Any]]:
-        """How a task runs: as a program of XLA's, or on the cores in one pass."""
+        """Return what runs a task: a program of XLA, or one pass of the cores."""
         program = self._program(task)
         if not task.stage.on_cores:
             return program
@@ -246,15 +246,15 @@ class Driven:
 
 
 class _Values:
-    """The values of a step that runs: ``here`` in the step's own memory, ``there`` for the cores.
+    """The values of a running step: ``here`` in the step's own memory, ``there`` for the cores.
 
-    Two names may have one array: the caller passes it twice, or a branch or a loop returns an operand.
+    Two variables may hold one array if the caller passes it twice, or if a branch or a loop returns an operand.
 
     Args:
       given: the arguments.
-      donated: those of them that are.
-      kept: the identities of arrays whose buffers are the caller's, whatever name they have.
-      aliased: whether two names may have one array.
+      donated: the donated arguments.
+      kept: the identities of arrays whose buffers are the caller's, whichever variable holds them.
+      aliased: whether two variables may hold one array.
     """
 
     def __init__(self, given: dict[Var, Any], donated: Set[Var], kept: Set[int], aliased: bool) -> None:
@@ -262,7 +262,7 @@ class _Values:
         self._donated, self._kept, self._aliased = donated, kept, aliased
 
     def claim(self, taken: Iterable[Var]) -> None:
-        """Makes sure that nobody else has the buffers of these: copies take the place of those that somebody has."""
+        """Copy those of the values whose buffers somebody else has, so that they can be taken."""
         if not self._aliased:
             return
         names = Counter(map(id, self.here.values()))
@@ -275,27 +275,27 @@ class _Values:
                     self._there[v] = new
 
     def take(self, own: Sequence[Var]) -> None:
-        """Donated host leaves become the step's own memory, for the cores to write."""
+        """Make donated host leaves the step's own memory, which the cores may write."""
         self.claim(own)
         taken = dict(zip(own, cores.taken_over([self.here[v] for v in own]), strict=True))
         self.here |= taken
         self._there |= taken
 
     def send(self, task: Task) -> None:
-        """What the cores are going to need starts on its way, as far as it is there."""
+        """Start to send the values that a task of the cores needs, if they exist already."""
         for v in task.inputs if task.stage.on_cores else ():
             if v in self.here and v not in self._there:
                 self._there[v] = cores.sent(self.here[v])
 
     def operands(self, task: Task, by_shards: bool) -> list[Any]:
-        """What it takes: a kernel as it was sent, another program of the cores whole."""
+        """Return a task's operands: as they were sent for a kernel, whole for any other program of the cores."""
         self.send(task)
         if not task.stage.on_cores:
             return [self.here[v] for v in task.inputs]
         return [self._there[v] if by_shards else cores.lent(self._there[v]) for v in task.inputs]
 
     def put(self, task: Task, results: Sequence[Any], place: Callable[[Var], Sharding], by_shards: bool) -> None:
-        """Keeps what a task has made, where others read it."""
+        """Keep a task's results where others read them."""
         n = len(task.outputs)
         defined = dict(zip(task.outputs, results[:n], strict=True))
         if task.stage.on_cores:
@@ -307,7 +307,7 @@ class _Values:
             self._there |= zip(task.down, results[n:], strict=True)
 
     def free_sent(self, task: Task) -> None:
-        """Frees what a task of the cores has in host memory by now, so that its new values take its place."""
+        """Free the host copies that a task of the cores reads last, so that its results can take their memory."""
         if task.stage.on_cores:
             sent = [v for v in task.over if is_sent(v.aval) and self._there.get(v) is not self.here.get(v)]
             there = {v: self._there[v] for v in sent}
@@ -315,7 +315,7 @@ class _Values:
             self._there |= there
 
     def drop(self, over: Sequence[Var]) -> None:
-        """Forgets values, and frees those that were donated, unless they are handed on under another name."""
+        """Forget values, and free those that were donated, unless another variable holds them."""
         gone = {v: self.here.pop(v, None) for v in over}
         for v in over:
             self._there.pop(v, None)
@@ -328,7 +328,7 @@ class _Values:
 
 
 def _as_arrays(xs: Sequence[Any], bring: Jit) -> list[Any]:
-    """Values, of which those that are neither arrays nor stand for what is on disk are brought to the step's memory."""
+    """Bring values to the step's memory, except jax's arrays and tokens of leaves on disk."""
     found = list(xs)
     if others := [k for k, x in enumerate(xs) if not isinstance(x, jax.Array | Token)]:
         for k, x in zip(others, bring([xs[k] for k in others]), strict=True):
@@ -336,14 +336,8 @@ def _as_arrays(xs: Sequence[Any], bring: Jit) -> list[Any]:
     return found
 
 
-def without_update(step: ClosedJaxpr) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """A step with a state on disk that it hands on, as a function of its flat arguments: it evaluates, say."""
-    run, bring = handed_on(step), jit(lambda xs: xs)
-    return lambda args: run(_as_arrays(args, bring))
-
-
 def places_of(args: Sequence[Any]) -> list[Sharding | None]:
-    """The shardings of arguments; ``None`` for those that jax moves to the devices of what is committed to some."""
+    """Return the shardings of arguments; ``None`` for those that jax moves to the devices of the committed ones."""
     placed = [getattr(x, "sharding", None) for x in args]
     committed = [s if getattr(x, "committed", True) else None for x, s in zip(args, placed, strict=True)]
     found = committed if any(s is not None for s in committed) else placed
@@ -353,7 +347,7 @@ def places_of(args: Sequence[Any]) -> list[Sharding | None]:
 
 
 def _first(next_of: Mapping[Var, Var], v: Var) -> Var:
-    """What a value is the next one of, or the next one's next."""
+    """Follow a value back to the argument that it is the next value of."""
     for _ in next_of:
         if v not in next_of:
             break
@@ -362,19 +356,19 @@ def _first(next_of: Mapping[Var, Var], v: Var) -> Var:
 
 
 def _everywhere(placed: Sequence[Any], devices: Set[Any]) -> Sharding:
-    """Replicated over the mesh of the arguments; on one device, that."""
+    """Return the replicated sharding on the mesh of the arguments, or that of the only device."""
     meshes = (s.mesh for s in placed if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh))
     mesh = next((mesh for mesh in meshes if {*mesh.devices.flat} == devices), None)
     return SingleDeviceSharding(next(iter(devices))) if mesh is None else NamedSharding(mesh, PartitionSpec())
 
 
 def _free(operands: Sequence[Atom], free: Set[Var]) -> list[bool]:
-    """The operands of a loop whose buffers it may take: these, and what is made of literals."""
+    """Say for each operand of a loop whether the loop may take its buffer; literals have their own."""
     return [isinstance(v, Literal) or v in free for v in operands]
 
 
 class _Loop:
-    """A ``while`` of the step that holds an update, ``skip=`` is one: its condition is read, its body driven."""
+    """A ``while`` of the step that holds an update: its condition is read on the host, and its body is driven."""
 
     def __init__(self, loop: Equation, task: Task, options: tuple[Mapping[str, Any], Mapping[str, Any]]) -> None:
         self._eqn, self._reads, self._free, self._options = loop, task.inputs, task.free, options
@@ -401,7 +395,7 @@ class _Loop:
 
 
 class _Branch:
-    """A ``cond`` of the step that holds an update, ``optax.apply_if_finite`` is one: the branch it takes is driven."""
+    """A ``cond`` of the step that holds an update, such as ``optax.apply_if_finite``: the branch taken is driven."""
 
     def __init__(self, branch: Equation, task: Task, options: tuple[Mapping[str, Any], Mapping[str, Any]]) -> None:
         self._eqn, self._reads, self._free, self._options = branch, task.inputs, task.free, options
@@ -420,17 +414,19 @@ class _Branch:
     def _branch(self, branch: ClosedJaxpr, given: Sequence[Any]) -> Callable[[Sequence[Any]], Sequence[Any]]:
         if any(map(holds_driven_update, branch.jaxpr.eqns)):
             return Driven(branch, given, _free(self._eqn.invars[1:], self._free), *self._options)
-        return handed_on(branch)
+        return without_update(branch)
 
 
-def handed_on(branch: ClosedJaxpr) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """A branch without such an update: what it returns of its operands are these, wherever they are."""
-    places = {v: i for i, v in enumerate(branch.jaxpr.invars)}
-    own = [None if isinstance(v, Literal) else places.get(v) for v in branch.jaxpr.outvars]
-    rest, used = without_dead_code(branch.jaxpr, [i is None for i in own])
-    run = jit(jax_fun(closed(rest, branch.consts)))
+def without_update(step: ClosedJaxpr) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """A step or a branch that updates nothing, as a function of its flat arguments. The arguments that it returns are
+    handed on, wherever they are: a state on disk too."""
+    places = {v: i for i, v in enumerate(step.jaxpr.invars)}
+    own = [None if isinstance(v, Literal) else places.get(v) for v in step.jaxpr.outvars]
+    rest, used = without_dead_code(step.jaxpr, [i is None for i in own])
+    run, bring = jit(jax_fun(closed(rest, step.consts))), jit(lambda xs: xs)
 
     def called(given: Sequence[Any]) -> list[Any]:
+        given = _as_arrays(given, bring)
         operands = (x for x, is_used in zip(given, used, strict=True) if is_used)
         results = iter(run(*operands) if None in own else ())
         return [next(results) if i is None else given[i] for i in own]

@@ -32,11 +32,11 @@ SLACK = 1.05
 
 
 def in_segments(step: Staged) -> Staged:
-    """The step with its pass in several programs, where groups of the update have their gradients early.
+    """Cut the pass of a step into several programs, if groups of the update have their gradients early.
 
-    Groups of the cores follow all segments: these are under way by then, and each group waits for its gradients alone.
-    Groups whose state is on disk run on the device. They follow the segment after the one that makes their gradients:
-    so the device has work while the host waits for a file.
+    Groups of the cores follow all segments, which have been started by then; each group waits for its own gradients.
+    Groups whose state is on disk run on the device, after the segment that follows the one with their gradients: the
+    device has work while the host waits for a file.
     """
     (first, *rest), groups = step.stages, _groups(step)
     jaxpr = first.pieces[0].jaxpr
@@ -54,7 +54,7 @@ def in_segments(step: Staged) -> Staged:
 
 
 def _groups(step: Staged) -> list[Stage]:
-    """The groups of the update that follow its first program at once."""
+    """Return the groups of the update that follow the first program immediately."""
     rest = step.stages[1:]
     on_disk = [*itertools.takewhile(lambda s: s.name == GROUP, rest)]
     return on_disk or [*itertools.takewhile(lambda s: s.on_cores, (s for s in rest if s.name != "device"))]
@@ -63,7 +63,7 @@ def _groups(step: Staged) -> list[Stage]:
 def _interleaved(
     segments: Sequence[Stage], cuts: Sequence[int], groups: Sequence[Stage], ready: Sequence[int]
 ) -> Iterator[Stage]:
-    """The segments, and behind the one after each the groups that the device updates from its gradients."""
+    """Yield the segments; the groups that a segment's gradients update come after the next segment."""
     after = [min(bisect.bisect_left(cuts, at) + 1, len(segments) - 1) for at in ready]
     for k, segment in enumerate(segments):
         yield segment
@@ -71,15 +71,15 @@ def _interleaved(
 
 
 def cuts_of(jaxpr: Jaxpr, ready: Sequence[int], most: int, smallest: float) -> list[int]:
-    """Behind how many equations each program but the last ends: with the gradients of a group.
+    """Return the number of equations after which each program but the last ends: with the gradients of a group.
 
-    The first ends with the first group's, and each later one has its share of the arithmetic that is left.
+    The first program ends with the first group's gradients. Each later one has its share of the remaining arithmetic.
 
     Args:
-      jaxpr: of the pass.
-      ready: for each group of the update behind how many equations its gradients are there.
-      most: programs.
-      smallest: share of the arithmetic in one.
+      jaxpr: the pass.
+      ready: for each group of the update, the number of equations after which its gradients exist.
+      most: the greatest number of programs.
+      smallest: the least share of the arithmetic in a program.
     """
     done = [0.0, *itertools.accumulate(map(flops, jaxpr.eqns))]
     total, places = done[-1], sorted({*ready} - {0})
@@ -92,7 +92,7 @@ def cuts_of(jaxpr: Jaxpr, ready: Sequence[int], most: int, smallest: float) -> l
 
 
 def parts_of(jaxpr: Jaxpr, results: Set[Var], cuts: Sequence[int]) -> list[Slice]:
-    """The equations up to each cut and behind the last, as programs of their own, with what they compute again."""
+    """Divide the equations at the cuts into programs of their own, each with what it computes again."""
     eqns, given = jaxpr.eqns, {*jaxpr.invars}
     producer = {v: k for k, eqn in enumerate(eqns) for v in eqn.outvars}
     crossing: set[Var] = set()  # what later parts read
@@ -111,9 +111,9 @@ def parts_of(jaxpr: Jaxpr, results: Set[Var], cuts: Sequence[int]) -> list[Slice
 def _computed_again(
     reads: Set[Var], free: Set[Var], eqns: Sequence[Equation], producer: Mapping[Var, int]
 ) -> tuple[list[Equation], set[Var]]:
-    """What of earlier equations is repeated for ``reads``, and what these need beside ``free``: no more bytes.
+    """Return the earlier equations that are repeated to make ``reads``, and the values that must cross for them.
 
-    Backwards from what is read, each cheap value gives way to what it is made of, where that is no larger.
+    Going backwards, each cheap value gives way to its operands if they are no larger. Values in ``free`` are there.
     """
     need, again = {*reads} - free, set[Var]()
     waiting = sorted(need, key=producer.__getitem__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -28,7 +28,7 @@ from jax_offload._base.jaxprs import (
 )
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.on_disk import Ends, Range
-from jax_offload._drive.by_rows import ByRows, produced_once
+from jax_offload._drive.by_rows import ByRows, Piece, produced_once
 from jax_offload._emit.find import holds_driven_update, is_update
 from jax_offload._emit.region import Update, bound
 from jax_offload._emit.run import functions, waiting
@@ -44,20 +44,6 @@ GROUP_BYTES = 2**26
 BEFORE = "before"  # the name of the stages that make the gradients
 DRIVEN = ("while", "cond")  # what an update may stand in
 GROUP = "group"  # the name of stages whose state is on disk, or beside a state on disk
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """A part of a stage: ``outputs`` from ``inputs`` by ``run``; pieces of one ``kind`` do the same.
-
-    ``jaxpr``: what ``run`` does, where that is known.
-    """
-
-    inputs: list[Atom]
-    outputs: list[Var]
-    run: Callable[..., Sequence[Any]]
-    kind: Hashable = None
-    jaxpr: Jaxpr | None = None
 
 
 def piece_of(s: Slice, inputs: Sequence[Atom] | None = None) -> Piece:
@@ -134,12 +120,12 @@ class Staged:
 
     @property
     def results(self) -> list[Var]:
-        """What its stages make for whoever called it: of leaves that are made in parts these."""
+        """The variables that the stages make for the caller; parts in place of leaves that are made in parts."""
         return [w for v in variables(self.outputs) for w in ([x for x, _ in self.parts.get(v, ())] or [v])]
 
     @property
     def with_one_piece_first(self) -> Staged:
-        """The step with the pieces of its first program as one, and gradients in turn in it."""
+        """The step whose first program is one piece, with its gradients in turn."""
         first, *later = self.stages
         pieces = [*first.pieces]
         if len(self.in_turn) > 1:
@@ -148,8 +134,8 @@ class Staged:
 
 
 def _joined(pieces: Sequence[Piece]) -> Piece:
-    """Pieces as one. Each equation of a later piece comes as soon as its operands are there: the groups of the update
-    then wait for a learning rate, and not for the gradients of leaves that stay on the device."""
+    """Join pieces. Each equation of a later piece comes as soon as its operands exist, so that the update's groups wait
+    for a learning rate, and not for the gradients of leaves that stay on the device."""
     outputs: list[Var] = []
     made: dict[Var, int] = {}  # by which equation of the first piece, the pass
     found: list[tuple[int, Equation]] = []
@@ -168,10 +154,10 @@ def _joined(pieces: Sequence[Piece]) -> Piece:
 
 
 def _in_turn(first: Piece, gradients: Sequence[Var]) -> list[Piece]:
-    """The pass, and large gradients of it each of which waits for the one before; its smallest result waits for all.
+    """Let each large gradient of the pass wait for the one before, and the smallest result wait for all.
 
-    Where some gradients stay on the device, nothing else asks for them: XLA would put their matmuls off to the end of
-    the program, and keep the activations of all layers. Copies to the host alone hold gradients in time by themselves.
+    Nothing else asks for gradients that stay on the device: XLA would put their matmuls off to the end of the program,
+    and keep the activations of all layers. Gradients that are all copied to the host need no such order.
     """
     others = [v for v in first.outputs if v not in {*gradients}]
     others = [v for v in others if not is_host_aval(v.aval) and not jnp.issubdtype(v.aval.dtype, jax.dtypes.extended)]
@@ -223,12 +209,12 @@ def staged(cut: Cut, ends: Mapping[Var, Ends] = MappingProxyType({})) -> Staged:
 
 @dataclasses.dataclass
 class _Found:
-    """The stages of a step, as far as they are found.
+    """The stages of a step, as they are found.
 
     Attributes:
-      rules: which slices are pieces of some rows each.
-      names: of an update's own variables, and of its results in the step: those that stand in the stages.
-      visited: the updates, by their ids.
+      rules: decides which slices are updated some rows at a time.
+      names: variable of an update, or result of one -> the atom that stands for it in the stages.
+      visited: the ids of the updates so far.
     """
 
     rules: ByRows
@@ -244,7 +230,7 @@ class _Found:
         return [renamed(self.names, v) for v in atoms]
 
     def on_device(self, name: str, *pieces: Piece) -> None:
-        """Adds to the last program of the device, or another."""
+        """Add pieces to the last program of the device, or begin another."""
         last = self.stages[-1] if self.stages else None
         if last is not None and not last.on_cores and last.loop is None and last.name != GROUP:
             self.stages[-1] = dataclasses.replace(last, pieces=(*last.pieces, *pieces))
@@ -255,7 +241,7 @@ class _Found:
         return piece_of(s, self.in_step(s.inputs))
 
     def add(self, eqn: Equation, before: Slice) -> None:
-        """The stages of an update."""
+        """Add the stages of an update."""
         update: Update = eqn.params["update"]
         if id(update) in self.visited:
             raise ValueError("step: runs one jitted update twice, which update_on cannot drive yet; unjit it.")
@@ -271,7 +257,7 @@ class _Found:
             self.add_shares(update, eqn, before)
 
     def add_from_disk(self, update: Update, eqn: Equation) -> None:
-        """Groups of slices, or of some rows of them, for an update whose state is on disk."""
+        """Add groups of slices, or of some rows of them, for an update whose state is on disk."""
         hosts = ((self.names[v], v in update.on_disk) for v in update.operands if is_host_aval(v.aval))
         self.on_disk |= {v: known for v, known in hosts if isinstance(v, Var)}
         self.scattered |= {x: s for v, s in _scattered(update) if isinstance(x := self.names[v], Var)}
@@ -282,8 +268,7 @@ class _Found:
 
     def pieces_of(self, slices: Sequence[Planned], update: Update, defined: Mapping[Var, Var]) -> Iterator[Piece]:
         for p in slices:
-            of_rows = [Piece(*each) for each in self.rules.pieces(p, update, self.names, defined)]
-            yield from of_rows or [self.planned_piece(p, update)]
+            yield from self.rules.pieces(p, update, self.names, defined) or [self.planned_piece(p, update)]
 
     def planned_piece(self, p: Planned, update: Update) -> Piece:
         def run(*args: Any) -> list[Any]:
@@ -295,7 +280,7 @@ class _Found:
         return Piece(self.in_step(p.slice.inputs), p.slice.outputs, run, (structure(p.slice.jaxpr), how))
 
     def add_shares(self, update: Update, eqn: Equation, before: Slice) -> None:
-        """The device's part of an update, and the cores' in groups."""
+        """Add the device's part of an update, and the cores' part in groups."""
         device, cores = _shares(update)
         if len(self.stages) == 1:
             self.in_turn = _gradients_in_turn(update, device, eqn, {*before.outputs})
@@ -311,7 +296,7 @@ class _Found:
             self.stages += _grouped("cores", [self.piece_of(p.slice) for p in each.slices])
 
     def whole(self, update: Update) -> Piece:
-        """An update in one piece, which streams as in any program of the device."""
+        """Return an update as one piece, which streams as in any program of the device."""
         outputs = [v for v in variables(update.program.outputs) if v not in {*update.operands}]
         places = [update.program.outputs.index(v) for v in outputs]
         traced, _ = jaxpr_of(lambda *xs: [bound(update, xs)[k] for k in places], *(v.aval for v in update.operands))
@@ -327,7 +312,7 @@ class _Found:
 
 
 def _scattered(update: Update) -> Iterator[tuple[Var, NamedSharding]]:
-    """The gradients that an update begins with dividing, where types do not tell."""
+    """Return the gradients that an update divides first, with their shardings, where types do not tell."""
     gradients = {update.operands[i] for i in update.gradients}
     for eqn in update.program.eqns:
         if eqn.primitive.name == "sharding_constraint" and isinstance(v := eqn.invars[0], Var) and v in gradients:
@@ -340,7 +325,7 @@ def _results(eqn: Equation) -> list[Var]:
 
 
 def _shares(update: Update) -> tuple[Update, Update]:
-    """The device's part of an update and the cores', by its plan."""
+    """Divide an update into the device's part and the cores' part, by its plan."""
     cores = {v for p in update.planned if p.on_cores for v in p.slice.outputs}
     of_cores = [v in cores for v in update.program.outputs]
     _, device = update.only([not own for own in of_cores])
@@ -349,7 +334,7 @@ def _shares(update: Update) -> tuple[Update, Update]:
 
 
 def _gradients_in_turn(update: Update, device: Update, eqn: Equation, defined: Set[Var]) -> list[Var]:
-    """The large gradients, where some of them stay on the device; none where nobody knows how they are divided."""
+    """Return the large gradients if some of them stay on the device; none if their sharding is unknown."""
     pairs = zip(eqn.invars, update.operands, strict=True)
     stay = {*variables(v for v, own in pairs if own in {*device.operands})} & defined
     large = [v for i in update.gradients if (v := eqn.invars[i]) in defined and is_large(v.aval)]
@@ -358,7 +343,7 @@ def _gradients_in_turn(update: Update, device: Update, eqn: Equation, defined: S
 
 
 def _grouped(name: str, pieces: Sequence[Piece], *, on_cores: bool = True) -> Iterator[Stage]:
-    """Stages for pieces that follow each other, of about ``GROUP_BYTES`` each."""
+    """Group consecutive pieces into stages of about ``GROUP_BYTES`` each."""
     group: list[Piece] = []
     size = 0
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""What each stage of a step takes and leaves, and which buffers it may have. Decided here, not run."""
+"""What each stage of a step reads, makes and frees, and which buffers it may reuse: decided here, run elsewhere."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ WRITABLE = ("cpu", "gpu", "cuda", "rocm")  # platforms whose host memory has an 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A stage among others.
+    """A stage, and what it exchanges with the others.
 
     Attributes:
-      inputs: what it reads.
-      outputs: what others read of it, on the device or, of the cores, where they left it.
-      down: what the cores read of a program of the device, which it leaves in host memory.
-      up: what is read on the device of what the cores have made.
-      over: what nobody reads after it.
-      free: of that, what is the step's own or was donated: its buffers may be taken.
-      reused: the places of inputs whose buffers results take.
+      inputs: the values that it reads.
+      outputs: the results that others read in the memory in which the stage makes them.
+      down: the results of a program of the device that the cores read: it copies them to host memory.
+      up: the results of the cores that are read on the device.
+      over: the inputs that nobody reads afterwards.
+      free: those of them that the step made, or was donated: their buffers may be reused.
+      reused: the positions of the inputs whose buffers the results take.
     """
 
     stage: Stage
@@ -42,29 +42,24 @@ class Task:
 
     @property
     def sends(self) -> bool:
-        """Whether it is a program of the device that copies to the host, and nothing from it."""
+        """Whether it is a program of the device that copies to the host and nothing back."""
         own = self.stage.name == BEFORE and any(is_host_aval(v.aval) for v in self.outputs)
         return bool(self.down) or own
 
     @property
     def kind(self) -> Hashable:
-        """Equal for tasks that one program serves; ``None`` where that is not known."""
+        """A key that is equal for tasks that one program can run; ``None`` if that is not known."""
         kind = self.stage.kind([*self.inputs, *self.outputs, *self.down])
         return None if kind is None else (kind, len(self.inputs), len(self.down), self.reused, self.stage.on_cores)
 
 
 def tasks_of(step: Staged, donated: Set[Var]) -> list[Task]:
-    """The stages of a step, with what each leaves for which.
-
-    Args:
-      step: the stages.
-      donated: the inputs that are donated.
-    """
+    """Decide what each stage of a step leaves for the others; ``donated``: the donated inputs."""
     stages, results = step.stages, {*step.results}
     last = {v: k for k, stage in enumerate(stages) for v in stage.reads}
     by_cores = {v for stage in stages if stage.on_cores for v in stage.reads}
     by_device = {v for stage in stages if not stage.on_cores for v in stage.reads} | results
-    # not ours: what was not donated, and what a loop that does not run hands on
+    # the caller's: inputs that were not donated, and what a loop that does not run hands on
     others = {*step.inputs} - donated | {v for stage in stages if stage.loop is not None for v in stage.makes}
     tasks: list[Task] = []
     sent: set[Var] = set()
@@ -86,10 +81,10 @@ def tasks_of(step: Staged, donated: Set[Var]) -> list[Task]:
 def _side_by_side(
     inputs: Sequence[Var], results: Sequence[Var], next_of: Mapping[Var, Var]
 ) -> tuple[list[Var], list[Var]]:
-    """Both, first the inputs whose next values are among the results, in the same order as these.
+    """Sort inputs and results so that each input stands where its next value does among the results.
 
-    jax pairs what is donated with results in their order: of two moments, neither is then written into the other's
-    buffer, which XLA would have to copy first.
+    jax pairs donated inputs with results in their order. Two moments would otherwise be written into each other's
+    buffers, which XLA would have to copy first.
     """
     next_values = {next_of[v]: v for v in results if v in next_of}
     old = [v for v in inputs if v in next_values]
@@ -99,9 +94,9 @@ def _side_by_side(
 
 
 def _reusable(inputs: Sequence[Var], free: Set[Var], outputs: Sequence[Var], sent: Set[Var]) -> tuple[int, ...]:
-    """The places of the inputs whose buffers results may take: as many as there are results of their type and memory.
+    """Return the positions of the inputs whose buffers results may take, one for each result of that type and memory.
 
-    ``sent``: those that are in host memory whatever their types say.
+    ``sent``: values that are in host memory whatever their types say.
     """
 
     def kind(v: Var) -> Hashable:
@@ -119,7 +114,8 @@ def _reusable(inputs: Sequence[Var], free: Set[Var], outputs: Sequence[Var], sen
 def to_be_written(
     tasks: Sequence[Task], donated: Set[Var], places: Mapping[Var, Sharding], devices: Set[Any]
 ) -> set[Var]:
-    """The donated leaves in host memory that the cores may overwrite: the first task, and one other, read them."""
+    """Return the donated leaves in host memory that the cores may overwrite: at most one task beside the first reads
+    them."""
     if any(device.platform not in WRITABLE for device in devices):
         return set()
     read_by = Counter(v for task in tasks[1:] for v in task.inputs)  # the first has been started when they are taken

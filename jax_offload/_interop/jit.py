@@ -76,22 +76,29 @@ def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
     return Jitted(fun, options)
 
 
+Program = Callable[[Sequence[Any]], Sequence[Any]]  # flat results of flat arguments
+
+
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class Undone:
-    """A step that jax has traced and that is to be driven. It stands for each of its results, a tree without leaves.
+    """A step that jax has traced and Python drives. It stands for each of the step's results, a tree without leaves.
 
     So ``jax.jit`` finds it in its own cache, by all that jax tells apart: types, static arguments, contexts.
 
     Attributes:
       step: the closed jaxpr.
-      result: the structure of what it returns.
-      static: the arguments that are static: the numbers of positional ones, the names of others.
+      result: the structure of the step's result.
+      static: the static arguments: positions, and names of keyword arguments.
+      programs: the step compiled for shardings of arguments and for donation, with the donated arguments.
+      shardings: a sharding, and the rank of an argument -> the first such sharding that means the same.
     """
 
     step: ClosedJaxpr
     result: Any
     static: Set[int | str]
+    programs: dict[Hashable, tuple[Program, Sequence[bool]]] = dataclasses.field(default_factory=dict[Any, Any])
+    shardings: dict[tuple[Sharding, int], Sharding] = dataclasses.field(default_factory=dict[Any, Any])
 
     def tree_flatten(self) -> tuple[tuple[()], Undone]:
         return (), self
@@ -100,8 +107,20 @@ class Undone:
     def tree_unflatten(cls, undone: Undone, _: Any) -> Undone:
         return undone
 
+    @classmethod
+    def left(cls, step: ClosedJaxpr, result: Any, static: Set[int | str]) -> Any:
+        """Return what the trace of a driven step returns."""
+        return jax.tree.unflatten(result, [cls(step, result, static)] * result.num_leaves)
+
+    @classmethod
+    def found_in(cls, result: Any) -> Undone | None:
+        """Return the step that a result says Python is to drive."""
+        if jax.tree.leaves(result):
+            return None
+        return next((x for x in jax.tree.leaves(result, is_leaf=lambda x: isinstance(x, Undone))), None)
+
     def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call without those that are static."""
+        """Return the arguments of a call without the static ones."""
         return (
             tuple(x for i, x in enumerate(args) if i not in self.static),
             {name: x for name, x in kwargs.items() if name not in self.static},
@@ -110,63 +129,45 @@ class Undone:
     def is_traced(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         return any(isinstance(x, Tracer) for x in jax.tree.leaves(self.given(args, kwargs)))
 
-
-class DrivenSteps:
-    """The steps of one function that are driven, compiled for each ``Undone``, sharding of arguments and donation."""
-
-    def __init__(self) -> None:
-        self._programs: dict[Hashable, tuple[Callable[[Sequence[Any]], Sequence[Any]], Sequence[bool]]] = {}
-        self._shardings: dict[tuple[Sharding, int], Sharding] = {}
-        self.found = False  # once a step of the function is driven
-
-    def left_out(self, step: ClosedJaxpr, result: Any, static: Set[int | str]) -> Any:
-        """What the trace of a driven step returns."""
-        self.found = True
-        undone = Undone(step, result, static)
-        return jax.tree.unflatten(result, [undone] * result.num_leaves)
-
-    def __call__(
+    def run(
         self,
-        undone: Undone,
         jitted: Any,
         options: Mapping[str, Any],
         compiling: tuple[Mapping[str, Any], Mapping[str, Any]],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """The results of a step.
+        """Drive the step.
 
         Args:
-          undone: the step.
-          jitted: the object of ``jax.jit`` that has returned it, and that has checked its arguments.
-          options: those of ``jax.jit``.
+          jitted: the object of ``jax.jit`` that has returned this step, and that has checked its arguments.
+          options: the options of ``jax.jit``.
           compiling: the compiler's options for the programs of the device, and for those that send to the host.
           args, kwargs: the step's arguments.
         """
-        given = undone.given(args, kwargs)
+        given = self.given(args, kwargs)
         if (places := options.get("in_shardings")) is not None:
             given = (_put(given[0], tuple(places) if isinstance(places, list) else places), given[1])
         leaves = jax.tree.leaves(given)
         how = repr([options.get(name) for name in ("donate_argnums", "donate_argnames", "compiler_options")])
-        key = undone, how, tuple(map(self._same, places_of(leaves), map(np.ndim, leaves)))
-        if key not in self._programs:
+        key = how, tuple(map(self._same, places_of(leaves), map(np.ndim, leaves)))
+        if key not in self.programs:
             donated = [info.donated for info in jax.tree.leaves(jitted.trace(*args, **kwargs).args_info)]
-            step = undone.step
-            driven = Driven(step, leaves, donated, *compiling) if is_driven(step) else without_update(step)
-            self._programs[key] = driven, donated
-        driven, donated = self._programs[key]
-        results = _handed_over(driven(leaves), compress(leaves, donated))
-        results = [*map(driven.committed, results)] if isinstance(driven, Driven) else results
-        result = jax.tree.unflatten(undone.result, results)
+            driven = is_driven(self.step)
+            run = Driven(self.step, leaves, donated, *compiling) if driven else without_update(self.step)
+            self.programs[key] = run, donated
+        run, donated = self.programs[key]
+        results = _handed_over(run(leaves), compress(leaves, donated))
+        results = [*map(run.committed, results)] if isinstance(run, Driven) else results
+        result = jax.tree.unflatten(self.result, results)
         places = options.get("out_shardings")
         return result if places is None else _put(result, places)
 
     def _same(self, place: Sharding | None, ndim: int) -> Sharding | None:
-        """The first sharding that means what this one does."""
-        if place is not None and (place, ndim) not in self._shardings:
-            alike = (s for s, n in self._shardings if n == ndim and s.is_equivalent_to(place, n))
-            self._shardings[place, ndim] = next((s for s in alike if s.memory_kind == place.memory_kind), place)
-        return None if place is None else self._shardings[place, ndim]
+        if place is not None and (place, ndim) not in self.shardings:
+            alike = (s for s, n in self.shardings if n == ndim and s.is_equivalent_to(place, n))
+            self.shardings[place, ndim] = next((s for s in alike if s.memory_kind == place.memory_kind), place)
+        return None if place is None else self.shardings[place, ndim]
 
 
 def _handed_over(results: Sequence[Any], donated: Iterable[Any]) -> list[Any]:
@@ -202,14 +203,14 @@ class Step:
 
     Args:
       fun: the function.
-      driven: where the steps are kept that Python drives, whose results jax is not to make; ``None``: it makes all.
+      driven: whether a step that Python drives is left ``Undone``.
     """
 
-    def __init__(self, fun: Callable[..., Any], driven: DrivenSteps | None = None) -> None:
+    def __init__(self, fun: Callable[..., Any], driven: bool = False) -> None:
         for name in functools.WRAPPER_ASSIGNMENTS:
             if hasattr(fun, name):
                 setattr(self, name, getattr(fun, name))
-        self._fun, self._drive = weakref.ref(fun), None if driven is None else driven.left_out
+        self._fun, self._drive = weakref.ref(fun), Undone.left if driven else None
         self.in_scan: bool | None = None  # whether the first trace has moved all its updates into scans
 
     @property
@@ -226,14 +227,13 @@ class Step:
         return guarded(step(*args, **kwargs), (args, kwargs))
 
 
-Steps = tuple[Step, Step, DrivenSteps]
-_steps: weakref.WeakKeyDictionary[Callable[..., Any], Steps] = weakref.WeakKeyDictionary()
+_steps: weakref.WeakKeyDictionary[Callable[..., Any], tuple[Step, Step]] = weakref.WeakKeyDictionary()
 
 
-def _steps_of(fun: Callable[..., Any]) -> Steps:
-    """A function as jax traces it, inside of a program and as one: the same for each function, as jax's caches ask."""
-    driven = DrivenSteps()
-    new = Step(fun), Step(fun, driven), driven
+def _steps_of(fun: Callable[..., Any]) -> tuple[Step, Step]:
+    """Return a function as jax traces it, inside of a program and as one: always the same objects, as jax's caches
+    ask."""
+    new = Step(fun), Step(fun, driven=True)
     try:
         return _steps.get(fun) or _steps.setdefault(fun, new)
     except TypeError:  # it has no hash
@@ -250,7 +250,7 @@ class Jitted:
     def __init__(self, fun: Callable[..., Any], options: dict[str, Any]) -> None:
         jit_of_jax(fun, **options)  # it says what it does not take
         functools.update_wrapper(self, fun)
-        self.whole_step, self._called, self._driven = _steps_of(fun)
+        self.whole_step, self._called = _steps_of(fun)
         self.__wrapped__ = self.whole_step.__wrapped__  # which the steps do not keep alive
         self._options = options
         self._inner: Any = jit_of_jax(self.whole_step, **options)
@@ -302,24 +302,17 @@ class Jitted:
             _warn_of_uncommitted(_donated(self.__wrapped__, self._options, args, kwargs))
         jitted = self._outermost(args, kwargs)
         result = jitted(*args, **kwargs)
-        undone = self._undone_in(result)
+        undone = Undone.found_in(result)
         if undone is None:
             return result
         if undone.is_traced(args, kwargs):  # under vmap, or a derivative
             return self._inner(*args, **kwargs)
-        return self._driven(undone, jitted, self._options, self._compiling_parts(), args, kwargs)
-
-    def _undone_in(self, result: Any) -> Undone | None:
-        """The step that a result says Python is to drive."""
-        if not self._driven.found:
-            return None
-        leaves = jax.tree.leaves(result, is_leaf=lambda x: isinstance(x, Undone))
-        return leaves[0] if leaves and isinstance(leaves[0], Undone) else None
+        return undone.run(jitted, self._options, self._compiling_parts(), args, kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """As that of what ``jax.jit`` returns."""
         traced = self._outermost(args, kwargs).trace(*args, **kwargs)
-        return traced if self._undone_in(traced.out_info) is None else self._inner.trace(*args, **kwargs)
+        return traced if Undone.found_in(traced.out_info) is None else self._inner.trace(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """As that of what ``jax.jit`` returns."""

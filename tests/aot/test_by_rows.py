@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import jax_offload as jo
 from jax_offload._base.memory import is_host_aval
 from jax_offload._drive import stages
+from jax_offload._interop.jit import Undone
 from jax_offload._plan import by_rows
 from tests.aot.harness import H200, measure, mesh_for, require
 
@@ -37,8 +38,10 @@ def test_the_parameter_is_updated_in_place(masters, tmp_path, monkeypatch):
         tx.init(params),
         jo.jit(lambda p, s, x: jo.update_params(tx, jax.grad(loss)(p, x), s, p), donate_argnums=(0, 1)),
     )
-    step(params, state, jnp.zeros((8, WIDTH), dtype))
-    ((driven, _),) = step._driven._programs.values()
+    args = params, state, jnp.zeros((8, WIDTH), dtype)
+    undone = Undone.found_in(step._outermost(args, {})(*args))
+    step(*args)
+    ((driven, _),) = undone.programs.values()
     groups = [(task, run) for task, run in driven._tasks if task.stage.name == "group"]
     assert len(groups) == 6 and len({id(run) for _, run in groups}) == 1
     task, run = groups[-1]

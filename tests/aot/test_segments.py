@@ -14,17 +14,10 @@ from jax_offload._base.around import step_described
 from jax_offload._base.arrays import is_traced, nbytes
 from jax_offload._base.jaxprs import jaxpr_of
 from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, is_host_aval
-from jax_offload._drive import run
 from jax_offload._drive.run import Driven
 from jax_offload._drive.stages import BEFORE, GROUP
 from jax_offload._interop.xla_options import options_for_sending
 from tests.aot.harness import H200, MIB, measure, mesh_for, require
-
-
-@pytest.fixture(autouse=True)
-def on_an_accelerator(monkeypatch):
-    """On a CPU the pass before a state on disk is one program."""
-    monkeypatch.setattr(run, "on_cpus", lambda devices: False)
 
 
 def here():

@@ -32,8 +32,6 @@ from tests.support.pipelined import (
     now,
     offloaded,
     parameters,
-    pipelined,
-    step_of,
 )
 from tests.support.rows import rows
 from tests.support.trees import FAST
@@ -131,41 +129,6 @@ def test_train_state_params_and_compiles(caplog):
     assert_close(got.params, wanted[-1][0].params, 1e-4)
     assert_placed(got.opt_state, home)
     assert in_the_scan(train, state, batch(0))
-
-
-def test_a_look_copies_no_state():
-    """Its program takes the carry over nowhere, and returns the parameters and nothing in host memory."""
-    tx = offloaded()
-    train = pipelined(step_of(tx))
-    carry, _ = advance(train, copied((parameters(), tx.init(parameters()))), list(map(batch, range(2))))
-    program = train._of(carry)
-    lowered = program._look.lower(*carry.kept, 0, None)
-    assert jax.tree.structure(lowered.out_info) == jax.tree.structure(parameters())
-    takes, returns = re.search(r"func public @main\((.*)\) -> \((.*)\)", lowered.as_text()).groups()
-    assert HOST in takes and HOST not in returns
-    assert "aliasing_output" not in takes and "buffer_donor" not in takes
-    kept = HOST in program._finish.lower(*carry.kept).as_text().split("->")[1]
-    assert kept, "the state, which the end of a run returns"
-
-
-def test_nnx():
-    """The graph and what is no parameter stay apart; the step carries the parameters' state."""
-    graph, params = nnx.split(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)))
-    params = jax.device_put(params, jax.devices()[0])
-
-    def step_of(tx, form):
-        def step(params, state, x):
-            value, grads = jax.value_and_grad(lambda p: (nnx.merge(graph, p)(x) ** 2).mean())(params)
-            return *new_params(tx, form, grads, state, params), value
-
-        return step
-
-    tx, batches = offloaded(), [batch(k)["x"] for k in range(4)]
-    wanted, losses = loop(step_of(ADAMW, "update"), (params, ADAMW.init(params)), batches)
-    train = pipelined(step_of(tx, "update_params"))
-    carry, returned = advance(train, copied((params, tx.init(params))), batches)
-    np.testing.assert_allclose(now(returned), losses, rtol=1e-5)
-    assert_close(train.finish(carry)[0], wanted[-1][0], 1e-6)
 
 
 def test_nnx_optimizer_inside_a_chain():

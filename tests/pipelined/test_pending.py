@@ -4,36 +4,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
 from jax_offload._base.jaxprs import jaxpr_of
-from jax_offload._base.memory import in_its_memory
-from jax_offload._emit.find import holds_update
 from jax_offload._interop.pending import home_of
-from jax_offload._plan.in_scan import InScan
 from tests.support.pipelined import (
     ADAMW,
-    CLIP,
     DEVICE,
     HOST,
     LAYERS,
     WIDTH,
     advance,
     assert_close,
-    assert_placed,
     batch,
     broken,
     check,
     copied,
-    gathered,
-    in_the_scan,
     loop,
     loss_of,
-    new_params,
     now,
     offloaded,
     parameters,
@@ -41,7 +32,6 @@ from tests.support.pipelined import (
     step_of,
 )
 from tests.support.rows import rows
-from tests.support.trees import shardings_in
 
 ON_HOST = {"gradients": "host"}
 
@@ -88,13 +78,6 @@ def test_clipped_adamw(form, how):
     )
     shape = (WIDTH, LAYERS, WIDTH) if how.get("axis") else (LAYERS, WIDTH, WIDTH)
     assert_waits_on_host(train, params, tx.init(params), shape)
-
-
-LION = optax.chain(CLIP, optax.lion(5e-3))
-MORE = {
-    "one moment": (offloaded(LION), LION, "update", True),
-    "no clipping": (offloaded(optax.adamw(1e-2)), optax.adamw(1e-2), "update_params", True),
-}
 
 
 @pytest.mark.long("more kinds of steps")
@@ -151,76 +134,6 @@ def test_a_result_that_needs_gradients_and_new_parameters():
     for aux, after, other in zip(returned, [aux.late for aux in returned[1:]] + [last], others, strict=True):
         np.testing.assert_allclose([aux.now["loss"], aux.now["norm"]], [other["loss"], other["norm"]], rtol=1e-4)
         np.testing.assert_allclose(after["dot"], other["dot"], rtol=1e-3)
-
-
-def test_the_backward_scan_stores_them():
-    """Written inside the scan that makes them, over those that were loaded: no call leaves the stack on the device."""
-    tx = offloaded()
-    train = pipelined(step_of(tx), **ON_HOST)
-    jitted, args, _ = train.turned(parameters(), tx.init(parameters()), batch(0))
-    step = jax.make_jaxpr(jitted.whole_step)(*jax.tree.map(in_its_memory, args))
-    parts = [getattr(eqn.params["update"], "plan", None) for eqn in step.eqns if holds_update(eqn)]
-    forward, backward = (part for part in parts if isinstance(part, InScan))
-    (waiting,) = backward.stored
-    assert not backward.loaded and waiting in forward.loaded and waiting not in forward.stored
-    assert in_the_scan(train, parameters(), tx.init(parameters()), batch(0))
-
-
-# Checkpoints, meshes, and what cannot be
-
-
-def test_resume_from_a_checkpoint_of_the_carry(tmp_path):
-    tx, batches = offloaded(), list(map(batch, range(6)))
-    start = parameters(), tx.init(parameters())
-    wanted, losses = loop(step_of(ADAMW, "update"), (parameters(), ADAMW.init(parameters())), batches)
-    train = pipelined(step_of(tx), **ON_HOST)
-    carry, returned = advance(train, copied(start), batches[:3])
-    with ocp.CheckpointManager(tmp_path / "saved") as manager:
-        manager.save(3, args=jo.save_args(carry))
-    fresh = pipelined(step_of(tx), **ON_HOST)
-    like, _ = fresh.start(*start, batches[0])
-    with ocp.CheckpointManager(tmp_path / "saved") as manager:
-        back = jo.restore(manager, like)
-    assert_placed(back.kept, carry.kept)
-    assert kinds(back)[LAYERS, WIDTH, WIDTH] == HOST
-    carry = back
-    for each in batches[3:]:
-        carry, aux = fresh(carry, each)
-        returned.append(aux)
-    np.testing.assert_allclose(now(returned), losses, rtol=0, atol=1e-5)
-    assert_close(fresh.finish(carry)[0], wanted[-1][0], 1e-5)
-
-
-@pytest.mark.parametrize(
-    "axis_type", rows([AxisType.Auto, AxisType.Explicit], "trains on eight devices", daily=[AxisType.Auto])
-)
-def test_fully_sharded(axis_type):
-    """What waits is divided as its parameter is, from the first call to the last."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
-    specs = {"layers": P(None, "data"), "head": P("data"), "bias": P()}
-    params = {k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in parameters().items()}
-    tx = offloaded()
-
-    def step(params, state, batch):
-        def loss(params):
-            return loss_of(jax.tree.map(lambda p: gathered(p, mesh, axis_type), params), batch)
-
-        value, grads = jax.value_and_grad(loss)(params)
-        return *new_params(tx, "update_params", grads, state, params), value
-
-    batches = [jax.device_put(batch(k), NamedSharding(mesh, P("data"))) for k in range(5)]
-    wanted, losses = loop(step_of(ADAMW, "update"), (parameters(), ADAMW.init(parameters())), map(batch, range(5)))
-    with jax.set_mesh(mesh):
-        state = jax.jit(tx.init, out_shardings=shardings_in(jo.abstract_state(tx, params)))(params)
-        train = pipelined(step, **ON_HOST)
-        carry, returned = advance(train, (params, state), batches)
-        assert kinds(carry)[LAYERS, WIDTH, WIDTH] == HOST
-        (waiting,) = (x for x in carry.kept[1].values() if x.shape == (LAYERS, WIDTH, WIDTH))
-        got, _ = train.finish(carry)
-    like = NamedSharding(mesh, specs["layers"], memory_kind=HOST)
-    assert waiting.sharding.is_equivalent_to(like, waiting.ndim)
-    np.testing.assert_allclose(now(returned), losses, rtol=0, atol=1e-4)
-    assert_close(jax.tree.map(np.asarray, got), jax.tree.map(np.asarray, wanted[-1][0]), 1e-3)
 
 
 def started(step, params=None):

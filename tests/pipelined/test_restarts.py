@@ -35,18 +35,20 @@ def test_finish_and_start_at_any_step():
     assert [aux.step for aux in returned] == [0, 0, 1, 2, 0, 1]
 
 
-@pytest.mark.parametrize("what", ["the carry", "what finish gives"])
-def test_resume_from_a_checkpoint(what, tmp_path):
+@pytest.mark.parametrize(
+    ("what", "gradients"), [("the carry", "device"), ("the carry", "host"), ("what finish gives", "device")]
+)
+def test_resume_from_a_checkpoint(what, gradients, tmp_path):
     """In a process of its own the restored carry has a program of that process: here, another ``pipelined``."""
     tx, batches = offloaded(), list(map(batch, range(6)))
     start = parameters(), tx.init(parameters())
     wanted, losses = loop(step_of(ADAMW, "update"), (parameters(), ADAMW.init(parameters())), batches)
-    train = pipelined(step_of(tx))
+    train = pipelined(step_of(tx), gradients=gradients)
     carry, returned = advance(train, copied(start), batches[:3])
     saved = carry if what == "the carry" else train.finish(carry)
     with ocp.CheckpointManager(tmp_path / "saved") as manager:
         manager.save(3, args=jo.save_args(saved))
-    fresh = pipelined(step_of(tx))
+    fresh = pipelined(step_of(tx), gradients=gradients)
     like = fresh.start(*start, batches[0])[0] if what == "the carry" else start
     with ocp.CheckpointManager(tmp_path / "saved") as manager:
         back = jo.restore(manager, like)

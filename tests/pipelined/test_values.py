@@ -1,20 +1,15 @@
 """``jo.pipelined``: the values and placements of the plain loop, by optimizer and by step."""
 
-import functools
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from jax_offload._emit.find import updates_in
-from jax_offload._emit.region import Moved
+import jax_offload as jo
 from tests.support.pipelined import (
     ADAMW,
     CLIP,
-    OPTIMIZERS,
     STEPS,
     advance,
     assert_close,
@@ -46,60 +41,6 @@ def test_the_cores_update(share, gradients):
     check(step_of(tx), step_of(ADAMW, "update"), tx.init, ADAMW.init, scan=False, gradients=gradients)
 
 
-def summed_up(tx, form, count=4, **how):
-    """A step that sums gradients up over ``count`` microbatches, in a scan."""
-
-    def step(params, state, batch):
-        def add(total, microbatch):
-            value, grads = jax.value_and_grad(functools.partial(loss_of, **how))(params, microbatch)
-            return jax.tree.map(jnp.add, total, grads), value
-
-        parts = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
-        grads, values = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), parts)
-        params, state = new_params(tx, form, jax.tree.map(lambda g: g / count, grads), state, params)
-        return params, state, values.mean()
-
-    return step
-
-
-@pytest.mark.parametrize(
-    ("form", "how", "gradients"),
-    rows(
-        [
-            ("update", {}, "device"),
-            ("update_params", {}, "host"),
-            ("update_params", {"unrolled": True}, "device"),
-            ("update", {"count": 2}, "device"),
-        ],
-        "trains plain and turned",
-        daily=[("update", {}, "device")],
-    ),
-)
-def test_microbatches(form, how, gradients):
-    """The first one's forward pass hosts the update for all of the batch before."""
-    tx = offloaded()
-    ours, plain = (summed_up(each, f, **how) for each, f in ((tx, form), (ADAMW, "update")))
-    train, _ = check(ours, plain, tx.init, ADAMW.init, scan="unrolled" not in how, gradients=gradients)
-    turned, args, _ = train.turned(parameters(), tx.init(parameters()), batch(0))
-    lengths = [eqn.params["length"] for eqn in turned.trace(*args).jaxpr.eqns if eqn.primitive.name == "scan"]
-    assert (3 in lengths) == (how == {})  # else the layers are unrolled, or one is left
-
-
-def test_a_forward_scan_with_updates_is_not_unrolled():
-    """Two iterations in one would not overlap; the backward pass is unrolled as it was asked to be."""
-    tx, params = offloaded(), parameters()
-
-    def loss(params, batch):
-        body = lambda h, w: (h + jnp.tanh(h @ w), None)  # noqa: E731
-        return (jax.lax.scan(body, batch["x"], params["layers"], unroll=2)[0] ** 2).mean()
-
-    turned, args, _ = pipelined(step_of(tx, loss=loss)).turned(params, tx.init(params), batch(0))
-    trace = turned.trace(*args).jaxpr
-    (ahead,) = (each.update for each in updates_in(trace) if isinstance(each.update, Moved))
-    backward = [eqn.params["unroll"] for eqn in trace.jaxpr.eqns if eqn.primitive.name == "scan"]
-    assert {*re.findall(r"\bunroll=(\d+)", str(ahead.jaxpr))} == {"1"} and backward == [2]
-
-
 def test_reduce_on_plateau_and_extra_arguments():
     """The value that scales a pending update is that of its own batch."""
 
@@ -126,7 +67,8 @@ def test_reduce_on_plateau_and_extra_arguments():
 
 
 def test_a_hyperparameter_changed_between_finish_and_start():
-    tx, plain_tx = OPTIMIZERS["injected"][:2]
+    plain_tx = optax.chain(CLIP, optax.inject_hyperparams(optax.adamw)(1e-2))
+    tx = offloaded(plain_tx)
     batches = list(map(batch, range(6)))
 
     def changed(state):
@@ -176,3 +118,34 @@ def test_two_updates_and_unordered_effects():
     assert sorted(printed) == sorted(map(float, now(returned)))
     np.testing.assert_allclose(now(returned), losses, rtol=0, atol=1e-5)
     assert_close(train.finish(carry)[0], wanted[-1][0], 1e-5)
+
+
+WAITS = ["device", pytest.param("host", marks=pytest.mark.long("trains plain and turned"))]
+
+
+@pytest.mark.parametrize("gradients", WAITS)
+def test_a_skipped_update_in_the_forward_pass_changes_no_bit(gradients):
+    """Though the state moves: each slice of the update chooses, and the codes of its moments are as they were."""
+    tx = offloaded(storage={"mu": "int8", "nu": "bfloat16"})
+
+    def step(params, state, batch):
+        value, grads = jax.value_and_grad(loss_of)(params, batch)
+        bad = ~jnp.isfinite(optax.tree.norm(grads))
+        return *jo.update_params(tx, grads, state, params, skip=bad), value
+
+    train = pipelined(step, gradients=gradients)
+    params, state = parameters(), tx.init(parameters())
+    table = jo.placement(train, params, state, batch(0))
+    assert any("in the scan that reads the parameters" in leaf.streams for leaf in table.leaves), table
+    carry, _ = train.start(params, state, batch(0))
+    carry, _ = train(carry, jax.tree.map(lambda x: x * jnp.inf, batch(2)))
+    before = jax.tree.map(np.asarray, carry.kept[0])
+    places = jax.tree.map(lambda x: x.sharding, carry.kept[0])
+    carry, _ = train(carry, batch(3))
+    after = carry.kept[0]
+    assert {*after} == {*before} and len(before) > 6
+    for name, x in before.items():
+        assert (x.dtype, x.tobytes()) == (after[name].dtype, np.asarray(after[name]).tobytes()), name
+    assert jax.tree.map(lambda x: x.sharding, after) == places
+    carry, _ = train(carry, batch(4))
+    assert any(x.tobytes() != np.asarray(carry.kept[0][name]).tobytes() for name, x in before.items())

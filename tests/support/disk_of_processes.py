@@ -104,25 +104,7 @@ def shards(tree):
 def values(folder, how):
     """As in host memory, in one way or all."""
     for each in HOW if how == "all" else [how]:
-        bits(folder, each)
         resumed(folder, each, 3000 if each == "zero" else 0)
-
-
-def bits(folder, how):
-    """AdamW of gradients that are given: moments bit for bit as in host memory."""
-    over, runs = HOW[how][1], []
-    for disk in (None, jo.disk(folder / f"bits-{how}")):
-        tx = jo.offload(optax.adamw(1e-2), min_bytes=0, shard_over=over, disk=disk)
-        step = jo.jit(lambda p, s, g, tx=tx: jo.update_params(tx, g, s, p), donate_argnums=(0, 1))
-        params, state = copied(model(how)), tx.init(model(how))
-        for _ in range(3):
-            params, state = step(params, state, model(how))
-        runs.append((shards(params), shards(state)))
-    for a, b in zip(runs[0][1], runs[1][1], strict=True):
-        np.testing.assert_array_equal(a, b)
-    for a, b in zip(runs[0][0], runs[1][0], strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
-    disk.close()
 
 
 def resumed(folder, how, host_bytes):
@@ -241,35 +223,6 @@ def of_another_number(folder):
         print(jo.disk(folder / "other-both").last_commit)
 
 
-def around(folder):
-    """A skipped step, MultiSteps inside, masters of bfloat16 parameters: as in host memory."""
-    masters = lambda disk: jo.offload(jo.with_master_params(optax.adamw(1e-2)), min_bytes=0, disk=disk)  # noqa: E731
-    multi = lambda disk: jo.offload(optax.MultiSteps(INNER, 2), min_bytes=0, disk=disk)  # noqa: E731
-    plain = lambda disk: jo.offload(INNER, min_bytes=0, disk=disk)  # noqa: E731
-    for name, make, dtype in (
-        ("plain", plain, "float32"),
-        ("masters", masters, "bfloat16"),
-        ("multi", multi, "float32"),
-    ):
-        runs = []
-        for disk in (None, jo.disk(folder / name)):
-            tx = make(disk)
-
-            def step(params, state, x, skip, tx=tx, name=name):
-                value, grads = jax.value_and_grad(loss)(params, x)
-                how = {} if name == "multi" else {"skip": skip}
-                return *jo.update_params(tx, grads, state, params, **how), value
-
-            params = jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), model("both"))
-            state, step = tx.init(params), jo.jit(step, donate_argnums=(0, 1))
-            for k in range(4):
-                params, state, _ = step(params, state, batch(k), np.bool_(k == 2))
-            runs.append(shards((jax.tree.map(lambda x: x.astype("float32"), params), state)))
-        for a, b in zip(*runs, strict=True):
-            np.testing.assert_allclose(a, b, rtol=2e-3 if name != "masters" else 2e-2, atol=1e-6)
-        disk.close()
-
-
 class Mortal(Files):
     """Ends this process, as ``kill -9`` does, before a file of this name takes its place for the ``n``-th time."""
 
@@ -281,19 +234,6 @@ class Mortal(Files):
         if target.name == self.name and self.left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         super().replace(source, target)
-
-
-class Full(Files):
-    """A disk that is full when a group is written for the ``n``-th time."""
-
-    def __init__(self, n):
-        self.left = n
-
-    def pwritev(self, descriptor, buffer, offset):
-        self.left -= len(buffer) >= 512
-        if self.left <= 0 and len(buffer) >= 512:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return super().pwritev(descriptor, buffer, offset)
 
 
 class Failing(Files):
@@ -346,70 +286,11 @@ def failing(folder):
     disk.close()
 
 
-def stored(folder):
-    """``storage=``: what is in files is in fewer bits, bit for bit as in host memory; committed, and resumed."""
-    for storage, over in (("bfloat16", None), ("int8", "data"), ("int8", None)):
-        how, runs = ("zero" if over else "fsdp"), []
-        for disk in (None, jo.disk(folder / f"{storage}-{over}")):
-            tx = jo.offload(optax.adamw(1e-2), min_bytes=0, shard_over=over, disk=disk, storage=storage)
-            step = jo.jit(lambda p, s, g, tx=tx: jo.update_params(tx, g, s, p), donate_argnums=(0, 1))
-            params, state = copied(model(how)), tx.init(model(how))
-            for k in range(3):
-                if disk is not None and k == 2:
-                    disk.commit(k, {"params": params, "state": state})
-                    target = {"params": model(how), "state": jo.abstract_state(tx, model(how))}
-                    tree, _ = disk.resume(target)
-                    params, state = tree["params"], tree["state"]
-                params, state = step(params, state, model(how))
-            on_files = [x.dtype for x in jax.tree.leaves(state, is_leaf=is_on_disk) if is_on_disk(x)]
-            assert (storage in map(str, on_files)) == (disk is not None), on_files
-            runs.append((shards(state), shards(params)))
-        for a, b in zip(runs[0][0], runs[1][0], strict=True):
-            np.testing.assert_array_equal(a, b)
-        for a, b in zip(runs[0][1], runs[1][1], strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
-        disk.close()
-
-
-def turned(folder):
-    """``jo.pipelined``: the losses and parameters of the plain loop in host memory."""
-    runs = []
-    for disk in (None, jo.disk(folder / "turned")):
-        tx = jo.offload(INNER, min_bytes=0, disk=disk)
-        params = copied(model("fsdp"))
-        state = tx.init(params)
-
-        def step(params, state, x, tx=tx):
-            value, grads = jax.value_and_grad(loss)(params, x)
-            params, state = jo.update_params(tx, grads, state, params)
-            return params, state, value
-
-        if disk is None:
-            run, losses = step_of(tx, params), []
-            for k in range(4):
-                params, state, value = run(params, state, batch(k))
-                losses.append(np.asarray(value))
-        else:
-            run, losses = jo.pipelined(step, donate_argnames=("params", "state")), []
-            carry, aux = run.start(params, state, batch(0))
-            for k in range(1, 4):
-                losses.append(np.asarray(aux.now))
-                carry, aux = run(carry, batch(k))
-            losses.append(np.asarray(aux.now))
-            params, state = run.finish(carry)
-        runs.append((losses, shards(params)))
-    for a, b in zip(*runs, strict=True):
-        for x, y in zip(a, b, strict=True):
-            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
-
-
 def train(folder, name="", n="0", process="0"):
     """Six steps from where the disk is, a commit after each; says them, and at the end what this process has."""
     disk = jo.disk(folder / "disk")
     mine = jax.process_index() == int(process)
     disk.files = Mortal(name, int(n)) if mine else Mortal("", 0)
-    if name == "full" and mine:
-        disk.files = Full(int(n))
     tx, params, start = jo.offload(INNER, min_bytes=0, disk=disk), model("fsdp"), 0
     if disk.last_commit is not None:
         tree, start = disk.resume({"params": params, "state": jo.abstract_state(tx, params)})

@@ -74,21 +74,6 @@ def step_of(tx: Any, form: str = "update_params", loss: Any = loss_of, **how: An
     return step
 
 
-SCHEDULE = optax.chain(CLIP, optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 3e-2, 5, STEPS)))
-OPTIMIZERS = {  # offloaded, plain, form, whether the update moves into the scan
-    "clipping outside": (optax.chain(CLIP, offloaded(optax.adamw(1e-2))), ADAMW, "update", True),
-    "half": (offloaded(fraction=0.5), ADAMW, "update_params", True),
-    "a schedule": (offloaded(SCHEDULE), SCHEDULE, "update_params", True),
-    # clips the sum of gradients, in host memory: all of that is needed first
-    "MultiSteps": (offloaded(optax.MultiSteps(ADAMW, 3)), optax.MultiSteps(ADAMW, 3), "update", False),
-    "apply_if_finite": (
-        offloaded(optax.apply_if_finite(ADAMW, 3)), optax.apply_if_finite(ADAMW, 3), "update_params", True),
-    "injected": (
-        offloaded(optax.chain(CLIP, optax.inject_hyperparams(optax.adamw)(1e-2))),
-        optax.chain(CLIP, optax.inject_hyperparams(optax.adamw)(1e-2)), "update_params", True),
-}  # fmt: skip
-
-
 def copied(tree: Any) -> Any:
     """Each array in the memory in which it is."""
 
