@@ -73,8 +73,8 @@ def offload(
 ) -> optax.GradientTransformationExtraArgs:
     """Keep the state of ``inner`` in pinned host memory, and stream it through the device inside ``update``.
 
-    The state's tree, shapes and dtypes are those of ``inner``; only the memory kinds differ. The arithmetic is that of
-    ``inner``, on the device. ``init`` and ``update`` have optax's signatures and pass extra arguments on.
+    The state keeps the tree, shapes and dtypes of ``inner``; only the memory kinds differ. The arithmetic is unchanged
+    and runs on the device. ``init`` and ``update`` have optax's signatures and pass extra arguments on.
 
     Args:
       inner: any optax transformation, or an ``optax.MultiSteps``.
@@ -162,7 +162,7 @@ def offload(
     if policy.leaves_nothing and not rules:
         return _skipping(inner, policy)
     inner = with_storage(inner, rules, min_bytes) if rules else inner
-    update = inner.update if rules else functools.partial(checked_update, inner)  # stored, it checks what it decodes
+    update = inner.update if rules else functools.partial(checked_update, inner)  # decoding checks stored states
     remembered = Remembered()
     home = Home()
 

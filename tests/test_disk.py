@@ -302,7 +302,7 @@ def test_somebody_elses_program(disk):
     ):
         with pytest.raises(ValueError, match=r"disk: .* Fix: jo\.jit\(step\)"):
             other()
-    with pytest.raises(ValueError, match=r"what is on disk is read between steps.*jo\.to_device"):
+    with pytest.raises(ValueError, match=r"leaves on disk are read between steps.*jo\.to_device"):
         jax.jit(jo.to_device)(state)
     with pytest.raises(ValueError, match=r"disk: tx.init makes files.*Fix: state = tx.init\(params\)"):
         jax.jit(offload(CLIPPED, disk).init)(params)
@@ -340,7 +340,7 @@ def test_what_gives_a_part_of_a_state(disk):
     def part(params, state, x):
         return step_of(offload(CLIPPED, disk))(params, state, x)[1][1][0].mu
 
-    with pytest.raises(ValueError, match="disk: the step updates a state and returns a part"):
+    with pytest.raises(ValueError, match="disk: the step updates a state and returns only a part"):
         jo.jit(part)(params, state, X)
 
 
@@ -363,7 +363,7 @@ def test_leaves_that_stay_as_they_are_and_leaves_that_change_places(disk, tmp_pa
     tx = offload(shifting(False), jo.disk(tmp_path / "other"))
     params = model()
     with pytest.raises(
-        ValueError, match=r"disk: the update moves \['last'\]\['layer_1'\]\['w'\] as it is to \['before'\]"
+        ValueError, match=r"disk: the update moves \['last'\]\['layer_1'\]\['w'\] unchanged to \['before'\]"
     ):
         jo.jit(step_of(tx))(params, tx.init(params), X)
 
@@ -510,9 +510,9 @@ def test_a_step_that_computes_with_a_state_says_what_does(disk):
         return params, state, optax.tree.norm(jo.to_device(optax.tree.get(state, "mu")))
 
     for step, message in (
-        (twice, r"updates it again.*call such a step several times"),
+        (twice, r"updates the state again.*call such a step several times"),
         (with_a_norm, r"reads a leaf, for a norm.*between two steps jo\.to_device.*jo\.save_args"),
-        (with_a_norm_on_the_device, r"outside of its update.*jo\.to_device\(optax\.tree\.get"),
+        (with_a_norm_on_the_device, r"outside its update.*jo\.to_device\(optax\.tree\.get"),
     ):
         with pytest.raises(ValueError, match=message):
             jo.jit(step)(params, state)

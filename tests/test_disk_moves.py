@@ -225,7 +225,10 @@ def test_what_is_wrong_says_so(disks):
         ("item, fallback: ", lambda: jo.restore(files, target_of(offload()), fallback=True)),
         ("target: its leaves differ from the commit's", lambda: jo.restore(files, {"params": params()})),
         (r"holds a state already.*Fix: .*disk.resume\(target\)", lambda: jo.restore(files, target_of(tx))),
-        ("state: is on disk, or is to be, which no program does", lambda: jax.jit(lambda s: jo.to_host(tx, s))(state)),
+        (
+            "state: is on disk, or goes there, and no program can move it",
+            lambda: jax.jit(lambda s: jo.to_host(tx, s))(state),
+        ),
         ("state: not the tree that tx.init gives", lambda: jo.to_host(offload(), state[1], weights)),
         ("state: its shapes or dtypes are not", lambda: jo.to_host(offload(), state, {n: jnp.ones(3) for n in PARAMS})),
     ]:

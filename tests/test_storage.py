@@ -229,7 +229,7 @@ def test_leaves_that_would_not_become_smaller_stay():
 
 def test_eight_bit_integers_want_float32_leaves():
     """The points of the map, scaled, are no numbers of bfloat16: they would drift. Those of float8 are."""
-    with pytest.raises(ValueError, match=r"0/mu/embed: it is bfloat16, .* Float32 ones: jo\.offload\("):
+    with pytest.raises(ValueError, match=r"0/mu/embed: it is bfloat16, .* float32 ones: jo\.offload\("):
         jo.offload(optax.adam(1e-3), storage={"mu": "int8"}, min_bytes=0).init(parameters(jnp.bfloat16))
     tx = jo.offload(optax.trace(decay=1.0), storage="float8_e4m3fn", min_bytes=0)
     params = parameters(jnp.bfloat16)

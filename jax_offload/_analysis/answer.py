@@ -1,4 +1,4 @@
-"""What ``plan`` returns: rows, whether they fit, what they cost by the one model of time, and the verdict.
+"""The answer of ``plan``: rows, whether they fit, what they cost by the one model of time, and the verdict.
 
 The model, a roofline: the arithmetic of a step takes its operations at the speed that large matmuls reach on the chip.
 The link takes the time of both directions at once, then of the rest of the larger one alone. The backward pass, two
@@ -46,7 +46,7 @@ def compute_time(chip: Chip, operations: float, dtype: str) -> float:
     return operations / (chip.reached.bf16 if fast else chip.reached.f32)
 
 
-HEADROOM = 0.05  # of what jax takes of a device's memory; and of a host's memory twice that
+HEADROOM = 0.05  # of jax's share of a device's memory; twice that of a host's memory
 FRACTION, OTHER_NAME, BY_DEFAULT = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION", 0.75
 MOST = 0.95  # of a GPU's memory that jax can be told to take
 POOL_HEADROOM = 64 / 46.8  # XLA's pool was at 46.8 of 64 GB when an allocation failed: it fragments
@@ -85,7 +85,7 @@ def jax_takes(chip: Chip | None) -> tuple[float, str]:
 class Row:
     """One way to run a step, and the memory that it takes on one device; a row of a ``Plan``.
 
-    Bytes are exact unless ``compiled`` says that XLA's compiler gave them; ``None`` stands for what is not known.
+    Bytes are exact unless ``compiled`` says that XLA's compiler gave them; ``None`` stands for an unknown figure.
 
     Attributes:
       name: the name by which ``plan[name]`` finds it.
@@ -151,7 +151,7 @@ class Row:
 
     @property
     def adds(self) -> str:
-        """What it adds to a step, in words: a share of the step's arithmetic, or seconds."""
+        """The time that the row adds to a step, in words: a share of the step's arithmetic, or seconds."""
         if not self.added:
             return "?" if self.added is None else "nothing"
         return in_seconds(self.added) if self.overhead is None else f"{self.overhead:.1%}"
@@ -226,7 +226,7 @@ class Plan:
         return compute_time(self.chip, operations, self.dtype)
 
     def judged(self, row: Row, sizes: Sizes, run: str) -> Row:
-        """Add to a row what its transfers add to a step, by the model of time, and whether it fits."""
+        """Complete a row with the time that its transfers add, by the model of time, and with whether it fits."""
         row = row if row.added is not None else self._timed(row, sizes, run)
         if row.overhead is None and row.added is not None and self.compute:
             row = dataclasses.replace(row, overhead=row.added / self.compute)
@@ -416,7 +416,7 @@ class Plan:
 
 
 def _condition(row: Row, room: int) -> str:
-    """Return what has to hold for a row to fit in memory that leaves so much room."""
+    """Return the condition under which a row fits, given the room that is left."""
     verb = "stays" if row.missing == ("the window",) else "stay"
     return f"if {' and '.join(row.missing)} {verb} below {in_bytes(room)}" if row.missing else ""
 

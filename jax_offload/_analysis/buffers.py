@@ -131,7 +131,7 @@ class Buffers:
                     if op.leaves[place].host or read_once:
                         self._join((name, op.name, place), (name, of, ()))
 
-    # -- what is in them
+    # -- their contents
 
     def _describe(self) -> None:
         """Find the size, the kind and the memory of each buffer."""
@@ -229,8 +229,8 @@ class Buffers:
         return [(tuple(begin[i]), tuple(end[i])) for i in range(len(ops))]
 
     def _moved_aside(self, name: str, begins: dict[Key, int], outside: set[Key]) -> None:
-        """A copy of what a loop carries, or of a donated argument, that nothing else reads any more stays in its
-        buffer, until that is written."""
+        """Keep the copy of a loop's carried value, or of a donated argument, in its buffer if nothing else reads it any
+        more, until the buffer is written."""
         scope, written, read = self.module.scopes[name], dict[Key, int](), dict[Key, int]()
         theirs = outside if name != "ENTRY" else self.argument_of
         for i, op in enumerate(scope.ops):

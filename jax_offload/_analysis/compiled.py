@@ -1,4 +1,4 @@
-"""A step as the compiler leaves it: the scheduled program, its memory, and what its arguments are.
+"""A step as the compiler leaves it: the scheduled program, its memory, and the roles of its arguments.
 
 A step that is driven runs as several programs, as the host's cores have a part in its update, or its state is on disk.
 The first, "before", has its peak as a rule: the forward and the backward pass, and the gradients' way down.

@@ -1,4 +1,4 @@
-"""Reads a scheduled HLO module, as XLA prints it, and counts what its operations cost.
+"""Read a scheduled HLO module, as XLA prints it, and count what its operations cost.
 
 Multiplications, bytes of memory, bytes between devices; nothing here knows a chip's speed or the order of a schedule.
 """
@@ -256,7 +256,7 @@ class Module:
         return [m for at, o in ((scope, op), *self.inside(op)) if (m := _matmul(at, o))]
 
     def moved(self, scope: Scope, op: Op) -> list[Moved]:
-        """What ``op`` reads and writes, rows where it takes no more. A fusion keeps to itself what is inside it."""
+        """The bytes that ``op`` reads and writes; rows, if it touches no more. Values inside a fusion do not count."""
         if op.opcode in FREE or _target(op) in _FREE_CALLS:
             return []
         read = [
@@ -344,7 +344,7 @@ def _ring(scope: Scope, op: Op, opcode: str, devices: int) -> float:
     n = group_size(op, devices)
     nbytes = sum(array.nbytes for name in op.operands if (array := scope.array(name)))
     factor = {
-        "all-gather": n - 1,  # of what a device has
+        "all-gather": n - 1,  # times the part of one device
         "all-reduce": 2 * (n - 1) / n,
         "reduce-scatter": (n - 1) / n,
         "all-to-all": (n - 1) / n,

@@ -1,4 +1,4 @@
-"""What an executable really does with host memory: ``inspect``, and ``verify`` for a user's own test."""
+"""Inspect what an executable really does with host memory; ``verify`` is the check for a user's own test."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ class Inspection:
       host_temp: the temporaries among them. A program that streams in place has none.
       transfers: one for each leaf and direction between host and device.
       loops: the loops that contain transfers.
-      problems: what is wrong; empty if all is well.
+      problems: the faults found; empty if all is well.
       timeline: the simulated run; ``None`` if the chip's figures are unknown.
       compiled_for: whether the step was compiled for a chip that is not there.
       program: ``"before"``, the first program, if the step runs as several programs.

@@ -136,7 +136,7 @@ def _length(intervals: Iterable[Interval]) -> float:
 def profile(step: Any, *args: Any, steps: int = 3, chip: str | Path | Chip | None = None) -> Profile:
     """Run a step several times under jax's profiler, and say where its time went and how far the simulation is off.
 
-    The step must return what it donates: a result with the structure, shapes and dtypes of an argument takes its place
+    The step must return its donated arguments: a result with the structure, shapes and dtypes of one takes its place
     in the next run. It runs once before measuring, to compile. Donated arguments are gone afterwards. Profile a step of
     ``jax_offload.pipelined`` with its carry: ``profile(train, carry, batch)``, after ``train.start``.
 
@@ -256,7 +256,7 @@ def _plain(name: str) -> str:
 
 
 def _copies(module: Module) -> dict[str, Copy]:
-    """Copies between host and device, by the names of what starts them and what waits for them."""
+    """Copies between host and device, by the names of the operations that start them and that wait for them."""
     found: dict[str, Copy] = {}
     for scope in module.scopes.values():
         for op in scope.ops:
@@ -281,7 +281,7 @@ def _lane(name: str) -> str:
 
 
 def _bytes(event: Any) -> int:
-    """What a GPU's trace says of a copy: kind_src:... size:1048576 ..."""
+    """The bytes of a copy in a GPU's trace, which says: kind_src:... size:1048576 ..."""
     details = next((str(value) for key, value in event.stats if key == "memcpy_details"), "")
     size = next((word.removeprefix("size:") for word in details.split() if word.startswith("size:")), "0")
     return int(size) if size.isdigit() else 0

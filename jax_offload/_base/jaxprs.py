@@ -127,7 +127,7 @@ def variables(atoms: Iterable[Atom]) -> list[Var]:
 
 
 def renamed(names: Mapping[Var, Atom], v: Atom) -> Atom:
-    """What stands for ``v``: itself, where nothing does."""
+    """The replacement of ``v``, or ``v`` itself if there is none."""
     return v if isinstance(v, Literal) else names.get(v, v)
 
 
@@ -137,7 +137,7 @@ def as_array(literal: Literal) -> jax.Array:
 
 
 def values_of(env: Mapping[Var, Any], atoms: Iterable[Atom]) -> list[Any]:
-    """The arrays that these are, given those of the variables."""
+    """The values of some atoms, given the values of variables."""
     return [as_array(v) if isinstance(v, Literal) else env[v] for v in atoms]
 
 
@@ -147,7 +147,7 @@ class Scan:
 
     Attributes:
       consts, init, xs: its operands: read whole, carried from one iteration to the next, and read by rows.
-      carry, ys: its results: what is carried out of the last iteration, and the rows of all of them, stacked.
+      carry, ys: its results: the values carried out of the last iteration, and the rows of all iterations, stacked.
       body: takes consts, carry and a row of each of xs; returns the carry and a row of each of ys.
     """
 
@@ -312,7 +312,7 @@ def closed(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> ClosedJaxpr:
 def closed_like(
     like: ClosedJaxpr, inputs: Sequence[Var], eqns: Sequence[Equation], outputs: Sequence[Atom]
 ) -> ClosedJaxpr:
-    """Some equations in the place of a closed jaxpr, of a branch say, without constants."""
+    """A closed jaxpr without constants that replaces another one, such as a branch, by some equations."""
     return closed(Jaxpr([], inputs, outputs, eqns, like.effects, nameless(like.jaxpr.debug_info)))
 
 
@@ -421,7 +421,7 @@ def effects_of(examples: Examples) -> frozenset[type]:
 
 
 def ordered(effects: Iterable[Any]) -> list[str]:
-    """The names of those whose order would be lost, were the equations arranged anew."""
+    """The names of the effects whose order would be lost if the equations were rearranged."""
     kinds = {type(effect) for effect in effects}
     return sorted(kind.__name__ for kind in kinds - effects_of(_UNORDERED)) if kinds else []
 

@@ -41,7 +41,7 @@ def well_typed(x: Any) -> Any:
     """``x``, an array whose type says that it is in the memory where it is. Nothing is copied.
 
     jax takes an array that is put together from parts for one in device memory, wherever its single device has it
-    (0.10 to 0.12; orbax restores so). A program then sees another type than that of what ``init`` made.
+    (0.10 to 0.12; orbax restores so). A program then sees another type than ``init`` made.
     """
     if not on_host(x) or is_host_aval(jax.typeof(x)):
         return x

@@ -45,7 +45,7 @@ class UpdatedFromDisk(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Which leaf it is: its home, its name there, its type, and its place in host memory on its way, if known.
+    """The identity of a leaf on disk: its home, its name there, its type, and its place in host memory, if known.
 
     Attributes:
       home: the ``jax_offload.disk`` that has it; two are never equal.
@@ -93,7 +93,7 @@ def _refusing(name: str) -> Callable[..., Any]:
 
 
 class Token:
-    """What ``jax.tree.leaves`` returns for a leaf on disk, outside of traces: the version of its state.
+    """The leaf that ``jax.tree.leaves`` returns for an array on disk, outside traces: the version of its state.
 
     It has the leaf's shape and dtype, and nothing else that an array has. Whatever asks for values gets
     ``ComputesOnDisk``: arithmetic, NumPy, jax's functions, programs other than a step that ``jax_offload.jit`` drives,
@@ -149,7 +149,7 @@ class OnDisk:
     """The placeholder of a leaf on disk in a state.
 
     Its one child in the tree is a token, which changes with every update: using the state of an earlier step is an
-    error, as its leaves have been written over. ``numpy.asarray(leaf)`` reads the leaf, ``jax_offload.to_device`` reads
+    error, because they have been overwritten. ``numpy.asarray(leaf)`` reads the leaf, ``jax_offload.to_device`` reads
     it to compute with, and ``disk.commit`` and ``jax_offload.save_args`` save it. Arithmetic, pickle, plain orbax and
     programs other than a step of ``jax_offload.jit`` raise errors.
 
@@ -197,7 +197,7 @@ class OnDisk:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         if isinstance(self.token, Tracer):
             raise ValueError(
-                f"disk: a step reads {_said(self.place)} outside of its update; what is on disk is read between "
+                f"disk: a step reads {_said(self.place)} outside its update; leaves on disk are read between "
                 "steps. Fix: read a part of the state that the step has returned, jo.to_device(optax.tree.get(state, "
                 "'mu'))."
             )
@@ -255,7 +255,7 @@ def place_of(like: Any) -> Place | None:
 
 
 def opened(state: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """Read the leaves of a state that are on disk, and return a function that writes those of the next state."""
+    """Read the leaves of a state that are on disk; return a function that writes the next state's."""
     flat, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_on_disk)
     places = {path: x.place for path, x in flat if is_on_disk(x)}
     if not places:
@@ -276,7 +276,7 @@ def only_outside(x: jax.Array) -> jax.Array:
     """Return ``x``, a leaf of a traced ``init`` that belongs in files: an error when the trace is lowered."""
     return _cannot_lower(
         x,
-        "disk: tx.init makes files, which no program does. Fix: state = tx.init(params), outside of any jit; it makes "
+        "disk: tx.init makes files, and no program can. Fix: state = tx.init(params), outside of any jit; it makes "
         "leaf after leaf.",
     )
 
@@ -388,7 +388,7 @@ def brought(leaves: Sequence[Any], types: Callable[[], Sequence[Any]]) -> list[A
     """Move leaves from memory or disk to memory or disk, each to where ``types()`` says."""
     if any(isinstance(x.token if is_on_disk(x) else x, Tracer) for x in leaves):
         raise ValueError(
-            "state: is on disk, or is to be, which no program does. Fix: jo.to_host(tx, state) outside jit."
+            "state: is on disk, or goes there, and no program can move it. Fix: jo.to_host(tx, state) outside jit."
         )
     target = types()
     if all(_is_there(x, place_of(like)) for x, like in zip(leaves, target, strict=True)):

@@ -1,4 +1,4 @@
-"""What the package needs of jax beyond its documented API. Loud where jax has moved it.
+"""Everything that the package needs from jax beyond its documented API, with a loud error where jax has moved it.
 
 | needed | for | seen in jax |
 |---|---|---|
@@ -10,7 +10,7 @@
 | how arguments of a program are typed and made ready, by class | ``trace_as``, ``trace_as_on_host`` | 0.10 to 0.12 |
 | ``lower_fun`` | ``lowered`` | 0.10 to 0.12 |
 | ``main`` of a module, with the attributes of its arguments and results | ``take_back_aliases`` | 0.10 to 0.12 |
-| the equation that made a tracer, and those of its trace | ``equation_of``, ``equations_of_trace`` | 0.10 to 0.12 |
+| a tracer's equation, and all equations of its trace | ``equation_of``, ``equations_of_trace`` | 0.10 to 0.12 |
 | the variable that a tracer is | ``variable_of`` | 0.10 to 0.12 |
 | ``memory_space`` and ``manual_axis_type`` of a type | ``memory_space_of``, ``manual_axes_of`` | 0.10 to 0.12 |
 | keys and barriers of the service that processes meet in | ``coordination`` | 0.10 to 0.12 |
@@ -142,8 +142,8 @@ def take_back_aliases(context: Any, default_kind: str) -> None:
     """Leaves the pairing of donated arguments to XLA where jax has paired two of different memory kinds.
 
     Args:
-      context: that of a lowering rule; it tells the module, whose entry is called ``main``.
-      default_kind: of what has no memory kind.
+      context: a lowering rule's context; it tells the module, whose entry is called ``main``.
+      default_kind: the memory kind of values that have none.
     """
     _check_lowering()
     ir, main = mlir.ir, context.module_context.symbol_table["main"]
@@ -167,7 +167,7 @@ def results_of_main(context: Any) -> list[tuple[str, bool]]:
     """The results of the program that is being lowered: of each its path, and whether it is in pinned host memory.
 
     Args:
-      context: that of a lowering rule.
+      context: a lowering rule's context.
     """
     _check_lowering()
     main = context.module_context.symbol_table["main"]
@@ -197,7 +197,7 @@ def _strings(code: CodeType) -> Iterator[str]:
 def equation_of(x: Any) -> Any:
     """The equation that made a traced value, as one of a jaxpr.
 
-    ``None`` for an argument, and for what is not traced into a jaxpr: an array, the tangent of a derivative.
+    ``None`` for an argument, and for values that are not traced into a jaxpr: an array, the tangent of a derivative.
     """
     _check_tracers()
     eqn = _part_of(x, "parent") if isinstance(x, _part_of(pe, "DynamicJaxprTracer")) else None
@@ -211,7 +211,7 @@ def _as_equation(eqn: Any) -> Any:
 
 @functools.cache
 def _check_tracers() -> None:
-    """Raises ``RuntimeError`` where ``equation_of`` would tell nothing of what a ``jit`` traces."""
+    """Raise ``RuntimeError`` if ``equation_of`` would tell nothing about values that a ``jit`` traces."""
     tracers: list[Any] = []
     jax.make_jaxpr(lambda x: tracers.append(jax.lax.neg(x)))(jax.ShapeDtypeStruct((), jax.numpy.float32))
     if not isinstance(tracers[0], _part_of(pe, "DynamicJaxprTracer")):

@@ -1,6 +1,6 @@
-"""Slices of which some rows are a piece of their own: these rows of the state come from disk and go there as arrays.
+"""Slices that run row by row, some rows a piece: these rows of the state come from disk and return there as arrays.
 
-What is on the device is handed from piece to piece, each of which writes its rows into it, in the same buffer.
+Arrays on the device go from piece to piece, and each piece writes its rows into the same buffer.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Part:
     rows: Range | None = None
 
     def meets(self, other: Part) -> bool:
-        """Of parts of one leaf, whether they have rows in common."""
+        """Whether two parts of one leaf share rows."""
         if self.rows is None or other.rows is None:
             return True
         return self.rows[0] < other.rows[1] and other.rows[0] < self.rows[1]
@@ -73,7 +73,7 @@ class ByRows:
         Args:
           p: the slice.
           update: whose it is.
-          names: variable of the update -> that of the step.
+          names: variable of the update -> variable of the step.
           defined: what `produced_once` finds.
         """
         s = p.slice
@@ -149,7 +149,7 @@ class ByRows:
 
 
 def produced_once(update: Update, results: Sequence[Var]) -> dict[Var, Var]:
-    """Result of an update -> the step's variable of it; not of what the step has twice, or the update reads again."""
+    """Map an update's results to the step's variables, unless the step has one twice or the update reads it again."""
     slices = [s for each in update.passes for s in (each.prelude, *(p.slice for p in each.slices))]
     times = Counter([v for s in slices for v in s.inputs] + variables(update.program.outputs))
     pairs = zip(results, update.program.outputs, strict=True)

@@ -57,7 +57,7 @@ def cpu() -> Any:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError as error:
         raise ValueError(
-            "update_on: jax runs without its CPU backend, which updates what is on the host. Fix: add ',cpu' to "
+            "update_on: jax runs without its CPU backend, which updates leaves on the host. Fix: add ',cpu' to "
             "JAX_PLATFORMS, or update_on='device'."
         ) from error
 

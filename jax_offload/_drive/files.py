@@ -104,7 +104,7 @@ def files_of(step: Program) -> OnFiles:
       ValueError: the step does something other than update such a leaf, or computes with its token.
     """
     reads: dict[Var, tuple[Atom, Place]] = {}
-    written: dict[Var, tuple[Atom, Place]] = {}  # token -> what is written
+    written: dict[Var, tuple[Atom, Place]] = {}  # token -> the value to write, and its place
     same: dict[tuple[Atom, Place], Var] = {}
     names: dict[Var, Atom] = {}
     eqns: list[Equation] = []
@@ -135,16 +135,16 @@ def files_of(step: Program) -> OnFiles:
     homes = {place.home for place in kept}
     if lost := [place for _, place in reads.values() if place.home in homes and place not in kept]:
         raise ValueError(
-            f"disk: the step updates a state and returns a part of it, not {lost[0].name}, which is written over all "
-            "the same. Fix: return the whole state."
+            f"disk: the step updates a state and returns only a part of it, not {lost[0].name}, which is overwritten "
+            "all the same. Fix: return the whole state."
         )
     again = [(x, place) for x, place in found.values() if isinstance(x, Var) and x in reads]  # unchanged
     moved = [(reads[x][1], place) for x, place in again if reads[x][1] != place]
     if moved:
         old, new = moved[0]
         raise ValueError(
-            f"disk: the update moves {old.name} as it is to {new.name}, which may have been written over by then. Fix: "
-            "select= that leaves them in memory."
+            f"disk: the update moves {old.name} unchanged to {new.name}, which may be overwritten by then. Fix: "
+            "a select= that leaves them in memory."
         )
     writes = [(x, place) for x, place in found.values() if not isinstance(x, Var) or x not in reads]
     rest = [v for k, v in enumerate(outputs) if k not in found]
@@ -155,10 +155,10 @@ def files_of(step: Program) -> OnFiles:
 
 
 _COMPUTES = (
-    "disk: the step computes with a state on disk outside of its one update: updates it again, chooses between two "
-    "states, or reads a leaf, for a norm say. Fix: jo.jit(step), in which the state goes from argument to one update "
-    "to result. For several updates call such a step several times, or accumulate gradients in "
-    "jo.offload(optax.MultiSteps(...), disk=...); skip= or lax.cond is for an update that is not to be; and between "
+    "disk: the step computes with a state on disk outside its one update: it updates the state again, chooses between "
+    "two states, or reads a leaf, for a norm perhaps. Fix: jo.jit(step), where the state goes from argument to one "
+    "update to result. For several updates call such a step several times, or accumulate gradients in "
+    "jo.offload(optax.MultiSteps(...), disk=...); skip= or lax.cond skips an update; and between "
     "two steps jo.to_device(optax.tree.get(state, 'mu')) reads a part of the state, and jo.save_args saves it."
 )
 

@@ -4,7 +4,7 @@ All results of one program become ready together. Cut behind the gradients of a 
 goes on: the cores, or the drives, have work then.
 
 XLA fuses nothing across programs: what a later one reads of an earlier one is an array between the two. So values that
-are cheap (arithmetic on elements) are computed again where what they are made of is no larger.
+are cheap (arithmetic on elements) are computed again if their operands are no larger.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FOR_CORES, FOR_DISK = (8, 1 / 16), (32, 1 / 32)
 _NOT_AGAIN = {"optimization_barrier", "device_put", "sharding_constraint", "reshard"}
 _VIEWS = ["broadcast_in_dim", "iota", "one_minus_square", "reshape", "squeeze", "transpose"]
 CHEAP = ELEMENTWISE.union(_VIEWS) - _NOT_AGAIN
-# A value gives way to what it is made of although that is a little more (a softmax to its exponentials and their sums),
+# A value gives way to its operands although they are a little larger (a softmax to its exponentials and their sums),
 # as what these are made of may be less (scores in bfloat16).
 SLACK = 1.05
 

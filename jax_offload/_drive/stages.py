@@ -100,7 +100,7 @@ class Staged:
       outputs: its results.
       next_of: result of an update -> the variable of the step that it is the next value of.
       in_turn: gradients that wait for one another, in the order of the backward pass.
-      host_leaves: variable of the step -> whether ``offload`` keeps it on disk, for updates of which a part is.
+      host_leaves: variable of the step -> whether ``offload`` keeps it on disk, for updates with a part on disk.
       scattered: gradients that such an update divides further (ZeRO-1) -> how. Its program has them so; made by another
         program, they would be reduced whole, and wait so on every device.
       parts: leaf on disk, read or made -> its parts, where it is read or written in some.
@@ -142,7 +142,7 @@ def _joined(pieces: Sequence[Piece]) -> Piece:
     for piece in pieces:
         assert piece.jaxpr is not None
         makes = [*zip(variables(piece.jaxpr.outvars), piece.outputs, strict=True)]
-        outputs += [v for own, v in makes if own not in {*piece.jaxpr.invars}]  # what it hands on has a name
+        outputs += [v for own, v in makes if own not in {*piece.jaxpr.invars}]  # others have a name
         names: dict[Var, Atom] = {**dict(makes), **dict(zip(piece.jaxpr.invars, piece.inputs, strict=True))}
         for k, eqn in enumerate(piece.jaxpr.eqns):
             ins, outs = [renamed(names, v) for v in eqn.invars], [cast(Var, renamed(names, v)) for v in eqn.outvars]

@@ -120,7 +120,7 @@ def to_be_written(
         return set()
     read_by = Counter(v for task in tasks[1:] for v in task.inputs)  # the first has been started when they are taken
     found = {v for v in donated if is_host_aval(v.aval) or on_cpus(devices)}
-    # an argument without a place, a NumPy array say, is not committed to these devices
+    # an argument without a place, such as a NumPy array, is not committed to these devices
     return {v for v in found if read_by[v] == 1 and v in places and {*places[v].device_set} == {*devices}}
 
 

@@ -148,7 +148,7 @@ class Emitter:
             for v, old in zip(move.slice.outputs, move.how.buffers, strict=True):
                 into = v if old is None else old
                 if v not in move.feeds:
-                    # pinned, or XLA divides the carry like what is made of it, and gathers all in each iteration
+                    # pinned, or XLA divides the carry like the values made from it, and gathers all in each iteration
                     pin = None if is_host_aval(v.aval) else self.plan.pins.get(into)
                     found[v] = constrained(wholes[into], pin)
         return found
@@ -171,7 +171,7 @@ class Emitter:
         return {v: fed[v] for v in self.plan.fed.values()}
 
     def reread(self, own: Values, i: Any) -> dict[int, Any]:
-        """Rows that are made of those of operands, by their place among the scan's ``xs``."""
+        """Rows computed from operands' rows, by their place among the scan's ``xs``."""
         rows: dict[int, Any] = {}
         for place, each in self.plan.reread.items():
             given = [own[v] for v in each.slice.inputs]
@@ -187,7 +187,7 @@ class Emitter:
             new = {v: hand.new[v] for v in group if v in hand.new}
             loaded = [v for v in plan.groups[phase - 1] if v in reads]
             if phase < last:
-                # XLA's CPU copies a buffer of which one row is written before another is read
+                # XLA's CPU copies a buffer if one row is written before another is read
                 own = self.buffers.exchange(hand.wholes, {}, 0, [v for v in new if v in reads], then)
                 after = _on(
                     ["cpu"], lambda xs, read: written_after(xs, read)[0], [new[v] for v in own], [*own.values()]
@@ -205,7 +205,7 @@ class Emitter:
         return found
 
     def gate(self, phase: int, hand: Hand, fetched: Values, inner: Values) -> None:
-        """What follows waits for this phase of the iteration, and for its transfers."""
+        """Make everything that follows wait for this phase of the iteration, and for its transfers."""
         groups, body = self.plan.groups, self.plan.body
         following = [v for v in groups[phase + 1] if v in hand.new]
         # where nothing is loaded, the next phase loads what this one has stored
@@ -243,14 +243,14 @@ class Emitter:
         then = self.phases(hand, inner, i if plan.ahead else before, after)
         results = [as_array(v) if isinstance(v, Literal) else inner[v] for v in program.outputs]
         if not plan.ahead:
-            # The update waits for all of the arithmetic: it overwrites what is being stored through the last of it. And
-            # for the last loads: a TPU would start them after it, into what it has read.
+            # The update waits for all of the arithmetic: it overwrites buffers that are stored until then. And
+            # for the last loads: a TPU would start them after it, into buffers that it has read.
             ready = [v for v in plan.groups[-2] if v in then]
             results, late = together((results, [then[v] for v in ready]))
             then |= zip(ready, late, strict=True)
         carried, produced = results[: len(carried)], dict(zip(scan.ys, results[len(carried) :], strict=True))
         if not plan.ahead:
-            # laid out like the stack: a TPU would make the layout of a matmul's result that of the whole stack
+            # laid out like the stack: a TPU would give the whole stack the layout of a matmul's result
             in_order = _on(["tpu"], lambda xs: [*map(_in_order, xs)], [x[None] for x in produced.values()])
             rows = dict(zip(produced, in_order, strict=True))
             self.update(hand, own | rows, i, k)
@@ -260,7 +260,7 @@ class Emitter:
 
 def _buffers(plan: InScan, names: Names) -> Buffers:
     def laid_out(v: Var, x: jax.Array) -> jax.Array:
-        # XLA lays out what it gathers by the axis that is divided, and would make that the layout of the whole stack
+        # XLA lays out gathered rows by the divided axis, and would give the whole stack that layout
         whole = _is_whole(plan.pins.get(v) or typed_sharding(v.aval), v.aval.shape)
         return _on(["tpu", "cuda"], _in_order, x) if whole else x
 

@@ -2,7 +2,7 @@
 
 The equation carries the recipe and all that decides its plan. It is planned where somebody asks for that, and emitted
 where it is lowered, at the latest: so whoever sees a traced step (``placement``, the cut of a step) finds its updates
-and can emit them otherwise. Under ``vmap`` and derivatives what is emitted takes its place.
+and can emit them otherwise. Under ``vmap`` and derivatives the emitted equations take its place.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Update:
       rank: of a leaf of the state its place in the order of the backward pass.
       manual: whether it was traced inside ``shard_map``.
       sharded: where ``program`` gathers updates that are divided (ZeRO-1), the same without that, for a recipe around
-        it that gathers what it makes of them.
+        it that gathers the values that it makes of them.
       wide: whether it was traced with types of 64 bits; jax may lower it where they are off.
       backward: the passes that made its gradients, where only gates in the update hold them back.
       stays: why leaves are not updated within the passes, forward and backward; only ``jax_offload.jit`` asks.
@@ -113,7 +113,7 @@ class Update:
 
     @property
     def operands(self) -> list[Var]:
-        """Those of its equation, as variables of its own."""
+        """The operands of its equation, as variables of its own."""
         return self.program.inputs[len(self.program.consts) :]
 
     @property
@@ -138,7 +138,7 @@ class Update:
 
     @property
     def results(self) -> Set[Var]:
-        """Those that are the next value of an argument."""
+        """The results that are the next value of an argument."""
         return {*self.next_values}
 
     @property
@@ -155,7 +155,7 @@ class Update:
         return self.program.placing_equations
 
     def only(self, used: Sequence[bool]) -> tuple[list[bool], Update]:
-        """The update for some of its results: planned anew, as what it does not make it need not load."""
+        """Reduce the update to some of its results. It is planned anew, because it need not load for the others."""
         needed, program = self.program.only(used)
         if all(used) and all(needed):
             return needed, self
@@ -164,7 +164,7 @@ class Update:
         return needed, dataclasses.replace(self, program=program, gradients=gradients, sharded=None)
 
     def replanned(self, program: Program, gradients: tuple[int, ...]) -> Update:
-        """What is left of it: ``program``, whose equations are some of its own."""
+        """The remainder of the update: ``program``, which consists of some of its equations."""
         return dataclasses.replace(self, program=program, gradients=gradients, sharded=None)
 
     def updated_by(self, cores: bool) -> Update:
@@ -200,11 +200,11 @@ class Update:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Moved:
-    """A part of an update that runs elsewhere in a step, inside a scan say.
+    """A part of an update that runs elsewhere in a step, for example inside a scan.
 
     Attributes:
-      jaxpr: what it does, transfers and all.
-      operands: those of its equation, as variables of the step.
+      jaxpr: its equations, including transfers.
+      operands: its equation's operands, as variables of the step.
       plan: where it runs, with its slices, to be printed.
     """
 

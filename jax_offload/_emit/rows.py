@@ -1,7 +1,7 @@
 """Rows of whole arrays, read, updated and written in a loop: over chunks, in a scan, or of rows that come from disk.
 
-Rows are the same of every shard of their axis, so that no device needs those of another, and XLA sees that it does not.
-A sharding, where it is given, is pinned at every step: left to itself XLA may divide the loop's carry like what is
+A chunk has the same rows of every shard of its axis, so no device needs another's rows, and XLA sees that.
+A given sharding is pinned at every step: otherwise XLA may divide the loop's carry like the rows
 written into it, and gather the whole each time.
 """
 
@@ -39,7 +39,7 @@ class Buffers:
       pins: the shardings of arrays.
       names: the names of the state's leaves.
       shards: into how many parts the axis of the rows is divided between devices.
-      laid_out: what is done to rows on the device before they are written, given their array.
+      laid_out: a function of rows on the device and their array, applied before the rows are written.
       kinds: the functions that update rows; slices that are alike share one, which is traced once and inlined by XLA.
     """
 
@@ -127,7 +127,7 @@ class Buffers:
 
 
 def buffers_of(s: Slice, how: RowWise, names: Names) -> Buffers:
-    """The buffers of a slice: its operands', and those of results that have none of these."""
+    """The buffers of a slice: its operands', and new ones for results that overwrite none of these."""
     into = [
         (v, v if old is None else old, dim) for v, old, dim in zip(s.outputs, how.buffers, how.out_dims, strict=True)
     ]

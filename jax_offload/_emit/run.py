@@ -86,7 +86,7 @@ def _run_in_own_loop(
     *,
     lowered: bool,
 ) -> None:
-    """As ``_run_gated``, in a loop that runs once, which XLA does not see."""
+    """Like ``_run_gated``, in a loop that runs once; XLA does not know that it runs once."""
     outputs = list(dict.fromkeys(v for p in each.slices for v in p.slice.outputs))
     inputs = list(dict.fromkeys([*(v for p in each.slices for v in p.slice.inputs), *before]))
     carried = each.carried or {}
@@ -114,7 +114,7 @@ def _run_in_own_loop(
 
 
 def run_prelude(each: PlannedPass, env: dict[Var, Any]) -> None:
-    """What a pass runs first, in an environment."""
+    """Run the first part of a pass, its prelude, in an environment."""
     serial = each.serial
     if isinstance(serial, AllInTurn):
         held, zero = waiting([env[v] for v in serial.gradients], serial.shards)
@@ -133,7 +133,7 @@ def _run(s: Slice, env: dict[Var, Any]) -> None:
 
 
 def waiting(gradients: Sequence[jax.Array], shards: Sequence[Shards] = ()) -> tuple[list[jax.Array], jax.Array]:
-    """The gradients, each of which waits for the one before, and a zero that waits for all of them.
+    """Make each gradient wait for the one before; return them and a zero that waits for all of them.
 
     Waiting needs a value that is made of a gradient and used: a number of it, masked to nothing by an opaque zero. Of a
     gradient that is divided between devices a number of each of them, for one alone would be a collective for each.

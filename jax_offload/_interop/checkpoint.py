@@ -127,7 +127,7 @@ def restore(
             f"manager: expected an orbax.checkpoint.CheckpointManager, or a jo.disk, got a {type(manager).__name__}. "
             "Fix: jo.restore(ocp.CheckpointManager(folder), target)."
         )
-    manager.wait_until_finished()  # for what it is still writing itself
+    manager.wait_until_finished()  # for its own pending writes
     saved = sorted(manager.all_steps(), reverse=True)
     steps = [s for s in saved if step is None or s <= step]
     if not steps or (step is not None and steps[0] != step):

@@ -36,7 +36,7 @@ def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
     gradient exists, while the state of its neighbors moves; the stacked gradients then never exist. Between unrolled
     layers, each update runs where its gradient appears. Loops that take layers by number, layers that the step stacks,
     gradients summed in a ``jax.new_ref`` and a whole step inside a ``shard_map`` count as well (docs/what_hides.md).
-    The numbers are those of the plain step. An update that needs all gradients first, such as clipping by their norm,
+    The numbers equal the plain step's. An update that needs all gradients first, such as clipping by their norm,
     runs after the backward pass; ``jax_offload.pipelined`` hides that one. ``jax_offload.placement(step, *args)`` says
     where each leaf is updated, and why.
 
@@ -84,7 +84,7 @@ Program = Callable[[Sequence[Any]], Sequence[Any]]  # flat results of flat argum
 class Undone:
     """A step that jax has traced and Python drives. It stands for each of the step's results, a tree without leaves.
 
-    So ``jax.jit`` finds it in its own cache, by all that jax tells apart: types, static arguments, contexts.
+    So ``jax.jit`` finds it in its own cache, by everything that jax distinguishes: types, static arguments, contexts.
 
     Attributes:
       step: the closed jaxpr.
@@ -171,7 +171,7 @@ class Undone:
 
 
 def _handed_over(results: Sequence[Any], donated: Iterable[Any]) -> list[Any]:
-    """Results, of which those on the device that were donated become others: ``jax.jit`` deletes what is donated."""
+    """Replace donated arrays on the device among the results with new ones: ``jax.jit`` deletes donated arrays."""
     given = {id(x) for x in donated}
     same = {id(x): x for x in results if id(x) in given and isinstance(x, jax.Array) and not on_host(x)}
     new = dict(zip(same, _renamed([*same.values()]), strict=True)) if same else {}
@@ -180,7 +180,7 @@ def _handed_over(results: Sequence[Any], donated: Iterable[Any]) -> list[Any]:
 
 @functools.partial(jit_of_jax, donate_argnums=0)
 def _renamed(arrays: list[jax.Array]) -> list[jax.Array]:
-    """The arrays, as others in their memory."""
+    """Return the arrays as new arrays in the same memory."""
     return arrays
 
 
@@ -199,7 +199,7 @@ def _put(tree: Any, places: Any) -> Any:
 class Step:
     """A function as ``jax.jit`` traces it: rewritten, and with the function's names and signature, which jax reads.
 
-    It does not keep the function alive: jax drops what it has compiled of a function together with the function.
+    It does not keep the function alive: jax drops a function's programs together with the function.
 
     Args:
       fun: the function.
@@ -248,7 +248,7 @@ class Jitted:
     """
 
     def __init__(self, fun: Callable[..., Any], options: dict[str, Any]) -> None:
-        jit_of_jax(fun, **options)  # it says what it does not take
+        jit_of_jax(fun, **options)  # it raises for options that it does not take
         functools.update_wrapper(self, fun)
         self.whole_step, self._called = _steps_of(fun)
         self.__wrapped__ = self.whole_step.__wrapped__  # which the steps do not keep alive
@@ -351,7 +351,7 @@ def _donated(fun: Callable[..., Any], options: dict[str, Any], args: Any, kwargs
         order = list(given)
         chosen = {names} if isinstance(names, str) else {*(names or ())}
         chosen |= {order[i] for i in ([nums] if isinstance(nums, int) else nums or ())}
-    except (TypeError, ValueError, IndexError):  # jax says what is wrong
+    except (TypeError, ValueError, IndexError):  # jax says why
         return {}
     return {name: x for name, x in given.items() if name in chosen}
 

@@ -1,4 +1,4 @@
-"""Gradients that wait for their update in host memory: what ``pipelined(..., gradients="host")`` makes of a step.
+"""Gradients that wait in host memory for their update: ``pipelined(..., gradients="host")`` rewrites a step.
 
 The gradients of a step that is turned round live from one call to the next. On the host they take nothing of the device
 meanwhile: the backward pass stores them as it makes them, and the update loads each beside its state. For that, numbers
@@ -38,7 +38,7 @@ class CannotWait(ValueError):
     """Gradients cannot wait in host memory for their update."""
 
 
-_HOST, _GRADIENT = 1, 2  # bits of what an update's equations need
+_HOST, _GRADIENT = 1, 2  # bits for the needs of an update's equations
 LEAST = 2**16  # bytes, as of a leaf of the state
 _LATE = (ELEMENTWISE | {"broadcast_in_dim"}) - {"sharding_constraint", "reshard", "optimization_barrier", "device_put"}
 
@@ -61,11 +61,11 @@ def home_of(v: Var, carried: Mapping[Var, Any]) -> NamedSharding | None:
 
 
 def on_host(program: Program, carried: Mapping[Var, Any]) -> Program:
-    """A step's program whose gradients of 64 KiB and more wait for their update in host memory.
+    """Return a step's program with gradients of 64 KiB and more waiting for their update in host memory.
 
     Args:
-      program: of a step, with every ``jit`` inlined.
-      carried: those of its inputs that wait anyway -> the arrays, or types, that they are.
+      program: a step's program, with every ``jit`` inlined.
+      carried: the inputs that wait anyway -> their arrays or types.
 
     Raises:
       CannotWait: the step's update cannot load them.
@@ -121,7 +121,7 @@ def _of_update(program: Program, number: int, carried: Mapping[Var, Any]) -> Pro
 
 
 def _left_late(eqns: Sequence[Equation], gradients: Set[Var], carried: Set[Var]) -> tuple[list[Equation], Set[Var]]:
-    """The last arithmetic on gradients (a scale, a cast to more bytes), and what it is made of, in no more bytes."""
+    """The last arithmetic on gradients (a scale, a cast to more bytes), and its operands, which take no more bytes."""
     sources_of: dict[Var, frozenset[Var]] = {}
     for eqn in eqns:
         if eqn.primitive.name in _LATE and len(eqn.outvars) == 1 and not eqn.effects and eqn.outvars[0].aval.shape:
@@ -135,7 +135,7 @@ def _left_late(eqns: Sequence[Equation], gradients: Set[Var], carried: Set[Var])
 
 
 def _reading_again(update: Equation, eqns: Sequence[Equation], stored: Mapping[Var, Var]) -> list[Equation]:
-    """What follows an update; what of it needs a gradient after the update, loads it once more."""
+    """The equations after an update. Those that need a gradient load it once more."""
     late, loads, found = {*update.outvars}, dict[Var, Atom](), list[Equation]()
     for eqn in eqns:
         reads = variables(eqn.invars)
@@ -195,7 +195,7 @@ def _without_scalars(eqn: Equation) -> tuple[Equation, list[Equation]]:
         return eqn, []
     env: dict[Var, Atom] = dict(zip(operands, eqn.invars, strict=True))
     apart = Builder(names=env).copy(*taken)
-    # A result that is such a number is made ahead as well: an update that returns what it is given would be none.
+    # A result that is such a number is made ahead as well: an update that only returns its operands would be none.
     results = list(zip(program.outputs, eqn.outvars, strict=True))
     ahead = {env[x]: v for x, v in results if not isinstance(x, Literal) and x in scalars}
     apart = [

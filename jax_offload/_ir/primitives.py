@@ -1,4 +1,4 @@
-"""jax's primitives by what they do to the elements of their operands."""
+"""jax's primitives by their effect on the elements of their operands."""
 
 from jax_offload._base.jaxprs import Equation, called_by, holds_equations
 from jax_offload._base.own_primitives import MARK, is_composite
@@ -11,7 +11,7 @@ ELEMENTWISE = frozenset(
     round rsqrt select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh
     sqrt square stop_gradient sub tan tanh xor""".split()
 ) | {MARK}
-PLACED = frozenset("device_put sharding_constraint reshard".split())  # those of them that say where something is
+PLACED = frozenset("device_put sharding_constraint reshard".split())  # the primitives that say where a value is
 REDUCE = frozenset("reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_xor reduce_prod argmax argmin".split())
 CHECKPOINT = frozenset(("checkpoint", "remat2"))
 SHAPES = frozenset("broadcast_in_dim iota pad reshape slice squeeze transpose".split())  # they compute nothing

@@ -66,8 +66,8 @@ class Program:
 
     @property
     def placing_equations(self) -> Jaxpr:
-        """What of it jax looks for before it lowers anything: transfers, shardings, callbacks, each kind of transfer
-        once. jax goes through all equations four times for that, and most are arithmetic."""
+        """The equations that jax looks for before it lowers: transfers, shardings, callbacks, one of each kind of
+        transfer. jax goes through all equations four times for that, and most are arithmetic."""
         kinds: dict[Any, Equation] = {}
         for eqn in self.eqns:
             if (name := eqn.primitive.name) in PLACED or not is_cheap(eqn):
@@ -79,14 +79,14 @@ class Program:
 
     @property
     def closed(self) -> ClosedJaxpr:
-        """As a closed jaxpr."""
+        """The program as a closed jaxpr."""
         n = len(self.consts)
         inputs = self.inputs[:n], self.inputs[n:]
         jaxpr = Jaxpr(*inputs, self.outputs, self.eqns, self.effects, nameless(self.debug_info))
         return as_closed(jaxpr, self.consts)
 
     def only(self, used: Sequence[bool]) -> tuple[list[bool], Program]:
-        """What is left for some of the results, and which of the inputs that needs; for a program without constants."""
+        """Reduce a program without constants to some results; return the inputs that it needs, and the program."""
         if all(used):  # jax's own way goes into every equation, and takes twice as long
             eqns, read = needed_for(self.eqns, variables(self.outputs), kept=lambda eqn: bool(eqn.effects))
             if not any(map(can_be_cut, eqns)):
@@ -99,7 +99,7 @@ class Program:
 
 
 def as_program(jaxpr: ClosedJaxpr) -> Program:
-    """A closed jaxpr as a program with its equations as they are, nothing inlined."""
+    """Return a closed jaxpr as a program with the same equations; nothing is inlined."""
     inner = jaxpr.jaxpr
     inputs = [*inner.constvars, *inner.invars]
     return Program(inputs, list(inner.outvars), list(inner.eqns), list(jaxpr.consts), inner.debug_info)
@@ -118,7 +118,7 @@ def flat(
       step: the jaxpr.
       any_jit: whether each ``jit`` is inlined, whatever it says of placement.
       any_call: whether all are that run a jaxpr once, to be read and not to be run: checkpoints, derivatives, shards.
-      opens: of a ``jax.checkpoint``, whether it is, behind the barrier that keeps what it computes again apart.
+      opens: whether a ``jax.checkpoint`` is inlined, behind the barrier that keeps recomputed values apart.
     """
     eqns: list[Equation] = []
     consts: list[Any] = list(step.consts)
@@ -285,9 +285,9 @@ def without_round_trips(program: Program) -> Program:
     that it was just put into: an offload and one inside it both do that. What is loaded twice is loaded once. A mark
     does nothing.
     """
-    moved_from: dict[Var, Atom] = {}  # result of a move between memories -> what it was
+    moved_from: dict[Var, Atom] = {}  # result of a move between memories -> its operand
     loaded: dict[Var, Var] = {}  # what is in host memory -> the same on the device
-    constrained: dict[Var, Any] = {}  # result of a sharding constraint -> what it says
+    constrained: dict[Var, Any] = {}  # result of a sharding constraint -> the sharding
 
     def known(_: Builder, eqn: Equation, ins: list[Atom]) -> Sequence[Atom] | None:
         if is_mark(eqn):
@@ -376,7 +376,7 @@ def numbered() -> Callable[[Any], Hashable]:
 
 
 def _hashable(value: Any) -> Hashable:
-    """What is no key, a jaxpr with its arrays say, is only like itself."""
+    """Return a key for ``value``; a value that is not hashable, such as a jaxpr with arrays, equals only itself."""
     try:
         hash(value)
     except TypeError:

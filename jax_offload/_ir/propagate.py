@@ -37,21 +37,21 @@ class Facts(Generic[T]):
     choice_counts: bool = True
 
     def read(self, env: Mapping[Var, T], atoms: Iterable[Atom]) -> list[T]:
-        """What is known of some operands."""
+        """The facts about some operands."""
         return [self.nothing if isinstance(v, Literal) else env.get(v, self.nothing) for v in atoms]
 
     def spread(self, eqns: Iterable[Equation], env: dict[Var, T]) -> dict[Var, T]:
-        """``env``, extended by what the equations make."""
+        """``env``, extended by the facts about the equations' results."""
         for eqn in eqns:
             env.update(zip(eqn.outvars, self.after(eqn, self.read(env, eqn.invars)), strict=True))
         return env
 
     def through(self, jaxpr: Jaxpr, given: Sequence[T]) -> list[T]:
-        """The facts about a jaxpr's results, given those about its inputs."""
+        """The facts about a jaxpr's results, given the facts about its inputs."""
         return self.read(self.spread(jaxpr.eqns, dict(zip(jaxpr.invars, given, strict=True))), jaxpr.outvars)
 
     def after(self, eqn: Equation, given: Sequence[T]) -> Sequence[T]:
-        """The facts about an equation's results, given those about its operands."""
+        """The facts about an equation's results, given the facts about its operands."""
         if (found := self.rule(eqn, given)) is not None:
             return found
         # Through the equations inside, not from a set of operands for each result: in a cond around all of an update
@@ -64,7 +64,7 @@ class Facts(Generic[T]):
         return [self.join([*common, *each]) for each in zip(*made, strict=True)]
 
     def _run(self, inner: Inner, given: Sequence[T]) -> list[T]:
-        """What a jaxpr makes; a loop's, once another iteration hands nothing more to the next."""
+        """The facts about a jaxpr's results; a loop runs until an iteration adds nothing."""
         facts, carried = list(given[inner.first :]), inner.carried
         while True:
             made = self.through(inner.jaxpr, facts)
@@ -89,7 +89,7 @@ LATEST = Facts[int](0, lambda numbers: max(numbers, default=0), entered=_CUT_INT
 
 
 def forward(eqn: Equation, env: Mapping[Var, Mask]) -> Sequence[Mask]:
-    """For each result, the union of what ``env`` says of the operands that it depends on."""
+    """For each result, the union of the facts in ``env`` about the operands on which it depends."""
     if eqn.primitive.name in _CUT_INTO and not is_composite(eqn):
         return NEEDS.after(eqn, NEEDS.read(env, eqn.invars))
     total = 0  # nearly all of them
@@ -205,7 +205,7 @@ class Node:
     Attributes:
       payload: whoever arranges it knows what.
       reads, makes: variables.
-      kept: whether it stays though nobody reads what it makes.
+      kept: whether it stays although nobody reads its results.
     """
 
     payload: Any
@@ -220,7 +220,7 @@ def makers(nodes: Sequence[Node]) -> dict[Var, int]:
 
 
 def needed(nodes: Sequence[Node], wanted: Sequence[Var], kept: bool = True) -> set[int]:
-    """The numbers of the nodes that are needed to make ``wanted``, and with ``kept`` of those that stay."""
+    """The numbers of the nodes needed to make ``wanted``, and with ``kept`` of the nodes that stay."""
     defined = makers(nodes)
     found: set[int] = set()
     todo = [defined[v] for v in wanted if v in defined] + [k for k, node in enumerate(nodes) if kept and node.kept]

@@ -1,4 +1,4 @@
-"""What a trace under way tells: the order in which gradients are made, and the passes that make them."""
+"""Facts that the current trace tells: the order in which gradients appear, and the passes that make them."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Backward:
     """The passes through the network that made gradients, forward and backward, so far as a trace shows them.
 
     Attributes:
-      held: bytes that the last operations before the gradients read: what is alive if all of these are put off.
+      held: bytes that the last operations before the gradients read, which stay alive if all of these are put off.
       flops: of matmuls and convolutions.
       scaled: whether a gradient is a multiple by a number that needs others: clipped by their norm, outside.
     """
@@ -150,7 +150,7 @@ def _passes(gradients: Sequence[Var], eqns: Sequence[Equation]) -> Backward:
             if name not in _LOOPS:  # a loop gives all that it makes at once
                 held |= dict.fromkeys(v for v in inputs if _is_floating(v))
     visited, todo, scaled = set[Var](), scales, False
-    while todo and not scaled:  # a number that a gradient is scaled by is made of what these operations make
+    while todo and not scaled:  # the scale of a gradient is made of these operations' results
         x = todo.pop()
         if x not in visited and (made := makers.get(x)) is not None:
             visited.add(x)

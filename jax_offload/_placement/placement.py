@@ -23,7 +23,7 @@ from jax_offload._base.paths import matches, names_of, owners
 from jax_offload._plan.order import Order, ranks
 
 Select = Any  # None | bool prefix tree | Callable[[str, ShapeDtypeStruct], bool] | str | Sequence[str]
-Governing = tuple[int, float] | None  # the subtree or rule that governs a parameter, and what it says
+Governing = tuple[int, float] | None  # the subtree or rule that governs a parameter, and its value
 _SHARES = {"device": 0.0, "host": 1.0}
 
 
@@ -301,13 +301,13 @@ def policy_of(
         not isinstance(order, Sequence) or isinstance(order, str) or not all(isinstance(rule, str) for rule in order)
     ):
         raise ValueError(
-            "order: expected regular expressions, in the order in which the gradients of what they match appear "
+            "order: expected regular expressions, in the order in which the gradients that they match appear "
             f"in the backward pass; got {order!r}. For example order=['head', 'layers', 'embed']."
         )
     shares = _shares_of_cores(update_on)
     if shares != 0 and _is_number(fraction) and fraction == 0:
         raise ValueError(
-            f"update_on: with fraction=0 nothing is in host memory to be updated there; got {update_on!r}. Fix: leave "
+            f"update_on: with fraction=0 there is nothing in host memory to update; got {update_on!r}. Fix: leave "
             "one of both out."
         )
     return Policy(fraction, select, min_bytes, window, order, _axes(shard_over), shares, disk)
@@ -333,8 +333,8 @@ def _shares_of_cores(update_on: Any) -> Any:
             raise ValueError(
                 "update_on: expected 'device', 'host', the share in [0, 1] that the host's cores update, a pytree "
                 "prefix of the parameters with one of these per subtree, or pairs of a regular expression and one of "
-                f"these; got {update_on!r}. update_on=0.3 updates 30 % of what is in host memory there, "
-                "[('embed', 'host')] the embedding."
+                f"these; got {update_on!r}. with update_on=0.3 the cores update 30 % of the host "
+                "memory's bytes, with [('embed', 'host')] the embedding."
             )
         return float(x)
 

@@ -1,6 +1,6 @@
 """How a state is divided: as its parameters are, and over further mesh axes, ZeRO-1 (Rajbhandari et al. 2020).
 
-With ZeRO-1 each device updates its part: gradients are scattered as they are reduced, and new values are gathered.
+With ZeRO-1 each device updates its part: the reduction scatters gradients, and new values are gathered.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def partitioned(
     if not isinstance(sharding, NamedSharding):
         raise ValueError(
             f"shard_over: {tuple(over)} are axes of a mesh, but {whose} is on {sharding}. Fix: give the parameters "
-            "a NamedSharding (jax.device_put, or out_shardings of what makes them)."
+            "a NamedSharding (jax.device_put, or the out_shardings of their init)."
         )
     if len(set(sharding.mesh.axis_types)) > 1:
         raise ValueError(
@@ -116,15 +116,15 @@ def check_typed(sharded: Layouts, error: Exception) -> None:
     """Say what to do if an optimizer mixes divided arrays with others, which Explicit axes forbid."""
     if sharded and type(error).__name__ == "ShardingTypeError":
         raise ValueError(
-            "shard_over: on a mesh with Explicit axes this optimizer cannot mix gradients that are divided with state "
-            "that is not (factored moments, say). Use Auto axes, or leave shard_over out."
+            "shard_over: on a mesh with Explicit axes this optimizer cannot mix divided gradients with undivided "
+            "state, such as factored moments. Use Auto axes, or leave shard_over out."
         ) from error
 
 
 def resharded(tree: Any, shardings: Mapping[str, Sharding], like: Any = None) -> Any:
     """Constrain the leaves of a tree like the parameters to the shardings that are given for their paths.
 
-    Gradients of single examples have one axis more than ``like``, the parameters; on Auto axes they stay as they are.
+    Gradients of single examples have one axis more than ``like``, the parameters; on Auto axes they stay unchanged.
     """
     if not shardings:
         return tree

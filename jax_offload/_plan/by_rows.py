@@ -1,4 +1,4 @@
-"""Which slices of a state on disk go through in parts, some rows of their leaves at a time.
+"""Decide which slices of a state on disk go through in parts, some rows of their leaves at a time.
 
 A leaf is divided when its files are made, before there is a plan: into as many rows as make a group, whatever the
 optimizer. A slice whose rows stay apart is then read, updated and written part by part; any other takes all of them.
@@ -26,7 +26,7 @@ PART_BYTES = 2**26
 
 
 def rows_in_part(row_bytes: int, ndim: int, size: int) -> int:
-    """How many rows are a part, of leaves of which a row has so many bytes together: of ``size`` rows; 0: all of them.
+    """The number of rows in a part of leaves with ``size`` rows of ``row_bytes`` bytes together; 0: all of them.
 
     A power of two, so that parts of leaves with longer rows end where those with shorter ones do.
     """
@@ -41,8 +41,8 @@ class DiskGroups:
     """How a slice comes from disk: so many rows at a time.
 
     Attributes:
-      sizes: rows of the parts; one of all rows, where it comes as a whole.
-      why: it does, though a part would be smaller.
+      sizes: the rows of each part; a single part with all rows if the slice comes whole.
+      why: the reason why it comes whole although a part would be smaller.
     """
 
     sizes: tuple[int, ...]
@@ -55,7 +55,7 @@ class DiskGroups:
 
 
 def disk_groups(p: Planned, reuse: Mapping[Var, Var], there: Set[Var]) -> DiskGroups:
-    """The parts of a slice from files that are made for it; arguments as those of ``in_parts``."""
+    """The parts in which a slice comes from files made for it; for the arguments see ``in_parts``."""
     loads = p.slice.loads
     size = loads[0].aval.shape[0] if loads else 1
     if any(v.aval.shape[:1] != (size,) for v in loads):
@@ -69,11 +69,11 @@ def disk_groups(p: Planned, reuse: Mapping[Var, Var], there: Set[Var]) -> DiskGr
 
 
 def in_parts(p: Planned, reuse: Mapping[Var, Var], there: Set[Var]) -> Chunked | Whole:
-    """How a slice would run on some rows of its leaves, all of which are on disk; or why it takes them whole.
+    """How a slice would run on some rows of its leaves, which are all on disk; or why it takes them whole.
 
     Args:
       p: the slice.
-      reuse: result -> operand that it is the next value of.
+      reuse: result -> the operand whose next value it is.
       there: operands that are on disk.
     """
     s = p.slice
@@ -91,7 +91,7 @@ def in_parts(p: Planned, reuse: Mapping[Var, Var], there: Set[Var]) -> Chunked |
 
 @dataclasses.dataclass(frozen=True)
 class PlannedPart:
-    """Some rows of a slice, wherever they begin: what is done to them, and how that moves.
+    """The update of some rows of a slice, wherever they begin, and their transfer.
 
     Attributes:
       of: the slice.
@@ -113,7 +113,7 @@ class PlannedPart:
 
 
 def part_of(p: Planned, how: Chunked, rows: int) -> PlannedPart:
-    """The plan of so many rows of a slice; arguments as those of ``PlannedPart``."""
+    """The plan of so many rows of a slice; for the arguments see ``PlannedPart``."""
     s, inner = p.slice, p.slice.core
 
     def update(start: Any, *given: Any) -> list[Any]:

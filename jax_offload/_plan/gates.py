@@ -3,7 +3,7 @@
 Left to itself, XLA's scheduler puts updates off, and with them the matmuls that make their gradients; the activations
 that these need then live for all layers at once. Nothing in an update can hold back the backward pass, but in a whole
 step a gate can: the value that the pass goes on with waits for the updates of two layers before, and the state of the
-next layer is loaded once that value is there.
+next layer is loaded once that value exists.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ LEAST_FRONT = 2**12  # elements: what a pass goes on with is at least as large
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Gate:
-    """From here on, ``held`` (host leaves, and the value that the pass goes on with) waits for ``waits_for``."""
+    """A point where ``held`` (host leaves, and the value with which the pass continues) waits for ``waits_for``."""
 
     held: tuple[Var, ...]
     waits_for: tuple[Var, ...]
 
 
 def interleaved(nodes: Sequence[Node], which: Sequence[int], outputs: Sequence[Var]) -> list[Node]:
-    """The nodes, pieces where they belong, and gates between them.
+    """Return the nodes with pieces in their places and gates between them.
 
     Args:
       nodes: parts of a step; the payloads of some are pieces.
-      which: the numbers of those that are needed.
+      which: the numbers of the nodes that are needed.
       outputs: of the step.
 
     Raises:
@@ -86,7 +86,7 @@ def interleaved(nodes: Sequence[Node], which: Sequence[int], outputs: Sequence[V
     sequence = behind.pieces(-1)
     for place, node in enumerate(order):
         if is_heavy(node):
-            # a piece reads its gradient behind the gate: ahead of it XLA would put that off, and what it needs
+            # a piece reads its gradient behind the gate: ahead of it XLA would put off the gradient and its operands
             before, after = ([gates[key] for key in [(side, place)] if key in gates] for side in (True, False))
             sequence += [*before, *ahead.pieces(place), number[id(node)], *after, *behind.pieces(place)]
     return topological(all_nodes, [*sequence, *outer, *pieces])
@@ -104,7 +104,7 @@ def in_turn(order: Sequence[Node]) -> list[Node]:
         loops = set[int]().union(*(needs.get(v, ()) for v in node.reads))
         if _is_loop(node):
             if before is not None and id(before) not in loops:
-                # it begins when all that it reads is there: its smallest operand waits for the smallest result
+                # it begins when all of its operands exist: its smallest operand waits for the smallest result
                 held, done = _smallest(node.reads), _smallest([v for v in before.makes if v in read])
                 found += [Node(Gate((*held,), (*done,)), [*held, *done], [])] if held and done else []
             before = node
@@ -131,9 +131,9 @@ class _Spot:
     Attributes:
       piece: its number.
       loads: its host leaves.
-      tokens: what is there once it is through.
-      gradients: what it needs of them.
-      stored: whether it only is stored, for the next step.
+      tokens: the results that exist once the piece has run.
+      gradients: the gradients that it needs.
+      stored: whether it is only stored, for the next step.
       held: its operands on the device: ahead of a pass XLA would update as soon as it can, and the loads of the piece
         would hide behind nothing.
     """
@@ -151,12 +151,12 @@ class _Spot:
 
     @property
     def nbytes(self) -> int:
-        """What moves in one direction."""
+        """The bytes that move in one direction."""
         return sum(nbytes(v.aval) for v in (self.tokens if self.stored else self.loads))
 
 
 class _Spots:
-    """What is at which heavy node: pieces, the leaves that they load, and what says that they are through."""
+    """The pieces at each heavy node, the leaves that they load, and the tokens that show that they have run."""
 
     def __init__(self) -> None:
         self.at: dict[int, list[_Spot]] = {}
@@ -172,16 +172,17 @@ class _Spots:
 
     @property
     def updates(self) -> list[int]:
-        """How many pieces with something large to update there are at each."""
+        """The number of pieces at each node that have something large to update."""
         return [
             sum(bool(spot.loads) or any(map(is_large, spot.tokens)) for spot in spots) for spots in self.at.values()
         ]
 
     def gates(self, passes: Network, ahead: bool) -> dict[int, Gate]:
-        """At every spot: the leaves of the next wait for what the pass goes on with, and both for the spot before.
+        """The gate at every spot: the next spot's leaves wait for the value with which the pass continues, and both for
+        the spot before.
 
-        Next and before are those that move something, in groups: biases that stay are updated between the matrices of
-        their layers, and would leave a store no time but that before its next load.
+        Only spots that move something count, in groups: biases that stay are updated between the matrices of
+        their layers, and would leave a store only the time before its next load.
         """
         places = sorted(at for at in self.at if at >= 0)
         groups = self._groups([at for at in places if any(spot.moves for spot in self.at[at])])
@@ -236,14 +237,14 @@ class _Spots:
     def _released(self, passes: Network, spots: Sequence[int], before: Sequence[int], group: Sequence[int]) -> int:
         """The last spot from which the passes hide a group's loads, several times over, or else the one ``before``.
 
-        Where little moves, an embedding at the end say, they would otherwise be there long before.
+        Where little moves, such as an embedding at the end, they would otherwise arrive long before.
         """
         needed = 4 * FLOPS_PER_BYTE * sum(nbytes(v.aval) for v in self._loads(group))
         between = (k for k in reversed(spots) if before[0] < k < group[0])
         return next((k for k in between if passes.flops(k, group[0]) >= needed), before[0])
 
 
-# ---- the passes through the network: which values they go on with, and what is made by when
+# ---- the passes through the network: the values with which they continue, and the values made by a node
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -252,8 +253,8 @@ class Piece:
 
     Attributes:
       slice: the part.
-      how: how its leaves move, where some do.
-      token: results that are there once it is through.
+      how: how its leaves move, if any do.
+      token: results that exist once the part has run.
     """
 
     slice: Slice
@@ -356,9 +357,9 @@ class Network:
         return next((m for m in range(k + 1, len(self.order)) if is_heavy(self.order[m])), None)
 
     def put_off(self) -> Iterator[tuple[int, Var]]:
-        """What XLA would put off, with its place: large results of heavy nodes that no heavy node needs (gradients that
-        are returned, or reduced to a norm), and what else the step returns (a loss keeps what it is a mean of, a bias's
-        gradient the cotangent that it is a sum of), but for what the former or an update make."""
+        """The values that XLA would put off, with their places: large results of heavy nodes that no heavy node needs
+        (gradients that are returned, or reduced to a norm), and the step's other results (a loss keeps the values that
+        it averages, a bias's gradient the cotangent that it sums), except results of the former or of an update."""
         own = {v for node in self.order if not isinstance(node.payload, Equation | Piece) for v in node.reads}
         late = set[Var]()
         for k, node in enumerate(self.order):
@@ -373,7 +374,7 @@ class Network:
                 yield k, v
 
     def stores(self) -> Iterator[tuple[int, Var]]:
-        """What the passes send to the host, gradients that wait there, with its place."""
+        """The values that the passes send to the host, gradients that wait there, with their places."""
         defined = [v for node in self.order if isinstance(node.payload, Equation) for v in node.makes]
         return ((self.after[v], v) for v in defined if is_host_aval(v.aval) and self.after[v] >= 0)
 
@@ -382,7 +383,7 @@ class Network:
         return [v for node in self.order[k + 1 : last + 1] if is_heavy(node) for v in node.makes]
 
     def front(self, k: int, done: Set[int]) -> Var | None:
-        """The value that a pass goes on with after node ``k``: its last large value that a later node needs.
+        """The value with which a pass continues after node ``k``: its last large value that a later node needs.
 
         That node must not be ``done`` in front of the gate, or the value would live until there for nothing, as the
         last activation of a returned loss would. Of several values of the same heavy node it is the smallest: a gate

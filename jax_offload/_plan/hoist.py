@@ -32,7 +32,7 @@ BY_INDEX = "a scan takes its layers by their index, and sums their gradients up;
 SHARED = (
     "every iteration of a scan uses it, and its gradient is the sum over all of them (tied layers, a recurrent net)"
 )
-MICROBATCHES = "its gradient is summed up over microbatches in a scan, the last of which cannot host the update"
+MICROBATCHES = "its gradient is summed over microbatches in a scan, and the last of them cannot host the update"
 NEEDED_BEFORE = "new parameters are needed as a whole before the scan that reads them by layers"
 LEAST_ROW = 2**16  # bytes: smaller rows are updated faster together, after the scan
 _PLACED = frozenset(("dynamic_update_slice", "scatter", "scatter-add", "pad"))  # a row among zeros
@@ -53,8 +53,8 @@ class Move:
     """Equations that move into a scan, and keep the rows of all arrays apart.
 
     Attributes:
-      slice: its operands are stacked results of the scan, leaves of the state and the parameters, and what is known
-        before the scan; its results what the rest of the step reads.
+      slice: its operands are stacked results of the scan, leaves of the state, the parameters, and values known before
+        the scan; its results are the values that the rest of the step reads.
       how: it runs on the row of an iteration.
       feeds: results that are read, by rows, by the scan itself.
     """
@@ -92,7 +92,7 @@ class Hoist:
       waiting: gradient that goes to the host for the next step -> the array there that nothing reads any more.
       claimed: the equations that move elsewhere, by identity.
       own: the equations of the updates, by identity.
-      read: what the scans that host other moves read, beyond what the equations of the program say.
+      read: the variables that scans with other moves read, beyond those in the program's equations.
     """
 
     program: Program
@@ -300,7 +300,7 @@ class Hoist:
         """Make the move of some equations.
 
         Raises:
-          CannotHoist, Dependent: they do not keep rows apart.
+          CannotHoist, Dependent: the equations do not keep rows apart.
         """
         program, scan = self.program, self.scan
         s = slice_of(eqns, list(targets), program.debug_info, program.shards)
@@ -310,7 +310,7 @@ class Hoist:
         if not s.core.loads.issuperset(s.loads):
             raise CannotHoist("a branch of its update loads or stores it, and the other does not")
         if any(program.shards[v][d.dim] > 1 for v, d in needed.items() if isinstance(d, Rows) and v in program.shards):
-            raise CannotHoist("its layers are divided between devices, each of which has other ones")
+            raise CannotHoist("its layers are divided between devices")
         rows = {v: d for v, d in zip(s.inputs, dims, strict=True) if d is not None}
         lead = max([v for v in rows if v not in scan.ys] or rows, key=lambda v: nbytes(v.aval))
         shape, axis = lead.aval.shape, rows[lead].dim
@@ -349,12 +349,12 @@ class _Flow:
     """Where the rows of a scan's stacked results go.
 
     Attributes:
-      dims: what is made of them, and still has rows; also arrays made elsewhere that it meets on the way.
+      dims: the values made of them that still have rows, and arrays made elsewhere that they meet on the way.
       partial: reductions over all rows.
       known: the arrays made elsewhere: known before the scan, or at least without it.
       eqns: by identity, the equations that keep the rows apart, with the bits of the stacked results they come from.
       bits: for each variable the stacked results that it is made of.
-      blocked: why the rows of a variable go no further, of those that lead to no other loop or matmul.
+      blocked: variable -> why its rows go no further; only variables that lead to no other loop or matmul.
     """
 
     dims: dict[Var, Rows]
@@ -425,7 +425,7 @@ def closure(makers: Makers, wanted: Mapping[Var, Rows | None], dims_of: DimsOf) 
     Args:
       makers: the equations of the program, by what they make.
       wanted: variables, and where their rows are.
-      dims_of: of an equation and what is needed so far, where the rows of its operands are; ``None``: it is not taken.
+      dims_of: maps an equation and the needed values to the rows of its operands; ``None``: it is not taken.
     """
     needed, taken = dict(wanted), list[Equation]()
     todo = {makers[v][0]: makers[v][1] for v in wanted if v in makers}

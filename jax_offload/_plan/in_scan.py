@@ -30,7 +30,7 @@ class InScan:
       scan: the scan.
       moves: the updates inside.
       kept: results that stay stacked.
-      ahead: whether the updates come before the iteration's own arithmetic, which reads what they make, or after it.
+      ahead: whether the updates come before the iteration's own arithmetic, which reads their results, or after it.
       fed: number of one of the scan's ``xs`` -> the result of an update whose rows it has.
       reread: number of one of the scan's ``xs`` -> how its rows are made again of those of parameters, where the scan
         overwrites these.
@@ -55,7 +55,7 @@ class InScan:
 
     @property
     def planned(self) -> list[Planned]:
-        """The updates inside, and what of their state is on the device at a time: three rows of each leaf."""
+        """The updates inside, and the state that they keep on the device at a time: three rows of each leaf."""
         row = sum(move.slice.loaded_bytes for move in self.moves) // self.scan.length
         window = Window(3 * row, "the rows of an iteration, of the one before and of the one after it")
         return [Planned(move.slice, InIterations(self.scan.length, self.ahead), window) for move in self.moves]
@@ -105,7 +105,7 @@ class InScan:
 
     @functools.cached_property
     def others(self) -> tuple[Var, ...]:
-        """What else the updates read."""
+        """The other operands of the updates."""
         own = {*self.hosts, *self.in_place, *self.scan.ys}
         return tuple(dict.fromkeys(v for v, _ in self._reads if v not in own))
 
@@ -144,7 +144,7 @@ class InScan:
 
     @functools.cached_property
     def _in_turn(self) -> tuple[Groups, Phases]:
-        """Two groups, or three where the link has less to wait for: of three equal leaves, masters and two moments say,
+        """Two groups, or three where the link then waits less: of three equal leaves, such as masters and two moments,
         two would go one way while one goes the other."""
         body = flat(self.scan.body, opens=lambda _: True)
         two, three = _balanced(self.hosts, 2), _balanced(self.hosts, 3)
@@ -231,7 +231,7 @@ class Phases:
     Attributes:
       program: the program.
       slices: its phases.
-      gates: for each phase but the last the matmul that the phase is there for; ``None`` where there is no matmul.
+      gates: for each phase but the last the matmul that ends it; ``None`` if it has no matmul.
     """
 
     program: Program
@@ -239,7 +239,7 @@ class Phases:
     gates: Sequence[Var | None]
 
     def held(self, phase: int) -> list[Var]:
-        """What a phase makes for the next one, beside the gate."""
+        """The values that a phase makes for the next one, beside the gate."""
         made = {*self.slices[phase].outputs} - {self.gates[phase]}
         return [v for v in self.slices[phase + 1].inputs if v in made]
 
@@ -247,7 +247,7 @@ class Phases:
 def phases(program: Program, times: Sequence[float]) -> Phases | None:
     """Cuts behind matmuls, so that each phase has the share of the arithmetic that it has of the transfers' ``times``.
 
-    A phase is what its last matmul needs. What stands above that without being needed, a weight's gradient say, is the
+    A phase holds the equations that its last matmul needs. Others above it, such as a weight's gradient, belong to the
     next one's: XLA for GPUs would run it behind the gate anyway.
 
     Returns:
@@ -281,7 +281,7 @@ def phases(program: Program, times: Sequence[float]) -> Phases | None:
 
 
 def _work_needed(eqns: Sequence[Equation], work: Sequence[float]) -> list[set[int]]:
-    """For each equation the places of those with matmuls that it needs, its own too."""
+    """For each equation the places of the equations with matmuls that it needs, including itself."""
     of, found = dict[Var, set[int]](), list[set[int]]()
     for k, eqn in enumerate(eqns):
         needs = set[int]().union(*(of.get(v, ()) for v in variables(eqn.invars))) | ({k} if work[k] else set[int]())

@@ -138,13 +138,13 @@ def _unfit(x: Any, storage: Storage, master: bool) -> str:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return f"it is {x.dtype}, and only floating numbers are stored in fewer bits. Take it out."
     if x.dtype.itemsize > 4:
-        return f"it is {x.dtype}, of which float32 has not the range. Take it out."
+        return f"it is {x.dtype}, whose range exceeds float32's. Take it out."
     if x.dtype.itemsize < 4 and storage.dtype in ("int8", "uint8"):
         return (
-            f"it is {x.dtype}, which has not the points of {storage.dtype}, so that it would drift. optax makes "
-            "moments in the parameters' dtype. Float32 ones: jo.offload(jo.with_master_params(inner), storage=...), or "
-            "for mu alone optax.adamw(..., mu_dtype=jnp.float32). Or a format that fits 16 bits: 'float8_e4m3fn', "
-            "'float8_e5m2'; or give no format for this leaf, which takes 2 bytes as it is."
+            f"it is {x.dtype}, which cannot hold the numbers of {storage.dtype}, so it would drift. optax makes "
+            "moments in the parameters' dtype. Use float32 ones: jo.offload(jo.with_master_params(inner), "
+            "storage=...), or for mu alone optax.adamw(..., mu_dtype=jnp.float32). Or use a format that fits 16 bits, "
+            "'float8_e4m3fn' or 'float8_e5m2'; or give no format for this leaf, which takes 2 bytes already."
         )
     return ""
 
@@ -254,9 +254,9 @@ def warn_of_unstored(rules: Rules, state: Any) -> None:
     left = [keystr(path) for path, x in flat if not stays(x, 0) and jnp.issubdtype(x.dtype, jnp.complexfloating)]
     if left and rules[0][0] is None:
         warnings.warn(
-            f"storage: {rules[0][1].dtype!r} leaves {len(left)} complex leaves of the state as they are, the first is "
-            f"{left[0]}: no format stores complex numbers. To say so without this warning, name the others: "
-            "storage={'mu/layers': 'bfloat16'}, say; or train real and imaginary parts apart "
+            f"storage: {rules[0][1].dtype!r} leaves {len(left)} complex leaves of the state unchanged, the first is "
+            f"{left[0]}: no format stores complex numbers. To avoid this warning, name the other leaves, such as "
+            "storage={'mu/layers': 'bfloat16'}; or train real and imaginary parts apart "
             "(optax.contrib.split_real_and_imaginary).",
             stacklevel=5,
         )

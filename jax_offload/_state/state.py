@@ -164,10 +164,10 @@ def _type(x: Any) -> tuple[tuple[int, ...], Any]:
 
 
 def to_plain(tx: optax.GradientTransformation, state: Any) -> Any:
-    """Decode a state of ``storage=``: return what the optimizers inside ``tx`` would hold without it.
+    """Decode a state of ``storage=``: return the state that the optimizers inside ``tx`` would hold without it.
 
     Each leaf stays in its memory; ``jo.to_device`` moves it. The conversion goes leaf by leaf, so the whole state need
-    not fit on the device, and it is exact. A state without ``storage=`` is returned as it is.
+    not fit on the device, and it is exact. A state without ``storage=`` is returned unchanged.
 
     Args:
       tx: a transformation with an ``offload`` anywhere inside it.

@@ -25,13 +25,13 @@ from jax_offload._step.inlined import Inlined, inlined, opened
 
 @dataclasses.dataclass(frozen=True)
 class Rest:
-    """What is left of the update."""
+    """The part of an update that does not move."""
 
     update: Update
     operands: list[Atom]
 
     def saying(self, why: tuple[str, ...]) -> Rest:
-        """The same, which says why it is left."""
+        """The same part, with the reason why it does not move."""
         return dataclasses.replace(self, update=dataclasses.replace(self.update, stays=why))
 
 
@@ -45,9 +45,9 @@ class Parts:
 
     Attributes:
       step: the step, with its updates inlined.
-      parts: each after what it needs: slices, scans with updates inside, what is left of the update, in one piece or in
-        pieces between gates.
-      moved: whether anything of the update runs elsewhere than in it.
+      parts: the parts in an order that respects their needs: slices, scans with updates inside, and the rest of the
+        update, in one piece or in pieces between gates.
+      moved: whether a part of the update runs elsewhere.
       sums_up: the scans that carry sums of its gradients.
     """
 
@@ -57,7 +57,7 @@ class Parts:
     sums_up: tuple[Equation, ...] = ()
 
     def saying_of_microbatches(self, why: str) -> Parts:
-        """The same, which says why the last of them does not host the update."""
+        """The same step, with the reason why the last microbatch does not host the update."""
         if not why:
             return self
         stays = tuple(f"{MICROBATCHES}: {why}" if each.startswith(MICROBATCHES) else each for each in self.step.stays)
@@ -96,7 +96,7 @@ def parts_of(plain: Program) -> Parts | None:
 
 
 def _reading_updated(plain: Program) -> list[int]:
-    """The scans that read what the update makes as a whole: over microbatches, in a step that begins with it."""
+    """The scans that read the update's results as a whole: over microbatches, in a step that begins with the update."""
     defined, found = set[Var](), list[int]()
     for at, eqn in enumerate(plain.eqns):
         if is_update(eqn) or not defined.isdisjoint(variables(eqn.invars)):
@@ -108,7 +108,7 @@ def _reading_updated(plain: Program) -> list[int]:
 
 
 def _decided(found: Inlined, apart: bool = False) -> Parts:
-    """Where the update runs. ``apart``: an iteration is, and what is summed up goes on there."""
+    """Decide where the update runs. ``apart``: whether an iteration runs apart, and continues the sums."""
     step, plans, moved = found, dict[int, InScan](), set[int]()
     scans = [
         (at, scan) for at, eqn in enumerate(step.program.eqns) if (scan := scan_of(eqn)) is not None and scan.length
@@ -159,8 +159,8 @@ def _shard_map_of_gradients(step: Inlined) -> Equation | None:
 
 
 def _awaited(step: Inlined, scans: Iterable[int], moved: Set[int]) -> set[int]:
-    """Those of the scans (by their places) whose results something needs that is updated outside of any scan. What the
-    others make, the gradients of a step that is turned round say, is for a later update."""
+    """The scans (by their places) whose results an update outside any scan needs. The results of the others, such as
+    the gradients of a rotated step, are for a later update."""
     bits = {at: 1 << k for k, at in enumerate(scans)}
     needs, found = dict[Var, Mask](), 0
     for at, eqn in enumerate(step.program.eqns):
@@ -172,8 +172,8 @@ def _awaited(step: Inlined, scans: Iterable[int], moved: Set[int]) -> set[int]:
 
 
 def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> tuple[list[Part], str]:
-    """The parts of the step, each after what it needs: slices, scans with updates inside, what is left of the update,
-    in one piece or in pieces between gates; and why in one piece."""
+    """The parts of the step in an order that respects their needs: slices, scans with updates inside, and the rest of
+    the update, in one piece or in pieces between gates; and why in one piece."""
     order: list[Node] | None = None
     why = ""
     program, nodes = step.program, list[Node]()
@@ -183,7 +183,7 @@ def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> tuple
         elif id(eqn) not in moved:
             nodes.append(Node(eqn, variables(eqn.invars), eqn.outvars, bool(eqn.effects)))
     wanted = needed(nodes, variables(program.outputs))
-    # what of an update a scan needs, a learning rate say, stands before it
+    # the part of an update that a scan needs, such as a learning rate, stands before it
     ahead = needed(nodes, [v for node in nodes if isinstance(node.payload, InScan) for v in node.reads], kept=False)
     inside: dict[int, list[int]] = {}
     for k in sorted(wanted - ahead):
@@ -191,7 +191,7 @@ def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> tuple
             inside.setdefault(own.update, []).append(k)
     results = {*variables(program.outputs)}
     read_by = {k: {*nodes[k].reads} for k in wanted}
-    left: dict[int, Rest] = {}  # the place of what is left of an update -> that
+    left: dict[int, Rest] = {}  # the place of an update's rest -> the rest
     for number, which in inside.items():
         eqns = [nodes[k].payload for k in which]
         others = results.union(*(read_by[k] for k in wanted - {*which}))
@@ -227,8 +227,8 @@ def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> tuple
 def _between_passes(
     step: Inlined, nodes: Sequence[Node], which: Sequence[int], places: Sequence[int]
 ) -> tuple[list[Node] | None, str]:
-    """The order with what is left of the updates, the nodes at ``places``, between the passes: in pieces, or else each
-    in one, and why; ``None`` where gates have no place."""
+    """The order with the rests of the updates, the nodes at ``places``, between the passes: in pieces, or else each in
+    one, and why; ``None`` if there is no place for gates."""
     outputs = variables(step.program.outputs)
     try:
         pieces = [nodes[k] for k in which if k not in places]
@@ -246,10 +246,10 @@ def _between_passes(
 
 
 def _pieces(step: Inlined, rest: Rest) -> list[Node]:
-    """What is left of an update in pieces.
+    """The rest of an update in pieces.
 
     Raises:
-      CannotHoist: they cannot run between the parts of the step.
+      CannotHoist: the pieces cannot run between the parts of the step.
     """
     update, recipe = dataclasses.replace(rest.update, gated=True), rest.update.program
     if len(update.passes) != 1:
@@ -258,7 +258,7 @@ def _pieces(step: Inlined, rest: Rest) -> list[Node]:
     if only.in_own_loop:
         raise CannotHoist(f"it runs in a loop of its own, {only.slices[0].window.own_loop}")
     if any(eqn.effects for eqn in recipe.eqns):
-        raise CannotHoist("it has effects, a callback say")
+        raise CannotHoist("it has effects, such as a callback")
     given = dict(zip(recipe.inputs, rest.operands, strict=True))
     variable = {v: x for v, x in given.items() if not isinstance(x, Literal)}
 
@@ -272,7 +272,7 @@ def _pieces(step: Inlined, rest: Rest) -> list[Node]:
         s = in_step(p.slice)
         how = p.transfer
         if isinstance(how, Chunked):
-            # an update may be given one variable of the step twice, as gradient and as parameter say: one operand then
+            # an update may get one variable of the step twice, as gradient and as parameter: then it is one operand
             dims = {variable.get(v, v): dim for v, dim in zip(p.slice.inputs, how.dims, strict=True)}
             overwritten = tuple(v and variable.get(v, v) for v in how.buffers)
             how = dataclasses.replace(how, dims=tuple(dims[v] for v in s.inputs), buffers=overwritten)
@@ -281,7 +281,7 @@ def _pieces(step: Inlined, rest: Rest) -> list[Node]:
 
 
 def _rest(step: Inlined, number: int, eqns: Sequence[Equation], wanted: Set[Var]) -> Rest:
-    """What is left of an update, by its number."""
+    """The rest of the update numbered ``number``."""
     update = step.updates[number]
     recipe = update.program
     own = [step.own[id(eqn)].equation for eqn in eqns]

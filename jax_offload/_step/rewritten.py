@@ -62,7 +62,7 @@ def rewritten(step: Callable[..., Any], drive: Drive | None = None) -> Callable[
       step: a function; arguments of it that hold no traced value are static.
       drive: returns what takes the place of the results where Python is to drive the step, or a part of its state is on
         disk, which is no operand of any program: given its closed jaxpr, the structure of the results, and the numbers
-        and names of static arguments. ``None``: the step stays as it is.
+        and names of static arguments. ``None``: the step stays unchanged.
     """
 
     @functools.wraps(step)
@@ -88,7 +88,7 @@ def _updates(closed: ClosedJaxpr) -> bool:
 
 
 def _is_static(x: Any) -> bool:
-    """Whether an argument of a function that ``jit`` traces is static; of those without leaves it makes no odds."""
+    """Whether an argument of a jitted function is static; for arguments without leaves it does not matter."""
     leaves = jax.tree.leaves(x)
     try:
         return not any(isinstance(leaf, (Tracer, jax.Array)) for leaf in leaves) and hash(x) is not None
@@ -111,7 +111,7 @@ def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     lost = unreturned(program)
     if lost is not None and not lost.meant:
         warnings.warn(
-            f"jo.jit: {lost.why}. It runs as it is written, and hides no transfers. Fix: return the new parameters and "
+            f"jo.jit: {lost.why}. It runs as written, and hides no transfers. Fix: return the new parameters and "
             "the new state, as in `params, state = jo.update_params(tx, grads, state, params)`.",
             stacklevel=2,
         )
@@ -141,10 +141,10 @@ def _traced(found: Parts, args: Sequence[Any]) -> list[Any]:
 
 
 def _in_parts(found: Parts, args: Sequence[Any]) -> list[Any]:
-    """The results of the parts, each of which is given what the program has, and makes it.
+    """Run the parts one after the other on the program's values, and return the step's results.
 
     Raises:
-      CannotRewrite: one does not.
+      CannotRewrite: a part lacks an operand, or makes another result.
     """
     step, program = found.step, found.step.program
     check_order([*map(_as_run, found.parts)], program.inputs, variables(program.outputs))
@@ -177,7 +177,7 @@ def _as_run(part: Part) -> Runs:
 
 
 def _results_of(part: Slice | InScan | Rest | Piece, env: Mapping[Var, Any], names: Names) -> Iterable[tuple[Var, Any]]:
-    """What a part makes."""
+    """The results of a part."""
     if isinstance(part, InScan):
         makes = part.makes
 
@@ -215,12 +215,12 @@ def _cut_at(program: Program) -> str:
 
 
 def _as_it_is(closed: ClosedJaxpr, why: tuple[str, ...], args: Sequence[Any]) -> list[Any]:
-    """The step as it was, but that its updates say why."""
+    """Run the step unchanged, except that its updates say why."""
     return jax_fun(_saying(closed, why))(*args)
 
 
 def _noted_inside(program: Program) -> Program:
-    """A step with an update of its own, and others in its branches or loops, which say why they stay there."""
+    """Return a step with an update of its own and others in branches or loops, which then say why they stay there."""
     own = frozenset(id(eqn.params["update"]) for eqn in program.eqns if is_update(eqn))
     inside = [eqn for eqn in program.eqns if not is_update(eqn) and holds_update(eqn)]
     if not own or not inside:
@@ -231,7 +231,7 @@ def _noted_inside(program: Program) -> Program:
 
 
 def _saying(closed: ClosedJaxpr, why: tuple[str, ...], but: Set[int] = frozenset()) -> ClosedJaxpr:
-    """The same, whose updates, ``but`` those of these identities, say why."""
+    """Return the same program with a reason in its updates, except those with the identities ``but``."""
     if not why:
         return closed
 
@@ -274,7 +274,7 @@ def _steps(scan: Scan, *operands: Any) -> list[Any]:
 
 
 def _why_not(closed: ClosedJaxpr, plain: Program) -> tuple[str, ...]:
-    """Why a step that is left as it is has no update that moves."""
+    """Why no update of an unchanged step moves."""
     inside = [eqn for eqn in plain.eqns if not is_update(eqn) and holds_update(eqn)]
     updates = [eqn for eqn in plain.eqns if is_update(eqn)]
     if (updates or inside) and (names := ordered(closed.effects)):
