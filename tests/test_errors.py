@@ -41,7 +41,9 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "words"), [(name, value, words) for name, values, words in OPTIONS for value in values], ids=str
+    ("name", "given", "words"),
+    [(name, value, words) for name, values, words in OPTIONS for value in values],
+    ids=lambda x: "callable" if callable(x) else str(x),
 )
 def test_options(name, given, words):
     """They are checked whatever the fraction: none does not hide what is wrong until it is more."""

@@ -1226,7 +1226,7 @@ REFUSED: list[tuple[str, Callable[[Recipe, str], bool], str]] = [
     ("pipelined", lambda r, m: bool(r["second"] or r["target"]), "Return a dict with the carried arguments' names"),
     ("", lambda r, m: r["mesh"] == "explicit ZeRO-1", "shard_over: on a mesh with Explicit axes"),
     ("disk", lambda r, m: "moments" in r["metrics"], "outside its update"),
-    ("disk", lambda r, m: r["skip"] == "select", "outside of its one update"),
+    ("disk", lambda r, m: r["skip"] == "select", "outside its one update"),
     ("disk", lambda r, m: r["gradients"] == "cast", "where a leaf keeps its type"),
     # A state of 16 bits that an optimizer makes wider in its first update.
     (
