@@ -91,9 +91,23 @@ def updates_in(step: Any) -> list[Found]:
 
 
 def in_one_scan(step: Any) -> bool:
-    """Whether the updates of a step's closed jaxpr have moved into one scan, and none between the passes."""
+    """Whether a step's updates have moved into one scan, none between the passes, and no loop runs in another."""
     plans = [each.update.plan for each in updates_in(step) if isinstance(each.update, Moved)]
-    return len(plans) == 1 and isinstance(plans[0], InScan)
+    if len(plans) != 1 or not isinstance(plan := plans[0], InScan):
+        return False
+    inside = [*plan.scan.body.jaxpr.eqns, *(e for eqn in step.jaxpr.eqns for e in _bodies(eqn))]
+    return not any(holds(eqn, _is_loop) for eqn in inside)
+
+
+def _is_loop(eqn: Equation) -> bool:
+    return eqn.primitive.name in ("scan", "while")
+
+
+def _bodies(eqn: Equation) -> Iterator[Equation]:
+    """The equations in the loops of an equation."""
+    for inner in inner_of(eqn):
+        for each in inner.jaxpr.eqns:
+            yield from [each] if _is_loop(eqn) else _bodies(each)
 
 
 def kept_on_host(step: Any) -> list[bool] | None:
