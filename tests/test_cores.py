@@ -409,7 +409,8 @@ def test_what_looks_at_a_step_says_which_of_its_programs():
     state, step = tx.init(params), jo.jit(step_of(tx), donate_argnums=(0, 1))
     report = jo.verify(step, params, state, X)
     assert report.program == "before" and "drives this step in several programs" in str(report)
-    assert jo.profile(step, params, state, X, steps=1).simulated is None
+    if jax.__version_info__ >= (0, 11):  # before, the profiler crashes in a process that has compiled for a target
+        assert jo.profile(step, params, state, X, steps=1).simulated is None
 
 
 def test_somebody_elses_program():
