@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Equation, Literal, closed, holds, inner_of, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.on_disk import READ
@@ -90,10 +91,16 @@ def updates_in(step: Any) -> list[Found]:
     return list(_found(jaxpr, {v: v for v in own - moved | own & results}))
 
 
+LEAST_ROWS = 2**20  # bytes that an iteration moves; fewer take no time, and concurrent graphs still raise the peak
+
+
 def in_one_scan(step: Any) -> bool:
-    """Whether a step's updates have moved into one scan, none between the passes, and no loop runs in another."""
+    """Whether a step's updates have moved into one scan, none between the passes, with rows that are worth hiding, and
+    no loop runs in another."""
     plans = [each.update.plan for each in updates_in(step) if isinstance(each.update, Moved)]
     if len(plans) != 1 or not isinstance(plan := plans[0], InScan):
+        return False
+    if sum(nbytes(v.aval) for v in plan.hosts) < LEAST_ROWS * plan.scan.length:
         return False
     inside = [*plan.scan.body.jaxpr.eqns, *(e for eqn in step.jaxpr.eqns for e in _bodies(eqn))]
     return not any(holds(eqn, _is_loop) for eqn in inside)
