@@ -1228,10 +1228,10 @@ REFUSED: list[tuple[str, Callable[[Recipe, str], bool], str]] = [
     ("disk", lambda r, m: "moments" in r["metrics"], "outside its update"),
     ("disk", lambda r, m: r["skip"] == "select", "outside its one update"),
     ("disk", lambda r, m: r["gradients"] == "cast", "where a leaf keeps its type"),
-    # A state that an optimizer makes wider in its first update: of 16 bits, or of mechanize beside integers.
+    # A state that an optimizer makes wider in its first update: of 16 bits, or the momentum of integers.
     (
         "pipelined",
-        lambda r, m: r["further leaf"] == "half" or "bfloat16" in r["dtype"] or r["inside"] == "mechanize",
+        lambda r, m: r["further leaf"] in ("half", "integers") or "bfloat16" in r["dtype"],
         "tree, shapes and dtypes of the",
     ),
     ("", lambda r, m: r["select"] == "callable", "selects no leaf of the state"),
