@@ -6,7 +6,7 @@ import os
 import socket
 import subprocess
 import sys
-import time
+from concurrent import futures
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,6 +19,12 @@ ROOT = Path(__file__).parent.parent
 DEVICES, SECONDS = 4, 600
 SMALL = "--model test --batch 8 --context 32 --steps 3 --fsdp 2 --window 65536".split()
 LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "KUBERNETES_", "TPU_", "MEGASCALE_", "JAX_", "XLA_FLAGS")
+
+
+def ended(child):
+    """Waits for a process, and raises if it fails."""
+    if code := child.wait():
+        raise RuntimeError(code)
 
 
 def free_port():
@@ -66,14 +72,14 @@ def start(folder, processes, launcher, *args, script="multihost.py"):
             command = [sys.executable, ROOT / "tests/support" / script, reports[i], *args, *joining]
             with logs[i].open("w") as log:
                 children.append(subprocess.Popen(command, env=inherited | env, stdout=log, stderr=subprocess.STDOUT))
-        deadline = time.monotonic() + SECONDS
-        while any(child.poll() is None for child in children) and time.monotonic() < deadline:
-            if any(child.poll() for child in children):
-                time.sleep(1)  # let the others say why, too
-                break
-            time.sleep(0.05)
+        with futures.ThreadPoolExecutor(len(children)) as pool:
+            ends = [pool.submit(ended, child) for child in children]
+            if any(end.exception() for end in futures.wait(ends, SECONDS, futures.FIRST_EXCEPTION).done):
+                futures.wait(ends, 1)  # the others say why, too
+            codes = [child.poll() for child in children]
+            for child in children:  # a pool waits for its threads, and they wait for the processes
+                child.kill()
     finally:
-        codes = [child.poll() for child in children]
         for child in children:
             child.kill()
             child.wait()

@@ -1,4 +1,4 @@
-"""The buffers of a scheduled program: which values share one, what is in it, and from when to when it is held."""
+"""The buffers of a scheduled program: the values that share each one, their kind, and the time for which it is held."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Held = tuple[tuple[str, int], ...]  # bytes by kind, below zero where they are n
 
 
 class Buffers:
-    """The buffers of a module, each one key: which values share it, what is in it, and from when to when it is held.
+    """The buffers of a module, each one key: the values that share it, their kind, and the time for which it is held.
 
     Args:
       module: the module.

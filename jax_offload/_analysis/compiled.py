@@ -165,7 +165,7 @@ def _lowered(
       given: its (args, kwargs).
       to: the chip to compile for; ``None``: the step's own devices.
       arguments: what it is given.
-      options: of the compiler for ``to``; ``None``: those of ``jax_offload.compiler_options``.
+      options: the compiler's options for ``to``; ``None`` means ``jax_offload.compiler_options``.
       sends: whether it is the program before an update that runs elsewhere.
     """
     args, kwargs = given

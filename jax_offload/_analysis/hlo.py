@@ -215,7 +215,7 @@ class Module:
 
     Attributes:
       scopes: the computations by name; the entry is ``ENTRY``.
-      arguments: those of the program, by number.
+      arguments: the program's arguments, by number.
       taken: types of the arguments by number, from the head: the only place where a CPU's module names host memory.
       given_back: types of the results, from the head; the root may differ where a donated buffer is used.
       aliases: place of a result -> the argument whose buffer it takes.

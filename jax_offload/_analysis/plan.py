@@ -157,7 +157,7 @@ def plan(
     inner, given = _inner_of(tx)
     rows = _Rows(inner, params, setting, made)
     if not isinstance(tx, Offloaded) and _offloads_inside(inner, params):
-        found = [rows.judged("as given", tx, "tx as it is", "jo.jit")]
+        found = [rows.judged("as given", tx, "tx unchanged", "jo.jit")]
         rows.notes.append("an offload inside of a chain: for other rows give jo.offload(the whole chain)")
     else:
         found = rows.table(given, disk)

@@ -102,7 +102,7 @@ def is_sent(x: Any) -> bool:
 
 
 def one_of(x: Any) -> Any:
-    """Return one shard of a replicated array, a view of its memory; any other array as it is."""
+    """Return one shard of a replicated array, a view of its memory; return any other array unchanged."""
     return x.addressable_data(0) if isinstance(x, jax.Array) and x.is_fully_replicated else x
 
 

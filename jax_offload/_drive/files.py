@@ -230,7 +230,7 @@ class Moving:
             leaf.home.check(token.val if isinstance(token, Literal) else values[token])
 
     def read(self, task: Task, following: Sequence[Task]) -> None:
-        """Read a task's leaves, and start to read those of the next tasks that read files.
+        """Read a task's leaves, and start reading the leaves of the next tasks that read files.
 
         First wait until old results have been written, as their memory serves these reads.
         """

@@ -106,7 +106,7 @@ def _behind(jaxpr: Jaxpr, y: Var) -> tuple[tuple[Equation, ...], Var]:
 
 
 def _sending(eqn: Equation, rows: Mapping[Var, Stack]) -> Equation:
-    """Return an equation as it is, or a scan that makes some of the stacks as one that sends them down."""
+    """Return a scan that sends its stacks down row by row; return any other equation unchanged."""
     scan = scan_of(eqn)
     if scan is None or rows.keys().isdisjoint(scan.ys):
         return eqn

@@ -85,6 +85,12 @@ class Measured:
         return timeline(self.text, chip)
 
 
+def scheduled(jitted: Any, args: tuple[Any, ...]) -> str:
+    """The program of a jitted step as the H200's compiler schedules it."""
+    module = jitted.trace(*args).lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
+    return compile_for(target_of(H200), module, 1, {}).hlo_modules()[0].to_string()
+
+
 def measure(
     target: str,
     step: Callable[..., Any],

@@ -1,0 +1,79 @@
+"""Rows of host leaves are moved by the GPU's copy engines, in every loop, and not by a kernel that reads host memory.
+
+XLA notes a copy of rows as ``dynamic_slice_config``; a slice of host memory without one becomes a kernel. A compiled
+program with kernels looks as well hidden as one with copies, and took twice as long on an H100: see notes/xla.md.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jax_offload as jo
+from tests.aot.harness import H200, require, scheduled
+from tests.aot.model import loss, step_of, two_by_two
+
+LAYERS, WIDTH, TOKENS = 6, 2048, 4096
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+
+def abstract(*shape):
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="device")
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)
+
+
+def program(way):
+    """A step of scanned layers, and its abstract arguments."""
+    clipped = way == "pipelined"
+    tx = jo.offload(CLIPPED if clipped else optax.adamw(1e-3))
+    shape = (LAYERS, 2, WIDTH, WIDTH) if clipped else (LAYERS, WIDTH, WIDTH)
+    params = {"w": abstract(*shape)}
+    args = params, jo.abstract_state(tx, params), abstract(TOKENS, WIDTH)
+    step = step_of(tx, two_by_two if clipped else loss, update_params=True)
+    if clipped:
+        jitted, args, _ = jo.pipelined(step, donate_argnames=("params", "state")).turned(*args)
+        return jitted, args
+    return (jo.jit if way == "jo.jit" else jax.jit)(step, donate_argnums=(0, 1)), args
+
+
+def moves_in_loops(text):
+    """Those copies between memories that start in the body of a loop, each with all that it calls."""
+    parts = {m[1]: m[2] for m in re.finditer(r"^%?([\w.-]+) [^\n]*\{\n(.*?)^\}", text, re.M | re.S)}
+
+    def called(line):
+        inner = [parts[name] for name in re.findall(r"calls=%([\w.-]+)", line)]
+        return "\n".join([line, *(called(each) for each in inner)])
+
+    bodies = {parts[name] for name in re.findall(r"body=%([\w.-]+)", text)}
+    lines = [line for body in bodies for line in body.splitlines() if "S(5)" in line]
+    return [called(line) for line in lines if "slice-start" in line.split(" = ")[0]]
+
+
+@pytest.mark.parametrize("way", ["jo.jit", "pipelined", "jax.jit"])
+def test_rows_are_copied_and_not_read_by_a_kernel(way):
+    require(H200)
+    moves = moves_in_loops(scheduled(*program(way)))
+    assert len(moves) == 4  # two moments, each way
+    assert all("dynamic_slice_config" in move for move in moves)
+
+
+def peak(step, args, **options):
+    return jo.inspect(jo.jit(step, donate_argnums=(0, 1), **options), *args, target=H200).peak
+
+
+@pytest.mark.parametrize(("unrolled", "concurrent"), [(False, True), (True, False)])
+def test_graphs_are_concurrent_where_one_scan_moves_the_state(unrolled, concurrent):
+    """Compiled with the option and without, the two peaks differ; the step's own is that of one of them."""
+    require(H200)
+    tx = jo.offload(optax.adamw(1e-3))
+    leaf = abstract(WIDTH, WIDTH)
+    params = {f"w{k}": leaf for k in range(LAYERS)} if unrolled else {"w": abstract(LAYERS, WIDTH, WIDTH)}
+    args = params, jo.abstract_state(tx, params), abstract(TOKENS, WIDTH)
+    step = step_of(tx, loss, update_params=True)
+    with_it, without = (
+        peak(step, args, compiler_options=jo.compiler_options("cuda", in_scan=x)) for x in (True, False)
+    )
+    assert with_it > without
+    assert peak(step, args) == (with_it if concurrent else without)
