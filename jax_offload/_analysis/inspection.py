@@ -188,8 +188,8 @@ def _crossed(program: Compiled) -> list[Problem]:
                 scope = arguments[k].scope if k in arguments else f"argument {k}"
                 pairs.append((scope, f"result {to[1]}"))
     why = (
-        "in another memory: that aborts on a CPU, and overwrites memory on a GPU. Return what is donated in its order, "
-        "or jit with jax_offload.jit"
+        "in another memory: that aborts on a CPU, and overwrites memory on a GPU. Return donated arguments in their "
+        "order, or jit with jax_offload.jit"
     )
     return [Problem(f"is donated, and its buffer is given to {result}, {why}", leaf) for leaf, result in pairs]
 

@@ -287,7 +287,7 @@ class Moving:
         return max((k for other, k in self._read_by.get(part.leaf, ()) if other.meets(part)), default=-1)
 
     def results(self) -> list[Any]:
-        """Return the step's results, and start to write what is left."""
+        """Return the step's results, and start to write the remaining leaves."""
         self._held |= dict.fromkeys(self._unwritten)  # arguments too, which no stage has made
         self._write(math.inf)
         others = values_of(self._values, self._outputs)

@@ -102,7 +102,7 @@ class Driven:
         self._written = [v for _, run in self._tasks if isinstance(run, OnePass) for v in run.written]
 
     def _scheduled(self, step: Staged, segments: bool) -> tuple[Staged, list[Task]]:
-        """The step in the programs that overlap best, or, where the check finds a fault in these, as it is cut."""
+        """The step in the programs that overlap best, or, if the check finds a fault there, as first cut."""
         free = self._donated | {*self._reads}
         try:
             found = rows_sent_down(step) if len(self._devices) == 1 else step
@@ -262,7 +262,7 @@ class _Values:
         self._donated, self._kept, self._aliased = donated, kept, aliased
 
     def claim(self, taken: Iterable[Var]) -> None:
-        """Copy those of the values whose buffers somebody else has, so that they can be taken."""
+        """Copy the values whose buffers somebody else has, so that the copies can be taken."""
         if not self._aliased:
             return
         names = Counter(map(id, self.here.values()))
@@ -356,7 +356,7 @@ def _first(next_of: Mapping[Var, Var], v: Var) -> Var:
 
 
 def _everywhere(placed: Sequence[Any], devices: Set[Any]) -> Sharding:
-    """Return the replicated sharding on the mesh of the arguments, or that of the only device."""
+    """Return the replicated sharding on the arguments' mesh, or the only device's sharding."""
     meshes = (s.mesh for s in placed if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh))
     mesh = next((mesh for mesh in meshes if {*mesh.devices.flat} == devices), None)
     return SingleDeviceSharding(next(iter(devices))) if mesh is None else NamedSharding(mesh, PartitionSpec())

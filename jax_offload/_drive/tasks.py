@@ -27,7 +27,7 @@ class Task:
       down: the results of a program of the device that the cores read: it copies them to host memory.
       up: the results of the cores that are read on the device.
       over: the inputs that nobody reads afterwards.
-      free: those of them that the step made, or was donated: their buffers may be reused.
+      free: the ones that the step made or was given to donate: their buffers may be reused.
       reused: the positions of the inputs whose buffers the results take.
     """
 

@@ -310,20 +310,20 @@ class Jitted:
         return undone.run(jitted, self._options, self._compiling_parts(), args, kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
-        """As that of what ``jax.jit`` returns."""
+        """The same method as on the result of ``jax.jit``."""
         traced = self._outermost(args, kwargs).trace(*args, **kwargs)
         return traced if Undone.found_in(traced.out_info) is None else self._inner.trace(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """As that of what ``jax.jit`` returns."""
+        """The same method as on the result of ``jax.jit``."""
         return self.trace(*args, **kwargs).lower()
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """As that of what ``jax.jit`` returns."""
+        """The same method as on the result of ``jax.jit``."""
         return self._inner.eval_shape(*args, **kwargs)
 
     def clear_cache(self) -> None:
-        """As that of what ``jax.jit`` returns."""
+        """The same method as on the result of ``jax.jit``."""
         self._called.in_scan = None
         for jitted in (self._inner, *self._programs):
             jitted.clear_cache()

@@ -262,7 +262,7 @@ def _between_updates(eqns: Sequence[Equation], model: Equation, own: Mapping[Var
         f"the gradients for the update of {owner(after)} are taken after the update of {owner(ahead)}, at the values "
         "that it makes, as for two networks in turn; pipelined runs all updates of a step together, in the next call, "
         "where this batch is gone. Fix: take all gradients before the first update; or jax_offload.jit, which runs the "
-        "step as it is written"
+        "step as written"
     )
 
 

@@ -22,7 +22,7 @@ from jax_offload._ir.program import Builder, Program, flat, rebuilt, without_rou
 def without_branches(program: Program) -> Program:
     """Return a program that runs all branches of its ``cond``s, and chooses between their results.
 
-    Only what is dear (a matmul, a loop) still runs where its branch is taken. A ``cond`` with an effect stays.
+    Costly equations (a matmul, a loop) still run only where their branch is taken. A ``cond`` with an effect stays.
     """
     if not any(eqn.primitive.name == "cond" for eqn in program.eqns):
         return program
@@ -30,7 +30,7 @@ def without_branches(program: Program) -> Program:
 
 
 def _chosen(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
-    """The results of a ``cond``, each chosen from those of its branches; ``None`` for any other equation."""
+    """The results of a ``cond``, each chosen from its branches' results; ``None`` for any other equation."""
     if eqn.primitive.name != "cond" or eqn.effects:
         return None
     branches = [rebuilt(flat(branch), _chosen) for branch in branches_of(eqn)]

@@ -281,12 +281,12 @@ def without_effects_of_axes(program: Program) -> Program:
 def without_round_trips(program: Program) -> Program:
     """The program without moves that change nothing.
 
-    What is loaded and stored again untouched, or stored and loaded, is what it was. So is what is put into the sharding
-    that it was just put into: an offload and one inside it both do that. What is loaded twice is loaded once. A mark
-    does nothing.
+    A value that is loaded and stored again untouched, or stored and loaded, is unchanged. So is a value put into the
+    sharding that it was just put into: an offload and one inside it both do that. A value loaded twice is loaded once.
+    A mark does nothing.
     """
     moved_from: dict[Var, Atom] = {}  # result of a move between memories -> its operand
-    loaded: dict[Var, Var] = {}  # what is in host memory -> the same on the device
+    loaded: dict[Var, Var] = {}  # values in host memory -> the same on the device
     constrained: dict[Var, Any] = {}  # result of a sharding constraint -> the sharding
 
     def known(_: Builder, eqn: Equation, ins: list[Atom]) -> Sequence[Atom] | None:

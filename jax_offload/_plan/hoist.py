@@ -244,7 +244,7 @@ class Hoist:
         return is_host_aval(v.aval) or nbytes(v.aval) >= self.scan.length * LEAST_ROW
 
     def _missed(self, blocked: Iterable[Var], moved: Set[int]) -> list[Var]:
-        """Return the blocked variables that hold back a leaf worth moving; what is only logged holds back none."""
+        """Return the blocked variables that hold back a leaf worth moving; a value only logged holds back none."""
         bits = {v: 1 << k for k, v in enumerate(blocked)}
         needs, found = dict(bits), 0
         for eqn in self.program.eqns[self.at + 1 :]:

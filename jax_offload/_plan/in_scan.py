@@ -32,7 +32,7 @@ class InScan:
       kept: results that stay stacked.
       ahead: whether the updates come before the iteration's own arithmetic, which reads their results, or after it.
       fed: number of one of the scan's ``xs`` -> the result of an update whose rows it has.
-      reread: number of one of the scan's ``xs`` -> how its rows are made again of those of parameters, where the scan
+      reread: number of one of the scan's ``xs`` -> how its rows are made again from rows of parameters, where the scan
         overwrites these.
     """
 

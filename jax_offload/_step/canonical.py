@@ -114,7 +114,7 @@ def _choosing(
 ) -> tuple[Equation, dict[int, Atom]]:
     """An update that makes some choices between its results and other values, and what it makes of each.
 
-    ``read``: what is read of its own results.
+    ``read``: its own results that something reads.
     """
     update: Update = eqn.params["update"]
     program, olds = update.program, update.next_values

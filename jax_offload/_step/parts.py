@@ -79,7 +79,7 @@ def parts_of(plain: Program) -> Parts | None:
     parts = _decided(found)
     if parts.moved:
         return parts
-    place_of = {v: at for at, eqn in enumerate(plain.eqns) for v in eqn.outvars}  # those of a scan are the same there
+    place_of = {v: at for at, eqn in enumerate(plain.eqns) for v in eqn.outvars}  # a scan's results are the same there
     summing = [place_of[eqn.outvars[0]] for eqn in parts.sums_up if eqn.outvars[0] in place_of]
     ways = [(at, False) for at in summing] or [(at, True) for at in _reading_updated(plain)]
     whys: list[str] = []

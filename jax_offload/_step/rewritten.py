@@ -126,7 +126,7 @@ def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
         if found is not None and found.moved:
             return _traced(found, args)
     except Exception as fault:  # whatever is wrong with a rewritten step, the one that was written runs
-        return _as_it_is(closed, (tell("the step runs as it is written, and hides no transfers", fault),), args)
+        return _as_it_is(closed, (tell("the step runs as written, and hides no transfers", fault),), args)
     if found is None:
         if (by_step := _by_step(closed, program)) is not None:
             return jax_fun(by_step)(*args)

@@ -264,7 +264,7 @@ class Traced:
 
 
 def traced(recipe: Callable[..., Any], args: tuple[Any, ...], options: Options | None = None) -> Traced:
-    """Trace ``recipe`` for ``args``, the second of which is the state.
+    """Trace ``recipe`` for ``args``; the second one is the state.
 
     Every ``offload`` in it is an equation that carries its own recipe and options. The recipes replace the equations,
     also in branches and loops, so that the whole is cut and streamed at once. Each leaf streams as its own ``offload``

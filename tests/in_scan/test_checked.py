@@ -68,7 +68,7 @@ def test_a_broken_policy_costs_time_and_no_number(kind, monkeypatch):
     wanted, _ = loop(step_of(inner, "update"), (params, inner.init(params)), BATCHES)
     step, state = step_of(tx), tx.init(params)
     jitted, got = jo.jit(step, donate_argnums=(0, 1), compiler_options=FAST), copied((params, state))
-    with pytest.warns(UserWarning, match=f"the step runs as it is written, .* its rewriting failed .{why}"):
+    with pytest.warns(UserWarning, match=f"the step runs as written, .* its rewriting failed .{why}"):
         *got, _ = jitted(*got, BATCHES[0])
     for each in BATCHES[1:]:
         *got, _ = jitted(*got, each)

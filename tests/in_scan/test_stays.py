@@ -37,7 +37,7 @@ UNRETURNED = {
 @pytest.mark.parametrize("update", [jo.update_params, updated_and_applied], ids=["update_params", "update"])
 @pytest.mark.parametrize("kind", UNRETURNED)
 def test_an_update_that_is_not_returned(kind, update):
-    """The step runs as it is written, says so, and warns where that is hardly meant."""
+    """The step runs as written, says so, and warns where that is hardly meant."""
     model, tx = model_of("scan"), jo.offload(ADAMW, min_bytes=0)
     returned, expected, warns = UNRETURNED[kind]
 
