@@ -13,7 +13,6 @@
 | a tracer's equation, and all equations of its trace | ``equation_of``, ``equations_of_trace`` | 0.10 to 0.12 |
 | the variable that a tracer is | ``variable_of`` | 0.10 to 0.12 |
 | ``memory_space`` and ``manual_axis_type`` of a type | ``memory_space_of``, ``manual_axes_of`` | 0.10 to 0.12 |
-| keys and barriers of the service that processes meet in | ``coordination`` | 0.10 to 0.12 |
 | XLA's compile options, a list of devices, ``compile`` of a client | ``compiled``, ``options_of`` | 0.10 to 0.12 |
 """
 
@@ -29,7 +28,6 @@ import jax
 import jax.extend.core as jex
 import numpy as np
 from jax._src import core as private_core
-from jax._src import distributed
 from jax._src import dtypes as private_dtypes
 from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.state import discharge
@@ -237,11 +235,6 @@ def memory_space_of(aval: Any) -> Any:
 def manual_axes_of(x: Any) -> Any:
     """Over which axes a value, or one of a type, differs inside ``shard_map``; something to compare."""
     return getattr(x if isinstance(x, ShapedArray) else jax.typeof(x), "manual_axis_type", None)
-
-
-def coordination() -> Any:
-    """The client of the service by which ``jax.distributed`` brings processes together; ``None`` where it did not."""
-    return _part_of(distributed, "global_state", "client")
 
 
 # ---- compiling for devices that may only be described

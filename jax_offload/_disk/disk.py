@@ -1,8 +1,7 @@
 """``Disk``: leaves of a state in files, what of them is being read and written, and their commits.
 
-Two threads read leaves and four write them; they wait for values, so that the thread that drives the step does not. A
-read waits for pending writes of its leaf, and an error in writing is remembered: the files then hold parts of
-two steps.
+Threads read and write leaves, and wait for their values, so that the thread that drives the step does not. A read waits
+for pending writes of its leaf, and an error in writing is remembered: the files then hold parts of two steps.
 
 None of several processes stops in the middle of a step, where the others would wait for its part: it goes on, with
 zeros for values that it could not read, and ``advance``, at the end, raises in all of them.
@@ -34,14 +33,14 @@ from jax_offload._base.boxes import (
     shape_of,
 )
 from jax_offload._base.on_disk import TOKEN, VERSIONS, Ends, OnDisk, Place, Range, Token
-from jax_offload._base.processes import allgathered, everywhere, failed_anywhere, several
+from jax_offload._base.processes import LETTERS, allgathered, everywhere, several
 from jax_offload._disk import commits
 from jax_offload._disk.files import Files, pages
 from jax_offload._disk.leaves import Room, Stored, check_covered, entries_of, read_parts, stored_in
 from jax_offload._disk.store import Late, Store
 from jax_offload._disk.tree import packed, unpacked
 
-_READERS, _WRITERS = 2, 4  # leaves of a few MiB were written faster by four threads than by two, and read no faster
+_THREADS = 8  # in each direction
 _AT_A_TIME, _BYTES_AT_A_TIME = 4, 2**28  # leaves that are being written while new files are filled
 
 
@@ -215,8 +214,8 @@ class Disk:
         self._writing: dict[int, Future[None]] = {}  # entry of the store -> what writes it
         self._updating = False
         self._failed, self._known = "", ""  # the failure here, and the failure that all processes know
-        self._readers = ThreadPoolExecutor(_READERS, "jax_offload reads")
-        self._writers = ThreadPoolExecutor(_WRITERS, "jax_offload writes")
+        self._readers = ThreadPoolExecutor(_THREADS, "jax_offload reads")
+        self._writers = ThreadPoolExecutor(_THREADS, "jax_offload writes")
         begin = [secrets.randbelow(VERSIONS), secrets.token_hex(8)]  # no version of a run before
         self._version, self._run = allgathered(begin)[0]
         self._committed = None if store.step is None else self._version
@@ -316,8 +315,9 @@ class Disk:
         Raises:
           ValueError: something has failed until now, in this process or another.
         """
-        if failed := failed_anywhere(self._failed, self._run, self._version):
-            self._known = "; ".join(f"in process {k} {why}" if several() else why for k, why in sorted(failed.items()))
+        said = allgathered(self._failed[:LETTERS])
+        if failed := [(k, why) for k, why in enumerate(said) if why]:
+            self._known = "; ".join(f"in process {k} {why}" if several() else why for k, why in failed)
         else:
             self._updating = False
         self._check_whole()

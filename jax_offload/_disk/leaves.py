@@ -37,7 +37,7 @@ class Stored:
     """
 
     name: str
-    entries: Sequence[tuple[int, Box]]
+    entries: list[tuple[int, Box]]
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     rows: int
@@ -71,19 +71,13 @@ class Stored:
 
 def stored_in(store: Store) -> dict[str, Stored]:
     """The leaves of a store, by their names."""
-    found: dict[str, list[int]] = {}
-    for k, entry in enumerate(store.entries):
-        found.setdefault(entry.path, []).append(k)
-    return {name: _stored(store, entries) for name, entries in found.items()}
-
-
-def _stored(store: Store, entries: Sequence[int]) -> Stored:
-    some, boxed = store.entries[entries[0]], list[tuple[int, Box]]()
-    for k in entries:
-        entry = store.entries[k]
-        boxed.append((k, tuple((a, a + n) for a, n in zip(entry.begin, entry.shape, strict=True))))
-    in_order = sorted(boxed, key=lambda each: each[1])
-    return Stored(some.path, in_order, dtype_of(some.dtype), some.leaf_shape, some.rows)
+    found: dict[str, Stored] = {}
+    for k, e in enumerate(store.entries):
+        leaf = found.setdefault(e.path, Stored(e.path, [], dtype_of(e.dtype), e.leaf_shape, e.rows))
+        leaf.entries.append((k, tuple((a, a + n) for a, n in zip(e.begin, e.shape, strict=True))))
+    for leaf in found.values():
+        leaf.entries.sort(key=lambda each: each[1])
+    return found
 
 
 def entries_of(leaf: Place) -> list[Entry]:

@@ -119,7 +119,7 @@ class Driven:
 
         ``kept``: the identities of arrays whose buffers must not change, even if a donated argument is one of them.
         """
-        arrays = [*self._constants, *self._as_arrays(args)]
+        arrays = [*self._constants, *_as_arrays(args, self._bring)]
         given = dict(zip(self._step.inputs, arrays, strict=False))
         aliased = self._hands_on or bool(kept) or len({*map(id, arrays)}) < len(arrays)
         kept = kept | {id(x) for v, x in given.items() if v not in self._donated}
@@ -133,7 +133,6 @@ class Driven:
             values.claim(task.free)
             by_shards = isinstance(run, OnePass)
             operands = values.operands(task, by_shards)
-            values.free_sent(task)
             results = run(*operands)
             del operands
             if k == 0:
@@ -148,21 +147,14 @@ class Driven:
         """Commit a result, as ``jax.jit`` does if an argument is committed, here a host leaf."""
         return jax.device_put(x, self._everywhere) if isinstance(x, jax.Array) and not x.committed else x
 
-    def _as_arrays(self, xs: Sequence[Any]) -> list[Any]:
-        """Make arrays of arguments as ``jax.jit`` does, of numbers and of NumPy arrays, which may be rewritten."""
-        return _as_arrays(xs, self._bring)
-
     @functools.cached_property
     def _bring(self) -> Jit:
+        """Brings values to the step's memory."""
         return jit(lambda xs: xs, out_shardings=self._everywhere)
 
     @functools.cached_property
-    def _constants(self) -> list[jax.Array]:
-        """Return the constants as arrays, in host memory if only the cores read them."""
-        by_device = {v for s in self._step.stages if not s.on_cores for v in s.reads} | {*self._step.results}
-        found = self._as_arrays([x if isinstance(x, jax.Array) else np.asarray(x) for x in self._step.consts])
-        read = zip(self._step.inputs, found, strict=False)
-        return [x if v in by_device or not x.ndim else to_host(x) for v, x in read]
+    def _constants(self) -> list[Any]:
+        return _as_arrays([x if isinstance(x, jax.Array) else np.asarray(x) for x in self._step.consts], self._bring)
 
     @property
     def first(self) -> tuple[Task, Callable[..., Sequence[Any]], Sequence[Var]]:
@@ -196,7 +188,8 @@ class Driven:
         stage, jaxpr = task.stage, task.jaxpr
         places = [*map(self._result_place, task.outputs), *(None for _ in task.down)]
         shared = stage.name == GROUP or stage.on_cores
-        key = structure(jaxpr, self._key_of) if shared else id(task), len(task.down), task.reused, tuple(places)
+        what = structure(jaxpr, self._key_of) if shared else id(task)
+        key = what, stage.on_cores, len(task.down), task.reused, tuple(places)
         if key in self._compiled:
             return self._compiled[key]
         run = cores.run_undivided(jaxpr) if stage.on_cores else jax_fun(closed(jaxpr))
@@ -317,14 +310,6 @@ class _Values:
             self.here |= defined
             self._there |= zip(task.down, results[n:], strict=True)
 
-    def free_sent(self, task: Task) -> None:
-        """Free the host copies that a task of the cores reads last, so that its results can take their memory."""
-        if task.stage.on_cores:
-            sent = [v for v in task.over if is_sent(v.aval) and self._there.get(v) is not self.here.get(v)]
-            there = {v: self._there[v] for v in sent}
-            self.drop(sent)
-            self._there |= there
-
     def drop(self, over: Sequence[Var]) -> None:
         """Forget values, and free those that were donated, unless another variable holds them."""
         gone = {v: self.here.pop(v, None) for v in over}
@@ -339,7 +324,8 @@ class _Values:
 
 
 def _as_arrays(xs: Sequence[Any], bring: Jit) -> list[Any]:
-    """Bring values to the step's memory, except jax's arrays and tokens of leaves on disk."""
+    """Make arrays of numbers and of NumPy arrays, which may be rewritten, as ``jax.jit`` does. jax's own arrays and the
+    tokens of leaves on disk stay as they are."""
     found = list(xs)
     if others := [k for k, x in enumerate(xs) if not isinstance(x, jax.Array | Token)]:
         for k, x in zip(others, bring([xs[k] for k in others]), strict=True):

@@ -394,7 +394,7 @@ class Task:
       up: the results of the cores that are read on the device.
       over: the inputs that nobody reads afterwards.
       free: the ones that the step made or was given to donate: their buffers may be reused.
-      reused: the positions of the inputs whose buffers the results take.
+      reused: the positions of the inputs whose buffers the results of a program of the device take.
     """
 
     stage: Stage
@@ -426,18 +426,16 @@ def tasks_of(step: Staged, donated: Set[Var]) -> list[Task]:
     # the caller's: inputs that were not donated, and what a loop that does not run hands on
     others = {*step.inputs} - donated | {v for stage in stages if stage.inner is not None for v in stage.makes}
     tasks: list[Task] = []
-    sent: set[Var] = set()
     for k, stage in enumerate(stages):
         defined = [v for v in stage.makes if v in results or last.get(v, -1) > k]
         inputs, defined = _side_by_side(stage.reads, defined, step.next_of)
         over = [v for v in inputs if last[v] == k and v not in results]
         sends = not stage.on_cores and stage.inner is None
         down = [v for v in defined if v in by_cores and is_sent(v.aval) and not is_host_aval(v.aval)] if sends else []
-        sent.update(down)
         outputs = [v for v in defined if v in by_device or v not in down]
         up = [v for v in defined if v in by_device] if stage.on_cores else []
         free = frozenset(over) - others
-        reused = _reusable(inputs, free, outputs, sent if stage.on_cores else set())
+        reused = () if stage.on_cores else _reusable(inputs, free, outputs)
         tasks.append(Task(stage, inputs, outputs, down, up, over, free, reused))
     return tasks
 
@@ -457,17 +455,13 @@ def _side_by_side(
     return [*old, *(v for v in inputs if v not in rest)], [*new, *(v for v in results if v not in others)]
 
 
-def _reusable(inputs: Sequence[Var], free: Set[Var], outputs: Sequence[Var], sent: Set[Var]) -> tuple[int, ...]:
-    """Return the positions of the inputs whose buffers results may take, one for each result of that type and memory.
-
-    ``sent``: values that are in host memory whatever their types say.
-    """
+def _reusable(inputs: Sequence[Var], free: Set[Var], outputs: Sequence[Var]) -> tuple[int, ...]:
+    """Return the positions of the inputs whose buffers results may take, one for each result of a type and memory."""
 
     def kind(v: Var) -> Hashable:
-        return v.aval.shape, v.aval.dtype, is_host_aval(v.aval) or v in sent
+        return v.aval.shape, v.aval.dtype, is_host_aval(v.aval)
 
-    wanted: Counter[Hashable] = Counter((v.aval.shape, v.aval.dtype, is_host_aval(v.aval)) for v in outputs)
-    found = []
+    wanted, found = Counter(map(kind, outputs)), list[int]()
     for k, v in enumerate(inputs):
         if v in free and wanted[kind(v)] > 0:
             wanted[kind(v)] -= 1

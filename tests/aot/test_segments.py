@@ -1,12 +1,10 @@
 """The pass before an update in several programs, compiled for an H200: no more memory than one takes."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_offload as jo
 from jax_offload._analysis.compiled import on_files
@@ -140,53 +138,3 @@ def test_peak_of_a_state_on_disk(name, programs, tmp_path):
     found = driven(name, True, disk=jo.disk(tmp_path / "of_programs"))
     assert len({id(program) for _, program in found._tasks}) <= 9
     check(name, programs, disk=jo.disk(tmp_path))
-
-
-def on_two(name, share, spec, segments):
-    """A step on two devices, its batch divided, and where its arguments are."""
-    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
-    loss, *args = MODELS[name]()
-    params, batch = (
-        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, each)), tree)  # noqa: B023
-        for tree, each in zip(args, (spec, PartitionSpec("x")), strict=True)
-    )
-    found, leaves = driven_and_leaves(loss, params, batch, segments, update_on=share)
-    given = zip(found._step.inputs, [*found._step.consts, *leaves], strict=True)
-    return found, {v: getattr(x, "sharding", NamedSharding(mesh, PartitionSpec())) for v, x in given}
-
-
-def peak_on_two(found, places):
-    """As ``peak``, of one of two devices; what crosses is divided as XLA chooses for a CPU, which is asked first."""
-
-    def own(v):
-        return math.prod(places[v].shard_shape(v.aval.shape)) * v.aval.dtype.itemsize / MIB
-
-    alive, peaks = {v for v in found._step.inputs if not is_host_aval(v.aval)}, []
-    for task, program in found._tasks:
-        if task.stage.name != BEFORE:
-            break
-        beside = sum(map(own, alive - {*task.inputs}))
-        operands = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=places[v]) for v in task.inputs]
-        kinds = [HOST_KIND if is_host_aval(v.aval) else DEVICE_KIND for v in task.outputs]
-        placed_by_cpu = jax.jit(program.__wrapped__).lower(*operands).compile().output_shardings
-        kinds += [HOST_KIND for _ in task.down]
-        after = [s.with_memory_kind(kind) for s, kind in zip(placed_by_cpu, kinds, strict=True)]
-        places.update(zip(task.outputs, after, strict=False))
-        options = options_for_sending("cuda") if task.sends else {}
-        compiled = measure(H200, program.__wrapped__, tuple(operands), task.reused, after, options, n=2)
-        peaks.append(compiled.peak + beside)
-        alive |= {v for v in task.outputs if not is_host_aval(v.aval)}
-        alive -= task.free
-    return len(peaks), max(peaks)
-
-
-@pytest.mark.long("compiles more of the same for a chip")
-@pytest.mark.parametrize(
-    ("name", "share", "programs"), [("MLP", "host", 5), ("MLP", 0.5, 3), ("MLP, few tokens", "host", 5)]
-)
-def test_peak_on_two_devices(name, share, programs):
-    """Whose parameters are divided between them."""
-    require(H200)
-    found = [peak_on_two(*on_two(name, share, PartitionSpec(None, "x"), cut)) for cut in (False, True)]
-    print(name, found)
-    assert found[0][0] == 1 and found[1][0] >= programs and found[1][1] <= 1.02 * found[0][1]
