@@ -116,7 +116,8 @@ def _run(p: Planned, how: Chunked, update: Update, n: int, before: Sequence[Var]
 
     def run(start: Any, *values: Any) -> list[Any]:
         k = len(p.slice.inputs)
-        return part(part_of(p, how, n), update.names)(start, values[:k], dict(zip(before, values[k:], strict=True)))
+        left = dict(zip(before, values[k:], strict=True))
+        return part(part_of(p, how, n), update.names)(start, values[:k], [left.get(v) for v in p.slice.outputs])
 
     return run
 
