@@ -1,10 +1,10 @@
 """A leaf of a state that is on disk: its placeholder, how a trace reads and writes it, and how it moves between steps.
 
-Such a leaf is no operand of any program. The state's tree has an ``OnDisk`` in its place: a pytree node whose one child
-is a token, the version of the state. Outside of traces a token has no value, so computing with it is an error; inside,
-it is a number. In a traced update ``READ`` makes the leaf, in host memory, from the token, and ``WRITE`` makes a token
-from the next value; in between, it is updated as a host leaf. Whoever drives the step from Python takes both equations
-out; in any other program they are an error when it is lowered.
+Such a leaf is never an operand of a program. In the state's tree an ``OnDisk`` stands for it: a pytree node whose one
+child is a token, the version of the state. Outside traces a token has no value, so computing with it is an error; in a
+trace it is a number. In a traced update ``READ`` makes the leaf, in host memory, from the token, and ``WRITE`` makes a
+token from the next value; in between, the leaf is updated like any host leaf. The driver takes both equations out of
+the step; in any other program they are an error when it is lowered.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BATCH = 2**26  # bytes of leaves that are read together on their way to a disk
 
 
 class UpdatedFromDisk(ValueError):
-    """Someone makes a program for the device from an update whose state is on disk."""
+    """An update whose state is on disk was put into a program for the device."""
 
     def __init__(self) -> None:
         super().__init__(

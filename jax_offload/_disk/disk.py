@@ -3,8 +3,8 @@
 Threads read and write leaves, and wait for their values, so that the thread that drives the step does not. A read waits
 for pending writes of its leaf, and an error in writing is remembered: the files then hold parts of two steps.
 
-None of several processes stops in the middle of a step, where the others would wait for its part: it goes on, with
-zeros for values that it could not read, and ``advance``, at the end, raises in all of them.
+One of several processes never stops in the middle of a step, because the others would wait for it. It goes on, with
+zeros for values that it could not read, and ``advance`` raises in all processes at the end of the step.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Disk:
         return True
 
     def _beside(self, tree: Any) -> dict[str, Late]:
-        """The part of a commit beside the leaves on disk, once these are written."""
+        """Return the arrays of a commit that are not on disk, after the leaves on disk have been written."""
         self._check_whole()
         beside, found = packed(tree)
         for leaf in found.values():
@@ -179,9 +179,9 @@ class Disk:
         return self._opened
 
     def fill(self, leaves: Sequence[Place], values: Iterable[Any]) -> list[OnDisk]:
-        """Make files with these leaves, from values that come one after the other, so that few are in memory at a time.
+        """Make files for these leaves from an iterator of values, so that few are in memory at a time.
 
-        Nothing is left of the files if a value does not come.
+        If the iterator raises, the files hold nothing.
         """
         if self._opened is not None:
             raise ValueError(
@@ -327,8 +327,8 @@ class Disk:
     def _check_whole(self) -> None:
         """Raise ``ValueError`` where an update did not end.
 
-        What failed in one of several processes does not count until all know it, or this one would leave the next step
-        to the others.
+        A failure in one of several processes counts only when all of them know it; otherwise the others would wait for
+        this one in the next step.
         """
         self.store  # noqa: B018
         why = self._known if several() else self._failed

@@ -23,8 +23,8 @@ from jax_offload._drive.stages import BEFORE, DRIVEN, Staged, Task
 from jax_offload._emit.find import holds_driven_update, is_update
 from jax_offload._ir.program import Program
 
-# How many stages' leaves are read ahead, or written behind, while another stage runs, and the most bytes each way: a
-# row of a leaf may be gigabytes, and then only the stage's own leaves are read.
+# How many stages' leaves are read ahead, or written behind, while another stage runs, and the most bytes each way. Rows
+# may be gigabytes long; then only the leaves of the current stage are read.
 DEPTH, AT_ONCE = 2, 2**29
 
 
@@ -33,13 +33,13 @@ DEPTH, AT_ONCE = 2, 2**29
 
 @dataclasses.dataclass(frozen=True)
 class OnFiles:
-    """A step without its reads and writes.
+    """A step whose reads and writes of leaves on disk are inputs and results of its program.
 
     Attributes:
       program: the step. Its last inputs are the leaves to read, and its last results are the leaves to write.
-      reads: an input to read -> its token, and the leaf.
-      writes: for each result to write, the leaf whose next value it is. A leaf that is handed on is not written.
-      tokens: the positions of the step's results that are tokens -> their leaves.
+      reads: input that is read -> its token and its leaf.
+      writes: the leaf of each result that is written. A leaf that the step hands on unchanged is not written.
+      tokens: position of a result of the step that is a token -> its leaf.
     """
 
     program: Program
