@@ -36,7 +36,7 @@ from jax_offload._drive.cores import is_sent
 from jax_offload._emit.find import holds_driven_update, is_update
 from jax_offload._emit.region import Update, bound
 from jax_offload._emit.run import functions, waiting
-from jax_offload._ir.program import Builder, Program, flat, numbered, structure
+from jax_offload._ir.program import Builder, Program, as_program, numbered, structure
 from jax_offload._ir.slices import Slice, slice_of
 from jax_offload._plan.plan import Chunked, Planned
 from jax_offload._plan.serialise import Serialise, is_large
@@ -168,7 +168,7 @@ def _in_turn(first: Slice, gradients: Sequence[Var]) -> list[Slice]:
         return eqn.replace(invars=ins, outvars=[raw.get(v, v) for v in eqn.outvars])
 
     eqns, outputs = [own(eqn) for eqn in first.jaxpr.eqns], [raw.get(v, v) for v in first.outputs]
-    waits = inlined(flat(jaxpr_of(wait, *(v.aval for v in held))[0]), [*raw.values()], held)
+    waits = inlined(as_program(jaxpr_of(wait, *(v.aval for v in held))[0]), [*raw.values()], held)
     return [slice_of(eqns, outputs, first.jaxpr.debug_info, {}), waits]
 
 
@@ -253,7 +253,7 @@ class _Found:
     ) -> Slice:
         """What a function does, as a slice; functions of one ``kind`` do the same."""
         if kind not in self.traced:
-            self.traced[kind] = flat(jaxpr_of(run, *(v.aval for v in inputs))[0])
+            self.traced[kind] = as_program(jaxpr_of(run, *(v.aval for v in inputs))[0])
         return inlined(self.traced[kind], inputs, outputs)
 
     def on_device(self, name: str, *slices: Slice) -> None:
