@@ -448,7 +448,18 @@ def test_a_step_that_computes_with_a_state_says_what_does(disk):
         params, state = jo.update_params(tx, params, state, params)
         return params, state, optax.tree.norm(jo.to_device(optax.tree.get(state, "mu")))
 
+    def in_a_scan(params, state):
+        def body(carry, _):
+            return jo.update_params(tx, carry[0], carry[1], carry[0]), None
+
+        return jax.lax.scan(body, (params, state), length=2)[0]
+
+    def in_a_checkpoint(params, state):
+        return jax.checkpoint(lambda p, s: jo.update_params(tx, p, s, p))(params, state)
+
     for step, message in (
+        (in_a_scan, r"disk: the update stands in a scan of the step, which cannot be cut there\. Fix: update once"),
+        (in_a_checkpoint, r"disk: the update stands in a jax\.checkpoint of the step"),
         (twice, r"updates the state again.*call such a step several times"),
         (with_a_norm, r"reads a leaf, for a norm.*between two steps jo\.to_device.*jo\.save_args"),
         (with_a_norm_on_the_device, r"outside its update.*jo\.to_device\(optax\.tree\.get"),

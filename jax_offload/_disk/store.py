@@ -37,7 +37,7 @@ _AT_ONCE = 4  # arrays beside the state that are moved, and are in memory, at on
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """An array in the store: what one device has of some rows of a leaf.
+    """An array in the store: one device's part of a range of a leaf's rows.
 
     Attributes:
       path: the leaf's name.
@@ -62,7 +62,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Version:
-    """Bytes in one of the two slots, with the checksums of their blocks."""
+    """The values of an array in one of the two slots, with the checksums of their blocks."""
 
     slot: int
     checksums: tuple[int, ...]
@@ -70,7 +70,7 @@ class Version:
 
 @dataclasses.dataclass(frozen=True)
 class Late:
-    """``nbytes`` that ``make`` gives when they are written, so that few such arrays are in memory at a time."""
+    """An array of ``nbytes`` that ``make`` returns when it is written, so that few are in memory at a time."""
 
     nbytes: int
     make: Callable[[], np.ndarray]
@@ -348,7 +348,7 @@ class Store:
 
 
 def _laid_out(entries: Sequence[Entry]) -> tuple[list[int], int]:
-    """Where each entry begins in a file of them, and how long that is."""
+    """Return the offset of each entry in a file, and the file's length."""
     offsets, length = list[int](), 0
     for entry in entries:
         offsets.append(length)
@@ -365,7 +365,7 @@ def _exists(path: Path, files: Files) -> bool:
 
 
 def _allocate(path: Path, length: int, need: int, files: Files) -> None:
-    """Make a file of space of its own. ``need`` is what the whole store takes, for the error."""
+    """Make a file and reserve its space. ``need``: the bytes of the whole store, for the error."""
     descriptor = files.open(path, create=True)
     try:
         files.allocate(descriptor, length)

@@ -19,7 +19,7 @@ from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, inner_of, values_of, variables
 from jax_offload._base.memory import HOST_KIND
 from jax_offload._base.on_disk import IN_MEMORY, READ, WRITE, Ends, Place, Range
-from jax_offload._drive.stages import BEFORE, DRIVEN, Staged, Task
+from jax_offload._drive.stages import BEFORE, DRIVEN, Staged, Task, stands_in
 from jax_offload._emit.find import holds_driven_update, is_update
 from jax_offload._ir.program import Program
 

@@ -120,7 +120,7 @@ def _over(s: Slice, slices: Sequence[Slice], next_of: Mapping[Var, Var], own: Se
     """Map results to the inputs that they overwrite: a next value overwrites its input if nothing else reads that."""
 
     def type_of(v: Var) -> Any:
-        return v.aval.shape, v.aval.dtype, is_host_aval(v.aval)
+        return v.aval.shape, v.aval.dtype, v.aval.weak_type, is_host_aval(v.aval)
 
     times = Counter(v for each in slices for v in each.inputs)
     positions = {v: i for i, v in enumerate(s.inputs) if v in own and times[v] == 1}

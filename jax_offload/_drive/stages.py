@@ -36,6 +36,7 @@ from jax_offload._drive.cores import is_sent
 from jax_offload._emit.find import holds_driven_update, is_update
 from jax_offload._emit.region import Update, bound
 from jax_offload._emit.run import functions, waiting
+from jax_offload._ir.primitives import CHECKPOINT
 from jax_offload._ir.program import Builder, Program, as_program, numbered, structure
 from jax_offload._ir.slices import Slice, slice_of
 from jax_offload._plan.plan import Chunked, Planned
@@ -93,10 +94,10 @@ class Staged:
       outputs: its results.
       next_of: result of an update -> the variable of the step that it is the next value of.
       in_turn: gradients that wait for one another, in the order of the backward pass.
-      host_leaves: variable of the step -> whether ``offload`` keeps it on disk, for updates with a part on disk.
-      scattered: gradients that such an update divides further (ZeRO-1) -> how. Its program has them so; made by another
-        program, they would be reduced whole, and wait so on every device.
-      parts: leaf on disk, read or made -> its parts, where it is read or written in some.
+      host_leaves: host leaf of an update with a part on disk -> whether ``offload`` keeps it on disk.
+      scattered: gradient that such an update divides further (ZeRO-1) -> its sharding. The program that makes it
+        divides it; otherwise every device would hold it whole until the update.
+      parts: leaf on disk that is read or written in parts -> the parts.
     """
 
     inputs: list[Var]
@@ -191,10 +192,10 @@ def staged(cut: Cut, ends: Mapping[Var, Ends] = MappingProxyType({})) -> Staged:
 
     Args:
       cut: the step.
-      ends: of leaves on disk, read or made: where ranges of their rows end that are together in files.
+      ends: leaf on disk, read or made -> where the ranges of rows end that are contiguous in its files.
 
     Raises:
-      ValueError: a part of the update that the cores run stands in a scan or the like.
+      ValueError: an update that must be driven stands in a scan or the like.
     """
     found = _Found(ByRows(ends))
     found.on_device(BEFORE, found.in_step(cut.before))
@@ -207,13 +208,19 @@ def staged(cut: Cut, ends: Mapping[Var, Ends] = MappingProxyType({})) -> Staged:
         elif is_update(eqn):
             found.add(eqn, cut.before)
         else:
-            raise ValueError(
-                f"update_on: the update stands in a {eqn.primitive.name} of the step, which cannot be cut there. Fix: "
-                "update once a step, outside of scans and shard_map; skip= and a branch may skip it."
-            )
+            raise stands_in(eqn, "update_on")
     if cut.after.outputs:
         found.on_device("after", found.in_step(cut.after))
     return found.staged(cut.program)
+
+
+def stands_in(eqn: Equation, option: str) -> ValueError:
+    """The error of a step whose update stands in an equation that cannot be driven."""
+    name = "jax.checkpoint" if eqn.primitive.name in CHECKPOINT else eqn.primitive.name
+    return ValueError(
+        f"{option}: the update stands in a {name} of the step, which cannot be cut there. Fix: update once a step, "
+        "outside of scans, jax.checkpoint and shard_map; skip= and a branch may skip it."
+    )
 
 
 @dataclasses.dataclass
@@ -222,9 +229,9 @@ class _Found:
 
     Attributes:
       rules: decides which slices are updated some rows at a time.
-      names: variable of an update, or result of one -> the atom that stands for it in the stages.
+      names: operand or result of an update -> the atom that stands for it in the stages.
       visited: the ids of the updates so far.
-      traced: what slices do, by their kind; slices that do the same are traced once.
+      traced: kind of a slice -> what it does. Slices that do the same are traced once.
     """
 
     rules: ByRows
