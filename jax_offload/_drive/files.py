@@ -153,16 +153,12 @@ _COMPUTES = (
 
 
 def _check_equation(eqn: Equation, reads: Mapping[Var, Any], written: Mapping[Var, Any]) -> None:
-    used = {*variables(eqn.invars)}
-    driven = eqn.primitive.name in DRIVEN and holds_driven_update(eqn)  # its body, or a branch, is a step of its own
-    inside = not driven and _holds_files(eqn)
-    if (not used.isdisjoint(reads) and not is_update(eqn)) or not used.isdisjoint(written) or inside:
+    used, updates = {*variables(eqn.invars)}, holds_driven_update(eqn)
+    inside = any(inner.holds(lambda each: each.primitive in (READ, WRITE)) for inner in inner_of(eqn))
+    if inside and not (updates and eqn.primitive.name in DRIVEN):  # whose body, or branch, is a step of its own
+        raise stands_in(eqn, "disk") if updates else ValueError(_COMPUTES)
+    if (not used.isdisjoint(reads) and not is_update(eqn)) or not used.isdisjoint(written):
         raise ValueError(_COMPUTES)
-
-
-def _holds_files(eqn: Equation) -> bool:
-    """Whether a branch or a loop of the step reads or writes a leaf on disk."""
-    return any(inner.holds(lambda each: each.primitive in (READ, WRITE)) for inner in inner_of(eqn))
 
 
 def _devices(devices: Set[Any]) -> str:
