@@ -343,10 +343,11 @@ _CANNOT_LOWER = identity_primitive("jax_offload_cannot_lower", _raise)
 
 def read_to(leaf: OnDisk, sharding: Sharding) -> jax.Array:
     """Read a leaf to where the sharding says. One that is divided between processes is never whole in one of them."""
-    if leaf.sharding.is_fully_addressable:
-        return jax.device_put(np.asarray(leaf), sharding)
-    here = leaf.place.home.sharded(leaf.place.name, leaf.token, leaf.sharding)
-    return jax.device_put(here, sharding)
+    return jax.device_put(_read(leaf), sharding)
+
+
+def _read(leaf: OnDisk) -> Any:
+    return leaf.place.home.array(leaf.place.name, leaf.token, leaf.sharding)
 
 
 def check_in_memory(state: Any, what: str) -> None:
@@ -393,9 +394,7 @@ def _is_there(x: Any, place: Place | None) -> bool:
 
 
 def _brought(x: Any, like: Any) -> Any:
-    if is_on_disk(x):
-        sharded = not x.sharding.is_fully_addressable
-        x = read_to(x, like.sharding if place_of(like) is None else x.sharding) if sharded else np.asarray(x)
+    x = _read(x) if is_on_disk(x) else x
     return x if place_of(like) is not None else jax.device_put(x, like.sharding)
 
 

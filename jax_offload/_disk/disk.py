@@ -353,22 +353,22 @@ class Disk:
 
     # ---- what reads a leaf between steps ---------------------------------------------------------------------------
 
-    def array(self, name: str, token: Any) -> np.ndarray[Any, Any]:
-        """Read a leaf's values now. ``ValueError`` for a token of another version."""
+    def array(self, name: str, token: Any, sharding: Sharding | None = None) -> np.ndarray[Any, Any] | jax.Array:
+        """Read a leaf's values now: whole, or as an array of a sharding that divides it between processes, if all ask.
+
+        ``ValueError`` for a token of another version, or where this process has only a part of the leaf.
+        """
         if isinstance(token, Tracer):
             raise TypeError("disk: a leaf on disk cannot be read in a trace.")
-        whole = box_of_shape(self._leaf(name).shape)
-        parts = self._as_of(name, token)
-        if not covered(whole, [box for box, _ in parts]):
+        shape, parts = self._leaf(name).shape, self._as_of(name, token)
+        if sharding is not None and not sharding.is_fully_addressable:
+            return assembled(parts, sharding, shape)
+        if not covered(whole := box_of_shape(shape), [box for box, _ in parts]):
             raise ValueError(
                 f"disk: {name} is divided between processes, and this one has a part of it. Fix: jo.to_device(leaf), "
                 "in all processes, gives the leaf divided."
             )
         return gathered(parts, whole)
-
-    def sharded(self, name: str, token: Any, sharding: Sharding) -> jax.Array:
-        """Read a leaf that is divided between processes; all must ask."""
-        return assembled(self._as_of(name, token), sharding, self._leaf(name).shape)
 
     def _as_of(self, name: str, token: Any) -> Parts:
         committed = _version(token) == self._committed
