@@ -184,20 +184,6 @@ def test_fraction_is_any_prefix(params, data):
     assert_as_resident(optax.adam(1e-2), tx, params)
 
 
-@pytest.mark.long("random cases")
-@settings
-@hypothesis.given(params=trees, data=st.data())
-def test_select_is_any_prefix(params, data):
-    select = prefixes(data.draw, params, st.booleans())
-    tx = jo.offload(optax.adam(1e-2), select=select, min_bytes=0)
-    state = assert_as_resident(optax.adam(1e-2), tx, params)
-    chosen = [above.value for above in spread(select, params)]
-    count, *moments = jax.tree.leaves(state)
-    assert kinds(count) == ["device"]
-    want = [c and eligible(x) for c, x in zip([*chosen, *chosen], moments, strict=True)]
-    assert [k == "pinned_host" for k in kinds(moments)] == want
-
-
 @pytest.mark.parametrize("params", [[], {"a": None, "b": []}, Pair((), {}), Layer(None, None)], ids=repr)
 @pytest.mark.parametrize("name", ["adafactor", "MultiSteps"])
 def test_empty_trees(name, params):
