@@ -174,19 +174,15 @@ def _restore_step(ocp: Any, manager: Any, step: int, item: str | None, target: A
         for x in jax.tree.leaves(target):
             if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is not None:
                 memory.check_platform(x.sharding.addressable_devices)
-    wanted, treedef = jax.tree.flatten(target)
     check_target(target, stored, folder)
-    names, likes = named(target)
+    (names, likes), treedef = named(target), jax.tree.structure(target)
 
     def read(indices: Sequence[int]) -> list[Any]:
         """Read these leaves and no others."""
-        if len(indices) == len(likes):
-            args = ocp.args.StandardRestore(target)
-            tree = reading(manager.restore, step, args=args if item is None else ocp.args.Composite(**{item: args}))
-            tree = tree if item is None else tree[item]
-        else:
-            tree = reading(_part, ocp, folder, jax.tree.unflatten(treedef, _only(indices, likes, ocp.PLACEHOLDER)))
-        found = jax.tree.leaves(tree)
+        chosen = {*indices}
+        part = jax.tree.unflatten(treedef, [x if k in chosen else ocp.PLACEHOLDER for k, x in enumerate(likes)])
+        args = ocp.args.PyTreeRestore(part, restore_args=ocp.checkpoint_utils.construct_restore_args(part))
+        found = jax.tree.leaves(reading(ocp.PyTreeCheckpointHandler().restore, folder, args=args))
         leaves = [memory.well_typed(found[k]) for k in indices]
         if by_default:
             leaves = [_on_device(x) if is_key(x) else x for x in leaves]
@@ -196,18 +192,7 @@ def _restore_step(ocp: Any, manager: Any, step: int, item: str | None, target: A
                 raise Damaged(f"other values than were saved in {len(wrong)} of {len(names)} leaves: {some(wrong)}")
         return leaves
 
-    return jax.tree.unflatten(treedef, read_into(wanted, read))
-
-
-def _only(indices: Sequence[int], leaves: Sequence[Any], otherwise: Any) -> list[Any]:
-    chosen = {*indices}
-    return [x if k in chosen else otherwise for k, x in enumerate(leaves)]
-
-
-def _part(ocp: Any, folder: Any, target: Any) -> Any:
-    """Read the leaves of ``target`` that are not placeholders."""
-    args = ocp.args.PyTreeRestore(target, restore_args=ocp.checkpoint_utils.construct_restore_args(target))
-    return ocp.PyTreeCheckpointHandler().restore(folder, args=args)
+    return jax.tree.unflatten(treedef, read_into(likes, read))
 
 
 def _stored_sums(metadata: Any, folder: Any) -> dict[str, int] | None:

@@ -1,20 +1,20 @@
-"""The parts of a tree that orbax stores, and whether a target fits them: leaves on disk, read late, and checksums.
+"""Check targets against stored trees, let orbax read leaves on disk late, and compute checksums of arrays.
 
-orbax takes arrays, and copies NumPy's before it writes them in the background. It gets a leaf on disk as
-an array without memory, whose copy reads the leaf when tensorstore asks for its values, so that few leaves are in
-memory at a time. orbax does not promise that, so it is tried before it is relied on.
+orbax copies NumPy arrays before it writes them in the background. A leaf on disk is handed to it as an array without
+memory, whose copy reads the leaf when tensorstore asks for its values, so that few leaves are in memory at a time.
+orbax does not promise to copy them so; one save and restore of a small array checks that it does.
 
-The checksum of an array shows what storage did to it, however it is sharded when it comes back: a sum modulo 2^64 of
-its 32-bit words (or shorter ones), each multiplied by an odd key that its position in the array decides. So every
-process sums its own parts, in any order, and needs no others. One changed word changes the sum for
-certain, as its key is odd; other damage, words in each other's place included, goes unseen about once in 2^32.
+An array's checksum is the sum modulo 2^64 of its 32-bit words (or shorter ones), each multiplied by an odd key that its
+position in the array decides. So each process sums its own parts, in any order, however the array is sharded. One
+changed word always changes the sum, because its key is odd; other damage, such as swapped words, goes unnoticed about
+once in 2^32.
 """
 
 from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,10 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jax_offload._base import memory
-from jax_offload._base.on_disk import OnDisk, is_on_disk, read_to
+from jax_offload._base.on_disk import is_on_disk, read_to
 
 _PIECE = 2**20  # bytes that are summed at a time, as 64-bit products of each word
 _THREADS = 8
-_Read = Callable[[], np.ndarray[Any, Any]]
 
 
 class Damaged(Exception):
@@ -51,7 +50,7 @@ def reading(read: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def named(tree: Any) -> tuple[list[str], list[Any]]:
-    """The leaves of a tree and their names, alike for named tuples and for the dicts that orbax keeps of them."""
+    """Return the names of a tree's leaves, and the leaves; a named tuple and the dict that orbax makes of it agree."""
     with_paths = jax.tree_util.tree_flatten_with_path(tree)[0]
     names = ["/".join(jax.tree_util.keystr((key,), simple=True) for key in path) for path, _ in with_paths]
     return names, [x for _, x in with_paths]
@@ -63,7 +62,7 @@ def some(names: Iterable[str]) -> str:
 
 
 def check_target(target: Any, stored: dict[str, Any], folder: Any) -> None:
-    """Raises ``ValueError`` for a target of another tree, shape or dtype, or without a place.
+    """Raise ``ValueError`` if the target has another tree, shape or dtype, or a leaf has no sharding.
 
     orbax would convert dtypes without a word, and choose the device.
     """
@@ -105,7 +104,7 @@ def _other_storage(wanted: Collection[str], stored: Collection[str]) -> str:
 
 
 def default_target(stored: Any) -> Any:
-    """Where a leaf goes that nobody gave a target for."""
+    """Return the target of a stored leaf for which the caller gives none."""
     if stored.sharding is None:  # no jax.Array: a NumPy array, or a number
         zero = np.zeros((), stored.dtype)
         if stored.shape:
@@ -117,7 +116,7 @@ def default_target(stored: Any) -> Any:
 
 
 def _recorded(sharding: Any) -> Sharding | None:
-    """The sharding that orbax recorded, where its devices exist here."""
+    """Return the sharding that orbax recorded; ``None`` if this machine does not have its devices."""
     try:
         return sharding.to_jax_sharding()
     except Exception:  # another machine's, in one way or another
@@ -128,27 +127,17 @@ def _recorded(sharding: Any) -> Sharding | None:
 
 
 class Late(np.ndarray):
-    """An array of zeros in one element's memory. ``read`` gives its values."""
+    """An array of zeros in one element's memory. Its deep copy is ``leaf``, which reads its values when asked."""
 
-    read: _Read
+    leaf: Any
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return _WhenAsked(self)
+        return self.leaf
 
 
-class _WhenAsked:
-    """An object that tensorstore takes for an array."""
-
-    def __init__(self, leaf: Late) -> None:
-        self.shape, self.dtype, self.ndim, self._read = leaf.shape, leaf.dtype, leaf.ndim, leaf.read
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        return self._read()
-
-
-def late(shape: tuple[int, ...], dtype: Any, read: _Read) -> Late:
-    found = np.broadcast_to(np.zeros((), dtype), shape).view(Late)
-    found.read = read
+def late(leaf: Any) -> Late:
+    found = np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape).view(Late)
+    found.leaf = leaf
     return found
 
 
@@ -172,26 +161,20 @@ def read_late(ocp: Any, tree: Any) -> Any:
             "jo.save_args: leaves of the state are on disk, and this orbax does not read them when it writes them. "
             "Fix: disk.commit(step, tree) saves the state where it is; jo.restore(disk, target) reads that."
         )
-    return jax.tree.map(lambda x: _late(x) if is_on_disk(x) else x, tree, is_leaf=is_on_disk)
+    return jax.tree.map(lambda x: late(x) if is_on_disk(x) else x, tree, is_leaf=is_on_disk)
 
 
 def sums_of(leaves: list[Any]) -> list[int]:
     """Return the checksums of leaves, one after the other for leaves that are read late."""
     here = iter(checksums([x for x in leaves if not isinstance(x, Late)]))
-    return [checksums([x.read()])[0] if isinstance(x, Late) else next(here) for x in leaves]
-
-
-def _late(leaf: OnDisk) -> Late:
-    home, name, token = leaf.place.home, leaf.place.name, leaf.token
-    return late(leaf.shape, leaf.dtype, lambda: home.array(name, token))
+    return [checksums([np.asarray(x.leaf)])[0] if isinstance(x, Late) else next(here) for x in leaves]
 
 
 @functools.cache
 def _works(ocp: Any) -> bool:
     want = np.arange(6, dtype=np.float32).reshape(2, 3)
     with tempfile.TemporaryDirectory() as folder, ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
-        tree = {"x": late(want.shape, want.dtype, lambda: want)}
-        checkpointer.save(Path(folder) / "x", args=ocp.args.StandardSave(tree))
+        checkpointer.save(Path(folder) / "x", args=ocp.args.StandardSave({"x": late(want)}))
         found = checkpointer.restore(Path(folder) / "x", args=ocp.args.StandardRestore({"x": np.zeros_like(want)}))
     return np.array_equal(found["x"], want)
 
@@ -221,12 +204,12 @@ def checksums(leaves: Sequence[Any]) -> list[int]:
 
 
 def is_key(x: Any) -> bool:
-    """Whether ``x`` is an array of PRNG keys, or the description of one."""
+    """Return whether ``x`` is an array of PRNG keys, or the description of one."""
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _shards_here(x: Any) -> Iterator[tuple[Any, tuple[int, ...]]]:
-    """The shards of ``x`` that this process sums, each with its start in ``x``: the first replica of each."""
+    """Yield the shards of ``x`` that this process sums, the first replica of each, with their starts in ``x``."""
     if isinstance(x, jax.Array):
         for shard in x.addressable_shards:
             if shard.replica_id == 0:
@@ -248,7 +231,7 @@ def _sum_of_shard(shard: Any, start: tuple[int, ...]) -> int:
 
 
 def _keyed_sum(words: np.ndarray, start: Sequence[int]) -> int:
-    """Sum ``words``, which begin at ``start`` in the whole array, each times the product of a key for each axis."""
+    """Sum ``words``, which begin at ``start`` in the array, each times the product of its keys, one for each axis."""
     row, total = words[:1].nbytes, 0
     rows = max(1, _PIECE // max(1, row))
     for begin in range(0, len(words), rows):
@@ -264,7 +247,7 @@ def _keyed_sum(words: np.ndarray, start: Sequence[int]) -> int:
 
 
 def _keys(axis: int, begin: int, count: int) -> np.ndarray:
-    """Odd keys of the positions from ``begin`` on along an axis, counted from the last: SplitMix64's mixing."""
+    """Return odd keys for ``count`` positions from ``begin`` on, by SplitMix64; axes are numbered from the last."""
     x = np.arange(begin, begin + count, dtype=np.uint64) + np.uint64(axis << 56)
     x *= np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jax_offload._base.arrays import is_integer
+from jax_offload._base.arrays import is_integer, nbytes
 from jax_offload._base.shardings import constrained, padded, shards_of, typed_sharding
 
 
@@ -100,11 +100,6 @@ class Storage:
         if not is_integer(self.block) or self.block <= 0:
             raise ValueError(f"storage: block must be a number of elements > 0, an int; got {self.block!r}.")
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one element, without the scale."""
-        return jnp.dtype(self.dtype).itemsize
-
 
 def _meant(given: Any, dtype: str) -> str:
     """Suggest the format that was probably meant; empty for the name of another dtype, or if none is near."""
@@ -113,22 +108,22 @@ def _meant(given: Any, dtype: str) -> str:
     return f" Did you mean {near[0]!r}?" if near and (name in _SHORT or not dtype) else ""
 
 
-def encode(x: jax.Array, storage: Storage, seed: Any = None) -> tuple[jax.Array, jax.Array | None]:
-    """Encode ``x`` as values in the format's dtype and a float32 scale for each block, of shape ``(..., blocks)``.
-
-    Args:
-      x: of shape ``(..., n)`` and any floating dtype.
-      storage: the format. bfloat16 has no scale.
-      seed: a uint32 that, with the place in ``x``, decides the rounding; ``None`` rounds to nearest.
+def encode(x: jax.Array, seed: Any = None, *, storage: Storage) -> list[jax.Array]:
+    """Encode ``x`` as values in the format's dtype and, if it has scales, a float32 per block, ``(..., blocks)``.
 
     NaN stays NaN. Infinity stays, or becomes NaN in formats without it. In the two 8-bit integers, which have neither,
     the whole block becomes NaN.
+
+    Args:
+      x: of shape ``(..., n)`` and any floating dtype.
+      seed: a uint32 that, with the place in ``x``, decides the rounding; ``None`` rounds to nearest.
+      storage: the format.
     """
     x = x.astype(jnp.float32)
     if storage.dtype == "float32":
-        return x, None
+        return [x]
     if storage.dtype == "bfloat16":
-        return to_bfloat16(x, *_places(x, seed), strides=_strides(x)), None
+        return [to_bfloat16(x, *_places(x, seed), strides=_strides(x))]
     blocks = _in_blocks(x, storage.block)
     scale = jnp.max(magnitude(blocks, dtype=storage.dtype), axis=-1)
     if storage.dtype in SCALED:
@@ -140,25 +135,24 @@ def encode(x: jax.Array, storage: Storage, seed: Any = None) -> tuple[jax.Array,
         dtype=storage.dtype,
         strides=_strides(x),
     )
-    return values, scale if storage.dtype in SCALED else or_nan(scale)
+    return [values, scale if storage.dtype in SCALED else or_nan(scale)]
 
 
-def decode(values: jax.Array, scale: jax.Array | None, storage: Storage) -> jax.Array:
-    """Decode what ``encode`` returns to float32."""
+def decode(values: jax.Array, scale: jax.Array | None = None, *, storage: Storage) -> list[jax.Array]:
+    """Decode what ``encode`` returns to one float32 array."""
     if scale is None:
-        return values.astype(jnp.float32)
+        return [values.astype(jnp.float32)]
     wide = _per_element(scale, values, storage.block)
     if storage.dtype in SCALED:
-        return values.astype(jnp.float32) * wide
-    return from_code(values, wide, dtype=storage.dtype)
+        return [values.astype(jnp.float32) * wide]
+    return [from_code(values, wide, dtype=storage.dtype)]
 
 
 @functools.lru_cache(1024)
-def encoded_shapes(shape: tuple[int, ...], storage: Storage) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """Return the shapes of the values and the scales that ``encode`` returns."""
-    x = jax.ShapeDtypeStruct(shape, jnp.float32)
-    values, scale = jax.eval_shape(lambda x: encode(x, storage), x)
-    return values.shape, None if scale is None else scale.shape
+def encoded_bytes(shape: tuple[int, ...], storage: Storage) -> int:
+    """Return the bytes of what ``encode`` returns for an array of this shape."""
+    encoded = jax.eval_shape(functools.partial(encode, storage=storage), jax.ShapeDtypeStruct(shape, jnp.float32))
+    return sum(map(nbytes, encoded))
 
 
 def _strides(x: jax.Array) -> tuple[int, ...]:
@@ -295,14 +289,9 @@ def _noise(*place: jax.Array, strides: tuple[int, ...], margin: float = 0.0) -> 
 
 
 def _random_bits(seed: jax.Array, *place: jax.Array, strides: tuple[int, ...]) -> jax.Array:
-    """Return a random uint32 for each place: a mixed counter, which is the same in chunks and on any devices.
-
-    Only the upper bits are used, which the last line of the finalizer (see ``mixed``) does not improve.
-    """
+    """Return a random uint32 for each place: a mixed counter, which is the same in chunks and on any devices."""
     number = sum((index * jnp.uint32(stride) for index, stride in zip(place, strides, strict=True)), jnp.uint32(0))
-    number = number ^ seed
-    number = (number ^ (number >> 16)) * jnp.uint32(0x85EBCA6B)
-    return (number ^ (number >> 13)) * jnp.uint32(0xC2B2AE35)
+    return mixed(number ^ seed)
 
 
 def _held(x: jax.Array, dtype: str) -> jax.Array:

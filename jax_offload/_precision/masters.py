@@ -10,10 +10,10 @@ import optax
 from jax import lax
 
 from jax_offload._base.arrays import Offloaded
-from jax_offload._base.memory import on_host, to_device
+from jax_offload._base.memory import loaded, on_host, to_device
 from jax_offload._base.own_primitives import mark, mark_of
 from jax_offload._base.shardings import constrained, typed_sharding
-from jax_offload._placement.arguments import changes_shapes, check_inner, check_state, check_tree
+from jax_offload._placement.arguments import changes_shapes, check_inner, check_on_device, check_state, check_tree
 
 LANDING = "brings a parameter to its master"  # the mark of such an update in the trace
 
@@ -119,6 +119,7 @@ def with_master_params(
                 return optax.MaskedNode()
             return jnp.zeros(p.shape, jnp.int16) if low_bits else p.astype(dtype)
 
+        params = loaded(params)
         inner_state = inner.init(jax.tree.map(lambda p: p.astype(dtype) if needs(p) else p, params))
         _check_order(inner_state)
         return MasterState(jax.tree.map(stored, params), inner_state)
@@ -128,6 +129,7 @@ def with_master_params(
     ) -> tuple[optax.Updates, optax.OptState]:
         if params is None:
             raise ValueError("params: with_master_params needs them; call tx.update(grads, state, params).")
+        check_on_device(updates, params, "with_master_params alone streams nothing", state.master)
         leaves, treedef = jax.tree.flatten(params)
         masters = _masters_like(state, treedef)
         own = [None if m is None else (_joined(p, m) if low_bits else _following(m, p))
