@@ -109,7 +109,7 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
         raise ValueError(
             f"select: {policy.select!r} selects no leaf of the state, of the {len(asked)} that may move. A function is "
             f"called with a parameter's path and a state leaf; the paths are {', '.join(names[:8])}. Fix: select some "
-            "of these, or write fraction=0 alone, which moves nothing."
+            "of these, or write fraction=0 instead, which moves nothing."
         )
     hosts = _first_leaves(leaves, fractions, range(len(leaves)))
     leaves = [
@@ -385,7 +385,7 @@ def _axes(shard_over: Any) -> tuple[str, ...]:
 def _check_takes_two(select: Callable[..., Any]) -> None:
     try:
         signature = inspect.signature(select)
-    except ValueError:  # of a builtin
+    except ValueError:  # a builtin may have no signature
         return
     try:
         signature.bind("path", None)

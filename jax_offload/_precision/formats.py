@@ -26,19 +26,7 @@ from jax.sharding import PartitionSpec
 from jax_offload._base.arrays import is_integer, nbytes
 from jax_offload._base.shardings import constrained, padded, shards_of, typed_sharding
 
-
-@dataclasses.dataclass(frozen=True)
-class _Float:
-    """A binary floating-point format: its mantissa bits, and the exponents of its least normal and largest binade."""
-
-    mantissa: int
-    least: int
-    largest: int
-
-
-# A block is scaled by a power of two, so that its largest magnitude is at most the least of the last binade: then
-# rounding up neither overflows nor changes the scale.
-SCALED = {"float16": _Float(10, -14, 15), "float8_e4m3fn": _Float(3, -6, 8), "float8_e5m2": _Float(2, -14, 15)}
+SCALED = ("float16", "float8_e4m3fn", "float8_e5m2")
 INTEGERS = ("int8", "uint8")
 _MIDDLE = 128.0  # the code of zero in a uint8 block that has a negative number
 _SNAP = 1e-4  # as a part of a step: values this near a point of the map become that point, despite rounding errors
@@ -231,8 +219,12 @@ def with_sign(largest: jax.Array, negative: jax.Array) -> jax.Array:
 
 
 def scale_of(largest: jax.Array, *, dtype: str) -> jax.Array:
-    """Return the power of two that brings the largest of a block to the format's last binade."""
-    power = _clamped(_ceil_log2(largest) - SCALED[dtype].largest, 126)
+    """Return the power of two by which a block's largest magnitude becomes at most the least of the last binade.
+
+    Rounding up then neither overflows nor changes the scale.
+    """
+    last = math.frexp(float(jnp.finfo(dtype).max))[1] - 1
+    power = _clamped(_ceil_log2(largest) - last, 126)
     return lax.bitcast_convert_type((power + 127) << 23, jnp.float32)
 
 
@@ -252,7 +244,7 @@ def to_bfloat16(x: jax.Array, *place: jax.Array, strides: tuple[int, ...]) -> ja
 def to_float(x: jax.Array, scale: jax.Array, *place: jax.Array, dtype: str, strides: tuple[int, ...]) -> jax.Array:
     noise = _noise(*place, strides=strides) if place else None
     inverse = jnp.uint32(254 << 23) - lax.bitcast_convert_type(scale, jnp.uint32)  # the inverse of a power of two
-    values = _to_grid(_held(x, dtype) * lax.bitcast_convert_type(inverse, jnp.float32), SCALED[dtype], noise)
+    values = _to_grid(_held(x, dtype) * lax.bitcast_convert_type(inverse, jnp.float32), jnp.finfo(dtype), noise)
     return _where(lax.is_finite(x), values, x).astype(dtype)
 
 
@@ -295,7 +287,7 @@ def _random_bits(seed: jax.Array, *place: jax.Array, strides: tuple[int, ...]) -
 
 
 def _held(x: jax.Array, dtype: str) -> jax.Array:
-    top = (2 - 2.0 ** -SCALED[dtype].mantissa) * 2.0**127  # float32 overflows if it rounds up from there
+    top = (2 - 2.0 ** -jnp.finfo(dtype).nmant) * 2.0**127  # float32 overflows if it rounds up from there
     return _clamped(x, top)
 
 
@@ -309,15 +301,15 @@ def _where(condition: jax.Array, x: jax.Array, y: Any) -> jax.Array:
     return lax.select(condition, x, y if isinstance(y, jax.Array) else lax.full_like(x, y))
 
 
-def _to_grid(x: jax.Array, form: _Float, noise: jax.Array | None) -> jax.Array:
+def _to_grid(x: jax.Array, info: Any, noise: jax.Array | None) -> jax.Array:
     """Round ``x`` to the numbers of a format, still in float32."""
-    binade = jnp.maximum(_power_below(x), 2.0**form.least)
+    binade = jnp.maximum(_power_below(x), 2.0**info.minexp)
     # 2^mantissa / binade
-    steps = jnp.uint32((254 + form.mantissa) << 23) - lax.bitcast_convert_type(binade, jnp.uint32)
+    steps = jnp.uint32((254 + info.nmant) << 23) - lax.bitcast_convert_type(binade, jnp.uint32)
     count = jnp.abs(x) * lax.bitcast_convert_type(steps, jnp.float32)
     below = jnp.floor(count) if noise is not None else lax.round(count, lax.RoundingMethod.TO_NEAREST_EVEN)
     count = below if noise is None else below + (noise < count - below)
-    return lax.sign(x) * jnp.maximum(count, 1) * (binade * 2.0**-form.mantissa)
+    return lax.sign(x) * jnp.maximum(count, 1) * (binade * 2.0**-info.nmant)
 
 
 def _to_map(x: jax.Array, thrice: Any, noise: jax.Array | None, squared: jax.Array | None = None) -> jax.Array:

@@ -15,7 +15,7 @@ from jax_offload._base.own_primitives import mark, mark_of
 from jax_offload._base.shardings import constrained, typed_sharding
 from jax_offload._placement.arguments import changes_shapes, check_inner, check_on_device, check_state, check_tree
 
-LANDING = "brings a parameter to its master"  # the mark of such an update in the trace
+LANDING = "brings a parameter to its master"  # marks such an update in the trace
 
 
 class MasterState(NamedTuple):
@@ -32,7 +32,7 @@ class MasterState(NamedTuple):
 
 
 class WithMasterParams(optax.GradientTransformationExtraArgs):
-    """The type that ``with_master_params`` returns, which tells a wrong order."""
+    """The result of ``with_master_params``, whose type shows that an optimizer is wrapped already."""
 
 
 def with_master_params(
