@@ -9,6 +9,7 @@ orbax does not promise to copy them so; one save and restore of a small array ch
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import tempfile
@@ -21,7 +22,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
 
 from jax_offload._base import memory
 from jax_offload._base.on_disk import is_on_disk, read_into, read_to
@@ -160,7 +160,8 @@ def _restore_step(ocp: Any, manager: Any, step: int, item: str | None, target: A
     if item is not None and not folder.exists():
         there = sorted(path.name for path in folder.parent.iterdir())
         raise ValueError(f"item: no {item!r} in {folder.parent}; there are {there}.")
-    if item is None and not folder.exists() and (items := _items(folder.parent)):
+    items = sorted(path.name for path in folder.parent.glob("*") if path.is_dir())
+    if item is None and not folder.exists() and items:
         raise ValueError(
             f"item: the checkpoint in {folder.parent} has the items {items}; say which: item={items[0]!r}."
         )
@@ -185,8 +186,9 @@ def _restore_step(ocp: Any, manager: Any, step: int, item: str | None, target: A
         args = ocp.args.PyTreeRestore(part, restore_args=ocp.checkpoint_utils.construct_restore_args(part))
         found = jax.tree.leaves(reading(ocp.PyTreeCheckpointHandler().restore, folder, args=args))
         leaves = [memory.well_typed(found[k]) for k in indices]
-        if by_default:
-            leaves = [_on_device(x) if is_key(x) else x for x in leaves]
+        if by_default:  # orbax's metadata do not tell PRNG keys, which belong on the device, from other arrays
+            leaves = [jax.device_put(x, memory.with_kind(x.sharding, memory.DEVICE_KIND)) if is_key(x) else x
+                      for x in leaves]  # fmt: skip
         if sums is not None:
             found = zip((names[k] for k in indices), checksums(leaves), strict=True)
             if wrong := [name for name, got in found if got != sums[name]]:
@@ -205,15 +207,6 @@ def _stored_sums(metadata: Any, folder: Any) -> dict[str, int] | None:
     if entry is not None or (file.exists() and _MARK.encode() in file.read_bytes()):
         raise Damaged("its metadata held checksums, and they are not found")
     return None
-
-
-def _items(folder: Any) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.exists() else []
-
-
-def _on_device(key: jax.Array) -> jax.Array:
-    """Move a PRNG key to the device: orbax's metadata do not tell keys from other arrays before they are read."""
-    return jax.device_put(key, memory.with_kind(key.sharding, memory.DEVICE_KIND))
 
 
 def _with_host_copies(tree: Any) -> Any:
@@ -265,9 +258,8 @@ def reading(read: Any, *args: Any, **kwargs: Any) -> Any:
 
 def named(tree: Any) -> tuple[list[str], list[Any]]:
     """Return the names of a tree's leaves, and the leaves; a named tuple and the dict that orbax makes of it agree."""
-    with_paths = jax.tree_util.tree_flatten_with_path(tree)[0]
-    names = ["/".join(jax.tree_util.keystr((key,), simple=True) for key in path) for path, _ in with_paths]
-    return names, [x for _, x in with_paths]
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat], [x for _, x in flat]
 
 
 def some(names: Iterable[str]) -> str:
@@ -325,17 +317,11 @@ def default_target(stored: Any) -> Any:
         if stored.shape:
             return np.broadcast_to(zero, stored.shape)
         return zero.item() if np.asarray(zero.item()).dtype == zero.dtype else zero  # a Python number has 64 bits
-    sharding = _recorded(stored.sharding) or memory.ambient_sharding()
+    sharding = memory.ambient_sharding()
+    with contextlib.suppress(Exception):  # the recorded devices may belong to another machine
+        sharding = stored.sharding.to_jax_sharding() or sharding
     kind = memory.HOST_KIND if stored.shape else memory.DEVICE_KIND
     return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=memory.with_kind(sharding, kind))
-
-
-def _recorded(sharding: Any) -> Sharding | None:
-    """Return the sharding that orbax recorded; ``None`` if this machine does not have its devices."""
-    try:
-        return sharding.to_jax_sharding()
-    except Exception:  # the devices belong to another machine
-        return None
 
 
 class Late(np.ndarray):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -256,8 +257,11 @@ def adopted(state: Any, rules: Rules, params: Any, min_bytes: int, init: Callabl
     leaves, treedef = jax.tree.flatten(state.inner_state, is_leaf=is_encoded)
     plain = [jax.ShapeDtypeStruct(x.values.shape, x.dtype) if is_encoded(x) else x for x in leaves]
     wanted, got = formats(rules, jax.tree.unflatten(treedef, plain), params, min_bytes), _formats_of(state)
-    if got == wanted or got == _formats_at_first(init, params):
+    if got == wanted:
         return state
+    with contextlib.suppress(Exception):  # init may not run on what we have
+        if got == _formats_of(jax.eval_shape(init, params)):
+            return state
     k = next(k for k, (a, b) in enumerate(zip(got, wanted, strict=True)) if a != b)
     path = jax.tree_util.tree_flatten_with_path(state.inner_state, is_leaf=is_encoded)[0][k][0]
     raise ValueError(
@@ -276,14 +280,6 @@ def _with_nodes_of(state: Any, like: Any) -> Any:
 def _formats_of(state: StoredState) -> list[Storage | None]:
     leaves = jax.tree.leaves(state.inner_state, is_leaf=is_encoded)
     return [x.storage if is_encoded(x) else None for x in leaves]
-
-
-def _formats_at_first(init: Callable[[Any], Any], params: Any) -> list[Storage | None] | None:
-    try:
-        state = jax.eval_shape(init, params)
-    except Exception:  # init cannot run on what we have
-        return None
-    return _formats_of(state)
 
 
 def in_place(convert: Callable[..., Any], x: Any, *options: Any) -> Any:
