@@ -79,17 +79,17 @@ def test_steps_equal_those_of_a_resident_state_in_the_same_format(storage):
     assert stacked and all("chunks of axis 0" in text for text in stacked), how
 
 
-def test_what_no_gradient_touches_does_not_drift():
+@pytest.mark.parametrize(("storage", "dtype"), [("int8", jnp.float32), ("float8_e4m3fn", jnp.bfloat16)])
+def test_what_no_gradient_touches_does_not_drift(storage, dtype):
     """Zero gradients and no decay: momentum in the format is read and written again, and stays as it is."""
-    tx = jo.offload(optax.trace(decay=1.0), storage="int8", min_bytes=0)
-    params = parameters()
-    _, state = jax.jit(tx.update)(gradients(params), tx.init(params))
+    tx, params = jo.offload(optax.trace(decay=1.0), storage=storage, min_bytes=0), parameters(dtype)
+    update = jax.jit(tx.update)
+    _, state = update(gradients(params), tx.init(params))
     first = jax.tree.map(np.asarray, state.inner_state)
-    zeros, update = jax.tree.map(jnp.zeros_like, params), jax.jit(tx.update)
     for _ in range(5):
-        _, state = update(zeros, state)
+        _, state = update(jax.tree.map(jnp.zeros_like, params), state)
     for x, y in zip(jax.tree.leaves(state.inner_state), jax.tree.leaves(first), strict=True):
-        np.testing.assert_array_equal(x, y)
+        np.testing.assert_array_equal(np.float32(x), np.float32(y))
     assert state.rounds == 6
 
 
@@ -196,14 +196,6 @@ def test_eight_bit_integers_want_float32_leaves():
     """The points of the map, scaled, are no numbers of bfloat16: they would drift. Those of float8 are."""
     with pytest.raises(ValueError, match=r"0/mu/embed: it is bfloat16, .* float32 ones: jo\.offload\("):
         jo.offload(optax.adam(1e-3), storage={"mu": "int8"}, min_bytes=0).init(parameters(jnp.bfloat16))
-    tx = jo.offload(optax.trace(decay=1.0), storage="float8_e4m3fn", min_bytes=0)
-    params = parameters(jnp.bfloat16)
-    _, state = jax.jit(tx.update)(gradients(params), tx.init(params))
-    first, zeros = jo.to_plain(tx, state), jax.tree.map(jnp.zeros_like, params)
-    for _ in range(5):
-        _, state = jax.jit(tx.update)(zeros, state)
-    for x, y in zip(jax.tree.leaves(jo.to_plain(tx, state)), jax.tree.leaves(first), strict=True):
-        np.testing.assert_array_equal(np.float32(x), np.float32(y))
 
 
 @pytest.mark.long("trains two models")
