@@ -405,7 +405,7 @@ def _per_parameter(name: str, said: Any, params: Any, names: Sequence[str]) -> C
       params: the parameters.
       names: their paths.
     """
-    if callable(said):
+    if name == "select" and callable(said):  # a prefix may be a model, which is callable too
         return lambda i: None if i is None else (0, said)
     if not isinstance(said, Rules) and jax.tree_util.all_leaves([said]):
         return lambda i: (0, said)
