@@ -234,7 +234,8 @@ def applied_to_masters(params: Any, updates: Any, state: Any) -> Any:
     They do not if a transformation around ``with_master_params`` has changed them.
     """
     leaves, treedef = jax.tree.flatten(params)
-    steps, masters = treedef.flatten_up_to(updates), [None] * treedef.num_leaves
+    steps = treedef.flatten_up_to(updates)
+    masters: list[Any] = [None] * treedef.num_leaves
     for node in filter(_is_state, jax.tree.leaves(state, is_leaf=_is_state)):
         try:
             found = _masters_like(node, treedef)

@@ -131,32 +131,31 @@ def to_host(tx: optax.GradientTransformation, state: Any, params: Any = None) ->
       'pinned_host'
     """
     params = params_like(tx, state) if params is None else params
-    leaves, treedef = traced_init(tx, params)
+    # Tracers do not tell shardings: under jit the next update divides the leaves.
+    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((state, params)))
+    rows, treedef = (traced_init if traced else placed_leaves)(tx, params)
     got, got_tree = jax.tree.flatten(state, is_leaf=is_on_disk)
-    if got_tree == treedef and [_type(x) for x in got] != [_type(aval) for _, aval in leaves]:
-        raise ValueError(
-            "state: its shapes or dtypes are not those that tx.init gives for these parameters. If params were left "
-            "out, the moments are not like the parameters (factored, or of another dtype): pass to_host(tx, state, "
-            "params)."
-        )
     if got_tree != treedef:
         raise ValueError(
             f"state: not the tree that tx.init gives.\n  got      {got_tree}\n  expected {treedef}\n"
             "If the parameters' tree could not be read off the state, pass params."
         )
-    if any(leaf.disk for leaf, _ in leaves) or any(map(is_on_disk, got)):
+    if [_type(x) for x in got] != [_type(aval) for _, aval, *_ in rows]:
+        raise ValueError(
+            "state: its shapes or dtypes are not those that tx.init gives for these parameters. If params were left "
+            "out, the moments are not like the parameters (factored, or of another dtype): pass to_host(tx, state, "
+            "params)."
+        )
+    if any(leaf.disk for leaf, *_ in rows) or any(map(is_on_disk, got)):
         return jax.tree.unflatten(treedef, brought(got, lambda: jax.tree.leaves(abstract_state(tx, params))))
-    # Tracers do not tell shardings: under jit the next update divides the leaves.
-    traced = any(isinstance(x, Tracer) for x in [*got, *jax.tree.leaves(params)])
-    numpy = [not isinstance(x, jax.Array) for x in got]
-    if traced:
-        got = [jnp.asarray(x) if outside else x for x, outside in zip(got, numpy, strict=True)]
-    elif any(numpy) or any(leaf.shard_over for leaf, _ in leaves):
-        placed = placed_leaves(tx, params)[0]
-        move = [outside or bool(leaf.shard_over) for outside, (leaf, _) in zip(numpy, leaves, strict=True)]
-        got = [jax.device_put(x, s) if m else x for x, m, (_, _, s) in zip(got, move, placed, strict=True)]
-    moved = [memory.to_host(x) if leaf.host else memory.to_device(x) for x, (leaf, _) in zip(got, leaves, strict=True)]
-    return guarded(jax.tree.unflatten(treedef, moved), state)
+
+    def moved(x: Any, leaf: Leaf, _: Any, *place: Sharding) -> Any:
+        if place and (leaf.shard_over or not isinstance(x, jax.Array)):
+            return jax.device_put(x, *place)
+        x = x if isinstance(x, jax.Array) else jnp.asarray(x)
+        return memory.to_host(x) if leaf.host else memory.to_device(x)
+
+    return guarded(jax.tree.unflatten(treedef, [moved(x, *row) for x, row in zip(got, rows, strict=True)]), state)
 
 
 def _type(x: Any) -> tuple[tuple[int, ...], Any]:
