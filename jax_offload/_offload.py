@@ -83,7 +83,7 @@ def offload(
         itself, which then takes ``skip`` too; the other options are still checked.
       select: the parameters whose state may move: a pytree prefix of the parameters with bools; one or several regular
         expressions, searched in a parameter's path ``a/b/c``; or a function of that path and the state leaf. A rule
-        that matches no parameter is an error.
+        that matches no parameter is an error, and so is a choice that selects no leaf.
       min_bytes: the size in bytes below which a state leaf stays on the device, 64 KiB by default. Scalars and PRNG
         keys always stay.
       window: the bytes of state that are on a device at a time while the state streams. A group of leaves that one
