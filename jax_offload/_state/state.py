@@ -94,13 +94,12 @@ def to_device(state: Any) -> Any:
       0.0
     """
 
-    def read(x: Any) -> Any:
-        if not is_on_disk(x):
-            return x
-        return read_to(x, memory.with_kind(x.sharding, memory.DEVICE_KIND))
+    def on_device(x: Any) -> Any:
+        if is_on_disk(x):
+            return read_to(x, memory.with_kind(x.sharding, memory.DEVICE_KIND))
+        return memory.to_device(x) if isinstance(x, jax.Array) else x
 
-    in_memory = jax.tree.map(read, state, is_leaf=is_on_disk)
-    return guarded(jax.tree.map(lambda x: memory.to_device(x) if isinstance(x, jax.Array) else x, in_memory), state)
+    return guarded(jax.tree.map(on_device, state, is_leaf=is_on_disk), state)
 
 
 def to_host(tx: optax.GradientTransformation, state: Any, params: Any = None) -> Any:
