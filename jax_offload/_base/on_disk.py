@@ -187,13 +187,7 @@ class OnDisk(_Typed):
         return self.place.on_its_way
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        if isinstance(self.token, Tracer):
-            raise ValueError(
-                f"disk: a step reads {_said(self.place)} outside its update; leaves on disk are read between "
-                "steps. Fix: read a part of the state that the step has returned, jo.to_device(optax.tree.get(state, "
-                "'mu'))."
-            )
-        found = self.place.home.array(self.place.name, self.token)
+        found = _values(self, None)
         return found if dtype is None else found.astype(dtype)
 
     def __jax_array__(self) -> Any:
@@ -343,11 +337,17 @@ _CANNOT_LOWER = identity_primitive("jax_offload_cannot_lower", _raise)
 
 def read_to(leaf: OnDisk, sharding: Sharding) -> jax.Array:
     """Read a leaf to where the sharding says. One that is divided between processes is never whole in one of them."""
-    return jax.device_put(_read(leaf), sharding)
+    return jax.device_put(_values(leaf, leaf.sharding), sharding)
 
 
-def _read(leaf: OnDisk) -> Any:
-    return leaf.place.home.array(leaf.place.name, leaf.token, leaf.sharding)
+def _values(leaf: OnDisk, sharding: Sharding | None) -> Any:
+    """Read a leaf: whole, or as an array of a sharding that divides it between processes."""
+    if isinstance(leaf.token, Tracer):
+        raise ValueError(
+            f"disk: a step reads {_said(leaf.place)} outside its update; leaves on disk are read between steps. Fix: "
+            "read a part of the state that the step has returned, jo.to_device(optax.tree.get(state, 'mu'))."
+        )
+    return leaf.place.home.array(leaf.place.name, leaf.token, sharding)
 
 
 def check_in_memory(state: Any, what: str) -> None:
@@ -394,7 +394,7 @@ def _is_there(x: Any, place: Place | None) -> bool:
 
 
 def _brought(x: Any, like: Any) -> Any:
-    x = _read(x) if is_on_disk(x) else x
+    x = _values(x, x.sharding) if is_on_disk(x) else x
     return x if place_of(like) is not None else jax.device_put(x, like.sharding)
 
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import Sharding
 
 from jax_offload._base.boxes import (
@@ -358,8 +357,6 @@ class Disk:
 
         ``ValueError`` for a token of another version, or where this process has only a part of the leaf.
         """
-        if isinstance(token, Tracer):
-            raise TypeError("disk: a leaf on disk cannot be read in a trace.")
         shape, parts = self._leaf(name).shape, self._as_of(name, token)
         if sharding is not None and not sharding.is_fully_addressable:
             return assembled(parts, sharding, shape)
