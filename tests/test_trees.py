@@ -175,3 +175,27 @@ def test_python_scalars():
     state = tx.init(params)
     assert kinds(state) == ["device", "device", "pinned_host", "device", "pinned_host"]
     assert_same(tx.update(grads, state, params), inner.update(grads, inner.init(params), params), "python scalars")
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Twins:
+    """A node whose children have the same key."""
+
+    def __init__(self, *children):
+        self.children = children
+
+    def tree_flatten_with_keys(self):
+        return [(jax.tree_util.GetAttrKey("w"), x) for x in self.children], None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+@pytest.mark.parametrize("other", [(3, 2), (3,)])
+def test_two_leaves_of_one_path(other, disk):
+    """In memory they are told apart by their places; files know leaves by their paths."""
+    params, inner = Twins(_array((3, 2), jnp.float32, 0), _array(other, jnp.float32, 1)), optax.adam(1e-2)
+    assert_as_resident(inner, jo.offload(inner, min_bytes=0), params)
+    with pytest.raises(ValueError, match=r"disk: 2 leaves of the state have the path \[0\].mu.w"):
+        jo.offload(inner, min_bytes=0, disk=disk).init(params)

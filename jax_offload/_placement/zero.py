@@ -114,7 +114,8 @@ def check_not_manual() -> None:
 
 def check_typed(sharded: Layouts, error: Exception) -> None:
     """Say what to do if an optimizer mixes divided arrays with others, which Explicit axes forbid."""
-    if sharded and type(error).__name__ == "ShardingTypeError":
+    branches = "must have equal" in str(error) and "@" in str(error)  # with Explicit axes a type says how it is divided
+    if sharded and (branches or type(error).__name__ == "ShardingTypeError"):
         raise ValueError(
             "shard_over: on a mesh with Explicit axes this optimizer cannot mix divided gradients with undivided "
             "state, such as factored moments. Use Auto axes, or leave shard_over out."
