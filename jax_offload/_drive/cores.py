@@ -17,7 +17,7 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -212,7 +212,7 @@ def run_undivided(jaxpr: Jaxpr) -> Callable[..., list[Any]]:
 def _undivided(jaxpr: Jaxpr) -> Jaxpr:
     """Return an open jaxpr, a branch or the body of a loop, without constraints and shardings."""
     types = [
-        v.aval.update(sharding=None) if hasattr(v.aval, "sharding") else v.aval
+        cast(Any, v.aval).update(sharding=None) if hasattr(v.aval, "sharding") else v.aval
         for v in (*jaxpr.constvars, *jaxpr.invars)
     ]
     traced = jaxpr_of(run_undivided(jaxpr), *types)[0].jaxpr

@@ -42,7 +42,7 @@ from jax_offload._drive.files import Moving, files_of
 from jax_offload._drive.kernel import OnePass, one_pass
 from jax_offload._drive.rows_down import rows_sent_down
 from jax_offload._drive.segments import in_segments
-from jax_offload._drive.stages import GROUP, Staged, Task, staged, tasks_of
+from jax_offload._drive.stages import BEFORE, GROUP, Staged, Task, staged, tasks_of
 from jax_offload._emit.find import holds_driven_update
 from jax_offload._ir.program import flat, numbered, structure
 from jax_offload._step.checked import Runs, check_order, tell
@@ -187,7 +187,7 @@ class Driven:
         """Make the program of a task; tasks that do the same share it."""
         stage, jaxpr = task.stage, task.jaxpr
         places = [*map(self._result_place, task.outputs), *(None for _ in task.down)]
-        shared = stage.name == GROUP or stage.on_cores
+        shared = stage.name in (BEFORE, GROUP) or stage.on_cores
         what = structure(jaxpr, self._key_of) if shared else id(task)
         key = what, stage.on_cores, len(task.down), task.reused, tuple(places)
         if key in self._compiled:
