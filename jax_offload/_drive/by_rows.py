@@ -16,11 +16,11 @@ import numpy as np
 from jax_offload._base.jaxprs import Atom, Aval, Jaxpr, Var, jaxpr_of, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.on_disk import Ends, Place, Range
+from jax_offload._emit.chunks import group_looped
 from jax_offload._emit.region import Update
-from jax_offload._emit.run import part
 from jax_offload._ir.program import structure
-from jax_offload._plan.by_rows import in_parts, part_of
 from jax_offload._plan.plan import Chunked, Planned
+from jax_offload._plan.transfers import in_parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +117,7 @@ class ByRows:
             before = [None if is_host_aval(v.aval) or i is not None else x
                       for v, i, x in zip(s.outputs, buffers, left, strict=True)]  # fmt: skip
             if n not in runs:
-                runs[n] = part(part_of(p, how, n), update.names)
+                runs[n] = group_looped(s, how, update.names, n)
             yield Piece(
                 [self._start(begin), *inputs, *(x for x in before if x is not None)],
                 outputs,

@@ -17,19 +17,14 @@ from jax_offload._plan.in_scan import InScan
 from jax_offload._plan.plan import Planned
 
 
-def without_updates(step: Any, *, sharded: bool = False) -> Program:
-    """A step's closed jaxpr as a program, with the recipes of its updates in their places.
-
-    ``sharded``: whether updates that these would gather stay divided.
-    """
+def without_updates(step: Any) -> Program:
+    """A step's closed jaxpr as a program, with the recipes of its updates in their places."""
 
     def expand(eqn: Any) -> Program | None:
         if eqn.primitive is not REGION:
             return None
         update = eqn.params["update"]
-        if not isinstance(update, Update):
-            return as_program(equations(update))
-        return update.sharded if sharded and update.sharded is not None else update.program
+        return update.program if isinstance(update, Update) else as_program(equations(update))
 
     return without_round_trips(flat(closed(expanded(step.jaxpr, expand), step.consts)))
 

@@ -19,7 +19,6 @@ from jax_offload._base.donation import guarded
 from jax_offload._base.jaxprs import (
     ClosedJaxpr,
     Jaxpr,
-    Literal,
     closed,
     jax_fun,
     jaxpr_of,
@@ -71,8 +70,6 @@ class Update:
       claims: of the offloads in it.
       rank: of a leaf of the state its place in the order of the backward pass.
       manual: whether it was traced inside ``shard_map``.
-      sharded: where ``program`` gathers updates that are divided (ZeRO-1), the same without that, for a recipe around
-        it that gathers the values that it makes of them.
       wide: whether it was traced with types of 64 bits; jax may lower it where they are off.
       backward: the passes that made its gradients, where only gates in the update hold them back.
       stays: why leaves are not updated within the passes, forward and backward; only ``jax_offload.jit`` asks.
@@ -89,7 +86,6 @@ class Update:
     claims: Sequence[Claim]
     rank: Mapping[Var, int]
     manual: bool
-    sharded: Program | None = None
     wide: bool = dataclasses.field(default_factory=lambda: bool(jax.config.jax_enable_x64))  # pyright: ignore
     backward: Backward | None = None
     stays: tuple[str, ...] = ()
@@ -161,11 +157,11 @@ class Update:
             return needed, self
         places = {i: k for k, i in enumerate(i for i, n in enumerate(needed) if n)}
         gradients = tuple(places[i] for i in self.gradients if i in places)
-        return needed, dataclasses.replace(self, program=program, gradients=gradients, sharded=None)
+        return needed, dataclasses.replace(self, program=program, gradients=gradients)
 
     def replanned(self, program: Program, gradients: tuple[int, ...]) -> Update:
         """The remainder of the update: ``program``, which consists of some of its equations."""
-        return dataclasses.replace(self, program=program, gradients=gradients, sharded=None)
+        return dataclasses.replace(self, program=program, gradients=gradients)
 
     def updated_by(self, cores: bool) -> Update:
         """The same, with all of its leaves updated by the host's cores, or none of them."""
@@ -268,17 +264,12 @@ def bound(update: Update, args: Sequence[Any]) -> list[Any]:
         return update.emitted(args)
     handed_on = dict(zip(program.inputs, operands, strict=True))
     results = handed_on
-    defined = {v: k for k, v in enumerate(program.outputs) if not isinstance(v, Literal) and v not in handed_on}
-
-    def without_the_rest(program: Program) -> Program:
-        return dataclasses.replace(program, consts=[], outputs=[program.outputs[k] for k in defined.values()])
-
+    defined = dict.fromkeys(v for v in variables(program.outputs) if v not in handed_on)
     if defined or update.effects:
         update = dataclasses.replace(
             update,
-            program=without_the_rest(program),
+            program=dataclasses.replace(program, consts=[], outputs=[*defined]),
             gradients=tuple(shift + i for i in update.gradients),
-            sharded=None if update.sharded is None else without_the_rest(update.sharded),
         )
         results = handed_on | dict(zip(defined, REGION.bind(*operands, **params_of(update)), strict=True))
     return values_of(results, program.outputs)

@@ -63,13 +63,13 @@ class Claim:
     on_disk: frozenset[Var] = frozenset()
 
 
-def merged(claims: Sequence[Claim]) -> Options:
-    """All that any of the offloads knows of the parameters."""
+def merged(options: Sequence[Options]) -> Options:
+    """All that any of several offloads knows about the parameters."""
     return Options(
-        shardings={path: s for each in claims for path, s in each.options.shardings.items()},
-        partitions={path: s for each in claims for path, s in each.options.partitions.items()},
-        remembered=frozenset[str]().union(*(each.options.remembered for each in claims)),
-        unknown=frozenset[str]().union(*(each.options.unknown for each in claims)),
+        shardings={path: s for each in options for path, s in each.shardings.items()},
+        partitions={path: s for each in options for path, s in each.partitions.items()},
+        remembered=frozenset[str]().union(*(each.remembered for each in options)),
+        unknown=frozenset[str]().union(*(each.unknown for each in options)),
     )
 
 

@@ -21,9 +21,9 @@ from jax_offload._base.shardings import shards_of
 from jax_offload._emit.find import updates_in
 from jax_offload._emit.region import Update
 from jax_offload._placement.placement import Leaf, unmanaged
-from jax_offload._plan.by_rows import DiskGroups, disk_groups
 from jax_offload._plan.options import claimed, merged
 from jax_offload._plan.plan import Planned
+from jax_offload._plan.transfers import DiskGroups, disk_groups
 from jax_offload._report.callables import opened, unwrapped
 from jax_offload._report.printed import ARGUMENT, Placement
 from jax_offload._state.state import abstract_leaves, placed_leaves
@@ -46,7 +46,7 @@ def _in_guessed_order(update: Update) -> bool:
 
 
 def _shardings(update: Update, of_step: bool) -> Iterator[str]:
-    known = merged(update.claims)
+    known = merged([each.options for each in update.claims])
     by_sharding: dict[str, list[str]] = {}
     for path in sorted(known.remembered):
         sharding = known.shardings[path]

@@ -65,23 +65,11 @@ def streamed(
     if options is not None:
         args = (resharded(updates, options.partitions, params), state, params, *rest)
     trace = traced(recipe, args, options)
-    if options is not None and options.partitions and not types_tell(updates):
-        trace = dataclasses.replace(trace, sharded=_ungathered(trace, updates, options.partitions))
-    given = merged(trace.claims)
+    given = merged([each.options for each in trace.claims])
     if given.partitions and options is None and not types_tell(updates):
         args = (resharded(updates, given.partitions, params), state, params, *rest)
     update = _update(trace, given, updates, state, params, next_of)
     return jax.tree.unflatten(trace.out_tree, bound(update, trace.operands(args)))
-
-
-def part_of_recipe(fun: Callable[..., Any], *args: Any) -> tuple[Any, Options]:
-    """Call ``fun(*args)`` in a recipe that is being traced; return its result and what its offloads know.
-
-    On Auto axes updates that ZeRO-1 divides stay divided: the recipe gathers the values computed from them.
-    """
-    trace = traced(fun, args)
-    update = Update(trace.sharded or trace.program, (), Serialise.NONE, {}, {}, trace.claims, {}, is_manual())
-    return jax.tree.unflatten(trace.out_tree, bound(update, trace.operands(args))), merged(trace.claims)
 
 
 def _update(traced: Traced, given: Options, updates: Any, state: Any, params: Any, next_of: tuple[int, ...]) -> Update:
@@ -105,25 +93,9 @@ def _update(traced: Traced, given: Options, updates: Any, state: Any, params: An
         traced.claims,
         own,
         is_manual(),
-        traced.sharded,
         backward=backward_of(jax.tree.leaves(updates)),
         ordered=produced is not None,
     )
-
-
-def _ungathered(traced: Traced, updates: Any, partitions: Layouts) -> Program:
-    """Leave out the equations at the end of the program that gather the updates.
-
-    The program's first results are the updates, leaf for leaf: an optimizer keeps their tree.
-    """
-    program = traced.program
-    gathered = {eqn.outvars[0]: eqn.invars[0] for eqn in program.eqns if eqn.primitive.name == "sharding_constraint"}
-    outputs = list(program.outputs)
-    for k, (path, _) in enumerate(jax.tree_util.tree_flatten_with_path(updates)[0]):
-        out = outputs[k]
-        if key_of(path) in partitions and not isinstance(out, Literal):
-            outputs[k] = gathered.get(out, out)
-    return dataclasses.replace(program, outputs=outputs)
 
 
 def _next_values(
@@ -236,7 +208,6 @@ class Traced:
     trees: tuple[Any, ...]
     arrays: list[int]
     claims: tuple[Claim, ...] = ()
-    sharded: Program | None = None
 
     @property
     def inputs(self) -> list[Var]:
@@ -287,9 +258,7 @@ def traced(recipe: Callable[..., Any], args: tuple[Any, ...], options: Options |
     found = updates_in(jaxpr) if any(map(holds_update, jaxpr.jaxpr.eqns)) else []
     inside = [(each, each.update) for each in found if isinstance(each.update, Update)]
     program = without_branches(without_updates(jaxpr) if inside else without_round_trips(flat(jaxpr)))
-    divided = any(update.sharded for _, update in inside)
-    sharded = without_branches(without_updates(jaxpr, sharded=True)) if divided else None
-    trace = Traced(program, out_tree[0], tuple(treedef.children()), arrays, sharded=sharded)
+    trace = Traced(program, out_tree[0], tuple(treedef.children()), arrays)
     claims = []
     if options is not None:
         start, end = trace.starts[1:3]
