@@ -47,8 +47,7 @@ from jax_offload._placement.placement import (
     warn_of_nothing,
 )
 from jax_offload._placement.zero import check_not_manual, check_typed, partitions, resharded, resharded_state
-from jax_offload._plan.options import Options
-from jax_offload._plan.order import Order
+from jax_offload._plan.options import Options, Order
 from jax_offload._precision.masters import checked_update
 from jax_offload._precision.storage import adopted, rules_of, warn_of_unstored, with_storage
 from jax_offload._state.state import placed_leaves

@@ -424,14 +424,13 @@ def test_eagerly():
 
 @pytest.mark.parametrize("around", ["nothing", "a jit", "apply_if_finite"])
 def test_update_params_gathers_no_updates(around):
-    """Whatever stands between, and whether jax has traced the update before, where it was alone."""
+    """Whatever stands between."""
     mesh = mesh_of(AxisType.Auto, (8,), ("data",))
     params = jax.device_put({"a": jnp.ones((16, 16)), "b": jnp.ones((16, 16))}, NamedSharding(mesh, P()))
     tx = jo.offload(optax.adamw(1e-2), min_bytes=0, shard_over="data")
     state = tx.init(params)
     if around == "a jit":
         tx = optax.GradientTransformation(tx.init, jax.jit(tx.update))
-        jax.jit(tx.update).lower(params, state, params)
     elif around != "nothing":
         tx = optax.apply_if_finite(tx, 3)
         state = tx.init(params)

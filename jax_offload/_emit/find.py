@@ -29,15 +29,6 @@ def without_updates(step: Any) -> Program:
     return without_round_trips(flat(closed(expanded(step.jaxpr, expand), step.consts)))
 
 
-def emitted(step: Any) -> Any:
-    """A step's closed jaxpr with the equations of its updates in their places: the equations that are lowered."""
-
-    def expand(eqn: Any) -> Program | None:
-        return as_program(equations(eqn.params["update"])) if eqn.primitive is REGION else None
-
-    return closed(expanded(step.jaxpr, expand), step.consts)
-
-
 @dataclasses.dataclass(frozen=True)
 class Found:
     """An update in a traced step.

@@ -37,9 +37,8 @@ from jax_offload._ir.trace import Backward
 from jax_offload._plan.decide import passes_of
 from jax_offload._plan.gates import Piece
 from jax_offload._plan.in_scan import InScan
-from jax_offload._plan.options import Claim, regions
+from jax_offload._plan.options import Claim, apart
 from jax_offload._plan.plan import Planned, PlannedPass
-from jax_offload._plan.serialise import Serialise
 
 NAME = "jax_offload_update"
 REGION = call_primitive(NAME)  # whose equations `find` finds
@@ -64,7 +63,7 @@ class Update:
       program: the usual recipe (load all, update, store all).
       gradients: positions among the program's arguments (its inputs without the constants), in the order of the
         backward pass, which the trace around it knows.
-      serialise: which gradients may wait for each other.
+      take_turns: whether its gradients may wait for each other.
       names: of the state's leaves, of their next values too.
       next_values: result -> the argument that it is the next value of.
       claims: of the offloads in it.
@@ -80,7 +79,7 @@ class Update:
 
     program: Program
     gradients: tuple[int, ...]
-    serialise: Serialise
+    take_turns: bool
     names: Names
     next_values: Mapping[Var, Var]
     claims: Sequence[Claim]
@@ -98,12 +97,10 @@ class Update:
     @functools.cached_property
     def passes(self) -> Sequence[PlannedPass]:
         """How its slices run, pass after pass."""
-        program = self.program
-        found = regions(self.claims, program.inputs)
         gradients = [self.operands[i] for i in self.gradients]
         return passes_of(
-            program, self.next_values, found, lambda v: self.rank.get(v, -1), manual=self.manual,
-            backward=self.backward, gradients=gradients, serialise=self.serialise, on_cores=self.on_cores,
+            self.program, self.next_values, apart(self.claims, self.program.inputs), lambda v: self.rank.get(v, -1),
+            manual=self.manual, backward=self.backward, gradients=gradients, take_turns=self.take_turns,
             gated=self.gated,
         )  # fmt: skip
 

@@ -17,8 +17,9 @@ from jax_offload._ir.primitives import PLACED
 from jax_offload._ir.program import Program
 from jax_offload._ir.slices import Pass, Slice, cut, joined, repeats_effects
 from jax_offload._ir.trace import LARGE, Backward
+from jax_offload._plan.options import Claim
 from jax_offload._plan.plan import OnCores, Planned, PlannedPass, Whole, Window
-from jax_offload._plan.serialise import Serialise, serial_of
+from jax_offload._plan.serialise import SerialPart, in_turn
 from jax_offload._plan.transfers import buffers, transfer_of
 
 # Slices up to this size, or this share of the state, are loaded whole, and the window has room for two and a half.
@@ -42,25 +43,16 @@ FLOPS_PER_BYTE = 24000
 PUT_OFF = "or XLA would put off the matmuls that make the gradients; jax_offload.jit can hide these transfers"
 
 
-@dataclasses.dataclass(frozen=True)
-class Region:
-    """The host leaves of one ``offload``, and the window that it was given."""
-
-    leaves: frozenset[Var]
-    window: int | None
-
-
 def passes_of(
     program: Program,
     next_of: Mapping[Var, Var],
-    regions: Sequence[Region],
+    claims: Sequence[Claim],
     rank: Callable[[Var], int],
     *,
     manual: bool,
     backward: Backward | None = None,
     gradients: Sequence[Var] = (),
-    serialise: Serialise = Serialise.NONE,
-    on_cores: Set[Var] = frozenset(),
+    take_turns: bool = False,
     gated: bool = False,
 ) -> list[PlannedPass]:
     """Plan the slices of a traced update; slices larger than their window go in chunks if their rows can be kept apart.
@@ -71,17 +63,17 @@ def passes_of(
     Args:
       program: the usual recipe (load all, update, store all) as a program.
       next_of: result -> the operand that it is the next value of.
-      regions: the regions; every host leaf is in one of them.
+      claims: the offloads; every host leaf belongs to one of them.
       rank: a host leaf's place in the order of the backward pass.
       manual: whether the update is traced inside ``shard_map``.
       backward: the passes through the network, where gates in the update are all that holds these back.
       gradients: operands of the program, in the order of the backward pass.
-      serialise: which of them may wait for each other.
-      on_cores: the host leaves that the host's cores update, and with them all of their slices.
+      take_turns: whether they may wait for each other.
       gated: whether each slice runs by itself, between gates of the passes.
     """
     best: tuple[int, list[Pass], list[list[Planned]]] | None = None
-    hosts = frozenset[Var]().union(*(region.leaves for region in regions)) - on_cores
+    on_cores = frozenset[Var]().union(*(claim.on_cores for claim in claims))  # and with them all of their slices
+    hosts = frozenset[Var]().union(*(claim.leaves for claim in claims)) - on_cores
     for scalars_ahead in False, True:
         passes = cut(program, scalars_ahead)
         if scalars_ahead and repeats_effects(program, passes):
@@ -89,13 +81,11 @@ def passes_of(
         found: list[list[Planned]] = [[] for _ in passes]
         enough, most = True, 0
         own_loop = _put_off(backward, program, hosts, {*gradients} & {*passes[0].prelude.inputs})
-        for region in regions:
-            own = [[s for s in p.slices if _region(s, regions) is region] for p in passes]
+        for claim in claims:
+            own = [[s for s in p.slices if _claim(s, claims) is claim] for p in passes]
             stay = [[s for s in slices if not on_cores.isdisjoint(s.loads)] for slices in own]
             own = [[s for s in slices if on_cores.isdisjoint(s.loads)] for slices in own]
-            window, large = _window(
-                region, [s.loaded_bytes for slices in own for s in slices], program, own_loop, gated
-            )
+            window, large = _window(claim, [s.loaded_bytes for slices in own for s in slices], program, own_loop, gated)
             for slices, here, planned in zip(own, stay, found, strict=True):
                 planned += (Planned(s, OnCores(), window) for s in here)
                 fitted = _fitted(slices, next_of, window)
@@ -115,8 +105,8 @@ def passes_of(
         PlannedPass(
             each.prelude,
             _scheduled(slices, rank, next_of),
+            in_turn(each.prelude, gradients) if take_turns or gated else (SerialPart(each.prelude),),
             loop,
-            serial_of(each.prelude, gradients, {*next_of}, serialise, gated=gated),
         )
         for each, slices, loop in zip(passes, found, carried, strict=True)
     ]
@@ -129,13 +119,13 @@ def _in_sight(found: Sequence[Sequence[Planned]]) -> list[list[Planned]]:
     return [[dataclasses.replace(p, window=windows[id(p.window)]) for p in slices] for slices in found]
 
 
-def _region(s: Slice, regions: Sequence[Region]) -> Region:
-    """The region of a slice: among the regions that have leaves in it, the one with the smallest window."""
+def _claim(s: Slice, claims: Sequence[Claim]) -> Claim:
+    """The offload that streams a slice: among those that have leaves in it, the one with the smallest window."""
     loads = set(s.loads)
     return min(
-        (r for r in regions if loads & r.leaves),
-        key=lambda r: math.inf if r.window is None else r.window,
-        default=regions[0],
+        (c for c in claims if loads & c.leaves),
+        key=lambda c: math.inf if c.options.window is None else c.options.window,
+        default=claims[0],
     )
 
 
@@ -154,7 +144,7 @@ def _put_off(backward: Backward | None, program: Program, hosts: Set[Var], ungat
 
 
 def _window(
-    region: Region, sizes: Sequence[int], program: Program, own_loop: str = "", gated: bool = False
+    claim: Claim, sizes: Sequence[int], program: Program, own_loop: str = "", gated: bool = False
 ) -> tuple[Window, int]:
     """The window for slices of these bytes, and up to how many bytes at once are not worth a pass of their own."""
     # Where something is divided, collectives are in the scheduler's sight anyway, and small pieces may be. What gathers
@@ -162,9 +152,9 @@ def _window(
     is_divided = any(math.prod(shards) > 1 for shards in program.shards.values())
     if is_divided and any(eqn.primitive.name in PLACED - {"device_put"} for eqn in program.eqns):
         own_loop = ""
-    if region.window is not None:
-        return Window(region.window, "as given", own_loop=own_loop), region.window
-    state = sum(nbytes(v.aval) // math.prod(program.shards.get(v, ())) for v in region.leaves)
+    if (given := claim.options.window) is not None:
+        return Window(given, "as given", own_loop=own_loop), given
+    state = sum(nbytes(v.aval) // math.prod(program.shards.get(v, ())) for v in claim.leaves)
     default, usual = default_window(state), _usual(sizes)
     largest = min(_large(state), state // GATED_SHARE) if gated else default.nbytes
     fits = usual <= max(largest, default.nbytes)

@@ -54,6 +54,14 @@ class InScan:
         return list(dict.fromkeys(variables(reads)))
 
     @property
+    def as_written(self) -> Slice:
+        """The scan, and the updates of whole leaves before or after it: what the rewritten scan stands for."""
+        again = [eqn for each in self.reread.values() for eqn in each.slice.jaxpr.eqns]
+        moved = [eqn for move in self.moves for eqn in move.slice.jaxpr.eqns]
+        eqns = [*again, *moved, self.scan.eqn] if self.ahead else [*again, self.scan.eqn, *moved]
+        return slice_of(eqns, self.makes, self.moves[0].slice.jaxpr.debug_info, {})
+
+    @property
     def planned(self) -> list[Planned]:
         """The updates inside, and the state that they keep on the device at a time: three rows of each leaf."""
         row = sum(move.slice.loaded_bytes for move in self.moves) // self.scan.length

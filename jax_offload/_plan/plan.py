@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from jax_offload._base.jaxprs import Var
 from jax_offload._ir.slices import Slice
 from jax_offload._plan.rules import Dim, Where
-from jax_offload._plan.serialise import InParts, Serial, SerialPart
+from jax_offload._plan.serialise import SerialPart
 
 SUBLANES = 8  # rows of a tile in a TPU's memory, of whatever dtype
 
@@ -159,21 +159,22 @@ class PlannedPass:
     """Slices that run one after the other, once the prelude, which loads nothing, has run.
 
     Attributes:
+      prelude_parts: the prelude in parts, which run one after the other.
       carried: where they run in a loop of their own, out of sight of XLA's scheduler: result -> the operand whose
         buffer it takes in that loop.
-      serial: how the gradients that the prelude uses take turns; ``None``: they do not.
     """
 
     prelude: Slice
     slices: tuple[Planned, ...]
+    prelude_parts: tuple[SerialPart, ...]
     carried: Mapping[Var, Var] | None = None
-    serial: Serial | None = None
 
     @property
     def in_own_loop(self) -> bool:
         return self.carried is not None
 
     @property
-    def prelude_parts(self) -> tuple[SerialPart, ...]:
-        """The prelude's parts, which run one after the other; the whole prelude if it has no parts."""
-        return self.serial.parts if isinstance(self.serial, InParts) else (SerialPart(self.prelude),)
+    def in_turn(self) -> str:
+        """How the gradients that the prelude uses take turns, in words; empty where they do not."""
+        waiting = sum(bool(part.waits_for) for part in self.prelude_parts)
+        return f"uses gradients in turn, {waiting} of them once the one before has been" if waiting else ""

@@ -177,7 +177,7 @@ def _argument(path: str, x: Any) -> Leaf:
 def _in_turn(updates: Sequence[Update]) -> tuple[str, ...]:
     """How the preludes of these updates take gradients in turn, in words."""
     passes = [each for update in updates for each in update.passes]
-    return tuple(dict.fromkeys(text for each in passes if each.serial is not None and (text := str(each.serial))))
+    return tuple(dict.fromkeys(each.in_turn for each in passes if each.in_turn))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,12 +34,10 @@ from jax_offload._emit.find import holds_update, updates_in, without_updates
 from jax_offload._emit.region import Update, bound
 from jax_offload._ir.branches import without_branches
 from jax_offload._ir.program import Program, Var, flat, without_round_trips
-from jax_offload._ir.trace import are_constrained, backward_of, production_order
+from jax_offload._ir.trace import LARGE, are_constrained, backward_of, production_order
 from jax_offload._placement.arguments import check_on_device
 from jax_offload._placement.zero import resharded
-from jax_offload._plan.options import Claim, Options, claimed, merged
-from jax_offload._plan.order import ranks
-from jax_offload._plan.serialise import Serialise, is_large
+from jax_offload._plan.options import Claim, Options, claimed, merged, ranks
 
 
 def streamed(
@@ -87,7 +85,7 @@ def _update(traced: Traced, given: Options, updates: Any, state: Any, params: An
     return Update(
         program,
         tuple(traced.position[i] for i in order if i in traced.position),
-        _serialise(given, updates, produced),
+        _take_turns(given, updates),
         named | {new: named[old] for new, old in next_values.items() if old in named},
         next_values,
         traced.claims,
@@ -146,14 +144,14 @@ def _in_order(traced: Traced, updates: Any, owner_of: Sequence[int | None], prod
     return in_order
 
 
-def _serialise(options: Options, updates: Any, produced: list[int] | None) -> Serialise:
-    """Return which gradients wait for each other.
+def _take_turns(options: Options, updates: Any) -> bool:
+    """Whether gradients may wait for each other.
 
-    None do if a gradient may be divided between devices in an unknown way, or only while it is updated (ZeRO-1).
+    Not if one is divided between devices, by a known sharding or an unknown one, or while it is updated (ZeRO-1): each
+    part of a norm would be a collective.
     """
-    found = Serialise.SUMS if produced is None else Serialise.ALL
     leaves = jax.tree_util.tree_flatten_with_path(updates)[0]
-    large = [(key_of(path), x) for path, x in leaves if is_array(x) and is_large(x)]
+    large = [(key_of(path), x) for path, x in leaves if is_array(x) and x.size >= LARGE]
     several = [x for _, x in large if devices_of(x) > 1]
     constrained = dict(zip(map(id, several), are_constrained(several), strict=True))
     for key, x in large:
@@ -161,11 +159,9 @@ def _serialise(options: Options, updates: Any, produced: list[int] | None) -> Se
         explicit = typed is not None and is_explicit(typed.mesh)
         sharding = typed if explicit else options.partitions.get(key) or options.shardings.get(key)
         unknown = id(x) in constrained and (sharding is None or constrained[id(x)])
-        if unknown or key in options.partitions:
-            return Serialise.NONE
-        if math.prod(shards_of(sharding, x.shape)) > 1:
-            found = Serialise.DIVIDED if found is not Serialise.SUMS else Serialise.NONE
-    return found
+        if unknown or key in options.partitions or math.prod(shards_of(sharding, x.shape)) > 1:
+            return False
+    return True
 
 
 def _shards(options: Options, updates: Any, state: Any, params: Any) -> list[Shards | None]:
