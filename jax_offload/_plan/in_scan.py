@@ -57,7 +57,7 @@ class InScan:
     def as_written(self) -> Slice:
         """The scan, and the updates of whole leaves before or after it: what the rewritten scan stands for."""
         again = [eqn for each in self.reread.values() for eqn in each.slice.jaxpr.eqns]
-        moved = [eqn for move in self.moves for eqn in move.slice.jaxpr.eqns]
+        moved = [*{tuple(eqn.outvars): eqn for move in self.moves for eqn in move.slice.jaxpr.eqns}.values()]
         eqns = [*again, *moved, self.scan.eqn] if self.ahead else [*again, self.scan.eqn, *moved]
         return slice_of(eqns, self.makes, self.moves[0].slice.jaxpr.debug_info, {})
 
