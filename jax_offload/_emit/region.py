@@ -130,11 +130,6 @@ class Update:
         return bool(self.on_cores or self.on_disk)
 
     @property
-    def results(self) -> Set[Var]:
-        """The results that are the next value of an argument."""
-        return {*self.next_values}
-
-    @property
     def avals(self) -> tuple[list[Any], list[Any]]:
         program = self.program
         return [v.aval for v in self.operands], [v.aval for v in program.outputs]

@@ -221,7 +221,7 @@ def _scheduled(
     for its state. The first chunk of a loop would lie there through all of the backward pass.
     """
     slices = sorted(planned, key=lambda p: min(map(rank, p.slice.loads), default=0))
-    sizes = [p.bytes_in_flight for p in slices]
+    sizes = [p.bytes_at_once for p in slices]
     found: list[Planned] = []
     done = 0
     for k, p in enumerate(slices):

@@ -23,7 +23,7 @@ from jax_offload._ir.propagate import NEEDS, Mask, Node, forward, groups, needed
 from jax_offload._ir.propagate import needed as nodes_needed
 from jax_offload._ir.slices import Slice, slice_of
 from jax_offload._plan.plan import RowWise
-from jax_offload._plan.rules import Dependent, Partial, Rows, chunked_dims, rule_of
+from jax_offload._plan.rules import Dependent, Partial, Rows, Where, chunked_dims, rule_of
 from jax_offload._plan.transfers import same_type
 
 NEEDS_ALL = "something that needs all gradients, such as their norm, stands between them and their update"
@@ -314,7 +314,7 @@ class Hoist:
         rows = {v: d for v, d in zip(s.inputs, dims, strict=True) if d is not None}
         lead = max([v for v in rows if v not in scan.ys] or rows, key=lambda v: nbytes(v.aval))
         shape, axis = lead.aval.shape, rows[lead].dim
-        out_dims = tuple(chunked_dims(s.core.jaxpr, list(dims), scan.length, shape, axis))
+        out_dims = tuple(chunked_dims(s.core.jaxpr, list(dims), Where(scan.length, shape, axis)))
         if any(d is None or (isinstance(d, Rows) and d.per_row > 1) for d in out_dims):
             raise CannotHoist("its rows are merged")
         how = RowWise(shape, axis, dims, out_dims, (None,) * len(out_dims))
@@ -395,7 +395,7 @@ def _flow(eqns: Sequence[Equation], scan: Scan, at: int, claimed: Set[int]) -> _
             continue
         dims = [None if isinstance(v, Literal) else flow.dims.get(v, known.get(v)) for v in eqn.invars]
         try:
-            out, _ = rule_of(eqn, dims, scan.length, shape, dim.dim)
+            out, _ = rule_of(eqn, dims, Where(scan.length, shape, dim.dim))
         except Dependent as why:
             if eqn.primitive.name not in _HEAVY:
                 why = located(f"its update does not keep layers apart: {why}", eqn)
@@ -466,7 +466,7 @@ def pulled(eqn: Equation, needed: Mapping[Var, Rows | None], size: int, own: Set
     else:
         guess = [None if isinstance(v, Literal) else rows_like(v, shape, dim.dim) for v in eqn.invars]
     try:
-        out, _ = rule_of(eqn, guess, size, shape, dim.dim)
+        out, _ = rule_of(eqn, guess, Where(size, shape, dim.dim))
     except Dependent:
         return None
     return guess if all(d == dim for v, d in zip(eqn.outvars, out, strict=True) if v in wanted) else None

@@ -144,13 +144,8 @@ class Planned:
         return isinstance(self.transfer, OnCores)
 
     @property
-    def bytes_in_flight(self) -> int:
-        """Bytes of host leaves on one device while it runs, as the window counts them."""
-        return 0 if self.on_cores else min(self.slice.loaded_bytes, self.window.nbytes)
-
-    @property
     def bytes_at_once(self) -> int:
-        """Bytes of host leaves on one device while it runs, whatever the window."""
+        """Bytes of host leaves on one device while it runs."""
         return self.window.nbytes if self.in_chunks else 0 if self.on_cores else self.slice.loaded_bytes
 
 

@@ -17,7 +17,7 @@ from jax_offload._base.memory import is_host_aval
 from jax_offload._base.shardings import padded, typed_sharding
 from jax_offload._ir.slices import Slice
 from jax_offload._plan.plan import Chunked, Planned, Transfer, Whole
-from jax_offload._plan.rules import Dependent, Dim, Partial, Rows, chunked_dims
+from jax_offload._plan.rules import Dependent, Dim, Partial, Rows, Where, chunked_dims
 
 # Bytes of one parameter's leaves that are a part, at least, and less than twice that: a group (see `_drive/stages`).
 PART_BYTES = 2**26
@@ -57,7 +57,7 @@ def transfer_of(s: Slice, reuse: Mapping[Var, Var], window: int) -> Transfer:
             why = "leaves of different shapes depend on each other"
             continue
         try:
-            out_dims = chunked_dims(inner.jaxpr, dims, size, lead.shape, axis)
+            out_dims = chunked_dims(inner.jaxpr, dims, Where(size, lead.shape, axis))
         except Dependent as dependent:
             why = str(dependent)
             continue

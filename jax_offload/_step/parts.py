@@ -266,7 +266,7 @@ def _pieces(step: Inlined, rest: Rest) -> list[Node]:
         eqns = [eqn.replace(invars=[renamed(given, v) for v in eqn.invars]) for eqn in s.jaxpr.eqns]
         return slice_of(eqns, s.outputs, recipe.debug_info, step.program.shards)
 
-    found = [Piece(in_step(part.slice), None, tuple(v for v in part.slice.outputs if v in update.results)[:1])
+    found = [Piece(in_step(part.slice), None, tuple(v for v in part.slice.outputs if v in update.next_values)[:1])
              for part in only.prelude_parts]  # fmt: skip
     for p in only.slices:
         s = in_step(p.slice)
