@@ -67,7 +67,7 @@ class Case:
 
     @property
     def where(self):
-        return self.leaf[self.axis], self.leaf, self.axis
+        return Where(self.leaf[self.axis], self.leaf, self.axis)
 
     def jaxpr(self):
         closed = jax.make_jaxpr(self.fun)(*self.values)
