@@ -17,6 +17,7 @@ from jax.core import Tracer
 
 from jax_offload._base.donation import guarded
 from jax_offload._base.jaxprs import (
+    Atom,
     ClosedJaxpr,
     Jaxpr,
     closed,
@@ -233,35 +234,40 @@ def marked(run: Callable[[Sequence[Any]], list[Any]], args: Sequence[Any], plan:
     traced, _ = jaxpr_of(lambda *args: run(args), *args)
     if traced.consts or not only_callbacks(traced.effects):
         return run(args)
-    inner = traced.jaxpr
-    handed_on = dict(zip(inner.invars, args, strict=True))
-    defined = [v for v in variables(inner.outvars) if v not in handed_on]
-    jaxpr = Jaxpr([], inner.invars, defined, inner.eqns, inner.effects, nameless(inner.debug_info))
-    moved = Moved(closed(jaxpr), plan.operands, plan)
-    results = handed_on | dict(zip(defined, REGION.bind(*args, **params_of(moved)), strict=True))
-    return values_of(results, inner.outvars)
+    j = traced.jaxpr
+
+    def moved(results: list[Var]) -> Moved:
+        jaxpr = Jaxpr([], j.invars, results, j.eqns, j.effects, nameless(j.debug_info))
+        return Moved(closed(jaxpr), plan.operands, plan)
+
+    return _bind(moved, j.invars, j.outvars, args)
 
 
 def bound(update: Update, args: Sequence[Any]) -> list[Any]:
-    """``update`` of these arguments, as one equation of the trace; outside of any trace it runs.
-
-    Arguments that are handed on are no results of the equation: jax would copy them where nobody donates.
-    """
+    """``update`` of these arguments, as one equation of the trace; outside of any trace it runs."""
     program = update.program
     # what the recipe closes over becomes operands: a tracer among an equation's parameters would outlive its trace
     operands, shift = [*program.consts, *args], len(program.consts)
-    if not any(isinstance(x, Tracer) for x in operands):
+    if not any(isinstance(x, Tracer) for x in operands) or not only_callbacks(update.effects):
         return update.emitted(args)
-    if not only_callbacks(update.effects):
-        return update.emitted(args)
-    handed_on = dict(zip(program.inputs, operands, strict=True))
-    results = handed_on
-    defined = dict.fromkeys(v for v in variables(program.outputs) if v not in handed_on)
-    if defined or update.effects:
-        update = dataclasses.replace(
-            update,
-            program=dataclasses.replace(program, consts=[], outputs=[*defined]),
-            gradients=tuple(shift + i for i in update.gradients),
-        )
-        results = handed_on | dict(zip(defined, REGION.bind(*operands, **params_of(update)), strict=True))
-    return values_of(results, program.outputs)
+    gradients = tuple(shift + i for i in update.gradients)
+
+    def with_operands(results: list[Var]) -> Update:
+        return update.replanned(dataclasses.replace(program, consts=[], outputs=[*results]), gradients)
+
+    return _bind(with_operands, program.inputs, program.outputs, operands)
+
+
+def _bind(
+    of: Callable[[list[Var]], Update | Moved], inputs: Sequence[Var], outputs: Sequence[Atom], operands: Sequence[Any]
+) -> list[Any]:
+    """Bind an equation, and return its ``outputs``.
+
+    Operands that are handed on are no results of the equation: jax would copy them where nobody donates.
+    """
+    values = dict(zip(inputs, operands, strict=True))
+    made = [v for v in dict.fromkeys(variables(outputs)) if v not in values]
+    update = of(made)
+    if made or update.effects:
+        values.update(zip(made, REGION.bind(*operands, **params_of(update)), strict=True))
+    return values_of(values, outputs)

@@ -22,8 +22,7 @@ from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.primitives import is_cheap
 from jax_offload._ir.propagate import Node, topological
 from jax_offload._ir.slices import Slice
-from jax_offload._plan.hoist import CannotHoist
-from jax_offload._plan.in_scan import InScan
+from jax_offload._plan.in_scan import CannotHoist, InScan
 from jax_offload._plan.plan import Planned
 
 LEAST_GATES = 4  # with fewer there is nothing to hold back

@@ -15,13 +15,14 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.jaxprs import DropVar, Equation, Literal, Scan, located, scan_of, variables
+from jax_offload._base.jaxprs import Atom, DropVar, Equation, Literal, Scan, located, scan_of, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.primitives import ELEMENTWISE, SHAPES
 from jax_offload._ir.program import Program, Var
 from jax_offload._ir.propagate import NEEDS, Mask, Node, forward, groups, needed_for, union
 from jax_offload._ir.propagate import needed as nodes_needed
 from jax_offload._ir.slices import Slice, slice_of
+from jax_offload._plan.in_scan import CannotHoist, InScan, Move
 from jax_offload._plan.plan import RowWise
 from jax_offload._plan.rules import Dependent, Partial, Rows, Where, chunked_dims, rule_of
 from jax_offload._plan.transfers import same_type
@@ -42,43 +43,6 @@ Places = dict[Var, Rows | None]  # where the rows of a variable are
 Makers = Mapping[Var, tuple[int, Equation]]
 Dims = list[Rows | None]  # the same of an equation's operands
 DimsOf = Callable[[Equation, Mapping[Var, Rows | None]], Dims | None]
-
-
-class CannotHoist(Exception):
-    """An update does not move; the message says why."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Move:
-    """Equations that move into a scan, and keep the rows of all arrays apart.
-
-    Attributes:
-      slice: its operands are stacked results of the scan, leaves of the state, the parameters, and values known before
-        the scan; its results are the values that the rest of the step reads.
-      how: it runs on the row of an iteration.
-      feeds: results that are read, by rows, by the scan itself.
-    """
-
-    slice: Slice
-    how: RowWise
-    feeds: frozenset[Var] = frozenset()
-
-
-@dataclasses.dataclass(frozen=True)
-class Moves:
-    """Everything that moves into one scan.
-
-    Attributes:
-      moves: the moves, apart where they share nothing.
-      kept: the stacked results that something still needs as a whole.
-      eqns: the equations that are gone from where they were, by identity.
-      why: why other updates do not move.
-    """
-
-    moves: tuple[Move, ...]
-    kept: frozenset[Var]
-    eqns: frozenset[int]
-    why: list[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,8 +73,8 @@ class Hoist:
         assert scan is not None
         return scan
 
-    def behind(self) -> Moves:
-        """Return what can move into the scan, which makes the gradients."""
+    def behind(self) -> tuple[InScan | None, list[str]]:
+        """Plan the moves into the scan, which makes the gradients; return also why other updates do not move."""
         eqns, scan, ys = self.program.eqns, self.scan, {*self.scan.ys}
         flow = _flow(eqns, scan, self.at, self.claimed)
         stacked = self._results | {v for eqn in eqns if id(eqn) not in flow.eqns for v in variables(eqn.invars)}
@@ -149,10 +113,15 @@ class Hoist:
         why += dict.fromkeys(flow.blocked[v] for v in self._missed(flow.blocked, moved))
         dropped = {v for v in scan.ys if isinstance(v, DropVar)}
         kept = frozenset(y for y in scan.ys if y in stacked or y not in inside) - dropped
-        return Moves(tuple(moves), kept, frozenset(moved), why)
+        if not moves:
+            return None, why
+        plan = InScan(scan, tuple(moves), tuple(y for y in scan.ys if y in kept), False, frozenset(moved))
+        makers, in_place = made_by(self.program.eqns), {*plan.in_place}
+        again = {k: r for k, x in enumerate(scan.xs) if (r := self._reread(makers, x, in_place))}
+        return dataclasses.replace(plan, reread=again), why
 
-    def ahead(self) -> Moves:
-        """Return what can move into the scan, which reads the new parameters."""
+    def ahead(self) -> tuple[InScan | None, list[str]]:
+        """Plan the moves into the scan, which reads the new parameters; return also why other updates do not move."""
         scan, eqns = self.scan, [eqn for eqn in self.program.eqns[: self.at] if id(eqn) not in self.claimed]
 
         def dims_of(eqn: Equation, needed: Mapping[Var, Rows | None]) -> Dims | None:
@@ -190,7 +159,29 @@ class Hoist:
                 continue
             moves.append(move)
             moved |= inside
-        return Moves(tuple(moves), frozenset(scan.ys), frozenset(moved), why)
+        if not moves:
+            return None, why
+        updated = {v for move in moves for v in move.slice.outputs}
+        fed = {k: x for k, x in enumerate(scan.xs) if not isinstance(x, Literal) and x in updated}
+        return InScan(scan, tuple(moves), tuple(scan.ys), True, frozenset(moved), fed), why
+
+    def _reread(self, makers: Makers, x: Atom, in_place: Set[Var]) -> Move | None:
+        """How rows of one of the scan's ``xs`` are made of rows of operands that the scan overwrites, if they are."""
+        if isinstance(x, Literal):
+            return None
+
+        def dims_of(eqn: Equation, needed: Mapping[Var, Rows | None]) -> Dims | None:
+            return None if any(v in in_place for v in eqn.outvars) else pulled(eqn, needed, self.scan.length)
+
+        try:
+            taken, needed = closure(makers, {x: Rows(0)}, dims_of)
+        except CannotHoist:
+            return None
+        s = slice_of(taken, [x], self.program.debug_info, {})
+        lead = next((v for v in s.inputs if v in in_place), None)
+        if lead is None or (rows := needed[lead]) is None or any(is_host_aval(v.aval) for v in s.inputs):
+            return None
+        return Move(s, RowWise(lead.aval.shape, rows.dim, tuple(needed[v] for v in s.inputs), (Rows(0),), (None,)))
 
     def sums_up(self, gradients: Sequence[Var]) -> str:
         """Say why gradients are sums that the scan carries out of its last iteration; empty where they are not.

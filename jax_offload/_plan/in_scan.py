@@ -10,16 +10,35 @@ from collections.abc import Mapping, Sequence
 from jax.sharding import NamedSharding
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.jaxprs import Atom, DropVar, Equation, Literal, Scan, flops, variables
+from jax_offload._base.jaxprs import DropVar, Equation, Scan, flops, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.program import Program, Var, flat
 from jax_offload._ir.slices import Slice, consecutive, slice_of
-from jax_offload._plan.hoist import CannotHoist, Makers, Move, Moves, closure, made_by, pulled
 from jax_offload._plan.plan import InIterations, Planned, RowWise, Window
 from jax_offload._plan.rules import Dim, Partial, Rows
 
 LEAST_GAIN = 0.95  # of the link's time in two groups, for which it is worth to have three
 Groups = Sequence[Sequence[Var]]
+
+
+class CannotHoist(Exception):
+    """An update does not move; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """Equations that move into a scan, and keep the rows of all arrays apart.
+
+    Attributes:
+      slice: its operands are stacked results of the scan, leaves of the state, the parameters, and values known before
+        the scan; its results are the values that the rest of the step reads.
+      how: it runs on the row of an iteration.
+      feeds: results that are read, by rows, by the scan itself.
+    """
+
+    slice: Slice
+    how: RowWise
+    feeds: frozenset[Var] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -28,9 +47,10 @@ class InScan:
 
     Attributes:
       scan: the scan.
-      moves: the updates inside.
+      moves: the updates inside, apart where they share nothing.
       kept: results that stay stacked.
       ahead: whether the updates come before the iteration's own arithmetic, which reads their results, or after it.
+      eqns: the equations that are gone from where they were, by identity.
       fed: number of one of the scan's ``xs`` -> the result of an update whose rows it has.
       reread: number of one of the scan's ``xs`` -> how its rows are made again from rows of parameters, where the scan
         overwrites these.
@@ -40,8 +60,9 @@ class InScan:
     moves: tuple[Move, ...]
     kept: tuple[Var, ...]
     ahead: bool
-    fed: Mapping[int, Var]
-    reread: Mapping[int, Move]
+    eqns: frozenset[int]
+    fed: Mapping[int, Var] = dataclasses.field(default_factory=dict[int, Var])
+    reread: Mapping[int, Move] = dataclasses.field(default_factory=dict[int, Move])
 
     def __repr__(self) -> str:  # a jaxpr prints its parameters
         return f"InScan({len(self.moves)} slices)"
@@ -186,40 +207,6 @@ class InScan:
             for each in zip(move.slice.outputs, move.how.buffers, move.how.out_dims, strict=True)
             if each[0] not in move.feeds
         ]
-
-
-def in_scan(program: Program, scan: Scan, moves: Moves, *, ahead: bool) -> InScan:
-    """Plan the moves into a scan of a step."""
-    updated = {v for move in moves.moves for v in move.slice.outputs} if ahead else set[Var]()
-    fed = {k: x for k, x in enumerate(scan.xs) if not isinstance(x, Literal) and x in updated}
-    plan = InScan(scan, moves.moves, tuple(y for y in scan.ys if y in moves.kept), ahead, fed, {})
-    if ahead:
-        return plan
-    makers, in_place = made_by(program.eqns), {*plan.in_place}
-    again = {k: r for k, x in enumerate(scan.xs) if (r := _reread(program, makers, x, scan, in_place))}
-    return dataclasses.replace(plan, reread=again)
-
-
-def _reread(program: Program, makers: Makers, x: Atom, scan: Scan, in_place: set[Var]) -> Move | None:
-    if isinstance(x, Literal):
-        return None
-
-    def dims_of(eqn: Equation, needed: Mapping[Var, Rows | None]) -> list[Rows | None] | None:
-        return None if any(v in in_place for v in eqn.outvars) else pulled(eqn, needed, scan.length)
-
-    try:
-        taken, needed = closure(makers, {x: Rows(0)}, dims_of)
-    except CannotHoist:
-        return None
-    s = slice_of(taken, [x], program.debug_info, {})
-    if not any(v in in_place for v in s.inputs) or any(is_host_aval(v.aval) for v in s.inputs):
-        return None
-    lead = next(v for v in s.inputs if v in in_place)
-    rows = needed[lead]
-    if rows is None:
-        return None
-    dims = tuple(needed[v] for v in s.inputs)
-    return Move(s, RowWise(lead.aval.shape, rows.dim, dims, (Rows(0),), (None,)))
 
 
 def _balanced(hosts: Sequence[Var], count: int) -> Groups:
