@@ -134,36 +134,23 @@ def rows_in_part(row_bytes: int, ndim: int, size: int) -> int:
     return rows if rows < size else 0
 
 
-@dataclasses.dataclass(frozen=True)
-class DiskGroups:
-    """How a slice comes from disk: so many rows at a time.
-
-    Attributes:
-      sizes: the rows of each part; a single part with all rows if the slice comes whole.
-      why: the reason why it comes whole although a part would be smaller.
-    """
-
-    sizes: tuple[int, ...]
-    why: str = ""
-
-    def __str__(self) -> str:
-        if len(self.sizes) > 1:
-            return f"from disk in {len(self.sizes)} parts of {self.sizes[0]} rows"
-        return f"from disk as a whole: {self.why}" if self.why else ""
-
-
-def disk_groups(p: Planned, reuse: Mapping[Var, Var], there: Set[Var]) -> DiskGroups:
-    """The parts in which a slice comes from files made for it; for the arguments see ``in_parts``."""
-    loads = p.slice.loads
+def from_disk(p: Planned, reuse: Mapping[Var, Var], there: Set[Var]) -> str:
+    """How a slice comes from files that are made for it, in words; for the arguments see ``in_parts``."""
+    loads, said = p.slice.loads, str(p.transfer)
     size = loads[0].aval.shape[0] if loads else 1
     if any(v.aval.shape[:1] != (size,) for v in loads):
-        return DiskGroups((size,), "leaves of different shapes depend on each other")
-    rows = rows_in_part(sum(nbytes(v.aval) // size for v in loads), max((v.aval.ndim for v in loads), default=1), size)
-    how = in_parts(p, reuse, there) if rows else None
-    if isinstance(how, Chunked):
-        rows = max(1, rows // how.shards) * how.shards
-        return DiskGroups(tuple(min(rows, size - begin) for begin in range(0, size, rows)))
-    return DiskGroups((size,), "" if how is None else how.reason)
+        why = "leaves of different shapes depend on each other"
+    else:
+        ndim = max((v.aval.ndim for v in loads), default=1)
+        rows = rows_in_part(sum(nbytes(v.aval) // size for v in loads), ndim, size)
+        how = in_parts(p, reuse, there) if rows else Whole()
+        if isinstance(how, Chunked):
+            rows = max(1, rows // how.shards) * how.shards
+            return f"from disk in {math.ceil(size / rows)} parts of {min(rows, size)} rows"
+        why = how.reason
+    if not why:
+        return said
+    return f"{said}, from disk as a whole{' too' if said.endswith(why) else f': {why}'}"
 
 
 def in_parts(p: Planned, reuse: Mapping[Var, Var], there: Set[Var]) -> Chunked | Whole:
