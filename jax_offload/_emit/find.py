@@ -1,4 +1,4 @@
-"""Find the updates in a traced step and the origins of their leaves, and replace each with the equations it emits."""
+"""Find the updates in a traced step and the origins of their leaves, and replace updates with their recipes."""
 
 from __future__ import annotations
 
@@ -134,8 +134,7 @@ _CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call")
 
 
 def _found(jaxpr: Any, origin: dict[Var, Var], times: int = 1) -> Iterator[Found]:
-    """``origin``: maps variables of the jaxpr to the step's. Moves are looked through where it does not
-    tell."""
+    """Yield the updates in a jaxpr. ``origin`` maps its variables to the step's, and is extended through moves."""
 
     def known(inner: Sequence[Var], operands: Sequence[Any]) -> dict[Var, Var]:
         pairs = zip(inner, operands, strict=True)

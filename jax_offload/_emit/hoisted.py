@@ -98,8 +98,8 @@ class Emitter:
     def first(self, env: Mapping[Var, Any]) -> Hand:
         """The values that the first iteration starts with.
 
-        Behind, it has nothing to store yet. It stores the row that was loaded for it, where that came from; or zeros,
-        which the second one overwrites.
+        An update behind the scan's arithmetic has nothing to store in the first iteration. It stores the row that was
+        loaded for it in the same place, or else zeros, which the second iteration overwrites.
         """
         plan = self.plan
         wholes = {v: env[v] for v in (*plan.hosts, *plan.in_place)} | {

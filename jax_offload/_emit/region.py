@@ -74,8 +74,8 @@ class Update:
       backward: the passes that made its gradients, where only gates in the update hold them back.
       stays: why leaves are not updated within the passes, forward and backward; only ``jax_offload.jit`` asks.
       gated: whether each of its slices runs by itself, between gates of the passes.
-      ordered: whether the trace around it tells in what order its gradients are made; else ``rank`` is guessed from
-        paths where no ``order`` says it.
+      ordered: whether the trace around it tells in what order its gradients are made; if not, and without an
+        ``order``, ``rank`` is guessed from paths.
     """
 
     program: Program
@@ -127,7 +127,7 @@ class Update:
 
     @property
     def driven(self) -> bool:
-        """Whether a part of it is for no program of the device alone."""
+        """Whether a part of it cannot be in a program for the device alone."""
         return bool(self.on_cores or self.on_disk)
 
     @property

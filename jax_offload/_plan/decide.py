@@ -22,23 +22,23 @@ from jax_offload._plan.plan import OnCores, Planned, PlannedPass, Whole, Window
 from jax_offload._plan.serialise import SerialPart, in_turn
 from jax_offload._plan.transfers import buffers, transfer_of
 
-# Slices up to this size, or this share of the state, are loaded whole, and the window has room for two and a half.
-# Larger ones go through a window of that size in chunks, which are far too long for the latency of a copy to matter.
+# Slices up to this size, or up to this share of the state, are loaded whole, and the window holds two and a half of
+# them. Larger slices go through a window of that size in chunks, which are too long for a copy's latency to matter.
 DEFAULT_WINDOW, DEFAULT_SHARE = 2**28, 32
-# A slice of more than this share of the state is not loaded whole: a stacked leaf of a small model is all of the
-# state, and there twice while it is updated. Below the least window a copy is only its latency.
+# A slice larger than this share of the state is not loaded whole: one stacked leaf of a small model may be the whole
+# state, and the device would hold it twice during its update. A copy below the least window costs only its latency.
 SMALL_SHARE, LEAST_WINDOW = 8, 2**20
 # Pieces between gates may be half of the state: no two are on the device in full, and XLA runs no loop over chunks
 # beside a matmul.
 GATED_SHARE = 2
-# The window is made for slices up to the size within which this share of the state is: an embedding does not count.
+# A usual slice is one of those that hold this share of the state: an embedding is none.
 USUAL = 0.8
 # Copies of smaller slices hide little, and XLA's scheduler puts off what the backward pass should free for them. They
 # run in a loop of their own, out of its sight.
 LEAST_HIDDEN = 2**23
 SMALL_PIECES = "as pieces this small hide little"
-# So it does wherever a step computes much longer than it moves its state: there nothing holds the gradients' matmuls
-# back, and little is lost by moving the state afterwards. An H200 does 13000 operations while its link moves a byte.
+# XLA also puts matmuls off if a step computes for much longer than it moves its state, as nothing then holds the
+# matmuls back. Moving the state afterwards costs little there. An H200 does 13000 operations while its link moves a byte.
 FLOPS_PER_BYTE = 24000
 PUT_OFF = "or XLA would put off the matmuls that make the gradients; jax_offload.jit can hide these transfers"
 
@@ -55,9 +55,9 @@ def passes_of(
     take_turns: bool = False,
     gated: bool = False,
 ) -> list[PlannedPass]:
-    """Plan the slices of a traced update; slices larger than their window go in chunks if their rows can be kept apart.
+    """Plan the slices of a traced update. Slices larger than their window go in chunks if their rows can be kept apart.
 
-    There is one pass, and a second one ahead of it for scalars that need the state if that lowers the memory on the
+    Scalars that need the state get a pass of their own, ahead of the other one, if that lowers the memory on the
     device.
 
     Args:
@@ -130,11 +130,12 @@ def _claim(s: Slice, claims: Sequence[Claim]) -> Claim:
 
 
 def _put_off(backward: Backward | None, program: Program, hosts: Set[Var], ungated: Set[Var]) -> str:
-    """Why no slice can run among the matmuls of the backward pass; empty where they can.
+    """Say why no slice can run among the matmuls of the backward pass; return an empty string if slices can.
 
-    XLA's scheduler does all as late as the copies allow. That is bounded where putting off every gradient takes less
-    than the state that is away, and it is late by little where every gradient is awaited by a load that is not much
-    shorter than the layer's arithmetic: not the ``ungated``, which stay on the device, or which only a norm needs.
+    XLA's scheduler runs everything as late as the copies allow. The memory that this costs is bounded if all gradients
+    that it puts off take less than the state on the host. The delay is short if a load waits for each gradient, and
+    takes about as long as the layer's arithmetic. No load waits for the ``ungated`` gradients: their leaves stay on the
+    device, or only a norm needs them.
     """
     moved = sum(nbytes(v.aval) for v in program.inputs if v in hosts)
     if backward is None or 2 * backward.held <= moved:
@@ -146,7 +147,7 @@ def _put_off(backward: Backward | None, program: Program, hosts: Set[Var], ungat
 def _window(
     claim: Claim, sizes: Sequence[int], program: Program, own_loop: str = "", gated: bool = False
 ) -> tuple[Window, int]:
-    """The window for slices of these bytes, and up to how many bytes at once are not worth a pass of their own."""
+    """Choose the window for slices of these sizes, and the most bytes at once that need no pass of their own."""
     # Where something is divided, collectives are in the scheduler's sight anyway, and small pieces may be. What gathers
     # (ZeRO-1) is a collective itself, beside which nothing would run.
     is_divided = any(math.prod(shards) > 1 for shards in program.shards.values())
@@ -166,7 +167,7 @@ def _window(
 
 
 def default_window(state: int) -> Window:
-    """For slices that are larger than it, given the bytes of host leaves on one device."""
+    """The window for slices that are larger than it, given the bytes of host leaves on one device."""
     large, small = _large(state), max(LEAST_WINDOW, state // SMALL_SHARE)
     if small < large:
         return Window(small, "an eighth of the state" if small > LEAST_WINDOW else "1 MiB, the least")
@@ -179,7 +180,7 @@ def _large(state: int) -> int:
 
 
 def _usual(sizes: Sequence[int]) -> int:
-    """Bytes of host leaves, on one device, that a slice needs together: slices up to it are most of them all."""
+    """The size of a usual slice, in bytes of host leaves on one device: slices up to it hold most of the state."""
     sizes = sorted(sizes)
     return next((n for n, so_far in zip(sizes, accumulate(sizes), strict=True) if so_far >= USUAL * sum(sizes)), 0)
 
@@ -233,7 +234,7 @@ def _scheduled(
 
 
 def _must_be_back(sizes: Sequence[int], k: int, window: int) -> int:
-    """The last slice that must be stored before slice ``k`` is loaded; -1 where none need be."""
+    """The last slice that must be stored before slice ``k`` is loaded; -1 if there is none."""
     i, in_flight = k, 0
     while i >= 0 and (i == k or in_flight + sizes[i] <= window):
         in_flight += sizes[i]
@@ -242,17 +243,19 @@ def _must_be_back(sizes: Sequence[int], k: int, window: int) -> int:
 
 
 def _token(s: Slice, next_of: Mapping[Var, Var]) -> tuple[Var, ...]:
-    """Its stores, or its part of a scalar where it only computes that.
+    """The completion token of a slice: its stores, or its part of a scalar if it computes nothing else.
 
-    And parameters that it has gathered: otherwise XLA keeps all of them, whole, until the last one exists.
+    Gathered parameters belong to it: otherwise XLA keeps all of them, whole, until the last one exists.
     """
     pins = s.pins
     return (*s.stores, *(v for v in s.outputs if v in pins and v in next_of)) or tuple(s.outputs[:1])
 
 
 def _carried(slices: Sequence[Planned], next_of: Mapping[Var, Var], manual: bool) -> Mapping[Var, Var] | None:
-    """The values that a loop around the slices would carry in place; ``None`` if they need no loop, or cannot have one:
-    host leaves must take the buffers of the values that they replace."""
+    """Map each result to the operand whose buffer it takes in a loop around the slices.
+
+    ``None`` if they need no loop, or cannot have one: host leaves must take the buffers of the values that they replace.
+    """
     if manual or not slices or not all(p.window.own_loop for p in slices) or any(p.slice.jaxpr.effects for p in slices):
         return None
     # XLA rounds arithmetic in float16 where a fusion ends, and a loop moves that: 3 units in the last place.

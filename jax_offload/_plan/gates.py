@@ -210,9 +210,9 @@ class _Spots:
         return found
 
     def _groups(self, moving: Sequence[int]) -> list[list[int]]:
-        """Spots whose leaves move together: small ones, up to what several of the large have each.
+        """Group the spots whose leaves move together: small ones, up to the size of a large one.
 
-        One by one they leave the link idle beside attention.
+        One by one they would leave the link idle beside attention.
         """
         sizes = [sum(spot.nbytes for spot in self.at[at]) for at in moving]
         limit = min(sorted(sizes)[-LEAST_GATES:], default=0) * 5 // 4
@@ -261,7 +261,7 @@ class Piece:
 
 
 def is_heavy(node: Node) -> bool:
-    """Whether a node is part of a pass through the network: a matmul, a loop, a call."""
+    """Whether a node is part of a pass through the network, as a matmul, a loop or a call is."""
     if isinstance(node.payload, Equation):
         return is_heavy_equation(node.payload)
     return node.kept  # a scan with updates inside; an update is none
@@ -320,7 +320,7 @@ class Network:
         return max((self.after.get(v, -1) for v in node.reads), default=-1)
 
     def next_reader(self, node: Node) -> int | None:
-        """The first heavy node that needs a result of a piece."""
+        """The first heavy node that needs a result of a piece; ``None`` if no heavy node does."""
         return min((self.first[v] for v in node.makes if v in self.first), default=None)
 
     def heavy_before(self, k: int) -> int | None:
@@ -330,9 +330,12 @@ class Network:
         return next((m for m in range(k + 1, len(self.order)) if is_heavy(self.order[m])), None)
 
     def put_off(self) -> Iterator[tuple[int, Var]]:
-        """The values that XLA would put off, with their places: large results of heavy nodes that no heavy node needs
-        (gradients that are returned, or reduced to a norm), and the step's other results (a loss keeps the values that
-        it averages, a bias's gradient the cotangent that it sums), except results of the former or of an update."""
+        """Yield the values that XLA would put off, with their places.
+
+        These are large results of heavy nodes that no heavy node needs, such as gradients that are returned or reduced
+        to a norm, and the step's other results, unless they are made of the former or by an update. A loss keeps the
+        values alive that it averages, and a bias's gradient the cotangent that it sums.
+        """
         own = {v for node in self.order if not isinstance(node.payload, Equation | Piece) for v in node.reads}
         late = set[Var]()
         for k, node in enumerate(self.order):

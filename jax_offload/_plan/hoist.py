@@ -53,7 +53,7 @@ class Hoist:
       program: the step, with its updates inlined.
       at: the place of the scan among its equations.
       next_of: result -> the leaf of state or parameters that it is the next value of.
-      waiting: gradient that goes to the host for the next step -> the array there that nothing reads any more.
+      waiting: gradient that goes to the host for the next step -> an array there that nothing reads any longer.
       claimed: the equations that move elsewhere, by identity.
       own: the equations of the updates, by identity.
       read: the variables that scans with other moves read, beyond those in the program's equations.
@@ -219,7 +219,7 @@ class Hoist:
 
     @functools.cached_property
     def _readers(self) -> Mapping[Var, list[int]]:
-        """For each variable the places of the equations that read it."""
+        """Map each variable to the places of the equations that read it."""
         found = dict[Var, list[int]]()
         for k, eqn in enumerate(self.program.eqns):
             for v in variables(eqn.invars):
@@ -231,7 +231,7 @@ class Hoist:
         return {*self.scan.ys, *variables(self.scan.consts)}
 
     def _is_worth_it(self, v: Var) -> bool:
-        """Whether a leaf moves into the scan: any on the host; on the device one whose rows are large."""
+        """Whether it is worth moving a leaf's update: always for a leaf on the host, else if its rows are large."""
         return is_host_aval(v.aval) or nbytes(v.aval) >= self.scan.length * LEAST_ROW
 
     def _missed(self, blocked: Iterable[Var], moved: Set[int]) -> list[Var]:
@@ -406,12 +406,12 @@ def _flow(eqns: Sequence[Equation], scan: Scan, at: int, claimed: Set[int]) -> _
 
 
 def made_by(eqns: Sequence[Equation]) -> Makers:
-    """For each variable the place of the equation that makes it, and the equation."""
+    """Map each variable to the place of the equation that makes it, and to the equation."""
     return {v: (k, eqn) for k, eqn in enumerate(eqns) for v in eqn.outvars}
 
 
 def closure(makers: Makers, wanted: Mapping[Var, Rows | None], dims_of: DimsOf) -> tuple[list[Equation], Places]:
-    """Find the equations that make the rows of some variables, and where the rows of everything that they need are.
+    """Find the equations that make the rows of some variables, and the places of the rows that these equations need.
 
     Args:
       makers: the equations of the program, by what they make.

@@ -84,7 +84,7 @@ class InScan:
 
     @property
     def planned(self) -> list[Planned]:
-        """The updates inside, and the state that they keep on the device at a time: three rows of each leaf."""
+        """The updates inside; their window is three rows of each leaf."""
         row = sum(move.slice.loaded_bytes for move in self.moves) // self.scan.length
         window = Window(3 * row, "the rows of an iteration, of the one before and of the one after it")
         return [Planned(move.slice, InIterations(self.scan.length, self.ahead), window) for move in self.moves]
@@ -173,8 +173,10 @@ class InScan:
 
     @functools.cached_property
     def _in_turn(self) -> tuple[Groups, Phases]:
-        """Two groups, or three where the link then waits less: of three equal leaves, such as masters and two moments,
-        two would go one way while one goes the other."""
+        """Divide the leaves into two groups, or into three if the link then waits less.
+
+        With three equal leaves, such as masters and two moments, two would go one way while one goes the other.
+        """
         body = flat(self.scan.body, opens=lambda _: True)
         two, three = _balanced(self.hosts, 2), _balanced(self.hosts, 3)
         gains = sum(self._times(three)) < LEAST_GAIN * sum(self._times(two))
@@ -240,10 +242,10 @@ class Phases:
 
 
 def phases(program: Program, times: Sequence[float]) -> Phases | None:
-    """Cuts behind matmuls, so that each phase has the share of the arithmetic that it has of the transfers' ``times``.
+    """Cut a program behind matmuls, so that each phase's share of the arithmetic is its share of the transfers' ``times``.
 
     A phase holds the equations that its last matmul needs. Others above it, such as a weight's gradient, belong to the
-    next one's: XLA for GPUs would run it behind the gate anyway.
+    next phase: XLA for GPUs would run them behind the gate anyway.
 
     Returns:
       ``None`` where there are too few matmuls for more than two phases.
@@ -276,7 +278,7 @@ def phases(program: Program, times: Sequence[float]) -> Phases | None:
 
 
 def _work_needed(eqns: Sequence[Equation], work: Sequence[float]) -> list[set[int]]:
-    """For each equation the places of the equations with matmuls that it needs, including itself."""
+    """Find for each equation the places of the matmuls that it needs, including its own."""
     of, found = dict[Var, set[int]](), list[set[int]]()
     for k, eqn in enumerate(eqns):
         needs = set[int]().union(*(of.get(v, ()) for v in variables(eqn.invars))) | ({k} if work[k] else set[int]())

@@ -49,7 +49,7 @@ class Options:
 
     @property
     def replicated(self) -> Shardings:
-        """The own shardings of the parameters whose state is sharded further."""
+        """The shardings that parameters have themselves where their state is divided further."""
         return {path: self.shardings[path] for path in self.partitions}
 
 
@@ -77,7 +77,7 @@ def merged(options: Sequence[Options]) -> Options:
 
 
 def claimed(claims: Sequence[Claim]) -> Mapping[Var, Claim]:
-    """Whose a leaf is: of several claims the last, of an ``offload`` and not of the wrapper around it."""
+    """Map each leaf to the claim that decides: the last of several, as an ``offload`` follows the wrapper around it."""
     return {v: each for each in claims for v in each.leaves}
 
 

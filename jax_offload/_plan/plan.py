@@ -105,7 +105,7 @@ Transfer = Whole | Chunked | InIterations | OnCores
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Bytes of the state on one device at a time while it streams, and why so many.
+    """The number of bytes of the state on one device at a time while it streams, and the reason for it.
 
     Attributes:
       own_loop: why all slices run in a loop of their own, once the backward pass is over; empty where they do not.

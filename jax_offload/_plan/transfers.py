@@ -76,12 +76,12 @@ def _writable(dim: Dim, on_host: bool) -> TypeGuard[Rows | Partial]:
 
 
 def _rows_of(aval: Aval, lead: tuple[int, ...], axis: int) -> Rows | None:
-    """A guess that the equations confirm or not: operands of the leaf's shape, or of that up to the axis."""
+    """Guess that an operand whose shape begins like the leaf's, up to the axis, has its rows there too."""
     return Rows(axis) if aval.shape[: axis + 1] == lead[: axis + 1] else None
 
 
 def _rows(s: Slice, minor_dims: int, size: int, window: int) -> int:
-    """Rows per chunk, two chunks to a window, chunks about equal, cut where a tile of the accelerator ends."""
+    """The number of rows in a chunk: two chunks fit the window, all are about equal, and each ends where a tile ends."""
     tile, pins = tile_of(minor_dims), s.pins
     total = max(s.decoded_bytes, sum(nbytes(v.aval) for v in s.outputs if v in pins))
     fitting = max(1, window // 2 * size // total)
@@ -91,7 +91,7 @@ def _rows(s: Slice, minor_dims: int, size: int, window: int) -> int:
 
 
 def tile_of(minor_dims: int) -> int:
-    """Rows that are a tile of the accelerator, of so many dimensions each: a TPU tiles the last two."""
+    """The number of rows that make a tile of the accelerator: a TPU tiles an array's last two dimensions."""
     return {0: 1024, 1: 32}.get(minor_dims, 1)
 
 
