@@ -37,8 +37,8 @@ USUAL = 0.8
 # run in a loop of their own, out of its sight.
 LEAST_HIDDEN = 2**23
 SMALL_PIECES = "as pieces this small hide little"
-# XLA also puts matmuls off if a step computes for much longer than it moves its state, as nothing then holds the
-# matmuls back. Moving the state afterwards costs little there. An H200 does 13000 operations while its link moves a byte.
+# XLA also puts matmuls off if a step computes for much longer than it moves its state, as nothing then holds them
+# back. Moving the state afterwards costs little there. An H200 does 13000 operations while its link moves a byte.
 FLOPS_PER_BYTE = 24000
 PUT_OFF = "or XLA would put off the matmuls that make the gradients; jax_offload.jit can hide these transfers"
 
@@ -254,7 +254,7 @@ def _token(s: Slice, next_of: Mapping[Var, Var]) -> tuple[Var, ...]:
 def _carried(slices: Sequence[Planned], next_of: Mapping[Var, Var], manual: bool) -> Mapping[Var, Var] | None:
     """Map each result to the operand whose buffer it takes in a loop around the slices.
 
-    ``None`` if they need no loop, or cannot have one: host leaves must take the buffers of the values that they replace.
+    ``None`` if they need no loop, or cannot have one: host leaves must take the buffers of their old values.
     """
     if manual or not slices or not all(p.window.own_loop for p in slices) or any(p.slice.jaxpr.effects for p in slices):
         return None

@@ -242,7 +242,7 @@ class Phases:
 
 
 def phases(program: Program, times: Sequence[float]) -> Phases | None:
-    """Cut a program behind matmuls, so that each phase's share of the arithmetic is its share of the transfers' ``times``.
+    """Cut a program behind matmuls, so that phases share its arithmetic as they share the transfers' ``times``.
 
     A phase holds the equations that its last matmul needs. Others above it, such as a weight's gradient, belong to the
     next phase: XLA for GPUs would run them behind the gate anyway.

@@ -81,7 +81,7 @@ def _rows_of(aval: Aval, lead: tuple[int, ...], axis: int) -> Rows | None:
 
 
 def _rows(s: Slice, minor_dims: int, size: int, window: int) -> int:
-    """The number of rows in a chunk: two chunks fit the window, all are about equal, and each ends where a tile ends."""
+    """The number of rows in a chunk: two fit the window, all are about equal, and each ends where a tile ends."""
     tile, pins = tile_of(minor_dims), s.pins
     total = max(s.decoded_bytes, sum(nbytes(v.aval) for v in s.outputs if v in pins))
     fitting = max(1, window // 2 * size // total)
