@@ -234,7 +234,7 @@ def offload(
         on_cores = frozenset(k for k, leaf in enumerate(plan) if leaf.on_cores)
         on_disk = frozenset(k for k, leaf in enumerate(plan) if leaf.disk)
         options = Options(
-            window, order, shardings, sharded, on_cores=on_cores, on_disk=on_disk,
+            window, None if order is None else tuple(order), shardings, sharded, on_cores=on_cores, on_disk=on_disk,
             remembered=frozenset(from_memory), unknown=without_sharding(like, shardings), home=home,
         )  # fmt: skip
         if (gathered := around().gathered) is not None:

@@ -108,7 +108,7 @@ def _run_in_own_loop(
 
 
 def run_prelude(each: PlannedPass, env: dict[Var, Any]) -> None:
-    """Run the first part of a pass, its prelude, in an environment. `_plan/serialise` says why gradients wait."""
+    """Run the first part of a pass, its prelude, in an environment. `in_turn` says why gradients wait."""
     for part in each.prelude_parts:
         if part.gradient is not None:
             gate(env, [part.gradient], part.waits_for)

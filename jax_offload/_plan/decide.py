@@ -11,15 +11,15 @@ import jax
 import jax.numpy as jnp
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.jaxprs import Var
+from jax_offload._base.jaxprs import Equation, Var
 from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.primitives import PLACED
 from jax_offload._ir.program import Program
-from jax_offload._ir.slices import Pass, Slice, cut, joined, repeats_effects
+from jax_offload._ir.propagate import Mask, forward, union
+from jax_offload._ir.slices import Pass, Slice, consecutive, cut, joined, repeats_effects
 from jax_offload._ir.trace import LARGE, Backward
 from jax_offload._plan.options import Claim
-from jax_offload._plan.plan import OnCores, Planned, PlannedPass, Whole, Window
-from jax_offload._plan.serialise import SerialPart, in_turn
+from jax_offload._plan.plan import OnCores, Planned, PlannedPass, SerialPart, Whole, Window
 from jax_offload._plan.transfers import buffers, transfer_of
 
 # Slices up to this size, or up to this share of the state, are loaded whole, and the window holds two and a half of
@@ -266,3 +266,41 @@ def _carried(slices: Sequence[Planned], next_of: Mapping[Var, Var], manual: bool
     fresh = [v for v, old in pairs if old is None]
     extended = any(jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in fresh)
     return None if extended or any(is_host_aval(v.aval) for v in fresh) else carried
+
+
+# ---- gradients in turn
+
+
+def in_turn(prelude: Slice, gradients: Sequence[Var]) -> tuple[SerialPart, ...]:
+    """Divide a prelude into parts, to be run one after the other: each uses a gradient once the one before has been.
+
+    Numbers that need all gradients, such as a norm, take them as the backward pass makes them. Otherwise nothing asks
+    for a gradient before the last one exists, and XLA's latency-hiding scheduler puts the weights' matmuls off to the
+    end of the backward pass: the activations and cotangents that they need are alive for all layers at once.
+
+    Args:
+      prelude: the slice that a pass runs first.
+      gradients: operands of the update, in the order of the backward pass.
+    """
+    needs: dict[Var, Mask] = {v: 1 << i for i, v in enumerate(gradients)}
+    parts: list[list[Equation]] = [[] for _ in range(len(gradients) + 2)]  # none, one after the other, several
+    for eqn in prelude.jaxpr.eqns:
+        mask = union(forward(eqn, needs))
+        needs.update(dict.fromkeys(eqn.outvars, mask))  # of an equation that stands in one part, such as a cond
+        parts[-1 if mask.bit_count() > 1 else mask.bit_length()].append(eqn)
+    if prelude.jaxpr.effects or sum(map(bool, parts[1:-1])) < 2:
+        return (SerialPart(prelude),)
+    slices = consecutive(parts, prelude.outputs, prelude.jaxpr.debug_info, prelude.shards)
+    found: list[SerialPart] = []
+    used: list[Var] = []
+    for gradient, part in zip([None, *gradients, None], slices, strict=True):
+        if part.jaxpr.eqns:
+            found.append(SerialPart(part, gradient, () if gradient is None else tuple(used)))
+            used = used if gradient is None else _small(part, gradient) or used
+    return tuple(found)
+
+
+def _small(s: Slice, gradient: Var) -> list[Var]:
+    """A result that is tiny beside the gradient from which it is made, such as a part of a sum."""
+    few = [v for v in s.outputs if 32 * math.prod(v.aval.shape) <= max(32, math.prod(gradient.aval.shape))]
+    return few[:1]

@@ -24,7 +24,7 @@ from jax_offload._ir.propagate import needed as nodes_needed
 from jax_offload._ir.slices import Slice, slice_of
 from jax_offload._plan.in_scan import CannotHoist, InScan, Move
 from jax_offload._plan.plan import RowWise
-from jax_offload._plan.rules import Dependent, Partial, Rows, Where, chunked_dims, rule_of
+from jax_offload._plan.rules import Dependent, Partial, Rows, Where, chunked_dims, rows_like, rule_of
 from jax_offload._plan.transfers import same_type
 
 NEEDS_ALL = "something that needs all gradients, such as their norm, stands between them and their update"
@@ -380,7 +380,7 @@ def _flow(eqns: Sequence[Equation], scan: Scan, at: int, claimed: Set[int]) -> _
                 flow.blocked.update(dict.fromkeys(rows, located(why, eqn)))
             continue
         shape, dim = rows[0].aval.shape, flow.dims[rows[0]]
-        known = {v: d for v in ins if v not in later and (d := rows_like(v, shape, dim.dim)) is not None}
+        known = {v: d for v in ins if v not in later and (d := rows_like(v.aval, shape, dim.dim)) is not None}
         if any(flow.known.get(v, d) != d for v, d in known.items()) or (known and dim.per_row > 1):
             flow.blocked.update(dict.fromkeys(rows, located("its rows are merged", eqn)))
             continue
@@ -455,7 +455,7 @@ def pulled(eqn: Equation, needed: Mapping[Var, Rows | None], size: int, own: Set
     if eqn.primitive.name == "transpose":
         guess: Dims = [Rows(eqn.params["permutation"][dim.dim])]
     else:
-        guess = [None if isinstance(v, Literal) else rows_like(v, shape, dim.dim) for v in eqn.invars]
+        guess = [None if isinstance(v, Literal) else rows_like(v.aval, shape, dim.dim) for v in eqn.invars]
     try:
         out, _ = rule_of(eqn, guess, Where(size, shape, dim.dim))
     except Dependent:
@@ -466,8 +466,3 @@ def pulled(eqn: Equation, needed: Mapping[Var, Rows | None], size: int, own: Set
 def _may_run_twice(eqn: Equation) -> bool:
     name = eqn.primitive.name
     return name in ELEMENTWISE or name == "cond" or name in SHAPES
-
-
-def rows_like(v: Var, shape: tuple[int, ...], dim: int) -> Rows | None:
-    """A guess: that an array which begins like one with rows along ``dim`` has them there too."""
-    return Rows(dim) if v.aval.shape[: dim + 1] == shape[: dim + 1] else None

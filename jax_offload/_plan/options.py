@@ -34,7 +34,7 @@ class Options:
     """
 
     window: int | None = None
-    order: Order = None
+    order: tuple[str, ...] | None = None
     shardings: Shardings = dataclasses.field(default_factory=dict[str, Sharding])
     partitions: Layouts = dataclasses.field(default_factory=dict[str, NamedSharding])
     on_cores: frozenset[int] = frozenset()
@@ -42,10 +42,6 @@ class Options:
     remembered: frozenset[str] = frozenset()
     unknown: frozenset[str] = frozenset()
     home: Home | None = dataclasses.field(default=None, compare=False, repr=False)
-
-    @property
-    def order_key(self) -> tuple[str, ...] | None:
-        return None if self.order is None else tuple(self.order)
 
     @property
     def replicated(self) -> Shardings:

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from jax_offload._base.jaxprs import Var
 from jax_offload._ir.slices import Slice
 from jax_offload._plan.rules import Dim, Where
-from jax_offload._plan.serialise import SerialPart
 
 SUBLANES = 8  # rows of a tile in a TPU's memory, of whatever dtype
 
@@ -147,6 +146,20 @@ class Planned:
     def bytes_at_once(self) -> int:
         """Bytes of host leaves on one device while it runs."""
         return self.window.nbytes if self.in_chunks else 0 if self.on_cores else self.slice.loaded_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class SerialPart:
+    """The part of a prelude that uses one gradient, none, or several.
+
+    Attributes:
+      gradient: the gradient, if it is one.
+      waits_for: values of an earlier part for which the gradient waits; empty if it does not wait.
+    """
+
+    slice: Slice
+    gradient: Var | None = None
+    waits_for: tuple[Var, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -72,6 +72,11 @@ class Where(NamedTuple):
         return shape[: self.axis + 1] == self.shape[: self.axis + 1]
 
 
+def rows_like(aval: Aval, shape: tuple[int, ...], dim: int) -> Rows | None:
+    """Guess that an array whose shape begins like another's has its rows there too; its equations confirm that."""
+    return Rows(dim) if aval.shape[: dim + 1] == shape[: dim + 1] else None
+
+
 Dim = Rows | Partial | None  # None: a variable without the chunked axis
 Run = Callable[..., list[Any]]  # an equation on a chunk: of the numbers of its rows and the operands
 Answer = tuple[Sequence[Dim], Run]

@@ -17,7 +17,7 @@ from jax_offload._base.memory import is_host_aval
 from jax_offload._base.shardings import padded, typed_sharding
 from jax_offload._ir.slices import Slice
 from jax_offload._plan.plan import Chunked, Planned, Transfer, Whole
-from jax_offload._plan.rules import Dependent, Dim, Partial, Rows, Where, chunked_dims
+from jax_offload._plan.rules import Dependent, Dim, Partial, Rows, Where, chunked_dims, rows_like
 
 # Bytes of one parameter's leaves that are a part, at least, and less than twice that: a group (see `_drive/stages`).
 PART_BYTES = 2**26
@@ -44,7 +44,7 @@ def transfer_of(s: Slice, reuse: Mapping[Var, Var], window: int) -> Transfer:
     lead = max((v.aval for v in s.loads), key=nbytes)
     for axis in range(max(1, lead.ndim - 1)):
         size = lead.shape[axis]
-        dims = [_rows_of(v.aval, lead.shape, axis) for v in s.inputs]
+        dims = [rows_like(v.aval, lead.shape, axis) for v in s.inputs]
         parts = [s.shards[v][d.dim] for v, d in zip(s.inputs, dims, strict=True) if d is not None and v in s.shards]
         shards = max(parts, default=1)
         if size % shards or any(shards % n for n in parts):
@@ -73,11 +73,6 @@ def transfer_of(s: Slice, reuse: Mapping[Var, Var], window: int) -> Transfer:
 def _writable(dim: Dim, on_host: bool) -> TypeGuard[Rows | Partial]:
     """Whether a result can be put together from the chunks' results."""
     return dim == Rows(dim.dim) if isinstance(dim, Rows) else dim is not None and not on_host
-
-
-def _rows_of(aval: Aval, lead: tuple[int, ...], axis: int) -> Rows | None:
-    """Guess that an operand whose shape begins like the leaf's, up to the axis, has its rows there too."""
-    return Rows(axis) if aval.shape[: axis + 1] == lead[: axis + 1] else None
 
 
 def _rows(s: Slice, minor_dims: int, size: int, window: int) -> int:

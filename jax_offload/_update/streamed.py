@@ -132,7 +132,7 @@ def _in_order(traced: Traced, updates: Any, owner_of: Sequence[int | None], prod
     for k, i in enumerate(owner_of):
         at = traced.position.get(start + k)
         if at is not None and i is not None and (claim := of.get(traced.inputs[at])) is not None:
-            said.setdefault(i, claim.options.order_key)
+            said.setdefault(i, claim.options.order)
     rank = ranks(updates, updates, None, produced)
     in_order = sorted(range(len(rank)), key=rank.__getitem__)
     orders = dict.fromkeys(order for order in said.values() if order)
