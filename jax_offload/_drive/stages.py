@@ -172,7 +172,8 @@ def _in_turn(first: Piece, gradients: Sequence[Var]) -> list[Piece]:
         found, read, zero = list(values), opaque(jnp.int32(0)), opaque(jnp.int32(0))
         for i, _ in enumerate(gradients):
             found[i], read = together((found[i], read))
-            read |= jnp.real(found[i][(0,) * found[i].ndim]).astype(jnp.int32) & zero
+            first = jax.lax.slice(found[i], [0] * found[i].ndim, [1] * found[i].ndim).reshape(())
+            read |= jnp.real(first).astype(jnp.int32) & zero
         k = held.index(last)
         found[k] = jnp.where(read == 0, found[k], jnp.zeros((), found[k].dtype))
         return found
