@@ -11,7 +11,7 @@ from jax_offload._base.memory import loaded
 from jax_offload._base.on_disk import opened
 from jax_offload._base.own_primitives import collector_waits
 from jax_offload._base.shardings import types_tell
-from jax_offload._placement.arguments import check_not_in_multi_steps, check_transformation
+from jax_offload._placement.arguments import check_managed, check_not_in_multi_steps, check_transformation
 from jax_offload._plan.options import merged
 from jax_offload._precision.masters import applied_to_masters
 from jax_offload._update.recipe import checked_skip, old_where, replicated_into, sharded_params, where_it_was
@@ -68,7 +68,11 @@ def update_params(
     def recipe(grads: Any, state: Any, params: Any, extra_args: Any, skip: Any) -> Any:
         old, (grads, params, extra_args) = params, loaded((grads, params, extra_args))
         with gathering() as options:
-            updates, after = tx.update(grads, state, params, **extra_args)
+            try:
+                updates, after = tx.update(grads, state, params, **extra_args)
+            except ValueError as error:
+                check_managed(state, error)
+                raise
         given = merged(options)
         new = applied_to_masters(params if types_tell(updates) else sharded_params(params, given), updates, after)
         new, after = old_where(skip, (params, state), (replicated_into(params, new, given), after))
