@@ -407,7 +407,7 @@ def test_an_update_that_cannot_know_the_shardings_says_so():
 def test_update_params_gathers_no_updates(around):
     """Whatever stands between."""
     mesh = mesh_of(AxisType.Auto, (8,), ("data",))
-    params = jax.device_put({"a": jnp.ones((16, 16)), "b": jnp.ones((16, 16))}, NamedSharding(mesh, P()))
+    params = jax.device_put({"a": jnp.ones((16, 16)), "b": jnp.ones((16, 32))}, NamedSharding(mesh, P()))
     tx = jo.offload(optax.adamw(1e-2), min_bytes=0, shard_over="data")
     state = tx.init(params)
     if around == "a jit":
