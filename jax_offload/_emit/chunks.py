@@ -31,14 +31,14 @@ State = tuple[Values, Values]  # whole arrays; and rows of host leaves, on the d
 def looped(s: Slice, how: Chunked, names: Names) -> Callable[..., list[Any]]:
     """``run(*operands)``: the slice's results, chunk by chunk."""
     run = group_looped(s, how, names, how.where.size // how.shards)
-    return lambda *operands: run(0, operands, [None for _ in s.outputs])
+    return lambda *operands: run(0, operands, {})
 
 
 def group_looped(s: Slice, how: Chunked, names: Names, size: int) -> Callable[..., list[Any]]:
     """``run(start, operands, before)``: the slice's results for ``size`` rows of each shard, from row ``start`` on.
 
-    Operands and results on the host have just these rows, and those on the device have all rows. ``before`` has for
-    each result that takes no operand's buffer the array with the rows of earlier groups; ``None``: there is none.
+    Operands and results on the host have just these rows, and those on the device have all rows. ``before`` has what
+    earlier groups have left of the results that overwrite no operand, and is empty in the first group.
 
     It loads and updates the first chunk; then, chunk by chunk, it stores that while the next is loaded, and updates the
     next. No chunk is updated after the loop: XLA would merge the writing of its rows with whatever uses the whole, in a
@@ -47,13 +47,12 @@ def group_looped(s: Slice, how: Chunked, names: Names, size: int) -> Callable[..
     into = [v if old is None else old for v, old in zip(s.outputs, how.buffers, strict=True)]
     loads, rows = s.core.loads, min(how.rows, size)
 
-    def run(start: Any, operands: Sequence[Any], before: Sequence[Any]) -> list[Any]:
+    def run(start: Any, operands: Sequence[Any], before: Values) -> list[Any]:
         given = dict(zip(s.inputs, operands, strict=True))
         loop = _Loop(s, how, buffers_of(s, how, names), given, [v for v in s.inputs if v in loads], start)
         full, rest = divmod(size, rows)
         first = (full * rows, rest) if rest else (0, rows)
-        left = {v: x for v, x in zip(s.outputs, before, strict=True) if x is not None}
-        state = loop.first({v: given[v] for v in into if v in given} | fresh(s, how) | left, first)
+        state = loop.first({v: given[v] for v in into if v in given} | fresh(s, how) | before, first)
         if rest:
             state = loop.advance(first[0], (0, rows), state)
         if full > 1:
