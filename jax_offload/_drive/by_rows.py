@@ -113,14 +113,8 @@ class ByRows:
 
 def _run(p: Planned, how: Chunked, update: Update, n: int, before: Sequence[Var]) -> Callable[..., list[Any]]:
     """The function of ``n`` rows; ``before``: the results that earlier parts have left."""
-
-    def run(start: Any, *values: Any) -> list[Any]:
-        k = len(p.slice.inputs)
-        return group_looped(p.slice, how, update.names, n)(
-            start, values[:k], dict(zip(before, values[k:], strict=True))
-        )
-
-    return run
+    run, k = group_looped(p.slice, how, update.names, n), len(p.slice.inputs)
+    return lambda start, *values: run(start, values[:k], dict(zip(before, values[k:], strict=True)))
 
 
 def produced_once(update: Update, results: Sequence[Var]) -> dict[Var, Var]:
