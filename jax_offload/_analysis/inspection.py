@@ -17,7 +17,7 @@ from jax_offload._analysis.compiled import SAYS, Compiled, compiled
 from jax_offload._analysis.hlo import started, trips
 from jax_offload._analysis.timeline import COMPUTE, LOAD, STORE, UNKNOWN, Program, Segment, Timeline, leaf_of
 from jax_offload._analysis.units import in_seconds
-from jax_offload._base.text import aligned, html_table
+from jax_offload._base.text import aligned, preformatted
 
 _MIB = 2**20
 _LARGE = 64 * _MIB  # below it, loading all of a state at once costs nothing
@@ -347,7 +347,7 @@ class Inspection:
         if t := self.timeline:
             times = [("step", t.step), ("  compute", t.compute), ("  waits for transfers", t.exposed)]
             times += [("  waits for collectives", t.exposed_collectives)] if t.collectives else []
-            rows = [(name, in_seconds(seconds)) for name, seconds in [*times, ("link, busier way alone", t.link)]]
+            rows = [(name, in_seconds(seconds)) for name, seconds in [*times, ("link alone, both ways", t.link)]]
             found.append((f"simulated on {t.chip}, not measured", [("", "time"), *rows]))
         if self.transfers:
             by_bytes = sorted(self.transfers, key=lambda t: (-t.nbytes, t.leaf, not t.loads))
@@ -372,9 +372,7 @@ class Inspection:
             for title, rows in self._tables()
         )
 
-    def _repr_html_(self) -> str:
-        return "".join(html_table(head, [(title, rows)], _numeric([head, *rows]))
-                       for title, (head, *rows) in self._tables())  # fmt: skip
+    _repr_html_ = preformatted
 
 
 def _mib(nbytes: float) -> str:

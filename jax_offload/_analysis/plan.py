@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect as signatures
+import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,31 +14,41 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.tree_util import tree_map_with_path
 
 from jax_offload._analysis.answer import ON_A_HOST, Plan, Row
 from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.chips import chip as chip_of
 from jax_offload._analysis.inspection import inspect
-from jax_offload._analysis.sizes import model_of, own_bytes, replicated_axes, sizes_of, smallest_share
 from jax_offload._analysis.targets import target_of
 from jax_offload._analysis.units import bytes_of, count_of, in_bytes
-from jax_offload._base.around import shardings_of
+from jax_offload._base.around import described, shardings_of
 from jax_offload._base.arrays import Offloaded, nbytes
+from jax_offload._base.jaxprs import Var
 from jax_offload._base.paths import key_of
-from jax_offload._base.shardings import sharding_of
+from jax_offload._base.shardings import names_in, sharding_of, shards_of
 from jax_offload._disk.option import disk as disk_option
+from jax_offload._emit.find import updates_in
+from jax_offload._emit.region import Moved, Update
 from jax_offload._interop.jit import jit
 from jax_offload._interop.pipelined import pipelined
+from jax_offload._ir.propagate import NEEDS
 from jax_offload._offload import offload
 from jax_offload._placement.arguments import check_inner, check_params
 from jax_offload._placement.placement import unmanaged
+from jax_offload._plan.plan import Planned
 from jax_offload._report.callables import replaced, unwrapped
-from jax_offload._state.state import placed_leaves
+from jax_offload._report.report import trace_of
+from jax_offload._state.state import abstract_state, placed_leaves
+from jax_offload._update.update_params import update_params
 
 RECOMPUTED = 17  # elements that the one layer under recomputation holds, for each token and column of its width
 GATHERED = 3  # layers that are whole on a device where parameters are divided: in use, prefetched, and a gradient
 TRIES = 3  # of a fraction
+FLOATING = ("bfloat16", "float16", "float32", "float64")
+AXIS = "data"  # of the mesh of a model that only a number describes
+PER_WIDTH = 128  # such a model has this many columns of width per layer, and its width is a multiple of this
 
 _RUN: dict[str, Callable[..., Any]] = {"jax.jit": jax.jit, "jo.jit": jit, "jo.pipelined": pipelined}
 _OPTIMIZERS = optax.GradientTransformation | optax.MultiSteps
@@ -212,16 +224,15 @@ class _Rows:
 
     def __init__(self, inner: Any, params: Any, setting: Plan, made: Steps | None) -> None:
         self.inner, self.params, self.setting, self.made = inner, params, setting, made
-        self.notes, self.waits = list[str](), False
+        self.notes = list[str]()
 
     def judged(self, name: str, tx: Any, code: str, run: str, same: bool = True) -> Row:
         """Return the row of an optimizer in a step of ``run``, compiled if there is a target."""
-        sizes, parameters = sizes_of(tx, self.params, run), sum(map(own_bytes, jax.tree.leaves(self.params)))
+        parameters = sum(map(own_bytes, jax.tree.leaves(self.params)))
         code = f"{code}; step = {run}(step, donate_argnums=(0, 1))"
-        row = Row(name, code, parameters, parameters, **sizes.nbytes,
+        row = Row(name, code, parameters, parameters, **sizes_of(tx, self.params, run),
                   activations=self.setting.activations, same_numbers=same)  # fmt: skip
-        self.waits |= sizes.waits
-        return self.setting.judged(row if self.made is None else self.made.compiled(row, tx, run), sizes, run)
+        return self.setting.judged(row if self.made is None else self.made.compiled(row, tx, run))
 
     def row(self, name: str, options: Mapping[str, Any], run: str = "jo.jit") -> Row:
         text = "".join(f", {key}={'jo.' if key == 'disk' else ''}{value!r}" for key, value in options.items())
@@ -251,7 +262,7 @@ class _Rows:
         if base is not given:
             rows.append(self.row(f"offload{zero}", base))
         on_device = {key: value for key, value in base.items() if key not in ("disk", "update_on")}
-        run = "jo.pipelined" if self.waits and "disk" not in given else "jo.jit"
+        run = "jo.pipelined" if any(row.waits for row in rows) and "disk" not in given else "jo.jit"
         if run == "jo.pipelined":
             rows += self.tried(f"pipelined{zero if base is not given else ''}", on_device, run)
         if not any(row.fits for row in rows if row.name.startswith("resident")) and "fraction" not in given:
@@ -268,9 +279,14 @@ class _Rows:
         if usable is None or whole.missing or whole.peak > usable:
             return []
         leaves = [leaf for leaf, _, _ in placed_leaves(offload(self.inner, **options), self.params)[0]]
+        moving = sorted((leaf for leaf in leaves if leaf.host or leaf.disk), key=lambda leaf: leaf.rank)
         room, lowest = usable - (whole.peak - whole.state - (whole.window or 0)), 0.0
-        for _ in range(TRIES):
-            share = math.ceil(100 * max(smallest_share(leaves, room), lowest)) / 100
+        every = sum(leaf.shard_bytes for leaf in leaves)
+        for _ in range(TRIES):  # so many leaves have to move; then the window takes room too
+            moved = itertools.accumulate((leaf.shard_bytes for leaf in moving), initial=0)
+            count = next((k for k, nbytes in enumerate(moved) if every - nbytes <= room), len(moving))
+            share = sum(leaf.nbytes for leaf in moving[:count]) / sum(leaf.nbytes for leaf in moving)
+            share = math.ceil(100 * max(share, lowest)) / 100
             row = self.tried("fraction", {**options, "fraction": share}, run) if 0 < share < 1 else []
             if not row or row[0].host >= whole.host:
                 break
@@ -380,3 +396,115 @@ def _dtypes(params: Any, inner: Any) -> str:
 
     per = sum(map(nbytes, state)) / max(1, n)
     return f"{n:,} parameters in {of(jax.tree.leaves(params))}; state in {of(state)}, {per:.3g} bytes a parameter"
+
+
+# -- exact bytes, by the code that places the state and schedules the update
+
+
+def sizes_of(tx: Any, params: Any, run: str) -> dict[str, Any]:
+    """Return the sizes of ``tx`` on these parameters, in a step of ``run``: the fields of a ``Row``, ``state`` to
+    ``waits``. Under ``jax.jit`` nothing streams."""
+    leaves = [leaf for leaf, _, _ in placed_leaves(tx, params)[0]]
+    trace = None
+    if run != "jax.jit":
+        with described(params):
+            trace, _ = trace_of(lambda p, s: update_params(tx, p, s, p), params, abstract_state(tx, params))
+    updates = [] if trace is None else [each.update for each in updates_in(trace)]
+    planned = [p for update in updates for p in update.planned if not p.on_cores]
+    loaded: int | None = sum(p.slice.loaded_bytes for p in planned)
+    # A leaf that a norm of the state reads first is loaded twice, unless a scan of the step holds both updates.
+    if run == "jo.jit" and max(Counter(v for p in planned for v in p.slice.loads).values(), default=1) > 1:
+        loaded = None
+    disk, on_cores = (sum(leaf.shard_bytes for leaf in leaves if there(leaf)) for there in (
+        lambda leaf: leaf.disk, lambda leaf: leaf.on_cores))  # fmt: skip
+    # The cores read gradients and parameters, and send new parameters up, as ``jax_offload.update_params`` has it.
+    owners = {leaf.owner for leaf in leaves if leaf.on_cores}
+    up = sum(own_bytes(x) for k, x in enumerate(jax.tree.leaves(params)) if k in owners)
+    down = 2 * up
+    return {
+        "state": sum(leaf.shard_bytes for leaf in leaves if not leaf.host and not leaf.disk),
+        "window": 0 if run == "jax.jit" else None if trace is None or disk else _window(planned),
+        "host": sum(leaf.shard_bytes for leaf in leaves if leaf.host) + down,
+        "disk": disk,
+        "loaded": None if loaded is None else loaded + up,
+        "stored": sum(map(_stored, updates)) + down,
+        "on_cores": on_cores,
+        "waits": any(isinstance(u, Update) and _waits_for_all(u) for u in updates),
+    }
+
+
+def own_bytes(x: Any) -> int:
+    """Return the bytes of an array on one device."""
+    return nbytes(x) // math.prod(shards_of(sharding_of(x), np.shape(x)))
+
+
+def _window(planned: Sequence[Planned]) -> int:
+    """Return the bytes of host leaves on the device at a time: each window, or all that streams if that is less."""
+    at_once: dict[int, int] = {}
+    for p in planned:
+        at_once[id(p.window)] = max(at_once.get(id(p.window), 0), p.window.nbytes, p.bytes_at_once)
+    return min(sum(at_once.values()), sum(p.slice.loaded_bytes for p in planned))
+
+
+def _stored(update: Update | Moved) -> int:
+    """Return the bytes that an update stores on one device: each leaf is divided like the leaf it replaces."""
+    old: Mapping[Var, Var] = update.next_values if isinstance(update, Update) else {}
+    slices = [p.slice for p in update.planned if not p.on_cores]
+    slices += [each.prelude for each in update.passes] if isinstance(update, Update) else []
+    return sum(nbytes(v.aval) // math.prod(s.shards.get(old.get(v, v), ())) for s in slices for v in s.stores)
+
+
+def _waits_for_all(update: Update) -> bool:
+    """Return whether a number made of gradients goes into a slice: their norm, or whether all of them are finite."""
+    if len(update.passes) != 1:
+        return len(update.passes) > 1
+    (only,) = update.passes
+    gradients = {update.operands[i] for i in update.gradients}
+    made = NEEDS.spread(only.prelude.jaxpr.eqns, {v: int(v in gradients) for v in only.prelude.inputs})
+    read = {v for p in only.slices for v in p.slice.inputs}
+    return any(made.get(v) and not v.aval.shape for v in only.prelude.outputs if v in read)
+
+
+def replicated_axes(params: Any) -> tuple[str, ...]:
+    """The axes of the parameters' mesh along which none of them is divided."""
+    shardings = [s for x in jax.tree.leaves(params) if isinstance(s := sharding_of(x), NamedSharding)]
+    used = {name for s in shardings for entry in s.spec for name in names_in(entry)}
+    sizes = shardings[0].mesh.shape.items() if shardings else ()
+    return tuple(name for name, size in sizes if size > 1 and name not in used)
+
+
+def model_of(
+    n: int, dtype: str, devices: int, replicated: bool, layers: int | None, width: int | None
+) -> tuple[dict[str, Any], int, int]:
+    """Abstract parameters of equal layers, ``n`` in all to one row, with their layers and width; a layer has
+    12 width² of them. One matrix holds the remainder.
+
+    Raises:
+      ValueError: the dtype is none of floats, the parameters are too few for the layers, or the devices do not divide
+        the width.
+    """
+    if str(dtype) not in FLOATING:
+        raise ValueError(f"param_dtype: expected one of {', '.join(FLOATING)}; got {dtype!r}.")
+    step = math.lcm(PER_WIDTH, 1 if replicated else devices)
+    if width is None:
+        ideal = (n / 12 / layers) ** 0.5 if layers else (PER_WIDTH * n / 12) ** (1 / 3)
+        width = max(step, round(ideal / step) * step)
+    if not replicated and width % devices:
+        raise ValueError(f"width: {devices} devices do not divide {width} columns; give a multiple of {devices}.")
+    layers = layers or max(1, round(n / (12 * width**2)))
+    columns = min(12 * width, n // (layers * width))
+    if columns < 3:
+        raise ValueError(
+            f"params: {n:g} are too few for {layers} layers of width {width}, {3 * layers * width:,} at least. Give "
+            "fewer layers or a smaller width."
+        )
+    place = None
+    if devices > 1:
+        mesh = AbstractMesh((devices,), (AXIS,), axis_types=(AxisType.Auto,))
+        place = NamedSharding(mesh, PartitionSpec() if replicated else PartitionSpec(None, AXIS))
+    shapes: dict[str, tuple[int, ...]] = {
+        "attention": (layers, width, columns // 3), "mlp": (layers, width, columns - columns // 3),
+    }  # fmt: skip
+    if rest := (n - layers * width * columns) // width:
+        shapes["embed"] = (rest, width)
+    return {k: jax.ShapeDtypeStruct(s, jnp.dtype(dtype), sharding=place) for k, s in shapes.items()}, layers, width

@@ -1,4 +1,4 @@
-"""Rows of cells as text, and as HTML."""
+"""Rows of cells as text, and text as HTML."""
 
 from __future__ import annotations
 
@@ -25,23 +25,6 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
     return [line(row) for row in rows]
 
 
-def html_table(
-    header: Sequence[str], groups: Sequence[tuple[str, Sequence[Sequence[str]]]], right: Collection[int] = ()
-) -> str:
-    """A table with a line over the rows of each group, its cells escaped; columns of ``right`` end flush.
-
-    Only the last column, of paths or of words, is broken into lines.
-    """
-    styles = [f"text-align: {'right' if k in right else 'left'}; white-space: nowrap" for k in range(len(header))]
-    styles[-1] = styles[-1].removesuffix("; white-space: nowrap")
-
-    def row(cells: Sequence[str], tag: str) -> str:
-        filled = (f'<{tag} style="{s}">{html.escape(cell)}</{tag}>' for cell, s in zip(cells, styles, strict=True))
-        return f"<tr>{''.join(filled)}</tr>"
-
-    body = (
-        f'<tr><th colspan="{len(header)}" style="text-align: left; padding-top: 0.8em">{html.escape(name)}</th></tr>'
-        + "".join(row(cells, "td") for cells in rows)
-        for name, rows in groups
-    )
-    return f"<table>{row(header, 'th')}{''.join(body)}</table>"
+def preformatted(shown: object) -> str:
+    """Return what ``print`` shows, as HTML for a notebook."""
+    return f"<pre>{html.escape(str(shown))}</pre>"

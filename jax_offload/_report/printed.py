@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import itertools
 import json
 import re
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax_offload._base import memory as _memory
-from jax_offload._base.text import aligned, html_table, terminal_width
+from jax_offload._base.text import aligned, preformatted, terminal_width
 from jax_offload._placement.placement import Leaf
 from jax_offload._plan.plan import Window
 
@@ -185,10 +184,7 @@ class Placement:
             lines += textwrap.wrap(sentence, width, subsequent_indent="  ", break_on_hyphens=False)
         return "\n".join(lines)
 
-    def _repr_html_(self) -> str:
-        groups = _groups(self.leaves)
-        table = [html_table(groups[0][1][0], [(name, rows[1:]) for name, rows in groups], _RIGHT)] if groups else []
-        return "".join([*table, *(f"<p>{html.escape(each)}</p>" for each in _sentences(self))])
+    _repr_html_ = preformatted
 
 
 def _mib(nbytes: int) -> str:

@@ -23,7 +23,7 @@ MATRIX, FLOPS = 2**18, 2 * 256**3
 # With these a matmul takes 1 s, a copy of a matrix over the link 0.5 s, its passage through the interconnect 0.25 s,
 # reading or writing it 0.125 s.
 REACHED = Reached(bf16=2 * FLOPS, f32=FLOPS, hbm=8 * MATRIX, interconnect=4 * MATRIX)
-CHIP = dataclasses.replace(jo.chip("v5e"), host_link_both=4 * MATRIX, reached=REACHED)
+CHIP = dataclasses.replace(jo.chip("v5e"), host_link=2 * MATRIX, host_link_both=4 * MATRIX, reached=REACHED)
 NO_MEMORY = dataclasses.replace(CHIP, reached=dataclasses.replace(REACHED, hbm=math.inf))  # it takes no time
 READ = 0.125
 M, ON_HOST = "f32[256,256]{1,0}", "f32[256,256]{1,0:S(5)}"
@@ -91,6 +91,15 @@ def test_copies_beside_a_matmul(schedule, step, exposed):
     assert (m.step, m.exposed) == pytest.approx((step, exposed))
     assert (m.loaded, m.stored, m.link) == (loads * MATRIX, stores * MATRIX, 0.5 * max(loads, stores))
     assert m.exposed_share == pytest.approx(exposed / m.link)
+
+
+def test_both_ways_share_the_link():
+    """At once they reach 1.5 times one way: the store has half of its speed until the load ends, and then all."""
+    m = run(L, S, L_DONE, S_DONE, chip=dataclasses.replace(CHIP, host_link_both=3 * MATRIX))
+    assert (m.step, m.exposed) == pytest.approx((0.75, 0.75))
+    assert m.link == pytest.approx(2 / 3) and [s.end for s in m.segments] == pytest.approx([0.5, 0.75])
+    in_turn = run(L, S, L_DONE, S_DONE, chip=dataclasses.replace(CHIP, host_link_both=2 * MATRIX))
+    assert in_turn.step == pytest.approx(1.0)
 
 
 def test_a_copy_that_is_not_asynchronous_is_exposed():
